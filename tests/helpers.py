@@ -92,7 +92,7 @@ def kill_after(step, workdir):
 def run_command(name, words):
     """Runs a command in this process; returns its exit code, None is 0."""
     module = load(name)
-    return module["main"](cli.parse(module["parser"](), words))
+    return module.main(cli.parse(module.parser(), words))
 
 
 def evaluated(workdir, folder, capsys):

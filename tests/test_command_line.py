@@ -42,7 +42,7 @@ def test_all_commands_are_listed_with_a_line_each():
     assert shown.stdout == run("--help").stdout == command.usage() + "\n"
     for name, line in command.COMMANDS.items():
         assert re.search(rf"^  {name} +{re.escape(line)}$", shown.stdout, re.MULTILINE)
-        assert callable(command.load(name)["main"])
+        assert callable(command.load(name).main)
     assert max(map(len, shown.stdout.splitlines())) <= 100
 
 
@@ -86,7 +86,7 @@ def test_the_version_and_a_word_that_is_no_command():
     ],
 )
 def test_an_unknown_flag_leads_to_what_it_may_mean(name, word, meant, capsys):
-    parser = command.load(name)["parser"]()
+    parser = command.load(name).parser()
     words = ["x"] if name in ("finetune", "predict") else []
     needed = [a for a in parser._actions if a.required and a.option_strings]
     words += [f"{action.option_strings[0]}=x" for action in needed]
@@ -221,10 +221,10 @@ def test_libtpu_is_not_heard_where_there_is_no_tpu(first):
 
 
 def test_help_lists_the_recipes_and_quick_is_told(tmp_path):
-    shown = command.load("train")["parser"]().format_help()
+    shown = command.load("train").parser().format_help()
     assert re.search(r"^  digits +A small ViT from scratch", shown, re.MULTILINE)
     assert "eval/probe" not in shown
-    shown = command.load("evaluate")["parser"]().format_help()
+    shown = command.load("evaluate").parser().format_help()
     assert "  eval/probe " in shown
     words = ("--config=mixer:quick", f"--workdir={tmp_path}/run", "--config.evals={}")
     done = subprocess.run(
@@ -364,7 +364,7 @@ def test_every_command_in_the_sources_is_one_of_its_parser(monkeypatch):
             words = [word for word in words if word != "..."]
             if not words or "--help" in words[0]:
                 continue  # The name of the command in a sentence.
-            parser = command.load(name)["parser"]()
+            parser = command.load(name).parser()
             try:
                 flags = cli.parse(parser, [stand_in(parser, word) for word in words])
                 config = getattr(flags, "config", None) or ""

@@ -267,7 +267,7 @@ def test_the_reference_of_the_command_line_has_every_flag():
         part = re.search(
             rf"^## {name}\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL
         )[1]
-        parser = generated.load(name)["parser"]()
+        parser = generated.load(name).parser()
         for action in parser._actions:
             for flag in action.option_strings:
                 assert re.search(rf"{flag}\b", part), (name, flag)

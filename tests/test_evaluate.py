@@ -547,10 +547,10 @@ def test_what_hosts_compare_is_what_decides_the_scores(
 
         monkeypatch.setattr(distributed_start, "check_agreement", check)
         line = words(place, "classification", *more)
-        flags = cli.parse(load("evaluate")["parser"](), line)
+        flags = cli.parse(load("evaluate").parser(), line)
         config = configuration.load_evaluation(flags.config, flags.overrides)
         with pytest.raises(UserError, match="seen"):
-            load("evaluate")["run"](flags, config)
+            load("evaluate").run(flags, config)
         return json.loads(json.dumps(seen))
 
     line = distributed_start.difference([compared(), compared(word)])

@@ -13,7 +13,7 @@ from vit_jax.weights.formats import registry
 
 
 def help_of(verb):
-    return load(verb)["parser"]().format_help()
+    return load(verb).parser().format_help()
 
 
 @pytest.mark.parametrize(

@@ -93,7 +93,7 @@ def calls(place, name):
 def parsed(words):
     """Reads the words behind `-m vit_jax.train` as the verb does, config included."""
     words = words[words.index("vit_jax.train") + 1 :]
-    flags = cli.parse(load("train")["parser"](), words)
+    flags = cli.parse(load("train").parser(), words)
     return flags, cli.load_config(flags)
 
 

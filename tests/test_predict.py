@@ -350,7 +350,7 @@ def test_labels_are_read_with_and_without_synsets(place, run, tmp_path):
         assert sorted(names) == ["4", "e", "ein Hai", "three", "two"]
     for lines, message in (
         ("one\ntwo\n", "there are 2 class names, but .* has 5 classes"),
-        ("one\n\nthree\n", "has no name in line 2: give one name a line"),
+        ("one\n\nthree\n", "has no name in line 2: give one name per line"),
         ("", "has no name in line 1"),
     ):
         file.write_text(lines)

@@ -6,9 +6,11 @@ tcsh; extra `completion`) prints the script that completes commands and flags in
 
 import argparse
 import difflib
+import importlib.util
 import os
 import runpy
 import sys
+import types
 from typing import NoReturn
 
 import vit_jax
@@ -48,19 +50,19 @@ def main() -> None:
         print(completion(name.partition("=")[2]))
     elif name in COMMANDS:
         sys.argv = [f"{os.path.basename(sys.argv[0])} {name}", *words[1:]]
-        load(name, run_name="__main__")
+        runpy.run_module(f"vit_jax.{name}", run_name="__main__")
     else:
         near = difflib.get_close_matches(name, COMMANDS, 1)
         hint = f"did you mean {near[0]}? The commands are" if near else "give one of"
         _end(f"{name!r} is no command: {hint} {', '.join(COMMANDS)}")
 
 
-def load(name: str, run_name: str | None = None) -> dict:
-    """Returns the globals of a command's module after running it.
-
-    The module is not imported: `vit_jax.train` stays the function.
-    """
-    return runpy.run_module(f"vit_jax.{name}", run_name=run_name)
+def load(name: str) -> types.ModuleType:
+    """Returns a command's module without importing it: `vit_jax.train` stays the function."""
+    spec = importlib.util.find_spec(f"vit_jax.{name}")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def usage() -> str:
@@ -95,7 +97,7 @@ def completion(shell: str) -> str:
     parser.add_argument("--version", action="store_true", help="print the version")
     commands = parser.add_subparsers()
     for name, line in COMMANDS.items():
-        flags = load(name)["parser"]()
+        flags = load(name).parser()
         commands.add_parser(name, parents=[flags], add_help=False, help=line)
     return shtab.complete(parser, shell)
 

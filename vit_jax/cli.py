@@ -1,4 +1,4 @@
-"""What all verbs share: flags, config overrides, and how errors are shown."""
+"""What all commands share: flags, config overrides, and how errors are shown."""
 
 import argparse
 import difflib
@@ -26,22 +26,22 @@ from vit_jax.errors import (
 from vit_jax.printing import masked, print_error, print_line
 
 SQUASH = "squash"  # A value of --crop_pct.
-# Objects between two collections; at Python's own 700 they take a tenth of a start, since a
-# trace is many small objects, all kept.
+# Objects between two collections; Python's default of 700 costs a tenth of a start, since a
+# trace makes many small objects and keeps all.
 _COLLECTED_AFTER = 10_000
 _WNID = re.compile(r"n\d{8}\s+(\S.*)")  # A synset of WordNet in front of its name.
 _UNSTATED = "?"  # As `init` of a recipe that cannot start from scratch.
 
 
 class Parser(argparse.ArgumentParser):
-    """Flags of a verb; `--config.key=value` overrides are added by `parse`.
+    """Flags of a command; `--config.key=value` overrides are added by `parse`.
 
     Args:
-      doc: of the verb, shown by --help.
-      config: name of the dataclass in training/config.py whose keys the verb takes; "" if
-        it takes none.
-      recipes: regular expression of the names of recipes that --help lists; "" lists none.
-      keys: config key to the flag that sets it in this verb.
+      doc: description that --help shows.
+      config: name of the dataclass in training/config.py whose keys the command takes; ""
+        for none.
+      recipes: regular expression that matches the recipes to list in --help; "" for none.
+      keys: config key to the flag that sets it in this command.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Parser(argparse.ArgumentParser):
         self._config, self._recipes, self._keys = config, recipes, keys
 
     def format_help(self) -> str:
-        """Returns what --help shows: the flags, then the keys of the config."""
+        """Returns the text of --help: the flags, then the keys of the config."""
         flags = super().format_help()
         if not self._config:
             return flags
@@ -81,10 +81,10 @@ class Parser(argparse.ArgumentParser):
         return "\n".join([*parts, reference.text(getattr(config, self._config))])
 
     def refuse(self, words: Sequence[str]) -> None:
-        """Ends with the flag or the config key that an unknown flag may mean.
+        """Exits with the flag or the config key that an unknown flag may mean.
 
         Args:
-          words: that no flag takes.
+          words: the words of the command line that no flag takes.
         """
         names = [word.partition("=")[0] for word in words if word.startswith("-")]
         name, hint = (names or words)[0], ""
@@ -102,7 +102,7 @@ class Parser(argparse.ArgumentParser):
         self.error(f"unrecognized arguments: {' '.join(words)}{hint}")
 
     def error(self, message: str) -> None:
-        """Ends with one line, as every other bad input does."""
+        """Exits with one line, as for every other bad input."""
         tell(f"error: {message}; --help lists the flags")
         sys.exit(EXIT_USER_ERROR)
 
@@ -111,8 +111,8 @@ def parse(parser: Parser, argv: list[str] | None = None) -> argparse.Namespace:
     """Parses a command line.
 
     Args:
-      parser: with the verb's flags.
-      argv: words; those of this process if None.
+      parser: flags of the command.
+      argv: words of the command line; `sys.argv[1:]` if None.
 
     Returns:
       The flags, and `overrides`: dotted config key to value.
@@ -126,7 +126,7 @@ def parse(parser: Parser, argv: list[str] | None = None) -> argparse.Namespace:
     while rest:
         word = rest.pop(0)
         if not word.startswith("--config."):
-            if word.endswith("=--"):  # Of which argparse would make an empty list.
+            if word.endswith("=--"):  # argparse would read an empty list.
                 parser.error(f"{word} has no value that could be meant")
             words.append(word)
             continue
@@ -153,7 +153,7 @@ def load_config(flags: argparse.Namespace):
     """Returns the config that the flags name.
 
     Raises:
-      UserError: it is not a config, or leaves `init` to be stated and it is not.
+      UserError: it is not a config, or needs `init` and has none.
     """
     from vit_jax.training import config as configuration
 
@@ -162,17 +162,17 @@ def load_config(flags: argparse.Namespace):
     if config.init.checkpoint == _UNSTATED:
         raise UserError(
             f"init={_UNSTATED!r}: {flags.config} starts from a checkpoint that is "
-            "yours to state: set --config.init to the workdir of a run, a file or folder "
+            "yours to choose: set --config.init to the workdir of a run, a file or folder "
             "with weights, or a name such as paper:B/16-i21k"
         )
     return config
 
 
 def tell_unread(config) -> None:
-    """Prints that a data folder is not read where images are made or come with a library.
+    """Warns if `data.data_dir` is not read, since images are generated or in a library.
 
     Args:
-      config: complete config; `quick` versions of recipes are on made images.
+      config: complete config; `:quick` versions of recipes generate their images.
     """
     from vit_jax.data.sources.open import source_type  # Not before signals are heard.
 
@@ -185,11 +185,11 @@ def tell_unread(config) -> None:
 
 
 def refuse_overrides(flags: argparse.Namespace, doing: str) -> None:
-    """Raises UserError if a config key is set for a verb that takes no config.
+    """Raises UserError if a config key is set for a command without a config.
 
     Args:
       flags: from `parse`.
-      doing: the verb, as "predicting".
+      doing: activity for the message, such as "predicting".
     """
     if flags.overrides:
         raise UserError(
@@ -199,7 +199,7 @@ def refuse_overrides(flags: argparse.Namespace, doing: str) -> None:
 
 
 def add_weights_flags(parser: Parser) -> None:
-    """Adds flags that say which weights are tried, and at which size of images."""
+    """Adds flags that choose weights and the image size."""
     add = parser.add_argument
     add("--model", required=True, help="weights: run, file, folder or name")
     add_step_flag(parser)
@@ -232,7 +232,7 @@ def add_tta_flag(parser: Parser) -> None:
 
 
 def add_image_flags(parser: Parser) -> None:
-    """Adds flags that say what weights do not tell: classes, and how images are made."""
+    """Adds flags for class names and preprocessing, which some weights do not record."""
     parser.add_argument("--labels", default="", help="file of class names, one a line")
     _add_preparation(parser)
 
@@ -240,7 +240,7 @@ def add_image_flags(parser: Parser) -> None:
 def _add_preparation(parser: Parser) -> None:
     add = parser.add_argument
     add("--mean", type=_floats, help="of pixels divided by 255: 0.485,0.456,0.406")
-    add("--std", type=_floats, help="likewise: 0.229,0.224,0.225")
+    add("--std", type=_floats, help="standard deviation of the same: 0.229,0.224,0.225")
     add("--interpolation", help="nearest, bilinear, bicubic, lanczos, area or hamming")
     add("--crop_pct", type=_crop, help="fraction of the short side, or squash")
     add(
@@ -261,14 +261,14 @@ def _add_preparation(parser: Parser) -> None:
 
 
 def add_network_flags(parser: Parser) -> None:
-    """Adds flags that say what some files of weights do not tell of their network."""
+    """Adds flags for options of the network that some files do not record."""
     add = parser.add_argument
     add("--num_heads", type=positive, default=0, help="if the weights do not record it")
     add("--architecture", default="", help="timm's name, for files without config.json")
 
 
 def image_flags(flags: argparse.Namespace) -> dict:
-    """Returns the fields of `weights.Preprocess` that the flags state."""
+    """Returns the fields of `weights.Preprocess` that flags set."""
     given = {
         "mean": flags.mean,
         "std": flags.std,
@@ -291,19 +291,19 @@ def open_weights(
     with_task: bool = False,
     texts: bool = False,
 ):
-    """Opens weights for a verb, which has a flag --labels besides `add_weights_flags`.
+    """Opens the weights of a command with the flags of `add_weights_flags` and --labels.
 
     Args:
       flags: from `parse`.
-      checkpoint: one beside --model: --architecture and the flags on images and classes
-        are not for it.
-      with_task: whether to read what the task of its training has beside the network.
-      texts: whether --labels may be texts, for weights without a classifier; they are
-        then read with their task.
+      checkpoint: weights to open in place of --model; --architecture, --labels and the
+        preprocessing flags then do not apply.
+      with_task: whether to read the parameters that the training task adds.
+      texts: whether --labels may be texts, for weights without a classifier; implies
+        `with_task`.
 
     Returns:
-      The checkpoint, how its images are prepared, and the class names of --labels, empty
-      without. What had to be guessed is told on stderr.
+      The checkpoint, its preprocessing, and the class names of --labels, empty without.
+      Guesses are printed on stderr.
 
     Raises:
       UserError: the weights or the class names cannot be read.
@@ -311,65 +311,65 @@ def open_weights(
     from vit_jax import weights
 
     checkpoint = checkpoint or flags.model
-    own = checkpoint == flags.model
-    names, stated = (), flags.labels if own else ""
-    words = texts and not is_file(stated)
-    if stated and not words:
-        names = read_labels(stated)
-    found, preprocess = weights.open_weights(
+    is_model = checkpoint == flags.model
+    names, labels = (), flags.labels if is_model else ""
+    are_texts = texts and not is_file(labels)
+    if labels and not are_texts:
+        names = read_labels(labels)
+    pretrained, preprocess = weights.open_weights(
         checkpoint,
-        image_flags(flags) if own else {},
+        image_flags(flags) if is_model else {},
         use_ema=not flags.no_ema,
         num_heads=flags.num_heads,
-        architecture=flags.architecture if own else "",
+        architecture=flags.architecture if is_model else "",
         with_task=with_task or texts,
         tell=tell,
     )
-    if stated and words:
-        named = bool(found.options["num_classes"])
-        read = read_labels if named else read_texts
-        names = read(stated, "--labels")
-    return found, preprocess, names
+    if labels and are_texts:
+        has_classes = bool(pretrained.options["num_classes"])
+        read = read_labels if has_classes else read_texts
+        names = read(labels, "--labels")
+    return pretrained, preprocess, names
 
 
-def read_texts(stated: str, flag: str) -> tuple[str, ...]:
+def read_texts(value: str, flag: str) -> tuple[str, ...]:
     """Reads texts to compare images with.
 
     Args:
-      stated: the texts with commas between them, or a file with one a line.
-      flag: that states them, for messages.
+      value: texts separated by commas, or a file with one per line.
+      flag: name of the flag, for messages.
 
     Raises:
-      UserError: there is none, or the file cannot be read.
+      UserError: a text is empty, or the file cannot be read.
     """
-    if is_file(stated):
-        return read_labels(stated, flag)
-    texts = tuple(one.strip() for one in stated.split(","))
+    if is_file(value):
+        return read_labels(value, flag)
+    texts = tuple(one.strip() for one in value.split(","))
     if not all(texts):
         raise UserError(
-            f"{flag}={stated!r} has an empty text: give texts with commas between them, "
-            "or a file with one a line"
+            f"{flag}={value!r} has an empty text: give texts separated by commas, or a "
+            "file with one per line"
         )
     return texts
 
 
-def is_file(stated: str) -> bool:
-    """Returns whether what a flag states is a file, there or not, rather than texts.
+def is_file(value: str) -> bool:
+    """Returns whether a flag's value is a file, which need not exist, rather than texts.
 
-    A single word is no text to compare images with, since there is no other.
+    A single word is a file, since images are compared with at least two texts.
     """
-    several = "," in stated or " " in stated
-    path = os.sep in stated or stated.endswith(".txt")
-    return os.path.exists(stated) or path or not several
+    several = "," in value or " " in value
+    path = os.sep in value or value.endswith(".txt")
+    return os.path.exists(value) or path or not several
 
 
 def read_labels(path: str | os.PathLike, flag: str = "--labels") -> tuple[str, ...]:
     """Reads class names, one per line in label order.
 
     Args:
-      path: of a text file. If every line begins with a synset such as n01440764, those
-        are left out.
-      flag: that states it, for messages.
+      path: text file. If every line begins with a synset such as n01440764, the synsets
+        are dropped.
+      flag: name of the flag, for messages.
 
     Raises:
       UserError: the file cannot be read, or a line has no name.
@@ -385,7 +385,7 @@ def read_labels(path: str | os.PathLike, flag: str = "--labels") -> tuple[str, .
     if not names or not all(names):
         line = names.index("") + 1 if names else 1
         raise UserError(
-            f"{flag}={path} has no name in line {line}: give one name a line"
+            f"{flag}={path} has no name in line {line}: give one name per line"
         )
     matches = [_WNID.fullmatch(name) for name in names]
     return tuple(m[1] for m in matches) if all(matches) else tuple(names)
@@ -458,26 +458,27 @@ def run(
     *,
     trains: bool = False,
 ) -> None:
-    """Runs a verb and exits.
+    """Runs a command and exits.
 
-    The code is 0; or the verb's own; 2 after one line on bad input; 75 after one on a
-    host that did not come; 130 after Ctrl-C; 141, without a word, when nobody reads its
+    The exit code is that of `main`; 2 after one line on bad input; 75 after one line on a
+    host that did not connect; 130 after Ctrl-C; 141, silently, when nobody reads its
     output any more.
 
     Args:
-      main: takes the flags and returns the exit code.
-      parser: with the verb's flags.
-      trains: SIGTERM and SIGHUP end the verb with 75, and unread output does not.
+      main: function of the flags that returns the exit code, None for 0.
+      parser: flags of the command.
+      trains: whether SIGTERM and SIGHUP end the command with 75, and unread output does
+        not end it.
     """
     signals.catch(trains=trains)
     gc.set_threshold(_COLLECTED_AFTER)
     for stream in filter(None, (sys.stdout, sys.stderr)):
-        # File names may hold bytes that are no text, and terminals lack characters.
+        # File names may hold bytes that are not text, and terminals lack characters.
         stream.reconfigure(errors="backslashreplace")
     keep_warnings_from_raising()
-    # Or the first line of absl makes all later ones begin with "WARNING:" and a module.
+    # Otherwise absl's first line makes all later ones begin with "WARNING:" and a module.
     logging.basicConfig(format="%(message)s", handlers=[logging.lastResort])
-    # It has a handler; the root's would print its lines a second time.
+    # It has its handler; the root logger would print its lines a second time.
     logging.getLogger("huggingface_hub").propagate = False
     flags = None
     try:
@@ -508,7 +509,7 @@ def run(
         signals.drop_output()
         code = EXIT_UNREAD
     except BaseException as error:
-        # Libraries may have made another error of KeyboardInterrupt.
+        # A library may have turned KeyboardInterrupt into another error.
         if not (signals.interrupted() or isinstance(error, KeyboardInterrupt)):
             raise
         if flags is not None and flags.debug:
@@ -520,7 +521,7 @@ def run(
 
 def _is_memory(error: Exception) -> bool:
     """Returns whether an error says that memory was full, of the host or a device."""
-    # By its text: JAX, whose error it may be, need not be imported here.
+    # By its text, since JAX, whose error it may be, need not be imported here.
     return isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error)
 
 
@@ -528,5 +529,5 @@ def show(error: UserError | LostHost, *, debug: bool) -> None:
     """Prints bad input as one line on stderr, with `debug` after its traceback."""
     if debug:
         print(masked("".join(traceback.format_exception(error))), file=sys.stderr)
-    # What other libraries say may have several lines.
+    # Messages of other libraries may have several lines.
     tell(f"error: {' '.join(str(error).splitlines())}")

@@ -53,14 +53,14 @@ def main(flags: argparse.Namespace) -> int:
 
 
 def _check(flags) -> None:
-    """Refuses what would be ignored, or fail after minutes of compiling."""
-    stated = {"export": bool(flags.export), "plan": flags.plan is not None}
-    for name, is_stated in stated.items():
-        if is_stated and flags.strategies:
-            raise UserError(f"--{name} is of one program: leave --strategies out")
+    """Refuses flags that would be ignored, or fail after minutes of compiling."""
+    single = {"export": bool(flags.export), "plan": flags.plan is not None}
+    for name, is_set in single.items():
+        if is_set and flags.strategies:
+            raise UserError(f"--{name} is for one program: leave --strategies out")
     for name in ("meshes", "remat", "scan"):
         if getattr(flags, name) and not flags.strategies:
-            raise UserError(f"--{name} is read with --strategies only: state that too")
+            raise UserError(f"--{name} is read with --strategies only: add it")
     folder = pathlib.Path(flags.export).absolute().parent
     if flags.export and not folder.is_dir():
         raise UserError(
@@ -75,7 +75,7 @@ def _check(flags) -> None:
 
 
 def _examples(flags, config) -> tuple[int, str]:
-    """Returns the size of the training split, and who says so."""
+    """Returns the size of the training split, and its source."""
     from vit_jax.data import catalogue
 
     entry = catalogue.ENTRIES.get(config.data.name)
@@ -93,20 +93,20 @@ def _one(flags, config, devices, examples, limit, heading, assumed, unknown) -> 
     from vit_jax.tools.planning import analysis, report, run_plan, strategies
 
     mesh = meshes.create(config.mesh, devices)
-    found = analysis.analyse(config, mesh, examples, limit)
+    result = analysis.analyse(config, mesh, examples, limit)
     if not flags.json:
-        print(report.text(found, heading), flush=True)
+        print(report.text(result, heading), flush=True)
     remedies = ()
-    if not found.fits and found.peak_bytes:
-        remedies = strategies.remedies(config, devices, found, examples, limit)
+    if not result.fits and result.peak_bytes:
+        remedies = strategies.remedies(config, devices, result, examples, limit)
     plan = None
-    if assumed and found.roofline:
+    if assumed and result.roofline:
         every = config.checkpoint_every_steps
         every = every or round(
             config.checkpoint_every_epochs * examples / config.batch_size
         )
         plan = run_plan.make(
-            found,
+            result,
             len(devices),
             len({device.process_index for device in devices}),
             config.num_steps(examples),
@@ -115,7 +115,7 @@ def _one(flags, config, devices, examples, limit, heading, assumed, unknown) -> 
             assumed,
         )
     if flags.json:
-        words = {"heading": heading} | found.to_json()
+        words = {"heading": heading} | result.to_json()
         words["remedies"] = [
             {"flags": way, "peak_bytes": row.peak_bytes}
             for way, row in remedies
@@ -136,7 +136,7 @@ def _one(flags, config, devices, examples, limit, heading, assumed, unknown) -> 
         )
         if not flags.json:
             print(f"StableHLO of the step: {flags.export}, {size:,} bytes")
-    return 0 if found.fits else EXIT_TOO_LARGE
+    return 0 if result.fits else EXIT_TOO_LARGE
 
 
 def _compare(flags, config, devices, examples, limit, heading) -> int:
@@ -146,24 +146,25 @@ def _compare(flags, config, devices, examples, limit, heading) -> int:
     sizes = strategies.meshes_for(len(devices), has_blocks)
     if flags.meshes:
         sizes = strategies.parse_meshes(flags.meshes)
-    stated = flags.remat.split(",") if flags.remat else strategies.REMAT
-    policies = stated if has_blocks else ["none"]
+    chosen = flags.remat.split(",") if flags.remat else strategies.REMAT
+    policies = chosen if has_blocks else ["none"]
     scans = [config.model.scan] if has_blocks else [False]
     if flags.scan and has_blocks:
         scans = [{"true": True, "false": False}[word] for word in flags.scan.split(",")]
     rows = []
     if not flags.json:
         print(f"{heading}\n{strategies.line()}", flush=True)
-    found = strategies.compare(config, devices, examples, limit, sizes, policies, scans)
-    for row in found:
+    for row in strategies.compare(
+        config, devices, examples, limit, sizes, policies, scans
+    ):
         rows.append(row)
         if not flags.json:
             print(strategies.line(row), flush=True)
     best = strategies.fastest(rows)
     if flags.json:
-        chosen = strategies.flags(best) if best else ""
+        recommended = strategies.flags(best) if best else ""
         words = {"heading": heading, "rows": [row.to_json() for row in rows]}
-        print(json.dumps(words | {"recommended": chosen}))
+        print(json.dumps(words | {"recommended": recommended}))
     elif best:
         print(
             f"of those that fit the one with the lowest floor: {strategies.flags(best)}"

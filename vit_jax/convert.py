@@ -7,7 +7,7 @@ a place such as hf://owner/name. --to is one of
   google       an .npz file with the published names
   safetensors  a file of this project, with all that a model needs
   mae          a .pth file for facebookresearch/mae, with a run's decoder
-  hf_mae       a folder for ViTMAE of transformers, likewise
+  hf_mae       a folder for ViTMAE of transformers, with a run's decoder
   microsoft    a .pth file for microsoft/Swin-Transformer
   hf_clip      a folder for CLIP or SigLIP of transformers, with the text tower if there is one
   open_clip    a folder for CLIP of OpenCLIP, with its text tower
@@ -16,7 +16,7 @@ a place such as hf://owner/name. --to is one of
   hf_ijepa     a folder for IJepaModel of transformers
   hf_dinov2    a folder for Dinov2 of transformers, with or without register tokens
   stablehlo    a folder with the whole program, for JAX without this project
-  onnx         likewise, for ONNX Runtime; needs: pip install -e '.[onnx]'
+  onnx         the whole program for ONNX Runtime; needs: pip install -e '.[onnx]'
 Class names and preprocessing travel with the weights where the format has a place for
 them; flags replace what the source says. --push=owner/name uploads the result with a
 model card. Exit codes: 0 done, 2 bad input (one line says what; nothing is left of
@@ -48,25 +48,27 @@ def main(flags: argparse.Namespace) -> None:
             raise UserError(
                 f"--{name} is for --push=OWNER/NAME; state that too, or leave it out"
             )
-    found = open_weights(flags)
-    cli.say(f"read {flags.model}: {found.format} weights of {found.options['variant']}")
-    for note in found.notes:
+    pretrained = open_weights(flags)
+    cli.say(
+        f"read {flags.model}: {pretrained.format} weights of {pretrained.options['variant']}"
+    )
+    for note in pretrained.notes:
         cli.say(f"  {note}")
-    files, notes = export.export(found, flags.to, out, overwrite=flags.overwrite)
+    files, notes = export.export(pretrained, flags.to, out, overwrite=flags.overwrite)
     cli.say(f"wrote {out}")
     for note in notes:
         cli.say(f"  {note}")
     for file in files:
         cli.say(f"  {file.name}: {file.stat().st_size / 1e6:,.1f} MB")
     cli.say("load it in Python:")
-    for line in export.usage(flags.to, found, str(out)).splitlines():
+    for line in export.usage(flags.to, pretrained, str(out)).splitlines():
         cli.say(line)
     if flags.push:
         text = push.model_card(
-            found,
+            pretrained,
             flags.push,
             to=flags.to,
-            usage=export.usage(flags.to, found, flags.push, out.name),
+            usage=export.usage(flags.to, pretrained, flags.push, out.name),
             license=flags.license,
             scores=read_scores(flags.model),
         )
@@ -86,7 +88,7 @@ def open_weights(flags: argparse.Namespace):
     )
 
     names = cli.read_labels(flags.labels) if flags.labels else ()
-    found = weights.open_pretrained(
+    pretrained = weights.open_pretrained(
         flags.model,
         use_ema=not flags.no_ema,
         num_heads=flags.num_heads,
@@ -94,30 +96,38 @@ def open_weights(flags: argparse.Namespace):
         with_task=True,
         image_size=flags.resolution,
     )
-    num_classes = found.options["num_classes"]
+    num_classes = pretrained.options["num_classes"]
     if names and len(names) != num_classes:
         raise UserError(
             f"--labels={flags.labels} has {len(names)} names, but the weights are of "
             f"{num_classes} classes: give a name a class"
         )
     given = cli.image_flags(flags)
-    preprocess = dataclasses.replace(weights.preprocessing_of(found), **given)
-    check_preprocess(preprocess, found.options["channels"])
-    notes = found.notes
-    if "text" in found.task_params and not registry.WRITERS[flags.to].with_task:
+    preprocess = dataclasses.replace(weights.preprocessing_of(pretrained), **given)
+    check_preprocess(preprocess, pretrained.options["channels"])
+    notes = pretrained.notes
+    if "text" in pretrained.task_params and not registry.WRITERS[flags.to].with_task:
         notes += (f"text tower: left out, --to={flags.to} has no place for it",)
-    if not found.preprocess and not {"mean", "std", "crop_fraction"} <= given.keys():
-        usual, how = usual_preprocess(found).family, describe_preprocess(preprocess)
+    if (
+        not pretrained.preprocess
+        and not {"mean", "std", "crop_fraction"} <= given.keys()
+    ):
+        usual, how = (
+            usual_preprocess(pretrained).family,
+            describe_preprocess(preprocess),
+        )
         notes += (
             f"how images are prepared: nothing says, so assumed as of {usual}: {how}",
         )
-    if flags.resolution and flags.resolution != tuple(found.options["image_size"]):
-        model, params = surgery.fit_network(found, preprocess)
-        found = dataclasses.replace(found, params=params, options=model.options)
+    if flags.resolution and flags.resolution != tuple(pretrained.options["image_size"]):
+        model, params = surgery.fit_network(pretrained, preprocess)
+        pretrained = dataclasses.replace(
+            pretrained, params=params, options=model.options
+        )
     return dataclasses.replace(
-        found,
+        pretrained,
         preprocess=preprocess,
-        class_names=names or found.class_names,
+        class_names=names or pretrained.class_names,
         notes=notes,
     )
 
@@ -145,7 +155,11 @@ def parser() -> cli.Parser:
         action="store_true",
         help="a run's last parameters, not their average",
     )
-    add("--resolution", type=cli.size, help="pixels, or HEIGHTxWIDTH; default: its own")
+    add(
+        "--resolution",
+        type=cli.size,
+        help="pixels, or HEIGHTxWIDTH; default: the weights' size",
+    )
     add("--push", default="", metavar="OWNER/NAME", help="upload to there")
     add("--private", action="store_true", help="to a private repository, if it is new")
     add("--license", default="", help="for the model card: apache-2.0")

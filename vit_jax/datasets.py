@@ -3,7 +3,7 @@
 One line each: whether it is prepared in --data_dir (its version; "tfrecord" is
 prepared, but has to be converted; "-" is no set of TFDS), images to train on, classes,
 and how to get it. With names, also their splits and other config keys. Other sets need
-no entry here: any TFDS set, image folder, Parquet files and a source of your own can be
+no entry here: any TFDS set, image folder, Parquet files and your sources can be
 read as well, see `SOURCES` in vit_jax/data/sources/base.py. Exit codes: 0 done, 2 bad
 input (one line says what).
 """

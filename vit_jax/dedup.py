@@ -53,7 +53,7 @@ def main(flags: argparse.Namespace) -> int:
 
     folder = out.with_name(f"{out.name}.scan")
     with contextlib.closing(_Bar()) as bar:
-        found = scan.scan(
+        result = scan.scan(
             pretrain,
             against,
             folder,
@@ -62,19 +62,19 @@ def main(flags: argparse.Namespace) -> int:
             progress=bar.show,
         )
     if flags.sheet:
-        scan.write_sheet(pathlib.Path(flags.sheet), found.pairs, pretrain, against)
-    scan.write_pairs(pairs, found.pairs)
-    ids = scan.write_list(out, found, flags.correlation)
+        scan.write_sheet(pathlib.Path(flags.sheet), result.pairs, pretrain, against)
+    scan.write_pairs(pairs, result.pairs)
+    ids = scan.write_list(out, result, flags.correlation)
     shutil.rmtree(folder)
 
-    for name, reason in found.damaged:
+    for name, reason in result.damaged:
         cli.tell(f"{name}: {reason}")
     cli.say(
-        f"{out}: {len(ids)} of {found.sizes[str(pretrain)]} records of {pretrain} "
-        f"are near-duplicates, in {len(found.pairs)} pairs ({pairs.name}); "
-        f"not compared: {len(found.damaged)} damaged, {found.flat} flat"
+        f"{out}: {len(ids)} of {result.sizes[str(pretrain)]} records of {pretrain} "
+        f"are near-duplicates, in {len(result.pairs)} pairs ({pairs.name}); "
+        f"not compared: {len(result.damaged)} damaged, {result.flat} flat"
     )
-    return EXIT_DAMAGED if found.damaged else 0
+    return EXIT_DAMAGED if result.damaged else 0
 
 
 class _Bar:

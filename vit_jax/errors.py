@@ -1,4 +1,4 @@
-"""How a run ends before its time, other than by a mistake of ours."""
+"""Errors that end a run early, other than bugs of this project."""
 
 import sys
 import warnings
@@ -31,7 +31,7 @@ class Diverged(UserError):
 
 
 class Preempted(Exception):
-    """The run was asked to end (SIGTERM, SIGHUP) or cannot go on; its state is saved."""
+    """The run was asked to end (SIGTERM, SIGHUP) or cannot continue; its state is saved."""
 
 
 class Interrupted(KeyboardInterrupt):

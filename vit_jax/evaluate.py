@@ -53,7 +53,7 @@ def run(flags: argparse.Namespace, config) -> None:
         result_tables.prepare(flags.out)  # Before there is anything to lose.
     if uncached := compilation.enable_cache(config.compilation_cache_dir):
         tell(uncached)
-    found, preprocess = weights.open_weights(
+    pretrained, preprocess = weights.open_weights(
         flags.model,
         cli.image_flags(flags),
         use_ema=not flags.no_ema,
@@ -62,16 +62,18 @@ def run(flags: argparse.Namespace, config) -> None:
         with_task=True,
         tell=tell,
     )
-    check = functools.partial(resume_check.check_evaluation_of_hosts, found, preprocess)
+    check = functools.partial(
+        resume_check.check_evaluation_of_hosts, pretrained, preprocess
+    )
     scores, confusions, described = suite.evaluate(
-        found, preprocess, config, tell, check, views=flags.tta
+        pretrained, preprocess, config, tell, check, views=flags.tta
     )
     if not first:
         return
     report = {
         "kind": "evaluate",
         "model": masked(flags.model),
-        "variant": found.options["variant"],
+        "variant": pretrained.options["variant"],
         "config": config.name,
         "preprocess": dataclasses.asdict(preprocess),
         "tta": flags.tta,
@@ -91,9 +93,9 @@ def _restrict(config, only_present_classes: bool):
     """Returns a config with a value of `only_present_classes` in all classifications."""
     from vit_jax.evaluators.classification import ClassificationConfig
 
-    stated = {"only_present_classes": only_present_classes}
+    change = {"only_present_classes": only_present_classes}
     evals = {
-        name: dataclasses.replace(one, **stated)
+        name: dataclasses.replace(one, **change)
         for name, one in config.evals.items()
         if isinstance(one, ClassificationConfig)
     }

@@ -105,14 +105,18 @@ def serve(flags: argparse.Namespace, models: list, folder) -> None:
 
 
 def open_model(flags: argparse.Namespace, checkpoint: str):
-    """Opens a checkpoint; flags override its own preprocessing and class names."""
+    """Opens a checkpoint; flags override its preprocessing and class names."""
     from vit_jax.tools.explorer.session import ExploredModel
     from vit_jax.weights.pretrained import upright
 
-    found, preprocess, classes = cli.open_weights(flags, checkpoint, with_task=True)
+    pretrained, preprocess, classes = cli.open_weights(
+        flags, checkpoint, with_task=True
+    )
     if flags.tokenizer:
-        found = dataclasses.replace(found, tokenizer=flags.tokenizer)
-    return ExploredModel(found, preprocess=upright(preprocess), class_names=classes)
+        pretrained = dataclasses.replace(pretrained, tokenizer=flags.tokenizer)
+    return ExploredModel(
+        pretrained, preprocess=upright(preprocess), class_names=classes
+    )
 
 
 def parser() -> cli.Parser:

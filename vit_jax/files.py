@@ -30,7 +30,7 @@ def not_a_file(path: str | os.PathLike) -> str:
     """
     try:
         mode = os.stat(path).st_mode
-    except (OSError, ValueError):  # Opening it tells why.
+    except (OSError, ValueError):  # Opening it raises the same error.
         return ""
     return _KINDS.get(stat.S_IFMT(mode), "")
 
@@ -69,10 +69,10 @@ def refuse_scheme(thing: str, path: str | os.PathLike) -> None:
     Raises:
       UserError: it is another.
     """
-    found = re.match(r"([A-Za-z][\w+.-]*):/", os.fspath(path))
-    if found and not os.fspath(path).startswith("gs://"):
+    scheme = re.match(r"([A-Za-z][\w+.-]*):/", os.fspath(path))
+    if scheme and not os.fspath(path).startswith("gs://"):
         raise UserError(
-            f"{thing}={path}: nothing is written to {found[1]}://; give a local path, or "
+            f"{thing}={path}: nothing is written to {scheme[1]}://; give a local path, or "
             "one in a bucket, gs://BUCKET/FOLDER"
         )
 
@@ -93,16 +93,16 @@ def writing_out(folder: str | os.PathLike) -> Iterator[None]:
         ) from error
 
 
-def download_snapshot(stated: str, repo: str, **options) -> str:
+def download_snapshot(setting: str, repo: str, **options) -> str:
     """Returns the folder with a copy of a repository on the Hugging Face hub.
 
     Args:
-      stated: key and value that name it, for the message.
+      setting: key and value that name the repository, for messages.
       repo: owner and name.
       **options: of `huggingface_hub.snapshot_download`.
 
     Raises:
-      UserError: there is none, or neither network nor a copy.
+      UserError: it does not exist, or there is neither network nor a copy.
     """
     import huggingface_hub
     from huggingface_hub import errors
@@ -115,22 +115,22 @@ def download_snapshot(stated: str, repo: str, **options) -> str:
         return huggingface_hub.snapshot_download(repo, **options)
     except known as error:
         raise UserError(
-            f"{stated} cannot be downloaded ({str(error).strip().splitlines()[0]}): check "
+            f"{setting} cannot be downloaded ({str(error).strip().splitlines()[0]}): check "
             "the name and the network, and for a gated set accept its terms and run `hf "
             "auth login`"
         ) from error
 
 
 def read_json(path: epath.Path) -> dict:
-    """Returns the content of a file that this package wrote.
+    """Returns the content of a JSON file that this package wrote.
 
     Raises:
-      UserError: it cannot be read, or is no JSON object.
+      UserError: it cannot be read, or is not a JSON object.
     """
     try:
-        found = json.loads(path.read_text())
-        if isinstance(found, dict):
-            return found
+        content = json.loads(path.read_text())
+        if isinstance(content, dict):
+            return content
         reason = "it holds no object"
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error

@@ -1,12 +1,12 @@
-"""Fonts for pictures with class names: what no font has is written as an escape."""
+"""Fonts for pictures with class names: letters that no font has are escaped."""
 
 import functools
 import unicodedata
 
 from PIL import ImageFont
 
-# Beside Pillow's own font, which has little but ASCII: what Linux, macOS and Windows have
-# of letters with accents and of Chinese, Japanese and Korean.
+# Pillow's default font has little but ASCII. These have letters with accents, or Chinese,
+# Japanese and Korean, on Linux, macOS and Windows.
 _INSTALLED = (
     *("DejaVuSans.ttf", "Arial.ttf", "arial.ttf"),
     *("NotoSansCJK-Regular.ttc", "Arial Unicode.ttf", "msyh.ttc"),
@@ -23,35 +23,35 @@ def choose(text: str, size: int) -> tuple[str, ImageFont.FreeTypeFont]:
 
     Returns:
       The text as it is, composed (NFC), and the first installed font that has it all; or
-      Pillow's own font, and an escape, as "\\u83ca", for each letter that it lacks.
+      Pillow's default font, and an escape, as "\\u83ca", for each letter that it lacks.
     """
     text = unicodedata.normalize("NFC", text)
     fonts = _fonts(size)
     for font in fonts:
         if all(_has(font, letter) for letter in text):
             return text, font
-    own = fonts[0]
+    default = fonts[0]
     letters = (
-        letter if _has(own, letter) else letter.encode("unicode_escape").decode()
+        letter if _has(default, letter) else letter.encode("unicode_escape").decode()
         for letter in text
     )
-    return "".join(letters), own
+    return "".join(letters), default
 
 
 @functools.cache
 def _fonts(size: int) -> list[ImageFont.FreeTypeFont]:
-    found = [ImageFont.load_default(size)]
+    fonts = [ImageFont.load_default(size)]
     for name in _INSTALLED:
         try:
-            found.append(ImageFont.truetype(name, size))
+            fonts.append(ImageFont.truetype(name, size))
         except OSError:  # Not installed.
             continue
-    return found
+    return fonts
 
 
 @functools.lru_cache(maxsize=4096)
 def _has(font: ImageFont.FreeTypeFont, letter: str) -> bool:
-    # Control characters and surrogates are drawn by none.
+    # No font draws control characters and surrogates.
     return letter.isprintable() and _drawn(font, letter) != _drawn(font, _NO_CHARACTER)
 
 

@@ -1,4 +1,4 @@
-"""How a verb that trains ends: done, preempted or failed, all processes alike."""
+"""How a command that trains ends in all processes: done, preempted or failed."""
 
 from collections.abc import Callable
 
@@ -14,24 +14,22 @@ from vit_jax.errors import (
 
 
 def run(work: Callable[[], object], workdir: str, *, debug: bool) -> int:
-    """Runs the work of a job, in every process of it.
-
-    Joins the other processes first, if there are any.
+    """Runs the work of a job in each of its processes, which connect first.
 
     Args:
-      work: trains, once or often, in `workdir`; or evaluates.
-      workdir: named where a process tells why the others end.
-      debug: show tracebacks of bad input too.
+      work: function that trains in `workdir`, or evaluates.
+      workdir: folder that the messages to other processes name.
+      debug: whether to show tracebacks of bad input too.
 
     Returns:
-      The exit code: 0; 75 where the state is saved and the same command resumes, as
-      after SIGTERM; 130 after Ctrl-C.
-      One of several processes does not return: it leaves without the barriers at JAX's
-      end, which wait for a process that is lost then.
+      The exit code: 0; 75 when the state is saved and the same command resumes, as after
+      SIGTERM; 130 after Ctrl-C.
+      One of several processes does not return. It exits without the barriers at JAX's
+      end, which would wait for a lost process.
 
     Raises:
-      UserError: as `work`, or the other processes cannot be found.
-      LostHost: they did not come.
+      UserError: as `work`, or the other processes are not configured.
+      LostHost: another process did not connect.
     """
     import jax
 

@@ -80,31 +80,33 @@ def open_classifier(flags: argparse.Namespace):
     from vit_jax.weights.pretrained import upright
     from vit_jax.weights.text_tower import text_tower
 
-    found, preprocess, names = cli.open_weights(flags, texts=True)
+    pretrained, preprocess, names = cli.open_weights(flags, texts=True)
     preprocess = upright(preprocess)
-    if found.options["num_classes"] or "text" not in found.task_params:
+    if pretrained.options["num_classes"] or "text" not in pretrained.task_params:
         if flags.prompts or flags.tokenizer:
             raise UserError(
                 f"--prompts and --tokenizer are for weights with a text tower, which "
                 f"{flags.model} lacks: leave them out"
             )
         return prediction.Classifier(
-            found, preprocess=preprocess, class_names=names, views=flags.tta
+            pretrained, preprocess=preprocess, class_names=names, views=flags.tta
         )
     if not names:
         raise UserError(
-            f"{flags.model} has a text tower and no classes of its own: give texts to "
+            f"{flags.model} has a text tower and no classes: give texts to "
             'compare images with, as --labels="a photo of a dog, a photo of a cat"'
         )
     prompts = ("{}",)
     if flags.prompts:
         prompts = cli.read_texts(flags.prompts, "--prompts")
-    found = dataclasses.replace(found, tokenizer=flags.tokenizer or found.tokenizer)
+    pretrained = dataclasses.replace(
+        pretrained, tokenizer=flags.tokenizer or pretrained.tokenizer
+    )
     return prediction.Classifier(
-        found,
+        pretrained,
         preprocess=preprocess,
         class_names=names,
-        tower=text_tower(found),
+        tower=text_tower(pretrained),
         prompts=prompts,
         views=flags.tta,
     )

@@ -60,7 +60,7 @@ def main(flags: argparse.Namespace) -> int:
 
 
 def _check(flags):
-    """Raises UserError for flags that make no sense, alone or together."""
+    """Raises UserError for flags that are wrong, alone or together."""
     if "://" in flags.data_dir:
         raise UserError(
             f"--data_dir={flags.data_dir}: data sets are prepared on a local disk; "
@@ -127,7 +127,7 @@ def _make_of_images(flags, data_dir):
 
 
 def _name_of_images(flags):
-    """Returns the name and version of the new set: stated, or that of the folder."""
+    """Returns the name and version of the new set: --name, or the name of the folder."""
     from vit_jax.data.sources import tfds as tfds_source
     from vit_jax.data.sources.open import source_type
     from vit_jax.tools.preparing import metadata
@@ -147,7 +147,7 @@ def _name_of_images(flags):
         source_type(n) is not tfds_source.TYPE
         for n in (name.dataset, f"{name.dataset}/")
     ):
-        raise UserError(f"--name={text} has a meaning of its own here: choose another")
+        raise UserError(f"--name={text} is the name of another source: choose another")
     return metadata.DatasetName(name.dataset, name.config, name.version or _VERSION)
 
 
@@ -194,8 +194,8 @@ def _refuse_existing(target, flags, plan):
     build.refuse_existing(target, plan)
 
 
-def _report(folder, content, verb):
-    cli.say(f"{verb} {folder}")
+def _report(folder, content, action):
+    cli.say(f"{action} {folder}")
     for name, split in content["splits"].items():
         size = sum(shard["file_bytes"] for shard in split["shards"])
         cli.say(
@@ -203,7 +203,7 @@ def _report(folder, content, verb):
             f"shards, {size / 1e6:,.1f} MB"
         )
     skipped = content["skipped"]
-    if skipped and verb == "wrote":
+    if skipped and action == "wrote":
         print(f"left out, {len(skipped)} damaged:", file=sys.stderr)
         for note in skipped[:_SHOWN]:
             cli.tell(f"  {note['record']} {note['reason']}")
@@ -236,7 +236,7 @@ def parser() -> cli.Parser:
     add("--on_error", choices=("raise", "skip"), help="damaged images; default: raise")
     add("--unchecked", action="store_true", help="do not decode each image to test it")
     add("--manual_dir", default="", help="files that you had to fetch for TFDS")
-    add("--imports", type=_names, default=[], help="modules with builders of your own")
+    add("--imports", type=_names, default=[], help="modules with your builders")
     return parser
 
 

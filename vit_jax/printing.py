@@ -16,7 +16,7 @@ _USER = re.compile(
     r"|[^\s/?#'\"]+(?=@))"
 )
 # Values of a URL's query, or of its fragment, that let in whoever has them. Presigned
-# addresses of S3, Google and Azure carry theirs as X-Amz-Signature, X-Goog-Signature
+# addresses of S3, Google and Azure carry a signature as X-Amz-Signature, X-Goog-Signature
 # and sig.
 _QUERY = re.compile(
     r"(?<=[?&;#])((?:[\w-]*(?:token|secret|password|passwd|signature|credential|"

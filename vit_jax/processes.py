@@ -52,7 +52,7 @@ def after_children(function: Callable[[], None]) -> None:
 
 
 def end_children() -> None:
-    """Does before an `os._exit` what Python does to child processes at its own exit."""
+    """Ends child processes before an `os._exit`, as Python does when it exits."""
     children = multiprocessing.active_children()
     for child in children:
         child.terminate()

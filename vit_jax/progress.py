@@ -61,8 +61,8 @@ class StepBar:
 
         Args:
           step: steps taken.
-          *parts: what to say behind the bar, the most important first; those of the last
-            call if there are none. Parts that the terminal has no room for are left out.
+          *parts: texts behind the bar, the most important first; empty repeats those of
+            the last call. Texts that the terminal has no room for are left out.
         """
         if self._bar.disable:
             return

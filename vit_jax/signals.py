@@ -1,4 +1,4 @@
-"""How a command ends when somebody ends it: signals, and output that nobody reads."""
+"""How a command ends after a signal, or when nobody reads its output."""
 
 import atexit
 import io
@@ -15,17 +15,16 @@ _interrupted = threading.Event()
 
 
 def catch(*, trains: bool) -> None:
-    """Has signals end this process in a few words; for its main thread.
+    """Makes signals end this process with one line; called by its main thread.
 
-    Ctrl-C raises KeyboardInterrupt, a second one ends the process whatever it is at.
+    Ctrl-C raises KeyboardInterrupt; a second one ends the process at once.
 
     Args:
-      trains: SIGTERM and SIGHUP end it with 75, and it goes on where its output cannot
-        be written, as when the terminal is gone. Training itself takes the signals over
-        for as long as it has something to save (training/guards.py).
+      trains: whether SIGTERM and SIGHUP end it with 75, and it continues when its output
+        cannot be written, as when the terminal is gone. Training handles these signals
+        while it has something to save (training/guards.py).
     """
-    # Who starts a command with nohup, or in the background of a script, wants a signal
-    # to be ignored.
+    # nohup, and the background of a script, ask for signals to be ignored.
     if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
         signal.signal(signal.SIGINT, _interrupt)
         reader, writer = os.pipe()
@@ -38,7 +37,7 @@ def catch(*, trains: bool) -> None:
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, _preempt)
-            # Python's own end would give the signal back its power to kill.
+            # At its exit Python restores the handler that kills.
             atexit.register(signal.signal, number, signal.SIG_IGN)
     sys.stdout, sys.stderr = _lossy(sys.stdout), _lossy(sys.stderr)
 
@@ -70,7 +69,7 @@ def _interrupt(_, frame) -> None:
         if frame.f_code.co_filename.startswith("<frozen importlib"):
             _end("interrupted", EXIT_INTERRUPTED)
         frame = frame.f_back
-    # It may come up where it can only be reported, as in a destructor.
+    # It may be raised where Python can only report it, as in a destructor.
     sys.excepthook = sys.unraisablehook = threading.excepthook = lambda *_: None
     raise KeyboardInterrupt
 
@@ -110,7 +109,7 @@ class _Lossy(io.FileIO):
 
 def _lossy(stream: io.TextIOWrapper | None) -> io.TextIOWrapper | None:
     if stream is None or stream not in (sys.__stdout__, sys.__stderr__):
-        return stream  # Closed, or somebody's own.
+        return stream  # Closed or replaced.
     stream.flush()
     raw = _Lossy(stream.fileno(), "w", closefd=False)
     return io.TextIOWrapper(

@@ -91,13 +91,13 @@ def find(
       fits its patch.
 
     Raises:
-      UserError: no such variant, or variant and resolution are stated and do not fit.
+      UserError: no such variant, or a given resolution does not fit a given variant.
     """
     from vit_jax import models
 
     names = models.names() if variant is None else variant.split(",")
     sides = _sides(resolution)
-    found = []
+    built = []
     for name in names:
         patch = models.side_multiple(name)
         fitting = tuple(max(1, round(side / patch)) * patch for side in sides)
@@ -108,8 +108,8 @@ def find(
                 f"{name}: use one, such as --resolution={near}"
             )
         model = models.create(name, num_classes=num_classes, image_size=fitting)
-        found.append((model, fitting == sides))
-    return found
+        built.append((model, fitting == sides))
+    return built
 
 
 def _sides(resolution):

@@ -4,7 +4,7 @@ Any key of the config can be set: --config.optim.learning_rate=0.01. A
 workdir that holds a checkpoint is resumed. Exit codes: 0 done; 2 bad input, or the last
 state could not be saved (one line says what); 70 nothing moved for `stall_timeout`
 seconds; 75 preempted (SIGTERM, SIGHUP, a loader process was killed): saved, the same
-command goes on; 130 Ctrl-C: saved, and a second one ends at once.
+command resumes; 130 Ctrl-C: saved, and a second one ends at once.
 """
 
 import argparse
@@ -29,7 +29,7 @@ def main(flags: argparse.Namespace) -> int:
 
     def train():
         if jax.process_count() > 1 and not flags.workdir:
-            raise UserError("several processes need the same --workdir: state it")
+            raise UserError("several processes need the same --workdir: set it")
         if "quick" in flags.config.partition(":")[2] and not jax.process_index():
             cli.say(
                 f"{flags.config}: a small stand-in for the network, made images and 3 "

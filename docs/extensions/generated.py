@@ -55,7 +55,7 @@ def flags() -> str:
     """Returns what --help of each command shows, without the keys of configs."""
     parts = []
     for name, line in COMMANDS.items():
-        parser = load(name)["parser"]()
+        parser = load(name).parser()
         parser.prog = f"vit_jax {name}"
         with mock.patch.dict(os.environ, COLUMNS="88"):
             text = argparse.ArgumentParser.format_help(parser)

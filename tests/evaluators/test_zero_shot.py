@@ -194,7 +194,7 @@ def test_predict_takes_texts_as_labels(place, tmp_path, capsys):
         f"--labels={tmp_path / 'names.txt'}", f"--prompts={tmp_path / 'prompts.txt'}"
     )
     assert found[0]["name"] == "bee" and found[0]["label"] == 1
-    with pytest.raises(UserError, match="has a text tower and no classes of its own"):
+    with pytest.raises(UserError, match="has a text tower and no classes"):
         run()
     with pytest.raises(UserError, match="--labels='a,,b' has an empty text"):
         run("--labels=a,,b")

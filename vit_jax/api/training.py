@@ -99,13 +99,13 @@ def train(
     if data is not None:
         arrays = _arrays(data, "train", class_names)
         images, labels = map(np.asarray, arrays["train"])
-        stated = {
+        keys = {
             "name": IN_MEMORY,
             "split": "train",
             "num_classes": len(class_names) or int(labels.max(initial=0)) + 1,
             "channels": images.shape[3] if images.ndim == 4 else 1,
         }
-        sections = _sections(arrays, stated, arrays.keys() - {"train"})
+        sections = _sections(arrays, keys, arrays.keys() - {"train"})
     complete = _config(config, overrides, sections)
     with _opened(arrays, class_names):
         return loop.train(
@@ -129,7 +129,7 @@ def finetune(
     tell: Callable[[str], None] = print,
     **overrides,
 ) -> finetuning.Result:
-    """Fine-tunes weights on images of your own; resumes where it was interrupted.
+    """Fine-tunes weights on your images; resumes where it was interrupted.
 
     A rule chooses every setting that is not given, from the number and size of the images
     and the speed of the device, and prints each choice with the key that changes it.
@@ -254,7 +254,7 @@ def evaluate(
 def train_setup(
     config: str | os.PathLike | Mapping | TrainConfig, num_examples: int, **overrides
 ) -> TrainSetup:
-    """Builds the step and the initial state for a training loop of your own.
+    """Builds the step and the initial state for your training loop.
 
     Args:
       config: see `train`.
@@ -287,12 +287,18 @@ def train_setup(
 
 
 def _sections(
-    arrays: Mapping[str, Arrays], stated: Mapping, evaluated: Iterable[str]
+    arrays: Mapping[str, Arrays], keys: Mapping, evaluated: Iterable[str]
 ) -> dict[str, Callable[[Mapping], Mapping]]:
-    """Returns what arrays make of the sections `data` and `evals`."""
+    """Returns functions that change the sections `data` and `evals` of a config for arrays.
+
+    Args:
+      arrays: images and labels by the name of their split.
+      keys: keys of `data` to set.
+      evaluated: splits to evaluate.
+    """
     evals = {name: {"split": name} for name in arrays if name in set(evaluated)}
     return {
-        "data": lambda given: {k: given[k] for k in given.keys() - _OF_FILES} | stated,
+        "data": lambda given: {k: given[k] for k in given.keys() - _OF_FILES} | keys,
         "evals": lambda _: evals,
     }
 

@@ -229,8 +229,8 @@ def test_meshes_that_cannot_be_read_are_named(text):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--export=step", "--strategies"], "--export is of one program"),
-        (["--plan", "--strategies"], "--plan is of one program"),
+        (["--export=step", "--strategies"], "--export is for one program"),
+        (["--plan", "--strategies"], "--plan is for one program"),
         (["--plan=speed=3"], "--plan: 'speed' is no assumption"),
         (["--meshes=fsdp=4"], "--meshes is read with --strategies only"),
         (["--remat=full"], "--remat is read with --strategies only"),
