@@ -19,7 +19,8 @@ import numpy as np
 import smoke
 from PIL import Image
 
-from vit_jax.data import decode, spec
+from vit_jax.data import decode
+from vit_jax.data.sources.open import parse_spec
 from vit_jax.tools.near_duplicates import matching
 
 PRETRAIN, AGAINST = 14_000_000, 100_000
@@ -92,7 +93,7 @@ def measure(sets, others, images):
     """Prints the share of each planted kind that is found, both ways around."""
     rng = np.random.default_rng(0)
     for text in sets:
-        source = spec.parse(text, "test").open()
+        source = parse_spec(text, "test").open()
         numbers = rng.permutation(len(source))
         known = small(source, numbers)
         index = indexed(known)
@@ -114,7 +115,7 @@ def measure(sets, others, images):
         for other in others:
             if other == text:
                 continue
-            theirs = spec.parse(other, "train").open()
+            theirs = parse_spec(other, "train").open()
             found = flagged(index, known, small(theirs, range(len(theirs))))
             count = len({query for query, _ in found})
             share = 100 * count / len(theirs)
@@ -134,7 +135,7 @@ def extrapolate(text):
     """Prints the CPU time and memory of a scan of the paper's size."""
     faiss.omp_set_num_threads(1)
     rng = np.random.default_rng(0)
-    source = spec.parse(text, "train").open()
+    source = parse_spec(text, "train").open()
     numbers = range(min(300, len(source)))
     photographs = [jpeg(photograph(source[i]["image"])) for i in numbers]
     pixels = small(source, numbers)

@@ -8,7 +8,7 @@ from tfds_sets import builder_class
 
 from vit_jax import datasets
 from vit_jax.data import catalogue, splits
-from vit_jax.data.sources.folder import OBJECTNET_CLASSES
+from vit_jax.data.imagenet import OBJECTNET_CLASSES
 from vit_jax.errors import UserError
 
 ROOT = pathlib.Path(__file__).parents[1]

@@ -448,7 +448,7 @@ def test_a_disk_that_fails_at_the_end_costs_no_result(
     def full(table):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(result_tables.classification, "draw_confusion", full)
+    monkeypatch.setattr(result_tables, "draw_confusion", full)
     with pytest.raises(UserError, match="--out=.* cannot be written .No space left"):
         run("classification", "--json", f"--out={tmp_path}")
     assert json.loads(capsys.readouterr().out)["test"]["examples"] == 23

@@ -38,11 +38,11 @@ def main(flags: argparse.Namespace) -> int:
     if out.exists():
         raise UserError(f"{out} exists: remove it, or choose another --out")
 
-    from vit_jax.data import spec
+    from vit_jax.data.sources.open import parse_spec, parse_specs
     from vit_jax.tools.near_duplicates import scan
 
-    pretrain = spec.parse(flags.pretrain, _DEFAULT_SPLITS[0])
-    against = spec.parse_several(flags.against, _DEFAULT_SPLITS[1])
+    pretrain = parse_spec(flags.pretrain, _DEFAULT_SPLITS[0])
+    against = parse_specs(flags.against, _DEFAULT_SPLITS[1])
     pretrain, *against = (
         dataclasses.replace(one, image_key=flags.image_key)
         for one in (pretrain, *against)

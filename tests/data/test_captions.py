@@ -77,9 +77,7 @@ def test_a_damaged_metadata_file_is_named(tmp_path):
     data = config(
         name="folder", data_dir=str(tmp_path), caption_key="text", num_examples=1
     )
-    with pytest.raises(
-        UserError, match=r"metadata.jsonl is not a line of JSON an image"
-    ):
+    with pytest.raises(UserError, match=r"metadata.jsonl must have a line of JSON"):
         texts_of(data, 1)
 
 

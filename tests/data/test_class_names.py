@@ -90,7 +90,7 @@ def test_classes_are_matched(names, model_names, indices, way):
 def test_1000_classes_without_names_are_imagenets(names, indices, way):
     got = found(names, (), 1000)
     assert (got.indices.tolist(), got.way) == (indices, way)
-    with pytest.raises(UserError, match="2 classes, but the model tells 999"):
+    with pytest.raises(UserError, match="2 classes, but the model has 999"):
         found(PART, (), 999)
 
 
@@ -106,7 +106,7 @@ def test_only_position_decides_and_is_told():
     assert not found((), (), 3).line
     stated = found(("x", "blue", "y", "z"), COLOURS, by="position")
     assert (stated.way, stated.indices.tolist()) == ("position", [0, 1, 2, 3])
-    with pytest.raises(UserError, match="3 classes, but the model tells 4"):
+    with pytest.raises(UserError, match="3 classes, but the model has 4"):
         found(("x", "blue", "y"), COLOURS, by="position")
 
 

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from vit_jax.data import spec
+from vit_jax.data.sources import open as spec
 from vit_jax.errors import UserError
 
 
@@ -21,13 +21,13 @@ from vit_jax.errors import UserError
 )
 def test_a_spec_is_read_into_its_parts(text, name, data_dir, split):
     data_dir = os.path.expanduser(data_dir)
-    found = spec.parse(text, "train")
+    found = spec.parse_spec(text, "train")
     assert found == spec.Spec(name, data_dir, split)
-    assert spec.parse(str(found), "other") == found
+    assert spec.parse_spec(str(found), "other") == found
 
 
 def test_commas_of_a_split_do_not_separate():
-    found = spec.parse_several("a#even_splits(test, 3)[1],folder@/b#val,c", "test")
+    found = spec.parse_specs("a#even_splits(test, 3)[1],folder@/b#val,c", "test")
     assert found == [
         spec.Spec("a", "", "even_splits(test, 3)[1]"),
         spec.Spec("folder", "/b", "val"),
@@ -38,15 +38,15 @@ def test_commas_of_a_split_do_not_separate():
 @pytest.mark.parametrize("text", ["", "#train", "folder@#val", "@/a#val", "synthetic#"])
 def test_a_spec_with_an_empty_part_is_refused(text):
     with pytest.raises(UserError, match=r"is not NAME\[@DIR\]\[#SPLIT\]: write as"):
-        spec.parse(text, "train")
+        spec.parse_spec(text, "train")
 
 
 def test_a_spec_opens_its_split_whatever_the_classes(folder):
-    source = spec.parse(f"folder@{folder}#val", "train").open()
+    source = spec.parse_spec(f"folder@{folder}#val", "train").open()
     assert sorted(map(source.record_id, range(len(source)))) == [
         f"val/{name}/{i}.png" for name in ("ant", "cat") for i in range(2)
     ]
-    assert len(spec.parse("digits#test", "train").open()) == 355
-    assert len(spec.parse("synthetic#val[:7]", "train").open()) == 7
+    assert len(spec.parse_spec("digits#test", "train").open()) == 355
+    assert len(spec.parse_spec("synthetic#val[:7]", "train").open()) == 7
     with pytest.raises(UserError, match="split 'best': digits has no split 'best'"):
-        spec.parse("digits#best", "train").open()
+        spec.parse_spec("digits#best", "train").open()

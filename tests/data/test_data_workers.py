@@ -65,7 +65,7 @@ def test_batches_of_a_killed_loader_process_are_loaded_by_its_parent(tmp_path, m
     assert (run.returncode, run.stdout) == (0, "[]\n"), run.stderr
     assert run.stderr == (
         "a loader process was killed by SIGKILL, as when the machine runs out of memory: "
-        "this process loads the rest by itself; lower data.num_workers (now 2) or "
+        "this process loads the rest itself; lower data.num_workers (now 2) or "
         "data.prefetch\n"
     )
 

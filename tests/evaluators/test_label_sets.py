@@ -10,10 +10,9 @@ from PIL import Image
 from tfds_sets import builder_class
 
 from vit_jax import models
-from vit_jax.data.imagenet import synsets
+from vit_jax.data.imagenet import OBJECTNET_CLASSES, synsets
 from vit_jax.data.sources import folder
 from vit_jax.data.sources import tfds as tfds_source
-from vit_jax.data.sources.folder import OBJECTNET_CLASSES
 from vit_jax.errors import UserError
 from vit_jax.evaluators import label_sets, splits, suite
 from vit_jax.evaluators.forward_passes import Outputs, Predictions

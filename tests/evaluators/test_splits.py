@@ -176,3 +176,19 @@ def test_class_folders_without_splits_are_read_as_training_splits_them(tmp_path)
     fine_tuning._check_folders(recipe.test, flat)
     with pytest.raises(UserError, match="--test=test: .* has no folder 'test'"):
         fine_tuning._check_folders("test", flat)
+
+
+def test_labels_that_a_folder_knows_are_known_of_parts_and_of_other_numbers(tmp_path):
+    image_folder.write(tmp_path)
+    data = DataConfig(name="folder", data_dir=str(tmp_path), num_classes=3)
+    source = open_unchecked(data, "train")
+    labels, rows = source.known_labels(), np.array([17, 3, 8, 1])
+    part = splits.Subset(source, rows)
+    assert part.known_labels().tolist() == labels[rows].tolist()
+    assert [part[i]["label"] for i in range(4)] == labels[rows].tolist()
+    new = np.array([2, 3, 0])
+    other = splits.Relabeled(source, ("cat", "dog", "ant", "bee"), new)
+    assert other.known_labels().tolist() == new[labels].tolist()
+    assert [other[int(i)]["label"] for i in rows] == new[labels[rows]].tolist()
+    # Labels that are no class are unknown: reading the records names the wrong one.
+    assert splits.Relabeled(source, ("cat",), new[:1]).known_labels() is None

@@ -236,7 +236,7 @@ def test_evaluations_read_the_labels_of_the_data_set_that_training_does_not(tmp_
     evals = {"knn": KNN}
     report = loop.train(config(evals=evals), tmp_path / "run")
     assert 0 <= report["final"]["knn"]["params"]["top1"] <= 1
-    with pytest.raises(UserError, match=r"evals.val: .* but the model tells 0 classes"):
+    with pytest.raises(UserError, match=r"evals.val: .* but the model has 0 classes"):
         loop.train(config(evals={"val": "val"}), tmp_path / "other")
 
 
@@ -283,7 +283,7 @@ def test_features_of_images_without_labels_are_not_evaluated(tmp_path):
     found = config(evals={"near": KNN}, data=data)
     message = (
         r"evals\.near needs labels: .*images/train has no class folders: it must look "
-        r"like .*; or state a labelled data set by evals\.near\.name and evals\.near\.data"
+        r"like .*; or name a labelled data set in evals\.near\.name and evals\.near\.data"
     )
     with pytest.raises(UserError, match=message):
         loop.train(found, tmp_path / "run")
@@ -301,7 +301,7 @@ def test_a_set_of_images_without_a_split_to_test_on_says_how_to_state_it(tmp_pat
     found = config(evals={"task": {"kind": "task"}}, data=data, task=MAE)
     message = (
         r"evals\.task: .* has no folder 'val' or 'validation' or 'test' with images: "
-        r"add it, or state split=, as all$"
+        r"add it, or set split=, as all$"
     )
     with pytest.raises(UserError, match=message):
         loop.train(found, tmp_path / "run")
@@ -333,7 +333,7 @@ def test_a_transform_of_ones_own_may_return_several_arrays(workers):
         ("quarters:Quarters('shape')", r"parts of 3x4x6x3 .* says image of 8x12x3, pa"),
         (
             "quarters:Quarters('dtype')",
-            r"returned \{.*float32.*\}, not a dict of uint8",
+            r"returned .*float32.*, not a dict of uint8",
         ),
         ("quarters:Quarters('image')", r"returned .*, not a dict of uint8 arrays"),
         ("quarters:Quarters('name')", "none label, text, index, skipped, mask"),

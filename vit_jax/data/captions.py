@@ -1,7 +1,7 @@
 """Captions: the texts of images, as tokens of a batch.
 
-A record of a source has them under "text", one or several, if `data.caption_key` is stated;
-else the name of its class is put into prompts. Letters: T tokens.
+With `data.caption_key` a record of a source has one or several under "text"; else the name
+of its class is put into prompts. Letters: T tokens.
 """
 
 import dataclasses
@@ -27,11 +27,9 @@ _METADATA = "metadata.jsonl"
 
 @dataclasses.dataclass(frozen=True)
 class Captions:
-    """Makes the tokens of records; travels to loader processes.
+    """Makes the tokens of records; is sent to loader processes.
 
-    Attributes:
-      tokenizer, num_tokens, prompts: of `config.data`.
-      class_names: in label order, for prompts; empty where records have captions.
+    `class_names` are in label order, for prompts; empty where records have captions.
     """
 
     tokenizer: str
@@ -41,34 +39,29 @@ class Captions:
 
     @classmethod
     def of(cls, data: DataConfig, class_names: Sequence[str]) -> "Captions | None":
-        """Returns what makes the tokens of a training split; None without a tokenizer.
-
-        Args:
-          data: `config.data`.
-          class_names: of the split.
+        """Builds the captions of a training split; None without a tokenizer.
 
         Raises:
           UserError: there is neither a caption nor the name of a class.
         """
         if not data.tokenizer:
             return None
-        if data.caption_key:
-            return cls(data.tokenizer, data.num_tokens, data.prompts, ())
-        if not data.num_classes or not class_names:
+        names = () if data.caption_key else tuple(class_names)
+        if not data.caption_key and not (data.num_classes and names):
             raise UserError(
                 f"data.name={data.name!r} has no names of classes to make captions of: "
-                "state data.caption_key, the column of its captions, or data.num_classes "
+                "set data.caption_key, the column of its captions, or data.num_classes "
                 "of a set whose classes have names"
             )
-        return cls(data.tokenizer, data.num_tokens, data.prompts, tuple(class_names))
+        return cls(data.tokenizer, data.num_tokens, data.prompts, names)
 
     def __call__(
         self, record: Mapping, rng: np.random.Generator
     ) -> Int[np.ndarray, " T"]:
-        """Returns the tokens of a record: of one of its captions, or of one prompt.
+        """Returns the tokens of one caption of a record, or of one prompt.
 
         Raises:
-          DamagedImage: it has no caption.
+          DamagedImage: the record has no caption.
         """
         texts = record.get(TEXT, ())
         if self.class_names:
@@ -99,20 +92,20 @@ def _metadata(folder: str) -> dict[str, dict]:
         return {os.path.normpath(row["file_name"]): row for row in rows}
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(
-            f"{path} is not a line of JSON an image, each with file_name: {error}"
+            f"{path} must have a line of JSON with file_name per image: {error}"
         ) from error
 
 
 def of_file(root: str, path: str, key: str) -> list[str]:
     """Returns the captions of an image file, [] if it has none.
 
-    They are the field `key` of the image in metadata.jsonl, in the nearest folder above it
-    that has that file, as Hugging Face's image folders have it; else the lines of the
-    file beside the image with the suffix `key`, as "txt".
+    They are the field `key` of the image in the nearest metadata.jsonl of the folders above
+    it, the format of Hugging Face's image folders; else the lines of the file beside the
+    image with the suffix `key`, such as "txt".
 
     Args:
-      root: data_dir.
-      path: of the image below it.
+      root: `data.data_dir`.
+      path: path of the image below it.
       key: `data.caption_key`.
 
     Raises:
@@ -129,12 +122,12 @@ def of_file(root: str, path: str, key: str) -> list[str]:
     except FileNotFoundError:
         return []
     except UnicodeDecodeError as error:
-        raise DamagedImage(f"has a caption that is no UTF-8 ({beside})") from error
+        raise DamagedImage(f"has a caption that is not UTF-8 ({beside})") from error
     return [line.strip() for line in lines if line.strip()]
 
 
 def sums_of_files(root: str, paths: Sequence[str], key: str) -> dict[str, int]:
-    """Returns a checksum of the captions of each image file, of many of every n-th."""
+    """Returns a checksum of the captions of each image file, or of every n-th of many."""
     sums = {}
     for path in paths[:: max(1, -(-len(paths) // fingerprint.NAMES))]:
         try:
@@ -146,11 +139,7 @@ def sums_of_files(root: str, paths: Sequence[str], key: str) -> dict[str, int]:
 
 
 def of_value(value: object) -> list[str]:
-    """Returns the captions in a column or a feature: a text, or several.
-
-    Args:
-      value: a text or bytes, a list or an array of them, or None.
-    """
+    """Returns the captions in a column or a feature: text, bytes, several of them, or None."""
     if value is None:
         return []
     if isinstance(value, bytes):

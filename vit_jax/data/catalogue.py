@@ -1,17 +1,16 @@
-"""What each data set of the paper is called, holds, and needs.
+"""The data sets of the paper: name, size, splits, and how to get them.
 
-`python -m vit_jax.datasets` prints it. The roles that splits play follow the paper
+`python -m vit_jax.datasets` prints them. The roles of splits follow the paper
 (arXiv:2010.11929, table 4: shares held out for the sweep of the learning rate) and, for
 ImageNet-21k, github.com/google-research/big_vision; image counts are those of the TFDS
-catalogue. The 19 tasks of VTAB-1k stand in sources/vtab.py, ObjectNet's classes in
-sources/folder.py.
+catalogue.
 """
 
 import dataclasses
 from collections.abc import Mapping
 
+from vit_jax.data.imagenet import OBJECTNET_CLASSES
 from vit_jax.data.sources import vtab
-from vit_jax.data.sources.folder import OBJECTNET_CLASSES
 from vit_jax.data.sources.tfds import prepare_command
 
 _LICENCE = "register at image-net.org, put {files} into a folder MANUAL, then: "
@@ -20,17 +19,16 @@ _VAL = "ILSVRC2012_img_val.tar"
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """One data set.
+    """A data set.
 
     Attributes:
-      name: as in `data.name`.
+      name: value of `data.name`.
       tfds: name and version in TFDS; "" if it is read from elsewhere.
-      num_classes: number of classes; 0 if it is yours to state.
-      images: to train on, or of the only split; 0 if it is yours.
-      splits: role -> split expression, as in `data.split` and `config.evals`.
+      num_classes, images: numbers of classes and of training images; 0 if the user decides.
+      splits: role -> split expression for `data.split` and `config.evals`.
       keys: other keys of `config.data` that it needs.
-      steps: what to do by hand before, or instead of, `vit_jax.prepare`.
-      newer: a TFDS version that also does.
+      steps: manual steps before, or instead of, `vit_jax.prepare`.
+      newer: other TFDS version that also works.
     """
 
     name: str
@@ -80,7 +78,7 @@ _PAPER = (
         {"test": "test"},
     ),
     Entry(
-        # Each record also has "real_label", the set of right labels, empty for 3 163.
+        # Each record also has "real_label", the set of right labels, empty for 3,163.
         "imagenet2012_real",
         "imagenet2012_real",
         1_000,
@@ -117,22 +115,22 @@ _PAPER = (
     Entry("oxford_iiit_pet", "oxford_iiit_pet", 37, 3_680, _sweep(10, "test")),
     Entry("oxford_flowers102", "oxford_flowers102", 102, 1_020, _sweep(10, "test")),
     Entry(
-        # A template: JFT-300M is Google's own.
+        # A template: JFT-300M is internal to Google.
         "jft300m",
         "",
         0,
         0,
         {"train": "train", "validation": "validation"},
         steps=(
-            "not public. For a set of your own: prepare it in TFDS's format, make it a "
+            "not public. To train on your data: prepare them in TFDS's format, make a "
             "folder of train/<class>/ images, or write a source "
-            "(--config.data.name=my_module:open_source); state data.num_classes; see "
+            "(--config.data.name=my_module:open_source); set data.num_classes; see "
             "configs/jft.py"
         ),
     ),
 )
 
-# By hand, before TFDS can prepare them.
+# Manual steps before TFDS can prepare the set.
 _VTAB_STEPS = {
     "resisc45": "unpack NWPU-RESISC45.rar in a folder MANUAL, then: ",
     "retinopathy": (

@@ -1,4 +1,4 @@
-"""The rule that matches the classes of data with those of a model, see docs/labels.md.
+"""Matches the classes of data with those of a model, see docs/labels.md.
 
 Letters: K classes of the data, C classes of the model.
 """
@@ -16,12 +16,12 @@ from jaxtyping import Integer
 from vit_jax.data import imagenet
 from vit_jax.errors import UserError
 
-NAMES, POSITION = "names", "position"  # The ways that an evaluation may state.
+NAMES, POSITION = "names", "position"  # The choices of `match_classes`.
 NUMBERS, WORDNET, ENGLISH = "class numbers", "WordNet ids", "ImageNet's names"
 
 _SHOWN = 5  # Names in a message.
-# Of 1,000 names so many stand where ImageNet has them, or anywhere: the rest is spelt
-# otherwise. Names of other classes agree with a handful.
+# So many of 1,000 names must agree with ImageNet's; the others may be spelt otherwise.
+# Names of other classes agree with a handful.
 _AGREE = imagenet.NUM_CLASSES // 4
 
 _Classes = Mapping[str, Sequence[int]]  # By name.
@@ -30,10 +30,9 @@ _Classes = Mapping[str, Sequence[int]]  # By name.
 class Match(NamedTuple):
     """The classes of data among those of a model.
 
-    Attributes:
-      indices: the model's index of each class of the data.
-      way: how they were matched: NAMES, NUMBERS, WORDNET, ENGLISH or POSITION.
-      line: for the user; "" if both sides have the same names in the same order.
+    `indices` is the model's index of each class of the data; `way` is NAMES, NUMBERS, WORDNET,
+    ENGLISH or POSITION; `line` is a note for the user, "" if both sides have the same names in
+    the same order.
     """
 
     indices: Integer[np.ndarray, " K"]
@@ -45,11 +44,10 @@ class _Way(NamedTuple):
     """A vocabulary in which the model's classes are looked up.
 
     Attributes:
-      name: of the way.
-      exact: names as they are written to classes; empty if those are ambiguous.
+      exact: exact names to classes; empty if those are ambiguous.
       levels: plain name to classes, the most exact spellings first.
       shown: plain name to the name as it is written.
-      more: what a name may be followed by, as in "tench, Tinca tinca".
+      more: pattern of what may follow a name, as the comma in "tench, Tinca tinca".
     """
 
     name: str
@@ -63,8 +61,8 @@ class _Way(NamedTuple):
         if name in self.exact:
             return self.exact[name]
         spelt = (name, re.split(self.more, name)[0])
-        found = (level.get(_plain(one)) for level in self.levels for one in spelt)
-        return next(filter(None, found), ())
+        classes = (level.get(_plain(one)) for level in self.levels for one in spelt)
+        return next(filter(None, classes), ())
 
 
 def match(
@@ -78,18 +76,18 @@ def match(
 ) -> Match:
     """Matches the classes of data with those of a model.
 
-    Case, "_" and "-" do not count, nor zeros in front of a number, nor what stands behind
-    a WordNet id ("n02085620-Chihuahua"). Names that are all whole numbers are class
-    numbers if the model has no such names. WordNet ids, English names and numbers of
-    ImageNet find the classes of a model that has ImageNet's.
+    Case, "_" and "-" do not count, nor zeros in front of a number, nor what follows a
+    WordNet id ("n02085620-Chihuahua"). Names that are all whole numbers are class numbers if
+    the model has no such names. WordNet ids, English names and numbers of ImageNet are looked
+    up in a model that has ImageNet's classes.
 
     Args:
-      names: of the data, in the order of its labels; empty if it has none.
-      model_names: of the model, in the order of its outputs; empty if it has none.
+      names: class names of the data in label order; may be empty.
+      model_names: class names of the model in output order; may be empty.
       num_classes: number of the model's classes.
-      where: what the message of an error begins with.
+      where: beginning of an error's message.
       by: NAMES, or POSITION to compare class k of the data with the model's class k.
-      hint: what else to do about names that the model lacks.
+      hint: another remedy for names that the model lacks.
 
     Raises:
       UserError: the model lacks a name, or a name stands for several of its classes, or
@@ -98,75 +96,66 @@ def match(
     names, model_names = tuple(names), tuple(model_names)
     if by == POSITION or not names:
         return _by_position(names, model_names, num_classes, where)
-    way, found = _look_up(names, model_names, num_classes)
-    if not any(found) and not model_names:
+    way, matches = _look_up(names, model_names, num_classes)
+    if not any(matches) and not model_names:
         return _by_position(names, model_names, num_classes, where)
-    if not all(found):
-        unknown = _describe_unknown(names, model_names, num_classes, found)
+    if not all(matches):
+        unknown = _describe_unknown(names, model_names, num_classes, matches)
         raise UserError(f"{where}: {unknown}: rename or remove them{hint}")
-    if len(names) == num_classes and all(k in one for k, one in enumerate(found)):
+    if len(names) == num_classes and all(k in one for k, one in enumerate(matches)):
         indices = np.arange(num_classes)  # Names that occur twice agree there too.
     else:
-        _check_unambiguous(names, found, num_classes, where)
-        indices = np.array([one[0] for one in found])
+        _check_unambiguous(names, matches, num_classes, where)
+        indices = np.array([one[0] for one in matches])
     return Match(indices, way.name, _describe(names, indices, way.name, num_classes))
 
 
 def arrange(
-    stated: Sequence[str], known: Sequence[str], *, where: str
+    names: Sequence[str], known: Sequence[str], *, where: str
 ) -> tuple[str, ...]:
-    """Returns stated names of known classes in the order of those.
+    """Sorts new names of known classes into the order of the known names.
 
-    Args:
-      stated: a name for each class, in label order unless the names say otherwise.
-      known: the names that the classes have; empty if they have none.
-      where: what the message of an error begins with.
-
-    Returns:
-      The names in the order of `known` if they are the same names in another order;
-      as they are if they rename classes.
+    They stay as they are where they rename classes.
 
     Raises:
-      UserError: some are names of other places, and others are of no class.
+      UserError: some are known names in another order, and others are unknown; the message
+        begins with `where`.
     """
-    stated, known = tuple(stated), tuple(known)
-    if not known or len(stated) != len(known):
-        return stated
-    _, found = _look_up(stated, known, len(known))
-    if all(not one or k in one for k, one in enumerate(found)):
-        return stated
-    indices = match(stated, known, len(known), where=where).indices
-    return tuple(stated[k] for k in np.argsort(indices))
+    names, known = tuple(names), tuple(known)
+    if not known or len(names) != len(known):
+        return names
+    _, matches = _look_up(names, known, len(known))
+    if all(not one or k in one for k, one in enumerate(matches)):
+        return names
+    indices = match(names, known, len(known), where=where).indices
+    return tuple(names[k] for k in np.argsort(indices))
 
 
 def imagenet_order(
     model_names: Sequence[str], num_classes: int
 ) -> Integer[np.ndarray, "1000"] | None:
-    """Returns the model's index of each class of ImageNet, -1 of one that it lacks.
+    """Returns the model's index of each class of ImageNet, -1 for a class that it lacks.
 
-    Args:
-      model_names, num_classes: as of `match`. 1,000 classes without names are ImageNet's.
-
-    Returns:
-      None if the model's classes are not ImageNet's.
+    The result is None if the model's classes are not ImageNet's. 1,000 classes without names
+    are ImageNet's. See `match` for the arguments.
     """
-    numbers = imagenet.NUM_CLASSES
+    count = imagenet.NUM_CLASSES
     if not model_names:
-        return np.arange(numbers) if num_classes == numbers else None
+        return np.arange(count) if num_classes == count else None
     synsets = _places([name] for name in imagenet.synsets())
-    found = [synsets.get(_plain(name), ()) for name in model_names]
-    if not all(found):
-        if num_classes != numbers:
+    matches = [synsets.get(_plain(name), ()) for name in model_names]
+    if not all(matches):
+        if num_classes != count:
             return None
         if numbered := _numbers_in(model_names):
-            return np.array([numbered[str(k)][0] for k in range(numbers)])
-        found = list(map(_english().find, model_names))
-        if sum(k in one for k, one in enumerate(found)) >= _AGREE:
-            return np.arange(numbers)
-        if sum(len(one) == 1 for one in found) < _AGREE:
+            return np.array([numbered[str(k)][0] for k in range(count)])
+        matches = list(map(_english().find, model_names))
+        if sum(k in one for k, one in enumerate(matches)) >= _AGREE:
+            return np.arange(count)
+        if sum(len(one) == 1 for one in matches) < _AGREE:
             return None
-    order = np.full(numbers, -1)
-    for k, one in enumerate(found):
+    order = np.full(count, -1)
+    for k, one in enumerate(matches):
         if len(one) == 1:
             order[one[0]] = k
     return order
@@ -175,7 +164,7 @@ def imagenet_order(
 def _look_up(
     names: Sequence[str], model_names: Sequence[str], num_classes: int
 ) -> tuple[_Way, list[Sequence[int]]]:
-    """Returns the first way that finds the most names, and the classes of each name."""
+    """Returns the first way that matches the most names, and the classes of each name."""
     tried = []
     for way in _ways(names, model_names, num_classes):
         tried.append((way, list(map(way.find, names))))
@@ -189,7 +178,7 @@ def _ways(
 ) -> list[_Way]:
     """Returns the ways to look names up, in the order in which they are tried."""
     order = imagenet_order(model_names, num_classes)
-    # Of a part of ImageNet "maillot" may also be "maillot, tank suit".
+    # In a part of ImageNet "maillot" may also be "maillot, tank suit".
     exact = order is None or len(names) == num_classes
     levels = (_places([name] for name in model_names),)
     if order is not None:
@@ -197,7 +186,7 @@ def _ways(
         levels = (_places(map(_spellings, model_names)), others)
     shown = {_plain(name): name for name in model_names}
     more = "$" if order is None else ","
-    of_names = _Way(NAMES, _places_of(model_names), levels, shown, more)
+    of_names = _Way(NAMES, _exact(model_names), levels, shown, more)
     ways = [of_names if exact else of_names._replace(exact={})]
     numbers = all(name.isdecimal() for name in names)
     if numbers and not any(map(ways[0].find, names)):
@@ -210,9 +199,9 @@ def _ways(
 
     def of_model(classes: _Classes) -> _Classes:
         return {
-            key: found
+            key: indices
             for key, places in classes.items()
-            if (found := [int(order[c]) for c in places if order[c] >= 0])
+            if (indices := [int(order[c]) for c in places if order[c] >= 0])
         }
 
     for way in (_wordnet(), _english()):
@@ -237,11 +226,11 @@ def _english() -> _Way:
     names = imagenet.class_names()
     places = _places(map(_spellings, names))
     shown = {_plain(name): name for name in names}
-    return _Way(ENGLISH, _places_of(names), (places,), shown, ",")
+    return _Way(ENGLISH, _exact(names), (places,), shown, ",")
 
 
 def _spellings(name: str) -> set[str]:
-    """Returns how else an English name of ImageNet is written, and its first synonym.
+    """Returns spellings of an English name of ImageNet, and its first synonym.
 
     "crane (bird)" is also "crane, bird", "crane bird" and, ambiguous, "crane".
     """
@@ -250,24 +239,21 @@ def _spellings(name: str) -> set[str]:
 
 
 def _places(spellings: Iterable[Iterable[str]]) -> dict[str, list[int]]:
-    """Returns plain name to the classes of which it is one of the spellings."""
-    places = {}
-    for k, names in enumerate(spellings):
-        for key in {_plain(name) for name in names}:
-            places.setdefault(key, []).append(k)
-    return places
+    """Returns a dict from plain names to the classes that are spelt so."""
+    return _exact({_plain(name) for name in names} for names in spellings)
 
 
-def _places_of(names: Sequence[str]) -> dict[str, list[int]]:
-    """Returns name to the classes that are called so, to the letter."""
+def _exact(names: Iterable[str | Iterable[str]]) -> dict[str, list[int]]:
+    """Returns a dict from names to the classes with that name, or one of several."""
     places = {}
-    for k, name in enumerate(names):
-        places.setdefault(name, []).append(k)
+    for k, each in enumerate(names):
+        for name in [each] if isinstance(each, str) else each:
+            places.setdefault(name, []).append(k)
     return places
 
 
 def _numbers_in(names: Sequence[str]) -> dict[str, list[int]]:
-    """Returns number to place of names as "7" or "class 7" from 0 on; else {}."""
+    """Returns a dict from number to place of names like "7" or "class 7"; else {}."""
     parts = [re.fullmatch(r"(.*?)(\d+)", _plain(name)) for name in names]
     if not all(parts) or len({part[1] for part in parts}) > 1:
         return {}
@@ -276,7 +262,7 @@ def _numbers_in(names: Sequence[str]) -> dict[str, list[int]]:
 
 
 def _plain(name: str) -> str:
-    # macOS takes accents apart in the names of files.
+    # macOS separates letters and accents in the names of files.
     name = unicodedata.normalize("NFC", name)
     name = re.sub(r"[\s_-]+", " ", name).strip().casefold()
     return str(int(name)) if name.isdecimal() else name
@@ -285,10 +271,10 @@ def _plain(name: str) -> str:
 def _by_position(names, model_names, num_classes, where) -> Match:
     if names and len(names) != num_classes:
         raise UserError(
-            f"{where} has {len(names)} classes, but the model tells {num_classes} "
-            "classes apart and nothing says which is which: fine-tune it on these, name "
-            "the model's classes (convert --labels=FILE), or take an evaluation of its "
-            "features, as kind='fewshot'"
+            f"{where} has {len(names)} classes, but the model has {num_classes} and no "
+            "names to match them: fine-tune it on these, name the model's classes "
+            "(convert --labels=FILE), or use an evaluation of its features, as "
+            "kind='fewshot'"
         )
     line = ""
     if names and names != model_names:
@@ -302,7 +288,7 @@ def _by_position(names, model_names, num_classes, where) -> Match:
 
 
 def _other_order(names: Sequence[str]) -> str:
-    """Returns a warning if names are in the order of texts, and numbers in them not."""
+    """Returns a warning if names are sorted as texts, but the numbers in them are not."""
     parts = [re.split(r"(\d+)", name) for name in names]
     keys = [[int(p) if p.isdecimal() else p for p in one] for one in parts]
     natural = [names[i] for i in sorted(range(len(names)), key=keys.__getitem__)]
@@ -311,8 +297,8 @@ def _other_order(names: Sequence[str]) -> str:
     return f"; warning: by the numbers in the names it would be {_listed(natural)}"
 
 
-def _describe_unknown(names, model_names, num_classes, found) -> str:
-    unknown = [name for name, one in zip(names, found, strict=True) if not one]
+def _describe_unknown(names, model_names, num_classes, matches) -> str:
+    unknown = [name for name, one in zip(names, matches, strict=True) if not one]
     known = {}
     for way in _ways(names, model_names, num_classes):
         known |= way.shown
@@ -327,14 +313,14 @@ def _describe_unknown(names, model_names, num_classes, found) -> str:
     )
 
 
-def _check_unambiguous(names, found, num_classes, where) -> None:
+def _check_unambiguous(names, matches, num_classes, where) -> None:
     """Raises UserError if a name stands for several classes, or a class has several."""
     owners = {}
-    for name, one in zip(names, found, strict=True):
+    for name, one in zip(names, matches, strict=True):
         if len(one) > 1:
             raise UserError(
                 f"{where}: class {name!r} may be any of the model's classes "
-                f"{', '.join(map(str, one))}: rename it, as by its WordNet id or number"
+                f"{', '.join(map(str, one))}: rename it, for example to its WordNet id or number"
             )
         owners.setdefault(one[0], []).append(name)
     for index, several in owners.items():

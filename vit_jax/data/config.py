@@ -6,13 +6,13 @@ import math
 from vit_jax.config.fields import key
 from vit_jax.errors import UserError
 
-# Of an image: larger ones are neither decoded nor made.
+# Larger images are neither decoded nor made.
 MAX_PIXELS = 100_000_000
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ReaderConfig:
-    """What is read, and how fast; all there is to say where weights tell the rest."""
+    """Keys for reading data; the others are known where weights are evaluated."""
 
     name: str = key(
         "",
@@ -22,39 +22,37 @@ class ReaderConfig:
     )
     data_dir: str = key(
         "",
-        'Where it lies; "" is TFDS\'s own, ~/tensorflow_datasets.',
+        'Its folder; "" is TFDS\'s default, ~/tensorflow_datasets.',
         changes_result=False,
         of_host=True,
     )
     split: str = key(
         "train",
-        "Training split; TFDS's slicing syntax, all sources.",
+        "Training split, in TFDS's slicing syntax for all sources.",
         in_step=False,
     )
-    num_examples: int = key(
-        0, "Size of `split` where the data is not at hand; checked."
-    )
+    num_examples: int = key(0, "Size of `split`, for use without the data; checked.")
     image_key: str = key(
         "image", "TFDS feature or Parquet column of the images, and ..."
     )
     label_key: str = key(
         "label",
-        "... of their labels, where labels are read. Of a table also one column a class, "
+        "... of their labels, where labels are read. In a table also one column per class, "
         'as "cat,dog", with 1, 0, -1 (counts as 0) or nothing.',
     )
     image_dir: str = key(
         "",
-        "Folder of the paths in a table, from the table's own.",
+        "Folder of the paths in a table, relative to the table's folder.",
         changes_result=False,
         of_host=True,
     )
     image_suffix: str = key("", 'Added to the paths in a table, as ".jpg".')
     multi_label: bool = key(
-        False, "Whether an image has several labels, or none, and not one class."
+        False, "Whether an image has any number of labels instead of one class."
     )
     caption_key: str = key(
         "",
-        "... of their captions; of image files the field of metadata.jsonl, or the suffix "
+        "... of their captions; for image files the field of metadata.jsonl, or the suffix "
         'of a text beside each, as "txt". "": captions are made of class names.',
     )
     num_workers: int = key(
@@ -66,27 +64,27 @@ class ReaderConfig:
     )
     num_threads: int = key(
         4,
-        "Loader threads a process.",
+        "Loader threads per process.",
         at_most=1_024,
         changes_result=False,
         of_host=True,
     )
     prefetch: int = key(
         8,
-        "Batches read ahead, a process.",
+        "Batches read ahead per process.",
         at_most=1_000_000,
         changes_result=False,
         of_host=True,
     )
     exif: bool = key(
         False,
-        "Turn images as the orientation tags of cameras say; the published recipes and "
-        "other libraries do not.",
+        "Turn images by the orientation tags of cameras; the published recipes and other "
+        "libraries do not.",
     )
     on_error: str = key(
         "raise",
-        'A damaged image: "raise"; "skip" (counted); or "skip_few": up to 1 % of the images '
-        "of a split are skipped, and named.",
+        'For a damaged image: "raise"; "skip" (counted); or "skip_few": up to 1 % of the '
+        "images of a split are skipped, and named.",
         choices=("raise", "skip", "skip_few"),
     )
 
@@ -97,23 +95,23 @@ class DataConfig(ReaderConfig):
 
     num_classes: int = key(
         0,
-        "Number of classes; labels outside [0, classes) are an error. 0: labels are "
-        "not read, for tasks that learn without, and need not exist.",
+        "Number of classes; labels outside [0, classes) are an error. 0: labels are not "
+        "read and need not exist, for tasks that learn without.",
         below=2**31,
     )
     repeats: int = key(
         1,
-        "Copies of each image that follow one another in training, each transformed by "
-        "itself (arXiv:1901.09335; DeiT has 3). An epoch keeps its length, so that it "
-        "has a part of the images.",
+        "Successive copies of each image in training, each transformed separately "
+        "(arXiv:1901.09335; DeiT has 3). An epoch keeps its length, so that it has a part "
+        "of the images.",
         at_least=1,
         below=1_000,
     )
     class_balance: str = key(
         "",
-        "How often the classes are drawn in training: all alike by inverse frequency "
+        "How often the classes are drawn in training: equally often by inverse frequency "
         '("inverse"), by the root of their numbers ("sqrt") or by effective numbers '
-        '(arXiv:1901.05555; "effective"); "": each image once an epoch.',
+        '(arXiv:1901.05555; "effective"); "": each image once per epoch.',
         choices=("", "inverse", "sqrt", "effective"),
     )
     tokenizer: str = key(
@@ -125,10 +123,10 @@ class DataConfig(ReaderConfig):
     num_tokens: int = key(64, "Tokens of a caption, cut or padded.", at_least=1)
     prompts: tuple[str, ...] = key(
         ("{}",),
-        "Captions of a class without `caption_key`: texts with {} for its name, of which "
-        "one is drawn for each image.",
+        "Captions of a class without `caption_key`: texts with {} for its name, one of "
+        "which is drawn for each image.",
     )
-    exclude: str = key("", "File of record ids, one a line: left out of `split`.")
+    exclude: str = key("", "File of record ids, one per line, to leave out of `split`.")
     image_size: tuple[int, ...] = key(
         (224, 224),
         "Height and width that reach the model, in pixels.",
@@ -140,11 +138,11 @@ class DataConfig(ReaderConfig):
     )
     eval_transform: str = key("", "Evaluation transforms.")
     mean: tuple[float, ...] = key(
-        (0.5,), "Subtracted, one or a channel, as a fraction of 255 ..."
+        (0.5,), "Subtracted, one or one per channel, as a fraction of 255 ..."
     )
     std: tuple[float, ...] = key((0.5,), "... then divided by.")
     check: bool = key(
-        True, "Resume only on the data that the run was begun on.", changes_result=False
+        True, "Resume only on the data of the run's start.", changes_result=False
     )
 
     def __post_init__(self):
@@ -154,7 +152,7 @@ class DataConfig(ReaderConfig):
             )
         if self.class_balance and (self.multi_label or not self.num_classes):
             raise UserError(
-                f"data.class_balance={self.class_balance!r} needs one class an image: "
+                f"data.class_balance={self.class_balance!r} needs one class per image: "
                 "data.num_classes, and no data.multi_label"
             )
         for name in ("mean", "std"):
@@ -177,5 +175,5 @@ class DataConfig(ReaderConfig):
         if math.prod(self.image_size) > MAX_PIXELS:
             raise UserError(
                 f"data.image_size={self.image_size}: more than {MAX_PIXELS:,} pixels; "
-                "images of so many are not read either"
+                "such large images are not read either"
             )

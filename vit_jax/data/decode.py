@@ -1,8 +1,8 @@
 """Decodes images to uint8 pixels: with OpenCV where it is faster, else with Pillow.
 
-Orientation tags of cameras are ignored, as in the published recipes, unless they are
-asked for. JPEG headers are read in microseconds, so that a crop decodes only the rows
-that it needs; names and layout of the JPEG markers are those of ITU-T T.81, annex B.
+Orientation tags of cameras are ignored by default, as in the published recipes. JPEG
+headers are read in microseconds, so that a crop decodes only the rows that it needs; names
+and layout of the JPEG markers are those of ITU-T T.81, annex B.
 """
 
 import functools
@@ -21,12 +21,12 @@ from PIL import Image, UnidentifiedImageError
 
 from vit_jax.data.config import MAX_PIXELS
 
-# The loader has threads of its own; OpenCV's would fight over the same cores.
+# OpenCV's threads would compete with the loader's for the same cores.
 cv2.setNumThreads(0)
-# It names no file: up to MAX_PIXELS images are read, and larger ones are named.
+# Pillow's warning names no file; images over MAX_PIXELS are errors that name it.
 warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
 
-# By the value of the tag: what makes the image upright.
+# Functions by the value of the tag that turn the image upright.
 _ORIENTATION = 0x0112
 _TURNS = {
     2: lambda x: x[:, ::-1],
@@ -39,7 +39,7 @@ _TURNS = {
 }
 _TAGS_WITHIN = 2**17  # Bytes; the tags of a JPEG are in its first 64 KiB.
 _TAG_MARKS, _TIFF = (b"Exif", b"eXIf", b"EXIF"), (b"II", b"MM")
-# Brands of files that a camera of Apple's writes, and their like.
+# Brands of HEIF files, as from Apple's cameras.
 _HEIF = (b"heic", b"heix", b"hevc", b"heim", b"heis", b"mif1", b"msf1")
 
 _START, _END = b"\xff\xd8", b"\xff\xd9"
@@ -47,42 +47,36 @@ _SCAN, _RESTARTS, _APP2 = 0xDA, 0xDD, 0xE2
 _FRAMES = (0xC0, 0xC1, 0xC2)  # Baseline, extended and progressive, with Huffman codes.
 _PROGRESSIVE = 0xC2
 _FRAME = struct.Struct(">HBHHB")  # Length, bits, height, width, number of colours.
-# Lossless, hierarchical and arithmetic coding; the gaps are markers of other things.
+# Lossless, hierarchical and arithmetic coding; the numbers between mark other things.
 _OTHER_FRAMES = frozenset(range(0xC3, 0xD0)) - {0xC4, 0xC8, 0xCC}
 
-JPEG_SHRINKS = (8, 4, 2)  # What the inverse transform can divide height and width by.
-_OPENCV_FLAGS = {
-    (1, 1): cv2.IMREAD_GRAYSCALE,
-    (1, 2): cv2.IMREAD_REDUCED_GRAYSCALE_2,
-    (1, 4): cv2.IMREAD_REDUCED_GRAYSCALE_4,
-    (1, 8): cv2.IMREAD_REDUCED_GRAYSCALE_8,
-    (3, 1): cv2.IMREAD_COLOR_RGB,
-    # OpenCV has no names for these, but its bits combine.
-    (3, 2): cv2.IMREAD_REDUCED_GRAYSCALE_2 | cv2.IMREAD_COLOR_RGB,
-    (3, 4): cv2.IMREAD_REDUCED_GRAYSCALE_4 | cv2.IMREAD_COLOR_RGB,
-    (3, 8): cv2.IMREAD_REDUCED_GRAYSCALE_8 | cv2.IMREAD_COLOR_RGB,
+# Divisors of height and width in the inverse transform. Grey and colour bits combine.
+JPEG_SHRINKS = (8, 4, 2)
+_REDUCED = {
+    1: 0,
+    2: cv2.IMREAD_REDUCED_GRAYSCALE_2,
+    4: cv2.IMREAD_REDUCED_GRAYSCALE_4,
+    8: cv2.IMREAD_REDUCED_GRAYSCALE_8,
 }
 
-# Memory for passing results, one array per thread and use. An image in fresh memory
-# costs a page fault every 4 KiB, a fifth of its decoding.
-_LARGEST_SCRATCH = 2**23  # Bytes; what is larger is rare, and would stay for good.
+# Memory for results, one array per thread. An image in fresh memory costs a page fault
+# every 4 KiB, a fifth of its decoding.
+_LARGEST_SCRATCH = 2**23  # Bytes; larger images are rare, and their memory would stay.
 _local = threading.local()
 
 
 class DamagedImage(ValueError):
-    """The bytes are no readable image; the message says why."""
+    """Raised for bytes that are no readable image; the message gives the reason."""
 
 
 class JpegHeader(NamedTuple):
     """Size and layout of an ordinary JPEG file, read before it is decoded.
 
     Attributes:
-      height: in pixels.
-      width: in pixels.
-      height_at: where in the file the height stands, in two bytes.
+      height_at: offset of the height in the file, two bytes.
       strip: height in pixels of a row of blocks, which are decoded together.
-      end: where the marker at the end of the image stands.
-      one_scan: whether all colours come at once, from top to bottom, in one go.
+      end: offset of the marker at the end of the image.
+      one_scan: whether all colours come together, from top to bottom.
     """
 
     height: int
@@ -96,21 +90,20 @@ class JpegHeader(NamedTuple):
 def decode(
     data: bytes | np.ndarray, channels: int = 3, *, exif: bool = False
 ) -> UInt8[np.ndarray, "H W D"]:
-    """Decodes an image.
+    """Decodes an image of any format.
 
     Args:
-      data: content of an image file, of a format found from the content; a uint8
-        array has its channels adapted.
+      data: content of an image file; a uint8 array has its channels adapted.
       channels: 3 for RGB, 1 for grey.
-      exif: whether a file is turned as the orientation tag of its camera says.
+      exif: whether a file is turned by its orientation tag.
 
     Returns:
       Pixels. Transparency is laid over white, 16-bit values keep their high byte,
       floats from 0 to 1 are scaled to 255, and of an animation the first frame counts.
 
     Raises:
-      DamagedImage: empty, truncated, damaged, unknown format, over 100 megapixels, or
-        with floats outside of 0 to 1; or an array that is not uint8 (H, W, C).
+      DamagedImage: the data are empty, truncated, damaged, of an unknown format, over 100
+        megapixels, or floats outside of 0 to 1; or an array is not uint8 (H, W, C).
     """
     if isinstance(data, np.ndarray):
         return _adapt_channels(data, channels)
@@ -118,8 +111,7 @@ def decode(
         raise DamagedImage("is empty (0 bytes)")
     if exif and (tag := orientation(data)) != 1:
         return np.ascontiguousarray(_TURNS[tag](decode(data, channels)))
-    header = plain_header(data)
-    if header is not None:
+    if header := read_jpeg_header(data):
         pixels = decode_jpeg(data, header, channels, header.height)
         if pixels is not None:
             return pixels
@@ -132,7 +124,7 @@ def decode(
         if image.format == "PNG":
             critical = _critical_chunks(data)
             if _is_plain_png(image, data):
-                pixels = _by_opencv(critical, _OPENCV_FLAGS[channels, 1])
+                pixels = _by_opencv(critical, channels)
                 if pixels is not None:
                     return pixels
         return to_pixels(image, channels)
@@ -149,7 +141,7 @@ def decode(
 def orientation(data: bytes) -> int:
     """Returns the orientation tag of a file, 1 to 8; 1, upright, if it has none.
 
-    It is 1 of TIFF and HEIC as well, which their decoders turn in any case.
+    TIFF and HEIC count as upright too, because their decoders turn them in any case.
     """
     first = data[:_TAGS_WITHIN]
     if not any(mark in first for mark in _TAG_MARKS) or data.startswith(_TIFF):
@@ -167,34 +159,23 @@ def _register_heif() -> None:
         import pi_heif
     except ImportError as error:
         raise DamagedImage(
-            "is HEIC, which takes the extra `heic`: pip install -e '.[heic]' in the clone"
+            "is HEIC, which needs the extra `heic`: pip install -e '.[heic]' in the clone"
         ) from error
     pi_heif.register_heif_opener()
 
 
-def plain_header(data: bytes) -> JpegHeader | None:
-    """Returns the header of a JPEG file that needs no Pillow and is not too large."""
-    header = read_jpeg_header(data)
-    small = header is not None and header.height * header.width <= MAX_PIXELS
-    return header if small else None
-
-
 def read_jpeg_header(data: bytes) -> JpegHeader | None:
-    """Reads the header of a JPEG file, if it is one that OpenCV may decode.
+    """Reads the header of a JPEG file, if OpenCV may decode it.
 
-    Args:
-      data: content of a file.
-
-    Returns:
-      None for all but whole files of 8 bits in one or three colours: other formats,
-      CMYK, arithmetic coding, several pictures, no end marker.
+    The result is None for all but whole files of 8 bits in one or three colours: for other
+    formats, CMYK, arithmetic coding, several pictures, no end marker.
     """
     if not data.startswith(_START):
         return None
     frame, restarts, at = None, False, 2
     while at + 4 <= len(data) and data[at] == 0xFF:
         marker = data[at + 1]
-        if marker == 0xFF:  # Any number of them may fill up before a marker.
+        if marker == 0xFF:  # Any number of these bytes may precede a marker.
             at += 1
             continue
         after = at + 2 + int.from_bytes(data[at + 2 : at + 4], "big")
@@ -202,7 +183,7 @@ def read_jpeg_header(data: bytes) -> JpegHeader | None:
             frame = at
         elif marker == _SCAN:
             header = _jpeg_header(data, frame, at, after) if frame else None
-            # A decoder that stops early would complain of the restart that follows.
+            # A decoder that stops early would report the restart that follows.
             return header._replace(one_scan=False) if header and restarts else header
         several = marker == _APP2 and data[at + 4 : at + 8] == b"MPF\0"
         if several or marker in _OTHER_FRAMES:
@@ -222,7 +203,7 @@ def _jpeg_header(data: bytes, frame: int, scan: int, after: int) -> JpegHeader |
     length, bits, height, width, colours = _FRAME.unpack_from(data, frame + 2)
     if length != 8 + 3 * colours or bits != 8 or colours not in (1, 3):
         return None
-    if not height or not width:
+    if not 0 < height * width <= MAX_PIXELS:
         return None
     # The second of the three bytes of each colour has its sampling: across, down.
     down = max(data[frame + 11 + 3 * i] & 15 for i in range(colours))
@@ -230,7 +211,7 @@ def _jpeg_header(data: bytes, frame: int, scan: int, after: int) -> JpegHeader |
         height=height,
         width=width,
         height_at=frame + 5,
-        # Of a single colour the blocks stand alone, whatever its sampling.
+        # Sampling does not count for the blocks of a single colour.
         strip=8 * (down if colours > 1 else 1),
         end=end,
         one_scan=data[frame + 1] != _PROGRESSIVE and data[scan + 4] == colours,
@@ -247,44 +228,45 @@ def decode_jpeg(
 ) -> UInt8[np.ndarray, "H W C"] | None:
     """Decodes the rows from the top to `stop`, and perhaps some below.
 
-    Where the pixels stand in one scan, everything below the rows that are needed is
-    left alone: the decoder gets a copy of the file that says it were so high. Its rows
-    are the same, to the bit, as those of the whole image.
+    Where the pixels stand in one scan, the decoder gets a copy of the file in which the height
+    is smaller, and leaves the rows below alone. The rows above are the same, to the bit, as
+    those of the whole image.
 
     Args:
       data: content of the file.
-      header: of it.
+      header: header of the file.
       channels: 3 for RGB, 1 for grey.
-      stop: in pixels of the file.
-      shrink: 1, or one of `JPEG_SHRINKS`: pixel i then is the mean, as far as the cosine
-        transform knows, of `shrink` pixels from `shrink` * i on.
-      rough: faster by a tenth, with chroma of less than full size repeated, not
-        interpolated. Without effect where `shrink` is not 1.
+      stop: row in pixels of the file.
+      shrink: 1, or one of `JPEG_SHRINKS`: pixel i is the mean, as far as the cosine
+        transform knows it, of `shrink` pixels from `shrink` * i on.
+      rough: with `shrink` 1, repeats subsampled chroma instead of interpolating it, a tenth
+        faster; the next call in this thread may overwrite the pixels.
 
     Returns:
-      Pixels; None if they cannot be decoded. Rough ones may be overwritten by the next
-      call in this thread.
+      Pixels, (H, W, C) uint8; None if they cannot be decoded.
     """
-    # Chroma of half the height is interpolated: the row below has a part in it.
+    # Chroma of half the height is interpolated with the row below.
     rows = stop + 2 * shrink
-    # Not into the last strip, which nothing but the end marker tells to be complete.
+    # The last strip is not cut: only the end marker shows that it is complete.
     if header.one_scan and -(-rows // header.strip) < -(-header.height // header.strip):
-        # The end marker goes too, or the decoder would complain of what it skips.
+        # Without the end marker the decoder does not report the rows that it skips.
         data = bytearray(memoryview(data)[: header.end])
         data[header.height_at : header.height_at + 2] = rows.to_bytes(2, "big")
     else:
         rows = header.height
     if rough and shrink == 1:
         return _decode_rough(data, (rows, header.width), channels)
-    return _by_opencv(data, _OPENCV_FLAGS[channels, shrink])
+    return _by_opencv(data, channels, shrink)
 
 
-def _by_opencv(data: bytes | bytearray, flags: int) -> np.ndarray | None:
-    """Decodes a file; None if it is damaged or not for OpenCV."""
+def _by_opencv(
+    data: bytes | bytearray, channels: int, shrink: int = 1
+) -> np.ndarray | None:
+    """Decodes a file with OpenCV; None if it cannot."""
+    colour = cv2.IMREAD_COLOR_RGB if channels == 3 else cv2.IMREAD_GRAYSCALE
+    flags = colour | _REDUCED[shrink] | cv2.IMREAD_IGNORE_ORIENTATION
     try:
-        pixels = cv2.imdecode(
-            np.frombuffer(data, np.uint8), flags | cv2.IMREAD_IGNORE_ORIENTATION
-        )
+        pixels = cv2.imdecode(np.frombuffer(data, np.uint8), flags)
     except cv2.error:
         return None
     return pixels[..., None] if pixels is not None and pixels.ndim == 2 else pixels
@@ -299,15 +281,15 @@ def _decode_rough(
             data,
             "RGB" if channels == 3 else "GRAY",
             fastupsample=True,
-            strict=False,  # Or it would complain that the rows below are missing.
-            buffer=_scratch("decoded", (*size, channels)),
+            strict=False,  # The rows below are missing.
+            buffer=_scratch((*size, channels)),
         )
     except ValueError:
         return None
 
 
 def import_simplejpeg():
-    """Imports the decoder of the extra `fast`; ImportError says how to get it."""
+    """Returns the decoder of the extra `fast`; ImportError says how to install it."""
     try:
         import simplejpeg
     except ImportError as error:
@@ -315,23 +297,21 @@ def import_simplejpeg():
     return simplejpeg
 
 
-def _scratch(use: str, shape: tuple[int, ...]) -> UInt8[np.ndarray, "..."]:
-    """Returns an array of any content, which the next call of this use may overwrite."""
+def _scratch(shape: tuple[int, ...]) -> UInt8[np.ndarray, "..."]:
+    """Returns an array of any content, which the next call may overwrite."""
     size = math.prod(shape)
     if size > _LARGEST_SCRATCH:
         return np.empty(shape, np.uint8)
-    kept = getattr(_local, use, None)
-    if kept is None or kept.size < size:
-        kept = np.empty(size, np.uint8)
-        setattr(_local, use, kept)
-    return kept[:size].reshape(shape)
+    if getattr(_local, "scratch", np.empty(0)).size < size:
+        _local.scratch = np.empty(size, np.uint8)
+    return _local.scratch[:size].reshape(shape)
 
 
 def _critical_chunks(data: bytes) -> bytes:
-    """Returns a PNG file without its ancillary chunks, such as a colour profile.
+    """Returns a PNG file without its ancillary chunks, about which libpng would print warnings.
 
-    libpng would print its warnings about them. Damaged critical chunks raise DamagedImage:
-    OpenCV and Pillow both may fill up an image whose pixels end in the middle.
+    Damaged critical chunks raise DamagedImage: OpenCV and Pillow may fill up an image whose
+    pixels end in the middle.
     """
     start, kind, kept = 8, b"", [data[:8]]
     while kind != b"IEND":
@@ -348,14 +328,13 @@ def _critical_chunks(data: bytes) -> bytes:
 
 
 def _is_plain_png(image: Image.Image, data: bytes) -> bool:
-    """Returns whether OpenCV may have it: 8 bits, grey or RGB, opaque."""
+    """Returns whether OpenCV may decode a PNG: 8 bits, grey or RGB, opaque."""
     opaque = image.mode in ("L", "RGB") and "transparency" not in image.info
-    # Bits a channel: PNG specification, 11.2.1.
-    return image.format == "PNG" and opaque and data[24] == 8
+    return opaque and data[24] == 8  # Bits per channel: PNG specification, 11.2.1.
 
 
 def to_pixels(image: Image.Image, channels: int) -> np.ndarray:
-    """Returns the pixels of a PIL image, of any mode, as `decode` does; may raise it too."""
+    """Returns the pixels of a PIL image of any mode, see `decode`."""
     image.load()
     if image.mode.startswith("I"):
         grey = np.asarray(image).astype(np.int64) >> 8
@@ -366,16 +345,16 @@ def to_pixels(image: Image.Image, channels: int) -> np.ndarray:
         image = image.convert("RGBA")
         white = Image.new("RGBA", image.size, "white")
         image = Image.alpha_composite(white, image)
-    # Through RGB, because Pillow has no way from some modes (CMYK) to grey.
+    # Through RGB, because Pillow cannot convert some modes (CMYK) to grey.
     image = image if image.mode == "L" else image.convert("RGB")
     pixels = np.array(image.convert("RGB" if channels == 3 else "L"))
     return pixels[..., None] if channels == 1 else pixels
 
 
 def _from_floats(grey: np.ndarray) -> np.ndarray:
-    """Scales grey values from 0..1 to bytes; what white is of others cannot be told."""
+    """Scales grey values from 0..1 to bytes; white is unknown in other ranges."""
     low, high = float(grey.min()), float(grey.max())
-    if not (low >= 0 and high <= 1):  # Nor is NaN.
+    if not (low >= 0 and high <= 1):  # Also for NaN.
         raise DamagedImage(
             f"has float pixels from {low:g} to {high:g}: scale them to 0..1, or save "
             "the image with 8 or 16 bits"

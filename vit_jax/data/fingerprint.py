@@ -1,8 +1,8 @@
-"""A small value that tells whether two starts of a run train on the same data.
+"""A small value by which a resumed run recognises its training data.
 
-Each entry of a data set (an image file, a shard, a record in memory) is known by its
-name below the data set's folder, its label, and its size or checksum. The value has a
-digest of each of these, so that equal data give equal values at any path and on any host.
+Each entry of a data set (an image file, a shard, a record in memory) has a name below the
+data set's folder, a label, and a size or checksum. The value has a digest of each of
+these, so that equal data give equal values at any path and on any host.
 """
 
 import hashlib
@@ -13,21 +13,21 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Integer
 
-# Names of a user's own source are asked for one by one; beyond this every n-th.
+# Record ids of a user's source are asked for one by one; of more than this every n-th.
 NAMES = 200_000
 _MEMORY = 2**30  # Bytes of images in memory up to which they are hashed.
 _PARTS = ("names", "labels", "sizes", "captions")
 
 
 class Entries(NamedTuple):
-    """What the records of a source are recognised by.
+    """Entries by which the records of a source are recognised.
 
     Attributes:
-      what: what an entry is, in the plural: "image files", "shards" or "records".
-      names: one an entry, the same wherever the data lies.
+      what: name of an entry in the plural: "image files", "shards" or "records".
+      names: one per entry, the same wherever the data lies.
       labels: class numbers, or a checksum of the labels of a shard; None if unknown.
       sizes: bytes or checksums, integers from 0 on; None if unknown.
-      captions: of those that are read, by the name of the record or shard: a checksum.
+      captions: name of a record or shard -> checksum of its captions; None if not read.
     """
 
     what: str
@@ -49,21 +49,18 @@ def in_memory(names: Sequence[str], labels, images) -> Entries:
 def fingerprint(source) -> dict[str, str | int]:
     """Returns a value for JSON that is equal for equal training data.
 
-    It does not depend on where the data lies, and reads no image from disk.
-
-    Args:
-      source: data set, whose `entries` are taken.
+    It is made from the entries of a source, wherever they lie, and reads no image file.
     """
-    here = source.entries()
-    # Names of files may hold bytes that are no UTF-8.
-    contents = {"names": "\0".join(here.names).encode("utf-8", "surrogateescape")}
+    entries = source.entries()
+    # Names of files may hold bytes that are not UTF-8.
+    contents = {"names": "\0".join(entries.names).encode("utf-8", "surrogateescape")}
     for part in ("labels", "sizes"):
-        if (values := getattr(here, part)) is not None:
+        if (values := getattr(entries, part)) is not None:
             contents[part] = np.asarray(values, "<i8").tobytes()
-    if here.captions is not None:
-        contents["captions"] = repr(list(here.captions.items())).encode()
+    if entries.captions is not None:
+        contents["captions"] = repr(list(entries.captions.items())).encode()
     return {
-        "what": here.what,
+        "what": entries.what,
         "records": len(source),
         "class_names": zlib.crc32("\n".join(source.class_names).encode()),
     } | {
@@ -75,12 +72,10 @@ def fingerprint(source) -> dict[str, str | int]:
 
 
 def unchecked(stored: dict, *, labelled: bool, captioned: bool = False) -> str:
-    """Returns a line on what of the data is not compared at a resume, or "".
+    """Returns a line on the parts of the data that a resume cannot compare, or "".
 
-    Args:
-      stored: from `fingerprint`.
-      labelled: whether the run reads labels.
-      captioned: whether it reads captions.
+    `stored` is the result of `fingerprint`; the run reads labels if it is `labelled`, and
+    captions if it is `captioned`.
     """
     parts = ("labels",) * labelled + ("sizes",) + ("captions",) * captioned
     lacking = [part for part in parts if not stored[f"{part}_sha256"]]
@@ -88,20 +83,14 @@ def unchecked(stored: dict, *, labelled: bool, captioned: bool = False) -> str:
         return ""
     return (
         f"data.check compares the names of the {stored['what']} but not their "
-        f"{' and '.join(lacking)}: the source has no method `entries` that tells them"
+        f"{' and '.join(lacking)}: the source has no method `entries` that returns them"
     )
 
 
 def differences(stored: dict, source) -> list[str]:
-    """Lists in words how a source differs from the one of a fingerprint.
+    """Returns a line for each difference of a source from the one of a fingerprint.
 
-    Args:
-      stored: from `fingerprint`, of an earlier start. What an earlier version did not
-        store is not compared.
-      source: data set of this start.
-
-    Returns:
-      One line for each kind of difference; empty if there is none.
+    Parts that an earlier version did not store are not compared.
     """
     now = fingerprint(source)
     changed = {key for key in stored.keys() & now.keys() if stored[key] != now[key]}

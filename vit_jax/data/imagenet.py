@@ -1,7 +1,7 @@
-"""The 1,000 classes of ImageNet (ILSVRC 2012), in label order.
+"""The 1,000 classes of ImageNet (ILSVRC 2012), and ObjectNet's classes among them.
 
 Labels number the synsets of WordNet in alphabetical order; so do ReaL's (arXiv:2006.07159).
-The names are the first words of each synset, two of them told apart.
+The names are the first words of each synset, with two changed that would be equal.
 """
 
 import functools
@@ -26,3 +26,42 @@ def synsets() -> tuple[str, ...]:
 def class_names() -> tuple[str, ...]:
     """Returns the name of each class, as "tench"."""
     return tuple(name for _, name in _rows())
+
+
+# ObjectNet's 113 classes that overlap ImageNet-1k, and their ImageNet numbers.
+#
+# Facts from the authors' mapping files (github.com/abarbu/objectnet-template-tensorflow,
+# imagenet_pytorch_id_to_objectnet_id.json and folder_to_imagenet_1k.json; Barbu et al.,
+# NeurIPS 2019). ImageNet numbers count the classes in the order of their WordNet ids, as
+# TFDS and the published checkpoints do. Each entry: the class's folder in ObjectNet, and
+# the numbers of the ImageNet classes that count as right.
+_OBJECTNET = """
+alarm_clock 409,530; backpack 414; banana 954; band_aid 419; basket 790;
+beer_bottle 440; bench 703; bicycle 444,671; binder_closed 446; bottle_cap 455;
+bread_loaf 930; broom 462; bucket 463; butchers_knife 499; can_opener 473;
+candle 470; cellphone 487; chair 423,559,765; clothes_hamper 588;
+coffee_french_press 550; combination_lock 507; computer_mouse 673; desk_lamp 846;
+doormat 539; dress 578; dress_shoe_men 630; drill 740; drinking_cup 968;
+drying_rack_for_dishes 729; envelope 549; fan 545; frying_pan 567;
+full_sized_towel 434; hair_dryer 589; hammer 587; hand_towel_or_rag 533;
+helmet 518,560; iron_for_clothes 606; jeans 608; keyboard 508; ladle 618;
+lampshade 619; laptop_open 620; lemon 951; letter_opener 623; lighter 626;
+lipstick 629; match 644; measuring_cup 647; microwave 651; mixing_salad_bowl 659;
+monitor 664; mug 504; nail_fastener 677; necklace 679; orange 950; padlock 695;
+paintbrush 696; paper_towel 700; pen 418,563,749; pill_bottle 720; pillow 721;
+pitcher 725; plastic_bag 728; plate 923; plunger 731; pop_can 737;
+portable_heater 811; printer 742; remote_control 761; ruler 769; running_shoe 770;
+safety_pin 772; salt_shaker 773; sandal 774; screw 783; shovel 792;
+skirt 601,655,689; sleeping_bag 797; soap_dispenser 804; sock 806; soup_bowl 809;
+spatula 813; speaker 632; still_camera 732,759; strainer 828; stuffed_animal 850;
+suit_jacket 834; sunglasses 837; sweater 841; swimming_trunks 842; t-shirt 610;
+teapot 849; tennis_racket 752; tie 457,906; toaster 859; toilet_paper_roll 999;
+trash_bin 412; tray 868; tv 851; umbrella 879; vacuum_cleaner 882; vase 883;
+wallet 893; watch 531; water_bottle 898; weight_exercise 543; weight_scale 778;
+wheel 479,694; whistle 902; wine_bottle 907; winter_glove 658; wok 909
+"""
+
+OBJECTNET_CLASSES = {
+    name: tuple(int(number) for number in numbers.split(","))
+    for name, numbers in (entry.split() for entry in _OBJECTNET.split(";"))
+}

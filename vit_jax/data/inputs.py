@@ -21,7 +21,7 @@ SUFFIXES = (*folder.EXTENSIONS, ".jp2", ".pbm", ".pnm")
 STDIN = "-"
 
 _CHUNK = 1 << 16
-# No path begins like these: they have bytes that are not text.
+# No path begins with these bytes, which are not text.
 _SIGNATURES = (b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"II*\0", b"MM\0*")
 _TEXT_SIGNATURES = (b"GIF87a", b"GIF89a", b"RIFF", b"BM")  # Images if a 0 follows.
 
@@ -30,16 +30,14 @@ T = TypeVar("T")
 
 
 def find(words: Iterable[str], stdin: int = 0) -> Iterator[Named]:
-    """Yields the images that arguments of a command line name.
+    """Yields the images named by arguments of a command line: a name, and a path or content.
+
+    Files are not checked for existence.
 
     Args:
-      words: files, taken as they are; folders, searched recursively for SUFFIXES in the
-        order of their names, without those of `folder.is_ignored`; "-" for standard
-        input, which has either paths, one per line, or the content of one image.
+      words: files; folders, searched recursively for SUFFIXES in the order of their names;
+        "-" for standard input, which has either paths, one per line, or one image.
       stdin: file descriptor of standard input.
-
-    Yields:
-      A name, and a path or the image's content. Files are not checked for existence.
     """
     for word in words:
         if word == STDIN:
@@ -49,10 +47,7 @@ def find(words: Iterable[str], stdin: int = 0) -> Iterator[Named]:
 
 
 def find_some(words: Sequence[str], stdin: int = 0) -> Iterable[Named]:
-    """Returns the images of `find`, after one of them is known to exist.
-
-    Returns:
-      A list; an iterator if standard input is among the words.
+    """Returns the images of `find`, as an iterator if standard input is among the words.
 
     Raises:
       UserError: no image exists.
@@ -74,14 +69,12 @@ def find_some(words: Sequence[str], stdin: int = 0) -> Iterable[Named]:
 
 
 def _missing(path: str) -> str:
-    """Returns why there is no image at a path."""
+    """Returns the reason why there is no image at a path."""
     if kind := not_a_file(path):
         return f"is {kind}, not a file: send its content to {STDIN} instead"
     if os.path.isdir(path):
         return "is a folder that cannot be listed"
-    if os.path.islink(path):
-        return "is a link that leads nowhere"
-    return "does not exist"
+    return "is a broken link" if os.path.islink(path) else "does not exist"
 
 
 def load(source: str | bytes) -> bytes:
@@ -95,7 +88,7 @@ def load(source: str | bytes) -> bytes:
 
 
 def attempt(source: str | bytes, work: Callable[[bytes], T]) -> T | str:
-    """Returns the result of `work` on an image file's content, or a text why there is none."""
+    """Returns the result of `work` on an image file's content, or the reason of a failure."""
     try:
         return work(load(source))
     except OSError as error:
@@ -107,16 +100,11 @@ def attempt(source: str | bytes, work: Callable[[bytes], T]) -> T | str:
 def ahead(
     items: Iterable, work: Callable[..., T], *, threads: int, limit: int
 ) -> Iterator[T]:
-    """Maps `work` over items in threads, in order, some items ahead of the caller.
+    """Maps `work`, which must not raise, over items in threads, in order, ahead of the caller.
 
-    The items are read in a thread too, so that a result is yielded as soon as its own
-    item is read, even if a slow pipe yields no further ones yet.
-
-    Args:
-      items: of any length.
-      work: must not raise.
-      threads: number of threads that run `work`.
-      limit: maximum number of results that wait for the caller, 2 or more.
+    The items are read in a thread too, so that a result is yielded as soon as its item is
+    read, even if a slow pipe yields no further ones yet. At most `limit` results, 2 or more,
+    wait for the caller.
     """
     results = queue.Queue(limit)
     pool = concurrent.futures.ThreadPoolExecutor(threads)
@@ -127,11 +115,11 @@ def ahead(
             for item in items:
                 results.put(pool.submit(work, item))
         except (OSError, RuntimeError, ValueError) as error:
-            end = error  # Or the pool was shut down, because the caller is gone.
+            end = error  # A RuntimeError if the caller ended and shut the pool down.
         finally:
             results.put(end)
 
-    # A daemon, because a thread that waits for a pipe cannot be woken.
+    # A daemon thread, because one that waits for a pipe cannot be ended.
     threading.Thread(target=feed, daemon=True).start()
     try:
         while (result := results.get()) is not None:
@@ -146,7 +134,7 @@ def ahead(
 
 
 def _below(path: str) -> Iterator[Named]:
-    """Yields a file, or the images of a folder and of those in it."""
+    """Yields a file, or the images of a folder and its subfolders."""
     if not os.path.isdir(path):
         yield path, path
         return

@@ -1,9 +1,9 @@
 """The order of the training records: a pure function of (seed, position in the run).
 
-Two ways to shuffle an epoch. Up to `SORTED` records it is sorted from random words:
-every order is as likely, and a position is one look-up. Beyond, sorting would stall the
-run at every epoch and take hundreds of megabytes a loader process; there each position
-is worked out by itself, in constant memory.
+An epoch is shuffled in two ways. Up to `SORTED` records it is sorted by random words: all
+orders are equally likely, and a position is one look-up. Beyond, sorting would stall the
+run at every epoch and take hundreds of megabytes per loader process; there each position
+is computed separately, in constant memory. Letters: B positions, N records, K classes.
 """
 
 import dataclasses
@@ -23,21 +23,24 @@ _ROUND_STREAM = 0x726F756E64
 _BALANCE_STREAM, _SEEDS = 0x62616C, 2**32
 _lock = threading.Lock()
 
+Numbers = Integer[np.ndarray, " B"]
+Words = UInt64[np.ndarray, " B"]
+
 
 def records_at(
-    positions: Integer[np.ndarray, " B"], examples: int, seed: int, repeats: int = 1
-) -> Integer[np.ndarray, " B"]:
-    """Returns which records stand at some positions of the run.
+    positions: Numbers, examples: int, seed: int, repeats: int = 1
+) -> Numbers:
+    """Returns the numbers of the records at some positions of the run.
 
-    Each epoch is a full permutation of its own. Any position costs the same to reach,
-    so a run resumes at step k as fast as at step 0.
+    Each epoch is another full permutation. Any position costs the same, so a run resumes
+    at step k as fast as at step 0.
 
     Args:
       positions: 0 is the first image of the run, `examples` the first of epoch 1.
       examples: size of the data set.
-      seed: of the run.
-      repeats: of each record, one after the other. An epoch keeps its length and has a
-        part of the records, the first of its permutation.
+      seed: seed of the run.
+      repeats: number of successive copies of each record. An epoch keeps its length and
+        has a part of the records, the first of its permutation.
     """
     epochs, offsets = np.divmod(positions, examples)
     offsets = offsets // repeats
@@ -57,15 +60,10 @@ def records_at(
 # Two, because batches of neighbouring epochs are loaded at the same time.
 @functools.lru_cache(maxsize=2)
 def permutation(examples: int, seed: int, epoch: int) -> Integer[np.ndarray, " N"]:
-    """Returns the order of the records in an epoch, sorted from raw Philox words.
+    """Returns the order of the records in an epoch, from 0, sorted by raw Philox words.
 
-    Unlike `Generator.permutation` their stream is fixed by the algorithm (Salmon et
-    al., SC 2011), so an order outlives a change of numpy.
-
-    Args:
-      examples: size of the data set.
-      seed: of the run.
-      epoch: from 0.
+    Their stream is fixed by the algorithm (Salmon et al., SC 2011), unlike that of
+    `Generator.permutation`, which may change with numpy.
     """
     words = _words(examples, seed, epoch, _STREAM)
     order = np.argsort(words, kind="stable")
@@ -74,25 +72,14 @@ def permutation(examples: int, seed: int, epoch: int) -> Integer[np.ndarray, " N
 
 
 def permuted(
-    offsets: Integer[np.ndarray, " B"],
-    examples: int,
-    seed: int,
-    epoch: int,
-    rounds: int = ROUNDS,
-) -> Integer[np.ndarray, " B"]:
-    """Returns the records at some places of an epoch without making the epoch.
+    offsets: Numbers, examples: int, seed: int, epoch: int, rounds: int = ROUNDS
+) -> Numbers:
+    """Returns the records at some places, `offsets`, of an epoch without making the epoch.
 
-    A Feistel network over the cells of a grid hardly larger than the data set; a cell
-    outside the set walks on until it is inside (Black and Rogaway, "Ciphers with
-    arbitrary finite domains", CT-RSA 2002). Integer arithmetic only: the same on any
-    machine.
-
-    Args:
-      offsets: places in the epoch, from 0 to examples-1.
-      examples: size of the data set, below 2**62.
-      seed: of the run.
-      epoch: from 0.
-      rounds: of the network, even.
+    A Feistel network with an even number of `rounds` permutes the cells of a grid hardly
+    larger than the data set, of up to 2**62 `examples`; a cell outside the set is permuted
+    again until it is inside (Black and Rogaway, "Ciphers with arbitrary finite domains",
+    CT-RSA 2002). Integer arithmetic is the same on any machine.
     """
     height = math.isqrt(examples - 1) + 1
     grid = np.array([height, -(-examples // height)], np.uint64)
@@ -105,11 +92,7 @@ def permuted(
     return cells.astype(np.int64)
 
 
-def _encrypt(
-    cells: UInt64[np.ndarray, " B"],
-    grid: UInt64[np.ndarray, "2"],
-    keys: UInt64[np.ndarray, " R"],
-) -> UInt64[np.ndarray, " B"]:
+def _encrypt(cells: Words, grid: np.ndarray, keys: np.ndarray) -> Words:
     """Permutes the cells of a grid: moves rows by columns and columns by rows."""
     height, width = grid
     rows, columns = np.divmod(cells, width)
@@ -119,18 +102,14 @@ def _encrypt(
     return rows * width + columns
 
 
-def _scramble(
-    words: UInt64[np.ndarray, " B"], stop: np.uint64
-) -> UInt64[np.ndarray, " B"]:
+def _scramble(words: Words, stop: np.uint64) -> Words:
     """Hashes words to 0..stop-1 with splitmix64's finaliser (Steele et al., 2014)."""
     words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return ((words ^ (words >> np.uint64(31))) >> np.uint64(32)) * stop >> np.uint64(32)
 
 
-def _words(
-    count: int, seed: int, epoch: int, stream: int
-) -> UInt64[np.ndarray, " {count}"]:
+def _words(count: int, seed: int, epoch: int, stream: int) -> np.ndarray:
     bits = np.random.Philox(
         key=np.array([seed % 2**64, stream], np.uint64),
         # The generator counts up from the lowest word: epochs never meet.
@@ -141,18 +120,17 @@ def _words(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Balance:
-    """Draws records where classes are balanced; travels to loader processes.
+    """Draws records so that classes are balanced; is sent to loader processes.
 
-    Each class gets a part of every epoch, by its number of records. Its draws are
-    counted through the run and go through one permutation of its records after another,
-    so that at the end of any epoch each has been drawn as often as the others of its
-    class, or once more. Within an epoch all draws are shuffled. An epoch keeps its
-    length.
+    Each class gets a share of every epoch, by its number of records. Its draws are
+    counted through the run and follow one permutation of its records after another, so
+    that at the end of any epoch each has been drawn as often as the others of its class,
+    or once more. Within an epoch all draws are shuffled. An epoch keeps its length.
 
     Attributes:
       members: record numbers of the classes that occur, one class after the other.
-      starts: where each class begins in `members`, and their end.
-      ends: slots of an epoch up to the end of each class.
+      starts: index in `members` at which each class begins, and the end of the last.
+      ends: number of slots of an epoch up to the end of each class.
     """
 
     members: Integer[np.ndarray, " N"]
@@ -161,7 +139,7 @@ class Balance:
 
     @classmethod
     def of(cls, how: str, labels: Integer[np.ndarray, " N"]) -> "Balance":
-        """Returns what draws the records of a training split; `how` is one of `SHARES`."""
+        """Builds the balance of a training split; `how` is one of `SHARES`."""
         counts = np.bincount(labels)
         occurring = counts[counts > 0]
         shares = SHARES[how](occurring.astype(np.float64))
@@ -173,10 +151,8 @@ class Balance:
             ends,
         )
 
-    def records_at(
-        self, positions: Integer[np.ndarray, " B"], seed: int, repeats: int = 1
-    ) -> Integer[np.ndarray, " B"]:
-        """Returns which records stand at some positions, as the function does."""
+    def records_at(self, positions: Numbers, seed: int, repeats: int = 1) -> Numbers:
+        """Returns the records at some positions of the run, see `records_at`."""
         examples = len(self.members)
         # The slots of an epoch are shuffled as its records would be.
         slots = records_at(positions, examples, seed, repeats)
@@ -190,38 +166,35 @@ class Balance:
         inner = np.empty(len(positions), np.int64)
         for number, round_ in {*zip(classes.tolist(), rounds.tolist(), strict=True)}:
             here = (classes == number) & (rounds == round_)
-            size, own = int(sizes[here][0]), (seed * _SEEDS + number + 1) * _SEEDS
-            inner[here] = permuted(places[here], size, own + _BALANCE_STREAM, round_)
+            class_seed = (seed * _SEEDS + number + 1) * _SEEDS + _BALANCE_STREAM
+            size = int(sizes[here][0])
+            inner[here] = permuted(places[here], size, class_seed, round_)
         return self.members[self.starts[classes] + inner]
 
 
 def class_weights(
     how: str, labels: Integer[np.ndarray, " N"], num_classes: int
 ) -> tuple[float, ...]:
-    """Returns weights of the classes' images that do in a loss what drawing them does.
+    """Returns class weights that have the same effect in a loss as balanced draws.
 
-    `how` is one of `SHARES`. Their mean over all images is 1; a class without any weighs 1.
+    `how` is one of `SHARES`. The mean weight over all images is 1, and so is the weight of
+    a class without images.
     """
     counts = np.bincount(labels, minlength=num_classes).astype(np.float64)
-    there, weights = counts > 0, np.ones(num_classes)
-    shares = SHARES[how](counts[there])
-    weights[there] = shares / shares.sum() * len(labels) / counts[there]
+    occurs, weights = counts > 0, np.ones(num_classes)
+    shares = SHARES[how](counts[occurs])
+    weights[occurs] = shares / shares.sum() * len(labels) / counts[occurs]
     return tuple(weights.tolist())
 
 
-def _inverse(counts: Float[np.ndarray, " K"]) -> Float[np.ndarray, " K"]:
-    """Each class as often as any other."""
-    return np.ones_like(counts)
-
-
 def _effective(counts: Float[np.ndarray, " K"]) -> Float[np.ndarray, " K"]:
-    """Weights by the effective number of samples, arXiv:1901.05555, equation 2.
+    """Returns shares by the effective number of samples (arXiv:1901.05555, equation 2).
 
-    An image weighs (1 - b) / (1 - b^n), with b = (N - 1) / N and N the number of all.
+    An image weighs (1 - b) / (1 - b^n), with b = (N - 1) / N for N images in all.
     """
     beta = (counts.sum() - 1) / counts.sum()
     return counts * (1 - beta) / (1 - beta**counts)
 
 
-# The part of each class in an epoch, from the numbers of their images; any scale.
-SHARES = {"inverse": _inverse, "sqrt": np.sqrt, "effective": _effective}
+# Functions from the images per class to the share of each class in an epoch, in any scale.
+SHARES = {"inverse": np.ones_like, "sqrt": np.sqrt, "effective": _effective}

@@ -2,6 +2,7 @@
 
 Every batch is a pure function of (config, seed, step), so a run resumes from its step
 number alone, and threads, loader processes and hosts change only the speed.
+Letters: b rows of this process, B records.
 """
 
 import dataclasses
@@ -23,7 +24,7 @@ Batch = dict[str, np.ndarray]
 
 # Keeps augmentation's random bits apart from those of other uses of the same seed.
 _STREAM = 0x617567
-_LOOKED_AT = 1_000  # Images of a split whose orientation tags are looked at.
+_INSPECTED = 1_000  # Images of a split whose orientation tags are read.
 
 
 def train_batches(
@@ -43,25 +44,24 @@ def train_batches(
       source: training split.
       data: `config.data`.
       batch_size: images per step, over all shards.
-      seed: of the run.
+      seed: seed of the run.
       start: first step.
       stop: step after the last.
-      data_shard: this process loads the rows of shard `data_shard` of
-        `num_data_shards`: the shards are equal blocks of neighbouring rows.
+      data_shard: this process loads the rows of this shard; shards are equal blocks of
+        neighbouring rows.
       num_data_shards: number of shards.
 
     Returns:
-      An iterator to be closed, of dicts: image uint8 (b, h, w, c), or the arrays that
-      the last host transform returns, each (b, ...); label int32 (b,), with
-      `data.multi_label` 0 or 1 for each class, (b, classes), unless `data.num_classes`
-      is 0; text int32 (b, tokens) if there is `data.tokenizer`; index uint32 (b,), the row's position in the run modulo
-      2**32; skipped int32 (b,), how many damaged records were passed over to fill the
-      row.
+      An iterator to be closed, of dicts: image uint8 (b, h, w, c), or the arrays of the
+      last host transform, each (b, ...); label int32 (b,), (b, classes) of 0 and 1 with
+      `data.multi_label`, none if `data.num_classes` is 0; text int32 (b, tokens) with
+      `data.tokenizer`; index uint32 (b,), the position in the run modulo 2**32; skipped
+      int32 (b,), the number of damaged records that were skipped to fill the row.
 
     Raises:
-      UserError: a record is damaged or does not fit the config; raised by `next`.
+      UserError: a record is damaged or contradicts the config; raised by `next`.
     """
-    local = _local(batch_size, num_data_shards)
+    first, rows = _rows(batch_size, data_shard, num_data_shards)
     parsed = parse.parse_train(data.train_transform, data.image_size)
     in_memory = None if source.images is None else source.images.shape[1:3]
     shapes = parse.loaded_shapes(parsed, data.image_size, data.channels, in_memory)
@@ -72,16 +72,12 @@ def train_batches(
     balance = None
     if data.class_balance:
         balance = order.Balance.of(data.class_balance, read_labels(source))
-    load = _TrainBatch(loader, batch_size, data_shard * local, local, balance)
+    load = _TrainBatch(loader, batch_size, first, rows, balance)
     return Batches(load, range(start, stop), data)
 
 
 def try_training(source: Source, data: DataConfig) -> None:
-    """Prepares one training image, so that what does not fit is found before a step.
-
-    Raises:
-      UserError: as the batches of `train_batches`.
-    """
+    """Prepares one training image; raises the errors of the batches of `train_batches`."""
     data = dataclasses.replace(data, num_workers=0, class_balance="")
     with train_batches(source, data, batch_size=1, seed=0, start=0, stop=1) as batches:
         next(batches)
@@ -98,15 +94,8 @@ def eval_batches(
 ) -> "Batches":
     """Iterates once over the records, in their order; the last batch is padded.
 
-    Args:
-      source: split to evaluate.
-      data: `config.data`.
-      batch_size: images per batch, over all shards.
-      data_shard: this process loads shard `data_shard` of `num_data_shards`, as for
-        training.
-      num_data_shards: number of shards; all of them get the same number of batches.
-      host: transforms of each image, as those of transforms/host.py; `data.eval_transform`
-        if None.
+    Args: as in `train_batches`; all shards get the same number of batches.
+      host: host transforms of each image; those of `data.eval_transform` if None.
 
     Returns:
       An iterator to be closed, of dicts: image, label and skipped as for training
@@ -114,38 +103,37 @@ def eval_batches(
       record's number; mask bool (b,), false where a row is padding.
 
     Raises:
-      UserError: a record is damaged or does not fit the config; raised by `next`.
+      UserError: a record is damaged or contradicts the config; raised by `next`.
     """
-    local = _local(batch_size, num_data_shards)
+    first, rows = _rows(batch_size, data_shard, num_data_shards)
     if host is None:
         host = parse.parse_eval(data.eval_transform, data.image_size)
     shapes = {"image": (*data.image_size, data.channels)}
     loader = Loader(source, data, "data.eval_transform", host, shapes)
-    load = _EvalBatch(loader, batch_size, data_shard * local, local)
+    load = _EvalBatch(loader, batch_size, first, rows)
     return Batches(load, range(-(-len(source) // batch_size)), data)
 
 
-def _local(batch_size: int, num_data_shards: int) -> int:
+def _rows(batch_size: int, shard: int, num_data_shards: int) -> tuple[int, int]:
+    """Returns the first row of a shard in a batch, and its number of rows."""
     if batch_size % num_data_shards:
         raise UserError(
             f"batch_size={batch_size} does not divide over {num_data_shards} processes: "
             f"use a multiple of {num_data_shards}"
         )
-    return batch_size // num_data_shards
+    rows = batch_size // num_data_shards
+    return shard * rows, rows
 
 
 @dataclasses.dataclass(frozen=True)
 class Loader:
-    """Loads records of a source as the config says; travels to loader processes.
+    """Loads records of a source; is sent to loader processes.
 
     Attributes:
-      source: the data set.
-      data: `config.data`.
-      key: config key of the operations, for messages.
-      ops: host operations in order.
-      shapes: of each array that it makes of an image, by its name.
-      seed: of the run.
-      captions: makes the tokens of captions; None where they are not read.
+      key: config key of the transforms, for messages.
+      ops: host transforms in order.
+      shapes: name -> shape of each array made of an image.
+      captions: makes the tokens of captions; None: they are not read.
       damaged: records that were skipped.
     """
 
@@ -164,7 +152,7 @@ class Loader:
         return self.source.images is not None and not self.ops and not self.captions
 
     def gather(self, records: Integer[np.ndarray, " B"]) -> Batch:
-        """Returns image, label and skipped of records that lie in memory."""
+        """Returns a batch of records that lie in memory."""
         images = self.source.images
         self._check_shapes({"image": images.shape[1:]}, "images")
         batch = {"image": images[records], "skipped": np.zeros(len(records), np.int32)}
@@ -173,24 +161,17 @@ class Loader:
         return batch
 
     def load(self, record: int, position: int) -> Batch:
-        """Reads and transforms one record.
-
-        Args:
-          record: its number.
-          position: of the row in the run; with the seed it fixes the random choices.
-
-        Returns:
-          Arrays of `shapes`, label, and text.
+        """Reads and transforms a record; its position and the seed fix the random choices.
 
         Raises:
           DamagedImage: the record cannot be read.
-          UserError: the label or an array's shape is not as the config says.
+          UserError: the label or an array's shape contradicts the config.
         """
         try:
             item = self.source[record]
         except OSError as error:
             raise decode.DamagedImage(f"cannot be read ({error})") from error
-        except Exception as error:  # The reader's own fault: it goes on as it is.
+        except Exception as error:  # A bug of the reader keeps its traceback.
             error.add_note(f"while reading {self._name(record)}")
             raise
         name = self._name(record)
@@ -206,11 +187,9 @@ class Loader:
             image, ops = self._open(record, item["image"], rng)
             for op in ops:
                 image = op(image, rng)
-        except host_transforms.TooLong as error:
-            raise decode.DamagedImage(str(error)) from error
         except host_transforms.TooSmall as error:
             raise UserError(f"{self.key}: {name}: {error}") from error
-        except UserError as error:  # Of a transform of the user's.
+        except UserError as error:  # Raised by a transform of the user's.
             raise UserError(f"{name}: {error}") from error
         arrays = image if isinstance(image, dict) else {"image": image}
         self._check_shapes({key: a.shape for key, a in arrays.items()}, name)
@@ -221,57 +200,51 @@ class Loader:
     def _label(
         self, label: int | Sequence[int], name: str
     ) -> int | Integer[np.ndarray, " K"]:
-        """Returns the class, or 0 or 1 for each of them."""
-        if not self.data.multi_label:
-            check_label(label, self.data.num_classes, name)
-            return label
-        found = np.zeros(self.data.num_classes, np.int32)
-        for each in label:
+        """Returns the class, or 0 or 1 for each class."""
+        for each in label if self.data.multi_label else [label]:
             check_label(each, self.data.num_classes, name)
-            found[each] = 1
-        return found
+        if not self.data.multi_label:
+            return label
+        present = np.zeros(self.data.num_classes, np.int32)
+        present[list(label)] = 1
+        return present
 
     def _open(
         self, record: int, data: bytes | np.ndarray, rng: np.random.Generator
     ) -> tuple[np.ndarray | dict[str, np.ndarray], tuple]:
-        """Returns pixels, and the operations that are still to be done on them."""
-        looked_at = self.data.exif or not record % -(-len(self.source) // _LOOKED_AT)
-        tagged = looked_at and isinstance(data, bytes) and decode.orientation(data) != 1
-        turned = tagged and self.data.exif
-        if tagged and not turned:
+        """Returns pixels, and the transforms that remain to be applied to them."""
+        exif, encoded = self.data.exif, isinstance(data, bytes)
+        inspected = exif or not record % -(-len(self.source) // _INSPECTED)
+        tagged = inspected and encoded and decode.orientation(data) != 1
+        if tagged and not exif:
             warn(
                 f"{self._name(record)} is upright only by its orientation tag, which is "
                 "not read: --config.data.exif=True turns such images",
                 about="data.exif",
             )
-        if (
-            self.ops
-            and self.ops[0].from_file
-            and isinstance(data, bytes)
-            and not turned
-        ):
+        if encoded and self.ops and self.ops[0].from_file and not (tagged and exif):
             return self.ops[0].from_file(data, self.data.channels, rng), self.ops[1:]
-        return decode.decode(data, self.data.channels, exif=self.data.exif), self.ops
+        return decode.decode(data, self.data.channels, exif=exif), self.ops
 
     def refuse(self, record: int, error: decode.DamagedImage) -> None:
         """Raises UserError for a damaged record, unless the config says to skip it."""
         if self.data.on_error == "raise":
             raise UserError(
-                f"{self._name(record)} {error}: mend or remove it, or go on "
-                "without with --config.data.on_error=skip"
+                f"{self._name(record)} {error}: mend or remove it, or skip it with "
+                "--config.data.on_error=skip"
             ) from error
         if self.data.on_error == "skip":
             return
         self.damaged.add(record)
-        found, most = len(self.damaged), max(1, len(self.source) // 100)
-        if found > most:
+        count, most = len(self.damaged), max(1, len(self.source) // 100)
+        if count > most:
             raise UserError(
-                f"{self._name(record)} {error}, as {found - 1} others: more than 1 % of "
-                f"{len(self.source):,} images; mend or remove them, or go on without with "
+                f"{self._name(record)} {error}, as {count - 1} others: more than 1 % of "
+                f"{len(self.source):,} images; mend or remove them, or skip them with "
                 "--config.data.on_error=skip"
             ) from error
         warn(
-            f"{self._name(record)} {error}: left out, {found} of at most {most} "
+            f"{self._name(record)} {error}: left out, {count} of at most {most} "
             "(--config.data.on_error=raise ends the run instead)",
             about=f"damaged {self.source.describe(record)}",
         )
@@ -292,20 +265,20 @@ class Loader:
         return arrays
 
     def _name(self, record: int) -> str:
-        """Returns the data set, split and number of a record, for a message."""
-        name = self.source.describe(record)  # Of a file its path, which has no number.
+        """Returns data set, split and number, or the path, of a record for a message."""
+        name = self.source.describe(record)
         return name if str(record) in name.split() else f"{name} (record {record})"
 
     def _check_shapes(self, shapes: dict[str, tuple[int, ...]], name: str) -> None:
         if shapes == self.shapes:
             return
-        found, wanted = map(parse.in_words, (shapes, self.shapes))
+        actual, wanted = map(parse.in_words, (shapes, self.shapes))
         says = "data.image_size and data.channels say"
         remedy = "end the operations with resize or a crop, or change data.image_size"
         if self.ops and self.ops[-1].output_shapes:
             says, remedy = "its `output_shapes` says", "make them equal"
         raise UserError(
-            f"{self.key} gives {name} of {found} (height, width, channels), but {says} "
+            f"{self.key} gives {name} of {actual} (height, width, channels), but {says} "
             f"{wanted}: {remedy}"
         )
 
@@ -331,23 +304,15 @@ class _TrainBatch:
         if self.loader.gathers:
             batch = self.loader.gather(records)
         else:
-            batch = self._load(records, positions)
+            batch = self.loader.empty(self.rows)
+            pairs = zip(records.tolist(), positions.tolist(), strict=True)
+            for row, pair in enumerate(pairs):
+                for name, values in self._load(*pair).items():
+                    batch[name][row] = values
         return {**batch, "index": positions.astype(np.uint32)}
 
-    def _load(
-        self,
-        records: Integer[np.ndarray, " b"],
-        positions: Integer[np.ndarray, " b"],
-    ) -> Batch:
-        batch = self.loader.empty(self.rows)
-        for row in range(self.rows):
-            record, position = int(records[row]), int(positions[row])
-            for name, values in self._load_readable(record, position).items():
-                batch[name][row] = values
-        return batch
-
-    def _load_readable(self, record: int, position: int) -> Batch:
-        """Loads a record or, if skipping is on, the next one that is readable."""
+    def _load(self, record: int, position: int) -> Batch:
+        """Loads a record or, if damaged ones are skipped, the next readable one."""
         examples = len(self.loader.source)
         for skipped in range(examples):
             try:
@@ -369,16 +334,16 @@ class _EvalBatch:
 
     def __call__(self, number: int) -> Batch:
         records = number * self.batch_size + self.first + np.arange(self.rows)
-        there = records < len(self.loader.source)
+        exists = records < len(self.loader.source)
         batch = self.loader.empty(self.rows) | {
             "index": records.astype(np.uint32),
-            "mask": there.copy(),
+            "mask": exists.copy(),
         }
         if self.loader.gathers:
-            for key, values in self.loader.gather(records[there]).items():
-                batch[key][there] = values
+            for key, values in self.loader.gather(records[exists]).items():
+                batch[key][exists] = values
             return batch
-        for row in np.flatnonzero(there):
+        for row in np.flatnonzero(exists):
             record = int(records[row])
             try:
                 loaded = self.loader.load(record, 0)
@@ -394,16 +359,16 @@ class _EvalBatch:
 class Batches:
     """Iterator over batches; close it, or use it in a `with` block.
 
-    When a loader process is killed, this process loads the batches that are left, which
-    are the same; `workers.listening` learns of it.
+    When a loader process is killed, the listeners of `workers.listening` are called, and
+    this process loads the other batches, which are the same.
 
     Args:
-      load: number -> batch; picklable.
-      numbers: which batches, in order.
+      load: picklable function from a number to a batch.
+      numbers: numbers of the batches, in order.
       data: `config.data`, for the numbers of threads, processes and prefetched batches.
 
     Attributes:
-      read_ahead: whether threads or processes make them, before they are asked for.
+      read_ahead: whether threads or processes make batches ahead of the caller.
     """
 
     def __init__(self, load, numbers: range, data: DataConfig):
@@ -430,8 +395,8 @@ class Batches:
         if isinstance(batch, UserError):
             self.close()
             raise batch
-        # From another process they lie in shared memory that Grain takes back; as
-        # arrays of their own they may live as long as anyone wants.
+        # Grain takes back the shared memory of arrays from another process; copies may
+        # live longer.
         return {k: v if v.flags.owndata else np.array(v) for k, v in batch.items()}
 
     def __enter__(self):
@@ -462,7 +427,7 @@ class Batches:
         return next(self._batches)
 
     def _read_ahead(self) -> Iterator:
-        """Loads what is left in threads of this process, or in loader processes."""
+        """Loads the other batches in threads of this process, or in loader processes."""
         import grain
 
         # One thread makes one batch, so more threads than batches would idle.
@@ -470,9 +435,9 @@ class Batches:
             num_threads=min(self._data.num_threads, self._data.prefetch),
             prefetch_buffer_size=self._data.prefetch,
         )
-        left = self._numbers[self._done :]
+        rest = self._numbers[self._done :]
         load = workers.Shipped(self._load) if self._workers else self._load
-        batches = grain.MapDataset.range(left.start, left.stop).map(load)
+        batches = grain.MapDataset.range(rest.start, rest.stop).map(load)
         batches = batches.to_iter_dataset(options)
         if self._workers:
             from absl import flags

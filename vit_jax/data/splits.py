@@ -1,10 +1,10 @@
 """Split expressions for every source: "train", "train[:90%]", "train[800:1000]+val".
 
 The syntax and its rounding are those of TFDS (https://www.tensorflow.org/datasets/
-splits), so that a recipe can move between TFDS and a folder unchanged. What TFDS does
-in code, `tfds.even_splits(split, n)[i]`, is written "even_splits(train, 3)[1]".
-"interleaved_splits(train, 5)[4]", which TFDS has not, is every fifth record from the
-fifth on: a fair part of records that lie sorted by class.
+splits), so that a recipe can move between TFDS and a folder unchanged.
+`tfds.even_splits(split, n)[i]` is written "even_splits(train, 3)[1]".
+"interleaved_splits(train, 5)[4]", which TFDS lacks, is every fifth record from the fifth
+on: a fair part of records that are sorted by class.
 """
 
 import dataclasses
@@ -16,11 +16,11 @@ from jaxtyping import Integer
 
 from vit_jax.errors import NoSplit, UserError
 
-# What splits are called, whatever their case; the first that is there counts.
+# Usual names of splits, in any case; the first that exists counts.
 TRAIN = ("train", "training", "trn")
 VALIDATION = ("val", "valid", "validation", "dev")
 TEST = ("test", "testing", "eval")
-HELD_OUT, MOST_HELD_OUT = 0.2, 10_000  # Of the training images, where none validate.
+HELD_OUT, MOST_HELD_OUT = 0.2, 10_000  # Training images set aside for validation.
 _SEED = 0
 _PARTS = re.compile(
     r"(?P<kind>even|interleaved)_splits\((?P<of>.+),\s*(?P<n>\d+)\s*\)\[(?P<i>\d+)\]"
@@ -29,12 +29,12 @@ _PARTS = re.compile(
 
 @dataclasses.dataclass(frozen=True)
 class Numbering:
-    """Which record of which split stands where in a source.
+    """Numbers of the records of a source in the splits of its data set.
 
     It gives records their stable names, "<split>/<number in the whole split>".
 
     Attributes:
-      sizes: split name -> number of records, of the whole data set.
+      sizes: split name -> number of records of the whole split.
       parts: (split name, record numbers) in the order of the source, from `select`.
     """
 
@@ -58,61 +58,57 @@ class Numbering:
         raise IndexError(i)
 
     def locate(self, record_ids: Sequence[str]) -> Integer[np.ndarray, " N"]:
-        """Returns where the named records stand in the source, if they do.
-
-        Args:
-          record_ids: names; one outside the selected parts is passed over.
+        """Returns the positions of the named records, without those of other parts.
 
         Raises:
           KeyError: the data set has no record of that name.
         """
-        found = []
+        positions = []
         for record_id in record_ids:
             split, _, number = record_id.rpartition("/")
             # Written in one way only: "train/017" would hide a mistake.
-            if not re.fullmatch("0|[1-9][0-9]*", number):
-                raise KeyError(record_id)
-            if int(number) >= self.sizes.get(split, 0):
+            valid = re.fullmatch("0|[1-9][0-9]*", number)
+            if not valid or int(number) >= self.sizes.get(split, 0):
                 raise KeyError(record_id)
             start = 0
             for name, numbers in self.parts:
                 if name == split and int(number) in numbers:
-                    found.append(start + numbers.index(int(number)))
+                    positions.append(start + numbers.index(int(number)))
                 start += len(numbers)
-        return np.array(found, np.int64)
+        return np.array(positions, np.int64)
 
 
 def first_of(usual: Sequence[str], names: Sequence[str] | Mapping) -> str:
-    """Returns the first usual name that is there, as it is spelt there; or ""."""
-    there = {name.lower(): name for name in names}
-    return next((there[name] for name in usual if name in there), "")
+    """Returns the first usual name among some names, as it is spelt there; or ""."""
+    spelling = {name.lower(): name for name in names}
+    return next((spelling[name] for name in usual if name in spelling), "")
 
 
 def held_out(groups: Sequence[str]) -> np.ndarray:
-    """Returns which images to set aside: a part of each group, drawn by a fixed seed.
+    """Returns a mask of images to set aside: a part of each group, drawn by a fixed seed.
 
-    Of two images or more of a group at least one is set aside and one stays.
+    Of two or more images of a group at least one is set aside and one stays.
     """
     share = min(HELD_OUT, MOST_HELD_OUT / len(groups))
-    apart = np.zeros(len(groups), bool)
-    for there in _shuffled(groups):
-        count = max(round(share * len(there)), int(len(there) > 1))
-        apart[there[:count]] = True
-    return apart
+    mask = np.zeros(len(groups), bool)
+    for members in _shuffled(groups):
+        count = max(round(share * len(members)), int(len(members) > 1))
+        mask[members[:count]] = True
+    return mask
 
 
 def folds(groups: Sequence[str], count: int) -> np.ndarray:
-    """Returns the fold of each image, of which each holds the same part of each group.
+    """Returns the fold of each image; each fold holds the same part of each group.
 
-    The only image of a group is in none, which is -1, so that it is always trained on.
+    The only image of a group is in no fold (-1), so that it is always trained on.
     """
-    found = np.full(len(groups), -1)
+    fold = np.full(len(groups), -1)
     dealt = 0
-    for there in _shuffled(groups):
-        if len(there) > 1:  # Dealt on from where the group before ended.
-            found[there] = (dealt + np.arange(len(there))) % count
-            dealt += len(there)
-    return found
+    for members in _shuffled(groups):
+        if len(members) > 1:  # Dealing continues where the previous group ended.
+            fold[members] = (dealt + np.arange(len(members))) % count
+            dealt += len(members)
+    return fold
 
 
 def _shuffled(groups: Sequence[str]) -> Iterator[np.ndarray]:
@@ -127,29 +123,23 @@ def _shuffled(groups: Sequence[str]) -> Iterator[np.ndarray]:
 
 def names(split: str) -> list[str]:
     """Returns the split names in an expression: "train[:9%]+val" has train and val."""
-    found = []
+    result = []
     for term in _terms(split):
         parts = _PARTS.fullmatch(term)
-        found += names(parts["of"]) if parts else [term.split("[")[0]]
-    return found
+        result += names(parts["of"]) if parts else [term.split("[")[0]]
+    return result
 
 
 def select(
     split: str, sizes: Mapping[str, int], source: str
 ) -> list[tuple[str, range]]:
-    """Resolves a split expression to ranges of record numbers.
+    """Resolves a split expression to (split name, record numbers) for each of its terms.
 
-    Args:
-      split: the expression.
-      sizes: split name -> number of records.
-      source: name of the data set, for messages.
-
-    Returns:
-      One (split name, record numbers) for each part of the sum, in its order.
+    `sizes` maps split names to numbers of records; `source` names the data set in messages.
 
     Raises:
-      NoSplit: an unknown split.
-      UserError: a bad slice, or no record selected.
+      NoSplit: a split is unknown.
+      UserError: a slice is malformed, or no record is selected.
     """
     for name in names(split):
         if name not in sizes:
@@ -166,7 +156,7 @@ def select(
 
 
 def _terms(split: str) -> list[str]:
-    """Cuts a sum at the plus signs that stand outside of parentheses."""
+    """Cuts a sum at the plus signs outside of parentheses."""
     terms, depth = [""], 0
     for letter in split:
         depth += (letter == "(") - (letter == ")")
@@ -188,13 +178,13 @@ def _resolve(term: str, sizes: Mapping[str, int]) -> list[tuple[str, range]]:
             return [(name, numbers[i::n]) for name, numbers in inner]
         return [(name, _even(numbers, n, i)) for name, numbers in inner]
     name = term.split("[")[0]
-    # The import takes half a second, so a plain name goes without it.
+    # Slices need an import that takes half a second; a plain name does not.
     bounds = (0, sizes[name]) if term == name else _bounds(term, name, sizes[name])
     return [(name, range(*bounds))]
 
 
 def _even(numbers: range, n: int, i: int) -> range:
-    """Returns the i-th of n neighbouring parts; the first are one longer."""
+    """Returns the i-th of n neighbouring parts, of which the first are one longer."""
     size, longer = divmod(len(numbers), n)
     start = i * size + min(i, longer)
     return numbers[start : start + size + (i < longer)]
@@ -203,7 +193,7 @@ def _even(numbers: range, n: int, i: int) -> range:
 def _bounds(part: str, name: str, size: int) -> tuple[int, int]:
     import tensorflow_datasets as tfds
 
-    # Under another name, since TFDS keeps "all" for itself.
+    # Under another name, since "all" is reserved in TFDS.
     info = tfds.core.SplitInfo(name="split", shard_lengths=[size], num_bytes=0)
     try:
         instruction = tfds.core.ReadInstruction.from_spec(f"split{part[len(name) :]}")

@@ -1,8 +1,8 @@
 """Tokenizers: texts to numbers, as the text towers of checkpoints were trained with them.
 
-A tokenizer is named by where its files are: a folder or hf://owner/name as on the Hugging
-Face hub, or one file. "bytes" needs none: the tokens are the bytes of UTF-8. Reading files
-takes the extra `text`, whose libraries (tokenizers, SentencePiece) do the work.
+A tokenizer is named by its files: a folder, hf://owner/name on the Hugging Face hub, or one
+file. "bytes" needs none: the tokens are the bytes of UTF-8. Files are read by the libraries
+of the extra `text` (tokenizers, SentencePiece).
 
 Letters: N texts, T tokens.
 """
@@ -26,7 +26,7 @@ from vit_jax import files
 from vit_jax.errors import UserError
 
 BYTES = "bytes"
-# Files of a tokenizer in a folder, or on the hub.
+# Files of tokenizers.
 FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -38,12 +38,12 @@ FILES = (
     "vocab.txt",
 )
 _KINDS = "tokenizer.json, vocab.json with merges.txt, spiece.model or vocab.txt"
-# How CLIP splits a text into words before it joins pairs of letters.
+# CLIP's pattern of the words in which it then joins pairs of letters.
 _CLIP_WORDS = (
     r"<\|startoftext\|>|<\|endoftext\|>|'s|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\p{N}]|"
     r"[^\s\p{L}\p{N}]+"
 )
-# A file of the repository may be named too, as that of the weights.
+# A file of the repository, as that of the weights, may follow.
 _ON_HUB = re.compile(
     r"(hf://|(?=timm/))(?P<repo>[^/@]+/[^/@]+)(@(?P<revision>[^/@]+))?(/.*)?"
 )
@@ -56,8 +56,8 @@ class Tokenizer(Protocol):
     """Turns texts into tokens.
 
     Attributes:
-      vocab_size: numbers of tokens are below it.
-      eos_id: the token that ends a text; -1 if there is none.
+      vocab_size: number of tokens.
+      eos_id: token that ends a text; -1 if the tokenizer has none.
     """
 
     vocab_size: int
@@ -76,7 +76,7 @@ def open_tokenizer(source: str) -> Tokenizer:
         SentencePiece, or hf://owner/name.
 
     Raises:
-      UserError: there is none, it cannot be read, or the extra `text` is not installed.
+      UserError: it does not exist or cannot be read, or the extra `text` is not installed.
     """
     if source == BYTES:
         return ByteTokenizer()
@@ -111,18 +111,15 @@ def open_tokenizer(source: str) -> Tokenizer:
 
 
 def checksum(source: str) -> int:
-    """Returns a checksum of a tokenizer's files, wherever they lie.
-
-    Args and Raises: as `open_tokenizer`.
-    """
+    """Returns a checksum of the files of `open_tokenizer`, wherever they lie."""
     if source == BYTES:
         return 0
-    path, found = _local(source), 0
+    path, crc = _local(source), 0
     folder = path.parent if path.suffix == ".json" else path
     for file in [folder / name for name in FILES] if folder.is_dir() else [path]:
         if file.is_file():
-            found = zlib.crc32(file.read_bytes(), zlib.crc32(file.name.encode(), found))
-    return found
+            crc = zlib.crc32(file.read_bytes(), zlib.crc32(file.name.encode(), crc))
+    return crc
 
 
 def _local(source: str) -> pathlib.Path:
@@ -136,11 +133,11 @@ def _local(source: str) -> pathlib.Path:
                 f"checkpoint, hf://owner/name, or {BYTES!r}"
             )
         if path.is_file() and path.name not in FILES and path.suffix != ".model":
-            return path.parent  # Of weights, which it lies beside.
+            return path.parent  # The path is that of weights.
         return path
-    stated, patterns = f"data.tokenizer={source!r}", list(FILES)
-    where = {"revision": match["revision"], "allow_patterns": patterns}
-    return pathlib.Path(files.download_snapshot(stated, match["repo"], **where))
+    where = {"revision": match["revision"], "allow_patterns": list(FILES)}
+    name = f"data.tokenizer={source!r}"
+    return pathlib.Path(files.download_snapshot(name, match["repo"], **where))
 
 
 def _open_folder(folder: pathlib.Path) -> Tokenizer | None:
@@ -156,37 +153,32 @@ def _open_folder(folder: pathlib.Path) -> Tokenizer | None:
     if whole.exists():
         import tokenizers
 
-        found = tokenizers.Tokenizer.from_file(str(whole))
-        # Gemma's tokenizer, which SigLIP 2 was trained with on texts in lower case.
+        tokenizer = tokenizers.Tokenizer.from_file(str(whole))
+        # SigLIP 2 was trained with Gemma's tokenizer on texts in lower case.
         lower = kind.startswith(("Siglip2", "Gemma"))
-        return JsonTokenizer(found, _special(folder, config), config, lower=lower)
+        return JsonTokenizer(tokenizer, _special(folder, config), config, lower=lower)
     if (folder / "merges.txt").exists() and (folder / "vocab.json").exists():
-        found = _clip_pairs(folder / "vocab.json", folder / "merges.txt")
+        tokenizer = _clip_pairs(folder / "vocab.json", folder / "merges.txt")
         special = {"pad_token": _CLIP_END, "eos_token": _CLIP_END}
-        return JsonTokenizer(found, special | _special(folder, config), config)
+        return JsonTokenizer(tokenizer, special | _special(folder, config), config)
     if (folder / "vocab.txt").exists():
         return _word_pieces(folder / "vocab.txt")
     return None
 
 
 def copy_files(source: str, folder: str | os.PathLike) -> list[str]:
-    """Copies the files of a tokenizer beside weights.
+    """Copies the files of a tokenizer beside weights; returns a line if it has none.
 
-    Args:
-      source: see `open_tokenizer`; "" if it is not known.
-      folder: existing.
-
-    Returns:
-      A line if there are none.
+    `source` is that of `open_tokenizer`, "" if it is unknown.
     """
     if source in ("", BYTES):
-        return [f"tokenizer: {source or 'not known'}, so there is no file of it"]
+        return [f"tokenizer: {source or 'not known'}, so no file is copied"]
     path = _local(source)
     paths = [path / name for name in FILES] if path.is_dir() else [path]
-    found = [path for path in paths if path.exists()]
-    for path in found:
+    paths = [path for path in paths if path.exists()]
+    for path in paths:
         shutil.copyfile(path, pathlib.Path(folder, path.name))
-    return [] if found else [f"tokenizer: {source} has no file of it"]
+    return [] if paths else [f"tokenizer: {source} has no files to copy"]
 
 
 def _json(path: pathlib.Path) -> dict:
@@ -197,10 +189,10 @@ def _json(path: pathlib.Path) -> dict:
 
 def _special(folder: pathlib.Path, config: dict) -> dict[str, str]:
     """Returns the texts of the special tokens, such as "pad_token"."""
-    stated = _json(folder / "special_tokens_map.json") | config
+    tokens = _json(folder / "special_tokens_map.json") | config
     return {
         name: value["content"] if isinstance(value, dict) else value
-        for name, value in stated.items()
+        for name, value in tokens.items()
         if name in ("pad_token", "eos_token") and value
     }
 
@@ -214,7 +206,7 @@ class ByteTokenizer:
         """See `Tokenizer`."""
         tokens = np.zeros((len(texts), num_tokens), np.int32)
         for row, text in zip(tokens, texts, strict=True):
-            # A surrogate, as of a file name that is no text, has no bytes of its own.
+            # Surrogates, as from a file name that is not text, are replaced.
             data = text.encode("utf-8", "replace")[: num_tokens - 1]
             row[: len(data)] = np.frombuffer(data, np.uint8).astype(np.int32) + 2
             row[len(data)] = self.eos_id
@@ -224,11 +216,8 @@ class ByteTokenizer:
 class JsonTokenizer:
     """A tokenizer of the library tokenizers, as in tokenizer.json.
 
-    Args:
-      tokenizer: of the library.
-      special: the texts of "pad_token" and "eos_token".
-      config: content of tokenizer_config.json.
-      lower: whether texts are made lower case first.
+    `special` are the texts of "pad_token" and "eos_token", `config` is the content of
+    tokenizer_config.json; with `lower` texts are made lower case first.
     """
 
     def __init__(self, tokenizer, special: dict, config: dict, *, lower: bool = False):
@@ -236,27 +225,26 @@ class JsonTokenizer:
         self.vocab_size = tokenizer.get_vocab_size(with_added_tokens=True)
 
         def number(name):
-            found = tokenizer.token_to_id(special.get(name, ""))
-            return -1 if found is None else found
+            token = tokenizer.token_to_id(special.get(name, ""))
+            return -1 if token is None else token
 
-        self.eos_id = number("eos_token")
-        stated = tokenizer.padding or {}
-        self._pad = number("pad_token")
+        self.eos_id, self._pad = number("eos_token"), number("pad_token")
+        padding = tokenizer.padding or {}
         if self._pad < 0:
-            self._pad = stated.get("pad_id", max(self.eos_id, 0))
-        self._left = "left" == config.get("padding_side", stated.get("direction"))
+            self._pad = padding.get("pad_id", max(self.eos_id, 0))
+        self._left = "left" == config.get("padding_side", padding.get("direction"))
         self._num_tokens = 0
         tokenizer.no_padding()
 
     def __call__(self, texts: Sequence[str], num_tokens: int) -> Int[np.ndarray, "N T"]:
-        """See `Tokenizer`; what ends a text is kept when it is cut."""
+        """See `Tokenizer`; the end of a text is kept when it is cut."""
         if num_tokens != self._num_tokens:
             self._tokenizer.enable_truncation(num_tokens)
             self._num_tokens = num_tokens
         tokens = np.full((len(texts), num_tokens), self._pad, np.int32)
         for row, text in zip(tokens, texts, strict=True):
             text = text.encode("utf-8", "replace").decode()
-            # One at a time: several would be done in threads, which must not be forked.
+            # One at a time: a batch starts threads, which must not be forked.
             ids = self._tokenizer.encode(text.lower() if self._lower else text).ids
             start = num_tokens - len(ids) if self._left else 0
             row[start : start + len(ids)] = ids
@@ -271,7 +259,7 @@ def _clip_pairs(vocab: pathlib.Path, merges: pathlib.Path):
     words = json.loads(vocab.read_text(encoding="utf-8"))
     lines = merges.read_text(encoding="utf-8").split("\n")
     pairs = [tuple(line.split(" ")) for line in lines if line and line[0] != "#"]
-    found = tokenizers.Tokenizer(
+    tokenizer = tokenizers.Tokenizer(
         models.BPE(
             vocab=words,
             merges=pairs,
@@ -280,8 +268,8 @@ def _clip_pairs(vocab: pathlib.Path, merges: pathlib.Path):
             unk_token=_CLIP_END,
         )
     )
-    found.add_special_tokens([_CLIP_START, _CLIP_END])
-    found.normalizer = normalizers.Sequence(
+    tokenizer.add_special_tokens([_CLIP_START, _CLIP_END])
+    tokenizer.normalizer = normalizers.Sequence(
         [
             normalizers.NFC(),
             normalizers.Replace(tokenizers.Regex(r"\s+"), " "),
@@ -291,16 +279,16 @@ def _clip_pairs(vocab: pathlib.Path, merges: pathlib.Path):
     split = pre_tokenizers.Split(
         tokenizers.Regex(_CLIP_WORDS), behavior="removed", invert=True
     )
-    found.pre_tokenizer = pre_tokenizers.Sequence(
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [split, pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
-    found.post_processor = processors.RobertaProcessing(
-        (_CLIP_END, found.token_to_id(_CLIP_END)),
-        (_CLIP_START, found.token_to_id(_CLIP_START)),
+    tokenizer.post_processor = processors.RobertaProcessing(
+        (_CLIP_END, tokenizer.token_to_id(_CLIP_END)),
+        (_CLIP_START, tokenizer.token_to_id(_CLIP_START)),
         trim_offsets=False,
         add_prefix_space=False,
     )
-    return found
+    return tokenizer
 
 
 def _word_pieces(path: pathlib.Path) -> JsonTokenizer:
@@ -310,23 +298,20 @@ def _word_pieces(path: pathlib.Path) -> JsonTokenizer:
 
     words = path.read_text(encoding="utf-8").splitlines()
     numbers = {word: i for i, word in enumerate(words)}
-    found = tokenizers.Tokenizer(models.WordPiece(vocab=numbers, unk_token="[UNK]"))
-    found.normalizer = normalizers.BertNormalizer(lowercase=True)
-    found.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    found.post_processor = processors.TemplateProcessing(
+    tokenizer = tokenizers.Tokenizer(models.WordPiece(vocab=numbers, unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.post_processor = processors.TemplateProcessing(
         single="[CLS] $A", special_tokens=[("[CLS]", numbers["[CLS]"])]
     )
-    return JsonTokenizer(found, {"pad_token": "[PAD]"}, {})
+    return JsonTokenizer(tokenizer, {"pad_token": "[PAD]"}, {})
 
 
 class SentencePieces:
     """A model of SentencePiece; texts end, and are padded, with its end of a sentence.
 
-    Args:
-      path: of the model.
-      canonical: whether punctuation is left out and white space made single, as SigLIP
-        has it.
-      lower: whether texts are made lower case, then.
+    With `canonical` punctuation is removed and white space made single, as in SigLIP; such
+    texts are made lower case if `lower`.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """Loader processes: they end with their parent, and leave no shared memory behind.
 
-Grain starts them. It hands batches over in segments of shared memory, and signals by
-semaphores, both of which are files in /dev/shm with random names. Here they are named
-after the process that trains, so that a later start can remove those of dead processes.
+Grain starts them. It passes batches in segments of shared memory, and signals by
+semaphores; both are files in /dev/shm with random names. Here they are named after the
+process that trains, so that a later start can remove those of dead processes.
 """
 
 import concurrent.futures
@@ -29,7 +29,7 @@ _FOLDER = pathlib.Path("/dev/shm")
 _OPEN_FILES = pathlib.Path("/proc/self/fd")
 _NAME = re.compile(r"(?:sem\.)?vit_jax-(\d+)-(\d+)-(\d+)-")
 _RANDOM = 16  # Characters at the end of a segment's name.
-# From a terminal these reach the whole process group; the parent sees to them.
+# From a terminal these reach the whole process group; the parent handles them.
 _PARENTS_SIGNALS = (signal.SIGINT, signal.SIGHUP)
 _NO_WARNING = "ignore:resource_tracker:UserWarning"
 
@@ -37,7 +37,7 @@ _listeners: list[Callable[[int], None]] = []
 
 
 def end_with_parent() -> None:
-    """Starts a thread that ends this child process when its parent ends, however."""
+    """Starts a thread that ends this child process when its parent ends in any way."""
     # Not prctl(PR_SET_PDEATHSIG): it fires when the thread that forked ends, and Grain
     # starts processes from threads that do.
     parent = multiprocessing.parent_process().sentinel
@@ -50,39 +50,36 @@ def end_with_parent() -> None:
 
 
 def initializer() -> Callable[[int, int], None]:
-    """Returns what Grain runs in each loader process before anything else."""
-    # Elsewhere nothing is removed by name, and names may have to be shorter: macOS
+    """Returns the function that Grain runs first in each loader process."""
+    # Without /dev/shm nothing is removed by name, and names may have to be shorter: macOS
     # allows 31 characters.
     prefix = f"/{_prefix()}" if _FOLDER.exists() else ""
-    if prefix:  # Of semaphores; there is no public way.
+    if prefix:  # Python has no public way to name semaphores.
         multiprocessing.current_process()._config["semprefix"] = prefix
-        _remove_own_at_exit()
+        _remove_at_exit()
     return functools.partial(_initialize, prefix)
 
 
 def _initialize(prefix: str, index: int, count: int) -> None:
     end_with_parent()
     keep_warnings_from_raising()
-    if prefix:  # It is followed by random characters up to a length of the whole name.
+    if prefix:  # Python adds random characters up to a length of the whole name.
         shared_memory._SHM_NAME_PREFIX = prefix
         shared_memory._SHM_SAFE_NAME_LENGTH = len(prefix) + _RANDOM
 
 
 class Shipped:
-    """A function that travels to loader processes by a file without a name.
+    """A picklable function that is sent to loader processes in a file without a name.
 
-    Not through the pipe of Python's `spawn`: its writer holds the read end too, so that
+    The pipe of Python's `spawn` is not used: its writer holds the read end too, so that
     more than 64 KiB would wait for ever for a process that dies while it starts.
-
-    Args:
-      function: picklable, of any size.
 
     Raises:
       UserError: the folder of temporary files is full or cannot be written.
     """
 
     def __init__(self, function: Callable):
-        import cloudpickle  # As Grain, which this module need not import.
+        import cloudpickle  # The pickle of Grain.
 
         self._function = function
         try:
@@ -116,7 +113,7 @@ def _receive(path: str) -> Callable:
     except OSError:
         if multiprocessing.parent_process().is_alive():
             raise
-        os._exit(1)  # It ended with the file.
+        os._exit(1)  # The parent ended, and the file with it.
 
 
 def first_batch(batches: Iterator) -> object:
@@ -124,12 +121,12 @@ def first_batch(batches: Iterator) -> object:
 
     Ctrl-C and SIGHUP do not reach the processes, not even while they start.
     """
-    found = concurrent.futures.Future()
+    batch = concurrent.futures.Future()
 
     def begin():
-        # Processes inherit what the thread that starts them has blocked.
+        # Processes inherit the signals blocked in the thread that starts them.
         signal.pthread_sigmask(signal.SIG_BLOCK, _PARENTS_SIGNALS)
-        # Python's process that removes shared memory after a kill would tell of it.
+        # Python's process that removes shared memory after a kill would warn of it.
         sys.warnoptions.append(_NO_WARNING)
         try:
             resource_tracker.ensure_running()
@@ -137,23 +134,23 @@ def first_batch(batches: Iterator) -> object:
             sys.warnoptions.remove(_NO_WARNING)
         signal.pthread_sigmask(signal.SIG_BLOCK, _PARENTS_SIGNALS)  # It unblocks.
         try:
-            found.set_result(next(batches))
+            batch.set_result(next(batches))
         except BaseException as error:  # noqa: BLE001 (raised by `result`)
-            found.set_exception(error)
+            batch.set_exception(error)
 
     threading.Thread(target=begin, daemon=True, name="first batch").start()
-    return found.result()
+    return batch.result()
 
 
 def signal_that_killed(error: RuntimeError) -> int:
     """Returns the signal that killed a loader process, from Grain's error; 0 if none."""
-    found = re.search(r"Worker process was terminated .* exit code -(\d+)", str(error))
-    return int(found[1]) if found else 0
+    match = re.search(r"Worker process was terminated .* exit code -(\d+)", str(error))
+    return int(match[1]) if match else 0
 
 
 @contextlib.contextmanager
 def listening(listener: Callable[[int], None]) -> Iterator[None]:
-    """Has a function called with the signal when one kills a loader process."""
+    """Calls `listener` with the signal when one kills a loader process."""
     _listeners.append(listener)
     try:
         yield
@@ -162,12 +159,12 @@ def listening(listener: Callable[[int], None]) -> Iterator[None]:
 
 
 def tell_killed(number: int, workers: int) -> None:
-    """Calls the listeners with the signal that killed a loader; prints it without any."""
+    """Calls the listeners with the signal that killed a loader, or prints it."""
     for listener in _listeners:
         listener(number)
     if not _listeners:
         print(
-            f"{killed(number)}: this process loads the rest by itself; lower "
+            f"{killed(number)}: this process loads the rest itself; lower "
             f"data.num_workers (now {workers}) or data.prefetch",
             file=sys.stderr,
             flush=True,
@@ -182,26 +179,28 @@ def killed(number: int) -> str:
 
 @functools.cache
 def remove_leftovers() -> None:
-    """Removes shared memory that dead processes of ours have left, once a process."""
-    own = processes.namespace()
-    with contextlib.suppress(OSError):  # Not Linux, or none of our business.
+    """Removes the shared memory of dead processes of vit_jax, once per process."""
+    with contextlib.suppress(OSError):  # Not Linux, or no permission.
         for path in _FOLDER.iterdir():
-            found = _NAME.match(path.name)
-            # A process of another namespace, as a container's, cannot be seen from here.
-            if found and found[1] == own and processes.started(found[2]) != found[3]:
+            if not (match := _NAME.match(path.name)):
+                continue
+            namespace, pid, started = match.groups()
+            # A process of another namespace, as in a container, cannot be seen from here.
+            visible = namespace == processes.namespace()
+            if visible and processes.started(pid) != started:
                 with contextlib.suppress(OSError):
                     path.unlink()
 
 
 @functools.cache
-def _remove_own_at_exit() -> None:
-    """Has this process remove at its end what a killed loader process has left."""
-    processes.after_children(_remove_own)
+def _remove_at_exit() -> None:
+    """Removes the shared memory of killed loader processes when this process ends."""
 
+    def remove():
+        for path in _FOLDER.glob(f"{_prefix()}*"):
+            path.unlink(missing_ok=True)
 
-def _remove_own() -> None:
-    for path in _FOLDER.glob(f"{_prefix()}*"):
-        path.unlink(missing_ok=True)
+    processes.after_children(remove)
 
 
 def _prefix() -> str:

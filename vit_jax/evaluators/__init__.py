@@ -12,8 +12,8 @@ EVALUATORS = Registry(
         "fewshot": "vit_jax.evaluators.fewshot:FewShotConfig",
         "knn": "vit_jax.evaluators.knn:NeighboursConfig",
         "probe": "vit_jax.evaluators.probe:ProbeConfig",
-        "zero_shot": "vit_jax.evaluators.zero_shot:ZeroShotConfig",
-        "retrieval": "vit_jax.evaluators.retrieval:RetrievalConfig",
-        "task": "vit_jax.evaluators.task_metrics:TaskMetricsConfig",
+        "zero_shot": "vit_jax.evaluators.image_text:ZeroShotConfig",
+        "retrieval": "vit_jax.evaluators.image_text:RetrievalConfig",
+        "task": "vit_jax.evaluators.protocol:TaskMetricsConfig",
     }
 )

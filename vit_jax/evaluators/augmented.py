@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from vit_jax.models import Model, Params
 from vit_jax.weights.pretrained import Preprocess
 
-# Each view is a place of the crop, as parts of what is left beside it, and a mirroring.
+# A view is a place of the crop, as fractions of the rest of the image, and a mirroring.
 _CENTRE = (0.5, 0.5)
 _FIVE = (_CENTRE, (0.0, 0.0), (0.0, 1.0), (1.0, 0.0), (1.0, 1.0))
 VIEWS = {
@@ -22,17 +22,15 @@ VIEWS = {
         (place, mirrored) for mirrored in (False, True) for place in _FIVE
     ),
 }
-_PART = 0.875  # Side of a crop in that of the image it is cut from, at most.
+_PART = 0.875  # Largest side of a crop, as a fraction of the image's side.
 
 
 @dataclasses.dataclass(frozen=True)
 class AugmentedModel(Model):
-    """A network that is asked about each view; it cannot be trained.
+    """A network that answers for each view; it cannot be trained.
 
-    Attributes:
-      views: one of `VIEWS`.
-      crop: height and width of a view, in pixels.
-      sigmoid: whether classes have probabilities of their own.
+    `crop` is height and width of a view in pixels; with `sigmoid` each class has a sigmoid,
+    instead of all a softmax.
     """
 
     views: str = "flip"
@@ -47,9 +45,9 @@ class AugmentedModel(Model):
         train: bool = False,
         key: jax.Array | None = None,
     ) -> dict[str, jax.Array]:
-        """Returns the logits of the mean probabilities over the views.
+        """Returns the logits of the mean probabilities over the views, and the mean "pre_logits".
 
-        Args and Returns: as of `Model.apply`; "pre_logits" is the mean over the views.
+        The arguments are those of `Model.apply`.
         """
         answers = [
             super(AugmentedModel, self).apply(params, view)
@@ -88,16 +86,10 @@ class AugmentedModel(Model):
 def augment(
     model: Model, preprocess: Preprocess, views: str, *, sigmoid: bool
 ) -> tuple[Model, Preprocess]:
-    """Returns a network that is asked about several views, and how its images are made.
+    """Returns a network that answers for several views, and how its images are made.
 
-    Crops are cut from a larger image, of which they have 7/8 of the side unless the
-    weights say less.
-
-    Args:
-      model: network.
-      preprocess: of its images.
-      views: one of `VIEWS`; "" changes nothing.
-      sigmoid: whether classes have probabilities of their own.
+    Crops are cut from a larger image, of which they have 7/8 of the side, or the weights'
+    smaller `crop_fraction`. The other arguments are returned unchanged if `views` is "".
     """
     if not views:
         return model, preprocess

@@ -30,7 +30,7 @@ Labels = Integer[np.ndarray, " N"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FewShotConfig(FeaturesConfig):
-    """Least squares on a few examples a class.
+    """Least squares on a few examples per class.
 
     Metrics for S shots: "Sshot", the mean accuracy over the seeds with the first of the
     strengths, "Sshot_std", its sample deviation, the same with each further strength as
@@ -41,11 +41,11 @@ class FewShotConfig(FeaturesConfig):
 
     kind: str = key("fewshot", "What is evaluated.")
     shots: tuple[int, ...] = key(
-        (1, 5, 10, 25), "Examples a class.", at_least=1, below=2**32, distinct=True
+        (1, 5, 10, 25), "Examples per class.", at_least=1, below=2**32, distinct=True
     )
     seeds: int = key(
         20,
-        "Draws of them, over which mean and deviation are taken.",
+        "Number of draws, over which mean and deviation are taken.",
         at_least=1,
         below=2**32,
     )
@@ -109,11 +109,10 @@ def is_beside(metric: str) -> bool:
 
 
 def fewer_images(metric: str, scores: Mapping[str, float]) -> str:
-    """Returns " (3 classes have fewer images)" of a few-shot accuracy; "" if none has.
+    """Returns " (3 classes have fewer images)" for a few-shot accuracy, or "".
 
-    Args:
-      metric: name in `scores`, as "25shot", "25shot_l2_1" or "few/params/25shot".
-      scores: with "25shot_short", the number of classes with fewer images, if any.
+    `metric` is a name in `scores`, as "25shot", "25shot_l2_1" or "few/params/25shot", which may
+    have "25shot_short", the number of these classes.
     """
     shots = re.fullmatch(r"(.*?\d+shot)(_l2_[^_]+)?", metric)
     count = scores.get(f"{shots[1]}_short", 0) if shots else 0
@@ -132,20 +131,11 @@ def _positions(records: np.ndarray, rows: np.ndarray) -> np.ndarray:
 def draw(
     labels: Labels, shots: int, seed: int, num_classes: int
 ) -> Integer[np.ndarray, " S"]:
-    """Draws the support: `shots` examples of every class.
+    """Draws the support: positions of `shots` examples of every class, class by class.
 
     The draw from a class is a pure function of the seed, the class and its number of
     examples; fewer shots draw a subset of what more shots draw. All examples are drawn
     from a class with fewer.
-
-    Args:
-      labels: of all examples.
-      shots: examples per class.
-      seed: of the draw.
-      num_classes: number of classes.
-
-    Returns:
-      Positions in `labels`, class by class.
     """
     order = np.argsort(labels, kind="stable")
     bounds = np.searchsorted(labels[order], np.arange(num_classes + 1))
@@ -164,8 +154,7 @@ class Solution:
     """Least squares for one support and any strength of the regularisation.
 
     Attributes:
-      mean: of the support's features.
-      scale: their deviation plus EPSILON.
+      mean, scale: mean of the support's features, and their deviation plus EPSILON.
       basis: map from eigenvectors to standardised features and the constant.
       values: eigenvalues.
       right: targets in the basis of the eigenvectors.
@@ -199,15 +188,10 @@ class Solution:
 def solve(features: Features, labels: Labels, num_classes: int) -> Solution:
     """Solves least squares for all strengths at once, in float64.
 
-    Primal (a matrix of D + 1 features) if N >= D, dual (of N examples) otherwise. Memory
+    It is primal (a matrix of D + 1 features) if N >= D, else dual (of N examples). Memory
     besides the features, in numbers of 8 bytes: (D + 1) K for the right side and as many
     for the class sums here or the weights in `predict`, four matrices of min(N, D + 1)
     squared, and a block of _BLOCK: 530 MB measured for 21,843 classes and 1,280 features.
-
-    Args:
-      features: of the support.
-      labels: of the support.
-      num_classes: number of classes.
 
     Raises:
       UserError: the features are not finite.
@@ -260,11 +244,7 @@ def accuracies(
 ) -> Float[np.ndarray, " L"]:
     """Returns the accuracy on the test examples for each strength.
 
-    Args:
-      train: features and labels of the support.
-      test: features and labels to score.
-      num_classes: number of classes.
-      l2: strengths, above 0.
+    `train` and `test` have features and labels; the strengths `l2` are above 0.
     """
     solution = solve(*train, num_classes)
     features, labels = test

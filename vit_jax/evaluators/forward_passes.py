@@ -23,12 +23,12 @@ from vit_jax.errors import UserError
 from vit_jax.models import Model
 from vit_jax.models.text_tower import TextTower
 
-TOP = 5  # Classes that are kept per example, best first.
+TOP = 5  # Number of best classes kept per example.
 
 _BATCH = ("image", "label", "index", "mask")  # The label only if the split has one.
 
 Weights = dict | tuple  # Parameters of a network, or a state, see `TrainedTask`.
-Array = Any  # Of NumPy, or what JAX has in its place in a program.
+Array = Any  # An array of NumPy, or a tracer of JAX in a program.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,9 +36,8 @@ class Wanted:
     """The outputs of a pass to compute, by their names in `Outputs`.
 
     Attributes:
-      features, logits, predictions, task: whether to compute them.
-      losses: whether predictions have them, which takes one label per image.
-      restricted: the classes that restricted predictions choose among; () for none.
+      losses: whether predictions have losses, for which images must have one label.
+      restricted: classes that restricted predictions choose among; () for none.
     """
 
     features: bool = False
@@ -59,10 +58,8 @@ class Wanted:
 class Predictions:
     """The answers of a classifier.
 
-    Attributes:
-      tops: the best classes, best first, int32 (N, T).
-      confidence: softmax probability of the first, (N,).
-      losses: softmax cross-entropy in nats, (N,), or None.
+    `tops` are the best classes, best first, int32 (N, T), `confidence` the softmax probability
+    of the first, (N,), and `losses` the softmax cross-entropies in nats, (N,), or None.
     """
 
     tops: Array
@@ -74,19 +71,15 @@ class Predictions:
 class Outputs:
     """The outputs of a pass, the same on every host, in the order of the records.
 
-    What is not wanted is None.
-
     Attributes:
-      records: indices of the examples in their source, (N,), without damaged ones that
-        were skipped.
-      labels: (N,), or (N, K) of `data.multi_label`; None if the split is read without.
+      records: indices of the examples in their source, (N,), without damaged ones.
+      labels: (N,), or (N, K) with `data.multi_label`; None if labels are not read.
       features: input of the classifier, float32 (N, D).
       logits: float32 (N, K).
       predictions: `Predictions` among all classes.
-      restricted: `Predictions` with all but some classes left out.
+      restricted: `Predictions` among some classes.
       task: metrics of the task in training, by name, (N,) each.
-      image_embeddings, text_embeddings: of images and of texts in the space that they
-        share, float32, of length 1.
+      image_embeddings, text_embeddings: vectors in the shared space, float32, of length 1.
     """
 
     records: Array
@@ -106,14 +99,14 @@ Step = Callable[[Weights, dict], tuple[Outputs, jax.Array]]
 class TrainedTask(NamedTuple):
     """The task of a run, as evaluations see it.
 
-    A state is what the task knows of the run's: its parameters and what is beside them.
+    A state has the parameters of a run and the other arrays that the task needs.
 
     Attributes:
       backbone, held_out_metrics, pictures: methods of `tasks.task.Task`.
-      shapes: of a state, with a jax.ShapeDtypeStruct for each array.
-      shardings: of a state.
+      shapes: jax.ShapeDtypeStruct of each array of a state.
+      shardings: shardings of a state.
       image_shape: (height, width, channels) of its images.
-      tower: see `tasks.task.Task`.
+      tower: text tower of the task.
     """
 
     backbone: Callable
@@ -126,7 +119,7 @@ class TrainedTask(NamedTuple):
 
     @property
     def metric_names(self) -> tuple[str, ...]:
-        """The names of its metrics of images that it is not trained on."""
+        """Names of its metrics of images that it is not trained on."""
         batch = {
             "image": jax.ShapeDtypeStruct((2, *self.image_shape), jnp.float32),
             "index": jax.ShapeDtypeStruct((2,), jnp.uint32),
@@ -148,15 +141,14 @@ def make_eval_step(
     Args:
       model: network.
       data: `config.data`: mean and std are read.
-      mesh: of all devices.
+      mesh: mesh of all devices.
       wanted: outputs to compute.
-      shardings: of the parameters; replicated if None.
-      trained: task of a run, whose states then stand in place of parameters.
+      shardings: shardings of the parameters; replicated if None.
+      trained: task of a run; its state then replaces the parameters.
 
     Returns:
-      Function of parameters and of a batch (image uint8 (B, Y, X, C), index (B,),
-      mask (B,), and label (B,) unless the split is read without). Every device gets
-      all rows of the result.
+      Function of parameters and of a batch: image uint8 (B, Y, X, C), index (B,), mask
+      (B,), and label (B,) if labels are read. Every device gets all rows of the result.
     """
     shardings = trained.shardings if trained else shardings
     others = np.setdiff1d(np.arange(model.options["num_classes"]), wanted.restricted)
@@ -178,8 +170,9 @@ def make_eval_step(
             state, params = params, trained.backbone(*params)
         if wanted.task:
             batch_of_task = {"image": images, "index": batch["index"]}
+            key = jax.random.key(0)  # Tasks draw the same in each evaluation.
             with sharding.activations(mesh):
-                values["task"] = trained.held_out_metrics(*state, batch_of_task, _key())
+                values["task"] = trained.held_out_metrics(*state, batch_of_task, key)
         if wanted.features or wanted.logits or wanted.predictions:
             with sharding.activations(mesh):
                 outputs = model.apply(params, images.astype(model.options["dtype"]))
@@ -208,14 +201,8 @@ def make_eval_step(
 def make_picture_step(trained: TrainedTask, data: DataConfig, mesh: Mesh) -> Step:
     """Builds the jitted function of a state and a batch to the task's pictures.
 
-    Args:
-      trained: task of a run.
-      data: `config.data`: mean and std are read.
-      mesh: of all devices.
-
-    Returns:
-      Function of a state and of a batch (image uint8 (B, Y, X, C), index (B,)) to a
-      NamedTuple of images (B, Y, X, C), 0..255, or None. Every device gets all of them.
+    A batch has image uint8 (B, Y, X, C) and index (B,). The result is a NamedTuple of images
+    (B, Y, X, C), 0..255, or None. Every device gets all of them.
     """
     mean, std = (
         np.asarray(v, np.float32).reshape(1, 1, 1, -1) for v in (data.mean, data.std)
@@ -225,7 +212,7 @@ def make_picture_step(trained: TrainedTask, data: DataConfig, mesh: Mesh) -> Ste
         images = transforms.normalize(batch["image"], data.mean, data.std)
         batch = {"image": images, "index": batch["index"]}
         with sharding.activations(mesh):
-            pictures = trained.pictures(*state, batch, _key())
+            pictures = trained.pictures(*state, batch, jax.random.key(0))
         return jax.tree.map(
             lambda x: (255 * (x * std + mean)).round().clip(0, 255).astype(jnp.uint8),
             pictures,
@@ -239,11 +226,6 @@ def make_picture_step(trained: TrainedTask, data: DataConfig, mesh: Mesh) -> Ste
     )
 
 
-def _key() -> jax.Array:
-    """Returns the key of what tasks draw in evaluations: the same each time."""
-    return jax.random.key(0)
-
-
 def collect_outputs(
     step: Step,
     params: dict[str, Weights],
@@ -254,22 +236,22 @@ def collect_outputs(
 ) -> dict[str, Outputs] | None:
     """Runs several sets of parameters on the images in one pass.
 
-    Memory of a host: the outputs of all examples, once per set of parameters.
+    The outputs of all examples must fit in a host's memory, once per set of parameters.
 
     Args:
-      step: from `make_eval_step`.
+      step: result of `make_eval_step`.
       params: name of a set ("params", "ema") to parameters.
-      batches: of this process, from `pipeline.eval_batches`; every process has the same
-        number.
-      mesh: of all devices.
-      stop: called before every batch; True stops the pass.
-      title: of the bar.
+      batches: batches of this process, from `pipeline.eval_batches`; every process has the
+        same number.
+      mesh: mesh of all devices.
+      stop: function that is called before every batch; True stops the pass.
+      title: title of the progress bar.
 
     Returns:
       Name of a set to its outputs; None if stopped.
 
     Raises:
-      UserError: there is no example.
+      UserError: the split has no example.
     """
     tables = {name: _Table(len(batches)) for name in params}
     pending = {}
@@ -321,15 +303,10 @@ class _Table:
 def check_finite(
     outputs: Mapping[str, Outputs], title: str, *, classifier: bool
 ) -> None:
-    """Checks that features are finite, and predictions.
-
-    Args:
-      outputs: from `collect_outputs`.
-      title: of the split.
-      classifier: whether to check predictions.
+    """Checks that features, and predictions of a `classifier`, are finite.
 
     Raises:
-      UserError: a value is not finite.
+      UserError: a value is not finite; the message has the split's `title`.
     """
     for result in outputs.values():
         columns = [("features", result.features)]
@@ -341,7 +318,7 @@ def check_finite(
                 continue
             with np.errstate(invalid="ignore"):  # Infinities of both signs.
                 total = values.sum(dtype=np.float64)
-            if np.isfinite(total):  # The sum shows all, without a copy.
+            if np.isfinite(total):  # The sum shows it without a copy.
                 continue
             bad = (~np.isfinite(values)).reshape(len(values), -1).any(1).sum()
             raise UserError(

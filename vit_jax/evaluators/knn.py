@@ -37,11 +37,9 @@ class NeighboursConfig(FeaturesConfig):
             temperature=self.temperature,
             stop=stop,
         )
-        return (
-            None
-            if predicted is None
-            else Scored({"top1": mean(predicted == test.labels)})
-        )
+        if predicted is None:
+            return None
+        return Scored({"top1": mean(predicted == test.labels)})
 
     def summarize(self, metrics):
         return metrics["top1"]
@@ -67,12 +65,12 @@ def predict(
 
     Args:
       train: features of the training examples.
-      labels: their classes.
+      labels: classes of the training examples.
       test: features to classify.
       num_classes: number of classes.
       k: number of neighbours; all examples if there are fewer.
-      temperature: the lower it is, the more the nearest ones count.
-      stop: called before every block of test examples; True stops.
+      temperature: scale of the similarities; low values favour the nearest ones.
+      stop: function that is called before every block of test examples; True stops.
 
     Returns:
       Class of each test example, the lowest among equal votes; None if stopped.

@@ -1,8 +1,8 @@
 """ReaL and ObjectNet: test sets of ImageNet classifiers with sets of right classes.
 
 ReaL (arXiv:2006.07159) has a set of right labels for each image of ImageNet's validation
-split; ObjectNet (Barbu et al., NeurIPS 2019) has its own classes, 113 of which are one or
-several of ImageNet's. Letters: N examples, T the best classes.
+split; ObjectNet (Barbu et al., NeurIPS 2019) has 113 classes that are one or several of
+ImageNet's.
 """
 
 import dataclasses
@@ -18,8 +18,8 @@ import numpy as np
 from vit_jax import files
 from vit_jax.config.fields import key
 from vit_jax.data import class_names
+from vit_jax.data.imagenet import NUM_CLASSES, OBJECTNET_CLASSES
 from vit_jax.data.sources.base import Source
-from vit_jax.data.sources.folder import OBJECTNET_CLASSES
 from vit_jax.errors import UserError
 from vit_jax.evaluators.forward_passes import Outputs, Wanted
 from vit_jax.evaluators.protocol import Evaluator, Pass, Scored, mean
@@ -27,7 +27,6 @@ from vit_jax.evaluators.splits import EvalConfig, EvalSplits
 
 _FEATURE = "real_label"  # In TFDS's imagenet2012_real.
 _NUMBER = re.compile(r"ILSVRC2012_val_(\d{8})")
-CLASSES = 1_000
 
 # The ImageNet classes that are one of ObjectNet's.
 OVERLAP = tuple(sorted({n for numbers in OBJECTNET_CLASSES.values() for n in numbers}))
@@ -42,8 +41,8 @@ class RealConfig(EvalConfig):
     kind: str = key("real", "What is evaluated.")
     name: str = key("imagenet2012_real", "Another data set than `data.name`.")
     label_key: str = key("original_label", "Its labels.")
-    split: str = key("validation", "To classify.")
-    labels: str = key("", "The authors' real.json, for sets that do not hold them.")
+    split: str = key("validation", "Its images.")
+    labels: str = key("", "The authors' real.json, for sets without these labels.")
 
     def open(self, name, splits):
         order = _imagenet_order(name, self, splits)
@@ -68,7 +67,7 @@ class ObjectNetConfig(EvalConfig):
 
     kind: str = key("objectnet", "What is evaluated.")
     name: str = key("objectnet", "Another data set than `data.name`.")
-    split: str = key("images", "To classify.")
+    split: str = key("images", "Its images.")
 
     def open(self, name, splits):
         order = _imagenet_order(name, self, splits)
@@ -86,18 +85,15 @@ class ObjectNetConfig(EvalConfig):
 
 
 def read_real(source: Source, path: str, title: str) -> list[frozenset[int]]:
-    """Reads the right labels of each record.
+    """Reads the set of right labels of each record; 3,163 of ImageNet's 50,000 are empty.
 
     Args:
       source: ImageNet's validation split, or a part of it. Without a file it must be
         TFDS's imagenet2012_real; with one its records must contain the names of their
         files (ILSVRC2012_val_00000001.JPEG), in their paths or a feature `file_name`.
-      path: of the authors' real.json, a list of labels for each of the 50,000 images in
+      path: the authors' real.json, a list of labels for each of the 50,000 images in
         the order of their numbers; "" if the source has the labels.
-      title: of the source, for messages.
-
-    Returns:
-      A set for each record; 3,163 of the 50,000 are empty.
+      title: name of the source, for messages.
 
     Raises:
       UserError: there are no labels, or a record cannot be identified.
@@ -118,18 +114,10 @@ def read_real(source: Source, path: str, title: str) -> list[frozenset[int]]:
 
 
 def score_real(outputs: Outputs, sets: Sequence[frozenset[int]]) -> Scored:
-    """Scores predictions against sets of right labels.
+    """Scores predictions against sets of right labels (arXiv:2006.07159, section 3).
 
-    Images with an empty set are not scored: 46,837 of ImageNet's 50,000 are scored.
-
-    Args:
-      outputs: with predictions.
-      sets: for each record of the source.
-
-    Returns:
-      top1, top5 (any of the best five is right) and examples, the number scored.
-
-    Source: arXiv:2006.07159, section 3.
+    Images with an empty set are not scored. The metrics are top1, top5 (any of the best five
+    is right) and examples, the number scored.
     """
     tops = outputs.predictions.tops
     chosen = [sets[record] for record in outputs.records]
@@ -155,19 +143,15 @@ def score_real(outputs: Outputs, sets: Sequence[frozenset[int]]) -> Scored:
 def score_objectnet(outputs: Outputs, order: np.ndarray | None = None) -> Scored:
     """Scores ImageNet predictions on ObjectNet's classes that overlap ImageNet.
 
-    Args:
-      outputs: with predictions and restricted ones; labels are indices into `OBJECTNET_CLASSES`.
-      order: the model's index of each class of ImageNet; the same if None.
-
-    Returns:
-      top1 and top5 among all 1,000 classes, as its authors score: any ImageNet class of
-      the object is right; top1_overlap, among the classes of the 113 objects only; and
-      examples.
+    The labels are indices into `OBJECTNET_CLASSES`; `order` is the model's index of each class
+    of ImageNet, the same if None. The metrics are top1 and top5 among all 1,000 classes, as
+    its authors score: any ImageNet class of the object is right; top1_overlap, among the
+    classes of the 113 objects only; and examples.
 
     Source: objectnet.dev; github.com/abarbu/objectnet-template-tensorflow.
     """
-    belongs = np.zeros((len(OBJECTNET_CLASSES), CLASSES), bool)
-    order = np.arange(CLASSES) if order is None else order
+    belongs = np.zeros((len(OBJECTNET_CLASSES), NUM_CLASSES), bool)
+    order = np.arange(NUM_CLASSES) if order is None else order
     for place, numbers in enumerate(OBJECTNET_CLASSES.values()):
         belongs[place, order[list(numbers)]] = True
     labels, restricted = outputs.labels, outputs.restricted.tops
@@ -189,7 +173,7 @@ def _number(file: str | bytes, known: int, title: str) -> int:
     if not match or not 0 < int(match[1]) <= known:
         raise UserError(
             f"{title}: {text!r} does not name an image of ImageNet's validation split "
-            "as ILSVRC2012_val_00000001.JPEG does: ReaL's labels cannot be told"
+            "as ILSVRC2012_val_00000001.JPEG does: ReaL's labels are unknown"
         )
     return int(match[1]) - 1
 
@@ -213,15 +197,13 @@ def _read_file(path: str) -> list[list[int]]:
 
 
 def _imagenet_order(name: str, config: EvalConfig, splits: EvalSplits) -> np.ndarray:
-    """Returns the model's index of each class of ImageNet.
-
-    Raises:
-      UserError: the model does not have them.
-    """
+    """Returns the model's index of each class of ImageNet; raises UserError if it lacks one."""
     num_classes = splits.num_classes
     order = class_names.imagenet_order(splits.class_names, num_classes)
-    if num_classes != CLASSES or order is None or (order < 0).any():
-        other = f"{num_classes}" if num_classes != CLASSES else "1,000 of other names"
+    if num_classes != NUM_CLASSES or order is None or (order < 0).any():
+        other = (
+            f"{num_classes}" if num_classes != NUM_CLASSES else "1,000 of other names"
+        )
         raise UserError(
             f"evals.{name}: kind={config.kind!r} is for classifiers of ImageNet's 1,000 "
             f"classes, but the model has {other}: take it out"

@@ -1,4 +1,4 @@
-"""Several labels an image: average precision of each class, their mean, and F1.
+"""Several labels per image: average precision of each class, their mean, and F1.
 
 Letters: N examples, K classes.
 """
@@ -15,7 +15,7 @@ from vit_jax.evaluators.forward_passes import Wanted
 from vit_jax.evaluators.protocol import Evaluator, Pass, Scored, mean
 from vit_jax.evaluators.splits import ModelClassesConfig
 
-_MAX_CLASSES = 100  # Of more, the precision of each is not among the metrics.
+_MAX_CLASSES = 100  # With more, the precision of each is not among the metrics.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -25,19 +25,19 @@ class MultiLabelConfig(ModelClassesConfig):
     fractions: ClassVar = ("map", "macro_f1@*", "micro_f1@*", "ap/*")
 
     kind: str = key("multi_label", "What is evaluated.")
-    split: str = key("", 'To classify; "" is the split that the data set is tested on.')
+    split: str = key("", 'Its images; "" is the data set\'s test split.')
     thresholds: tuple[float, ...] = key(
-        (0.5,), "Probabilities from which a class counts as found, for F1.", below=1
+        (0.5,), "Probabilities from which a class counts as predicted, for F1.", below=1
     )
 
     def open(self, name, splits):
         if not splits.multi_label:
             raise UserError(
                 f"evals.{name}.kind=multi_label needs data.multi_label=True: several "
-                "labels an image"
+                "labels per image"
             )
         split = splits.open(name, self, self.split, model_classes=True)
-        # Of classes that the data does not have, nothing is known of the images.
+        # Labels of classes that the data lack are unknown.
         classes, names = sorted(split.classes), split.source.class_names
         names = tuple(names[k] for k in classes) if names else ()
 
@@ -55,13 +55,13 @@ def score(
     thresholds: tuple[float, ...] = (0.5,),
     names: tuple[str, ...] = (),
 ) -> dict[str, float]:
-    """Scores logits against any number of labels an image.
+    """Scores logits against any number of labels per image.
 
     Args:
-      logits: of the classes.
+      logits: logits of the classes.
       labels: 0 or 1 for each class, (N, K).
-      thresholds: probabilities from which a class counts as found.
-      names: of the classes; empty gives numbers.
+      thresholds: probabilities from which a class counts as predicted.
+      names: names of the classes; numbers if empty.
 
     Returns:
       map, the mean of the average precisions of the classes that occur; loss, the mean
@@ -69,11 +69,11 @@ def score(
       threshold macro_f1@T, the mean of the F1 scores of the classes that occur, and
       micro_f1@T, of all labels together; of up to 100 classes ap/CLASS; examples.
     """
-    there = labels > 0
+    true = labels > 0
     logits = logits.astype(np.float64)
-    occurs = np.flatnonzero(there.any(0))
-    precisions = {k: average_precision(logits[:, k], there[:, k]) for k in occurs}
-    losses = np.logaddexp(0, np.where(there, -logits, logits)).sum(1)
+    occurs = np.flatnonzero(true.any(0))
+    precisions = {k: average_precision(logits[:, k], true[:, k]) for k in occurs}
+    losses = np.logaddexp(0, np.where(true, -logits, logits)).sum(1)
     metrics = {
         "map": mean(np.array([*precisions.values()])) if len(occurs) else 0.0,
         "loss": mean(losses),
@@ -81,7 +81,7 @@ def score(
     probabilities = np.exp(-np.logaddexp(0, -logits))
     for threshold in thresholds:
         positive = probabilities >= threshold
-        right, both = (positive & there).sum(0), positive.sum(0) + there.sum(0)
+        right, both = (positive & true).sum(0), positive.sum(0) + true.sum(0)
         f1 = 2 * right / np.maximum(both, 1)
         macro = mean(f1, occurs) if len(occurs) else 0.0
         metrics[f"macro_f1@{threshold:g}"] = macro
@@ -98,11 +98,8 @@ def average_precision(
 ) -> float:
     """Returns the mean of the precisions at which the relevant examples are reached.
 
-    Examples of equal scores are reached together. There is no interpolation.
-
-    Args:
-      scores: higher is more likely.
-      relevant: whether the class is there; at least one is.
+    Examples are sorted by their scores, the highest first. Examples of equal scores are
+    reached together. There is no interpolation. At least one example must be relevant.
     """
     order = np.argsort(-scores, kind="stable")
     hits = np.cumsum(relevant[order])

@@ -29,13 +29,7 @@ _THRESHOLD = 0.5  # Of probabilities, where an image has several labels.
 
 @dataclasses.dataclass(frozen=True)
 class Prediction:
-    """A class and its probability for an image.
-
-    Attributes:
-      label: index of the class.
-      name: of the class.
-      probability: 0 to 1.
-    """
+    """A class, its name and its probability for an image."""
 
     label: int
     name: str
@@ -49,18 +43,18 @@ class Classifier:
     logit (zero-shot classification).
 
     Args:
-      pretrained: from `weights.open_pretrained`.
-      preprocess: of the images; `weights.preprocessing_of(pretrained)` if None.
-        Its `image_size` may differ from the checkpoint's: position embeddings are
+      pretrained: result of `weights.open_pretrained`.
+      preprocess: preprocessing of the images; `weights.preprocessing_of(pretrained)` if
+        None. Its `image_size` may differ from the checkpoint's: position embeddings are
         resized.
-      class_names: in label order; the checkpoint's if empty.
+      class_names: names in label order; the checkpoint's if empty.
       tower: text tower of the checkpoint, which compares images with `class_names`; None
         for a classifier.
       prompts: texts with "{}" for a class, see `TextTower.classes`.
-      views: of each image, one of `augmented.VIEWS`; "" for the image alone.
+      views: views of each image, one of `augmented.VIEWS`; "" for the image alone.
 
     Raises:
-      UserError: the checkpoint has no classifier, or something does not fit.
+      UserError: the checkpoint has no classifier, or arguments do not fit together.
     """
 
     def __init__(
@@ -119,10 +113,9 @@ class Classifier:
     def rank(
         self, logits: Float[np.ndarray, " K"], topk: int, threshold: float | None = None
     ) -> tuple[Prediction, ...]:
-        """Returns the most probable classes of an image, see `rank`.
+        """Returns the most probable classes of an image, see the function `rank`.
 
-        Args:
-          logits, topk, threshold: as there; without a threshold that of `threshold_of`.
+        The default threshold is that of `threshold_of`.
         """
         threshold = self._threshold if threshold is None else threshold
         how = {"sigmoid": self._sigmoid, "threshold": threshold}
@@ -140,12 +133,12 @@ def rank(
     """Returns the most probable classes of an image, best first; at most all.
 
     Args:
-      logits: of the image.
-      names: of the classes, as from `names_of`.
+      logits: logits of the image.
+      names: names of the classes, see `names_of`.
       topk: number of classes to return.
-      sigmoid: whether the classes were trained with a sigmoid each, not a softmax.
-      threshold: smallest probability of the classes to return, which may then be all or
-        none; `topk` does not count.
+      sigmoid: whether each class was trained with a sigmoid, instead of all with a softmax.
+      threshold: smallest probability of the classes to return, any number of them; then
+        `topk` does not count.
     """
     logits = logits.astype(np.float64)
     if sigmoid:
@@ -162,7 +155,7 @@ def rank(
 
 
 def threshold_of(pretrained: Pretrained) -> float | None:
-    """Returns the probability from which a class counts; None for the best alone."""
+    """Returns the probability from which a class is predicted; None for the best alone."""
     return _THRESHOLD if pretrained.multi_label else None
 
 
@@ -171,13 +164,11 @@ def names_of(
 ) -> tuple[str, ...]:
     """Returns the names of a checkpoint's classes, in label order.
 
-    Args:
-      pretrained: from `weights.open_pretrained`.
-      class_names: names to use; the checkpoint's if empty, numbers if it has none. Its own
-        names, or ImageNet's, are put in its order.
+    They are `class_names`, sorted into the order of the checkpoint's or ImageNet's names where
+    they are the same; else the checkpoint's names; else numbers.
 
     Raises:
-      UserError: there is not one name per class, or as `class_names.arrange`.
+      UserError: there is not one name per class; or the errors of `class_names.arrange`.
     """
     num_classes = pretrained.options["num_classes"]
     names = class_names or pretrained.class_names
@@ -205,15 +196,15 @@ def predict(
     of the first, so that one program is compiled.
 
     Args:
-      classifier: of the images.
-      images: as from `inputs.find`.
+      classifier: classifier of the images.
+      images: images from `inputs.find`.
       batch_size: images per batch.
       topk: classes per image.
-      threshold: see `rank`.
-      threads: number that decode; one per core, at most 8, if None.
+      threshold: smallest probability, see `rank`.
+      threads: number of threads that decode; one per core, at most 8, if None.
 
     Yields:
-      The name of an image and its most probable classes, or why it has none.
+      The name of an image and its most probable classes, or the reason of a failure.
 
     Raises:
       UserError: the network's output is not finite.
@@ -244,7 +235,7 @@ def predict(
 
 
 def _batches(prepared: Iterable, batch_size: int) -> Iterator[list]:
-    """Groups results so that each group has up to `batch_size` readable images."""
+    """Groups results into groups of up to `batch_size` readable images."""
     batch, good = [], 0
     for name, pixels in prepared:
         if isinstance(pixels, str) and not batch:

@@ -21,7 +21,7 @@ from vit_jax.evaluators import fewshot
 from vit_jax.evaluators.protocol import FeaturesConfig, Scored, mean
 
 _BLOCK = 2**24  # Logits at once on the device; 4 bytes each.
-# With fewer held-out examples cross-validation chooses. On 500 an accuracy of 90 % has
+# With fewer held-out examples cross-validation chooses: on 500 an accuracy of 90 % has
 # an error of 1.3 points, about the difference of neighbouring strengths.
 _SMALL = 500
 _FOLDS = 5
@@ -39,19 +39,21 @@ class ProbeConfig(FeaturesConfig):
     kind: str = key("probe", "What is evaluated.")
     l2: tuple[float, ...] = key(
         (10.0, 1.0, 0.1, 1e-2, 1e-3, 1e-4, 1e-5),
-        "Strengths, of which the held-out part of train chooses.",
+        "Strengths, one of which is chosen on a held-out part of train.",
         above=0,
         distinct=True,
     )
     held_out: float = key(
         0.1,
-        "Size of that part, as a fraction of train; if it has fewer than 500 images, "
-        "5-fold cross-validation chooses.",
+        "Size of that part, as a fraction of train; with fewer than 500 images, 5-fold "
+        "cross-validation is used.",
         above=0,
         below=1,
     )
-    seed: int = key(0, "Of its draw.", below=2**32)
-    iterations: int = key(1_000, "Of L-BFGS, at most.", at_least=1, below=2**32)
+    seed: int = key(0, "Seed of its draw.", below=2**32)
+    iterations: int = key(
+        1_000, "Maximum iterations of L-BFGS.", at_least=1, below=2**32
+    )
 
     def score_features(self, train, test, split, stop):
         choice = choose(
@@ -74,12 +76,7 @@ class ProbeConfig(FeaturesConfig):
 
 
 class Probe(NamedTuple):
-    """A linear classifier of features that are not standardised.
-
-    Attributes:
-      slopes: (D, K).
-      offsets: (K,).
-    """
+    """A linear classifier of raw features: slopes (D, K) and offsets (K,)."""
 
     slopes: np.ndarray
     offsets: np.ndarray
@@ -90,12 +87,9 @@ class Probe(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """The strength that the held-out examples chose, and its probe.
+    """The best strength on the held-out examples, and its probe, fitted to all examples.
 
-    Attributes:
-      l2: chosen strength.
-      top1: its accuracy on the held-out examples; nan if none were needed.
-      probe: fitted to all training examples.
+    `top1` is the accuracy on the held-out examples; nan if there was no choice.
     """
 
     l2: float
@@ -104,7 +98,7 @@ class Choice(NamedTuple):
 
 
 class _Stopped(Exception):
-    """`stop` returned True."""
+    """Raised where `stop` returned True."""
 
 
 def choose(
@@ -122,20 +116,20 @@ def choose(
 
     The held-out examples are one draw from every class. If they are fewer than _SMALL,
     every example is held out once, in _FOLDS stratified folds, and the accuracy is that
-    over all folds. Among several best strengths the middle one in order of size is taken;
+    over all folds. Among several best strengths the middle one in order of size is chosen;
     of two middle ones the stronger.
 
     Args:
-      features: of the training examples.
-      labels: their classes.
+      features: features of the training examples.
+      labels: classes of the training examples.
       num_classes: number of classes.
       l2: strengths to try.
       held_out: fraction of every class that is held out, at least one example of a class
         with two or more.
-      seed: of the draw.
-      iterations: of L-BFGS for each strength, at most.
-      stop: called whenever the loss is computed, and equally often for each fit, because
-        processes call it together; True stops.
+      seed: seed of the draw.
+      iterations: maximum number of iterations of L-BFGS for each strength.
+      stop: function that is called whenever the loss is computed, and equally often for
+        each fit, because processes call it together; True stops.
 
     Returns:
       The choice; None if stopped.
@@ -167,20 +161,12 @@ def path(
     iterations: int = 1_000,
     stop: Callable[[], bool] = lambda: False,
 ):
-    """Fits a probe for each strength, starting from the one before.
+    """Yields a probe for each strength, the largest first, starting from the one before.
 
     The loss is the mean softmax cross-entropy plus l2 / 2 times the squared slopes of
     standardised features; offsets are not regularised. It is computed in float32 on this
     process's first device, which holds the features; L-BFGS keeps 20 times (D + 1) K
-    float64 numbers on the host.
-
-    Args:
-      features, labels, classes, iterations: as in `choose`.
-      l2: strengths, the largest first.
-      stop: as in `choose`; raises _Stopped.
-
-    Yields:
-      A probe for each strength.
+    float64 numbers on the host. Raises _Stopped if `stop` returns True.
     """
     from scipy import optimize
 
@@ -188,17 +174,17 @@ def path(
     blocks = _place((features - mean) / scale, labels, num_classes)
     size = features.shape[1] + 1, num_classes
     weights = np.zeros(size[0] * size[1])
-    most = 2 * iterations  # Evaluations of the loss, about.
+    most = 2 * iterations  # Approximate limit of evaluations of the loss.
     for strength in l2:
-        # How often L-BFGS computes the loss may depend on its last bits, and so differ
+        # The number of evaluations may depend on the last bits of the loss, and so differ
         # between processes, which must call `stop` equally often.
         calls = iter(range(most))
 
         def objective(flat, strength=strength, calls=calls):
             if next(calls, None) is not None and stop():
                 raise _Stopped
-            given = jax.device_put(flat.reshape(size).astype(np.float32))
-            value, slope = jax.device_get(_loss(given, blocks))
+            on_device = jax.device_put(flat.reshape(size).astype(np.float32))
+            value, slope = jax.device_get(_loss(on_device, blocks))
             body = flat.reshape(size)[:-1]
             slope = slope.astype(np.float64)
             slope[:-1] += strength * body

@@ -1,8 +1,8 @@
-"""The interface of an evaluator.
+"""The interface of an evaluator, and two that others build on.
 
-Each evaluator is one file: the dataclass of its config keys, whose method `open` returns
-forward passes and the function that scores their outputs. A line in `EVALUATORS` names it.
-Letters: K classes, R rows.
+An evaluator is a dataclass of config keys, whose method `open` returns forward passes and
+the function that scores their outputs. A line in `EVALUATORS` names it. Letters: K classes,
+R rows.
 """
 
 import dataclasses
@@ -10,9 +10,7 @@ import fnmatch
 from collections.abc import Callable, Sequence
 from typing import ClassVar, NamedTuple
 
-import flax
 import numpy as np
-from clu import metrics
 from jaxtyping import Float, Integer
 
 from vit_jax.config.fields import key
@@ -30,12 +28,11 @@ class Pass:
     """A forward pass over a split, whose outputs an evaluator scores.
 
     Attributes:
-      split: to pass over.
       wanted: outputs to compute.
       rows: indices of the records that are read; all if None.
-      num_pictures: images of which the task's pictures are shown.
-      texts: returns texts to compare the images with, which takes a text tower; with
-        features they bring the embeddings of both.
+      num_pictures: number of images whose pictures of the task are shown.
+      texts: function that returns texts to compare the images with, for which a text
+        tower and features are needed; the outputs then have the embeddings of both.
     """
 
     split: EvalSplit
@@ -48,9 +45,8 @@ class Pass:
 class Confusion(NamedTuple):
     """A confusion matrix.
 
-    Attributes:
-      counts: examples of each true class (rows) by predicted class (columns).
-      class_names: in label order; empty gives numbers.
+    `counts` are the examples of each true class (rows) by predicted class (columns);
+    without `class_names`, in label order, classes are called by their numbers.
     """
 
     counts: Integer[np.ndarray, "K K"]
@@ -58,23 +54,17 @@ class Confusion(NamedTuple):
 
     @property
     def accuracies(self) -> Float[np.ndarray, " K"]:
-        """Returns the accuracy of each class; NaN without examples."""
+        """Accuracy of each class; NaN without examples."""
         examples = self.counts.sum(1)
         with np.errstate(invalid="ignore"):
             return self.counts.diagonal() / np.where(examples, examples, np.nan)
 
     def name(self, number: int) -> str:
-        """Returns the name of a class."""
         return self.class_names[number] if self.class_names else f"class {number}"
 
 
 class Scored(NamedTuple):
-    """Scores of one set of parameters.
-
-    Attributes:
-      metrics: name to number; those that are fractions the config names.
-      confusion: confusion matrix, of evaluators that have one.
-    """
+    """Metrics of one set of parameters, and perhaps a confusion matrix."""
 
     metrics: dict[str, float]
     confusion: Confusion | None = None
@@ -82,60 +72,51 @@ class Scored(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Evaluator:
-    """One of `config.evals` with its splits open; what `open` of its config returns.
+    """One of `config.evals` with its splits open: the result of its config's `open`.
 
-    Attributes:
-      passes: whose outputs it scores.
-      score: computes the scores from the outputs of the passes, in their order, and
-        `stop`, which long computations call now and then; None if that returned True.
+    `score` takes the outputs of the passes, in their order, and `stop`, which long
+    computations call now and then; its result is None if that returned True.
     """
 
     passes: tuple[Pass, ...]
     score: Callable[[Sequence[Outputs], Stop], Scored | None]
 
 
-@flax.struct.dataclass
-class Mean(metrics.Average):
-    """A mean over examples, on the host and in float64, as no device has it.
+def mean(values: np.ndarray, mask: np.ndarray | None = None) -> float:
+    """Returns the mean of the values of all examples, or of those of a mask.
 
-    The values of all examples are summed at once, so that neither the mesh nor the batch
+    They are summed at once on the host, in float64, so that neither the mesh nor the batch
     size changes a bit.
     """
-
-    @classmethod
-    def from_model_output(
-        cls, values: np.ndarray, mask: np.ndarray | None = None, **_
-    ) -> "Mean":
-        values = values if mask is None else values[mask]
-        return cls(total=values.sum(dtype=np.float64), count=len(values))
-
-    def compute(self) -> float:
-        return float(self.total / self.count)
-
-
-def mean(values: np.ndarray, mask: np.ndarray | None = None) -> float:
-    """Returns the mean of the values of all examples, or of those of a mask."""
-    return Mean.from_model_output(values, mask).compute()
+    values = values if mask is None else values[mask]
+    return float(values.sum(dtype=np.float64) / len(values))
 
 
 def is_fraction(metric: str) -> bool:
-    """Returns whether an evaluator says that a metric is a fraction, shown in percent."""
-    kinds = list(EVALUATORS.values())  # Which imports those that no config names.
-    kinds.append(EvalConfig)
-    for kind in kinds:  # Those of a user's modules too.
+    """Returns whether a metric of an evaluator is a fraction, shown in percent."""
+    kinds = [*EVALUATORS.values(), EvalConfig]  # Imports all evaluators.
+    for kind in kinds:  # Adds those of a user's modules.
         kinds += kind.__subclasses__()
     patterns = {pattern for kind in kinds for pattern in kind.fractions}
     return any(fnmatch.fnmatchcase(metric, pattern) for pattern in patterns)
 
 
+def check_labels(
+    labels: np.ndarray | None, num_classes: int, title: str, problem: str
+) -> None:
+    """Raises UserError for a label of a split that is no class; None is not checked."""
+    if labels is not None and (worst := labels.max(initial=0)) >= num_classes:
+        raise UserError(f"{title} has label {worst}, {problem}")
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FeaturesConfig(EvalConfig):
-    """Learnt on features of one split, scored on another."""
+    """Base of evaluators that learn on features of one split, and are scored on another."""
 
     fractions: ClassVar = ("top1",)
 
     train: str = key("", '"" is `data.split`, or "train" of another data set.')
-    test: str = key("", '"" is the split that the data set is tested on.')
+    test: str = key("", '"" is the data set\'s test split.')
 
     def open(self, name, splits):
         train = self.train or splits.train_split(self)
@@ -145,12 +126,11 @@ class FeaturesConfig(EvalConfig):
             test = splits.match(name, test, names, len(names))
 
         def check(labels):
-            num_classes, worst = train.num_classes, labels.max(initial=0)
-            if worst >= num_classes:
-                raise UserError(
-                    f"evals.{name}: {test.title} has label {worst}, but {train.title} has "
-                    f"{num_classes} classes: take another train split"
-                )
+            classes, title = train.num_classes, f"evals.{name}: {test.title}"
+            problem = (
+                f"but {train.title} has {classes} classes: take another train split"
+            )
+            check_labels(labels, classes, title, problem)
 
         if (labels := test.source.known_labels()) is not None:
             check(labels)
@@ -172,3 +152,30 @@ class FeaturesConfig(EvalConfig):
     ) -> Scored | None:
         """Learns on features and labels of `split`, and scores those of the test split."""
         raise NotImplementedError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TaskMetricsConfig(EvalConfig):
+    """Metrics of the run's task on images that it is not trained on, and its pictures.
+
+    One is the error of a reconstruction. There is a task in training alone.
+    """
+
+    fractions: ClassVar = ("*_accuracy", "*top1", "*top5")
+
+    kind: str = key("task", "What is evaluated.")
+    split: str = key("", 'Its images; "" is the data set\'s test split.')
+    num_pictures: int = key(
+        8,
+        "Number of images whose pictures are logged, if the task has any.",
+        at_most=64,
+    )
+
+    def open(self, name, splits):
+        split = splits.open(name, self, self.split, model_classes=False, labelled=False)
+        return Evaluator(
+            (Pass(split, Wanted(task=True), num_pictures=self.num_pictures),),
+            lambda outputs, stop: Scored(
+                {name: mean(values) for name, values in outputs[0].task.items()}
+            ),
+        )

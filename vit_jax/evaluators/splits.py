@@ -16,30 +16,23 @@ from vit_jax.config.fields import epochs, key
 from vit_jax.data import catalogue, class_names, pipeline
 from vit_jax.data.config import DataConfig
 from vit_jax.data.decode import DamagedImage
-from vit_jax.data.sources import table
+from vit_jax.data.sources import folder, table
 from vit_jax.data.sources.arrays import SYNTHETIC_CLASSES
 from vit_jax.data.sources.base import Derived, Source, check_label, read_labels, warn
-from vit_jax.data.sources.folder import (
-    WHOLE,
-    class_folders,
-    has_split,
-    inside,
-    is_split,
-)
 from vit_jax.data.sources.open import exclude, open_unchecked
 from vit_jax.data.splits import names as split_names
 from vit_jax.data.transforms.base import HostTransform
 from vit_jax.errors import NoLabels, NoSplit, UserError
 from vit_jax.weights.pretrained import Preprocess, prepare_image, resized_size
 
-# Keys of `config.data` that an evaluation of another data set states itself.
+# Keys of `config.data` that an evaluation of another data set sets.
 KEYS = (
     *("name", "data_dir", "image_key", "label_key", "caption_key"),
     "eval_transform",
 )
 _MANY = 2**31 - 1  # Number of classes if the labels are not the model's.
-# Splits to read if a config states none: the first that exists. Training's own
-# evaluations leave the test split alone if there is another.
+# Default splits, of which the first that exists is read. Evaluations in training use the
+# test split only if there is no other.
 TESTS = ("test", "val", "validation")
 VALIDATIONS = ("val", "validation", "test")
 
@@ -62,7 +55,7 @@ class EvalConfig:
     name: str = key("", "Another data set than `data.name`.")
     data_dir: str = key(
         "",
-        'Where that lies; "": `data.data_dir`.',
+        'Its folder; "": `data.data_dir`.',
         changes_result=False,
         of_host=True,
     )
@@ -74,18 +67,13 @@ class EvalConfig:
     )
     caption_key: str = key("", 'Its captions; "": as `data.caption_key`.')
     eval_transform: str = key(
-        "", "In place of `data.eval_transform`, or of what travels with weights."
+        "", "In place of `data.eval_transform`, or of the preprocessing of weights."
     )
 
     def open(self, name: str, splits: "EvalSplits") -> object:
-        """Opens the splits that the evaluation reads.
+        """Returns the `protocol.Evaluator` with its splits open.
 
-        Args:
-          name: of the evaluation, for messages.
-          splits: opens splits of data sets.
-
-        Returns:
-          A `protocol.Evaluator`.
+        `name` is that of the evaluation, for messages.
         """
         raise NotImplementedError
 
@@ -111,10 +99,9 @@ class EvalSplit:
     """An open split of a data set.
 
     Attributes:
-      split: its expression.
-      source: its records.
-      data: `config.data` for them.
-      ops: host operations; those of `data.eval_transform` if None.
+      split: split expression.
+      data: `config.data` for the records of `source`.
+      ops: host transforms; those of `data.eval_transform` if None.
       classes: where the labels are the model's, its indices of the data's classes.
     """
 
@@ -142,30 +129,25 @@ class EvalSplit:
         )
 
     def try_first(self) -> None:
-        """Prepares the first record as an evaluation will.
-
-        Raises:
-          UserError: it is damaged or does not fit the config.
-        """
-        here = dataclasses.replace(
-            self, data=dataclasses.replace(self.data, num_workers=0)
-        )
-        with here.batches(np.arange(1), 1, 0, 1) as batches:
+        """Prepares the first record; raises UserError if it contradicts the config."""
+        data = dataclasses.replace(self.data, num_workers=0)
+        first = dataclasses.replace(self, data=data)
+        with first.batches(np.arange(1), 1, 0, 1) as batches:
             next(batches)
 
     @functools.cached_property
     def labels(self) -> Integer[np.ndarray, " N"]:
-        """The class of every record, see `base.read_labels`."""
+        """Class of every record, see `base.read_labels`."""
         return read_labels(self.source)
 
     @property
     def title(self) -> str:
-        """Its name in messages."""
+        """Name in messages."""
         return f"{self.data.name} {self.split}"
 
     @property
     def dataset(self) -> str:
-        """The name of its data set; of a folder, the name of that."""
+        """Name of the data set, or of the folder that holds it."""
         if self.data.name != "folder":
             return self.data.name
         path = os.path.expanduser(self.data.data_dir)
@@ -182,15 +164,12 @@ class EvalSplits:
 
     Args:
       data: `config.data` of the run; its classes are the model's.
-      preprocess: of the images if `eval_transform` is not stated; by
-        `data.eval_transform` if None.
-      class_names: of the model, in the order of its outputs; empty if unknown.
-      order: splits to look for if a config states none.
+      preprocess: preprocessing of images without `eval_transform`; None:
+        `data.eval_transform`.
+      class_names: names of the model's outputs in their order; empty if unknown.
+      order: default splits, of which the first that exists is read.
 
     Attributes:
-      class_names: as in Args.
-      num_classes: number of the model's classes.
-      multi_label: whether images have several labels.
       notes: lines for the user.
     """
 
@@ -220,20 +199,20 @@ class EvalSplits:
         """Opens a split.
 
         Args:
-          name: of the evaluation, for messages.
-          config: of the evaluation; KEYS are read.
-          split: its expression; "" is the first of `order` that exists.
+          name: name of the evaluation, for messages.
+          config: keys of the evaluation, of which KEYS are read.
+          split: split expression; "" is the first of `order` that exists.
           model_classes: whether the labels are to be the model's classes.
           labelled: whether the labels are read in a run that reads none.
 
         Raises:
           UserError: the set or the split does not exist, or has other classes or no
-            labels; or as `class_names.match`.
+            labels; or the errors of `class_names.match`.
         """
         data = self._data_of(config, labelled=labelled)
         of_split = (*(getattr(data, k) for k in KEYS), split)
         key = (*of_split, bool(data.num_classes))
-        if (*of_split, True) in self._opened:  # One pass does for both.
+        if (*of_split, True) in self._opened:  # One pass is enough for both.
             key = (*of_split, True)
         if key not in self._opened:
             self._opened[key] = self._open(name, config, data, split, model_classes)
@@ -259,26 +238,22 @@ class EvalSplits:
         split: str,
         model_classes: bool,
     ) -> EvalSplit:
-        """Opens a split, or the first of `order` that exists."""
-        # Of the data set that the run trains on.
-        of_run = self._order != TESTS and not (config.name or config.data_dir)
-        splits = [split] if split else _unstated(data.name, self._order)
+        """Opens a split, or the first of the default splits that exists."""
+        # Whether it is the data set that the run trains on.
+        trained = self._order != TESTS and not (config.name or config.data_dir)
+        splits = [split] if split else _default_splits(data.name, self._order)
         if data.name == "table":
-            there = table.split_names(data.data_dir)
-            if model_classes and there == [WHOLE] and not (split or of_run):
-                splits = [WHOLE]
-            existing = [each for each in splits if split_names(each)[0] in there]
-            if existing and split_names(data.split)[0] not in there:
-                data = dataclasses.replace(data, split=existing[0])  # Of the classes.
+            names = table.split_names(data.data_dir)
+            if model_classes and names == [folder.WHOLE] and not (split or trained):
+                splits = [folder.WHOLE]
+            existing = [each for each in splits if split_names(each)[0] in names]
+            if existing and split_names(data.split)[0] not in names:
+                data = dataclasses.replace(data, split=existing[0])  # For the classes.
         if data.name == "folder":
-            stated = bool(split)
+            # Class folders without splits are read whole, if nothing is learnt from them.
+            whole = model_classes and not split and not trained
             splits, data = _in_folder(
-                name,
-                data,
-                splits,
-                stated=stated,
-                model_classes=model_classes,
-                of_run=of_run,
+                name, data, splits, bool(split), model_classes, whole
             )
         try:
             opened, source = _open_first(data, splits)
@@ -286,8 +261,8 @@ class EvalSplits:
                 _check_labelled(source)
         except NoLabels as error:
             raise UserError(
-                f"evals.{name} needs labels: {error}; or state a labelled data set "
-                f"by evals.{name}.name and evals.{name}.data_dir"
+                f"evals.{name} needs labels: {error}; or name a labelled data set in "
+                f"evals.{name}.name and evals.{name}.data_dir"
             ) from error
         if data.exclude and split == data.split:
             source = exclude(source, data.exclude)
@@ -307,10 +282,10 @@ class EvalSplits:
         """Returns a split whose labels number other classes, see `class_names.match`.
 
         Args:
-          name: of the evaluation, for messages.
-          split: from `open`.
+          name: name of the evaluation, for messages.
+          split: result of `open`.
           known: names of the other classes, in their order; may be empty.
-          num_classes: number of them.
+          num_classes: number of the other classes.
           **how: `by` and `hint` of `class_names.match`.
         """
         key = split, tuple(known), how.get("by")
@@ -332,32 +307,32 @@ class EvalSplits:
         return self._matched[key]
 
     def train_split(self, config: EvalConfig) -> str:
-        """Returns the split to learn from if a config states none."""
+        """Returns the default split to learn from."""
         return "train" if config.name else self._data.split
 
     def _data_of(self, config: EvalConfig, *, labelled: bool) -> DataConfig:
-        """Returns `config.data` with the keys that an evaluation states."""
+        """Returns `config.data` with the keys of an evaluation."""
         changes = {key: getattr(config, key) for key in KEYS if getattr(config, key)}
         if config.name:
             split = getattr(config, "train", "") or "train"
             of_set = {"image_key": "image", "label_key": "label", "split": split}
             of_set |= {"image_dir": "", "image_suffix": ""}
             changes = of_set | {"exclude": "", "num_examples": 0} | changes
-        # A run that reads no labels may have evaluations that do.
+        # Evaluations may read labels that the run does not read.
         if labelled and not self._data.num_classes:
             changes["num_classes"] = SYNTHETIC_CLASSES
         return dataclasses.replace(self._data, **changes)
 
-    def _check(self, name: str, found: EvalSplit) -> None:
-        num_classes, labels = self._data.num_classes, found.source.labels
-        classes = (len(found.source.class_names) or num_classes) if num_classes else 0
+    def _check(self, name: str, opened: EvalSplit) -> None:
+        num_classes, labels = self._data.num_classes, opened.source.labels
+        classes = (len(opened.source.class_names) or num_classes) if num_classes else 0
         labels = labels if labels is not None else np.zeros(1, int)
         worst = int(labels.max()) if labels.min() >= 0 else int(labels.min())
         if not 0 <= worst < classes:
             raise UserError(
-                f"evals.{name}: {found.data.name} has a label {worst}, but the model tells "
-                f"{num_classes} classes apart: fine-tune it on these, or take an "
-                "evaluation of its features, as kind='fewshot'"
+                f"evals.{name}: {opened.data.name} has a label {worst}, but the model has "
+                f"{num_classes} classes: fine-tune it on these, or use an evaluation of "
+                "its features, as kind='fewshot'"
             )
 
     def _host_ops(self, source: Source, data: DataConfig) -> tuple | None:
@@ -372,10 +347,10 @@ class EvalSplits:
 
 
 def _check_labelled(source: Source) -> None:
-    """Raises NoLabels if the first label stands for none, as -1 of many test splits."""
+    """Raises NoLabels if the first label is no class, as -1 of many test splits."""
     try:
         label = source[0]["label"]
-    except (DamagedImage, OSError):  # Left to `data.on_error`.
+    except (DamagedImage, OSError):  # `data.on_error` decides on it.
         return
     if np.ndim(label):
         raise NoLabels(f"{source.describe(0)} has several labels, not one class")
@@ -399,12 +374,12 @@ def first_in_folder(
 ) -> str:
     """Returns the first split of `order` that a folder has, or ""."""
     root = os.path.expanduser(data_dir)
-    there = (name for name in order if has_split(root, name, labelled=labelled))
-    return next(there, "")
+    names = (name for name in order if folder.has_split(root, name, labelled=labelled))
+    return next(names, "")
 
 
-def _unstated(name: str, order: Sequence[str]) -> Sequence[str]:
-    """Returns the splits that an evaluation may read if none is stated."""
+def _default_splits(name: str, order: Sequence[str]) -> Sequence[str]:
+    """Returns the splits that an evaluation without a split may read."""
     entry = catalogue.ENTRIES.get(name.partition(":")[0])
     return (entry.splits["test"],) if entry and "test" in entry.splits else order
 
@@ -413,43 +388,45 @@ def _in_folder(
     name: str,
     data: DataConfig,
     splits: Sequence[str],
-    *,
-    stated: bool,
+    given: bool,
     model_classes: bool,
-    of_run: bool,
+    whole: bool,
 ) -> tuple[Sequence[str], DataConfig]:
-    """Returns the splits that a folder has, and `data` with one of them as `split`."""
+    """Returns those of some splits that a folder has, and `data` with one as `split`.
+
+    The splits are `given` by the config, or else default splits.
+    """
     root, labelled = os.path.expanduser(data.data_dir), bool(data.num_classes)
-    # Class folders without splits are read whole, if nothing is learnt from them.
-    whole = model_classes and not stated and not of_run
-    has = is_split if whole else has_split
+    has_split = functools.partial(folder.has_split, root, labelled=labelled)
 
     def exists(split):
         first = split_names(split)[0]
-        there = first == WHOLE or os.path.isdir(os.path.join(root, first))
-        return there or (not whole and has_split(root, first, labelled=labelled))
+        is_folder = first == folder.WHOLE or os.path.isdir(os.path.join(root, first))
+        return is_folder or (not whole and has_split(first))
 
-    if stated:
+    if given:
         existing = list(filter(exists, splits))
     else:
-        existing = [each for each in splits if has(root, each, labelled=labelled)][:1]
-    if not existing and whole and not exists(data.split) and not inside(root):
-        existing = [WHOLE]
-        if class_folders(root):
+        if whole:
+            has_split = functools.partial(folder.is_split, root, labelled=labelled)
+        existing = list(filter(has_split, splits))[:1]
+    if not existing and whole and not exists(data.split) and not folder.inside(root):
+        existing = [folder.WHOLE]
+        if folder.class_folders(root):
             warn(
                 f"evals.{name}: {data.data_dir} has no folders of splits: all of its "
                 "images are read; split=val is the part that training sets aside"
             )
     if not existing and os.path.isdir(root):
-        how = f"split=, as {WHOLE}"
+        how = f"split=, as {folder.WHOLE}"
         if labelled and not model_classes:
-            how = f"train= and test=, as {WHOLE}[:50%] and {WHOLE}[50%:]"
+            how = f"train= and test=, as {folder.WHOLE}[:50%] and {folder.WHOLE}[50%:]"
         if labelled:
             how += " if its folders are the classes"
         lacking = " or ".join(map(repr, splits))
-        if not stated:
+        if not given:
             lacking += f" {'of class folders ' if labelled else ''}with images"
-        remedy = inside(root) or f"add it, or state {how}"
+        remedy = folder.inside(root) or f"add it, or set {how}"
         raise NoSplit(
             f"evals.{name}: {os.path.normpath(data.data_dir)} has no folder {lacking}: "
             f"{remedy}"
@@ -462,7 +439,7 @@ def _in_folder(
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointPreprocess(HostTransform):
-    """A host operation: the preprocessing of a checkpoint, see `prepare_image`."""
+    """A host transform: the preprocessing of a checkpoint, see `prepare_image`."""
 
     preprocess: Preprocess
     channels: int
@@ -473,12 +450,7 @@ class CheckpointPreprocess(HostTransform):
 
 @dataclasses.dataclass(frozen=True)
 class Subset(Derived):
-    """Some records of a source, in their order.
-
-    Attributes:
-      source: all records.
-      rows: indices of the records that are taken.
-    """
+    """The records of a source at some `rows`, in their order."""
 
     source: Source
     rows: Integer[np.ndarray, " R"]
@@ -495,6 +467,12 @@ class Subset(Derived):
     def labels(self) -> np.ndarray | None:
         return None if self.source.labels is None else self.source.labels[self.rows]
 
+    def known_labels(self) -> np.ndarray | list[list[int]] | None:
+        labels = self.source.known_labels()
+        if isinstance(labels, list):
+            return [labels[row] for row in self.rows]
+        return None if labels is None else labels[self.rows]
+
     def __len__(self) -> int:
         return len(self.rows)
 
@@ -504,12 +482,9 @@ class Subset(Derived):
 
 @dataclasses.dataclass(frozen=True)
 class Relabeled(Derived):
-    """All records of a source, with other indices of its classes.
+    """All records of a source, with `indices`, the new index of each class.
 
-    Attributes:
-      source: the records.
-      class_names: in the order of the new indices.
-      indices: the new index of each class.
+    `class_names` are in the order of the new indices.
     """
 
     source: Source
@@ -524,6 +499,14 @@ class Relabeled(Derived):
     def labels(self) -> np.ndarray | None:
         labels = self.source.labels
         return None if labels is None else self.indices[labels].astype(labels.dtype)
+
+    def known_labels(self) -> np.ndarray | None:
+        labels = self.source.known_labels()
+        if labels is None or isinstance(labels, list) or not len(labels):
+            return None
+        # Reading a record with another label raises an error that names it.
+        known = labels.min() >= 0 and labels.max() < len(self.indices)
+        return self.indices[labels] if known else None
 
     def __getitem__(self, i: int) -> dict:
         record = self.source[i]

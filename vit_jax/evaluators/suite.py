@@ -30,8 +30,8 @@ from vit_jax.weights.pretrained import Preprocess, Pretrained
 # Evaluation to set of parameters to metrics.
 Scores = dict[str, dict[str, dict[str, float]]]
 
-PARAMS_NAME = "weights"  # Of the set of parameters that `evaluate` scores.
-# Keys that `Suite.described` states otherwise, or that do not change the numbers.
+PARAMS_NAME = "weights"  # Name of the set of parameters that `evaluate` scores.
+# Keys that `Suite.described` shows in another form, or that do not change the numbers.
 _NOT_DESCRIBED = (
     *("kind", "every", "every_epochs", "name", "data_dir"),
     *("split", "train", "test"),
@@ -48,23 +48,24 @@ class Suite:
       evals: `config.evals`.
       data: `config.data`.
       batch_size: images per batch, over all devices.
-      mesh: of all devices.
-      shardings: of the parameters; replicated if None. Not read with `trained`.
-      preprocess: of the images if an evaluation states none; by `data.eval_transform` if
-        None.
-      class_names: of the model, in the order of its outputs; empty if unknown.
-      finite: whether outputs of the classifier that are not finite are an error, as
-        features are in any case. In training the loop checks the loss instead.
-      order: splits to look for if an evaluation states none.
-      trained: task of a run; `run` then takes its states in place of parameters.
-      tower: text tower beside the network; not read with `trained`, which has its own.
+      mesh: mesh of all devices.
+      shardings: shardings of the parameters; replicated if None.
+      preprocess: preprocessing of images without an `eval_transform`; None:
+        `data.eval_transform`.
+      class_names: names of the model's outputs in their order; empty if unknown.
+      finite: whether infinite or NaN outputs of the classifier are an error; those of
+        features always are. In training the loop checks the loss instead.
+      order: default splits, of which the first that exists is read.
+      trained: task of a run; its states, shardings and text tower replace those of
+        parameters.
+      tower: text tower beside the network.
 
     Attributes:
       notes: lines for the user.
       confusions: evaluation to set of parameters to the confusion matrix of the last
-        `run`, of evaluations that have one.
+        `run`, if the evaluation has one.
       pictures: evaluation to set of parameters to strips of the task's pictures, uint8
-        (B, Y, X, C), likewise.
+        (B, Y, X, C).
 
     Raises:
       UserError: a split cannot be opened, or does not fit the model.
@@ -108,22 +109,22 @@ class Suite:
         self.pictures: dict[str, dict[str, np.ndarray]] = {}
 
     def _check(self, name: str, one: Pass) -> None:
-        """Raises UserError if an evaluation needs what nothing returns."""
+        """Raises UserError if an evaluation needs outputs that do not exist."""
         if one.texts and self._tower is None:
             raise UserError(
-                f"evals.{name} compares images with texts, which takes a text tower: "
-                "evaluate weights of CLIP, SigLIP or LiT, or a run with "
+                f"evals.{name} compares images with texts, for which a text tower is "
+                "needed: evaluate weights of CLIP, SigLIP or LiT, or a run with "
                 "task.name='contrastive'"
             )
         if one.wanted.task and self._trained is None:
             raise UserError(
-                f"evals.{name} is an evaluation of a run's task, which is there in "
+                f"evals.{name} is an evaluation of a run's task, which exists in "
                 "training alone: leave it out"
             )
         if one.wanted.task and not self._trained.metric_names:
             raise UserError(
                 f"evals.{name} is an evaluation of the task, which has no metrics of "
-                "images that it is not trained on: leave it out, or take one of "
+                "images that it is not trained on: leave it out, or use one of "
                 "features, as kind='knn'"
             )
         if one.wanted.features and not self._model.representations:
@@ -136,14 +137,20 @@ class Suite:
     def described(self) -> dict[str, dict]:
         """Returns the data and settings of each evaluation, for JSON.
 
-        Returns:
-          Evaluation to kind, dataset, data_dir if there is one, splits in the order in
-          which they are read, and every other key that is not empty.
+        They are kind, dataset, data_dir if there is one, splits in the order in which they are
+        read, and every other key that is not empty.
         """
-        return {
-            name: _described(self._configs[name], evaluator.passes)
-            for name, evaluator in self._evaluators.items()
-        }
+        result = {}
+        for name, evaluator in self._evaluators.items():
+            config, first = self._configs[name], evaluator.passes[0].split
+            result[name] = {"kind": config.kind, "dataset": first.dataset}
+            if first.data.data_dir:
+                result[name]["data_dir"] = first.data.data_dir
+            result[name]["splits"] = [one.split.split for one in evaluator.passes]
+            for key, value in fields.to_dict(config).items():
+                if key not in _NOT_DESCRIBED and value not in ("", None):
+                    result[name][key] = value
+        return result
 
     def sources(self) -> dict[str, Source]:
         """Returns the sources of all splits, by evaluation and split."""
@@ -154,11 +161,7 @@ class Suite:
         }
 
     def try_first(self) -> None:
-        """Prepares the first record of each split, as a run does before its first step.
-
-        Raises:
-          UserError: a record is damaged or does not fit the config.
-        """
+        """Prepares the first record of each split; raises UserError if it contradicts the config."""
         passes = (one for each in self._evaluators.values() for one in each.passes)
         for split in dict.fromkeys(one.split for one in passes):
             if len(split.source):
@@ -173,17 +176,17 @@ class Suite:
         """Scores sets of parameters.
 
         Args:
-          params: name of a set ("params", "ema") to parameters, or to states of
+          params: name of a set ("params", "ema") to parameters, or to states with
             `trained`.
-          stop: called before every batch and every solution; True stops.
-          names: of the evaluations; all if None.
+          stop: function that is called before every batch and every solution; True stops.
+          names: names of the evaluations; all if None.
 
         Returns:
           Evaluation to set to its metrics, and to "skipped", the number of damaged images
           that were left out, if any; None if stopped.
         """
         names = list(self._evaluators if names is None else names)
-        waiting = collections.defaultdict(list)  # Split to passes that are not scored.
+        waiting = collections.defaultdict(list)  # Split to passes not yet scored.
         for name in names:
             for one in self._evaluators[name].passes:
                 waiting[one.split].append(one)
@@ -313,22 +316,22 @@ def evaluate(
     *,
     views: str = "",
 ) -> Evaluated:
-    """Evaluates a checkpoint as a config says; every process of the job calls it.
+    """Evaluates a checkpoint; every process of the job calls it.
 
     Args:
-      pretrained: from `weights.open_pretrained`.
-      preprocess: of its images.
+      pretrained: result of `weights.open_pretrained`.
+      preprocess: preprocessing of its images.
       config: an `EvaluationConfig`.
-      tell: called with lines for the user.
-      check: called with the sources of all splits, by a name for messages, before any
-        computation; may raise UserError.
-      views: of each image, one of `augmented.VIEWS`; "" for the image alone.
+      tell: function that is called with lines for the user.
+      check: function that is called with the sources of all splits, by a name for
+        messages, before any computation; may raise UserError.
+      views: views of each image, one of `augmented.VIEWS`; "" for the image alone.
 
     Raises:
-      UserError: there is no such data, it does not fit the network, or the network's
-        outputs are not finite.
+      UserError: the data do not exist or do not fit the network, or the network's outputs
+        are not finite.
     """
-    # Of evaluations without training alone.
+    # Not needed in training.
     from vit_jax.evaluators.augmented import augment
     from vit_jax.weights.text_tower import text_tower
 
@@ -373,17 +376,10 @@ def evaluate(
 
 
 def summary(evals: Mapping[str, EvalConfig], scores: Scores) -> dict[str, object]:
-    """Returns the scores of `evaluate` as its last line of JSON has them.
+    """Returns the scores of `evaluate` for its last line of JSON.
 
-    Args:
-      evals: `config.evals`.
-      scores: from `evaluate`.
-
-    Returns:
-      Evaluation to its metrics. Few-shot evaluation: shots to mean and std, to the same
-      for each further strength ("l2"), and to "short", the number of classes with fewer
-      examples, if any. k-NN: the accuracy alone. If damaged images were left out
-      (data.on_error="skip"), "skipped" is evaluation to their number.
+    They are those of `EvalConfig.summarize`, by evaluation. If damaged images were left out
+    (data.on_error="skip"), "skipped" maps evaluations to their number.
     """
     metrics = {name: values[PARAMS_NAME] for name, values in scores.items()}
     summaries = {
@@ -393,19 +389,6 @@ def summary(evals: Mapping[str, EvalConfig], scores: Scores) -> dict[str, object
         name: values[SKIPPED] for name, values in metrics.items() if SKIPPED in values
     }
     return summaries | ({SKIPPED: skipped} if skipped else {})
-
-
-def _described(config: EvalConfig, passes: Sequence[Pass]) -> dict[str, object]:
-    first = passes[0].split
-    described = {"kind": config.kind, "dataset": first.dataset}
-    if first.data.data_dir:
-        described["data_dir"] = first.data.data_dir
-    described["splits"] = [one.split.split for one in passes]
-    keys = fields.to_dict(config).items()
-    empty = ("", None)
-    return described | {
-        k: v for k, v in keys if k not in _NOT_DESCRIBED and v not in empty
-    }
 
 
 def _count_skipped(one: Pass, outputs: Outputs) -> int:
@@ -429,6 +412,6 @@ def _data(data: ReaderConfig, options: dict, preprocess: Preprocess) -> DataConf
 
 
 def _full_batch(batch_size: int, mesh: Mesh) -> int:
-    """Returns the next size that the mesh divides; padding rows do not count."""
+    """Returns the next size that the mesh divides."""
     devices = math.prod(mesh.shape[axis] for axis in meshes.BATCH_AXES)
     return -(-batch_size // devices) * devices

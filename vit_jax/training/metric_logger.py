@@ -15,7 +15,7 @@ from vit_jax.config import fields
 from vit_jax.data import fingerprint, pipeline
 from vit_jax.distributed import chips
 from vit_jax.distributed import mesh as meshes
-from vit_jax.evaluators import classification
+from vit_jax.evaluators import result_tables
 from vit_jax.printing import print_line
 from vit_jax.progress import StepBar
 from vit_jax.training import run_report
@@ -181,7 +181,7 @@ class MetricLogger(Callback):
         Args:
           step: steps taken.
           scores: evaluation to set of parameters to metrics.
-          confusions: the same to `classification.Confusion`, of some.
+          confusions: the same to `protocol.Confusion`, of some.
           pictures: the same to strips of pictures, of some.
         """
         for name, kinds in scores.items():
@@ -190,7 +190,7 @@ class MetricLogger(Callback):
             self._writer.write_scalars(step, run_report.flatten_scores({name: kinds}))
             for kind, table in confusions.get(name, {}).items():
                 if jax.process_index() == 0:
-                    picture = np.asarray(classification.draw_confusion(table))[None]
+                    picture = np.asarray(result_tables.draw_confusion(table))[None]
                     self._write_images(f"{name}/{kind}/confusion", picture, step)
             for kind, strips in pictures.get(name, {}).items():
                 self._write_images(f"{name}/{kind}/pictures", strips, step)

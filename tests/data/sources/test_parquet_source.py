@@ -211,7 +211,7 @@ def test_a_damaged_file_is_named(data, shards, damage):
     path = shards / "data" / "train-00001-of-00003.parquet"
     whole = path.read_bytes()
     path.write_bytes({"empty": b"", "cut": whole[:-9], "text": b"<html>" * 99}[damage])
-    with pytest.raises(UserError, match="train-00001-of-00003.parquet is no whole"):
+    with pytest.raises(UserError, match="train-00001-of-00003.parquet is not a whole"):
         open_source(data, "train")
 
 

@@ -307,8 +307,8 @@ def test_damaged_tables_are_one_short_line(root):
             nul,
             r"nul.csv row 1 names the image 'train/a\\x00.png', and there is no file",
         ),
-        (cells, "in column 'image', which is no path.*data.name='parquet'"),
-        (bytes_, "label_key='label': .* is no name or number of a class"),
+        (cells, "in column 'image', not a path.*data.name='parquet'"),
+        (bytes_, "label_key='label': .* is not the name or number of a class"),
     ):
         keys = {"num_classes": 1, "split": "all"}
         with pytest.raises(UserError, match=message) as caught:

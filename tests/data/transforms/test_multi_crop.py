@@ -131,7 +131,7 @@ def test_a_line_takes_the_size_of_the_config(data_config, folder):
         ("inception_crop(interpolation='no')", "='no' is not one of fast, bicubic"),
         (
             "inception_crop(antialias=False, interpolation='bicubic')",
-            "antialias=False is of interpolation='fast' alone",
+            "antialias=False needs interpolation='fast'",
         ),
     ],
 )

@@ -182,10 +182,10 @@ def test_its_size_counts_for_an_enlargement():
         ("noise:Noise | noise:Speckle", "noise:Speckle runs in the loader, so it must"),
         (
             "noise:np",
-            "is <module .*: it must be a frozen dataclass that states runs_on",
+            "is <module .*: it must be a frozen dataclass with runs_on",
         ),
-        ("wrong:Plain", "must be a frozen dataclass that states runs_on"),
-        ("wrong:Unfrozen", "must be a frozen dataclass that states runs_on"),
+        ("wrong:Plain", "must be a frozen dataclass with runs_on"),
+        ("wrong:Unfrozen", "must be a frozen dataclass with runs_on"),
         ("noyse.Speckle", "cannot read"),
     ],
 )

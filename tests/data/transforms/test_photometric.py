@@ -9,9 +9,9 @@ import pytest
 from scipy import ndimage, stats
 
 from vit_jax.data.transforms import device as device_transforms
-from vit_jax.data.transforms import parse, photometric
-from vit_jax.data.transforms.device import ColorJitter
-from vit_jax.data.transforms.photometric import (
+from vit_jax.data.transforms import parse
+from vit_jax.data.transforms.device import (
+    ColorJitter,
     GaussianBlur,
     Grayscale,
     Solarize,
@@ -74,7 +74,9 @@ def test_changes_of_colour_are_torchvisions(name):
 def test_the_blur_is_a_gaussian(radius):
     batch = images(3)
     radii = jnp.asarray([radius, 0.7, 1.9])  # Each example has its own.
-    found = np.asarray(jax.jit(photometric.blur, static_argnums=2)(batch, radii, 8))
+    found = np.asarray(
+        jax.jit(device_transforms.blur, static_argnums=2)(batch, radii, 8)
+    )
     for ours, sigma in zip(found, radii.tolist(), strict=True):
         exact = ndimage.gaussian_filter(
             PICTURE.astype(float), (sigma, sigma, 0), mode="nearest", radius=(8, 8, 0)
@@ -90,7 +92,7 @@ def test_the_blur_is_a_gaussian(radius):
 def test_a_kernel_reaches_far_enough_for_the_largest_radius(monkeypatch):
     reached = []
     monkeypatch.setattr(
-        photometric, "blur", lambda x, radius, reach: reached.append(reach) or x
+        device_transforms, "blur", lambda x, radius, reach: reached.append(reach) or x
     )
     for most in (0.5, 2.0, 3.1):
         GaussianBlur(radius=(0.1, most))(

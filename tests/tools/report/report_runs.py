@@ -5,7 +5,8 @@ import json
 import numpy as np
 
 from vit_jax.data.sources import vtab as vtab_tasks
-from vit_jax.evaluators import classification
+from vit_jax.evaluators.protocol import Confusion
+from vit_jax.evaluators.result_tables import confusion_to_csv
 from vit_jax.tools.report.blocks import Table
 
 CLASSES = ("cat", "dog", "a_<very> long & odd name of a class")
@@ -146,9 +147,7 @@ def evaluation(folder, *, model, variant, results, counts=None, evals=None):
     if evals:
         content["evals"] = evals
     if counts:
-        table = classification.confusion_to_csv(
-            classification.Confusion(np.array(counts), CLASSES)
-        )
+        table = confusion_to_csv(Confusion(np.array(counts), CLASSES))
         folder.mkdir(parents=True)
         (folder / "confusion_val_weights.csv").write_text(table)
         (folder / "other.csv").write_text("a,b\n1,2\n")

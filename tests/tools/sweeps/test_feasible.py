@@ -1,5 +1,6 @@
 """What is refused before a study writes anything."""
 
+import dataclasses
 import re
 import types
 
@@ -22,13 +23,16 @@ def task(pretrained, recipe, rates=(0.1, 0.2), **overrides):
 @pytest.fixture
 def opened(monkeypatch):
     """Splits that are opened, in their order."""
-    found, real = [], opening._open
+    found, real = [], opening.source_type
 
-    def watch(data, split):
-        found.append(split)
-        return real(data, split)
+    def watched(name):
+        def watch(data, split):
+            found.append(split)
+            return real(name).open(data, split)
 
-    monkeypatch.setattr(opening, "_open", watch)
+        return dataclasses.replace(real(name), open=watch)
+
+    monkeypatch.setattr(opening, "source_type", watched)
     return found
 
 

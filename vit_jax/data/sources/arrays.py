@@ -1,8 +1,8 @@
 """Data sets that lie in memory as one array, so that a batch is one gather.
 
-Three of them: arrays of the user's; the 1,797 handwritten digits inside scikit-learn,
-real images without a download (https://archive.ics.uci.edu/dataset/80, test part, 8x8
-pixels of 0..16); and synthetic images, for runs on a machine without the data set.
+These are arrays of the user's; the 1,797 handwritten digits inside scikit-learn, real
+images without a download (https://archive.ics.uci.edu/dataset/80, test part, 8x8 pixels
+of 0..16); and synthetic images, for runs on a machine without the data set.
 """
 
 import dataclasses
@@ -32,8 +32,6 @@ _CELLS = 8  # The class pattern is a grid of this many cells a side.
 # Sets of small images up to this size are decoded once, when opened.
 _MEMORY = 2**29  # Bytes.
 _SMALL_IMAGE = 64  # Pixels a side.
-
-
 IN_MEMORY = "in_memory"  # `data.name` of arrays that Python code gives.
 
 
@@ -41,12 +39,7 @@ IN_MEMORY = "in_memory"  # `data.name` of arrays that Python code gives.
 class ArraySource(Numbered):
     """Images and labels in memory.
 
-    Attributes:
-      name: data set and split, for messages.
-      images: uint8, records by height by width by channels.
-      labels: class numbers, one a record; None where they are not read.
-      class_names: may be empty.
-      numbering: which records of the data set these are; else each is its own number.
+    `labels` are None where they are not read; without a `numbering` records count from 0.
     """
 
     name: str
@@ -61,9 +54,6 @@ class ArraySource(Numbered):
                 {self.name: len(self.images)}, [(self.name, range(len(self.images)))]
             )
             object.__setattr__(self, "numbering", whole)
-
-    def __len__(self) -> int:
-        return len(self.images)
 
     def __getitem__(self, i: int) -> dict:
         if self.labels is None:
@@ -82,7 +72,7 @@ def open_arrays(
     name: str,
     class_names: Sequence[str] = (),
 ) -> ArraySource:
-    """Returns a source of arrays, for a source of your own (see custom.py).
+    """Returns a source of arrays, for use in a custom source (see custom.py).
 
     Args:
       arrays: split name -> images, (N, H, W, C) or grey (N, H, W), and labels,
@@ -90,12 +80,11 @@ def open_arrays(
         converted. Of a split that is not selected only the length is checked: its
         labels may be None or placeholders.
       split: split expression.
-      name: of the data set, for messages.
-      class_names: in label order; may be empty.
+      name: data set's name, for messages.
+      class_names: names in label order; may be empty.
 
     Raises:
-      UserError: no such split, or it selects no record; or the dtype, the shape, the
-        length or the values of an array are not as above.
+      UserError: the split does not exist or selects no record, or arrays are not as above.
     """
     sizes = {}
     for key, (images, labels) in arrays.items():
@@ -106,9 +95,8 @@ def open_arrays(
 
     image_parts, label_parts = [], []
     for key, part in numbering.parts:
-        images, labels = (
-            np.asarray(a)[part.start : part.stop : part.step] for a in arrays[key]
-        )
+        part = slice(part.start, part.stop, part.step)
+        images, labels = (np.asarray(array)[part] for array in arrays[key])
         images = images if images.ndim == 4 else images[..., None]
         image_parts.append(images.astype(np.uint8, copy=False))
         label_parts.append(labels)
@@ -130,12 +118,10 @@ def open_arrays(
 def open_digits(data: DataConfig, split: str) -> ArraySource:
     """Reads the digits into memory: 8x8 images, grey values 0..16 scaled to 0..255.
 
-    Args:
-      data: `config.data`; where `channels` is 3, the grey value is repeated.
-      split: expression over "train" and "test"; every fifth image of each class is
-        test, so that the split depends on no random stream.
+    Every fifth image of each class is in the split "test", the others in "train", so that the
+    splits depend on no random stream.
     """
-    # scikit-learn's own file; to import the package for it takes 0.7 s of every start.
+    # Read without importing scikit-learn, which would take 0.7 s of every start.
     (package,) = importlib.util.find_spec("sklearn").submodule_search_locations
     path = f"{package}/datasets/data/digits.csv.gz"
     table = np.loadtxt(path, np.int32, delimiter=",")
@@ -143,21 +129,11 @@ def open_digits(data: DataConfig, split: str) -> ArraySource:
     test = np.zeros(len(labels), bool)
     for label in range(10):
         test[np.flatnonzero(labels == label)[4::5]] = True
-    members = {"train": np.flatnonzero(~test), "test": np.flatnonzero(test)}
-
-    sizes = {name: len(records) for name, records in members.items()}
-    numbering = splits.Numbering.of(split, sizes, "digits")
-    records = np.concatenate(
-        [members[name][list(numbers)] for name, numbers in numbering.parts]
-    )
-    images = np.round(pixels[records] * (255 / 16)).astype(np.uint8)
-    return ArraySource(
-        name=f"digits {split}",
-        images=np.repeat(images[..., None], data.channels, axis=-1),
-        labels=labels[records],
-        class_names=DIGIT_NAMES,
-        numbering=numbering,
-    )
+    images = np.round(pixels * (255 / 16)).astype(np.uint8)
+    images = np.repeat(images[..., None], data.channels, axis=-1)
+    parts = {"train": ~test, "test": test}
+    arrays = {name: (images[part], labels[part]) for name, part in parts.items()}
+    return open_arrays(arrays, split, "digits", DIGIT_NAMES)
 
 
 def open_synthetic(
@@ -169,37 +145,25 @@ def open_synthetic(
 ) -> ArraySource:
     """Generates labelled images that can be learnt: noise plus a class pattern.
 
-    Args:
-      split: expression over train, val, validation and test.
-      image_size: height and width in pixels.
-      channels: 1 or 3.
-      num_classes: number of classes; record i has label i modulo it.
-      examples: size of every split; 0 is 64.
-
-    Returns:
-      Images that depend on the split name, the record number and their shape only.
+    They depend on the split name, the record number and their shape only. Record i has label
+    i modulo `num_classes`; every split has 64 examples unless `examples` is given.
     """
     sizes = dict.fromkeys(_SYNTHETIC_SPLITS, examples or DEFAULT_EXAMPLES)
     for name in splits.names(split):  # Recipes name splits that only their set has.
         sizes.setdefault(name, examples or DEFAULT_EXAMPLES)
-    numbering = splits.Numbering.of(split, sizes, "synthetic")
+    numbering = Numbering.of(split, sizes, "synthetic")
     records = [(name, number) for name, part in numbering.parts for number in part]
     shape = (*image_size, channels)
-    images = np.stack(
-        [synthetic_image(*record, num_classes, shape) for record in records]
-    )
+    images = [synthetic_image(*record, num_classes, shape) for record in records]
     labels = np.array([number % num_classes for _, number in records], np.int32)
     names = tuple(f"class {i}" for i in range(num_classes))
-    return ArraySource(f"made {split}", images, labels, names, numbering)
+    return ArraySource(f"made {split}", np.stack(images), labels, names, numbering)
 
 
 def synthetic_image(
     split: str, number: int, num_classes: int, shape: tuple[int, int, int]
 ) -> UInt8[np.ndarray, "H W C"]:
-    """Returns one image as a pure function of its arguments.
-
-    `shape` is its height, width and channels.
-    """
+    """Returns one image of shape (H, W, C) as a pure function of its arguments."""
     height, width, channels = shape
     noise = _random_bytes(zlib.crc32(split.encode()), number, height * width * channels)
     cells = _random_bytes(0, number % num_classes, _CELLS * _CELLS * channels)
@@ -215,15 +179,10 @@ def _random_bytes(key: int, counter: int, count: int) -> np.ndarray:
 
 
 def small_in_memory(source, data: DataConfig):
-    """Decodes a set such as CIFAR once, so that a batch becomes one gather.
+    """Returns a set such as CIFAR decoded, so that a batch becomes one gather.
 
-    Args:
-      source: data set.
-      data: `config.data`.
-
-    Returns:
-      The set in memory; `source` itself if it is too large, has captions, its images
-      differ in size, or one is damaged, which is for `data.on_error` to settle.
+    It is `source` itself if the set is too large, has captions, its images differ in size, or
+    one is damaged (`data.on_error` decides on that).
     """
     channels = data.channels
     if data.caption_key:
@@ -250,10 +209,7 @@ def small_in_memory(source, data: DataConfig):
 def check_pair(
     where: str, images: object, labels: object, class_names: Sequence[str]
 ) -> None:
-    """Raises UserError unless images and labels are as `open_arrays` takes them.
-
-    `where` begins the message; `class_names` are in label order, empty if unknown.
-    """
+    """Raises UserError, a message from `where` on, for what `open_arrays` does not take."""
     _length(where, images, labels)
     images, labels = _array(where, "images", images), _array(where, "labels", labels)
     if problem := _problem(images):
@@ -284,7 +240,7 @@ def _array(where: str, name: str, values: object) -> np.ndarray:
 
 
 def check_labels(where: str, labels: np.ndarray, class_names: Sequence[str]) -> None:
-    """Raises UserError unless labels are one class number per image, as `check_pair`."""
+    """Raises UserError unless labels are one class number per image, see `check_pair`."""
     if labels.ndim != 1 or not np.issubdtype(labels.dtype, np.integer):
         raise UserError(
             f"{where}labels={describe(labels)}: not one whole number per image; "
@@ -292,15 +248,14 @@ def check_labels(where: str, labels: np.ndarray, class_names: Sequence[str]) -> 
         )
     most = len(class_names) - 1 if class_names else np.inf
     for i in np.flatnonzero((labels < 0) | (labels > most))[:1]:
-        allowed = f"0 to {most}, the number of class_names less 1"
+        more = f" to {most}, the number of class_names less 1" if class_names else ""
         raise UserError(
-            f"{where}record {i} has label {labels[i]}; give labels from "
-            f"{allowed if class_names else '0'}"
+            f"{where}record {i} has label {labels[i]}; give labels from 0{more}"
         )
 
 
 def _problem(images: np.ndarray) -> str:
-    """Returns what is wrong with images, and the remedy; "" if they can be taken."""
+    """Returns the problem of images and its remedy; "" if there is no problem."""
     shape, kind = images.shape, images.dtype.kind
     if len(shape) not in (3, 4) or (len(shape) == 4 and shape[-1] not in _CHANNELS):
         if len(shape) == 4 and shape[1] in _CHANNELS:
@@ -310,20 +265,18 @@ def _problem(images: np.ndarray) -> str:
         return ""
     if kind not in "buif":
         return "not whole numbers from 0 to 255; make them one array of uint8"
-    whole = kind in "ui"
     low, high = (images.min(), images.max()) if images.size else (0, 0)
-    if whole and 0 <= low <= high <= 255:
+    if kind in "ui" and 0 <= low <= high <= 255:
         return ""
-    # Of floats nobody but the user knows what white is: 1 or 255.
-    if not whole and 0 <= low <= high <= 1:
+    # Whether white is 1 or 255 in floats is known to the user alone.
+    remedy = "scale them to 0..255 and take .round().astype('uint8')"
+    if kind not in "ui" and 0 <= low <= high <= 1:
         remedy = "take (images * 255).round().astype('uint8')"
-    else:
-        remedy = "scale them to 0..255 and take .round().astype('uint8')"
     return f"not whole numbers from 0 to 255; {remedy}"
 
 
 def describe(values: np.ndarray) -> str:
-    """Returns the dtype, the shape and the range of an array, for a message."""
+    """Returns the dtype, shape and range of an array, for a message."""
     text = f"{values.dtype} {values.shape}"
     if values.size and np.issubdtype(values.dtype, np.number):
         text += f" from {values.min():g} to {values.max():g}"
@@ -331,9 +284,9 @@ def describe(values: np.ndarray) -> str:
 
 
 def _synthetic(data: DataConfig, split: str) -> ArraySource:
-    size, number = data.image_size, data.num_examples
     classes = data.num_classes or SYNTHETIC_CLASSES
-    return open_synthetic(split, size, data.channels, classes, number)
+    size = data.image_size
+    return open_synthetic(split, size, data.channels, classes, data.num_examples)
 
 
 def _in_memory(data: DataConfig, split: str) -> ArraySource:

@@ -17,10 +17,8 @@ class Source:
     """Images, with labels or without, that can be read in any order.
 
     Where `data.num_classes` is 0, labels are not read: `labels` may be None or raise, and
-    records may lack them. Otherwise opening a set that has none raises NoLabels.
-
-    A source of a user's own need not derive from this class: see `CustomSource`, which
-    has the methods from `read` on if the user's class lacks them.
+    records may lack them. A user's source need not derive from this class: `CustomSource`
+    adds the methods from `read` on if the user's class lacks them.
 
     Attributes:
       class_names: names in label order; may be empty.
@@ -48,10 +46,10 @@ class Source:
         raise NotImplementedError
 
     def record_id(self, i: int) -> str:
-        """Returns the stable name of record i within its data set.
+        """Returns the stable name of record i within its data set, under any sub-split.
 
-        It is the same under any sub-split: a folder's path below data_dir, as
-        "train/roses/a.jpg"; else "<split>/<number in the whole split>".
+        It is the path of a file below data_dir, as "train/roses/a.jpg", or else
+        "<split>/<number in the whole split>".
         """
         raise NotImplementedError
 
@@ -62,7 +60,7 @@ class Source:
     def known_labels(self) -> np.ndarray | list[list[int]] | None:
         """Returns the class of every record, or its classes with `data.multi_label`.
 
-        None if records would have to be read for it.
+        None if only reading the records would show it.
         """
         return None if self.labels is None else np.asarray(self.labels, np.int64)
 
@@ -74,16 +72,15 @@ class Source:
         Raises:
           KeyError: the data set lacks a record of that name.
         """
-        wanted, found = set(record_ids), {}
-        for i in range(len(self)):
-            if (record_id := self.record_id(i)) in wanted:
-                found[i] = record_id
-        for missing in sorted(wanted.difference(found.values())):
+        wanted = set(record_ids)
+        names = ((i, self.record_id(i)) for i in range(len(self)))
+        matches = {i: name for i, name in names if name in wanted}
+        for missing in sorted(wanted.difference(matches.values())):
             raise KeyError(missing)
-        return list(found)
+        return list(matches)
 
     def entries(self) -> Entries:
-        """Returns what a resumed run recognises the data by."""
+        """Returns the entries by which a resumed run recognises the data."""
         step = max(1, -(-len(self) // NAMES))
         names = [self.record_id(i) for i in range(0, len(self), step)]
         labels = None if self.labels is None else np.asarray(self.labels)[::step]
@@ -91,7 +88,7 @@ class Source:
         return in_memory(names, labels, images)
 
     def split_numbering(self) -> Numbering | None:
-        """Returns which record of which split stands where; None if it is unknown."""
+        """Returns the numbering of the records by split; None if it is unknown."""
         return None
 
     def read_feature(self, name: str) -> list | None:
@@ -104,6 +101,9 @@ class Numbered(Source):
 
     name: str
     numbering: Numbering
+
+    def __len__(self) -> int:
+        return len(self.numbering)
 
     def describe(self, i: int) -> str:
         return f"{self.name} record {i}"
@@ -121,7 +121,7 @@ class Numbered(Source):
 
 
 class Derived(Source):
-    """Records of another `source`: all of them, or those that `_inner` finds."""
+    """Records of another `source`: all of them, or those that `_inner` selects."""
 
     source: Source
 
@@ -143,17 +143,18 @@ class Derived(Source):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SourceType:
-    """A kind of data set: all that opening one needs to know of it.
+    """A kind of data set.
 
     Attributes:
-      open: returns the source for `config.data` and a split expression.
-      pattern: regular expression that matches the whole of its values of `data.name`.
-      help: what it reads, for lists.
-      needs_files: whether it reads files; else `data.data_dir` is not read.
-      generated: whether it makes as many examples as `data.num_examples` states, so that
-        the number need not be checked.
-      numbered: whether any opened split knows the sizes of all splits, by the names
-        that a split expression takes (`source.split_numbering().sizes`).
+      open: function from `config.data` and a split expression to the source. It raises
+        NoSplit if the split does not exist; NoLabels if there are no labels, unless
+        `data.num_classes` is 0; UserError if the set does not exist or is damaged.
+      pattern: regular expression of its values of `data.name`.
+      help: description for lists.
+      needs_files: True if `data.data_dir` is read.
+      generated: True if it makes any `data.num_examples` examples.
+      numbered: True if every opened split has `split_numbering`, with the sizes of all
+        splits by the names that a split expression takes.
     """
 
     open: Callable[[DataConfig, str], Source]
@@ -164,15 +165,12 @@ class SourceType:
     numbered: bool = True
 
 
-# By the name that messages list. A name that none matches is one of TFDS.
+# Keys are the names in messages. A `data.name` that no pattern matches is one of TFDS.
 SOURCES: dict[str, SourceType] = {}
 
 
 def read_labels(source: Source) -> Integer[np.ndarray, " N"]:
-    """Returns the class of every record.
-
-    Some sets must be read for it; no image is decoded.
-    """
+    """Returns the class of every record; some sets are read for it, but not decoded."""
     labels = source.known_labels()
     if labels is None:
         labels = [record["label"] for record in read_all(source)]
@@ -189,20 +187,17 @@ _warned: set[str] = set()
 
 
 def warn(message: str, about: str = "") -> None:
-    """Logs a warning once per process, however often a split is opened.
-
-    One warning `about` the same thing is enough; "" is the message itself.
-    """
+    """Logs a warning, once per process about the same thing ("" is the message itself)."""
     if (about or message) not in _warned:
         _warned.add(about or message)
         logging.getLogger(__name__).warning("%s", message)
 
 
 def warn_of_twins(what: str, names: Iterable[str]) -> None:
-    """Logs the names, of classes or splits, that are equal but for case and outer blanks."""
-    there: dict[str, str] = {}
+    """Warns of names of classes or splits that differ in case and outer blanks alone."""
+    first: dict[str, str] = {}
     for name in names:
-        twin = there.setdefault(name.strip().casefold(), name)
+        twin = first.setdefault(name.strip().casefold(), name)
         if twin != name:
             warn(f"the {what} {twin!r} and {name!r} differ in case or blanks alone")
 
@@ -214,7 +209,7 @@ def check_known(
     where: object,
     what: str = "column",
 ) -> None:
-    """Raises UserError, of labels NoLabels, if data lack a name that `data.KEY` states."""
+    """Raises UserError (NoLabels for label_key) if data lack a name in `data.KEY`."""
     for name in names:
         if name not in known:
             error = NoLabels if key == "label_key" else UserError

@@ -1,12 +1,12 @@
-"""A user's own data set: data.name="my_module:open_source".
+"""A user's data set: data.name="my_module:open_source".
 
 The name runs code: the module is imported and the function called, with the rights of
-whoever started the command. What that code raises ends the command with one line.
+whoever started the command. An exception of that code ends the command with one line.
 """
 
 import dataclasses
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from jaxtyping import Integer
@@ -25,15 +25,12 @@ _MEMBERS = ("class_names", "images", "labels", "describe", "record_id")
 
 
 def open_custom(data: DataConfig, split: str):
-    """Calls the user's function with `config.data` and the split expression.
-
-    Returns:
-      The `Source` that it returns.
+    """Returns the source of the user's function of `config.data` and a split expression.
 
     Raises:
-      NoLabels: the source says nothing of labels.
-      UserError: no such module or function, what it returns is no source, its images in
-        memory are not uint8 (N, H, W, C), each with a label, or it raised.
+      NoLabels: the source has no `labels`.
+      UserError: the module or function does not exist, the result is no source, its images
+        in memory are not uint8 (N, H, W, C), each with a label, or the code raised.
     """
     open_source = fields.import_custom(data.name, "data.name")
     if not callable(open_source):
@@ -57,22 +54,17 @@ def open_custom(data: DataConfig, split: str):
         )
     with guarded(data.name):
         _check_arrays(data.name, source, labelled)
-    if isinstance(source, arrays.ArraySource):  # It runs no more code of theirs.
+    if isinstance(source, arrays.ArraySource):  # It runs no more code of the user's.
         return source
     return CustomSource(data.name, source, labelled)
 
 
 @dataclasses.dataclass(frozen=True)
 class CustomSource(Source):
-    """A user's own source, whose errors name it.
+    """A user's source, whose errors name it.
 
-    Of the methods of `Source` that its class need not have, it has the user's or else
-    those of `Source`.
-
-    Attributes:
-      name: `data.name`.
-      source: what the user's function returned.
-      labelled: whether its labels are read.
+    It has the optional methods of the user's class, or else those of `Source`. `name` is
+    `data.name`, `source` the result of the user's function.
     """
 
     name: str
@@ -98,20 +90,16 @@ class CustomSource(Source):
     def __getitem__(self, i: int) -> dict:
         with guarded(self.name, f" for record {i}"):
             item = self.source[i]
-            image = item["image"]
-            label = {"label": self._label(item, i)} if self.labelled else {}
-            if not isinstance(image, bytes | np.ndarray):
+            record = {key: item[key] for key in ("image", captions.TEXT) if key in item}
+            if not isinstance(record["image"], bytes | np.ndarray):
                 raise TypeError('"image" is neither bytes nor an array')
-            texts = {k: item[k] for k in (captions.TEXT,) if k in item}
-            return {"image": image, **label, **texts}
-
-    def _label(self, item: Mapping, i: int) -> int:
-        try:
-            return _whole(item["label"])
-        except KeyError as error:
-            raise NoLabels(
-                f'data.name={self.name!r} gives record {i} no "label": add it'
-            ) from error
+            if self.labelled:
+                if "label" not in item:
+                    raise NoLabels(
+                        f'data.name={self.name!r} gives record {i} no "label": add it'
+                    )
+                record["label"] = _whole(item["label"])
+            return record
 
     def describe(self, i: int) -> str:
         with guarded(self.name, f" for record {i}"):
@@ -122,36 +110,36 @@ class CustomSource(Source):
             return str(self.source.record_id(i))
 
     def read(self, numbers: range) -> list[dict]:
-        return self._theirs("read", super().read)(numbers)
+        return self._method("read", super().read)(numbers)
 
     def known_labels(self) -> np.ndarray | list[list[int]] | None:
         if not self.labelled:
             return None
-        return self._theirs("known_labels", super().known_labels)()
+        return self._method("known_labels", super().known_labels)()
 
     def locate(
         self, record_ids: Sequence[str]
     ) -> Integer[np.ndarray, " M"] | list[int]:
         # Its KeyError names a record that the set lacks.
-        return self._theirs("locate", super().locate, KeyError)(record_ids)
+        return self._method("locate", super().locate, KeyError)(record_ids)
 
     def entries(self) -> Entries:
-        return self._theirs("entries", super().entries)()
+        return self._method("entries", super().entries)()
 
     def split_numbering(self) -> Numbering | None:
-        return self._theirs("split_numbering", super().split_numbering)()
+        return self._method("split_numbering", super().split_numbering)()
 
     def read_feature(self, name: str) -> list | None:
-        return self._theirs("read_feature", super().read_feature)(name)
+        return self._method("read_feature", super().read_feature)(name)
 
-    def _theirs(self, name: str, default: Callable, *known: type[Exception]):
+    def _method(self, name: str, default: Callable, *known: type[Exception]):
         """Returns the user's method of a name, guarded, or the default without one."""
         method = getattr(self.source, name, None)
         return guarded(self.name, known=known)(method) if method else default
 
 
 def _whole(label) -> int:
-    """Returns a label, one whole number of any type, as an int; raises TypeError for others."""
+    """Returns a whole number of any type as an int; raises TypeError for other labels."""
     try:
         return operator.index(label)
     except TypeError:
@@ -162,37 +150,35 @@ def _whole(label) -> int:
 
 
 def _check_arrays(name: str, source, labelled: bool) -> None:
-    """Raises UserError for images or labels in memory that cannot be taken as they are."""
-    images, labels = source.images, source.labels if labelled else None
+    """Raises UserError for images or labels in memory of another type or shape."""
+    where, labels = f"data.name={name!r} returned", source.labels if labelled else None
+    images = source.images
     if labelled and (labels is not None or images is not None):
         if not hasattr(labels, "dtype"):
             raise UserError(
-                f"data.name={name!r} returned labels of type {type(labels).__name__}; "
-                "make them a NumPy array of integers"
+                f"{where} labels of type {type(labels).__name__}; make them a NumPy array "
+                "of integers"
             )
-        arrays.check_labels(
-            f"data.name={name!r} returned ", np.asarray(labels), source.class_names
-        )
+        arrays.check_labels(f"{where} ", np.asarray(labels), source.class_names)
     if images is None:
         return
     if images.dtype != np.uint8 or images.ndim != 4:
         raise UserError(
-            f"data.name={name!r} returned images={arrays.describe(images)}: not uint8 "
-            "(N, H, W, C); convert them, or let open_arrays of "
-            "vit_jax.data.sources.arrays do it"
+            f"{where} images={arrays.describe(images)}: not uint8 (N, H, W, C); convert "
+            "them, or use open_arrays of vit_jax.data.sources.arrays"
         )
     if labelled and len(labels) != len(images) or len(images) != len(source):
         number = f", {len(labels)} labels" if labelled else ""
         raise UserError(
-            f"data.name={name!r} returned {len(images)} images{number} and a length of "
-            f"{len(source)}; make them equal"
+            f"{where} {len(images)} images{number} and a length of {len(source)}; make "
+            "them equal"
         )
 
 
 def guarded(name: str, during: str = "", known: tuple[type[Exception], ...] = ()):
-    """Returns a context that converts what the user's source raises into one line.
+    """Returns a context that converts exceptions of the user's source into one line.
 
-    `during` says for which record; its OSError and DamagedImage then pass through, and so
+    `during` names the record that is read: OSError and DamagedImage then pass through. So
     do the exceptions `known`.
     """
     damaged = (OSError, DamagedImage) if during else ()
@@ -202,6 +188,6 @@ def guarded(name: str, during: str = "", known: tuple[type[Exception], ...] = ()
 SOURCES["my_module:open_source"] = SourceType(
     open=open_custom,
     pattern=fields.CUSTOM,
-    help="The source that a function of your own returns.",
-    numbered=False,  # It may be, but its code may do anything.
+    help="The source that your function returns.",
+    numbered=False,  # Its code may return anything.
 )

@@ -4,15 +4,14 @@ A folder without splits, data_dir/<class>/**, is one split named "all", and has 
 "train" and "val": a fifth of each class, drawn by a fixed seed, is "val". Where labels are
 not read (`data.num_classes` is 0), folders are no classes: a split is every image below
 its folder, data_dir/<split>/**. Files and folders whose names begin with ".", and folders
-named __pycache__ or __MACOSX, are no data. Links that lead out of data_dir are followed,
-since sets are often put together from links; one that leads back into it would count
-images twice, perhaps under two labels, and is an error.
+named __pycache__ or __MACOSX, are ignored. Links that lead out of data_dir are followed,
+since sets are often composed of links; one that leads back into it would count images
+twice, perhaps under two labels, and is an error.
 """
 
 import dataclasses
 import functools
 import hashlib
-import logging
 import os
 import pathlib
 import stat
@@ -25,10 +24,11 @@ from jaxtyping import Integer
 from vit_jax.data import captions, splits
 from vit_jax.data.config import DataConfig
 from vit_jax.data.fingerprint import Entries
-from vit_jax.data.sources.base import SOURCES, Source, SourceType, warn_of_twins
+from vit_jax.data.imagenet import OBJECTNET_CLASSES
+from vit_jax.data.sources.base import SOURCES, Source, SourceType, warn, warn_of_twins
 from vit_jax.errors import NoLabels, NoSplit, UserError
 
-# Which files are images; what they hold is found from their content.
+# Names of image files; the format is detected from the content.
 EXTENSIONS = (
     *(".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".gif", ".bmp"),
     *(".tif", ".tiff", ".ppm", ".pgm", ".avif", ".heic", ".heif"),
@@ -62,18 +62,18 @@ class FolderSource(Source):
         classes: Sequence[str],
         chosen: Sequence[tuple[str, range]],
     ) -> "FolderSource":
-        """Returns the source of the chosen files, see `splits.select`.
+        """Returns the source of the files chosen by `splits.select`.
 
-        `files` has of each split the (path, label, bytes) of its files; without classes, labels
-        are not read.
+        `files` maps a split to (path, label, bytes) of its files; labels are read if there are
+        classes.
         """
-        found = [files[name][i] for name, numbers in chosen for i in numbers]
+        rows = [files[name][i] for name, numbers in chosen for i in numbers]
         return cls(
             root,
-            [path for path, _, _ in found],
-            [label for _, label, _ in found] if classes else None,
+            [path for path, _, _ in rows],
+            [label for _, label, _ in rows] if classes else None,
             tuple(classes),
-            np.array([size for _, _, size in found], np.int64),
+            np.array([size for _, _, size in rows], np.int64),
         )
 
     def __len__(self) -> int:
@@ -82,8 +82,7 @@ class FolderSource(Source):
     def __getitem__(self, i: int) -> dict:
         # Unbuffered, as a whole: half the time of `read_bytes`.
         with open(self.describe(i), "rb", buffering=0) as file:
-            image = file.read()
-        record = {"image": image}
+            record = {"image": file.read()}
         if self.labels_of_paths is not None:
             record["label"] = self.labels_of_paths[i]
         if self.caption_key:
@@ -115,12 +114,12 @@ class FolderSource(Source):
 
     def locate(self, record_ids: Sequence[str]) -> Integer[np.ndarray, " M"]:
         wanted = set(record_ids)
-        found = [i for i, path in enumerate(self.paths) if path in wanted]
         # Those of other splits are known too, but not listed here.
         for path in sorted(wanted.difference(self.paths)):
             if not os.path.isfile(os.path.join(self.root, path)):
                 raise KeyError(path)
-        return np.array(found, np.int64)
+        numbers = [i for i, path in enumerate(self.paths) if path in wanted]
+        return np.array(numbers, np.int64)
 
 
 def open_folder(
@@ -134,21 +133,19 @@ def open_folder(
     """Lists the image files of a split.
 
     Records stand in an order hashed from their paths, not sorted by class, so that
-    a slice as train[:90%] holds every class and is the same on every machine.
+    a slice such as train[:90%] holds every class and is the same on every machine.
 
     Args:
-      data_dir: folder that holds one folder a split, or the folders of the classes.
+      data_dir: folder that holds one folder per split, or the folders of the classes.
       split: expression over the names of those folders; or over "all", "train" and "val"
         of a folder without splits.
-      train_split: expression of the training split, whose first folder defines the
-        classes: its folders' names, sorted.
-      only: the classes to read, in the order of their numbers; none is all.
-      labelled: whether folders are classes. Otherwise each image below the folder of a
-        split is a record, and there are no classes.
+      train_split: expression of the training split; the folders in its first folder are
+        the classes, sorted.
+      only: classes to read, in the order of their numbers; all if empty.
+      labelled: whether folders are classes; else every image below a split is a record.
 
     Raises:
-      NoSplit: its folder is missing.
-      NoLabels: its folder has no class folders.
+      NoSplit, NoLabels: the split's folder, or a class folder in it, is missing.
       UserError: a folder is empty or cannot be listed, a class is not one of training,
         or a link leads back into data_dir.
     """
@@ -159,63 +156,62 @@ def open_folder(
             "data_dir/<split>/<class>/*.jpg"
         )
     first = splits.names(train_split)[0]
-    parts = () if only else _parts(root, (first, *splits.names(split)), labelled)
-    folder_of = {name: WHOLE for name in parts}
+    parts = [] if only else _parts(root, (first, *splits.names(split)), labelled)
+    folder_of = lambda name: WHOLE if name in parts else name
     classes = list(only)
     if labelled and not only:
-        classes = _class_folders(root, folder_of.get(first, first))
+        classes = _class_folders(root, folder_of(first))
         warn_of_twins("classes", classes)
-    whole = first in parts or _folder(root, first) == root
+    whole = _folder(root, folder_of(first)) == root
     if split == train_split and not only and not whole:
         _name_other_folders(root, labelled)
     files = {}
     for name in splits.names(split):
-        at = folder_of.get(name, name)
-        there = None
+        at, labels = folder_of(name), None
         if labelled:
-            there = _classes_there(root, at, train_split, classes, only)
-        files[name] = _files(root, at, there)
+            labels = _labels(root, at, train_split, classes, only)
+        files[name] = _files(root, at, labels)
         if name in parts:
             files[name] = _part(root, name, files[name])
-    sizes = {name: len(found) for name, found in files.items()}
+    sizes = {name: len(rows) for name, rows in files.items()}
     chosen = splits.select(split, sizes, str(root))
     return FolderSource.of_splits(str(root), files, classes, chosen)
 
 
-def _classes_there(
+def _labels(
     root: pathlib.Path,
     split: str,
     train_split: str,
     classes: Sequence[str],
     only: Sequence[str],
 ) -> dict[str, int]:
-    """Returns the labels of the class folders of a split, by their names."""
-    folder, there = _folder(root, split), _class_folders(root, split)
-    extra = sorted(set(there).difference(classes))
+    """Returns the label of each class folder of a split."""
+    folder, names = _folder(root, split), _class_folders(root, split)
+    extra = sorted(set(names).difference(classes))
     if extra and not only:
         raise UserError(
             f"{folder} has class {extra[0]!r}, which the training split "
             f"{train_split!r} lacks: its classes are {', '.join(classes)}"
         )
-    if missing := sorted(set(only).difference(there)):
+    if missing := sorted(set(only).difference(names)):
         raise UserError(f"{folder} lacks class {missing[0]!r}")
-    return {name: label for label, name in enumerate(classes) if name in there}
+    return {name: label for label, name in enumerate(classes) if name in names}
 
 
 def splits_of(data_dir: str | os.PathLike) -> list[str]:
-    """Returns the splits with class folders that a folder has.
+    """Returns the splits with class folders of a folder.
 
     They are folders, or the parts "train" and "val" where the folders are classes.
 
     Raises:
-      UserError: they lie one level below, or a folder cannot be listed.
+      UserError: the splits lie one level below, or a folder cannot be listed.
     """
-    found = split_folders(data_dir)
-    if splits.first_of(_USUAL, found):
-        return found
+    names = split_folders(data_dir)
+    if splits.first_of(_USUAL, names):
+        return names
     if deeper := inside(data_dir, classes=False):
         raise UserError(f"{data_dir} has no folders of splits; {deeper}")
-    return [name for name in _PARTS if has_split(data_dir, name)] or found
+    return [name for name in _PARTS if has_split(data_dir, name)] or names
 
 
 def has_split(data_dir: str | os.PathLike, name: str, *, labelled: bool = True) -> bool:
@@ -227,52 +223,56 @@ def has_split(data_dir: str | os.PathLike, name: str, *, labelled: bool = True) 
 def class_folders(data_dir: str | os.PathLike) -> list[str]:
     """Returns the folders with images of a folder without splits, sorted.
 
-    [] if one is a split by its name, or if all are, whose labels must stand elsewhere.
+    [] if one with class folders is named as a split, or if all are: their labels must
+    stand elsewhere.
     """
     if splits.first_of(_USUAL, split_folders(data_dir)):
         return []
-    there = visible_folders(data_dir)
-    found = [name for name in there if is_split(data_dir, name, labelled=False)]
-    return [] if all(splits.first_of(_USUAL, [name]) for name in found) else found
+    names = _with_images(data_dir)
+    return [] if all(splits.first_of(_USUAL, [name]) for name in names) else names
 
 
 def inside(data_dir: str | os.PathLike, *, classes: bool = True) -> str:
-    """Returns which folder one level below has the splits, in words; else "".
+    """Returns, in words, the folder one level below that has the splits; else "".
 
     With `classes`, one that has class folders counts too.
     """
-    found = class_folders(data_dir)
-    if len(found) != 1:
+    names = class_folders(data_dir)
+    if len(names) != 1:
         return ""
-    below = pathlib.Path(data_dir, found[0])
-    there = [n for n in visible_folders(below) if is_split(below, n, labelled=False)]
-    usual = [name for name in there if splits.first_of(_USUAL, [name])]
+    below = pathlib.Path(data_dir, names[0])
+    names = _with_images(below)
+    usual = [name for name in names if splits.first_of(_USUAL, [name])]
     if usual:
         return f"{below} has the splits {', '.join(usual)}: give that folder"
-    if classes and len(there) > 1:
-        return f"{below} has the folders {', '.join(there[:5])}: give that folder"
+    if classes and len(names) > 1:
+        return f"{below} has the folders {', '.join(names[:5])}: give that folder"
     return ""
 
 
-def _parts(root: pathlib.Path, names: Sequence[str], labelled: bool) -> dict[str, None]:
-    """Returns the names, of some, that are parts of a folder of class folders."""
+def _with_images(folder: str | os.PathLike) -> list[str]:
+    names = visible_folders(folder)
+    return [name for name in names if is_split(folder, name, labelled=False)]
+
+
+def _parts(root: pathlib.Path, names: Sequence[str], labelled: bool) -> list[str]:
+    """Returns those of some names that are parts of a folder of class folders."""
     wanted = [n for n in names if n in _PARTS and not (root / n).is_dir()]
     if not wanted or not root.is_dir():
-        return {}
-    # Without labels, images may lie in no folder, and so in no class.
+        return []
+    # Without labels, images may lie in no class folder.
     loose = not labelled and any(map(_is_image, _entries(root)))
     classes = class_folders(root)
     # Folders that all hold folders with images may be splits of other names.
     splits_too = classes == split_folders(root) or (root / WHOLE).is_dir()
-    flat = len(classes) > 1 and not loose and not splits_too
-    return dict.fromkeys(wanted if flat else ())
+    return wanted if len(classes) > 1 and not loose and not splits_too else []
 
 
 def _part(root: pathlib.Path, name: str, files: list[tuple]) -> list[tuple]:
-    """Returns the files of the part "train" or "val" of all files of a folder."""
+    """Returns the files of the part "train" or "val" of a folder."""
     number = {name: str(k) for k, name in enumerate(visible_folders(root))}
-    apart = splits.held_out([number[path.split("/")[0]] for path, _, _ in files])
-    kept = apart if name == splits.VALIDATION[0] else ~apart
+    held_out = splits.held_out([number[path.split("/")[0]] for path, _, _ in files])
+    kept = held_out if name == splits.VALIDATION[0] else ~held_out
     return [files[i] for i in np.flatnonzero(kept)]
 
 
@@ -284,8 +284,8 @@ def split_folders(data_dir: str | os.PathLike) -> list[str]:
 def is_split(data_dir: str | os.PathLike, name: str, *, labelled: bool = True) -> bool:
     """Returns whether a folder of data_dir holds a class folder with images.
 
-    Without labels it need only hold images. One that cannot be listed counts as a split:
-    opening it raises the error.
+    Without labels it need only hold images. A folder that cannot be listed counts as a
+    split: opening it raises the error.
     """
     folder = os.path.join(data_dir, name)
     has_data = _any_folder_with_images if labelled else _has_images
@@ -296,7 +296,7 @@ def is_split(data_dir: str | os.PathLike, name: str, *, labelled: bool = True) -
 
 
 def _any_folder_with_images(entries: list[os.DirEntry]) -> bool:
-    # Links are not followed here, since they may lead in a circle: opening checks them.
+    # Links are not followed here, since they may form a circle: opening checks them.
     return any(
         is_folder(entry) and (entry.is_symlink() or _has_images(_entries(entry.path)))
         for entry in entries
@@ -313,37 +313,27 @@ def _is_image(entry: os.DirEntry) -> bool:
 
 @functools.cache
 def _name_other_folders(root: pathlib.Path, labelled: bool) -> None:
-    """Logs the folders beside the splits that are not splits, once per process."""
+    """Warns of the folders beside the splits that are not splits, once per process."""
     for name in visible_folders(root):
         if not is_split(root, name, labelled=labelled):
-            logging.getLogger(__name__).warning(
-                "%s: folder %r has no class folder with images; it is skipped"
-                if labelled
-                else "%s: folder %r has no images; it is skipped",
-                root,
-                name,
-            )
+            lacking = "class folder with images" if labelled else "images"
+            warn(f"{root}: folder {name!r} has no {lacking}; it is skipped")
 
 
 def _folder(root: pathlib.Path, split: str) -> pathlib.Path:
-    """Returns where the class folders, or the images, of a split lie."""
+    """Returns the folder of a split."""
     whole = split == WHOLE and not (root / WHOLE).is_dir()
     return root if whole else root / split
 
 
 def _check_split(root: pathlib.Path, split: str, whole: str) -> None:
-    """Raises NoSplit if a split has no folder; `whole` says what is the split "all"."""
-    folder, there = _folder(root, split), visible_folders(root)
-    if folder != root and split not in there:
-        deeper = inside(root)
+    """Raises NoSplit if a split has no folder; `whole` describes the split "all"."""
+    folder, names = _folder(root, split), visible_folders(root)
+    if folder != root and split not in names:
+        remedy = f"{whole} one split named {WHOLE!r}: write --config.data.split={WHOLE}[:90%]"
         raise NoSplit(
             f"split {split!r}: no folder {folder}; {root} has "
-            f"{', '.join(there) or 'no folders'}; "
-            + (
-                deeper
-                or f"{whole} one split named {WHOLE!r}: write "
-                f"--config.data.split={WHOLE}[:90%]"
-            )
+            f"{', '.join(names) or 'no folders'}; {inside(root) or remedy}"
         )
 
 
@@ -359,7 +349,7 @@ def _class_folders(root: pathlib.Path, split: str) -> list[str]:
 
 
 def visible_folders(folder: str | os.PathLike) -> list[str]:
-    """Returns the names of the folders in a folder, sorted, less those of `is_ignored`."""
+    """Returns the names of the folders in a folder, sorted, without ignored ones."""
     return sorted(entry.name for entry in _entries(folder) if is_folder(entry))
 
 
@@ -373,8 +363,8 @@ def is_folder(entry: os.DirEntry) -> bool:
 
 def is_ignored(entry: os.DirEntry) -> bool:
     """Returns whether an entry is hidden, or a folder that programs leave behind."""
-    left = entry.name in _LEFT_BY_PROGRAMS and is_folder(entry)
-    return left or entry.name.startswith(".")
+    by_program = entry.name in _LEFT_BY_PROGRAMS and is_folder(entry)
+    return by_program or entry.name.startswith(".")
 
 
 def _entries(folder: str | os.PathLike) -> list[os.DirEntry]:
@@ -398,26 +388,20 @@ def _files(
         _check_split(root, split, "all images below it are")
     folder, inside = _folder(root, split), os.path.realpath(root)
     above = () if folder == root else _followed(folder, inside, ())
-    if classes is None:
-        images = _images(root, os.path.relpath(folder, root), inside, above)
+    files = []
+    for name, label in ({"": None} if classes is None else classes).items():
+        here = folder / name
+        through = _followed(here, inside, above) if name else above
+        images = _images(root, os.path.relpath(here, root), inside, through)
         if not images:
+            what, remedy = "class folder ", "remove the folder"
+            if classes is None:
+                what, remedy = "", "name another split"
             raise UserError(
-                f"{folder} has no images ({', '.join(EXTENSIONS)}): add some, or name "
-                "another split"
+                f"{what}{here} has no images ({', '.join(EXTENSIONS)}): add some, or {remedy}"
             )
-        return in_order([(path, None, size) for path, size in images])
-    found = []
-    for class_name, label in classes.items():
-        here = folder / class_name
-        start = os.path.relpath(here, root)
-        images = _images(root, start, inside, _followed(here, inside, above))
-        if not images:
-            raise UserError(
-                f"class folder {here} has no images ({', '.join(EXTENSIONS)}): add some "
-                "or remove the folder"
-            )
-        found += [(path, label, size) for path, size in images]
-    return in_order(found)
+        files += [(path, label, size) for path, size in images]
+    return in_order(files)
 
 
 def in_order(files: list[tuple]) -> list[tuple]:
@@ -434,39 +418,35 @@ def _images(
 ) -> list[tuple[str, int]]:
     """Returns the images below a folder of `root`: path relative to it, and bytes.
 
-    `inside` is `root` without links, `above` has the targets of the links on the way.
+    `inside` is the real path of `root`, `above` has the targets of the links on the way.
     """
-    found = []
+    images = []
     for entry in _entries(os.path.join(root, folder)):
         path = os.path.join(folder, entry.name)
         if is_folder(entry):
             through = _followed(entry.path, inside, above)
-            found += _images(root, path, inside, through)
+            images += _images(root, path, inside, through)
         elif entry.name.lower().endswith(EXTENSIONS):
             if entry.is_symlink():
                 _followed(entry.path, inside, ())
-            found.append((pathlib.PurePath(path).as_posix(), _bytes_of(entry)))
-    return found
+            images.append((pathlib.PurePath(path).as_posix(), _bytes_of(entry)))
+    return images
 
 
 def _bytes_of(entry: os.DirEntry) -> int:
-    """Returns the size of a file; 0 of a broken link.
-
-    That stays: reading it says so, as for any damaged record.
-    """
     try:
         about = entry.stat()
-    except OSError:
+    except OSError:  # A broken link, which counts as a damaged record when it is read.
         return 0
     if not stat.S_ISREG(about.st_mode):
-        raise UserError(f"{entry.path} is no file but a pipe or device: remove it")
+        raise UserError(f"{entry.path} is a pipe or a device, not a file: remove it")
     return about.st_size
 
 
 def _followed(
     path: str | os.PathLike, inside: str, above: tuple[str, ...]
 ) -> tuple[str, ...]:
-    """Returns `above` with the target of a path that is a link, unless it is read twice."""
+    """Returns `above` and the target if a path is a link; refuses what is read twice."""
     if not os.path.islink(path):
         return above
     target = os.path.realpath(path)
@@ -482,51 +462,13 @@ def _followed(
 
 def _folder_of_config(data: DataConfig, split: str) -> FolderSource:
     labelled = bool(data.num_classes)
-    found = open_folder(data.data_dir, split, data.split, labelled=labelled)
-    return dataclasses.replace(found, caption_key=data.caption_key)
+    source = open_folder(data.data_dir, split, data.split, labelled=labelled)
+    return dataclasses.replace(source, caption_key=data.caption_key)
 
 
 def _objectnet(data: DataConfig, split: str) -> FolderSource:
     return open_folder(data.data_dir, split, split, only=tuple(OBJECTNET_CLASSES))
 
-
-# ObjectNet's 113 classes that overlap ImageNet-1k, and their ImageNet numbers.
-#
-# Facts from the authors' mapping files (github.com/abarbu/objectnet-template-tensorflow,
-# imagenet_pytorch_id_to_objectnet_id.json and folder_to_imagenet_1k.json; Barbu et al.,
-# NeurIPS 2019). ImageNet numbers count the classes in the order of their WordNet ids, as
-# TFDS and the published checkpoints do. Each entry: the class's folder in ObjectNet, and
-# the numbers of the ImageNet classes that count as right.
-_OBJECTNET = """
-alarm_clock 409,530; backpack 414; banana 954; band_aid 419; basket 790;
-beer_bottle 440; bench 703; bicycle 444,671; binder_closed 446; bottle_cap 455;
-bread_loaf 930; broom 462; bucket 463; butchers_knife 499; can_opener 473;
-candle 470; cellphone 487; chair 423,559,765; clothes_hamper 588;
-coffee_french_press 550; combination_lock 507; computer_mouse 673; desk_lamp 846;
-doormat 539; dress 578; dress_shoe_men 630; drill 740; drinking_cup 968;
-drying_rack_for_dishes 729; envelope 549; fan 545; frying_pan 567;
-full_sized_towel 434; hair_dryer 589; hammer 587; hand_towel_or_rag 533;
-helmet 518,560; iron_for_clothes 606; jeans 608; keyboard 508; ladle 618;
-lampshade 619; laptop_open 620; lemon 951; letter_opener 623; lighter 626;
-lipstick 629; match 644; measuring_cup 647; microwave 651; mixing_salad_bowl 659;
-monitor 664; mug 504; nail_fastener 677; necklace 679; orange 950; padlock 695;
-paintbrush 696; paper_towel 700; pen 418,563,749; pill_bottle 720; pillow 721;
-pitcher 725; plastic_bag 728; plate 923; plunger 731; pop_can 737;
-portable_heater 811; printer 742; remote_control 761; ruler 769; running_shoe 770;
-safety_pin 772; salt_shaker 773; sandal 774; screw 783; shovel 792;
-skirt 601,655,689; sleeping_bag 797; soap_dispenser 804; sock 806; soup_bowl 809;
-spatula 813; speaker 632; still_camera 732,759; strainer 828; stuffed_animal 850;
-suit_jacket 834; sunglasses 837; sweater 841; swimming_trunks 842; t-shirt 610;
-teapot 849; tennis_racket 752; tie 457,906; toaster 859; toilet_paper_roll 999;
-trash_bin 412; tray 868; tv 851; umbrella 879; vacuum_cleaner 882; vase 883;
-wallet 893; watch 531; water_bottle 898; weight_exercise 543; weight_scale 778;
-wheel 479,694; whistle 902; wine_bottle 907; winter_glove 658; wok 909
-"""
-
-OBJECTNET_CLASSES = {
-    name: tuple(int(number) for number in numbers.split(","))
-    for name, numbers in (entry.split() for entry in _OBJECTNET.split(";"))
-}
 
 SOURCES["folder"] = SourceType(
     open=_folder_of_config,

@@ -1,11 +1,12 @@
-"""Opens the data set that a config names, checks it, and leaves records out of it.
+"""Opens the data set that a config or a command line names.
 
-Training without some records, such as near-duplicates of test images, is a source that
-skips them, see `exclude`.
+`exclude` leaves records out, such as near-duplicates of test images. On a command line a
+split of a data set is NAME[@DIR][#SPLIT], see `parse_spec`.
 """
 
 import contextlib
 import dataclasses
+import os
 import pathlib
 import re
 import zlib
@@ -17,12 +18,12 @@ from jaxtyping import Integer
 from vit_jax import files
 from vit_jax.data.config import DataConfig
 from vit_jax.data.fingerprint import Entries
-from vit_jax.data.sources import custom, folder, parquet, table, tfds, vtab  # noqa: F401 (each registers its own)
+from vit_jax.data.sources import custom, folder, parquet, table, tfds, vtab  # noqa: F401 (for SOURCES)
 from vit_jax.data.sources.arrays import ArraySource
 from vit_jax.data.sources.base import SOURCES, Derived, Source, SourceType, check_label
 from vit_jax.errors import NoLabels, UserError
 
-# Of a config, a split and what opens it, the innermost last.
+# From a config, a split and the function that opens it to the source; innermost last.
 Opener = Callable[[DataConfig, str, Callable[[], Source]], Source]
 _openers: list[Opener] = []
 
@@ -40,12 +41,9 @@ def opened_by(opener: Opener):
 def open_source(data: DataConfig, split: str) -> Source:
     """Opens a split of the configured data set and checks it against the config.
 
-    Args:
-      data: `config.data`.
-      split: split expression, see `splits.py`; `data.split` for training.
-
     Raises:
-      UserError: the set, the split, a size, or a label is not as the config says.
+      UserError: the set or the split does not exist, or its size, its classes or a label
+        contradict the config.
     """
     try:
         source = open_unchecked(data, split)
@@ -53,44 +51,28 @@ def open_source(data: DataConfig, split: str) -> Source:
         raise UserError(
             f"{error}; or set --config.data.num_classes=0 to learn without labels"
         ) from error
-    _check(source, data, split)
-    if data.exclude and split == data.split:
-        source = exclude(source, data.exclude)
-    return source
-
-
-def open_unchecked(data: DataConfig, split: str) -> Source:
-    """Opens a split as `open_source` does, whatever classes and size it has.
-
-    Raises:
-      NoLabels: it has no labels, and `data.num_classes` is not 0.
-      UserError: there is no such set or split.
-    """
-    if _openers:
-        return _openers[-1](data, split, lambda: _open(data, split))
-    return _open(data, split)
-
-
-def source_type(name: str) -> SourceType:
-    """Returns the kind of data set that a `data.name` is of."""
-    found = (kind for kind in SOURCES.values() if re.fullmatch(kind.pattern, name))
-    return next(found, tfds.TYPE)
-
-
-def _open(data: DataConfig, split: str) -> Source:
-    return source_type(data.name).open(data, split)
-
-
-def _check(source: Source, data: DataConfig, split: str) -> None:
     if data.num_classes:
         _check_classes(source, data)
-    stated = split == data.split and data.num_examples
-    generated = source_type(data.name).generated
-    if stated and not generated and data.num_examples != len(source):
+    trained = split == data.split
+    checked = trained and data.num_examples and not source_type(data.name).generated
+    if checked and data.num_examples != len(source):
         raise UserError(
             f"data.num_examples={data.num_examples}, but split {split!r} of {data.name} has "
             f"{len(source)}: set --config.data.num_examples={len(source)}"
         )
+    return exclude(source, data.exclude) if trained and data.exclude else source
+
+
+def open_unchecked(data: DataConfig, split: str) -> Source:
+    """Opens a split with any classes and size; for the errors see `SourceType.open`."""
+    open_split = lambda: source_type(data.name).open(data, split)
+    return _openers[-1](data, split, open_split) if _openers else open_split()
+
+
+def source_type(name: str) -> SourceType:
+    """Returns the kind of data set of a `data.name`."""
+    kinds = (kind for kind in SOURCES.values() if re.fullmatch(kind.pattern, name))
+    return next(kinds, tfds.TYPE)
 
 
 def _check_classes(source: Source, data: DataConfig) -> None:
@@ -108,14 +90,11 @@ def _check_classes(source: Source, data: DataConfig) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Excluding(Derived):
-    """A source less some of its records.
+    """A source without some of its records.
 
-    Attributes:
-      source: all records; without its images if those lie in memory.
-      gaps: sorted; where each left-out record stood among those that stay. Costs
-        memory for the records left out, not for the millions that stay.
-      images: of the records that stay, or None.
-      labels: of the records that stay, or None.
+    `gaps` is the position of each excluded record among the others, sorted: it costs memory
+    for the records excluded, not for the millions that stay. Images in memory are copied
+    without the excluded ones, and `source` is then without its images.
     """
 
     source: Source
@@ -142,16 +121,16 @@ class Excluding(Derived):
             return super().known_labels()
         labels = self.source.known_labels()
         if isinstance(labels, list):
-            gone = set(self._left_out().tolist())
-            return [each for i, each in enumerate(labels) if i not in gone]
-        return None if labels is None else np.delete(labels, self._left_out())
+            excluded = set(self._excluded().tolist())
+            return [each for i, each in enumerate(labels) if i not in excluded]
+        return None if labels is None else np.delete(labels, self._excluded())
 
     def entries(self) -> Entries:
         if self.images is not None:
             return super().entries()
         every = self.source.entries()
         # Records cannot be taken off a shard: one more entry stands for them.
-        sums = zlib.crc32(self._left_out().astype("<i8").tobytes())
+        sums = zlib.crc32(self._excluded().astype("<i8").tobytes())
         labels, sizes = (
             None if values is None else np.append(values, 0)
             for values in (every.labels, every.sizes)
@@ -159,8 +138,8 @@ class Excluding(Derived):
         names = [*every.names, f"{len(self.gaps)} records left out ({sums:08x})"]
         return every._replace(names=names, labels=labels, sizes=sizes)
 
-    def _left_out(self) -> Integer[np.ndarray, " M"]:
-        """Returns the numbers of the records that are left out."""
+    def _excluded(self) -> Integer[np.ndarray, " M"]:
+        """Returns the numbers of the excluded records."""
         return self.gaps + np.arange(len(self.gaps))
 
     def _inner(self, i: int) -> int:
@@ -170,36 +149,33 @@ class Excluding(Derived):
 
 
 def exclude(source: Source, path: str) -> Excluding:
-    """Returns a source without the records that a file names.
+    """Returns a source without the records that a file names, see `read_ids`.
 
-    Args:
-      source: data set.
-      path: text file of record ids, one a line; a line of "# ..." is a comment. Ids of the
-        data set that the source's split does not select change nothing, unless a user's
-        own source lacks `locate`: they are an error then.
+    Ids of other splits of the data set change nothing; where a user's source lacks `locate`
+    they are an error.
 
     Raises:
-      UserError: no such file, the data set lacks a record, or none stays.
+      UserError: the file or a record does not exist, or no record stays.
     """
     record_ids = read_ids(path)
     try:
-        found = np.unique(np.asarray(source.locate(record_ids), np.int64))
+        excluded = np.unique(np.asarray(source.locate(record_ids), np.int64))
     except KeyError as error:
         raise UserError(
             f"data.exclude={path!r}: line {_line(path, error.args[0])} names record "
             f"{error.args[0]!r}, which the data set lacks; its records are named as "
             f"{source.record_id(0)!r}"
         ) from error
-    if len(found) == len(source):
+    if len(excluded) == len(source):
         raise UserError(
             f"data.exclude={path!r} names all {len(source)} records of the training "
-            "split: nothing is left to train on"
+            "split: leave one to train on"
         )
-    gaps = found - np.arange(len(found))
+    gaps = excluded - np.arange(len(excluded))
     if source.images is None:
         return Excluding(source, gaps)
     images, labels = (
-        None if values is None else np.delete(values, found, 0)
+        None if values is None else np.delete(values, excluded, 0)
         for values in (source.images, source.labels)
     )
     if isinstance(source, ArraySource):  # Else all images would stay in memory twice.
@@ -209,13 +185,10 @@ def exclude(source: Source, path: str) -> Excluding:
 
 
 def read_ids(path: str) -> list[str]:
-    """Reads a file of record ids, one a line.
+    """Reads a file of record ids, one per line; raises UserError if it cannot be read.
 
-    Blank lines do not count, nor do comments: "#" alone, or before a space. An id may
-    begin with one, as "#1/a.jpg".
-
-    Raises:
-      UserError: it cannot be read.
+    Blank lines and comments are ignored. A comment is "#" alone or before a space; an id
+    may begin with one, as "#1/a.jpg".
     """
     files.check("data.exclude", pathlib.Path(path).expanduser())
     try:
@@ -232,3 +205,49 @@ def read_ids(path: str) -> list[str]:
 def _line(path: str, record_id: str) -> int:
     text = pathlib.Path(path).expanduser().read_text("utf-8")
     return [line.strip() for line in text.splitlines()].index(record_id) + 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Spec:
+    """One split of a data set; the values are those of the keys of `config.data`."""
+
+    name: str
+    data_dir: str
+    split: str
+    image_key: str = "image"  # The text has no place for it.
+
+    def __str__(self) -> str:
+        where = f"@{self.data_dir}" if self.data_dir else ""
+        return f"{self.name}{where}#{self.split}"
+
+    def open(self) -> Source:
+        """Opens the split without its labels; raises UserError if it does not exist."""
+        data = DataConfig(**dataclasses.asdict(self), num_classes=0)
+        # Nothing is trained, so that the checks against a config's sizes do not apply.
+        return open_unchecked(data, self.split)
+
+
+def parse_spec(text: str, default_split: str) -> Spec:
+    """Parses NAME[@DIR][#SPLIT], where `default_split` replaces a missing split.
+
+    The name ends at the first "@", the folder at the last "#".
+
+    Raises:
+      UserError: the name, the folder or the split is empty.
+    """
+    # A split has no "#", but a folder may.
+    rest, hash_sign, split = text.rpartition("#")
+    if not hash_sign:
+        rest, split = text, default_split
+    name, at, data_dir = rest.partition("@")
+    if not name.strip() or (at and not data_dir) or not split.strip():
+        raise UserError(
+            f"{text!r} is not NAME[@DIR][#SPLIT]: write as cifar10#test or "
+            "folder@/data/flowers#val"
+        )
+    return Spec(name.strip(), os.path.expanduser(data_dir), split.strip())
+
+
+def parse_specs(text: str, default_split: str) -> list[Spec]:
+    """Parses specs between commas, as `parse_spec`; commas in parentheses are of a split."""
+    return [parse_spec(one, default_split) for one in re.split(r",(?![^(]*\))", text)]

@@ -1,8 +1,8 @@
 """Image data sets in Parquet files, laid out as on the Hugging Face hub.
 
 Sets on the hub are named hf://datasets/OWNER/NAME, then @REVISION and /FOLDER where
-needed. Their files are downloaded once, into the hub's own cache; without a network
-that cache is read.
+needed. Their files are downloaded once, into the cache of huggingface_hub, which is read
+without a network.
 """
 
 import dataclasses
@@ -30,14 +30,14 @@ _PREFIX = "hf://datasets/"
 _NAME = re.compile(
     r"hf://datasets/(?P<repo>[^/@]+/[^/@]+)(@(?P<revision>[^/@]+))?(/(?P<folder>.+?))?/?"
 )
-# How the hub names the files of a split: data/train-00000-of-00005.parquet, with a
-# hash behind it in older sets; train/0000.parquet in converted ones; train.parquet.
+# The hub names the files of a split data/train-00000-of-00005.parquet, followed by a hash
+# in older sets; train/0000.parquet in converted ones; or train.parquet.
 _SHARD = re.compile(r"(?P<split>.+?)-(?P<number>\d+)-of-(?P<count>\d+)(-[0-9a-f]{8,})?")
 _OPEN_FILES = 64
 
 
 class _Local(threading.local):
-    """Open files and the row group last read, of each thread: a reader is used by one."""
+    """Open files and the row group last read, per thread: readers are not thread-safe."""
 
     def __init__(self):
         self.files, self.group, self.columns = {}, None, {}
@@ -54,17 +54,12 @@ class ParquetSource(Numbered):
     reading of its group, unless the same thread read another of it just before.
 
     Attributes:
-      name: data set and split, for messages.
       root: folder that holds the files.
-      files: of all splits that are used, in order.
-      groups: first row of each row group, over the files; one more at the end.
-      pieces: of each group, its file and its number in it.
+      files: paths of all splits that are used, in order.
+      groups: first row of each row group, over the files, and the end of the last.
+      pieces: file of each group, and the group's number in it.
       starts: split -> its first row over the files.
-      image_key: column of the images.
-      label_key: column of the class numbers; None: labels are not read.
-      caption_key: column of the captions; "": they are not read.
-      class_names: may be empty.
-      numbering: which records of the data set these are.
+      label_key, caption_key: columns; None or "" if they are not read.
     """
 
     name: str
@@ -79,9 +74,6 @@ class ParquetSource(Numbered):
     class_names: tuple[str, ...]
     numbering: splits.Numbering
     images = labels = None  # Not in memory.
-
-    def __len__(self) -> int:
-        return len(self.numbering)
 
     def __getitem__(self, i: int) -> dict:
         split, _, number = self.record_id(i).rpartition("/")
@@ -101,18 +93,18 @@ class ParquetSource(Numbered):
 
     def entries(self) -> Entries:
         names = [os.path.relpath(path, self.root) for path in self.files]
-        labels, sizes = None, [_sum_of_metadata(path) for path in self.files]
+        sizes = np.array([_metadata_sum(path) for path in self.files], np.int64)
+        labels = captions_ = None
         if self.label_key is not None:
-            labels = [_sum_of_labels(path, self.label_key) for path in self.files]
-            labels = np.array(labels, np.int64)
-        texts = None
+            sums = [_label_sum(path, self.label_key) for path in self.files]
+            labels = np.array(sums, np.int64)
         if self.caption_key:
-            sums = (_sum_of_captions(path, self.caption_key) for path in self.files)
-            texts = dict(zip(names, sums, strict=True))
-        return Entries("shards", names, labels, np.array(sizes, np.int64), texts)
+            sums = (_caption_sum(path, self.caption_key) for path in self.files)
+            captions_ = dict(zip(names, sums, strict=True))
+        return Entries("shards", names, labels, sizes, captions_)
 
     def _group(self, group: int) -> dict:
-        """Returns the columns of a row group that are read, by name."""
+        """Returns the columns of a row group, by name."""
         path, at = self.pieces[group]
         keys = self.image_key, self.label_key, self.caption_key
         columns = [key for key in keys if key]
@@ -131,16 +123,7 @@ class ParquetSource(Numbered):
 
 
 def open_parquet(data: DataConfig, split: str) -> ParquetSource | ArraySource:
-    """Opens a split of Parquet files, or decodes it into memory if it is small.
-
-    Args:
-      data: `config.data`; its name is "parquet" or hf://datasets/OWNER/NAME.
-      split: split expression.
-
-    Raises:
-      NoLabels: no such column of class numbers, or nothing in it.
-      UserError: no such set, split or column, or a file is damaged.
-    """
+    """Opens a split of Parquet files, or decodes it into memory if it is small."""
     name = data.name
     root = download(name) if is_hub(name) else os.path.expanduser(data.data_dir)
     files = files_of_splits(root, name) if os.path.isdir(root) else {}
@@ -149,20 +132,20 @@ def open_parquet(data: DataConfig, split: str) -> ParquetSource | ArraySource:
             f"data.data_dir={data.data_dir!r} is not a folder: data.name='parquet' reads "
             "data_dir/**/train-00000-of-00005.parquet"
         )
-    # Of splits that are not used the sizes count, for the names of records.
+    # The sizes of splits that are not used count too, for the names of records.
     lengths = {
         key: {path: _group_lengths(path, name) for path in files[key]} for key in files
     }
-    sizes = {key: sum(map(sum, found.values())) for key, found in lengths.items()}
+    sizes = {key: sum(map(sum, each.values())) for key, each in lengths.items()}
     numbering = splits.Numbering.of(split, sizes, name)
 
     used = [key for key in files if key in splits.names(split)]
     by_file = {path: groups for key in used for path, groups in lengths[key].items()}
     paths = tuple(by_file)
-    there = column_names(paths[0])
-    check_known("image_key", [data.image_key], there, name)
+    columns = column_names(paths[0])
+    check_known("image_key", [data.image_key], columns, name)
     if data.caption_key:
-        check_known("caption_key", [data.caption_key], there, name)
+        check_known("caption_key", [data.caption_key], columns, name)
     label_key = data.label_key if data.num_classes else None
     first_rows = np.cumsum([0, *(sizes[key] for key in used)])
     source = ParquetSource(
@@ -170,9 +153,7 @@ def open_parquet(data: DataConfig, split: str) -> ParquetSource | ArraySource:
         root=root,
         files=paths,
         groups=np.cumsum([0, *(n for groups in by_file.values() for n in groups)]),
-        pieces=[
-            (path, i) for path, found in by_file.items() for i in range(len(found))
-        ],
+        pieces=[(path, i) for path, each in by_file.items() for i in range(len(each))],
         starts=dict(zip(used, first_rows.tolist(), strict=False)),
         image_key=data.image_key,
         label_key=label_key,
@@ -189,16 +170,11 @@ def is_hub(name: str) -> bool:
 
 
 def download(name: str) -> str:
-    """Downloads a data set's Parquet files, as far as they are not there yet.
-
-    Args:
-      name: as "hf://datasets/ylecun/mnist" or "hf://datasets/o/n@main/folder".
-
-    Returns:
-      The local folder that holds them.
+    """Downloads a data set's Parquet files unless they are cached; returns their folder.
 
     Raises:
-      UserError: a bad name, no such set, or neither network nor a copy.
+      UserError: the name is malformed, the set does not exist, or neither the network nor
+        the cache has it.
     """
     match = _NAME.fullmatch(name)
     if not match:
@@ -218,15 +194,11 @@ def download(name: str) -> str:
 
 
 def files_of_splits(root: str, name: str) -> dict[str, list[str]]:
-    """Finds the Parquet files of each split, in the order of their numbers.
-
-    Args:
-      root: local folder.
-      name: of the data set, for messages.
+    """Returns the Parquet files of each split in a folder, in the order of their numbers.
 
     Raises:
-      UserError: no files, a file of a split is missing, or several folders hold files
-        of the same split.
+      UserError: there are no files, a file of a split is missing, or several folders hold
+        files of the same split; the message says `name`.
     """
     paths = sorted(pathlib.Path(root).rglob("*.parquet"))
     if not paths:
@@ -234,10 +206,10 @@ def files_of_splits(root: str, name: str) -> dict[str, list[str]]:
             f"data.name={name!r}: no *.parquet files below {root!r}: set data.data_dir "
             "to a folder with files such as train-00000-of-00005.parquet"
         )
-    found: dict[str, list[pathlib.Path]] = {}
+    by_split: dict[str, list[pathlib.Path]] = {}
     for path in paths:
-        found.setdefault(_split_of(path), []).append(path)
-    return {split: _ordered(split, group, name) for split, group in found.items()}
+        by_split.setdefault(_split_of(path), []).append(path)
+    return {split: _ordered(split, group, name) for split, group in by_split.items()}
 
 
 def _open(path: str):
@@ -251,35 +223,32 @@ def _open(path: str):
     return _local.files[path]
 
 
-def _sum_of_labels(path: str, label_key: str) -> int:
+def _label_sum(path: str, label_key: str) -> int:
     """Returns a checksum of a file's labels."""
     labels = _column(path, label_key)
-    values = labels.to_numpy().astype(np.float64)  # Whole numbers, or none (NaN).
+    values = labels.to_numpy().astype(np.float64)  # Whole numbers, or NaN for none.
     return zlib.crc32(values.tobytes())
 
 
-def _sum_of_captions(path: str, caption_key: str) -> int:
+def _caption_sum(path: str, caption_key: str) -> int:
     """Returns a checksum of a file's captions."""
-    found = 0
+    checksum = 0
     for chunk in _column(path, caption_key).chunks:
         texts = [captions.of_value(value) for value in chunk.to_pylist()]
-        found = zlib.crc32(json.dumps(texts).encode(), found)
-    return found
+        checksum = zlib.crc32(json.dumps(texts).encode(), checksum)
+    return checksum
 
 
 def _column(path: str, name: str):
     import pyarrow.parquet as pq
 
-    # Its own threads, as of `read_table`, cost six times as much here.
+    # With Arrow's threads, as in `read_table`, it takes six times as long.
     with pq.ParquetFile(path, memory_map=True) as reader:
         return reader.read(columns=[name], use_threads=False).column(0)
 
 
-def _sum_of_metadata(path: str) -> int:
-    """Returns a checksum of a file's size and metadata.
-
-    The metadata has the place, size and statistics of every piece of a column.
-    """
+def _metadata_sum(path: str) -> int:
+    """Returns a checksum of a file's size and of its metadata, which describe each column."""
     with open(path, "rb") as file:
         size = file.seek(-8, os.SEEK_END) + 8
         length = int.from_bytes(file.read(4), "little")
@@ -295,14 +264,14 @@ def _group_lengths(path: str, name: str) -> list[int]:
         metadata = pq.read_metadata(path)
     except (OSError, pa.ArrowException) as error:
         raise UserError(
-            f"data.name={name!r}: {path} is no whole Parquet file "
+            f"data.name={name!r}: {path} is not a whole Parquet file "
             f"({str(error).splitlines()[0]}): download or write it again"
         ) from error
     return [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
 
 
 def column_names(path: str) -> list[str]:
-    """Returns the columns of a file."""
+    """Returns the names of the columns of a file."""
     import pyarrow.parquet as pq
 
     return pq.read_schema(path).names
@@ -337,10 +306,10 @@ def _is_empty(path: str, column: str) -> bool:
     metadata = pq.read_metadata(path)
     at = metadata.schema.names.index(column)
     groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
-    found = [(group.num_rows, group.column(at).statistics) for group in groups]
+    known = [(group.num_rows, group.column(at).statistics) for group in groups]
     return all(
-        known is not None and known.has_null_count and known.null_count >= rows
-        for rows, known in found
+        stats and stats.has_null_count and stats.null_count >= rows
+        for rows, stats in known
     )
 
 
@@ -352,8 +321,7 @@ def _bytes(cell: bytes | Mapping | None) -> bytes:
 
 
 def _split_of(path: pathlib.Path) -> str:
-    match = _SHARD.fullmatch(path.stem)
-    if match:
+    if match := _SHARD.fullmatch(path.stem):
         return match["split"]
     return path.parent.name if path.stem.isdecimal() else path.stem
 
@@ -366,8 +334,8 @@ def _ordered(split: str, paths: Sequence[pathlib.Path], name: str) -> list[str]:
             f"({', '.join(folders)}): choose one, as a further part of "
             "hf://datasets/OWNER/NAME/FOLDER or of data.data_dir"
         )
-    matches = [_SHARD.fullmatch(path.stem) for path in paths]
-    counts = {int(match["count"]) for match in matches if match}
+    matches = filter(None, (_SHARD.fullmatch(path.stem) for path in paths))
+    counts = {int(match["count"]) for match in matches}
     if counts and counts != {len(paths)}:
         raise UserError(
             f"data.name={name!r}: split {split!r} has {len(paths)} of "

@@ -1,12 +1,12 @@
 """Image files and their labels by a table: CSV, TSV, JSON, JSON Lines or Parquet.
 
-`data.data_dir` is the file, or a folder with one file a split: train.csv, val.csv. Its
+`data.data_dir` is the file, or a folder with one file per split: train.csv, val.csv. Its
 column `data.image_key` has paths, relative to the table's folder or to `data.image_dir`,
-and `data.label_key` the names or numbers of classes. A column named "split" says which
-split a row is of; without one, a single file is one split named "all". With
-`data.multi_label` a row has several labels, or none: a list, or names with "|", ";" or ","
-between them. Several columns in `data.label_key`, with "," between them, are one class
-each, with 1 where an image has it, and 0, -1 (uncertain, as in CheXpert) or nothing else.
+and `data.label_key` the names or numbers of classes. A column "split" has the split of
+each row; without one, a single file is one split named "all". With `data.multi_label` a
+row has any number of labels: a list, or names separated by "|", ";" or ",". Several columns
+in `data.label_key`, separated by ",", are one class each, with 1 where an image has it,
+else 0, -1 (uncertain, as in CheXpert) or nothing.
 """
 
 import collections
@@ -31,24 +31,19 @@ from vit_jax.data.sources.base import (
     warn_of_twins,
 )
 from vit_jax.data.sources.folder import EXTENSIONS as IMAGES
-from vit_jax.data.sources.folder import (
-    WHOLE,
-    FolderSource,
-    in_order,
-    visible_folders,
-)
+from vit_jax.data.sources.folder import WHOLE, FolderSource, in_order, visible_folders
 from vit_jax.errors import NoLabels, UserError
 
 EXTENSIONS = (".csv", ".tsv", ".jsonl", ".ndjson", ".parquet")
-SPLIT = "split"  # Column that says which split a row is of.
-_BETWEEN = re.compile(r"[|;,]")  # Between the labels of a row.
-_DELIMITERS = ",;\t"  # Of CSV files; spreadsheets write the last two too.
+SPLIT = "split"  # Column with the split of each row.
+_BETWEEN = re.compile(r"[|;,]")  # Separators of the labels of a row.
+_DELIMITERS = ",;\t"  # In CSV files; spreadsheets write the last two too.
 _PATH, _CLASSES = 300, 20  # Characters of a path, and classes, in a message.
 
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """The rows of the table in the file `path`, from column to value, in their order."""
+    """The rows of the table in the file `path`: dicts from column to value."""
 
     path: pathlib.Path
     columns: tuple[str, ...]
@@ -57,7 +52,7 @@ class Table:
 
 @dataclasses.dataclass(frozen=True)
 class _Row:
-    """A row of a table, and its number from 1."""
+    """A row of a table; numbers count from 1."""
 
     table: Table
     number: int
@@ -68,19 +63,13 @@ class _Row:
 
 
 def open_table(data: DataConfig, split: str) -> FolderSource:
-    """Lists the images of a split of a table, each once.
-
-    Records stand in an order hashed from their paths, as those of folders do.
-
-    Args:
-      data: `config.data`; the classes are those of the first split of `data.split`.
-      split: split expression.
+    """Lists the images of a split of a table, each once, in an order hashed from their paths.
 
     Raises:
-      NoSplit: there is none of that name.
-      NoLabels: no column of labels.
-      UserError: the table cannot be read, lacks a column, names a file that is missing,
-        gives one file two labels, or lists one to train on in a validation or test split.
+      NoSplit: no row has that split.
+      NoLabels: the column of labels is missing or empty.
+      UserError: the table cannot be read, lacks a column, names a missing file, gives
+        one file two labels, or lists a training file for validation.
     """
     tables = read_splits(data.data_dir)
     rows = collections.defaultdict(list)
@@ -93,16 +82,16 @@ def open_table(data: DataConfig, split: str) -> FolderSource:
                 columns = label_columns(data.label_key, table.columns)
                 check_known("label_key", columns, table.columns, table.path)
         for number, cells in enumerate(table.rows, 1):
-            # Of a file that is a split, the column says nothing more.
-            of = _text(cells[SPLIT]) if name == WHOLE and SPLIT in cells else name
-            rows[of].append(_Row(table, number, cells))
+            # Where each file is a split, the column is not read.
+            by_column = name == WHOLE and SPLIT in cells
+            row_split = _text(cells[SPLIT]) if by_column else name
+            rows[row_split].append(_Row(table, number, cells))
     warn_of_twins("splits", rows)
     paths = _Paths.of(data, tables)
     _check_apart(paths, rows)
     classes = {}
     if data.num_classes:
-        # It may be missing.
-        splits.select(first, dict.fromkeys(rows, 1), data.data_dir)
+        splits.select(first, dict.fromkeys(rows, 1), data.data_dir)  # Raises NoSplit.
         names = class_names(data, (row.cells for row in rows[first]))
         warn_of_twins("classes", names)
         classes = {name: number for number, name in enumerate(names)}
@@ -117,7 +106,7 @@ def open_table(data: DataConfig, split: str) -> FolderSource:
 
 
 def label_columns(label_key: str, columns: Collection[str]) -> list[str]:
-    """Returns the columns that `data.label_key` names: one, or one a class."""
+    """Returns the columns in `data.label_key`: one, or one per class."""
     if label_key in columns:
         return [label_key]
     return [column.strip() for column in label_key.split(",")]
@@ -131,17 +120,17 @@ def class_names(data: DataConfig, rows: Iterable[Mapping]) -> list[str]:
     rows = list(rows)
     if len(columns := label_columns(data.label_key, rows[0])) > 1:
         return columns
-    found = {name for row in rows for name in _labels(data, row)}
-    if not found:
+    names = {name for row in rows for name in _labels(data, row)}
+    if not names:
         raise NoLabels(f"data.label_key={data.label_key!r}: this column is empty")
-    numbers = all(re.fullmatch(r"-?\d+", name) for name in found)
-    return sorted(found, key=int if numbers else None)
+    numbers = all(re.fullmatch(r"-?\d+", name) for name in names)
+    return sorted(names, key=int if numbers else None)
 
 
 def flag(value: object) -> int | None:
-    """Returns 0, 1 or -1 of a cell that says whether an image has a label, or None.
+    """Returns the value of a cell in a column of a class: 0 (also if empty), 1 or -1.
 
-    An empty cell is 0. None is for any other value.
+    None if it has any other value.
     """
     try:
         number = float(value or 0)
@@ -153,32 +142,28 @@ def flag(value: object) -> int | None:
 
 
 def read_splits(place: str) -> dict[str, Table]:
-    """Returns the tables of a file or folder by split; of a file, as `WHOLE`.
+    """Returns the tables of a file or folder by split; that of a file under `WHOLE`.
 
     Raises:
-      UserError: there is none, or one cannot be read.
+      UserError: there is no table, or one cannot be read.
     """
     path = pathlib.Path(place).expanduser()
     if path.is_file():
         return {WHOLE: read(str(path), path.stat().st_mtime_ns)}
-    there = sorted(path.iterdir()) if path.is_dir() else []
-    found = {each.stem: each for each in there if each.suffix.lower() in EXTENSIONS}
-    if not found:
+    entries = sorted(path.iterdir()) if path.is_dir() else []
+    paths = {each.stem: each for each in entries if each.suffix.lower() in EXTENSIONS}
+    if not paths:
         raise UserError(
             f"data.data_dir={place!r} is no table, nor a folder of tables "
             f"({', '.join(EXTENSIONS)}): data.name='table' reads paths and labels from one"
         )
     return {
-        name: read(str(each), each.stat().st_mtime_ns) for name, each in found.items()
+        name: read(str(each), each.stat().st_mtime_ns) for name, each in paths.items()
     }
 
 
 def split_names(place: str) -> list[str]:
-    """Returns the splits of a file or folder in their order; [WHOLE] without splits.
-
-    Raises:
-      UserError: as `read_splits`.
-    """
+    """Returns the splits of a file or folder in their order; [WHOLE] without splits."""
     tables = read_splits(place)
     if list(tables) == [WHOLE] and SPLIT in tables[WHOLE].columns:
         return list(dict.fromkeys(_text(row[SPLIT]) for row in tables[WHOLE].rows))
@@ -187,7 +172,7 @@ def split_names(place: str) -> list[str]:
 
 @functools.lru_cache(maxsize=8)  # A run opens the same file for each of its splits.
 def read(path: str, changed: int) -> Table:
-    """Reads a table; `changed` is when it was written last. Raises UserError if it cannot."""
+    """Reads a table that was modified at time `changed`; raises UserError if damaged."""
     file = pathlib.Path(path)
     try:
         rows = _rows(file)
@@ -228,11 +213,11 @@ def _rows(file: pathlib.Path) -> list:
 
 @dataclasses.dataclass(frozen=True)
 class _Paths:
-    """Where the images of a table lie, and what they are called.
+    """Paths and names of the images of a table.
 
-    Paths are relative to `folder`. `root` is the folder below which images have their names:
-    `folder`, or of absolute paths the folder that all images share, so that names, and with
-    them the order, stay where the images are moved. `key` and `suffix` are of `config.data`.
+    Paths are relative to `folder`. Names are relative to `root`: `folder`, or for absolute
+    paths the folder that all images share, so that names, and with them the order, stay
+    when the images are moved.
     """
 
     folder: str
@@ -248,34 +233,34 @@ class _Paths:
         folder = os.path.normpath(folder)
         paths = cls(folder, folder, data.image_key, data.image_suffix)
         rows = (row for table in tables.values() for row in table.rows)
-        found = [str(row[paths.key]) for row in rows if row.get(paths.key)]
-        if not any(map(os.path.isabs, found)):
+        written = [str(row[paths.key]) for row in rows if row.get(paths.key)]
+        if not any(map(os.path.isabs, written)):
             return paths
-        above = {os.path.dirname(os.path.join(folder, path)) for path in found}
+        above = {os.path.dirname(os.path.join(folder, path)) for path in written}
         root = os.path.commonpath(list(map(os.path.normpath, above)))
         return dataclasses.replace(paths, root=root)
 
     def path(self, cells: Mapping) -> str:
         """Returns the path of a row's image."""
-        return os.path.join(self.folder, self._stated(cells))
+        return os.path.join(self.folder, self._written(cells))
 
     def name(self, cells: Mapping) -> str:
         """Returns the path of a row's image relative to `root`."""
         if self.root != self.folder:
             name = os.path.relpath(self.path(cells), self.root)
-        else:  # Not from the path: `root` may itself stand in ../photos/a.jpg.
-            name = os.path.normpath(self._stated(cells))
+        else:  # Not from the path: the table may have ../photos/a.jpg.
+            name = os.path.normpath(self._written(cells))
         return pathlib.PurePath(name).as_posix()
 
-    def _stated(self, cells: Mapping) -> str:
-        stated = f"{cells.get(self.key)}{self.suffix}"
-        if "\\" in stated and not os.path.lexists(os.path.join(self.folder, stated)):
-            return stated.replace("\\", "/")  # Written on Windows.
-        return stated
+    def _written(self, cells: Mapping) -> str:
+        written = f"{cells.get(self.key)}{self.suffix}"
+        if "\\" in written and not os.path.lexists(os.path.join(self.folder, written)):
+            return written.replace("\\", "/")  # Written on Windows.
+        return written
 
 
 def _check_apart(paths: _Paths, rows: Mapping[str, list[_Row]]) -> None:
-    """Raises UserError for a file to train on that also validates; warns if it tests."""
+    """Raises UserError for a training file that also validates; warns if it also tests."""
     train, validation, test = (
         {
             paths.name(row.cells): row
@@ -300,10 +285,10 @@ def _files(
     data: DataConfig, paths: _Paths, classes: Mapping[str, int], rows: Sequence[_Row]
 ) -> list[tuple]:
     """Returns (path relative to root, label, bytes) of the files of rows, each once."""
-    found, first = {}, {}
+    files, first = {}, {}
     for row in rows:
         name, label, size = _file(data, paths, classes, row)
-        if name in found and found[name][1] != label:
+        if name in files and files[name][1] != label:
             column = data.label_key
             raise UserError(
                 f"{row} gives {name} the label {fields.shown(row.cells.get(column))}, and "
@@ -311,26 +296,26 @@ def _files(
                 "one row for each image; several labels stand in one row, as a|b with "
                 "data.multi_label=True"
             )
-        found[name] = name, label, size
+        files[name] = name, label, size
         first.setdefault(name, row)
-    if twice := len(rows) - len(found):
+    if twice := len(rows) - len(files):
         warn(
             f"{data.data_dir}: {twice:,} rows list a file again; each file counts once"
         )
-    return list(found.values())
+    return list(files.values())
 
 
 def _file(
     data: DataConfig, paths: _Paths, classes: Mapping[str, int], row: _Row
 ) -> tuple[str, int | list[int] | None, int]:
     """Returns (path relative to root, label, bytes) of a row."""
-    stated, path = row.cells.get(paths.key), paths.path(row.cells)
+    written, path = row.cells.get(paths.key), paths.path(row.cells)
     try:
-        size = os.stat(path).st_size if stated else -1
+        size = os.stat(path).st_size if written else -1
     except (OSError, ValueError):  # A path may hold a NUL byte.
         size = -1
     if size < 0 or not os.path.isfile(path):
-        raise UserError(_missing(data, row, stated, path))
+        raise UserError(_missing(data, row, written, path))
     name = paths.name(row.cells)
     if not classes:
         return name, None, size
@@ -358,11 +343,11 @@ def _file(
     return name, classes[names[0]], size
 
 
-def _missing(data: DataConfig, row: _Row, stated: object, path: str) -> str:
-    """Returns what is wrong with a row that names no file."""
-    if not isinstance(stated, str | int | None):
+def _missing(data: DataConfig, row: _Row, written: object, path: str) -> str:
+    """Returns the message about a row that names no file."""
+    if not isinstance(written, str | int | None):
         return (
-            f"{row} has {fields.shown(stated)} in column {data.image_key!r}, which is no path: "
+            f"{row} has {fields.shown(written)} in column {data.image_key!r}, not a path: "
             "name the column of paths by data.image_key; images inside Parquet files are "
             "read by data.name='parquet'"
         )
@@ -370,12 +355,12 @@ def _missing(data: DataConfig, row: _Row, stated: object, path: str) -> str:
     folder = os.path.dirname(row.table.path)
     for inside in (*visible_folders(folder), data.image_dir):
         for suffix in (*IMAGES, ""):
-            if os.path.isfile(os.path.join(folder, inside, f"{stated}{suffix}")):
+            if os.path.isfile(os.path.join(folder, inside, f"{written}{suffix}")):
                 keys = {"image_dir": inside, "image_suffix": suffix}
-                stating = [f"--config.data.{k}={v}" for k, v in keys.items() if v]
-                remedy = f"set {' '.join(stating)}"
+                flags = [f"--config.data.{k}={v}" for k, v in keys.items() if v]
+                remedy = f"set {' '.join(flags)}"
     return (
-        f"{row} names the image {fields.shown(stated)}, and there is no file "
+        f"{row} names the image {fields.shown(written)}, and there is no file "
         f"{repr(os.path.normpath(path))[1:-1][:_PATH]}: paths are relative to the table's folder, or "
         f"to data.image_dir; {remedy}"
     )
@@ -386,8 +371,8 @@ def _labels(data: DataConfig, cells: Mapping) -> list[str]:
     columns = label_columns(data.label_key, cells)
     if len(columns) > 1:
         flags = {column: flag(cells.get(column)) for column in columns}
-        for column, found in flags.items():
-            if found is None:
+        for column, value in flags.items():
+            if value is None:
                 raise UserError(
                     f"data.label_key: {fields.shown(cells[column])} in column {column!r} is not "
                     "1, 0, -1 or empty, as columns of classes are"
@@ -397,14 +382,14 @@ def _labels(data: DataConfig, cells: Mapping) -> list[str]:
                 f"{data.data_dir}: labels of -1 (uncertain) count as 0; write 1 in their "
                 "place to count them"
             )
-        return [column for column, found in flags.items() if found == 1]
+        return [column for column, value in flags.items() if value == 1]
     value = cells.get(data.label_key)
     if value is None:
         return []
     if isinstance(value, bytes | Mapping):
         raise UserError(
-            f"data.label_key={data.label_key!r}: {fields.shown(value)} in this column is no "
-            "name or number of a class: name another column"
+            f"data.label_key={data.label_key!r}: {fields.shown(value)} in this column is not "
+            "the name or number of a class: name another column"
         )
     if not data.multi_label:
         return [_text(value)] if _text(value) else []

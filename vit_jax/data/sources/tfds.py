@@ -34,17 +34,13 @@ class TfdsSource(Numbered):
     """Records of a TFDS data set; images stay encoded.
 
     Attributes:
-      name: data set and split, for messages.
-      records: what TFDS stores of each, images encoded.
-      image: record -> encoded bytes or uint8 HWC array.
-      label: record -> class number; None: labels are not read.
-      caption_key: feature of the captions, or of a feature as "captions.text"; "": they
-        are not read.
-      class_names: may be empty.
-      numbering: which records of the data set these are.
-      shards: the files that they lie in; of each the number of records, and the bytes
-        of its whole split.
+      records: features of each record, images encoded.
+      image: function from a record to encoded bytes or a uint8 (H, W, C) array.
+      label: function from a record to its class number; None: labels are not read.
+      shards: file -> its number of records, and the bytes of its whole split.
       version: name and version of the set.
+      caption_key: feature of the captions, perhaps nested, "captions.text"; "" if captions
+        are not read.
     """
 
     name: str
@@ -58,20 +54,17 @@ class TfdsSource(Numbered):
     caption_key: str = ""
     images = labels = None  # Not in memory.
 
-    def __len__(self) -> int:
-        return len(self.records)
-
     def __getitem__(self, i: int) -> dict:
         if not 0 <= i < len(self):
             raise IndexError(i)
         try:
             record = self.records[i]
-        except Exception as error:  # The reader's C++ has no error class of its own.
+        except Exception as error:  # The C++ reader raises no special class.
             raise decode.DamagedImage(f"cannot be read ({error})") from error
         return self._named(record)
 
     def read(self, numbers: range) -> list[dict]:
-        """Reads neighbouring records, each four times cheaper than alone."""
+        """Returns neighbouring records, each four times cheaper than alone."""
         try:
             records = self.records.__getitems__(numbers)
         except Exception as error:
@@ -86,7 +79,7 @@ class TfdsSource(Numbered):
         return [r[name] for part in parts for r in self.records.__getitems__(part)]
 
     def entries(self) -> Entries:
-        # Only what the metadata states, which is the same on a disk and in a bucket.
+        # From the metadata alone, which are the same on a disk and in a bucket.
         checksums = _checksums(next(iter(self.shards)).parent)
         sums = [
             zlib.crc32(f"{length} {checksums.get(path.name)} {size}".encode())
@@ -96,17 +89,14 @@ class TfdsSource(Numbered):
         return Entries("shards", names, None, np.array(sums, np.int64))
 
     def _named(self, record: dict) -> dict:
-        found = {"image": self.image(record)}
+        named = {"image": self.image(record)}
         if self.label is not None:
-            found["label"] = int(self.label(record))
+            named["label"] = int(self.label(record))
         if self.caption_key:
-            inner = functools.reduce(operator.getitem, self._caption_path, record)
-            found[captions.TEXT] = captions.of_value(inner)
-        return found
-
-    @property
-    def _caption_path(self) -> list[str]:
-        return self.caption_key.split(".")
+            path = self.caption_key.split(".")
+            texts = functools.reduce(operator.getitem, path, record)
+            named[captions.TEXT] = captions.of_value(texts)
+        return named
 
 
 def open_tfds(
@@ -119,22 +109,17 @@ def open_tfds(
     title: str = "",
     caption_key: str = "",
 ) -> TfdsSource:
-    """Opens a prepared data set from its files alone.
+    """Opens a prepared data set from its files alone; for the errors see `SourceType.open`.
 
     Args:
-      name: TFDS name, as "cifar10", "eurosat/rgb", "eurosat/rgb:2.0.0" or
+      name: TFDS name, such as "cifar10", "eurosat/rgb", "eurosat/rgb:2.0.0" or
         "caltech101:3.*.*" for the newest of version 3.
-      data_dir: where it was prepared, a folder or gs://...; "" is TFDS's default.
+      data_dir: folder or gs://... where it was prepared; "" is TFDS's default.
       split: split expression.
-      image: feature that holds the image, or what makes it of a record.
-      label: feature that holds the class number, or what makes it of a record; None if
-        labels are not read.
+      image: feature that holds the image, or a function from a record to it.
+      label: the same for the class number; None if labels are not read.
       title: the set's name in messages, if not `name`.
-      caption_key: see `TfdsSource`.
-
-    Raises:
-      NoLabels: no such feature of the class number.
-      UserError: not prepared, not as ArrayRecord, or no such split or feature.
+      caption_key: attribute of `TfdsSource`.
     """
     builder = _builder(name, data_dir)
     features = builder.info.features
@@ -152,7 +137,6 @@ def open_tfds(
         )
 
     used = [builder.info.splits[key] for key in dict(numbering.parts)]
-    shards = _shards(name, used)
     names = ()
     if isinstance(label, Feature):
         names = getattr(features[label.key], "names", None) or ()
@@ -163,14 +147,13 @@ def open_tfds(
         label,
         tuple(names),
         numbering,
-        shards,
+        _shards(name, used),
         builder.info.full_name,
         caption_key,
     )
 
 
 def _records(builder, numbering: splits.Numbering) -> Sequence:
-    """Returns the records of a set as TFDS stores them, images encoded."""
     import tensorflow_datasets as tfds
 
     instructions = [
@@ -178,7 +161,7 @@ def _records(builder, numbering: splits.Numbering) -> Sequence:
         for key, part in numbering.parts
         if len(part)
     ]
-    # Every image, also one that is not used: TFDS would decode it with TensorFlow.
+    # TFDS would decode every image with TensorFlow, even one that is not used.
     decoders = {
         key: tfds.decode.SkipDecoding()
         for key, feature in builder.info.features.items()
@@ -190,22 +173,22 @@ def _records(builder, numbering: splits.Numbering) -> Sequence:
 
 
 def _shards(name: str, used: Sequence) -> dict[os.PathLike, tuple[int, int]]:
-    """Returns the files of splits, each with its records and the bytes of its split."""
+    """Returns the files of splits: number of records and the bytes of the whole split."""
     shards = {
         path: (length, info.num_bytes)
         for info in used
         for path, length in zip(info.filepaths, info.shard_lengths, strict=True)
     }
     for path in shards:
-        # The reader opens files when it comes to them, perhaps hours later. Of a
-        # bucket it would cost a request each.
+        # The reader opens a file when it needs it, perhaps hours later. In a bucket the
+        # check would cost a request per file.
         if "://" not in os.fspath(path) and not os.path.exists(path):
             raise UserError(f"data.name={name!r} lacks {path}: prepare it again")
     return shards
 
 
 def _feature(key, feature, name, features):
-    """Returns what takes a feature of a record, once it is known to be there."""
+    """Returns the function from a record to a feature, which must exist."""
     if callable(feature):
         return feature
     check_known(key, [feature], sorted(features), name, "feature")
@@ -220,23 +203,27 @@ def _feature(key, feature, name, features):
 
 
 def _checksums(folder) -> dict[str, str]:
-    """Returns the checksum of each file of a set that vit_jax.prepare made, else {}."""
+    """Returns the checksum of each file of a set prepared by vit_jax.prepare, else {}."""
     try:
         parts = json.loads((folder / "manifest.json").read_text())["splits"].values()
         return {s["file"]: s["sha256"] for part in parts for s in part["shards"]}
-    except (OSError, ValueError, KeyError, TypeError):  # There is none, or another's.
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+    ):  # No manifest, or another format.
         return {}
 
 
 def find_prepared(name: str, data_dir: str):
     """Returns TFDS's builder of a set that lies in a folder; None if it does not.
 
-    Args:
-      name: TFDS name, see `open_tfds`.
-      data_dir: a folder or gs://...; "" is TFDS's default.
+    Args: as in `open_tfds`.
 
     Raises:
-      UserError: the folder is in a bucket and the packages for that are missing.
+      UserError: the set is damaged, or the folder is in a bucket and the packages for
+        that are missing.
     """
     import tensorflow_datasets as tfds
     from google.protobuf import json_format
@@ -293,21 +280,21 @@ def no_foreign_features(name: str) -> Iterator[None]:
 
 
 def prepare_command(name: str, data_dir: str) -> str:
-    """Returns how to prepare a set; TFDS itself picks "*" in a version."""
-    if name.partition(":")[0] == "imagenet21k":  # Which TFDS cannot make.
+    """Returns the command that prepares a set."""
+    if name.partition(":")[0] == "imagenet21k":  # TFDS cannot make it.
         return (
             "register at image-net.org, unpack the archive of each class to "
             "FOLDER/full/<class>, then: python -m vit_jax.prepare --dataset=folder "
             f"--from=FOLDER --name=imagenet21k --data_dir={data_dir}"
         )
-    name = name.split(":")[0] if "*" in name else name
+    name = name.split(":")[0] if "*" in name else name  # TFDS chooses the version.
     return f"python -m vit_jax.prepare --dataset={name} --data_dir={data_dir}"
 
 
 def is_readable(builder) -> bool:
     """Returns whether a set was prepared in the one format that has random access."""
-    formats = {found.value for found in builder.info.available_file_formats()}
-    return "array_record" in formats
+    formats = builder.info.available_file_formats()
+    return any(each.value == "array_record" for each in formats)
 
 
 def _builder(name: str, data_dir: str):
@@ -324,20 +311,18 @@ def _builder(name: str, data_dir: str):
         )
     if not is_readable(builder):
         formats = builder.info.available_file_formats()
-        found = ", ".join(sorted(f.value for f in formats)) or "an unknown format"
+        shown = ", ".join(sorted(f.value for f in formats)) or "an unknown format"
         raise UserError(
-            f"data.name={name!r} in {builder.data_dir} is prepared as {found}, but "
+            f"data.name={name!r} in {builder.data_dir} is prepared as {shown}, but "
             f"only array_record can be read in any order. To prepare: {build}"
         )
     return builder
 
 
 def _of_config(data: DataConfig, split: str) -> TfdsSource | ArraySource:
-    keys = data.image_key, data.label_key if data.num_classes else None
-    source = open_tfds(
-        data.name, data.data_dir, split, *keys, caption_key=data.caption_key
-    )
-    return small_in_memory(source, data)
+    label_key = data.label_key if data.num_classes else None
+    where = data.name, data.data_dir, split, data.image_key, label_key
+    return small_in_memory(open_tfds(*where, caption_key=data.caption_key), data)
 
 
 # Not in SOURCES: it opens every name that no other source claims.

@@ -20,7 +20,7 @@ from vit_jax.data.sources.tfds import Feature, TfdsSource, find_prepared, open_t
 from vit_jax.errors import NoSplit, UserError
 
 _VEHICLES = 3  # Kitti's first object types: car, van, truck.
-_NO_VEHICLE = 1000.0  # Metres; beyond the last bound, so a class of its own.
+_NO_VEHICLE = 1000.0  # Metres; beyond the last bound, so a separate class.
 _IMAGE, _LABEL = Feature("image"), Feature("label")
 
 
@@ -72,16 +72,11 @@ class VtabTask:
 
     Attributes:
       tfds: name and version of the TFDS set.
-      group: "natural", "specialised" or "structured".
-      num_classes: number of classes.
-      val200: the 200 images on which hyper-parameters are chosen; the 800 to train on
-        are always train[:800].
-      test: the images on which results are reported.
-      ops: the baseline's training transforms, by name: "crop" is
+      val200: split of the 200 images on which hyper-parameters are chosen; the 800 to
+        train on are always train[:800].
+      ops: baseline's training transforms, by name: "crop" is
         resize(448) | random_crop(384).
-      label: record -> class number.
-      image: record -> image.
-      newer: a later version with the same images, for who cannot prepare `tfds`.
+      newer: later version with the same images, where `tfds` cannot be prepared.
     """
 
     tfds: str
@@ -96,7 +91,7 @@ class VtabTask:
 
     @property
     def splits(self) -> dict[str, str]:
-        """Returns the benchmark's name of each split and its expression in TFDS."""
+        """Split names of the benchmark -> split expressions of TFDS."""
         return {
             "train800": "train[:800]",
             "val200": self.val200,
@@ -166,7 +161,7 @@ TASKS = {
 
 
 def task(name: str) -> VtabTask:
-    """Returns the task that data.name asks for, as "vtab/clevr_count"; raises UserError."""
+    """Returns the task of a data.name such as "vtab/clevr_count"; raises UserError."""
     known = name.removeprefix("vtab/")
     if known not in TASKS:
         raise UserError(
@@ -177,21 +172,12 @@ def task(name: str) -> VtabTask:
 
 
 def open_task(data: DataConfig, split: str) -> TfdsSource | ArraySource:
-    """Opens a split of a task from its prepared TFDS set.
-
-    Args:
-      data: `config.data`; its name is as "vtab/clevr_count".
-      split: "train800", "val200", "train800val200" or "test".
-
-    Raises:
-      UserError: no such task or split, or the TFDS set is not prepared.
-    """
-    found, name = task(data.name), data.name
-    expression = found.resolve(split, name)
-    prepared = found.tfds
-    if found.newer and find_prepared(prepared, data.data_dir) is None:
-        prepared = found.newer
-    columns, title = (found.image, found.label), f"{name} ({prepared})"
+    """Opens a split of a task ("train800", "val200", ...) from its prepared TFDS set."""
+    chosen, name, prepared = task(data.name), data.name, task(data.name).tfds
+    expression = chosen.resolve(split, name)
+    if chosen.newer and find_prepared(prepared, data.data_dir) is None:
+        prepared = chosen.newer
+    columns, title = (chosen.image, chosen.label), f"{name} ({prepared})"
     source = open_tfds(prepared, data.data_dir, expression, *columns, title=title)
     return small_in_memory(source, data)
 

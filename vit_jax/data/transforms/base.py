@@ -1,10 +1,9 @@
-"""What transforms have in common: what one must have, and the checks of its arguments.
+"""The protocol of a transform, and the checks of its arguments.
 
-A transform is a frozen dataclass. Its fields are the arguments that the transform line
-can state; a field made by `key` (vit_jax/config/fields.py) has a meaning and bounds, and a
-field named `size` that the line leaves out is `data.image_size`. One of a user's own need
-not derive from these classes: it states `runs_on`, and has what else they have from
-`CustomTransform`.
+A transform is a frozen dataclass whose fields are the arguments of the transform line. A
+field made by `key` (vit_jax/config/fields.py) has a meaning and bounds; a field `size` that
+the line leaves out is `data.image_size`. A user's transform need not derive from these
+classes: it needs `runs_on`, and `CustomTransform` adds the rest.
 
 Letters: B examples, H and W height and width before, h and w after, C channels, K
 classes.
@@ -33,7 +32,7 @@ _KINDS = {
 
 
 class Transform:
-    """What a transform says of itself.
+    """Base class of transforms.
 
     Attributes:
       runs_on: "host", in the loader on one image, or "device", in the training step on
@@ -45,12 +44,11 @@ class Transform:
       output_size: method from the height and width of images to those of the results;
         either is None if it differs from image to image. None: the size stays.
       output_shapes: method from the number of channels to the shapes of the arrays that
-        the last host transform of a line makes of an image, by name; None: it makes one
-        image.
+        the last host transform of a line makes of an image, by name; None: one image.
       expand: method that returns the transforms to put in the place of this one and
-        those to put at the end of the line, as text; None: it stands for itself.
+        those to put at the end of the line, as text; None: no expansion.
       from_file: method that does the same as decoding an image and calling the
-        transform, faster; None: there is no such way.
+        transform, faster; None: no faster way.
     """
 
     runs_on: ClassVar[str]
@@ -71,9 +69,9 @@ class Transform:
 class HostTransform(Transform):
     """A transform of one image, run by the loader before images are batched.
 
-    The last one of a line may return several arrays instead, as a dict of uint8 arrays
-    with "image" among them, each of one or more crops: (..., h, w, C). A batch holds
-    them under their names; the task takes them from there.
+    The last one of a line may return several arrays instead: a dict of uint8 arrays of
+    one or more crops, (..., h, w, C), with "image" among them. The batch that the task
+    gets holds them under their names.
     """
 
     runs_on = "host"
@@ -83,10 +81,8 @@ class HostTransform(Transform):
     ) -> UInt8[np.ndarray, "h w C"] | dict[str, UInt8[np.ndarray, "... h w C"]]:
         """Returns the transformed image, or several arrays made of it.
 
-        Args:
-          image: pixels; not to be written to.
-          rng: the only source of random choices, seeded with the run's seed and the
-            example's position in the run.
+        `image` is read-only. `rng`, seeded with the run's seed and the example's position in the
+        run, is the only source of random choices.
         """
         raise NotImplementedError
 
@@ -103,8 +99,8 @@ class DeviceTransform(Transform):
           images: (B, H, W, C), values in [0, 255], uint8 or float32.
           labels: (B, K), one-hot or soft.
           index: (B,) uint32, position of each example in the run.
-          key: of this transform, the same at every step. With `index` it is the only
-            source of random choices, see `example_uniform` in device.py.
+          key: random key of this transform, the same at every step. With `index` it is
+            the only source of random choices, see `example_uniform` in device.py.
         """
         raise NotImplementedError
 
@@ -113,11 +109,7 @@ def check_arguments(transform: object) -> None:
     """Checks the type and bounds of each argument that is a field made by `key`.
 
     The type is that of the field's default; without one it is a number, or a text where
-    the field has choices.
-
-    Args:
-      transform: the dataclass; call this in its `__post_init__`, or leave it to the
-        parser.
+    the field has choices. A transform's `__post_init__` may call this, or the parser does.
 
     Raises:
       UserError: an argument is of another type or outside of its bounds.
@@ -134,14 +126,14 @@ def check_arguments(transform: object) -> None:
         fields.check(name, about, value)
 
 
-def size_after(transform: Transform, before: Size | None) -> Size | None:
-    """Returns height and width of a transform's result; None if they are not fixed."""
-    return transform.output_size(before) if transform.output_size else before
-
-
 def pair(size: Given) -> Size:
     """Returns height and width of a size that may be one number for both."""
     return (size, size) if isinstance(size, int) else tuple(size)
+
+
+def to_size(transform: Transform, before: Size | None) -> Size:
+    """Returns a transform's `size`: the `output_size` of those that end in it."""
+    return pair(transform.size)
 
 
 def check_size(size: Given) -> None:
@@ -153,12 +145,17 @@ def check_size(size: Given) -> None:
         raise ValueError(f"size={size!r} is not a whole number or (height, width)")
 
 
+def check_range(name: str, bounds: Given, at_most: float = float("inf")) -> None:
+    """Raises ValueError unless bounds are two numbers, 0 < least <= most <= at_most."""
+    if len(bounds) != 2 or not 0 < bounds[0] <= bounds[1] <= at_most:
+        limit = f" <= {at_most:g}" if at_most < float("inf") else ""
+        raise ValueError(f"{name}={bounds} is not 0 < least <= most{limit}")
+
+
 def check_part(area: Given, ratio: Given) -> None:
     """Raises ValueError for bounds that no random part of an image can satisfy.
 
-    `area` is a fraction of the image's, `ratio` of one side to the other.
+    `area` is a fraction of the image's area, `ratio` one side divided by the other.
     """
-    if not 0 < area[0] <= area[1] <= 1:
-        raise ValueError(f"area={area} is not 0 < least <= most <= 1")
-    if not 0 < ratio[0] <= ratio[1]:
-        raise ValueError(f"ratio={ratio} is not 0 < least <= most")
+    check_range("area", area, 1.0)
+    check_range("ratio", ratio)

@@ -4,13 +4,16 @@ Every choice for an example is a function of the key and of the example's positi
 the run, so that a run does not depend on how its batches are spread over devices.
 Mixup and cutmix draw once per batch, from the key and the batch's first position in the
 run, so from the step; the neighbour of an example is the one before it in the global
-batch, on any number of hosts. Letters: B examples, H and W height and width, h and w
-after enlarging, C channels, K classes.
+batch, on any number of hosts. Grayscale, blur, solarize and colour jitter are the colour
+augmentations of BYOL (arXiv:2006.07733, appendix B) and DINO; values are not rounded
+between them. Letters: B examples, H and W height and width, h and w after enlarging, C
+channels, K classes, T taps, L length.
 """
 
 import contextlib
 import contextvars
 import dataclasses
+import functools
 import math
 from collections.abc import Iterator, Sequence
 
@@ -23,16 +26,19 @@ from vit_jax.config.fields import key as field
 from vit_jax.data.transforms.base import (
     DeviceTransform,
     Given,
-    Size,
     check_part,
+    check_range,
     pair,
+    to_size,
 )
 from vit_jax.errors import UserError
 
 Images = Num[Array, "B H W C"]
 Labels = Float[Array, "B K"]
+PerImage = Float[Array, " B"]
 
 _ATTEMPTS = 10  # Shapes that random erasing draws for an example.
+_REACH = 4  # Standard deviations to each side: less than a grey level lies beyond.
 _GREY = (0.299, 0.587, 0.114)  # Rec. 601, as Pillow's mode L.
 
 _applied = contextvars.ContextVar("applied", default=None)
@@ -40,11 +46,11 @@ _applied = contextvars.ContextVar("applied", default=None)
 
 @contextlib.contextmanager
 def recording() -> Iterator[list]:
-    """Gives a list to which `apply` adds the operations that it is called with."""
-    found = []
-    token = _applied.set(found)
+    """Yields a list to which `apply` adds the transforms that it is called with."""
+    applied = []
+    token = _applied.set(applied)
     try:
-        yield found
+        yield applied
     finally:
         _applied.reset(token)
 
@@ -56,7 +62,7 @@ def apply(
     index: UInt32[Array, " B"],
     key: Key[Array, ""],
 ) -> tuple[Float[Array, "B h w C"], Labels]:
-    """Applies device operations in order.
+    """Applies device transforms in order.
 
     Args:
       ops: `parse_train(...).device`.
@@ -64,10 +70,10 @@ def apply(
       labels: one-hot or soft.
       index: position of each example in the run, modulo 2**32. The choices repeat
         after 4.3e9 examples; the order of the records does not.
-      key: of the run; the same at every step.
+      key: random key, the same at every step.
 
     Returns:
-      Images, still 0..255 but float32 and enlarged if asked for, and labels.
+      Images, still 0..255 but float32 and perhaps enlarged, and labels.
     """
     for number, op in enumerate(ops):
         images, labels = op(images, labels, index, jax.random.fold_in(key, number))
@@ -79,8 +85,8 @@ def apply(
 def normalize(
     images: Images, mean: Sequence[float], std: Sequence[float]
 ) -> Float[Array, "B H W C"]:
-    """Returns (images / 255 - mean) / std, with one mean and std, or one a channel."""
-    # One product and one sum a pixel, with the constants worked out beforehand.
+    """Returns (images / 255 - mean) / std, with one mean and std, or one per channel."""
+    # One product and one sum per pixel; the constants are computed beforehand.
     mean, std = np.asarray(mean, np.float32), np.asarray(std, np.float32)
     factor, offset = 1 / (255 * std), -mean / std
     shape = (1, 1, 1, -1)
@@ -140,10 +146,9 @@ class PadCrop(DeviceTransform):
 
 @dataclasses.dataclass(frozen=True)
 class Affine(DeviceTransform):
-    """Shifts, rotates and scales about the centre, bilinear, black outside.
+    """Shifts, rotates and scales (by `scale`, smallest and largest) about the centre.
 
-    Args:
-      scale: smallest and largest factor; over 1 enlarges.
+    Pixels are bilinear, and black outside.
     """
 
     shift: Given = field(0.0, "Largest shift, as a fraction of height and width.")
@@ -152,8 +157,7 @@ class Affine(DeviceTransform):
 
     def __post_init__(self):
         super().__post_init__()
-        if len(self.scale) != 2 or not 0 < self.scale[0] <= self.scale[1]:
-            raise ValueError(f"scale={self.scale} is not 0 < least <= most")
+        check_range("scale", self.scale)
 
     def __call__(self, images: Images, labels: Labels, index, key):
         _, H, W, _ = images.shape
@@ -173,6 +177,8 @@ class Upsample(DeviceTransform):
     the size of its last crop or resize, or of the set in memory.
     """
 
+    output_size = to_size
+
     size: Given = None
 
     def __call__(self, images: Images, labels: Labels, index, key):
@@ -186,22 +192,15 @@ class Upsample(DeviceTransform):
         images = images.astype(jnp.float32)
         return jax.image.resize(images, (B, height, width, C), "linear"), labels
 
-    def output_size(self, before: Size | None) -> Size:
-        return pair(self.size)
-
 
 @dataclasses.dataclass(frozen=True)
 class ColorJitter(DeviceTransform):
     """Changes brightness, contrast, saturation and hue in a random order.
 
-    What each does is as in torchvision's ColorJitter; between them values are cut to
-    0..255 but not rounded. Grey images have neither saturation nor hue.
-
-    Args:
-      brightness: factors are drawn from 1 - brightness (at least 0) to 1 + brightness.
-      contrast: the same, about the image's mean grey.
-      saturation: the same, about each pixel's grey.
-      hue: largest turn either way; 0.5 is half the circle, where red becomes cyan.
+    Each change is that of torchvision's ColorJitter; between them values are cut to 0..255
+    but not rounded. Factors are drawn from 1 - strength (at least 0) to 1 + strength. Contrast
+    is about the image's mean grey, saturation about each pixel's grey; a hue of 0.5 is half
+    the circle, where red becomes cyan. Grey images have neither saturation nor hue.
     """
 
     brightness: Given = field(0.4, "Largest change of the factor.")
@@ -219,8 +218,79 @@ class ColorJitter(DeviceTransform):
         order = jnp.argsort(u[:, 4:], axis=1)
         turn = self.hue * (2 * u[:, 3] - 1) if self.hue else None
         changed = jitter(images, *factors, turn, order)
-        drawn_by = jax.random.fold_in(key, 1)
-        return where_drawn(self.p, changed, images, index, drawn_by), labels
+        key = jax.random.fold_in(key, 1)
+        return where_drawn(self.p, changed, images, index, key), labels
+
+
+@dataclasses.dataclass(frozen=True)
+class Grayscale(DeviceTransform):
+    """Replaces the colours of some images by their grey; grey images stay."""
+
+    p: Given = field(0.2, "Probability for an image.", at_most=1)
+
+    def __call__(self, images: Images, labels: Labels, index, key):
+        changed = jnp.broadcast_to(grey(images.astype(jnp.float32)), images.shape)
+        return where_drawn(self.p, changed, images, index, key), labels
+
+
+@dataclasses.dataclass(frozen=True)
+class GaussianBlur(DeviceTransform):
+    """Blurs some images by a Gaussian; pixels at the border are repeated beyond it.
+
+    DINO's code uses Pillow's blur, three box blurs, which on a photograph differ from the
+    Gaussian by 0.6 of 255 on average, and by 4.5 at most. The standard deviation, in pixels,
+    is drawn uniformly from `radius`, (smallest, largest).
+    """
+
+    p: Given = field(0.5, "Probability for an image.", at_most=1)
+    radius: Given = (0.1, 2.0)
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_range("radius", self.radius)
+
+    def __call__(self, images: Images, labels: Labels, index, key):
+        least, most = self.radius
+        u = example_uniform(index, jax.random.fold_in(key, 1), 1)[:, 0]
+        blurred = blur(images, least + u * (most - least), math.ceil(_REACH * most))
+        return where_drawn(self.p, blurred, images, index, key), labels
+
+
+@dataclasses.dataclass(frozen=True)
+class Solarize(DeviceTransform):
+    """Inverts the bright values of some images."""
+
+    p: Given = field(0.2, "Probability for an image.", at_most=1)
+    threshold: Given = field(128.0, "Values from here on are inverted.", at_most=255)
+
+    def __call__(self, images: Images, labels: Labels, index, key):
+        x = images.astype(jnp.float32)
+        inverted = jnp.where(x < self.threshold, x, 255 - x)
+        return where_drawn(self.p, inverted, images, index, key), labels
+
+
+@dataclasses.dataclass(frozen=True)
+class ThreeAugment(DeviceTransform):
+    """Turns each image grey, inverts its bright values or blurs it (arXiv:2204.07118).
+
+    The three are equally likely, as in DeiT III; its colour jitter and crop are separate
+    transforms. The standard deviation of the blur is drawn from `radius`, in pixels.
+    """
+
+    radius: Given = (0.1, 2.0)
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_range("radius", self.radius)
+
+    def __call__(self, images: Images, labels: Labels, index, key):
+        three = Grayscale(1.0), Solarize(1.0), GaussianBlur(1.0, self.radius)
+        drawn = jnp.floor(3 * example_uniform(index, key, 1)[:, 0])[:, None, None, None]
+        changed = images
+        for i, operation in enumerate(three):
+            result, _ = operation(images, labels, index, jax.random.fold_in(key, 2))
+            changed = jnp.where(drawn == i, result, changed)
+        return changed, labels
 
 
 @dataclasses.dataclass(frozen=True)
@@ -233,8 +303,7 @@ class RandomErasing(DeviceTransform):
     Args:
       area: smallest and largest part of the image's area.
       ratio: smallest and largest height by width of the part.
-      fill: "pixel" for noise, uniform in 0..255 per pixel and channel, or one value
-        for all.
+      fill: "pixel" for uniform noise, or one value for all.
     """
 
     p: Given = field(0.25, "Probability for an image.", at_most=1)
@@ -290,13 +359,14 @@ class RandomErasing(DeviceTransform):
 class Mixup(DeviceTransform):
     """Blends each example with its neighbour in the batch (arXiv:1710.09412).
 
-    Args:
-      alpha: of the Beta(alpha, alpha) from which one share per batch is drawn.
+    One share per batch is drawn from Beta(alpha, alpha).
     """
 
     mixes_examples = True
 
-    alpha: Given = field(dataclasses.MISSING, "Of Beta(alpha, alpha).", above=0)
+    alpha: Given = field(
+        dataclasses.MISSING, "Parameter of Beta(alpha, alpha).", above=0
+    )
 
     def __call__(self, images: Images, labels: Labels, index, key):
         share = _beta(jax.random.fold_in(key, index[0]), self.alpha)
@@ -307,17 +377,13 @@ class Mixup(DeviceTransform):
 class Cutmix(DeviceTransform):
     """Pastes a part of its neighbour into each example (arXiv:1905.04899).
 
-    The labels are weighted by the shares of pixels, counted after the part is cut off
-    at the edges of the image.
-
-    Args:
-      alpha: of the Beta(alpha, alpha) that the share of pixels an example keeps is
-        drawn from, before that cut.
+    The share of pixels that an example keeps is drawn from Beta(alpha, alpha). The labels are
+    weighted by the shares of pixels after the part is cut off at the edges of the image.
     """
 
     mixes_examples = True
 
-    alpha: Given = field(1.0, "Of Beta(alpha, alpha).", above=0)
+    alpha: Given = field(1.0, "Parameter of Beta(alpha, alpha).", above=0)
 
     def __call__(self, images: Images, labels: Labels, index, key):
         kept, share = _cut(jax.random.fold_in(key, index[0]), self.alpha, images)
@@ -346,20 +412,15 @@ class MixupOrCutmix(DeviceTransform):
 
 
 def warp(
-    images: Images,
-    angle: Float[Array, " B"],
-    scale: Float[Array, " B"],
-    down: Float[Array, " B"],
-    right: Float[Array, " B"],
+    images: Images, angle: PerImage, scale: PerImage, down: PerImage, right: PerImage
 ) -> Float[Array, "B H W C"]:
     """Rotates and scales images about their centres, then shifts them; bilinear.
 
     Args:
-      images: values of any range; black (0) outside.
+      images: values of any range; the outside is black (0).
       angle: radians, positive from the vertical axis (down) towards the right.
       scale: factor; over 1 enlarges.
-      down: shift in pixels.
-      right: shift in pixels.
+      down, right: shifts in pixels.
     """
     _, H, W, _ = images.shape
     angle, scale, down, right = (a[:, None, None] for a in (angle, scale, down, right))
@@ -383,33 +444,31 @@ def warp(
 
 def jitter(
     images: Images,
-    brightness: Float[Array, " B"],
-    contrast: Float[Array, " B"],
-    saturation: Float[Array, " B"],
-    hue: Float[Array, " B"] | None,
+    brightness: PerImage,
+    contrast: PerImage,
+    saturation: PerImage,
+    hue: PerImage | None,
     order: Num[Array, "B 4"],
 ) -> Float[Array, "B H W C"]:
     """Changes colours by given amounts.
 
     Args:
       images: values 0..255.
-      brightness: factor; 1 changes nothing.
-      contrast: factor.
-      saturation: factor.
+      brightness, contrast, saturation: factors; 1 changes nothing.
       hue: turn as a fraction of the circle; None for no change, which saves work.
-      order: for each example, which change comes first, second, ...: 0 brightness,
-        1 contrast, 2 saturation, 3 hue.
+      order: for each example, the changes in order: 0 brightness, 1 contrast, 2 saturation,
+        3 hue.
     """
     x = images.astype(jnp.float32)
     wide = lambda a: a[:, None, None, None]
     factors = jnp.stack([brightness, contrast, saturation, jnp.ones_like(contrast)], 1)
-    # Each round does for every example whichever change is next for it. The first
-    # three are one blend, away from black, from the mean grey or from the pixel's grey.
+    # Each round makes the next change of every example. Brightness, contrast and saturation
+    # are one blend, away from black, from the mean grey or from the pixel's grey.
     for i in range(4):
         now = order[:, i]
-        own = grey(x)
-        mean = own.mean((1, 2, 3), keepdims=True)
-        base = jnp.where(wide(now == 1), mean, own) * wide(now != 0)
+        greys = grey(x)
+        mean = greys.mean((1, 2, 3), keepdims=True)
+        base = jnp.where(wide(now == 1), mean, greys) * wide(now != 0)
         factor = wide(jnp.take_along_axis(factors, now[:, None], axis=1)[:, 0])
         changed = jnp.clip(factor * x + (1 - factor) * base, 0, 255)
         if hue is not None and x.shape[-1] == 3:
@@ -419,14 +478,9 @@ def jitter(
 
 
 def turn_hue(
-    images: Float[Array, "B H W 3"], turn: Float[Array, " B"]
+    images: Float[Array, "B H W 3"], turn: PerImage
 ) -> Float[Array, "B H W 3"]:
-    """Rotates the hue and keeps saturation and value (of HSV).
-
-    Args:
-      images: values from 0.
-      turn: fraction of the circle.
-    """
+    """Rotates the hue by fractions of the circle; keeps saturation and value (of HSV)."""
     red, green, blue = images[..., 0], images[..., 1], images[..., 2]
     value, least = images.max(-1), images.min(-1)
     chroma = value - least
@@ -438,18 +492,46 @@ def turn_hue(
         jnp.where(green >= blue, 2 + (blue - red) / safe, 4 + (red - green) / safe),
     )
     hue = hue[..., None] + 6 * turn[:, None, None, None]
-    # A channel is full within one sixth of its own hue and gone beyond two.
+    # A channel is full within one sixth of its hue and gone beyond two.
     place = (hue + jnp.array([5, 3, 1], jnp.float32)[None, None, None, :]) % 6
     short = jnp.clip(jnp.minimum(place, 4 - place), 0, 1)
     return value[..., None] - chroma[..., None] * short
 
 
 def grey(x: Float[Array, "B H W C"]) -> Float[Array, "B H W 1"]:
-    """Returns the grey of each pixel, as Pillow's mode L but not rounded."""
+    """Returns the grey of each pixel, that of Pillow's mode L but not rounded."""
     if x.shape[-1] == 1:
         return x
     weights = jnp.array(_GREY, jnp.float32)[None, None, None, :]
     return (x * weights).sum(-1, keepdims=True)
+
+
+def blur(images: Images, radius: PerImage, reach: int) -> Float[Array, "B H W C"]:
+    """Convolves each image with a Gaussian.
+
+    Pixels up to `reach` to each side count; those at the border are repeated beyond it.
+    """
+    _, H, W, _ = images.shape
+    offsets = jnp.arange(-reach, reach + 1)
+    taps = jnp.exp(-((offsets[None, :] / radius[:, None]) ** 2) / 2)
+    taps /= taps.sum(1, keepdims=True)
+    # As two products with banded matrices: on a CPU four times faster than a sum of
+    # shifted images, and accelerators are made for it. Not in bfloat16, which TPUs take
+    # by default: taps would be off by half a grey level.
+    times = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
+    x = times("bhi,biwc->bhwc", _bands(taps, H), images.astype(jnp.float32))
+    return times("bwi,bhic->bhwc", _bands(taps, W), x)
+
+
+def _bands(taps: Float[Array, "B T"], length: int) -> Float[Array, "B L L"]:
+    """Returns the matrices that convolve vectors of a length, with repeated ends."""
+    reach = taps.shape[1] // 2
+    rows, columns = jnp.arange(length)[:, None], jnp.arange(length)[None, :]
+    bands = jnp.zeros((len(taps), length, length), taps.dtype)
+    for i in range(taps.shape[1]):
+        source = jnp.clip(rows + i - reach, 0, length - 1)
+        bands += taps[:, i, None, None] * (source == columns)[None]
+    return bands
 
 
 def _take(images: Images, rows, columns) -> Images:
@@ -495,6 +577,10 @@ TRANSFORMS = {
     "pad_crop": PadCrop,
     "affine": Affine,
     "color_jitter": ColorJitter,
+    "grayscale": Grayscale,
+    "gaussian_blur": GaussianBlur,
+    "solarize": Solarize,
+    "three_augment": ThreeAugment,
     "random_erasing": RandomErasing,
     "upsample": Upsample,
     "mixup": Mixup,

@@ -1,8 +1,6 @@
 """Transforms of one uint8 image, run by the loader before images are batched.
 
-Below them stand the resizing functions that they share: sizes, Pillow's filter, and a
-faster one close to it. Letters: H and W height and width before, h and w after, C
-channels.
+Letters: H and W height and width before, h and w after, C channels.
 """
 
 import dataclasses
@@ -24,6 +22,7 @@ from vit_jax.data.transforms.base import (
     check_part,
     check_size,
     pair,
+    to_size,
 )
 
 Before = UInt8[np.ndarray, "H W C"]
@@ -45,11 +44,11 @@ class InceptionCrop(HostTransform):
       size: height and width of the result in pixels, or one number for both.
       area: smallest and largest part of the image's area.
       ratio: smallest and largest width by height of the part.
-      rough: whether chroma of JPEG files is repeated, not interpolated, which is
-        faster; needs the extra `fast`.
       interpolation: "fast" for `resize_fast`; "bicubic" for Pillow's antialiased
         filter, with which MAE and DINO were trained.
     """
+
+    output_size = to_size
 
     size: Given = None
     area: Given = (0.05, 1.0)
@@ -66,7 +65,7 @@ class InceptionCrop(HostTransform):
         super().__post_init__()
         check_part(self.area, self.ratio)
         if not self.antialias and self.interpolation != "fast":
-            raise ValueError("antialias=False is of interpolation='fast' alone")
+            raise ValueError("antialias=False needs interpolation='fast'")
         if self.rough:
             try:
                 decode.import_simplejpeg()
@@ -77,36 +76,26 @@ class InceptionCrop(HostTransform):
         return self.cut(image, self.box(*image.shape[:2], rng))
 
     def from_file(self, data: bytes, channels: int, rng: np.random.Generator) -> After:
-        """Decodes, crops and resizes, and decodes only what the part needs.
+        """Decodes an image file, crops and resizes it, and decodes only the rows of the part.
 
-        Args:
-          data: content of an image file.
-          channels: 3 for RGB, 1 for grey.
-          rng: what `__call__` would get; the part is the same.
-
-        Returns:
-          The same as of the decoded image, to the bit, unless it is `rough`. But if
-          the part is twice the result's size or more, a JPEG is shrunk while it is
-          decoded, which is faster and comes closer to the exact filter.
+        The part is the one that `__call__` would draw from `rng`. The pixels are the same, to the
+        bit, as from the decoded image, unless `rough` is set. A JPEG whose part is twice the
+        result's size or more is shrunk while it is decoded, which is faster and comes closer to
+        the exact filter.
 
         Raises:
-          DamagedImage: as `decode.decode`.
+          DamagedImage: the file cannot be decoded.
         """
         (crop,) = _crops_of_file([self], data, channels, rng)
         return crop
-
-    def output_size(self, before: Size | None) -> Size:
-        return pair(self.size)
 
     def cut(
         self, image: Before, box: tuple[int, int, int, int], shrink: int = 1
     ) -> After:
         """Cuts a part out and resizes it.
 
-        Args:
-          image: pixels.
-          box: from `box`, of the image before it was shrunk.
-          shrink: times that the image is smaller than it was.
+        `box` has top, left, height and width in pixels of the image in full size; `shrink` is the
+        factor by which `image` is smaller.
         """
         filters = Image.Resampling
         bicubic = self.interpolation == "bicubic"
@@ -143,18 +132,9 @@ class InceptionCrop(HostTransform):
 class MultiCrop(HostTransform):
     """Crops two large and some small random parts and resizes them (arXiv:2006.09882).
 
-    Sizes, areas and filter are those of DINO (arXiv:2104.14294, main_dino.py).
-
-    It returns "image", the two large crops (2, height, width, C), and "small_crops"
-    (num_small, height, width, C), unless there are none.
-
-    Args:
-      size: height and width of the large crops in pixels, or one number for both.
-      small_size: the same of the small ones.
-      area: smallest and largest part of the image's area, of the large crops.
-      small_area: the same of the small ones.
-      ratio: smallest and largest width by height of all parts.
-      interpolation: as of `InceptionCrop`.
+    Sizes, areas and filter are those of DINO (arXiv:2104.14294, main_dino.py). The results
+    are "image", the two large crops (2, height, width, C), and "small_crops" (num_small,
+    height, width, C), if any. For the other arguments see `InceptionCrop`.
     """
 
     size: Given = None
@@ -181,15 +161,10 @@ class MultiCrop(HostTransform):
         return self._views(cut)
 
     def from_file(self, data: bytes, channels: int, rng: np.random.Generator) -> Views:
-        """Decodes an image file once, and cuts all crops out of it.
-
-        Args, Returns and Raises: as `InceptionCrop.from_file`; it is shrunk if even the
-        smallest part has twice the size of its crop.
-        """
+        """Decodes an image file once, and cuts all crops out of it, see `InceptionCrop.from_file`."""
         return self._views(_crops_of_file(self._crops, data, channels, rng))
 
     def output_shapes(self, channels: int) -> dict[str, tuple[int, ...]]:
-        """Returns the shapes of the crops of one image."""
         shapes = {"image": (_LARGE, *pair(self.size), channels)}
         if self.num_small:
             small = (self.num_small, *pair(self.small_size), channels)
@@ -198,7 +173,6 @@ class MultiCrop(HostTransform):
 
     @functools.cached_property
     def _crops(self) -> list[InceptionCrop]:
-        """The crops of an image, in the order in which they are drawn."""
         make = functools.partial(
             InceptionCrop, ratio=self.ratio, interpolation=self.interpolation
         )
@@ -218,14 +192,12 @@ class Resize(HostTransform):
     """Resizes to exactly `size` pixels, bilinear and antialiased."""
 
     in_eval = True
+    output_size = to_size
 
     size: Given = None
 
     def __call__(self, image: Before, rng: np.random.Generator) -> After:
         return resize_bilinear(image, pair(self.size))
-
-    def output_size(self, before: Size | None) -> Size:
-        return pair(self.size)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -241,7 +213,9 @@ class ResizeSmall(HostTransform):
         height, width = image.shape[:2]
         target = covering_size((height, width), pair(self.size))
         if math.prod(target) > MAX_RESIZED:
-            raise TooLong(f"is {height}x{width}, too long to resize to {self.size}")
+            raise decode.DamagedImage(
+                f"is {height}x{width}, too long to resize to {self.size}"
+            )
         return resize_bilinear(image, target)
 
     def output_size(self, before: Size | None) -> None:
@@ -253,6 +227,7 @@ class CentralCrop(HostTransform):
     """Cuts `size` pixels out of the middle."""
 
     in_eval = True
+    output_size = to_size
 
     size: Given = None
 
@@ -263,13 +238,12 @@ class CentralCrop(HostTransform):
         left = centre_crop_start(image.shape[1], width)
         return image[top : top + height, left : left + width]
 
-    def output_size(self, before: Size | None) -> Size:
-        return pair(self.size)
-
 
 @dataclasses.dataclass(frozen=True)
 class RandomCrop(HostTransform):
     """Cuts `size` pixels out of a random place."""
+
+    output_size = to_size
 
     size: Given = None
 
@@ -277,9 +251,6 @@ class RandomCrop(HostTransform):
         (top, left), (height, width) = _room(image, self.size), pair(self.size)
         top, left = _below(top + 1, rng), _below(left + 1, rng)
         return image[top : top + height, left : left + width]
-
-    def output_size(self, before: Size | None) -> Size:
-        return pair(self.size)
 
 
 def _crops_of_file(
@@ -289,7 +260,7 @@ def _crops_of_file(
 
     If all parts are at least twice their results, a JPEG is shrunk while it is decoded.
     """
-    header, pixels, shrink = decode.plain_header(data), None, 1
+    header, pixels, shrink = decode.read_jpeg_header(data), None, 1
     if header is None:
         pixels = decode.decode(data, channels)
         boxes = [crop.box(*pixels.shape[:2], rng) for crop in crops]
@@ -310,12 +281,8 @@ def _crops_of_file(
     ]
 
 
-class TooLong(ValueError):
-    """A resize by the short side would give more than `MAX_RESIZED` pixels."""
-
-
 class TooSmall(ValueError):
-    """A crop is larger than the image."""
+    """Raised where a crop is larger than the image."""
 
 
 def _room(image: np.ndarray, size: Given) -> tuple[int, int]:
@@ -339,12 +306,8 @@ def _below(stop: int, rng: np.random.Generator) -> int:
 def covering_size(size: tuple[int, int], least: tuple[int, int]) -> tuple[int, int]:
     """Returns the height and width of an image that is resized until it covers `least`.
 
-    Of a square the short side is met and the long side rounded down, as by torchvision's
-    Resize; of another shape both are rounded. So does timm.
-
-    Args:
-      size: height and width of the image, in pixels.
-      least: height and width that it just covers.
+    The long side is rounded down where `least` is square, as by torchvision's Resize; else
+    both sides are rounded. timm does the same.
     """
     height, width = size
     rows, columns = least
@@ -358,8 +321,8 @@ def covering_size(size: tuple[int, int], least: tuple[int, int]) -> tuple[int, i
 def centre_crop_start(length: int, crop: int) -> int:
     """Returns the first row (or column) of the central `crop` of `length` pixels.
 
-    Half a pixel rounds to even, as in torchvision's CenterCrop. Negative where the crop
-    is larger.
+    Half a pixel rounds to even, as in torchvision's CenterCrop. The result is negative
+    where the crop is larger.
     """
     return round((length - crop) / 2)
 
@@ -377,19 +340,15 @@ def resize_box(
     size: tuple[int, int],
     resample: Image.Resampling = Image.Resampling.BILINEAR,
 ) -> After:
-    """Resizes a part with an antialiased filter of Pillow's.
+    """Resizes a part of an image with an antialiased filter of Pillow's.
 
-    Args:
-      image: to cut the part from.
-      box: top, left, height and width in pixels, which may be fractions.
-      size: height and width of the result.
-      resample: the filter.
+    `box` has top, left, height and width in pixels, which may be fractions.
     """
     top, left, height, width = box
     # Rounding may carry a fraction past the border by less than it matters.
     bottom, right = np.minimum((top + height, left + width), image.shape[:2]).tolist()
     grey = image.shape[-1] == 1
-    # Pillow knows one or three channels, and one has no axis of its own.
+    # Pillow knows one or three channels, and one has no axis.
     picture = Image.fromarray(image[..., 0] if grey else np.ascontiguousarray(image))
     picture = picture.resize(size[::-1], resample, box=(left, top, right, bottom))
     out = np.array(picture)
@@ -397,13 +356,9 @@ def resize_box(
 
 
 def resize_fast(image: Before, size: tuple[int, int], antialias: bool = True) -> After:
-    """Resizes about as `resize_bilinear` does, in a third of the time.
+    """Resizes nearly as `resize_bilinear` does, in a third of the time.
 
-    Args:
-      image: to resize.
-      size: height and width of the result.
-      antialias: false leaves out the low pass: faster still, and fine detail of an
-        image that shrinks turns into noise.
+    Without `antialias` fine detail of an image that shrinks turns into noise.
     """
     if antialias:
         times = image.shape[0] / size[0], image.shape[1] / size[1]
@@ -418,9 +373,9 @@ def resize_fast(image: Before, size: tuple[int, int], antialias: bool = True) ->
 
 
 def _low_pass(times: float) -> Float32[np.ndarray, " taps"]:
-    """Returns what, with the interpolation that follows, comes near the tent filter.
+    """Returns a filter that, with the interpolation after it, approximates the tent filter.
 
-    Exact when the image keeps its size and when it is halved: there the two together
+    It is exact when the image keeps its size and when it is halved: there the two together
     weigh four pixels by 1, 3, 3, 1.
     """
     if times <= 1:

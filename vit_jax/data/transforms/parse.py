@@ -1,24 +1,22 @@
 """Image transforms as a readable line: "inception_crop(224) | flip | mixup(0.2)".
 
 Transforms stand between bars and take Python literals, by position or by name. Host
-transforms (host.py, randaugment.py) run in the loader, image by image;
-device transforms (device.py, photometric.py) run in the training step, on the batch, and
-come last. The size of a crop or resize is `data.image_size` unless given, as 224 or as
-(160, 224).
+transforms (host.py, randaugment.py) run in the loader, image by image; device transforms
+(device.py) run in the training step, on the batch, and come last. The size of a crop or
+resize is `data.image_size` unless given, as 224 or as (160, 224).
 
-A transform of the user's is named with its module: "my_module:MyTransform(0.5) | flip".
-base.py says what it has to have.
+A user's transform is named with its module: "my_module:MyTransform(0.5) | flip"; base.py
+describes its interface.
 
-A level of AugReg, "inception_crop | augreg('medium2') | flip", is RandAugment where it
-stands and mixup after the last transform: "... | randaugment(2, 15) | flip |
-mixup(0.5)".
+A level of AugReg, "inception_crop | augreg('medium2') | flip", is RandAugment in its place
+and mixup after the last transform: "... | randaugment(2, 15) | flip | mixup(0.5)".
 """
 
 import ast
 import dataclasses
 import inspect
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -27,12 +25,12 @@ from vit_jax.config import fields
 from vit_jax.data.config import DataConfig
 from vit_jax.data.decode import DamagedImage
 from vit_jax.data.transforms import host, randaugment
-from vit_jax.data.transforms.base import Size, Transform, check_arguments, size_after
+from vit_jax.data.transforms.base import Size, Transform, check_arguments
 from vit_jax.errors import UserError
 
-# Each transform by its name; those of the device import JAX, see `all_transforms`.
+# Host transforms by name; those of the device import JAX, see `all_transforms`.
 HOST_TRANSFORMS = {**host.TRANSFORMS, **randaugment.TRANSFORMS}
-# Arrays of a batch that are not of a host transform.
+# Arrays of a batch that no host transform may make.
 _RESERVED = ("label", "text", "index", "skipped", "mask")
 _OPTIONAL = ("in_eval", "mixes_examples", "expand", "output_size", "output_shapes")
 _CUSTOM = re.compile(
@@ -49,67 +47,55 @@ class Transforms(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class CustomTransform(Transform):
-    """A transform of the user's module, whose errors name it.
+    """A transform of the user's module, whose errors begin with `where`."""
 
-    Attributes:
-      stated: the key, its value and the transform's name, for messages.
-      transform: the user's dataclass.
-    """
-
-    stated: str
+    where: str
     transform: object
 
     def __post_init__(self):
         object.__setattr__(self, "runs_on", self.transform.runs_on)
         for name in _OPTIONAL:
-            found = getattr(self.transform, name, getattr(Transform, name))
-            object.__setattr__(self, name, found)
+            member = getattr(self.transform, name, getattr(Transform, name))
+            object.__setattr__(self, name, member)
 
     def __call__(self, image, *args):
-        known = (DamagedImage, host.TooLong, host.TooSmall)
-        if self.runs_on == "device":
-            with fields.guarded(self.stated, known=known):
-                return self._checked_batch(self.transform(image, *args), *args)
-        image = image.view()  # A set in memory would be changed for good.
-        image.flags.writeable = False
-        with fields.guarded(self.stated, known=known):
-            return self._checked_image(self.transform(image, *args))
+        if self.runs_on == "host":
+            image = image.view()  # A set in memory would be changed for good.
+            image.flags.writeable = False
+        known = (DamagedImage, host.TooSmall)
+        with fields.guarded(self.where, known=known):
+            result = self.transform(image, *args)
+            if self.runs_on == "device":
+                return self._checked_batch(result, *args)
+            self._check_host(result)
+            return result
 
-    def _checked_image(self, image) -> np.ndarray | dict[str, np.ndarray]:
-        if self.output_shapes:
-            return self._checked_views(image)
-        found = f"{getattr(image, 'dtype', type(image))} {getattr(image, 'shape', '')}"
-        array = isinstance(image, np.ndarray)
-        if not array or image.dtype != np.uint8 or image.ndim != 3:
-            raise UserError(f"{self.stated} returned {found}, not uint8 (H, W, C)")
-        return image
-
-    def _checked_views(self, arrays) -> dict[str, np.ndarray]:
-        found = arrays if isinstance(arrays, dict) else {"": arrays}
-        kinds = {name: getattr(a, "dtype", type(a)) for name, a in found.items()}
-        if found is not arrays or any(kind != np.uint8 for kind in kinds.values()):
-            raise UserError(
-                f"{self.stated} returned {kinds}, not a dict of uint8 arrays, which "
-                "`output_shapes` tells of"
-            )
-        return arrays
+    def _check_host(self, result) -> None:
+        several = self.output_shapes is not None
+        arrays = list(result.values()) if isinstance(result, dict) else [result]
+        good = all(isinstance(a, np.ndarray) and a.dtype == np.uint8 for a in arrays)
+        if good and (isinstance(result, dict) if several else arrays[0].ndim == 3):
+            return
+        kinds = [f"{getattr(a, 'dtype', type(a))} {np.shape(a) or ''}" for a in arrays]
+        wanted = (
+            "a dict of uint8 arrays, as `output_shapes`"
+            if several
+            else "uint8 (H, W, C)"
+        )
+        raise UserError(f"{self.where} returned {', '.join(kinds)}, not {wanted}")
 
     def _checked_batch(self, result, labels, *_) -> tuple:
         shapes = [getattr(array, "shape", ()) for array in result]
         if [len(shape) for shape in shapes] != [4, 2] or shapes[1] != labels.shape:
             raise UserError(
-                f"{self.stated} returned arrays of the shapes {shapes}, not images "
+                f"{self.where} returned arrays of the shapes {shapes}, not images "
                 f"(B, H, W, C) and labels {labels.shape}"
             )
         return tuple(result)
 
 
 def parse_train(spec: str, image_size: Sequence[int]) -> Transforms:
-    """Parses `data.train_transform`.
-
-    Args:
-      spec: transforms between bars; "" is none.
-      image_size: default height and width in pixels.
+    """Parses `data.train_transform`; `image_size` is the default height and width in pixels.
 
     Raises:
       UserError: unknown transform or argument, a host after a device transform, one
@@ -130,8 +116,8 @@ def parse_train(spec: str, image_size: Sequence[int]) -> Transforms:
             )
         elif transform.expand:
             here, at_end = map(parse, transform.expand())
-            before += [found for _, found in here]
-            last += [found for _, found in at_end]
+            before += [each for _, each in here]
+            last += [each for _, each in at_end]
         else:
             before.append(transform)
     _check_host(spec, before)
@@ -148,23 +134,25 @@ def loaded_shapes(
 ) -> dict[str, tuple[int, ...]]:
     """Returns the shapes of the arrays that the loader makes of a training image.
 
-    Args:
-      transforms: `parse_train(...)`.
-      image_size: `data.image_size`.
-      channels: `data.channels`.
-      in_memory: height and width of the images of a source that holds them.
-
-    Returns:
-      {"image": (height, width, channels)}, or what the last host transform says in
-      `output_shapes`.
+    `in_memory` are height and width of the images of a source that holds them.
 
     Raises:
-      UserError: images are enlarged, but nothing says from which size.
+      UserError: images are enlarged on the device, but the host transforms end in no
+        fixed size.
     """
     if transforms.host and transforms.host[-1].output_shapes:
         shapes = transforms.host[-1].output_shapes(channels)
         return {name: tuple(shape) for name, shape in shapes.items()}
-    size = _loaded_size(transforms, image_size, in_memory)
+    resizing = [op for op in transforms.device if op.output_size]
+    if not resizing:
+        return {"image": (*image_size, channels)}
+    size = _size_after(transforms.host, None if in_memory is None else tuple(in_memory))
+    if size is None:
+        raise UserError(
+            f"data.train_transform: {_name(resizing[0])} needs images of one size: put before it, "
+            "and before the other operations on the device, resize or a crop, as "
+            "resize(32)"
+        )
     return {"image": (*size, channels)}
 
 
@@ -177,15 +165,7 @@ def in_words(shapes: Mapping[str, tuple[int, ...]]) -> str:
 
 
 def check_batch(spec: Mapping[str, object], data: DataConfig) -> None:
-    """Checks that the loader makes the arrays that a task takes.
-
-    Args:
-      spec: name to array or shape with a leading batch axis, see `Task.batch_spec`.
-      data: `config.data`.
-
-    Raises:
-      UserError: it makes others.
-    """
+    """Checks that the loader makes the arrays of a task's `batch_spec`; else raises UserError."""
     if "label" in spec and not data.num_classes:
         raise UserError(
             "data.num_classes=0: labels are not read, but this task learns from them: "
@@ -208,37 +188,15 @@ def check_batch(spec: Mapping[str, object], data: DataConfig) -> None:
         )
 
 
-def _loaded_size(
-    transforms: Transforms, image_size: Sequence[int], in_memory: Size | None = None
-) -> Size:
-    """Returns height and width: `image_size` unless the device enlarges the images."""
-    resizing = [op for op in transforms.device if op.output_size]
-    if not resizing:
-        return tuple(image_size)
-    size = None if in_memory is None else tuple(in_memory)
-    for transform in transforms.host:
-        size = size_after(transform, size)
-    if size is None:
-        raise UserError(
-            f"data.train_transform: {_name(resizing[0])} needs images of one size: put before it, "
-            "and before the other operations on the device, resize or a crop, as "
-            "resize(32)"
-        )
-    return size
-
-
 def parse_eval(spec: str, image_size: Sequence[int]) -> tuple:
-    """Parses `data.eval_transform`, which holds host transforms without randomness.
-
-    Args and Raises: as `parse_train`.
-    """
+    """Parses `data.eval_transform`, host transforms without randomness, see `parse_train`."""
     known = {k: cls for k, cls in HOST_TRANSFORMS.items() if _in_eval(cls)}
     parsed = _parse("data.eval_transform", spec, known, image_size)
     for name, transform in parsed:
         if not _in_eval(transform):
             raise UserError(
                 f"data.eval_transform={spec!r}: {name} is for training alone: evaluation takes "
-                "host transforms without random choices, which state in_eval = True"
+                "host transforms without random choices, with in_eval = True"
             )
     return tuple(transform for _, transform in parsed)
 
@@ -254,11 +212,19 @@ def _in_eval(transform: Transform | type[Transform]) -> bool:
 
 
 def all_transforms() -> dict[str, type]:
-    """Returns every transform of ours by its name."""
-    # Only here, so that loader processes start without JAX.
-    from vit_jax.data.transforms import device, photometric
+    """Returns every transform of this package by its name."""
+    # Imported here, so that loader processes start without JAX.
+    from vit_jax.data.transforms import device
 
-    return {**HOST_TRANSFORMS, **device.TRANSFORMS, **photometric.TRANSFORMS}
+    return {**HOST_TRANSFORMS, **device.TRANSFORMS}
+
+
+def _size_after(transforms: Iterable[Transform], size: Size | None) -> Size | None:
+    """Returns height and width after some transforms; None if they are not fixed."""
+    for transform in transforms:
+        if transform.output_size:
+            size = transform.output_size(size)
+    return size
 
 
 def _check_host(spec: str, host: list) -> None:
@@ -284,9 +250,7 @@ def _check_device(spec: str, device: list, image_size: Sequence[int]) -> None:
             f"data.train_transform={spec!r} mixes examples twice: keep one of mixup, cutmix, "
             "mixup_or_cutmix and a level of augreg that has mixup"
         )
-    size = None
-    for op in device:
-        size = size_after(op, size)
+    size = _size_after(device, None)
     if size is not None and size != tuple(image_size):
         raise UserError(
             f"data.train_transform={spec!r} enlarges images to {size}, but data.image_size "
@@ -340,7 +304,7 @@ def _import(name: str, key: str) -> type:
     is_class = isinstance(cls, type) and dataclasses.is_dataclass(cls)
     if not is_class or getattr(cls, "runs_on", None) not in ("host", "device"):
         raise UserError(
-            f"{key}={name!r} is {cls!r}: it must be a frozen dataclass that states "
+            f"{key}={name!r} is {cls!r}: it must be a frozen dataclass with "
             'runs_on = "host" or "device", see vit_jax/data/transforms/base.py'
         )
     return cls

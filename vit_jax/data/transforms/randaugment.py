@@ -1,10 +1,8 @@
 """RandAugment (arXiv:1909.13719) as AugReg (arXiv:2106.10270) used it.
 
-The operations, and what a magnitude means for them, are those that big_vision released
+The operations, and the meaning of a magnitude for them, are those that big_vision released
 for that paper's configs (`pp/archive/autoaugment.py`); each operation is Pillow's, done
-by OpenCV where that is faster. The operations take and return uint8; OpenCV drops the
-axis of a single channel, so that a result may lack it. Letters: H and W height and
-width, C channels.
+by OpenCV where that is faster. Letters: H and W height and width, C channels.
 """
 
 import dataclasses
@@ -48,14 +46,9 @@ LEVELS = {
 
 @dataclasses.dataclass(frozen=True)
 class RandAugment(HostTransform):
-    """Applies random operations of `NAMES`, one after the other.
+    """Applies random operations of `NAMES`, one after the other."""
 
-    Args:
-      layers: number of operations, drawn with replacement.
-      magnitude: strength of every operation, at most 30; 10 is common.
-    """
-
-    layers: Given = key(2, "Number of operations.")
+    layers: Given = key(2, "Number of operations, drawn with replacement.")
     magnitude: Given = key(10.0, "Strength of every operation.", at_most=30)
 
     def __call__(self, image: Image, rng: np.random.Generator) -> Image:
@@ -73,7 +66,6 @@ class AugReg(HostTransform):
     level: Given = key(dataclasses.MISSING, "Strength.", choices=tuple(LEVELS))
 
     def expand(self) -> tuple[str, str]:
-        """Returns the transforms that this one stands for: here, and at the end."""
         level = LEVELS[self.level]
         return (
             f"randaugment({level.layers}, {level.magnitude})" if level.layers else "",
@@ -88,101 +80,84 @@ def operate(
     negative: bool = False,
     place: Sequence[float] = (0.5, 0.5),
 ) -> Image:
-    """Applies one operation of RandAugment.
+    """Returns the image after one operation of RandAugment, one of `NAMES`.
 
-    Args:
-      name: one of `NAMES`.
-      image: what to change; it is left as it is.
-      magnitude: strength.
-      negative: turn, shear or shift the other way.
-      place: centre of a cutout, as fractions of height and width.
-
-    Returns:
-      An image of the same shape.
+    `negative` turns, shears or shifts the other way; `place` is the centre of a cutout, as
+    fractions of height and width.
     """
     height, width, _ = image.shape
     level = magnitude / 10
     signed = -level if negative else level
+    factor, shear = 1.8 * level + 0.1, 0.3 * signed
+    values = np.arange(256)
     match name:
-        case "autocontrast" | "equalize" | "invert":
-            out = _BY_HISTOGRAM[name](image)
+        case "autocontrast":
+            out = _map_channels(image, _stretched)
+        case "equalize":
+            out = _map_channels(image, _equalized)
+        case "invert":
+            out = cv2.bitwise_not(image)
         case "rotate":
-            out = rotate(image, 30 * signed)
+            out = _rotate(image, 30 * signed)
         case "posterize":
             # TensorFlow cuts a shift by 8 bits to 7, so that the first bit stays.
-            out = posterize(image, min(max(int(4 * level), 1), 8))
+            bits = min(max(int(4 * level), 1), 8)
+            out = np.bitwise_and(image, np.uint8(256 - 2 ** (8 - bits)))
         case "solarize":
             # The threshold wraps there, a uint8: at magnitudes 10 and 20 it is 0, so
             # everything is inverted (github.com/google-research/big_vision/issues/110).
-            out = solarize(image, int(256 * level) % 256)
+            threshold = int(256 * level) % 256
+            out = _map(image, np.where(values < threshold, values, 255 - values))
         case "solarize_add":
-            out = solarize_add(image, int(110 * level))
-        case "color" | "contrast" | "brightness" | "sharpness":
-            out = _BY_FACTOR[name](image, 1.8 * level + 0.1)
+            added = values + int(110 * level)
+            out = _map(image, np.where(values < 128, added, values))
+        case "brightness":
+            out = _map(image, factor * values)
+        case "color":
+            out = _color(image, factor)
+        case "contrast":
+            grey = int(_mean_grey(image) + 0.5)
+            out = _map(image, grey + factor * (values - grey))
+        case "sharpness":
+            out = _sharpness(image, factor)
+        # Sheared about the corner, not the centre of the first pixel, as Pillow does.
         case "shear_x":
-            out = shear(image, 0.3 * signed, 0.0)
+            out = _warp(image, [[1, shear, shear / 2], [0, 1, 0]])
         case "shear_y":
-            out = shear(image, 0.0, 0.3 * signed)
+            out = _warp(image, [[1, 0, 0], [shear, 1, shear / 2]])
         case "translate_x":
-            out = translate(image, 0, round(100 * signed * width / _SIDE))
+            out = _translate(image, 0, round(100 * signed * width / _SIDE))
         case "translate_y":
-            out = translate(image, round(100 * signed * height / _SIDE), 0)
+            out = _translate(image, round(100 * signed * height / _SIDE), 0)
         case "cutout":
             half = round(int(40 * level) * min(height, width) / _SIDE)
-            out = cutout(image, half, int(place[0] * height), int(place[1] * width))
+            row, column = int(place[0] * height), int(place[1] * width)
+            out = image.copy()
+            rows = slice(max(row - half, 0), row + half)
+            out[rows, max(column - half, 0) : column + half] = _FILL
     return out.reshape(image.shape)  # OpenCV drops the axis of one channel.
 
 
-def autocontrast(image: Image) -> np.ndarray:
-    """Stretches each channel to 0..255."""
-
-    def table(counts):
-        there = np.flatnonzero(counts)
-        low, high = int(there[0]), int(there[-1])
-        if high == low:
-            return np.arange(256)
-        scale = 255 / (high - low)
-        return np.arange(256) * scale - low * scale
-
-    return _map_channels(image, table)
+def _stretched(counts: np.ndarray) -> np.ndarray:
+    """Returns the table that stretches values to 0..255, from their histogram."""
+    present = np.flatnonzero(counts)
+    low, high = int(present[0]), int(present[-1])
+    if high == low:
+        return np.arange(256)
+    scale = 255 / (high - low)
+    return np.arange(256) * scale - low * scale
 
 
-def equalize(image: Image) -> np.ndarray:
-    """Equalizes the histogram of each channel."""
-
-    def table(counts):
-        counts = counts.astype(np.int64)
-        step = (counts.sum() - counts[np.flatnonzero(counts)[-1]]) // 255
-        if not step:
-            return np.arange(256)
-        return (step // 2 + np.cumsum(counts) - counts) // step
-
-    return _map_channels(image, table)
+def _equalized(counts: np.ndarray) -> np.ndarray:
+    """Returns the table that equalizes a histogram."""
+    counts = counts.astype(np.int64)
+    step = (counts.sum() - counts[np.flatnonzero(counts)[-1]]) // 255
+    if not step:
+        return np.arange(256)
+    return (step // 2 + np.cumsum(counts) - counts) // step
 
 
-def invert(image: Image) -> np.ndarray:
-    """Inverts every value."""
-    return cv2.bitwise_not(image)
-
-
-def posterize(image: Image, bits: int) -> np.ndarray:
-    """Keeps the highest bits of each value."""
-    return np.bitwise_and(image, np.uint8(256 - 2 ** (8 - bits)))
-
-
-def solarize(image: Image, threshold: int) -> np.ndarray:
-    """Inverts values from the threshold on."""
-    values = np.arange(256)
-    return _map(image, np.where(values < threshold, values, 255 - values))
-
-
-def solarize_add(image: Image, addition: int) -> np.ndarray:
-    """Adds to the values below 128."""
-    values = np.arange(256)
-    return _map(image, np.where(values < 128, values + addition, values))
-
-
-def color(image: Image, factor: float) -> np.ndarray:
+def _color(image: Image, factor: float) -> np.ndarray:
     """Scales the difference from grey; a factor of 0 is grey, 1 the image itself."""
     if image.shape[-1] == 1:
         return image
@@ -190,22 +165,14 @@ def color(image: Image, factor: float) -> np.ndarray:
     return _blend(cv2.cvtColor(grey, cv2.COLOR_GRAY2RGB), image, factor)
 
 
-def contrast(image: Image, factor: float) -> np.ndarray:
-    """Scales the difference from the mean grey."""
+def _mean_grey(image: Image) -> float:
     means = cv2.mean(image)
-    grey = means[0]
-    if image.shape[-1] == 3:
-        grey = 0.299 * means[0] + 0.587 * means[1] + 0.114 * means[2]
-    grey = int(grey + 0.5)
-    return _map(image, grey + factor * (np.arange(256) - grey))
+    if image.shape[-1] == 1:
+        return means[0]
+    return 0.299 * means[0] + 0.587 * means[1] + 0.114 * means[2]
 
 
-def brightness(image: Image, factor: float) -> np.ndarray:
-    """Scales the difference from black."""
-    return _map(image, factor * np.arange(256))
-
-
-def sharpness(image: Image, factor: float) -> np.ndarray:
+def _sharpness(image: Image, factor: float) -> np.ndarray:
     """Scales the difference from a blurred image; the outermost pixels stay."""
     if min(image.shape[:2]) < 3:
         return image
@@ -216,7 +183,7 @@ def sharpness(image: Image, factor: float) -> np.ndarray:
     return _blend(smooth, image, factor)
 
 
-def rotate(image: Image, degrees: float) -> np.ndarray:
+def _rotate(image: Image, degrees: float) -> np.ndarray:
     """Rotates anticlockwise about the centre, to the nearest pixel."""
     height, width, _ = image.shape
     y, x = (height - 1) / 2, (width - 1) / 2
@@ -224,14 +191,7 @@ def rotate(image: Image, degrees: float) -> np.ndarray:
     return _warp(image, [[c, -s, x - c * x + s * y], [s, c, y - s * x - c * y]])
 
 
-def shear(image: Image, along_x: float, along_y: float) -> np.ndarray:
-    """Shifts rows by `along_x` a row and columns by `along_y` a column."""
-    # About the corner, not the centre of the first pixel, as Pillow does.
-    return _warp(image, [[1, along_x, along_x / 2], [along_y, 1, along_y / 2]])
-
-
-def translate(image: Image, up: int, left: int) -> np.ndarray:
-    """Shifts by whole pixels."""
+def _translate(image: Image, up: int, left: int) -> np.ndarray:
     height, width, _ = image.shape
     out = np.full_like(image, _FILL)
     rows = slice(max(up, 0), max(height + min(up, 0), 0))
@@ -242,26 +202,18 @@ def translate(image: Image, up: int, left: int) -> np.ndarray:
     return out
 
 
-def cutout(image: Image, half: int, row: int, column: int) -> np.ndarray:
-    """Replaces a square of side 2 * half around a pixel by grey."""
-    out = image.copy()
-    out[max(row - half, 0) : row + half, max(column - half, 0) : column + half] = _FILL
-    return out
-
-
 def _map(image: Image, table: np.ndarray) -> np.ndarray:
-    """Replaces each value by what a table of 256, or 256 a channel, holds for it."""
+    """Replaces each value by its entry in a table of 256, or of 256 per channel."""
     return cv2.LUT(image, np.clip(table, 0, 255).astype(np.uint8))
 
 
 def _map_channels(image: Image, table: Callable) -> np.ndarray:
     """Maps each channel by a table made from its histogram."""
-    channels = range(image.shape[-1])
-    tables = [
-        table(cv2.calcHist([image], [c], None, [256], (0, 256)).ravel())
-        for c in channels
-    ]
-    return _map(image, np.stack(tables, axis=-1)[None])
+    histograms = (
+        cv2.calcHist([image], [c], None, [256], (0, 256)).ravel()
+        for c in range(image.shape[-1])
+    )
+    return _map(image, np.stack(list(map(table, histograms)), axis=-1)[None])
 
 
 def _blend(other: np.ndarray, image: Image, factor: float) -> np.ndarray:
@@ -284,13 +236,6 @@ def _warp(image: Image, source: list) -> np.ndarray:
     )
 
 
-_BY_HISTOGRAM = {"autocontrast": autocontrast, "equalize": equalize, "invert": invert}
-_BY_FACTOR = {
-    "color": color,
-    "contrast": contrast,
-    "brightness": brightness,
-    "sharpness": sharpness,
-}
 NAMES = (
     *("autocontrast", "equalize", "invert", "rotate", "posterize", "solarize"),
     *("color", "contrast", "brightness", "sharpness", "shear_x", "shear_y"),

@@ -26,8 +26,7 @@ from vit_jax.data import pipeline
 from vit_jax.data.config import DataConfig
 from vit_jax.data.decode import DamagedImage, decode
 from vit_jax.data.sources.base import Source
-from vit_jax.data.sources.open import open_source
-from vit_jax.data.spec import Spec
+from vit_jax.data.sources.open import Spec, open_source
 from vit_jax.data.transforms import device as transforms
 from vit_jax.evaluators.splits import Subset
 from vit_jax.files import replace_text

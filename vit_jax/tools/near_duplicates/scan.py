@@ -15,7 +15,7 @@ from PIL import Image, ImageDraw
 
 from vit_jax.data import decode
 from vit_jax.data.sources.base import Source
-from vit_jax.data.spec import Spec
+from vit_jax.data.sources.open import Spec
 from vit_jax.errors import UserError
 from vit_jax.tools.near_duplicates import matching
 

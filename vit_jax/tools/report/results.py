@@ -93,7 +93,7 @@ class Run:
       metrics: lines of `metrics.jsonl`.
       evaluate, transfer, vtab, study: the JSON file of that name.
       confusions: file name without suffix -> rows of a confusion matrix, as written by
-        `classification.confusion_to_csv`: the head, and a row per true class.
+        `result_tables.confusion_to_csv`: the head, and a row per true class.
       inner: title -> training runs in subfolders, with name, report and metrics only.
     """
 

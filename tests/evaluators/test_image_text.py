@@ -9,7 +9,7 @@ from PIL import Image
 
 import vit_jax
 from vit_jax.errors import UserError
-from vit_jax.evaluators import retrieval
+from vit_jax.evaluators import image_text
 from vit_jax.training import loop
 
 TEXT = {"width": 12, "depth": 1, "num_heads": 3, "mlp_dim": 20}
@@ -27,7 +27,7 @@ def test_ranks_are_those_of_sorting():
     rows, columns = rng.normal(size=(9, 4)), rng.normal(size=(25, 4))
     of_row, of_column = np.arange(9), rng.integers(0, 8, 25)
     pairs = same(of_row, of_column)
-    found = retrieval.best_ranks(rows, columns, of_row, of_column, pairs)
+    found = image_text.best_ranks(rows, columns, of_row, of_column, pairs)
     wanted = []
     for row, number in zip(rows, of_row, strict=True):
         order = np.argsort(-(columns @ row))
@@ -39,7 +39,7 @@ def test_ranks_are_those_of_sorting():
 def test_any_of_several_right_answers_counts():
     rows, columns = np.eye(3), np.eye(3)[[1, 2, 0]]
     pairs = np.array([[0, 0, 1], [5, 7, 5]])  # The third row has none.
-    found = retrieval.best_ranks(
+    found = image_text.best_ranks(
         rows, columns, np.arange(3), np.array([5, 6, 7]), pairs
     )
     assert found.tolist() == [0, 0]
@@ -47,7 +47,7 @@ def test_any_of_several_right_answers_counts():
 
 def test_equal_embeddings_find_nothing():
     rows, numbers = np.ones((5, 3)), np.arange(5)
-    found = retrieval.best_ranks(rows, rows, numbers, numbers, same(numbers, numbers))
+    found = image_text.best_ranks(rows, rows, numbers, numbers, same(numbers, numbers))
     assert found.tolist() == [4] * 5
 
 
@@ -56,10 +56,10 @@ def test_ranks_in_blocks(monkeypatch):
     rows, columns = rng.normal(size=(50, 4)), rng.normal(size=(30, 4))
     numbers = np.arange(50) % 30, np.arange(30)
     arguments = rows, columns, *numbers, same(*numbers)
-    whole = retrieval.best_ranks(*arguments)
-    monkeypatch.setattr(retrieval, "_BLOCK", 100)
-    np.testing.assert_array_equal(retrieval.best_ranks(*arguments), whole)
-    assert retrieval.best_ranks(*arguments, stop=lambda: True) is None
+    whole = image_text.best_ranks(*arguments)
+    monkeypatch.setattr(image_text, "_BLOCK", 100)
+    np.testing.assert_array_equal(image_text.best_ranks(*arguments), whole)
+    assert image_text.best_ranks(*arguments, stop=lambda: True) is None
 
 
 @pytest.fixture(scope="module")
@@ -152,7 +152,7 @@ def test_weights_without_a_text_tower_are_refused(place, tmp_path):
             config | {"evals": {"names": evals["names"]}},
             tell=lambda _: None,
         )
-    with pytest.raises(UserError, match="evals.pairs needs captions: state"):
+    with pytest.raises(UserError, match="evals.pairs needs captions: set"):
         vit_jax.evaluate(folder / "run", config, tell=lambda _: None)
 
 

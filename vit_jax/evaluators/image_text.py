@@ -1,0 +1,179 @@
+"""Images compared with texts: zero-shot classification, and retrieval of captions.
+
+They need a text tower: of weights, or of a run of the task "contrastive". Letters: N images,
+M captions, P pairs, K classes, E width of the shared space, R rows.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import ClassVar
+
+import numpy as np
+from jaxtyping import Bool, Float, Int
+
+from vit_jax.config.fields import key
+from vit_jax.data import class_names
+from vit_jax.data.captions import TEXT
+from vit_jax.errors import UserError
+from vit_jax.evaluators.forward_passes import TOP, Outputs, Wanted
+from vit_jax.evaluators.protocol import Evaluator, Pass, Scored, check_labels, mean
+from vit_jax.evaluators.splits import EvalConfig, EvalSplit
+from vit_jax.models.text_tower import filled
+
+_BLOCK = 2**24  # Similarities at once.
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ZeroShotConfig(EvalConfig):
+    """Classification by the names of the classes in prompts."""
+
+    fractions: ClassVar = ("top1", "top5")
+
+    kind: str = key("zero_shot", "What is evaluated.")
+    split: str = key("", 'Its images; "" is the data set\'s test split.')
+    classes: tuple[str, ...] = key(
+        (),
+        "Names of the classes in label order, in place of the data set's names; those may "
+        "stand in any order.",
+    )
+    prompts: tuple[str, ...] = key(
+        ("a photo of a {}.",),
+        "Texts with {} for a name; a class is the mean of their embeddings (CLIP, "
+        "arXiv:2103.00020, section 3.1.4).",
+    )
+
+    def open(self, name, splits):
+        split = splits.open(name, self, self.split, model_classes=False)
+        classes = split.source.class_names
+        if self.classes:
+            where = f"evals.{name}.classes"
+            classes = class_names.arrange(self.classes, classes, where=where)
+        if not classes:
+            raise UserError(
+                f"evals.{name}: {split.title} has no names of classes: set "
+                f"evals.{name}.classes"
+            )
+        if not self.prompts:
+            raise UserError(f"evals.{name}.prompts is empty: give at least ('{{}}',)")
+        texts, K = filled(self.prompts, classes), len(classes)
+
+        problem = f"but {K} classes are named: name all of them"
+        check_labels(split.source.known_labels(), K, split.title, problem)
+
+        def score(outputs, stop):
+            (result,) = outputs
+            check_labels(result.labels, K, split.title, problem)
+            means = result.text_embeddings.reshape(K, len(self.prompts), -1).mean(1)
+            means /= np.linalg.norm(means, axis=1, keepdims=True)
+            similar = result.image_embeddings @ means.T
+            best = np.argsort(-similar, axis=1, kind="stable")[:, :TOP]
+            right = best == result.labels[:, None]
+            metrics = {"top1": mean(right[:, 0])}
+            if K > TOP:
+                metrics["top5"] = mean(right.any(1))
+            return Scored(metrics)
+
+        wanted = Wanted(features=True)
+        return Evaluator((Pass(split, wanted, texts=lambda: texts),), score)
+
+    def summarize(self, metrics):
+        return metrics["top1"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RetrievalConfig(EvalConfig):
+    """Retrieval of captions by images, and of images by captions."""
+
+    fractions: ClassVar = ("*_recall*",)
+
+    kind: str = key("retrieval", "What is evaluated.")
+    split: str = key("", 'Its images; "" is the data set\'s test split.')
+    k: tuple[int, ...] = key(
+        (1, 5, 10), "Numbers of best answers that may have the right one.", at_least=1
+    )
+
+    def open(self, name, splits):
+        split = splits.open(name, self, self.split, model_classes=False, labelled=False)
+        if not split.data.caption_key:
+            raise UserError(
+                f"evals.{name} needs captions: set evals.{name}.caption_key or "
+                "data.caption_key to their column, feature or suffix"
+            )
+        captions = functools.cache(lambda: _captions(split))
+        return Evaluator(
+            (Pass(split, Wanted(features=True), texts=lambda: captions()[0]),),
+            lambda outputs, stop: score(*outputs, *captions(), self.k, stop),
+        )
+
+
+def _captions(split: EvalSplit) -> tuple[list[str], Int[np.ndarray, " M"]]:
+    """Returns all captions of a split, and the record of each."""
+    texts, records = [], []
+    for record in range(len(split.source)):
+        texts_here = split.source[record].get(TEXT, ())
+        texts_here = [texts_here] if isinstance(texts_here, str) else list(texts_here)
+        texts += texts_here
+        records += [record] * len(texts_here)
+    if not texts:
+        raise UserError(f"{split.title} has no caption: check data.caption_key")
+    return texts, np.array(records)
+
+
+def score(
+    outputs: Outputs,
+    captions: Sequence[str],
+    records: Int[np.ndarray, " M"],
+    k: Sequence[int],
+    stop: Callable[[], bool] = lambda: False,
+) -> Scored | None:
+    """Computes recalls in both directions, among the `k` best answers.
+
+    `captions` are those of all records, `records` the record of each; None if stopped.
+    """
+    images, texts = outputs.image_embeddings, outputs.text_embeddings
+    evaluated = np.isin(records, outputs.records)  # Damaged images may be skipped.
+    texts, records = texts[evaluated], records[evaluated]
+    _, words = np.unique(np.array(captions)[evaluated], return_inverse=True)
+    # A caption is right for all images that have a caption of the same words.
+    pairs = np.unique(np.stack([records, words]), axis=1)
+    metrics = {}
+    for way, rows, columns, of_row, of_column, right in (
+        ("image_to_text", images, texts, outputs.records, words, pairs),
+        ("text_to_image", texts, images, words, outputs.records, pairs[::-1]),
+    ):
+        ranks = best_ranks(rows, columns, of_row, of_column, right, stop)
+        if ranks is None:
+            return None
+        metrics |= {f"{way}_recall{n}": mean(ranks < n) for n in k}
+    return Scored(metrics)
+
+
+def best_ranks(
+    rows: Float[np.ndarray, "N E"],
+    columns: Float[np.ndarray, "M E"],
+    of_row: Int[np.ndarray, " N"],
+    of_column: Int[np.ndarray, " M"],
+    pairs: Int[np.ndarray, "2 P"],
+    stop: Callable[[], bool] = lambda: False,
+) -> Int[np.ndarray, " R"] | None:
+    """Returns the rank, from 0, of the best right answer of each row that has one.
+
+    Among equal similarities the wrong ones count as better. `of_row` and `of_column` number
+    the images or texts, and `pairs` has the numbers that are right for each other. `stop` is
+    called before every block of rows; True stops.
+    """
+    all_ranks = []
+    size = max(1, _BLOCK // len(columns))
+    width = int(of_column.max()) + 1
+    known = pairs[0] * width + pairs[1]
+    for start in range(0, len(rows), size):
+        if stop():
+            return None
+        similar = rows[start : start + size] @ columns.T
+        numbers = of_row[start : start + size, None] * width + of_column[None]
+        right: Bool[np.ndarray, "R M"] = np.isin(numbers, known)
+        best = np.where(right, similar, -np.inf).max(1, keepdims=True)
+        ranks = ((similar >= best) & ~right).sum(1)
+        all_ranks.append(ranks[right.any(1)])
+    return np.concatenate(all_ranks)
