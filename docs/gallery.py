@@ -1,8 +1,8 @@
 """Makes docs/gallery/: python docs/gallery.py --model=deit:Ti/16 --digits=runs/digits
 
-Draws what vit_jax.visualize draws of a published model, on photographs that come with
-scikit-image (extra `docs`) and are in the public domain or CC0, and of the digits model
-(README.md trains it), and keeps the PNGs, made small.
+Runs vit_jax.visualize on a published model, with photographs of scikit-image (extra
+`docs`) in the public domain or CC0, and on the digits model (README.md trains it), and
+keeps the PNGs, reduced.
 """
 
 import argparse
@@ -19,10 +19,10 @@ GALLERY = pathlib.Path(__file__).parent / "gallery"
 # CC0 by Stefan van der Walt, CC0 by Rachel Michetti, public domain by NASA and by
 # SpaceX, says scikit-image.
 PHOTOGRAPHS = ("chelsea", "coffee", "astronaut", "rocket")
-# Likewise CC0 or in the public domain; for the figures of all images together.
+# Also CC0 or in the public domain; for the figures of all images together.
 OTHERS = ("camera", "hubble_deep_field", "brick", "grass")
 DIGITS = 64
-# The figures that are kept: of weights and of all images, and of single ones.
+# The figures that are kept: those of weights and of all images, and some of single ones.
 PHOTOGRAPHS_KEPT = (
     *("filters", "posemb", "distance", "norms", "cka", "attention/chelsea"),
     *(f"{kind}/{name}" for kind in ("rollout", "relevance") for name in PHOTOGRAPHS),
@@ -34,11 +34,7 @@ _WIDTH, _COLOURS = 720, 192  # Pixels and colours at most.
 def main(flags: argparse.Namespace) -> None:
     """Writes the gallery."""
     GALLERY.mkdir(exist_ok=True)
-    more = [
-        "--name=DeiT-Ti",
-        "--combine=max",
-        *shlex.split(flags.more),
-    ]
+    more = ["--name=DeiT-Ti", "--combine=max", *shlex.split(flags.more)]
     with tempfile.TemporaryDirectory() as folder:
         folder = pathlib.Path(folder)
         _photographs(folder / "photographs")
@@ -92,9 +88,9 @@ def parser() -> cli.Parser:
     """Returns the flags."""
     parser = cli.Parser(__doc__)
     add = parser.add_argument
-    add("--model", default="deit:Ti/16", help="of photographs")
+    add("--model", default="deit:Ti/16", help="network for the photographs")
     add("--digits", default="runs/digits", help="workdir of configs/digits.py")
-    add("--more", default="", help="further flags for the model of photographs")
+    add("--more", default="", help="further flags of visualize for the photographs")
     return parser
 
 

@@ -14,7 +14,6 @@ from PIL import Image
 from vit_jax import (
     cli,
     convert,
-    evaluate,
     models,
     predict,
     show_batch,
@@ -22,6 +21,7 @@ from vit_jax import (
     visualize,
 )
 from vit_jax import weights as weight_files
+from vit_jax.__main__ import load
 from vit_jax.config import fields
 from vit_jax.errors import UserError
 from vit_jax.tools.sweeps import fine_tuning
@@ -122,7 +122,7 @@ def test_what_looks_inside_refuses_in_one_line(found, workdir, image, tmp_path):
     words = f"--model={workdir}", f"--images={image}", f"--out={tmp_path / 'figures'}"
     with pytest.raises(UserError, match="conv: no attention to draw"):
         run(visualize, *words, "--figure=attention")
-    with pytest.raises(UserError, match="posemb=none: conv_net:ConvNetConfig has no"):
+    with pytest.raises(UserError, match="=posemb: conv: no position embeddings"):
         run(visualize, *words, "--figure=posemb")
     assert run(visualize, *words) == 0  # The filters of its first convolution.
     assert (tmp_path / "figures" / "filters.png").exists()
@@ -145,7 +145,7 @@ def test_evaluate_scores_a_workdir_on_classes_and_features(
 ):
     (tmp_path / "scored.py").write_text(CONFIG)
     config = f"--config={tmp_path / 'scored.py'}"
-    run(evaluate, f"--model={workdir}", config, "--json")
+    run(load("evaluate"), f"--model={workdir}", config, "--json")
     told = json.loads(capsys.readouterr().out)
     assert told.keys() >= {"val", "knn"}
 

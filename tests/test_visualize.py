@@ -16,15 +16,9 @@ import tqdm
 from PIL import Image
 
 from vit_jax import cli, models, progress, visualize
-from vit_jax.analysis import (
-    DATASET_FIGURES,
-    IMAGE_FIGURES,
-    WEIGHT_FIGURES,
-    attention,
-    embeddings,
-    representations,
-)
-from vit_jax.analysis.figures import FigureOptions, available_figures, write_figures
+from vit_jax.analysis import attention, embeddings, representations
+from vit_jax.analysis.figures import FIGURES, create
+from vit_jax.analysis.figures.writing import available_figures, write_figures
 from vit_jax.analysis.loaded_model import LoadedModel
 from vit_jax.data import inputs
 from vit_jax.errors import UserError
@@ -103,6 +97,12 @@ def run(place, tmp_path, capsys):
     return start
 
 
+def draw(loaded, images, names, out, **options):
+    """Writes figures with their default options; returns the names of the files."""
+    options = {"on_unreadable": lambda *_: 0} | options
+    return [*write_figures(loaded, images, create(names, {}), out, **options)]
+
+
 SINGLE = ("a", "b_c")  # Of those that are shown.
 
 
@@ -111,10 +111,10 @@ def test_all_figures_of_a_folder(place, run, tmp_path):
     code, out, err = run("--images", str(images), "--batch_size=5", "--shown=2")
     assert code == 1
     assert err.startswith(f"{images / 'torn.png'}: cannot be decoded")
-    stems = [*WEIGHT_FIGURES, *DATASET_FIGURES]
     # The network has no task of pretraining, and no windows.
-    kinds = {*IMAGE_FIGURES} - {"reconstruction", "windows"}
-    stems += [f"{kind}/{stem}" for kind in kinds for stem in SINGLE]
+    names = {*FIGURES} - {"reconstruction", "windows"}
+    single = {name for name in names if FIGURES[name].reads == "images"}
+    stems = [*(names - single), *(f"{n}/{stem}" for n in single for stem in SINGLE)]
     files = {str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*") if p.is_file()}
     assert files == {f"{s}.{form}" for s in stems for form in ("png", "svg", "npz")}
     assert set(out.split()) == {f"{tmp_path / stem}.png" for stem in stems}
@@ -259,7 +259,7 @@ def test_a_second_model_is_opened_for_cka_alone(four, run):
             [*four, "--compare=absent", "--figure=norms,filters"],
             "--compare=absent is compared by the figure cka, which --figure=norms,filte",
         ),
-        ([*four[:3], "--compare=absent"], "images=2: too few to compare layers"),
+        ([*four[:3], "--compare=absent"], "images=2: too few for --figure=cka"),
     ):
         with pytest.raises(UserError, match=message):
             run(*words)
@@ -268,22 +268,21 @@ def test_a_second_model_is_opened_for_cka_alone(four, run):
 def test_where_images_are_too_few_for_cka(place, four, run, tmp_path):
     torn = str(place / "images" / "torn.png")
     words = *four[:4], torn, "--batch_size=2"
-    with pytest.raises(UserError, match="images=3: too few to compare layers"):
+    with pytest.raises(UserError, match="images=3: too few for --figure=cka"):
         run(*four[:4], "--figure=cka")
     assert not list(tmp_path.iterdir())
     # Nobody named it.
     code, out, err = run(*words, "--shown=1")
     assert code == 1
-    assert err.splitlines()[-1] == (
-        "figure skipped: images=3: too few to compare layers (cka); give 4 or more"
-    )
+    line = err.splitlines()[-1]
+    assert line.startswith("figure skipped: images=3: too few for --figure=cka")
     assert f"{tmp_path / 'norms.png'}\n" in out and "cka" not in out
     assert not (tmp_path / "cka.png").exists()
 
 
 def test_what_is_written_is_named_at_once(place, four, run, tmp_path, capsys):
     torn = str(place / "images" / "torn.png")
-    with pytest.raises(UserError, match="images=3: too few to compare layers"):
+    with pytest.raises(UserError, match="images=3: too few for --figure=cka"):
         run(*four[:4], torn, "--figure=filters,norms,cka")
     stems = "filters", "norms"
     assert capsys.readouterr().out.split() == [f"{tmp_path / s}.png" for s in stems]
@@ -301,7 +300,7 @@ def test_small_batches_leave_no_image_out(place, run, data):
     ("words", "counts"),
     [
         (["--figure=norms", "--batch_size=2"], [2, 4, 5]),
-        (["--figure=norms,attention", "--shown=1"], [4, 5]),
+        (["--figure=norms,attention", "--shown=1"], [1, 5]),
         (["--figure=attention", "--shown=3", "--batch_size=2"], [1, 2, 3]),
         (["--figure=attention", "--batch_size=4"], [1, 2, 3, 4, 5]),
     ],
@@ -359,7 +358,6 @@ def test_weights_alone_give_the_figures_of_weights(run, tmp_path):
         (["--query=a"], "'a' is not ROW,COLUMN, as 3,10"),
         (["--classes=1,b"], "'1,b' is not numbers from 0 on"),
         (["--layers=-1"], "'-1' is not numbers from 0 on"),
-        (["--topk=0"], "'0' is not a whole number from 1 on"),
         (["--config.seed=3"], "--config.seed: looking into a model takes no config"),
     ],
 )
@@ -384,6 +382,7 @@ def test_bad_choices_are_refused_before_anything_is_written(place, run, tmp_path
         (["--classes=5"], "--classes=5: tiny has 5 classes; choose from 0 to 4"),
         (["--layers=0,2"], "--layers=2: tiny has 2 layers; choose from 0 to 1"),
         (["--layer=2"], "layer=2: out of range"),
+        (["--topk=0"], "--topk=0: choose a number from 1 on"),
         ([f"--labels={tmp_path}/two.txt"], "there are 2 class names, but .* 5 classes"),
     ):
         with pytest.raises(UserError, match=message):
@@ -420,12 +419,9 @@ def test_a_model_that_diverged_is_refused(place, tmp_path, part, figure, message
     for name in part:
         leaf = leaf[name]
     leaf.flat[-1] = np.nan
-    options = FigureOptions((figure,))
     images = [("a", str(place / "images" / "a.png"))]
     with pytest.raises(UserError, match=message):
-        list(
-            write_figures(ours, images, options, tmp_path / "out", on_unreadable=print)
-        )
+        draw(ours, images, [figure], tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
@@ -446,32 +442,37 @@ def test_as_a_process(place, tmp_path):
     assert end.stderr.count("\n") == 1
 
 
+def test_help_lists_every_figure_with_its_flags_and_imports_no_jax():
+    code = "import sys; from vit_jax import visualize; visualize.parser().print_help()"
+    code += "; sys.exit('jax' in sys.modules)"
+    words = [sys.executable, "-c", code]
+    end = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert end.returncode == 0, end.stderr
+    for name in FIGURES:
+        assert f"\n    {name} " in end.stdout
+        assert FIGURES[name].help.split(",")[0] in " ".join(end.stdout.split())
+        for field in dataclasses.fields(FIGURES[name]):
+            assert f"--{field.name} " in end.stdout
+
+
 def test_resnets_and_networks_without_positions_have_fewer_figures(tmp_path):
     resnet = models.create(
         "R50x1", num_classes=5, image_size=(32, 32), stage_depths=(1,)
     )
     ours = LoadedModel("r", resnet, {}, PREPROCESS)
     assert available_figures(ours, 9) == ("filters", "pca")
-    with pytest.raises(UserError, match="r: no attention to draw; give a Vision"):
-        list(
-            write_figures(
-                ours, [], FigureOptions(("norms",)), tmp_path, on_unreadable=print
-            )
-        )
+    with pytest.raises(
+        UserError, match="=norms: r: no attention to draw.* filters,pca"
+    ):
+        draw(ours, [], ["norms"], tmp_path)
     plain = models.create(**OPTIONS | {"posemb": "none", "num_classes": 0})
     ours = LoadedModel("p", plain, {}, PREPROCESS)
     assert available_figures(ours, 3) == (
         *("filters", "distance", "norms", "cka", "attention", "rollout", "pca"),
     )
     assert available_figures(ours, 0) == ("filters",)
-    with pytest.raises(
-        UserError, match="--figure=relevance: p has no classifier; leave"
-    ):
-        list(
-            write_figures(
-                ours, [], FigureOptions(("relevance",)), tmp_path, on_unreadable=print
-            )
-        )
+    with pytest.raises(UserError, match="=relevance: p: no classifier"):
+        draw(ours, [], ["relevance"], tmp_path)
 
 
 @pytest.fixture
@@ -496,8 +497,7 @@ def test_one_layer_of_attention_is_alive_while_figures_are_fed(
     ours = written(tmp_path / "again", depth=3)
     files = [(name, str(place / "images" / name)) for name in FOUR]
     figures = "norms", "distance", "cka", "attention", "rollout"
-    options = FigureOptions(figures, batch_size=3, max_shown=1)
-    list(write_figures(ours, files, options, tmp_path, on_unreadable=print))
+    draw(ours, files, figures, tmp_path, batch_size=3, max_shown=1)
     # Two parts of one batch, the second filled up.
     assert watched == [(3, 0)] * 2 * 3
 
@@ -549,17 +549,13 @@ def test_what_a_task_of_a_swin_transformer_makes_needs_no_attention(tmp_path, pl
     params = swin.init(jax.random.key(0))
     ours = LoadedModel("s", swin, params, PREPROCESS, pictures=pictures)
     assert available_figures(ours, 3) == ("filters", "windows", "pca", "reconstruction")
-    options = FigureOptions(("reconstruction",))
     images = inputs.find([str(place / "images")])
-    write = write_figures(ours, images, options, tmp_path, on_unreadable=lambda *_: 0)
-    assert "reconstruction.png" in [*write]
+    files = draw(ours, images, ["reconstruction"], tmp_path, batch_size=2)
+    assert files[0] == "reconstruction.png" and len(files) == 3
     with np.load(tmp_path / "reconstruction.npz") as data:
         assert data["original"].shape == (5, 16, 24, 3)
-    options = FigureOptions(("attention",))
-    with pytest.raises(
-        UserError, match="or draw only filters,windows,pca,reconstruction"
-    ):
-        [*write_figures(ours, [], options, tmp_path, on_unreadable=print)]
+    with pytest.raises(UserError, match="=attention.* filters,windows,pca,reconstruc"):
+        draw(ours, [], ["attention"], tmp_path)
 
 
 def test_attention_within_windows_is_drawn_over_the_image(tmp_path, place):
@@ -569,9 +565,8 @@ def test_attention_within_windows_is_drawn_over_the_image(tmp_path, place):
     )
     ours = LoadedModel("s", swin, swin.init(jax.random.key(0)), PREPROCESS)
     images = inputs.find([str(place / "images")])
-    options = FigureOptions(("windows",), max_shown=2)
-    write = write_figures(ours, images, options, tmp_path, on_unreadable=lambda *_: 0)
-    assert sum(name.endswith(".png") for name in write) == 2
+    files = draw(ours, images, ["windows"], tmp_path, max_shown=2)
+    assert sum(name.endswith(".png") for name in files) == 2
     with np.load(tmp_path / "windows" / "a.npz") as data:
         assert data["stage_1"].shape == data["stage_1_shifted"].shape == (8, 12)
         assert data["stage_2"].shape == (4, 6)
@@ -580,5 +575,5 @@ def test_attention_within_windows_is_drawn_over_the_image(tmp_path, place):
         blocks = data["stage_1"].reshape(2, 4, 3, 4).mean((1, 3))
         np.testing.assert_allclose(blocks, 1, rtol=1e-5)
     vit = LoadedModel("v", models.create(**OPTIONS), {}, PREPROCESS)
-    with pytest.raises(UserError, match="windows: v has no attention in windows; give"):
-        [*write_figures(vit, [], options, tmp_path, on_unreadable=print)]
+    with pytest.raises(UserError, match="=windows: v: no attention in windows"):
+        draw(vit, [], ["windows"], tmp_path)

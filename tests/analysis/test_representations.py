@@ -139,8 +139,3 @@ def test_norms_that_diverged_are_refused(value):
     found = NormHistogram()
     with pytest.raises(UserError, match="a token after layer 2 is not finite"):
         found.update([np.ones((1, 3)), np.array([[1.0, value, 2.0]])])
-
-
-def test_without_images_there_are_no_quantiles():
-    with pytest.raises(UserError, match="images=0: no token norms to summarise"):
-        NormHistogram().quantiles()

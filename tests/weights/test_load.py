@@ -23,15 +23,14 @@ from trees import (
 from vit_jax import (
     cli,
     convert,
-    evaluate,
     explore,
-    finetune,
     models,
     predict,
     transfer,
     visualize,
     weights,
 )
+from vit_jax.__main__ import load
 from vit_jax.config import fields
 from vit_jax.errors import UserError
 from vit_jax.training import config as configuration
@@ -40,6 +39,9 @@ from vit_jax.weights.formats import native
 from vit_jax.weights.formats.registry import WRITERS
 from vit_jax.weights.hub import download
 from vit_jax.weights.initial import load_initial
+
+# The package has functions of these names.
+evaluate, finetune = map(load, ("evaluate", "finetune"))
 
 STEM = {"stage_depths": (1, 1), "stem_width": 32}
 

@@ -1,10 +1,13 @@
 """Analyses of trained models: arrays from weights and images, and their figures."""
 
-# Names of the figures by input. They stand here so that a command can check its flags
-# without importing JAX.
-WEIGHT_FIGURES = ("filters", "posemb")
-DATASET_FIGURES = ("distance", "norms", "cka")
-LAYER_FIGURES = (*DATASET_FIGURES, "attention", "rollout", "relevance")
-IMAGE_FIGURES = ("attention", "rollout", "relevance", "windows", "pca")
-IMAGE_FIGURES += ("reconstruction",)
-FIGURES = (*WEIGHT_FIGURES, *DATASET_FIGURES, *IMAGE_FIGURES)
+import importlib
+
+_MODULES = ("attention", "charts", "embeddings", "loaded_model", "overlay")
+_MODULES += ("representations",)
+
+
+# Figures name these modules, and --help names figures: JAX is imported when one is drawn.
+def __getattr__(name: str):
+    if name in _MODULES:
+        return importlib.import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,10 +1,13 @@
 """Attention of a Vision Transformer: maps, mean distance, rollout and relevance.
 
-Letters: L layers, B images, H heads, N tokens, P patches, Y by X pixels, C channels.
+Letters: L layers, B images, H heads, N and M tokens, P patches, y by x patches of a
+stage, Y by X pixels, C channels.
 """
 
+import collections
 import functools
 import itertools
+import math
 import operator
 from collections.abc import Iterable, Iterator
 
@@ -68,7 +71,7 @@ def query_attention(
       UserError: the model has no attention, or an index is out of range.
     """
     depth, num_heads = (model.options.get(name, 0) for name in ("depth", "num_heads"))
-    num_tokens = model.num_prefix_tokens + model.grid[0] * model.grid[1]
+    num_tokens = model.num_prefix_tokens + math.prod(model.grid)
     maps = attention_maps(model, params, images)
     for name, value, first, count in (
         ("layer", layer, -depth, depth),
@@ -82,6 +85,48 @@ def query_attention(
             )
     weights = next(itertools.islice(maps, layer % depth, None))[:, :, query]
     return weights.mean(1) if head is None else weights[:, head]
+
+
+@jax.jit
+def weighted_query(
+    attention: Float[Array, "B H N M"], weights: Float[Array | np.ndarray, " N"]
+) -> Float[Array, "B H M"]:
+    """Returns the mean attention of weighted query tokens.
+
+    Args:
+      attention: of a layer.
+      weights: share of each query; their sum is 1.
+    """
+    return jnp.einsum("n,bhnm->bhm", weights, attention, precision="highest")
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def received_in_windows(
+    model: Model, params: Params, images: Float[Array, "B Y X C"]
+) -> dict[str, Float[Array, "B y x"]]:
+    """Returns the attention that each patch gets in its window.
+
+    It is the mean of the heads and of the blocks of a stage; 1 where all patches of a
+    window get the same.
+
+    Args:
+      model: a network with windows.
+      params: its parameters.
+      images: normalised.
+
+    Returns:
+      Maps by "stage 1" and "stage 1 shifted", and so on.
+    """
+    maps = collections.defaultdict(list)
+    for block in model.window_attention(params, images)[1]:
+        gets = block.weights.mean(2).sum(2)
+        count = math.prod(block.grid)
+        # Padding is put behind the last patch, and left out.
+        patches = jnp.where(block.patches < 0, count, block.patches)
+        values = jnp.zeros((len(gets), count + 1)).at[:, patches].set(gets)
+        name = f"stage {block.stage + 1}{' shifted' if block.shifted else ''}"
+        maps[name].append(values[:, :-1].reshape(-1, *block.grid))
+    return {name: sum(values) / len(values) for name, values in maps.items()}
 
 
 def mean_attention_distance(
@@ -101,9 +146,9 @@ def mean_attention_distance(
       maps: attention of each layer, see `attention_maps`.
       grid: number of patches down and across.
       patch_size: side of a patch in pixels.
-      num_prefix_tokens: number of tokens in front of the patches.
+      num_prefix_tokens: number of tokens before the patches.
     """
-    distances = jnp.asarray(patch_distances(grid, patch_size))
+    distances = patch_distances(grid, patch_size)
     layers = []
     for weights in maps:
         layers.append(np.asarray(head_distances(weights, distances, num_prefix_tokens)))
@@ -120,7 +165,7 @@ def patch_distances(grid: tuple[int, int], patch_size: int) -> Float[np.ndarray,
 @functools.partial(jax.jit, static_argnums=2)
 def head_distances(
     weights: Float[Array, "B H N N"],
-    distances: Float[Array, "P P"],
+    distances: Float[Array | np.ndarray, "P P"],
     num_prefix_tokens: int,
 ) -> Float[Array, "B H"]:
     """Returns the mean attention distance of each head of one layer, in pixels.
@@ -128,12 +173,12 @@ def head_distances(
     Args:
       weights: attention of the layer.
       distances: see `patch_distances`.
-      num_prefix_tokens: number of tokens in front of the patches.
+      num_prefix_tokens: number of tokens before the patches.
     """
     weights = weights[:, :, num_prefix_tokens:, num_prefix_tokens:]
     totals = weights.sum(-1)
     sums = jnp.einsum("bhnm,nm->bhn", weights, distances, precision="highest")
-    # A query without attention to any patch has no distance: leave it out of the mean.
+    # A query without attention to any patch has no distance; the mean leaves it out.
     valid = totals > 0
     means = jnp.where(valid, sums / jnp.where(valid, totals, 1), 0)
     return means.sum(-1) / jnp.maximum(valid.sum(-1), 1)
@@ -216,7 +261,7 @@ def relevance(
     model: Model,
     params: Params,
     images: Float[Array, "B Y X C"],
-    classes: Int[Array, " B"],
+    classes: Int[Array | np.ndarray, " B"],
 ) -> Float[Array, "B N"]:
     """Returns the relevance of each token to a class, by gradient times attention.
 
@@ -238,9 +283,10 @@ def relevance(
       their own share.
 
     Raises:
-      UserError: no attention, no classifier of whole images, or an unknown class.
+      UserError: the model has no attention, no classifier of whole images, or no such
+        class.
     """
-    row, blocks = model.gradients(params, images, classes)
+    row, blocks = model.gradients(params, images, jnp.asarray(classes))
     for block in blocks:
         row = _propagate_relevance(row, block.attention, block.gradient)
         del block  # Frees this layer's arrays before the next are computed.
@@ -256,9 +302,9 @@ def relevance_to_text(
 ) -> Float[Array, "B N"]:
     """Returns the relevance of each token to a text, by gradient times attention.
 
-    The text takes the place of a class of `relevance`: its logit is the image's similarity
-    to it, and a classifier of one class with the gradient of that as its kernel has the
-    same gradients in the layers before.
+    The text takes the place of a class in `relevance`. Its logit is the similarity of
+    image and text. A classifier of one class whose kernel is the gradient of that
+    similarity has the same gradients in the layers before.
 
     Args:
       model: an image network without a classifier.
@@ -268,7 +314,7 @@ def relevance_to_text(
       words: the text.
 
     Raises:
-      UserError: as of `relevance`; or there is no tokenizer.
+      UserError: the model has no attention, or the tower no tokenizer.
     """
     (goal,) = tower.embed([words])
 
@@ -279,13 +325,12 @@ def relevance_to_text(
     features = model.apply(params, images)["pre_logits"]
     slopes = jax.vmap(jax.grad(similarity))(features)
     classifier = models.create(**{**model.options, "num_classes": 1})
-    found = []
+    rows = []
     for image, slope in zip(images, slopes, strict=True):
         head = {"kernel": slope[:, None], "bias": jnp.zeros(1)}
-        with_head = {**params, "head": head}
         label = jnp.zeros(1, jnp.int32)
-        found.append(relevance(classifier, with_head, image[None], label))
-    return jnp.concatenate(found)
+        rows.append(relevance(classifier, {**params, "head": head}, image[None], label))
+    return jnp.concatenate(rows)
 
 
 @jax.jit

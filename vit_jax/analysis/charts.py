@@ -1,12 +1,15 @@
-"""Charts and confusion matrices, drawn by matplotlib, as SVG, PNG and CSV."""
+"""Charts, matrices and sheets of tiles, drawn by matplotlib, as SVG, PNG and CSV."""
 
+import contextlib
 import csv
 import dataclasses
 import io
 import re
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
+from PIL import Image
 
 from vit_jax.errors import UserError
 
@@ -60,6 +63,16 @@ STYLE = {
     "svg.hashsalt": "vit_jax",  # Equal pictures give equal files.
     "path.simplify": False,
 }
+# Colours of `to_dark_svg` on dark screens.
+_DARK = {PAPER: "#14171a", INK: "#e9e7e2", GRID: "#41464c"}
+_COLORMAP = "cividis"  # Uniform to colour-blind readers and in grey print.
+_RING_COLOUR = "#ff3b30"
+_MIN_IMAGE_WIDTH = 2.4  # Inches.
+_MAX_IMAGE_PIXELS = 1600  # Longer side.
+_HEATMAP_SIZE = 4.6  # Inches of the longer side, unless there are too many cells.
+_MIN_CELL = 2 / DPI  # Inches.
+_MARGIN, _CAPTION, _TITLE, _ROW_LABEL, _GAP = 0.12, 0.22, 0.24, 0.62, 0.06  # Inches.
+_TITLE_LETTER = 0.085  # Inches, about.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,16 +80,16 @@ class Series:
     """A series of points of a chart.
 
     Attributes:
-      label: for the legend.
+      label: legend entry.
       x, y: coordinates.
       colour: index into COLOURS.
       marker: index into MARKERS.
       line: whether a line joins the points.
-      hollow: whether markers are outlines; published numbers are.
+      hollow: whether markers are outlines, as those of published numbers.
       marked: whether there are markers.
       dashes: index into DASHES.
       spread: length of the error bar of each y to either side, None where unknown;
-        empty if all are.
+        empty if all are unknown.
     """
 
     label: str
@@ -97,13 +110,13 @@ class Chart:
 
     Attributes:
       name: file name without suffix.
-      title: above the chart.
+      title: text above the chart.
       x_label, y_label: axis labels, with units.
-      series: points.
+      series: lines or groups of points.
       log_x, log_y: whether an axis is logarithmic.
       ticks: x ticks; chosen automatically if empty.
       tick_labels: texts of the ticks; their numbers if empty.
-      spread_label: what the series' spreads are, for the CSV file.
+      spread_label: column title of the spreads in the CSV file.
       note: text below the chart.
     """
 
@@ -126,8 +139,8 @@ class Matrix:
 
     Attributes:
       name: file name without suffix.
-      title: above the picture.
-      classes: names, in the order of rows (true) and columns (predicted).
+      title: text above the picture.
+      classes: names in the order of rows (true) and columns (predicted).
       counts: examples per true class (row) and predicted class (column).
       note: text below the picture.
     """
@@ -139,8 +152,9 @@ class Matrix:
     note: str = ""
 
 
-def draw(picture: Chart | Matrix) -> "Figure":
-    """Draws a chart or a confusion matrix.
+@contextlib.contextmanager
+def _new_figure(width: float, height: float, layout: str = "none") -> Iterator:
+    """Yields an empty figure of a size in inches, and computes its layout at the end.
 
     Raises:
       UserError: matplotlib is missing.
@@ -150,24 +164,182 @@ def draw(picture: Chart | Matrix) -> "Figure":
         from matplotlib.figure import Figure
     except ImportError as error:
         raise UserError(
-            "plots are drawn by matplotlib, which is not installed: "
+            "figures are drawn by matplotlib, which is not installed: "
             "pip install -e '.[plots]' in the clone, or matplotlib itself"
         ) from error
     with mpl.rc_context(STYLE):
-        figure = Figure(figsize=_figure_size(picture), layout="constrained")
+        figure = Figure(figsize=(width, height), layout=layout, dpi=DPI)
+        yield figure
+        if layout != "none":  # All file formats get the same layout.
+            figure.draw_without_rendering()
+            figure.set_layout_engine("none")
+
+
+def draw(picture: Chart | Matrix) -> "Figure":
+    """Draws a chart or a confusion matrix.
+
+    Raises:
+      UserError: matplotlib is missing.
+    """
+    with _new_figure(*_figure_size(picture), layout="constrained") as figure:
         if isinstance(picture, Matrix):
             _draw_matrix(figure, picture)
         else:
             _draw_chart(figure, picture)
-        figure.draw_without_rendering()
-        # The layout is done; keep it for all file formats.
-        figure.set_layout_engine("none")
-        return figure
+    return figure
+
+
+def draw_tiles(
+    tiles: Sequence[np.ndarray | None],
+    columns: int,
+    *,
+    title: str,
+    captions: Sequence[str] = (),
+    row_labels: Sequence[str] = (),
+    tile_width: float = 1.0,
+    rings: Mapping[int, tuple[Number, Number]] | None = None,
+) -> "Figure":
+    """Draws tiles in rows.
+
+    Args:
+      tiles: maps (height, width), each coloured from its minimum to its maximum, or RGB
+        images; all of one aspect ratio. None leaves a gap, but not as the first tile.
+      columns: tiles per row.
+      title: text above the rows.
+      captions: texts above the tiles.
+      row_labels: texts left of the rows.
+      tile_width: width of a tile in inches.
+      rings: positions to circle by index of the tile: x and y from its top left, as
+        fractions of its size.
+    """
+    height, width = tiles[0].shape[:2]
+    tile_height, num_rows = tile_width * height / width, -(-len(tiles) // columns)
+    captions = list(captions) + [""] * (len(tiles) - len(captions))
+    caption_heights = [
+        _CAPTION * any(captions[row * columns : (row + 1) * columns])
+        for row in range(num_rows)
+    ]
+    left = _MARGIN + (_ROW_LABEL if row_labels else 0)
+    W = max(
+        left + columns * (tile_width + _GAP) + _MARGIN,
+        2 * _MARGIN + _TITLE_LETTER * len(title),
+    )
+    H = 2 * _MARGIN + _TITLE + sum(caption_heights) + num_rows * (tile_height + _GAP)
+    with _new_figure(W, H) as figure:
+        top = H - _MARGIN
+        figure.text(_MARGIN / W, top / H, title, va="top", fontsize=11)
+        top -= _TITLE
+        for row in range(num_rows):
+            top -= caption_heights[row] + tile_height
+            for i in range(row * columns, min((row + 1) * columns, len(tiles))):
+                if tiles[i] is None:
+                    continue
+                x = left + (i - row * columns) * (tile_width + _GAP)
+                box = x / W, top / H, tile_width / W, tile_height / H
+                axes = figure.add_axes(box)
+                axes.imshow(
+                    _reduce(tiles[i], tile_width),
+                    cmap=_COLORMAP,
+                    interpolation="nearest",
+                )
+                axes.set_axis_off()
+                if captions[i]:
+                    axes.set_title(captions[i], fontsize=8, pad=3)
+                if rings and i in rings:
+                    _draw_ring(axes, *rings[i])
+            if row < len(row_labels):
+                x, y = (left - _GAP) / W, (top + tile_height / 2) / H
+                figure.text(x, y, row_labels[row], ha="right", va="center", size=8)
+            top -= _GAP
+    return figure
+
+
+def native_tile_width(image: np.ndarray) -> float:
+    """Returns the tile width at which an image keeps its pixels, in inches.
+
+    Images of more than 1,600 pixels on the longer side are reduced to that; small ones
+    are enlarged.
+
+    Args:
+      image: (height, width, channels).
+    """
+    height, width = image.shape[:2]
+    scale = min(1, _MAX_IMAGE_PIXELS / max(height, width))
+    # A narrow image at the minimum width would be taller than the limit.
+    minimum = min(_MIN_IMAGE_WIDTH, _MAX_IMAGE_PIXELS / DPI * width / height)
+    return max(minimum, scale * width / DPI)
+
+
+def draw_heatmap(
+    values: np.ndarray,
+    *,
+    title: str,
+    x_label: str,
+    y_label: str,
+    colorbar_label: str,
+    limits: tuple[Number, Number],
+    ticks: Sequence[tuple[Sequence[Number], Sequence[str]]],
+    origin: str = "lower",
+) -> "Figure":
+    """Draws a matrix as a heat map with a colour bar.
+
+    Args:
+      values: (rows, columns); NaN is left blank.
+      title, x_label, y_label, colorbar_label: texts.
+      limits: values at the two ends of the colour map.
+      ticks: positions and labels of the x axis, then of the y axis.
+      origin: "lower" or "upper", where the first row is drawn.
+    """
+    rows, columns = values.shape
+    longest = max(rows, columns)
+    width, height = (
+        max(_HEATMAP_SIZE, _MIN_CELL * longest) * count / longest
+        for count in (columns, rows)
+    )
+    # The colour bar and the labels need the rest.
+    size = 1.1 * max(2.6, width) + 1.3, max(2.0, height) + 1.0
+    with _new_figure(*size, layout="compressed") as figure:
+        axes = figure.add_subplot()
+        image = axes.imshow(
+            values,
+            cmap=_COLORMAP,
+            vmin=limits[0],
+            vmax=limits[1],
+            interpolation="nearest",
+            origin=origin,
+        )
+        # The fraction is of the width and limits the height too: raise it where the
+        # width is small.
+        fraction = 0.05 * max(1, rows / columns)
+        bar = figure.colorbar(image, ax=axes, shrink=0.85, fraction=fraction)
+        bar.set_label(colorbar_label)
+        bar.outline.set_visible(False)
+        axes.spines[:].set_visible(False)
+        axes.set_xticks(*ticks[0])
+        axes.set_yticks(*ticks[1])
+        axes.set_title(title)
+        axes.set_xlabel(x_label)
+        axes.set_ylabel(y_label)
+    return figure
 
 
 def to_svg(figure: "Figure") -> str:
     """Returns a figure as SVG, without dates, so that equal figures are equal."""
     return _save(figure, "svg", metadata={"Date": None, "Creator": None}).decode()
+
+
+def to_dark_svg(figure: "Figure") -> str:
+    """Returns a figure as SVG that is dark on dark screens and white in print.
+
+    The elements keep their light colours, for programs that ignore style sheets.
+    """
+    rules = "".join(
+        f'[style*="{what}: {light}"]{{{what}:{dark}!important}}'
+        for light, dark in _DARK.items()
+        for what in ("fill", "stroke")
+    )
+    rules = f"@media screen and (prefers-color-scheme:dark){{{rules}}}"
+    return to_svg(figure).replace("</style>", f"{rules}</style>", 1)
 
 
 def to_png(figure: "Figure") -> bytes:
@@ -205,7 +377,7 @@ def to_inline_svg(text: str, name: str) -> str:
 
     Args:
       text: from `to_svg`.
-      name: of the picture; keeps ids of pictures on one page apart.
+      name: prefix of the ids, which keeps those of several pictures apart.
 
     Returns:
       The element. Its colours are the page's CSS variables --paper, --ink, --grid and
@@ -333,7 +505,7 @@ def _draw_matrix(figure: "Figure", matrix: Matrix) -> None:
     # Rows of classes without examples stay blank.
     empty = np.full_like(counts, np.nan)
     shares = np.divide(counts, totals, out=empty, where=totals > 0)
-    shown = axes.imshow(100 * shares, cmap="cividis", vmin=0, vmax=100)
+    shown = axes.imshow(100 * shares, cmap=_COLORMAP, vmin=0, vmax=100)
     figure.colorbar(shown, ax=axes, label="% of the true class", shrink=0.8)
     places = range(len(matrix.classes))
     if len(matrix.classes) <= _NAMED_CLASSES:
@@ -367,3 +539,27 @@ def _tick(value: Number) -> str:
         if abs(value) >= size:
             return f"{value / size:.4g}{letter}"
     return f"{value:.4g}"
+
+
+def _draw_ring(axes, x: float, y: float) -> None:
+    axes.autoscale(False)  # A ring at the edge must not enlarge the tile.
+    axes.plot(
+        x,
+        1 - y,
+        "o",
+        transform=axes.transAxes,
+        clip_on=False,
+        mfc="none",
+        mec=_RING_COLOUR,
+        mew=1.2,
+        ms=6,
+    )
+
+
+def _reduce(tile: np.ndarray, width: float) -> np.ndarray:
+    """Returns an image with at most as many columns of pixels as fit into `width` inches."""
+    columns = round(width * DPI)
+    if tile.ndim == 2 or tile.shape[1] <= columns or tile.dtype != np.uint8:
+        return tile
+    size = columns, max(1, round(tile.shape[0] * columns / tile.shape[1]))
+    return np.array(Image.fromarray(tile).resize(size, Image.Resampling.LANCZOS))

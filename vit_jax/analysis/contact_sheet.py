@@ -11,7 +11,7 @@ from vit_jax import fonts
 from vit_jax.data.config import MAX_PIXELS
 from vit_jax.errors import UserError
 
-_CELL = 128  # Smaller images are magnified up to about this many pixels.
+_CELL = 128  # Pixels of a side; smaller images are magnified to about this size.
 _MARGIN, _FONT_SIZE, _LINE = 8, 12, 15  # Pixels.
 _PAPER, _INK = (255, 255, 255), (20, 20, 20)
 
@@ -22,7 +22,7 @@ def check(count: int, columns: int, image_size: Sequence[int]) -> None:
     Args:
       count: maximum number of images.
       columns: images per row.
-      image_size: height and width of each, in pixels.
+      image_size: height and width of an image in pixels.
 
     Raises:
       UserError: it would have more pixels than an image may have.
@@ -64,8 +64,7 @@ def draw(
     B, H, W, _ = images.shape
     factor = max(1, _CELL // max(H, W))
     width, height = _cell(H, W, max(map(len, captions)) * _LINE)
-    rows = -(-B // columns)
-    size = columns * width + _MARGIN, rows * height + _MARGIN
+    size = columns * width + _MARGIN, -(-B // columns) * height + _MARGIN
     sheet = Image.new("RGB", size, _PAPER)
     pen = ImageDraw.Draw(sheet)
     pixels = images.repeat(3 // images.shape[-1], axis=-1)
@@ -112,6 +111,7 @@ def _caption(shares, class_names, most) -> list[str]:
 
 
 def _cut(text: str, font: ImageFont.FreeTypeFont, width: int) -> str:
+    """Shortens a text to a width in pixels."""
     if font.getlength(text) <= width:
         return text
     while text and font.getlength(text + "...") > width:

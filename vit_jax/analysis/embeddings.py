@@ -28,8 +28,8 @@ def first_kernel(params: Params) -> Float[np.ndarray, "Y X C D"]:
     Raises:
       UserError: it has no such convolution.
     """
-    found = flatten_dict(params, sep="/")
-    kernel = next((found[name] for name in FIRST_KERNELS if name in found), None)
+    arrays = flatten_dict(params, sep="/")
+    kernel = next((arrays[name] for name in FIRST_KERNELS if name in arrays), None)
     if np.ndim(kernel) != 4:
         raise UserError(
             "no convolution named 'embedding' or 'conv_root' is applied to the pixels: "
@@ -114,7 +114,8 @@ def position_similarity(
     else:
         embeddings = _absolute_embeddings(model, params, layer)
     check_finite(embeddings, "the position embedding")
-    unit = _normalize(embeddings)
+    norms = np.linalg.norm(embeddings, axis=-1, keepdims=True)
+    unit = embeddings / np.where(norms > 0, norms, 1)
     if kind == "relative":
         zero_offset = unit.shape[1] // 2
         cosines = np.einsum("hrf,hf->hr", unit, unit[:, zero_offset]).mean(0)
@@ -153,8 +154,3 @@ def _relative_embeddings(model, params, layer) -> Float[np.ndarray, "H R F"]:
     per_layer = model.options["posemb_placement"] == "every"
     name = "relative_embedding" + (f"_{layer}" if per_layer else "")
     return np.asarray(params[stacking.ENCODER][name], np.float64)
-
-
-def _normalize(vectors):
-    norms = np.linalg.norm(vectors, axis=-1, keepdims=True)
-    return vectors / np.where(norms > 0, norms, 1)

@@ -4,9 +4,9 @@ Letters: B images, R images per chunk, N tokens, D width, Y by X pixels, C chann
 """
 
 import dataclasses
+import functools
 import math
-import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import jax
@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, UInt8
 
-from vit_jax.data import decode, inputs
 from vit_jax.data.transforms import device as transforms
 from vit_jax.errors import UserError
 from vit_jax.evaluators import prediction
@@ -32,7 +31,7 @@ class LoadedModel:
     """A model with its parameters and preprocessing.
 
     Attributes:
-      name: shown in titles and messages.
+      name: what titles and messages call it.
       model, params: the model and its parameters.
       preprocess: image size, crop and normalisation.
       class_names: in label order; empty if unknown.
@@ -59,7 +58,7 @@ class LoadedModel:
         """Returns the model of a checkpoint, with its parameters on the device.
 
         Args:
-          name: shown in titles and messages.
+          name: what titles and messages call it.
           pretrained: from `weights.open_pretrained`.
           preprocess: image size, crop and normalisation; position embeddings are
             resized if its image size differs from the checkpoint's.
@@ -100,15 +99,25 @@ class LoadedModel:
     ) -> dict[str, UInt8[np.ndarray, "B Y X C"]]:
         """Returns what the task of pretraining sees and answers, see `pictures`."""
         images = self.normalize(pixels).astype(jnp.float32)
-        found = jax.device_get(jax.jit(self.pictures)(self.params, images))
+        pictures = jax.device_get(jax.jit(self.pictures)(self.params, images))
         mean, std = (
             np.asarray(values, np.float32)
             for values in (self.preprocess.mean, self.preprocess.std)
         )
         return {
             name: (255 * (values * std + mean)).round().clip(0, 255).astype(np.uint8)
-            for name, values in found._asdict().items()
+            for name, values in pictures._asdict().items()
         }
+
+    def patch_features(
+        self, pixels: UInt8[np.ndarray, "B Y X C"]
+    ) -> Float[np.ndarray, "B y x D"]:
+        """Returns `Model.patch_features` of prepared images."""
+        return np.asarray(self._patch_features(self.params, self.normalize(pixels)))
+
+    @functools.cached_property
+    def _patch_features(self):
+        return jax.jit(self.model.patch_features)
 
     def class_name(self, label: int) -> str:
         """Returns the name of a class, or "class LABEL" if names are unknown."""
@@ -117,7 +126,7 @@ class LoadedModel:
     def max_chunk_size(self, num_arrays: int = 1) -> int:
         """Returns the number of images whose attention in one layer fits in memory.
 
-        It is at least 1, even if one image exceeds the limit.
+        It is 1 even if one image exceeds the limit.
 
         Args:
           num_arrays: arrays of the size of one layer's attention alive at a time.
@@ -143,7 +152,7 @@ class LoadedModel:
 
         Args:
           pixels: prepared images.
-          image_names: for messages.
+          image_names: names of the images in messages.
           chunk_size: images per chunk. The last chunk is padded with black images, so
             that all chunks share one compiled program.
 
@@ -176,7 +185,7 @@ class LoadedModel:
                 )
 
     def _checked(self, layer: Layer, image_names: Sequence[str]) -> Layer:
-        magnitudes = np.asarray(_max_magnitude(layer.tokens))
+        magnitudes = np.asarray(abs(layer.tokens).max((1, 2)))  # NaN propagates.
         for name, magnitude in zip(image_names, magnitudes, strict=False):
             check_finite(magnitude, f"{self.name}'s output for {name}")
         return layer
@@ -188,12 +197,6 @@ def pad_images(
     """Pads a batch with black images to at least `count` images."""
     missing = max(0, count - len(pixels))
     return np.pad(pixels, ((0, missing), (0, 0), (0, 0), (0, 0)))
-
-
-@jax.jit
-def _max_magnitude(tokens: Float[Array, "B N D"]) -> Float[Array, " B"]:
-    """Returns the largest magnitude in the tokens of each image; NaN propagates."""
-    return abs(tokens).max((1, 2))
 
 
 def check_finite(
@@ -209,91 +212,3 @@ def check_finite(
         raise UserError(
             f"{what} is not finite: the checkpoint is damaged, or diverged in training"
         )
-
-
-@dataclasses.dataclass(frozen=True)
-class Batch:
-    """A batch of images.
-
-    Attributes:
-      names: of the image files.
-      originals: decoded images, RGB, of any size; only those of the first images, as
-        many as were requested.
-      pixels: images prepared for each model, (B, Y, X, C) each.
-    """
-
-    names: list[str]
-    originals: list[UInt8[np.ndarray, "_ _ 3"]]
-    pixels: list[UInt8[np.ndarray, "_ _ _ _"]]
-
-    def first(self, count: int) -> "Batch":
-        """Returns the first images."""
-        return Batch(
-            self.names[:count],
-            self.originals[:count],
-            [of_model[:count] for of_model in self.pixels],
-        )
-
-
-def read_batches(
-    images: Iterable[inputs.Named],
-    models: Sequence[LoadedModel],
-    batch_size: int,
-    on_unreadable: Callable[[str, str], None],
-    *,
-    num_originals: int = 0,
-    min_batch_size: int = 0,
-) -> Iterator[Batch]:
-    """Reads images in batches, prefetching in threads; each image is decoded once.
-
-    Args:
-      images: from `data.inputs.find`.
-      models: the models that images are prepared for.
-      batch_size: images per batch; the last batch may be smaller.
-      on_unreadable: called with the name of each unreadable image and the reason.
-      num_originals: number of readable images whose originals are kept.
-      min_batch_size: minimum size of the last batch. To reach it, the last batch may
-        exceed `batch_size` by up to `min_batch_size` - 1.
-    """
-    num_read = 0
-
-    def load(image: inputs.Named):
-        name, source = image
-        return name, inputs.attempt(source, prepare)
-
-    def prepare(data: bytes):
-        # This runs ahead of `num_read`, so a few more originals are decoded than kept.
-        keep = num_read < num_originals
-        # Grey images are decoded as grey: that is not the mean of RGB.
-        channels = {model.channels for model in models} | ({3} if keep else set())
-        # One original stands beside all models.
-        exif = any(model.preprocess.exif for model in models)
-        decoded = {count: decode.decode(data, count, exif=exif) for count in channels}
-        prepared = [model.prepare(decoded[model.channels]) for model in models]
-        return decoded[3] if keep else None, prepared
-
-    threads = min(8, os.cpu_count() or 1)
-    pending = []
-    for name, result in inputs.ahead(
-        images, load, threads=threads, limit=max(2, threads)
-    ):
-        if isinstance(result, str):
-            on_unreadable(name, result)
-            continue
-        original, prepared = result
-        pending.append((name, original if num_read < num_originals else None, prepared))
-        num_read += 1
-        if len(pending) == batch_size + min_batch_size:
-            yield _stack(pending[:batch_size])
-            pending = pending[batch_size:]
-    if pending:
-        yield _stack(pending)
-
-
-def _stack(images) -> Batch:
-    names, originals, prepared = zip(*images, strict=True)
-    return Batch(
-        list(names),
-        [original for original in originals if original is not None],
-        [np.stack(of_model) for of_model in zip(*prepared, strict=True)],
-    )

@@ -10,7 +10,7 @@ from jaxtyping import Float, UInt8
 from PIL import Image
 
 from vit_jax.analysis import contact_sheet, embeddings
-from vit_jax.analysis.loaded_model import check_finite
+from vit_jax.analysis.loaded_model import LoadedModel, check_finite
 from vit_jax.models import Model, Params
 from vit_jax.weights.pretrained import Preprocess, crop_box
 
@@ -18,8 +18,8 @@ from vit_jax.weights.pretrained import Preprocess, crop_box
 # the smallest values show the image itself.
 _COLORMAP = np.array([(120, 28, 110), (213, 72, 60), (252, 165, 10), (252, 245, 150)])
 _MAX_ALPHA = 0.8
-_BRIGHTNESS = 0.75  # Of the image under the colours.
-_CROPPED_BRIGHTNESS = 0.35  # Of the image outside the model's crop.
+_BRIGHTNESS = 0.75  # Brightness of the image under the colours.
+_CROPPED_BRIGHTNESS = 0.35  # Brightness outside the model's crop.
 _ROWS_PER_BLEND = 256  # Float copies take many times the memory of the image.
 
 
@@ -112,6 +112,16 @@ def overlay_patches(
         rows.start - top : rows.stop - top, columns.start - left : columns.stop - left
     ]
     return blend(image, whole)
+
+
+def overlay_tokens(
+    loaded: LoadedModel,
+    image: UInt8[np.ndarray, "H W C"],
+    tokens: Float[np.ndarray, " N"],
+) -> UInt8[np.ndarray, "H W 3"]:
+    """Blends values of a model's tokens over the original image, see `overlay_patches`."""
+    patches = tokens[loaded.model.num_prefix_tokens :]
+    return overlay_patches(image, patches, loaded.model.grid, loaded.preprocess)
 
 
 def crop_region(

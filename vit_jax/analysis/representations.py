@@ -1,7 +1,7 @@
-"""Representations of the layers: CKA between layers, and norms of tokens.
+"""Representations of the layers: CKA, norms of tokens, components of patch features.
 
 Letters: n images of a batch, F and G features, L and M layers, B images, N tokens,
-D width, P patches, Q quantiles.
+D width, P or Y by X patches, Q quantiles.
 """
 
 from collections.abc import Sequence
@@ -17,6 +17,7 @@ MIN_CKA_IMAGES = 4  # The unbiased HSIC divides by n - 3.
 
 QUANTILES = (0.01, 0.25, 0.5, 0.75, 0.99)
 OUTLIER_FACTOR = 3.0  # An outlier's norm is at least this multiple of the median.
+_COLOUR_PERCENTILES = 2, 98  # Of a component, which become 0 and full intensity.
 _BINS_PER_OCTAVE = 32  # Bins 2.2 % wide.
 _MIN_OCTAVE, _MAX_OCTAVE = -20, 20  # Norms outside 2**-20 to 2**20 fall in end bins.
 
@@ -137,7 +138,8 @@ class NormHistogram:
     A few tokens may grow far beyond the others. Such outliers store information about
     the whole image in patches of little content (Darcet et al., "Vision Transformers
     Need Registers", arXiv:2309.16588). Norms are counted in bins 2.2 % wide, so memory
-    does not grow with the number of images.
+    does not grow with the number of images. Its results have a row per layer, and none
+    before the first images.
     """
 
     def __init__(self) -> None:
@@ -166,43 +168,54 @@ class NormHistogram:
     def quantiles(
         self, fractions: Sequence[float] = QUANTILES
     ) -> Float[np.ndarray, "L Q"]:
-        """Returns quantiles of the norms, interpolated within bins.
-
-        Raises:
-          UserError: there were no images.
-        """
-        return np.array([_quantiles(counts, fractions) for counts in self._filled()])
+        """Returns quantiles of the norms, interpolated within bins."""
+        return np.array([_quantiles(counts, fractions) for counts in self._counts])
 
     def max(self) -> Float[np.ndarray, " L"]:
-        """Returns the largest norm of each layer, exact.
-
-        Raises:
-          UserError: there were no images.
-        """
-        self._filled()
+        """Returns the largest norm of each layer, exact."""
         return np.array(self._max)
 
     def outlier_fraction(
         self, factor: float = OUTLIER_FACTOR
     ) -> Float[np.ndarray, " L"]:
-        """Returns the fraction of tokens whose norm is at least `factor` medians.
-
-        Raises:
-          UserError: there were no images.
-        """
+        """Returns the fraction of tokens whose norm is at least `factor` medians."""
         edges = _bin_edges()[:-1]
         medians = self.quantiles((0.5,))
         return np.array(
             [
                 counts[edges >= factor * median].sum() / counts.sum()
-                for counts, (median,) in zip(self._filled(), medians, strict=True)
+                for counts, (median,) in zip(self._counts, medians, strict=True)
             ]
         )
 
-    def _filled(self) -> list[np.ndarray]:
-        if not self._counts:
-            raise UserError("images=0: no token norms to summarise; give some images")
-        return self._counts
+
+def project(
+    features: Float[np.ndarray, "B Y X D"],
+) -> tuple[Float[np.ndarray, "B Y X 3"], Float[np.ndarray, " 3"]]:
+    """Returns the three strongest principal components, and their shares of the variance.
+
+    Each has the sign with which the sum of its cubes is not negative, so that the same
+    features give the same colours on every machine.
+
+    Args:
+      features: features of patches, at least 3.
+    """
+    rows = features.reshape(-1, features.shape[-1]).astype(np.float64)
+    rows -= rows.mean(0)
+    left, sizes, _ = np.linalg.svd(rows, full_matrices=False)
+    components = left[:, :3] * sizes[:3]
+    components *= np.where((components**3).sum(0) < 0, -1, 1)
+    shares = np.square(sizes) / max(np.square(sizes).sum(), np.finfo(float).tiny)
+    shape = (*features.shape[:-1], 3)
+    return components.reshape(shape).astype(np.float32), shares[:3].astype(np.float32)
+
+
+def to_intensities(
+    components: Float[np.ndarray, "B Y X 3"],
+) -> Float[np.ndarray, "B Y X 3"]:
+    """Returns each component from 0 to 1, over all images."""
+    low, high = np.percentile(components, _COLOUR_PERCENTILES, axis=(0, 1, 2))
+    return ((components - low) / np.maximum(high - low, 1e-12)).clip(0, 1)
 
 
 def _bin_edges() -> np.ndarray:

@@ -19,7 +19,7 @@ from PIL import Image
 
 from vit_jax.analysis.attention import relevance, relevance_to_text, rollout_step
 from vit_jax.analysis.loaded_model import LoadedModel, check_finite
-from vit_jax.analysis.pca_plot import project, to_intensities
+from vit_jax.analysis.representations import project, to_intensities
 from vit_jax.data import decode
 from vit_jax.evaluators import prediction
 from vit_jax.models import text
@@ -225,24 +225,24 @@ class ExploredModel:
         """
         if not self._model.has_patch_features:
             return None
-        found = self._patches(self._loaded.params, self._input(output))
-        found = np.asarray(found)[0]
-        check_finite(found, f"{self.name}'s features")
+        features = self._loaded.patch_features(self._pixels(output))[0]
+        check_finite(features, f"{self.name}'s features")
         rows, columns = (
             np.arange(to) * size // to
-            for to, size in zip(self.describe()["grid"], found.shape[:2], strict=True)
+            for to, size in zip(
+                self.describe()["grid"], features.shape[:2], strict=True
+            )
         )
-        return found[rows][:, columns]
-
-    @functools.cached_property
-    def _patches(self):
-        return jax.jit(self._model.patch_features)
+        return features[rows][:, columns]
 
     def _input(self, output: ModelOutput) -> Float[Array, "1 Y X C"]:
         """Returns what the network saw of an image."""
+        return self._loaded.normalize(self._pixels(output))
+
+    def _pixels(self, output: ModelOutput) -> UInt8[np.ndarray, "1 Y X C"]:
+        """Returns an image as it was prepared for the network."""
         picture = Image.open(io.BytesIO(output.picture))
-        pixels = np.asarray(picture).reshape(self._model.image_shape)
-        return self._loaded.normalize(pixels[None])
+        return np.asarray(picture).reshape(1, *self._model.image_shape)
 
     def _attention(
         self, pixels: UInt8[np.ndarray, "h w c"], name: str

@@ -8,8 +8,9 @@ from helpers import draw_params
 from PIL import Image
 
 from vit_jax import models
-from vit_jax.analysis import pca_plot
-from vit_jax.analysis.figures import FigureOptions, write_figures
+from vit_jax.analysis import representations
+from vit_jax.analysis.figures import create
+from vit_jax.analysis.figures.writing import write_figures
 from vit_jax.analysis.loaded_model import LoadedModel
 from vit_jax.data import inputs
 from vit_jax.weights.pretrained import Preprocess
@@ -57,15 +58,15 @@ def test_components_tell_parts_apart():
     directions = rng.normal(size=(2, 10))
     parts = rng.integers(0, 2, (3, 4, 5))
     features = directions[parts] + 0.01 * rng.normal(size=(3, 4, 5, 10))
-    found, shares = pca_plot.project(features.astype(np.float32))
+    found, shares = representations.project(features.astype(np.float32))
     assert shares[0] > 0.95
     first = found[..., 0]
     low, high = first[parts == 0], first[parts == 1]
     assert low.max() < high.min() or high.max() < low.min()
     # The sign does not depend on that of the decomposition.
-    again, _ = pca_plot.project(features[::-1].astype(np.float32))
+    again, _ = representations.project(features[::-1].astype(np.float32))
     np.testing.assert_allclose(again[::-1, ..., 0], first, atol=1e-4)
-    colours = pca_plot.to_intensities(found)
+    colours = representations.to_intensities(found)
     assert colours.min() == 0 and colours.max() == 1
 
 
@@ -77,9 +78,9 @@ def test_a_sheet_is_written_for_each_image(tmp_path):
     how = Preprocess(image_size=(16, 24))
     loaded = LoadedModel("v", model, draw_params(model), how)
     images = inputs.find([str(tmp_path)])
-    options = FigureOptions(("pca",), max_shown=2)
+    figures = create(["pca"], {})
     out = tmp_path / "out"
-    written = write_figures(loaded, images, options, out, on_unreadable=print)
+    written = write_figures(loaded, images, figures, out, on_unreadable=print)
     assert sum(name.endswith(".png") for name in written) == 2
     with np.load(out / "pca" / "a.npz") as data:
         assert data["components"].shape == (2, 3, 3)

@@ -1,0 +1,78 @@
+"""Similarity of the position embeddings of patches (arXiv:2010.11929, figure 7 centre)."""
+
+import dataclasses
+
+import numpy as np
+
+from vit_jax import analysis
+from vit_jax.analysis.figures.figure import Figure, Picture, option
+
+_MAX_CELLS = 1500  # Across: 15 inches.
+
+
+@dataclasses.dataclass
+class Posemb(Figure):
+    """A grid of grids: of each patch its similarity to all.
+
+    Of a large grid only every few patches are drawn; the data has all.
+    """
+
+    help = "cosine similarity of the position embeddings of patches"
+
+    layer: int = option(0, "layer of posemb, counted from 0 (default: 0)", int)
+
+    def missing(self, loaded):
+        model = loaded.model
+        learned = model.has_encoder and model.options["posemb"] != "none"
+        return "" if learned else "no position embeddings"
+
+    def draw(self):
+        model = self.loaded.model
+        similarity = analysis.embeddings.position_similarity(
+            model, self.loaded.params, self.layer
+        )
+        rows, columns = map(drawn_patches, similarity.shape[:2])
+        drawing = analysis.charts.draw_heatmap(
+            _mosaic(similarity[np.ix_(rows, columns)]),
+            title=f"{self.loaded.name}: similarity of positions ({model.options['posemb']})",
+            x_label="column of the patch",
+            y_label="row of the patch",
+            colorbar_label="cosine similarity",
+            limits=(-1, 1),
+            ticks=tuple(
+                _grid_ticks(patches, side)
+                for patches, side in zip(
+                    (columns, rows), similarity.shape[1::-1], strict=True
+                )
+            ),
+            origin="upper",
+        )
+        yield Picture(drawing, {"similarity": similarity})
+
+
+def drawn_patches(side: int) -> range:
+    """Returns the rows (or columns) of patches whose grids fit into the figure.
+
+    Args:
+      side: number of patches down (or across).
+    """
+    step = 1
+    while -(-side // step) * (side + 1) > max(_MAX_CELLS, side + 1):
+        step += 1
+    return range(0, side, step)
+
+
+def _grid_ticks(patches: range, side: int) -> tuple[list[float], list[str]]:
+    """Returns grid centres of every few patches, and the patch numbers from 1."""
+    shown = range(0, len(patches), -(-len(patches) // 16))
+    return [i * (side + 1) + (side - 1) / 2 for i in shown], [
+        f"{patches[i] + 1}" for i in shown
+    ]
+
+
+def _mosaic(grids: np.ndarray) -> np.ndarray:
+    """Returns grids (rows, columns, height, width) side by side, separated by NaN."""
+    y, x, Y, X = grids.shape
+    padded = np.full((y, Y + 1, x, X + 1), np.nan, np.float32)
+    padded[:, :Y, :, :X] = grids.transpose(0, 2, 1, 3)
+    return padded.reshape(y * (Y + 1), x * (X + 1))[:-1, :-1]

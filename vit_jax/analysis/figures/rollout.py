@@ -1,0 +1,66 @@
+"""Attention rollout of the query, over the image (arXiv:2005.00928)."""
+
+import dataclasses
+
+import numpy as np
+
+from vit_jax import analysis
+from vit_jax.analysis.figures.attention import Query, query_option
+from vit_jax.analysis.figures.figure import Figure, Picture, option
+
+
+@dataclasses.dataclass
+class Rollout(Figure):
+    """One figure per image: the image, and the rollout over it."""
+
+    help = "where the query looks over all layers together, on the image"
+    reads = "images"
+    reads_layers = True
+    reads_originals = True
+
+    query: tuple[int, int] | None = query_option()
+    combine: str = option("mean", "heads in rollout, by mean or max (default: mean)")
+    discard: float = option(
+        0.9,
+        "fraction of the weakest attention that rollout drops (default: 0.9)",
+        float,
+    )
+
+    def start(self, loaded, batch_size=0, other=None):
+        self.loaded = loaded
+        self._query = Query(loaded.model, self.query)
+        analysis.attention.check_rollout_options(self.combine, self.discard)
+        self._rollouts = {}  # By first image of the chunk.
+
+    def update(self, layer, images):
+        self._rollouts[images.start] = analysis.attention.rollout_step(
+            self._rollouts.get(images.start),
+            layer.attention,
+            self.combine,
+            self.discard,
+        )
+
+    def draw_batch(self, batch):
+        chunks = [
+            np.einsum("n,bnm->bm", self._query.weights, np.asarray(rollout))
+            for rollout in self._rollouts.values()
+        ]
+        self._rollouts = {}
+        tokens = np.concatenate(chunks)[: len(batch.names)]
+        caption = f"{self.combine} of the heads"
+        if self.discard:
+            caption += f" without their least {self.discard:.0%}"
+        for stem, image, of_image in zip(
+            batch.stems, batch.originals, tokens, strict=True
+        ):
+            overlay = analysis.overlay.overlay_tokens(self.loaded, image, of_image)
+            drawing = analysis.charts.draw_tiles(
+                [image, overlay],
+                2,
+                title=f"{self.loaded.name}: rollout, {self._query.name}",
+                captions=["image", caption],
+                tile_width=analysis.charts.native_tile_width(image),
+            )
+            grid = np.array(self.loaded.model.grid)
+            data = {"rollout": of_image, "grid": grid, "overlay": overlay}
+            yield Picture(drawing, data, stem)

@@ -1,0 +1,345 @@
+"""Reads images, feeds the figures of a model with them, and writes what they draw."""
+
+import dataclasses
+import io
+import os
+import pathlib
+import re
+from collections.abc import (
+    Callable,
+    Collection,
+    Generator,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+
+import numpy as np
+from etils import epath
+from jaxtyping import UInt8
+
+from vit_jax.analysis import charts
+from vit_jax.analysis.figures import FIGURES, create
+from vit_jax.analysis.figures.figure import Figure, Picture
+from vit_jax.analysis.loaded_model import LoadedModel
+from vit_jax.data import decode, inputs
+from vit_jax.errors import UserError
+from vit_jax.files import replace_bytes
+
+
+def write_figures(
+    loaded: LoadedModel,
+    images: Iterable[inputs.Named],
+    figures: Mapping[str, Figure],
+    out: pathlib.Path,
+    *,
+    other: LoadedModel | None = None,
+    max_shown: int = 16,
+    batch_size: int = 0,
+    explicit: bool = True,
+    on_unreadable: Callable[[str, str], None],
+    on_skipped: Callable[[str], None] = print,
+    on_progress: Callable[[int], object] = lambda num_images: None,
+) -> Iterator[str]:
+    """Draws figures and writes them to a folder.
+
+    Args:
+      loaded: the model.
+      images: from `data.inputs.find`; not read for figures of weights alone.
+      figures: what to draw, by name; each draws one model.
+      out: folder; created if missing.
+      other: a second model; "cka" compares its layers with those of the first.
+      max_shown: maximum number of images for figures of single images.
+      batch_size: images in the model at a time; 0 chooses by memory.
+      explicit: whether a figure that the images are too few for is an error; otherwise
+        it is skipped.
+      on_unreadable: called with the name of each unreadable image and the reason.
+      on_skipped: called with one line per skipped figure.
+      on_progress: called with the number of further images that are complete.
+
+    Yields:
+      Names of the files, relative to `out`, as they are written.
+
+    Raises:
+      UserError: the model lacks what a figure needs, an option is out of range, an
+        output is not finite, there are too few images, matplotlib is missing, or a file
+        cannot be written.
+    """
+    for name, figure in figures.items():
+        if missing := figure.missing(loaded):
+            possible = ",".join(available_figures(loaded, None))
+            raise UserError(
+                f"--figure={name}: {loaded.name}: {missing}; or draw some of {possible}"
+            )
+        figure.start(loaded, batch_size, other)
+    reading = {name: f for name, f in figures.items() if f.reads != "weights"}
+    # Weights are drawn before the first file is written, since drawing checks them.
+    pictures = [
+        (name, picture)
+        for name, figure in figures.items()
+        if name not in reading
+        for picture in figure.draw()
+    ]
+    for name, picture in pictures:
+        yield from save(name, picture, out)
+    if not reading:
+        return
+    num_seen = yield from _write_batches(
+        loaded,
+        images,
+        reading,
+        out,
+        other=other,
+        max_shown=max_shown,
+        batch_size=batch_size,
+        on_unreadable=on_unreadable,
+        on_progress=on_progress,
+    )
+    for name, figure in reading.items():
+        if too_few := figure.too_few(name, num_seen):
+            if explicit:
+                raise UserError(too_few)
+            on_skipped(f"figure skipped: {too_few}")
+            continue
+        for picture in figure.draw():
+            yield from save(name, picture, out)
+
+
+def _write_batches(
+    loaded: LoadedModel,
+    images: Iterable[inputs.Named],
+    figures: Mapping[str, Figure],
+    out: pathlib.Path,
+    *,
+    other: LoadedModel | None,
+    max_shown: int,
+    batch_size: int,
+    on_unreadable: Callable[[str, str], None],
+    on_progress: Callable[[int], object],
+) -> Generator[str, None, int]:
+    """Passes images to figures, writes what they draw, and returns their number."""
+    num_seen, kinds = 0, figures.values()
+    all_images = _reads_all(kinds)
+    limit = max_shown if any(figure.reads == "images" for figure in kinds) else 0
+    originals = any(figure.reads_originals for figure in kinds)
+    chunk_size, batch_size = chunk_and_batch_size(loaded, kinds, batch_size, max_shown)
+    for batch in read_batches(
+        images,
+        [loaded, other] if other else [loaded],
+        batch_size,
+        on_unreadable,
+        num_originals=limit if originals else 0,
+        min_batch_size=max(figure.min_images for figure in kinds),
+    ):
+        if not num_seen:  # Later batches are padded to this size.
+            chunk_size = min(chunk_size, len(batch.names))
+        shown = batch.first(max(0, limit - num_seen))
+        batch = batch if all_images else shown
+        num_seen += len(batch.names)
+        parts = [
+            (name, figure, batch if figure.reads == "all images" else shown)
+            for name, figure in figures.items()
+        ]
+        parts = [part for part in parts if part[-1].names]
+        _update_layers(loaded, batch, chunk_size, parts)
+        num_drawn = 0
+        for name, figure, part in parts:
+            for picture in figure.draw_batch(part):
+                yield from save(name, picture, out)
+                if figure is parts[-1][1]:
+                    num_drawn += 1
+                    on_progress(1)
+        on_progress(len(batch.names) - num_drawn)
+        if not all_images and num_seen >= limit:
+            break
+    if not num_seen:
+        raise UserError("--images: none of the images could be read; give others")
+    return num_seen
+
+
+def _update_layers(
+    loaded: LoadedModel,
+    batch: "Batch",
+    chunk_size: int,
+    parts: Sequence[tuple[str, Figure, "Batch"]],
+) -> None:
+    """Passes the layers of a batch to the figures that read them, of their first images."""
+    layered = [
+        (figure, len(part.names)) for _, figure, part in parts if figure.reads_layers
+    ]
+    if not layered:
+        return
+    for layer, images in loaded.iter_layers(batch.pixels[0], batch.names, chunk_size):
+        for figure, num_images in layered:
+            if images.start < num_images:
+                figure.update(layer, images)
+        del layer  # Frees its attention before the next is computed.
+
+
+def _reads_all(figures: Iterable[Figure]) -> bool:
+    return any(figure.reads == "all images" for figure in figures)
+
+
+def available_figures(loaded: LoadedModel, num_images: int | None) -> tuple[str, ...]:
+    """Returns the names of the figures that a model supports.
+
+    Args:
+      loaded: the model.
+      num_images: None if unknown.
+    """
+    return tuple(
+        name
+        for name, figure in create(FIGURES, {}).items()
+        if not figure.missing(loaded) and (num_images != 0 or figure.reads == "weights")
+    )
+
+
+def chunk_and_batch_size(
+    loaded: LoadedModel, figures: Collection[Figure], batch_size: int, max_shown: int
+) -> tuple[int, int]:
+    """Returns the images per forward pass, and the images per batch.
+
+    A chunk is what fits in memory. A figure's smallest number of images may be that of
+    several chunks.
+    """
+    chunk_size = batch_size or loaded.max_chunk_size()
+    if not _reads_all(figures):
+        chunk_size = min(chunk_size, max_shown)
+    min_images = max(figure.min_images for figure in figures)
+    return chunk_size, chunk_size * max(1, -(-min_images // chunk_size))
+
+
+def save(name: str, picture: Picture, out: pathlib.Path) -> list[str]:
+    """Writes a picture as PNG, SVG and npz; replaces each file atomically.
+
+    Returns:
+      The names of the files, relative to `out`.
+
+    Raises:
+      UserError: a file cannot be written.
+    """
+    path = f"{name}/{picture.stem}" if picture.stem else name
+    arrays = io.BytesIO()
+    np.savez_compressed(arrays, **picture.data)
+    contents = {
+        f"{path}.png": charts.to_png(picture.drawing),
+        f"{path}.svg": charts.to_dark_svg(picture.drawing).encode(),
+        f"{path}.npz": arrays.getvalue(),
+    }
+    for file, content in contents.items():
+        target = epath.Path(out / file)
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            replace_bytes(target, content)
+        except OSError as error:
+            raise UserError(
+                f"--out={out}: {target} cannot be written ({error.strerror or error}); "
+                "choose another folder"
+            ) from error
+    return list(contents)
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """A batch of images.
+
+    Attributes:
+      names: of the image files.
+      stems: file names for figures, without suffix; distinct.
+      originals: decoded images, RGB, of any size; only those of the first images, as
+        many as were requested.
+      pixels: images prepared for each model, (B, Y, X, C) each.
+    """
+
+    names: list[str]
+    stems: list[str]
+    originals: list[UInt8[np.ndarray, "_ _ 3"]]
+    pixels: list[UInt8[np.ndarray, "_ _ _ _"]]
+
+    def first(self, count: int) -> "Batch":
+        """Returns the first images."""
+        return Batch(
+            self.names[:count],
+            self.stems[:count],
+            self.originals[:count],
+            [of_model[:count] for of_model in self.pixels],
+        )
+
+
+def read_batches(
+    images: Iterable[inputs.Named],
+    models: Sequence[LoadedModel],
+    batch_size: int,
+    on_unreadable: Callable[[str, str], None],
+    *,
+    num_originals: int = 0,
+    min_batch_size: int = 0,
+) -> Iterator[Batch]:
+    """Reads images in batches, prefetching in threads; each image is decoded once.
+
+    Args:
+      images: from `data.inputs.find`.
+      models: the models that images are prepared for.
+      batch_size: images per batch; the last batch may be smaller.
+      on_unreadable: called with the name of each unreadable image and the reason.
+      num_originals: number of readable images whose originals are kept.
+      min_batch_size: minimum size of the last batch. To reach it, the last batch may
+        exceed `batch_size` by up to `min_batch_size` - 1.
+    """
+    num_read, stems = 0, set()
+
+    def load(image: inputs.Named):
+        name, source = image
+        return name, inputs.attempt(source, prepare)
+
+    def prepare(data: bytes):
+        # This runs ahead of `num_read`, so a few more originals are decoded than kept.
+        keep = num_read < num_originals
+        # Grey images are decoded as grey: that is not the mean of RGB.
+        channels = {model.channels for model in models} | ({3} if keep else set())
+        # One original stands beside all models.
+        exif = any(model.preprocess.exif for model in models)
+        decoded = {count: decode.decode(data, count, exif=exif) for count in channels}
+        prepared = [model.prepare(decoded[model.channels]) for model in models]
+        return decoded[3] if keep else None, prepared
+
+    threads = min(8, os.cpu_count() or 1)
+    pending = []
+    for name, result in inputs.ahead(
+        images, load, threads=threads, limit=max(2, threads)
+    ):
+        if isinstance(result, str):
+            on_unreadable(name, result)
+            continue
+        original, prepared = result
+        stem = unique_stem(name, stems)
+        original = original if num_read < num_originals else None
+        pending.append((name, stem, original, prepared))
+        num_read += 1
+        if len(pending) == batch_size + min_batch_size:
+            yield _stack(pending[:batch_size])
+            pending = pending[batch_size:]
+    if pending:
+        yield _stack(pending)
+
+
+def _stack(images) -> Batch:
+    names, stems, originals, prepared = zip(*images, strict=True)
+    return Batch(
+        list(names),
+        list(stems),
+        [original for original in originals if original is not None],
+        [np.stack(of_model) for of_model in zip(*prepared, strict=True)],
+    )
+
+
+def unique_stem(image: str, taken: set[str]) -> str:
+    """Returns a file stem for an image, and adds it to those taken, in lower case."""
+    plain = re.sub(r"[^\w.-]+", "_", pathlib.Path(image).stem).strip("._-") or "image"
+    stem, number = plain, 1
+    while stem.lower() in taken:  # Some file systems ignore case.
+        number += 1
+        stem = f"{plain}_{number}"
+    taken.add(stem.lower())
+    return stem
