@@ -19,7 +19,7 @@ from PIL import Image
 from vit_jax import cli, models
 from vit_jax.__main__ import load
 from vit_jax.data import imagenet
-from vit_jax.distributed import start as distributed_start
+from vit_jax.distributed import multihost
 from vit_jax.errors import UserError
 from vit_jax.evaluators import result_tables, suite
 from vit_jax.training import config as configuration
@@ -545,7 +545,7 @@ def test_what_hosts_compare_is_what_decides_the_scores(
             if "data" in kinds:
                 raise UserError("seen")
 
-        monkeypatch.setattr(distributed_start, "check_agreement", check)
+        monkeypatch.setattr(multihost, "check_agreement", check)
         line = words(place, "classification", *more)
         flags = cli.parse(load("evaluate").parser(), line)
         config = configuration.load_evaluation(flags.config, flags.overrides)
@@ -553,7 +553,7 @@ def test_what_hosts_compare_is_what_decides_the_scores(
             load("evaluate").run(flags, config)
         return json.loads(json.dumps(seen))
 
-    line = distributed_start.difference([compared(), compared(word)])
+    line = multihost.difference([compared(), compared(word)])
     wanted = f"the hosts differ in {kind}: " if kind else ""
     assert line.startswith(wanted)
     assert key in line

@@ -9,7 +9,7 @@ from PIL import Image
 
 from vit_jax import models
 from vit_jax.config import fields
-from vit_jax.distributed import start
+from vit_jax.distributed import multihost
 from vit_jax.training import config as configuration
 from vit_jax.training import resume_check
 
@@ -131,7 +131,7 @@ def test_another_workdir_is_named(job, tmp_path):
 def test_what_is_compared_is_what_decides_the_program(tmp_path, monkeypatch):
     (tmp_path / "pair.py").write_text(CONFIG)
     seen = {}
-    monkeypatch.setattr(start, "check_agreement", seen.update)
+    monkeypatch.setattr(multihost, "check_agreement", seen.update)
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     config = configuration.load(str(tmp_path / "pair.py"), {})
     resume_check.check_hosts(config)

@@ -255,9 +255,9 @@ def test_the_jobset_starts_pods_that_find_each_other(monkeypatch):
     (line,) = re.findall(r"python (-m vit_jax\.train .*) &\n", script)
     parsed(shlex.split(line))
 
-    from vit_jax.distributed import start
+    from vit_jax.distributed import schedulers
 
-    for name in start.JAX_NAMES:
+    for name in schedulers.JAX_NAMES:
         monkeypatch.delenv(name, raising=False)
     # What JobSet labels the pod of its job 1 with.
     prefix = "metadata.labels['jobset.sigs.k8s.io/"
@@ -269,7 +269,7 @@ def test_the_jobset_starts_pods_that_find_each_other(monkeypatch):
             value = labels[path.removeprefix(prefix).removesuffix("']")]
         monkeypatch.setenv(variable["name"], value)
     monkeypatch.setenv("JOB_COMPLETION_INDEX", "0")
-    found = start.find_job()
+    found = schedulers.find_job()
     assert (found.count, found.process) == (hosts["replicas"], 1)
     assert (job["parallelism"], job["completions"]) == (1, 1)
     asked = container["resources"]["requests"]

@@ -159,7 +159,7 @@ def test_without_a_stall_a_run_is_left_alone(monkeypatch):
     from vit_jax.training import watchdog
 
     ended = []
-    monkeypatch.setattr(watchdog.failures, "end_job", lambda *what: ended.append(what))
+    monkeypatch.setattr(watchdog.multihost, "end_job", lambda *what: ended.append(what))
     with watchdog.Watchdog(0.5) as watch_dog:
         for step in range(8):
             time.sleep(0.1)

@@ -84,10 +84,13 @@ def test_two_processes_find_each_other(recipe, tmp_path, scheduler):
 
 
 WRONG = {
-    "some of three": ({"JAX_NUM_PROCESSES": "2"}, "but not JAX_COORDINATOR_ADDRESS, J"),
+    "some of three": (
+        {"JAX_NUM_PROCESSES": "2"},
+        "set but not .*JAX_COORDINATOR_ADDRESS",
+    ),
     "no srun": (
         {"SLURM_NNODES": "2"},
-        "SLURM_NNODES=2, but this process is not a task",
+        "SLURM_NNODES=2 .*srun",
     ),
     "hosts": ({"VIT_JAX_HOSTS": "198.51.100.1,198.51.100.2"}, "is not among them"),
     "seconds": ({"VIT_JAX_START_SECONDS": "5s"}, "VIT_JAX_START_SECONDS='5s': state"),
@@ -105,7 +108,7 @@ WRONG = {
             "VIT_JAX_HOSTS": "no.such.invalid,localhost",
             "VIT_JAX_START_SECONDS": "2",
         },
-        r"process 0 at no\.such\.invalid:8476 \(.*; tried for 2 s; told by VIT_JAX_HO",
+        r"process 0 at no\.such\.invalid:8476 \(.*; tried for 2 s; from VIT_JAX_HO",
     ),
 }
 
@@ -141,12 +144,9 @@ def test_too_few_processes_do_not_wait_for_ever(recipe, tmp_path):
     assert codes == [75, 75], errors
     for host, error in enumerate(errors):
         last = error.splitlines()[-1]
-        name = f"process {host} of 3 ({socket.gethostname()})"
-        if host and last.startswith("error: process 0 of 3"):
-            # Process 0 has given up a moment before.
-            assert f"was lost before {name} had joined it" in last
-            continue
-        assert last.startswith(f"error: {name} did")
+        assert last.startswith(
+            f"error: process {host} of 3 ({socket.gethostname()}) did"
+        )
         assert "start 3 processes" in last
     assert not (tmp_path / "run").exists()
 

@@ -33,12 +33,12 @@ def run(work: Callable[[], object], workdir: str, *, debug: bool) -> int:
     """
     import jax
 
-    from vit_jax.distributed import failures, start
+    from vit_jax.distributed import multihost
     from vit_jax.training import train_step
 
     code = 0
-    start.start()
-    with failures.FailureBroadcast(workdir, debug=debug):
+    multihost.start()
+    with multihost.FailureBroadcast(workdir, debug=debug):
         try:
             work()
         except Preempted as preempted:
@@ -51,7 +51,7 @@ def run(work: Callable[[], object], workdir: str, *, debug: bool) -> int:
             if jax.process_count() > 1 or not train_step.is_compiling():
                 raise
             cli.show(error, debug=debug)
-            failures.exit_process(EXIT_USER_ERROR)
+            multihost.exit_process(EXIT_USER_ERROR)
     if jax.process_count() > 1 or train_step.is_compiling():
-        failures.exit_process(code)
+        multihost.exit_process(code)
     return code

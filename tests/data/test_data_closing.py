@@ -11,7 +11,7 @@ import sys
 from vit_jax.training import config
 from vit_jax.data import pipeline, workers
 from vit_jax.data.sources.open import open_source
-from vit_jax.distributed import failures
+from vit_jax.distributed import multihost
 
 if __name__ == "__main__":
     raw = {"batch_size": 4, "optim": {"learning_rate": 0.1}}
@@ -29,7 +29,7 @@ if __name__ == "__main__":
     assert list(batches) == []
     print(len(kept), multiprocessing.active_children(), workers._prefix())
     if sys.argv[1] == "exit_process":
-        failures.exit_process(0)
+        multihost.exit_process(0)
 """
 
 

@@ -195,7 +195,7 @@ def test_who_stood_still_and_was_taken_over_ends(place, monkeypatch):
     workdir, path, _ = place
     said = []
     monkeypatch.setattr(
-        lock.failures, "end_job", lambda code, text: said.append((code, text))
+        lock.multihost, "end_job", lambda code, text: said.append((code, text))
     )
     with lock.held(workdir):
         found = json.loads(path.read_text())

@@ -16,8 +16,8 @@ from orbax.checkpoint import v1 as ocp
 
 from vit_jax.config import fields
 from vit_jax.data.sources.base import Source
-from vit_jax.distributed import failures
 from vit_jax.distributed import mesh as meshes
+from vit_jax.distributed import multihost
 from vit_jax.errors import Interrupted, Preempted, UserError
 from vit_jax.files import replace_text
 from vit_jax.printing import print_error
@@ -227,7 +227,7 @@ class Checkpointer:
         if orderly or jax.process_count() == 1:
             self.wait()
         # Else the other processes wait for the reason, and a save may take minutes; this
-        # process is about to end (distributed/failures.py).
+        # process is about to end (distributed/multihost.py).
 
     def _settle(self, step: int, reason: str | None) -> None:
         """Ends a save, in its background: keeps what is to be kept, or says why not."""
@@ -401,29 +401,31 @@ class Save:
     def _finish_together(self) -> str | None:
         me, everyone = jax.process_index(), jax.process_count()
         failed, done = f"{self._board}/failed", f"{self._board}/done"
-        while not self._writing.done() and not failures.key_value_dir_get(failed):
+        while not self._writing.done() and not multihost.key_value_dir_get(failed):
             concurrent.futures.wait([self._writing], timeout=_LOOK_SECONDS)
         try:
             if self._writing.done():
                 self._writing.result()
                 part = layout.compute_checksums(self._path, me, everyone)
-                failures.key_value_set(f"{done}/{me}", json.dumps(part))
+                multihost.key_value_set(f"{done}/{me}", json.dumps(part))
         except Exception as error:  # noqa: BLE001
-            failures.key_value_set(f"{failed}/{me}", describe_failure(error))
+            multihost.key_value_set(f"{failed}/{me}", describe_failure(error))
         if me == 0:
             while len(
-                parts := failures.key_value_dir_get(done)
-            ) < everyone and not failures.key_value_dir_get(failed):
+                parts := multihost.key_value_dir_get(done)
+            ) < everyone and not multihost.key_value_dir_get(failed):
                 time.sleep(_LOOK_SECONDS)
-            failures.key_value_set(
+            multihost.key_value_set(
                 f"{self._board}/end/0", self._declare(parts, everyone)
             )
-        while not (end := failures.key_value_dir_get(f"{self._board}/end")):
+        while not (end := multihost.key_value_dir_get(f"{self._board}/end")):
             time.sleep(_LOOK_SECONDS)
         return end["0"] or None
 
     def _declare(self, parts: dict[str, str], everyone: int) -> str:
-        for process, why in failures.key_value_dir_get(f"{self._board}/failed").items():
+        for process, why in multihost.key_value_dir_get(
+            f"{self._board}/failed"
+        ).items():
             return f"process {process} of {everyone}: {why}"
         try:
             files = [json.loads(part) for part in parts.values()]

@@ -25,7 +25,7 @@ import jax
 from etils import epath
 
 from vit_jax import files, processes
-from vit_jax.distributed import failures
+from vit_jax.distributed import multihost
 from vit_jax.errors import EXIT_USER_ERROR, UserError
 from vit_jax.training.checkpoint import describe_failure
 
@@ -226,7 +226,7 @@ class _Lock:
             with contextlib.suppress(Exception):  # The next beat tries again.
                 found = self._read()
                 if self._is_anothers(found):
-                    failures.end_job(
+                    multihost.end_job(
                         EXIT_USER_ERROR,
                         f"{_who(found)} has taken {self._workdir} over since "
                         f"{found['start']}, because this one stood still: ended, so "

@@ -9,9 +9,8 @@ import jax
 
 from vit_jax.data import pipeline
 from vit_jax.data.sources.open import open_source
-from vit_jax.distributed import compilation
+from vit_jax.distributed import compilation, multihost
 from vit_jax.distributed import mesh as meshes
-from vit_jax.distributed import start as hosts
 from vit_jax.errors import UserError
 from vit_jax.evaluators.suite import Suite
 from vit_jax.printing import masked
@@ -353,7 +352,7 @@ def restore_or_init(
 def _check_weights_of_hosts(setup: TrainSetup, params: dict) -> None:
     if jax.process_count() > 1:
         params = {"params": params, "extra": setup.task.load()}
-        hosts.check_agreement(
+        multihost.check_agreement(
             weights={
                 "sha256": run_report.params_sha256(params),
                 "task": setup.metadata["task"],

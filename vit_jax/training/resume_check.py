@@ -17,7 +17,7 @@ from vit_jax.data.config import DataConfig
 from vit_jax.data.sources.base import Source
 from vit_jax.data.tokenizer import checksum
 from vit_jax.distributed import mesh as meshes
-from vit_jax.distributed import start
+from vit_jax.distributed import multihost
 from vit_jax.errors import UserError
 from vit_jax.printing import masked, print_error
 from vit_jax.training import config as training_config
@@ -45,7 +45,7 @@ def check_hosts(
       UserError: they differ; it names what, and on which hosts.
     """
     if jax.process_count() > 1:
-        start.check_agreement(
+        multihost.check_agreement(
             config={
                 ".".join(path): value
                 for path, about, value in fields.walk(config)
@@ -81,7 +81,7 @@ def check_data_of_hosts(
       UserError: they differ; it names what, and on which hosts.
     """
     if jax.process_count() > 1:
-        start.check_agreement(
+        multihost.check_agreement(
             data=_data(sources) | {_TOKENIZER: tokenizer},
             workdir={"latest checkpoint": latest},
         )
@@ -95,7 +95,7 @@ def check_evaluation_of_hosts(
     Args and Raises: as `check_data_of_hosts`.
     """
     if jax.process_count() > 1:
-        start.check_agreement(
+        multihost.check_agreement(
             weights={"sha256": params_sha256(pretrained.params)}
             | pretrained.options
             | {"class_names": pretrained.class_names},
@@ -105,7 +105,7 @@ def check_evaluation_of_hosts(
 
 
 def _data(sources: Mapping[str, Source]) -> dict[str, object]:
-    """Returns the fingerprints of sources for `start.check_agreement`."""
+    """Returns the fingerprints of sources for `multihost.check_agreement`."""
     return {
         f"{name} {key}": value
         for name, source in sources.items()

@@ -6,7 +6,7 @@ import sys
 import threading
 import time
 
-from vit_jax.distributed import failures
+from vit_jax.distributed import multihost
 
 EXIT_STALLED = 70  # EX_SOFTWARE of sysexits.h.
 # How long this file's thread may be kept from running before C code ends the process.
@@ -84,11 +84,11 @@ class Watchdog:
                 self._end()
 
     def _end(self) -> None:
-        failures.show_stacks("watchdog")
+        multihost.show_stacks("watchdog")
         leave = threading.Timer(_WORDS_SECONDS, os._exit, [EXIT_STALLED])
         leave.daemon = True
         leave.start()
-        failures.end_job(
+        multihost.end_job(
             EXIT_STALLED,
             f"watchdog: no step, evaluation batch or save was finished in "
             f"{self._limit:g} s (stall_timeout); the last was {self._last}; the stacks "

@@ -1,4 +1,4 @@
-"""Failing, lost and aborted processes of a job, each alone with a stand-in of the rest."""
+"""Processes of a job that join, agree, fail, are lost or abort, each with a stand-in."""
 
 import os
 import pathlib
@@ -12,20 +12,21 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-from vit_jax.distributed import failures
-from vit_jax.distributed.failures import LEFT, FailureBroadcast, Heartbeats
-from vit_jax.errors import UserError
+from vit_jax.distributed import multihost
+from vit_jax.distributed.multihost import LEFT, FailureBroadcast, Heartbeats
+from vit_jax.distributed.schedulers import JobProcess
+from vit_jax.errors import LostHost, UserError
 
 ROOT = pathlib.Path(__file__).parents[2]
 
 # The abort comes from another thread than Python's, as JAX's does.
 PROGRAM = """
 import ctypes, faulthandler, os, threading, time
-from vit_jax.distributed import failures
+from vit_jax.distributed import multihost
 
 faulthandler.enable()
-failures.set_abort_handler(lambda: (3, "not this"))
-failures.set_abort_handler(lambda: {answer})
+multihost.set_abort_handler(lambda: (3, "not this"))
+multihost.set_abort_handler(lambda: {answer})
 abort = ctypes.CDLL(None).abort
 threading.Thread(target=abort).start()
 time.sleep(20)
@@ -64,13 +65,13 @@ def service(monkeypatch):
         raise SystemExit(code)
 
     state = SimpleNamespace(process_id=0, num_processes=2, coordinator_address="h:1")
-    monkeypatch.setattr(failures, "service", SimpleNamespace(global_state=state))
-    monkeypatch.setattr(failures, "_call_service", made.ask)
-    monkeypatch.setattr(failures, "_POLL_SECONDS", 0.01)
-    monkeypatch.setattr(failures, "_PATIENCE_SECONDS", 3.0)
-    monkeypatch.setattr(failures, "set_abort_handler", lambda handler: None)
-    monkeypatch.setattr(failures.crash_reporter, "set_message", lambda message: None)
-    monkeypatch.setattr(failures, "lost_seconds", lambda: 1)
+    monkeypatch.setattr(multihost, "service", SimpleNamespace(global_state=state))
+    monkeypatch.setattr(multihost, "_call_service", made.ask)
+    monkeypatch.setattr(multihost, "_POLL_SECONDS", 0.01)
+    monkeypatch.setattr(multihost, "_PATIENCE_SECONDS", 3.0)
+    monkeypatch.setattr(multihost, "set_abort_handler", lambda handler: None)
+    monkeypatch.setattr(multihost.crash_reporter, "set_message", lambda message: None)
+    monkeypatch.setattr(multihost, "lost_seconds", lambda: 1)
     monkeypatch.setattr(os, "_exit", ended)
     return made
 
@@ -94,7 +95,7 @@ def test_the_first_to_fail_does_not_wait_for_those_that_left_in_order(service):
 def test_the_first_to_fail_waits_for_those_that_have_still_to_read_why(
     service, monkeypatch
 ):
-    monkeypatch.setattr(failures, "_PATIENCE_SECONDS", 0.7)
+    monkeypatch.setattr(multihost, "_PATIENCE_SECONDS", 0.7)
     assert seconds_until_ended(ZeroDivisionError("by hand")) >= 0.7
 
 
@@ -200,4 +201,90 @@ def test_too_short_a_silence_is_refused(monkeypatch, value):
     with pytest.raises(
         UserError, match=rf"VIT_JAX_LOST_SECONDS='{value}': .* from 5 on"
     ):
-        failures.lost_seconds()
+        multihost.lost_seconds()
+
+
+def test_a_process_alone_joins_nobody(monkeypatch):
+    monkeypatch.setattr(jax.distributed, "initialize", lambda *a: pytest.fail("joined"))
+    for name in ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"):
+        monkeypatch.delenv(name, raising=False)
+    multihost.start()
+
+
+@pytest.fixture
+def clean(monkeypatch):
+    for name in ("grpc_proxy", "https_proxy", "http_proxy", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("no_grpc_proxy", "")
+    monkeypatch.delenv("no_grpc_proxy")
+    yield monkeypatch
+    jax.config.update("jax_check_proxy_envs", True)
+
+
+def test_a_web_proxy_is_not_asked_for_process_0(clean):
+    clean.setenv("https_proxy", "http://proxy:3128")
+    clean.setenv("no_proxy", "intern,10.0.0.1")
+    multihost._bypass_proxies("host0:1234")
+    assert os.environ["no_grpc_proxy"] == "intern,10.0.0.1,host0"
+
+
+def test_an_address_nobody_listens_at_is_tried_until_the_limit():
+    job = JobProcess("SLURM", "localhost:9", 3, 2)
+    message = r"process 2 of 3 \(.*\) cannot reach process 0 at localhost:9 \(.*for 1 s"
+    with pytest.raises(LostHost, match=message):
+        multihost._wait_for_service(job, 1)
+
+
+def who(process):
+    return f"process {process} (h{process})"
+
+
+SAME = {
+    "config": {"mesh.data": 2, "name": "a"},
+    "code": {"vit_jax": "f00", "jax": "0.10.2"},
+    "devices": {"count": 4, "kind": "cpu"},
+    "data": {"records": 37, "cells": "abc"},
+    "weights": {"sha256": "e3b0"},
+    "preprocess": {"squash": False},
+    "workdir": {"latest checkpoint": None},
+}
+
+
+def changed(kind, **values):
+    return SAME | {kind: SAME[kind] | values}
+
+
+def test_processes_that_are_the_same_are_not_refused():
+    assert multihost.difference([SAME, SAME, SAME], who) == ""
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "said"),
+    [
+        (
+            "config",
+            {"mesh.data": 1},
+            "mesh.data is 2 on process 0 (h0), 1 on process 1",
+        ),
+        ("config", {"model.pool": "gap"}, 'model.pool is absent on process 0 (h0), "g'),
+        ("code", {"vit_jax": "ba5"}, 'vit_jax is "f00" on process 0 (h0), "ba5" on pr'),
+        ("devices", {"count": 3}, "count is 4 on process 0 (h0), 3 on process 1 (h1)"),
+        ("data", {"cells": "abd"}, 'cells is "abc" on process 0 (h0), "abd" on pro'),
+        ("weights", {"sha256": "77"}, 'sha256 is "e3b0" on process 0 (h0), "77" on '),
+        ("preprocess", {"squash": True}, "squash is false on process 0 (h0), true on"),
+        ("workdir", {"latest checkpoint": 4}, "latest checkpoint is null on process 0"),
+    ],
+)
+def test_the_kind_the_key_and_the_processes_are_named(kind, values, said):
+    line = multihost.difference([SAME, changed(kind, **values)], who)
+    assert line.startswith(f"the hosts differ in {kind}: {said}")
+    assert line.count("process 1 (h1)") == 1
+    assert line.partition("(h1): ")[2].split()[0] in ("start", "install", "give")
+
+
+def test_of_many_processes_and_keys_some_are_named():
+    other = changed("config", **{f"key{i}": "x" * 200 for i in range(6)})
+    line = multihost.difference([SAME] * 20 + [other], who)
+    assert "process 5 (h5) and 14 others" in line
+    assert "; and 2 more keys: " in line
+    assert len(line) < 2000
