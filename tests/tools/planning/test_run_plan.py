@@ -3,6 +3,8 @@
 import argparse
 import dataclasses
 import json
+import pathlib
+import re
 
 import numpy as np
 import pytest
@@ -175,6 +177,19 @@ def test_tables_of_runs_are_made_from_their_rows(tmp_path, monkeypatch, capsys):
         f"{again.checkpoints[0].young:,}",
     ]
     assert failures[-1] == f"{2 * again.chip_hours:,.0f}"
+
+
+def test_the_documentation_lists_the_defaults():
+    text = (pathlib.Path(__file__).parents[3] / "docs" / "compile.md").read_text()
+    rows = re.findall(r"^\| (`\w+`(?:, `\w+`)?) \| ([\d., ]+) \|", text, re.MULTILINE)
+    listed = {
+        name: float(number.replace(",", ""))
+        for names, numbers in rows
+        for name, number in zip(
+            re.findall(r"\w+", names), numbers.split(", "), strict=True
+        )
+    }
+    assert listed == dataclasses.asdict(run_plan.Assumptions())
 
 
 def test_assumptions_are_read_and_refused():

@@ -65,7 +65,7 @@ class Assumptions:
     host_days: float = _by("assumed", 365.0)
     notice: float = _by("measured", 40.0)
     replace: float = _by("assumed", 180.0)
-    start: float = _by("measured", 16.0)
+    start: float = _by("measured", 20.0)
     copy: float = _by("measured", 1.2)
     disk_write: float = _by("measured", 0.56)
     disk_read: float = _by("measured", 0.57)
