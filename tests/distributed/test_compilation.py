@@ -196,7 +196,7 @@ def test_options_for_cpu_are_known_to_this_release():
 
 
 def test_an_option_that_a_release_does_not_know_is_left_out():
-    assert compilation.known_options({"xla_cpu_no_such_option": "1"}) == {}
+    assert compilation.known_options(xla_cpu_no_such_option="1") == {}
 
 
 def test_other_devices_get_none(monkeypatch):

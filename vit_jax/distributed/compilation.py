@@ -28,17 +28,14 @@ def options(platform: str = "") -> dict[str, str]:
     """Returns the `compiler_options` of `jax.jit` for large networks.
 
     Args:
-      platform: "cpu", "gpu" or "tpu", which the program is for; JAX's own if empty.
+      platform: "cpu", "gpu" or "tpu", which the program is for; JAX's default if empty.
     """
-    return _cpu_options() if (platform or jax.default_backend()) == "cpu" else {}
+    on_cpu = (platform or jax.default_backend()) == "cpu"
+    return known_options(**_CPU_OPTIONS) if on_cpu else {}
 
 
 @functools.cache  # Asking XLA takes a compilation.
-def _cpu_options() -> dict[str, str]:
-    return known_options(_CPU_OPTIONS)
-
-
-def known_options(options: dict[str, str]) -> dict[str, str]:
+def known_options(**options: str) -> dict[str, str]:
     """Returns the options if this release of XLA knows them all, else none.
 
     They are experimental, so that one may be gone in the next release.
@@ -54,9 +51,8 @@ def enable_cache(folder: str = AUTO) -> str:
     """Enables JAX's cache of compiled programs; call it before the first compilation.
 
     Args:
-      folder: of the cache; "auto" is $XDG_CACHE_HOME/vit_jax/compiled (~/.cache if unset)
-        unless JAX has been told another one (JAX_COMPILATION_CACHE_DIR); "" leaves
-        JAX's own settings as they are.
+      folder: folder of the cache; "auto" is $XDG_CACHE_HOME/vit_jax/compiled (~/.cache if
+        unset) unless JAX_COMPILATION_CACHE_DIR is set; "" leaves JAX's settings alone.
 
     Returns:
       A note for the user if programs cannot be kept, else "".
@@ -105,53 +101,43 @@ def _tidy(folder: pathlib.Path) -> None:
     """
     stamp = folder / _STAMP
     checked = stamp.stat().st_mtime_ns if stamp.exists() else 0
-    found = []
+    entries = []
     for path in folder.glob("*-cache"):
         with contextlib.suppress(FileNotFoundError):
-            found.append((path.stat().st_mtime_ns, path))
-    found.sort()
-    for changed, path in found:
+            status = path.stat()
+            entries.append((status.st_mtime_ns, status.st_size, path))
+    entries.sort()
+    surplus = sum(size for _, size, _ in entries) - _MOST_BYTES
+    for changed, size, path in entries:
         with contextlib.suppress(FileNotFoundError):
-            if changed > checked and not _whole(path.read_bytes()):
+            if surplus > 0 or (changed > checked and not _whole(path.read_bytes())):
                 path.unlink()
-    if found and found[-1][0] > checked:
+                surplus -= size
+    if entries and entries[-1][0] > checked:
         stamp.touch()
-        os.utime(stamp, ns=(found[-1][0],) * 2)
-    sizes = []
-    for _, path in found:
-        with contextlib.suppress(FileNotFoundError):
-            sizes.append((path, path.stat().st_size))
-    surplus = sum(size for _, size in sizes) - _MOST_BYTES
-    for path, size in sizes:
-        if surplus <= 0:
-            break
-        path.unlink(missing_ok=True)
-        surplus -= size
+        os.utime(stamp, ns=(entries[-1][0],) * 2)
 
 
 def _whole(entry: bytes) -> bool:
-    """Returns whether a compressed stream is complete."""
-    reader, error = (
-        _zstd() if entry.startswith(_ZSTD) else (zlib.decompressobj, zlib.error)
-    )
+    """Returns whether a compressed stream is complete, as far as it can be read here."""
+    reader = _zstd_reader() if entry.startswith(_ZSTD) else zlib.decompressobj()
     if reader is None:  # Written in an environment with zstd, which checks it.
         return True
-    reading = reader()
     try:
-        reading.decompress(entry)
-    except error:
+        reader.decompress(entry)
+    except Exception:  # noqa: BLE001 (each library has another)
         return False
-    return reading.eof
+    return reader.eof
 
 
-def _zstd():
-    """Returns a zstd decompressor, if installed (JAX uses the same two), and its error."""
+def _zstd_reader():
+    """Returns a decompressor of the library that JAX takes too; None without one."""
     with contextlib.suppress(ImportError):
         from compression import zstd  # From Python 3.14 on.
 
-        return zstd.ZstdDecompressor, zstd.ZstdError
+        return zstd.ZstdDecompressor()
     with contextlib.suppress(ImportError):
         import zstandard
 
-        return zstandard.ZstdDecompressor().decompressobj, zstandard.ZstdError
-    return None, ()
+        return zstandard.ZstdDecompressor().decompressobj()
+    return None
