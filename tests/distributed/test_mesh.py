@@ -26,9 +26,9 @@ def test_mesh_takes_all_devices(sizes, shape):
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        ({"data": 3}, r"mesh.data=3 x .* not make 8 devices: the stated sizes make 3"),
+        ({"data": 3}, r"mesh.data=3 x .* not make 8 devices: these sizes make 3"),
         ({"data": -1, "model": 3}, r"mesh.model=3 does not make 8 .* make 3"),
-        ({"data": 16}, r"does not make 8 devices: the stated sizes make 16"),
+        ({"data": 16}, r"does not make 8 devices: these sizes make 16"),
         ({"data": -1, "fsdp": -1}, r"mesh.data=-1 and mesh.fsdp=-1: only one .* 8"),
         ({"data": 8, "fsdp": 0}, r"mesh.fsdp=0 must be at least 1"),
         ({"data": 8, "dcn_data": -1}, r"mesh.dcn_data=-1 must be at least 1"),

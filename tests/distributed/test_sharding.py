@@ -185,7 +185,7 @@ def test_a_rule_of_the_user_goes_ahead():
         ("haed/kernel -> fsdp", r"'haed/kernel -> fsdp' matches none of the 56 param"),
         ("encoderblock_99/ -> fsdp", "matches none of the 56 parameters, such as"),
         ("head/kernel -> -, fsdp", "2 devices do not divide 21843 of head/kernel 384x"),
-        ("head/bias -> -, fsdp", "states 2 axes, but head/bias 21843 has 1"),
+        ("head/bias -> -, fsdp", "has 2 axes, but head/bias 21843 has 1"),
         ("head/kernel", "is not 'REGEX -> AXIS, AXIS' with axes out of data, fsdp, mo"),
         ("head/kernel -> fsdb", "there is no axis 'fsdb'"),
         ("head/kernel -> fsdp, fsdp", "names an axis of the mesh twice"),

@@ -31,7 +31,7 @@ if _tpu and not _chosen:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MeshConfig:
-    """Devices an axis; -1 is all that are left."""
+    """Devices along each axis; -1 is all that the other axes leave."""
 
     data: int = key(-1, "Copies of the parameters.", at_least=None)
     fsdp: int = key(
@@ -50,20 +50,16 @@ class MeshConfig:
 
 
 def create(config: MeshConfig, devices: Sequence | None = None) -> Mesh:
-    """Arranges devices in a mesh.
+    """Arranges devices in a mesh of the axes "data", "fsdp" and "model".
 
-    Slices are told apart by the `slice_index` of the devices, which JAX may give GPU
-    nodes too. If it does not differ, each process counts as one, not each node. If
-    `dcn_data` and `dcn_fsdp` are both 1, slices lie along "data" as far as they divide
-    it, then along "fsdp"; GPUs without slices keep their order.
+    Slices differ by the `slice_index` of the devices, which JAX may give GPU nodes too.
+    If it does not differ, each process counts as one, not each node. If `dcn_data` and
+    `dcn_fsdp` are both 1, slices lie along "data" as far as they divide it, then along
+    "fsdp"; GPUs without slices keep their order.
 
     Args:
       config: devices along each axis.
-      devices: devices here or of a described topology; all devices of all
-        processes if None.
-
-    Returns:
-      The mesh, always of the three axes "data", "fsdp" and "model".
+      devices: devices here or of a described topology; all of all processes if None.
 
     Raises:
       UserError: the sizes do not multiply to the number of devices or of slices.
@@ -74,28 +70,24 @@ def create(config: MeshConfig, devices: Sequence | None = None) -> Mesh:
 
 
 def arrange(config: MeshConfig, devices: Sequence) -> np.ndarray:
-    """Arranges devices as `create` does; reads only their attributes.
+    """Returns the devices as `create` arranges them, (data, fsdp, model).
 
-    Returns:
-      Array of the devices, (data, fsdp, model).
+    It reads only their attributes.
     """
     shape = _shape(config, len(devices))
     granule = _granule(devices)
     count = len({getattr(device, granule) for device in devices})
     across = [config.dcn_data, config.dcn_fsdp, 1]
-    asked = math.prod(across)
     kind = "slices" if granule == "slice_index" else "processes"
-    if asked == 1 and granule == "slice_index" and count > 1:
+    if math.prod(across) == 1:
+        if granule == "process_index":
+            return _neighbours(shape, devices)
         across[0] = math.gcd(shape[0], count)
         across[1] = count // across[0]
-    elif asked == 1:
-        return _neighbours(shape, devices)
     if math.prod(across) != count:
         remedy = f"set their product to {count}, or both to 1"
         if granule == "process_index":
-            remedy += (
-                " (no slices are known here, so each process counts, not each node)"
-            )
+            remedy += " (without slices each process counts, not each node)"
         raise UserError(
             f"mesh.dcn_data={across[0]} x mesh.dcn_fsdp={across[1]} does not make "
             f"{count} {kind}: {remedy}"
@@ -124,30 +116,28 @@ def arrange(config: MeshConfig, devices: Sequence) -> np.ndarray:
 
 def _shape(config: MeshConfig, count: int) -> list[int]:
     """Returns the number of devices along each axis."""
-    stated = {axis: getattr(config, axis) for axis in AXES}
-    named = " x ".join(f"mesh.{axis}={size}" for axis, size in stated.items())
+    sizes = {axis: getattr(config, axis) for axis in AXES}
     for name, size in dataclasses.asdict(config).items():
         if size < 1 and (size != -1 or name not in AXES):
             raise UserError(f"mesh.{name}={size} must be at least 1")
-    free = [axis for axis, size in stated.items() if size == -1]
+    free = [axis for axis, size in sizes.items() if size == -1]
     if len(free) > 1:
         raise UserError(
             f"mesh.{free[0]}=-1 and mesh.{free[1]}=-1: only one axis can take the "
-            f"devices that are left of the {count}"
+            f"remaining of the {count} devices"
         )
-    fixed = math.prod(size for size in stated.values() if size != -1)
-    if free and count % fixed == 0:
-        stated[free[0]] = count // fixed
-    elif free or fixed != count:
+    fixed = math.prod(size for size in sizes.values() if size != -1)
+    if count % fixed or (fixed != count and not free):
+        named = " x ".join(f"mesh.{axis}={size}" for axis, size in sizes.items())
         raise UserError(
-            f"{named} does not make {count} devices: the stated sizes make {fixed}; "
+            f"{named} does not make {count} devices: these sizes make {fixed}; "
             "set one axis to -1 and the others to numbers that divide the devices"
         )
-    return list(stated.values())
+    return [count // fixed if size == -1 else size for size in sizes.values()]
 
 
 def _granule(devices: Sequence) -> str:
-    """Returns the attribute that tells slices, or else processes, apart."""
+    """Returns the attribute by which slices differ, or processes if they do not."""
     slices = {getattr(device, "slice_index", None) for device in devices}
     return "slice_index" if len(slices) > 1 else "process_index"
 
@@ -188,25 +178,18 @@ def check_batch(batch_size: int, accumulate: int, mesh: Mesh) -> None:
 
 
 def data_shard(mesh: Mesh) -> tuple[int, int]:
-    """Returns which shard of every batch this process loads; see `data_shards`.
-
-    Returns:
-      Index of the shard, and the number of shards.
-    """
+    """Returns the shard of every batch that this process loads, and their number."""
     return data_shards(mesh.devices)[jax.process_index()]
 
 
 def data_shards(devices: np.ndarray) -> dict[int, tuple[int, int]]:
-    """Returns which shard of every batch each process loads.
+    """Returns for each process the shard of every batch that it loads, and their number.
 
     Processes that hold the same images, because "model" reaches over several of them,
     load the same shard.
 
     Args:
       devices: devices of a mesh, (data, fsdp, model).
-
-    Returns:
-      Process to the index of its shard and the number of shards.
 
     Raises:
       UserError: the images of two processes overlap, but are not the same.
@@ -216,7 +199,7 @@ def data_shards(devices: np.ndarray) -> dict[int, tuple[int, int]]:
     for row, replicas in enumerate(rows):
         for device in replicas:
             rows_of.setdefault(device.process_index, []).append(row)
-    rows_of = {process: tuple(sorted(set(own))) for process, own in rows_of.items()}
+    rows_of = {process: tuple(sorted(set(held))) for process, held in rows_of.items()}
     shards = sorted(set(rows_of.values()))
     if sum(map(len, shards)) != len(rows) or len(set(map(len, shards))) > 1:
         raise UserError(
@@ -224,9 +207,7 @@ def data_shards(devices: np.ndarray) -> dict[int, tuple[int, int]]:
             f"{devices.size // len(rows_of)} devices of a process: set it to a divisor "
             "or a multiple of them"
         )
-    return {
-        process: (shards.index(own), len(shards)) for process, own in rows_of.items()
-    }
+    return {i: (shards.index(held), len(shards)) for i, held in rows_of.items()}
 
 
 def to_devices(batch: Mapping[str, np.ndarray], mesh: Mesh) -> dict:
@@ -241,18 +222,15 @@ def to_devices(batch: Mapping[str, np.ndarray], mesh: Mesh) -> dict:
 
 
 def process_allgather(**values: object) -> dict[str, np.ndarray]:
-    """Returns each number as an array of its values on all processes.
-
-    All processes of the job must call it at the same step.
-    """
+    """Returns each number as an array of its values on all processes, which all call it."""
     arrays = {name: np.asarray(value) for name, value in values.items()}
     if jax.process_count() == 1:
         return {name: array[None] for name, array in arrays.items()}
     # As bytes: JAX would cut 64-bit numbers to 32.
     sent = {name: np.frombuffer(a.tobytes(), np.uint8) for name, a in arrays.items()}
     with jax.transfer_guard("allow"):  # The transfer is intended.
-        got = multihost_utils.process_allgather(sent)
+        gathered = multihost_utils.process_allgather(sent)
     return {
-        name: np.ascontiguousarray(got[name]).view(a.dtype).reshape(-1, *a.shape)
+        name: np.ascontiguousarray(gathered[name]).view(a.dtype).reshape(-1, *a.shape)
         for name, a in arrays.items()
     }

@@ -82,25 +82,25 @@ def parameters(
         divide what it should split, or it would split nothing at all.
     """
     parsed = [_parse(rule, mesh) for rule in rules]
-    leaves = jax.tree.leaves_with_path(shapes)
-    found = [(_path(keys), tuple(leaf.shape)) for keys, leaf in leaves]
-    hits = [{i for i, it in enumerate(found) if _matches(rule, *it)} for rule in parsed]
+    leaves = [
+        (_path(keys), tuple(leaf.shape))
+        for keys, leaf in jax.tree.leaves_with_path(shapes)
+    ]
     taken = set()
-    for rule, hit in zip(parsed, hits, strict=True):
-        if not hit:
+    for rule in parsed:
+        matches = {path for path, shape in leaves if _matches(rule, path, shape)}
+        if not matches:
             raise UserError(
-                f"sharding.rules: {rule.text!r} matches none of the {len(found)} "
-                f"parameters, such as {_each_block(found[0][0])}"
+                f"sharding.rules: {rule.text!r} matches none of the {len(leaves)} "
+                f"parameters, such as {_each_block(leaves[0][0])}"
             )
-        if hit <= taken:
+        if matches <= taken:
             raise UserError(
-                f"sharding.rules: {rule.text!r} never counts, because all {len(hit)} "
+                f"sharding.rules: {rule.text!r} never counts, because all {len(matches)} "
                 "parameters that it matches are those of rules before it: put it first"
             )
-        taken |= hit
-    specs = [
-        _spec(*parameter, mesh, model_axes, parsed, min_size) for parameter in found
-    ]
+        taken |= matches
+    specs = [_spec(*leaf, mesh, model_axes, parsed, min_size) for leaf in leaves]
     used = {axis for spec in specs for names in spec for axis in _names(names)}
     for axis in ("fsdp", "model"):
         if mesh.shape[axis] > 1 and axis not in used:
@@ -108,7 +108,7 @@ def parameters(
                 "attention heads and MLPs, of which this network has none"
                 if axis == "model"
                 else f"parameters of at least sharding.min_size={min_size} elements, "
-                f"of which there are none among the {len(found)}"
+                f"which none of the {len(leaves)} has"
             )
             raise UserError(
                 f"mesh.{axis}={mesh.shape[axis]} splits {why}: set mesh.{axis}=1"
@@ -124,20 +124,17 @@ def beside(
     rules: Sequence[str] = (),
     min_size: int = 1,
 ) -> object:
-    """Decides how what a task keeps beside its parameters lies on the mesh.
+    """Returns the shardings of what a task keeps beside its parameters.
 
     Args:
       tree: tree of anything with a shape; a teacher's parameters lie as a network's do.
-      mesh, model_axes, rules, min_size: arguments of `parameters`; a rule may match nothing here.
-
-    Returns:
-      Tree of NamedSharding.
+      mesh, model_axes, rules, min_size: arguments of `parameters`; a rule may match
+        nothing here.
     """
     parsed = [_parse(rule, mesh) for rule in rules]
 
     def place(keys, leaf):
-        path, shape = _path(keys), tuple(leaf.shape)
-        spec = _spec(path, shape, mesh, model_axes, parsed, min_size)
+        spec = _spec(_path(keys), leaf.shape, mesh, model_axes, parsed, min_size)
         return NamedSharding(mesh, PartitionSpec(*spec))
 
     return jax.tree.map_with_path(place, tree)
@@ -147,12 +144,9 @@ def like(tree: object, params: Mapping) -> object:
     """Returns, for every array of a tree, the sharding of the parameter it belongs to.
 
     Args:
-      tree: such as a training state: moments and averages are found by their path,
-        which ends in the parameter's, and by their number of axes.
+      tree: tree of arrays, as a training state. The path of a moment or an average ends
+        in its parameter's, and it has as many axes; any other array is replicated.
       params: nested dict of NamedSharding, from `parameters`.
-
-    Returns:
-      Tree of NamedSharding; replicated for arrays that belong to no parameter.
     """
     known = {_path(keys): s for keys, s in jax.tree.leaves_with_path(params)}
     whole = NamedSharding(next(iter(known.values())).mesh, PartitionSpec())
@@ -187,14 +181,14 @@ def device_memory(devices: Sequence[jax.Device]) -> int | None:
     For the CPU it is the memory of the host, once per process.
 
     Args:
-      devices: here or on other hosts, of the same kind.
+      devices: devices of one kind, on any host.
     """
     if devices[0].platform == "cpu":
         return _host_memory() * len({device.process_index for device in devices})
-    own = jax.local_devices()[0]
-    if own.device_kind != devices[0].device_kind:  # A topology that is not here.
+    local = jax.local_devices()[0]
+    if local.device_kind != devices[0].device_kind:  # A topology that is not here.
         return None
-    limit = (own.memory_stats() or {}).get("bytes_limit")
+    limit = (local.memory_stats() or {}).get("bytes_limit")
     return limit and limit * len(devices)
 
 
@@ -210,7 +204,7 @@ def check_memory(
     Args:
       shapes: parameters, as jax.ShapeDtypeStruct.
       devices: devices that hold them together; if empty, this host's memory counts.
-      extra: the task's other arrays, such as a teacher, as jax.ShapeDtypeStruct.
+      extra: other arrays of the task, such as a teacher, as jax.ShapeDtypeStruct.
 
     Raises:
       UserError: they do not fit; with the memory needed and available.
@@ -232,7 +226,6 @@ def check_memory(
 
 
 def _host_memory() -> int:
-    """Returns the memory of this host in bytes."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
@@ -293,16 +286,16 @@ def _spec(
                 spec[: len(axes)] = axes
         _check(path, shape, spec, mesh, f"mesh.model={mesh.shape['model']}")
     fsdp = mesh.shape["fsdp"]
-    left = [i for i, name in enumerate(spec) if not name]
-    # A vector that "model" splits has no axis left, and is small: whole over "fsdp".
-    if fsdp > 1 and left and math.prod(shape) >= min_size:
-        free = [i for i in left if not shape[i] % fsdp]
+    unsplit = [i for i, name in enumerate(spec) if not name]
+    # A vector that "model" splits has no other axis, and is small: whole over "fsdp".
+    if fsdp > 1 and unsplit and math.prod(shape) >= min_size:
+        free = [i for i in unsplit if not shape[i] % fsdp]
         if not free:
             whose = " that mesh.model leaves" if any(spec) else ""
             raise UserError(
                 f"mesh.fsdp={fsdp} divides no axis{whose} of {_each_block(path)} "
-                f"{_by(shape)}: set mesh.fsdp to a number that does, or leave it to a "
-                f"rule of your own, as sharding.rules=('{_each_block(path)}$ -> -',)"
+                f"{_by(shape)}: set mesh.fsdp to a number that does, or write a rule "
+                f"for it, as sharding.rules=('{_each_block(path)}$ -> -',)"
             )
         spec[max(free, key=lambda i: shape[i])] = "fsdp"
     return (*depth, *spec)
@@ -312,7 +305,7 @@ def _check(path, shape, spec, mesh, whose) -> None:
     """Checks that the mesh divides the axes of a parameter."""
     if len(spec) > len(shape):
         raise UserError(
-            f"{whose} states {len(spec)} axes, but {path} {_by(shape)} has {len(shape)}"
+            f"{whose} has {len(spec)} axes, but {path} {_by(shape)} has {len(shape)}"
         )
     for length, names in zip(shape, spec, strict=False):
         parts = math.prod(mesh.shape[name] for name in _names(names))
