@@ -60,7 +60,7 @@ def test_a_mapping_without_a_kind_is_a_classification():
         ({"kind": "fewshot", "shots": ()}, "evals.x.shots is empty"),
         ({"kind": "fewshot", "shots": (0, 5)}, r"shots=\(0, 5\) must be at least 1"),
         ({"kind": "fewshot", "l2": (1, 0)}, r"evals.x.l2=\(1.0, 0.0\) must be above 0"),
-        ({"kind": "fewshot", "l2": (1, 1)}, "states a number twice"),
+        ({"kind": "fewshot", "l2": (1, 1)}, "has a number twice"),
         ({"kind": "fewshot", "seeds": 0}, "evals.x.seeds=0 must be at least 1"),
         ({"kind": "probe", "held_out": 1.0}, "evals.x.held_out=1.0 must be below 1"),
         ({"every": -1}, "evals.x.every=-1 must be at least 0"),

@@ -18,7 +18,7 @@ from vit_jax.distributed import mesh as meshes
 from vit_jax.errors import UserError
 from vit_jax.evaluators import suite
 from vit_jax.files import new_workdir
-from vit_jax.printing import print_error, print_line
+from vit_jax.printing import print_line
 from vit_jax.tools.finetuning import run as finetuning
 from vit_jax.training import loop
 from vit_jax.training.callbacks import Callback
@@ -359,6 +359,5 @@ def _config(
         )
     for name, change in (sections or {}).items():
         raw[name] = change(raw.get(name, {}))
-    for line in loading.override(TrainConfig, raw, overrides):
-        print_error(line)
+    loading.override(TrainConfig, raw, overrides)
     return loading.complete(cls, raw)

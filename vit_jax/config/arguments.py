@@ -1,4 +1,4 @@
-"""Checks the arguments of Python functions as those of a config, by the fields of a dataclass."""
+"""Checks arguments of Python functions by the fields of a config dataclass."""
 
 import functools
 import inspect
@@ -15,12 +15,12 @@ F = TypeVar("F", bound=Callable)
 def checked(keys: type) -> Callable[[F], F]:
     """Returns a decorator that checks the arguments that a dataclass has fields for.
 
-    The function gets each as a value of the field's type. An argument that is the default
-    of the function, as None, is left as it is.
+    The function gets each as a value of the field's type. The default of an argument, as
+    None, is passed as it is.
 
     Args:
-      keys: dataclass with a field made by `key` for each argument, by its name; of those
-        that are not plain values the default is an instance of what it takes.
+      keys: dataclass with a field made by `key` for each argument, by its name; for an
+        argument that is no plain value its default is an instance of the type.
 
     Raises:
       UserError: when the decorated function is called: an argument is of another type or
@@ -53,9 +53,9 @@ def checked(keys: type) -> Callable[[F], F]:
 
 
 def take(name: str, about: fields.Key, value: object, default: object) -> object:
-    """Returns an argument as a value of its field's type, and checks it.
+    """Returns an argument, checked, as a value of its field's type.
 
-    A path may stand for a text, and any iterable for a tuple.
+    A path is taken as a text, and any iterable as a tuple.
 
     Raises:
       UserError: it is of another type or out of its bounds.

@@ -1,10 +1,10 @@
-"""What configs are made of: frozen dataclasses whose fields say all there is of a key.
+"""The fields of config dataclasses: each has the meaning and the bounds of its key.
 
 A section is a frozen dataclass beside the code that it configures. `key` makes a field
 that holds a value, `section` one that holds another dataclass, `choice` one that holds
-the dataclass that a name stands for, and `named` a mapping of those from names that the
-user gives. The builder (loading.py), the reference of the docs, the resume check and
-the sweeps read everything else from these fields.
+one of several dataclasses by name, and `named` a mapping of those by names that the user
+chooses. The builder (loading.py), the reference of the docs, the resume check and the
+sweeps read these fields.
 """
 
 import collections
@@ -28,7 +28,7 @@ CUSTOM = r"[A-Za-z_][\w.]*:[A-Za-z_]\w*"
 
 
 class Registry(collections.UserDict):
-    """Names to components; one that is stated as "module:Name" is imported when needed."""
+    """Names to components; one that is given as "module:Name" is imported when needed."""
 
     def __getitem__(self, name: str) -> object:
         component = self.data[name]
@@ -45,16 +45,16 @@ class Key:
 
     Attributes:
       help: meaning of the key, for the reference.
-      choices: the texts that are allowed; any if empty.
+      choices: allowed texts; any if empty.
       names: texts that may stand in the place of a tuple of numbers.
-      only_if: other key of the section to the values of it under which this one is
-        read, or to a dict from these values to the default that each brings.
+      only_if: other key of the section to its values under which this one is read, or to
+        a dict from these values to the default of this key under each.
       at_least, above, at_most, below: bounds of a number, or of each of a tuple. A
         number is also finite, and below 2**63 if whole.
-      distinct: a tuple states each number once, and at least one.
+      distinct: whether a tuple must have numbers, and none of them twice.
       changes_result: whether a run with another value is another run, so that a workdir
         is not continued with it.
-      of_host: whether hosts of one run may state it differently.
+      of_host: whether hosts of one run may have different values.
       in_step: whether the compiled training step depends on it.
       training_only: whether outputs of a trained network do not depend on it.
     """
@@ -80,7 +80,7 @@ class Section(Key):
 
     Attributes:
       cls: the dataclass.
-      text_key: the key that a text in the place of the section states; "" if none may
+      text_key: the key that a text in the place of the section sets; "" if no text may
         stand there.
     """
 
@@ -94,12 +94,12 @@ class Choice(Section):
     """Metadata of a field that holds one of several dataclasses, chosen by name.
 
     Attributes:
-      types: name to dataclass. A user's own is named "module:Name".
-      text_key: the key that states the name.
-      default: the name if none is stated.
-      patterns: whether the names are regular expressions. What none of them matches is
-        of the default's dataclass, whose code refuses it.
-      base: class that a user's own dataclass derives from.
+      types: name to dataclass. One of the user's is named "module:Name".
+      text_key: the key that holds the name.
+      default: the name if none is set.
+      patterns: whether the names are regular expressions. A name that none of them matches
+        gets the default's dataclass, whose code refuses it.
+      base: class that a dataclass of the user's derives from.
     """
 
     types: Mapping[str, type]
@@ -109,7 +109,7 @@ class Choice(Section):
     base: type = object
 
     def find(self, name: object, where: str) -> type:
-        """Returns the dataclass of a name that the section at `where` states.
+        """Returns the dataclass of a name that is set in the section at `where`.
 
         Raises:
           UserError: no dataclass has this name.
@@ -120,33 +120,33 @@ class Choice(Section):
             return self._import(name, f"{where}.{self.text_key}")
         if self.patterns:
             matches = (form for form in self.types if re.fullmatch(form, str(name)))
-            form = next(matches, "")
+            form = next(matches, None)
             return self.types[form] if form else self.find(self.default, where)
         raise UserError(
             f"{where}.{self.text_key}={name!r} is not one of {', '.join(self.types)}"
         )
 
     def _import(self, name: str, where: str) -> type:
-        found = import_custom(name, where)
-        is_class = dataclasses.is_dataclass(found) and isinstance(found, type)
-        if is_class and issubclass(found, self.base):
-            return found
+        cls = import_custom(name, where)
+        is_class = dataclasses.is_dataclass(cls) and isinstance(cls, type)
+        if is_class and issubclass(cls, self.base):
+            return cls
         how, example = "as", next(iter(self.types.values()))
         if self.base is not object:
             how, example = "derived from", self.base
         raise UserError(
-            f"{where}={name!r} is {found!r}: it must be a frozen dataclass of config "
+            f"{where}={name!r} is {cls!r}: it must be a frozen dataclass of config "
             f"fields, {how} {example.__module__}:{example.__qualname__}"
         )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Named(Section):
-    """Metadata of a field that maps names, which the user gives, to choices.
+    """Metadata of a field that maps names, which the user chooses, to choices.
 
     Attributes:
-      choice: kinds that a name may map to.
-      text_key: the key that a text in the place of one of those states.
+      choice: dataclasses that a name may map to.
+      text_key: the key that a text in the place of one of those sets.
       reserved: names that are not allowed.
     """
 
@@ -155,7 +155,7 @@ class Named(Section):
 
 
 def key(default: object, help: str, **rules: Any) -> Any:
-    """Returns a field that holds a value of the default's type; `rules` are of `Key`."""
+    """Returns a field that holds a value of the default's type, with `rules` of `Key`."""
     return dataclasses.field(default=default, metadata={_META: Key(help=help, **rules)})
 
 
@@ -165,7 +165,7 @@ def epochs(help: str, **rules: Any) -> Any:
 
 
 def section(cls: type, **rules: Any) -> Any:
-    """Returns a field that holds a dataclass; `rules` (see `Key`) hold for its keys."""
+    """Returns a field that holds a dataclass, with `rules` of `Key` for all its keys."""
     return dataclasses.field(
         default_factory=cls, metadata={_META: Section(cls=cls, **rules)}
     )
@@ -177,7 +177,7 @@ def choice(types: Mapping[str, type], default: str, **rules: Any) -> Any:
 
 
 def chosen(about: Choice) -> Any:
-    """Returns a field that holds the dataclass of a choice that others use too."""
+    """Returns a field that holds one of the dataclasses of a `Choice`."""
     return dataclasses.field(
         default_factory=lambda: about.find(about.default, "")(), metadata={_META: about}
     )
@@ -216,16 +216,16 @@ def sections(cls: type, where: str = "") -> Iterator[tuple[str, str, type]]:
       where: its dotted key with a dot behind; "" for the whole config.
 
     Yields:
-      Dotted key ("NAME" stands for a name that the user gives), name in its choice (""
-      if there is none to make) and dataclass.
+      Dotted key, with "NAME" for a name that the user chooses, name in its choice or "",
+      and dataclass.
     """
     for name, about in fields(cls).items():
         path = f"{where}{name}"
         if isinstance(about, Named):
             path, about = f"{path}.NAME", about.choice
         if isinstance(about, Choice):
-            for chosen, inner in about.types.items():
-                yield path, chosen, inner
+            for kind, inner in about.types.items():
+                yield path, kind, inner
                 yield from sections(inner, f"{path}.")
         elif isinstance(about, Section):
             yield path, "", about.cls
@@ -283,7 +283,7 @@ def flatten(tree: Mapping | object, prefix: str = "") -> dict[str, object]:
 def to_dict(config: object) -> dict:
     """Returns a config, or a section of one, as nested dicts of the keys that are read.
 
-    A named section that a text could state is that text.
+    A named section that a text can set is that text.
     """
     tree = {}
     for name, about in fields(type(config)).items():
@@ -306,7 +306,7 @@ def _short(about: Named, part: object) -> dict | str:
 
 
 def replace(config: T, changes: Mapping[str, object]) -> T:
-    """Returns a config with other values, not checked, of some dotted keys."""
+    """Returns a config with new values, not checked, of some dotted keys."""
     for name, value in changes.items():
         first, _, rest = name.partition(".")
         if rest:
@@ -342,12 +342,12 @@ def differences(a: Mapping | object, b: Mapping | object) -> list[str]:
 
 
 def is_number(value: object, kind: type) -> bool:
-    """Returns whether a value is a number of a type; True and False are none."""
+    """Returns whether a value is a number of a type, and no bool."""
     return isinstance(value, kind) and not isinstance(value, bool)
 
 
 def shown(value: object) -> str:
-    """Returns what Python shows of a value, in one line of at most 100 characters."""
+    """Returns the `repr` of a value in one line of at most 100 characters."""
     text = " ".join(repr(value).split())
     return text if len(text) <= 100 else f"{text[:97]}..."
 
@@ -368,7 +368,7 @@ def fit(name: str, value: object, default: object) -> object:
     if type(default) is int and is_number(value, numbers.Integral):
         return int(value)
     if default is None and (value is None or isinstance(value, bool)):
-        return value  # Unstated, or stated either way.
+        return value  # None is a choice beside True and False.
     first = default[0] if isinstance(default, tuple) and default else default
     plain = isinstance(first, (bool, int, float, str, tuple, type(None)))
     if type(value) is type(default) or (not plain and isinstance(value, type(default))):
@@ -386,30 +386,30 @@ def check(name: str, about: Key, value: object) -> None:
     """Checks that a value, of the type of its key, is allowed.
 
     Raises:
-      UserError: it is not; the message names the key, the value and what is.
+      UserError: it is not; with the key, the value and what is allowed.
     """
     check_choice(name, about, value)
     numbers_ = value if isinstance(value, tuple) else (value,)
     if about.distinct and not numbers_:
-        raise UserError(f"{name} is empty: state at least one number")
+        raise UserError(f"{name} is empty: give at least one number")
     for number in numbers_:
         if is_number(number, numbers.Real):
             _check_number(name, about, value, number)
     if about.distinct and len(set(numbers_)) < len(numbers_):
-        raise UserError(f"{name}={value} states a number twice")
+        raise UserError(f"{name}={value} has a number twice")
 
 
 def check_choice(name: str, about: Key, value: object) -> None:
-    """Checks that a text is one of those that are allowed.
+    """Checks that a text is allowed.
 
     Raises:
-      UserError: it is not; the message lists them.
+      UserError: it is not; with the allowed ones.
     """
     if about.choices and value not in about.choices:
         raise UserError(f"{name}={value!r} is not one of {', '.join(about.choices)}")
     if about.names and isinstance(value, str) and value not in about.names:
         raise UserError(
-            f"{name}={value!r} is not one of {', '.join(about.names)}: state one of them, "
+            f"{name}={value!r} is not one of {', '.join(about.names)}: give one of them, "
             "or numbers"
         )
 
@@ -437,7 +437,7 @@ def is_custom(name: object) -> bool:
 
 
 def import_custom(name: str, where: str) -> object:
-    """Imports "module:Name", stated by the key `where`, which runs that module's code.
+    """Imports "module:Name", the value of the key `where`: it runs that module's code.
 
     Raises:
       UserError: no such module or object, or the module raised.
@@ -451,7 +451,7 @@ def import_custom(name: str, where: str) -> object:
         if not isinstance(cause, ModuleNotFoundError) or not cause.name:
             raise
         if not f"{module_name}.".startswith(f"{cause.name}."):
-            raise  # The module is there, but not what it imports itself.
+            raise  # The module exists, but one that it imports does not.
         raise UserError(
             f"{where}={name!r}: no module {module_name!r}: it must lie in the current "
             "folder, on PYTHONPATH, or be installed"
@@ -466,12 +466,12 @@ def import_custom(name: str, where: str) -> object:
 
 @contextlib.contextmanager
 def guarded(
-    stated: str, during: str = "", known: tuple[type[Exception], ...] = ()
+    key_and_value: str, during: str = "", known: tuple[type[Exception], ...] = ()
 ) -> Iterator[None]:
-    """Converts what the code of a user's module raises into one line.
+    """Converts exceptions of the code of a user's module to one line.
 
     Args:
-      stated: key and value that name the module, as "data.name='mine:open_source'".
+      key_and_value: key that names the module, as "data.name='mine:open_source'".
       during: purpose of the call, as " for record 3".
       known: exceptions that the caller handles; they pass through.
 
@@ -484,6 +484,6 @@ def guarded(
         raise
     except (Exception, SystemExit) as error:  # Any code: it may raise anything.
         raise UserError(
-            f"{stated}: runs the code of that module, which raised "
+            f"{key_and_value}: runs the code of that module, which raised "
             f"{type(error).__name__}{during}: {error}; mend it, --debug shows its line"
         ) from error

@@ -12,7 +12,7 @@ class RunLength(NamedTuple):
     Attributes:
       total_steps: optimiser steps.
       steps_per_epoch: training examples by batch size.
-      key: config key that states the length, for messages.
+      key: config key of the length, for messages.
     """
 
     total_steps: int
@@ -21,7 +21,7 @@ class RunLength(NamedTuple):
 
 
 def length_in_steps(section: object, name: str, run: RunLength) -> int:
-    """Returns a length in steps that is stated as steps, epochs or a fraction.
+    """Returns a length in steps that a section has in steps, epochs or as a fraction.
 
     Args:
       section: section with the keys `{name}_steps`, `{name}_epochs`, `{name}_fraction`.
@@ -34,22 +34,20 @@ def length_in_steps(section: object, name: str, run: RunLength) -> int:
     units = dict(zip(_units(name), (1, run.steps_per_epoch, run.total_steps)))
     given = {unit: getattr(section, unit) for unit in units if getattr(section, unit)}
     if len(given) > 1:
-        stated = " and ".join(f"{unit}={value}" for unit, value in given.items())
-        raise UserError(
-            f"config states {stated}: keep one of them, set the others to 0"
-        )
+        both = " and ".join(f"{unit}={value}" for unit, value in given.items())
+        raise UserError(f"{both}: keep one of them, set the others to 0")
     return sum(max(1, round(value * units[unit])) for unit, value in given.items())
 
 
 def length_key(section: object, name: str) -> str | None:
-    """Returns the key that states a length, or None if it is 0."""
+    """Returns the key by which a length is set, or None if it is 0."""
     return next((unit for unit in _units(name) if getattr(section, unit)), None)
 
 
 def depends_on_epochs(section: object) -> bool:
-    """Returns whether a length in a section of a config is stated in epochs."""
-    stated = fields.flatten(fields.to_dict(section)).items()
-    return any(value for name, value in stated if name.endswith("_epochs"))
+    """Returns whether a length in a section of a config is set in epochs."""
+    values = fields.flatten(fields.to_dict(section)).items()
+    return any(value for name, value in values if name.endswith("_epochs"))
 
 
 def _units(name: str) -> tuple[str, str, str]:

@@ -1,7 +1,11 @@
 """From a config file to a dataclass: reading, overrides, defaults, and every check.
 
-A config file under `configs/` states only what its recipe is about, as plain data. The
-fields of the dataclasses bring the rest; any key that nothing would read is an error.
+A config file under `configs/` sets only the keys that its recipe is about, as plain data.
+The fields of the dataclasses have the defaults; any key that nothing reads is an error.
+
+Two walks over the sections do it. `override` changes the plain data that a recipe is until
+it is complete: commands and sweeps add to it in between, and another `optim.name` drops
+keys of the old one. `complete` checks the result as a whole, and builds it once.
 """
 
 import ast
@@ -24,8 +28,8 @@ from vit_jax.printing import print_error
 
 T = TypeVar("T")
 
-# What other codebases call our keys, for the hint at an unknown one: words without case
-# and punctuation, as timm, big_vision, Hugging Face and the papers have them.
+# Names of the keys in timm, big_vision, Hugging Face and papers, without case and
+# punctuation, for the hint at an unknown key.
 _WORDS = {
     "batch_size": "batch batchsize bs perdevicetrainbatchsize",
     "data.data_dir": "datadir datapath dataroot root",
@@ -71,7 +75,7 @@ SYNONYMS = {
 
 
 def read(cls: type, spec: str, overrides: Mapping[str, object] | None = None) -> dict:
-    """Returns what a config file and overrides state, as nested dicts.
+    """Returns the keys that a config file and overrides set, as nested dicts.
 
     Args:
       cls: dataclass of the config.
@@ -80,20 +84,18 @@ def read(cls: type, spec: str, overrides: Mapping[str, object] | None = None) ->
       overrides: dotted key to value, as {"optim.learning_rate": 0.01}.
 
     Raises:
-      UserError: the file or the argument does not exist, or an override is not of a
-        section.
+      UserError: the file or the argument does not exist, or a section is set as a key.
     """
     name, _, arg = spec.partition(":")
     path = find(name)
     raw = _run_config_file(path, lambda file: _config_of(file, arg or None)).to_dict()
     raw.setdefault("name", path.stem)
-    for line in override(cls, raw, overrides or {}):
-        print_error(line)
+    override(cls, raw, overrides or {})
     return raw
 
 
 def recipe_folder() -> pathlib.Path:
-    """Returns the folder of the recipes: of this checkout, or in the installed package."""
+    """Returns the folder of the recipes, in this checkout or the installed package."""
     package = pathlib.Path(__file__).parents[1]
     installed = package / "recipes" / "configs"
     return installed if installed.is_dir() else package.parent / "configs"
@@ -101,68 +103,69 @@ def recipe_folder() -> pathlib.Path:
 
 def recipes() -> dict[str, str]:
     """Returns the names of all recipes, as "digits" and "eval/probe", with their titles."""
-    folder, found = recipe_folder(), {}
+    folder, titles = recipe_folder(), {}
     for path in sorted(folder.rglob("[!_]*.py")):
         if path.stem != "common":
             name = path.relative_to(folder).with_suffix("").as_posix()
             text = ast.get_docstring(ast.parse(path.read_text("utf-8"))) or ""
-            found[name] = text.partition("\n")[0].rstrip(".")
-    return found
+            titles[name] = text.partition("\n")[0].rstrip(".")
+    return titles
 
 
 def find(name: str) -> pathlib.Path:
-    """Returns the path of a config file, or of the recipe of that name.
+    """Returns the path of a config file.
 
     Args:
-      name: a path; or "digits", "eval/probe.py" or "configs/digits.py", which are found
-        from any folder that has no such file.
+      name: a path; or the name of a recipe, as "digits", "eval/probe.py" or
+        "configs/digits.py", in any folder that has no such file.
     """
     path = pathlib.Path(name)
     known = re.fullmatch(r"(?:configs/)?(\w+(?:/\w+)?)(?:\.py)?", name)
     if known and not os.path.exists(path):
         recipe = recipe_folder() / f"{known[1]}.py"
-        # Unlike pathlib's, its answer for a name that is too long is no.
+        # False for a name that is too long, where pathlib raises.
         return recipe if os.path.isfile(recipe) else path
     return path
 
 
-def override(cls: type, raw: dict, overrides: Mapping[str, object]) -> list[str]:
-    """Sets dotted keys in what a recipe states; sections come before keys in them.
+def override(
+    cls: type,
+    raw: dict,
+    overrides: Mapping[str, object],
+    tell: Callable[[str], object] = print_error,
+) -> None:
+    """Sets dotted keys in what a recipe sets; sections come before keys in them.
 
-    Where the kind of a section changes, as by `optim.name`, what the recipe states of the
-    old kind and the new one does not have is dropped. A text for a section chooses its
-    kind; a mapping replaces the section.
+    Where the kind of a section changes, as by `optim.name`, the recipe's keys of the old
+    kind that the new one does not have are dropped. A text for a section chooses its kind;
+    a mapping replaces the section.
 
     Args:
       cls: dataclass of the config.
       raw: nested dicts, which are changed.
       overrides: dotted key to value.
-
-    Returns:
-      A line for each section that keys were dropped of.
+      tell: function that gets a line for each section whose keys were dropped.
 
     Raises:
-      UserError: a section is stated that is none.
+      UserError: a section is set as a key.
     """
-    dropped = []
-    merged = _merge(cls, raw, overrides, "", dropped)
+    merged = _merge(cls, raw, overrides, "", tell)
     raw.clear()
     raw.update(merged)
-    return dropped
 
 
 def _merge(
-    cls: type, raw: Mapping, overrides: Mapping, where: str, dropped: list[str]
+    cls: type, raw: Mapping, overrides: Mapping, where: str, tell: Callable
 ) -> dict:
-    """Returns what is stated of a section, with a dict for every section inside."""
+    """Returns the keys that are set in a section, with a dict for each section inside."""
     raw, inner = dict(raw), _by_section(overrides)
     for name in {**raw, **inner}:
-        path, stated, given = f"{where}{name}", raw.get(name, {}), inner.get(name, {})
+        path, value, given = f"{where}{name}", raw.get(name, {}), inner.get(name, {})
         about = fields.fields(cls).get(name)
         if isinstance(about, Named):
-            stated = given.pop(None, stated)
-            _check_mapping(about, stated, path)
-            parts, given = dict(stated), _by_section(given)
+            value = given.pop(None, value)
+            _check_mapping(about, value, path)
+            parts, given = dict(value), _by_section(given)
             for part in {**parts, **given}:
                 if "/" in part or part in ("", *about.reserved):
                     raise UserError(
@@ -171,13 +174,11 @@ def _merge(
                     )
                 parts[part] = _merge_section(
                     *(about.choice, about.text_key, parts.get(part, {})),
-                    *(given.get(part, {}), f"{path}.{part}", dropped),
+                    *(given.get(part, {}), f"{path}.{part}", tell),
                 )
             raw[name] = parts
         elif isinstance(about, Section):
-            raw[name] = _merge_section(
-                about, about.text_key, stated, given, path, dropped
-            )
+            raw[name] = _merge_section(about, about.text_key, value, given, path, tell)
         elif given:  # Keys below one that is no section are refused later.
             raw[name] = given.pop(None, given)
     return raw
@@ -186,32 +187,31 @@ def _merge(
 def _merge_section(
     about: Section,
     text_key: str,
-    stated: object,
+    value: object,
     given: dict,
     where: str,
-    dropped: list[str],
+    tell: Callable,
 ) -> dict:
-    """Merges overrides into a section, or into a text that stands for one of its keys."""
+    """Merges overrides into a section, or into a text in the place of one."""
     if text_key == about.text_key and isinstance(given.get(None), str):
         given = {text_key: given.pop(None)} | given
-    stated = given.pop(None, stated)
-    if text_key and isinstance(stated, str):
-        stated = {text_key: stated}
-    _check_mapping(about, stated, where)
-    cls = _type_of(about, stated, where)
+    value = given.pop(None, value)
+    if text_key and isinstance(value, str):
+        value = {text_key: value}
+    _check_mapping(about, value, where)
+    cls = _type_of(about, value, where)
     if isinstance(about, Choice) and about.text_key in given:
-        kind, before = given[about.text_key], cls
+        kind, before = given[about.text_key], fields.fields(cls)
         cls = about.find(kind, where)
         kept = fields.fields(cls).keys() | {name.partition(".")[0] for name in given}
-        gone = [n for n in stated if n in fields.fields(before) and n not in kept]
-        if gone:
-            dropped.append(
+        if gone := [name for name in value if name in before and name not in kept]:
+            tell(
                 f"{where}.{about.text_key}={kind!r} has no "
-                f"{', '.join(f'{where}.{name}' for name in gone)}: what the recipe states "
-                "of it is dropped"
+                f"{', '.join(f'{where}.{name}' for name in gone)}: the recipe's value is "
+                "dropped"
             )
-        stated = {name: value for name, value in stated.items() if name not in gone}
-    return _merge(cls, stated, given, f"{where}.", dropped)
+        value = {name: one for name, one in value.items() if name not in gone}
+    return _merge(cls, value, given, f"{where}.", tell)
 
 
 def _by_section(overrides: Mapping) -> dict[str, dict]:
@@ -232,11 +232,11 @@ def parse_override(text: str) -> object:
 
 
 def complete(cls: type[T], raw: Mapping | ConfigDict | object, where: str = "") -> T:
-    """Builds a config from what a recipe states, and checks every key and value.
+    """Builds a config with its defaults, and checks every key and value.
 
     Args:
       cls: dataclass of the config, or of one section.
-      raw: nested mapping that holds what a recipe states, or a config.
+      raw: nested mapping of the keys that a recipe sets, or a config.
       where: dotted key of the section with a dot behind, for messages.
 
     Raises:
@@ -247,7 +247,7 @@ def complete(cls: type[T], raw: Mapping | ConfigDict | object, where: str = "") 
         raw = raw.to_dict()
     elif not isinstance(raw, Mapping):
         raw = fields.to_dict(raw)
-    raw = _merge(cls, raw, {}, where, [])
+    raw = _merge(cls, raw, {}, where, print_error)  # Its sections become dicts.
     return _build(Section(cls=cls), raw, where, lambda: _known_keys(cls, raw, where))
 
 
@@ -264,7 +264,7 @@ def _check_mapping(about: Section, value: object, where: str) -> None:
 
 
 def _type_of(about: Section, given: Mapping, where: str) -> type:
-    """Returns the dataclass of a section under the name that is stated."""
+    """Returns the dataclass of a section under the name that is set."""
     if isinstance(about, Choice):
         return about.find(given.get(about.text_key, about.default), where)
     return about.cls
@@ -276,17 +276,17 @@ def _build(
     """Builds the dataclass of a section from what `_merge` returned, and checks it."""
     cls = _type_of(section, raw, where.rstrip("."))
     choice = section if isinstance(section, Choice) else None
-    own, defaults = fields.fields(cls), fields.defaults(cls)
+    keys, defaults = fields.fields(cls), fields.defaults(cls)
     # First, because a wrong text may be the reason why nothing would read a key.
     for name in defaults:
         if name in raw:
-            fields.check_choice(f"{where}{name}", own[name], raw[name])
+            fields.check_choice(f"{where}{name}", keys[name], raw[name])
     for name, value in raw.items():
         of_plain_key = isinstance(value, Mapping) and name in defaults
-        if name not in own or of_plain_key or not _is_read(cls, name, raw):
+        if name not in keys or of_plain_key or not _is_read(cls, name, raw):
             raise _unread(cls, name, value, where, choice, known)
     values = {}
-    for name, about in own.items():
+    for name, about in keys.items():
         path = f"{where}{name}"
         if isinstance(about, Named):
             values[name] = {
@@ -337,18 +337,18 @@ def _unread(
 
 
 def _nearest(key: str, known: Iterable[str]) -> str:
-    """Returns the known key that is most like another, by words and then by letters."""
+    """Returns the known key that is closest to another, by words and then by letters."""
     known = list(known)
     if meant := [each for each in _synonyms(key.rpartition(".")[2]) if each in known]:
         return " or ".join(meant)
     words = set(re.findall(r"[a-z0-9]+", key.lower()))
 
-    def likeness(other):
+    def similarity(other):
         shared = words & set(re.findall(r"[a-z0-9]+", other))
         letters = difflib.SequenceMatcher(None, key, other).ratio()
         return letters + len(shared) / max(1, len(words))
 
-    return max(known, key=likeness)
+    return max(known, key=similarity)
 
 
 def _synonyms(word: str) -> list[str]:
@@ -356,23 +356,23 @@ def _synonyms(word: str) -> list[str]:
 
 
 def key_called(cls: type, word: str) -> str:
-    """Returns the dotted key of a config that a word means alone; "" if it means none.
+    """Returns the dotted key of a config that a word alone means; "" without one.
 
     Args:
       cls: dataclass of the config.
-      word: a key, the end of one, or what other codebases call one, as "lr".
+      word: a key, the end of one, or its name in other codebases, as "lr".
     """
-    places = [("", "", cls), *fields.sections(cls)]
+    sections = [("", "", cls), *fields.sections(cls)]
     keys = [
-        f"{at}.{name}".strip(".") for at, _, c in places for name in fields.fields(c)
+        f"{at}.{name}".strip(".") for at, _, c in sections for name in fields.fields(c)
     ]
     meant = [*_synonyms(word), word][0]
-    found = [key for key in keys if key == meant or key.endswith(f".{meant}")]
-    return min(found, key=lambda key: key.count("."), default="")
+    matches = [key for key in keys if key == meant or key.endswith(f".{meant}")]
+    return min(matches, key=lambda key: key.count("."), default="")
 
 
 def _known_keys(cls: type, raw: Mapping, where: str) -> Iterator[str]:
-    """Yields the dotted keys that are read, given what is stated."""
+    """Yields the dotted keys that are read, given those that are set."""
     for name, about in fields.fields(cls).items():
         inside = {}
         if isinstance(about, Named):
@@ -390,17 +390,8 @@ def _is_read(cls: type, name: str, raw: Mapping) -> bool:
     return fields.is_read(fields.fields(cls)[name], fields.defaults(cls) | raw)
 
 
-def arguments(path: str) -> dict[str, object]:
-    """Returns the `ARGUMENTS` of a config file: name to default, or to allowed values.
-
-    Raises:
-      UserError: there is no such file, or it does not run.
-    """
-    return _run_config_file(find(path), lambda file: dict(file.ARGUMENTS))
-
-
 def read_study(path: str, arg: str | None = None) -> dict:
-    """Returns what `get_study` of a config file states for the text behind its colon.
+    """Returns what `get_study` of a config file returns for the text behind its colon.
 
     Raises:
       UserError: there is no such file, it does not run, or it has no `get_study`.
@@ -439,8 +430,8 @@ def _run_config_file(path: pathlib.Path, get: Callable[[ModuleType], T]) -> T:
         here = sorted(p.name for p in path.parent.glob("[!_]*.py"))
         raise UserError(
             f"config file {path} not found; {path.parent}/ has "
-            f"{', '.join(name for name in here if name != 'common.py') or 'none'}, and "
-            f"recipes are found by their names: {', '.join(recipes())}"
+            f"{', '.join(name for name in here if name != 'common.py') or 'none'}; a "
+            f"recipe can be given by its name: {', '.join(recipes())}"
         )
     spec = importlib.util.spec_from_file_location(f"config_{path.stem}", path)
     module = importlib.util.module_from_spec(spec)

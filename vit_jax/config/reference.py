@@ -14,8 +14,8 @@ class KeyGroup(NamedTuple):
     """Keys that stand together.
 
     Attributes:
-      section: dotted key of their section; "" for the config itself. "NAME" in it
-        stands for a name that the user gives.
+      section: dotted key of their section, with "NAME" for a name that the user chooses;
+        "" for the config itself.
       choice: key that chooses the dataclass of the section; "" if it is no choice.
       name: name or title of the dataclass that has these keys; "" if all have them.
       doc: meaning of the section, or of this choice.
@@ -35,10 +35,10 @@ def groups(cls: type, section: str = "") -> Iterator[KeyGroup]:
     yield from _sections(cls, section)
 
 
-def _sections(cls: type, where: str, told: Container = ()) -> Iterator[KeyGroup]:
-    """Yields the keys of the sections of a dataclass, less those that were told."""
+def _sections(cls: type, where: str, without: Container = ()) -> Iterator[KeyGroup]:
+    """Yields the keys of the sections of a dataclass."""
     for name, about in fields.fields(cls).items():
-        if name in told:
+        if name in without:
             continue
         path = f"{where}.{name}".strip(".")
         if isinstance(about, Named):
@@ -54,19 +54,19 @@ def _choice(path: str, about: Choice, doc: str) -> Iterator[KeyGroup]:
     types, by = list(about.types.values()), about.text_key
     shared = set.intersection(*({*fields.fields(cls)} for cls in types)) - {by}
     first = _keys(types[0])
-    common = {name: told for name, told in first.items() if name in shared}
+    common = {name: one for name, one in first.items() if name in shared}
     yield KeyGroup(path, by, "", doc, common)
     yield from _sections(types[0], path)
     for name, cls in about.types.items():
-        own = {
-            key: told
-            for key, told in _keys(cls).items()
-            if key != by and (key not in shared or told[0] != first[key][0])
+        keys = {
+            key: (default, meaning)
+            for key, (default, meaning) in _keys(cls).items()
+            if key != by and (key not in shared or default != first[key][0])
         }
         # A pattern says less than the docstring.
         title, doc = (summary(cls), "") if about.patterns else (name, summary(cls))
-        yield KeyGroup(path, by, title, doc, own)
-        yield from _sections(cls, path, told=fields.fields(types[0]))
+        yield KeyGroup(path, by, title, doc, keys)
+        yield from _sections(cls, path, without=fields.fields(types[0]))
 
 
 def summary(cls: type) -> str:
@@ -101,8 +101,8 @@ def text(cls: type) -> str:
             title += f", {group.choice}={group.name}"
         elif group.choice:
             title += f", by {group.section}.{group.choice}"
-        said = ": ".join(filter(None, (title, group.doc)))
-        lines += ["", *textwrap.wrap(said, _WIDTH)] if said else [""]
+        heading = ": ".join(filter(None, (title, group.doc)))
+        lines += ["", *textwrap.wrap(heading, _WIDTH)]
         lines += _lines(group.section, group.keys)
     return "\n".join(lines) + "\n"
 
@@ -110,14 +110,10 @@ def text(cls: type) -> str:
 def _lines(section: str, keys: Mapping[str, tuple[object, str]]) -> Iterator[str]:
     for name, (default, meaning) in keys.items():
         head = f"  {section}.{name}={default!r}".replace("  .", "  ")
-        told = textwrap.wrap(
-            meaning,
-            _WIDTH,
-            initial_indent=" " * _INDENT,
-            subsequent_indent=" " * _INDENT,
+        indent = " " * _INDENT
+        lines = textwrap.wrap(
+            meaning, _WIDTH, initial_indent=indent, subsequent_indent=indent
         )
-        if len(head) < _INDENT - 1 and told:
-            yield f"{head:{_INDENT}}{told.pop(0).strip()}"
-        else:
-            yield head
-        yield from told
+        if len(head) < _INDENT - 1 and lines:
+            head = f"{head:{_INDENT}}{lines.pop(0).strip()}"
+        yield from (head, *lines)

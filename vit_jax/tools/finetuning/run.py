@@ -319,7 +319,8 @@ def choose(
         )
         if "task.class_weights" in others:  # In the place of balanced draws.
             raw["data"].pop("class_balance", None)
-        dropped[:] = loading.override(TrainConfig, raw, others)
+        dropped.clear()
+        loading.override(TrainConfig, raw, others, dropped.append)
         if "epochs" in others:
             raw["total_steps"] = 0
         config = complete(raw)

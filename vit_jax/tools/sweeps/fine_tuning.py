@@ -17,7 +17,6 @@ from vit_jax.data.sources.base import Source
 from vit_jax.data.sources.open import open_unchecked, source_type
 from vit_jax.distributed import mesh as meshes
 from vit_jax.errors import UserError
-from vit_jax.printing import print_error
 from vit_jax.tools.sweeps import recipes, runs
 from vit_jax.training import train_step
 from vit_jax.training.config import TrainConfig, complete
@@ -340,8 +339,7 @@ def _apply_overrides(raw: dict, overrides: Mapping[str, object]) -> None:
     Raises:
       UserError: unknown key, or a value of the wrong type.
     """
-    for line in loading.override(TrainConfig, raw, overrides):
-        print_error(line)
+    loading.override(TrainConfig, raw, overrides)
     if raw.get("epochs") and "total_steps" not in overrides:
         raw["total_steps"] = 0
     tried = copy.deepcopy(raw)

@@ -303,7 +303,7 @@ def plan(
     dropped = []
     for point in points:
         for stage, recipe in point.recipes.items():
-            dropped += loading.override(TrainConfig, recipe, overrides or {})
+            loading.override(TrainConfig, recipe, overrides or {}, dropped.append)
             for choice in config.grid(stage, point.axes):
                 _check_scores(_config(recipe, choice, 0, ""), stage, config)
     for line in dict.fromkeys(dropped):
@@ -388,7 +388,7 @@ def _config(recipe: dict, choice: Mapping, seed: int, start: str) -> TrainConfig
     """
     raw = copy.deepcopy(recipe)
     own = {"seed": seed} | ({"init.checkpoint": start} if start else {})
-    loading.override(TrainConfig, raw, {**choice, **own})
+    loading.override(TrainConfig, raw, {**choice, **own}, tell=lambda line: None)
     return complete(raw)
 
 
