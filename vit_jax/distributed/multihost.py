@@ -217,12 +217,12 @@ def difference(values: list[dict[str, dict]], name: Callable[[int], str] = str) 
     for kind in values[0]:
         texts = []
         for key in sorted({key for value in values for key in value[kind]}):
-            holders = {}  # Value to the names of the processes that have it.
+            holders = {}  # Value to the processes that have it.
             for process, value in enumerate(values):
                 text = json.dumps(value[kind][key]) if key in value[kind] else "absent"
-                holders.setdefault(text, []).append(name(process))
+                holders.setdefault(text, []).append(process)
             if len(holders) > 1:
-                held = [_held(text, names) for text, names in holders.items()]
+                held = [_held(text, some, name) for text, some in holders.items()]
                 texts.append(f"{key} is {', '.join(held)}")
         if texts:
             if (more := len(texts) - _MAX_KEYS) > 0:
@@ -231,11 +231,12 @@ def difference(values: list[dict[str, dict]], name: Callable[[int], str] = str) 
     return ""
 
 
-def _held(text: str, names: list[str]) -> str:
-    more = len(names) - _MAX_PROCESSES
-    others = f" and {more} others" if more > 0 else ""
+def _held(text: str, some: list[int], name: Callable[[int], str]) -> str:
+    names = ", ".join(name(process) for process in some[:_MAX_PROCESSES])
+    if (more := len(some) - _MAX_PROCESSES) > 0:
+        names += f" and {more} others"
     text = text if len(text) <= 80 else f"{text[:60]}... ({len(text)} characters)"
-    return f"{text} on {', '.join(names[:_MAX_PROCESSES])}{others}"
+    return f"{text} on {names}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -250,13 +251,7 @@ class _Failure:
 
 
 class Heartbeats:
-    """Records when the heartbeat of each process last changed, by this process's clock.
-
-    Args:
-      processes: number of processes.
-      limit: seconds of silence after which a process is lost.
-      clock: monotonic clock, in seconds.
-    """
+    """Records when the heartbeat of each process last changed; `limit` is in seconds."""
 
     def __init__(self, processes: int, limit: int, clock=time.monotonic):
         self._limit, self._clock = limit, clock
@@ -347,19 +342,16 @@ class FailureBroadcast:
 
     def _wait_for_signs_of_life(self) -> None:
         """Waits until all others have been alive after this call, or one has failed."""
-        before, beats = self._beats(), {}
+        before = self._beats()
         others = set(range(process_count())) - {process_index()}
         until = time.monotonic() + 2 * self._limit  # The watcher needs less.
         while time.monotonic() < until and not key_value_dir_get(_FAILURE):
             beats = self._beats()
             if not beats and self._service_is_lost():
-                _end_at_once(
-                    EXIT_TRY_AGAIN, self._gone
-                )  # Nobody is there to agree with.
-            if beats and all(
-                beats.get(i) not in (before.get(i), None) or beats[i] == LEFT
-                for i in others
-            ):
+                # Nobody is there to agree with.
+                _end_at_once(EXIT_TRY_AGAIN, self._gone)
+            alive = {i for i in beats if beats[i] == LEFT or beats[i] != before.get(i)}
+            if others <= alive:
                 return
             time.sleep(_POLL_SECONDS / 4)
 
