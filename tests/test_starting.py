@@ -93,7 +93,7 @@ WRONG = {
         "SLURM_NNODES=2 .*srun",
     ),
     "hosts": ({"VIT_JAX_HOSTS": "198.51.100.1,198.51.100.2"}, "is not among them"),
-    "seconds": ({"VIT_JAX_START_SECONDS": "5s"}, "VIT_JAX_START_SECONDS='5s': state"),
+    "seconds": ({"VIT_JAX_START_SECONDS": "5s"}, "VIT_JAX_START_SECONDS='5s': "),
     "nobody there": (
         {
             "JAX_COORDINATOR_ADDRESS": "localhost:9",
