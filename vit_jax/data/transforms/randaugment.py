@@ -131,10 +131,7 @@ def operate(
             out = _translate(image, round(100 * signed * height / _SIDE), 0)
         case "cutout":
             half = round(int(40 * level) * min(height, width) / _SIDE)
-            row, column = int(place[0] * height), int(place[1] * width)
-            out = image.copy()
-            rows = slice(max(row - half, 0), row + half)
-            out[rows, max(column - half, 0) : column + half] = _FILL
+            out = _cutout(image, half, int(place[0] * height), int(place[1] * width))
     return out.reshape(image.shape)  # OpenCV drops the axis of one channel.
 
 
@@ -199,6 +196,12 @@ def _translate(image: Image, up: int, left: int) -> np.ndarray:
     part = image[rows, columns]
     top, begin = max(-up, 0), max(-left, 0)
     out[top : top + part.shape[0], begin : begin + part.shape[1]] = part
+    return out
+
+
+def _cutout(image: Image, half: int, row: int, column: int) -> np.ndarray:
+    out = image.copy()
+    out[max(row - half, 0) : row + half, max(column - half, 0) : column + half] = _FILL
     return out
 
 
