@@ -94,6 +94,21 @@ class LoadedModel:
         )
         return images.astype(self.model.options["dtype"])
 
+    def iter_chunks(
+        self, pixels: UInt8[np.ndarray, "B Y X C"], size: int
+    ) -> Iterator[tuple[range, Float[Array, "R Y X C"]]]:
+        """Yields the indices of up to `size` images, and `size` normalised images.
+
+        The last chunk is padded with black images, so that all share one program.
+        """
+        for start in range(0, len(pixels), size):
+            chunk = pixels[start : start + size]
+            padding = (0, size - len(chunk)), (0, 0), (0, 0), (0, 0)
+            yield (
+                range(start, start + len(chunk)),
+                self.normalize(np.pad(chunk, padding)),
+            )
+
     def draw_task(
         self, pixels: UInt8[np.ndarray, "B Y X C"]
     ) -> dict[str, UInt8[np.ndarray, "B Y X C"]]:
@@ -153,8 +168,7 @@ class LoadedModel:
         Args:
           pixels: prepared images.
           image_names: names of the images in messages.
-          chunk_size: images per chunk. The last chunk is padded with black images, so
-            that all chunks share one compiled program.
+          chunk_size: images per chunk, see `iter_chunks`.
 
         Yields:
           Attention and tokens of a chunk, and the indices of its images; rows beyond
@@ -163,21 +177,12 @@ class LoadedModel:
         Raises:
           UserError: the model has no attention, or its output is not finite.
         """
-        chunks = [
-            range(start, min(start + chunk_size, len(pixels)))
-            for start in range(0, len(pixels), chunk_size)
-        ]
         layers_of_chunks = [
-            self.model.intermediates(
-                self.params,
-                self.normalize(
-                    pad_images(pixels[chunk.start : chunk.stop], chunk_size)
-                ),
-            )
-            for chunk in chunks
+            (chunk, self.model.intermediates(self.params, images))
+            for chunk, images in self.iter_chunks(pixels, chunk_size)
         ]
         for _ in range(self.model.options["depth"]):
-            for chunk, layers in zip(chunks, layers_of_chunks, strict=True):
+            for chunk, layers in layers_of_chunks:
                 # A local variable here would keep the layer alive.
                 yield (
                     self._checked(next(layers), image_names[chunk.start : chunk.stop]),
@@ -189,14 +194,6 @@ class LoadedModel:
         for name, magnitude in zip(image_names, magnitudes, strict=False):
             check_finite(magnitude, f"{self.name}'s output for {name}")
         return layer
-
-
-def pad_images(
-    pixels: UInt8[np.ndarray, "B Y X C"], count: int
-) -> UInt8[np.ndarray, "R Y X C"]:
-    """Pads a batch with black images to at least `count` images."""
-    missing = max(0, count - len(pixels))
-    return np.pad(pixels, ((0, missing), (0, 0), (0, 0), (0, 0)))
 
 
 def check_finite(

@@ -101,13 +101,9 @@ class Relevance(Figure):
         size = self._chunk_size = self._chunk_size or min(
             self._max_chunk_size, len(pixels)
         )
-        for start in range(0, len(pixels), size):
-            chunk = slice(start, start + size)
-            images = loaded.normalize(
-                analysis.loaded_model.pad_images(pixels[chunk], size)
-            )
+        for chunk, images in loaded.iter_chunks(pixels, size):
             chunk_labels = np.zeros((size, labels.shape[1]), np.int32)
-            chunk_labels[: len(labels[chunk])] = labels[chunk]
+            chunk_labels[: len(chunk)] = labels[chunk.start : chunk.stop]
             relevances = [
                 analysis.attention.relevance(
                     loaded.model, loaded.params, images, column

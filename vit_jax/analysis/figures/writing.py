@@ -245,10 +245,10 @@ class Batch:
     """A batch of images.
 
     Attributes:
-      names: of the image files.
+      names: names of the image files.
       stems: file names for figures, without suffix; distinct.
-      originals: decoded images, RGB, of any size; only those of the first images, as
-        many as were requested.
+      originals: decoded images, RGB, of any size; only as many of the first as were
+        requested.
       pixels: images prepared for each model, (B, Y, X, C) each.
     """
 
