@@ -49,8 +49,8 @@ def main(flags: argparse.Namespace) -> int:
         named = figures.create(available_figures(loaded, count), vars(flags))
     if flags.compare and "cka" not in named:
         raise UserError(
-            f"--compare={flags.compare}: cka compares networks with attention, which "
-            f"{flags.model} has not: leave --compare out"
+            f"--compare={flags.compare}: cka compares networks with attention, and "
+            f"{flags.model} has none; leave --compare out"
         )
     other = load_model(flags, flags.compare) if flags.compare else None
     return draw(flags, loaded, images, named, other)
@@ -133,15 +133,15 @@ def _names(flags: argparse.Namespace) -> tuple[str, ...]:
                 "these between commas"
             )
         if FIGURES[name].reads != "weights" and not flags.images:
-            raise UserError(f"--figure={name} is made from images: set --images")
+            raise UserError(f"--figure={name}: needs images; set --images")
     if flags.compare and not flags.images:
         raise UserError(
-            f"--compare={flags.compare} is compared by what images are to it: set --images"
+            f"--compare={flags.compare}: models are compared on images; set --images"
         )
     if flags.compare and names and "cka" not in names:
         raise UserError(
-            f"--compare={flags.compare} is compared by the figure cka, which "
-            f"--figure={flags.figure} leaves out: add it, or leave --compare out"
+            f"--compare={flags.compare}: models are compared in the figure cka, which "
+            f"--figure={flags.figure} leaves out; add it, or leave --compare out"
         )
     return names
 
@@ -160,9 +160,9 @@ def parser() -> cli.Parser:
     parser = cli.Parser("\n".join([__doc__, *lines]))
     add = parser.add_argument
     add("--images", nargs="+", default=(), help="files, folders, or - for a pipe")
-    add("--figure", default="", help="names: filters,rollout; default: all")
+    add("--figure", default="", help="names, as filters,rollout (default: all)")
     add("--out", required=True, help="folder of the figures")
-    add("--name", default="", help="of the model in titles; default: its file")
+    add("--name", default="", help="name of the model in titles (default: its file)")
     add("--compare", default="", metavar="CHECKPOINT", help="second model, for cka")
     for name, option in figures.options().items():
         add(f"--{name}", default=option.default, **option.metadata)
@@ -170,10 +170,15 @@ def parser() -> cli.Parser:
         "--shown",
         type=cli.positive,
         default=16,
-        help="images with their own figures; default: 16",
+        help="number of images with figures of their own (default: 16)",
     )
     add("--labels", default="", help="file of class names, one a line")
-    add("--batch_size", type=cli.positive, default=0, help="default: as memory allows")
+    add(
+        "--batch_size",
+        type=cli.positive,
+        default=0,
+        help="images in the model at a time (default: as memory allows)",
+    )
     cli.add_weights_flags(parser)
     return parser
 
