@@ -258,7 +258,7 @@ def test_choice_brings_its_keys():
         ),
         (stated(slow_step_factor=-3.0), "slow_step_factor=-3.0 must be at least 0"),
         (stated(data={"image_size": (8, 8, 3)}), r"\(8, 8, 3\) is not \(height, width"),
-        (stated(optim={"learning_rate": 0.0}), "learning_rate=0.0: .*above 0"),
+        (stated(optim={"learning_rate": 0.0}), "learning_rate=0.0 and .*above 0"),
         (
             stated(optim={"base_learning_rate": 1e-3}),
             "rate=0.1 and .*=0.001: set exactly one",
@@ -425,5 +425,5 @@ def test_a_name_that_leads_out_of_runs_is_refused(name):
 
 
 def test_a_rate_of_zero_is_named():
-    with pytest.raises(UserError, match=r"^optim.learning_rate=0.0: .*above 0"):
+    with pytest.raises(UserError, match=r"^optim.learning_rate=0.0 and .*above 0"):
         config.complete(stated(total_steps=1, optim={"learning_rate": 0.0}))

@@ -620,7 +620,7 @@ def test_damaged_checkpoint_is_named_and_the_one_before_it_taken(
     assert end.returncode == 0, end.stderr
     named, aside = end.stderr.splitlines()
     says(named, run / "checkpoints" / "6", "is damaged", spoilt.name)
-    says(aside, "going on from step 3", run / "checkpoints" / "6.damaged")
+    says(aside, "resuming from step 3", run / "checkpoints" / "6.damaged")
     assert f"resume: step 3 of {run}" in end.stdout
     assert sha256_of(run) == sha256_of(finished)
 

@@ -113,8 +113,10 @@ def test_a_host_that_lost_its_disk_is_given_its_parts_by_the_other(start, tmp_pa
     kill_after(start(workdir, *MESHES["data"]), "step 11/24")
     shutil.rmtree(tmp_path / "disk0")
     first, _ = finish(start(workdir, *MESHES["data"]))
-    assert re.search("resume: step [69] of the hosts' own disks", first)
-    assert "process 0 had nothing on its disk: given its parts by the others" in first
+    assert re.search("resume: step [69] of local disks", first)
+    assert (
+        "process 0 had nothing on its disk: received its parts from the others" in first
+    )
     assert sha256_of(workdir) == sha256_of(tmp_path / "undisturbed")
 
 
@@ -127,7 +129,7 @@ def test_parts_that_nobody_else_holds_send_the_job_back_to_the_workdir(start, tm
     shutil.rmtree(tmp_path / "disk1")
     first, _ = finish(start(workdir, *MESHES["fsdp"]))
     assert re.search(
-        r"step (15|18) is on hosts' own disks, but not the parts of process 1", first
+        r"step (15|18) is on local disks, but not the parts of process 1", first
     )
     assert "resume: step 12 of" in first
     assert sha256_of(workdir) == sha256_of(tmp_path / "undisturbed")

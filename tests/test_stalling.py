@@ -156,14 +156,14 @@ def test_a_process_that_was_stopped_for_longer_goes_on(job):
 
 
 def test_without_a_stall_a_run_is_left_alone(monkeypatch):
-    from vit_jax.training import watchdog
+    from vit_jax.training import guards
 
     ended = []
-    monkeypatch.setattr(watchdog.multihost, "end_job", lambda *what: ended.append(what))
-    with watchdog.Watchdog(0.5) as watch_dog:
+    monkeypatch.setattr(guards.multihost, "end_job", lambda *what: ended.append(what))
+    with guards.Watchdog(0.5) as watch_dog:
         for step in range(8):
             time.sleep(0.1)
             watch_dog.reset(f"step {step}", step=True)
-    with watchdog.Watchdog(0.0):
+    with guards.Watchdog(0.0):
         time.sleep(0.3)
     assert ended == []

@@ -130,7 +130,8 @@ def test_what_a_kill_left_is_no_checkpoint_and_is_removed(checkpointer, tmp_path
     (tmp_path / "checkpoints" / "2" / "checksums.json").unlink()
     (tmp_path / "checkpoints" / "2.unfinished").write_text("")
     (tmp_path / "checkpoints" / "3.orbax-checkpoint-tmp").mkdir()
-    (tmp_path / "checkpoints" / "0.removed").mkdir()
+    (tmp_path / "checkpoints" / "0").mkdir()  # Killed while it was removed.
+    (tmp_path / "checkpoints" / "0.unfinished").write_text("")
     assert workdirs.steps(tmp_path) == [1]
     assert_is(restored(checkpointer()).state, 1)
     assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["1"]
@@ -192,7 +193,7 @@ def test_another_set_of_data_is_refused_unless_that_is_allowed(checkpointer, tmp
     other = open_synthetic("val", (8, 12), 3, 5, 20)
     match = (
         r"the training split has changed since .* was begun: names of the records or "
-        r"their order differ; restore the data, or go on with them as they are: --config.data.check=False"
+        r"their order differ; restore the data, or continue with them as they are: --config.data.check=False"
     )
     with pytest.raises(UserError, match=match):
         restored(Checkpointer(tmp_path, tiny_config(), other, METADATA))

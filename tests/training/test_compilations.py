@@ -28,4 +28,4 @@ def test_programs_from_the_cache_are_told_apart():
         jax.monitoring.record_event("/jax/compilation_cache/cache_hits")
         jax.monitoring.record_event("/jax/compilation_cache/cache_misses")
     jax.monitoring.record_event("/jax/compilation_cache/cache_hits")
-    assert compilations.found == 1
+    assert compilations.cached == 1

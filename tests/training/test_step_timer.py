@@ -1,5 +1,7 @@
 import pytest
+from helpers import tiny_config
 
+from vit_jax.training import loop
 from vit_jax.training import timers as module
 from vit_jax.training.timers import TRAINING, StepTimer
 
@@ -138,3 +140,15 @@ def test_what_has_no_name_is_not_given_to_the_next_step(clock):
     clock[0] += 99  # Writes a trace.
     assert not laps.end_step(11)
     steady(laps, clock, 12, 13)
+
+
+def test_a_run_marks_each_phase_of_a_step(tmp_path, monkeypatch):
+    marked, mark = [], StepTimer.mark
+
+    def noting(self, phase):
+        marked.append(phase)
+        mark(self, phase)
+
+    monkeypatch.setattr(StepTimer, "mark", noting)
+    loop.train(tiny_config(total_steps=3, evals={}), tmp_path)
+    assert [marked.count(phase) for phase in TRAINING] == [3, 3, 3]

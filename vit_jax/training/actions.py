@@ -22,13 +22,7 @@ from vit_jax.weights import workdir as layout
 
 
 class Interval:
-    """Every so many steps or epochs, and the last step.
-
-    Args:
-      steps: interval in steps; 0 for none.
-      epochs: second interval, in epochs; 0 for none.
-      setup: gives the steps per epoch and in total.
-    """
+    """Every `steps` steps, every `epochs` epochs, and the last step; 0 is never."""
 
     def __init__(self, steps: int, epochs: float, setup: TrainSetup):
         intervals = steps, round(epochs * setup.steps_per_epoch)
@@ -40,70 +34,47 @@ class Interval:
         return step >= self._total_steps or any(not step % i for i in self._intervals)
 
 
-class Preempting(Callback):
-    """Saves and ends the run when a signal came; see `guards.Preemption`."""
+class Saving(Callback):
+    """Saves the state in the workdir, or on local disks between two such saves.
 
-    on_every_host = True
-
-    def begin(self, run: Run) -> None:
-        self._run = run
-
-    def after_step(self, step: int) -> None:
-        if self._run.preemption.reached():
-            self._run.metrics()  # What is not finite is not saved.
-            guards.end_early(self._run)
-
-
-class Checkpointing(Callback):
-    """Saves the state in the workdir, or on the hosts' own disks between two such saves.
-
-    Args:
-      config: complete config; the intervals are read.
-      setup: of the run.
-      local: writes to the hosts' own disks.
+    When a signal came it saves at once and ends the run.
     """
 
     on_every_host = True
 
-    def __init__(
-        self, config: TrainConfig, setup: TrainSetup, local: LocalCheckpointer
-    ):
-        self._interval = Interval(
-            config.checkpoint_every_steps, config.checkpoint_every_epochs, setup
-        )
+    def __init__(self, local: LocalCheckpointer):
         self._local = local
 
     def begin(self, run: Run) -> None:
         self._run = run
+        every = run.config.checkpoint_every_steps, run.config.checkpoint_every_epochs
+        self._interval = Interval(*every, run.setup)
 
     def after_step(self, step: int) -> None:
         run, save = self._run, self._interval.is_due(step)
-        if not save and not self._local.is_due(step):
+        ending = run.preemption.reached()
+        if not (ending or save or self._local.is_due(step)):
             return
-        run.metrics()
+        run.metrics()  # They must be finite.
+        if ending:
+            guards.end_early(run)
         with run.logger.pause("checkpoint"):
             if save:
                 run.save()
-                run.callbacks.checkpoint(step)
+                run.notify("checkpoint", step)
                 run.watchdog.reset(f"waiting for a save at step {step}")
             else:
                 self._local.save(step, run.state, *run.clock.elapsed())
 
     def finish(self) -> None:
         run = self._run
-        if run.checkpoints.wait():  # The last save failed: try once more, later.
+        if run.checkpoints.wait():  # The last save failed: try once more.
             run.save()
         run.watchdog.reset("the save of the last step")
 
 
 class Evaluating(Callback):
-    """Evaluates the state, keeps the best checkpoint and stops early.
-
-    Args:
-      config: complete config; the intervals, `checkpoint.best_metric` and
-        `early_stopping_evals` are read.
-      setup: of the run.
-    """
+    """Evaluates the state, keeps the best checkpoint and stops early."""
 
     on_every_host = True
 
@@ -126,7 +97,7 @@ class Evaluating(Callback):
             self._best.update(run.start, run.final)
         run.checkpoints.keep_best(self._best.record)
         if self._best.record and self._best.step == run.start:
-            run.save()  # It may be on the hosts' own disks alone.
+            run.save()  # It may be on local disks only.
         if self._best.is_exhausted:
             run.last_step = run.start
 
@@ -141,7 +112,7 @@ class Evaluating(Callback):
             if best.update(step, run.final) or best.is_exhausted:
                 run.checkpoints.keep_best(best.record)
                 run.save()
-                run.callbacks.checkpoint(step)
+                run.notify("checkpoint", step)
         if best.is_exhausted:
             run.last_step = step
 
@@ -157,7 +128,7 @@ class Evaluating(Callback):
                 f"{metric} than step {best.step}"
             )
         chosen = best.step if best.step in layout.steps(run.workdir) else last
-        if chosen != best.step:  # There is none, or it could not be saved.
+        if chosen != best.step:  # None was best, or it could not be saved.
             run.checkpoints.keep_best({})
         elif best.record:
             run.best = best.record
@@ -167,7 +138,7 @@ class Evaluating(Callback):
                 f"restoring step {chosen}, the best by {metric} ({best.score:.4f})"
             )
             setup = run.setup
-            run.state = None  # Two need not fit.
+            run.state = None  # The devices may not hold two.
             run.state = setup.from_disk(
                 run.checkpoints.load(chosen, setup.disk_shapes, setup.disk_shardings)
             )
@@ -180,7 +151,7 @@ class Evaluating(Callback):
         return [name for name, each in self._intervals.items() if each.is_due(step)]
 
     def _evaluate(self, names: list[str], at: int | None = None) -> None:
-        """Sets `run.final` to the scores of evaluations of the state, after step `at`."""
+        """Sets `run.final` to the scores of the state, which is that after step `at`."""
         run, state, suite = self._run, self._run.state, self._run.setup.suite
         step = run.step if at is None else at
         params = {"params": (state.params, state.extra)}
@@ -202,17 +173,16 @@ class BestCheckpoint:
     """Follows `checkpoint.best_metric` over the evaluations of a run.
 
     It is a function of the scores alone, so that a resumed run, which reads them from
-    metrics.jsonl, chooses and stops as one that was never interrupted.
+    metrics.jsonl, chooses and stops like one that was never interrupted.
 
     Args:
       config: complete config.
-      history: lines of metrics.jsonl, of the steps before this start and of its first.
-      saved: steps that have a checkpoint. An earlier score whose checkpoint is lost
-        cannot be chosen.
+      history: lines of metrics.jsonl, up to the first step of this start.
+      saved: steps that have a checkpoint; others cannot be chosen.
 
     Attributes:
-      step: steps taken at the best evaluation; 0 if there was none.
-      score: of that evaluation.
+      step: steps taken at the best evaluation; 0 without one.
+      score: value of the metric at that step.
     """
 
     def __init__(
@@ -225,7 +195,7 @@ class BestCheckpoint:
         if not self._metric:
             return
         evaluation, self._name = self._metric.split("/", 1)
-        # The average is what is handed on, if there is one.
+        # The averaged parameters are what readers of the workdir load.
         kind = "ema" if config.ema.decay else "params"
         self._prefix = f"{evaluation}/{kind}/"
         self._sign = -1 if lower_is_better(self._name) else 1
@@ -237,7 +207,7 @@ class BestCheckpoint:
 
     @property
     def record(self) -> dict:
-        """Step, metric and score of the best evaluation; empty if there is none."""
+        """Step, metric and score of the best evaluation; empty without one."""
         if not self.step:
             return {}
         return {"step": self.step, "metric": self._metric, "score": self.score}
@@ -248,11 +218,11 @@ class BestCheckpoint:
         return bool(self._patience) and self._since >= self._patience
 
     def update(self, step: int, scores: Mapping) -> bool:
-        """Takes the scores after a step; returns whether they are the best so far.
+        """Adds the scores after a step; returns whether they are the best so far.
 
         Args:
-          step: steps taken; scores of the same step count once.
-          scores: as of `Suite.run`; without the evaluation that decides they count not.
+          step: steps taken; a second call for the same step is ignored.
+          scores: result of `Suite.run`, ignored without the deciding evaluation.
 
         Raises:
           UserError: that evaluation has no such metric.
@@ -262,11 +232,11 @@ class BestCheckpoint:
         flat = flatten_scores(scores)
         name = self._prefix + self._name
         if name not in flat:
-            known = [n.removeprefix(self._prefix) for n in flat]
-            known = ", ".join(n for n, full in zip(known, flat) if full != n)
+            prefix = self._prefix
+            known = [n.removeprefix(prefix) for n in flat if n.startswith(prefix)]
             raise UserError(
-                f"checkpoint.best_metric={self._metric!r}: that evaluation gives {known}, "
-                f"and no {self._name!r}"
+                f"checkpoint.best_metric={self._metric!r}: that evaluation gives "
+                f"{', '.join(known)}, and no {self._name!r}"
             )
         return self._take(step, flat[name])
 
@@ -294,10 +264,6 @@ class Tracing(Callback):
     the first process records: the others compute the same, and a trace of a pod would
     be too large to open.
 
-    Args:
-      config: complete config; `profile_steps` is the first and the last step.
-      setup: of the run.
-
     Raises:
       UserError: the run has no such steps.
     """
@@ -316,7 +282,7 @@ class Tracing(Callback):
         self._recording, self._local = False, None
 
     def begin(self, run: Run) -> None:
-        self._run, self._place = run, epath.Path(run.workdir) / "tensorboard"
+        self._run, self._folder = run, epath.Path(run.workdir) / "tensorboard"
         if self._first and run.start >= self._first:
             run.logger.info(
                 f"profile_steps={run.config.profile_steps}: this start begins after step "
@@ -329,8 +295,8 @@ class Tracing(Callback):
                 self._run.metrics()  # The device is done with it.
                 self._end()
             self._run.logger.info(
-                f"trace of steps {self._first} to {self._last} under {self._place}: "
-                f"xprof --logdir={self._place}"
+                f"trace of steps {self._first} to {self._last} under {self._folder}: "
+                f"xprof --logdir={self._folder}"
             )
         self._begin_before(step + 1)
 
@@ -339,7 +305,7 @@ class Tracing(Callback):
         return self
 
     def __exit__(self, *_) -> None:
-        if self._recording:  # The run ends early; what there is may tell why.
+        if self._recording:  # The run ends early; the trace so far may show why.
             self._end()
 
     def _begin_before(self, step: int) -> None:
@@ -347,7 +313,7 @@ class Tracing(Callback):
             return
         options = jax.profiler.ProfileOptions()
         options.session_id = f"steps_{self._first}_to_{self._last}"
-        folder = self._place
+        folder = self._folder
         if "://" in str(folder):  # The profiler writes to disks only.
             self._local = tempfile.TemporaryDirectory()
             folder = self._local.name
@@ -361,7 +327,7 @@ class Tracing(Callback):
             return
         here = epath.Path(self._local.name)
         for path in filter(epath.Path.is_file, here.rglob("*")):
-            target = self._place / path.relative_to(here)
+            target = self._folder / path.relative_to(here)
             target.parent.mkdir(parents=True, exist_ok=True)
             path.copy(target)
         self._local.cleanup()

@@ -1,17 +1,26 @@
 """What happens beside the training steps: a run, and the protocol of what acts on it.
 
-The loop's own actions (actions.py, metric_logger.py), trackers and a user's callbacks are
+The actions of the loop (actions.py, metric_logger.py), trackers and a user's callbacks are
 all a `Callback`. The loop does not know which there are.
 """
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping
-from typing import Any, ClassVar
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, ClassVar
 
 import jax
 
 from vit_jax.errors import Diverged
+
+if TYPE_CHECKING:  # These modules import the trackers, which are callbacks.
+    import vit_jax.training.checkpoint
+    import vit_jax.training.config
+    import vit_jax.training.guards
+    import vit_jax.training.metric_logger
+    import vit_jax.training.timers
+    import vit_jax.training.train_state
+    import vit_jax.training.train_step
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -19,48 +28,58 @@ class Run:
     """A run that trains.
 
     A callback reads the attributes up to `state`, and keeps no array: the next step
-    overwrites its memory. The others serve the loop's own actions.
+    overwrites its memory. The others serve the actions of the loop.
 
     Attributes:
-      config: complete config, a `TrainConfig`.
+      config: complete config.
       workdir: folder of checkpoints and metrics.
-      start: steps that were taken before, 0 unless the run resumes.
+      start: steps taken by earlier starts, 0 unless the run resumes.
       total_steps: steps of the whole run.
-      num_parameters: of the network and what its task has beside it.
+      num_parameters: number of parameters, those of the task included.
       step: steps taken.
-      state: the `TrainState` after them; the device may still be computing it.
-      last_step: at which this start ends.
-      setup: the `TrainSetup`.
-      checkpoints, logger, clock, watchdog, preemption: of the run.
-      callbacks: all of them.
-      notes: lines for the user, of what was found before the first step.
+      state: state after them; the device may still be computing it.
+      last_step: step at which this start ends.
+      setup: functions and data of the run.
+      checkpoints, logger, clock, watchdog, preemption: helpers that the loop opened.
+      callbacks: all callbacks, in the order in which they are called.
+      notes: lines for the user from before the first step.
       final: scores of the newest evaluations.
-      best: step, metric and score of the checkpoint that is handed on; may be empty.
+      best: step, metric and score of the best checkpoint; empty without one.
     """
 
-    # The modules of these classes import the trackers, which are callbacks.
-    config: Any
+    config: "vit_jax.training.config.TrainConfig"
     workdir: str
     start: int
     total_steps: int
     num_parameters: int
     step: int
-    state: Any
+    state: "vit_jax.training.train_state.TrainState"
     last_step: int
-    setup: Any
-    checkpoints: Any
-    logger: Any
-    clock: Any
-    watchdog: Any
-    preemption: Any
-    callbacks: "Callbacks"
+    setup: "vit_jax.training.train_step.TrainSetup"
+    checkpoints: "vit_jax.training.checkpoint.Checkpointer"
+    logger: "vit_jax.training.metric_logger.MetricLogger"
+    clock: "vit_jax.training.timers.RunClock"
+    watchdog: "vit_jax.training.guards.Watchdog"
+    preemption: "vit_jax.training.guards.Preemption"
+    callbacks: Sequence["Callback"]
     notes: list[str]
     final: dict = dataclasses.field(default_factory=dict)
     best: dict = dataclasses.field(default_factory=dict)
     _metrics: dict = dataclasses.field(default_factory=dict)
     _fetched: bool = True
 
-    def take(self, step: int, state: Any, metrics: dict[str, jax.Array]) -> None:
+    def notify(self, event: str, *args) -> None:
+        """Calls a method of every callback that runs on this process.
+
+        Args:
+          event: method of `Callback`.
+          *args: its arguments.
+        """
+        for each in self.callbacks:
+            if each.on_every_host or jax.process_index() == 0:
+                getattr(each, event)(*args)
+
+    def take(self, step: int, state: object, metrics: dict[str, jax.Array]) -> None:
         """Takes what a step returned, and waits for the step before it.
 
         The device never waits for the host: it has the next step already.
@@ -71,14 +90,14 @@ class Run:
         self._metrics, self._fetched = metrics, False
 
     def metrics(self) -> dict[str, float]:
-        """Waits for the metrics of the last step.
+        """Waits for the metrics of the last step and returns them.
 
         Raises:
           Diverged: one is not finite.
         """
         if not self._fetched:
-            found = jax.device_get(self._metrics)
-            self._metrics = {name: float(v) for name, v in found.items()}
+            values = jax.device_get(self._metrics)
+            self._metrics = {name: float(value) for name, value in values.items()}
             self._fetched = True
             self._check_finite()
             self.logger.step_done(self.step)
@@ -86,14 +105,12 @@ class Run:
         return self._metrics
 
     def _check_finite(self) -> None:
-        bad = {
-            k: value for k, value in self._metrics.items() if not math.isfinite(value)
-        }
+        metrics = self._metrics.items()
+        bad = [f"{name}={x}" for name, x in metrics if not math.isfinite(x)]
         if bad:
-            self.checkpoints.wait()  # The one under way is of finite numbers.
-            what = ", ".join(f"{name}={value}" for name, value in bad.items())
+            self.checkpoints.wait()  # The one in progress has finite numbers.
             raise Diverged(
-                f"training stopped at step {self.step}: {what}; "
+                f"training stopped at step {self.step}: {', '.join(bad)}; "
                 f"{self.checkpoints.safe()}; lower optim.learning_rate or set "
                 "optim.grad_clip_norm in another --workdir, or set debug_nans=True here "
                 "to name the operation"
@@ -127,88 +144,22 @@ class Callback:
     on_every_host: ClassVar[bool] = False
 
     def begin(self, run: Run) -> None:
-        """Is called before the first step of a start.
-
-        Args:
-          run: what begins.
-        """
+        """Is called before the first step of a start."""
 
     def after_step(self, step: int) -> None:
-        """Is called after every step is given to the device, which may be computing it.
-
-        Args:
-          step: steps taken.
-        """
+        """Is called when the device has received step `step`, and may be computing it."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Is called with what `metrics.jsonl` gets of a step.
-
-        Args:
-          step: steps taken.
-          metrics: by name, as "train/loss".
-        """
+        """Is called with what `metrics.jsonl` gets after a step, named as "train/loss"."""
 
     def evaluate(self, step: int, scores: Mapping[str, float]) -> None:
-        """Is called after evaluations.
-
-        Args:
-          step: steps taken.
-          scores: by name, as "test/params/top1".
-        """
+        """Is called after evaluations, with scores named as "test/params/top1"."""
 
     def checkpoint(self, step: int) -> None:
-        """Is called when a save has begun, which continues while the run does.
-
-        Args:
-          step: steps taken.
-        """
+        """Is called when a save has begun, which continues while the run does."""
 
     def finish(self) -> None:
         """Is called after the last step, before the report is made."""
 
     def end(self, report: Mapping) -> None:
-        """Is called when the run is done.
-
-        Args:
-          report: what `vit_jax.train` returns.
-        """
-
-
-class Callbacks(Callback):
-    """Calls callbacks one after another, those that this process has to call.
-
-    Args:
-      callbacks: to call.
-    """
-
-    def __init__(self, callbacks: Iterable[Callback]):
-        first = jax.process_index() == 0
-        self._callbacks = [each for each in callbacks if first or each.on_every_host]
-
-    def begin(self, run: Run) -> None:
-        for each in self._callbacks:
-            each.begin(run)
-
-    def after_step(self, step: int) -> None:
-        for each in self._callbacks:
-            each.after_step(step)
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        for each in self._callbacks:
-            each.log(step, dict(metrics))
-
-    def evaluate(self, step: int, scores: Mapping[str, float]) -> None:
-        for each in self._callbacks:
-            each.evaluate(step, dict(scores))
-
-    def checkpoint(self, step: int) -> None:
-        for each in self._callbacks:
-            each.checkpoint(step)
-
-    def finish(self) -> None:
-        for each in self._callbacks:
-            each.finish()
-
-    def end(self, report: Mapping) -> None:
-        for each in self._callbacks:
-            each.end(report)
+        """Is called when the run is done, with what `vit_jax.train` returns."""

@@ -1,6 +1,7 @@
 """Checkpoints of the whole training state, by Orbax: asynchronous and atomic."""
 
 import concurrent.futures
+import contextlib
 import itertools
 import json
 import os
@@ -27,28 +28,25 @@ from vit_jax.training.resume_check import Restored
 from vit_jax.training.train_state import TrainState
 from vit_jax.weights import workdir as layout
 
-_LOOK_SECONDS = 0.2
+_POLL_SECONDS = 0.2
+_STRAY_SECONDS = 1.0  # TensorStore's threads write for a moment after a failed save.
 _numbers = itertools.count()  # Of saves; the same in all processes.
 
 
 class Checkpointer:
     """Saves and restores the state of one run under `workdir/checkpoints`.
 
-    A save that is killed or fails leaves the step before it the latest; what it wrote
-    is removed. A failure is said aloud and does not end the run: the next interval
-    tries again. Use as a context manager: leaving it waits for the save in progress.
+    A save that is killed or fails leaves the previous checkpoint the latest; its files
+    are removed. A failure is printed and does not end the run: the next interval tries
+    again. Leaving it as a context manager waits for the save in progress.
 
-    Args:
-      workdir: folder of the run.
-      config: complete config; goes with every checkpoint.
-      source: training split; its size, class names and fingerprint go with every
-        checkpoint.
-      metadata: `TrainSetup.metadata`; goes with every checkpoint.
+    Every checkpoint also has the config, size, class names and fingerprint of the training
+    split, and `TrainSetup.metadata`.
 
     Attributes:
-      failures: saves of this start that failed.
+      failures: number of failed saves since this start.
       data: fingerprint of the training split.
-      latest: the newest finished step, the same on all processes, or None.
+      latest: step of the newest finished checkpoint, equal on all processes, or None.
     """
 
     def __init__(
@@ -71,51 +69,61 @@ class Checkpointer:
             **metadata,
         }
         self._best, self._tidying = {}, threading.Lock()
-        self._damaged, self._unreadable = [], {}  # Steps; and why, by step.
-        self.failures = 0
-        self._saving = None
+        self._damaged, self._unreadable = [], {}  # Steps; and reasons, by step.
+        self._saving, self.failures = None, 0
         layout.silence_orbax()
         if jax.process_index() == 0:
             for line in leftovers.remove_unfinished(self._folder):
                 print_error(f"warning: {line}")
         meshes.process_allgather(removed=True)  # Before the others look.
         self.latest = max(layout.steps(workdir), default=None)
-        self._last = self.latest  # Finished or under way.
+        self._last = self.latest  # Finished or being written.
         self._good = time.monotonic()  # When `latest` was saved, or this start began.
 
     def verify(self) -> None:
-        """Sets `latest` to the newest checkpoint that is intact.
+        """Sets `latest` to the newest intact checkpoint; each process checks some files.
 
         Raises:
-          UserError: there are checkpoints, and none is intact.
+          UserError: there are checkpoints, and all are damaged.
         """
-        self.latest, self._damaged = resume_check.newest_intact(
-            self._workdir, self._unreadable
+        me, everyone = jax.process_index(), jax.process_count()
+        self._damaged = []
+        for step in reversed(layout.steps(self._workdir)):
+            path = layout.path_of(self._workdir, step)
+            if step not in self._unreadable:
+                damage = layout.find_damage(path, me, everyone)
+                if damage:
+                    print_error(
+                        f"error: the checkpoint {path} is damaged: {'; '.join(damage)}"
+                    )
+                if not meshes.process_allgather(n=len(damage))["n"].any():
+                    self.latest = self._last = step
+                    return
+            self._damaged.append(step)
+        why = "".join(f"; {reason}" for reason in self._unreadable.values())
+        raise UserError(
+            f"no checkpoint under {self._folder} is intact (damaged: step "
+            f"{', '.join(map(str, self._damaged))}{why}): move that folder away to "
+            "begin anew"
         )
-        self._last = self.latest
 
     def put_damaged_aside(self) -> list[str]:
-        """Renames the damaged checkpoints that `verify` has found; returns notes on them."""
+        """Renames the checkpoints that `verify` skipped as damaged; returns notes on them."""
         for step in self._damaged if jax.process_index() == 0 else ():
             aside = leftovers.put_aside(layout.path_of(self._workdir, step), "damaged")
             print_error(
-                f"error: going on from step {self.latest}; the damaged one is kept as {aside}"
+                f"error: resuming from step {self.latest}; the damaged one is kept as "
+                f"{aside}"
             )
         return [f"the checkpoint of step {step} is damaged" for step in self._damaged]
 
     def restore(self, shapes: TrainState, shardings: TrainState) -> Restored:
-        """Reads the latest checkpoint; `verify` comes before.
+        """Reads the latest checkpoint, which `verify` has chosen, on any mesh.
 
-        Args:
-          shapes: the state as `jax.eval_shape` gives it.
-          shardings: sharding of each array, whatever it was when saved.
-
-        Returns:
-          The state and what goes with it; without a state if it cannot be read, so that
-          the next `verify` takes it for damaged.
+        Returns no state if it cannot be read; the next `verify` counts it as damaged.
 
         Raises:
-          UserError: the data set has changed since then, unless `data.check` is off.
+          UserError: the data set has changed, unless `data.check` is off.
         """
         step, state, why = self.latest, None, ""
         path = layout.path_of(self._workdir, step)
@@ -133,20 +141,20 @@ class Checkpointer:
                 why = f"it is the checkpoint of step {int(state.step)}"
         except (UserError, MemoryError):
             raise
-        except Exception as error:  # Of Orbax, TensorStore, or of metadata.
+        except Exception as error:  # From Orbax, TensorStore or the metadata.
             if "RESOURCE_EXHAUSTED" in str(error):
                 raise
             why = describe_failure(error)
         if meshes.process_allgather(failed=bool(why))["failed"].any():
             self._unreadable[step] = f"{path} cannot be restored: {why}"
             print_error(f"error: the checkpoint {self._unreadable[step]}")
-            return Restored(None, 0, 0.0, 0.0, [])
+            return Restored()
         notes = [f"resume: step {step} of {self._workdir}", *notes]
         seconds, device_seconds = stored["seconds"], stored["device_seconds"]
         return Restored(state, step, seconds, device_seconds, notes)
 
     def load(self, step: int, shapes: TrainState, shardings: TrainState) -> TrainState:
-        """Reads the state of a checkpoint; `shapes`, `shardings` as of `restore`."""
+        """Reads the state of one checkpoint."""
         like = jax.tree.map(
             lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
             shapes,
@@ -156,12 +164,11 @@ class Checkpointer:
         return shapes.replace(**({"average": None, "extra": None} | tree))
 
     def keep_best(self, record: dict) -> None:
-        """Keeps a checkpoint, in place of the one that was kept so before.
+        """Sets the best checkpoint, which is kept and which readers of the workdir load.
 
         Args:
-          record: step, metric and score, of a step that is saved or will be next; from
-            then on the workdir hands that one on, see `workdir.best`. Empty: none, so
-            that the workdir hands on the newest.
+          record: step, metric and score; the step is saved, or the next to be saved.
+            Empty: readers load the newest.
         """
         self._best = record
         self._tidy()
@@ -169,15 +176,15 @@ class Checkpointer:
     def save(
         self, step: int, state: TrainState, seconds: float, device_seconds: float = 0.0
     ) -> None:
-        """Begins to save, after the previous save has ended.
+        """Begins to save after the previous save has ended, unless the step is saved.
 
-        A failure, now or later, is printed and counted; `wait` and `demand` tell it.
+        A failure is printed and counted; `wait` and `demand` report it.
 
         Args:
           step: optimiser steps taken.
-          state: the whole state; it is copied before this returns.
-          seconds: trained so far.
-          device_seconds: the same, each start's times its devices.
+          state: whole state, copied before this returns.
+          seconds: time of training so far.
+          device_seconds: sum over all starts of seconds times devices.
         """
         self.wait()
         if step == self._last:
@@ -185,13 +192,10 @@ class Checkpointer:
         if self.failures and jax.process_index() == 0:
             leftovers.remove_unfinished(self._folder)
         self._last = step
-        self._saving = Save(
-            layout.path_of(self._workdir, step),
-            _as_tree(state),
-            self._about | {"seconds": seconds, "device_seconds": device_seconds},
-            self._lack_of_disk(state),
-            lambda reason: self._settle(step, reason),
-        )
+        path, reason = layout.path_of(self._workdir, step), self._lack_of_disk(state)
+        about = self._about | {"seconds": seconds, "device_seconds": device_seconds}
+        writing = None if reason else _start_writing(path, _as_tree(state), about)
+        self._saving = _in_background(self._settle, step, path, writing, reason)
 
     def wait(self) -> str | None:
         """Waits for the save in progress; returns None or why the last one failed."""
@@ -203,11 +207,7 @@ class Checkpointer:
         return reason
 
     def demand(self, step: int, doing: str) -> None:
-        """Waits until a step is saved, because nothing comes after it.
-
-        Args:
-          step: optimiser steps taken, given to `save` before.
-          doing: for the message: what ends here.
+        """Waits until the last step of this start, which ends by `doing`, is saved.
 
         Raises:
           UserError: it could not be saved.
@@ -229,75 +229,79 @@ class Checkpointer:
         # Else the other processes wait for the reason, and a save may take minutes; this
         # process is about to end (distributed/multihost.py).
 
-    def _settle(self, step: int, reason: str | None) -> None:
-        """Ends a save, in its background: keeps what is to be kept, or says why not."""
-        first = jax.process_index() == 0
+    def _settle(
+        self,
+        step: int,
+        path: epath.Path,
+        writing: concurrent.futures.Future | None,
+        reason: str | None,
+    ) -> str | None:
+        """Ends a save in its background; returns None or why it failed."""
+        if reason is None:
+            together = jax.process_count() > 1
+            reason = (_finish_together if together else _finish)(path, writing)
         if reason is None:
             self.latest, self._good = step, time.monotonic()
             self._tidy()
-            return
+            return None
         self.failures += 1
-        if first:
+        if jax.process_index() == 0:
             ago = time.monotonic() - self._good
             print_error(
                 f"error: the checkpoint of step {step} could not be saved ({reason}); "
                 f"{self._remedy()}; training continues and the next save tries again; "
                 f"{ago:.0f} s of training are not saved"
             )
-            leftovers.remove_unfinished(self._folder, again_after=1.0)
+            with contextlib.suppress(Exception):  # The next save or start tries again.
+                leftovers.remove_unfinished(self._folder)
+                time.sleep(_STRAY_SECONDS)
+                leftovers.remove_unfinished(self._folder)
+        return reason
 
     def _tidy(self) -> None:
-        """Writes which checkpoint is best, once it is there, and removes old ones."""
+        """Records the best checkpoint once it is there, and removes old ones."""
         if jax.process_index() == 0:
-            with self._tidying:  # A save may end meanwhile.
-                self._write_best()
-                self._remove_old()
+            try:
+                with self._tidying:  # A save may end meanwhile.
+                    self._write_best()
+                    self._remove_old()
+            except Exception as error:  # noqa: BLE001 (a bucket's are no OSErrors)
+                print_error(
+                    f"warning: {layout.BEST_FILE} could not be written or old checkpoints not "
+                    f"removed in {self._workdir} ({describe_failure(error)}); the next "
+                    "save tries again"
+                )
 
     def _write_best(self) -> None:
         path, record = self._folder.parent / layout.BEST_FILE, self._best
-        if layout.best(self._workdir) == record:
-            return
-        try:
+        if layout.best(self._workdir) != record:
             if not record:
                 path.unlink(missing_ok=True)
             elif record["step"] in layout.steps(self._workdir):
                 replace_text(path, json.dumps(record))
-        except OSError as error:
-            print_error(
-                f"warning: {path} cannot be written ({describe_failure(error)}); the next "
-                "save tries again"
-            )
 
     def _remove_old(self) -> None:
-        kept = layout.best(self._workdir).get("step")
-        try:
-            paths = [
-                layout.path_of(self._workdir, s) for s in layout.steps(self._workdir)
-            ]
-            # One without checksums may be somebody else's.
-            own = [path for path in paths if layout.has_checksums(path)]
-            for path in own[: -self._keep.max_to_keep]:
-                period = self._keep.keep_period
-                step = int(path.name)
-                if step != kept and not (period and step % period == 0):
-                    leftovers.remove(path)
-        except OSError as error:  # The next save tries again.
-            print_error(
-                f"warning: old checkpoints under {self._folder} could not be removed "
-                f"({describe_failure(error)})"
-            )
+        best = layout.best(self._workdir).get("step")
+        period = self._keep.keep_period
+        paths = [layout.path_of(self._workdir, s) for s in layout.steps(self._workdir)]
+        # A checkpoint without checksums may be somebody else's.
+        paths = [path for path in paths if layout.has_checksums(path)]
+        for path in paths[: -self._keep.max_to_keep]:
+            step = int(path.name)
+            if step != best and not (period and step % period == 0):
+                leftovers.remove(path)
 
     def _lack_of_disk(self, state: TrainState) -> str | None:
-        """Returns what is missing, the same on all processes, or None."""
+        """Returns how much disk is missing, equal on all processes, or None."""
         if "://" in str(self._folder):
-            return None  # A bucket has no end.
-        # The new checkpoint is whole before an old one goes.
+            return None
+        # The new checkpoint is whole before an old one is removed.
         needed = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
-        places = (self._folder, *self._folder.parents)
+        parents = (self._folder, *self._folder.parents)
         try:
-            free = shutil.disk_usage(next(p for p in places if p.exists())).free
+            free = shutil.disk_usage(next(p for p in parents if p.exists())).free
         except OSError:
-            free = needed  # Let the save say what is the matter.
+            free = needed  # The save itself will report what is wrong.
         free = int(meshes.process_allgather(free=free)["free"].min())
         if free >= needed:
             return None
@@ -307,21 +311,15 @@ class Checkpointer:
         return f"{self.safe()}; free space or lower checkpoint.max_to_keep"
 
     def safe(self) -> str:
-        """Returns which checkpoint is good, for a message."""
+        """Returns which checkpoint can be resumed from, for a message."""
         if self.latest is None:
             return f"there is no checkpoint in {self._workdir}"
         return f"the checkpoint of step {self.latest} is safe in {self._workdir}"
 
 
 def _as_tree(state: TrainState) -> dict:
-    tree = {
-        "step": state.step,
-        "params": state.params,
-        "opt_state": state.opt_state,
-        "average": state.average,
-        "extra": state.extra,
-        "key": state.key,
-    }
+    names = "step", "params", "opt_state", "average", "extra", "key"
+    tree = {name: getattr(state, name) for name in names}
     return {name: value for name, value in tree.items() if value is not None}
 
 
@@ -329,125 +327,79 @@ def _readable(size: int) -> str:
     return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.2f} MB"
 
 
-class Save:
-    """Writes a checkpoint in the background, with checksums once all of it is there.
-
-    Several processes write one checkpoint together, and Orbax lets each of them wait
-    for the others. One whose disk fails does not come. So each leaves word how its own
-    part went, process 0 says how the whole went, and a process whose part is waiting
-    in vain is told. Its waiting thread is left behind, for up to 20 minutes.
-
-    Args:
-      path: folder of the checkpoint, which does not exist.
-      tree: arrays to save; they are copied before this returns.
-      about: metadata, for JSON.
-      trouble: why nothing should be written, the same on all processes; or None.
-      settled: called at the end in this process's background, with None or the reason.
-    """
-
-    def __init__(
-        self,
-        path: epath.Path,
-        tree: dict,
-        about: dict,
-        trouble: str | None,
-        settled: Callable[[str | None], None],
-    ):
-        self._path = path
-        self._settled = settled
-        self._reason = trouble
-        self._board = f"vit_jax/saves/{next(_numbers)}"
-        self._writing = concurrent.futures.Future()
-        if trouble is None:
-            try:
-                if jax.process_index() == 0:
-                    leftovers.begin(path)
-                # Several processes compare their paths.
-                with _context(), jax.transfer_guard("allow"):
-                    response = ocp.save_async(path, tree, custom_metadata=about)
-                _start(self._write, response)
-            except Exception as error:  # noqa: BLE001 (whatever a disk may say)
-                self._writing.set_exception(error)
-        self._end = _start(self._finish)
-
-    def result(self) -> str | None:
-        """Waits, and returns None or why it failed: the same on all processes."""
-        self._end.join()
-        return self._reason
-
-    def _write(self, response) -> None:
-        try:
-            self._writing.set_result(response.result())
-        except BaseException as error:  # noqa: BLE001
-            self._writing.set_exception(error)
-
-    def _finish(self) -> None:
-        if self._reason is None:
-            if jax.process_count() == 1:
-                self._reason = self._finish_alone()
-            else:
-                self._reason = self._finish_together()
-        self._settled(self._reason)
-
-    def _finish_alone(self) -> str | None:
-        try:
-            self._writing.result()
-            layout.write_checksums(self._path, layout.compute_checksums(self._path))
-            leftovers.end(self._path)
-        except Exception as error:  # noqa: BLE001
-            return describe_failure(error)
-        return None
-
-    def _finish_together(self) -> str | None:
-        me, everyone = jax.process_index(), jax.process_count()
-        failed, done = f"{self._board}/failed", f"{self._board}/done"
-        while not self._writing.done() and not multihost.key_value_dir_get(failed):
-            concurrent.futures.wait([self._writing], timeout=_LOOK_SECONDS)
-        try:
-            if self._writing.done():
-                self._writing.result()
-                part = layout.compute_checksums(self._path, me, everyone)
-                multihost.key_value_set(f"{done}/{me}", json.dumps(part))
-        except Exception as error:  # noqa: BLE001
-            multihost.key_value_set(f"{failed}/{me}", describe_failure(error))
-        if me == 0:
-            while len(
-                parts := multihost.key_value_dir_get(done)
-            ) < everyone and not multihost.key_value_dir_get(failed):
-                time.sleep(_LOOK_SECONDS)
-            multihost.key_value_set(
-                f"{self._board}/end/0", self._declare(parts, everyone)
-            )
-        while not (end := multihost.key_value_dir_get(f"{self._board}/end")):
-            time.sleep(_LOOK_SECONDS)
-        return end["0"] or None
-
-    def _declare(self, parts: dict[str, str], everyone: int) -> str:
-        for process, why in multihost.key_value_dir_get(
-            f"{self._board}/failed"
-        ).items():
-            return f"process {process} of {everyone}: {why}"
-        try:
-            files = [json.loads(part) for part in parts.values()]
-            layout.write_checksums(
-                self._path, {k: v for part in files for k, v in part.items()}
-            )
-            leftovers.end(self._path)
-        except Exception as error:  # noqa: BLE001 (a bucket's are no OSErrors)
-            return f"process 0 of {everyone}: {describe_failure(error)}"
-        return ""
-
-
-def _context() -> ocp.Context:
+def _start_writing(
+    path: epath.Path, tree: dict, about: dict
+) -> concurrent.futures.Future:
+    """Copies arrays and begins to write them, with metadata, in the background."""
     context = ocp.Context()
     # In this thread, where a disk that is read-only shows at once: else threads wait for
-    # the folder, and hold up the end of this process for minutes. Of several processes,
+    # the folder, and delay the end of this process for minutes. Of several processes,
     # all would wait here for the first; they leave such threads behind.
     several = jax.process_count() > 1
     context.asynchronous.create_directories_asynchronously = several
-    # `path` does not exist; looking for it is another place to wait for each other.
+    # `path` does not exist, and looking for it would be a synchronisation point.
     context.file.skip_sync_file_validations = True
-    return context
+    try:
+        if jax.process_index() == 0:
+            leftovers.begin(path)
+        # Several processes compare their paths.
+        with context, jax.transfer_guard("allow"):
+            response = ocp.save_async(path, tree, custom_metadata=about)
+        return _in_background(response.result)
+    except Exception as error:  # noqa: BLE001 (a disk may raise anything)
+        failed = concurrent.futures.Future()
+        failed.set_exception(error)
+        return failed
+
+
+def _finish(path: epath.Path, writing: concurrent.futures.Future) -> str | None:
+    """Waits for the files and writes their checksums; returns None or what failed."""
+    try:
+        writing.result()
+        layout.write_checksums(path, layout.compute_checksums(path))
+        leftovers.end(path)
+    except Exception as error:  # noqa: BLE001
+        return describe_failure(error)
+    return None
+
+
+def _finish_together(
+    path: epath.Path, writing: concurrent.futures.Future
+) -> str | None:
+    """Does what `_finish` does on several processes, which write one checkpoint.
+
+    Orbax lets each process wait for the others, and one whose disk fails does not come.
+    So each publishes the result of its part, and process 0 that of the whole. A process
+    whose part waits in vain leaves its waiting thread behind, for up to 20 minutes.
+    """
+    me, everyone = jax.process_index(), jax.process_count()
+    board = f"vit_jax/saves/{next(_numbers)}"
+    failed, done, end = (f"{board}/{name}" for name in ("failed", "done", "end"))
+    read, publish = multihost.key_value_dir_get, multihost.key_value_set
+    while not writing.done() and not read(failed):
+        concurrent.futures.wait([writing], timeout=_POLL_SECONDS)
+    try:
+        if writing.done():
+            writing.result()
+            checksums = layout.compute_checksums(path, me, everyone)
+            publish(f"{done}/{me}", json.dumps(checksums))
+    except Exception as error:  # noqa: BLE001
+        publish(f"{failed}/{me}", describe_failure(error))
+    if me == 0:
+        while len(parts := read(done)) < everyone and not read(failed):
+            time.sleep(_POLL_SECONDS)
+        reasons = [f"process {i} of {everyone}: {x}" for i, x in read(failed).items()]
+        try:
+            if not reasons:
+                files = [json.loads(part).items() for part in parts.values()]
+                layout.write_checksums(path, dict(itertools.chain(*files)))
+                leftovers.end(path)
+        except Exception as error:  # noqa: BLE001 (a bucket's are no OSErrors)
+            reasons = [f"process 0 of {everyone}: {describe_failure(error)}"]
+        publish(f"{end}/0", (reasons or [""])[0])
+    while not (result := read(end)):
+        time.sleep(_POLL_SECONDS)
+    return result["0"] or None
 
 
 def describe_failure(error: BaseException) -> str:
@@ -462,7 +414,15 @@ def describe_failure(error: BaseException) -> str:
     return text[:300] or type(error).__name__
 
 
-def _start(work: Callable, *args) -> threading.Thread:
-    thread = threading.Thread(target=work, args=args, daemon=True, name="save")
-    thread.start()
-    return thread
+def _in_background(work: Callable, *args) -> concurrent.futures.Future:
+    """Runs a function in a daemon thread, for which the end of a process does not wait."""
+    future = concurrent.futures.Future()
+
+    def run():
+        try:
+            future.set_result(work(*args))
+        except BaseException as error:  # noqa: BLE001
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True, name="save").start()
+    return future

@@ -38,7 +38,7 @@ class EmaConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """Which checkpoints are kept, and which is handed on."""
+    """Which checkpoints are kept, and which one is best."""
 
     max_to_keep: int = key(2, "This many newest checkpoints, and ...", at_least=1)
     keep_period: int = key(0, "... those at multiples of this step; 0 is none.")
@@ -52,7 +52,7 @@ class CheckpointConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LocalCheckpointConfig:
-    """Checkpoints on the hosts' own disks, between those in the workdir."""
+    """Checkpoints on local disks, between those in the workdir."""
 
     dir: str = key(
         "",
@@ -65,7 +65,7 @@ class LocalCheckpointConfig:
         if self.every_steps and not self.dir:
             raise UserError(
                 f"local_checkpoint.every_steps={self.every_steps} needs "
-                "local_checkpoint.dir: a folder on each host's own disk"
+                "local_checkpoint.dir: a folder on each host's local disk"
             )
 
 
@@ -79,17 +79,17 @@ def _interval_in_epochs() -> Any:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Config:
-    """What is read wherever something is computed."""
+    """Keys of training and of evaluation."""
 
     name: str = key(
-        "", "Recipe name; the config file's stem unless stated.", in_step=False
+        "", "Recipe name; by default the config file's stem.", in_step=False
     )
     batch_size: int = key(
         0, "Images a step, over all devices and microbatches.", at_least=1
     )
     compilation_cache_dir: str = key(
         "auto",
-        'Folder; "auto": a user\'s own; "": JAX\'s setting.',
+        'Folder; "auto": one per user; "": JAX\'s setting.',
         changes_result=False,
         of_host=True,
     )
@@ -107,18 +107,18 @@ class _Config:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EvaluationConfig(_Config):
-    """What is read of a config where weights are evaluated alone."""
+    """Keys that evaluating weights without training reads."""
 
     data: ReaderConfig = section(ReaderConfig)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainConfig(_Config):
-    """What is read of a config where a network is trained."""
+    """Keys that training reads."""
 
     seed: int = key(
         0,
-        "Of initialisation, data order, augmentation and dropout.",
+        "Seed of initialisation, data order, augmentation and dropout.",
         below=2**32,
         in_step=False,
     )
@@ -126,8 +126,8 @@ class TrainConfig(_Config):
     epochs: float = epochs("... or this many passes over the training split.")
     extend_schedule: str = key(
         "none",
-        'Whether a resumed run may be given more `total_steps` or `epochs`: "stretch", its '
-        "schedules go on as those of a run of the new length.",
+        "Whether a resumed run may have more `total_steps` or `epochs` than before: "
+        '"stretch" continues with the schedules of a run of the new length.',
         choices=("none", "stretch"),
         changes_result=False,
         in_step=False,
@@ -199,7 +199,7 @@ class TrainConfig(_Config):
         if "/" in self.name or self.name in (".", ".."):
             raise UserError(
                 f"name={self.name!r}: new workdirs are named by it, under runs/: leave out "
-                "the slashes and dots, or state --workdir"
+                "the slashes and dots, or set --workdir"
             )
         self._check_best_metric()
 
@@ -222,15 +222,15 @@ class TrainConfig(_Config):
         """Builds the network.
 
         Args:
-          platform: where it will run, see `models.create`.
+          platform: platform of the devices, see `models.create`.
 
         Raises:
           UserError: its keys do not fit each other or the images.
         """
         if getattr(self.model, "pool", "") == "none":
             raise UserError(
-                "model.pool='none' classifies each token, as some files do and no task "
-                "learns: choose another, as 'gap'"
+                "model.pool='none' classifies each token, which no task learns: choose "
+                "another, as 'gap'"
             )
         return models.create(
             **fields.to_dict(self.model),
@@ -251,8 +251,8 @@ class TrainConfig(_Config):
         """
         if bool(self.total_steps) == bool(self.epochs):
             raise UserError(
-                f"config states total_steps={self.total_steps} and "
-                f"epochs={self.epochs}: set exactly one of them"
+                f"total_steps={self.total_steps} and epochs={self.epochs}: set exactly one "
+                "of them"
             )
         total = self.total_steps or max(
             1, round(self.epochs * examples / self.batch_size)
@@ -260,8 +260,8 @@ class TrainConfig(_Config):
         if total >= 2**31:  # The step is counted in 32 bits.
             raise UserError(
                 f"epochs={self.epochs}: with {examples:,} images and "
-                f"batch_size={self.batch_size} they are {total:,} steps, of which a run "
-                "has fewer than 2**31: lower epochs"
+                f"batch_size={self.batch_size} they are {total:,} steps, and a run has "
+                "fewer than 2**31: lower epochs"
             )
         return total
 
@@ -282,10 +282,10 @@ def load(spec: str, overrides: Mapping[str, object] | None = None) -> TrainConfi
 
 
 def complete(raw: Mapping | ConfigDict | TrainConfig) -> TrainConfig:
-    """Adds the defaults to what a recipe states and checks every key and value.
+    """Adds the defaults to the keys of a recipe and checks every key and value.
 
     Args:
-      raw: nested mapping that holds what a recipe states.
+      raw: nested mapping with the keys of a recipe.
 
     Raises:
       UserError: unknown key (with the nearest known one), a value of another type or
@@ -297,41 +297,23 @@ def complete(raw: Mapping | ConfigDict | TrainConfig) -> TrainConfig:
 def load_evaluation(
     spec: str, overrides: Mapping[str, object] | None = None
 ) -> EvaluationConfig:
-    """Reads a config file for `python -m vit_jax.evaluate`.
-
-    Args:
-      spec, overrides: arguments of `load`.
+    """Reads a config file for `python -m vit_jax.evaluate`, with the arguments of `load`.
 
     Raises:
-      UserError: `load` would raise, a key is read by training alone, or there is no
+      UserError: `load` would raise, a key is only read by training, or there is no
         evaluation.
     """
     raw = loading.read(TrainConfig, spec, overrides)
-    _refuse_unread(raw)
-    return loading.complete(EvaluationConfig, raw)
-
-
-def _refuse_unread(raw: Mapping) -> None:
-    """Refuses keys that nothing reads where weights are evaluated alone.
-
-    Raises:
-      UserError: naming the key and those that are read, or there is no evaluation.
-    """
-    own = fields.fields(EvaluationConfig)
-    sections = [name for name in own if isinstance(own[name], fields.Section)]
-    keys = [name for name in own if name not in sections]
-    for place, value in raw.items():
-        inner = place in sections and isinstance(value, Mapping)
-        if place == "evals" or (not inner and place in own):
-            continue
-        known = list(fields.fields(own[place].cls)) if inner else keys
-        for name in value if inner else (place,):
+    data = raw.get("data")
+    data = data if isinstance(data, Mapping) else {}
+    for prefix, keys, cls in ("", raw, EvaluationConfig), ("data.", data, ReaderConfig):
+        known = fields.fields(cls)
+        for name in keys:
             if name not in known:
-                name = f"{place}.{name}" if inner else name
                 raise UserError(
-                    f"config key {name} is not read where weights are evaluated alone: "
-                    f"here are {', '.join(known)}"
-                    + ("" if inner else f", {', '.join(sections)}")
+                    f"config key {prefix}{name} is not read where weights are evaluated "
+                    f"alone: here are {', '.join(known)}"
                 )
     if not raw.get("evals"):
         raise UserError("the config names no evaluation: set evals, as {'val': 'val'}")
+    return loading.complete(EvaluationConfig, raw)

@@ -1,10 +1,14 @@
-"""What ends a run before its time: signals, and errors of memory, devices and disks."""
+"""What ends a run before its time: signals, hangs, and errors of memory, devices and disks."""
 
 import contextlib
 import errno
+import faulthandler
 import os
 import re
 import signal
+import sys
+import threading
+import time
 import traceback
 from typing import NoReturn
 
@@ -13,6 +17,7 @@ from jax.experimental import multihost_utils
 
 from vit_jax.data import workers
 from vit_jax.distributed import mesh as meshes
+from vit_jax.distributed import multihost
 from vit_jax.errors import Interrupted, Preempted, UserError
 from vit_jax.training.callbacks import Run
 from vit_jax.training.config import TrainConfig
@@ -20,6 +25,13 @@ from vit_jax.training.config import TrainConfig
 _CTRL_C = "Ctrl-C"
 # By importance: where several have come, the first is named.
 _SIGNALS = {signal.SIGINT: _CTRL_C, signal.SIGHUP: "SIGHUP", signal.SIGTERM: "SIGTERM"}
+
+EXIT_STALLED = 70  # EX_SOFTWARE of sysexits.h.
+_STARTING = 3  # Multiple of the watchdog's timeout before the first step.
+# How long the watchdog's thread may be kept from running before C code ends the process.
+_DEAF_SECONDS = 60.0
+_NOTIFY_SECONDS = 30.0  # To notify the other processes.
+_STOPPED_SECONDS = 5.0  # A thread that is later than this was stopped with its process.
 
 
 class Preemption:
@@ -37,7 +49,7 @@ class Preemption:
         self._questions = 0
 
     def reached(self) -> bool:
-        """Returns whether to end here, the same in all processes."""
+        """Returns whether to end here, equal on all processes."""
         if jax.process_count() == 1:
             return bool(self._signals or self._killed_by)
         # Not the number of the step: evaluations ask between two steps.
@@ -45,24 +57,24 @@ class Preemption:
         return multihost_utils.reached_preemption_sync_point(self._questions)
 
     def why(self) -> str:
-        """Returns the reason, the same in all processes; all must call it."""
-        own = [number in self._signals for number in _SIGNALS]
-        found = meshes.process_allgather(signals=own, killed_by=self._killed_by)
-        came = found["signals"].any(axis=0)
-        for name, here in zip(_SIGNALS.values(), came, strict=True):
-            if here:
+        """Returns the reason, equal on all processes; all must call it."""
+        received = [number in self._signals for number in _SIGNALS]
+        each = meshes.process_allgather(signals=received, killed_by=self._killed_by)
+        anywhere = each["signals"].any(axis=0)
+        for name, came in zip(_SIGNALS.values(), anywhere, strict=True):
+            if came:
                 return name
-        killed_by = int(found["killed_by"].max())
+        killed_by = int(each["killed_by"].max())
         return workers.killed(killed_by) if killed_by else "SIGTERM"  # JAX's handler.
 
     def __enter__(self):
         for number in _SIGNALS:
-            # With several processes JAX's own handler must stay.
-            jaxs = number == signal.SIGTERM and jax.process_count() > 1
+            # With several processes JAX's handler must stay.
+            of_jax = number == signal.SIGTERM and jax.process_count() > 1
             # As nohup does, or a script for what it starts in the background.
             ignored = signal.getsignal(number) == signal.SIG_IGN
-            if not (jaxs or ignored):
-                # Not in the main thread, as in a notebook, where none can be set.
+            if not (of_jax or ignored):
+                # Only the main thread can set handlers, which a notebook may not use.
                 with contextlib.suppress(ValueError):
                     self._before[number] = signal.signal(number, self._on_signal)
         self._listening.__enter__()
@@ -77,13 +89,13 @@ class Preemption:
         if number == signal.SIGINT and number in self._signals:
             signal.default_int_handler(number, frame)  # Raises KeyboardInterrupt.
         self._signals.add(number)
-        self._tell_others()
+        self._notify_others()
 
     def _on_killed(self, number: int) -> None:
         self._killed_by = number
-        self._tell_others()
+        self._notify_others()
 
-    def _tell_others(self) -> None:
+    def _notify_others(self) -> None:
         if jax.process_count() > 1:
             os.kill(os.getpid(), signal.SIGTERM)
 
@@ -119,18 +131,18 @@ def clear_errors(config: TrainConfig):
     """Turns errors of devices, memory and disks into one line with the remedy.
 
     Raises:
-      UserError: device, host or disk are full, or `debug_nans` found an operation.
+      UserError: device, host or disk are full, or `debug_nans` stopped at an operation.
     """
     try:
         yield
     except FloatingPointError as error:
-        # The first line says what; the rest is advice on JAX's own settings.
+        # The other lines are advice on JAX's settings.
         what = str(error).splitlines()[0]
         frames = traceback.extract_tb(error.__traceback__)
-        ours = [f for f in frames if "vit_jax" in f.filename] or frames
+        frame = ([f for f in frames if "vit_jax" in f.filename] or frames)[-1]
         raise UserError(
-            f"debug_nans: {what} at {ours[-1].filename}:{ours[-1].lineno} "
-            f"({ours[-1].line}): lower optim.learning_rate or set optim.grad_clip_norm"
+            f"debug_nans: {what} at {frame.filename}:{frame.lineno} ({frame.line}): lower "
+            "optim.learning_rate or set optim.grad_clip_norm"
         ) from error
     except ImportError as error:
         if not re.search("gcsfs|google-cloud-storage|google.cloud", str(error)):
@@ -155,3 +167,80 @@ def clear_errors(config: TrainConfig):
             f"raise optim.grad_accum_steps (now {config.optim.grad_accum_steps}), set "
             "model.dtype='bfloat16', or choose a smaller data.image_size or model"
         ) from error
+
+
+class Watchdog:
+    """Ends the process when nothing was finished for some time; a context manager.
+
+    Its thread prints the stacks of all threads and of loader processes, names what was
+    finished last, notifies the other processes of the job, and exits with code 70,
+    whatever the main thread is blocked in. Where C code holds the interpreter's lock, so
+    that no Python runs at all, faulthandler prints the stacks and exits with code 1.
+
+    Args:
+      timeout: seconds, `config.stall_timeout`; 0 disables it. Until the first step is
+        done it is 3 times as long, because compiling takes longer than any step.
+    """
+
+    def __init__(self, timeout: float):
+        self._timeout, self._limit = timeout, _STARTING * timeout
+        self._last, self._when = "the start", time.monotonic()
+        self._done = threading.Event()
+
+    def reset(self, what: str, *, step: bool = False) -> None:
+        """Restarts the timeout, because something, as "step 12", is finished."""
+        if step:
+            self._limit = self._timeout
+        self._last, self._when = what, time.monotonic()
+
+    def __enter__(self):
+        if self._timeout:
+            # Loader processes started from here on print their stacks at SIGTERM.
+            self._environment = os.environ.get("PYTHONFAULTHANDLER")
+            os.environ["PYTHONFAULTHANDLER"] = "1"
+            self.reset("the start")
+            self._thread = threading.Thread(
+                target=self._watch, daemon=True, name="watchdog"
+            )
+            self._thread.start()
+        return self
+
+    def __exit__(self, *_) -> None:
+        if not self._timeout:
+            return
+        self._done.set()
+        self._thread.join()
+        faulthandler.cancel_dump_traceback_later()
+        if self._environment is None:
+            os.environ.pop("PYTHONFAULTHANDLER", None)
+        else:
+            os.environ["PYTHONFAULTHANDLER"] = self._environment
+
+    def _watch(self) -> None:
+        poll = min(1.0, self._timeout / 10)
+        deaf = max(self._limit, _DEAF_SECONDS)
+        polled = time.monotonic()
+        while not self._done.wait(poll):
+            late = time.monotonic() - polled - poll
+            polled = time.monotonic()
+            if late > _STOPPED_SECONDS:
+                self._when += late  # By SIGSTOP, or a pause of the machine.
+            if sys.__stderr__ is not None:  # As in some notebooks.
+                faulthandler.dump_traceback_later(deaf, exit=True, file=sys.__stderr__)
+            if time.monotonic() - self._when > self._limit:
+                self._end()
+
+    def _end(self) -> None:
+        multihost.show_stacks("watchdog")
+        leave = threading.Timer(_NOTIFY_SECONDS, os._exit, [EXIT_STALLED])
+        leave.daemon = True
+        leave.start()
+        multihost.end_job(
+            EXIT_STALLED,
+            f"watchdog: no step, evaluation batch or save was finished in "
+            f"{self._limit:g} s (stall_timeout); the last was {self._last}; the stacks "
+            "above show where each thread hangs; the same command resumes from the "
+            "newest checkpoint",
+            # The first process to notice may only be waiting for the one that hangs.
+            stacks=True,
+        )

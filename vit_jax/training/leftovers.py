@@ -1,9 +1,8 @@
-"""What killed and failed saves leave behind: removed if it is ours, else only told.
+"""What killed and failed saves leave behind.
 
-Before a checkpoint is written, and before one in a bucket is removed, an empty file
-`STEP.unfinished` is put beside it, and taken away when that is done. A folder without
-checksums is ours to remove only where there is such a file: another one may be the only
-copy of a checkpoint whose checksums were lost.
+An empty file `STEP.unfinished` stands beside a checkpoint while it is written or removed.
+Only with it a folder without checksums is known to be unfinished, and is removed: another
+one may be the only copy of a checkpoint whose checksums were lost, and is reported.
 """
 
 import contextlib
@@ -14,18 +13,17 @@ from etils import epath
 
 from vit_jax.weights import workdir as layout
 
-_REMOVED = ".removed"  # A folder that a kill may leave half deleted.
 _UNFINISHED = ".unfinished"
 _ORBAX = ".orbax-checkpoint-tmp"
-# Such a note, or what an earlier start has put aside, and told of.
+# Such a note, or a checkpoint that `put_aside` has renamed and reported.
 _KNOWN = re.compile(r"\d+\.(unfinished|(damaged|unverified)(-\d+)?)")
 _LISTED = 5
 
 
 def begin(path: epath.Path) -> None:
-    """Notes that a checkpoint is ours and not whole, until `end`.
+    """Notes that a checkpoint is unfinished, until `end`.
 
-    One that lies there already, without checksums and not known as ours, is put aside.
+    A folder that is there already, without checksums or such a note, is put aside.
     """
     note = _note(path)
     if path.exists() and not note.exists() and not layout.is_finished(path):
@@ -35,12 +33,12 @@ def begin(path: epath.Path) -> None:
 
 
 def end(path: epath.Path) -> None:
-    """Notes that a checkpoint is whole, or gone."""
+    """Notes that a checkpoint is finished or removed."""
     _note(path).unlink(missing_ok=True)
 
 
 def put_aside(path: epath.Path, why: str) -> epath.Path:
-    """Renames a checkpoint, so that it counts no more; returns its new place."""
+    """Renames a checkpoint, so that it is no longer one; returns its new path."""
     first = f"{path.name}.{why}"
     names = (first, *(f"{first}-{i}" for i in range(2, 99)))
     return path.rename(
@@ -48,44 +46,34 @@ def put_aside(path: epath.Path, why: str) -> epath.Path:
     )
 
 
-def remove_unfinished(folder: epath.Path, *, again_after: float = 0.0) -> list[str]:
-    """Removes what our saves that failed or were killed have left.
+def remove_unfinished(folder: epath.Path) -> list[str]:
+    """Removes what saves that failed or were killed have left.
 
     Args:
-      folder: folder with one folder per step.
-      again_after: seconds until a second look: TensorStore's threads write on for a
-        moment after a save has failed, and make its folder anew.
+      folder: parent of the folders of steps.
 
     Returns:
-      Lines on what is there but is not ours to remove.
+      Lines on what else is there, which is not touched.
     """
-    found = _remove_unfinished(folder)
-    if again_after:
-        time.sleep(again_after)
-        found = _remove_unfinished(folder)
-    return found
-
-
-def _remove_unfinished(folder: epath.Path) -> list[str]:
     paths = []
-    with contextlib.suppress(OSError):  # There is none yet, or the disk is gone.
+    with contextlib.suppress(OSError):  # It does not exist yet, or the disk is gone.
         paths = sorted(folder.iterdir(), key=lambda path: path.name)
-    notes = [re.fullmatch(rf"(\d+){_UNFINISHED}", path.name) for path in paths]
-    ours = {note[1] for note in notes if note}
+    names = {path.name for path in paths}
+    noted = {n.removesuffix(_UNFINISHED) for n in names if n.endswith(_UNFINISHED)}
     unverified, foreign = [], []
     for path in paths:
         name = path.name
-        if _ORBAX in name or re.fullmatch(rf"\d+{_REMOVED}", name):
+        if _ORBAX in name:
             _remove_tree(path)
-        elif layout.is_step(name) and not layout.is_finished(path):
-            if name not in ours:
+        elif not layout.is_step(name):
+            foreign += [] if _KNOWN.fullmatch(name) else [name]
+        elif not layout.is_finished(path):
+            if name in noted:
+                with contextlib.suppress(OSError):  # A disk that is read-only.
+                    remove(path)
+            else:
                 unverified.append(name)
-                continue
-            with contextlib.suppress(OSError):  # A disk that is read-only.
-                remove(path)
-        elif not (layout.is_step(name) or _KNOWN.fullmatch(name)):
-            foreign.append(name)
-    for name in ours:
+    for name in filter(layout.is_step, noted):
         with contextlib.suppress(OSError):
             if layout.is_finished(folder / name) or not (folder / name).exists():
                 end(folder / name)
@@ -101,14 +89,12 @@ def _remove_unfinished(folder: epath.Path) -> list[str]:
 
 
 def remove(path: epath.Path) -> None:
-    """Removes a checkpoint, such that a kill does not leave half of it."""
-    if "://" in str(path):  # Nothing can be renamed in a bucket at once.
-        _note(path).write_text("")
-        (path / layout.CHECKSUMS_FILE).unlink(missing_ok=True)
-        _remove_tree(path)
+    """Removes a checkpoint; the next save or start completes it after a kill."""
+    _note(path).write_text("")
+    (path / layout.CHECKSUMS_FILE).unlink(missing_ok=True)
+    _remove_tree(path)
+    if not path.exists():
         end(path)
-    else:
-        _remove_tree(path.rename(path.parent / f"{path.name}{_REMOVED}"))
 
 
 def _note(path: epath.Path) -> epath.Path:
@@ -121,8 +107,8 @@ def _some(names: list[str]) -> str:
 
 
 def _remove_tree(path: epath.Path) -> None:
-    # Threads of TensorStore, or other processes, may be writing there still. What is left
-    # in the end, as on a read-only disk, goes with the next save or the next start.
+    # Threads of TensorStore, or other processes, may still be writing there. The next save
+    # or start removes what cannot be removed now, as on a read-only disk.
     for pause in (0.1, 0.3, 1.0, 0.0):
         with contextlib.suppress(OSError):
             path.rmtree()

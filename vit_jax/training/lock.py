@@ -1,10 +1,10 @@
 """One start at a time writes a workdir.
 
-The file `lock` in it names the process that does. The operating system locks that file
-too, which ends with the process, however it ends: a restart on the same host begins at
-once. Another host cannot ask for a process, and in a bucket there is no such lock. So
-the holder also writes a new beat every few seconds, and a lock whose beat has stood
-still for a minute is taken over. Clocks of different hosts are never compared.
+The file `lock` in it names the process that holds it. The operating system also locks that
+file until the process ends, however it ends: a restart on the same host begins at once.
+Another host cannot see the process, and a bucket has no such locks. So the holder also
+writes a heartbeat every few seconds, and a lock whose heartbeat has stood still for a
+minute is taken over. Clocks of different hosts are never compared.
 """
 
 import contextlib
@@ -36,13 +36,11 @@ _LOOK_SECONDS = 1.0
 _ENDING_SECONDS = 3.0  # A killed process may keep its lock until its memory is freed.
 _SETTLE_SECONDS = 2.0  # For two starts at the same moment, where nothing else decides.
 _KEYS = {"host", "pid", "start", "boot", "processes", "born", "token", "lease_seconds"}
-_PROBE = bytes(4096)
-_GLOB = re.compile(r"[*?\[]")
 
 
 @contextlib.contextmanager
 def held(workdir: str | os.PathLike) -> Iterator[None]:
-    """Keeps other starts from writing a workdir, which it creates if needed.
+    """Locks a workdir, which it creates if needed, against other starts.
 
     All processes of a job check that they can write it; process 0 holds the lock.
 
@@ -53,7 +51,7 @@ def held(workdir: str | os.PathLike) -> Iterator[None]:
       UserError: it cannot be written, or another start writes it.
     """
     path, new = _absolute(workdir), False
-    with contextlib.suppress(OSError):  # `probe` tells what is wrong with its name.
+    with contextlib.suppress(OSError):  # `probe` reports what is wrong with its name.
         new = not path.exists()
     probe(workdir)
     lock = None
@@ -62,7 +60,7 @@ def held(workdir: str | os.PathLike) -> Iterator[None]:
             lock = _Lock(path / NAME, str(workdir))
         except UserError:
             raise
-        except Exception as error:  # A bucket's errors are no OSErrors.
+        except Exception as error:  # Errors of buckets are no OSErrors.
             raise UserError(
                 f"--workdir={workdir}: {path / NAME} cannot be written "
                 f"({describe_failure(error)}): remove that file, change its permissions, or choose "
@@ -79,7 +77,7 @@ def held(workdir: str | os.PathLike) -> Iterator[None]:
 
 
 def probe(workdir: str | os.PathLike) -> None:
-    """Writes a small file into a workdir, of which nothing stays.
+    """Writes a small file into a workdir and removes it.
 
     Raises:
       UserError: the workdir cannot be written.
@@ -90,38 +88,37 @@ def probe(workdir: str | os.PathLike) -> None:
         if _is_local(path):
             # A file without a name: nothing of it stays, even after a kill.
             with tempfile.TemporaryFile(dir=path) as opened:
-                opened.write(_PROBE)
+                opened.write(bytes(4096))
                 opened.flush()
                 os.fsync(opened.fileno())  # Some disks are full only then.
         else:
             file = path / f".probe-{socket.gethostname()}-{os.getpid()}"
             try:
-                file.write_bytes(_PROBE)
+                file.write_bytes(bytes(4096))
             finally:
                 file.unlink(missing_ok=True)
     except ImportError:
-        raise  # Of what reads buckets: `guards.clear_errors` says what to install.
-    except Exception as error:  # A bucket's errors are no OSErrors.
-        there = path
+        raise  # `guards.clear_errors` says what to install for buckets.
+    except Exception as error:  # Errors of buckets are no OSErrors.
         if _is_local(path):
-            there = next(p for p in (path, *path.parents) if os.path.lexists(p))
-            if not there.is_dir():
+            path = next(p for p in (path, *path.parents) if os.path.lexists(p))
+            if not path.is_dir():
                 raise UserError(
-                    f"--workdir={workdir}: {there} is a file, not a folder: choose "
+                    f"--workdir={workdir}: {path} is a file, not a folder: choose "
                     "another --workdir"
                 ) from error
         raise UserError(
-            f"--workdir={workdir}: {there} cannot be written ({describe_failure(error)}): choose "
+            f"--workdir={workdir}: {path} cannot be written ({describe_failure(error)}): choose "
             "another --workdir, free space or change its permissions"
         ) from error
 
 
 class _Lock:
-    """Acquires the lock of a workdir, which no other start has, until `release`."""
+    """Holds the lock of a workdir until `release`."""
 
     def __init__(self, path: epath.Path | pathlib.Path, workdir: str):
         self._path, self._workdir = path, workdir
-        self._own = {
+        self._mine = {
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "start": time.strftime("%Y-%m-%d %H:%M:%S %Z"),
@@ -135,7 +132,7 @@ class _Lock:
         self._file, locked = None, False
         if _is_local(path):
             self._file, locked = self._open()
-            self._own["inode"] = os.fstat(self._file).st_ino
+            self._mine["inode"] = os.fstat(self._file).st_ino
         try:
             self._wait_for_the_last_holder(locked)
             self._write()
@@ -152,7 +149,7 @@ class _Lock:
     def release(self) -> None:
         """Releases the workdir for the next start."""
         self._done.set()
-        # A disk or bucket that hangs must not keep the other hosts waiting for an error.
+        # A disk or bucket that hangs must not delay an error on the other hosts.
         self._beating.join(_LOOK_SECONDS)
         with contextlib.suppress(Exception):  # A disk or bucket that is gone.
             if not self._is_anothers(self._read()):
@@ -160,15 +157,15 @@ class _Lock:
         self._close()
 
     def _open(self) -> tuple[int, bool]:
-        """Opens the file; tells whether the operating system has locked it for us."""
+        """Opens the file; also returns whether the operating system has locked it."""
         until = time.monotonic() + _ENDING_SECONDS
         while True:
             file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666)
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                found = self._read()
-                if found and found["boot"] != self._own["boot"]:
+                holder = self._read()
+                if holder and holder["boot"] != self._mine["boot"]:
                     return file, False  # A server may not know yet that it is dead.
                 os.close(file)
                 if time.monotonic() > until:
@@ -184,23 +181,23 @@ class _Lock:
 
     def _wait_for_the_last_holder(self, locked: bool) -> None:
         """Returns when the process that the file names has ended; raises if it lives."""
-        found = self._read()
-        if found is None:
+        holder = self._read()
+        if holder is None:
             return
-        here = all(found[key] == self._own[key] for key in ("boot", "processes"))
-        if here and self._own["born"]:
-            # Also where we have the system's lock: the holder may have begun without it,
-            # when a file server still kept that of a host that was gone. Not if this is a
-            # copy of its workdir, and so of its file.
-            copied = locked and found.get("inode") not in (None, self._own["inode"])
-            if not copied and processes.started(found["pid"]) == found["born"]:
+        here = all(holder[key] == self._mine[key] for key in ("boot", "processes"))
+        if here and self._mine["born"]:
+            # Also where the system has locked it for this process: the holder may have
+            # begun while a file server still kept the lock of a host that was gone. Not
+            # if this is a copy of its workdir, and so of its file.
+            copied = locked and holder.get("inode") not in (None, self._mine["inode"])
+            if not copied and processes.started(holder["pid"]) == holder["born"]:
                 self._refuse_if(bool)
             return
-        if locked and found["boot"] == self._own["boot"]:
+        if locked and holder["boot"] == self._mine["boot"]:
             return
-        seconds = found["lease_seconds"]
+        seconds = holder["lease_seconds"]
         print(
-            f"{_who(found)} has left a lock in {self._workdir}: waiting for a sign of "
+            f"{_who(holder)} has left a lock in {self._workdir}: waiting for a sign of "
             f"life from it, at most {seconds:.0f} s",
             file=sys.stderr,
             flush=True,
@@ -208,47 +205,48 @@ class _Lock:
         until = time.monotonic() + seconds
         while time.monotonic() < until:
             time.sleep(_LOOK_SECONDS)
-            self._refuse_if(lambda now: now and now != found)
+            self._refuse_if(lambda now: now and now != holder)
 
     def _refuse_if(self, wrong) -> None:
-        found = self._read()
-        if wrong(found):
+        holder = self._read()
+        if wrong(holder):
             raise UserError(
-                f"--workdir={self._workdir}: {_who(found)} writes to it, since "
-                f"{found['start']}: end that one, or choose another --workdir"
+                f"--workdir={self._workdir}: {_who(holder)} writes to it, since "
+                f"{holder['start']}: end that one, or choose another --workdir"
             )
 
-    def _is_anothers(self, found: dict | None) -> bool:
-        return bool(found) and found["token"] != self._own["token"]
+    def _is_anothers(self, holder: dict | None) -> bool:
+        return bool(holder) and holder["token"] != self._mine["token"]
 
     def _beat(self) -> None:
         while not self._done.wait(_BEAT_SECONDS):
             with contextlib.suppress(Exception):  # The next beat tries again.
-                found = self._read()
-                if self._is_anothers(found):
+                holder = self._read()
+                if self._is_anothers(holder):
                     multihost.end_job(
                         EXIT_USER_ERROR,
-                        f"{_who(found)} has taken {self._workdir} over since "
-                        f"{found['start']}, because this one stood still: ended, so "
+                        f"{_who(holder)} has taken {self._workdir} over since "
+                        f"{holder['start']}, because this one stood still: ended, so "
                         "that only one writes",
                     )
-                self._own["beat"] += 1
+                self._mine["beat"] += 1
                 self._write()
 
     def _read(self) -> dict | None:
-        """Returns what the file says; None if it is not there or not written yet."""
+        """Returns the content of the file; None if it is missing or not complete."""
         try:
-            found = json.loads(self._path.read_text())
+            content = json.loads(self._path.read_text())
         except (FileNotFoundError, ValueError):
             return None
-        return found if isinstance(found, dict) and found.keys() >= _KEYS else None
+        whole = isinstance(content, dict) and content.keys() >= _KEYS
+        return content if whole else None
 
     def _write(self) -> None:
-        text = json.dumps(self._own)
+        text = json.dumps(self._mine)
         if self._file is None:
             self._path.write_text(text)
             return
-        # In place, where the lock is; as long as any, so that nothing old stays behind.
+        # The system's lock belongs to this file, so it is overwritten, up to 1,000 bytes.
         os.pwrite(self._file, f"{text:<1000}\n".encode(), 0)
         os.fsync(self._file)
 
@@ -261,11 +259,11 @@ def _absolute(workdir: str | os.PathLike) -> epath.Path | pathlib.Path:
     files.refuse_scheme("--workdir", workdir)
     bucket = "://" in str(workdir)
     path = epath.Path(workdir) if bucket else pathlib.Path(workdir).absolute()
-    # Orbax puts the path into a glob pattern as it merges what the hosts have written: it
-    # finds nothing there and saves a checkpoint that cannot be read, or another run's files.
-    if found := _GLOB.search(os.fspath(path)):
+    # Orbax puts the path into a glob pattern to merge what the hosts have written: it would
+    # save a checkpoint that cannot be read, or merge another run's files.
+    if match := re.search(r"[*?\[]", os.fspath(path)):
         raise UserError(
-            f"--workdir={workdir}: {path} has a {found.group()!r}, and checkpoints cannot be saved "
+            f"--workdir={workdir}: {path} has a {match.group()!r}, and checkpoints cannot be saved "
             "in a folder with *, ? or [ in its path: choose another --workdir"
         )
     return path
@@ -275,12 +273,12 @@ def _is_local(path: epath.Path | pathlib.Path) -> bool:
     return "://" not in str(path)
 
 
-def _who(found: dict) -> str:
-    return f"process {found['pid']} on {found['host']}"
+def _who(holder: dict) -> str:
+    return f"process {holder['pid']} on {holder['host']}"
 
 
 def _boot() -> str:
-    """Returns an id of this boot, with whose end all its file locks have ended."""
+    """Returns an id of this boot of the machine; its end has released all file locks."""
     with contextlib.suppress(OSError):
         return pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return socket.gethostname()  # Not Linux.

@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import jax
 
@@ -15,8 +15,8 @@ from vit_jax.errors import UserError
 from vit_jax.evaluators.suite import Suite
 from vit_jax.printing import masked
 from vit_jax.training import guards, lock, resume_check, run_report
-from vit_jax.training.actions import Checkpointing, Evaluating, Preempting, Tracing
-from vit_jax.training.callbacks import Callback, Callbacks, Run
+from vit_jax.training.actions import Evaluating, Saving, Tracing
+from vit_jax.training.callbacks import Callback, Run
 from vit_jax.training.checkpoint import Checkpointer
 from vit_jax.training.config import TrainConfig
 from vit_jax.training.local_checkpoint import LocalCheckpointer
@@ -24,7 +24,6 @@ from vit_jax.training.metric_logger import MetricLogger
 from vit_jax.training.resume_check import Restored
 from vit_jax.training.timers import CompilationCounter, RunClock, StartupTimer
 from vit_jax.training.train_step import TrainSetup, build_train_setup, start_compiling
-from vit_jax.training.watchdog import Watchdog
 from vit_jax.weights.initial import load_initial
 
 
@@ -40,10 +39,10 @@ def train(
     Args:
       config: complete config, from `vit_jax.training.config.load`.
       workdir: folder for checkpoints, metrics and the report.
-      startup: holds the phases before this call.
-      setup: from `build_setup`, or from `SweepSetups.build` in a sweep, whose runs
-        share what they compile; the result is the same.
-      callbacks: called beside the loop's own actions.
+      startup: timer with the phases before this call.
+      setup: result of `build_setup`, or of `SweepSetups.build` in a sweep, whose runs
+        share what they compile.
+      callbacks: user's callbacks, called beside the actions of the loop.
 
     Returns:
       The content of `report.json`: config, commit, devices, steps, wall_seconds,
@@ -57,7 +56,7 @@ def train(
       Interrupted: Ctrl-C, or the stop button of a notebook, and the state is saved; a
         second one raises KeyboardInterrupt at once.
     """
-    watchdog = Watchdog(config.stall_timeout)
+    watchdog = guards.Watchdog(config.stall_timeout)
     with (
         guards.clear_errors(config),
         lock.held(workdir),
@@ -73,7 +72,7 @@ def train(
 def _train(
     config, workdir, startup, setup, callbacks, preemption, watchdog, stack
 ) -> dict:
-    clock, commit = RunClock(), run_report.commit()  # Of the code that runs.
+    clock, commit = RunClock(), run_report.commit()
     startup.announce("imported; finding the devices")
     jax.config.update("jax_debug_nans", config.debug_nans)
     jax.config.update("jax_debug_infs", config.debug_nans)
@@ -102,15 +101,11 @@ def _train(
     local = LocalCheckpointer(
         config, workdir, setup.source, setup.shapes, setup.shardings
     )
-    restored = restore_or_init(
-        config, setup, checkpoints, local, setup.source.class_names
-    )
+    restored = restore_or_init(config, setup, checkpoints, local)
     clock.add(restored.seconds, restored.device_seconds)
 
     # What happens beside the steps.
-    logger = stack.enter_context(
-        MetricLogger(config, workdir, setup, restored.step, startup, compilations)
-    )
+    logger = stack.enter_context(MetricLogger(startup, compilations))
     run = Run(
         config=config,
         workdir=os.fspath(workdir),
@@ -126,21 +121,18 @@ def _train(
         clock=clock,
         watchdog=watchdog,
         preemption=preemption,
-        callbacks=Callbacks(
-            [
-                logger,
-                *([config.tracker.callback()] if jax.process_index() == 0 else []),
-                *callbacks,
-                Preempting(),
-                Checkpointing(config, setup, local),
-                Evaluating(config, setup),
-                tracing,
-            ]
-        ),
+        callbacks=[
+            logger,
+            *([config.tracker.callback()] if jax.process_index() == 0 else []),
+            *callbacks,
+            Saving(local),
+            Evaluating(config, setup),
+            tracing,
+        ],
         notes=[*restored.notes, uncached],
     )
     del restored  # Its state, which the first step overwrites.
-    run.callbacks.begin(run)
+    run.notify("begin", run)
 
     # Training.
     data_shard, num_data_shards = meshes.data_shard(setup.mesh)
@@ -170,8 +162,8 @@ def _train(
             logger.step_timer.mark("host-to-device")
             with jax.profiler.StepTraceAnnotation("train", step_num=step):
                 run.take(step, *train_step(run.state, batch))
-            run.callbacks.after_step(step)
-    run.callbacks.finish()
+            run.notify("after_step", step)
+    run.notify("finish")
 
     # Report.
     report = _make_report(run, commit)
@@ -179,7 +171,7 @@ def _train(
         run_report.write_report(workdir, report)
     checkpoints.demand(run.last_step, "the training is done and reported")
     local.remove()
-    run.callbacks.end(report)
+    run.notify("end", report)
     return report
 
 
@@ -188,12 +180,9 @@ def build_setup(
     workdir: str | os.PathLike,
     startup: StartupTimer | None = None,
 ) -> TrainSetup:
-    """Opens the training split, and builds what a run computes.
+    """Opens the training split, and builds the functions of a run.
 
-    Args:
-      config: complete config.
-      workdir: of the run, which may have begun before.
-      startup: gets the phases.
+    The workdir may hold checkpoints of the run.
 
     Raises:
       UserError: the workdir holds another run, data cannot be opened, or the config does
@@ -213,10 +202,6 @@ def build_setup(
 
 def open_suite(config: TrainConfig, setup: TrainSetup) -> Suite:
     """Opens the evaluations of a run.
-
-    Args:
-      config: complete config.
-      setup: from `build_setup`.
 
     Raises:
       UserError: data cannot be opened, or an evaluation does not fit them or the task.
@@ -239,7 +224,7 @@ def _check_resumed(
     setup: TrainSetup,
     checkpoints: Checkpointer,
 ) -> None:
-    """Raises UserError if hosts differ, or the run is longer already than it shall be."""
+    """Raises UserError if hosts differ, or the run has more steps than `total_steps`."""
     latest = checkpoints.latest
     resume_check.check_data_of_hosts(
         {"train": setup.source} | setup.suite.sources(),
@@ -300,38 +285,30 @@ def restore_or_init(
     setup: TrainSetup,
     checkpoints: Checkpointer,
     local: LocalCheckpointer,
-    class_names: Sequence[str] = (),
 ) -> Restored:
     """Restores or initialises the state, each part on the devices that hold it.
 
-    Args:
-      config: complete config; its `init` names weights for a run that begins.
-      setup: of the run.
-      checkpoints: in the workdir.
-      local: on the hosts' own disks; the newer of the two is taken.
-      class_names: of the training data.
-
-    Returns:
-      The state, at step 0 for a run that begins.
+    The newest checkpoint of the workdir and the local disks is restored. A run that begins
+    has step 0, and weights that `config.init` names.
 
     Raises:
       UserError: no checkpoint is intact, it was saved with other data, or `init`
         cannot be read, does not fit, or differs between hosts.
     """
     latest, notes = checkpoints.latest or 0, []
-    found = local.restore(newer_than=latest)
-    while found.state is None and latest:
+    restored = local.restore(newer_than=latest)
+    while restored.state is None and latest:
         checkpoints.verify()
         if checkpoints.latest < latest:  # A local checkpoint may be newer now.
-            found = local.restore(newer_than=checkpoints.latest)
-        if found.state is None:
-            notes += found.notes
-            found = checkpoints.restore(setup.disk_shapes, setup.disk_shardings)
-            if found.state is not None:
-                found = found._replace(state=setup.from_disk(found.state))
+            restored = local.restore(newer_than=checkpoints.latest)
+        if restored.state is None:
+            notes += restored.notes
+            restored = checkpoints.restore(setup.disk_shapes, setup.disk_shardings)
+            if restored.state is not None:
+                restored = restored._replace(state=setup.from_disk(restored.state))
     if latest:
         notes += checkpoints.put_damaged_aside()
-    elif found.state is None and config.init.checkpoint:
+    elif restored.state is None and config.init.checkpoint:
         params, others, notes = load_initial(
             config.init,
             config.data,
@@ -339,14 +316,14 @@ def restore_or_init(
             lambda: setup.task.backbone(*setup.init()),
             head_bias_init=config.model.head_bias_init,
             task=config.task.name,
-            class_names=class_names,
+            class_names=setup.source.class_names if setup.source is not None else (),
         )
         _check_weights_of_hosts(setup, params | {"task": others})
-        found = found._replace(state=setup.state_from(params, others))
-    elif found.state is None:
+        restored = restored._replace(state=setup.state_from(params, others))
+    elif restored.state is None:
         _check_weights_of_hosts(setup, {})
-        found = found._replace(state=setup.initial_state())
-    return found._replace(notes=[*notes, *found.notes])
+        restored = restored._replace(state=setup.initial_state())
+    return restored._replace(notes=[*notes, *restored.notes])
 
 
 def _check_weights_of_hosts(setup: TrainSetup, params: dict) -> None:

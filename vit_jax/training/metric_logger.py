@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import os
 import sys
 import time
 from collections.abc import Iterator
@@ -21,8 +20,7 @@ from vit_jax.progress import StepBar
 from vit_jax.training import run_report
 from vit_jax.training.actions import Interval
 from vit_jax.training.callbacks import Callback, Run
-from vit_jax.training.config import TrainConfig
-from vit_jax.training.metric_writer import MultiWriter, WorkdirWriter
+from vit_jax.training.metric_writer import WorkdirWriter
 from vit_jax.training.timers import (
     CompilationCounter,
     DataStallTimer,
@@ -30,74 +28,59 @@ from vit_jax.training.timers import (
     StepTimer,
     data_stall_advice,
 )
-from vit_jax.training.train_step import TrainSetup
 
 
 class MetricLogger(Callback):
     """Logs progress, metrics, start-up and slow steps; a context manager.
 
-    Args:
-      config: complete config.
-      workdir: folder of the run.
-      setup: of the run.
-      start: steps taken before.
-      startup: phases so far; the first step ends the last one.
-      compilations: counts compiled programs.
-
     Attributes:
       info: prints lines in process 0.
-      step_timer: measures the phases of every step.
+      step_timer: timer of the phases of every step.
     """
 
     on_every_host = True
 
-    def __init__(
-        self,
-        config: TrainConfig,
-        workdir: str | os.PathLike,
-        setup: TrainSetup,
-        start: int,
-        startup: StartupTimer,
-        compilations: CompilationCounter,
-    ):
-        self._config, self._setup = config, setup
-        self._start, self._startup, self._compilations = start, startup, compilations
+    def __init__(self, startup: StartupTimer, compilations: CompilationCounter):
+        self._startup, self._compilations = startup, compilations
+        self._closing = contextlib.ExitStack()
+        self._advise = False  # Whether to report it if the input is the bottleneck.
+        self._skipped = 0  # Damaged images that this process left out.
+
+    def begin(self, run: Run) -> None:
+        self._run, config, setup = run, run.config, run.setup
+        active, device = jax.process_index() == 0, jax.devices()[0].device_kind
         self._interval = Interval(
             config.log_every_steps, config.log_every_epochs, setup
         )
-        self._advised = self._read_ahead = False
-        active = jax.process_index() == 0
-        device = jax.devices()[0].device_kind
+        self._files = WorkdirWriter(run.workdir, run.start, active=active)
+        more = config.tracker.writers(run.workdir) if active else ()
+        self._writers = [self._files, *more]
+        for writer in self._writers:
+            self._closing.callback(writer.close)
         self._progress = Progress(
-            start,
+            run.start,
             setup.total_steps,
             config.batch_size,
             jax.device_count(),
             active=active,
             ideal=ideal_seconds(setup.training_flops, device),
         )
-        self._files = WorkdirWriter(workdir, start, active=active)
-        more = config.tracker.writers(os.fspath(workdir)) if active else ()
-        self._writer = MultiWriter([self._files, *more])
-        self.step_timer = StepTimer(config.slow_step_factor, jax.process_index())
-        self._stall_timer = DataStallTimer()
-        self._skipped = 0  # Damaged images that this process left out.
+        self._closing.callback(self._progress.close)
         self.info = self._progress.info
-
-    def begin(self, run: Run) -> None:
-        self._run, config, setup = run, self._config, self._setup
+        self.step_timer = StepTimer(config.slow_step_factor, jax.process_index())
+        self._stall_timer = self._closing.enter_context(DataStallTimer())
         keys = fields.to_json(config)
-        self._writer.write_hparams(fields.flatten(keys))
-        self._writer.write_texts(0, {"config": json.dumps(keys, indent=2)})
         overview = parameter_overview.get_parameter_overview(
             setup.disk_shapes.params, include_stats=False
         )
-        self._writer.write_texts(0, {"parameters": overview})
+        texts = {"config": json.dumps(keys, indent=2), "parameters": overview}
+        for writer in self._writers:
+            writer.write_hparams(fields.flatten(keys))
+            writer.write_texts(0, texts)
         self.info(
             f"{config.name}: {config.model.variant}, {run.num_parameters:,} parameters, "
             f"{len(setup.source):,} images, {setup.total_steps:,} steps of "
-            f"{config.batch_size} on {jax.device_count()} x "
-            f"{jax.devices()[0].device_kind}; workdir {run.workdir}"
+            f"{config.batch_size} on {jax.device_count()} x {device}; workdir {run.workdir}"
         )
         unchecked = fingerprint.unchecked(
             run.checkpoints.data,
@@ -109,10 +92,10 @@ class MetricLogger(Callback):
             self.info(note)
 
     def steps(self, batches: pipeline.Batches) -> Iterator[tuple[int, dict]]:
-        """Yields the steps to take with their batches, and times what is done with them."""
-        self._read_ahead = batches.read_ahead
+        """Yields the steps to take with their batches, and measures them."""
+        self._advise = batches.read_ahead
         timed = self._stall_timer.iterate(batches)
-        for step, batch in enumerate(timed, self._start + 1):
+        for step, batch in enumerate(timed, self._run.start + 1):
             self.step_timer.mark("input")
             self._skipped += int(batch.pop("skipped").sum())
             if step == 1:
@@ -120,17 +103,18 @@ class MetricLogger(Callback):
             yield step, batch
             if line := self.step_timer.end_step(step):
                 self.info(line)
-            if step == self._run.last_step:  # It may have become an earlier one.
+            if step == self._run.last_step:  # Early stopping may have lowered it.
                 return
 
     def step_started(self, metrics: object) -> None:
-        """Notes a step that was given to the device, with its metrics."""
+        """Notes that the device received a step, which returns these metrics."""
         self._stall_timer.step_started(metrics)
 
     def step_done(self, step: int) -> None:
-        """Notes that the result of a step is there."""
+        """Notes that the device has computed a step."""
+        self.step_timer.mark("device step")
         self._progress.step_done(step, self._stall_timer.seconds)
-        if step == self._start + 1:
+        if step == self._run.start + 1:
             self._startup.end_phase("first step")
             self.info(f"{self._startup.summary()}; {self._compilations.summary()}")
 
@@ -138,8 +122,8 @@ class MetricLogger(Callback):
         if not self._interval.is_due(step):
             return
         values = self._run.metrics()
-        if warning := self._setup.task.warning(values):
-            self.info(f"step {step}/{self._setup.total_steps}  warning: {warning}")
+        if warning := self._run.setup.task.warning(values):
+            self.info(f"step {step}/{self._run.setup.total_steps}  warning: {warning}")
         waited, skipped = self._of_all_processes()
         memory, timings = device_memory(), self.step_timer.summary()
         speed = self._progress.log(
@@ -149,18 +133,20 @@ class MetricLogger(Callback):
             timings["checkpoint_stall"],
             memory.get("memory_gib", 0.0),
         )
+        if speed and self._advise:
+            speeds = speed["input_wait"], speed["images_per_second"]
+            if advice := data_stall_advice(*speeds, self._run.config.data):
+                self.info(advice)
+                self._advise = False
         values = values | speed | timings | memory | self._startup.new_metrics()
         values["compile_seconds"] = self._compilations.seconds
-        counts = {
-            "skipped": skipped,
-            "failed_saves": self._run.checkpoints.failures,
-        }
+        failed = self._run.checkpoints.failures
+        counts = {"skipped": skipped, "failed_saves": failed}
         values |= {name: count for name, count in counts.items() if count}
-        if speed and self._read_ahead and not self._advised:
-            self._advised = self._progress.advise(speed, self._config.data)
-        named = {f"train/{k}": v for k, v in values.items()}
-        self._writer.write_scalars(step, named)
-        self._run.callbacks.log(step, named)
+        values = {f"train/{k}": v for k, v in values.items()}
+        for writer in self._writers:
+            writer.write_scalars(step, values)
+        self._run.notify("log", step, values)
         self.step_timer.mark("logging")
 
     def _of_all_processes(self) -> tuple[float, int]:
@@ -169,41 +155,41 @@ class MetricLogger(Callback):
             waited=self._stall_timer.seconds, skipped=self._skipped
         )
         # Of processes that load the same shard of every batch, one counts.
-        _, shards = meshes.data_shard(self._setup.mesh)
+        _, shards = meshes.data_shard(self._run.setup.mesh)
         skipped = int(each["skipped"].sum()) // (jax.process_count() // shards)
-        return float(each["waited"].max()), skipped  # The slowest input holds all up.
+        return float(each["waited"].max()), skipped
 
     def log_scores(
         self, step: int, scores: dict, confusions: dict, pictures: dict
     ) -> None:
         """Prints the scores of evaluations, and writes those not written yet.
 
-        Args:
-          step: steps taken.
-          scores: evaluation to set of parameters to metrics.
-          confusions: the same to `protocol.Confusion`, of some.
-          pictures: the same to strips of pictures, of some.
+        All map evaluations to sets of parameters: to metrics, to a
+        `protocol.Confusion` if there is one, and to strips of pictures if any.
         """
         for name, kinds in scores.items():
             if self.has_scores(step, name):
                 continue
-            self._writer.write_scalars(step, run_report.flatten_scores({name: kinds}))
+            for writer in self._writers:
+                writer.write_scalars(step, run_report.flatten_scores({name: kinds}))
             for kind, table in confusions.get(name, {}).items():
                 if jax.process_index() == 0:
-                    picture = np.asarray(result_tables.draw_confusion(table))[None]
+                    picture = np.asarray(result_tables.draw_confusion(table))
                     self._write_images(f"{name}/{kind}/confusion", picture, step)
             for kind, strips in pictures.get(name, {}).items():
                 self._write_images(f"{name}/{kind}/pictures", strips, step)
-        self._writer.flush()
+        for writer in self._writers:
+            writer.flush()
         self.info(
-            f"step {step}/{self._setup.total_steps}  {run_report.scores_line(scores)}"
+            f"step {step}/{self._run.setup.total_steps}  {run_report.scores_line(scores)}"
         )
-        self._run.callbacks.evaluate(step, run_report.flatten_scores(scores))
+        self._run.notify("evaluate", step, run_report.flatten_scores(scores))
 
     def _write_images(self, name: str, images: np.ndarray, step: int) -> None:
         """Writes up to 16 images, uint8 (..., Y, X, C)."""
         shown = images.reshape(-1, *images.shape[-3:])[:16]
-        self._writer.write_images(step, {name: shown})
+        for writer in self._writers:
+            writer.write_images(step, {name: shown})
 
     @property
     def history(self) -> list[dict]:
@@ -216,11 +202,7 @@ class MetricLogger(Callback):
 
     @contextlib.contextmanager
     def pause(self, phase: str = ""):
-        """Stops the clock of steps for what happens within.
-
-        Args:
-          phase: of the step that it is; see `StepTimer`.
-        """
+        """Stops the clock of training steps within, which is a phase of the `StepTimer`."""
         self._progress.pause()
         yield
         self._progress.resume()
@@ -228,7 +210,7 @@ class MetricLogger(Callback):
             self.step_timer.mark(phase)
 
     def measured(self) -> dict:
-        """Returns what `report.json` says of this start; all processes call it."""
+        """Returns the measurements for `report.json`; all processes call it."""
         return {
             "startup": {k: round(v, 3) for k, v in self._startup.seconds.items()},
             "compile_seconds": round(self._compilations.seconds, 3),
@@ -237,29 +219,25 @@ class MetricLogger(Callback):
         }
 
     def __enter__(self):
-        self._stall_timer.__enter__()
         return self
 
     def __exit__(self, *_) -> None:
-        self._stall_timer.__exit__()
-        self._progress.close()
-        self._writer.close()
+        self._closing.close()
 
 
 class Progress:
     """Prints lines, moves a bar on terminals and measures the time spent in steps.
 
-    The first step of a start is not counted: it compiles. Nor is what happens between
-    `pause` and `resume` (evaluation, waiting for a save).
+    The first step of a start is not counted, since it compiles. Nor is what happens
+    between `pause` and `resume` (evaluation, waiting for a save).
 
     Args:
-      start: steps taken before.
-      total: steps of the run.
-      batch_size: images a step, all devices.
+      start: steps taken by earlier starts.
+      total: steps of the whole run.
+      batch_size: images per step, over all devices.
       devices: number of devices.
       active: whether this process prints.
-      ideal: seconds in which a device at its peak would train on one image; 0 if that
-        is not known.
+      ideal: result of `ideal_seconds`.
     """
 
     def __init__(
@@ -273,9 +251,8 @@ class Progress:
         ideal: float = 0.0,
     ):
         self._total, self._batch, self._devices = total, batch_size, devices
-        self._ideal = ideal
-        self._active = active
-        # Where lines go through a pipe, as to tee, they would come amidst the bar.
+        self._ideal, self._active = ideal, active
+        # Where lines go through a pipe, as to tee, they would mix with the bar.
         self._bar = StepBar(start, total, active=active and sys.stdout.isatty())
         self._step = self._logged = start
         self._seconds = self._logged_seconds = self._logged_waited = 0.0
@@ -284,11 +261,11 @@ class Progress:
         self._rate = 0.0
 
     def step_done(self, step: int, waited: float = 0.0) -> None:
-        """Notes that the result of a step is there.
+        """Notes that the device has computed a step.
 
         Args:
           step: steps taken.
-          waited: see `log`.
+          waited: seconds of this start in which the device waited for input.
         """
         self._count()
         self._step = step
@@ -325,15 +302,15 @@ class Progress:
 
         Args:
           step: steps taken.
-          loss: of the step.
+          loss: training loss of the step.
           waited: seconds of this start in which the device waited for input.
-          stalled: seconds since the last line in which the loop stood still for saves.
-          memory: GiB in use on a device, 0 if that is not known.
+          stalled: seconds since the last line in which the loop waited for saves.
+          memory: GiB in use on a device, 0 if unknown.
 
         Returns:
           step_seconds, images_per_second, images_per_second_per_device, input_wait (the
           fraction of the time in which the device waited for input), and mfu, the
-          fraction of the device's peak that the model's operations make up, if that
+          fraction of the device's peak that the operations of the model reach, if that
           peak is known. Empty where no step was counted yet.
         """
         steps = step - self._logged
@@ -341,54 +318,40 @@ class Progress:
         wait = 0.0
         if steps and seconds:
             self._rate = steps * self._batch / seconds
-            # Clocks of two threads may differ by a hair.
+            # Clocks of two threads may differ slightly.
             wait = min(1.0, (waited - self._logged_waited) / seconds)
         self._logged, self._logged_seconds = step, self._seconds
         self._logged_waited = waited
-        speed = self._speed(wait) if self._rate else {}
-        parts = [f"step {step}/{self._total}", f"loss {loss:.4f}"]
-        if speed:
+        speed = {}
+        parts, shown = [f"step {step}/{self._total}"], [f"loss {loss:.4f}"]
+        parts += shown
+        if self._rate:
+            per_device = self._rate / self._devices
+            speed = {
+                "step_seconds": self._batch / self._rate,
+                "images_per_second": self._rate,
+                "images_per_second_per_device": per_device,
+                "input_wait": wait,
+            }
+            if self._ideal:
+                speed["mfu"] = per_device * self._ideal
+            left = _clock((self._total - step) * speed["step_seconds"])
+            shown += [f"{left} left", f"{self._rate:.0f} images/s"]
             each = " a device" if self._devices > 1 else ""
             parts += [
                 f"{speed['step_seconds']:.3f} s",
-                f"{speed['images_per_second_per_device']:.0f} images/s{each}",
+                f"{per_device:.0f} images/s{each}",
                 f"MFU {speed['mfu']:.0%}" if self._ideal else "",
                 f"input wait {wait:.0%}" if wait >= 0.01 else "",
             ]
         parts += [
             f"saving {stalled:.1f} s" if stalled >= 0.05 else "",
             f"{memory:.1f} GiB" if memory else "",
+            *shown[1:2],
         ]
-        shown = [f"loss {loss:.4f}"]
-        if speed:
-            left = f"{_clock((self._total - step) * speed['step_seconds'])} left"
-            parts.append(left)
-            shown += [left, f"{speed['images_per_second']:.0f} images/s"]
         self.info("  ".join(filter(None, parts)))
         self._bar.show(step, *shown)
         return speed
-
-    def _speed(self, wait: float) -> dict[str, float]:
-        each = self._rate / self._devices
-        speed = {
-            "step_seconds": self._batch / self._rate,
-            "images_per_second": self._rate,
-            "images_per_second_per_device": each,
-            "input_wait": wait,
-        }
-        return speed | ({"mfu": each * self._ideal} if self._ideal else {})
-
-    def advise(self, speed: dict[str, float], data) -> bool:
-        """Prints what to raise if the input is the bottleneck; returns whether it is.
-
-        Args:
-          speed: what `log` returned.
-          data: `config.data`.
-        """
-        text = data_stall_advice(speed["input_wait"], speed["images_per_second"], data)
-        if text:
-            self.info(text)
-        return bool(text)
 
     def info(self, text: str) -> None:
         """Prints lines, above the bar."""
@@ -416,33 +379,23 @@ def _clock(seconds: float) -> str:
 def ideal_seconds(flops: int | None, device_kind: str) -> float:
     """Returns the seconds in which a device at its peak would train on one image.
 
-    Model FLOPs utilisation is this times the images a second of a device.
-
-    Args:
-      flops: floating-point operations per image, as of `Task.training_flops`; None if
-        unknown.
-      device_kind: as JAX says it.
-
-    Returns:
-      0 if the peak of the device is not known, as that of a CPU, or `flops`.
+    Model FLOPs utilisation is this times the images per second and device. It is 0 if the
+    peak of the device, as that of a CPU, or `flops`, operations per image, is unknown.
     """
     chip = chips.find(device_kind)
-    if chip is None or flops is None:
-        return 0.0
-    return flops / chip.peak_flops
+    return 0.0 if chip is None or flops is None else flops / chip.peak_flops
 
 
 def device_memory() -> dict[str, float]:
-    """Returns how full the fullest device of this process is, in GiB.
+    """Returns memory_gib and memory_peak_gib of the fullest device of this process, in GiB.
 
-    Returns:
-      memory_gib: now; memory_peak_gib: at most since the process began. Empty where the
-      device does not tell, as a CPU.
+    The peak is that since the process began. Empty where the device does not report it, as
+    a CPU.
     """
-    found = [device.memory_stats() or {} for device in jax.local_devices()]
+    stats = [device.memory_stats() or {} for device in jax.local_devices()]
     names = {"memory_gib": "bytes_in_use", "memory_peak_gib": "peak_bytes_in_use"}
     return {
-        name: max(stats[key] for stats in found) / 2**30
+        name: max(each[key] for each in stats) / 2**30
         for name, key in names.items()
-        if all(key in stats for stats in found)
+        if all(key in each for each in stats)
     }

@@ -7,7 +7,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from etils import epath
@@ -31,15 +31,12 @@ finally:
 class Events:
     """Appends to a new TensorBoard event file in a folder, at once.
 
-    tensorboardX's own writer has a thread, which dies on a full disk; after ten more
-    events its caller waits for ever. Here the caller gets the error.
+    tensorboardX's writer has a thread, which dies on a full disk; after ten more events
+    its caller waits forever. Here the caller gets the error.
 
     Args:
-      folder: made if it is missing.
-      purge: TensorBoard forgets what earlier files hold from this step on.
-
-    Raises:
-      OSError: here and in `add`: it cannot be written.
+      folder: created if it is missing.
+      purge: first step that TensorBoard drops from earlier files.
     """
 
     def __init__(self, folder: epath.Path, purge: int):
@@ -54,7 +51,7 @@ class Events:
         self._write(event_pb2.Event(step=step, summary=summary))
 
     def flush(self) -> None:
-        """Sees to it that all is on the disk."""
+        """Writes what is buffered."""
         self._file.flush()
 
     def close(self) -> None:
@@ -74,32 +71,30 @@ class WorkdirWriter(MetricWriter):
     as soon as that works again.
 
     Args:
-      workdir: folder of the run. What an earlier start wrote stays up to `step`; later
-        lines, of steps that are now taken again, go.
+      workdir: folder of the run. Lines of an earlier start stay up to `step`; later ones,
+        of steps that are now taken again, are dropped.
       step: steps taken when this start begins.
       active: whether this process writes.
 
     Attributes:
-      lines: what is written so far: "step", and the metrics by name.
+      lines: lines written so far: "step", and the metrics by name.
     """
 
     def __init__(self, workdir: str | os.PathLike, step: int, *, active: bool = True):
         self.lines: list[dict] = []
-        self._path = epath.Path(workdir) / "metrics.jsonl"
-        self._table = epath.Path(workdir) / "metrics.csv"
+        self._folder = epath.Path(workdir)
         self._active, self._purge = active, step + 1
         self._events = None
-        self._unseen = []  # Step and summary of what TensorBoard's file lacks.
-        self._columns = {"step": None}  # Of the table, in their order.
-        # Whether the file of lines, and the table, lack nothing but the last.
-        self._whole = self._whole_table = False
-        if step and self._path.exists():
-            lines = map(_parse, self._path.read_bytes().splitlines())
+        self._unwritten = []  # Step and summary, for TensorBoard.
+        self._columns = {"step": None}  # Of the table, in order.
+        self._complete = set()  # Files that lack at most the last line.
+        path = self._folder / "metrics.jsonl"
+        if step and path.exists():
+            lines = map(_parse, path.read_bytes().splitlines())
             self.lines = [line for line in lines if line and line["step"] <= step]
         if active:
-            self._try(lambda: self._path.parent.mkdir(parents=True, exist_ok=True))
-            self._try(self._write_lines)
-            self._try(self._write_table)
+            self._try(lambda: self._folder.mkdir(parents=True, exist_ok=True))
+            self._write_files()
 
     def has(self, step: int, part: str) -> bool:
         """Returns whether a metric with `part` in its name is written for a step."""
@@ -109,12 +104,10 @@ class WorkdirWriter(MetricWriter):
         )
 
     def write_scalars(self, step: int, scalars: Mapping[str, Any]) -> None:
-        if not self._active:
-            return
-        self.lines.append({"step": step, **scalars})
-        self._try(self._write_lines)
-        self._try(self._write_table)
-        self._show(step, [summary.scalar(name, x) for name, x in scalars.items()])
+        if self._active:
+            self.lines.append({"step": step, **scalars})
+            self._write_files()
+            self._show(step, [summary.scalar(name, x) for name, x in scalars.items()])
 
     def write_texts(self, step: int, texts: Mapping[str, str]) -> None:
         shown = {name: f"<pre>{text}</pre>" for name, text in texts.items()}
@@ -132,95 +125,68 @@ class WorkdirWriter(MetricWriter):
             self._events = None
 
     def _show(self, step: int, summaries: list) -> None:
-        """Writes summaries for TensorBoard."""
         if self._active:
-            self._unseen += [(step, each) for each in summaries]
+            self._unwritten += [(step, each) for each in summaries]
             self._try(self._write_events)
 
-    def _try(self, write: Callable[[], None]) -> None:
+    def _try(self, write: Callable, *args) -> None:
         try:
-            write()
+            write(*args)
         except OSError as error:
             print(
-                f"error: {self._path.parent}: metrics are not written "
+                f"error: {self._folder}: metrics are not written "
                 f"({error.strerror or error}); training continues, and they are written "
                 "as soon as that works again",
                 file=sys.stderr,
                 flush=True,
             )
 
-    def _write_lines(self) -> None:
-        whole, self._whole = self._whole, False
-        # Objects in a bucket cannot grow, and a line may have failed halfway.
-        if not whole or "://" in str(self._path):
-            text = "".join(json.dumps(line) + "\n" for line in self.lines)
-            replace_text(self._path, text)
-        else:
-            with self._path.open("a") as file:
-                file.write(json.dumps(self.lines[-1]) + "\n")
-        self._whole = True
-
-    def _write_table(self) -> None:
-        whole, self._whole_table = self._whole_table, False
-        known = len(self._columns)
-        for line in self.lines[-1:] if whole else self.lines:
+    def _write_files(self) -> None:
+        columns = len(self._columns)
+        for line in self.lines[-1:] if self._complete else self.lines:
             self._columns |= dict.fromkeys(line)
-        whole = whole and len(self._columns) == known and "://" not in str(self._table)
-        text = io.StringIO()
-        rows = csv.DictWriter(text, self._columns, restval="", lineterminator="\n")
-        if whole:
-            rows.writerow(self.lines[-1])
-            with self._table.open("a") as file:
-                file.write(text.getvalue())
+        if len(self._columns) > columns:
+            self._complete.discard("metrics.csv")
+        self._try(self._write_lines, "metrics.jsonl", _as_json)
+        self._try(self._write_lines, "metrics.csv", self._as_csv)
+
+    def _write_lines(self, name: str, as_text: Callable[[list, bool], str]) -> None:
+        """Appends the last line to a file, or writes all lines."""
+        path, append = self._folder / name, name in self._complete
+        self._complete.discard(name)
+        # Objects in a bucket cannot grow, and a line may have failed halfway.
+        if append and "://" not in str(path):
+            with path.open("a") as file:
+                file.write(as_text(self.lines[-1:], True))
         else:
-            rows.writeheader()
-            rows.writerows(self.lines)
-            replace_text(self._table, text.getvalue())
-        self._whole_table = True
+            replace_text(path, as_text(self.lines, False))
+        self._complete.add(name)
+
+    def _as_csv(self, lines: list[dict], append: bool) -> str:
+        text = io.StringIO()
+        table = csv.DictWriter(text, self._columns, restval="", lineterminator="\n")
+        if not append:
+            table.writeheader()
+        table.writerows(lines)
+        return text.getvalue()
 
     def _write_events(self) -> None:
         try:
             if self._events is None:
-                self._events = Events(self._path.parent / "tensorboard", self._purge)
-            for step, what in self._unseen:
-                self._events.add(step, what)
+                self._events = Events(self._folder / "tensorboard", self._purge)
+            for step, each in self._unwritten:
+                self._events.add(step, each)
             self._events.flush()
-            self._unseen = []
+            self._unwritten = []
         except OSError:
             # The file may end in half an event: what follows needs another.
             self.close()
             raise
 
 
-class MultiWriter(MetricWriter):
-    """Hands everything that a run writes to several writers."""
-
-    def __init__(self, writers: Iterable[MetricWriter]):
-        self._writers = tuple(writers)
-
-    def write_scalars(self, step: int, scalars: Mapping[str, Any]) -> None:
-        for each in self._writers:
-            each.write_scalars(step, scalars)
-
-    def write_images(self, step: int, images: Arrays) -> None:
-        for each in self._writers:
-            each.write_images(step, images)
-
-    def write_texts(self, step: int, texts: Mapping[str, str]) -> None:
-        for each in self._writers:
-            each.write_texts(step, texts)
-
-    def write_hparams(self, hparams: Mapping[str, Any]) -> None:
-        for each in self._writers:
-            each.write_hparams(hparams)
-
-    def flush(self) -> None:
-        for each in self._writers:
-            each.flush()
-
-    def close(self) -> None:
-        for each in self._writers:
-            each.close()
+def _as_json(lines: list[dict], append: bool) -> str:
+    del append
+    return "".join(json.dumps(line) + "\n" for line in lines)
 
 
 def _parse(line: bytes) -> dict | None:

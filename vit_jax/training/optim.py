@@ -18,7 +18,7 @@ from vit_jax.training.schedules import SCHEDULES, Number, Schedule, ScheduleConf
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimConfig:
-    """What `config.optim` states of every optimiser."""
+    """Keys of `config.optim` that every optimiser has."""
 
     name: str = key("adam", '"adam" or "adamw", the same; "sgd", "lars" or "lamb".')
     learning_rate: float = key(0.0, "Peak learning rate: this ...", in_step=False)
@@ -53,12 +53,12 @@ class OptimConfig:
     )
     sam_rho: float = key(
         0.0,
-        "SAM (arXiv:2010.01412): take the gradient so far uphill, two passes a step; 0 "
-        "is off.",
+        "SAM (arXiv:2010.01412): distance uphill at which the gradient is taken, in two "
+        "passes per step; 0 is off.",
     )
     sam_rho_end: float = key(
         0.0,
-        "GSAM: `sam_rho` falls with the learning rate, at the last rate to this; 0: it "
+        "GSAM: `sam_rho` falls with the learning rate to this at the last rate; 0: it "
         "stays.",
     )
     sam_adaptive: str = key(
@@ -88,21 +88,16 @@ class OptimConfig:
     freeze: tuple[str, ...] = key(
         (), "Regular expressions: parameters that do not move ..."
     )
-    freeze_steps: int = key(0, "... for so many steps; all three 0: the whole run.")
+    freeze_steps: int = key(0, "... for this many steps; all three 0: the whole run.")
     freeze_epochs: float = epochs("The same in epochs, or else ...")
     freeze_fraction: float = key(0.0, "... as a fraction of the run.")
 
     def __post_init__(self):
-        if not self.learning_rate and not self.base_learning_rate:
-            raise UserError(
-                "optim.learning_rate=0.0: nothing would be learnt; state a rate above 0, or "
-                "optim.base_learning_rate"
-            )
         if bool(self.learning_rate) == bool(self.base_learning_rate):
             raise UserError(
-                f"config states optim.learning_rate={self.learning_rate} and "
+                f"optim.learning_rate={self.learning_rate} and "
                 f"optim.base_learning_rate={self.base_learning_rate}: set exactly one of "
-                "them"
+                "them above 0"
             )
 
     def peak_learning_rate(self, batch_size: int) -> float:
@@ -110,13 +105,13 @@ class OptimConfig:
         return self.learning_rate or self.base_learning_rate * batch_size / 256
 
     def moments(self) -> list[optax.GradientTransformation]:
-        """Returns what makes a direction of the gradients."""
+        """Returns transformations from gradients to a direction."""
         raise NotImplementedError
 
     def direction(
         self, params: dict, decay: list[optax.GradientTransformation]
     ) -> list[optax.GradientTransformation]:
-        """Returns what makes a step of the gradients, up to the learning rate.
+        """Returns transformations from gradients to a step, up to the learning rate.
 
         Args:
           params: model parameters, as arrays or shapes.
@@ -129,9 +124,9 @@ class OptimConfig:
 class AdamConfig(OptimConfig):
     """Adam (arXiv:1412.6980)."""
 
-    b1: float = key(0.9, "Decay of the mean of gradients, a step.", below=1)
-    b2: float = key(0.999, "Decay of the mean of their squares, a step.", below=1)
-    eps: float = key(1e-8, "Added to the root of that, by which steps are divided.")
+    b1: float = key(0.9, "Adam's beta1, the decay of the mean gradient.", below=1)
+    b2: float = key(0.999, "Adam's beta2, that of the mean square.", below=1)
+    eps: float = key(1e-8, "Adam's epsilon, added to the root of the mean square.")
 
     def moments(self) -> list[optax.GradientTransformation]:
         return [
@@ -147,9 +142,9 @@ class SgdConfig(OptimConfig):
 
     name: str = key("sgd", "")
     momentum: float = key(
-        0.9, "Decay of the sum of gradients, a step; 0 is plain SGD.", below=1
+        0.9, "Decay of the sum of gradients per step; 0 is plain SGD.", below=1
     )
-    nesterov: bool = key(False, "Looks ahead along the momentum.")
+    nesterov: bool = key(False, "Nesterov momentum.")
 
     def moments(self) -> list[optax.GradientTransformation]:
         if not self.momentum:
@@ -167,8 +162,8 @@ class SgdConfig(OptimConfig):
 class LarsConfig(OptimConfig):
     """LARS (arXiv:1708.03888), in the form of MAE's linear probe.
 
-    What `weight_decay_mask` matches has weight decay and a trust ratio, both before the
-    momentum; the rest is SGD with momentum.
+    Parameters that `weight_decay_mask` matches have weight decay and a trust ratio, both
+    before the momentum; for the rest it is SGD with momentum.
     """
 
     name: str = key("lars", "")
@@ -191,14 +186,14 @@ class LarsConfig(OptimConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LambConfig(AdamConfig):
-    """LAMB (arXiv:1904.00962), in the form of timm, as DeiT III trains with.
+    """LAMB (arXiv:1904.00962), in the form of timm, which DeiT III trains with.
 
-    What weight decay touches has a trust ratio; the rest is Adam. timm also clips the
-    gradient: `grad_clip_norm=1.0`.
+    Parameters with weight decay have a trust ratio; for the rest it is Adam. timm also
+    clips the gradient: `grad_clip_norm=1.0`.
     """
 
     name: str = key("lamb", "")
-    eps: float = key(1e-6, "Added to the root of that, by which steps are divided.")
+    eps: float = key(1e-6, "Adam's epsilon, added to the root of the mean square.")
 
     def direction(
         self, params: dict, decay: list[optax.GradientTransformation]
@@ -219,17 +214,14 @@ OPTIMIZERS = {
 
 
 def learning_rate(optim: OptimConfig, peak: Number, run: RunLength) -> Schedule:
-    """Returns the learning rate as a function of the step.
+    """Returns the learning rate as a function of the steps already taken.
+
+    It is linear from 0 over the warmup, then follows the schedule to the end of the run.
 
     Args:
       optim: section `optim`.
-      peak: highest learning rate, see `OptimConfig.peak_learning_rate`; it may be an
-        argument of a jitted function.
+      peak: highest learning rate; it may be an argument of a jitted function.
       run: length of the run.
-
-    Returns:
-      Function from the steps already taken to the rate of the next one: linear from 0
-      over the warmup, then the schedule over the rest of the run.
 
     Raises:
       UserError: the warmup is longer than the run, or the schedule does not fit it.
@@ -270,17 +262,15 @@ def optimizer(
 ) -> optax.GradientTransformation:
     """Builds the optimiser.
 
+    It is a chain of clipping, the direction with weight decay, which is decoupled from the
+    loss and multiplied by the scheduled rate, the rate, its layer decay, and freezing.
+
     Args:
-      optim: `config.optim`.
+      optim: section `optim`.
       params: model parameters, as arrays or shapes, in either layout of the blocks.
-      rate: learning rate by step, see `learning_rate`.
+      rate: learning rate by step, from `learning_rate`.
       run: length of the run.
       network: `Model.config`, which knows the layers of the parameters.
-
-    Returns:
-      optax transformation: clipping, the optimiser's direction with weight decay that is
-      decoupled from the loss and multiplied by the scheduled rate, the rate, its decay
-      from layer to layer, freezing.
 
     Raises:
       UserError: a regular expression of `weight_decay_mask` or `freeze` matches no
@@ -307,9 +297,9 @@ def optimizer(
     if optim.freeze:
         mask = match(params, optim.freeze, "optim.freeze")
         until = length_in_steps(optim, "freeze", run)
-        # After the rest, so that weight decay does not move them either. What is frozen
-        # for good is hidden from clipping and moments too; what will move needs
-        # moments that are warm, or Adam's first free steps are several times too long.
+        # After the rest, so that weight decay does not move them either. Parameters that
+        # stay frozen are hidden from clipping and moments too; those that move later need
+        # warm moments, or Adam's first free steps are several times too long.
         gate = _freeze(mask, until)
         chain = [*chain, gate] if until else [gate, *chain, gate]
     return optax.chain(*chain)
@@ -318,8 +308,7 @@ def optimizer(
 def stop_frozen_gradients(params: dict, optim: OptimConfig) -> dict:
     """Stops gradients to parameters that are frozen for the whole run.
 
-    This saves their backward pass. What is frozen for a part of the run keeps its
-    gradients, which warm its moments.
+    This saves their backward pass. Others keep their gradients, which warm their moments.
     """
     if not optim.freeze or length_key(optim, "freeze"):
         return params
@@ -340,8 +329,8 @@ def match(params: dict, patterns: Sequence[str], name: str) -> dict:
       name: config key that holds them, for the message.
 
     Returns:
-      Nested dict of bools; of stacked blocks that are not alike, an array that
-      broadcasts against the parameter.
+      Nested dict of bools; for stacked blocks that differ, an array that broadcasts
+      against the parameter.
 
     Raises:
       UserError: an expression matches nothing, or is not a regular expression.
@@ -369,16 +358,10 @@ _FUSED = re.compile(r"/(query|key|value)/")
 
 
 def parameter_norms(tree: dict) -> dict:
-    """Returns the norm of each parameter.
+    """Returns norms, float32, that broadcast against a tree of parameters or gradients.
 
-    A parameter is what PyTorch's code of these methods has as one: each of several
-    stacked blocks has its own, and query, key and value of an attention share one.
-
-    Args:
-      tree: nested dict of parameters, or of their gradients or updates.
-
-    Returns:
-      Nested dict of norms, float32, which broadcast against the parameters.
+    As in the PyTorch code of these methods, each of several stacked blocks has a separate
+    norm, and query, key and value of an attention share one.
     """
     squares = {}
 
@@ -389,8 +372,8 @@ def parameter_norms(tree: dict) -> dict:
     def add(keys, leaf):
         path, first = name(keys)
         axes = tuple(range(first, leaf.ndim))
-        own = jnp.square(leaf.astype(jnp.float32)).sum(axes)
-        squares[path] = squares.get(path, 0) + own
+        square = jnp.square(leaf.astype(jnp.float32)).sum(axes)
+        squares[path] = squares.get(path, 0) + square
 
     def norm(keys, leaf):
         path, first = name(keys)
@@ -402,12 +385,12 @@ def parameter_norms(tree: dict) -> dict:
 
 
 def clip_by_parameter_norm(limit: float) -> optax.GradientTransformation:
-    """Clips each gradient to a norm, see `parameter_norms`, by itself, as DINO does."""
+    """Clips the norm of each gradient, see `parameter_norms`, separately, as DINO does."""
 
     def update(updates, params=None):
         del params
         return jax.tree.map(
-            # PyTorch's form: the sum keeps a norm of 0 from being divided by.
+            # PyTorch's form: the sum avoids a division by 0.
             lambda u, n: u * jnp.minimum(1, limit / (n + 1e-6)).astype(u.dtype),
             updates,
             parameter_norms(updates),
@@ -421,14 +404,12 @@ def scale_by_trust_ratio(
 ) -> optax.GradientTransformation:
     """Scales the update of each parameter to the norm of the parameter.
 
-    optax.scale_by_trust_ratio would take the stacked blocks of a scan as one parameter.
+    optax.scale_by_trust_ratio would take the stacked blocks of a scan as one parameter. If
+    the norm of either is 0, nothing is scaled.
 
     Args:
       mask: result of `match`: True is scaled.
       coefficient: norm of an update by that of its parameter.
-
-    Returns:
-      Transformation without a state. A parameter or an update of norm 0 is not scaled.
     """
 
     def scale(update, norm, of_parameter, masked):
@@ -444,7 +425,7 @@ def scale_by_trust_ratio(
 
 
 def _decay(weight: Number | Schedule, mask: dict) -> optax.GradientTransformation:
-    """Adds `weight` times what is masked of the parameters."""
+    """Adds `weight` times the masked parameters."""
     plain = optax.add_decayed_weights(0.0, jax.tree.map(np.any, mask))
 
     def init(params):
@@ -469,7 +450,7 @@ def _decay(weight: Number | Schedule, mask: dict) -> optax.GradientTransformatio
 
 
 def _freeze(mask: dict, until: int) -> optax.GradientTransformation:
-    """Zeroes what is masked for `until` steps, or always if that is 0."""
+    """Zeroes masked updates for `until` steps, or always if that is 0."""
 
     def update(updates, state, params=None):
         del params
@@ -489,30 +470,21 @@ def _freeze(mask: dict, until: int) -> optax.GradientTransformation:
 
 
 def layer_factors(params: dict, decay: float, network: NetworkConfig) -> dict:
-    """Returns the factor of each parameter's rate, by its layer.
+    """Returns factors of the learning rate that broadcast against the parameters.
 
-    The learning rate of a layer is `decay` times that of the layer above it, as in BEiT
-    (arXiv:2106.08254) and MAE (arXiv:2111.06377, table 9). Layers from the bottom: what
-    makes tokens of an image (a whole ResNet included) with its position embeddings; each
-    block; all that comes after the blocks, at the full rate.
-
-    Args:
-      params: model parameters, as arrays or shapes, in either layout of the blocks.
-      decay: factor from a layer to the one below it.
-      network: whose parameters they are.
-
-    Returns:
-      Nested dict of floats; of what has an axis of blocks, arrays that broadcast against
-      it.
+    The rate of a layer is `decay` times that of the layer above it, as in BEiT
+    (arXiv:2106.08254) and MAE (arXiv:2111.06377, table 9). Layers from the bottom: the
+    embedding of the image (a whole ResNet included) with its positions; each block; the
+    rest, at the full rate.
 
     Raises:
-      UserError: the network has no blocks, or a parameter is none of the network's.
+      UserError: the network has no blocks, or no layer rule matches a parameter.
     """
     last = network.num_blocks + 1
     if last == 1:
         raise UserError(
-            f"optim.layer_decay={decay} needs the blocks of a Transformer, which "
-            f"model.variant={network.variant!r} has not: set it to 0, or choose another"
+            f"optim.layer_decay={decay} needs the blocks of a Transformer, and "
+            f"model.variant={network.variant!r} has none: set it to 0, or choose another"
         )
 
     def factor(path):

@@ -19,8 +19,6 @@ from vit_jax.evaluators.result_tables import text
 from vit_jax.files import read_json, replace_text
 
 FILE = "report.json"
-# Parameters to quote where an evaluation has several, in this order.
-_QUOTED = ("ema", "weights", "params")
 
 
 def params_sha256(params: dict) -> str:
@@ -55,7 +53,9 @@ def commit() -> str | None:
         ).stdout.strip()
 
     try:
-        git("ls-files", "--error-unmatch", __file__)  # Not installed in another's.
+        git(
+            "ls-files", "--error-unmatch", __file__
+        )  # Not just inside another repository.
         dirty = git("status", "--porcelain", "--untracked-files=no")
         return git("rev-parse", "HEAD") + ("-dirty" if dirty else "")
     except (OSError, subprocess.CalledProcessError):
@@ -84,8 +84,8 @@ def write_report(workdir: str | os.PathLike, report: dict) -> None:
     except OSError as error:
         raise UserError(
             f"the training is done, but {path} cannot be written "
-            f"({error.strerror or error}): mend that, then start again: what is saved "
-            "is not trained again"
+            f"({error.strerror or error}): mend that, then start again; saved steps are "
+            "not trained again"
         ) from error
 
 
@@ -103,13 +103,15 @@ def scores_line(scores: dict) -> str:
     """Returns the accuracies of all evaluations as one line, and the losses of others."""
     flat = flatten_scores(scores)
     tops = {k[:-5]: v for k, v in flat.items() if k.endswith("/top1")}
-    losses = {k[:-5]: v for k, v in flat.items() if k.endswith("/loss")}
-    losses = {k: v for k, v in losses.items() if k not in tops}
+    losses = [
+        f"{k[:-5]} {v:.4f}"
+        for k, v in flat.items()
+        if k.endswith("/loss") and k[:-5] not in tops
+    ]
     tops |= {k: v for k, v in flat.items() if is_accuracy(k)}
     tops = [f"{k} {v:.2%}{fewer_images(k, flat)}" for k, v in tops.items()]
-    losses = [f"{k} {v:.4f}" for k, v in losses.items()]
-    named = {"top-1: ": tops, "loss: ": losses}
-    return "  ".join(name + ", ".join(words) for name, words in named.items() if words)
+    parts = {"top-1: ": tops, "loss: ": losses}
+    return "  ".join(name + ", ".join(part) for name, part in parts.items() if part)
 
 
 def quoted_scores(kinds: dict) -> tuple[str, dict]:
@@ -118,19 +120,21 @@ def quoted_scores(kinds: dict) -> tuple[str, dict]:
     Args:
       kinds: parameters ("ema", "weights" or "params") -> metrics of one evaluation.
     """
-    name = next((kind for kind in _QUOTED if kind in kinds), next(iter(kinds), ""))
+    order = "ema", "weights", "params", *kinds
+    name = next((kind for kind in order if kind in kinds), "")
     return name, kinds.get(name, {})
 
 
 def format_report(report: dict) -> str:
     """Returns the report as a table for a terminal."""
+    speed = report["images_per_second"]
     head = [
         ("config", report["config"]),
         ("commit", report["commit"] or "unknown"),
         ("devices", f"{report['devices']} x {report['device_kind']}"),
         ("steps", report["steps"]),
         ("wall seconds", f"{report['wall_seconds']:.1f}"),
-        ("images/s", _number(report["images_per_second"])),
+        ("images/s", "not measured in this start" if speed is None else f"{speed:.0f}"),
         ("params sha256", report["params_sha256"]),
     ]
     lines = [f"{name:<14} {value}" for name, value in head]
@@ -153,16 +157,6 @@ def _scores(scores: dict[str, float]) -> str:
     return f"{scores['top1']:>8.2%}{loss}"
 
 
-def _number(value: float | None) -> str:
-    return "not measured in this start" if value is None else f"{value:.0f}"
-
-
-# Table 2's column of core-days, and the row of table 6 of the same run.
-_BOTH = (("L/16 JFT", "ViT-L/16"), ("H/14 JFT", "ViT-H/14"))
-_EPOCHS = 14
-_DAY = 86_400  # Seconds.
-
-
 def compute_record(
     *,
     images: int,
@@ -171,47 +165,45 @@ def compute_record(
     devices: int,
     device_seconds: float,
 ) -> dict:
-    """Returns what a run records of its compute.
+    """Returns the compute of a run, for its report.
 
     Args:
-      images: seen in training, each epoch's counted.
-      flops_per_image: of `Task.training_flops`, as table 6 counts; None if unknown.
-      device_kind: as JAX says it.
-      devices: at the end of the run.
-      device_seconds: of all starts, each start's seconds times its devices. What counts
-        is the time in which the devices were taken: compiling, evaluating and saving
-        with it, and not what a killed start did after its last checkpoint.
+      images: images seen in training, counted in every epoch.
+      flops_per_image: result of `Task.training_flops`, counted as in table 6; or None.
+      device_kind: name of the device in JAX.
+      devices: number of devices at the end of the run.
+      device_seconds: sum over all starts of seconds times devices, compilation,
+        evaluation and saving included; time after a killed start's last checkpoint is not.
 
     Returns:
       "images_seen", "exaflops", "device_kind", "devices", "device_days" and
-      "tpuv3_core_days", without the exaflops and what follows from them if unknown.
+      "tpuv3_core_days"; without the exaflops and core-days if `flops_per_image` is None.
     """
     record = {
         "images_seen": images,
         "device_kind": device_kind,
         "devices": devices,
-        "device_days": device_seconds / _DAY,
+        "device_days": device_seconds / 86_400,
     }
     if flops_per_image is None:
         return record
     exaflops = 1e-18 * flops_per_image * images
-    return record | {
-        "exaflops": exaflops,
-        "tpuv3_core_days": exaflops / exaflops_a_core_day(),
-    }
+    core_days = exaflops / exaflops_a_core_day()
+    return record | {"exaflops": exaflops, "tpuv3_core_days": core_days}
 
 
 @functools.cache
 def exaflops_a_core_day() -> float:
-    """Returns what a TPU v3 core did in a day of the paper's pretraining."""
+    """Returns the exaFLOPs per day of a TPU v3 core in the paper's pretraining.
+
+    Two runs of 14 epochs are both in table 2, with core-days, and in table 6, with FLOPs.
+    """
     tables = published_tables()
-    days = dict(
-        zip(tables["table2"]["cols"], tables["table2"]["TPUv3-core-days"], strict=True)
-    )
-    done = {(row[0], row[1]): row[-1] for row in tables["table6"]["rows"]}
-    return sum(done[name, _EPOCHS] for _, name in _BOTH) / sum(
-        days[column] for column, _ in _BOTH
-    )
+    columns, days = (tables["table2"][k] for k in ("cols", "TPUv3-core-days"))
+    days = dict(zip(columns, days, strict=True))
+    exaflops = {(row[0], row[1]): row[-1] for row in tables["table6"]["rows"]}
+    total = exaflops["ViT-L/16", 14] + exaflops["ViT-H/14", 14]
+    return total / (days["L/16 JFT"] + days["H/14 JFT"])
 
 
 @functools.cache

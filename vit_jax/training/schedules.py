@@ -20,14 +20,14 @@ Schedule = Callable[[jax.Array | int], Number]
 class ScheduleConfig:
     """Base of all schedules."""
 
-    name: str = key("cosine", "Name of the schedule, or module:Name of one's own.")
+    name: str = key("cosine", "Name of the schedule, or module:Name of yours.")
 
     def build(self, peak: Number, warmup: int, run: RunLength) -> Schedule:
         """Returns the learning rate as a function of the steps after the warmup.
 
         Args:
           peak: learning rate at the end of the warmup; it may be traced.
-          warmup: its length in steps, at most that of the run.
+          warmup: length of the warmup in steps, at most that of the run.
           run: length of the run, with the warmup.
 
         Raises:
@@ -87,11 +87,10 @@ class RsqrtConfig(ScheduleConfig):
         steps = run.total_steps - warmup
         cooldown = length_in_steps(self, "cooldown", run)
         if cooldown > steps:
-            stated = length_key(self, "cooldown")
             raise UserError(
                 f"warmup ({warmup} steps) and cooldown ({cooldown}) are longer than the "
-                f"run ({run.total_steps}): lower optim.schedule.{stated} or raise "
-                f"{run.key}"
+                f"run ({run.total_steps}): lower optim.schedule."
+                f"{length_key(self, 'cooldown')} or raise {run.key}"
             )
 
         def learning_rate(step):
@@ -124,16 +123,14 @@ class StepConfig(ScheduleConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExponentialConfig(ScheduleConfig):
-    """A geometric rise to the peak, as of a range test (arXiv:1506.01186)."""
+    """A geometric rise to the peak, for range tests (arXiv:1506.01186)."""
 
     name: str = key("exponential", "")
     start_fraction: float = key(
-        1e-5, "First learning rate, as a part of the peak.", at_most=1
+        1e-5, "First learning rate, as a part of the peak.", above=0, at_most=1
     )
 
     def build(self, peak: Number, warmup: int, run: RunLength) -> Schedule:
-        if not self.start_fraction:
-            raise UserError("optim.schedule.start_fraction=0: give a part above 0")
         steps = max(1, run.total_steps - warmup - 1)
         return optax.exponential_decay(
             peak * self.start_fraction, steps, 1 / self.start_fraction

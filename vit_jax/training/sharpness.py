@@ -1,7 +1,7 @@
 """SAM and GSAM: gradients where the loss nearby is worst, for any task and optimiser.
 
 SAM (arXiv:2010.01412) climbs from the parameters w along their gradient g to w + e, and
-steps from w by the gradient r that it finds there. GSAM (arXiv:2203.08065) also turns r.
+steps from w by the gradient r at w + e. GSAM (arXiv:2203.08065) also turns r.
 """
 
 import math
@@ -31,12 +31,6 @@ def radius(
     With `sam_rho_end` it falls with the learning rate, as GSAM's does: from `sam_rho` at
     the highest rate to `sam_rho_end` at the last one. Rates of the warmup below the last
     one have `sam_rho_end` too.
-
-    Args:
-      config: section `optim`.
-      rate: learning rate, from `optim.learning_rate`.
-      peak: highest learning rate.
-      run: length of the run.
     """
     high, low = config.sam_rho, config.sam_rho_end
     if not low:
@@ -53,12 +47,8 @@ def radius(
 def splits(config: OptimConfig, batch_size: int, mesh: Mesh) -> tuple[int, int]:
     """Returns how many groups of images go uphill, and the microbatches of each.
 
-    Without `sam_batch_size` it is one group, of `grad_accum_steps` microbatches.
-
-    Args:
-      config: section `optim`.
-      batch_size: images of a step.
-      mesh: mesh of all devices; each has a part of every microbatch.
+    Without `sam_batch_size` it is one group, of `grad_accum_steps` microbatches. Each device
+    has a part of every microbatch.
 
     Raises:
       UserError: the images cannot be split so.
@@ -80,17 +70,15 @@ def splits(config: OptimConfig, batch_size: int, mesh: Mesh) -> tuple[int, int]:
 
 
 def climb(grad_fn: GradFn, config: OptimConfig, rho: Number) -> GradFn:
-    """Returns gradients after a step uphill, in the place of those of `grad_fn`.
+    """Returns a function like `grad_fn` whose gradients are those after a step uphill.
+
+    Its aux (metrics, what updates the task's state) is that of the first pass, at w.
 
     Args:
       grad_fn: gradients of the loss. It is called twice, with the same keys: both
         passes have the same dropout.
       config: section `optim`.
       rho: length of the step uphill.
-
-    Returns:
-      Function like `grad_fn`, whose aux (metrics, what the task's state is updated with)
-      is that of the first pass, at the parameters themselves.
     """
 
     def gradients(params, extra, batch, key):
@@ -109,15 +97,15 @@ def perturbation(params: dict, grads: dict, rho: Number, adaptive: str) -> dict:
     Args:
       params: w.
       grads: g, of the same structure.
-      rho: its length; with `adaptive` in units of the parameters' sizes.
+      rho: length of the step; with `adaptive` in units of the parameters' sizes.
       adaptive: "none": rho g / |g|, with one norm over all parameters. "asam":
-        rho w^2 g / ||w| g| (arXiv:2102.11600). "scaled": rho |w| g / |g|, as big_vision
-        has it.
+        rho w^2 g / ||w| g| (arXiv:2102.11600). "scaled": rho |w| g / |g|, as in
+        big_vision.
     """
     scale = grads
     if adaptive == "asam":
         scale = jax.tree.map(lambda w, g: jnp.abs(w) * g, params, grads)
-    # Where all is frozen or solved, the gradient is 0, and so is the step.
+    # Where all parameters are frozen, the gradient is 0, and so is the step.
     norm = jnp.maximum(optax.tree.norm(scale), jnp.finfo("float32").tiny)
     if adaptive == "asam":
         return jax.tree.map(lambda w, s: rho / norm * jnp.abs(w) * s, params, scale)
@@ -132,10 +120,10 @@ def turned(clean: dict, robust: dict, alpha: float, minimize: str) -> dict:
     Args:
       clean: g, at the parameters.
       robust: r, at the end of the step uphill.
-      alpha: weight of what is turned.
+      alpha: weight of the turn.
       minimize: "robust": r - alpha (g - its part along r), which lowers the loss around
-        the parameters, as the paper has it; "clean": g + alpha (r - its part along g),
-        a choice of GSAM's code.
+        the parameters, as in the paper; "clean": g + alpha (r - its part along g), an
+        option of GSAM's code.
     """
     if not alpha:
         return robust

@@ -1,4 +1,4 @@
-"""What the runs of a sweep share: one compiled step, one set of evaluations.
+"""Sweeps: one compiled step and one set of evaluations for several runs.
 
 Runs that differ only in peak learning rate and seed share a step that takes the rate as
 an argument. Results are bit-identical to those of separate runs.
@@ -12,10 +12,10 @@ import jax
 import numpy as np
 
 from vit_jax.config import fields
-from vit_jax.config.lengths import RunLength, depends_on_epochs
+from vit_jax.config.lengths import depends_on_epochs
 from vit_jax.distributed import compilation
 from vit_jax.distributed import mesh as meshes
-from vit_jax.training import guards, loop, optim, sharpness, train_step
+from vit_jax.training import guards, loop, train_step
 from vit_jax.training.config import TrainConfig
 from vit_jax.training.train_step import TrainSetup
 
@@ -23,7 +23,7 @@ from vit_jax.training.train_step import TrainSetup
 class SweepSetups:
     """Builds the setups of a sweep's runs, each to be passed to `loop.train`.
 
-    The step and the evaluations of the last run are used again where they are the same.
+    It reuses the step and the evaluations of the last run where they are the same.
     """
 
     def __init__(self):
@@ -35,10 +35,10 @@ class SweepSetups:
 
         Args:
           config: complete config.
-          workdir: of the run, which may have begun before.
+          workdir: folder of the run, which may have begun before.
 
         Raises:
-          UserError: as of `loop.train`.
+          UserError: `loop.train` would raise it.
         """
         compilation.enable_cache(config.compilation_cache_dir)
         with guards.clear_errors(config):
@@ -52,7 +52,7 @@ class SweepSetups:
                 return setup
             key = _step_key(config, setup)
             if key != self._step_key:
-                self._step, self._step_key = _compile(config, setup), key
+                self._step, self._step_key = _compile(setup), key
             # Now, because the loop forbids transfers that it does not ask for.
             peak = np.float32(config.optim.peak_learning_rate(config.batch_size))
             peak = jax.device_put(peak, meshes.replicated(setup.mesh))
@@ -85,29 +85,13 @@ def _places(setup: TrainSetup) -> list:
     return [[str(d) for d in mesh.devices.flat], list(mesh.shape.items())]
 
 
-def _compile(config: TrainConfig, setup: TrainSetup) -> Callable:
+def _compile(setup: TrainSetup) -> Callable:
     """Compiles a training step with the peak rate as its last argument."""
 
-    mesh = setup.mesh
-
     def step(state, batch, peak):
-        run = RunLength(setup.total_steps, setup.steps_per_epoch)
-        rate = optim.learning_rate(config.optim, peak, run)
-        take_step = train_step.make_train_step(
-            setup.task,
-            optim.optimizer(
-                config.optim, setup.shapes.params, rate, run, setup.model.config
-            ),
-            rate,
-            sharpness.radius(config.optim, rate, peak, run),
-            sharpness.splits(config.optim, config.batch_size, mesh),
-            config.optim,
-            config.ema,
-            mesh,
-            setup.shardings,
-        )
-        return take_step(state, batch)
+        return setup.step_at(peak)(state, batch)
 
+    mesh = setup.mesh
     jitted = train_step.jit_step(step, mesh, setup.shardings, num_scalars=1)
     peak = jax.ShapeDtypeStruct((), np.float32, sharding=meshes.replicated(mesh))
     return jitted.lower(setup.shapes, setup.batch_shapes, peak).compile()

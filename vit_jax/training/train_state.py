@@ -1,4 +1,4 @@
-"""All that a step changes, and how it comes into being on the mesh."""
+"""The state that a step changes, and its initialisation."""
 
 from typing import Any
 
@@ -12,21 +12,21 @@ Leaf = Any  # An array, or what a tree of them is mapped to: a shape, a sharding
 
 @flax.struct.dataclass
 class TrainState:
-    """What a checkpoint holds.
+    """The state of a run, which checkpoints hold.
 
     Attributes:
       step: optimiser steps taken, int32.
       params: nested dict, float32.
-      opt_state: of the optax transformation.
+      opt_state: state of the optax transformation.
       average: Polyak average of `params`, or None.
-      extra: what the task keeps beside the parameters, or None.
+      extra: arrays of the task beside the parameters, or None.
       key: typed PRNG key of the run; every draw is a function of it and the step.
     """
 
     step: Leaf
     params: dict
     opt_state: optax.OptState
-    average: Leaf | dict | None  # JAX puts a mark of its own where None has no place.
+    average: Leaf | dict | None  # A `Leaf` in trees that JAX fills with placeholders.
     extra: Leaf | dict | None
     key: Leaf
 
@@ -44,15 +44,7 @@ def create_train_state(
     seed: int,
     average: bool,
 ) -> TrainState:
-    """Builds the state before the first step; call it under jit with shardings.
-
-    Args:
-      params: initial parameters.
-      extra: what the task keeps beside them, or None.
-      tx: optimiser.
-      seed: `config.seed`.
-      average: whether the parameters are averaged.
-    """
+    """Builds the state before the first step; call it under jit with shardings."""
     return TrainState(
         step=jnp.zeros([], jnp.int32),
         params=params,
@@ -71,18 +63,15 @@ def run_key(seed: int) -> jax.Array:
 def update_ema(
     old: dict, params: dict, step: jax.Array, decay: float, warmup: bool
 ) -> dict:
-    """Moves the Polyak average towards the parameters.
+    """Returns the Polyak average after a step.
 
     Args:
-      old: average so far.
-      params: after the step.
+      old: average before the step.
+      params: parameters after the step.
       step: steps taken, this one included.
       decay: weight of the old average.
       warmup: whether the first steps use less, (1 + step) / (10 + step), so that a short
         run is not stuck at its initial values.
-
-    Returns:
-      The new average.
     """
     if warmup:
         decay = jnp.minimum(decay, (1 + step) / (10 + step))

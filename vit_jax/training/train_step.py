@@ -1,4 +1,4 @@
-"""The jitted training step, and all that is built from a config before it runs."""
+"""The training step, and what is built from a config before it runs."""
 
 import concurrent.futures
 import functools
@@ -19,16 +19,14 @@ from vit_jax.data.transforms import device as transforms
 from vit_jax.data.transforms import parse
 from vit_jax.distributed import compilation, sharding
 from vit_jax.distributed import mesh as meshes
-from vit_jax.distributed.sharding import ShardingConfig
 from vit_jax.errors import UserError
 from vit_jax.evaluators.forward_passes import TrainedTask
 from vit_jax.evaluators.suite import Suite
 from vit_jax.models import stacking
 from vit_jax.tasks.task import Task, backbone_paths
 from vit_jax.training import optim, sharpness
-from vit_jax.training.config import EmaConfig, TrainConfig
-from vit_jax.training.optim import OptimConfig
-from vit_jax.training.schedules import Schedule
+from vit_jax.training.config import TrainConfig
+from vit_jax.training.schedules import Number, Schedule
 from vit_jax.training.train_state import (
     TrainState,
     create_train_state,
@@ -43,31 +41,31 @@ class TrainSetup(NamedTuple):
     """The functions of a training run, and the shapes and shardings of its arrays.
 
     Attributes:
-      task: computes the loss.
+      task: task, which computes the loss.
       model: network of the task.
       total_steps: length of the run.
       steps_per_epoch: training examples by batch size, a float.
       init: initialises the parameters and the task's `extra`; call it under jit.
       create: builds the first state from these; call it under jit with `shardings`.
-      shapes: the state with a jax.ShapeDtypeStruct for each array.
-      shardings: the state with a NamedSharding for each array.
-      disk_shapes, disk_shardings: the same for checkpoints, in which the encoder's
-        blocks are separate even if `model.scan` stacks them. If they differ from
-        `shapes`, these arrays are in the memory of the hosts where the devices have
-        their own, because a device may not hold a second state.
+      shapes: state with a jax.ShapeDtypeStruct for each array.
+      shardings: state with a NamedSharding for each array.
+      disk_shapes, disk_shardings: both for checkpoints, in which the encoder's blocks are
+        separate even if `model.scan` stacks them. If they differ from `shapes`, these
+        arrays are in host memory, because a device may not hold a second state.
       to_disk, from_disk: convert a state to the form of checkpoints and back; the
         argument is not donated.
-      train_step: jitted, from `make_train_step`.
+      train_step: jitted step (state, batch) -> (state, metrics), see `make_train_step`.
+      step_at: returns the step that is not jitted, for a peak learning rate.
       batch_shapes: name to jax.ShapeDtypeStruct of a global batch, with its sharding.
-      training_flops: floating-point operations of a step per image, as of
+      training_flops: floating-point operations of a step per image, from
         `Task.training_flops`; twice as many with SAM. None if unknown.
-      metadata: what checkpoints store beside the config, for JSON: "task", what the
-        task needs to be built again, and "network", the paths of the network in the
-        state, see `backbone_paths`, and its options.
-      mesh: of all devices.
-      source: training split, as `loop.build_setup` opens it; None where nothing is read.
+      metadata: JSON that checkpoints store beside the config: "task", what the task
+        needs to be built again, and "network", the paths of the network in the state
+        (`backbone_paths`) and its options.
+      mesh: mesh of all devices.
+      source: training split, opened by `loop.build_setup`; None where nothing is read.
       suite: evaluations, if an earlier run of a sweep has the same ones.
-      compiled: `train_step` compiled, if an earlier run of a sweep has the same one.
+      compiled: compiled `train_step`, if an earlier run of a sweep has the same one.
     """
 
     task: Task
@@ -83,6 +81,7 @@ class TrainSetup(NamedTuple):
     to_disk: Callable[[TrainState], TrainState]
     from_disk: Callable[[TrainState], TrainState]
     train_step: Step
+    step_at: Callable[[Number], Step]
     batch_shapes: dict[str, jax.ShapeDtypeStruct]
     training_flops: int | None
     metadata: dict
@@ -93,7 +92,7 @@ class TrainSetup(NamedTuple):
 
     @property
     def trained_task(self) -> TrainedTask:
-        """The task, as evaluations see it."""
+        """Functions and shapes of the task that evaluations need."""
         task = self.task
         return TrainedTask(
             task.backbone,
@@ -116,10 +115,10 @@ class TrainSetup(NamedTuple):
         """Returns the first state of a run that starts from a given network.
 
         Args:
-          network: its parameters as in checkpoints, in host memory, equal on all
-            processes. Each device is sent only its shards.
-          others: what weights of the same task have beside it, see
-            `Task.with_task_params`; the rest is initialised.
+          network: parameters of the network as in checkpoints, in host memory, equal on
+            all processes. Each device receives only its shards.
+          others: parameters of the task beside the network, for `Task.with_task_params`;
+            the rest is initialised.
 
         Raises:
           UserError: they do not fit.
@@ -150,11 +149,11 @@ class TrainSetup(NamedTuple):
 def build_train_setup(
     config: TrainConfig, mesh: Mesh, num_examples: int, saved: dict | None = None
 ) -> TrainSetup:
-    """Builds what a run computes; nothing is computed or compiled yet.
+    """Builds the functions of a run; nothing is computed or compiled yet.
 
     Args:
       config: complete config.
-      mesh: from `meshes.create`, of devices that are present or of a topology.
+      mesh: mesh from `meshes.create`, of devices that are present or of a topology.
       num_examples: size of the training split.
       saved: metadata of the task from the run's checkpoint; None for a run that begins.
 
@@ -166,8 +165,8 @@ def build_train_setup(
     total_steps = config.num_steps(num_examples)
     steps_per_epoch = num_examples / config.batch_size
     model = config.build_model(mesh.devices.flat[0].platform)
-    stated = "epochs" if config.epochs else "total_steps"
-    run = RunLength(total_steps, steps_per_epoch, stated)
+    key = "epochs" if config.epochs else "total_steps"
+    run = RunLength(total_steps, steps_per_epoch, key)
     task = config.task.build(model, config.data, run, saved)
     if not isinstance(task, Task):
         raise UserError(
@@ -185,23 +184,23 @@ def build_train_setup(
     params, extra = jax.eval_shape(init)
     _check_state(task, params, extra, config)
     sharding.check_memory(params, list(mesh.devices.flat), extra)
+
+    def optimizer(peak):
+        rate = optim.learning_rate(config.optim, peak, run)
+        return rate, optim.optimizer(config.optim, params, rate, run, model.config)
+
     peak = config.optim.peak_learning_rate(config.batch_size)
-    rate = optim.learning_rate(config.optim, peak, run)
-    rho = sharpness.radius(config.optim, rate, peak, run)
-    tx = optim.optimizer(config.optim, params, rate, run, model.config)
     create = functools.partial(
-        create_train_state, tx=tx, seed=config.seed, average=bool(config.ema.decay)
+        create_train_state,
+        tx=optimizer(peak)[1],
+        seed=config.seed,
+        average=bool(config.ema.decay),
     )
     shapes = jax.eval_shape(create, params, extra)
     network = task.backbone(params, extra)
     convert = functools.partial(stacking.convert, like=shapes, params=network)
     disk_shapes = convert(shapes, stacking.unstack)
-    place = functools.partial(
-        _place,
-        config=config.sharding,
-        mesh=mesh,
-        model_axes=model.config.model_axes,
-    )
+    place = functools.partial(_place, config, mesh, model.config.model_axes)
     shardings, disk_shardings = place(shapes), place(disk_shapes)
     to_disk = from_disk = _same
     if model.stacked:
@@ -215,18 +214,15 @@ def build_train_setup(
         stack = jax.jit(_stack_on_devices, out_shardings=placed)
         to_disk = functools.partial(convert, function=unstack)
         from_disk = functools.partial(convert, function=stack)
-    step = make_train_step(
-        task, tx, rate, rho, splits, config.optim, config.ema, mesh, shardings
-    )
-    batch_sharding = meshes.batched(mesh)
-    flops = task.training_flops()
-    metadata = {
-        "task": task.metadata(),
-        "network": {
-            **backbone_paths(task, params, extra),
-            "options": task.model.portable_options,
-        },
-    }
+
+    def step_at(peak):
+        rate, tx = optimizer(peak)
+        rho = sharpness.radius(config.optim, rate, peak, run)
+        return make_train_step(config, task, tx, rate, rho, splits, mesh, shardings)
+
+    batched, flops = meshes.batched(mesh), task.training_flops()
+    network = backbone_paths(task, params, extra)
+    network = {**network, "options": task.model.portable_options}
     return TrainSetup(
         task=task,
         model=task.model,
@@ -240,13 +236,16 @@ def build_train_setup(
         disk_shardings=disk_shardings,
         to_disk=to_disk,
         from_disk=from_disk,
-        train_step=jit_step(step, mesh, shardings, donate=not config.debug_nans),
+        train_step=jit_step(
+            step_at(peak), mesh, shardings, donate=not config.debug_nans
+        ),
+        step_at=step_at,
         batch_shapes={
-            name: jax.ShapeDtypeStruct(form.shape, form.dtype, sharding=batch_sharding)
-            for name, form in batch_spec.items()
+            name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=batched)
+            for name, x in batch_spec.items()
         },
         training_flops=flops and flops * (2 if config.optim.sam_rho else 1),
-        metadata=metadata,
+        metadata={"task": task.metadata(), "network": network},
         mesh=mesh,
     )
 
@@ -275,56 +274,45 @@ def _check_state(task: Task, params: dict, extra: object, config: TrainConfig) -
 
 
 def _check_transforms(task: Task, batch_spec: dict, config: TrainConfig) -> None:
-    """Checks that a task of the user's own applies the device part of the transforms.
+    """Checks that a user's task applies the device part of the transforms.
 
     Raises:
       UserError: it does not; with the transforms.
     """
     data = config.data
-    stated = parse.parse_train(data.train_transform, data.image_size).device
-    if not stated:
+    wanted = parse.parse_train(data.train_transform, data.image_size).device
+    if not wanted:
         return
     with transforms.recording() as applied:
         jax.eval_shape(task.prepare, batch_spec, jax.random.key(0))
-    if left := [type(op).__name__ for op in stated if op not in applied]:
+    if missing := [type(op).__name__ for op in wanted if op not in applied]:
         raise UserError(
-            f"data.train_transform={data.train_transform!r}: {', '.join(left)} run on the "
+            f"data.train_transform={data.train_transform!r}: {', '.join(missing)} run on the "
             f"device, but `prepare` of task.name={config.task.name!r} does not apply them: "
             "call `transforms.apply` there (docs/extending.md), or leave them out"
         )
 
 
 def make_train_step(
+    config: TrainConfig,
     task: Task,
     tx: optax.GradientTransformation,
     learning_rate: Schedule,
     rho: Schedule,
     splits: tuple[int, int],
-    config: OptimConfig,
-    ema: EmaConfig,
     mesh: Mesh,
     shardings: TrainState,
 ) -> Step:
     """Returns the training step, not jitted.
 
-    Args:
-      task: computes the loss.
-      tx: optimiser.
-      learning_rate: schedule of `tx`, only to be logged.
-      rho: radius of SAM, from `sharpness.radius`.
-      splits: of the batch, from `sharpness.splits`.
-      config: section `optim`; SAM and freezing are read.
-      ema: section `ema`; not read if the state has no average.
-      mesh: of all devices.
-      shardings: of each array of the state.
-
-    Returns:
-      Function from state and batch (`task.batch_spec`, split over the mesh) to the next
-      state and scalars: the metrics of the task, grad_norm, param_norm, learning_rate.
+    It maps state and batch (`task.batch_spec`, split over the mesh) to the next state and
+    scalars: the metrics of the task, grad_norm, param_norm, and `learning_rate`, which
+    `tx` has already. `rho` and `splits` are results of `sharpness.radius` and `splits`.
     """
 
     def loss_fn(params, extra, batch, key):
-        return task.loss(optim.stop_frozen_gradients(params, config), extra, batch, key)
+        params = optim.stop_frozen_gradients(params, config.optim)
+        return task.loss(params, extra, batch, key)
 
     def grad_fn(params, extra, batch, key):
         grads, aux = jax.grad(loss_fn, has_aux=True)(params, extra, batch, key)
@@ -334,8 +322,8 @@ def make_train_step(
     def gradients_at(step):
         groups, parts = splits
         function = accumulate(grad_fn, parts)
-        if config.sam_rho:
-            function = sharpness.climb(function, config, rho(step))
+        if config.optim.sam_rho:
+            function = sharpness.climb(function, config.optim, rho(step))
         return accumulate(function, groups)
 
     def train_step(state, batch):
@@ -348,9 +336,9 @@ def make_train_step(
             )
         updates, opt_state = tx.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
-        step = state.step + 1
-        average = state.average
+        step, average = state.step + 1, state.average
         if average is not None:
+            ema = config.ema
             average = update_ema(average, params, step, ema.decay, ema.warmup)
         metrics = metrics | {
             "grad_norm": optax.tree.norm(grads),
@@ -380,9 +368,9 @@ def jit_step(
     """Jits a training step.
 
     Args:
-      step: from `make_train_step`, or a step with `num_scalars` extra arguments.
-      mesh: of all devices.
-      shardings: of each array of the state.
+      step: step of `make_train_step`, or one with `num_scalars` extra arguments.
+      mesh: mesh of all devices.
+      shardings: state with the sharding of each array.
       donate: reuse the memory of the state that is passed in. JAX's NaN check runs a
         failed step again, which needs its input.
       num_scalars: number of replicated arguments after the batch.
@@ -403,8 +391,7 @@ def accumulate(grad_fn: Callable, parts: int) -> Callable:
     Args:
       grad_fn: (params, extra, batch, key) -> (gradients, (metrics, stats)), all means;
         a batch is a name to an array of B rows.
-      parts: number of them; divides B. Each takes rows of every device, one after
-        another.
+      parts: number of parts, which divides B; each has rows of every device.
     """
     if parts == 1:
         return grad_fn
@@ -416,8 +403,8 @@ def accumulate(grad_fn: Callable, parts: int) -> Callable:
     def gradients(params, extra, batch, key):
         def body(total, xs):
             part, i = xs
-            found = grad_fn(params, extra, part, jax.random.fold_in(key, i))
-            return jax.tree.map(lambda t, p: t + p / parts, total, found), None
+            means = grad_fn(params, extra, part, jax.random.fold_in(key, i))
+            return jax.tree.map(lambda t, p: t + p / parts, total, means), None
 
         batches = jax.tree.map(split, batch)
         first = jax.tree.map(lambda x: x[0], batches)
@@ -444,10 +431,8 @@ def start_compiling(setup: TrainSetup, *, debug_nans: bool) -> Callable[[], Step
     The step is traced here and now, so that settings of this thread (such as `with
     jax.default_matmul_precision(...)`) apply to it.
 
-    Args:
-      setup: of the run.
-      debug_nans: JAX is to run a failed step again, operation by operation, which a
-        compiled step cannot: nothing is compiled ahead.
+    With `debug_nans` nothing is compiled, since JAX will run a failed step again, operation
+    by operation.
 
     Returns:
       Function that waits for the step, and raises what compiling raised, such as running
@@ -464,14 +449,11 @@ def start_compiling(setup: TrainSetup, *, debug_nans: bool) -> Callable[[], Step
 
 
 def _place(
-    shapes: TrainState,
-    config: ShardingConfig,
-    mesh: Mesh,
-    model_axes: sharding.ModelAxes,
+    config: TrainConfig, mesh: Mesh, axes: sharding.ModelAxes, shapes: TrainState
 ) -> TrainState:
-    how = mesh, model_axes, config.rules, config.min_size
-    params = sharding.parameters(shapes.params, *how)
-    extra = sharding.beside(shapes.extra, *how)
+    rules = mesh, axes, config.sharding.rules, config.sharding.min_size
+    params = sharding.parameters(shapes.params, *rules)
+    extra = sharding.beside(shapes.extra, *rules)
     return sharding.like(shapes, params).replace(extra=extra)
 
 
@@ -484,10 +466,10 @@ def _stack_on_devices(params: dict) -> dict:
 
 
 def _on_hosts(shardings: dict) -> dict:
-    """Moves parameters to host memory, where devices have memory of their own."""
+    """Moves parameters to host memory, where devices have separate memory."""
 
     def move(place):
-        own = next(iter(place.device_set)).platform in ("gpu", "tpu")
-        return place.with_memory_kind("pinned_host") if own else place
+        separate = next(iter(place.device_set)).platform in ("gpu", "tpu")
+        return place.with_memory_kind("pinned_host") if separate else place
 
     return jax.tree.map(move, shardings)

@@ -20,7 +20,7 @@ _MAX_PARAMS = 100  # That a request may hold.
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MlflowConfig(TrackerConfig):
-    """MLflow; its own variables, as MLFLOW_TRACKING_TOKEN, are read too."""
+    """MLflow; its environment variables, as MLFLOW_TRACKING_TOKEN, apply too."""
 
     name: str = key("mlflow", "Where metrics go beside the workdir.")
     uri: str = key("", 'Server, or file:FOLDER; "": MLFLOW_TRACKING_URI.')
@@ -34,13 +34,10 @@ class Mlflow(Callback):
     """Sends the config, metrics, scores and the report to MLflow.
 
     A run that is resumed continues under the same id. Where the server cannot be reached,
-    training continues, and what is missing is sent with the next metrics.
-
-    Args:
-      config: section `tracker` of the config.
+    training continues, and missing metrics are sent with the next ones.
 
     Raises:
-      UserError: the extra is not installed, or the URI is none of MLflow's.
+      UserError: the extra is not installed, or MLflow does not support the URI.
     """
 
     def __init__(self, config: MlflowConfig):
@@ -69,23 +66,19 @@ class Mlflow(Callback):
         )
 
     def begin(self, run: Run) -> None:
-        self._workdir, self._id = (
-            run.workdir,
-            tracker.remembered(run.workdir, "mlflow"),
-        )
+        self._workdir = run.workdir
+        self._id = tracker.remembered(run.workdir, "mlflow")
         try:
             if self._id:
                 self._client.update_run(self._id, status="RUNNING")
                 return
             name, client = self._config.experiment, self._client
-            found = client.get_experiment_by_name(name)
+            known = client.get_experiment_by_name(name)
             experiment = (
-                found.experiment_id if found else client.create_experiment(name)
+                known.experiment_id if known else client.create_experiment(name)
             )
-            made = client.create_run(
-                experiment, run_name=pathlib.PurePath(run.workdir).name
-            )
-            self._id = made.info.run_id
+            run_name = pathlib.PurePath(run.workdir).name
+            self._id = client.create_run(experiment, run_name=run_name).info.run_id
             flat = fields.flatten(run.config) | {"num_parameters": run.num_parameters}
             params = [self._param(k, str(v)) for k, v in flat.items()]
             for i in range(0, len(params), _MAX_PARAMS):

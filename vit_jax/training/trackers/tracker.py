@@ -1,4 +1,4 @@
-"""What all trackers share: their section of the config, and how a run is found again."""
+"""Base of all trackers: their section of the config, metric writers, ids of runs."""
 
 import dataclasses
 import json
@@ -20,11 +20,11 @@ Arrays = Mapping[str, np.ndarray | jax.Array]
 
 @runtime_checkable
 class MetricWriter(Protocol):
-    """Where metrics go: the methods of `clu.metric_writers.MetricWriter`.
+    """The methods of `clu.metric_writers.MetricWriter`, whose module imports TensorFlow.
 
-    An object with these methods does, one of clu's too, whose module imports TensorFlow. A
-    writer that derives from this class inherits those that it has no use for. A run calls
-    `write_hparams`, `write_texts`, `write_scalars`, `write_images`, `flush` and `close`.
+    Any object with these methods is one; a class that derives from this one inherits those
+    that it does not need. A run calls `write_hparams`, `write_texts`, `write_scalars`,
+    `write_images`, `flush` and `close`.
     """
 
     def write_summaries(
@@ -64,29 +64,25 @@ class MetricWriter(Protocol):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrackerConfig:
-    """No tracker, and what `config.tracker` states of each."""
+    """No tracker; the base of every section `config.tracker`."""
 
     name: str = key("none", "Where metrics go beside the workdir.")
 
     def callback(self) -> Callback:
-        """Returns what is called when the run begins, logs, evaluates, saves and ends."""
+        """Returns a callback of the run."""
         return Callback()
 
     def writers(self, workdir: str) -> Sequence[MetricWriter]:
-        """Returns writers of metrics, images and texts, such as one of clu's.
-
-        Args:
-          workdir: of the run.
-        """
+        """Returns writers of metrics, images and texts of the run in a workdir."""
         return ()
 
 
 def remembered(workdir: str | os.PathLike, tracker: str) -> str:
-    """Returns the id under which a tracker knows the run of a workdir; "" if it does not."""
+    """Returns the id of the run in a workdir; "" if the tracker does not know it."""
     path = epath.Path(workdir) / _FILE
     return json.loads(path.read_text()).get(tracker, "") if path.exists() else ""
 
 
 def remember(workdir: str | os.PathLike, tracker: str, identity: str) -> None:
-    """Writes down the id of a run, for its next start."""
+    """Stores the id of a run for its next start."""
     replace_text(epath.Path(workdir) / _FILE, json.dumps({tracker: identity}) + "\n")

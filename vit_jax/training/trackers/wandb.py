@@ -15,7 +15,7 @@ from vit_jax.training.trackers.tracker import TrackerConfig
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WandbConfig(TrackerConfig):
-    """Weights & Biases; its own variables, as WANDB_API_KEY, are read too."""
+    """Weights & Biases; its environment variables, as WANDB_API_KEY, apply too."""
 
     name: str = key("wandb", "Where metrics go beside the workdir.")
     project: str = key("vit_jax", "Project of the run.")
@@ -35,9 +35,6 @@ class Wandb(Callback):
 
     A run that is resumed continues under the same id; a step that is taken again is logged
     again, with `step` as the axis of all charts.
-
-    Args:
-      config: section `tracker` of the config.
 
     Raises:
       UserError: the extra is not installed.
