@@ -95,6 +95,7 @@ class Pretrained:
       task: `config.task` of the training; empty if unknown.
       task_params: what its task had beside the network, such as {"decoder": ...}, nested
         dict of numpy arrays; empty if there is none, or it was not asked for.
+      architecture: timm's name of the network; empty if unknown.
     """
 
     params: dict
@@ -109,6 +110,7 @@ class Pretrained:
     task_params: dict = dataclasses.field(default_factory=dict)
     tokenizer: str = ""
     multi_label: bool = False
+    architecture: str = ""
 
 
 def upright(preprocess: Preprocess) -> Preprocess:
@@ -266,7 +268,7 @@ class Usual(NamedTuple):
 def usual_preprocess(pretrained: Pretrained) -> Usual:
     """Returns the preprocessing to assume for weights that do not state it.
 
-    A file that was named by its publisher tells which of timm's families it is of; the
+    Only the name of a file or an architecture shows which of timm's families it is of; the
     parameters of DeiT and of timm's other ViTs do not differ. A class token beside a mean of
     the patches that has a norm of its own is what MAE was fine-tuned with.
 
@@ -290,7 +292,8 @@ def usual_preprocess(pretrained: Pretrained) -> Usual:
             size, **IMAGENET, interpolation="bicubic", crop_fraction=crop
         )
         return Usual("MAE, fine-tuned", tuned)
-    name = "/".join(pretrained.source.casefold().split("/")[-2:])
+    words = [*pretrained.source.split("/")[-2:], pretrained.architecture]
+    name = "/".join(words).casefold()
     deit = "deit" in name or options.get("distillation", False)
     # Fine-tuned at 384, or DeiT III from ImageNet-21k.
     whole = min(size) >= 384 or (deit and re.search("2[12]k", name))

@@ -393,6 +393,19 @@ def test_the_named_architecture_stands_for_a_config(tmp_path):
         weights.open_pretrained(tmp_path / "google.npz", architecture="test_vit")
 
 
+@pytest.mark.parametrize(
+    ("name", "mean"),
+    [("deit_tiny_patch16_224", IMAGENET["mean"]), ("vit_tiny_patch16_224", (0.5,) * 3)],
+)
+def test_the_named_architecture_decides_the_preprocessing(tmp_path, name, mean):
+    arrays, _ = write(tmp_path, encoder(image_size=(16, 16), width=48, num_heads=3))
+    (tmp_path / "bare").mkdir()
+    bare = tmp_path / "bare" / "model.safetensors"
+    save_file(arrays, bare)
+    found = weights.open_pretrained(bare, num_heads=3, architecture=name)
+    assert weights.preprocessing_of(found).mean == mean
+
+
 def test_the_name_states_the_size_where_no_positions_do():
     for name, side, pool in (
         ("beit_base_patch16_384.in22k_ft_in22k_in1k", 384, None),
