@@ -395,7 +395,7 @@ def test_the_named_architecture_stands_for_a_config(tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "mean"),
-    [("deit_tiny_patch16_224", IMAGENET["mean"]), ("vit_tiny_patch16_224", (0.5,) * 3)],
+    [("deit_tiny_patch16_224", IMAGENET["mean"]), ("vit_tiny_patch16_224", (0.5,))],
 )
 def test_the_named_architecture_decides_the_preprocessing(tmp_path, name, mean):
     arrays, _ = write(tmp_path, encoder(image_size=(16, 16), width=48, num_heads=3))
