@@ -316,7 +316,7 @@ def test_number_of_a_process_that_is_none_is_refused(refused, tmp_path):
     names = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
     values = dict(zip(names, ("localhost:1", "2", "2"), strict=True))
     line = refused(f"--workdir={tmp_path}", **values)
-    says(line, "JAX_NUM_PROCESSES='2'", "JAX_PROCESS_ID='2'", "from 0 to one less")
+    says(line, "JAX_NUM_PROCESSES=2", "JAX_PROCESS_ID='2'", "from 0 to 1")
 
 
 # Data sets.
@@ -356,7 +356,7 @@ def test_empty_class_folder_is_named(refused, folder, tmp_path):
     for path in (folder / "train" / "c").iterdir():
         path.unlink()
     line = refused(*of_folder(folder, tmp_path / "run"))
-    says(line, folder / "train" / "c", "has no images", "add some or remove")
+    says(line, folder / "train" / "c", "has no images", "add some")
 
 
 @pytest.mark.slow

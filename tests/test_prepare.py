@@ -256,13 +256,19 @@ def test_an_image_folder_gets_its_own_name(tmp_path, capsys):
         (["--dataset=blobs", "--verify"], "holds no readable blobs"),
         (["--dataset=blobs", "--splits=train"], "--splits has no meaning here"),
         (["--dataset=blobs", "--from=.", "--unchecked"], "--unchecked has no meaning"),
-        (["--dataset=folder", "--from=.", "--name=digits"], "--name=digits has a mean"),
+        (
+            ["--dataset=folder", "--from=.", "--name=digits"],
+            "--name=digits is the name of another source",
+        ),
         (
             ["--dataset=folder", "--from=.", "--name=1x"],
             "--name='1x' is not a data set",
         ),
         (["--dataset=folder", "--from=.", "--name=MyPets"], "write mypets"),
-        (["--dataset=folder", "--from=.", "--name=objectnet"], "has a mean"),
+        (
+            ["--dataset=folder", "--from=.", "--name=objectnet"],
+            "--name=objectnet is the name",
+        ),
     ],
 )
 def test_flags_that_make_no_sense_are_refused(words, match, tmp_path):
