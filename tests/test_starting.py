@@ -151,6 +151,14 @@ def test_too_few_processes_do_not_wait_for_ever(recipe, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+def test_the_one_of_two_that_does_not_come_is_named(recipe, tmp_path):
+    words = (recipe, f"--workdir={tmp_path / 'run'}")
+    processes = hosts.start(words, 1, hosts.stated(2, VIT_JAX_START_SECONDS="4"))
+    (code,), (error,) = hosts.ends(processes)
+    assert code == 75, error
+    assert "did not come together with process 1 of 2 at " in error.splitlines()[-1]
+
+
 def test_several_processes_must_be_told_where_to_write(recipe):
     codes, errors = hosts.ends(hosts.start((recipe,), 2, hosts.stated(2)))
     assert codes == [2, 2], errors

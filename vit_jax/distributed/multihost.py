@@ -170,7 +170,11 @@ def _not_joined(job: JobProcess, seconds: int, until: float) -> tuple[int, str]:
     # Before the limit and with a service JAX has refused the numbers.
     late = time.monotonic() > until - 1
     lost = job.process and _connection_error(job.address)
-    others = "process 0, which is lost," if lost else "the others"
+    others = "the others"
+    if lost:
+        others = f"process 0 of {job.count}, which is lost,"
+    elif late and job.count == 2:
+        others = f"process {1 - job.process} of 2"
     return EXIT_TRY_AGAIN if late or lost else EXIT_USER_ERROR, (
         f"process {job.process} of {job.count} ({socket.gethostname()}) did not come "
         f"together with {others} at {job.address} in {seconds} s: see JAX's message "
