@@ -118,7 +118,6 @@ def parse(parser: Parser, argv: list[str] | None = None) -> argparse.Namespace:
       The flags, and `overrides`: dotted config key to value.
     """
     # Here, because a signal is caught as early as possible.
-    from vit_jax import files
     from vit_jax.config import loading
 
     words, overrides = [], {}

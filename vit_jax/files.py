@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from etils import epath
 
 from vit_jax.errors import UserError
+from vit_jax.printing import masked
 
 _KINDS = {
     stat.S_IFIFO: "a pipe (FIFO)",
@@ -57,6 +58,18 @@ def new_workdir(name: str) -> str:
     stem = f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     names = [stem, *(f"{stem}-{i}" for i in range(2, 100))]
     return next(name for name in names if not os.path.exists(name))
+
+
+def default_workdir(job: str, *words: str) -> str:
+    """Returns a folder under runs/ for a job, the same whenever the words are.
+
+    Args:
+      job: first part of its path, as "finetune".
+      *words: what the job is given, as weights and data; passwords in URLs are left out.
+    """
+    shown = map(masked, filter(None, words))
+    parts = (re.sub(r"[^A-Za-z0-9.]+", "-", word).strip("-.") for word in shown)
+    return f"runs/{job}/{'_'.join(parts)}"
 
 
 def refuse_scheme(thing: str, path: str | os.PathLike) -> None:

@@ -10,14 +10,14 @@ codes: 0 done, 2 bad input, 75 preempted.
 
 import argparse
 
-from vit_jax import cli, job
+from vit_jax import cli, files, job
 
 
 def main(flags: argparse.Namespace) -> int:
     """Fine-tunes as the flags say; returns the exit code."""
-    from vit_jax.tools.finetuning import run as finetuning
-
-    workdir = flags.workdir or finetuning.default_workdir(flags.model, flags.photos)
+    workdir = flags.workdir or files.default_workdir(
+        "finetune", flags.model, flags.photos
+    )
     return job.run(lambda: run(flags, workdir), workdir, debug=flags.debug)
 
 

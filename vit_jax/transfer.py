@@ -19,9 +19,8 @@ failure), 75 preempted.
 
 import argparse
 import json
-import re
 
-from vit_jax import cli, job
+from vit_jax import cli, files, job
 from vit_jax.printing import masked
 
 
@@ -89,9 +88,7 @@ def run(flags: argparse.Namespace, workdir: str) -> dict:
 
 def default_workdir(flags: argparse.Namespace) -> str:
     """Returns a folder under runs/, the same whenever the command is."""
-    words = filter(None, (masked(flags.model), flags.dataset, flags.data_dir))
-    parts = (re.sub(r"[^A-Za-z0-9.]+", "-", word).strip("-.") for word in words)
-    return f"runs/transfer/{'_'.join(parts)}"
+    return files.default_workdir("transfer", flags.model, flags.dataset, flags.data_dir)
 
 
 def parser() -> cli.Parser:

@@ -10,7 +10,6 @@ from PIL import Image
 from sklearn import metrics
 
 import vit_jax
-from vit_jax import cli, convert, predict
 from vit_jax.config import lengths
 from vit_jax.errors import UserError
 from vit_jax.evaluators import multi_label
@@ -106,7 +105,7 @@ def test_predictions_are_all_labels_above_the_threshold(run, tmp_path, capsys):
     root, rows, _ = run
     exported = tmp_path / "pairs.safetensors"
     arguments = ["--model", str(root / "run"), "--out", str(exported)]
-    convert.main(cli.parse(convert.parser(), [*arguments, "--to", "safetensors"]))
+    run_command("convert", [*arguments, "--to", "safetensors"])
     images = [str(root / row["image"]) for row in rows[60:]]
     truth = [set(row["label"]) for row in rows[60:]]
     assert {len(labels) for labels in truth} == {0, 1, 2}
@@ -118,13 +117,9 @@ def test_predictions_are_all_labels_above_the_threshold(run, tmp_path, capsys):
         assert all(len(image) == 2 for image in model.predict(images, threshold=0.0))
     capsys.readouterr()
     none = images[next(i for i, labels in enumerate(found) if not labels)]
-    flags = cli.parse(predict.parser(), ["--model", str(exported), none])
-    assert predict.main(flags) == 0
+    assert run_command("predict", ["--model", str(exported), none]) == 0
     assert capsys.readouterr().out.splitlines()[1].split() == [none, "none"]
-    flags = cli.parse(
-        predict.parser(), ["--model", str(exported), "--threshold=0", "--json", none]
-    )
-    predict.main(flags)
+    run_command("predict", ["--model", str(exported), "--threshold=0", "--json", none])
     assert len(json.loads(capsys.readouterr().out)["predictions"]) == 2
 
 

@@ -17,7 +17,7 @@ from helpers import run_command, tiny_config
 from orbax.checkpoint import v1 as ocp
 from PIL import Image
 
-from vit_jax import cli, convert, predict, weights
+from vit_jax import weights
 from vit_jax.data.sources.open import open_source
 from vit_jax.distributed import mesh as meshes
 from vit_jax.distributed.mesh import MeshConfig
@@ -202,12 +202,12 @@ def test_it_predicts_the_same_before_and_after_conversion(run, tmp_path, capsys)
     Image.fromarray(pixels).save(tmp_path / "image.png")
     file = tmp_path / "weights.safetensors"
     words = [f"--model={workdir}", "--to=safetensors", f"--out={file}"]
-    convert.main(cli.parse(convert.parser(), words))
+    run_command("convert", words)
     capsys.readouterr()
     answers = []
     for model in (workdir, file):
         words = [str(tmp_path / "image.png"), f"--model={model}", "--json"]
-        assert not predict.main(cli.parse(predict.parser(), words))
+        assert not run_command("predict", words)
         answers.append(json.loads(capsys.readouterr().out))
     assert answers[0] == answers[1]
     found = weights.open_pretrained(file)

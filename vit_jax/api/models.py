@@ -97,10 +97,11 @@ def create_model(
             f"{variant!r} is a name of timm: load_model('timm/{variant}') opens weights, "
             "and list_models() has the names here"
         )
-    for name in SYNONYMS.keys() & options.keys():
-        raise UserError(
-            f"{name}={options[name]!r}: this argument is called {SYNONYMS[name]} here"
-        )
+    for name, meant in SYNONYMS.items():
+        if name in options:
+            raise UserError(
+                f"{name}={options[name]!r}: this argument is called {meant} here"
+            )
     kind = models.VARIANTS.find(variant, "model")
     about, defaults = fields.fields(kind), fields.defaults(kind)
     for name in about.keys() & options.keys():

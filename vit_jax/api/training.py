@@ -17,7 +17,7 @@ from vit_jax.data.sources.open import opened_by
 from vit_jax.distributed import mesh as meshes
 from vit_jax.errors import UserError
 from vit_jax.evaluators import suite
-from vit_jax.files import new_workdir
+from vit_jax.files import default_workdir, new_workdir
 from vit_jax.printing import print_line
 from vit_jax.tools.finetuning import run as finetuning
 from vit_jax.training import loop
@@ -174,7 +174,7 @@ def finetune(
     with _opened(arrays, class_names):
         return finetuning.finetune(
             place,
-            workdir or finetuning.default_workdir(model, place),
+            workdir or default_workdir("finetune", model, place),
             model=model,
             minutes=minutes,
             folds=folds,

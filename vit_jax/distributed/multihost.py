@@ -465,9 +465,8 @@ def _end(code: int, everyone: int, *, failed: bool) -> None:
             patient = time.monotonic() + _PATIENCE_SECONDS
             while len(_ending(failed)) < everyone and time.monotonic() < patient:
                 time.sleep(_POLL_SECONDS / 10)
-            time.sleep(
-                _POLL_SECONDS / 2
-            )  # For what follows after they have written it.
+            # The others have still to exit after they have written it.
+            time.sleep(_POLL_SECONDS / 2)
     os._exit(code)
 
 

@@ -161,9 +161,8 @@ class LocalCheckpointer:
         times = [float(times[name].max()) for name in names]
         state = self._parts.assemble(arrays)
         if (step, jax.process_index()) not in mine:
-            self.save(
-                step, state, *times
-            )  # So that the next loss costs nothing either.
+            # So that the next loss costs nothing either.
+            self.save(step, state, *times)
         notes.append(f"resume: step {step} of local disks")
         full = {host for listed in held[step].values() for host in listed}
         if empty := [str(host) for host in range(len(hosts)) if host not in full]:

@@ -53,9 +53,8 @@ def commit() -> str | None:
         ).stdout.strip()
 
     try:
-        git(
-            "ls-files", "--error-unmatch", __file__
-        )  # Not just inside another repository.
+        # Not just inside another repository.
+        git("ls-files", "--error-unmatch", __file__)
         dirty = git("status", "--porcelain", "--untracked-files=no")
         return git("rev-parse", "HEAD") + ("-dirty" if dirty else "")
     except (OSError, subprocess.CalledProcessError):

@@ -229,13 +229,12 @@ def _open(
     # By its name, because files of a tokenizer are not downloaded with weights.
     tokenizer = name if found.tokenizer == tensors.path else found.tokenizer
     notes = (*tensors.notes, *found.notes)
-    config = tensors.sidecars.get("config.json") or {}
     return dataclasses.replace(
         found,
         source=name,
         tokenizer=tokenizer,
         notes=notes,
-        architecture=config.get("architecture", ""),
+        architecture=tensors.config.get("architecture", ""),
     )
 
 

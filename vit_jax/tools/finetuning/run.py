@@ -6,7 +6,6 @@ import functools
 import json
 import math
 import os
-import re
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
@@ -214,13 +213,6 @@ def _begun(
             lies = find(workdir)
             return raw | {"data": data | lies.data}, images
     return raw, place
-
-
-def default_workdir(model: str, photos: str) -> str:
-    """Returns a folder under runs/, the same whenever the model and the images are."""
-    words = filter(None, (masked(model), photos))
-    parts = (re.sub(r"[^A-Za-z0-9.]+", "-", word).strip("-.") for word in words)
-    return f"runs/finetune/{'_'.join(parts)}"
 
 
 def find_rate(
