@@ -100,7 +100,7 @@ def test_gradients_are_the_originals(original):
 def theirs(tree, options, only=("",)):
     """Returns arrays of an encoder by timm's names."""
     table = timm.transformer_table({"stem_width": 0, **options})
-    table = [entry for entry in table if entry.theirs.startswith(only)]
+    table = [entry for entry in table if entry.name.startswith(only)]
     return tables.to_their_arrays(flatten_dict(tree, sep="/"), table)
 
 

@@ -707,8 +707,8 @@ def test_deviations_are_told(tmp_path):
     )
     assert timm.write(made(model, preprocess=None, loss="sigmoid"), tmp_path) == [
         "layer_norm_eps: 1e-12 became 1e-6, the least that timm has",
-        "features: timm gives the mean of both tokens, we the first",
-        "preprocessing: nothing says how, so timm's own defaults hold",
+        "features: timm returns the mean of both tokens, vit_jax the first",
+        "preprocessing: nothing says how, so timm's defaults hold",
         "loss: the config does not say that it was sigmoid, not softmax",
     ]
 

@@ -78,7 +78,7 @@ _TEXT_NAMES = {
     "text/embedding": (_TEXT_ANCHOR, SAME),
     "text/pos_embedding": ("text_model.embeddings.position_embedding.weight", ROWS),
     "text/encoder_norm": "text_model.final_layer_norm",
-    **block("text_model.encoder.layers", ours="text/encoderblock", **_BLOCK),
+    **block("text_model.encoder.layers", modules="text/encoderblock", **_BLOCK),
     text.LOGIT_SCALE: (text.LOGIT_SCALE, _NUMBER),
 }
 _CLIP_TEXT_NAMES = _TEXT_NAMES | {

@@ -118,7 +118,7 @@ def _check(flat: Arrays, table: list[ArrayEntry], config: Mapping, source: str) 
             f"supported: models of this project keep the width, {columns}"
         )
     inside = re.compile(r"(embeddings|encoder|layernorm|pooler)\.")
-    known = {entry.theirs for entry in table} | {hugging_face.MASK_TOKEN}
+    known = {entry.name for entry in table} | {hugging_face.MASK_TOKEN}
     for name in sorted(flat.keys() - known):
         if inside.match(name):
             raise UserError(

@@ -221,7 +221,7 @@ def _decoder_table(
     return [
         *dense(f"{names.more}embed", "embedding"),
         ArrayEntry(_MASK_TOKEN, (_MASK_TOKEN,), SAME),
-        *(e for e in names.table(options) if e.theirs.startswith(names.blocks)),
+        *(e for e in names.table(options) if e.name.startswith(names.blocks)),
         *norm(f"{names.more}norm", "Transformer/encoder_norm"),
         *dense(f"{names.more}pred", "head"),
     ]

@@ -67,7 +67,7 @@ _TEXT_NAMES = {
     "text/pos_embedding": ("positional_embedding", hugging_face_clip.ROWS),
     "text/encoder_norm": "ln_final",
     text.LOGIT_SCALE: (text.LOGIT_SCALE, _NUMBER),
-    **block(_BLOCKS, ours="text/encoderblock", **_LAYERS),
+    **block(_BLOCKS, modules="text/encoderblock", **_LAYERS),
 }
 # Keys of `text_cfg` and `vision_cfg` that leave the network as it is, at these values.
 _PLAIN = {

@@ -1,6 +1,6 @@
-"""Swin Transformers as Microsoft's files and as timm's; see models/swin.py.
+"""Swin Transformers in Microsoft's and in timm's format; see models/swin.py.
 
-Both name arrays alike, but Microsoft has the merging at the end of a stage, timm at the
+Both have the same names, but Microsoft merges patches at the end of a stage, timm at the
 beginning of the next, and the classifiers differ.
 """
 
@@ -33,18 +33,18 @@ from vit_jax.weights.pretrained import IMAGENET, Preprocess, Pretrained
 
 @dataclasses.dataclass(frozen=True)
 class Names:
-    """Names that a library has for the parts of a network.
+    """Names of a network's layers in a library.
 
     Attributes:
-      embedding, embedding_norm: of patches.
-      layers: of the stages.
-      norm1, norm2: of a block.
-      attention: of a block, with query, key and value as "qkv" in it.
-      bias_network: in it, of V2.
-      out: of what follows attention.
+      embedding, embedding_norm: patch embedding and the norm after it.
+      layers: list of the stages.
+      norm1, norm2: norms of a block.
+      attention: attention of a block, which contains "qkv".
+      bias_network: V2's network of position biases, inside the attention.
+      out: output projection of the attention.
       mlp: both layers of a block's MLP.
-      norm: of the last patches.
-      head: of the classifier.
+      norm: final norm.
+      head: classifier.
       merges_first: whether the merging after a stage is at the beginning of the next.
     """
 
@@ -66,7 +66,7 @@ MICROSOFT = Names()
 TIMM = Names(head="head.fc", merges_first=True)
 
 _NEEDED = ("patch_embed.proj.weight", "layers.0.blocks.0.attn.qkv.weight")
-# What the other arrays and the size of images give.
+# Buffers, which follow from the other arrays and the image size.
 _BUFFER = re.compile(r"relative_position_index|relative_coords_table|attn_mask")
 _COORDINATES = "attn.relative_coords_table"
 _FACTOR_HEADS = ArrayLayout(  # (H, 1, 1) and (H,).
@@ -86,7 +86,7 @@ _TIMM_SIZES = {"T": "tiny", "S": "small", "B": "base", "L": "large"}
 
 
 def recognises(tensors: Tensors) -> bool:
-    """Returns whether a file is in one of both formats."""
+    """Returns whether a file is in one of the two formats."""
     return set(_NEEDED) <= _backbone(tensors.flat).keys()
 
 
@@ -121,11 +121,11 @@ def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
             "set_input_size, which scales the windows"
         )
     buffers = {name: flat.pop(name) for name in list(flat) if _BUFFER.search(name)}
-    found = options_of(flat, names, source)
-    entries = table(found, names)
+    options = options_of(flat, names, source)
+    entries = table(options, names)
     tables.check_names(flat, entries, source, network=_NETWORK)
-    ours = tables.to_our_arrays(flat, entries, source)
-    biases = (v for name, v in ours.items() if name.endswith("attn/bias_table"))
+    params = tables.to_our_arrays(flat, entries, source)
+    biases = (v for name, v in params.items() if name.endswith("attn/bias_table"))
     windows = {_window(bias) for bias in biases}
     shown = windows in ({7}, {12}) or any(n.endswith(_COORDINATES) for n in buffers)
     if in_timm and not named and not shown:
@@ -133,11 +133,11 @@ def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
             f"{source}: nothing says how large the windows of each stage of this "
             f"Swin Transformer are: {timm_networks.ASK}"
         )
-    stages, grown, patch = len(found["stage_depths"]), (0,), found["patch_size"]
-    if found["window_size"]:
-        last = _window(ours[f"stage_{stages - 1}/block_0/attn/bias_table"])
+    stages, grown, patch = len(options["stage_depths"]), (0,), options["patch_size"]
+    if options["window_size"]:
+        last = _window(params[f"stage_{stages - 1}/block_0/attn/bias_table"])
     else:
-        found["window_size"], last, grown, more = _v2_windows(
+        options["window_size"], last, grown, more = _v2_windows(
             buffers, config, stages, window
         )
         notes += more
@@ -146,7 +146,9 @@ def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
     else:
         side = last * 2 ** (stages - 1)
         if (mask := buffers.get("layers.0.blocks.1.attn_mask")) is not None:
-            side = found["window_size"] * math.isqrt(len(mask))  # One for each window.
+            side = options["window_size"] * math.isqrt(
+                len(mask)
+            )  # One for each window.
         image_size = (side * patch,) * 2
     preprocess = timm_config.fit_patches(facts.preprocess, image_size, patch)
     if not in_timm:
@@ -154,9 +156,9 @@ def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
         how = {"interpolation": "bicubic", "crop_fraction": crop}
         preprocess = Preprocess(image_size, **IMAGENET, **how)
     return Pretrained(
-        params=unflatten_dict(ours, sep="/"),
+        params=unflatten_dict(params, sep="/"),
         options={
-            **found,
+            **options,
             "pretrained_window_sizes": grown,
             "window_padding": "timm" if in_timm else "microsoft",
             "bias_resize": "geometric" if in_timm else "bicubic",
@@ -176,7 +178,12 @@ def _window(table: np.ndarray) -> int:
 
 
 def options_of(flat: Mapping[str, np.ndarray], names: Names, source: str) -> dict:
-    """Returns the options that arrays show; of the windows, those of V1.
+    """Returns the options that the shapes determine; V2's window_size is 0.
+
+    Args:
+      flat: the library's arrays by name.
+      names: the library's names.
+      source: path or address of the file, for messages.
 
     Raises:
       UserError: an array is missing.
@@ -225,12 +232,12 @@ def options_of(flat: Mapping[str, np.ndarray], names: Names, source: str) -> dic
     }
 
 
-def _one_window(stated: int | list | None, source: str) -> int:
-    """Returns the side of all windows that config.json states; 0 if it states none."""
-    sides = set(np.ravel(stated).tolist()) if stated is not None else {0}
+def _one_window(window_size: int | list | None, source: str) -> int:
+    """Returns the side of all windows in config.json; 0 if it has none."""
+    sides = set(np.ravel(window_size).tolist()) if window_size is not None else {0}
     if len(sides) > 1:
         raise UserError(
-            f"{source}: window_size={stated!r} in model_args of config.json is not "
+            f"{source}: window_size={window_size!r} in model_args of config.json is not "
             "supported: only square windows of one size for all stages"
         )
     return sides.pop()
@@ -241,7 +248,7 @@ def _v2_windows(
 ) -> tuple[int, int, tuple[int, ...], list[str]]:
     """Returns V2's first and last window, those of pretraining, and notes.
 
-    The coordinates in Microsoft's files show them, and else timm's config.json.
+    They come from the coordinates in Microsoft's files, otherwise from timm's config.json.
     """
     names = (f"layers.{i}.blocks.0.{_COORDINATES}" for i in range(stages))
     coordinates = [buffers.get(name) for name in names]
@@ -256,63 +263,65 @@ def _v2_windows(
         grown = (0,) if list(pretrained) == windows else pretrained
         return windows[0], windows[-1], grown, []
     args, name = config.get("model_args") or {}, config.get("architecture", "")
-    stated = re.search(r"_window(\d+)(?:to(\d+))?_", name)
+    match = re.search(r"_window(\d+)(?:to(\d+))?_", name)
     notes = []
-    if not window and stated:
-        window = int(stated[2] or stated[1])
+    if not window and match:
+        window = int(match[2] or match[1])
     elif not window:
         window, notes = 8, ["windows: nothing says how large, so 8 patches"]
-    # What timm's own code states for windows that have grown.
-    usual = (12, 12, 12, 6) if stated and stated[2] else (0,)
+    # timm's code has these for windows that have grown.
+    usual = (12, 12, 12, 6) if match and match[2] else (0,)
     pretrained = args.get("pretrained_window_sizes", usual)
     grown = tuple(pretrained) if np.any(pretrained) else (0,)
     return window, window, grown, notes
 
 
 def table(options: Mapping, names: Names) -> list[ArrayEntry]:
-    """Returns the entries of a network of these options by these names."""
+    """Returns the table of a network with these options in one library's names."""
     v2 = options["variant"].startswith("SwinV2")
     entries = dense(names.embedding, "embedding", CONV)
     entries += norm(names.embedding_norm, "embedding_norm") + norm(names.norm, "norm")
     depths = options["stage_depths"]
     for i, depth in enumerate(depths):
         for j in range(depth):
-            theirs, ours = f"{names.layers}.{i}.blocks.{j}", f"stage_{i}/block_{j}"
-            entries += norm(f"{theirs}.{names.norm1}", f"{ours}/norm1")
-            entries += norm(f"{theirs}.{names.norm2}", f"{ours}/norm2")
-            entries += dense(f"{theirs}.{names.mlp[0]}", f"{ours}/mlp/Dense_0")
-            entries += dense(f"{theirs}.{names.mlp[1]}", f"{ours}/mlp/Dense_1")
-            entries += dense(f"{theirs}.{names.out}", f"{ours}/attn/proj")
-            theirs, ours = f"{theirs}.{names.attention}", f"{ours}/attn"
-            entries += _v2(theirs, ours, names) if v2 else _v1(theirs, ours)
+            name, module = f"{names.layers}.{i}.blocks.{j}", f"stage_{i}/block_{j}"
+            entries += norm(f"{name}.{names.norm1}", f"{module}/norm1")
+            entries += norm(f"{name}.{names.norm2}", f"{module}/norm2")
+            entries += dense(f"{name}.{names.mlp[0]}", f"{module}/mlp/Dense_0")
+            entries += dense(f"{name}.{names.mlp[1]}", f"{module}/mlp/Dense_1")
+            entries += dense(f"{name}.{names.out}", f"{module}/attn/proj")
+            name, module = f"{name}.{names.attention}", f"{module}/attn"
+            entries += _v2(name, module, names) if v2 else _v1(name, module)
         if i + 1 < len(depths):
-            theirs = f"{names.layers}.{i + names.merges_first}.downsample"
-            reduction = f"{theirs}.reduction.weight"
+            name = f"{names.layers}.{i + names.merges_first}.downsample"
+            reduction = f"{name}.reduction.weight"
             entries.append(ArrayEntry(reduction, (f"stage_{i}/merge/kernel",), LINEAR))
-            entries += norm(f"{theirs}.norm", f"stage_{i}/merge_norm")
+            entries += norm(f"{name}.norm", f"stage_{i}/merge_norm")
     return entries + (dense(names.head, "head") if options["num_classes"] else [])
 
 
-def _v1(theirs: str, ours: str) -> list[ArrayEntry]:
-    name = f"{theirs}.relative_position_bias_table"
-    bias = ArrayEntry(name, (f"{ours}/bias_table",), SAME)
-    return [bias, *dense(f"{theirs}.qkv", f"{ours}/qkv")]
+def _v1(name: str, module: str) -> list[ArrayEntry]:
+    """Returns the entries of a V1 attention."""
+    table = f"{name}.relative_position_bias_table"
+    bias = ArrayEntry(table, (f"{module}/bias_table",), SAME)
+    return [bias, *dense(f"{name}.qkv", f"{module}/qkv")]
 
 
-def _v2(theirs: str, ours: str, names: Names) -> list[ArrayEntry]:
-    network = f"{theirs}.{names.bias_network}"
+def _v2(name: str, module: str, names: Names) -> list[ArrayEntry]:
+    """Returns the entries of a V2 attention."""
+    network = f"{name}.{names.bias_network}"
     return [
-        ArrayEntry(f"{theirs}.logit_scale", (f"{ours}/logit_scale",), _FACTOR_HEADS),
-        ArrayEntry(f"{theirs}.qkv.weight", (f"{ours}/qkv/kernel",), LINEAR),
-        ArrayEntry(f"{theirs}.q_bias", (f"{ours}/q_bias",), SAME),
-        ArrayEntry(f"{theirs}.v_bias", (f"{ours}/v_bias",), SAME),
-        *dense(f"{network}.0", f"{ours}/bias_in"),
-        ArrayEntry(f"{network}.2.weight", (f"{ours}/bias_out/kernel",), LINEAR),
+        ArrayEntry(f"{name}.logit_scale", (f"{module}/logit_scale",), _FACTOR_HEADS),
+        ArrayEntry(f"{name}.qkv.weight", (f"{module}/qkv/kernel",), LINEAR),
+        ArrayEntry(f"{name}.q_bias", (f"{module}/q_bias",), SAME),
+        ArrayEntry(f"{name}.v_bias", (f"{module}/v_bias",), SAME),
+        *dense(f"{network}.0", f"{module}/bias_in"),
+        ArrayEntry(f"{network}.2.weight", (f"{module}/bias_out/kernel",), LINEAR),
     ]
 
 
 def complete(pretrained: Pretrained) -> tuple[SwinConfig, dict]:
-    """Returns the config of a network, and its options with the variant's numbers."""
+    """Returns a network's config, and its options with the numbers of its variant."""
     options = models.create(**pretrained.options).options
     config = SwinConfig(
         **{f.name: options[f.name] for f in dataclasses.fields(SwinConfig)}
@@ -361,7 +370,7 @@ def write_timm(pretrained: Pretrained, folder: str | os.PathLike) -> list[str]:
 
 
 def write_microsoft(pretrained: Pretrained, path: str | os.PathLike) -> list[str]:
-    """Writes a file as of microsoft/Swin-Transformer, arrays under "model"."""
+    """Writes a file that microsoft/Swin-Transformer loads, arrays under "model"."""
     if not pretrained.options["variant"].startswith("Swin"):
         raise UserError(
             f"variant={pretrained.options['variant']!r}: Microsoft's files are of Swin "
@@ -391,7 +400,15 @@ def pretrained_windows(config: SwinConfig) -> tuple[int, ...]:
 
 
 def check_writable(config: SwinConfig, library: str) -> list[str]:
-    """Returns notes on what the network of a library, of WINDOW_PADDINGS, does otherwise."""
+    """Returns notes on differences between a network and the same in a library.
+
+    Args:
+      config: config of the network.
+      library: one of `WINDOW_PADDINGS`.
+
+    Raises:
+      UserError: the library has no network with this activation or epsilon.
+    """
     for name, value in (("activation", "gelu"), ("layer_norm_eps", 1e-5)):
         if getattr(config, name) != value and library != "transformers":
             raise UserError(

@@ -1,8 +1,7 @@
-"""Two-way tables: the arrays of another library, and ours that hold the same numbers.
+"""Two-way tables between arrays of another library and parameters of this project.
 
-A network's table of `ArrayEntry` maps each array of another library to ours. Reading and
-writing use the same table, so what was read can be written back bit for bit. Most tables
-come from `Names`, which state a layer once for all blocks.
+Each `ArrayEntry` of a network's table maps one array of the library to parameters. Reading
+and writing use the same table, so a network is written back bit for bit. Most tables come from `Names`, which name a layer once for all blocks.
 """
 
 import dataclasses
@@ -22,32 +21,32 @@ class ArrayLayout:
     """Two functions that are inverse to each other.
 
     Attributes:
-      to_ours: one array of theirs to our arrays.
-      to_theirs: our arrays to one array of theirs.
+      to_params: converts one array of the other library to parameters.
+      from_params: converts these parameters to that array.
     """
 
-    to_ours: Callable[[np.ndarray], list[np.ndarray]]
-    to_theirs: Callable[[list[np.ndarray]], np.ndarray]
+    to_params: Callable[[np.ndarray], list[np.ndarray]]
+    from_params: Callable[[list[np.ndarray]], np.ndarray]
 
 
 @dataclasses.dataclass(frozen=True)
 class ArrayEntry:
-    """One array of theirs, and the arrays of ours that hold the same numbers.
+    """One array of another library, and the parameters that hold the same numbers.
 
     Attributes:
-      theirs: name of their array.
-      ours: names of our arrays, levels joined by "/".
-      layout: converts between them.
+      name: name of the array in the other library.
+      params: names of the parameters, levels joined by "/".
+      layout: conversion between them.
     """
 
-    theirs: str
-    ours: tuple[str, ...]
+    name: str
+    params: tuple[str, ...]
     layout: ArrayLayout
 
 
-def one_layout(to_ours: Callable, to_theirs: Callable) -> ArrayLayout:
-    """Returns the layout of one array that is one array of ours."""
-    return ArrayLayout(lambda a: [to_ours(a)], lambda arrays: to_theirs(arrays[0]))
+def one_layout(to_param: Callable, from_param: Callable) -> ArrayLayout:
+    """Returns the layout of an array that is a single parameter."""
+    return ArrayLayout(lambda a: [to_param(a)], lambda arrays: from_param(arrays[0]))
 
 
 SAME = one_layout(lambda a: a, lambda a: a)
@@ -70,19 +69,19 @@ POINTWISE = one_layout(
 def to_heads(num_heads: int, parts: int = 1) -> ArrayLayout:
     """Returns the layout of a projection to heads, weight or bias.
 
-    Theirs are (parts x heads x K, D) and (parts x heads x K,), ours a (D, heads, K)
-    and a (heads, K) for each part.
+    The arrays are (parts x heads x K, D) and (parts x heads x K,), the parameters of
+    each part (D, heads, K) and (heads, K).
     """
 
-    def to_ours(a):
+    def to_params(a):
         a = a.reshape(parts, num_heads, -1, *a.shape[1:])
         return [part.transpose(2, 0, 1) if part.ndim == 3 else part for part in a]
 
-    def to_theirs(arrays):
+    def from_params(arrays):
         arrays = [a.transpose(1, 2, 0) if a.ndim == 3 else a for a in arrays]
         return np.stack(arrays).reshape(-1, *arrays[0].shape[2:])
 
-    return ArrayLayout(to_ours, to_theirs)
+    return ArrayLayout(to_params, from_params)
 
 
 def from_heads(num_heads: int) -> ArrayLayout:
@@ -93,32 +92,39 @@ def from_heads(num_heads: int) -> ArrayLayout:
     )
 
 
-def dense(theirs: str, ours: str, layout: ArrayLayout = LINEAR) -> list[ArrayEntry]:
-    """Returns the entries of the weight, in that layout, and the bias of a layer."""
+def dense(name: str, module: str, layout: ArrayLayout = LINEAR) -> list[ArrayEntry]:
+    """Returns the entries of a dense layer's weight, in that layout, and bias.
+
+    Args:
+      name: name of the layer in the other library.
+      module: path of the layer's parameters, levels joined by "/".
+      layout: layout of the weight.
+    """
     return [
-        ArrayEntry(f"{theirs}.weight", (f"{ours}/kernel",), layout),
-        ArrayEntry(f"{theirs}.bias", (f"{ours}/bias",), SAME),
+        ArrayEntry(f"{name}.weight", (f"{module}/kernel",), layout),
+        ArrayEntry(f"{name}.bias", (f"{module}/bias",), SAME),
     ]
 
 
-def joined(theirs: str, ours: Iterable[str], layout: ArrayLayout) -> list[ArrayEntry]:
-    """Returns the entries of one layer of theirs that is several of ours."""
-    ours, dot = tuple(ours), "" if theirs.endswith("_") else "."
+def joined(name: str, modules: Iterable[str], layout: ArrayLayout) -> list[ArrayEntry]:
+    """Returns the entries of one layer that is several modules in this project."""
+    modules, dot = tuple(modules), "" if name.endswith("_") else "."
     return [
-        ArrayEntry(f"{theirs}{dot}{kind}", tuple(f"{n}/{leaf}" for n in ours), layout)
+        ArrayEntry(f"{name}{dot}{kind}", tuple(f"{m}/{leaf}" for m in modules), layout)
         for kind, leaf in (("weight", "kernel"), ("bias", "bias"))
     ]
 
 
-def norm(theirs: str, ours: str) -> list[ArrayEntry]:
+def norm(name: str, module: str) -> list[ArrayEntry]:
     """Returns the entries of the weight and the bias of a normalisation."""
     return [
-        ArrayEntry(f"{theirs}.weight", (f"{ours}/scale",), SAME),
-        ArrayEntry(f"{theirs}.bias", (f"{ours}/bias",), SAME),
+        ArrayEntry(f"{name}.weight", (f"{module}/scale",), SAME),
+        ArrayEntry(f"{name}.bias", (f"{module}/bias",), SAME),
     ]
 
 
-# The layers of a block, by their names in `block`; several of ours may be one of theirs.
+# The modules of a block, by their names in `block`. One layer of another library may be
+# several modules, separated by commas.
 _ATTENTION, _MLP = "MultiHeadDotProductAttention_1", "MlpBlock_3"
 _BLOCK = {
     "norm1": "LayerNorm_0",
@@ -135,30 +141,31 @@ _BLOCK = {
     "hidden_norm": f"{_MLP}/LayerNorm_hidden",
     "scale2": "LayerScale_3/gamma",
 }
-# By a layer or array of ours a layer of theirs, or an array and its layout. A layer whose
-# name ends with "_" has no dot before "weight".
+# By module, the other library's layer; by parameter, its array and the layout. A layer
+# whose name ends with "_" has no dot before "weight".
 Names = Mapping[str, str | tuple[str, ArrayLayout]]
 
 
 def block(
-    theirs: str, ours: str = "Transformer/encoderblock", **parts: str
+    prefix: str, modules: str = "Transformer/encoderblock", **parts: str
 ) -> dict[str, str | tuple[str, ArrayLayout]]:
     """Returns the names of the layers of all blocks, whose number is "#".
 
     Args:
-      theirs, ours: what is before the number.
-      parts: by a key of `_BLOCK`, the name in a block of theirs.
+      prefix: what precedes the number in the other library's names.
+      modules: what precedes it in the names of parameters.
+      parts: by a key of `_BLOCK`, the name in a block of the other library.
     """
-    names = {f"{ours}_#/{_BLOCK[k]}": f"{theirs}.#.{v}" for k, v in parts.items()}
+    names = {f"{modules}_#/{_BLOCK[k]}": f"{prefix}.#.{v}" for k, v in parts.items()}
     return {k: (v, SAME) if k.endswith("gamma") else v for k, v in names.items()}
 
 
 def name_entries(names: Names, options: Mapping) -> list[ArrayEntry]:
-    """Returns the entries of names, block by block, but of what the options exclude.
+    """Returns the entries of names, block by block, without those the options exclude.
 
     Args:
-      names: of a network.
-      options: depth, num_heads, and the options of `models.Model` that are not plain.
+      names: names of all layers that the network may have.
+      options: depth, num_heads, and the options of `models.Model` that are no defaults.
     """
     pool, classes = options.get("pool", "token"), options.get("num_classes")
     has = {
@@ -189,41 +196,41 @@ def name_entries(names: Names, options: Mapping) -> list[ArrayEntry]:
         names.items(), lambda pair: "#" in pair[0]
     ):
         rows = [
-            (ours, theirs)
-            for ours, theirs in group
-            if has.get(ours.split("_#/")[-1], True)
-            and (pool == "map" or not ours.startswith("MAPHead_0/"))
+            (module, layer)
+            for module, layer in group
+            if has.get(module.split("_#/")[-1], True)
+            and (pool == "map" or not module.startswith("MAPHead_0/"))
         ]
         for i in range(options["depth"] if numbered else 1):
-            for ours, theirs in rows:
-                table += _entries_of(ours, theirs, str(i), options["num_heads"])
+            for module, layer in rows:
+                table += _entries_of(module, layer, str(i), options["num_heads"])
     return table
 
 
 def _entries_of(
-    ours: str, theirs: str | tuple[str, ArrayLayout], number: str, num_heads: int
+    module: str, layer: str | tuple[str, ArrayLayout], number: str, num_heads: int
 ) -> list[ArrayEntry]:
-    ours = ours.replace("#", number)
-    if isinstance(theirs, tuple):
-        return [ArrayEntry(theirs[0].replace("#", number), (ours,), theirs[1])]
-    theirs = theirs.replace("#", number)
-    module, _, kinds = ours.rpartition("/")
-    places = [f"{module}/{kind}" if module else kind for kind in kinds.split(",")]
-    kind = places[0].split("/")[-1]
+    module = module.replace("#", number)
+    if isinstance(layer, tuple):
+        return [ArrayEntry(layer[0].replace("#", number), (module,), layer[1])]
+    layer = layer.replace("#", number)
+    parent, _, kinds = module.rpartition("/")
+    modules = [f"{parent}/{kind}" if parent else kind for kind in kinds.split(",")]
+    kind = modules[0].split("/")[-1]
     if kind in ("query", "key", "value"):
-        return joined(theirs, places, to_heads(num_heads, len(places)))
-    if len(places) > 1:
-        return joined(theirs, places, PAIR)
+        return joined(layer, modules, to_heads(num_heads, len(modules)))
+    if len(modules) > 1:
+        return joined(layer, modules, PAIR)
     if "norm" in kind.casefold():
-        return norm(theirs, ours)
+        return norm(layer, module)
     layouts = {"embedding": CONV, "out": from_heads(num_heads)}
-    return dense(theirs, ours, layouts.get(kind, LINEAR))
+    return dense(layer, module, layouts.get(kind, LINEAR))
 
 
 def rename(
     flat: Mapping[str, np.ndarray], patterns: Iterable[tuple[str, str]]
 ) -> dict[str, np.ndarray]:
-    """Returns arrays whose names have each pattern replaced, one after the other."""
+    """Returns arrays under names in which each pattern was replaced in turn."""
     renamed = {}
     for name, value in flat.items():
         for pattern, new in patterns:
@@ -233,19 +240,19 @@ def rename(
 
 
 def choose_num_heads(
-    stated: int, asked: int, width: int, depth: int
+    configured: int, requested: int, width: int, depth: int
 ) -> tuple[int, list[str]]:
     """Returns the number of attention heads of an encoder, and a note if it may be wrong.
 
     PyTorch's arrays do not show it, because all heads share one axis.
 
     Args:
-      stated: number in a config file; 0 if there is none.
-      asked: number that the caller assumes; 0 if unknown.
+      configured: number in a config file; 0 without one.
+      requested: number that the caller assumes; 0 if unknown.
       width, depth: features per token, and number of blocks.
     """
-    if stated:
-        return stated, []
+    if configured:
+        return configured, []
     known = [
         size.num_heads
         for size in variants.SIZES.values()
@@ -253,9 +260,9 @@ def choose_num_heads(
     ]
     usual = known[0] if known else max(1, width // 64)
     note = "heads: nothing says how many, so"
-    if asked and asked != usual:
-        return asked, [f"{note} {asked} as asked for, not the usual {usual}"]
-    if asked or known:
+    if requested and requested != usual:
+        return requested, [f"{note} {requested} as asked for, not the usual {usual}"]
+    if requested or known:
         return usual, []
     return usual, [f"{note} {usual}, one for 64 features"]
 
@@ -263,36 +270,36 @@ def choose_num_heads(
 def to_our_arrays(
     flat: Mapping[str, np.ndarray], table: Iterable[ArrayEntry], source: str
 ) -> dict[str, np.ndarray]:
-    """Returns our arrays by name, levels joined by "/", floats as float32.
+    """Converts arrays of another library to float32 parameters by name.
 
     Arrays that are not in the table keep their name, and missing ones stay missing: fitting
     the parameters to a model reports both, because a user may allow them.
 
     Args:
-      flat: theirs by name.
-      table: of the network.
-      source: for messages.
+      flat: the other library's arrays by name.
+      table: entries of the network.
+      source: path or address of the file, for messages.
 
     Raises:
-      UserError: an array is of integers, or of a shape that makes no sense.
+      UserError: an array holds integers, or its shape does not fit its layout.
     """
     table = list(table)
-    known = {entry.theirs for entry in table}
-    ours = {name: value for name, value in flat.items() if name not in known}
+    known = {entry.name for entry in table}
+    params = {name: value for name, value in flat.items() if name not in known}
     for entry in table:
-        if entry.theirs not in flat:
+        if entry.name not in flat:
             continue
-        value = flat[entry.theirs]
-        check_floating(entry.theirs, value, source)
+        value = flat[entry.name]
+        check_floating(entry.name, value, source)
         try:
-            arrays = entry.layout.to_ours(value.astype(np.float32, copy=False))
+            arrays = entry.layout.to_params(value.astype(np.float32, copy=False))
         except ValueError as error:
             raise UserError(
-                f"{source}: {entry.theirs} has shape {value.shape}, which does not fit "
+                f"{source}: {entry.name} has shape {value.shape}, which does not fit "
                 f"the model: {error}"
             ) from error
-        ours |= dict(zip(entry.ours, arrays, strict=True))
-    return ours
+        params |= dict(zip(entry.params, arrays, strict=True))
+    return params
 
 
 def check_names(
@@ -306,11 +313,13 @@ def check_names(
     """Raises UserError unless the arrays are those of a table, no more and no less.
 
     Args:
-      flat: theirs by name.
-      table: of the network.
-      source, part, network: for messages, as " of the decoder" of what is stored whole.
+      flat: the other library's arrays by name.
+      table: entries of the network.
+      source: path or address of the file, for messages.
+      part: part of the network in messages, such as " of the decoder".
+      network: name of the whole network in messages.
     """
-    known = {entry.theirs for entry in table}
+    known = {entry.name for entry in table}
     if wrong := sorted(known ^ flat.keys()):
         what = "missing" if wrong[0] in known else "not supported"
         raise UserError(
@@ -330,17 +339,17 @@ def check_floating(name: str, value: np.ndarray, source: str) -> None:
 def to_their_arrays(
     flat: Mapping[str, np.ndarray], table: Iterable[ArrayEntry]
 ) -> dict[str, np.ndarray]:
-    """Returns their arrays by name.
+    """Converts parameters to arrays of another library by name.
 
     Args:
-      flat: ours by name, levels joined by "/".
-      table: of the network, with each of our arrays once.
+      flat: parameters by name, levels joined by "/".
+      table: entries of the network, with each parameter once.
 
     Raises:
-      UserError: one of our arrays is missing or left over.
+      UserError: a parameter is missing or left over.
     """
     table = list(table)
-    known = [name for entry in table for name in entry.ours]
+    known = [name for entry in table for name in entry.params]
     for names, what in (
         (flat.keys() - known, "has {}, which its options do not explain"),
         (known - flat.keys(), "lacks {}, which its options ask for"),
@@ -348,8 +357,8 @@ def to_their_arrays(
         if names:
             raise UserError(f"the model {what.format(min(names))}: it is not complete")
     return {
-        entry.theirs: entry.layout.to_theirs(
-            [np.asarray(flat[name]) for name in entry.ours]
+        entry.name: entry.layout.from_params(
+            [np.asarray(flat[name]) for name in entry.params]
         )
         for entry in table
     }

@@ -1,7 +1,7 @@
 """timm's format: Vision Transformers, DeiT, hybrids and BiT ResNets.
 
-Plain state dicts are read, and folders as timm's models have them on the Hugging Face
-hub: `model.safetensors` and `config.json`.
+Reads plain state dicts, and folders with `model.safetensors` and `config.json`, which
+timm's models on the Hugging Face hub have.
 """
 
 import math
@@ -80,7 +80,7 @@ _BIASES = {
     "every": "blocks.0.attn.relative_position_bias_table",
     "shared": _NAMES["Transformer/relative_bias"][0],
 }
-# Options that an array shows.
+# Options that follow from an array being there.
 _SHOWN = {
     "distillation": "dist_token",
     "representation_layer": "pre_logits.fc.weight",
@@ -98,10 +98,10 @@ _BIASED = {
 }
 _STEM_NOTE = (
     "stem: timm's epsilons are 1e-5 in GroupNorm and 1e-8 beside a kernel's variance, "
-    "ours 1e-6 and 1e-5 beside its deviation: logits differ from timm's by 5e-5 to 1e-4 "
+    "here 1e-6 and 1e-5 beside its deviation: logits differ from timm's by 5e-5 to 1e-4 "
     "of their size"
 )
-_FEATURES_NOTE = "features: timm gives the mean of both tokens, we the first"
+_FEATURES_NOTE = "features: timm returns the mean of both tokens, vit_jax the first"
 
 
 def recognises(tensors: Tensors) -> bool:
@@ -125,23 +125,23 @@ def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
 def finish(
     tensors: Tensors,
     facts: Facts,
-    ours: dict[str, np.ndarray],
+    params: dict[str, np.ndarray],
     options: dict,
     notes: Sequence[str] = (),
     patch: int = 1,
 ) -> Pretrained:
-    """Returns a checkpoint with what timm's config.json says beside the network.
+    """Builds a checkpoint from a network and what its config.json says beside it.
 
     Args:
-      tensors: of the file.
-      facts: of its config.
-      ours: our arrays by name.
-      options: of `models.create`.
-      notes: of reading the network.
-      patch: see `timm_config.fit_patches`.
+      tensors: content of the file.
+      facts: content of its config.json.
+      params: parameters by name, levels joined by "/".
+      options: arguments of `models.create`.
+      notes: lines about what was changed while the network was read.
+      patch: side of a patch in pixels, see `timm_config.fit_patches`.
     """
     return Pretrained(
-        params=unflatten_dict(ours, sep="/"),
+        params=unflatten_dict(params, sep="/"),
         options=options,
         format="timm",
         source=tensors.path,
@@ -160,9 +160,9 @@ def _read_resnet(tensors: Tensors, facts: Facts, num_heads: int):
     blocks = tuple(stages.count(i) for i in range(len(set(stages))))
     num_classes = len(flat.get("head.fc.weight", ()))
     table = _resnet_table({"stage_depths": blocks, "num_classes": num_classes})
-    timm_networks.check_names(flat, {e.theirs for e in table}, source)
-    ours = tables.to_our_arrays(flat, table, source)
-    channels, stem_width = ours["root_block/conv_root/kernel"].shape[2:]
+    timm_networks.check_names(flat, {e.name for e in table}, source)
+    params = tables.to_our_arrays(flat, table, source)
+    channels, stem_width = params["root_block/conv_root/kernel"].shape[2:]
     timm_networks.check_average(facts.pool, "a ResNet", source)
     image_size = facts.image_size or tensors.image_size
     if image_size is None:
@@ -170,7 +170,7 @@ def _read_resnet(tensors: Tensors, facts: Facts, num_heads: int):
             f"{source}: nothing says for which image size this ResNet is: keep its "
             "config.json beside it, or state --resolution=PIXELS (image_size in Python)"
         )
-    return ours, {
+    return params, {
         **linen.resnet_options(blocks, int(stem_width)),
         "num_classes": num_classes,
         "image_size": image_size,
@@ -201,20 +201,20 @@ def _read_transformer(tensors: Tensors, facts: Facts, num_heads: int):
         )
     notes += more
     table = transformer_table(form | shape)
-    timm_networks.check_names(flat, {e.theirs for e in table}, source)
+    timm_networks.check_names(flat, {e.name for e in table}, source)
     if shape["stem_width"]:
         notes.append(_STEM_NOTE)
     if form["distillation"] and not form["num_classes"]:
         notes.append(_FEATURES_NOTE)
-    ours = tables.to_our_arrays(flat, table, source)
+    params = tables.to_our_arrays(flat, table, source)
     if form["rope"] != "none":
-        ours = timm_networks.turn_features(ours, facts.rotary)
+        params = timm_networks.turn_features(params, facts.rotary)
 
-    embedding = ours.pop(POSITIONS, None)
-    sizes = linen.transformer_options(ours)
+    embedding = params.pop(POSITIONS, None)
+    sizes = linen.transformer_options(params)
     if "layer_scale_init" in sizes:
         sizes["layer_scale_init"] = facts.layer_scale_init
-    num_prefix_tokens = ("cls" in ours) + ("dist" in ours)
+    num_prefix_tokens = ("cls" in params) + ("dist" in params)
     rows = 0 if embedding is None else embedding.shape[1]
     sizes["image_size"], patches = _image_size(
         rows, num_prefix_tokens, sizes, facts, source
@@ -224,20 +224,20 @@ def _read_transformer(tensors: Tensors, facts: Facts, num_heads: int):
         if missing < 0:  # Register tokens have positions too.
             of_registers = slice(num_prefix_tokens, num_prefix_tokens - missing)
             added = embedding[:, of_registers]
-            ours["register_tokens"] = ours["register_tokens"] + added
+            params["register_tokens"] = params["register_tokens"] + added
             embedding = np.delete(embedding, of_registers, axis=1)
             if added.any():
                 notes.append("positions of register tokens: added to the tokens")
         elif missing:
             notes.append("position embeddings of extra tokens: none in the file, so 0")
             embedding = rewriting.prepend_zero_rows(embedding, missing)
-        ours[POSITIONS] = embedding
+        params[POSITIONS] = embedding
         form["posemb_resize"] = facts.posemb_resize
-    return ours, sizes | form, notes, len(ours["embedding/kernel"])
+    return params, sizes | form, notes, len(params["embedding/kernel"])
 
 
 def _check_whole(flat: dict[str, np.ndarray], facts: Facts, source: str) -> None:
-    """Raises UserError unless a file has the arrays that every encoder has."""
+    """Raises UserError unless a file has the arrays of every encoder."""
     for pattern in _NEEDED:
         if not any(re.fullmatch(rf"{pattern}\.weight", name) for name in flat):
             name = re.sub(r"\(_g\)\?|\((\w+)\|\w+\)", r"\1", pattern)
@@ -269,7 +269,7 @@ def _check_whole(flat: dict[str, np.ndarray], facts: Facts, source: str) -> None
 
 
 def _shape(flat: dict[str, np.ndarray]) -> dict:
-    """Returns what the table of a network needs beside its options."""
+    """Returns the sizes that the table of a network depends on."""
     stages = re.compile(re.escape(_BACKBONE) + r"\.stages\.(\d+)\.blocks\.(\d+)\.")
     counts = [int(s) for s, _ in {m.groups() for m in map(stages.match, flat) if m}]
     return {
@@ -282,7 +282,7 @@ def _shape(flat: dict[str, np.ndarray]) -> dict:
 
 
 def _form(flat: dict[str, np.ndarray], facts: Facts, source: str) -> dict:
-    """Returns the options that the names and the config determine."""
+    """Returns the options that the names of arrays and config.json determine."""
     token, gated = "cls_token" in flat, timm_networks.is_gated(flat)
     pools = timm_config.POOLS
     if facts.pool is not None and facts.pool not in pools:
@@ -299,7 +299,7 @@ def _form(flat: dict[str, np.ndarray], facts: Facts, source: str) -> dict:
     beside = token and head != "token"
     prefix = beside or "reg_token" in flat
     what = ""
-    # These tokens are among what is pooled here for "map", and are not for "gap".
+    # Models of this project pool these tokens too with "map", but not with "gap".
     if prefix and head in ("gap", "map") and facts.pools_prefix != (head == "map"):
         what = f"pooling {head} with pool_include_prefix={facts.pools_prefix} and "
         what += "a class token" if beside else "register tokens"
@@ -329,17 +329,17 @@ def _form(flat: dict[str, np.ndarray], facts: Facts, source: str) -> dict:
 def _image_size(
     rows: int, num_prefix_tokens: int, sizes: dict, facts: Facts, source: str
 ) -> tuple[tuple[int, int], int]:
-    """Returns the image size of so many position embeddings, and the number of patches."""
+    """Returns the image size for a number of position embeddings, and its patches."""
     patch = models.create(**sizes, num_classes=0).patch_size
-    # Timm's extra tokens have positions, or none, or those of registers beside them.
+    # timm's prefix tokens have positions or none, and registers may have some too.
     registers = num_prefix_tokens + sizes.get("num_register_tokens", 0)
-    stated = facts.image_size
-    if stated is not None:
+    image_size = facts.image_size
+    if image_size is not None:
         if "+" not in sizes["variant"]:  # Convolutions of hybrids pad instead.
-            stated = tuple(side // patch * patch for side in stated)
-        patches = math.prod(math.ceil(side / patch) for side in stated)
+            image_size = tuple(side // patch * patch for side in image_size)
+        patches = math.prod(math.ceil(side / patch) for side in image_size)
         if not rows or rows - patches in (0, num_prefix_tokens, registers):
-            return stated, patches
+            return image_size, patches
     if not rows:
         return sizes["image_size"], 0
     for patches in (rows - num_prefix_tokens, rows, rows - registers):
@@ -355,9 +355,9 @@ def _image_size(
 def _add_biases(
     flat: dict[str, np.ndarray],
 ) -> tuple[dict[str, np.ndarray], list[str]]:
-    """Adds biases of zero, and a note for each kind of layer, where there are none."""
+    """Adds missing biases as zeros, and a note for each kind of layer."""
     kernel = flat.get("patch_embed.proj.weight")
-    if kernel is not None:  # Networks with a norm before the blocks have none.
+    if kernel is not None:  # Networks with a norm before the blocks have no such bias.
         flat = {"patch_embed.proj.bias": np.zeros(len(kernel), np.float32)} | flat
     notes = []
     for layer, what in _BIASED.items():
@@ -398,7 +398,7 @@ def write(pretrained: Pretrained, folder: str | os.PathLike) -> list[str]:
 def _prepare_transformer(
     flat: dict[str, np.ndarray], options: dict, model: models.Model
 ) -> tuple[dict[str, np.ndarray], dict, list[str]]:
-    """Returns arrays and options of an encoder as timm can have them, and notes."""
+    """Rewrites parameters and options of an encoder to what timm has; returns notes."""
     for name, wrong, other in (
         ("representation_layer", True, "timm has no tanh layer before the classifier"),
         ("pool", "token_gap", "timm's classifiers see the class token or the mean"),
@@ -416,7 +416,7 @@ def _prepare_transformer(
         flat, more = rewriting.fold_patch_bias(flat, options, num_prefix_tokens=P)
         notes += more
     notes += rewriting.note_resize(options, "timm")
-    if R and options["posemb"] == "learned":  # Zeros, as positions of the registers.
+    if R and options["posemb"] == "learned":  # Registers get positions of zeros.
         zeros = np.zeros_like(flat[POSITIONS], shape=(1, R, options["width"]))
         place = [model.num_prefix_tokens - R]
         flat[POSITIONS] = np.insert(flat[POSITIONS], place, zeros, axis=1)
@@ -449,17 +449,17 @@ def write_folder(
     """Writes model.safetensors and config.json, and returns notes.
 
     Args:
-      folder: existing.
-      arrays: by timm's names.
-      architecture: that they are for.
+      folder: existing folder.
+      arrays: arrays by timm's names.
+      architecture: timm's network of these arrays.
       options: all options of `models.Model`.
-      pretrained: has the preprocessing, the class names and the loss.
+      pretrained: checkpoint with the preprocessing, the class names and the loss.
 
     Raises:
-      UserError: timm cannot prepare images so.
+      UserError: timm has no such preprocessing.
     """
     preprocess, notes = pretrained.preprocess, []
-    if preprocess and any(preprocess.cut):  # Which timm's first layer drops.
+    if preprocess and any(preprocess.cut):  # timm's first layer drops these pixels.
         sides = tuple(map(operator.add, options["image_size"], preprocess.cut))
         options = {**options, "image_size": sides}
         architecture.args["img_size"] = list(sides)
@@ -467,7 +467,7 @@ def write_folder(
         architecture, options, preprocess, pretrained.class_names
     )
     if preprocess is None:
-        notes.append("preprocessing: nothing says how, so timm's own defaults hold")
+        notes.append("preprocessing: nothing says how, so timm's defaults hold")
     if pretrained.loss == "sigmoid":
         notes.append("loss: the config does not say that it was sigmoid, not softmax")
     files.write_folder(folder, arrays, {"config.json": config})
@@ -480,7 +480,11 @@ def _usage(pretrained: Pretrained, path: str, on_hub: bool) -> str:
 
 
 def transformer_table(options: dict) -> list[ArrayEntry]:
-    """Returns the entries of an encoder or hybrid of these options of `models.Model`."""
+    """Returns the table of an encoder or hybrid.
+
+    Args:
+      options: options of `models.Model`; those at their defaults may be missing.
+    """
     names = dict(_NAMES)
     if options["activation"] == "swiglu":  # Two layers in one.
         first = "Transformer/encoderblock_#/MlpBlock_3/"
@@ -492,7 +496,7 @@ def transformer_table(options: dict) -> list[ArrayEntry]:
 
 
 def _resnet_table(options: dict) -> list[ArrayEntry]:
-    """Returns the entries of a BiT ResNet."""
+    """Returns the table of a BiT ResNet."""
     table = [_conv("stem.conv", "root_block/conv_root")]
     table += _units_table("stages", options["stage_depths"], "unit{:02}")
     table += norm("norm", "norm-pre-head")
@@ -515,20 +519,20 @@ def _units_table(
     table = []
     for stage, units in enumerate(blocks):
         for unit in range(units):
-            theirs = f"{stages}.{stage}.blocks.{unit}"
-            ours = f"block{stage + 1}/{unit_name.format(unit + 1)}"
+            name = f"{stages}.{stage}.blocks.{unit}"
+            module = f"block{stage + 1}/{unit_name.format(unit + 1)}"
             for i in (1, 2, 3):
-                table.append(_conv(f"{theirs}.conv{i}", f"{ours}/conv{i}"))
-                table += norm(f"{theirs}.norm{i}", f"{ours}/gn{i}")
+                table.append(_conv(f"{name}.conv{i}", f"{module}/conv{i}"))
+                table += norm(f"{name}.norm{i}", f"{module}/gn{i}")
             if unit == 0:
-                table.append(_conv(f"{theirs}.downsample.conv", f"{ours}/conv_proj"))
+                table.append(_conv(f"{name}.downsample.conv", f"{module}/conv_proj"))
             if unit == 0 and projection_norm:
-                table += norm(f"{theirs}.downsample.norm", f"{ours}/{projection_norm}")
+                table += norm(f"{name}.downsample.norm", f"{module}/{projection_norm}")
     return table
 
 
-def _conv(theirs: str, ours: str) -> ArrayEntry:
-    return ArrayEntry(f"{theirs}.weight", (f"{ours}/kernel",), CONV)
+def _conv(name: str, module: str) -> ArrayEntry:
+    return ArrayEntry(f"{name}.weight", (f"{module}/kernel",), CONV)
 
 
 READERS["timm"] = Reader(recognises, read)
