@@ -94,7 +94,7 @@ def test_what_no_parameter_tells_is_told_from_the_architecture(refusal, architec
         *(
             (
                 lambda a, c, name=name: (a.update({name: floats(12)}), c.clear()),
-                f"{name} is of a network that its parameters alone do not tell: keep",
+                f"{name} is of a network that its parameters do not determine: keep",
             )
             for name in (
                 "norm_pre.weight",

@@ -616,11 +616,11 @@ def test_what_is_left_over_or_missing_is_refused_unless_allowed(
         ),
         (
             {"layer_norm_eps": 1e-4},
-            "layer_norm_eps=0.0001 cannot be stated in timm's config.json",
+            "layer_norm_eps=0.0001: timm's config.json has",
         ),
         (
             {"layer_norm_eps": 1e-5, "distillation": True},
-            "layer_norm_eps=1e-05 cannot be stated",
+            "layer_norm_eps=1e-05: timm's config.json has",
         ),
         (
             {

@@ -1,7 +1,8 @@
 """Two-way tables between arrays of another library and parameters of this project.
 
 Each `ArrayEntry` of a network's table maps one array of the library to parameters. Reading
-and writing use the same table, so a network is written back bit for bit. Most tables come from `Names`, which name a layer once for all blocks.
+and writing use the same table, so a network is written back bit for bit. Most tables
+come from `Names`, which name a layer once for all blocks.
 """
 
 import dataclasses
@@ -272,8 +273,8 @@ def to_our_arrays(
 ) -> dict[str, np.ndarray]:
     """Converts arrays of another library to float32 parameters by name.
 
-    Arrays that are not in the table keep their name, and missing ones stay missing: fitting
-    the parameters to a model reports both, because a user may allow them.
+    Arrays that are not in the table keep their name, and missing ones stay missing:
+    fitting the parameters to a model reports both, because a user may allow them.
 
     Args:
       flat: the other library's arrays by name.

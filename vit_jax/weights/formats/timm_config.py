@@ -1,4 +1,4 @@
-"""timm's `config.json`, read and written; see timm_networks.py for the names in it."""
+"""Reads and writes timm's `config.json`; timm_networks.py has the names in it."""
 
 import dataclasses
 import math
@@ -51,7 +51,7 @@ _NORMS = {
 }
 _MAYBE = (False, True)
 _INNER_NORMS = dict.fromkeys(("qk_norm", "attention_out_norm", "mlp_norm"), _MAYBE)
-# By class of timm's, what messages call it, and values that few networks have.
+# By class in timm, its name in messages and the options it has beyond the common ones.
 _HAS = {
     "vit": (
         "timm",
@@ -81,21 +81,21 @@ _HAS = {
     ),
 }
 
-# Values of global_pool, and our heads.
+# timm's global_pool to `model.pool`.
 POOLS = {"token": "token", "avg": "gap", "map": "map", "": "none"}
 
 
-# timm's names of them.
+# timm's interpolation to `Preprocess.interpolation`.
 _INTERPOLATIONS = {"box" if n == "area" else n: n for n in INTERPOLATIONS}
-# Of an image's preparation; timm has a default for each.
+# Keys of the preprocessing; timm has a default for each.
 _IMAGES = ("input_size", "crop_pct", "crop_mode", "interpolation", "mean", "std")
 
 
 def read(config: Mapping) -> Facts:
-    """Returns what config.json says of a network, and timm's code where it says nothing.
+    """Returns the facts in config.json, and timm's defaults for those that it lacks.
 
     Args:
-      config: content of config.json; empty if there is none.
+      config: content of config.json; empty without one.
 
     Raises:
       UserError: the network has a feature that no model here has.
@@ -105,12 +105,12 @@ def read(config: Mapping) -> Facts:
         return Facts(notes=(note,))
     timm_networks.check_config(config)
     name, args = timm_networks.architecture_of(config), config.get("model_args") or {}
-    own = timm_networks.find(name)
+    default = timm_networks.find(name)
     # Older files have one level; in both null is the default, as in timm.
     nested = config.get("pretrained_cfg")
     images = config if nested is None else nested
     images = {key: value for key, value in images.items() if value is not None}
-    activation = args.get("act_layer") or own.activation
+    activation = args.get("act_layer") or default.activation
     if activation not in layers.ACTIVATIONS:
         raise UserError(
             f"act_layer={activation!r} in the config.json of {name} is not one of "
@@ -118,31 +118,31 @@ def read(config: Mapping) -> Facts:
         )
     num_heads = args.get("num_heads")
     if not num_heads or isinstance(num_heads, list):  # One for each stage.
-        num_heads = own.num_heads
+        num_heads = default.num_heads
     sides = re.findall(r"(?:_|to)(\d{3})(?=_|$)", name)
-    size = (int(sides[-1]),) * 2 if sides else own.image_size or (0, 0)
+    size = (int(sides[-1]),) * 2 if sides else default.image_size or (0, 0)
     size = args.get("img_size") or images.get("input_size", (3, *size))[1:]
     size = _pair(size) if np.all(size) else None
     preprocess, notes = None, []
     if nested is not None or images.keys() & _IMAGES:
         preprocess, notes = _preprocess(images, size or (224, 224))
-    resize = own.posemb_resize
+    resize = default.posemb_resize
     if (images.get("tag") or config["architecture"].partition(".")[2]) == "dino":
         resize = "bicubic_dino"  # Not how timm resizes them.
     return dataclasses.replace(
-        own,
+        default,
         layer_scale_init=float(args.get("init_values") or 1.0),
         posemb_resize=config.get(_RESIZE_KEY, resize),  # Only this project writes it.
         num_heads=num_heads,
         activation=activation,
-        pool=args.get("global_pool", config.get("global_pool", own.pool)),
-        pools_prefix=bool(args.get("pool_include_prefix", own.pools_prefix)),
+        pool=args.get("global_pool", config.get("global_pool", default.pool)),
+        pools_prefix=bool(args.get("pool_include_prefix", default.pools_prefix)),
         positions=args.get("pos_embed", "learn") not in ("", "none")
-        and bool(args.get("use_abs_pos_emb", own.positions)),
-        rotary=timm_networks.read_rotary(args, own.rotary),
-        post_norm=bool(args.get("use_post_norm", own.post_norm)),
-        pre_norm=bool(args.get("pre_norm", own.pre_norm)),
-        final_norm=bool(args.get("final_norm", own.final_norm)),
+        and bool(args.get("use_abs_pos_emb", default.positions)),
+        rotary=timm_networks.read_rotary(args, default.rotary),
+        post_norm=bool(args.get("use_post_norm", default.post_norm)),
+        pre_norm=bool(args.get("pre_norm", default.pre_norm)),
+        final_norm=bool(args.get("final_norm", default.final_norm)),
         image_size=size,
         preprocess=preprocess,
         class_names=_class_names(config, images),
@@ -157,14 +157,19 @@ def _pair(size: int | Sequence[int]) -> tuple[int, int]:
 def fit_patches(
     preprocess: Preprocess | None, image_size: tuple[int, int], patch: int
 ) -> Preprocess | None:
-    """Returns a preprocessing for a network of `image_size`, whose parameters decide it.
+    """Returns a preprocessing for the image size that the parameters are for.
 
-    The first layer drops what of the size in a config fills no patch.
+    The first layer drops the pixels at the end that fill no patch.
+
+    Args:
+      preprocess: preprocessing with the image size in the config; None if unknown.
+      image_size: height and width of the network's input, in pixels.
+      patch: side of a patch, in pixels.
     """
     if preprocess is None:
         return None
     cut = tuple(map(operator.sub, preprocess.image_size, image_size))
-    if not all(0 <= pixels < patch for pixels in cut):  # It is for other parameters.
+    if not all(0 <= pixels < patch for pixels in cut):  # For other parameters.
         cut = (0, 0)
     return dataclasses.replace(preprocess, image_size=image_size, cut=cut)
 
@@ -178,7 +183,7 @@ def _preprocess(images: Mapping, size: tuple[int, int]) -> tuple[Preprocess, lis
     if how not in _INTERPOLATIONS:
         notes.append(f"interpolation {how}: not known, so bicubic")
     mean, std = (tuple(images.get(name, IMAGENET[name])) for name in ("mean", "std"))
-    found = Preprocess(
+    preprocess = Preprocess(
         image_size=size,
         mean=mean,
         std=std,
@@ -188,37 +193,37 @@ def _preprocess(images: Mapping, size: tuple[int, int]) -> tuple[Preprocess, lis
         fill=_fill(mean) if mode == "border" else (),
     )
     # timm rounds 224 / (224 / 232) down to 231, and `resize_sides` does not.
-    if resize_sides(found) != tuple(math.floor(side / crop) for side in size):
-        found = dataclasses.replace(found, crop_fraction=crop * (1 + 2e-12))
-    return found, notes
+    if resize_sides(preprocess) != tuple(math.floor(side / crop) for side in size):
+        preprocess = dataclasses.replace(preprocess, crop_fraction=crop * (1 + 2e-12))
+    return preprocess, notes
 
 
 def _fill(mean: Sequence) -> tuple[int, ...]:
-    """Returns the colour of the border that timm makes in the crop mode "border"."""
+    """Returns the border's colour in timm's crop mode "border"."""
     return tuple(round(255 * value) for value in mean)
 
 
 def _class_names(config: Mapping, images: Mapping) -> tuple[str, ...]:
     both = {**images, **config}
     names = both.get("label_names") or both.get("labels") or ()
-    if isinstance(names, Mapping):  # From label to name.
+    if isinstance(names, Mapping):  # Label to name.
         if set(names) != set(map(str, range(len(names)))):
             return ()
         names = [names[str(i)] for i in range(len(names))]
-    words = both.get("label_descriptions") or {}
-    return tuple(words.get(name, name) for name in names)
+    descriptions = both.get("label_descriptions") or {}
+    return tuple(descriptions.get(name, name) for name in names)
 
 
 @dataclasses.dataclass(frozen=True)
 class Architecture:
-    """What config.json says of a network.
+    """A network as config.json describes it.
 
     Attributes:
-      name: of the architecture in timm.
-      args: of its function there.
+      name: timm's name of the architecture.
+      args: arguments of timm's function of that name.
       num_features: width of the features before the classifier.
       first_conv: name of the first layer.
-      classifier: name of the last one, or a list of names.
+      classifier: name of the last layer, or a list of names.
       fixed_input_size: whether the parameters are for one image size.
     """
 
@@ -236,7 +241,17 @@ def write(
     preprocess: Preprocess | None,
     class_names: Sequence[str],
 ) -> dict:
-    """Returns the content of config.json for a network of these options."""
+    """Returns the content of config.json.
+
+    Args:
+      architecture: network in timm's terms.
+      options: all options of `models.Model`.
+      preprocess: preprocessing of images; None if unknown.
+      class_names: names in label order; empty if unknown.
+
+    Raises:
+      UserError: timm has no such preprocessing.
+    """
     num_classes = options["num_classes"]
     size = [options["channels"], *options["image_size"]]
     images = {
@@ -250,7 +265,7 @@ def write(
         "classifier": architecture.classifier,
     }
     if preprocess:
-        names = {ours: theirs for theirs, ours in _INTERPOLATIONS.items()}
+        names = {name: timm_name for timm_name, name in _INTERPOLATIONS.items()}
         if preprocess.fill not in ((), _fill(preprocess.mean)):
             raise UserError(
                 f"fill={preprocess.fill}: timm's border has the colour of the mean, "
@@ -280,7 +295,7 @@ def write(
 
 
 def _crop(preprocess: Preprocess) -> float:
-    """Returns the crop fraction, adjusted in its last digit to give our sizes in timm."""
+    """Returns the crop fraction whose last digit gives the same sizes in timm."""
     fraction, sides = preprocess.crop_fraction, crop_sides(preprocess)
     if preprocess.short_side and sides[0] != sides[1]:
         raise UserError(
@@ -296,7 +311,10 @@ def _crop(preprocess: Preprocess) -> float:
 
 
 def choose_architecture(options: Mapping) -> Architecture:
-    """Returns the architecture of timm for a network with all these options.
+    """Returns timm's architecture for a network.
+
+    Args:
+      options: all options of `models.Model`, with the side of a patch as "patch".
 
     Raises:
       UserError: timm has no such architecture.
@@ -326,7 +344,7 @@ def _choose_vit(options: Mapping) -> tuple[str, dict]:
         "fc_norm": options["fc_norm"],
         "pos_embed": "none" if options["posemb"] == "none" else "learn",
     }
-    args |= {theirs: True for ours, theirs in _NORMS.items() if options[ours]}
+    args |= {arg: True for option, arg in _NORMS.items() if options[option]}
     if not options["final_norm"]:
         args["final_norm"] = False
     if not gated:
@@ -334,7 +352,7 @@ def _choose_vit(options: Mapping) -> tuple[str, dict]:
     if options["layer_scale_init"] or name.endswith("dinov2"):
         args["init_values"] = options["layer_scale_init"] or None
     if options["num_register_tokens"]:
-        # Their positions are zeros, so that all others stay as they are.
+        # Registers get positions of zeros, which leaves the other positions unchanged.
         args |= {"reg_tokens": options["num_register_tokens"], "no_embed_class": False}
     if options["pool"] == "map":
         args["pool_include_prefix"] = True
@@ -344,7 +362,7 @@ def _choose_vit(options: Mapping) -> tuple[str, dict]:
 
 
 def mlp_ratio(hidden: int, width: int) -> float:
-    """Returns the ratio whose product with the width timm truncates to `hidden`."""
+    """Returns the ratio that gives `hidden` units, as timm truncates its product."""
     ratio = hidden / width
     return ratio if int(width * ratio) == hidden else math.nextafter(ratio, math.inf)
 
@@ -360,13 +378,13 @@ def _sizes(options: Mapping, mlp_dim: int) -> dict:
         "num_heads": options["num_heads"],
         "mlp_ratio": mlp_ratio(mlp_dim, options["width"]),
         "qkv_bias": True,
-        "global_pool": next(k for k, ours in POOLS.items() if ours == options["pool"]),
+        "global_pool": next(k for k, pool in POOLS.items() if pool == options["pool"]),
     }
 
 
 def _choose_eva(options: Mapping) -> tuple[str, dict]:
     gated = options["activation"] == "swiglu"
-    # Gates have a layer of their own: they are normalised together behind it.
+    # Gates are a separate layer; the norm follows their product.
     args = _sizes(options, options["mlp_dim"]) | {
         "attn_type": "rope",
         "qkv_fused": True,
@@ -382,9 +400,11 @@ def _choose_eva(options: Mapping) -> tuple[str, dict]:
         "use_rot_pos_emb": options["rope"] != "none",
     }
     if gated and not options["mlp_norm"]:
-        args["swiglu_align_to"] = 1  # Two layers, of any number of units.
+        args["swiglu_align_to"] = 1  # Allows any number of units.
     if options["rope"] != "none":
-        names = {ours: theirs for theirs, ours in timm_networks.ROPE_TYPES.items()}
+        names = {
+            rope: rope_type for rope_type, rope in timm_networks.ROPE_TYPES.items()
+        }
         reference = options["rope_reference"] or None
         args |= {
             "rope_type": names[options["rope"]],
@@ -439,13 +459,13 @@ def _vit_name(options: Mapping) -> str:
         return _HYBRIDS[depths]
     if odd and (epsilon != 1e-5 or distilled):
         raise UserError(
-            f"layer_norm_eps={epsilon} cannot be stated in timm's config.json (1e-6 can, "
-            "and 1e-5 without distillation): write it with --to=hf"
+            f"layer_norm_eps={epsilon}: timm's config.json has only 1e-6, and 1e-5 "
+            "without distillation: write it with --to=hf"
         )
     if distilled:
         size = size if size in ("tiny", "small") else "base"
         return f"deit_{size}_distilled_patch16_224"
-    if gated:  # The only ones there.
+    if gated:  # timm's only plain encoder with gates.
         return "vit_giant_patch14_dinov2"
     if options["post_norm"] and (odd or options["layer_scale_init"]):
         raise UserError(
@@ -454,7 +474,7 @@ def _vit_name(options: Mapping) -> str:
         )
     if options["post_norm"]:
         return "vit_base_patch16_rpn_224"
-    if odd:  # The first norm is an argument.
+    if odd:  # Its first norm can be switched off by an argument.
         return "vit_base_patch16_clip_224"
     if patch in patches:
         return f"vit_{size}_patch{patch}_224"
@@ -473,7 +493,7 @@ def _choose_resnet(options: Mapping) -> Architecture:
     factor = 2 if layers[blocks] == 152 else 1
     args = {"in_chans": options["channels"]}
     if stem_width != 64 * factor:
-        # Divided by the factor of the architecture, which cannot be replaced.
+        # timm multiplies by the factor in the architecture's name.
         args["stem_chs"] = stem_width // factor
         args["channels"] = [stem_width * 4 * 2**i // factor for i in range(4)]
     name = f"resnetv2_{layers[blocks]}x{factor}_bit"

@@ -1,10 +1,10 @@
-"""Networks of timm: what their names say, and which compute what a model here computes.
+"""timm's networks: properties by name, and which are equal to a model of this project.
 
 Most differences between networks show in a file's parameters. Some do not (rotary
 embeddings, the order of the LayerNorms) and show only in the `architecture` and
 `model_args` of config.json, so only architectures that are known to be equal are read.
 Parameters of Eva and Beit are renamed to those of VisionTransformer, and back.
-Letters: D model width, H heads, K head width.
+Letter: K head width.
 """
 
 import dataclasses
@@ -19,13 +19,13 @@ from vit_jax.weights.pretrained import Preprocess
 
 @dataclasses.dataclass(frozen=True)
 class Rotary:
-    """Rotary position embeddings as timm has them.
+    """Rotary position embeddings of a network of timm.
 
     Attributes:
-      kind, temperature, reference: `rope`, `rope_temperature` and `rope_reference` of our
-        models.
-      pairs: whether neighbouring features are turned together, not those K/2 apart.
-      columns_first: whether a head's first features are turned by the column.
+      kind, temperature, reference: `rope`, `rope_temperature` and `rope_reference` of
+        `config.model`.
+      pairs: whether neighbouring features are rotated together, not those K/2 apart.
+      columns_first: whether a head's first features are rotated by the column.
     """
 
     kind: str = "none"
@@ -40,23 +40,23 @@ NONE = Rotary()
 
 @dataclasses.dataclass(frozen=True)
 class Facts:
-    """What the name of a network and its config.json say; the defaults are a plain ViT's.
+    """Facts in the name of a network and its config.json; the defaults are a plain ViT's.
 
     Attributes:
       kind: class in timm: "vit", "eva" or "beit".
       num_heads: attention heads; 0 if unknown.
-      activation: of the MLPs that are not gated.
-      layer_norm_eps: of the LayerNorms.
-      layer_scale_init: what LayerScale began with.
+      activation: activation of MLPs without gates.
+      layer_norm_eps: epsilon of the LayerNorms.
+      layer_scale_init: initial value of LayerScale.
       posemb_resize: how position embeddings were resized in training.
-      positions: whether there are embeddings that are added.
-      rotary: position embeddings that turn features.
+      positions: whether there are absolute position embeddings.
+      rotary: rotary position embeddings.
       pre_norm, post_norm, final_norm: see vit.VisionTransformer.
       pool: timm's global_pool; None if the parameters show it.
       pools_prefix: whether the class token is pooled with the patches.
-      image_size: height and width; None if unknown.
-      preprocess: how images are prepared, or None.
-      class_names: in label order.
+      image_size: height and width in pixels; None if unknown.
+      preprocess: preprocessing of images; None if unknown.
+      class_names: names in label order; empty if unknown.
       notes: a line for each value that is not supported.
     """
 
@@ -95,16 +95,16 @@ _LINGBOT = _NOT_ADDED | {
 _DINOV3 = _LINGBOT | {"pool": "avg", "image_size": (256, 256)}
 _OLD = r"(_in21k|_in21ft1k|_sam|_dino|_miil|_miil_in21k)?"
 GATED = r"vit_giant_patch14_(reg4_)?dinov2|vit_giant_patch14_reg1_tipsv2"
-# Facts of timm 1.0.31 that hold for names beyond one network.
+# Facts of timm 1.0.31 that hold for several networks.
 _USUAL = (
     (r".*_(huge|giant|gigantic|giantopt|so400m)_.*", {"num_heads": 16}),
     (r".*(_dino|patch14_dinov2)", {"posemb_resize": "bicubic_dino"}),
     (r"vit_(base_patch32|(so400m|giantopt)_patch16)_siglip_.*", _TANH),
     (r"vit_large_patch16_siglip_(gap_)?512.*", _TANH),
 )
-# ViTs and hybrids with equal logits, with their older names, and what only their code says.
-# Of rows that match a name the last one holds. tests/weights/formats/test_timm_registry.py
-# compares them with timm.
+# ViTs and hybrids with equal logits, their older names, and the facts that only timm's
+# code has. If several rows match a name, the last one counts.
+# tests/weights/formats/test_timm_registry.py compares them with timm.
 NETWORKS = (
     (
         rf"vit_(tiny|small|base|large|huge|giant|gigantic)_patch(8|14|16|32)_\d+{_OLD}",
@@ -178,8 +178,8 @@ _SEEN = (
     (r".*\.running_mean", "BatchNorm (running_mean) is"),
 )
 
-# Parts whose network is known by its name alone: its epsilon, activation or rotary
-# embeddings show nowhere else.
+# Arrays of networks that only their name identifies: nothing else shows their epsilon,
+# activation or rotary embeddings.
 _UNSURE = re.compile(
     r"norm_pre\.|(.*\.)?rope\.|blocks\.\d+\.(attn\.([qk]_norm|norm|q_proj)|mlp\.(norm|fc1_g))\."
 )
@@ -208,7 +208,7 @@ _EVA_OR_BEIT = (
     r"|use_fc_norm"
 )
 # Arguments of each class that the parameters show, that have no effect at inference, or
-# that the format's module handles. Any other could change the output without a trace.
+# that the format's module handles. Any other could change the output unnoticed.
 _ARGUMENTS = {
     "vit": _COMMON
     + r"|qk_norm|scale_attn_norm|scale_mlp_norm|proj_bias|class_token|no_embed_class"
@@ -224,7 +224,7 @@ _ARGUMENTS = {
     "beit": _COMMON + _EVA_OR_BEIT + r"|use_rel_pos_bias|use_shared_rel_pos_bias",
 }
 # The same by a pattern of names of equal architectures; modules of further networks add
-# theirs.
+# more.
 ARCHITECTURES = {
     _RESNETS: r"in_chans|num_classes|global_pool|layers|channels|width_factor|stem_chs"
     + r"|zero_init_last"
@@ -233,7 +233,7 @@ ARCHITECTURES = {
 ARCHITECTURES |= {
     names: _ARGUMENTS[facts.get("kind", "vit")] for names, facts in NETWORKS
 }
-# Arguments that leave the network as it is where they are off.
+# Arguments that do not change the network while they are off.
 _OFF = re.compile(
     r"embed_norm_layer|num_kv_heads|attn_only_layer_scale|rope_grid_offset"
     r"|rope_mrope_section|use_pre_transformer_norm|attn_pool_\w+|always_partition"
@@ -245,7 +245,7 @@ ROPE_TYPES = {"cat": "axial", "dinov3": "centered", "mixed": "mixed"}
 
 
 def find(name: str) -> Facts:
-    """Returns what timm's code says of an architecture."""
+    """Returns the facts in timm's code about an architecture."""
     rows = (facts for names, facts in (*_USUAL, *NETWORKS) if re.fullmatch(names, name))
     return Facts(**{key: value for facts in rows for key, value in facts.items()})
 
@@ -253,11 +253,14 @@ def find(name: str) -> Facts:
 def check_parameters(
     flat: Mapping[str, np.ndarray], config: Mapping, source: str
 ) -> None:
-    """Raises UserError if arrays by timm's names show a feature that no model here has.
+    """Raises UserError if arrays show a feature that no model of this project has.
 
-    `config` is the content of config.json, empty if there is none.
+    Args:
+      flat: arrays by timm's names.
+      config: content of config.json; empty without one.
+      source: path or address of the file, for messages.
     """
-    found = [
+    unsupported = [
         what for pattern, what in _SEEN if any(map(re.compile(pattern).match, flat))
     ]
     name = architecture_of(config) if "architecture" in config else ""
@@ -265,21 +268,23 @@ def check_parameters(
     known = not name or eva or re.fullmatch(GATED, name)
     if is_gated(flat) and not known:
         first, second = (flat[f"blocks.0.mlp.fc{i}.weight"] for i in (1, 2))
-        found.append(f"a gated MLP ({second.shape[-1]} of {len(first)} features) is")
+        unsupported.append(
+            f"a gated MLP ({second.shape[-1]} of {len(first)} features) is"
+        )
     if "blocks.0.norm1.weight" in flat and "blocks.0.norm1.bias" not in flat:
-        found.append("a norm without bias (RMSNorm) is")
-    if found:
-        raise _unsupported(source, *found)
+        unsupported.append("a norm without bias (RMSNorm) is")
+    if unsupported:
+        raise _unsupported(source, *unsupported)
     if name:
         return
     unsure = next(filter(_UNSURE.match, sorted(flat)), None)
     if not any("relative_position_bias" in name for name in flat):
-        # Of EVA, or with rotary embeddings; with these biases it is of SimMIM.
+        # EVA's, or of a network with rotary embeddings; SimMIM's have such biases.
         eva = ("blocks.0.attn.q_bias", "blocks.0.gamma_1")
         unsure = next((name for name in eva if name in flat), unsure)
     if unsure is None and "blocks.0.norm1.weight" in flat:
-        # Without these the number of heads, the activation or the norms vary. Of the
-        # networks that pool into fc_norm only those of 196 patches do.
+        # Without these the number of heads, the activation or the norms may vary. Among
+        # networks that pool into fc_norm, they vary only for 196 patches.
         positions = np.shape(flat.get("pos_embed"))[1:2]
         pooled = "fc_norm.weight" in flat and positions != (196,)
         usual = ("blocks.0.attn.qkv.bias", *(() if pooled else ("cls_token",)))
@@ -287,13 +292,13 @@ def check_parameters(
         unsure = next((f"without {name}, it" for name in missing), None)
     if unsure:
         raise UserError(
-            f"{source}: {unsure} is of a network that its parameters alone do not tell: "
+            f"{source}: {unsure} is of a network that its parameters do not determine: "
             f"{ASK}"
         )
 
 
 def is_gated(flat: Mapping[str, np.ndarray]) -> bool:
-    """Returns whether the MLPs have two first layers in one, as SwiGLU has."""
+    """Returns whether the MLPs have two first layers in one, as SwiGLU."""
     first, second = (flat.get(f"blocks.0.mlp.fc{i}.weight") for i in (1, 2))
     if first is None or second is None:
         return False
@@ -301,17 +306,14 @@ def is_gated(flat: Mapping[str, np.ndarray]) -> bool:
 
 
 def check_names(flat: Mapping, known: Collection[str], source: str) -> None:
-    """Raises UserError if a part of the network has an array that is not known."""
+    """Raises UserError if a part of the network has an unknown array."""
     for name in sorted(flat.keys() - known):
         if _PARTS.match(name):
             raise _unsupported(source, f"{name} is")
 
 
 def check_config(config: Mapping) -> None:
-    """Raises UserError unless a config is of an architecture that is known to be equal.
-
-    The tag in its name only states how it was trained.
-    """
+    """Raises UserError unless an architecture is known to equal a model of this project."""
     name, args = architecture_of(config), config.get("model_args") or {}
     file = f"architecture={name!r}"
     known = [a for names, a in ARCHITECTURES.items() if re.fullmatch(names, name)]
@@ -332,20 +334,20 @@ def check_config(config: Mapping) -> None:
 
 
 def architecture_of(config: Mapping) -> str:
-    """Returns the name of a config's architecture without its tag after the dot."""
+    """Returns the name of the architecture without its tag, which is about training."""
     return config["architecture"].partition(".")[0]
 
 
 def _same_norm(name: str, norm: object) -> bool:
     """Returns whether a norm_layer is the default of an architecture."""
-    # timm's LayerNorm has epsilon 1e-6, which is not that of CLIP or of Swin.
+    # timm's LayerNorm has epsilon 1e-6; CLIP's and Swin's differ.
     epsilon = find(name).layer_norm_eps
     other = epsilon != 1e-6 or name.startswith(("resnetv2_", "swin"))
     return not other and str(norm).replace("_", "").lower() == "layernorm"
 
 
 def check_average(pool: str | None, network: str, source: str) -> None:
-    """Raises UserError unless a network without tokens pools by its mean."""
+    """Raises UserError unless a network without prefix tokens pools by the mean."""
     if pool not in (None, "avg"):
         raise UserError(
             f"{source}: global_pool={pool!r} of {network} is not supported, only 'avg'"
@@ -353,16 +355,24 @@ def check_average(pool: str | None, network: str, source: str) -> None:
 
 
 def _unsupported(where: str, *what: str) -> UserError:
-    """Returns the error; each of `what` ends with a verb."""
+    """Returns the error; each of `what` ends with "is" or "are"."""
     return UserError(
         f"{where}: {' not supported; '.join(what)} not supported: no model here computes "
         "the same; give weights of a network without it"
     )
 
 
-def read_rotary(args: Mapping, own: Rotary) -> Rotary:
-    """Returns the rotary embeddings that model_args and the network's name state."""
-    if not args.get("use_rot_pos_emb", own.kind != "none"):
+def read_rotary(args: Mapping, default: Rotary) -> Rotary:
+    """Returns the rotary embeddings of a network.
+
+    Args:
+      args: model_args of config.json.
+      default: rotary embeddings of the architecture.
+
+    Raises:
+      UserError: the embeddings are of another kind, or for a grid that is not square.
+    """
+    if not args.get("use_rot_pos_emb", default.kind != "none"):
         return NONE
     kind = args.get("rope_type")
     if kind is not None and kind not in ROPE_TYPES:
@@ -370,27 +380,27 @@ def read_rotary(args: Mapping, own: Rotary) -> Rotary:
             f"rope_type={kind!r} in config.json is not one of {', '.join(ROPE_TYPES)}, "
             "which models of this project have"
         )
-    if own.kind == "none":  # Eva's own defaults.
-        own = Rotary("axial", 10_000.0)
-    reference = args.get("ref_feat_shape", own.reference) or 0
+    if default.kind == "none":  # The defaults of timm's class Eva.
+        default = Rotary("axial", 10_000.0)
+    reference = args.get("ref_feat_shape", default.reference) or 0
     sides = {reference} if isinstance(reference, int) else set(reference)
     if len(sides) > 1:
         raise UserError(
             f"ref_feat_shape={reference} in config.json is not square: models of this "
             "project stretch grids to a square"
         )
-    kind = ROPE_TYPES[kind] if kind else own.kind
+    kind = ROPE_TYPES[kind] if kind else default.kind
     return Rotary(
         kind,
-        float(args.get("rope_temperature", own.temperature)),
+        float(args.get("rope_temperature", default.temperature)),
         sides.pop() if kind == "axial" else 0,
-        not args.get("rope_rotate_half", not own.pairs),
-        args.get("rope_grid_indexing", "xy" if own.columns_first else "ij") == "xy",
+        not args.get("rope_rotate_half", not default.pairs),
+        args.get("rope_grid_indexing", "xy" if default.columns_first else "ij") == "xy",
     )
 
 
 def to_plain(flat: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Renames the parameters of any class as those of VisionTransformer.
+    """Renames the arrays of any class to those of VisionTransformer.
 
     Queries, keys and values become one layer with a bias, as do the two first layers of a
     gated MLP, and LayerScale a layer.
@@ -406,7 +416,7 @@ def to_plain(flat: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
             _join(flat, attention, ("q_proj", "k_proj", "v_proj"), "qkv")
         if f"{attention}.q_bias" in flat:
             query, value = (flat.pop(f"{attention}.{n}_bias") for n in "qv")
-            # Some files hold what is always 0.
+            # Some files have a key bias, which is always 0.
             key = flat.pop(f"{attention}.k_bias", np.zeros_like(query))
             flat[f"{attention}.qkv.bias"] = np.concatenate([query, key, value])
         if f"{block}.mlp.fc1_g.weight" in flat:
@@ -429,9 +439,15 @@ def _join(flat: dict, block: str, names: tuple[str, ...], to: str) -> None:
 def from_plain(
     flat: dict[str, np.ndarray], kind: str, *, split_gates: bool
 ) -> dict[str, np.ndarray]:
-    """Renames the parameters of VisionTransformer as those of "eva" or "beit".
+    """Renames the arrays of VisionTransformer to those of another class.
 
-    `split_gates` tells whether the first layers of gated MLPs are two.
+    Args:
+      flat: arrays by name.
+      kind: class in timm, "eva" or "beit".
+      split_gates: whether gated MLPs have two first layers.
+
+    Raises:
+      UserError: keys have biases, which timm's Beit lacks.
     """
     renamed = {}
     for name, value in flat.items():
@@ -455,30 +471,28 @@ def from_plain(
 
 
 def turn_features(
-    ours: dict[str, np.ndarray], rotary: Rotary, *, back: bool = False
+    params: dict[str, np.ndarray], rotary: Rotary, *, back: bool = False
 ) -> dict[str, np.ndarray]:
-    """Orders the features of queries and keys as our rotary embeddings turn them.
+    """Reorders the features of queries and keys for this project's rotary embeddings.
 
     Attention weights are products over these features, so their order is free.
 
     Args:
-      ours: our arrays by name.
-      rotary: order that they have.
-      back: whether they have ours and get that one.
+      params: parameters by name, levels joined by "/".
+      rotary: timm's order of the features.
+      back: whether to reorder from this project's order to timm's.
     """
-    ours, names = (
-        dict(ours),
-        r".*/(query|key)/(kernel|bias)|.*/LayerNorm_(query|key)/\w+",
-    )
-    for name in [name for name in ours if re.fullmatch(names, name)]:
-        K = ours[name].shape[-1]
+    params = dict(params)
+    names = r".*/(query|key)/(kernel|bias)|.*/LayerNorm_(query|key)/\w+"
+    for name in [name for name in params if re.fullmatch(names, name)]:
+        K = params[name].shape[-1]
         angle = np.arange(K // 2)
         if rotary.columns_first and rotary.kind != "mixed":
             angle = np.roll(angle, K // 4)
         pair = (2 * angle, 2 * angle + 1) if rotary.pairs else (angle, angle + K // 2)
-        order = np.concatenate(pair)  # The place in theirs of each feature of ours.
-        ours[name] = ours[name][..., np.argsort(order) if back else order]
+        order = np.concatenate(pair)  # Index in timm's order of each feature.
+        params[name] = params[name][..., np.argsort(order) if back else order]
     name = "Transformer/rope_frequencies"
-    if name in ours and rotary.columns_first:
-        ours[name] = ours[name][:, ::-1]
-    return ours
+    if name in params and rotary.columns_first:
+        params[name] = params[name][:, ::-1]
+    return params
