@@ -1,9 +1,8 @@
-"""Networks of transformers: one reader and one writer, to which a family is a table.
+"""One reader and one writer for the networks of Hugging Face's transformers.
 
-A `Family` names the arrays of a network in files, the keys of its config.json, and the
-values that models of this project cannot have; `register` makes a format of it. Files have
-the names of transformers 4 (`vit.encoder.layer.0.attention...`), which version 5 still
-writes.
+A `Family` has a network's table of arrays, the keys of its config.json, and the values
+that models of this project do not support; `register` makes a format of it. Files have
+the names of transformers 4 (`vit.encoder.layer.0.attention...`), which version 5 writes too.
 """
 
 import dataclasses
@@ -25,13 +24,13 @@ from vit_jax.weights.formats.registry import READERS, WRITERS, Reader, Writer
 from vit_jax.weights.formats.tables import ArrayEntry, Names, name_entries
 from vit_jax.weights.pretrained import POSITIONS, Preprocess, Pretrained, crop_sides
 
-# By activation of ours, its names in transformers; the first one is written.
+# `model.activation` to its names in transformers; the first one is written.
 ACTIVATIONS = {
     "gelu": ("gelu", "gelu_python"),
     "gelu_tanh": ("gelu_pytorch_tanh", "gelu_new", "gelu_fast", "gelu_accurate"),
     "quick_gelu": ("quick_gelu",),
 }
-# By key of config.json, the option of `models.Model`; "patch" is its side in pixels.
+# Key of config.json to the option of `models.Model`; "patch" is the side of a patch.
 KEYS = {
     "hidden_size": "width",
     "num_hidden_layers": "depth",
@@ -41,7 +40,7 @@ KEYS = {
     "patch_size": "patch",
     "num_channels": "channels",
 }
-# Of config.json, with the value of `model.posemb_resize`; transformers ignores it.
+# Key of config.json for `model.posemb_resize`; transformers ignores it.
 RESIZE_KEY = "posemb_resize"
 MASK_TOKEN = "embeddings.mask_token"
 _SIGMOID = "multi_label_classification"
@@ -54,51 +53,67 @@ Arrays = dict[str, np.ndarray]
 class Family:
     """Networks of transformers that are read and written by one table.
 
-    Functions get the arrays of a file without their prefix, the content of config.json,
-    or all options of `models.Model` with the side of a patch in pixels as "patch".
+    Functions get arrays without their prefix, the content of config.json, or all options
+    of `models.Model` with the side of a patch in pixels as "patch".
+
+    Attributes:
+      name: name of the format in messages.
+      format: `Pretrained.format`.
+      to: value of the flag --to.
+      network: name of the class, without "Model" or "ForImageClassification".
+      model_types: values of model_type in config.json; the first is written.
+      claims: returns whether arrays, and the model_type if known, are of this family.
+      renames: patterns in names and their replacements, for prefixes and old names.
+      names: names of the layers, see `tables.Names`.
+      more_names: returns the entries that `names` cannot express.
+      fixed: options that are the same in all networks.
+      options: returns the options that the arrays and config.json determine.
+      has: returns the supported values of options, where they are not the default alone.
+      others: formats that can write other networks, for messages.
+      keys: key of config.json to option.
+      defaults: key of config.json to its value if missing.
+      must: key of config.json to the only supported value, and the array that makes the
+        key matter; "" if it always matters.
+      config: returns further content of config.json.
+      prepare: converts arrays of a file to those of the table in place; returns notes.
+      finish: undoes `prepare` in place before writing; returns notes.
+      check: raises UserError unless arrays are those of the table; `check_names` if None.
+      patch_bias: whether the patch embedding has a bias.
+      optional: whether networks may lack positions or LayerScale.
+      any_size: whether networks take images of every size.
+      preprocess: returns the preprocessing to assume for an image size.
+      usage: returns further arguments of `from_pretrained`, and a comment after it.
     """
 
-    name: str  # Of the format, in messages.
-    format: str  # As `Pretrained.format`.
-    to: str  # Value of the flag --to.
-    network: str  # Class, without "Model" or "ForImageClassification".
-    # Of config.json; the first is written.
+    name: str
+    format: str
+    to: str
+    network: str
     model_types: tuple[str, ...]
-    # Whether arrays, and the model_type if it is known, are of this family.
     claims: Callable[[Arrays, str | None], bool]
-    # Patterns in names of files and what replaces them, for the prefix and old names.
     renames: tuple[tuple[str, str], ...] = ()
     names: Names = dataclasses.field(default_factory=dict)
-    # Entries that `names` cannot state.
     more_names: Callable[[Mapping], list[ArrayEntry]] = lambda options: []
-    # Options that all networks have; those that arrays and config.json tell; and by option
-    # the values that a network can have, where neither `names` nor the default tells them.
     fixed: Mapping[str, object] = dataclasses.field(default_factory=dict)
     options: Callable[[Arrays, Mapping], dict] = lambda flat, config: {}
     has: Callable[[Mapping], dict[str, Collection]] = lambda options: {}
-    others: str = "--to=timm or --to=safetensors"  # Write other networks.
-    # By key of config.json: the option; what it is if missing; and the only value that is
-    # supported, with an array that makes it matter or "". Then what else is written.
+    others: str = "--to=timm or --to=safetensors"
     keys: Mapping[str, str] = dataclasses.field(default_factory=lambda: KEYS)
     defaults: Mapping = dataclasses.field(default_factory=dict)
     must: Mapping[str, tuple[object, str]] = dataclasses.field(default_factory=dict)
     config: Callable[[Mapping], dict] = lambda options: {}
-    # Change arrays that were read to those of the table, and back; return notes.
     prepare: Callable[[Arrays, Mapping], list[str]] = lambda flat, config: []
     finish: Callable[[Arrays, Mapping], list[str]] = lambda arrays, options: []
-    # Raises UserError unless arrays are those of the table.
     check: Callable[[Arrays, list[ArrayEntry], Mapping, str], None] | None = None
-    patch_bias: bool = True  # Whether patches have one.
-    optional: bool = False  # Whether networks may lack positions or LayerScale.
-    any_size: bool = False  # Whether networks take images of every size.
-    # Of an image size, where no file tells it.
+    patch_bias: bool = True
+    optional: bool = False
+    any_size: bool = False
     preprocess: Callable[[tuple[int, int]], Preprocess] | None = None
-    # More arguments of `from_pretrained`, and a comment behind it.
     usage: Callable[[Mapping], tuple[str, str]] = lambda options: ("", "")
 
 
 def register(family: Family, refines: tuple[str, ...] = ("Hugging Face",)) -> None:
-    """Makes a format of a family."""
+    """Registers the reader and the writer of a family."""
     READERS[family.name] = Reader(
         functools.partial(recognises, family), functools.partial(read, family), refines
     )
@@ -116,19 +131,19 @@ def recognises(family: Family, tensors: Tensors) -> bool:
 
 
 def rename(family: Family, flat: Mapping[str, np.ndarray]) -> Arrays:
-    """Returns arrays under the names of files, without the prefix."""
+    """Returns arrays under transformers' names in files, without the prefix."""
     return {file_name(family, name): value for name, value in flat.items()}
 
 
 def file_name(family: Family, name: str) -> str:
-    """Returns the name of an array in files, without the prefix."""
+    """Returns transformers' name of an array in files, without the prefix."""
     for pattern, new in family.renames:
         name = re.sub(pattern, new, name)
     return name
 
 
 def entries(family: Family, options: Mapping) -> list[ArrayEntry]:
-    """Returns the table of a network with options, of which plain ones may be left out."""
+    """Returns the table of a network; options at their defaults may be missing."""
     return name_entries(family.names, options) + family.more_names(options)
 
 
@@ -139,7 +154,7 @@ def read(family: Family, tensors: Tensors, num_heads: int = 0) -> Pretrained:
       UserError: this project has no such network.
     """
     config, source, names = tensors.config, tensors.path, family.names
-    stated = {**family.defaults, **config}
+    values = {**family.defaults, **config}
     flat = rename(family, tensors.flat)
     notes = family.prepare(flat, config)
     check_config(family, flat, config, source)
@@ -147,7 +162,7 @@ def read(family: Family, tensors: Tensors, num_heads: int = 0) -> Pretrained:
         notes += add_biases(flat, r"\.(query|key|value)$")
     depth = count_blocks(names, flat)
     num_heads, more = tables.choose_num_heads(
-        stated.get("num_attention_heads", 12 if config else 0),
+        values.get("num_attention_heads", 12 if config else 0),
         num_heads,
         len(flat[f"{names['embedding']}.weight"]),
         depth,
@@ -170,32 +185,34 @@ def read(family: Family, tensors: Tensors, num_heads: int = 0) -> Pretrained:
         registers = flat.get(names["register_tokens"][0])
         form["num_register_tokens"] = 0 if registers is None else registers.shape[1]
     if "activation" not in form:
-        form["activation"] = read_activation(stated)
+        form["activation"] = read_activation(values)
     if POSITIONS in names:
-        usual = form.get("posemb_resize", "bicubic")
-        form["posemb_resize"] = config.get(RESIZE_KEY) or usual
+        default = form.get("posemb_resize", "bicubic")
+        form["posemb_resize"] = config.get(RESIZE_KEY) or default
     table = entries(family, form | {"depth": depth, "num_heads": num_heads})
     if family.check:
         family.check(flat, table, config, source)
     else:
         tables.check_names(flat, table, source, network=f"{family.network}Model")
-    ours = tables.to_our_arrays(flat, table, source)
-    sizes = linen.transformer_options({k: v for k, v in ours.items() if k != POSITIONS})
-    patch = ours["embedding/kernel"].shape[0]
-    stated_size = stated.get("image_size", 224 if config else None)
-    image_size = _find_image_size(ours, patch, stated_size, source)
+    params = tables.to_our_arrays(flat, table, source)
+    sizes = linen.transformer_options(
+        {k: v for k, v in params.items() if k != POSITIONS}
+    )
+    patch = params["embedding/kernel"].shape[0]
+    size = values.get("image_size", 224 if config else None)
+    image_size = _find_image_size(params, patch, size, source)
     preprocess, more = hugging_face_processor.read(
         tensors.sidecars, image_size, patch, any_size=family.any_size
     )
     if preprocess is None and family.preprocess:
         preprocess = family.preprocess(image_size)
     return Pretrained(
-        params=unflatten_dict(ours, sep="/"),
+        params=unflatten_dict(params, sep="/"),
         options={
             **sizes,
             **form,
             "image_size": image_size,
-            "layer_norm_eps": float(stated["layer_norm_eps"]),
+            "layer_norm_eps": float(values["layer_norm_eps"]),
         },
         format=family.format,
         source=source,
@@ -213,7 +230,7 @@ def count_blocks(names: Names, flat: Mapping[str, np.ndarray]) -> int:
 
 
 def check_config(family: Family, flat: Arrays, config: Mapping, source: str) -> None:
-    """Raises UserError if config.json states what no model here computes."""
+    """Raises UserError if config.json has a value that no model here supports."""
     if not config:
         return
     kind = config.get("model_type")
@@ -223,23 +240,23 @@ def check_config(family: Family, flat: Arrays, config: Mapping, source: str) -> 
             f"{', '.join(family.model_types)}, which models of this project compute"
         )
     for key, (value, array) in family.must.items():
-        found = config.get(key, family.defaults.get(key, value))
-        if found != value and (not array or array in flat):
+        configured = config.get(key, family.defaults.get(key, value))
+        if configured != value and (not array or array in flat):
             raise UserError(
-                f"{source}: {key}={found!r} in config.json is not supported: models of "
+                f"{source}: {key}={configured!r} in config.json is not supported: models of "
                 f"this project have {value!r} there"
             )
 
 
 def drop_mask_token(flat: Arrays) -> list[str]:
-    """Removes the token for patches that pretraining hides; returns a note."""
+    """Removes the token of masked patches; returns a note if there was one."""
     if flat.pop(MASK_TOKEN, None) is None:
         return []
     return ["mask token: dropped, which only pretraining has"]
 
 
 def add_biases(flat: Arrays, pattern: str) -> list[str]:
-    """Adds biases of zero to the layers of a pattern that have none; returns a note."""
+    """Adds missing biases to the layers of a pattern as zeros; returns a note."""
     layers = [name.removesuffix(".weight") for name in flat if name.endswith(".weight")]
     layers = [layer for layer in layers if re.search(pattern, layer)]
     missing = [layer for layer in layers if f"{layer}.bias" not in flat]
@@ -250,10 +267,10 @@ def add_biases(flat: Arrays, pattern: str) -> list[str]:
 
 
 def read_activation(config: Mapping) -> str:
-    """Returns the activation of `hidden_act`; raises UserError if no model here has it."""
-    for ours, theirs in ACTIVATIONS.items():
-        if config["hidden_act"] in theirs:
-            return ours
+    """Returns the activation of `hidden_act`, or raises UserError if none here matches."""
+    for activation, names in ACTIVATIONS.items():
+        if config["hidden_act"] in names:
+            return activation
     known = ", ".join(name for names in ACTIVATIONS.values() for name in names)
     raise UserError(
         f"hidden_act={config['hidden_act']!r} in config.json is not one of {known}, "
@@ -262,7 +279,7 @@ def read_activation(config: Mapping) -> str:
 
 
 def read_labels(config: Mapping, num_classes: int) -> dict:
-    """Returns the fields of `Pretrained` that are about classes."""
+    """Returns the fields of `Pretrained` that concern classes."""
     labels = config.get("id2label") or {}
     numbered = tuple(f"LABEL_{i}" for i in range(len(labels)))
     names = tuple(labels.get(str(i), name) for i, name in enumerate(numbered))
@@ -271,31 +288,32 @@ def read_labels(config: Mapping, num_classes: int) -> dict:
     return {
         "class_names": names if named else (),
         "loss": "sigmoid" if sigmoid else "softmax",
-        "multi_label": sigmoid,  # As the hub calls it.
+        "multi_label": sigmoid,
     }
 
 
 def _find_image_size(
-    ours: Arrays, patch: int, stated: int | list[int] | None, source: str
+    params: Arrays, patch: int, configured: int | list[int] | None, source: str
 ) -> tuple[int, int]:
     """Returns the height and width that parameters are for, in whole patches.
 
     Raises:
-      UserError: they are of no square, and config.json does not tell their sides.
+      UserError: the grid is not square, and config.json does not have its sides.
     """
-    sides = (stated, stated) if isinstance(stated, int) else stated
+    sides = (configured, configured) if isinstance(configured, int) else configured
     grid = sides and tuple(side // patch for side in sides)
-    biases = [v for k, v in ours.items() if k.startswith("Transformer/relative_bias")]
-    if POSITIONS in ours:
-        count, size = ours[POSITIONS].shape[1] - len({"cls", "dist"} & ours.keys()), 1
+    biases = [v for k, v in params.items() if k.startswith("Transformer/relative_bias")]
+    if POSITIONS in params:
+        count = params[POSITIONS].shape[1] - len({"cls", "dist"} & params.keys())
+        size = 1
         side, what = math.isqrt(count), f"position embeddings of {count} patches"
-    elif biases:  # By offset, and three of the class token.
+    elif biases:  # One for each offset, and three for the class token.
         count, size = len(biases[0]) - 3, 2
         side, what = (math.isqrt(count) + 1) // 2, f"biases of {count} offsets"
     else:
         grid = grid or (round(224 / patch),) * 2
         return grid[0] * patch, grid[1] * patch
-    # Of n patches in a row there are n positions, and 2 n - 1 offsets.
+    # A row of n patches has n positions, and 2 n - 1 offsets.
     rows = lambda grid: math.prod(size * n - size + 1 for n in grid)
     if not grid or rows(grid) != count:
         grid = side, side
@@ -325,7 +343,10 @@ def write(
 def to_their_arrays(
     family: Family, pretrained: Pretrained
 ) -> tuple[dict, Arrays, list[str]]:
-    """Returns the options of a network, its arrays without a prefix, and notes.
+    """Converts parameters to transformers' arrays.
+
+    Returns:
+      All options of `models.Model` with "patch", the arrays without a prefix, and notes.
 
     Raises:
       UserError: transformers has no such network.
@@ -364,7 +385,7 @@ def to_their_arrays(
 
 
 def add_prefix(arrays: Arrays, prefix: str) -> Arrays:
-    """Returns arrays with a prefix before all names but those of classifiers."""
+    """Returns arrays with a prefix before all names except those of classifiers."""
     return {k if _HEADS.match(k) else f"{prefix}{k}": v for k, v in arrays.items()}
 
 
@@ -372,13 +393,13 @@ def write_config(family: Family, options: Mapping, pretrained: Pretrained) -> di
     """Returns the content of config.json.
 
     Args:
-      family: of the network.
+      family: family of the network.
       options: all options of `models.Model`, with "patch".
-      pretrained: of which the names of the classes and the loss are taken.
+      pretrained: checkpoint with the names of the classes and the loss.
     """
     num_classes = options["num_classes"]
     height, width = options["image_size"]
-    # That of a gated MLP is ignored.
+    # transformers ignores the key if MLPs are gated.
     activations = ACTIVATIONS.get(options["activation"], ACTIVATIONS["gelu"])
     config = {
         "architectures": [architecture(family.network, options)],
@@ -400,20 +421,20 @@ def write_config(family: Family, options: Mapping, pretrained: Pretrained) -> di
 
 
 def architecture(network: str, options: Mapping) -> str:
-    """Returns the name of the class."""
+    """Returns the name of the class in transformers."""
     return f"{network}{'ForImageClassification' if options['num_classes'] else 'Model'}"
 
 
 def write_folder(
     folder: str | os.PathLike, arrays: Arrays, config: dict, pretrained: Pretrained
 ) -> list[str]:
-    """Writes the files that `from_pretrained` loads; returns a line for one left out.
+    """Writes the files that `from_pretrained` loads; returns a note if one is left out.
 
     Args:
-      folder: existing.
-      arrays: by their names, for model.safetensors.
+      folder: existing folder.
+      arrays: arrays by transformers' names.
       config: content of config.json.
-      pretrained: of which the preprocessing is taken, for preprocessor_config.json.
+      pretrained: checkpoint with the preprocessing.
 
     Raises:
       UserError: transformers has no such image processor; nothing is written.
@@ -422,7 +443,7 @@ def write_folder(
     if preprocess := pretrained.preprocess:
         network = config.get("vision_config", config)
         content = hugging_face_processor.write(preprocess, network["num_channels"])
-        if any(preprocess.cut):  # Which the first layer of transformers cuts.
+        if any(preprocess.cut):  # The first layer of transformers drops these pixels.
             height, width = crop_sides(preprocess)
             network["image_size"] = height if height == width else [height, width]
         contents["preprocessor_config.json"] = content

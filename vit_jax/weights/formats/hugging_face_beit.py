@@ -1,7 +1,4 @@
-"""BEiT and BEiT v2 of transformers: biases of attention by offset, LayerScale.
-
-Source of the network: arXiv:2106.08254.
-"""
+"""BEiT and BEiT v2 (arXiv:2106.08254) of transformers."""
 
 from collections.abc import Mapping
 
@@ -31,7 +28,7 @@ def _prepare(flat: Arrays, config: Mapping) -> list[str]:
     for name in list(flat):
         if name.endswith("relative_position_index") or name.startswith("lm_head."):
             del flat[name]
-    hugging_face.add_biases(flat, r"\.(query|key|value)$")  # Keys have none.
+    hugging_face.add_biases(flat, r"\.(query|key|value)$")  # Keys have no biases.
     return hugging_face.drop_mask_token(flat)
 
 

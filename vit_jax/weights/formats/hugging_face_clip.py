@@ -1,10 +1,10 @@
 """CLIP and SigLIP of transformers: the image tower, alone or beside the text tower.
 
-OpenCLIP's published weights are there in this format too. `pre_logits` of the network are
-what comes before the projection to the space of texts, which is in `task_params` together
-with the text tower, under the names of models/text.py. Of networks that were fine-tuned as
-classifiers (CLIPForImageClassification, SiglipForImageClassification) the classifier sees
-the mean of the patches, without CLIP's last norm.
+The hub has OpenCLIP's published weights in this format too. `pre_logits` of the network
+are the features before the projection to the joint space. The projection is in
+`task_params` together with the text tower, under the names of models/text.py. The
+classifiers (CLIPForImageClassification, SiglipForImageClassification) see the mean of the
+patches, without CLIP's last norm.
 """
 
 import dataclasses
@@ -39,10 +39,10 @@ from vit_jax.weights.text_tower import config_of
 ROWS = one_layout(lambda a: a[None], lambda a: a[0])  # (N, D) and (1, N, D).
 _TOKEN = one_layout(lambda a: a[None, None], lambda a: a[0, 0])  # (D,), (1, 1, D).
 _NUMBER = one_layout(lambda a: a.reshape(1), lambda a: a)
-# Of an image tower, and of what stands beside it or on it.
+# model_type of an image tower alone, and of both towers or a classifier.
 _CLIP_TYPES = ("clip_vision_model", "clip")
 _SIGLIP_TYPES = ("siglip_vision_model", "siglip")
-_LABELS = ("id2label", "label2id", "problem_type")  # Of the whole config.json.
+_LABELS = ("id2label", "label2id", "problem_type")  # At the top of config.json.
 _PATCHES = "embeddings.patch_embedding.weight"
 _BIAS = "embeddings.patch_embedding.bias"
 _CLASS = "embeddings.class_embedding"
@@ -50,8 +50,7 @@ _POOLING = "MAPHead_0/MultiHeadDotProductAttention_0"
 _TOWER = "vision_model."
 _TEXT_ANCHOR = "text_model.embeddings.token_embedding.weight"
 _TEXT_PARTS = ("text_model.", "text_projection.", "visual_projection.", "logit_")
-# What transformers puts for the end of a text in old configs of CLIP; the real one is the
-# last of the vocabulary.
+# eos_token_id in old configs of CLIP; the real one is the last of the vocabulary.
 _WRONG_END = 2
 _BLOCK = {
     "norm1": "layer_norm1",
@@ -72,7 +71,7 @@ _NAMES = {
 }
 _CLIP_NAMES = _NAMES | {
     "cls": (_CLASS, _TOKEN),
-    "Transformer/pre_norm": "pre_layrnorm",  # Their spelling.
+    "Transformer/pre_norm": "pre_layrnorm",  # Spelt so in transformers.
 }
 _TEXT_NAMES = {
     "text/embedding": (_TEXT_ANCHOR, SAME),
@@ -93,7 +92,7 @@ _SIGLIP_TEXT_NAMES = _TEXT_NAMES | {
 
 def _prepare(flat: Arrays, config: Mapping) -> list[str]:
     del config
-    if _CLASS in flat:  # Without a bias of patches in CLIP.
+    if _CLASS in flat:  # CLIP's patch embedding has no bias.
         flat[_BIAS] = np.zeros(len(flat[_PATCHES]), np.float32)
     unused = ["embeddings.position_ids"]  # In files of transformers 4.
     if "classifier.weight" in flat:
@@ -117,7 +116,7 @@ def _options(flat: Arrays, config: Mapping) -> dict:
 
 def _finish_clip(arrays: Arrays, options: Mapping) -> list[str]:
     del arrays[_BIAS]
-    if not options["final_norm"]:  # That network always has it, and ignores it here.
+    if not options["final_norm"]:  # CLIP always has it, and its classifier ignores it.
         width = options["width"]
         arrays["post_layernorm.weight"] = np.ones(width, np.float32)
         arrays["post_layernorm.bias"] = np.zeros(width, np.float32)
@@ -135,7 +134,7 @@ def _clip_has(options: Mapping) -> dict:
 
 
 def clip_preprocess(image_size: tuple[int, int]) -> Preprocess:
-    """Returns how images were prepared for CLIP."""
+    """Returns CLIP's preprocessing."""
     return Preprocess(
         image_size, interpolation="bicubic", **hugging_face_processor.CLIP
     )
@@ -206,25 +205,25 @@ def recognises(tensors: Tensors) -> bool:
 
 
 def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
-    """Reads a checkpoint; args and errors as in `hugging_face.read`."""
+    """Reads a checkpoint; see `hugging_face.read`."""
     config, flat = tensors.config, _image_tower(tensors.flat)
     family = CLIP if _CLASS in flat else SIGLIP
     whole = {k: config[k] for k in ("model_type", *_LABELS) if k in config}
     tower = (config.get("vision_config") or config) | whole
     sidecars = tensors.sidecars | ({"config.json": tower} if config else {})
     inner = dataclasses.replace(tensors, flat=flat, sidecars=sidecars)
-    found, notes = hugging_face.read(family, inner, num_heads), []
+    pretrained, notes = hugging_face.read(family, inner, num_heads), []
     if not {"preprocessor_config.json", "processor_config.json"} & sidecars.keys():
         notes.append(f"preprocessing: not in the file, so {_name(family)}'s")
     if _TEXT_ANCHOR in tensors.flat:
         task, params, more = _read_text(tensors.flat, config, family, tensors.path)
         notes += more
-        found = dataclasses.replace(
-            found, task=task, task_params=params, tokenizer=tensors.path
+        pretrained = dataclasses.replace(
+            pretrained, task=task, task_params=params, tokenizer=tensors.path
         )
     elif "visual_projection.weight" in tensors.flat:
         notes.append("visual_projection: left out; features are those before it")
-    return dataclasses.replace(found, notes=(*found.notes, *notes))
+    return dataclasses.replace(pretrained, notes=(*pretrained.notes, *notes))
 
 
 def _read_text(
@@ -238,10 +237,10 @@ def _read_text(
     flat = {k: v for k, v in flat.items() if k.startswith(_TEXT_PARTS)}
     flat.pop("text_model.embeddings.position_ids", None)  # In files of transformers 4.
     clip, notes = family is CLIP, []
-    stated = config.get("text_config") or {}
-    about = {**family.defaults, **stated}
+    configured = config.get("text_config") or {}
+    values = {**family.defaults, **configured}
     vocab_size, width = flat[_TEXT_ANCHOR].shape
-    num_heads = stated.get("num_attention_heads", 8 if clip else 12)
+    num_heads = configured.get("num_attention_heads", 8 if clip else 12)
     if not config:
         num_heads = max(1, width // 64)
         notes = [f"heads of the text tower: taken as {num_heads}, one for 64 features"]
@@ -253,23 +252,23 @@ def _read_text(
     table = _text_table(clip, depth, num_heads)
     part, network = " of the text tower", "CLIPModel or SiglipModel"
     tables.check_names(flat, table, source, part=part, network=network)
-    ours = tables.to_our_arrays(flat, table, source)
+    params = tables.to_our_arrays(flat, table, source)
     tower = {
         "vocab_size": vocab_size,
         "width": width,
         "depth": depth,
         "num_heads": num_heads,
-        "mlp_dim": ours["text/encoderblock_0/MlpBlock_3/Dense_0/bias"].size,
+        "mlp_dim": params["text/encoderblock_0/MlpBlock_3/Dense_0/bias"].size,
         **_text_form(clip),
-        "activation": hugging_face.read_activation(about),
-        "layer_norm_eps": float(about["layer_norm_eps"]),
+        "activation": hugging_face.read_activation(values),
+        "layer_norm_eps": float(values["layer_norm_eps"]),
     }
     if clip:
-        end = stated.get("eos_token_id", vocab_size - 1)
+        end = configured.get("eos_token_id", vocab_size - 1)
         tower["eos_id"] = vocab_size - 1 if end == _WRONG_END else end
     loss = "softmax" if clip else "sigmoid"
     task = {"name": "contrastive", "loss": loss, "text": tower}
-    return task, unflatten_dict(ours, sep="/"), notes
+    return task, unflatten_dict(params, sep="/"), notes
 
 
 def _text_table(clip: bool, depth: int, num_heads: int) -> list[ArrayEntry]:
@@ -278,7 +277,7 @@ def _text_table(clip: bool, depth: int, num_heads: int) -> list[ArrayEntry]:
 
 
 def _text_form(clip: bool) -> dict:
-    """Returns the options that all text towers of a family have."""
+    """Returns the options that are the same in all text towers of a family."""
     return {
         "causal": clip,
         "pool": "eos" if clip else "last",
@@ -289,8 +288,8 @@ def _text_form(clip: bool) -> dict:
 def write(pretrained: Pretrained, folder: str | os.PathLike) -> list[str]:
     """Writes a folder that `from_pretrained` of CLIP or SigLIP loads.
 
-    With a text tower it is both towers and the files of the tokenizer, else the vision
-    model alone. Args and errors as in `hugging_face.write`.
+    With a text tower it has both towers and the files of the tokenizer, otherwise the
+    vision model alone. See `hugging_face.write`.
     """
     family = _family_of(pretrained)
     options, arrays, notes = hugging_face.to_their_arrays(family, pretrained)
@@ -339,17 +338,17 @@ def _name(family: Family) -> str:
 
 
 def _write_text(pretrained: Pretrained, family: Family) -> tuple[Arrays, dict]:
-    """Returns the arrays of a text tower and the projections, and what configs say.
+    """Returns the arrays of a text tower and the projections, and their configs.
 
     Raises:
       UserError: transformers has no such tower.
     """
-    about, params, clip = config_of(pretrained), pretrained.task_params, family is CLIP
+    tower, params, clip = config_of(pretrained), pretrained.task_params, family is CLIP
     name = _name(family)
     for key, value in _text_form(clip).items():
-        if getattr(about, key) != value:
+        if getattr(tower, key) != value:
             raise UserError(
-                f"task.text.{key}={getattr(about, key)!r}: the text tower of {name} in "
+                f"task.text.{key}={getattr(tower, key)!r}: the text tower of {name} in "
                 f"transformers has {value!r}: write it with --to=safetensors"
             )
     if (text.PROJECTION in params) != clip or "bias" in params.get(text.PROJECTION, {}):
@@ -358,29 +357,29 @@ def _write_text(pretrained: Pretrained, family: Family) -> tuple[Arrays, dict]:
             "features, without a bias: write it with --to=safetensors"
         )
     flat = flatten_dict(params, sep="/")
-    if not clip:  # Which always has a bias.
+    if not clip:  # SigLIP always has a bias.
         flat.setdefault(text.LOGIT_BIAS, np.zeros(1, np.float32))
-    table = _text_table(clip, about.depth, about.num_heads)
+    table = _text_table(clip, tower.depth, tower.num_heads)
     arrays = tables.to_their_arrays(flat, table)
     for number in {text.LOGIT_SCALE, text.LOGIT_BIAS} & arrays.keys():
         arrays[number] = arrays[number].reshape(() if clip else 1)
-    sizes = dataclasses.asdict(about) | {"mlp_dim": about.mlp_dim or 4 * about.width}
+    sizes = dataclasses.asdict(tower) | {"mlp_dim": tower.mlp_dim or 4 * tower.width}
     shared = sizes.keys() & set(KEYS.values())
     config = {
         "model_type": "clip_text_model" if clip else "siglip_text_model",
-        "vocab_size": about.vocab_size,
+        "vocab_size": tower.vocab_size,
         **{key: sizes[option] for key, option in KEYS.items() if option in shared},
         "max_position_embeddings": flat["text/pos_embedding"].shape[1],
-        "hidden_act": hugging_face.ACTIVATIONS[about.activation][0],
+        "hidden_act": hugging_face.ACTIVATIONS[tower.activation][0],
     }
     embed_dim = flat["text/head/kernel"].shape[1]
     if not clip:
         return arrays, {"text_config": config | {"projection_size": embed_dim}}
     config |= {
         "projection_dim": embed_dim,
-        "eos_token_id": about.eos_id,
-        "pad_token_id": about.eos_id,
-        "bos_token_id": max(about.eos_id - 1, 0),
+        "eos_token_id": tower.eos_id,
+        "pad_token_id": tower.eos_id,
+        "bos_token_id": max(tower.eos_id - 1, 0),
     }
     return arrays, {"text_config": config, "projection_dim": embed_dim}
 

@@ -56,7 +56,7 @@ def _config(options: Mapping) -> dict:
     }
 
 
-# Read and written below, since its stages and windows are in no table.
+# Read and written below, because tables of `Names` have no stages and windows.
 SWIN = Family(
     name="Hugging Face Swin",
     format="hf",
@@ -87,48 +87,48 @@ def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
     """Reads a Swin Transformer; see `registry.Reader`.
 
     Raises:
-      UserError: the file is no whole one, nothing says how its windows are, or it has a
-        feature that ours have not.
+      UserError: arrays are missing, there is no config.json with the windows, or the
+        network has a feature that no model of this project has.
     """
     config, source = tensors.config, tensors.path
     if config.get("model_type") not in SWIN.model_types:
-        found = f"model_type={config['model_type']!r} in" if config else "no"
+        kind = f"model_type={config['model_type']!r} in" if config else "no"
         raise UserError(
-            f"{source}: {found} config.json, which has to be of swin or swinv2, whose "
-            "windows it states: give the folder of such a network with both files"
+            f"{source}: {kind} config.json, which has to be of swin or swinv2, whose "
+            "windows it has: give the folder of such a network with both files"
         )
-    stated = SWIN.defaults | config
+    values = SWIN.defaults | config
     flat = hugging_face.rename(SWIN, tensors.flat)
     hugging_face.check_config(SWIN, flat, config, source)
     notes = hugging_face.drop_mask_token(flat)
     if "decoder.0.weight" in flat:
         notes.append("decoder: dropped, which only pretraining has")
     flat = _merge_qkv({k: v for k, v in flat.items() if not _UNUSED.search(k)})
-    found = swin.options_of(flat, _NAMES, source)
-    table = swin.table(found, _NAMES)
+    options = swin.options_of(flat, _NAMES, source)
+    table = swin.table(options, _NAMES)
     tables.check_names(flat, table, source, network="SwinModel or Swinv2Model")
-    ours = tables.to_our_arrays(flat, table, source)
-    size = stated["image_size"]
+    params = tables.to_our_arrays(flat, table, source)
+    size = values["image_size"]
     image_size = (size, size) if isinstance(size, int) else tuple(size)
     preprocess, more = hugging_face_processor.read(tensors.sidecars, image_size)
     grown = config.get("pretrained_window_sizes") or ()
     return Pretrained(
-        params=unflatten_dict(ours, sep="/"),
+        params=unflatten_dict(params, sep="/"),
         options={
-            **found,
+            **options,
             "window_size": config.get("window_size", 7),
             "pretrained_window_sizes": tuple(grown) if any(grown) else (0,),
             "window_padding": "transformers",
             "bias_resize": "bicubic",
-            "activation": hugging_face.read_activation(stated),
-            "layer_norm_eps": float(stated["layer_norm_eps"]),
+            "activation": hugging_face.read_activation(values),
+            "layer_norm_eps": float(values["layer_norm_eps"]),
             "image_size": image_size,
         },
         format=SWIN.format,
         source=source,
         preprocess=preprocess,
         notes=(*notes, *more),
-        **hugging_face.read_labels(config, found["num_classes"]),
+        **hugging_face.read_labels(config, options["num_classes"]),
     )
 
 

@@ -1,8 +1,8 @@
 """ViT, DeiT and I-JEPA of transformers.
 
-DeiT may have a distillation token. I-JEPA (arXiv:2301.08243) has no class token: the mean
-of its patches is classified. Names in the memory of transformers 5
-(`vit.layers.0.attention.q_proj...`) are read too.
+DeiT may have a distillation token. I-JEPA (arXiv:2301.08243) has no class token and
+classifies the mean of the patches. State dicts with the names that transformers 5 has in
+memory (`vit.layers.0.attention.q_proj...`) are read too.
 """
 
 import re
@@ -16,7 +16,7 @@ from vit_jax.weights.formats.hugging_face import RESIZE_KEY, Arrays, Family
 from vit_jax.weights.formats.tables import SAME, ArrayEntry, block
 from vit_jax.weights.pretrained import POSITIONS
 
-# Names in the memory of transformers 5, and in files; applied in this order.
+# Names in the memory of transformers 5 to those in files; applied in this order.
 _NAMES_IN_MEMORY = (
     (r"^layers\.", "encoder.layer."),
     (r"\.attention\.q_proj\.", ".attention.attention.query."),
@@ -33,7 +33,7 @@ _DISTILLATION = "embeddings.distillation_token"
 
 ATTENTION = {part: f"attention.attention.{part}" for part in ("query", "key", "value")}
 ATTENTION["out"] = "attention.output.dense"
-# Of BEiT too.
+# Shared with BEiT.
 BLOCK = {
     "norm1": "layernorm_before",
     **ATTENTION,
@@ -46,7 +46,7 @@ _IJEPA_NAMES = {
     POSITIONS: ("embeddings.position_embeddings", SAME),
     **block("encoder.layer", **BLOCK),
     "Transformer/encoder_norm": "layernorm",
-    "head": "classifier",  # Beside another one it is "cls_classifier" in files.
+    "head": "classifier",  # In files with two classifiers it is "cls_classifier".
 }
 
 
@@ -54,7 +54,7 @@ def _prepare(flat: Arrays, config: Mapping) -> list[str]:
     notes = []
     if _DISTILLATION in flat:
         for name in [name for name in flat if name.startswith("classifier.")]:
-            # Twice the classifier and one of zeros have the same mean without rounding.
+            # Twice the classifier and zeros have exactly the classifier as their mean.
             flat[name] = 2 * flat[name]
             flat[f"distillation_{name}"] = np.zeros_like(flat[name])
             notes = ["classifier: of the class token alone, written as a pair"]
@@ -77,7 +77,7 @@ def _finish(arrays: Arrays, options: Mapping) -> list[str]:
 
 
 def _is_dino(flat: Arrays, config: Mapping) -> bool:
-    # ViTs of DINO are the only published ones that have neither.
+    # Among published ViTs only DINO's have neither.
     plain = not {"classifier.weight", _POOLER} & flat.keys()
     return plain and config.get("model_type") == "vit"
 
@@ -93,7 +93,7 @@ def _options(flat: Arrays, config: Mapping) -> dict:
 def _check(flat: Arrays, table: list[ArrayEntry], config: Mapping, source: str) -> None:
     """Raises UserError for a network that no model here computes.
 
-    What is missing or left over of a head is left to who fits the parameters.
+    Arrays of a head may be missing or left over: fitting the parameters reports them.
     """
     remedy = "give the whole file of a plain ViT or DeiT"
     if "model_type" not in config:
