@@ -266,8 +266,8 @@ def test_a_network_that_a_format_lacks_leaves_nothing(tmp_path):
 def test_google_readers_assume_how_images_are_prepared_and_that_is_told(tmp_path):
     _, notes = export.export(made(), "google", tmp_path / "a.npz")
     assert notes[1] == (
-        "images: readers of the format take it as 12x12, bilinear, whole image, mean "
-        "0.5,0.5,0.5, std 0.5,0.5,0.5, so predictions differ unless they are told "
+        "images: readers of the format assume 12x12, bilinear, whole image, mean "
+        "0.5,0.5,0.5, std 0.5,0.5,0.5, so predictions differ unless they are given "
         "12x12, bicubic, crop 0.75, mean 0.4,0.5,0.6, std 0.2,0.3,0.25"
     )
     usual = dataclasses.replace(made(), preprocess=Preprocess((12, 12), squash=True))

@@ -22,7 +22,7 @@ def recognises(tensors: Tensors) -> bool:
 
 
 def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
-    """Reads a network, or an image tower of two; see `registry.Reader`."""
+    """Reads a network, or the image tower of two; see `registry.Reader`."""
     flat, notes = linen.strip(tensors.flat, _ANCHOR)
     flat = linen.rename_blocks(_move_map_head(unstack(flat)))
     flat, more = _fit_positions(flat)
@@ -45,7 +45,7 @@ def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
 
 
 def unstack(flat: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Splits arrays that a scan stacked along their first axis into layers."""
+    """Splits arrays that a scan stacked along the first axis into layers."""
     layers = {}
     for name, value in flat.items():
         if name.startswith(_SCANNED):
@@ -71,7 +71,7 @@ def _move_map_head(flat: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 def _fit_positions(
     flat: dict[str, np.ndarray],
 ) -> tuple[dict[str, np.ndarray], tuple[str, ...]]:
-    """Renames position embeddings, and fits their rows to the class token."""
+    """Renames position embeddings, and adds or drops the row of the class token."""
     flat, notes = dict(flat), ()
     for name in _OLD_POSITIONS:
         if name in flat:
@@ -80,7 +80,7 @@ def _fit_positions(
         return flat, notes
     positions, square = flat[POSITIONS], _is_square(flat[POSITIONS].shape[1])
     if "cls" in flat and square:
-        # There the class token is added after the positions, so it has no row.
+        # big_vision adds the class token after the positions, so it has no row.
         row = np.zeros_like(positions[:, :1])
         flat[POSITIONS] = np.concatenate([row, positions], axis=1)
         notes = ("position embedding of the class token: none in the file, so zeros",)

@@ -9,9 +9,8 @@ from vit_jax.weights.formats.registry import READERS, Reader
 from vit_jax.weights.pretrained import Preprocess, Pretrained
 
 _ANCHOR = "root_block/conv_root/kernel"
-_FIRST_VERSION = (
-    "conv_root/kernel"  # Of big_vision's other ResNet; hybrids have it too.
-)
+# In big_vision's other ResNet; hybrids have it too.
+_FIRST_VERSION = "conv_root/kernel"
 
 
 def recognises(tensors: Tensors) -> bool:
@@ -43,7 +42,7 @@ def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
     flat, notes = tensors.flat, ()
     if linen.find_prefix(flat, _ANCHOR) is None:
         flat = tables.rename(flat, _NAMES)
-        if "head/kernel" in flat:  # A 1x1 convolution there.
+        if "head/kernel" in flat:  # The original has a 1x1 convolution.
             kernel = flat["head/kernel"]
             flat["head/kernel"] = kernel.reshape(-1, kernel.shape[-1])
     else:
@@ -53,9 +52,9 @@ def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
     channels, stem_width = flat[_ANCHOR].shape[2:]
     options = {
         **linen.resnet_options(blocks, int(stem_width)),
-        "image_size": (224, 224),  # Any works, and the file does not state it.
+        "image_size": (224, 224),  # Any works, and the file has none.
         "channels": int(channels),
-        # As big_vision runs the files of both layouts. The first code pools zeros in.
+        # As in big_vision, for files of both layouts. The original code pads with zeros.
         "zero_pool": False,
     }
     # The original code evaluates on the whole image, squashed, in [-1, 1].
@@ -64,7 +63,7 @@ def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
     return linen.finish(tensors, flat, options, "bit", preprocess, notes)
 
 
-# Regular expression of their name, and its replacement. Some of the published files
+# Patterns in the original names and their replacements. Some of the published files
 # number their convolutions: standardized_conv2d_17.
 _NAMES = (
     (r"^resnet/", ""),

@@ -1,6 +1,6 @@
-"""Weight files of every kind, recognised by content, as one dict of arrays.
+"""Reads weight files of every kind, recognised by content, as one dict of arrays.
 
-Every .safetensors file of this project is written here.
+Also writes every .safetensors file of this project.
 """
 
 import dataclasses
@@ -55,12 +55,12 @@ class Tensors:
 
     Attributes:
       flat: name to array.
-      metadata: of the safetensors header.
+      metadata: metadata in the safetensors header.
       sidecars: file name to content of the JSON files that describe the weights.
-      path: of the file or folder.
-      image_size: height and width that the caller states, for files that do not tell the
-        sides of their grid; None if unknown.
-      notes: a line for what was left out.
+      path: path of the file or folder.
+      image_size: height and width in pixels that the caller assumes if the file does not
+        determine them; None if unknown.
+      notes: a line for each thing that was left out.
     """
 
     flat: dict[str, np.ndarray]
@@ -80,11 +80,11 @@ def read(path: str | os.PathLike) -> Tensors:
     """Reads an .npz, .safetensors or PyTorch file, or a folder with one model.
 
     Args:
-      path: local; a file, a folder with one such file, or a folder with the shards of
-        one model and their index.
+      path: local path of a file, of a folder with one such file, or of a folder with the
+        shards of one model and their index.
 
     Returns:
-      Its arrays; float16 and bfloat16 are widened to float32.
+      The content; float16 and bfloat16 are widened to float32.
 
     Raises:
       UserError: no weights, more than one model, or a damaged file.
@@ -113,17 +113,17 @@ def write_safetensors(
     arrays: Mapping[str, np.ndarray],
     metadata: Mapping[str, str],
 ) -> None:
-    """Writes a .safetensors file atomically, and compares what it holds.
+    """Writes a .safetensors file atomically, and reads it back to compare.
 
     Args:
-      path: of the file; its folder exists.
-      arrays: by name, in any memory order.
-      metadata: for the header.
+      path: path of the file, in an existing folder.
+      arrays: arrays by name, in any memory order.
+      metadata: metadata for the header.
 
     Raises:
       UserError: the file cannot be written, or reads back as other arrays.
     """
-    # safetensors 0.8.0 writes memory in its order, which scrambles transposed views.
+    # safetensors 0.8.0 writes memory as it lies, which scrambles transposed views.
     arrays = {name: np.asarray(value, order="C") for name, value in arrays.items()}
     path = pathlib.Path(path)
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
@@ -149,9 +149,16 @@ def write_folder(
     contents: Mapping[str, dict],
     weights: str = "model.safetensors",
 ) -> None:
-    """Writes weights as PyTorch's libraries have them, and JSON files by their names.
+    """Writes weights for PyTorch's libraries, and JSON files, to an existing folder.
 
-    The folder exists. Errors are those of `write_safetensors`.
+    Args:
+      folder: existing folder.
+      arrays: arrays by name.
+      contents: file name to content of the JSON files.
+      weights: file name of the weights.
+
+    Raises:
+      UserError: see `write_safetensors`.
     """
     folder = pathlib.Path(folder)
     write_safetensors(folder / weights, arrays, {"format": "pt"})
@@ -176,17 +183,17 @@ def _folder(path: pathlib.Path) -> tuple[list[pathlib.Path], tuple[str, ...]]:
             return [path / part for part in sorted(set(parts.values()))], tuple(parts)
         if file.is_file():
             return [file], ()
-    found = sorted(p for p in path.iterdir() if p.is_file() and p.suffix in _SUFFIXES)
-    if not found:
+    files = sorted(p for p in path.iterdir() if p.is_file() and p.suffix in _SUFFIXES)
+    if not files:
         raise UserError(
             f"{path} holds no weights ({', '.join(_SUFFIXES)}): give the workdir of a "
             "finished run, a file with weights or a folder with one"
         )
-    if len(found) > 1:
+    if len(files) > 1:
         raise UserError(
-            f"{path} holds {', '.join(p.name for p in found)}: give the path of one"
+            f"{path} holds {', '.join(p.name for p in files)}: give the path of one"
         )
-    return found, ()
+    return files, ()
 
 
 def _read_file(
@@ -222,9 +229,7 @@ def _kind(path: pathlib.Path) -> str:
     with path.open("rb") as file:
         start = file.read(32)
     if start[:2] == b"PK":
-        if not zipfile.is_zipfile(
-            path
-        ):  # A truncated archive lacks the directory at its end.
+        if not zipfile.is_zipfile(path):  # A truncated archive lacks its directory.
             name = "PyTorch" if path.suffix in (".pth", ".pt", ".bin") else ".npz"
             raise UserError(
                 f"{path} is not a readable {name} checkpoint: the archive is cut off or "
@@ -237,7 +242,7 @@ def _kind(path: pathlib.Path) -> str:
         if not all(name.endswith(".npy") for name in names):
             raise UserError(f"{path} is an archive of {names[0]}: give what is in it")
         return "npz"
-    # After the length of the header, whose first bytes may be those of a pickle.
+    # The length of the header comes first, whose bytes may look like those of a pickle.
     if start[8:9] == b"{" and (start[:1] != b"\x80" or start[4:8] == bytes(4)):
         return "safetensors"
     if start[:1] == b"\x80" and start[1:2] in (b"\2", b"\3", b"\4", b"\5"):
@@ -251,12 +256,13 @@ def _kind(path: pathlib.Path) -> str:
 
 
 def _sidecars(folder: pathlib.Path) -> dict[str, dict]:
-    found = {
+    """Returns the content of the JSON files that describe weights, by file name."""
+    contents = {
         name: _json(folder / name) for name in _SIDECARS if (folder / name).exists()
     }
     return {
         name: content
-        for name, content in found.items()
+        for name, content in contents.items()
         if any(key in content for key in _SIDECARS[name])
     }
 
@@ -272,7 +278,7 @@ def _json(path: pathlib.Path) -> dict:
 
 
 def _widen(array: np.ndarray) -> np.ndarray:
-    # numpy's own files know no bfloat16: it comes back as two bytes without a meaning.
+    # npz files have no bfloat16: numpy returns it as two bytes without a type.
     if array.dtype == np.dtype("V2"):
         array = array.view(ml_dtypes.bfloat16)
     return array.astype(np.float32) if array.dtype in _WIDENED else array

@@ -1,7 +1,7 @@
 """The npz format of google-research/vision_transformer: original, AugReg, SAM, hybrids.
 
-Our parameter names are those of this format; only the layers of a block are numbered in
-two ways. The written files are also read by big_vision, which has the MAP head and the
+This project has the parameter names of this format; only the layers of a block are
+numbered in two ways. big_vision reads the written files too, and has the MAP head and the
 BiT ResNets that vision_transformer lacks.
 """
 
@@ -97,8 +97,8 @@ def note_preprocess(given: Preprocess | None) -> list[str]:
     if given == usual:
         return []
     note = (
-        f"images: readers of the format take it as {describe_preprocess(usual)}, so "
-        f"predictions differ unless they are told {describe_preprocess(given)}"
+        f"images: readers of the format assume {describe_preprocess(usual)}, so "
+        f"predictions differ unless they are given {describe_preprocess(given)}"
     )
     return [note]
 
@@ -121,6 +121,6 @@ def _check_network(options: dict) -> None:
     )
 
 
-# Names of big_vision's are these and more; images are prepared otherwise.
+# big_vision's files have these names and more, and another preprocessing.
 READERS["google"] = Reader(recognises, read, refines=("big_vision",))
 WRITERS["google"] = Writer(write, suffix=".npz")

@@ -1,7 +1,7 @@
 """Image processors of transformers: preprocessor_config.json and processor_config.json.
 
-Files may leave out what their class has by default, so that the class, or the network in
-config.json, decides what they mean. Defaults are those of transformers 5.23.
+Files may leave out values that their class has by default, so the class, or the network
+in config.json, determines them. Defaults are those of transformers 5.23.
 """
 
 import math
@@ -16,7 +16,7 @@ from vit_jax.weights.pretrained import (
     resize_sides,
 )
 
-# Pillow's numbers (Image.Resampling).
+# Pillow's numbers (Image.Resampling) to `Preprocess.interpolation`.
 _RESAMPLE = dict(
     enumerate(("nearest", "lanczos", "bilinear", "bicubic", "area", "hamming"))
 )
@@ -38,7 +38,7 @@ _SQUARE = {"height": 224, "width": 224}
 _OF_CLIP = _defaults(
     {"shortest_edge": 224}, 3, CLIP, do_center_crop=True, crop_size=224
 )
-# By the class, without "ImageProcessor".
+# Defaults by class, without "ImageProcessor".
 _PROCESSORS = {
     "ViT": _defaults(_SQUARE, 2),
     "DeiT": _defaults(256, 3, do_center_crop=True, crop_size=224),
@@ -49,9 +49,9 @@ _PROCESSORS = {
     "ConvNext": _defaults({"shortest_edge": 384}, 3, crop_pct=224 / 256),
     "DINOv3ViT": _defaults(_SQUARE, 2, IMAGENET),
 }
-# A single number is the short side, not both.
+# Classes for which a single number is the short side, not both.
 _BY_SHORT_SIDE = ("CLIP", "Bit", "Siglip", "ConvNext")
-# By the first word of model_type in config.json: files of old versions have no class.
+# First word of model_type in config.json to class, for files without a class.
 _OF_NETWORK = {
     "deit": "DeiT",
     "beit": "Beit",
@@ -60,7 +60,7 @@ _OF_NETWORK = {
     "dinov2": "Bit",
     "dinov3": "DINOv3ViT",
 }
-_SQUASHED_FROM = 384  # Pixels; ConvNext's crops images of smaller networks only.
+_SQUASHED_FROM = 384  # Pixels; ConvNext's processor crops smaller images only.
 
 
 def read(
@@ -75,9 +75,9 @@ def read(
     Args:
       sidecars: file name to content of the JSON files beside the weights.
       image_size: height and width of the network, in pixels.
-      patch: side of its patches; what fills none is cut off, as by its first layer.
-      any_size: whether the network of transformers takes images of every size, so that
-        the processor decides. Else the network does.
+      patch: side of a patch in pixels; the pixels at the end that fill none are cut off.
+      any_size: whether transformers' network takes images of every size. If so, the image
+        size is the processor's, otherwise the network's.
 
     Returns:
       The preprocessing, or None if unknown, and a line for each thing that differs.
@@ -92,7 +92,7 @@ def read(
     for suffix in ("Fast", "Pil", "ImageProcessor", "FeatureExtractor"):
         name = name.removesuffix(suffix)
     if name not in _PROCESSORS:
-        notes.append(f"{name}ImageProcessor: not known, so what it says as of ViT's")
+        notes.append(f"{name}ImageProcessor: not known, so read as ViT's")
     config = _PROCESSORS.get(name, _PROCESSORS["ViT"]) | {
         key: value for key, value in config.items() if value is not None
     }
@@ -161,7 +161,7 @@ def _statistics(config: Mapping) -> tuple[tuple[float, ...], tuple[float, ...]]:
     mean, std = (0.0,) * 3, (1.0,) * 3
     if config.get("do_normalize", True):
         mean, std = config["image_mean"], config["image_std"]
-    white = 255.0  # What it is before it is normalised.
+    white = 255.0  # White, before mean and std are applied.
     if config.get("do_rescale", True):
         white *= config.get("rescale_factor", 1 / 255)
     if math.isclose(white, 1.0):
@@ -170,7 +170,11 @@ def _statistics(config: Mapping) -> tuple[tuple[float, ...], tuple[float, ...]]:
 
 
 def write(preprocess: Preprocess, channels: int) -> dict:
-    """Returns preprocessor_config.json for images of that many channels.
+    """Returns the content of preprocessor_config.json.
+
+    Args:
+      preprocess: preprocessing of images.
+      channels: channels of the images.
 
     Raises:
       UserError: transformers has no such image processor.

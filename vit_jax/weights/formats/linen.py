@@ -1,7 +1,7 @@
 """Names of the published Flax parameters, and model options derived from their shapes.
 
-Shared by the npz formats of Google's JAX code, and by the formats that are first
-renamed to these names.
+Shared by the npz formats of Google's JAX code, and by the formats that are renamed to
+these names first.
 """
 
 import math
@@ -30,14 +30,14 @@ _ROOT = 4  # Reduction of a hybrid's root; every stage but the first halves agai
 
 
 def find_prefix(names: Collection[str], anchor: str) -> str | None:
-    """Returns the prefix of the name `anchor`, or None if it is absent."""
+    """Returns the prefix under which `anchor` is among the names; None if it is not."""
     return next((p for p in _PREFIXES if p + anchor in names), None)
 
 
 def strip(
     flat: dict[str, np.ndarray], anchor: str
 ) -> tuple[dict[str, np.ndarray], tuple[str, ...]]:
-    """Returns the parameters beside `anchor` without their prefix, and a note on others."""
+    """Returns the parameters with `anchor`'s prefix, without it, and a note on others."""
     prefix = find_prefix(flat, anchor)
     inside = {
         n.removeprefix(prefix): v for n, v in flat.items() if n.startswith(prefix)
@@ -51,7 +51,7 @@ def strip(
 
 
 def rename_blocks(flat: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Renames the layers of the encoder blocks and of the MAP head as published.
+    """Renames the layers of encoder blocks and of the MAP head to the published names.
 
     The published files number all layers of a block together (LayerNorm_2,
     MlpBlock_3), later files the layers of each class (LayerNorm_1, MlpBlock_0).
@@ -64,8 +64,8 @@ def rename_blocks(flat: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         new = _IN_MAP_HEAD.sub(r"\1\2_0", _IN_BLOCK.sub(_published, name))
         if new in renamed:
             raise UserError(
-                f"{name} stands twice in the checkpoint, counted in two ways: it is of "
-                "no known network"
+                f"{name} stands twice in the checkpoint, numbered in two ways: no known "
+                "network has such names"
             )
         renamed[new] = value
     return renamed
@@ -87,7 +87,16 @@ def finish(
     preprocess: Preprocess,
     notes: Sequence[str] = (),
 ) -> Pretrained:
-    """Returns the checkpoint of a file by our names, whose classes its head counts."""
+    """Builds a checkpoint from parameters; the head has the number of classes.
+
+    Args:
+      tensors: content of the file.
+      flat: parameters by name, levels joined by "/".
+      options: arguments of `models.create`, without num_classes.
+      format: `Pretrained.format`.
+      preprocess: preprocessing of images.
+      notes: lines about what was changed.
+    """
     num_classes = np.shape(flat.get("head/kernel", ()))[-1]
     return Pretrained(
         params=unflatten_dict(flat, sep="/"),
@@ -100,7 +109,7 @@ def finish(
 
 
 def google_options(flat: dict[str, np.ndarray], image_size: tuple | None) -> dict:
-    """Returns the options of an encoder of Google's code, but those of its head."""
+    """Returns the options of an encoder of Google's code, except those of its head."""
     return transformer_options(flat, image_size) | {
         "representation_layer": "pre_logits/kernel" in flat,
         "activation": "gelu_tanh",
@@ -121,11 +130,11 @@ def flatten_norms(flat: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 def transformer_options(
     flat: dict[str, np.ndarray], image_size: tuple[int, int] | None = None
 ) -> dict:
-    """Returns the options of an encoder or hybrid that its parameters show.
+    """Returns the options of an encoder or hybrid that its parameters determine.
 
     Args:
-      flat: our names, joined by "/", to arrays.
-      image_size: height and width that tell the grid of positions where it is no square.
+      flat: parameters by name, levels joined by "/".
+      image_size: height and width in pixels, for grids of positions that are not square.
 
     Raises:
       UserError: the shapes are not those of such a network.
@@ -160,7 +169,7 @@ def transformer_options(
     )
     name, options = nearest_size(size)
     if f"{block}/LayerScale_1/gamma" in flat:
-        options["layer_scale_init"] = 1.0  # What it began with, the file does not say.
+        options["layer_scale_init"] = 1.0  # The file does not have the initial value.
     if "register_tokens" in flat:
         options["num_register_tokens"] = flat["register_tokens"].shape[1]
     patch, channels = kernel.shape[0], kernel.shape[2]
@@ -201,7 +210,12 @@ def stem_blocks(flat: dict[str, np.ndarray]) -> tuple[int, ...]:
 
 
 def resnet_options(blocks: tuple[int, ...], stem_width: int) -> dict:
-    """Returns the variant of a ResNet with so many units per stage, and what differs from it."""
+    """Returns the options of a ResNet, of which only those that differ from its variant.
+
+    Args:
+      blocks: units in each stage.
+      stem_width: features of the root.
+    """
     names = {known: name for name, known in variants.RESNETS.items()}
     factor = stem_width / 64
     name = f"{names.get(blocks, 'R50')}x{max(1, round(factor))}"
@@ -218,24 +232,24 @@ def _hybrid(
 ) -> tuple[str, int, dict]:
     """Returns the variant of a hybrid, its patch size in pixels, and differing options."""
     options = {} if stem_width == 64 else {"stem_width": stem_width}
-    alike = [
+    stems = [
         (known != blocks, f"{stem}+{size}/{pixels}")
         for (stem, pixels), (known, side) in variants.STEMS.items()
         if len(known) == len(blocks) and side == patch
     ]
-    if not alike:
+    if not stems:
         raise UserError(
             f"a hybrid with {len(blocks)} stages and patches of {patch} is none of "
             f"{', '.join(f'{stem}+SIZE/{pixels}' for stem, pixels in variants.STEMS)}"
         )
-    differs, name = min(alike)
+    differs, name = min(stems)
     if differs:
         options["stage_depths"] = blocks
     return name, patch * _ROOT * 2 ** max(0, len(blocks) - 1), options
 
 
 def _image_size(
-    flat: dict[str, np.ndarray], patch: int, stated: tuple[int, int] | None
+    flat: dict[str, np.ndarray], patch: int, given: tuple[int, int] | None
 ) -> tuple[int, int]:
     """Returns the image size of the position embeddings; about 224 without them."""
     positions = flat.get(POSITIONS)
@@ -246,11 +260,11 @@ def _image_size(
     side = math.isqrt(patches)
     if side * side == patches:
         return side * patch, side * patch
-    rows, columns = (pixels // patch for pixels in stated or (0, 0))
+    rows, columns = (pixels // patch for pixels in given or (0, 0))
     if rows * columns == patches:
         return rows * patch, columns * patch
     raise UserError(
         f"position embeddings of {patches} patches are not a square grid: state the "
-        "height and width that they were trained at by --resolution or image_size=, or "
-        "start from a workdir or an exported file, which know their grid"
+        "height and width of training by --resolution or image_size=, or start from a "
+        "workdir or an exported file, which have their grid"
     )

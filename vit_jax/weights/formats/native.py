@@ -1,9 +1,8 @@
-"""Exported files of this project: one .safetensors with all that a model needs.
+"""Exported files of this project: one .safetensors with the whole checkpoint.
 
-Parameters have our names. The header holds, as JSON under "vit_jax", the arguments of
-`models.create`, the preprocessing of images, the class names, and the loss. A text tower
-is there too, below "task/", with its config and the address of its tokenizer; such a file is
-of version 2.
+The header has, as JSON under "vit_jax", the arguments of `models.create`, the
+preprocessing of images, the class names, and the loss. A text tower is below "task/",
+with its config and the address of its tokenizer; such a file is of version 2.
 """
 
 import dataclasses
@@ -29,14 +28,7 @@ def recognises(tensors: Tensors) -> bool:
 
 
 def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
-    """Reads an exported file.
-
-    Args:
-      tensors: of the file.
-      num_heads: ignored; the header states it.
-
-    Returns:
-      The exported checkpoint.
+    """Reads an exported file; `num_heads` is ignored.
 
     Raises:
       UserError: the header is damaged or of a newer version.
@@ -48,7 +40,7 @@ def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
         version = header["format_version"]
         if version > _VERSION:
             raise UserError(
-                f"{tensors.path} is of format version {version}, and this vit_jax knows "
+                f"{tensors.path} is of format version {version}, and this vit_jax reads "
                 f"those up to {_VERSION}: update it"
             )
         preprocess = header["preprocess"]
@@ -80,15 +72,9 @@ def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
 
 
 def write(pretrained: Pretrained, path: str | os.PathLike) -> list[str]:
-    """Writes an exported file atomically.
+    """Writes an exported file atomically; see `registry.Writer`.
 
-    Args:
-      pretrained: any checkpoint.
-      path: of the file; its folder exists.
-
-    Returns:
-      No lines: the file holds the whole checkpoint, but for what a task without a text
-      tower has beside the network.
+    Parameters that a task without a text tower has beside the network are left out.
 
     Raises:
       UserError: the file cannot be written.
@@ -117,11 +103,11 @@ def write(pretrained: Pretrained, path: str | os.PathLike) -> list[str]:
 
 
 def _lists_to_tuples(tree: dict) -> dict:
-    """Converts JSON lists to tuples, which options and preprocessing consist of."""
+    """Converts JSON lists to tuples, which options and preprocessing have."""
     return {k: tuple(v) if isinstance(v, list) else v for k, v in tree.items()}
 
 
-READERS["own exports"] = Reader(
+READERS["vit_jax"] = Reader(
     recognises, read, refines=("google", "big_vision", "BiT", "google Mixer")
 )
 WRITERS["safetensors"] = Writer(
