@@ -14,9 +14,8 @@ from vit_jax.weights.formats import (  # noqa: F401
     mae,
     mixer,
     native,
-    onnx,
     open_clip,
-    stablehlo,
+    programs,
     swin,
     timm,
 )

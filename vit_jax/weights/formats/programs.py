@@ -1,0 +1,198 @@
+"""Programs: a network and its weights that run without this project.
+
+- `stablehlo`: a program of `jax.export` (docs.jax.dev/en/latest/export), for JAX on CPU,
+  GPU and TPU. It can be read for at least half a year of JAX releases.
+- `onnx`: written by jax2onnx (github.com/enpasos/jax2onnx), with the extra `onnx`.
+
+A program takes any number of resized and cropped images, and normalises them. Its folder
+has the preprocessing in `preprocess.json`, and the class names in `labels.txt`.
+Letters: B images, H, W pixels, C channels.
+"""
+
+import contextlib
+import dataclasses
+import io
+import json
+import logging
+import pathlib
+from collections.abc import Callable, Iterator
+
+import jax
+import jax.numpy as jnp
+
+from vit_jax.data.transforms import device as transforms
+from vit_jax.errors import UserError
+from vit_jax.weights import surgery
+from vit_jax.weights.formats.registry import WRITERS, Writer
+from vit_jax.weights.pretrained import Pretrained
+
+_STABLEHLO, _ONNX = "model.stablehlo", "model.onnx"
+_PREPROCESS, _LABELS = "preprocess.json", "labels.txt"
+_PLATFORMS = ("cpu", "cuda", "tpu")
+_OPSET = 21  # ONNX Runtime has it since 1.20.
+_INPUT = "images"
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A network as a function.
+
+    Attributes:
+      function: takes parameters and images, uint8 (B, H, W, C), and returns the outputs,
+        float32 each.
+      params: parameters on the host.
+      shape: shape of an image, (H, W, C).
+      outputs: names of the outputs: "logits" (B, classes) if there is a classifier, and
+        "pre_logits" (B, D), the features of the image, if the network has them.
+    """
+
+    function: Callable[[dict, jax.Array], tuple[jax.Array, ...]]
+    params: dict
+    shape: tuple[int, int, int]
+    outputs: tuple[str, ...]
+
+    @property
+    def batch(self) -> jax.ShapeDtypeStruct:
+        """Any number of images, uint8 (B, H, W, C)."""
+        sides = ", ".join(map(str, self.shape))
+        return jax.ShapeDtypeStruct(jax.export.symbolic_shape(f"B, {sides}"), jnp.uint8)
+
+
+def build(pretrained: Pretrained) -> Program:
+    """Builds the function of a checkpoint, in float32.
+
+    Args:
+      pretrained: a checkpoint with preprocessing, whose image size may differ from that
+        of the network.
+
+    Raises:
+      UserError: there is no preprocessing, or it does not fit.
+    """
+    how = pretrained.preprocess
+    if how is None:
+        raise UserError(
+            f"{pretrained.source}: nothing says how images are prepared, which a program "
+            "contains: state --mean, --std and --crop_pct"
+        )
+    options = {**pretrained.options, "dtype": "float32"}
+    model, params = surgery.fit_network(
+        dataclasses.replace(pretrained, options=options), how
+    )
+
+    def run(params, images):
+        images = transforms.normalize(images, how.mean, how.std)
+        outputs = model.apply(params, images)
+        return tuple(outputs[name].astype(jnp.float32) for name in names)
+
+    shape = model.image_shape
+    example = jax.ShapeDtypeStruct((1, *shape), jnp.float32)
+    shapes = jax.eval_shape(model.apply, params, example)
+    names = tuple(name for name in ("logits", "pre_logits") if name in shapes)
+    if not options["num_classes"]:
+        names = tuple(name for name in names if name != "logits")
+    return Program(run, params, shape, names)
+
+
+def write_stablehlo(pretrained: Pretrained, folder: pathlib.Path) -> list[str]:
+    """Writes a folder with a program of `jax.export`; see `registry.Writer`."""
+    program = build(pretrained)
+
+    @jax.jit
+    def images_to_outputs(images):
+        return dict(
+            zip(program.outputs, program.function(program.params, images), strict=True)
+        )
+
+    exported = jax.export.export(images_to_outputs, platforms=_PLATFORMS)(program.batch)
+    (folder / _STABLEHLO).write_bytes(exported.serialize())
+    _write_sidecars(pretrained, program, folder)
+    return []
+
+
+def write_onnx(pretrained: Pretrained, folder: pathlib.Path) -> list[str]:
+    """Writes a folder with an ONNX program; see `registry.Writer`.
+
+    Raises:
+      UserError: the extra is not installed.
+    """
+    # Both libraries warn of missing optional parts and of every shape.
+    for name in ("jax2onnx", "onnx_ir"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    try:
+        with _silenced():
+            import jax2onnx
+    except ImportError as error:
+        raise UserError(
+            f"--to=onnx needs jax2onnx ({error}): pip install -e '.[onnx]' in the clone"
+        ) from error
+    program = build(pretrained)
+    # jax2onnx prints what it traces, and adds vectors to images.
+    with _silenced(), jax.numpy_rank_promotion("allow"):
+        jax2onnx.to_onnx(
+            lambda images: program.function(program.params, images),
+            [program.batch],
+            model_name=pretrained.options["variant"],
+            opset=_OPSET,
+            return_mode="file",
+            output_path=folder / _ONNX,
+            input_names=[_INPUT],
+            output_names=list(program.outputs),
+        )
+    _write_sidecars(pretrained, program, folder)
+    return []
+
+
+@contextlib.contextmanager
+def _silenced() -> Iterator[None]:
+    text = io.StringIO()
+    with contextlib.redirect_stdout(text), contextlib.redirect_stderr(text):
+        yield
+
+
+def _write_sidecars(
+    pretrained: Pretrained, program: Program, folder: pathlib.Path
+) -> None:
+    """Writes the preprocessing, and the class names if there are any."""
+    content = dataclasses.asdict(pretrained.preprocess) | {
+        "channels": program.shape[-1],
+        "input": f"{_INPUT}: uint8 (any number, {', '.join(map(str, program.shape))}), "
+        "normalised by the program",
+        "outputs": list(program.outputs),
+        "probabilities": "sigmoid" if pretrained.loss == "sigmoid" else "softmax",
+        "multi_label": pretrained.multi_label,
+    }
+    (folder / _PREPROCESS).write_text(json.dumps(content, indent=2) + "\n")
+    if pretrained.class_names:
+        lines = "".join(f"{name}\n" for name in pretrained.class_names)
+        (folder / _LABELS).write_text(lines)
+
+
+def _stablehlo_usage(_pretrained: Pretrained, place: str, _hub: bool) -> str:
+    return (
+        "import jax, pathlib\n"
+        f'data = pathlib.Path("{place}/{_STABLEHLO}").read_bytes()\n'
+        "outputs = jax.export.deserialize(bytearray(data)).call(images)"
+    )
+
+
+def _onnx_usage(_pretrained: Pretrained, place: str, _hub: bool) -> str:
+    return (
+        "import onnxruntime\n"
+        f'session = onnxruntime.InferenceSession("{place}/{_ONNX}")\n'
+        f'logits = session.run(["logits"], {{"{_INPUT}": images}})[0]'
+    )
+
+
+WRITERS["stablehlo"] = Writer(
+    write_stablehlo,
+    usage=_stablehlo_usage,
+    program=True,
+    files=(_STABLEHLO, _PREPROCESS, _LABELS),
+)
+WRITERS["onnx"] = Writer(
+    write_onnx,
+    usage=_onnx_usage,
+    library="onnx",
+    program=True,
+    files=(_ONNX, f"{_ONNX}.data", _PREPROCESS, _LABELS),
+)
