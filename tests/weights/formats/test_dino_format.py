@@ -188,7 +188,7 @@ def test_of_a_training_checkpoint_the_teacher_is_taken(tmp_path, wrapped):
     found = opened(tmp_path / "a.pth")
     expected = opened(GOLDEN / "dino_student.safetensors")
     assert_same(found.params, flatten_dict(expected.params, sep="/"))
-    assert found.notes[0] == "teacher: its backbone is taken, and not the student's"
+    assert found.notes[0] == "teacher: its backbone is read, and not the student's"
 
 
 def test_blocks_in_chunks_are_those_one_by_one(tmp_path):

@@ -181,7 +181,7 @@ def test_a_file_of_facebookresearch_is_written_back_to_the_bit(tmp_path, arrays)
     path = stored(tmp_path / "a.pth", arrays)
     found = weights.open_pretrained(path, num_heads=4)
     _, notes = export.export(found, "mae", tmp_path / "b.pth")
-    assert "preprocessing: their code has its own, ImageNet's mean and std" in notes
+    assert "preprocessing: facebookresearch/mae has ImageNet's mean and std" in notes
     assert_arrays(torch_file.read(tmp_path / "b.pth"), arrays)
 
 
@@ -212,7 +212,7 @@ def test_a_folder_of_transformers_is_written_back_to_the_bit(tmp_path):
 def test_a_file_of_the_other_library_gives_the_same(tmp_path):
     found = weights.open_pretrained(GOLDEN / "mae_hf")
     _, notes = export.export(found, "mae", tmp_path / "a.pth")
-    assert "layer_norm_eps: 1e-12 became 1e-6, which their code has" in notes
+    assert "layer_norm_eps: 1e-12 became 1e-6, facebookresearch/mae's" in notes
     assert_arrays(torch_file.read(tmp_path / "a.pth"), load_file(FACEBOOK))
 
 

@@ -1,8 +1,8 @@
 """Files of facebookresearch/dino and facebookresearch/dinov2.
 
-Backbones have the names of timm, with which they are read, and whole checkpoints of
-training a student and a teacher: the teacher's backbone is taken. Positions of DINO, and
-of DINOv2 without registers, are resized in another way than timm does.
+Backbones have timm's names and are read as timm's. Checkpoints of the training have a
+student and a teacher, whose backbone is read. Positions of DINO, and of DINOv2 without
+registers, are resized in another way than in timm.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ from vit_jax.weights.formats.registry import READERS, Reader
 from vit_jax.weights.pretrained import IMAGENET, Preprocess, Pretrained
 
 _TEACHER = f"{torch_file.TEACHER}."
-# Before the names of a backbone beside its head; with wrappers of PyTorch's.
+# Prefix of a backbone that has a head beside it, with PyTorch's wrappers.
 _INSIDE = re.compile(rf"({re.escape(_TEACHER)})?((module|_orig_mod)\.)*backbone\.")
 _NAMES = (
     (r"^register_tokens$", "reg_token"),
@@ -25,9 +25,9 @@ _NAMES = (
     (r"^blocks\.\d+\.(\d+)\.", r"blocks.\1."),  # Blocks in chunks, as in training.
 )
 _MASK_TOKEN = "mask_token"
-# Of the class token and the mean of the patches, of a hub model such as dinov2_vits14_lc.
+# Classifier of the class token and the mean of the patches, in dinov2_vits14_lc and such.
 _CLASSIFIER = ("linear_head.weight", "linear_head.bias")
-# What a backbone has; a network with a head or a distillation token has more.
+# Arrays of a backbone; a network with a head or a distillation token has more.
 _PLAIN = re.compile(
     r"(cls_token|reg_token|pos_embed)$|(patch_embed\.proj|norm)\.(weight|bias)$"
     r"|blocks\.\d+\.(norm[12]|attn\.(qkv|proj)|mlp\.fc[12])\.(weight|bias)$"
@@ -50,20 +50,20 @@ def recognises(tensors: Tensors) -> bool:
 
 
 def _is_published(flat: dict) -> bool:
-    """Returns whether no network of timm's alone has these patches or registers."""
+    """Returns whether no other network of timm has these patches or registers."""
     if "blocks.0.ls1.gamma" in flat:
         return "reg_token" not in flat or flat["reg_token"].shape[1] == 4
     return flat["patch_embed.proj.weight"].shape[-1] not in (14, 32)
 
 
 def _backbone(flat: dict) -> tuple[dict, bool]:
-    """Returns the arrays of the backbone by timm's names, and whether it was inside."""
-    found = {
+    """Returns the backbone's arrays by timm's names, and whether they had a prefix."""
+    inside = {
         name[match.end() :]: value
         for name, value in flat.items()
         if (match := _INSIDE.match(name))
     }
-    return tables.rename(found or flat, _NAMES), bool(found)
+    return tables.rename(inside or flat, _NAMES), bool(inside)
 
 
 def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
@@ -71,51 +71,55 @@ def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
     flat, inside = _backbone(tensors.flat)
     name = "DINOv2" if "blocks.0.ls1.gamma" in flat else "DINO"
     resize = "bicubic" if "reg_token" in flat else "bicubic_dino"
-    told, notes = inside or _MASK_TOKEN in flat, []
+    known, notes = inside or _MASK_TOKEN in flat, []
     if any(name.startswith(_TEACHER) for name in tensors.flat):
-        notes.append("teacher: its backbone is taken, and not the student's")
+        notes.append("teacher: its backbone is read, and not the student's")
     if inside and len(flat) < len(tensors.flat):
         beside = {n for n in tensors.flat if not _INSIDE.match(n)} - {*_CLASSIFIER}
         if beside:
             notes.append("projection head: dropped, which only pretraining has")
     if flat.pop(_MASK_TOKEN, None) is not None:
         notes.append("mask token: dropped, which only pretraining has")
-    found = timm.read(dataclasses.replace(tensors, flat=flat), num_heads)
-    params, options, more = _classifier(tensors.flat, found)
+    pretrained = timm.read(dataclasses.replace(tensors, flat=flat), num_heads)
+    params, options, more = _classifier(tensors.flat, pretrained)
     notes += more
-    if not told:
+    if not known:
         notes.append(
             f"no classifier and no config.json: taken for a backbone of {name}, whose "
             f"positions are resized by {resize} and images normalised as ImageNet's"
         )
-    # Of timm's notes those on its config.json do not hold.
-    notes += [note for note in found.notes if not note.startswith("config.json")]
+    # timm's notes on a missing config.json do not apply.
+    notes += [note for note in pretrained.notes if not note.startswith("config.json")]
     return dataclasses.replace(
-        found,
+        pretrained,
         params=params,
         options=options | {"posemb_resize": resize},
         format=name.lower(),
-        preprocess=preprocess(found.options["image_size"]),
+        preprocess=preprocess(pretrained.options["image_size"]),
         notes=tuple(notes),
     )
 
 
-def _classifier(flat: dict, found: Pretrained) -> tuple[dict, dict, list[str]]:
-    """Returns parameters and options with the classifier of DINOv2 `*_lc`, and notes."""
+def _classifier(flat: dict, pretrained: Pretrained) -> tuple[dict, dict, list[str]]:
+    """Returns parameters and options with DINOv2's linear classifier, and notes."""
     if not flat.keys() >= {*_CLASSIFIER}:
-        return found.params, found.options, []
+        return pretrained.params, pretrained.options, []
     weight, bias = (flat[name] for name in _CLASSIFIER)
-    width = found.params["cls"].shape[-1]
+    width = pretrained.params["cls"].shape[-1]
     if weight.shape[1] != 2 * width:
         note = "linear_head: left out, as it sees class tokens of several blocks"
-        return found.params, found.options, [f"{note} (layers=4): features alone"]
+        return (
+            pretrained.params,
+            pretrained.options,
+            [f"{note} (layers=4): features alone"],
+        )
     options = {"num_classes": len(weight), "pool": "token_gap"}
     head = {"kernel": np.ascontiguousarray(weight.T), "bias": bias}
-    return {**found.params, "head": head}, found.options | options, []
+    return {**pretrained.params, "head": head}, pretrained.options | options, []
 
 
 def preprocess(image_size: tuple[int, int]) -> Preprocess:
-    """Returns how eval_linear.py and eval_knn.py of both projects prepare images."""
+    """Returns the preprocessing of eval_linear.py and eval_knn.py of both projects."""
     return Preprocess(
         image_size, interpolation="bicubic", crop_fraction=224 / 256, **IMAGENET
     )

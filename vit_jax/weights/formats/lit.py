@@ -1,8 +1,8 @@
 """LiT and SigLIP of Google's JAX code: npz files with an image and a text tower.
 
 vision_transformer's LiT (models_lit.py) and big_vision's image-text models have the same
-names: "img/", an image tower as big_vision's or Google's ViT; "txt/", a text transformer;
-"t", the logarithm of the scale; and "b" where a bias is added, which SigLIP has.
+names: "img/", an image tower like big_vision's or Google's ViT; "txt/", a text
+transformer; "t", the logarithm of the scale; and in SigLIP "b", the bias.
 """
 
 import dataclasses
@@ -26,7 +26,8 @@ _BLOCK = "Transformer/encoderblock_0"
 def recognises(tensors: Tensors) -> bool:
     """Returns whether a file is in this format."""
     names = {_PREFIX.sub("", name) for name in tensors.flat}
-    # Without a head it is another text network, as BERT, and the image tower big_vision's.
+    # A text network without a head is another, such as BERT: big_vision reads the image
+    # tower of such a file.
     return {_ANCHOR, "txt/head/kernel", "t"} <= names
 
 
@@ -37,10 +38,10 @@ def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
         tensors, flat={k: v for k, v in flat.items() if k.startswith("img/")}
     )
     library = google if _has_class_token(image) else big_vision
-    found = library.read(image, num_heads)
-    params = dict(found.params)
+    pretrained = library.read(image, num_heads)
+    params = dict(pretrained.params)
     others = {}
-    if "head" in params:  # It is no classifier here.
+    if "head" in params:  # It is the projection, not a classifier.
         others[text.PROJECTION] = params.pop("head")
     task, tower = _read_text(flat, tensors.path)
     others |= {"text": tower, text.LOGIT_SCALE: flat["t"].reshape(1)}
@@ -48,13 +49,13 @@ def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
         others[text.LOGIT_BIAS] = flat["b"].reshape(1)
     task["loss"] = "sigmoid" if "b" in flat else "softmax"
     return dataclasses.replace(
-        found,
+        pretrained,
         params=params,
-        options={**found.options, "num_classes": 0},
+        options={**pretrained.options, "num_classes": 0},
         format="lit",
         source=tensors.path,
         preprocess=dataclasses.replace(
-            found.preprocess, crop_fraction=1.0, squash=True
+            pretrained.preprocess, crop_fraction=1.0, squash=True
         ),
         task=task,
         task_params=others,
@@ -83,24 +84,26 @@ def _read_text(flat: dict[str, np.ndarray], source: str) -> tuple[dict, dict]:
     if moved["pos_embedding"].ndim == 2:
         moved["pos_embedding"] = moved["pos_embedding"][None]
     names = {"Embed_0/embedding": "embedding"}
-    ours = {
+    params = {
         names.get(k, k.removeprefix("Transformer/")): np.asarray(v, np.float32)
         for k, v in moved.items()
     }
-    vocab_size, width = ours["embedding"].shape
+    vocab_size, width = params["embedding"].shape
     about = {
         "vocab_size": vocab_size,
         "width": width,
-        "depth": len({k.split("/")[0] for k in ours if k.startswith("encoderblock_")}),
+        "depth": len(
+            {k.split("/")[0] for k in params if k.startswith("encoderblock_")}
+        ),
         "num_heads": moved[query].shape[1],
         "mlp_dim": moved[f"{_BLOCK}/MlpBlock_3/Dense_0/bias"].size,
-        "projection": "bias" if "head/bias" in ours else "plain",
+        "projection": "bias" if "head/bias" in params else "plain",
     }
     task = {"name": "contrastive", "text": about}
     wanted = text.TextConfig(**about).build(
-        ours["pos_embedding"].shape[1], ours[head].shape[1], "float32"
+        params["pos_embedding"].shape[1], params[head].shape[1], "float32"
     )
-    tower = unflatten_dict(ours, sep="/")
+    tower = unflatten_dict(params, sep="/")
     text.check_params(wanted, tower, source)
     return task, tower
 

@@ -1,8 +1,8 @@
 """Masked autoencoders: facebookresearch/mae's files, and ViTMAE of transformers.
 
-Both have the encoder under the names of timm or of transformers' ViT, and those of
-pretraining a decoder beside it, which becomes `Pretrained.task_params`. Encoders without
-one are told by their fixed positions, or by their config.json.
+Both have the encoder under the names of timm or of transformers' ViT. Checkpoints of
+pretraining also have a decoder, which becomes `Pretrained.task_params`. Encoders alone are
+recognised by their fixed positions, or by their config.json.
 """
 
 import dataclasses
@@ -27,25 +27,25 @@ from vit_jax.weights.formats.tables import SAME, ArrayEntry, dense, norm
 from vit_jax.weights.pretrained import Pretrained
 
 _KIND = "sincos2d_mae"
-_CLOSE = 1e-6  # Of a table that was computed elsewhere.
+_CLOSE = 1e-6  # Tolerance for positions that other code computed.
 _MASK_TOKEN = "mask_token"
 # Names of the blocks in published files, and as transformers 5.23 saves them.
 _HF_BLOCKS = ("decoder_layers.", "decoder_encoder.layer.")
-# Heads of all published decoders, which are 512 wide.
+# Width to heads of all published decoders.
 _PUBLISHED = {512: 16}
 
 
 @dataclasses.dataclass(frozen=True)
 class _Names:
-    """Names of a library, whose encoder the decoder's blocks are named as.
+    """A library, whose decoders have blocks with the names of its encoders.
 
     Attributes:
-      read: reads the encoder.
-      table: returns the entries of the encoder.
-      prefix: of what is in the decoder.
-      more: before its own layers, behind the prefix.
-      blocks: beginning of the encoder's blocks.
-      to: how it is written.
+      read: reads an encoder.
+      table: returns the table of an encoder.
+      prefix: prefix of the decoder's arrays.
+      more: second prefix of the decoder's layers outside the blocks.
+      blocks: prefix of the encoder's blocks.
+      to: flag that writes this format, for messages.
     """
 
     read: Callable[[Tensors, int], Pretrained]
@@ -81,13 +81,13 @@ def recognises(tensors: Tensors) -> bool:
     """Returns whether a file is in this format."""
     flat, config = tensors.flat, tensors.config
     if hugging_face.recognises(VIT, tensors):
-        stated = config.get("model_type") == "vit_mae"
-        return stated or f"{_HF.prefix}{_HF.embed}" in flat
+        is_mae = config.get("model_type") == "vit_mae"
+        return is_mae or f"{_HF.prefix}{_HF.embed}" in flat
     if not timm.recognises(tensors) or "architecture" in config:
         return False
     if f"{_FACEBOOK.prefix}{_FACEBOOK.embed}" in flat:
         return True
-    # A classifier's positions were trained, be they as close to these as may be.
+    # Classifiers were trained with learned positions, however close these still are.
     if "pos_embed" not in flat or "head.weight" in flat:
         return False
     side = math.isqrt(flat["pos_embed"].shape[-2] - 1)
@@ -104,16 +104,16 @@ def _is_fixed(embedding: np.ndarray, grid: tuple[int, int]) -> bool:
 
 
 def _table(grid: tuple[int, int], width: int) -> np.ndarray:
-    """Returns the fixed positions with a row of zeros for the class token."""
+    """Returns MAE's fixed positions, with zeros for the class token."""
     table = np.asarray(posemb.sincos2d(grid, width, _KIND))
     return rewriting.prepend_zero_rows(table[None], 1)
 
 
 def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
-    """Reads an encoder, and a decoder as its task; see `registry.Reader`."""
+    """Reads an encoder, and the decoder as its task; see `registry.Reader`."""
     names = _HF if hugging_face.recognises(VIT, tensors) else _FACEBOOK
     prefix = names.prefix
-    # The mask token stands among the arrays of the encoder in facebookresearch's files.
+    # facebookresearch's files have the mask token among the arrays of the encoder.
     decoder = {
         name.removeprefix(prefix): value
         for name, value in tensors.flat.items()
@@ -122,8 +122,12 @@ def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
     rest = {k: v for k, v in tensors.flat.items() if not k.startswith(prefix)}
     rest.pop(_MASK_TOKEN, None)
     tensors = dataclasses.replace(tensors, flat=rest)
-    found = names.read(tensors, num_heads)
-    options, params, notes = dict(found.options), dict(found.params), [*found.notes]
+    pretrained = names.read(tensors, num_heads)
+    options, params, notes = (
+        dict(pretrained.options),
+        dict(pretrained.params),
+        [*pretrained.notes],
+    )
     positions = params["Transformer"]["posembed_input"]["pos_embedding"]
     grid = models.create(**options).grid
     if _is_fixed(positions, grid):
@@ -138,9 +142,9 @@ def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
             decoder, tensors.config, options, tensors.path, names
         )
         notes += more
-    preprocess = found.preprocess or dino.preprocess(options["image_size"])
+    preprocess = pretrained.preprocess or dino.preprocess(options["image_size"])
     return dataclasses.replace(
-        found,
+        pretrained,
         params=params,
         options=options,
         format="mae",
@@ -158,10 +162,7 @@ def _read_decoder(
     source: str,
     names: _Names,
 ) -> tuple[dict, dict, list[str]]:
-    """Returns `config.task`, its parameters, and a line for what was assumed.
-
-    `flat` has the arrays of the decoder, `options` are those of the encoder.
-    """
+    """Returns `config.task`, its parameters, and notes; `options` are the encoder's."""
     notes, encoder = [], models.create(**options)
     if names is _HF:
         blocks = "|".join(map(re.escape, _HF_BLOCKS))
@@ -191,13 +192,13 @@ def _read_decoder(
             f"({_KIND})"
         )
         return {}, {}, [left_out]
-    ours = tables.to_our_arrays(flat, table, source)
+    params = tables.to_our_arrays(flat, table, source)
     if "norm_pix_loss" not in config:
         notes.append(
-            "targets: nothing says whether they were normalised, so taken as MAE's own "
-            "are (task.normalize_targets=True)"
+            "targets: nothing says whether they were normalised, so assumed, as in MAE "
+            "(task.normalize_targets=True)"
         )
-    hidden = ours["Transformer/encoderblock_0/MlpBlock_3/Dense_0/kernel"].shape[1]
+    hidden = params["Transformer/encoderblock_0/MlpBlock_3/Dense_0/kernel"].shape[1]
     task = {
         "name": "mae",
         "mask_ratio": config.get("mask_ratio", 0.75),
@@ -207,14 +208,14 @@ def _read_decoder(
         "decoder_num_heads": num_heads,
         "decoder_mlp_dim": hidden,
     }
-    return task, {"decoder": unflatten_dict(ours, sep="/")}, notes
+    return task, {"decoder": unflatten_dict(params, sep="/")}, notes
 
 
 def _decoder_table(
     width: int, depth: int, num_heads: int, names: _Names
 ) -> list[ArrayEntry]:
-    """Returns the entries of a decoder but its positions, without their prefix."""
-    # Only its blocks are taken, which know neither patches nor classes.
+    """Returns the table of a decoder without its positions and without the prefix."""
+    # Only the blocks of this network are used, which depend on no patches or classes.
     sizes = {"width": width, "depth": depth, "num_heads": num_heads, "mlp_dim": 1}
     options = models.create("Ti/16", num_classes=0, **sizes).options
     options = {"stem_width": 0, **options}
@@ -238,7 +239,7 @@ def write(pretrained: Pretrained, path: str | os.PathLike) -> list[str]:
         )
     eps = options["layer_norm_eps"]
     if 0 < eps < 1e-6:
-        notes.append(f"layer_norm_eps: {eps:g} became 1e-6, which their code has")
+        notes.append(f"layer_norm_eps: {eps:g} became 1e-6, facebookresearch/mae's")
     elif eps != 1e-6:
         raise UserError(
             f"layer_norm_eps={eps}: facebookresearch/mae has 1e-6: write it with "
@@ -248,7 +249,7 @@ def write(pretrained: Pretrained, path: str | os.PathLike) -> list[str]:
         arrays[name if name == _MASK_TOKEN else f"{_FACEBOOK.prefix}{name}"] = value
     torch_file.write(path, {"model": arrays})
     if pretrained.preprocess:
-        notes.append("preprocessing: their code has its own, ImageNet's mean and std")
+        notes.append("preprocessing: facebookresearch/mae has ImageNet's mean and std")
     if pretrained.class_names:
         notes.append("class names: the file has no place for them")
     return notes
@@ -282,7 +283,7 @@ def write_hugging_face(pretrained: Pretrained, folder: str | os.PathLike) -> lis
 def _encoder(
     pretrained: Pretrained, names: _Names
 ) -> tuple[dict[str, np.ndarray], list[str], dict]:
-    """Returns the arrays of the encoder, lines for what was rewritten, its options."""
+    """Returns the arrays of the encoder, notes on what was rewritten, and its options."""
     model = models.create(**pretrained.options)
     options = {"stem_width": 0, "depth": 0, **model.options}
     wanted = {
@@ -322,14 +323,14 @@ def _has_decoder(pretrained: Pretrained) -> bool:
 
 
 def _sizes(pretrained: Pretrained) -> tuple[int, int, int, int]:
-    """Returns width, depth, number of heads and width of the MLPs of a decoder."""
+    """Returns width, depth, heads and units of the MLPs of a decoder."""
     blocks = pretrained.task_params["decoder"]["Transformer"]
     width, hidden = blocks["encoderblock_0"]["MlpBlock_3"]["Dense_0"]["kernel"].shape
     return width, len(blocks) - 1, pretrained.task["decoder_num_heads"], hidden
 
 
 def _decoder(pretrained: Pretrained, names: _Names) -> dict[str, np.ndarray]:
-    """Returns the arrays of the decoder without their prefix; none if there is none."""
+    """Returns the arrays of the decoder without their prefix; {} without a decoder."""
     if not _has_decoder(pretrained):
         return {}
     width, depth, num_heads, _ = _sizes(pretrained)

@@ -1,7 +1,7 @@
-"""MLP-Mixers of Google's JAX code, as npz files, and of timm.
+"""MLP-Mixers in npz files of Google's JAX code, and in timm's format.
 
-Google's vision_transformer and big_vision have one set of names, the first published files
-another, which big_vision reads too.
+Google's vision_transformer and big_vision have the same names. The first published files
+have others, which big_vision reads too.
 """
 
 import math
@@ -30,7 +30,8 @@ from vit_jax.weights.pretrained import Preprocess, Pretrained
 _ANCHOR = "MixerBlock_0/token_mixing/Dense_0/kernel"
 _CHANNELS = "MixerBlock_0/channel_mixing/Dense_0/kernel"
 _OLD_ANCHOR = "Mixer/encoderblock_0/token_mixing_phase_0/kernel1"
-_NAMES = (  # Of Google's files, and ours.
+# Patterns in the names of Google's files, and their replacements.
+_NAMES = (
     (r"^stem/", "embedding/"),
     (r"^Mixer/encoder_norm/", "pre_head_layer_norm/"),
     (r"^Mixer/encoderblock_(\d+)/", r"MixerBlock_\1/"),
@@ -56,7 +57,7 @@ _NEEDED = (
 timm_networks.ARCHITECTURES[r"mixer_[sbl](16|32)_224(_in21k|_miil|_miil_in21k)?"] = (
     r"img_size|in_chans|num_classes|mlp_ratio|nlhb|global_pool" + timm_networks.TRAINING
 )
-# By width and depth, which timm's functions do not take as arguments.
+# Width and depth, which timm's functions do not take as arguments, to timm's size.
 _SIZES = {(512, 8): "s", (768, 12): "b", (1024, 24): "l"}
 
 
@@ -88,12 +89,12 @@ def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
             "Mixer was published"
         )
     options = _options(flat) | {"activation": "gelu_tanh", "image_size": (side, side)}
-    preprocess = Preprocess((side, side), squash=True)  # As of their ViTs.
+    preprocess = Preprocess((side, side), squash=True)  # As for Google's ViTs.
     return linen.finish(tensors, flat, options, "google", preprocess, notes)
 
 
 def _options(flat: Mapping[str, np.ndarray]) -> dict:
-    """Returns the options that our arrays show."""
+    """Returns the options that the shapes of parameters determine."""
     patch, _, channels, width = flat["embedding/kernel"].shape
     blocks = {name.split("/")[0] for name in flat if name.startswith("MixerBlock_")}
     return {
@@ -121,20 +122,20 @@ def read_timm(tensors: Tensors, num_heads: int = 0) -> Pretrained:
     elif side * side != patches * patch**2:
         raise UserError(
             f"{source} is of {patches} patches, which are no square grid, and no "
-            "config.json states img_size"
+            "config.json has img_size"
         )
     num_classes = len(flat.get("head.weight", ()))
     depth = len({name.split(".")[1] for name in flat if name.startswith("blocks.")})
     table = _table(depth, num_classes)
     timm_networks.check_names(flat, {e.name for e in table}, source)
-    ours = tables.to_our_arrays(flat, table, source)
-    options = _options(ours) | {"activation": "gelu", "image_size": image_size}
+    params = tables.to_our_arrays(flat, table, source)
+    options = _options(params) | {"activation": "gelu", "image_size": image_size}
     options["num_classes"] = num_classes
-    return timm.finish(tensors, facts, ours, options, patch=patch)
+    return timm.finish(tensors, facts, params, options, patch=patch)
 
 
 def write(pretrained: Pretrained, path: str | os.PathLike) -> list[str]:
-    """Writes an .npz file that both projects of Google's load; see `registry.Writer`."""
+    """Writes an .npz file that Google's two projects load; see `registry.Writer`."""
     notes = ["class names, preprocessing, loss: the format has no place for them"]
     notes += google.note_preprocess(pretrained.preprocess)
     if pretrained.options["activation"] != "gelu_tanh":
@@ -154,8 +155,8 @@ def write_timm(pretrained: Pretrained, folder: str | os.PathLike) -> list[str]:
     width, depth = shown["width"], shown["depth"]
     if options["activation"] != "gelu":
         notes.append(
-            "activation: gelu_tanh became gelu, which timm's config.json cannot state "
-            "otherwise: logits differ by about 1e-4 of their size"
+            "activation: gelu_tanh became gelu, the only one in timm's config.json: "
+            "logits differ by about 1e-4 of their size"
         )
     size = _SIZES.get((width, depth))
     if size is None or patch not in (16, 32):

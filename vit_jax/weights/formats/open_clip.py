@@ -1,8 +1,8 @@
-"""OpenCLIP's files, and OpenAI's of CLIP, which have the same names.
+"""OpenCLIP's files, and OpenAI's files of CLIP, which have the same names.
 
-A file has both towers. The image tower is CLIP's own, or a network of timm ("visual.trunk"),
-as in OpenCLIP's copies of SigLIP; the text tower stands at the top, or below "text.".
-open_clip_config.json beside it says what the arrays do not.
+A file has both towers. The image tower is CLIP's, or a network of timm ("visual.trunk") as
+in OpenCLIP's copies of SigLIP; the text tower has no prefix, or "text.".
+open_clip_config.json beside it has what the arrays do not determine.
 """
 
 import dataclasses
@@ -42,7 +42,7 @@ _VISUAL, _TRUNK, _TEXT = "visual.", "visual.trunk.", "text."
 _BLOCKS = "transformer.resblocks"
 _CONFIG = "open_clip_config.json"
 _WEIGHTS = "open_clip_model.safetensors"
-# What OpenAI's files have besides arrays of parameters; such networks have QuickGELU.
+# Entries of OpenAI's files that are no parameters; such networks have QuickGELU.
 _OPENAI = ("input_resolution", "context_length", "vocab_size")
 _TOKEN = one_layout(lambda a: a[None, None], lambda a: a[0, 0])
 _NUMBER = one_layout(lambda a: a.reshape(1), lambda a: a.reshape(()))
@@ -69,7 +69,7 @@ _TEXT_NAMES = {
     text.LOGIT_SCALE: (text.LOGIT_SCALE, _NUMBER),
     **block(_BLOCKS, modules="text/encoderblock", **_LAYERS),
 }
-# Keys of `text_cfg` and `vision_cfg` that leave the network as it is, at these values.
+# Keys of `text_cfg` and `vision_cfg` that do not change the network at these values.
 _PLAIN = {
     "ls_init_value": None,
     "embed_cls": False,
@@ -118,25 +118,25 @@ def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
     }
     rest = {k: v for k, v in flat.items() if not k.startswith(_VISUAL)}
     if any(name.startswith("trunk.") for name in image):
-        found, projection = _read_trunk(source, image, vision, num_heads)
+        pretrained, projection = _read_trunk(source, image, vision, num_heads)
     else:
         projection = {"kernel": image.pop("proj")} if "proj" in image else {}
         num_heads = 0 if config else num_heads
-        found = _read_image(source, image, vision, num_heads, quick=quick)
+        pretrained = _read_image(source, image, vision, num_heads, quick=quick)
     task, params = _read_text(rest, config.get("text_cfg", {}), source, quick=quick)
     if projection:
         params[text.PROJECTION] = projection
     preprocess = _read_preprocess(
         whole.get("preprocess_cfg", {}),
         vision.get("image_size", 224),
-        tuple(found.options["image_size"]),
-        len(found.params["embedding"]["kernel"]),
+        tuple(pretrained.options["image_size"]),
+        len(pretrained.params["embedding"]["kernel"]),
     )
     return dataclasses.replace(
-        found,
+        pretrained,
         format="open_clip",
         source=source,
-        notes=(*notes, *found.notes),
+        notes=(*notes, *pretrained.notes),
         preprocess=preprocess,
         task=task,
         task_params=params,
@@ -147,21 +147,21 @@ def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
 def _read_trunk(
     path: str, image: dict, vision: dict, num_heads: int
 ) -> tuple[Pretrained, dict]:
-    """Reads an image tower of timm; returns it and the projection of its features."""
+    """Returns an image tower of timm, and the projection of its features."""
     name = vision.get("timm_model_name")
     sidecars = {}
     if name:
         about = {"architecture": name}
-        if pool := vision.get("timm_pool", "avg"):  # "" is the network's own.
+        if pool := vision.get("timm_pool", "avg"):  # "" is the network's default.
             about["global_pool"] = pool
         sidecars = {"config.json": about}
     source = f"{path}: image tower {name or 'of timm'}"
     flat = {
         k.removeprefix("trunk."): v for k, v in image.items() if k.startswith("trunk.")
     }
-    # A layer of OpenCLIP's own, in whose place timm's classifier may stand.
+    # OpenCLIP's projection; instead of it there may be timm's classifier.
     last = {"head.proj.weight": "kernel", "head.proj.bias": "bias"}
-    projection = {ours: image[k].T for k, ours in last.items() if k in image}
+    projection = {leaf: image[k].T for k, leaf in last.items() if k in image}
     others = [k for k in image if not k.startswith("trunk.") and k not in last]
     if left := [*others, *(k for k in flat if k == "dist_token")]:
         raise UserError(
@@ -171,17 +171,17 @@ def _read_trunk(
     inner = Tensors(flat, {}, sidecars, source)
     if not timm.recognises(inner):
         raise UserError(f"{source} is no Vision Transformer of timm")
-    found = timm.read(inner, num_heads)
-    params = dict(found.params)
+    pretrained = timm.read(inner, num_heads)
+    params = dict(pretrained.params)
     projection = params.pop("head", {}) or projection
-    options = found.options | {"num_classes": 0}
-    return dataclasses.replace(found, params=params, options=options), projection
+    options = pretrained.options | {"num_classes": 0}
+    return dataclasses.replace(pretrained, params=params, options=options), projection
 
 
 def _read_image(
     source: str, flat: dict, vision: dict, num_heads: int, *, quick: bool
 ) -> Pretrained:
-    """Reads CLIP's image tower, of so many heads if that is not 0."""
+    """Reads CLIP's image tower; `num_heads` 0 is taken from the config."""
     if any(name.startswith("attnpool.") for name in flat):
         raise UserError(
             f"{source}: its image tower is a ModifiedResNet (attnpool), which this "
@@ -190,19 +190,21 @@ def _read_image(
     width = len(flat["conv1.weight"])
     num_heads = num_heads or max(1, width // vision.get("head_width", 64))
     flat["conv1.bias"] = np.zeros(width, np.float32)
-    ours = _convert(flat, _image_table(_depth(flat), num_heads), source, "image")
+    params = _convert(flat, _image_table(_depth(flat), num_heads), source, "image")
     if vision.get("pool_type", "tok") != "tok":
         raise UserError(
             f"{source}: vision_cfg.pool_type={vision['pool_type']!r} in {_CONFIG}: "
             "models of this project take the class token there"
         )
-    sizes = linen.transformer_options({k: v for k, v in ours.items() if k != POSITIONS})
-    patch = len(ours["embedding/kernel"])
-    side = patch * round((ours[POSITIONS].shape[1] - 1) ** 0.5)
-    stated = _pair(vision.get("image_size", side))
-    size = tuple(pixels // patch * patch for pixels in stated)
+    sizes = linen.transformer_options(
+        {k: v for k, v in params.items() if k != POSITIONS}
+    )
+    patch = len(params["embedding/kernel"])
+    side = patch * round((params[POSITIONS].shape[1] - 1) ** 0.5)
+    given = _pair(vision.get("image_size", side))
+    size = tuple(pixels // patch * patch for pixels in given)
     return Pretrained(
-        params=unflatten_dict(ours, sep="/"),
+        params=unflatten_dict(params, sep="/"),
         options={
             **sizes,
             "image_size": size,
@@ -223,7 +225,7 @@ def _depth(flat: dict) -> int:
 
 
 def _convert(flat: dict, table: list[ArrayEntry], source: str, tower: str) -> dict:
-    """Returns our arrays of a tower after checking that it is whole."""
+    """Converts the arrays of a tower after checking that it is whole."""
     part, network = f" of the {tower} tower", "a CLIP of OpenCLIP"
     tables.check_names(flat, table, source, part=part, network=network)
     return tables.to_our_arrays(flat, table, source)
@@ -239,48 +241,48 @@ def _activation(config: Mapping, *, quick: bool) -> str:
 
 
 def _read_text(
-    flat: dict, about: dict, source: str, *, quick: bool
+    flat: dict, config: dict, source: str, *, quick: bool
 ) -> tuple[dict, dict]:
-    """Reads a text tower; returns `Pretrained.task` and `task_params`."""
+    """Returns `Pretrained.task` and `task_params` of a text tower."""
     flat = {
         k.removeprefix(_TEXT): v for k, v in flat.items() if not k.endswith("attn_mask")
     }
     if "token_embedding.weight" not in flat:
         raise UserError(
-            f"{source} has no text tower of OpenCLIP's own (token_embedding.weight): "
-            "towers of transformers inside OpenCLIP are not supported"
+            f"{source} has no text tower of OpenCLIP (token_embedding.weight): towers "
+            "of transformers inside OpenCLIP are not supported"
         )
     vocab_size, width = flat["token_embedding.weight"].shape
-    num_heads = about.get("heads", max(1, width // 64))
+    num_heads = config.get("heads", max(1, width // 64))
     depth, bias = _depth(flat), "text_projection.bias" in flat
     pool = {"argmax": "eos", "eos": "eos", "last": "last"}.get(
-        about.get("pool_type", "argmax")
+        config.get("pool_type", "argmax")
     )
     if pool is None:
         raise UserError(
-            f"{source}: text_cfg.pool_type={about['pool_type']!r} in {_CONFIG} is not one "
+            f"{source}: text_cfg.pool_type={config['pool_type']!r} in {_CONFIG} is not one "
             "of argmax, eos, last, which text towers of this project have"
         )
     table = _text_table(depth, num_heads, bias=bias, shifted="logit_bias" in flat)
-    ours = _convert(flat, table, source, "text")
+    params = _convert(flat, table, source, "text")
     values = {
         "vocab_size": vocab_size,
         "width": width,
         "depth": depth,
         "num_heads": num_heads,
-        "mlp_dim": ours["text/encoderblock_0/MlpBlock_3/Dense_0/bias"].size,
-        "causal": not about.get("no_causal_mask", False),
+        "mlp_dim": params["text/encoderblock_0/MlpBlock_3/Dense_0/bias"].size,
+        "causal": not config.get("no_causal_mask", False),
         "pool": pool,
         "projection": "bias" if bias else "plain",
-        "activation": _activation(about, quick=quick),
-        "layer_norm_eps": _epsilon(about),
+        "activation": _activation(config, quick=quick),
+        "layer_norm_eps": _epsilon(config),
     }
     if pool == "eos":
-        ends = about.get("pool_type") == "eos"
-        values["eos_id"] = about.get("eos_id", 2) if ends else vocab_size - 1
+        ends = config.get("pool_type") == "eos"
+        values["eos_id"] = config.get("eos_id", 2) if ends else vocab_size - 1
     loss = "sigmoid" if "logit_bias" in flat else "softmax"
     task = {"name": "contrastive", "loss": loss, "text": values}
-    return task, unflatten_dict(ours, sep="/")
+    return task, unflatten_dict(params, sep="/")
 
 
 def _pair(size: int | Sequence[int]) -> tuple[int, int]:
@@ -288,15 +290,15 @@ def _pair(size: int | Sequence[int]) -> tuple[int, int]:
 
 
 def _read_preprocess(
-    config: dict, stated: int | Sequence[int], image_size: tuple[int, int], patch: int
+    config: dict, size: int | Sequence[int], image_size: tuple[int, int], patch: int
 ) -> Preprocess:
-    """Reads a preprocessing to the size in the config, for a network of another."""
-    default = hugging_face_clip.clip_preprocess(_pair(stated))
+    """Reads the preprocessing to `size` for a network of `image_size`."""
+    default = hugging_face_clip.clip_preprocess(_pair(size))
     if not config:
         return timm_config.fit_patches(default, image_size, patch)
     mode = config.get("resize_mode")
     bilinear = config.get("interpolation") == "bilinear"
-    found = Preprocess(
+    preprocess = Preprocess(
         default.image_size,
         _three(config.get("mean") or default.mean),
         _three(config.get("std") or default.std),
@@ -304,7 +306,7 @@ def _read_preprocess(
         squash=mode == "squash",
         fill=_three(config.get("fill_color", 0)) if mode == "longest" else (),
     )
-    return timm_config.fit_patches(found, image_size, patch)
+    return timm_config.fit_patches(preprocess, image_size, patch)
 
 
 def _three(value) -> tuple:
@@ -369,8 +371,8 @@ def write(pretrained: Pretrained, folder: str | os.PathLike) -> list[str]:
             images, sides, options["image_size"], model.patch_size
         )
         for name in ("interpolation", "crop_fraction", "short_side", "cut", "fill"):
-            if (ours := getattr(how, name)) != getattr(written, name):
-                notes.append(f"preprocessing: OpenCLIP has no {name}={ours!r}")
+            if (value := getattr(how, name)) != getattr(written, name):
+                notes.append(f"preprocessing: OpenCLIP has no {name}={value!r}")
     files.write_folder(folder, arrays, {_CONFIG: whole}, _WEIGHTS)
     return notes + tokenizer.copy_files(pretrained.tokenizer, folder)
 
@@ -405,7 +407,7 @@ def _check_writable(
 
 
 def _write_config(options: dict, about: text.TextConfig, context_length: int) -> dict:
-    """Returns model_cfg of both towers; the width of their embeddings is to be set."""
+    """Returns model_cfg of both towers, without the width of their embeddings."""
     vision = {
         "image_size": list(options["image_size"]),
         "layers": options["depth"],

@@ -1,10 +1,10 @@
-"""PyTorch without PyTorch: files of `torch.save`, read and written.
+"""Reads and writes files of `torch.save` without PyTorch.
 
 A file (.pth, .pt, .bin) is a pickle, which names functions to call. Here each name is
 looked up in one short table and never imported, so a hostile file can run nothing; any
 other name, such as a path among the settings of a training, becomes a placeholder. There
 are two containers: a zip archive (`data.pkl` and one record per storage; PyTorch 1.6 and
-later), and before that a stream of pickles followed by the storages.
+later), and for older versions a stream of pickles followed by the storages.
 """
 
 import collections
@@ -32,8 +32,8 @@ _CONTAINERS = (
     *("model_ema", "state_dict_ema", "ema_state_dict", "ema"),
     *("model", "state_dict", "model_state_dict", "module", "net", "network", TEACHER),
 )
-_SETTINGS = "argparse.Namespace"  # May stand beside tensors.
-_TRAINING = re.compile("optim|sched|scaler|amp")  # Keys of what is no network.
+_SETTINGS = "argparse.Namespace"  # Allowed beside tensors.
+_TRAINING = re.compile("optim|sched|scaler|amp")  # Keys of the training's state.
 # A pickle holds names and shapes, some hundred bytes per tensor. Python's objects for it
 # take up to a hundred times its size.
 _PICKLE_BYTES = 16 << 20
@@ -49,16 +49,16 @@ def read(path: str | os.PathLike) -> dict[str, np.ndarray]:
     """Reads the tensors of a file of `torch.save`.
 
     Args:
-      path: of a state dict, or of a checkpoint that has one at any depth: the first of
-        "model_ema", "model", "state_dict", ... or, as DINO does, "teacher", else the
-        only one.
+      path: file with a state dict, or a checkpoint that has one at any depth: the first
+        of "model_ema", "model", "state_dict", ... or, as in DINO, "teacher"; otherwise
+        the only one.
 
     Returns:
       Arrays by name; float16 and bfloat16 are widened to float32. Names of a teacher
       begin with "teacher.".
 
     Raises:
-      UserError: damaged, no state dict, or with anything but tensors in it.
+      UserError: the file is damaged, or no state dict of tensors.
     """
     try:
         with epath.Path(path).open("rb") as stream:
@@ -89,9 +89,8 @@ def write(
     """Writes a file that `torch.load` reads, also with `weights_only`.
 
     Args:
-      path: of the file; its folder exists.
-      content: state dicts of float32 arrays, by the name under which they are stored,
-        such as "model".
+      path: path of the file, in an existing folder.
+      content: state dicts of float32 arrays by their key, such as "model".
     """
     storages: list[np.ndarray] = []
     parts = [pickle.PROTO, b"\2", pickle.EMPTY_DICT, pickle.MARK]
@@ -111,7 +110,7 @@ def write(
 
 
 def _pickled_tensor(shape: tuple[int, ...], storage: int) -> bytes:
-    """Returns the opcodes of a tensor that is the whole of a storage, row by row."""
+    """Returns the opcodes of a tensor that is a whole storage in row-major order."""
     strides = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
     kind, size = pickle.GLOBAL + b"torch\nFloatStorage\n", math.prod(shape)
     place = _pickled(("storage", kind, str(storage), "cpu", size)) + pickle.BINPERSID
@@ -139,7 +138,7 @@ def _pickled(value: bytes | str | int | tuple) -> bytes:
 
 
 def check_expansion(expanded: int, size: int, what: str) -> None:
-    """Raises ValueError if a file of `size` bytes would take memory as no weights do."""
+    """Raises ValueError if a file of `size` bytes expands more than weights do."""
     if expanded > max(_HARMLESS_BYTES, _MAX_EXPANSION * size):
         raise ValueError(
             f"{what} would take {expanded:,} bytes, {expanded // max(1, size):,} times the "
@@ -148,6 +147,7 @@ def check_expansion(expanded: int, size: int, what: str) -> None:
 
 
 def _state_dict(content: Any) -> dict[str, "_Tensor"]:
+    """Returns the tensors of the state dict in a checkpoint."""
     if isinstance(content, _Placeholder):
         raise _Refused(content.name)
     if not isinstance(content, dict):
@@ -169,23 +169,23 @@ def _state_dict(content: Any) -> dict[str, "_Tensor"]:
 
 
 def _find_container(content: dict) -> str | None:
-    """Returns the key under which the parameters are; None if they are not below."""
-    found = [k for k, v in content.items() if isinstance(k, str) and _has_tensors(v)]
+    """Returns the key of the dict with the parameters; None if they are in `content`."""
+    keys = [k for k, v in content.items() if isinstance(k, str) and _has_tensors(v)]
     for key in _CONTAINERS:
-        if key in found:
+        if key in keys:
             return key
     if any(isinstance(value, _Tensor) for value in content.values()):
         return None
-    found = [key for key in found if not _TRAINING.match(key)]
-    if len(found) > 1:
+    keys = [key for key in keys if not _TRAINING.match(key)]
+    if len(keys) > 1:
         raise ValueError(
-            f"it has tensors under {', '.join(found)}: save one of them alone"
+            f"it has tensors under {', '.join(keys)}: save one of them alone"
         )
-    return found[0] if found else None
+    return keys[0] if keys else None
 
 
 def _has_tensors(content: Any) -> bool:
-    """Returns whether it is a dict with tensors at any depth, all keys being names."""
+    """Returns whether `content` is a dict with tensors at any depth under names."""
     return isinstance(content, dict) and any(
         isinstance(key, str) and (isinstance(value, _Tensor) or _has_tensors(value))
         for key, value in content.items()
@@ -216,7 +216,7 @@ class _Tensor:
 
     @property
     def bytes(self) -> int:
-        """Memory that `read` takes, at most that of the storage."""
+        """Memory that `read` needs, in bytes; at most that of the storage."""
         size = math.prod(self.shape) * self.storage.width
         return min(size, len(self.storage.data))
 
@@ -227,7 +227,7 @@ class _Tensor:
             (n - 1) * step for n, step in zip(self.shape, self.strides, strict=True)
         )
         size = math.prod(self.shape)
-        # as_strided checks nothing: a file must not make it read beyond the storage.
+        # as_strided checks nothing, and a file must not make it read beyond the storage.
         if size and (min(self.offset, *self.strides, 0) < 0 or end >= len(flat)):
             raise ValueError(f"a tensor of {self.shape} lies outside of its storage")
         if size > len(flat):
@@ -248,7 +248,7 @@ class _Refused(Exception):
 
 
 class _Placeholder:
-    """Stands for any object of a class `name` that is not known, and keeps nothing."""
+    """Stands for any object of an unknown class `name`."""
 
     name = ""
 
@@ -258,7 +258,7 @@ class _Placeholder:
     def _ignore(self, *args, **kwargs):
         return self
 
-    # What an unpickler does with an object.
+    # Everything that an unpickler does with an object.
     __call__ = __setstate__ = __setitem__ = append = extend = add = _ignore
 
 
@@ -291,7 +291,7 @@ _KNOWN = {
 
 
 class _Unpickler(pickle.Unpickler):
-    """Resolves names by `_KNOWN` only, others to placeholders, and collects storages."""
+    """Resolves names by `_KNOWN`, others to placeholders, and collects storages."""
 
     def __init__(self, stream: io.IOBase, storages: dict[tuple[str, str], _Storage]):
         super().__init__(stream, encoding="utf-8")
