@@ -1,8 +1,8 @@
-"""LoRA adapters as PEFT saves them, merged into the weights that they were trained on.
+"""Merges LoRA adapters that PEFT saved into the weights that they were trained on.
 
 A folder has adapter_config.json and adapter_model.safetensors (or .bin). The arrays are
-named `base_model.model.<layer>.lora_A.weight`, and layers that were trained whole, such
-as a new classifier, `base_model.model.<layer>.weight`.
+named `base_model.model.<layer>.lora_A.weight`, and those of layers that were trained
+whole, such as a new classifier, `base_model.model.<layer>.weight`.
 """
 
 import dataclasses
@@ -18,17 +18,17 @@ from vit_jax.weights.formats.hugging_face_vit import VIT
 
 _WHOLE = re.compile(r"base_model\.model\.(.*)")
 _FACTOR = re.compile(r"(.*)\.lora_([AB])(?:\.default)?\.weight")
-# Values of init_lora_weights that leave the weights as they were.
+# Values of init_lora_weights that do not change the base weights.
 _PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
-# Of config.json, and of the classes of the weights before.
+# Keys of config.json about the classes of the base weights.
 _CLASSES = ("id2label", "label2id", "label_names", "label_descriptions", "labels")
 
 
 def base_of(adapter: Tensors) -> str:
-    """Returns path or name on the hub of the weights that an adapter is for.
+    """Returns the path of an adapter's base weights, or their name on the hub.
 
     Raises:
-      UserError: it is no LoRA, or nothing says what it is for.
+      UserError: the adapter is no plain LoRA, or its config has no base weights.
     """
     config = adapter.sidecars[ADAPTER]
     wrong = [
@@ -46,8 +46,8 @@ def base_of(adapter: Tensors) -> str:
         )
     if not (base := config.get("base_model_name_or_path")):
         raise UserError(
-            f"{adapter.path}: base_model_name_or_path is not in {ADAPTER}: put the path "
-            "or the hub's name of the weights there that the adapter was trained on"
+            f"{adapter.path}: base_model_name_or_path is not in {ADAPTER}: set it to the "
+            "path or the hub's name of the weights that the adapter was trained on"
         )
     return base
 
@@ -56,8 +56,8 @@ def merge(adapter: Tensors, base: Tensors) -> Tensors:
     """Returns weights with an adapter's changes.
 
     Args:
-      adapter: of a folder that PEFT saved.
-      base: what the adapter was trained on.
+      adapter: content of a folder that PEFT saved.
+      base: weights that the adapter was trained on.
 
     Raises:
       UserError: the adapter is for other weights, or changes what cannot be merged.
@@ -69,7 +69,7 @@ def merge(adapter: Tensors, base: Tensors) -> Tensors:
     for stored, value in adapter.flat.items():
         name = match[1] if (match := _WHOLE.fullmatch(stored)) else stored
         name = re.sub(r"\.(base_layer|modules_to_save)\.", ".", name)
-        if ".original_module." in name:  # What modules_to_save took the place of.
+        if ".original_module." in name:  # A module that modules_to_save replaced.
             continue
         if factor := _FACTOR.fullmatch(name):
             factors.setdefault(factor[1], {})[factor[2]] = value
@@ -110,13 +110,13 @@ def merge(adapter: Tensors, base: Tensors) -> Tensors:
 
 
 def _change(down: np.ndarray, up: np.ndarray, scale: float) -> np.ndarray:
-    """Returns the product of both factors, (out, in) or of a convolution flattened so."""
+    """Returns the product of both factors, (out, in); convolutions are flattened."""
     rank = len(down)
     return (scale * (up.reshape(-1, rank) @ down.reshape(rank, -1))).astype(np.float32)
 
 
 def _scale(config: Mapping, layer: str, rank: int) -> float:
-    """Returns the factor of a layer's change, as PEFT computes it."""
+    """Returns PEFT's scale of a layer's change."""
     alphas = config.get("alpha_pattern") or {}
     matching = (a for key, a in alphas.items() if re.match(rf"(.*\.)?({key})$", layer))
     alpha = next(matching, config.get("lora_alpha", 8))
@@ -124,5 +124,5 @@ def _scale(config: Mapping, layer: str, rank: int) -> float:
 
 
 def _file_name(name: str) -> str:
-    """Returns the name that transformers' files have, without the model's prefix."""
+    """Returns transformers' name in files, without the model's prefix."""
     return hugging_face.file_name(VIT, name)

@@ -1,7 +1,8 @@
-"""A network as another library has it: what it cannot state is computed into the arrays.
+"""Rewrites networks to equal ones that another library supports.
 
-Writers of formats call these in turn, each for what their library lacks, and refuse the
-rest by `check_network`. Arrays are by our names, levels joined by "/".
+Writers call these functions for features that their library lacks, and refuse others by
+`check_network`. In all of them `flat` has parameters by name, levels joined by "/", and
+`options` all options of `models.Model`.
 """
 
 import math
@@ -16,13 +17,13 @@ from vit_jax.models import posemb
 from vit_jax.weights.pretrained import POSITIONS
 
 TOKENS = ("cls", "dist")  # In the order of their rows in position embeddings.
-# A block's LayerScale, and the layer in front of it.
+# A block's LayerScale to the layer before it.
 SCALES = {
     "LayerScale_1/gamma": "MultiHeadDotProductAttention_1/out",
     "LayerScale_3/gamma": "MlpBlock_3/Dense_1",
 }
 
-# Keys that every format of other libraries has a place for, or whose writers look at them.
+# Keys that every format supports, or that its writer checks.
 _IN_ALL_FORMATS = {
     *("variant", "dtype", "width", "depth", "num_heads", "mlp_dim", "stage_depths"),
     *("posemb", "posemb_placement", "posemb_resize"),
@@ -38,14 +39,14 @@ def check_network(
     *,
     to: str = "--to=timm or --to=safetensors",
 ) -> None:
-    """Raises UserError unless a Vision Transformer is one of another library's.
+    """Raises UserError unless another library supports a Vision Transformer.
 
     Args:
       options: all options of `models.Model`.
-      network: the other library's.
-      has: by option, the values that it can have; of those that are not named few can have
-        another than the default.
-      to: what can write any.
+      network: name of the library's network, for messages.
+      has: option to its supported values. Options that are missing have to be at their
+        default, except for a few that every format supports.
+      to: flags that write any network, for messages.
     """
 
     def refuse(name):
@@ -57,7 +58,7 @@ def check_network(
         refuse("variant")
     kind = models.VARIANTS.find(options["variant"], "model")
     keys, plain = fields.fields(kind), fields.defaults(kind)
-    for name in dict.fromkeys((*keys, *has)):  # Some, as num_classes, are no key of it.
+    for name in dict.fromkeys((*keys, *has)):  # num_classes is an option but no key.
         if name in has:
             values = has[name]
         elif (
@@ -75,15 +76,11 @@ def check_network(
 def norm_every_token(
     flat: dict[str, np.ndarray], options: Mapping
 ) -> tuple[dict[str, np.ndarray], dict, list[str]]:
-    """Applies the final LayerNorm before selecting the token, which is equivalent.
-
-    Args:
-      flat: our arrays by name.
-      options: all options of `models.Model`.
+    """Moves the final LayerNorm before the selection of the token, which is equivalent.
 
     Returns:
-      Both, changed if the model classifies single tokens and normalises them after the
-      selection, and a note.
+      Parameters and options, changed if the model classifies single tokens and normalises
+      them after the selection, and notes.
     """
     if not options.get("fc_norm") or options["pool"] not in ("token", "none"):
         return flat, dict(options), []
@@ -100,12 +97,12 @@ def learn_positions(
     """Converts position embeddings to one learned vector per token.
 
     Args:
-      flat: our arrays by name.
+      flat: parameters by name.
       options: all options of `models.Model`.
-      grid: patches down and across.
+      grid: rows and columns of patches.
 
     Returns:
-      Both with posemb "learned" or "none", and a note.
+      Parameters and options with posemb "learned" or "none", and notes.
 
     Raises:
       UserError: the embeddings are not added at the stem.
@@ -113,8 +110,8 @@ def learn_positions(
     kind, options = options.get("posemb", "none"), dict(options)
     if kind == "relative" or options.get("posemb_placement", "stem") != "stem":
         raise UserError(
-            f"posemb={kind} at posemb_placement={options['posemb_placement']} exists in neither timm "
-            "nor Hugging Face: write it with --to=safetensors"
+            f"posemb={kind} at posemb_placement={options['posemb_placement']} exists in "
+            "neither timm nor Hugging Face: write it with --to=safetensors"
         )
     if "2d" not in kind:
         return flat, options, []
@@ -138,7 +135,7 @@ def learn_positions(
 def store_positions(
     flat: dict[str, np.ndarray], options: Mapping, grid: tuple[int, int]
 ) -> tuple[dict[str, np.ndarray], dict, list[str]]:
-    """Does as `learn_positions`, and stores zeros where there are none."""
+    """Calls `learn_positions`, and adds zeros to networks without positions."""
     flat, options, notes = learn_positions(flat, options, grid)
     if options["posemb"] == "none":
         tokens = math.prod(grid) + sum(name in flat for name in TOKENS)
@@ -160,12 +157,12 @@ def fold_patch_bias(
     """Adds the bias of the patch embedding to the positions, and makes it zeros.
 
     Args:
-      flat: our arrays by name.
+      flat: parameters by name.
       options: all options of `models.Model`.
       num_prefix_tokens: rows of positions before those of the patches.
 
     Returns:
-      The arrays, and a note if there was a bias.
+      The parameters, and a note if there was a bias.
 
     Raises:
       UserError: there are no learned positions to add it to.
@@ -187,14 +184,10 @@ def fold_patch_bias(
 def fold_layer_scale(
     flat: dict[str, np.ndarray], options: Mapping
 ) -> tuple[dict[str, np.ndarray], dict, list[str]]:
-    """Multiplies LayerScale (arXiv:2103.17239) into the layers in front of it.
-
-    Args:
-      flat: our arrays by name.
-      options: all options of `models.Model`.
+    """Multiplies LayerScale (arXiv:2103.17239) into the layers before it.
 
     Returns:
-      Both for a network without LayerScale, and a note.
+      Parameters and options of a network without LayerScale, and notes.
     """
     if not options["layer_scale_init"]:
         return flat, dict(options), []
@@ -205,7 +198,7 @@ def fold_layer_scale(
 
 
 def multiply_layer_scale(flat: dict[str, np.ndarray], names: Collection[str]) -> None:
-    """Removes LayerScale by multiplying it into the layers in front, in place."""
+    """Multiplies LayerScale into the layers before it, and removes it, in place."""
     for name in names:
         block, leaf = name.rsplit("/", 2)[0], "/".join(name.rsplit("/", 2)[1:])
         gamma, layer = flat.pop(name), f"{block}/{SCALES[leaf]}"
@@ -215,16 +208,11 @@ def multiply_layer_scale(flat: dict[str, np.ndarray], names: Collection[str]) ->
 
 
 def note_resize(options: Mapping, library: str) -> list[str]:
-    """Returns a note if a library resizes positions otherwise than they were trained.
-
-    Args:
-      options: all options of `models.Model`.
-      library: its name.
-    """
+    """Returns a note if a library resizes positions in another way than training did."""
     if options["posemb"] != "learned" or options["posemb_resize"] != "bicubic_dino":
         return []
     note = (
-        f"position embeddings: for images of another size {library} resizes them "
-        "otherwise than the network was trained, and features differ there"
+        f"position embeddings: {library} resizes them for images of another size in "
+        "another way than training did, so features differ there"
     )
     return [note]

@@ -14,10 +14,10 @@ from vit_jax.weights.pretrained import Pretrained
 
 
 def text_tower(pretrained: Pretrained) -> TextTower:
-    """Returns the text tower of a checkpoint that was read `with_task`.
+    """Builds the text tower of a checkpoint that was read `with_task`.
 
     Raises:
-      UserError: it has none.
+      UserError: the checkpoint has no text tower.
     """
     params, source = pretrained.task_params, pretrained.source
     if text.TEXT not in params:
@@ -42,16 +42,16 @@ def text_tower(pretrained: Pretrained) -> TextTower:
 def _open_tokenizer(pretrained: Pretrained) -> Tokenizer:
     if not pretrained.tokenizer:
         raise UserError(
-            f"{pretrained.source} does not tell its tokenizer: name it by --tokenizer or "
-            "tokenizer=, as hf://openai/clip-vit-base-patch32"
+            f"{pretrained.source} does not name its tokenizer: give it by --tokenizer or "
+            "tokenizer=, such as hf://openai/clip-vit-base-patch32"
         )
     return open_tokenizer(pretrained.tokenizer)
 
 
 def config_of(pretrained: Pretrained) -> text.TextConfig:
-    """Returns the config of a text tower, with what its tokenizer told at training."""
-    stated = pretrained.task["text"]
-    config = text.TextConfig(**{k: _plain(v) for k, v in stated.items()})
+    """Returns the config of a text tower, with its tokenizer's vocab_size and eos_id."""
+    values = pretrained.task["text"]
+    config = text.TextConfig(**{k: _plain(v) for k, v in values.items()})
     vocab_size = len(pretrained.task_params[text.TEXT]["embedding"])
     eos_id = config.eos_id
     if config.pool == "eos" and eos_id < 0:

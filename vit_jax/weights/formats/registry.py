@@ -1,7 +1,7 @@
-"""The table of weight formats: which file is in which, and how each is written.
+"""Tables of weight formats: recognises which format a file is in, and how to write it.
 
-Each format is one module of this package. It registers itself when the package imports
-it, so that loading and exporting know no format by name.
+Each format is one module of this package, which registers itself when it is imported, so
+loading and exporting know no format by name.
 """
 
 import dataclasses
@@ -21,9 +21,8 @@ class Reader:
     Attributes:
       recognises: returns whether a file is in this format, by its names or metadata.
       read: converts the tensors of a file. Its second argument is the number of
-        attention heads if the file does not say it; 0 if that is unknown.
-      refines: names of formats whose files include those of this one, which are read
-        here and not there.
+        attention heads to assume if the file does not have it; 0 if unknown.
+      refines: names of formats that recognise files of this one too; this one reads them.
     """
 
     recognises: Callable[[Tensors], bool]
@@ -38,19 +37,19 @@ class Writer:
     Attributes:
       write: writes a checkpoint to a path, and returns a line for each thing that was
         rewritten or left out. The path is a new file, or an existing empty folder.
-      suffix: of the one file that is written; "" if it is a folder.
-      usage: returns Python lines that load what was written. Args: the checkpoint, the
-        path or the "owner/name" on the hub, and whether it is on the hub. None if
-        `open_pretrained` of this project loads it.
-      library: name by which the hub knows the library that loads it; "" if none.
-      any_network: whether it holds every network, not only Vision Transformers, hybrids
-        and BiT ResNets.
-      program: whether it holds the network's computation too, of a user's network also.
-      networks: of further networks that it holds, by the dataclass of their config, what
-        writes them in the place of `write`. The modules of their formats put it there.
-      files: names of the files that a folder of it can hold.
-      with_task: whether it has a place for what a task has beside the network, which is
-        then read too.
+      suffix: suffix of the file; "" for formats that are folders.
+      usage: returns Python lines that load the written checkpoint. Args: the checkpoint,
+        its path or "owner/name" on the hub, and whether it is on the hub. None for
+        formats that `open_pretrained` of this project loads.
+      library: the hub's name of the library that loads the format; "" without one.
+      any_network: whether it supports every network, not only Vision Transformers,
+        hybrids and BiT ResNets.
+      program: whether it includes the network's computation, so that networks of a user's
+        module are supported too.
+      networks: config class of a further network to the function that writes it instead
+        of `write`; added by the modules of such formats.
+      files: names of the files that a folder in this format can have.
+      with_task: whether it includes parameters that a task has beside the network.
     """
 
     write: Callable[[Pretrained, Path], list[str]]
@@ -70,9 +69,8 @@ class Writer:
     )
 
 
-READERS: dict[str, Reader] = {}  # By the name in messages.
-WRITERS: dict[str, Writer] = {}  # By the value of the flag --to.
-
+READERS: dict[str, Reader] = {}  # Name in messages to reader.
+WRITERS: dict[str, Writer] = {}  # Value of the flag --to to writer.
 
 # Modules in which training scripts wrap a network: DistributedDataParallel,
 # torch.compile, and those of Lightning.
@@ -80,10 +78,7 @@ _WRAPPERS = ("module.", "_orig_mod.", "model.", "net.", "network.")
 
 
 def find_reader(tensors: Tensors) -> tuple[Reader, Tensors]:
-    """Returns the format that a file is in, and its arrays without wrappers.
-
-    Args:
-      tensors: of the file.
+    """Returns the reader of a file's format, and the tensors without wrappers.
 
     Raises:
       UserError: the file is in none of the registered formats, or in more than one.
@@ -116,14 +111,14 @@ def find_reader(tensors: Tensors) -> tuple[Reader, Tensors]:
 
 
 def claiming(tensors: Tensors) -> list[str]:
-    """Returns the names of the formats that a file is in: one, if any, for any order."""
-    found = {name for name, reader in READERS.items() if reader.recognises(tensors)}
-    refined = {name for reader in map(READERS.get, found) for name in reader.refines}
-    return sorted(found - refined)
+    """Returns the names of the formats that a file is in; in valid registries 0 or 1."""
+    names = {name for name, reader in READERS.items() if reader.recognises(tensors)}
+    refined = {name for reader in map(READERS.get, names) for name in reader.refines}
+    return sorted(names - refined)
 
 
 def _unwrap(tensors: Tensors) -> Tensors | None:
-    """Returns the arrays below the module that all are in, or below a known wrapper."""
+    """Removes the prefix that all arrays share, or a known wrapper's; None without one."""
     first = {name.partition(".")[0] + "." for name in tensors.flat if "." in name}
     if len(first) == 1 and all("." in name for name in tensors.flat):
         prefix = first.pop()
