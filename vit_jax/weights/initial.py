@@ -1,4 +1,4 @@
-"""The weights that a run starts from."""
+"""Loads the weights that a run starts from."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -13,7 +13,7 @@ from vit_jax.weights.pretrained import Preprocess
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class InitConfig:
-    """Weights that a run starts from, and how they are fitted to its model."""
+    """Weights that a run starts from, and how to fit them to its model."""
 
     checkpoint: str = key(
         "",
@@ -54,15 +54,15 @@ def load_initial(
     Args:
       config: section `init`.
       data: section `data`; mean and std are compared with the checkpoint's.
-      model: of the run.
+      model: the run's model.
       head_bias_init: see `surgery.fit`.
       init: returns the run's initial parameters, for those that may be missing.
       task: name of the run's task.
-      class_names: of the training data.
+      class_names: class names of the training data.
 
     Returns:
-      The parameters with one subtree per block, as on disk; what the checkpoint has
-      beside the network, if it is of the same task; and a line for each thing that was
+      The parameters with one subtree per block, as on disk; the parameters beside the
+      network, if the checkpoint is of the same task; and a line for each thing that was
       loaded or changed.
 
     Raises:
@@ -84,17 +84,19 @@ def load_initial(
             class_names=class_names,
         )
     except UserError as error:
-        told = config.checkpoint in str(error)
-        stated = "config.init" if told else f"config.init={config.checkpoint!r}"
-        raise UserError(f"{stated}: {error}") from error
-    found = loaded.pretrained
+        named = config.checkpoint in str(error)
+        prefix = "config.init" if named else f"config.init={config.checkpoint!r}"
+        raise UserError(f"{prefix}: {error}") from error
+    pretrained = loaded.pretrained
     lines = loaded.table()
-    if found.format == "workdir":  # Its first note states which parameters were loaded.
-        lines[:2] = [f"{found.notes[0]} from {found.source}"]
+    if (
+        pretrained.format == "workdir"
+    ):  # Its first note says which parameters were loaded.
+        lines[:2] = [f"{pretrained.notes[0]} from {pretrained.source}"]
     lines[0] = f"start: {lines[0]}"
-    others = found.task_params if found.task.get("name") == task else {}
+    others = pretrained.task_params if pretrained.task.get("name") == task else {}
     lines += [f"{name} of the task: loaded" for name in others]
-    lines += _compare_normalisation(found.preprocess, data)
+    lines += _compare_normalisation(pretrained.preprocess, data)
     return stacking.unstack(loaded.params), others, lines
 
 

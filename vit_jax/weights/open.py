@@ -1,4 +1,4 @@
-"""Opens any published checkpoint, and fits it to a model or to the model of a run."""
+"""Opens checkpoints of any format, and fits them to a model."""
 
 import dataclasses
 import os
@@ -27,8 +27,8 @@ from vit_jax.weights.pretrained import (
 )
 from vit_jax.weights.surgery import FitRow
 
-# Keys whose difference is no change of results, or is said in other words.
-_SAID = {"variant", "dtype", "posemb_resize", "bias_resize", "representation_layer"}
+# Keys whose difference changes no result, or is reported in another row.
+_REPORTED = {"variant", "dtype", "posemb_resize", "bias_resize", "representation_layer"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,8 +37,9 @@ class Loaded:
 
     Attributes:
       params: nested dict of arrays, as from `Model.init`.
-      rows: what was loaded, resized, replaced, missing, left over or differs.
-      pretrained: the checkpoint as it was read.
+      rows: parameters that were loaded, resized, replaced, missing or left over, and
+        options that differ.
+      pretrained: the checkpoint before the fitting.
     """
 
     params: dict
@@ -47,7 +48,7 @@ class Loaded:
 
     def table(self) -> list[str]:
         """Returns a line for the checkpoint, and one for each note and each row."""
-        found = self.pretrained
+        pretrained = self.pretrained
         cells = [
             (f"{row.what}: {row.action}", *map(_shape, (row.before, row.after)))
             for row in self.rows
@@ -59,9 +60,10 @@ class Loaded:
             "  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip()
             for line in cells
         )
+        name = f"{pretrained.format} checkpoint of {pretrained.options['variant']}"
         return [
-            f"{found.format} checkpoint of {found.options['variant']}: {found.source}",
-            *found.notes,
+            f"{name}: {pretrained.source}",
+            *pretrained.notes,
             *lines,
         ]
 
@@ -82,32 +84,34 @@ def open_pretrained(
         any source that `hub.download` takes: "hf://owner/name", "timm/...", "gs://...",
         "https://...", "augreg:B/16". A LoRA adapter of PEFT is merged into its base.
       use_ema: read the averaged parameters of a workdir if it has them.
-      num_heads: attention heads, for files that do not state them (timm's without a
+      num_heads: attention heads, for files that do not have them (timm's without a
         config); 0 if unknown.
-      architecture: timm's name of the network, for its files without a config.json.
-      with_task: read what a workdir's task has beside the network too.
-      image_size: height and width that it was trained at, for files that do not tell the
-        sides of a grid of positions that is no square (Google's).
+      architecture: timm's name of the network, for timm's files without a config.json.
+      with_task: read the parameters that the task has beside the network too.
+      image_size: height and width of training in pixels, for files whose position
+        embeddings are of a grid that is not square (Google's).
 
     Returns:
       The checkpoint under the names and options of this project.
 
     Raises:
       UserError: the checkpoint does not exist, is unreadable, or of no known format; or
-        `num_heads` or `architecture` is not what it states.
+        `num_heads` or `architecture` contradicts it.
     """
-    found = _open(checkpoint, use_ema, num_heads, architecture, with_task, image_size)
-    own = models.create(**found.options).options.get("num_heads", 0)
-    if num_heads not in (0, own):
+    pretrained = _open(
+        checkpoint, use_ema, num_heads, architecture, with_task, image_size
+    )
+    actual = models.create(**pretrained.options).options.get("num_heads", 0)
+    if num_heads not in (0, actual):
         raise UserError(
-            f"num_heads={num_heads}: {found.source} is of num_heads={own}; leave it out"
+            f"num_heads={num_heads}: {pretrained.source} is of num_heads={actual}; leave it out"
         )
-    if architecture and found.format != "timm":
+    if architecture and pretrained.format != "timm":
         raise UserError(
-            f"architecture={architecture!r}: {found.source} is of format {found.format}, "
+            f"architecture={architecture!r}: {pretrained.source} is of format {pretrained.format}, "
             "and this is for timm's; leave it out"
         )
-    return found
+    return pretrained
 
 
 def open_weights(
@@ -120,18 +124,18 @@ def open_weights(
     with_task: bool = False,
     tell: Callable[[str], None],
 ) -> tuple[Pretrained, Preprocess]:
-    """Opens weights, and returns the preprocessing of their images.
+    """Opens weights, and determines the preprocessing of their images.
 
     Args:
-      checkpoint, use_ema, num_heads, architecture, with_task: as of `open_pretrained`.
+      checkpoint, use_ema, num_heads, architecture, with_task: see `open_pretrained`.
       given: fields of `Preprocess` that replace those of the checkpoint.
-      tell: called with one line about all that was guessed, if anything was.
+      tell: called with one line about everything that was guessed, if anything was.
 
     Returns:
       The checkpoint and the preprocessing.
 
     Raises:
-      UserError: there is no checkpoint, or it cannot be read.
+      UserError: see `open_pretrained`.
     """
     pretrained = open_pretrained(
         checkpoint,
@@ -151,7 +155,7 @@ def open_weights(
         )
     pretrained = _name_classes(pretrained, guesses.append)
     if guesses:
-        # Of a file its name alone; "deit:Ti/16" is no path.
+        # The name of a file without its folder; "deit:Ti/16" is no path.
         place = pathlib.Path(checkpoint)
         name = place.name if place.exists() else checkpoint
         tell(f"{name}: {'; '.join(guesses)}")
@@ -159,7 +163,7 @@ def open_weights(
 
 
 def _name_classes(pretrained: Pretrained, tell: Callable[[str], None]) -> Pretrained:
-    """Returns a checkpoint with the names of ImageNet's classes if it has 1,000 unnamed."""
+    """Adds ImageNet's class names to a checkpoint with 1,000 unnamed classes."""
     published = pretrained.format not in ("workdir", "vit_jax")
     count = pretrained.options["num_classes"]
     if pretrained.class_names or not published or count != imagenet.NUM_CLASSES:
@@ -176,13 +180,13 @@ def _open(
     with_task: bool,
     image_size: tuple[int, int] | None,
 ) -> Pretrained:
-    """See `open_pretrained`; `num_heads` is without effect where a file states them."""
+    """Reads a checkpoint; `num_heads` is ignored for files that have the number."""
     name = os.fspath(checkpoint)
     of_step = workdir.split_step(name)[1] is not None
     path = name if of_step else download.download(name)
     if workdir.has_checkpoint(path):
-        found = workdir.load_pretrained(path, use_ema=use_ema, with_task=with_task)
-        return dataclasses.replace(found, source=name)
+        pretrained = workdir.load_pretrained(path, use_ema=use_ema, with_task=with_task)
+        return dataclasses.replace(pretrained, source=name)
     if "://" in os.fspath(path):  # A folder in a bucket can only be a workdir.
         raise UserError(
             f"{name} has no finished checkpoint: give the workdir of a finished run, or "
@@ -197,25 +201,25 @@ def _open(
     if architecture:
         if "config.json" in tensors.sidecars:
             raise UserError(
-                f"architecture={architecture!r}: {name} has a config.json, which states "
+                f"architecture={architecture!r}: {name} has a config.json, which names "
                 "the network; leave it out"
             )
         sidecars = tensors.sidecars | {"config.json": {"architecture": architecture}}
         tensors = dataclasses.replace(tensors, sidecars=sidecars)
     try:
         reader, tensors = registry.find_reader(tensors)
-        found = reader.read(tensors, num_heads)
-        for key, value in flatten_dict(found.params, sep="/").items():
+        pretrained = reader.read(tensors, num_heads)
+        for key, value in flatten_dict(pretrained.params, sep="/").items():
             if value.ndim:  # Scalars, such as step counters, are not weights.
                 tables.check_floating(key, value, name)
-        if is_custom(found.options["variant"]):
+        if is_custom(pretrained.options["variant"]):
             raise UserError(
-                f"{name} is of model.variant={found.options['variant']!r}, a network of "
+                f"{name} is of model.variant={pretrained.options['variant']!r}, a network of "
                 "a module, and reading files of weights imports no module: give the "
                 "workdir of its run"
             )
         try:
-            models.create(**found.options)
+            models.create(**pretrained.options)
         except UserError as error:
             raise UserError(f"{name}: {error}") from error
     except UserError:
@@ -227,10 +231,10 @@ def _open(
             f"format has: {what}"
         ) from error
     # By its name, because files of a tokenizer are not downloaded with weights.
-    tokenizer = name if found.tokenizer == tensors.path else found.tokenizer
-    notes = (*tensors.notes, *found.notes)
+    tokenizer = name if pretrained.tokenizer == tensors.path else pretrained.tokenizer
+    notes = (*tensors.notes, *pretrained.notes)
     return dataclasses.replace(
-        found,
+        pretrained,
         source=name,
         tokenizer=tokenizer,
         notes=notes,
@@ -254,23 +258,19 @@ def load(
     """Reads a checkpoint of any known format and fits it to a model.
 
     Args:
-      checkpoint, use_ema: see `open_pretrained`.
-      model: to fit the parameters to.
-      head, head_bias_init, allow_mismatch: see `surgery.fit`.
-      posemb_resize: likewise; "" is as the checkpoint's network says.
-      init: returns the initial values of parameters that may be missing; `model.init`
-        with key 0 if None.
-      with_task: see `open_pretrained`.
-      class_names: of the model, to which a head that is kept is put in order.
+      checkpoint, use_ema, with_task: see `open_pretrained`.
+      model: model that the parameters are fitted to.
+      head, head_bias_init, allow_mismatch, posemb_resize, init: see `surgery.fit`.
+      class_names: the model's class names, into whose order a kept head is put.
 
     Returns:
-      The parameters, and a table of what fitting did.
+      The parameters, and a report of the fitting.
 
     Raises:
       UserError: the checkpoint cannot be read, or does not fit the model.
     """
-    # A file of other heads is refused where it is fitted, which says what differs.
-    found = _open(
+    # Fitting refuses files with another number of heads, and reports what differs.
+    pretrained = _open(
         checkpoint,
         use_ema,
         model.options["num_heads"] if model.has_encoder else 0,
@@ -278,13 +278,13 @@ def load(
         with_task,
         model.image_shape[:2],
     )
-    source = models.create(**found.options)
-    given, theirs, learned = found.params, source.options, []
+    source = models.create(**pretrained.options)
+    given, options, learned = pretrained.params, source.options, []
     if head == "keep" and class_names:
-        given, learned = _order_head(found, class_names)
-    if _learns_positions(theirs, model.options):
-        flat, theirs, notes = rewriting.learn_positions(
-            flatten_dict(given, sep="/"), theirs, source.grid
+        given, learned = _order_head(pretrained, class_names)
+    if _learns_positions(options, model.options):
+        flat, options, notes = rewriting.learn_positions(
+            flatten_dict(given, sep="/"), options, source.grid
         )
         learned += notes
         given = unflatten_dict(flat, sep="/")
@@ -304,70 +304,71 @@ def load(
         raise UserError("; ".join([str(error), *hints])) from error
     rows += [
         FitRow("differs", f"{key} {old} in the checkpoint, {new} in the model")
-        for key, old, new in _differences(theirs, model)
+        for key, old, new in _differences(options, model)
     ]
-    found = dataclasses.replace(found, notes=(*found.notes, *learned))
+    pretrained = dataclasses.replace(pretrained, notes=(*pretrained.notes, *learned))
     if model.stacked:
         params = stacking.stack(params)
-    return Loaded(params, tuple(rows), found)
+    return Loaded(params, tuple(rows), pretrained)
 
 
-def _order_head(found: Pretrained, names: Sequence[str]) -> tuple[dict, list[str]]:
+def _order_head(pretrained: Pretrained, names: Sequence[str]) -> tuple[dict, list[str]]:
     """Returns parameters with the head in the order of other classes, and notes."""
-    num_classes = found.options["num_classes"]
+    num_classes = pretrained.options["num_classes"]
     try:
         matched = match(
-            names, found.class_names, num_classes, where="classes of the data"
+            names, pretrained.class_names, num_classes, where="classes of the data"
         )
     except UserError as error:
-        # Another number of classes does not fit, which is told of the shapes.
+        # Fitting the shapes reports another number of classes.
         same = len(names) == num_classes
-        return found.params, [f"head kept class by class; {error}"] if same else []
+        return pretrained.params, [f"head kept class by class; {error}"] if same else []
     heads = {
         name: {key: value[..., matched.indices] for key, value in head.items()}
-        for name, head in found.params.items()
+        for name, head in pretrained.params.items()
         if name in CLASSIFIERS
     }
     line = f"head kept: {matched.line}" if matched.line else ""
-    return {**found.params, **heads}, [line] if line else []
+    return {**pretrained.params, **heads}, [line] if line else []
 
 
-def _hints(theirs: dict, ours: dict) -> list[str]:
-    """Returns what may be the reason that a checkpoint does not fit a model."""
+def _hints(options: dict, wanted: dict) -> list[str]:
+    """Returns possible reasons why a checkpoint does not fit a model."""
     hints = []
-    if theirs["variant"] != ours["variant"]:
+    if options["variant"] != wanted["variant"]:
         hints.append(
-            f"the checkpoint is a {theirs['variant']} and the model a {ours['variant']}"
+            f"the checkpoint is a {options['variant']} and the model a "
+            f"{wanted['variant']}"
         )
-    registers, gated = (
-        [options.get(name) for options in (theirs, ours)]
+    registers, activations = (
+        [both.get(name) for both in (options, wanted)]
         for name in ("num_register_tokens", "activation")
     )
     if registers[0] != registers[1]:
         hints.append(f"the checkpoint has model.num_register_tokens={registers[0]}")
-    if gated[0] != gated[1] and "swiglu" in gated:
-        hints.append(f"the checkpoint has model.activation={gated[0]!r}")
+    if activations[0] != activations[1] and "swiglu" in activations:
+        hints.append(f"the checkpoint has model.activation={activations[0]!r}")
     return hints
 
 
-def _learns_positions(theirs: dict, ours: dict) -> bool:
-    """Returns whether a model learns positions that are fixed or factored in a source."""
-    placed = [options.get("posemb_placement") for options in (theirs, ours)]
-    factored = "2d" in theirs.get("posemb", "") and ours.get("posemb") == "learned"
-    return factored and placed == ["stem", "stem"]
+def _learns_positions(options: dict, wanted: dict) -> bool:
+    """Returns whether a model learns the checkpoint's fixed or factored positions."""
+    places = [both.get("posemb_placement") for both in (options, wanted)]
+    factored = "2d" in options.get("posemb", "") and wanted.get("posemb") == "learned"
+    return factored and places == ["stem", "stem"]
 
 
-def _differences(theirs: dict, model: models.Model) -> list[tuple]:
-    """Returns the keys by which the same parameters compute something else."""
-    ours, keys = model.options, fields.fields(type(model.config))
+def _differences(options: dict, model: models.Model) -> list[tuple]:
+    """Returns key, old and new value of options that change what parameters compute."""
+    wanted, keys = model.options, fields.fields(type(model.config))
     return [
-        (name, theirs[name], ours[name])
+        (name, options[name], wanted[name])
         for name, about in keys.items()
-        if name in theirs
-        and theirs[name] != ours[name]
+        if name in options
+        and options[name] != wanted[name]
         and about.changes_result
         and not about.training_only
-        and name not in _SAID
+        and name not in _REPORTED
     ]
 
 
