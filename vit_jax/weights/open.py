@@ -104,12 +104,13 @@ def open_pretrained(
     actual = models.create(**pretrained.options).options.get("num_heads", 0)
     if num_heads not in (0, actual):
         raise UserError(
-            f"num_heads={num_heads}: {pretrained.source} is of num_heads={actual}; leave it out"
+            f"num_heads={num_heads}: {pretrained.source} is of num_heads={actual}; leave "
+            "it out"
         )
     if architecture and pretrained.format != "timm":
         raise UserError(
-            f"architecture={architecture!r}: {pretrained.source} is of format {pretrained.format}, "
-            "and this is for timm's; leave it out"
+            f"architecture={architecture!r}: {pretrained.source} is of format "
+            f"{pretrained.format}, and this is for timm's; leave it out"
         )
     return pretrained
 
@@ -214,8 +215,8 @@ def _open(
                 tables.check_floating(key, value, name)
         if is_custom(pretrained.options["variant"]):
             raise UserError(
-                f"{name} is of model.variant={pretrained.options['variant']!r}, a network of "
-                "a module, and reading files of weights imports no module: give the "
+                f"{name} is of model.variant={pretrained.options['variant']!r}, a network "
+                "of a module, and reading files of weights imports no module: give the "
                 "workdir of its run"
             )
         try:

@@ -3,7 +3,7 @@
 Orbax detects damage in its index, not in the array data: it loads a file with a flipped
 bit without an error. Therefore a file of SHA-256 checksums is written last, beside the
 data, and a checkpoint counts as finished once that file exists. Earlier versions wrote
-CRC-32C, which is the same for all files that end in their own, as Orbax's do.
+CRC-32C, which is the same for all files that end with their CRC, as Orbax's do.
 """
 
 import contextlib
@@ -36,15 +36,15 @@ from vit_jax.weights.pretrained import (
     resize_sides,
 )
 
-FOLDER = "checkpoints"  # In the workdir; it has one folder per step.
-BEST_FILE = "best.json"  # In the workdir: which one is best, see `best`.
-SUMMED = "checksums"  # In a checkpoint's metadata: unfinished without that file.
+FOLDER = "checkpoints"  # In the workdir, with one folder per step.
+BEST_FILE = "best.json"  # In the workdir, see `best`.
+SUMMED = "checksums"  # Key of metadata: the checkpoint is unfinished without checksums.
 CHECKSUMS_FILE = "checksums.json"
 
 _DATA = "d"  # Name of the folders of array data; the other files are small.
 _CHUNK_BYTES = 8 << 20
 _HASHES = {"sha256": hashlib.sha256, "crc32c": google_crc32c.Checksum}
-_HASH = "sha256"  # Which is written.
+_HASH = "sha256"  # The kind that is written.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,15 +52,15 @@ class Checkpoint:
     """The network of a run, and what was stored beside it.
 
     Attributes:
-      params: of the network, nested dict of float32 arrays.
-      options: of the network, arguments of `models.create`.
+      params: the network's parameters, nested dict of float32 arrays.
+      options: arguments of `models.create` that build the network.
       kind: "params", or "ema" for their moving average.
       step: optimiser steps taken.
-      best: why it is that step, see `best`; empty if it is the newest.
-      config: of the run, as plain dicts.
-      class_names: in label order; empty if the data set has none.
-      task_params: what the task has beside the network's parameters; empty unless asked
-        for.
+      best: record of the best checkpoint, see `best`; empty if this is the newest.
+      config: the run's config, as plain dicts.
+      class_names: names in label order; empty if the data set has none.
+      task_params: parameters that the task has beside the network; empty unless
+        requested.
     """
 
     params: dict
@@ -79,10 +79,10 @@ def has_checkpoint(workdir: str | os.PathLike) -> bool:
 
 
 def at_step(workdir: str | os.PathLike, step: int) -> str:
-    """Returns the path of one checkpoint of a run, which is a model as the workdir is.
+    """Returns the path of one checkpoint of a run, which opens like the workdir.
 
     Raises:
-      UserError: it is no workdir, or has no finished checkpoint of that step.
+      UserError: `workdir` is no workdir, or has no finished checkpoint of that step.
     """
     known = steps(workdir) if _may_be_workdir(os.fspath(workdir)) else []
     if step not in known:
@@ -97,7 +97,7 @@ def at_step(workdir: str | os.PathLike, step: int) -> str:
 def split_step(path: str | os.PathLike) -> tuple[str, int | None]:
     """Returns the workdir and the step of WORKDIR/checkpoints/STEP.
 
-    The step is None of a path that is no checkpoint of a run.
+    For other paths returns the path and None.
     """
     text = os.fspath(path)
     match = re.fullmatch(rf"(?:(?P<workdir>.*)/)?{FOLDER}/(?P<step>[0-9]+)/*", text)
@@ -114,19 +114,16 @@ def _may_be_workdir(text: str) -> bool:
 def load(
     workdir: str | os.PathLike, *, use_ema: bool = True, with_task: bool = False
 ) -> Checkpoint:
-    """Reads the network of the best checkpoint, or the newest; all else stays on disk.
+    """Reads the network of the best checkpoint, or of the newest.
 
     Args:
-      workdir: of a training run, or the path of one checkpoint in it, see `at_step`.
+      workdir: workdir of a run, or path of one checkpoint in it, see `at_step`.
       use_ema: load the averaged parameters if the run kept them.
       with_task: load the other parameters of its task too, averaged as well.
 
-    Returns:
-      The checkpoint.
-
     Raises:
-      UserError: there is no finished checkpoint, or the one to read is damaged or of an
-        earlier version.
+      UserError: there is no finished checkpoint, or it is damaged or of an earlier
+        version.
     """
     folder, step = split_step(workdir)
     workdir = epath.Path(folder)
@@ -142,16 +139,17 @@ def load(
         at_step(folder, step)
         record = record if record.get("step") == step else {}
     path = path_of(workdir, step)
-    refuse_damage(path)
+    if damage := find_damage(path):
+        _refuse(path, damage)
     try:
-        found = _read(path, use_ema=use_ema, with_task=with_task)
+        checkpoint = _read(path, use_ema=use_ema, with_task=with_task)
     except (UserError, MemoryError):
         raise
-    except Exception as error:  # noqa: BLE001 (its files may be those of another one)
+    except Exception as error:  # noqa: BLE001 (its files may be another checkpoint's)
         _refuse(path, [f"cannot be read: {' '.join(str(error).split())[:200]}"])
-    if found.step != step:
-        _refuse(path, [f"it is that of step {found.step}"])
-    return dataclasses.replace(found, best=record)
+    if checkpoint.step != step:
+        _refuse(path, [f"it is that of step {checkpoint.step}"])
+    return dataclasses.replace(checkpoint, best=record)
 
 
 def _read(path: epath.Path, *, use_ema: bool, with_task: bool) -> Checkpoint:
@@ -164,7 +162,7 @@ def _read(path: epath.Path, *, use_ema: bool, with_task: bool) -> Checkpoint:
     names = [name for name in ("path", "state") if name in network]
     keys, *_ = places = [network[name].split("/") for name in names]
     averaged = use_ema and keys[0] == "params" and "average" in stored.metadata
-    if averaged:  # It has the structure of the parameters.
+    if averaged:  # The average has the structure of the parameters.
         keys[0] = "average"
     find = functools.partial(functools.reduce, operator.getitem)
     target = {"step": stored.metadata["step"]}
@@ -198,7 +196,7 @@ def _read(path: epath.Path, *, use_ema: bool, with_task: bool) -> Checkpoint:
 
 
 def _others(params: dict, path: list[str]) -> dict:
-    """Returns parameters without those at a path; all of them if it leads elsewhere."""
+    """Returns parameters without those at a path; all if the path is not among them."""
     if not path:
         return {}
     first, *rest = path
@@ -212,52 +210,47 @@ def _others(params: dict, path: list[str]) -> dict:
 def load_pretrained(
     workdir: str | os.PathLike, *, use_ema: bool = True, with_task: bool = False
 ) -> Pretrained:
-    """Reads the best checkpoint, or the newest, in the form that every format has.
+    """Reads the best checkpoint, or the newest, as a `Pretrained`.
 
-    A network of the user's own module is imported from where Python finds modules.
-
-    Args: see `load`.
-
-    Returns:
-      The checkpoint; its first note states which parameters of which step it has.
+    The first note says which parameters of which step these are. Args are those of `load`.
 
     Raises:
-      UserError: as `load`, or the module of its network is not found.
+      UserError: see `load`; or the network is of a module that Python cannot import.
     """
-    found = load(workdir, use_ema=use_ema, with_task=with_task)
-    data = found.config["data"]
-    # A network of the user's own is imported, or said to be missing, before all else.
-    models.VARIANTS.find(found.options["variant"], f"{workdir}: model")
+    checkpoint = load(workdir, use_ema=use_ema, with_task=with_task)
+    data = checkpoint.config["data"]
+    # Imports the network of a user's module, or reports that it is missing.
+    models.VARIANTS.find(checkpoint.options["variant"], f"{workdir}: model")
     preprocess = _preprocess(data)
     # A data set may name classes that the network was not trained on.
-    named = len(found.class_names) == found.options["num_classes"]
-    averaged = "averaged " if found.kind == "ema" else ""
-    notes = [f"{averaged}parameters of step {found.step}"]
-    if found.best:
-        notes[0] += f", best by {found.best['metric']} ({found.best['score']:.4f})"
+    named = len(checkpoint.class_names) == checkpoint.options["num_classes"]
+    averaged = "averaged " if checkpoint.kind == "ema" else ""
+    notes = [f"{averaged}parameters of step {checkpoint.step}"]
+    if checkpoint.best:
+        notes[0] += f", best by {checkpoint.best['metric']} ({checkpoint.best['score']:.4f})"
     if preprocess is None:
         notes.append(
-            f"data.eval_transform={data['eval_transform']!r} is no resize and crop; an evaluation "
-            "prepares images so with eval_transform set to it, as evals.val.eval_transform"
+            f"data.eval_transform={data['eval_transform']!r} is no resize and crop; set "
+            "it as eval_transform of an evaluation (evals.val.eval_transform) to use it"
         )
     return Pretrained(
-        params=found.params,
-        options=found.options,
+        params=checkpoint.params,
+        options=checkpoint.options,
         format="workdir",
         source=str(workdir),
         preprocess=preprocess,
-        class_names=found.class_names if named else (),
-        loss=found.config["task"].get("loss", "softmax"),
+        class_names=checkpoint.class_names if named else (),
+        loss=checkpoint.config["task"].get("loss", "softmax"),
         notes=tuple(notes),
-        task=found.config["task"],
-        task_params=found.task_params,
+        task=checkpoint.config["task"],
+        task_params=checkpoint.task_params,
         tokenizer=data.get("tokenizer", ""),
         multi_label=data.get("multi_label", False),
     )
 
 
 def _preprocess(data: dict) -> Preprocess | None:
-    """Returns the preprocessing of a run's evaluation, or None if it has no such form."""
+    """Returns the preprocessing of a run's evaluation; None if it is no resize and crop."""
     image_size = tuple(data["image_size"])
     mean, std = (
         tuple(per_channel(data[name], data["channels"])) for name in ("mean", "std")
@@ -306,26 +299,25 @@ def _pair(size) -> tuple[int, int]:
 def read_metadata(workdir: str | os.PathLike) -> dict:
     """Returns the metadata of the newest checkpoint that can be read.
 
-    "config" is that of the run, as plain dicts, "task" what its task stores, and
+    "config" is the run's config as plain dicts, "task" the metadata of its task, and
     "network" the path of the network's parameters in the state and its options.
 
     Raises:
-      UserError: there are checkpoints, and none whose metadata is undamaged, or the
-        newest such is of an earlier version.
+      UserError: no checkpoint has undamaged metadata, or it is of an earlier version.
     """
     silence_orbax()
     damage = []
     for step in reversed(steps(workdir)):
         path = path_of(workdir, step)
-        found = find_damage(path, data=False)
-        if not found:
+        defects = find_damage(path, data=False)
+        if not defects:
             metadata = {}
             with contextlib.suppress(Exception):  # There may be no checksums.
                 metadata = ocp.metadata(path).custom_metadata or {}
             if "config" in metadata:
                 _check_version(path, metadata)
                 return metadata
-        damage.append(f"{step}: {'; '.join(found) or 'unreadable'}")
+        damage.append(f"{step}: {'; '.join(defects) or 'unreadable'}")
     raise UserError(
         f"no checkpoint under {absolute(workdir) / FOLDER} is intact ("
         f"{', '.join(damage)}): move that folder away to begin anew"
@@ -333,11 +325,7 @@ def read_metadata(workdir: str | os.PathLike) -> dict:
 
 
 def _check_version(path: epath.Path, metadata: dict) -> None:
-    """Refuses checkpoints of earlier versions, whose state or metadata differ.
-
-    Raises:
-      UserError: this is one.
-    """
+    """Raises UserError for earlier versions, whose state or metadata differ."""
     if not {"task", "network"} <= metadata.keys():
         raise UserError(
             f"{path} was saved by an earlier version of vit_jax, whose checkpoints do "
@@ -356,14 +344,14 @@ def steps(workdir: str | os.PathLike) -> list[int]:
 
 
 def is_step(name: str) -> bool:
-    """Returns whether a folder is named as that of a step: 12, but not 012."""
+    """Returns whether a name is that of a step's folder: 12, but not 012."""
     return name.isdecimal() and str(int(name)) == name
 
 
 def best(workdir: str | os.PathLike) -> dict:
-    """Returns step, metric and score of the best checkpoint by the run's own choice.
+    """Returns step, metric and score of the run's best checkpoint.
 
-    Empty if the run chose none (`checkpoint.best_metric`), or its checkpoint is gone.
+    Empty if the run chose none (`checkpoint.best_metric`), or it was deleted.
     """
     try:
         record = json.loads((absolute(workdir) / BEST_FILE).read_text())
@@ -382,27 +370,17 @@ def is_finished(path: epath.Path) -> bool:
     except OSError:
         return False
     except (ValueError, KeyError, AttributeError):
-        return True  # An older version and damaged: refused by name later.
+        return True  # Of an older version and damaged, which reading it will report.
 
 
-def refuse_damage(path: epath.Path) -> None:
-    """Raises UserError if a checkpoint is damaged.
-
-    Args:
-      path: folder of one step.
-    """
-    if found := find_damage(path):
-        _refuse(path, found)
-
-
-def _refuse(path: epath.Path, found: list[str]) -> NoReturn:
+def _refuse(path: epath.Path, damage: list[str]) -> NoReturn:
     before = [s for s in steps(path.parent.parent) if s < int(path.name)]
     remedy = (
         f"move that folder away to use the one before it, of step {before[-1]}"
         if before
-        else "there is none before it; restore it from a backup"
+        else "no earlier one exists; restore it from a backup"
     )
-    raise UserError(f"the checkpoint {path} is damaged ({'; '.join(found)}): {remedy}")
+    raise UserError(f"the checkpoint {path} is damaged ({'; '.join(damage)}): {remedy}")
 
 
 def absolute(workdir: str | os.PathLike) -> epath.Path:
@@ -419,11 +397,11 @@ def path_of(workdir: str | os.PathLike, step: int) -> epath.Path:
 def compute_checksums(
     folder: epath.Path, shard: int = 0, num_shards: int = 1
 ) -> dict[str, list]:
-    """Reads the files of a checkpoint and returns their sizes and checksums.
+    """Computes the sizes and checksums of a checkpoint's files.
 
     Args:
-      folder: of one step.
-      shard: of the files to read; each of several hosts reads one.
+      folder: folder of one step.
+      shard: index of the shard of files to read; each of several hosts reads one.
       num_shards: number of shards.
 
     Returns:
@@ -437,7 +415,7 @@ def write_checksums(folder: epath.Path, files: dict[str, list]) -> None:
     """Writes the checksums, which marks the checkpoint as finished.
 
     Args:
-      folder: of one step.
+      folder: folder of one step.
       files: results of `compute_checksums` for all shards.
     """
     text = json.dumps(files, sort_keys=True)
@@ -447,7 +425,7 @@ def write_checksums(folder: epath.Path, files: dict[str, list]) -> None:
 
 
 def has_checksums(folder: epath.Path) -> bool:
-    """Returns whether a checkpoint has checksums; those of old versions do not."""
+    """Returns whether a checkpoint has checksums; old versions wrote none."""
     return (folder / CHECKSUMS_FILE).exists()
 
 
@@ -457,14 +435,13 @@ def find_damage(
     """Compares the files of a checkpoint with their checksums.
 
     Args:
-      folder: of one step.
-      shard: of the files to read; each of several hosts reads one.
+      folder: folder of one step.
+      shard: index of the shard of files to read; each of several hosts reads one.
       num_shards: number of shards.
       data: whether to read the array data too, or the small files only.
 
     Returns:
-      A line for every file that is missing or differs; empty if there are none, or no
-      checksums.
+      A line for every file that is missing or differs; empty without checksums.
     """
     if not has_checksums(folder):
         return []
@@ -476,18 +453,18 @@ def find_damage(
             raise ValueError
     except (ValueError, TypeError, KeyError, StopIteration):
         return [f"{CHECKSUMS_FILE} is damaged"]
-    found = []
+    damage = []
     for name in sorted(files)[shard::num_shards]:
         if not data and epath.Path(name).parent.name == _DATA:
             continue
         path, (size, _) = folder / name, files[name]
         if not path.exists():
-            found.append(f"{name} is missing")
+            damage.append(f"{name} is missing")
         elif path.stat().length != size:
-            found.append(f"{name} has {path.stat().length:,} of {size:,} bytes")
+            damage.append(f"{name} has {path.stat().length:,} of {size:,} bytes")
         elif _checksum(path, kind) != files[name]:
-            found.append(f"{name} is not what was written ({kind})")
-    return found
+            damage.append(f"{name} is not what was written ({kind})")
+    return damage
 
 
 def _list_files(folder: epath.Path, below: str = "") -> Iterator[str]:
@@ -500,8 +477,8 @@ def _list_files(folder: epath.Path, below: str = "") -> Iterator[str]:
 
 def _checksum(path: epath.Path, kind: str = _HASH) -> list:
     with path.open("rb") as file:
-        found = _hash(iter(lambda: file.read(_CHUNK_BYTES), b""), kind)
-    return [path.stat().length, found]
+        digest = _hash(iter(lambda: file.read(_CHUNK_BYTES), b""), kind)
+    return [path.stat().length, digest]
 
 
 def _hash(chunks: Iterable[bytes], kind: str = _HASH) -> str:
@@ -512,7 +489,7 @@ def _hash(chunks: Iterable[bytes], kind: str = _HASH) -> str:
 
 
 def silence_orbax() -> None:
-    """Drops what a failed save or read prints: one line of ours says what went wrong."""
+    """Silences what Orbax prints of failed saves and reads, which are reported once."""
     for logger in "absl", "asyncio":
         logging.getLogger(logger).addFilter(_not_of_orbax)
     if sys.unraisablehook is not _unraisable:
@@ -522,7 +499,7 @@ def silence_orbax() -> None:
 
 def _not_of_orbax(record: logging.LogRecord) -> bool:
     if record.name == "asyncio":
-        # Arrays are read at once: the first that fails is raised, the others come here.
+        # Arrays are read concurrently: the first failure is raised, others come here.
         return "tensorstore_spec=" not in record.getMessage()
     return "orbax" not in record.pathname or not (
         record.levelno >= logging.ERROR
@@ -530,7 +507,7 @@ def _not_of_orbax(record: logging.LogRecord) -> bool:
     )
 
 
-def _unraisable(found) -> None:
-    # TensorStore's writes go on when Orbax has given up already, and find nobody there.
-    if str(found.exc_value) != "Event loop is closed":
-        _unraisable.before(found)
+def _unraisable(args) -> None:
+    # TensorStore's writes may end after Orbax gave up and closed its event loop.
+    if str(args.exc_value) != "Event loop is closed":
+        _unraisable.before(args)
