@@ -228,12 +228,12 @@ def changed(drop=(), **extra):
         (
             changed(probe=np.ones(3)),
             [],
-            "probe is left over; what may be so, name in con",
+            "probe is left over; to allow some, list them in con",
         ),
         (
             changed(drop=["head/bias", "head/kernel"]),
             [],
-            "head/kernel is missing; what may be so",
+            "head/kernel is missing; to allow some",
         ),
         (changed(drop=["head/bias"]), [], "head/bias is missing$"),
         (
@@ -246,7 +246,7 @@ def changed(drop=(), **extra):
             ["bia$"],
             "'bia\\$' matches no .* \\(head/bias\\)",
         ),
-        (changed(), ["head"], r"'head' matches no .* \(there is none\): take it out"),
+        (changed(), ["head"], r"'head' matches no .* \(none\): take it out"),
         (changed(), ["(head"], r"'\(head' is not a regular expression: missing \)"),
     ],
 )
@@ -256,7 +256,7 @@ def test_what_does_not_fit_is_named(given, allow, message):
 
 
 def test_long_lists_are_cut():
-    with pytest.raises(UserError, match="; and 37 more; what may be so"):
+    with pytest.raises(UserError, match="; and 37 more; to allow some"):
         fit({"a": np.ones(3)}, encoder(), allow_mismatch=())
 
 

@@ -1,6 +1,6 @@
-"""A published checkpoint in any format, and the preprocessing of its images.
+"""A checkpoint of any format in this project's terms, and the preprocessing of images.
 
-Sizes and roundings of the preprocessing are those of timm's evaluation transform. Hugging
+The preprocessing has the sizes and the rounding of timm's evaluation transform. Hugging
 Face's image processors round an odd margin down (`Preprocess.crop_down`).
 """
 
@@ -31,7 +31,7 @@ INTERPOLATIONS = {
 
 IMAGENET = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
 
-# Our name of the learned position embeddings.
+# Name of the learned position embeddings.
 POSITIONS = "Transformer/posembed_input/pos_embedding"
 
 
@@ -41,8 +41,8 @@ class Preprocess:
 
     The image is resized until it just covers `image_size / crop_fraction`, or with
     `squash` to exactly that size, and the centre is cropped to `image_size`. With `fill`
-    it is resized until it just fits in, and the rest of `image_size` has that colour. With
-    `cut` both are larger by so many pixels, of which the crop then loses the last ones.
+    it is resized until it just fits in, and the border has that colour. With `cut` the
+    sizes are larger by as many pixels, which are removed from the end of the crop.
 
     Attributes:
       image_size: height and width of the model's input, in pixels.
@@ -55,12 +55,12 @@ class Preprocess:
       short_side: whether the short side of the image is resized to
         `min(image_size) / crop_fraction` independently of the shape of the crop. Only
         set for crops that are not square; for square ones it makes no difference.
-      exif: whether files are turned as the orientation tags of cameras say; None if the
-        weights do not tell. Then evaluations do not turn them, and `upright` does.
+      exif: whether files are rotated by their EXIF orientation tags; None if unknown:
+        evaluations do not rotate them then, and `upright` does.
       crop_down: whether half a pixel of the margin above and beside the crop is rounded
-        down, as by transformers, not to even, as by torchvision.
-      cut: rows and columns at the bottom and on the right that fill no patch.
-      fill: colour of the border, from 0 to 255 per channel; () if there is none.
+        down as in transformers, not to even as in torchvision.
+      cut: rows at the bottom and columns on the right that fill no patch.
+      fill: colour of the border, from 0 to 255 per channel; () without a border.
     """
 
     image_size: tuple[int, int]
@@ -81,20 +81,21 @@ class Pretrained:
     """A checkpoint under the names and options of this project.
 
     Attributes:
-      params: nested dict of numpy arrays under our names.
+      params: nested dict of numpy arrays.
       options: arguments of `models.create` that build the network of the parameters:
         variant, num_classes, image_size, channels, pool, activation, ...
       format: "google", "big_vision", "bit", "timm", "hugging_face", "mae", "dino",
         "dinov2", "workdir" or "vit_jax".
       source: path or address of the checkpoint, for messages.
-      preprocess: of its images; None if unknown.
-      class_names: in label order; empty if unknown.
+      preprocess: preprocessing of images; None if unknown.
+      class_names: names in label order; empty if unknown.
       loss: "softmax", or "sigmoid" if every class has an independent probability.
-      multi_label: whether an image has all classes that are probable, not one.
       notes: a line for each thing that reading changed or dropped.
       task: `config.task` of the training; empty if unknown.
-      task_params: what its task had beside the network, such as {"decoder": ...}, nested
-        dict of numpy arrays; empty if there is none, or it was not asked for.
+      task_params: parameters of the task beside the network, such as {"decoder": ...},
+        nested dict of numpy arrays; empty without such, or if not requested.
+      tokenizer: path or address of the text tower's tokenizer; empty if unknown.
+      multi_label: whether an image may have several classes.
       architecture: timm's name of the network; empty if unknown.
     """
 
@@ -114,7 +115,7 @@ class Pretrained:
 
 
 def upright(preprocess: Preprocess) -> Preprocess:
-    """Returns a preprocessing that turns files by their tags, unless it states `exif`."""
+    """Returns a preprocessing that rotates files by EXIF, unless `exif` is False."""
     return dataclasses.replace(preprocess, exif=preprocess.exif is not False)
 
 
@@ -123,9 +124,8 @@ def prepare_image(
 ) -> UInt8[np.ndarray, "h w c"]:
     """Decodes, resizes and crops one image; normalisation happens on the device.
 
-    EXIF orientation tags are ignored unless `preprocess.exif`, as by
-    `PIL.Image.open(...).convert("RGB")` in front of timm and Hugging Face: a photograph
-    that is upright only by its tag reaches those models rotated as well.
+    EXIF orientation tags are ignored unless `preprocess.exif`, as in
+    `PIL.Image.open(...).convert("RGB")`, the usual input of timm and Hugging Face.
 
     Args:
       data: content of an image file, or pixels.
@@ -133,8 +133,8 @@ def prepare_image(
       channels: 3 for RGB, 1 for grey.
 
     Returns:
-      Pixels of `preprocess.image_size`. Grey, palettes, CMYK, 16 bits and transparency
-      are converted by `decode.decode`.
+      Pixels of `preprocess.image_size`. `decode.decode` converts grey, palettes, CMYK, 16
+      bits and transparency.
 
     Raises:
       DamagedImage: the bytes are not a readable image, or it is too thin to resize.
@@ -178,7 +178,7 @@ def resized_size(size: tuple[int, int], preprocess: Preprocess) -> tuple[int, in
 def crop_box(
     size: tuple[int, int], preprocess: Preprocess
 ) -> tuple[float, float, float, float]:
-    """Returns the box of an image that `prepare_image` keeps.
+    """Returns the box of an image that `prepare_image` crops.
 
     Args:
       size: height and width of the image, in pixels.
@@ -209,7 +209,7 @@ def _corner(size: tuple[int, int], preprocess: Preprocess) -> tuple[int, int]:
 
 
 def crop_sides(preprocess: Preprocess) -> tuple[int, int]:
-    """Returns the height and width of the crop, in pixels, before its end is cut off."""
+    """Returns the height and width of the crop in pixels, including `cut`."""
     return tuple(map(operator.add, preprocess.image_size, preprocess.cut))
 
 
@@ -257,8 +257,8 @@ class Usual(NamedTuple):
     """Preprocessing that weights of a family usually have.
 
     Attributes:
-      family: as "timm's DeiT".
-      preprocess: for the size of a checkpoint.
+      family: name in messages, such as "timm's DeiT".
+      preprocess: preprocessing for the image size of a checkpoint.
     """
 
     family: str
@@ -266,19 +266,16 @@ class Usual(NamedTuple):
 
 
 def usual_preprocess(pretrained: Pretrained) -> Usual:
-    """Returns the preprocessing to assume for weights that do not state it.
+    """Returns the preprocessing to assume for weights without one.
 
-    Only the name of a file or an architecture shows which of timm's families it is of; the
-    parameters of DeiT and of timm's other ViTs do not differ. A class token beside a mean of
-    the patches that has a norm of its own is what MAE was fine-tuned with.
-
-    Args:
-      pretrained: the checkpoint; its `preprocess` is not read.
+    timm's families are recognised by the name of the file or architecture, because the
+    parameters of DeiT and of timm's other ViTs do not differ. Fine-tuned MAEs have a class
+    token beside the mean of the patches, and a separate norm of the mean.
 
     Returns:
       The whole image, bilinear, to [-1, 1], as in Google's code and Hugging Face's
-      ViTImageProcessor; for timm what most of `default_cfgs` of its version 1.0.31 say in
-      vision_transformer.py and deit.py, and for MAE what its main_finetune.py has.
+      ViTImageProcessor; for timm the values of most `default_cfgs` in version 1.0.31
+      (vision_transformer.py, deit.py), and for MAE those of its main_finetune.py.
     """
     size = tuple(pretrained.options.get("image_size", (224, 224)))
     if pretrained.format != "timm":
@@ -295,7 +292,7 @@ def usual_preprocess(pretrained: Pretrained) -> Usual:
     words = [*pretrained.source.split("/")[-2:], pretrained.architecture]
     name = "/".join(words).casefold()
     deit = "deit" in name or options.get("distillation", False)
-    # Fine-tuned at 384, or DeiT III from ImageNet-21k.
+    # Networks fine-tuned at 384, or DeiT III from ImageNet-21k, see the whole image.
     whole = min(size) >= 384 or (deit and re.search("2[12]k", name))
     preprocess = Preprocess(
         size,
@@ -307,12 +304,9 @@ def usual_preprocess(pretrained: Pretrained) -> Usual:
 
 
 def preprocessing_of(pretrained: Pretrained) -> Preprocess:
-    """Returns the preprocessing in a checkpoint, or the usual one of its format.
-
-    Its size is that of the network, unless what comes with the weights states another.
-    """
+    """Returns the preprocessing in a checkpoint, or the usual one of its format."""
     preprocess = pretrained.preprocess or usual_preprocess(pretrained).preprocess
-    # Equal numbers for three channels hold for one as well.
+    # Equal numbers for three channels become one number for any.
     mean, std = (
         v[:1] if len(set(v)) == 1 else v for v in (preprocess.mean, preprocess.std)
     )

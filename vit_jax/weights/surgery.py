@@ -32,7 +32,7 @@ from vit_jax.weights.pretrained import (
 HEADS = ("keep", "new", "drop")
 
 _PRE_LOGITS = ("pre_logits/kernel", "pre_logits/bias")
-_MAX_ROWS = 4  # Beyond, what was resized is counted.
+_MAX_ROWS = 4  # If more parameters were resized, their number is reported.
 FIRST_KERNELS = ("root_block/conv_root/kernel", "conv_root/kernel", "embedding/kernel")
 
 
@@ -67,20 +67,20 @@ def fit(
 
     Args:
       params: loaded parameters, nested dict of arrays with one subtree per block.
-      model: to fit them to.
-      source: the model that they are of.
+      model: model that the parameters are fitted to.
+      source: model that the parameters are of.
       head: "keep"; "new" for a classifier of zeros, with a new layer before it;
         or "drop", for a model without classes.
       head_bias_init: initial bias of a new classifier.
-      posemb_resize: of position embeddings, one of posemb.RESIZE_METHODS; "" is as the
-        source says.
+      posemb_resize: how position embeddings are resized, one of posemb.RESIZE_METHODS;
+        "" for the source's method.
       allow_mismatch: regular expressions of names that may be missing, and then keep
         their initial values, or be left over; None for commands without such a flag.
       init: returns the model's initial parameters; `model.init` with key 0 if None.
 
     Returns:
-      The fitted parameters, and a row for all that were loaded unchanged, then one for
-      each exception.
+      The fitted parameters, and a row for the parameters that were loaded unchanged, then
+      one for each exception.
 
     Raises:
       UserError: parameters that are missing, left over or of another shape, or a
@@ -121,13 +121,13 @@ def fit(
 
 
 def _draw(init: Callable[[], Mapping], names: Sequence[str]) -> dict[str, np.ndarray]:
-    """Returns some of the initial parameters."""
+    """Returns the initial values of some parameters."""
 
     def some():
         initial = flatten_dict(stacking.unstack(init()), sep="/")
         return {name: initial[name] for name in names}
 
-    # Compiled, so that the other parameters, which may not fit on a device, are not drawn.
+    # Compiled, so that other parameters, which may not fit on a device, are not computed.
     return jax.device_get(jax.jit(some)())
 
 
@@ -169,7 +169,7 @@ def _swap_head(given: dict, wanted: dict, head: str, bias: float) -> list[FitRow
 
 
 def _resize(given: dict, model: Model, source: Model, method: str) -> list[FitRow]:
-    """Fits the parameters that are for one grid, as position embeddings, to a model's."""
+    """Resizes parameters that depend on the grid, such as position embeddings."""
     if method not in ("", *posemb.RESIZE_METHODS):
         raise UserError(
             f"posemb_resize={method!r} is not one of {', '.join(posemb.RESIZE_METHODS)}"
@@ -238,7 +238,7 @@ def _fit_input(given: dict, wanted: dict) -> list[FitRow]:
 
 
 def _fit_layer_scale(given: dict, wanted: dict) -> list[FitRow]:
-    """Multiplies LayerScale in for a model without, and adds ones for one with it."""
+    """Multiplies LayerScale in if the model has none, or adds ones if the file has none."""
     has, needs = (
         {name for name in tree if name.endswith(tuple(rewriting.SCALES))}
         for tree in (given, wanted)
@@ -266,7 +266,7 @@ def check_keys(
       wanted: name to array or shape of the model.
       allow_mismatch: regular expressions of names that may be missing or left over;
         None for commands without such a flag.
-      new: names that are missing on purpose.
+      new: names that are expected to be missing.
 
     Returns:
       The names that keep their initial values, and a row for each exception.
@@ -287,10 +287,10 @@ def check_keys(
     ]
     # A layer without some of its parameters computes something else, so the message
     # suggests init.allow_mismatch only if whole top-level layers are missing or left over.
-    theirs, ours = ({n.split("/")[0] for n in names} for names in (given, wanted))
+    has, needs = ({n.split("/")[0] for n in names} for names in (given, wanted))
     inside = any(
         name.split("/")[0] in parts
-        for names, parts in ((extra, ours), (missing, theirs))
+        for names, parts in ((extra, needs), (missing, has))
         for name in names
         if name not in allowed
     )
@@ -301,7 +301,7 @@ def check_keys(
         shown = "; ".join(wrong[:4])
         more = f"; and {len(wrong) - 4} more" if len(wrong) > 4 else ""
         remedy = (
-            "" if strict else "; what may be so, name in config.init.allow_mismatch"
+            "" if strict else "; to allow some, list them in config.init.allow_mismatch"
         )
         raise UserError(f"the checkpoint does not fit the model: {shown}{more}{remedy}")
     rows = [
@@ -328,8 +328,8 @@ def _allowed(names: list[str], patterns: Sequence[str]) -> set[str]:
             ) from error
         if not matched:
             raise UserError(
-                f"init.allow_mismatch: {pattern!r} matches no parameter that is missing or left "
-                f"over ({', '.join(names[:4]) or 'there is none'}): take it out"
+                f"init.allow_mismatch: {pattern!r} matches no parameter that is missing "
+                f"or left over ({', '.join(names[:4]) or 'none'}): take it out"
             )
         allowed |= matched
     return allowed
@@ -338,11 +338,15 @@ def _allowed(names: list[str], patterns: Sequence[str]) -> set[str]:
 def resize_patch_kernel(
     kernel: Float[np.ndarray, "P P C D"], patch: int
 ) -> Float[np.ndarray, "p p C D"]:
-    """Resizes a patch embedding so that resized patches give the same output.
+    """Resizes a patch embedding so that resized patches have the same output.
 
-    The pseudo-inverse of the patches' bilinear resize (PI-resize, FlexiViT,
-    arXiv:2212.08013, section 3.4): exact if patches grow, the least-squares optimum if
-    they shrink.
+    This is the pseudo-inverse of the patches' bilinear resize (PI-resize, FlexiViT,
+    arXiv:2212.08013, section 3.4): exact if patches grow, optimal in the least-squares
+    sense if they shrink.
+
+    Args:
+      kernel: kernel of the patch embedding.
+      patch: new side of a patch in pixels.
     """
     # The resize of a square is a Kronecker product, and so is its pseudo-inverse.
     matrix = np.linalg.pinv(_bilinear(len(kernel), patch).T)
@@ -355,7 +359,7 @@ def convert_input_channels(
 ) -> Float[np.ndarray, "P P c D"]:
     """Converts the first kernel from RGB to grey images, or the reverse.
 
-    Grey images give the same output as RGB images with three equal channels.
+    Grey images have the same output as RGB images with three equal channels.
 
     Raises:
       UserError: the conversion is not from 3 to 1 or from 1 to 3 channels.
@@ -379,7 +383,7 @@ def _bilinear(old: int, new: int) -> Float[np.ndarray, "new old"]:
 def replace_head(pretrained: Pretrained, num_classes: int) -> Pretrained:
     """Returns a checkpoint with a classifier of zeros, or with none for 0 classes.
 
-    The tanh layer before a classifier belongs to the old classes and goes with it.
+    The tanh layer before the classifier belongs to the old classes and is removed too.
     """
     options = pretrained.options | {"num_classes": num_classes}
     if "representation_layer" in options:
@@ -401,15 +405,16 @@ def fit_network(pretrained: Pretrained, preprocess: Preprocess) -> tuple[Model, 
     """Builds the network of a checkpoint for a preprocessing.
 
     Args:
-      pretrained: from `weights.open_pretrained`.
-      preprocess: its `image_size` may differ from the checkpoint's: position embeddings
-        are resized.
+      pretrained: checkpoint from `weights.open_pretrained`.
+      preprocess: preprocessing, whose `image_size` may differ from the checkpoint's:
+        position embeddings are resized.
 
     Returns:
       The network, and its parameters on the host.
 
     Raises:
-      UserError: it has no output for a whole image, or the preprocessing does not fit.
+      UserError: the network has no output for a whole image, or the preprocessing does
+        not fit it.
     """
     source = models.create(**pretrained.options)
     if source.has_encoder and source.options["pool"] == "none":
