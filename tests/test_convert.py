@@ -198,12 +198,15 @@ def test_names_that_do_not_fit_the_classes_are_left_out(tmp_path):
             ("--to=safetensors", "--out=x.npz"),
             r"--out=x.npz: .* name it \*.safetensors",
         ),
-        (("--to=timm", "--out={source}"), "is there and is no folder: give another"),
+        (("--to=timm", "--out={source}"), "exists and is no folder: give another"),
         (
             ("--to=safetensors", "--out={source}"),
-            "is there: give .* or add --overwrite",
+            "exists: give .* or add --overwrite",
         ),
-        (("--to=timm", "--out={parent}"), "is there: give another, or add --overwrite"),
+        (
+            ("--to=timm", "--out={parent}"),
+            "exists: give another path, or add --overwrite",
+        ),
         (("--to=hf", "--out={source}/x"), r"--out=.*/x cannot be written: .*exists"),
         (("--to=hf", f"--out={'x' * 999}"), r"--out=x* cannot be written: .* too long"),
         (
@@ -212,7 +215,7 @@ def test_names_that_do_not_fit_the_classes_are_left_out(tmp_path):
         ),
         (
             ("--to=hf", "--out=x", "--push=a/b c"),
-            "--push='a/b c' is no name on the hub",
+            "--push='a/b c' is not a valid name on the hub",
         ),
         (
             ("--to=hf", "--out=x", "--labels={names}"),
@@ -554,7 +557,7 @@ def test_one_file_is_pushed_as_well(tmp_path, source, hub):
     card = files["README.md"].decode()
     assert 'weights.open_pretrained("hf://ann/small/small.npz")' in card
     assert "library_name" not in card
-    assert "| License | not stated |" in card
+    assert "| License | unknown |" in card
     assert "visibility" not in hub.requests[0][1]
 
 
@@ -613,7 +616,7 @@ def test_as_a_process(tmp_path, source):
     again = convert("--to=hf", "--out", tmp_path / "out")
     assert again.returncode == 2
     assert again.stderr == (
-        f"error: --out={tmp_path / 'out'} is there: give another, or add --overwrite\n"
+        f"error: --out={tmp_path / 'out'} exists: give another path, or add --overwrite\n"
     )
     wrong = convert("--to=torch", "--out", tmp_path / "x")
     assert wrong.returncode == 2

@@ -341,7 +341,7 @@ def test_run_starts_from_a_workdir_and_says_of_which_step(run):
 
 def test_start_names_the_key_of_the_config(tmp_path):
     config = complete(init=str(tmp_path / "absent.npz"))
-    message = r"config.init: '.*/absent.npz' is not here .*: give the workdir of a"
+    message = r"config.init: '.*/absent.npz' does not exist .*: give the workdir of a"
     with pytest.raises(UserError, match=message):
         begin(config)
 

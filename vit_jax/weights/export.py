@@ -1,4 +1,4 @@
-"""Weights out: any checkpoint in the format of another library, whole or not at all."""
+"""Writes any checkpoint in the format of another library, atomically."""
 
 import contextlib
 import dataclasses
@@ -21,12 +21,12 @@ from vit_jax.weights.pretrained import Pretrained
 
 
 def check(to: str, out: pathlib.Path, *, overwrite: bool = False) -> None:
-    """Raises UserError unless `export` may write to a place.
+    """Raises UserError unless `export` may write to a path.
 
     Args:
-      to: a key of WRITERS.
+      to: key of WRITERS.
       out: file or folder.
-      overwrite: whether what is there may be replaced.
+      overwrite: whether existing files may be replaced.
     """
     if to not in WRITERS:
         known = ", ".join(sorted(WRITERS))
@@ -37,32 +37,32 @@ def check(to: str, out: pathlib.Path, *, overwrite: bool = False) -> None:
     try:
         if not out.exists():
             return
-    except OSError as error:  # As its name is too long.
+    except OSError as error:  # For example because the name is too long.
         raise UserError(f"--out={out} cannot be written: {error}") from error
     if out.is_dir() == bool(suffix):
         kind = "file" if suffix else "folder"
-        raise UserError(f"--out={out} is there and is no {kind}: give another")
+        raise UserError(f"--out={out} exists and is no {kind}: give another path")
     if not overwrite and (suffix or any(out.iterdir())):
-        raise UserError(f"--out={out} is there: give another, or add --overwrite")
+        raise UserError(f"--out={out} exists: give another path, or add --overwrite")
 
 
 def export(
     pretrained: Pretrained, to: str, out: pathlib.Path, *, overwrite: bool = False
 ) -> tuple[list[pathlib.Path], list[str]]:
-    """Writes a checkpoint in a format; after an error nothing is left of it.
+    """Writes a checkpoint in a format; after an error no file of it remains.
 
     Args:
-      pretrained: any checkpoint in our terms.
-      to: a key of WRITERS.
-      out: file or folder to make.
-      overwrite: whether what is there may be replaced.
+      pretrained: any checkpoint.
+      to: key of WRITERS.
+      out: file or folder to write.
+      overwrite: whether existing files may be replaced.
 
     Returns:
       The files, and a line for each thing that was rewritten or left out.
 
     Raises:
       UserError: parameters are missing or left over, the format has no such network,
-        or the place cannot be written.
+        or the path cannot be written.
     """
     check(to, out, overwrite=overwrite)
     write = _find_write(pretrained, to)
@@ -84,10 +84,10 @@ def export(
 def _find_write(
     pretrained: Pretrained, to: str
 ) -> Callable[[Pretrained, pathlib.Path], list[str]]:
-    """Returns what writes the network in a format.
+    """Returns the function that writes the network in a format.
 
     Raises:
-      UserError: the format cannot hold it.
+      UserError: the format does not support the network.
     """
     variant, writer = pretrained.options["variant"], WRITERS[to]
     if writer.program:
@@ -110,14 +110,11 @@ def _find_write(
 
 
 def _check_complete(pretrained: Pretrained) -> None:
-    """Raises UserError unless the parameters are the network's, and finite."""
+    """Raises UserError unless the parameters are those of the network, and finite."""
     model = models.create(**pretrained.options)
     given, wanted = (
         {k: v.shape for k, v in flatten_dict(tree, sep="/").items()}
-        for tree in (
-            pretrained.params,
-            model.shapes,
-        )
+        for tree in (pretrained.params, model.shapes)
     )
     wrong = sorted({name for name, _ in given.items() ^ wanted.items()})
     if wrong:
@@ -136,7 +133,7 @@ def _check_complete(pretrained: Pretrained) -> None:
 
 @contextlib.contextmanager
 def _staged(out: pathlib.Path, is_file: bool) -> Iterator[pathlib.Path]:
-    """Yields a path to write to; what is there in the end becomes `out`."""
+    """Yields a path to write to, which is renamed to `out` at the end."""
     staging = None
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -160,11 +157,11 @@ def _staged(out: pathlib.Path, is_file: bool) -> Iterator[pathlib.Path]:
 
 
 def usage(to: str, pretrained: Pretrained, place: str, file: str = "") -> str:
-    """Returns two lines of Python that load what was written.
+    """Returns lines of Python that load a written checkpoint.
 
     Args:
-      to: a key of WRITERS.
-      pretrained: what was written.
+      to: key of WRITERS.
+      pretrained: the checkpoint.
       place: path, or "owner/name" on the hub.
       file: name in a repository on the hub; "" for a local path.
     """
@@ -173,5 +170,5 @@ def usage(to: str, pretrained: Pretrained, place: str, file: str = "") -> str:
     place = f"hf://{place}/{file}" if file else place
     return (
         "from vit_jax import weights\n"
-        f'found = weights.open_pretrained("{place}")  # found.params, found.options'
+        f'model = weights.open_pretrained("{place}")  # model.params, model.options'
     )

@@ -227,7 +227,9 @@ def load_pretrained(
     averaged = "averaged " if checkpoint.kind == "ema" else ""
     notes = [f"{averaged}parameters of step {checkpoint.step}"]
     if checkpoint.best:
-        notes[0] += f", best by {checkpoint.best['metric']} ({checkpoint.best['score']:.4f})"
+        notes[0] += (
+            f", best by {checkpoint.best['metric']} ({checkpoint.best['score']:.4f})"
+        )
     if preprocess is None:
         notes.append(
             f"data.eval_transform={data['eval_transform']!r} is no resize and crop; set "

@@ -362,7 +362,7 @@ def test_all_places_that_fail_are_listed(two_places):
     two_places.status["/bucket/a.npz"] = 403
     del two_places.repositories["timm/vit"]
     message = (
-        r"augreg:X/1 is to be had at none of its places \(gs://bucket/a.npz refuses "
+        r"augreg:X/1 could not be downloaded from any mirror \(gs://bucket/a.npz refuses "
         r"anonymous reads \(403\); hf://timm/vit does not exist or is private \(401\)\)"
     )
     with pytest.raises(UserError, match=message) as caught:

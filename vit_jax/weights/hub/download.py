@@ -1,4 +1,4 @@
-"""Published weights by name or address: downloaded, verified and cached."""
+"""Downloads, verifies and caches published weights by name or address."""
 
 import logging
 import os
@@ -57,15 +57,15 @@ def download(
     if exists:
         files.check("weights", source)
         if sha256 and not urls.is_complete(local, sha256):
-            found = "a folder" if local.is_dir() else f"of {urls.file_hash(local)}"
-            raise UserError(f"{source} is {found}, not of the SHA-256 {sha256}")
+            what = "a folder" if local.is_dir() else f"of {urls.file_hash(local)}"
+            raise UserError(f"{source} is {what}, not of the SHA-256 {sha256}")
         return local
     family, colon, _ = source.partition(":")
     if colon and family in mirrors.families():
         if sha256:
             raise UserError(
                 f"{source} stands for several files, of different hashes: leave out "
-                "the SHA-256, or name a place"
+                "the SHA-256, or give the URL of one"
             )
         return _download_from_mirrors(source, family, cache_dir, log)
     return _download_from(source, sha256, cache_dir, log)
@@ -93,8 +93,8 @@ def _download_from_mirrors(
                 return path
     tried = "; ".join(f"{source} {reason}" for source, reason in reasons.items())
     raise UserError(
-        f"{name} is to be had at none of its places ({tried}): try again later, or "
-        "open one of them in a browser and give the path of what you saved"
+        f"{name} could not be downloaded from any mirror ({tried}): try again later, or "
+        "open one of them in a browser and give the path of the saved file"
     )
 
 
@@ -128,8 +128,8 @@ def _download_from(
         if re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", source):
             examples += f"; on the Hugging Face hub it may be hf://{source}"
         raise UserError(
-            f"{source!r} is not here and is no place that weights come from: give "
-            f"{_FORMS}, or a name such as {examples}"
+            f"{source!r} does not exist and is no address of weights: give {_FORMS}, "
+            f"or a name such as {examples}"
         )
     path = fetch(source, sha256=sha256, cache_dir=cache_dir, local_only=local_only)
     log(f"{source}: {path}")

@@ -1,4 +1,4 @@
-"""Weights on the Hugging Face hub, through huggingface_hub and in its cache."""
+"""Downloads weights from the Hugging Face hub into huggingface_hub's cache."""
 
 import fnmatch
 import functools
@@ -17,7 +17,7 @@ from vit_jax.weights.hub.urls import DownloadError
 HOSTS = ("huggingface.co", "www.huggingface.co", "hf.co")
 _CHECK_HASH = "correct the hash, or name another revision"
 
-# Best first. Other frameworks' (flax_model.msgpack, tf_model.h5) are not read.
+# Best first. Files of other frameworks (flax_model.msgpack, tf_model.h5) are not read.
 _WEIGHTS = (
     "model.safetensors",
     "model.safetensors.index.json",
@@ -49,9 +49,11 @@ def download(
 ) -> pathlib.Path:
     """Downloads a file or a model's files from the hub unless they are cached.
 
-    One request asks for the commit of a branch; a full commit hash whose files are
-    cached needs none. Without an answer the commit that was last seen is used. Returned
-    is the file, or the folder with the weights and their JSON files, of the commit.
+    One request gets the commit of a branch; a full commit hash whose files are cached
+    needs none. Without an answer the latest known commit is used.
+
+    Returns:
+      The file, or the folder with the weights and their JSON files, of the commit.
 
     Raises:
       DownloadError: the file cannot be downloaded, or has another hash.
@@ -87,10 +89,7 @@ def download(
 
 
 def _select_files(listed: Sequence[str], path: str, source: str) -> list[str]:
-    """Returns the files of one model, all in a folder: weights, their shards, sidecars.
-
-    The `path` is of a file or folder of the repository, whose files are `listed`.
-    """
+    """Returns the weights, shards and sidecars of the model at a path in a repository."""
     folder = path.rpartition("/")[0] if path in listed else path
     start = f"{folder}/" if folder else ""
     inside = [f.removeprefix(start) for f in listed if f.startswith(start)]
@@ -106,12 +105,12 @@ def _select_files(listed: Sequence[str], path: str, source: str) -> list[str]:
 def _best_weights(inside: Sequence[str], source: str) -> str:
     top_level = [name for name in inside if "/" not in name]
     for pattern in _WEIGHTS:
-        found = fnmatch.filter(top_level, pattern)
-        if len(found) > 1:
-            reason = f"has more than one model ({_shorten(found)})"
+        matches = fnmatch.filter(top_level, pattern)
+        if len(matches) > 1:
+            reason = f"has more than one model ({_shorten(matches)})"
             raise DownloadError(source, reason, "name a file of it")
-        if found:
-            return found[0]
+        if matches:
+            return matches[0]
     reason = "has no weights that are read (safetensors, npz or PyTorch)"
     raise DownloadError(source, reason, f"it has {_shorten(inside) or 'no files'}")
 
@@ -142,7 +141,7 @@ def _parse(source: str) -> Any:
         uri = parse_hf_uri(source)
     except HfUriError as error:
         raise UserError(
-            f"{source} is no place on the hub ({urls.one_line(error)}): write "
+            f"{source} is no address on the hub ({urls.one_line(error)}): write "
             "hf://owner/name, hf://owner/name@revision or hf://owner/name/file"
         ) from error
     if uri.type != "model":
@@ -155,7 +154,7 @@ def _parse(source: str) -> Any:
 def _api() -> Any:
     from huggingface_hub import HfApi
 
-    return HfApi(library_name="vit_jax")  # In the user agent.
+    return HfApi(library_name="vit_jax")  # Part of the user agent.
 
 
 def _find_cached(
@@ -163,8 +162,8 @@ def _find_cached(
 ) -> pathlib.Path | None:
     """Returns the snapshot folder of a revision if all selected files are in it.
 
-    Downloads store a listing of the commit's files. Without one the cached files may be
-    incomplete, so they are `unlisted` weights only where the hub cannot be asked.
+    Downloads store a listing of the commit's files. Without it the cached files may be
+    incomplete, so they are used only if `unlisted`, when the hub cannot be reached.
     """
     from huggingface_hub import errors, get_cached_repo_tree, snapshot_download
 
@@ -204,21 +203,21 @@ def _fetch(
             revision=uri.revision,
             cache_dir=cache_dir,
             allow_patterns=[glob.escape(name) for name in names],
-            tqdm_class=functools.partial(tqdm, disable=None),  # On terminals alone.
+            tqdm_class=functools.partial(tqdm, disable=None),  # Only on terminals.
         )
     except _request_errors() as error:
         raise _explain(source, uri, error) from error
-    for name in names:  # The library compares sizes.
+    for name in names:  # The library compares only sizes.
         path, lfs = pathlib.Path(folder, name), listed[name].lfs
-        found = urls.file_hash(path) if lfs else git_hash(path.read_bytes())
+        digest = urls.file_hash(path) if lfs else git_hash(path.read_bytes())
         expected = lfs.sha256 if lfs else listed[name].blob_id
-        if found != expected:
+        if digest != expected:
             blob = path.resolve()
             path.unlink(missing_ok=True)
             blob.unlink(missing_ok=True)
             raise DownloadError(
                 f"hf://{uri.id}/{name}",
-                f"has the {'SHA-256' if lfs else 'SHA-1'} {found}, not {expected}",
+                f"has the {'SHA-256' if lfs else 'SHA-1'} {digest}, not {expected}",
                 "it was deleted; fetch it again",
             )
     return pathlib.Path(folder)
@@ -234,11 +233,11 @@ def _request_errors() -> tuple[type[Exception], ...]:
 
 
 def _explain(source: str, uri: Any, error: Exception | None) -> UserError:
-    """Returns the error to raise for one of `_request_errors`; None: no request."""
+    """Returns the error for one of `_request_errors`; None if no request was made."""
     from huggingface_hub import constants, errors
 
     while isinstance(error, errors.LocalEntryNotFoundError) and error.__cause__:
-        error = error.__cause__  # Of a request; the cache was tried afterwards.
+        error = error.__cause__  # The request failed before the cache was tried.
     page = uri.to_url()
     absent = "is not in the cache and cannot be reached"
     by_hand = (
@@ -252,7 +251,7 @@ def _explain(source: str, uri: Any, error: Exception | None) -> UserError:
         case errors.OfflineModeIsEnabled():
             reason, remedy = f"{absent} (HF_HUB_OFFLINE is set)", by_hand
         case json.JSONDecodeError():
-            reason = f"cannot be had: {constants.ENDPOINT} does not answer as a hub"
+            reason = f"cannot be fetched: {constants.ENDPOINT} does not answer as a hub"
             remedy = "correct HF_ENDPOINT"
         case errors.GatedRepoError():
             reason = f"is gated ({code})"

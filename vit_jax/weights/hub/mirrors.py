@@ -1,14 +1,14 @@
-"""Names of published weights, and the URLs of their original and mirrors.
+"""Names of published weights, with the URLs of the originals and their mirrors.
 
 `augreg:B/16` is pretrained on ImageNet-21k, `augreg:B/16-i1k-384` then fine-tuned on
-ImageNet-1k at 384 pixels, `augreg-i1k:B/16-224` trained on ImageNet-1k alone (arXiv:
-2106.10270); `paper:B/16-i21k` and `paper:B/16` (fine-tuned at 384; -224 at 224) are of
-arXiv:2010.11929, `sam:` of 2106.01548, `deit:` of 2012.12877, `bit:` BiT-M of
+ImageNet-1k at 384 pixels, `augreg-i1k:B/16-224` trained on ImageNet-1k alone
+(arXiv:2106.10270); `paper:B/16-i21k` and `paper:B/16` (fine-tuned at 384; -224 at 224)
+are of arXiv:2010.11929, `sam:` of 2106.01548, `deit:` of 2012.12877, `bit:` BiT-M of
 1912.11370, `big_vision:` of 2205.01580.
 
 mirrors.tsv has a line for each name: the URL of the original, then those of copies, which
-may lack a head or a representation layer that the original has. Of the many AugReg files
-of each size it has the one that timm chose. Sources of the names, as of November 2026:
+may lack a head or a representation layer that the original has. Of AugReg's files for
+each size it has the one that timm chose. Sources of the names, as of November 2026:
 - buckets: google-research/vision_transformer, README.md, issues 88 and 139, and
   google-research/big_transfer, README.md; google-research/big_vision, models/vit.py and
   models/bit_paper.py; jeonsworld/ViT-pytorch, issue 25; the lists of files in
@@ -45,6 +45,6 @@ def sources(name: str) -> tuple[str, ...]:
 
 
 def copies(source: str) -> tuple[str, ...]:
-    """Returns the other URLs of the weights that one URL has."""
-    found = (urls for urls in _SOURCES.values() if source in urls)
-    return tuple(other for urls in found for other in urls if other != source)
+    """Returns the other URLs of the weights at a URL."""
+    groups = (urls for urls in _SOURCES.values() if source in urls)
+    return tuple(other for urls in groups for other in urls if other != source)

@@ -13,13 +13,13 @@ from vit_jax.weights.formats.registry import WRITERS
 from vit_jax.weights.hub.urls import one_line
 from vit_jax.weights.pretrained import Preprocess, Pretrained, resize_sides
 
-# Options that a card states, of encoders and of ResNets.
+# Options in a model card, of encoders and of ResNets.
 _SHOWN = ("width", "depth", "num_heads", "mlp_dim", "pool", "num_register_tokens")
 _SHOWN += ("activation", "layer_norm_eps", "stage_depths", "stem_width")
 
 
 def check_repository(repo: str) -> None:
-    """Raises UserError unless a name is owner/name, as of a repository on the hub."""
+    """Raises UserError unless a name is valid as owner/name of a repository on the hub."""
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
 
@@ -27,7 +27,7 @@ def check_repository(repo: str) -> None:
         validate_repo_id(repo)
     except HFValidationError as error:
         raise UserError(
-            f"--push={repo!r} is no name on the hub ({error}): write owner/name"
+            f"--push={repo!r} is not a valid name on the hub ({error}): write owner/name"
         ) from error
     if repo.count("/") != 1:
         raise UserError(f"--push={repo!r} has no owner: write owner/name")
@@ -52,7 +52,7 @@ def upload(
       URL of the commit.
 
     Raises:
-      UserError: not allowed, or the hub cannot be reached.
+      UserError: the hub refuses the upload, or cannot be reached.
     """
     import httpx2
     from huggingface_hub import CommitOperationAdd, HfApi
@@ -75,6 +75,7 @@ def upload(
 
 
 def _explain(error: BaseException, repo: str) -> str:
+    """Returns the message about a failed upload."""
     response = getattr(error, "response", None)
     status = response.status_code if response is not None else 0
     remedy = {
@@ -99,9 +100,9 @@ def model_card(
     Args:
       pretrained: the published checkpoint.
       repo: "owner/name" on the hub.
-      to: the format, a value of the flag `--to` of `vit_jax.convert`.
+      to: format, a value of the flag `--to` of `vit_jax.convert`.
       usage: Python lines that load the weights.
-      license: identifier on the hub, such as "apache-2.0"; not stated if empty.
+      license: identifier on the hub, such as "apache-2.0"; "" if unknown.
       scores: metric name to value between 0 and 1, from the report of a run.
 
     Returns:
@@ -126,7 +127,7 @@ def model_card(
         "Classes": num_classes or "none: features only",
         **{k: options[k] for k in _SHOWN if options.get(k)},
         "Converted from": f"{pretrained.format} weights",
-        "License": license or "not stated",
+        "License": license or "unknown",
     }
     parts = [
         f"---\n{yaml_dump(meta, sort_keys=False)}---",
@@ -158,7 +159,7 @@ def _table(head: tuple[str, str], rows) -> str:
 
 def _describe_images(preprocess: Preprocess | None) -> str:
     if preprocess is None:
-        return "Nothing is known about how images were prepared."
+        return "The preprocessing of images is unknown."
     target, resized = (
         f"{height}x{width}"
         for height, width in (preprocess.image_size, resize_sides(preprocess))
@@ -169,7 +170,7 @@ def _describe_images(preprocess: Preprocess | None) -> str:
     elif not preprocess.squash:
         how = f"The image is resized until it just covers {resized}"
     if target != resized or not preprocess.squash:
-        how += f", and the central {target} are cut out"
+        how += f", and the central {target} are cropped"
     mean, std = (
         ", ".join(f"{v:g}" for v in values)
         for values in (preprocess.mean, preprocess.std)

@@ -1,4 +1,4 @@
-"""Single files over https:// and from gs:// buckets, verified and cached."""
+"""Downloads, verifies and caches single files from https:// and gs://."""
 
 import hashlib
 import importlib.util
@@ -43,10 +43,12 @@ def download(
 ) -> pathlib.Path | epath.Path:
     """Downloads https://... or gs://bucket/file, which never change, unless it is cached.
 
-    A bucket is read anonymously first. Where that is refused and the `gcs` extra is
+    A bucket is read anonymously first. If that is refused and the `gcs` extra is
     installed, the user's credentials are tried. (In that order, because gcsfs takes a
-    minute and a half to notice that there is no network.) Of a folder in a bucket, such
-    as the workdir of a run, the path is returned.
+    minute and a half to notice that there is no network.)
+
+    Returns:
+      The cached file, or the path of a folder in a bucket, such as a workdir.
 
     Raises:
       DownloadError: the file cannot be downloaded, or has another hash.
@@ -58,7 +60,7 @@ def download(
         name = source.removeprefix("gs://")
         if "/" not in name:
             raise UserError(f"{source} is a whole bucket: give gs://bucket/file")
-        # Google's own clients honour this variable, which names an emulator.
+        # Google's clients honour this variable, which names an emulator.
         server = os.environ.get("STORAGE_EMULATOR_HOST")
         url = f"{server or 'https://storage.googleapis.com'}/{quote(name)}"
     path = _cache_path(url, cache_dir)
@@ -85,10 +87,10 @@ def is_complete(path: pathlib.Path, sha256: str = "") -> bool:
     return path.is_file() and (not sha256 or file_hash(path).startswith(sha256.lower()))
 
 
-def check_hash(source: str, found: str, expected: str, remedy: str) -> None:
+def check_hash(source: str, actual: str, expected: str, remedy: str) -> None:
     """Raises DownloadError unless a SHA-256 begins as expected."""
-    if not found.startswith(expected):
-        reason = f"has the SHA-256 {found}, not {expected}"
+    if not actual.startswith(expected):
+        reason = f"has the SHA-256 {actual}, not {expected}"
         raise DownloadError(source, reason, remedy)
 
 
@@ -123,7 +125,7 @@ def _store(
 ) -> None:
     """Writes a file that appears under its name when it is complete and verified.
 
-    One process at a time works on a file; the waiting ones find it complete.
+    A lock makes other processes wait until it is complete.
     """
     from huggingface_hub.utils import WeakFileLock
 
@@ -182,7 +184,7 @@ def _receive(url: str, source: str) -> Iterator[bytes]:
         reason = f"is not in the cache and cannot be reached ({why})"
         if received:
             reason = f"broke off after {received} bytes ({why})"
-        remedy = f"open {url} in a browser and give the path of what you saved"
+        remedy = f"open {url} in a browser and give the path of the saved file"
         raise DownloadError(source, reason, remedy) from error
 
 
@@ -229,8 +231,8 @@ def _read_with_credentials(
 
 def _remote_path(source: str) -> epath.Path | None:
     """Returns a path that reads with credentials, if a library for it is installed."""
-    found = any(importlib.util.find_spec(n) for n in ("gcsfs", "tensorflow"))
-    return epath.Path(source) if found else None
+    installed = any(importlib.util.find_spec(n) for n in ("gcsfs", "tensorflow"))
+    return epath.Path(source) if installed else None
 
 
 def _read(remote: epath.Path, source: str) -> Iterator[bytes]:
