@@ -45,7 +45,7 @@ class _Names:
       prefix: prefix of the decoder's arrays.
       more: second prefix of the decoder's layers outside the blocks.
       blocks: prefix of the encoder's blocks.
-      to: flag that writes this format, for messages.
+      network: name in messages.
     """
 
     read: Callable[[Tensors, int], Pretrained]
@@ -53,7 +53,7 @@ class _Names:
     prefix: str
     more: str
     blocks: str
-    to: str
+    network: str
 
     @property
     def embed(self) -> str:
@@ -65,7 +65,12 @@ class _Names:
 
 
 _FACEBOOK = _Names(
-    timm.read, timm.transformer_table, "decoder_", "", "blocks.", "--to=mae"
+    timm.read,
+    timm.transformer_table,
+    "decoder_",
+    "",
+    "blocks.",
+    "facebookresearch/mae",
 )
 _HF = _Names(
     functools.partial(hugging_face.read, VIT),
@@ -73,7 +78,7 @@ _HF = _Names(
     "decoder.",
     "decoder_",
     "encoder.",
-    "--to=hf_mae",
+    "ViTMAE of transformers",
 )
 
 
@@ -285,30 +290,15 @@ def _encoder(
 ) -> tuple[dict[str, np.ndarray], list[str], dict]:
     """Returns the arrays of the encoder, notes on what was rewritten, and its options."""
     model = models.create(**pretrained.options)
-    options = {"stem_width": 0, "depth": 0, **model.options}
-    wanted = {
-        "stem_width": 0,
-        "distillation": False,
-        "representation_layer": False,
-        "num_register_tokens": 0,
-        "activation": "gelu",
+    options = {"stem_width": 0, **model.options}
+    has = {
+        "pool": ("token", "gap"),
+        "class_token": (True, options.get("pool") == "gap"),
+        "activation": ("gelu",),
     }
     if names is _HF:
-        wanted |= {"num_classes": 0, "pool": "token", "activation": None}
-    wrong = [k for k, v in wanted.items() if v is not None and options.get(k) != v]
-    if not options["depth"] or wrong:
-        name = wrong[0] if options["depth"] else "variant"
-        raise UserError(
-            f"{names.to}: masked autoencoders have no {name}={options.get(name)!r}: write it "
-            "with --to=timm or --to=safetensors"
-        )
-    rewriting.check_network(options, "a masked autoencoder", {})
-    if options["pool"] not in ("token", "gap") or "cls" not in pretrained.params:
-        raise UserError(
-            f"{names.to}: masked autoencoders have a class token, and pool it or the patches, "
-            f"not pool={options['pool']!r} with class_token={options['class_token']}: "
-            "write it with --to=timm or --to=safetensors"
-        )
+        has = {"pool": ("token",), "num_classes": (0,)}
+    rewriting.check_network(model.options, names.network, has)
     flat = flatten_dict(pretrained.params, sep="/")
     flat, options, notes = rewriting.store_positions(flat, options, model.grid)
     flat, options, folded = rewriting.fold_layer_scale(flat, options)
