@@ -6,6 +6,7 @@ whole, such as a new classifier, `base_model.model.<layer>.weight`.
 """
 
 import dataclasses
+import functools
 import re
 from collections.abc import Mapping
 
@@ -22,6 +23,7 @@ _FACTOR = re.compile(r"(.*)\.lora_([AB])(?:\.default)?\.weight")
 _PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
 # Keys of config.json about the classes of the base weights.
 _CLASSES = ("id2label", "label2id", "label_names", "label_descriptions", "labels")
+_file_name = functools.partial(hugging_face.file_name, VIT)
 
 
 def base_of(adapter: Tensors) -> str:
@@ -121,8 +123,3 @@ def _scale(config: Mapping, layer: str, rank: int) -> float:
     matching = (a for key, a in alphas.items() if re.match(rf"(.*\.)?({key})$", layer))
     alpha = next(matching, config.get("lora_alpha", 8))
     return alpha / (rank**0.5 if config.get("use_rslora") else rank)
-
-
-def _file_name(name: str) -> str:
-    """Returns transformers' name in files, without the model's prefix."""
-    return hugging_face.file_name(VIT, name)

@@ -28,6 +28,7 @@ from orbax.checkpoint import v1 as ocp
 from vit_jax import models
 from vit_jax.data.transforms import host as host_transforms
 from vit_jax.data.transforms import parse
+from vit_jax.data.transforms.base import pair
 from vit_jax.errors import UserError
 from vit_jax.weights.pretrained import (
     Preprocess,
@@ -264,18 +265,18 @@ def _preprocess(data: dict) -> Preprocess | None:
     match parse.parse_eval(data["eval_transform"], image_size):
         case ():  # The images already have this size.
             return Preprocess(**common, squash=True)
-        case (host_transforms.Resize(size=size),) if _pair(size) == image_size:
+        case (host_transforms.Resize(size=size),) if pair(size) == image_size:
             return Preprocess(**common, squash=True)
         case (
             host_transforms.ResizeSmall(size=(rows, columns)),
             host_transforms.CentralCrop(size=size),
-        ) if _pair(size) == image_size:
+        ) if pair(size) == image_size:
             how = Preprocess(**common, crop_fraction=image_size[0] / rows)
             return how if resize_sides(how) == (rows, columns) else None
         case (
             host_transforms.ResizeSmall(size=short),
             host_transforms.CentralCrop(size=size),
-        ) if _pair(size) == image_size:
+        ) if pair(size) == image_size:
             return Preprocess(
                 **common,
                 crop_fraction=min(image_size) / short,
@@ -284,18 +285,14 @@ def _preprocess(data: dict) -> Preprocess | None:
         case (
             host_transforms.Resize(size=resized),
             host_transforms.CentralCrop(size=size),
-        ) if _pair(size) == image_size and _same_shape(_pair(resized), image_size):
-            fraction = image_size[0] / _pair(resized)[0]
+        ) if pair(size) == image_size and _same_shape(pair(resized), image_size):
+            fraction = image_size[0] / pair(resized)[0]
             return Preprocess(**common, crop_fraction=fraction, squash=True)
     return None
 
 
 def _same_shape(one: tuple[int, int], other: tuple[int, int]) -> bool:
     return one[0] * other[1] == one[1] * other[0]
-
-
-def _pair(size) -> tuple[int, int]:
-    return (size, size) if isinstance(size, int) else tuple(size)
 
 
 def read_metadata(workdir: str | os.PathLike) -> dict:

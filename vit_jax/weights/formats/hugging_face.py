@@ -160,7 +160,8 @@ def read(family: Family, tensors: Tensors, num_heads: int = 0) -> Pretrained:
     check_config(family, flat, config, source)
     if not config.get("qkv_bias", True):
         notes += add_biases(flat, r"\.(query|key|value)$")
-    depth = count_blocks(names, flat)
+    first_norm = next(v for k, v in names.items() if k.endswith("Norm_0"))
+    depth = tables.count_blocks(flat, first_norm.partition("#")[0])
     num_heads, more = tables.choose_num_heads(
         values.get("num_attention_heads", 12 if config else 0),
         num_heads,
@@ -220,13 +221,6 @@ def read(family: Family, tensors: Tensors, num_heads: int = 0) -> Pretrained:
         notes=(*notes, *more),
         **read_labels(config, form["num_classes"]),
     )
-
-
-def count_blocks(names: Names, flat: Mapping[str, np.ndarray]) -> int:
-    """Returns the number of blocks of a network."""
-    prefix = next(v.split("#")[0] for k, v in names.items() if k.endswith("Norm_0"))
-    inside = (name.removeprefix(prefix) for name in flat if name.startswith(prefix))
-    return len({name.split(".")[0] for name in inside})
 
 
 def check_config(family: Family, flat: Arrays, config: Mapping, source: str) -> None:

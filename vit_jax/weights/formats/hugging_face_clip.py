@@ -28,7 +28,9 @@ from vit_jax.weights.formats.hugging_face import KEYS, Arrays, Family
 from vit_jax.weights.formats.registry import READERS, WRITERS, Reader, Writer
 from vit_jax.weights.formats.tables import (
     LINEAR,
+    ROWS,
     SAME,
+    TOKEN,
     ArrayEntry,
     block,
     one_layout,
@@ -36,8 +38,6 @@ from vit_jax.weights.formats.tables import (
 from vit_jax.weights.pretrained import POSITIONS, Preprocess, Pretrained
 from vit_jax.weights.text_tower import config_of
 
-ROWS = one_layout(lambda a: a[None], lambda a: a[0])  # (N, D) and (1, N, D).
-_TOKEN = one_layout(lambda a: a[None, None], lambda a: a[0, 0])  # (D,), (1, 1, D).
 _NUMBER = one_layout(lambda a: a.reshape(1), lambda a: a)
 # model_type of an image tower alone, and of both towers or a classifier.
 _CLIP_TYPES = ("clip_vision_model", "clip")
@@ -70,7 +70,7 @@ _NAMES = {
     "head": "classifier",
 }
 _CLIP_NAMES = _NAMES | {
-    "cls": (_CLASS, _TOKEN),
+    "cls": (_CLASS, TOKEN),
     "Transformer/pre_norm": "pre_layrnorm",  # Spelt so in transformers.
 }
 _TEXT_NAMES = {
@@ -248,7 +248,7 @@ def _read_text(
         raise UserError(
             f"{source}: {num_heads} heads do not divide the text tower's width {width}"
         )
-    depth = hugging_face.count_blocks(_TEXT_NAMES, flat)
+    depth = tables.count_blocks(flat, "text_model.encoder.layers.")
     table = _text_table(clip, depth, num_heads)
     part, network = " of the text tower", "CLIPModel or SiglipModel"
     tables.check_names(flat, table, source, part=part, network=network)

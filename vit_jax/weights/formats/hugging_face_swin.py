@@ -8,6 +8,7 @@ from collections.abc import Mapping
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
+from vit_jax.data.transforms.base import pair
 from vit_jax.errors import UserError
 from vit_jax.models.swin import SwinConfig
 from vit_jax.weights.formats import (
@@ -108,8 +109,7 @@ def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
     table = swin.table(options, _NAMES)
     tables.check_names(flat, table, source, network="SwinModel or Swinv2Model")
     params = tables.to_our_arrays(flat, table, source)
-    size = values["image_size"]
-    image_size = (size, size) if isinstance(size, int) else tuple(size)
+    image_size = pair(values["image_size"])
     preprocess, more = hugging_face_processor.read(tensors.sidecars, image_size)
     grown = config.get("pretrained_window_sizes") or ()
     return Pretrained(

@@ -125,9 +125,9 @@ def read_timm(tensors: Tensors, num_heads: int = 0) -> Pretrained:
             "config.json has img_size"
         )
     num_classes = len(flat.get("head.weight", ()))
-    depth = len({name.split(".")[1] for name in flat if name.startswith("blocks.")})
+    depth = tables.count_blocks(flat, "blocks.")
     table = _table(depth, num_classes)
-    timm_networks.check_names(flat, {e.name for e in table}, source)
+    timm_networks.check_names(flat, table, source)
     params = tables.to_our_arrays(flat, table, source)
     options = _options(params) | {"activation": "gelu", "image_size": image_size}
     options["num_classes"] = num_classes

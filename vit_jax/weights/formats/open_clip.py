@@ -15,6 +15,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from vit_jax import models
 from vit_jax.data import tokenizer
+from vit_jax.data.transforms.base import pair
 from vit_jax.errors import UserError
 from vit_jax.models import text
 from vit_jax.weights import rewriting
@@ -29,7 +30,9 @@ from vit_jax.weights.formats import (
 from vit_jax.weights.formats.files import Tensors
 from vit_jax.weights.formats.registry import READERS, WRITERS, Reader, Writer
 from vit_jax.weights.formats.tables import (
+    ROWS,
     SAME,
+    TOKEN,
     ArrayEntry,
     block,
     name_entries,
@@ -44,7 +47,6 @@ _CONFIG = "open_clip_config.json"
 _WEIGHTS = "open_clip_model.safetensors"
 # Entries of OpenAI's files that are no parameters; such networks have QuickGELU.
 _OPENAI = ("input_resolution", "context_length", "vocab_size")
-_TOKEN = one_layout(lambda a: a[None, None], lambda a: a[0, 0])
 _NUMBER = one_layout(lambda a: a.reshape(1), lambda a: a.reshape(()))
 _LAYERS = {
     "norm1": "ln_1",
@@ -56,15 +58,15 @@ _LAYERS = {
 }
 _IMAGE_NAMES = {
     "embedding": "conv1",
-    "cls": ("class_embedding", _TOKEN),
-    POSITIONS: ("positional_embedding", hugging_face_clip.ROWS),
+    "cls": ("class_embedding", TOKEN),
+    POSITIONS: ("positional_embedding", ROWS),
     "Transformer/pre_norm": "ln_pre",
     "Transformer/encoder_norm": "ln_post",
     **block(_BLOCKS, **_LAYERS),
 }
 _TEXT_NAMES = {
     "text/embedding": ("token_embedding.weight", SAME),
-    "text/pos_embedding": ("positional_embedding", hugging_face_clip.ROWS),
+    "text/pos_embedding": ("positional_embedding", ROWS),
     "text/encoder_norm": "ln_final",
     text.LOGIT_SCALE: (text.LOGIT_SCALE, _NUMBER),
     **block(_BLOCKS, modules="text/encoderblock", **_LAYERS),
@@ -190,7 +192,12 @@ def _read_image(
     width = len(flat["conv1.weight"])
     num_heads = num_heads or max(1, width // vision.get("head_width", 64))
     flat["conv1.bias"] = np.zeros(width, np.float32)
-    params = _convert(flat, _image_table(_depth(flat), num_heads), source, "image")
+    params = _convert(
+        flat,
+        _image_table(tables.count_blocks(flat, f"{_BLOCKS}."), num_heads),
+        source,
+        "image",
+    )
     if vision.get("pool_type", "tok") != "tok":
         raise UserError(
             f"{source}: vision_cfg.pool_type={vision['pool_type']!r} in {_CONFIG}: "
@@ -201,7 +208,7 @@ def _read_image(
     )
     patch = len(params["embedding/kernel"])
     side = patch * round((params[POSITIONS].shape[1] - 1) ** 0.5)
-    given = _pair(vision.get("image_size", side))
+    given = pair(vision.get("image_size", side))
     size = tuple(pixels // patch * patch for pixels in given)
     return Pretrained(
         params=unflatten_dict(params, sep="/"),
@@ -218,10 +225,6 @@ def _read_image(
         format="open_clip",
         source=source,
     )
-
-
-def _depth(flat: dict) -> int:
-    return len({n.split(".")[2] for n in flat if n.startswith(_BLOCKS)})
 
 
 def _convert(flat: dict, table: list[ArrayEntry], source: str, tower: str) -> dict:
@@ -254,7 +257,10 @@ def _read_text(
         )
     vocab_size, width = flat["token_embedding.weight"].shape
     num_heads = config.get("heads", max(1, width // 64))
-    depth, bias = _depth(flat), "text_projection.bias" in flat
+    depth, bias = (
+        tables.count_blocks(flat, f"{_BLOCKS}."),
+        "text_projection.bias" in flat,
+    )
     pool = {"argmax": "eos", "eos": "eos", "last": "last"}.get(
         config.get("pool_type", "argmax")
     )
@@ -285,15 +291,11 @@ def _read_text(
     return task, unflatten_dict(params, sep="/")
 
 
-def _pair(size: int | Sequence[int]) -> tuple[int, int]:
-    return (size, size) if isinstance(size, int) else tuple(size)
-
-
 def _read_preprocess(
     config: dict, size: int | Sequence[int], image_size: tuple[int, int], patch: int
 ) -> Preprocess:
     """Reads the preprocessing to `size` for a network of `image_size`."""
-    default = hugging_face_clip.clip_preprocess(_pair(size))
+    default = hugging_face_clip.clip_preprocess(pair(size))
     if not config:
         return timm_config.fit_patches(default, image_size, patch)
     mode = config.get("resize_mode")

@@ -61,6 +61,8 @@ PAIR = ArrayLayout(
 )
 # Arrays of each layer, (2, depth, ...) and (depth, 2, ...).
 DEPTH_SECOND = one_layout(lambda a: a.swapaxes(0, 1), lambda a: a.swapaxes(0, 1))
+ROWS = one_layout(lambda a: a[None], lambda a: a[0])  # (N, D) and (1, N, D).
+TOKEN = one_layout(lambda a: a[None, None], lambda a: a[0, 0])  # (D,) and (1, 1, D).
 # A classifier written as a 1x1 convolution: (out, in, 1, 1) and (in, out).
 POINTWISE = one_layout(
     lambda a: a.reshape(a.shape[:2]).T, lambda a: a.T.reshape(*a.T.shape, 1, 1)
@@ -238,6 +240,12 @@ def rename(
             name = re.sub(pattern, new, name)
         renamed[name] = value
     return renamed
+
+
+def count_blocks(flat: Iterable[str], prefix: str) -> int:
+    """Returns the number of blocks, whose arrays begin with `prefix` and a number."""
+    inside = (name.removeprefix(prefix) for name in flat if name.startswith(prefix))
+    return len({name.split(".")[0] for name in inside})
 
 
 def choose_num_heads(

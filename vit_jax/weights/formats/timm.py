@@ -4,6 +4,7 @@ Reads plain state dicts, and folders with `model.safetensors` and `config.json`,
 timm's models on the Hugging Face hub have.
 """
 
+import collections
 import math
 import operator
 import os
@@ -155,12 +156,10 @@ def finish(
 
 def _read_resnet(tensors: Tensors, facts: Facts, num_heads: int):
     flat, source = tensors.flat, tensors.path
-    units = {tuple(name.split(".")[1:4:2]) for name in flat if "stages." in name}
-    stages = [int(stage) for stage, _ in units]
-    blocks = tuple(stages.count(i) for i in range(len(set(stages))))
+    blocks = _stage_depths(flat, "stages")
     num_classes = len(flat.get("head.fc.weight", ()))
     table = _resnet_table({"stage_depths": blocks, "num_classes": num_classes})
-    timm_networks.check_names(flat, {e.name for e in table}, source)
+    timm_networks.check_names(flat, table, source)
     params = tables.to_our_arrays(flat, table, source)
     channels, stem_width = params["root_block/conv_root/kernel"].shape[2:]
     timm_networks.check_average(facts.pool, "a ResNet", source)
@@ -201,7 +200,7 @@ def _read_transformer(tensors: Tensors, facts: Facts, num_heads: int):
         )
     notes += more
     table = transformer_table(form | shape)
-    timm_networks.check_names(flat, {e.name for e in table}, source)
+    timm_networks.check_names(flat, table, source)
     if shape["stem_width"]:
         notes.append(_STEM_NOTE)
     if form["distillation"] and not form["num_classes"]:
@@ -270,15 +269,21 @@ def _check_whole(flat: dict[str, np.ndarray], facts: Facts, source: str) -> None
 
 def _shape(flat: dict[str, np.ndarray]) -> dict:
     """Returns the sizes that the table of a network depends on."""
-    stages = re.compile(re.escape(_BACKBONE) + r"\.stages\.(\d+)\.blocks\.(\d+)\.")
-    counts = [int(s) for s, _ in {m.groups() for m in map(stages.match, flat) if m}]
     return {
-        "depth": len({n.split(".")[1] for n in flat if n.startswith("blocks.")}),
+        "depth": tables.count_blocks(flat, "blocks."),
         "stem_width": int(any(name.startswith(f"{_BACKBONE}.") for name in flat)),
-        "stage_depths": tuple(counts.count(i) for i in range(len(set(counts)))),
+        "stage_depths": _stage_depths(flat, f"{_BACKBONE}.stages"),
         "num_register_tokens": np.shape(flat.get("reg_token", ((),)))[1],
         "layer_scale_init": float("blocks.0.ls1.gamma" in flat),
     }
+
+
+def _stage_depths(flat: dict[str, np.ndarray], stages: str) -> tuple[int, ...]:
+    """Returns the number of units in each stage of a ResNet."""
+    pattern = re.compile(re.escape(stages) + r"\.(\d+)\.blocks\.(\d+)\.")
+    units = {match.groups() for match in map(pattern.match, flat) if match}
+    counts = collections.Counter(int(stage) for stage, _ in units)
+    return tuple(counts[i] for i in range(len(counts)))
 
 
 def _form(flat: dict[str, np.ndarray], facts: Facts, source: str) -> dict:

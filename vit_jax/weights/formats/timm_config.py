@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from vit_jax.data.transforms.base import pair
 from vit_jax.errors import UserError
 from vit_jax.models import layers, rotary
 from vit_jax.weights import rewriting
@@ -122,7 +123,7 @@ def read(config: Mapping) -> Facts:
     sides = re.findall(r"(?:_|to)(\d{3})(?=_|$)", name)
     size = (int(sides[-1]),) * 2 if sides else default.image_size or (0, 0)
     size = args.get("img_size") or images.get("input_size", (3, *size))[1:]
-    size = _pair(size) if np.all(size) else None
+    size = pair(size) if np.all(size) else None
     preprocess, notes = None, []
     if nested is not None or images.keys() & _IMAGES:
         preprocess, notes = _preprocess(images, size or (224, 224))
@@ -148,10 +149,6 @@ def read(config: Mapping) -> Facts:
         class_names=_class_names(config, images),
         notes=tuple(notes),
     )
-
-
-def _pair(size: int | Sequence[int]) -> tuple[int, int]:
-    return (size, size) if isinstance(size, int) else tuple(size)
 
 
 def fit_patches(

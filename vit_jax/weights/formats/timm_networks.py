@@ -9,11 +9,12 @@ Letter: K head width.
 
 import dataclasses
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 
 from vit_jax.errors import UserError
+from vit_jax.weights.formats.tables import ArrayEntry
 from vit_jax.weights.pretrained import Preprocess
 
 
@@ -305,8 +306,9 @@ def is_gated(flat: Mapping[str, np.ndarray]) -> bool:
     return len(first) == 2 * second.shape[-1]
 
 
-def check_names(flat: Mapping, known: Collection[str], source: str) -> None:
-    """Raises UserError if a part of the network has an unknown array."""
+def check_names(flat: Mapping, table: Iterable[ArrayEntry], source: str) -> None:
+    """Raises UserError if a part of the network has an array that is not in the table."""
+    known = {entry.name for entry in table}
     for name in sorted(flat.keys() - known):
         if _PARTS.match(name):
             raise _unsupported(source, f"{name} is")
