@@ -284,10 +284,8 @@ def load(
     if head == "keep" and class_names:
         given, learned = _order_head(pretrained, class_names)
     if _learns_positions(options, model.options):
-        flat, options, notes = rewriting.learn_positions(
-            flatten_dict(given, sep="/"), options, source.grid
-        )
-        learned += notes
+        flat, options = flatten_dict(given, sep="/"), dict(options)
+        learned += rewriting.learn_positions(flat, options, source.grid)
         given = unflatten_dict(flat, sep="/")
     try:
         params, rows = surgery.fit(

@@ -1,8 +1,8 @@
 """Rewrites networks to equal ones that another library supports.
 
-Writers call these functions for features that their library lacks, and refuse others by
-`check_network`. In all of them `flat` has parameters by name, levels joined by "/", and
-`options` all options of `models.Model`.
+Writers refuse networks by `check_network`, and call the other functions for features that
+their library lacks. These change in place `flat`, the parameters by name, levels joined by
+"/", and `options`, all options of `models.Model`, and return notes for the user.
 """
 
 import math
@@ -73,49 +73,38 @@ def check_network(
             refuse(name)
 
 
-def norm_every_token(
-    flat: dict[str, np.ndarray], options: Mapping
-) -> tuple[dict[str, np.ndarray], dict, list[str]]:
-    """Moves the final LayerNorm before the selection of the token, which is equivalent.
-
-    Returns:
-      Parameters and options, changed if the model classifies single tokens and normalises
-      them after the selection, and notes.
-    """
+def norm_every_token(flat: dict[str, np.ndarray], options: dict) -> list[str]:
+    """Moves the final LayerNorm before the selection of the token, which is equivalent."""
     if not options.get("fc_norm") or options["pool"] not in ("token", "none"):
-        return flat, dict(options), []
+        return []
     moved = {
         k.replace("fc_norm/", "Transformer/encoder_norm/"): v for k, v in flat.items()
     }
-    note = "final LayerNorm: moved before the choice of the token"
-    return moved, {**options, "fc_norm": False}, [note]
+    flat.clear()
+    flat.update(moved)
+    options["fc_norm"] = False
+    return ["final LayerNorm: moved before the choice of the token"]
 
 
 def learn_positions(
-    flat: dict[str, np.ndarray], options: Mapping, grid: tuple[int, int]
-) -> tuple[dict[str, np.ndarray], dict, list[str]]:
+    flat: dict[str, np.ndarray], options: dict, grid: tuple[int, int]
+) -> list[str]:
     """Converts position embeddings to one learned vector per token.
 
-    Args:
-      flat: parameters by name.
-      options: all options of `models.Model`.
-      grid: rows and columns of patches.
-
-    Returns:
-      Parameters and options with posemb "learned" or "none", and notes.
+    Afterwards posemb is "learned" or "none". `grid` has the rows and columns of patches.
 
     Raises:
       UserError: the embeddings are not added at the stem.
     """
-    kind, options = options.get("posemb", "none"), dict(options)
+    kind = options.get("posemb", "none")
     if kind == "relative" or options.get("posemb_placement", "stem") != "stem":
         raise UserError(
             f"posemb={kind} at posemb_placement={options['posemb_placement']} exists in "
             "neither timm nor Hugging Face: write it with --to=safetensors"
         )
     if "2d" not in kind:
-        return flat, options, []
-    flat, num_prefix_tokens = dict(flat), sum(name in flat for name in TOKENS)
+        return []
+    num_prefix_tokens = sum(name in flat for name in TOKENS)
     if kind.startswith("sincos2d"):
         vectors = np.asarray(posemb.sincos2d(grid, options["width"], kind))
     else:
@@ -129,20 +118,20 @@ def learn_positions(
         vectors = np.concatenate(halves, axis=-1).reshape(-1, options["width"])
     flat[POSITIONS] = prepend_zero_rows(vectors[None], num_prefix_tokens)
     options["posemb"] = "learned"
-    return flat, options, [f"position embeddings: {kind} written out as values"]
+    return [f"position embeddings: {kind} written out as values"]
 
 
 def store_positions(
-    flat: dict[str, np.ndarray], options: Mapping, grid: tuple[int, int]
-) -> tuple[dict[str, np.ndarray], dict, list[str]]:
+    flat: dict[str, np.ndarray], options: dict, grid: tuple[int, int]
+) -> list[str]:
     """Calls `learn_positions`, and adds zeros to networks without positions."""
-    flat, options, notes = learn_positions(flat, options, grid)
+    notes = learn_positions(flat, options, grid)
     if options["posemb"] == "none":
         tokens = math.prod(grid) + sum(name in flat for name in TOKENS)
-        zeros = np.zeros((1, tokens, options["width"]), np.float32)
-        flat, options = flat | {POSITIONS: zeros}, options | {"posemb": "learned"}
-        notes = [*notes, "position embeddings: none, written as zeros"]
-    return flat, options, notes
+        flat[POSITIONS] = np.zeros((1, tokens, options["width"]), np.float32)
+        options["posemb"] = "learned"
+        notes.append("position embeddings: none, written as zeros")
+    return notes
 
 
 def prepend_zero_rows(embedding: np.ndarray, rows: int) -> np.ndarray:
@@ -153,23 +142,17 @@ def prepend_zero_rows(embedding: np.ndarray, rows: int) -> np.ndarray:
 
 def fold_patch_bias(
     flat: dict[str, np.ndarray], options: Mapping, *, num_prefix_tokens: int
-) -> tuple[dict[str, np.ndarray], list[str]]:
+) -> list[str]:
     """Adds the bias of the patch embedding to the positions, and makes it zeros.
 
-    Args:
-      flat: parameters by name.
-      options: all options of `models.Model`.
-      num_prefix_tokens: rows of positions before those of the patches.
-
-    Returns:
-      The parameters, and a note if there was a bias.
+    The first `num_prefix_tokens` rows of positions are not those of patches.
 
     Raises:
       UserError: there are no learned positions to add it to.
     """
     bias = flat["embedding/bias"]
     if not np.any(bias):
-        return flat, []
+        return []
     if options["posemb"] != "learned":
         raise UserError(
             "pre_norm=True: the other library's patches have no bias then, and there are "
@@ -177,28 +160,22 @@ def fold_patch_bias(
         )
     positions = np.array(flat[POSITIONS])
     positions[:, num_prefix_tokens:] += np.reshape(bias, (1, 1, -1))
-    zeros = {"embedding/bias": np.zeros_like(bias), POSITIONS: positions}
-    return flat | zeros, ["bias of the patches: added to their position embeddings"]
+    flat |= {"embedding/bias": np.zeros_like(bias), POSITIONS: positions}
+    return ["bias of the patches: added to their position embeddings"]
 
 
-def fold_layer_scale(
-    flat: dict[str, np.ndarray], options: Mapping
-) -> tuple[dict[str, np.ndarray], dict, list[str]]:
-    """Multiplies LayerScale (arXiv:2103.17239) into the layers before it.
-
-    Returns:
-      Parameters and options of a network without LayerScale, and notes.
-    """
+def fold_layer_scale(flat: dict[str, np.ndarray], options: dict) -> list[str]:
+    """Multiplies LayerScale (arXiv:2103.17239) into the layers before it."""
     if not options["layer_scale_init"]:
-        return flat, dict(options), []
-    flat = {name: np.asarray(value) for name, value in flat.items()}
+        return []
+    flat |= {name: np.asarray(value) for name, value in flat.items()}
     multiply_layer_scale(flat, [n for n in flat if n.endswith(tuple(SCALES))])
-    note = "LayerScale: multiplied into the layers in front of it"
-    return flat, {**options, "layer_scale_init": 0.0}, [note]
+    options["layer_scale_init"] = 0.0
+    return ["LayerScale: multiplied into the layers in front of it"]
 
 
 def multiply_layer_scale(flat: dict[str, np.ndarray], names: Collection[str]) -> None:
-    """Multiplies LayerScale into the layers before it, and removes it, in place."""
+    """Multiplies LayerScale into the layers before it, and removes it."""
     for name in names:
         block, leaf = name.rsplit("/", 2)[0], "/".join(name.rsplit("/", 2)[1:])
         gamma, layer = flat.pop(name), f"{block}/{SCALES[leaf]}"

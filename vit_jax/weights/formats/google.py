@@ -58,10 +58,9 @@ def write(pretrained: Pretrained, path: str | os.PathLike) -> list[str]:
     notes += note_preprocess(pretrained.preprocess)
     if "depth" in options:
         _check_network(options)
-        flat, options, more = rewriting.norm_every_token(flat, options)
-        flat, options, written = rewriting.learn_positions(flat, options, model.grid)
-        flat, options, folded = rewriting.fold_layer_scale(flat, options)
-        notes += more + written + folded
+        notes += rewriting.norm_every_token(flat, options)
+        notes += rewriting.learn_positions(flat, options, model.grid)
+        notes += rewriting.fold_layer_scale(flat, options)
         if options["activation"] != "gelu_tanh":
             notes.append(ACTIVATION_NOTE)
         if options["layer_norm_eps"] != 1e-6:

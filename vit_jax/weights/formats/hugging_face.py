@@ -354,17 +354,16 @@ def to_their_arrays(
     network = f"{family.network}Model of transformers"
     rewriting.check_network(options, network, has, to=family.others)
     flat = flatten_dict(pretrained.params, sep="/")
-    flat, options, notes = rewriting.norm_every_token(flat, options)
+    notes = rewriting.norm_every_token(flat, options)
     if POSITIONS in names:
-        place = (
+        fit_positions = (
             rewriting.learn_positions if family.optional else rewriting.store_positions
         )
-        flat, options, more = place(flat, options, model.grid)
-        notes += more + rewriting.note_resize(options, "transformers")
+        notes += fit_positions(flat, options, model.grid)
+        notes += rewriting.note_resize(options, "transformers")
     scales = [name for name in names if name.endswith("/gamma")]
     if not scales:
-        flat, options, more = rewriting.fold_layer_scale(flat, options)
-        notes += more
+        notes += rewriting.fold_layer_scale(flat, options)
     elif not options["layer_scale_init"] and not family.optional:
         options["layer_scale_init"] = 1.0
         ones = np.ones(options["width"], np.float32)
@@ -372,8 +371,7 @@ def to_their_arrays(
             flat |= {name.replace("#", str(i)): ones for name in scales}
         notes.append("LayerScale: none, written as ones")
     if not family.patch_bias:
-        flat, more = rewriting.fold_patch_bias(flat, options, num_prefix_tokens=1)
-        notes += more
+        notes += rewriting.fold_patch_bias(flat, options, num_prefix_tokens=1)
     arrays = tables.to_their_arrays(flat, entries(family, options))
     return options, arrays, notes + family.finish(arrays, options)
 

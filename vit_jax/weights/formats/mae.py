@@ -300,9 +300,8 @@ def _encoder(
         has = {"pool": ("token",), "num_classes": (0,)}
     rewriting.check_network(model.options, names.network, has)
     flat = flatten_dict(pretrained.params, sep="/")
-    flat, options, notes = rewriting.store_positions(flat, options, model.grid)
-    flat, options, folded = rewriting.fold_layer_scale(flat, options)
-    notes += folded
+    notes = rewriting.store_positions(flat, options, model.grid)
+    notes += rewriting.fold_layer_scale(flat, options)
     options["patch"] = model.patch_size
     return tables.to_their_arrays(flat, names.table(options)), notes, options
 

@@ -345,11 +345,11 @@ def write(pretrained: Pretrained, folder: str | os.PathLike) -> list[str]:
     about, projection = config_of(pretrained), params.get(text.PROJECTION, {})
     _check_writable(model, about, projection)
     flat = flatten_dict(pretrained.params, sep="/")
-    flat, options, notes = rewriting.norm_every_token(flat, options)
-    flat, options, more = rewriting.store_positions(flat, options, model.grid)
-    flat, options, folded = rewriting.fold_layer_scale(flat, options)
-    notes += more + folded + rewriting.note_resize(options, "OpenCLIP")
-    flat, more = rewriting.fold_patch_bias(flat, options, num_prefix_tokens=1)
+    notes = rewriting.norm_every_token(flat, options)
+    notes += rewriting.store_positions(flat, options, model.grid)
+    notes += rewriting.fold_layer_scale(flat, options)
+    notes += rewriting.note_resize(options, "OpenCLIP")
+    notes += rewriting.fold_patch_bias(flat, options, num_prefix_tokens=1)
     table = _image_table(options["depth"], options["num_heads"])
     image = tables.to_their_arrays(flat, table)
     del image["conv1.bias"]
@@ -364,7 +364,7 @@ def write(pretrained: Pretrained, folder: str | os.PathLike) -> list[str]:
     config["embed_dim"] = int(arrays[f"{_VISUAL}proj"].shape[1])
     if shifted:
         config["init_logit_bias"] = float(params[text.LOGIT_BIAS][0])
-    whole, notes = {"model_cfg": config}, notes + more
+    whole = {"model_cfg": config}
     if how := pretrained.preprocess:
         images = whole["preprocess_cfg"] = _write_preprocess(how)
         sides = tuple(map(operator.add, options["image_size"], how.cut))

@@ -380,7 +380,7 @@ def write(pretrained: Pretrained, folder: str | os.PathLike) -> list[str]:
     flat = flatten_dict(pretrained.params, sep="/")
     options = {"stage_depths": (), "stem_width": 0, **model.options}
     if "depth" in options:
-        flat, options, notes = _prepare_transformer(flat, options, model)
+        notes = _prepare_transformer(flat, options, model)
         table = transformer_table
     else:
         table, notes = _resnet_table, []
@@ -402,8 +402,8 @@ def write(pretrained: Pretrained, folder: str | os.PathLike) -> list[str]:
 
 def _prepare_transformer(
     flat: dict[str, np.ndarray], options: dict, model: models.Model
-) -> tuple[dict[str, np.ndarray], dict, list[str]]:
-    """Rewrites parameters and options of an encoder to what timm has; returns notes."""
+) -> list[str]:
+    """Rewrites an encoder in place to one that timm has; returns notes."""
     for name, wrong, other in (
         ("representation_layer", True, "timm has no tanh layer before the classifier"),
         ("pool", "token_gap", "timm's classifiers see the class token or the mean"),
@@ -413,18 +413,16 @@ def _prepare_transformer(
             raise UserError(
                 f"{name}={wrong!r}: {other}: write it with --to={to} or --to=safetensors"
             )
-    flat, options, notes = rewriting.norm_every_token(flat, options)
-    flat, options, more = rewriting.learn_positions(flat, options, model.grid)
-    notes, R = [*notes, *more], options["num_register_tokens"]
+    notes = rewriting.norm_every_token(flat, options)
+    notes += rewriting.learn_positions(flat, options, model.grid)
+    R = options["num_register_tokens"]
+    P = model.num_prefix_tokens - R
     if options["pre_norm"]:
-        P = model.num_prefix_tokens - R
-        flat, more = rewriting.fold_patch_bias(flat, options, num_prefix_tokens=P)
-        notes += more
+        notes += rewriting.fold_patch_bias(flat, options, num_prefix_tokens=P)
     notes += rewriting.note_resize(options, "timm")
     if R and options["posemb"] == "learned":  # Registers get positions of zeros.
         zeros = np.zeros_like(flat[POSITIONS], shape=(1, R, options["width"]))
-        place = [model.num_prefix_tokens - R]
-        flat[POSITIONS] = np.insert(flat[POSITIONS], place, zeros, axis=1)
+        flat[POSITIONS] = np.insert(flat[POSITIONS], [P], zeros, axis=1)
     options["patch"] = flat["embedding/kernel"].shape[0]
     if 0 < options["layer_norm_eps"] < 1e-6:
         epsilon = f"{options['layer_norm_eps']:g}"
@@ -440,8 +438,8 @@ def _prepare_transformer(
         notes.append(_FEATURES_NOTE)
     if options["rope"] != "none":
         rotary = timm_networks.Rotary(options["rope"], pairs=options["rope"] == "mixed")
-        flat = timm_networks.turn_features(flat, rotary, back=True)
-    return flat, options, notes
+        flat |= timm_networks.turn_features(flat, rotary, back=True)
+    return notes
 
 
 def write_folder(
