@@ -84,11 +84,7 @@ def export(
 def _find_write(
     pretrained: Pretrained, to: str
 ) -> Callable[[Pretrained, pathlib.Path], list[str]]:
-    """Returns the function that writes the network in a format.
-
-    Raises:
-      UserError: the format does not support the network.
-    """
+    """Returns the function that writes the network, or raises UserError."""
     variant, writer = pretrained.options["variant"], WRITERS[to]
     if writer.program:
         return writer.write

@@ -289,11 +289,7 @@ def read_labels(config: Mapping, num_classes: int) -> dict:
 def _find_image_size(
     params: Arrays, patch: int, configured: int | list[int] | None, source: str
 ) -> tuple[int, int]:
-    """Returns the height and width that parameters are for, in whole patches.
-
-    Raises:
-      UserError: the grid is not square, and config.json does not have its sides.
-    """
+    """Returns the height and width that parameters are for, in whole patches."""
     sides = (configured, configured) if isinstance(configured, int) else configured
     grid = sides and tuple(side // patch for side in sides)
     biases = [v for k, v in params.items() if k.startswith("Transformer/relative_bias")]
@@ -447,7 +443,6 @@ def write_folder(
 
 def _usage(family: Family, pretrained: Pretrained, path: str, on_hub: bool) -> str:
     """Returns Python lines that load a written checkpoint."""
-    del on_hub
     options = models.create(**pretrained.options).options
     kind = "ModelForImageClassification" if options["num_classes"] else "Model"
     arguments, comment = family.usage(options)

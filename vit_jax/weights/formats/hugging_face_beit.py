@@ -24,7 +24,6 @@ def _claims(flat: Arrays, kind: str | None) -> bool:
 
 
 def _prepare(flat: Arrays, config: Mapping) -> list[str]:
-    del config
     for name in list(flat):
         if name.endswith("relative_position_index") or name.startswith("lm_head."):
             del flat[name]
@@ -33,7 +32,6 @@ def _prepare(flat: Arrays, config: Mapping) -> list[str]:
 
 
 def _options(flat: Arrays, config: Mapping) -> dict:
-    del config
     mean = "pooler.layernorm.weight" in flat
     shared = "shared" if _SHARED in flat else "none"
     scaled = "encoder.layer.0.lambda_1" in flat
@@ -49,7 +47,6 @@ def _options(flat: Arrays, config: Mapping) -> dict:
 
 
 def _finish(arrays: Arrays, options: Mapping) -> list[str]:
-    del options
     keys = [name for name in arrays if name.endswith(".key.bias")]
     biases = [arrays.pop(name) for name in keys]
     if any(bias.any() for bias in biases):

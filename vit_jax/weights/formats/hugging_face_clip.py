@@ -91,7 +91,6 @@ _SIGLIP_TEXT_NAMES = _TEXT_NAMES | {
 
 
 def _prepare(flat: Arrays, config: Mapping) -> list[str]:
-    del config
     if _CLASS in flat:  # CLIP's patch embedding has no bias.
         flat[_BIAS] = np.zeros(len(flat[_PATCHES]), np.float32)
     unused = ["embeddings.position_ids"]  # In files of transformers 4.
@@ -103,7 +102,6 @@ def _prepare(flat: Arrays, config: Mapping) -> list[str]:
 
 
 def _options(flat: Arrays, config: Mapping) -> dict:
-    del config
     clip, classified = _CLASS in flat, "classifier.weight" in flat
     pool = "token" if clip else "map" if "head.probe" in flat else "gap"
     return {
@@ -229,11 +227,7 @@ def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
 def _read_text(
     flat: Mapping[str, np.ndarray], config: Mapping, family: Family, source: str
 ) -> tuple[dict, dict, list[str]]:
-    """Returns `Pretrained.task`, `Pretrained.task_params`, and notes.
-
-    Raises:
-      UserError: this project has no such tower.
-    """
+    """Returns `Pretrained.task`, `Pretrained.task_params`, and notes."""
     flat = {k: v for k, v in flat.items() if k.startswith(_TEXT_PARTS)}
     flat.pop("text_model.embeddings.position_ids", None)  # In files of transformers 4.
     clip, notes = family is CLIP, []
@@ -338,11 +332,7 @@ def _name(family: Family) -> str:
 
 
 def _write_text(pretrained: Pretrained, family: Family) -> tuple[Arrays, dict]:
-    """Returns the arrays of a text tower and the projections, and their configs.
-
-    Raises:
-      UserError: transformers has no such tower.
-    """
+    """Returns the arrays of a text tower and the projections, and their configs."""
     tower, params, clip = config_of(pretrained), pretrained.task_params, family is CLIP
     name = _name(family)
     for key, value in _text_form(clip).items():
@@ -386,7 +376,6 @@ def _write_text(pretrained: Pretrained, family: Family) -> tuple[Arrays, dict]:
 
 def _usage(pretrained: Pretrained, path: str, on_hub: bool) -> str:
     """Returns Python lines that load a written checkpoint."""
-    del on_hub
     kind = "Model" if "text" in pretrained.task_params else "VisionModel"
     if pretrained.options["num_classes"]:
         kind = "ForImageClassification"

@@ -53,7 +53,6 @@ def _dinov2_mlp(options: Mapping) -> list[ArrayEntry]:
 
 
 def _dinov2_options(flat: Arrays, config: Mapping) -> dict:
-    del config
     options = {
         "pool": "token_gap" if "classifier.weight" in flat else "token",
         "posemb_resize": "bicubic" if _REGISTERS in flat else "bicubic_dino",
@@ -129,7 +128,6 @@ DINOV2 = Family(
 
 
 def _prepare_dinov3(flat: Arrays, config: Mapping) -> list[str]:
-    del config
     if _REGISTERS in flat and not flat[_REGISTERS].size:
         del flat[_REGISTERS]
     notes = hugging_face.drop_mask_token(flat)
@@ -144,7 +142,6 @@ def _finish_dinov3(arrays: Arrays, options: Mapping) -> list[str]:
 
 
 def _dinov3_options(flat: Arrays, config: Mapping) -> dict:
-    del config
     return {"activation": "swiglu"} if _GATE in flat else {}
 
 

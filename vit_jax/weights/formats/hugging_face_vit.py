@@ -91,10 +91,7 @@ def _options(flat: Arrays, config: Mapping) -> dict:
 
 
 def _check(flat: Arrays, table: list[ArrayEntry], config: Mapping, source: str) -> None:
-    """Raises UserError for a network that no model here computes.
-
-    Arrays of a head may be missing or left over: fitting the parameters reports them.
-    """
+    """Raises UserError for a network that no model here computes, whatever its head."""
     remedy = "give the whole file of a plain ViT or DeiT"
     if "model_type" not in config:
         remedy = "keep its config.json beside it, which names the network"
@@ -180,7 +177,6 @@ VIT = Family(
 
 
 def _prepare_ijepa(flat: Arrays, config: Mapping) -> list[str]:
-    del config
     unused = [name for name in (_POOLER, "pooler.dense.bias") if name in flat]
     for name in unused:
         del flat[name]

@@ -37,7 +37,9 @@ def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
     image = dataclasses.replace(
         tensors, flat={k: v for k, v in flat.items() if k.startswith("img/")}
     )
-    library = google if _has_class_token(image) else big_vision
+    # Google's ViTs have a class token, of big_vision's only those with a MAP head.
+    classes = "img/cls" in image.flat and "img/MAPHead_0/probe" not in image.flat
+    library = google if classes else big_vision
     pretrained = library.read(image, num_heads)
     params = dict(pretrained.params)
     others = {}
@@ -60,11 +62,6 @@ def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
         task=task,
         task_params=others,
     )
-
-
-def _has_class_token(tensors: Tensors) -> bool:
-    """Returns whether an image tower has the class token of Google's ViT."""
-    return "img/cls" in tensors.flat and "img/MAPHead_0/probe" not in tensors.flat
 
 
 def _read_text(flat: dict[str, np.ndarray], source: str) -> tuple[dict, dict]:

@@ -330,7 +330,6 @@ def _decoder(pretrained: Pretrained, names: _Names) -> dict[str, np.ndarray]:
 
 
 def _usage(pretrained: Pretrained, path: str, on_hub: bool) -> str:
-    del pretrained, on_hub
     return (
         f'state = torch.load("{path}")["model"]\n'
         "model.load_state_dict(state)  # Of facebookresearch/mae, of the same size."
@@ -338,7 +337,6 @@ def _usage(pretrained: Pretrained, path: str, on_hub: bool) -> str:
 
 
 def _hf_usage(pretrained: Pretrained, path: str, on_hub: bool) -> str:
-    del on_hub
     name = "ViTMAEForPreTraining" if _has_decoder(pretrained) else "ViTMAEModel"
     return f'from transformers import {name}\nmodel = {name}.from_pretrained("{path}")'
 

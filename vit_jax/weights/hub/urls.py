@@ -123,10 +123,7 @@ def _cache_path(url: str, cache_dir: str | os.PathLike | None) -> pathlib.Path:
 def _store(
     path: pathlib.Path, chunks: Iterable[bytes], source: str, sha256: str
 ) -> None:
-    """Writes a file that appears under its name when it is complete and verified.
-
-    A lock makes other processes wait until it is complete.
-    """
+    """Writes a file that appears under its name when it is complete and verified."""
     from huggingface_hub.utils import WeakFileLock
 
     part = path.with_name(path.name + ".part")
