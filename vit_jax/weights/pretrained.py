@@ -268,9 +268,9 @@ class Usual(NamedTuple):
 def usual_preprocess(pretrained: Pretrained) -> Usual:
     """Returns the preprocessing to assume for weights without one.
 
-    timm's families are recognised by the name of the file or architecture, because the
-    parameters of DeiT and of timm's other ViTs do not differ. Fine-tuned MAEs have a class
-    token beside the mean of the patches, and a separate norm of the mean.
+    timm's families are recognised by the name of the file or architecture, because DeiT
+    and timm's other ViTs have the same parameters. Fine-tuned MAEs have a class token
+    beside the mean of the patches, and a separate norm of the mean.
 
     Returns:
       The whole image, bilinear, to [-1, 1], as in Google's code and Hugging Face's

@@ -1,8 +1,8 @@
 """Rewrites networks to equal ones that another library supports.
 
-Writers refuse networks by `check_network`, and call the other functions for features that
-their library lacks. These change in place `flat`, the parameters by name, levels joined by
-"/", and `options`, all options of `models.Model`, and return notes for the user.
+Writers refuse networks by `check_network`, and call the other functions for features
+that their library lacks. These change in place `flat`, the parameters by name, levels
+joined by "/", and `options`, all options of `models.Model`, and return notes for the user.
 """
 
 import math
@@ -74,7 +74,7 @@ def check_network(
 
 
 def norm_every_token(flat: dict[str, np.ndarray], options: dict) -> list[str]:
-    """Moves the final LayerNorm before the selection of the token, which is equivalent."""
+    """Moves the final LayerNorm before the token's selection, which is equivalent."""
     if not options.get("fc_norm") or options["pool"] not in ("token", "none"):
         return []
     moved = {
@@ -185,7 +185,7 @@ def multiply_layer_scale(flat: dict[str, np.ndarray], names: Collection[str]) ->
 
 
 def note_resize(options: Mapping, library: str) -> list[str]:
-    """Returns a note if a library resizes positions in another way than training did."""
+    """Returns a note if a library resizes positions differently than training did."""
     if options["posemb"] != "learned" or options["posemb_resize"] != "bicubic_dino":
         return []
     note = (

@@ -127,7 +127,7 @@ def _draw(init: Callable[[], Mapping], names: Sequence[str]) -> dict[str, np.nda
         initial = flatten_dict(stacking.unstack(init()), sep="/")
         return {name: initial[name] for name in names}
 
-    # Compiled, so that other parameters, which may not fit on a device, are not computed.
+    # Compiled, so that the others, which may not fit on a device, are not computed.
     return jax.device_get(jax.jit(some)())
 
 
@@ -238,7 +238,7 @@ def _fit_input(given: dict, wanted: dict) -> list[FitRow]:
 
 
 def _fit_layer_scale(given: dict, wanted: dict) -> list[FitRow]:
-    """Multiplies LayerScale in if the model has none, or adds ones if the file has none."""
+    """Multiplies LayerScale in, or adds ones, if only one of both has it."""
     has, needs = (
         {name for name in tree if name.endswith(tuple(rewriting.SCALES))}
         for tree in (given, wanted)

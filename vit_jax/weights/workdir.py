@@ -213,7 +213,7 @@ def load_pretrained(
 ) -> Pretrained:
     """Reads the best checkpoint, or the newest, as a `Pretrained`.
 
-    The first note says which parameters of which step these are. Args are those of `load`.
+    The first note says which parameters of which step these are. Args: see `load`.
 
     Raises:
       UserError: see `load`; or the network is of a module that Python cannot import.
@@ -253,7 +253,7 @@ def load_pretrained(
 
 
 def _preprocess(data: dict) -> Preprocess | None:
-    """Returns the preprocessing of a run's evaluation; None if it is no resize and crop."""
+    """Returns the preprocessing of evaluations; None if it is no resize and crop."""
     image_size = tuple(data["image_size"])
     mean, std = (
         tuple(per_channel(data[name], data["channels"])) for name in ("mean", "std")

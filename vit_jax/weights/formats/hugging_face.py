@@ -2,7 +2,7 @@
 
 A `Family` has a network's table of arrays, the keys of its config.json, and the values
 that models of this project do not support; `register` makes a format of it. Files have
-the names of transformers 4 (`vit.encoder.layer.0.attention...`), which version 5 writes too.
+the names of transformers 4 (`vit.encoder.layer.0.attention...`), as version 5 does.
 """
 
 import dataclasses
@@ -261,7 +261,7 @@ def add_biases(flat: Arrays, pattern: str) -> list[str]:
 
 
 def read_activation(config: Mapping) -> str:
-    """Returns the activation of `hidden_act`, or raises UserError if none here matches."""
+    """Returns the activation of `hidden_act`, or raises UserError."""
     for activation, names in ACTIVATIONS.items():
         if config["hidden_act"] in names:
             return activation

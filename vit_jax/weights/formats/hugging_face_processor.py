@@ -132,7 +132,7 @@ def read(
 def _geometry(
     config: Mapping, name: str
 ) -> tuple[tuple[int, int], float, bool, list[str]]:
-    """Returns the image size, the crop fraction, whether images are squashed, and notes."""
+    """Returns image size, crop fraction, whether images are squashed, and notes."""
     size = config["size"]
     if isinstance(size, int) and name in _BY_SHORT_SIDE:
         size = {"shortest_edge": size}

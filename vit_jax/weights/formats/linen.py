@@ -230,7 +230,7 @@ def resnet_options(blocks: tuple[int, ...], stem_width: int) -> dict:
 def _hybrid(
     size: str, blocks: tuple[int, ...], stem_width: int, patch: int
 ) -> tuple[str, int, dict]:
-    """Returns the variant of a hybrid, its patch size in pixels, and differing options."""
+    """Returns a hybrid's variant, its patch size in pixels, and differing options."""
     options = {} if stem_width == 64 else {"stem_width": stem_width}
     stems = [
         (known != blocks, f"{stem}+{size}/{pixels}")

@@ -1,8 +1,8 @@
 """Masked autoencoders: facebookresearch/mae's files, and ViTMAE of transformers.
 
 Both have the encoder under the names of timm or of transformers' ViT. Checkpoints of
-pretraining also have a decoder, which becomes `Pretrained.task_params`. Encoders alone are
-recognised by their fixed positions, or by their config.json.
+pretraining also have a decoder, which becomes `Pretrained.task_params`. Encoders alone
+are recognised by their fixed positions, or by their config.json.
 """
 
 import dataclasses

@@ -1,7 +1,7 @@
 """OpenCLIP's files, and OpenAI's files of CLIP, which have the same names.
 
-A file has both towers. The image tower is CLIP's, or a network of timm ("visual.trunk") as
-in OpenCLIP's copies of SigLIP; the text tower has no prefix, or "text.".
+A file has both towers. The image tower is CLIP's, or a network of timm ("visual.trunk")
+as in OpenCLIP's copies of SigLIP; the text tower has no prefix, or "text.".
 open_clip_config.json beside it has what the arrays do not determine.
 """
 

@@ -118,7 +118,7 @@ def claiming(tensors: Tensors) -> list[str]:
 
 
 def _unwrap(tensors: Tensors) -> Tensors | None:
-    """Removes the prefix that all arrays share, or a known wrapper's; None without one."""
+    """Removes the prefix of all arrays, or of a known wrapper; None without one."""
     first = {name.partition(".")[0] + "." for name in tensors.flat if "." in name}
     if len(first) == 1 and all("." in name for name in tensors.flat):
         prefix = first.pop()

@@ -248,7 +248,7 @@ def _v2_windows(
 ) -> tuple[int, int, tuple[int, ...], list[str]]:
     """Returns V2's first and last window, those of pretraining, and notes.
 
-    They come from the coordinates in Microsoft's files, otherwise from timm's config.json.
+    Their source is the coordinates in Microsoft's files, or timm's config.json.
     """
     names = (f"layers.{i}.blocks.0.{_COORDINATES}" for i in range(stages))
     coordinates = [buffers.get(name) for name in names]

@@ -1,8 +1,8 @@
 """Two-way tables between arrays of another library and parameters of this project.
 
-Each `ArrayEntry` of a network's table maps one array of the library to parameters. Reading
-and writing use the same table, so a network is written back bit for bit. Most tables
-come from `Names`, which name a layer once for all blocks.
+Each `ArrayEntry` of a network's table maps one array of the library to parameters.
+Reading and writing use the same table, so a network is written back bit for bit. Most
+tables come from `Names`, which name a layer once for all blocks.
 """
 
 import dataclasses

@@ -315,7 +315,7 @@ def check_names(flat: Mapping, table: Iterable[ArrayEntry], source: str) -> None
 
 
 def check_config(config: Mapping) -> None:
-    """Raises UserError unless an architecture is known to equal a model of this project."""
+    """Raises UserError unless an architecture is known to equal a model here."""
     name, args = architecture_of(config), config.get("model_args") or {}
     file = f"architecture={name!r}"
     known = [a for names, a in ARCHITECTURES.items() if re.fullmatch(names, name)]

@@ -19,7 +19,7 @@ _SHOWN += ("activation", "layer_norm_eps", "stage_depths", "stem_width")
 
 
 def check_repository(repo: str) -> None:
-    """Raises UserError unless a name is valid as owner/name of a repository on the hub."""
+    """Raises UserError unless a name is a valid owner/name of a repository."""
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
 
