@@ -89,9 +89,8 @@ def load_initial(
         raise UserError(f"{prefix}: {error}") from error
     pretrained = loaded.pretrained
     lines = loaded.table()
-    if (
-        pretrained.format == "workdir"
-    ):  # Its first note says which parameters were loaded.
+    # The first note on a workdir says which parameters were loaded.
+    if pretrained.format == "workdir":
         lines[:2] = [f"{pretrained.notes[0]} from {pretrained.source}"]
     lines[0] = f"start: {lines[0]}"
     others = pretrained.task_params if pretrained.task.get("name") == task else {}

@@ -231,7 +231,7 @@ def _open(
             f"{name} has a config.json, a header or arrays of another form than its "
             f"format has: {what}"
         ) from error
-    # By its name, because files of a tokenizer are not downloaded with weights.
+    # The name, not the local path: tokenizers are not downloaded with weights.
     tokenizer = name if pretrained.tokenizer == tensors.path else pretrained.tokenizer
     notes = (*tensors.notes, *pretrained.notes)
     return dataclasses.replace(

@@ -363,7 +363,7 @@ def is_finished(path: epath.Path) -> bool:
     """Returns whether a checkpoint was written completely; later damage is ignored."""
     if has_checksums(path):
         return True
-    try:  # Not through Orbax, which checks other files too.
+    try:  # Orbax would check other files too.
         about = json.loads((path / "_CHECKPOINT_METADATA").read_text())
         return not about["custom_metadata"].get(SUMMED, False)
     except OSError:

@@ -145,14 +145,14 @@ def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
         image_size = tuple(side // patch * patch for side in facts.image_size)
     else:
         side = last * 2 ** (stages - 1)
+        # The mask has a row for each window.
         if (mask := buffers.get("layers.0.blocks.1.attn_mask")) is not None:
-            side = options["window_size"] * math.isqrt(
-                len(mask)
-            )  # One for each window.
+            side = options["window_size"] * math.isqrt(len(mask))
         image_size = (side * patch,) * 2
     preprocess = timm_config.fit_patches(facts.preprocess, image_size, patch)
     if not in_timm:
-        crop = 224 / 256 if max(image_size) < 384 else 1.0  # As its `config.TEST.CROP`.
+        # Microsoft's `config.TEST.CROP`.
+        crop = 224 / 256 if max(image_size) < 384 else 1.0
         how = {"interpolation": "bicubic", "crop_fraction": crop}
         preprocess = Preprocess(image_size, **IMAGENET, **how)
     return Pretrained(

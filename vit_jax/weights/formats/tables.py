@@ -54,7 +54,7 @@ SAME = one_layout(lambda a: a, lambda a: a)
 LINEAR = one_layout(np.transpose, np.transpose)  # (out, in) and (in, out).
 # (out, in, Y, X) and (Y, X, in, out).
 CONV = one_layout(lambda a: a.transpose(2, 3, 1, 0), lambda a: a.transpose(3, 2, 0, 1))
-# Two dense layers in one, one after the other, weight or bias.
+# Weights or biases of two dense layers, concatenated.
 PAIR = ArrayLayout(
     lambda a: [half.T for half in np.split(a, 2)],
     lambda arrays: np.concatenate([a.T for a in arrays]),
@@ -144,7 +144,7 @@ _BLOCK = {
     "hidden_norm": f"{_MLP}/LayerNorm_hidden",
     "scale2": "LayerScale_3/gamma",
 }
-# By module, the other library's layer; by parameter, its array and the layout. A layer
+# Module to the other library's layer, or parameter to its array and the layout. A layer
 # whose name ends with "_" has no dot before "weight".
 Names = Mapping[str, str | tuple[str, ArrayLayout]]
 

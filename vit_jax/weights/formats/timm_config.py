@@ -32,7 +32,7 @@ _SIZE_NAMES = {
     1408: ("giant", (14,)),
     1664: ("gigantic", (14,)),
 }
-# By the units of each stage; the encoder may have any width.
+# Units of each stage to a hybrid of timm; the encoder may have any width.
 _HYBRIDS = {
     (): "vit_tiny_r_s16_p8_224",
     (2, 2, 2, 2): "vit_small_r26_s32_224",
@@ -40,7 +40,7 @@ _HYBRIDS = {
     (3, 4, 6, 3): "vit_large_r50_s32_224",
 }
 
-# Of config.json, with the value of `model.posemb_resize`; timm ignores it.
+# Key of config.json for `model.posemb_resize`; timm ignores it.
 _RESIZE_KEY = "posemb_resize"
 
 # Norms that timm's VisionTransformer has by an argument.
@@ -52,7 +52,7 @@ _NORMS = {
 }
 _MAYBE = (False, True)
 _INNER_NORMS = dict.fromkeys(("qk_norm", "attention_out_norm", "mlp_norm"), _MAYBE)
-# By class in timm, its name in messages and the options it has beyond the common ones.
+# Class in timm to its name in messages and supported values of further options.
 _HAS = {
     "vit": (
         "timm",
@@ -118,7 +118,7 @@ def read(config: Mapping) -> Facts:
             f"{', '.join(layers.ACTIVATIONS)}, which models of this project have"
         )
     num_heads = args.get("num_heads")
-    if not num_heads or isinstance(num_heads, list):  # One for each stage.
+    if not num_heads or isinstance(num_heads, list):  # Swin has one for each stage.
         num_heads = default.num_heads
     sides = re.findall(r"(?:_|to)(\d{3})(?=_|$)", name)
     size = (int(sides[-1]),) * 2 if sides else default.image_size or (0, 0)
@@ -129,7 +129,7 @@ def read(config: Mapping) -> Facts:
         preprocess, notes = _preprocess(images, size or (224, 224))
     resize = default.posemb_resize
     if (images.get("tag") or config["architecture"].partition(".")[2]) == "dino":
-        resize = "bicubic_dino"  # Not how timm resizes them.
+        resize = "bicubic_dino"  # timm resizes them differently.
     return dataclasses.replace(
         default,
         layer_scale_init=float(args.get("init_values") or 1.0),
