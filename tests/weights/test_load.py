@@ -369,7 +369,7 @@ def test_allowed_names_reach_the_surgery(tmp_path):
     path = save(tmp_path / "a.npz", random_flat(encoder(pool="gap")))
     config = complete(init=str(path), model={"pool": "map"})
     with pytest.raises(
-        UserError, match="is missing; .* name in config.init.allow_mismatch"
+        UserError, match="is missing; .* list them in config.init.allow_mismatch"
     ):
         begin(config)
     config = complete(
