@@ -14,7 +14,7 @@ from vit_jax import convert, models, weights
 from vit_jax.errors import UserError
 from vit_jax.models import text
 from vit_jax.weights import export
-from vit_jax.weights.formats import files, program, registry
+from vit_jax.weights.formats import files, registry
 
 MARK = "reversed/"
 
@@ -99,7 +99,7 @@ def test_wrappers_are_left_until_there_are_none(tmp_path, prefix, beside):
 
 # Programs are for other runtimes, and no weights.
 WEIGHTS = [
-    x for x in registry.WRITERS if program.BESIDE[0] not in registry.WRITERS[x].files
+    x for x in registry.WRITERS if not registry.WRITERS[x].program
 ]
 
 
