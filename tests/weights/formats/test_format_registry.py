@@ -98,9 +98,7 @@ def test_wrappers_are_left_until_there_are_none(tmp_path, prefix, beside):
 
 
 # Programs are for other runtimes, and no weights.
-WEIGHTS = [
-    x for x in registry.WRITERS if not registry.WRITERS[x].program
-]
+WEIGHTS = [x for x in registry.WRITERS if not registry.WRITERS[x].program]
 
 
 # What reads each golden file, and what each writer writes.

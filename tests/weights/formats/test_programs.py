@@ -14,7 +14,7 @@ from vit_jax import cli, convert, models
 from vit_jax.errors import UserError
 from vit_jax.evaluators import prediction
 from vit_jax.weights import Preprocess, Pretrained, export
-from vit_jax.weights.formats import native, program
+from vit_jax.weights.formats import native, programs
 
 PREPROCESS = Preprocess((64, 64), (0.4, 0.5, 0.6), (0.2, 0.3, 0.25), "bicubic", 0.75)
 # One of each kind of network.
@@ -166,4 +166,4 @@ def test_without_the_extra_the_line_says_what_to_install(tmp_path, monkeypatch):
 def test_what_prepares_images_has_to_be_known():
     unknown = dataclasses.replace(made(), preprocess=None)
     with pytest.raises(UserError, match="state --mean, --std and --crop_pct"):
-        program.build(unknown)
+        programs.build(unknown)
