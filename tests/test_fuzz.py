@@ -88,7 +88,7 @@ IMAGES = [
 ]
 # Lines on stderr beside the one of the error, and of commands that succeed.
 NOTES = (
-    r".*does not tell how its images are prepared; assumed as of .*: .*",
+    r".*has no preprocessing; assumed that of .*: .*",
     r"data\.data_dir=.* is not read: data\.name=.*",
     r".*does not name its 1,000 classes; taken for ImageNet's",
     r".*: a small stand-in for the network, made images and 3 steps show that the recipe runs, .*",

@@ -378,7 +378,7 @@ def test_what_did_not_travel_is_told_or_numbered(place, run, pretrained, tmp_pat
     words = place / "images" / "b.JPG", f"--model={tmp_path}/plain.safetensors"
     _, out, err = run(*words)
     assert re.fullmatch(
-        r"plain\.safetensors: does not tell how its images are prepared; assumed as of Google's ViTs: "
+        r"plain\.safetensors: has no preprocessing; assumed that of Google's ViTs: "
         r"16x24, bilinear, whole image, mean 0\.5, std 0\.5\n",
         err,
     )
@@ -560,7 +560,7 @@ def test_deit_names_the_sample_photographs(run):
     code, out, err = run(samples, DEIT, "--json", "--topk=1")
     assert code == 0
     assert err.startswith("deit_tiny_timm.safetensors: config.json: none of timm")
-    assert "assumed as of timm's DeiT: 224x224, bicubic, crop 0.9, mean 0.485" in err
+    assert "assumed that of timm's DeiT: 224x224, bicubic, crop 0.9, mean 0.485" in err
     (line,) = err.splitlines()
     assert line.endswith("does not name its 1,000 classes; taken for ImageNet's")
     right = {}

@@ -151,7 +151,7 @@ def open_weights(
     complete = {"mean", "std", "interpolation", "crop_fraction"} <= given.keys()
     if not pretrained.preprocess and not complete:
         guesses.append(
-            "does not tell how its images are prepared; assumed as of "
+            "has no preprocessing; assumed that of "
             f"{usual_preprocess(pretrained).family}: {describe_preprocess(preprocess)}"
         )
     pretrained = _name_classes(pretrained, guesses.append)
