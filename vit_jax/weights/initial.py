@@ -55,7 +55,7 @@ def load_initial(
       config: section `init`.
       data: section `data`; mean and std are compared with the checkpoint's.
       model: the run's model.
-      head_bias_init: see `surgery.fit`.
+      head_bias_init: initial bias of a new classifier.
       init: returns the run's initial parameters, for those that may be missing.
       task: name of the run's task.
       class_names: class names of the training data.

@@ -128,7 +128,8 @@ def open_weights(
     """Opens weights, and determines the preprocessing of their images.
 
     Args:
-      checkpoint, use_ema, num_heads, architecture, with_task: see `open_pretrained`.
+      checkpoint, use_ema, num_heads, architecture, with_task: arguments of
+        `open_pretrained`.
       given: fields of `Preprocess` that replace those of the checkpoint.
       tell: called with one line about everything that was guessed, if anything was.
 
@@ -136,7 +137,7 @@ def open_weights(
       The checkpoint and the preprocessing.
 
     Raises:
-      UserError: see `open_pretrained`.
+      UserError: the checkpoint cannot be opened.
     """
     pretrained = open_pretrained(
         checkpoint,
@@ -259,9 +260,10 @@ def load(
     """Reads a checkpoint of any known format and fits it to a model.
 
     Args:
-      checkpoint, use_ema, with_task: see `open_pretrained`.
+      checkpoint, use_ema, with_task: arguments of `open_pretrained`.
       model: model that the parameters are fitted to.
-      head, head_bias_init, allow_mismatch, posemb_resize, init: see `surgery.fit`.
+      head, head_bias_init, allow_mismatch, posemb_resize, init: arguments of
+        `surgery.fit`.
       class_names: the model's class names, into whose order a kept head is put.
 
     Returns:

@@ -166,7 +166,7 @@ def resized_size(size: tuple[int, int], preprocess: Preprocess) -> tuple[int, in
 
     Args:
       size: height and width of the image, in pixels.
-      preprocess: see `prepare_image`.
+      preprocess: preprocessing of the image.
     """
     sides = resize_sides(preprocess)
     if preprocess.fill:
@@ -182,7 +182,7 @@ def crop_box(
 
     Args:
       size: height and width of the image, in pixels.
-      preprocess: see `prepare_image`.
+      preprocess: preprocessing of the image.
 
     Returns:
       Top, left, bottom and right, as fractions of the height and width. Rounding may

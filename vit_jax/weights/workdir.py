@@ -216,7 +216,7 @@ def load_pretrained(
     The first note says which parameters of which step these are. Args: see `load`.
 
     Raises:
-      UserError: see `load`; or the network is of a module that Python cannot import.
+      UserError: errors of `load`, or the network's module cannot be imported.
     """
     checkpoint = load(workdir, use_ema=use_ema, with_task=with_task)
     data = checkpoint.config["data"]

@@ -158,7 +158,7 @@ def write_folder(
       weights: file name of the weights.
 
     Raises:
-      UserError: see `write_safetensors`.
+      UserError: the weights cannot be written, or read back as other arrays.
     """
     folder = pathlib.Path(folder)
     write_safetensors(folder / weights, arrays, {"format": "pt"})

@@ -42,14 +42,14 @@ class Writer:
         its path or "owner/name" on the hub, and whether it is on the hub. None for
         formats that `open_pretrained` of this project loads.
       library: the hub's name of the library that loads the format; "" without one.
-      any_network: whether it supports every network, not only Vision Transformers,
+      any_network: whether every network is supported, not only Vision Transformers,
         hybrids and BiT ResNets.
-      program: whether it includes the network's computation, so that networks of a user's
-        module are supported too.
+      program: whether files include the network's computation, so that networks of a
+        user's module are supported too.
       networks: config class of a further network to the function that writes it instead
         of `write`; added by the modules of such formats.
       files: names of the files that a folder in this format can have.
-      with_task: whether it includes parameters that a task has beside the network.
+      with_task: whether files include parameters that a task has beside the network.
     """
 
     write: Callable[[Pretrained, Path], list[str]]

@@ -155,8 +155,8 @@ def block(
     """Returns the names of the layers of all blocks, whose number is "#".
 
     Args:
-      prefix: what precedes the number in the other library's names.
-      modules: what precedes it in the names of parameters.
+      prefix: beginning of the other library's names, before the number.
+      modules: beginning of the modules' names, before the number.
       parts: by a key of `_BLOCK`, the name in a block of the other library.
     """
     names = {f"{modules}_#/{_BLOCK[k]}": f"{prefix}.#.{v}" for k, v in parts.items()}

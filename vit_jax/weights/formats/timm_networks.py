@@ -52,7 +52,7 @@ class Facts:
       posemb_resize: how position embeddings were resized in training.
       positions: whether there are absolute position embeddings.
       rotary: rotary position embeddings.
-      pre_norm, post_norm, final_norm: see vit.VisionTransformer.
+      pre_norm, post_norm, final_norm: keys of `config.model`.
       pool: timm's global_pool; None if the parameters show it.
       pools_prefix: whether the class token is pooled with the patches.
       image_size: height and width in pixels; None if unknown.

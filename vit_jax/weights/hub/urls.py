@@ -20,9 +20,9 @@ class DownloadError(UserError):
     """A source that could not be downloaded.
 
     Args:
-      source: as the user named it.
+      source: name or address that the user gave.
       reason: predicate of a sentence with the source as its subject.
-      remedy: what the user can do about it.
+      remedy: advice to the user.
     """
 
     def __init__(self, source: str, reason: str, remedy: str):
