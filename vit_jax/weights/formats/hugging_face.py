@@ -172,24 +172,7 @@ def read(family: Family, tensors: Tensors, num_heads: int = 0) -> Pretrained:
     if not config:
         shown = ", ".join(f"{key}={value}" for key, value in family.defaults.items())
         notes.append(f"config.json: none, so {shown}")
-    form = {
-        "num_classes": len(flat.get("classifier.weight", ())),
-        **{
-            family.keys[key]: float(config.get(key) or family.defaults[key])
-            for key in family.keys
-            if key not in KEYS
-        },
-        **family.fixed,
-        **family.options(flat, config),
-    }
-    if "register_tokens" in names:
-        registers = flat.get(names["register_tokens"][0])
-        form["num_register_tokens"] = 0 if registers is None else registers.shape[1]
-    if "activation" not in form:
-        form["activation"] = read_activation(values)
-    if POSITIONS in names:
-        default = form.get("posemb_resize", "bicubic")
-        form["posemb_resize"] = config.get(RESIZE_KEY) or default
+    form = _read_form(family, flat, config)
     table = entries(family, form | {"depth": depth, "num_heads": num_heads})
     if family.check:
         family.check(flat, table, config, source)
@@ -221,6 +204,29 @@ def read(family: Family, tensors: Tensors, num_heads: int = 0) -> Pretrained:
         notes=(*notes, *more),
         **read_labels(config, form["num_classes"]),
     )
+
+
+def _read_form(family: Family, flat: Arrays, config: Mapping) -> dict:
+    """Returns the options that config.json and the names of arrays determine."""
+    form = {
+        "num_classes": len(flat.get("classifier.weight", ())),
+        **{
+            family.keys[key]: float(config.get(key) or family.defaults[key])
+            for key in family.keys
+            if key not in KEYS
+        },
+        **family.fixed,
+        **family.options(flat, config),
+    }
+    if "register_tokens" in family.names:
+        registers = flat.get(family.names["register_tokens"][0])
+        form["num_register_tokens"] = 0 if registers is None else registers.shape[1]
+    if "activation" not in form:
+        form["activation"] = read_activation({**family.defaults, **config})
+    if POSITIONS in family.names:
+        default = form.get("posemb_resize", "bicubic")
+        form["posemb_resize"] = config.get(RESIZE_KEY) or default
+    return form
 
 
 def check_config(family: Family, flat: Arrays, config: Mapping, source: str) -> None:

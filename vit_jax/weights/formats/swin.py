@@ -73,6 +73,12 @@ _FACTOR_HEADS = ArrayLayout(  # (H, 1, 1) and (H,).
     lambda a: [a.reshape(-1)], lambda arrays: arrays[0].reshape(-1, 1, 1)
 )
 _NETWORK = "a Swin Transformer without absolute positions"
+_DYNAMIC_NOTE = (
+    "strict_img_size=False: at another size windows are as after "
+    "timm.create_model(..., img_size=SIZE), not as when this network of timm is given "
+    "other images, whose last stages then never shift, nor as after set_input_size, "
+    "which scales the windows"
+)
 
 timm_networks.ARCHITECTURES[
     r"swin_(tiny|small|base|large)_patch4_window(7|12)_(224|384)(_in22k)?"
@@ -114,12 +120,7 @@ def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
     args = config.get("model_args") or {}
     window = _one_window(args.get("window_size"), source)
     if args.get("dynamic_img_size") or not args.get("strict_img_size", True):
-        notes.append(
-            "strict_img_size=False: at another size windows are as after "
-            "timm.create_model(..., img_size=SIZE), not as when this network of timm is "
-            "given other images, whose last stages then never shift, nor as after "
-            "set_input_size, which scales the windows"
-        )
+        notes.append(_DYNAMIC_NOTE)
     buffers = {name: flat.pop(name) for name in list(flat) if _BUFFER.search(name)}
     options = options_of(flat, names, source)
     entries = table(options, names)
@@ -133,7 +134,7 @@ def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
             f"{source}: nothing says how large the windows of each stage of this "
             f"Swin Transformer are: {timm_networks.ASK}"
         )
-    stages, grown, patch = len(options["stage_depths"]), (0,), options["patch_size"]
+    stages, grown = len(options["stage_depths"]), (0,)
     if options["window_size"]:
         last = _window(params[f"stage_{stages - 1}/block_0/attn/bias_table"])
     else:
@@ -141,14 +142,9 @@ def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
             buffers, config, stages, window
         )
         notes += more
-    if facts.image_size:
-        image_size = tuple(side // patch * patch for side in facts.image_size)
-    else:
-        side = last * 2 ** (stages - 1)
-        # The mask has a row for each window.
-        if (mask := buffers.get("layers.0.blocks.1.attn_mask")) is not None:
-            side = options["window_size"] * math.isqrt(len(mask))
-        image_size = (side * patch,) * 2
+    patch = options["patch_size"]
+    image_size = facts.image_size or (_side(options, buffers, last) * patch,) * 2
+    image_size = tuple(side // patch * patch for side in image_size)
     preprocess = timm_config.fit_patches(facts.preprocess, image_size, patch)
     if not in_timm:
         # Microsoft's `config.TEST.CROP`.
@@ -170,6 +166,14 @@ def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
         class_names=facts.class_names,
         notes=(*notes, *facts.notes),
     )
+
+
+def _side(options: Mapping, buffers: Mapping[str, np.ndarray], last: int) -> int:
+    """Returns the side of the grid in patches, from masks or the last window."""
+    mask = buffers.get("layers.0.blocks.1.attn_mask")  # It has a row for each window.
+    if mask is not None:
+        return options["window_size"] * math.isqrt(len(mask))
+    return last * 2 ** (len(options["stage_depths"]) - 1)
 
 
 def _window(table: np.ndarray) -> int:
