@@ -208,6 +208,11 @@ def _open(
             )
         sidecars = tensors.sidecars | {"config.json": {"architecture": architecture}}
         tensors = dataclasses.replace(tensors, sidecars=sidecars)
+    return _convert(tensors, num_heads, name)
+
+
+def _convert(tensors: files.Tensors, num_heads: int, name: str) -> Pretrained:
+    """Converts the tensors of a file, and checks that they are of a known network."""
     try:
         reader, tensors = registry.find_reader(tensors)
         pretrained = reader.read(tensors, num_heads)
@@ -234,12 +239,11 @@ def _open(
         ) from error
     # The name, not the local path: tokenizers are not downloaded with weights.
     tokenizer = name if pretrained.tokenizer == tensors.path else pretrained.tokenizer
-    notes = (*tensors.notes, *pretrained.notes)
     return dataclasses.replace(
         pretrained,
         source=name,
         tokenizer=tokenizer,
-        notes=notes,
+        notes=(*tensors.notes, *pretrained.notes),
         architecture=tensors.config.get("architecture", ""),
     )
 
