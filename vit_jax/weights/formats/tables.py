@@ -168,7 +168,7 @@ def name_entries(names: Names, options: Mapping) -> list[ArrayEntry]:
 
     Args:
       names: names of all layers that the network may have.
-      options: depth, num_heads, and the options of `models.Model` that are no defaults.
+      options: depth, num_heads, and the options that differ from their defaults.
     """
     pool, classes = options.get("pool", "token"), options.get("num_classes")
     has = {
