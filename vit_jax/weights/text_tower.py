@@ -4,7 +4,6 @@ import dataclasses
 import functools
 
 import jax
-import numpy as np
 
 from vit_jax.data.tokenizer import Tokenizer, open_tokenizer
 from vit_jax.errors import UserError
@@ -50,14 +49,9 @@ def _open_tokenizer(pretrained: Pretrained) -> Tokenizer:
 
 def config_of(pretrained: Pretrained) -> text.TextConfig:
     """Returns the config of a text tower, with its tokenizer's vocab_size and eos_id."""
-    values = pretrained.task["text"]
-    config = text.TextConfig(**{k: _plain(v) for k, v in values.items()})
+    config = text.TextConfig(**pretrained.task["text"])
     vocab_size = len(pretrained.task_params[text.TEXT]["embedding"])
     eos_id = config.eos_id
     if config.pool == "eos" and eos_id < 0:
         eos_id = open_tokenizer(pretrained.tokenizer).eos_id
     return dataclasses.replace(config, vocab_size=vocab_size, eos_id=eos_id)
-
-
-def _plain(value):
-    return value.item() if isinstance(value, np.generic) else value
