@@ -1,6 +1,6 @@
-"""Weights in and out: `load` fits a published checkpoint to a model.
+"""Reads published checkpoints and fits them to models.
 
-The formats are imported with the first of these that is used.
+The formats are imported when one of these names is first used.
 """
 
 import importlib

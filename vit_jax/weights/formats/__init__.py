@@ -1,4 +1,4 @@
-"""Weight formats; an import here registers one, in any order."""
+"""Weight formats, each registered by its import; the order does not matter."""
 
 from vit_jax.weights.formats import (  # noqa: F401
     big_vision,
