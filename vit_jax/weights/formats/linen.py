@@ -13,6 +13,7 @@ from flax.traverse_util import unflatten_dict
 
 from vit_jax.errors import UserError
 from vit_jax.models import variants
+from vit_jax.weights.formats import tables
 from vit_jax.weights.formats.files import Tensors
 from vit_jax.weights.pretrained import POSITIONS, Preprocess, Pretrained
 
@@ -39,9 +40,7 @@ def strip(
 ) -> tuple[dict[str, np.ndarray], tuple[str, ...]]:
     """Returns the parameters with `anchor`'s prefix, without it, and a note on others."""
     prefix = find_prefix(flat, anchor)
-    inside = {
-        n.removeprefix(prefix): v for n, v in flat.items() if n.startswith(prefix)
-    }
+    inside = tables.below(flat, prefix)
     outside = [n for n in flat if not n.startswith(prefix)]
     if not outside:
         return inside, ()

@@ -13,7 +13,7 @@ from flax.traverse_util import unflatten_dict
 
 from vit_jax.errors import UserError
 from vit_jax.models import text
-from vit_jax.weights.formats import big_vision, google, linen
+from vit_jax.weights.formats import big_vision, google, linen, tables
 from vit_jax.weights.formats.files import Tensors
 from vit_jax.weights.formats.registry import READERS, Reader
 from vit_jax.weights.pretrained import Pretrained
@@ -66,9 +66,7 @@ def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
 
 def _read_text(flat: dict[str, np.ndarray], source: str) -> tuple[dict, dict]:
     """Returns the task and the parameters of a text tower."""
-    inside = {
-        k.removeprefix("txt/"): v for k, v in flat.items() if k.startswith("txt/")
-    }
+    inside = tables.below(flat, "txt/")
     moved = {k.replace("Encoder_0/", "Transformer/"): v for k, v in inside.items()}
     moved = linen.rename_blocks(big_vision.unstack(moved))
     head, query = "head/kernel", f"{_BLOCK}/MultiHeadDotProductAttention_1/query/kernel"

@@ -13,6 +13,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from vit_jax.errors import UserError
 from vit_jax.models import text
+from vit_jax.weights.formats import tables
 from vit_jax.weights.formats.files import Tensors, write_safetensors
 from vit_jax.weights.formats.registry import READERS, WRITERS, Reader, Writer
 from vit_jax.weights.pretrained import Preprocess, Pretrained
@@ -45,11 +46,6 @@ def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
             )
         preprocess = header["preprocess"]
         params = {k: v for k, v in tensors.flat.items() if not k.startswith(_TASK)}
-        others = {
-            k.removeprefix(_TASK): v
-            for k, v in tensors.flat.items()
-            if k.startswith(_TASK)
-        }
         return Pretrained(
             params=unflatten_dict(params, sep="/"),
             options=header["options"],
@@ -59,7 +55,7 @@ def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
             class_names=header["class_names"],
             loss=header["loss"],
             task=header.get("task", {}),
-            task_params=unflatten_dict(others, sep="/"),
+            task_params=unflatten_dict(tables.below(tensors.flat, _TASK), sep="/"),
             tokenizer=header.get("tokenizer", ""),
             multi_label=header.get("multi_label", False),
         )

@@ -115,9 +115,7 @@ def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
     if not config:
         which = "OpenAI's, QuickGELU" if openai else "OpenCLIP's, GELU"
         notes = [f"{_CONFIG}: none, so the activation is taken as {which}"]
-    image = {
-        k.removeprefix(_VISUAL): v for k, v in flat.items() if k.startswith(_VISUAL)
-    }
+    image = tables.below(flat, _VISUAL)
     rest = {k: v for k, v in flat.items() if not k.startswith(_VISUAL)}
     if any(name.startswith("trunk.") for name in image):
         pretrained, projection = _read_trunk(source, image, vision, num_heads)
@@ -158,9 +156,7 @@ def _read_trunk(
             about["global_pool"] = pool
         sidecars = {"config.json": about}
     source = f"{path}: image tower {name or 'of timm'}"
-    flat = {
-        k.removeprefix("trunk."): v for k, v in image.items() if k.startswith("trunk.")
-    }
+    flat = tables.below(image, "trunk.")
     # OpenCLIP's projection; instead of it there may be timm's classifier.
     last = {"head.proj.weight": "kernel", "head.proj.bias": "bias"}
     projection = {leaf: image[k].T for k, leaf in last.items() if k in image}

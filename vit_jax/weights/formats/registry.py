@@ -10,6 +10,7 @@ from pathlib import Path
 
 from vit_jax.errors import UserError
 from vit_jax.models import NetworkConfig
+from vit_jax.weights.formats import tables
 from vit_jax.weights.formats.files import Tensors
 from vit_jax.weights.pretrained import Pretrained
 
@@ -126,13 +127,9 @@ def _unwrap(tensors: Tensors) -> Tensors | None:
         prefix = next((p for p in _WRAPPERS if p in first), None)
     if prefix is None:
         return None
-    inside = {k: v for k, v in tensors.flat.items() if k.startswith(prefix)}
-    outside = sorted(tensors.flat.keys() - inside.keys())
+    outside = sorted(name for name in tensors.flat if not name.startswith(prefix))
     notes = (
         (f"outside of {prefix}*: {', '.join(outside)}, left out",) if outside else ()
     )
-    return dataclasses.replace(
-        tensors,
-        flat={name.removeprefix(prefix): value for name, value in inside.items()},
-        notes=(*tensors.notes, *notes),
-    )
+    flat = tables.below(tensors.flat, prefix)
+    return dataclasses.replace(tensors, flat=flat, notes=(*tensors.notes, *notes))

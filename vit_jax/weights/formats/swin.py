@@ -100,8 +100,7 @@ def _backbone(flat: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Returns the arrays of the network; a file of SimMIM has a decoder beside it."""
     if f"encoder.{_NEEDED[0]}" not in flat:
         return dict(flat)
-    names = [name for name in flat if name.startswith("encoder.")]
-    return {name.removeprefix("encoder."): flat[name] for name in names}
+    return tables.below(flat, "encoder.")
 
 
 def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:

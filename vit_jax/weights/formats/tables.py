@@ -230,6 +230,12 @@ def _entries_of(
     return dense(layer, module, layouts.get(kind, LINEAR))
 
 
+def below(flat: Mapping[str, np.ndarray], prefix: str) -> dict[str, np.ndarray]:
+    """Returns the arrays whose names begin with a prefix, without it."""
+    names = (name for name in flat if name.startswith(prefix))
+    return {name.removeprefix(prefix): flat[name] for name in names}
+
+
 def rename(
     flat: Mapping[str, np.ndarray], patterns: Iterable[tuple[str, str]]
 ) -> dict[str, np.ndarray]:
@@ -242,10 +248,9 @@ def rename(
     return renamed
 
 
-def count_blocks(flat: Iterable[str], prefix: str) -> int:
+def count_blocks(flat: Mapping[str, np.ndarray], prefix: str) -> int:
     """Returns the number of blocks, whose arrays begin with `prefix` and a number."""
-    inside = (name.removeprefix(prefix) for name in flat if name.startswith(prefix))
-    return len({name.split(".")[0] for name in inside})
+    return len({name.split(".")[0] for name in below(flat, prefix)})
 
 
 def choose_num_heads(
