@@ -253,10 +253,8 @@ def _read_text(
         )
     vocab_size, width = flat["token_embedding.weight"].shape
     num_heads = config.get("heads", max(1, width // 64))
-    depth, bias = (
-        tables.count_blocks(flat, f"{_BLOCKS}."),
-        "text_projection.bias" in flat,
-    )
+    depth = tables.count_blocks(flat, f"{_BLOCKS}.")
+    bias = "text_projection.bias" in flat
     pool = {"argmax": "eos", "eos": "eos", "last": "last"}.get(
         config.get("pool_type", "argmax")
     )
