@@ -55,11 +55,7 @@ def base_of(adapter: Tensors) -> str:
 
 
 def merge(adapter: Tensors, base: Tensors) -> Tensors:
-    """Returns weights with an adapter's changes.
-
-    Args:
-      adapter: content of a folder that PEFT saved.
-      base: weights that the adapter was trained on.
+    """Returns the weights that an adapter was trained on with its changes.
 
     Raises:
       UserError: the adapter is for other weights, or changes what cannot be merged.

@@ -21,13 +21,7 @@ from vit_jax.weights.pretrained import Pretrained
 
 
 def check(to: str, out: pathlib.Path, *, overwrite: bool = False) -> None:
-    """Raises UserError unless `export` may write to a path.
-
-    Args:
-      to: key of WRITERS.
-      out: file or folder.
-      overwrite: whether existing files may be replaced.
-    """
+    """Raises UserError unless `export` may write in the format `to` to the path `out`."""
     if to not in WRITERS:
         known = ", ".join(sorted(WRITERS))
         raise UserError(f"--to={to} is not one of {known}: choose one of them")

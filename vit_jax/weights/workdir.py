@@ -411,12 +411,7 @@ def compute_checksums(
 
 
 def write_checksums(folder: epath.Path, files: dict[str, list]) -> None:
-    """Writes the checksums, which marks the checkpoint as finished.
-
-    Args:
-      folder: folder of one step.
-      files: results of `compute_checksums` for all shards.
-    """
+    """Writes the checksums of all shards, which marks the checkpoint as finished."""
     text = json.dumps(files, sort_keys=True)
     new = folder / f".{CHECKSUMS_FILE}.new"
     new.write_text(json.dumps({"files": files, _HASH: _hash([text.encode()])}))
@@ -435,8 +430,7 @@ def find_damage(
 
     Args:
       folder: folder of one step.
-      shard: index of the shard of files to read; each of several hosts reads one.
-      num_shards: number of shards.
+      shard, num_shards: index and number of shards, see `compute_checksums`.
       data: whether to read the array data too, or the small files only.
 
     Returns:

@@ -115,11 +115,6 @@ def write_safetensors(
 ) -> None:
     """Writes a .safetensors file atomically, and reads it back to compare.
 
-    Args:
-      path: path of the file, in an existing folder.
-      arrays: arrays by name, in any memory order.
-      metadata: metadata for the header.
-
     Raises:
       UserError: the file cannot be written, or reads back as other arrays.
     """
@@ -150,12 +145,6 @@ def write_folder(
     weights: str = "model.safetensors",
 ) -> None:
     """Writes weights for PyTorch's libraries, and JSON files, to an existing folder.
-
-    Args:
-      folder: existing folder.
-      arrays: arrays by name.
-      contents: file name to content of the JSON files.
-      weights: file name of the weights.
 
     Raises:
       UserError: the weights cannot be written, or read back as other arrays.

@@ -384,13 +384,7 @@ def add_prefix(arrays: Arrays, prefix: str) -> Arrays:
 
 
 def write_config(family: Family, options: Mapping, pretrained: Pretrained) -> dict:
-    """Returns the content of config.json.
-
-    Args:
-      family: family of the network.
-      options: all options of `models.Model`, with "patch".
-      pretrained: checkpoint with the names of the classes and the loss.
-    """
+    """Returns config.json, with the class names and the loss of `pretrained`."""
     num_classes = options["num_classes"]
     height, width = options["image_size"]
     # transformers ignores the key if MLPs are gated.
@@ -423,12 +417,6 @@ def write_folder(
     folder: str | os.PathLike, arrays: Arrays, config: dict, pretrained: Pretrained
 ) -> list[str]:
     """Writes the files that `from_pretrained` loads; returns a note if one is left out.
-
-    Args:
-      folder: existing folder.
-      arrays: arrays by transformers' names.
-      config: content of config.json.
-      pretrained: checkpoint with the preprocessing.
 
     Raises:
       UserError: transformers has no such image processor; nothing is written.

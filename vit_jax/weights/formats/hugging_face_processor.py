@@ -172,10 +172,6 @@ def _statistics(config: Mapping) -> tuple[tuple[float, ...], tuple[float, ...]]:
 def write(preprocess: Preprocess, channels: int) -> dict:
     """Returns the content of preprocessor_config.json.
 
-    Args:
-      preprocess: preprocessing of images.
-      channels: channels of the images.
-
     Raises:
       UserError: transformers has no such image processor.
     """

@@ -86,16 +86,7 @@ def finish(
     preprocess: Preprocess,
     notes: Sequence[str] = (),
 ) -> Pretrained:
-    """Builds a checkpoint from parameters; the head has the number of classes.
-
-    Args:
-      tensors: content of the file.
-      flat: parameters by name, levels joined by "/".
-      options: arguments of `models.create`, without num_classes.
-      format: `Pretrained.format`.
-      preprocess: preprocessing of images.
-      notes: lines about what was changed.
-    """
+    """Builds a checkpoint from parameters; the head has the number of classes."""
     num_classes = np.shape(flat.get("head/kernel", ()))[-1]
     return Pretrained(
         params=unflatten_dict(flat, sep="/"),

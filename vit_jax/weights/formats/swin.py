@@ -36,15 +36,10 @@ class Names:
     """Names of a network's layers in a library.
 
     Attributes:
-      embedding, embedding_norm: patch embedding and the norm after it.
-      layers: list of the stages.
-      norm1, norm2: norms of a block.
       attention: attention of a block, which contains "qkv".
       bias_network: V2's network of position biases, inside the attention.
       out: output projection of the attention.
       mlp: both layers of a block's MLP.
-      norm: final norm.
-      head: classifier.
       merges_first: whether the merging after a stage is at the beginning of the next.
     """
 
@@ -182,11 +177,6 @@ def _window(table: np.ndarray) -> int:
 
 def options_of(flat: Mapping[str, np.ndarray], names: Names, source: str) -> dict:
     """Returns the options that the shapes determine; V2's window_size is 0.
-
-    Args:
-      flat: the library's arrays by name.
-      names: the library's names.
-      source: path or address of the file, for messages.
 
     Raises:
       UserError: an array is missing.
@@ -404,10 +394,6 @@ def pretrained_windows(config: SwinConfig) -> tuple[int, ...]:
 
 def check_writable(config: SwinConfig, library: str) -> list[str]:
     """Returns notes on differences between a network and the same in a library.
-
-    Args:
-      config: config of the network.
-      library: one of `WINDOW_PADDINGS`.
 
     Raises:
       UserError: the library has no network with this activation or epsilon.

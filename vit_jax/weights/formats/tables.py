@@ -96,13 +96,7 @@ def from_heads(num_heads: int) -> ArrayLayout:
 
 
 def dense(name: str, module: str, layout: ArrayLayout = LINEAR) -> list[ArrayEntry]:
-    """Returns the entries of a dense layer's weight, in that layout, and bias.
-
-    Args:
-      name: name of the layer in the other library.
-      module: path of the layer's parameters, levels joined by "/".
-      layout: layout of the weight.
-    """
+    """Returns the entries of a dense layer's weight, in that layout, and bias."""
     return [
         ArrayEntry(f"{name}.weight", (f"{module}/kernel",), layout),
         ArrayEntry(f"{name}.bias", (f"{module}/bias",), SAME),
@@ -289,11 +283,6 @@ def to_our_arrays(
     Arrays that are not in the table keep their name, and missing ones stay missing:
     fitting the parameters to a model reports both, because a user may allow them.
 
-    Args:
-      flat: the other library's arrays by name.
-      table: entries of the network.
-      source: path or address of the file, for messages.
-
     Raises:
       UserError: an array holds integers, or its shape does not fit its layout.
     """
@@ -324,14 +313,9 @@ def check_names(
     part: str = "",
     network: str,
 ) -> None:
-    """Raises UserError unless the arrays are those of a table, no more and no less.
+    """Raises UserError unless arrays have exactly the names of a table.
 
-    Args:
-      flat: the other library's arrays by name.
-      table: entries of the network.
-      source: path or address of the file, for messages.
-      part: part of the network in messages, such as " of the decoder".
-      network: name of the whole network in messages.
+    In messages `part` is " of the decoder" or such, and `network` the whole network.
     """
     known = {entry.name for entry in table}
     if wrong := sorted(known ^ flat.keys()):
@@ -354,10 +338,6 @@ def to_their_arrays(
     flat: Mapping[str, np.ndarray], table: Iterable[ArrayEntry]
 ) -> dict[str, np.ndarray]:
     """Converts parameters to arrays of another library by name.
-
-    Args:
-      flat: parameters by name, levels joined by "/".
-      table: entries of the network, with each parameter once.
 
     Raises:
       UserError: a parameter is missing or left over.

@@ -131,16 +131,7 @@ def finish(
     notes: Sequence[str] = (),
     patch: int = 1,
 ) -> Pretrained:
-    """Builds a checkpoint from a network and what its config.json says beside it.
-
-    Args:
-      tensors: content of the file.
-      facts: content of its config.json.
-      params: parameters by name, levels joined by "/".
-      options: arguments of `models.create`.
-      notes: lines about what was changed while the network was read.
-      patch: side of a patch in pixels, see `timm_config.fit_patches`.
-    """
+    """Builds a checkpoint from parameters, options and the facts in config.json."""
     return Pretrained(
         params=unflatten_dict(params, sep="/"),
         options=options,
@@ -451,12 +442,7 @@ def write_folder(
 ) -> list[str]:
     """Writes model.safetensors and config.json, and returns notes.
 
-    Args:
-      folder: existing folder.
-      arrays: arrays by timm's names.
-      architecture: timm's network of these arrays.
-      options: all options of `models.Model`.
-      pretrained: checkpoint with the preprocessing, the class names and the loss.
+    Of `pretrained` the preprocessing, the class names and the loss are written.
 
     Raises:
       UserError: timm has no such preprocessing.
@@ -483,11 +469,7 @@ def _usage(pretrained: Pretrained, path: str, on_hub: bool) -> str:
 
 
 def transformer_table(options: dict) -> list[ArrayEntry]:
-    """Returns the table of an encoder or hybrid.
-
-    Args:
-      options: options of `models.Model`; those at their defaults may be missing.
-    """
+    """Returns the table of an encoder or hybrid; options may lack defaults."""
     names = dict(_NAMES)
     if options["activation"] == "swiglu":  # Two layers in one.
         first = "Transformer/encoderblock_#/MlpBlock_3/"

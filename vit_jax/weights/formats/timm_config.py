@@ -95,9 +95,6 @@ _IMAGES = ("input_size", "crop_pct", "crop_mode", "interpolation", "mean", "std"
 def read(config: Mapping) -> Facts:
     """Returns the facts in config.json, and timm's defaults for those that it lacks.
 
-    Args:
-      config: content of config.json; empty without one.
-
     Raises:
       UserError: the network has a feature that no model here has.
     """
@@ -156,12 +153,7 @@ def fit_patches(
 ) -> Preprocess | None:
     """Returns a preprocessing for the image size that the parameters are for.
 
-    The first layer drops the pixels at the end that fill no patch.
-
-    Args:
-      preprocess: preprocessing with the image size in the config; None if unknown.
-      image_size: height and width of the network's input, in pixels.
-      patch: side of a patch, in pixels.
+    The first layer drops the pixels at the end that fill no patch, of side `patch`.
     """
     if preprocess is None:
         return None
@@ -240,12 +232,6 @@ def write(
 ) -> dict:
     """Returns the content of config.json.
 
-    Args:
-      architecture: network in timm's terms.
-      options: all options of `models.Model`.
-      preprocess: preprocessing of images; None if unknown.
-      class_names: names in label order; empty if unknown.
-
     Raises:
       UserError: timm has no such preprocessing.
     """
@@ -308,10 +294,7 @@ def _crop(preprocess: Preprocess) -> float:
 
 
 def choose_architecture(options: Mapping) -> Architecture:
-    """Returns timm's architecture for a network.
-
-    Args:
-      options: all options of `models.Model`, with the side of a patch as "patch".
+    """Returns timm's architecture for all options of a network, with "patch".
 
     Raises:
       UserError: timm has no such architecture.

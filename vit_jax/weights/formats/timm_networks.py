@@ -254,13 +254,7 @@ def find(name: str) -> Facts:
 def check_parameters(
     flat: Mapping[str, np.ndarray], config: Mapping, source: str
 ) -> None:
-    """Raises UserError if arrays show a feature that no model of this project has.
-
-    Args:
-      flat: arrays by timm's names.
-      config: content of config.json; empty without one.
-      source: path or address of the file, for messages.
-    """
+    """Raises UserError if arrays show a feature that no model of this project has."""
     unsupported = [
         what for pattern, what in _SEEN if any(map(re.compile(pattern).match, flat))
     ]
@@ -365,11 +359,7 @@ def _unsupported(where: str, *what: str) -> UserError:
 
 
 def read_rotary(args: Mapping, default: Rotary) -> Rotary:
-    """Returns the rotary embeddings of a network.
-
-    Args:
-      args: model_args of config.json.
-      default: rotary embeddings of the architecture.
+    """Returns the rotary embeddings of model_args, or of the architecture.
 
     Raises:
       UserError: the embeddings are of another kind, or for a grid that is not square.
@@ -441,12 +431,9 @@ def _join(flat: dict, block: str, names: tuple[str, ...], to: str) -> None:
 def from_plain(
     flat: dict[str, np.ndarray], kind: str, *, split_gates: bool
 ) -> dict[str, np.ndarray]:
-    """Renames the arrays of VisionTransformer to those of another class.
+    """Renames the arrays of VisionTransformer to those of "eva" or "beit".
 
-    Args:
-      flat: arrays by name.
-      kind: class in timm, "eva" or "beit".
-      split_gates: whether gated MLPs have two first layers.
+    With `split_gates` gated MLPs get two first layers.
 
     Raises:
       UserError: keys have biases, which timm's Beit lacks.
@@ -477,12 +464,8 @@ def turn_features(
 ) -> dict[str, np.ndarray]:
     """Reorders the features of queries and keys for this project's rotary embeddings.
 
-    Attention weights are products over these features, so their order is free.
-
-    Args:
-      params: parameters by name, levels joined by "/".
-      rotary: timm's order of the features.
-      back: whether to reorder from this project's order to timm's.
+    Attention weights are products over these features, so their order is free. With
+    `back` the features are reordered for timm.
     """
     params = dict(params)
     names = r".*/(query|key)/(kernel|bias)|.*/LayerNorm_(query|key)/\w+"
