@@ -259,21 +259,19 @@ def check_keys(
     *,
     new: Sequence[str] = (),
 ) -> tuple[list[str], list[FitRow]]:
-    """Checks that names and shapes match, and removes parameters that are left over.
+    """Checks that names and shapes match, and removes left-over parameters.
 
     Args:
       given: name to array of the checkpoint; left-over parameters are removed from it.
       wanted: name to array or shape of the model.
-      allow_mismatch: regular expressions of names that may be missing or left over;
-        None for commands without such a flag.
+      allow_mismatch: argument of `fit`.
       new: names that are expected to be missing.
 
     Returns:
       The names that keep their initial values, and a row for each exception.
 
     Raises:
-      UserError: parameters that are missing, left over or of another shape, or a
-        pattern that matches none.
+      UserError: names or shapes differ, or a pattern matches none.
     """
     missing = sorted(wanted.keys() - given.keys())
     extra = sorted(given.keys() - wanted.keys())
