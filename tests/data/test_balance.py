@@ -120,14 +120,14 @@ def test_labels_are_needed():
         data={"multi_label": True}, task={"loss": "sigmoid", "class_weights": "sqrt"}
     )
     with pytest.raises(
-        UserError, match="class_weights='sqrt' needs one class an image"
+        UserError, match="class_weights='sqrt' .* data.multi_label=True"
     ):
         several.task.of_records(several.data, open_unchecked(several.data, "train"))
     with pytest.raises(
         UserError, match="class_weights='root' is not one of inverse, sqrt"
     ):
         tiny_config(task={"class_weights": "root"})
-    with pytest.raises(UserError, match="class_weights='sqrt' is by numbers of images"):
+    with pytest.raises(UserError, match="class_weights='sqrt' .* numbers of images"):
         vit_jax.train_setup(tiny_config(task={"class_weights": "sqrt"}), 20)
     one = tiny_config(
         data={"name": "digits", "num_classes": 4, "channels": 1, "num_examples": 0},

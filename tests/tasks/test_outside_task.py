@@ -259,7 +259,7 @@ def test_a_scan_and_a_resume_save_the_same(run, tmp_path):
 
 def test_a_network_in_several_places_is_refused(tmp_path):
     message = (
-        "Scattered.backbone returns parameters of several places of the state: keep"
+        "Scattered.backbone returns parameters of several parts of the state: keep"
     )
     with pytest.raises(UserError, match=message):
         loop.train(config_of("Scattered"), tmp_path / "run")

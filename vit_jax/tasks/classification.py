@@ -12,7 +12,6 @@ import optax
 from jaxtyping import Array, Float, Int
 
 from vit_jax.config.fields import key
-from vit_jax.config.lengths import RunLength
 from vit_jax.data.config import DataConfig
 from vit_jax.data.order import SHARES, class_weights
 from vit_jax.data.sources.base import Source, check_label, read_labels
@@ -22,7 +21,7 @@ from vit_jax.errors import UserError
 from vit_jax.models import STATE, Model
 from vit_jax.tasks.task import Batch, Task, TaskConfig, Tree
 
-_ALIKE = (1.0,)
+_EQUAL_WEIGHTS = (1.0,)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,59 +34,52 @@ class ClassificationConfig(TaskConfig):
         choices=("softmax", "sigmoid"),
     )
     label_smoothing: float = key(
-        0.0, "Part of a label's weight that all classes share.", below=1
+        0.0, "Part of a label's weight that is spread over all classes.", below=1
     )
     class_weights: tuple[float, ...] | str = key(
-        _ALIKE,
-        "Weight of each class in the loss, of its images (softmax, whose mean is by "
-        'weight) or of its own term (sigmoid); (1.0,): all alike. "inverse", "sqrt" '
-        'or "effective": by the numbers of the training images, as `data.class_balance` '
-        "draws them.",
+        _EQUAL_WEIGHTS,
+        "Weight of each class in the loss: of its images (softmax, a weighted mean) or "
+        'of its term (sigmoid); (1.0,): equal weights. "inverse", "sqrt" or '
+        '"effective": computed from the numbers of training images, as for '
+        "`data.class_balance`.",
         names=tuple(SHARES),
     )
 
     def of_records(self, data: DataConfig, source: Source) -> "ClassificationConfig":
-        how = self.class_weights
-        if not isinstance(how, str):
+        if not isinstance(self.class_weights, str):
             return self
         self.check(data)
         labels = read_labels(source)
-        last = int(labels.argmax())
-        check_label(int(labels[last]), data.num_classes, source.record_id(last))
-        weights = class_weights(how, labels, data.num_classes)
+        largest = int(labels.argmax())
+        check_label(int(labels[largest]), data.num_classes, source.record_id(largest))
+        weights = class_weights(self.class_weights, labels, data.num_classes)
         return dataclasses.replace(self, class_weights=weights)
 
     def check_without_records(self) -> None:
         if isinstance(self.class_weights, str):
             raise UserError(
-                f"task.class_weights={self.class_weights!r} is by numbers of images, which "
-                "are not known here: state a number for each class"
+                f"task.class_weights={self.class_weights!r} is computed from numbers of "
+                "images, which are not known here: give one weight per class"
             )
 
-    def build(
-        self,
-        model: Model,
-        data: DataConfig,
-        run: RunLength,
-        saved: dict | None = None,
-    ) -> "Classification":
+    def build(self, model, data, run, saved=None) -> "Classification":
         return Classification(self, model, data)
 
     def check(self, data: DataConfig) -> None:
-        """Raises UserError if the loss does not fit the labels."""
+        """Raises UserError if the loss or the class weights do not suit the labels."""
         if data.multi_label and self.loss != "sigmoid":
             raise UserError(
-                f"data.multi_label=True needs task.loss='sigmoid', in which each class is "
-                f"learnt by itself; it is {self.loss!r}"
+                f"task.loss={self.loss!r} with data.multi_label=True: set "
+                "task.loss='sigmoid', which learns each class separately"
             )
         weights = self.class_weights
         if isinstance(weights, str):
             if data.multi_label:
                 raise UserError(
-                    f"task.class_weights={weights!r} needs one class an image, but "
-                    "data.multi_label=True: state a number for each class"
+                    f"task.class_weights={weights!r} needs one class per image, but "
+                    "data.multi_label=True: give one weight per class"
                 )
-        elif weights != _ALIKE and len(weights) != data.num_classes:
+        elif weights != _EQUAL_WEIGHTS and len(weights) != data.num_classes:
             raise UserError(
                 f"task.class_weights has {len(weights)} numbers: give one for "
                 f"each of data.num_classes={data.num_classes}"
@@ -95,15 +87,15 @@ class ClassificationConfig(TaskConfig):
 
 
 class Classification(Task):
-    """See `task.Task`; the state beside the parameters is that of the network, if any.
+    """See `task.Task`; `extra` holds the network's running means, if it has any.
 
     Args:
       config: `config.task`.
-      model: network.
+      model: network with a classifier.
       data: `config.data`.
 
     Raises:
-      UserError: the loss does not fit the labels.
+      UserError: the loss or the class weights do not suit the labels.
     """
 
     def __init__(self, config: ClassificationConfig, model: Model, data: DataConfig):
@@ -112,9 +104,9 @@ class Classification(Task):
         self._ops = parse.parse_train(data.train_transform, data.image_size).device
 
     def batch_spec(self, batch_size: int) -> dict[str, jax.ShapeDtypeStruct]:
-        """Returns image (B, Y, X, C), label (B,) and index (B,), of its transforms.
+        """Returns image (B, Y, X, C), label (B,) and index (B,).
 
-        With `data.multi_label` the labels are (B, L).
+        With `data.multi_label` the label is (B, L).
         """
         classes = (self._data.num_classes,) if self._data.multi_label else ()
         shape = (batch_size, *self._data.image_size, self._data.channels)
@@ -137,9 +129,9 @@ class Classification(Task):
     def outputs(
         self, params: dict, extra: Tree, batch: Batch, rng: jax.Array
     ) -> tuple[dict[str, jax.Array], Tree]:
-        """Returns what the network answers in training, and the statistics of a step."""
+        """Returns the network's outputs in training, and statistics for `update`."""
         images = batch["image"].astype(self.model.options["dtype"])
-        # A task may hand on another network than it trains, such as a merged one.
+        # A subclass may override `backbone`: LoRA's returns the merged network.
         network = Classification.backbone(self, params, extra)
         outputs, state = self.model.apply_and_update(network, images, rng)
         return outputs, {STATE: state} if self.model.stateful else None
@@ -147,7 +139,7 @@ class Classification(Task):
     def prepare(self, batch: Batch, rng: jax.Array) -> Batch:
         """Returns image (B, Y, X, C), normalised, and label (B, L).
 
-        Labels of one class sum to 1.
+        Without `data.multi_label` the labels of an image sum to 1.
         """
         labels = batch["label"].astype(jnp.float32)
         if not self._data.multi_label:
@@ -172,22 +164,22 @@ class Classification(Task):
     def base_loss(
         self, logits: Float[Array, "B L"], labels: Float[Array, "B L"]
     ) -> Float[Array, ""]:
-        """Returns the mean loss of logits, smoothed and weighted as the config says."""
+        """Returns the mean loss, with label smoothing and class weights."""
         targets = smooth(labels, self.config.label_smoothing)
         weights = self.config.class_weights
-        # A program is planned without records, from which the weights follow.
-        if weights == _ALIKE or isinstance(weights, str):
+        # Weights are still a name where a step is compiled without training records.
+        if weights == _EQUAL_WEIGHTS or isinstance(weights, str):
             return LOSSES[self.config.loss](logits, targets).mean()
         weights = jnp.asarray(weights)
         if self.config.loss == "sigmoid":
             terms = optax.losses.sigmoid_binary_cross_entropy(logits, targets)
             return (terms @ weights).mean()
-        of_images = labels @ weights  # Of mixed labels the mixture.
-        return (softmax(logits, targets) * of_images).sum() / of_images.sum()
+        image_weights = labels @ weights  # Mixed labels get a mixture of weights.
+        return (softmax(logits, targets) * image_weights).sum() / image_weights.sum()
 
 
 def require_classifier(model: Model, task: str) -> None:
-    """Raises UserError if the network of a task that learns from labels has no classifier."""
+    """Raises UserError if the network has no classifier, which the task needs."""
     if not model.options["num_classes"]:
         raise UserError(
             f"data.num_classes=0 with task.name={task!r}, which learns from labels: set "
@@ -198,14 +190,14 @@ def require_classifier(model: Model, task: str) -> None:
 def softmax(
     logits: Float[Array, "B L"], labels: Float[Array, "B L"]
 ) -> Float[Array, " B"]:
-    """Cross-entropy of one distribution over the classes."""
+    """Returns the cross-entropy of one distribution over the classes."""
     return optax.losses.softmax_cross_entropy(logits, labels)
 
 
 def sigmoid(
     logits: Float[Array, "B L"], labels: Float[Array, "B L"]
 ) -> Float[Array, " B"]:
-    """Sum over the classes of the binary cross-entropies (BiT, arXiv:1912.11370)."""
+    """Returns the sum of the binary cross-entropies of all classes (arXiv:1912.11370)."""
     return jnp.sum(optax.losses.sigmoid_binary_cross_entropy(logits, labels), axis=-1)
 
 
@@ -218,17 +210,17 @@ def smooth(labels: Float[Array, "B L"], smoothing: float) -> Float[Array, "B L"]
 
 
 def one_hot(labels: Int[Array, " B"], num_classes: int) -> Float[Array, "B L"]:
-    """Turns class numbers into rows with a single 1."""
+    """Converts class numbers to rows with a single 1."""
     return jax.nn.one_hot(labels, num_classes, dtype=jnp.float32)
 
 
 def top1(logits: Float[Array, "B L"], labels: Float[Array, "B L"]) -> Float[Array, ""]:
-    """Returns the part of the images whose largest logit is that of the label."""
+    """Returns the fraction of images whose largest logit is the label's."""
     return (logits.argmax(-1) == labels.argmax(-1)).mean()
 
 
 def f1(logits: Float[Array, "B L"], labels: Float[Array, "B L"]) -> Float[Array, ""]:
-    """Returns F1 over all labels of the images, at a probability of one half."""
-    found, there = logits > 0, labels > 0.5
-    right = (found & there).sum()
-    return 2 * right / jnp.maximum(found.sum() + there.sum(), 1)
+    """Returns micro F1 over all labels of the images, at a probability of one half."""
+    predicted, positive = logits > 0, labels > 0.5
+    right = (predicted & positive).sum()
+    return 2 * right / jnp.maximum(predicted.sum() + positive.sum(), 1)

@@ -1,8 +1,8 @@
-"""What a task is: all that the trainer asks of what is learnt.
+"""The protocol of a training task.
 
-The trainer initialises, differentiates, averages, shards, saves and restores; which loss
-it is, what a batch holds and what there is beside the parameters, only the task knows.
-Letters: B images a step.
+The trainer initialises, differentiates, averages, shards, saves and restores; the task
+defines the loss, the arrays of a batch and the state beside the parameters.
+Letters: B images per step.
 """
 
 import abc
@@ -26,13 +26,13 @@ Batch = dict[str, jax.Array]
 
 
 class Pictures(NamedTuple):
-    """What a task sees and answers: images (B, Y, X, C), normalised as those of a batch.
+    """Inputs and predictions of a task: images (B, Y, X, C), normalised like a batch.
 
     Attributes:
-      original: as it is.
-      masked: what the network sees of it.
-      reconstruction: what it answers, for all of the image.
-      reconstruction_and_visible: the same where something was hidden.
+      original: the images.
+      masked: their visible part, which the network gets.
+      reconstruction: the predictions for the whole images.
+      reconstruction_and_visible: the predictions in the hidden part, the images elsewhere.
     """
 
     original: jax.Array
@@ -43,17 +43,16 @@ class Pictures(NamedTuple):
 
 @runtime_checkable
 class Task(Protocol):
-    """A network and what it learns.
+    """A network and its training objective.
 
-    A task that derives from this class defines the abstract methods, and inherits the
-    others where it has nothing of the kind.
+    A task that derives from this class defines the abstract methods and overrides the
+    others as needed.
 
     Attributes:
-      model: the network that is evaluated, and that a workdir hands on; its parameters
-        are what `backbone` returns.
-      notes: lines for the log of every start.
-      tower: text tower of a task that has one, for evaluations; its parameters are those
-        of the task, under the names of models/text.py.
+      model: network that is evaluated and exported; `backbone` returns its parameters.
+      notes: lines that are logged at every start.
+      tower: text tower for evaluations, None if the task has none; its parameters are
+        the task's, under the names of models/text.py.
     """
 
     model: Model
@@ -62,123 +61,120 @@ class Task(Protocol):
 
     @abc.abstractmethod
     def batch_spec(self, batch_size: int) -> dict[str, jax.ShapeDtypeStruct]:
-        """Returns the arrays of a batch of B images, by their names in the pipeline."""
+        """Returns shapes and dtypes of a batch of B images, by names of the pipeline."""
 
     @abc.abstractmethod
     def init(self, rng: jax.Array) -> tuple[dict, Tree]:
-        """Draws the parameters, and the state beside them, called `extra`.
+        """Draws the parameters, and `extra`, the state beside them.
 
-        It is traced: what lies on a disk comes from `load`.
+        It is traced; arrays from files come from `load`.
         """
 
     def load(self) -> dict:
-        """Returns entries of `extra` that lie on a disk, in place of those of `init`.
+        """Loads entries of `extra` from files, in place of those of `init`.
 
-        They are put into the state when a run begins; a resumed run has them in its
-        checkpoint. A task may be built, and this be called, without a run.
+        It is called when a run begins; a resumed run has them in its checkpoint. It may
+        also be called without a run.
 
         Raises:
-          UserError: they cannot be read, or do not fit.
+          UserError: an entry cannot be read, or has another shape.
         """
         return {}
 
     def metadata(self) -> dict:
-        """Returns what a resumed run needs to build this task again without its files.
+        """Returns the values from which a resumed run builds this task without its files.
 
-        It is stored in every checkpoint as JSON, and is the `saved` of
+        They are stored in every checkpoint as JSON, and are the `saved` of
         `TaskConfig.build` when the run resumes. Tuples come back as lists.
         """
         return {}
 
     @abc.abstractmethod
     def prepare(self, batch: Batch, rng: jax.Array) -> Batch:
-        """Transforms a whole batch on the device, before it is cut into microbatches."""
+        """Transforms a batch on the device, before it is split into microbatches."""
 
     @abc.abstractmethod
     def loss(
         self, params: dict, extra: Tree, batch: Batch, rng: jax.Array
     ) -> tuple[jax.Array, tuple[dict[str, jax.Array], Tree]]:
-        """Returns the mean loss of a microbatch, its metrics, and statistics.
+        """Returns the mean loss of a microbatch, its metrics and statistics.
 
         Args:
-          params: what is differentiated by.
-          extra: the state beside them, which gets no gradient.
-          batch: of `prepare`, or a microbatch of it.
-          rng: of dropout and all else that is drawn in the step.
+          params: trained parameters.
+          extra: state beside them, which gets no gradient.
+          batch: output of `prepare`, or a microbatch of it.
+          rng: key of dropout and all other random numbers of the step.
 
         Returns:
-          The loss; metrics, scalars with "loss" among them; and statistics, which
-          `update` gets. Of several microbatches both are means.
+          The loss; scalar metrics, among them "loss"; and statistics for `update`.
+          Metrics and statistics of several microbatches are averaged.
         """
 
     def update(self, extra: Tree, params: dict, stats: Tree, step: jax.Array) -> Tree:
-        """Returns the state after a step, such as a moving average of the parameters.
+        """Returns `extra` after a step, such as a moving average of the parameters.
 
         Args:
-          extra: before the step.
-          params: after it.
-          stats: of `loss`.
-          step: steps taken, this one included.
+          extra: state before the step.
+          params: parameters after the step.
+          stats: statistics that `loss` returned.
+          step: number of steps taken, this one included.
         """
         return extra
 
     def held_out_metrics(
         self, params: dict, extra: Tree, batch: Batch, rng: jax.Array
     ) -> dict[str, jax.Array]:
-        """Returns metrics of images that are not trained on, for `evals` of kind "task".
+        """Returns metrics of held-out images, for `evals` of kind "task".
 
         Args:
-          params, extra: of the state.
-          batch: "image" (B, Y, X, C), normalised, "index" (B,), the number of each
-            record.
-          rng: the same at every evaluation.
+          params, extra: training state.
+          batch: "image" (B, Y, X, C), normalised, and "index" (B,), record numbers.
+          rng: key, the same at every evaluation.
 
         Returns:
-          Name to a number for each image, (B,); their mean is reported. Empty for a
-          task that has none.
+          Metric name to a value per image, (B,), whose mean is reported; may be empty.
         """
         return {}
 
     def pictures(
         self, params: dict, extra: Tree, batch: Batch, rng: jax.Array
     ) -> "Pictures | None":
-        """Returns pictures of what the task sees and answers, for the log and figures.
+        """Returns inputs and predictions as images, for trackers and figures.
 
         Args:
-          params, extra, batch, rng: as of `held_out_metrics`.
+          params, extra, batch, rng: see `held_out_metrics`.
 
         Returns:
-          The pictures; None for a task that has none.
+          The images; None if the task predicts none.
         """
         return None
 
     def warning(self, metrics: dict[str, float]) -> str:
-        """Returns what is wrong with the training, and what to change; "" if nothing.
+        """Returns a warning about the training and its remedy; "" if there is no problem.
 
         Args:
-          metrics: of a step that is logged; it is called at each of them, in order.
+          metrics: metrics of a logged step; it is called for each of them, in order.
         """
         return ""
 
     def backbone(self, params: dict, extra: Tree) -> dict:
-        """Returns the parameters of `model`: one of the two, or a dict within one.
+        """Returns the parameters of `model`: `params`, `extra`, or a dict within one.
 
-        It is called with trees of anything in the place of arrays, also of the paths by
-        which checkpoints are read.
+        The leaves may be anything, such as the paths by which checkpoints are read.
         """
         return params
 
     def with_backbone(
         self, params: dict, extra: Tree, network: dict
     ) -> tuple[dict, Tree]:
-        """Returns the state of `init` with given parameters of `model` in it.
+        """Returns the state of `init` with the given parameters of `model` in it.
 
-        By default they stand where `backbone` finds them, and the rest is as drawn. A
-        task that holds them twice, as student and teacher, sets both.
+        By default they replace what `backbone` returns. A task that holds them twice,
+        as student and teacher, replaces both.
 
         Args:
-          params, extra: of `init`.
-          network: as `backbone` returns it.
+          params, extra: state of `init`.
+          network: parameters, in the structure that `backbone` returns.
         """
         paths = backbone_paths(self, params, extra)
         state = {"params": params, "extra": extra}
@@ -191,39 +187,40 @@ class Task(Protocol):
     def with_task_params(
         self, params: dict, extra: Tree, task_params: dict
     ) -> tuple[dict, Tree]:
-        """Returns the state of `init` with what weights have beside the network.
+        """Returns the state of `init` with the task's pretrained parameters in it.
 
         Args:
-          params, extra: of `init`.
-          task_params: of weights whose task has the same name, see `Pretrained`.
+          params, extra: state of `init`.
+          task_params: parameters beside the network of weights whose task has the same
+            name, see `Pretrained`.
 
         Raises:
-          UserError: they do not fit.
+          UserError: a name or shape differs.
         """
         return params, extra
 
     def training_flops(self) -> int | None:
         """Returns the floating-point operations of a training step, per image.
 
-        Counted are forward and backward pass, without what rematerialisation computes
-        again: 6 for each multiply-accumulate of what is trained, 2 of what is frozen.
+        The forward and the backward pass count, rematerialisation does not: 6 per
+        multiply-accumulate of a trained layer, 2 of a frozen one.
         """
         return cost.training_flops(self.model)
 
 
 def backbone_paths(task: Task, params: Tree, extra: Tree) -> dict[str, str]:
-    """Returns where a state holds the network.
+    """Returns the paths in a training state at which it holds the network.
 
     Args:
-      task: whose `backbone` is asked.
-      params, extra: as of `Task.init`, or shapes.
+      task: task that defines `backbone`.
+      params, extra: state of `Task.init`, or its shapes.
 
     Returns:
-      "path": of its parameters, as "params" or "params/network"; and "state": of its
-      running means, if they are elsewhere.
+      "path": path of the parameters, as "params" or "params/network"; and "state": path
+      of the running means, if they are elsewhere.
 
     Raises:
-      UserError: `backbone` returns something else than a dict of the state for each.
+      UserError: `backbone` returns something other than one dict of the state for each.
     """
     paths = jax.tree.map_with_path(
         lambda keys, _: jax.tree_util.keystr(keys, simple=True, separator="/"),
@@ -232,16 +229,15 @@ def backbone_paths(task: Task, params: Tree, extra: Tree) -> dict[str, str]:
     network = task.backbone(paths["params"], paths["extra"])
     state = network.get(STATE)
     others = {name: value for name, value in network.items() if name != STATE}
-    path = _place(others)
-    there = _at(paths, path)
-    if there == network:
+    path = _common_path(others)
+    subtree = _at(paths, path)
+    if subtree == network:
         return {"path": path}
-    if there == others and state and _at(paths, _place(state)) == state:
-        return {"path": path, "state": _place(state)}
+    if subtree == others and state and _at(paths, _common_path(state)) == state:
+        return {"path": path, "state": _common_path(state)}
     raise UserError(
-        f"{type(task).__name__}.backbone returns parameters of several places of the "
-        "state: keep those of the network in one dict of `params` or `extra`, and return "
-        "that"
+        f"{type(task).__name__}.backbone returns parameters of several parts of the "
+        "state: keep the network's in one dict of `params` or `extra`, and return that"
     )
 
 
@@ -249,9 +245,9 @@ def _at(tree: dict, path: str) -> Tree:
     return functools.reduce(operator.getitem, path.split("/"), tree)
 
 
-def _place(part: dict) -> str:
-    """Returns the path of a dict of paths."""
-    keys, path = jax.tree.leaves_with_path(part)[0]
+def _common_path(paths: dict) -> str:
+    """Returns the path of a dict whose leaves are their paths."""
+    keys, path = jax.tree.leaves_with_path(paths)[0]
     within = jax.tree_util.keystr(keys, simple=True, separator="/")
     return path.removesuffix(f"/{within}")
 
@@ -265,34 +261,34 @@ def _replace(tree: dict, path: list[str], value: Tree) -> Tree:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TaskConfig:
-    """What `config.task` states of every task."""
+    """Keys of `config.task` that every task has."""
 
-    # Whether it has `Task.pictures`, and needs no more than parameters for them.
+    # Whether the task has `Task.pictures`, computed from parameters alone.
     has_pictures: ClassVar[bool] = False
-    # Whether its network gets a classifier, if the data set has classes.
+    # Whether the network gets a classifier, if the data set has classes.
     has_classifier: ClassVar[bool] = True
-    # Whether its network is in the parameters, of which `ema` holds a moving average.
+    # Whether the network is in the parameters, of which `ema` holds a moving average.
     averages_network: ClassVar[bool] = True
 
     name: str = key("classification", "What is learnt.")
 
     def of_records(self, data: DataConfig, source: Source) -> "TaskConfig":
-        """Returns the config with what follows from the training records in place.
+        """Returns the config with values that are computed from the training records.
 
         Args:
           data: `config.data`.
-          source: its training split.
+          source: training split.
 
         Raises:
-          UserError: the records do not fit.
+          UserError: a label is out of range, or the config does not suit the data.
         """
         return self
 
     def check_without_records(self) -> None:
-        """Checks that nothing follows from the training records, where there are none.
+        """Checks that the config can be used without training records.
 
         Raises:
-          UserError: something does, see `of_records`.
+          UserError: a value is computed from them, see `of_records`.
         """
 
     def build(
@@ -302,13 +298,13 @@ class TaskConfig:
         run: RunLength,
         saved: dict | None = None,
     ) -> Task:
-        """Returns the task.
+        """Builds the task.
 
         Args:
           model: network of `config.model`.
           data: `config.data`.
-          run: length of the run, for what changes in its course.
-          saved: what `Task.metadata` returned when the run began, from its checkpoint;
-            None for a run that begins.
+          run: length of the run, for schedules.
+          saved: value of `Task.metadata` in the checkpoint of a run that resumes; None
+            in a new run.
         """
         raise NotImplementedError
