@@ -208,7 +208,7 @@ def test_a_locked_image_tower_stays(tmp_path):
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"data": {"tokenizer": ""}}, "learns from captions: set data.tokenizer"),
+        ({"data": {"tokenizer": ""}}, "data.tokenizer='' .* set it to 'bytes'"),
         (
             {"data": {"num_classes": 0}, "task": {"text": TEXT | {"depth": 1}}},
             "no names of classes to make captions of",

@@ -280,7 +280,7 @@ def test_a_collapse_is_told(task, entropy, said):
         ),
         (
             {"task": {"small_transform": "mixup(0.2)"}},
-            "task.small_transform='mixup.0.2.': Mixup does not keep",
+            "task.small_transform='mixup.0.2.': Mixup",
         ),
         ({"task": {"large_transforms": ["flip"]}}, "must be 2 lines"),
         ({"data": {"num_classes": 5}}, "reads no labels: set data.num_classes to 0"),

@@ -1,4 +1,4 @@
-"""What is learnt: each task is a file here, named by `config.task.name`."""
+"""Training tasks, one file each; `config.task.name` chooses one."""
 
 from vit_jax.config.fields import Registry
 

@@ -1,13 +1,13 @@
-"""Images and their captions, told apart from those of others: CLIP, LiT and SigLIP.
+"""Contrastive learning of images and captions: CLIP, LiT and SigLIP.
 
-An image network and a text transformer embed both in one space, where an image is to be
-more like its own caption than like those of the other images of the batch. The loss is a
-softmax over each row and each column of the similarities (CLIP, arXiv:2103.00020; LiT,
+An image network and a text transformer embed images and captions in one space; training
+makes an image more similar to its caption than to the others of the batch. The loss is
+a softmax over each row and each column of the similarities (CLIP, arXiv:2103.00020; LiT,
 arXiv:2111.07991), or a sigmoid of each (SigLIP, arXiv:2303.15343). In LiT the image
 network is pretrained and locked: `optim.freeze=("network/.*",)`.
 
-Similarities are computed in chunks, against embeddings that every device gets whole, so
-that no device holds all B x B of them and the value does not depend on the devices.
+Every device gets all embeddings and computes similarities in chunks, so no device holds
+all B x B of them and the value does not depend on the number of devices.
 
 Letters: B images and captions of a batch, C chunks of M, E width of the shared space,
 T tokens.
@@ -26,7 +26,6 @@ from flax.traverse_util import flatten_dict
 from jaxtyping import Array, Float
 
 from vit_jax.config.fields import key, section
-from vit_jax.config.lengths import RunLength
 from vit_jax.data.captions import TEXT as TOKENS
 from vit_jax.data.config import DataConfig
 from vit_jax.data.tokenizer import open_tokenizer
@@ -49,8 +48,8 @@ class ContrastiveConfig(TaskConfig):
     name: str = key("contrastive", "What is learnt.")
     loss: str = key(
         "sigmoid",
-        'Of similarities: "softmax" over rows and columns (CLIP, LiT), or "sigmoid" of '
-        "each (SigLIP).",
+        'Loss of the similarities: "softmax" over rows and columns (CLIP, LiT), or '
+        '"sigmoid" of each (SigLIP).',
         choices=("softmax", "sigmoid"),
     )
     text: TextConfig = section(TextConfig)
@@ -62,48 +61,45 @@ class ContrastiveConfig(TaskConfig):
     )
     embed_dim: int = key(
         0,
-        "Width of the shared space; 0 is that of the text tower.",
+        "Width of the shared space; 0 is the text tower's width.",
         only_if={"projection": ("plain", "bias")},
     )
     temperature_init: float = key(
-        10.0, "Initial factor of the similarities, which is learnt.", above=0
+        10.0, "Initial value of the learnt factor of the similarities.", above=0
     )
-    max_temperature: float = key(0.0, "Largest such factor; 0: none. CLIP has 100.")
+    max_temperature: float = key(
+        0.0, "Largest value of that factor; 0: no limit. CLIP has 100."
+    )
     bias_init: float = key(
         -10.0,
-        "Initial bias of the similarities, which is learnt.",
+        "Initial value of the learnt bias of the similarities.",
         at_least=None,
         only_if={"loss": ("sigmoid",)},
     )
     chunk: int = key(
         4_096,
-        "Most captions, or images, whose similarities to those of a device are computed "
-        "at once.",
+        "Largest number of captions, or images, with which a device compares its images, "
+        "or captions, at once.",
         at_least=1,
         changes_result=False,
     )
 
-    def build(
-        self,
-        model: Model,
-        data: DataConfig,
-        run: RunLength,
-        saved: dict | None = None,
-    ) -> "Contrastive":
+    def build(self, model, data, run, saved=None) -> "Contrastive":
         return Contrastive(self, model, data, saved)
 
 
 class Contrastive(Task):
-    """See `task.Task`; parameters are "network" and those of models/text.py.
+    """See `task.Task`; the parameters are "network" and those of models/text.py.
 
     Args:
       config: `config.task`.
       model: image network.
       data: `config.data`.
-      saved: from the checkpoint of a run that resumes.
+      saved: see `TaskConfig.build`.
 
     Raises:
-      UserError: there is no tokenizer, or it does not fit the tower.
+      UserError: the network returns no features, or the text tower cannot be built from
+        the config and the tokenizer.
     """
 
     def __init__(
@@ -117,13 +113,14 @@ class Contrastive(Task):
         self._ops = parse.parse_train(data.train_transform, data.image_size).device
         if not model.representations:
             raise UserError(
-                f"task.name='contrastive' needs features of images, but the network of "
-                f"model.variant={model.options['variant']!r} returns no 'pre_logits'"
+                f"model.variant={model.options['variant']!r} returns no 'pre_logits', "
+                "which task.name='contrastive' compares with captions: return them"
             )
         if not data.tokenizer:
             raise UserError(
-                "task.name='contrastive' learns from captions: set data.tokenizer to "
-                "'bytes', or to the folder or hf://owner/name of a tokenizer"
+                "data.tokenizer='' with task.name='contrastive', which learns from "
+                "captions: set it to 'bytes', or to the folder or hf://owner/name of a "
+                "tokenizer"
             )
         self._tower_config = _complete(config.text, data.tokenizer, saved)
         images = jnp.zeros((1, *model.image_shape))
@@ -153,23 +150,23 @@ class Contrastive(Task):
         )
 
     def load(self):
-        """Returns nothing, but refuses a tokenizer that does not fit the text tower.
+        """Checks the size of the tokenizer; loads nothing.
 
         Raises:
-          UserError: it has more tokens, or cannot be opened.
+          UserError: it has more tokens than the text tower, or cannot be opened.
         """
-        tokenizer, known = self._data.tokenizer, self._tower_config.vocab_size
+        tokenizer, vocab_size = self._data.tokenizer, self._tower_config.vocab_size
         opened = open_tokenizer(tokenizer)
-        if opened.vocab_size > known:
+        if opened.vocab_size > vocab_size:
             raise UserError(
-                f"task.text.vocab_size={known}, but data.tokenizer={tokenizer!r} has "
-                f"{opened.vocab_size} tokens: leave it 0"
+                f"task.text.vocab_size={vocab_size}, but data.tokenizer={tokenizer!r} "
+                f"has {opened.vocab_size} tokens: leave it 0"
             )
         return {}
 
     def metadata(self) -> dict:
-        about = self._tower_config
-        return {"vocab_size": about.vocab_size, "eos_id": about.eos_id}
+        config = self._tower_config
+        return {"vocab_size": config.vocab_size, "eos_id": config.eos_id}
 
     def batch_spec(self, batch_size: int) -> dict[str, jax.ShapeDtypeStruct]:
         """Returns image (B, Y, X, C), text (B, T) and index (B,)."""
@@ -217,65 +214,65 @@ class Contrastive(Task):
             scale = jnp.minimum(scale, self.config.max_temperature)
         compute = LOSSES[self.config.loss]
         loss = compute(images, texts, scale, bias, chunk=self.config.chunk)
-        own = jnp.sum(images * texts, axis=1)
+        matching = jnp.sum(images * texts, axis=1)
         best = jax.lax.stop_gradient(
             over_chunks(images, texts, self.config.chunk, lambda x: x.max(1)).max(0)
         )
         metrics = {
             "loss": loss,
-            # An image may share its caption with others.
-            "top1": (own >= best - 1e-6).mean(),
+            # Equality counts, because several images may have the same caption.
+            "top1": (matching >= best - 1e-6).mean(),
             "temperature": scale,
         }
         return loss, (metrics, None)
 
     def with_task_params(self, params, extra, task_params):
-        given = {k: v for k, v in task_params.items() if k in text.PARAMS}
-        ours = {k: v for k, v in params.items() if k in text.PARAMS}
-        wanted, found = (
+        pretrained = {k: v for k, v in task_params.items() if k in text.PARAMS}
+        initial = {k: v for k, v in params.items() if k in text.PARAMS}
+        wanted, given = (
             {k: v.shape for k, v in flatten_dict(tree, sep="/").items()}
-            for tree in (ours, given)
+            for tree in (initial, pretrained)
         )
-        for name in sorted(wanted.keys() | found.keys()):
-            if wanted.get(name) != found.get(name):
+        for name in sorted(wanted.keys() | given.keys()):
+            if wanted.get(name) != given.get(name):
                 raise UserError(
-                    f"config.init has {name} of shape {found.get(name)}, and this run "
-                    f"{wanted.get(name)}: state task.text, task.projection and "
-                    "data.num_tokens as of those weights, or give an image network alone"
+                    f"config.init has {name} of shape {given.get(name)}, and this run "
+                    f"{wanted.get(name)}: set task.text, task.projection and "
+                    "data.num_tokens as in those weights, or give an image network alone"
                 )
-        return params | given, extra
+        return params | pretrained, extra
 
     def backbone(self, params, extra):
         return params["network"]
 
     def training_flops(self):
-        of_images = cost.training_flops(self.model)
+        image_flops = cost.training_flops(self.model)
         shapes, num_tokens = text.shapes(self.text), self.text.num_tokens
-        # Products of the blocks and the head, and of attention: the rest is negligible.
+        # Dense layers and attention count; the rest is negligible.
         kernels = [v for k, v in flatten_dict(shapes).items() if k[-1] == "kernel"]
         dense = sum(num_tokens * v.size for v in kernels)
-        about = self._tower_config
-        attention = 2 * about.depth * num_tokens**2 * about.width
-        return of_images and of_images + 6 * (dense + attention)
+        config = self._tower_config
+        attention = 2 * config.depth * num_tokens**2 * config.width
+        return image_flops and image_flops + 6 * (dense + attention)
 
 
 def _complete(config: TextConfig, tokenizer: str, saved: dict | None) -> TextConfig:
-    """Returns the config of the tower, opening its tokenizer for what is not stated."""
-    ends = config.pool == "eos"
-    if config.vocab_size and (config.eos_id >= 0 or not ends):
+    """Returns the tower's config with `vocab_size` and `eos_id` of the tokenizer."""
+    needs_eos = config.pool == "eos"
+    if config.vocab_size and (config.eos_id >= 0 or not needs_eos):
         return config
     if saved is None:
         opened = open_tokenizer(tokenizer)
         saved = {"vocab_size": opened.vocab_size, "eos_id": opened.eos_id}
-    stated = {"vocab_size": config.vocab_size or saved["vocab_size"]}
-    if ends:
-        stated["eos_id"] = saved["eos_id"] if config.eos_id < 0 else config.eos_id
-        if stated["eos_id"] < 0:
+    values = {"vocab_size": config.vocab_size or saved["vocab_size"]}
+    if needs_eos:
+        values["eos_id"] = saved["eos_id"] if config.eos_id < 0 else config.eos_id
+        if values["eos_id"] < 0:
             raise UserError(
-                f"task.text.pool='eos', but data.tokenizer={tokenizer!r} has no token "
-                "that ends a text: set task.text.pool='last'"
+                f"task.text.pool='eos', but data.tokenizer={tokenizer!r} has no "
+                "end-of-text token: set task.text.pool='last'"
             )
-    return dataclasses.replace(config, **stated)
+    return dataclasses.replace(config, **values)
 
 
 def over_chunks(
@@ -284,13 +281,13 @@ def over_chunks(
     chunk: int,
     reduce: Callable,
 ) -> Float[Array, "C B"]:
-    """Reduces the products of rows and columns, a chunk of the columns after another.
+    """Reduces the products of rows and columns, chunk by chunk of the columns.
 
     Args:
-      rows: split over the devices.
-      columns: the same number; every device gets all of them.
-      chunk: most columns at once; the next divisor of B is taken.
-      reduce: (B, M) to (B,). Its inputs are computed again in the backward pass.
+      rows: embeddings, split over the devices.
+      columns: embeddings, all of which every device gets.
+      chunk: upper limit of M, which is the largest divisor of B within it.
+      reduce: function (B, M) -> (B,); the backward pass computes its inputs again.
     """
     B = len(columns)
     M = max(m for m in range(1, min(chunk, B) + 1) if B % m == 0)
@@ -298,13 +295,13 @@ def over_chunks(
     columns = nn.with_logical_constraint(columns, (None, None))
 
     @jax.checkpoint
-    def one(part):
+    def reduce_chunk(part):
         products = jnp.matmul(rows, part.T, precision=jax.lax.Precision.HIGHEST)
         return reduce(products)
 
     if M == B:
-        return one(columns)[None]
-    return jax.lax.map(one, columns.reshape(B // M, M, -1))
+        return reduce_chunk(columns)[None]
+    return jax.lax.map(reduce_chunk, columns.reshape(B // M, M, -1))
 
 
 def softmax(
@@ -318,19 +315,20 @@ def softmax(
     """Returns the mean of the cross-entropies from images to texts and back.
 
     Args:
-      images, texts: embeddings of length 1, of pairs.
-      scale, bias: of the similarities; the bias changes nothing.
+      images, texts: unit-length embeddings of pairs.
+      scale, bias: factor and bias of the similarities; the loss does not depend on the
+        bias.
       chunk: see `over_chunks`.
     """
 
     def total(rows, columns):
-        found = over_chunks(
+        chunks = over_chunks(
             rows, columns, chunk, lambda x: jax.nn.logsumexp(scale * x + bias, axis=1)
         )
-        return jax.nn.logsumexp(found, axis=0)
+        return jax.nn.logsumexp(chunks, axis=0)
 
-    own = scale * jnp.sum(images * texts, axis=1) + bias
-    return ((total(images, texts) + total(texts, images)) / 2 - own).mean()
+    matching = scale * jnp.sum(images * texts, axis=1) + bias
+    return ((total(images, texts) + total(texts, images)) / 2 - matching).mean()
 
 
 def sigmoid(
@@ -341,16 +339,17 @@ def sigmoid(
     *,
     chunk: int = 4_096,
 ) -> Float[Array, ""]:
-    """Returns the sum of the binary cross-entropies of an image, its mean over images.
+    """Returns the sum of an image's binary cross-entropies, averaged over images.
 
-    Args: as of `softmax`.
+    Args:
+      images, texts, scale, bias, chunk: see `softmax`.
     """
-    # log(1 + exp(-x)) of the own one is log(1 + exp(x)) - x.
-    every = over_chunks(
+    sums = over_chunks(
         images, texts, chunk, lambda x: jax.nn.softplus(scale * x + bias).sum(1)
     )
-    own = scale * jnp.sum(images * texts, axis=1) + bias
-    return (every.sum(0) - own).mean()
+    # The term of a pair is softplus(-x), which is softplus(x) - x.
+    matching = scale * jnp.sum(images * texts, axis=1) + bias
+    return (sums.sum(0) - matching).mean()
 
 
 LOSSES = {"softmax": softmax, "sigmoid": sigmoid}

@@ -1,8 +1,9 @@
-"""DINO (arXiv:2104.14294): a student predicts what its own moving average answers.
+"""DINO (arXiv:2104.14294): a student predicts the outputs of its moving average.
 
-The teacher sees two large crops of each image, the student these and small ones; every
-other crop's answer is predicted. As in facebookresearch/dino. Letters: B images, G large
-and S small crops of each, V both together, Y by X pixels, C channels, D width, K outputs.
+The moving average, the teacher, gets two large crops of each image; the student gets
+these and small crops, and predicts the teacher's outputs for every other crop. As in
+facebookresearch/dino. Letters: B images, G large and S small crops of each, V both
+together, Y by X pixels, C channels, D width, K outputs.
 """
 
 import dataclasses
@@ -23,44 +24,52 @@ from vit_jax.tasks.dino_losses import Head, centered, cross_entropies
 from vit_jax.tasks.masking import check_unlabelled
 from vit_jax.tasks.task import Batch, Task, TaskConfig
 
-_LOGS = 5  # Logs in a row after which a collapse is told.
+_LOGS = 5  # Consecutive logs after which a collapse is reported.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DinoConfig(TaskConfig):
-    """The answers of the student's own moving average (DINO)."""
+    """Outputs of the student's moving average (DINO)."""
 
     averages_network: ClassVar[bool] = False
 
     name: str = key("dino", "What is learnt.")
     num_outputs: int = key(65_536, "Outputs of the head.", at_least=2)
-    hidden_dim: int = key(2_048, "Hidden units of its two layers.", at_least=1)
-    bottleneck_dim: int = key(256, "Features before its last layer.", at_least=1)
-    free_gain: bool = key(
-        False, "Learn the lengths of the last layer's weights; without, they are 1."
+    hidden_dim: int = key(2_048, "Hidden units of the head's MLP.", at_least=1)
+    bottleneck_dim: int = key(
+        256, "Features before the last layer of the head.", at_least=1
     )
-    student_temperature: float = key(0.1, "Of the student's softmax.", above=0)
+    free_gain: bool = key(
+        False, "Learn the norms of the last layer's weights, which are 1 otherwise."
+    )
+    student_temperature: float = key(
+        0.1, "Temperature of the student's softmax.", above=0
+    )
     teacher_temperature: float = key(
-        0.04, "Of the teacher's, after a warmup ...", above=0
+        0.04, "Temperature of the teacher's softmax after its warmup.", above=0
     )
     teacher_temperature_start: float = key(
-        0.04, "... from this, linear from epoch to epoch ...", above=0
+        0.04,
+        "Temperature of the teacher at the beginning of the linear warmup.",
+        above=0,
     )
-    teacher_temperature_epochs: int = key(0, "... in so many epochs.")
+    teacher_temperature_epochs: int = key(
+        0, "Epochs of the warmup; the temperature changes once per epoch."
+    )
     teacher_momentum: float = key(
         0.996,
-        "Weight of the old teacher in the first step; it rises to 1 by half a cosine.",
+        "Momentum of the teacher in the first step; it rises to 1 by half a cosine.",
         at_most=1,
     )
     center_momentum: float = key(
-        0.9, "Weight of the old centre of the teacher's outputs.", at_most=1
+        0.9, "Momentum of the centre of the teacher's outputs.", at_most=1
     )
     large_transforms: tuple[str, ...] = key(
         ("", ""),
-        "Transforms on the device of the first and of the second large crop, as of "
+        "Device transforms of the first and of the second large crop, written as in "
         "`data.train_transform`.",
     )
-    small_transform: str = key("", "Those of the small crops.")
+    small_transform: str = key("", "Device transforms of the small crops.")
 
     def __post_init__(self):
         if len(self.large_transforms) != NUM_LARGE:
@@ -69,21 +78,15 @@ class DinoConfig(TaskConfig):
                 "lines, one for each large crop"
             )
 
-    def build(
-        self,
-        model: Model,
-        data: DataConfig,
-        run: RunLength,
-        saved: dict | None = None,
-    ) -> "Dino":
+    def build(self, model, data, run, saved=None) -> "Dino":
         return Dino(self, model, data, run)
 
 
 class Dino(Task):
-    """See `task.Task`; parameters are "network" and "head", those of the student.
+    """See `task.Task`; the parameters are the student's "network" and "head".
 
-    The state beside them is the teacher, the centre of its outputs, and the steps taken.
-    The network that is handed on is the teacher's.
+    `extra` holds the teacher, the centre of its outputs and the number of steps. The
+    network that is evaluated and exported is the teacher's.
 
     Args:
       config: `config.task`.
@@ -92,7 +95,8 @@ class Dino(Task):
       run: length of the run.
 
     Raises:
-      UserError: there are classes, no crops, or crops that the patches do not divide.
+      UserError: the data has classes, no crops, or crops that patches do not divide; or
+        the network returns no features.
     """
 
     def __init__(
@@ -105,8 +109,7 @@ class Dino(Task):
                 "which DINO compares: return them"
             )
         self.model, self.config, self._run = model, config, run
-        lines = config.large_transforms, config.small_transform
-        self.crops = Crops(*lines, data)
+        self.crops = Crops(config.large_transforms, config.small_transform, data)
         self.small_model = model
         if self.crops.num_small:
             sides = self.crops.shapes["small_crops"][1:3]
@@ -150,10 +153,10 @@ class Dino(Task):
 
     @property
     def num_features(self) -> int:
-        """Width of the features that the head gets."""
+        """Width of the head's input."""
         images = jax.ShapeDtypeStruct((1, *self.model.image_shape), jnp.float32)
-        found = jax.eval_shape(self.model.apply, self.model.shapes, images)
-        return found["pre_logits"].shape[-1]
+        outputs = jax.eval_shape(self.model.apply, self.model.shapes, images)
+        return outputs["pre_logits"].shape[-1]
 
     def loss(self, params, extra, batch, rng):
         student = self.answers(params, batch, train=True, key=rng)
@@ -182,9 +185,9 @@ class Dino(Task):
         """Returns the head's outputs for the crops of a batch, float32.
 
         Args:
-          params: of student or teacher.
-          batch: image (B, G, Y, X, C) and, unless it is left out, small_crops.
-          train, key: as of `Model.apply`.
+          params: parameters of student or teacher.
+          batch: image (B, G, Y, X, C) and optionally small_crops (B, S, y, x, C).
+          train, key: see `Model.apply`.
         """
         keys = (None, None) if key is None else jax.random.split(key)
         features = [self._features(self.model, params, batch["image"], train, keys[0])]
@@ -195,17 +198,16 @@ class Dino(Task):
         return self.head.apply({"params": params["head"]}, features)
 
     def _features(self, model, params, crops, train, key) -> Float[Array, "B V D"]:
-        """Returns the features of crops of one size."""
         B, V = crops.shape[:2]
         images = crops.reshape(B * V, *crops.shape[2:]).astype(model.options["dtype"])
         network = params["network"]
         if model is not self.model:
             network = model.resize(network, self.model)
-        found = model.apply(network, images, train=train, key=key)["pre_logits"]
-        return found.reshape(B, V, -1)
+        features = model.apply(network, images, train=train, key=key)["pre_logits"]
+        return features.reshape(B, V, -1)
 
     def teacher_temperature(self, step: jax.Array) -> Float[Array, ""]:
-        """Returns the temperature of the teacher, after so many steps."""
+        """Returns the temperature of the teacher after `step` steps."""
         config = self.config
         last = max(1, config.teacher_temperature_epochs - 1)
         epoch = jnp.floor(step / self._run.steps_per_epoch)
@@ -214,14 +216,13 @@ class Dino(Task):
         return jnp.asarray(start + (end - start) * part, jnp.float32)
 
     def teacher_momentum(self, step: jax.Array) -> Float[Array, ""]:
-        """Returns the weight of the old teacher, after so many steps."""
+        """Returns the momentum of the teacher after `step` steps."""
         part = 0.5 * (1 + jnp.cos(math.pi * step / self._run.total_steps))
         return jnp.asarray(1 + (self.config.teacher_momentum - 1) * part, jnp.float32)
 
     def update(self, extra, params, stats, step):
         momentum, decay = self.teacher_momentum(step - 1), self.config.center_momentum
-        # Not t + (1 - m)(p - t), which would leave a teacher of momentum 1 moving by
-        # rounding.
+        # Not t + (1 - m)(p - t): with m = 1, rounding would still move the teacher.
         mix = lambda old, new: momentum * old + (1 - momentum) * new
         return {
             "teacher": jax.tree.map(mix, extra["teacher"], params),
@@ -230,7 +231,7 @@ class Dino(Task):
         }
 
     def warning(self, metrics):
-        """See `Task`: a collapse, which is told once it has lasted for some logs."""
+        """Reports a collapse of the teacher once it has lasted for `_LOGS` logs."""
         part = metrics["teacher_entropy"] / math.log(self.config.num_outputs)
         now = {
             "to one output (entropy 0)": part < 0.005,
@@ -247,8 +248,8 @@ class Dino(Task):
                     else "lower task.teacher_temperature, or raise task.teacher_momentum"
                 )
                 return (
-                    f"the teacher has collapsed {how} for {logs} logs, so nothing is "
-                    f"learnt: {remedy}, or lower the learning rate"
+                    f"the teacher has collapsed {how} for {logs} logs and training has no "
+                    f"effect: {remedy}, or lower the learning rate"
                 )
         return ""
 

@@ -1,4 +1,4 @@
-"""The crops that DINO compares: of a batch of the loader, transformed on the device.
+"""Crops of images for DINO, cut by the loader and transformed on the device.
 
 Letters: B images, G large and S small crops of each, Y by X and y by x pixels, C channels.
 """
@@ -14,23 +14,24 @@ from vit_jax.errors import UserError
 from vit_jax.tasks.masking import no_labels
 from vit_jax.tasks.task import Batch
 
-NUM_LARGE = 2  # Large crops of an image; the teacher sees these alone.
+NUM_LARGE = 2  # Large crops per image, the only ones that the teacher gets.
 
 
 class Crops:
-    """Large and small crops of images, each with its own transforms.
+    """Large and small crops of images, with separate transforms.
 
     Args:
-      large_transforms: lines of transforms of the first and of the second large crop.
-      small_transform: that of the small ones.
+      large_transforms: transforms of the first and of the second large crop.
+      small_transform: transforms of the small crops.
       data: `config.data`; its `train_transform` ends with `multi_crop`.
 
     Attributes:
-      shapes: of "image" (G, Y, X, C) and, if there are any, "small_crops" (S, y, x, C).
-      num_small: small crops of an image.
+      shapes: "image": (G, Y, X, C) and, if there are small crops, "small_crops":
+        (S, y, x, C).
+      num_small: number of small crops per image.
 
     Raises:
-      UserError: there are no crops, or a transform does not keep them apart.
+      UserError: the data has no crops, or a transform mixes or resizes them.
     """
 
     def __init__(
@@ -43,7 +44,7 @@ class Crops:
         if device or self.shapes.get("image", ())[:1] != (NUM_LARGE,):
             raise UserError(
                 f"data.train_transform={data.train_transform!r} with task.name='dino' "
-                "must end with multi_crop: what follows it is stated by "
+                "must end with multi_crop: move the transforms after it to "
                 "task.large_transforms and task.small_transform"
             )
         self.num_small = self.shapes.get("small_crops", (0,))[0]
@@ -60,12 +61,12 @@ class Crops:
         } | {"index": jax.ShapeDtypeStruct((batch_size,), np.uint32)}
 
     def prepare(self, batch: Batch, rng: jax.Array) -> Batch:
-        """Returns the same, transformed and normalised."""
+        """Returns image and small_crops, transformed and normalised."""
         crops = {
             "image": [batch["image"][:, i] for i in range(NUM_LARGE)],
             "small_crops": [batch["small_crops"][:, i] for i in range(self.num_small)],
         }
-        found = {}
+        prepared = {}
         for name, views in crops.items():
             for i, view in enumerate(views):
                 number = i if name == "image" else NUM_LARGE + i
@@ -77,21 +78,17 @@ class Crops:
                     jax.random.fold_in(rng, number),
                 )
                 view = transforms.normalize(view, self._data.mean, self._data.std)
-                found.setdefault(name, []).append(view)
-        return {name: jnp.stack(views, axis=1) for name, views in found.items()}
+                prepared.setdefault(name, []).append(view)
+        return {name: jnp.stack(views, axis=1) for name, views in prepared.items()}
 
 
 def _device_ops(line: str, where: str, data: DataConfig) -> tuple:
-    """Returns the transforms of a line.
-
-    Raises:
-      UserError: one of them runs in the loader, changes the size or mixes examples.
-    """
+    """Parses transforms that run on the device, keep the size and mix no examples."""
     host, device = parse.parse_train(line, data.image_size)
     wrong = [*host, *(op for op in device if op.output_size or op.mixes_examples)]
     if wrong:
         raise UserError(
-            f"{where}={line!r}: {type(wrong[0]).__name__} does not keep the crops of an "
-            "image apart and of their size, on the device: take it out"
+            f"{where}={line!r}: {type(wrong[0]).__name__} runs in the loader, resizes "
+            "crops or mixes images: remove it"
         )
     return device

@@ -1,9 +1,9 @@
 """Head and losses of DINO (arXiv:2104.14294) and DINOv2 (arXiv:2304.07193).
 
-Functions of the outputs of a student and of its teacher, as in facebookresearch/dino and
-facebookresearch/dinov2; all in float32. Over a batch that is split between devices they
-are those of the whole batch. Letters: B images, G large crops, V all crops, N patches,
-M tokens, D width, K outputs.
+Functions of the outputs of student and teacher, in float32, as in facebookresearch/dino
+and facebookresearch/dinov2. Of a batch that is split over devices they are computed over
+the whole batch. Letters: B images, G large crops, V all crops, N patches, M tokens,
+D width, K outputs.
 """
 
 import math
@@ -17,14 +17,14 @@ from vit_jax.models.layers import gelu_erf
 
 
 class Head(nn.Module):
-    """The projection head: three layers, normalised, then one of unit weights.
+    """The projection head: an MLP of three layers, L2 norm, and a unit-norm layer.
 
     Attributes:
       hidden_dim: units of the two hidden layers.
-      bottleneck_dim: features that are normalised.
+      bottleneck_dim: width of the normalised features.
       num_outputs: K.
-      free_gain: whether the lengths of the last layer's weights are learnt.
-      dtype: of the products; features are normalised in float32.
+      free_gain: whether the norms of the last layer's weights are learnt, not 1.
+      dtype: dtype of the matrix products; features are normalised in float32.
     """
 
     hidden_dim: int
@@ -43,7 +43,7 @@ class Head(nn.Module):
             x = nn.Dense(size, dtype=self.dtype, kernel_init=init, name=f"Dense_{i}")(x)
         x = x.astype(jnp.float32)
         x = x / jnp.maximum(jnp.linalg.norm(x, axis=-1, keepdims=True), 1e-12)
-        # Of PyTorch's linear layers; the lengths do not matter.
+        # The initialisation of PyTorch's linear layers; the norms do not matter.
         bound = 1 / math.sqrt(self.bottleneck_dim)
         direction = self.param(
             "last_layer",
@@ -57,8 +57,8 @@ class Head(nn.Module):
             direction.astype(self.dtype),
             preferred_element_type=jnp.float32,
         )
-        # Not before the product, with which XLA would fuse it on a CPU: then it computes
-        # the lengths again for each row of x.
+        # Divide after the product: on a CPU, XLA would fuse the division into it and
+        # compute the norms again for each row of x.
         shape = (1,) * (x.ndim - 1) + (-1,)
         x = x / jnp.linalg.norm(direction, axis=0).reshape(shape)
         if self.free_gain:
@@ -73,12 +73,13 @@ def cross_entropies(
     """Returns the mean cross-entropy over all pairs of different crops of each image.
 
     Args:
-      logits: of the student, by its temperature; its first G crops are the teacher's.
-      targets: probabilities of the teacher.
+      logits: student's outputs, divided by its temperature; the first G crops are the
+        teacher's.
+      targets: teacher's probabilities.
     """
     log_probs = jax.nn.log_softmax(logits)
     V, G = logits.shape[1], targets.shape[1]
-    # The sum over all pairs is a product of sums.
+    # The sum over all pairs is a product of sums; pairs of equal crops are subtracted.
     total = (log_probs.sum(1) * targets.sum(1)).sum(-1)
     equal = (log_probs[:, :G] * targets).sum((-2, -1))
     return (equal - total) / (G * (V - 1))
@@ -89,7 +90,7 @@ def centered(
     center: Float[Array, " K"],
     temperature: Array | float,
 ) -> Float[Array, "*B K"]:
-    """Returns the probabilities of a teacher whose outputs are centred."""
+    """Returns a teacher's probabilities from its centred outputs."""
     center = center.reshape((1,) * (outputs.ndim - 1) + (-1,))
     return jax.nn.softmax((outputs - center) / temperature)
 
@@ -97,15 +98,15 @@ def centered(
 def sinkhorn_knopp(
     outputs: Float[Array, "M K"], temperature: Array | float, rounds: int = 3
 ) -> Float[Array, "M K"]:
-    """Returns the probabilities of a teacher, with all outputs used equally.
+    """Returns a teacher's probabilities, balanced so that all outputs are used equally.
 
     Rows and columns of exp(outputs / temperature) are scaled in turn (SwAV,
-    arXiv:2006.09882), in logarithms, so that nothing overflows.
+    arXiv:2006.09882), in logarithms to avoid overflow.
 
     Args:
-      outputs: of all crops of the batch.
-      temperature: of the teacher.
-      rounds: of scaling.
+      outputs: teacher's outputs for all crops of the batch.
+      temperature: teacher's temperature.
+      rounds: number of times that columns and rows are scaled.
     """
     M, K = outputs.shape
     logs = outputs / temperature
@@ -120,22 +121,22 @@ def patch_loss(
     targets: Float[Array, "B N K"],
     mask: Bool[Array, "B N"],
 ) -> Float[Array, ""]:
-    """Returns the loss of the patches that the student did not see (iBOT).
+    """Returns the mean cross-entropy over masked patches (iBOT, arXiv:2111.07832).
 
-    The mean cross-entropy over the masked patches of each image; an image without any
-    counts 0 (arXiv:2111.07832).
+    It is averaged over the masked patches of each image, then over images; an image
+    without masked patches counts as 0.
 
     Args:
-      logits: of the student's patch tokens, by its temperature.
-      targets: probabilities of the teacher for the same patches, which it saw.
-      mask: which were masked.
+      logits: student's outputs for the patches, divided by its temperature.
+      targets: teacher's probabilities for the same patches, unmasked.
+      mask: whether a patch was masked for the student.
     """
     losses = -(targets * jax.nn.log_softmax(logits)).sum(-1)
     return ((losses * mask).sum(-1) / mask.sum(-1).clip(1)).mean()
 
 
 def koleo(features: Float[Array, "B D"], epsilon: float = 1e-8) -> Float[Array, ""]:
-    """Returns the negative logarithm of the distance to the nearest other image.
+    """Returns the mean negative logarithm of the distance to the nearest other image.
 
     It spreads the features of a batch (Kozachenko-Leonenko, arXiv:1806.03198). Infinite
     for a single image.
@@ -144,8 +145,8 @@ def koleo(features: Float[Array, "B D"], epsilon: float = 1e-8) -> Float[Array, 
       features: class tokens.
       epsilon: added to the distances.
     """
-    lengths = jnp.linalg.norm(features, axis=-1, keepdims=True)
-    x = features / jnp.maximum(lengths, epsilon)
+    norms = jnp.linalg.norm(features, axis=-1, keepdims=True)
+    x = features / jnp.maximum(norms, epsilon)
     similar = jax.lax.stop_gradient(x @ x.T) - 2 * jnp.eye(len(x))
     nearest = x[similar.argmax(1)]
     distance = jnp.linalg.norm(x - nearest + epsilon, axis=-1)
