@@ -154,7 +154,7 @@ def test_a_teacher_of_unknown_preprocessing_gets_the_students_images(
     loop.train(config, tmp_path / "run")
     (line,) = [x for x in capsys.readouterr().out.splitlines() if str(file) in x]
     assert line.endswith(
-        "does not say how its images are normalised: as the student's, by "
+        "has no normalisation: its images are normalised by "
         "data.mean=(0.5, 0.25, 0.125) and data.std=(0.5,)"
     )
     images = jnp.ones((1, 8, 12, 3))
@@ -169,7 +169,9 @@ def test_a_teacher_of_sigmoid_loss_is_for_hard_answers(teacher, tmp_path):
     report = loop.train(config_of(file), tmp_path / "run")
     assert report["steps"] == 4
     soft = config_of(file, task=task | {"kind": "soft"})
-    message = "was trained with sigmoid loss, so .*: set task.kind='hard', or take"
+    message = (
+        "was trained with sigmoid loss, .*task.kind='soft' .*: set task.kind='hard'"
+    )
     with pytest.raises(UserError, match=message):
         loop.train(soft, tmp_path / "soft")
 
@@ -257,7 +259,7 @@ def test_one_classifier_learns_from_both(teacher):
             r"has num_classes=5, but data.num_classes=4: fine-tune it on",
         ),
         ({"data": {"image_size": (8, 16)}}, r"is for images of \(8, 12\), but"),
-        ({"task": {"name": "distillation"}}, "task.teacher is empty: name a workdir"),
+        ({"task": {"name": "distillation"}}, "task.teacher='': give"),
     ],
 )
 def test_a_teacher_that_does_not_fit_is_refused(teacher, sections, message):

@@ -171,7 +171,10 @@ def test_blocks_may_be_a_scan(trained, tmp_path):
     ("options", "message"),
     [
         ({"num_classes": 0}, "data.num_classes=0 with task.name='linear_probe', which"),
-        ({"distillation": True}, "trains one classifier, but model.distillation=True"),
+        (
+            {"distillation": True},
+            "model.distillation=True with task.name='linear_probe'",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused(options, message):

@@ -179,10 +179,10 @@ def test_a_scan_resumes_what_no_scan_began(trained, tmp_path):
         (
             ("quary",),
             {},
-            "task.projections: 'quary' is no kernel of 'Ti/4'; their names",
+            "task.projections: 'quary' matches no layer of 'Ti/4': choose of",
         ),
         (("que[ry",), {}, "task.projections: 'que.ry' is no regular expression"),
-        (("head",), {}, "task.projections: 'head' is no kernel of 'Ti/4'"),
+        (("head",), {}, "task.projections: 'head' matches no layer of 'Ti/4'"),
     ],
 )
 def test_what_cannot_be_is_refused(projections, options, message):

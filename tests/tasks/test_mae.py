@@ -316,12 +316,12 @@ def test_a_workdir_is_the_start_of_a_classifier_that_learns_positions(tmp_path):
         (
             {},
             {"posemb": "relative", "posemb_placement": "every"},
-            "needs positions at the stem.* not model.posemb='relative'",
+            "model.posemb='relative' .*: set the placement to 'stem'",
         ),
         (
             {},
             {"posemb": "learned", "posemb_placement": "every"},
-            "needs positions at the stem.*model.posemb_placement='every'",
+            "model.posemb_placement='every' .*: set the placement to 'stem'",
         ),
         (
             {"decoder_width": 24, "decoder_num_heads": 16},

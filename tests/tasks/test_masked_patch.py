@@ -247,11 +247,11 @@ def test_pictures_and_metrics_of_images_that_are_not_trained_on(target):
         ),
         (
             {"variant": "R50x1", "model": {"stage_depths": (1,), "stem_width": 32}},
-            "hides patches of the image, which model.variant='R50x1' has not: take a",
+            "model.variant='R50x1' with task.name='masked_patch'.*: choose a",
         ),
         (
             {"variant": "R+Ti/16", "model": SIZE},
-            r"hides patches of the image, which model.variant='R\+Ti/16' has not",
+            r"model.variant='R\+Ti/16' with task.name='masked_patch'",
         ),
     ],
 )

@@ -225,5 +225,7 @@ def test_a_swin_transformer_starts_and_shows_what_it_learns(swin):
     ):
         build(swin, mask_unit=6)
     data = DataConfig(image_size=(32, 32), num_classes=0)
-    with pytest.raises(UserError, match="'Swin-T' has not: take a Vision Transformer"):
+    with pytest.raises(
+        UserError, match="model.variant='Swin-T' with task.name='mae'.*: choose a"
+    ):
         MaeConfig().build(model, data, RUN)

@@ -1,8 +1,8 @@
 """Distillation from a frozen teacher (DeiT, arXiv:2012.12877, section 4).
 
 A student with a distillation token has two classifiers: one learns from the labels, the
-other from the teacher, and at test time their logits are averaged. One without learns
-from both with its single classifier. Letters: B images, L classes.
+other from the teacher, and at test time their logits are averaged. A student without the
+token learns from both with one classifier. Letters: B images, L classes.
 """
 
 import dataclasses
@@ -16,7 +16,6 @@ from jaxtyping import Array, Float
 
 from vit_jax import models
 from vit_jax.config.fields import key
-from vit_jax.config.lengths import RunLength
 from vit_jax.data.config import DataConfig
 from vit_jax.errors import UserError
 from vit_jax.models import Model, cost
@@ -35,59 +34,53 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DistillationConfig(ClassificationConfig):
-    """Images, their labels, and a teacher's answers."""
+    """Images, their labels, and a teacher's predictions."""
 
     name: str = key("distillation", "What is learnt.")
     teacher: str = key(
         "",
-        "Workdir, weights or their address, as `init` takes. Read when a run begins; its "
-        "checkpoints hold the teacher.",
+        "Checkpoint of the teacher, as for `init.checkpoint`. It is read when a run "
+        "begins; the run's checkpoints hold the teacher.",
     )
     kind: str = key(
         "hard",
-        '"hard": the class that the teacher finds likeliest; "soft": all it answers.',
+        'Target: "hard", the teacher\'s most likely class, or "soft", its distribution.',
         choices=("hard", "soft"),
     )
     alpha: float = key(
-        0.5, "Weight of the teacher's part; the labels have the rest.", at_most=1
+        0.5,
+        "Weight of the distillation loss; that of the labels is 1 - alpha.",
+        at_most=1,
     )
     temperature: float = key(
         1.0,
-        "Logits are divided by it.",
+        "Divisor of both logits.",
         above=0,
         only_if={"kind": ("soft",)},
     )
     mean_over_classes: bool = key(
         False,
-        "Divide the teacher's part by the classes too, as DeiT's code does (its paper "
-        "does not): with 1,000 of them it is a thousandth.",
+        "Divide the distillation loss by the number of classes, as DeiT's code does and "
+        "its paper does not.",
         only_if={"kind": ("soft",)},
     )
 
-    def build(
-        self,
-        model: Model,
-        data: DataConfig,
-        run: RunLength,
-        saved: dict | None = None,
-    ) -> "Distillation":
+    def build(self, model, data, run, saved=None) -> "Distillation":
         return Distillation(self, model, data, saved)
 
 
 class Distillation(Classification):
-    """See `task.Task`; beside the parameters are the teacher, and a state of the student's.
+    """See `task.Task`; `extra` holds the teacher, and the student's running means.
 
     Args:
       config: `config.task`.
-      model: the student.
+      model: student.
       data: `config.data`.
-      saved: of the checkpoint of a run that resumes, which holds the teacher's weights
-        too: its file is not read.
+      saved: see `TaskConfig.build`; with it the teacher's file is not read.
 
     Raises:
-      UserError: the loss does not fit the labels, or there is no teacher, or it has no
-        classifier of these classes, answers that cannot be softened, or another kind of
-        image.
+      UserError: the loss does not suit the labels, the teacher is not set, or its
+        classes, loss, image size or channels do not suit the student.
     """
 
     def __init__(
@@ -100,25 +93,23 @@ class Distillation(Classification):
         super().__init__(config, model, data)
         if not config.teacher:
             raise UserError(
-                "task.teacher is empty: name a workdir, a file or folder with weights, or "
-                "an address, as `init` takes"
+                "task.teacher='': give the teacher's checkpoint, as for init.checkpoint"
             )
         self._teacher = saved["teacher"] if saved else _describe(self._pretrained)
         _check_teacher(self._teacher, config, data)
-        # Where the student computes, which may be planned for another machine.
+        # The student's platform, which is another machine's in vit_jax.compile.
         platform = {"platform": model.options.get("platform")}
         self._network = models.create(**self._teacher["options"] | platform)
         if not self._teacher["normalization"]:
             note = (
-                f"task.teacher={masked(config.teacher)!r} does not say how its images "
-                f"are normalised: as the student's, by data.mean={data.mean} and "
-                f"data.std={data.std}"
+                f"task.teacher={masked(config.teacher)!r} has no normalisation: its "
+                f"images are normalised by data.mean={data.mean} and data.std={data.std}"
             )
             self.notes = (note,)
 
     @functools.cached_property
     def _pretrained(self) -> "Pretrained":
-        # Here, because it reads all formats and most tasks need none.
+        # Imported here because it is large, and a resumed run does not need it.
         from vit_jax.weights import open_pretrained
 
         return open_pretrained(self.config.teacher)
@@ -135,31 +126,33 @@ class Distillation(Classification):
 
     def loss(self, params, extra, batch, rng):
         outputs, stats = self.outputs(params, extra, batch, rng)
-        # Without the second classifier both parts are of the one there is.
-        own = outputs.get("class_logits", outputs["logits"])
-        other = outputs.get("distillation_logits", outputs["logits"])
+        # A student with one classifier has "logits" alone, which both losses then use.
+        class_logits = outputs.get("class_logits", outputs["logits"])
+        distillation_logits = outputs.get("distillation_logits", outputs["logits"])
         teacher = jax.lax.stop_gradient(extra["teacher"])
-        answers = self._network.apply(teacher, self._of_teacher(batch["image"]))
-        answers = answers["logits"]
-        base = self.base_loss(own, batch["label"])
-        part = self.teacher_loss(other, jax.lax.stop_gradient(answers))
+        images = self._of_teacher(batch["image"])
+        teacher_logits = self._network.apply(teacher, images)["logits"]
+        class_loss = self.base_loss(class_logits, batch["label"])
+        distillation_loss = self.teacher_loss(
+            distillation_logits, jax.lax.stop_gradient(teacher_logits)
+        )
         alpha = self.config.alpha
-        loss = (1 - alpha) * base + alpha * part
+        loss = (1 - alpha) * class_loss + alpha * distillation_loss
         metrics = {
             "loss": loss,
-            "class_loss": base,
-            "distillation_loss": part,
+            "class_loss": class_loss,
+            "distillation_loss": distillation_loss,
             "top1": top1(outputs["logits"], batch["label"]),
-            "teacher_top1": top1(answers, batch["label"]),
+            "teacher_top1": top1(teacher_logits, batch["label"]),
         }
         return loss, (metrics, stats)
 
     def _of_teacher(self, images: Float[Array, "B Y X C"]) -> Float[Array, "B Y X C"]:
-        """Normalises images as the teacher was trained on; they are as the student's."""
+        """Converts images from the student's normalisation to the teacher's."""
         wanted, data = self._teacher["normalization"], self._data
         if wanted is None:
             return images
-        # One number, or one per channel.
+        # Each is a number, or a number per channel.
         mean, std = np.asarray(data.mean), np.asarray(data.std)
         scale = (std / wanted["std"]).astype(np.float32).reshape(1, 1, 1, -1)
         shift = (mean - wanted["mean"]) / wanted["std"]
@@ -169,47 +162,43 @@ class Distillation(Classification):
     def teacher_loss(
         self, logits: Float[Array, "B L"], answers: Float[Array, "B L"]
     ) -> Float[Array, ""]:
-        """Returns the teacher's part of the loss.
+        """Returns the distillation loss.
 
         Args:
-          logits: of the classifier that learns from the teacher.
-          answers: the teacher's logits.
+          logits: logits of the student's classifier that learns from the teacher.
+          answers: logits of the teacher.
         """
         config = self.config
         if config.kind == "hard":
             chosen = jax.nn.one_hot(answers.argmax(-1), answers.shape[-1])
             return softmax(logits, chosen).mean()
-        heat = config.temperature
-        own = jax.nn.log_softmax(logits / heat)
-        wanted = jax.nn.log_softmax(answers / heat)
-        apart = jnp.sum(jnp.exp(wanted) * (wanted - own), axis=-1).mean() * heat**2
-        return apart / logits.shape[-1] if config.mean_over_classes else apart
+        tau = config.temperature
+        predicted = jax.nn.log_softmax(logits / tau)
+        wanted = jax.nn.log_softmax(answers / tau)
+        kl = jnp.sum(jnp.exp(wanted) * (wanted - predicted), axis=-1).mean() * tau**2
+        return kl / logits.shape[-1] if config.mean_over_classes else kl
 
     def training_flops(self) -> int | None:
         """See `Task`; the teacher has no backward pass."""
-        parts = super().training_flops(), cost.forward_flops(self._network)
-        return None if None in parts else sum(parts)
+        flops = super().training_flops(), cost.forward_flops(self._network)
+        return None if None in flops else sum(flops)
 
 
 def _describe(pretrained: "Pretrained") -> dict:
-    """Returns what the task needs of a teacher beside its weights, for JSON."""
-    found = pretrained.preprocess
+    """Returns the description of a teacher from which `saved` builds its network."""
+    how = pretrained.preprocess
     return {
         "options": pretrained.options,
-        "normalization": found and {"mean": found.mean, "std": found.std},
+        "normalization": how and {"mean": how.mean, "std": how.std},
         "loss": pretrained.loss,
     }
 
 
 def _check_teacher(teacher: dict, config: DistillationConfig, data: DataConfig) -> None:
-    """Checks that a teacher can answer for the images and the classes.
-
-    Raises:
-      UserError: it cannot.
-    """
+    """Raises UserError if a teacher has other classes or images than the student."""
     options, who = teacher["options"], f"task.teacher={config.teacher!r}"
     num_classes, size = options["num_classes"], tuple(options["image_size"])
-    fine_tune = "fine-tune it on these classes first, or take another teacher"
+    fine_tune = "fine-tune it on these classes first, or choose another teacher"
     if not num_classes or options.get("pool") == "none":
         raise UserError(f"{who} has no classifier: {fine_tune}")
     if num_classes != data.num_classes:
@@ -220,17 +209,17 @@ def _check_teacher(teacher: dict, config: DistillationConfig, data: DataConfig) 
     if options["channels"] != data.channels:
         raise UserError(
             f"{who} has channels={options['channels']}, but "
-            f"data.channels={data.channels}: take another teacher"
+            f"data.channels={data.channels}: choose another teacher"
         )
     if size != tuple(data.image_size):
         raise UserError(
             f"{who} is for images of {size}, but data.image_size="
-            f"{tuple(data.image_size)}: fine-tune it at that size first, or take another "
-            "teacher"
+            f"{tuple(data.image_size)}: fine-tune it at that size first, or choose "
+            "another teacher"
         )
     if config.kind == "soft" and teacher["loss"] == "sigmoid":
         raise UserError(
-            f"{who} was trained with sigmoid loss, so its answers are no distribution "
-            "over the classes, which task.kind='soft' needs: set task.kind='hard', or "
-            "take a teacher that was trained with softmax loss"
+            f"{who} was trained with sigmoid loss, but task.kind='soft' needs a "
+            "distribution over the classes: set task.kind='hard', or choose a teacher "
+            "that was trained with softmax loss"
         )

@@ -1,9 +1,9 @@
-"""Linear probe: a classifier of the features of a network that stays as it is.
+"""Linear probe: a linear classifier of the features of a frozen network.
 
-As MAE's (arXiv:2111.06377, appendix A.1): a BatchNorm without scale and shift, whose
-epsilon is 1e-6, then a linear map, the only thing that is trained. What a workdir hands
-on is the network with both folded into its classifier, so that it is a classifier like
-any other. Letters: B images, D features, L classes.
+As in MAE (arXiv:2111.06377, appendix A.1): a BatchNorm without scale and shift, with an
+epsilon of 1e-6, then a linear layer, which alone is trained. Checkpoints hold the
+network with both folded into its classifier, so any command can use it.
+Letters: B images, D features, L classes.
 """
 
 import dataclasses
@@ -15,7 +15,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from vit_jax.config.fields import key
-from vit_jax.config.lengths import RunLength
 from vit_jax.data.config import DataConfig
 from vit_jax.errors import UserError
 from vit_jax.models import Model, cost
@@ -39,29 +38,23 @@ class LinearProbeConfig(ClassificationConfig):
 
     name: str = key("linear_probe", "What is learnt.")
 
-    def build(
-        self,
-        model: Model,
-        data: DataConfig,
-        run: RunLength,
-        saved: dict | None = None,
-    ) -> "LinearProbe":
+    def build(self, model, data, run, saved=None) -> "LinearProbe":
         return LinearProbe(self, model, data)
 
 
 class LinearProbe(Classification):
-    """See `task.Task`; the parameters are "head", and the network is beside them.
+    """See `task.Task`; the parameters are "head", and `extra` holds the network.
 
-    The statistics of the BatchNorm are those of a microbatch over all devices.
+    The BatchNorm uses the mean and variance of a microbatch over all devices.
 
     Args:
       config: `config.task`.
-      model: with a classifier.
+      model: network with one classifier.
       data: `config.data`.
 
     Raises:
-      UserError: the loss does not fit the labels, or the network has no features, no
-        classifier or two.
+      UserError: the loss does not suit the labels, or the network returns no features,
+        or has no classifier or two.
     """
 
     def __init__(self, config: LinearProbeConfig, model: Model, data: DataConfig):
@@ -70,13 +63,13 @@ class LinearProbe(Classification):
         require_classifier(model, config.name)
         if not model.representations:
             raise UserError(
-                f"task.name='linear_probe' needs the features of model.variant="
-                f"{options['variant']!r}, which returns no 'pre_logits': return them"
+                f"model.variant={options['variant']!r} returns no 'pre_logits', which "
+                "task.name='linear_probe' classifies: return them"
             )
         if options.get("distillation"):
             raise UserError(
-                "task.name='linear_probe' trains one classifier, but "
-                "model.distillation=True has two: set it to False"
+                "model.distillation=True with task.name='linear_probe', which trains one "
+                "classifier, not two: set it to False"
             )
 
     def init(self, rng: jax.Array) -> tuple[dict, Tree]:
@@ -92,7 +85,7 @@ class LinearProbe(Classification):
         return extra["network"]
 
     def with_backbone(self, params, extra, network):
-        # The classifier of what is probed is not used.
+        # The probe replaces the classifier of the pretrained network.
         return params, _folded(extra | {"network": network}, params["head"])
 
     def loss(self, params, extra, batch, rng):
@@ -106,38 +99,37 @@ class LinearProbe(Classification):
         features: Float[Array, "B D"],
         labels: Float[Array, "B L"],
     ) -> tuple[Float[Array, ""], tuple[dict, dict]]:
-        """Returns the loss, metrics and statistics of given features.
+        """Returns the loss, metrics and statistics for the given features.
 
         Args:
-          params: of `init`.
-          features: of the frozen network.
-          labels: that sum to 1.
+          params: trained parameters, see `init`.
+          features: features of the frozen network.
+          labels: labels that sum to 1 per image.
         """
         mean, variance = features.mean(0), features.var(0)
         normal = (features - mean[None]) / jnp.sqrt(variance + _EPSILON)[None]
         head = params["head"]
         logits = normal @ head["kernel"] + head["bias"][None]
         loss = self.base_loss(logits, labels)
-        # The running variance is unbiased, and that of the batch is not, as in PyTorch.
+        # As in PyTorch, the running variance is unbiased and the batch's is not.
         count = len(features)
         stats = {"mean": mean, "variance": variance * (count / max(1, count - 1))}
         return loss, ({"loss": loss, "top1": top1(logits, labels)}, stats)
 
     def update(self, extra, params, stats, step):
-        kept = 1 - _MOMENTUM
-        moved = {k: kept * extra[k] + _MOMENTUM * stats[k] for k in stats}
-        return _folded(extra | moved, params["head"])
+        means = {k: (1 - _MOMENTUM) * extra[k] + _MOMENTUM * stats[k] for k in stats}
+        return _folded(extra | means, params["head"])
 
     def training_flops(self):
         """See `Task`; the network has no backward pass."""
         forward = cost.forward_flops(self.model)
         shapes, _ = jax.eval_shape(self.init, jax.random.key(0))
-        # The forward pass has the product of the head once, training thrice.
+        # Training takes three products with the head; `forward` has one of them.
         return forward and forward + 4 * shapes["head"]["kernel"].size
 
 
 def _folded(extra: dict, head: dict) -> dict:
-    """Returns the state with the BatchNorm and the head as the network's classifier."""
+    """Returns `extra` with BatchNorm and head folded into the network's classifier."""
     factor = jax.lax.rsqrt(extra["variance"] + _EPSILON)
     kernel = head["kernel"] * factor[:, None]
     bias = head["bias"] - extra["mean"] @ kernel

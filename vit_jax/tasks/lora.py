@@ -1,9 +1,9 @@
-"""LoRA: a frozen network whose projections get trained changes of low rank.
+"""LoRA: low-rank updates of the projections of a frozen network.
 
-A kernel W of D_in by D_out becomes W + alpha / rank * A B, with A of D_in by rank drawn and
-B of rank by D_out zero at the beginning; the classifier is trained whole. The optimiser
-holds moments of A, B and the classifier alone. A workdir hands on the network with the
-changes merged, a network like any other.
+A kernel W (D_in, D_out) becomes W + alpha / rank * A B, with A (D_in, rank) drawn at
+random and B (rank, D_out) zero at the beginning; the classifier is trained whole. The
+optimiser holds moments of A, B and the classifier alone. Checkpoints also hold the
+network with the updates merged, so any command can use it.
 
 Source: arXiv:2106.09685, section 4.1. Letters: B images, L classes, R rank.
 """
@@ -18,7 +18,6 @@ import jax.numpy as jnp
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from vit_jax.config.fields import key
-from vit_jax.config.lengths import RunLength
 from vit_jax.data.config import DataConfig
 from vit_jax.errors import UserError
 from vit_jax.models import Model, cost, stacking
@@ -33,42 +32,36 @@ from vit_jax.tasks.task import Tree
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LoraConfig(ClassificationConfig):
-    """Images and their labels, by changes of low rank to a frozen network."""
+    """Images and their labels, by low-rank updates of a frozen network."""
 
     averages_network: ClassVar[bool] = False
 
     name: str = key("lora", "What is learnt.")
-    rank: int = key(8, "Rank of the changes.", at_least=1)
-    alpha: float = key(16.0, "Their scale is alpha / rank.")
+    rank: int = key(8, "Rank of the updates.", at_least=1)
+    alpha: float = key(16.0, "The updates are scaled by alpha / rank.")
     projections: tuple[str, ...] = key(
         ("query", "value"),
-        "Which kernels change: names of their places, or regular expressions that match "
-        'their whole path without "/kernel", such as ".*/MlpBlock_3/Dense_0".',
+        "Layers whose kernels are updated: names, or regular expressions that match the "
+        'whole path without "/kernel", such as ".*/MlpBlock_3/Dense_0".',
     )
 
-    def build(
-        self,
-        model: Model,
-        data: DataConfig,
-        run: RunLength,
-        saved: dict | None = None,
-    ) -> "Lora":
+    def build(self, model, data, run, saved=None) -> "Lora":
         return Lora(self, model, data)
 
 
 class Lora(Classification):
     """See `task.Task`; the parameters are "lora" and "head".
 
-    Beside them are the merged network, and the kernels that change as they were.
+    `extra` holds the merged network, and the original values of the updated kernels.
 
     Args:
       config: `config.task`.
-      model: with a classifier.
+      model: network with a classifier.
       data: `config.data`.
 
     Raises:
-      UserError: the loss does not fit the labels, or there is no classifier, no kernel of
-        that name, or a name is no regular expression.
+      UserError: the loss does not suit the labels, the network has no classifier, or a
+        projection matches no kernel or is no regular expression.
     """
 
     def __init__(self, config: LoraConfig, model: Model, data: DataConfig):
@@ -81,13 +74,13 @@ class Lora(Classification):
             except re.error as error:
                 raise UserError(
                     f"task.projections: {name!r} is no regular expression ({error}): "
-                    "state a kernel's name, such as 'query'"
+                    "give the name of a layer, such as 'query'"
                 ) from error
             if not any(_matches(name, path) for path in kernels):
                 known = sorted({path.rpartition("/")[2] for path in kernels})
                 raise UserError(
-                    f"task.projections: {name!r} is no kernel of "
-                    f"{model.options['variant']!r}; their names are {', '.join(known)}"
+                    f"task.projections: {name!r} matches no layer of "
+                    f"{model.options['variant']!r}: choose of {', '.join(known)}"
                 )
 
     def init(self, rng: jax.Array) -> tuple[dict, Tree]:
@@ -116,23 +109,23 @@ class Lora(Classification):
         return extra | {"network": self.merge(params, extra) | (stats or {})}
 
     def merge(self, params: dict, extra: dict) -> dict:
-        """Returns the network with the changes in its kernels.
+        """Returns the network with the updates added to its kernels.
 
         Args:
-          params, extra: of the state.
+          params, extra: training state.
         """
         flat = _unstacked(extra["network"] | params["head"])
         lora, scale = _flat(params["lora"]), self.config.alpha / self.config.rank
         for path, kernel in _flat(extra["kernels"]).items():
-            change = scale * (lora[f"{path}/a"] @ lora[f"{path}/b"])
-            flat[f"{path}/kernel"] = kernel + change.reshape(kernel.shape)
+            update = scale * (lora[f"{path}/a"] @ lora[f"{path}/b"])
+            flat[f"{path}/kernel"] = kernel + update.reshape(kernel.shape)
         network = unflatten_dict(flat, sep="/")
         return stacking.stack(network) if self.model.stacked else network
 
     def training_flops(self):
-        """See `Task`; of the network the gradients of its activations alone are taken.
+        """See `Task`; the backward pass computes gradients of activations alone.
 
-        The products of low rank are not counted.
+        The low-rank products are not counted.
         """
         forward = cost.forward_flops(self.model)
         return forward and 2 * forward
@@ -142,7 +135,7 @@ class Lora(Classification):
         return {"network": network, "kernels": unflatten_dict(chosen, sep="/")}
 
     def _chosen(self, network: dict) -> dict:
-        """Returns the kernels that change, see `_kernels`."""
+        """Returns the updated kernels, see `_kernels`."""
         kernels, names = _kernels(_unstacked(network)), self.config.projections
         return {
             path: kernel
@@ -166,10 +159,10 @@ def _matches(name: str, path: str) -> bool:
 
 def _matrix(path: str, kernel: jax.Array) -> tuple[int, int]:
     """Returns the numbers of inputs and outputs of a kernel."""
-    # What joins the heads takes all of them; a convolution all but its last axis.
-    joins = path.endswith("/out") or kernel.ndim == 4
-    taken = kernel.ndim - 1 if joins else 1
-    return math.prod(kernel.shape[:taken]), math.prod(kernel.shape[taken:])
+    # All axes but the last are inputs in convolutions and in attention's output layer.
+    several = path.endswith("/out") or kernel.ndim == 4
+    inputs = kernel.ndim - 1 if several else 1
+    return math.prod(kernel.shape[:inputs]), math.prod(kernel.shape[inputs:])
 
 
 def _unstacked(network: dict) -> dict:
@@ -181,5 +174,5 @@ def _flat(tree: dict) -> dict:
 
 
 def _heads(network: dict) -> dict:
-    """Returns the classifiers, at their places in the network."""
+    """Returns the classifiers by their names in the network."""
     return {name: network[name] for name in CLASSIFIERS if name in network}

@@ -1,7 +1,7 @@
 """Masked autoencoders (MAE, arXiv:2111.06377).
 
-The encoder sees the visible patches and the class token only; a small decoder, which is
-thrown away after pretraining, predicts the pixels of the others. Losses and masks are
+The encoder gets the visible patches and the class token only; a small decoder, which is
+discarded after pretraining, predicts the pixels of the hidden ones. Losses and masks are
 those of facebookresearch/mae. Letters: B images, N patches, V visible ones, D and W
 width of encoder and decoder, P side of a patch, C channels.
 """
@@ -16,7 +16,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from vit_jax.config.fields import key
-from vit_jax.config.lengths import RunLength
 from vit_jax.data.config import DataConfig
 from vit_jax.errors import UserError
 from vit_jax.models import Model, cost, stacking
@@ -27,44 +26,42 @@ from vit_jax.tasks.task import TaskConfig
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MaeConfig(TaskConfig):
-    """Pixels of hidden patches, from the visible ones alone (MAE)."""
+    """Pixels of hidden patches, predicted from the visible ones (MAE)."""
 
     has_pictures: ClassVar[bool] = True
 
     name: str = key("mae", "What is learnt.")
     mask_ratio: float = key(
         0.75,
-        "Part of the patches that is hidden; 0 hides none, and the loss counts all.",
+        "Fraction of the patches that is hidden; with 0 the loss covers all patches.",
         below=1,
     )
     normalize_targets: bool = key(
-        True, "Pixels less the mean of their patch, by its standard deviation."
+        True, "Normalise target pixels by mean and standard deviation of their patch."
     )
-    decoder_width: int = key(512, "Features a token of the decoder.", at_least=4)
+    decoder_width: int = key(512, "Features per token of the decoder.", at_least=4)
     decoder_depth: int = key(8, "Blocks of the decoder.", at_least=1)
-    decoder_num_heads: int = key(16, "Attention heads a block.", at_least=1)
-    decoder_mlp_dim: int = key(0, "Hidden units of its MLPs; 0 is 4 times its width.")
+    decoder_num_heads: int = key(
+        16, "Attention heads per block of the decoder.", at_least=1
+    )
+    decoder_mlp_dim: int = key(
+        0, "Hidden units of the decoder's MLPs; 0 is 4 times `decoder_width`."
+    )
 
-    def build(
-        self,
-        model: Model,
-        data: DataConfig,
-        run: RunLength,
-        saved: dict | None = None,
-    ) -> "Mae":
+    def build(self, model, data, run, saved=None) -> "Mae":
         return Mae(self, model, data)
 
 
 class Mae(MaskedImageTask):
-    """See `task.Task`; parameters are "network" and "decoder".
+    """See `task.Task`; the parameters are "network" and "decoder".
 
     Args:
       config: `config.task`.
-      model: encoder, with its positions at the stem.
+      model: encoder, with positions added at the stem.
       data: `config.data`.
 
     Raises:
-      UserError: no patch is left, or encoder or decoder cannot be.
+      UserError: no patch is visible, or encoder or decoder cannot be built.
     """
 
     def __init__(self, config: MaeConfig, model: Model, data: DataConfig):
@@ -79,9 +76,10 @@ class Mae(MaskedImageTask):
         options = model.options
         if options["posemb"] == "relative" or options["posemb_placement"] != "stem":
             raise UserError(
-                f"task.name='mae' needs positions at the stem, since the encoder sees "
-                f"only some patches, not model.posemb={options['posemb']!r} with "
-                f"model.posemb_placement={options['posemb_placement']!r}"
+                f"model.posemb={options['posemb']!r} and model.posemb_placement="
+                f"{options['posemb_placement']!r} with task.name='mae', whose encoder "
+                "gets some of the patches: set the placement to 'stem', and the "
+                "positions to any but 'relative'"
             )
         width, num_heads = config.decoder_width, config.decoder_num_heads
         if width % num_heads or width % 4:
@@ -112,7 +110,8 @@ class Mae(MaskedImageTask):
     def init(self, rng):
         network_key, class_key, decoder_key = jax.random.split(rng, 3)
         network = dict(self.model.init(network_key))
-        # As the original: the patch embedding as a linear map, the token not 0.
+        # As in the original, the patch embedding is drawn as a linear layer's weights,
+        # and the class token is not 0.
         kernel = network["embedding"]["kernel"]
         flat = kernel.reshape(-1, kernel.shape[-1]).shape
         kernel = nn.initializers.xavier_uniform()(network_key, flat).reshape(
@@ -140,8 +139,8 @@ class Mae(MaskedImageTask):
         """See `MaskedImageTask`; the patches of the lowest noise (B, N) are visible.
 
         Args:
-          params, batch, train, key: as there.
-          model: computes in place of the task's own.
+          params, batch, train, key: see `MaskedImageTask.predict`.
+          model: network in place of `self.model`, with other options.
         """
         model = model or self.model
         images = batch["image"].astype(model.options["dtype"])
@@ -155,7 +154,7 @@ class Mae(MaskedImageTask):
         return predicted.astype(jnp.float32), mask
 
     def targets(self, images: Float[Array, "B Y X C"]) -> Float[Array, "B N PPC"]:
-        """Returns what is predicted of normalised images."""
+        """Returns the target pixels of normalised images."""
         patches = patchify(images.astype(jnp.float32), self.model.patch_size)
         if not self.config.normalize_targets:
             return patches
@@ -163,13 +162,13 @@ class Mae(MaskedImageTask):
         return (patches - mean) / deviation
 
     def metrics(self, extra, batch, predicted, mask):
-        """See `MaskedImageTask`: the mean square error over the hidden patches."""
+        """Returns the mean squared error over the hidden patches as "loss"."""
         errors = jnp.square(predicted - self.targets(batch["image"])).mean(-1)
         counted = mask if self.config.mask_ratio else jnp.ones_like(mask)
         return {"loss": mean_over(errors, counted)}
 
     def pixels_of(self, predicted, images):
-        """See `MaskedImageTask`; with the mean and contrast of what was hidden."""
+        """See `MaskedImageTask`; mean and contrast are those of the hidden patches."""
         if not self.config.normalize_targets:
             return predicted
         mean, deviation = _statistics(patchify(images, self.model.patch_size))
@@ -186,18 +185,18 @@ class Mae(MaskedImageTask):
             params = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
             return self.predict(params, batch, model=model)
 
-        found = cost.flops(forward, self.model)
-        return None if found is None else 3 * found
+        flops = cost.flops(forward, self.model)
+        return None if flops is None else 3 * flops
 
 
 class Decoder(nn.Module):
     """Predicts all patches from the tokens of the visible ones.
 
     Attributes:
-      config: of its encoder.
+      config: config of the decoder's blocks.
       grid: patches down and across.
-      num_prefix_tokens: tokens of the encoder before the patches.
-      outputs: values predicted for a patch.
+      num_prefix_tokens: number of tokens before the patches.
+      outputs: number of values predicted per patch.
     """
 
     config: EncoderConfig
@@ -209,11 +208,11 @@ class Decoder(nn.Module):
     def __call__(
         self, latent: Float[Array, "B V D"], place: Int[Array, "B N"]
     ) -> Float[Array, "B N outputs"]:
-        """Returns predictions of all patches.
+        """Returns predictions for all patches.
 
         Args:
-          latent: tokens of the encoder: the prefix, then the visible patches.
-          place: of each patch among the visible ones; from V on it is hidden.
+          latent: output of the encoder: prefix tokens, then the visible patches.
+          place: index of each patch among the visible ones; V or more if it is hidden.
         """
         config, P = self.config, self.num_prefix_tokens
         dense = functools.partial(

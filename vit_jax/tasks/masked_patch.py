@@ -1,9 +1,9 @@
 """Masked patch prediction (ViT, arXiv:2010.11929, section 4.6 and appendix B.1.2).
 
 Half of the patch embeddings are corrupted: most become a learned mask token, some the
-embedding of another patch, some stay. The colours of those patches are predicted from
-their representations. No code of it was published; what the paper leaves open is decided
-here and recorded in docs/decisions.md. Letters: B images, Y by X pixels, C channels,
+embedding of another patch, some stay. The colours of the corrupted patches are predicted
+from their representations. No code was published; docs/decisions.md records how this
+file settles what the paper leaves open. Letters: B images, Y by X pixels, C channels,
 N patches, S cells of a patch, D width, L colour classes, P side of a patch.
 """
 
@@ -17,7 +17,6 @@ import optax
 from jaxtyping import Array, Bool, Float, Int
 
 from vit_jax.config.fields import key
-from vit_jax.config.lengths import RunLength
 from vit_jax.data.config import DataConfig
 from vit_jax.data.transforms import device as transforms
 from vit_jax.errors import UserError
@@ -25,7 +24,7 @@ from vit_jax.models import Model
 from vit_jax.tasks.masking import MaskedImageTask, mean_over, patchify, ranks
 from vit_jax.tasks.task import TaskConfig
 
-_LEVELS = 8  # Of a channel: 3 bits.
+_LEVELS = 8  # Levels per channel: 3 bits.
 NUM_COLORS = _LEVELS**3
 
 
@@ -37,18 +36,23 @@ class MaskedPatchConfig(TaskConfig):
 
     name: str = key("masked_patch", "What is learnt.")
     mask_ratio: float = key(
-        0.5, "Part of the patch embeddings that is corrupted.", above=0, below=1
+        0.5, "Fraction of the patch embeddings that is corrupted.", above=0, below=1
     )
     mask_share: float = key(
-        0.8, "Part of these that become the mask token ...", at_most=1
+        0.8,
+        "Fraction of the corrupted embeddings that become the mask token.",
+        at_most=1,
     )
     swap_share: float = key(
-        0.1, "... and another patch's embedding; the rest stay.", at_most=1
+        0.1,
+        "Fraction of the corrupted embeddings that become another patch's; the rest "
+        "stay.",
+        at_most=1,
     )
     target: str = key(
         "mean_color",
-        'What is predicted of a patch: "mean_color", one of 512; "colors_4x4", the same '
-        'of 4x4 cells; "pixels", by square error.',
+        'Target for a patch: "mean_color", one of 512 colours; "colors_4x4", one for '
+        'each of 4x4 cells; "pixels", by squared error.',
         choices=("mean_color", "colors_4x4", "pixels"),
     )
 
@@ -59,21 +63,15 @@ class MaskedPatchConfig(TaskConfig):
                 f"{self.swap_share} are more than all patches: lower one of them"
             )
 
-    def build(
-        self,
-        model: Model,
-        data: DataConfig,
-        run: RunLength,
-        saved: dict | None = None,
-    ) -> "MaskedPatch":
+    def build(self, model, data, run, saved=None) -> "MaskedPatch":
         return MaskedPatch(self, model, data)
 
 
 class MaskedPatch(MaskedImageTask):
-    """See `task.Task`; parameters are "network", "mask_token" and "decoder".
+    """See `task.Task`; the parameters are "network", "mask_token" and "decoder".
 
-    With colours as targets the state beside them counts how often each was seen, for the
-    accuracy of always answering the commonest.
+    With colours as targets, `extra` holds how often each colour was seen, for the
+    accuracy of always predicting the most frequent one.
 
     Args:
       config: `config.task`.
@@ -81,7 +79,8 @@ class MaskedPatch(MaskedImageTask):
       data: `config.data`.
 
     Raises:
-      UserError: no or all patches are corrupted, or the images have no such colours.
+      UserError: no or all patches are corrupted, or the target does not suit the
+        channels or the patch size.
     """
 
     def __init__(self, config: MaskedPatchConfig, model: Model, data: DataConfig):
@@ -91,7 +90,7 @@ class MaskedPatch(MaskedImageTask):
         if not 0 < self._num_corrupted < self.num_patches:
             raise UserError(
                 f"task.mask_ratio={config.mask_ratio} corrupts {self._num_corrupted} of "
-                f"{self.num_patches} patches: choose one by which some are and some stay"
+                f"{self.num_patches} patches: choose one that corrupts some, but not all"
             )
         self._in_colors = config.target != "pixels"
         if self._in_colors and data.channels != 3:
@@ -103,7 +102,7 @@ class MaskedPatch(MaskedImageTask):
         if model.patch_size % cells:
             raise UserError(
                 f"task.target={config.target!r} needs patches whose side is a multiple "
-                f"of 4, not {model.patch_size}: take another model.variant or target"
+                f"of 4, not {model.patch_size}: choose another model.variant or target"
             )
         self._cell = model.patch_size // cells
         size = model.patch_size**2 * data.channels
@@ -128,20 +127,20 @@ class MaskedPatch(MaskedImageTask):
         return params, extra
 
     def chosen(self, batch: dict) -> Bool[Array, "B N"]:
-        """Returns which patches are corrupted, those that stay as they are included."""
+        """Returns which patches are predicted, among them those that stay unchanged."""
         return ranks(batch["order"]) < self._num_corrupted
 
     def corrupt(
         self, patches: Float[Array, "B N D"], token: Float[Array, "1 1 D"], batch: dict
     ) -> Float[Array, "B N D"]:
-        """Returns patch embeddings of which some are corrupted.
+        """Corrupts a part of the patch embeddings.
 
         Args:
           patches: embeddings without positions.
-          token: of what is masked.
-          batch: of `draw`: order (B, N), by which patches are chosen, the lowest first;
-            lot (B, N), what becomes of them; source (B, N), the patch of the same
-            image that another is replaced by, which may be itself.
+          token: mask token.
+          batch: random numbers of `draw`: order (B, N), by which patches are chosen, the
+            lowest first; lot (B, N) in [0, 1), which decides between masking, swapping
+            and keeping; source (B, N), index of the patch that replaces a swapped one.
         """
         config, chosen, lot = self.config, self.chosen(batch), batch["lot"]
         masked = chosen & (lot < config.mask_share)
@@ -179,7 +178,7 @@ class MaskedPatch(MaskedImageTask):
         """See `MaskedImageTask`; for colours also accuracies."""
 
         def over_chosen(values):
-            """Averages (B, N) or (B, N, S) over what was chosen."""
+            """Averages (B, N) or (B, N, S) over the chosen patches."""
             return mean_over(values.reshape(*mask.shape, -1).mean(-1), mask)
 
         if not self._in_colors:
@@ -201,11 +200,11 @@ class MaskedPatch(MaskedImageTask):
     def colors(self, images: Float[Array, "B Y X C"]) -> Int[Array, "B N S"]:
         """Returns the colour classes of the cells of each patch, row by row.
 
-        Class R + 8 G + 64 B, of the mean of the cell in 8 equal steps a channel; a mean
-        between two steps is of the upper. Sums of whole numbers, so that it is exact.
+        The class is R + 8 G + 64 B of the mean colour, in 8 equal levels per channel; a
+        mean on a boundary gets the upper level. Integer sums make it exact.
 
         Args:
-          images: normalised.
+          images: normalised images.
         """
         sums = self._sums(images, self._cell)
         classes = _color_classes(sums, 255 * self._cell**2)
@@ -223,12 +222,13 @@ class MaskedPatch(MaskedImageTask):
     ) -> Int[Array, "B N"]:
         """Returns the class of the mean colour of the neighbours that are not corrupted.
 
-        Of the up to eight neighbours of a patch; of all patches where there is none.
+        A patch has up to eight neighbours; if all are corrupted, the mean is that of all
+        uncorrupted patches of the image.
         """
         (rows, columns), side = self.model.grid, self.model.patch_size
         shown = ~chosen[..., None]
         colors = jnp.where(shown, self._sums(images, side), 0)
-        # The last channel is the largest sum.
+        # The fourth channel is the largest possible sum.
         full = 255 * side**2 * shown
         x = jnp.concatenate([colors, full], axis=-1).reshape(-1, rows, columns, 4)
         window = (1, 3, 3, 1)
@@ -238,7 +238,7 @@ class MaskedPatch(MaskedImageTask):
         return _color_classes(x[..., :3], x[..., 3:])
 
     def pixels_of(self, predicted, images):
-        """See `MaskedImageTask`; cells have the likeliest of the colours."""
+        """See `MaskedImageTask`; each cell has its most likely colour."""
         if not self._in_colors:
             return predicted
         B, N, _ = predicted.shape
@@ -252,6 +252,6 @@ class MaskedPatch(MaskedImageTask):
 
 
 def _color_classes(total: Array, full: Array | int) -> Int[Array, "..."]:
-    """Returns the classes of sums (..., 3) of colours whose largest is `full`."""
+    """Returns the classes of colour sums (..., 3), whose largest value is `full`."""
     levels = jnp.minimum(_LEVELS * total // full, _LEVELS - 1).astype(jnp.int32)
     return levels[..., 0] + _LEVELS * levels[..., 1] + _LEVELS**2 * levels[..., 2]

@@ -1,6 +1,6 @@
-"""What tasks that hide patches share: images without labels, masks, patches as pixels.
+"""The base of tasks that hide patches: images without labels, masks, patches as pixels.
 
-Letters: B images, Y by X pixels, C channels, N patches, P the side of a patch, D width.
+Letters: B images, Y by X pixels, C channels, N patches, P side of a patch, D width.
 """
 
 import abc
@@ -24,21 +24,20 @@ Mask = Float[Array, "B N"] | Bool[Array, "B N"]  # 1 or True where a patch is hi
 
 
 class MaskedImageTask(Task):
-    """A task that hides a part of each image and predicts it; labels are not read.
+    """A task that hides a part of each image and predicts it, without labels.
 
-    The parameters are those of the network under "network", and the task's own. What is
-    drawn for an image depends on its position in the run, so a run is the same on any
-    mesh, in any number of microbatches, and after a resume.
-
-    A task of this kind defines `init`, `predict` and `metrics`.
+    The parameters are "network" and those that the task adds. The random numbers of an
+    image depend on its position in the run, so results do not depend on the mesh, on the
+    number of microbatches or on resumes. A subclass defines `init`, `predict` and
+    `metrics`.
 
     Args:
-      name: of the task, for messages.
-      model: without a classifier; a Vision Transformer if `needs_vit`.
+      name: name of the task, for messages.
+      model: network without a classifier; a Vision Transformer if `needs_vit`.
       data: `config.data`.
 
     Raises:
-      UserError: there are classes, or the network has no patches to hide.
+      UserError: the data has classes, or the network has no patches to hide.
     """
 
     needs_vit: ClassVar[bool] = True
@@ -47,9 +46,9 @@ class MaskedImageTask(Task):
         check_unlabelled(name, data)
         if not model.encoder_stride or (self.needs_vit and not model.has_encoder):
             raise UserError(
-                f"task.name={name!r} hides patches of the image, which "
-                f"model.variant={model.options['variant']!r} has not: take a Vision "
-                f"Transformer, as B/16{'' if self.needs_vit else ', or a Swin Transformer'}"
+                f"model.variant={model.options['variant']!r} with task.name={name!r}, "
+                "which hides patches of the image: choose a Vision Transformer, such as "
+                f"B/16{'' if self.needs_vit else ', or a Swin Transformer'}"
             )
         self.model, self.data = model, data
         self._ops = parse.parse_train(data.train_transform, data.image_size).device
@@ -64,7 +63,7 @@ class MaskedImageTask(Task):
         }
 
     def prepare(self, batch: Batch, rng: jax.Array) -> Batch:
-        """Returns image (B, Y, X, C), normalised, and what is drawn for it."""
+        """Returns image (B, Y, X, C), normalised, and the random numbers of `draw`."""
         images, _ = transforms.apply(
             self._ops, batch["image"], no_labels(batch), batch["index"], rng
         )
@@ -72,7 +71,7 @@ class MaskedImageTask(Task):
         return {"image": images} | self.draw(batch["index"], rng)
 
     def draw(self, index: UInt32[Array, " B"], rng: jax.Array) -> Batch:
-        """Returns the random numbers of images, (B, ...)."""
+        """Draws the random numbers of each image, (B, ...)."""
         key = jax.random.fold_in(rng, _MASKS)
         return {"noise": transforms.example_uniform(index, key, self.num_patches)}
 
@@ -85,14 +84,15 @@ class MaskedImageTask(Task):
         train: bool = False,
         key: jax.Array | None = None,
     ) -> tuple[Float[Array, "B N outputs"], Mask]:
-        """Returns the predictions for all tokens, and which were hidden.
+        """Returns predictions for all tokens, and the mask of the hidden ones.
 
-        Each is of `Model.encoder_stride` pixels a side: of a Vision Transformer a patch.
+        A token covers `Model.encoder_stride` pixels squared: in a Vision Transformer a
+        patch.
 
         Args:
-          params: of `init`.
-          batch: image (B, Y, X, C), normalised, and those of `draw`.
-          train, key: as of `Model.apply`.
+          params: trained parameters, see `init`.
+          batch: image (B, Y, X, C), normalised, and the arrays of `draw`.
+          train, key: see `Model.apply`.
         """
 
     @abc.abstractmethod
@@ -103,24 +103,24 @@ class MaskedImageTask(Task):
         predicted: Float[Array, "B N outputs"],
         mask: Mask,
     ) -> dict[str, Float[Array, " B"]]:
-        """Returns numbers for each image, "loss" among them.
+        """Returns metrics per image, among them "loss".
 
         Args:
-          extra: of the state.
-          batch: as of `predict`.
-          predicted, mask: what it returns.
+          extra: state beside the parameters.
+          batch: input of `predict`.
+          predicted, mask: output of `predict`.
         """
 
     def pixels_of(
         self, predicted: Float[Array, "B N outputs"], images: Float[Array, "B Y X C"]
     ) -> Float[Array, "B N PPC"]:
-        """Returns the patches, normalised, that predictions mean; here they are them."""
+        """Converts predictions to normalised pixels; by default they are pixels."""
         return predicted
 
     def loss(self, params, extra, batch, rng):
         predicted, mask = self.predict(params, batch, train=True, key=rng)
-        found = self.metrics(extra, batch, predicted, mask)
-        means = {name: value.mean() for name, value in found.items()}
+        metrics = self.metrics(extra, batch, predicted, mask)
+        means = {name: value.mean() for name, value in metrics.items()}
         return means["loss"], (means, None)
 
     def held_out_metrics(self, params, extra, batch, rng):
@@ -144,7 +144,7 @@ class MaskedImageTask(Task):
         return params["network"]
 
     def pixels(self, images: Float[Array, "B Y X C"]) -> Float[Array, "B Y X C"]:
-        """Returns normalised images as fractions of 255."""
+        """Returns normalised images as pixels in [0, 1]."""
         mean, std = (
             np.asarray(v, np.float32).reshape(1, 1, 1, -1)
             for v in (self.data.mean, self.data.std)
@@ -152,17 +152,17 @@ class MaskedImageTask(Task):
         return images.astype(jnp.float32) * std + mean
 
 
-# Keeps the random bits of masks apart from those of the transforms, which count from 0.
+# Separates the random bits of masks from those of the transforms, which count from 0.
 _MASKS = 0x6D61736B
 
 
 def no_labels(batch: Batch) -> Float[Array, "B 1"]:
-    """Returns what transforms take for labels where there are none."""
+    """Returns zeros as labels, which transforms expect."""
     return jnp.zeros((len(batch["index"]), 1), jnp.float32)
 
 
 def check_unlabelled(name: str, data: DataConfig) -> None:
-    """Raises UserError if the config states classes, which no one would learn."""
+    """Raises UserError if the config has classes, which the task would not learn."""
     if data.num_classes:
         raise UserError(
             f"data.num_classes={data.num_classes} with task.name={name!r}, which reads no "
@@ -171,17 +171,17 @@ def check_unlabelled(name: str, data: DataConfig) -> None:
 
 
 def ranks(noise: Float[Array, "B N"]) -> Int[Array, "B N"]:
-    """Returns the place of each number among those of its row, 0 the lowest."""
+    """Returns the rank of each number in its row, 0 for the lowest."""
     return jnp.argsort(jnp.argsort(noise, axis=1), axis=1)
 
 
 def mean_over(values: Num[Array, "B N"], mask: Mask) -> Float[Array, " B"]:
-    """Returns the mean of the values of each image over its hidden patches."""
+    """Returns the mean per image over its hidden patches."""
     return (values * mask).sum(-1) / mask.sum(-1)
 
 
 def patchify(images: Num[Array, "B Y X C"], side: int) -> Num[Array, "B N PPC"]:
-    """Cuts images into patches row by row; their pixels row by row, channels last."""
+    """Cuts images into patches, row by row, as are the pixels of each; channels last."""
     B, Y, X, C = images.shape
     x = images.reshape(B, Y // side, side, X // side, side, C)
     return x.transpose(0, 1, 3, 2, 4, 5).reshape(B, -1, side * side * C)
@@ -190,12 +190,12 @@ def patchify(images: Num[Array, "B Y X C"], side: int) -> Num[Array, "B N PPC"]:
 def unpatchify(
     patches: Float[Array, "B N PPC"], grid: Sequence[int], side: int
 ) -> Float[Array, "B Y X C"]:
-    """Puts patches together: the inverse of `patchify`.
+    """Assembles images from patches: the inverse of `patchify`.
 
     Args:
-      patches: as of `patchify`.
+      patches: pixels of the patches.
       grid: patches down and across.
-      side: of a patch, in pixels.
+      side: side of a patch in pixels.
     """
     rows, columns = grid
     B, _, size = patches.shape
@@ -209,13 +209,13 @@ def fill(
     patches: Float[Array, "B N PPC"] | float,
     side: int,
 ) -> Float[Array, "B Y X C"]:
-    """Returns images whose hidden patches are replaced.
+    """Replaces the hidden patches of images.
 
     Args:
-      images: of B images.
-      mask: of the images.
-      patches: what takes their places.
-      side: of a patch, in pixels.
+      images: images to change.
+      mask: hidden patches.
+      patches: pixels, or one number, to put in place of the hidden patches.
+      side: side of a patch in pixels.
     """
     grid = images.shape[1] // side, images.shape[2] // side
     shown = jnp.where(mask[..., None] > 0, patches, patchify(images, side))

@@ -1,4 +1,4 @@
-"""The task that weights were trained by, as far as it travels with them."""
+"""Predictions of the task by which weights were pretrained, if a file holds it."""
 
 from collections.abc import Callable
 
@@ -13,23 +13,23 @@ from vit_jax.tasks import TASKS
 from vit_jax.tasks.task import Pictures
 from vit_jax.weights.pretrained import Preprocess, Pretrained
 
-Draw = Callable[[dict, jax.Array], Pictures]
+Draw = Callable[[dict, jax.Array], Pictures]  # Parameters and images to `Pictures`.
 
 
 def pictures(
     pretrained: Pretrained, model: Model, preprocess: Preprocess
 ) -> Draw | None:
-    """Returns what draws the answers of the task that weights were trained by.
+    """Builds the function that shows predictions of the pretraining task.
 
     Args:
-      pretrained: opened with its task.
-      model: its network, as images are given to it.
-      preprocess: of the images.
+      pretrained: weights, opened with `with_task=True`.
+      model: network of the weights, at the size of the images.
+      preprocess: preprocessing of the images.
 
     Returns:
-      Function of the network's parameters and of normalised images (B, Y, X, C) to
-      `Task.pictures` of them; what is drawn is the same for an image in the same place.
-      None if no task travels with the weights, or it has no pictures.
+      Function from the network's parameters and normalised images (B, Y, X, C) to
+      `Task.pictures`; the mask of an image depends on its index in the batch alone. None
+      if the weights hold no task, or the task predicts no images.
     """
     kind = TASKS.get(pretrained.task.get("name", ""))
     if kind is None or not kind.has_pictures or not pretrained.task_params:

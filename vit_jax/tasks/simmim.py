@@ -1,9 +1,9 @@
-"""SimMIM (arXiv:2111.09886): hidden patches from all tokens, by one linear layer.
+"""SimMIM (arXiv:2111.09886): predicts hidden patches from all tokens by a linear layer.
 
-Units of pixels are hidden, the same for any patch size; a mask token takes the place of
-the embeddings of their patches, and the absolute error of their pixels is the loss, as in
-microsoft/SimMIM. Of a Swin Transformer, which merges patches, each of the last ones
-predicts all its pixels.
+Square units of pixels are hidden, whose size does not depend on the patch size; a mask
+token replaces the embeddings of their patches, and the loss is the absolute error of
+their pixels, as in microsoft/SimMIM. In a Swin Transformer, which merges patches, each
+token of the last stage predicts all its pixels.
 """
 
 import dataclasses
@@ -16,7 +16,6 @@ import jax
 import jax.numpy as jnp
 
 from vit_jax.config.fields import key
-from vit_jax.config.lengths import RunLength
 from vit_jax.data.config import DataConfig
 from vit_jax.data.transforms import device as transforms
 from vit_jax.errors import UserError
@@ -27,33 +26,27 @@ from vit_jax.tasks.task import TaskConfig
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SimMimConfig(TaskConfig):
-    """Pixels of hidden units, from all tokens (SimMIM)."""
+    """Pixels of hidden units, predicted from all tokens (SimMIM)."""
 
     has_pictures: ClassVar[bool] = True
 
     name: str = key("simmim", "What is learnt.")
     mask_ratio: float = key(
-        0.6, "Part of the units that is hidden, rounded up.", above=0, below=1
+        0.6, "Fraction of the units that is hidden, rounded up.", above=0, below=1
     )
     mask_unit: int = key(
         32,
-        "Side of a unit, in pixels, a multiple of the patch, for Swin of the last "
-        "stage's.",
+        "Side of a unit in pixels: a multiple of the patch, for Swin of a patch of the "
+        "last stage.",
         at_least=1,
     )
 
-    def build(
-        self,
-        model: Model,
-        data: DataConfig,
-        run: RunLength,
-        saved: dict | None = None,
-    ) -> "SimMim":
+    def build(self, model, data, run, saved=None) -> "SimMim":
         return SimMim(self, model, data)
 
 
 class SimMim(MaskedImageTask):
-    """See `task.Task`; parameters are "network", "mask_token" and "decoder".
+    """See `task.Task`; the parameters are "network", "mask_token" and "decoder".
 
     Args:
       config: `config.task`.
@@ -61,7 +54,8 @@ class SimMim(MaskedImageTask):
       data: `config.data`.
 
     Raises:
-      UserError: the units do not fit the patches and the image, or all are hidden.
+      UserError: units are no multiples of patches, do not divide the image, or are all
+        hidden.
     """
 
     needs_vit: ClassVar[bool] = False
@@ -98,14 +92,14 @@ class SimMim(MaskedImageTask):
     def init(self, rng):
         network_key, token_key, decoder_key = jax.random.split(rng, 3)
         network = self.model.init(network_key)
-        widths = []  # Of the patches, and of the tokens in the end.
+        widths = []  # Width of the patch embeddings, then of the encoder's output.
 
-        def look(patches):
+        def record_width(patches):
             widths.append(patches.shape[-1])
             return patches
 
         images = jnp.zeros((1, *self.model.image_shape))
-        encode = functools.partial(self.model.encode, edit_patches=look)
+        encode = functools.partial(self.model.encode, edit_patches=record_width)
         widths.append(jax.eval_shape(encode, network, images).shape[-1])
         token = nn.initializers.truncated_normal(0.02)(token_key, (1, 1, widths[0]))
         decoder = self._decoder.init(decoder_key, jnp.zeros((1, widths[-1])))["params"]
@@ -124,16 +118,16 @@ class SimMim(MaskedImageTask):
         )
         x = x[:, self.model.num_prefix_tokens :]
         predicted = self._decoder.apply({"params": params["decoder"]}, x)
-        # Units are multiples of the tokens, so that one patch of each tells.
+        # A unit covers whole tokens, so one patch of each token has the token's mask.
         step = self.model.encoder_stride // self.model.patch_size
         mask = mask.reshape(-1, *self.model.grid)[:, ::step, ::step]
         return predicted.astype(jnp.float32), mask.reshape(len(mask), -1)
 
     def metrics(self, extra, batch, predicted, mask):
-        """See `MaskedImageTask`: the mean absolute error over the hidden pixels.
+        """Returns the mean absolute error over the hidden pixels as "loss".
 
-        The original adds 1e-5 to the number of hidden pixels of a batch; here it is of
-        an image, and there are always some.
+        It is averaged per image; the original divides by the hidden pixels of a batch,
+        plus 1e-5.
         """
         images = batch["image"].astype(jnp.float32)
         targets = patchify(images, self.model.encoder_stride)
