@@ -1,4 +1,4 @@
-"""The networks: `create(variant, ...)` gives a `Model`."""
+"""Networks: `create(variant, ...)` builds a `Model`."""
 
 from vit_jax.models.model import VARIANTS, Model, Params, create, names, side_multiple
 from vit_jax.models.network import STATE, NetworkConfig

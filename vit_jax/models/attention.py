@@ -18,30 +18,31 @@ NAMES = ("auto", "einsum", "cudnn", "splash")  # Values of `model.attention_impl
 # Implementations; "einsum16" keeps logits in the dtype of the computation.
 IMPLEMENTATIONS = ("einsum", "einsum16", "cudnn", "splash")
 
-# From this many tokens on, splash attention moves fewer bytes than einsums with bfloat16
-# logits, by the compiler's count: about equal at 577, clearly fewer at 1,025
-# (docs/decisions.md).
+# Smallest number of tokens for which "auto" chooses splash attention: by the compiler's
+# count it moves about as many bytes as einsums with bfloat16 logits at 577 tokens, and
+# clearly fewer at 1,025 (docs/decisions.md).
 SPLASH_TOKENS = 577
 
-# What cuDNN supports, as jax 0.10.2 checks it: bfloat16, and heads of a multiple of 8 up
-# to 128 (256 on Hopper and later).
+# cuDNN's limits, as jax 0.10.2 checks them: bfloat16, and head widths that are multiples
+# of 8 up to 128 (256 on Hopper and later).
 CUDNN_DTYPES = ("bfloat16",)
 CUDNN_HEAD_STEP, CUDNN_HEAD_LIMIT = 8, 128
 CUDNN_TOKEN_STEP = 8
 
-# Least for flash attention in bfloat16 (NVIDIA, cuDNN support matrix): Ampere.
+# Flash attention in bfloat16 needs Ampere or later (NVIDIA, cuDNN support matrix).
 _CUDNN_CAPABILITY = 8.0
 
 _SPLASH_TILE = 128  # Tokens of a block are a multiple of a TPU's lanes.
-_SPLASH_LARGEST = 1024  # Most tokens of a block, so that it fits a chip's VMEM.
+_SPLASH_LARGEST = 1024  # Larger blocks of tokens would not fit a chip's VMEM.
 
 
 class Positions(NamedTuple):
-    """What a layer knows of the places of its tokens; each may be None.
+    """Positions of a layer's tokens; each field may be None.
 
     Attributes:
       relative, bias: see `attend`.
-      angles: by which queries and keys are turned, see rotary.py; B or H may be 1 or absent.
+      angles: rotations of queries and keys in radians, see rotary.py; B or H may be 1 or
+        absent.
     """
 
     relative: Float[Array, "H R K"] | None = None
@@ -61,14 +62,14 @@ def attend(
     """Computes scaled dot-product attention, with the softmax in float32.
 
     Args:
-      query, key, value: head-major, because token-major einsums take four times as
-        long on CPU.
-      relative: a key per offset of the query's position from the key's, from -(N - 1)
-        to N - 1; its products with the query are added to the logits (arXiv:2010.11929,
-        appendix D.4). Needs M = N and an einsum implementation.
+      query, key, value: head-major arrays, because token-major einsums take four times
+        as long on CPU.
+      relative: embedding per offset of the query's position from the key's, from
+        -(N - 1) to N - 1; its products with the query are added to the logits
+        (arXiv:2010.11929, appendix D.4). Needs M = N and an einsum implementation.
       lengths: number of valid keys per image, at least 1; the others are masked.
       implementation: one of IMPLEMENTATIONS.
-      bias: added to the logits. Needs an einsum implementation.
+      bias: term added to the logits. Needs an einsum implementation.
     """
     if implementation in ("einsum", "einsum16"):
         rounded = implementation == "einsum16"
@@ -93,11 +94,11 @@ def choose(
 
     Args:
       name: one of NAMES; "auto" is the fastest that the platform and model allow.
-      platform: as jax.Device.platform: "cpu", "gpu", "tpu", ...
-      dtype: of the computation.
+      platform: platform as in jax.Device.platform: "cpu", "gpu", "tpu", ...
+      dtype: dtype of the computation.
       tokens: length of the encoder's sequence.
       head_width: features per head.
-      relative: what stands for relative positions in messages; "" if there are none.
+      relative: relative positions, for messages; "" for a model without them.
 
     Returns:
       One of IMPLEMENTATIONS.
@@ -160,7 +161,7 @@ def attend_einsum(
 ) -> Float[Array, "B H N K"]:
     """Computes attention as two einsums and a softmax; see `attend`.
 
-    The sums of the softmax are in float32 for any dtype of the operands.
+    The softmax sums in float32 for any dtype of the operands.
 
     Args:
       query, key, value, relative, lengths, bias: see `attend`.
@@ -214,8 +215,8 @@ def _logits(query, key, dtype):
     return jnp.einsum("bhnk,bhmk->bhnm", query, key, preferred_element_type=dtype)
 
 
-# A custom derivative, because JAX's passes over the weights, the largest arrays of the
-# network, more often (docs/decisions.md).
+# JAX's derivative would pass over the weights, the largest arrays of the network, more
+# often (docs/decisions.md).
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _attend(query, key, value, valid, rounded):
     exponentials, sums = _exponentials(
@@ -252,7 +253,7 @@ def _attend_backward(rounded, kept, grad):
     to_weights = jnp.einsum(
         "bhnk,bhmk->bhnm", grad, value, preferred_element_type=dtype
     )
-    # Mean of the weights' gradient, computed from the output: K terms instead of M.
+    # The mean of the weights' gradient, from the output: K terms instead of M.
     mean = (grad * mixed).astype(jnp.float32).sum(-1, keepdims=True)
     to_logits = (weights * (to_weights - mean)).astype(value.dtype)
     to_query = jnp.einsum("bhnm,bhmk->bhnk", to_logits, key) * scale
@@ -275,7 +276,7 @@ def _by_offset(x: Float[Array, "B H N R"]) -> Float[Array, "B H N N"]:
 
 
 def missing_for_cudnn() -> str:
-    """Returns what this machine's GPU lacks for cuDNN attention, "" if nothing."""
+    """Returns why this machine's GPU has no cuDNN attention, "" if it has."""
     try:
         device = jax.devices("gpu")[0]
     except RuntimeError:
@@ -302,7 +303,7 @@ def attend_cudnn(
 
     Args:
       query, key, value, lengths: see `attend`.
-      implementation: of jax.nn.dot_product_attention; "xla" runs on any platform.
+      implementation: argument of jax.nn.dot_product_attention; "xla" runs anywhere.
     """
     (B, _, N, _), M = query.shape, key.shape[2]
     if lengths is None and (N % 2 or M % 2):
@@ -324,7 +325,7 @@ def attend_cudnn(
 
 
 def _pad_to_even(x):
-    """Appends tokens, because the derivative needs an even number."""
+    """Appends tokens, because cuDNN's derivative needs an even number."""
     more = -x.shape[2] % CUDNN_TOKEN_STEP
     return jnp.pad(x, ((0, 0), (0, 0), (0, more), (0, 0)))
 
@@ -337,10 +338,10 @@ def attend_splash(
     *,
     interpret: bool = False,
 ) -> Float[Array, "B H N K"]:
-    """Computes attention by splash attention, a Pallas kernel for TPUs without logits.
+    """Computes attention by splash attention, a Pallas kernel for TPUs.
 
-    XLA cannot split a kernel over devices, so each device of a mesh gets its images and
-    heads by shard_map.
+    The kernel stores no logits. XLA cannot split a kernel over devices, so shard_map
+    hands each device of a mesh its images and heads.
 
     Args:
       query, key, value, lengths: see `attend`.
@@ -359,7 +360,7 @@ def attend_splash(
         mesh=mesh,
         in_specs=(heads, heads, heads, images),
         out_specs=heads,
-        # The kernel does not state along which mesh axes its results differ.
+        # The kernel does not declare along which mesh axes its results differ.
         check_vma=False,
     )
     return split(query, key, value, lengths)
@@ -396,13 +397,13 @@ def _splash(query, key, value, lengths, interpret):
     key, value = _pad_tokens(key, keys), _pad_tokens(value, keys)
     query_segments = jnp.zeros(queries, jnp.int32)
 
-    def one(query, key, value, length):
-        # Queries attend to keys of their own segment.
+    def attend_image(query, key, value, length):
+        # Queries are in segment 0 and attend to the keys of segment 0 alone.
         key_segments = (jnp.arange(keys) >= length).astype(jnp.int32)
         segments = kernels.SegmentIds(query_segments, key_segments)
         return kernel(query, key, value, segments)
 
-    return jax.vmap(one)(query, key, value, lengths)[:, :, :N]
+    return jax.vmap(attend_image)(query, key, value, lengths)[:, :, :N]
 
 
 def _pad_tokens(x, tokens: int):

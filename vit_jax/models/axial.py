@@ -1,9 +1,9 @@
 """Axial-ViT: blocks along rows and along columns in turn (arXiv:2010.11929, appendix D.6).
 
-Each block of a Vision Transformer becomes two, attention and MLP each: in the first,
-patches attend to those of their row, in the second to those of their column. What the
-paper leaves open: there is no class token, which has no row, so the features are the
-mean of the patches; positions are learned and added once, as in its other models.
+Each block of a Vision Transformer becomes two, each with attention and an MLP: in the
+first, patches attend to their row, in the second to their column. The paper leaves two
+choices open: here the features are the mean of the patches, since a class token would
+have no row, and positions are learned and added once, as in its other models.
 Letters: B images, Y by X pixels, C channels, N patches, D width, L classes.
 """
 
@@ -23,12 +23,12 @@ from vit_jax.models.encoder import Block, EncoderConfig
 from vit_jax.models.layers import ACTIVATIONS, LayerNorm
 from vit_jax.models.network import NetworkConfig
 from vit_jax.models.posemb import AddPositions
-from vit_jax.models.variants import SIZES, Size
+from vit_jax.models.variants import SIZES, Size, overridden
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AxialConfig(NetworkConfig):
-    """Axial-ViTs, as `Axial-B/16`, of the sizes of Vision Transformers."""
+    """Axial-ViTs, as `Axial-B/16`, in the sizes of Vision Transformers."""
 
     names: ClassVar[tuple[str, ...]] = ("Axial-B/32", "Axial-B/16")
 
@@ -36,40 +36,43 @@ class AxialConfig(NetworkConfig):
     after_blocks = ("encoder_norm", "head")
 
     variant: str = key("Axial-B/16", "")
-    width: int = key(0, "Features a patch, in place of the variant's if not 0.")
-    depth: int = key(0, "Pairs of blocks, likewise.", below=500)
-    num_heads: int = key(0, "Heads of each block, likewise.")
-    mlp_dim: int = key(0, "Hidden units of each MLP, likewise.")
-    activation: str = key("gelu_tanh", "Of the MLPs.", choices=tuple(ACTIVATIONS))
+    width: int = key(0, "Features per patch; 0 is the variant's.")
+    depth: int = key(0, "Pairs of blocks; 0 is the variant's.", below=500)
+    num_heads: int = key(0, "Attention heads per block; 0 is the variant's.")
+    mlp_dim: int = key(0, "Hidden units of each MLP; 0 is the variant's.")
+    activation: str = key(
+        "gelu_tanh", "Activation of the MLPs.", choices=tuple(ACTIVATIONS)
+    )
     dropout: float = key(
-        0.0, "After each dense layer but the projections.", below=1, training_only=True
+        0.0,
+        "Dropout rate after each dense layer except query, key and value.",
+        below=1,
+        training_only=True,
     )
 
     @property
     def patch_size(self) -> int:
-        """Side of a patch in pixels, which the variant states."""
+        """Side of a patch in pixels."""
         return self._parsed[1]
 
     @property
     def size(self) -> Size:
-        """The variant's numbers, and what replaces them."""
-        stated = {f.name: getattr(self, f.name) for f in dataclasses.fields(Size)}
-        numbers = {name: value for name, value in stated.items() if value}
-        return dataclasses.replace(self._parsed[0], **numbers)
+        """The variant's numbers, or the keys that replace them."""
+        return overridden(self._parsed[0], self)
 
     @property
     def _parsed(self) -> tuple[Size, int]:
-        found = re.fullmatch(r"Axial-(\w+)/0*([1-9]\d{0,3})", self.variant)
-        if not found or found[1] not in SIZES:
+        match = re.fullmatch(r"Axial-(\w+)/0*([1-9]\d{0,3})", self.variant)
+        if not match or match[1] not in SIZES:
             raise UserError(
                 f"model.variant={self.variant!r} is not Axial-SIZE/PATCH with a size out "
                 f"of {', '.join(SIZES)} and a patch from 1 to 9999 pixels, as 'Axial-B/16'"
             )
-        return SIZES[found[1]], int(found[2])
+        return SIZES[match[1]], int(match[2])
 
     @property
     def num_blocks(self) -> int:
-        """Pairs of blocks."""
+        """Number of pairs of blocks."""
         return self.size.depth
 
     def layer_of(self, path: str) -> int:
@@ -92,8 +95,8 @@ class AxialViT(nn.Module):
     """An Axial-ViT.
 
     Attributes:
-      config: of the network.
-      num_classes: L; 0 is no classifier.
+      config: config of the network.
+      num_classes: L; 0 for no classifier.
     """
 
     config: AxialConfig
@@ -109,7 +112,7 @@ class AxialViT(nn.Module):
     ) -> dict[str, Float[Array, "..."]] | Float[Array, "B Y X D"]:
         """Returns "logits" (B, L), unless L is 0, and "pre_logits" (B, D).
 
-        Without `classify` the features of the patches.
+        Without `classify` it returns the features of the patches.
         """
         config, size = self.config, self.config.size
         sides = (config.patch_size,) * 2
@@ -132,7 +135,7 @@ class AxialViT(nn.Module):
         )
         for i, drawn in enumerate(keys):
             block = Block(encoder, name=f"{('row', 'column')[i % 2]}_block_{i // 2}")
-            # After each block the other axis is that of the tokens.
+            # Each block attends along the last axis of patches, then swaps the two axes.
             lines = block(x.reshape(-1, x.shape[2], D), None, None, drawn)
             x = jnp.swapaxes(lines.reshape(x.shape), 1, 2)
         x = LayerNorm(dtype=config.dtype, name="encoder_norm")(x)

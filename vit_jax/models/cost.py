@@ -1,7 +1,6 @@
-"""What a model costs: parameters, multiply-accumulates, memory of its activations.
+"""Costs of a model: parameters, multiply-accumulates, memory of activations.
 
-All of it is read off traced computations; nothing is computed, and no parameter is
-ever made.
+All are counted in traced computations, without computing or allocating anything.
 """
 
 import functools
@@ -18,40 +17,36 @@ from vit_jax.errors import UserError
 from vit_jax.models import network
 from vit_jax.models.model import Model
 
-# Primitives that run what they hold once. Any other that holds a product is an error.
+# Primitives that run their inner computation once. Any other that multiplies is an error.
 _CALLS = {"closed_call", "custom_jvp_call", "custom_vjp_call", "jit", "remat2"}
-# Primitives that multiply where no trace shows it.
+# Primitives whose products a trace does not show.
 _OPAQUE = ("pallas_call", "ffi_call", "ragged_dot", "dot_product_attention")
 
-# A batch that no other axis is a multiple of, so that it tells what grows with it: it is
-# prime, and larger than other axes are.
+# Arrays that grow with the batch have sizes that are multiples of this number, and no
+# others, because it is prime and larger than any other axis.
 _BATCH = 1_000_003
 
 
 def macs(function: Callable, *args) -> int:
-    """Counts the multiply-accumulates of a computation.
+    """Counts the multiply-accumulates of matrix products and convolutions, exactly.
 
-    Counted are those of matrix products and convolutions; of a convolution only the
-    products of two numbers that are there, neither padding nor the zeros that a
-    transposed one spreads its input with, as XLA's cost analysis has it. A scan counts
-    for all its steps, a condition as its largest branch, `shard_map` for all devices.
+    Products with the padding of a convolution, or with the zeros that a transposed one
+    inserts, do not count, as in XLA's cost analysis. A scan counts all its steps, a
+    condition its largest branch, `shard_map` all devices.
 
     Args:
-      function: what `jax.make_jaxpr` can trace.
-      *args: its arguments, trees of arrays or of jax.ShapeDtypeStruct.
-
-    Returns:
-      Their number, exact.
+      function: function that `jax.make_jaxpr` can trace.
+      *args: arguments of the function, trees of arrays or of jax.ShapeDtypeStruct.
 
     Raises:
-      ValueError: a while loop, whose steps are not known, or a primitive of unknown
-        contents multiplies.
+      ValueError: a while loop multiplies, whose steps are not known, or a primitive whose
+        products a trace does not show.
     """
     return macs_of(jax.make_jaxpr(function)(*args).jaxpr)
 
 
 def macs_of(jaxpr: core.Jaxpr) -> int:
-    """Counts the multiply-accumulates of what is traced already; see `macs`."""
+    """Counts the multiply-accumulates of a traced computation; see `macs`."""
     return sum(_count_equation(equation) for equation in jaxpr.eqns)
 
 
@@ -125,16 +120,16 @@ def window_products(
       side: length of the input.
       taps: length of the kernel.
       steps: length of the output.
-      stride: of the window.
+      stride: stride of the window.
       before: padding in front of the input.
       spread: dilation of the input.
-      dilation: of the kernel.
+      dilation: dilation of the kernel.
     """
     offsets = np.arange(taps) * dilation - before
     lowest = np.maximum(-(offsets // stride), 0)
     highest = np.minimum(((side - 1) * spread - offsets) // stride, steps - 1)
     total = 0
-    # Whether a window meets an input or a zero between them repeats every `spread`.
+    # The pattern of inputs and inserted zeros under a window repeats every `spread`.
     for first in range(spread):
         meets = (first * stride + offsets) % spread == 0
         count = (highest - first) // spread - (lowest - 1 - first) // spread
@@ -149,11 +144,7 @@ def parameters(model: Model) -> int:
 
 
 def tokens(model: Model) -> int:
-    """Returns the length of the encoder's sequence, 0 for a network without one.
-
-    Args:
-      model: its class, distillation and register tokens count.
-    """
+    """Returns the length of the encoder's sequence, prefix tokens included, or 0."""
     if not model.has_encoder:
         return 0
     return math.prod(model.grid) + model.num_prefix_tokens
@@ -162,11 +153,10 @@ def tokens(model: Model) -> int:
 def macs_per_image(model: Model) -> int:
     """Returns the multiply-accumulates of the forward pass of one image; see `macs`.
 
-    Attention counts as einsums, also where a kernel does it, whose products no trace
-    shows.
+    Attention counts as einsums, also if a kernel computes it.
 
     Raises:
-      UserError: its code multiplies where no trace shows it.
+      UserError: the network has products that a trace does not show.
     """
     try:
         return _forward_macs(_of_products(model))
@@ -177,19 +167,17 @@ def macs_per_image(model: Model) -> int:
 
 
 def activation_bytes(model: Model, dtype: str | None = None) -> int:
-    """Returns what the forward pass keeps for the backward pass, in bytes an image.
+    """Returns the bytes per image that the forward pass keeps for the backward pass.
 
-    Counted are the residuals of `jax.vjp` with respect to the parameters: the arrays
-    that grow with the batch and that the traced forward pass (of training: with
-    dropout, its masks) hands to the backward pass, each once, the image itself
-    included where it is among them. Not counted are parameters and what is computed
-    from them alone (casts, standardised kernels), gradients, optimiser state and
-    buffers that live shorter. XLA keeps fewer where it computes cheap element-wise
-    results again.
+    Counted are the residuals of `jax.vjp` with respect to the parameters that grow with
+    the batch, each once: activations, dropout masks, and the image if it is kept.
+    Parameters, arrays computed from them alone (casts, standardised kernels), gradients,
+    optimiser state and short-lived buffers do not count. XLA keeps less where it
+    computes cheap element-wise results again.
 
     Args:
-      model: with or without a classifier.
-      dtype: of the computation; None is the model's own.
+      model: network with or without a classifier.
+      dtype: dtype of the computation; None is `model.config.dtype`.
     """
     model = model if dtype is None else model.replace(dtype=dtype)
 
@@ -210,10 +198,8 @@ def activation_bytes(model: Model, dtype: str | None = None) -> int:
 def forward_flops(model: Model) -> int | None:
     """Returns the floating-point operations of a forward pass on one image.
 
-    2 for each multiply-accumulate: one to multiply and one to add.
-
-    Returns:
-      Their number; None if the network's cost is not known, see `macs_per_image`.
+    A multiply-accumulate counts as 2. None if the cost is not known, see
+    `macs_per_image`.
     """
     try:
         return 2 * macs_per_image(model)
@@ -224,12 +210,11 @@ def forward_flops(model: Model) -> int | None:
 def flops(forward: Callable[[Model], jax.Array], model: Model) -> int | None:
     """Returns the floating-point operations of a computation with a network.
 
-    Args:
-      forward: computes with the network it is given, on one image; it is traced.
-      model: handed to it, with attention as einsums, which can be counted.
+    A multiply-accumulate counts as 2. None if the cost is not known, see `macs`.
 
-    Returns:
-      2 for each multiply-accumulate; None where no trace shows them.
+    Args:
+      forward: function of a network that computes on one image; it is traced.
+      model: argument of `forward`, whose attention is replaced by einsums.
     """
     try:
         return 2 * macs(lambda: forward(_of_products(model)))
@@ -240,8 +225,8 @@ def flops(forward: Callable[[Model], jax.Array], model: Model) -> int | None:
 def training_flops(model: Model) -> int | None:
     """Returns the floating-point operations to train on one image; None if unknown.
 
-    Three forward passes, since a backward pass counts as two (the convention of table 6
-    of arXiv:2010.11929). What rematerialisation computes again does not count.
+    These are three forward passes: the backward pass counts as two (the convention of
+    arXiv:2010.11929, table 6), rematerialisation does not count.
     """
     forward = forward_flops(model)
     return None if forward is None else 3 * forward
@@ -251,18 +236,15 @@ def training_exaflops(model: Model, images: int) -> float | None:
     """Returns the operations of a training run in 10^18, see `training_flops`.
 
     Args:
-      model: what is trained.
-      images: seen in training, each epoch's counted.
-
-    Returns:
-      Their number; None if the network's cost is not known, see `macs_per_image`.
+      model: network that is trained.
+      images: number of images seen in all epochs.
     """
     flops = training_flops(model)
     return None if flops is None else 1e-18 * flops * images
 
 
 def _of_products(model: Model) -> Model:
-    """Returns the network with attention as einsums, which a trace shows."""
+    """Returns the network with attention as einsums, whose products a trace shows."""
     return model.replace(attention_impl="einsum") if model.has_encoder else model
 
 
@@ -274,6 +256,6 @@ def _forward_macs(model: Model) -> int:
 
 
 def _abstract(model: Model, batch: int) -> tuple[dict, jax.ShapeDtypeStruct]:
-    """Returns parameters and images without contents."""
+    """Returns shapes and dtypes of parameters and images."""
     images = jax.ShapeDtypeStruct((batch, *model.image_shape), jnp.float32)
     return model.shapes, images

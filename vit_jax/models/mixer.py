@@ -1,7 +1,7 @@
 """MLP-Mixer (arXiv:2105.01601): MLPs across patches and across features in turn.
 
-Parameters are named as in google-research/vision_transformer's files, but for the patch
-embedding, which has the name that it has in every network here ("stem" there).
+Parameters are named as in google-research/vision_transformer's files, except the patch
+embedding ("stem" there), which is named as in the other networks here.
 Letters: B images, Y by X pixels, C channels, N patches, D width, L classes.
 """
 
@@ -20,6 +20,7 @@ from vit_jax.errors import UserError
 from vit_jax.models import layers
 from vit_jax.models.layers import ACTIVATIONS, LayerNorm, drop_path
 from vit_jax.models.network import NetworkConfig
+from vit_jax.models.variants import overridden
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,10 +28,10 @@ class Size:
     """Numbers of one size (arXiv:2105.01601, table 1).
 
     Attributes:
-      width: features a patch.
-      depth: blocks.
+      width: features per patch.
+      depth: number of blocks.
       tokens_mlp_dim: hidden units of the MLPs across patches.
-      channels_mlp_dim: of those across features.
+      channels_mlp_dim: hidden units of the MLPs across features.
     """
 
     width: int
@@ -60,52 +61,49 @@ class MixerConfig(NetworkConfig):
     after_blocks = ("pre_head_layer_norm", "head")
 
     variant: str = key("Mixer-B/16", "")
-    width: int = key(0, "Features a patch, in place of the variant's if not 0.")
-    depth: int = key(0, "Blocks, likewise.", below=1_000)
+    width: int = key(0, "Features per patch; 0 is the variant's.")
+    depth: int = key(0, "Blocks; 0 is the variant's.", below=1_000)
     tokens_mlp_dim: int = key(
-        0, "Hidden units of the MLPs across patches, likewise ..."
+        0, "Hidden units of the MLPs across patches; 0 is the variant's."
     )
-    channels_mlp_dim: int = key(0, "... and of those across features.")
+    channels_mlp_dim: int = key(
+        0, "Hidden units of the MLPs across features; 0 is the variant's."
+    )
     activation: str = key(
-        "gelu_tanh", "Of the MLPs; timm's have gelu.", choices=tuple(ACTIVATIONS)
+        "gelu_tanh",
+        "Activation of the MLPs; timm's have gelu.",
+        choices=tuple(ACTIVATIONS),
     )
     drop_path_rate: float = key(
         0.0,
-        "Stochastic depth of the last block; it grows from 0.",
+        "Stochastic depth: drop rate of the last block; it grows linearly from 0.",
         below=1,
         training_only=True,
     )
 
     @property
     def patch_size(self) -> int:
-        """Side of a patch in pixels, which the variant states."""
+        """Side of a patch in pixels."""
         return self._parsed[1]
 
     @property
     def size(self) -> Size:
-        """The variant's numbers, and what replaces them."""
-        return dataclasses.replace(
-            self._parsed[0],
-            **{
-                f.name: getattr(self, f.name)
-                for f in dataclasses.fields(Size)
-                if getattr(self, f.name)
-            },
-        )
+        """The variant's numbers, or the keys that replace them."""
+        return overridden(self._parsed[0], self)
 
     @property
     def _parsed(self) -> tuple[Size, int]:
-        found = re.fullmatch(r"Mixer-(\w+)/0*([1-9]\d{0,3})", self.variant)
-        if not found or found[1] not in SIZES:
+        match = re.fullmatch(r"Mixer-(\w+)/0*([1-9]\d{0,3})", self.variant)
+        if not match or match[1] not in SIZES:
             raise UserError(
                 f"model.variant={self.variant!r} is not Mixer-SIZE/PATCH with a size out "
                 f"of {', '.join(SIZES)} and a patch from 1 to 9999 pixels, as 'Mixer-B/16'"
             )
-        return SIZES[found[1]], int(found[2])
+        return SIZES[match[1]], int(match[2])
 
     @property
     def num_blocks(self) -> int:
-        """Its blocks."""
+        """Number of blocks."""
         return self.size.depth
 
     def layer_of(self, path: str) -> int:
@@ -124,10 +122,10 @@ class MixerConfig(NetworkConfig):
         old_grid: tuple[int, int],
         grid: tuple[int, int],
     ) -> Mapping:
-        """Returns token-mixing MLPs of block-diagonal copies (arXiv:2105.01601).
+        """Returns block-diagonal copies of the token-mixing MLPs (arXiv:2105.01601).
 
-        A grid of K by K times as many patches is K by K images of the old size: each has
-        a copy of the MLPs, so the first features are the mean of theirs.
+        A grid with K times as many patches per side is treated as K by K images of the
+        old size, each with a copy of the MLPs; features start as the mean over them.
         """
         if grid == old_grid:
             return params
@@ -136,20 +134,20 @@ class MixerConfig(NetworkConfig):
         copies = factor * factor
         if rest or not factor or grid[1] != factor * old_grid[1]:
             raise UserError(
-                f"model.variant={self.variant!r} was trained on {_by(old_grid)} patches, "
-                f"and goes on with a multiple of both sides alone, not with {_by(grid)}: "
-                "change data.image_size"
+                f"model.variant={self.variant!r} was trained on {_by(old_grid)} patches "
+                "and can only be resized to a multiple of both sides, not to "
+                f"{_by(grid)}: change data.image_size"
             )
         if self.size.tokens_mlp_dim != copies * hidden:
             raise UserError(
                 f"model.tokens_mlp_dim={self.size.tokens_mlp_dim}: the checkpoint has "
-                f"{hidden} for {_by(old_grid)} patches, and {_by(grid)} patches have a "
-                f"copy for each of {copies} parts: set it to {copies * hidden}"
+                f"{hidden} for {_by(old_grid)} patches, and {_by(grid)} patches need "
+                f"{copies} times as many: set it to {copies * hidden}"
             )
-        # Part, and place in it, of each patch.
+        # The index of each patch's image, (i, j), and the patch's place in it, (y, x).
         rows, columns = np.divmod(np.arange(grid[0] * grid[1]), grid[1])
         (i, y), (j, x) = (np.divmod(n, o) for n, o in zip((rows, columns), old_grid))
-        order = np.lexsort((x, y, j, i))  # Patches, one part after another.
+        order = np.lexsort((x, y, j, i))  # Patches, image after image.
         resized = dict(params)
         for name in params:
             if name.startswith("MixerBlock_"):
@@ -163,27 +161,27 @@ def _by(grid: tuple[int, int]) -> str:
 
 
 def _block_diagonal(mlp: Mapping, copies: int, order: np.ndarray) -> dict:
-    """Returns copies of an MLP side by side, the patches in the order of the image."""
+    """Returns copies of an MLP side by side, with patches in raster order."""
     first, second = mlp["Dense_0"], mlp["Dense_1"]
-    back, one = np.argsort(order), np.eye(copies, dtype=np.float32)
+    back, identity = np.argsort(order), np.eye(copies, dtype=np.float32)
     return {
         "Dense_0": {
-            "kernel": np.kron(one, first["kernel"])[back],
+            "kernel": np.kron(identity, first["kernel"])[back],
             "bias": np.tile(first["bias"], copies),
         },
         "Dense_1": {
-            "kernel": np.kron(one, second["kernel"])[:, back],
+            "kernel": np.kron(identity, second["kernel"])[:, back],
             "bias": np.tile(second["bias"], copies)[back],
         },
     }
 
 
 class MlpMixer(nn.Module):
-    """An MLP-Mixer; its number of patches is that of the images it is initialised with.
+    """An MLP-Mixer; initialisation fixes its number of patches.
 
     Attributes:
-      config: of the network.
-      num_classes: L; 0 is no classifier.
+      config: config of the network.
+      num_classes: L; 0 for no classifier.
     """
 
     config: MixerConfig
@@ -199,7 +197,7 @@ class MlpMixer(nn.Module):
     ) -> dict[str, Float[Array, "..."]] | Float[Array, "B N D"]:
         """Returns "logits" (B, L), unless L is 0, and "pre_logits" (B, D).
 
-        Without `classify` the features of the patches, row by row.
+        Without `classify` it returns the features of the patches, row by row.
         """
         config, size = self.config, self.config.size
         sides = (config.patch_size,) * 2
@@ -230,10 +228,10 @@ class MixerBlock(nn.Module):
     """An MLP across patches, then one across features.
 
     Attributes:
-      tokens_mlp_dim, channels_mlp_dim: their hidden units.
-      activation: of both.
-      drop_path_rate: part of the images that skip each of them.
-      dtype: of the computation.
+      tokens_mlp_dim, channels_mlp_dim: hidden units of the two MLPs.
+      activation: activation of both, a key of `layers.ACTIVATIONS`.
+      drop_path_rate: fraction of the images that skip each MLP.
+      dtype: dtype of the computation.
     """
 
     repeated: ClassVar[bool] = True  # See cost.py.
@@ -246,7 +244,7 @@ class MixerBlock(nn.Module):
 
     @nn.compact
     def __call__(self, x: Float[Array, "B N D"]) -> Float[Array, "B N D"]:
-        """Adds what they return."""
+        """Adds the outputs of both MLPs to the patches."""
 
         def add(x, branch):
             drawn = self.make_rng("dropout") if self.drop_path_rate else None
@@ -269,7 +267,7 @@ class MixerMlp(nn.Module):
     Attributes:
       hidden: units of the first layer.
       activation: a key of `layers.ACTIVATIONS`.
-      dtype: of the computation.
+      dtype: dtype of the computation.
     """
 
     hidden: int

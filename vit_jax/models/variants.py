@@ -1,7 +1,7 @@
-"""Sizes of the networks, and how a variant string such as "R50+B/16" is read.
+"""Sizes of the networks, and the parser of variant strings such as "R50+B/16".
 
-A variant is an encoder, "B/16" (size and patch side in pixels), a hybrid, "R50+B/16"
-(ResNet stem, then the encoder; the number counts pixels a token), or a ResNet baseline,
+A variant is an encoder, "B/16" (size and side of a patch in pixels), a hybrid, "R50+B/16"
+(ResNet stem and encoder; the number is the side of a token in pixels), or a ResNet,
 "R50x1" (layers and width factor).
 """
 
@@ -15,17 +15,16 @@ from vit_jax.config.fields import Registry, key
 from vit_jax.errors import UserError
 
 T = TypeVar("T", bound="ModelConfig")
+N = TypeVar("N")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """What `config.model` states of every network.
-
-    A network has a dataclass of its own, which `CONFIGS` names.
+    """Keys of `config.model` that every network has; `CONFIGS` lists its subclasses.
 
     Attributes:
-      platform: where it will run, "cpu", "gpu" or "tpu", which no config states; "" is
-        JAX's default backend.
+      platform: platform that the network will run on, "cpu", "gpu" or "tpu"; "" is JAX's
+        default backend. Not a key.
     """
 
     platform: str = ""
@@ -39,13 +38,12 @@ class ModelConfig:
     )
     dtype: str = key(
         "float32",
-        "Of the computation; parameters stay float32.",
+        "Dtype of the computation; parameters are float32.",
         choices=("float32", "bfloat16"),
     )
 
 
-# Form of the variants, a regular expression, to the dataclass of `config.model`; the first
-# that matches.
+# Regular expressions of variants to dataclasses of `config.model`; the first match counts.
 CONFIGS = Registry(
     {
         r"Axial-.*": "vit_jax.models.axial:AxialConfig",
@@ -63,9 +61,9 @@ class Size:
     """Numbers of one encoder size.
 
     Attributes:
-      width: features a token.
-      depth: encoder blocks.
-      num_heads: attention heads a block.
+      width: features per token.
+      depth: number of encoder blocks.
+      num_heads: attention heads per block.
       mlp_dim: hidden units of the MLP.
     """
 
@@ -77,10 +75,10 @@ class Size:
 
 @dataclasses.dataclass(frozen=True)
 class ResNet:
-    """Numbers of a ResNet, or of one that is the stem of a hybrid.
+    """Numbers of a ResNet, or of the stem of a hybrid.
 
     Attributes:
-      stage_depths: bottleneck units of each stage; none leaves the root alone.
+      stage_depths: bottleneck units of each stage; () is the root alone.
       stem_width: features of the root; stage i has bottlenecks of 2^i times as many.
     """
 
@@ -90,10 +88,10 @@ class ResNet:
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """What a variant string says.
+    """The contents of a variant string.
 
     Attributes:
-      size: of the encoder; None for a ResNet.
+      size: size of the encoder; None for a ResNet.
       patch_size: side of a patch, in pixels or in features of the stem.
       resnet: the stem or the whole network; None for a plain encoder.
     """
@@ -114,7 +112,7 @@ SIZES = {
     "G": Size(1664, 48, 16, 8192),  # Scaling ViT, table 2.
 }
 
-# Units a stage (BiT, arXiv:1912.11370, which takes ResNet's table 1, arXiv:1512.03385).
+# Units per stage (BiT, arXiv:1912.11370, after ResNet's table 1, arXiv:1512.03385).
 RESNETS = {
     "R50": (3, 4, 6, 3),
     "R101": (3, 4, 23, 3),
@@ -122,10 +120,10 @@ RESNETS = {
     "R200": (3, 24, 36, 3),
 }
 
-# Stem and pixels a token to units a stage and patch side on the stem's features: ViT,
-# section 4.1, for R50; AugReg (arXiv:2106.10270), section 3.3, for the others. The
-# root alone reduces by 4, so that its patch of 8 makes tokens of 32 pixels: the
-# published R+Ti/16 is named so all the same.
+# Stem and side of a token in pixels -> units per stage and side of a patch on the stem's
+# features: ViT, section 4.1, for R50; AugReg (arXiv:2106.10270), section 3.3, for the
+# others. The published R+Ti/16 has tokens of 32 pixels in spite of its name: the root
+# reduces by 4, and its patch is 8.
 STEMS = {
     ("R50", 16): ((3, 4, 9), 1),  # Stage 4 is removed, its units are in stage 3.
     ("R50", 32): ((3, 4, 6, 3), 1),
@@ -145,16 +143,13 @@ NAMES = (
 
 
 def parse(variant: str) -> Variant:
-    """Reads a variant string.
+    """Parses a variant string.
 
     Args:
-      variant: as "B/16", "R50+B/16" (or "R50x1+B/16") or "R152x4".
-
-    Returns:
-      Its numbers.
+      variant: string such as "B/16", "R50+B/16" (or "R50x1+B/16") or "R152x4".
 
     Raises:
-      UserError: not of these forms, or no such size, stem or depth.
+      UserError: it has another form, or an unknown size, stem or depth.
     """
     if match := re.fullmatch(r"(R\d+)x(\d+)", variant):
         if match[1] in RESNETS and re.fullmatch("0*[1-9][0-9]?", match[2]):
@@ -186,10 +181,17 @@ def parse(variant: str) -> Variant:
 
 
 def with_numbers(config: T, numbers: Size | ResNet) -> T:
-    """Returns a config of a network with a variant's numbers where it states none."""
+    """Returns a config whose keys that are 0 have the variant's numbers instead."""
     missing = {
         field.name: getattr(numbers, field.name)
         for field in dataclasses.fields(numbers)
         if not np.any(getattr(config, field.name))
     }
     return dataclasses.replace(config, **missing)
+
+
+def overridden(numbers: N, config: ModelConfig) -> N:
+    """Returns a variant's numbers, replaced by the keys of the config that are not 0."""
+    values = {f.name: getattr(config, f.name) for f in dataclasses.fields(numbers)}
+    given = {name: value for name, value in values.items() if np.any(value)}
+    return dataclasses.replace(numbers, **given)
