@@ -169,7 +169,7 @@ def test_what_cannot_be_seen_is_refused():
         lambda: resnet.classify_tokens({}, images[..., 0]),
         lambda: resnet.gradients({}, images, jnp.array([0])),
     ):
-        with pytest.raises(UserError, match="a ResNet has no attention to look at"):
+        with pytest.raises(UserError, match="a ResNet has no attention:"):
             look()
     model, params, images = drawn()
     with pytest.raises(UserError, match=r"class 5 is not one of the 5 of the model"):

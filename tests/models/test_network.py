@@ -151,7 +151,7 @@ def test_parameters_for_one_size_of_image_are_told():
 def test_what_looks_inside_names_the_network():
     model = create()
     params = model.init(jax.random.key(0))
-    with pytest.raises(UserError, match="a Mean has no attention to look at"):
+    with pytest.raises(UserError, match="a Mean has no attention:"):
         model.intermediates(params, jnp.ones((1, 8, 12, 3)))
 
 

@@ -154,7 +154,7 @@ def test_gelu_flavours_differ_a_little():
         (
             "B/16",
             {"posemb": "relative", "posemb_placement": "stem"},
-            "posemb_placement=.stem. has no meaning",
+            "posemb_placement='stem' with model.posemb='relative'",
         ),
         ("B/16", {"pool": "map", "distillation": True}, "needs pool=token, not map"),
         (

@@ -1,6 +1,6 @@
 """The encoder of the Vision Transformer: positions, blocks, and the final LayerNorm.
 
-Parameters are named as vit.py says. Letters: B images, P prefix tokens, N tokens, H heads,
+Parameters are named as in vit.py. Letters: B images, P prefix tokens, N tokens, H heads,
 K head width, D model width, R offsets, V visible patches, Y by X patches.
 """
 
@@ -41,20 +41,21 @@ MLP_ACTIVATIONS = (*ACTIVATIONS, "swiglu")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EncoderConfig(NetworkConfig):
-    """An encoder: the blocks of a Vision Transformer, of a text tower or of a decoder."""
+    """An encoder: the blocks of a Vision Transformer, a text tower or a decoder."""
 
     has_encoder = True
 
-    width: int = key(
-        0, "Features a token, in place of the variant's own if not 0.", below=2**31
+    width: int = key(0, "Features per token; 0 is the variant's.", below=2**31)
+    # The deepest published encoder (DeepNet, arXiv:2203.00555). Each block takes half a
+    # second to trace and compile, also with a scan, whose parameters are initialised one
+    # by one.
+    depth: int = key(0, "Encoder blocks; 0 is the variant's.", at_most=1_000)
+    num_heads: int = key(
+        0, "Attention heads per block; 0 is the variant's.", below=2**31
     )
-    # As the deepest published (DeepNet, arXiv:2203.00555): each block takes half a second to
-    # trace and compile, under a scan too, since parameters are initialised one by one.
-    depth: int = key(0, "Encoder blocks, likewise.", at_most=1_000)
-    num_heads: int = key(0, "Attention heads a block, likewise.", below=2**31)
     mlp_dim: int = key(
         0,
-        "Hidden units of the MLP, likewise; of a gated one those behind the gate.",
+        "Hidden units of the MLP, of a gated one behind the gate; 0 is the variant's.",
         below=2**31,
     )
     posemb: str = key(
@@ -65,8 +66,8 @@ class EncoderConfig(NetworkConfig):
     )
     posemb_placement: str = key(
         "stem",
-        'Where they are added: once ("stem"), in "every" layer its own, or in each the '
-        'same ("shared"). Of "relative" each layer has its own, or all the same.',
+        'Where positions are added: once ("stem"), separate ones in "every" layer, or '
+        'the same in each layer ("shared"). "relative" takes "every" or "shared".',
         choices=POSITION_PLACES,
         only_if={
             "posemb": {
@@ -80,16 +81,16 @@ class EncoderConfig(NetworkConfig):
     )
     posemb_resize: str = key(
         "linear",
-        'How learned ones are resized for images of another size: "linear" (Google\'s), '
-        '"bicubic" (timm\'s, DINOv2\'s with registers), "bicubic_plain" (MAE\'s), '
-        "\"bicubic_dino\" (DINO's, DINOv2's); models/posemb.py.",
+        'How learned positions are resized for other image sizes: "linear" (Google), '
+        '"bicubic" (timm, DINOv2 with registers), "bicubic_plain" (MAE), "bicubic_dino" '
+        "(DINO, DINOv2); models/posemb.py.",
         choices=tuple(RESIZE_METHODS),
         only_if={"posemb": ("learned", "learned2d")},
     )
     dropout: float = key(
         0.0,
-        "Its rate, after the position embeddings and each dense layer but those of "
-        "query, key and value and of the head.",
+        "Dropout rate after the position embeddings and each dense layer except query, "
+        "key, value and the head.",
         below=1,
         training_only=True,
     )
@@ -101,26 +102,27 @@ class EncoderConfig(NetworkConfig):
     )
     drop_path_schedule: str = key(
         "linear",
-        '"linear": 0 at the first block; "constant": the same in all, as DeiT III.',
+        'Drop rates of the other blocks: "linear" from 0 at the first block, or '
+        '"constant" (DeiT III).',
         choices=("linear", "constant"),
         training_only=True,
     )
     activation: str = key(
         "gelu_tanh",
-        'Of the MLP: "gelu_tanh" (Google\'s), "gelu" (exact: timm, Hugging Face), '
-        '"quick_gelu" (CLIP) or "swiglu" (gated: DINOv2\'s g/14).',
+        'Activation of the MLP: "gelu_tanh" (Google), "gelu" (exact: timm, Hugging '
+        'Face), "quick_gelu" (CLIP) or "swiglu" (gated: DINOv2\'s g/14).',
         choices=MLP_ACTIVATIONS,
     )
     layer_scale_init: float = key(
         0.0,
-        "Initial LayerScale, the learnt factors behind attention and MLP "
-        "(arXiv:2103.17239); 0: there are none.",
+        "Initial value of LayerScale, learnt factors after attention and MLP "
+        "(arXiv:2103.17239); 0: no LayerScale.",
         training_only=True,
     )
     relative_bias: str = key(
         "none",
-        'Learnt biases of attention by offset of two patches (BEiT): in "every" layer '
-        'its own, or in each the same ("shared").',
+        "Learnt biases of attention by offset of two patches (BEiT): separate ones in "
+        '"every" layer, or the same in each layer ("shared").',
         choices=BIAS_PLACES,
     )
     rope: str = key(
@@ -130,22 +132,23 @@ class EncoderConfig(NetworkConfig):
         choices=rotary.KINDS,
     )
     rope_temperature: float = key(
-        100.0, "Longest wave length by the shortest; EVA-02 has 10,000."
+        100.0, "Ratio of the longest wavelength to the shortest; EVA-02 has 10,000."
     )
     rope_reference: int = key(
         0,
-        "Side in patches that a grid of another size is stretched to; 0: none.",
+        "Side in patches to which grids of another size are stretched; 0: no stretching.",
         below=10_000,
     )
-    pre_norm: bool = key(False, "A LayerNorm before the first block, as CLIP.")
+    pre_norm: bool = key(False, "A LayerNorm before the first block, as in CLIP.")
     post_norm: bool = key(
-        False, "LayerNorms behind the branches, not before them, as Swin V2."
+        False, "LayerNorms after the branches, not before them, as in Swin V2."
     )
     qk_norm: bool = key(False, "LayerNorms of queries and keys (arXiv:2302.05442).")
     attention_out_norm: bool = key(
-        False, "A LayerNorm of the heads' results, as EVA-02-CLIP (arXiv:2210.06423)."
+        False,
+        "A LayerNorm of the heads' results, as in EVA-02-CLIP (arXiv:2210.06423).",
     )
-    mlp_norm: bool = key(False, "A LayerNorm of the MLP's hidden units, as EVA-02.")
+    mlp_norm: bool = key(False, "A LayerNorm of the MLP's hidden units, as in EVA-02.")
     final_norm: bool = key(True, "The LayerNorm after the last block.")
     rms_norm: bool = key(
         False,
@@ -154,15 +157,13 @@ class EncoderConfig(NetworkConfig):
     layer_norm_eps: float = key(1e-6, "Epsilon of the LayerNorms.")
     scan: bool = key(
         False,
-        "One trace of a block for all: compiles faster, needs more memory. The results, "
-        "parameters and checkpoints are the same with any value of this, of "
-        "`remat_policy` and of `attention_impl`.",
+        "Run the blocks as a scan: compiles faster, needs more memory. `scan`, "
+        "`remat_policy` and `attention_impl` change neither results nor checkpoints.",
         changes_result=False,
     )
     remat_policy: str = key(
         "none",
-        "What a block computes again, from most memory to most computing; see "
-        "models/stacking.py.",
+        "What the backward pass computes again, see models/stacking.py.",
         choices=tuple(stacking.REMAT_POLICIES),
         changes_result=False,
     )
@@ -185,19 +186,19 @@ class EncoderConfig(NetworkConfig):
 
     @property
     def norm(self) -> Callable[..., nn.Module]:
-        """What makes a norm of its name: `config.norm(name="LayerNorm_0")`."""
+        """Constructor of a norm: `config.norm(name="LayerNorm_0")`."""
         kind = nn.RMSNorm if self.rms_norm else LayerNorm
         return functools.partial(kind, epsilon=self.layer_norm_eps, dtype=self.dtype)
 
     @property
     def merges_tokens(self) -> bool:
-        """Whether products run over the tokens of all images, see layers.flatten_tokens."""
+        """Whether dense layers get the tokens of all images, see layers.flatten_tokens."""
         return self.platform in ("", "cpu")
 
     def drop_rates(self) -> list[float | None]:
         """Returns the rate of stochastic depth of each block."""
         if not self.drop_path_rate:
-            # None instead of zeros, whose draws XLA could not remove from a scan.
+            # None, not zeros: XLA could not remove their random draws from a scan.
             return [None] * self.depth
         if self.drop_path_schedule == "constant":
             return [self.drop_path_rate] * self.depth
@@ -205,14 +206,14 @@ class EncoderConfig(NetworkConfig):
         return [self.drop_path_rate * i / last for i in range(self.depth)]
 
     def placed(self, num_tokens: int) -> "EncoderConfig":
-        """Returns the config as it is best computed on its platform.
+        """Returns the config with the platform and its implementation of attention.
 
         Args:
           num_tokens: length of the sequence.
 
         Raises:
-          UserError: numbers that do not fit each other, or attention that this platform
-            or network does not have.
+          UserError: keys contradict each other, or the platform or the network does not
+            support `attention_impl`.
         """
         self._check()
         relative = ""
@@ -251,8 +252,8 @@ class EncoderConfig(NetworkConfig):
             )
         if self.posemb == "relative" and self.posemb_placement == "stem":
             raise UserError(
-                "model.posemb_placement='stem' has no meaning with posemb=relative, which "
-                "acts in the attention of each layer: set it to 'every' or 'shared'"
+                "model.posemb_placement='stem' with model.posemb='relative', which acts "
+                "in the attention of each layer: set it to 'every' or 'shared'"
             )
 
 
@@ -260,7 +261,7 @@ class Block(nn.Module):
     """Encoder block: attention, then MLP, each with a LayerNorm and a residual.
 
     Attributes:
-      config: of the encoder.
+      config: config of the encoder.
     """
 
     repeated: ClassVar[bool] = True  # See cost.py.
@@ -279,9 +280,9 @@ class Block(nn.Module):
 
         Args:
           x: tokens.
-          positions: that the attention knows.
-          rate: of stochastic depth in both branches, see layers.drop_path, or None.
-          key: for dropout and stochastic depth, which are active if it is given.
+          positions: positions for the attention.
+          rate: drop rate of both branches, see layers.drop_path, or None.
+          key: random key that activates dropout and stochastic depth, or None.
         """
         config = self.config
         keys = [None] * 4 if key is None else jax.random.split(key, 4)
@@ -327,7 +328,7 @@ class BlockInputs(NamedTuple):
     """Inputs of a block besides its tokens.
 
     Attributes:
-      added: position embeddings added to the tokens first, or None.
+      added: position embeddings that are added to the tokens first, or None.
       positions, rate, key: see Block.
     """
 
@@ -348,10 +349,10 @@ class Encoder(nn.Module):
     """Position embeddings, the blocks and the final LayerNorm.
 
     Attributes:
-      config: of the encoder.
+      config: config of the encoder.
       grid: rows and columns of patches.
-      num_prefix_tokens: tokens before the patches.
-      num_register_tokens: how many of them, the last, have no position.
+      num_prefix_tokens: P.
+      num_register_tokens: number of prefix tokens, the last ones, without a position.
     """
 
     config: EncoderConfig
@@ -372,7 +373,7 @@ class Encoder(nn.Module):
         Args:
           x: input tokens.
           train: whether dropout and stochastic depth are active.
-          visible: the patches to go on with after the positions, see
+          visible: indices of the patches that the blocks get, see
             vit.VisionTransformer.
         """
         config = self.config
@@ -384,7 +385,7 @@ class Encoder(nn.Module):
             layers = [self._only(layer, visible) for layer in layers]
         if config.scan and not self.is_initializing():
             block = Block(config, name=stacking.STACKED)
-            if layers[-1].added is not None:  # `_begin` has added the first one's.
+            if layers[-1].added is not None:  # `_begin` has added those of the first.
                 zeros = jnp.zeros_like(layers[-1].added)
                 layers = [layers[0]._replace(added=zeros), *layers[1:]]
             x = stacking.scan(_run_block, block, x, layers, config)
@@ -396,7 +397,7 @@ class Encoder(nn.Module):
         return self._end(x)
 
     def _begin(self, x, train):
-        """Returns the input tokens of the first block, and the other inputs of all blocks."""
+        """Returns the first block's tokens, and the other inputs of all blocks."""
         random = train and (self.config.dropout or self.config.drop_path_rate)
         keys = [None] * (1 + self.config.depth)
         if random:
@@ -431,7 +432,7 @@ class Encoder(nn.Module):
         ]
 
     def _only(self, layer: BlockInputs, visible) -> BlockInputs:
-        """Returns the inputs of a block for the patches that are visible."""
+        """Returns the inputs of a block for the visible patches."""
         angles = layer.positions.angles
         if angles is None:
             return layer
@@ -446,31 +447,30 @@ class Encoder(nn.Module):
         return layer._replace(positions=layer.positions._replace(angles=angles))
 
     def _angles(self, x) -> list:
-        """Returns the angles that the queries and keys of each block are turned by."""
-        if self.config.rope == "none":
-            return [None] * self.config.depth
-        K = x.shape[-1] // self.config.num_heads
-        if self.config.rope == "mixed":
-            shape = (self.config.depth, 2, self.config.num_heads, K // 2)
+        """Returns the rotary angles of each block, or None."""
+        config = self.config
+        if config.rope == "none":
+            return [None] * config.depth
+        K, temperature = x.shape[-1] // config.num_heads, config.rope_temperature
+        if config.rope == "mixed":
 
             def init(key, shape):
                 turns = jax.random.uniform(key, (shape[0], shape[2]))
-                return rotary.initial_frequencies(
-                    turns, K, self.config.rope_temperature
-                )
+                return rotary.initial_frequencies(turns, K, temperature)
 
-            layers = self.param("rope_frequencies", init, shape)
-            found = [rotary.mixed_angles(one, self.grid) for one in layers]
+            shape = (config.depth, 2, config.num_heads, K // 2)
+            frequencies = self.param("rope_frequencies", init, shape)
+            angles = [rotary.mixed_angles(layer, self.grid) for layer in frequencies]
         else:
-            numbers = K, self.config.rope_temperature, self.config.rope_reference
-            found = [
-                rotary.angles(self.config.rope, self.grid, *numbers)
-            ] * self.config.depth
+            fixed = rotary.angles(
+                config.rope, self.grid, K, temperature, config.rope_reference
+            )
+            angles = [fixed] * config.depth
         pad = ((0, 0), (self.num_prefix_tokens, 0), (0, 0))
-        return [jnp.pad(one, pad) for one in found]
+        return [jnp.pad(layer, pad) for layer in angles]
 
     def _bias(self, x, layer: int):
-        """Returns what is added to the logits of a layer, if anything is."""
+        """Returns a layer's bias of the attention logits, or None."""
         if self.config.relative_bias == "none":
             return None
         name, (Y, X) = "relative_bias", self.grid
@@ -484,7 +484,7 @@ class Encoder(nn.Module):
         return bias_of_grid(jnp.asarray(table), self.grid, self.num_prefix_tokens)
 
     def _added(self, x) -> list:
-        """Returns the position embeddings added before each block, or None."""
+        """Returns the position embeddings that are added before each block, or None."""
         if self.config.posemb in ("none", "relative"):
             return [None] * self.config.depth
 
@@ -506,7 +506,7 @@ class Encoder(nn.Module):
         ] * (self.config.depth - 1)
 
     def _relative(self, x, layer: int):
-        """Returns a layer's key for each offset of two tokens, if it has them."""
+        """Returns a layer's embedding of each offset of two tokens, or None."""
         if self.config.posemb != "relative":
             return None
         name = "relative_embedding"

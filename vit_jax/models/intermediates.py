@@ -1,4 +1,4 @@
-"""Attention, tokens and gradients inside a network, one block at a time.
+"""Computes attention, tokens and gradients inside a network, one block at a time.
 
 Letters: B images, Y by X pixels, C channels, N tokens, H heads, D width, L classes.
 """
@@ -21,7 +21,7 @@ from vit_jax.models.vit import VisionTransformer
 
 Images = Float[Array, "B Y X C"]
 
-# Names of the attention module of a block, and of the pooling head.
+# Names of the attention module of a block, and of the attention-pooling head.
 _ATTENTION, _POOLING = "MultiHeadDotProductAttention_1", "MAPHead_0"
 
 
@@ -29,7 +29,7 @@ class Layer(NamedTuple):
     """Intermediates of a block.
 
     Attributes:
-      attention: weights of query tokens (third axis) over key tokens (fourth), of sum 1.
+      attention: weights of each query (third axis) over keys (fourth axis), of sum 1.
       tokens: output of the block.
     """
 
@@ -42,7 +42,7 @@ class AttentionGradient(NamedTuple):
 
     Attributes:
       attention: see Layer.
-      gradient: of the logit with respect to the attention.
+      gradient: gradient of the logit with respect to the attention.
     """
 
     attention: Float[Array, "B H N N"]
@@ -52,17 +52,16 @@ class AttentionGradient(NamedTuple):
 def layers(module: nn.Module, params: Mapping, images: Images) -> Iterator[Layer]:
     """Runs a network block by block.
 
-    Each block runs as the same compiled program, so that the attention of one layer is
-    in memory at a time. Attention is computed by an einsum with a float32 softmax, for
-    any implementation used in training.
+    All blocks share one compiled program, so only one layer's attention is in memory. It
+    is computed by an einsum with a float32 softmax, whatever `attention_impl` is.
 
     Args:
-      module: of a `Model`.
-      params: its parameters, blocks stacked or one by one.
-      images: normalised.
+      module: module of a `Model`.
+      params: parameters of the network, blocks stacked or one by one.
+      images: normalised images.
 
     Returns:
-      A lazy iterator over the blocks; it keeps only tokens.
+      A lazy iterator over the blocks; it keeps tokens alone.
 
     Raises:
       UserError: the network has no attention.
@@ -74,7 +73,7 @@ def layers(module: nn.Module, params: Mapping, images: Images) -> Iterator[Layer
 def _layers(module, params, images) -> Iterator[Layer]:
     tokens, given = embed_images(module, _others(params), images)
 
-    # Not a generator, which would keep a reference to the last layer.
+    # A generator would keep a reference to the last layer.
     def run(i):
         nonlocal tokens
         attention, tokens = run_block(module, _block(params, i), tokens, given[i])
@@ -90,7 +89,7 @@ def classify_tokens(
 
     Args:
       module, params: see `layers`.
-      tokens: of the last Layer.
+      tokens: tokens of the last Layer.
 
     Raises:
       UserError: the network has no attention.
@@ -109,13 +108,14 @@ def attention_gradients(
       classes: class index per image.
 
     Returns:
-      Weights of the classifier over the tokens after the last block, of sum 1: the class
+      The classifier's weights over the tokens after the last block, of sum 1: the class
       token, both tokens of DeiT, or all patches equally; with attention pooling the
       positive part of attention times gradient, averaged over heads. And a lazy iterator
       over the blocks, last first; it keeps the tokens of all and the attention of one.
 
     Raises:
-      UserError: no attention, no classifier of whole images, or an unknown class.
+      UserError: the network has no attention or no classifier of whole images, or a
+        class is unknown.
     """
     _check(module)
     pool = module.config.pool
@@ -145,8 +145,9 @@ def _gradients(module, params, entering, given, slope) -> Iterator[AttentionGrad
     def differentiate(i):
         nonlocal slope
         block = _block(params, i)
-        *found, slope = block_vjp(module, block, entering.pop(), given[i], slope)
-        return AttentionGradient(*found)
+        tokens = entering.pop()
+        attention, gradient, slope = block_vjp(module, block, tokens, given[i], slope)
+        return AttentionGradient(attention, gradient)
 
     return map(differentiate, reversed(range(len(given))))
 
@@ -154,13 +155,13 @@ def _gradients(module, params, entering, given, slope) -> Iterator[AttentionGrad
 def _check(module: nn.Module) -> None:
     if not isinstance(module, VisionTransformer):
         raise UserError(
-            f"a {type(module).__name__} has no attention to look at: give a Vision "
+            f"a {type(module).__name__} has no attention: give a Vision "
             "Transformer or a hybrid"
         )
 
 
 def _others(params: Mapping) -> dict:
-    """Returns the parameters without those of the blocks."""
+    """Returns the parameters outside the blocks."""
     encoder = {
         name: value
         for name, value in params[stacking.ENCODER].items()
@@ -212,13 +213,13 @@ class _Classifier(VisionTransformer):
 
     @nn.compact
     def __call__(self, x):
-        # The grid is only needed for positions, which are added already.
+        # The grid matters for positions alone, which are added already.
         return self.classify(_part(_EndEncoder, self.config, (0, 0))(x))
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def embed_images(module, params, images):
-    """Returns the first block's tokens, and what each block knows of their places."""
+    """Returns the first block's tokens, and the position inputs of each block."""
     return _Embedding(module.config, module.num_classes).apply(
         {"params": params}, images
     )
@@ -249,7 +250,7 @@ def _classify_tokens(module, params, x):
 
 @functools.partial(jax.jit, static_argnums=0)
 def head_vjp(module, params, x, classes):
-    """Returns the head's weights over tokens, and the logits' gradient there."""
+    """Returns the head's weights over tokens, and the logits' gradient by tokens."""
     end = _Classifier(module.config, module.num_classes)
     config, name = module.config, "MultiHeadDotProductAttention_0"
     B, N, _ = x.shape

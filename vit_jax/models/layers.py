@@ -18,9 +18,9 @@ from vit_jax.models import attention, rotary
 # Variable collections of attention weights, and of perturbations added to them.
 INTERMEDIATES, PERTURBATIONS = "intermediates", "perturbations"
 
-# What the axis "model" of a mesh splits of these layers, and of the two Dense layers of any
-# MLP: heads and hidden units (Megatron-LM, arXiv:1909.08053, section 3). The products
-# between the two kernels of each pair need no exchange, and their output is summed once.
+# Parameters of these layers, and of the two Dense layers of any MLP, that the axis "model"
+# of a mesh splits: by heads and hidden units (Megatron-LM, arXiv:1909.08053, section 3).
+# Nothing is exchanged between the two kernels of a pair, and their output is summed once.
 MODEL_AXES = (
     (r"MultiHeadDotProductAttention_\d+/(query|key|value)/kernel$", (None, "model")),
     (r"MultiHeadDotProductAttention_\d+/(query|key|value)/bias$", ("model",)),
@@ -35,19 +35,19 @@ _kernel_init = nn.initializers.xavier_uniform()
 _bias_init = nn.initializers.normal(1e-6)
 
 
-# JAX's version uses erfc, whose branches take 2.7 times as long on CPU (28 against 10 ms
-# of a forward pass of S/16), and its derivative keeps more than the input.
+# JAX's version uses erfc, which takes 2.7 times as long on CPU (28 against 10 ms of a
+# forward pass of S/16), and its derivative keeps more than the input.
 @jax.custom_vjp
 def gelu_erf(x: Float[Array, "..."]) -> Float[Array, "..."]:
-    """Exact GELU (arXiv:1606.08415), computed in float32 for any dtype of `x`."""
+    """Computes the exact GELU (arXiv:1606.08415), in float32 for any dtype of `x`."""
     cdf = 0.5 * (1 + jax.lax.erf(x.astype(jnp.float32) * math.sqrt(0.5)))
     return (x * cdf).astype(x.dtype)
 
 
 def _gelu_erf_backward(x, grad):
     x32 = x.astype(jnp.float32)
-    # The sign is flipped so that XLA does not keep the error function of the forward
-    # pass, an array as large as `x`, which costs more than computing it again.
+    # The flipped sign keeps XLA from storing the forward pass's error function, an array
+    # as large as `x`, which costs more than computing it again.
     cdf = 0.5 * (1 - jax.lax.erf(x32 * -math.sqrt(0.5)))
     density = jnp.exp(-0.5 * x32 * x32) / math.sqrt(2 * math.pi)
     return ((grad * (cdf + x32 * density)).astype(x.dtype),)
@@ -56,8 +56,8 @@ def _gelu_erf_backward(x, grad):
 gelu_erf.defvjp(lambda x: (gelu_erf(x), x), _gelu_erf_backward)
 
 
-# A custom derivative, because JAX's keeps several arrays of the size of `x` and passes
-# over them more often on CPU (docs/decisions.md).
+# JAX's derivative would keep several arrays of the size of `x` and pass over them more
+# often on CPU (docs/decisions.md).
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def layer_norm(
     x: Float[Array, "*B D"],
@@ -85,8 +85,8 @@ def _layer_norm_forward(x, scale, bias, epsilon):
 
 def _layer_norm_backward(epsilon, kept, grad):
     x, scale, mean, reciprocal = kept
-    # Not (x - mean) * reciprocal, which XLA would keep from the forward pass, an array
-    # as large as `x`.
+    # XLA would keep (x - mean) * reciprocal, an array as large as `x`, from the forward
+    # pass.
     normal = x.astype(jnp.float32) * reciprocal - mean * reciprocal
     grad = grad.astype(jnp.float32)
     rows = tuple(range(x.ndim - 1))
@@ -104,9 +104,9 @@ class LayerNorm(nn.Module):
     """Layer normalisation with learned scale and bias.
 
     Attributes:
-      epsilon: added to the variance.
-      dtype: of the result.
-      scale_init: of the scale.
+      epsilon: term added to the variance.
+      dtype: dtype of the result.
+      scale_init: initialiser of the scale.
     """
 
     epsilon: float = 1e-6
@@ -115,7 +115,7 @@ class LayerNorm(nn.Module):
 
     @nn.compact
     def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
-        """Normalises each token by itself."""
+        """Normalises each token."""
         shape = (x.shape[-1],)
         scale = self.param("scale", self.scale_init, shape, jnp.float32)
         bias = self.param("bias", nn.initializers.zeros, shape, jnp.float32)
@@ -136,12 +136,12 @@ def drop_path(
     rate: Float[Array, ""] | float,
     key: Key[Array, ""] | None,
 ) -> Float[Array, "B N D"]:
-    """Drops whole images and scales up the others (arXiv:1603.09382).
+    """Drops the branch of random images and scales up the others (arXiv:1603.09382).
 
     Args:
       x: residual branch.
       rate: drop rate; an array in a scan over layers.
-      key: for the draw; None drops nothing.
+      key: random key; None drops nothing.
     """
     if key is None:
         return x
@@ -156,9 +156,9 @@ class MergedDense(nn.Module):
     copies every gradient three times (docs/decisions.md).
 
     Attributes:
-      inputs: input axes of the kernel, M values together.
-      outputs: output axes of the kernel and axes of the bias, F values together.
-      dtype: of the computation.
+      inputs: input axes of the kernel, of size M together.
+      outputs: output axes of the kernel and axes of the bias, of size F together.
+      dtype: dtype of the computation.
     """
 
     inputs: tuple[int, ...]
@@ -184,14 +184,14 @@ class MultiHeadAttention(nn.Module):
     """Multi-head attention (arXiv:2010.11929, appendix A).
 
     Attributes:
-      num_heads: number of heads; divides the width.
-      dtype: of the computation.
+      num_heads: number of heads, which divides the width.
+      dtype: dtype of the computation.
       attention_impl: one of attention.IMPLEMENTATIONS.
       flatten: see flatten_tokens.
       qk_norm: whether queries and keys are normalised, head by head (arXiv:2302.05442).
-      out_norm: whether the heads' results are, together, before the last product
+      out_norm: whether the concatenated heads are normalised before the output layer
         (arXiv:2210.06423).
-      norm: makes these norms, of their name.
+      norm: constructor of these norms, with the argument `name`.
     """
 
     num_heads: int
@@ -213,8 +213,8 @@ class MultiHeadAttention(nn.Module):
 
         Args:
           x: query tokens.
-          context: key and value tokens; `x` itself for self-attention.
-          positions: of the tokens, for self-attention.
+          context: key and value tokens; `x` for self-attention.
+          positions: positions of the tokens, for self-attention.
         """
         D = x.shape[-1]
         split = self.num_heads, D // self.num_heads
@@ -236,8 +236,8 @@ class MultiHeadAttention(nn.Module):
         if angles is not None:
             q, k = rotary.rotate(q, angles), rotary.rotate(k, angles)
         if self.is_mutable_collection(INTERMEDIATES):
-            # Attention is inspected (see intermediates.py): keep the weights, and
-            # differentiate with respect to a perturbation of them.
+            # intermediates.py reads the weights, and differentiates with respect to a
+            # perturbation of them.
             weights = self.perturb(
                 "weights",
                 attention.weights(q, k, relative, bias=bias),
@@ -290,11 +290,11 @@ class Mlp(nn.Module):
 
     Attributes:
       hidden: units of the first layer, and of the gate.
-      dropout: rate.
+      dropout: dropout rate.
       activation: a key of ACTIVATIONS, or "swiglu".
-      dtype: of the computation.
+      dtype: dtype of the computation.
       flatten: see flatten_tokens.
-      norm: makes a norm of the hidden units (arXiv:2210.06423); None: there is none.
+      norm: constructor of a norm of the hidden units (arXiv:2210.06423), or None.
     """
 
     hidden: int
@@ -308,7 +308,7 @@ class Mlp(nn.Module):
     def __call__(
         self, x: Float[Array, "B N D"], key: Key[Array, ""] | None = None
     ) -> Float[Array, "B N D"]:
-        """Transforms each token separately; dropout is active if there is a key."""
+        """Transforms each token separately; a key activates dropout."""
         shape, D = x.shape, x.shape[-1]
         first, second = (None, None) if key is None else jax.random.split(key)
 
@@ -325,9 +325,8 @@ class Mlp(nn.Module):
             return nn.Dropout(self.dropout, deterministic=key is None)(x, rng=key)
 
         def to_hidden(x, name):
-            between = () if self.flatten else ("tokens",)
-            x = dense(self.hidden, name)(x)
-            return nn.with_logical_constraint(x, ("batch", *between, "mlp"))
+            axes = ("batch", "mlp") if self.flatten else ("batch", "tokens", "mlp")
+            return nn.with_logical_constraint(dense(self.hidden, name)(x), axes)
 
         x = flatten_tokens(x) if self.flatten else x
         if self.activation == "swiglu":
@@ -349,7 +348,7 @@ class MapHead(nn.Module):
 
     Attributes:
       num_heads, hidden, activation, dtype, flatten: see MultiHeadAttention and Mlp.
-      norm: makes the norm before the MLP, of its name.
+      norm: constructor of the norm before the MLP.
     """
 
     num_heads: int
@@ -379,7 +378,7 @@ class MapHead(nn.Module):
         return (x + mlp(y))[:, 0]
 
 
-# Names of a network's classifiers: of all networks, and of the distillation token's.
+# Names of classifiers: of every network, and of the distillation token.
 CLASSIFIERS = ("head", "head_dist")
 
 
@@ -390,12 +389,12 @@ def classify(
 
     Args:
       pre_logits: features, float32.
-      num_classes: L; 0 is no classifier.
+      num_classes: L; 0 for no classifier.
       bias: initial bias.
-      name: of the parameters.
+      name: name of the parameters.
 
     Returns:
-      "pre_logits", and "logits" (*B, L) unless `classes` is 0.
+      "pre_logits", and "logits" (*B, L) unless `num_classes` is 0.
     """
     outputs = {"pre_logits": pre_logits}
     if num_classes:
