@@ -144,7 +144,9 @@ def test_parameters_for_one_size_of_image_are_told():
     model.check_sizes(model.at_size((16, 12)))
     model = create(wrong="sized")
     model.check_sizes(model)
-    with pytest.raises(UserError, match="MeanConfig' has parameters for one size"):
+    with pytest.raises(
+        UserError, match="MeanConfig' has parameters for one image size"
+    ):
         model.check_sizes(model.at_size((16, 12)))
 
 

@@ -195,7 +195,7 @@ def test_mixers_and_axial_vits_have_layers(variant):
 
 def test_a_parameter_of_no_known_layer_is_an_error():
     params = {"Transformer": {"encoderblock_0": {"k": np.zeros(2)}}, "odd": np.ones(3)}
-    with pytest.raises(ValueError, match="odd is of no layer"):
+    with pytest.raises(ValueError, match="odd belongs to no layer"):
         optim.layer_factors(params, DECAY, ViTConfig(depth=1))
 
 

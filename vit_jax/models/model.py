@@ -1,4 +1,4 @@
-"""Networks by name, as plain functions: what the rest of the code sees of Flax."""
+"""Networks by name, as plain functions of parameters, without Flax."""
 
 import dataclasses
 import inspect
@@ -19,8 +19,8 @@ from vit_jax.models.variants import CONFIGS
 if TYPE_CHECKING:
     from vit_jax.models.intermediates import AttentionGradient, Layer
 
-# Nested: name to arrays or to further dicts. Beside the parameters of a network with
-# running means, as those of BatchNorm, they are under STATE.
+# Nested dicts of arrays. A network with running means, as of BatchNorm, has them under
+# STATE.
 Params = dict
 
 
@@ -29,10 +29,10 @@ class Model:
     """A network without its parameters.
 
     Attributes:
-      config: what `config.model` says of it.
-      num_classes: width of the classifier; 0 is none.
-      image_shape: (height, width, channels) of its input.
-      module: the Flax module; nothing outside this package uses it.
+      config: keys of `config.model`.
+      num_classes: width of the classifier; 0 for none.
+      image_shape: (height, width, channels) of the input.
+      module: Flax module, used inside this package alone.
       representations: whether `apply` returns "pre_logits".
       stateful: whether it has running means, which `apply_and_update` changes.
     """
@@ -46,7 +46,7 @@ class Model:
 
     @property
     def options(self) -> dict:
-        """What `create` takes to build it again, defaults included."""
+        """Arguments of `create` that build this network, defaults included."""
         return {
             **{
                 name: getattr(self.config, name)
@@ -60,12 +60,12 @@ class Model:
 
     @property
     def patch_size(self) -> int:
-        """Side of what becomes one token (or one of the last features), in pixels."""
+        """Side of a token, or of a feature of the last stage, in pixels."""
         return self.config.patch_size
 
     @property
     def encoder_stride(self) -> int:
-        """Side in pixels of the tokens of `encode`, where patches can be edited, or 0."""
+        """Side of a token of `encode` in pixels; 0 if patches cannot be edited."""
         return self.config.encoder_stride
 
     @property
@@ -75,12 +75,12 @@ class Model:
 
     @property
     def has_encoder(self) -> bool:
-        """Whether it is a Vision Transformer or a hybrid, which `intermediates` needs."""
+        """Whether it is a Vision Transformer or a hybrid, as `intermediates` needs."""
         return self.config.has_encoder
 
     @property
     def portable_options(self) -> dict:
-        """The options that change results, not those of the machine, as `scan`."""
+        """The options that change results, without those of the machine, as `scan`."""
         keys = fields.fields(type(self.config))
         return {
             name: value
@@ -90,30 +90,30 @@ class Model:
 
     @property
     def stacked(self) -> bool:
-        """Whether its parameters are in the layout of a scan, see stacking."""
+        """Whether parameters are in the layout of a scan, see stacking.py."""
         return self.config.stacked
 
     @property
     def prefix_tokens(self) -> tuple[str, ...]:
-        """Names of the tokens in front of the patches: "class token", "register 1"."""
+        """Names of the tokens before the patches: "class token", "register 1"."""
         return self.config.prefix_tokens
 
     @property
     def num_prefix_tokens(self) -> int:
-        """Number of tokens in front of the patches."""
+        """Number of tokens before the patches."""
         return len(self.prefix_tokens)
 
     def init(self, key: jax.Array) -> Params:
         """Draws initial parameters, a nested dict of float32 arrays.
 
-        They are the same with and without a scan, which has them stacked.
+        A scan has the same values, stacked.
         """
         images = jnp.zeros((1, *self.image_shape))
         return self._params(self.module.init(key, images))
 
     @property
     def shapes(self) -> Params:
-        """What `init` returns, without contents; it is traced once."""
+        """Shapes and dtypes of the output of `init`."""
         return self._params(network.shapes(self.module, self.image_shape))
 
     def _params(self, variables: dict) -> Params:
@@ -133,14 +133,14 @@ class Model:
         """Classifies images.
 
         Args:
-          params: as from `init`.
+          params: parameters, see `init`.
           images: (batch, height, width, channels), normalised floats.
-          train: whether dropout and stochastic depth act.
-          key: of their draws; needed with `train`.
+          train: whether dropout and stochastic depth are active.
+          key: random key, needed with `train`.
 
         Returns:
-          "logits" (batch, classes), unless there are no classes, and "pre_logits"
-          (batch, width) if it has `representations`, float32.
+          "logits" (batch, num_classes), unless `num_classes` is 0, and "pre_logits"
+          (batch, width) if `representations`, float32.
         """
         rngs = {"dropout": key} if train else None
         if self.stateful and train:
@@ -152,14 +152,14 @@ class Model:
     def apply_and_update(
         self, params: Params, images: jax.Array, key: jax.Array
     ) -> tuple[dict[str, jax.Array], Params]:
-        """Classifies images in training, and moves the running means of the network.
+        """Classifies images in training, and updates the running means of the network.
 
         Args:
-          params, images, key: as of `apply`.
+          params, images, key: see `apply`.
 
         Returns:
-          The outputs of `apply`, and what takes the place of STATE in `params`; empty
-          unless `stateful`.
+          The outputs of `apply`, and the new value of `params[STATE]`; {} unless
+          `stateful`.
         """
         if not self.stateful:
             return self.apply(params, images, train=True, key=key), {}
@@ -173,7 +173,7 @@ class Model:
         return outputs, changed[STATE]
 
     def _variables(self, params: Params) -> dict[str, Params]:
-        """Returns the collections of Flax."""
+        """Returns the variable collections of Flax."""
         if not self.stateful:
             return {"params": params}
         rest = {name: value for name, value in params.items() if name != STATE}
@@ -192,40 +192,39 @@ class Model:
         """Returns the tokens of the encoder; for networks with an `encoder_stride`.
 
         Args:
-          params, images, train, key: as of `apply`.
-          edit_patches: changes the patch embeddings (batch, patches, width), before
-            the positions are added.
-          visible: indices (batch, V) of the patches that the encoder sees; all if
-            None. With `has_encoder` and positions at the stem alone.
+          params, images, train, key: see `apply`.
+          edit_patches: function of the patch embeddings (batch, patches, width), applied
+            before positions are added.
+          visible: indices (batch, V) of the patches that the encoder gets; None for all.
+            It needs `has_encoder`, and positions at the stem alone.
 
         Returns:
-          (batch, prefix tokens + patches that are seen, width); of a network that merges
-          patches, those at its end.
+          (batch, prefix tokens + patches, width); of a network that merges patches, the
+          patches of the last stage.
         """
         given = {"visible": visible, "edit_patches": edit_patches}
-        more = {name: value for name, value in given.items() if value is not None}
+        given = {name: value for name, value in given.items() if value is not None}
         return self.module.apply(
             self._variables(params),
             images,
             train=train,
             classify=False,
             rngs={"dropout": key} if train else None,
-            **more,
+            **given,
         )
 
     @property
     def has_patch_features(self) -> bool:
-        """Whether there are `patch_features`: not in every network of a user."""
+        """Whether there are `patch_features`; a user's network may have none."""
         return "classify" in inspect.signature(type(self.module).__call__).parameters
 
     def patch_features(self, params: Params, images: jax.Array) -> jax.Array:
         """Returns the features of the patches after the last norm, without prefix tokens.
 
-        Of a network that merges patches they are those at its end, of a ResNet the places
-        of the last stage.
+        A network that merges patches, and a ResNet, return features of the last stage.
 
         Args:
-          params, images: as of `apply`.
+          params, images: see `apply`.
 
         Returns:
           (batch, rows, columns, width), float32.
@@ -248,7 +247,7 @@ class Model:
         return x.astype(jnp.float32)
 
     def at_size(self, image_size: Sequence[int]) -> "Model":
-        """Returns the same network for images of another height and width.
+        """Builds the same network for images of another height and width.
 
         Raises:
           UserError: a side is not a multiple of the patch.
@@ -256,21 +255,21 @@ class Model:
         return build(self.config, self.num_classes, image_size, self.image_shape[2])
 
     def replace(self, **keys: object) -> "Model":
-        """Returns the same network with other values of keys of its config."""
+        """Builds the same network with other values of keys of its config."""
         config = dataclasses.replace(self.config, **keys)
         return build(
             config, self.num_classes, self.image_shape[:2], self.image_shape[2]
         )
 
     def resize(self, params: Params, source: "Model") -> Params:
-        """Returns parameters of a network of the same config class for this grid.
+        """Resizes parameters of another image size to this network's grid.
 
         It can be traced and differentiated.
 
         Args:
-          params: of `source`.
-          source: of another number of patches, perhaps; of any other network they are
-            returned as they are.
+          params: parameters of `source`.
+          source: network that may have another grid; parameters of another config class
+            are returned unchanged.
 
         Raises:
           UserError: the network has no parameters for that grid.
@@ -280,16 +279,16 @@ class Model:
         return self.config.resize(params, source.config, source.grid, self.grid)
 
     def check_sizes(self, other: "Model") -> None:
-        """Checks that the same parameters, resized, serve at another size of image.
+        """Checks that the parameters can be resized to another image size.
 
         Raises:
-          UserError: the network has parameters for one size that are not resized.
+          UserError: the network has parameters for one image size alone.
         """
         resized = jax.eval_shape(lambda params: other.resize(params, self), self.shapes)
         if resized != other.shapes:
             raise UserError(
-                f"model.variant={self.options['variant']!r} has parameters for one size of "
-                "image alone: take another variant"
+                f"model.variant={self.options['variant']!r} has parameters for one image "
+                "size alone: choose another variant"
             )
 
     @property
@@ -333,10 +332,10 @@ def build(
     """Builds a network from its config; see `network.build`.
 
     Args:
-      config: of `network.read`.
-      num_classes: width of the classifier; 0 is none.
-      image_size: height and width of the input, in pixels.
-      channels: of the input.
+      config: output of `network.read`.
+      num_classes: width of the classifier; 0 for none.
+      image_size: height and width of the input in pixels.
+      channels: number of channels of the input.
     """
     image_shape = (*image_size, channels)
     return Model(
@@ -366,24 +365,21 @@ def create(
     platform: str = "",
     **options,
 ) -> Model:
-    """Builds a model by name.
+    """Builds a network by name.
 
     Args:
-      variant: such as "B/16", "R50+B/16" or "R50x1"; `names` has them all. Or
+      variant: published variant, as "B/16", "R50+B/16" or "R50x1", see `names`; or
         "module:Config", a `NetworkConfig` of a user's module.
-      num_classes: width of the classifier; 0 is none.
-      image_size: height and width of the input, in pixels.
-      channels: of the input.
-      platform: where it will run, "cpu", "gpu" or "tpu"; "" is JAX's default backend.
-      **options: the keys of its config, as `vit.ViTConfig`. `width`, `depth` and the
-        like replace the variant's numbers unless 0 or (0,).
-
-    Returns:
-      The model.
+      num_classes: width of the classifier; 0 for none.
+      image_size: height and width of the input in pixels.
+      channels: number of channels of the input.
+      platform: "cpu", "gpu" or "tpu"; "" is JAX's default backend.
+      **options: keys of the network's config, see `vit.ViTConfig`. `width`, `depth` and
+        the like replace the variant's numbers unless 0 or (0,).
 
     Raises:
-      UserError: unknown variant or option, an image side that is not a multiple of the
-        patch, or numbers that do not fit each other.
+      UserError: variant or option is unknown, an image side is not a multiple of the
+        patch, or options contradict each other.
     """
     kind = VARIANTS.find(variant, "model")
     taken = {"num_classes", "image_size", "channels", "platform"} & {
@@ -400,15 +396,15 @@ def create(
 
 
 def names() -> tuple[str, ...]:
-    """Returns every variant that is published."""
+    """Returns every published variant."""
     return variants.NAMES + sum((k.names for k in CONFIGS.values()), ())
 
 
 def side_multiple(variant: str) -> int:
-    """Returns what image sides must be multiples of; 1 if any will do.
+    """Returns the number that image sides must be multiples of.
 
     Raises:
-      UserError: unknown variant.
+      UserError: the variant is unknown.
     """
     config = network.read(VARIANTS.find(variant, "model"), {"variant": variant})
     return config.side_multiple or config.patch_size

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import flax.linen as nn
@@ -15,31 +15,28 @@ from vit_jax.models import posemb
 from vit_jax.models.layers import MODEL_AXES
 from vit_jax.models.variants import ModelConfig
 
-STATE = (
-    "batch_stats"  # Flax's collection of running means, also their name in `Params`.
-)
+STATE = "batch_stats"  # Flax's collection of running means, and their name in `Params`.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NetworkConfig(ModelConfig):
-    """What `config.model` states of a network; the base of its keys.
+    """Base of the keys of `config.model`.
+
+    A subclass may replace each attribute by a key, a constant or a property.
 
     Attributes:
-      patch_size: side in pixels of what becomes a token; this and the others may be
-        replaced by a key of the name, a constant or a property.
-      side_multiple: what the sides of images must be multiples of; None: of the patch.
-      encoder_stride: side in pixels of the tokens that its module returns if called with
-        `classify=False`, see `Model.encode`, and then also with `edit_patches`; 0 if it
-        takes neither.
-      has_encoder: whether it is a Vision Transformer, which intermediates.py looks into.
-      stacked: whether its parameters are in the layout of a scan, see stacking.py.
-      prefix_tokens: names of the tokens before those of the patches.
-      num_blocks: blocks that `layer_of` tells apart; 0 if it knows none.
-      before_blocks, after_blocks: first names of the parameters that make tokens of an
-        image, and of those that come after all blocks.
-      model_axes: regular expressions of paths of parameters, each with the axes of the
-        mesh that split theirs over "model", the first ones of each.
-      names: the variants that are published.
+      patch_size: side of a token in pixels.
+      side_multiple: number that image sides are multiples of; None is `patch_size`.
+      encoder_stride: side in pixels of the tokens that the module returns if called with
+        `classify=False` and `edit_patches`, see `Model.encode`; 0 if it takes neither.
+      has_encoder: whether it is a Vision Transformer, see intermediates.py.
+      stacked: whether parameters are in the layout of a scan, see stacking.py.
+      prefix_tokens: names of the tokens before the patches.
+      num_blocks: number of blocks that `layer_of` distinguishes.
+      before_blocks, after_blocks: first names of parameters before and after all blocks.
+      model_axes: pairs of a regular expression of parameter paths and the mesh axes of
+        the leading dimensions of these parameters, for sharding over "model".
+      names: published variants.
     """
 
     patch_size: ClassVar[int] = 1
@@ -55,42 +52,42 @@ class NetworkConfig(ModelConfig):
     names: ClassVar[tuple[str, ...]] = ()
 
     def sized(self) -> "NetworkConfig":
-        """Returns the config with the variant's numbers where it states none."""
+        """Returns the config whose keys that are 0 have the variant's numbers instead."""
         return self
 
     def build(self, num_classes: int, image_shape: tuple[int, int, int]) -> nn.Module:
-        """Returns the network.
+        """Builds the network.
 
         Args:
-          num_classes: width of the classifier; 0 is none.
+          num_classes: width of the classifier; 0 for none.
           image_shape: (height, width, channels) of the input.
 
         Returns:
           A Flax module, called as `module(images, train=...)` with images (B, height,
           width, channels), normalised, in the dtype of the config. If `train`, it may
-          draw from the rng "dropout" and change its collection "batch_stats", its only
-          state. It returns a dict of "logits" (B, num_classes), unless that is 0, from a
-          `Dense` named "head", and of "pre_logits" (B, width), the features for
-          few-shot, k-NN and linear evaluations, which it may leave out if there are
-          classes; both float32.
+          use the rng "dropout" and change the collection "batch_stats", its only state.
+          It returns a dict, float32: "logits" (B, num_classes), unless `num_classes` is
+          0, from a `Dense` named "head"; and "pre_logits" (B, width), the features for
+          few-shot, k-NN and linear evaluations, optional if there are classes.
         """
         raise NotImplementedError(
             f"{type(self).__name__} lacks build(self, num_classes, image_shape)"
         )
 
     def layer_of(self, path: str) -> int | range:
-        """Returns the layer of a parameter, which layer decay goes by.
+        """Returns the layer of a parameter, for layer decay.
 
         Args:
-          path: as in checkpoints, "Transformer/encoderblock_0/MlpBlock_3/Dense_0/kernel".
+          path: path as in checkpoints,
+            "Transformer/encoderblock_0/MlpBlock_3/Dense_0/kernel".
 
         Returns:
-          0 of what makes tokens of an image, their positions included; i + 1 of block i,
-          and of what is added before or within it; `num_blocks + 1` of all that comes
-          after the blocks. A range for a parameter with a leading axis of blocks.
+          0 before the blocks, positions included; i + 1 for block i, and for inputs added
+          before or within it; `num_blocks + 1` after the blocks. A range for a parameter
+          with a leading axis of blocks.
 
         Raises:
-          UserError: it is none of the network's.
+          UserError: the network has no such parameter.
         """
         name = path.partition("/")[0]
         if name in self.before_blocks:
@@ -98,8 +95,8 @@ class NetworkConfig(ModelConfig):
         if name in self.after_blocks:
             return self.num_blocks + 1
         raise UserError(
-            f"optim.layer_decay: {path} is of no layer of model.variant={self.variant!r}: "
-            "set it to 0"
+            f"optim.layer_decay: {path} belongs to no layer of model.variant="
+            f"{self.variant!r}: set it to 0"
         )
 
     def resize(
@@ -109,36 +106,34 @@ class NetworkConfig(ModelConfig):
         old_grid: tuple[int, int],
         grid: tuple[int, int],
     ) -> Mapping:
-        """Returns parameters for images of another size, as fine-tuning begins with.
+        """Resizes parameters for images of another size.
 
-        By default position embeddings by the names of models/posemb.py are resized, and
-        all others stay as they are.
+        By default position embeddings with the names of models/posemb.py are resized,
+        and all other parameters stay unchanged.
 
         Args:
-          params: of the network of `source` at `old_grid`, a nested dict of arrays.
-          source: another config of this class.
-          old_grid: its patches down and across, of `patch_size`.
-          grid: those of the network of this config.
+          params: parameters of the network of `source`, a nested dict of arrays.
+          source: config of this class, with which `params` were trained.
+          old_grid: patches down and across of `source`, of `patch_size`.
+          grid: patches down and across of this config.
 
         Raises:
-          UserError: there are none for that grid.
+          UserError: parameters cannot be resized to that grid.
         """
         return posemb.resize_in_params(params, old_grid, grid)
 
     def window_attention(
         self, module: nn.Module, params: Mapping, images: jax.Array
     ) -> tuple[dict[str, jax.Array], list["BlockWindows"]]:
-        """Returns attention within windows, for the explorer and for figures.
-
-        A network that has none leaves this method as it is.
+        """Returns attention within windows; only networks with windows define it.
 
         Args:
-          module: of `build`.
-          params: its parameters.
+          module: output of `build`.
+          params: parameters of the module.
           images: (B, height, width, channels), normalised.
 
         Returns:
-          What the module returns for the images, and the attention of each block.
+          The module's outputs, and the attention of each block.
         """
         raise NotImplementedError(f"{type(self).__name__} has no attention in windows")
 
@@ -155,11 +150,11 @@ class BlockWindows:
     B images, W windows of M patches, H heads.
 
     Attributes:
-      stage, block: from 0, the block within its stage.
-      shifted: whether the windows are.
-      grid: patches down and across, each as long as two of the stage before.
-      patches: (W, M), the number in the grid of each patch of a window; -1 is padding.
-      weights: (B, W, H, M, M), from each patch to each, of sum 1.
+      stage, block: index of the stage, and of the block within the stage.
+      shifted: whether the windows are shifted.
+      grid: patches of this stage, down and across.
+      patches: (W, M), indices in the grid of the patches of a window; -1 is padding.
+      weights: (B, W, H, M, M), attention of each patch over all, of sum 1.
     """
 
     stage: int
@@ -170,43 +165,43 @@ class BlockWindows:
     weights: Any
 
 
-def read(kind: type[NetworkConfig], stated: Mapping[str, object]) -> NetworkConfig:
-    """Returns the config of a network, its variant's numbers included.
+def read(kind: type[NetworkConfig], given: Mapping[str, object]) -> NetworkConfig:
+    """Builds the config of a network, with its variant's numbers.
 
     Args:
       kind: dataclass of the config.
-      stated: `variant`, and keys of the config. Those that others leave unread, as
-        `class_token` with `pool="token"`, change nothing.
+      given: `variant` and other keys. Keys that have no effect beside the others, as
+        `class_token` with `pool="token"`, are ignored.
 
     Raises:
-      UserError: unknown key, or value out of its bounds.
+      UserError: a key is unknown, or a value out of its bounds.
     """
     known = fields.fields(kind)
-    values = fields.defaults(kind) | stated
-    stated = {
+    values = fields.defaults(kind) | given
+    given = {
         name: value
-        for name, value in stated.items()
+        for name, value in given.items()
         if name not in known or fields.is_read(known[name], values)
     }
-    return loading.complete(kind, stated, "model.").sized()
+    return loading.complete(kind, given, "model.").sized()
 
 
 def build(
     config: NetworkConfig, num_classes: int, image_shape: tuple[int, int, int]
 ) -> tuple[nn.Module, bool, bool]:
-    """Builds a network; one of a user's is traced to see what it returns.
+    """Builds a network; a user's network is also traced and checked.
 
     Args:
-      config: of `read`.
-      num_classes: width of the classifier; 0 is none.
+      config: output of `read`.
+      num_classes: width of the classifier; 0 for none.
       image_shape: (height, width, channels) of the input.
 
     Returns:
-      The module, whether it returns "pre_logits", and whether it has a state.
+      The module, whether it returns "pre_logits", and whether it has running means.
 
     Raises:
-      UserError: an image side that is not a multiple of the patch, the network's own code
-        raised, or it is not as `NetworkConfig.build` says.
+      UserError: an image side is not a multiple of the patch, or a user's network raises
+        or breaks the contract of `NetworkConfig.build`.
     """
     variant = config.variant
     multiple = config.side_multiple or config.patch_size
@@ -233,18 +228,17 @@ def build(
 
 @functools.lru_cache(maxsize=16)
 def shapes(module: nn.Module, image_shape: tuple[int, int, int]) -> dict:
-    """Returns what a module's `init` makes for images, without contents."""
+    """Returns shapes and dtypes of the variables of a module."""
     return jax.eval_shape(module.init, jax.random.key(0), jnp.zeros((1, *image_shape)))
 
 
 def trace_once(call: Callable, args: tuple, kwargs: dict, context) -> object:
-    """Replaces a repeated unit by a cached `jit` of itself: an interceptor of Flax's methods.
+    """Calls modules with `repeated = True` through a cached `jit`: a Flax interceptor.
 
-    Tracing a model of 40 blocks takes seconds; equal blocks share one trace. The class of
-    a unit says that it is one by `repeated = True`.
+    Equal blocks share one trace; tracing 40 blocks takes seconds.
     """
     module = context.module
-    # A unit at the root (it has no path) is the one inside the jit.
+    # A unit without a path is at the root, which is the case inside the jit.
     if context.method_name != "__call__" or not module.path or kwargs.get("train"):
         return call(*args, **kwargs)
     if not getattr(module, "repeated", False):
@@ -262,7 +256,7 @@ def _apply(
     return unit.apply(variables, *args, rngs=rngs)
 
 
-# A network is created several times in a command, and a trace may take seconds.
+# Cached, because a command creates a network several times and a trace takes seconds.
 @functools.lru_cache(maxsize=16)
 def _check(
     module: nn.Module,
@@ -271,21 +265,20 @@ def _check(
     dtype: str,
     variant: str,
 ) -> frozenset[str]:
-    """Traces a network and returns the names of its outputs.
+    """Traces a user's network and returns the names of its outputs.
 
     Raises:
-      UserError: it has another state than running means, no classifier named "head", or
-        other outputs.
+      UserError: it has state beside running means, other outputs, or no Dense "head".
     """
-    said = f"model.variant={variant!r}: its module"
+    prefix = f"model.variant={variant!r}: its module"
     variables = shapes(module, image_shape)
     if others := sorted(variables.keys() - {"params", STATE}):
         raise UserError(
-            f"{said} has {', '.join(others)}: the state of a network is in its collection "
-            f"{STATE!r}, as that of flax.linen.BatchNorm"
+            f"{prefix} has {', '.join(others)}: keep the state of a network in the "
+            f"collection {STATE!r}, as flax.linen.BatchNorm does"
         )
     if "params" not in variables:
-        raise UserError(f"{said} has no parameters: there is nothing to train")
+        raise UserError(f"{prefix} has no parameters: there is nothing to train")
 
     def apply(variables, images, key):
         rngs, changes = {"dropout": key}, [STATE]
@@ -297,24 +290,21 @@ def _check(
         outputs, _ = jax.eval_shape(apply, variables, images, key)
     needed = "logits" if num_classes else "pre_logits"
     if not isinstance(outputs, Mapping) or needed not in outputs:
-        raise UserError(f"{said} returned {outputs}: return a dict with {needed!r}")
-    for name, wanted in (("logits", (2, num_classes)), ("pre_logits", (2, "width"))):
-        found = outputs.get(name)
-        if found is None:
+        raise UserError(f"{prefix} returned {outputs}: return a dict with {needed!r}")
+    for name, width in (("logits", num_classes), ("pre_logits", "width")):
+        out = outputs.get(name)
+        if out is None:
             continue
-        shape = (*found.shape[:1], "width") if name == "pre_logits" else found.shape
-        if len(found.shape) != 2 or shape != wanted or found.dtype != jnp.float32:
+        any_width = width == "width" and len(out.shape) == 2
+        wanted = (2, out.shape[1] if any_width else width)
+        if out.shape != wanted or out.dtype != jnp.float32:
             raise UserError(
-                f"{said} returned {name!r} of shape {found.shape} and {found.dtype} for "
-                f"2 images: make it {_shape(wanted)} and float32"
+                f"{prefix} returned {name!r} of shape {out.shape} and {out.dtype} for "
+                f"2 images: make it (2, {width}) and float32"
             )
     if num_classes and "kernel" not in variables["params"].get("head", {}):
         raise UserError(
-            f"{said} has no Dense layer named 'head', which is what fine-tuning replaces: "
-            "name its classifier so, as vit_jax.models.layers.classify does"
+            f"{prefix} has no Dense layer named 'head', which fine-tuning replaces: "
+            "rename its classifier, or use vit_jax.models.layers.classify"
         )
     return frozenset(outputs)
-
-
-def _shape(sizes: Sequence[object]) -> str:
-    return f"({', '.join(map(str, sizes))})"

@@ -1,7 +1,7 @@
-"""Position embeddings: how they are added, and resized for images of another size.
+"""Position embeddings: adds them, and resizes them for images of another size.
 
-Every method of resizing is linear and separable: a matrix for the rows and one for the columns, so
-that it can be differentiated, and applied on the host or within a jitted function.
+Every method of resizing is a product with one matrix for rows and one for columns, so it
+can be differentiated and runs on the host or within a jitted function.
 Letters: B images, Y by X patches, P prefix tokens, N and M tokens, D model width.
 """
 
@@ -26,12 +26,12 @@ class AddPositions(nn.Module):
     Attributes:
       kind: "learned": a vector per token. "learned2d": learned vectors of the column and
         of the row, each of half the width, concatenated. "sincos2d": the same with
-        fixed sines and cosines (arXiv:2104.02057, section 4.1), of big_vision's wave
-        lengths; "sincos2d_mae": of MAE's. "none" and "relative": nothing. The 2-D kinds
-        are 0 for prefix tokens.
+        fixed sines and cosines (arXiv:2104.02057, section 4.1) of big_vision's
+        wavelengths; "sincos2d_mae": of MAE's. "none" and "relative" add nothing. The 2-D
+        kinds are 0 for prefix tokens.
       grid: Y and X.
       num_prefix_tokens: P.
-      num_register_tokens: how many of them, the last, have no position of any kind.
+      num_register_tokens: number of prefix tokens, the last ones, without a position.
     """
 
     kind: str
@@ -74,13 +74,13 @@ def sincos2d(
     Args:
       grid: rows and columns.
       width: D, a multiple of 4.
-      kind: "sincos2d", with wave lengths from 2 pi to 20,000 pi, as big_vision has
-        them, or "sincos2d_mae", which ends one step before, as MoCo v3 and MAE do.
+      kind: "sincos2d", with wavelengths from 2 pi to 20,000 pi (big_vision), or
+        "sincos2d_mae", which ends one step before (MoCo v3, MAE).
 
     Source: MoCo v3 (arXiv:2104.02057, section 4.1).
     """
     inclusive = kind == "sincos2d"
-    # In float64, so that MAE's tables are equal to the last bit.
+    # Float64 makes MAE's tables equal to the last bit.
     rates = 1 / 10_000.0 ** np.linspace(0, 1, width // 4, endpoint=inclusive)
     rows, columns = (
         np.concatenate([np.sin(angles), np.cos(angles)], axis=1, dtype=np.float32)
@@ -104,21 +104,21 @@ def linear_corners(old: int, new: int) -> Float[np.ndarray, "new old"]:
     """
     if old == 1:
         return np.ones((new, 1))
-    # A single new point takes the first, as scipy.ndimage.zoom does.
+    # A single new point is the first old one, as in scipy.ndimage.zoom.
     return triangle(np.linspace(0, old - 1, new), old)
 
 
 def triangle(at: Sequence[float] | np.ndarray, old: int) -> np.ndarray:
-    """Returns the weights of the two neighbours of each point, out of `old`."""
+    """Returns the linear interpolation weights, (points, old), at positions `at`."""
     return np.maximum(0, 1 - np.abs(np.asarray(at)[:, None] - np.arange(old)))
 
 
 def bicubic_antialiased(old: int, new: int) -> Float[np.ndarray, "new old"]:
     """Returns the matrix of an antialiased bicubic resize of pixels.
 
-    Source: torch.nn.functional.interpolate(mode="bicubic", antialias=True), with which
-    timm resizes position embeddings, and DINOv2 those of networks with registers;
-    Pillow's BICUBIC is the same filter.
+    Source: torch.nn.functional.interpolate(mode="bicubic", antialias=True), by which
+    timm, and DINOv2 with registers, resize position embeddings; Pillow's BICUBIC is the
+    same filter.
     """
     scale = old / new
     stretch = max(scale, 1.0)  # The filter grows with the step when shrinking.
@@ -133,12 +133,12 @@ def bicubic_plain(
 ) -> Float[np.ndarray, "new old"]:
     """Returns the matrix of a bicubic resize of pixels without antialiasing.
 
-    Source: torch.nn.functional.interpolate(mode="bicubic"), with which MAE and DeiT
-    resize position embeddings.
+    Source: torch.nn.functional.interpolate(mode="bicubic"), by which MAE and DeiT resize
+    position embeddings.
 
     Args:
-      old, new: points before and after.
-      shift: added to `new` where the step is worked out.
+      old, new: number of points before and after.
+      shift: term added to `new` in the step between points.
     """
     at = (np.arange(new) + 0.5) * old / (new + shift) - 0.5
     taps = np.floor(at)[:, None] + np.arange(-1, 3)
@@ -150,7 +150,7 @@ def bicubic_plain(
 
 
 def bicubic_dino(old: int, new: int) -> Float[np.ndarray, "new old"]:
-    """Returns the matrix with which DINO, and DINOv2 without registers, were trained.
+    """Returns the resize matrix of DINO, and of DINOv2 without registers.
 
     Source: facebookresearch/dino, which scales by (new + 0.1) / old.
     """
@@ -158,7 +158,7 @@ def bicubic_dino(old: int, new: int) -> Float[np.ndarray, "new old"]:
 
 
 def _keys_cubic(distance: np.ndarray, a: float) -> np.ndarray:
-    """Returns the weights of Keys' cubic at distances of at least 0."""
+    """Returns the weights of Keys' cubic at non-negative distances."""
     near = (a + 2) * distance**3 - (a + 3) * distance**2 + 1
     far = a * distance**3 - 5 * a * distance**2 + 8 * a * distance - 4 * a
     return np.where(distance < 1, near, np.where(distance < 2, far, 0.0))
@@ -183,17 +183,14 @@ def resize_positions(
     """Resizes position embeddings in 2-D (arXiv:2010.11929, section 3.2).
 
     Args:
-      embedding: rows of the prefix tokens, then of the patches row by row.
-      old_grid: rows and columns of its patches.
-      grid: rows and columns of the new patches.
-      num_prefix_tokens: number of prefix tokens, whose rows are kept.
+      embedding: embeddings of the prefix tokens, then of the patches row by row.
+      old_grid: rows and columns of the patches in `embedding`.
+      grid: rows and columns of the result.
+      num_prefix_tokens: number of prefix tokens, whose embeddings are kept.
       method: a key of RESIZE_METHODS.
 
-    Returns:
-      Embedding of the same prefix tokens and the new patches; itself on the same grid.
-
     Raises:
-      UserError: the embedding has another number of rows.
+      UserError: the embedding has another number of tokens.
     """
     _, N, D = embedding.shape
     rows = num_prefix_tokens + math.prod(old_grid)
@@ -219,7 +216,7 @@ def resample(
     down: Float[np.ndarray, "H Y"],
     across: Float[np.ndarray, "W X"],
 ) -> Float[np.ndarray, "H W D"] | Float[Array, "H W D"]:
-    """Multiplies the two axes of a grid with a matrix each; in NumPy if the grid is."""
+    """Multiplies each axis of a grid by a matrix; NumPy stays NumPy."""
     if isinstance(grid, np.ndarray):
         resized = np.einsum("ij,jkd,lk->ild", down, grid, across, optimize=True)
         return resized.astype(grid.dtype)
@@ -244,11 +241,12 @@ def resize_table(
 def bias_of_grid(
     table: Float[Array, "R H"], grid: tuple[int, int], num_prefix_tokens: int
 ) -> Float[Array, "H N N"]:
-    """Returns the bias of attention from each token to each (arXiv:2106.08254).
+    """Returns the attention bias of all pairs of tokens (arXiv:2106.08254).
 
     Args:
-      table: rows of the offsets from (1 - Y, 1 - X) on, row by row; then those from a
-        prefix token to any, from a patch to a prefix token, and between prefix tokens.
+      table: biases of the offsets from (1 - Y, 1 - X) on, row by row; then the biases
+        from a prefix token to a patch, from a patch to a prefix token, and between
+        prefix tokens.
       grid: Y and X.
       num_prefix_tokens: P.
     """
@@ -269,12 +267,12 @@ def resize_bias_table(
     new: tuple[int, int],
     method: str,
 ) -> Float[np.ndarray, "S H"] | Float[Array, "S H"]:
-    """Returns a table of attention biases by offset for windows of another size.
+    """Resizes a table of attention biases by offset for windows of another size.
 
     Args:
-      table: of offsets from -(size - 1) to size - 1 on both axes, rows first.
-      old, new: sizes of the windows, in patches.
-      method: "geometric", else bicubic.
+      table: biases of offsets from -(size - 1) to size - 1 on both axes, rows first.
+      old, new: sizes of the windows in patches.
+      method: "geometric" or "bicubic".
     """
     resize = _geometric if method == "geometric" else bicubic_plain
     down, across = (resize(2 * o - 1, 2 * n - 1) for o, n in zip(old, new, strict=True))
@@ -283,9 +281,9 @@ def resize_bias_table(
 
 
 def _geometric(old: int, new: int) -> Float[np.ndarray, "new old"]:
-    """Returns the matrix of a linear resize between offsets that grow by a factor.
+    """Returns the matrix of a linear resize between geometrically growing offsets.
 
-    The outermost offset comes to lie on the new one, if a factor up to 1.5 allows it
+    The factor, at most 1.5, places the outermost old offset on the outermost new one
     (BEiT's fine-tuning, arXiv:2106.08254, as in timm).
     """
     count, low, high = old // 2, 1.01, 1.5
@@ -304,10 +302,9 @@ def resize_bias(
     old_grid: tuple[int, int],
     grid: tuple[int, int],
 ) -> Float[np.ndarray, "S H"] | Float[Array, "S H"]:
-    """Returns the table of `bias_of_grid` for another grid.
+    """Resizes the table of `bias_of_grid` to another grid.
 
-    Source: timm, which places the offsets of the old grid at distances that grow
-    geometrically, so that the near ones stay as they are.
+    Source: timm, whose geometrically growing offsets keep the biases of near patches.
     """
     if old_grid == grid:
         return table
@@ -323,14 +320,14 @@ def resize_in_params(
     *,
     method: str = "linear",
 ) -> Mapping:
-    """Returns the parameters of a network for a grid of another size.
+    """Resizes the position embeddings among a network's parameters to another grid.
 
-    What is resized has the names of this module: "pos_embedding" (1, tokens, width), whose
-    last tokens are the patches, "row_embedding" and "column_embedding", and "relative_bias".
+    These are "pos_embedding" (1, tokens, width), whose last tokens are the patches,
+    "row_embedding" and "column_embedding", and "relative_bias".
 
     Args:
-      params: of the network, blocks one by one or stacked; no relative positions.
-      old_grid, grid, method: as of `resize_positions`.
+      params: parameters, blocks one by one or stacked, without relative positions.
+      old_grid, grid, method: see `resize_positions`.
     """
     if old_grid == grid:
         return params
