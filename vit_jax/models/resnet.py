@@ -1,8 +1,7 @@
 """ResNets: the BiT baselines, and the stem of the hybrids.
 
-Both have GroupNorm and standardised convolutions (BiT, arXiv:1912.11370, section 4.1),
-but they come from two codebases, and published weights need the exact constants of
-each. Parameters are named as in the published checkpoints of each.
+Both have GroupNorm and standardised convolutions (BiT, arXiv:1912.11370, section 4.1).
+Names and constants differ, as in the codebases whose published weights they load.
 Letters: B images, Y by X pixels, C channels, L classes.
 """
 
@@ -28,23 +27,23 @@ Features = Float[Array, "B Y X C"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StemConfig(NetworkConfig):
-    """What `config.model` states of a ResNet that stands alone or is a stem."""
+    """Keys of `config.model` for a ResNet, as a network or as a stem."""
 
     stage_depths: tuple[int, ...] = key(
-        (0,), "Units of each stage, in place of the variant's if not (0,).", below=1_000
+        (0,), "Units of each stage; (0,) is the variant's.", below=1_000
     )
-    stem_width: int = key(0, "Features of the root, likewise if not 0.", below=2**31)
+    stem_width: int = key(0, "Features of the root; 0 is the variant's.", below=2**31)
 
     @property
     def reduction(self) -> int:
-        """Pixels that a feature of the last stage is apart from the next."""
+        """Stride of the last stage in pixels."""
         return 4 * 2 ** max(0, len(self.stage_depths) - 1)
 
     def check_stem(self) -> None:
-        """Raises UserError unless the numbers can be those of a ResNet."""
+        """Raises UserError if depths or width are no numbers of a ResNet."""
         if any(count < 1 for count in self.stage_depths):
             raise UserError(
-                f"model.stage_depths={self.stage_depths} must be at least 1 unit a stage"
+                f"model.stage_depths={self.stage_depths} must be at least 1 unit per stage"
             )
         if self.stem_width % _GROUPS:
             raise UserError(
@@ -61,12 +60,12 @@ class ResNetConfig(StemConfig):
 
     zero_pool: bool = key(
         False,
-        "Zeros take part in the root's max pooling: so have timm and BiT's first code.",
+        "Pad with zeros before the root's max pooling, as timm and BiT's first code do.",
     )
 
     @property
     def patch_size(self) -> int:
-        """Pixels that the last features are apart."""
+        """Stride of the last stage in pixels."""
         return self.reduction
 
     def sized(self) -> "ResNetConfig":
@@ -82,13 +81,14 @@ class StdConv(nn.Module):
     """Convolution without bias whose kernel is standardised over each output channel.
 
     Attributes:
-      features: output channels.
-      kernel_size: side of the kernel, in pixels.
-      stride: step in pixels.
-      padding: pixels around, or "SAME".
-      epsilon: added to the variance, or to the deviation if `of_deviation`.
+      features: number of output channels.
+      kernel_size: side of the kernel in pixels.
+      stride: stride in pixels.
+      padding: padding on each side in pixels, or "SAME".
+      epsilon: term added to the variance, or to the standard deviation if
+        `of_deviation`.
       of_deviation: see epsilon.
-      dtype: of the computation.
+      dtype: dtype of the computation.
     """
 
     features: int
@@ -116,7 +116,7 @@ class StdConv(nn.Module):
             kernel = kernel / (jnp.sqrt(variance) + self.epsilon)
         else:
             kernel = kernel / jnp.sqrt(variance + self.epsilon)
-        if side == 1:  # The gradients of a product take less time than a convolution's.
+        if side == 1:  # A product has faster gradients than a convolution.
             dtype = jnp.dtype(self.dtype)
             x = x[:, :: self.stride, :: self.stride].astype(dtype)
             return x @ kernel[0, 0].astype(dtype)
@@ -133,7 +133,7 @@ class StdConv(nn.Module):
         return conv.apply({"params": {"kernel": kernel}}, x)
 
 
-# A custom derivative, because JAX's passes over `x` more often (docs/benchmarks.md).
+# JAX's derivative would pass over `x` more often (docs/benchmarks.md).
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def group_norm(
     x: Float[Array, "B Y X C"],
@@ -157,7 +157,7 @@ def _group_norm_forward(x, scale, bias, epsilon):
     x32 = x.astype(jnp.float32)
     mean = _per_group(x32.mean((1, 2)))
     centered = x32 - _per_channel(mean, x)[:, None, None]
-    # The exact variance: the fast one, E[x^2] - E[x]^2, loses digits.
+    # The faster E[x^2] - E[x]^2 would lose digits.
     rsqrt = jax.lax.rsqrt(_per_group(jnp.square(centered).mean((1, 2))) + epsilon)
     y = centered * (_per_channel(rsqrt, x) * scale[None])[:, None, None]
     y += bias[None, None, None]
@@ -171,29 +171,29 @@ def _group_norm_backward(epsilon, kept, grad):
     normed = (x32 - mean[:, None, None]) * rsqrt[:, None, None]
     pixels = x.shape[1] * x.shape[2]
     to_bias, to_scale = grad.sum((1, 2)), (grad * normed).sum((1, 2))
-    # Means over each group of the gradient of `normed`, and of its product with it.
+    # Means over each group of the gradient of `normed`, and of its product with `normed`.
     first = _per_channel(_per_group(to_bias * scale[None]), x) / pixels
     second = _per_channel(_per_group(to_scale * scale[None]), x) / pixels
-    # Coefficients a channel, so that one pass over `x` and `grad` is left.
-    of_x = -rsqrt * rsqrt * second
-    rest = -rsqrt * first - of_x * mean
-    found = (
+    # Coefficients per channel leave one pass over `x` and `grad`.
+    slope = -rsqrt * rsqrt * second
+    offset = -rsqrt * first - slope * mean
+    to_x = (
         grad * (rsqrt * scale[None])[:, None, None]
-        + x32 * of_x[:, None, None]
-        + rest[:, None, None]
+        + x32 * slope[:, None, None]
+        + offset[:, None, None]
     )
-    return found.astype(x.dtype), to_scale.sum(0), to_bias.sum(0)
+    return to_x.astype(x.dtype), to_scale.sum(0), to_bias.sum(0)
 
 
 group_norm.defvjp(_group_norm_forward, _group_norm_backward)
 
 
 class GroupNorm(nn.Module):
-    """`group_norm` with the parameters of Flax's.
+    """Group normalisation with the parameters of flax.linen.GroupNorm.
 
     Attributes:
-      epsilon: added to variances.
-      scale_init: initial value of the scale.
+      epsilon: term added to variances.
+      scale_init: initialiser of the scale.
     """
 
     epsilon: float
@@ -201,7 +201,7 @@ class GroupNorm(nn.Module):
 
     @nn.compact
     def __call__(self, x: Features) -> Features:
-        """Normalises."""
+        """Normalises groups of channels."""
         shape = (x.shape[-1],)
         scale = self.param("scale", self.scale_init, shape, jnp.float32)
         bias = self.param("bias", nn.initializers.zeros, shape, jnp.float32)
@@ -211,13 +211,13 @@ class GroupNorm(nn.Module):
 def max_pool(
     x: Features, borders: tuple[tuple[int, int], ...]
 ) -> Float[Array, "B y x C"]:
-    """Returns the largest of each 3x3 pixels at half of the resolution.
+    """Pools the maximum of 3x3 pixels with a stride of 2.
 
-    The gradient of XLA's own pooling takes seven times as long on a CPU.
+    The gradient of XLA's pooling takes seven times as long on a CPU.
 
     Args:
       x: features.
-      borders: pixels that are added above and below, left and right.
+      borders: padding in pixels, (above, below) and (left, right).
     """
     padded = jnp.pad(x, ((0, 0), *borders, (0, 0)), constant_values=-jnp.inf)
     high, wide = (side - 2 for side in padded.shape[1:3])
@@ -233,9 +233,9 @@ class PreActivationUnit(nn.Module):
     """Bottleneck unit of BiT: GroupNorm and ReLU before each convolution.
 
     Attributes:
-      features: of the bottleneck; a quarter of the output's.
-      stride: of the 3x3 convolution and the projection.
-      dtype: of the computation.
+      features: width of the bottleneck, a quarter of the output's.
+      stride: stride of the 3x3 convolution and of the projection.
+      dtype: dtype of the computation.
     """
 
     repeated: ClassVar[bool] = True  # See cost.py.
@@ -264,10 +264,10 @@ class Root(nn.Module):
     """First convolution and pooling of BiT.
 
     Attributes:
-      features: output channels.
-      zero_pool: whether zeros around the image take part in the max pooling, as in BiT's
-        first code and timm; they do not in big_vision.
-      dtype: of the computation.
+      features: number of output channels.
+      zero_pool: whether max pooling pads with zeros (BiT's first code, timm), not with
+        -inf (big_vision).
+      dtype: dtype of the computation.
     """
 
     features: int
@@ -285,13 +285,13 @@ class Root(nn.Module):
 
 
 class Stage(nn.Module):
-    """Units one after the other.
+    """A sequence of units.
 
     Attributes:
-      unit: makes one, given its stride and name.
-      count: of units.
-      stride: of the first; the others have 1.
-      digits: in the names, "unit1" or "unit01".
+      unit: constructor of a unit, with the arguments `stride` and `name`.
+      count: number of units.
+      stride: stride of the first unit; the others have 1.
+      digits: digits in the names: "unit1" or "unit01".
     """
 
     unit: Callable
@@ -312,8 +312,8 @@ class ResNet(nn.Module):
     """Image classifier of BiT ("ResNet (BiT)" in arXiv:2010.11929, section 4.1).
 
     Attributes:
-      config: of the network.
-      num_classes: L; 0 is no classifier.
+      config: config of the network.
+      num_classes: L; 0 for no classifier.
     """
 
     config: ResNetConfig
@@ -330,14 +330,13 @@ class ResNet(nn.Module):
         """Classifies images.
 
         Args:
-          images: normalised.
-          train: changes nothing: there is no random layer.
-          classify: whether there is a classifier; without, the result are the last
-            features.
+          images: normalised images.
+          train: no effect, since no layer is random.
+          classify: whether to classify; otherwise the last features are returned.
 
         Returns:
-          "pre_logits" (B, 4 * width of the last stage), the mean of the last features,
-          and "logits" (B, L), float32.
+          "pre_logits" (B, D), the mean of the last features, and "logits" (B, L), unless
+          L is 0; float32.
         """
         config = self.config
         width, dtype = config.stem_width, config.dtype
@@ -355,7 +354,8 @@ class ResNet(nn.Module):
 class PostActivationUnit(nn.Module):
     """Bottleneck unit of the hybrids' stem: GroupNorm after each convolution.
 
-    Attributes: as PreActivationUnit.
+    Attributes:
+      features, stride, dtype: see PreActivationUnit.
     """
 
     repeated: ClassVar[bool] = True  # See cost.py.
@@ -374,7 +374,7 @@ class PostActivationUnit(nn.Module):
         y = conv(self.features, 3, self.stride, name="conv2")(y)
         y = nn.relu(norm(name="gn2")(y))
         y = conv(4 * self.features, 1, name="conv3")(y)
-        # A unit begins as the identity.
+        # A zero scale makes the unit start as the identity.
         y = norm(scale_init=nn.initializers.zeros, name="gn3")(y)
         if x.shape[-1] != 4 * self.features or self.stride != 1:
             x = conv(4 * self.features, 1, self.stride, name="conv_proj")(x)
@@ -385,12 +385,12 @@ class PostActivationUnit(nn.Module):
 def stem(images: Features, config: StemConfig) -> Float[Array, "..."]:
     """Applies the ResNet in front of a hybrid's encoder.
 
-    A function, not a module, because the published checkpoints have its parameters
-    beside the encoder's: call it in a compact method.
+    Call it in a compact method. It is no module, because published checkpoints have its
+    parameters beside the encoder's.
 
     Args:
-      images: normalised.
-      config: of the hybrid.
+      images: normalised images.
+      config: config of the hybrid.
 
     Returns:
       Features at 1/4 of the resolution, halved by each stage but the first.

@@ -1,8 +1,8 @@
-"""Rotary position embeddings: queries and keys are turned by angles that grow with the place.
+"""Rotary position embeddings: queries and keys are rotated by their patches' positions.
 
-A product of two turned vectors depends on the offset of their patches. Feature i of a head
-is turned together with feature i + K/2; files that pair neighbours, or that have the column
-before the row, are read with their features in this order.
+The product of two rotated vectors depends on the offset of their patches. Feature i of a
+head is rotated together with feature i + K/2; features of files that pair neighbours, or
+have the column before the row, are reordered when they are read.
 Letters: Y by X patches, N patches or tokens, H heads, K head width, J its half.
 """
 
@@ -20,27 +20,27 @@ def angles(
     temperature: float,
     reference: int = 0,
 ) -> Float[np.ndarray, "1 N J"]:
-    """Returns the angles of each patch: those of its row, then those of its column.
+    """Returns the angles of each patch in radians, of its row, then of its column.
 
     Args:
-      kind: "axial": places are counted in patches (EVA-02, arXiv:2303.11331). "centered":
-        they go from -1 to 1 along each side of the image (DINOv3, arXiv:2508.10104).
+      kind: unit of positions: "axial", patches (EVA-02, arXiv:2303.11331), or "centered",
+        from -1 to 1 along each side of the image (DINOv3, arXiv:2508.10104).
       grid: Y and X.
       head_width: K, a multiple of 4.
-      temperature: ratio of the longest wave length to the shortest, nearly.
-      reference: side of the grid of the pretraining in patches, which an "axial" grid of
-        another size is stretched to; 0 stretches nothing.
+      temperature: approximate ratio of the longest wavelength to the shortest.
+      reference: side of the pretraining grid in patches, to which an "axial" grid of
+        another size is stretched; 0 for no stretching.
     """
     bands = temperature ** -np.linspace(0, 1, head_width // 4, endpoint=False)
-    places = []
+    sides = []
     for side in grid:
         at = np.arange(side, dtype=np.float64)
         if kind == "centered":
             at = 2 * np.pi * (2 * (at + 0.5) / side - 1)
         elif reference:
             at = at / side * reference
-        places.append(np.outer(at, bands))
-    rows, columns = places
+        sides.append(np.outer(at, bands))
+    rows, columns = sides
     both = [
         np.repeat(rows, grid[1], axis=0),
         np.tile(columns, (grid[0], 1)),
@@ -51,10 +51,10 @@ def angles(
 def mixed_angles(
     frequencies: Float[Array, "2 H J"], grid: tuple[int, int]
 ) -> Float[Array, "H N J"]:
-    """Returns angles of learnt directions (RoPE-Mixed, arXiv:2403.13298).
+    """Returns the angles of learnt directions (RoPE-Mixed, arXiv:2403.13298).
 
     Args:
-      frequencies: of a layer, along the rows and along the columns, in radians a patch.
+      frequencies: a layer's frequencies down and across, in radians per patch.
       grid: Y and X.
     """
     rows, columns = np.indices(grid, dtype=np.float32).reshape(2, 1, -1, 1)
@@ -65,12 +65,12 @@ def mixed_angles(
 def initial_frequencies(
     random: Float[Array, "depth H"], head_width: int, temperature: float
 ) -> Float[Array, "depth 2 H J"]:
-    """Returns the first frequencies of RoPE-Mixed: two directions at a right angle a head.
+    """Returns initial frequencies of RoPE-Mixed: two orthogonal directions per head.
 
     Args:
-      random: the directions, as parts of a turn.
+      random: directions as fractions of a full turn.
       head_width: K.
-      temperature: as of `angles`.
+      temperature: see `angles`.
     """
     bands = temperature ** -jnp.linspace(0, 1, head_width // 4, endpoint=False)
     bands = bands.reshape(1, 1, -1)
@@ -86,11 +86,11 @@ def initial_frequencies(
 def rotate(
     x: Float[Array, "B H N K"], turned: Float[Array, "*BH N J"]
 ) -> Float[Array, "B H N K"]:
-    """Turns queries or keys.
+    """Rotates queries or keys.
 
     Args:
-      x: head-major.
-      turned: angles in radians; 0 for tokens without a place.
+      x: queries or keys, head-major.
+      turned: angles in radians; 0 for tokens without a position.
     """
     turned = turned if turned.ndim == x.ndim else turned[None]
     cos, sin = jnp.cos(turned), jnp.sin(turned)

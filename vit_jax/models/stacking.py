@@ -1,8 +1,7 @@
-"""How encoder blocks are repeated: parameters one by one or stacked, rematerialisation.
+"""Repetition of encoder blocks: stacked parameters, scan, rematerialisation.
 
-One by one, block 3 is "Transformer/encoderblock_3/...", as in all checkpoints. Stacked,
-all blocks are "Transformer/encoderblock/..." with a leading axis of length depth, over
-which a scan runs.
+In checkpoints, block 3 is "Transformer/encoderblock_3/...". Stacked, all blocks are
+"Transformer/encoderblock/..." with a leading axis of length depth, for a scan.
 """
 
 import functools
@@ -28,8 +27,8 @@ def stack(params: Mapping) -> dict:
         such blocks (a ResNet, or stacked already) it is returned unchanged.
 
     Returns:
-      The same with the blocks under "Transformer/encoderblock"; stacked shapes have no
-      sharding.
+      The parameters with the blocks under "Transformer/encoderblock"; stacked
+      jax.ShapeDtypeStruct have no sharding.
     """
     blocks, others = _split(params)
     if not blocks:
@@ -65,31 +64,28 @@ def convert(
     """Applies a function to every parameter tree of a network within a larger tree.
 
     Args:
-      tree: such as a training state.
+      tree: larger tree, such as a training state.
       function: `stack` or `unstack`.
-      like: the same tree with the network in the layout that it computes with. What has
-        the structure of `params` there (moments, averages) is converted; parameters of
-        other networks, such as a teacher's, stay.
-      params: parameters of the network, as `like` has them.
-
-    Returns:
-      The tree with those parts converted.
+      like: the same tree with the network in the layout of its computation. Subtrees of
+        the structure of `params` (moments, averages) are converted; others, such as a
+        teacher's parameters, are not.
+      params: parameters of the network, in the layout of `like`.
     """
-    own = jax.tree.structure(params)
+    structure = jax.tree.structure(params)
 
-    def is_own(node):
-        return isinstance(node, Mapping) and jax.tree.structure(node) == own
+    def is_network(node):
+        return isinstance(node, Mapping) and jax.tree.structure(node) == structure
 
     return jax.tree.map(
-        lambda node, part: function(part) if is_own(node) else part,
+        lambda node, subtree: function(subtree) if is_network(node) else subtree,
         like,
         tree,
-        is_leaf=is_own,
+        is_leaf=is_network,
     )
 
 
 def is_stacked(path: str) -> bool:
-    """Returns whether the parameter at a path has the leading axis of the blocks."""
+    """Returns whether a parameter has the leading axis of stacked blocks."""
     return f"{ENCODER}/{STACKED}/" in path
 
 
@@ -98,11 +94,12 @@ def map_paths(params: Mapping, function: Callable[[str], object]) -> dict:
 
     Args:
       params: nested dict of arrays or jax.ShapeDtypeStruct, in either layout.
-      function: of a path as in checkpoints, "Transformer/encoderblock_0/.../kernel".
+      function: function of a path as in checkpoints,
+        "Transformer/encoderblock_0/.../kernel".
 
     Returns:
-      Nested dict of values. Where values of stacked blocks differ, an array of them
-      that broadcasts against the parameter.
+      Nested dict of values; if they differ between stacked blocks, an array that
+      broadcasts against the parameter.
     """
 
     def value(keys, leaf):
@@ -149,17 +146,17 @@ _policies = jax.checkpoint_policies
 
 def _save_attention(primitive, *args, **params) -> bool:
     named = _policies.save_only_these_names("attention")(primitive, *args, **params)
-    # cuDNN's results, of jax.nn.dot_product_attention, have no name.
+    # Results of cuDNN in jax.nn.dot_product_attention have no name.
     return named or primitive.name.startswith("dot_product_attention_fwd")
 
 
-# Name -> what is saved besides the block's input; the rest is recomputed.
+# Name -> policy of the values that are saved beside a block's input; others are recomputed.
 REMAT_POLICIES = {
-    "none": None,  # Everything that the derivatives need.
+    "none": None,  # Saves all that the derivatives need.
     "full": _policies.nothing_saveable,
-    # Results of the six projections and dense layers.
+    # Saves the results of the six projections and dense layers.
     "dots": _policies.dots_with_no_batch_dims_saveable,
-    # Results of attention, so that its kernel runs only once.
+    # Saves the results of attention, so its kernel runs once.
     "attention": _save_attention,
 }
 
@@ -168,13 +165,10 @@ def wrap_remat(function: Callable, name: str, *, in_scan: bool) -> Callable:
     """Applies a rematerialisation policy to a function.
 
     Args:
-      function: of a module and arrays, for flax.linen.remat.
-      name: one of REMAT_POLICIES.
-      in_scan: whether it is the body of a scan, where XLA cannot merge recomputed with
-        earlier results.
-
-    Returns:
-      A function with the same results and gradients.
+      function: function of a module and arrays, for flax.linen.remat.
+      name: a key of REMAT_POLICIES.
+      in_scan: whether `function` is the body of a scan, where XLA cannot merge recomputed
+        with earlier results.
     """
     if name == "none":
         return function
@@ -191,11 +185,11 @@ def scan(
     """Runs equal blocks as a scan over stacked parameters; call it in a compact method.
 
     Args:
-      run: of a block, tokens and further inputs; returns tokens, and None.
-      block: named STACKED.
+      run: function of a block, its tokens and its other inputs to (tokens, None).
+      block: block whose name is STACKED.
       x: tokens.
-      layers: further inputs of each block: equal trees of arrays, numbers and None.
-      config: of the encoder: its depth, dtype and `remat_policy`.
+      layers: other inputs of each block, trees of equal structure.
+      config: config of the encoder, with `depth`, `dtype` and `remat_policy`.
     """
     rounds = config.dtype != "float32"
     if rounds:
@@ -217,8 +211,8 @@ class _Rounded(NamedTuple):
     """A parameter of a product under a scan.
 
     Attributes:
-      exact: its value, which takes no gradient.
-      rounded: takes the gradient; the value is not read.
+      exact: float32 value, which gets no gradient.
+      rounded: value in the dtype of the computation, used for its gradient alone.
     """
 
     exact: Float[Array, "*S"]
@@ -237,15 +231,15 @@ _with_gradient_of.defvjp(
 
 
 def _split_rounded(params: Mapping, config: object) -> Mapping:
-    """Separates the parameters of products into values and what takes gradients.
+    """Separates the values of parameters of products from those that get gradients.
 
-    Products round their parameters to the dtype of the computation anyway. Rounded
-    before the scan, parameters get gradients that it stacks in that dtype and not in
-    float32. What products read is rounded in the scan, so that no rounded copy of all
-    blocks is in memory; without rematerialisation the scan would keep one in any case.
+    Products round their parameters to the dtype of the computation anyway. Gradients go
+    to parameters that are rounded before the scan, so it stacks gradients in that dtype,
+    not in float32. Values are rounded in the scan, so memory holds no rounded copy of
+    all blocks; without rematerialisation the scan would keep one in any case.
     """
 
-    def split_one(path, leaf):
+    def split_leaf(path, leaf):
         if any("LayerNorm" in key.key for key in path):
             return leaf
         rounded = leaf.astype(config.dtype)
@@ -253,20 +247,20 @@ def _split_rounded(params: Mapping, config: object) -> Mapping:
             return rounded
         return _Rounded(jax.lax.stop_gradient(leaf), rounded)
 
-    return jax.tree.map_with_path(split_one, params)
+    return jax.tree.map_with_path(split_leaf, params)
 
 
 def _round(params: Mapping, dtype: str) -> Mapping:
-    """Returns the parameters of one block, those of products rounded."""
+    """Returns the parameters of one block, with those of products rounded."""
 
-    def round_one(leaf):
+    def round_leaf(leaf):
         if not isinstance(leaf, _Rounded):
             return leaf
-        # XLA moves a mere conversion out of the loop, to all blocks at once.
+        # XLA would move a plain conversion out of the loop and round all blocks at once.
         kind = jnp.finfo(dtype)
         value = jax.lax.reduce_precision(leaf.exact, kind.nexp, kind.nmant)
         return _with_gradient_of(value.astype(dtype), leaf.rounded)
 
     return jax.tree.map(
-        round_one, params, is_leaf=lambda leaf: isinstance(leaf, _Rounded)
+        round_leaf, params, is_leaf=lambda leaf: isinstance(leaf, _Rounded)
     )

@@ -1,9 +1,9 @@
 """Text transformers: the tower beside an image network in CLIP, LiT and SigLIP.
 
-What a pair of towers has beside the image network is one tree of parameters: "text", the
-tower here; "projection", a linear map of the image's features, unless these are of the
-width of the shared space; "logit_scale" (1,), the logarithm of what similarities are
-multiplied by; and "logit_bias" (1,), added to them, unless it is 0.
+The parameters beside the image network are one tree: "text", the text tower;
+"projection", a linear map of image features, absent if their width is that of the shared
+space; "logit_scale" (1,), the logarithm of the factor of similarities; and "logit_bias"
+(1,), the term added to them, absent if 0.
 
 Letters: B images or texts, T tokens, D model width, E width of the shared space, K texts.
 """
@@ -29,9 +29,9 @@ TEXT, PROJECTION = "text", "projection"
 LOGIT_SCALE, LOGIT_BIAS = "logit_scale", "logit_bias"
 PARAMS = (TEXT, PROJECTION, LOGIT_SCALE, LOGIT_BIAS)
 
-# Added to the logits of the tokens behind one, which so get no attention in any dtype.
+# Added to the logits of later tokens, which then get no attention in any dtype.
 _HIDDEN = -1e30
-_EPSILON = 1e-8  # Added to the length of an embedding, as in LiT.
+_EPSILON = 1e-8  # Added to the norm of an embedding, as in LiT.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,46 +39,48 @@ class TextConfig:
     """A text transformer."""
 
     vocab_size: int = key(
-        0, "Tokens that it knows; 0: as many as `data.tokenizer` has.", below=2**31
+        0, "Number of tokens; 0 is that of `data.tokenizer`.", below=2**31
     )
-    width: int = key(768, "Features of a token.", at_least=1)
-    depth: int = key(12, "Blocks.", at_least=1)
-    num_heads: int = key(12, "Attention heads.", at_least=1)
-    mlp_dim: int = key(0, "Hidden units of an MLP; 0: four times the width.")
+    width: int = key(768, "Features per token.", at_least=1)
+    depth: int = key(12, "Number of blocks.", at_least=1)
+    num_heads: int = key(12, "Attention heads per block.", at_least=1)
+    mlp_dim: int = key(0, "Hidden units of the MLPs; 0 is four times the width.")
     causal: bool = key(
-        False, "A token sees those before it alone (CLIP), not all (LiT, SigLIP)."
+        False, "Causal attention (CLIP), not bidirectional (LiT, SigLIP)."
     )
     pool: str = key(
         "last",
-        'Token that stands for the text: the "last" (LiT, SigLIP), or the first that '
-        'ends a text, "eos" (CLIP).',
+        'Token whose output is the embedding: the "last" (LiT, SigLIP), or the first '
+        'end-of-text token, "eos" (CLIP).',
         choices=("last", "eos"),
     )
     eos_id: int = key(
         -1,
-        "Number of that token; -1: that of `data.tokenizer`.",
+        "Number of the end-of-text token; -1 is that of `data.tokenizer`.",
         at_least=-1,
         only_if={"pool": ("eos",)},
     )
     projection: str = key(
         "bias",
-        'Last linear layer: with "bias" (LiT, SigLIP), or without, "plain" (CLIP).',
+        'Last linear layer: with "bias" (LiT, SigLIP), or "plain", without (CLIP).',
         choices=("bias", "plain"),
     )
     activation: str = key(
-        "gelu_tanh", "As `model.activation`.", choices=tuple(ACTIVATIONS)
+        "gelu_tanh",
+        "Activation of the MLPs, as in `model.activation`.",
+        choices=tuple(ACTIVATIONS),
     )
     layer_norm_eps: float = key(1e-6, "Epsilon of the LayerNorms.", above=0)
 
     def build(
         self, num_tokens: int, embed_dim: int, dtype: str, remat_policy: str = "none"
     ) -> "TextTransformer":
-        """Returns the network.
+        """Builds the network.
 
         Args:
-          num_tokens: T, tokens of a text.
+          num_tokens: T, number of tokens per text.
           embed_dim: E, width of the shared space.
-          dtype, remat_policy: as of the image network.
+          dtype, remat_policy: see `EncoderConfig`.
         """
         return TextTransformer(self, num_tokens, embed_dim, dtype, remat_policy)
 
@@ -87,7 +89,7 @@ class TextTransformer(nn.Module):
     """Embeds texts.
 
     Attributes:
-      config: its sizes; `vocab_size`, and `eos_id` if read, are stated.
+      config: config of the tower, with `vocab_size` and, for pool "eos", `eos_id` set.
       num_tokens, embed_dim, dtype, remat_policy: see `TextConfig.build`.
     """
 
@@ -99,7 +101,7 @@ class TextTransformer(nn.Module):
 
     @nn.compact
     def __call__(self, tokens: Int[Array, "B T"]) -> Float[Array, "B E"]:
-        """Returns embeddings, float32, that are not normalised."""
+        """Returns unnormalised embeddings, float32."""
         config, T = self.config, self.num_tokens
         init = nn.initializers.normal
         shape = (config.vocab_size, config.width)
@@ -148,10 +150,10 @@ def _run_block(block: Block, x: jax.Array, positions: Positions | None) -> jax.A
 
 
 def embed_images(params: Mapping, features: Float[Array, "B D"]) -> Float[Array, "B E"]:
-    """Returns the embeddings of images, of length 1.
+    """Returns unit-length embeddings of images.
 
     Args:
-      params: of the towers, without the image network.
+      params: parameters beside the image network.
       features: `pre_logits` of the image network.
     """
     x = features.astype(jnp.float32)
@@ -165,18 +167,18 @@ def embed_images(params: Mapping, features: Float[Array, "B D"]) -> Float[Array,
 def embed_texts(
     module: TextTransformer, params: Mapping, tokens: Int[Array, "B T"]
 ) -> Float[Array, "B E"]:
-    """Returns the embeddings of texts, of length 1.
+    """Returns unit-length embeddings of texts.
 
     Args:
-      module: the text tower.
+      module: text tower.
       params: see `embed_images`.
-      tokens: of the texts.
+      tokens: tokens of the texts.
     """
     return normalized(module.apply({"params": params[TEXT]}, tokens))
 
 
 def normalized(x: Float[Array, "B E"]) -> Float[Array, "B E"]:
-    """Divides rows by their length; of zeros they stay zeros, and so do gradients."""
+    """Divides rows by their norms; zero rows have the value and the gradient 0."""
     square = jnp.square(x).sum(-1, keepdims=True)
     safe = jnp.where(square > 0, square, 1)
     return x / (jnp.sqrt(safe) + _EPSILON)
@@ -189,33 +191,33 @@ def logits(
 
     Args:
       params: see `embed_images`.
-      images, texts: their embeddings.
+      images, texts: unit-length embeddings.
     """
     scale, bias = scale_and_bias(params)
     return scale * (images @ texts.T) + bias
 
 
 def scale_and_bias(params: Mapping) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """Returns what similarities are multiplied by, and what is added to them."""
+    """Returns the factor of similarities, and the term added to them."""
     scale = jnp.exp(jnp.asarray(params[LOGIT_SCALE]).reshape(()))
     bias = jnp.asarray(params.get(LOGIT_BIAS, jnp.zeros(1))).reshape(())
     return scale, bias
 
 
 def check_params(module: TextTransformer, params: Mapping, source: str) -> None:
-    """Raises UserError unless parameters are those of a tower.
+    """Raises UserError if names or shapes of parameters are not those of a tower.
 
     Args:
-      module: the tower.
+      module: text tower.
       params: nested dict of arrays.
-      source: of the parameters, for the message.
+      source: name of the checkpoint, for the message.
     """
     wanted = {k: v.shape for k, v in flatten_dict(shapes(module), sep="/").items()}
-    found = {k: v.shape for k, v in flatten_dict(dict(params), sep="/").items()}
-    for name in sorted(wanted.keys() | found.keys()):
-        if wanted.get(name) != found.get(name):
+    given = {k: v.shape for k, v in flatten_dict(dict(params), sep="/").items()}
+    for name in sorted(wanted.keys() | given.keys()):
+        if wanted.get(name) != given.get(name):
             raise UserError(
-                f"{source}: text/{name} has shape {found.get(name)}, but its text tower "
+                f"{source}: text/{name} has shape {given.get(name)}, but its text tower "
                 f"has {wanted.get(name)}: give the whole checkpoint"
             )
 
