@@ -139,7 +139,11 @@ def test_gelu_flavours_differ_a_little():
             {"pool": "tok"},
             "pool='tok' is not one of token, gap, token_gap, map",
         ),
-        ("B/16", {"pool": "token_gap", "fc_norm": True}, "needs another pool than"),
+        (
+            "B/16",
+            {"pool": "token_gap", "fc_norm": True},
+            "fc_norm=True with model.pool='token_gap'",
+        ),
         ("B/16", {"posemb": "2d"}, "posemb='2d' is not one of learned, learned2d"),
         (
             "B/16",

@@ -1,8 +1,8 @@
 """Swin Transformers V1 (arXiv:2103.14030) and V2 (arXiv:2111.09883).
 
 Attention stays within windows of the grid of patches, which every second block shifts;
-between the stages 2x2 patches are merged into one. The libraries whose files are read
-treat a grid that windows do not divide in three ways, see `WINDOW_PADDINGS`.
+2x2 patches are merged into one between stages. Libraries treat a grid that windows do
+not divide in three ways, see `WINDOW_PADDINGS`.
 
 Letters: B images, Y by X patches, N patches, W windows, M patches of a window, H heads,
 K head width, D width, L classes.
@@ -31,21 +31,20 @@ from vit_jax.models.layers import (
     drop_path,
 )
 from vit_jax.models.network import BlockWindows, NetworkConfig
+from vit_jax.models.variants import overridden
 
 # Values of `model.window_padding`. A grid that windows do not divide is padded after the
-# shift (timm) or before it (Microsoft's detection code, transformers). Along a side that
-# is no longer than the window, nothing is shifted (timm, by axis), or there is no shift
-# at all (Microsoft, and V1 of transformers); V2 of transformers follows the height alone
-# and masks twice as strongly.
+# shift (timm) or before it (Microsoft's detection code, transformers). If a side is no
+# longer than the window, there is no shift along it (timm) or along either side
+# (Microsoft, and V1 of transformers); V2 of transformers looks at the height alone and
+# masks twice as strongly.
 WINDOW_PADDINGS = ("timm", "microsoft", "transformers")
 BIAS_RESIZES = ("bicubic", "geometric")  # Microsoft's and timm's.
 
-_MASKED = -100.0  # Added to the logits of patches that the shift has brought together.
-_LARGEST_SCALE = math.log(100)  # Of V2's cosines, as its logarithm.
-_BIAS_UNITS, _BIAS_RANGE = (
-    512,
-    16,
-)  # Hidden units of V2's bias network; its largest bias.
+_MASKED = -100.0  # Added to the logits of patches that only the shift made neighbours.
+_LARGEST_SCALE = math.log(100)  # Upper limit of the logarithm of V2's logit scale.
+_BIAS_UNITS = 512  # Hidden units of V2's bias network.
+_BIAS_RANGE = 16  # Largest bias of that network.
 _init = nn.initializers.truncated_normal(0.02)
 
 Grid = tuple[int, int]
@@ -56,9 +55,9 @@ class Size:
     """Numbers of one size (arXiv:2103.14030, section 3.3).
 
     Attributes:
-      width: features a patch of the first stage; each next stage has twice as many.
+      width: features per patch of the first stage, doubled in each next stage.
       stage_depths: blocks of each stage.
-      num_heads: of each stage.
+      num_heads: attention heads of each stage.
     """
 
     width: int
@@ -78,7 +77,7 @@ SIZES = {
 class SwinConfig(NetworkConfig):
     """Swin Transformers, as `Swin-T`, `Swin-B/w12` and `SwinV2-T/w8`.
 
-    A window is 7 patches wide, and 8 in V2, unless the variant or `window_size` says so.
+    A window is 7 patches wide, in V2 8, unless the variant or `window_size` differs.
     """
 
     names: ClassVar[tuple[str, ...]] = (
@@ -93,35 +92,40 @@ class SwinConfig(NetworkConfig):
     after_blocks = ("norm", "head")
 
     variant: str = key("Swin-T", "")
-    patch_size: int = key(4, "Side of a patch, in pixels.", at_least=1)
-    width: int = key(0, "Features a patch of the first stage, if not 0; later doubled.")
-    stage_depths: tuple[int, ...] = key(
-        (0,), "Blocks of each stage, in place of the variant's ..."
+    patch_size: int = key(4, "Side of a patch in pixels.", at_least=1)
+    width: int = key(
+        0, "Features per patch of the first stage, doubled later; 0 is the variant's."
     )
-    num_heads: tuple[int, ...] = key((0,), "... and heads of each.")
-    mlp_ratio: float = key(4.0, "Hidden units of an MLP a feature.", above=0)
-    window_size: int = key(0, "Side of a window in patches, in place of the variant's.")
+    stage_depths: tuple[int, ...] = key(
+        (0,), "Blocks of each stage; (0,) is the variant's."
+    )
+    num_heads: tuple[int, ...] = key(
+        (0,), "Attention heads of each stage; (0,) is the variant's."
+    )
+    mlp_ratio: float = key(4.0, "Hidden units of an MLP per feature.", above=0)
+    window_size: int = key(0, "Side of a window in patches; 0 is the variant's.")
     pretrained_window_sizes: tuple[int, ...] = key(
         (0,),
-        "V2: windows of each stage at which coordinates are from -1 to 1; 0 is its own.",
+        "V2: window sizes of each stage that scale coordinates to [-1, 1]; 0 is the "
+        "current window.",
     )
     window_padding: str = key(
         "timm",
-        "How windows meet a grid that they do not divide, or that is no longer than "
-        "they: timm pads after the shift, the others before.",
+        "Padding of a grid that windows do not divide, after the shift (timm) or before "
+        "it (the others), and shift of a grid no longer than a window.",
         choices=WINDOW_PADDINGS,
     )
     bias_resize: str = key(
         "bicubic",
-        "How V1's bias tables are resized for other windows: bicubic as Microsoft, "
-        "geometric as timm.",
+        "Method that resizes V1's bias tables for other windows: bicubic (Microsoft) or "
+        "geometric (timm).",
         choices=BIAS_RESIZES,
     )
-    activation: str = key("gelu", "Of the MLPs.", choices=tuple(ACTIVATIONS))
-    layer_norm_eps: float = key(1e-5, "Added to variances.", above=0)
+    activation: str = key("gelu", "Activation of the MLPs.", choices=tuple(ACTIVATIONS))
+    layer_norm_eps: float = key(1e-5, "Epsilon of the LayerNorms.", above=0)
     drop_path_rate: float = key(
         0.0,
-        "Stochastic depth of the last block; it grows from 0.",
+        "Stochastic depth: drop rate of the last block; it grows linearly from 0.",
         below=1,
         training_only=True,
     )
@@ -133,44 +137,42 @@ class SwinConfig(NetworkConfig):
 
     @property
     def encoder_stride(self) -> int:
-        """Side of a patch of the last stage, in pixels."""
+        """Side of a patch of the last stage in pixels."""
         return self.patch_size * 2 ** (len(self.size.stage_depths) - 1)
 
     @property
     def size(self) -> Size:
-        """The variant's numbers, and what replaces them."""
-        stated = {f.name: getattr(self, f.name) for f in dataclasses.fields(Size)}
-        numbers = {name: value for name, value in stated.items() if np.any(value)}
-        return dataclasses.replace(self._parsed[0], **numbers)
+        """The variant's numbers, or the keys that replace them."""
+        return overridden(self._parsed[0], self)
 
     @property
     def window(self) -> int:
-        """Side of a window, in patches."""
+        """Side of a window in patches."""
         return self.window_size or self._parsed[1]
 
     @property
     def _parsed(self) -> tuple[Size, int]:
-        found = re.fullmatch(r"Swin(V2)?-(\w+?)(?:/w([1-9]\d?))?", self.variant)
-        if not found or found[2] not in SIZES:
+        match = re.fullmatch(r"Swin(V2)?-(\w+?)(?:/w([1-9]\d?))?", self.variant)
+        if not match or match[2] not in SIZES:
             raise UserError(
                 f"model.variant={self.variant!r} is not Swin-SIZE or SwinV2-SIZE with a "
                 f"size out of {', '.join(SIZES)}, perhaps with a window of 1 to 99 patches, "
                 "as 'Swin-T' or 'SwinV2-B/w16'"
             )
-        return SIZES[found[2]], int(found[3] or (8 if found[1] else 7))
+        return SIZES[match[2]], int(match[3] or (8 if match[1] else 7))
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of all stages."""
+        """Number of blocks of all stages."""
         return sum(self.size.stage_depths)
 
     def layer_of(self, path: str) -> int:
         """See `NetworkConfig.layer_of`; merging belongs to the block before it."""
-        if inside := re.match(r"stage_(\d+)/(?:block_(\d+)|merge)", path):
-            stage = int(inside[1])
+        if match := re.match(r"stage_(\d+)/(?:block_(\d+)|merge)", path):
+            stage = int(match[1])
             depths = self.size.stage_depths
-            if inside[2]:
-                return sum(depths[:stage]) + int(inside[2]) + 1
+            if match[2]:
+                return sum(depths[:stage]) + int(match[2]) + 1
             return sum(depths[: stage + 1])
         return super().layer_of(path)
 
@@ -200,18 +202,15 @@ class SwinConfig(NetworkConfig):
     def resize(
         self, params: Mapping, source: NetworkConfig, old_grid: Grid, grid: Grid
     ) -> Mapping:
-        """Returns bias tables for the windows of another grid; V2 has none."""
-        stages = source.layout(old_grid), self.layout(grid)
-        windows = [[windows.size for windows, _ in layout] for layout in stages]
-        if (
-            self.v2
-            or source.v2
-            or windows[0] == windows[1]
-            or len(windows[0]) != len(windows[1])
-        ):
+        """Resizes V1's bias tables to the windows of another grid."""
+        old_sizes, sizes = (
+            [windows.size for windows, _ in config.layout(patches)]
+            for config, patches in ((source, old_grid), (self, grid))
+        )
+        if self.v2 or source.v2 or len(old_sizes) != len(sizes) or old_sizes == sizes:
             return params
         resized = dict(params)
-        for i, (old, new) in enumerate(zip(*windows, strict=True)):
+        for i, (old, new) in enumerate(zip(old_sizes, sizes, strict=True)):
             if old == new:
                 continue
             stage = resized[f"stage_{i}"] = dict(params[f"stage_{i}"])
@@ -225,41 +224,41 @@ class SwinConfig(NetworkConfig):
     def window_attention(
         self, module: nn.Module, params: Mapping, images: Float[Array, "B Y X C"]
     ) -> tuple[dict[str, Array], list[BlockWindows]]:
-        """Returns outputs, and the attention of each block in its windows."""
+        """See `NetworkConfig.window_attention`."""
         outputs, kept = module.apply(
             {"params": params}, images, mutable=[INTERMEDIATES]
         )
         grid = tuple(side // self.patch_size for side in images.shape[1:3])
         blocks = []
-        for i, both in enumerate(self.layout(grid)):
-            weights = kept[INTERMEDIATES][f"stage_{i}"]
-            blocks += [
-                BlockWindows(
-                    stage=i,
-                    block=j,
-                    shifted=any(both[j % 2].shift),
-                    grid=both[j % 2].grid,
-                    patches=both[j % 2].patches(),
-                    weights=weights[f"block_{j}"]["attn"]["weights"][0],
+        for i, layout in enumerate(self.layout(grid)):
+            stage = kept[INTERMEDIATES][f"stage_{i}"]
+            for j in range(len(stage)):
+                windows = layout[j % 2]
+                blocks.append(
+                    BlockWindows(
+                        stage=i,
+                        block=j,
+                        shifted=any(windows.shift),
+                        grid=windows.grid,
+                        patches=windows.patches(),
+                        weights=stage[f"block_{j}"]["attn"]["weights"][0],
+                    )
                 )
-                for j in range(len(weights))
-            ]
         return outputs, blocks
 
     def layout(self, grid: Grid) -> list[tuple["Windows", "Windows"]]:
         """Returns the windows of each stage, without and with the shift."""
-        both = []
+        stages = []
         for _ in self.size.stage_depths:
-            both.append(
-                tuple(self._windows(grid, shifted) for shifted in (False, True))
-            )
+            stages.append((self._windows(grid, False), self._windows(grid, True)))
             grid = -(-grid[0] // 2), -(-grid[1] // 2)
-        return both
+        return stages
 
     def _windows(self, grid: Grid, shifted: bool) -> "Windows":
         window, shift = self.window, self.window // 2 if shifted else 0
+        transformers_v2 = self.window_padding == "transformers" and self.v2
         sides = grid
-        if self.window_padding == "transformers" and self.v2:
+        if transformers_v2:
             sides = (grid[0], grid[0])
         elif self.window_padding != "timm":
             sides = (min(grid), min(grid))
@@ -268,8 +267,7 @@ class SwinConfig(NetworkConfig):
             size=tuple(min(side, window) for side in sides),
             shift=tuple(0 if side <= window else shift for side in sides),
             pad_first=self.window_padding != "timm",
-            masked=_MASKED
-            * (2 if self.window_padding == "transformers" and self.v2 else 1),
+            masked=2 * _MASKED if transformers_v2 else _MASKED,
         )
 
 
@@ -277,11 +275,11 @@ class Windows(NamedTuple):
     """Windows of a block.
 
     Attributes:
-      grid: patches down and across.
-      size: patches of a window, likewise.
-      shift: of the windows, in patches.
+      grid: patches of the image, down and across.
+      size: patches of a window, down and across.
+      shift: shift of the windows in patches, down and across.
       pad_first: whether the grid is padded before it is shifted.
-      masked: what is added to logits of patches that are no neighbours.
+      masked: term added to logits of patches that are no neighbours.
     """
 
     grid: Grid
@@ -292,11 +290,11 @@ class Windows(NamedTuple):
 
     @property
     def padded(self) -> Grid:
-        """The grid, made a multiple of the windows."""
+        """The grid, padded to a multiple of the window."""
         return tuple(-(-g // s) * s for g, s in zip(self.grid, self.size, strict=True))
 
     def split(self, x: Float[Array, "B N D"]) -> Float[Array, "B W M D"]:
-        """Returns patches by window; those of the padding are zeros."""
+        """Returns patches by window; padding is zeros."""
         B, _, D = x.shape
         x = x.reshape(B, *self.grid, D)
         more = [(0, p - g) for p, g in zip(self.padded, self.grid, strict=True)]
@@ -315,20 +313,19 @@ class Windows(NamedTuple):
         (Y, X), (h, w) = self.padded, self.size
         x = x.reshape(B, Y // h, X // w, h, w, D).swapaxes(2, 3).reshape(B, Y, X, D)
         y, z = self.grid
-        x = (
-            _roll(x, self.shift)[:, :y, :z]
-            if self.pad_first
-            else _roll(x[:, :y, :z], self.shift)
-        )
+        if self.pad_first:
+            x = _roll(x, self.shift)[:, :y, :z]
+        else:
+            x = _roll(x[:, :y, :z], self.shift)
         return x.reshape(B, -1, D)
 
     def patches(self) -> Int[Array, "W M"]:
-        """Returns the number of each patch of a window; -1 is padding."""
+        """Returns the index in the grid of each patch of a window; -1 is padding."""
         numbers = jnp.arange(1.0, self.grid[0] * self.grid[1] + 1)
         return self.split(numbers[None, :, None])[0, :, :, 0].astype(int) - 1
 
     def mask(self) -> Float[np.ndarray, "W M M"] | None:
-        """Returns what is added to the logits of each window; None without a shift."""
+        """Returns the term added to the logits of each window; None without a shift."""
         if not any(self.shift):
             return None
         rows, columns = (
@@ -336,9 +333,9 @@ class Windows(NamedTuple):
             for n, size, shift in zip(self.padded, self.size, self.shift, strict=True)
         )
         (Y, X), (h, w) = self.padded, self.size
-        part = 3 * rows[:, None] + columns  # Of what was together before the shift.
-        part = part.reshape(Y // h, h, X // w, w).swapaxes(1, 2).reshape(-1, h * w)
-        apart = part[:, :, None] != part[:, None]
+        region = 3 * rows[:, None] + columns  # Patches of a region are neighbours.
+        region = region.reshape(Y // h, h, X // w, w).swapaxes(1, 2).reshape(-1, h * w)
+        apart = region[:, :, None] != region[:, None]
         return np.where(apart, np.float32(self.masked), np.float32(0))
 
 
@@ -351,11 +348,11 @@ def _roll(x, shift):
 
 
 class SwinTransformer(nn.Module):
-    """A Swin Transformer; its windows are those of the images it is called with.
+    """A Swin Transformer; its windows follow from the size of the images.
 
     Attributes:
-      config: of the network.
-      num_classes: L; 0 is no classifier.
+      config: config of the network.
+      num_classes: L; 0 for no classifier.
     """
 
     config: SwinConfig
@@ -373,11 +370,11 @@ class SwinTransformer(nn.Module):
         """Classifies images.
 
         Args:
-          images: normalised.
-          train: whether stochastic depth acts.
-          edit_patches: changes the patch embeddings (B, patches, width).
-          classify: whether there is a classifier; without, the result are the patches of
-            the last stage.
+          images: normalised images.
+          train: whether stochastic depth is active.
+          edit_patches: function of the patch embeddings (B, patches, width).
+          classify: whether to classify; otherwise the patches of the last stage are
+            returned.
 
         Returns:
           "logits" (B, L), unless L is 0, and "pre_logits" (B, D).
@@ -393,16 +390,14 @@ class SwinTransformer(nn.Module):
         x = x if edit_patches is None else edit_patches(x)
         rates = np.linspace(0, config.drop_path_rate, sum(size.stage_depths)).tolist()
         layout, first = config.layout(grid), 0
-        for i, (windows, depth) in enumerate(
-            zip(layout, size.stage_depths, strict=True)
-        ):
+        pretrained = config.pretrained_window_sizes
+        pretrained *= 1 if len(pretrained) > 1 else len(layout)
+        for i, depth in enumerate(size.stage_depths):
             stage = Stage(
                 config,
                 size.num_heads[i],
-                windows,
-                config.pretrained_window_sizes[
-                    min(i, len(config.pretrained_window_sizes) - 1)
-                ],
+                layout[i],
+                pretrained[i],
                 tuple(rates[first : first + depth]) if train else (0.0,) * depth,
                 merges=i + 1 < len(layout),
                 name=f"stage_{i}",
@@ -416,14 +411,14 @@ class SwinTransformer(nn.Module):
 
 
 class Stage(nn.Module):
-    """Blocks at one resolution, every second with a shift, and the merging after them.
+    """Blocks of one resolution, every second with a shift, and the merging after them.
 
     Attributes:
-      config: of the network.
+      config: config of the network.
       num_heads: H.
-      windows: without and with the shift.
-      pretrained_window: see `SwinConfig.pretrained_window_sizes`.
-      drop_path_rates: of each block.
+      windows: windows without and with the shift.
+      pretrained_window: window size that scales V2's coordinates to [-1, 1], or 0.
+      drop_path_rates: drop rate of each block.
       merges: whether 2x2 patches are merged at the end.
     """
 
@@ -436,7 +431,7 @@ class Stage(nn.Module):
 
     @nn.compact
     def __call__(self, x: Float[Array, "B N D"]) -> Float[Array, "B M F"]:
-        """Returns patches, a quarter of them with twice the features if they are merged."""
+        """Returns patches; merged, a quarter of them with twice the features."""
         config = self.config
         for i, rate in enumerate(self.drop_path_rates):
             block = Block(
@@ -452,7 +447,7 @@ class Stage(nn.Module):
             return x
         (B, _, D), (Y, X) = x.shape, self.windows[0].grid
         x = _pad(x.reshape(B, Y, X, D), [(0, Y % 2), (0, X % 2)])
-        # Columns change last: (0, 0), (1, 0), (0, 1), (1, 1).
+        # The order of the four patches is (0, 0), (1, 0), (0, 1), (1, 1).
         x = x.reshape(B, -(-Y // 2), 2, -(-X // 2), 2, D).transpose(0, 1, 3, 4, 2, 5)
         x = x.reshape(B, -1, 4 * D)
         norm = LayerNorm(config.layer_norm_eps, config.dtype, name="merge_norm")
@@ -465,8 +460,8 @@ class Block(nn.Module):
 
     Attributes:
       config, num_heads, pretrained_window: see `Stage`.
-      windows: of this block.
-      drop_path_rate: part of the images that skip each of both.
+      windows: windows of this block.
+      drop_path_rate: drop rate of both branches.
     """
 
     repeated: ClassVar[bool] = True  # See cost.py.
@@ -479,7 +474,7 @@ class Block(nn.Module):
 
     @nn.compact
     def __call__(self, x: Float[Array, "B N D"]) -> Float[Array, "B N D"]:
-        """Adds what they return."""
+        """Adds the outputs of attention and MLP to the patches."""
         config = self.config
         scale = nn.initializers.zeros if config.v2 else nn.initializers.ones
 
@@ -501,7 +496,7 @@ class Block(nn.Module):
 
 
 class WindowAttention(nn.Module):
-    """Attention of the patches of each window to each other.
+    """Self-attention within each window.
 
     Attributes:
       config, num_heads, windows, pretrained_window: see `Block`.
@@ -514,7 +509,7 @@ class WindowAttention(nn.Module):
 
     @nn.compact
     def __call__(self, x: Float[Array, "B N D"]) -> Float[Array, "B N D"]:
-        """Returns what each patch has gathered."""
+        """Attends from each patch to the patches of its window."""
         config, D = self.config, x.shape[-1]
         x = self.windows.split(x)
         B, W, M, _ = x.shape
@@ -553,7 +548,7 @@ class WindowAttention(nn.Module):
         return self.windows.join(_each(_dense(D, config, "proj"), x))
 
     def _bias(self) -> Float[Array, "H M M"]:
-        """Returns what is added to logits for the offset of two patches."""
+        """Returns the term added to logits by offset of two patches."""
         config, (h, w) = self.config, self.windows.size
         rows, columns = (np.arange(n)[:, None] - np.arange(n) + n - 1 for n in (h, w))
         offsets = (2 * w - 1) * rows[:, None, :, None] + columns[None, :, None]
@@ -572,14 +567,14 @@ class WindowAttention(nn.Module):
 
 
 def log_coordinates(size: Grid, pretrained: Grid) -> Float[np.ndarray, "R 2"]:
-    """Returns the offsets of the patches of a window as V2's bias network has them.
+    """Returns the log-spaced offsets of two patches of a window, for V2's bias network.
 
     Args:
-      size: of the window, in patches.
-      pretrained: of the window whose largest offset is 1.
+      size: size of the window in patches.
+      pretrained: size of the window whose largest offset is 1.
 
     Returns:
-      Down and across, the logarithm of 8 times the offset in units of 8.
+      Offsets down and across, sign(x) * log2(8 * |x| + 1) / log2(8).
     """
     down, across = (
         np.arange(1 - n, n, dtype=np.float32) / max(1, p - 1)
@@ -602,7 +597,7 @@ def _dense(features: int, config: SwinConfig, name: str, **options) -> nn.Dense:
 
 
 def _unit(x):
-    """Returns vectors of length 1, as torch.nn.functional.normalize."""
+    """Divides vectors by their norms, as torch.nn.functional.normalize."""
     x32 = x.astype(jnp.float32)
     square = jnp.square(x32).sum(-1, keepdims=True)
     return (x32 * jax.lax.rsqrt(jnp.maximum(square, 1e-24))).astype(x.dtype)

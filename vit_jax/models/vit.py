@@ -1,7 +1,7 @@
 """The Vision Transformer (arXiv:2010.11929, section 3.1) and its hybrids.
 
-Parameters are named and shaped as in the published Google checkpoints; under a scan as
-described in stacking.py.
+Parameters are named and shaped as in the published Google checkpoints, for a scan as in
+stacking.py.
 Letters: B images, Y by X pixels or patches, C channels, V visible patches, N tokens,
 R registers, D model width, L classes.
 """
@@ -34,7 +34,7 @@ class ViTConfig(EncoderConfig):
         *("cls", "dist", "register_tokens", "embedding", "conv_root", "gn_root"),
         *("posembed_input", "pre_norm", "relative_bias"),
     )
-    # BEiT has the one table of relative embeddings of all blocks at the full rate.
+    # BEiT trains the shared table of relative embeddings at the full learning rate.
     after_blocks = (
         *("encoder_norm", "relative_embedding", "fc_norm", "pre_logits", "MAPHead_0"),
         *CLASSIFIERS,
@@ -42,8 +42,8 @@ class ViTConfig(EncoderConfig):
 
     pool: str = key(
         "token",
-        'Classifier input: "token", "gap" (mean), "token_gap" (both, as DINOv2\'s linear '
-        'classifiers), "map" (attention), or "none": it classifies each token.',
+        'Classifier input: "token", "gap" (mean), "token_gap" (both, as for DINOv2\'s '
+        'linear classifiers), "map" (attention), or "none": every token.',
         choices=POOLS,
     )
     class_token: bool = key(
@@ -52,12 +52,12 @@ class ViTConfig(EncoderConfig):
         only_if={"pool": ("gap", "map", "none")},
     )
     distillation: bool = key(
-        False, "DeiT's second token, whose classifier is averaged in."
+        False, "DeiT's distillation token; the logits of both classifiers are averaged."
     )
     num_register_tokens: int = key(
         0,
-        "Learnt tokens without position in front of the patches, which all pools "
-        'but "map" leave out (arXiv:2309.16588).',
+        "Learnt tokens without position before the patches, used by no pool but "
+        '"map" (arXiv:2309.16588).',
         below=1_000,
     )
     representation_layer: bool = key(
@@ -69,17 +69,17 @@ class ViTConfig(EncoderConfig):
 
     @property
     def patch_size(self) -> int:
-        """Side in pixels of what becomes a token."""
+        """Side of a patch in pixels."""
         return variants.parse(self.variant).patch_size
 
     @property
     def encoder_stride(self) -> int:
-        """The same: no patches are merged."""
+        """Side of a patch in pixels, since no patches are merged."""
         return self.patch_size
 
     @property
     def prefix_tokens(self) -> tuple[str, ...]:
-        """Names of the tokens before the patches, in their order."""
+        """Names of the tokens before the patches, in order."""
         token = self.pool in ("token", "token_gap") or self.class_token
         names = ["class token"] if token else []
         names += ["distillation token"] if self.distillation else []
@@ -105,11 +105,11 @@ class ViTConfig(EncoderConfig):
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of the encoder."""
+        """Number of encoder blocks."""
         return self.depth
 
     def layer_of(self, path: str) -> int | range:
-        """See `NetworkConfig.layer_of`; a stem is a part of the input."""
+        """See `NetworkConfig.layer_of`; a stem is layer 0."""
         path = path.removeprefix(f"{stacking.ENCODER}/")
         name = path.partition("/")[0]
         kind, _, number = name.rpartition("_")
@@ -128,36 +128,35 @@ class ViTConfig(EncoderConfig):
         old_grid: tuple[int, int],
         grid: tuple[int, int],
     ) -> Mapping:
-        """See `NetworkConfig.resize`; positions as `posemb_resize` of the source says."""
+        """See `NetworkConfig.resize`; the method is `posemb_resize` of the source."""
         if old_grid != grid and self.posemb == "relative":
             raise UserError(
-                "model.posemb='relative' has positions for one size of image alone: take "
-                "'learned'"
+                "model.posemb='relative' has positions for one image size alone: set it "
+                "to 'learned'"
             )
         return posemb.resize_in_params(
             params, old_grid, grid, method=source.posemb_resize
         )
 
     def stem(self, images: Float[Array, "B Y X C"]) -> Float[Array, "B y x D"]:
-        """Returns what patches are cut of; call it in a compact method."""
+        """Returns the input of the patch embedding; call it in a compact method."""
         return images
 
     def _check_pooling(self) -> None:
         if self.fc_norm and not self.final_norm:
             raise UserError(
-                "model.fc_norm=True is where the final norm is, and "
-                "model.final_norm=False says that there is none: set one of them to the "
-                "other value"
+                "model.fc_norm=True moves the final norm, but model.final_norm=False "
+                "removes it: change one of them"
             )
         if self.pool == "token_gap" and self.fc_norm:
             raise UserError(
-                "model.fc_norm=True needs another pool than token_gap, which has no "
-                "single token to normalise: set model.fc_norm=False"
+                "model.fc_norm=True with model.pool='token_gap', which pools two vectors: "
+                "set model.fc_norm=False"
             )
         if self.distillation and self.pool != "token":
             raise UserError(
-                f"model.distillation=True needs pool=token, not {self.pool}: its token "
-                "stands beside the class token"
+                f"model.distillation=True needs pool=token, not {self.pool}: set "
+                "model.pool='token'"
             )
 
 
@@ -169,7 +168,7 @@ class HybridConfig(ViTConfig, resnet.StemConfig):
 
     @property
     def patch_size(self) -> int:
-        """Side in pixels of what becomes a token."""
+        """Side of a token in pixels."""
         return variants.parse(self.variant).patch_size * self.reduction
 
     def sized(self) -> "HybridConfig":
@@ -193,8 +192,8 @@ class VisionTransformer(nn.Module):
     """Image classifier.
 
     Attributes:
-      config: of the network, as it is computed here, see `EncoderConfig.placed`.
-      num_classes: L; 0 is no classifier.
+      config: config of the network, see `EncoderConfig.placed`.
+      num_classes: L; 0 for no classifier.
     """
 
     config: ViTConfig
@@ -213,20 +212,20 @@ class VisionTransformer(nn.Module):
         """Classifies images, or encodes their tokens.
 
         Args:
-          images: normalised; both sides are multiples of the patch.
+          images: normalised images, whose sides are multiples of the patch.
           train: whether dropout and stochastic depth are active (needs an rng
             "dropout").
-          edit_patches: changes the patch embeddings (B, YX, D), row by row, before
-            the positions are added, as by a mask token.
-          visible: indices of the V patches of each image that the encoder sees; all of
-            them if None. Positions must be added at the stem alone.
-          classify: whether there is a classifier; without, the result are the tokens
-            of the encoder, the prefix first.
+          edit_patches: function of the patch embeddings (B, YX, D), row by row, applied
+            before positions are added.
+          visible: indices of the patches of each image that the encoder gets; None for
+            all. Positions must be added at the stem alone.
+          classify: whether to classify; otherwise the tokens of the encoder are
+            returned, the prefix first.
 
         Returns:
-          "pre_logits" (B, D), the features that few-shot evaluation uses (with
-          distillation the class token's), and "logits" (B, L), float32; with pool
-          "none" (B, N, D) and (B, N, L), and with "token_gap" (B, 2 D) and (B, L).
+          "pre_logits" (B, D), the features (with distillation the class token's), and
+          "logits" (B, L), unless L is 0; float32. With pool "none" (B, N, D) and
+          (B, N, L), with "token_gap" (B, 2 D) and (B, L).
         """
         x, grid = self.embed(images, edit_patches)
         P, R = len(self.config.prefix_tokens), self.config.num_register_tokens
@@ -260,7 +259,7 @@ class VisionTransformer(nn.Module):
         return jnp.concatenate([*tokens, x], axis=1), tuple(grid)
 
     def classify(self, x: Float[Array, "B N D"]) -> dict[str, Float[Array, "..."]]:
-        """Returns the outputs, of the tokens of the encoder."""
+        """Computes the outputs from the tokens of the encoder."""
         config = self.config
         L, bias = self.num_classes, config.head_bias_init
         if config.distillation:
@@ -270,9 +269,9 @@ class VisionTransformer(nn.Module):
                 for i, name in enumerate(CLASSIFIERS)
             )
             if L:
-                apart = outputs["logits"], other["logits"]
-                outputs |= zip(("class_logits", "distillation_logits"), apart)
-                outputs["logits"] = sum(apart) / 2
+                logits = outputs["logits"], other["logits"]
+                outputs |= zip(("class_logits", "distillation_logits"), logits)
+                outputs["logits"] = sum(logits) / 2
             return outputs
         if config.pool == "token":
             x = x[:, 0]
@@ -293,7 +292,7 @@ class VisionTransformer(nn.Module):
         return layers.classify(self._features(x), L, bias)
 
     def _features(self, x):
-        """Returns the features for the classifier, float32."""
+        """Returns the classifier's input, float32."""
         config = self.config
         if config.fc_norm:
             x = config.norm(name="fc_norm")(x)
