@@ -94,7 +94,7 @@ def weighted_query(
     """Returns the mean attention of weighted query tokens.
 
     Args:
-      attention: of a layer.
+      attention: attention of a layer.
       weights: share of each query; their sum is 1.
     """
     return jnp.einsum("n,bhnm->bhm", weights, attention, precision="highest")
@@ -280,7 +280,7 @@ def relevance(
     Returns:
       Non-negative relevance of all tokens, prefix tokens included. Tokens that the
       classifier reads (the class token, or all patches under mean pooling) also count
-      their own share.
+      their direct share.
 
     Raises:
       UserError: the model has no attention, no classifier of whole images, or no such

@@ -376,7 +376,7 @@ def to_inline_svg(text: str, name: str) -> str:
     """Converts SVG into an element of an HTML page.
 
     Args:
-      text: from `to_svg`.
+      text: output of `to_svg`.
       name: prefix of the ids, which keeps those of several pictures apart.
 
     Returns:

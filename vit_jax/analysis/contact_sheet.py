@@ -89,7 +89,7 @@ def captions(
 
     Args:
       labels: share of each class.
-      class_names: in class order; if empty, lines read "class 7".
+      class_names: class names in label order; if empty, lines read "class 7".
       most: maximum number of named classes; the others are added up.
 
     Returns:

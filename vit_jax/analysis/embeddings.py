@@ -23,7 +23,7 @@ def first_kernel(params: Params) -> Float[np.ndarray, "Y X C D"]:
     ResNet or a hybrid.
 
     Args:
-      params: of any model.
+      params: parameters of any model.
 
     Raises:
       UserError: it has no such convolution.
@@ -87,7 +87,7 @@ def position_similarity(
 
     Args:
       model, params: a Vision Transformer or a hybrid.
-      layer: index from 0; matters if each layer has its own embeddings
+      layer: index from 0; matters if the embeddings of layers differ
         (posemb_placement="every").
 
     Returns:

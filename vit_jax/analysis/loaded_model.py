@@ -31,13 +31,13 @@ class LoadedModel:
     """A model with its parameters and preprocessing.
 
     Attributes:
-      name: what titles and messages call it.
+      name: name of the model in titles and messages.
       model, params: the model and its parameters.
       preprocess: image size, crop and normalisation.
-      class_names: in label order; empty if unknown.
-      pictures: function of the parameters and of normalised images (B, Y, X, C) to a
-        NamedTuple of images that the task of pretraining sees and answers, normalised
-        too; None if it has none.
+      class_names: class names in label order; empty if unknown.
+      pictures: function of the parameters and normalised images (B, Y, X, C) to inputs
+        and predictions of the pretraining task, a NamedTuple of normalised images; None
+        if there are no predictions.
     """
 
     name: str
@@ -58,11 +58,11 @@ class LoadedModel:
         """Returns the model of a checkpoint, with its parameters on the device.
 
         Args:
-          name: what titles and messages call it.
-          pretrained: from `weights.open_pretrained`.
+          name: name of the model in titles and messages.
+          pretrained: output of `weights.open_pretrained`.
           preprocess: image size, crop and normalisation; position embeddings are
             resized if its image size differs from the checkpoint's.
-          class_names: in label order; if empty, those of the checkpoint.
+          class_names: class names in label order; () for the checkpoint's.
 
         Raises:
           UserError: class names or preprocessing do not fit the model.

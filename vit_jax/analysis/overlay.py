@@ -91,7 +91,7 @@ def overlay_patches(
     grid: tuple[int, int],
     preprocess: Preprocess,
 ) -> UInt8[np.ndarray, "H W 3"]:
-    """Blends values of patches over the original image, at its own resolution.
+    """Blends values of patches over the original image, at its resolution.
 
     Args:
       image: before preprocessing.
@@ -175,7 +175,7 @@ def filter_sheet(params: Params, num_components: int, columns: int) -> Image.Ima
     Captions are the fractions of explained variance.
 
     Args:
-      params: of any model.
+      params: parameters of any model.
       num_components: maximum number of components.
       columns: tiles per row of the sheet.
     """

@@ -52,8 +52,8 @@ def gram_matrix(features: Float[np.ndarray, "n ..."]) -> Float[np.ndarray, "n n"
     """Returns the inner products of the features of all pairs of images.
 
     Args:
-      features: of any shape per image; flattened, so that a token is compared with the
-        token at the same position of another image.
+      features: features of any shape per image. They are flattened, so a token is
+        compared with the token at the same position of another image.
     """
     flat = np.asarray(features, np.float64).reshape(len(features), -1)
     # HSIC ignores constant offsets; removing them first saves precision.

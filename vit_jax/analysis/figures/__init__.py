@@ -34,7 +34,7 @@ def create(names: Iterable[str], values: Mapping[str, object]) -> dict[str, Figu
     """Returns figures by name, in the order of FIGURES.
 
     Args:
-      names: from FIGURES.
+      names: keys of FIGURES.
       values: options by name, of these figures and others; defaults where missing.
     """
     return {

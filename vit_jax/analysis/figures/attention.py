@@ -40,7 +40,7 @@ class Query:
         the mean of all patches if it reads no single token.
 
     Attributes:
-      name: for titles.
+      name: name of the query in titles.
       weights: (tokens,) float32 of sum 1.
       centre: x and y of the patch as fractions of the image; None if the query is no
         single patch.

@@ -68,7 +68,7 @@ class Figure:
         Args:
           loaded: a `LoadedModel` that misses nothing.
           batch_size: images in the model at a time; 0 chooses by memory.
-          other: a second model, which reads `batch.pixels[1]`; None if there is none.
+          other: a second model, which reads `batch.pixels[1]`, or None.
 
         Raises:
           UserError: an option is out of range for this model.

@@ -46,8 +46,8 @@ def write_figures(
 
     Args:
       loaded: the model.
-      images: from `data.inputs.find`; not read for figures of weights alone.
-      figures: what to draw, by name; each draws one model.
+      images: output of `data.inputs.find`; not read for figures of weights alone.
+      figures: figures by name; each draws one model.
       out: folder; created if missing.
       other: a second model; "cka" compares its layers with those of the first.
       max_shown: maximum number of images for figures of single images.
@@ -279,7 +279,7 @@ def read_batches(
     """Reads images in batches, prefetching in threads; each image is decoded once.
 
     Args:
-      images: from `data.inputs.find`.
+      images: output of `data.inputs.find`.
       models: the models that images are prepared for.
       batch_size: images per batch; the last batch may be smaller.
       on_unreadable: called with the name of each unreadable image and the reason.
