@@ -23,7 +23,7 @@ from vit_jax.models.encoder import Block, EncoderConfig
 from vit_jax.models.layers import ACTIVATIONS, LayerNorm
 from vit_jax.models.network import NetworkConfig
 from vit_jax.models.posemb import AddPositions
-from vit_jax.models.variants import SIZES, Size, overridden
+from vit_jax.models.variants import SIZES, Size, overridden, parse_size
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,22 +53,12 @@ class AxialConfig(NetworkConfig):
     @property
     def patch_size(self) -> int:
         """Side of a patch in pixels."""
-        return self._parsed[1]
+        return parse_size(self.variant, "Axial", SIZES)[1]
 
     @property
     def size(self) -> Size:
         """The variant's numbers, or the keys that replace them."""
-        return overridden(self._parsed[0], self)
-
-    @property
-    def _parsed(self) -> tuple[Size, int]:
-        match = re.fullmatch(r"Axial-(\w+)/0*([1-9]\d{0,3})", self.variant)
-        if not match or match[1] not in SIZES:
-            raise UserError(
-                f"model.variant={self.variant!r} is not Axial-SIZE/PATCH with a size out "
-                f"of {', '.join(SIZES)} and a patch from 1 to 9999 pixels, as 'Axial-B/16'"
-            )
-        return SIZES[match[1]], int(match[2])
+        return overridden(parse_size(self.variant, "Axial", SIZES)[0], self)
 
     @property
     def num_blocks(self) -> int:

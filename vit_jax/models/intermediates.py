@@ -67,10 +67,6 @@ def layers(module: nn.Module, params: Mapping, images: Images) -> Iterator[Layer
       UserError: the network has no attention.
     """
     _check(module)
-    return _layers(module, params, images)
-
-
-def _layers(module, params, images) -> Iterator[Layer]:
     tokens, given = embed_images(module, _others(params), images)
 
     # A generator would keep a reference to the last layer.
@@ -138,18 +134,14 @@ def attention_gradients(
         entering.append(tokens)
         tokens = run_block(module, _block(params, i), tokens, extras)[1]
     pooling, slope = head_vjp(module, others, tokens, classes)
-    return pooling, _gradients(module, params, entering, given, slope)
 
-
-def _gradients(module, params, entering, given, slope) -> Iterator[AttentionGradient]:
     def differentiate(i):
         nonlocal slope
-        block = _block(params, i)
-        tokens = entering.pop()
-        attention, gradient, slope = block_vjp(module, block, tokens, given[i], slope)
+        block, x = _block(params, i), entering.pop()
+        attention, gradient, slope = block_vjp(module, block, x, given[i], slope)
         return AttentionGradient(attention, gradient)
 
-    return map(differentiate, reversed(range(len(given))))
+    return pooling, map(differentiate, reversed(range(len(given))))
 
 
 def _check(module: nn.Module) -> None:

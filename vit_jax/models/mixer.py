@@ -20,7 +20,7 @@ from vit_jax.errors import UserError
 from vit_jax.models import layers
 from vit_jax.models.layers import ACTIVATIONS, LayerNorm, drop_path
 from vit_jax.models.network import NetworkConfig
-from vit_jax.models.variants import overridden
+from vit_jax.models.variants import overridden, parse_size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,22 +84,12 @@ class MixerConfig(NetworkConfig):
     @property
     def patch_size(self) -> int:
         """Side of a patch in pixels."""
-        return self._parsed[1]
+        return parse_size(self.variant, "Mixer", SIZES)[1]
 
     @property
     def size(self) -> Size:
         """The variant's numbers, or the keys that replace them."""
-        return overridden(self._parsed[0], self)
-
-    @property
-    def _parsed(self) -> tuple[Size, int]:
-        match = re.fullmatch(r"Mixer-(\w+)/0*([1-9]\d{0,3})", self.variant)
-        if not match or match[1] not in SIZES:
-            raise UserError(
-                f"model.variant={self.variant!r} is not Mixer-SIZE/PATCH with a size out "
-                f"of {', '.join(SIZES)} and a patch from 1 to 9999 pixels, as 'Mixer-B/16'"
-            )
-        return SIZES[match[1]], int(match[2])
+        return overridden(parse_size(self.variant, "Mixer", SIZES)[0], self)
 
     @property
     def num_blocks(self) -> int:

@@ -7,6 +7,7 @@ A variant is an encoder, "B/16" (size and side of a patch in pixels), a hybrid, 
 
 import dataclasses
 import re
+from collections.abc import Mapping
 from typing import TypeVar
 
 import numpy as np
@@ -178,6 +179,21 @@ def parse(variant: str) -> Variant:
         raise UserError(f"model.variant={variant!r}: hybrids are {known}")
     blocks, patch = STEMS[match[1], patch]
     return Variant(size, patch, ResNet(blocks, _ROOT_WIDTH))
+
+
+def parse_size(variant: str, family: str, sizes: Mapping[str, N]) -> tuple[N, int]:
+    """Parses FAMILY-SIZE/PATCH, such as "Mixer-B/16", into numbers and patch side.
+
+    Raises:
+      UserError: it has another form, or an unknown size.
+    """
+    match = re.fullmatch(rf"{family}-(\w+)/0*([1-9]\d{{0,3}})", variant)
+    if not match or match[1] not in sizes:
+        raise UserError(
+            f"model.variant={variant!r} is not {family}-SIZE/PATCH with a size out of "
+            f"{', '.join(sizes)} and a patch from 1 to 9999 pixels, as '{family}-B/16'"
+        )
+    return sizes[match[1]], int(match[2])
 
 
 def with_numbers(config: T, numbers: Size | ResNet) -> T:

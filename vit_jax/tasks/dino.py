@@ -269,12 +269,8 @@ class Dino(Task):
         large, small = cost.forward_flops(self.model), self.crops.num_small
         if large is None:
             return None
-        head = 2 * sum(
-            leaf.size
-            for leaf in jax.tree.leaves(
-                jax.eval_shape(self.init, jax.random.key(0))[0]["head"]
-            )
-        )
+        shapes, _ = jax.eval_shape(self.init, jax.random.key(0))
+        head = 2 * sum(leaf.size for leaf in jax.tree.leaves(shapes["head"]))
         views = NUM_LARGE * (large + head)
         rest = small * (cost.forward_flops(self.small_model) + head) if small else 0
         return 3 * (views + rest) + views

@@ -138,7 +138,7 @@ class Task(Protocol):
 
     def pictures(
         self, params: dict, extra: Tree, batch: Batch, rng: jax.Array
-    ) -> "Pictures | None":
+    ) -> Pictures | None:
         """Returns inputs and predictions as images, for trackers and figures.
 
         Args:
