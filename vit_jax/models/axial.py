@@ -82,12 +82,7 @@ class AxialConfig(NetworkConfig):
 
 
 class AxialViT(nn.Module):
-    """An Axial-ViT.
-
-    Attributes:
-      config: config of the network.
-      num_classes: L; 0 for no classifier.
-    """
+    """An Axial-ViT; `num_classes` is L, 0 for no classifier."""
 
     config: AxialConfig
     num_classes: int

@@ -258,11 +258,7 @@ class EncoderConfig(NetworkConfig):
 
 
 class Block(nn.Module):
-    """Encoder block: attention, then MLP, each with a LayerNorm and a residual.
-
-    Attributes:
-      config: config of the encoder.
-    """
+    """Encoder block: attention, then MLP, each with a LayerNorm and a residual."""
 
     repeated: ClassVar[bool] = True  # See cost.py.
 
@@ -280,7 +276,7 @@ class Block(nn.Module):
 
         Args:
           x: tokens.
-          positions: positions for the attention.
+          positions: positions of the tokens.
           rate: drop rate of both branches, see layers.drop_path, or None.
           key: random key that activates dropout and stochastic depth, or None.
         """
@@ -349,7 +345,6 @@ class Encoder(nn.Module):
     """Position embeddings, the blocks and the final LayerNorm.
 
     Attributes:
-      config: config of the encoder.
       grid: rows and columns of patches.
       num_prefix_tokens: P.
       num_register_tokens: number of prefix tokens, the last ones, without a position.

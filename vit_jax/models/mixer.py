@@ -169,9 +169,7 @@ def _block_diagonal(mlp: Mapping, copies: int, order: np.ndarray) -> dict:
 class MlpMixer(nn.Module):
     """An MLP-Mixer; initialisation fixes its number of patches.
 
-    Attributes:
-      config: config of the network.
-      num_classes: L; 0 for no classifier.
+    `num_classes` is L, 0 for no classifier.
     """
 
     config: MixerConfig

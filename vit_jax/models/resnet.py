@@ -311,9 +311,7 @@ class Stage(nn.Module):
 class ResNet(nn.Module):
     """Image classifier of BiT ("ResNet (BiT)" in arXiv:2010.11929, section 4.1).
 
-    Attributes:
-      config: config of the network.
-      num_classes: L; 0 for no classifier.
+    `num_classes` is L, 0 for no classifier.
     """
 
     config: ResNetConfig

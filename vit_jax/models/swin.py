@@ -350,9 +350,7 @@ def _roll(x, shift):
 class SwinTransformer(nn.Module):
     """A Swin Transformer; its windows follow from the size of the images.
 
-    Attributes:
-      config: config of the network.
-      num_classes: L; 0 for no classifier.
+    `num_classes` is L, 0 for no classifier.
     """
 
     config: SwinConfig
@@ -414,7 +412,6 @@ class Stage(nn.Module):
     """Blocks of one resolution, every second with a shift, and the merging after them.
 
     Attributes:
-      config: config of the network.
       num_heads: H.
       windows: windows without and with the shift.
       pretrained_window: window size that scales V2's coordinates to [-1, 1], or 0.

@@ -189,11 +189,9 @@ class HybridConfig(ViTConfig, resnet.StemConfig):
 
 
 class VisionTransformer(nn.Module):
-    """Image classifier.
+    """A Vision Transformer or a hybrid; `num_classes` is L, 0 for no classifier.
 
-    Attributes:
-      config: config of the network, see `EncoderConfig.placed`.
-      num_classes: L; 0 for no classifier.
+    `config` is the output of `EncoderConfig.placed`.
     """
 
     config: ViTConfig

@@ -91,12 +91,6 @@ class ContrastiveConfig(TaskConfig):
 class Contrastive(Task):
     """See `task.Task`; the parameters are "network" and those of models/text.py.
 
-    Args:
-      config: `config.task`.
-      model: image network.
-      data: `config.data`.
-      saved: see `TaskConfig.build`.
-
     Raises:
       UserError: the network returns no features, or the text tower cannot be built from
         the config and the tokenizer.

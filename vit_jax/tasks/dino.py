@@ -91,12 +91,6 @@ class Dino(Task):
     `extra` holds the teacher, the centre of its outputs and the number of steps. The
     network that is evaluated and exported is the teacher's.
 
-    Args:
-      config: `config.task`.
-      model: network of student and teacher, without a classifier.
-      data: `config.data`; its `train_transform` ends with `multi_crop`.
-      run: length of the run.
-
     Raises:
       UserError: the data has classes, no crops, or crops that patches do not divide; or
         the network returns no features.

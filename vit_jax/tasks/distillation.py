@@ -72,11 +72,7 @@ class DistillationConfig(ClassificationConfig):
 class Distillation(Classification):
     """See `task.Task`; `extra` holds the teacher, and the student's running means.
 
-    Args:
-      config: `config.task`.
-      model: student.
-      data: `config.data`.
-      saved: see `TaskConfig.build`; with it the teacher's file is not read.
+    With `saved`, see `TaskConfig.build`, the teacher's file is not read.
 
     Raises:
       UserError: the loss does not suit the labels, the teacher is not set, or its

@@ -47,11 +47,6 @@ class LinearProbe(Classification):
 
     The BatchNorm uses the mean and variance of a microbatch over all devices.
 
-    Args:
-      config: `config.task`.
-      model: network with one classifier.
-      data: `config.data`.
-
     Raises:
       UserError: the loss does not suit the labels, or the network returns no features,
         or has no classifier or two.

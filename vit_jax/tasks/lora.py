@@ -54,11 +54,6 @@ class Lora(Classification):
 
     `extra` holds the merged network, and the original values of the updated kernels.
 
-    Args:
-      config: `config.task`.
-      model: network with a classifier.
-      data: `config.data`.
-
     Raises:
       UserError: the loss does not suit the labels, the network has no classifier, or a
         projection matches no kernel or is no regular expression.

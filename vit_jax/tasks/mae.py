@@ -55,13 +55,9 @@ class MaeConfig(TaskConfig):
 class Mae(MaskedImageTask):
     """See `task.Task`; the parameters are "network" and "decoder".
 
-    Args:
-      config: `config.task`.
-      model: encoder, with positions added at the stem.
-      data: `config.data`.
-
     Raises:
-      UserError: no patch is visible, or encoder or decoder cannot be built.
+      UserError: no patch is visible, the encoder adds positions elsewhere than at the
+        stem, or the decoder cannot be built.
     """
 
     def __init__(self, config: MaeConfig, model: Model, data: DataConfig):

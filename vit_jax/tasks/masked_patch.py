@@ -73,11 +73,6 @@ class MaskedPatch(MaskedImageTask):
     With colours as targets, `extra` holds how often each colour was seen, for the
     accuracy of always predicting the most frequent one.
 
-    Args:
-      config: `config.task`.
-      model: encoder.
-      data: `config.data`.
-
     Raises:
       UserError: no or all patches are corrupted, or the target does not suit the
         channels or the patch size.

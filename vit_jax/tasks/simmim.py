@@ -48,11 +48,6 @@ class SimMimConfig(TaskConfig):
 class SimMim(MaskedImageTask):
     """See `task.Task`; the parameters are "network", "mask_token" and "decoder".
 
-    Args:
-      config: `config.task`.
-      model: encoder.
-      data: `config.data`.
-
     Raises:
       UserError: units are no multiples of patches, do not divide the image, or are all
         hidden.
