@@ -389,7 +389,8 @@ class SwinTransformer(nn.Module):
         rates = np.linspace(0, config.drop_path_rate, sum(size.stage_depths)).tolist()
         layout, first = config.layout(grid), 0
         pretrained = config.pretrained_window_sizes
-        pretrained *= 1 if len(pretrained) > 1 else len(layout)
+        if len(pretrained) == 1:
+            pretrained = pretrained * len(layout)
         for i, depth in enumerate(size.stage_depths):
             stage = Stage(
                 config,
