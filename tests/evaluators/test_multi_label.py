@@ -169,7 +169,7 @@ def test_what_does_not_fit_is_refused(task):
         return configuration.complete(raw | sections)
 
     config = load(data={"multi_label": True}, task={"name": task})
-    with pytest.raises(UserError, match=r"needs task\.loss='sigmoid'"):
+    with pytest.raises(UserError, match=r"multi_label=True: set task\.loss='sigmoid'"):
         config.task.build(config.build_model(), config.data, RUN)
     config = load(task={"name": task, "class_weights": (1.0, 2.0)})
     with pytest.raises(UserError, match="class_weights has 2 numbers"):
