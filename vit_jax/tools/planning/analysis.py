@@ -1,4 +1,4 @@
-"""Compiles a config's training step for a TPU slice and measures its cost."""
+"""Compiles a config's training step for a TPU slice and analyses its cost."""
 
 import dataclasses
 import math
@@ -33,16 +33,16 @@ ASSUMPTIONS = (
 
 @dataclasses.dataclass(frozen=True)
 class Roofline:
-    """Lower bounds, in seconds per step.
+    """Lower bounds on the time of a step, in seconds.
 
     Attributes:
-      compute: for the matrix products.
-      memory: for the bytes read and written.
-      overlapped: for the bytes that asynchronous collectives send.
-      exposed: for the bytes that the other collectives send.
-      floor: for the step: the largest of compute, memory and overlapped, which run at
-        the same time, plus exposed.
-      bound: the slowest of them: "compute", "memory" or "links".
+      compute: time of the matrix products.
+      memory: time to read and write main memory.
+      overlapped: time of asynchronous collectives.
+      exposed: time of the other collectives.
+      floor: bound on the whole step: the largest of compute, memory and overlapped,
+        which run at the same time, plus exposed.
+      bound: slowest resource: "compute", "memory" or "links".
     """
 
     compute: float
@@ -66,28 +66,29 @@ class Analysis:
     """Cost of a training step; bytes, operations and collectives are per device.
 
     Attributes:
-      settings: what shapes the program: mesh, scan, remat and so on.
+      settings: mesh, scan, remat policy and the like, see `settings`.
       parameters: number of model parameters.
       params_bytes, moments_bytes, average_bytes, batch_bytes: sizes of the step's
         arguments, without padding.
-      state_bytes: of a whole checkpoint, that of all devices.
-      host_state_bytes: of what the devices of one host hold of it, each part once.
-      argument_bytes: all of them in the compiler's layout.
-      peak_bytes: largest live size, arguments included; the size that the compiler
-        asked for where it refused the program.
+      state_bytes: size of a checkpoint, over all devices.
+      host_state_bytes: bytes of the state on the devices of one host, each part once.
+      argument_bytes: size of all arguments in the compiler's layout.
+      peak_bytes: largest live size, arguments included; the requested size if the
+        compiler refused the program.
       limit_bytes: memory that a program can use.
       fits: whether the program was compiled.
-      flops: of matrix products, 2 per multiply-accumulate, with rematerialisation.
-      counted: how they were counted, and whether the count is a floor.
-      model_flops: 3 times those of the model's forward pass.
-      moved_bytes: read and written in main memory.
+      flops: operations in matrix products, 2 per multiply-accumulate, with
+        rematerialisation.
+      counted: how `flops` was counted, and whether it is a floor.
+      model_flops: 3 times the operations of the model's forward pass.
+      moved_bytes: bytes read and written in main memory.
       collectives: see `costs.summarize_collectives`.
-      unread_loops: loops with products or collectives that count once because their
-        trip count is unknown. Other such loops, such as mixup's rejection sampling, move
-        next to nothing.
+      unread_loops: number of loops with products or collectives that count once because
+        their trip count is unknown. Other such loops, such as mixup's rejection
+        sampling, move next to nothing.
       roofline: None without a program, or for an unknown chip.
-      compile_seconds: of the compilation alone.
-      error: the compiler's, one line; "" if there is none.
+      compile_seconds: duration of the compilation.
+      error: error of the compiler in one line; "" without an error.
     """
 
     settings: dict
@@ -135,49 +136,55 @@ def analyse(
 
     Args:
       config: complete config.
-      mesh: of a topology's devices.
-      examples: size of the training split.
+      mesh: devices of a topology.
+      examples: number of training examples.
       limit: bytes of a chip that a program can use; None if unknown.
 
     Raises:
       UserError: the config does not fit the mesh.
     """
-    program = train_step.build_train_setup(config, mesh, examples)
-    traced = program.train_step.trace(program.shapes, program.batch_shapes)
-    found = _before(program, traced, config, mesh, examples, limit)
+    setup = train_step.build_train_setup(config, mesh, examples)
+    traced = setup.train_step.trace(setup.shapes, setup.batch_shapes)
+    before = _before(setup, traced, config, mesh, examples, limit)
     lowered = traced.lower(lowering_platforms=(mesh.devices.flat[0].platform,))
     began = time.perf_counter()
     try:
         compiled = lowered.compile()
     except jax.errors.JaxRuntimeError as error:
-        return _refused(found, str(error))
+        return _refused(before, str(error))
     seconds = time.perf_counter() - began
-    return _read(found, compiled, mesh, seconds)
+    return _after(before, compiled, mesh, seconds)
 
 
-def _before(program, traced, config, mesh, examples, limit) -> Analysis:
+def _before(setup, traced, config, mesh, examples, limit) -> Analysis:
     """Returns the costs that are known before compilation."""
-    shapes, places = program.shapes, program.shardings
-    batch = {name: x.sharding for name, x in program.batch_shapes.items()}
-    macs, way = _macs(traced, config, mesh, examples)
+    shapes, shardings = setup.shapes, setup.shardings
+    batch = {name: x.sharding for name, x in setup.batch_shapes.items()}
+    macs, counted = _macs(traced, config, mesh, examples)
+    count = mesh.shape["model"]
+    if count > 1:
+        counted += (
+            f"; a floor: what mesh.model={count} does not split, each of its devices "
+            "repeats"
+        )
     return Analysis(
         settings=settings(config, dict(mesh.shape)),
         parameters=sum(x.size for x in jax.tree.leaves(shapes.params)),
-        params_bytes=bytes_per_device(shapes.params, places.params),
-        moments_bytes=bytes_per_device(shapes.opt_state, places.opt_state),
-        average_bytes=bytes_per_device(shapes.average, places.average),
-        batch_bytes=bytes_per_device(program.batch_shapes, batch),
+        params_bytes=bytes_per_device(shapes.params, shardings.params),
+        moments_bytes=bytes_per_device(shapes.opt_state, shardings.opt_state),
+        average_bytes=bytes_per_device(shapes.average, shardings.average),
+        batch_bytes=bytes_per_device(setup.batch_shapes, batch),
         flops=2.0 * macs / mesh.size,
-        counted=way + _repeated(mesh),
-        model_flops=program.training_flops * config.batch_size / mesh.size,
+        counted=counted,
+        model_flops=setup.training_flops * config.batch_size / mesh.size,
         limit_bytes=limit,
         state_bytes=sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(shapes)),
-        host_state_bytes=bytes_per_host(shapes, places),
+        host_state_bytes=bytes_per_host(shapes, shardings),
     )
 
 
 def _macs(traced, config, mesh, examples) -> tuple[int, str]:
-    """Returns the multiply-accumulates of a step, and how they were counted."""
+    """Counts the multiply-accumulates of a step; also returns how."""
     try:
         return cost.macs_of(traced.jaxpr.jaxpr), TRACED
     except ValueError as error:
@@ -188,17 +195,9 @@ def _macs(traced, config, mesh, examples) -> tuple[int, str]:
             ) from error
         # A trace does not show the products inside a kernel.
         twin = fields.replace(config, {"model.attention_impl": "einsum"})
-        program = train_step.build_train_setup(twin, mesh, examples)
-        traced = program.train_step.trace(program.shapes, program.batch_shapes)
+        setup = train_step.build_train_setup(twin, mesh, examples)
+        traced = setup.train_step.trace(setup.shapes, setup.batch_shapes)
         return cost.macs_of(traced.jaxpr.jaxpr), KERNEL
-
-
-def _repeated(mesh: Mesh) -> str:
-    """Returns a note on what an even split over the devices leaves out."""
-    count = mesh.shape["model"]
-    if count == 1:
-        return ""
-    return f"; a floor: what mesh.model={count} does not split, each of its devices repeats"
 
 
 def settings(config: TrainConfig, sizes: dict[str, int]) -> dict:
@@ -206,11 +205,11 @@ def settings(config: TrainConfig, sizes: dict[str, int]) -> dict:
 
     Args:
       config: complete config.
-      sizes: mesh axis -> devices.
+      sizes: mesh axis -> number of devices.
 
     Returns:
-      Name -> value; None for what the network does not have ("scan" and "remat_policy" of
-      a ResNet).
+      Name -> value; None for options that the network lacks ("scan" and "remat_policy"
+      of a ResNet).
     """
     model, optim = config.model, config.optim
     return {
@@ -230,54 +229,54 @@ def settings(config: TrainConfig, sizes: dict[str, int]) -> dict:
     }
 
 
-def _refused(found: Analysis, message: str) -> Analysis:
+def _refused(before: Analysis, message: str) -> Analysis:
+    """Adds the compiler's error to an analysis."""
     shortage = topology.parse_shortage(message)
     line = " ".join(message.split())[:300]
     if not shortage:
-        return dataclasses.replace(found, error=line)
+        return dataclasses.replace(before, error=line)
     return dataclasses.replace(
-        found, peak_bytes=shortage.wanted, limit_bytes=shortage.limit, error=line
+        before, peak_bytes=shortage.wanted, limit_bytes=shortage.limit, error=line
     )
 
 
-def _read(found: Analysis, compiled, mesh: Mesh, seconds: float) -> Analysis:
+def _after(before: Analysis, compiled, mesh: Mesh, seconds: float) -> Analysis:
+    """Adds the costs of the compiled program to an analysis."""
     module = hlo.parse(compiled.as_text())
-    exchanges = costs.find_collectives(module, mesh.size)
+    collectives = costs.find_collectives(module, mesh.size)
     sent = {True: 0.0, False: 0.0}
-    for one in exchanges:
-        sent[one.overlapped] += one.times * one.sent
+    for collective in collectives:
+        sent[collective.overlapped] += collective.times * collective.sent
     moved = costs.count_bytes_moved(module)
-    flops, counted = _products(found, module)
+    flops, counted = _products(before, module)
     chip = chips.find(mesh.devices.flat[0].device_kind)
     bounds = None
     if chip:
         bounds = estimate_roofline(chip, flops, moved, sent[True], sent[False])
     stats = compiled.memory_analysis()
     return dataclasses.replace(
-        found,
+        before,
         argument_bytes=stats.argument_size_in_bytes,
         peak_bytes=stats.peak_memory_in_bytes,
         fits=True,
         flops=flops,
         counted=counted,
         moved_bytes=moved,
-        collectives=tuple(costs.summarize_collectives(exchanges)),
+        collectives=tuple(costs.summarize_collectives(collectives)),
         unread_loops=_unread(module),
         roofline=bounds,
         compile_seconds=round(seconds, 1),
     )
 
 
-def _products(found: Analysis, module: hlo.Module) -> tuple[float, str]:
-    """Returns the operations of one device, and how they were counted.
-
-    The compiled program includes work that several devices repeat. The count of the
-    trace is kept where the program hides work: kernels, loops with unknown trip counts.
-    """
+def _products(before: Analysis, module: hlo.Module) -> tuple[float, str]:
+    """Returns the operations of one device, and how they were counted."""
+    # The compiled program includes work that several devices repeat. It hides the work
+    # of kernels and of loops with unknown trip counts: there the trace's count stays.
     flops = 2.0 * costs.count_macs(module)
-    hidden = found.counted.startswith(KERNEL) or _unread(module)
-    if hidden or flops < found.flops:
-        return found.flops, found.counted
+    hidden = before.counted.startswith(KERNEL) or _unread(module)
+    if hidden or flops < before.flops:
+        return before.flops, before.counted
     return flops, COMPILED
 
 
@@ -302,9 +301,9 @@ def estimate_roofline(
     Args:
       chip: kind of device.
       flops: operations per device, 2 per multiply-accumulate.
-      moved: bytes read and written in main memory, per device.
-      sent_async: bytes sent in asynchronous collectives, per device.
-      sent_sync: bytes sent in other collectives, per device.
+      moved: bytes read and written in main memory per device.
+      sent_async: bytes sent in asynchronous collectives per device.
+      sent_sync: bytes sent in other collectives per device.
     """
 
     def over_links(sent):
@@ -343,14 +342,10 @@ def bytes_per_host(shapes: object, shardings: object) -> int:
     """
 
     def size(x, sharding):
-        places = sharding.devices_indices_map(x.shape)
-        first = min(device.process_index for device in places)
-        parts = {
-            str(index)
-            for device, index in places.items()
-            if device.process_index == first
-        }
-        return len(parts) * math.prod(sharding.shard_shape(x.shape)) * x.dtype.itemsize
+        indices = sharding.devices_indices_map(x.shape)
+        host = min(device.process_index for device in indices)
+        shards = {str(i) for d, i in indices.items() if d.process_index == host}
+        return len(shards) * math.prod(sharding.shard_shape(x.shape)) * x.dtype.itemsize
 
     return sum(jax.tree.leaves(jax.tree.map(size, shapes, shardings)))
 
@@ -366,9 +361,9 @@ def export_stablehlo(
 
     Args:
       config: complete config.
-      mesh: of a topology's devices.
-      examples: size of the training split.
-      path: file to write; its folder must exist.
+      mesh: devices of a topology.
+      examples: number of training examples.
+      path: file to write in an existing folder.
 
     Returns:
       Size in bytes.
@@ -376,12 +371,12 @@ def export_stablehlo(
     Raises:
       UserError: the file cannot be written.
     """
-    program = train_step.build_train_setup(config, mesh, examples)
+    setup = train_step.build_train_setup(config, mesh, examples)
     platform = mesh.devices.flat[0].platform
-    exported = jax.export.export(program.train_step, platforms=[platform])(
-        program.shapes, program.batch_shapes
+    exported = jax.export.export(setup.train_step, platforms=[platform])(
+        setup.shapes, setup.batch_shapes
     )
     try:
         return path.write_bytes(exported.mlir_module_serialized)
     except OSError as error:
-        raise UserError(f"--export={path} cannot be written: {error}") from error
+        raise UserError(f"--export={path}: cannot be written: {error}") from error
