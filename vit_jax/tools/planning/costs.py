@@ -1,9 +1,9 @@
 """Counts what a compiled program computes, moves in memory and sends, per device."""
 
-import collections
 import dataclasses
 import math
 import re
+from collections import defaultdict
 from collections.abc import Iterator
 
 from vit_jax.models.cost import window_products
@@ -18,8 +18,8 @@ KINDS = (
     "collective-broadcast",
 )
 
-# Between slices, the TPU compiler sends through the hosts over the data centre network
-# and states the collective as an attribute.
+# Between slices, the TPU compiler sends through the hosts over the data centre network;
+# an attribute names the collective.
 _TRANSFERS = {
     "ALL_REDUCE": "all-reduce",
     "REDUCE_SCATTER": "reduce-scatter",
@@ -59,11 +59,11 @@ class Collective:
 
     Attributes:
       kind: one of KINDS.
-      dtype: of its largest array, such as "bf16".
+      dtype: type of its largest array, such as "bf16".
       overlapped: whether it is asynchronous, so that other work runs beside it.
-      devices: in a group.
-      bytes: of the full arrays on a device: the result of an all-reduce or all-gather,
-        the operand of a reduce-scatter.
+      devices: number of devices in a group.
+      bytes: size of the full arrays on a device: the result of an all-reduce or
+        all-gather, the operand of a reduce-scatter.
       times: executions per step.
       slices: whether it is between slices, over the data centre network.
     """
@@ -94,17 +94,17 @@ def find_collectives(module: Module, devices: int) -> list[Collective]:
 
     Args:
       module: compiled program.
-      devices: total number.
+      devices: total number of devices.
     """
     # The TPU compiler splits an asynchronous collective into a chain of fusions with
     # other work. Each of them contains the collective, with the same channel.
     chains = set()
-    found = []
+    collectives = []
     for run in module.runs():
         beside = run.beside or run.instruction.starts
         for inner, scattered in _within(module, run.instruction):
             if inner.opcode == "send" and "megascale_transfer_type" in inner.attributes:
-                found.append(_between_slices(inner, module, run.times))
+                collectives.append(_between_slices(inner, module, run.times))
             if inner.base not in KINDS:
                 continue
             chained = "chain_id=" in inner.attributes
@@ -119,23 +119,23 @@ def find_collectives(module: Module, devices: int) -> list[Collective]:
             arrays = module.taken(inner) if scatters else inner.results
             group = _group(inner.attributes, devices)
             overlapped = chained or beside or inner.starts
-            found.append(_collective(kind, arrays, overlapped, group, run.times))
-    return found
+            collectives.append(_collective(kind, arrays, overlapped, group, run.times))
+    return collectives
 
 
-def summarize_collectives(found: list[Collective]) -> list[dict]:
+def summarize_collectives(collectives: list[Collective]) -> list[dict]:
     """Sums collectives by kind, type, network and overlap.
 
     Returns:
       One dict each: kind, dtype, overlapped, slices, count, bytes and sent, per device
       and step.
     """
-    rows = collections.defaultdict(lambda: [0, 0, 0.0])
-    for one in found:
-        row = rows[KINDS.index(one.kind), one.dtype, one.overlapped, one.slices]
-        row[0] += one.times
-        row[1] += one.times * one.bytes
-        row[2] += one.times * one.sent
+    rows = defaultdict(lambda: [0, 0, 0.0])
+    for each in collectives:
+        row = rows[KINDS.index(each.kind), each.dtype, each.overlapped, each.slices]
+        row[0] += each.times
+        row[1] += each.times * each.bytes
+        row[2] += each.times * each.sent
     return [
         {
             "kind": KINDS[kind],
@@ -156,18 +156,14 @@ def summarize_collectives(found: list[Collective]) -> list[dict]:
 def _within(
     module: Module, instruction: Instruction
 ) -> Iterator[tuple[Instruction, bool]]:
-    """Yields an instruction and everything fused into it.
-
-    Yields:
-      Each instruction, and whether its fusion scatters the result of a reduction.
-    """
+    """Yields an instruction and those fused into it, and whether a fusion scatters it."""
     name = instruction.attribute("calls").strip("%")
     scattered = instruction.base == "fusion" and name.startswith("all-reduce-scatter")
     yield instruction, False
     if instruction.base == "fusion":
-        for inner in module.fused(instruction):
-            for found, deeper in _within(module, inner):
-                yield found, scattered or deeper
+        for part in module.fused(instruction):
+            for inner, deeper in _within(module, part):
+                yield inner, scattered or deeper
 
 
 def _collective(kind, arrays, overlapped, group, times, slices=False):
@@ -190,18 +186,16 @@ def _between_slices(send, module, times):
         )
         or 1
     )
-    one = _collective(kind, module.taken(send), True, count, times, slices=True)
+    sent = _collective(kind, module.taken(send), True, count, times, slices=True)
     if kind == "all-gather":
-        return dataclasses.replace(one, bytes=one.bytes * count)
-    return one
+        return dataclasses.replace(sent, bytes=sent.bytes * count)
+    return sent
 
 
 def _group(attributes: str, devices: int) -> int:
-    """Returns the number of devices in a group.
-
-    Three notations are known: {{0,1},{2,3}}; [2,4]<=[8], groups by members; and
-    mesh['a'=2,'b'=4] {'b'}, the mesh axes of a group, or a part of one: 'b':(1)2.
-    """
+    """Returns the number of devices in a group."""
+    # Three notations are known: {{0,1},{2,3}}; [2,4]<=[8], groups by members; and
+    # mesh['a'=2,'b'=4] {'b'}, the mesh axes of a group, or a part of one: 'b':(1)2.
     if re.search(r"source_target_pairs=", attributes):
         return devices
     if match := re.search(r"replica_groups=\{\{([\d,]+)\}", attributes):
@@ -228,53 +222,47 @@ def count_macs(module: Module) -> int:
       module: optimised program of one device; a loop with an unknown trip count counts
         once.
     """
+    counts = {"dot": _dot_macs, "convolution": _convolution_macs}
     return sum(
-        run.times * _macs(module, inner)
+        run.times * counts[inner.base](module, inner)
         for run in module.runs()
         for inner in module.within(run.instruction)
+        if inner.base in counts
     )
 
 
-def _macs(module: Module, instruction: Instruction) -> int:
-    if instruction.base == "dot":
-        return _dot(module, instruction)
-    if instruction.base == "convolution":
-        return _convolution(module, instruction)
-    return 0
-
-
-def _dot(module, instruction):
+def _dot_macs(module, instruction):
     left = module.by_name[instruction.operands[0]].results[0].dims
-    stated = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", instruction.attributes)
-    contracted = [int(n) for n in stated[1].split(",") if n] if stated else []
+    match = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", instruction.attributes)
+    contracted = [int(n) for n in match[1].split(",") if n] if match else []
     out = instruction.results[0].dims
     return math.prod(out) * math.prod(left[axis] for axis in contracted)
 
 
-def _convolution(module, instruction):
+def _convolution_macs(module, instruction):
     """Counts with "dim_labels=b01f_01io->b01f" and "window={size=3x3 pad=1_1x1_1}"."""
     left, kernel = (
         module.by_name[name].results[0].dims for name in instruction.operands
     )
     out = instruction.results[0].dims
-    of_left, of_kernel, of_out = re.search(
+    left_axes, kernel_axes, out_axes = re.search(
         r"dim_labels=(\w+)_(\w+)->(\w+)", instruction.attributes
     ).groups()
-    window = re.search(r"window=\{([^}]*)\}", instruction.attributes)
-    words = dict(word.split("=") for word in window[1].split()) if window else {}
-    found = out[of_out.index("b")] * out[of_out.index("f")]
-    found *= kernel[of_kernel.index("i")]  # Input features of one group.
-    for axis in filter(str.isdigit, of_left):
+    match = re.search(r"window=\{([^}]*)\}", instruction.attributes)
+    window = dict(word.split("=") for word in match[1].split()) if match else {}
+    macs = out[out_axes.index("b")] * out[out_axes.index("f")]
+    macs *= kernel[kernel_axes.index("i")]  # Input features of one group.
+    for axis in filter(str.isdigit, left_axes):
 
-        def stated(name, default, axis=int(axis)):
-            return words[name].split("x")[axis] if name in words else default
+        def option(name, default, axis=int(axis)):
+            return window[name].split("x")[axis] if name in window else default
 
-        steps, side = out[of_out.index(axis)], left[of_left.index(axis)]
-        taps, stride = int(stated("size", 1)), int(stated("stride", 1))
-        spread, dilation = int(stated("lhs_dilate", 1)), int(stated("rhs_dilate", 1))
-        before = int(stated("pad", "0_0").split("_")[0])
-        found *= window_products(side, taps, steps, stride, before, spread, dilation)
-    return found
+        steps, side = out[out_axes.index(axis)], left[left_axes.index(axis)]
+        taps, stride = int(option("size", 1)), int(option("stride", 1))
+        spread, dilation = int(option("lhs_dilate", 1)), int(option("rhs_dilate", 1))
+        before = int(option("pad", "0_0").split("_")[0])
+        macs *= window_products(side, taps, steps, stride, before, spread, dilation)
+    return macs
 
 
 def count_bytes_moved(module: Module) -> int:
@@ -300,7 +288,7 @@ def _moved(module: Module, instruction: Instruction) -> int:
     if base in ("copy", *_SLICES) and instruction.starts:
         return _copied(operands[0], instruction)
     if base == "fusion":
-        return _fusion(module, instruction, operands, module.fused(instruction))
+        return _moved_by_fusion(module, instruction, operands)
     if base in _SLICES:
         return 2 * _slow(instruction.results)
     if base == "dynamic-update-slice":
@@ -323,8 +311,9 @@ def _slow(arrays) -> int:
     return sum(array.bytes for array in arrays if not array.fast)
 
 
-def _fusion(module, instruction, operands, body):
+def _moved_by_fusion(module, instruction, operands):
     """Counts a fusion; of arrays that it slices or updates, only the slices."""
+    body = module.fused(instruction)
     total, replaced = 0, dict(_replaced(module, body))
     for inner in body:
         if inner.opcode == "parameter":
@@ -338,7 +327,7 @@ def _fusion(module, instruction, operands, body):
 
 
 def _replaced(module, body):
-    """Yields shapes that a fusion updates in part, and the bytes of the update."""
+    """Yields the shapes that a fusion updates in part, and the bytes of each update."""
     inside = {i.name: i for i in body}
     for inner in body:
         if inner.opcode == "dynamic-update-slice":
@@ -351,10 +340,10 @@ def _read(module, inner, body):
     """Returns the bytes of an array that its users within a fusion read."""
     size = 0
     for user in body:
-        for place, name in enumerate(user.operands):
+        for position, name in enumerate(user.operands):
             if name != inner.name or user.opcode == "parameter":
                 continue
-            if user.opcode in _SLICES and place == 0:
+            if user.opcode in _SLICES and position == 0:
                 size += user.bytes
             elif user.opcode == "fusion":
                 nested = module.fused(user)
@@ -362,11 +351,11 @@ def _read(module, inner, body):
                     _read(module, parameter, nested)
                     for parameter in nested
                     if parameter.opcode == "parameter"
-                    and parameter.operands == (str(place),)
+                    and parameter.operands == (str(position),)
                 )
             elif user.opcode in _SAME:
                 size += _read(module, user, body)
             # The updated part is not read.
-            elif user.opcode != "dynamic-update-slice" or place:
+            elif user.opcode != "dynamic-update-slice" or position:
                 return inner.bytes
     return size

@@ -1,9 +1,9 @@
-"""How much of a run's time is work, where hosts fail and checkpoints take time.
+"""Goodput: the share of a run's time that is work when hosts fail and it checkpoints.
 
-A job works; after every interval it is held up while the state leaves the devices, and
-the checkpoint counts once it is written, while the job works on. At a failure it goes
-back to the newest checkpoint that counts, after a restart. Failures are a Poisson
-process, restarts included. All times are in seconds.
+After every interval the job stalls while the state is copied from the devices. It then
+works while the checkpoint is written, which counts from there on. A failure restarts the
+job from the newest checkpoint that counts. Failures are a Poisson process, restarts
+included. All times are in seconds.
 
 Source: Young, "A first order approximation to the optimum checkpoint interval", CACM
 17(9), 1974.
@@ -15,19 +15,19 @@ import math
 import numpy as np
 from jaxtyping import Float
 
-MOST_FAILURES = 2_000  # Of a run; one with more is taken to make no progress.
+MOST_FAILURES = 2_000  # A run with more counts as one that makes no progress.
 
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """A run and what interrupts it.
+    """A run, its checkpoints and its failures; all times are in seconds.
 
     Attributes:
-      work: time of its steps alone.
-      stall: time for which a checkpoint holds the steps up.
-      write: from the beginning of a checkpoint until it counts; at least `stall`.
-      restart: from a failure to the next step.
-      mean_time: between failures of any of its hosts.
+      work: time of all steps.
+      stall: time for which a checkpoint holds up the steps.
+      write: time from the start of a checkpoint until it counts; at least `stall`.
+      restart: time from a failure to the next step.
+      mean_time: mean time between failures of any host.
     """
 
     work: float
@@ -38,26 +38,26 @@ class Job:
 
 
 def young(job: Job) -> float:
-    """Returns Young's interval between checkpoints, the square root of 2 stall mean_time."""
+    """Returns Young's interval between checkpoints: sqrt(2 * stall * mean_time)."""
     return math.sqrt(2 * job.stall * job.mean_time)
 
 
 def simulate(
     job: Job, interval: float, runs: int = 200, seed: int = 0
 ) -> Float[np.ndarray, " runs"]:
-    """Returns the share of time that is work, of runs with failures drawn at random.
+    """Returns the share of the time that is work, of runs with random failures.
 
     Args:
-      job: what runs.
-      interval: work between checkpoints; the end of the run is saved too.
-      runs: how many.
-      seed: of the draws.
+      job: the run.
+      interval: work between checkpoints, in seconds; the end of the run is saved too.
+      runs: number of simulated runs.
+      seed: seed of the failures.
     """
     rng = np.random.default_rng(seed)
-    return np.array([job.work / _whole(job, interval, rng) for _ in range(runs)])
+    return np.array([job.work / _duration(job, interval, rng) for _ in range(runs)])
 
 
-def _whole(job: Job, interval: float, rng: np.random.Generator) -> float:
+def _duration(job: Job, interval: float, rng: np.random.Generator) -> float:
     """Returns the time from the start to the end of one run, inf without progress."""
     period, behind = interval + job.stall, max(0.0, job.write - job.stall)
     left, passed, starting = job.work, 0.0, 0.0

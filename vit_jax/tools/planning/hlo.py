@@ -26,7 +26,7 @@ class Array:
     """Type, shape and memory space of an array.
 
     Attributes:
-      dtype: such as "bf16".
+      dtype: XLA's name of the type, such as "bf16".
       dims: shape.
       fast: whether it is in on-core memory instead of the chip's main memory (HBM).
     """
@@ -50,8 +50,8 @@ class Instruction:
     """One line of a computation.
 
     Attributes:
-      name: unique in the program.
-      opcode: such as "all-reduce" or "fusion".
+      name: name, unique in the program.
+      opcode: operation, such as "all-reduce" or "fusion".
       parts: arrays of each element of the result tuple; one part if the result is not
         a tuple.
       operands: names of the operands.
@@ -79,8 +79,8 @@ class Instruction:
     def starts(self) -> bool:
         """Whether it starts an asynchronous operation, ended by "-update" or "-done".
 
-        XLA writes `async-start` with the computation that it runs, or the instruction
-        itself where there is only one: `reduce-scatter-start`.
+        XLA writes `async-start` with the computation that it runs, or, for a single
+        instruction, its opcode: `reduce-scatter-start`.
         """
         return self.opcode.endswith(_START)
 
@@ -112,10 +112,10 @@ class Instruction:
 
 
 class Run(NamedTuple):
-    """An executed instruction.
+    """An executed instruction, not inside a fusion.
 
     Attributes:
-      instruction: not inside a fusion.
+      instruction: the instruction.
       times: executions per step.
       beside: whether an `async-start` runs it beside other work.
     """
@@ -171,12 +171,12 @@ class Module:
     def taken(self, instruction: Instruction) -> list[Array]:
         """Returns the operand arrays of an instruction."""
         operands = (self.by_name.get(name) for name in instruction.operands)
-        return [array for one in operands if one for array in one.results]
+        return [array for operand in operands if operand for array in operand.results]
 
     def unread(self) -> list[Instruction]:
         """Returns the loops with an unknown trip count."""
-        found = [run.instruction for run in self.runs()]
-        return [i for i in found if i.opcode == "while" and self.rounds(i) is None]
+        executed = [run.instruction for run in self.runs()]
+        return [i for i in executed if i.opcode == "while" and self.rounds(i) is None]
 
     def body(self, loop: Instruction) -> Iterator[Run]:
         """Yields the instructions of one iteration of a loop."""
@@ -193,10 +193,7 @@ class Module:
 
 
 def parse(text: str) -> Module:
-    """Parses a program.
-
-    Args:
-      text: optimised HLO.
+    """Parses optimised HLO.
 
     Raises:
       ValueError: the text is not an HLO program.
@@ -212,16 +209,12 @@ def parse(text: str) -> Module:
         elif match := _INSTRUCTION.match(line):
             current.append(_read_instruction(match[2], match[3], bool(match[1])))
     if not entry:
-        raise ValueError("this is no HLO program: no computation is marked ENTRY")
+        raise ValueError("not an HLO program: no computation is marked ENTRY")
     return Module({name: tuple(lines) for name, lines in computations.items()}, entry)
 
 
 def _read_instruction(name: str, text: str, root: bool) -> Instruction:
-    """Parses the part after "name = ": "type opcode(operands), attributes".
-
-    Raises:
-      ValueError: unbalanced parentheses.
-    """
+    """Parses the part after "name = ": "type opcode(operands), attributes"."""
     end = _closing(text, 0) if text.startswith("(") else text.index(" ")
     kind, text = text[:end], text[end:].lstrip()
     opening = text.index("(")
@@ -249,14 +242,14 @@ def _elements(kind):
     """Splits a tuple type into its elements."""
     if not kind.startswith("("):
         return [kind]
-    depth, found = 0, [""]
+    depth, elements = 0, [""]
     for letter in kind[1:-1]:
         depth += (letter in "([{") - (letter in ")]}")
         if letter == "," and depth == 0:
-            found.append("")
+            elements.append("")
         else:
-            found[-1] += letter
-    return found
+            elements[-1] += letter
+    return elements
 
 
 def _operands(opcode, inside):
@@ -273,10 +266,10 @@ def _operands(opcode, inside):
 def _closing(text, opening):
     """Returns the index after the parenthesis that closes the one at `opening`."""
     depth = 0
-    for place in range(opening, len(text)):
-        depth += (text[place] == "(") - (text[place] == ")")
+    for index in range(opening, len(text)):
+        depth += (text[index] == "(") - (text[index] == ")")
         if depth == 0:
-            return place + 1
+            return index + 1
     raise ValueError(f"no parenthesis closes the first one of {text[:80]!r}")
 
 
@@ -302,7 +295,7 @@ class _Scope(NamedTuple):
       inside: name -> instruction.
       given: values of a fusion's parameters; None in a loop's body or condition, whose
         only parameter is the loop state.
-      computations: all of the program.
+      computations: all computations of the program.
     """
 
     inside: Mapping[str, Instruction]
@@ -313,17 +306,10 @@ class _Scope(NamedTuple):
 def _count_rounds(
     loop: Instruction, computations: Computations, by_name: Mapping[str, Instruction]
 ) -> int | None:
-    """Returns the trip count of a while loop, None if unknown.
-
-    XLA states it as `known_trip_count`, except on TPU. Otherwise the condition must
-    compare a counter with a constant, and the counter must start at a constant and
-    change by a constant per iteration.
-
-    Args:
-      loop: a `while` instruction.
-      computations: all of the program, by name.
-      by_name: all instructions of the program.
-    """
+    """Returns the trip count of a while loop, None if unknown."""
+    # XLA writes `known_trip_count`, except on TPU. Otherwise the condition must compare
+    # a counter with a constant, and the counter must start at a constant and change by
+    # a constant per iteration.
     if match := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.attributes):
         return int(match[1])
     condition, body = (
@@ -375,11 +361,11 @@ def _root(scope) -> Instruction | None:
     return next((i for i in scope.inside.values() if i.root), None)
 
 
-def _element(whole, place, scope) -> _Number | None:
+def _element(whole, index, scope) -> _Number | None:
     """Returns the value of an element of a tuple, None if unknown."""
     if whole is None or whole.opcode != "tuple":
         return None
-    return _value(scope.inside.get(whole.operands[place]), scope)
+    return _value(scope.inside.get(whole.operands[index]), scope)
 
 
 def _fused(instruction, scope) -> _Scope:
