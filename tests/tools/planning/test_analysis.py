@@ -86,7 +86,7 @@ FOUND = analysis.Analysis(
 def test_the_report_says_whose_word_each_number_is():
     text = re.sub(" {2,}", " ", report.text(FOUND, "heading"))
     assert text.startswith("heading\nmesh data 256 x fsdp 1 x model 1; dtype bfloat16")
-    assert "peak 10.00 the compiler's own word" in text
+    assert "peak 10.00 reported by the compiler" in text
     assert "activations, gradients 6.00 the peak less all of these" in text
     assert "fits: 6.00 GiB of 16.00 to spare" in text
     assert "counted are 1.200 times as many" in text

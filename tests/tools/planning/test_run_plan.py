@@ -133,7 +133,7 @@ def test_the_report_says_whose_word_an_input_is():
     assert "cpu_images=776" in words["measured by us"]
     assert "host_cpus=112" in words["published"]
     assert "host_days=365" in words["assumed"] and "mfu" not in words["assumed"]
-    assert words["stated"] == "  stated: mfu=0.5, store=0.25"
+    assert words["set by --plan"] == "  set by --plan: mfu=0.5, store=0.25"
 
 
 def test_a_run_shorter_than_an_interval():
@@ -199,8 +199,8 @@ def test_assumptions_are_read_and_refused():
         ("speed=3", "'speed' is no assumption; they are copy, cpu_images, dcn"),
         ("mfu=fast", "'mfu=fast' is not a positive number"),
         ("mfu=0", "'mfu=0' is not a positive number"),
-        ("mfu=1.5", "'mfu=1.5' is not a positive number of at most 1: state one"),
-        ("store=inf", "'store=inf' is not a positive number: state one"),
+        ("mfu=1.5", "'mfu=1.5' is not a positive number of at most 1: set one"),
+        ("store=inf", "'store=inf' is not a positive number: set one"),
     ):
         with pytest.raises(UserError, match=message) as error:
             run_plan.parse(text)

@@ -24,7 +24,7 @@ def test_a_topology_is_a_generation_and_the_sides_of_its_torus():
     ("text", "match"),
     [
         ("v9:4x4", r"no TPU 'v9' is known; known are.* v5e:16x16"),
-        ("v5e", "'' is not a shape of v5e, which has 2 axes: state it as v5e:16x16"),
+        ("v5e", "'' is not a shape of v5e, which has 2 axes: write it as v5e:16x16"),
         ("v5e:16", "'16' is not a shape of v5e"),
         ("v5e:4x4x4", "'4x4x4' is not a shape of v5e"),
         ("v4:4x4", "'4x4' is not a shape of v4, which has 3 axes"),

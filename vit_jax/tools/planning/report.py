@@ -5,47 +5,44 @@ from operator import itemgetter
 
 from vit_jax.tools.planning.analysis import ASSUMPTIONS, Analysis
 
-_COMPILER = "the compiler's own word"
+_COMPILER = "reported by the compiler"
 _SHAPES = "from shapes, without padding"
 
 
-def text(found: Analysis, heading: str) -> str:
-    """Returns the report of one program.
-
-    Args:
-      found: analysis.
-      heading: first line.
-    """
-    parts = [heading, _setting(found.settings), "", *_memory(found)]
-    if found.fits:
-        parts += ["", *_work(found), "", *_collectives(found), "", *_time(found)]
+def text(analysis: Analysis, heading: str) -> str:
+    """Returns the report of one program; `heading` is its first line."""
+    parts = [heading, _setting(analysis.settings), "", *_memory(analysis)]
+    if analysis.fits:
+        parts += ["", *_work(analysis)]
+        parts += ["", *_collectives(analysis)]
+        parts += ["", *_time(analysis)]
     return "\n".join(parts)
 
 
-def verdict(found: Analysis) -> str:
+def verdict(analysis: Analysis) -> str:
     """Returns a line on whether the program fits, and the margin."""
-    if found.fits:
-        if not found.limit_bytes:
-            return "it compiles; what memory a chip has is not known"
-        spare = found.limit_bytes - found.peak_bytes
-        return f"fits: {_gib(spare)} GiB of {_gib(found.limit_bytes)} to spare"
-    if not found.peak_bytes:
-        return f"does not compile: {found.error}"
-    over = found.peak_bytes - (found.limit_bytes or 0)
+    if analysis.fits:
+        if not analysis.limit_bytes:
+            return "it compiles; the memory of a chip is unknown"
+        spare = analysis.limit_bytes - analysis.peak_bytes
+        return f"fits: {_gib(spare)} GiB of {_gib(analysis.limit_bytes)} to spare"
+    if not analysis.peak_bytes:
+        return f"does not compile: {analysis.error}"
+    over = analysis.peak_bytes - (analysis.limit_bytes or 0)
     return (
-        f"does not fit: it wants {_gib(found.peak_bytes)} GiB of a chip's "
-        f"{_gib(found.limit_bytes)}, {_gib(over)} too much"
+        f"does not fit: it wants {_gib(analysis.peak_bytes)} GiB of a chip's "
+        f"{_gib(analysis.limit_bytes)}, {_gib(over)} too much"
     )
 
 
-def remedies(found: Iterable[tuple[str, Analysis]]) -> Iterator[str]:
+def remedies(changes: Iterable[tuple[str, Analysis]]) -> Iterator[str]:
     """Yields a line per change with which the program fits, or one that none does.
 
     Args:
-      found: flags that make a change, and what was compiled with it.
+      changes: command-line flags of each change, and the analysis with it.
     """
     any_fits, refused = False, []
-    for flags, row in found:
+    for flags, row in changes:
         if row.fits:
             any_fits = True
             yield f"  fits with {flags}: {_gib(row.peak_bytes)} GiB"
@@ -56,10 +53,10 @@ def remedies(found: Iterable[tuple[str, Analysis]]) -> Iterator[str]:
 
 
 def least(sizes: Iterable[tuple[int, str]]) -> str:
-    """Returns which of the programs that do not fit wants least memory, and what to do.
+    """Returns a line on the smallest of several programs that do not fit.
 
     Args:
-      sizes: bytes of each, 0 if it does not compile, and the flags that make it.
+      sizes: size of each in bytes, 0 if it does not compile, and its flags.
     """
     size, flags = min(filter(itemgetter(0), sizes), default=(0, ""))
     wanted = f"the least is {_gib(size)} GiB, with {flags}; " if size else ""
@@ -84,57 +81,53 @@ def _setting(settings):
     return f"mesh {mesh}; {', '.join(words)}"
 
 
-def _memory(found):
+def _memory(analysis):
     yield "Memory of a chip, GiB"
-    yield line("parameters", _gib(found.params_bytes), _SHAPES)
-    yield line("optimiser's moments", _gib(found.moments_bytes), _SHAPES)
-    yield line("average", _gib(found.average_bytes), _SHAPES)
-    yield line("batch", _gib(found.batch_bytes), _SHAPES)
-    if found.fits:
-        yield line("all of these", _gib(found.argument_bytes), _COMPILER)
-        yield line(
-            "activations, gradients",
-            _gib(found.temporary_bytes),
-            "the peak less all of these",
-        )
-    if found.peak_bytes:
-        yield line(
-            "peak" if found.fits else "wanted", _gib(found.peak_bytes), _COMPILER
-        )
-    if found.limit_bytes:
-        yield line("limit", _gib(found.limit_bytes), _COMPILER)
-    yield verdict(found)
+    yield line("parameters", _gib(analysis.params_bytes), _SHAPES)
+    yield line("optimiser's moments", _gib(analysis.moments_bytes), _SHAPES)
+    yield line("average", _gib(analysis.average_bytes), _SHAPES)
+    yield line("batch", _gib(analysis.batch_bytes), _SHAPES)
+    if analysis.fits:
+        temporary = _gib(analysis.temporary_bytes)
+        yield line("all of these", _gib(analysis.argument_bytes), _COMPILER)
+        yield line("activations, gradients", temporary, "the peak less all of these")
+    if analysis.peak_bytes:
+        name = "peak" if analysis.fits else "wanted"
+        yield line(name, _gib(analysis.peak_bytes), _COMPILER)
+    if analysis.limit_bytes:
+        yield line("limit", _gib(analysis.limit_bytes), _COMPILER)
+    yield verdict(analysis)
 
 
-def _work(found):
+def _work(analysis):
     yield "Work of a chip in a step"
-    ratio = found.flops / found.model_flops
-    yield line("TFLOP of products", f"{found.flops / 1e12:.3f}", found.counted)
+    ratio = analysis.flops / analysis.model_flops
+    yield line("TFLOP of products", f"{analysis.flops / 1e12:.3f}", analysis.counted)
     yield line(
         "3 x the forward pass",
-        f"{found.model_flops / 1e12:.3f}",
+        f"{analysis.model_flops / 1e12:.3f}",
         f"the model's; counted are {ratio:.3f} times as many",
     )
     yield line(
         "GB read and written",
-        f"{found.moved_bytes / 1e9:.2f}",
+        f"{analysis.moved_bytes / 1e9:.2f}",
         "counted in the compiled program, caches of the core not",
     )
-    if found.unread_loops:
+    if analysis.unread_loops:
         yield (
-            f"  {found.unread_loops} loops count once, here and below: their rounds "
-            "cannot be read"
+            f"  {analysis.unread_loops} loops count once, here and below: their trip "
+            "counts are unknown"
         )
 
 
-def _collectives(found):
+def _collectives(analysis):
     yield "Collectives of a step (what the compiler put in; loops times their rounds)"
-    if not found.collectives:
+    if not analysis.collectives:
         yield "  none"
         return
     row = "  {:<26} {:<5} {:<6} {:>6} {:>11} {:>13}"
     yield row.format("kind", "type", "async", "count", "MB of each", "MB a chip sends")
-    for one in found.collectives:
+    for one in analysis.collectives:
         yield row.format(
             one["kind"] + (", slices" if one["slices"] else ""),
             one["dtype"],
@@ -145,17 +138,17 @@ def _collectives(found):
         )
 
 
-def _time(found):
-    bounds = found.roofline
+def _time(analysis):
+    bounds = analysis.roofline
     yield "Floor of a step's time, ms (no prediction: no step is as fast)"
     if bounds is None:
-        yield "  not known, as the chip is not"
+        yield "  unknown, because the chip is"
         return
     yield line("products", _ms(bounds.compute), "")
     yield line("memory", _ms(bounds.memory), "")
     yield line("links, async", _ms(bounds.overlapped), "")
     yield line("links, others", _ms(bounds.exposed), "")
-    images = found.settings["batch_size"] / bounds.floor
+    images = analysis.settings["batch_size"] / bounds.floor
     yield line(
         "floor",
         _ms(bounds.floor),
@@ -165,7 +158,7 @@ def _time(found):
 
 
 def line(name: str, value: str, note: str) -> str:
-    """Returns a number of a report: its name, the number, whose word it is."""
+    """Returns a line of a report: the name of a number, the number, its source."""
     return f"  {name:<24} {value:>9}  {note}".rstrip()
 
 

@@ -1,8 +1,7 @@
-"""What a whole run needs, from the costs of its step and what is assumed of the place.
+"""Plans a whole run: days, hosts, checkpoints and failures, from the costs of a step.
 
-Days of work, exchanged bytes, hosts' work on the input, checkpoints, and how much of the
-time is work when hosts fail. What is not counted in the program is an input, measured or
-assumed, which `compile --plan=name=value,...` changes; all of them are printed.
+What the compiled program does not show is an assumption, measured or guessed, which
+`compile --plan=name=value,...` changes. The report prints all of them.
 """
 
 import dataclasses
@@ -21,20 +20,20 @@ from vit_jax.tools.planning.report import line
 
 HOUR, DAY = 3_600.0, 86_400.0
 _RUNS = 100
-_AROUND = 0.25, 0.5, 1.0, 2.0, 4.0  # Times Young's interval.
+_FACTORS = 0.25, 0.5, 1.0, 2.0, 4.0  # Simulated intervals, as multiples of Young's.
 
 
-# What an input of the plan rests on, in the words of the report.
+# Source of an assumption -> its description in the report.
 _SOURCES = {
     "measured": "measured by us, not on a TPU (docs/benchmarks.md)",
     "published": "published (docs/compile.md)",
     "assumed": "assumed",
-    "stated": "stated",
+    "flag": "set by --plan",
 }
 
 
 def _by(source: str, default: float) -> Any:
-    """Declares an input with its source, a key of _SOURCES."""
+    """Declares an assumption with its source, a key of _SOURCES."""
     return dataclasses.field(default=default, metadata={"source": source})
 
 
@@ -44,19 +43,19 @@ class Assumptions:
 
     Attributes:
       mfu: share of the chips' peak that the model's products reach.
-      dcn: GB that a chip sends to other slices in a second.
+      dcn: GB per second that a chip sends to other slices.
       host_days: mean days between failures of a host, its chips included.
       notice: seconds until a lost host is noticed and the others have ended.
-      replace: seconds until the scheduler has started the job again.
-      start: seconds from the start of the processes to the first step, restoring aside.
-      copy: GB that a host copies from its devices in a second, while the steps wait.
-      disk_write, disk_read: GB that a host writes to and restores from its own disk in a
-        second.
-      store: GB that a host writes to or reads from the storage in a second.
-      image_bytes: of an image file, on average.
-      cpu_images: images that one CPU decodes and crops in a second.
-      host_cpus: CPUs of a host.
-      price: of a chip for an hour.
+      replace: seconds until the scheduler has restarted the job.
+      start: seconds from the start of the processes to the first step, without restoring.
+      copy: GB per second that a host copies from its devices, while the steps wait.
+      disk_write, disk_read: GB per second that a host writes to and restores from its
+        local disk.
+      store: GB per second that a host writes to or reads from the storage.
+      image_bytes: average bytes of an image file.
+      cpu_images: images per second that one CPU decodes and crops.
+      host_cpus: number of CPUs of a host.
+      price: price of a chip per hour.
     """
 
     mfu: float = _by("assumed", 0.4)
@@ -83,13 +82,13 @@ _ZERO_ALLOWED = ("notice", "price", "replace", "start")
 
 
 def parse(text: str) -> Assumptions:
-    """Reads "mfu=0.5,price=1.2".
+    """Parses assumptions: "mfu=0.5,price=1.2".
 
     Raises:
-      UserError: no assumption has the name, or the value is no positive number.
+      UserError: a name is unknown, or a value is no positive number.
     """
     known = {field.name for field in dataclasses.fields(Assumptions)}
-    found = {}
+    values = {}
     for item in filter(None, text.split(",")):
         name, _, value = item.partition("=")
         if name not in known:
@@ -97,33 +96,33 @@ def parse(text: str) -> Assumptions:
                 f"--plan: {name!r} is no assumption; they are {', '.join(sorted(known))}"
             )
         try:
-            found[name] = float(value)
+            values[name] = float(value)
         except ValueError:
-            found[name] = -1.0
+            values[name] = -1.0
         least = 0.0 if name in _ZERO_ALLOWED else 1e-9
         most = _MOST.get(name, sys.float_info.max)
-        if not least <= found[name] <= most:
+        if not least <= values[name] <= most:
             bound = f" of at most {most:g}" if name in _MOST else ""
             raise UserError(
-                f"--plan: {item!r} is not a positive number{bound}: state one"
+                f"--plan: {item!r} is not a positive number{bound}: set one"
             )
-    return Assumptions(**found)
+    return Assumptions(**values)
 
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoints:
-    """Checkpoints at one place, and what failures cost with them.
+    """Checkpoints in one kind of storage, and the cost of failures with them.
 
     Attributes:
-      place: "local", the hosts' own disks, or "storage".
-      key: of the config, the interval in steps.
-      host_bytes: that a host writes: all that its devices hold to its own disk, an equal
-        share to the storage.
-      job: for `goodput`.
-      shares: interval between checkpoints, in steps, to the share of the time that is
-        work, of each simulated run.
+      place: "local" for the hosts' disks, or "storage".
+      key: config key of the interval in steps.
+      host_bytes: bytes that a host writes: all that its devices hold to its local disk,
+        an equal share to the storage.
+      job: the run, for `goodput.simulate`.
+      shares: interval between checkpoints in steps -> share of the time that is work,
+        one value per simulated run.
       young: Young's interval, in steps.
-      stated: the config's own interval, in steps; 0 if it states none.
+      stated: interval of the config, in steps; 0 if unset.
     """
 
     place: str
@@ -150,15 +149,15 @@ class Plan:
     """What a run needs.
 
     Attributes:
-      chips, hosts: number of them.
-      steps: of the run.
-      images: in a step.
-      step_seconds: the longest of the floor, what `mfu` makes of the products, and what
-        `dcn` makes of the bytes between slices.
-      bound: "floor", "mfu" or "dcn".
-      sent_bytes: that a chip sends in a step, within its slice and over slices.
-      state_bytes: of a checkpoint.
-      checkpoints: on the hosts' disks and on the storage.
+      chips, hosts: numbers of chips and hosts.
+      steps: number of training steps.
+      images: images per step.
+      step_seconds: time of a step: the longest of the floor, of the products at `mfu`,
+        and of the bytes between slices at `dcn`.
+      bound: the longest of them: "floor", "mfu" or "dcn".
+      sent_bytes: bytes that a chip sends per step, within its slice and between slices.
+      state_bytes: size of a checkpoint.
+      checkpoints: those on the hosts' disks and those on the storage.
     """
 
     chips: int
@@ -181,52 +180,55 @@ class Plan:
 
     @property
     def days(self) -> float:
-        """Days in all, with the checkpoints that cost less."""
-        return self.days_of_steps / max(one.goodput for one in self.checkpoints)
+        """Days in all, with the cheaper kind of checkpoints."""
+        return self.days_of_steps / max(each.goodput for each in self.checkpoints)
 
     @property
     def chip_hours(self) -> float:
         return self.days * 24 * self.chips
 
     def input_hosts(self, assumed: Assumptions) -> int:
-        """Returns the hosts that decode and crop the images, with all their CPUs."""
+        """Returns the number of hosts that decode and crop the images with all CPUs."""
         cpus = self.images_per_second / assumed.cpu_images
         return math.ceil(cpus / assumed.host_cpus)
 
 
 def make(
-    found: Analysis,
+    analysis: Analysis,
     chips: int,
     hosts: int,
     steps: int,
-    stated: tuple[int, int],
+    intervals: tuple[int, int],
     peak: float,
     assumed: Assumptions,
 ) -> Plan:
     """Returns the plan of a run.
 
     Args:
-      found: of its step, with a program.
-      chips: all of them.
-      hosts: all of them.
-      steps: of the run.
-      stated: intervals between checkpoints on the hosts' disks and on the storage, in
-        steps; 0 if the config states none.
-      peak: operations of a chip in a second.
-      assumed: of the place.
+      analysis: analysis of a step that fits, on a known chip.
+      chips: number of chips.
+      hosts: number of hosts.
+      steps: number of training steps.
+      intervals: steps between checkpoints on the hosts' disks and on the storage; 0
+        without an interval in the config.
+      peak: operations per second of a chip.
+      assumed: what the compiler cannot know.
+
+    Raises:
+      UserError: hosts fail so often that the run makes no progress.
     """
     sent = [0.0, 0.0]
-    for one in found.collectives:
+    for one in analysis.collectives:
         sent[bool(one["slices"])] += one["sent"]
     times = {
-        "floor": found.roofline.floor,
-        "mfu": found.model_flops / (peak * assumed.mfu),
+        "floor": analysis.roofline.floor,
+        "mfu": analysis.model_flops / (peak * assumed.mfu),
         "dcn": sent[1] / (assumed.dcn * 1e9),
     }
     bound = max(times, key=times.get)
     seconds = times[bound]
-    gone = assumed.notice + assumed.replace + assumed.start
-    held = found.host_state_bytes  # Every host restores what its devices hold.
+    down = assumed.notice + assumed.replace + assumed.start
+    held = analysis.host_state_bytes  # Every host restores what its devices hold.
     stall = held / (assumed.copy * 1e9)
     mean_time = assumed.host_days * DAY / hosts
 
@@ -235,11 +237,11 @@ def make(
             work=steps * seconds,
             stall=stall,
             write=stall + size / (write * 1e9),
-            restart=gone + held / (read * 1e9),
+            restart=down + held / (read * 1e9),
             mean_time=mean_time,
         )
         young = max(1, round(goodput.young(job) / seconds))
-        intervals = {min(steps, max(1, round(young * factor))) for factor in _AROUND}
+        intervals = {min(steps, max(1, round(young * factor))) for factor in _FACTORS}
         intervals |= {every} if every else set()
         shares = {
             every: goodput.simulate(job, every * seconds, _RUNS)
@@ -249,20 +251,20 @@ def make(
             raise UserError(
                 f"--plan: with host_days={assumed.host_days:g} one of {hosts:,} hosts fails "
                 f"every {mean_time:.3g} s, and the run does not end within "
-                f"{goodput.MOST_FAILURES:,} failures: state a larger host_days"
+                f"{goodput.MOST_FAILURES:,} failures: set a larger host_days"
             )
         return Checkpoints(place, key, float(size), job, shares, young, every)
 
-    local, store = stated
+    local, store = intervals
     return Plan(
         chips=chips,
         hosts=hosts,
         steps=steps,
-        images=found.settings["batch_size"],
+        images=analysis.settings["batch_size"],
         step_seconds=seconds,
         bound=bound,
         sent_bytes=(sent[0], sent[1]),
-        state_bytes=found.state_bytes,
+        state_bytes=analysis.state_bytes,
         checkpoints=(
             checkpoints(
                 "local",
@@ -275,7 +277,7 @@ def make(
             checkpoints(
                 "storage",
                 "checkpoint_every_steps",
-                found.state_bytes / hosts,
+                analysis.state_bytes / hosts,
                 assumed.store,
                 assumed.store,
                 store,
@@ -285,20 +287,21 @@ def make(
 
 
 def to_json(plan: Plan, assumed: Assumptions, examples: int = 0) -> dict:
-    """Returns the plan as plain numbers, with the means of the shares.
+    """Returns the plan as plain numbers, with the mean of the shares of each interval.
 
-    Args: as of `text`.
+    Args:
+      plan, assumed, examples: see `text`.
     """
     row = {field.name: getattr(plan, field.name) for field in dataclasses.fields(plan)}
     row["checkpoints"] = [
-        {field.name: getattr(one, field.name) for field in dataclasses.fields(one)}
+        {field.name: getattr(each, field.name) for field in dataclasses.fields(each)}
         | {
-            "job": dataclasses.asdict(one.job),
-            "shares": {n: float(found.mean()) for n, found in one.shares.items()},
-            "best": one.best,
-            "goodput": one.goodput,
+            "job": dataclasses.asdict(each.job),
+            "shares": {n: float(shares.mean()) for n, shares in each.shares.items()},
+            "best": each.best,
+            "goodput": each.goodput,
         }
-        for one in plan.checkpoints
+        for each in plan.checkpoints
     ]
     row |= {
         "images_per_second": plan.images_per_second,
@@ -314,9 +317,9 @@ def text(plan: Plan, assumed: Assumptions, examples: int = 0) -> Iterable[str]:
     """Yields the lines of the report.
 
     Args:
-      plan: from `make`.
-      assumed: what it was made with.
-      examples: size of the training split if it is assumed; 0 if it is known.
+      plan: result of `make`.
+      assumed: assumptions of the plan.
+      examples: number of training examples if it is assumed; 0 if it is known.
     """
     yield "The run"
     yield line("steps", f"{plan.steps:,}", f"of {plan.images:,} images")
@@ -330,10 +333,10 @@ def text(plan: Plan, assumed: Assumptions, examples: int = 0) -> Iterable[str]:
     yield line("MB a chip sends, slices", f"{plan.sent_bytes[1] / 1e6:,.1f}", "a step")
     yield ""
     yield from _input(plan, assumed)
-    for one in plan.checkpoints:
+    for each in plan.checkpoints:
         yield ""
-        yield from _checkpoints(plan, one)
-    best = max(plan.checkpoints, key=lambda one: one.goodput)
+        yield from _checkpoints(plan, each)
+    best = max(plan.checkpoints, key=lambda each: each.goodput)
     yield ""
     yield "In all"
     yield line("days", f"{plan.days:.2f}", f"--config.{best.key}={best.best}")
@@ -358,12 +361,12 @@ def _input(plan, assumed):
     yield line("GB/s read, all hosts", f"{read:.2f}", "")
 
 
-def _checkpoints(plan, one):
-    places = {"local": "the hosts' own disks", "storage": "the storage"}
-    job = one.job
-    yield f"Checkpoints on {places[one.place]}, and failures"
+def _checkpoints(plan, checkpoints):
+    places = {"local": "the hosts' disks", "storage": "the storage"}
+    job = checkpoints.job
+    yield f"Checkpoints on {places[checkpoints.place]}, and failures"
     yield line("GB of a checkpoint", f"{plan.state_bytes / 1e9:.2f}", "")
-    yield line("GB that a host writes", f"{one.host_bytes / 1e9:.2f}", "")
+    yield line("GB that a host writes", f"{checkpoints.host_bytes / 1e9:.2f}", "")
     yield line("seconds of stall", f"{job.stall:.1f}", "the steps wait for the copy")
     yield line("seconds until it counts", f"{job.write:.1f}", "")
     yield line("seconds of a restart", f"{job.restart:.0f}", "with restoring")
@@ -373,26 +376,25 @@ def _checkpoints(plan, one):
     yield "  {:>10} {:>9} {:>8} {:>8} {:>8}".format(
         "steps", "seconds", "mean", "5 %", "95 %"
     )
-    for every, found in one.shares.items():
-        low, high = np.quantile(found, (0.05, 0.95))
-        notes = ["Young's"] * (every == one.young)
-        notes += ["the config's"] * (every == one.stated)
+    for every, shares in checkpoints.shares.items():
+        low, high = np.quantile(shares, (0.05, 0.95))
+        notes = ["Young's"] * (every == checkpoints.young)
+        notes += ["the config's"] * (every == checkpoints.stated)
         yield (
-            f"  {every:>10,} {every * plan.step_seconds:>9,.0f} {found.mean():>8.2%} "
+            f"  {every:>10,} {every * plan.step_seconds:>9,.0f} {shares.mean():>8.2%} "
             f"{low:>8.2%} {high:>8.2%}  {', '.join(notes)}"
         ).rstrip()
 
 
 def _sources(assumed, examples):
-    """Yields the inputs by whose word they are; one that was stated is its user's."""
-    found = {source: [] for source in _SOURCES}
+    """Yields the assumptions, a line per source."""
+    by_source = {source: [] for source in _SOURCES}
     if examples:
-        found["assumed"].append(f"--examples={examples}")
+        by_source["assumed"].append(f"--examples={examples}")
     for field in dataclasses.fields(assumed):
         value = getattr(assumed, field.name)
-        stated = value != field.default
-        source = "stated" if stated else field.metadata["source"]
-        found[source].append(f"{field.name}={value:g}")
-    for source, items in found.items():
+        source = "flag" if value != field.default else field.metadata["source"]
+        by_source[source].append(f"{field.name}={value:g}")
+    for source, items in by_source.items():
         if items:
             yield f"  {_SOURCES[source]}: {', '.join(items)}"

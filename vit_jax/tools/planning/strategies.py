@@ -1,4 +1,4 @@
-"""Compiles a config with other meshes, remat policies and the like, and compares them."""
+"""Compares meshes, remat policies and other settings of a config by compiling each."""
 
 import bisect
 import functools
@@ -23,28 +23,26 @@ HEADING = ("mesh", "remat", "scan", "GiB", "TFLOP", "MB sent", "floor ms")
 
 
 def meshes_for(devices: int, model: bool) -> list[dict]:
-    """Returns meshes worth trying.
+    """Returns meshes worth trying, as axis -> size.
 
     Args:
-      devices: total number.
+      devices: total number of devices.
       model: whether the network has attention heads and MLPs that can be split.
     """
-    found = [dict(_DEFAULT)]
-    for size in (4, 8, 16, 32):
-        if size <= devices and devices % size == 0:
-            found.append({"data": -1, "fsdp": size, "model": 1})
+    sizes = [1] + [n for n in (4, 8, 16, 32) if devices % n == 0]
+    candidates = [_DEFAULT | {"fsdp": size} for size in sizes]
     if model and devices % 4 == 0:
-        found.append({"data": -1, "fsdp": 1, "model": 4})
-    return found
+        candidates.append(_DEFAULT | {"model": 4})
+    return candidates
 
 
 def parse_meshes(text: str) -> list[dict]:
     """Parses meshes: "fsdp=16,fsdp=4+model=2,data=-1".
 
     Raises:
-      UserError: not an axis with a size, or an axis stated twice.
+      UserError: a word is not an axis with a size, or an axis is repeated.
     """
-    found = []
+    parsed = []
     for words in text.split(","):
         sizes = {}
         for word in words.split("+"):
@@ -53,11 +51,11 @@ def parse_meshes(text: str) -> list[dict]:
             if not known or not re.fullmatch(r"-?\d+", size):
                 raise UserError(
                     f"--meshes: {word!r} in {words!r} is not an axis with a size, each "
-                    "axis once: state meshes as data=-1,fsdp=16,fsdp=4+model=2"
+                    "axis once: write meshes as data=-1,fsdp=16,fsdp=4+model=2"
                 )
             sizes[axis] = int(size)
-        found.append(_DEFAULT | sizes)
-    return found
+        parsed.append(_DEFAULT | sizes)
+    return parsed
 
 
 def compare(
@@ -75,12 +73,12 @@ def compare(
 
     Args:
       config: complete config.
-      devices: of the topology.
-      examples: size of the training split.
-      limit: bytes of a chip that a program can use.
-      sizes: meshes, as axis -> devices.
+      devices: devices of the topology.
+      examples: number of training examples.
+      limit: bytes of a chip that a program can use; None if unknown.
+      sizes: meshes, as axis -> size.
       policies: remat policies; one is enough for a network without blocks.
-      scans: values of `model.scan`; the config's own if empty.
+      scans: values of `model.scan`; that of the config if empty.
 
     Yields:
       Analyses, each as soon as it is ready.
@@ -88,27 +86,27 @@ def compare(
     Raises:
       UserError: no mesh fits the config, or a policy is unknown.
     """
-    refused = []
+    num_refused = 0
     scans = scans or [getattr(config.model, "scan", False)]
-    for stated, scan in itertools.product(sizes, scans):
+    for mesh_sizes, scan in itertools.product(sizes, scans):
         for policy in policies:
-            trial = variant(config, stated, policy, scan)
+            trial = variant(config, mesh_sizes, policy, scan)
             try:
                 mesh = meshes.create(trial.mesh, devices)
-                found = analysis.analyse(trial, mesh, examples, limit)
+                row = analysis.analyse(trial, mesh, examples, limit)
             except UserError as error:
-                refused.append(stated)
-                if len(refused) == len(sizes) * len(scans):
+                num_refused += 1
+                if num_refused == len(sizes) * len(scans):
                     raise
                 yield unfit(trial, str(error))
                 break
-            yield found
+            yield row
 
 
 def remedies(
     config: TrainConfig,
     devices: Sequence,
-    found: Analysis,
+    refused: Analysis,
     examples: int,
     limit: int | None,
 ) -> Iterator[tuple[str, Analysis]]:
@@ -116,14 +114,14 @@ def remedies(
 
     Args:
       config: complete config.
-      devices: of the topology.
-      found: of the config itself.
-      examples: size of the training split.
-      limit: bytes of a chip that a program can use.
+      devices: devices of the topology.
+      refused: analysis of the config.
+      examples: number of training examples.
+      limit: bytes of a chip that a program can use; None if unknown.
 
     Yields:
-      Flags that make a change, and its analysis, each as soon as it is ready; of
-      changes in several sizes the smallest that fits, or else the largest.
+      Command-line flags of a change, and its analysis, each as soon as it is ready; of
+      a change in several sizes the smallest that fits, or else the largest.
     """
 
     def analyse(keys):
@@ -131,10 +129,10 @@ def remedies(
         mesh = meshes.create(trial.mesh, devices)
         return analysis.analyse(trial, mesh, examples, limit)
 
-    for sizes in changes(found.settings):
+    for sizes in changes(refused.settings):
         attempts = functools.cache(lambda i, sizes=sizes: analyse(sizes[i]))
         best = len(sizes) - 1
-        # Larger ones take less memory: where the largest does not fit, none does.
+        # Larger ones take less memory: if the largest does not fit, none does.
         if attempts(best).fits:
             best = bisect.bisect(range(best), False, key=lambda i: attempts(i).fits)
         words = [f"--config.{key}={value}" for key, value in sizes[best].items()]
@@ -148,27 +146,27 @@ def changes(settings: dict) -> list[list[dict]]:
       settings: see `analysis.settings`.
 
     Returns:
-      Changes; each a list of dotted key -> value.
+      Changes; each a list of dotted config key -> value.
     """
     mesh, now = settings["mesh"], settings["grad_accum_steps"]
     whole = mesh["data"] // settings["dcn"]["dcn_data"]
     rows = settings["batch_size"] // math.prod(mesh[axis] for axis in meshes.BATCH_AXES)
     parts = [2**n for n in range(1, whole.bit_length()) if whole % 2**n == 0]
-    found = [
-        # Both are stated: a config that states "data" would take too many devices.
+    options = [
+        # Both axes, because the size of "data" in a config would not shrink by itself.
         [{"mesh.data": mesh["data"] // n, "mesh.fsdp": mesh["fsdp"] * n} for n in parts]
     ]
     if settings["remat_policy"] not in (None, "full"):
-        found.append([{"model.remat_policy": "full"}])
+        options.append([{"model.remat_policy": "full"}])
     if settings["mu_dtype"] != "bfloat16":
-        found.append([{"optim.mu_dtype": "bfloat16"}])
+        options.append([{"optim.mu_dtype": "bfloat16"}])
     if settings["dtype"] != "bfloat16":
-        found.append([{"model.dtype": "bfloat16"}])
+        options.append([{"model.dtype": "bfloat16"}])
     if settings["average"]:
-        found.append([{"ema.decay": 0.0}])
+        options.append([{"ema.decay": 0.0}])
     more = [n for n in range(now + 1, rows + 1) if rows % n == 0]
-    found.append([{"optim.grad_accum_steps": n} for n in more])
-    return [sizes for sizes in found if sizes]
+    options.append([{"optim.grad_accum_steps": n} for n in more])
+    return [sizes for sizes in options if sizes]
 
 
 def variant(config: TrainConfig, sizes: dict, policy: str, scan: bool) -> TrainConfig:
@@ -212,10 +210,7 @@ def fastest(rows: Sequence[Analysis]) -> Analysis | None:
 
 
 def flags(row: Analysis) -> str:
-    """Returns the command-line flags for a row's settings.
-
-    All axes are stated, since the config's own would stay otherwise.
-    """
+    """Returns the command-line flags for a row's settings, all mesh axes included."""
     dcn = row.settings["dcn"]
     if set(dcn.values()) == {1}:
         dcn = {}  # Chosen automatically, as in the config of the row.

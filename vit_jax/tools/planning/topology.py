@@ -1,4 +1,4 @@
-"""TPU slices by name, to compile for on a machine without TPUs.
+"""TPU slices by name, for compilation on a machine without TPUs.
 
 JAX is imported late, because it reads the environment that `prepare` sets.
 """
@@ -14,8 +14,8 @@ from vit_jax.errors import UserError
 
 _ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",  # Computes small things here, such as random keys.
-    # Keeps libtpu from looking for a TPU and asking the cloud about it. The type does
-    # not matter: each topology states its own.
+    # Keeps libtpu from looking for a TPU and asking the cloud about it. The type is
+    # replaced by that of each topology.
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_ACCELERATOR_TYPE": "v5litepod-8",
     "TPU_WORKER_HOSTNAMES": "localhost",
@@ -42,9 +42,9 @@ class Generation:
     """A kind of TPU.
 
     Attributes:
-      axes: dimensions of its interconnect, a torus or mesh.
+      axes: number of dimensions of its interconnect, a torus or mesh.
       example: a shape that exists.
-      options: for libtpu.
+      options: options of libtpu.
     """
 
     axes: int
@@ -111,11 +111,11 @@ def parse(text: str, slices: int = 1) -> Topology:
     """Parses a topology.
 
     Args:
-      text: such as "v5e:16x16".
+      text: generation and shape, such as "v5e:16x16".
       slices: number of slices.
 
     Raises:
-      UserError: unknown generation, or a shape that it does not have.
+      UserError: the generation is unknown, or does not have the shape.
     """
     known = ", ".join(f"{name}:{g.example}" for name, g in GENERATIONS.items())
     name, _, shape = text.partition(":")
@@ -128,14 +128,14 @@ def parse(text: str, slices: int = 1) -> Topology:
     if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", shape) or shape.count("x") != axes - 1:
         raise UserError(
             f"--topology={text}: {shape!r} is not a shape of {name}, which has {axes} "
-            f"axes: state it as {name}:{example}"
+            f"axes: write it as {name}:{example}"
         )
     sides = tuple(map(int, shape.split("x")))
     for side in sides[:2]:
         if side > 1 and side % _HOST_SIDE:
             raise UserError(
                 f"--topology={text}: a side of {side} chips does not divide into hosts "
-                f"of {_HOST_SIDE} x {_HOST_SIDE}: state it as {name}:{example}"
+                f"of {_HOST_SIDE} x {_HOST_SIDE}: write it as {name}:{example}"
             )
     return Topology(name, sides, slices)
 
@@ -164,24 +164,22 @@ def versions() -> str:
 def usable_memory(device) -> int | None:
     """Returns the bytes of a chip's memory that a program can use.
 
-    The compiler states the limit when it refuses a program, so it is given one of
-    16 TiB.
-
     Args:
-      device: of a topology.
+      device: a device of a topology.
 
     Returns:
-      Bytes, to 2 decimals of a GiB; None if the compiler did not state it.
+      Bytes, to 2 decimals of a GiB; None if the compiler did not report it.
     """
     import jax
     import jax.numpy as jnp
     import numpy as np
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-    place = NamedSharding(Mesh(np.asarray([device]), "x"), PartitionSpec())
+    # The compiler reports the limit when it refuses a program, such as one of 16 TiB.
+    sharding = NamedSharding(Mesh(np.asarray([device]), "x"), PartitionSpec())
     huge = jax.ShapeDtypeStruct((1 << 14, 1 << 30), jnp.uint8)
     flipped = jax.jit(
-        lambda x: x[::-1] + jnp.uint8(1), in_shardings=place, out_shardings=place
+        lambda x: x[::-1] + jnp.uint8(1), in_shardings=sharding, out_shardings=sharding
     )
     try:
         flipped.lower(huge).compile()
@@ -205,11 +203,7 @@ class Shortage:
 
 
 def parse_shortage(message: str) -> Shortage | None:
-    """Parses the compiler's error for a program that does not fit.
-
-    Returns:
-      None for other errors, such as those about on-core memory.
-    """
+    """Parses the compiler's error; None unless it is about a chip's main memory."""
     for pattern in _SHORTAGES:
         if match := re.search(pattern, message):
             wanted, wanted_unit, limit, limit_unit = match.groups()
