@@ -185,7 +185,7 @@ def test_no_room_is_one_line(source, tmp_path):
     assert process.returncode == 2
     (line,) = text.strip().splitlines()
     assert line.startswith("error: cannot write ")
-    assert "00000-of-00037: File too large. What is finished is kept: make room" in line
+    assert "00000-of-00037: File too large; finished shards are kept: make room" in line
     assert not (tmp_path / "blobs" / "1.0.0").exists()
 
 

@@ -35,11 +35,12 @@ _ANEW = (
 
 
 class Staging:
-    """The unfinished data set; returned by `begin`, which holds its lock.
+    """An unfinished data set, which `begin` opens and locks.
 
     Attributes:
       target: final folder.
       folder: unfinished folder beside it.
+      state: folder of notes on finished shards.
     """
 
     def __init__(self, target: pathlib.Path):
@@ -48,7 +49,7 @@ class Staging:
         self.state = self.folder / _STATE
 
     def finished(self, file_name: str) -> dict | None:
-        """Returns the note on a finished shard; None if it is not finished."""
+        """Returns the note on a finished shard; None if the shard is not finished."""
         try:
             note = json.loads((self.state / f"{file_name}.json").read_text())
             size = (self.folder / file_name).stat().st_size
@@ -57,11 +58,11 @@ class Staging:
         return note if note["written"]["file_bytes"] == size else None
 
     def note(self, file_name: str, note: Mapping) -> None:
-        """Writes the note that a shard is finished."""
+        """Marks a shard as finished."""
         metadata.save_json(self.state / f"{file_name}.json", note)
 
     def finish(self) -> None:
-        """Renames the folder to the final name; all files must be written."""
+        """Renames the folder, with all files written, to the final name."""
         shutil.rmtree(self.state, ignore_errors=True)
         _sync(self.folder)
         refuse_existing(self.target)
@@ -81,15 +82,15 @@ class Staging:
 
 @contextlib.contextmanager
 def begin(target: pathlib.Path, plan: Mapping) -> Iterator[Staging]:
-    """Begins a data set, or continues one that was interrupted.
+    """Begins a data set, or resumes one that was interrupted.
 
     Args:
       target: final folder.
-      plan: plain values; an interrupted set is continued only if they are equal.
+      plan: input and options as plain values; only a set of an equal plan is resumed.
 
     Raises:
-      UserError: the target exists, another process is making it, it was begun in
-        another way, or the folder cannot be made.
+      UserError: the target exists, another process is writing it, it was begun with
+        another plan, or the folder cannot be made.
     """
     staging = Staging(target)
     refuse_existing(target, plan)
@@ -109,11 +110,11 @@ def begin(target: pathlib.Path, plan: Mapping) -> Iterator[Staging]:
 
 
 class Exists(UserError):
-    """The set is there already, made from the same input and with the same flags.
+    """The set exists, made from the same input with the same flags.
 
     Attributes:
-      target: its folder.
-      content: its manifest.
+      target: folder of the set.
+      content: manifest of the set.
     """
 
     def __init__(self, target: pathlib.Path, content: dict):
@@ -122,11 +123,15 @@ class Exists(UserError):
 
 
 def refuse_existing(target: pathlib.Path, plan: Mapping = MappingProxyType({})) -> None:
-    """Raises UserError if the target exists.
+    """Checks that the target does not exist.
 
     Args:
       target: final folder.
-      plan: what is known of it; `Exists` is raised if the set was made so.
+      plan: known part of the plan.
+
+    Raises:
+      Exists: the target was made with this plan.
+      UserError: the target exists.
     """
     if not target.exists():
         return
@@ -134,12 +139,12 @@ def refuse_existing(target: pathlib.Path, plan: Mapping = MappingProxyType({})) 
         content = metadata.load_manifest(target)
     except UserError:
         content = {}
-    made = content.get("made_from", {})
-    others = [key for key in plan if plan[key] != made.get(key)]
+    made_from = content.get("made_from", {})
+    others = [key for key in plan if plan[key] != made_from.get(key)]
     if plan and not others:
         raise Exists(target, content)
     how = ""
-    if made and others:
+    if made_from and others:
         how = f", made from other input or with other flags ({', '.join(others)})"
     raise UserError(f"{target} exists{how}: {_ANEW}")
 
@@ -172,7 +177,7 @@ def _compare_plan(staging: Staging, plan: Mapping) -> None:
     for folder in (staging.folder, staging.state):
         for stale in folder.glob(f"*{shards.PART}"):
             stale.unlink()
-    if (staging.folder / metadata.MANIFEST).exists():  # Only the rename is left.
+    if (staging.folder / metadata.MANIFEST).exists():  # Only the rename is missing.
         begun = metadata.load_manifest(staging.folder)["made_from"]
     elif (staging.state / _PLAN).exists():
         begun = json.loads((staging.state / _PLAN).read_text())
@@ -184,7 +189,7 @@ def _compare_plan(staging: Staging, plan: Mapping) -> None:
         keys = [key for key in plan if plan[key] != begun.get(key)]
         raise UserError(
             f"{staging.folder} was begun from other input or with other flags "
-            f"({', '.join(keys)}): remove it to begin anew, or give the same as then"
+            f"({', '.join(keys)}): remove it to begin anew, or use the former ones"
         )
 
 
@@ -203,9 +208,9 @@ class Job(Protocol):
 
     Attributes:
       dataset: TFDS name, without configuration and version.
-      shards: all of them, split by split, in order.
+      shards: all shards, split by split, in order.
       plan: plain values that identify its input and options.
-      size: of the finished set in bytes, roughly.
+      size: approximate size of the finished set, in bytes.
     """
 
     dataset: str
@@ -214,7 +219,7 @@ class Job(Protocol):
     size: int
 
     def records(self, shard: Shard, skipped: list[dict]) -> Iterator[bytes]:
-        """Yields serialized examples; appends to `skipped` what it leaves out."""
+        """Yields serialized examples; appends notes on omitted records to `skipped`."""
 
     def describe(
         self, folder: pathlib.Path, splits: Mapping[str, Sequence[WrittenShard]]
@@ -227,22 +232,22 @@ class _Stopped(Exception):
 
 
 def build(job: Job, target: pathlib.Path, processes: int = 1) -> dict:
-    """Builds a data set, or finishes one that was interrupted.
+    """Builds a data set, or resumes one that was interrupted.
 
     Args:
-      job: what to make.
-      target: its final folder.
-      processes: that make shards at the same time.
+      job: data set to make.
+      target: final folder.
+      processes: number of processes that write shards.
 
     Returns:
-      The content of its manifest.
+      The content of the manifest.
 
     Raises:
-      UserError: bad input, no room, or the target exists.
+      UserError: the input is bad, the disk has no room, or the target exists.
     """
-    with begin(target, job.plan) as place:
-        if not (place.folder / metadata.MANIFEST).exists():
-            notes = _make_shards(job, place, processes)
+    with begin(target, job.plan) as staging:
+        if not (staging.folder / metadata.MANIFEST).exists():
+            notes = _make_shards(job, staging, processes)
             splits, skipped = {}, []
             for shard, note in zip(job.shards, notes, strict=True):
                 written = WrittenShard(**note["written"])
@@ -254,30 +259,30 @@ def build(job: Job, target: pathlib.Path, processes: int = 1) -> dict:
                         f"split {name!r} has no record that can be read: leave it out "
                         "with --splits or mend its files"
                     )
-            job.describe(place.folder, splits)
-            _check_opens(place.folder, splits)
-            metadata.write_manifest(place.folder, job.plan, splits, skipped)
-        content = metadata.load_manifest(place.folder)
-        place.finish()
+            job.describe(staging.folder, splits)
+            _check_opens(staging.folder, splits)
+            metadata.write_manifest(staging.folder, job.plan, splits, skipped)
+        content = metadata.load_manifest(staging.folder)
+        staging.finish()
     return content
 
 
-def _make_shards(job: Job, place: Staging, processes: int) -> list[dict]:
-    """Builds the shards that are not finished; returns the notes of all shards."""
-    notes = {s: place.finished(s.file_name(job.dataset)) for s in job.shards}
+def _make_shards(job: Job, staging: Staging, processes: int) -> list[dict]:
+    """Builds the shards that are not finished; returns the notes on all shards."""
+    notes = {s: staging.finished(s.file_name(job.dataset)) for s in job.shards}
     todo = [shard for shard, note in notes.items() if note is None]
     total = sum(shard.stop - shard.start for shard in job.shards)
     left = sum(shard.stop - shard.start for shard in todo)
-    place.reserve(job.size * left // max(1, total))
+    staging.reserve(job.size * left // max(1, total))
     if len(todo) < len(job.shards):
         done = len(job.shards) - len(todo)
-        print_line(f"{place.folder}: {done} of {len(job.shards)} shards are finished")
+        print_line(f"{staging.folder}: {done} of {len(job.shards)} shards are finished")
     with progress.bar(total, job.dataset, "records", initial=total - left) as bar:
         if processes == 1:
-            worker = _Worker(job, place, bar.update, lambda: None)
+            worker = _Worker(job, staging, bar.update, lambda: None)
             notes.update((shard, worker.make(shard)) for shard in todo)
         else:
-            notes.update(_in_processes(job, place, todo, processes, bar))
+            notes.update(_in_processes(job, staging, todo, processes, bar))
     return list(notes.values())
 
 
@@ -286,14 +291,14 @@ class _Worker:
     """Builds one shard at a time.
 
     Attributes:
-      job: what to make.
-      place: where.
-      count: called with numbers of further records that were read.
-      check: raises _Stopped when another process failed.
+      job: data set to make.
+      staging: unfinished data set.
+      count: function to which numbers of processed records are reported.
+      check: function that raises _Stopped when another process failed.
     """
 
     job: Job
-    place: Staging
+    staging: Staging
     count: Callable[[int], object]
     check: Callable[[], None]
 
@@ -301,23 +306,23 @@ class _Worker:
         """Builds a shard; writes and returns the note on it."""
         file_name, skipped = shard.file_name(self.job.dataset), []
         records = self._counted(self.job.records(shard, skipped), shard)
-        written = shards.write(self.place.folder / file_name, records)
+        written = shards.write(self.staging.folder / file_name, records)
         note = {"written": dataclasses.asdict(written), "skipped": skipped}
-        self.place.note(file_name, note)
+        self.staging.note(file_name, note)
         return note
 
     def _counted(self, records, shard):
-        told = 0
+        counted = 0
         for seen, record in enumerate(records, 1):
             self.check()
             yield record
-            if seen - told == _REPORT_EVERY:
-                self.count(seen - told)
-                told = seen
-        self.count(shard.stop - shard.start - told)  # Includes skipped records.
+            if seen - counted == _REPORT_EVERY:
+                self.count(seen - counted)
+                counted = seen
+        self.count(shard.stop - shard.start - counted)  # Includes skipped records.
 
 
-def _in_processes(job, place, todo, processes, bar) -> Iterator[tuple]:
+def _in_processes(job, staging, todo, processes, bar) -> Iterator[tuple]:
     """Yields (shard, note) as worker processes finish them."""
     # A forked process may hang when its parent has threads, and TFDS starts some.
     context = multiprocessing.get_context("spawn")
@@ -326,7 +331,7 @@ def _in_processes(job, place, todo, processes, bar) -> Iterator[tuple]:
         min(processes, max(1, len(todo))),
         mp_context=context,
         initializer=_start_worker,
-        initargs=(job, place, counter, stop),
+        initargs=(job, staging, counter, stop),
     )
     shown = 0
     try:
@@ -343,15 +348,15 @@ def _in_processes(job, place, todo, processes, bar) -> Iterator[tuple]:
                 yield shard_of[future], future.result()
     except BrokenProcessPool as error:
         raise UserError(
-            "a worker process died (killed, or out of memory): give the same command "
-            "again, perhaps with fewer --processes; finished shards are kept"
+            "a worker process died (killed, or out of memory): repeat the command, "
+            "perhaps with fewer --processes; finished shards are kept"
         ) from error
     finally:
         stop.value = 1
         executor.shutdown(cancel_futures=True)
 
 
-def _start_worker(job, place, counter, stop):
+def _start_worker(job, staging, counter, stop):
     """Initializes a worker process, which ends with its parent, even by SIGKILL."""
     global _worker
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # The parent handles it.
@@ -366,7 +371,7 @@ def _start_worker(job, place, counter, stop):
         if stop.value:
             raise _Stopped
 
-    _worker = _Worker(job, place, count, check)
+    _worker = _Worker(job, staging, count, check)
 
 
 def _make_in_worker(shard):
@@ -374,15 +379,15 @@ def _make_in_worker(shard):
 
 
 def _check_opens(folder: pathlib.Path, splits: Mapping[str, Sequence]) -> None:
-    """Raises UserError unless TFDS reads the set and finds the written counts."""
+    """Checks that TFDS reads the set and finds the written counts."""
     import tensorflow_datasets as tfds
 
     builder = tfds.builder_from_directory(folder)
     for name, written in splits.items():
-        found = len(builder.as_data_source(name))
+        readable = len(builder.as_data_source(name))
         records = sum(shard.records for shard in written)
-        if found != records:
+        if readable != records:
             raise UserError(
                 f"{folder} split {name!r}: {records} records were written, but "
-                f"TFDS finds {found}"
+                f"TFDS finds {readable}"
             )

@@ -19,9 +19,9 @@ class ImageFolder:
     """Job: the files' content unchanged, with label and path.
 
     Attributes:
-      name: of the new data set, with a version.
+      name: name of the new data set, with a version.
       sources: split -> its files, in the folder reader's order.
-      on_error: "raise" or "skip", for files that are no readable images.
+      on_error: "raise" or "skip" for files that are no readable images.
       decode: whether each image is decoded, which detects damage.
       shards, plan, size: see `build.Job`.
     """
@@ -87,12 +87,12 @@ def open_images(
     """Returns the job of turning a folder into a data set.
 
     Args:
-      root: folder that holds root/<split>/<class>/**/ image files.
-      name: of the new data set; with a version.
-      split_names: which folders to take; empty is all.
-      shard_bytes: wanted size of a shard.
-      on_error: "raise" or "skip".
-      decode: whether each image is decoded.
+      root: folder with root/<split>/<class>/**/ image files.
+      name: name of the new data set, with a version.
+      split_names: folders to read; all if empty.
+      shard_bytes: approximate size of a shard.
+      on_error: "raise" or "skip" for files that are no readable images.
+      decode: whether each image is decoded, which detects damage.
 
     Raises:
       UserError: the folder has another layout.
@@ -136,7 +136,7 @@ def open_images(
 
 
 def _check_names(names: Sequence[str]) -> None:
-    """Raises UserError for a class that cannot stand in a file of one name per line."""
+    """Checks that each name fits a line of TFDS's label file."""
     for name in names:
         if (
             name != name.strip()
@@ -163,7 +163,7 @@ def _features(class_names: Sequence[str]):
 
 @functools.lru_cache(maxsize=1)
 def _serializer(class_names: tuple[str, ...]):
-    """Returns a function from image bytes, label, path bytes to a tf.train.Example."""
+    """Returns a function from image bytes, label and path bytes to a tf.train.Example."""
     from tensorflow_datasets.core import example_serializer
 
     specs = _features(class_names).get_serialized_info()
@@ -173,7 +173,7 @@ def _serializer(class_names: tuple[str, ...]):
         example = serializer.get_tf_example(
             {"image": image, "label": label, "path": path}
         )
-        # Without this the order of a map's fields may differ between processes.
+        # Otherwise the order of a map's fields may differ between processes.
         return example.SerializeToString(deterministic=True)
 
     return serialize

@@ -1,4 +1,4 @@
-"""Files beside the records: TFDS's description of a data set, and our manifest.
+"""Files beside the records: TFDS's description of a data set, and the manifest.
 
 TFDS reads dataset_info.json, features.json and label files. manifest.json has counts
 and checksums of all files, by which the set is verified later.
@@ -40,7 +40,11 @@ class DatasetName:
 
     @classmethod
     def parse(cls, text: str, flag: str = "--dataset") -> "DatasetName":
-        """Parses a name; a part that is not stated is ""."""
+        """Parses a name; a missing part is "".
+
+        Raises:
+          UserError: `text` is no name; the message names `flag`.
+        """
         match = _NAME.fullmatch(text)
         if not match:
             raise UserError(
@@ -63,8 +67,8 @@ class PreparedInfo:
     """TFDS's description of a prepared folder.
 
     Attributes:
-      name: with configuration and version.
-      file_format: "tfrecord", "array_record", ...
+      name: name with configuration and version.
+      file_format: format of the records: "tfrecord", "array_record", ...
       splits: split name -> (path, number of records) of its files in order.
     """
 
@@ -72,59 +76,54 @@ class PreparedInfo:
     file_format: str
     splits: Mapping[str, Sequence[tuple[pathlib.Path, int]]]
 
-    @property
-    def dataset(self) -> str:
-        """DatasetName without configuration and version."""
-        return self.name.dataset
-
 
 def find(source: pathlib.Path, name: DatasetName) -> pathlib.Path:
     """Returns the folder of a prepared data set.
 
     Args:
-      source: its own folder, or the `data_dir` it lies in.
-      name: of the set; unstated parts match any.
+      source: folder with the set's dataset_info.json, or the `data_dir` above it.
+      name: name of the set; empty parts match any.
 
     Returns:
-      Its folder, the one with dataset_info.json.
+      The folder with dataset_info.json.
 
     Raises:
-      UserError: there is none, or it is another data set.
+      UserError: no such set, or the folder holds another one.
     """
-    if (source / "dataset_info.json").is_file():
-        found = read_info(source).name
-        for part in ("dataset", "config", "version"):
-            stated = getattr(name, part)
-            if stated and stated != getattr(found, part):
-                raise UserError(
-                    f"--dataset={name}, but --from={source} holds {found}: "
-                    f"set --dataset={found}"
-                )
-        return source
-    return find_prepared(source, name)
+    if not (source / "dataset_info.json").is_file():
+        return find_prepared(source, name)
+    held = read_info(source).name
+    for part in ("dataset", "config", "version"):
+        wanted = getattr(name, part)
+        if wanted and wanted != getattr(held, part):
+            raise UserError(
+                f"--dataset={name}, but --from={source} holds {held}: "
+                f"set --dataset={held}"
+            )
+    return source
 
 
 def find_prepared(data_dir: pathlib.Path, name: DatasetName) -> pathlib.Path:
-    """Returns the folder of a prepared set; the newest version if none is stated.
+    """Returns the folder of a prepared set, by default of the newest version.
 
     Raises:
-      UserError: there is none, or it is damaged.
+      UserError: no such set, or it is damaged.
     """
     builder = tfds_source.find_prepared(str(name), str(data_dir))
     if builder is None:
         raise UserError(
-            f"{data_dir} holds no readable {name}: state the data_dir under which it "
-            "lies, or the folder with its dataset_info.json and features.json (which "
-            "TFDS writes since version 4)"
+            f"{data_dir} holds no readable {name}: name the data_dir above it, or the "
+            "folder with its dataset_info.json and features.json (which TFDS writes "
+            "since version 4)"
         )
     return pathlib.Path(builder.data_dir)
 
 
 def read_info(folder: pathlib.Path) -> PreparedInfo:
-    """Returns the description of a prepared folder.
+    """Reads the description of a prepared folder.
 
     Raises:
-      UserError: it cannot be read.
+      UserError: the description cannot be read.
     """
     import tensorflow_datasets as tfds
 
@@ -149,7 +148,7 @@ def read_info(folder: pathlib.Path) -> PreparedInfo:
     }
     return PreparedInfo(
         name=DatasetName(info.name, info.config_name or "", str(info.version)),
-        # Old preparations do not state it.
+        # Old preparations lack it.
         file_format=info.file_format.value if info.file_format else "tfrecord",
         splits=splits,
     )
@@ -160,7 +159,7 @@ def convert_info(
     folder: pathlib.Path,
     splits: Mapping[str, Sequence[WrittenShard]],
 ) -> None:
-    """Writes dataset_info.json: the source's, with another format and other files."""
+    """Writes the source's dataset_info.json with another format and other files."""
     from tensorflow_datasets.core import dataset_info, naming
 
     proto = dataset_info.read_proto_from_builder_dir(source)
@@ -180,7 +179,7 @@ def convert_info(
 def copy_default_config(
     source: pathlib.Path, data_dir: pathlib.Path, name: DatasetName
 ) -> None:
-    """Copies TFDS's file that states which configuration a bare name means."""
+    """Copies TFDS's note on the default configuration of a data set."""
     if name.config:
         note = source.parent.parent / ".config" / "metadata.json"
         copy_to = data_dir / name.dataset / ".config" / "metadata.json"
@@ -199,8 +198,8 @@ def write_info(
     """Writes TFDS's description of a data set without a builder in TFDS.
 
     Args:
-      folder: of its files.
-      name: with a version.
+      folder: folder of the data set.
+      name: name with a version.
       features: `tfds.features.FeaturesDict` with an image and a label.
       splits: split name -> its shards.
       description: a sentence for dataset_info.json.
@@ -238,7 +237,11 @@ def write_info(
 
 
 def save_json(path: pathlib.Path, value) -> None:
-    """Writes a JSON file that is whole or absent, even after a power cut."""
+    """Writes a JSON file that is complete or absent, even after a power cut.
+
+    Raises:
+      UserError: the file cannot be written.
+    """
     temporary = path.with_name(f"{path.name}.{os.getpid()}{shards.PART}")
     try:
         with open(temporary, "w", encoding="utf-8") as file:
@@ -255,17 +258,14 @@ def write_manifest(
     made_from: Mapping,
     splits: Mapping[str, Sequence[WrittenShard]],
     skipped: Sequence[Mapping],
-) -> dict:
-    """Writes the manifest of a folder whose other files are all there.
+) -> None:
+    """Writes the manifest of a folder whose other files are complete.
 
     Args:
-      folder: of the data set.
-      made_from: how and from what it was made; plain values.
+      folder: folder of the data set.
+      made_from: input and options of the data set, as plain values.
       splits: split name -> its shards in order.
-      skipped: {"split", "record", "reason"} of each record left out.
-
-    Returns:
-      The manifest's content.
+      skipped: {"split", "record", "reason"} of each omitted record.
     """
     known = {shard.file for written in splits.values() for shard in written}
     others = (p for p in folder.iterdir() if p.is_file() and p.name not in known)
@@ -286,23 +286,22 @@ def write_manifest(
         },
     }
     save_json(folder / MANIFEST, content)
-    return content
 
 
 def verify(
     folder: pathlib.Path, progress: Callable[[int], object] = lambda n: None
 ) -> dict:
-    """Reads every file of a data set and compares it with the manifest.
+    """Checks every file of a data set against the manifest.
 
     Args:
-      folder: of the data set.
-      progress: called with the number of records of each checked shard.
+      folder: folder of the data set.
+      progress: function called with the number of records of each checked shard.
 
     Returns:
       The manifest's content.
 
     Raises:
-      UserError: there is no manifest, or a file is not as it says.
+      UserError: the manifest is missing, or a file differs from it.
     """
     content = load_manifest(folder)
     wrong = []
@@ -315,11 +314,11 @@ def verify(
     for name, split in content["splits"].items():
         for expected in split["shards"]:
             try:
-                found = dataclasses.asdict(shards.check(folder / expected["file"]))
+                actual = dataclasses.asdict(shards.check(folder / expected["file"]))
             except shards.DamagedShard as error:
                 wrong.append(f"{expected['file']}: {error}")
             else:
-                wrong += _differences(expected, found)
+                wrong += _differences(expected, actual)
             progress(expected["records"])
         if split["records"] != sum(s["records"] for s in split["shards"]):
             wrong.append(f"{MANIFEST} contradicts itself about split {name}")
@@ -334,34 +333,33 @@ def verify(
 
 
 def load_manifest(folder: pathlib.Path) -> dict:
-    """Returns the content of the manifest.
+    """Reads the manifest.
 
     Raises:
-      UserError: there is none that can be read.
+      UserError: the manifest is missing, damaged or of another format.
     """
     path = folder / MANIFEST
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        if content["format"] != _FORMAT:
-            raise UserError(f"{path} has format {content['format']}, not {_FORMAT}")
-        return content
+        version = content["format"]
     except FileNotFoundError as error:
         raise UserError(
             f"{folder} has no {MANIFEST} to verify it by: it was not prepared by "
             "python -m vit_jax.prepare"
         ) from error
     except (OSError, ValueError, KeyError, TypeError) as error:
-        if isinstance(error, UserError):
-            raise
         raise UserError(
             f"{path} is damaged ({error}): remove {folder} and prepare it again"
         ) from error
+    if version != _FORMAT:
+        raise UserError(f"{path} has format {version}, not {_FORMAT}")
+    return content
 
 
-def _differences(expected: Mapping, found: Mapping) -> list[str]:
+def _differences(expected: Mapping, actual: Mapping) -> list[str]:
     for key in ("records", "file_bytes", "sha256", "records_crc32c"):
-        if expected[key] != found[key]:
-            was, now = expected[key], found[key]
+        if expected[key] != actual[key]:
+            was, now = expected[key], actual[key]
             return [f"{expected['file']} has {key} {now}, not {was}"]
     return []
 

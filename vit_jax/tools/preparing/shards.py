@@ -45,13 +45,13 @@ class WrittenShard:
     """Counts and checksums of a finished shard.
 
     Attributes:
-      file: name in the data set's folder.
-      records: how many.
-      record_bytes: sum of their lengths, before compression.
+      file: file name in the data set's folder.
+      records: number of records.
+      record_bytes: sum of the records' lengths, before compression.
       records_crc32c: CRC-32C of every record's length (8 bytes, little-endian) and
         content, in hexadecimal; it does not depend on the file format.
-      file_bytes: length of the file.
-      sha256: of the file.
+      file_bytes: size of the file.
+      sha256: SHA-256 of the file, in hexadecimal.
     """
 
     file: str
@@ -82,10 +82,10 @@ def divide(split: str, records: int, size: int, shard_bytes: int) -> list[Shard]
     """Divides a split into shards of nearly equal numbers of records.
 
     Args:
-      split: name.
-      records: of the split.
-      size: of the split in bytes, roughly.
-      shard_bytes: wanted size of a shard.
+      split: name of the split.
+      records: number of records.
+      size: approximate size of the split, in bytes.
+      shard_bytes: approximate size of a shard.
     """
     count = max(1, min(records, -(-size // shard_bytes)))
     ends = [records * i // count for i in range(count + 1)]
@@ -96,60 +96,60 @@ def write(path: pathlib.Path, records: Iterable[bytes]) -> WrittenShard:
     """Writes a shard under a temporary name, reads it back, and renames it.
 
     Args:
-      path: of the finished shard.
-      records: its records in order.
+      path: path of the finished shard.
+      records: serialized records in order.
 
     Returns:
       Counts and checksums of the file as it was read back.
 
     Raises:
-      UserError: it cannot be written, as on a full disk, or does not read back.
+      UserError: the file cannot be written, as on a full disk, or does not read back.
     """
     # The name has the process id, because a process of an interrupted run may still write
     # a file of the same shard.
     part = path.with_name(f"{path.name}.{os.getpid()}{PART}")
     try:
-        found = _write_and_read_back(path, part, records)
+        written = _write_and_read_back(path, part, records)
         with open(part, "rb") as file:
             _write_or_fail(path, os.fsync, file.fileno())
         part.rename(path)
     except BaseException:
-        part.unlink(missing_ok=True)  # Makes room for others on a full disk.
+        part.unlink(missing_ok=True)  # Makes room for other shards on a full disk.
         raise
-    return dataclasses.replace(found, file=path.name)
+    return dataclasses.replace(written, file=path.name)
 
 
 def _write_and_read_back(path, part, records):
     from array_record.python import array_record_module
 
-    wrote = _Tally()
+    tally = _Tally()
     writer = array_record_module.ArrayRecordWriter(str(part), _WRITE)
     for record in records:
-        wrote.add(record)
+        tally.add(record)
         _write_or_fail(path, writer.write, record)
     _write_or_fail(path, writer.close)
     try:
-        found = check(part)
+        written = check(part)
     except DamagedShard as error:
         raise UserError(
             f"{path} was written but does not read back ({error}): check the disk"
         ) from error
-    if (found.records, found.records_crc32c) != (wrote.records, f"{wrote.crc:08x}"):
+    if (written.records, written.records_crc32c) != (tally.records, f"{tally.crc:08x}"):
         raise UserError(
             f"{path} holds other records than were written to it: check the disk"
         )
-    return found
+    return written
 
 
 def check(path: pathlib.Path) -> WrittenShard:
-    """Returns counts and checksums of a shard, which is read whole.
+    """Reads a whole shard; returns its counts and checksums.
 
     Raises:
-      DamagedShard: it cannot be read to its end.
+      DamagedShard: the file is missing, cut short or damaged.
     """
-    found = _Tally()
+    tally = _Tally()
     for record in read(path):
-        found.add(record)
+        tally.add(record)
     digest = hashlib.sha256()
     try:
         with open(path, "rb") as file:
@@ -160,9 +160,9 @@ def check(path: pathlib.Path) -> WrittenShard:
         raise DamagedShard(error.strerror) from error
     return WrittenShard(
         file=path.name,
-        records=found.records,
-        record_bytes=found.record_bytes,
-        records_crc32c=f"{found.crc:08x}",
+        records=tally.records,
+        record_bytes=tally.record_bytes,
+        records_crc32c=f"{tally.crc:08x}",
         file_bytes=size,
         sha256=digest.hexdigest(),
     )
@@ -172,7 +172,7 @@ def read(path: pathlib.Path) -> Iterator[bytes]:
     """Yields the records of an ArrayRecord file in order.
 
     Raises:
-      DamagedShard: it is missing, cut short or damaged.
+      DamagedShard: the file is missing, cut short or damaged.
     """
     from array_record.python import array_record_module
 
@@ -181,13 +181,13 @@ def read(path: pathlib.Path) -> Iterator[bytes]:
     reader = array_record_module.ArrayRecordReader(str(path), _READ)
     # A file cut short has no end marker: it opens, and holds nothing.
     if not reader.ok():
-        raise DamagedShard("is cut short or no ArrayRecord file")
+        raise DamagedShard("is cut short or not an ArrayRecord file")
     count = reader.num_records()
     step = max(1, _READ_AT_ONCE * count // max(1, path.stat().st_size))
     for start in range(0, count, step):
         try:
             yield from reader.read(start, min(start + step, count))
-        except RuntimeError as error:  # The rest is a trace.
+        except RuntimeError as error:  # All lines but the first are a trace.
             raise DamagedShard(str(error).splitlines()[0][:200]) from error
     reader.close()
 
@@ -197,8 +197,8 @@ def cannot_write(path: pathlib.Path, error: BaseException) -> UserError:
     reason = getattr(error, "strerror", None) or str(error).partition(";")[0]
     reason = reason.removeprefix("write() failed: ").removeprefix("open() failed: ")
     return UserError(
-        f"cannot write {path}: {reason}. What is finished is kept: make room or mend "
-        "it, and give the same command again"
+        f"cannot write {path}: {reason}; finished shards are kept: make room or fix it, "
+        "and repeat the command"
     )
 
 

@@ -1,4 +1,4 @@
-"""Data sets that TFDS prepares by itself; most of them need TensorFlow."""
+"""Data sets that TFDS downloads and prepares; most of them need TensorFlow."""
 
 import difflib
 import importlib
@@ -28,12 +28,12 @@ def build_with_tfds(
     """Runs TFDS's download and preparation, checks the set and renames it.
 
     Downloads stay in data_dir/downloads, also after an interruption. TFDS cannot
-    continue an interrupted preparation, which therefore starts over.
+    resume a preparation, which therefore starts over.
 
     Args:
-      name: of the set; version "" is the newest.
+      name: name of the set; version "" is the newest.
       data_dir: folder of the prepared sets.
-      imports: Python modules that define builders of the user's own.
+      imports: Python modules with the user's builders.
       manual_dir: folder of files that the user has to fetch; "" is
         data_dir/downloads/manual.
       shard_bytes: approximate size of a shard.
@@ -42,6 +42,7 @@ def build_with_tfds(
       The set's folder, and its manifest.
 
     Raises:
+      Exists: the set exists, made with these arguments.
       UserError: no such set, no TensorFlow, a file that the user has to fetch is
         missing, a download fails, or the disk is full.
     """
@@ -57,10 +58,13 @@ def build_with_tfds(
     plan = {"kind": "tfds", "name": str(full), "shard_bytes": shard_bytes}
     refuse_existing(target, plan)
     manual = pathlib.Path(manual_dir or data_dir / "downloads" / "manual").expanduser()
-    _need_manual_files(builder, full, manual)
-    with begin(target, plan) as place:
-        inner = place.folder / "tfds"
-        if not (place.folder / metadata.MANIFEST).exists():
+    if builder.MANUAL_DOWNLOAD_INSTRUCTIONS and not (
+        manual.is_dir() and any(manual.iterdir())
+    ):
+        raise _fetch_by_hand(builder, full, manual)
+    with begin(target, plan) as staging:
+        inner = staging.folder / "tfds"
+        if not (staging.folder / metadata.MANIFEST).exists():
             made = full.folder(inner)
             if not (made / metadata.MANIFEST).exists():
                 _drop_unfinished(made)
@@ -72,20 +76,23 @@ def build_with_tfds(
                     max_shard_size=shard_bytes,
                 )
                 _prepare(builder, data_dir / "downloads", config, full, manual)
-                metadata.write_manifest(made, plan, _count(made, place.folder), [])
-            _move_up(made, place.folder)
-        # Holds the name of the default configuration.
+                metadata.write_manifest(made, plan, _count(made, staging.folder), [])
+            # The manifest is moved last, because it marks the set complete.
+            is_manifest = lambda path: path.name == metadata.MANIFEST
+            for path in sorted(made.iterdir(), key=is_manifest):
+                path.rename(staging.folder / path.name)
+        # This file names the default configuration.
         default = inner / full.dataset / ".config"
         if default.is_dir():
             common = data_dir / full.dataset / ".config"
             shutil.copytree(default, common, dirs_exist_ok=True)
         shutil.rmtree(inner, ignore_errors=True)
-        content = metadata.load_manifest(place.folder)
-        place.finish()
+        content = metadata.load_manifest(staging.folder)
+        staging.finish()
     return target, content
 
 
-def _count(made: pathlib.Path, remedy: pathlib.Path) -> dict:
+def _count(made: pathlib.Path, staging: pathlib.Path) -> dict:
     """Reads the files of TFDS; returns the shards of each split."""
     info = metadata.read_info(made)
     splits = {}
@@ -94,23 +101,17 @@ def _count(made: pathlib.Path, remedy: pathlib.Path) -> dict:
         for name, files in info.splits.items():
             for path, length in files:
                 try:
-                    found = shards.check(path)
+                    shard = shards.check(path)
                 except shards.DamagedShard as error:
-                    raise UserError(f"{path} {error}: remove {remedy}") from error
-                if found.records != length:
+                    raise UserError(f"{path} {error}: remove {staging}") from error
+                if shard.records != length:
                     raise UserError(
-                        f"{path} has {found.records} records, not {length}: remove "
-                        f"{remedy} and try again"
+                        f"{path} has {shard.records} records, not {length}: remove "
+                        f"{staging} and try again"
                     )
-                splits.setdefault(name, []).append(found)
+                splits.setdefault(name, []).append(shard)
                 bar.update(length)
     return splits
-
-
-def _move_up(made: pathlib.Path, folder: pathlib.Path) -> None:
-    """Moves a set's files, the manifest last, because it marks the set complete."""
-    for path in sorted(made.iterdir(), key=lambda path: path.name == metadata.MANIFEST):
-        path.rename(folder / path.name)
 
 
 def _import_all(modules: Sequence[str]) -> None:
@@ -133,27 +134,27 @@ def _find(name: DatasetName):
         near = difflib.get_close_matches(name.dataset, known, n=3)
         hint = f"did you mean {' or '.join(near)}? " if near else ""
         raise UserError(
-            f"--dataset={name}: TFDS has no such set; {hint}A builder of your own is "
-            "found with --imports=MODULE, a prepared TFRecord set with --from=FOLDER"
+            f"--dataset={name}: TFDS has no such set; {hint}Add --imports=MODULE for "
+            "your builder, or --from=FOLDER for a prepared TFRecord set"
         ) from error
     except ImportError as error:
         raise _missing_module(name, error) from error
 
 
 def _need_tensorflow(name, builder_class) -> None:
-    own = not builder_class.__module__.startswith("tensorflow_datasets.")
-    if not own and importlib.util.find_spec("tensorflow") is None:
+    of_tfds = builder_class.__module__.startswith("tensorflow_datasets.")
+    if of_tfds and importlib.util.find_spec("tensorflow") is None:
         raise UserError(
             f"--dataset={name}: TFDS needs TensorFlow to prepare it: {_INSTALL} "
-            "(training does not need it). An existing TFRecord preparation is converted "
-            "without it: add --from=FOLDER"
+            "(training does not need it). To convert an existing TFRecord preparation "
+            "without it, add --from=FOLDER"
         )
 
 
 def _missing_module(name, error: ImportError) -> UserError:
     # TFDS may have wrapped it in an error whose text holds a whole example.
-    found = re.search(r"No module named '([\w.]+)'", str(error))
-    missing = error.name or (found[1] if found else str(error)[-200:])
+    match = re.search(r"No module named '([\w.]+)'", str(error))
+    missing = error.name or (match[1] if match else str(error)[-200:])
     install = _INSTALL if missing.startswith("tensorflow") else f"pip install {missing}"
     return UserError(f"--dataset={name} needs {missing} to be prepared: {install}")
 
@@ -178,12 +179,6 @@ def _open(name, builder_class, data_dir):
     except (ValueError, AssertionError) as error:
         line = " ".join(str(error).split())[:300]
         raise UserError(f"--dataset={name}: {line}") from error
-
-
-def _need_manual_files(builder, name, manual: pathlib.Path) -> None:
-    instructions = builder.MANUAL_DOWNLOAD_INSTRUCTIONS
-    if instructions and not (manual.is_dir() and any(manual.iterdir())):
-        raise _fetch_by_hand(builder, name, manual)
 
 
 def _fetch_by_hand(builder, name, manual) -> UserError:
@@ -218,8 +213,8 @@ def _prepare(builder, downloads, config, name, manual):
         kind = type(error).__name__
         if "No space left" in line or "File too large" in line or "disk space" in line:
             raise UserError(
-                f"--dataset={name}: no room on the disk ({line}); what was downloaded "
-                "is kept: make room and give the same command again"
+                f"--dataset={name}: no room on the disk ({line}); downloads are kept: "
+                "make room and repeat the command"
             ) from error
         if kind in ("DownloadError", "NonMatchingChecksumError", "ConnectionError"):
             raise UserError(f"--dataset={name}: download failed ({line})") from error

@@ -1,4 +1,4 @@
-"""Conversion of TFDS's TFRecord files, which are read without TensorFlow.
+"""Converts TFDS's TFRecord files to ArrayRecord, without TensorFlow.
 
 A record is its length (8 bytes, little-endian), the masked CRC-32C of these 8 bytes, its
 content, and the masked CRC-32C of the content
@@ -32,13 +32,13 @@ def read(path: pathlib.Path, start: int, stop: int, total: int) -> Iterator[byte
     """Yields records `start` to `stop` of a file.
 
     Args:
-      path: of the file.
-      start: first record; the contents of earlier ones are skipped.
-      stop: one past the last.
-      total: records the file should hold; if `stop` is the same, it must end there.
+      path: path of the file.
+      start: number of the first record; earlier ones are skipped unread.
+      stop: number after that of the last record.
+      total: expected number of records; if `stop` equals it, the file must end there.
 
     Raises:
-      UserError: a checksum is wrong, or the file is shorter or longer than it should.
+      UserError: a checksum is wrong, or the file has fewer or more records.
     """
     remedy = "copy or prepare this file again"
     with open(path, "rb") as file:
@@ -83,9 +83,9 @@ class Conversion:
     """Job: the same records in the same order, as ArrayRecord.
 
     Attributes:
-      dataset: TFDS name.
+      dataset: TFDS name, without configuration and version.
       source: folder of the TFRecord preparation.
-      files: split -> its (path, number of records) in order.
+      files: split -> (path, number of records) of its files in order.
       others: names of the files without records.
       shards, plan, size: see `build.Job`.
     """
@@ -122,11 +122,11 @@ def open_conversion(
 
     Args:
       source: folder with dataset_info.json, features.json and the TFRecord files.
-      split_names: which to convert; empty is all.
-      shard_bytes: wanted size of a shard.
+      split_names: splits to convert; all if empty.
+      shard_bytes: approximate size of a shard.
 
     Raises:
-      UserError: it is not a TFRecord preparation, or lacks a file or a split.
+      UserError: the folder is no TFRecord preparation, or lacks a file or a split.
     """
     info = metadata.read_info(source)
     if info.file_format != "tfrecord":
@@ -152,10 +152,10 @@ def open_conversion(
         size = sum(path.stat().st_size for path, _ in split)
         shards += divide(name, sum(n for _, n in split), size, shard_bytes)
     records = {path.name for split in info.splits.values() for path, _ in split}
-    # A manifest of ours would hold the checksums of the TFRecord files.
-    leave = records | {"dataset_info.json", metadata.MANIFEST}
-    others = sorted(p.name for p in source.iterdir() if p.is_file())
-    others = [name for name in others if name not in leave]
+    # A manifest has checksums of the TFRecord files.
+    excluded = records | {"dataset_info.json", metadata.MANIFEST}
+    names = {path.name for path in source.iterdir() if path.is_file()}
+    others = sorted(names - excluded)
     plan = {
         "kind": "tfrecord",
         "source": str(source),
@@ -164,7 +164,7 @@ def open_conversion(
         "shard_bytes": shard_bytes,
     }
     size = sum(size for _, size, _ in stats)
-    return Conversion(info.dataset, source, files, others, shards, plan, size)
+    return Conversion(info.name.dataset, source, files, others, shards, plan, size)
 
 
 def _stat(path: pathlib.Path) -> tuple[str, int, int]:
