@@ -1,9 +1,10 @@
-"""Whether two images show the same picture: thumbnails, hashes, search, alignment.
+"""Detects images of the same picture by thumbnails, hashes, search and alignment.
 
 Resized, recompressed, mirrored, grey and slightly cropped copies match. Hashes select
 candidate pairs; alignment decides. Letters: N images, S side of a thumbnail, W windows.
 """
 
+import collections
 import dataclasses
 import functools
 import io
@@ -16,7 +17,7 @@ from PIL import Image
 from vit_jax.data import decode
 from vit_jax.errors import UserError
 
-SIDE = 64  # Of a thumbnail, in pixels.
+SIDE = 64  # Side of a thumbnail, in pixels.
 # Standard deviation of grey values below which an image has no content to compare; JPEG
 # noise is less.
 _FLAT = 2.0
@@ -37,14 +38,14 @@ WINDOWS: tuple[Window, ...] = (
 )
 
 DISTANCE = 28  # Hamming distance of 128 bits; unrelated photographs are at about 64.
-_PER_QUERY = 50  # Most candidates per query.
+_PER_QUERY = 50  # Maximum number of candidates per query.
 
-CORRELATION = 0.9  # Least of near-duplicates.
+CORRELATION = 0.9  # Minimum correlation of near-duplicates.
 
-_SIGMA = 4.0  # Of the high-pass, in pixels of a thumbnail.
+_SIGMA = 4.0  # Sigma of the high-pass, in pixels of a thumbnail.
 _BLUR = 5  # Pixels; sharpening and compression change finer structure.
 _STOP = (cv2.TERM_CRITERIA_COUNT | cv2.TERM_CRITERIA_EPS, 15, 1e-4)
-# Largest movement of a corner from the window's, in pixels, for a crop.
+# Maximum distance of an aligned corner from that of the window, in pixels.
 _FURTHEST = 5.0
 _CORNERS = np.array([[x, y, 1] for x in (0, SIDE) for y in (0, SIDE)]) - [0.5, 0.5, 0]
 
@@ -53,14 +54,15 @@ def make_thumbnail(data: bytes | UInt8[np.ndarray, "H W C"]) -> Thumbnail:
     """Returns an image as SIDE x SIDE grey pixels, ignoring its aspect ratio.
 
     Args:
-      data: content of an image file, or pixels.
+      data: content of an image file, or RGB pixels.
 
     Raises:
-      DamagedImage: as from `decode.decode`.
+      DamagedImage: the image cannot be decoded.
     """
     grey = _decode_reduced(data) if isinstance(data, bytes) else None
     if grey is None:
-        grey = _to_grey(decode.decode(data))
+        pixels = np.ascontiguousarray(decode.decode(data))
+        grey = cv2.cvtColor(pixels, cv2.COLOR_RGB2GRAY)
     shrinks = min(grey.shape) >= SIDE
     how = cv2.INTER_AREA if shrinks else cv2.INTER_LINEAR
     if not shrinks and max(grey.shape) > SIDE:  # Avoids aliasing on the long side.
@@ -88,10 +90,6 @@ def _decode_reduced(data: bytes) -> np.ndarray | None:
         return None
 
 
-def _to_grey(pixels: np.ndarray) -> np.ndarray:
-    return cv2.cvtColor(np.ascontiguousarray(pixels), cv2.COLOR_RGB2GRAY)
-
-
 def hash_windows(
     thumbnails: UInt8[np.ndarray, "N S S"], windows: tuple[Window, ...]
 ) -> UInt8[np.ndarray, "N W 16"]:
@@ -101,7 +99,7 @@ def hash_windows(
     recompression and conversion to grey hardly change them.
 
     Args:
-      thumbnails: of the images.
+      thumbnails: thumbnails of the images.
       windows: parts of each image to hash.
 
     Returns:
@@ -111,21 +109,21 @@ def hash_windows(
     Functions, 2010), with 128 frequencies by distance from zero, and windows.
     """
     pixels = thumbnails.astype(np.float32)
-    found = np.empty((len(pixels), len(windows), BITS // 8), np.uint8)
+    hashes = np.empty((len(pixels), len(windows), BITS // 8), np.uint8)
     for number, (top, bottom, left, right) in enumerate(windows):
         down, across = _cosines(top, bottom), _cosines(left, right)
         waves = np.matmul(np.matmul(down, pixels), across.T)
         by_image = waves.reshape(len(pixels), waves.shape[1] * waves.shape[2])
         signs = by_image[:, _lowest()] > 0
-        found[:, number] = np.packbits(signs, axis=1)
-    return found
+        hashes[:, number] = np.packbits(signs, axis=1)
+    return hashes
 
 
 @functools.cache
 def _cosines(start: float, stop: float) -> np.ndarray:
     """Returns cosine waves (frequency, pixel) over a part of an axis, 0 outside.
 
-    Pixels on the edge of the part are weighted by their share inside.
+    Pixels on an edge of the part are weighted by their fraction inside.
     """
     edges = np.arange(SIDE + 1) / SIDE
     first, last = (np.clip(e, start, stop) for e in (edges[:-1], edges[1:]))
@@ -150,8 +148,8 @@ class Candidate:
       indexed: number of the indexed image.
       distance: Hamming distance of the hashes.
       flipped: whether the indexed image was mirrored.
-      window: part of the larger image that is similar to all of the other.
-      query_is_larger: whether the window is of the query, not of the indexed image.
+      window: part of the larger image that matches all of the smaller one.
+      query_is_larger: whether the query is the larger image.
     """
 
     query: int
@@ -188,24 +186,20 @@ class Index:
         """Adds images.
 
         Args:
-          thumbnails: of the images.
-          numbers: identify them in `candidates`.
+          thumbnails: thumbnails of the images.
+          numbers: number of each image, (N,) int64, which `candidates` returns.
         """
         both = np.stack([thumbnails, thumbnails[:, :, ::-1]], axis=1)
-        found = hash_windows(both.reshape(-1, *both.shape[2:]), WINDOWS)
-        self._parts.add(np.ascontiguousarray(found.reshape(-1, found.shape[-1])))
-        self._wholes.add(np.ascontiguousarray(found[:, 0]))
+        hashes = hash_windows(both.reshape(-1, *both.shape[2:]), WINDOWS)
+        self._parts.add(np.ascontiguousarray(hashes.reshape(-1, hashes.shape[-1])))
+        self._wholes.add(np.ascontiguousarray(hashes[:, 0]))
         self._numbers = np.concatenate([self._numbers, numbers])
 
     def candidates(self, thumbnails: UInt8[np.ndarray, "N S S"]) -> list[Candidate]:
-        """Returns candidate pairs, nearest first for each query.
-
-        Args:
-          thumbnails: of the queries.
-        """
+        """Returns candidate pairs of query images, nearest first for each query."""
         if not len(thumbnails) or not len(self):
             return []
-        found = hash_windows(thumbnails, WINDOWS)
+        hashes = hash_windows(thumbnails, WINDOWS)
         windows = len(WINDOWS)
         best: dict[tuple[int, int], Candidate] = {}
 
@@ -218,11 +212,11 @@ class Index:
                 )
 
         # The query is a crop of the indexed image, or all of it ...
-        for query, entry, distance in _within(self._parts, found[:, 0]):
+        for query, entry, distance in _within(self._parts, hashes[:, 0]):
             image, window = divmod(entry, windows)
             add(query, image // 2, distance, image % 2, window, False)
         # ... or the indexed image is a crop of the query.
-        crops = found[:, 1:].reshape(-1, found.shape[-1])
+        crops = hashes[:, 1:].reshape(-1, hashes.shape[-1])
         for crop, entry, distance in _within(self._wholes, crops):
             query, window = divmod(crop, windows - 1)
             add(query, entry // 2, distance, entry % 2, window + 1, True)
@@ -239,14 +233,13 @@ def _within(index, queries: np.ndarray):
     yield from zip(rows.tolist(), entries.tolist(), distances.tolist(), strict=True)
 
 
-def _nearest(found) -> list[Candidate]:
-    """Sorts by query and distance, and keeps the nearest of each query."""
-    kept, query, count = [], None, 0
-    for one in sorted(found, key=lambda c: (c.query, c.distance, c.indexed)):
-        count = count + 1 if one.query == query else 1
-        query = one.query
-        if count <= _PER_QUERY:
-            kept.append(one)
+def _nearest(candidates) -> list[Candidate]:
+    """Sorts by query and distance; keeps the nearest of each query."""
+    kept, counts = [], collections.Counter()
+    for each in sorted(candidates, key=lambda c: (c.query, c.distance, c.indexed)):
+        counts[each.query] += 1
+        if counts[each.query] <= _PER_QUERY:
+            kept.append(each)
     return kept
 
 
@@ -259,10 +252,10 @@ def correlation(part: Thumbnail, whole: Thumbnail, window: Window) -> float:
     Args:
       part: the image that may be a crop.
       whole: the other image.
-      window: approximate place of the crop.
+      window: approximate position of the crop in `whole`.
 
     Returns:
-      Correlation of the fine structure after an affine alignment; 0 without one.
+      Correlation of the fine structure after an affine alignment; 0 if none fits.
 
     Source: Evangelidis and Psarakis, Parametric Image Alignment Using Enhanced
     Correlation Coefficient Maximization, PAMI 2008 (OpenCV's `findTransformECC`).
@@ -278,7 +271,7 @@ def correlation(part: Thumbnail, whole: Thumbnail, window: Window) -> float:
         np.float32,
     )
     try:
-        found, fitted = cv2.findTransformECC(
+        value, fitted = cv2.findTransformECC(
             _fine(part),
             _fine(whole),
             start.copy(),
@@ -290,7 +283,7 @@ def correlation(part: Thumbnail, whole: Thumbnail, window: Window) -> float:
     except cv2.error:  # It did not converge.
         return 0.0
     moved = np.abs(_CORNERS @ (fitted - start).T).max()
-    return float(found) if moved <= _FURTHEST else 0.0
+    return float(value) if moved <= _FURTHEST else 0.0
 
 
 def _fine(thumbnail: Thumbnail) -> np.ndarray:

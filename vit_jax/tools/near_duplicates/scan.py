@@ -1,4 +1,4 @@
-"""Scans a data set for near-duplicates of others; writes the list, pairs and a sheet."""
+"""Scans a data set for near-duplicates of others; writes a list, pairs and a picture."""
 
 import concurrent.futures
 import csv
@@ -41,7 +41,7 @@ class Pair:
       against: spec of the other data set.
       record: record id in the other data set.
       distance: Hamming distance of the hashes.
-      correlation: of the fine structure.
+      correlation: correlation of the fine structure.
       numbers: index of the pretraining record, of the other set and of its record.
     """
 
@@ -58,7 +58,7 @@ class Found:
     """Result of a scan.
 
     Attributes:
-      pairs: in the order of the pretraining set.
+      pairs: near-duplicates, in the order of the pretraining set.
       damaged: (spec and record id, reason) of images that could not be read.
       flat: number of images without content, which are not compared.
       sizes: spec -> number of records.
@@ -89,64 +89,79 @@ def scan(
     Args:
       pretrain: large set.
       against: small sets.
-      folder: of this scan; created or resumed.
-      correlation: least of a pair.
-      threads: for decoding; one per core if None.
-      progress: called after every chunk.
+      folder: folder of this scan; created or resumed.
+      correlation: minimum correlation of a pair.
+      threads: number of decoding threads; one per core if None.
+      progress: function called after every chunk.
 
     Raises:
       UserError: a data set cannot be opened, or the folder is of another scan.
     """
-    many = pretrain.open()
-    few = [spec.open() for spec in against]
-    sizes = {str(s): len(x) for s, x in zip((pretrain, *against), (many, *few))}
+    source = pretrain.open()
+    others = [spec.open() for spec in against]
+    sizes = {str(s): len(x) for s, x in zip((pretrain, *against), (source, *others))}
     run = {
         "version": _VERSION,
         "chunk": CHUNK,
         "correlation": correlation,
         "sizes": sizes,
+        "pretrain": str(pretrain),
+        "against": list(map(str, against)),
+        "image_key": [spec.image_key for spec in (pretrain, *against)],
     }
-    run |= {"pretrain": str(pretrain), "against": list(map(str, against))}
-    run["image_key"] = [spec.image_key for spec in (pretrain, *against)]
     threads = threads or os.cpu_count() or 1
     with (
         _lock_folder(folder, run),
         concurrent.futures.ThreadPoolExecutor(threads) as pool,
     ):
-        index, small, done = matching.Index(), [], []
-        for number, (spec, source) in enumerate(zip(against, few, strict=True)):
+        index, thumbnails, results = matching.Index(), [], []
+        for number, (spec, other) in enumerate(zip(against, others, strict=True)):
             work = folder / "against" / str(number)
-            done += [(spec, r) for r in _shrink(spec, source, work, pool, progress)]
-            small.append([np.load(p, "r") for p in sorted(work.glob("*.npy"))])
-            for i, pixels in enumerate(small[-1]):
+            results += [(spec, r) for r in _shrink(spec, other, work, pool, progress)]
+            thumbnails.append([np.load(p, "r") for p in sorted(work.glob("*.npy"))])
+            for i, pixels in enumerate(thumbnails[-1]):
                 full = [k for k, t in enumerate(pixels) if not matching.is_flat(t)]
                 # Set and record in one number.
                 rows = np.array(full, np.int64) + i * CHUNK + (number << 40)
                 index.add(pixels[full], rows)
 
-        def compare(pixels, records):
-            return list(_pairs(pixels, records, index, small, correlation, pool))
-
-        def named(row):
-            i, (number, other), distance, fit = row
-            spec = against[number]
-            record, its = many.record_id(i), few[number].record_id(other)
-            same_set = (spec.name, spec.data_dir) == (pretrain.name, pretrain.data_dir)
-            if same_set and record == its:  # A record is not a duplicate of itself.
-                return None
-            return [record, str(spec), its, distance, fit, [i, number, other]]
-
         work = folder / "pretrain"
-        for records, missing, pixels in _chunks(pretrain, many, work, pool, progress):
-            good = [k for k, t in enumerate(pixels) if not matching.is_flat(t)]
-            rows = compare(pixels[good], [records[k] for k in good])
-            pairs = [pair for pair in map(named, rows) if pair is not None]
-            result = _result(many, records, missing, pixels) | {"pairs": pairs}
+        for records, missing, pixels in _chunks(pretrain, source, work, pool, progress):
+            full = [k for k, t in enumerate(pixels) if not matching.is_flat(t)]
+            pairs = []
+            for i, (number, j), distance, fit in _pairs(
+                pixels[full],
+                [records[k] for k in full],
+                index,
+                thumbnails,
+                correlation,
+                pool,
+            ):
+                spec = against[number]
+                names = source.record_id(i), others[number].record_id(j)
+                same_set = (spec.name, spec.data_dir) == (
+                    pretrain.name,
+                    pretrain.data_dir,
+                )
+                if not same_set or names[0] != names[1]:  # Not a record and itself.
+                    pair = [names[0], str(spec), names[1], distance, fit]
+                    pairs.append([*pair, [i, number, j]])
+            result = _result(source, records, missing, pixels) | {"pairs": pairs}
             _write_atomically(
                 work / f"{records[0]:012}.json", json.dumps(result).encode()
             )
-        done += [(pretrain, r) for r in _results(work)]
-    return _sum(done, sizes)
+        results += [(pretrain, r) for r in _results(work)]
+    rows = [row for _, result in results for row in result.get("pairs", ())]
+    return Found(
+        pairs=[Pair(*row[:5], tuple(row[5])) for row in rows],
+        damaged=[
+            (f"{spec} {name}", reason)
+            for spec, result in results
+            for name, reason in result["damaged"]
+        ],
+        flat=sum(result["flat"] for _, result in results),
+        sizes=sizes,
+    )
 
 
 def _shrink(spec, source, work, pool, progress) -> list[dict]:
@@ -161,7 +176,7 @@ def _shrink(spec, source, work, pool, progress) -> list[dict]:
 
 
 def _chunks(spec, source, work, pool, progress) -> Iterator[tuple]:
-    """Yields records, errors of damaged images and thumbnails of the chunks to do.
+    """Yields records, errors of damaged images and thumbnails of unfinished chunks.
 
     The next chunk is decoded while the caller works on this one. Thumbnails of damaged
     images are 0.
@@ -178,19 +193,21 @@ def _chunks(spec, source, work, pool, progress) -> Iterator[tuple]:
     for start in [*todo, None]:
         if start is not None:
             records = range(start, min(start + CHUNK, len(source)))
-            ahead.append((records, [pool.submit(_small, source, i) for i in records]))
+            futures = [pool.submit(_thumbnail, source, i) for i in records]
+            ahead.append((records, futures))
         if len(ahead) == 2 or (start is None and ahead):
             records, futures = ahead.pop(0)
             results = [future.result() for future in futures]
             missing = {i: r for i, r in zip(records, results) if isinstance(r, str)}
             blank = np.zeros((matching.SIDE,) * 2, np.uint8)
-            small = [blank if isinstance(r, str) else r for r in results]
-            yield list(records), missing, np.stack(small)
+            thumbnails = [blank if isinstance(r, str) else r for r in results]
+            yield list(records), missing, np.stack(thumbnails)
             now += len(records)
             progress(str(spec), before, now, len(source))
 
 
-def _small(source: Source, i: int) -> np.ndarray | str:
+def _thumbnail(source: Source, i: int) -> np.ndarray | str:
+    """Returns the thumbnail of a record, or why it cannot be read."""
     try:
         return matching.make_thumbnail(source[i]["image"])
     except decode.DamagedImage as error:
@@ -199,22 +216,25 @@ def _small(source: Source, i: int) -> np.ndarray | str:
         return f"cannot be read ({error.strerror or error})"
 
 
-def _pairs(pixels, records, index, small, least, pool) -> Iterator[tuple]:
+def _pairs(pixels, records, index, thumbnails, minimum, pool) -> Iterator[tuple]:
     """Yields (record, (set, other), distance, correlation) of near-duplicates."""
 
-    def fit(one: matching.Candidate) -> float:
-        number, other = one.indexed >> 40, one.indexed & (1 << 40) - 1
-        theirs = small[number][other // CHUNK][other % CHUNK]
-        theirs = np.ascontiguousarray(theirs[:, ::-1]) if one.flipped else theirs
-        two = (pixels[one.query], np.asarray(theirs))
-        part, whole = reversed(two) if one.query_is_larger else two
-        return matching.correlation(part, whole, one.window)
+    def place(candidate: matching.Candidate) -> tuple[int, int]:
+        return candidate.indexed >> 40, candidate.indexed & (1 << 40) - 1
 
-    found = index.candidates(pixels)
-    for one, value in zip(found, pool.map(fit, found), strict=True):
-        if value >= least:
-            where = one.indexed >> 40, one.indexed & (1 << 40) - 1
-            yield records[one.query], where, one.distance, round(value, 4)
+    def fit(candidate: matching.Candidate) -> float:
+        number, other = place(candidate)
+        indexed = thumbnails[number][other // CHUNK][other % CHUNK]
+        if candidate.flipped:
+            indexed = np.ascontiguousarray(indexed[:, ::-1])
+        two = (pixels[candidate.query], np.asarray(indexed))
+        part, whole = reversed(two) if candidate.query_is_larger else two
+        return matching.correlation(part, whole, candidate.window)
+
+    candidates = index.candidates(pixels)
+    for each, value in zip(candidates, pool.map(fit, candidates), strict=True):
+        if value >= minimum:
+            yield records[each.query], place(each), each.distance, round(value, 4)
 
 
 def _result(source, records, missing, pixels) -> dict:
@@ -227,18 +247,8 @@ def _results(work: pathlib.Path) -> Iterator[dict]:
     return (json.loads(path.read_bytes()) for path in sorted(work.glob("*.json")))
 
 
-def _sum(done: list[tuple[Spec, dict]], sizes: dict[str, int]) -> Found:
-    rows = [row for _, result in done for row in result.get("pairs", ())]
-    return Found(
-        pairs=[Pair(*row[:5], tuple(row[5])) for row in rows],
-        damaged=[(f"{s} {name}", why) for s, r in done for name, why in r["damaged"]],
-        flat=sum(result["flat"] for _, result in done),
-        sizes=sizes,
-    )
-
-
 def _lock_folder(folder: pathlib.Path, run: dict):
-    """Creates or reopens a scan's folder; returns its lock, to be closed at the end."""
+    """Creates or reopens a scan's folder; returns its lock as an open file."""
     folder.mkdir(parents=True, exist_ok=True)
     lock = (folder / "lock").open("w")
     try:
@@ -265,22 +275,22 @@ def _lock_folder(folder: pathlib.Path, run: dict):
     return lock
 
 
-def write_list(path: pathlib.Path, found: Found, correlation: float) -> list[str]:
+def write_list(path: pathlib.Path, result: Found, correlation: float) -> list[str]:
     """Writes the ids of the near-duplicates, for `data.exclude`, with comments.
 
     Args:
-      path: of the text file.
-      found: result of `scan`.
-      correlation: least of a pair, for the comments.
+      path: path of the text file.
+      result: result of `scan`.
+      correlation: minimum correlation of a pair, for the comments.
 
     Returns:
       The ids.
     """
-    ids = list(dict.fromkeys(pair.pretrain for pair in found.pairs))
-    pretrain, *against = (f"{spec} ({n} records)" for spec, n in found.sizes.items())
+    ids = list(dict.fromkeys(pair.pretrain for pair in result.pairs))
+    pretrain, *against = (f"{spec} ({n} records)" for spec, n in result.sizes.items())
     counts = (
-        f"# {len(ids)} records in {len(found.pairs)} pairs; not compared: "
-        f"{len(found.damaged)} damaged, {found.flat} flat"
+        f"# {len(ids)} records in {len(result.pairs)} pairs; not compared: "
+        f"{len(result.damaged)} damaged, {result.flat} flat"
     )
     lines = [
         "# Near-duplicates, for --config.data.exclude: python -m vit_jax.dedup",
@@ -310,20 +320,20 @@ def write_sheet(
     against: Sequence[Spec],
     most: int = 60,
 ) -> int:
-    """Draws pairs side by side, the least correlated first, to be checked by eye.
+    """Draws pairs side by side, the least correlated first, for a check by eye.
 
     Args:
-      path: of a PNG file.
+      path: path of a PNG file.
       pairs: all pairs.
       pretrain: large set, on the left of each pair.
       against: small sets.
-      most: largest number of pairs to draw.
+      most: maximum number of pairs.
 
     Returns:
       Number of pairs drawn.
     """
     chosen = sorted(pairs, key=lambda pair: pair.correlation)[:most]
-    many, few = pretrain.open(), [spec.open() for spec in against]
+    source, others = pretrain.open(), [spec.open() for spec in against]
     wide, high = 2 * _SIDE + 10, _SIDE + _TEXT
     rows = max(1, -(-len(chosen) // _ACROSS))
     sheet = Image.new("RGB", (_ACROSS * wide, rows * high), "white")
@@ -332,26 +342,20 @@ def write_sheet(
         down, across = divmod(place, _ACROSS)
         x, y = across * wide, down * high
         i, number, other = pair.numbers
-        for k, record in enumerate((many[i], few[number][other])):
-            sheet.paste(_picture(record["image"]), (x + k * _SIDE, y))
+        for k, record in enumerate((source[i], others[number][other])):
+            picture = Image.fromarray(decode.decode(record["image"]))
+            size = (_SIDE - 2, _SIDE)
+            picture = picture.resize(size, Image.Resampling.BICUBIC)
+            sheet.paste(picture, (x + k * _SIDE, y))
         text = f"{pair.correlation:.3f}, {pair.distance} bits"
         for line, words in enumerate((text, pair.pretrain, pair.record)):
             # The font has Latin letters only.
             words = words.encode("latin-1", "replace").decode("latin-1")
             pen.text((x, y + _SIDE + 14 * line), words[-50:], fill="black")
-    _write_atomically(path, _png(sheet))
-    return len(chosen)
-
-
-def _picture(data: bytes | np.ndarray) -> Image.Image:
-    picture = Image.fromarray(decode.decode(data))
-    return picture.resize((_SIDE - 2, _SIDE), Image.Resampling.BICUBIC)
-
-
-def _png(picture: Image.Image) -> bytes:
     stream = io.BytesIO()
-    picture.save(stream, "PNG")
-    return stream.getvalue()
+    sheet.save(stream, "PNG")
+    _write_atomically(path, stream.getvalue())
+    return len(chosen)
 
 
 def _write_atomically(path: pathlib.Path, data: bytes) -> None:
