@@ -1,7 +1,4 @@
-"""Images that people give to the explorer, checked before they are decoded.
-
-And the thumbnails of a folder of images.
-"""
+"""The explorer's images: size checks before decoding, folders and thumbnails."""
 
 import functools
 import io
@@ -17,18 +14,18 @@ from vit_jax.errors import UserError
 
 MAX_BYTES = 32 << 20
 MAX_PIXELS = 50_000_000
-MAX_NAMES = 2_000  # Of a folder; the page would be slow with more.
+MAX_NAMES = 2_000  # Maximum per folder; the page would be slow with more.
 KINDS = "JPEG, PNG, WebP, GIF, BMP or TIFF"
 _THUMBNAIL_SIDE = 112  # Pixels of the longer side.
 _SCALED = ("JPEG", "MPO")  # Formats that Pillow can decode to an eighth of the size.
 
 
 class Refused(Exception):
-    """A request that is refused.
+    """A refused request.
 
     Args:
       status: HTTP status, 400 to 599.
-      sentence: the reason, for the person at the page.
+      sentence: reason that the page shows.
     """
 
     def __init__(self, status: int, sentence: str):
@@ -37,12 +34,16 @@ class Refused(Exception):
 
 
 def check(data: bytes, name: str) -> None:
-    """Checks the size of an image, by its header alone.
+    """Checks the size of an image by its header.
 
     Data that is not an image passes: decoding it gives the reason.
 
+    Args:
+      data: content of an image file.
+      name: name of the image for messages.
+
     Raises:
-      Refused: it has too many bytes or pixels.
+      Refused: the image has too many bytes or pixels.
     """
     if len(data) > MAX_BYTES:
         raise too_large(len(data), name)
@@ -74,13 +75,13 @@ def damaged(error: decode.DamagedImage, name: str) -> Refused:
 
 
 class Folder:
-    """The images of a folder, and of nothing outside it.
+    """The images of a folder; nothing outside it is read.
 
     Args:
-      root: the folder.
+      root: path of the folder.
 
     Raises:
-      UserError: it is none.
+      UserError: the path is no folder.
     """
 
     def __init__(self, root: str):
@@ -89,7 +90,7 @@ class Folder:
         self._root = pathlib.Path(root).resolve()
 
     def names(self) -> tuple[list[str], bool]:
-        """Returns the paths below the folder, sorted, and whether some are left out."""
+        """Returns the sorted paths below the folder, and whether some are omitted."""
         names = []
         for name in self._walk():
             if len(names) == MAX_NAMES:
@@ -98,13 +99,13 @@ class Folder:
         return names, False
 
     def read(self, name: str) -> bytes:
-        """Returns an image's content.
+        """Reads an image file.
 
         Args:
           name: one of `names`.
 
         Raises:
-          Refused: it is not there, not an image by its name, too large, or outside the
+          Refused: the file is missing, no image by its name, too large, or outside the
             folder when links are followed.
         """
         path = self._find(name)
@@ -123,13 +124,13 @@ class Folder:
         """Returns time and size of an image's file, which differ after a change.
 
         Raises:
-          Refused: as in `read`.
+          Refused: the file is missing, no image by its name, or outside the folder.
         """
         try:
-            found = self._find(name).stat()
+            stat = self._find(name).stat()
         except OSError as error:
             raise _unreadable(error, name) from error
-        return found.st_mtime_ns, found.st_size
+        return stat.st_mtime_ns, stat.st_size
 
     def _find(self, name: str) -> pathlib.Path:
         path = self._resolve(name)
@@ -138,7 +139,7 @@ class Folder:
         return path
 
     def _walk(self) -> Iterator[str]:
-        # Linked folders are skipped: one may lead anywhere, or round in circles.
+        # Linked folders are skipped: one may lead anywhere, or in a circle.
         for folder, below, files in os.walk(self._root):
             below[:] = sorted(name for name in below if not name.startswith("."))
             for file in sorted(files):
@@ -147,9 +148,9 @@ class Folder:
                     yield name
 
     def _resolve(self, name: str) -> pathlib.Path | None:
-        """Returns the file of a name, if it may be read."""
+        """Returns the file of a name, None if it must not be read."""
         try:
-            name.encode()  # A name that fails here could not stand in a URL.
+            name.encode()  # A name that fails here does not fit into a URL.
             path = (self._root / name).resolve(strict=True)
         except (OSError, ValueError, RuntimeError):  # For example a link to itself.
             return None
@@ -168,7 +169,7 @@ class Thumbnails:
     may be called by several threads at once.
 
     Args:
-      folder: of the images.
+      folder: folder of the images.
     """
 
     def __init__(self, folder: Folder):
@@ -176,10 +177,10 @@ class Thumbnails:
         self._cached = functools.lru_cache(MAX_NAMES)(self._make)
 
     def get(self, name: str) -> bytes:
-        """Returns a small JPEG of an image, a grey one with a word if it is damaged.
+        """Returns the thumbnail of an image, see `thumbnail`.
 
         Raises:
-          Refused: as in `Folder.read`.
+          Refused: the image cannot be read, see `Folder.read`.
         """
         version = self._folder.version(name)
         with self._lock:
@@ -191,7 +192,7 @@ class Thumbnails:
 
 
 def thumbnail(data: bytes) -> bytes:
-    """Returns a small JPEG of an image, a grey one with a word if it is damaged."""
+    """Returns a small JPEG of an image, a grey one with a text if it is damaged."""
     side = _THUMBNAIL_SIDE
     try:
         picture = _decode(data)
@@ -206,7 +207,7 @@ def thumbnail(data: bytes) -> bytes:
 
 
 def _decode(data: bytes) -> Image.Image:
-    """Decodes an image, upright; a photograph only as finely as its thumbnail needs."""
+    """Decodes an image upright, a JPEG at the smallest size that its thumbnail allows."""
     try:
         picture = Image.open(io.BytesIO(data))
         if picture.format in _SCALED:

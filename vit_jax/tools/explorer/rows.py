@@ -1,6 +1,6 @@
 """Attention as the explorer keeps and sends it: one byte per pair of tokens.
 
-Letters: N tokens, E of them extra and P patches or blocks, L layers, M maps per layer.
+Letters: N tokens, of which E extra and P patches or blocks; L layers, M maps per layer.
 """
 
 import dataclasses
@@ -19,18 +19,16 @@ LEVELS = 255
 class AttentionRows:
     """Attention from every token of an image, one byte per pair of tokens.
 
-    For each query, layer and map (the heads, then the rollout) there are the attention
-    to each extra token and the largest attention to a patch, float32, and the attention
-    to each patch as an integer, 255 being that largest one. Extra tokens are separate
-    because they may draw most of the attention, which would leave few levels for the
-    patches. A file of limited size may have fewer levels, or blocks of patches instead
-    of patches.
+    Each query, layer and map (the heads, then the rollout) has float32 scales and
+    integer levels. Extra tokens are separate because they may draw most of the
+    attention, which would leave few levels for the patches. A file of limited size may
+    have fewer levels, or blocks of patches instead of patches.
 
     Attributes:
-      scales: attention to the extra tokens, then the largest to a patch.
-      levels: attention to the patches, in `steps` of the largest.
-      steps: the level that stands for the largest.
-      pool: side of the blocks, in patches, whose mean each level stands for.
+      scales: attention to the extra tokens, then the largest attention to a patch.
+      levels: attention to the patches, from 0 to `steps` for the largest.
+      steps: level of the largest attention to a patch.
+      pool: side of the blocks in patches; each level is the mean of a block.
     """
 
     scales: Float32[np.ndarray, "N L M E1"]
@@ -53,15 +51,15 @@ class AttentionRows:
 
     @property
     def num_queries(self) -> int:
-        """Number of tokens whose attention there is."""
+        """Number of tokens whose attention is kept."""
         return len(self.levels)
 
     def set_layer(self, layer: int, maps: Float[np.ndarray, "M N N"]) -> None:
         """Sets the attention of one layer.
 
         Args:
-          layer: its number.
-          maps: from each query (the second axis) to each token (the last).
+          layer: number of the layer.
+          maps: attention from each query (second axis) to each token (last axis).
         """
         extra = self.scales.shape[-1] - 1
         rows = np.swapaxes(maps, 0, 1)
@@ -91,8 +89,8 @@ class AttentionRows:
         zeros compress to nothing.
 
         Args:
-          grid: patches down and across; none are pooled yet.
-          side: of a block, in patches. The last blocks may be smaller.
+          grid: patches down and across, not yet pooled.
+          side: side of a block in patches; the last blocks may be smaller.
         """
         N, L, M, _ = self.levels.shape
         starts = [np.arange(0, count, side) for count in grid]
@@ -118,7 +116,7 @@ class AttentionRows:
         """Returns random maps of any layers, as if they were of one layer.
 
         Args:
-          maps: how many; all if there are fewer.
+          maps: maximum number of maps.
         """
         N, L, M, _ = self.levels.shape
         chosen = np.random.default_rng(0).permutation(L * M)[:maps]
@@ -132,15 +130,14 @@ class AttentionRows:
 class WindowRows:
     """Attention from every patch of an image to the patches of its windows.
 
-    The page has one grid for all layers, that of the first stage. Later stages have fewer
-    patches: what one of them gets is shown at all patches of the first stage that it was
-    merged from.
+    The page has one grid for all layers, that of the first stage. A patch of a later
+    stage was merged from several of the first: all of them show its attention.
 
     Args:
-      blocks: of one image.
+      blocks: windows of each block for one image.
     """
 
-    steps, pool = LEVELS, 1  # As of AttentionRows, which may be coarser.
+    steps, pool = LEVELS, 1  # See AttentionRows, which may be coarser.
 
     def __init__(self, blocks: Sequence[BlockWindows]):
         self._grid = blocks[0].grid
@@ -156,7 +153,7 @@ class WindowRows:
     def to_bytes(self, query: int) -> bytes:
         """Returns the attention from one patch, see `AttentionRows.to_bytes`.
 
-        Layers with fewer heads than others have zeros in place of the heads they lack.
+        Missing heads of layers that have fewer than others are zeros.
 
         Args:
           query: number of the patch in the grid of the first stage.
@@ -173,11 +170,11 @@ class WindowRows:
 
     def _rows(self, block: BlockWindows, query: int) -> Float[np.ndarray, "H P"]:
         merged = merged_into(self._grid, block)
-        (window,), (place,) = np.nonzero(block.patches == merged[query])
-        found = block.patches[window]
-        weights = block.weights[0, window, :, place]
+        (window,), (position,) = np.nonzero(block.patches == merged[query])
+        patches = block.patches[window]
+        weights = block.weights[0, window, :, position]
         rows = np.zeros((len(weights), block.grid[0] * block.grid[1]), np.float32)
-        rows[:, found[found >= 0]] = weights[:, found >= 0]
+        rows[:, patches[patches >= 0]] = weights[:, patches >= 0]
         return rows[:, merged]
 
 

@@ -1,4 +1,4 @@
-"""The page's files, and the page of one image as a single file that needs no server."""
+"""The page's files, and the page of one image as a single file without a server."""
 
 import base64
 import dataclasses
@@ -22,14 +22,14 @@ from vit_jax.tools.explorer.session import ExploredModel, ModelOutput
 
 PAGE = "index.html"
 MAX_BYTES = 5_000_000
-# For each pool all steps are tried, until the file is small enough. The smallest number
+# All steps are tried for each pool until the file is small enough. The smallest number
 # of steps fits two bits.
 STEPS = (LEVELS, 127, 63, 31, 15, 7, 3)
 POOLS = (1, 2, 3, 4, 6, 8)
-MIN_BLOCKS = 4  # Along the shorter side of a grid: fewer would show nothing.
+MIN_BLOCKS = 4  # Minimum along the shorter side of a grid: fewer would show nothing.
 
-_SAMPLE_MAPS = 12  # Compressed to estimate the size of all.
-_ESTIMATE_MARGIN = 1.2  # Estimates may be too large by this factor.
+_SAMPLE_MAPS = 12  # Number of maps that are compressed to estimate the size of all.
+_ESTIMATE_MARGIN = 1.2  # Factor by which estimates may be too large.
 # Levels of gzip: the output of 8 is up to 12 % smaller than that of 6 and takes up to
 # six times as long. Level 9 saves another 3 % and takes twice as long as 8.
 _QUICK, _SMALL = 6, 8
@@ -55,8 +55,8 @@ class SavedPage(NamedTuple):
     """Size and resolution of a saved page.
 
     Attributes:
-      size: in bytes.
-      steps: of attention, see `AttentionRows`.
+      size: size in bytes.
+      steps: level of the largest attention, see `AttentionRows`.
       pool: side of the blocks of patches whose mean is kept; 1 keeps every patch.
     """
 
@@ -74,16 +74,16 @@ def write(
     """Writes the page with one image as one file, for any browser.
 
     Args:
-      path: of the file, which is written whole or not at all.
+      path: path of the file, which is replaced only by a complete one.
       models: the models.
-      outputs: of each model for the image.
-      name: of the image.
+      outputs: output of each model for the image.
+      name: name of the image.
 
     Returns:
-      Its size and resolution.
+      Size and resolution of the page.
 
     Raises:
-      UserError: the file cannot be written, or as in `build`.
+      UserError: the file cannot be written, or `build` failed.
     """
     try:
         content, page = build(models, outputs, name)
@@ -96,7 +96,7 @@ def write(
 
 
 class TooLarge(UserError):
-    """The page of an image that does not fit into one file."""
+    """The page of an image does not fit into one file."""
 
 
 def build(
@@ -108,10 +108,10 @@ def build(
       models, outputs, name: see `write`.
 
     Returns:
-      The file, of at most MAX_BYTES, and its resolution, lowered until the size fits.
+      The file, of at most MAX_BYTES, and its resolution, reduced until the size fits.
 
     Raises:
-      UserError: attention stays within windows.
+      UserError: a model's attention stays within windows.
       TooLarge: the coarsest attention is too large.
     """
     if any(isinstance(output.rows, WindowRows) for output in outputs):
@@ -120,20 +120,20 @@ def build(
             "none: use the page without --html, or visualize --figure=windows"
         )
     pairs = zip(models, outputs, strict=True)
-    outputs = [_with_relevances(model, one) for model, one in pairs]
+    outputs = [_with_relevances(model, output) for model, output in pairs]
     grids = [model.describe()["grid"] for model in models]
     for (pool, steps), size in _estimates(grids, models, outputs, name):
         if size > _ESTIMATE_MARGIN * MAX_BYTES:
             continue
         coarse = [
-            dataclasses.replace(one, rows=_coarsen(one.rows, grid, pool, steps))
-            for one, grid in zip(outputs, grids, strict=True)
+            dataclasses.replace(output, rows=_coarsen(output.rows, grid, pool, steps))
+            for output, grid in zip(outputs, grids, strict=True)
         ]
         content = page(models, coarse, name)
         size = len(content)
         if size <= MAX_BYTES:
-            kept = max(one.rows.pool for one in coarse)
-            return content, SavedPage(size, steps, kept)
+            pool = max(output.rows.pool for output in coarse)
+            return content, SavedPage(size, steps, pool)
     raise TooLarge(
         f"would have {size / 1e6:.1f} MB, more than {MAX_BYTES / 1e6:g}, however coarse "
         "its attention: set a smaller --resolution"
@@ -143,14 +143,15 @@ def build(
 
 def _estimates(grids, models, outputs, name) -> Iterator[tuple[tuple[int, int], float]]:
     """Yields pool and steps, finest first, with an estimate of the page's bytes."""
-    # Compressing a large model's whole attention takes a minute, and most choices turn
+    # Compressing all attention of a large model takes a minute, and most choices turn
     # out too large.
-    samples = [one.rows.sample_maps(_SAMPLE_MAPS) for one in outputs]
+    rows = [output.rows for output in outputs]
+    samples = [each.sample_maps(_SAMPLE_MAPS) for each in rows]
     shares = [
-        sample.levels.shape[2] / (one.rows.levels.shape[1] * one.rows.levels.shape[2])
-        for sample, one in zip(samples, outputs, strict=True)
+        sample.levels.shape[2] / (each.levels.shape[1] * each.levels.shape[2])
+        for sample, each in zip(samples, rows, strict=True)
     ]
-    empty = [dataclasses.replace(one, rows=one.rows.sample_maps(0)) for one in outputs]
+    empty = [dataclasses.replace(out, rows=out.rows.sample_maps(0)) for out in outputs]
     rest = len(page(models, empty, name))
     for pool in POOLS:
         if pool > 1 and pool > max(min(grid) // MIN_BLOCKS for grid in grids):
@@ -175,7 +176,7 @@ def _coarsen(
 def page(
     models: Sequence[ExploredModel], outputs: Sequence[ModelOutput], name: str
 ) -> bytes:
-    """Returns the page with an image, its attention, style and scripts inside."""
+    """Returns the page with an image, its attention, style and scripts in one file."""
     files = {key: content.decode() for key, (_, content) in assets().items()}
     text = files[PAGE]
     style = "\n".join(files[file] for file in _STYLE.findall(text))
@@ -185,18 +186,19 @@ def page(
         "seen": {
             "key": "",
             "name": name,
-            "models": [one.summary() for one in outputs],
+            "models": [output.summary() for output in outputs],
         },
         "pictures": [
-            f"data:image/png;base64,{_base64(one.picture)}" for one in outputs
+            f"data:image/png;base64,{_base64(output.picture)}" for output in outputs
         ],
-        "relevances": [one.relevances for one in outputs],
+        "relevances": [output.relevances for output in outputs],
     }
-    data = [f'<script type="application/json" id="saved">{_to_json(state)}</script>']
-    data += [
-        f'<script type="text/plain" id="rows{i}">{_base64(_compress(one.rows))}</script>'
-        for i, one in enumerate(outputs)
-    ]
+    # Escaped so that no name of a class can end the element.
+    saved = json.dumps(state).replace("<", "\\u003c")
+    data = [f'<script type="application/json" id="saved">{saved}</script>']
+    for i, output in enumerate(outputs):
+        rows = _base64(_compress(output.rows))
+        data.append(f'<script type="text/plain" id="rows{i}">{rows}</script>')
     text = _STYLE.sub("", text)
     text = _SCRIPT.sub("", text)
     head = f"{_policy(style, script)}<style>{style}</style>"
@@ -207,21 +209,19 @@ def page(
 
 def _with_relevances(model: ExploredModel, output: ModelOutput) -> ModelOutput:
     """Returns an output with the relevance to each class that is shown."""
-    found = {c.label: model.relevance(output, c.label) for c in output.classes}
+    relevances = {c.label: model.relevance(output, c.label) for c in output.classes}
     rounded = {
         label: [float(f"{value:.3g}") for value in values]
-        for label, values in found.items()
+        for label, values in relevances.items()
         if values is not None
     }
     return dataclasses.replace(output, relevances=rounded)
 
 
 def _compress(rows: AttentionRows, level: int = _SMALL) -> bytes:
-    """Returns all scales, then all levels, compressed.
-
-    Layers come first here, because similar values side by side compress better. They
-    are written one by one, because together they may have hundreds of megabytes.
-    """
+    """Returns all scales, then all levels, compressed; the first axis is the layer."""
+    # Layers come first, because similar values side by side compress better. They are
+    # written one by one, because together they may have hundreds of megabytes.
     packed = io.BytesIO()
     with gzip.GzipFile("", "wb", level, packed, mtime=0) as file:
         for array in (rows.scales.astype("<f4", copy=False), rows.levels):
@@ -231,10 +231,9 @@ def _compress(rows: AttentionRows, level: int = _SMALL) -> bytes:
 
 
 def _policy(style: str, script: str) -> str:
-    """Returns the meta element that allows this style and script alone."""
+    """Returns the meta element that allows only this style and script."""
     hashes = (
-        base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
-        for text in (style, script)
+        _base64(hashlib.sha256(text.encode()).digest()) for text in (style, script)
     )
     style, script = (f"'sha256-{text}'" for text in hashes)
     return (
@@ -246,8 +245,3 @@ def _policy(style: str, script: str) -> str:
 
 def _base64(data: bytes) -> str:
     return base64.b64encode(data).decode()
-
-
-def _to_json(state: dict) -> str:
-    # Escaped so that no name of a class can end the element.
-    return json.dumps(state).replace("<", "\\u003c")
