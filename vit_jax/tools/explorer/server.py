@@ -1,24 +1,25 @@
-"""The explorer's HTTP server: the page, and what it asks for.
+"""The explorer's HTTP server: the page and its data.
 
 GET  /, /NAME                               the page and its files
 GET  /api/about                             models, limits and names of images
-GET  /api/thumbnail?name=                   of an image of the folder, a JPEG file
-GET  /api/picture?image=KEY&model=          a model's input, a PNG file
+GET  /api/thumbnail?name=                   thumbnail of an image of the folder, JPEG
+GET  /api/picture?image=KEY&model=          a model's input, PNG
 GET  /api/row?image=KEY&model=&query=       attention from a token, see AttentionRows
-GET  /api/relevance?image=KEY&model=&class= of each patch to a class, float32; or to &text=
+GET  /api/relevance?image=KEY&model=&class= relevance of each patch to a class, float32
+GET  /api/relevance?image=KEY&model=&text=  relevance of each patch to a text, float32
 GET  /api/similarity?image=KEY&model=&from=KEY&patch=
-                                            of each patch to one of an image, float32
-GET  /api/components?image=KEY&model=       of patch features, as colours, a PNG file
-GET  /api/page?image=KEY&name=              the page of one image, an HTML file
+                                            similarity of each patch to one, float32
+GET  /api/components?image=KEY&model=       components of patch features as colours, PNG
+GET  /api/page?image=KEY&name=              the page of one image, HTML
 POST /api/open?name=                        runs the models on an image of the folder
 POST /api/see?name=                         runs the models on the image in the body
 
-Each request must bring the token of the printed address, as `token` of its query or as
-the cookie that the answer to such a request sets. A refused request is answered with
+Each request needs the token of the printed address, as `token` of its query or as the
+cookie that the answer to such a request sets. A refused request is answered with
 {"error": one sentence}.
 
 A page of any site can make a browser send requests to this computer. It cannot read
-the answers, unless its own name is made to stand for this computer (DNS rebinding):
+the answers, unless its host name is made to resolve to this computer (DNS rebinding):
 then the Host header still has that name. Addresses cannot be rebound. Other users of
 this computer, and of its network with --host, lack the token of the printed address.
 """
@@ -44,14 +45,14 @@ from vit_jax.tools.explorer.images import MAX_BYTES, Refused, Thumbnails
 from vit_jax.tools.explorer.session import ModelOutput, Session
 
 MAX_CONNECTIONS = 64  # Each has a thread. A browser opens six.
-# Seconds for a request to begin, then for all of it, or for a mebibyte of its body.
+# Deadline for the start of a request, for its end, and for each mebibyte of its body.
 REQUEST_SECONDS = 10
-_EVICTION_SECONDS = 1  # That an evicted connection has until its thread has ended.
-_ANSWER_SECONDS = 30  # That the other side has to read an answer.
+_EVICTION_SECONDS = 1  # Deadline for the thread of an evicted connection to end.
+_ANSWER_SECONDS = 30  # Deadline for the client to read an answer.
 _JSON, _BINARY = "application/json", "application/octet-stream"
 _CHUNK = 1 << 20
 _TOKEN = "token"  # Key of the query.
-_MAX_WORDS = 1_000  # Letters of a text.
+_MAX_TEXT = 1_000  # Characters of a text.
 
 # Headers of every answer: the page loads nothing from elsewhere and nothing inline.
 _HEADERS = {
@@ -78,7 +79,7 @@ class Connections:
     """
 
     def __init__(self):
-        # Connection to whether it waits for a request, the longest waiting first.
+        # Connection -> whether it waits for a request, the longest waiting first.
         self._waits: dict[socket.socket, bool] = {}
         self._changed = threading.Condition()
 
@@ -89,7 +90,7 @@ class Connections:
                 oldest = next((c for c, waits in self._waits.items() if waits), None)
                 if oldest is None:
                     return False
-                with contextlib.suppress(OSError):  # The other side may have closed it.
+                with contextlib.suppress(OSError):  # The client may have closed it.
                     oldest.shutdown(socket.SHUT_RDWR)  # Ends its thread's read.
                 has_room = lambda: len(self._waits) < MAX_CONNECTIONS
                 if not self._changed.wait_for(has_room, _EVICTION_SECONDS):
@@ -104,7 +105,7 @@ class Connections:
             self._waits[connection] = True
 
     def set_answering(self, connection: socket.socket) -> None:
-        """Marks a connection as being answered: it is not closed for another."""
+        """Marks a connection as being answered, so that it is not evicted."""
         with self._changed:
             self._waits[connection] = False
 
@@ -118,11 +119,11 @@ class Connections:
 class DeadlineReader(io.RawIOBase):
     """Reads a connection with one deadline for many reads.
 
-    The timeout of a socket restarts with each byte, so a slow sender would never meet
+    The timeout of a socket restarts with each byte, so a slow sender would never reach
     it.
 
     Args:
-      connection: to read.
+      connection: an open connection.
     """
 
     def __init__(self, connection: socket.socket):
@@ -140,10 +141,10 @@ class DeadlineReader(io.RawIOBase):
 
     def readinto(self, buffer) -> int:
         """Reads available bytes into a buffer; raises TimeoutError after the deadline."""
-        left = self._deadline - time.monotonic()
-        if left <= 0:
+        remaining = self._deadline - time.monotonic()
+        if remaining <= 0:
             raise TimeoutError("the request came too slowly")
-        self._connection.settimeout(left)
+        self._connection.settimeout(remaining)
         return self._connection.recv_into(buffer)
 
 
@@ -152,11 +153,11 @@ class Server(http.server.ThreadingHTTPServer):
 
     Args:
       session: the models and their outputs.
-      host: address or name to listen at.
-      port: 0 is any free port, which `server_port` then holds.
+      host: address or name to listen on.
+      port: port to listen on; 0 is any free one, which `server_port` then holds.
 
     Raises:
-      UserError: it cannot listen there.
+      UserError: the server cannot listen on the address.
     """
 
     daemon_threads = True
@@ -179,13 +180,13 @@ class Server(http.server.ThreadingHTTPServer):
 
     @property
     def address(self) -> str:
-        """URL for a browser. Its token lets anyone who has it use the server."""
+        """URL for a browser; anyone with its token can use the server."""
         host = "127.0.0.1" if self.host in ("", "0.0.0.0", "::") else self.host
         host = f"[{host}]" if ":" in host else host
         return f"http://{host}:{self.server_port}/?{_TOKEN}={self.token}"
 
     def verify_request(self, request, client_address) -> bool:
-        """Returns False for a connection for which there is no room."""
+        """Returns whether there is room for a connection."""
         return self.connections.admit(request)
 
     def shutdown_request(self, request) -> None:
@@ -206,7 +207,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
     server: Server
     protocol_version = "HTTP/1.1"  # Keeps the connection for the next click.
-    # Otherwise the body would wait 40 ms for the receipt of the headers.
+    # Otherwise the body would wait 40 ms for the headers to be acknowledged.
     disable_nagle_algorithm = True
 
     def setup(self) -> None:
@@ -217,7 +218,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.rfile = io.BufferedReader(self.reader)
 
     def handle_one_request(self) -> None:
-        """Waits for a request, which then has to arrive before its deadline."""
+        """Waits for a request, which must then arrive before its deadline."""
         self.server.connections.set_waiting(self.connection)
         self.reader.restart()
         self.rfile.peek(1)
@@ -229,7 +230,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         return "vit_jax"
 
     def log_message(self, format, *args) -> None:
-        """Prints nothing: one line per click would help nobody."""
+        """Prints nothing: a line per click would be useless."""
 
     def do_GET(self) -> None:
         """Answers requests that only read."""
@@ -276,7 +277,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
             raise
 
     def _read_length(self) -> None:
-        """Sets `length`, the body's bytes, None if unknown, and `unread`."""
+        """Sets `length`, the bytes of the body (None if unknown), and `unread`."""
         length = self.headers.get("Content-Length", "")
         known = length.isascii() and length.isdecimal() and len(length) < 20
         chunked = "Transfer-Encoding" in self.headers
@@ -313,27 +314,23 @@ class Handler(http.server.BaseHTTPRequestHandler):
         return _BINARY, rows.to_bytes(query)
 
     def _relevance(self):
-        session = self.server.session
-        of_image = self.query.get("image", ""), self._number("model")
-        words = self.query.get("text", "")[:_MAX_WORDS]
-        if words:
-            found = session.relevance_to_text(*of_image, words)
+        session, (key, model) = self.server.session, self._image_and_model()
+        if text := self.query.get("text", "")[:_MAX_TEXT]:
+            values = session.relevance_to_text(key, model, text)
         else:
-            found = session.relevance(*of_image, self._number("class"))
-        return _BINARY, found.astype("<f4").tobytes()
+            values = session.relevance(key, model, self._number("class"))
+        return _BINARY, values.astype("<f4").tobytes()
 
     def _similarity(self):
-        found = self.server.session.similarity(
-            self.query.get("image", ""),
-            self._number("model"),
+        values = self.server.session.similarity(
+            *self._image_and_model(),
             self.query.get("from", ""),
             self._number("patch"),
         )
-        return _BINARY, found.astype("<f4").tobytes()
+        return _BINARY, values.astype("<f4").tobytes()
 
     def _components(self):
-        of_image = self.query.get("image", ""), self._number("model")
-        return "image/png", self.server.session.components(*of_image)
+        return "image/png", self.server.session.components(*self._image_and_model())
 
     def _page(self):
         session, name = self.server.session, self.query.get("name", "The image")[:200]
@@ -354,10 +351,11 @@ class Handler(http.server.BaseHTTPRequestHandler):
         if self.server.session.folder is None:
             raise Refused(404, "No folder was chosen: start with --images=FOLDER.")
 
+    def _image_and_model(self) -> tuple[str, int]:
+        return self.query.get("image", ""), self._number("model")
+
     def _output(self) -> ModelOutput:
-        return self.server.session.output(
-            self.query.get("image", ""), self._number("model")
-        )
+        return self.server.session.output(*self._image_and_model())
 
     def _number(self, name: str) -> int:
         text = self.query.get(name, "")
@@ -373,7 +371,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
             raise images.too_large(size, name)
         data = bytearray()
         while len(data) < size:
-            self.reader.restart()  # Many mebibytes may take a slow link longer.
+            self.reader.restart()  # A large body may take a slow link longer.
             part = self.rfile.read(min(_CHUNK, size - len(data)))
             if not part:
                 raise ConnectionResetError("the upload was broken off")
@@ -386,7 +384,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self._send(status, *_json({"error": sentence}))
 
     def _send(self, status: int, kind: str, content: bytes) -> None:
-        if self.unread:  # Otherwise the rest would be taken for the next request.
+        if self.unread:  # Otherwise the rest would be parsed as the next request.
             self.close_connection = True
         self.connection.settimeout(_ANSWER_SECONDS)
         self.send_response(status)
@@ -414,7 +412,7 @@ def _json(content: dict) -> tuple[str, bytes]:
 
 
 def is_loopback(host: str) -> bool:
-    """Returns whether only this computer can reach a server at `host`."""
+    """Returns whether only this computer can reach a server on `host`."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -427,15 +425,15 @@ def check_origin(
     """Checks the site that a request comes from.
 
     Args:
-      headers: of the request.
-      served: the host of --host.
-      api: False for the page's own files, to which other sites may link.
+      headers: headers of the request.
+      served: value of --host.
+      api: False for the page and its files, to which other sites may link.
 
     Raises:
-      Refused: it may come from another site.
+      Refused: the request may come from another site.
     """
     host = headers.get("Host", "")
-    if not _is_own_host(host, served):
+    if not _is_this_server(host, served):
         raise Refused(
             403,
             f"The address {host!r} is not this server's: open it by its number, as "
@@ -451,15 +449,15 @@ def check_origin(
 
 
 def check_token(headers: Message, query: Mapping[str, str], token: str) -> None:
-    """Checks that a request brings the token, in its query or as a cookie.
+    """Checks that a request has the token, in its query or as a cookie.
 
     Args:
-      headers: of the request, checked by `check_origin`.
-      query: of its URL.
-      token: of the server.
+      headers: headers of the request, checked by `check_origin`.
+      query: query of its URL.
+      token: token of the server.
 
     Raises:
-      Refused: it brings none, or another.
+      Refused: the token is missing or wrong.
     """
     given = query.get(_TOKEN) or _cookies(headers).get(_cookie_name(headers), "")
     if not hmac.compare_digest(given.encode(), token.encode()):
@@ -471,11 +469,11 @@ def check_token(headers: Message, query: Mapping[str, str], token: str) -> None:
 
 
 def token_cookie(headers: Message, token: str) -> str:
-    """Returns the Set-Cookie header with which the page's requests bring the token.
+    """Returns the Set-Cookie header that adds the token to the page's requests.
 
     Args:
-      headers: of the request, checked by `check_origin`.
-      token: of the server.
+      headers: headers of the request, checked by `check_origin`.
+      token: token of the server.
     """
     return f"{_cookie_name(headers)}={token}; Path=/; HttpOnly; SameSite=Strict"
 
@@ -488,21 +486,21 @@ def _cookie_name(headers: Message) -> str:
 
 
 def _cookies(headers: Message) -> dict[str, str]:
-    # http.cookies gives up at the first cookie that it cannot read, which may be
-    # another server's.
+    # http.cookies stops at the first cookie that it cannot read, which may be of
+    # another server.
     pairs = (pair.partition("=") for pair in headers.get("Cookie", "").split(";"))
     return {name.strip(): value.strip() for name, _, value in pairs}
 
 
 def _origin_host(origin: str) -> str:
-    """Returns the host and port of an origin, nothing if it has none."""
+    """Returns the host and port of an origin, "" if it has none."""
     try:
         return urlsplit(origin).netloc
     except ValueError:  # For example an open bracket.
         return ""
 
 
-def _is_own_host(host: str, served: str) -> bool:
+def _is_this_server(host: str, served: str) -> bool:
     """Returns whether a Host header names this server."""
     try:
         name = urlsplit(f"//{host}").hostname or ""

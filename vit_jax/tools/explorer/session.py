@@ -1,6 +1,6 @@
-"""The explorer's models, and the outputs that they computed for the last images.
+"""The explorer's models, and their outputs for the last images.
 
-Attention is kept as rows.py says. Letters: N tokens, P patches, D width.
+Letters: N tokens, P patches, D width; Y, X and C the input's height, width and channels.
 """
 
 import collections
@@ -37,21 +37,21 @@ from vit_jax.tools.explorer.rows import AttentionRows, WindowRows
 from vit_jax.weights.pretrained import Preprocess, Pretrained, crop_box
 from vit_jax.weights.text_tower import text_tower
 
-BUDGET = 1 << 30  # Bytes of attention that are kept, besides that of the last image.
+BUDGET = 1 << 30  # Bytes of attention that are kept; the last image always is.
 TOPK = 5
-_KEPT_FEATURES = 8  # Images, whose features of patches are kept.
+_KEPT_FEATURES = 8  # Number of images whose patch features are kept.
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelOutput:
-    """What a model computed for an image.
+    """Output of a model for an image.
 
     Attributes:
-      classes: the most probable ones, best first; none without a classifier.
+      classes: most probable classes, best first; empty without a classifier.
       box: top, left, bottom and right of the model's input, as fractions of the image.
-      picture: the model's input, a PNG file.
+      picture: the model's input as a PNG file.
       rows: attention from each token.
-      relevances: of each patch to classes, by label; for a page that is saved.
+      relevances: label -> relevance of each patch to the class, for a saved page.
     """
 
     classes: tuple[prediction.Prediction, ...]
@@ -61,15 +61,11 @@ class ModelOutput:
     relevances: Mapping[int, Sequence[float]] = dataclasses.field(default_factory=dict)
 
     def summary(self) -> dict:
-        """Returns what the page shows of it besides pictures, for JSON."""
+        """Returns classes, box and resolution for JSON."""
         return {
             "classes": [
-                {
-                    "label": found.label,
-                    "name": found.name,
-                    "probability": found.probability,
-                }
-                for found in self.classes
+                {"label": c.label, "name": c.name, "probability": c.probability}
+                for c in self.classes
             ],
             "box": self.box,
             "steps": self.rows.steps,
@@ -81,12 +77,12 @@ class ExploredModel:
     """A checkpoint whose attention and classes are computed in one forward pass.
 
     Args:
-      pretrained: what `weights.open_pretrained` returns.
-      preprocess: how images are prepared for it.
-      class_names: in label order; the checkpoint's if empty.
+      pretrained: result of `weights.open_pretrained`.
+      preprocess: preprocessing of the images.
+      class_names: names in label order; those of the checkpoint if empty.
 
     Raises:
-      UserError: it has no attention, or something does not fit.
+      UserError: the network has no attention, or the number of names is wrong.
     """
 
     def __init__(
@@ -101,7 +97,7 @@ class ExploredModel:
         self._loaded = LoadedModel.from_pretrained(self.name, pretrained, preprocess)
         self._model = self._loaded.model
         if not self._model.has_windows:
-            # Computes no layer yet, but refuses a network without attention.
+            # Computes no layer, but refuses a network without attention.
             self._layers(self._black_image())
         self._tower = None
         if (
@@ -113,18 +109,17 @@ class ExploredModel:
         if pretrained.options["num_classes"]:
             self._names = prediction.names_of(pretrained, class_names)
         names = {"class token": "CLS", "distillation token": "DIST"}
-        # In front of the patches.
         self.extra = [
             names.get(name, name.replace("register ", "REG"))
             for name in self._model.prefix_tokens
         ]
 
     def describe(self) -> dict:
-        """Returns what the page needs to know about the model, for JSON.
+        """Returns the model's description for the page, for JSON.
 
-        "heads" has a number for each layer, "labels" a name. Layers whose attention stays
-        within windows have no "rollout", and no "relevance" of classes. "texts" says
-        whether there is relevance to texts, "features" whether patches are compared.
+        "labels" has a name per layer, "heads" a number, "extra" the names of the tokens
+        before the patches. "rollout", "relevance" (to classes), "texts" (relevance to
+        texts) and "features" (comparison of patches) say what the model supports.
         """
         options, model = self._model.options, self._model
         if model.has_windows:
@@ -154,10 +149,10 @@ class ExploredModel:
 
         Args:
           data: content of an image file.
-          name: of the image, for messages.
+          name: name of the image for messages.
 
         Raises:
-          Refused: it cannot be read.
+          Refused: the image cannot be decoded.
           UserError: the network's output is not finite.
         """
         channels = self._model.image_shape[-1]
@@ -176,7 +171,7 @@ class ExploredModel:
         )
 
     def warm_up(self) -> None:
-        """Compiles what `run` computes."""
+        """Compiles the computation of `run`."""
         self._attention(self._black_image(), "a black image")
 
     def relevance(
@@ -185,8 +180,8 @@ class ExploredModel:
         """Returns the relevance of each patch to a class, see `attention.relevance`.
 
         Args:
-          output: of an image.
-          label: of the class.
+          output: output for an image.
+          label: label of the class.
 
         Returns:
           None if the model has no such class, or no relevance.
@@ -195,8 +190,8 @@ class ExploredModel:
             return None
         images = self._input(output)
         labels = jnp.array([label])
-        found = relevance(self._model, self._loaded.params, images, labels)
-        return np.asarray(found)[0, len(self.extra) :]
+        values = relevance(self._model, self._loaded.params, images, labels)
+        return np.asarray(values)[0, len(self.extra) :]
 
     def relevance_to_text(
         self, output: ModelOutput, words: str
@@ -204,24 +199,23 @@ class ExploredModel:
         """Returns the relevance of each patch to a text; None without a text tower.
 
         Args:
-          output: of an image.
+          output: output for an image.
           words: the text.
 
         Raises:
-          UserError: there is no tokenizer.
+          UserError: the tokenizer is missing.
         """
         if self._tower is None or self._model.has_windows:
             return None
-        images = self._input(output)
-        of_network = self._model, self._loaded.params, images
-        found = relevance_to_text(*of_network, self._tower, words)
-        return np.asarray(found)[0, len(self.extra) :]
+        params, images = self._loaded.params, self._input(output)
+        values = relevance_to_text(self._model, params, images, self._tower, words)
+        return np.asarray(values)[0, len(self.extra) :]
 
-    def features(self, output: ModelOutput) -> Float32[np.ndarray, "Y X D"] | None:
-        """Returns the features of the patches of an image; None if there are none.
+    def features(self, output: ModelOutput) -> Float32[np.ndarray, "y x D"] | None:
+        """Returns the features of each patch of the page's grid.
 
-        There is one for each patch of the page's grid; a network that merges patches has
-        the same for all that it merged.
+        Patches that the network merges have the same features. None if the network has
+        no patch features.
         """
         if not self._model.has_patch_features:
             return None
@@ -236,18 +230,18 @@ class ExploredModel:
         return features[rows][:, columns]
 
     def _input(self, output: ModelOutput) -> Float[Array, "1 Y X C"]:
-        """Returns what the network saw of an image."""
+        """Returns the network's input for an image."""
         return self._loaded.normalize(self._pixels(output))
 
     def _pixels(self, output: ModelOutput) -> UInt8[np.ndarray, "1 Y X C"]:
-        """Returns an image as it was prepared for the network."""
+        """Returns the resized pixels of an image."""
         picture = Image.open(io.BytesIO(output.picture))
         return np.asarray(picture).reshape(1, *self._model.image_shape)
 
     def _attention(
         self, pixels: UInt8[np.ndarray, "h w c"], name: str
     ) -> tuple[AttentionRows | WindowRows, Float[np.ndarray, " classes"] | None]:
-        """Returns attention from all tokens, and logits if there are classes."""
+        """Returns attention from all tokens, and logits with a classifier."""
         if self._model.has_windows:
             images = self._loaded.normalize(pixels[None])
             outputs, blocks = self._windows(self._loaded.params, images)
@@ -321,9 +315,9 @@ class Session:
     Its methods may be called by several threads at once.
 
     Args:
-      models: to run.
-      folder: of images to choose from, if any.
-      budget: bytes of attention that are kept.
+      models: the models.
+      folder: folder of images to choose from; None without one.
+      budget: bytes of attention that are kept; the last image always is.
     """
 
     def __init__(
@@ -355,13 +349,13 @@ class Session:
 
         Args:
           data: content of an image file.
-          name: of the image, for messages.
+          name: name of the image for messages.
 
         Returns:
-          The key for `output`, and each model's summary, for JSON.
+          The key for `output`, the name, and each model's summary, for JSON.
 
         Raises:
-          Refused: it is too large or cannot be read.
+          Refused: the image is too large or cannot be decoded.
         """
         check(data, name)
         key = hashlib.sha256(data).hexdigest()[:32]
@@ -380,14 +374,14 @@ class Session:
         """Returns the relevance of the patches of a kept image to a class.
 
         Raises:
-          Refused: as in `output`, or there is none.
+          Refused: `output` fails, or the model has no relevance to the class.
         """
         output = self.output(key, model)
         with self._compute_lock:
-            found = self.models[model].relevance(output, label)
-        if found is None:
+            values = self.models[model].relevance(output, label)
+        if values is None:
             raise Refused(404, f"Model {model} has no relevance to a class {label}.")
-        return found
+        return values
 
     def relevance_to_text(
         self, key: str, model: int, words: str
@@ -395,66 +389,66 @@ class Session:
         """Returns the relevance of the patches of a kept image to a text.
 
         Raises:
-          Refused: as in `output`, or the model has no text tower.
-          UserError: it has no tokenizer.
+          Refused: `output` fails, or the model has no text tower.
+          UserError: the tokenizer is missing.
         """
         output = self.output(key, model)
         with self._compute_lock:
-            found = self.models[model].relevance_to_text(output, words)
-        if found is None:
+            values = self.models[model].relevance_to_text(output, words)
+        if values is None:
             raise Refused(404, f"Model {model} has no relevance to texts.")
-        return found
+        return values
 
     def similarity(
         self, key: str, model: int, origin: str, patch: int
     ) -> Float32[np.ndarray, " P"]:
-        """Returns the cosine of the features of each patch and of one of an image.
+        """Returns the cosine similarity of each patch's features to those of one patch.
 
         Args:
-          key: of the image whose patches are compared.
-          model: number.
-          origin: key of the image that the patch is of, perhaps the same.
-          patch: its number in the grid.
+          key: key of the image whose patches are compared.
+          model: number of the model.
+          origin: key of the image with the one patch, perhaps the same.
+          patch: number of the one patch in the grid.
 
         Raises:
-          Refused: an image is not kept any more, or there is no such patch.
+          Refused: `output` fails, the model has no features, or no such patch exists.
         """
-        one = self._features_of(origin, model)
-        if patch >= len(one):
+        features = self._features_of(origin, model)
+        if patch >= len(features):
             raise Refused(404, f"There is no patch {patch}.")
-        return self._features_of(key, model) @ one[patch]
+        return self._features_of(key, model) @ features[patch]
 
     def components(self, key: str, model: int) -> bytes:
         """Returns the principal components of patch features as colours, a PNG file.
 
         Raises:
-          Refused: as in `output`, or there are no features.
+          Refused: `output` fails, or the model has no features.
         """
         flat = self._features_of(key, model)
         grid = self.models[model].describe()["grid"]
-        found, _ = project(flat.reshape(1, *grid, -1))
-        return _to_png(np.rint(255 * to_intensities(found)[0]).astype(np.uint8))
+        components, _ = project(flat.reshape(1, *grid, -1))
+        return _to_png(np.rint(255 * to_intensities(components)[0]).astype(np.uint8))
 
     def _features_of(self, key: str, model: int) -> Float32[np.ndarray, "P D"]:
-        """Returns the features of patches, of length 1, computed once."""
+        """Returns the features of patches, normalized to length 1 and computed once."""
         output = self.output(key, model)
         with self._compute_lock:
             if (key, model) not in self._features:
-                found = self.models[model].features(output)
-                if found is None:
+                features = self.models[model].features(output)
+                if features is None:
                     raise Refused(404, f"Model {model} has no features of patches.")
-                found = found.reshape(-1, found.shape[-1])
-                lengths = np.linalg.norm(found, axis=1, keepdims=True)
-                self._features[key, model] = found / np.maximum(lengths, 1e-12)
+                features = features.reshape(-1, features.shape[-1])
+                lengths = np.linalg.norm(features, axis=1, keepdims=True)
+                self._features[key, model] = features / np.maximum(lengths, 1e-12)
                 while len(self._features) > _KEPT_FEATURES:
                     self._features.popitem(last=False)
             return self._features[key, model]
 
     def outputs(self, key: str) -> tuple[ModelOutput, ...]:
-        """Returns what each model computed for an image.
+        """Returns the output of each model for an image.
 
         Raises:
-          Refused: it is not kept any more.
+          Refused: the image is no longer kept.
         """
         outputs = self._find(key)
         if outputs is None:
@@ -464,10 +458,10 @@ class Session:
         return outputs
 
     def output(self, key: str, model: int) -> ModelOutput:
-        """Returns what a model computed for an image.
+        """Returns the output of a model for an image.
 
         Raises:
-          Refused: it is not kept any more, or there is no such model.
+          Refused: the image is no longer kept, or no such model exists.
         """
         outputs = self.outputs(key)
         if not 0 <= model < len(outputs):
