@@ -285,7 +285,7 @@ def test_the_keyboard(page, photograph):
     assert shown(page)[2] == 0
     press(page, "c")
     assert shown(page)[0] == 0
-    said = page.locator("#told").inner_text()
+    said = page.locator("#announced").inner_text()
     assert "Layer 2 of 4: head 1" in said
     assert "From [CLS]: most to row" in said
 

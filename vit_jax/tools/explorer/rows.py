@@ -131,7 +131,7 @@ class WindowRows:
     """Attention from every patch of an image to the patches of its windows.
 
     The page has one grid for all layers, that of the first stage. A patch of a later
-    stage was merged from several of the first: all of them show its attention.
+    stage was merged from several of the first: all of them show the attention to it.
 
     Args:
       blocks: windows of each block for one image.

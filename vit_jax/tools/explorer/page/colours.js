@@ -1,9 +1,9 @@
 "use strict";
 
-/** Covers what is below, whatever the attention. */
+/** Opacity of each colour in a map without a photograph. */
 const OPAQUE = new Uint8ClampedArray(256).fill(255);
 
-/** Red, green and blue from the smallest attention to the largest, ever lighter. */
+/** Red, green and blue from the smallest attention (dark) to the largest (light). */
 const STOPS = [
   [10, 8, 38],
   [66, 18, 112],
@@ -14,7 +14,7 @@ const STOPS = [
   [255, 253, 208],
 ];
 
-/** STOPS with what lies between them: 256 colours of 3 numbers. */
+/** STOPS interpolated to 256 colours of 3 numbers. */
 const RAMP = (() => {
   const ramp = new Uint8ClampedArray(3 * 256);
   for (let i = 0; i < 256; i++) {
@@ -29,15 +29,15 @@ const RAMP = (() => {
 })();
 
 /**
- * Paints a map into an image, a pixel a patch.
+ * Paints a map into an image, one pixel per patch.
  *
- * @param {ImageData} image
+ * @param {ImageData} image image to paint into.
  * @param {Float32Array} values attention to each patch, row by row.
  * @param {number[]} grid patches down and across.
- * @param {number} peak the value that has the last colour, as larger ones have.
- * @param {number} left where in the image it starts.
- * @param {number} top
- * @param {Uint8ClampedArray} cover how opaque each of the 256 colours is.
+ * @param {number} peak smallest value with the last colour.
+ * @param {number} left first column of the map in the image.
+ * @param {number} top first row of the map in the image.
+ * @param {Uint8ClampedArray} cover opacity of each of the 256 colours.
  */
 function paint(image, values, [rows, columns], peak, left = 0, top = 0, cover = OPAQUE) {
   const unit = peak > 0 ? 255 / peak : 0;
@@ -51,7 +51,7 @@ function paint(image, values, [rows, columns], peak, left = 0, top = 0, cover = 
   }
 }
 
-/** Returns a picture of a map alone. */
+/** Returns an image of one map. */
 function picture(values, [rows, columns], peak, cover = OPAQUE) {
   const image = new ImageData(columns, rows);
   paint(image, values, [rows, columns], peak, 0, 0, cover);
@@ -59,10 +59,11 @@ function picture(values, [rows, columns], peak, cover = OPAQUE) {
 }
 
 /**
- * Returns how opaque each colour is: the more, the larger its attention, so that the
- * photograph is seen where there is little.
+ * Returns the opacity of each colour: it grows with attention, so that the photograph
+ * stays visible where attention is small.
  *
- * @param {number} opacity from 0, nothing, over 0.5, in proportion, to 1, everything.
+ * @param {number} opacity 0 for a transparent map, 0.5 for opacity in proportion to
+ *   attention, 1 for an opaque map.
  */
 function coverOf(opacity) {
   if (opacity === 0) return new Uint8ClampedArray(256);
@@ -70,13 +71,13 @@ function coverOf(opacity) {
   return Uint8ClampedArray.from({ length: 256 }, (_, i) => 255 * (i / 255) ** power);
 }
 
-/** Returns the value of the last colour: the largest, or that of which 5 % are larger. */
+/** Returns the value of the last colour: the maximum, or the 95th percentile. */
 function peakOf(values, clip) {
   if (!clip) return Math.max(...values);
   return values.toSorted()[Math.ceil(0.95 * values.length) - 1];
 }
 
-/** Returns a canvas of the size of some pixels that shows them. */
+/** Returns a canvas that shows an image. */
 function canvasOf(image) {
   const canvas = document.createElement("canvas");
   [canvas.width, canvas.height] = [image.width, image.height];
@@ -84,14 +85,14 @@ function canvasOf(image) {
   return canvas;
 }
 
-/** Fills a canvas, a pixel high, with all colours. */
+/** Fills a canvas of height 1 with all colours. */
 function paintRamp(canvas) {
   const values = Float32Array.from({ length: canvas.width }, (_, i) => i);
   const image = picture(values, [1, canvas.width], canvas.width - 1);
   canvas.getContext("2d").putImageData(image, 0, 0);
 }
 
-/** Writes a share as a percentage of three figures. */
+/** Returns a fraction as a percentage with three significant digits. */
 function percent(share) {
   return `${Number((100 * share).toPrecision(3))} %`;
 }

@@ -3,36 +3,36 @@
 const source = findSource();
 const element = (id) => document.getElementById(id);
 /**
- * What is shown by all panes: the query is {token} or {at}, a place in the whole image;
- * depth goes from 0, the first layer, to 1.
+ * State of all panes. The query is {token}, {at} (a position in the image), {label} or
+ * {text}; depth is 0 for the first layer and 1 for the last.
  */
 let state = {
   ...{ query: {}, depth: 1, kind: "mean" },
   ...{ opacity: 0.55, smooth: false, clip: false, view: "attention" },
 };
-let opened = null; // Name of the image of the folder that is shown.
-let pointing; // The timer of what the pointer is at.
+let opened = null; // Name of the shown image of the folder.
+let hovering; // Timer of the patch under the pointer.
 let panes = [];
-let active; // The pane whose patches the arrow keys count.
+let active; // Pane whose patches the arrow keys select.
 let limits;
-const POINTING = 60; // Milliseconds that the pointer stays at a patch to mean it.
+const HOVER_DELAY = 60; // Milliseconds that the pointer rests on a patch to select it.
 let drawn = 0;
-let asked = 0; // Images, of which the last counts.
+let requested = 0; // Number of the last requested image; answers to others are dropped.
 
-/** Changes what is shown; a click is answered when this is. */
+/** Changes the state and draws it. */
 function change(changes) {
   element("message").textContent = "";
   return draw(changes);
 }
 
 async function draw(changes) {
-  clearTimeout(pointing);
+  clearTimeout(hovering);
   state = { ...state, ...changes };
   const wanted = state;
   try {
     await Promise.all(panes.map((pane) => pane.show(wanted)));
   } catch (error) {
-    if (wanted === state) tell(error);
+    if (wanted === state) showError(error);
     return;
   }
   if (wanted !== state) return;
@@ -40,27 +40,27 @@ async function draw(changes) {
   const layer = Math.round(state.depth * (deepest - 1)) + 1;
   element("layer").value = layer;
   element("depth").textContent = `${layer} of ${deepest}`;
-  tellQuery();
+  showQuery();
   writeAddress();
   for (const button of element("extra").children) {
     button.setAttribute("aria-pressed", button.value === state.query.token);
   }
-  element("told").textContent = panes
+  element("announced").textContent = panes
     .map((pane) => `${pane.find(".which").textContent}. ${pane.words}`)
     .join(" ");
   document.body.dataset.drawn = ++drawn;
 }
 
-/** Has the keys mean the patches and heads of a pane. */
+/** Makes a pane the one that the keys control. */
 function activate(pane) {
   active = pane;
   for (const each of panes) {
     each.root.setAttribute("aria-current", each === pane && panes.length > 1);
   }
-  if (pane.shown) tellQuery();
+  if (pane.shown) showQuery();
 }
 
-function tellQuery() {
+function showQuery() {
   const { patch } = active.asking(state.query);
   element("query").textContent =
     patch === null || "label" in state.query || "text" in state.query
@@ -68,13 +68,13 @@ function tellQuery() {
       : inWords(active.rowAndColumn(patch));
 }
 
-/** Puts what is shown into the address, so that a link or a bookmark leads to it. */
+/** Writes the state into the address, for links and bookmarks. */
 function writeAddress() {
   const { query, depth, kind, opacity, smooth, clip, view } = state;
   const words = new URLSearchParams();
   if (opened !== null) words.set("image", opened);
   for (const [key, value] of Object.entries(query)) {
-    if (key !== "of") words.set(key, value); // Of an image that may be gone.
+    if (key !== "of") words.set(key, value); // That image may be gone.
   }
   if (view !== "attention") words.set("view", view);
   for (const [key, value] of Object.entries({ depth, kind, opacity })) {
@@ -85,7 +85,7 @@ function writeAddress() {
   history.replaceState(null, "", `#${words}`);
 }
 
-/** Takes the state that the address has, as far as it fits; returns the image's name. */
+/** Reads the valid parts of the state from the address; returns the image's name. */
 function readAddress() {
   const words = new URLSearchParams(location.hash.slice(1));
   const number = (text) => (text === null ? NaN : Number(text));
@@ -120,19 +120,19 @@ function readAddress() {
 /**
  * Shows an image.
  *
- * @param {Promise<object>} looking what the models made of it.
- * @param {string|null} name of an image of the folder.
+ * @param {Promise<object>} outputs the models' outputs.
+ * @param {string|null} name name of the image in the folder, null for a file.
  */
-async function show(looking, name = null) {
-  const number = ++asked;
+async function show(outputs, name = null) {
+  const number = ++requested;
   element("message").textContent = "";
-  element("busy").textContent = "Looking…";
+  element("busy").textContent = "Running…";
   try {
-    const seen = await looking;
-    if (number !== asked) return;
+    const seen = await outputs;
+    if (number !== requested) return;
     const fetched = panes.map((pane) => pane.fetchPicture(source, seen));
     const pictures = await Promise.all(fetched);
-    if (number !== asked) return; // Another image is to be shown by now.
+    if (number !== requested) return; // Another image was requested meanwhile.
     const compared = comparedWith();
     panes.forEach((pane, i) => pane.take(source, seen, pictures[i]));
     element("subtitle").textContent = seen.name;
@@ -147,12 +147,12 @@ async function show(looking, name = null) {
     const kept = query.token || query.at || query.text;
     await draw(kept ? { query: { ...query, ...compared } } : { query: queryOf(query) });
   } catch (error) {
-    if (number === asked) tell(error);
+    if (number === requested) showError(error);
   }
-  if (number === asked) element("busy").textContent = "";
+  if (number === requested) element("busy").textContent = "";
 }
 
-/** Returns the patch that another image is compared with: that of the one shown now. */
+/** Returns the patch of the shown image that the next image is compared with. */
 function comparedWith() {
   const { query, view } = state;
   if (view !== "similarity" || !query.at || !active.seen) return {};
@@ -161,17 +161,17 @@ function comparedWith() {
   return { of: { key, name, patches: panes.map((pane) => pane.asking(query).patch) } };
 }
 
-/** Looks at a file, unless it is too large to be sent. */
-function look(file) {
+/** Shows a file, unless it is too large for the server. */
+function showFile(file) {
   if (file.size > limits.bytes) {
     const most = `${limits.bytes.toLocaleString("en")} bytes`;
-    tell(new Error(`${file.name} has more than ${most}: give a smaller file.`));
+    showError(new Error(`${file.name} has more than ${most}: give a smaller file.`));
     return;
   }
   show(source.see(file));
 }
 
-/** Returns a query of this image: the class if it is among its first ones. */
+/** Returns a query for this image: the class if it is listed, else a default. */
 function queryOf({ label }) {
   element("text").value = "";
   const known = panes.flatMap((pane) => pane.seen.models[pane.number].classes);
@@ -180,7 +180,7 @@ function queryOf({ label }) {
   return extra.length ? { token: extra[0] } : { at: panes[0].middle() };
 }
 
-function tell(error) {
+function showError(error) {
   element("message").textContent = error.message;
 }
 
@@ -199,34 +199,34 @@ const chosen = {
   label(label) {
     change({ query: state.query.label === label ? queryOf({}) : { label } });
   },
-  pointed(pane, patch) {
-    clearTimeout(pointing);
-    pointing = setTimeout(() => {
+  hovered(pane, patch) {
+    clearTimeout(hovering);
+    hovering = setTimeout(() => {
       const query = patch === null ? state.query : { at: pane.placeOf(patch) };
-      // What cannot be fetched is told when it is clicked.
+      // A click on the patch reports the error.
       for (const each of panes) each.show({ ...state, query }).catch(() => {});
-    }, POINTING);
+    }, HOVER_DELAY);
   },
 };
 
-/** Saves what the active pane shows as a picture. */
+/** Saves the map of the active pane as a picture. */
 function savePicture() {
   active.map.toBlob((blob) => download(blob, `${stem()}.png`));
 }
 
-/** Saves the page with this image as a file that needs no server. */
+/** Saves the page with this image as a file without a server. */
 async function savePage() {
   element("message").textContent = "";
   element("busy").textContent = "Writing the file…";
   try {
     download(await source.page(active.seen), `${stem()}.html`);
   } catch (error) {
-    tell(error);
+    showError(error);
   }
   element("busy").textContent = "";
 }
 
-/** Returns a name for files from that of the image. */
+/** Returns the stem of saved files, from the name of the image. */
 function stem() {
   return active.seen.name.replace(/.*\//, "").replace(/\.\w+$/, "") || "attention";
 }
@@ -238,7 +238,7 @@ function download(blob, name) {
   URL.revokeObjectURL(link.href);
 }
 
-/** Moves the query by some patches; from a token into the middle. */
+/** Moves the query by some patches, from an extra token to the middle of the image. */
 function move(down, right) {
   const { patch } = active.asking(state.query);
   const [rows, columns] = active.model.grid;
@@ -248,14 +248,14 @@ function move(down, right) {
   chosen.patch(active, clip(next[0], rows) * columns + clip(next[1], columns));
 }
 
-/** Goes some layers up or down. */
+/** Moves some layers up or down. */
 function climb(layers) {
   const top = Math.max(1, Number(element("layer").max) - 1);
   const layer = Math.round(state.depth * top) + layers;
   change({ depth: Math.min(top, Math.max(0, layer)) / top });
 }
 
-/** Goes to another head, to their mean, maximum or rollout. */
+/** Moves to another head, or to their mean, maximum or rollout. */
 function turn(by) {
   const all = active.kinds;
   const place = all.indexOf(active.shown.kind) + by + all.length;
@@ -281,13 +281,13 @@ const KEYS = {
 };
 
 function onKey(event) {
-  // Many keyboards have their brackets behind AltGr, which some systems tell as both.
+  // Many keyboards need AltGr for brackets, which some systems report as Ctrl and Alt.
   const bracket = event.getModifierState("AltGraph");
-  const other = (event.ctrlKey || event.metaKey || event.altKey) && !bracket;
-  const slides =
+  const shortcut = (event.ctrlKey || event.metaKey || event.altKey) && !bracket;
+  const input =
     event.target.matches("#text, #view") ||
     (event.key.startsWith("Arrow") && event.target.type === "range");
-  if (other || slides || !KEYS[event.key] || !active?.shown) return;
+  if (shortcut || input || !KEYS[event.key] || !active?.shown) return;
   event.preventDefault(); // Arrow keys would scroll the page as well.
   KEYS[event.key]();
 }
@@ -296,8 +296,8 @@ function onDrop(event) {
   event.preventDefault();
   document.body.classList.remove("over");
   const file = event.dataTransfer.files[0];
-  if (file) look(file);
-  else tell(new Error("What was dropped is no file: save the image, then drop it."));
+  if (file) showFile(file);
+  else showError(new Error("This is not a file: save the image, then drop the file."));
 }
 
 function listen() {
@@ -325,8 +325,8 @@ function listen() {
 function listenForImages() {
   element("choose").hidden = false;
   element("file").addEventListener("change", ({ target }) => {
-    if (target.files[0]) look(target.files[0]);
-    target.value = ""; // So that the same file can be chosen again.
+    if (target.files[0]) showFile(target.files[0]);
+    target.value = ""; // Otherwise the same file could not be chosen again.
   });
   document.addEventListener("dragover", (event) => {
     event.preventDefault();
@@ -338,7 +338,7 @@ function listenForImages() {
   document.addEventListener("drop", onDrop);
 }
 
-/** Puts the images of the folder in a row. */
+/** Shows the images of the folder in a row. */
 function addThumbnails({ images, more }) {
   element("folder").hidden = images.length === 0;
   const thumbnails = new Thumbnails(element("folder"));
@@ -388,4 +388,4 @@ async function start() {
   if (first !== undefined) show(source.open(first), first);
 }
 
-start().catch(tell);
+start().catch(showError);

@@ -1,9 +1,9 @@
 "use strict";
 
-const GAP = 4; // Pixels between the maps, in which the one that is shown has a frame.
-const CELL = 28; // Pixels of a map's longer side, at least.
+const GAP = 4; // Pixels between the maps, with a frame around the shown one.
+const CELL = 28; // Minimum pixels of a map's longer side.
 
-/** Steps between layers and between kinds that an arrow key makes. */
+/** Steps of the arrow keys between layers and between kinds. */
 const STEPS = {
   ArrowLeft: [-1, 0],
   ArrowRight: [1, 0],
@@ -14,9 +14,9 @@ const STEPS = {
 /** Small maps of all layers, from left to right, and kinds, from top to bottom. */
 class Overview {
   /**
-   * @param {HTMLElement} root with a canvas, and places for labels of layers and kinds.
-   * @param {object} model as about() describes it.
-   * @param {function} choose is called with a layer and a kind.
+   * @param {HTMLElement} root element with a canvas and labels of layers and kinds.
+   * @param {object} model description by about().
+   * @param {function} choose callback with a layer and a kind.
    */
   constructor(root, model, choose) {
     const canvas = root.querySelector("canvas");
@@ -49,7 +49,7 @@ class Overview {
   onKey(event) {
     if (!STEPS[event.key] || event.ctrlKey || event.metaKey || event.altKey) return;
     event.preventDefault();
-    event.stopPropagation(); // Elsewhere the arrow keys move the query.
+    event.stopPropagation(); // The page's arrow keys move the query.
     const clip = (value, count) => Math.min(count - 1, Math.max(0, value));
     const [right, down] = STEPS[event.key];
     const layer = clip(this.layer + right, this.model.labels.length);
@@ -82,7 +82,7 @@ class Overview {
     }
   }
 
-  /** Returns all maps side by side, a pixel a patch. */
+  /** Returns all maps side by side, one pixel per patch. */
   maps(row, clip) {
     const [rows, columns] = this.model.grid;
     const layers = this.model.labels.length;
@@ -100,7 +100,7 @@ class Overview {
   }
 }
 
-/** Puts labels in a row or column, as many as have room: of 20 every second. */
+/** Adds labels to a row or column, of many numbers only every second or third. */
 function addLabels(root, names) {
   const step = Math.ceil(names.length / 16);
   for (const [i, name] of names.entries()) {
@@ -111,7 +111,7 @@ function addLabels(root, names) {
   }
 }
 
-/** Returns where in an element a click was: fractions of its height and width. */
+/** Returns the position of a click, in fractions of an element's height and width. */
 function share(event, element) {
   const box = element.getBoundingClientRect();
   return [
@@ -120,7 +120,7 @@ function share(event, element) {
   ];
 }
 
-/** Returns which of `count` equal parts a fraction lies in, the nearest if in none. */
+/** Returns which of `count` equal parts a fraction is in, or the nearest one. */
 function cell(fraction, count) {
   return Math.min(count - 1, Math.max(0, Math.floor(fraction * count)));
 }

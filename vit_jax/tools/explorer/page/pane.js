@@ -1,17 +1,17 @@
 "use strict";
 
-const SHARP = 96; // Pictures of fewer pixels show their pixels as they are.
-const CANVAS = 672; // Pixels of a map's longer side, at least.
-const KEPT = 600; // Rows, of the last queries.
+const SHARP = 96; // Smaller pictures are drawn without smoothing.
+const CANVAS = 672; // Minimum pixels of a map's longer side.
+const KEPT = 600; // Number of answers that are kept.
 const FINEST = 255; // Steps of attention, see rows.py.
 
-/** One model on the page: its map, its classes, its heads and layers. */
+/** One model on the page: its map, classes, heads and layers. */
 class Pane {
   /**
-   * @param {number} number of the model.
-   * @param {object} model as about() describes it.
-   * @param {object} chosen what is called: pane(pane), patch(pane, patch), kind(kind),
-   *   layer(pane, layer), label(label), and pointed(pane, patch) with null at the end.
+   * @param {number} number number of the model.
+   * @param {object} model description by about().
+   * @param {object} chosen callbacks: pane(pane), patch(pane, patch), kind(kind),
+   *   layer(pane, layer), label(label), and hovered(pane, patch) with null at the end.
    */
   constructor(number, model, chosen) {
     Object.assign(this, { number, model, chosen, kinds: kinds(model) });
@@ -37,20 +37,20 @@ class Pane {
     this.map.addEventListener("click", (event) => {
       this.chosen.patch(this, this.patchOf(event));
     });
-    let pointed = null;
-    const point = (patch) => {
-      if (patch !== pointed) this.chosen.pointed(this, patch);
-      pointed = patch;
+    let hovered = null;
+    const hover = (patch) => {
+      if (patch !== hovered) this.chosen.hovered(this, patch);
+      hovered = patch;
     };
     this.map.addEventListener("pointermove", (event) => {
-      // Browsers also tell of a pointer that rests, when the page moves below it.
+      // Browsers also report a resting pointer when the page scrolls below it.
       const moves = event.movementX || event.movementY;
-      if (event.pointerType === "mouse" && moves) point(this.patchOf(event));
+      if (event.pointerType === "mouse" && moves) hover(this.patchOf(event));
     });
-    this.map.addEventListener("pointerleave", () => point(null));
+    this.map.addEventListener("pointerleave", () => hover(null));
   }
 
-  /** Returns the patch that an event is at. */
+  /** Returns the patch at the position of an event. */
   patchOf(event) {
     const [rows, columns] = this.model.grid;
     const [y, x] = share(event, this.map);
@@ -70,7 +70,7 @@ class Pane {
     });
   }
 
-  /** Fetches the picture of what the model saw of an image. */
+  /** Fetches the picture of the model's input. */
   async fetchPicture(source, seen) {
     const image = new Image();
     image.src = source.pictureOf(seen, this.number);
@@ -79,8 +79,8 @@ class Pane {
   }
 
   /**
-   * Takes another image: what the models made of it, where to ask for more, and its
-   * picture. All at once, so that none has the attention of another.
+   * Switches to another image: its outputs, their source and its picture. All at once,
+   * so that no picture is shown with the attention of another.
    */
   take(source, seen, image) {
     Object.assign(this, { source, seen, image, rows: new Map(), shares: new Map() });
@@ -92,7 +92,7 @@ class Pane {
     this.find(".kept").textContent = keptInWords(steps, pool);
   }
 
-  /** Returns the number of the token that asks, and of the patch, if it is one. */
+  /** Returns the numbers of the query's token and of its patch, null without one. */
   asking(query) {
     const extra = this.model.extra;
     const whole = "label" in query || "text" in query;
@@ -102,13 +102,13 @@ class Pane {
     return { token: extra.length + patch, patch };
   }
 
-  /** Returns where the patch in the middle is, as a place in the whole image. */
+  /** Returns the position of the middle patch in the image. */
   middle() {
     const [rows, columns] = this.model.grid;
     return this.placeOf(Math.floor(rows / 2) * columns + Math.floor(columns / 2));
   }
 
-  /** Returns the patch nearest to a place in the whole image, in fractions of it. */
+  /** Returns the patch nearest to a position in the image, in fractions of its sides. */
   patchAt([y, x]) {
     const [top, left, bottom, right] = this.seen.models[this.number].box;
     const [rows, columns] = this.model.grid;
@@ -116,7 +116,7 @@ class Pane {
     return row * columns + cell((x - left) / (right - left), columns);
   }
 
-  /** Returns the middle of a patch, as a place in the whole image. */
+  /** Returns the position of a patch's middle in the image. */
   placeOf(patch) {
     const [top, left, bottom, right] = this.seen.models[this.number].box;
     const [row, column] = this.rowAndColumn(patch);
@@ -132,7 +132,7 @@ class Pane {
     return [Math.floor(patch / columns), patch % columns];
   }
 
-  /** Shows a state, unless another is to be shown before its attention is here. */
+  /** Shows a state, unless another is requested before its attention arrives. */
   async show(state) {
     this.wanted = state;
     const asking = this.asking(state.query);
@@ -159,7 +159,7 @@ class Pane {
     this.paintMap(state);
     this.paintKinds(state);
     this.overview.paint(row, layer, kind, state.clip);
-    this.tell(state);
+    this.describe(state);
   }
 
   row(token) {
@@ -169,14 +169,14 @@ class Pane {
 
   /**
    * Returns the patch that others are compared with, and the key and name of its image;
-   * null if a token asks.
+   * null if the query is an extra token.
    */
   origin({ of }, { patch }) {
     if (of) return { key: of.key, name: of.name, patch: of.patches[this.number] };
     return patch === null ? null : { key: this.seen.key, name: null, patch };
   }
 
-  /** Returns the similarity of each patch to one, 0 where they point apart. */
+  /** Returns the cosine similarity of each patch to one, 0 if it is negative. */
   cosines({ key, patch }) {
     const ask = async () => {
       const of = [this.seen, this.number, key, patch];
@@ -185,7 +185,7 @@ class Pane {
     return remembered(this.shares, `${key} ${patch}`, ask);
   }
 
-  /** Returns the colours of patches that features are alike in. */
+  /** Returns an image of colours, similar for patches with similar features. */
   colours() {
     const ask = async () => {
       const image = new Image();
@@ -209,7 +209,7 @@ class Pane {
     return remembered(this.shares, words ? `text ${words}` : label, ask);
   }
 
-  /** Names a patch, or the block of patches that it is kept with. */
+  /** Returns the name of a patch, or of its block if attention is kept per block. */
   blockInWords(patch) {
     const { pool } = this.seen.models[this.number];
     if (pool === 1) return inWords(this.rowAndColumn(patch));
@@ -230,7 +230,7 @@ class Pane {
     return `${name}${layer + 1} of ${count}${block ? ")" : ""}: ${nameOf(kind)}`;
   }
 
-  /** Returns a line of the list of classes, a button if it has relevance to show. */
+  /** Returns a line of the list of classes, a button if the model has relevance. */
   classItem({ label, name, probability }) {
     const item = document.createElement("li");
     const line = document.createElement(this.model.relevance ? "button" : "div");
@@ -260,7 +260,7 @@ class Pane {
     pen.imageSmoothingEnabled = Math.max(...this.model.size) >= SHARP;
     pen.drawImage(this.image, 0, 0, width, height);
     pen.globalAlpha = opacity;
-    // Grey, so that colours are the map's alone.
+    // Grey, so that all colours belong to the map.
     pen.globalCompositeOperation = "saturation";
     pen.fillStyle = "#808080";
     pen.fillRect(0, 0, width, height);
@@ -279,7 +279,7 @@ class Pane {
     if (asking.patch === null || elsewhere) return;
     const [row, column] = this.rowAndColumn(asking.patch);
     const [high, wide] = [height / this.model.grid[0], width / this.model.grid[1]];
-    // Black round white is seen on any ground.
+    // A black line around a white one is visible on any background.
     for (const [colour, line] of [["#000", 8], ["#fff", 4]]) {
       [pen.strokeStyle, pen.lineWidth] = [colour, line];
       pen.strokeRect(column * wide, row * high, wide, high);
@@ -290,10 +290,10 @@ class Pane {
     const { label, words, origin, colours } = this.shown;
     const isAttention = label === undefined && !words && !origin && !colours;
     this.kinds.forEach((kind, i) => {
-      const found = this.shown.row.map(this.shown.layer, kind);
-      this.buttons[i].hidden = found === null;
-      if (found === null) return;
-      const { patches } = found;
+      const attention = this.shown.row.map(this.shown.layer, kind);
+      this.buttons[i].hidden = attention === null;
+      if (attention === null) return;
+      const { patches } = attention;
       const canvas = this.buttons[i].firstElementChild;
       const map = picture(patches, this.model.grid, peakOf(patches, clip));
       canvas.getContext("2d").putImageData(map, 0, 0);
@@ -302,12 +302,13 @@ class Pane {
     });
   }
 
-  tell({ query, clip }) {
+  /** Describes the shown map in words. */
+  describe({ query, clip }) {
     const { patches, extra, asking, layer, kind, label, words } = this.shown;
     const { colours, origin } = this.shown;
     const peak = Math.max(...patches);
     const { pool } = this.seen.models[this.number];
-    const asks =
+    const from =
       asking.patch === null
         ? `[${query.token}]`
         : `the patch in ${inWords(this.rowAndColumn(asking.patch))}`;
@@ -321,11 +322,11 @@ class Pane {
     const most = `${this.blockInWords(patches.indexOf(peak))}, ${percent(peak)}`;
     this.find(".which").textContent = this.layerInWords(layer, kind);
     this.words =
-      `From ${asks}${absent}: most to ${most}${pool > 1 ? " a patch" : ""}${others}.`;
+      `From ${from}${absent}: most to ${most}${pool > 1 ? " a patch" : ""}${others}.`;
     if (colours) {
       this.find(".which").textContent = "Components of the features of patches";
       this.find(".peak").textContent = "";
-      this.words = "Patches of like colours have like features.";
+      this.words = "Patches of similar colours have similar features.";
     } else if (origin) {
       const of = origin.name ? ` of ${origin.name}` : "";
       const patch = inWords(this.rowAndColumn(origin.patch));
@@ -349,12 +350,12 @@ class Pane {
   }
 }
 
-/** Returns what a map has for a key; what fails is not kept. */
+/** Returns the answer kept for a key, requested if missing; failures are not kept. */
 function remembered(kept, key, ask) {
   if (!kept.has(key)) {
     if (kept.size === KEPT) kept.delete(kept.keys().next().value);
     const answer = ask();
-    answer.catch(() => kept.delete(key)); // So that it is asked for again.
+    answer.catch(() => kept.delete(key)); // So that it is requested again.
     kept.set(key, answer);
   }
   return kept.get(key);
@@ -364,7 +365,7 @@ function inWords([row, column]) {
   return `row ${row + 1}, column ${column + 1}`;
 }
 
-/** Tells how attention was made smaller for a file; nothing if it was not. */
+/** Describes the reduced resolution of attention in a file; "" if it is complete. */
 function keptInWords(steps, pool) {
   const ways = [];
   if (steps < FINEST) ways.push(`in ${steps + 1} steps up to the largest`);

@@ -1,22 +1,22 @@
 "use strict";
 
-/** What a layer's heads may be fused to, after the heads themselves. */
+/** Fused maps of a layer, listed after its heads. */
 const FUSED = ["mean", "maximum", "rollout"];
 
-/** Returns how many maps a layer has: its heads, as many as any layer's, and rollout. */
+/** Returns the maps per layer: the largest number of heads of any layer, and rollout. */
 function countMaps(model) {
   return Math.max(...model.heads) + (model.rollout ? 1 : 0);
 }
 
 /**
- * Where one query looks, in every layer and head; the bytes are those of rows.py.
+ * Attention from one query in every layer and head; rows.py writes the bytes.
  *
- * @param {object} model as about() describes it.
- * @param {Float32Array} scales a layer, a map: attention to the extra tokens and the
- *   largest to a patch.
- * @param {Uint8Array} levels a layer, a map: attention to the patches.
- * @param {object} kept how attention is: steps is the level of the largest, pool the
- *   side of the blocks of patches that have one level together.
+ * @param {object} model description by about().
+ * @param {Float32Array} scales per layer and map: attention to the extra tokens, then
+ *   the largest to a patch.
+ * @param {Uint8Array} levels per layer and map: attention to the patches.
+ * @param {object} kept resolution: steps is the level of the largest attention, pool the
+ *   side of the blocks of patches that share a level.
  */
 class Row {
   constructor(model, scales, levels, kept) {
@@ -25,7 +25,7 @@ class Row {
     this.count = countBlocks(model.grid, kept.pool);
   }
 
-  /** Reads what the server sends. */
+  /** Parses the server's answer. */
   static parse(model, buffer, kept) {
     const count = model.labels.length * countMaps(model) * (model.extra.length + 1);
     const levels = new Uint8Array(buffer, 4 * count);
@@ -33,11 +33,11 @@ class Row {
   }
 
   /**
-   * Returns the attention to the patches and to the extra tokens; null if there is no
-   * such head.
+   * Returns the attention to the patches and to the extra tokens; null if the layer has
+   * no such head.
    *
-   * @param {number} layer from 0 on.
-   * @param {number|string} kind a head, or one of FUSED.
+   * @param {number} layer number of the layer, from 0.
+   * @param {number|string} kind number of a head from 0, or one of FUSED.
    */
   map(layer, kind) {
     const count = this.model.heads[layer];
@@ -61,7 +61,7 @@ class Row {
   }
 }
 
-/** Returns how many blocks a grid of patches is divided into. */
+/** Returns the number of blocks of a grid of patches. */
 function countBlocks([rows, columns], pool) {
   return Math.ceil(rows / pool) * Math.ceil(columns / pool);
 }
@@ -86,18 +86,18 @@ function fuse(maps, kind) {
   return { patches: fused("patches"), extra: fused("extra") };
 }
 
-/** Returns what can be shown of a model's layer, in the order of the keys h and H. */
+/** Returns the maps of a model's layers, in the order of the keys h and H. */
 function kinds(model) {
   const fused = FUSED.filter((name) => model.rollout || name !== "rollout");
   return [...Array(Math.max(...model.heads)).keys(), ...fused];
 }
 
-/** Names a kind. */
+/** Returns the name of a map. */
 function nameOf(kind) {
   return typeof kind === "number" ? `head ${kind + 1}` : kind;
 }
 
-/** Names a kind in a narrow place. */
+/** Returns the short name of a map. */
 function shortNameOf(kind) {
   return { maximum: "max", rollout: "roll" }[kind] ?? nameOf(kind).replace("head ", "");
 }

@@ -1,10 +1,10 @@
 "use strict";
 
-/** Asks the server that the page came from. */
+/** Requests data from the server of the page. */
 class Server {
   constructor() {
     this.canChoose = true;
-    // The token is a cookie by now: it need not be seen by whoever sees the screen.
+    // The token is a cookie now: hides it from others who see the screen.
     history.replaceState(null, "", location.pathname + location.hash);
   }
 
@@ -12,12 +12,12 @@ class Server {
     return this.json("api/about");
   }
 
-  /** Looks at an image of the folder. */
+  /** Runs the models on an image of the folder. */
   open(name) {
     return this.json(`api/open?name=${encodeURIComponent(name)}`, { method: "POST" });
   }
 
-  /** Looks at a file that was chosen or dropped. */
+  /** Runs the models on a file that was chosen or dropped. */
   see(file) {
     const name = encodeURIComponent(file.name || "The image");
     return this.json(`api/see?name=${name}`, { method: "POST", body: file });
@@ -39,26 +39,21 @@ class Server {
   }
 
   /** Returns the relevance of each patch to a class. */
-  async relevance(seen, number, label) {
-    const address = `api/relevance?image=${seen.key}&model=${number}&class=${label}`;
-    const answer = await this.fetch(address);
-    return new Float32Array(await answer.arrayBuffer());
+  relevance(seen, number, label) {
+    const image = `image=${seen.key}&model=${number}`;
+    return this.floats(`api/relevance?${image}&class=${label}`);
   }
 
   /** Returns the relevance of each patch to a text. */
-  async relevanceToText(seen, number, words) {
-    const text = encodeURIComponent(words);
-    const address = `api/relevance?image=${seen.key}&model=${number}&text=${text}`;
-    const answer = await this.fetch(address);
-    return new Float32Array(await answer.arrayBuffer());
+  relevanceToText(seen, number, words) {
+    const image = `image=${seen.key}&model=${number}`;
+    return this.floats(`api/relevance?${image}&text=${encodeURIComponent(words)}`);
   }
 
-  /** Returns the cosine of each patch with a patch of an image. */
-  async similarity(seen, number, origin, patch) {
-    const of = `image=${seen.key}&model=${number}`;
-    const address = `api/similarity?${of}&from=${origin}&patch=${patch}`;
-    const answer = await this.fetch(address);
-    return new Float32Array(await answer.arrayBuffer());
+  /** Returns the cosine similarity of each patch to a patch of an image. */
+  similarity(seen, number, origin, patch) {
+    const image = `image=${seen.key}&model=${number}`;
+    return this.floats(`api/similarity?${image}&from=${origin}&patch=${patch}`);
   }
 
   componentsOf(seen, number) {
@@ -76,6 +71,10 @@ class Server {
     return (await this.fetch(address, options)).json();
   }
 
+  async floats(address) {
+    return new Float32Array(await (await this.fetch(address)).arrayBuffer());
+  }
+
   async fetch(address, options) {
     let answer;
     try {
@@ -88,7 +87,7 @@ class Server {
   }
 }
 
-/** Finds everything in the page itself, see saved.py. */
+/** Reads data from the page, see saved.py. */
 class Saved {
   constructor(text) {
     this.canChoose = false;
@@ -134,7 +133,7 @@ class Saved {
   }
 }
 
-/** Returns the bytes that an element holds, compressed and as letters. */
+/** Returns the bytes of an element's text, which is compressed and in base64. */
 async function unpack(id) {
   const bytes = Uint8Array.from(
     atob(document.getElementById(id).textContent),
@@ -144,7 +143,7 @@ async function unpack(id) {
   return new Response(stream.pipeThrough(new DecompressionStream("gzip"))).arrayBuffer();
 }
 
-/** Returns where this page has its data from. */
+/** Returns the source of the page's data. */
 function findSource() {
   const saved = document.getElementById("saved");
   return saved ? new Saved(saved.textContent) : new Server();

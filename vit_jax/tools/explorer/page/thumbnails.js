@@ -1,17 +1,18 @@
 "use strict";
 
 /**
- * Pictures of the folder, asked for when they come into view and one after another: the
- * server decodes each, and a browser has few connections for what is clicked meanwhile.
+ * Thumbnails of the folder, requested when they come into view, one at a time: the server
+ * decodes each, and clicks need the browser's few connections too.
  */
 class Thumbnails {
-  /** @param {HTMLElement} root in which they are scrolled. */
+  /** @param {HTMLElement} root element that scrolls them. */
   constructor(root) {
     this.addresses = new Map();
     this.waiting = new Set();
     this.loading = false;
     const options = { root, rootMargin: "0px 400px" };
-    this.observer = new IntersectionObserver((entries) => this.look(entries), options);
+    const update = (entries) => this.update(entries);
+    this.observer = new IntersectionObserver(update, options);
   }
 
   add(image, address) {
@@ -19,7 +20,7 @@ class Thumbnails {
     this.observer.observe(image);
   }
 
-  look(entries) {
+  update(entries) {
     for (const { target, isIntersecting } of entries) {
       if (isIntersecting) this.waiting.add(target);
       else this.waiting.delete(target);
@@ -34,7 +35,7 @@ class Thumbnails {
     this.observer.unobserve(image);
     this.loading = true;
     image.src = this.addresses.get(image);
-    await image.decode().catch(() => {}); // One that fails shows its name.
+    await image.decode().catch(() => {}); // A failed thumbnail shows its name.
     this.loading = false;
     this.next();
   }
