@@ -92,15 +92,15 @@ class Analysis:
     """
 
     settings: dict
-    parameters: int
-    params_bytes: int
-    moments_bytes: int
-    average_bytes: int
-    batch_bytes: int
-    flops: float
-    counted: str
-    model_flops: float
-    limit_bytes: int | None
+    parameters: int = 0
+    params_bytes: int = 0
+    moments_bytes: int = 0
+    average_bytes: int = 0
+    batch_bytes: int = 0
+    flops: float = 0.0
+    counted: str = ""
+    model_flops: float = 0.0
+    limit_bytes: int | None = None
     state_bytes: int = 0
     host_state_bytes: int = 0
     argument_bytes: int = 0

@@ -166,7 +166,13 @@ class Module:
 
     def fused(self, fusion: Instruction) -> tuple[Instruction, ...]:
         """Returns the instructions of a fusion."""
-        return self.computations.get(fusion.attribute("calls").strip("%"), ())
+        return self.called_by(fusion, "calls")
+
+    def called_by(
+        self, instruction: Instruction, attribute: str
+    ) -> tuple[Instruction, ...]:
+        """Returns the instructions of the computation that an attribute names."""
+        return self.computations.get(instruction.attribute(attribute).strip("%"), ())
 
     def taken(self, instruction: Instruction) -> list[Array]:
         """Returns the operand arrays of an instruction."""
@@ -184,7 +190,7 @@ class Module:
 
     def rounds(self, loop: Instruction) -> int | None:
         """Returns the trip count of a while loop, None if unknown."""
-        return _count_rounds(loop, self.computations, self.by_name)
+        return _count_rounds(loop, self)
 
     @functools.cached_property
     def by_name(self) -> dict[str, Instruction]:
@@ -273,9 +279,6 @@ def _closing(text, opening):
     raise ValueError(f"no parenthesis closes the first one of {text[:80]!r}")
 
 
-Computations = Mapping[str, Sequence[Instruction]]
-
-
 class _Number(NamedTuple):
     """A constant, plus optionally an element of the loop state.
 
@@ -295,17 +298,15 @@ class _Scope(NamedTuple):
       inside: name -> instruction.
       given: values of a fusion's parameters; None in a loop's body or condition, whose
         only parameter is the loop state.
-      computations: all computations of the program.
+      module: the program.
     """
 
     inside: Mapping[str, Instruction]
     given: Sequence[_Number | None] | None
-    computations: Computations
+    module: Module
 
 
-def _count_rounds(
-    loop: Instruction, computations: Computations, by_name: Mapping[str, Instruction]
-) -> int | None:
+def _count_rounds(loop: Instruction, module: Module) -> int | None:
     """Returns the trip count of a while loop, None if unknown."""
     # XLA writes `known_trip_count`, except on TPU. Otherwise the condition must compare
     # a counter with a constant, and the counter must start at a constant and change by
@@ -313,7 +314,7 @@ def _count_rounds(
     if match := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.attributes):
         return int(match[1])
     condition, body = (
-        _scope(loop.attribute(name).strip("%"), None, computations)
+        _Scope({i.name: i for i in module.called_by(loop, name)}, None, module)
         for name in ("condition", "body")
     )
     test = _comparison(_root(condition), condition)
@@ -322,8 +323,8 @@ def _count_rounds(
     direction, left, right = test
     if left.element is None:
         direction, left, right = _MIRRORED[direction], right, left
-    start = _Scope(by_name, None, computations)
-    begins = by_name.get(loop.operands[0])
+    start = _Scope(module.by_name, None, module)
+    begins = module.by_name.get(loop.operands[0])
     first = _element(begins, left.element, start)
     after = _element(_root(body), left.element, body)
     limit = right
@@ -352,11 +353,6 @@ def _count(direction: str, first: int, limit: int, step: int) -> int | None:
     return -(-distance // step) if step > 0 else None
 
 
-def _scope(name, given, computations):
-    inside = {i.name: i for i in computations.get(name, ())}
-    return _Scope(inside, given, computations)
-
-
 def _root(scope) -> Instruction | None:
     return next((i for i in scope.inside.values() if i.root), None)
 
@@ -370,8 +366,8 @@ def _element(whole, index, scope) -> _Number | None:
 
 def _fused(instruction, scope) -> _Scope:
     given = [_value(scope.inside.get(name), scope) for name in instruction.operands]
-    called = instruction.attribute("calls").strip("%")
-    return _scope(called, given, scope.computations)
+    inside = {i.name: i for i in scope.module.fused(instruction)}
+    return _Scope(inside, given, scope.module)
 
 
 def _comparison(instruction, scope) -> tuple[str, _Number, _Number] | None:

@@ -181,19 +181,7 @@ def variant(config: TrainConfig, sizes: dict, policy: str, scan: bool) -> TrainC
 def unfit(config: TrainConfig, reason: str) -> Analysis:
     """Returns the row for a mesh that does not fit the config or the devices."""
     mesh = {axis: getattr(config.mesh, axis) for axis in meshes.AXES}
-    return Analysis(
-        settings=analysis.settings(config, mesh),
-        parameters=0,
-        params_bytes=0,
-        moments_bytes=0,
-        average_bytes=0,
-        batch_bytes=0,
-        flops=0.0,
-        counted="",
-        model_flops=0.0,
-        limit_bytes=None,
-        error=reason,
-    )
+    return Analysis(analysis.settings(config, mesh), error=reason)
 
 
 def fastest(rows: Sequence[Analysis]) -> Analysis | None:
