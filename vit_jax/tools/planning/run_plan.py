@@ -230,32 +230,34 @@ def make(
     down = assumed.notice + assumed.replace + assumed.start
     held = analysis.host_state_bytes  # Every host restores what its devices hold.
     stall = held / (assumed.copy * 1e9)
-    mean_time = assumed.host_days * DAY / hosts
-
-    def checkpoints(place, key, size, write, read, every):
+    shared = analysis.state_bytes / hosts
+    disks = "local", "local_checkpoint.every_steps", held
+    storage = "storage", "checkpoint_every_steps", shared
+    checkpoints = []
+    for (place, key, size), write, read, every in (
+        (disks, assumed.disk_write, assumed.disk_read, intervals[0]),
+        (storage, assumed.store, assumed.store, intervals[1]),
+    ):
         job = Job(
             work=steps * seconds,
             stall=stall,
             write=stall + size / (write * 1e9),
             restart=down + held / (read * 1e9),
-            mean_time=mean_time,
+            mean_time=assumed.host_days * DAY / hosts,
         )
         young = max(1, round(goodput.young(job) / seconds))
-        intervals = {min(steps, max(1, round(young * factor))) for factor in _FACTORS}
-        intervals |= {every} if every else set()
-        shares = {
-            every: goodput.simulate(job, every * seconds, _RUNS)
-            for every in sorted(intervals)
-        }
+        tried = {min(steps, max(1, round(young * factor))) for factor in _FACTORS}
+        tried |= {every} if every else set()
+        shares = {n: goodput.simulate(job, n * seconds, _RUNS) for n in sorted(tried)}
         if not any(share.any() for share in shares.values()):
             raise UserError(
-                f"--plan: with host_days={assumed.host_days:g} one of {hosts:,} hosts fails "
-                f"every {mean_time:.3g} s, and the run does not end within "
+                f"--plan: with host_days={assumed.host_days:g} one of {hosts:,} hosts "
+                f"fails every {job.mean_time:.3g} s, and the run does not end within "
                 f"{goodput.MOST_FAILURES:,} failures: set a larger host_days"
             )
-        return Checkpoints(place, key, float(size), job, shares, young, every)
-
-    local, store = intervals
+        checkpoints.append(
+            Checkpoints(place, key, float(size), job, shares, young, every)
+        )
     return Plan(
         chips=chips,
         hosts=hosts,
@@ -265,24 +267,7 @@ def make(
         bound=bound,
         sent_bytes=(sent[0], sent[1]),
         state_bytes=analysis.state_bytes,
-        checkpoints=(
-            checkpoints(
-                "local",
-                "local_checkpoint.every_steps",
-                held,
-                assumed.disk_write,
-                assumed.disk_read,
-                local,
-            ),
-            checkpoints(
-                "storage",
-                "checkpoint_every_steps",
-                analysis.state_bytes / hosts,
-                assumed.store,
-                assumed.store,
-                store,
-            ),
-        ),
+        checkpoints=tuple(checkpoints),
     )
 
 
