@@ -114,54 +114,49 @@ def scan(
         _lock_folder(folder, run),
         concurrent.futures.ThreadPoolExecutor(threads) as pool,
     ):
-        index, thumbnails, results = matching.Index(), [], []
-        for number, (spec, other) in enumerate(zip(against, others, strict=True)):
-            work = folder / "against" / str(number)
-            results += [(spec, r) for r in _shrink(spec, other, work, pool, progress)]
-            thumbnails.append([np.load(p, "r") for p in sorted(work.glob("*.npy"))])
-            for i, pixels in enumerate(thumbnails[-1]):
-                full = [k for k, t in enumerate(pixels) if not matching.is_flat(t)]
-                # Set and record in one number.
-                rows = np.array(full, np.int64) + i * CHUNK + (number << 40)
-                index.add(pixels[full], rows)
-
-        work = folder / "pretrain"
+        index, thumbnails, results = _index(against, others, folder, pool, progress)
+        work, place = folder / "pretrain", (pretrain.name, pretrain.data_dir)
         for records, missing, pixels in _chunks(pretrain, source, work, pool, progress):
             full = [k for k, t in enumerate(pixels) if not matching.is_flat(t)]
+            numbers = [records[k] for k in full]
             pairs = []
             for i, (number, j), distance, fit in _pairs(
-                pixels[full],
-                [records[k] for k in full],
-                index,
-                thumbnails,
-                correlation,
-                pool,
+                pixels[full], numbers, index, thumbnails, correlation, pool
             ):
                 spec = against[number]
-                names = source.record_id(i), others[number].record_id(j)
-                same_set = (spec.name, spec.data_dir) == (
-                    pretrain.name,
-                    pretrain.data_dir,
-                )
-                if not same_set or names[0] != names[1]:  # Not a record and itself.
-                    pair = [names[0], str(spec), names[1], distance, fit]
-                    pairs.append([*pair, [i, number, j]])
+                name, other = source.record_id(i), others[number].record_id(j)
+                same_set = (spec.name, spec.data_dir) == place
+                if not (same_set and other == name):  # A record and itself.
+                    row = [name, str(spec), other, distance, fit, [i, number, j]]
+                    pairs.append(row)
             result = _result(source, records, missing, pixels) | {"pairs": pairs}
-            _write_atomically(
-                work / f"{records[0]:012}.json", json.dumps(result).encode()
-            )
+            path = work / f"{records[0]:012}.json"
+            _write_atomically(path, json.dumps(result).encode())
         results += [(pretrain, r) for r in _results(work)]
     rows = [row for _, result in results for row in result.get("pairs", ())]
     return Found(
         pairs=[Pair(*row[:5], tuple(row[5])) for row in rows],
         damaged=[
-            (f"{spec} {name}", reason)
-            for spec, result in results
-            for name, reason in result["damaged"]
+            (f"{s} {name}", why) for s, r in results for name, why in r["damaged"]
         ],
         flat=sum(result["flat"] for _, result in results),
         sizes=sizes,
     )
+
+
+def _index(against, others, folder, pool, progress):
+    """Indexes the small sets; returns the index, all thumbnails and all results."""
+    index, thumbnails, results = matching.Index(), [], []
+    for number, (spec, source) in enumerate(zip(against, others, strict=True)):
+        work = folder / "against" / str(number)
+        results += [(spec, r) for r in _shrink(spec, source, work, pool, progress)]
+        thumbnails.append([np.load(p, "r") for p in sorted(work.glob("*.npy"))])
+        for i, pixels in enumerate(thumbnails[-1]):
+            full = [k for k, t in enumerate(pixels) if not matching.is_flat(t)]
+            # Set and record in one number.
+            rows = np.array(full, np.int64) + i * CHUNK + (number << 40)
+            index.add(pixels[full], rows)
+    return index, thumbnails, results
 
 
 def _shrink(spec, source, work, pool, progress) -> list[dict]:
