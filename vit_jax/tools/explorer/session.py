@@ -163,8 +163,11 @@ class ExploredModel:
         except decode.DamagedImage as error:
             raise damaged(error, name) from error
         rows, logits = self._attention(pixels, name)
+        classes = ()
+        if logits is not None:
+            classes = prediction.rank(logits, self._names, TOPK, sigmoid=self._sigmoid)
         return ModelOutput(
-            classes=self._classes(logits, name),
+            classes=classes,
             box=crop_box(whole.shape[:2], self._loaded.preprocess),
             picture=_to_png(pixels),
             rows=rows,
@@ -283,13 +286,6 @@ class ExploredModel:
             rows.set_layer(depth, np.concatenate([maps[0], rollout]))
             del maps  # Frees this layer's attention before the next is computed.
         return rows, tokens
-
-    def _classes(
-        self, logits: Float[np.ndarray, " classes"] | None, name: str
-    ) -> tuple[prediction.Prediction, ...]:
-        if logits is None:
-            return ()
-        return prediction.rank(logits, self._names, TOPK, sigmoid=self._sigmoid)
 
     def _layers(
         self, pixels: UInt8[np.ndarray, "h w c"]

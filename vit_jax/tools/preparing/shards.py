@@ -14,8 +14,7 @@ from vit_jax.errors import UserError
 _WRITE = "group_size:1"
 # Without threads and readahead, because a shard is read once, in order.
 _READ = "readahead_buffer_size:0,max_parallelism:0"
-_READ_AT_ONCE = 2**24  # Bytes, roughly.
-_BLOCK = 2**20  # Bytes.
+_READ_AT_ONCE = 2**24  # Approximate bytes.
 PART = ".part"
 
 
@@ -150,11 +149,9 @@ def check(path: pathlib.Path) -> WrittenShard:
     tally = _Tally()
     for record in read(path):
         tally.add(record)
-    digest = hashlib.sha256()
     try:
         with open(path, "rb") as file:
-            while block := file.read(_BLOCK):
-                digest.update(block)
+            digest = hashlib.file_digest(file, "sha256")
             size = file.tell()
     except OSError as error:
         raise DamagedShard(error.strerror) from error
