@@ -87,17 +87,17 @@ def test_the_report_says_whose_word_each_number_is():
     text = re.sub(" {2,}", " ", report.text(FOUND, "heading"))
     assert text.startswith("heading\nmesh data 256 x fsdp 1 x model 1; dtype bfloat16")
     assert "peak 10.00 reported by the compiler" in text
-    assert "activations, gradients 6.00 the peak less all of these" in text
+    assert "activations, gradients 6.00 the peak without arguments" in text
     assert "fits: 6.00 GiB of 16.00 to spare" in text
-    assert "counted are 1.200 times as many" in text
-    assert "no prediction" in text
+    assert "the program has 1.200 times as many" in text
+    assert "not a prediction" in text
     assert "floor 80.00 bound by compute; at most 51,200" in text
 
 
 def test_what_does_not_fit_says_by_how_much():
     large = dataclasses.replace(FOUND, fits=False, peak_bytes=20 * GIB)
     line = report.verdict(large)
-    assert line == ("does not fit: it wants 20.00 GiB of a chip's 16.00, 4.00 too much")
+    assert line == "does not fit: needs 20.00 GiB, 4.00 more than the limit of 16.00"
     assert "Collectives" not in report.text(large, "heading")
 
 

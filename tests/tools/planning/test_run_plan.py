@@ -76,16 +76,16 @@ def test_what_a_run_needs():
     slow, _ = plan_of(mfu=0.5, dcn=0.1)
     assert (slow.bound, slow.step_seconds) == ("dcn", pytest.approx(0.2))
     lines = lines_of(plan, dataclasses.replace(assumed, price=2.0))
-    assert lines["a step, ms"] == "20.0"
-    assert lines["MB a chip sends, slice"] == "300.0"
-    assert lines["MB a chip sends, slices"] == "20.0"
+    assert lines["ms per step"] == "20.0"
+    assert lines["MB sent/chip, slice"] == "300.0"
+    assert lines["MB sent/chip, slices"] == "20.0"
     # 50,000 images a second on 16 hosts.
-    assert lines["images/s a host"] == "3,125"
-    assert lines["CPUs a host"] == f"{3125 / 776:.1f}"
-    assert lines["hosts that it takes"] == "1"
+    assert lines["images/s per host"] == "3,125"
+    assert lines["CPUs per host"] == f"{3125 / 776:.1f}"
+    assert lines["hosts needed"] == "1"
     assert plan.input_hosts(dataclasses.replace(assumed, host_cpus=5.0)) == 13
     assert lines["GB/s read, all hosts"] == "5.50"
-    assert lines["GB of a checkpoint"] == "12.00"
+    assert lines["GB per checkpoint"] == "12.00"
     hours = float(lines["chip-hours"].replace(",", ""))
     best = max(one.goodput for one in plan.checkpoints)
     assert hours == pytest.approx(2_000_000 * 0.02 / 3_600 * 64 / best, abs=1)

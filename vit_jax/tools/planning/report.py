@@ -30,8 +30,8 @@ def verdict(analysis: Analysis) -> str:
         return f"does not compile: {analysis.error}"
     over = analysis.peak_bytes - (analysis.limit_bytes or 0)
     return (
-        f"does not fit: it wants {_gib(analysis.peak_bytes)} GiB of a chip's "
-        f"{_gib(analysis.limit_bytes)}, {_gib(over)} too much"
+        f"does not fit: needs {_gib(analysis.peak_bytes)} GiB, {_gib(over)} more than "
+        f"the limit of {_gib(analysis.limit_bytes)}"
     )
 
 
@@ -60,7 +60,7 @@ def least(sizes: Iterable[tuple[int, str]]) -> str:
     """
     size, flags = min(filter(itemgetter(0), sizes), default=(0, ""))
     wanted = f"the least is {_gib(size)} GiB, with {flags}; " if size else ""
-    return f"{wanted}take a larger slice or a smaller batch"
+    return f"{wanted}use a larger slice or a smaller batch"
 
 
 def _setting(settings):
@@ -82,17 +82,17 @@ def _setting(settings):
 
 
 def _memory(analysis):
-    yield "Memory of a chip, GiB"
+    yield "Memory per chip, GiB"
     yield line("parameters", _gib(analysis.params_bytes), _SHAPES)
     yield line("optimiser's moments", _gib(analysis.moments_bytes), _SHAPES)
     yield line("average", _gib(analysis.average_bytes), _SHAPES)
     yield line("batch", _gib(analysis.batch_bytes), _SHAPES)
     if analysis.fits:
         temporary = _gib(analysis.temporary_bytes)
-        yield line("all of these", _gib(analysis.argument_bytes), _COMPILER)
-        yield line("activations, gradients", temporary, "the peak less all of these")
+        yield line("arguments", _gib(analysis.argument_bytes), _COMPILER)
+        yield line("activations, gradients", temporary, "the peak without arguments")
     if analysis.peak_bytes:
-        name = "peak" if analysis.fits else "wanted"
+        name = "peak" if analysis.fits else "requested"
         yield line(name, _gib(analysis.peak_bytes), _COMPILER)
     if analysis.limit_bytes:
         yield line("limit", _gib(analysis.limit_bytes), _COMPILER)
@@ -100,18 +100,18 @@ def _memory(analysis):
 
 
 def _work(analysis):
-    yield "Work of a chip in a step"
+    yield "Work per chip and step"
     ratio = analysis.flops / analysis.model_flops
     yield line("TFLOP of products", f"{analysis.flops / 1e12:.3f}", analysis.counted)
     yield line(
         "3 x the forward pass",
         f"{analysis.model_flops / 1e12:.3f}",
-        f"the model's; counted are {ratio:.3f} times as many",
+        f"of the model; the program has {ratio:.3f} times as many",
     )
     yield line(
         "GB read and written",
         f"{analysis.moved_bytes / 1e9:.2f}",
-        "counted in the compiled program, caches of the core not",
+        "counted in the compiled program, without on-core memory",
     )
     if analysis.unread_loops:
         yield (
@@ -121,12 +121,12 @@ def _work(analysis):
 
 
 def _collectives(analysis):
-    yield "Collectives of a step (what the compiler put in; loops times their rounds)"
+    yield "Collectives per step (in the compiled program; loops times their trip counts)"
     if not analysis.collectives:
         yield "  none"
         return
     row = "  {:<26} {:<5} {:<6} {:>6} {:>11} {:>13}"
-    yield row.format("kind", "type", "async", "count", "MB of each", "MB a chip sends")
+    yield row.format("kind", "type", "async", "count", "MB each", "MB sent/chip")
     for one in analysis.collectives:
         yield row.format(
             one["kind"] + (", slices" if one["slices"] else ""),
@@ -140,7 +140,7 @@ def _collectives(analysis):
 
 def _time(analysis):
     bounds = analysis.roofline
-    yield "Floor of a step's time, ms (no prediction: no step is as fast)"
+    yield "Lower bound on the time of a step, ms (not a prediction)"
     if bounds is None:
         yield "  unknown, because the chip is"
         return

@@ -309,13 +309,13 @@ def text(plan: Plan, assumed: Assumptions, examples: int = 0) -> Iterable[str]:
     yield "The run"
     yield line("steps", f"{plan.steps:,}", f"of {plan.images:,} images")
     yield line(
-        "a step, ms",
+        "ms per step",
         f"{plan.step_seconds * 1e3:.1f}",
         f"{plan.images_per_second:,.0f} images/s; by {plan.bound}",
     )
     yield line("days of steps", f"{plan.days_of_steps:.2f}", "")
-    yield line("MB a chip sends, slice", f"{plan.sent_bytes[0] / 1e6:,.1f}", "a step")
-    yield line("MB a chip sends, slices", f"{plan.sent_bytes[1] / 1e6:,.1f}", "a step")
+    yield line("MB sent/chip, slice", f"{plan.sent_bytes[0] / 1e6:,.1f}", "per step")
+    yield line("MB sent/chip, slices", f"{plan.sent_bytes[1] / 1e6:,.1f}", "per step")
     yield ""
     yield from _input(plan, assumed)
     for each in plan.checkpoints:
@@ -334,11 +334,11 @@ def text(plan: Plan, assumed: Assumptions, examples: int = 0) -> Iterable[str]:
 def _input(plan, assumed):
     rate = plan.images_per_second
     yield f"Input of {plan.hosts:,} hosts"
-    yield line("images/s a host", f"{rate / plan.hosts:,.0f}", "")
+    yield line("images/s per host", f"{rate / plan.hosts:,.0f}", "")
     cpus = rate / plan.hosts / assumed.cpu_images
-    yield line("CPUs a host", f"{cpus:.1f}", "that decode and crop, all of the time")
+    yield line("CPUs per host", f"{cpus:.1f}", "always decoding and cropping")
     yield line(
-        "hosts that it takes",
+        "hosts needed",
         f"{plan.input_hosts(assumed):,}",
         f"with {assumed.host_cpus:g} CPUs each",
     )
@@ -350,11 +350,11 @@ def _checkpoints(plan, checkpoints):
     places = {"local": "the hosts' disks", "storage": "the storage"}
     job = checkpoints.job
     yield f"Checkpoints on {places[checkpoints.place]}, and failures"
-    yield line("GB of a checkpoint", f"{plan.state_bytes / 1e9:.2f}", "")
-    yield line("GB that a host writes", f"{checkpoints.host_bytes / 1e9:.2f}", "")
+    yield line("GB per checkpoint", f"{plan.state_bytes / 1e9:.2f}", "")
+    yield line("GB written per host", f"{checkpoints.host_bytes / 1e9:.2f}", "")
     yield line("seconds of stall", f"{job.stall:.1f}", "the steps wait for the copy")
     yield line("seconds until it counts", f"{job.write:.1f}", "")
-    yield line("seconds of a restart", f"{job.restart:.0f}", "with restoring")
+    yield line("seconds per restart", f"{job.restart:.0f}", "restoring included")
     yield line("hours between failures", f"{job.mean_time / HOUR:.1f}", "of any host")
     yield line("failures", f"{job.work / job.mean_time:.1f}", "in the days of steps")
     yield f"  share of the time that is work, {_RUNS} simulated runs of each:"
