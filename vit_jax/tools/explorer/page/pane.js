@@ -71,11 +71,8 @@ class Pane {
   }
 
   /** Fetches the picture of the model's input. */
-  async fetchPicture(source, seen) {
-    const image = new Image();
-    image.src = source.pictureOf(seen, this.number);
-    await image.decode();
-    return image;
+  fetchPicture(source, seen) {
+    return fetchImage(source.pictureOf(seen, this.number));
   }
 
   /**
@@ -187,12 +184,7 @@ class Pane {
 
   /** Returns an image of colours, similar for patches with similar features. */
   colours() {
-    const ask = async () => {
-      const image = new Image();
-      image.src = this.source.componentsOf(this.seen, this.number);
-      await image.decode();
-      return image;
-    };
+    const ask = () => fetchImage(this.source.componentsOf(this.seen, this.number));
     return remembered(this.shares, "components", ask);
   }
 
@@ -348,6 +340,13 @@ class Pane {
       button?.setAttribute("aria-pressed", button.value === String(label));
     }
   }
+}
+
+async function fetchImage(address) {
+  const image = new Image();
+  image.src = address;
+  await image.decode();
+  return image;
 }
 
 /** Returns the answer kept for a key, requested if missing; failures are not kept. */
