@@ -174,7 +174,9 @@ class Thumbnails:
 
     def __init__(self, folder: Folder):
         self._folder, self._lock = folder, threading.Lock()
-        self._cached = functools.lru_cache(MAX_NAMES)(self._make)
+        # The version is only part of the cache's key.
+        make = lambda name, version: thumbnail(folder.read(name))
+        self._cached = functools.lru_cache(MAX_NAMES)(make)
 
     def get(self, name: str) -> bytes:
         """Returns the thumbnail of an image, see `thumbnail`.
@@ -185,10 +187,6 @@ class Thumbnails:
         version = self._folder.version(name)
         with self._lock:
             return self._cached(name, version)
-
-    def _make(self, name: str, version: tuple[int, int]) -> bytes:
-        del version  # Only part of the cache's key.
-        return thumbnail(self._folder.read(name))
 
 
 def thumbnail(data: bytes) -> bytes:

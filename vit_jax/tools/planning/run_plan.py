@@ -277,17 +277,10 @@ def to_json(plan: Plan, assumed: Assumptions, examples: int = 0) -> dict:
     Args:
       plan, assumed, examples: see `text`.
     """
-    row = {field.name: getattr(plan, field.name) for field in dataclasses.fields(plan)}
-    row["checkpoints"] = [
-        {field.name: getattr(each, field.name) for field in dataclasses.fields(each)}
-        | {
-            "job": dataclasses.asdict(each.job),
-            "shares": {n: float(shares.mean()) for n, shares in each.shares.items()},
-            "best": each.best,
-            "goodput": each.goodput,
-        }
-        for each in plan.checkpoints
-    ]
+    row = dataclasses.asdict(plan)
+    for shown, each in zip(row["checkpoints"], plan.checkpoints, strict=True):
+        shares = {n: float(share.mean()) for n, share in each.shares.items()}
+        shown |= {"shares": shares, "best": each.best, "goodput": each.goodput}
     row |= {
         "images_per_second": plan.images_per_second,
         "input_hosts": plan.input_hosts(assumed),
