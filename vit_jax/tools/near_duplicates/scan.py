@@ -115,7 +115,7 @@ def scan(
         concurrent.futures.ThreadPoolExecutor(threads) as pool,
     ):
         index, thumbnails, results = _index(against, others, folder, pool, progress)
-        work, place = folder / "pretrain", (pretrain.name, pretrain.data_dir)
+        work, searched = folder / "pretrain", (pretrain.name, pretrain.data_dir)
         for records, missing, pixels in _chunks(pretrain, source, work, pool, progress):
             full = [k for k, t in enumerate(pixels) if not matching.is_flat(t)]
             numbers = [records[k] for k in full]
@@ -125,7 +125,7 @@ def scan(
             ):
                 spec = against[number]
                 name, other = source.record_id(i), others[number].record_id(j)
-                same_set = (spec.name, spec.data_dir) == place
+                same_set = (spec.name, spec.data_dir) == searched
                 if not (same_set and other == name):  # A record and itself.
                     row = [name, str(spec), other, distance, fit, [i, number, j]]
                     pairs.append(row)
