@@ -45,7 +45,7 @@ from vit_jax.tools.explorer.images import MAX_BYTES, Refused, Thumbnails
 from vit_jax.tools.explorer.session import ModelOutput, Session
 
 MAX_CONNECTIONS = 64  # Each has a thread. A browser opens six.
-# Deadline for the start of a request, for its end, and for each mebibyte of its body.
+# Seconds for the start of a request, for its end, and for each mebibyte of its body.
 REQUEST_SECONDS = 10
 _EVICTION_SECONDS = 1  # Deadline for the thread of an evicted connection to end.
 _ANSWER_SECONDS = 30  # Deadline for the client to read an answer.
