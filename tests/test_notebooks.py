@@ -240,7 +240,7 @@ EXPECTED = {
     "quickstart": "timm.create_model",
     "finetune_your_images": "timm.create_model",
     # The compiler's report where there is the compiler.
-    "tpu_pretraining": "Memory of a chip"
+    "tpu_pretraining": "Memory per chip"
     if importlib.util.find_spec("libtpu")
     else "libtpu, the compiler for TPUs, is not installed",
 }
