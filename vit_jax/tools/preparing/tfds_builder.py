@@ -77,10 +77,7 @@ def build_with_tfds(
                 )
                 _prepare(builder, data_dir / "downloads", config, full, manual)
                 metadata.write_manifest(made, plan, _count(made, staging.folder), [])
-            # The manifest is moved last, because it marks the set complete.
-            is_manifest = lambda path: path.name == metadata.MANIFEST
-            for path in sorted(made.iterdir(), key=is_manifest):
-                path.rename(staging.folder / path.name)
+            _move_up(made, staging.folder)
         # This file names the default configuration.
         default = inner / full.dataset / ".config"
         if default.is_dir():
@@ -112,6 +109,12 @@ def _count(made: pathlib.Path, staging: pathlib.Path) -> dict:
                 splits.setdefault(name, []).append(shard)
                 bar.update(length)
     return splits
+
+
+def _move_up(made: pathlib.Path, folder: pathlib.Path) -> None:
+    """Moves a set's files, the manifest last, because it marks the set complete."""
+    for path in sorted(made.iterdir(), key=lambda path: path.name == metadata.MANIFEST):
+        path.rename(folder / path.name)
 
 
 def _import_all(modules: Sequence[str]) -> None:
