@@ -82,7 +82,7 @@ def start(*words):
     [
         (["--model=nowhere"], "nowhere"),
         (["--dataset=nothing"], "data.name='nothing': no such prepared TFDS data set"),
-        (["--config.evals.x=test"], "the recipe says what is trained and scored on"),
+        (["--config.evals.x=test"], "--config.evals.x: the recipe sets the splits"),
         (["--dataset=vtab/dtd", "--data_dir=."], "vit_jax.prepare --dataset=dtd"),
     ],
 )

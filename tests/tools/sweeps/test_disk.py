@@ -29,7 +29,7 @@ ROWS = [{"learning_rate": 0.5, "score": None}]
 def test_a_broken_disk_is_one_line_with_the_remedy(tmp_path, write, name):
     (tmp_path / "file").write_text("")
     place = tmp_path / "file" / name
-    remedy = "mend that, then start again: no run is repeated"
+    remedy = "fix that, then start again: no run is repeated"
     with pytest.raises(UserError, match=rf"{place} cannot be written \(.*\): {remedy}"):
         write(tmp_path / "file")
 

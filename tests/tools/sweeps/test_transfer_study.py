@@ -123,7 +123,7 @@ def test_what_is_done_is_not_done_again(
         ({"seeds": 3}, "--seeds: 2 -> 3"),
         ({"overrides": {"total_steps": 4}}, "config.total_steps: 3 -> 4"),
         ({"mode": "head"}, "config.optim.freeze: "),
-        ({"data_dir": "/v2"}, "--data_dir:  -> /v2.*if the same data was moved, state"),
+        ({"data_dir": "/v2"}, "--data_dir:  -> /v2.*if the same data was moved, set"),
     ],
 )
 def test_another_command_in_the_same_workdir_is_refused(
@@ -236,7 +236,7 @@ def test_a_winner_at_the_edge_is_marked(scores):
 def test_a_rate_that_diverged_cannot_win_but_bounds_the_sweep():
     best = transfer.choose(trials(r1=0.1, r2=0.5, r3=None))
     assert (best["learning_rate"], best["edge"]) == (2.0, False)
-    with pytest.raises(UserError, match=r"every rate diverged \(1, 2\): state lower"):
+    with pytest.raises(UserError, match=r"every rate diverged \(1, 2\): set lower"):
         transfer.choose(trials(r1=None, r2=None))
 
 

@@ -1,1 +1,1 @@
-"""Jobs of several runs: transfer with a sweep of rates, VTAB-1k, scaling studies."""
+"""Jobs of several runs: transfer with a sweep of rates, VTAB-1k, studies."""

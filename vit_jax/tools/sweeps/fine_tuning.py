@@ -1,4 +1,4 @@
-"""The config of a fine-tuning run: a recipe, a checkpoint, and overrides of the user."""
+"""The config of a fine-tuning run, from a recipe, a checkpoint and overrides."""
 
 import copy
 import dataclasses
@@ -35,17 +35,8 @@ MODES = {
 # Checkpoints per run, and the least number of steps between them.
 _SAVES, _LEAST = 10, 50
 # Options that are not taken from the checkpoint: regularisation and the old head.
-_NOT_INHERITED = (
-    *(
-        "num_classes",
-        "image_size",
-        "channels",
-        "head_bias_init",
-        "dtype",
-        "representation_layer",
-    ),
-    *("dropout", "drop_path_rate"),
-)
+_NOT_INHERITED = ("num_classes", "image_size", "channels", "head_bias_init", "dtype")
+_NOT_INHERITED += ("representation_layer", "dropout", "drop_path_rate")
 # Key -> flag that sets it.
 _FLAGS = {
     "init": "--model",
@@ -71,12 +62,12 @@ class TransferTask:
     """A data set to fine-tune a checkpoint on.
 
     Attributes:
-      recipe: of the data set.
+      recipe: recipe of the data set.
       config: complete config of all runs, except for rate, seed and splits.
       rates: peak learning rates to choose from.
       notes: assumptions, for the log.
       mode: one of `MODES`.
-      overrides: dotted config key -> value, as stated by the user.
+      overrides: dotted config key -> value, set by the user.
     """
 
     recipe: recipes.Recipe
@@ -87,7 +78,7 @@ class TransferTask:
     overrides: Mapping[str, object] = dataclasses.field(default_factory=dict)
 
     def trial(self, rate: float) -> TrainConfig:
-        """Returns the config of a run that is scored on the held-out part."""
+        """Returns the config of a run that is scored on the held-out split."""
         return self._run(rate, 0, self.recipe.part, held_out=self.recipe.held_out)
 
     def final(self, rate: float, seed: int) -> TrainConfig:
@@ -116,12 +107,12 @@ def task(
     """Completes a recipe for a checkpoint; opens the training split, nothing else.
 
     Args:
-      pretrained: what `weights.open_pretrained` returns.
-      recipe: of the data set.
+      pretrained: checkpoint, from `weights.open_pretrained`.
+      recipe: recipe of the data set.
       resolution: height and width in pixels; `usual_size` if None.
       mode: one of `MODES`.
-      layer_decay: see `optim.layer_decay`.
-      rates: in place of the recipe's.
+      layer_decay: value of `optim.layer_decay`.
+      rates: peak learning rates to choose from; the recipe's if empty.
       overrides: dotted config key -> value, for all runs.
 
     Raises:
@@ -132,7 +123,7 @@ def task(
     if runs.overlap(recipe.train, recipe.test):
         raise UserError(
             f"--test={recipe.test}: {recipe.dataset} is trained on {recipe.train!r}, "
-            "which must have no split in common with it: state --test=SPLIT"
+            "which must have no split in common with it: set --test=SPLIT"
         )
     raw = _raw(pretrained, recipe, resolution or usual_size(pretrained), mode)
     raw["optim"]["layer_decay"] = layer_decay
@@ -146,8 +137,8 @@ def task(
     ):
         described = describe_preprocess(preprocessing_of(pretrained))
         notes.append(
-            f"{pretrained.source} does not tell how its images are normalised; assumed "
-            f"as of {described}: else set --config.data.mean and --config.data.std"
+            f"{pretrained.source} does not record how its images are normalised; assumed "
+            f"as in {described}: otherwise set --config.data.mean and --config.data.std"
         )
     chosen = tuple(sorted(set(rates or recipe.rates)))
     return TransferTask(recipe, config, chosen, tuple(notes), mode, overrides)
@@ -162,7 +153,7 @@ def usual_size(pretrained: Pretrained) -> tuple[int, int]:
 
 
 def _fill(raw: dict) -> None:
-    """Sets classes and steps from the training split where they are not stated."""
+    """Sets missing numbers of classes and steps from the training split."""
     data, timed = raw["data"], raw["total_steps"] or raw.get("epochs")
     if not data["num_classes"] or not timed:
         # Labels are not checked here, so that one class is enough.
@@ -183,11 +174,11 @@ def num_classes_of(source: Source, name: str) -> int:
     """Returns the number of classes of a training split.
 
     Args:
-      source: opened with any number of classes.
-      name: of the data set, for the message.
+      source: split opened with any number of classes.
+      name: name of the data set, for the message.
 
     Raises:
-      UserError: nothing tells.
+      UserError: the source has neither class names nor labels.
     """
     if source.class_names:
         return len(source.class_names)
@@ -257,9 +248,9 @@ def inherited(options: Mapping[str, object]) -> dict:
 
 
 def check_feasible(task: TransferTask) -> None:
-    """Raises early if a task cannot be completed, before anything is written.
+    """Checks that all runs of a task can be built, before anything is written.
 
-    It opens the training split, mostly one record of it, and nothing of the test split.
+    Opens the training split, mostly one record of it, and nothing of the test split.
 
     Raises:
       UserError: the test split does not exist, or a length or the network does not fit.
@@ -278,10 +269,7 @@ def check_feasible(task: TransferTask) -> None:
     if config.epochs or depends_on_epochs(config.optim):
         parts = (recipe.train, recipe.part)[: len(task.rates)]  # One rate, no trial.
         lengths = {_length(task, split, sizes) for split in parts}
-    final, mesh = (
-        task.final(task.rates[0], 0),
-        meshes.create(config.mesh),
-    )
+    final, mesh = task.final(task.rates[0], 0), meshes.create(config.mesh)
     for examples in sorted(lengths):
         train_step.build_train_setup(final, mesh, examples)
 
@@ -291,7 +279,7 @@ def _sizes(task: TransferTask) -> Mapping[str, int]:
     recipe, name = task.recipe, task.recipe.dataset
     if not source_type(name).numbered:
         return {}
-    # The sizes are of all splits, even if one record is opened.
+    # One record is enough: its source knows the sizes of all splits.
     first = f"{splits.names(recipe.train)[0]}[:1]"
     numbering = open_unchecked(task.config.data, first).split_numbering()
     return {} if numbering is None else numbering.sizes
@@ -306,12 +294,12 @@ def _length(task: TransferTask, split: str, sizes: Mapping[str, int]) -> int:
 
 def _check_folders(test: str, data_dir: str) -> None:
     root = pathlib.Path(data_dir).expanduser()
-    there = folder.visible_folders(root)
+    folders = folder.visible_folders(root)
     for name in splits.names(test):
-        if name not in there and not folder.has_split(root, name):
+        if name not in folders and not folder.has_split(root, name):
             raise UserError(
                 f"--test={test}: {data_dir} has no folder {name!r}; it has "
-                f"{', '.join(there) or 'none'}"
+                f"{', '.join(folders) or 'none'}"
             )
 
 
@@ -322,7 +310,7 @@ def _refuse_overrides(overrides: Mapping[str, object]) -> None:
             raise UserError(f"--config.{key}: it is set by {_FLAGS[key]} here")
         if key.startswith(_PARTS):
             raise UserError(
-                f"--config.{key}: the recipe says what is trained and scored on; state "
+                f"--config.{key}: the recipe sets the splits to train and score on; set "
                 "--dataset and --test"
             )
         if key in _SECTIONS:
@@ -330,15 +318,7 @@ def _refuse_overrides(overrides: Mapping[str, object]) -> None:
 
 
 def _apply_overrides(raw: dict, overrides: Mapping[str, object]) -> None:
-    """Applies overrides to a config, and checks them.
-
-    Args:
-      raw: config as a dict; `data.num_classes` may still be 0.
-      overrides: dotted config key -> value.
-
-    Raises:
-      UserError: unknown key, or a value of the wrong type.
-    """
+    """Applies overrides to a config, whose `data.num_classes` may still be 0."""
     loading.override(TrainConfig, raw, overrides)
     if raw.get("epochs") and "total_steps" not in overrides:
         raw["total_steps"] = 0

@@ -1,9 +1,9 @@
-"""How each data set is fine-tuned on: rates, steps, splits, transforms.
+"""Fine-tuning recipes of data sets: rates, steps, splits, transforms.
 
-Source: arXiv:2010.11929, table 4. Of VTAB-1k it gives the steps and the one rate; the
-warmup and each task's transforms are those of github.com/google-research/scenic
-(vtab_plainvit_config.py). The paper names no augmentation otherwise: images are resized
-and cropped at the ratio of 448 to 384, as there, and mirrored.
+Source: arXiv:2010.11929, table 4. For VTAB-1k it gives the steps and one rate; warmup and
+transforms of each task are those of github.com/google-research/scenic
+(vtab_plainvit_config.py). The paper names no other augmentation: images are resized and
+cropped at scenic's ratio of 448 to 384, and mirrored.
 """
 
 import dataclasses
@@ -30,33 +30,33 @@ STEPS = {
     "oxford_iiit_pet": 500,
     "oxford_flowers102": 500,
 }
-# For sets that are not in the paper: as its sets of such a size. BiT
-# (arXiv:1912.11370) draws the lines between small, medium and large here.
+# Sets that are not in the paper are treated as its sets of a similar size, with BiT's
+# (arXiv:1912.11370) bounds of small, medium and large.
 _OTHER_RATES = (0.001, 0.003, 0.01, 0.03)
 _OTHER_STEPS = ((20_000, 500), (500_000, 10_000), (float("inf"), 20_000))
-_OTHER_HELD_OUT = 10  # Percent, as of the paper's small sets.
+_OTHER_HELD_OUT = 10  # Percent, as for the paper's small sets.
 _VTAB_RATES, _VTAB_STEPS, _VTAB_WARMUP = (0.01,), 2_500, 200
-_CROP = 448 / 384  # Size resized to, by the size cropped.
+_CROP = 448 / 384  # Ratio of the resized to the cropped size.
 
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """What a data set says of its fine-tuning.
+    """Fine-tuning settings of a data set.
 
     Attributes:
-      dataset: as data.name.
-      data_dir: as data.data_dir.
-      num_classes: number of classes; 0 if the training split is to tell.
+      dataset: value of `data.name`.
+      data_dir: value of `data.data_dir`.
+      num_classes: number of classes; 0 to read it from the training split.
       train: split for the final runs.
       part: split to train on while the rate is chosen.
-      held_out: split that chooses it.
+      held_out: split that chooses the rate.
       test: split that is reported.
-      rates: peak rates to choose from.
-      steps: of every run; 0 if the size of `train` is to tell, see `steps_for`.
+      rates: peak learning rates to choose from.
+      steps: steps per run; 0 to use `steps_for` of the size of `train`.
       warmup: steps of linear warmup.
-      crop: train on random crops of a somewhat larger size.
-      flip: mirror half of the training images.
-      source: where the numbers come from, for people.
+      crop: whether to train on random crops of images resized to 448/384 of the size.
+      flip: whether to mirror half of the training images.
+      source: source of the numbers, for the log.
     """
 
     dataset: str
@@ -75,7 +75,7 @@ class Recipe:
 
     @property
     def title(self) -> str:
-        """The name of the set, of a folder its own."""
+        """The name of the data set; for a folder, the folder's name."""
         if self.dataset != "folder":
             return self.dataset
         return os.path.basename(os.path.abspath(os.path.expanduser(self.data_dir)))
@@ -87,7 +87,7 @@ class Recipe:
         return " | ".join(ops + ["flip"] * self.flip)
 
     def average(self, image_size: tuple[int, int]) -> float:
-        """Returns `ema.decay`: table 2 averages on ImageNet above 384 pixels."""
+        """Returns `ema.decay`, which table 2 uses on ImageNet above 384 pixels."""
         large = max(image_size) > 384
         return 0.9999 if self.dataset == "imagenet2012" and large else 0.0
 
@@ -96,12 +96,12 @@ def find(dataset: str, data_dir: str = "", test: str = "") -> Recipe:
     """Returns the recipe of a data set.
 
     Args:
-      dataset: one of `SWEEP`, "digits", "vtab/TASK", a folder, or any data.name.
-      data_dir: where it lies; of no meaning for a folder.
-      test: split to report on, where it is not the usual one.
+      dataset: one of `SWEEP`, "digits", "vtab/TASK", a folder, or any `data.name`.
+      data_dir: folder of prepared data sets; ignored for a folder of images.
+      test: split to report on; the usual one if empty.
 
     Raises:
-      UserError: no such task, or no split to test on is to be found.
+      UserError: the VTAB-1k task is unknown, or a folder lacks train or test images.
     """
     if dataset.startswith("vtab/"):
         return _of_task(dataset, data_dir, test)
@@ -139,11 +139,7 @@ def find(dataset: str, data_dir: str = "", test: str = "") -> Recipe:
 
 
 def steps_for(examples: int) -> int:
-    """Returns the steps for a set that is not in the paper.
-
-    Args:
-      examples: size of its training split.
-    """
+    """Returns the steps for a number of training images, if the paper has none."""
     return next(steps for below, steps in _OTHER_STEPS if examples < below)
 
 

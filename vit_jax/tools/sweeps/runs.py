@@ -45,14 +45,15 @@ def train(
     Args:
       config: complete config.
       folder: workdir of the run.
-      shared: compiled step and evaluations of the sweep.
-      keep: whether the last checkpoint stays when the run is done.
+      shared: compiled step and evaluations that the runs of a sweep share.
+      keep: whether to keep the last checkpoint of the finished run.
 
     Returns:
-      Report of the run; {"diverged": message} if its numbers became non-finite.
+      The run's report; {"diverged": message} if its numbers became non-finite.
 
     Raises:
-      UserError, Preempted: as `loop.train`, or the folder cannot be written.
+      UserError: the run is invalid (see `loop.train`), or the folder cannot be written.
+      Preempted: see `loop.train`.
     """
     done = _outcome(folder)
     if not done:
@@ -96,11 +97,11 @@ def check_command(
     """Records the command of a sweep, or refuses another one in the same workdir.
 
     Args:
-      workdir: of the sweep.
+      workdir: folder of the sweep.
       command: JSON value with everything that decides the results.
-      begun: whether a recorded command has left anything; else this one replaces it.
-      grows: key of a dict in the command that may have other keys at each start: those of
-        all starts are recorded.
+      begun: whether the recorded command left results; if not, it is replaced.
+      grows: key of a dict in the command whose keys may differ between starts; the union
+        of all starts is recorded.
       free: config keys that may differ, because they change no result.
 
     Raises:
@@ -121,7 +122,7 @@ def check_command(
         if changed:
             moved = ""
             if any(line.startswith("--data_dir:") for line in changed):
-                moved = f"; if the same data was moved, state its new place in {path}"
+                moved = f"; if the same data was moved, set its new path in {path}"
             raise UserError(
                 f"{workdir} holds a study by another command "
                 f"({'; '.join(changed[:4])}): choose another --workdir, or repeat that "
@@ -145,12 +146,12 @@ def decisive(config: TrainConfig) -> dict[str, str]:
 
 
 def scores(report: dict, evaluation: str) -> dict[str, float]:
-    """Returns the scores of a run, of its averaged parameters if there are any."""
+    """Returns the scores of an evaluation, of averaged parameters if a run has them."""
     return run_report.quoted_scores(report["final"][evaluation])[1]
 
 
 def write_json(workdir: str | os.PathLike, name: str, content: dict) -> None:
-    """Writes a result of a sweep, in process 0.
+    """Writes a JSON file of a sweep, in process 0.
 
     Raises:
       UserError: the workdir is gone, full or read-only.
@@ -163,16 +164,16 @@ def write_json(workdir: str | os.PathLike, name: str, content: dict) -> None:
 def _outcome(folder: str | os.PathLike) -> dict | None:
     """Returns the outcome of a finished run, or None; the same in all processes."""
     diverged = epath.Path(folder) / DIVERGED
-    found = run_report.read_report(folder)
-    if not found and diverged.exists():
-        found = read_json(diverged)
-    seen = meshes.process_allgather(found=bool(found))["found"]
+    outcome = run_report.read_report(folder)
+    if not outcome and diverged.exists():
+        outcome = read_json(diverged)
+    seen = meshes.process_allgather(done=bool(outcome))["done"]
     if seen.any() != seen.all():
         raise UserError(
             f"{folder} is not the same on all hosts: --workdir must be a folder that "
             "they share"
         )
-    return found
+    return outcome
 
 
 def _write(path: epath.Path, content: dict) -> None:
@@ -185,8 +186,8 @@ def writing(path: str | os.PathLike, repeated: str = "no run") -> Iterator[None]
     """Converts an OSError (disk full, missing or read-only) into a UserError.
 
     Args:
-      path: the file or folder written inside the context.
-      repeated: work that the next start must repeat.
+      path: file or folder that is written in the context.
+      repeated: work that the next start repeats, for the message.
 
     Raises:
       UserError: the path cannot be written.
@@ -195,7 +196,7 @@ def writing(path: str | os.PathLike, repeated: str = "no run") -> Iterator[None]
         yield
     except OSError as error:
         raise UserError(
-            f"{path} cannot be written ({error.strerror or error}): mend that, then "
+            f"{path} cannot be written ({error.strerror or error}): fix that, then "
             f"start again: {repeated} is repeated"
         ) from error
 
@@ -265,19 +266,19 @@ class TestSplitGuard:
 
     def _check(self, name: str, split: str, source: Source) -> None:
         self._records[split] = _records(source)
-        for one, there in self._records.items():
-            for other, here in self._records.items():
+        for one, tested in self._records.items():
+            for other, trained in self._records.items():
                 if not overlap(one, self._test) or overlap(other, self._test):
                     continue
-                if shared := _common(there, here):
+                if shared := _common(tested, trained):
                     raise UserError(
                         f"{name}: {shared} is in the split {one!r} to test on and in "
-                        f"{other!r} to train or choose on: state another --test"
+                        f"{other!r} to train or choose on: set another --test"
                     )
 
 
 def interval(values: Sequence[float]) -> tuple[float, float | None]:
-    """Returns the mean and half width of its 95 % interval (Student's t)."""
+    """Returns the mean and half its 95 % interval (Student's t); None of one value."""
     from scipy import special
 
     mean, n = statistics.fmean(values), len(values)
@@ -294,15 +295,15 @@ def overlap(split: str, test: str) -> bool:
 
 def _records(source: Source) -> Records:
     if numbering := source.split_numbering():
-        found = {}
+        records = {}
         for name, numbers in numbering.parts:
-            found.setdefault(name, []).append(numbers)
-        return found
+            records.setdefault(name, []).append(numbers)
+        return records
     return frozenset(source.record_id(i) for i in range(len(source)))
 
 
 def _common(one: Records, other: Records) -> str:
-    """Returns a record that is in both, "" if there is none."""
+    """Returns a record that is in both, or ""."""
     if isinstance(one, frozenset) or isinstance(other, frozenset):
         return min(one & other, default="") if type(one) is type(other) else ""
     for name in one.keys() & other.keys():
@@ -361,10 +362,10 @@ def write_hparams(
     """Writes a run for TensorBoard's hparams view; replaces its earlier entry.
 
     Args:
-      workdir: of the sweep.
-      name: of the run.
+      workdir: folder of the sweep.
+      name: name of the run.
       settings: hyperparameters; the same keys for all runs of a sweep.
-      scores: metrics.
+      scores: metric -> value.
 
     Raises:
       UserError: the workdir is gone, full or read-only.

@@ -1,9 +1,8 @@
-"""What a network costs at a size of image: speed here, and the largest batch on a chip.
+"""Cost of a network at an image size: forward speed, and the largest batch on a chip.
 
-A study measures this instead of training where its `measure` is "cost", as the paper's
-appendix D.5 does. The speed is that of the forward pass on this machine's first device. The
-largest training batch is found by the compiler for a TPU that is not here (`python -m
-vit_jax.compile`).
+A study with `measure="cost"` measures this instead of training, as in the paper's appendix
+D.5. The forward pass is timed on the first local device. The largest training batch comes
+from compiling for a TPU (`python -m vit_jax.compile`), which needs no TPU.
 """
 
 import json
@@ -36,17 +35,17 @@ _EXIT_TOO_LARGE = 3
 
 
 def measure(config: TrainConfig, folder: str | os.PathLike, *_, keep: bool) -> dict:
-    """Returns the report of a finished measurement, or measures; see `runs.train`.
+    """Measures the cost of a network, or returns the report of an earlier measurement.
 
     Args:
-      config: complete config; its batch size is that of the timed forward passes.
-      folder: gets report.json, the config that is compiled, and each measurement when it
-        is made: a measurement that was ended goes on, since a compilation takes minutes.
-      keep: of no meaning.
+      config: complete config, with the batch size of the timed forward passes.
+      folder: folder for report.json, the config that is compiled, and each measurement,
+        so that an interrupted one resumes: a compilation takes minutes.
+      keep: ignored; see `runs.train`.
 
     Returns:
-      A report like that of a training run, with the evaluation "cost": images_per_second,
-      largest_batch (0 if not even one image fits) and gmacs, of a forward pass.
+      A report as of a training run, with the evaluation "cost": images_per_second and
+      gmacs of a forward pass, and largest_batch (0 if not even one image fits).
 
     Raises:
       UserError: the compiler for TPUs is missing, or the folder cannot be written.
@@ -77,7 +76,7 @@ def measure(config: TrainConfig, folder: str | os.PathLike, *_, keep: bool) -> d
 
 
 def forward_speed(model, config: TrainConfig) -> float:
-    """Returns images a second of the forward pass, the median of 5 rounds."""
+    """Returns images per second of the forward pass, the median of 5 rounds."""
     shape = (config.batch_size, *config.data.image_size, config.data.channels)
     images = jnp.zeros(shape, jnp.float32)
     params = jax.jit(model.init)(jax.random.key(config.seed))
@@ -95,26 +94,26 @@ def forward_speed(model, config: TrainConfig) -> float:
 def largest_batch(config: TrainConfig, folder: os.PathLike) -> int:
     """Returns the largest batch of a bfloat16 training step that fits a chip.
 
-    One that is 5 % or one image larger was compiled too, and does not fit.
+    A batch that is 5 % or one image larger was compiled too, and does not fit.
 
     Args:
       config: complete config.
-      folder: gets config.py, which is compiled, and what was found of each batch.
+      folder: folder for config.py, which is compiled, and the result for each batch.
     """
     file = epath.Path(folder) / "config.py"
-    stated = fields.to_json(config) | {"init": {}}
-    stated["model"]["dtype"] = "bfloat16"  # CPUs, which are slow at it, run float32.
+    raw = fields.to_json(config) | {"init": {}}
+    raw["model"]["dtype"] = "bfloat16"  # CPUs, which are slow at it, run float32.
     file.write_text(
         "from ml_collections import ConfigDict\n\n\ndef get_config(arg=None):\n"
-        f"    return ConfigDict({stated!r})\n"
+        f"    return ConfigDict({raw!r})\n"
     )
     batch, best, too_large, step = _FIRST, 0, math.inf, _WITHIN / 2
     while too_large - best > max(1, _WITHIN * best):
-        found = _once(folder, f"batch {batch}", _compile, file, batch)
-        per_image = (found["peak_bytes"] - found["params_bytes"]) / batch
-        linear = int((found["limit_bytes"] - found["params_bytes"]) / per_image)
-        if found["fits"]:
-            # Near the limit XLA saves memory, and more may fit than is in proportion.
+        memory = _once(folder, f"batch {batch}", _compile, file, batch)
+        per_image = (memory["peak_bytes"] - memory["params_bytes"]) / batch
+        linear = int((memory["limit_bytes"] - memory["params_bytes"]) / per_image)
+        if memory["fits"]:
+            # Near the limit XLA saves memory, so that more than `linear` may fit.
             best, batch = batch, max(linear, math.ceil(batch * (1 + step)))
             step *= 2
         else:
@@ -126,7 +125,7 @@ def largest_batch(config: TrainConfig, folder: os.PathLike) -> int:
 
 
 def _once(folder: str | os.PathLike, name: str, measure: Callable, *args: object):
-    """Returns what an earlier start measured in the folder, or measures and keeps it."""
+    """Returns a measurement that the folder holds, or makes and stores it."""
     path = epath.Path(folder) / MEASURED
     measured = read_json(path) if path.exists() else {}
     if name not in measured:
@@ -136,7 +135,7 @@ def _once(folder: str | os.PathLike, name: str, measure: Callable, *args: object
 
 
 def _compile(file: epath.Path, batch: int) -> dict:
-    """Returns what `vit_jax.compile`, in JSON, says of a batch size."""
+    """Returns the JSON output of `vit_jax.compile` for a batch size."""
     words = [f"--config={file}", f"--topology={TOPOLOGY}", "--json"]
     words.append(f"--config.batch_size={batch}")
     done = subprocess.run(

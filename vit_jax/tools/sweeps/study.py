@@ -1,10 +1,10 @@
 """Studies: one recipe over values of its arguments, each tuned and repeated with seeds.
 
 A file under configs/study/ is a recipe with a second function, `get_study`, that returns
-as plain data which arguments of `get_config` to go through (the axes), which keys to choose
-on validation images for each point, the number of seeds, and which scores to report. So
-every run of a study is also a config of its own, for training or compiling alone.
-A study that is killed resumes where it was when it is started again.
+plain data: the arguments of `get_config` to vary (the axes), the keys to tune on validation
+images at each point, the number of seeds, and the scores to report. Every run of a study is
+therefore also a config that can be trained or compiled alone. A killed study resumes when
+it is started again.
 """
 
 import copy
@@ -34,9 +34,9 @@ from vit_jax.training.config import TrainConfig, complete
 from vit_jax.training.sweep import SweepSetups
 
 FILE, TABLE = "study.json", "points"
-_RESULTS = (run_report.FILE, runs.DIVERGED, step_cost.MEASURED)  # Of a run.
-# What the study states for each run.
-_OWN = ("seed", "name", "init", "init.checkpoint")
+_RUN_FILES = (run_report.FILE, runs.DIVERGED, step_cost.MEASURED)
+# Keys that the study sets for each run.
+_SET_BY_STUDY = ("seed", "name", "init", "init.checkpoint")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,8 +44,8 @@ class Point:
     """One combination of the values of the axes.
 
     Attributes:
-      axes: argument -> value.
-      recipes: stage -> what its config states, as nested dicts.
+      axes: argument of `get_config` -> value.
+      recipes: stage -> raw config, as nested dicts.
     """
 
     axes: Mapping[str, object]
@@ -59,12 +59,12 @@ class Point:
 
 @dataclasses.dataclass(frozen=True)
 class Study:
-    """All points of a study.
+    """A study with the configs of all its points.
 
     Attributes:
-      name: of the config file.
-      config: what its `get_study` returned.
-      points: in the order in which they are run.
+      name: name of the config file.
+      config: axes, tuned keys, seeds and scores, from its `get_study`.
+      points: points in the order in which they are run.
       workdir: folder of the study.
     """
 
@@ -74,16 +74,16 @@ class Study:
     workdir: str | os.PathLike
 
     def run(self) -> dict:
-        """Runs all that is not done yet, and writes `study.json` after each stage.
+        """Runs what is not done yet, and writes `study.json` after each stage.
 
         Returns:
-          What the file holds: the study's config, and of each point the axes, the trials,
-          the chosen values and the runs of each stage, the exaFLOPs of the first stage,
-          and of each score the values, their mean, and half the 95 % interval of the mean.
+          The content of study.json: the study's config and its points. A point has its
+          axes; trials, chosen values and runs of each stage; exaFLOPs of the first stage;
+          and for each score the values, their mean, and half the mean's 95 % interval.
 
         Raises:
-          UserError: the workdir holds another study, a score is none of the runs', or as
-            `loop.train`.
+          UserError: the workdir holds another study, a run has no such score, or a run is
+            invalid (see `loop.train`).
           Preempted: SIGTERM came; the same command resumes.
         """
         with lock.held(self.workdir):
@@ -97,14 +97,14 @@ class Study:
                     progress.each(self.points, "points", "points"), 1
                 ):
                     say(f"point {number} of {len(self.points)}: {point.name}")
-                    # What an earlier start told stays until all of it is told anew.
-                    stays = point.name in rows
+                    # A point in the file is replaced only once all its stages are done.
+                    replaces = point.name in rows
                     begun = _row(point, self.config)
                     for row in self._stages(point, begun, done, caches):
-                        if not stays:
+                        if not replaces:
                             self._write(rows | {point.name: row})
                     rows[point.name] = row
-                    if stays:
+                    if replaces:
                         self._write(rows)
             report = self._report(rows)
             for line in summary(report):
@@ -112,28 +112,26 @@ class Study:
             return report
 
     def _earlier(self) -> dict[str, dict]:
-        """Returns name -> point, of those that earlier starts told."""
+        """Returns name -> row of the points in the file that earlier starts wrote."""
         path = epath.Path(self.workdir) / FILE
-        told = read_json(path)["points"] if path.exists() else []
-        return {row["name"]: row for row in told}
+        rows = read_json(path)["points"] if path.exists() else []
+        return {row["name"]: row for row in rows}
 
     def _stages(
         self, point: Point, row: dict, done: dict, caches: dict[str, SweepSetups]
     ) -> Iterator[dict]:
         """Yields the row of a point after each of its stages.
 
-        Args:
-          point: to run.
-          row: of the point, without stages.
-          done: outcomes of stages that points have in common; gets what is added here.
-          caches: stage -> compiled step and evaluations of the point before.
+        `done` holds the outcomes of stages that several points share, and is extended.
         """
         starts: dict[int, str] = {}  # Seed -> folder that the stage starts from.
         for stage in self.config.stages:
             recipe = point.recipes[stage]
             grid = self.config.grid(stage, point.axes)
-            alike = {key: value for key, value in recipe.items() if key != "name"}
-            key = json.dumps([stage, alike, grid, starts], sort_keys=True, default=str)
+            unnamed = {key: value for key, value in recipe.items() if key != "name"}
+            key = json.dumps(
+                [stage, unnamed, grid, starts], sort_keys=True, default=str
+            )
             if key not in done:
                 folder = f"{_file_name(point.name)}/{stage}"
                 done[key] = self._stage(
@@ -144,7 +142,7 @@ class Study:
             starts = {run["seed"]: run["folder"] for run in outcome["runs"]}
             yield _scored(row, self.config)
             if not starts:
-                return  # All diverged: there is nothing to go on from.
+                return  # All diverged: the next stage has no weights to start from.
 
     def _stage(
         self,
@@ -157,20 +155,19 @@ class Study:
     ) -> dict:
         """Tries every combination with the first seed, and the best with all seeds."""
         first = min(starts, default=0)
-        # A later stage starts from what stays of this one.
+        # A later stage starts from the checkpoints of this one.
         last = stage == self.config.stages[-1] and len(self.config.stages) > 1
 
         def train(choice: dict, seed: int) -> dict:
-            place = f"{folder}/{_words(choice)}/seed{seed}"
+            run_folder = f"{folder}/{_words(choice)}/seed{seed}"
             config = _config(recipe, choice, seed, self._path(starts.get(seed, "")))
             measure = study_config.MEASURES[self.config.measure]
-            report = measure(config, self._path(place), shared, keep=not last)
+            report = measure(config, self._path(run_folder), shared, keep=not last)
+            run = {"seed": seed, "folder": run_folder}
             if "diverged" in report:
-                say(f"{place} diverged: {report['diverged']}")
-                return {"seed": seed, "folder": place, "diverged": report["diverged"]}
-            return {
-                "seed": seed,
-                "folder": place,
+                say(f"{run_folder} diverged: {report['diverged']}")
+                return run | {"diverged": report["diverged"]}
+            return run | {
                 "variant": report["variant"],
                 "dataset": report["dataset"],
                 "steps": report["steps"],
@@ -190,7 +187,7 @@ class Study:
             trials.append({"choice": choice, "score": score, "run": run})
         best = self._choose(trials)
         if best is None:
-            return {"trials": _told(trials), "chosen": None, "runs": []}
+            return {"trials": _reported(trials), "chosen": None, "runs": []}
         for trial in trials:
             if trial is not best:
                 runs.drop_checkpoints(self._path(trial["run"]["folder"]))
@@ -200,23 +197,23 @@ class Study:
             train(best["choice"], seed) for seed in self._seeds(starts, first)
         ]
         return {
-            "trials": _told(trials),
+            "trials": _reported(trials),
             "chosen": best["choice"],
             "runs": [run for run in finished if "diverged" not in run],
             "diverged": [run for run in finished if "diverged" in run],
         }
 
     def _path(self, folder: str) -> str:
-        """Returns a folder of the study from here; "" stays."""
+        """Returns the path of a folder in the workdir; "" if the name is empty."""
         return os.path.join(self.workdir, folder) if folder else ""
 
     def _seeds(self, starts: dict[int, str], first: int) -> list[int]:
-        """Returns the seeds but the first: those of which the stage before has weights."""
+        """Returns the seeds but the first, if the stage before has weights of them."""
         seeds = sorted(starts) or range(self.config.seeds)
         return [seed for seed in seeds if seed != first]
 
     def _choose(self, trials: list[dict]) -> dict | None:
-        """Returns the best trial, of equals the first; None if all diverged."""
+        """Returns the best trial, the first of equals; None if all diverged."""
         done = [trial for trial in trials if "diverged" not in trial["run"]]
         sign = -1 if lower_is_better(self.config.tune_by) else 1
         return max(done, key=lambda t: sign * (t["score"] or 0), default=None)
@@ -232,7 +229,7 @@ class Study:
         return {"kind": "study", "name": self.name, "config": about, "points": points}
 
     def _command(self) -> dict:
-        """Returns what decides the results; more seeds and points only add runs."""
+        """Returns what decides the results; more seeds or points only add runs."""
         return {
             "study": self.name,
             "axes": ", ".join(self.config.axes),
@@ -249,9 +246,9 @@ class Study:
         }
 
     def _begun(self) -> bool:
-        """Whether an earlier start left results, which another command must not join."""
-        found = epath.Path(self.workdir).glob("*/*/*/seed*/*.json")
-        return any(file.name in _RESULTS for file in found)
+        """Returns whether an earlier start left results."""
+        files = epath.Path(self.workdir).glob("*/*/*/seed*/*.json")
+        return any(file.name in _RUN_FILES for file in files)
 
 
 def plan(
@@ -262,19 +259,19 @@ def plan(
     seeds: int = 0,
     overrides: Mapping[str, object] | None = None,
 ) -> Study:
-    """Reads the configs of all runs, so that none begins if one of them is wrong.
+    """Reads and checks the configs of all runs of a study.
 
     Args:
-      spec: path or name of a config file with `get_study`; arguments that are no axes may
-        be stated behind a colon.
+      spec: path or name of a config file with `get_study`; arguments that are not axes
+        may follow a colon.
       workdir: folder of the study.
-      only: axis -> its values to go through, as text; an axis that is absent is whole.
-      seeds: runs of each point; 0 is the study's own number.
-      overrides: dotted config key to value, for all runs.
+      only: axis -> values to run, as text; axes that are absent run whole.
+      seeds: runs per point; 0 for the number in the file.
+      overrides: dotted config key -> value, for all runs.
 
     Raises:
-      UserError: the file has no study, a value is none of an axis, or an override is of
-        what the study varies.
+      UserError: the file has no study, an axis or a value of it is unknown, or an
+        override sets what the study varies.
     """
     path, _, rest = spec.partition(":")
     raw = loading.read_study(path, rest or None)
@@ -284,7 +281,7 @@ def plan(
     for axis in config.axes:
         if re.search(rf"(^|,){axis}(=|,|$)", rest):
             raise UserError(
-                f"--config={spec}: the study goes through {axis!r}; choose with "
+                f"--config={spec}: the study varies {axis!r}; choose with "
                 f"--only={axis}=VALUE"
             )
     _refuse_one_folder(_names(config))
@@ -292,10 +289,10 @@ def plan(
     points = []
     for values in itertools.product(*chosen.values()):
         axes = dict(zip(chosen, values, strict=True))
-        stated = [f"{axis}={value}" for axis, value in axes.items()] + [rest]
+        given = [f"{axis}={value}" for axis, value in axes.items()] + [rest]
         recipes = {}
         for stage in config.stages:
-            words = [*stated, f"stage={stage}"] if len(config.stages) > 1 else stated
+            words = [*given, f"stage={stage}"] if len(config.stages) > 1 else given
             text = ",".join(filter(None, words))
             recipes[stage] = loading.read(TrainConfig, f"{path}:{text}")
         points.append(Point(axes, recipes))
@@ -313,7 +310,7 @@ def plan(
 
 
 def _chosen(axes: Mapping[str, Sequence], only: Mapping[str, Sequence[str]]) -> dict:
-    """Returns the axes with those of their values that are wanted."""
+    """Returns the axes, each with the values that `only` selects."""
     for axis, texts in only.items():
         if axis not in axes:
             raise UserError(f"--only={axis}=...: the axes are {', '.join(axes)}")
@@ -344,23 +341,23 @@ def _refuse_one_folder(names: Sequence[str]) -> None:
 def _refuse_varied(
     points: Sequence[Point], config: StudyConfig, overrides: Mapping[str, object]
 ) -> None:
-    """Raises UserError if an override is of a key that differs from point to point."""
-    varied = {*_OWN, *(key for keys in config.tune.values() for key in keys)}
+    """Raises UserError if an override sets a key that differs between points."""
+    varied = {*_SET_BY_STUDY, *(key for keys in config.tune.values() for key in keys)}
     for stage in config.stages:
-        stated = [fields.flatten(point.recipes[stage]) for point in points]
-        for key in {name for one in stated for name in one}:
-            if len({str(one.get(key)) for one in stated}) > 1:
+        recipes = [fields.flatten(point.recipes[stage]) for point in points]
+        for key in {name for recipe in recipes for name in recipe}:
+            if len({str(recipe.get(key)) for recipe in recipes}) > 1:
                 varied.add(key)
     for key in overrides:
         if any(f"{one}.".startswith(f"{key}.") for one in varied):
             raise UserError(
-                f"--config.{key}: the study states it for each run; choose points with "
+                f"--config.{key}: the study sets it for each run; choose points with "
                 "--only, the number of seeds with --seeds"
             )
 
 
 def _check_scores(run: TrainConfig, stage: str, config: StudyConfig) -> None:
-    """Raises UserError if a score is of an evaluation that a stage does not have."""
+    """Raises UserError if a score needs an evaluation that the stage does not have."""
     wanted = [
         path
         for of_stage, path in map(config.stage_and_path, config.scores.values())
@@ -378,31 +375,26 @@ def _check_scores(run: TrainConfig, stage: str, config: StudyConfig) -> None:
 
 
 def _config(recipe: dict, choice: Mapping, seed: int, start: str) -> TrainConfig:
-    """Returns the complete config of a run.
-
-    Args:
-      recipe: what the stage's config states.
-      choice: dotted key -> value, of the tuned keys.
-      seed: of the run.
-      start: workdir whose weights it starts from; "" as the recipe says.
-    """
+    """Returns the complete config of a run, which starts from the workdir `start`."""
     raw = copy.deepcopy(recipe)
-    own = {"seed": seed} | ({"init.checkpoint": start} if start else {})
-    loading.override(TrainConfig, raw, {**choice, **own}, tell=lambda line: None)
+    changes = {**choice, "seed": seed}
+    if start:
+        changes["init.checkpoint"] = start
+    loading.override(TrainConfig, raw, changes, tell=lambda line: None)
     return complete(raw)
 
 
 def _decisive(config: TrainConfig) -> dict[str, object]:
-    """Returns what decides the scores of a run: its result, and how it is evaluated."""
+    """Returns the keys that decide the scores of a run, its evaluations among them."""
     evals = fields.to_json(config)["evals"]
     return runs.decisive(config) | {
-        f"evals.{name}": json.dumps(stated, sort_keys=True)
-        for name, stated in evals.items()
+        f"evals.{name}": json.dumps(evaluation, sort_keys=True)
+        for name, evaluation in evals.items()
     }
 
 
 def _names(config: StudyConfig) -> list[str]:
-    """Returns the names of all points of a study, those left out by --only too."""
+    """Returns the names of all points of a study, whatever `--only` selects."""
     return list(map(_name, itertools.product(*config.axes.values())))
 
 
@@ -424,31 +416,31 @@ def score_of(final: Mapping[str, dict], path: str) -> float:
     """Returns a score of a run.
 
     Args:
-      final: of its report: evaluation -> parameters -> metric -> value.
-      path: "EVALUATION/METRIC", of the averaged parameters where there are any, or
-        "EVALUATION/params/METRIC" and "EVALUATION/ema/METRIC".
+      final: evaluation -> parameters -> metric -> value, from the run's report.
+      path: "EVALUATION/METRIC", with averaged parameters if the run has them, or
+        "EVALUATION/params/METRIC" or "EVALUATION/ema/METRIC".
 
     Raises:
       UserError: the run has no such score; the message lists those of the evaluation.
     """
     evaluation, *parameters, metric = path.split("/")
     kinds = final.get(evaluation, {})
-    found = (
+    scores = (
         kinds.get(parameters[0], {})
         if parameters
         else run_report.quoted_scores(kinds)[1]
     )
-    if metric not in found:
-        known = {name for scores in kinds.values() for name in scores}
+    if metric not in scores:
+        known = {name for metrics in kinds.values() for name in metrics}
         raise UserError(
             f"the study scores {path!r}, but {evaluation} has "
             f"{', '.join(sorted(known)) or 'no scores'}"
         )
-    return found[metric]
+    return scores[metric]
 
 
 def on_choice(best: dict, grid: Sequence[dict], metric: str) -> str:
-    """Returns a line on what was chosen, and a warning if it is at an edge of the grid."""
+    """Returns a line on the choice, with a warning if it is at an edge of the grid."""
     text = f"{_words(best['choice'])} is best by {metric}: {best['score']:.4g}"
     for key, value in best["choice"].items():
         if not fields.is_number(value, numbers.Real):
@@ -460,8 +452,8 @@ def on_choice(best: dict, grid: Sequence[dict], metric: str) -> str:
     return text
 
 
-def _told(trials: Sequence[dict]) -> list[dict]:
-    """Returns the trials as the report has them."""
+def _reported(trials: Sequence[dict]) -> list[dict]:
+    """Returns the trials as study.json holds them."""
     return [
         {"choice": trial["choice"], "score": trial["score"]}
         | {k: v for k, v in trial["run"].items() if k in ("diverged", "compute")}
@@ -470,7 +462,7 @@ def _told(trials: Sequence[dict]) -> list[dict]:
 
 
 def _row(point: Point, config: StudyConfig) -> dict:
-    """Returns a point of which nothing is done."""
+    """Returns the row of a point without results."""
     axes = {name: str(value) for name, value in point.axes.items()}
     labels = {
         name: texts[value]
@@ -503,7 +495,7 @@ def _scored(row: dict, config: StudyConfig) -> dict:
 
 
 def summary(report: dict) -> list[str]:
-    """Returns lines on a study: its table, and what diverged."""
+    """Returns the lines of a study's table, and one on runs that diverged."""
     rows, columns = [], {"point": ""}
     for row in report["points"]:
         cells = {"point": row["name"]}
@@ -525,19 +517,19 @@ def summary(report: dict) -> list[str]:
     if lost:
         lines.append(
             f"diverged, in no mean: {'; '.join(lost)}; lower rates in the study's config, "
-            "and another --workdir, may mend that"
+            "and another --workdir, may help"
         )
     return lines
 
 
 def with_interval(score: dict) -> str:
-    """Formats the mean of a score and half its interval: "0.9731 ± 0.0042"."""
+    """Formats a score's mean and half interval: "0.9731 ± 0.0042"."""
     half = score["half_interval"]
     return f"{score['mean']:.4f}" + ("" if half is None else f" ± {half:.4f}")
 
 
 def _diverged(outcome: dict) -> list[str]:
-    """Returns what diverged of a stage and why: all trials, or seeds of the best."""
+    """Returns why all trials of a stage diverged, or which seeds of the best and why."""
     if outcome["chosen"] is None:
         return [f" ({outcome['trials'][0]['diverged']})"]
     lost = outcome.get("diverged", [])

@@ -1,7 +1,7 @@
-"""What the `get_study` of a config file states, and the checks of it.
+"""The plain data that the `get_study` of a config file returns, and its checks.
 
-All of it is plain data: numbers, texts, booleans, and tuples, lists and dicts of them, as
-study.json and its report have to hold it.
+It consists of numbers, texts, booleans, and tuples, lists and dicts of them, since
+study.json holds it.
 """
 
 import dataclasses
@@ -11,30 +11,29 @@ from collections.abc import Callable, Mapping, Sequence
 from vit_jax.errors import UserError
 from vit_jax.tools.sweeps import runs, step_cost
 
-# What is done at a point -> function of the config, folder, cache and `keep`, see
-# `runs.train`.
+# Name of a measurement -> function with the arguments and the report of `runs.train`.
 MEASURES = {"train": runs.train, "cost": step_cost.measure}
-_COLUMNS = ("exaflops", "images_seen", "name")  # Of every point.
+_COLUMNS = ("exaflops", "images_seen", "name")  # Columns that every point has.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StudyConfig:
-    """What `get_study` returns.
+    """The content of a study.
 
     Attributes:
       axes: argument of `get_config` -> its values. The first axis varies slowest.
       scores: name of a column -> "EVALUATION/METRIC" of the last stage, or
-        "STAGE:EVALUATION/METRIC". The first is what points are ranked by.
+        "STAGE:EVALUATION/METRIC". Points are ranked by the first.
       stages: values of the argument `stage` of `get_config`; each stage starts from the
         weights of the one before. A study of one stage needs no such argument.
-      measure: name in MEASURES of what is done at each point.
-      seeds: runs of each point.
+      measure: name in `MEASURES` of the measurement at each point.
+      seeds: runs per point.
       tune: stage -> dotted key -> values, or value of an axis -> values; the best
         combination is chosen for each point.
-      tune_by: "EVALUATION/METRIC" that chooses, of the stage's own evaluations.
+      tune_by: "EVALUATION/METRIC" of the same stage that chooses.
       labels: name of a column -> value of an axis -> text, to group points by.
-      published: name of a point -> score in the paper, as `scores` are.
-      source: of the published scores.
+      published: name of a point -> first score in the paper.
+      source: source of the published scores.
       figures: charts, see tools/report/study_blocks.py.
       laws: fits of y = a + b x^-c, see tools/report/study_blocks.py.
     """
@@ -55,16 +54,14 @@ class StudyConfig:
     laws: Sequence[Mapping[str, object]] = ()
 
     def stage_and_path(self, score: str) -> tuple[str, str]:
-        """Returns the stage that a score is of, and its path in the stage's report."""
+        """Returns the stage of a score and its path in the stage's report."""
         stage, colon, path = score.partition(":")
         return (stage, path) if colon else (self.stages[-1], score)
 
     def grid(self, stage: str, axes: Mapping[str, object]) -> list[dict]:
-        """Returns every combination of the values to try, the last key varying fastest.
+        """Returns each combination of the values to try at a point with these axes.
 
-        Args:
-          stage: of the study.
-          axes: of a point.
+        The last key varies fastest.
         """
         keys = {}
         for key, values in self.tune.get(stage, {}).items():
@@ -78,43 +75,45 @@ class StudyConfig:
 
 
 def complete(raw: Mapping, path: str) -> StudyConfig:
-    """Returns what `get_study` returned as a StudyConfig.
+    """Checks what `get_study` returned, and returns it as a `StudyConfig`.
 
     Args:
-      raw: what it returned.
-      path: of the file, for messages.
+      raw: value that `get_study` returned.
+      path: path of its file, for messages.
 
     Raises:
-      UserError: a key or a value is wrong; the message says what it takes.
+      UserError: a key or a value is wrong; the message has the form it needs.
     """
     known = [field.name for field in dataclasses.fields(StudyConfig)]
     for key in raw:
         if key not in known:
             raise UserError(
-                f"{path}: get_study states {key!r}, which is none of {', '.join(known)}"
+                f"{path}: get_study returns {key!r}, which is none of {', '.join(known)}"
             )
     for key in ("axes", "scores"):
         if not raw.get(key):
-            raise UserError(f"{path}: get_study states no {key}")
+            raise UserError(f"{path}: get_study returns no {key}")
     for key, (fits, form) in _FORMS.items():
         if key in raw and not fits(raw[key]):
-            raise UserError(f"{path}: get_study states {key}={raw[key]!r}: give {form}")
+            raise UserError(
+                f"{path}: get_study returns {key}={raw[key]!r}: give {form}"
+            )
     config = StudyConfig(**raw)
     if config.measure not in MEASURES:
         raise UserError(
-            f"{path}: get_study states measure={config.measure!r}, which is none of "
+            f"{path}: get_study returns measure={config.measure!r}, which is none of "
             f"{', '.join(MEASURES)}"
         )
     stages = ", ".join(config.stages)
     for stage in config.tune:
         if stage not in config.stages:
             raise UserError(
-                f"{path}: get_study states tune.{stage}, but its stages are {stages}"
+                f"{path}: get_study returns tune.{stage}, but its stages are {stages}"
             )
     for name, score in config.scores.items():
         if config.stage_and_path(score)[0] not in config.stages:
             raise UserError(
-                f"{path}: get_study states scores.{name}={score!r}, but its stages are "
+                f"{path}: get_study returns scores.{name}={score!r}, but its stages are "
                 f"{stages}"
             )
     _check_tuned_by_axis(config, path)
@@ -131,17 +130,17 @@ def _check_tuned_by_axis(config: StudyConfig, path: str) -> None:
                 for of_axis in config.axes.values()
             ):
                 raise UserError(
-                    f"{path}: get_study states tune.{stage}[{key!r}] for "
+                    f"{path}: get_study returns tune.{stage}[{key!r}] for "
                     f"{', '.join(values)}, which are not all the values of an axis"
                 )
 
 
 def _check_drawings(config: StudyConfig, path: str) -> None:
-    """Raises UserError if a figure or a law is of a column that no point has."""
+    """Raises UserError if a figure or a law uses a column that no point has."""
     columns = [*config.axes, *config.labels, *_COLUMNS]
     for name, x_of in (("figures", [*columns, "step"]), ("laws", columns)):
         for one in getattr(config, name):
-            # A curve in training is of an evaluation, not of a score.
+            # The y of a training curve is an evaluation, not a score.
             y_of = [one["y"]] if one["x"] == "step" else [*config.scores]
             lines = one.get("lines", ())
             of_lines = [*lines, *filter(None, [one.get("colours")])]
@@ -152,7 +151,7 @@ def _check_drawings(config: StudyConfig, path: str) -> None:
             ):
                 if value not in among:
                     raise UserError(
-                        f"{path}: get_study states {name} with {key}={value!r}, which is "
+                        f"{path}: get_study returns {name} with {key}={value!r}, which is "
                         f"none of {', '.join(among)}"
                     )
 
@@ -162,7 +161,7 @@ def _is_plain(value: object) -> bool:
 
 
 def _are_plain(values: object) -> bool:
-    """Whether it is a sequence of different plain values, and not empty."""
+    """Returns whether it is a sequence of one or more distinct plain values."""
     return (
         isinstance(values, tuple | list)
         and all(map(_is_plain, values))

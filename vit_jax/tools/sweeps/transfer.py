@@ -1,8 +1,9 @@
 """Fine-tuning with a sweep of learning rates, as in the paper.
 
 The rate is chosen on a held-out part of train. Runs on all of train at the best rate,
-with several seeds, are then scored once on test (arXiv:2010.11929, section 4.1 and
-table 4). A killed sweep resumes when it is started again.
+with several seeds, are then each scored once on test (arXiv:2010.11929, section 4.1 and
+table 4).
+A killed sweep resumes when it is started again.
 """
 
 import dataclasses
@@ -31,11 +32,11 @@ _RUNS = {"seed": "d", "top1": ".2%", "seconds": ".1f"}
 
 @dataclasses.dataclass(frozen=True)
 class Study:
-    """One checkpoint on one data set.
+    """One checkpoint fine-tuned on one data set.
 
     Attributes:
-      model: where the checkpoint is.
-      task: what it is fine-tuned on.
+      model: name or path of the checkpoint.
+      task: data set and configs of the runs.
       workdir: folder of the study.
       seeds: number of final runs.
     """
@@ -46,16 +47,17 @@ class Study:
     seeds: int = 3
 
     def run(self, shared: SweepSetups | None = None) -> dict:
-        """Runs all that is not done yet, and writes `transfer.json`.
+        """Runs what is not done yet, and writes `transfer.json`.
 
         Args:
-          shared: between several studies in this process.
+          shared: compiled step and evaluations to share with other studies.
 
         Returns:
-          What the file holds: trials, best, runs, mean, std and more.
+          The content of transfer.json: trials, best, runs, mean, std and more.
 
         Raises:
-          UserError: of another command, no rate came to an end, or as `loop.train`.
+          UserError: the workdir holds another study, all rates or a final run diverged,
+            or a run is invalid (see `loop.train`).
           Preempted: SIGTERM came; the same command resumes.
         """
         with lock.held(self.workdir):
@@ -112,8 +114,8 @@ class Study:
         }
 
     def _choose(self, shared: SweepSetups) -> list[dict]:
-        """Scores every rate on the held-out part."""
-        trials, together = [], True
+        """Scores each rate on the held-out split."""
+        trials, all_new = [], True
         for number, rate in enumerate(
             progress.each(self.task.rates, "trials", "runs"), 1
         ):
@@ -121,7 +123,7 @@ class Study:
             config = self.task.trial(rate)
             name = f"trials/rate{rate:g}"
             folder = epath.Path(self.workdir) / name
-            together = together and not folder.exists()
+            all_new = all_new and not folder.exists()
             report = runs.train(config, folder, shared, keep=False)
             trial = {"learning_rate": rate, "steps": report.get("steps"), "score": None}
             if "diverged" in report:
@@ -136,7 +138,7 @@ class Study:
             runs.write_table(self.workdir, "trials", trials)
             self._note(name, rate, config.seed, "held_out", trial["score"])
         say(runs.format_table(trials, _TRIALS))
-        if together:  # And not in starts of which each compiled and read anew.
+        if all_new:  # An earlier start compiled and read the data for itself.
             say(sharing(trials))
         return trials
 
@@ -155,7 +157,7 @@ class Study:
             if "diverged" in report:
                 raise UserError(
                     f"the final run of seed {seed} at rate {rate:g} diverged "
-                    f"({report['diverged']}): state lower --learning_rates in another --workdir"
+                    f"({report['diverged']}): set lower --learning_rates in another --workdir"
                 )
             score = runs.scores(report, "test")["top1"]
             finals.append(
@@ -178,23 +180,23 @@ class Study:
 
 
 def choose(trials: Sequence[dict]) -> dict:
-    """Returns the best of a sweep: the highest score, of equals the lowest rate.
+    """Returns the trial with the highest score, of equal ones that with the lowest rate.
 
     Args:
-      trials: with `rate` and `score`; None where it diverged.
+      trials: trials with "learning_rate" and "score", which is None if it diverged.
 
     Returns:
-      rate and score; `edge`: whether it is the lowest or highest rate of several, so
-      that a better one may lie outside; `tied`: other rates with the same score.
+      "learning_rate" and "score"; "edge", whether it is the lowest or highest of several
+      rates, so that a better one may lie outside; "tied", other rates with its score.
 
     Raises:
-      UserError: all diverged.
+      UserError: all trials diverged.
     """
     scored = [trial for trial in trials if trial["score"] is not None]
     if not scored:
         rates = ", ".join(f"{trial['learning_rate']:g}" for trial in trials)
         raise UserError(
-            f"every rate diverged ({rates}): state lower ones by --learning_rates"
+            f"every rate diverged ({rates}): set lower ones by --learning_rates"
         )
     best = max(scored, key=lambda trial: (trial["score"], -trial["learning_rate"]))
     rates = [trial["learning_rate"] for trial in trials]
@@ -211,43 +213,43 @@ def choose(trials: Sequence[dict]) -> dict:
 
 
 def _absolute(data_dir: str) -> str:
-    """Returns where a data set lies, the same from every folder; "" is TFDS's own."""
+    """Returns an absolute path; "" (TFDS's default) and URLs unchanged."""
     if not data_dir or "://" in data_dir:
         return data_dir
     return os.path.abspath(os.path.expanduser(data_dir))
 
 
 def sharing(trials: Sequence[dict]) -> str:
-    """Returns a line on the time of the first trial and of later ones; "" if too few."""
+    """Returns a line on the times of the first and of later trials; "" of one trial."""
     first, *others = [trial for trial in trials if "seconds" in trial] or [None]
     if not others:
         return ""
-    words = []
+    times = []
     for key, what in (("start_seconds", "to its first step"), ("seconds", "in all")):
         mean = statistics.fmean(trial[key] for trial in others)
-        words.append(f"{first[key]:.1f} s {what}, each after it {mean:.1f}")
+        times.append(f"{first[key]:.1f} s {what}, each after it {mean:.1f}")
     return (
-        f"the first trial took {'; '.join(words)}: they share the compiled step and "
+        f"the first trial took {'; '.join(times)}: they share the compiled step and "
         "the data"
     )
 
 
 def spread(mean: float, std: float | None) -> str:
-    """Formats a mean and its deviation, which are fractions."""
+    """Formats a mean and its standard deviation, both fractions, in percent."""
     return f"{mean:.2%}" + ("" if std is None else f" ± {100 * std:.2f}")
 
 
 def say(text: str) -> None:
-    """Prints, in the first process."""
+    """Prints lines, in process 0."""
     if text and jax.process_index() == 0:
         for line in text.split("\n"):
             print_line(line)
 
 
 def on_choice(best: dict, trials: Sequence[dict], task: TransferTask) -> str:
-    """Returns a line on how the rate was chosen, and what there is to doubt about it."""
+    """Returns a line on the choice of the rate, with ties and an edge of the sweep."""
     if not trials:
-        return f"rate {best['learning_rate']:g} alone is stated: nothing to choose"
+        return f"rate {best['learning_rate']:g} is the only one: nothing to choose"
     text = f"rate {best['learning_rate']:g} is best on {task.recipe.held_out}: {best['score']:.2%}"
     if best["tied"]:
         others = ", ".join(f"{rate:g}" for rate in best["tied"])
@@ -256,6 +258,6 @@ def on_choice(best: dict, trials: Sequence[dict], task: TransferTask) -> str:
         side = "below" if best["learning_rate"] == min(task.rates) else "above"
         text += (
             f"; warning: it is at the edge of the sweep, a better one may lie {side}: "
-            "state more --learning_rates (in another --workdir)"
+            "add --learning_rates (in another --workdir)"
         )
     return text

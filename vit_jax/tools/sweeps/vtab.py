@@ -22,7 +22,7 @@ from vit_jax.training.sweep import SweepSetups
 
 FILE = "vtab.json"
 _COLUMNS = {"task": "", "group": "", "learning_rate": "g", "mean": ".2%", "std": ".2%"}
-# Keys of a task's report that vtab.json keeps.
+# Keys of a task's report that are copied to vtab.json.
 _KEPT = ("resolution", "overrides", "best", "runs", "mean", "std", "failed")
 GROUPS = ("natural", "specialised", "structured")
 
@@ -31,14 +31,14 @@ def tasks(dataset: str) -> list[str]:
     """Parses a list of tasks.
 
     Args:
-      dataset: "vtab" for all, or "vtab/" with a task or a group, several between
-        commas: "vtab/dtd,vtab/structured".
+      dataset: "vtab" for all tasks, or "vtab/TASK" or "vtab/GROUP", separated by commas:
+        "vtab/dtd,vtab/structured".
 
     Returns:
       Names of tasks without "vtab/", in the benchmark's order.
 
     Raises:
-      UserError: there is no such task.
+      UserError: a task is unknown.
     """
     wanted = set()
     for word in dataset.split(","):
@@ -55,12 +55,7 @@ def tasks(dataset: str) -> list[str]:
 
 
 def absent(name: str, data_dir: str) -> str:
-    """Returns how to prepare the data of a task; "" if it is there.
-
-    Args:
-      name: of the task.
-      data_dir: as data.data_dir.
-    """
+    """Returns how to prepare the data of a task, "" if `data_dir` has it."""
     task = vtab.TASKS[name]
     for tfds_name in filter(None, (task.tfds, task.newer)):
         builder = tfds_source.find_prepared(tfds_name, data_dir)
@@ -75,14 +70,14 @@ class Benchmark:
     """A checkpoint fine-tuned on several tasks.
 
     Attributes:
-      model: where the checkpoint is.
-      variant: of its network.
-      names: of the tasks.
-      study: makes the study of a task, given its name and its workdir.
-      workdir: folder of all.
-      data_dir: as data.data_dir.
-      settings: what makes the tasks comparable, as mode, seeds and resolution; a
-        workdir is of one choice of them.
+      model: name or path of the checkpoint.
+      variant: variant of its network.
+      names: names of the tasks.
+      study: function that returns the study of a task, from its name and workdir.
+      workdir: folder of all studies.
+      data_dir: value of `data.data_dir`.
+      settings: settings of all tasks, such as mode, seeds and resolution; they cannot
+        change within a workdir.
     """
 
     model: str
@@ -96,49 +91,49 @@ class Benchmark:
     def run(self) -> dict:
         """Runs what is not done yet, and writes `vtab.json` after every task.
 
-        Tasks of earlier starts, which may have been others, stay in the file.
+        Other tasks that earlier starts ran stay in the file.
 
         Returns:
-          What the file holds: each task's runs, or what its data lacks ("absent"), or
-          why it "failed"; the groups' means and the mean of all tasks that ran, with
-          intervals.
+          The content of vtab.json: for each task its runs, how to prepare its data
+          ("absent") or why it "failed"; the means of groups and of all tasks that ran,
+          with intervals.
 
         Raises:
-          UserError: no task's data is there, or the workdir holds another benchmark;
-            or, after all tasks that can, one failed.
-          Preempted: as `Study.run`.
+          UserError: no task has data, the workdir holds another benchmark, or a task
+            failed (raised after the others have run).
+          Preempted: see `Study.run`.
         """
         with lock.held(self.workdir):
             return self._run()
 
     def _run(self) -> dict:
-        found = self._held()
+        results = self._held()
         missing = {name: absent(name, self.data_dir) for name in self.names}
-        there = [name for name in self.names if not missing[name]]
+        ready = [name for name in self.names if not missing[name]]
         absent_now = {
             name: {"group": vtab.TASKS[name].group, "absent": how}
             for name, how in missing.items()
             if how
         }
-        if not there:
+        if not ready:
             _refuse_all(absent_now)
-        _add(found, absent_now)
+        _add(results, absent_now)
         shared, report, failed = SweepSetups(), {}, {}
-        for number, name in enumerate(progress.each(there, "vtab", "tasks"), 1):
-            say(f"task {number} of {len(there)}: vtab/{name}")
+        for number, name in enumerate(progress.each(ready, "vtab", "tasks"), 1):
+            say(f"task {number} of {len(ready)}: vtab/{name}")
             try:
                 folder = os.path.join(self.workdir, name)
                 done = self.study(name, folder).run(shared)
             except UserError as error:
-                # The other tasks have nothing to do with it; other processes may.
+                # Other tasks are independent of it, but other processes may not fail.
                 if jax.process_count() > 1:
                     raise
                 say(f"error: vtab/{name}: {error}")
                 failed[name] = str(error)
                 done = {"failed": str(error)}
             kept = {key: done[key] for key in _KEPT if key in done}
-            _add(found, {name: {"group": vtab.TASKS[name].group, **kept}})
-            report = self._report(found)
+            _add(results, {name: {"group": vtab.TASKS[name].group, **kept}})
+            report = self._report(results)
             runs.write_json(self.workdir, FILE, report)
         say(table(report))
         if failed:
@@ -155,9 +150,9 @@ class Benchmark:
         if not path.exists():
             return {}
         held = read_json(path)
-        own = {"model": self.model, **self.settings}
-        told = {key: held.get(key, value) for key, value in own.items()}
-        if changed := fields.differences(told, own):
+        settings = {"model": self.model, **self.settings}
+        recorded = {key: held.get(key, value) for key, value in settings.items()}
+        if changed := fields.differences(recorded, settings):
             raise UserError(
                 f"{self.workdir} holds VTAB-1k by another command "
                 f"({'; '.join(changed)}): choose another --workdir, or repeat that "
@@ -165,8 +160,8 @@ class Benchmark:
             )
         return held["tasks"]
 
-    def _report(self, found: Mapping[str, dict]) -> dict:
-        ordered = {name: found[name] for name in vtab.TASKS if name in found}
+    def _report(self, results: Mapping[str, dict]) -> dict:
+        ordered = {name: results[name] for name in vtab.TASKS if name in results}
         return {
             "kind": "vtab",
             "model": self.model,
@@ -177,11 +172,11 @@ class Benchmark:
         }
 
 
-def _add(found: dict[str, dict], tasks: Mapping[str, dict]) -> None:
-    """Adds tasks; results of earlier starts stay unless a task ran again."""
+def _add(results: dict[str, dict], tasks: Mapping[str, dict]) -> None:
+    """Adds tasks, but keeps runs of earlier starts where a task has none."""
     for name, task in tasks.items():
-        if "runs" in task or "runs" not in found.get(name, {}):
-            found[name] = task
+        if "runs" in task or "runs" not in results.get(name, {}):
+            results[name] = task
 
 
 def _refuse_all(missing: Mapping[str, dict]) -> None:
@@ -198,7 +193,7 @@ def _refuse_all(missing: Mapping[str, dict]) -> None:
 
 
 def table(report: dict) -> str:
-    """Formats a report as text, with absent and failed tasks."""
+    """Formats a report as text, absent and failed tasks included."""
     rows = [
         {"task": name, "learning_rate": task["best"]["learning_rate"], **task}
         for name, task in report["tasks"].items()
@@ -221,9 +216,9 @@ def table(report: dict) -> str:
     return "\n".join(lines)
 
 
-def _how(found: Mapping[str, dict]) -> str:
-    """Returns a list of absent tasks and how to prepare them, "" if there are none."""
-    missing = {n: task["absent"] for n, task in found.items() if "absent" in task}
+def _how(tasks: Mapping[str, dict]) -> str:
+    """Returns a list of absent tasks and how to prepare them, or ""."""
+    missing = {n: task["absent"] for n, task in tasks.items() if "absent" in task}
     lines = [f"absent: the data of {_count(len(missing))}; to prepare it:"]
     lines += [f"vtab/{name}: {how}" for name, how in missing.items()]
     return "\n".join(lines) if missing else ""
@@ -233,28 +228,28 @@ def _count(tasks: int) -> str:
     return f"{tasks} task{'s' * (tasks != 1)}"
 
 
-def means(found: Mapping[str, dict]) -> dict:
+def means(tasks: Mapping[str, dict]) -> dict:
     """Returns the mean top-1 over tasks, per group and over all, with intervals.
 
-    The mean of a seed is over tasks; means and intervals are over seeds.
+    Tasks are averaged for each seed; means and intervals are over seeds.
 
     Args:
-      found: task -> "group" and "runs", in the order of the seeds; tasks without runs
-        do not count.
+      tasks: task -> "group" and "runs", in the order of the seeds; tasks without runs
+        are skipped.
 
     Returns:
       "groups": group -> "mean", "interval" and number of "tasks"; and "mean",
-      "interval" and "tasks_run" over all tasks. Intervals are half widths of 95 %
-      intervals, None for one seed. Without runs the mean is None.
+      "interval" and "tasks_run" over all tasks. "interval" is half of the 95 % interval,
+      None for one seed. Without runs the mean is None.
     """
-    ran = {name: task for name, task in found.items() if "runs" in task}
+    ran = [task for task in tasks.values() if "runs" in task]
     groups = {}
     for group in GROUPS:
-        members = [task for task in ran.values() if task["group"] == group]
+        members = [task for task in ran if task["group"] == group]
         if members:
             mean, half = runs.interval(_by_seed(members))
             groups[group] = {"mean": mean, "interval": half, "tasks": len(members)}
-    mean, half = runs.interval(_by_seed(list(ran.values()))) if ran else (None, None)
+    mean, half = runs.interval(_by_seed(ran)) if ran else (None, None)
     return {"groups": groups, "mean": mean, "interval": half, "tasks_run": len(ran)}
 
 
