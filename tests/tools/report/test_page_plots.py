@@ -48,9 +48,9 @@ def test_a_spread_is_drawn_and_in_the_csv():
 def test_ours_have_the_deviation_that_a_transfer_tells(parts):
     charts = {chart.name: chart for chart in report_runs.blocks(parts, Chart)}
     for name in ("figure3", "figure5_imagenet"):
-        (own,) = (s for s in charts[name].series if "ours" in s.label)
+        (own,) = (s for s in charts[name].series if "measured" in s.label)
         assert own.spread == pytest.approx((0.03,))
-    (own,) = (s for s in charts["figure5_average"].series if "ours" in s.label)
+    (own,) = (s for s in charts["figure5_average"].series if "measured" in s.label)
     assert own.spread == (None,)  # Of a mean over data sets nothing is known.
     assert "standard deviation" not in drawing.to_csv(charts["figure5_average"])
 
@@ -59,9 +59,9 @@ def test_variants_that_the_paper_lacks_look_different():
     models = [results.Model(f"m{v}", v, "ImageNet", 1_300_000) for v in VARIANTS]
     found = [results.Result(m, "ImageNet", 80, None, "", "run") for m in models]
     *_, chart = run_charts.paper_figures(found)
-    looks = {(s.colour, s.marker) for s in chart.series if "ours" in s.label}
+    looks = {(s.colour, s.marker) for s in chart.series if "measured" in s.label}
     assert len(looks) == len(VARIANTS)
-    (same,) = (s for s in chart.series if s.label == "L/16, ours")
+    (same,) = (s for s in chart.series if s.label == "L/16, measured")
     (paper,) = (s for s in chart.series if s.label == "L/16, published")
     assert (same.colour, same.marker) == (paper.colour, paper.marker)
 
@@ -110,7 +110,7 @@ def test_curves_are_by_step_and_by_images(parts):
 
 def test_figure_5_has_ours_where_all_five_data_sets_are(parts):
     charts = {chart.name: chart for chart in report_runs.blocks(parts, Chart)}
-    (own,) = (s for s in charts["figure5_average"].series if "ours" in s.label)
+    (own,) = (s for s in charts["figure5_average"].series if "measured" in s.label)
     assert own.x == (223.5,)
     mean = (98.93 + 92.01 + 84.02 + 95.52 + 99.61) / 5
     assert own.y == pytest.approx((mean,))

@@ -11,7 +11,7 @@ from vit_jax.training import run_report
 
 def test_table_2_has_ours_beside_the_published_column_and_the_difference(found, read):
     table = paper_tables.table_2(found, read)
-    own = "ours: L/16 (paper:L/16-i21k)"
+    own = "measured: L/16 (paper:L/16-i21k)"
     place = table.head.index("L/16 I21k")
     assert table.head[place + 1 : place + 3] == (own, "difference from L/16 I21k")
     assert report_runs.cell(table, "L/16 I21k", "CIFAR-10") == "99.15 ± 0.03"
@@ -27,7 +27,7 @@ def test_table_2_has_ours_beside_the_published_column_and_the_difference(found, 
 def test_table_2_gives_models_that_the_paper_lacks_no_difference(found, read):
     table = paper_tables.table_2(found, read)
     (own,) = (name for name in table.head if "B/16" in name)
-    assert own.startswith("ours: B/16 (") and own.endswith("/b16_jft)")
+    assert own.startswith("measured: B/16 (") and own.endswith("/b16_jft)")
     assert not any("difference from B/16" in name for name in table.head)
     assert report_runs.cell(table, own, "ImageNet") == "84.02 ± 0.03"
     days = 223.5 / 1.833
@@ -38,7 +38,7 @@ def test_table_2_gives_models_that_the_paper_lacks_no_difference(found, read):
 
 def test_table_5_places_ours_by_its_pretraining(found):
     table = paper_tables.table_5(found)
-    (own,) = (name for name in table.head if name.startswith("ours: B/16"))
+    (own,) = (name for name in table.head if name.startswith("measured: B/16"))
     difference = "difference from B/16"
     assert report_runs.cell(table, own, "JFT-300M", "Flowers") == "99.61 ± 0.03"
     assert report_runs.cell(table, difference, "JFT-300M", "Flowers") == "+0.05"
@@ -54,29 +54,29 @@ def test_table_6_has_ours_below_the_same_model_and_epochs(found):
     table = paper_tables.table_6(found)
     place = [row[:2] for row in table.rows].index(("ViT-B/16", "7"))
     own, difference = table.rows[place + 1 : place + 3]
-    assert own[0].startswith("ours: B/16 (")
+    assert own[0].startswith("measured: B/16 (")
     assert own[1:] == ("7", "84.02", "-", "98.93", "92.01", "95.52", "99.61", "224")
     minus = "\N{MINUS SIGN}"
     shown = (f"{minus}0.13", "-", f"{minus}0.07", "+0.14", f"{minus}0.28", "+0.05")
     assert difference == ("difference", "", *shown, f"{minus}0.5")
-    assert table.kind(place + 1, 2) == "ours"
+    assert table.kind(place + 1, 2) == "measured"
     # From another pretraining: at the end, without a difference.
     *_, large, tiny = table.rows
-    assert large[:5] == ("ours: L/16 (paper:L/16-i21k)", "-", "-", "-", "99.21")
-    assert tiny[0].startswith("ours: Ti/4 (")
+    assert large[:5] == ("measured: L/16 (paper:L/16-i21k)", "-", "-", "-", "99.21")
+    assert tiny[0].startswith("measured: Ti/4 (")
     assert (tiny[1], tiny[5], tiny[-1]) == ("0.0512", "50.00", "0.0625")
 
 
 def test_table_9_lists_tasks_and_gives_a_mean_only_of_all(read):
     table = paper_tables.table_9(read)
-    own = "ours: L/16 (paper:L/16-i21k)"
+    own = "measured: L/16 (paper:L/16-i21k)"
     assert report_runs.cell(table, own, "natural", "Caltech101") == "50.0"
     assert (
         report_runs.cell(table, "difference from L/16 I21k", "structured", "DMLab")
         == "+34.1"
     )
     assert report_runs.cell(table, own, "all", "Mean") == "68.0"
-    some = "ours: Ti/16 (deit:Ti/16)"
+    some = "measured: Ti/16 (deit:Ti/16)"
     assert report_runs.cell(table, some, "structured", "DMLab") == "-"
     assert report_runs.cell(table, some, "structured", "dSpr-Loc") == "78.0"
     assert report_runs.cell(table, some, "all", "Mean") == "-"
@@ -186,7 +186,7 @@ def test_only_full_fine_tuning_stands_beside_the_paper(tmp_path):
         "two": "transfer, head then all, 384x512, 3 runs",
     }
     two, five, six, nine = paper_tables.paper_tables(found, read)
-    own = "ours: B/16 (paper:B/16-i21k)"
+    own = "measured: B/16 (paper:B/16-i21k)"
     assert report_runs.cell(two, own, "CIFAR-10") == "75.00 ± 0.03"
     assert report_runs.cell(two, own, "VTAB19") == "-"
     assert report_runs.cell(five, own, "ImageNet-21k", "CIFAR-10") == "75.00 ± 0.03"

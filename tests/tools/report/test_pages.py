@@ -72,7 +72,7 @@ def test_every_plot_is_there_as_png_svg_and_csv_and_in_both_pages(written):
             assert (written / "plots" / f"{stem}.{suffix}").stat().st_size > 50
         assert f"](plots/{stem}.png)" in markdown
     assert "| ImageNet | 88.55 ± 0.04 |" in markdown
-    assert "ours: L/16 (paper:L/16-i21k)" in markdown
+    assert "measured: L/16 (paper:L/16-i21k)" in markdown
     assert not list(written.rglob("*.new"))
 
 
@@ -187,7 +187,7 @@ def test_the_compute_of_runs_inside_others_is_there(tmp_path):
         (
             "command.json",
             "{}",
-            "run holds nothing that is finished yet: let its command go",
+            "run holds nothing that is finished yet: wait for its command",
         ),
         (
             "study.json",

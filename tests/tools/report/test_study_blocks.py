@@ -56,7 +56,7 @@ def test_the_table_has_what_was_chosen_and_the_paper_beside_ours(told):
     table = next(block for block in told if isinstance(block, Table))
     assert table.head == (
         *("images", "model", "exaFLOPs", "learning_rate"),
-        *("5-shot in %", "fine-tuned in %", "loss", "rank", "paper", "rank there"),
+        *("5-shot in %", "fine-tuned in %", "loss", "rank", "paper", "rank in paper"),
     )
     rows = {row[:2]: row[2:] for row in table.rows}
     assert rows["ViT-64", "3000"] == (
@@ -134,10 +134,10 @@ def test_scores_of_one_seed_have_no_intervals(tmp_path):
     }
     content = {"kind": "study", "name": "own", "config": config, "points": points}
     found = blocks(report_runs.write(tmp_path / "study", "study.json", content))
-    assert not any("points are there" in text for text in texts(found))
+    assert not any("points are done" in text for text in texts(found))
     content["points"] = points[:2]
     part = blocks(report_runs.write(tmp_path / "part", "study.json", content))
-    assert "2 of the 3 points are there." in texts(part)
+    assert "2 of the 3 points are done." in texts(part)
     (table,) = (block for block in found if isinstance(block, Table))
     assert [row[-2:] for row in table.rows] == [
         ("1934.1", "71"),

@@ -6,8 +6,8 @@ import re
 from vit_jax.analysis.charts import Chart, Matrix, Number
 
 NONE = "-"  # A missing number.
-# Whether a number is published, ours, or ours minus the published one.
-PLAIN, OURS, DIFFERENCE = "", "ours", "difference"
+# Kinds of numbers: published, measured, and measured minus published.
+PLAIN, MEASURED, DIFFERENCE = "", "measured", "difference"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,14 +22,14 @@ class Table:
     """A table.
 
     Attributes:
-      title: above the table.
+      title: text above the table.
       head: column names.
       rows: one string per column; NONE for a missing number.
-      kinds: per column, PLAIN, OURS or DIFFERENCE; all PLAIN if empty.
+      kinds: per column, PLAIN, MEASURED or DIFFERENCE; all PLAIN if empty.
       row_kinds: the same per row.
       labels: number of leading columns that identify a row.
       note: text below the table.
-      folded: whether a page shows its title alone until it is opened.
+      folded: whether a page shows only the title until the reader opens it.
     """
 
     title: str
@@ -43,8 +43,8 @@ class Table:
 
     def kind(self, row: int, column: int) -> str:
         """Returns the kind of a cell."""
-        of_row = self.row_kinds[row] if self.row_kinds else PLAIN
-        return of_row or (self.kinds[column] if self.kinds else PLAIN)
+        kind = self.row_kinds[row] if self.row_kinds else PLAIN
+        return kind or (self.kinds[column] if self.kinds else PLAIN)
 
 
 Block = Text | Table | Chart | Matrix
@@ -67,12 +67,11 @@ def signed(value: Number | None, decimals: int = 2) -> str:
     """Formats a difference in percentage points, with + or a minus sign."""
     if value is None:
         return NONE
-    text = f"{value:+.{decimals}f}"
-    return text.replace("-", "\N{MINUS SIGN}")
+    return f"{value:+.{decimals}f}".replace("-", "\N{MINUS SIGN}")
 
 
 def with_spread(value: Number | None, spread: Number | None, decimals: int = 2) -> str:
-    """Formats a mean, with its standard deviation if there is one."""
+    """Formats a mean, with its standard deviation if that is known."""
     text = percent(value, decimals)
     if value is None or spread is None:
         return text

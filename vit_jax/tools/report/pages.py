@@ -20,7 +20,7 @@ from vit_jax.tools.report import (
     run_tables,
     study_blocks,
 )
-from vit_jax.tools.report.blocks import NONE, OURS, Block, Section, Table, Text
+from vit_jax.tools.report.blocks import MEASURED, NONE, Block, Section, Table, Text
 from vit_jax.tools.report.results import Run
 
 TITLE = "vit_jax: runs beside the paper"
@@ -43,8 +43,8 @@ def write_report(
       UserError: a folder has none of the known files, matplotlib or Jinja2 is missing,
         or the report cannot be written.
     """
-    read = results.read_runs(paths)
-    parts = sections(read)
+    runs = results.read_runs(paths)
+    parts = sections(runs)
     out = epath.Path(out)
     with writing_out(out):
         (out / PLOTS).mkdir(parents=True, exist_ok=True)
@@ -58,10 +58,10 @@ def write_report(
         stem = f"{PLOTS}/{picture.name}"
         files[f"{stem}.svg"], files[f"{stem}.csv"] = text, data
         files[f"{stem}.png"] = charts.to_png(figure)
-    names = ", ".join(run.name for run in read)
+    names = ", ".join(run.name for run in runs)
     subtitle = (
-        f"Made from {names}. The published numbers are those of arXiv:2010.11929v2; "
-        f"{NONE} stands where there is no number. What is ours is shaded."
+        f"Made from {names}. Published numbers are from arXiv:2010.11929v2; measured "
+        f"ones are shaded; {NONE} means no number."
     )
     files["report.md"] = _markdown(TITLE, subtitle, parts)
     files["index.html"] = _html(TITLE, subtitle, parts, drawn)
@@ -70,28 +70,28 @@ def write_report(
     return sorted(files)
 
 
-def sections(read: Sequence[Run]) -> list[Section]:
+def sections(runs: Sequence[Run]) -> list[Section]:
     """Returns the sections of the report for which the runs have data.
 
     Names of pictures are distinct, also on case-insensitive file systems.
     """
-    found = results.collect(read)
+    measured = results.collect(runs)
     figures = [
         chart
-        for chart in run_charts.paper_figures(found)
+        for chart in run_charts.paper_figures(measured)
         if any(not series.hollow for series in chart.series)
     ]
-    curves = *run_charts.training_curves(read), *run_charts.inner_training_curves(read)
+    curves = *run_charts.training_curves(runs), *run_charts.inner_training_curves(runs)
     studies = [
-        block for run in read if run.study for block in study_blocks.study_blocks(run)
+        block for run in runs if run.study for block in study_blocks.study_blocks(run)
     ]
-    papers = paper_tables.paper_tables(found, read)
+    papers = paper_tables.paper_tables(measured, runs)
     parts = [
-        Section("All accuracies", run_tables.accuracies(found)),
+        Section("All accuracies", run_tables.accuracies(measured)),
         Section("Training curves", curves),
-        Section("Evaluations", run_tables.evaluations(read)),
-        Section("Transfer", run_tables.transfers(read)),
-        Section("Compute", run_tables.compute_blocks(read)),
+        Section("Evaluations", run_tables.evaluations(runs)),
+        Section("Transfer", run_tables.transfers(runs)),
+        Section("Compute", run_tables.compute_blocks(runs)),
         Section("Studies", tuple(studies)),
         Section("Accuracy against compute and pretraining size", tuple(figures)),
         Section("Beside the paper's tables", tuple(map(_folded, papers))),
@@ -99,20 +99,20 @@ def sections(read: Sequence[Run]) -> list[Section]:
     missing = [part.title for part in parts if not part.blocks]
     parts = _with_distinct_names([part for part in parts if part.blocks])
     if missing:
-        text = f"These runs hold nothing for: {', '.join(missing)}."
+        text = f"These runs have nothing for: {', '.join(missing)}."
         parts.append(Section("Not in this report", (Text(text),)))
     return parts
 
 
 def _folded(table: Table) -> Table:
-    """Folds a table of the paper in which there is no number of ours."""
-    ours = (
+    """Folds a table of the paper without measured numbers."""
+    measured = (
         text
         for i, row in enumerate(table.rows)
         for j, text in enumerate(row)
-        if j >= table.labels and table.kind(i, j) == OURS
+        if j >= table.labels and table.kind(i, j) == MEASURED
     )
-    return dataclasses.replace(table, folded=all(text == NONE for text in ours))
+    return dataclasses.replace(table, folded=all(text == NONE for text in measured))
 
 
 def _with_distinct_names(parts: list[Section]) -> list[Section]:
@@ -146,14 +146,7 @@ def _html(
     parts: Sequence[Section],
     drawn: Mapping[str, Mapping[str, str]],
 ) -> str:
-    """Renders page.html.
-
-    Args:
-      title: of the report.
-      subtitle: paragraph below it.
-      parts: sections, in order.
-      drawn: name of a picture -> "svg", its element, and "csv".
-    """
+    """Renders page.html; `drawn` is picture -> its "svg" element and its "csv"."""
     template = _environment().get_template("page.html")
     return template.render(title=title, subtitle=subtitle, sections=parts, drawn=drawn)
 
@@ -195,7 +188,7 @@ def _environment():
 
 
 def _picture_groups(blocks: Sequence[Block]) -> Iterator[tuple[bool, list[Block]]]:
-    """Groups neighbouring pictures, which share rows of the page."""
+    """Yields runs of blocks and whether they are pictures, which share rows."""
     for pictures, group in itertools.groupby(
         blocks, lambda block: isinstance(block, Chart | Matrix)
     ):
@@ -243,7 +236,7 @@ def _cell(text: str) -> str:
 
 
 def _escaped(text: str) -> str:
-    """Escapes what Markdown would read as formatting."""
+    """Escapes the characters that Markdown reads as formatting."""
     for letter in "\\*_<`":
         text = text.replace(letter, f"\\{letter}")
     return text.replace("\n", " ")

@@ -1,4 +1,4 @@
-"""Tables 2, 5, 6 and 9 of the paper, with our results beside the published ones."""
+"""Tables 2, 5, 6 and 9 of the paper, with measured results beside the published ones."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -6,8 +6,8 @@ from vit_jax.analysis.charts import Number
 from vit_jax.tools.report import results
 from vit_jax.tools.report.blocks import (
     DIFFERENCE,
+    MEASURED,
     NONE,
-    OURS,
     PLAIN,
     Table,
     number,
@@ -36,124 +36,129 @@ _GROUPS = (("natural", 7), ("specialised", 4), ("structured", 8), ("all", 1))
 _Column = dict[Row, Value]
 
 
-def paper_tables(found: Sequence[Result], runs: Sequence[Run]) -> tuple[Table, ...]:
+def paper_tables(measured: Sequence[Result], runs: Sequence[Run]) -> tuple[Table, ...]:
     """Returns tables 2, 5, 6 and 9.
 
     Args:
-      found: our accuracies, from `results.collect`.
-      runs: the runs, for their VTAB-1k results.
+      measured: accuracies, from `results.collect`.
+      runs: runs, for their VTAB-1k results.
     """
-    return table_2(found, runs), table_5(found), table_6(found), table_9(runs)
+    return (
+        table_2(measured, runs),
+        table_5(measured),
+        table_6(measured),
+        table_9(runs),
+    )
 
 
-def table_2(found: Sequence[Result], runs: Sequence[Run]) -> Table:
+def table_2(measured: Sequence[Result], runs: Sequence[Run]) -> Table:
     """Returns table 2: accuracy after fine-tuning, and compute of the pretraining."""
-    told = run_report.published_tables()["table2"]
-    names = [key for key in told if key not in ("cols", "note")]
-    papers = {
-        column: {(name,): _published(told[name][i]) for name in names}
-        for i, column in enumerate(told["cols"])
+    paper = run_report.published_tables()["table2"]
+    names = [key for key in paper if key not in ("cols", "note")]
+    published = {
+        column: {(name,): _published(paper[name][i]) for name in names}
+        for i, column in enumerate(paper["cols"])
     }
-    ours: dict[Model, _Column] = {}
-    for model in results.models(found):
+    columns: dict[Model, _Column] = {}
+    for model in results.models(measured):
         keys = {_SAME.get(name, name): (name,) for name in names}
-        ours[model] = _accuracies(found, model, keys)
+        columns[model] = _column(measured, model, keys)
     for run, model in _tasks_of(runs):
         if (mean := _mean(run)) is not None:
             interval = run.vtab.get("interval")
             half = None if interval is None else 100 * interval
-            ours.setdefault(model, {})[(_VTAB,)] = mean, half
-    ours = {model: column for model, column in ours.items() if column}
-    for model, column in ours.items():
+            columns.setdefault(model, {})[(_VTAB,)] = mean, half
+    columns = {model: column for model, column in columns.items() if column}
+    for model, column in columns.items():
         if "tpuv3_core_days" in model.compute:
             column[(_DAYS,)] = model.compute["tpuv3_core_days"], None
     return _by_column(
         "Table 2: accuracy after fine-tuning, top-1 in %, and compute of pretraining",
         ("",),
         [(name,) for name in names],
-        papers,
-        ours,
+        published,
+        columns,
         _same_column,
         amounts=[(_DAYS,)],
-        note="Published: mean and standard deviation of 3 runs. Ours: the same where "
+        note="Published: mean and standard deviation of 3 runs. Measured: the same where "
         "there are several runs; VTAB19 with half its 95 % interval, for all 19 tasks "
         "only; core-days are the equivalent that Compute explains.",
     )
 
 
-def table_5(found: Sequence[Result]) -> Table:
+def table_5(measured: Sequence[Result]) -> Table:
     """Returns table 5: accuracy by pretraining data set and size of model."""
-    told = run_report.published_tables()["table5"]
-    rows = [(data, name) for data in (I1K, I21K, JFT) for name in told[data]]
-    papers = {
-        column: {row: _published(told[row[0]][row[1]][i]) for row in rows}
-        for i, column in enumerate(told["cols"])
+    paper = run_report.published_tables()["table5"]
+    rows = [(data, name) for data in (I1K, I21K, JFT) for name in paper[data]]
+    published = {
+        column: {row: _published(paper[row[0]][row[1]][i]) for row in rows}
+        for i, column in enumerate(paper["cols"])
     }
-    ours = {}
-    for model in results.models(found):
+    columns = {}
+    for model in results.models(measured):
         keys = {row[1]: row for row in rows if row[0] == model.pretraining}
-        if column := _accuracies(found, model, keys):
-            ours[model] = column
+        if column := _column(measured, model, keys):
+            columns[model] = column
     return _by_column(
         "Table 5: accuracy after fine-tuning by pretraining, top-1 in %",
         ("pretrained on", "fine-tuned on"),
         rows,
-        papers,
-        ours,
+        published,
+        columns,
         lambda column, model: column == model.variant,
-        note="Published: at resolution 384. Ours: at the resolution of each run, which "
-        "All accuracies gives.",
+        note="Published: at resolution 384. Measured: at the resolution of each run, "
+        "which All accuracies gives.",
     )
 
 
-def table_6(found: Sequence[Result]) -> Table:
-    """Returns table 6: accuracy and compute, with ours in rows below the published."""
-    told = run_report.published_tables()["table6"]
-    names = [_SAME.get(column, column) for column in told["cols"][2:]]
-    ours = {}
-    for model in results.models(found):
-        tops = _accuracies(found, model, {name: (name,) for name in names[:-1]})
+def table_6(measured: Sequence[Result]) -> Table:
+    """Returns table 6: accuracy and compute, with measured rows below published ones."""
+    paper = run_report.published_tables()["table6"]
+    names = [_SAME.get(column, column) for column in paper["cols"][2:]]
+    unplaced = {}
+    for model in results.models(measured):
+        tops = _column(measured, model, {name: (name,) for name in names[:-1]})
         if tops:
             means = [tops.get((name,), (None,))[0] for name in names[:-1]]
-            ours[model] = [*means, model.compute.get("exaflops")]
-    rows, kinds, left = [], [], dict(ours)
-    for name, epochs, *values in told["rows"]:
+            unplaced[model] = [*means, model.compute.get("exaflops")]
+    rows, kinds, empty = [], [], not unplaced
+    for name, epochs, *values in paper["rows"]:
         rows.append((name, str(epochs), *map(percent, values[:-1]), str(values[-1])))
         kinds.append(PLAIN)
-        for model in list(left):
+        for model in list(unplaced):
             passes = None if model.epochs is None else round(model.epochs)
             key = name_in_table_6(model.variant), passes, model.pretraining
             if key == (name, epochs, JFT):
-                own = left.pop(model)
-                rows += [_own_row(model, own), _difference_row(own, values)]
-                kinds += [OURS, DIFFERENCE]
-    rows += [_own_row(model, own) for model, own in left.items()]
-    if not ours:
-        rows.append(("ours", *[NONE] * (len(names) + 1)))
-    kinds += [OURS] * (len(rows) - len(kinds))
+                scores = unplaced.pop(model)
+                rows += [_measured_row(model, scores), _difference_row(scores, values)]
+                kinds += [MEASURED, DIFFERENCE]
+    rows += [_measured_row(model, scores) for model, scores in unplaced.items()]
+    if empty:
+        rows.append(("measured", *[NONE] * (len(names) + 1)))
+    kinds += [MEASURED] * (len(rows) - len(kinds))
     return Table(
         "Table 6: accuracy, top-1 in %, and exaFLOPs of pretraining on JFT-300M",
         ("model", "epochs", *names),
         tuple(rows),
         row_kinds=tuple(kinds),
-        note="A row of ours stands below the published one of the same model, epochs "
+        note="A measured row stands below the published one of the same model, epochs "
         "and pretraining on JFT-300M; others stand at the end.",
     )
 
 
 def table_9(runs: Sequence[Run]) -> Table:
     """Returns table 9: the tasks of VTAB-1k."""
-    told = run_report.published_tables()["table9"]
+    paper = run_report.published_tables()["table9"]
     groups = [group for group, count in _GROUPS for _ in range(count)]
-    rows = list(zip(groups, told["cols"], strict=True))
-    papers = {
+    rows = list(zip(groups, paper["cols"], strict=True))
+    published = {
         column: {row: (value, None) for row, value in zip(rows, values, strict=True)}
-        for column, values in told.items()
+        for column, values in paper.items()
         if column != "cols"
     }
-    ours: dict[Model, _Column] = {}
+    columns: dict[Model, _Column] = {}
     for run, model in _tasks_of(runs):
-        column = ours.setdefault(model, {})
+        column = columns.setdefault(model, {})
         for group, name in rows:
             if (mean := _task_mean(run, name)) is not None:
                 column[group, name] = mean, None
@@ -163,8 +168,8 @@ def table_9(runs: Sequence[Run]) -> Table:
         "Table 9: VTAB-1k, top-1 in %",
         ("group", "task"),
         rows,
-        papers,
-        ours,
+        published,
+        columns,
         _same_column,
         decimals=1,
         note="A task is - where its data is absent; the mean is of all 19 tasks only.",
@@ -185,21 +190,27 @@ def _same_column(column: str, model: Model) -> bool:
     return _COLUMNS.get(column) == (model.variant, model.pretraining)
 
 
-def _own_row(model: Model, values: Sequence[Number | None]) -> tuple[str, ...]:
+def _heading(model: Model) -> str:
+    return f"measured: {model.label}"
+
+
+def _measured_row(model: Model, values: Sequence[Number | None]) -> tuple[str, ...]:
     *tops, exaflops = values
-    head = f"ours: {model.label}", number(model.epochs)
+    head = _heading(model), number(model.epochs)
     return (*head, *map(percent, tops), number(exaflops))
 
 
-def _difference_row(own: Sequence, values: Sequence[Number]) -> tuple[str, ...]:
-    less = [None if a is None else a - b for a, b in zip(own, values, strict=True)]
+def _difference_row(measured: Sequence, values: Sequence[Number]) -> tuple[str, ...]:
+    less = [None if a is None else a - b for a, b in zip(measured, values, strict=True)]
     return ("difference", "", *map(signed, less[:-1]), signed(less[-1], 1))
 
 
-def _accuracies(found, model: Model, keys: dict[str, Row]) -> _Column:
+def _column(
+    measured: Sequence[Result], model: Model, keys: Mapping[str, Row]
+) -> _Column:
     """Returns row -> accuracy of a model, for data sets given as name -> row."""
-    picked = {row: results.best(found, model, name) for name, row in keys.items()}
-    return {row: (r.value, r.spread) for row, r in picked.items() if r is not None}
+    chosen = {row: results.best(measured, model, name) for name, row in keys.items()}
+    return {row: (r.value, r.spread) for row, r in chosen.items() if r is not None}
 
 
 def _tasks_of(runs: Sequence[Run]) -> list[tuple[Run, Model]]:
@@ -212,8 +223,8 @@ def _tasks_of(runs: Sequence[Run]) -> list[tuple[Run, Model]]:
 
 def _task_mean(run: Run, name: str) -> Number | None:
     """Returns the mean of a task, by its name in table 9, in percent, or None."""
-    own = {paper: task for task, paper in results.TASKS.items()}.get(name)
-    mean = run.vtab["tasks"].get(own, {}).get("mean")
+    task = {paper: task for task, paper in results.TASKS.items()}.get(name)
+    mean = run.vtab["tasks"].get(task, {}).get("mean")
     return None if mean is None else 100 * mean
 
 
@@ -235,25 +246,27 @@ def _by_column(
     title: str,
     labels: tuple[str, ...],
     rows: Sequence[Row],
-    papers: Mapping[str, Mapping[Row, Value | None]],
-    ours: Mapping[Model, Mapping[Row, Value]],
+    published: Mapping[str, Mapping[Row, Value | None]],
+    measured: Mapping[Model, Mapping[Row, Value]],
     match: Callable[[str, Model], bool],
     *,
     decimals: int = 2,
     amounts: Sequence[Row] = (),
     note: str = "",
 ) -> Table:
-    """Returns a table with each published column followed by ours and the difference.
+    """Returns a table with measured columns and differences after published columns.
+
+    A measured column follows the published one that `match` says is of the same model and
+    pretraining; without such a one it comes last, and has no difference.
 
     Args:
-      title: of the table.
+      title: title of the table.
       labels: headings of the row labels.
       rows: labels of the rows.
-      papers: published columns.
-      ours: our columns. One that matches no published column comes last, without a
-        difference. If there are none, an empty column is shown.
-      match: whether a published column is of the same model and pretraining.
-      decimals: of percentages.
+      published: column -> row -> value.
+      measured: model -> row -> value; an empty column is shown if there is no model.
+      match: function that compares a published column and a model.
+      decimals: decimals of percentages.
       amounts: rows that are not percentages.
       note: text below the table.
     """
@@ -267,25 +280,25 @@ def _by_column(
     def cells(values):
         return [_cell(values.get(row), row in amounts, decimals) for row in rows]
 
-    def differences(own, paper):
+    def differences(values, paper):
         return [
-            _difference(own.get(row), paper.get(row), row in amounts, decimals)
+            _difference(values.get(row), paper.get(row), row in amounts, decimals)
             for row in rows
         ]
 
-    left = dict(ours)
-    for column, paper in papers.items():
+    unplaced = dict(measured)
+    for column, paper in published.items():
         add(column, PLAIN, cells(paper))
-        for model in [model for model in left if match(column, model)]:
-            own = left.pop(model)
-            add(f"ours: {model.label}", OURS, cells(own))
-            add(f"difference from {column}", DIFFERENCE, differences(own, paper))
-    for model, own in left.items():
-        add(f"ours: {model.label}", OURS, cells(own))
-    if not ours:
-        add("ours", OURS, cells({}))
+        for model in [model for model in unplaced if match(column, model)]:
+            values = unplaced.pop(model)
+            add(_heading(model), MEASURED, cells(values))
+            add(f"difference from {column}", DIFFERENCE, differences(values, paper))
+    for model, values in unplaced.items():
+        add(_heading(model), MEASURED, cells(values))
+    if not measured:
+        add("measured", MEASURED, cells({}))
         add("difference", DIFFERENCE, cells({}))
-    body = tuple((*row, *found) for row, *found in zip(rows, *columns, strict=True))
+    body = tuple((*row, *texts) for row, *texts in zip(rows, *columns, strict=True))
     return Table(title, tuple(head), body, tuple(kinds), labels=len(labels), note=note)
 
 
@@ -299,8 +312,8 @@ def _cell(value: Value | None, amount: bool, decimals: int) -> str:
 
 
 def _difference(
-    own: Value | None, paper: Value | None, amount: bool, decimals: int
+    value: Value | None, paper: Value | None, amount: bool, decimals: int
 ) -> str:
-    if own is None or paper is None or isinstance(paper[0], str):
+    if value is None or paper is None or isinstance(paper[0], str):
         return NONE
-    return signed(own[0] - paper[0], 0 if amount else decimals)
+    return signed(value[0] - paper[0], 0 if amount else decimals)

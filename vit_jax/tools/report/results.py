@@ -1,4 +1,4 @@
-"""Reads the folders of runs: what was trained, evaluated, and with which accuracy."""
+"""Reads the folders of runs: what was trained and evaluated, and the accuracies."""
 
 import csv
 import dataclasses
@@ -16,7 +16,7 @@ from vit_jax.training import run_report
 
 _CONFUSION = ["class", "examples", "accuracy"]  # First columns of the CSV file.
 _METRICS, _REPORT = "metrics.jsonl", "report.json"
-# File -> required keys. All but the first state their kind.
+# File -> required keys; "kind" is the key that all but the first have.
 _NEEDED = {
     _REPORT: ("config", "steps", "final"),
     "evaluate.json": ("kind", "model", "variant", "results"),
@@ -49,7 +49,7 @@ DATASETS = {
 }
 # Name of a pretraining set -> name in the paper's tables.
 _PRETRAINING = {"imagenet2012": I1K, "imagenet21k": I21K, "jft300m": JFT}
-# Names of published weights that tell the pretraining set (weights/hub).
+# Names of published weights (weights/hub) -> pretraining set.
 _NAMED = (
     (r"augreg-i1k:|deit:|sam:|big_vision:", I1K),
     (r"paper:|augreg:|bit:|.*(imagenet21k|i21k|in21k)", I21K),
@@ -87,11 +87,11 @@ class Run:
     """Contents of a run's folder; missing parts are None or empty.
 
     Attributes:
-      name: the folder, with as many parents as make it distinct.
-      path: as given.
-      training: `report.json`.
-      metrics: lines of `metrics.jsonl`.
-      evaluate, transfer, vtab, study: the JSON file of that name.
+      name: name of the folder, with as many parents as make it distinct.
+      path: the folder.
+      training: content of report.json.
+      metrics: lines of metrics.jsonl.
+      evaluate, transfer, vtab, study: content of the JSON file of that name.
       confusions: file name without suffix -> rows of a confusion matrix, as written by
         `result_tables.confusion_to_csv`: the head, and a row per true class.
       inner: title -> training runs in subfolders, with name, report and metrics only.
@@ -118,58 +118,58 @@ def read_runs(paths: Sequence[str | os.PathLike]) -> list[Run]:
     Raises:
       UserError: a folder has none of the known files, or a file is damaged.
     """
-    places = list(dict.fromkeys(epath.Path(path) for path in paths))
+    folders = list(dict.fromkeys(epath.Path(path) for path in paths))
     return [
-        _read(path, name) for path, name in zip(places, _names(places), strict=True)
+        _read(path, name) for path, name in zip(folders, _names(folders), strict=True)
     ]
 
 
 def training_of(source: str) -> dict | None:
-    """Returns `report.json` of a checkpoint if it is a workdir, else None."""
+    """Returns the content of report.json if a checkpoint is a workdir, else None."""
     if "://" in source or not epath.Path(source).is_dir():
         return None
     return _load(epath.Path(source) / _REPORT)
 
 
 def _read(path: epath.Path, name: str) -> Run:
-    found = {file: _load(path / file) for file in _NEEDED}
+    files = {file: _load(path / file) for file in _NEEDED}
     metrics = _lines(path / _METRICS)
-    if not metrics and not any(found.values()):
+    if not metrics and not any(files.values()):
         if (path / "command.json").exists():
             raise UserError(
-                f"{path} holds nothing that is finished yet: let its command go on"
+                f"{path} holds nothing that is finished yet: wait for its command"
             )
         raise UserError(
             f"{path} {'holds none' if path.is_dir() else 'is no folder with any'} of "
             f"{', '.join((*_NEEDED, _METRICS))}: give the workdir of a training run, or "
             "what evaluate, transfer or study wrote"
         )
-    others = (found[file] for file in _KINDS)
-    tables = _confusions(path) if found["evaluate.json"] else {}
-    inner = _inner(path, found["transfer.json"], found["study.json"])
-    return Run(name, path, found[_REPORT], metrics, *others, tables, inner)
+    others = (files[file] for file in _KINDS)
+    confusions = _confusions(path) if files["evaluate.json"] else {}
+    inner = _inner(path, files["transfer.json"], files["study.json"])
+    return Run(name, path, files[_REPORT], metrics, *others, confusions, inner)
 
 
 def _inner(path: epath.Path, transfer: dict | None, study: dict | None) -> dict:
     """Reads the training runs in the folder of a transfer or a study."""
-    places: dict[str, list[tuple[str, str]]] = {}
+    folders: dict[str, list[tuple[str, str]]] = {}  # Title -> names and subfolders.
     for point in (study or {}).get("points", []):
         for stage, outcome in point["stages"].items():
             for one in outcome["runs"][:1]:  # The first seed.
-                places.setdefault(stage, []).append((point["name"], one["folder"]))
+                folders.setdefault(stage, []).append((point["name"], one["folder"]))
     if transfer:
         trials = [
             f"rate{trial['learning_rate']:g}" for trial in transfer.get("trials", [])
         ]
         seeds = [f"seed{run['seed']}" for run in transfer["runs"]]
-        places["transfer"] = [(name, f"trials/{name}") for name in trials]
-        places["transfer"] += [(name, f"runs/{name}") for name in seeds]
-    found = {}
-    for title, named in places.items():
-        read = tuple(_read_inner(path / folder, name) for name, folder in named)
-        if there := tuple(run for run in read if run.metrics):
-            found[title] = there
-    return found
+        folders["transfer"] = [(name, f"trials/{name}") for name in trials]
+        folders["transfer"] += [(name, f"runs/{name}") for name in seeds]
+    inner = {}
+    for title, named in folders.items():
+        read = [_read_inner(path / folder, name) for name, folder in named]
+        if trained := tuple(run for run in read if run.metrics):
+            inner[title] = trained
+    return inner
 
 
 def _read_inner(path: epath.Path, name: str) -> Run:
@@ -184,7 +184,7 @@ def _load(path: epath.Path) -> dict | None:
         return None
     except OSError as error:
         raise UserError(
-            f"{path} cannot be read ({error.strerror or error}): mend that, or leave "
+            f"{path} cannot be read ({error.strerror or error}): fix that, or leave "
             "its folder out"
         ) from error
     except ValueError as error:
@@ -203,7 +203,7 @@ def _load(path: epath.Path) -> dict | None:
 
 
 def _lines(path: epath.Path) -> tuple[dict, ...]:
-    """Reads metrics; the last line may be incomplete while a run is under way."""
+    """Reads metrics, of which the last line may be incomplete while a run trains."""
     try:
         text = path.read_text()
     except (FileNotFoundError, NotADirectoryError):
@@ -221,17 +221,17 @@ def _lines(path: epath.Path) -> tuple[dict, ...]:
 
 def _confusions(path: epath.Path) -> dict[str, list[list[str]]]:
     """Reads the confusion matrices in the folder of an evaluation."""
-    found = {}
+    confusions = {}
     for file in sorted(path.glob("*.csv")):
         rows = list(csv.reader(file.read_text().splitlines()))
         if rows and rows[0][: len(_CONFUSION)] == _CONFUSION:
-            found[file.stem] = rows
-    return found
+            confusions[file.stem] = rows
+    return confusions
 
 
-def _names(places: Sequence[epath.Path]) -> list[str]:
-    """Returns for each path the shortest suffix that is unique among them."""
-    whole = [p.parts if "://" in str(p) else p.resolve().parts for p in places]
+def _names(paths: Sequence[epath.Path]) -> list[str]:
+    """Returns for each path the shortest suffix that no other path has."""
+    whole = [p.parts if "://" in str(p) else p.resolve().parts for p in paths]
 
     def end(parts, length):
         return "/".join(parts[-length:])
@@ -239,22 +239,22 @@ def _names(places: Sequence[epath.Path]) -> list[str]:
     def shortest(parts):
         lengths = range(1, len(parts) + 1)
         ends = ((n, end(parts, n)) for n in lengths)
-        alone = (e for n, e in ends if sum(end(p, n) == e for p in whole) == 1)
-        return next(alone, end(parts, len(parts)))
+        unique = (e for n, e in ends if sum(end(p, n) == e for p in whole) == 1)
+        return next(unique, end(parts, len(parts)))
 
     return [shortest(parts) for parts in whole]
 
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """A pretrained model of which scores are reported.
+    """A pretrained model whose scores are reported.
 
     Attributes:
-      name: checkpoint that it was loaded from, as stated.
-      variant: such as "B/16"; "" if unknown.
+      name: name or path of the checkpoint.
+      variant: variant, such as "B/16"; "" if unknown.
       pretraining: JFT, I21K, I1K, another data set, or "" if unknown.
-      images: size of the pretraining split, None if unknown.
-      compute: of the pretraining, from `report.json`; {} if unknown.
+      images: number of images in the pretraining split, None if unknown.
+      compute: compute of the pretraining, from report.json; {} if unknown.
     """
 
     name: str
@@ -276,39 +276,39 @@ class Model:
 
 
 def model_of(source: str, variant: str) -> Model:
-    """Returns the pretraining of a checkpoint, as far as it is known.
+    """Returns a checkpoint with what is known of its pretraining.
 
     Args:
       source: a workdir, or the name of published weights, as in `--model`.
-      variant: of the model; looked up if "".
+      variant: variant of the model; looked up if "".
     """
     name, seen = source, []
-    # A fine-tuned model leads to the checkpoint that it started from.
-    while (told := training_of(name)) and told.get("init") and name not in seen:
+    # A fine-tuned model has the pretraining of the checkpoint that it started from.
+    while (report := training_of(name)) and report.get("init") and name not in seen:
         seen.append(name)
-        name = told["init"]
-    if told is None:
+        name = report["init"]
+    if report is None:
         data = next((d for pattern, d in _NAMED if re.match(pattern, name)), "")
         named = re.match(_VARIANT, source)
         variant = variant or (named[1] if data and named else "")
         return Model(source, variant, data, IMAGES.get(data))
-    data = told.get("dataset", "")
+    data = report.get("dataset", "")
     return Model(
         source,
-        variant or told.get("variant", ""),
+        variant or report.get("variant", ""),
         _PRETRAINING.get(data.partition(":")[0], dataset_name(data)),
-        told.get("examples"),
-        told.get("compute", {}),
+        report.get("examples"),
+        report.get("compute", {}),
     )
 
 
 def short_name(source: str) -> str:
-    """Returns a short name of a checkpoint: of a folder, the end of its path."""
+    """Returns a short name of a checkpoint: the last two parts of a folder's path."""
     return source if ":" in source else "/".join(source.split("/")[-2:])
 
 
 def dataset_name(name: str) -> str:
-    """Returns the name of a data set in the paper, or its own name."""
+    """Returns the name of a data set in the paper; unchanged if the paper lacks it."""
     return DATASETS.get(name.partition(":")[0], name)
 
 
@@ -318,7 +318,7 @@ class Result:
 
     Attributes:
       model: model that was scored.
-      dataset: name in the paper, or its own name.
+      dataset: name of the data set, the paper's if it has one.
       value: top-1 in percent.
       spread: standard deviation over runs, in percent, or None.
       how: kind of run.
@@ -336,39 +336,37 @@ class Result:
 
 
 def collect(runs: Sequence[Run]) -> list[Result]:
-    """Returns the accuracies of all runs, those of the most careful protocol first."""
-    found = []
-    for run in runs:
-        found += [*_transferred(run), *_evaluated(run)]
-    return found + [one for run in runs for one in _trained(run)]
+    """Returns the accuracies of all runs, the most careful protocol first."""
+    scored = [one for run in runs for one in (*_transferred(run), *_evaluated(run))]
+    return scored + [one for run in runs for one in _trained(run)]
 
 
 def best(results: Sequence[Result], model: Model, dataset: str) -> Result | None:
     """Returns the first comparable accuracy of a model on a data set, or None."""
-    found = (r for r in results if r.model == model and r.dataset == dataset)
-    return next((one for one in found if one.tabled), None)
+    matches = (r for r in results if r.model == model and r.dataset == dataset)
+    return next((one for one in matches if one.tabled), None)
 
 
-def models(found: Sequence[Result]) -> list[Model]:
+def models(results: Sequence[Result]) -> list[Model]:
     """Returns the distinct models, in order."""
     unique = []
-    for one in found:
+    for one in results:
         if one.model not in unique:
             unique.append(one.model)
     return unique
 
 
-def is_full(told: dict) -> bool:
+def is_full(report: dict) -> bool:
     """Returns whether a transfer or VTAB-1k run fine-tuned all parameters."""
-    return told.get("mode", "full") == "full"
+    return report.get("mode", "full") == "full"
 
 
-def describe_settings(told: dict) -> str:
+def describe_settings(report: dict) -> str:
     """Describes the settings of a transfer or VTAB-1k run: "full, 384x384"."""
-    words = [told.get("mode", "full").replace("_", " ")]
-    if told.get("layer_decay"):
-        words.append(f"layer decay {told['layer_decay']:g}")
-    if size := told.get("resolution"):
+    words = [report.get("mode", "full").replace("_", " ")]
+    if report.get("layer_decay"):
+        words.append(f"layer decay {report['layer_decay']:g}")
+    if size := report.get("resolution"):
         words.append("x".join(map(str, size)))
     return ", ".join(words)
 
@@ -376,82 +374,81 @@ def describe_settings(told: dict) -> str:
 def shots(scores: dict) -> dict[str, tuple[Number, Number | None]]:
     """Returns "5-shot" and so on -> accuracy and standard deviation, in percent.
 
-    Of classes with fewer images the key says how many: "5-shot (2 classes have fewer
-    images)".
+    A key also has the number of smaller classes: "5-shot (2 classes have fewer images)".
     """
-    found = {}
+    accuracies = {}
     for name, value in scores.items():
         if match := re.fullmatch(r"(\d+)shot", name):
             spread = scores.get(f"{name}_std")
             spread = None if spread is None else 100 * spread
             what = f"{match[1]}-shot{fewer_images(name, scores)}"
-            found[what] = 100 * value, spread
-    return found
+            accuracies[what] = 100 * value, spread
+    return accuracies
 
 
 def _transferred(run: Run) -> list[Result]:
-    told = run.transfer
-    if told is None or told["mean"] is None:
+    report = run.transfer
+    if report is None or report["mean"] is None:
         return []
-    spread = told.get("std")
+    spread = report.get("std")
     return [
         Result(
-            model_of(told["model"], told["variant"]),
-            dataset_name(told["dataset"]),
-            100 * told["mean"],
+            model_of(report["model"], report["variant"]),
+            dataset_name(report["dataset"]),
+            100 * report["mean"],
             None if spread is None else 100 * spread,
-            f"transfer, {describe_settings(told)}, {len(told['runs'])} runs",
+            f"transfer, {describe_settings(report)}, {len(report['runs'])} runs",
             run.name,
-            is_full(told),
+            is_full(report),
         )
     ]
 
 
 def _evaluated(run: Run) -> list[Result]:
-    told, found = run.evaluate, []
-    if told is None:
+    report, results = run.evaluate, []
+    if report is None:
         return []
-    model = model_of(told["model"], told["variant"])
-    for name, kinds in told["results"].items():
+    model = model_of(report["model"], report["variant"])
+    for name, kinds in report["results"].items():
         kind, scores = run_report.quoted_scores(kinds)
-        about = told.get("evals", {}).get(name, {})
+        about = report.get("evals", {}).get(name, {})
         data = dataset_name(about.get("dataset", name))
         if about.get("kind") == "real":
             data = DATASETS["real"]
         how = f"evaluate, {name}"
-        if there := about.get("splits"):
-            how += f" on {there[-1]}"
-        own = about.get("kind", "classification") in ("classification", "real")
-        tabled = own and (name in DATASETS or about.get("kind") == "real")
+        if splits := about.get("splits"):
+            how += f" on {splits[-1]}"
+        classifies = about.get("kind", "classification") in ("classification", "real")
+        tabled = classifies and (name in DATASETS or about.get("kind") == "real")
         for what, (value, spread) in _accuracies(scores).items():
             words = ", ".join(filter(None, (how, what, kind)))
             row = data, value, spread, words, run.name, tabled
-            found.append(Result(model, *row))
-    return found
+            results.append(Result(model, *row))
+    return results
 
 
 def _accuracies(scores: dict) -> dict[str, tuple[Number, Number | None]]:
     """Returns "" (top-1), "5-shot" and so on -> accuracy and deviation, in percent."""
-    found = {"": (100 * scores["top1"], None)} if "top1" in scores else {}
-    return found | shots(scores)
+    top1 = {"": (100 * scores["top1"], None)} if "top1" in scores else {}
+    return top1 | shots(scores)
 
 
 def _trained(run: Run) -> list[Result]:
     """Returns the scores of a training run, for the checkpoint it started from."""
-    told, found = run.training, []
-    if told is None:
+    report, results = run.training, []
+    if report is None:
         return []
-    begun = told.get("init", "")
-    model = model_of(begun or str(run.path), told.get("variant", ""))
-    for name, kinds in told["final"].items():
+    start = report.get("init", "")
+    model = model_of(start or str(run.path), report.get("variant", ""))
+    for name, kinds in report["final"].items():
         kind, scores = run_report.quoted_scores(kinds)
-        data = dataset_name(told.get("dataset", ""))
-        if begun and name in DATASETS:
+        data = dataset_name(report.get("dataset", ""))
+        if start and name in DATASETS:
             data = DATASETS[name]
-        elif not begun or name != "test":  # Not a transfer, or not a test split.
+        elif not start or name != "test":  # Not a transfer, or not a test split.
             data = f"{data} ({name})"
         for what, (value, spread) in _accuracies(scores).items():
             how = ", ".join(filter(None, ("training, 1 run", what, kind)))
             row = data, value, spread, how, run.name, not what
-            found.append(Result(model, *row))
-    return found
+            results.append(Result(model, *row))
+    return results

@@ -1,8 +1,7 @@
-"""Charts of runs: figures 3 and 5 of the paper with our points, and training curves.
+"""Charts of runs: figures 3 and 5 of the paper with measured points, training curves.
 
-Figures 3 and 5 are drawn from tables 5 and 6. The numbers of figure 4 (few-shot accuracy
-on subsets of JFT-300M) are not published; studies have charts of their own
-(study_blocks.py).
+Figures 3 and 5 are drawn from tables 5 and 6. The numbers of figure 4 (few-shot accuracy on
+subsets of JFT-300M) are not published. Charts of studies are in study_blocks.py.
 """
 
 import math
@@ -11,13 +10,11 @@ from collections.abc import Sequence
 from vit_jax.analysis.charts import COLOURS, Chart, Number, Series
 from vit_jax.config.fields import is_custom
 from vit_jax.tools.report import results
-from vit_jax.tools.report.blocks import (
-    stem,
-)
+from vit_jax.tools.report.blocks import stem
 from vit_jax.tools.report.results import Result, Run
 from vit_jax.training import run_report
 
-# Family -> index of its colour and marker in all charts.
+# Family -> index of its colour and marker.
 FAMILIES = {"vit": 0, "hybrid": 2, "resnet": 1}
 NAMES = {"vit": "ViT", "hybrid": "hybrid", "resnet": "ResNet (BiT)"}
 # Data sets of the paper's "Average-5"; table 6 also has ReaL.
@@ -30,56 +27,55 @@ Points = list[tuple[int, Number]]  # Step and value.
 
 
 def family(name: str) -> str:
-    """Returns the family of a variant, by our name ("R50+B/16") or that of table 6."""
+    """Returns the family of a variant, named "R50+B/16" or as in table 6."""
     if "/" not in name:
         return "resnet"
     return "hybrid" if "+" in name else "vit"
 
 
-def paper_figures(found: Sequence[Result]) -> tuple[Chart, ...]:
+def paper_figures(measured: Sequence[Result]) -> tuple[Chart, ...]:
     """Returns figure 5 (average and ImageNet) and figure 3.
 
     Args:
-      found: our accuracies, from `results.collect`.
+      measured: accuracies, from `results.collect`.
     """
     return (
-        _figure_5(found, _FIVE, "figure5_average", "mean of 5 data sets"),
-        _figure_5(found, ("ImageNet",), "figure5_imagenet", "ImageNet"),
-        _figure_3(found),
+        _figure_5(measured, _FIVE, "figure5_average", "mean of 5 data sets"),
+        _figure_5(measured, ("ImageNet",), "figure5_imagenet", "ImageNet"),
+        _figure_3(measured),
     )
 
 
-def _figure_5(found, datasets: Sequence[str], name: str, what: str) -> Chart:
-    told = run_report.published_tables()["table6"]
-    places = [told["cols"].index(_COLUMNS.get(data, data)) for data in datasets]
-    paper = {
-        kind: [
-            (row[-1], sum(row[i] for i in places) / len(places))
-            for row in told["rows"]
+def _figure_5(measured, datasets: Sequence[str], name: str, what: str) -> Chart:
+    table = run_report.published_tables()["table6"]
+    columns = [table["cols"].index(_COLUMNS.get(data, data)) for data in datasets]
+    series = []
+    for kind, number in FAMILIES.items():
+        points = [
+            (row[-1], sum(row[i] for i in columns) / len(columns))
+            for row in table["rows"]
             if family(row[0]) == kind
         ]
-        for kind in FAMILIES
-    }
-    series = [
-        _scatter(f"{NAMES[kind]}, published", sorted(points), number, hollow=True)
-        for (kind, points), number in zip(paper.items(), FAMILIES.values(), strict=True)
-    ]
-    ours = {kind: [] for kind in FAMILIES}
-    for model in results.models(found):
-        picked = [results.best(found, model, data) for data in datasets]
-        known = model.variant and not is_custom(model.variant)  # One of the families.
-        if all(picked) and "exaflops" in model.compute and known:
-            value = sum(result.value for result in picked) / len(picked)
+        label = f"{NAMES[kind]}, published"
+        series.append(_scatter(label, sorted(points), number, hollow=True))
+    by_family = {kind: [] for kind in FAMILIES}
+    for model in results.models(measured):
+        scores = [results.best(measured, model, data) for data in datasets]
+        has_family = model.variant and not is_custom(model.variant)
+        if all(scores) and "exaflops" in model.compute and has_family:
+            value = sum(result.value for result in scores) / len(scores)
             # The deviation of a mean over data sets is unknown.
-            spread = picked[0].spread if len(picked) == 1 else None
+            spread = scores[0].spread if len(scores) == 1 else None
             point = model.compute["exaflops"], value, spread
-            ours[family(model.variant)].append(point)
+            by_family[family(model.variant)].append(point)
     series += [
-        _scatter(f"{NAMES[kind]}, ours", _in_order(points), FAMILIES[kind])
-        for kind, points in ours.items()
+        _scatter(f"{NAMES[kind]}, measured", _in_order(points), FAMILIES[kind])
+        for kind, points in by_family.items()
         if points
     ]
-    listed = ", ".join(datasets)
+    note = "Published: table 6, pretraining on JFT-300M."
+    if len(datasets) > 1:
+        note += f" Mean over {', '.join(datasets)}."
     return Chart(
         name,
         f"Figure 5: {what}",
@@ -87,21 +83,19 @@ def _figure_5(found, datasets: Sequence[str], name: str, what: str) -> Chart:
         "top-1 after fine-tuning in %",
         tuple(series),
         log_x=True,
-        note=f"Published: table 6, pretraining on JFT-300M. Mean over {listed}."
-        if len(datasets) > 1
-        else "Published: table 6, pretraining on JFT-300M.",
+        note=note,
     )
 
 
-def _figure_3(found) -> Chart:
-    told = run_report.published_tables()["table5"]
+def _figure_3(measured) -> Chart:
+    table = run_report.published_tables()["table5"]
     sizes = results.IMAGES
     series = []
-    for i, column in enumerate(told["cols"]):
+    for i, column in enumerate(table["cols"]):
         points = [
-            (size, told[data]["ImageNet"][i])
+            (size, table[data]["ImageNet"][i])
             for data, size in sizes.items()
-            if told[data]["ImageNet"][i] is not None
+            if table[data]["ImageNet"][i] is not None
         ]
         series.append(
             Series(
@@ -113,18 +107,17 @@ def _figure_3(found) -> Chart:
                 hollow=True,
             )
         )
-    ours: dict[str, list] = {}
-    for model in results.models(found):
-        result = results.best(found, model, "ImageNet")
+    variants: dict[str, list] = {}
+    for model in results.models(measured):
+        result = results.best(measured, model, "ImageNet")
         if result and model.images and model.variant:
             point = model.images, result.value, result.spread
-            ours.setdefault(model.variant, []).append(point)
+            variants.setdefault(model.variant, []).append(point)
     # Variants that are not in the paper get further colours.
-    numbers = list(dict.fromkeys([*told["cols"], *ours]))
-    for variant, points in ours.items():
+    numbers = list(dict.fromkeys([*table["cols"], *variants]))
+    for variant, points in variants.items():
         number = numbers.index(variant)
-        series.append(_scatter(f"{variant}, ours", _in_order(points), number))
-    ticks = tuple(float(size) for size in sizes.values())
+        series.append(_scatter(f"{variant}, measured", _in_order(points), number))
     return Chart(
         "figure3",
         "Figure 3: ImageNet by size of the pretraining set",
@@ -132,9 +125,9 @@ def _figure_3(found) -> Chart:
         "ImageNet top-1 after fine-tuning in %",
         tuple(series),
         log_x=True,
-        ticks=ticks,
+        ticks=tuple(map(float, sizes.values())),
         note="Published: table 5, pretraining on ImageNet, ImageNet-21k and JFT-300M, "
-        "whose sizes are those of section 4.1.",
+        "with the sizes of section 4.1.",
     )
 
 
@@ -164,7 +157,7 @@ def training_curves(runs: Sequence[Run]) -> tuple[Chart, ...]:
     """Returns charts of the loss and top-1 logged in training, by step and images.
 
     Args:
-      runs: those without metrics are skipped.
+      runs: runs; those without metrics are skipped.
     """
     trained = [run for run in runs if run.metrics]
     losses = [(run.name, i, 0, run, _loss(run)) for i, run in enumerate(trained)]
@@ -173,7 +166,7 @@ def training_curves(runs: Sequence[Run]) -> tuple[Chart, ...]:
         for i, run in enumerate(trained)
         for order, (label, points) in enumerate(_tops(run).items())
     ]
-    found = []
+    charts = []
     for name, title, y_label, curves in (
         ("loss", "Training loss", "loss", losses),
         ("top1", "Accuracy in training", "top-1 in %", tops),
@@ -185,10 +178,10 @@ def training_curves(runs: Sequence[Run]) -> tuple[Chart, ...]:
             for curve in curves
             if (size := images_per_step(curve[3]))
         )
-        found.append(
+        charts.append(
             Chart(f"{name}_by_step", f"{title} by step", "step", y_label, by_step)
         )
-        found.append(
+        charts.append(
             Chart(
                 f"{name}_by_images",
                 f"{title} by images seen",
@@ -200,15 +193,15 @@ def training_curves(runs: Sequence[Run]) -> tuple[Chart, ...]:
                 else "",
             )
         )
-    return tuple(chart for chart in found if chart.series)
+    return tuple(chart for chart in charts if chart.series)
 
 
 def inner_training_curves(runs: Sequence[Run]) -> tuple[Chart, ...]:
     """Returns charts of the training losses inside transfers and studies, by step.
 
-    Those runs have equal lengths and batches, and most are evaluated only at the end.
+    These runs have equal lengths and batches, and most are evaluated only at the end.
     """
-    found = []
+    charts = []
     for run in runs:
         for title, inside in run.inner.items():
             losses = [(one.name, i, _loss(one)) for i, one in enumerate(inside)]
@@ -219,15 +212,15 @@ def inner_training_curves(runs: Sequence[Run]) -> tuple[Chart, ...]:
             )
             if series:
                 about = f"{run.name}, {title}: training loss", "step", "loss"
-                found.append(Chart(stem(run.name, title, "loss"), *about, series))
-    return tuple(found)
+                charts.append(Chart(stem(run.name, title, "loss"), *about, series))
+    return tuple(charts)
 
 
 def images_per_step(run: Run) -> Number | None:
     """Returns the batch size of a finished run, or None."""
-    told = run.training or {}
-    seen = told.get("compute", {}).get("images_seen")
-    return seen / told["steps"] if seen and told["steps"] else None
+    report = run.training or {}
+    seen = report.get("compute", {}).get("images_seen")
+    return seen / report["steps"] if seen and report["steps"] else None
 
 
 def _loss(run: Run) -> Points:

@@ -1,4 +1,4 @@
-"""Tables of what runs scored and computed: accuracies, transfers, evaluations, compute."""
+"""Tables of runs: accuracies, transfers, evaluations and compute."""
 
 import os
 from collections.abc import Sequence
@@ -7,8 +7,8 @@ from vit_jax.analysis.charts import Matrix, Number
 from vit_jax.evaluators import result_tables
 from vit_jax.tools.report import results
 from vit_jax.tools.report.blocks import (
+    MEASURED,
     NONE,
-    OURS,
     PLAIN,
     Block,
     Table,
@@ -25,7 +25,7 @@ _WORST = 20  # Classes in the table of accuracies per class.
 _SUMS = ("images_seen", "exaflops", "device_days", "tpuv3_core_days")
 
 
-def accuracies(found: Sequence[Result]) -> tuple[Block, ...]:
+def accuracies(measured: Sequence[Result]) -> tuple[Block, ...]:
     """Returns a table of all accuracies, comparable with the paper or not."""
     rows = tuple(
         (
@@ -36,60 +36,59 @@ def accuracies(found: Sequence[Result]) -> tuple[Block, ...]:
             result.model.pretraining or NONE,
             result.how,
         )
-        for result in found
+        for result in measured
     )
     head = ("run", "data set", "top-1 in %", "model", "pretrained on", "how")
     title = "All accuracies of these runs"
-    kinds = (PLAIN, PLAIN, OURS, PLAIN, PLAIN, PLAIN)
+    kinds = (PLAIN, PLAIN, MEASURED, PLAIN, PLAIN, PLAIN)
     return (Table(title, head, rows, kinds),) if rows else ()
 
 
 def transfers(runs: Sequence[Run]) -> tuple[Block, ...]:
-    """Returns the sweep of every transfer, and the results and gaps of VTAB-1k."""
-    found: list[Block] = []
+    """Returns the runs of every transfer, and scores and missing tasks of VTAB-1k."""
+    blocks: list[Block] = []
     for run in runs:
-        if (told := run.transfer) is not None:
-            found.append(_sweep(run, told))
-        if (told := run.vtab) is not None:
-            found += _vtab(run, told)
-    return tuple(found)
+        if run.transfer is not None:
+            blocks.append(_sweep(run, run.transfer))
+        if run.vtab is not None:
+            blocks += _vtab(run, run.vtab)
+    return tuple(blocks)
 
 
-def _sweep(run: Run, told: dict) -> Table:
-    trials = told.get("trials", [])
-    best = (told.get("best") or {}).get("learning_rate")
+def _sweep(run: Run, transfer: dict) -> Table:
+    best = (transfer.get("best") or {}).get("learning_rate")
     rows = [
         (
-            f"rate {trial['learning_rate']:g}{', chosen' if trial['learning_rate'] == best else ''}",
+            f"rate {trial['learning_rate']:g}"
+            + ", chosen" * (trial["learning_rate"] == best),
             "held-out part of train",
             "diverged" if "diverged" in trial else _fraction(trial.get("score")),
             number(trial.get("seconds")),
         )
-        for trial in trials
+        for trial in transfer.get("trials", [])
     ]
     rows += [
         (
             f"seed {one['seed']}",
             "test",
-            percent(100 * one["top1"]),
+            _fraction(one["top1"]),
             number(one.get("seconds")),
         )
-        for one in told["runs"]
+        for one in transfer["runs"]
     ]
-    stated = ", ".join(f"{k}={v}" for k, v in told.get("overrides", {}).items())
+    changes = ", ".join(f"{k}={v}" for k, v in transfer.get("overrides", {}).items())
     return Table(
-        f"{run.name}: {told['variant']} ({results.short_name(told['model'])}) on "
-        f"{told['dataset']}",
+        f"{run.name}: {transfer['variant']} ({results.short_name(transfer['model'])}) on "
+        f"{transfer['dataset']}",
         ("trial or run", "scored on", "top-1 in %", "seconds"),
         tuple(rows),
-        note=f"Mean {_fraction(told['mean'])} %, standard deviation "
-        f"{_fraction(told.get('std'))}. Mode: {results.describe_settings(told)}"
-        f"{f'; set: {stated}' if stated else ''}.",
+        note=f"Mean {_fraction(transfer['mean'])} %, standard deviation "
+        f"{_fraction(transfer.get('std'))}. Mode: {results.describe_settings(transfer)}"
+        f"{f'; set: {changes}' if changes else ''}.",
     )
 
 
-def _vtab(run: Run, told: dict) -> list[Block]:
-    groups = told.get("groups", {})
+def _vtab(run: Run, vtab: dict) -> list[Block]:
     rows = [
         (
             name,
@@ -97,41 +96,40 @@ def _vtab(run: Run, told: dict) -> list[Block]:
             _fraction(group.get("mean")),
             _fraction(group.get("interval")),
         )
-        for name, group in groups.items()
+        for name, group in vtab.get("groups", {}).items()
     ]
     head = ("group", "tasks", "mean top-1 in %", "half of the 95 % interval")
     title = f"{run.name}: VTAB-1k by group"
-    note = f"Mode: {results.describe_settings(told)}."
-    found: list[Block] = [Table(title, head, tuple(rows), note=note)]
+    note = f"Mode: {results.describe_settings(vtab)}."
+    blocks: list[Block] = [Table(title, head, tuple(rows), note=note)]
     for key, title, column in (
         ("absent", "tasks whose data is absent", "how to prepare it"),
         ("failed", "tasks that failed", "why"),
     ):
         listed = tuple(
             (results.TASKS.get(task, task), about[key])
-            for task, about in told["tasks"].items()
+            for task, about in vtab["tasks"].items()
             if key in about
         )
         if listed:
-            found.append(Table(f"{run.name}: {title}", ("task", column), listed))
-    return found
+            blocks.append(Table(f"{run.name}: {title}", ("task", column), listed))
+    return blocks
 
 
 def evaluations(runs: Sequence[Run]) -> tuple[Block, ...]:
     """Returns every metric of every evaluation, and confusion matrices."""
-    found: list[Block] = []
+    blocks: list[Block] = []
     for run in runs:
         if run.training is not None and run.training["final"]:
             title = f"{run.name}: scores at the end of training"
-            found.append(_metrics(title, run.training["final"]))
-        if run.evaluate is None:
+            blocks.append(_metrics(title, run.training["final"]))
+        if (report := run.evaluate) is None:
             continue
-        told = run.evaluate
-        title = f"{run.name}: {told['variant']} ({results.short_name(told['model'])})"
-        found.append(_metrics(title, told["results"]))
+        model = f"{report['variant']} ({results.short_name(report['model'])})"
+        blocks.append(_metrics(f"{run.name}: {model}", report["results"]))
         for name, rows in run.confusions.items():
-            found += _classes(run, name, rows)
-    return tuple(found)
+            blocks += _classes(run, name, rows)
+    return tuple(blocks)
 
 
 def _metrics(title: str, scores: dict) -> Table:
@@ -146,7 +144,7 @@ def _metrics(title: str, scores: dict) -> Table:
 
 
 def _classes(run: Run, name: str, rows: list[list[str]]) -> list[Block]:
-    """Returns the accuracy per class, the worst first, and the confusion matrix."""
+    """Returns the accuracy per class, worst first, and the confusion matrix."""
     (_, _, _, *names), *body = rows
     scored = sorted((row for row in body if row[2]), key=lambda row: float(row[2]))
     table = Table(
@@ -174,13 +172,13 @@ def _fraction(value: Number | None) -> str:
 
 def compute_blocks(runs: Sequence[Run]) -> tuple[Block, ...]:
     """Returns a table of the compute of all training runs, and how it is counted."""
-    given = {_place(run.path) for run in runs}
+    given = {_real_path(run.path) for run in runs}
     rows = []
     for run in runs:
-        if (told := run.training) is not None:
-            about = told.get("variant", NONE), told.get("dataset", NONE)
-            used = told.get("compute", {})
-            rows.append(_compute_row(run.name, *about, f"{told['steps']:,}", [used]))
+        if (report := run.training) is not None:
+            about = report.get("variant", NONE), report.get("dataset", NONE)
+            used = report.get("compute", {})
+            rows.append(_compute_row(run.name, *about, f"{report['steps']:,}", [used]))
         if run.transfer is not None:
             rows += _of_transfer(run.name, run.transfer)
         if run.vtab is not None:
@@ -196,21 +194,21 @@ def compute_blocks(runs: Sequence[Run]) -> tuple[Block, ...]:
         Text(
             "exaFLOPs: 6 x multiply-accumulates of the forward pass of an image x "
             "images seen, as in table 6 of the paper. Device-days: the time for which "
-            "the devices were taken, compiling, evaluating and saving with it, summed "
-            "over all starts; what a killed start did after its last checkpoint is not "
-            "in it, nor what a run did that diverged. A row of several runs has their "
+            "the devices were in use, compiling, evaluating and saving included, summed "
+            "over all starts; it lacks what a killed start did after its last "
+            "checkpoint, and runs that diverged. A row of several runs has their "
             "sums. The equivalent in TPUv3-core-days is the exaFLOPs divided by "
-            f"{run_report.exaflops_a_core_day():.2f}, what a core of the paper's own runs "
-            "did in a day: 1567 + 4262 exaFLOPs in 680 + 2500 core-days (L/16 and "
-            "H/14, 14 epochs of JFT-300M; tables 6 and 2). One of the two alone would "
-            "give 2.30 or 1.70, so it is good to about a quarter; it says what the "
+            f"{run_report.exaflops_a_core_day():.2f}, what a core did per day in the "
+            "paper's runs: 1567 + 4262 exaFLOPs in 680 + 2500 core-days (L/16 and "
+            "H/14, 14 epochs of JFT-300M; tables 6 and 2). Either of the two alone gives "
+            "2.30 or 1.70, so it is good to about a quarter; it estimates what the "
             "paper's hardware and code would have taken, not how fast these runs were."
         ),
     )
 
 
 def _compute_row(name: str, variant: str, data: str, steps: str, used: list[dict]):
-    """Returns a row for one or several runs; sums need the number of each run."""
+    """Returns a row for one or several runs; a sum needs the number of every run."""
     first = used[0]
     sums = {
         key: sum(one[key] for one in used)
@@ -225,45 +223,47 @@ def _compute_row(name: str, variant: str, data: str, steps: str, used: list[dict
     return (name, variant, data, steps, seen, amounts[0], device, *amounts[1:])
 
 
-def _of_transfer(name: str, told: dict) -> list[tuple[str, ...]]:
-    about = told["variant"], told["dataset"]
+def _of_transfer(name: str, transfer: dict) -> list[tuple[str, ...]]:
+    about = transfer["variant"], transfer["dataset"]
     return [
         row
         for what, key in (("trial", "trials"), ("final run", "runs"))
-        if (row := _of_runs(name, what, *about, told.get(key, [])))
+        if (row := _of_runs(name, what, *about, transfer.get(key, [])))
     ]
 
 
-def _of_vtab(name: str, told: dict) -> list[tuple[str, ...]]:
-    found = []
-    for task, about in told["tasks"].items():
-        data = f"vtab/{task}"
-        row = _of_runs(
-            name, "final run", told.get("variant", NONE), data, about.get("runs", [])
+def _of_vtab(name: str, vtab: dict) -> list[tuple[str, ...]]:
+    variant = vtab.get("variant", NONE)
+    return [
+        row
+        for task, about in vtab["tasks"].items()
+        if (
+            row := _of_runs(
+                name, "final run", variant, f"vtab/{task}", about.get("runs", [])
+            )
         )
-        found += [row] * bool(row)
-    return found
+    ]
 
 
 def _of_runs(name, what, variant, data, runs) -> tuple[str, ...]:
-    """Returns a row for equal runs, () if none has recorded its compute."""
+    """Returns a row for runs of one config, () if none has recorded its compute."""
     runs = [run for run in runs if run.get("compute")]
     if not runs:
         return ()
     steps = runs[0].get("steps")
     steps = NONE if steps is None else f"{steps:,}"
-    many = len(runs)
-    if many > 1:
-        steps = f"{many} x {steps}"
-    words = f"{name}: {many} {what}{'s' * (many != 1)}"
-    return _compute_row(words, variant, data, steps, [run["compute"] for run in runs])
+    count = len(runs)
+    if count > 1:
+        steps = f"{count} x {steps}"
+    title = f"{name}: {count} {what}{'s' * (count != 1)}"
+    return _compute_row(title, variant, data, steps, [run["compute"] for run in runs])
 
 
 def _of_study(run: Run, given: set[str]) -> list[tuple[str, ...]]:
     """Returns a row for the trials and one for the runs of each stage of each point.
 
-    Runs that are themselves in the report are left out, and so are stages that a point
-    shares with one before it.
+    Runs that are in the report themselves are left out, and so are stages that a point
+    shares with an earlier one.
     """
     rows, seen = [], set()
     for point in run.study["points"]:
@@ -274,12 +274,12 @@ def _of_study(run: Run, given: set[str]) -> list[tuple[str, ...]]:
                 continue
             about = done[0]["variant"], done[0]["dataset"]
             others = [t for t in outcome["trials"] if t["choice"] != outcome["chosen"]]
-            done = [r for r in done if _place(run.path / r["folder"]) not in given]
+            done = [r for r in done if _real_path(run.path / r["folder"]) not in given]
             for what, those in (("other trial", others), ("run", done)):
                 title = f"{run.name}: {point['name']}, {stage}"
                 rows.append(_of_runs(title, what, *about, those))
     return [row for row in rows if row]
 
 
-def _place(path) -> str:
+def _real_path(path) -> str:
     return os.fspath(path) if "://" in str(path) else os.path.realpath(path)

@@ -1,12 +1,12 @@
 """Blocks of a study: its points beside the paper's, charts, rankings and fitted laws.
 
-What is drawn the study's config states (tools/sweeps/study_config.py):
+Charts and laws are set in the study's config (tools/sweeps/study_config.py):
 
 figures   {"x": ..., "y": score, "lines": (columns), "colours": column, "log_x": bool,
           "log_y": bool}.
-          x is an axis, a label, "exaflops" or "images_seen"; or "step", and then y is an
-          evaluation of the first stage within the runs, as "val/top1". Each combination
-          of the columns `lines` is a line.
+          x is an axis, a label, "exaflops" or "images_seen"; or "step", where y is an
+          evaluation during the first stage, such as "val/top1". Each combination of the
+          columns `lines` is a line.
 laws      {"x": column, "y": score, "lines": (columns)}: y = a + b x^-c through the points
           of each line.
 """
@@ -22,8 +22,8 @@ from vit_jax.analysis.charts import COLOURS, Chart, Number, Series
 from vit_jax.config import fields
 from vit_jax.evaluators.protocol import is_fraction
 from vit_jax.tools.report.blocks import (
+    MEASURED,
     NONE,
-    OURS,
     PLAIN,
     Block,
     Table,
@@ -37,7 +37,7 @@ from vit_jax.tools.report.results import Run
 from vit_jax.training.actions import lower_is_better
 
 _AXES = {"exaflops": "exaFLOPs of pretraining", "images_seen": "images seen"}
-_LEAST = 4  # Points of a law, which has three parameters.
+_LEAST = 4  # Fewest points to fit a law, which has three parameters.
 _INTERVAL = "half of the 95 % interval"
 Row = Mapping[str, object]  # A point of study.json.
 
@@ -47,29 +47,29 @@ def study_blocks(run: Run) -> tuple[Block, ...]:
     points, config = run.study["points"], run.study["config"]
     if not points:
         return (Text(f"{run.name} has no point yet."),)
-    found: list[Block] = [_table(run.name, points, config)]
+    blocks: list[Block] = [_table(run.name, points, config)]
     every = math.prod(map(len, config["axes"].values()))
     if len(points) < every:
-        found.append(Text(f"{len(points)} of the {every} points are there."))
+        blocks.append(Text(f"{len(points)} of the {every} points are done."))
     if lines := _diverged(points):
-        found.append(Text(f"Diverged, and in no mean: {'; '.join(lines)}."))
+        blocks.append(Text(f"Diverged, and in no mean: {'; '.join(lines)}."))
     if text := _ranking(points, config):
-        found.append(Text(text))
+        blocks.append(Text(text))
     for figure in config["figures"]:
         if figure["x"] == "step":
             chart = _curves(run, figure)
         else:
             chart = _chart(run.name, points, config, figure)
             if text := _leaders(points, config, figure):
-                found.append(Text(text))
+                blocks.append(Text(text))
         if chart.series:
-            found.append(chart)
-    found += [_law(points, config, law) for law in config["laws"]]
-    return tuple(found)
+            blocks.append(chart)
+    blocks += [_law(points, config, law) for law in config["laws"]]
+    return tuple(blocks)
 
 
 def column(row: Row, name: str) -> object:
-    """Returns an axis, a label or an amount of compute of a point, None if absent."""
+    """Returns an axis, label or amount of compute of a point, None if it has none."""
     for part in (row["axes"], row["labels"], row):
         if name in part:
             return part[name]
@@ -77,7 +77,7 @@ def column(row: Row, name: str) -> object:
 
 
 def _scaled(config: Row, name: str) -> float:
-    """Returns what a score is multiplied by: fractions are shown in percent."""
+    """Returns the factor of a score: fractions are shown in percent."""
     return 100.0 if is_fraction(_metric(config["scores"][name])) else 1.0
 
 
@@ -91,11 +91,11 @@ def _unit(path: str) -> str:
 
 def _score(row: Row, config: Row, name: str) -> tuple[Number, Number | None] | None:
     """Returns mean and half the interval of a score as they are shown, or None."""
-    found, scale = row.get("scores", {}).get(name), _scaled(config, name)
-    if found is None:
+    score, scale = row.get("scores", {}).get(name), _scaled(config, name)
+    if score is None:
         return None
-    half = found["half_interval"]
-    return scale * found["mean"], None if half is None else scale * half
+    half = score["half_interval"]
+    return scale * score["mean"], None if half is None else scale * half
 
 
 def _table(name: str, points: Sequence[Row], config: Row) -> Table:
@@ -106,18 +106,18 @@ def _table(name: str, points: Sequence[Row], config: Row) -> Table:
     decimals = {score: _decimals(points, config, score) for score in scores}
     head = [*config["axes"], "exaFLOPs", *(k.rpartition(".")[2] for _, k in tuned)]
     head += [f"{score}{units[score]}" for score in scores]
-    kinds = [PLAIN] * (len(head) - len(scores)) + [OURS] * len(scores)
+    kinds = [PLAIN] * (len(head) - len(scores)) + [MEASURED] * len(scores)
     if published:
-        head, kinds = (
-            [*head, "rank", "paper", "rank there"],
-            [*kinds, OURS, PLAIN, PLAIN],
-        )
+        head += ["rank", "paper", "rank in paper"]
+        kinds += [MEASURED, PLAIN, PLAIN]
     first = next(iter(scores))
     ranks = _ranks(
         {p["name"]: v[0] for p in points if (v := _score(p, config, first))},
         lower=lower_is_better(_metric(scores[first])),
     )
-    theirs = _ranks({p["name"]: published.get(p["name"]) for p in points}, lower=False)
+    paper_ranks = _ranks(
+        {p["name"]: published.get(p["name"]) for p in points}, lower=False
+    )
     rows = []
     for point in points:
         cells = [str(value) for value in point["axes"].values()]
@@ -127,10 +127,11 @@ def _table(name: str, points: Sequence[Row], config: Row) -> Table:
             value = _score(point, config, score)
             cells.append(with_spread(*value, decimals[score]) if value else NONE)
         if published:
-            paper = published.get(point["name"])
-            paper = None if paper is None else _scaled(config, first) * paper
             label = point["name"]
-            cells += [ranks.get(label, NONE), percent(paper), theirs.get(label, NONE)]
+            paper = published.get(label)
+            paper = None if paper is None else _scaled(config, first) * paper
+            cells += [ranks.get(label, NONE), percent(paper)]
+            cells.append(paper_ranks.get(label, NONE))
         rows.append(tuple(cells))
     seeds = {len(s["values"]) for p in points for s in p.get("scores", {}).values()}
     note = f"Scores are means over {_range(seeds)} seeds ± {_INTERVAL} of the mean (Student's t)."
@@ -150,10 +151,10 @@ def _table(name: str, points: Sequence[Row], config: Row) -> Table:
 
 
 def _decimals(points: Sequence[Row], config: Row, name: str) -> int:
-    """Returns the decimals of a score: 2 of percent, fewer the larger it gets."""
+    """Returns the decimals of a score: 2 of percent, else fewer for larger values."""
     if _unit(config["scores"][name]):
         return 2
-    values = [found[0] for p in points if (found := _score(p, config, name))]
+    values = [score[0] for p in points if (score := _score(p, config, name))]
     if all(float(value).is_integer() for value in values):
         return 0
     largest = max(map(abs, values))
@@ -166,35 +167,34 @@ def _range(numbers: set[int]) -> str:
 
 
 def _chosen(point: Row, stage: str, key: str) -> str:
-    """Returns the chosen value of a tuned key, "" if the stage is not done."""
+    """Returns the chosen value of a tuned key, "" if the stage has not run."""
     chosen = point["stages"].get(stage, {}).get("chosen") or {}
     value = chosen.get(key, "")
     return f"{value:g}" if fields.is_number(value, numbers.Real) else str(value)
 
 
 def _ranks(values: Mapping[str, Number | None], *, lower: bool) -> dict[str, str]:
-    there = {name: value for name, value in values.items() if value is not None}
-    order = sorted(there.values(), reverse=not lower)
-    return {name: str(order.index(value) + 1) for name, value in there.items()}
+    known = {name: value for name, value in values.items() if value is not None}
+    order = sorted(known.values(), reverse=not lower)
+    return {name: str(order.index(value) + 1) for name, value in known.items()}
 
 
 def _diverged(points: Sequence[Row]) -> list[str]:
-    """Returns the stages of which all diverged, and single seeds that did."""
-    found = []
+    """Returns the stages whose runs all diverged, and single seeds that did."""
+    lines = []
     for point in points:
         for stage, outcome in point["stages"].items():
+            line = f"{point['name']}, {stage}"
             if not outcome["runs"]:
-                found.append(f"{point['name']}, {stage}")
+                lines.append(line)
             else:
-                found += [
-                    f"{point['name']}, {stage}, seed {run['seed']}"
-                    for run in outcome.get("diverged", [])
-                ]
-    return found
+                lost = outcome.get("diverged", [])
+                lines += [f"{line}, seed {run['seed']}" for run in lost]
+    return lines
 
 
 def _ranking(points: Sequence[Row], config: Row) -> str:
-    """Compares the order of our points with the paper's, pair by pair."""
+    """Returns a text that compares the order of the points with the paper's, or ""."""
     first = next(iter(config["scores"]))
     both = [
         (
@@ -209,20 +209,17 @@ def _ranking(points: Sequence[Row], config: Row) -> str:
     if len(both) < 2:
         return ""
     pairs, same, clear, wrong = 0, 0, 0, []
-    for (a, (ours_a, half_a), paper_a), (
-        b,
-        (ours_b, half_b),
-        paper_b,
-    ) in itertools.combinations(both, 2):
+    for one, other in itertools.combinations(both, 2):
+        (a, (score_a, half_a), paper_a), (b, (score_b, half_b), paper_b) = one, other
         if paper_a == paper_b:
             continue
         pairs += 1
-        agrees = (ours_a > ours_b) == (paper_a > paper_b)
+        agrees = (score_a > score_b) == (paper_a > paper_b)
         same += agrees
-        if abs(ours_a - ours_b) > np.hypot(half_a or 0.0, half_b or 0.0):
+        if abs(score_a - score_b) > np.hypot(half_a or 0.0, half_b or 0.0):
             clear += 1
             if not agrees:
-                better, worse = (a, b) if ours_a > ours_b else (b, a)
+                better, worse = (a, b) if score_a > score_b else (b, a)
                 wrong.append(f"{better} over {worse}")
     return (
         f"Pairs of points that the paper orders: {pairs}; in the same order here: {same}. "
@@ -233,11 +230,11 @@ def _ranking(points: Sequence[Row], config: Row) -> str:
 
 def _lines(points: Sequence[Row], names: Sequence[str]) -> dict[str, list[Row]]:
     """Returns label of a line -> its points."""
-    found: dict[str, list[Row]] = {}
+    lines: dict[str, list[Row]] = {}
     for point in points:
         label = ", ".join(_short(name, column(point, name)) for name in names)
-        found.setdefault(label, []).append(point)
-    return found
+        lines.setdefault(label, []).append(point)
+    return lines
 
 
 def _short(name: str, value: object) -> str:
@@ -250,37 +247,42 @@ def _short(name: str, value: object) -> str:
 
 def _chart(name: str, points: Sequence[Row], config: Row, figure: Row) -> Chart:
     x, y = figure["x"], figure["y"]
-    there = [p for p in points if _score(p, config, y) and column(p, x) is not None]
-    texts = [str(column(p, x)) for p in there if isinstance(column(p, x), str)]
-    places = {text: i for i, text in enumerate(dict.fromkeys(texts))}
+    drawn = [p for p in points if _score(p, config, y) and column(p, x) is not None]
+    texts = [str(column(p, x)) for p in drawn if isinstance(column(p, x), str)]
+    positions = {text: i for i, text in enumerate(dict.fromkeys(texts))}
     log_x = figure.get("log_x", x in _AXES)
-    lines, series = _lines(there, figure.get("lines", ())), []
+
+    def x_of(point: Row) -> Number:
+        return positions.get(column(point, x), column(point, x))
+
+    lines, series = _lines(drawn, figure.get("lines", ())), []
     looks = _looks(lines, figure.get("colours"))
-    for (label, own), look in zip(lines.items(), looks, strict=True):
-        own = sorted(own, key=lambda p: places.get(column(p, x), column(p, x)))
-        values = [_score(point, config, y) for point in own]
+    for (label, members), look in zip(lines.items(), looks, strict=True):
+        members = sorted(members, key=x_of)
+        values = [_score(point, config, y) for point in members]
         series.append(
             Series(
                 label or y,
-                tuple(places.get(column(p, x), column(p, x)) for p in own),
+                tuple(map(x_of, members)),
                 tuple(mean for mean, _ in values),
-                line=not places or bool(figure.get("lines")),
+                line=not positions or bool(figure.get("lines")),
                 spread=tuple(half for _, half in values),
                 **look,
             )
         )
     spread = any(half is not None for one in series for half in one.spread)
-    ticks = tuple(places.values()) or tuple(sorted({column(p, x) for p in there}))
+    ticks = tuple(positions.values()) or tuple(sorted({column(p, x) for p in drawn}))
+    x_label = _AXES.get(x, x.replace("_", " "))
     return Chart(
         stem(name, y, "by", x),
-        f"{y} by {_AXES.get(x, x.replace('_', ' '))}",
-        _AXES.get(x, x.replace("_", " ")),
+        f"{y} by {x_label}",
+        x_label,
         f"{y}{_unit(config['scores'][y])}",
         tuple(series),
-        log_x=log_x and not places,
+        log_x=log_x and not positions,
         log_y=figure.get("log_y", False),
         ticks=() if x in _AXES else ticks,
-        tick_labels=tuple(places),
+        tick_labels=tuple(positions),
         spread_label=_INTERVAL,
         note=f"Error bars: {_INTERVAL} of the mean." if spread else "",
     )
@@ -293,7 +295,7 @@ def _looks(lines: Mapping[str, list[Row]], colours: str | None) -> list[dict[str
       lines: label -> points.
       colours: column whose values have a colour each; a colour for each line if None.
     """
-    firsts = [own[0] for own in lines.values()]
+    firsts = [members[0] for members in lines.values()]
     if colours is None:
         numbers = range(len(firsts))
         return [
@@ -308,7 +310,7 @@ def _looks(lines: Mapping[str, list[Row]], colours: str | None) -> list[dict[str
 
 
 def _curves(run: Run, figure: Row) -> Chart:
-    """Returns the course of an evaluation in the runs of the first stage."""
+    """Returns the curve of an evaluation during the runs of the first stage."""
     stage = run.study["config"]["stages"][0]
     evaluation, _, metric = figure["y"].rpartition("/")
     wanted = [f"{evaluation}/{kind}/{metric}" for kind in ("ema", "params")]
@@ -316,13 +318,13 @@ def _curves(run: Run, figure: Row) -> Chart:
     logged = {one.name: one for one in run.inner.get(stage, ())}
     lines = _lines(run.study["points"], figure.get("lines", ("name",)))
     looks = _looks(lines, figure.get("colours"))
-    for (label, own), look in zip(lines.items(), looks, strict=True):
-        if (inside := logged.get(own[0]["name"])) is None:
+    for (label, members), look in zip(lines.items(), looks, strict=True):
+        if (inner := logged.get(members[0]["name"])) is None:
             continue
-        name = next((n for n in wanted for line in inside.metrics if n in line), "")
-        course = [(m["step"], scale * m[name]) for m in inside.metrics if name in m]
-        if course:
-            x, y = zip(*course, strict=True)
+        name = next((n for n in wanted for line in inner.metrics if n in line), "")
+        curve = [(m["step"], scale * m[name]) for m in inner.metrics if name in m]
+        if curve:
+            x, y = zip(*curve, strict=True)
             series.append(Series(label, x, y, **look))
     title = f"{figure['y']} in training"
     name = stem(run.name, figure["y"], "by", "step")
@@ -332,18 +334,18 @@ def _curves(run: Run, figure: Row) -> Chart:
 
 
 def _leaders(points: Sequence[Row], config: Row, figure: Row) -> str:
-    """Names the leading line at each value of an axis, and whether the lead changes."""
+    """Returns a text on the leading line at each value of an axis, or ""."""
     x, y, lines = figure["x"], figure["y"], figure.get("lines", ())
     if x not in config["axes"] or not lines:
         return ""
     decimals = _decimals(points, config, y)
-    there = [p for p in points if _score(p, config, y)]
-    values = list(dict.fromkeys(column(p, x) for p in there))
+    scored = [p for p in points if _score(p, config, y)]
+    values = list(dict.fromkeys(column(p, x) for p in scored))
     sign = -1 if (lower := lower_is_better(_metric(config["scores"][y]))) else 1
     parts, first = [], []
     for value in values:
-        own = [p for p in there if column(p, x) == value]
-        best = max(own, key=lambda p: sign * _score(p, config, y)[0])
+        at_value = [p for p in scored if column(p, x) == value]
+        best = max(at_value, key=lambda p: sign * _score(p, config, y)[0])
         (label,) = _lines([best], lines)
         first.append(label)
         parts.append(
@@ -352,17 +354,16 @@ def _leaders(points: Sequence[Row], config: Row, figure: Row) -> str:
     text = f"{y}: the {'lowest' if lower else 'highest'} is {', '.join(parts)}."
     if len(values) < 2:
         return text
-    if len(set(first)) == 1:
-        return f"{text} The lead never changes."
-    return f"{text} The lead changes."
+    changes = "changes" if len(set(first)) > 1 else "never changes"
+    return f"{text} The lead {changes}."
 
 
 def fit_law(x: Sequence[float], y: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
-    """Fits y = a + b (x / min x)^-c with a, b and c not negative, by least squares.
+    """Fits y = a + b (x / min x)^-c with non-negative a, b and c, by least squares.
 
     Args:
-      x: positive, (N,).
-      y: (N,).
+      x: positive values, (N,).
+      y: values, (N,).
 
     Returns:
       (a, b, c), and the residuals y - fit, (N,).
@@ -375,7 +376,7 @@ def fit_law(x: Sequence[float], y: Sequence[float]) -> tuple[np.ndarray, np.ndar
         return p[0] + p[1] * x ** -p[2] - y
 
     low = max(0.0, min(y))
-    # The valley between a and c is flat: the best of several beginnings.
+    # The valley between a and c is flat: take the best of several initial values.
     fits = [
         optimize.least_squares(
             residuals, (share * low, max(y) - share * low, c), bounds=(0, np.inf)
@@ -389,14 +390,14 @@ def fit_law(x: Sequence[float], y: Sequence[float]) -> tuple[np.ndarray, np.ndar
 
 def _law(points: Sequence[Row], config: Row, law: Row) -> Text:
     x, y = law["x"], law["y"]
-    there = [p for p in points if _score(p, config, y) and column(p, x)]
+    scored = [p for p in points if _score(p, config, y) and column(p, x)]
     parts = []
-    for label, own in _lines(there, law["lines"]).items():
-        xs = [float(column(point, x)) for point in own]
+    for label, members in _lines(scored, law["lines"]).items():
+        xs = [float(column(point, x)) for point in members]
         if len(set(xs)) < _LEAST:
             continue
-        (a, b, c), rest = fit_law(xs, [_score(p, config, y)[0] for p in own])
-        worst = own[int(np.argmax(np.abs(rest)))]["name"]
+        (a, b, c), rest = fit_law(xs, [_score(p, config, y)[0] for p in members])
+        worst = members[int(np.argmax(np.abs(rest)))]["name"]
         parts.append(
             f"{label}: {a:.3g} + {b:.3g} ({x} / {min(xs):.3g})^-{c:.3g}, residuals of "
             f"{np.sqrt(np.mean(rest**2)):.2g} (root mean square; the largest, "
