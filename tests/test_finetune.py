@@ -84,7 +84,7 @@ def test_a_folder_becomes_a_model(place, capsys):
     # The same command again only evaluates, and another is refused.
     assert command(place, f"--workdir={run}", "--minutes=1") == 0
     again = capsys.readouterr().out
-    assert "going on with what was chosen before" in again
+    assert "resuming with the settings chosen before" in again
     assert f"accuracy {score:.2%}" in again
     with pytest.raises(UserError, match="another command.*--minutes"):
         command(place, f"--workdir={run}", "--minutes=2")
@@ -123,7 +123,7 @@ def test_classes_without_splits_that_are_uneven(place, tmp_path, capsys):
     words = [f"--workdir={tmp_path}", "--minutes=0", "--config.total_steps=20"]
     words += ["--config.task.name=lora", "--config.optim.name=adam"]
     with pytest.raises(
-        UserError, match="is chosen for sgd alone; state --config.optim"
+        UserError, match="is chosen for sgd alone; set --config.optim"
     ):
         command(place, *words, photos="uneven")
     words += ["--config.optim.learning_rate=0.002"]
@@ -135,7 +135,7 @@ def test_classes_without_splits_that_are_uneven(place, tmp_path, capsys):
     config = json.loads((tmp_path / "finetune.json").read_text())
     assert config["data"]["train_transform"] == "inception_crop(area=(0.6, 1.0))"
     assert config["checkpoint"]["best_metric"] == "val/balanced_accuracy"
-    assert "adam, rate 0.002 (stated)" in out
+    assert "adam, rate 0.002 (set)" in out
     assert config["task"]["name"] == "lora"
     assert "no average of the parameters (task.name=lora keeps the network" in out
     report = json.loads((tmp_path / "report.json").read_text())

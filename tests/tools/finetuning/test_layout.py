@@ -55,7 +55,7 @@ def test_folders_of_splits(photos, tmp_path, train, validation, test, expected):
 
 def test_folders_of_classes_keep_a_part_of_each_apart(photos, tmp_path):
     found = find(photos / "train", tmp_path)
-    assert "one folder a class; 4 of 19 images" in found.found
+    assert "one folder per class; 4 of 19 images" in found.description
     with (tmp_path / "split.csv").open() as file:
         rows = list(csv.DictReader(file))
     apart = [row["label"] for row in rows if row["split"] == "val"]
@@ -175,7 +175,9 @@ def test_folders_of_splits_without_classes_need_a_table(photos, tmp_path):
         find(tmp_path / "set", tmp_path / "run")
     (tmp_path / "set" / "labels.csv").write_text("\n".join(rows))
     found = find(tmp_path / "set", tmp_path / "run")
-    assert found.found.startswith("a table with paths in 'path' and labels in 'label'")
+    assert found.description.startswith(
+        "a table with paths in 'path' and labels in 'label'"
+    )
     assert sizes(found) == [4, 2, 2]
 
 
@@ -197,7 +199,7 @@ def test_columns_of_classes_are_found(photos, tmp_path):
 
     paths = sorted(photos.glob("*/*/*.png"))
     found = find_with(f"{p};7{i};{i % 2};{1 - i % 2}" for i, p in enumerate(paths))
-    assert "labels in 'cat,dog'" in found.found and sum(sizes(found)) == 23
+    assert "labels in 'cat,dog'" in found.description and sum(sizes(found)) == 23
     assert not found.data.get("multi_label")
     found = find_with(
         f"{p};7{i};{i % 2};{(-1, 1)[i > 19]}" for i, p in enumerate(paths)

@@ -39,7 +39,7 @@ def test_confusions_are_counted_in_words():
 def test_scores_of_classes_are_those_of_scikit_learn(one_each):
     answers = made(one_each)
     precision, recall, f1, images = metrics.precision_recall_fscore_support(
-        answers.labels, answers.found.astype(int), zero_division=np.nan
+        answers.labels, answers.predicted.astype(int), zero_division=np.nan
     )
     found = answers.by_class()
     assert [one.images for one in found] == images.tolist()
@@ -71,7 +71,7 @@ def test_losses_and_the_order_of_mistakes():
     assert [len(pair.images) for pair in pairs] == sorted(table[table > 0])[::-1]
     for pair in pairs:
         assert {truth[i] for i in pair.images} == {pair.true}
-        assert len(pair.images) == table[pair.true, pair.found]
+        assert len(pair.images) == table[pair.true, pair.predicted]
 
 
 def test_mistakes_of_several_labels():

@@ -1,1 +1,1 @@
-"""Fine-tuning on images of one's own: their layout, what is chosen for them, the run."""
+"""Fine-tuning on a user's images: their splits, the settings, the run, its mistakes."""

@@ -1,8 +1,8 @@
-"""Finds how a user's images lie, and which to train, validate and test on.
+"""Finds the splits of a user's images to train, validate and test on.
 
-A place is a folder with one folder a split, a folder with one folder a class, a table of
-paths and labels (or a folder with one), or the name of a data set. Where no images are
-set aside to validate on, a part of each class is, by a list in the workdir.
+A place is a folder with one folder per split, a folder with one folder per class, a table
+of paths and labels (or a folder with one), or the name of a data set. If there is no
+validation split, a part of each class validates, and the workdir gets a list of it.
 """
 
 import csv
@@ -26,83 +26,80 @@ from vit_jax.errors import UserError
 from vit_jax.files import replace_text
 from vit_jax.weights.workdir import absolute
 
-# What columns of tables are called.
+# Usual names of the columns of tables.
 IMAGES = ("image", "path", "image_path", "file", "filename", "file_name", "filepath")
 IMAGES += ("img", "img_path", "image_name", "image_id", "id")
 LABELS = ("label", "labels", "class", "classes", "class_name", "category", "target")
 LABELS += ("species", "tag", "tags", "fine_label", "coarse_label", "y")
-SPLIT_FILE = "split.csv"  # In the workdir.
+SPLIT_FILE = "split.csv"  # File in the workdir that lists the split of each image.
 
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """What there is to train, validate and test on.
+    """The splits of a user's images.
 
     Attributes:
-      data: keys of `config.data`, with `split` the training split.
+      data: keys of `config.data`, with the training split as `split`.
       validation: split that chooses the checkpoint.
-      test: split that nothing is chosen by; "" if there is none.
-      found: what was found, in words.
+      test: split that no choice depends on; "" without test images.
+      description: how the images are laid out, for the log.
     """
 
     data: dict
     validation: str
     test: str
-    found: str
-
-    def config(self, num_classes: int = 1) -> DataConfig:
-        """Returns `config.data` with a number of classes; enough to open splits."""
-        return DataConfig(**self.data | {"num_classes": num_classes})
+    description: str
 
     def open(self, split: str) -> Source:
-        """Opens a split, whatever its classes."""
-        return open_unchecked(self.config(), split)
+        """Opens a split; its labels are not checked."""
+        return open_unchecked(DataConfig(**self.data | {"num_classes": 1}), split)
 
 
-def find(place: str, stated: Mapping[str, object], workdir: str) -> Layout:
-    """Finds how the images of a place lie.
+def find(place: str, given: Mapping[str, object], workdir: str) -> Layout:
+    """Finds the splits of the images of a place.
 
     Args:
       place: folder, table or name of a data set.
-      stated: keys of `config.data` that the user set, as "image_key"; they come first.
-      workdir: gets the list of the split, if one has to be made.
+      given: keys of `config.data` set by the user, such as "image_key"; they take
+        precedence.
+      workdir: folder for the list of the split, if one is made.
 
     Raises:
-      UserError: nothing is found, or columns are not told apart.
+      UserError: the place has no images to train on, or columns have unusual names.
     """
     path = pathlib.Path(place).expanduser()
     if path.is_file():
-        return _of_table(path, stated, workdir)
+        return _of_table(path, given, workdir)
     if path.is_dir():
-        return _of_folder(path, stated, workdir)
-    return _of_name(place, stated)
+        return _of_folder(path, given, workdir)
+    return _of_name(place, given)
 
 
-def _of_folder(path: pathlib.Path, stated: Mapping, workdir: str) -> Layout:
+def _of_folder(path: pathlib.Path, given: Mapping, workdir: str) -> Layout:
     names = folder.split_folders(path)
     train = first_of(TRAIN, names)
-    there = [name for name in folder.visible_folders(path) if name not in names]
-    there = [n for n in there if folder.is_split(path, n, labelled=False)]
+    others = [name for name in folder.visible_folders(path) if name not in names]
+    others = [name for name in others if folder.is_split(path, name, labelled=False)]
     classes = folder.class_folders(path)
-    shallow = [name for name in there if name in classes]
+    shallow = [name for name in others if name in classes]
     tables = {each.stem: each for each in sorted(path.iterdir()) if _is_table(each)}
     if not train and len(shallow) < 2 and tables:
         if first_of(TRAIN, tables):
-            return _of_table(path, stated, workdir)
+            return _of_table(path, given, workdir)
         if len(tables) > 1:
             known = ", ".join(each.name for each in tables.values())
             raise UserError(f"{path} has several tables ({known}): give one of them")
-        return _of_table(*tables.values(), stated, workdir)
-    data = {"name": "folder", "data_dir": str(path), **stated}
+        return _of_table(*tables.values(), given, workdir)
+    data = {"name": "folder", "data_dir": str(path), **given}
     if train:
-        others = [name for name in names if name != train]
-        validation, test = first_of(VALIDATION, others), first_of(TEST, others)
-        spoken = ", ".join(filter(None, (train, validation, test)))
+        rest = [name for name in names if name != train]
+        validation, test = first_of(VALIDATION, rest), first_of(TEST, rest)
+        used = ", ".join(filter(None, (train, validation, test)))
         return _with_validation(
             data | {"split": train},
             validation,
             test,
-            f"folders of splits ({spoken}) with folders of classes",
+            f"folders of splits ({used}) with folders of classes",
             workdir,
         )
     if deeper := folder.inside(path):
@@ -112,10 +109,10 @@ def _of_folder(path: pathlib.Path, stated: Mapping, workdir: str) -> Layout:
             f"{path} has the splits {', '.join(names)}, and none to train on: call one "
             f"{TRAIN[0]}"
         )
-    if there and not classes:  # Splits, whose labels stand elsewhere.
+    if others and not classes:  # Folders of splits without folders of classes.
         raise UserError(
-            f"{path / there[0]} has images but no folders of classes: give "
-            f"{path / there[0]}/CLASS/*.jpg, or a table of paths and labels"
+            f"{path / others[0]} has images but no folders of classes: give "
+            f"{path / others[0]}/CLASS/*.jpg, or a table of paths and labels"
         )
     if not classes:
         raise UserError(
@@ -124,27 +121,27 @@ def _of_folder(path: pathlib.Path, stated: Mapping, workdir: str) -> Layout:
             "and labels"
         )
     return _with_validation(
-        data | {"split": folder.WHOLE}, "", "", "one folder a class", workdir
+        data | {"split": folder.WHOLE}, "", "", "one folder per class", workdir
     )
 
 
-def _of_table(path: pathlib.Path, stated: Mapping, workdir: str) -> Layout:
+def _of_table(path: pathlib.Path, given: Mapping, workdir: str) -> Layout:
     tables = table.read_splits(str(path))
     first = tables[first_of(TRAIN, tables) or next(iter(tables))]
     data = {"name": "table", "data_dir": str(path)}
-    flags = _columns_of_flags(first)
+    flags = _flag_columns(first)
     if len(flags) > 1 and not first_of(LABELS, first.columns):
         data["label_key"] = ",".join(flags)
-    data |= columns(first.columns, str(first.path), data | dict(stated))
+    data |= columns(first.columns, str(first.path), data | dict(given))
     labels = table.label_columns(data["label_key"], first.columns)
-    if "multi_label" not in stated and len(labels) > 1:
+    if "multi_label" not in given and len(labels) > 1:
         ones = ([table.flag(row.get(k)) for k in labels].count(1) for row in first.rows)
         data["multi_label"] = any(count != 1 for count in ones)
-    elif "multi_label" not in stated:
+    elif "multi_label" not in given:
         values = [row.get(data["label_key"]) for row in first.rows]
         data["multi_label"] = any(map(_is_several, values))
-    data |= stated
-    # Test images are often listed without their labels.
+    data |= given
+    # A table of test images often has no labels.
     names = [k for k, each in tables.items() if {*labels} <= {*each.columns}]
     if names == [table.WHOLE]:
         names = table.split_names(str(path))
@@ -154,7 +151,7 @@ def _of_table(path: pathlib.Path, stated: Mapping, workdir: str) -> Layout:
             f"{path} has the splits {', '.join(names)}, and none to train on: call one "
             f"{TRAIN[0]}"
         )
-    several = " (several a row)" if data["multi_label"] else ""
+    several = " (several per row)" if data["multi_label"] else ""
     return _with_validation(
         data | {"split": train},
         first_of(VALIDATION, names),
@@ -165,10 +162,10 @@ def _of_table(path: pathlib.Path, stated: Mapping, workdir: str) -> Layout:
     )
 
 
-def _of_name(place: str, stated: Mapping) -> Layout:
-    name, data = place, dict(stated)
-    owned = place.count("/") == 1 and not place.startswith((".", "/", "~"))
-    if owned and place.split("/")[0] not in SOURCES and ":" not in place:
+def _of_name(place: str, given: Mapping) -> Layout:
+    name, data = place, dict(given)
+    has_owner = place.count("/") == 1 and not place.startswith((".", "/", "~"))
+    if has_owner and place.split("/")[0] not in SOURCES and ":" not in place:
         name = f"hf://datasets/{place}"
     if not parquet.is_hub(name) and ("/" in name or name.startswith((".", "~"))):
         raise UserError(
@@ -179,7 +176,7 @@ def _of_name(place: str, stated: Mapping) -> Layout:
         files = parquet.files_of_splits(parquet.download(name), name)
         names = list(files)
         first = files[first_of(TRAIN, names) or names[0]][0]
-        data = columns(parquet.column_names(first), name, stated) | data
+        data = columns(parquet.column_names(first), name, given) | data
     else:
         entry = catalogue.ENTRIES.get(name)
         try:
@@ -200,31 +197,33 @@ def _of_name(place: str, stated: Mapping) -> Layout:
             f"{place} has the splits {', '.join(names)}, and none to train on"
         )
     validation, test = first_of(VALIDATION, names), first_of(TEST, names)
-    found = f"a data set with the splits {', '.join(names)}"
-    # Many of these are sorted by class.
+    description = f"a data set with the splits {', '.join(names)}"
+    # Sources of these kinds are often sorted by class: a part at the end lacks classes.
     if not validation and (parquet.is_hub(name) or name == IN_MEMORY):
         count = round(1 / HELD_OUT)
         parts = [f"interleaved_splits({train}, {count})[{i}]" for i in range(count)]
         validation, train = parts[-1], "+".join(parts[:-1])
-        found += f", of whose training images each {count}th validates"
+        description += f", of whose training images each {count}th validates"
     elif not validation:
         kept = round(100 * (1 - HELD_OUT))
         validation, train = f"{train}[{kept}%:]", f"{train}[:{kept}%]"
-        found += f", of whose training images the last {100 - kept} % validate"
-    return Layout({"name": name, **data, "split": train}, validation, test, found)
+        description += f", of whose training images the last {100 - kept} % validate"
+    data = {"name": name, **data, "split": train}
+    return Layout(data, validation, test, description)
 
 
 def _with_validation(
-    data: dict, validation: str, test: str, found: str, workdir: str
+    data: dict, validation: str, test: str, description: str, workdir: str
 ) -> Layout:
-    """Sets a part of the training images aside, unless there are others to validate on."""
-    layout = Layout(data, validation, test, found)
+    """Sets a part of the training images aside if there is no validation split."""
+    layout = Layout(data, validation, test, description)
     if validation:
         return layout
-    place = epath.Path(split_file(workdir))
+    path = epath.Path(split_file(workdir))
     source = layout.open(data["split"])
-    groups = _groups(source)
-    apart = held_out(groups)
+    labels = source.known_labels()
+    labels = read_labels(source) if labels is None else labels
+    apart = held_out([str(label) for label in labels])
     if not apart.any():
         raise UserError(
             f"{data['data_dir']} has one image of each class: give two or more of a "
@@ -241,52 +240,52 @@ def _with_validation(
     lines = csv.writer(text, lineterminator="\n")
     lines.writerow(("image", "label", table.SPLIT))
     lines.writerows(rows)
-    place.parent.mkdir(parents=True, exist_ok=True)
-    replace_text(place, text.getvalue())
+    path.parent.mkdir(parents=True, exist_ok=True)
+    replace_text(path, text.getvalue())
     several = {"multi_label": True} if data.get("multi_label") else {}
     kept = set(fields.fields(DataConfig)) & data.keys()
     kept -= {"name", "data_dir", "split", "image_key", "label_key", "multi_label"}
     kept -= {"image_dir", "image_suffix"}
     data = {key: data[key] for key in kept} | several
-    data |= {"name": "table", "data_dir": str(place), "split": TRAIN[0]}
+    data |= {"name": "table", "data_dir": str(path), "split": TRAIN[0]}
     return Layout(
         data,
         VALIDATION[0],
         TEST[0] if test else "",
-        f"{found}; {apart.sum():,} of {len(source):,} images, the same part of each "
-        f"class, set aside to validate on: {place}",
+        f"{description}; {apart.sum():,} of {len(source):,} images, the same part of "
+        f"each class, set aside to validate on: {path}",
     )
 
 
 def take_fold(layout: Layout, fold: int, count: int) -> None:
-    """Rewrites the list of the split in a workdir: one fold validates.
+    """Rewrites the list of the split in a workdir, so that one fold validates.
 
     Args:
-      layout: of images of which a part was set aside.
-      fold: that validates, counted from 0.
+      layout: layout whose validation images were set aside from the training images.
+      fold: number of the fold that validates, from 0.
       count: number of folds.
 
     Raises:
-      UserError: the images have others to validate on, or there are too few.
+      UserError: the images have a validation split, or there are too few.
     """
-    place = epath.Path(layout.data.get("data_dir", ""))
-    if place.name != SPLIT_FILE:
+    path = epath.Path(layout.data.get("data_dir", ""))
+    if path.name != SPLIT_FILE:
         raise UserError(
             f"folds={count}: there are images to validate on, and folds are parts of the "
             "training images: leave it out"
         )
-    rows = list(csv.DictReader(io.StringIO(place.read_text())))
-    ours = [row for row in rows if row[table.SPLIT] != TEST[0]]
-    folds = splits.folds([row["label"] for row in ours], count)
+    rows = list(csv.DictReader(io.StringIO(path.read_text())))
+    trained = [row for row in rows if row[table.SPLIT] != TEST[0]]
+    folds = splits.folds([row["label"] for row in trained], count)
     if len({*folds.tolist()} - {-1}) < count:
-        raise UserError(f"folds={count}: {len(ours)} images are too few: lower it")
-    for row, its in zip(ours, folds, strict=True):
-        row[table.SPLIT] = VALIDATION[0] if its == fold else TRAIN[0]
+        raise UserError(f"folds={count}: {len(trained)} images are too few: lower it")
+    for row, number in zip(trained, folds, strict=True):
+        row[table.SPLIT] = VALIDATION[0] if number == fold else TRAIN[0]
     text = io.StringIO()
     lines = csv.DictWriter(text, rows[0].keys(), lineterminator="\n")
     lines.writeheader()
     lines.writerows(rows)
-    replace_text(place, text.getvalue())
+    replace_text(path, text.getvalue())
 
 
 def split_file(workdir: str) -> str:
@@ -294,32 +293,26 @@ def split_file(workdir: str) -> str:
     return str(absolute(workdir) / SPLIT_FILE)
 
 
-def columns(known: Sequence[str], place: str, stated: Mapping) -> dict[str, str]:
+def columns(known: Sequence[str], place: str, given: Mapping) -> dict[str, str]:
     """Returns `image_key` and `label_key` by the usual names of columns.
 
     Args:
-      known: columns that there are.
-      place: for the message.
-      stated: keys that the user set.
+      known: names of all columns.
+      place: table or data set, for the message.
+      given: keys set by the user.
 
     Raises:
-      UserError: one has no usual name.
+      UserError: no column has a usual name for one of the keys.
     """
-    found = {}
+    keys = {}
     for key, usual in (("image_key", IMAGES), ("label_key", LABELS)):
-        found[key] = stated.get(key) or first_of(usual, known)
-        if not found[key]:
+        keys[key] = given.get(key) or first_of(usual, known)
+        if not keys[key]:
             raise UserError(
                 f"{place} has the columns {', '.join(known)}: say which holds the "
                 f"{'images' if key == 'image_key' else 'labels'} by --config.data.{key}"
             )
-    return found
-
-
-def _groups(source: Source) -> list[str]:
-    labels = source.known_labels()
-    labels = read_labels(source) if labels is None else labels
-    return [str(label) for label in labels]
+    return keys
 
 
 def _row(source: folder.FolderSource, i: int) -> tuple[str, str]:
@@ -333,17 +326,17 @@ def _is_table(path: pathlib.Path) -> bool:
     return path.is_file() and path.suffix.lower() in table.EXTENSIONS
 
 
-def _columns_of_flags(of: table.Table) -> list[str]:
-    """Returns the columns that hold 1 and 0, -1 or nothing alone, as those of classes."""
-    found = {
+def _flag_columns(of: table.Table) -> list[str]:
+    """Returns the columns with 1 and 0, -1 or nothing alone, one column per class."""
+    flags = {
         column: {table.flag(row.get(column)) for row in of.rows}
         for column in of.columns
     }
-    return [name for name, seen in found.items() if 1 in seen and None not in seen]
+    return [name for name, seen in flags.items() if 1 in seen and None not in seen]
 
 
 def _is_several(value: object) -> bool:
-    """Returns whether a cell holds a list of labels, or texts with "|" or ";" between.
+    """Returns whether a cell holds a list of labels, or texts separated by "|" or ";".
 
     A comma alone may belong to the name of a class.
     """

@@ -1,4 +1,4 @@
-"""What a classifier gets wrong: classes, confusions, single images, doubtful labels.
+"""Mistakes of a classifier: by class, confusions, single images, doubtful labels.
 
 Letters: N images, K classes, D features.
 """
@@ -13,8 +13,9 @@ from vit_jax.evaluators.classification import BINS, calibration_error
 from vit_jax.evaluators.multi_label import average_precision
 
 NEIGHBOURS = 10
-# A label is doubtful if so few of the neighbours have it, and so many another one.
-_OWN, _OTHER = 0.1, 0.7
+# A label is doubtful if at most the first part of the neighbours has it, and at least the
+# second part has one other label.
+_SAME, _OTHER = 0.1, 0.7
 _BLOCK = 1_024  # Images compared at a time.
 
 
@@ -22,12 +23,12 @@ class ClassScores(NamedTuple):
     """Scores of one class.
 
     Attributes:
-      name: of the class.
-      images: that have it.
-      recall: part of them that is found; nan without any.
-      precision: part of what is found that has it; nan where nothing is.
+      name: name of the class.
+      images: number of images of the class.
+      recall: fraction of its images that are predicted as it; nan without images.
+      precision: fraction of its predictions that are right; nan without predictions.
       f1: harmonic mean of the two; 0 where one is 0 or nan.
-      average_precision: over all thresholds; nan without images.
+      average_precision: average precision over all thresholds; nan without images.
     """
 
     name: str
@@ -39,15 +40,15 @@ class ClassScores(NamedTuple):
 
 
 class Confusion(NamedTuple):
-    """Images of one class that were taken for another.
+    """Images of one class that were predicted as another.
 
     Attributes:
-      true, found: numbers of the classes.
-      images: their numbers, the surest first.
+      true, predicted: numbers of the classes.
+      images: numbers of the images, those of the highest probability first.
     """
 
     true: int
-    found: int
+    predicted: int
     images: list[int]
 
 
@@ -55,26 +56,26 @@ class Doubt(NamedTuple):
     """An image that looks like those of another class.
 
     Attributes:
-      image: its number.
-      own: part of its nearest neighbours with its label.
-      other: class of most of them.
-      share: part of the neighbours with that class.
+      image: number of the image.
+      same: fraction of its nearest neighbours with its label.
+      other: class of most of the neighbours.
+      share: fraction of the neighbours with that class.
     """
 
     image: int
-    own: float
+    same: float
     other: int
     share: float
 
 
 @dataclasses.dataclass(frozen=True)
 class Answers:
-    """What a network said about images.
+    """Outputs of a network for images, and their labels.
 
     Attributes:
-      logits: of the classes.
-      labels: 0 or 1 for each class.
-      class_names: in label order.
+      logits: logits of the classes, (N, K).
+      labels: 0 or 1 for each class, (N, K).
+      class_names: names in label order.
       one_each: whether an image has exactly one class.
     """
 
@@ -85,7 +86,7 @@ class Answers:
 
     @property
     def probabilities(self) -> Float[np.ndarray, "N K"]:
-        """Of the classes: together 1 if an image has one, else each by itself."""
+        """Probabilities of the classes: softmax of one class per image, else sigmoid."""
         logits = self.logits.astype(np.float64)
         if not self.one_each:
             return np.exp(-np.logaddexp(0, -logits))
@@ -93,15 +94,15 @@ class Answers:
         return powers / powers.sum(1, keepdims=True)
 
     @property
-    def found(self) -> Bool[np.ndarray, "N K"]:
-        """The classes that are answered: the best one, or all from one half on."""
+    def predicted(self) -> Bool[np.ndarray, "N K"]:
+        """Mask of predicted classes: the most probable one, or all of at least 0.5."""
         if not self.one_each:
             return self.probabilities >= 0.5
         return np.eye(len(self.class_names), dtype=bool)[self.logits.argmax(1)]
 
     @property
     def losses(self) -> Float[np.ndarray, " N"]:
-        """Cross-entropy of each image in nats, of several labels summed."""
+        """Cross-entropy of each image in nats, summed over several labels."""
         probabilities = self.probabilities
         right = np.where(self.labels > 0, probabilities, 1 - probabilities)
         if self.one_each:
@@ -110,11 +111,11 @@ class Answers:
 
     def by_class(self) -> list[ClassScores]:
         """Returns the scores of each class."""
-        there, found = self.labels > 0, self.found
+        labels, predicted = self.labels > 0, self.predicted
         scores = []
         for k, name in enumerate(self.class_names):
-            right = float((there[:, k] & found[:, k]).sum())
-            images, answers = int(there[:, k].sum()), int(found[:, k].sum())
+            right = float((labels[:, k] & predicted[:, k]).sum())
+            images, answers = int(labels[:, k].sum()), int(predicted[:, k].sum())
             scores.append(
                 ClassScores(
                     name,
@@ -122,7 +123,7 @@ class Answers:
                     right / images if images else np.nan,
                     right / answers if answers else np.nan,
                     2 * right / max(images + answers, 1),
-                    average_precision(self.probabilities[:, k], there[:, k])
+                    average_precision(self.probabilities[:, k], labels[:, k])
                     if images
                     else np.nan,
                 )
@@ -130,12 +131,12 @@ class Answers:
         return scores
 
     def mistakes(self) -> list[int]:
-        """Returns the images whose answer is wrong, the surest first.
+        """Returns the images with a wrong answer, most confident first.
 
-        How sure an answer is, is its probability; of several labels that of the label
-        that is furthest from the truth.
+        The confidence is the probability of the answer; with several labels, the largest
+        error of a label's probability.
         """
-        wrong = (self.found != (self.labels > 0)).any(1)
+        wrong = (self.predicted != (self.labels > 0)).any(1)
         sure = np.abs(self.probabilities - self.labels).max(1)
         if self.one_each:
             sure = self.probabilities.max(1)
@@ -143,25 +144,25 @@ class Answers:
         return order[wrong[order]].tolist()
 
     def highest_losses(self, most: int) -> list[int]:
-        """Returns the images of the highest losses, the highest first."""
+        """Returns the images with the highest losses, highest first."""
         return np.argsort(-self.losses, kind="stable")[:most].tolist()
 
     def confusions(self, most: int) -> list[Confusion]:
-        """Returns the pairs of classes that are confused most; none of several labels."""
+        """Returns the most confused pairs of classes; none with several labels."""
         if not self.one_each:
             return []
-        true, found = self.labels.argmax(1), self.logits.argmax(1)
+        true, predicted = self.labels.argmax(1), self.logits.argmax(1)
         pairs: dict[tuple[int, int], list[int]] = {}
         for i in self.mistakes():
-            pairs.setdefault((int(true[i]), int(found[i])), []).append(i)
+            pairs.setdefault((int(true[i]), int(predicted[i])), []).append(i)
         ordered = sorted(pairs.items(), key=lambda pair: (-len(pair[1]), pair[0]))
         return [Confusion(*pair, images) for pair, images in ordered[:most]]
 
     def calibration(self) -> tuple[list[tuple[float, float, int]], float]:
-        """Returns mean probability, accuracy and number of each bin, and the error.
+        """Returns mean probability, accuracy and count per bin, and the error.
 
-        Of images with one class the probability is that of the answer, else that of
-        each label. The bins are those of `classification.calibration_error`.
+        The probability is that of the answer, or of each label if an image may have
+        several. The bins are those of `classification.calibration_error`.
         """
         probabilities, right = self.probabilities.ravel(), (self.labels > 0).ravel()
         if self.one_each:
@@ -172,10 +173,10 @@ class Answers:
         bins = np.searchsorted(edges, probabilities)
         rows = []
         for b in range(BINS):
-            here = bins == b
-            if here.any():
-                mean = float(probabilities[here].mean())
-                rows.append((mean, float(right[here].mean()), int(here.sum())))
+            members = bins == b
+            if members.any():
+                mean = float(probabilities[members].mean())
+                rows.append((mean, float(right[members].mean()), int(members.sum())))
         return rows, calibration_error(probabilities, right)
 
 
@@ -186,13 +187,12 @@ def doubtful_labels(
 ) -> list[Doubt]:
     """Returns images that look mislabelled: their nearest neighbours have another label.
 
-    An image does not count among its own neighbours, which are the 10 of the highest
-    cosine similarity.
+    The neighbours are the 10 other images of the highest cosine similarity.
 
     Args:
-      features: of images, before the classifier.
-      labels: class of each.
-      most: number of images to return, the most doubtful first.
+      features: features of the images before the classifier, (N, D).
+      labels: class of each image, (N,).
+      most: largest number of images to return, most doubtful first.
     """
     norms = np.linalg.norm(features, axis=1, keepdims=True)
     unit = features / np.maximum(norms, 1e-12)
@@ -207,9 +207,9 @@ def doubtful_labels(
         nearest = np.argpartition(-similar, count - 1, axis=1)[:, :count]
         for i, others in zip(rows.tolist(), labels[nearest], strict=True):
             counts = np.bincount(others)
-            other, own = int(counts.argmax()), float((others == labels[i]).mean())
+            other, same = int(counts.argmax()), float((others == labels[i]).mean())
             share = float(counts[other] / count)
-            if own <= _OWN and share >= _OTHER:
-                doubts.append(Doubt(i, own, other, share))
-    doubts.sort(key=lambda doubt: (-doubt.share, doubt.own, doubt.image))
+            if same <= _SAME and share >= _OTHER:
+                doubts.append(Doubt(i, same, other, share))
+    doubts.sort(key=lambda doubt: (-doubt.share, doubt.same, doubt.image))
     return doubts[:most]

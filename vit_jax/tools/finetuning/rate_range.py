@@ -1,8 +1,8 @@
-"""The range test of learning rates: one short run whose rate rises at every step.
+"""Learning rate range test: one short run whose rate rises at every step.
 
-Where the loss falls fastest is a good peak rate; where it rises again the rate is too high.
-Source: Smith, "Cyclical learning rates" (arXiv:1506.01186), section 3.3, with a geometric
-rise and a smoothed loss, as fastai has it.
+The rate at which the loss falls fastest is a good peak rate. Source: Smith, "Cyclical
+learning rates" (arXiv:1506.01186), section 3.3, with a geometric rise and a smoothed loss
+as in fastai.
 """
 
 import dataclasses
@@ -20,12 +20,12 @@ from vit_jax.files import replace_bytes, replace_text
 from vit_jax.tools.finetuning import trial
 from vit_jax.training.callbacks import Callback
 
-FILE = "rate_range"  # .csv, and .png with the extra `plots`.
+FILE = "rate_range"  # Written as .csv, and as .png with the extra `plots`.
 STEPS = 100
-# Lowest and highest rate, as parts of the one that is chosen without a test.
+# Lowest and highest rate, relative to the one that is chosen without a test.
 _SPAN = (1e-3, 1e2)
 _SMOOTHING = 0.9
-_DIVERGED = 4.0  # Times the smallest loss.
+_DIVERGED = 4.0  # Multiple of the smallest loss at which the test ends.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,9 +33,9 @@ class RateRange:
     """The result of a range test.
 
     Attributes:
-      rates: of the steps, up to that at which the loss had diverged.
-      losses: of the steps.
-      smoothed: their moving average.
+      rates: learning rate of each step, until the loss diverged.
+      losses: training loss of each step.
+      smoothed: moving average of the losses.
       suggestion: rate at which the smoothed loss falls fastest.
     """
 
@@ -47,12 +47,12 @@ class RateRange:
 
 class _Losses(Callback):
     def __init__(self):
-        self.found: list[tuple[float, float]] = []
+        self.steps: list[tuple[float, float]] = []
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         rate, loss = metrics["train/learning_rate"], metrics["train/loss"]
         if math.isfinite(loss):
-            self.found.append((rate, loss))
+            self.steps.append((rate, loss))
 
 
 def run(
@@ -60,15 +60,15 @@ def run(
     steps: int = STEPS,
     say: Callable[[str], None] = lambda line: None,
 ) -> RateRange:
-    """Runs the test; it leaves nothing behind.
+    """Runs the test in a temporary folder.
 
     Args:
-      raw: a whole config as a dict, with the rate that is chosen otherwise.
-      steps: of the test.
-      say: called with a line before it begins.
+      raw: complete config as a dict, with the rate that is chosen without a test.
+      steps: number of steps.
+      say: function called with a line before the test begins.
 
     Raises:
-      UserError: the losses say nothing.
+      UserError: the loss falls nowhere, or the run is invalid.
     """
     rate = raw["optim"]["learning_rate"]
     low, high = (part * rate for part in _SPAN)
@@ -91,57 +91,59 @@ def run(
     try:
         trial.train(raw, [losses])
     except UserError:
-        if not losses.found:  # Else the rate became too high, as is meant.
+        if (
+            not losses.steps
+        ):  # With losses, the run diverged at a high rate as intended.
             raise
-    return judge(losses.found)
+    return judge(losses.steps)
 
 
-def judge(found: list[tuple[float, float]]) -> RateRange:
+def judge(steps: list[tuple[float, float]]) -> RateRange:
     """Finds the rate at which the loss falls fastest.
 
     Args:
-      found: rate and loss of each step.
+      steps: rate and loss of each step.
 
     Raises:
       UserError: the loss falls nowhere.
     """
     average, smoothed = 0.0, []
-    for i, (_, loss) in enumerate(found, 1):
+    for i, (_, loss) in enumerate(steps, 1):
         average = _SMOOTHING * average + (1 - _SMOOTHING) * loss
         smoothed.append(average / (1 - _SMOOTHING**i))
         if smoothed[-1] > _DIVERGED * min(smoothed):
             break
-    rates, losses = zip(*found[: len(smoothed)], strict=True)
+    rates, losses = zip(*steps[: len(smoothed)], strict=True)
     best = int(np.argmin(smoothed))
     if best < 2:
         raise UserError(
             "the range test saw no loss that falls: lower --config.optim.learning_rate, "
-            "around which it looks"
+            "the centre of its range"
         )
     slopes = np.gradient(np.array(smoothed), np.log(rates))[: best + 1]
     suggestion = rates[int(np.argmin(slopes))]
     return RateRange(rates, losses, tuple(smoothed), float(f"{suggestion:.2g}"))
 
 
-def write(found: RateRange, workdir: str | os.PathLike) -> list[str]:
-    """Writes the losses as a table, and as a figure if matplotlib is there.
+def write(result: RateRange, workdir: str | os.PathLike) -> list[str]:
+    """Writes the losses as a table and, if matplotlib is installed, a figure.
 
     Returns:
       The paths.
     """
-    rates = found.rates
+    rates = result.rates
     chart = charts.Chart(
         FILE,
-        f"Range test: the loss falls fastest at a rate of {found.suggestion:g}",
+        f"Range test: the loss falls fastest at a rate of {result.suggestion:g}",
         "learning rate",
         "training loss",
         (
-            charts.Series("steps", rates, found.losses, colour=6, line=False),
-            charts.Series("smoothed", rates, found.smoothed, marked=False),
+            charts.Series("steps", rates, result.losses, colour=6, line=False),
+            charts.Series("smoothed", rates, result.smoothed, marked=False),
             charts.Series(
                 "suggestion",
-                (found.suggestion,) * 2,
-                (min(found.smoothed), max(found.smoothed)),
+                (result.suggestion,) * 2,
+                (min(result.smoothed), max(result.smoothed)),
                 colour=1,
                 marked=False,
                 dashes=1,

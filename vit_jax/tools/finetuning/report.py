@@ -1,7 +1,7 @@
-"""The page on what a fine-tuned network gets wrong, with the photographs behind it.
+"""The HTML page on the mistakes of a fine-tuned network, with the photographs.
 
-One HTML file that needs nothing beside it. Its thumbnails are made from the images, so
-that it is as private as they are.
+It is one file without references to others. It contains thumbnails of the images, so it
+is as private as they are.
 """
 
 import base64
@@ -40,29 +40,29 @@ from vit_jax.weights.pretrained import Preprocess
 
 FILE = "report.html"
 _SHOWN, _PAIRS, _OF_PAIR = 12, 8, 6
-_SIDE = 112  # Pixels of a thumbnail.
-_COMPARED = 20_000  # Training images whose labels are compared with their neighbours'.
+_SIDE = 112  # Side of a thumbnail on the page, in pixels.
+_COMPARED = 20_000  # Most training images whose labels are compared with neighbours'.
 
 
 def write(config: TrainConfig, workdir: str, split: str, headline: str) -> str:
     """Writes the page of a run; returns its path.
 
     Args:
-      config: of the run.
-      workdir: of the run, whose best checkpoint is asked.
-      split: name of the evaluation whose images are looked at: "val" or "test".
-      headline: what its score is, in words.
+      config: config of the run.
+      workdir: workdir of the run, for its best checkpoint.
+      split: evaluation whose images are shown: "val" or "test".
+      headline: score in words, for the title.
     """
     pretrained = weights.open_pretrained(workdir)
-    # The pixels are those of the run's own evaluation.
+    # Images are prepared as in the evaluations of the run.
     how = Preprocess(
         image_size=config.data.image_size, mean=config.data.mean, std=config.data.std
     )
     model, params = surgery.fit_network(pretrained, how)
     batch = config.batch_size
-    looked_at = open_source(config.data, config.evals[split].split)
-    seen = _pass(model, params, config.data, looked_at, batch)
-    names = tuple(pretrained.class_names) or tuple(looked_at.class_names)
+    source = open_source(config.data, config.evals[split].split)
+    seen = _pass(model, params, config.data, source, batch)
+    names = tuple(pretrained.class_names) or tuple(source.class_names)
     labels = seen.labels
     if not config.data.multi_label:
         labels = np.eye(config.data.num_classes, dtype=np.int64)[labels]
@@ -70,8 +70,8 @@ def write(config: TrainConfig, workdir: str, split: str, headline: str) -> str:
     answers = Answers(seen.logits, labels, names, not config.data.multi_label)
     sections = [
         *_classes(answers),
-        *_confusions(answers, looked_at, seen.records),
-        *_mistakes(answers, looked_at, seen.records),
+        *_confusions(answers, source, seen.records),
+        *_mistakes(answers, source, seen.records),
         *_calibration(answers),
         *_duplicates(config),
     ]
@@ -86,7 +86,7 @@ def write(config: TrainConfig, workdir: str, split: str, headline: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class _Seen:
-    """Outputs for the images that could be read: logits, features, labels, numbers."""
+    """Outputs, labels and record numbers of the images that could be read."""
 
     logits: np.ndarray
     features: np.ndarray
@@ -97,20 +97,20 @@ class _Seen:
 def _pass(
     model: Model, params: dict, data: DataConfig, source: Source, batch_size: int
 ) -> _Seen:
-    def outputs(params, images):
+    def forward(params, images):
         images = transforms.normalize(images, data.mean, data.std)
-        found = model.apply(params, images.astype(model.options["dtype"]))
-        return found["logits"], found["pre_logits"]
+        outputs = model.apply(params, images.astype(model.options["dtype"]))
+        return outputs["logits"], outputs["pre_logits"]
 
-    step, columns = jax.jit(outputs), []
+    step, columns = jax.jit(forward), []
     params = jax.device_put(params)
-    # A page on mistakes leaves out what is damaged; training has said it.
+    # Damaged images are left out of the page; training has reported them.
     data = dataclasses.replace(data, on_error="skip")
     with pipeline.eval_batches(source, data, batch_size=batch_size) as batches:
         for batch in batches:
-            found = jax.device_get(step(params, batch["image"]))
+            outputs = jax.device_get(step(params, batch["image"]))
             kept = batch["mask"]
-            rows = (*found, batch["label"], batch["index"])
+            rows = (*outputs, batch["label"], batch["index"])
             columns.append([np.asarray(values)[kept] for values in rows])
     logits, features, labels, records = map(np.concatenate, zip(*columns, strict=True))
     return _Seen(
@@ -136,9 +136,9 @@ def _classes(answers: Answers) -> Iterable[str]:
     ]
     yield _table(head, rows)
     yield (
-        "<p>The worst come first. Recall is the part of the class's images that is found, "
-        "precision the part of the answers that is right, AP the average precision over "
-        "all thresholds.</p>"
+        "<p>The worst come first. Recall is the part of the class's images that are "
+        "predicted as it, precision the part of these predictions that are right, AP the "
+        "average precision over all thresholds.</p>"
     )
 
 
@@ -150,10 +150,10 @@ def _confusions(
         return
     yield "<h2>Classes taken for each other</h2>"
     for pair in pairs:
-        true, found = (answers.class_names[k] for k in (pair.true, pair.found))
+        names = (answers.class_names[k] for k in (pair.true, pair.predicted))
         count = len(pair.images)
         images = f"{count:,} image{'s' * (count > 1)}"
-        yield f"<h3>{_text(true)} taken for {_text(found)}: {images}</h3>"
+        yield f"<h3>{' taken for '.join(map(_text, names))}: {images}</h3>"
         yield _gallery(
             (source, int(records[i]), _sure(answers, i)) for i in pair.images[:_OF_PAIR]
         )
@@ -195,7 +195,7 @@ def _calibration(answers: Answers) -> Iterable[str]:
 
 
 def _duplicates(config: TrainConfig) -> Iterable[str]:
-    """Counts the training images that show the same picture as a validation image."""
+    """Counts the validation images that are near-duplicates of training images."""
     data = config.data
     train = Spec(data.name, data.data_dir, data.split, data.image_key)
     apart = dataclasses.replace(train, split=config.evals["val"].split)
@@ -259,22 +259,17 @@ def _sure(answers: Answers, i: int) -> str:
 
 
 def _described(answers: Answers, i: int) -> str:
-    """Returns what an image is and what was said of it."""
+    """Returns the classes and the answer of an image."""
     probabilities, names = answers.probabilities[i], answers.class_names
-    truth = [
-        name for name, there in zip(names, answers.labels[i], strict=True) if there
-    ]
-    found = [
-        f"{name} {probability:.0%}"
-        for name, probability, said in zip(
-            names, probabilities, answers.found[i], strict=True
-        )
-        if said
-    ]
-    said = ", ".join(found) or "nothing"
-    if np.array_equal(answers.found[i], answers.labels[i]):
-        return f"{said}; right"
-    return f"{', '.join(truth) or 'nothing'}; taken for {said}"
+    predicted = answers.predicted[i]
+    truth = ", ".join(names[k] for k in np.flatnonzero(answers.labels[i]))
+    answer = ", ".join(
+        f"{names[k]} {probabilities[k]:.0%}" for k in np.flatnonzero(predicted)
+    )
+    answer = answer or "nothing"
+    if np.array_equal(predicted, answers.labels[i]):
+        return f"{answer}; right"
+    return f"{truth or 'nothing'}; taken for {answer}"
 
 
 def _gallery(images: Iterable[tuple[Source, int, str]]) -> str:
@@ -295,7 +290,7 @@ def _name(source: Source, record: int) -> str:
 
 
 def _thumbnail(source: Source, record: int) -> str:
-    """Returns an image as a small JPEG in the page."""
+    """Returns an image as the data URL of a small JPEG, "" if it is damaged."""
     try:
         pixels = decode(source[record]["image"], exif=True)
     except (DamagedImage, OSError):
@@ -312,7 +307,7 @@ def _thumbnail(source: Source, record: int) -> str:
 
 
 def _reliability(rows: Sequence[tuple[float, float, int]]) -> str:
-    """Draws accuracy by probability, each bin a circle by the number in it."""
+    """Returns an SVG of accuracy by probability; circles are larger for fuller bins."""
     side, margin = 240, 48
     most = max(number for _, _, number in rows)
 
@@ -360,7 +355,7 @@ def _percent(value: float) -> str:
 
 
 def _text(text: str) -> str:
-    # Names of files may hold bytes that are no UTF-8.
+    # Names of files may have bytes that are not UTF-8.
     return html.escape(text.encode("utf-8", "replace").decode())
 
 

@@ -1,4 +1,4 @@
-"""What fine-tuning chooses for a set of images: the rule of docs/finetuning.md."""
+"""Settings that fine-tuning chooses for a set of images, see docs/finetuning.md."""
 
 import dataclasses
 import io
@@ -14,23 +14,22 @@ from vit_jax.weights.pretrained import Preprocess, resize_sides
 SMALL, LEAST_SIDE = 4, 96
 IMAGES, LEAST_EPOCHS, MOST_EPOCHS = 30_000, 3, 30
 BATCHES_AN_EPOCH, LEAST_BATCH = 40, 16
-MOST_BATCH = {"cpu": 64}  # By backend ...
-ELSEWHERE = 128  # ... and on others.
+MOST_BATCH = {"cpu": 64}  # Largest batch by backend.
+ELSEWHERE = 128  # Largest batch on other backends.
 OPTIMIZER = "sgd"
 RATE, RATE_BATCH, WARMUP = 0.04, 64, 0.05
 UNEVEN = 4.0
 EVALUATIONS, PATIENCE = 12, 5
-# Below so many validation images 5 looks in a row are no better by chance too often, and
-# below FEW of a class its accuracy is rough.
+# With fewer than NOISY validation images, 5 evaluations in a row often fail to improve by
+# chance; with fewer than FEW images, the accuracy of a class is rough.
 NOISY, FEW = 400, 10
-_SAMPLE = 64  # Images whose size and colours are looked at.
-# An image that is evaluated takes this part of the time of one that is trained on.
-_EVALUATED = 1 / 3
+_SAMPLE = 64  # Number of images whose sizes and colours are read.
+_EVALUATED = 1 / 3  # Time to evaluate an image, relative to training on it.
 
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """One choice: what it is, why, and the key or flag that changes it."""
+    """One choice: its value, its reason, and the key or flag that changes it."""
 
     what: str
     why: str
@@ -39,13 +38,13 @@ class Choice:
 
 @dataclasses.dataclass(frozen=True)
 class Images:
-    """What is known of the training images.
+    """Properties of the training images.
 
     Attributes:
-      count: number of them.
+      count: number of images.
       side: median of their short sides, in pixels.
-      grey: whether none of the sample has colours.
-      uneven: number of the most frequent class by that of the rarest.
+      grey: whether all images of the sample are grey.
+      uneven: number of images of the largest class divided by that of the smallest.
     """
 
     count: int
@@ -55,30 +54,27 @@ class Images:
 
 
 def look_at(source: Source, labels: Sequence | None) -> Images:
-    """Returns what is known of the training images, from a sample of them.
+    """Returns the properties of the training images, from a sample of them.
 
     Args:
       source: training split.
-      labels: class of each; None where an image has several.
+      labels: class of each image; None if an image may have several.
     """
     numbers = np.linspace(0, len(source) - 1, min(_SAMPLE, len(source))).astype(int)
     sides, grey = [], True
     for i in numbers.tolist():
         data = source[i]["image"]
-        image = data if isinstance(data, np.ndarray) else None
-        if image is None:
+        if isinstance(data, np.ndarray):
+            size, image = data.shape[:2], data.astype(np.int16)
+        else:
             try:
                 opened = Image.open(io.BytesIO(data))
-                opened.thumbnail((64, 64)) if grey else None
-                size, image = (
-                    Image.open(io.BytesIO(data)).size,
-                    np.asarray(opened.convert("RGB"), np.int16),
-                )
+                size = opened.size
+                if grey:
+                    opened.thumbnail((64, 64))
+                image = np.asarray(opened.convert("RGB"), np.int16)
             except (OSError, SyntaxError, ValueError, Image.DecompressionBombError):
-                # Training tells what is damaged.
-                continue
-        else:
-            size, image = image.shape[:2], image.astype(np.int16)
+                continue  # Training reports damaged images.
         sides.append(min(size))
         grey = grey and np.ptp(image, axis=-1).max(initial=0) <= 8
     counts = np.bincount(labels) if labels is not None else np.ones(1, int)
@@ -92,12 +88,12 @@ def look_at(source: Source, labels: Sequence | None) -> Images:
 
 
 def side_of(images: Images, weights: int, patch: int) -> int:
-    """Returns the side in pixels to train at, a multiple of the patch or that of weights.
+    """Returns the side in pixels to train at: a multiple of the patch, or the weights'.
 
     Args:
-      images: of the set.
-      weights: side at which the weights were trained.
-      patch: of the network.
+      images: properties of the images.
+      weights: side at which the weights were trained, in pixels.
+      patch: patch size of the network, in pixels.
     """
     if not images.side or SMALL * images.side >= weights:
         return weights
@@ -112,7 +108,7 @@ def transforms_of(
     area = (0.6, 1.0) if images.grey else (0.3, 1.0)
     train = f"inception_crop(area={area})" + ("" if images.grey else " | flip")
     whole = preprocess.squash or preprocess.fill
-    if whole or images.side <= min(image_size) / 2:  # Little to crop off.
+    if whole or images.side <= min(image_size) / 2:  # Small images are not cropped.
         return {"train_transform": train, "eval_transform": "resize"}
     rows = round(image_size[0] / preprocess.crop_fraction)
     how = Preprocess(image_size, crop_fraction=image_size[0] / rows)
@@ -134,18 +130,18 @@ def batch_of(images: Images, backend: str, devices: int) -> int:
 
 
 def epochs_of(images: Images) -> float:
-    """Returns the length that is wanted, in epochs."""
+    """Returns the length without a limit of time, in epochs."""
     return float(np.clip(IMAGES / images.count, LEAST_EPOCHS, MOST_EPOCHS))
 
 
 @dataclasses.dataclass(frozen=True)
 class Length:
-    """How long, and at which size.
+    """Length of a run, and its image size.
 
     Attributes:
-      side: of the images, in pixels.
-      epochs: of training.
-      seconds: that it takes, by the measured speed.
+      side: side of the images, in pixels.
+      epochs: epochs of training.
+      seconds: time that the run takes, by the measured speed.
     """
 
     side: int
@@ -161,28 +157,30 @@ def fit(
     speed: float,
     minutes: float,
 ) -> Length:
-    """Fits the length and the size of the images into a time.
+    """Fits the length of a run and the size of its images into a time.
 
     Args:
-      images: of the set.
-      validated: images of the validation split.
-      side: wanted, in pixels.
-      patch: of the network.
-      speed: trained images a second at that side.
-      minutes: to train and evaluate; 0 is no limit.
+      images: properties of the images.
+      validated: number of images in the validation split.
+      side: preferred side of the images, in pixels.
+      patch: patch size of the network, in pixels.
+      speed: training speed at that side, in images per second.
+      minutes: time to train and evaluate; 0 for no limit.
     """
     wanted = epochs_of(images)
 
-    # The validation images are looked at once an epoch, at most so many times.
-    look = validated * _EVALUATED
+    # An evaluation costs as much as training on this number of images; there is one per
+    # epoch, but at most EVALUATIONS.
+    evaluation = validated * _EVALUATED
 
     def epochs_in(seconds: float, pixels: int) -> float:
         seen = seconds * speed * (side / pixels) ** 2
-        often = (seen - EVALUATIONS * look) / images.count
-        return often if often > EVALUATIONS else seen / (images.count + look)
+        epochs = (seen - EVALUATIONS * evaluation) / images.count
+        return epochs if epochs > EVALUATIONS else seen / (images.count + evaluation)
 
     def seconds_of(epochs: float, pixels: int) -> float:
-        seen = epochs * images.count + min(EVALUATIONS, max(epochs, 1)) * look
+        evaluations = min(EVALUATIONS, max(epochs, 1))
+        seen = epochs * images.count + evaluations * evaluation
         return seen / speed * (pixels / side) ** 2
 
     chosen = side
@@ -208,7 +206,7 @@ def optimizer(batch: int) -> dict:
 
 
 def ema_of(steps: int) -> float:
-    """Returns `ema.decay`, whose average reaches over a tenth of the steps."""
+    """Returns `ema.decay` of an average over the last tenth of the steps."""
     return float(np.clip(1 - 10 / steps, 0.0, 0.9999))
 
 
@@ -220,7 +218,7 @@ def metric_of(images: Images, data: Mapping) -> str:
 
 
 def patience_of(validated: int) -> int:
-    """Returns `early_stopping_evals`; 0 where so few images mostly show noise."""
+    """Returns `early_stopping_evals`; 0 with few images, whose scores are noisy."""
     return PATIENCE if validated >= NOISY else 0
 
 
@@ -228,10 +226,10 @@ def interval(right: int, count: int, looks: int = 1) -> tuple[float, float]:
     """Returns the 95 % interval of a proportion (Wilson, 1927).
 
     Args:
-      right: number of right ones.
-      count: number of all.
-      looks: of how many proportions on the same images this is the best; each then gets
-        an interval that misses with 5 % / looks (Bonferroni).
+      right: number of successes.
+      count: number of trials.
+      looks: number of proportions of the same images of which this is the best; the
+        interval then misses with probability 5 % / looks (Bonferroni).
     """
     z = statistics.NormalDist().inv_cdf(1 - 0.025 / looks)
     share, root = right / count, z * z / count

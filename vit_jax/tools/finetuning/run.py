@@ -1,4 +1,4 @@
-"""A fine-tuning run on images of one's own, from the folder to the accuracy."""
+"""Fine-tunes a network on a user's images, from the folder to the accuracy."""
 
 import contextlib
 import dataclasses
@@ -34,9 +34,9 @@ from vit_jax.weights.pretrained import Preprocess, Pretrained
 FILE = "finetune.json"
 SMALL_MODEL, MODEL = "deit:Ti/16", "augreg:S/16"
 MINUTES = 15.0
-# Overrides that say how the images lie.
-_OF_LAYOUT = ("image_key", "label_key", "multi_label", "data_dir")
-_OF_LAYOUT += ("image_dir", "image_suffix")
+# Keys of `config.data` that describe the layout of the images.
+_LAYOUT_KEYS = ("image_key", "label_key", "multi_label", "data_dir")
+_LAYOUT_KEYS += ("image_dir", "image_suffix")
 _FLAGS = {
     "init": "--model",
     "init.checkpoint": "--model",
@@ -47,20 +47,20 @@ _FLAGS = {
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """What came of it.
+    """The result of fine-tuning.
 
     Attributes:
-      report: content of the run's `report.json`.
-      split: whose images were scored.
-      metric: "top1", or "map" where images have several labels.
-      score: of the averaged parameters of the best checkpoint.
-      interval: 95 % interval of top1; None of map.
+      report: content of the run's report.json.
+      split: evaluation that is scored, "test" or "val".
+      metric: "top1", or "map" if images have several labels.
+      score: score of the best checkpoint, of averaged parameters if the run has them.
+      interval: 95 % interval of top1; None for map.
       examples: number of images that were scored.
-      looks: evaluations on these images among which the checkpoint was chosen.
-      workdir: of the run, which is a model for all commands.
-      page: path of the page on what it gets wrong; "" with several processes.
-      folds: number of runs, each of which scored another part; 0 of one run.
-      counts: number of images that were scored, by class; empty if it is not known.
+      looks: number of evaluations on these images that chose the checkpoint.
+      workdir: workdir of the run, which every command accepts as a model.
+      page: path of the page on mistakes; "" with several processes.
+      folds: number of runs that each scored another part of the images; 0 for one run.
+      counts: class -> number of images that were scored; empty if unknown.
     """
 
     report: dict
@@ -87,23 +87,23 @@ def finetune(
     callbacks: Iterable[Callback] = (),
     say: Callable[[str], None] = print,
 ) -> Result:
-    """Fine-tunes weights on images; resumes where the same call was interrupted.
+    """Fine-tunes weights on images; the same call resumes after an interruption.
 
     Args:
       place: folder, table, or name of a data set, see layout.py.
       workdir: folder of the run.
-      model: weights; DeiT-Ti on a CPU and AugReg S/16 elsewhere if empty.
-      minutes: to train and evaluate in; 0 is no limit.
-      folds: train so often, each time with another part of the images to validate on,
-        and score all of them; the first run is the model, the others are under
-        workdir/folds. 0 is one run.
-      overrides: dotted config key to value, in place of what is chosen.
-      callbacks: told what happens.
-      say: called with lines about what is found and chosen.
+      model: weights; if empty, DeiT-Ti on a CPU and AugReg S/16 on other devices.
+      minutes: time to train and evaluate; 0 for no limit.
+      folds: number of runs for cross-validation, each of which validates on another part
+        of the images; the first run is the model, the others are under workdir/folds. 0
+        for one run.
+      overrides: dotted config key -> value, instead of the chosen one.
+      callbacks: callbacks of the training run.
+      say: function called with lines about the images and the choices.
 
     Raises:
       UserError: the images or weights cannot be read or do not fit, or the workdir holds
-        something else.
+        another run.
     """
     if folds < 0 or folds == 1:
         raise UserError(f"folds={folds}: give two or more, or 0 for one run")
@@ -116,12 +116,12 @@ def finetune(
         folder = os.path.join(workdir, "folds", str(fold)) if fold else workdir
         if folds:
             say(f"fold {fold + 1} of {folds}: {folder}")
-        of_run = place, folder, model, minutes / (folds or 1), (fold, folds)
-        trained.append(_train(*of_run, overrides, callbacks, say))
+        run = place, folder, model, minutes / (folds or 1), (fold, folds)
+        trained.append(_train(*run, overrides, callbacks, say))
     config, result = trained[0]
     if folds:
         result = _pooled([one for _, one in trained])
-    if jax.process_count() > 1:  # Each has a part of the parameters alone.
+    if jax.process_count() > 1:  # No process has all parameters.
         return result
     say("looking at mistakes")
     page = report.write(config, workdir, result.split, summary(result)[0])
@@ -131,11 +131,11 @@ def finetune(
 def _find(
     place: str, overrides: Mapping[str, object], fold: tuple[int, int], workdir: str
 ) -> layout.Layout:
-    """Finds how images lie, see `layout.find`; writes the list of the split."""
-    lies = layout.find(place, _stated(overrides), workdir)
+    """Returns the splits of the images, see `layout.find`; writes their list."""
+    splits = layout.find(place, _layout_keys(overrides), workdir)
     if fold[1]:
-        layout.take_fold(lies, *fold)
-    return lies
+        layout.take_fold(splits, *fold)
+    return splits
 
 
 def _train(
@@ -148,7 +148,7 @@ def _train(
     callbacks: Iterable[Callback],
     say: Callable[[str], None],
 ) -> tuple[TrainConfig, Result]:
-    """Trains one run, see `finetune`; `fold` is its number and that of all folds."""
+    """Trains one run; `fold` is its number and the number of folds."""
     path = epath.Path(workdir) / FILE
     find = functools.partial(_find, place, overrides, fold)
     raw, images = _begun(place, workdir, find)
@@ -163,7 +163,7 @@ def _train(
     free = _free(raw)
     runs.check_command(workdir, command, begun=raw is not None, free=free)
     if raw:
-        say(f"going on with what was chosen before: {path}")
+        say(f"resuming with the settings chosen before: {path}")
         again = {key: overrides[key] for key in free & overrides.keys()}
         loading.override(TrainConfig, raw, again)
     else:
@@ -177,21 +177,21 @@ def _train(
 
 
 def _free(raw: Mapping | None) -> set[str]:
-    """Returns the keys that change no result, of a config that an earlier start chose."""
+    """Returns the keys of an earlier start's config that change no result."""
     if raw is None:
         return set()
-    found = fields.walk(complete(raw))
-    free = {".".join(path) for path, about, _ in found if not about.changes_result}
-    return free - {f"data.{name}" for name in _OF_LAYOUT}
+    keys = fields.walk(complete(raw))
+    free = {".".join(path) for path, about, _ in keys if not about.changes_result}
+    return free - {f"data.{name}" for name in _LAYOUT_KEYS}
 
 
 def _begun(
     place: str, workdir: str, find: Callable[[str], layout.Layout]
 ) -> tuple[dict | None, str]:
-    """Returns the config that an earlier start chose, if one did, and its images.
+    """Returns the config that an earlier start chose, or None, and its images.
 
-    The workdir and the images may have been moved since then: the paths in the config are
-    those of this start, and images are recognised by what they are.
+    The workdir and the images may have been moved: the config gets the paths of this
+    start, and images are compared by content.
     """
     path = epath.Path(workdir) / FILE
     if not path.exists():
@@ -204,14 +204,12 @@ def _begun(
         return raw, images
     if not workdirs.has_checkpoint(workdir):
         return None, place
-    with tempfile.TemporaryDirectory() as there, contextlib.suppress(UserError):
-        lies = find(there)
-        found = complete(raw | {"data": data | lies.data}).data
-        source = open_source(found, found.split)
+    with tempfile.TemporaryDirectory() as scratch, contextlib.suppress(UserError):
+        moved = complete(raw | {"data": data | find(scratch).data}).data
+        source = open_source(moved, moved.split)
         stored = workdirs.read_metadata(workdir)["data"]
         if not fingerprint.differences(stored, source):
-            lies = find(workdir)
-            return raw | {"data": data | lies.data}, images
+            return raw | {"data": data | find(workdir).data}, images
     return raw, place
 
 
@@ -223,29 +221,29 @@ def find_rate(
     overrides: Mapping[str, object] | None = None,
     say: Callable[[str], None] = print,
 ) -> float:
-    """Suggests a peak learning rate by a range test; nothing else is trained.
+    """Returns a peak learning rate from a range test; trains nothing else.
 
     Args:
-      place, workdir, model, overrides, say: as of `finetune`.
+      place, workdir, model, overrides, say: see `finetune`.
 
     Raises:
-      UserError: as `finetune`.
+      UserError: see `finetune`.
     """
     overrides = _allowed(overrides)
     find = functools.partial(_find, place, overrides, (0, 0))
     raw, _ = choose(find, place, workdir, _model(model), 0.0, overrides, say)
-    found = rate_range.run(raw, say=say)
-    written = rate_range.write(found, workdir)
+    result = rate_range.run(raw, say=say)
+    written = rate_range.write(result, workdir)
     say(
-        f"the loss falls fastest at a rate of {found.suggestion:g} "
+        f"the loss falls fastest at a rate of {result.suggestion:g} "
         f"({', '.join(written)}); without a test it is {raw['optim']['learning_rate']:g}: "
-        f"--config.optim.learning_rate={found.suggestion:g}"
+        f"--config.optim.learning_rate={result.suggestion:g}"
     )
-    return found.suggestion
+    return result.suggestion
 
 
 def _allowed(overrides: Mapping[str, object] | None) -> dict[str, object]:
-    """Returns the overrides, none of which is set by the command itself."""
+    """Returns the overrides; refuses keys that the command sets."""
     for key in overrides or {}:
         if key in _FLAGS or key.startswith("evals"):
             what = _FLAGS.get(key, "the folder or name")
@@ -257,9 +255,9 @@ def _model(model: str) -> str:
     return model or (SMALL_MODEL if jax.default_backend() == "cpu" else MODEL)
 
 
-def _stated(overrides: Mapping[str, object]) -> dict[str, object]:
-    """Returns the overrides that say how the images lie, without "data."."""
-    keys = {name: f"data.{name}" for name in _OF_LAYOUT}
+def _layout_keys(overrides: Mapping[str, object]) -> dict[str, object]:
+    """Returns the overrides of the images' layout, without "data."."""
+    keys = {name: f"data.{name}" for name in _LAYOUT_KEYS}
     return {name: overrides[k] for name, k in keys.items() if k in overrides}
 
 
@@ -272,31 +270,29 @@ def choose(
     overrides: Mapping[str, object],
     say: Callable[[str], None],
 ) -> tuple[dict, list[Choice]]:
-    """Returns the whole config as a dict, and what was chosen for it; see `rule`."""
-    stated = _stated(overrides)
-    others = {
-        k: v for k, v in overrides.items() if k.removeprefix("data.") not in stated
-    }
+    """Returns the complete config as a dict, and the choices in it; see rule.py."""
+    used = _layout_keys(overrides)
+    others = {k: v for k, v in overrides.items() if k.removeprefix("data.") not in used}
     name = others.get("optim.name", rule.OPTIMIZER)
     if name != rule.OPTIMIZER and "optim.learning_rate" not in others:
         raise UserError(
             f"--config.optim.name={name}: the rate is chosen for {rule.OPTIMIZER} alone; "
-            "state --config.optim.learning_rate too"
+            "set --config.optim.learning_rate too"
         )
-    lies = find(workdir)
+    splits = find(workdir)
     pretrained = weights.open_pretrained(model, with_task=False)
     for note in pretrained.notes:
         say(f"{masked(model)}: {note}")
-    source = lies.open(lies.data["split"])
+    source = splits.open(splits.data["split"])
     classes = fine_tuning.num_classes_of(source, place)
     if classes < 2:
         raise UserError(
             f"{place} has images of one class ({', '.join(source.class_names)}): give "
             "two classes or more"
         )
-    several = bool(lies.data.get("multi_label"))
+    several = bool(splits.data.get("multi_label"))
     images = rule.look_at(source, None if several else read_labels(source).tolist())
-    validated = len(lies.open(lies.validation))
+    validated = len(splits.open(splits.validation))
     patch = models.create(**pretrained.options).patch_size
     preprocess = weights.preprocessing_of(pretrained)
     of_weights = max(preprocess.image_size)
@@ -306,10 +302,10 @@ def choose(
 
     def config_of(side: int, steps: int, evaluations: int) -> dict:
         raw = _raw(
-            *(pretrained, preprocess, model, lies, images, classes),
+            *(pretrained, preprocess, model, splits, images, classes),
             *(side, steps, evaluations),
         )
-        if "task.class_weights" in others:  # In the place of balanced draws.
+        if "task.class_weights" in others:  # Weights replace balanced draws.
             raw["data"].pop("class_balance", None)
         dropped.clear()
         loading.override(TrainConfig, raw, others, dropped.append)
@@ -336,9 +332,11 @@ def choose(
     raw = config_of(length.side, steps, evaluations)
     for line in dropped:
         say(line)
-    choices = _choices(lies, images, raw, length, speed, minutes, validated, of_weights)
+    choices = _choices(
+        splits, images, raw, length, speed, minutes, validated, of_weights
+    )
     choices = [
-        dataclasses.replace(each, why="stated") if each.key in overrides else each
+        dataclasses.replace(each, why="set") if each.key in overrides else each
         for each in choices
     ]
     return fields.to_json(complete(raw)), choices
@@ -348,7 +346,7 @@ def _raw(
     pretrained: Pretrained,
     preprocess: Preprocess,
     model: str,
-    lies: layout.Layout,
+    splits: layout.Layout,
     images: rule.Images,
     classes: int,
     side: int,
@@ -356,14 +354,14 @@ def _raw(
     evaluations: int,
 ) -> dict:
     on_cpu = jax.default_backend() == "cpu"
-    several = bool(lies.data.get("multi_label"))
+    several = bool(splits.data.get("multi_label"))
     kind = "multi_label" if several else "classification"
     batch = rule.batch_of(images, jax.default_backend(), jax.device_count())
-    evals = {"val": {"kind": kind, "split": lies.validation}}
-    if lies.test:  # Scored at the end alone.
-        evals["test"] = {"kind": kind, "split": lies.test, "every": 2**31}
+    evals = {"val": {"kind": kind, "split": splits.validation}}
+    if splits.test:  # Scored only at the end.
+        evals["test"] = {"kind": kind, "split": splits.test, "every": 2**31}
     data = {
-        **lies.data,
+        **splits.data,
         "num_classes": classes,
         "image_size": (side, side),
         "channels": pretrained.options["channels"],
@@ -392,13 +390,13 @@ def _raw(
         "eval_every_steps": interval,
         "checkpoint_every_steps": interval,
         "checkpoint": {"max_to_keep": 1, "best_metric": rule.metric_of(images, data)},
-        "early_stopping_evals": rule.patience_of(len(lies.open(lies.validation))),
+        "early_stopping_evals": rule.patience_of(len(splits.open(splits.validation))),
         "evals": evals,
     }
 
 
 def _choices(
-    lies, images, raw, length, speed, minutes, validated, of_weights
+    splits, images, raw, length, speed, minutes, validated, of_weights
 ) -> list[Choice]:
     data, optim = raw["data"], raw["optim"]
     side = data["image_size"][0]
@@ -427,11 +425,11 @@ def _choices(
         f"the largest class has {images.uneven:.1f} times the images of the smallest"
     )
     return [
-        Choice(lies.found, "", "the folder or name"),
+        Choice(splits.description, "", "the folder or name"),
         Choice(
             f"{images.count:,} images of {data['num_classes']} classes",
             f"{validated:,} to validate on"
-            + (f", and the split {lies.test!r} to test on" if lies.test else ""),
+            + (f", and the split {splits.test!r} to test on" if splits.test else ""),
             "data.split, evals",
         ),
         Choice(f"images of {pixels} pixels", why, "data.image_size"),
@@ -487,36 +485,36 @@ def _result(report: dict, config: TrainConfig, workdir: str) -> Result:
     looks = 1
     if split == "val" and config.checkpoint.best_metric and config.eval_every_steps:
         looks = math.ceil(report["steps"] / config.eval_every_steps)
-    counts, found, count = {}, None, scores["examples"]
+    counts, interval, count = {}, None, scores["examples"]
     if metric == "top1":
-        found = rule.interval(round(scores["top1"] * count), count, looks)
+        interval = rule.interval(round(scores["top1"] * count), count, looks)
         opened = open_source(config.data, config.evals[split].split)
         if (labels := opened.known_labels()) is not None:
             numbers = np.bincount(labels, minlength=config.data.num_classes)
             names = report["class_names"] or map(str, range(len(numbers)))
             counts = dict(zip(names, numbers.tolist(), strict=True))
     return Result(
-        *(report, split, metric, scores[metric], found, count, looks),
+        *(report, split, metric, scores[metric], interval, count, looks),
         counts=counts,
         workdir=workdir,
     )
 
 
 def _pooled(results: Sequence[Result]) -> Result:
-    """Returns the score over the images of all folds, of which none was trained on."""
+    """Returns the score over all folds; each image is scored by a run without it."""
     first = results[0]
     counts = {
         name: sum(one.counts.get(name, 0) for one in results) for name in first.counts
     }
     examples = sum(one.examples for one in results)
     score = sum(one.score * one.examples for one in results) / examples
-    looks, found = max(one.looks for one in results), None
+    looks, interval = max(one.looks for one in results), None
     if first.interval:
-        found = rule.interval(round(score * examples), examples, looks)
+        interval = rule.interval(round(score * examples), examples, looks)
     return dataclasses.replace(
         first,
         score=score,
-        interval=found,
+        interval=interval,
         examples=examples,
         looks=looks,
         counts=counts,
@@ -525,7 +523,7 @@ def _pooled(results: Sequence[Result]) -> Result:
 
 
 def summary(result: Result) -> list[str]:
-    """Returns lines on the score, and the commands that come next."""
+    """Returns lines on the score, and commands to continue with."""
     what = "accuracy" if result.metric == "top1" else "mean average precision"
     line = f"{what} {result.score:.2%}"
     if result.interval:
@@ -552,7 +550,7 @@ def summary(result: Result) -> list[str]:
 
 
 def _doubts(result: Result) -> list[str]:
-    """Returns lines on classes of which too few images were scored."""
+    """Returns lines on classes with too few scored images."""
     if not result.counts:
         few = result.examples < rule.FEW * len(result.report["class_names"])
         return [f"note: fewer than {rule.FEW} images a class were scored"] * few

@@ -1,4 +1,4 @@
-"""Short runs that leave nothing behind, and the speed of one."""
+"""Short runs in temporary folders, and the speed of one."""
 
 import contextlib
 import io
@@ -13,14 +13,14 @@ STEPS = 12
 
 
 def train(raw: Mapping, callbacks: Iterable[Callback] = ()) -> dict:
-    """Trains in a folder that is removed, without evaluations; returns the report.
+    """Trains in a temporary folder without evaluations; returns the report.
 
     Args:
-      raw: a whole config as a dict.
-      callbacks: told what happens.
+      raw: complete config as a dict.
+      callbacks: callbacks of the run.
 
     Raises:
-      UserError: as of `loop.train`.
+      UserError: see `loop.train`.
     """
     raw = {**raw, "evals": {}, "checkpoint": {}, "early_stopping_evals": 0}
     with tempfile.TemporaryDirectory() as folder:
@@ -28,11 +28,11 @@ def train(raw: Mapping, callbacks: Iterable[Callback] = ()) -> dict:
 
 
 def measure(raw: Mapping, say: Callable[[str], None]) -> float:
-    """Returns the speed in images a second, of the steps of a short run.
+    """Returns the training speed of a short run in images per second.
 
     Args:
-      raw: a whole config as a dict, of STEPS steps.
-      say: called with a line before it begins.
+      raw: complete config of `STEPS` steps as a dict.
+      say: function called with a line before the run begins.
     """
     say(f"measuring the speed with {STEPS} steps of {raw['batch_size']} images")
     quiet = contextlib.redirect_stdout(io.StringIO())

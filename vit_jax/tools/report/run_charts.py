@@ -1,7 +1,7 @@
 """Charts of runs: figures 3 and 5 of the paper with measured points, training curves.
 
-Figures 3 and 5 are drawn from tables 5 and 6. The numbers of figure 4 (few-shot accuracy on
-subsets of JFT-300M) are not published. Charts of studies are in study_blocks.py.
+Figures 3 and 5 are drawn from tables 5 and 6. The numbers of figure 4 (few-shot accuracy
+on subsets of JFT-300M) are not published. Charts of studies are in study_blocks.py.
 """
 
 import math

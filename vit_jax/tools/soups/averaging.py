@@ -25,10 +25,10 @@ class Soup:
     """An average of networks.
 
     Attributes:
-      average: the network.
-      taken: sources of those in it.
-      scores: source to its score, best first, then "average"; empty of a plain average.
-      metric: that the scores are of.
+      average: the averaged network.
+      taken: sources of the networks in it.
+      scores: source -> score, best first, then "average"; empty for a plain average.
+      metric: metric of the scores.
     """
 
     average: Pretrained
@@ -41,10 +41,10 @@ def mean(models: Sequence[Pretrained]) -> Pretrained:
     """Returns the plain average of networks.
 
     Args:
-      models: of the same options and classes.
+      models: networks of the same options, classes and preprocessing.
 
     Raises:
-      UserError: they differ.
+      UserError: these differ.
     """
     first = models[0]
     for other in models[1:]:
@@ -52,8 +52,8 @@ def mean(models: Sequence[Pretrained]) -> Pretrained:
             one, another = getattr(first, what), getattr(other, what)
             if one != another:
                 raise UserError(
-                    f"{other.source} differs from {first.source} in {_what(one, another, what)}"
-                    ": average networks that were fine-tuned alike"
+                    f"{other.source} differs from {first.source} in "
+                    f"{_what(one, another, what)}: average networks with equal configs"
                 )
     # Summed in 64 bits, so that the order of the networks does not matter.
     params = jax.tree.map(
@@ -71,8 +71,8 @@ def greedy(
     """Chooses which networks to average.
 
     Args:
-      models: to choose from.
-      score: of a network; higher is better.
+      models: networks to choose from.
+      score: function that returns the score of a network; higher is better.
 
     Returns:
       The chosen, best first; the score of each network; and that of their average.
@@ -92,18 +92,17 @@ def average(
     by: str = "",
     say: Callable[[str], None] = lambda line: None,
 ) -> Soup:
-    """Averages networks: all of them, or those that make the average better.
+    """Averages all networks, or those that do not make the average worse.
 
     Args:
       models: runs of this project, fine-tuned from the same weights.
-      by: name of an evaluation of the first run, on whose images the networks are
-        chosen; "" takes all.
-      say: called with a line about each evaluation.
+      by: evaluation of the first run whose images choose the networks; "" takes all.
+      say: function called with a line about each evaluation.
 
     Raises:
       UserError: the networks differ, or the first run has no such evaluation.
     """
-    whole = mean(models)  # They may differ.
+    whole = mean(models)  # Refuses networks that differ before anything is evaluated.
     if not by:
         return Soup(whole, tuple(model.source for model in models), {}, "")
     config = evaluation_of(models[0].source, by)
@@ -113,15 +112,15 @@ def average(
         nonlocal metric
         preprocess = preprocessing_of(model)
         scores = suite.evaluate(model, preprocess, config).scores[by]
-        (found,) = scores.values()
-        metric = next((name for name in _METRICS if name in found), "")
+        (metrics,) = scores.values()
+        metric = next((name for name in _METRICS if name in metrics), "")
         if not metric:
             raise UserError(
-                f"--by={by}: that evaluation gives {', '.join(found)}, and none of "
+                f"--by={by}: that evaluation gives {', '.join(metrics)}, and none of "
                 f"{', '.join(_METRICS)}"
             )
-        say(f"{by} {metric} {found[metric]:.2%}")
-        return found[metric]
+        say(f"{by} {metric} {metrics[metric]:.2%}")
+        return metrics[metric]
 
     chosen, scores, best = greedy(models, score)
     order = sorted(range(len(models)), key=lambda i: -scores[i])
@@ -131,7 +130,7 @@ def average(
 
 
 def evaluation_of(workdir: str, name: str) -> EvaluationConfig:
-    """Returns one evaluation of a run, to be used without it.
+    """Returns the config of one evaluation of a run.
 
     Raises:
       UserError: the folder holds no run, or the run has no such evaluation.
@@ -151,7 +150,7 @@ def evaluation_of(workdir: str, name: str) -> EvaluationConfig:
 
 
 def _what(one: object, other: object, name: str) -> str:
-    """Returns which part of two descriptions differs."""
+    """Returns the part in which two descriptions differ."""
     if isinstance(one, dict) and isinstance(other, dict):
         keys = sorted({*one, *other}, key=str)
         key = next(k for k in keys if one.get(k) != other.get(k))

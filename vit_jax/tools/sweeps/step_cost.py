@@ -1,8 +1,8 @@
 """Cost of a network at an image size: forward speed, and the largest batch on a chip.
 
-A study with `measure="cost"` measures this instead of training, as in the paper's appendix
-D.5. The forward pass is timed on the first local device. The largest training batch comes
-from compiling for a TPU (`python -m vit_jax.compile`), which needs no TPU.
+A study with `measure="cost"` measures this instead of training, as in the paper's
+appendix D.5. The forward pass is timed on the first local device. The largest training
+batch comes from compiling for a TPU (`python -m vit_jax.compile`), which needs no TPU.
 """
 
 import json

@@ -1,10 +1,10 @@
 """Studies: one recipe over values of its arguments, each tuned and repeated with seeds.
 
 A file under configs/study/ is a recipe with a second function, `get_study`, that returns
-plain data: the arguments of `get_config` to vary (the axes), the keys to tune on validation
-images at each point, the number of seeds, and the scores to report. Every run of a study is
-therefore also a config that can be trained or compiled alone. A killed study resumes when
-it is started again.
+plain data: the arguments of `get_config` to vary (the axes), the keys to tune on
+validation images at each point, the number of seeds, and the scores to report. So every
+run of a study is also a config that can be trained or compiled alone. A killed study
+resumes when it is started again.
 """
 
 import copy
