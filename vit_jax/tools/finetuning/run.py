@@ -279,32 +279,15 @@ def choose(
             f"--config.optim.name={name}: the rate is chosen for {rule.OPTIMIZER} alone; "
             "set --config.optim.learning_rate too"
         )
-    splits = find(workdir)
-    pretrained = weights.open_pretrained(model, with_task=False)
-    for note in pretrained.notes:
-        say(f"{masked(model)}: {note}")
-    source = splits.open(splits.data["split"])
-    classes = fine_tuning.num_classes_of(source, place)
-    if classes < 2:
-        raise UserError(
-            f"{place} has images of one class ({', '.join(source.class_names)}): give "
-            "two classes or more"
-        )
-    several = bool(splits.data.get("multi_label"))
-    images = rule.look_at(source, None if several else read_labels(source).tolist())
-    validated = len(splits.open(splits.validation))
-    patch = models.create(**pretrained.options).patch_size
-    preprocess = weights.preprocessing_of(pretrained)
-    of_weights = max(preprocess.image_size)
-    side = rule.side_of(images, of_weights, patch)
+    given = _open(find(workdir), place, model, say)
+    images = given.images
+    patch = models.create(**given.pretrained.options).patch_size
+    side = rule.side_of(images, given.weights_side, patch)
 
     dropped = []
 
     def config_of(side: int, steps: int, evaluations: int) -> dict:
-        raw = _raw(
-            *(pretrained, preprocess, model, splits, images, classes),
-            *(side, steps, evaluations),
-        )
+        raw = _raw(given, side, steps, evaluations)
         if "task.class_weights" in others:  # Weights replace balanced draws.
             raw["data"].pop("class_balance", None)
         dropped.clear()
@@ -312,7 +295,7 @@ def choose(
         if "epochs" in others:
             raw["total_steps"] = 0
         config = complete(raw)
-        chosen = rule.transforms_of(images, preprocess, config.data.image_size)
+        chosen = rule.transforms_of(images, given.preprocess, config.data.image_size)
         raw["data"] = chosen | raw["data"]
         if "ema.decay" not in others and not config.task.averages_network:
             raw["ema"]["decay"] = 0.0
@@ -325,87 +308,119 @@ def choose(
         speed = trial.measure(raw, say)
         side = raw["data"]["image_size"][0]
         step = side if "data.image_size" in others else patch
-        length = rule.fit(images, validated, side, step, speed, minutes)
+        length = rule.fit(images, given.validated, side, step, speed, minutes)
     batch = config_of(side, 1, 1)["batch_size"]
     steps = max(1, round(length.epochs * images.count / batch))
     evaluations = max(1, min(rule.EVALUATIONS, round(length.epochs)))
     raw = config_of(length.side, steps, evaluations)
     for line in dropped:
         say(line)
-    choices = _choices(
-        splits, images, raw, length, speed, minutes, validated, of_weights
-    )
     choices = [
         dataclasses.replace(each, why="set") if each.key in overrides else each
-        for each in choices
+        for each in _choices(given, raw, length, speed, minutes)
     ]
     return fields.to_json(complete(raw)), choices
 
 
-def _raw(
-    pretrained: Pretrained,
-    preprocess: Preprocess,
-    model: str,
-    splits: layout.Layout,
-    images: rule.Images,
-    classes: int,
-    side: int,
-    steps: int,
-    evaluations: int,
-) -> dict:
+@dataclasses.dataclass(frozen=True)
+class _Given:
+    """The images and weights that settings are chosen for."""
+
+    splits: layout.Layout
+    images: rule.Images
+    classes: int
+    validated: int  # Images of the validation split.
+    model: str
+    pretrained: Pretrained
+    preprocess: Preprocess
+
+    @property
+    def multi_label(self) -> bool:
+        return bool(self.splits.data.get("multi_label"))
+
+    @property
+    def weights_side(self) -> int:
+        return max(self.preprocess.image_size)
+
+
+def _open(
+    splits: layout.Layout, place: str, model: str, say: Callable[[str], None]
+) -> _Given:
+    pretrained = weights.open_pretrained(model, with_task=False)
+    for note in pretrained.notes:
+        say(f"{masked(model)}: {note}")
+    source = splits.open(splits.data["split"])
+    classes = fine_tuning.num_classes_of(source, place)
+    if classes < 2:
+        raise UserError(
+            f"{place} has images of one class ({', '.join(source.class_names)}): give "
+            "two classes or more"
+        )
+    several = splits.data.get("multi_label")
+    return _Given(
+        splits,
+        rule.look_at(source, None if several else read_labels(source).tolist()),
+        classes,
+        len(splits.open(splits.validation)),
+        model,
+        pretrained,
+        weights.preprocessing_of(pretrained),
+    )
+
+
+def _raw(given: _Given, side: int, steps: int, evaluations: int) -> dict:
+    splits, images, options = given.splits, given.images, given.pretrained.options
     on_cpu = jax.default_backend() == "cpu"
-    several = bool(splits.data.get("multi_label"))
-    kind = "multi_label" if several else "classification"
+    kind = "multi_label" if given.multi_label else "classification"
     batch = rule.batch_of(images, jax.default_backend(), jax.device_count())
     evals = {"val": {"kind": kind, "split": splits.validation}}
     if splits.test:  # Scored only at the end.
         evals["test"] = {"kind": kind, "split": splits.test, "every": 2**31}
     data = {
         **splits.data,
-        "num_classes": classes,
+        "num_classes": given.classes,
         "image_size": (side, side),
-        "channels": pretrained.options["channels"],
+        "channels": options["channels"],
         "exif": True,
         "on_error": "skip_few",
-        "mean": preprocess.mean,
-        "std": preprocess.std,
+        "mean": given.preprocess.mean,
+        "std": given.preprocess.std,
     }
-    if images.uneven >= rule.UNEVEN and not several:
+    if images.uneven >= rule.UNEVEN and not given.multi_label:
         data["class_balance"] = "sqrt"
     interval = max(1, steps // evaluations)
     return {
         "name": "finetune",
         "total_steps": steps,
         "batch_size": batch,
-        "init": model,
+        "init": given.model,
         "data": data,
         "model": {
-            **fine_tuning.inherited(pretrained.options),
+            **fine_tuning.inherited(options),
             "dtype": "float32" if on_cpu else "bfloat16",  # CPUs are slow at that.
         },
-        "task": {"loss": "sigmoid" if several else "softmax"},
+        "task": {"loss": "sigmoid" if given.multi_label else "softmax"},
         "optim": rule.optimizer(batch),
         "ema": {"decay": rule.ema_of(steps)},
         "log_every_steps": max(1, min(50, steps // 20)),
         "eval_every_steps": interval,
         "checkpoint_every_steps": interval,
         "checkpoint": {"max_to_keep": 1, "best_metric": rule.metric_of(images, data)},
-        "early_stopping_evals": rule.patience_of(len(splits.open(splits.validation))),
+        "early_stopping_evals": rule.patience_of(given.validated),
         "evals": evals,
     }
 
 
 def _choices(
-    splits, images, raw, length, speed, minutes, validated, of_weights
+    given: _Given, raw: dict, length: rule.Length, speed: float, minutes: float
 ) -> list[Choice]:
-    data, optim = raw["data"], raw["optim"]
+    images, trained = given.images, given.weights_side
+    data, optim, test = raw["data"], raw["optim"], given.splits.test
     side = data["image_size"][0]
     pixels = "x".join(map(str, dict.fromkeys(data["image_size"])))
-    why = f"as the weights ({of_weights})"
-    if side != of_weights:
-        why = (
-            f"the images have about {images.side:.0f} pixels; the weights {of_weights}"
-        )
+    why = f"as the weights ({trained})"
+    if side != trained:
+        why = f"the images have about {images.side:.0f} pixels; the weights {trained}"
     if length.side < side or (speed and length.side != side):
         why = f"so that {rule.LEAST_EPOCHS} epochs fit into {minutes:g} minutes"
     steps = raw["total_steps"]
@@ -425,11 +440,11 @@ def _choices(
         f"the largest class has {images.uneven:.1f} times the images of the smallest"
     )
     return [
-        Choice(splits.description, "", "the folder or name"),
+        Choice(given.splits.description, "", "the folder or name"),
         Choice(
             f"{images.count:,} images of {data['num_classes']} classes",
-            f"{validated:,} to validate on"
-            + (f", and the split {splits.test!r} to test on" if splits.test else ""),
+            f"{given.validated:,} to validate on"
+            + (f", and the split {test!r} to test on" if test else ""),
             "data.split, evals",
         ),
         Choice(f"images of {pixels} pixels", why, "data.image_size"),
@@ -462,7 +477,8 @@ def _choices(
             f"ends after {raw['early_stopping_evals']} looks that are no better"
             if raw["early_stopping_evals"]
             else "all steps are taken",
-            f"{validated:,} images to validate on; {rule.NOISY} or more end a run early",
+            f"{given.validated:,} images to validate on; {rule.NOISY} or more end a run "
+            "early",
             "early_stopping_evals",
         ),
     ]

@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import itertools
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 from etils import epath
 
@@ -54,7 +54,7 @@ def write_report(
         figure, data = charts.draw(picture), charts.to_csv(picture)
         text = charts.to_svg(figure)
         inline = charts.to_inline_svg(text, picture.name)
-        drawn[picture.name] = {"svg": inline, "csv": data}
+        drawn[picture.name] = {"svg": inline, "csv": data}  # For the HTML page.
         stem = f"{PLOTS}/{picture.name}"
         files[f"{stem}.svg"], files[f"{stem}.csv"] = text, data
         files[f"{stem}.png"] = charts.to_png(figure)
@@ -64,9 +64,15 @@ def write_report(
         f"ones are shaded; {NONE} means no number."
     )
     files["report.md"] = _markdown(TITLE, subtitle, parts)
-    files["index.html"] = _html(TITLE, subtitle, parts, drawn)
+    files["index.html"] = (
+        _environment()
+        .get_template("page.html")
+        .render(title=TITLE, subtitle=subtitle, sections=parts, drawn=drawn)
+    )
     with writing_out(out):
-        _write(out, files)
+        for name, content in files.items():
+            write = replace_text if isinstance(content, str) else replace_bytes
+            write(out / name, content)
     return sorted(files)
 
 
@@ -130,25 +136,6 @@ def _with_distinct_names(parts: list[Section]) -> list[Section]:
         return dataclasses.replace(block, name=name)
 
     return [Section(part.title, tuple(map(named, part.blocks))) for part in parts]
-
-
-def _write(out: epath.Path, files: dict[str, str | bytes]) -> None:
-    for name, content in files.items():
-        if isinstance(content, str):
-            replace_text(out / name, content)
-        else:
-            replace_bytes(out / name, content)
-
-
-def _html(
-    title: str,
-    subtitle: str,
-    parts: Sequence[Section],
-    drawn: Mapping[str, Mapping[str, str]],
-) -> str:
-    """Renders page.html; `drawn` is picture -> its "svg" element and its "csv"."""
-    template = _environment().get_template("page.html")
-    return template.render(title=title, subtitle=subtitle, sections=parts, drawn=drawn)
 
 
 @functools.cache

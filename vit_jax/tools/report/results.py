@@ -16,19 +16,13 @@ from vit_jax.training import run_report
 
 _CONFUSION = ["class", "examples", "accuracy"]  # First columns of the CSV file.
 _METRICS, _REPORT = "metrics.jsonl", "report.json"
-# File -> required keys; "kind" is the key that all but the first have.
+# File -> required keys; "kind" is the file's name without suffix.
 _NEEDED = {
     _REPORT: ("config", "steps", "final"),
     "evaluate.json": ("kind", "model", "variant", "results"),
     "transfer.json": ("kind", "model", "variant", "dataset", "runs", "mean"),
     "vtab.json": ("kind", "model", "tasks"),
     "study.json": ("kind", "config", "points"),
-}
-_KINDS = {
-    "evaluate.json": "evaluate",
-    "transfer.json": "transfer",
-    "vtab.json": "vtab",
-    "study.json": "study",
 }
 
 JFT, I21K, I1K = "JFT-300M", "ImageNet-21k", "ImageNet"
@@ -144,10 +138,10 @@ def _read(path: epath.Path, name: str) -> Run:
             f"{', '.join((*_NEEDED, _METRICS))}: give the workdir of a training run, or "
             "what evaluate, transfer or study wrote"
         )
-    others = (files[file] for file in _KINDS)
     confusions = _confusions(path) if files["evaluate.json"] else {}
     inner = _inner(path, files["transfer.json"], files["study.json"])
-    return Run(name, path, files[_REPORT], metrics, *others, confusions, inner)
+    training, *others = files.values()
+    return Run(name, path, training, metrics, *others, confusions, inner)
 
 
 def _inner(path: epath.Path, transfer: dict | None, study: dict | None) -> dict:
@@ -193,11 +187,11 @@ def _load(path: epath.Path) -> dict | None:
         ) from error
     values = values if isinstance(values, dict) else {}
     lacking = [key for key in _NEEDED[path.name] if key not in values]
-    kind = _KINDS.get(path.name)
-    if lacking or (kind and values["kind"] != kind):
+    other_kind = "kind" in _NEEDED[path.name] and values.get("kind") != path.stem
+    if lacking or other_kind:
         what = f"lacks {', '.join(lacking)}"
         if not lacking:
-            what = f"is of the kind {values['kind']!r}, not {kind!r}"
+            what = f"is of the kind {values['kind']!r}, not {path.stem!r}"
         raise UserError(f"{path} {what}: give a folder that this version wrote")
     return values
 
