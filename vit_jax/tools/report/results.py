@@ -343,11 +343,7 @@ def best(results: Sequence[Result], model: Model, dataset: str) -> Result | None
 
 def models(results: Sequence[Result]) -> list[Model]:
     """Returns the distinct models, in order."""
-    unique = []
-    for one in results:
-        if one.model not in unique:
-            unique.append(one.model)
-    return unique
+    return list(dict.fromkeys(one.model for one in results))
 
 
 def is_full(report: dict) -> bool:

@@ -162,9 +162,8 @@ def _fill(raw: dict) -> None:
         data["num_classes"] = data["num_classes"] or num_classes_of(
             source, data["name"]
         )
-        raw["total_steps"] = (
-            raw["total_steps"] if timed else recipes.steps_for(len(source))
-        )
+        if not timed:
+            raw["total_steps"] = recipes.steps_for(len(source))
     if raw["total_steps"]:
         often = max(_LEAST, raw["total_steps"] // _SAVES)
         raw.setdefault("checkpoint_every_steps", often)

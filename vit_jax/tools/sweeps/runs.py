@@ -326,7 +326,7 @@ def write_table(workdir: str | os.PathLike, name: str, rows: Sequence[Row]) -> N
     if jax.process_index():
         return
     text = io.StringIO()
-    flat = [_flatten(row) for row in rows]
+    flat = [fields.flatten(row) for row in rows]
     columns = list(dict.fromkeys(key for row in flat for key in row))
     table = csv.DictWriter(text, columns, lineterminator="\n")
     table.writeheader()
@@ -383,13 +383,3 @@ def write_hparams(
             events.add(0, summary.scalar(tag, value))
         events.flush()
         events.close()
-
-
-def _flatten(row: Row, prefix: str = "") -> dict[str, object]:
-    flat = {}
-    for key, value in row.items():
-        if isinstance(value, Mapping):
-            flat |= _flatten(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat
