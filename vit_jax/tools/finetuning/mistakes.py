@@ -4,6 +4,7 @@ Letters: N images, K classes, D features.
 """
 
 import dataclasses
+import functools
 from typing import NamedTuple
 
 import numpy as np
@@ -84,7 +85,7 @@ class Answers:
     class_names: tuple[str, ...]
     one_each: bool
 
-    @property
+    @functools.cached_property
     def probabilities(self) -> Float[np.ndarray, "N K"]:
         """Probabilities of the classes: softmax of one class per image, else sigmoid."""
         logits = self.logits.astype(np.float64)
@@ -93,14 +94,14 @@ class Answers:
         powers = np.exp(logits - logits.max(1, keepdims=True))
         return powers / powers.sum(1, keepdims=True)
 
-    @property
+    @functools.cached_property
     def predicted(self) -> Bool[np.ndarray, "N K"]:
         """Mask of predicted classes: the most probable one, or all of at least 0.5."""
         if not self.one_each:
             return self.probabilities >= 0.5
         return np.eye(len(self.class_names), dtype=bool)[self.logits.argmax(1)]
 
-    @property
+    @functools.cached_property
     def losses(self) -> Float[np.ndarray, " N"]:
         """Cross-entropy of each image in nats, summed over several labels."""
         probabilities = self.probabilities

@@ -155,7 +155,11 @@ def _confusions(
         images = f"{count:,} image{'s' * (count > 1)}"
         yield f"<h3>{' taken for '.join(map(_text, names))}: {images}</h3>"
         yield _gallery(
-            (source, int(records[i]), _sure(answers, i)) for i in pair.images[:_OF_PAIR]
+            source,
+            [
+                (records[i], f"{answers.probabilities[i].max():.0%} sure")
+                for i in pair.images[:_OF_PAIR]
+            ],
         )
 
 
@@ -165,17 +169,15 @@ def _mistakes(
     wrong = answers.mistakes()
     yield f"<h2>The surest mistakes, of {len(wrong):,}</h2>"
     yield _gallery(
-        (source, int(records[i]), _described(answers, i)) for i in wrong[:_SHOWN]
+        source, [(records[i], _described(answers, i)) for i in wrong[:_SHOWN]]
     )
     yield "<h2>The highest losses</h2>"
-    worst = answers.highest_losses(_SHOWN)
     yield _gallery(
-        (
-            source,
-            int(records[i]),
-            f"loss {answers.losses[i]:.2f}; {_described(answers, i)}",
-        )
-        for i in worst
+        source,
+        [
+            (records[i], f"loss {answers.losses[i]:.2f}; {_described(answers, i)}")
+            for i in answers.highest_losses(_SHOWN)
+        ],
     )
 
 
@@ -240,22 +242,12 @@ def _doubts(
             f"<p>Of their {mistakes.NEIGHBOURS} nearest neighbours in the network's "
             "features hardly any has their label.</p>"
         )
-    yield _gallery(
-        (
-            source,
-            int(seen.records[doubt.image]),
-            _doubted(doubt, names[seen.labels[doubt.image]], names[doubt.other]),
-        )
-        for doubt in doubts
-    )
-
-
-def _doubted(doubt: mistakes.Doubt, label: str, other: str) -> str:
-    return f"labelled {label}; {doubt.share:.0%} of its neighbours are {other}"
-
-
-def _sure(answers: Answers, i: int) -> str:
-    return f"{answers.probabilities[i].max():.0%} sure"
+    images = []
+    for doubt in doubts:
+        label, other = names[seen.labels[doubt.image]], names[doubt.other]
+        text = f"labelled {label}; {doubt.share:.0%} of its neighbours are {other}"
+        images.append((seen.records[doubt.image], text))
+    yield _gallery(source, images)
 
 
 def _described(answers: Answers, i: int) -> str:
@@ -272,21 +264,20 @@ def _described(answers: Answers, i: int) -> str:
     return f"{truth or 'nothing'}; taken for {answer}"
 
 
-def _gallery(images: Iterable[tuple[Source, int, str]]) -> str:
-    figures = [
-        f'<figure><img src="{_thumbnail(source, record)}" alt="{_text(text)}" '
-        f'title="{_text(source.describe(record))}"><figcaption>{_text(text)}'
-        f"<br><small>{_text(_name(source, record))}</small></figcaption></figure>"
-        for source, record, text in images
-    ]
-    return (
-        f'<div class="gallery">{"".join(figures)}</div>' if figures else "<p>None.</p>"
-    )
-
-
-def _name(source: Source, record: int) -> str:
-    parts = source.record_id(record).split(os.sep)
-    return os.sep.join(parts[-2:])
+def _gallery(source: Source, images: Iterable[tuple[np.integer, str]]) -> str:
+    """Returns the images of record numbers with their captions."""
+    figures = []
+    for number, text in images:
+        record = int(number)
+        name = os.sep.join(source.record_id(record).split(os.sep)[-2:])
+        figures.append(
+            f'<figure><img src="{_thumbnail(source, record)}" alt="{_text(text)}" '
+            f'title="{_text(source.describe(record))}"><figcaption>{_text(text)}'
+            f"<br><small>{_text(name)}</small></figcaption></figure>"
+        )
+    if not figures:
+        return "<p>None.</p>"
+    return f'<div class="gallery">{"".join(figures)}</div>'
 
 
 def _thumbnail(source: Source, record: int) -> str:
