@@ -91,9 +91,8 @@ def run(
     try:
         trial.train(raw, [losses])
     except UserError:
-        if (
-            not losses.steps
-        ):  # With losses, the run diverged at a high rate as intended.
+        # With losses, the run diverged at a high rate, as intended.
+        if not losses.steps:
             raise
     return judge(losses.steps)
 

@@ -43,13 +43,13 @@ DATASETS = {
 }
 # Name of a pretraining set -> name in the paper's tables.
 _PRETRAINING = {"imagenet2012": I1K, "imagenet21k": I21K, "jft300m": JFT}
-# Names of published weights (weights/hub) -> pretraining set.
+# Patterns of the names of published weights (weights/hub), and the pretraining set.
 _NAMED = (
     (r"augreg-i1k:|deit:|sam:|big_vision:", I1K),
     (r"paper:|augreg:|bit:|.*(imagenet21k|i21k|in21k)", I21K),
     (r".*imagenet2012", I1K),
 )
-# Names with a variant after the colon, such as "augreg:B/16-i1k-384".
+# Pattern of names with a variant after the colon, such as "augreg:B/16-i1k-384".
 _VARIANT = r"[a-z0-9_-]+:(?!//)([^-]+)"
 
 # Task of VTAB-1k -> its name in table 9, in the order of the table.

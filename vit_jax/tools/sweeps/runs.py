@@ -33,7 +33,7 @@ DIVERGED = "diverged.json"
 Row = Mapping[str, object]
 _HPARAMS = "tensorboard"
 _CONFIDENCE = 0.95
-# Split -> numbers of its records, or the ids of records.
+# Split -> numbers of its records, or ids of records if they have no numbers.
 Records = dict[str, list[range]] | frozenset[str]
 
 

@@ -125,7 +125,7 @@ class Benchmark:
                 folder = os.path.join(self.workdir, name)
                 done = self.study(name, folder).run(shared)
             except UserError as error:
-                # Other tasks are independent of it, but other processes may not fail.
+                # Other tasks can still run, but other processes may be in this one.
                 if jax.process_count() > 1:
                     raise
                 say(f"error: vtab/{name}: {error}")
