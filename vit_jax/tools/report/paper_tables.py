@@ -54,14 +54,10 @@ def paper_tables(measured: Sequence[Result], runs: Sequence[Run]) -> tuple[Table
 def table_2(measured: Sequence[Result], runs: Sequence[Run]) -> Table:
     """Returns table 2: accuracy after fine-tuning, and compute of the pretraining."""
     paper = run_report.published_tables()["table2"]
-    names = [key for key in paper if key not in ("cols", "note")]
-    published = {
-        column: {(name,): _published(paper[name][i]) for name in names}
-        for i, column in enumerate(paper["cols"])
-    }
+    rows = {(key,): paper[key] for key in paper if key not in ("cols", "note")}
+    keys = {_SAME.get(name, name): (name,) for (name,) in rows}
     columns: dict[Model, _Column] = {}
     for model in results.models(measured):
-        keys = {_SAME.get(name, name): (name,) for name in names}
         columns[model] = _column(measured, model, keys)
     for run, model in _tasks_of(runs):
         if (mean := _mean(run)) is not None:
@@ -75,8 +71,8 @@ def table_2(measured: Sequence[Result], runs: Sequence[Run]) -> Table:
     return _by_column(
         "Table 2: accuracy after fine-tuning, top-1 in %, and compute of pretraining",
         ("",),
-        [(name,) for name in names],
-        published,
+        list(rows),
+        _published(paper["cols"], rows),
         columns,
         _same_column,
         amounts=[(_DAYS,)],
@@ -89,10 +85,10 @@ def table_2(measured: Sequence[Result], runs: Sequence[Run]) -> Table:
 def table_5(measured: Sequence[Result]) -> Table:
     """Returns table 5: accuracy by pretraining data set and size of model."""
     paper = run_report.published_tables()["table5"]
-    rows = [(data, name) for data in (I1K, I21K, JFT) for name in paper[data]]
-    published = {
-        column: {row: _published(paper[row[0]][row[1]][i]) for row in rows}
-        for i, column in enumerate(paper["cols"])
+    rows = {
+        (data, name): cells
+        for data in (I1K, I21K, JFT)
+        for name, cells in paper[data].items()
     }
     columns = {}
     for model in results.models(measured):
@@ -102,8 +98,8 @@ def table_5(measured: Sequence[Result]) -> Table:
     return _by_column(
         "Table 5: accuracy after fine-tuning by pretraining, top-1 in %",
         ("pretrained on", "fine-tuned on"),
-        rows,
-        published,
+        list(rows),
+        _published(paper["cols"], rows),
         columns,
         lambda column, model: column == model.variant,
         note="Published: at resolution 384. Measured: at the resolution of each run, "
@@ -235,11 +231,20 @@ def _mean(run: Run) -> Number | None:
     return 100 * mean if whole and mean is not None else None
 
 
-def _published(cell) -> Value | None:
-    """Returns (mean, deviation) of a published cell."""
-    if cell is None:
-        return None
-    return tuple(cell) if isinstance(cell, list) else (cell, None)
+def _published(
+    columns: Sequence[str], rows: Mapping[Row, Sequence]
+) -> dict[str, dict[Row, Value | None]]:
+    """Returns column -> row -> value, from the cells of each row."""
+
+    def value(cell):
+        if cell is None:
+            return None
+        return tuple(cell) if isinstance(cell, list) else (cell, None)
+
+    return {
+        column: {row: value(cells[i]) for row, cells in rows.items()}
+        for i, column in enumerate(columns)
+    }
 
 
 def _by_column(

@@ -83,8 +83,8 @@ class Run:
     Attributes:
       name: name of the folder, with as many parents as make it distinct.
       path: the folder.
-      training: content of report.json.
       metrics: lines of metrics.jsonl.
+      training: content of report.json.
       evaluate, transfer, vtab, study: content of the JSON file of that name.
       confusions: file name without suffix -> rows of a confusion matrix, as written by
         `result_tables.confusion_to_csv`: the head, and a row per true class.
@@ -93,13 +93,13 @@ class Run:
 
     name: str
     path: epath.Path
-    training: dict | None
     metrics: tuple[dict, ...]
-    evaluate: dict | None
-    transfer: dict | None
-    vtab: dict | None
-    study: dict | None
-    confusions: dict[str, list[list[str]]]
+    training: dict | None = None
+    evaluate: dict | None = None
+    transfer: dict | None = None
+    vtab: dict | None = None
+    study: dict | None = None
+    confusions: dict[str, list[list[str]]] = dataclasses.field(default_factory=dict)
     inner: dict[str, tuple["Run", ...]] = dataclasses.field(default_factory=dict)
 
 
@@ -140,8 +140,7 @@ def _read(path: epath.Path, name: str) -> Run:
         )
     confusions = _confusions(path) if files["evaluate.json"] else {}
     inner = _inner(path, files["transfer.json"], files["study.json"])
-    training, *others = files.values()
-    return Run(name, path, training, metrics, *others, confusions, inner)
+    return Run(name, path, metrics, *files.values(), confusions, inner)
 
 
 def _inner(path: epath.Path, transfer: dict | None, study: dict | None) -> dict:
@@ -160,15 +159,14 @@ def _inner(path: epath.Path, transfer: dict | None, study: dict | None) -> dict:
         folders["transfer"] += [(name, f"runs/{name}") for name in seeds]
     inner = {}
     for title, named in folders.items():
-        read = [_read_inner(path / folder, name) for name, folder in named]
-        if trained := tuple(run for run in read if run.metrics):
+        trained = tuple(
+            Run(name, path / folder, metrics, _load(path / folder / _REPORT))
+            for name, folder in named
+            if (metrics := _lines(path / folder / _METRICS))
+        )
+        if trained:
             inner[title] = trained
     return inner
-
-
-def _read_inner(path: epath.Path, name: str) -> Run:
-    metrics = _lines(path / _METRICS)
-    return Run(name, path, _load(path / _REPORT), metrics, *[None] * 4, {})
 
 
 def _load(path: epath.Path) -> dict | None:

@@ -160,9 +160,9 @@ def training_curves(runs: Sequence[Run]) -> tuple[Chart, ...]:
       runs: runs; those without metrics are skipped.
     """
     trained = [run for run in runs if run.metrics]
-    losses = [(run.name, i, 0, run, _loss(run)) for i, run in enumerate(trained)]
+    losses = [(run, run.name, i, 0, _loss(run)) for i, run in enumerate(trained)]
     tops = [
-        (f"{run.name}: {label}", i, order, run, points)
+        (run, f"{run.name}: {label}", i, order, points)
         for i, run in enumerate(trained)
         for order, (label, points) in enumerate(_tops(run).items())
     ]
@@ -171,28 +171,18 @@ def training_curves(runs: Sequence[Run]) -> tuple[Chart, ...]:
         ("loss", "Training loss", "loss", losses),
         ("top1", "Accuracy in training", "top-1 in %", tops),
     ):
-        curves = [curve for curve in curves if curve[-1]]
-        by_step = tuple(_curve(*curve[:3], curve[-1], 1) for curve in curves)
-        by_images = tuple(
-            _curve(*curve[:3], curve[-1], size)
-            for curve in curves
-            if (size := images_per_step(curve[3]))
-        )
-        charts.append(
-            Chart(f"{name}_by_step", f"{title} by step", "step", y_label, by_step)
-        )
-        charts.append(
-            Chart(
-                f"{name}_by_images",
-                f"{title} by images seen",
-                "images seen",
-                y_label,
-                by_images,
-                note="Without runs that have not recorded their compute yet."
-                if len(by_images) < len(by_step)
-                else "",
+        drawn = [curve for curve in curves if curve[-1]]
+        for x, x_label, unit in (
+            ("step", "step", lambda run: 1),
+            ("images", "images seen", images_per_step),
+        ):
+            series = tuple(
+                _curve(*curve, size) for run, *curve in drawn if (size := unit(run))
             )
-        )
+            note = "Without runs that have not recorded their compute yet."
+            note = note if len(series) < len(drawn) else ""
+            about = f"{name}_by_{x}", f"{title} by {x_label}", x_label, y_label
+            charts.append(Chart(*about, series, note=note))
     return tuple(chart for chart in charts if chart.series)
 
 

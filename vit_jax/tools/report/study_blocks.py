@@ -139,9 +139,8 @@ def _table(name: str, points: Sequence[Row], config: Row) -> Table:
         note = "Scores are of one seed."
     if published:
         note += f" Paper: {config['source']}."
-    title = f"Points of {name}"
     return Table(
-        title,
+        f"Points of {name}",
         tuple(head),
         tuple(rows),
         tuple(kinds),
@@ -197,15 +196,11 @@ def _ranking(points: Sequence[Row], config: Row) -> str:
     """Returns a text that compares the order of the points with the paper's, or ""."""
     first = next(iter(config["scores"]))
     both = [
-        (
-            point["name"],
-            _score(point, config, first),
-            config["published"][point["name"]],
-        )
+        (point["name"], score, paper)
         for point in points
-        if point["name"] in config["published"] and _score(point, config, first)
+        if (score := _score(point, config, first))
+        and (paper := config["published"].get(point["name"])) is not None
     ]
-    both = [one for one in both if one[2] is not None]
     if len(both) < 2:
         return ""
     pairs, same, clear, wrong = 0, 0, 0, []
