@@ -98,10 +98,7 @@ def run(
 
 
 def judge(steps: list[tuple[float, float]]) -> RateRange:
-    """Finds the rate at which the loss falls fastest.
-
-    Args:
-      steps: rate and loss of each step.
+    """Finds the rate at which the loss falls fastest, from rate and loss of each step.
 
     Raises:
       UserError: the loss falls nowhere.

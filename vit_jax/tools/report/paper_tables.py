@@ -37,18 +37,9 @@ _Column = dict[Row, Value]
 
 
 def paper_tables(measured: Sequence[Result], runs: Sequence[Run]) -> tuple[Table, ...]:
-    """Returns tables 2, 5, 6 and 9.
-
-    Args:
-      measured: accuracies, from `results.collect`.
-      runs: runs, for their VTAB-1k results.
-    """
-    return (
-        table_2(measured, runs),
-        table_5(measured),
-        table_6(measured),
-        table_9(runs),
-    )
+    """Returns tables 2, 5, 6 and 9, from accuracies and from runs of VTAB-1k."""
+    two, nine = table_2(measured, runs), table_9(runs)
+    return two, table_5(measured), table_6(measured), nine
 
 
 def table_2(measured: Sequence[Result], runs: Sequence[Run]) -> Table:
@@ -259,21 +250,10 @@ def _by_column(
     amounts: Sequence[Row] = (),
     note: str = "",
 ) -> Table:
-    """Returns a table with measured columns and differences after published columns.
+    """Returns a table of published columns, each followed by the ones that match it.
 
-    A measured column follows the published one that `match` says is of the same model and
-    pretraining; without such a one it comes last, and has no difference.
-
-    Args:
-      title: title of the table.
-      labels: headings of the row labels.
-      rows: labels of the rows.
-      published: column -> row -> value.
-      measured: model -> row -> value; an empty column is shown if there is no model.
-      match: function that compares a published column and a model.
-      decimals: decimals of percentages.
-      amounts: rows that are not percentages.
-      note: text below the table.
+    A measured column without a match comes last and has no difference. `amounts` are the
+    rows that are not percentages.
     """
     head, kinds, columns = list(labels), [PLAIN] * len(labels), []
 

@@ -34,11 +34,7 @@ def family(name: str) -> str:
 
 
 def paper_figures(measured: Sequence[Result]) -> tuple[Chart, ...]:
-    """Returns figure 5 (average and ImageNet) and figure 3.
-
-    Args:
-      measured: accuracies, from `results.collect`.
-    """
+    """Returns figure 5 (average and ImageNet) and figure 3."""
     return (
         _figure_5(measured, _FIVE, "figure5_average", "mean of 5 data sets"),
         _figure_5(measured, ("ImageNet",), "figure5_imagenet", "ImageNet"),
@@ -154,11 +150,7 @@ def _transposed(points) -> tuple[tuple[Number, ...], tuple[Number, ...]]:
 
 
 def training_curves(runs: Sequence[Run]) -> tuple[Chart, ...]:
-    """Returns charts of the loss and top-1 logged in training, by step and images.
-
-    Args:
-      runs: runs; those without metrics are skipped.
-    """
+    """Returns charts of the loss and top-1 logged in training, by step and images."""
     trained = [run for run in runs if run.metrics]
     losses = [(run, run.name, i, 0, _loss(run)) for i, run in enumerate(trained)]
     tops = [

@@ -1,7 +1,7 @@
 """Tables of runs: accuracies, transfers, evaluations and compute."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from vit_jax.analysis.charts import Matrix, Number
 from vit_jax.evaluators import result_tables
@@ -179,12 +179,7 @@ def compute_blocks(runs: Sequence[Run]) -> tuple[Block, ...]:
             about = report.get("variant", NONE), report.get("dataset", NONE)
             used = report.get("compute", {})
             rows.append(_compute_row(run.name, *about, f"{report['steps']:,}", [used]))
-        if run.transfer is not None:
-            rows += _of_transfer(run.name, run.transfer)
-        if run.vtab is not None:
-            rows += _of_vtab(run.name, run.vtab)
-        if run.study is not None:
-            rows += _of_study(run, given)
+        rows += [row for group in _groups(run, given) if (row := _of_runs(*group))]
     head = ("run", "model", "data", "steps", "images seen", "exaFLOPs", "devices")
     head += ("device-days", "TPUv3-core-days, equivalent")
     if not rows:
@@ -223,26 +218,18 @@ def _compute_row(name: str, variant: str, data: str, steps: str, used: list[dict
     return (name, variant, data, steps, seen, amounts[0], device, *amounts[1:])
 
 
-def _of_transfer(name: str, transfer: dict) -> list[tuple[str, ...]]:
-    about = transfer["variant"], transfer["dataset"]
-    return [
-        row
-        for what, key in (("trial", "trials"), ("final run", "runs"))
-        if (row := _of_runs(name, what, *about, transfer.get(key, [])))
-    ]
-
-
-def _of_vtab(name: str, vtab: dict) -> list[tuple[str, ...]]:
-    variant = vtab.get("variant", NONE)
-    return [
-        row
-        for task, about in vtab["tasks"].items()
-        if (
-            row := _of_runs(
-                name, "final run", variant, f"vtab/{task}", about.get("runs", [])
-            )
-        )
-    ]
+def _groups(run: Run, given: set[str]) -> Iterator[tuple]:
+    """Yields runs of one config inside a run: title, kind, variant, data and runs."""
+    if run.transfer is not None:
+        about = run.transfer["variant"], run.transfer["dataset"]
+        yield run.name, "trial", *about, run.transfer.get("trials", [])
+        yield run.name, "final run", *about, run.transfer["runs"]
+    if run.vtab is not None:
+        variant = run.vtab.get("variant", NONE)
+        for task, about in run.vtab["tasks"].items():
+            yield run.name, "final run", variant, f"vtab/{task}", about.get("runs", [])
+    if run.study is not None:
+        yield from _study_groups(run, given)
 
 
 def _of_runs(name, what, variant, data, runs) -> tuple[str, ...]:
@@ -259,13 +246,13 @@ def _of_runs(name, what, variant, data, runs) -> tuple[str, ...]:
     return _compute_row(title, variant, data, steps, [run["compute"] for run in runs])
 
 
-def _of_study(run: Run, given: set[str]) -> list[tuple[str, ...]]:
-    """Returns a row for the trials and one for the runs of each stage of each point.
+def _study_groups(run: Run, given: set[str]) -> Iterator[tuple]:
+    """Yields the trials and the runs of each stage of each point.
 
     Runs that are in the report themselves are left out, and so are stages that a point
     shares with an earlier one.
     """
-    rows, seen = [], set()
+    seen = set()
     for point in run.study["points"]:
         for stage, outcome in point["stages"].items():
             done = [r for r in outcome["runs"] if r["folder"] not in seen]
@@ -275,10 +262,9 @@ def _of_study(run: Run, given: set[str]) -> list[tuple[str, ...]]:
             about = done[0]["variant"], done[0]["dataset"]
             others = [t for t in outcome["trials"] if t["choice"] != outcome["chosen"]]
             done = [r for r in done if _real_path(run.path / r["folder"]) not in given]
-            for what, those in (("other trial", others), ("run", done)):
-                title = f"{run.name}: {point['name']}, {stage}"
-                rows.append(_of_runs(title, what, *about, those))
-    return [row for row in rows if row]
+            title = f"{run.name}: {point['name']}, {stage}"
+            yield title, "other trial", *about, others
+            yield title, "run", *about, done
 
 
 def _real_path(path) -> str:

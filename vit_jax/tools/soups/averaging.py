@@ -68,14 +68,11 @@ def mean(models: Sequence[Pretrained]) -> Pretrained:
 def greedy(
     models: Sequence[Pretrained], score: Callable[[Pretrained], float]
 ) -> tuple[list[int], list[float], float]:
-    """Chooses which networks to average.
-
-    Args:
-      models: networks to choose from.
-      score: function that returns the score of a network; higher is better.
+    """Chooses networks to average; a higher score is better.
 
     Returns:
-      The chosen, best first; the score of each network; and that of their average.
+      Numbers of the chosen networks, best first; the score of each network; and the score
+      of the average.
     """
     scores = [score(model) for model in models]
     order = sorted(range(len(models)), key=lambda i: -scores[i])

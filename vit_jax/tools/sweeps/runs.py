@@ -22,6 +22,7 @@ from vit_jax.data.sources.base import Source
 from vit_jax.distributed import mesh as meshes
 from vit_jax.errors import Diverged, UserError
 from vit_jax.files import read_json, replace_text
+from vit_jax.printing import print_line
 from vit_jax.training import loop, resume_check, run_report
 from vit_jax.training.config import TrainConfig
 from vit_jax.training.metric_writer import Events, summary
@@ -138,6 +139,13 @@ def check_command(
             f"--workdir={workdir} cannot be written ({error.strerror or error}): choose "
             "another --workdir"
         ) from error
+
+
+def say(text: str) -> None:
+    """Prints lines, in process 0."""
+    if text and jax.process_index() == 0:
+        for line in text.split("\n"):
+            print_line(line)
 
 
 def decisive(config: TrainConfig) -> dict[str, str]:

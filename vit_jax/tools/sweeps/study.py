@@ -25,9 +25,8 @@ from vit_jax.errors import UserError
 from vit_jax.files import read_json
 from vit_jax.printing import print_error
 from vit_jax.tools.sweeps import runs, step_cost, study_config
-from vit_jax.tools.sweeps.runs import SplitCache
+from vit_jax.tools.sweeps.runs import SplitCache, say
 from vit_jax.tools.sweeps.study_config import StudyConfig
-from vit_jax.tools.sweeps.transfer import say
 from vit_jax.training import lock, run_report
 from vit_jax.training.actions import lower_is_better
 from vit_jax.training.config import TrainConfig, complete

@@ -11,16 +11,14 @@ import os
 import statistics
 from collections.abc import Sequence
 
-import jax
 from etils import epath
 
 from vit_jax import progress
 from vit_jax.data.sources.open import opened_by
 from vit_jax.errors import UserError
-from vit_jax.printing import print_line
 from vit_jax.tools.sweeps import runs
 from vit_jax.tools.sweeps.fine_tuning import TransferTask, check_feasible
-from vit_jax.tools.sweeps.runs import TestSplitGuard
+from vit_jax.tools.sweeps.runs import TestSplitGuard, say
 from vit_jax.training import lock
 from vit_jax.training.sweep import SweepSetups
 
@@ -237,13 +235,6 @@ def sharing(trials: Sequence[dict]) -> str:
 def spread(mean: float, std: float | None) -> str:
     """Formats a mean and its standard deviation, both fractions, in percent."""
     return f"{mean:.2%}" + ("" if std is None else f" ± {100 * std:.2f}")
-
-
-def say(text: str) -> None:
-    """Prints lines, in process 0."""
-    if text and jax.process_index() == 0:
-        for line in text.split("\n"):
-            print_line(line)
 
 
 def on_choice(best: dict, trials: Sequence[dict], task: TransferTask) -> str:

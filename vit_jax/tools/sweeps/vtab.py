@@ -16,7 +16,8 @@ from vit_jax.data.sources import vtab
 from vit_jax.errors import UserError
 from vit_jax.files import read_json
 from vit_jax.tools.sweeps import runs
-from vit_jax.tools.sweeps.transfer import Study, say
+from vit_jax.tools.sweeps.runs import say
+from vit_jax.tools.sweeps.transfer import Study
 from vit_jax.training import lock
 from vit_jax.training.sweep import SweepSetups
 
