@@ -6,7 +6,7 @@ study.json holds it.
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from vit_jax.errors import UserError
 from vit_jax.tools.sweeps import runs, step_cost
@@ -84,76 +84,60 @@ def complete(raw: Mapping, path: str) -> StudyConfig:
     Raises:
       UserError: a key or a value is wrong; the message has the form it needs.
     """
+    for problem in _problems(raw):
+        raise UserError(f"{path}: get_study returns {problem}")
+    return StudyConfig(**raw)
+
+
+def _problems(raw: Mapping) -> Iterator[str]:
+    """Yields what is wrong; each check assumes that those before it passed."""
     known = [field.name for field in dataclasses.fields(StudyConfig)]
     for key in raw:
         if key not in known:
-            raise UserError(
-                f"{path}: get_study returns {key!r}, which is none of {', '.join(known)}"
-            )
+            yield f"{key!r}, which is none of {', '.join(known)}"
     for key in ("axes", "scores"):
         if not raw.get(key):
-            raise UserError(f"{path}: get_study returns no {key}")
+            yield f"no {key}"
     for key, (fits, form) in _FORMS.items():
         if key in raw and not fits(raw[key]):
-            raise UserError(
-                f"{path}: get_study returns {key}={raw[key]!r}: give {form}"
-            )
+            yield f"{key}={raw[key]!r}: give {form}"
     config = StudyConfig(**raw)
     if config.measure not in MEASURES:
-        raise UserError(
-            f"{path}: get_study returns measure={config.measure!r}, which is none of "
-            f"{', '.join(MEASURES)}"
-        )
+        among = ", ".join(MEASURES)
+        yield f"measure={config.measure!r}, which is none of {among}"
     stages = ", ".join(config.stages)
     for stage in config.tune:
         if stage not in config.stages:
-            raise UserError(
-                f"{path}: get_study returns tune.{stage}, but its stages are {stages}"
-            )
+            yield f"tune.{stage}, but its stages are {stages}"
     for name, score in config.scores.items():
         if config.stage_and_path(score)[0] not in config.stages:
-            raise UserError(
-                f"{path}: get_study returns scores.{name}={score!r}, but its stages are "
-                f"{stages}"
-            )
-    _check_tuned_by_axis(config, path)
-    _check_drawings(config, path)
-    return config
-
-
-def _check_tuned_by_axis(config: StudyConfig, path: str) -> None:
-    """Raises UserError if a point has no values of a key that is tuned by an axis."""
+            yield f"scores.{name}={score!r}, but its stages are {stages}"
     for stage, keys in config.tune.items():
         for key, values in keys.items():
             if isinstance(values, Mapping) and not any(
                 {str(v) for v in of_axis} <= values.keys()
                 for of_axis in config.axes.values()
             ):
-                raise UserError(
-                    f"{path}: get_study returns tune.{stage}[{key!r}] for "
-                    f"{', '.join(values)}, which are not all the values of an axis"
+                among = ", ".join(values)
+                yield (
+                    f"tune.{stage}[{key!r}] for {among}, which are not all the values of "
+                    "an axis"
                 )
-
-
-def _check_drawings(config: StudyConfig, path: str) -> None:
-    """Raises UserError if a figure or a law uses a column that no point has."""
+    # Figures and laws use columns that points have.
     columns = [*config.axes, *config.labels, *_COLUMNS]
     for name, x_of in (("figures", [*columns, "step"]), ("laws", columns)):
         for one in getattr(config, name):
             # The y of a training curve is an evaluation, not a score.
             y_of = [one["y"]] if one["x"] == "step" else [*config.scores]
-            lines = one.get("lines", ())
-            of_lines = [*lines, *filter(None, [one.get("colours")])]
+            lines = [*one.get("lines", ()), *filter(None, [one.get("colours")])]
             for key, value, among in (
                 ("x", one["x"], x_of),
                 ("y", one["y"], y_of),
-                *(("lines", line, columns) for line in of_lines),
+                *(("lines", line, columns) for line in lines),
             ):
                 if value not in among:
-                    raise UserError(
-                        f"{path}: get_study returns {name} with {key}={value!r}, which is "
-                        f"none of {', '.join(among)}"
-                    )
+                    among = ", ".join(among)
+                    yield f"{name} with {key}={value!r}, which is none of {among}"
 
 
 def _is_plain(value: object) -> bool:
