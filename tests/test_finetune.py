@@ -122,9 +122,7 @@ def test_weights_of_the_classes_take_the_place_of_balanced_draws(
 def test_classes_without_splits_that_are_uneven(place, tmp_path, capsys):
     words = [f"--workdir={tmp_path}", "--minutes=0", "--config.total_steps=20"]
     words += ["--config.task.name=lora", "--config.optim.name=adam"]
-    with pytest.raises(
-        UserError, match="is chosen for sgd alone; set --config.optim"
-    ):
+    with pytest.raises(UserError, match="is chosen for sgd alone; set --config.optim"):
         command(place, *words, photos="uneven")
     words += ["--config.optim.learning_rate=0.002"]
     assert command(place, *words, photos="uneven") == 0
