@@ -14,6 +14,8 @@ from hosts import xla_flags
 # what users get is run by the digits, alone and in a notebook.
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {xla_flags(8)}"
 os.environ["JAX_PLATFORMS"] = "cpu"
+# Two workers share two cores: threads of a matrix library wait for each other by spinning.
+os.environ["OPENBLAS_NUM_THREADS"] = os.environ["OMP_NUM_THREADS"] = "1"
 # One compilation cache for this session and all processes that it starts, or one that
 # sessions share (.ci/run): the same small programs come again and again.
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
