@@ -543,7 +543,7 @@ def test_pushing_uploads_the_files_and_a_card(tmp_path, source, hub, capsys):
         'model = timm.create_model("hf-hub:ann/small", pretrained=True)',
     ):
         assert f"{line}\n" in card
-    assert "resized until it just covers 16x16, and the central 12x12 are cut" in card
+    assert "resized until it just covers 16x16, and the central 12x12 are cropped" in card
     assert "Mean 0.4, 0.5, 0.6; standard deviation 0.2, 0.3, 0.25." in card
     assert "5, in this order: apple, Bär, a cat, or two, dog, eel" in card
 

@@ -324,7 +324,7 @@ def test_flags_replace_what_travelled(place, run, pretrained):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--model=absent"], "^'absent' is"),
+        (["--model=absent"], "^'absent' does not exist"),
         (["--interpolation=cubic"], "interpolation='cubic' is not one of nearest"),
         (["--crop_pct=1.5"], r"crop_pct=1\.5 is not a fraction"),
         (["--mean=0.1,0.2"], r"mean=0\.1,0\.2 has 2 numbers, but .* 3 channels"),

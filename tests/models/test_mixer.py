@@ -177,7 +177,7 @@ def test_parameters_of_another_size_of_image_are_refused():
     assert model.at_size((16, 16)).resize(params, model) is params
     hidden = 4 * TINY["tokens_mlp_dim"]
     for size, message in (
-        ((8, 8), "was trained on 4x4 patches, .* not to 2x2: change data.image_size"),
+        ((8, 8), "4x4 patches .* 2x2: change data.image_size"),
         ((32, 16), "not to 8x4"),
         ((32, 32), f"4 times as many: set it to {hidden}"),
     ):

@@ -42,7 +42,7 @@ def test_an_array_knows_its_bytes_whatever_its_type():
 
 
 def test_a_text_that_is_no_program_is_refused():
-    with pytest.raises(ValueError, match="no HLO program"):
+    with pytest.raises(ValueError, match="not an HLO program"):
         hlo.parse("def f(x):\n  return x\n")
 
 
