@@ -47,19 +47,23 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: item.path.name not in LONG)
 
 
-# Every compiled program has memory maps of its own, of which Linux allows a process
-# 65,530: a worker that went through thousands of programs died at the next.
-_MOST_MAPS = 20_000
+# Every compiled program has memory maps, of which Linux allows a process
+# 65,530: a worker that went through thousands of programs died at the next. Traces and
+# programs of earlier tests had grown to 6 GB.
+_MOST_MAPS, _MOST_BYTES = 20_000, 2 << 30
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _drop_programs():
     """Frees the programs of earlier tests before the system has no room for more."""
     yield
-    maps = pathlib.Path("/proc/self/maps")
-    if maps.exists() and maps.read_bytes().count(b"\n") > _MOST_MAPS:
-        jax.clear_caches()
-        gc.collect()
+    process = pathlib.Path("/proc/self")
+    if process.exists():
+        maps = (process / "maps").read_bytes().count(b"\n")
+        pages = int((process / "statm").read_text().split()[1])
+        if maps > _MOST_MAPS or pages * os.sysconf("SC_PAGE_SIZE") > _MOST_BYTES:
+            jax.clear_caches()
+            gc.collect()
 
 
 @pytest.fixture
