@@ -11,6 +11,7 @@ import atexit
 import gc
 import importlib
 import inspect
+import io
 import json
 import os
 import pathlib
@@ -25,17 +26,13 @@ import warnings
 
 ROOT = pathlib.Path(__file__).parents[1]
 # Read when a command runs. All other variables may be read when modules are imported:
-# each set of them has a server of its own.
+# each set of them has its server.
 _READ_LATE = (
     *("XLA_FLAGS", "JAX_COORDINATOR_", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"),
     *("VIT_JAX_", "PYTEST_", "PYTHONPATH", "PYTHONUNBUFFERED"),
     *("OWN_DISK", "HANGS"),  # Of tests.
 )
-_IMPORTS = (
-    "vit_jax.job",
-    "vit_jax.training.loop",
-    "vit_jax.weights",
-)
+_IMPORTS = ("vit_jax.job", "vit_jax.training.loop", "vit_jax.weights")
 _SIGNALS = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM)
 _MAX_ORDER = 1 << 17  # Bytes.
 _servers = {}
@@ -181,6 +178,13 @@ def _become(order, descriptors):
     for number, fd in enumerate(descriptors):
         os.dup2(fd, number)
         os.close(fd)
+    # Those of the server take pipes for the files that it writes to.
+    for number, name in enumerate(("stdout", "stderr"), 1):
+        file = io.FileIO(number, "w", closefd=False)
+        errors = getattr(sys, name).errors
+        stream = io.TextIOWrapper(file, errors=errors, write_through=True)
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
     os.chdir(order["cwd"])
     os.environ.clear()
     os.environ.update(order["env"])

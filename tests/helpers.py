@@ -1,5 +1,6 @@
 """What tests share: recipes, a complete config, an image, what is done with a finished run."""
 
+import contextlib
 import json
 import math
 import pathlib
@@ -8,10 +9,13 @@ import shutil
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
-from vit_jax import cli
+from vit_jax import cli, models
 from vit_jax.__main__ import load
+from vit_jax.distributed import mesh as meshes
 from vit_jax.training import config as configuration
+from vit_jax.weights import Pretrained, export
 
 ROOT = pathlib.Path(__file__).parent.parent
 RECIPES = sorted(
@@ -31,7 +35,7 @@ def get_config(arg=None):
 
 
 def tiny_config(**sections):
-    """Returns the config of a small model on made data; sections update theirs."""
+    """Returns the config of a small model on made data; sections update those here."""
     raw = {
         "name": "tiny",
         "seed": 3,
@@ -64,6 +68,17 @@ def tiny_config(**sections):
     return configuration.complete(raw)
 
 
+@contextlib.contextmanager
+def one_device():
+    """Has runs in this process take one of its eight devices: a program compiles sooner."""
+    create = meshes.create
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            meshes, "create", lambda config: create(config, jax.devices()[:1])
+        )
+        yield
+
+
 def draw_params(model, seed=0):
     """Returns parameters as after training, none of them 0: what `init` compiles takes seconds.
 
@@ -81,6 +96,20 @@ def draw_params(model, seed=0):
     return jax.tree_util.tree_map_with_path(draw, shapes)
 
 
+def write_weights(path, class_names=(), preprocess=None, **options):
+    """Writes a small network with parameters of `draw_params` as a safetensors file."""
+    sizes = {"width": 12, "depth": 1, "num_heads": 3, "mlp_dim": 20, "channels": 3}
+    model = models.create(**sizes | options)
+    params = jax.device_get(draw_params(model))
+    export.export(
+        Pretrained(
+            params, model.options, "vit_jax", "made", preprocess, tuple(class_names)
+        ),
+        "safetensors",
+        path,
+    )
+
+
 def kill_after(step, workdir):
     """Leaves a finished run as if it had been killed after a step."""
     for path in (workdir / "checkpoints").iterdir():
@@ -96,7 +125,7 @@ def run_command(name, words):
 
 
 def evaluated(workdir, folder, capsys):
-    """Returns the scores of a run of `tiny_config`, of the command in a folder of its own."""
+    """Returns the scores of a run of `tiny_config`, as the command `evaluate` gives them."""
     recipe = folder / "recipe.py"
     recipe.write_text(_EVALUATION)
     capsys.readouterr()

@@ -36,47 +36,39 @@ def free_port():
         return free.getsockname()[1]
 
 
-def start(words, hosts, environment, *, fork=True):
-    """Starts the verb once for each host, with pipes for what it prints.
+def start(words, hosts, environment, *, verb="train", fork=True, **options):
+    """Starts a verb once for each host, with pipes for what it prints.
 
     Args:
       words: of the command line.
       hosts: number of them.
       environment: function of the number of a host: variables it has besides.
+      verb: its name.
       fork: whether processes are forked with JAX imported, see forked.py.
+      options: of subprocess.Popen that differ.
     """
     start_one = forked.Popen if fork else _popen
     clean = {k: v for k, v in os.environ.items() if not k.startswith(_CLUSTERS)}
-    clean |= {
-        "JAX_PLATFORMS": "cpu",
-        "PYTHONUNBUFFERED": "1",
-        "XLA_FLAGS": xla_flags(),
-    }
+    clean |= {"JAX_PLATFORMS": "cpu", "PYTHONUNBUFFERED": "1", "XLA_FLAGS": xla_flags()}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    options = pipes | {"cwd": ROOT, "start_new_session": True} | options
     return [
-        start_one(
-            "vit_jax.train",
-            words,
-            cwd=ROOT,
-            env=clean | environment(host),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
+        start_one(f"vit_jax.{verb}", words, env=clean | environment(host), **options)
         for host in range(hosts)
     ]
 
 
-def stated(hosts, **more):
-    """Returns the variables that tell JAX of the hosts, as a function of the host."""
+def variables(hosts, **more):
+    """Returns the variables by which JAX knows the hosts, as a function of the host."""
     address = f"localhost:{free_port()}"
 
     def environment(host):
-        return {
+        known = {
             "JAX_COORDINATOR_ADDRESS": address,
             "JAX_NUM_PROCESSES": str(hosts),
             "JAX_PROCESS_ID": str(host),
-        } | more
+        }
+        return (known if hosts > 1 else {}) | more
 
     return environment
 
@@ -86,7 +78,8 @@ def wait_for(process, pattern):
     for line in process.stdout:
         if re.search(pattern, line):
             return line
-    raise AssertionError(f"ended without {pattern!r}: {process.stderr.read()}")
+    said = process.stderr.read() if process.stderr else ""
+    raise AssertionError(f"ended without {pattern!r}: {said}")
 
 
 def ends(processes, seconds=150):
@@ -100,7 +93,8 @@ def kill(processes):
     for process in processes:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
+        if not process.stdout.closed:  # Not killed before.
+            process.communicate()
 
 
 def _popen(module, words, **options):

@@ -12,7 +12,7 @@ import sys
 
 
 def run(commands, cwd, **environment):
-    """Runs commands, each a list of words, in a process of its own; all must succeed."""
+    """Runs commands, each a list of words, in a new process; all must succeed."""
     end = subprocess.run(
         [sys.executable, pathlib.Path(__file__).resolve()],
         input=json.dumps(commands),

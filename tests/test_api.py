@@ -14,10 +14,12 @@ import types
 import jax
 import numpy as np
 import pytest
+from helpers import one_device
 from PIL import Image
 
 import vit_jax
 from vit_jax.api import models, pretrained, training
+from vit_jax.config import fields
 from vit_jax.training import callbacks
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -30,6 +32,11 @@ def place(tmp_path_factory):
     """A folder where the page of the site has run, with its names."""
     folder, before = tmp_path_factory.mktemp("api"), os.getcwd()
     shutil.copytree(ROOT / "configs", folder / "configs")
+    # One layer compiles in a fraction of the time.
+    recipe = folder / "configs" / "digits.py"
+    text = recipe.read_text()
+    assert text.count("depth=4") == 1
+    recipe.write_text(text.replace("depth=4", "depth=1"))
     for i in range(40):
         path = folder / "photos" / f"class{i % 2}" / f"{i}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -47,13 +54,9 @@ def place(tmp_path_factory):
     module = types.ModuleType("page")
     os.chdir(folder)
     try:
-        exec(compile(program, "docs/python.md", "exec"), vars(module))  # noqa: S102
-        # What trains after the page gets one layer, which compiles in a third.
-        recipe = folder / "configs" / "digits.py"
-        text = recipe.read_text()
-        assert text.count("depth=4") == 1
-        recipe.write_text(text.replace("depth=4", "depth=1"))
-        yield module
+        with one_device():
+            exec(compile(program, "docs/python.md", "exec"), vars(module))  # noqa: S102
+            yield module
     finally:
         os.chdir(before)
 
@@ -74,7 +77,12 @@ def test_the_page_trains_loads_and_loops(place):
     ids=lambda value: getattr(value, "__name__", value),
 )
 def test_examples_of_docstrings(place, module, examples):
-    assert doctest.testmod(module, report=True) == (0, examples)
+    runner = doctest.DocTestRunner()
+    for test in doctest.DocTestFinder().find(module):
+        for example in test.examples:  # The run has one layer here, not four.
+            example.want = example.want.replace("(2, 4, 3, 17", "(2, 1, 3, 17")
+        runner.run(test)
+    assert runner.summarize() == (0, examples)
 
 
 def test_every_public_name_has_an_example_and_is_listed():
@@ -118,7 +126,7 @@ def test_images_are_given_in_any_form(place, tmp_path):
     probability = together[0][0].probability
     assert probability == pytest.approx(found[0][0].probability, rel=1e-5)
     np.testing.assert_allclose(
-        model.attention(array).sum(-1), np.ones((1, 4, 3, 17)), rtol=1e-5
+        model.attention(array).sum(-1), np.ones((1, 1, 3, 17)), rtol=1e-5
     )
     bigger = vit_jax.load_model("runs/digits", image_size=12, tell=lambda line: None)
     assert bigger.model.image_shape == (12, 12, 1)
@@ -151,88 +159,27 @@ def test_a_new_head_is_one_of_zeros_on_the_same_body(place):
     np.testing.assert_array_equal(bare(images), fresh.features(images))
 
 
-@pytest.mark.parametrize("pairs", [False, True])
-def test_arrays_are_fine_tuned_without_a_workdir(place, pairs):
-    given = (NOISE, LABELS)
-    if pairs:
-        given = {"train": given, "val": (NOISE[:8], LABELS[:8])}
-    result = vit_jax.finetune(
-        given,
-        model="runs/digits",
-        class_names=list("abcd"),
-        minutes=0,
-        total_steps=2,
-        tell=lambda line: None,
-    )
+def test_arrays_are_fine_tuned_without_a_workdir(place, monkeypatch):
+    given = {"model": "runs/digits", "minutes": 0, "total_steps": 2, "tell": str}
+    result = vit_jax.finetune((NOISE, LABELS), class_names=list("abcd"), **given)
     assert result.workdir == "runs/finetune/runs-digits_in-memory"
-    assert result.examples == (8 if pairs else 12)
+    assert result.examples == 12
     model = vit_jax.load_model(result.workdir, tell=lambda line: None)
     assert model.class_names == tuple("abcd")
     shutil.rmtree(result.workdir)
 
+    def train(config, *_, **__):
+        assert fields.to_dict(config)["evals"] == {"val": "val"}
+        raise vit_jax.UserError("far enough")
 
-def test_train_makes_a_workdir_under_runs(place):
-    before = {*pathlib.Path("runs").iterdir()}
-    keys = {"epochs": 1, "optim.warmup_epochs": 0}
-    vit_jax.train("configs/digits.py", data=(NOISE, LABELS), **keys)
-    (new,) = {*pathlib.Path("runs").iterdir()} - before
-    assert new.name.startswith("digits-") and (new / "report.json").exists()
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: vit_jax.create_model("B/16", img_size=3), "is called image_size here"),
-        (lambda: vit_jax.create_model("vit_base_patch16_224"), "a name of timm: load_"),
-        (
-            lambda: vit_jax.create_model("B/16", image_size=(1, 2, 3)),
-            "neither a side nor",
-        ),
-        (lambda: vit_jax.load_model("nowhere"), "nowhere"),
-        (
-            lambda: vit_jax.load_model("runs/digits", crop=1),
-            "crop=1: not one of .*crop_f",
-        ),
-        (
-            lambda: vit_jax.train(
-                "configs/digits.py", "w", data={"val": (NOISE, LABELS)}
-            ),
-            "data has no 'train' among val",
-        ),
-        (
-            lambda: vit_jax.train(
-                "configs/digits.py", "w", data=(NOISE, LABELS[:5]), epochs=2
-            ),
-            "64 images, but 5 labels",
-        ),
-        (
-            lambda: vit_jax.train("configs/digits.py", "w", lr=2),
-            "unknown config key lr",
-        ),
-    ],
-)
-def test_wrong_arguments_get_one_line(place, call, message):
-    with pytest.raises(vit_jax.UserError, match=message) as raised:
-        call()
-    assert "\n" not in str(raised.value)
+    # Pairs with images to validate on: none are set aside.
+    monkeypatch.setattr(training.loop, "train", train)
+    pairs = {"train": (NOISE, LABELS), "val": (NOISE[:8], LABELS[:8])}
+    with pytest.raises(vit_jax.UserError, match="far enough"):
+        vit_jax.finetune(pairs, **given)
 
 
-@pytest.mark.parametrize(
-    ("images", "message"),
-    [
-        ([], "give at least one"),
-        ("gone.png", "gone.png cannot be read"),
-        (b"noise", "the image .*: give another image"),
-        (np.zeros((8, 8), np.float32), "image of float32"),
-    ],
-)
-def test_wrong_images_get_one_line(place, images, message):
-    model = vit_jax.load_model("runs/digits", tell=lambda line: None)
-    with pytest.raises(vit_jax.UserError, match=message):
-        model.predict(images)
-
-
-def test_callbacks_see_a_run_and_its_resumption(place, tmp_path):
+def test_callbacks_see_a_run_without_a_workdir_and_its_resumption(place):
     seen = []
 
     class Everything(vit_jax.Callback):
@@ -268,19 +215,20 @@ def test_callbacks_see_a_run_and_its_resumption(place, tmp_path):
     }
     pairs = {"train": (NOISE, LABELS), "test": (NOISE[:9], LABELS[:9])}
     given = dict(data=pairs, callbacks=[Everything()], **keys)
+    before = {*pathlib.Path("runs").iterdir()}
     with pytest.raises(RuntimeError, match="as a kill would"):
-        vit_jax.train("configs/digits.py", tmp_path, **given)
+        vit_jax.train("configs/digits.py", **given)
+    (new,) = {*pathlib.Path("runs").iterdir()} - before
+    assert new.name.startswith("digits-")
     assert seen == [("begin", 0, 6), ("log", 1), ("log", 2), ("checkpoint", 2)]
     seen.clear()
     stops = False
-    report = vit_jax.train("configs/digits.py", tmp_path, **given)
+    vit_jax.train("configs/digits.py", new, **given)
     assert seen[0] == ("begin", 2, 6) and seen[-1] == ("end", 6)
     assert ("evaluate", 6) in seen and ("checkpoint", 4) in seen
-    whole = vit_jax.train("configs/digits.py", tmp_path / "whole", data=pairs, **keys)
-    assert report["params_sha256"] == whole["params_sha256"]
     changed = {**pairs, "train": (NOISE[::-1], LABELS)}
     with pytest.raises(vit_jax.UserError, match="data"):
-        vit_jax.train("configs/digits.py", tmp_path, data=changed, **keys)
+        vit_jax.train("configs/digits.py", new, data=changed, **keys)
 
 
 def test_arrays_are_not_found_by_a_command(place):

@@ -2,18 +2,15 @@
 
 import pathlib
 
-import jax
 import jaxtyping
 import numpy as np
 import pytest
-from helpers import draw_params
+from helpers import write_weights
 from PIL import Image
 
 import vit_jax
-from vit_jax import models
 from vit_jax.config import arguments, fields
-from vit_jax.weights import export
-from vit_jax.weights.pretrained import Preprocess, Pretrained
+from vit_jax.weights.pretrained import Preprocess
 
 RECIPE = "configs/digits.py"
 GOOD = np.zeros((6, 8, 8), np.uint8), np.arange(6) % 2
@@ -32,26 +29,10 @@ def without_type_checker():
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory):
     """The file of a small network of three classes."""
-    model = models.create(
-        variant="Ti/8",
-        width=24,
-        depth=1,
-        num_heads=2,
-        mlp_dim=48,
-        num_classes=3,
-        image_size=(32, 32),
-        channels=3,
-    )
-    found = Pretrained(
-        jax.device_get(draw_params(model)),
-        model.options,
-        "vit_jax",
-        "made",
-        Preprocess(image_size=(32, 32)),
-        ("a", "b", "c"),
-    )
     path = tmp_path_factory.mktemp("arguments") / "weights.safetensors"
-    export.export(found, "safetensors", path)
+    size = (32, 32)
+    how = Preprocess(image_size=size)
+    write_weights(path, "abc", how, variant="Ti/8", num_classes=3, image_size=size)
     return str(path)
 
 
@@ -105,11 +86,16 @@ CALLS = {
             r"key model.heads; the .* model\.num_heads",
         ),
         (lambda: vit_jax.create_model("Ti/7x", width=3), "Ti/7x"),
+        (lambda: vit_jax.create_model("B/16", img_size=3), "is called image_size here"),
+        (lambda: vit_jax.create_model("vit_base_patch16_224"), "a name of timm: load_"),
+        (lambda: vit_jax.create_model("B/16", image_size=(1, 2, 3)), "neither a side"),
     ],
     "load_model": [
         (lambda w: vit_jax.load_model(None), "source=None"),
         (lambda w: vit_jax.load_model(3), "source=3"),
         (lambda w: vit_jax.load_model(""), "''"),
+        (lambda w: vit_jax.load_model("nowhere"), "nowhere"),
+        (lambda w: vit_jax.load_model(w, crop=1), "crop=1: not one of .*crop_f"),
         (lambda w: vit_jax.load_model("google/vit-base-patch16-224"), "hf://google/"),
         (lambda w: vit_jax.load_model(w, image_size=0), "image_size"),
         (lambda w: vit_jax.load_model(w, image_size="32"), "image_size.*='32'"),
@@ -159,6 +145,7 @@ CALLS = {
         (lambda m: m.predict({"a": PICTURE}), "images="),
         (lambda m: m.predict([]), r"images=\[\]"),
         (lambda m: m.predict(b""), "empty"),
+        (lambda m: m.predict(b"noise"), "the image .*: give another image"),
         (lambda m: m.predict("nowhere.png"), "nowhere.png"),
         (lambda m: m.predict("tests/golden/mae_hf"), "no image in tests/golden"),
     ],

@@ -33,7 +33,7 @@ SECRETS = ("hunter2", "beef", "cafe")
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """Returns a folder with files that are none, and weights of 5 classes."""
+    """Returns a folder with broken and odd files, and weights of 5 classes."""
     folder = tmp_path_factory.mktemp("bad_input")
     (folder / "text.txt").write_text("hello")
     (folder / "folder.py").mkdir()
@@ -180,10 +180,7 @@ def test_variant_of_an_impossible_size_is_refused(refused, variant):
         ("data.num_threads=100000", "must be at most 1024"),
         ("stall_timeout=1e300", "must be below 2**31"),
         ("data.name=os:system", "runs the code of that module, which raised TypeError"),
-        (
-            "model.depth=100000",
-            "model.depth=100000 must be at most 1000",
-        ),
+        ("model.depth=100000", "model.depth=100000 must be at most 1000"),
         ("model.pool=none", "model.pool='none' classifies each token"),
         ("model.width=2147483646", "out of memory before the start: the network has"),
     ],
@@ -336,7 +333,7 @@ def test_other_floats_are_refused(value):
         decode.decode(tiff([[0.5, value]]))
 
 
-def test_full_memory_while_flags_are_read_is_told(monkeypatch, capsys):
+def test_full_memory_while_flags_are_read_is_an_error(monkeypatch, capsys):
     def full(*args):
         raise MemoryError("no 3 GB")
 

@@ -5,6 +5,7 @@ import pathlib
 import subprocess
 import sys
 
+import one_process
 import pytest
 from hosts import HURRY
 
@@ -14,21 +15,40 @@ SOURCES = {path.stem: path.read_text() for path in (ROOT / "benchmarks").glob("*
 # baseline_vit.py. test_soak.py runs soak.py.
 ELSEWHERE = ("baseline_vit", "input_", "soak")
 SCRIPTS = [
-    pytest.param(name, marks=[pytest.mark.parity] * ("\nimport torch\n" in text))
+    name
     for name, text in sorted(SOURCES.items())
     if "__main__" in text and not name.startswith(ELSEWHERE)
 ]
+# Those that start processes, have other devices or use PyTorch.
+APART = [
+    pytest.param(name, marks=[pytest.mark.parity] * ("\nimport torch\n" in text))
+    for name in SCRIPTS
+    if any(
+        x in (text := SOURCES[name])
+        for x in ("subprocess", "XLA_FLAGS", "import torch")
+    )
+]
+TOGETHER = sorted({*SCRIPTS} - {param.values[0] for param in APART})
+# Threads of PyTorch beside other tests do not spin.
+OWN = {"XLA_FLAGS": HURRY, "OMP_WAIT_POLICY": "passive"}
+
+
+def test_every_benchmark_has_a_short_run():
+    assert all("smoke.parse(" in SOURCES[name] for name in SCRIPTS)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_every_benchmark_runs(name):
-    assert "smoke.parse(" in SOURCES[name]
+def test_benchmarks_of_one_process_run():
+    commands = [["python", f"benchmarks/{name}.py", "--smoke"] for name in TOGETHER]
+    one_process.run(commands, ROOT, PYTHONPATH=f"{ROOT}:{ROOT / 'benchmarks'}", **OWN)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", APART)
+def test_a_benchmark_runs(name):
     done = subprocess.run(
         [sys.executable, ROOT / "benchmarks" / f"{name}.py", "--smoke"],
-        env=os.environ
-        | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": HURRY}
-        | {"OMP_WAIT_POLICY": "passive"},  # PyTorch beside other tests.
+        env=os.environ | {"PYTHONPATH": str(ROOT)} | OWN,
         cwd=ROOT,
         capture_output=True,
         text=True,

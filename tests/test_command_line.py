@@ -13,6 +13,7 @@ import zipfile
 
 import grimp
 import pytest
+from helpers import run_command
 from jax._src import cloud_tpu_init
 
 import vit_jax
@@ -21,6 +22,7 @@ from vit_jax import cli
 from vit_jax.config import fields, loading
 from vit_jax.errors import UserError
 from vit_jax.training import config as configuration
+from vit_jax.training import loop
 from vit_jax.training.config import TrainConfig
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -129,8 +131,9 @@ def test_shells_complete_commands_and_flags(shell):
             ["bash", "-c", words], capture_output=True, text=True, check=True
         )
         assert shown.stdout.split() == ["train", "transfer"]
-    wrong = run("--completion=fish")
-    assert wrong.returncode == 2 and "give one of bash, zsh, tcsh" in wrong.stderr
+    if shell == "bash":
+        wrong = run("--completion=fish")
+        assert wrong.returncode == 2 and "give one of bash, zsh, tcsh" in wrong.stderr
 
 
 def test_an_edit_of_the_same_length_and_second_is_seen(tmp_path, monkeypatch):
@@ -142,15 +145,11 @@ def test_an_edit_of_the_same_length_and_second_is_seen(tmp_path, monkeypatch):
         assert loading.read_study(str(own)) == {"seeds": seed}
 
 
-@pytest.mark.parametrize("name", ["digits", "digits.py", "configs/digits.py"])
-def test_a_command_runs_from_any_folder_with_a_recipe_by_its_name(tmp_path, name):
-    words = ("summary", f"--config={name}")
+def test_a_command_runs_from_any_folder_with_a_recipe_by_its_name(tmp_path):
+    words = ("summary", "--config=digits")
     shown = run(*words, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)})
     assert (shown.returncode, shown.stderr) == (0, "")
     assert "Ti/2" in shown.stdout
-    assert loading.find("eval/fewshot.py") == ROOT / "configs" / "eval" / "fewshot.py"
-    wrong = run("summary", "--nope", cwd=tmp_path)
-    assert wrong.returncode == 2 and "--help lists the flags" in wrong.stderr
 
 
 def test_recipes_are_found_by_name_unless_a_file_is_meant(tmp_path, monkeypatch):
@@ -161,6 +160,9 @@ def test_recipes_are_found_by_name_unless_a_file_is_meant(tmp_path, monkeypatch)
     by_name = configuration.load("digits", {"epochs": 3})
     assert by_name == configuration.load(str(ROOT / "configs/digits.py"), {"epochs": 3})
     monkeypatch.chdir(tmp_path)
+    for name in ("digits", "digits.py", "configs/digits.py"):
+        assert loading.find(name) == ROOT / "configs" / "digits.py"
+    assert loading.find("eval/fewshot.py") == ROOT / "configs" / "eval" / "fewshot.py"
     (tmp_path / "digits").write_text("mine")
     with pytest.raises(UserError, match="digits: does not end in .py"):
         configuration.load("digits")
@@ -220,25 +222,21 @@ def test_libtpu_is_not_heard_where_there_is_no_tpu(first):
     assert shown.stdout and shown.stderr == ""
 
 
-def test_help_lists_the_recipes_and_quick_is_told(tmp_path):
+def test_help_lists_the_recipes_and_quick_is_announced(tmp_path, monkeypatch, capsys):
     shown = command.load("train").parser().format_help()
     assert re.search(r"^  digits +A small ViT from scratch", shown, re.MULTILINE)
     assert "eval/probe" not in shown
     shown = command.load("evaluate").parser().format_help()
     assert "  eval/probe " in shown
-    words = ("--config=mixer:quick", f"--workdir={tmp_path}/run", "--config.evals={}")
-    done = subprocess.run(
-        [sys.executable, "-m", "vit_jax.train", *words],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout
-    before, _, after = done.stdout.partition(
-        "mixer:quick: a small stand-in for the net"
-    )
-    assert " parameters" not in before and " parameters" in after
+
+    def train(*_, **__):
+        shown = "".join(capsys.readouterr())
+        assert "mixer:quick: a small stand-in for the net" in shown
+        raise UserError("far enough")
+
+    monkeypatch.setattr(loop, "train", train)
+    with pytest.raises(UserError, match="far enough"):
+        run_command("train", ["--config=mixer:quick", f"--workdir={tmp_path}/run"])
 
 
 def build(tmp_path, kind):
@@ -288,16 +286,8 @@ def test_a_wheel_holds_the_recipes(tmp_path):
     for recipe in loading.recipes():
         assert f"vit_jax/recipes/configs/{recipe}.py" in names
     assert "vit_jax/weights/hub/mirrors.tsv" in names
-    program = "from vit_jax.config import loading; print(loading.recipe_folder())"
+    program = "from vit_jax.config import loading as l; print(l.find('swin'))"
     installed = tmp_path / "installed"
-    done = subprocess.run(
-        [sys.executable, "-m", "vit_jax", "summary", "--config=swin:quick"],
-        cwd=installed,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
     shown = subprocess.run(
         [sys.executable, "-c", program],
         cwd=installed,

@@ -180,7 +180,7 @@ def test_another_choice_drops_the_keys_of_the_old_one(overrides, found):
         ({"evals": {"val": "test"}}, ("evals.val.kind", "knn"), {"evals.val.split"}),
     ],
 )
-def test_dropped_keys_are_told_in_one_line(tmp_path, capsys, sections, override, gone):
+def test_dropped_keys_are_named_in_one_line(tmp_path, capsys, sections, override, gone):
     path = tmp_path / "r.py"
     path.write_text(
         "from ml_collections import ConfigDict\n"
@@ -295,7 +295,7 @@ def test_length_is_in_steps_epochs_or_a_fraction(given, expected):
     assert length == expected
 
 
-def test_length_stated_twice_is_refused():
+def test_length_given_twice_is_refused():
     node = config.complete(stated(optim={"warmup_steps": 7, "warmup_epochs": 1})).optim
     with pytest.raises(UserError, match=r"warmup_steps=7 and warmup_epochs=1.0: keep"):
         length_in_steps(node, "warmup", RunLength(200, 10.0))

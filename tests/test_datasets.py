@@ -156,11 +156,7 @@ def test_the_entries_agree_with_the_recipes():
 
 def test_objectnet_has_113_classes_of_125_imagenet_classes():
     numbers = [n for found in OBJECTNET_CLASSES.values() for n in found]
-    assert (len(OBJECTNET_CLASSES), len(numbers), len(set(numbers))) == (
-        113,
-        125,
-        125,
-    )
+    assert (len(OBJECTNET_CLASSES), len(numbers), len(set(numbers))) == (113, 125, 125)
     assert list(OBJECTNET_CLASSES) == sorted(OBJECTNET_CLASSES)
 
 

@@ -198,7 +198,7 @@ sys.exit(dedup.main(cli.parse(dedup.parser())))
 
 
 @pytest.mark.parametrize("when", [("test", 10), ("train", 15)])
-def test_a_killed_scan_goes_on_where_it_was(place, tmp_path, monkeypatch, when):
+def test_a_killed_scan_resumes(place, tmp_path, monkeypatch, when):
     monkeypatch.setattr(scan, "CHUNK", 5)
     assert run(*words(place, tmp_path / "whole.txt")) == 0
     out = tmp_path / "out.txt"
@@ -266,9 +266,7 @@ def test_a_scan_of_another_column_of_images_is_refused(tmp_path, monkeypatch):
     assert run(*command, "--image_key=front") == 0
 
 
-def test_damaged_and_flat_images_are_counted_and_the_rest_goes_on(
-    place, tmp_path, capsys
-):
+def test_damaged_and_flat_images_are_counted_and_left_out(place, tmp_path, capsys):
     root = tmp_path / "data"
     for path in place.glob("*/*/*.jpg"):
         new = root / path.relative_to(place)

@@ -8,20 +8,17 @@ import shlex
 import sys
 import tomllib
 
-import jax
 import numpy as np
 import pytest
-from helpers import draw_params
+from helpers import write_weights
 from hosts import xla_flags
 from one_process import run
 from PIL import Image
 
-from vit_jax import models
 from vit_jax.config import fields
 from vit_jax.data.sources.folder import EXTENSIONS
 from vit_jax.training.config import TrainConfig
-from vit_jax.weights import export
-from vit_jax.weights.pretrained import Preprocess, Pretrained
+from vit_jax.weights.pretrained import Preprocess
 
 ROOT = pathlib.Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -58,7 +55,7 @@ def blocks(page):
                 language = None
         elif language is not None:
             fence.append(line)
-        # Four spaces make a block too, unless they go on with a list or paragraph.
+        # Four spaces make a block too, unless they continue a list or paragraph.
         elif line.startswith("    ") and (not before or before.startswith("    ")):
             found.append(("", line[4:]))
     assert language is None, f"{page}: a block has no end"
@@ -118,7 +115,15 @@ def test_the_commands_and_programs_of_the_site_run(tmp_path):
     listed = {entry["line"]: entry for entry in COMMANDS}
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     make_images(tmp_path)
-    make_weights(tmp_path / "WEIGHTS.safetensors")
+    # In the place of what would be fetched.
+    write_weights(
+        tmp_path / "WEIGHTS.safetensors",
+        preprocess=Preprocess(image_size=(224, 224), crop_fraction=0.875),
+        variant="Ti/16",
+        num_classes=3,
+        activation="gelu",
+        image_size=(224, 224),
+    )
     jobs = []
     for page in PAGES:
         for language, text in blocks(page):
@@ -151,18 +156,6 @@ def make_images(folder):
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(draw.integers(0, 256, (37, 53, 3), np.uint8)).save(path)
-
-
-def make_weights(path):
-    """Makes a small network in the place of what would be fetched."""
-    sizes = {"width": 24, "depth": 1, "mlp_dim": 24, "image_size": (224, 224)}
-    model = models.create(
-        variant="Ti/16", num_classes=3, channels=3, activation="gelu", **sizes
-    )
-    params = jax.device_get(draw_params(model))
-    how = Preprocess(image_size=(224, 224), crop_fraction=0.875)
-    made = Pretrained(params, model.options, "vit_jax", "made", how)
-    export.export(made, "safetensors", path)
 
 
 def messages():

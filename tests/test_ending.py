@@ -21,7 +21,7 @@ from ml_collections import ConfigDict
 def get_config(arg=None):
     c = ConfigDict()
     c.seed, c.total_steps, c.batch_size = 3, 1_000_000, 12
-    c.data = dict(name="synthetic", num_classes=5, num_examples=3000, image_size=(8, 12), num_workers=2)
+    c.data = dict(name="synthetic", num_classes=5, num_examples=3000, image_size=(8, 12), num_workers=1)
     c.data.train_transform = "random_crop | flip"
     c.model = dict(variant="Ti/4", width=12, depth=1, num_heads=3, mlp_dim=20)
     c.optim = dict(name="sgd", learning_rate=0.1)
@@ -100,7 +100,7 @@ def train(config, tmp_path, started):
 
     def start(count=1, argument="", fork=True, **more):
         words = (f"--config={config}{argument}", f"--workdir={tmp_path / 'run'}")
-        environment = hosts.stated(count) if count > 1 else lambda _: more
+        environment = hosts.variables(count) if count > 1 else lambda _: more
         started.extend(hosts.start(words, count, environment, fork=fork))
         return started[-count:] if count > 1 else started[-1]
 
@@ -192,13 +192,13 @@ def test_killed_runs_leave_no_process_and_no_shared_memory(train, tmp_path):
     assert re.match(
         r"a loader process was killed by SIGKILL, as when the machine runs out of "
         rf"memory: step \d+ of 1000000 is saved in {tmp_path}/run; lower data.num_workers "
-        r"\(now 2\) or data.prefetch \(now 8\); the same command resumes from there\n",
+        r"\(now 1\) or data.prefetch \(now 8\); the same command resumes from there\n",
         said,
     )
     assert eventually(lambda run=run: not family(run)), family(run)
     assert segments(run) == []
 
-    # It goes on, also when nobody reads what it prints; Ctrl-C reaches the whole group.
+    # It continues, also when nobody reads its output; Ctrl-C reaches the whole group.
     saved = int(re.search(r"step (\d+) of", said)[1])
     run = train()
     hosts.wait_for(run, f"resume: step {saved} of")
@@ -262,7 +262,7 @@ def test_all_hosts_save_and_end_when_one_loses_a_loader_or_all_get_ctrl_c(train)
         last = said.splitlines()[-1]
         assert re.match(
             r"a loader process was killed by SIGKILL, .* memory: step \d+ of 1000000 is "
-            r"saved in .*; lower data.num_workers \(now 2\)",
+            r"saved in .*; lower data.num_workers \(now 1\)",
             last,
         )
         assert eventually(lambda run=run: not family(run)), family(run)

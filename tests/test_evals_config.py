@@ -88,10 +88,7 @@ def test_every_kind_has_its_code_and_every_key_is_read():
         for key in fields.fields(cls):
             assert key in from_key or re.search(
                 rf"(config|self|evaluation)\.{key}\b", code
-            ), (
-                kind,
-                key,
-            )
+            ), (kind, key)
 
 
 def kinds_keys():

@@ -3,17 +3,14 @@
 import csv
 import dataclasses
 import json
-import os
 import pathlib
 import shutil
-import subprocess
-import sys
 
 import hosts
 import jax
 import numpy as np
 import pytest
-from helpers import run_command
+from helpers import one_device, run_command, tiny_config
 from PIL import Image
 
 from vit_jax import cli, models
@@ -244,7 +241,7 @@ def test_wordnet_folders_are_classes_of_imagenet(run, place, changed, tmp_path):
     assert "only_present_classes=True" in err
     table = (tmp_path / "out/test_confusion.csv").read_text().splitlines()
     assert [row.split(",")[0] for row in table] == ["class", *synsets]
-    # Any of the 1,000 may be answered if that is stated, by flag or key.
+    # Any of the 1,000 may be answered by a flag or a key.
     flag = "--only_present_classes=false"
     for word in (flag, "--config.evals.test.only_present_classes=False"):
         out, err = run("classification", "--json", word, model=path, data=photos)
@@ -277,31 +274,23 @@ def test_a_run_matches_the_classes_of_another_set(place, tmp_path):
     )  # Cat comes first.
 
     def scores(images):
-        evals = {"kind": "classification", "name": "folder", "split": "all"}
-        raw = {
-            "total_steps": 1,
-            "batch_size": 8,
-            "data": {
-                "name": "folder",
-                "data_dir": str(place / "photos"),
-                "num_classes": 3,
-                "image_size": OPTIONS["image_size"],
-                "train_transform": "resize",
-                "eval_transform": "resize",
-            },
-            "model": {
-                k: OPTIONS[k] for k in ("variant", "width", "depth", "num_heads")
-            },
-            "optim": {"learning_rate": 0.3},
-            "evals": {"other": evals | {"data_dir": str(images)}},
-        }
-        report = loop.train(
-            configuration.complete(raw), tmp_path / f"run_{images.name}"
+        folder = {"kind": "classification", "name": "folder", "split": "all"}
+        same = folder | {"data_dir": str(place / "photos/val")}
+        model = {k: OPTIONS[k] for k in ("variant", "width", "depth", "num_heads")}
+        data = {"name": "folder", "data_dir": str(place / "photos"), "num_classes": 3}
+        data |= {"image_size": OPTIONS["image_size"], "num_examples": 0}
+        config = tiny_config(
+            total_steps=1,
+            data=data | {"train_transform": "resize", "eval_transform": "resize"},
+            model=model | {"mlp_dim": OPTIONS["mlp_dim"]},
+            evals={"same": same, "other": folder | {"data_dir": str(images)}},
         )
-        return report["final"]["other"]["params"]
+        with one_device():
+            report = loop.train(config, tmp_path / f"run_{images.name}")
+        return [report["final"][name]["params"] for name in ("same", "other")]
 
-    expected = scores(place / "photos/val")
-    assert scores(other) == pytest.approx(expected, rel=1e-5)
+    expected, found = scores(other)
+    assert found == pytest.approx(expected, rel=1e-5)
     (other / "Cat").rename(other / "zebra")
     with pytest.raises(UserError, match="evals.other: .* lack 1 of 3: 'zebra'"):
         scores(other.rename(tmp_path / "third"))
@@ -350,7 +339,7 @@ def test_images_left_out_are_counted_beside_the_scores(run, place, tmp_path):
     assert "skipped" not in json.loads(run("classification", "--json").out)
 
 
-def test_a_folder_of_class_folders_is_cut_as_stated(run, place, tmp_path):
+def test_a_folder_of_class_folders_is_split_as_given(run, place, tmp_path):
     alone = place / "photos/train"
     run("classification", f"--out={tmp_path}", data=alone)
     report = json.loads((tmp_path / "evaluate.json").read_text())
@@ -367,7 +356,7 @@ def test_a_folder_of_class_folders_is_cut_as_stated(run, place, tmp_path):
     assert report["evals"]["knn"]["splits"] == splits
 
 
-def test_a_table_is_cut_as_stated(run, place, tmp_path):
+def test_a_table_is_split_as_given(run, place, tmp_path):
     rows = {
         split: [f"{path},{path.parent.name}" for path in sorted(root.rglob("*.png"))]
         for split in SIZES
@@ -435,7 +424,9 @@ def test_what_does_not_fit_is_one_line(run, recipe, more, data, message):
 
 
 @pytest.mark.parametrize("out", ["file", "file/out"])
-def test_a_folder_that_cannot_be_written_is_told_first(run, tmp_path, monkeypatch, out):
+def test_a_folder_that_cannot_be_written_is_refused_first(
+    run, tmp_path, monkeypatch, out
+):
     monkeypatch.delattr(suite, "evaluate")
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=f"--out=.*{out} cannot be written"):
@@ -454,23 +445,16 @@ def test_a_disk_that_fails_at_the_end_costs_no_result(
     assert json.loads(capsys.readouterr().out)["test"]["examples"] == 23
 
 
-def start(place, hosts_, devices, *more, own_words=((), ())):
+def start(place, count, devices, *more, own_words=((), ())):
     """Starts the verb as so many processes with so many devices each."""
-    environment = hosts.stated(hosts_, VIT_JAX_LOST_SECONDS="150")
-    own = {k: v for k, v in os.environ.items() if not k.startswith(hosts._CLUSTERS)}
-    own |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": hosts.xla_flags(devices)}
-    command = [sys.executable, "-m", "vit_jax.evaluate", *words(place, *more)]
-    return [
-        subprocess.Popen(
-            [*command, *own_words[host]],
-            cwd=ROOT,
-            env=own | (environment(host) if hosts_ > 1 else {}),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for host in range(hosts_)
-    ]
+    flags = {"XLA_FLAGS": hosts.xla_flags(devices), "VIT_JAX_LOST_SECONDS": "150"}
+    known = hosts.variables(count, **flags)
+    processes = []
+    for host in range(count):
+        line = [*words(place, *more), *own_words[host]]
+        environment = lambda _, i=host: known(i)
+        processes += hosts.start(line, 1, environment, verb="evaluate")
+    return processes
 
 
 def finish(processes):
@@ -480,20 +464,21 @@ def finish(processes):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["fewshot", "classification", "probe"])
-def test_two_hosts_give_what_one_gives(place, recipe):
-    more = ("--json", "--config.batch_size=6")
-    (alone,) = finish(start(place, 1, 1, recipe, *more))
-    first, second = finish(start(place, 2, 3, recipe, *more))
+def test_two_hosts_give_what_one_gives(place):
+    more = ["--json", "--config.batch_size=6", "--config.evals.probe.kind=probe"]
+    more += [
+        f"--config.evals.test.{key}" for key in ("kind=classification", "split=val")
+    ]
+    (alone,) = finish(start(place, 1, 1, "fewshot", *more))
+    first, second = finish(start(place, 2, 3, "fewshot", *more))
     assert "{" not in second
     one, two = (json.loads(out.splitlines()[-1]) for out in (alone, first))
-    if recipe == "fewshot":
-        assert one == two
-        assert one["fewshot"]["1"]["std"] > 0
-    else:
-        (one,), (two,) = one.values(), two.values()
-        assert two == pytest.approx(one, rel=1e-5)
-        assert one.get("examples", 23) == 23
+    for name in ("test", "probe"):
+        assert two.pop(name) == pytest.approx(one[name], rel=1e-5)
+    assert one.pop("test")["examples"] == 23
+    assert one.pop("probe").keys() >= {"top1"}
+    assert one == two
+    assert one["fewshot"]["1"]["std"] > 0
 
 
 @pytest.mark.slow
@@ -591,16 +576,15 @@ def test_deit_knows_flowers_from_few_examples(capsys):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("size", "ops"),
+    "ops",
     [
-        ((24, 24), "resize_small(27) | central_crop"),
-        ((16, 24), "resize_small(28) | central_crop"),
-        ((16, 24), "resize((20, 30)) | central_crop"),
-        ((16, 24), "resize_small((18, 27)) | central_crop"),
+        "resize_small(28) | central_crop",
+        "resize((20, 30)) | central_crop",
+        "resize_small((18, 27)) | central_crop",
     ],
 )
 def test_a_run_and_its_evaluation_afterwards_give_the_same_loss(
-    place, tmp_path, capsys, size, ops
+    place, tmp_path, capsys, ops
 ):
     # Of photographs of 29 rows and 41 to 81 columns, whose margins are even and odd.
     model = {
@@ -608,13 +592,14 @@ def test_a_run_and_its_evaluation_afterwards_give_the_same_loss(
     }
     data = {"name": "folder", "data_dir": str(place / "photos"), "num_classes": 3}
     data |= {
-        "image_size": size,
+        "image_size": OPTIONS["image_size"],
         "train_transform": "inception_crop",
         "eval_transform": ops,
     }
-    sizes = {"total_steps": 3, "batch_size": 8, "optim": {"learning_rate": 1e-2}}
+    sizes = {"total_steps": 2, "batch_size": 8, "optim": {"learning_rate": 1e-2}}
     more = {"ema": {"decay": 0.5}, "evals": {"val": "val"}, "data": data}
-    loop.train(configuration.complete(sizes | more | {"model": model}), tmp_path)
+    with one_device():
+        loop.train(configuration.complete(sizes | more | {"model": model}), tmp_path)
     trained = json.loads((tmp_path / "report.json").read_text())["final"]["val"]
     capsys.readouterr()
     for raw, kind in ((["--no_ema"], "params"), ([], "ema")):

@@ -12,16 +12,15 @@ import sys
 import urllib.error
 import urllib.request
 
-import jax
 import numpy as np
 import pytest
+from helpers import write_weights
 from PIL import Image
 
-from vit_jax import cli, explore, models
+from vit_jax import cli, explore
 from vit_jax.errors import UserError
 from vit_jax.tools.explorer import images, saved
-from vit_jax.weights.formats import native
-from vit_jax.weights.pretrained import Preprocess, Pretrained
+from vit_jax.weights.pretrained import Preprocess
 
 ROOT = pathlib.Path(__file__).parents[1]
 
@@ -30,28 +29,16 @@ ROOT = pathlib.Path(__file__).parents[1]
 def place(tmp_path_factory):
     """A folder with a model and an image."""
     folder = tmp_path_factory.mktemp("explore")
-    options = {
-        "variant": "Ti/8",
-        "num_classes": 3,
-        "image_size": (16, 24),
-        "width": 12,
-        "depth": 2,
-        "num_heads": 3,
-        "mlp_dim": 17,
-    }
-    model = models.create(**options)
-    leaves, tree = jax.tree.flatten(jax.eval_shape(model.init, jax.random.key(0)))
-    rng = np.random.default_rng(1)
-    leaves = [rng.standard_normal(leaf.shape, np.float32) for leaf in leaves]
-    pretrained = Pretrained(
-        params=jax.tree.unflatten(tree, leaves),
-        options=options,
-        format="vit_jax",
-        source="tiny",
-        preprocess=Preprocess((16, 24), crop_fraction=0.9),
-        class_names=("apple", "Bär", "cat"),
+    write_weights(
+        folder / "tiny.safetensors",
+        ("apple", "Bär", "cat"),
+        Preprocess((16, 24), crop_fraction=0.9),
+        variant="Ti/8",
+        num_classes=3,
+        image_size=(16, 24),
+        depth=2,
     )
-    native.write(pretrained, folder / "tiny.safetensors")
+    rng = np.random.default_rng(1)
     noise = rng.integers(0, 256, (29, 41, 3), dtype=np.uint8)
     (folder / "images").mkdir()
     Image.fromarray(noise).save(folder / "images" / "noise.png")
@@ -85,7 +72,7 @@ def test_a_file_holds_everything(run, place, tmp_path):
     assert [model["labels"] for model in state["models"]] == [["1", "2"]] * 2
     assert state["seen"]["name"] == "noise.png"
     assert len(state["seen"]["models"][1]["classes"]) == 3
-    # Nothing comes from elsewhere, and not even the place of the model is told.
+    # Nothing comes from elsewhere, and the place of the model is not shown.
     assert not re.search(r'(?:src|href)="(?!data:)', text)
     assert "default-src 'none'" in text
     assert str(place.parent) not in text

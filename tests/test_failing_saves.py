@@ -3,23 +3,18 @@
 import contextlib
 import json
 import os
-import pathlib
 import re
 import resource
 import signal
-import socket
 import subprocess
 import sys
 import threading
 import time
 
-import forked
+import hosts
 import pytest
-from hosts import xla_flags
 
 from vit_jax.weights import workdir as workdirs
-
-ROOT = pathlib.Path(__file__).parents[1]
 
 # 27,005 parameters: a checkpoint takes half a megabyte.
 CONFIG = """
@@ -49,32 +44,26 @@ LIMITED = (
 class Job:
     """Processes that train together, and what they have said so far."""
 
-    def __init__(self, config, workdir, hosts, limited=None, words=()):
-        with socket.socket() as free:
-            free.bind(("localhost", 0))
-            address = f"localhost:{free.getsockname()[1]}"
+    def __init__(self, config, workdir, count, limited=None, words=()):
         self.processes, self.said, self._threads = [], [], []
-        for host in range(hosts):
-            env = os.environ | {
-                "JAX_PLATFORMS": "cpu",
-                "PYTHONUNBUFFERED": "1",
-                "XLA_FLAGS": xla_flags(),
-            }
-            if hosts > 1:
-                env |= {
-                    "JAX_COORDINATOR_ADDRESS": address,
-                    "JAX_NUM_PROCESSES": str(hosts),
-                    "JAX_PROCESS_ID": str(host),
-                }
-            command = [f"--config={config}", *words, f"--workdir={workdir}"]
-            options = {"cwd": ROOT, "env": env, "text": True}
-            options |= {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        known = hosts.variables(count)
+        command = [f"--config={config}", *words, f"--workdir={workdir}"]
+        for host in range(count):
             if host == limited:
                 program = [sys.executable, "-c", LIMITED, str(BIG), "-m"]
-                command = [*program, "vit_jax.train", *command]
-                process = subprocess.Popen(command, **options)
+                env = os.environ | {"PYTHONUNBUFFERED": "1"} | known(host)
+                process = subprocess.Popen(
+                    [*program, "vit_jax.train", *command],
+                    cwd=hosts.ROOT,
+                    env=env | {"XLA_FLAGS": hosts.xla_flags()},
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    text=True,
+                )
             else:
-                process = forked.Popen("vit_jax.train", command, **options)
+                (process,) = hosts.start(
+                    command, 1, lambda _, i=host: known(i), stderr=subprocess.STDOUT
+                )
             self.processes.append(process)
             self.said.append([])
             thread = threading.Thread(target=self._listen, args=(host,), daemon=True)
@@ -125,8 +114,8 @@ def config(tmp_path_factory):
 def start(config, tmp_path):
     jobs = []
 
-    def start(hosts=1, workdir=tmp_path / "run", **more):
-        jobs.append(Job(config, workdir, hosts, **more))
+    def start(count=1, workdir=tmp_path / "run", **more):
+        jobs.append(Job(config, workdir, count, **more))
         return jobs[-1]
 
     yield start
@@ -136,19 +125,19 @@ def start(config, tmp_path):
 
 @pytest.fixture(scope="module")
 def undisturbed(config, tmp_path_factory):
-    """Runs of one and of two hosts that nothing happened to: hosts -> their sha256."""
+    """Runs of one and of two hosts that nothing happened to: count -> their sha256."""
     known = {}
 
-    def of(hosts, words=()):
-        if hosts not in known:
-            workdir = tmp_path_factory.mktemp("runs") / str(hosts)
-            job = Job(config, workdir, hosts, words=words)
+    def of(count, words=()):
+        if count not in known:
+            workdir = tmp_path_factory.mktemp("runs") / str(count)
+            job = Job(config, workdir, count, words=words)
             try:
                 job.end(0)
             finally:
                 job.kill()
-            known[hosts] = sha256_of(workdir)
-        return known[hosts]
+            known[count] = sha256_of(workdir)
+        return known[count]
 
     return of
 

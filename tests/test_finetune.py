@@ -8,19 +8,16 @@ import re
 import shutil
 
 import image_folder
-import jax
 import numpy as np
 import pytest
-from helpers import draw_params, run_command
+from helpers import one_device, run_command, write_weights
 from PIL import Image
 
 import vit_jax
-from vit_jax import models
 from vit_jax.errors import UserError
 from vit_jax.tools.finetuning import run as finetuning
 from vit_jax.training import loop
-from vit_jax.weights import export
-from vit_jax.weights.pretrained import Preprocess, Pretrained
+from vit_jax.weights.pretrained import Preprocess
 
 
 @pytest.fixture(scope="module")
@@ -28,27 +25,39 @@ def place(tmp_path_factory):
     """A folder with photographs, and the weights of a small network."""
     root = tmp_path_factory.mktemp("finetune")
     image_folder.write(root / "photos")
-    model = models.create(
+    write_weights(
+        root / "weights.safetensors",
+        "abcde",
+        Preprocess(image_size=(32, 32), crop_fraction=0.875),
         variant="Ti/8",
-        width=24,
-        depth=1,
-        num_heads=2,
-        mlp_dim=48,
         num_classes=5,
         image_size=(32, 32),
-        channels=3,
     )
-    params = jax.device_get(draw_params(model))
-    names = tuple("abcde")
-    how = Preprocess(image_size=(32, 32), crop_fraction=0.875)
-    found = Pretrained(params, model.options, "vit_jax", "made", how, names)
-    export.export(found, "safetensors", root / "weights.safetensors")
-    return root
+    with one_device():
+        yield root
 
 
 def command(place, *words, photos="photos"):
     words = [str(place / photos), f"--model={place / 'weights.safetensors'}", *words]
     return run_command("finetune", words)
+
+
+@pytest.fixture
+def chosen(monkeypatch):
+    """Runs the command up to the training; returns the config that it would train."""
+    configs = []
+
+    def train(config, *_, **__):
+        configs.append(config)
+        raise UserError("far enough")
+
+    def choose(*args, **options):
+        with pytest.raises(UserError, match="far enough"):
+            command(*args, **options)
+        return configs[-1]
+
+    monkeypatch.setattr(loop, "train", train)
+    return choose
 
 
 def test_a_folder_becomes_a_model(place, capsys):
@@ -81,11 +90,7 @@ def test_a_folder_becomes_a_model(place, capsys):
         picture = Image.open(io.BytesIO(base64.b64decode(data)))
         assert picture.size == (106, 74)  # Twice those of the file.
     assert "<td>ant</td><td>2</td>" in page
-    # The same command again only evaluates, and another is refused.
-    assert command(place, f"--workdir={run}", "--minutes=1") == 0
-    again = capsys.readouterr().out
-    assert "resuming with the settings chosen before" in again
-    assert f"accuracy {score:.2%}" in again
+    # Another command is refused.
     with pytest.raises(UserError, match="another command.*--minutes"):
         command(place, f"--workdir={run}", "--minutes=2")
 
@@ -103,11 +108,11 @@ def uneven(place):
 
 @pytest.mark.usefixtures("uneven")
 def test_weights_of_the_classes_take_the_place_of_balanced_draws(
-    place, tmp_path, capsys
+    place, tmp_path, capsys, chosen
 ):
     words = [f"--workdir={tmp_path}", "--minutes=0", "--config.total_steps=2"]
     words += ["--config.task.class_weights=inverse"]
-    assert command(place, *words, photos="uneven") == 0
+    chosen(place, *words, photos="uneven")
     assert "classes drawn as they are (the largest class has" in capsys.readouterr().out
     config = json.loads((tmp_path / "finetune.json").read_text())
     assert config["task"]["class_weights"] == "inverse"
@@ -120,7 +125,7 @@ def test_weights_of_the_classes_take_the_place_of_balanced_draws(
 
 @pytest.mark.usefixtures("uneven")
 def test_classes_without_splits_that_are_uneven(place, tmp_path, capsys):
-    words = [f"--workdir={tmp_path}", "--minutes=0", "--config.total_steps=20"]
+    words = [f"--workdir={tmp_path}", "--minutes=0", "--config.total_steps=2"]
     words += ["--config.task.name=lora", "--config.optim.name=adam"]
     with pytest.raises(UserError, match="is chosen for sgd alone; set --config.optim"):
         command(place, *words, photos="uneven")
@@ -152,14 +157,18 @@ def test_few_images_are_said_and_folds_score_all_of_them(place, tmp_path, capsys
     assert "of 3 of 3 classes (bee 0, ant 2, cat 2)" in out
     config = json.loads((tmp_path / "one" / "finetune.json").read_text())
     assert config["early_stopping_evals"] == 0
-    # A key that changes no result does not make another run of it.
+    # A key that changes no result does not make another run of it: it only evaluates.
+    score = re.search(r"accuracy [\d.]+%", out)[0]
     assert command(place, *words, "--config.log_every_steps=2") == 0
+    again = capsys.readouterr().out
+    assert "resuming with the settings chosen before" in again and score in again
     with pytest.raises(UserError, match="config.seed"):
         command(place, *words, "--config.seed=2")
     with pytest.raises(UserError, match="folds=2: there are images to validate on"):
         command(place, f"--workdir={tmp_path / 'two'}", "--folds=2", *words[1:])
     capsys.readouterr()
     words[0] = f"--workdir={tmp_path / 'folds'}"
+    words[2:] = ["--config.total_steps=2"]
     assert command(place, *words, "--folds=2", photos="photos/train") == 0
     out = capsys.readouterr().out
     assert "on 19 images, each by the one of 2 runs that was not trained on it" in out
@@ -175,20 +184,9 @@ def _validated(run):
         return {row["image"] for row in csv.DictReader(file) if row["split"] == "val"}
 
 
-def test_a_rectangle_is_covered_before_it_is_cropped(place, tmp_path, capsys):
-    words = [f"--workdir={tmp_path}", "--minutes=0", "--config.total_steps=2"]
-    words += ["--config.data.image_size=(24,40)"]
-    assert command(place, *words) == 0
-    assert "images of 24x40 pixels" in capsys.readouterr().out
-    config = json.loads((tmp_path / "finetune.json").read_text())
-    assert config["data"]["eval_transform"] == "resize_small((27, 45)) | central_crop"
-    model = vit_jax.load_model(tmp_path, tell=lambda line: None)
-    how = model.preprocessing
-    assert (how.image_size, how.short_side, how.squash) == ((24, 40), False, False)
-    assert how.crop_fraction == 24 / 27
-
-
-def test_a_table_of_several_labels(place, tmp_path):
+def test_a_table_of_several_labels_and_a_rectangle_is_covered_and_cropped(
+    place, tmp_path
+):
     table = place / "photos" / "several.csv"
     rows = [
         (path.relative_to(table.parent), labels)
@@ -207,8 +205,8 @@ def test_a_table_of_several_labels(place, tmp_path):
         tmp_path / "run",
         model=place / "weights.safetensors",
         minutes=0,
-        total_steps=3,
         tell=lambda line: None,
+        **{"total_steps": 2, "data.image_size": (24, 40)},
     )
     assert (result.metric, result.interval) == ("map", None)
     assert 0 < result.score <= 1
@@ -219,29 +217,22 @@ def test_a_table_of_several_labels(place, tmp_path):
     assert "<td>round</td>" in page and "taken for each other" not in page
     model = vit_jax.load_model(str(tmp_path / "run"), tell=lambda line: None)
     assert model.class_names == ("red", "round")
+    config = json.loads((tmp_path / "run" / "finetune.json").read_text())
+    assert config["data"]["eval_transform"] == "resize_small((27, 45)) | central_crop"
+    how = model.preprocessing
+    assert (how.image_size, how.short_side, how.squash) == ((24, 40), False, False)
+    assert how.crop_fraction == 24 / 27
 
 
-def test_what_is_chosen_is_what_is_trained_and_keys_come_first(
-    place, tmp_path, monkeypatch
-):
-    taken = {}
-
-    def train(config, workdir, *_, **__):
-        taken["config"] = config
-        raise UserError("far enough")
-
-    monkeypatch.setattr(loop, "train", train)
+def test_what_is_chosen_is_what_is_trained_and_keys_come_first(place, tmp_path, chosen):
     words = ["--minutes=0", "--config.batch_size=8", "--config.data.image_size=(16,16)"]
     words += ["--config.optim.learning_rate=0.5", "--config.ema.decay=0"]
-    with pytest.raises(UserError, match="far enough"):
-        command(place, f"--workdir={tmp_path / 'a'}", *words)
-    config = taken["config"]
+    config = chosen(place, f"--workdir={tmp_path / 'a'}", *words)
     assert (config.batch_size, config.data.image_size) == (8, (16, 16))
     assert (config.optim.learning_rate, config.ema.decay) == (0.5, 0)
     assert config.total_steps == round(30 * 19 / 8)
-    with pytest.raises(UserError, match="far enough"):
-        command(place, f"--workdir={tmp_path / 'b'}", "--config.epochs=2")
-    assert (taken["config"].epochs, taken["config"].total_steps) == (2, 0)
+    config = chosen(place, f"--workdir={tmp_path / 'b'}", "--config.epochs=2")
+    assert (config.epochs, config.total_steps) == (2, 0)
     for key in ("init=a", "data.split=train", "evals.val=x"):
         for more in ([], ["--find_rate"]):
             with pytest.raises(
@@ -263,18 +254,18 @@ def test_the_same_photographs_train_the_same_model_wherever_they_lie(place, tmp_
             str(run),
             model=place / "weights.safetensors",
             minutes=0,
-            total_steps=3,
+            total_steps=2,
             tell=lambda line: None,
         )
         return result.report["params_sha256"]
 
     sha = sha_of(photos, tmp_path / "run")
-    assert sha_of(photos, tmp_path / "deeper" / "and" / "run") == sha
     moved = tmp_path / "elsewhere" / "Pictures"
     moved.parent.mkdir()
     photos.rename(moved)
     (tmp_path / "run").rename(tmp_path / "renamed")
-    # It goes on: the images are what they were.
+    assert sha_of(moved, tmp_path / "deeper" / "and" / "run") == sha
+    # The run that has moved too resumes: the images are what they were.
     assert sha_of(moved, tmp_path / "renamed") == sha
     (moved / "ant" / "0.png").write_bytes((moved / "bee" / "0.png").read_bytes())
     moved.rename(photos.with_name("others"))

@@ -1,8 +1,6 @@
 """What --help shows: flags, and the keys of the config from their fields."""
 
 import re
-import subprocess
-import sys
 
 import pytest
 
@@ -63,10 +61,3 @@ def test_every_format_to_convert_to_is_listed_once():
     before = help_of("convert").partition("Class names and preprocessing")[0]
     listed = re.findall(r"^  ([a-z_0-9]+)  +\w", before, re.MULTILINE)
     assert sorted(listed) == sorted(registry.WRITERS)
-
-
-def test_train_says_it_as_a_process():
-    words = [sys.executable, "-m", "vit_jax.train", "--help"]
-    shown = subprocess.run(words, check=True, capture_output=True, text=True).stdout
-    assert "--workdir" in shown
-    assert re.search(r"^  optim.learning_rate=", shown, re.MULTILINE)

@@ -29,7 +29,7 @@ def get_config(arg=None):
 
 @pytest.fixture
 def job(tmp_path):
-    """Starts two hosts, each with words of its own; returns what each said at its end."""
+    """Starts two hosts, each with its words; returns the last line of each."""
     (tmp_path / "pair.py").write_text(CONFIG)
     for host in range(2):
         for i in range(6):
@@ -39,7 +39,7 @@ def job(tmp_path):
     started = []
 
     def start(*words):
-        environment = hosts.stated(2)
+        environment = hosts.variables(2)
         for host in range(2):
             own = [f"--config={tmp_path / 'pair.py'}", f"--workdir={tmp_path / 'run'}"]
             own += [f"--config.data.data_dir={tmp_path / f'host{host}'}", *words[host]]

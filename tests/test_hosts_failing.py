@@ -5,16 +5,14 @@ import pathlib
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
 import time
 
-import forked
+import hosts
 import numpy as np
 import pytest
-from hosts import xla_flags
 from PIL import Image
 
 from vit_jax.data import order
@@ -59,7 +57,7 @@ runpy.run_module("vit_jax.train", run_name="__main__", alter_sys=True)
 
 @pytest.fixture
 def job(tmp_path):
-    """Starts the hosts, each in a folder with images of its own; kills what is left."""
+    """Starts the hosts, each in its folder of images; kills what is left."""
     (tmp_path / "pair.py").write_text(CONFIG)
     rng = np.random.default_rng(0)
     for i in range(IMAGES):
@@ -71,37 +69,26 @@ def job(tmp_path):
             Image.fromarray(pixels).save(path / f"{i}.png")
     processes = []
 
-    def start(*words, hosts=2, program=None):
-        with socket.socket() as free:
-            free.bind(("localhost", 0))
-            address = f"localhost:{free.getsockname()[1]}"
+    def start(*words, count=2, program=None):
+        known = hosts.variables(count, PYTHONPATH=str(ROOT))
         words = [f"--config={tmp_path / 'pair.py'}", *words]
-        for host in range(hosts):
-            env = os.environ | {
-                "JAX_PLATFORMS": "cpu",
-                "PYTHONUNBUFFERED": "1",
-                "PYTHONPATH": str(ROOT),
-                "XLA_FLAGS": xla_flags(),
-                "JAX_COORDINATOR_ADDRESS": address,
-                "JAX_NUM_PROCESSES": str(hosts),
-                "JAX_PROCESS_ID": str(host),
-            }
-            options = {"cwd": tmp_path / f"host{host}", "env": env, "text": True}
-            options |= {"stdout": PIPE, "stderr": PIPE, "start_new_session": True}
-            command = [*words, f"--workdir={tmp_path / 'run'}"]
+        words.append(f"--workdir={tmp_path / 'run'}")
+        for host in range(count):
+            cwd = tmp_path / f"host{host}"
             if program:
-                command = [sys.executable, "-c", program, *command]
-                process = subprocess.Popen(command, **options)
+                command = [sys.executable, "-c", program, *words]
+                env = os.environ | {"PYTHONUNBUFFERED": "1"} | known(host)
+                env["XLA_FLAGS"] = hosts.xla_flags()
+                options = {"cwd": cwd, "env": env, "text": True}
+                options |= {"stdout": PIPE, "stderr": PIPE, "start_new_session": True}
+                processes.append(subprocess.Popen(command, **options))
             else:
-                process = forked.Popen("vit_jax.train", command, **options)
-            processes.append(process)
+                one = hosts.start(words, 1, lambda _, i=host: known(i), cwd=cwd)
+                processes.extend(one)
         return processes
 
     yield start
-    for process in processes:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
+    hosts.kill(processes)
 
 
 def ends(processes, code):
@@ -120,13 +107,6 @@ def ends(processes, code):
     assert None not in outs, "a host hangs"
     assert [p.returncode for p in processes] == [code] * len(processes), outs
     return time.monotonic() - began, [err for _, err in outs]
-
-
-def wait_for(processes, text):
-    for line in processes[0].stdout:
-        if text in line:
-            return
-    raise AssertionError(f"ended without {text}: {processes[0].stderr.read()}")
 
 
 @pytest.mark.slow
@@ -157,8 +137,8 @@ def test_a_damaged_image_on_one_host_ends_all_with_the_reason(job, tmp_path):
 
 @pytest.mark.slow
 def test_images_that_vanish_on_one_host_end_all(job, tmp_path):
-    processes = job(hosts=3)
-    wait_for(processes, "step 5/")
+    processes = job(count=3)
+    hosts.wait_for(processes[0], "step 5/")
     shutil.rmtree(tmp_path / "host2" / "pictures")
     seconds, errors = ends(processes, code=2)
     assert seconds < 60
@@ -176,7 +156,7 @@ def test_a_split_that_is_missing_on_one_host_ends_all(job, tmp_path):
 @pytest.mark.slow
 def test_any_exception_of_a_reader_ends_all(job):
     processes = job(program=BROKEN)
-    wait_for(processes, "step 3/")
+    hosts.wait_for(processes[0], "step 3/")
     seconds, (zero, one) = ends(processes, code=1)
     assert seconds < 60
     reason = "ZeroDivisionError: the reader is broken while reading pictures/train/"
@@ -196,7 +176,7 @@ def children(process):
 @pytest.mark.skipif(not pathlib.Path("/proc").is_dir(), reason="looks at /proc")
 def test_a_loader_process_that_is_killed_saves_and_ends_all_and_leaves_no_other(job):
     processes = job("--config.data.num_workers=2")
-    wait_for(processes, "step 5/")
+    hosts.wait_for(processes[0], "step 5/")
     workers = [children(process) for process in processes]
     assert [len(pids) for pids in workers] == [2, 2]
     os.kill(workers[1][0], signal.SIGKILL)

@@ -41,7 +41,7 @@ def job(config):
 
     def start(workdir, count=2):
         words = (f"--config={config}", f"--workdir={workdir}")
-        environment = hosts.stated(count, VIT_JAX_LOST_SECONDS=str(LIMIT))
+        environment = hosts.variables(count, VIT_JAX_LOST_SECONDS=str(LIMIT))
         started.extend(hosts.start(words, count, environment))
         return started[-count:]
 
@@ -53,7 +53,7 @@ def job(config):
 def undisturbed(config, tmp_path_factory):
     workdir = tmp_path_factory.mktemp("runs") / "undisturbed"
     words = (f"--config={config}", f"--workdir={workdir}")
-    codes, errors = hosts.ends(hosts.start(words, 2, hosts.stated(2)))
+    codes, errors = hosts.ends(hosts.start(words, 2, hosts.variables(2)))
     assert codes == [0, 0], errors
     return report(workdir)
 
@@ -82,7 +82,7 @@ def test_killed_hosts_are_named_and_the_restarted_job_ends_as_one_left_alone(
     assert codes == [75, -signal.SIGKILL]
     lost = f"died or was lost: no sign of life for {LIMIT} s"
     assert zero.splitlines()[-1] == f"error: {name(1, processes)} {lost}; {remedy}"
-    # Its own log tells too.
+    # The log of the one that was killed says so too.
     assert f"error: {name(1, processes)} was killed" in one
 
     # The first, which runs the coordination service.

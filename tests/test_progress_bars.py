@@ -47,7 +47,7 @@ def in_terminal(code, columns):
     return re.split(r"[\r\n]+", text.decode())
 
 
-@pytest.fixture(scope="module", params=[40, 80, 200])
+@pytest.fixture(scope="module", params=[40, 80])
 def shown(request):
     return request.param, in_terminal(RUN, request.param)
 

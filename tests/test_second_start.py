@@ -10,6 +10,7 @@ import sys
 import cv2
 import numpy as np
 import pytest
+from hosts import xla_flags
 
 ROOT = pathlib.Path(__file__).parent.parent
 
@@ -22,6 +23,7 @@ def start(cache, *words, verb="train", said=""):
         env=env
         | {
             "JAX_PLATFORMS": "cpu",
+            "XLA_FLAGS": xla_flags(),
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",  # Keeps the small too.
             "XDG_CACHE_HOME": str(cache),
         },

@@ -1,11 +1,11 @@
 import jax
 import numpy as np
 import pytest
+from helpers import one_device
 from PIL import Image
 
 from vit_jax import cli, show_batch
 from vit_jax.data.sources.open import open_source
-from vit_jax.distributed.mesh import create as create_mesh
 from vit_jax.errors import UserError
 from vit_jax.training import config
 
@@ -53,8 +53,8 @@ def test_the_sheet_shows_what_the_training_step_sees(recipe, tmp_path, monkeypat
     source = open_source(loaded.data, "train")
     images, labels, _ = show_batch.see(source, loaded, 99)  # A whole batch.
     monkeypatch.setattr(Classification, "prepare", keep)
-    monkeypatch.setattr(loop.meshes, "create", _one_device)
-    loop.train(loaded, tmp_path / "run")
+    with one_device():
+        loop.train(loaded, tmp_path / "run")
     (batch,) = seen
     model_images, model_labels = batch["image"], batch["label"]
     pixels = (np.asarray(model_images) * 0.2 + 0.3) * 255
@@ -63,12 +63,6 @@ def test_the_sheet_shows_what_the_training_step_sees(recipe, tmp_path, monkeypat
     assert images.shape == (10, 8, 8, 1)
     assert images.max() > 150
     assert (labels > 0.01).sum(axis=1).max() == 2  # Mixed.
-
-
-def _one_device(config):
-    import jax
-
-    return create_mesh(config, jax.devices()[:1])
 
 
 def test_the_sheet_has_the_rows_and_columns_asked_for(recipe, tmp_path, capsys):

@@ -1,18 +1,13 @@
 """A run that hangs is ended by the watchdog, with the stacks that show where."""
 
 import os
-import pathlib
 import re
 import signal
-import socket
-import subprocess
 import time
 
-import forked
+import hosts
 import pytest
-from hosts import xla_flags
 
-ROOT = pathlib.Path(__file__).parents[1]
 EXIT_STALLED = 70
 FROM_RECORD = 40  # So many reads go well; one step takes 6.
 
@@ -44,7 +39,7 @@ from ml_collections import ConfigDict
 
 def get_config(arg=None):
     c = ConfigDict()
-    c.seed, c.total_steps, c.batch_size, c.stall_timeout = 3, 10_000, 6, 20.0
+    c.seed, c.total_steps, c.batch_size, c.stall_timeout = 3, 10_000, 6, 8.0
     c.data = dict(name="hanging:open_source", num_classes=5, image_size=(8, 12))
     c.data.train_transform, c.data.prefetch, c.data.num_threads = "central_crop", 1, 1
     c.model = dict(variant="Ti/4", width=12, depth=1, num_heads=3, mlp_dim=20)
@@ -61,47 +56,21 @@ def job(tmp_path):
     (tmp_path / "stalls.py").write_text(CONFIG)
     processes = []
 
-    def start(hosts, *words, environment=()):
-        with socket.socket() as free:
-            free.bind(("localhost", 0))
-            address = f"localhost:{free.getsockname()[1]}"
-        for host in range(hosts):
-            env = os.environ | {
-                "JAX_PLATFORMS": "cpu",
-                "XLA_FLAGS": xla_flags(),
-                "PYTHONUNBUFFERED": "1",
-                "PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}",
-                "HANGS": str(int(host == hosts - 1)),
-            }
-            env |= dict(environment)
-            if hosts > 1:
-                env |= {
-                    "JAX_COORDINATOR_ADDRESS": address,
-                    "JAX_NUM_PROCESSES": str(hosts),
-                    "JAX_PROCESS_ID": str(host),
-                }
-            files = (
-                f"--config={tmp_path / 'stalls.py'}",
-                f"--workdir={tmp_path / 'run'}",
-            )
-            process = forked.Popen(
-                "vit_jax.train",
-                [*files, *words],
-                cwd=tmp_path,
-                env=env,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-                start_new_session=True,
-            )
-            processes.append(process)
+    def start(count, *words, hangs="1"):
+        path = f"{hosts.ROOT}{os.pathsep}{tmp_path}"
+        known = hosts.variables(count, PYTHONPATH=path)
+
+        def environment(host):
+            return known(host) | {"HANGS": hangs if host == count - 1 else "0"}
+
+        files = f"--config={tmp_path / 'stalls.py'}", f"--workdir={tmp_path / 'run'}"
+        processes.extend(
+            hosts.start([*files, *words], count, environment, cwd=tmp_path)
+        )
         return processes
 
     yield start
-    for process in processes:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
+    hosts.kill(processes)
 
 
 def ends(processes):
@@ -132,7 +101,7 @@ def test_a_reader_that_hangs_in_a_loader_process_shows_its_stack_too(job):
 
 @pytest.mark.slow
 def test_a_reader_that_hangs_on_one_host_ends_both(job):
-    zero, one = ends(job(2, "--config.stall_timeout=30"))
+    zero, one = ends(job(2, "--config.stall_timeout=12"))
     assert "in wait_for_a_server_that_never_answers" in one
     assert "in wait_for_a_server_that_never_answers" not in zero
     for text in (zero, one):
@@ -140,18 +109,14 @@ def test_a_reader_that_hangs_on_one_host_ends_both(job):
 
 
 @pytest.mark.slow
-def test_a_process_that_was_stopped_for_longer_goes_on(job):
-    (process,) = job(1, "--config.stall_timeout=6", environment={"HANGS": "0"})
-    for line in process.stdout:
-        if line.startswith("step 50/"):
-            break
+def test_a_process_that_was_stopped_for_longer_continues(job):
+    (process,) = job(1, "--config.stall_timeout=6", hangs="0")
+    hosts.wait_for(process, "^step 20/")
     process.send_signal(signal.SIGSTOP)
-    time.sleep(14)
+    time.sleep(8)
     process.send_signal(signal.SIGCONT)
-    for line in process.stdout:
-        if line.startswith("step 300/"):
-            break
-    time.sleep(2)
+    hosts.wait_for(process, "^step 60/")
+    time.sleep(1)
     assert process.poll() is None
 
 

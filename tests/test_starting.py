@@ -88,10 +88,7 @@ WRONG = {
         {"JAX_NUM_PROCESSES": "2"},
         "set but not .*JAX_COORDINATOR_ADDRESS",
     ),
-    "no srun": (
-        {"SLURM_NNODES": "2"},
-        "SLURM_NNODES=2 .*srun",
-    ),
+    "no srun": ({"SLURM_NNODES": "2"}, "SLURM_NNODES=2 .*srun"),
     "hosts": ({"VIT_JAX_HOSTS": "198.51.100.1,198.51.100.2"}, "is not among them"),
     "seconds": ({"VIT_JAX_START_SECONDS": "5s"}, "VIT_JAX_START_SECONDS='5s': "),
     "nobody there": (
@@ -104,10 +101,7 @@ WRONG = {
         r"process 1 of 2 \(.*\) cannot reach process 0 at localhost:9 \(Connection re",
     ),
     "no such host": (
-        {
-            "VIT_JAX_HOSTS": "no.such.invalid,localhost",
-            "VIT_JAX_START_SECONDS": "2",
-        },
+        {"VIT_JAX_HOSTS": "no.such.invalid,localhost", "VIT_JAX_START_SECONDS": "2"},
         r"process 0 at no\.such\.invalid:8476 \(.*; tried for 2 s; from VIT_JAX_HO",
     ),
 }
@@ -135,7 +129,7 @@ def test_a_port_that_is_taken_is_named():
 
 
 def test_too_few_processes_do_not_wait_for_ever(recipe, tmp_path):
-    environment = hosts.stated(3, VIT_JAX_START_SECONDS="8")
+    environment = hosts.variables(3, VIT_JAX_START_SECONDS="8")
     words = (recipe, f"--workdir={tmp_path / 'run'}")
     processes = hosts.start(words, 2, environment)
     began = time.monotonic()
@@ -153,13 +147,13 @@ def test_too_few_processes_do_not_wait_for_ever(recipe, tmp_path):
 
 def test_the_one_of_two_that_does_not_come_is_named(recipe, tmp_path):
     words = (recipe, f"--workdir={tmp_path / 'run'}")
-    processes = hosts.start(words, 1, hosts.stated(2, VIT_JAX_START_SECONDS="4"))
+    processes = hosts.start(words, 1, hosts.variables(2, VIT_JAX_START_SECONDS="4"))
     (code,), (error,) = hosts.ends(processes)
     assert code == 75, error
     assert "did not come together with process 1 of 2 at " in error.splitlines()[-1]
 
 
-def test_several_processes_must_be_told_where_to_write(recipe):
-    codes, errors = hosts.ends(hosts.start((recipe,), 2, hosts.stated(2)))
+def test_several_processes_need_a_workdir(recipe):
+    codes, errors = hosts.ends(hosts.start((recipe,), 2, hosts.variables(2)))
     assert codes == [2, 2], errors
     assert all("several processes need the same --workdir" in text for text in errors)

@@ -71,7 +71,7 @@ def test_all_variants_are_the_default_and_fit_the_default_resolution():
 
 
 def test_the_nearest_resolution_is_taken_and_marked(capsys):
-    summary.main(arguments(variant="Ti/33,R50x1"))
+    summary.main(arguments(variant="Ti/33,Ti/32"))
     _, _, first, second, note = capsys.readouterr().out.splitlines()
     assert first.split()[1] == "231x231*"
     assert second.split()[1] == "224x224"
@@ -126,6 +126,7 @@ def test_bad_input_ends_with_one_line_and_exit_code_2():
     assert run.stderr.startswith("error: ") and run.stderr.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_the_readme_has_what_is_printed(capsys):
     text = (ROOT / "README.md").read_text()
     shown = re.search(
@@ -135,7 +136,13 @@ def test_the_readme_has_what_is_printed(capsys):
     assert capsys.readouterr().out == shown[2]
 
 
-@pytest.mark.parametrize("variant", ["Ti/16", "R26+S/32", "Swin-T"])
+@pytest.mark.parametrize(
+    "variant",
+    [
+        "Ti/16",
+        *(pytest.param(x, marks=pytest.mark.slow) for x in ("R26+S/32", "Swin-T")),
+    ],
+)
 def test_the_model_zoo_has_what_is_printed(variant, capsys):
     kept = (ROOT / "docs" / "model_zoo.jsonl").read_text().splitlines()
     kept = {row["variant"]: row for row in map(json.loads, kept)}

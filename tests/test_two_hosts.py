@@ -1,23 +1,16 @@
 """Two processes that train together, as two hosts do."""
 
 import json
-import os
-import pathlib
 import signal
-import socket
 import subprocess
-import sys
 import time
 
-import forked
+import hosts
 import jax
 import numpy as np
 import pytest
-from hosts import xla_flags
 
 from vit_jax.weights import workdir as workdirs
-
-ROOT = pathlib.Path(__file__).parent.parent
 
 CONFIG = """
 from ml_collections import ConfigDict
@@ -37,33 +30,10 @@ def get_config(arg=None):
 """
 
 
-def start(config, workdir, hosts, devices, *words, fork=True):
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        address = f"localhost:{free.getsockname()[1]}"
-    processes = []
-    for host in range(hosts):
-        env = os.environ | {
-            "JAX_PLATFORMS": "cpu",
-            "PYTHONUNBUFFERED": "1",
-            "XLA_FLAGS": xla_flags(devices),
-        }
-        if hosts > 1:
-            env |= {
-                "JAX_COORDINATOR_ADDRESS": address,
-                "JAX_NUM_PROCESSES": str(hosts),
-                "JAX_PROCESS_ID": str(host),
-            }
-        command = [f"--config={config}", f"--workdir={workdir}", *words]
-        options = {"cwd": ROOT, "env": env, "text": True}
-        options |= {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-        if fork:
-            process = forked.Popen("vit_jax.train", command, **options)
-        else:
-            interpreter = [sys.executable, "-m", "vit_jax.train"]
-            process = subprocess.Popen([*interpreter, *command], **options)
-        processes.append(process)
-    return processes
+def start(config, workdir, count, devices, *words, fork=True):
+    words = f"--config={config}", f"--workdir={workdir}", *words
+    environment = hosts.variables(count, XLA_FLAGS=hosts.xla_flags(devices))
+    return hosts.start(words, count, environment, fork=fork, stderr=subprocess.STDOUT)
 
 
 def finish(processes, code=0):
@@ -91,17 +61,13 @@ def assert_same(one, two):
 def test_two_hosts_train_to_the_parameters_of_one(tmp_path):
     config = tmp_path / "pair.py"
     config.write_text(CONFIG)
-    finish(start(config, tmp_path / "one", hosts=1, devices=1))
+    finish(start(config, tmp_path / "one", 1, 1))
     # Ended after the evaluation of step 4, and gone on from the checkpoint there.
     part = start(config, tmp_path / "two", 2, 3)
-    for line in part[0].stdout:
-        if "step 5/8" in line:
-            break
-    for process in part:
-        process.kill()
-        process.communicate()
+    hosts.wait_for(part[0], "step 5/8")
+    hosts.kill(part)
     # New interpreters, whose sets of strings have different orders.
-    two = start(config, tmp_path / "two", hosts=2, devices=3, fork=False)
+    two = start(config, tmp_path / "two", 2, 3, fork=False)
     first, second = finish(two)
     assert "resume: step 4 of" in first
     assert report(tmp_path / "two")["devices"] == 6
@@ -138,17 +104,12 @@ def test_sigterm_to_one_host_ends_both_at_the_same_step_and_they_resume(tmp_path
     words = ("--config.log_every_steps=100", "--config.eval_every_steps=0")
     words += ("--config.checkpoint_every_steps=100000",)
     processes = start(config, tmp_path / "two", 2, 1, *words)
-    for line in processes[0].stdout:
-        if "step 100/" in line:
-            break
+    hosts.wait_for(processes[0], "step 100/")
     processes[1].send_signal(signal.SIGTERM)
     asked = time.monotonic()
     outs = finish(processes, code=75)
     assert time.monotonic() - asked < 60
     (step,) = {out.split("SIGTERM: step ")[1].split()[0] for out in outs}
     resumed = start(config, tmp_path / "two", 2, 1, *words)
-    line = next(x for x in resumed[0].stdout if "resume:" in x)
-    assert f"step {step} of" in line
-    for process in resumed:
-        process.kill()
-        process.communicate()
+    hosts.wait_for(resumed[0], f"resume: step {step} of")
+    hosts.kill(resumed)

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tqdm
+from helpers import draw_params
 from PIL import Image
 
 from vit_jax import cli, models, progress, visualize
@@ -108,7 +109,7 @@ SINGLE = ("a", "b_c")  # Of those that are shown.
 
 def test_all_figures_of_a_folder(place, run, tmp_path):
     images = place / "images"
-    code, out, err = run("--images", str(images), "--batch_size=5", "--shown=2")
+    code, out, err = run("--images", str(images), "--batch_size=3", "--shown=2")
     assert code == 1
     assert err.startswith(f"{images / 'torn.png'}: cannot be decoded")
     # The network has no task of pretraining, and no windows.
@@ -127,6 +128,8 @@ def test_all_figures_of_a_folder(place, run, tmp_path):
     with np.load(tmp_path / "distance.npz") as data:
         assert data["pixels"].shape == (2, 3)
         assert data["images"] == 5
+    with np.load(tmp_path / "cka.npz") as data:
+        assert data["images"] == 5  # Although CKA takes no batch of two.
 
 
 FOUR = ("a.png", "b c.jpg", "d.png", "e.png")
@@ -268,10 +271,6 @@ def test_a_second_model_is_opened_for_cka_alone(four, run):
 def test_where_images_are_too_few_for_cka(place, four, run, tmp_path):
     torn = str(place / "images" / "torn.png")
     words = *four[:4], torn, "--batch_size=2"
-    with pytest.raises(UserError, match="images=3: too few for --figure=cka"):
-        run(*four[:4], "--figure=cka")
-    assert not list(tmp_path.iterdir())
-    # Nobody named it.
     code, out, err = run(*words, "--shown=1")
     assert code == 1
     line = err.splitlines()[-1]
@@ -288,21 +287,11 @@ def test_what_is_written_is_named_at_once(place, four, run, tmp_path, capsys):
     assert capsys.readouterr().out.split() == [f"{tmp_path / s}.png" for s in stems]
 
 
-def test_small_batches_leave_no_image_out(place, run, data):
-    code, _, _ = run(
-        "--images", str(place / "images"), "--figure=cka", "--batch_size=3"
-    )
-    assert code == 1
-    assert data("cka")["images"] == 5
-
-
 @pytest.mark.parametrize(
     ("words", "counts"),
     [
         (["--figure=norms", "--batch_size=2"], [2, 4, 5]),
-        (["--figure=norms,attention", "--shown=1"], [1, 5]),
         (["--figure=attention", "--shown=3", "--batch_size=2"], [1, 2, 3]),
-        (["--figure=attention", "--batch_size=4"], [1, 2, 3, 4, 5]),
     ],
 )
 def test_the_bar_goes_to_its_end(place, run, words, counts, monkeypatch):
@@ -425,7 +414,7 @@ def test_a_model_that_diverged_is_refused(place, tmp_path, part, figure, message
     assert not (tmp_path / "out").exists()
 
 
-def test_a_folder_that_cannot_be_written_is_told(run, tmp_path):
+def test_a_folder_that_cannot_be_written_is_refused(run, tmp_path):
     (tmp_path / "filters.png").mkdir()
     with pytest.raises(
         UserError, match=r"filters\.png cannot be written \(.*is a directory"
@@ -494,12 +483,12 @@ def watched(monkeypatch):
 def test_one_layer_of_attention_is_alive_while_figures_are_fed(
     place, tmp_path, watched
 ):
-    ours = written(tmp_path / "again", depth=3)
+    ours = written(tmp_path / "again")
     files = [(name, str(place / "images" / name)) for name in FOUR]
     figures = "norms", "distance", "cka", "attention", "rollout"
     draw(ours, files, figures, tmp_path, batch_size=3, max_shown=1)
     # Two parts of one batch, the second filled up.
-    assert watched == [(3, 0)] * 2 * 3
+    assert watched == [(3, 0)] * 2 * 2
 
 
 @pytest.mark.slow
@@ -546,8 +535,7 @@ def test_what_a_task_of_a_swin_transformer_makes_needs_no_attention(tmp_path, pl
     def pictures(params, images):
         return Pictures(*4 * (images,))
 
-    params = swin.init(jax.random.key(0))
-    ours = LoadedModel("s", swin, params, PREPROCESS, pictures=pictures)
+    ours = LoadedModel("s", swin, draw_params(swin), PREPROCESS, pictures=pictures)
     assert available_figures(ours, 3) == ("filters", "windows", "pca", "reconstruction")
     images = inputs.find([str(place / "images")])
     files = draw(ours, images, ["reconstruction"], tmp_path, batch_size=2)
@@ -559,11 +547,11 @@ def test_what_a_task_of_a_swin_transformer_makes_needs_no_attention(tmp_path, pl
 
 
 def test_attention_within_windows_is_drawn_over_the_image(tmp_path, place):
-    sizes = {"patch_size": 2, "width": 8, "stage_depths": (2, 2), "num_heads": (2, 4)}
+    sizes = {"patch_size": 2, "width": 8, "stage_depths": (2, 1), "num_heads": (2, 4)}
     swin = models.create(
         "Swin-T", num_classes=0, image_size=(16, 24), window_size=4, **sizes
     )
-    ours = LoadedModel("s", swin, swin.init(jax.random.key(0)), PREPROCESS)
+    ours = LoadedModel("s", swin, draw_params(swin), PREPROCESS)
     images = inputs.find([str(place / "images")])
     files = draw(ours, images, ["windows"], tmp_path, max_shown=2)
     assert sum(name.endswith(".png") for name in files) == 2
