@@ -447,8 +447,7 @@ def test_a_disk_that_fails_at_the_end_costs_no_result(
 
 def start(place, count, devices, *more, own_words=((), ())):
     """Starts the verb as so many processes with so many devices each."""
-    flags = {"XLA_FLAGS": hosts.xla_flags(devices), "VIT_JAX_LOST_SECONDS": "150"}
-    known = hosts.variables(count, **flags)
+    known = hosts.variables(count, XLA_FLAGS=hosts.xla_flags(devices))
     processes = []
     for host in range(count):
         line = [*words(place, *more), *own_words[host]]

@@ -73,7 +73,7 @@ def gke(host):
 def test_two_processes_find_each_other(recipe, tmp_path, scheduler):
     scheduler.port = str(hosts.free_port())
     words = (recipe, f"--workdir={tmp_path / 'run'}")
-    processes = hosts.start(words, 2, scheduler, fork=False)
+    processes = hosts.start(words, 2, scheduler, fork=scheduler is listed)
     try:
         line = hosts.wait_for(processes[0], "steps of 12 on")
         assert "on 2 x cpu" in line
@@ -108,9 +108,7 @@ WRONG = {
 
 
 def test_what_is_wrong_ends_every_process_with_one_line():
-    processes = hosts.start(
-        DIGITS, len(WRONG), lambda i: [*WRONG.values()][i][0], fork=False
-    )
+    processes = hosts.start(DIGITS, len(WRONG), lambda i: [*WRONG.values()][i][0])
     codes, errors = hosts.ends(processes)
     # Process 0 may come at the next start.
     assert codes == [75 if name == "nobody there" else 2 for name in WRONG], errors
