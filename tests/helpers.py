@@ -15,6 +15,7 @@ from vit_jax import cli, models
 from vit_jax.__main__ import load
 from vit_jax.distributed import mesh as meshes
 from vit_jax.training import config as configuration
+from vit_jax.training import loop, sweep
 from vit_jax.weights import Pretrained, export
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -108,6 +109,14 @@ def write_weights(path, class_names=(), preprocess=None, **options):
         "safetensors",
         path,
     )
+
+
+_SETUPS = sweep.SweepSetups()
+
+
+def train(config, workdir, **more):
+    """Trains; a run after another with the same step takes its compiled step."""
+    return loop.train(config, workdir, setup=_SETUPS.build(config, workdir), **more)
 
 
 def kill_after(step, workdir):

@@ -1,15 +1,16 @@
 """Balanced classes: how often each is drawn, and that a position fixes the record."""
 
+import dataclasses
+
 import numpy as np
 import pytest
-from helpers import kill_after, tiny_config
+from helpers import kill_after, tiny_config, train
 
 import vit_jax
 from vit_jax.data import pipeline
 from vit_jax.data.order import Balance, class_weights
 from vit_jax.data.sources.open import open_source, open_unchecked
 from vit_jax.errors import UserError
-from vit_jax.training import loop
 
 COUNTS = np.array([400, 100, 0, 25, 4])
 LABELS = np.random.default_rng(0).permutation(np.repeat(np.arange(5), COUNTS))
@@ -54,24 +55,13 @@ def test_weights_do_what_drawing_does(how):
 
 
 @pytest.mark.parametrize("task", ["classification", "linear_probe", "lora"])
-def test_weights_by_the_numbers_of_images_are_those_that_are_stated(tmp_path, task):
+def test_weights_by_the_numbers_of_images_are_those_that_are_stated(task):
     data = {"name": "digits", "num_classes": 10, "num_examples": 0, "channels": 1}
-    data |= {"split": "train[:100]", "image_size": (8, 8)}
-
-    def train(weights, workdir):
-        of_task = {"name": task, "class_weights": weights}
-        config = tiny_config(data=data, task=of_task, evals={}, total_steps=4)
-        return loop.train(config, workdir)
-
-    report = train("inverse", tmp_path / "named")
-    kill_after(3, tmp_path / "named")
-    again = train("inverse", tmp_path / "named")
-    labels = open_source(tiny_config(data=data).data, "train[:100]").labels
-    stated = train(class_weights("inverse", labels, 10), tmp_path / "stated")
-    alike = train((1.0,), tmp_path / "alike")
-    assert report["params_sha256"] == again["params_sha256"]
-    assert report["params_sha256"] == stated["params_sha256"]
-    assert report["params_sha256"] != alike["params_sha256"]
+    config = tiny_config(data=data, task={"name": task, "class_weights": "inverse"})
+    source = open_source(config.data, "train[:100]")
+    weights = class_weights("inverse", source.labels, 10)
+    stated = dataclasses.replace(config.task, class_weights=weights)
+    assert config.task.of_records(config.data, source) == stated
 
 
 def test_within_a_class_all_are_drawn_as_often():
@@ -98,6 +88,7 @@ def test_batches_are_balanced_and_a_run_resumes_exactly(tmp_path):
         data={"name": "digits", "num_classes": 10, "class_balance": "inverse"}
         | {"split": "train[:300]", "num_examples": 0, "channels": 1}
         | {"image_size": (8, 8), "train_transform": "", "eval_transform": ""},
+        task={"class_weights": "sqrt"},
         evals={},
     )
     source = open_source(config.data, config.data.split)
@@ -106,9 +97,9 @@ def test_batches_are_balanced_and_a_run_resumes_exactly(tmp_path):
     ) as batches:
         labels = np.concatenate([batch["label"] for batch in batches])
     assert np.bincount(labels).tolist() == [30] * 10
-    report = loop.train(config, tmp_path)
+    report = train(config, tmp_path)
     kill_after(3, tmp_path)
-    again = loop.train(config, tmp_path)
+    again = train(config, tmp_path)
     assert again["params_sha256"] == report["params_sha256"]
 
 

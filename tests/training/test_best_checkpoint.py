@@ -11,11 +11,11 @@ import sys
 
 import numpy as np
 import pytest
-from helpers import tiny_config
+from helpers import tiny_config, train
 
 from vit_jax.config.lengths import RunLength
 from vit_jax.errors import Preempted, UserError
-from vit_jax.training import loop, optim
+from vit_jax.training import optim
 from vit_jax.training.actions import BestCheckpoint, Evaluating, lower_is_better
 from vit_jax.training.checkpoint import Checkpointer
 from vit_jax.training.metric_logger import MetricLogger
@@ -38,7 +38,7 @@ def make_config(**stated):
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
     workdir = tmp_path_factory.mktemp("best") / "run"
-    return workdir, loop.train(make_config(), workdir)
+    return workdir, train(make_config(), workdir)
 
 
 def losses(workdir):
@@ -65,7 +65,7 @@ def test_the_best_checkpoint_is_kept_reported_and_opened(base):
 
 def test_a_finished_run_evaluates_the_best_again(base, tmp_path):
     copy = shutil.copytree(base[0], tmp_path / "copy")
-    again = loop.train(make_config(), copy)
+    again = train(make_config(), copy)
     assert again["final"] == base[1]["final"]
     assert again["params_sha256"] == base[1]["params_sha256"]
 
@@ -74,8 +74,10 @@ class KilledError(Exception):
     """What ends a run here, at once."""
 
 
-@pytest.mark.parametrize("local", [False, True])
-@pytest.mark.parametrize("killed_at", [2, 3, 5])
+@pytest.mark.parametrize(
+    ("killed_at", "local"),
+    [(2, False), (3, True), pytest.param(5, False, marks=pytest.mark.slow)],
+)
 def test_a_resumed_run_has_the_same_best(base, tmp_path, killed_at, local, monkeypatch):
     run = BestCheckpoint.update
 
@@ -91,8 +93,8 @@ def test_a_resumed_run_has_the_same_best(base, tmp_path, killed_at, local, monke
     workdir = tmp_path / "run"
     with monkeypatch.context() as patch, pytest.raises(KilledError):
         patch.setattr(BestCheckpoint, "update", update)
-        loop.train(config, workdir)
-    report = loop.train(config, workdir)
+        train(config, workdir)
+    report = train(config, workdir)
     assert report["best"] == base[1]["best"]
     assert report["params_sha256"] == base[1]["params_sha256"]
     assert workdirs.steps(workdir) == workdirs.steps(base[0])
@@ -104,7 +106,7 @@ def falling(tmp_path_factory):
     """A run whose last step is its best."""
     config = make_config(optim={"learning_rate": 0.01}, checkpoint_every_steps=1)
     workdir = tmp_path_factory.mktemp("falling") / "run"
-    report = loop.train(config, workdir)
+    report = train(config, workdir)
     assert report["best"]["step"] == 6
     return config, workdir, report
 
@@ -112,13 +114,11 @@ def falling(tmp_path_factory):
 @pytest.mark.parametrize(
     ("call", "by_signal"),
     [
-        (MetricLogger.after_step, True),
         (Evaluating.after_step, True),
-        (Evaluating.after_step, False),
-        (MetricLogger.log_scores, False),
         (BestCheckpoint.update, False),
-        (Checkpointer.demand, True),
-        (Checkpointer.demand, False),
+        pytest.param(MetricLogger.log_scores, False, marks=pytest.mark.slow),
+        pytest.param(Checkpointer.demand, True, marks=pytest.mark.slow),
+        pytest.param(Checkpointer.demand, False, marks=pytest.mark.slow),
     ],
     ids=lambda x: getattr(x, "__qualname__", str(x)),
 )
@@ -138,8 +138,8 @@ def test_a_run_that_is_ended_near_its_end_hands_on_the_same(
     with monkeypatch.context() as patch:
         patch.setattr(owner, call.__name__, ended)
         with contextlib.suppress(KilledError, Preempted):  # Or it was done.
-            loop.train(config, tmp_path)
-    report = loop.train(config, tmp_path)
+            train(config, tmp_path)
+    report = train(config, tmp_path)
     for name in "best", "final", "params_sha256":
         assert report[name] == wanted[name]
     assert losses(tmp_path) == losses(undisturbed)
@@ -150,15 +150,15 @@ def test_a_run_ends_early_and_stays_ended(base, tmp_path):
     found = losses(base[0])
     best = min(found, key=found.get)
     config = make_config(early_stopping_evals=1)
-    report = loop.train(config, tmp_path)
+    report = train(config, tmp_path)
     worse = next(step for step in range(2, 7) if found[step] >= found[step - 1])
     assert report["steps"] == worse < 6
     assert report["best"]["step"] == worse - 1
     assert report["compute"]["images_seen"] == 8 * worse
-    assert report["params_sha256"] == loop.train(config, tmp_path)["params_sha256"]
+    assert report["params_sha256"] == train(config, tmp_path)["params_sha256"]
     assert max(losses(tmp_path)) == worse
     # With more patience it goes on from there, as if it had never stopped.
-    longer = loop.train(make_config(early_stopping_evals=6), tmp_path)
+    longer = train(make_config(early_stopping_evals=6), tmp_path)
     assert longer["steps"] == 6
     if best <= worse:
         assert longer["params_sha256"] == base[1]["params_sha256"]
@@ -166,7 +166,7 @@ def test_a_run_ends_early_and_stays_ended(base, tmp_path):
 
 def test_a_run_that_no_longer_asks_hands_on_its_newest(base, tmp_path):
     copy = shutil.copytree(base[0], tmp_path / "copy")
-    report = loop.train(make_config(checkpoint={"max_to_keep": 1}), copy)
+    report = train(make_config(checkpoint={"max_to_keep": 1}), copy)
     assert report["best"] == workdirs.best(copy) == {}
     assert workdirs.load(copy).step == 6
     assert report["final"]["val"]["params"]["loss"] == losses(copy)[6]
@@ -174,7 +174,7 @@ def test_a_run_that_no_longer_asks_hands_on_its_newest(base, tmp_path):
 
 def test_an_average_decides_where_there_is_one(tmp_path):
     config = make_config(ema={"decay": 0.5}, total_steps=3)
-    report = loop.train(config, tmp_path)
+    report = train(config, tmp_path)
     lines = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
     name = "val/ema/loss"
     found = {line["step"]: line[name] for line in lines if name in line}
@@ -220,7 +220,7 @@ def test_what_cannot_decide_is_refused(tmp_path):
         make_config(checkpoint={}, early_stopping_evals=3)
     config = make_config(checkpoint={"best_metric": "val/top9"})
     with pytest.raises(UserError, match="gives top1, .*and no 'top9'"):
-        loop.train(config, tmp_path)
+        train(config, tmp_path)
 
 
 def test_a_finished_run_is_extended_by_a_key_alone(falling, tmp_path):
@@ -229,9 +229,9 @@ def test_a_finished_run_is_extended_by_a_key_alone(falling, tmp_path):
     with pytest.raises(
         UserError, match=r"total_steps: 6 -> 9.*extend_schedule=stretch"
     ):
-        loop.train(make_config(**stated, total_steps=9), copy)
+        train(make_config(**stated, total_steps=9), copy)
     longer = make_config(**stated, total_steps=9, extend_schedule="stretch")
-    report = loop.train(longer, copy)
+    report = train(longer, copy)
     assert report["steps"] == 9
     assert sorted(losses(copy)) == list(range(1, 10))
     lines = map(json.loads, (copy / "metrics.jsonl").read_text().splitlines())
@@ -241,7 +241,7 @@ def test_a_finished_run_is_extended_by_a_key_alone(falling, tmp_path):
     rate = optim.learning_rate(whole.optim, 0.01, run)
     assert rates[8] == pytest.approx(float(rate(7)))  # As of a run of that length.
     # From then on that is its length.
-    assert loop.train(whole, copy)["params_sha256"] == report["params_sha256"]
+    assert train(whole, copy)["params_sha256"] == report["params_sha256"]
     shorter = make_config(**stated, total_steps=5, extend_schedule="stretch")
     with pytest.raises(UserError, match="at step 9 already.*raise total_steps"):
-        loop.train(shorter, copy)
+        train(shorter, copy)

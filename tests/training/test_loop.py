@@ -9,7 +9,8 @@ import time
 import jax
 import numpy as np
 import pytest
-from helpers import tiny_config
+from helpers import tiny_config, train
+from PIL import Image
 from tensorboardX.proto import event_pb2
 
 from vit_jax.config import fields
@@ -25,7 +26,7 @@ def base(tmp_path_factory):
     """A finished run: its config, workdir and report."""
     workdir = tmp_path_factory.mktemp("runs") / "base"
     config = tiny_config(data={"train_transform": "random_crop | flip | mixup(0.3)"})
-    return config, workdir, loop.train(config, workdir)
+    return config, workdir, train(config, workdir)
 
 
 def lines(workdir):
@@ -82,7 +83,7 @@ def test_report_holds_the_compute_of_all_starts(base, tmp_path):
     about = copy / "checkpoints" / "3" / "_CHECKPOINT_METADATA"
     before = json.loads(about.read_text())["custom_metadata"]
     assert before["device_seconds"] == pytest.approx(8 * before["seconds"], rel=0.01)
-    again = loop.train(config, copy)["compute"]
+    again = train(config, copy)["compute"]
     assert again["images_seen"] == found["images_seen"]
     assert again["device_days"] * 86_400 > before["device_seconds"]
 
@@ -124,7 +125,7 @@ def test_checkpoint_interval_does_not_follow_the_evaluation(base):
 def test_finished_run_only_evaluates_and_keeps_its_report(base, capsys):
     config, workdir, report = base
     before = lines(workdir)
-    again = loop.train(config, workdir)
+    again = train(config, workdir)
     assert "this run is finished (6 steps): evaluating only" in capsys.readouterr().out
     assert again == report
     assert lines(workdir) == before
@@ -142,7 +143,7 @@ def test_same_seed_gives_the_same_parameters_whatever_the_loader_workers(
             "num_threads": 1,
         }
     )
-    assert loop.train(config, tmp_path)["params_sha256"] == report["params_sha256"]
+    assert train(config, tmp_path)["params_sha256"] == report["params_sha256"]
 
 
 def test_another_seed_gives_other_parameters(base, tmp_path):
@@ -150,7 +151,7 @@ def test_another_seed_gives_other_parameters(base, tmp_path):
     config = tiny_config(
         data={"train_transform": "random_crop | flip | mixup(0.3)"}, seed=4
     )
-    assert loop.train(config, tmp_path)["params_sha256"] != report["params_sha256"]
+    assert train(config, tmp_path)["params_sha256"] != report["params_sha256"]
 
 
 def test_the_second_step_compiles_nothing(tmp_path, caplog):
@@ -168,22 +169,13 @@ def test_the_second_step_compiles_nothing(tmp_path, caplog):
     assert names.count("jit(eval_step)") == 1
 
 
-def test_keep_last_and_every(tmp_path):
-    config = tiny_config(
-        checkpoint_every_steps=1, checkpoint={"max_to_keep": 2, "keep_period": 3}
-    )
-    loop.train(config, tmp_path)
-    steps = sorted(int(p.name) for p in (tmp_path / "checkpoints").iterdir())
-    assert steps == [3, 5, 6]
-
-
 @pytest.mark.slow
 def test_frozen_body_stays_while_the_head_trains(tmp_path):
     config = tiny_config(optim={"freeze": ("^(?!head/)",), "weight_decay": 0.1})
-    loop.train(config, tmp_path)
+    train(config, tmp_path)
     trained = workdirs.load(tmp_path, use_ema=False).params
     config = tiny_config(optim={"freeze": (".",)})
-    loop.train(config, tmp_path / "still")
+    train(config, tmp_path / "still")
     still = workdirs.load(tmp_path / "still", use_ema=False).params
     assert (trained["head"]["kernel"] != still["head"]["kernel"]).any()
     for tree in (trained, still):
@@ -201,7 +193,7 @@ def test_fine_tuning_starts_from_the_average_at_another_resolution(
         data={"image_size": (16, 20), "num_classes": 3},
         optim={"name": "sgd", "learning_rate": 0.01},
     )
-    report = loop.train(config, tmp_path)
+    report = train(config, tmp_path)
     out = capsys.readouterr().out
     assert f"start: averaged parameters of step 6 from {workdir}" in out
     assert "position embeddings: resized from (2, 3) to (4, 5)" in out
@@ -209,39 +201,11 @@ def test_fine_tuning_starts_from_the_average_at_another_resolution(
     assert np.isfinite(report["final"]["val"]["params"]["loss"])
 
 
-def test_checkpoint_carries_config_and_class_names(tmp_path):
-    pictures = tmp_path / "pictures"
-    for split, name in [("train", "b"), ("train", "a"), ("val", "a")]:
-        folder = pictures / split / name
-        folder.mkdir(parents=True)
-        for i in range(8):
-            _write_png(folder / f"{i}.png", value=20 * i)
-    config = tiny_config(
-        data={
-            "name": "folder",
-            "data_dir": str(pictures),
-            "num_classes": 2,
-            "num_examples": 0,
-        },
-        total_steps=1,
-    )
-    report = loop.train(config, tmp_path / "run")
-    stored = workdirs.load(tmp_path / "run")
-    assert stored.class_names == ("a", "b") == tuple(report["class_names"])
-    assert stored.config["data"]["image_size"] == [8, 12]
-
-
-def _write_png(path, value):
-    from PIL import Image
-
-    Image.new("RGB", (12, 8), (value, 0, 255 - value)).save(path)
-
-
 def test_a_changed_data_set_is_refused_on_resume(base):
     config, workdir, _ = base
     changed = fields.replace(config, {"data.num_examples": 21})
     with pytest.raises(UserError, match="another config .*data.num_examples: 20 -> 21"):
-        loop.train(changed, workdir)
+        train(changed, workdir)
 
 
 def test_a_finished_run_takes_further_evaluations(base, tmp_path):
@@ -251,7 +215,7 @@ def test_a_finished_run_takes_further_evaluations(base, tmp_path):
     raw = fields.to_dict(config)
     raw["evals"]["more"] = "other"
     more = configuration.complete(raw)
-    final = loop.train(more, copy)["final"]
+    final = train(more, copy)["final"]
     assert final["val"] == report["final"]["val"]
     assert set(final) == {"val", "more"}
     assert "more/params/top1" in lines(copy)[-1]
@@ -262,43 +226,10 @@ def test_a_run_that_lost_its_report_does_not_make_up_a_speed(base, tmp_path):
     copy = tmp_path / "copy"
     shutil.copytree(workdir, copy)
     (copy / "report.json").unlink()
-    again = loop.train(config, copy)
+    again = train(config, copy)
     assert again["images_per_second"] is None
     assert again["final"] == report["final"]
     assert again["params_sha256"] == report["params_sha256"]
-
-
-def test_a_folder_that_has_changed_is_refused_on_resume(tmp_path, capsys):
-    pictures = tmp_path / "pictures"
-    for split in ("train", "val"):
-        for name in "ab":
-            (pictures / split / name).mkdir(parents=True)
-            for i in range(4):
-                _write_png(pictures / split / name / f"{i}.png", value=20 * i)
-    config = tiny_config(
-        data={
-            "name": "folder",
-            "data_dir": str(pictures),
-            "num_classes": 2,
-            "num_examples": 0,
-        },
-        total_steps=1,
-    )
-    loop.train(config, tmp_path / "run")
-    _write_png(pictures / "train" / "a" / "new.png", value=9)
-    match = "8 records are now 9; names of the image files .* differ; restore the data"
-    with pytest.raises(UserError, match=match):
-        loop.train(config, tmp_path / "run")
-    (pictures / "train" / "a" / "new.png").unlink()
-    with (pictures / "train" / "b" / "0.png").open("ab") as file:
-        file.write(b"more")
-    with pytest.raises(UserError, match="sizes or contents of the image files differ"):
-        loop.train(config, tmp_path / "run")
-    config = fields.replace(config, {"data.check": False})
-    loop.train(config, tmp_path / "run")
-    assert (
-        "(data.check=False): sizes or contents of the image" in capsys.readouterr().out
-    )
 
 
 @pytest.mark.parametrize(
@@ -314,7 +245,7 @@ def test_what_cannot_be_prepared_ends_a_run_before_its_first_step(
 ):
     config = fields.replace(tiny_config(total_steps=200), change)
     with pytest.raises(UserError, match=names):
-        loop.train(config, tmp_path)
+        train(config, tmp_path)
     assert "compile" not in capsys.readouterr().out
 
 
@@ -324,7 +255,7 @@ def test_the_loop_stops_transfers_that_nobody_meant(tmp_path):
             jax.numpy.sin(np.ones(3))  # Moves a host array to the device.
 
     with pytest.raises(Exception, match="Disallowed host-to-device transfer"):
-        loop.train(tiny_config(), tmp_path, callbacks=[Careless()])
+        train(tiny_config(), tmp_path, callbacks=[Careless()])
 
 
 def test_a_callback_sees_every_step_and_its_state(tmp_path):
@@ -343,8 +274,8 @@ def test_a_callback_sees_every_step_and_its_state(tmp_path):
         def end(self, report):
             seen.append(report["steps"])
 
-    loop.train(tiny_config(total_steps=3), tmp_path, callbacks=[Watching()])
-    assert seen == [(1, 1), (2, 2), (3, 3), "finish", 3]
+    train(tiny_config(), tmp_path, callbacks=[Watching()])
+    assert seen == [*((n, n) for n in range(1, 7)), "finish", 6]
 
 
 @pytest.mark.slow
@@ -360,7 +291,7 @@ def test_a_slow_source_shows_as_waiting_for_input(tmp_path, monkeypatch, capsys)
     loads = quick | {"train_transform": "central_crop"}  # So that nothing is gathered.
     for name, keys in (("quick", quick), ("slow", loads)):
         config = tiny_config(data=keys, evals={}, log_every_steps=6, total_steps=6)
-        loop.train(config, tmp_path / name)
+        train(config, tmp_path / name)
         out = capsys.readouterr().out
         (line,) = [x for x in lines(tmp_path / name) if "train/loss" in x]
         starved = name == "slow"
@@ -379,3 +310,45 @@ def test_a_run_with_a_key_that_has_gone_names_that_key_alone(base, monkeypatch):
     monkeypatch.setattr(resume_check.layout, "read_metadata", read)
     with pytest.raises(UserError, match=r"another config \(optim.gone: 3 -> absent\):"):
         resume_check.check_workdir(workdir, config)
+
+
+def _write_png(path, value):
+    Image.new("RGB", (12, 8), (value, 0, 255 - value)).save(path)
+
+
+def test_a_run_on_a_folder_keeps_its_classes_and_refuses_it_once_changed(
+    tmp_path, capsys
+):
+    pictures = tmp_path / "pictures"
+    for split in ("train", "val"):
+        for name in "ab":
+            (pictures / split / name).mkdir(parents=True)
+            for i in range(4):
+                _write_png(pictures / split / name / f"{i}.png", value=20 * i)
+    config = tiny_config(
+        data={
+            "name": "folder",
+            "data_dir": str(pictures),
+            "num_classes": 2,
+            "num_examples": 0,
+        },
+        total_steps=1,
+    )
+    report = train(config, tmp_path / "run")
+    stored = workdirs.load(tmp_path / "run")
+    assert stored.class_names == ("a", "b") == tuple(report["class_names"])
+    assert stored.config["data"]["image_size"] == [8, 12]
+    _write_png(pictures / "train" / "a" / "new.png", value=9)
+    match = "8 records are now 9; names of the image files .* differ; restore the data"
+    with pytest.raises(UserError, match=match):
+        train(config, tmp_path / "run")
+    (pictures / "train" / "a" / "new.png").unlink()
+    with (pictures / "train" / "b" / "0.png").open("ab") as file:
+        file.write(b"more")
+    with pytest.raises(UserError, match="sizes or contents of the image files differ"):
+        train(config, tmp_path / "run")
+    config = fields.replace(config, {"data.check": False})
+    train(config, tmp_path / "run")
+    assert (
+        "(data.check=False): sizes or contents of the image" in capsys.readouterr().out
+    )

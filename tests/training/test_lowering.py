@@ -9,6 +9,7 @@ import pytest
 from helpers import RECIPES, ROOT, draw_params
 
 from vit_jax import models
+from vit_jax.config import fields
 from vit_jax.distributed import mesh as meshes
 from vit_jax.tasks import TASKS
 from vit_jax.training import config as configuration
@@ -20,7 +21,13 @@ from vit_jax.weights.pretrained import Preprocess, Pretrained
 OF_A_RECIPE = {"classification", "contrastive", "dino", "mae", "masked_patch", "simmim"}
 
 
+# Those whose step has operations that others lack.
+CORE = {"b16_i1k", "clip", "dino", "mae", "swin"}
 LOWERED = {"gpu": "cuda", "tpu": "tpu"}  # What JAX calls them when it lowers.
+
+
+def marked(recipe):
+    return pytest.param(recipe, marks=() if recipe in CORE else pytest.mark.slow)
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +38,7 @@ def traces():
 
 @pytest.fixture
 def lowered(monkeypatch, traces):
-    """Returns the step of a recipe at its quick size, as text."""
+    """Lowers the step of a recipe at its quick size."""
     build = configuration.TrainConfig.build_model
     # Which cuDNN there is cannot be asked here.
     monkeypatch.setattr(
@@ -47,6 +54,8 @@ def lowered(monkeypatch, traces):
         )
         path = f"{ROOT}/configs/{recipe}.py:quick"
         config = configuration.load(path, overrides)
+        if hasattr(config.model, "depth"):  # One block has all operations.
+            config = fields.replace(config, {"model.depth": 1})
         module = config.build_model().module
         # A teacher is a second network that may be another on each platform.
         teacher = "task.teacher" in overrides and platform
@@ -55,15 +64,15 @@ def lowered(monkeypatch, traces):
             mesh = meshes.create(config.mesh, jax.devices()[:1])
             setup = train_step.build_train_setup(config, mesh, config.data.num_examples)
             traces[key] = setup.train_step.trace(setup.shapes, setup.batch_shapes)
-        return traces[key].lower(lowering_platforms=(LOWERED[platform],)).as_text()
+        return traces[key].lower(lowering_platforms=(LOWERED[platform],))
 
     return lower
 
 
 @pytest.mark.parametrize("platform", LOWERED)
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", [*map(marked, RECIPES)])
 def test_the_step_of_a_recipe(recipe, platform, lowered):
-    assert "stablehlo." in lowered(recipe, platform)
+    lowered(recipe, platform)
 
 
 @pytest.fixture(scope="module")
@@ -85,11 +94,16 @@ def teacher(tmp_path_factory):
 @pytest.mark.parametrize("task", sorted(TASKS.keys() - OF_A_RECIPE))
 def test_the_step_of_a_task(task, platform, teacher, lowered):
     more = {"task.teacher": str(teacher)} if task == "distillation" else {}
-    step = lowered("digits", platform, **{"task.name": task, **more})
-    assert "stablehlo." in step
+    lowered("digits", platform, **{"task.name": task, **more})
 
 
-@pytest.mark.parametrize("recipe", ["b16_i1k", "mae", "dino", "clip"])
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        "b16_i1k",
+        *(pytest.param(x, marks=pytest.mark.slow) for x in ("clip", "dino", "mae")),
+    ],
+)
 @pytest.mark.parametrize(
     ("name", "platform", "call"),
     [
@@ -99,4 +113,4 @@ def test_the_step_of_a_task(task, platform, teacher, lowered):
 )
 def test_the_step_with_a_kernel_of_attention(recipe, name, platform, call, lowered):
     sizes = {"model.attention_impl": name, "model.dtype": "bfloat16"}
-    assert call in lowered(recipe, platform, **sizes)
+    assert call in lowered(recipe, platform, **sizes).as_text()

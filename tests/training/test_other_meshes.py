@@ -17,7 +17,6 @@ from vit_jax.training import checkpoint, resume_check
 ROOT = pathlib.Path(__file__).parents[2]
 WAYS = {
     "8-way fsdp": {"fsdp": 8},
-    "2 x 4": {"data": 2, "fsdp": 4},
     "1 device": {},
     "2 x 4 stacked": {"model": SCAN, "data": 2, "fsdp": 4},
     "2 x 2 x 2": {"data": 2, "fsdp": 2, "model_axis": 2},
@@ -38,9 +37,8 @@ def open_folder(workdir, config, program):
 @pytest.mark.parametrize(
     ("saved", "others"),
     [
-        ("8-way fsdp", ("2 x 4", "1 device", "2 x 4 stacked", "2 x 2 x 2")),
-        ("1 device", ("8-way fsdp", "2 x 4")),
-        ("2 x 4 stacked", ("1 device", "8-way fsdp")),
+        ("8-way fsdp", ("1 device", "2 x 4 stacked", "2 x 2 x 2")),
+        ("1 device", ("8-way fsdp",)),
     ],
 )
 def test_a_checkpoint_is_restored_on_any_mesh(saved, others, tmp_path, monkeypatch):

@@ -3,7 +3,6 @@
 import json
 import math
 import pathlib
-import shutil
 import signal
 import sys
 
@@ -11,14 +10,15 @@ import hosts
 import jax
 import numpy as np
 import pytest
-from helpers import tiny_config
+from helpers import kill_after, tiny_config, train
 from orbax.checkpoint import v1 as ocp
 
+import vit_jax
 from vit_jax.config import fields
 from vit_jax.data.sources.open import open_source
 from vit_jax.distributed import mesh as meshes
 from vit_jax.errors import UserError
-from vit_jax.training import checkpoint, loop, train_step
+from vit_jax.training import checkpoint, train_step
 from vit_jax.training import config as configuration
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -49,36 +49,34 @@ def test_an_optimiser_and_an_evaluator_of_ones_own_train_and_resume(outside, tmp
     }
     config = tiny_config(total_steps=4, **sections)
     assert (type(config.optim).__name__, config.optim.b2) == ("LionConfig", 0.95)
-    first = loop.train(config, tmp_path / "run")
+    first = train(config, tmp_path / "run")
     assert first["final"]["top"]["ema"] == {"top5": 1.0}
     stored = fields.to_json(config)
     assert stored["optim"]["name"] == "my_lion:LionConfig"
-    again = loop.train(config, tmp_path / "run")
+    again = train(config, tmp_path / "run")
     assert again["params_sha256"] == first["params_sha256"]
     changed = tiny_config(
         total_steps=4, **sections | {"optim": sections["optim"] | {"b2": 0.9}}
     )
     with pytest.raises(UserError, match=r"another config \(optim.b2: 0.95 -> 0.9\)"):
-        loop.train(changed, tmp_path / "run")
+        train(changed, tmp_path / "run")
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     assert json.loads(lines[-1])["top/ema/top5"] == 1.0
 
 
-def test_a_schedule_of_ones_own_is_followed_and_resumed(outside, tmp_path):
+def test_a_schedule_of_ones_own_is_followed(outside, tmp_path):
     outside(polynomial=(EXAMPLES / "polynomial.py").read_text())
     schedule = {"name": "polynomial:PolynomialConfig", "power": 2.0}
     sections = {
         "optim": {"learning_rate": 0.1, "warmup_steps": 2, "schedule": schedule}
     }
     config = tiny_config(total_steps=6, log_every_steps=1, evals={}, **sections)
-    first = loop.train(config, tmp_path / "run")
+    train(config, tmp_path / "run")
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     name = "train/learning_rate"
     rates = [json.loads(line)[name] for line in lines if name in line]
     wanted = [0, 0.05, *(0.1 * (1 - step / 4) ** 2 for step in range(4))]
     assert rates == pytest.approx(wanted)
-    again = loop.train(config, tmp_path / "run")
-    assert again["params_sha256"] == first["params_sha256"]
     schedule["power"] = -1
     with pytest.raises(UserError, match=r"optim.schedule.power=-1.0 must be above 0"):
         tiny_config(**sections)
@@ -93,11 +91,8 @@ def test_a_task_of_ones_own_keeps_its_state_in_checkpoints(outside, tmp_path):
         "optim": {"grad_accum_steps": 2},
         "batch_size": 16,
     }
-    whole = loop.train(
-        tiny_config(**keys, checkpoint_every_steps=2), tmp_path / "whole"
-    )
-    workdir = tmp_path / "run"
-    loop.train(tiny_config(**keys, checkpoint_every_steps=2), workdir)
+    workdir, config = tmp_path / "run", tiny_config(**keys, checkpoint_every_steps=2)
+    whole = train(config, workdir)
     folder = workdir / "checkpoints"
     assert sorted(path.name for path in folder.iterdir()) == ["4", "6"]
     target = {"extra": {"centers": np.empty((5, 12), np.float32)}}
@@ -106,40 +101,31 @@ def test_a_task_of_ones_own_keeps_its_state_in_checkpoints(outside, tmp_path):
     with context:
         centers = ocp.load(folder / "4", target)["extra"]["centers"]
     assert (np.abs(centers).sum(axis=1) > 0).all()  # Of every class there were images.
-    shutil.rmtree(folder / "6")  # As after a kill in step 5.
-    (workdir / "report.json").unlink()
-    resumed = loop.train(tiny_config(**keys, checkpoint_every_steps=2), workdir)
+    kill_after(4, workdir)
+    resumed = train(config, workdir)
     assert resumed["params_sha256"] == whole["params_sha256"]
     with pytest.raises(UserError, match=r"task.decay: 0.5 -> 0.25"):
-        loop.train(tiny_config(**keys | {"task": task | {"decay": 0.25}}), workdir)
+        train(tiny_config(**keys | {"task": task | {"decay": 0.25}}), workdir)
 
 
-def test_a_task_of_ones_own_applies_the_device_transforms_or_is_refused(
-    outside, tmp_path
-):
+def test_a_task_of_ones_own_applies_the_device_transforms_or_is_refused(outside):
     text = (EXAMPLES / "brightness.py").read_text()
     ignoring = text.replace("transforms.apply(self.ops, ", "transforms.apply((), ")
     assert ignoring != text
     outside(brightness=text, ignoring=ignoring)
-    hashes = set()
-    for i, transform in enumerate(("", "color_jitter(0.4)", "mixup(0.5)")):
+
+    def config_of(task, transform):
         data = {"train_transform": transform, "num_classes": 0}
-        keys = {"data": data, "evals": {}, "total_steps": 2}
-        config = tiny_config(**keys, task={"name": "brightness:BrightnessConfig"})
-        hashes.add(loop.train(config, tmp_path / str(i))["params_sha256"])
-        config = tiny_config(**keys, task={"name": "ignoring:BrightnessConfig"})
-        if transform:
-            with pytest.raises(UserError, match=r"train_transform=.*ignoring:"):
-                loop.train(config, tmp_path / f"ignoring{i}")
-    assert len(hashes) == 3
+        task = {"name": f"{task}:BrightnessConfig"}
+        return tiny_config(data=data, evals={}, total_steps=2, task=task)
+
+    for transform in ("color_jitter(0.4)", "mixup(0.5)"):
+        vit_jax.train_setup(config_of("brightness", transform), 20)
+        with pytest.raises(UserError, match=r"train_transform=.*ignoring:"):
+            vit_jax.train_setup(config_of("ignoring", transform), 20)
 
 
-NETWORK = {
-    "variant": "conv_net:ConvNetConfig",
-    "width": 16,
-    "depth": 2,
-    "dropout": 0.2,
-}
+NETWORK = {"variant": "conv_net:ConvNetConfig", "width": 16, "depth": 1, "dropout": 0.2}
 KNN = {"kind": "knn", "k": 3, "train": "train", "test": "val"}
 
 
@@ -151,28 +137,25 @@ def network_config(**sections):
 
 def test_a_network_of_ones_own_trains_is_evaluated_and_resumes(outside, tmp_path):
     outside(conv_net=(EXAMPLES / "conv_net.py").read_text())
-    few = {"kind": "fewshot", "shots": (1,), "train": "train", "test": "val"}
-    keys = {"evals": {"val": "val", "knn": KNN, "few": few}}
+    keys = {"evals": {"val": "val", "knn": KNN}}
     keys |= {"checkpoint_every_steps": 2, "optim": {"learning_rate": 0.05}}
     config = network_config(**keys)
-    whole = loop.train(config, tmp_path / "whole")
-    assert set(whole["final"]) == {"val", "knn", "few"}
+    workdir = tmp_path / "run"
+    whole = train(config, workdir)
+    assert set(whole["final"]) == {"val", "knn"}
     assert 0 <= whole["final"]["knn"]["ema"]["top1"] <= 1
     assert whole["variant"] == "conv_net:ConvNetConfig"
     assert whole["compute"]["exaflops"] > 0
-    workdir = tmp_path / "run"
-    loop.train(config, workdir)
-    shutil.rmtree(workdir / "checkpoints" / "6")  # As after a kill in step 5.
-    (workdir / "report.json").unlink()
-    resumed = loop.train(config, workdir)
+    kill_after(4, workdir)
+    resumed = train(config, workdir)
     assert resumed["params_sha256"] == whole["params_sha256"]
     assert resumed["final"] == whole["final"]
     other = fields.replace(config, {"model.dropout": 0.1})
     with pytest.raises(UserError, match=r"model.dropout: 0.2 -> 0.1"):
-        loop.train(other, workdir)
+        train(other, workdir)
     # Fine-tuning takes the features and a new head.
     tuned = network_config(init=str(workdir), data={"num_classes": 3}, evals={})
-    report = loop.train(tuned, tmp_path / "tuned")
+    report = train(tuned, tmp_path / "tuned")
     assert report["params_sha256"] != whole["params_sha256"]
 
 
@@ -272,8 +255,8 @@ def test_an_evaluation_of_features_needs_a_network_that_returns_them(outside, tm
     assert last in text
     outside(conv_net=text.replace(last, only))
     with pytest.raises(UserError, match="evals.knn is an evaluation of features"):
-        loop.train(network_config(evals={"knn": KNN}), tmp_path / "run")
-    report = loop.train(network_config(total_steps=2), tmp_path / "other")
+        train(network_config(evals={"knn": KNN}), tmp_path / "run")
+    report = train(network_config(total_steps=2), tmp_path / "other")
     assert set(report["final"]) == {"val"}
 
 

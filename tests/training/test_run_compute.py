@@ -28,7 +28,6 @@ def test_published_numbers_are_those_of_the_paper():
     ("variant", "name", "epochs", "within"),
     [
         ("B/16", "ViT-B/16", 7, 0.005),
-        ("L/16", "ViT-L/16", 7, 0.005),
         ("H/14", "ViT-H/14", 14, 0.005),
         ("R50+B/16", "R50x1+ViT-B/16", 7, 0.01),
         ("R50x1", "ResNet50x1", 7, 0.01),

@@ -1,12 +1,14 @@
 """A network with BatchNorm: the ConvMixer of the docs, trained, resumed, evaluated, exported."""
 
+import json
 import pathlib
+import shutil
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import kill_after, tiny_config
+from helpers import kill_after, tiny_config, train
 
 from vit_jax import models, weights
 from vit_jax.config import fields
@@ -15,7 +17,7 @@ from vit_jax.distributed import mesh as meshes
 from vit_jax.errors import UserError
 from vit_jax.models import STATE
 from vit_jax.training import config as configuration
-from vit_jax.training import loop, train_step
+from vit_jax.training import train_step
 from vit_jax.weights import export
 
 EXAMPLES = pathlib.Path(__file__).parents[2] / "docs/examples"
@@ -39,7 +41,7 @@ def conv_mixer(**sections):
 @pytest.fixture(scope="module")
 def workdir(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs") / "mixer"
-    loop.train(conv_mixer(ema={"decay": 0.5}), folder)
+    train(conv_mixer(ema={"decay": 0.5}), folder)
     return folder
 
 
@@ -112,13 +114,13 @@ def test_of_parts_of_a_batch_the_means_are_averaged():
 
 
 def test_a_run_is_resumed_to_the_bit(workdir, tmp_path):
-    config = conv_mixer(ema={"decay": 0.5})
-    whole = loop.train(config, tmp_path)
-    kill_after(3, tmp_path)
-    resumed = loop.train(config, tmp_path)
+    copy = shutil.copytree(workdir, tmp_path / "run")
+    whole = json.loads((copy / "report.json").read_text())
+    kill_after(3, copy)
+    resumed = train(conv_mixer(ema={"decay": 0.5}), copy)
     assert resumed["params_sha256"] == whole["params_sha256"]
     assert resumed["final"] == whole["final"]
-    means = [weights.open_pretrained(at).params[STATE] for at in (workdir, tmp_path)]
+    means = [weights.open_pretrained(at).params[STATE] for at in (workdir, copy)]
     for one, other in zip(*map(jax.tree.leaves, means), strict=True):
         np.testing.assert_array_equal(one, other)
 
@@ -146,7 +148,7 @@ def test_it_begins_from_a_run(workdir, tmp_path):
         total_steps=1,
         evals={},
     )
-    loop.train(config, tmp_path)
+    train(config, tmp_path)
     begun = weights.open_pretrained(tmp_path).params[STATE]["norm"]["mean"]
     start = found.params[STATE]["norm"]["mean"]
     assert np.abs(begun - MOMENTUM * start).max() > 0
@@ -170,7 +172,7 @@ def test_its_program_answers_as_it_does(workdir, tmp_path):
 
 def test_student_and_teacher_may_have_means(workdir, tmp_path):
     task = {"name": "distillation", "teacher": str(workdir)}
-    report = loop.train(conv_mixer(task=task, total_steps=3), tmp_path)
+    report = train(conv_mixer(task=task, total_steps=3, evals={}), tmp_path)
     assert report["variant"] == VARIANT
     student = weights.open_pretrained(tmp_path).params[STATE]["norm"]["mean"]
     assert student.any()
@@ -178,8 +180,8 @@ def test_student_and_teacher_may_have_means(workdir, tmp_path):
 
 def test_lora_moves_the_means_too(workdir, tmp_path):
     task = {"name": "lora", "rank": 1, "projections": ("channels_0",)}
-    sections = {"task": task, "init": str(workdir), "total_steps": 3}
-    loop.train(conv_mixer(**sections), tmp_path)
+    sections = {"task": task, "init": str(workdir), "total_steps": 3, "evals": {}}
+    train(conv_mixer(**sections), tmp_path)
     before, after = (
         weights.open_pretrained(at).params[STATE]["norm"]["mean"]
         for at in (workdir, tmp_path)
@@ -189,8 +191,8 @@ def test_lora_moves_the_means_too(workdir, tmp_path):
 
 def test_a_linear_probe_leaves_the_means_as_they_are(workdir, tmp_path):
     task = {"name": "linear_probe"}
-    sections = {"task": task, "init": str(workdir), "total_steps": 3}
-    loop.train(conv_mixer(**sections), tmp_path)
+    sections = {"task": task, "init": str(workdir), "total_steps": 3, "evals": {}}
+    train(conv_mixer(**sections), tmp_path)
     means = [weights.open_pretrained(at).params[STATE] for at in (workdir, tmp_path)]
     for one, other in zip(*map(jax.tree.leaves, means), strict=True):
         np.testing.assert_array_equal(one, other)

@@ -7,13 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import tiny_config
+from helpers import kill_after, tiny_config, train
 
 from vit_jax.config.lengths import RunLength
 from vit_jax.distributed import mesh as meshes
 from vit_jax.distributed.mesh import MeshConfig
 from vit_jax.errors import UserError
-from vit_jax.training import loop, optim, sharpness, train_step
+from vit_jax.training import optim, sharpness, train_step
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
 CASES = dict(np.load(GOLDEN / "sam.npz"))
@@ -179,16 +179,18 @@ def apart(a, b):
 
 def test_images_that_go_uphill_together_are_the_same_on_any_number_of_devices():
     _, one = run(sam_rho=0.5, sam_batch_size=8)
-    _, four = run(devices=4, sam_rho=0.5, sam_batch_size=8)
-    assert apart(one, four) < 1e-6
     split, both = run(devices=2, fsdp=2, sam_rho=0.5, sam_batch_size=8)
     specs = {str(s.spec) for s in jax.tree.leaves(split.shardings.params)}
     assert any("fsdp" in spec for spec in specs)
     assert apart(one, both) < 1e-6
-    _, whole = run(sam_rho=0.5)
+
+
+@pytest.mark.slow
+def test_groups_that_go_uphill_alone_give_other_steps():
+    _, one = run(sam_rho=0.5, sam_batch_size=8)
+    program, whole = run(sam_rho=0.5)
     plain_program, plain = run()
     assert apart(one, whole) > 1e-5
-    program, _ = run(sam_rho=0.5)
     assert apart(whole, plain) > 1e-5
     assert program.training_flops == 2 * plain_program.training_flops
 
@@ -196,20 +198,17 @@ def test_images_that_go_uphill_together_are_the_same_on_any_number_of_devices():
 def test_a_run_resumes_to_the_bit(tmp_path):
     keys = {"sam_rho": 0.5, "gsam_alpha": 0.4, "sam_rho_end": 0.1}
     config = tiny_config(optim={"learning_rate": 0.01, **keys}, evals={})
-    whole = loop.train(config, tmp_path)
-    (tmp_path / "report.json").unlink()
-    (tmp_path / "checkpoints" / "6").rename(tmp_path / "gone")  # As after a kill.
-    resumed = loop.train(config, tmp_path)
+    whole = train(config, tmp_path)
+    kill_after(3, tmp_path)
+    resumed = train(config, tmp_path)
     assert resumed["params_sha256"] == whole["params_sha256"]
 
 
+@pytest.mark.slow
 def test_microbatches_of_a_group_change_nothing():
     _, two = run(sam_rho=0.5, sam_batch_size=8, grad_accum_steps=1)
     _, four = run(sam_rho=0.5, sam_batch_size=8, grad_accum_steps=4)
-    _, one = run(sam_rho=0.5, grad_accum_steps=1)
-    _, parts = run(sam_rho=0.5, grad_accum_steps=2)
     assert apart(two, four) < 1e-6
-    assert apart(one, parts) < 1e-6 < apart(one, two)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 import pytest
-from helpers import tiny_config
+from helpers import tiny_config, train
 
-from vit_jax.training import loop
 from vit_jax.training import timers as module
 from vit_jax.training.timers import TRAINING, StepTimer
 
@@ -150,5 +149,5 @@ def test_a_run_marks_each_phase_of_a_step(tmp_path, monkeypatch):
         mark(self, phase)
 
     monkeypatch.setattr(StepTimer, "mark", noting)
-    loop.train(tiny_config(total_steps=3, evals={}), tmp_path)
-    assert [marked.count(phase) for phase in TRAINING] == [3, 3, 3]
+    train(tiny_config(evals={}, total_steps=9), tmp_path)
+    assert [marked.count(phase) for phase in TRAINING] == [9, 9, 9]

@@ -5,10 +5,9 @@ from unittest.mock import Mock
 import jax
 import jax.numpy as jnp
 import pytest
-from helpers import tiny_config
+from helpers import kill_after, tiny_config, train
 
 from vit_jax.errors import UserError
-from vit_jax.training import loop
 from vit_jax.training.actions import Tracing
 from vit_jax.training.callbacks import Callback, Run
 from vit_jax.training.train_step import TrainSetup
@@ -30,10 +29,11 @@ class MatMul(Callback):
         self.x = self.function(self.x)
 
 
-def trace(workdir, steps, **sections):
-    """Returns the printed lines of a run's trace, and its files."""
-    config = tiny_config(profile_steps=steps, evals={}, **sections)
-    loop.train(config, workdir, callbacks=[MatMul()])
+def config_of(steps):
+    return tiny_config(profile_steps=steps, evals={}, total_steps=9)
+
+
+def traces(workdir):
     return glob.glob(f"{workdir}/**/*.xplane.pb", recursive=True)
 
 
@@ -50,7 +50,8 @@ def events(path):
 
 
 def test_the_steps_that_were_asked_for_are_in_the_trace(tmp_path, capsys):
-    (path,) = trace(tmp_path, (3, 5), total_steps=9)
+    train(config_of((3, 5)), tmp_path, callbacks=[MatMul()])
+    (path,) = traces(tmp_path)
     folder = tmp_path / "tensorboard"
     line = f"trace of steps 3 to 5 under {folder}: xprof --logdir={folder}"
     assert capsys.readouterr().out.count(line) == 1
@@ -68,24 +69,19 @@ def test_a_run_that_breaks_off_leaves_the_trace_so_far(tmp_path):
             if step == 3:
                 raise KeyboardInterrupt
 
-    config = tiny_config(profile_steps=(2, 8), evals={}, total_steps=9)
     with pytest.raises(KeyboardInterrupt):
-        loop.train(config, tmp_path, callbacks=[Breaking()])
-    (path,) = glob.glob(f"{tmp_path}/**/*.xplane.pb", recursive=True)
+        train(config_of((2, 8)), tmp_path, callbacks=[Breaking()])
+    (path,) = traces(tmp_path)
     assert events(path)[1] == {2, 3}
 
 
 def test_steps_of_an_earlier_start_are_not_traced(tmp_path, capsys):
-    keys = {"evals": {}, "checkpoint_every_steps": 1}
-    loop.train(tiny_config(total_steps=2, **keys), tmp_path)
-    config = tiny_config(
-        total_steps=4, extend_schedule="stretch", profile_steps=(2, 3), **keys
-    )
-    loop.train(config, tmp_path)
-    assert "profile_steps=(2, 3): this start begins after step 2" in (
-        capsys.readouterr().out
-    )
-    assert not glob.glob(f"{tmp_path}/**/*.xplane.pb", recursive=True)
+    train(config_of((0, 0)), tmp_path)
+    kill_after(6, tmp_path)
+    train(config_of((2, 8)), tmp_path)
+    said = capsys.readouterr().out
+    assert "profile_steps=(2, 8): this start begins after step 6" in said
+    assert not traces(tmp_path)
 
 
 def test_only_the_first_process_records(tmp_path, monkeypatch):
@@ -97,11 +93,6 @@ def test_only_the_first_process_records(tmp_path, monkeypatch):
         assert not tracing._recording
 
 
-def test_no_trace(tmp_path):
-    assert not trace(tmp_path, (0, 0), total_steps=1)
-
-
 def test_a_trace_of_steps_that_are_not_taken_is_refused(tmp_path):
-    config = tiny_config(profile_steps=(8, 10), total_steps=9)
     with pytest.raises(UserError, match=r"profile_steps=\(8, 10\).* 1 to 9"):
-        loop.train(config, tmp_path)
+        train(config_of((8, 10)), tmp_path)

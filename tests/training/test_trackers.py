@@ -9,6 +9,7 @@ import sys
 
 import numpy as np
 import pytest
+from helpers import train
 
 import vit_jax
 from vit_jax.errors import UserError
@@ -29,9 +30,10 @@ class Broken(vit_jax.Callback):
 
 def train_in_two_starts(workdir, **keys):
     keys |= {"log_every_steps": 1, "checkpoint_every_steps": 1}
+    config = configuration.load(CONFIG, keys)
     with pytest.raises(KeyError, match="power is gone"):
-        vit_jax.train(CONFIG, workdir, callbacks=[Broken()], **keys)
-    return vit_jax.train(CONFIG, workdir, **keys)
+        train(config, workdir, callbacks=[Broken()])
+    return train(config, workdir)
 
 
 def lines_of(workdir):
@@ -77,6 +79,7 @@ def test_wandb_gets_one_run_of_all_starts(tmp_path, monkeypatch):
     assert summary["params_sha256"] == report["params_sha256"]
 
 
+@pytest.mark.slow  # Its import takes seconds.
 def test_mlflow_gets_one_run_of_all_starts(tmp_path, monkeypatch):
     pytest.importorskip("mlflow")
     from mlflow.tracking import MlflowClient
@@ -100,6 +103,7 @@ def test_mlflow_gets_one_run_of_all_starts(tmp_path, monkeypatch):
     assert artifact.path == "report.json"
 
 
+@pytest.mark.slow
 def test_a_lost_mlflow_gets_the_rest_when_it_is_back(tmp_path, monkeypatch, capsys):
     pytest.importorskip("mlflow")
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
@@ -115,13 +119,8 @@ def test_a_lost_mlflow_gets_the_rest_when_it_is_back(tmp_path, monkeypatch, caps
                 store.unlink()
                 away.rename(store)
 
-    vit_jax.train(
-        CONFIG,
-        workdir,
-        callbacks=[Gone()],
-        log_every_steps=1,
-        tracker={"name": "mlflow", "uri": uri},
-    )
+    keys = {"log_every_steps": 1, "tracker": {"name": "mlflow", "uri": uri}}
+    train(configuration.load(CONFIG, keys), workdir, callbacks=[Gone()])
     assert "error: MLflow: " in capsys.readouterr().err
     (kept,) = store.glob("*/*/metrics/train/loss")
     assert [line.split()[2] for line in kept.read_text().splitlines()] == [
@@ -138,6 +137,7 @@ def test_without_its_package_the_line_says_what_to_install(name, monkeypatch):
         TRACKERS[name]().callback()
 
 
+@pytest.mark.slow
 def test_what_mlflow_cannot_open_gets_one_line():
     pytest.importorskip("mlflow")
     config = configuration.load(
@@ -196,9 +196,8 @@ def test_a_writer_of_clu_goes_in_unchanged(clu_writer, tmp_path, monkeypatch):
 
     monkeypatch.setitem(sys.modules, "my_trackers", sys.modules[__name__])
     monkeypatch.setattr(sys.modules[__name__], "Tracker", Tracker, raising=False)
-    vit_jax.train(
-        CONFIG, tmp_path / "run", tracker="my_trackers:Tracker", log_every_steps=1
-    )
+    keys = {"log_every_steps": 1, "tracker": "my_trackers:Tracker"}
+    train(configuration.load(CONFIG, keys), tmp_path / "run")
     of = {name: [args for other, *args in calls if other == name] for name, *_ in calls}
     written = [{"step": step, **scalars} for step, scalars in of["write_scalars"]]
     assert written == lines_of(tmp_path / "run")

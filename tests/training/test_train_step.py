@@ -13,11 +13,11 @@ B = 16
 
 
 @functools.cache
-def run(devices=1, accumulate=1, spec="flip | mixup(3.0)", dropout=0.0):
+def run(devices=1, accumulate=1, dropout=0.0):
     """Takes three steps; returns the state and the last metrics."""
     config = tiny_config(
         batch_size=B,
-        data={"train_transform": spec},
+        data={"train_transform": "flip | mixup(3.0)"},
         optim={
             "learning_rate": 0.01,
             "name": "sgd",
@@ -44,10 +44,9 @@ def near(a, b, atol):
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=atol), a, b)
 
 
-@pytest.mark.parametrize("microbatches", [pytest.param(2, marks=pytest.mark.slow), 16])
-def test_accumulation_equals_the_large_batch(microbatches):
+def test_accumulation_equals_the_large_batch():
     whole, metrics = run()
-    parts, same = run(accumulate=microbatches)
+    parts, same = run(accumulate=16)
     near(whole.params, parts.params, atol=1e-6)
     near(metrics, same, atol=1e-5)
 
@@ -72,12 +71,6 @@ def test_eight_devices_equal_one():
     eight, same = run(devices=8)
     near(one.params, eight.params, atol=1e-6)
     near(metrics, same, atol=1e-5)
-
-
-def test_mixup_changes_what_is_learnt():
-    plain, _ = run(spec="flip")
-    mixed, _ = run()
-    assert (plain.params["head"]["kernel"] != mixed.params["head"]["kernel"]).any()
 
 
 @pytest.mark.slow

@@ -5,12 +5,12 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
-from helpers import tiny_config
+from helpers import tiny_config, train
 
 from vit_jax import average, cli, weights
 from vit_jax.errors import UserError
+from vit_jax.evaluators import suite
 from vit_jax.tools.soups import averaging
-from vit_jax.training import loop
 
 
 @pytest.fixture(scope="module")
@@ -20,19 +20,29 @@ def runs(tmp_path_factory):
     digits = {"name": "digits", "num_classes": 10, "num_examples": 0, "channels": 1}
     digits |= {"image_size": (8, 8)}
     start = root / "start"
-    loop.train(tiny_config(data=digits, total_steps=150, evals={}), start)
+    first = tiny_config(
+        data=digits,
+        batch_size=64,
+        total_steps=60,
+        optim={"learning_rate": 0.02},
+        evals={},
+        checkpoint_every_steps=1_000,
+    )
+    train(first, start)
     folders = []
     for seed, rate in ((1, 0.003), (2, 0.003), (3, 1.0)):
         config = tiny_config(
             data=digits | {"split": "train[:1000]"},
             seed=seed,
             init=str(start),
-            total_steps=20,
-            evals={"val": "train[1000:]"},
+            batch_size=64,
+            total_steps=4,
+            evals={"val": "train[1000:1200]"},
             optim={"learning_rate": rate, "name": "sgd"},
             ema={"decay": 0.0},
+            checkpoint_every_steps=1_000,
         )
-        loop.train(config, root / f"seed{seed}")
+        train(config, root / f"seed{seed}")
         folders.append(str(root / f"seed{seed}"))
     return folders
 
@@ -75,8 +85,6 @@ def test_the_command_writes_a_model_of_the_best(runs, tmp_path, capsys):
     assert float(scores["average"].split("%")[0]) >= best
     opened = weights.open_pretrained(str(out))
     config = averaging.evaluation_of(runs[0], "val")
-    from vit_jax.evaluators import suite
-
     how = weights.preprocessing_of(opened)
     found = suite.evaluate(opened, how, config).scores["val"]["weights"]["top1"]
     assert f"{found:.2%}" == scores["average"].split()[0]
