@@ -66,12 +66,3 @@ def test_a_disk_that_is_full_leaves_the_old_file(made, tmp_path, monkeypatch):
     with pytest.raises(UserError, match="cannot be written: .*No space left"):
         saved.write(str(path), *made, "x")
     assert path.read_text() == "old"
-
-
-@pytest.mark.slow
-def test_a_large_model_at_384_pixels(tmp_path):
-    model, output = explored.made((24, 24), layers=24, heads=16)
-    path = tmp_path / "x.html"
-    written = saved.write(str(path), [model], [output], "x")
-    assert path.stat().st_size == written.size <= 5_000_000
-    assert written.pool in (2, 3, 4)

@@ -257,16 +257,21 @@ def test_parameters_are_fitted_where_jax_has_no_cpu(second, monkeypatch):
     assert jax.tree.structure(params) == jax.tree.structure(second.params)
 
 
-@pytest.mark.parametrize("padding", ["timm", "microsoft"])
-def test_attention_in_windows_is_that_of_the_network(padding, photograph):
-    given = explored.swin(window_padding=padding)
+@pytest.fixture(scope="module")
+def windowed(photograph):
+    """A Swin Transformer, its checkpoint, and what it saw."""
+    given = explored.swin(window_padding="timm")
     found = ExploredModel(given, preprocess=given.preprocess)
+    return found, given, found.run(photograph, "photograph")
+
+
+def test_attention_in_windows_is_that_of_the_network(windowed):
+    found, given, output = windowed
     about = found.describe()
     assert about["grid"] == (12, 10)
     assert about["labels"] == ["1.1", "1.2", "2.1"]
     assert about["heads"] == [2, 2, 4]
     assert not about["rollout"] and not about["relevance"] and about["extra"] == []
-    output = found.run(photograph, "photograph")
     assert len(output.classes) == 5 and output.rows.num_queries == 120
     pixels = np.asarray(Image.open(io.BytesIO(output.picture)))[None]
     images = jnp.asarray((pixels / 255 - 0.4) / 0.3, jnp.float32)
@@ -313,12 +318,10 @@ def test_relevance_is_that_of_the_analysis(explored_models, first, photograph):
     assert other.relevance(other.run(photograph, "photograph"), 0) is None
 
 
-def test_a_page_of_attention_in_windows_is_not_saved(photograph, tmp_path):
-    given = explored.swin()
-    found = ExploredModel(given, preprocess=given.preprocess)
-    outputs = [found.run(photograph, "photograph")]
+def test_a_page_of_attention_in_windows_is_not_saved(windowed, tmp_path):
+    found, _, output = windowed
     with pytest.raises(UserError, match="use the page without --html, or visualize"):
-        saved.write(str(tmp_path / "page.html"), [found], outputs, "photograph")
+        saved.write(str(tmp_path / "page.html"), [found], [output], "photograph")
     assert [*tmp_path.iterdir()] == []
 
 
@@ -339,7 +342,7 @@ def test_relevance_to_a_text_is_that_of_the_similarity(towers, photograph):
     network, params = surgery.fit_network(pretrained, pretrained.preprocess)
     pixels = np.array(Image.open(io.BytesIO(output.picture)))
     images = jnp.asarray((pixels[None] / 255 - 0.4) / 0.3, jnp.float32)
-    features = np.asarray(network.apply(params, images)["pre_logits"])[0]
+    features = np.asarray(jax.jit(network.apply)(params, images)["pre_logits"])[0]
     kernel = pretrained.task_params["projection"]["kernel"]
     (goal,) = text_tower(pretrained).embed([words])
     embedded = features @ kernel
@@ -382,9 +385,8 @@ def test_patches_are_compared_within_and_between_images(explored_models, photogr
         session.relevance_to_text(one, 0, "a dog")
 
 
-def test_merged_patches_have_the_same_features(photograph):
-    found = explored.swin(image_size=(24, 20))
-    model = ExploredModel(found, preprocess=found.preprocess)
-    features = model.features(model.run(photograph, "x"))
+def test_merged_patches_have_the_same_features(windowed):
+    model, _, output = windowed
+    features = model.features(output)
     assert features.shape[:2] == (12, 10)
     np.testing.assert_array_equal(features[0, 0], features[1, 1])

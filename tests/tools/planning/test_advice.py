@@ -72,17 +72,16 @@ def test_what_is_advised_is_a_program_that_can_be_built(spec, keys, count):
         assert analysis.settings(config, dict(mesh.shape)) != found
 
 
-@pytest.mark.parametrize("spec", [QUICK, RESNET], ids=["vit", "resnet"])
 @pytest.mark.parametrize(
-    ("devices", "keys"),
+    ("spec", "devices", "keys"),
     [
-        (24, {"mesh.data": 24}),
-        (10, {}),
-        (7, {}),
-        (1, {}),
-        (24, {"mesh.data": 6, "mesh.fsdp": 4}),
-        (24, {"mesh.data": 24, "mesh.dcn_data": 6}),
-        (24, {"mesh.data": 2, "mesh.fsdp": 12, "mesh.dcn_fsdp": 6}),
+        (QUICK, 24, {"mesh.data": 24}),
+        (RESNET, 10, {}),
+        (QUICK, 7, {}),
+        (QUICK, 1, {}),
+        (RESNET, 24, {"mesh.data": 6, "mesh.fsdp": 4}),
+        (QUICK, 24, {"mesh.data": 24, "mesh.dcn_data": 6}),
+        (QUICK, 24, {"mesh.data": 2, "mesh.fsdp": 12, "mesh.dcn_fsdp": 6}),
     ],
 )
 def test_what_is_advised_fits_devices_slices_and_batch(spec, devices, keys):
@@ -180,9 +179,8 @@ def rows(spec, keys, sizes, devices, monkeypatch, **words):
     return list(strategies.compare(config, devices, EXAMPLES, None, sizes, **words))
 
 
-@pytest.mark.parametrize("spec", [QUICK, RESNET], ids=["vit", "resnet"])
 @pytest.mark.parametrize(
-    "keys", [{}, {"mesh.data": 8}, {"mesh.fsdp": 8, "mesh.data": 1}]
+    ("spec", "keys"), [(QUICK, {"mesh.fsdp": 8, "mesh.data": 1}), (RESNET, {})]
 )
 def test_flags_of_a_row_make_that_row_again(spec, keys, monkeypatch):
     sizes = strategies.parse_meshes("data=-1,fsdp=4,data=2+fsdp=4,fsdp=-1+data=2")
