@@ -145,9 +145,8 @@ def test_memory_is_what_the_solution_says(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shots", [1, 2])
-def test_imagenet_21k_by_the_features_of_h14_is_solved_exactly(shots):
-    K, D, l2 = 21_843, 1_280, 1024.0
+def test_imagenet_21k_by_the_features_of_h14_is_solved_exactly():
+    shots, K, D, l2 = 1, 21_843, 1_280, 1024.0
     rng = np.random.default_rng(shots)
     x = rng.standard_normal((shots * K, D), np.float32)
     x += rng.standard_normal(D).astype(np.float32)
