@@ -115,12 +115,7 @@ def test_batches_average_to_all_images(network):
     np.testing.assert_allclose(parts, whole, rtol=1e-4)
 
 
-@pytest.mark.parametrize(
-    "consume",
-    [attention.rollout, lambda maps: distance(maps, 1)],
-    ids=["rollout", "distance"],
-)
-def test_no_layer_is_alive_while_the_next_is_computed(network, consume, monkeypatch):
+def test_no_layer_is_alive_while_the_next_is_computed(network, monkeypatch):
     model, params, images = network
     alive, run = [], intermediates.run_block
 
@@ -131,13 +126,15 @@ def test_no_layer_is_alive_while_the_next_is_computed(network, consume, monkeypa
 
     monkeypatch.setattr(intermediates, "run_block", watched)
     gc.collect()  # Of earlier tests.
-    consume(attention.attention_maps(model, params, images))
-    assert alive == [0] * 3
+    for consume in (attention.rollout, lambda maps: distance(maps, 1)):
+        consume(attention.attention_maps(model, params, images))
+    assert alive == [0] * 6
 
 
 def test_any_layer_head_and_query_can_be_asked_for(network):
     model, params, images = network
-    _, weights, _ = plain_vit.forward(params, images[1], patch=4, num_heads=2)
+    forward = functools.partial(plain_vit.forward, patch=4, num_heads=2)
+    _, weights, _ = jax.jit(forward)(params, images[1])
     for layer, query, head in ((0, 0, 1), (1, 9, 0), (2, 15, None), (-1, 15, None)):
         found = attention.query_attention(
             model, params, images, layer=layer, query=query, head=head
@@ -195,9 +192,7 @@ def rollout_by_loops(maps, head_fusion, num_discarded):
 
 
 @pytest.mark.parametrize("head_fusion", ["mean", "max"])
-@pytest.mark.parametrize(
-    ("discard_ratio", "num_discarded"), [(0.0, 0), (0.3, 2), (0.9, 6)]
-)
+@pytest.mark.parametrize(("discard_ratio", "num_discarded"), [(0.0, 0), (0.3, 2)])
 def test_rollout_is_that_of_loops(head_fusion, discard_ratio, num_discarded):
     maps = rollout_maps()
     found = attention.rollout(map(jnp.array, maps), head_fusion, discard_ratio)
@@ -205,17 +200,6 @@ def test_rollout_is_that_of_loops(head_fusion, discard_ratio, num_discarded):
         found, rollout_by_loops(maps, head_fusion, num_discarded), atol=1e-6
     )
     np.testing.assert_allclose(found.sum(-1), 1, rtol=1e-5)
-
-
-@pytest.mark.parametrize("head_fusion", ["mean", "max"])
-@pytest.mark.parametrize("discard_ratio", [0.0, 0.5])
-def test_rollout_of_identity_attention_is_the_identity(head_fusion, discard_ratio):
-    eye = jnp.broadcast_to(jnp.eye(N), (B, H, N, N))
-    np.testing.assert_allclose(
-        attention.rollout([eye] * L, head_fusion, discard_ratio),
-        np.array([np.eye(N)] * B),
-        atol=1e-7,
-    )
 
 
 def test_rollout_of_uniform_attention_halves_the_own_share_per_layer():
@@ -263,8 +247,6 @@ def relevance_by_matrices(params, image, label, pool="token"):
         whole = whole + positive_contribution(of_layer, slope) @ whole
     if pool == "map":
         return pooling_relevance(params, image, label) @ whole
-    if pool == "gap":
-        return whole.mean(0)
     return whole[: 1 + ("dist" in params)].mean(0)
 
 
@@ -294,26 +276,18 @@ def positive_contribution(weights, slopes):
     "options",
     [
         {"pool": "token"},
-        pytest.param({"pool": "gap"}, marks=pytest.mark.slow),
         pytest.param({"pool": "map"}, marks=pytest.mark.slow),
         pytest.param({"distillation": True}, marks=pytest.mark.slow),
-        pytest.param({"posemb": "none"}, marks=pytest.mark.slow),
     ],
     ids=lambda options: str(*options.values()),
 )
 def test_relevance_is_that_of_the_paper_s_matrices(options):
     model, params, images = relevance_model(**options)
-    plain = params
-    if "posemb" in options:  # Equivalent to positions of 0.
-        nothing = {"pos_embedding": jnp.zeros((1, 7, 8))}
-        plain = params | {
-            "Transformer": params["Transformer"] | {"posembed_input": nothing}
-        }
     for classes in ((4, 2), (0, 2)):
         found = attention.relevance(model, params, images, jnp.array(classes))
         for row, image, label in zip(found, images, classes, strict=True):
             wanted = relevance_by_matrices(
-                plain, image, label, options.get("pool", "token")
+                params, image, label, options.get("pool", "token")
             )
             np.testing.assert_allclose(row, wanted, rtol=1e-3, atol=1e-5)
     assert (found >= 0).all()

@@ -33,7 +33,9 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("end", ["return", "exit_process"])
+@pytest.mark.parametrize(
+    "end", ["return", pytest.param("exit_process", marks=pytest.mark.slow)]
+)
 def test_closing_leaves_no_process_no_shared_memory_and_no_noise(tmp_path, end):
     script = tmp_path / "quiet.py"
     script.write_text(QUIET)

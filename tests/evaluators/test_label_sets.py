@@ -216,7 +216,7 @@ def test_labels_share_a_pass_over_the_same_images(prepared, photos, monkeypatch)
             prepare_image(source[i]["image"], preprocess) for i in range(len(source))
         ]
         images = np.stack(images).astype(np.float32) / 127.5 - 1
-        logits = np.asarray(model.apply(params, jax.numpy.asarray(images))["logits"])
+        logits = np.asarray(jax.jit(model.apply)(params, images)["logits"])
         return np.argsort(-logits, 1).tolist()
 
     source = tfds_source.open_tfds(

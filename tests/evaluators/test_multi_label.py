@@ -72,7 +72,7 @@ def run(tmp_path_factory):
     table.write_text("".join(json.dumps(row) + "\n" for row in rows))
     raw = {
         "name": "pairs",
-        "total_steps": 60,
+        "total_steps": 40,
         "batch_size": 16,
         "data": {
             "name": "table",
@@ -82,8 +82,9 @@ def run(tmp_path_factory):
             "image_size": (16, 16),
         },
         "model": {"variant": "Ti/8", "width": 24, "depth": 1, "num_heads": 2},
+        "checkpoint_every_steps": 1_000,
         "task": {"loss": "sigmoid"},
-        "optim": {"learning_rate": 0.003},
+        "optim": {"learning_rate": 0.006},
         "ema": {"decay": 0.0},
         "evals": {"val": {"kind": "multi_label", "thresholds": (0.5, 0.9)}},
         "checkpoint": {"best_metric": "val/map"},

@@ -2,21 +2,19 @@
 
 import pathlib
 import re
-import shutil
 import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import kill_after, tiny_config, train
 
 from vit_jax.data import pipeline
 from vit_jax.data.sources.open import open_source
 from vit_jax.data.transforms import device as device_transforms
 from vit_jax.data.transforms import parse
 from vit_jax.errors import UserError
-from vit_jax.training import config as configuration
-from vit_jax.training import loop
 from vit_jax.weights import workdir
 
 SIZE = (13, 17)
@@ -89,24 +87,6 @@ def outside(tmp_path, monkeypatch):
     for name, text in (("noise", EXAMPLE), ("wrong", WRONG)):
         (tmp_path / f"{name}.py").write_text(text)
         monkeypatch.delitem(sys.modules, name, raising=False)
-
-
-def run_config(total_steps, ops):
-    """Returns the config of a small model on synthetic images."""
-    shape = {"num_classes": 3, "num_examples": 20, "image_size": (8, 12)}
-    model = {"variant": "Ti/4", "width": 12, "depth": 1, "num_heads": 3, "mlp_dim": 20}
-    return configuration.complete(
-        {
-            "seed": 3,
-            "total_steps": total_steps,
-            "batch_size": 8,
-            "data": {"name": "synthetic", "train_transform": ops, **shape},
-            "model": model,
-            "optim": {"learning_rate": 0.01},
-            "evals": {"val": "val"},
-            "checkpoint_every_steps": 2,
-        }
-    )
 
 
 def rows(data, **more):
@@ -248,12 +228,12 @@ def test_weights_import_no_module():
 
 def test_a_run_with_them_resumes_exactly(tmp_path):
     ops = "noise:Speckle(0.2) | flip | noise:Noise(std=4)"
-    config, run = run_config(4, ops), tmp_path / "run"
-    whole = loop.train(config, run)
-    shutil.rmtree(run / "checkpoints" / "4")  # As if it had been killed before.
-    assert loop.train(config, run)["params_sha256"] == whole["params_sha256"]
+    config, run = tiny_config(data={"train_transform": ops}), tmp_path / "run"
+    whole = train(config, run)
+    kill_after(3, run)
+    assert train(config, run)["params_sha256"] == whole["params_sha256"]
     other = "noise:Speckle(0.3) | flip | noise:Noise(std=4)"
     with pytest.raises(
         UserError, match=r"another config \(data.train_transform: noise:Speckle"
     ):
-        loop.train(run_config(4, other), run)
+        train(tiny_config(data={"train_transform": other}), run)
