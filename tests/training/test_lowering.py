@@ -22,7 +22,7 @@ OF_A_RECIPE = {"classification", "contrastive", "dino", "mae", "masked_patch", "
 
 
 # Those whose step has operations that others lack.
-CORE = {"b16_i1k", "clip", "dino", "mae", "swin"}
+CORE = {"b16_i1k", "clip", "dino", "mae"}
 LOWERED = {"gpu": "cuda", "tpu": "tpu"}  # What JAX calls them when it lowers.
 
 

@@ -20,7 +20,7 @@ SGD = {"name": "sgd", "learning_rate": 0.1, "momentum": 0.9}
 
 def setting(**model):
     return tiny_config(
-        model={"depth": 3, "dropout": 0.1, "drop_path_rate": 0.2} | model,
+        model={"depth": 2, "dropout": 0.1, "drop_path_rate": 0.2} | model,
         optim=dict(SGD, grad_clip_norm=1.0),
         ema={"decay": 0.9},
         evals={},
@@ -54,7 +54,7 @@ def test_scan_and_rematerialisation_train_to_the_same_parameters(runs):
     unrolled, scanned = runs(False)[0], runs(True)[0]
     for average in (False, True):
         found, expected = (stored(w, use_ema=average) for w in (scanned, unrolled))
-        assert "encoderblock_2" in found["Transformer"]
+        assert "encoderblock_1" in found["Transformer"]
         assert_near(found, expected)
 
 
@@ -90,15 +90,15 @@ def test_a_scan_starts_from_unrolled_weights_and_is_read_back_unrolled(runs, tmp
 
     config = setting(scan=True)
     changes = {"init.checkpoint": str(workdir), "init.head": "keep"}
-    changes |= {"optim.freeze": (r"encoderblock_1/", "head")}
+    changes |= {"optim.freeze": (r"encoderblock_0/", "head")}
     config = fields.replace(config, changes)
     loop.train(config, tmp_path)
     before, after = (tree["Transformer"] for tree in (found.params, stored(tmp_path)))
     kernel = lambda tree, i: tree[f"encoderblock_{i}"]["MlpBlock_3"]["Dense_0"][
         "kernel"
     ]
-    np.testing.assert_array_equal(kernel(after, 1), kernel(before, 1))
-    assert np.abs(kernel(after, 2) - kernel(before, 2)).max() > 1e-6
+    np.testing.assert_array_equal(kernel(after, 0), kernel(before, 0))
+    assert np.abs(kernel(after, 1) - kernel(before, 1)).max() > 1e-6
 
 
 @pytest.mark.slow

@@ -195,6 +195,7 @@ def test_groups_that_go_uphill_alone_give_other_steps():
     assert program.training_flops == 2 * plain_program.training_flops
 
 
+@pytest.mark.slow
 def test_a_run_resumes_to_the_bit(tmp_path):
     keys = {"sam_rho": 0.5, "gsam_alpha": 0.4, "sam_rho_end": 0.1}
     config = tiny_config(optim={"learning_rate": 0.01, **keys}, evals={})
