@@ -5,6 +5,7 @@ import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from vit_jax import models
+from vit_jax.distributed import sharding
 from vit_jax.weights import Pretrained
 
 SIZE = {"width": 12, "depth": 2, "num_heads": 3, "mlp_dim": 20}
@@ -42,6 +43,15 @@ def random_flat(model, seed=0):
         name: rng.normal(size=shape.shape, scale=0.3).astype(np.float32)
         for name, shape in sorted(shapes.items())
     }
+
+
+def specs(model):
+    """Returns how parameters are split over two devices of the axis `model`, by name."""
+    shapes = jax.eval_shape(model.init, jax.random.key(0))
+    axes = ("data", "fsdp", "model")
+    mesh = jax.make_mesh((1, 1, 2), axes, devices=jax.devices()[:2])
+    found = sharding.parameters(shapes, mesh, model.config.model_axes)
+    return {name: place.spec for name, place in flatten_dict(found, sep="/").items()}
 
 
 def assert_same(params, flat):

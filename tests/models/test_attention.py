@@ -63,7 +63,8 @@ def assert_plain(function, n, m, width, dtype, lengths=None, compiler_options=No
 @pytest.mark.parametrize(
     ("n", "m", "width"),
     [
-        (197, 197, 64),
+        (5, 7, 4),
+        pytest.param(197, 197, 64, marks=pytest.mark.slow),
         pytest.param(257, 257, 80, marks=pytest.mark.slow),
         pytest.param(1, 197, 64, marks=pytest.mark.slow),
     ],

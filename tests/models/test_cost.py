@@ -1,3 +1,4 @@
+import functools
 import itertools
 import json
 import pathlib
@@ -15,7 +16,7 @@ from vit_jax.models import cost
 TABLES = pathlib.Path(__file__).parent.parent / "golden" / "paper_tables.json"
 JFT_IMAGES, JFT_CLASSES = 303_000_000, 18_291
 
-VIT = {"width": 36, "depth": 3, "num_heads": 3, "mlp_dim": 52}
+VIT = {"width": 36, "depth": 2, "num_heads": 3, "mlp_dim": 52}
 SMALL = {  # Every kind of unit, and more than one equal one.
     "vit": ("B/4", VIT),
     "map": (
@@ -194,9 +195,8 @@ def test_shard_map_counts_for_all_devices():
     assert cost.macs(product, jnp.ones((12, 5)), jnp.ones((5, 7))) == 12 * 5 * 7
 
 
-@pytest.mark.parametrize("kind", ["vit", "hybrid", "resnet"])
-def test_forward_and_backward_pass_count_three_times_the_forward_pass(kind):
-    model = small(kind)
+def test_forward_and_backward_pass_count_three_times_the_forward_pass():
+    model = small("hybrid")
     params, images = shapes(model)
     loss = lambda params, x: model.apply(params, x)["logits"].sum()
     forward = cost.macs(loss, params, images)
@@ -206,9 +206,8 @@ def test_forward_and_backward_pass_count_three_times_the_forward_pass(kind):
     assert 2 * forward < cost.macs(jax.grad(loss), params, images) < both
 
 
-@pytest.mark.parametrize("kind", ["vit", "hybrid", "resnet"])
-def test_macs_agree_with_xla_on_unrolled_models(kind):
-    model = small(kind)
+def test_macs_agree_with_xla_on_unrolled_models():
+    model = small("hybrid")
     args = shapes(model, batch=8)
     macs = cost.macs(model.apply, *args)
     assert macs == 8 * cost.macs_per_image(model)
@@ -233,7 +232,7 @@ def kept(model, *, traced):
     return sizes[1] - sizes[0]
 
 
-@pytest.mark.parametrize("kind", SMALL)
+@pytest.mark.parametrize("kind", ["map", "gated", "hybrid"])
 def test_sharing_the_trace_of_equal_units_changes_nothing(kind):
     model = small(kind)
     assert cost.macs_per_image(model) == cost.macs(model.apply, *shapes(model))
@@ -313,11 +312,26 @@ def table6():
     return [tuple(row[i] for i in columns) for row in table["rows"]]
 
 
-@pytest.mark.parametrize(("name", "epochs", "exaflops"), table6())
+# Stems of the same kind as those of others, only larger.
+LARGE = ("ResNet101", "ResNet152", "ResNet200", "R50x1+ViT-B/32", "R50x1+ViT-L/32")
+
+
+@functools.cache
+def exaflops_per_epoch(variant):
+    model = models.create(variant, num_classes=JFT_CLASSES)
+    return cost.training_exaflops(model, JFT_IMAGES)
+
+
+@pytest.mark.parametrize(
+    ("name", "epochs", "exaflops"),
+    [
+        pytest.param(*row, marks=pytest.mark.slow if row[0].startswith(LARGE) else ())
+        for row in table6()
+    ],
+)
 def test_exaflops_agree_with_table_6(name, epochs, exaflops):
     variant = name.replace("ViT-", "").replace("ResNet", "R")
-    model = models.create(variant, num_classes=JFT_CLASSES)
-    ours = cost.training_exaflops(model, epochs * JFT_IMAGES)
+    ours = exaflops_per_epoch(variant) * epochs
     # The farthest is R50x1+ViT-L/16 at 7 epochs, -3.1 %: the paper's 859 is not half
     # of its 1668 at 14. The others are within 2.5 %.
     bound = 0.05 if exaflops == 859 else 0.025

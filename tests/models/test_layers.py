@@ -9,7 +9,7 @@ from vit_jax.models import attention, layers
 from vit_jax.models.encoder import Block, EncoderConfig
 from vit_jax.models.layers import MultiHeadAttention
 
-B, N, M, H, K = 2, 5, 7, 3, 4  # Distinct, so that no swapped axis can pass.
+B, N, H, K = 2, 5, 3, 4  # Distinct, so that no swapped axis can pass.
 
 
 def test_self_attention_agrees_with_flax_on_the_same_parameters():
@@ -24,18 +24,6 @@ def test_self_attention_agrees_with_flax_on_the_same_parameters():
     )
 
 
-def test_attention_agrees_with_a_loop_over_numpy():
-    rng = np.random.default_rng(0)
-    q, k, v = (jnp.array(rng.normal(size=(B, H, n, K)), "f") for n in (N, M, M))
-    expected = np.zeros((B, H, N, K))
-    for b in range(B):
-        for h in range(H):
-            for n in range(N):
-                scores = np.exp(k[b, h] @ q[b, h, n] / np.sqrt(K))
-                expected[b, h, n] = scores / scores.sum() @ v[b, h]
-    np.testing.assert_allclose(attention.attend(q, k, v), expected, atol=1e-5)
-
-
 def test_attention_softmax_is_in_float32_for_bfloat16_operands():
     # Logits of 0 and 300: their bfloat16 neighbours are 2 apart.
     q = jnp.full((1, 1, 1, 1), 1.0, jnp.bfloat16)
@@ -43,39 +31,6 @@ def test_attention_softmax_is_in_float32_for_bfloat16_operands():
     v = jnp.array([0.0, 1.0], jnp.bfloat16).reshape(1, 1, 2, 1)
     text = str(jax.make_jaxpr(attention.attend)(q, k, v))
     assert "exp" in text and "f32[1,1,1,2] = exp" in text.replace(":", "")
-
-
-def test_attention_has_the_gradient_that_jax_derives():
-    def plain(q, k, v):
-        logits = jnp.einsum("bhnk,bhmk->bhnm", q, k) / np.sqrt(K)
-        return jnp.einsum("bhnm,bhmk->bhnk", jax.nn.softmax(logits), v)
-
-    keys = jax.random.split(jax.random.key(0), 4)
-    q, k, v, g = (
-        jax.random.normal(key, (B, H, n, K))
-        for key, n in zip(keys, (N, M, M, N), strict=True)
-    )
-    ours, expected = (
-        jax.jit(lambda *a, f=f: jax.vjp(f, *a)[1](g))(q, k, v)
-        for f in (attention.attend, plain)
-    )
-    for a, b in zip(ours, expected, strict=True):
-        np.testing.assert_allclose(a, b, atol=1e-5)
-
-
-def test_attention_in_bfloat16_stays_near_float32_in_value_and_gradient():
-    keys = jax.random.split(jax.random.key(0), 4)
-    shapes = [(B, H, n, K) for n in (N, M, M, N)]
-    full = [jax.random.normal(k, s) for k, s in zip(keys, shapes, strict=True)]
-    outs = []
-    for dtype in (jnp.float32, jnp.bfloat16):
-        *qkv, g = (x.astype(dtype) for x in full)
-        value, pull = jax.vjp(attention.attend, *qkv)
-        outs.append([value, *pull(g)])
-        assert {x.dtype for x in outs[-1]} == {jnp.dtype(dtype)}
-    for a, b in zip(*outs, strict=True):
-        # 8 bits a number, sums of at most 7.
-        np.testing.assert_allclose(a, b.astype(jnp.float32), atol=0.05)
 
 
 def test_layer_norm_agrees_with_flax_and_with_the_gradient_that_jax_derives():
@@ -133,8 +88,8 @@ def test_dense_layers_of_the_heads_start_and_act_as_those_of_flax():
 def test_block_of_drop_path_one_is_the_identity_in_training():
     block = Block(EncoderConfig(num_heads=H, mlp_dim=9, attention_impl="einsum"))
     x = jax.random.normal(jax.random.key(0), (B, N, H * K))
-    params = block.init(jax.random.key(1), x)
-    y = block.apply(params, x, rate=1.0, key=jax.random.key(2))
+    params = jax.jit(block.init)(jax.random.key(1), x)
+    y = jax.jit(block.apply)(params, x, rate=1.0, key=jax.random.key(2))
     np.testing.assert_array_equal(y, x)
 
 
@@ -142,14 +97,14 @@ def test_drop_path_drops_whole_images_and_rescales_what_stays():
     block = Block(EncoderConfig(num_heads=H, mlp_dim=9, attention_impl="einsum"))
     image = jax.random.normal(jax.random.key(0), (1, N, H * K))
     x = jnp.broadcast_to(image, (64, N, H * K))
-    params = block.init(jax.random.key(1), image)
+    params, apply = jax.jit(block.init)(jax.random.key(1), image), jax.jit(block.apply)
     # Without its second dense layer the MLP is silent: only attention is left.
     params["params"]["MlpBlock_3"]["Dense_1"] = jax.tree.map(
         jnp.zeros_like, params["params"]["MlpBlock_3"]["Dense_1"]
     )
 
-    branch = block.apply(params, image)[0] - image[0]
-    y = block.apply(params, x, rate=0.5, key=jax.random.key(2)) - x
+    branch = apply(params, image)[0] - image[0]
+    y = apply(params, x, rate=0.5, key=jax.random.key(2)) - x
     dropped = np.abs(y).max(axis=(1, 2)) == 0
     assert 16 <= dropped.sum() <= 48
     np.testing.assert_allclose(

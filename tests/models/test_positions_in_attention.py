@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import draw_params
 
 from vit_jax import models
 from vit_jax.errors import UserError
@@ -30,15 +31,6 @@ KINDS = {
 
 def build(size=(16, 24), **options):
     return models.create("Ti/8", image_size=size, **TINY | options)
-
-
-def filled(model, seed=0):
-    """Returns parameters without zeros."""
-    shapes = jax.eval_shape(model.init, jax.random.key(0))
-    leaves, tree = jax.tree.flatten(shapes)
-    keys = jax.random.split(jax.random.key(seed), len(leaves))
-    values = [0.3 * jax.random.normal(k, s.shape) for k, s in zip(keys, leaves)]
-    return jax.tree.unflatten(tree, values)
 
 
 @pytest.mark.parametrize("kind", ["axial", "centered"])
@@ -71,46 +63,35 @@ def test_biases_are_by_offset_and_prefix_tokens_have_their_own():
     assert patches[3, 0] == 12 and patches[0, 3] == 2
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_scan_and_rematerialisation_change_nothing(kind):
-    plain = build(**KINDS[kind])
-    params = filled(plain)
-    images = jax.random.normal(jax.random.key(1), (2, *plain.image_shape))
-    expected = plain.apply(params, images)["logits"]
-    assert np.abs(expected).max() > 0.01
-    for changes in ({"remat_policy": "full"}, {"scan": True}):
-        model = build(**KINDS[kind], **changes)
-        given = params
-        if "scan" in changes:
-            given = stacking.stack(params)
-        np.testing.assert_allclose(
-            model.apply(given, images)["logits"], expected, atol=1e-5
-        )
+FAST = ("axial", "mixed", "shared biases", "norms")
+SLOW = [pytest.param(k, marks=pytest.mark.slow) for k in KINDS if k not in FAST]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_block_by_block_it_is_the_same_network(kind):
-    model = build(**KINDS[kind])
-    params = filled(model)
+@pytest.mark.parametrize("kind", [*FAST, *SLOW])
+def test_a_scan_and_block_by_block_are_the_same_network(kind):
+    model, scanned = (build(**KINDS[kind], scan=scan) for scan in (False, True))
+    params = draw_params(model)
     images = jax.random.normal(jax.random.key(1), (2, *model.image_shape))
+    expected = jax.jit(model.apply)(params, images)["logits"]
+    assert np.abs(expected).max() > 0.01
+    found = jax.jit(scanned.apply)(stacking.stack(params), images)["logits"]
+    np.testing.assert_allclose(found, expected, atol=1e-5)
     layers = list(model.intermediates(params, images))
-    np.testing.assert_allclose(
-        model.classify_tokens(params, layers[-1].tokens)["logits"],
-        model.apply(params, images)["logits"],
-        atol=1e-5,
-    )
+    found = model.classify_tokens(params, layers[-1].tokens)["logits"]
+    np.testing.assert_allclose(found, expected, atol=1e-5)
     np.testing.assert_allclose(layers[0].attention.sum(-1), 1, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["axial", "mixed"])
 def test_visible_patches_keep_their_places(kind):
     model = build(**KINDS[kind])
-    params = filled(model)
+    params = draw_params(model)
     images = jax.random.normal(jax.random.key(1), (2, *model.image_shape))
     every = jnp.tile(jnp.arange(6), (2, 1))
-    tokens = model.encode(params, images)
+    encode = jax.jit(model.encode)
+    tokens = encode(params, images)
     shuffled = jax.random.permutation(jax.random.key(2), every, 1, independent=True)
-    found = model.encode(params, images, visible=shuffled)
+    found = encode(params, images, visible=shuffled)
     back = jnp.argsort(shuffled, 1)[..., None]
     patches = jnp.take_along_axis(found[:, 1:], back, axis=1)
     np.testing.assert_allclose(patches, tokens[:, 1:], atol=1e-5)
@@ -120,10 +101,12 @@ def test_biases_and_frequencies_fit_another_size_of_image():
     for kind in ("biases", "mixed"):
         small = build((16, 24), **KINDS[kind])
         large = small.at_size((32, 24))
-        params = large.resize(filled(small), small)
+        params = large.resize(draw_params(small), small)
         shapes = jax.eval_shape(large.init, jax.random.key(0))
         assert jax.tree.map(jnp.shape, params) == jax.tree.map(jnp.shape, shapes)
-    table = filled(build((16, 24), **KINDS["biases"]))["Transformer"]["relative_bias_0"]
+    table = draw_params(build((16, 24), **KINDS["biases"]))["Transformer"][
+        "relative_bias_0"
+    ]
     resized = posemb.resize_bias(np.asarray(table), (2, 3), (4, 3))
     old, new = table[:-3].reshape(3, 5, 2), resized[:-3].reshape(7, 5, 2)
     # Near offsets stay; the outermost are stretched.

@@ -32,10 +32,10 @@ def test_non_square_images_and_one_channel_work():
     model = models.create(
         "B/4", num_classes=5, image_size=(12, 20), channels=1, pool="gap", **TINY
     )
-    params = jax.jit(model.init)(jax.random.key(0))
+    params = jax.eval_shape(model.init, jax.random.key(0))
     assert model.grid == (3, 5)
     assert params["Transformer"]["posembed_input"]["pos_embedding"].shape == (1, 15, 12)
-    out = jax.jit(model.apply)(params, jnp.ones((2, 12, 20, 1)))
+    out = jax.eval_shape(model.apply, params, jnp.ones((2, 12, 20, 1)))
     assert out["logits"].shape == (2, 5)
     assert out["pre_logits"].shape == (2, 12)
 
@@ -44,9 +44,8 @@ def test_head_starts_at_zero_with_its_bias():
     model = models.create(
         "B/4", num_classes=5, image_size=(8, 8), head_bias_init=-10.0, **TINY
     )
-    out = jax.jit(model.apply)(
-        jax.jit(model.init)(jax.random.key(0)), jnp.ones((2, 8, 8, 3))
-    )
+    images = jnp.ones((2, 8, 8, 3))
+    out = jax.jit(lambda key: model.apply(model.init(key), images))(jax.random.key(0))
     np.testing.assert_array_equal(out["logits"], np.full((2, 5), -10.0))
 
 
