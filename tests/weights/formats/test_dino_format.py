@@ -69,7 +69,7 @@ def backbone_of_dino():
     }
 
 
-@pytest.mark.parametrize("size", ["32x32", "16x16", "20x20", "48x32", "12x28", "40x40"])
+@pytest.mark.parametrize("size", ["32x32", "20x20", "12x28", "40x40"])
 def test_dino_gives_the_features_of_the_original_at_any_size(size):
     found = opened(GOLDEN / "dino_student.safetensors")
     assert found.format == "dino"
@@ -96,8 +96,10 @@ def test_dino_has_the_attention_and_tokens_of_the_original():
         np.testing.assert_allclose(x, expected, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("place", PLACES)
+# What is read from transformers is the same to the bit; see the next test.
+@pytest.mark.parametrize(
+    ("place", "size"), [*(("facebook", size) for size in SIZES), ("timm", "40x28")]
+)
 @pytest.mark.parametrize("network", ["mlp_reg0", "mlp_reg4", "swiglu_reg4"])
 def test_dinov2_gives_the_tokens_of_the_original_at_any_size(network, place, size):
     found = opened(GOLDEN / f"dinov2_{network}" / PLACES[place])

@@ -119,13 +119,10 @@ TIMM = {
     "R26+S/32": tiny("R26+S/32", image_size=(64, 96), pool="gap"),
 }
 SLOW = {
-    "R50+B/16": tiny("R50+B/16", image_size=(48, 64)),
-    "R50+B/32": tiny("R50+B/32", image_size=(64, 96), channels=1),
+    "R50+B/16": tiny("R50+B/16", image_size=(48, 64), channels=1),
     "R50x1": bit("R50x1"),
     "R50x1, narrow, no classes": bit("R50x1", stem_width=32, num_classes=0),
-    "R50x2": bit("R50x2"),
-    "R101x1": bit("R101x1", channels=1),
-    "R152x2, narrow": bit("R152x2", stem_width=64),
+    "R101x1, narrow": bit("R101x1", stem_width=32, channels=1),
 }
 
 
@@ -356,9 +353,9 @@ def deit():
     )
 
 
-def photographs(step):
+def photographs():
     """Paths of some of the sample photographs."""
-    return sorted((SHARED / "data" / "imagenet_samples").iterdir())[::step]
+    return sorted((SHARED / "data" / "imagenet_samples").iterdir())[::41]
 
 
 def our_guesses(deit, paths):
@@ -368,13 +365,12 @@ def our_guesses(deit, paths):
     return ours(deit, images).argmax(-1)
 
 
-@pytest.mark.parametrize("step", [41, pytest.param(2, marks=pytest.mark.slow)])
-def test_timm_names_the_same_photographs(deit, tmp_path, step):
+def test_timm_names_the_same_photographs(deit, tmp_path):
     timm.write(deit, tmp_path)
     network = their_timm.create_model(f"local-dir:{tmp_path}", pretrained=True).eval()
     config = their_timm.data.resolve_model_data_config(network)
     transform = their_timm.data.create_transform(**config, is_training=False)
-    paths = photographs(step)
+    paths = photographs()
     tensors = [transform(Image.open(path).convert("RGB")) for path in paths]
     with torch.no_grad():
         guesses = network(torch.stack(tensors)).argmax(-1).numpy()
@@ -382,22 +378,19 @@ def test_timm_names_the_same_photographs(deit, tmp_path, step):
     assert network.pretrained_cfg["label_names"][guesses[0]] == "tench"
 
 
-@pytest.mark.parametrize("step", [41, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("backend", ["pil", "torchvision"])
-def test_transformers_name_the_same_photographs(deit, tmp_path, step, backend):
+def test_transformers_name_the_same_photographs(deit, tmp_path, backend):
     WRITERS["hf"].write(deit, tmp_path)
     network = load_strictly(transformers.AutoModelForImageClassification, tmp_path)
     processor = transformers.AutoImageProcessor.from_pretrained(
         tmp_path, backend=backend
     )
-    paths = photographs(step)
+    paths = photographs()
     pictures = [Image.open(path) for path in paths]  # Some of them are grey.
     with torch.no_grad():
         inputs = processor(images=pictures, return_tensors="pt")
         guesses = network.eval()(**inputs).logits.argmax(-1).numpy()
-    expected = our_guesses(deit, paths)
+    # Of an odd margin they crop the other half pixel away: of 250 photographs one, a near
+    # tie, is named otherwise, with Pillow as with torchvision. It is not among these.
+    np.testing.assert_array_equal(our_guesses(deit, paths), guesses)
     assert network.config.id2label[int(guesses[0])] == "tench"
-    same = np.mean(expected == guesses)
-    # Of an odd margin they crop the other half pixel away: one of 250 photographs, a
-    # near tie, is named otherwise, with Pillow as with torchvision.
-    assert same == 1 if step > 2 else same >= 0.99
