@@ -47,29 +47,30 @@ def losses(config, logits, logits_kd, labels):
 DATA = tiny_config(data={"num_classes": 10}).data
 
 
-@pytest.mark.parametrize("alpha", [0.5, 0.1])
 @pytest.mark.parametrize(("kind", "heat"), [("soft", 1), ("soft", 3), ("hard", 1)])
 @pytest.mark.parametrize("base", BASES)
-def test_the_loss_is_deits(base, kind, heat, alpha):
+def test_the_loss_is_deits(base, kind, heat):
     labels, smoothing = BASES[base]
     labels = GOLDEN[f"loss/{labels}"]
     labels = labels if labels.ndim == 2 else np.eye(10, dtype=np.float32)[labels]
-    config = DistillationConfig(
-        teacher="x",
-        kind=kind,
-        alpha=alpha,
-        temperature=float(heat),
-        label_smoothing=smoothing,
-        mean_over_classes=True,
-    )
     logits = GOLDEN["loss/logits"], GOLDEN["loss/logits_kd"]
-    found = losses(config, *logits, labels)
-    name = f"loss/{base}/{kind}_tau{heat}_alpha{alpha}"
-    assert float(found) == pytest.approx(float(GOLDEN[name]), abs=1e-6)
-    if base == "soft_target":
-        grads = jax.grad(lambda a, b: losses(config, a, b, labels), (0, 1))(*logits)
-        for found, key in zip(grads, ("grad_logits", "grad_logits_kd"), strict=True):
-            np.testing.assert_allclose(found, GOLDEN[f"{name}/{key}"], atol=1e-6)
+    for alpha in (0.5, 0.1):
+        config = DistillationConfig(
+            teacher="x",
+            kind=kind,
+            alpha=alpha,
+            temperature=float(heat),
+            label_smoothing=smoothing,
+            mean_over_classes=True,
+        )
+        found = losses(config, *logits, labels)
+        name = f"loss/{base}/{kind}_tau{heat}_alpha{alpha}"
+        assert float(found) == pytest.approx(float(GOLDEN[name]), abs=1e-6)
+        if base == "soft_target":
+            grad = jax.grad(lambda a, b: losses(config, a, b, labels), (0, 1))  # noqa: B023
+            for found, key in zip(grad(*logits), ("", "_kd"), strict=True):
+                wanted = GOLDEN[f"{name}/grad_logits{key}"]
+                np.testing.assert_allclose(found, wanted, atol=1e-6)
 
 
 def test_the_paper_does_not_divide_by_the_classes():
@@ -83,38 +84,20 @@ def test_the_paper_does_not_divide_by_the_classes():
 
 @pytest.fixture(scope="module")
 def teacher(tmp_path_factory):
-    """Trains a teacher for a few steps and returns its workdir."""
+    """Trains a teacher for a step and returns its workdir."""
     workdir = tmp_path_factory.mktemp("teacher") / "run"
-    loop.train(tiny_config(total_steps=3), workdir)
+    loop.train(tiny_config(total_steps=1, evals={}), workdir)
     return workdir
 
 
 def config_of(teacher, **sections):
-    task = {"name": "distillation", "teacher": str(teacher)}
-    return tiny_config(
-        **{
-            "task": task,
-            "model": {"distillation": True},
-            "total_steps": 4,
-            "log_every_steps": 2,
-            "checkpoint_every_steps": 2,
-        }
-        | sections
-    )
+    keys = {"total_steps": 2, "checkpoint_every_steps": 1, "log_every_steps": 1}
+    keys["task"] = {"name": "distillation", "teacher": str(teacher)}
+    return tiny_config(**keys | {"model": {"distillation": True}} | sections)
 
 
-def test_a_student_trains_resumes_and_keeps_its_teacher(teacher, tmp_path):
-    config = config_of(teacher)
-    report = loop.train(config, tmp_path / "run")
-    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-    logged = json.loads(lines[0])
-    for name in ("class_loss", "distillation_loss", "teacher_top1"):
-        assert np.isfinite(logged[f"train/{name}"])
-    assert set(report["final"]["val"]) == {"params", "ema"}
-    # As if it had been killed after step 2: it goes on from there to the same end.
-    kill_after(2, tmp_path / "run")
-    again = loop.train(config, tmp_path / "run")
-    assert again["params_sha256"] == report["params_sha256"]
+def build(config):
+    return config.task.build(config.build_model(), config.data, RunLength(2, 1.0))
 
 
 def exported(teacher, path, **changes):
@@ -124,20 +107,25 @@ def exported(teacher, path, **changes):
     return path
 
 
-def test_a_resumed_run_needs_no_file_of_its_teacher(teacher, tmp_path):
+def test_a_student_trains_and_resumes_without_the_file_of_its_teacher(
+    teacher, tmp_path
+):
     # Images of the teacher have another mean, which the run must know without the file.
     preprocess = Preprocess((8, 12), mean=(0.1, 0.2, 0.3), std=(0.5,) * 3, squash=True)
     file = exported(teacher, tmp_path / "a.safetensors", preprocess=preprocess)
     config = config_of(file)
     whole = loop.train(config, tmp_path / "run")
-    plain = loop.train(config_of(teacher), tmp_path / "plain")
-    assert plain["params_sha256"] != whole["params_sha256"]
-    kill_after(2, tmp_path / "run")
+    assert set(whole["final"]["val"]) == {"params", "ema"}
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    logged = json.loads(lines[0])
+    for name in ("class_loss", "distillation_loss", "teacher_top1"):
+        assert np.isfinite(logged[f"train/{name}"])
+    kill_after(1, tmp_path / "run")
     file.unlink()
     resumed = loop.train(config, tmp_path / "run")
     assert resumed["params_sha256"] == whole["params_sha256"]
     # Another file in its place changes nothing either.
-    kill_after(2, tmp_path / "run")
+    kill_after(1, tmp_path / "run")
     exported(teacher, file)
     resumed = loop.train(config, tmp_path / "run")
     assert resumed["params_sha256"] == whole["params_sha256"]
@@ -146,34 +134,31 @@ def test_a_resumed_run_needs_no_file_of_its_teacher(teacher, tmp_path):
         loop.train(config_of(tmp_path / "other"), tmp_path / "run")
 
 
-def test_a_teacher_of_unknown_preprocessing_gets_the_students_images(
-    teacher, tmp_path, capsys
-):
-    file = exported(teacher, tmp_path / "a.safetensors", preprocess=None)
-    config = config_of(file, data={"mean": (0.5, 0.25, 0.125)})
-    loop.train(config, tmp_path / "run")
-    (line,) = [x for x in capsys.readouterr().out.splitlines() if str(file) in x]
-    assert line.endswith(
+def test_images_are_normalised_as_the_teacher_knows_them(teacher, tmp_path):
+    images = jnp.ones((1, 8, 12, 3))
+    other = Preprocess((8, 12), mean=(0.1, 0.2, 0.3), std=(0.5,) * 3, squash=True)
+    file = exported(teacher, tmp_path / "a.safetensors", preprocess=other)
+    found = build(config_of(file))._of_teacher(images)[0, 0, 0]
+    np.testing.assert_allclose(found, (1 - np.array([0.1, 0.2, 0.3])) / 0.5, rtol=1e-6)
+    exported(teacher, file, preprocess=None)
+    task = build(config_of(file, data={"mean": (0.5, 0.25, 0.125)}))
+    assert task._of_teacher(images) is images
+    (line,) = task.notes
+    assert str(file) in line and line.endswith(
         "has no normalisation: its images are normalised by "
         "data.mean=(0.5, 0.25, 0.125) and data.std=(0.5,)"
     )
-    images = jnp.ones((1, 8, 12, 3))
-    model = models.create("Ti/4", num_classes=5)
-    task = config.task.build(model, config.data, RunLength(4, 1.0))
-    assert task._of_teacher(images) is images
 
 
 def test_a_teacher_of_sigmoid_loss_is_for_hard_answers(teacher, tmp_path):
     file = exported(teacher, tmp_path / "a.safetensors", loss="sigmoid")
-    task = {"name": "distillation", "teacher": str(file)}
-    report = loop.train(config_of(file), tmp_path / "run")
-    assert report["steps"] == 4
-    soft = config_of(file, task=task | {"kind": "soft"})
+    build(config_of(file))
+    task = {"name": "distillation", "teacher": str(file), "kind": "soft"}
     message = (
         "was trained with sigmoid loss, .*task.kind='soft' .*: set task.kind='hard'"
     )
     with pytest.raises(UserError, match=message):
-        loop.train(soft, tmp_path / "soft")
+        build(config_of(file, task=task))
 
 
 @pytest.mark.parametrize("options", [{"num_classes": 0}, {"pool": "none"}])
@@ -189,24 +174,13 @@ def test_a_teacher_without_a_classifier_is_refused(teacher, tmp_path, options):
         params=params,
     )
     with pytest.raises(UserError, match="has no classifier: fine-tune it on these cl"):
-        loop.train(config_of(file), tmp_path / "run")
+        build(config_of(file))
 
 
-def test_the_teachers_forward_pass_is_counted(teacher, tmp_path):
-    report = loop.train(config_of(teacher, evals={}), tmp_path / "run")
-    size = {
-        "image_size": (8, 12),
-        "width": 12,
-        "depth": 1,
-        "num_heads": 3,
-        "mlp_dim": 20,
-    }
-    student = models.create("Ti/4", num_classes=5, distillation=True, **size)
-    frozen = models.create("Ti/4", num_classes=5, **size)
-    macs = 3 * cost.macs_per_image(student) + cost.macs_per_image(frozen)
-    images = report["compute"]["images_seen"]
-    assert images == 4 * 8
-    assert report["compute"]["exaflops"] == pytest.approx(2e-18 * macs * images)
+def test_the_teachers_forward_pass_is_counted(teacher):
+    task, frozen = build(config_of(teacher)), tiny_config().build_model()
+    macs = 3 * cost.macs_per_image(task.model) + cost.macs_per_image(frozen)
+    assert task.training_flops() == 2 * macs
 
 
 def test_the_memory_check_counts_the_teacher(teacher, monkeypatch):
@@ -244,11 +218,8 @@ def test_the_teacher_is_in_the_state_and_does_not_move(teacher):
 
 
 def test_one_classifier_learns_from_both(teacher):
-    mesh = meshes.create(MeshConfig(data=1), jax.devices()[:1])
-    built = train_step.build_train_setup(
-        config_of(teacher, model={"distillation": False}), mesh, 20
-    )
-    assert "head_dist" not in built.shapes.params
+    task = build(config_of(teacher, model={"distillation": False}))
+    assert "head_dist" not in jax.eval_shape(task.init, jax.random.key(0))[0]
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,8 @@
 """The linear probe: BatchNorm and classifier as PyTorch's, a workdir as any other."""
 
+import json
+import shutil
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -54,14 +57,14 @@ def by_hand(kernel, bias, steps, rate):
 
 def test_it_trains_as_batch_norm_and_a_linear_map():
     task, rate = build(), 0.5
-    params, extra = task.init(jax.random.key(0))
+    params, extra = jax.jit(task.init)(jax.random.key(0))
     head = jax.device_get(params["head"])
     assert 0.005 < head["kernel"].std() < 0.02 and not head["bias"].any()
+    grad = jax.jit(jax.value_and_grad(task.probe_loss, has_aux=True))
     *expected, losses = by_hand(head["kernel"], head["bias"], 5, rate)
     found = []
     for step, batch in enumerate(batches(5), 1):
         features, labels = map(jnp.asarray, batch)
-        grad = jax.value_and_grad(task.probe_loss, has_aux=True)
         (loss, (metrics, stats)), grads = grad(params, features, labels)
         assert metrics["loss"] == loss
         params = jax.tree.map(lambda p, g: p - rate * g, params, grads)
@@ -77,12 +80,12 @@ def test_it_trains_as_batch_norm_and_a_linear_map():
 def test_its_classifier_is_both_in_evaluation():
     """As BatchNorm with its running statistics, then the linear map."""
     task = build()
-    params, extra = task.init(jax.random.key(0))
+    params, extra = jax.jit(task.init)(jax.random.key(0))
     head = {"kernel": jnp.ones((12, 5)) * jnp.arange(5)[None], "bias": jnp.arange(5.0)}
     stats = {"mean": jnp.arange(12.0), "variance": jnp.arange(1.0, 13.0)}
     extra = task.update(extra, {"head": head}, stats, 1)
     images = jax.random.normal(jax.random.key(1), (3, 8, 12, 3))
-    outputs = task.model.apply(task.backbone(params, extra), images)
+    outputs = jax.jit(task.model.apply)(task.backbone(params, extra), images)
     x = outputs["pre_logits"] - 0.1 * jnp.arange(12.0)[None]
     x /= jnp.sqrt(0.9 + 0.1 * jnp.arange(1.0, 13.0) + 1e-6)[None]
     expected = x @ head["kernel"] + head["bias"][None]
@@ -91,12 +94,11 @@ def test_its_classifier_is_both_in_evaluation():
 
 def test_the_network_stays_as_it_is_but_for_its_classifier():
     task = build()
-    params, extra = task.init(jax.random.key(0))
+    params, extra = jax.jit(task.init)(jax.random.key(0))
     image = jax.random.normal(jax.random.key(1), (4, 8, 12, 3))
     batch = {"image": image, "label": jnp.eye(5)[:4]}
-    grads, (_, stats) = jax.grad(task.loss, argnums=(0, 1), has_aux=True)(
-        params, extra, batch, jax.random.key(2)
-    )
+    grad = jax.jit(jax.grad(task.loss, argnums=(0, 1), has_aux=True))
+    grads, (_, stats) = grad(params, extra, batch, jax.random.key(2))
     assert all(leaf.any() for leaf in jax.tree.leaves(grads[0]))
     assert not any(leaf.any() for leaf in jax.tree.leaves(grads[1]))
     after = task.update(extra, params, stats, 1)
@@ -119,8 +121,8 @@ def config_of(**sections):
             "task": {"name": "linear_probe"},
             "optim": {"name": "sgd", "learning_rate": 0.5},
             "ema": {"decay": 0.0},
-            "total_steps": 4,
-            "checkpoint_every_steps": 2,
+            "total_steps": 2,
+            "checkpoint_every_steps": 1,
         }
         | sections
     )
@@ -130,19 +132,27 @@ def config_of(**sections):
 def trained(tmp_path_factory):
     """Trains a classifier, and returns its workdir."""
     workdir = tmp_path_factory.mktemp("trained") / "run"
-    loop.train(tiny_config(total_steps=3), workdir)
+    loop.train(tiny_config(total_steps=1, evals={}), workdir)
     return workdir
 
 
-def test_a_run_probes_a_workdir_resumes_and_is_a_classifier(trained, tmp_path, capsys):
-    config = config_of(init={"checkpoint": str(trained)})
-    report = loop.train(config, tmp_path / "run")
-    kill_after(2, tmp_path / "run")
-    again = loop.train(config, tmp_path / "run")
+@pytest.fixture(scope="module")
+def probed(trained, tmp_path_factory):
+    """Probes it, and returns the workdir."""
+    workdir = tmp_path_factory.mktemp("probed") / "run"
+    loop.train(config_of(init={"checkpoint": str(trained)}), workdir)
+    return workdir
+
+
+def test_a_run_probes_a_workdir_resumes_and_is_a_classifier(
+    trained, probed, tmp_path, capsys
+):
+    report = json.loads((probed / "report.json").read_text())
+    run = shutil.copytree(probed, tmp_path / "run")
+    kill_after(1, run)
+    again = loop.train(config_of(init={"checkpoint": str(trained)}), run)
     assert again["params_sha256"] == report["params_sha256"]
-    given, found = (
-        weights.open_pretrained(path) for path in (trained, tmp_path / "run")
-    )
+    given, found = (weights.open_pretrained(path) for path in (trained, run))
     assert found.params.keys() == given.params.keys()
     for name in given.params.keys() - {"head"}:
         jax.tree.map(
@@ -150,20 +160,15 @@ def test_a_run_probes_a_workdir_resumes_and_is_a_classifier(trained, tmp_path, c
         )
     assert found.params["head"]["bias"].any()
     assert found.task["name"] == "linear_probe"
-    scores = evaluated(tmp_path / "run", tmp_path, capsys)
-    ended = report["final"]["val"]["params"]
+    scores = evaluated(run, tmp_path, capsys)
+    ended = again["final"]["val"]["params"]
     assert {key: scores[key] for key in ended} == pytest.approx(ended, rel=1e-5)
 
 
-def test_blocks_may_be_a_scan(trained, tmp_path):
-    for scan in (False, True):
-        config = config_of(
-            init={"checkpoint": str(trained)}, model={"scan": scan}, total_steps=2
-        )
-        loop.train(config, tmp_path / str(scan))
-    one, other = (
-        weights.open_pretrained(tmp_path / n).params for n in ("True", "False")
-    )
+def test_blocks_may_be_a_scan(probed, trained, tmp_path):
+    config = config_of(init={"checkpoint": str(trained)}, model={"scan": True})
+    loop.train(config, tmp_path)
+    one, other = (weights.open_pretrained(path).params for path in (tmp_path, probed))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), one, other)
 
 

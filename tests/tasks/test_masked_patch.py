@@ -91,7 +91,7 @@ def test_loss_and_accuracy_are_the_golden_ones():
     logits = jnp.asarray(IO["logits"].astype(np.float32))
     batch = CORRUPTION | {"image": normalised(task, IO["pictures"])}
     extra = {"color_counts": jnp.zeros(512)}
-    found = task.metrics(extra, batch, logits, task.chosen(batch))
+    found = jax.jit(task.metrics)(extra, batch, logits, task.chosen(batch))
     assert float(found["loss"].mean()) == pytest.approx(float(IO["loss"]), abs=1e-6)
     assert float(found["color_accuracy"].mean()) == float(IO["accuracy"])
 
@@ -100,7 +100,7 @@ def test_square_error_of_pixels_counts_the_chosen_patches():
     task = build(target="pixels")
     batch = CORRUPTION | {"image": normalised(task, IO["pictures"])}
     predicted = jax.random.normal(jax.random.key(0), IO["pixels"].shape)
-    found = task.metrics(None, batch, predicted, task.chosen(batch))
+    found = jax.jit(task.metrics)(None, batch, predicted, task.chosen(batch))
     targets = IO["pictures"].reshape(3, 4, 8, 4, 8, 3).transpose(0, 1, 3, 2, 4, 5)
     targets = (targets.reshape(3, 16, 192) / 255 - 0.5) / 0.5
     errors = np.square(np.asarray(predicted) - targets).mean(-1)
@@ -141,18 +141,19 @@ def test_the_commonest_color_is_counted_over_the_run():
     pixels = np.zeros((2, 8, 8, 3), np.uint8)
     pixels[:, :, 4:] = 255  # Classes 0 and 511, of two patches each.
     batch = drawn(task, range(2)) | {"image": normalised(task, pixels)}
-    params, extra = task.init(jax.random.key(0))
+    params, extra = jax.jit(task.init)(jax.random.key(0))
     assert not extra["color_counts"].any()
-    _, (_, stats) = task.loss(params, extra, batch, jax.random.key(1))
+    lose = jax.jit(task.loss)
+    _, (_, stats) = lose(params, extra, batch, jax.random.key(1))
     extra = task.update(extra, params, stats, 1)
     assert set(np.flatnonzero(extra["color_counts"])) == {0, 511}
     assert float(extra["color_counts"].sum()) == pytest.approx(1)
     pixels[:] = 255
     others = batch | {"image": normalised(task, pixels)}
-    _, (_, stats) = task.loss(params, extra, others, jax.random.key(1))
+    _, (_, stats) = lose(params, extra, others, jax.random.key(1))
     extra = task.update(extra, params, stats, 2)
     np.testing.assert_allclose(extra["color_counts"][jnp.array([0, 511])], [0.5, 1.5])
-    _, (metrics, _) = task.loss(params, extra, batch, jax.random.key(1))
+    _, (metrics, _) = lose(params, extra, batch, jax.random.key(1))
     classes = np.asarray(task.colors(batch["image"]))[..., 0]
     chosen = np.asarray(task.chosen(batch))
     assert float(metrics["commonest_accuracy"]) == (classes[chosen] == 511).mean()
@@ -214,16 +215,17 @@ def test_predictions_of_colors_are_shown_where_they_belong():
 @pytest.mark.parametrize("target", ["mean_color", "colors_4x4", "pixels"])
 def test_pictures_and_metrics_of_images_that_are_not_trained_on(target):
     task = build(target=target)
-    params, extra = task.init(jax.random.key(0))
+    params, extra = jax.jit(task.init)(jax.random.key(0))
     images = normalised(task, IO["pictures"])
     batch = {"image": images, "index": jnp.arange(3, dtype=jnp.uint32)}
-    metrics = task.held_out_metrics(params, extra, batch, jax.random.key(5))
+    measure = jax.jit(task.held_out_metrics)
+    metrics = measure(params, extra, batch, jax.random.key(5))
     assert all(value.shape == (3,) for value in metrics.values())
     assert ("color_accuracy" in metrics) == (target != "pixels")
-    found = task.pictures(params, extra, batch, jax.random.key(5))._asdict()
+    found = jax.jit(task.pictures)(params, extra, batch, jax.random.key(5))._asdict()
     assert next(iter(found)) == "original"
     assert all(value.shape == images.shape for value in found.values())
-    again = task.held_out_metrics(params, extra, batch, jax.random.key(5))
+    again = measure(params, extra, batch, jax.random.key(5))
     assert float(again["loss"][0]) == float(metrics["loss"][0])
 
 
@@ -263,5 +265,5 @@ def test_what_cannot_be_is_refused(changes, message):
 
 def test_pixels_may_be_grey():
     task = build(target="pixels", data={"channels": 1})
-    params, _ = task.init(jax.random.key(0))
+    params, _ = jax.eval_shape(task.init, jax.random.key(0))
     assert params["decoder"]["kernel"].shape == (12, 64)

@@ -77,32 +77,31 @@ def build(original, **keys):
     return SimMimConfig(**keys).build(original[0], data, RUN)
 
 
-def test_reconstruction_and_loss_are_the_originals(original, case, batch):
-    task, (_, params) = build(original), original
-    predicted, _ = jax.jit(task.predict)(params, batch)
-    images = masking.unpatchify(predicted, (4, 4), SIDE)
-    expected = IO[f"{case}/reconstruction"].transpose(0, 2, 3, 1)
-    np.testing.assert_allclose(images, expected, rtol=0, atol=1e-5)
-    loss, (metrics, _) = task.loss(params, None, batch, jax.random.key(0))
-    assert float(loss) == pytest.approx(float(IO[f"{case}/loss"]), abs=1e-5)
-    assert metrics["loss"] == loss
-
-
-def test_features_are_the_originals(original, case, batch):
+def test_features_reconstruction_loss_and_gradients_are_the_originals(
+    original, case, batch
+):
     task, (model, params) = build(original), original
+    assert task.num_patches == 16
 
     def hide(patches):
         return jnp.where(batch["mask"][..., None] > 0, params["mask_token"], patches)
 
-    tokens = model.encode(params["network"], batch["image"], edit_patches=hide)
+    @jax.jit
+    def compute(params):
+        tokens = model.encode(params["network"], batch["image"], edit_patches=hide)
+        lose = jax.value_and_grad(
+            lambda p: task.loss(p, None, batch, jax.random.key(0)), has_aux=True
+        )
+        return tokens, task.predict(params, batch)[0], lose(params)
+
+    tokens, predicted, ((loss, (metrics, _)), grads) = compute(params)
     expected = IO[f"{case}/features"].reshape(2, 24, -1).transpose(0, 2, 1)
     np.testing.assert_allclose(tokens[:, 1:], expected, rtol=0, atol=1e-5)
-    assert task.num_patches == 16
-
-
-def test_gradients_are_the_originals(original, case, batch):
-    task, (_, params) = build(original), original
-    grads = jax.grad(lambda p: task.loss(p, None, batch, jax.random.key(0))[0])(params)
+    images = masking.unpatchify(predicted, (4, 4), SIDE)
+    expected = IO[f"{case}/reconstruction"].transpose(0, 2, 3, 1)
+    np.testing.assert_allclose(images, expected, rtol=0, atol=1e-5)
+    assert float(loss) == pytest.approx(float(IO[f"{case}/loss"]), abs=1e-5)
+    assert metrics["loss"] == loss
     expected = IO[f"{case}/grad/encoder.mask_token"]
     np.testing.assert_allclose(grads["mask_token"], expected, rtol=0, atol=1e-5)
     bias = grads["decoder"]["bias"].reshape(SIDE * SIDE, 3).T.reshape(-1)
@@ -127,12 +126,16 @@ def test_pictures_and_metrics_of_images_that_are_not_trained_on(original, batch)
     task, (_, params) = build(original), original
     batch = {"image": batch["image"], "index": jnp.arange(2, dtype=jnp.uint32)}
     rng = jax.random.key(3)
-    metrics = task.held_out_metrics(params, None, batch, rng)
     drawn = batch | task.draw(batch["index"], rng)
-    loss, _ = task.loss(params, None, drawn, rng)
+    metrics, loss, found = jax.jit(
+        lambda params: (
+            task.held_out_metrics(params, None, batch, rng),
+            task.loss(params, None, drawn, rng)[0],
+            task.pictures(params, None, batch, rng)._asdict(),
+        )
+    )(params)
     assert metrics["loss"].shape == (2,)
     assert float(metrics["loss"].mean()) == pytest.approx(float(loss), rel=1e-6)
-    found = task.pictures(params, None, batch, rng)._asdict()
     mask = np.asarray(drawn["mask"]).astype(bool)
     cut = {k: np.asarray(masking.patchify(v, SIDE)) for k, v in found.items()}
     assert not cut["masked"][mask].any()
@@ -212,11 +215,11 @@ def test_a_swin_transformer_is_trained_as_in_the_original(swin):
 def test_a_swin_transformer_starts_and_shows_what_it_learns(swin):
     model, _, batch = swin
     task = build(swin, mask_unit=8)
-    params, _ = task.init(jax.random.key(0))
+    params, _ = jax.jit(task.init)(jax.random.key(0))
     assert params["mask_token"].shape == (1, 1, 16)
     assert params["decoder"]["kernel"].shape == (32, 4 * 4 * 3)
     batch = {"image": batch["image"], "index": jnp.arange(2, dtype=jnp.uint32)}
-    pictures = task.pictures(params, None, batch, jax.random.key(1))
+    pictures = jax.jit(task.pictures)(params, None, batch, jax.random.key(1))
     assert {picture.shape for picture in pictures} == {(2, 32, 32, 3)}
     hidden = (np.asarray(pictures[1]) == 0).all(-1).mean((1, 2))
     np.testing.assert_allclose(hidden, math.ceil(0.6 * 16) / 16)
