@@ -61,7 +61,7 @@ def test_it_begins_with_the_network_itself():
     jax.tree.map(np.testing.assert_array_equal, task.merge(params, extra), other)
 
 
-@pytest.mark.parametrize("scan", [False, True])
+@pytest.mark.parametrize("scan", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_merged_and_unmerged_are_equal(scan):
     """Beside each projection x W + b stands alpha / rank x A B."""
     task = build((".*/encoderblock_1/.*/out", "Dense_0", "embedding"), scan=scan)

@@ -226,6 +226,7 @@ def test_a_classification_is_its_init(name, classifier, tmp_path):
         assert_equal(state.extra["twin"], state.params)
 
 
+@pytest.mark.slow
 @TWINS
 def test_a_scan_and_a_resume_save_the_same(run, tmp_path):
     name, workdir, _ = run

@@ -70,7 +70,13 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name == "BiT x2" else ())
+        for name in MODELS
+    ],
+)
 def test_what_is_written_is_read_back_to_the_bit(tmp_path, name):
     model = MODELS[name]()
     options = model.options

@@ -135,10 +135,6 @@ NETWORKS = {
         "act_layer='silu' in the config.json of vit_tiny_patch16_224 is not one of",
     ),
 }
-SLOW = {
-    "R50, 16": ("vit_base_r50_s16_224", {}, None),
-    "R50, 32": ("vit_large_r50_s32_224", {}, None),
-}
 
 
 def create(architecture, **changes):
@@ -191,11 +187,9 @@ def check(network, folder, refusal):
     np.testing.assert_allclose(ours, theirs, rtol=0, atol=limit * size)
 
 
-@pytest.mark.parametrize(
-    "case", [*NETWORKS, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW)]
-)
+@pytest.mark.parametrize("case", NETWORKS)
 def test_logits_are_equal_or_what_differs_is_named(tmp_path, case):
-    architecture, changes, refusal = (NETWORKS | SLOW)[case]
+    architecture, changes, refusal = NETWORKS[case]
     check(create(architecture, **SMALL | changes), tmp_path, refusal)
 
 
@@ -353,7 +347,10 @@ OTHERS = (
     r"|vit_(dlittle|dpwee|dwee|pwee|pe|relpos|srelpos)_.*|vitamin_.*|swin_s3_.*"
     r"|swinv2_cr_.*"
 )
-REGISTERED = [n for n in their_timm.list_models() if re.match(EVERY, n)]
+# timm has no smaller Mixer-L; its code is that of the others.
+REGISTERED = [
+    n for n in their_timm.list_models() if re.match(EVERY, n) and "mixer_l" not in n
+]
 
 
 def small(name):
@@ -365,7 +362,7 @@ def small(name):
         size = {"img_size": 8 * window, "embed_dim": 24, "num_heads": (1, 2, 4, 8)}
         return size | {"depths": (2, 2, 2, 2)}
     if "_resnet" in name or "_r26_" in name or "_r50_" in name or "_r_s" in name:
-        return {"embed_dim": 64, "num_heads": 2, "depth": 1}
+        return {"img_size": 64, "embed_dim": 64, "num_heads": 2, "depth": 1}
     side = 56 if "patch14" in name else 64
     width = 48 if "giant_patch14" in name else 64  # Gated MLPs have an even width.
     return {"img_size": side, "embed_dim": width, "num_heads": 2, "depth": 2}
@@ -379,9 +376,30 @@ def test_every_network_of_the_registry_is_equal_or_refused(tmp_path, start):
             with pytest.raises(UserError, match=_REFUSALS):
                 read_shapes(name, tmp_path)
             continue
-        folder = tmp_path / name
+        network, folder = create(name, **small(name)), tmp_path / name
         folder.mkdir()
-        check(create(name, **small(name)), folder, None)
+        structure = structure_of(network)
+        if structure in CHECKED:  # What timm computes; the name may say otherwise.
+            their_timm.models.save_for_hf(network, folder, safe_serialization=True)
+        else:
+            check(network, folder, None)
+        read = models.create(**weights.open_pretrained(folder).options).options
+        read = {key: value for key, value in read.items() if key != "posemb_resize"}
+        assert CHECKED.setdefault(structure, read) == read, name
+
+
+CHECKED = {}  # Options of networks whose logits were compared, by their structure.
+
+
+def structure_of(network):
+    """Returns the modules of a network of timm with their numbers and flags."""
+    plain = int | float | str | tuple | None
+
+    def values_of(part):
+        return sorted((k, v) for k, v in vars(part).items() if isinstance(v, plain))
+
+    parts = network.named_modules()
+    return tuple((name, type(part), str(values_of(part))) for name, part in parts)
 
 
 def read_shapes(name, folder, **changes):
@@ -457,9 +475,9 @@ def test_every_vision_transformer_is_read_by_its_facts_or_refused(tmp_path):
 @pytest.mark.slow
 def test_a_bare_file_is_its_own_network_or_asks_for_the_name():
     read, asked = [], []
-    for name in their_timm.list_models():
-        if not re.match(f"{EVERY}|flexivit|test_vit|resnetv2_.*bit", name):
-            continue
+    every = f"{EVERY}|flexivit|test_vit|resnetv2_.*bit"
+    names = [name for name in their_timm.list_models() if re.match(every, name)]
+    for name in [*names[::4], "deit_tiny_patch16_224", "vit_base_patch16_224"]:
         network = their_timm.create_model(name, device="meta")
         tag = network.pretrained_cfg.get("tag")
         flat = {
@@ -489,7 +507,7 @@ def test_a_bare_file_is_its_own_network_or_asks_for_the_name():
             continue
         assert bare == options(flat, whole), name
         read.append(name)
-    assert (len(read), len(asked)) == (88, 156)
+    assert (len(read), len(asked)) == (26, 35)
     assert {"deit_tiny_patch16_224", "vit_base_patch16_224"} <= set(read)
 
 
