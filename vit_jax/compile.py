@@ -1,10 +1,11 @@
-"""Compiles a training step for TPUs that are not here:
+"""Compiles a training step for TPUs or GPUs that are not here:
 
 python -m vit_jax.compile --config=configs/b16_i21k.py:model=H/14 --topology=v5e:16x16
+python -m vit_jax.compile --config=configs/b16_i21k.py --topology=h100:4x8
 
 It prints what the step needs of each chip and how that compares to what the chip has:
 memory, products, bytes, collectives, and the least time that a step can take. It runs on
-any Linux machine with the extra `tpu`; a large model takes minutes. --plan adds what
+any Linux machine with the extra `tpu` or `cuda`; a large model takes minutes. --plan adds what
 the whole run needs: days, hosts, checkpoints, failures. Any key of the config can be
 set: --config.mesh.fsdp=16. Exit codes: 0 it fits, 2 bad input (one line says what), 3 it
 does not fit or compile, or with --strategies nothing does.
@@ -30,7 +31,7 @@ _ASSUMED = "assumed; it changes numbers, not the program"
 def main(flags: argparse.Namespace) -> int:
     """Compiles what the flags name and prints what it costs; returns the exit code."""
     place = topology.parse(flags.topology, flags.slices)
-    topology.prepare()  # Before JAX is imported.
+    place.prepare()  # Before JAX is imported.
     from vit_jax.tools.planning import run_plan
     from vit_jax.training import config as configuration
 
@@ -39,33 +40,36 @@ def main(flags: argparse.Namespace) -> int:
     # Not cli.load_config: weights to start from change no program.
     config = configuration.load(flags.config, flags.overrides)
     devices = place.devices()
-    limit = topology.usable_memory(devices[0])
+    limit = place.usable_memory(devices[0])
     examples, source = _examples(flags, config)
     unknown = examples if source == _ASSUMED else 0
     heading = (
         f"{printable(config.name)} on {len(devices)} x {devices[0].device_kind} "
-        f"({place.slices} x {place.name}), {config.batch_size:,} images a step; "
-        f"{topology.versions()}; {examples:,} examples ({source})"
+        f"({place.text}), {config.batch_size:,} images a step; "
+        f"{place.versions()}; {examples:,} examples ({source})"
     )
     if flags.strategies:
         return _compare(flags, config, devices, examples, limit, heading)
-    return _one(flags, config, devices, examples, limit, heading, assumed, unknown)
+    return _one(
+        flags, config, place, devices, examples, limit, heading, assumed, unknown
+    )
 
 
 def _check(flags) -> None:
     """Refuses flags that would be ignored, or fail after minutes of compiling."""
-    single = {"export": bool(flags.export), "plan": flags.plan is not None}
+    single = {name: bool(getattr(flags, name)) for name in ("export", "out")}
+    single["plan"] = flags.plan is not None
     for name, is_set in single.items():
         if is_set and flags.strategies:
             raise UserError(f"--{name} is for one program: leave --strategies out")
     for name in ("meshes", "remat", "scan"):
         if getattr(flags, name) and not flags.strategies:
             raise UserError(f"--{name} is read with --strategies only: add it")
-    folder = pathlib.Path(flags.export).absolute().parent
-    if flags.export and not folder.is_dir():
-        raise UserError(
-            f"--export={flags.export}: there is no folder {folder}: make it"
-        )
+    for name in ("export", "out"):
+        path = getattr(flags, name)
+        folder = pathlib.Path(path).absolute().parent
+        if path and not folder.is_dir():
+            raise UserError(f"--{name}={path}: there is no folder {folder}: make it")
     from vit_jax.models import stacking
 
     known = stacking.REMAT_POLICIES
@@ -87,15 +91,17 @@ def _examples(flags, config) -> tuple[int, str]:
     return next((pair for pair in known if pair[0]), (_EXAMPLES, _ASSUMED))
 
 
-def _one(flags, config, devices, examples, limit, heading, assumed, unknown) -> int:
+def _one(
+    flags, config, place, devices, examples, limit, heading, assumed, unknown
+) -> int:
     from vit_jax.distributed import chips
     from vit_jax.distributed import mesh as meshes
     from vit_jax.tools.planning import analysis, report, run_plan, strategies
 
     mesh = meshes.create(config.mesh, devices)
-    result = analysis.analyse(config, mesh, examples, limit)
+    result = analysis.analyse(config, mesh, examples, limit, flags.out)
     if not flags.json:
-        print(report.text(result, heading), flush=True)
+        print(report.text(result, heading, place.memory_source), flush=True)
     remedies = ()
     if not result.fits and result.peak_bytes:
         remedies = strategies.remedies(config, devices, result, examples, limit)
@@ -136,6 +142,11 @@ def _one(flags, config, devices, examples, limit, heading, assumed, unknown) -> 
         )
         if not flags.json:
             print(f"StableHLO of the step: {flags.export}, {size:,} bytes")
+    if flags.out and result.fits and not flags.json:
+        size = pathlib.Path(flags.out).stat().st_size
+        print(
+            f"compiled step, for vit_jax.train --compiled: {flags.out}, {size:,} bytes"
+        )
     return 0 if result.fits else EXIT_TOO_LARGE
 
 
@@ -180,11 +191,17 @@ def parser() -> cli.Parser:
     parser = cli.Parser(__doc__, config="TrainConfig")
     add = parser.add_argument
     add("--config", required=True, help="recipe or file, :argument")
-    add("--topology", required=True, help="of a slice: v5e:16x16 or v4:4x4x4")
-    add("--slices", type=cli.positive, default=1, help="number of slices; default: 1")
+    add("--topology", required=True, help="v5e:16x16, v4:4x4x4, h100:8, h100:4x8")
+    add(
+        "--slices",
+        type=cli.positive,
+        default=1,
+        help="number of TPU slices; default: 1",
+    )
     add("--examples", type=cli.positive, default=0, help="size of the training split")
     add("--json", action="store_true", help="one JSON object")
     add("--export", default="", help="file for the step's StableHLO")
+    add("--out", default="", help="file for the compiled step: train --compiled")
     add(
         "--plan",
         nargs="?",

@@ -35,7 +35,14 @@ def main(flags: argparse.Namespace) -> int:
                 f"{flags.config}: a small stand-in for the network, made images and 3 "
                 "steps show that the recipe runs, not what it reaches"
             )
-        loop.train(config, flags.workdir or new_workdir(config.name), startup)
+        workdir, setup = flags.workdir or new_workdir(config.name), None
+        if flags.compiled:
+            from vit_jax.training import compiled_step
+
+            setup = loop.build_setup(config, workdir, startup)
+            step = compiled_step.load(flags.compiled, config, setup)
+            setup = setup._replace(compiled=step)
+        loop.train(config, workdir, startup, setup)
 
     return job.run(train, flags.workdir, debug=flags.debug)
 
@@ -45,6 +52,8 @@ def parser() -> cli.Parser:
     flags = cli.Parser(__doc__, config="TrainConfig", recipes=r"\w+")
     flags.add_argument("--config", required=True, help="recipe or file, :argument")
     flags.add_argument("--workdir", default="", help="default: a new one under runs/")
+    text = "file of `vit_jax.compile --out`: its step is not compiled again"
+    flags.add_argument("--compiled", default="", help=text)
     return flags
 
 

@@ -20,6 +20,8 @@ Looked up in November 2026:
   (HGX B200, HGX B300), as others quote them: NVIDIA's own pages could not be read. From
   A100 on they give operations "with sparsity", of which this is half, and NVLink in both
   directions together, of which this is half.
+- Network: one adapter a GPU, of 200 Gbit/s in hosts of 8 A100 (HDR) and of 400 in hosts
+  of 8 H100 and H200 (NDR) and B200 (ConnectX-7, as MLPerf's descriptions of systems say).
 - Not confirmed: the memory's bandwidth and the NVLink of GH200.
 """
 
@@ -41,6 +43,8 @@ class Chip:
       memory_bandwidth: bytes per second, read and written together.
       link_bandwidth: bytes per second that it can send to other devices, over all of
         its links at once (ICI or NVLink, also of a bridge between cards); 0 if none.
+      network_bandwidth: bytes per second that it can send to other hosts; 0 if unknown,
+        and for TPUs, whose links reach other hosts.
       cores: number of a TPU's cores that are one device.
     """
 
@@ -50,44 +54,46 @@ class Chip:
     memory_bytes: float
     memory_bandwidth: float
     link_bandwidth: float = 0.0
+    network_bandwidth: float = 0.0
     cores: int = 1
 
 
-# Links in GB/s; a last column is `cores`, where they are not 1.
-# name            | kinds                            | TFLOP/s | memory |  GB/s | links
+# Links and network in GB/s; a last column is `cores`, where they are not 1.
+# name            | kinds                            | TFLOP/s | memory |  GB/s | links | network
 _TABLE = """
-TPU v2 core     | TPU v2                           |      23 |  8 GiB |   350 |   124
-TPU v3 core     | TPU v3                           |    61.5 | 16 GiB |   450 |   164
-TPU v4          | TPU v4                           |     275 | 32 GiB | 1,200 |   300 | 2
-TPU v5e         | TPU v5 lite, TPU v5e             |     197 | 16 GiB |   819 |   200
-TPU v5p         | TPU v5, TPU v5p                  |     459 | 95 GiB | 2,765 |   600 | 2
-TPU v6e         | TPU v6 lite, TPU v6e             |     918 | 32 GiB | 1,638 |   400
-TPU 7x core     | TPU7x                            | 1,153.5 | 96 GiB | 3,690 |   300
-V100 SXM2 16 GB | Tesla V100-SXM2-16GB             |     125 |  16 GB |   900 |   150
-V100 SXM2 32 GB | Tesla V100-SXM2-32GB             |     125 |  32 GB |   900 |   150
-V100 PCIe 16 GB | Tesla V100-PCIE-16GB             |     112 |  16 GB |   900 |     0
-T4              | Tesla T4                         |      65 |  16 GB |   320 |     0
-A10             | NVIDIA A10                       |     125 |  24 GB |   600 |     0
-A100 SXM4 40 GB | NVIDIA A100-SXM4-40GB            |     312 |  40 GB | 1,555 |   300
-A100 SXM4 80 GB | NVIDIA A100-SXM4-80GB            |     312 |  80 GB | 2,039 |   300
-A100 PCIe 40 GB | NVIDIA A100-PCIE-40GB            |     312 |  40 GB | 1,555 |   300
-A100 PCIe 80 GB | NVIDIA A100 80GB PCIe            |     312 |  80 GB | 1,935 |   300
-L4              | NVIDIA L4                        |     121 |  24 GB |   300 |     0
-L40S            | NVIDIA L40S                      |     362 |  48 GB |   864 |     0
-H100 SXM5       | NVIDIA H100 80GB HBM3            |   989.5 |  80 GB | 3,350 |   450
-H100 PCIe       | NVIDIA H100 PCIe                 |   756.5 |  80 GB | 2,000 |   300
-H100 NVL        | NVIDIA H100 NVL                  |   835.5 |  94 GB | 3,900 |   300
-GH200           | NVIDIA GH200 480GB               |   989.5 |  96 GB | 4,000 |   450
-H200 SXM        | NVIDIA H200                      |   989.5 | 141 GB | 4,800 |   450
-H200 NVL        | NVIDIA H200 NVL                  |   835.5 | 141 GB | 4,800 |   450
-B200            | NVIDIA B200                      |   2,250 | 180 GB | 7,700 |   900
-B300            | NVIDIA B300, NVIDIA B300 SXM6 AC |   2,250 | 270 GB | 7,700 |   900
+TPU v2 core     | TPU v2                           |      23 |  8 GiB |   350 |   124 |       0
+TPU v3 core     | TPU v3                           |    61.5 | 16 GiB |   450 |   164 |       0
+TPU v4          | TPU v4                           |     275 | 32 GiB | 1,200 |   300 |       0 | 2
+TPU v5e         | TPU v5 lite, TPU v5e             |     197 | 16 GiB |   819 |   200 |       0
+TPU v5p         | TPU v5, TPU v5p                  |     459 | 95 GiB | 2,765 |   600 |       0 | 2
+TPU v6e         | TPU v6 lite, TPU v6e             |     918 | 32 GiB | 1,638 |   400 |       0
+TPU 7x core     | TPU7x                            | 1,153.5 | 96 GiB | 3,690 |   300 |       0
+V100 SXM2 16 GB | Tesla V100-SXM2-16GB             |     125 |  16 GB |   900 |   150 |       0
+V100 SXM2 32 GB | Tesla V100-SXM2-32GB             |     125 |  32 GB |   900 |   150 |       0
+V100 PCIe 16 GB | Tesla V100-PCIE-16GB             |     112 |  16 GB |   900 |     0 |       0
+T4              | Tesla T4                         |      65 |  16 GB |   320 |     0 |       0
+A10             | NVIDIA A10                       |     125 |  24 GB |   600 |     0 |       0
+A100 SXM4 40 GB | NVIDIA A100-SXM4-40GB            |     312 |  40 GB | 1,555 |   300 |      25
+A100 SXM4 80 GB | NVIDIA A100-SXM4-80GB            |     312 |  80 GB | 2,039 |   300 |      25
+A100 PCIe 40 GB | NVIDIA A100-PCIE-40GB            |     312 |  40 GB | 1,555 |   300 |       0
+A100 PCIe 80 GB | NVIDIA A100 80GB PCIe            |     312 |  80 GB | 1,935 |   300 |       0
+L4              | NVIDIA L4                        |     121 |  24 GB |   300 |     0 |       0
+L40S            | NVIDIA L40S                      |     362 |  48 GB |   864 |     0 |       0
+H100 SXM5       | NVIDIA H100 80GB HBM3            |   989.5 |  80 GB | 3,350 |   450 |      50
+H100 PCIe       | NVIDIA H100 PCIe                 |   756.5 |  80 GB | 2,000 |   300 |       0
+H100 NVL        | NVIDIA H100 NVL                  |   835.5 |  94 GB | 3,900 |   300 |       0
+GH200           | NVIDIA GH200 480GB               |   989.5 |  96 GB | 4,000 |   450 |       0
+H200 SXM        | NVIDIA H200                      |   989.5 | 141 GB | 4,800 |   450 |      50
+H200 NVL        | NVIDIA H200 NVL                  |   835.5 | 141 GB | 4,800 |   450 |       0
+B200            | NVIDIA B200                      |   2,250 | 180 GB | 7,700 |   900 |      50
+B300            | NVIDIA B300, NVIDIA B300 SXM6 AC |   2,250 | 270 GB | 7,700 |   900 |       0
 """
 
 
 def _chip(line: str) -> Chip:
     name, kinds, *numbers = (word.strip() for word in line.split("|"))
-    flops, memory, bandwidth, links, *cores = (n.replace(",", "") for n in numbers)
+    numbers = (n.replace(",", "") for n in numbers)
+    flops, memory, bandwidth, links, network, *cores = numbers
     size, unit = memory.split()
     return Chip(
         name,
@@ -96,6 +102,7 @@ def _chip(line: str) -> Chip:
         float(size) * {"GB": GB, "GiB": GIB}[unit],
         float(bandwidth) * GB,
         float(links) * GB,
+        float(network) * GB,
         *map(int, cores),
     )
 

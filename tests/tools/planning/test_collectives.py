@@ -8,6 +8,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from vit_jax.tools.planning import costs, hlo
 
 Collective = costs.Collective
+ONE_HOST = [0] * 16
 
 
 def compiled(function, *args, **kwargs):
@@ -21,12 +22,12 @@ def test_collectives_of_a_program_of_this_machine_are_found_with_their_sizes():
     x = jax.ShapeDtypeStruct((12, 5), jnp.float32)
 
     summed = compiled(lambda x: x.sum(0), x, in_shardings=rows, out_shardings=whole)
-    (one,) = costs.find_collectives(summed, 8)
+    (one,) = costs.find_collectives(summed, ONE_HOST[:8])
     assert (one.kind, one.devices, one.bytes) == ("all-reduce", 4, 5 * 4)
     assert one.sent == pytest.approx(2 * 20 * 3 / 4)
 
     gathered = compiled(lambda x: x + 1, x, in_shardings=rows, out_shardings=whole)
-    (one,) = costs.find_collectives(gathered, 8)
+    (one,) = costs.find_collectives(gathered, ONE_HOST[:8])
     assert (one.kind, one.devices, one.bytes) == ("all-gather", 4, 12 * 5 * 4)
     assert one.sent == pytest.approx(240 * 3 / 4)
 
@@ -44,12 +45,12 @@ HloModule m
 
 %begin (p: f32[2,5]) -> f32[8,5] {
   %p = f32[2,5]{1,0} parameter(0)
-  ROOT %g1 = f32[8,5]{1,0} all-gather(%p), channel_id=7, replica_groups=[4,4]<=[16]T(1,0), dimensions={0}, frontend_attributes={chain_id="2"}
+  ROOT %g1 = f32[8,5]{1,0} all-gather(%p), channel_id=7, replica_groups=[4,4]<=[4,4]T(1,0), dimensions={0}, frontend_attributes={chain_id="2"}
 }
 
 %go_on (p2: f32[2,5]) -> f32[8,5] {
   %p2 = f32[2,5]{1,0} parameter(0)
-  ROOT %g2 = f32[8,5]{1,0} all-gather(%p2), channel_id=7, replica_groups=[4,4]<=[16]T(1,0), dimensions={0}, frontend_attributes={chain_id="2"}
+  ROOT %g2 = f32[8,5]{1,0} all-gather(%p2), channel_id=7, replica_groups=[4,4]<=[4,4]T(1,0), dimensions={0}, frontend_attributes={chain_id="2"}
 }
 
 ENTRY %main (a: bf16[8,6], b: f32[2,5]) -> bf16[2,6] {
@@ -66,7 +67,7 @@ ENTRY %main (a: bf16[8,6], b: f32[2,5]) -> bf16[2,6] {
 
 
 def test_what_tpus_compiler_makes_of_collectives_is_understood():
-    found = costs.find_collectives(hlo.parse(TPU), 16)
+    found = costs.find_collectives(hlo.parse(TPU), ONE_HOST)
     assert found == [
         Collective("all-gather", "f32", True, 4, 8 * 5 * 4, 1),
         Collective("collective-permute", "f32", False, 16, 2 * 5 * 4, 1),
@@ -77,7 +78,7 @@ def test_what_tpus_compiler_makes_of_collectives_is_understood():
 
 
 def test_collectives_add_up_by_kind_and_type():
-    found = costs.find_collectives(hlo.parse(TPU), 16)
+    found = costs.find_collectives(hlo.parse(TPU), ONE_HOST)
     rows = {row["kind"]: row for row in costs.summarize_collectives(found)}
     assert list(rows) == ["reduce-scatter", "all-gather", "collective-permute"]
     assert rows["all-gather"] == {
@@ -85,25 +86,57 @@ def test_collectives_add_up_by_kind_and_type():
         "dtype": "f32",
         "overlapped": True,
         "slices": False,
+        "hosts": 1,
         "count": 2,
         "bytes": 160 + 640,
         "sent": 720,
+        "network": 0,
     }
 
 
 @pytest.mark.parametrize(
     ("words", "devices"),
     [
-        ("replica_groups={{0,1,2},{3,4,5}}", 3),
-        ("replica_groups=[16,3]<=[48]", 3),
-        ("replica_groups=[2,8]<=[4,4]T(1,0)", 8),
-        ("replica_groups=mesh['a'=2,'b'=6] {'a','b'}", 12),
-        ("replica_groups=mesh['a'=2,'b'=6] {'b':(1)3}", 3),
-        ("replica_groups={}", 48),
+        ("replica_groups={{0,2,4},{1,3,5}}", [0, 2, 4]),
+        ("replica_groups=[16,3]<=[48]", [0, 1, 2]),
+        ("replica_groups=[2,8]<=[8,2]T(1,0)", [0, 2, 4, 6, 8, 10, 12, 14]),
+        ("replica_groups=mesh['a'=2,'b'=24] {'a'}", [0, 24]),
+        ("replica_groups=mesh['a'=2,'b'=6,'c'=4] {'a','b'}", list(range(0, 48, 4))),
+        ("replica_groups=mesh['a'=8,'b'=6] {'b':(1)3}", [0, 2, 4]),
+        ("replica_groups=mesh['a'=8,'b'=6] {'b':(3)2}", [0, 1]),
+        ("replica_groups={}", list(range(48))),
     ],
 )
 def test_every_way_to_write_groups_is_read(words, devices):
     assert costs._group(f", channel_id=1, {words}, x={{0}}", 48) == devices
+
+
+# As the GPU compiler writes them: all as asynchronous, and marked if they are not.
+GPU = """
+HloModule m
+
+ENTRY %main (x: bf16[800]) -> bf16[800] {
+  %x = bf16[800]{0} parameter(0)
+  %s1 = bf16[800]{0} all-reduce-start(%x), channel_id=1, replica_groups=mesh['a'=4,'b'=2] {'a','b'}, to_apply=%add, backend_config={"collective_backend_config":{"is_sync":false}}
+  %d1 = bf16[800]{0} all-reduce-done(%s1)
+  %s2 = bf16[800]{0} all-reduce-start(%d1), channel_id=2, replica_groups={{0,1},{2,3},{4,5},{6,7}}, to_apply=%add, backend_config={"collective_backend_config":{"is_sync":true}}
+  %d2 = bf16[800]{0} all-reduce-done(%s2)
+  ROOT %p = bf16[800]{0} collective-permute(%d2), channel_id=3, source_target_pairs={{0,4},{4,0}}
+}
+"""
+
+
+def test_bytes_of_gpus_go_over_links_within_a_host_and_over_the_network_between():
+    found = costs.find_collectives(hlo.parse(GPU), [0, 0, 0, 0, 1, 1, 1, 1])
+    rows = [(one.kind, one.overlapped, one.devices, one.hosts) for one in found]
+    assert rows == [
+        ("all-reduce", True, 8, 2),
+        ("all-reduce", False, 2, 1),
+        ("collective-permute", False, 8, 2),
+    ]
+    # Reduced within hosts first: each of 4 GPUs then sends a quarter over the network.
+    assert [one.sent for one in found] == [2 * 1600 * 3 / 4, 1600, 1600]
+    assert [one.network for one in found] == [2 * 400 / 2, 0, 1600]
 
 
 # As XLA prints what stands for a computation of one collective (seen of TPU's compiler
@@ -136,7 +169,7 @@ ENTRY %main (x: f32[8,6], y: bf16[4,6]) -> f32[8,6] {
 
 
 def test_asynchronous_collectives_are_what_they_wrap():
-    assert costs.find_collectives(hlo.parse(ASYNCHRONOUS), 16) == [
+    assert costs.find_collectives(hlo.parse(ASYNCHRONOUS), ONE_HOST) == [
         # What it takes, 4 times what it gives.
         Collective("reduce-scatter", "f32", True, 4, 192 + 48, 1),
         Collective("all-to-all", "f32", True, 4, 192, 1),
@@ -166,7 +199,7 @@ ENTRY %main (x: bf16[512,8]) -> bf16[512,8] {
 
 
 def test_what_goes_between_slices_counts_once_and_apart():
-    found = costs.find_collectives(hlo.parse(SLICES), 16)
+    found = costs.find_collectives(hlo.parse(SLICES), ONE_HOST)
     size = 512 * 8 * 2
     assert [(one.kind, one.devices, one.bytes) for one in found] == [
         ("all-reduce", 4, size),

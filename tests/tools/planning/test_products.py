@@ -96,3 +96,42 @@ def test_products_as_tpus_compiler_writes_them_count_once():
     heads = 32 * 197 * 512 * 512
     classes = 32 * 512 * 10
     assert costs.count_macs(hlo.parse(TPU)) == logits + heads + classes
+
+
+# As the GPU compiler writes kernels of cuDNN and cuBLAS, shortened.
+GPU = """
+HloModule m
+
+ENTRY %main (q: bf16[2,200,3,64], s: s32[4], x: bf16[2,32,32,3], w: bf16[8,16,16,3]) -> bf16[2,2,2,8] {
+  %q = bf16[2,200,3,64]{3,2,1,0} parameter(0)
+  %k = bf16[2,104,3,64]{3,2,1,0} parameter(1)
+  %fwd = (bf16[2,3,200,64]{3,1,2,0}, f32[2,3,200]{2,1,0}, u8[0]{0}) custom-call(%q, %k, %k), custom_call_target="__cudnn$fmhaSoftmax"
+  %stats = f32[2,3,200]{2,1,0} get-tuple-element(%fwd), index=1
+  %bwd = (bf16[2,3,200,64]{3,1,2,0}, bf16[2,3,104,64]{3,1,2,0}, u8[0]{0}) custom-call(%q, %k, %k, %stats, %q, %q), custom_call_target="__cudnn$fmhaSoftmaxBackward"
+  %x = bf16[2,32,32,3]{3,2,1,0} parameter(2)
+  %w = bf16[8,16,16,3]{3,2,1,0} parameter(3)
+  %c = (bf16[2,2,2,8]{3,2,1,0}, u8[0]{0}) custom-call(%x, %w), window={size=16x16 stride=16x16}, dim_labels=b01f_o01i->b01f, custom_call_target="__cudnn$convForward"
+  %out = bf16[2,2,2,8]{3,2,1,0} get-tuple-element(%c), index=0
+  %i = (bf16[2,32,32,3]{3,2,1,0}, u8[0]{0}) custom-call(%out, %w), window={size=16x16 stride=16x16}, dim_labels=b01f_o01i->b01f, custom_call_target="__cudnn$convBackwardInput"
+  %f = (bf16[8,16,16,3]{3,2,1,0}, u8[0]{0}) custom-call(%x, %out), window={size=16x16 stride=16x16}, dim_labels=b01f_o01i->b01f, custom_call_target="__cudnn$convBackwardFilter"
+  %a = bf16[70,5]{1,0} parameter(4)
+  %b = bf16[70,6]{1,0} parameter(5)
+  %g = (bf16[5,6]{1,0}, s8[4]{0}) custom-call(%a, %b), custom_call_target="__cublas$gemm", backend_config={"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["0"],"rhs_contracting_dimensions":["0"]}}}
+  ROOT %r = bf16[2,2,2,8]{3,2,1,0} get-tuple-element(%c), index=0
+}
+"""
+
+
+def test_kernels_of_cudnn_and_cublas_count():
+    module = hlo.parse(GPU)
+    product = 2 * 3 * 200 * 104 * 64
+    patches = 2 * 2 * 2 * 16 * 16 * 3 * 8
+    assert costs.count_macs(module) == (2 + 5) * product + 3 * patches + 70 * 5 * 6
+    assert costs.count_kernels(module) == {
+        "__cublas$gemm": 1,
+        "__cudnn$convBackwardFilter": 1,
+        "__cudnn$convBackwardInput": 1,
+        "__cudnn$convForward": 1,
+        "__cudnn$fmhaSoftmax": 1,
+        "__cudnn$fmhaSoftmaxBackward": 1,
+    }

@@ -1,9 +1,11 @@
 """Bounds on the time of a step, by cases computed by hand."""
 
+import dataclasses
+
 import pytest
 
 from vit_jax.distributed.chips import Chip
-from vit_jax.tools.planning import analysis
+from vit_jax.tools.planning import analysis, costs
 
 CHIP = Chip(
     "round numbers",
@@ -13,6 +15,12 @@ CHIP = Chip(
     memory_bandwidth=500e9,
     link_bandwidth=50e9,
 )
+
+
+def sending(size, overlapped):
+    """Returns a collective in which a device sends `size` bytes."""
+    kind = "collective-permute"
+    return costs.Collective(kind, "f32", overlapped, 8, int(size), 1)
 
 
 @pytest.mark.parametrize(
@@ -28,13 +36,22 @@ CHIP = Chip(
 def test_the_floor_is_the_slowest_part_and_what_nothing_hides(
     flops, moved, hidden, shown, floor, bound
 ):
-    found = analysis.estimate_roofline(CHIP, flops, moved, hidden, shown)
+    collectives = [sending(hidden, True), sending(shown, False)]
+    found = analysis.estimate_roofline(CHIP, flops, moved, collectives)
     assert found.floor == pytest.approx(floor)
     assert found.bound == bound
 
 
 def test_a_chip_without_links_computes_alone():
     alone = Chip("alone", ("none",), 100e12, 16e9, 500e9)
-    assert analysis.estimate_roofline(
-        alone, 2e12, 1e9, 0.0, 0.0
-    ).floor == pytest.approx(0.02)
+    found = analysis.estimate_roofline(alone, 2e12, 1e9, [sending(1e9, False)])
+    assert found.floor == pytest.approx(0.02)
+
+
+def test_links_and_network_send_at_the_same_time():
+    chip = dataclasses.replace(CHIP, network_bandwidth=10e9)
+    # 4 of 2 hosts: 2 GB within a host take 40 ms, a half of that to the other one 100.
+    one = costs.Collective("all-reduce", "f32", True, 4, int(2e9), 1, hosts=2)
+    found = analysis.estimate_roofline(chip, 2e12, 1e9, [one])
+    assert (one.sent, one.network) == (2e9, 1e9)
+    assert (found.overlapped, found.bound) == (pytest.approx(0.1), "links")

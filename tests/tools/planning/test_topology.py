@@ -15,14 +15,17 @@ from vit_jax.tools.planning import analysis, topology
 
 def test_a_topology_is_a_generation_and_the_sides_of_its_torus():
     found = topology.parse("v5p:4x4x8", slices=3)
-    assert found == topology.Topology("v5p", (4, 4, 8), 3)
+    assert found == topology.Slices("v5p", (4, 4, 8), 3)
     assert found.name == "v5p:4x4x8"
 
 
 @pytest.mark.parametrize(
     ("text", "match"),
     [
-        ("v9:4x4", r"no TPU 'v9' is known; known are.* v5e:16x16"),
+        ("v9:4x4", r"no TPU or GPU 'v9' is known; known are.* v5e:16x16.* h100:8"),
+        ("h100", "'' is not a number of GPUs: write it as h100:8, .* as h100:4x8"),
+        ("h100:2x2x2", "'2x2x2' is not a number of GPUs"),
+        ("h100:0", "'0' is not a number of GPUs"),
         ("v5e", "'' is not a shape of v5e, which has 2 axes: write it as v5e:16x16"),
         ("v5e:16", "'16' is not a shape of v5e"),
         ("v5e:4x4x4", "'4x4x4' is not a shape of v5e"),
@@ -85,7 +88,7 @@ def test_bytes_of_a_device_are_those_of_its_part():
 
 def test_the_verb_refuses_an_unknown_topology():
     words = ["--config=configs/b16_i21k.py:quick", "--topology=v5x:4x4"]
-    with pytest.raises(UserError, match="--topology=v5x:4x4: no TPU 'v5x' is known"):
+    with pytest.raises(UserError, match="--topology=v5x:4x4: no TPU or GPU 'v5x' is known"):
         run_command("compile", words)
 
 

@@ -1,9 +1,11 @@
-"""Compiles a config's training step for a TPU slice and analyses its cost."""
+"""Compiles a config's training step for TPUs or GPUs and analyses its cost."""
 
 import dataclasses
 import math
+import os
 import pathlib
 import time
+from collections.abc import Sequence
 
 import jax
 import jax.export
@@ -13,8 +15,8 @@ from vit_jax.config import fields
 from vit_jax.distributed import chips
 from vit_jax.errors import UserError
 from vit_jax.models import cost
-from vit_jax.tools.planning import costs, hlo, topology
-from vit_jax.training import train_step
+from vit_jax.tools.planning import costs, gpus, hlo, topology
+from vit_jax.training import compiled_step, train_step
 from vit_jax.training.config import TrainConfig
 
 TRACED = "counted in the trace, split evenly over the devices"
@@ -22,13 +24,23 @@ KERNEL = f"{TRACED}, attention as einsums: a floor, the kernel computes more"
 COMPILED = "counted in the compiled program"
 # Opcodes whose trip count changes the totals.
 _WORK = ("dot", "convolution", "send", *costs.KINDS)
-ASSUMPTIONS = (
+_ASSUMPTIONS = (
     "every product at the chip's bfloat16 peak, nothing else computed",
     "memory at its full bandwidth, all of the time",
-    "all links of a chip carry its share at once, between slices as well",
     "a transfer takes no time to begin",
     "asynchronous collectives hide behind computation entirely, others not at all",
 )
+ASSUMPTIONS = {
+    "tpu": (
+        *_ASSUMPTIONS,
+        "all links of a chip carry its share at once, between slices as well",
+    ),
+    "gpu": (
+        *_ASSUMPTIONS,
+        "NVLink joins the GPUs of a host; a host sends over one network adapter a GPU",
+        "kernels as chosen without autotuning, which needs the GPU: tiles, workspace",
+    ),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +50,7 @@ class Roofline:
     Attributes:
       compute: time of the matrix products.
       memory: time to read and write main memory.
-      overlapped: time of asynchronous collectives.
+      overlapped: time of asynchronous collectives, over links and network at once.
       exposed: time of the other collectives.
       floor: bound on the whole step: the largest of compute, memory and overlapped,
         which run at the same time, plus exposed.
@@ -83,6 +95,8 @@ class Analysis:
       model_flops: 3 times the operations of the model's forward pass.
       moved_bytes: bytes read and written in main memory.
       collectives: see `costs.summarize_collectives`.
+      kernels: kernel of a library, such as cuDNN's attention -> times.
+      platform: "tpu" or "gpu".
       unread_loops: number of loops with products or collectives that count once because
         their trip count is unknown. Other such loops, such as mixup's rejection
         sampling, move next to nothing.
@@ -92,6 +106,7 @@ class Analysis:
     """
 
     settings: dict
+    platform: str = ""
     parameters: int = 0
     params_bytes: int = 0
     moments_bytes: int = 0
@@ -108,6 +123,7 @@ class Analysis:
     fits: bool = False
     moved_bytes: int = 0
     collectives: tuple[dict, ...] = ()
+    kernels: dict[str, int] = dataclasses.field(default_factory=dict)
     unread_loops: int = 0
     roofline: Roofline | None = None
     compile_seconds: float = 0.0
@@ -130,7 +146,11 @@ class Analysis:
 
 
 def analyse(
-    config: TrainConfig, mesh: Mesh, examples: int, limit: int | None
+    config: TrainConfig,
+    mesh: Mesh,
+    examples: int,
+    limit: int | None,
+    out: str | os.PathLike = "",
 ) -> Analysis:
     """Compiles a training step and analyses the compiled program.
 
@@ -139,21 +159,31 @@ def analyse(
       mesh: devices of a topology.
       examples: number of training examples.
       limit: bytes of a chip that a program can use; None if unknown.
+      out: file for the compiled step if it fits, see `compiled_step`; "" for none.
 
     Raises:
-      UserError: the config does not fit the mesh.
+      UserError: the config does not fit the mesh, or the file cannot be written.
     """
     setup = train_step.build_train_setup(config, mesh, examples)
     traced = setup.train_step.trace(setup.shapes, setup.batch_shapes)
     before = _before(setup, traced, config, mesh, examples, limit)
-    lowered = traced.lower(lowering_platforms=(mesh.devices.flat[0].platform,))
+    lowered = traced.lower(lowering_platforms=(_lowering_platform(mesh),))
+    options = gpus.COMPILER_OPTIONS if before.platform == "gpu" else None
     began = time.perf_counter()
     try:
-        compiled = lowered.compile()
+        compiled = lowered.compile(compiler_options=options)
     except jax.errors.JaxRuntimeError as error:
         return _refused(before, str(error))
     seconds = time.perf_counter() - began
-    return _after(before, compiled, mesh, seconds)
+    after = _after(before, compiled, mesh, seconds)
+    if out and after.fits:
+        compiled_step.save(out, config, mesh, lowered, compiled)
+    return after
+
+
+def _lowering_platform(mesh: Mesh) -> str:
+    platform = mesh.devices.flat[0].platform
+    return "cuda" if platform == "gpu" else platform
 
 
 def _before(setup, traced, config, mesh, examples, limit) -> Analysis:
@@ -169,6 +199,7 @@ def _before(setup, traced, config, mesh, examples, limit) -> Analysis:
         )
     return Analysis(
         settings=settings(config, dict(mesh.shape)),
+        platform=mesh.devices.flat[0].platform,
         parameters=sum(x.size for x in jax.tree.leaves(shapes.params)),
         params_bytes=bytes_per_device(shapes.params, shardings.params),
         moments_bytes=bytes_per_device(shapes.opt_state, shardings.opt_state),
@@ -243,26 +274,28 @@ def _refused(before: Analysis, message: str) -> Analysis:
 def _after(before: Analysis, compiled, mesh: Mesh, seconds: float) -> Analysis:
     """Adds the costs of the compiled program to an analysis."""
     module = hlo.parse(compiled.as_text())
-    collectives = costs.find_collectives(module, mesh.size)
-    sent = {True: 0.0, False: 0.0}
-    for collective in collectives:
-        sent[collective.overlapped] += collective.times * collective.sent
+    on_gpu = before.platform == "gpu"
+    hosts = [d.process_index if on_gpu else 0 for d in mesh.devices.flat]
+    collectives = costs.find_collectives(module, hosts)
     moved = costs.count_bytes_moved(module)
     flops, counted = _products(before, module)
     chip = chips.find(mesh.devices.flat[0].device_kind)
     bounds = None
     if chip:
-        bounds = estimate_roofline(chip, flops, moved, sent[True], sent[False])
+        bounds = estimate_roofline(chip, flops, moved, collectives)
     stats = compiled.memory_analysis()
+    peak = stats.peak_memory_in_bytes
     return dataclasses.replace(
         before,
         argument_bytes=stats.argument_size_in_bytes,
-        peak_bytes=stats.peak_memory_in_bytes,
-        fits=True,
+        peak_bytes=peak,
+        # The compiler for GPUs takes any size.
+        fits=not on_gpu or peak <= before.limit_bytes,
         flops=flops,
         counted=counted,
         moved_bytes=moved,
         collectives=tuple(costs.summarize_collectives(collectives)),
+        kernels=costs.count_kernels(module),
         unread_loops=_unread(module),
         roofline=bounds,
         compile_seconds=round(seconds, 1),
@@ -274,7 +307,7 @@ def _products(before: Analysis, module: hlo.Module) -> tuple[float, str]:
     # The compiled program includes work that several devices repeat. It hides the work
     # of kernels and of loops with unknown trip counts: there the trace's count stays.
     flops = 2.0 * costs.count_macs(module)
-    hidden = before.counted.startswith(KERNEL) or _unread(module)
+    hidden = costs.PALLAS in costs.count_kernels(module) or _unread(module)
     if hidden or flops < before.flops:
         return before.flops, before.counted
     return flops, COMPILED
@@ -284,8 +317,7 @@ def _unread(module: hlo.Module) -> int:
     """Counts the loops with an unknown trip count whose work matters."""
     return sum(
         any(
-            inner.base in _WORK
-            or inner.attribute("custom_call_target") == "tpu_custom_call"
+            inner.base in _WORK or inner.base == "custom-call"
             for run in module.body(loop)
             for inner in module.within(run.instruction)
         )
@@ -294,7 +326,10 @@ def _unread(module: hlo.Module) -> int:
 
 
 def estimate_roofline(
-    chip: chips.Chip, flops: float, moved: float, sent_async: float, sent_sync: float
+    chip: chips.Chip,
+    flops: float,
+    moved: float,
+    collectives: Sequence[costs.Collective],
 ) -> Roofline:
     """Returns lower bounds on the time of a step.
 
@@ -302,19 +337,24 @@ def estimate_roofline(
       chip: kind of device.
       flops: operations per device, 2 per multiply-accumulate.
       moved: bytes read and written in main memory per device.
-      sent_async: bytes sent in asynchronous collectives per device.
-      sent_sync: bytes sent in other collectives per device.
+      collectives: collectives of the program.
     """
 
-    def over_links(sent):
-        # Without known links the time is unknown; 0 is still a floor.
-        return sent / chip.link_bandwidth if chip.link_bandwidth else 0.0
+    def transfer(overlapped):
+        chosen = [one for one in collectives if one.overlapped == overlapped]
+        sent = sum(one.times * one.sent for one in chosen)
+        network = sum(one.times * one.network for one in chosen)
+        # Where a bandwidth is unknown so is the time; 0 is still a floor.
+        return max(
+            sent / (chip.link_bandwidth or math.inf),
+            network / (chip.network_bandwidth or math.inf),
+        )
 
     return Roofline(
         compute=flops / chip.peak_flops,
         memory=moved / chip.memory_bandwidth,
-        overlapped=over_links(sent_async),
-        exposed=over_links(sent_sync),
+        overlapped=transfer(True),
+        exposed=transfer(False),
     )
 
 
@@ -372,10 +412,9 @@ def export_stablehlo(
       UserError: the file cannot be written.
     """
     setup = train_step.build_train_setup(config, mesh, examples)
-    platform = mesh.devices.flat[0].platform
-    exported = jax.export.export(setup.train_step, platforms=[platform])(
-        setup.shapes, setup.batch_shapes
-    )
+    exported = jax.export.export(
+        setup.train_step, platforms=[_lowering_platform(mesh)]
+    )(setup.shapes, setup.batch_shapes)
     try:
         return path.write_bytes(exported.mlir_module_serialized)
     except OSError as error:

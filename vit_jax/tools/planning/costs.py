@@ -4,7 +4,9 @@ import dataclasses
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+
+import numpy as np
 
 from vit_jax.models.cost import window_products
 from vit_jax.tools.planning.hlo import Instruction, Module
@@ -17,6 +19,8 @@ KINDS = (
     "collective-permute",
     "collective-broadcast",
 )
+# Collectives in which a device sends the whole array.
+_WHOLE = ("collective-permute", "collective-broadcast")
 
 # Between slices, the TPU compiler sends through the hosts over the data centre network;
 # an attribute names the collective.
@@ -65,7 +69,8 @@ class Collective:
       bytes: size of the full arrays on a device: the result of an all-reduce or
         all-gather, the operand of a reduce-scatter.
       times: executions per step.
-      slices: whether it is between slices, over the data centre network.
+      slices: whether it is between TPU slices, over the data centre network.
+      hosts: number of hosts of GPUs in a group; several are joined by a network.
     """
 
     kind: str
@@ -75,26 +80,39 @@ class Collective:
     bytes: int
     times: int
     slices: bool = False
+    hosts: int = 1
 
     @property
     def sent(self) -> float:
         """Bytes that a device sends per execution, with the best known algorithm.
 
         Each of n devices keeps its share, 1 / n, and sends the rest. An all-reduce is
-        a reduce-scatter and an all-gather.
+        a reduce-scatter and an all-gather. Of several hosts, these are the bytes
+        within a host.
         """
-        if self.kind in ("collective-permute", "collective-broadcast"):
-            return float(self.bytes)
-        share = (self.devices - 1) / self.devices
-        return self.bytes * share * (2 if self.kind == "all-reduce" else 1)
+        return self._sent(self.bytes, self.devices // self.hosts)
+
+    @property
+    def network(self) -> float:
+        """Bytes that a device sends to other hosts: its share of what its host sends."""
+        if self.hosts == 1:
+            return 0.0
+        share = 1 if self.kind in _WHOLE else self.hosts / self.devices
+        return self._sent(self.bytes * share, self.hosts)
+
+    def _sent(self, size, n) -> float:
+        if self.kind in _WHOLE:
+            return float(size)
+        return size * (n - 1) / n * (2 if self.kind == "all-reduce" else 1)
 
 
-def find_collectives(module: Module, devices: int) -> list[Collective]:
+def find_collectives(module: Module, hosts: Sequence[int]) -> list[Collective]:
     """Returns the collectives of a program; those in loops with the trip count.
 
     Args:
       module: compiled program.
-      devices: total number of devices.
+      hosts: host of each device, where a network joins hosts; of equal numbers where
+        links do.
     """
     # The TPU compiler splits an asynchronous collective into a chain of fusions with
     # other work. Each of them contains the collective, with the same channel.
@@ -117,9 +135,16 @@ def find_collectives(module: Module, devices: int) -> list[Collective]:
             # The operand of a reduce-scatter is larger than its result.
             scatters = inner.base == "reduce-scatter"
             arrays = module.taken(inner) if scatters else inner.results
-            group = _group(inner.attributes, devices)
-            overlapped = chained or beside or inner.starts
-            collectives.append(_collective(kind, arrays, overlapped, group, run.times))
+            group = _group(inner.attributes, len(hosts))
+            # The GPU compiler writes all as asynchronous, and marks those that are not.
+            blocking = '"is_sync":true' in inner.attributes
+            overlapped = (chained or beside or inner.starts) and not blocking
+            one = _collective(kind, arrays, overlapped, len(group), run.times)
+            count = len({hosts[device] for device in group})
+            if inner.base == "collective-permute":
+                pairs = re.findall(r"\{(\d+),(\d+)\}", inner.attributes)
+                count = 1 + any(hosts[int(a)] != hosts[int(b)] for a, b in pairs)
+            collectives.append(dataclasses.replace(one, hosts=count))
     return collectives
 
 
@@ -127,28 +152,31 @@ def summarize_collectives(collectives: list[Collective]) -> list[dict]:
     """Sums collectives by kind, type, network and overlap.
 
     Returns:
-      One dict each: kind, dtype, overlapped, slices, count, bytes and sent, per device
-      and step.
+      One dict each: kind, dtype, overlapped, slices, hosts, count, bytes, sent and
+      network, per device and step.
     """
-    rows = defaultdict(lambda: [0, 0, 0.0])
+    rows = defaultdict(lambda: [0, 0, 0.0, 0.0])
     for each in collectives:
-        row = rows[KINDS.index(each.kind), each.dtype, each.overlapped, each.slices]
+        kind = KINDS.index(each.kind)
+        row = rows[kind, each.dtype, each.overlapped, each.slices, each.hosts]
         row[0] += each.times
         row[1] += each.times * each.bytes
         row[2] += each.times * each.sent
+        row[3] += each.times * each.network
     return [
         {
             "kind": KINDS[kind],
             "dtype": dtype,
             "overlapped": overlapped,
             "slices": slices,
+            "hosts": hosts,
             "count": count,
             "bytes": size,
             "sent": round(sent),
+            "network": round(network),
         }
-        for (kind, dtype, overlapped, slices), (count, size, sent) in sorted(
-            rows.items()
-        )
+        for key, (count, size, sent, network) in sorted(rows.items())
+        for kind, dtype, overlapped, slices, hosts in [key]
         if count
     ]
 
@@ -192,43 +220,66 @@ def _between_slices(send, module, times):
     return sent
 
 
-def _group(attributes: str, devices: int) -> int:
-    """Returns the number of devices in a group."""
+def _group(attributes: str, devices: int) -> list[int]:
+    """Returns the devices of the first group."""
     # Three notations are known: {{0,1},{2,3}}; [2,4]<=[8], groups by members; and
     # mesh['a'=2,'b'=4] {'b'}, the mesh axes of a group, or a part of one: 'b':(1)2.
-    if re.search(r"source_target_pairs=", attributes):
-        return devices
     if match := re.search(r"replica_groups=\{\{([\d,]+)\}", attributes):
-        return match[1].count(",") + 1
-    if match := re.search(r"replica_groups=\[(\d+),(\d+)\]<=", attributes):
-        return int(match[2])
+        return [int(n) for n in match[1].split(",")]
+    if match := re.search(
+        r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", attributes
+    ):
+        shape = [int(n) for n in match[3].split(",")]
+        order = [int(n) for n in (match[4] or "").split(",") if n] or range(len(shape))
+        members = np.arange(math.prod(shape)).reshape(shape).transpose(order)
+        return members.reshape(int(match[1]), int(match[2]))[0].tolist()
     if match := re.search(
         r"replica_groups=(?:@?\w*)?mesh\[([^\]]*)\][^{]*\{([^}]*)\}", attributes
     ):
-        sizes = dict(re.findall(r"'([^']+)'=(\d+)", match[1]))
-        axes = re.findall(r"'([^']+)'(?::\(\d+\)(\d+))?", match[2])
-        return math.prod(int(part or sizes[axis]) for axis, part in axes)
-    return devices
+        members = np.arange(devices)
+        sizes = {axis: int(n) for axis, n in re.findall(r"'([^']+)'=(\d+)", match[1])}
+        wanted = dict(re.findall(r"'([^']+)'((?::\(\d+\)\d+)?)", match[2]))
+        shape, index = [], []
+        for axis, size in sizes.items():
+            before, part = 1, 1
+            if axis in wanted:
+                words = re.findall(r"\d+", wanted[axis]) or (1, size)
+                before, part = map(int, words)
+            shape += [before, part, size // before // part]
+            index += [0, slice(None), 0]
+        return members.reshape(shape)[tuple(index)].ravel().tolist()
+    return list(range(devices))
 
 
 def count_macs(module: Module) -> int:
     """Returns the multiply-accumulates of a step's matrix products and convolutions.
 
     In convolutions, padding and dilation zeros do not count: the TPU compiler writes
-    batched products that way. Work repeated on several devices counts on each. Custom
-    calls, such as Pallas kernels, are not counted.
+    batched products that way. Work repeated on several devices counts on each. Of
+    custom calls, those of cuDNN and cuBLAS count, and no others, such as Pallas kernels.
 
     Args:
       module: optimised program of one device; a loop with an unknown trip count counts
         once.
     """
-    counts = {"dot": _dot_macs, "convolution": _convolution_macs}
-    return sum(
-        run.times * counts[inner.base](module, inner)
-        for run in module.runs()
-        for inner in module.within(run.instruction)
-        if inner.base in counts
-    )
+    total = 0
+    for run in module.runs():
+        for inner in module.within(run.instruction):
+            count = _MACS.get(inner.attribute("custom_call_target") or inner.base)
+            if count:
+                total += run.times * count(module, inner)
+    return total
+
+
+def count_kernels(module: Module) -> dict[str, int]:
+    """Returns how often a step runs each kernel of a library, by name."""
+    counts = defaultdict(int)
+    for run in module.runs():
+        for inner in module.within(run.instruction):
+            name = inner.attribute("custom_call_target")
+            if name in _MACS or name == PALLAS:
+                counts[name] += run.times
+    return dict(sorted(counts.items()))
 
 
 def _dot_macs(module, instruction):
@@ -240,11 +291,31 @@ def _dot_macs(module, instruction):
 
 
 def _convolution_macs(module, instruction):
-    """Counts with "dim_labels=b01f_01io->b01f" and "window={size=3x3 pad=1_1x1_1}"."""
-    left, kernel = (
-        module.by_name[name].results[0].dims for name in instruction.operands
+    return _window_macs(
+        instruction, *_operands(module, instruction), _result(instruction)
     )
-    out = instruction.results[0].dims
+
+
+def _operands(module, instruction):
+    return [module.by_name[name].results[0].dims for name in instruction.operands[:2]]
+
+
+def _result(instruction):
+    return instruction.results[0].dims
+
+
+def _input_gradient_macs(module, instruction):
+    out, kernel = _operands(module, instruction)
+    return _window_macs(instruction, _result(instruction), kernel, out)
+
+
+def _kernel_gradient_macs(module, instruction):
+    left, out = _operands(module, instruction)
+    return _window_macs(instruction, left, _result(instruction), out)
+
+
+def _window_macs(instruction, left, kernel, out):
+    """Counts with "dim_labels=b01f_01io->b01f" and "window={size=3x3 pad=1_1x1_1}"."""
     left_axes, kernel_axes, out_axes = re.search(
         r"dim_labels=(\w+)_(\w+)->(\w+)", instruction.attributes
     ).groups()
@@ -263,6 +334,50 @@ def _convolution_macs(module, instruction):
         before = int(option("pad", "0_0").split("_")[0])
         macs *= window_products(side, taps, steps, stride, before, spread, dilation)
     return macs
+
+
+def _cublas_macs(module, instruction):
+    left, _ = _operands(module, instruction)
+    match = re.search(
+        r'"lhs_contracting_dimensions":\[([^\]]*)\]', instruction.attributes
+    )
+    contracted = [int(n) for n in re.findall(r"\d+", match[1])]
+    return math.prod(_result(instruction)) * math.prod(
+        left[axis] for axis in contracted
+    )
+
+
+def _attention_macs(products):
+    """Returns a counter of attention whose kernel has `products` of queries and keys."""
+
+    def count(module, instruction):
+        taken = module.taken(instruction)
+        # The statistics of the softmax, float32, are of (image, head, query).
+        statistics = [
+            array.dims
+            for array in (*instruction.results, *taken)
+            if array.dtype == "f32" and len(array.dims) == 3
+        ]
+        tokens = statistics[0][2]
+        return products * tokens * math.prod(taken[1].dims)
+
+    return count
+
+
+PALLAS = "tpu_custom_call"
+# Backward, the logits and four gradients are computed.
+_MACS = {
+    "dot": _dot_macs,
+    "convolution": _convolution_macs,
+    "__cudnn$convForward": _convolution_macs,
+    "__cudnn$convBiasActivationForward": _convolution_macs,
+    "__cudnn$convBackwardInput": _input_gradient_macs,
+    "__cudnn$convBackwardFilter": _kernel_gradient_macs,
+    "__cublas$gemm": _cublas_macs,
+    "__cublas$lt$matmul": _cublas_macs,
+    "__cudnn$fmhaSoftmax": _attention_macs(2),
+    "__cudnn$fmhaSoftmaxBackward": _attention_macs(5),
+}
 
 
 def count_bytes_moved(module: Module) -> int:

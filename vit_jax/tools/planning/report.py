@@ -9,9 +9,16 @@ _COMPILER = "reported by the compiler"
 _SHAPES = "from shapes, without padding"
 
 
-def text(analysis: Analysis, heading: str) -> str:
-    """Returns the report of one program; `heading` is its first line."""
-    parts = [heading, _setting(analysis.settings), "", *_memory(analysis)]
+def text(analysis: Analysis, heading: str, limit_source: str = _COMPILER) -> str:
+    """Returns the report of one program.
+
+    Args:
+      analysis: the program.
+      heading: first line.
+      limit_source: where the limit of memory comes from.
+    """
+    parts = [heading, _setting(analysis.settings), ""]
+    parts += _memory(analysis, limit_source)
     if analysis.fits:
         parts += ["", *_work(analysis)]
         parts += ["", *_collectives(analysis)]
@@ -81,7 +88,7 @@ def _setting(settings):
     return f"mesh {mesh}; {', '.join(words)}"
 
 
-def _memory(analysis):
+def _memory(analysis, limit_source):
     yield "Memory per chip, GiB"
     yield line("parameters", _gib(analysis.params_bytes), _SHAPES)
     yield line("optimiser's moments", _gib(analysis.moments_bytes), _SHAPES)
@@ -95,7 +102,7 @@ def _memory(analysis):
         name = "peak" if analysis.fits else "requested"
         yield line(name, _gib(analysis.peak_bytes), _COMPILER)
     if analysis.limit_bytes:
-        yield line("limit", _gib(analysis.limit_bytes), _COMPILER)
+        yield line("limit", _gib(analysis.limit_bytes), limit_source)
     yield verdict(analysis)
 
 
@@ -113,6 +120,9 @@ def _work(analysis):
         f"{analysis.moved_bytes / 1e9:.2f}",
         "counted in the compiled program, without on-core memory",
     )
+    if analysis.kernels:
+        names = (f"{name} {times} times" for name, times in analysis.kernels.items())
+        yield f"  kernels of libraries: {', '.join(names)}"
     if analysis.unread_loops:
         yield (
             f"  {analysis.unread_loops} loops count once, here and below: their trip "
@@ -125,16 +135,22 @@ def _collectives(analysis):
     if not analysis.collectives:
         yield "  none"
         return
+    heading = ("kind", "type", "async", "count", "MB each", "MB sent/chip")
     row = "  {:<26} {:<5} {:<6} {:>6} {:>11} {:>13}"
-    yield row.format("kind", "type", "async", "count", "MB each", "MB sent/chip")
+    network = any(one["network"] for one in analysis.collectives)
+    if network:
+        heading, row = (*heading, "network"), row + " {:>9}"
+    yield row.format(*heading)
     for one in analysis.collectives:
+        hosts = f", {one['hosts']} hosts" if one["hosts"] > 1 else ""
         yield row.format(
-            one["kind"] + (", slices" if one["slices"] else ""),
+            one["kind"] + (", slices" if one["slices"] else hosts),
             one["dtype"],
             "yes" if one["overlapped"] else "no",
             one["count"],
             f"{one['bytes'] / one['count'] / 1e6:.2f}",
             f"{one['sent'] / 1e6:.1f}",
+            f"{one['network'] / 1e6:.1f}",  # Not shown without its heading.
         )
 
 
@@ -154,7 +170,7 @@ def _time(analysis):
         _ms(bounds.floor),
         f"bound by {bounds.bound}; at most {images:,.0f} images/s",
     )
-    yield "  assumed: " + ";\n           ".join(ASSUMPTIONS)
+    yield "  assumed: " + ";\n           ".join(ASSUMPTIONS[analysis.platform])
 
 
 def line(name: str, value: str, note: str) -> str:

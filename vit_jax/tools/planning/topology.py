@@ -1,4 +1,4 @@
-"""TPU slices by name, for compilation on a machine without TPUs.
+"""TPU slices and GPU hosts by name, for compilation on a machine without them.
 
 JAX is imported late, because it reads the environment that `prepare` sets.
 """
@@ -11,6 +11,7 @@ import re
 from collections.abc import Mapping
 
 from vit_jax.errors import UserError
+from vit_jax.tools.planning import gpus
 
 _ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",  # Computes small things here, such as random keys.
@@ -65,8 +66,8 @@ GENERATIONS = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Topology:
-    """A slice, or several joined by the data centre network.
+class Slices:
+    """A TPU slice, or several joined by the data centre network.
 
     Attributes:
       generation: a key of GENERATIONS.
@@ -83,8 +84,19 @@ class Topology:
         """Value of --topology."""
         return f"{self.generation}:{'x'.join(map(str, self.shape))}"
 
+    @property
+    def text(self) -> str:
+        """Number and name of the slices, for reports."""
+        return f"{self.slices} x {self.name}"
+
+    memory_source = "reported by the compiler"  # Of `usable_memory`, for reports.
+
+    def prepare(self) -> None:
+        """Sets the environment of libtpu and JAX; call before importing JAX."""
+        os.environ.update(_ENVIRONMENT)
+
     def devices(self) -> list:
-        """Returns its JAX devices, which can only be compiled for.
+        """Returns the JAX devices, which can only be compiled for.
 
         Raises:
           UserError: libtpu is missing or does not know the slice.
@@ -106,43 +118,97 @@ class Topology:
             raise UserError(f"--topology={self.name}: {error}") from error
         return list(description.devices)
 
+    def usable_memory(self, device) -> int | None:
+        """Returns the bytes of a chip's memory that a program can use.
 
-def parse(text: str, slices: int = 1) -> Topology:
+        Args:
+          device: one of `devices`.
+
+        Returns:
+          Bytes, to 2 decimals of a GiB; None if the compiler did not report it.
+        """
+        import jax
+        import jax.numpy as jnp
+        import numpy as np
+        from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+        # The compiler reports the limit when it refuses a program, such as one of 16 TiB.
+        sharding = NamedSharding(Mesh(np.asarray([device]), "x"), PartitionSpec())
+        huge = jax.ShapeDtypeStruct((1 << 14, 1 << 30), jnp.uint8)
+        flipped = jax.jit(
+            lambda x: x[::-1] + jnp.uint8(1),
+            in_shardings=sharding,
+            out_shardings=sharding,
+        )
+        try:
+            flipped.lower(huge).compile()
+        except jax.errors.JaxRuntimeError as error:
+            shortage = parse_shortage(str(error))
+            return shortage and shortage.limit
+        return None
+
+    def versions(self) -> str:
+        """Returns the versions of JAX and libtpu."""
+        names = ("jax", "libtpu")
+        return ", ".join(f"{name} {importlib.metadata.version(name)}" for name in names)
+
+
+def parse(text: str, slices: int = 1) -> Slices | gpus.Gpus:
     """Parses a topology.
 
     Args:
-      text: generation and shape, such as "v5e:16x16".
-      slices: number of slices.
+      text: generation and shape of a TPU slice, such as "v5e:16x16", or kind and number
+        of GPUs, such as "h100:8" for one host and "h100:4x8" for four.
+      slices: number of TPU slices.
 
     Raises:
-      UserError: the generation is unknown, or does not have the shape.
+      UserError: the kind is unknown, or does not have the shape.
     """
-    known = ", ".join(f"{name}:{g.example}" for name, g in GENERATIONS.items())
     name, _, shape = text.partition(":")
+    if name in gpus.GPUS:
+        return _parse_gpus(text, name, shape, slices)
     if name not in GENERATIONS:
+        examples = [f"{name}:{g.example}" for name, g in GENERATIONS.items()]
+        examples += [f"{name}:8" for name in gpus.GPUS]
         raise UserError(
-            f"--topology={text}: no TPU {name!r} is known; known are, with an example "
-            f"of a shape, {known}"
+            f"--topology={text}: no TPU or GPU {name!r} is known; known are, with an "
+            f"example of a shape, {', '.join(examples)}"
         )
     axes, example = GENERATIONS[name].axes, GENERATIONS[name].example
-    if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", shape) or shape.count("x") != axes - 1:
+    sides = _sides(shape)
+    if len(sides) != axes:
         raise UserError(
             f"--topology={text}: {shape!r} is not a shape of {name}, which has {axes} "
             f"axes: write it as {name}:{example}"
         )
-    sides = tuple(map(int, shape.split("x")))
     for side in sides[:2]:
         if side > 1 and side % _HOST_SIDE:
             raise UserError(
                 f"--topology={text}: a side of {side} chips does not divide into hosts "
                 f"of {_HOST_SIDE} x {_HOST_SIDE}: write it as {name}:{example}"
             )
-    return Topology(name, sides, slices)
+    return Slices(name, sides, slices)
 
 
-def prepare() -> None:
-    """Sets the environment of libtpu and JAX; call before importing JAX."""
-    os.environ.update(_ENVIRONMENT)
+def _parse_gpus(text, name, shape, slices) -> gpus.Gpus:
+    sides = _sides(shape)
+    if len(sides) not in (1, 2):
+        raise UserError(
+            f"--topology={text}: {shape!r} is not a number of GPUs: write it as "
+            f"{name}:8, or for 4 hosts as {name}:4x8"
+        )
+    if slices > 1:
+        raise UserError(
+            f"--slices={slices} is for TPUs: write 4 hosts of 8 GPUs as {name}:4x8"
+        )
+    hosts, per_host = (1, *sides)[-2:]
+    return gpus.Gpus(name, hosts, per_host)
+
+
+def _sides(shape: str) -> tuple[int, ...]:
+    """Parses "4x8"; returns an empty tuple if it is something else."""
+    whole = re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", shape)
+    return tuple(map(int, shape.split("x"))) if whole else ()
 
 
 def require_libtpu() -> None:
@@ -153,40 +219,6 @@ def require_libtpu() -> None:
             "pip install -e '.[tpu]' in the clone, or pip install 'jax[tpu]' of the "
             "same version as jax; it runs on any Linux machine"
         )
-
-
-def versions() -> str:
-    """Returns the versions of JAX and libtpu."""
-    names = ("jax", "libtpu")
-    return ", ".join(f"{name} {importlib.metadata.version(name)}" for name in names)
-
-
-def usable_memory(device) -> int | None:
-    """Returns the bytes of a chip's memory that a program can use.
-
-    Args:
-      device: a device of a topology.
-
-    Returns:
-      Bytes, to 2 decimals of a GiB; None if the compiler did not report it.
-    """
-    import jax
-    import jax.numpy as jnp
-    import numpy as np
-    from jax.sharding import Mesh, NamedSharding, PartitionSpec
-
-    # The compiler reports the limit when it refuses a program, such as one of 16 TiB.
-    sharding = NamedSharding(Mesh(np.asarray([device]), "x"), PartitionSpec())
-    huge = jax.ShapeDtypeStruct((1 << 14, 1 << 30), jnp.uint8)
-    flipped = jax.jit(
-        lambda x: x[::-1] + jnp.uint8(1), in_shardings=sharding, out_shardings=sharding
-    )
-    try:
-        flipped.lower(huge).compile()
-    except jax.errors.JaxRuntimeError as error:
-        shortage = parse_shortage(str(error))
-        return shortage and shortage.limit
-    return None
 
 
 @dataclasses.dataclass(frozen=True)
