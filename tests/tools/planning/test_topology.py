@@ -88,7 +88,9 @@ def test_bytes_of_a_device_are_those_of_its_part():
 
 def test_the_verb_refuses_an_unknown_topology():
     words = ["--config=configs/b16_i21k.py:quick", "--topology=v5x:4x4"]
-    with pytest.raises(UserError, match="--topology=v5x:4x4: no TPU or GPU 'v5x' is known"):
+    with pytest.raises(
+        UserError, match="--topology=v5x:4x4: no TPU or GPU 'v5x' is known"
+    ):
         run_command("compile", words)
 
 
