@@ -13,6 +13,7 @@ import argparse
 import dataclasses
 import functools
 import json
+import os
 import time
 
 import flax.linen as nn
@@ -23,6 +24,8 @@ import optax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from benchmarks import smoke
+from vit_jax.models import cost
+from vit_jax.tools.planning import analysis, costs, hlo, topology
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,7 +133,7 @@ def lower(variant: str, num_classes: int, batch_size: int, side: int, devices: l
       devices: of a topology or of this machine.
 
     Returns:
-      The lowered step, the traced one, and the shapes of the state.
+      The lowered step, the traced one, the shapes of the state, and the mesh.
     """
     model = VisionTransformer(SIZES[variant], num_classes)
     tx = optimizer()
@@ -152,18 +155,12 @@ def lower(variant: str, num_classes: int, batch_size: int, side: int, devices: l
         out_shardings=everywhere,
         donate_argnums=0,
     ).trace(state, images, labels)
-    return (
-        traced.lower(lowering_platforms=(mesh.devices.flat[0].platform,)),
-        traced,
-        state,
-    )
+    platform, _ = analysis.lowering(mesh)
+    return traced.lower(lowering_platforms=(platform,)), traced, state, mesh
 
 
 def main() -> None:
-    """Compiles the step for a TPU slice and prints what it needs."""
-    from vit_jax.models import cost
-    from vit_jax.tools.planning import costs, hlo, topology
-
+    """Compiles the step for TPUs or GPUs and prints what it needs."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--variant", required=True, choices=SIZES)
     parser.add_argument("--topology", required=True)
@@ -174,12 +171,16 @@ def main() -> None:
         parser,
         "--variant=Ti/16 --topology=v5e:2x2 --num_classes=10 --batch_size=8 --side=32",
     )
-    devices = topology.parse(flags.topology).devices()
-    lowered, traced, (params, moments) = lower(
+    place = topology.parse(flags.topology)
+    place.prepare()
+    # JAX, imported above, has read its environment already.
+    jax.config.update("jax_platforms", os.environ["JAX_PLATFORMS"])
+    devices = place.devices()
+    lowered, traced, (params, moments), mesh = lower(
         flags.variant, flags.num_classes, flags.batch_size, flags.side, devices
     )
     began = time.perf_counter()
-    compiled = lowered.compile()
+    compiled = lowered.compile(compiler_options=analysis.lowering(mesh)[1])
     seconds = time.perf_counter() - began
     stats = compiled.memory_analysis()
     module = hlo.parse(compiled.as_text())
@@ -195,7 +196,7 @@ def main() -> None:
         "flops": 2 * cost.macs_of(traced.jaxpr.jaxpr) / len(devices),
         "moved_bytes": costs.count_bytes_moved(module),
         "collectives": costs.summarize_collectives(
-            costs.find_collectives(module, len(devices))
+            costs.find_collectives(module, analysis.network_hosts(mesh))
         ),
         "compile_seconds": round(seconds, 1),
         "fits": True,
@@ -204,7 +205,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    from vit_jax.tools.planning import topology
-
-    topology.prepare()
     main()

@@ -167,8 +167,8 @@ def analyse(
     setup = train_step.build_train_setup(config, mesh, examples)
     traced = setup.train_step.trace(setup.shapes, setup.batch_shapes)
     before = _before(setup, traced, config, mesh, examples, limit)
-    lowered = traced.lower(lowering_platforms=(_lowering_platform(mesh),))
-    options = gpus.COMPILER_OPTIONS if before.platform == "gpu" else None
+    platform, options = lowering(mesh)
+    lowered = traced.lower(lowering_platforms=(platform,))
     began = time.perf_counter()
     try:
         compiled = lowered.compile(compiler_options=options)
@@ -181,9 +181,18 @@ def analyse(
     return after
 
 
-def _lowering_platform(mesh: Mesh) -> str:
+def lowering(mesh: Mesh) -> tuple[str, dict[str, str] | None]:
+    """Returns the platform to lower for, and the options of the compiler."""
     platform = mesh.devices.flat[0].platform
-    return "cuda" if platform == "gpu" else platform
+    if platform == "gpu":
+        return "cuda", gpus.COMPILER_OPTIONS
+    return platform, None
+
+
+def network_hosts(mesh: Mesh) -> list[int]:
+    """Returns the host of each device where a network joins hosts, else zeros."""
+    devices = list(mesh.devices.flat)
+    return [d.process_index if d.platform == "gpu" else 0 for d in devices]
 
 
 def _before(setup, traced, config, mesh, examples, limit) -> Analysis:
@@ -274,9 +283,7 @@ def _refused(before: Analysis, message: str) -> Analysis:
 def _after(before: Analysis, compiled, mesh: Mesh, seconds: float) -> Analysis:
     """Adds the costs of the compiled program to an analysis."""
     module = hlo.parse(compiled.as_text())
-    on_gpu = before.platform == "gpu"
-    hosts = [d.process_index if on_gpu else 0 for d in mesh.devices.flat]
-    collectives = costs.find_collectives(module, hosts)
+    collectives = costs.find_collectives(module, network_hosts(mesh))
     moved = costs.count_bytes_moved(module)
     flops, counted = _products(before, module)
     chip = chips.find(mesh.devices.flat[0].device_kind)
@@ -290,7 +297,7 @@ def _after(before: Analysis, compiled, mesh: Mesh, seconds: float) -> Analysis:
         argument_bytes=stats.argument_size_in_bytes,
         peak_bytes=peak,
         # The compiler for GPUs takes any size.
-        fits=not on_gpu or peak <= before.limit_bytes,
+        fits=before.platform != "gpu" or peak <= before.limit_bytes,
         flops=flops,
         counted=counted,
         moved_bytes=moved,
@@ -412,9 +419,9 @@ def export_stablehlo(
       UserError: the file cannot be written.
     """
     setup = train_step.build_train_setup(config, mesh, examples)
-    exported = jax.export.export(
-        setup.train_step, platforms=[_lowering_platform(mesh)]
-    )(setup.shapes, setup.batch_shapes)
+    exported = jax.export.export(setup.train_step, platforms=[lowering(mesh)[0]])(
+        setup.shapes, setup.batch_shapes
+    )
     try:
         return path.write_bytes(exported.mlir_module_serialized)
     except OSError as error:
