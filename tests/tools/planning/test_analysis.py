@@ -68,6 +68,7 @@ SETTINGS = {
 }
 FOUND = analysis.Analysis(
     settings=SETTINGS,
+    platform="tpu",
     parameters=100,
     params_bytes=GIB,
     moments_bytes=2 * GIB,

@@ -94,7 +94,7 @@ def test_rounds_are_read_from_the_counter_of_a_loop(
     module, found = loop(first, limit, step, direction, condition)
     assert found == rounds
     assert module.unread() == []
-    exchanged = costs.find_collectives(module, 8)
+    exchanged = costs.find_collectives(module, [0] * 8)
     assert [(one.kind, one.times) for one in exchanged] == [("all-reduce", rounds)]
     # The same as the loop that it stands for.
     tests = {"LT": int.__lt__, "LE": int.__le__, "GT": int.__gt__, "GE": int.__ge__}
@@ -134,7 +134,7 @@ def test_rounds_that_cannot_be_read_are_not_guessed(words):
     assert rounds is None
     assert [one.name for one in module.unread()] == ["w"]
     assert analysis._unread(module) == 1
-    assert [one.times for one in costs.find_collectives(module, 8)] == [1]
+    assert [one.times for one in costs.find_collectives(module, [0] * 8)] == [1]
 
 
 def test_a_loop_that_only_draws_numbers_may_run_as_often_as_it_likes():

@@ -314,7 +314,8 @@ def _products(before: Analysis, module: hlo.Module) -> tuple[float, str]:
     # The compiled program includes work that several devices repeat. It hides the work
     # of kernels and of loops with unknown trip counts: there the trace's count stays.
     flops = 2.0 * costs.count_macs(module)
-    hidden = costs.PALLAS in costs.count_kernels(module) or _unread(module)
+    kernel = before.counted.startswith(KERNEL) and before.platform != "gpu"
+    hidden = kernel or _unread(module)
     if hidden or flops < before.flops:
         return before.flops, before.counted
     return flops, COMPILED
@@ -324,7 +325,7 @@ def _unread(module: hlo.Module) -> int:
     """Counts the loops with an unknown trip count whose work matters."""
     return sum(
         any(
-            inner.base in _WORK or inner.base == "custom-call"
+            inner.base in _WORK or costs.is_kernel(inner)
             for run in module.body(loop)
             for inner in module.within(run.instruction)
         )

@@ -276,10 +276,15 @@ def count_kernels(module: Module) -> dict[str, int]:
     counts = defaultdict(int)
     for run in module.runs():
         for inner in module.within(run.instruction):
-            name = inner.attribute("custom_call_target")
-            if name in _MACS or name == PALLAS:
-                counts[name] += run.times
+            if is_kernel(inner):
+                counts[inner.attribute("custom_call_target")] += run.times
     return dict(sorted(counts.items()))
+
+
+def is_kernel(instruction: Instruction) -> bool:
+    """Returns whether it computes products by a kernel, of a library or of Pallas."""
+    name = instruction.attribute("custom_call_target")
+    return name in _MACS or name == _PALLAS
 
 
 def _dot_macs(module, instruction):
@@ -364,7 +369,7 @@ def _attention_macs(products):
     return count
 
 
-PALLAS = "tpu_custom_call"
+_PALLAS = "tpu_custom_call"
 # Backward, the logits and four gradients are computed.
 _MACS = {
     "dot": _dot_macs,
