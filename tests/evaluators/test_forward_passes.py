@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import draw_params
+from helpers import draw_params, tiny_config
 
 from vit_jax import models
 from vit_jax.config import fields
@@ -18,7 +18,6 @@ from vit_jax.errors import UserError
 from vit_jax.evaluators import classification, forward_passes
 from vit_jax.evaluators.forward_passes import Wanted
 from vit_jax.models.layers import MODEL_AXES
-from vit_jax.training import config as configuration
 
 EXAMPLES = 37  # Not a multiple of the batch, nor of the devices.
 ALLOWED = (1, 2, 4, 6)
@@ -27,25 +26,8 @@ ALL = Wanted(features=True, predictions=True, losses=True, restricted=ALLOWED)
 
 @pytest.fixture(scope="module")
 def setting():
-    config = configuration.complete(
-        {
-            "batch_size": 8,
-            "optim": {"learning_rate": 1.0},
-            "data": {
-                "name": "synthetic",
-                "num_classes": 7,
-                "num_examples": EXAMPLES,
-                "image_size": (8, 12),
-            },
-            "model": {
-                "variant": "Ti/4",
-                "width": 12,
-                "depth": 1,
-                "num_heads": 3,
-                "mlp_dim": 24,
-            },
-        }
-    )
+    data = {"num_classes": 7, "num_examples": EXAMPLES}
+    config = tiny_config(data=data, model={"mlp_dim": 24})
     model = models.create(
         **fields.to_dict(config.model), num_classes=7, image_size=(8, 12)
     )
@@ -71,16 +53,14 @@ def direct(setting):
     """Returns features and logits of all images, of one plain call."""
     _, model, params, source = setting
     images = jnp.asarray(source.images.astype(np.float32) / 127.5 - 1)
-    outputs = model.apply(params, images)
+    outputs = jax.jit(model.apply)(params, images)
     return np.asarray(outputs["pre_logits"]), np.asarray(outputs["logits"], np.float64)
 
 
 @pytest.mark.parametrize(
     "sizes",
     [
-        {"data": 1},
         {"data": 2, "model": 3},
-        pytest.param({"data": 8}, marks=pytest.mark.slow),
         pytest.param({"data": 2, "fsdp": 4}, marks=pytest.mark.slow),
     ],
 )
