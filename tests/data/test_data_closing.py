@@ -15,7 +15,7 @@ from vit_jax.distributed import multihost
 
 if __name__ == "__main__":
     raw = {"batch_size": 4, "optim": {"learning_rate": 0.1}}
-    raw["data"] = dict(name="synthetic", num_classes=3, image_size=(5, 7), num_workers=2)
+    raw["data"] = dict(name="synthetic", num_classes=3, image_size=(5, 7), num_workers=1)
     raw["data"]["train_transform"] = "inception_crop"
     data = config.complete(raw).data
     source = open_source(data, "train")

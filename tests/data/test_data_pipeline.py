@@ -119,7 +119,7 @@ def test_augmentation_differs_between_epochs_and_seeds(make):
 
 
 def test_evaluation_images_are_resized_in_order(make):
-    data, source = make(num_workers=1)
+    data, source = make()
     with eval_batches(source, data, batch_size=5) as batches:
         assert len(batches) == 4
         third = next(batches)["image"][3]

@@ -4,13 +4,15 @@ import json
 
 import numpy as np
 import pytest
-from helpers import tiny_config
+import trees
+from helpers import tiny_config, train
 from PIL import Image
 
 import vit_jax
 from vit_jax.errors import UserError
 from vit_jax.evaluators import image_text
-from vit_jax.training import loop
+from vit_jax.weights import export
+from vit_jax.weights.pretrained import Preprocess
 
 TEXT = {"width": 12, "depth": 1, "num_heads": 3, "mlp_dim": 20}
 NAMES = ("ant", "bee", "cat")
@@ -88,13 +90,13 @@ def place(tmp_path_factory):
         data=data,
         evals=evals,
         task={"name": "contrastive", "text": TEXT, "loss": "softmax"},
-        total_steps=150,
+        total_steps=100,
         batch_size=16,
         optim={"name": "adam", "learning_rate": 3e-3},
         checkpoint_every_steps=1_000,
         log_every_steps=50,
     )
-    report = loop.train(config, folder / "run")
+    report = train(config, folder / "run")
     return folder, report["final"], evals
 
 
@@ -143,12 +145,13 @@ def test_other_names_of_classes(place):
 
 def test_weights_without_a_text_tower_are_refused(place, tmp_path):
     folder, _, evals = place
-    loop.train(tiny_config(total_steps=1), tmp_path / "run")
+    plain = trees.checkpoint(trees.encoder(), preprocess=Preprocess((12, 12)))
+    export.export(plain, "safetensors", tmp_path / "plain.safetensors")
     config = {"batch_size": 8, "data": {"name": "folder"}, "evals": evals}
     config["data"]["data_dir"] = str(folder)
     with pytest.raises(UserError, match="evals.names compares images with texts"):
         vit_jax.evaluate(
-            tmp_path / "run",
+            tmp_path / "plain.safetensors",
             config | {"evals": {"names": evals["names"]}},
             tell=lambda _: None,
         )

@@ -226,6 +226,7 @@ def test_weights_import_no_module():
     assert "wrong" not in sys.modules
 
 
+@pytest.mark.slow
 def test_a_run_with_them_resumes_exactly(tmp_path):
     ops = "noise:Speckle(0.2) | flip | noise:Noise(std=4)"
     config, run = tiny_config(data={"train_transform": ops}), tmp_path / "run"

@@ -33,6 +33,7 @@ def test_the_steepest_fall_is_suggested_and_a_divergence_ends_the_test():
         rate_range.judge([(float(rate), float(rate)) for rate in rates])
 
 
+@pytest.mark.slow
 def test_a_run_is_tested_and_drawn(tmp_path):
     keys = {"name": "sgd", "learning_rate": 0.05, "warmup_steps": 2}
     said = []
