@@ -111,14 +111,15 @@ def falling(tmp_path_factory):
     return config, workdir, report
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("call", "by_signal"),
     [
         (Evaluating.after_step, True),
+        (MetricLogger.log_scores, False),
         (BestCheckpoint.update, False),
-        pytest.param(MetricLogger.log_scores, False, marks=pytest.mark.slow),
-        pytest.param(Checkpointer.demand, True, marks=pytest.mark.slow),
-        pytest.param(Checkpointer.demand, False, marks=pytest.mark.slow),
+        (Checkpointer.demand, True),
+        (Checkpointer.demand, False),
     ],
     ids=lambda x: getattr(x, "__qualname__", str(x)),
 )
@@ -172,6 +173,7 @@ def test_a_run_that_no_longer_asks_hands_on_its_newest(base, tmp_path):
     assert report["final"]["val"]["params"]["loss"] == losses(copy)[6]
 
 
+@pytest.mark.slow
 def test_an_average_decides_where_there_is_one(tmp_path):
     config = make_config(ema={"decay": 0.5}, total_steps=3)
     report = train(config, tmp_path)
@@ -223,6 +225,7 @@ def test_what_cannot_decide_is_refused(tmp_path):
         train(config, tmp_path)
 
 
+@pytest.mark.slow
 def test_a_finished_run_is_extended_by_a_key_alone(falling, tmp_path):
     copy = shutil.copytree(falling[1], tmp_path / "copy")
     stated = {"optim": {"learning_rate": 0.01}, "checkpoint_every_steps": 1}

@@ -265,6 +265,7 @@ def windowed(photograph):
     return found, given, found.run(photograph, "photograph")
 
 
+@pytest.mark.slow
 def test_attention_in_windows_is_that_of_the_network(windowed):
     found, given, output = windowed
     about = found.describe()
@@ -332,6 +333,7 @@ def towers():
     return ExploredModel(found, preprocess=found.preprocess), found
 
 
+@pytest.mark.slow
 def test_relevance_to_a_text_is_that_of_the_similarity(towers, photograph):
     model, pretrained = towers
     output = model.run(photograph, "x")
