@@ -170,6 +170,7 @@ def test_its_program_answers_as_it_does(workdir, tmp_path):
     np.testing.assert_allclose(program(images)["logits"], logits, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_student_and_teacher_may_have_means(workdir, tmp_path):
     task = {"name": "distillation", "teacher": str(workdir)}
     report = train(conv_mixer(task=task, total_steps=3, evals={}), tmp_path)
@@ -178,6 +179,7 @@ def test_student_and_teacher_may_have_means(workdir, tmp_path):
     assert student.any()
 
 
+@pytest.mark.slow
 def test_lora_moves_the_means_too(workdir, tmp_path):
     task = {"name": "lora", "rank": 1, "projections": ("channels_0",)}
     sections = {"task": task, "init": str(workdir), "total_steps": 3, "evals": {}}
@@ -189,6 +191,7 @@ def test_lora_moves_the_means_too(workdir, tmp_path):
     assert (before != after).all()
 
 
+@pytest.mark.slow
 def test_a_linear_probe_leaves_the_means_as_they_are(workdir, tmp_path):
     task = {"name": "linear_probe"}
     sections = {"task": task, "init": str(workdir), "total_steps": 3, "evals": {}}
