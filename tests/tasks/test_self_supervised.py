@@ -80,8 +80,8 @@ def test_its_workdir_is_a_model(run):
     jax.tree.map(np.testing.assert_array_equal, loaded, found.params["Transformer"])
 
 
-# These have state beside the parameters: counts, a teacher and its center.
-@pytest.mark.parametrize("run", ["masked_patch", "dino"], indirect=True)
+# State beside the parameters (counts, a teacher and its center), and masks.
+@pytest.mark.parametrize("run", ["masked_patch", "dino", "mae"], indirect=True)
 def test_a_resumed_run_is_equal_to_the_bit(run, tmp_path):
     name, workdir, report = run
     shutil.copytree(workdir, tmp_path / "run")
@@ -153,6 +153,7 @@ MICROBATCHES = {"optim": {"learning_rate": 0.01, "grad_accum_steps": 4}}
         ("mae", 8, FSDP),
         ("dino", 1, MICROBATCHES),
         ("masked_patch", 1, MICROBATCHES),
+        ("mae", 1, MICROBATCHES),
         ("mae", 1, {"model": {"scan": True}}),
         ("simmim", 1, {"model": {"scan": True}}),
     ],

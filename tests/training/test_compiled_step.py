@@ -2,8 +2,10 @@
 
 import json
 
+import jax
 import pytest
 from helpers import run_command, tiny_config
+from jax.experimental.compilation_cache import compilation_cache
 
 from vit_jax.config import fields
 from vit_jax.errors import UserError
@@ -19,7 +21,13 @@ def saved(tmp_path_factory):
     setup = loop.build_setup(CONFIG, folder / "none")
     lowered = setup.train_step.lower(setup.shapes, setup.batch_shapes)
     path = folder / "step"
+    # Without the cache: XLA does not serialise again what it has read from there.
+    cache = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", None)
+    compilation_cache.reset_cache()
     size = compiled_step.save(path, CONFIG, setup.mesh, lowered, lowered.compile())
+    jax.config.update("jax_compilation_cache_dir", cache)
+    compilation_cache.reset_cache()
     assert size == path.stat().st_size
     return setup, path
 
