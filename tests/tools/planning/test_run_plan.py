@@ -29,7 +29,10 @@ FOUND = Analysis(
     limit_bytes=None,
     state_bytes=12 * 10**9,
     host_state_bytes=3 * 10**9,
-    collectives=({"slices": False, "sent": 3e8}, {"slices": True, "sent": 2e7}),
+    collectives=(
+        {"slices": False, "sent": 3e8, "network": 0},
+        {"slices": True, "sent": 2e7, "network": 0},
+    ),
     fits=True,
     roofline=Roofline(0.02, 0.01, 0.0, 0.0),
 )
@@ -47,6 +50,12 @@ def lines_of(plan, assumed):
         if line.startswith("  ") and line[26:].split():
             found.setdefault(line[2:26].strip(), line[26:].split()[0])
     return found
+
+
+def test_hosts_of_gpus_send_at_the_rate_of_the_floor_and_not_at_that_of_slices():
+    sent = {"slices": False, "sent": 3e8, "network": 1e8}
+    plan, _ = plan_of(dataclasses.replace(FOUND, collectives=(sent,)), dcn=1e-6)
+    assert (plan.sent_bytes, plan.bound) == ((3e8, 1e8), "mfu")
 
 
 def test_a_size_of_the_data_that_is_assumed_stands_among_the_assumptions():
@@ -77,8 +86,8 @@ def test_what_a_run_needs():
     assert (slow.bound, slow.step_seconds) == ("dcn", pytest.approx(0.2))
     lines = lines_of(plan, dataclasses.replace(assumed, price=2.0))
     assert lines["ms per step"] == "20.0"
-    assert lines["MB sent/chip, slice"] == "300.0"
-    assert lines["MB sent/chip, slices"] == "20.0"
+    assert lines["MB sent/chip, links"] == "300.0"
+    assert lines["MB sent/chip, network"] == "20.0"
     # 50,000 images a second on 16 hosts.
     assert lines["images/s per host"] == "3,125"
     assert lines["CPUs per host"] == f"{3125 / 776:.1f}"

@@ -43,7 +43,7 @@ class Assumptions:
 
     Attributes:
       mfu: share of the chips' peak that the model's products reach.
-      dcn: GB per second that a chip sends to other slices.
+      dcn: GB per second that a TPU sends to other slices.
       host_days: mean days between failures of a host, its chips included.
       notice: seconds until a lost host is noticed and the others have ended.
       replace: seconds until the scheduler has restarted the job.
@@ -155,7 +155,8 @@ class Plan:
       step_seconds: time of a step: the longest of the floor, of the products at `mfu`,
         and of the bytes between slices at `dcn`.
       bound: the longest of them: "floor", "mfu" or "dcn".
-      sent_bytes: bytes that a chip sends per step, within its slice and between slices.
+      sent_bytes: bytes that a chip sends per step, over links within its slice or host,
+        and over the network between slices or hosts.
       state_bytes: size of a checkpoint.
       checkpoints: those on the hosts' disks and those on the storage.
     """
@@ -217,13 +218,14 @@ def make(
     Raises:
       UserError: hosts fail so often that the run makes no progress.
     """
-    sent = [0.0, 0.0]
-    for one in analysis.collectives:
-        sent[bool(one["slices"])] += one["sent"]
+    rows = analysis.collectives
+    links = sum(one["sent"] for one in rows if not one["slices"])
+    slices = sum(one["sent"] for one in rows if one["slices"])
+    network = sum(one["network"] for one in rows)  # Of GPUs: in the floor already.
     times = {
         "floor": analysis.roofline.floor,
         "mfu": analysis.model_flops / (peak * assumed.mfu),
-        "dcn": sent[1] / (assumed.dcn * 1e9),
+        "dcn": slices / (assumed.dcn * 1e9),
     }
     bound = max(times, key=times.get)
     seconds = times[bound]
@@ -265,7 +267,7 @@ def make(
         images=analysis.settings["batch_size"],
         step_seconds=seconds,
         bound=bound,
-        sent_bytes=(sent[0], sent[1]),
+        sent_bytes=(links, slices + network),
         state_bytes=analysis.state_bytes,
         checkpoints=tuple(checkpoints),
     )
@@ -307,8 +309,8 @@ def text(plan: Plan, assumed: Assumptions, examples: int = 0) -> Iterable[str]:
         f"{plan.images_per_second:,.0f} images/s; by {plan.bound}",
     )
     yield line("days of steps", f"{plan.days_of_steps:.2f}", "")
-    yield line("MB sent/chip, slice", f"{plan.sent_bytes[0] / 1e6:,.1f}", "per step")
-    yield line("MB sent/chip, slices", f"{plan.sent_bytes[1] / 1e6:,.1f}", "per step")
+    yield line("MB sent/chip, links", f"{plan.sent_bytes[0] / 1e6:,.1f}", "per step")
+    yield line("MB sent/chip, network", f"{plan.sent_bytes[1] / 1e6:,.1f}", "per step")
     yield ""
     yield from _input(plan, assumed)
     for each in plan.checkpoints:
