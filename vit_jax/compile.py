@@ -17,7 +17,7 @@ import pathlib
 
 from vit_jax import cli
 from vit_jax.errors import UserError
-from vit_jax.printing import printable
+from vit_jax.printing import printable, versions
 from vit_jax.tools.planning import topology
 
 EXIT_TOO_LARGE = 3
@@ -46,7 +46,7 @@ def main(flags: argparse.Namespace) -> int:
     heading = (
         f"{printable(config.name)} on {len(devices)} x {devices[0].device_kind} "
         f"({place.text}), {config.batch_size:,} images a step; "
-        f"{place.versions()}; {examples:,} examples ({source})"
+        f"{versions(place.compilers)}; {examples:,} examples ({source})"
     )
     if flags.strategies:
         return _compare(flags, config, devices, examples, limit, heading)

@@ -1,10 +1,12 @@
 """Lines as they may be printed: no control characters, no passwords, above any bar."""
 
 import contextlib
+import importlib.metadata
 import io
 import re
 import sys
 import unicodedata
+from collections.abc import Iterable
 
 _HIDDEN = "***"
 # What stands in front of a host: a key alone, as of hf.co, or user:password. A password
@@ -52,6 +54,11 @@ def _escaped(character: str) -> str:
     if character.isprintable() or unicodedata.category(character) == "Zs":
         return character
     return character.encode("unicode_escape").decode("ascii")
+
+
+def versions(packages: Iterable[str]) -> str:
+    """Returns the installed versions of packages, such as "jax 0.10.2, libtpu 0.0.42"."""
+    return ", ".join(f"{name} {importlib.metadata.version(name)}" for name in packages)
 
 
 def print_line(text: object, file: io.TextIOBase | None = None) -> None:

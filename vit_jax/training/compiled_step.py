@@ -6,7 +6,6 @@ versions of the libraries are equal, so that it computes what compiling would ha
 """
 
 import hashlib
-import importlib.metadata
 import json
 import os
 import pickle
@@ -19,6 +18,7 @@ from jax.sharding import Mesh
 from vit_jax import files
 from vit_jax.config import fields
 from vit_jax.errors import UserError
+from vit_jax.printing import versions
 from vit_jax.training.config import TrainConfig
 from vit_jax.training.train_step import Step, TrainSetup
 
@@ -52,7 +52,7 @@ def save(
     """
     executable, _, _ = serialize_executable.serialize(compiled)
     header = {"format": _FORMAT, **_describe(mesh, lowered)}
-    line = json.dumps(header | {"config": fields.to_dict(config)}, default=str)
+    line = json.dumps(header | {"config": fields.to_json(config)})
     content = line.encode() + b"\n" + executable
     try:
         files.replace_bytes(epath.Path(path), content)
@@ -97,8 +97,7 @@ def load(path: str | os.PathLike, config: TrainConfig, setup: TrainSetup) -> Ste
                 "compile it again with the --topology and packages of this machine"
             )
     if header["program"] != here["program"]:
-        config = json.loads(json.dumps(fields.to_dict(config), default=str))
-        changed = fields.differences(header["config"], config)
+        changed = fields.differences(header["config"], fields.to_json(config))
         raise UserError(
             f"{flag}: the step of another program ("
             f"{'; '.join(changed) or 'of another number of --examples, or other code'}): "
@@ -120,10 +119,8 @@ def load(path: str | os.PathLike, config: TrainConfig, setup: TrainSetup) -> Ste
 def _describe(mesh: Mesh, lowered: jax.stages.Lowered) -> dict:
     """Returns what must be equal for an executable to be used."""
     device = mesh.devices.flat[0]
-    packages = _PACKAGES[device.platform]
-    versions = (f"{name} {importlib.metadata.version(name)}" for name in packages)
     return {
         "devices": f"{mesh.size} x {device.device_kind}",
-        "versions": ", ".join(versions),
+        "versions": versions(_PACKAGES[device.platform]),
         "program": hashlib.sha256(lowered.as_text().encode()).hexdigest(),
     }

@@ -140,10 +140,7 @@ def find_collectives(module: Module, hosts: Sequence[int]) -> list[Collective]:
             blocking = '"is_sync":true' in inner.attributes
             overlapped = (chained or beside or inner.starts) and not blocking
             one = _collective(kind, arrays, overlapped, len(group), run.times)
-            count = len({hosts[device] for device in group})
-            if inner.base == "collective-permute":
-                pairs = re.findall(r"\{(\d+),(\d+)\}", inner.attributes)
-                count = 1 + any(hosts[int(a)] != hosts[int(b)] for a, b in pairs)
+            count = _count_hosts(inner, group, hosts)
             collectives.append(dataclasses.replace(one, hosts=count))
     return collectives
 
@@ -218,6 +215,13 @@ def _between_slices(send, module, times):
     if kind == "all-gather":
         return dataclasses.replace(sent, bytes=sent.bytes * count)
     return sent
+
+
+def _count_hosts(instruction, group, hosts):
+    if instruction.base == "collective-permute":
+        pairs = re.findall(r"\{(\d+),(\d+)\}", instruction.attributes)
+        return 1 + any(hosts[int(a)] != hosts[int(b)] for a, b in pairs)
+    return len({hosts[device] for device in group})
 
 
 def _group(attributes: str, devices: int) -> list[int]:

@@ -170,6 +170,11 @@ class Gpus:
         return f"{self.gpu}:{hosts}{self.per_host}"
 
     text = name  # For reports.
+    compilers = (
+        "jax",
+        PLUGIN,
+        "nvidia-cudnn-cu12",
+    )  # Packages that decide the program.
 
     def prepare(self) -> None:
         """Sets JAX's environment; call before importing JAX."""
@@ -214,8 +219,3 @@ class Gpus:
         return (
             f"{_FRACTION_VARIABLE}={share} of {GPUS[self.gpu].memory / 2**30:.2f} GiB"
         )
-
-    def versions(self) -> str:
-        """Returns the versions of JAX, its plugin for CUDA and cuDNN."""
-        names = ("jax", PLUGIN, "nvidia-cudnn-cu12")
-        return ", ".join(f"{name} {importlib.metadata.version(name)}" for name in names)

@@ -4,7 +4,6 @@ JAX is imported late, because it reads the environment that `prepare` sets.
 """
 
 import dataclasses
-import importlib.metadata
 import importlib.util
 import os
 import re
@@ -90,6 +89,7 @@ class Slices:
         return f"{self.slices} x {self.name}"
 
     memory_source = "reported by the compiler"  # Of `usable_memory`, for reports.
+    compilers = ("jax", "libtpu")  # Packages that decide the program.
 
     def prepare(self) -> None:
         """Sets the environment of libtpu and JAX; call before importing JAX."""
@@ -146,11 +146,6 @@ class Slices:
             shortage = parse_shortage(str(error))
             return shortage and shortage.limit
         return None
-
-    def versions(self) -> str:
-        """Returns the versions of JAX and libtpu."""
-        names = ("jax", "libtpu")
-        return ", ".join(f"{name} {importlib.metadata.version(name)}" for name in names)
 
 
 def parse(text: str, slices: int = 1) -> Slices | gpus.Gpus:
