@@ -89,7 +89,7 @@ def test_a_folder_becomes_a_model(place, capsys):
     for data in thumbnails:
         picture = Image.open(io.BytesIO(base64.b64decode(data)))
         assert picture.size == (106, 74)  # Twice those of the file.
-    assert "<td>ant</td><td>2</td>" in page
+    assert 'scope="row">ant</th><td>2</td>' in page
     # Another command is refused.
     with pytest.raises(UserError, match="another command.*--minutes"):
         command(place, f"--workdir={run}", "--minutes=2")
@@ -214,7 +214,7 @@ def test_a_table_of_several_labels_and_a_rectangle_is_covered_and_cropped(
     page = (tmp_path / "run" / "report.html").read_text()
     assert re.search(r"\d of the validation images show the same picture", page)
     assert "--image_key=file" in page
-    assert "<td>round</td>" in page and "taken for each other" not in page
+    assert ">round</th>" in page and "taken for each other" not in page
     model = vit_jax.load_model(str(tmp_path / "run"), tell=lambda line: None)
     assert model.class_names == ("red", "round")
     config = json.loads((tmp_path / "run" / "finetune.json").read_text())

@@ -22,17 +22,20 @@ def made(one_each, count=300, classes=4, seed=0):
     return Answers(logits + 1.5 * labels.astype(np.float32), labels, names, one_each)
 
 
-def test_confusions_are_counted_in_words():
+def test_the_page_counts_confusions_and_escapes_names():
     logits = np.eye(3, dtype=np.float32)[[0, 1, 1, 1]]
     labels = np.eye(3, dtype=np.int64)[[0, 0, 0, 2]]
-    answers = Answers(logits, labels, ("ant", "bee", "<cat>"), True)
+    answers = Answers(logits, labels, ("ant", "bee", "<cat>\udcff"), True)
     source = open_source(tiny_config().data, "train")
-    page = "".join(report._confusions(answers, source, np.arange(4)))
+    page = report.render("<A>", answers, source, np.arange(4), None, "a & b", [])
+    page.encode()
     assert "<h3>ant taken for bee: 2 images</h3>" in page
-    assert "<h3>&lt;cat&gt; taken for bee: 1 image</h3>" in page
-    assert page.count('<img src="data:image/jpeg') == 3
-    assert report._described(answers, 0) == "ant 58%; right"
-    assert report._described(answers, 3) == "<cat>; taken for bee 58%"
+    assert "<h3>&lt;cat&gt;? taken for bee: 1 image</h3>" in page
+    assert page.count('<img src="data:image/jpeg') == 3 + 3 + 4
+    assert "<figcaption>loss 0.55; ant 58%; right<br>" in page
+    assert 'alt="&lt;cat&gt;?; taken for bee 58%"' in page
+    assert "<code>a &amp; b</code>" in page and "mislabelled: 0</h2>" in page
+    assert "<title>&lt;A&gt;</title>" in page and "<cat>" not in page
 
 
 @pytest.mark.parametrize("one_each", [True, False])

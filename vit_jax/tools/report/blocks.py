@@ -46,6 +46,13 @@ class Table:
         kind = self.row_kinds[row] if self.row_kinds else PLAIN
         return kind or (self.kinds[column] if self.kinds else PLAIN)
 
+    def looks(self, row: int | None, column: int) -> str:
+        """Returns the CSS classes of a cell, or of a column's heading if row is None."""
+        words = any(each[column][:1].isalpha() for each in self.rows)
+        look = "label" if column < self.labels else "words" if words else ""
+        kind = self.kinds[column] if row is None and self.kinds else PLAIN
+        return f"{look} {kind if row is None else self.kind(row, column)}".strip()
+
 
 Block = Text | Table | Chart | Matrix
 
