@@ -77,38 +77,33 @@ def find(place: str, given: Mapping[str, object], workdir: str) -> Layout:
 
 def _of_folder(path: pathlib.Path, given: Mapping, workdir: str) -> Layout:
     names = folder.split_folders(path)
-    train = first_of(TRAIN, names)
     others = [name for name in folder.visible_folders(path) if name not in names]
     others = [name for name in others if folder.is_split(path, name, labelled=False)]
     classes = folder.class_folders(path)
-    shallow = [name for name in others if name in classes]
-    tables = {each.stem: each for each in sorted(path.iterdir()) if _is_table(each)}
-    if not train and len(shallow) < 2 and tables:
+    data = {"name": "folder", "data_dir": str(path), **given}
+    if train := first_of(TRAIN, names):
+        rest = [name for name in names if name != train]
+        validation, test = first_of(VALIDATION, rest), first_of(TEST, rest)
+        used = ", ".join(filter(None, (train, validation, test)))
+        description = f"folders of splits ({used}) with folders of classes"
+        found = Layout(data | {"split": train}, validation, test, description)
+        return _with_validation(found, workdir)
+    tables = {
+        each.stem: each
+        for each in sorted(path.iterdir())
+        if each.is_file() and each.suffix.lower() in table.EXTENSIONS
+    }
+    if tables and len({*others} & {*classes}) < 2:
         if first_of(TRAIN, tables):
             return _of_table(path, given, workdir)
         if len(tables) > 1:
             known = ", ".join(each.name for each in tables.values())
             raise UserError(f"{path} has several tables ({known}): give one of them")
         return _of_table(*tables.values(), given, workdir)
-    data = {"name": "folder", "data_dir": str(path), **given}
-    if train:
-        rest = [name for name in names if name != train]
-        validation, test = first_of(VALIDATION, rest), first_of(TEST, rest)
-        used = ", ".join(filter(None, (train, validation, test)))
-        return _with_validation(
-            data | {"split": train},
-            validation,
-            test,
-            f"folders of splits ({used}) with folders of classes",
-            workdir,
-        )
     if deeper := folder.inside(path):
         raise UserError(f"{path} has one folder with images; {deeper}")
     if names and not classes:
-        raise UserError(
-            f"{path} has the splits {', '.join(names)}, and none to train on: call one "
-            f"{TRAIN[0]}"
-        )
+        raise _none_to_train_on(path, names)
     if others and not classes:  # Folders of splits without folders of classes.
         raise UserError(
             f"{path / others[0]} has images but no folders of classes: give "
@@ -120,8 +115,14 @@ def _of_folder(path: pathlib.Path, given: Mapping, workdir: str) -> Layout:
             "PHOTOS/train/CLASS/*.jpg and PHOTOS/val/CLASS/*.jpg, or a table of paths "
             "and labels"
         )
-    return _with_validation(
-        data | {"split": folder.WHOLE}, "", "", "one folder per class", workdir
+    found = Layout(data | {"split": folder.WHOLE}, "", "", "one folder per class")
+    return _with_validation(found, workdir)
+
+
+def _none_to_train_on(place: object, names: Sequence[str]) -> UserError:
+    return UserError(
+        f"{place} has the splits {', '.join(names)}, and none to train on: call one "
+        f"{TRAIN[0]}"
     )
 
 
@@ -134,10 +135,10 @@ def _of_table(path: pathlib.Path, given: Mapping, workdir: str) -> Layout:
         data["label_key"] = ",".join(flags)
     data |= columns(first.columns, str(first.path), data | dict(given))
     labels = table.label_columns(data["label_key"], first.columns)
-    if "multi_label" not in given and len(labels) > 1:
+    if len(labels) > 1:
         ones = ([table.flag(row.get(k)) for k in labels].count(1) for row in first.rows)
         data["multi_label"] = any(count != 1 for count in ones)
-    elif "multi_label" not in given:
+    else:
         values = [row.get(data["label_key"]) for row in first.rows]
         data["multi_label"] = any(map(_is_several, values))
     data |= given
@@ -147,19 +148,15 @@ def _of_table(path: pathlib.Path, given: Mapping, workdir: str) -> Layout:
         names = table.split_names(str(path))
     train = first_of(TRAIN, names) or table.WHOLE
     if train not in names:
-        raise UserError(
-            f"{path} has the splits {', '.join(names)}, and none to train on: call one "
-            f"{TRAIN[0]}"
-        )
+        raise _none_to_train_on(path, names)
     several = " (several per row)" if data["multi_label"] else ""
-    return _with_validation(
-        data | {"split": train},
-        first_of(VALIDATION, names),
-        first_of(TEST, names),
+    description = (
         f"a table with paths in {data['image_key']!r} and labels in "
-        f"{data['label_key']!r}{several}",
-        workdir,
+        f"{data['label_key']!r}{several}"
     )
+    validation, test = first_of(VALIDATION, names), first_of(TEST, names)
+    found = Layout(data | {"split": train}, validation, test, description)
+    return _with_validation(found, workdir)
 
 
 def _of_name(place: str, given: Mapping) -> Layout:
@@ -180,9 +177,8 @@ def _of_name(place: str, given: Mapping) -> Layout:
     else:
         entry = catalogue.ENTRIES.get(name)
         try:
-            opened = open_unchecked(
-                DataConfig(name=name, num_classes=1, **data), "train"
-            )
+            config = DataConfig(name=name, num_classes=1, **data)
+            opened = open_unchecked(config, "train")
         except UserError as error:
             raise UserError(
                 f"{place} is no folder or table that is there, and no data set: {error}"
@@ -191,11 +187,9 @@ def _of_name(place: str, given: Mapping) -> Layout:
         names = list(numbering.sizes) if numbering else ["train"]
         if entry and "test" in entry.splits:
             names = [n for n in names if n in ("train", entry.splits["test"])]
-    train = first_of(TRAIN, names)
-    if not train:
-        raise UserError(
-            f"{place} has the splits {', '.join(names)}, and none to train on"
-        )
+    if not (train := first_of(TRAIN, names)):
+        listed = ", ".join(names)
+        raise UserError(f"{place} has the splits {listed}, and none to train on")
     validation, test = first_of(VALIDATION, names), first_of(TEST, names)
     description = f"a data set with the splits {', '.join(names)}"
     # Sources of these kinds are often sorted by class: a part at the end lacks classes.
@@ -212,15 +206,12 @@ def _of_name(place: str, given: Mapping) -> Layout:
     return Layout(data, validation, test, description)
 
 
-def _with_validation(
-    data: dict, validation: str, test: str, description: str, workdir: str
-) -> Layout:
+def _with_validation(found: Layout, workdir: str) -> Layout:
     """Sets a part of the training images aside if there is no validation split."""
-    layout = Layout(data, validation, test, description)
-    if validation:
-        return layout
-    path = epath.Path(split_file(workdir))
-    source = layout.open(data["split"])
+    if found.validation:
+        return found
+    path, data = epath.Path(split_file(workdir)), found.data
+    source = found.open(data["split"])
     labels = source.known_labels()
     labels = read_labels(source) if labels is None else labels
     apart = held_out([str(label) for label in labels])
@@ -229,19 +220,13 @@ def _with_validation(
             f"{data['data_dir']} has one image of each class: give two or more of a "
             "class, so that one can be set aside to validate on"
         )
-    rows = [
-        (*_row(source, i), VALIDATION[0] if apart[i] else TRAIN[0])
-        for i in range(len(source))
-    ]
-    if test:
-        tests = layout.open(test)
-        rows += [(*_row(tests, i), TEST[0]) for i in range(len(tests))]
-    text = io.StringIO()
-    lines = csv.writer(text, lineterminator="\n")
-    lines.writerow(("image", "label", table.SPLIT))
-    lines.writerows(rows)
+    names = [VALIDATION[0] if each else TRAIN[0] for each in apart]
+    rows = [_row(source, i, name) for i, name in enumerate(names)]
+    if found.test:
+        tests = found.open(found.test)
+        rows += [_row(tests, i, TEST[0]) for i in range(len(tests))]
     path.parent.mkdir(parents=True, exist_ok=True)
-    replace_text(path, text.getvalue())
+    _write_rows(path, rows)
     several = {"multi_label": True} if data.get("multi_label") else {}
     kept = set(fields.fields(DataConfig)) & data.keys()
     kept -= {"name", "data_dir", "split", "image_key", "label_key", "multi_label"}
@@ -251,9 +236,9 @@ def _with_validation(
     return Layout(
         data,
         VALIDATION[0],
-        TEST[0] if test else "",
-        f"{description}; {apart.sum():,} of {len(source):,} images, the same part of "
-        f"each class, set aside to validate on: {path}",
+        TEST[0] if found.test else "",
+        f"{found.description}; {apart.sum():,} of {len(source):,} images, the same part "
+        f"of each class, set aside to validate on: {path}",
     )
 
 
@@ -281,6 +266,10 @@ def take_fold(layout: Layout, fold: int, count: int) -> None:
         raise UserError(f"folds={count}: {len(trained)} images are too few: lower it")
     for row, number in zip(trained, folds, strict=True):
         row[table.SPLIT] = VALIDATION[0] if number == fold else TRAIN[0]
+    _write_rows(path, rows)
+
+
+def _write_rows(path: epath.Path, rows: Sequence[Mapping[str, str]]) -> None:
     text = io.StringIO()
     lines = csv.DictWriter(text, rows[0].keys(), lineterminator="\n")
     lines.writeheader()
@@ -315,15 +304,12 @@ def columns(known: Sequence[str], place: str, given: Mapping) -> dict[str, str]:
     return keys
 
 
-def _row(source: folder.FolderSource, i: int) -> tuple[str, str]:
+def _row(source: folder.FolderSource, i: int, split: str) -> dict[str, str]:
     label = source.labels_of_paths[i]
     numbers = label if isinstance(label, list) else [label]
     names = "|".join(source.class_names[number] for number in numbers)
-    return os.path.abspath(source.describe(i)), names
-
-
-def _is_table(path: pathlib.Path) -> bool:
-    return path.is_file() and path.suffix.lower() in table.EXTENSIONS
+    path = os.path.abspath(source.describe(i))
+    return {"image": path, "label": names, table.SPLIT: split}
 
 
 def _flag_columns(of: table.Table) -> list[str]:
@@ -336,10 +322,8 @@ def _flag_columns(of: table.Table) -> list[str]:
 
 
 def _is_several(value: object) -> bool:
-    """Returns whether a cell holds a list of labels, or texts separated by "|" or ";".
-
-    A comma alone may belong to the name of a class.
-    """
+    """Returns whether a cell holds a list of labels, or texts separated by "|" or ";"."""
+    # A comma may belong to the name of a class.
     return isinstance(value, list) or (
         isinstance(value, str) and bool({*"|;"} & {*value})
     )

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Float, Integer
+from scipy import special
 
 from vit_jax.evaluators.classification import BINS, calibration_error
 from vit_jax.evaluators.multi_label import average_precision
@@ -17,7 +18,6 @@ NEIGHBOURS = 10
 # A label is doubtful if at most the first part of the neighbours has it, and at least the
 # second part has one other label.
 _SAME, _OTHER = 0.1, 0.7
-_BLOCK = 1_024  # Images compared at a time.
 
 
 class ClassScores(NamedTuple):
@@ -41,32 +41,20 @@ class ClassScores(NamedTuple):
 
 
 class Confusion(NamedTuple):
-    """Images of one class that were predicted as another.
+    """Images of one class that were predicted as another, most probable first."""
 
-    Attributes:
-      true, predicted: numbers of the classes.
-      images: numbers of the images, those of the highest probability first.
-    """
-
-    true: int
-    predicted: int
+    true: int  # Class.
+    predicted: int  # Class.
     images: list[int]
 
 
 class Doubt(NamedTuple):
-    """An image that looks like those of another class.
-
-    Attributes:
-      image: number of the image.
-      same: fraction of its nearest neighbours with its label.
-      other: class of most of the neighbours.
-      share: fraction of the neighbours with that class.
-    """
+    """An image that looks like those of another class."""
 
     image: int
-    same: float
-    other: int
-    share: float
+    same: float  # Fraction of its nearest neighbours with its label.
+    other: int  # Class of most of the neighbours.
+    share: float  # Fraction of the neighbours with that class.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,10 +77,7 @@ class Answers:
     def probabilities(self) -> Float[np.ndarray, "N K"]:
         """Probabilities of the classes: softmax of one class per image, else sigmoid."""
         logits = self.logits.astype(np.float64)
-        if not self.one_each:
-            return np.exp(-np.logaddexp(0, -logits))
-        powers = np.exp(logits - logits.max(1, keepdims=True))
-        return powers / powers.sum(1, keepdims=True)
+        return special.softmax(logits, 1) if self.one_each else special.expit(logits)
 
     @functools.cached_property
     def predicted(self) -> Bool[np.ndarray, "N K"]:
@@ -104,32 +89,24 @@ class Answers:
     @functools.cached_property
     def losses(self) -> Float[np.ndarray, " N"]:
         """Cross-entropy of each image in nats, summed over several labels."""
-        probabilities = self.probabilities
-        right = np.where(self.labels > 0, probabilities, 1 - probabilities)
+        logits, labels = self.logits.astype(np.float64), self.labels > 0
         if self.one_each:
-            right = probabilities[self.labels > 0][:, None]
-        return -np.log(np.maximum(right, 1e-30)).sum(1)
+            return -special.log_softmax(logits, 1)[labels]
+        return np.logaddexp(0, np.where(labels, -logits, logits)).sum(1)
 
     def by_class(self) -> list[ClassScores]:
         """Returns the scores of each class."""
-        labels, predicted = self.labels > 0, self.predicted
-        scores = []
-        for k, name in enumerate(self.class_names):
-            right = float((labels[:, k] & predicted[:, k]).sum())
-            images, answers = int(labels[:, k].sum()), int(predicted[:, k].sum())
-            scores.append(
-                ClassScores(
-                    name,
-                    images,
-                    right / images if images else np.nan,
-                    right / answers if answers else np.nan,
-                    2 * right / max(images + answers, 1),
-                    average_precision(self.probabilities[:, k], labels[:, k])
-                    if images
-                    else np.nan,
-                )
-            )
-        return scores
+        from sklearn import metrics
+
+        precision, recall, f1, images = metrics.precision_recall_fscore_support(
+            self.labels, self.predicted.astype(int), zero_division=np.nan
+        )
+        areas = [
+            average_precision(p, label) if label.any() else np.nan
+            for p, label in zip(self.probabilities.T, self.labels.T > 0, strict=True)
+        ]
+        columns = images.tolist(), recall, precision, np.nan_to_num(f1), areas
+        return [*map(ClassScores, self.class_names, *columns)]
 
     def mistakes(self) -> list[int]:
         """Returns the images with a wrong answer, most confident first.
@@ -138,10 +115,8 @@ class Answers:
         error of a label's probability.
         """
         wrong = (self.predicted != (self.labels > 0)).any(1)
-        sure = np.abs(self.probabilities - self.labels).max(1)
-        if self.one_each:
-            sure = self.probabilities.max(1)
-        order = np.argsort(-sure, kind="stable")
+        sure = self.probabilities - (0 if self.one_each else self.labels)
+        order = np.argsort(-np.abs(sure).max(1), kind="stable")
         return order[wrong[order]].tolist()
 
     def highest_losses(self, most: int) -> list[int]:
@@ -170,14 +145,11 @@ class Answers:
             best = self.logits.argmax(1)
             probabilities = self.probabilities.max(1)
             right = self.labels[np.arange(len(best)), best] > 0
-        edges = np.linspace(0, 1, BINS + 1)[1:-1]
-        bins = np.searchsorted(edges, probabilities)
-        rows = []
-        for b in range(BINS):
-            members = bins == b
-            if members.any():
-                mean = float(probabilities[members].mean())
-                rows.append((mean, float(right[members].mean()), int(members.sum())))
+        bins = np.searchsorted(np.linspace(0, 1, BINS + 1)[1:-1], probabilities)
+        rows = [
+            (float(probabilities[at].mean()), float(right[at].mean()), int(at.sum()))
+            for at in (bins == b for b in np.unique(bins))
+        ]
         return rows, calibration_error(probabilities, right)
 
 
@@ -195,22 +167,18 @@ def doubtful_labels(
       labels: class of each image, (N,).
       most: largest number of images to return, most doubtful first.
     """
-    norms = np.linalg.norm(features, axis=1, keepdims=True)
-    unit = features / np.maximum(norms, 1e-12)
+    from sklearn.neighbors import NearestNeighbors
+
     count = min(NEIGHBOURS, len(labels) - 1)
     if count < 1:
         return []
-    doubts = []
-    for start in range(0, len(labels), _BLOCK):
-        rows = np.arange(start, min(start + _BLOCK, len(labels)))
-        similar = unit[rows] @ unit.T
-        similar[np.arange(len(rows)), rows] = -np.inf
-        nearest = np.argpartition(-similar, count - 1, axis=1)[:, :count]
-        for i, others in zip(rows.tolist(), labels[nearest], strict=True):
-            counts = np.bincount(others)
-            other, same = int(counts.argmax()), float((others == labels[i]).mean())
-            share = float(counts[other] / count)
-            if same <= _SAME and share >= _OTHER:
-                doubts.append(Doubt(i, same, other, share))
+    search = NearestNeighbors(n_neighbors=count, metric="cosine").fit(features)
+    nearest, doubts = search.kneighbors(return_distance=False), []
+    for i, others in enumerate(labels[nearest]):
+        counts = np.bincount(others)
+        other, same = int(counts.argmax()), float((others == labels[i]).mean())
+        share = float(counts[other] / count)
+        if same <= _SAME and share >= _OTHER:
+            doubts.append(Doubt(i, same, other, share))
     doubts.sort(key=lambda doubt: (-doubt.share, doubt.same, doubt.image))
     return doubts[:most]

@@ -5,11 +5,12 @@ learning rates" (arXiv:1506.01186), section 3.3, with a geometric rise and a smo
 as in fastai.
 """
 
-import dataclasses
+import functools
 import importlib.util
 import math
 import os
 from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import numpy as np
 from etils import epath
@@ -28,15 +29,10 @@ _SMOOTHING = 0.9
 _DIVERGED = 4.0  # Multiple of the smallest loss at which the test ends.
 
 
-@dataclasses.dataclass(frozen=True)
-class RateRange:
-    """The result of a range test.
+class RateRange(NamedTuple):
+    """Rate, loss and smoothed loss of each step until the loss diverged.
 
-    Attributes:
-      rates: learning rate of each step, until the loss diverged.
-      losses: training loss of each step.
-      smoothed: moving average of the losses.
-      suggestion: rate at which the smoothed loss falls fastest.
+    `suggestion` is the rate at which the smoothed loss falls fastest.
     """
 
     rates: tuple[float, ...]
@@ -50,15 +46,12 @@ class _Losses(Callback):
         self.steps: list[tuple[float, float]] = []
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        rate, loss = metrics["train/learning_rate"], metrics["train/loss"]
-        if math.isfinite(loss):
-            self.steps.append((rate, loss))
+        if math.isfinite(metrics["train/loss"]):
+            self.steps.append((metrics["train/learning_rate"], metrics["train/loss"]))
 
 
 def run(
-    raw: Mapping,
-    steps: int = STEPS,
-    say: Callable[[str], None] = lambda line: None,
+    raw: Mapping, steps: int = STEPS, say: Callable[[str], None] = lambda line: None
 ) -> RateRange:
     """Runs the test in a temporary folder.
 
@@ -73,11 +66,7 @@ def run(
     rate = raw["optim"]["learning_rate"]
     low, high = (part * rate for part in _SPAN)
     say(f"range test: {steps} steps with rates from {low:g} to {high:g}")
-    optim = {
-        name: value
-        for name, value in raw["optim"].items()
-        if not name.startswith("warmup")
-    }
+    optim = {k: v for k, v in raw["optim"].items() if not k.startswith("warmup")}
     schedule = {"name": "exponential", "start_fraction": low / high}
     raw = {
         **raw,
@@ -122,28 +111,20 @@ def judge(steps: list[tuple[float, float]]) -> RateRange:
 
 
 def write(result: RateRange, workdir: str | os.PathLike) -> list[str]:
-    """Writes the losses as a table and, if matplotlib is installed, a figure.
-
-    Returns:
-      The paths.
-    """
-    rates = result.rates
+    """Writes a table and, with matplotlib, a figure of the losses; returns the paths."""
+    series = functools.partial(charts.Series, marked=False)
+    ends = min(result.smoothed), max(result.smoothed)
     chart = charts.Chart(
         FILE,
         f"Range test: the loss falls fastest at a rate of {result.suggestion:g}",
         "learning rate",
         "training loss",
         (
-            charts.Series("steps", rates, result.losses, colour=6, line=False),
-            charts.Series("smoothed", rates, result.smoothed, marked=False),
-            charts.Series(
-                "suggestion",
-                (result.suggestion,) * 2,
-                (min(result.smoothed), max(result.smoothed)),
-                colour=1,
-                marked=False,
-                dashes=1,
+            series(
+                "steps", result.rates, result.losses, colour=6, line=False, marked=True
             ),
+            series("smoothed", result.rates, result.smoothed),
+            series("suggestion", (result.suggestion,) * 2, ends, colour=1, dashes=1),
         ),
         log_x=True,
     )

@@ -102,10 +102,8 @@ def render(
     """Returns the page.
 
     Args:
-      title: title of the page.
       answers: outputs of the network for the images.
-      source: data set of the images.
-      records: record number of each image.
+      source, records: data set of the images, and the record number of each.
       num_twins: number of validation images that show a training image's picture; None
         if unknown.
       dedup_command: command that lists them.

@@ -2,8 +2,10 @@
 
 import dataclasses
 import io
+import math
 import statistics
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from PIL import Image
@@ -28,15 +30,6 @@ _EVALUATED = 1 / 3  # Time to evaluate an image, relative to training on it.
 
 
 @dataclasses.dataclass(frozen=True)
-class Choice:
-    """One choice: its value, its reason, and the key or flag that changes it."""
-
-    what: str
-    why: str
-    key: str
-
-
-@dataclasses.dataclass(frozen=True)
 class Images:
     """Properties of the training images.
 
@@ -54,11 +47,9 @@ class Images:
 
 
 def look_at(source: Source, labels: Sequence | None) -> Images:
-    """Returns the properties of the training images, from a sample of them.
+    """Returns the properties of a training split, from a sample of it.
 
-    Args:
-      source: training split.
-      labels: class of each image; None if an image may have several.
+    `labels` has the class of each image; None if an image may have several.
     """
     numbers = np.linspace(0, len(source) - 1, min(_SAMPLE, len(source))).astype(int)
     sides, grey = [], True
@@ -88,13 +79,7 @@ def look_at(source: Source, labels: Sequence | None) -> Images:
 
 
 def side_of(images: Images, weights: int, patch: int) -> int:
-    """Returns the side in pixels to train at: a multiple of the patch, or the weights'.
-
-    Args:
-      images: properties of the images.
-      weights: side at which the weights were trained, in pixels.
-      patch: patch size of the network, in pixels.
-    """
+    """Returns the side to train at: a multiple of the patch, or the weights' (pixels)."""
     if not images.side or SMALL * images.side >= weights:
         return weights
     side = max(SMALL * images.side, LEAST_SIDE)
@@ -114,18 +99,14 @@ def transforms_of(
     how = Preprocess(image_size, crop_fraction=image_size[0] / rows)
     rows, columns = resize_sides(how)
     resized = rows if rows == columns else (rows, columns)
-    return {
-        "train_transform": train,
-        "eval_transform": f"resize_small({resized}) | central_crop",
-    }
+    crop = f"resize_small({resized}) | central_crop"
+    return {"train_transform": train, "eval_transform": crop}
 
 
 def batch_of(images: Images, backend: str, devices: int) -> int:
     """Returns the batch size, a multiple of the number of devices."""
-    most = MOST_BATCH.get(backend, ELSEWHERE)
-    wanted = max(images.count / BATCHES_AN_EPOCH, 1)
-    power = 2 ** round(float(np.log2(wanted)))
-    batch = int(np.clip(power, LEAST_BATCH, most))
+    power = 2 ** round(math.log2(max(images.count / BATCHES_AN_EPOCH, 1)))
+    batch = max(LEAST_BATCH, min(power, MOST_BATCH.get(backend, ELSEWHERE)))
     return -(-batch // devices) * devices
 
 
@@ -134,15 +115,8 @@ def epochs_of(images: Images) -> float:
     return float(np.clip(IMAGES / images.count, LEAST_EPOCHS, MOST_EPOCHS))
 
 
-@dataclasses.dataclass(frozen=True)
-class Length:
-    """Length of a run, and its image size.
-
-    Attributes:
-      side: side of the images, in pixels.
-      epochs: epochs of training.
-      seconds: time that the run takes, by the measured speed.
-    """
+class Length(NamedTuple):
+    """Side of the images in pixels, epochs, and seconds by the measured speed."""
 
     side: int
     epochs: float
@@ -150,25 +124,18 @@ class Length:
 
 
 def fit(
-    images: Images,
-    validated: int,
-    side: int,
-    patch: int,
-    speed: float,
-    minutes: float,
+    images: Images, validated: int, side: int, patch: int, speed: float, minutes: float
 ) -> Length:
     """Fits the length of a run and the size of its images into a time.
 
     Args:
-      images: properties of the images.
+      images: properties of the training images.
       validated: number of images in the validation split.
       side: preferred side of the images, in pixels.
       patch: patch size of the network, in pixels.
       speed: training speed at that side, in images per second.
       minutes: time to train and evaluate; 0 for no limit.
     """
-    wanted = epochs_of(images)
-
     # An evaluation costs as much as training on this number of images; there is one per
     # epoch, but at most EVALUATIONS.
     evaluation = validated * _EVALUATED
@@ -183,14 +150,14 @@ def fit(
         seen = epochs * images.count + evaluations * evaluation
         return seen / speed * (pixels / side) ** 2
 
-    chosen = side
+    chosen, epochs = side, epochs_of(images)
     if minutes:
         smaller = range(side, side // 2 - 1, -patch) or [side]
         fitting = [s for s in smaller if epochs_in(60 * minutes, s) >= LEAST_EPOCHS]
         if epochs_in(60 * minutes, side) < LEAST_EPOCHS and fitting:
             chosen = fitting[0]
-        wanted = min(wanted, epochs_in(60 * minutes, chosen))
-    return Length(chosen, wanted, seconds_of(wanted, chosen))
+        epochs = min(epochs, epochs_in(60 * minutes, chosen))
+    return Length(chosen, epochs, seconds_of(epochs, chosen))
 
 
 def optimizer(batch: int) -> dict:
@@ -234,5 +201,5 @@ def interval(right: int, count: int, looks: int = 1) -> tuple[float, float]:
     z = statistics.NormalDist().inv_cdf(1 - 0.025 / looks)
     share, root = right / count, z * z / count
     middle = (share + root / 2) / (1 + root)
-    half = z * np.sqrt(share * (1 - share) / count + root / (4 * count)) / (1 + root)
-    return float(middle - half), float(middle + half)
+    half = z * math.sqrt(share * (1 - share) / count + root / (4 * count)) / (1 + root)
+    return middle - half, middle + half

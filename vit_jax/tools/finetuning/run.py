@@ -1,5 +1,6 @@
 """Fine-tunes a network on a user's images, from the folder to the accuracy."""
 
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -22,7 +23,6 @@ from vit_jax.errors import UserError
 from vit_jax.files import read_json, replace_text
 from vit_jax.printing import masked
 from vit_jax.tools.finetuning import layout, rate_range, report, rule, trial
-from vit_jax.tools.finetuning.rule import Choice
 from vit_jax.tools.sweeps import fine_tuning, runs
 from vit_jax.training import loop, run_report
 from vit_jax.training.callbacks import Callback
@@ -37,12 +37,9 @@ MINUTES = 15.0
 # Keys of `config.data` that describe the layout of the images.
 _LAYOUT_KEYS = ("image_key", "label_key", "multi_label", "data_dir")
 _LAYOUT_KEYS += ("image_dir", "image_suffix")
-_FLAGS = {
-    "init": "--model",
-    "init.checkpoint": "--model",
-    "data.name": "the folder or name",
-    "data.split": "the folder or name",
-}
+_PLACE = "the folder or name"
+_FLAGS = {"init": "--model", "init.checkpoint": "--model"}
+_FLAGS |= {"data.name": _PLACE, "data.split": _PLACE}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +51,6 @@ class Result:
       split: evaluation that is scored, "test" or "val".
       metric: "top1", or "map" if images have several labels.
       score: score of the best checkpoint, of averaged parameters if the run has them.
-      interval: 95 % interval of top1; None for map.
       examples: number of images that were scored.
       looks: number of evaluations on these images that chose the checkpoint.
       workdir: workdir of the run, which every command accepts as a model.
@@ -67,13 +63,20 @@ class Result:
     split: str
     metric: str
     score: float
-    interval: tuple[float, float] | None
     examples: int
     looks: int
     workdir: str
     page: str = ""
     folds: int = 0
     counts: Mapping[str, int] = dataclasses.field(default_factory=dict)
+
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        """95 % interval of top1; None for map."""
+        if self.metric != "top1":
+            return None
+        right = round(self.score * self.examples)
+        return rule.interval(right, self.examples, self.looks)
 
 
 def finetune(
@@ -91,15 +94,8 @@ def finetune(
 
     Args:
       place: folder, table, or name of a data set, see layout.py.
-      workdir: folder of the run.
-      model: weights; if empty, DeiT-Ti on a CPU and AugReg S/16 on other devices.
-      minutes: time to train and evaluate; 0 for no limit.
-      folds: number of runs for cross-validation, each of which validates on another part
-        of the images; the first run is the model, the others are under workdir/folds. 0
-        for one run.
       overrides: dotted config key -> value, instead of the chosen one.
-      callbacks: callbacks of the training run.
-      say: function called with lines about the images and the choices.
+      workdir, model, minutes, folds, callbacks, say: see `vit_jax.finetune`.
 
     Raises:
       UserError: the images or weights cannot be read or do not fit, or the workdir holds
@@ -107,17 +103,14 @@ def finetune(
     """
     if folds < 0 or folds == 1:
         raise UserError(f"folds={folds}: give two or more, or 0 for one run")
-    overrides = _allowed(overrides)
-    model = _model(model)
-    at = os.path.abspath(os.path.expanduser(place))
-    place = at if os.path.exists(at) else place
+    request = _request(place, model, overrides, say, minutes / (folds or 1))
     trained = []
     for fold in range(folds or 1):
         folder = os.path.join(workdir, "folds", str(fold)) if fold else workdir
         if folds:
             say(f"fold {fold + 1} of {folds}: {folder}")
-        run = place, folder, model, minutes / (folds or 1), (fold, folds)
-        trained.append(_train(*run, overrides, callbacks, say))
+        one = dataclasses.replace(request, fold=(fold, folds))
+        trained.append(_train(one, folder, callbacks))
     config, result = trained[0]
     if folds:
         result = _pooled([one for _, one in trained])
@@ -126,91 +119,6 @@ def finetune(
     say("looking at mistakes")
     page = report.write(config, workdir, result.split, summary(result)[0])
     return dataclasses.replace(result, page=page)
-
-
-def _find(
-    place: str, overrides: Mapping[str, object], fold: tuple[int, int], workdir: str
-) -> layout.Layout:
-    """Returns the splits of the images, see `layout.find`; writes their list."""
-    splits = layout.find(place, _layout_keys(overrides), workdir)
-    if fold[1]:
-        layout.take_fold(splits, *fold)
-    return splits
-
-
-def _train(
-    place: str,
-    workdir: str,
-    model: str,
-    minutes: float,
-    fold: tuple[int, int],
-    overrides: Mapping[str, object],
-    callbacks: Iterable[Callback],
-    say: Callable[[str], None],
-) -> tuple[TrainConfig, Result]:
-    """Trains one run; `fold` is its number and the number of folds."""
-    path = epath.Path(workdir) / FILE
-    find = functools.partial(_find, place, overrides, fold)
-    raw, images = _begun(place, workdir, find)
-    command = {
-        "images": images,
-        "--model": masked(model),
-        "--minutes": minutes,
-        "config": {key: str(value) for key, value in overrides.items()},
-    }
-    if fold[1]:
-        command["--folds"] = list(fold)
-    free = _free(raw)
-    runs.check_command(workdir, command, begun=raw is not None, free=free)
-    if raw:
-        say(f"resuming with the settings chosen before: {path}")
-        again = {key: overrides[key] for key in free & overrides.keys()}
-        loading.override(TrainConfig, raw, again)
-    else:
-        raw, choices = choose(find, place, workdir, model, minutes, overrides, say)
-        for line in _table(choices):
-            say(line)
-        replace_text(path, json.dumps(raw, indent=2) + "\n")
-    config = complete(raw)
-    done = loop.train(config, workdir, StartupTimer(say=say), callbacks=callbacks)
-    return config, _result(done, config, workdir)
-
-
-def _free(raw: Mapping | None) -> set[str]:
-    """Returns the keys of an earlier start's config that change no result."""
-    if raw is None:
-        return set()
-    keys = fields.walk(complete(raw))
-    free = {".".join(path) for path, about, _ in keys if not about.changes_result}
-    return free - {f"data.{name}" for name in _LAYOUT_KEYS}
-
-
-def _begun(
-    place: str, workdir: str, find: Callable[[str], layout.Layout]
-) -> tuple[dict | None, str]:
-    """Returns the config that an earlier start chose, or None, and its images.
-
-    The workdir and the images may have been moved: the config gets the paths of this
-    start, and images are compared by content.
-    """
-    path = epath.Path(workdir) / FILE
-    if not path.exists():
-        return None, place
-    raw, images = read_json(path), runs.recorded(workdir).get("images", place)
-    data = raw["data"]
-    if images == place or not os.path.exists(place):
-        if os.path.basename(data["data_dir"]) == layout.SPLIT_FILE:
-            data["data_dir"] = layout.split_file(workdir)
-        return raw, images
-    if not workdirs.has_checkpoint(workdir):
-        return None, place
-    with tempfile.TemporaryDirectory() as scratch, contextlib.suppress(UserError):
-        moved = complete(raw | {"data": data | find(scratch).data}).data
-        source = open_source(moved, moved.split)
-        stored = workdirs.read_metadata(workdir)["data"]
-        if not fingerprint.differences(stored, source):
-            return raw | {"data": data | find(workdir).data}, images
-    return raw, place
 
 
 def find_rate(
@@ -229,9 +137,7 @@ def find_rate(
     Raises:
       UserError: see `finetune`.
     """
-    overrides = _allowed(overrides)
-    find = functools.partial(_find, place, overrides, (0, 0))
-    raw, _ = choose(find, place, workdir, _model(model), 0.0, overrides, say)
+    raw, _ = choose(_request(place, model, overrides, say), workdir)
     result = rate_range.run(raw, say=say)
     written = rate_range.write(result, workdir)
     say(
@@ -242,84 +148,111 @@ def find_rate(
     return result.suggestion
 
 
-def _allowed(overrides: Mapping[str, object] | None) -> dict[str, object]:
-    """Returns the overrides; refuses keys that the command sets."""
+@dataclasses.dataclass(frozen=True)
+class _Request:
+    """What to train on, and how; `fold` is the number of the run and of all runs."""
+
+    place: str
+    model: str
+    overrides: Mapping[str, object]
+    say: Callable[[str], None]
+    minutes: float
+    fold: tuple[int, int] = (0, 0)
+
+    @property
+    def layout_keys(self) -> dict[str, object]:
+        """The overrides of the images' layout, without "data."."""
+        keys = {name: f"data.{name}" for name in _LAYOUT_KEYS}
+        return {n: self.overrides[k] for n, k in keys.items() if k in self.overrides}
+
+    def find(self, workdir: str) -> layout.Layout:
+        """Returns the splits of the images; writes their list, see `layout.find`."""
+        splits = layout.find(self.place, self.layout_keys, workdir)
+        if self.fold[1]:
+            layout.take_fold(splits, *self.fold)
+        return splits
+
+
+def _request(
+    place: str,
+    model: str,
+    overrides: Mapping[str, object] | None,
+    say: Callable[[str], None],
+    minutes: float = 0.0,
+) -> _Request:
     for key in overrides or {}:
         if key in _FLAGS or key.startswith("evals"):
-            what = _FLAGS.get(key, "the folder or name")
-            raise UserError(f"--config.{key}: it is set by {what} here")
-    return dict(overrides or {})
+            raise UserError(
+                f"--config.{key}: it is set by {_FLAGS.get(key, _PLACE)} here"
+            )
+    model = model or (SMALL_MODEL if jax.default_backend() == "cpu" else MODEL)
+    path = os.path.abspath(os.path.expanduser(place))
+    place = path if os.path.exists(path) else place
+    return _Request(place, model, dict(overrides or {}), say, minutes)
 
 
-def _model(model: str) -> str:
-    return model or (SMALL_MODEL if jax.default_backend() == "cpu" else MODEL)
+def _train(
+    request: _Request, workdir: str, callbacks: Iterable[Callback]
+) -> tuple[TrainConfig, Result]:
+    path = epath.Path(workdir) / FILE
+    overrides, say = request.overrides, request.say
+    raw, images = _begun(request, workdir)
+    command = {
+        "images": images,
+        "--model": masked(request.model),
+        "--minutes": request.minutes,
+        "config": {key: str(value) for key, value in overrides.items()},
+    }
+    if request.fold[1]:
+        command["--folds"] = list(request.fold)
+    free = _free(raw) if raw else set()
+    runs.check_command(workdir, command, begun=raw is not None, free=free)
+    if raw:
+        say(f"resuming with the settings chosen before: {path}")
+        again = {key: overrides[key] for key in free & overrides.keys()}
+        loading.override(TrainConfig, raw, again)
+    else:
+        raw, choices = choose(request, workdir)
+        width = max(map(len, choices))
+        for key, (what, why) in choices.items():
+            say(f"{key:<{width}}  {what}" + f" ({why})" * bool(why))
+        replace_text(path, json.dumps(raw, indent=2) + "\n")
+    config = complete(raw)
+    done = loop.train(config, workdir, StartupTimer(say=say), callbacks=callbacks)
+    return config, _result(done, config, workdir)
 
 
-def _layout_keys(overrides: Mapping[str, object]) -> dict[str, object]:
-    """Returns the overrides of the images' layout, without "data."."""
-    keys = {name: f"data.{name}" for name in _LAYOUT_KEYS}
-    return {name: overrides[k] for name, k in keys.items() if k in overrides}
+def _free(raw: Mapping) -> set[str]:
+    """Returns the keys of an earlier start's config that change no result."""
+    keys = fields.walk(complete(raw))
+    free = {".".join(path) for path, about, _ in keys if not about.changes_result}
+    return free - {f"data.{name}" for name in _LAYOUT_KEYS}
 
 
-def choose(
-    find: Callable[[str], layout.Layout],
-    place: str,
-    workdir: str,
-    model: str,
-    minutes: float,
-    overrides: Mapping[str, object],
-    say: Callable[[str], None],
-) -> tuple[dict, list[Choice]]:
-    """Returns the complete config as a dict, and the choices in it; see rule.py."""
-    used = _layout_keys(overrides)
-    others = {k: v for k, v in overrides.items() if k.removeprefix("data.") not in used}
-    name = others.get("optim.name", rule.OPTIMIZER)
-    if name != rule.OPTIMIZER and "optim.learning_rate" not in others:
-        raise UserError(
-            f"--config.optim.name={name}: the rate is chosen for {rule.OPTIMIZER} alone; "
-            "set --config.optim.learning_rate too"
-        )
-    given = _open(find(workdir), place, model, say)
-    images = given.images
-    patch = models.create(**given.pretrained.options).patch_size
-    side = rule.side_of(images, given.weights_side, patch)
+def _begun(request: _Request, workdir: str) -> tuple[dict | None, str]:
+    """Returns the config that an earlier start chose, or None, and its images.
 
-    dropped = []
-
-    def config_of(side: int, steps: int, evaluations: int) -> dict:
-        raw = _raw(given, side, steps, evaluations)
-        if "task.class_weights" in others:  # Weights replace balanced draws.
-            raw["data"].pop("class_balance", None)
-        dropped.clear()
-        loading.override(TrainConfig, raw, others, dropped.append)
-        if "epochs" in others:
-            raw["total_steps"] = 0
-        config = complete(raw)
-        chosen = rule.transforms_of(images, given.preprocess, config.data.image_size)
-        raw["data"] = chosen | raw["data"]
-        if "ema.decay" not in others and not config.task.averages_network:
-            raw["ema"]["decay"] = 0.0
-        return raw
-
-    length = rule.Length(side, rule.epochs_of(images), math.nan)
-    speed = 0.0
-    if minutes and not {"total_steps", "epochs"} & others.keys():
-        raw = config_of(side, trial.STEPS, 1)
-        speed = trial.measure(raw, say)
-        side = raw["data"]["image_size"][0]
-        step = side if "data.image_size" in others else patch
-        length = rule.fit(images, given.validated, side, step, speed, minutes)
-    batch = config_of(side, 1, 1)["batch_size"]
-    steps = max(1, round(length.epochs * images.count / batch))
-    evaluations = max(1, min(rule.EVALUATIONS, round(length.epochs)))
-    raw = config_of(length.side, steps, evaluations)
-    for line in dropped:
-        say(line)
-    choices = [
-        dataclasses.replace(each, why="set") if each.key in overrides else each
-        for each in _choices(given, raw, length, speed, minutes)
-    ]
-    return fields.to_json(complete(raw)), choices
+    The workdir and the images may have been moved: the config gets the paths of this
+    start, and images are compared by content.
+    """
+    path, place = epath.Path(workdir) / FILE, request.place
+    if not path.exists():
+        return None, place
+    raw, images = read_json(path), runs.recorded(workdir).get("images", place)
+    data = raw["data"]
+    if images == place or not os.path.exists(place):
+        if os.path.basename(data["data_dir"]) == layout.SPLIT_FILE:
+            data["data_dir"] = layout.split_file(workdir)
+        return raw, images
+    if not workdirs.has_checkpoint(workdir):
+        return None, place
+    with tempfile.TemporaryDirectory() as scratch, contextlib.suppress(UserError):
+        moved = complete(raw | {"data": data | request.find(scratch).data}).data
+        source = open_source(moved, moved.split)
+        stored = workdirs.read_metadata(workdir)["data"]
+        if not fingerprint.differences(stored, source):
+            return raw | {"data": data | request.find(workdir).data}, images
+    return raw, place
 
 
 @dataclasses.dataclass(frozen=True)
@@ -330,7 +263,6 @@ class _Given:
     images: rule.Images
     classes: int
     validated: int  # Images of the validation split.
-    model: str
     pretrained: Pretrained
     preprocess: Preprocess
 
@@ -343,32 +275,96 @@ class _Given:
         return max(self.preprocess.image_size)
 
 
-def _open(
-    splits: layout.Layout, place: str, model: str, say: Callable[[str], None]
-) -> _Given:
-    pretrained = weights.open_pretrained(model, with_task=False)
+def _open(request: _Request, workdir: str) -> _Given:
+    splits = request.find(workdir)
+    pretrained = weights.open_pretrained(request.model, with_task=False)
     for note in pretrained.notes:
-        say(f"{masked(model)}: {note}")
+        request.say(f"{masked(request.model)}: {note}")
     source = splits.open(splits.data["split"])
-    classes = fine_tuning.num_classes_of(source, place)
+    classes = fine_tuning.num_classes_of(source, request.place)
     if classes < 2:
         raise UserError(
-            f"{place} has images of one class ({', '.join(source.class_names)}): give "
-            "two classes or more"
+            f"{request.place} has images of one class ({', '.join(source.class_names)}): "
+            "give two classes or more"
         )
-    several = splits.data.get("multi_label")
+    labels = None if splits.data.get("multi_label") else read_labels(source).tolist()
     return _Given(
         splits,
-        rule.look_at(source, None if several else read_labels(source).tolist()),
+        rule.look_at(source, labels),
         classes,
         len(splits.open(splits.validation)),
-        model,
         pretrained,
         weights.preprocessing_of(pretrained),
     )
 
 
-def _raw(given: _Given, side: int, steps: int, evaluations: int) -> dict:
+def choose(request: _Request, workdir: str) -> tuple[dict, dict[str, tuple[str, str]]]:
+    """Chooses the settings of a run by the rule, see rule.py.
+
+    Returns:
+      The complete config as a dict, and key -> (choice, reason).
+    """
+    used = request.layout_keys
+    others = {
+        key: value
+        for key, value in request.overrides.items()
+        if key.removeprefix("data.") not in used
+    }
+    name = others.get("optim.name", rule.OPTIMIZER)
+    if name != rule.OPTIMIZER and "optim.learning_rate" not in others:
+        raise UserError(
+            f"--config.optim.name={name}: the rate is chosen for {rule.OPTIMIZER} alone; "
+            "set --config.optim.learning_rate too"
+        )
+    given = _open(request, workdir)
+    images, minutes = given.images, request.minutes
+    patch = models.create(**given.pretrained.options).patch_size
+    side = rule.side_of(images, given.weights_side, patch)
+    config_of = functools.partial(_config, given, request.model, others)
+    length, speed = rule.Length(side, rule.epochs_of(images), math.nan), 0.0
+    if minutes and not {"total_steps", "epochs"} & others.keys():
+        raw = config_of(side, trial.STEPS, 1)
+        speed = trial.measure(raw, request.say)
+        side = raw["data"]["image_size"][0]
+        step = side if "data.image_size" in others else patch
+        length = rule.fit(images, given.validated, side, step, speed, minutes)
+    batch = config_of(side, 1, 1)["batch_size"]
+    steps = max(1, round(length.epochs * images.count / batch))
+    evaluations = max(1, min(rule.EVALUATIONS, round(length.epochs)))
+    raw = config_of(length.side, steps, evaluations, dropped=request.say)
+    choices = _choices(given, raw, length, speed, minutes)
+    for key in choices.keys() & request.overrides.keys():
+        choices[key] = choices[key][0], "set"
+    return fields.to_json(complete(raw)), choices
+
+
+def _config(
+    given: _Given,
+    model: str,
+    overrides: Mapping[str, object],
+    side: int,
+    steps: int,
+    evaluations: int,
+    dropped: Callable[[str], None] = lambda line: None,
+) -> dict:
+    """Returns the chosen config; `dropped` is told which keys the overrides remove."""
+    raw = _rule_config(given, model, side, steps, evaluations)
+    if "task.class_weights" in overrides:  # Weights replace balanced draws.
+        raw["data"].pop("class_balance", None)
+    loading.override(TrainConfig, raw, overrides, dropped)
+    if "epochs" in overrides:
+        raw["total_steps"] = 0
+    config = complete(raw)
+    size = config.data.image_size
+    raw["data"] = rule.transforms_of(given.images, given.preprocess, size) | raw["data"]
+    if "ema.decay" not in overrides and not config.task.averages_network:
+        raw["ema"]["decay"] = 0.0
+    return raw
+
+
+def _rule_config(
+    given: _Given, model: str, side: int, steps: int, evaluations: int
+) -> dict:
     splits, images, options = given.splits, given.images, given.pretrained.options
     on_cpu = jax.default_backend() == "cpu"
     kind = "multi_label" if given.multi_label else "classification"
@@ -393,7 +389,7 @@ def _raw(given: _Given, side: int, steps: int, evaluations: int) -> dict:
         "name": "finetune",
         "total_steps": steps,
         "batch_size": batch,
-        "init": given.model,
+        "init": model,
         "data": data,
         "model": {
             **fine_tuning.inherited(options),
@@ -413,126 +409,106 @@ def _raw(given: _Given, side: int, steps: int, evaluations: int) -> dict:
 
 def _choices(
     given: _Given, raw: dict, length: rule.Length, speed: float, minutes: float
-) -> list[Choice]:
-    images, trained = given.images, given.weights_side
-    data, optim, test = raw["data"], raw["optim"], given.splits.test
-    side = data["image_size"][0]
-    pixels = "x".join(map(str, dict.fromkeys(data["image_size"])))
-    why = f"as the weights ({trained})"
+) -> dict[str, tuple[str, str]]:
+    """Returns key -> (choice, reason)."""
+    images, data, optim, test = (
+        given.images,
+        raw["data"],
+        raw["optim"],
+        given.splits.test,
+    )
+    side, trained = data["image_size"][0], given.weights_side
+    size = "x".join(map(str, dict.fromkeys(data["image_size"])))
+    size_why = f"as the weights ({trained})"
     if side != trained:
-        why = f"the images have about {images.side:.0f} pixels; the weights {trained}"
+        size_why = (
+            f"the images have about {images.side:.0f} pixels; the weights {trained}"
+        )
     if length.side < side or (speed and length.side != side):
-        why = f"so that {rule.LEAST_EPOCHS} epochs fit into {minutes:g} minutes"
-    steps = raw["total_steps"]
-    epochs = steps * raw["batch_size"] / images.count
-    long = f"{epochs:.1f} epochs; no limit of time"
+        size_why = f"so that {rule.LEAST_EPOCHS} epochs fit into {minutes:g} minutes"
+    epochs = raw["total_steps"] * raw["batch_size"] / images.count
+    time = "; no limit of time"
     if speed:
-        long = (
-            f"{epochs:.1f} epochs, about {length.seconds / 60:.0f} minutes at the measured "
-            f"{speed:.0f} images/s (--minutes={minutes:g})"
+        time = (
+            f", about {length.seconds / 60:.0f} minutes at the measured {speed:.0f} "
+            f"images/s (--minutes={minutes:g})"
         )
     decay, task = raw["ema"]["decay"], raw["task"].get("name", "")
     average = f"average of decay {decay:.4f}", "over the last tenth of the steps"
     if not decay:
-        kept_beside = f"task.name={task} keeps the network beside them"
-        average = "no average of the parameters", kept_beside if task else "few steps"
-    uneven = (
-        f"the largest class has {images.uneven:.1f} times the images of the smallest"
-    )
-    return [
-        Choice(given.splits.description, "", "the folder or name"),
-        Choice(
+        why = f"task.name={task} keeps the network beside them" if task else "few steps"
+        average = "no average of the parameters", why
+    patience = raw["early_stopping_evals"]
+    validated = f"{given.validated:,} images to validate on"
+    return {
+        _PLACE: (given.splits.description, ""),
+        "data.split, evals": (
             f"{images.count:,} images of {data['num_classes']} classes",
             f"{given.validated:,} to validate on"
             + (f", and the split {test!r} to test on" if test else ""),
-            "data.split, evals",
         ),
-        Choice(f"images of {pixels} pixels", why, "data.image_size"),
-        Choice(
+        "data.image_size": (f"images of {size} pixels", size_why),
+        "data.train_transform": (
             data["train_transform"],
             "grey images" if images.grey else "photographs",
-            "data.train_transform",
         ),
-        Choice(
-            f"batches of {raw['batch_size']}", "by the number of images", "batch_size"
+        "batch_size": (f"batches of {raw['batch_size']}", "by the number of images"),
+        "total_steps or epochs": (
+            f"{raw['total_steps']} steps",
+            f"{epochs:.1f} epochs{time}",
         ),
-        Choice(f"{steps} steps", long, "total_steps or epochs"),
-        Choice(
+        "optim.learning_rate": (
             f"{optim['name']}, rate {optim.get('learning_rate', 0):g}",
             "in proportion to the batch",
-            "optim.learning_rate",
         ),
-        Choice(*average, "ema.decay"),
-        Choice(
+        "ema.decay": average,
+        "data.class_balance": (
             f"classes drawn {data.get('class_balance') or 'as they are'}",
-            uneven,
-            "data.class_balance",
+            f"the largest class has {images.uneven:.1f} times the images of the smallest",
         ),
-        Choice(
+        "checkpoint.best_metric": (
             f"the best checkpoint by {raw['checkpoint']['best_metric']}",
             f"looked at every {raw['eval_every_steps']} steps",
-            "checkpoint.best_metric",
         ),
-        Choice(
-            f"ends after {raw['early_stopping_evals']} looks that are no better"
-            if raw["early_stopping_evals"]
+        "early_stopping_evals": (
+            f"ends after {patience} looks that are no better"
+            if patience
             else "all steps are taken",
-            f"{given.validated:,} images to validate on; {rule.NOISY} or more end a run "
-            "early",
-            "early_stopping_evals",
+            f"{validated}; {rule.NOISY} or more end a run early",
         ),
-    ]
+    }
 
 
-def _table(choices: list[Choice]) -> list[str]:
-    width = max(len(choice.key) for choice in choices)
-    return [
-        f"{choice.key:<{width}}  {choice.what}"
-        + (f" ({choice.why})" * bool(choice.why))
-        for choice in choices
-    ]
-
-
-def _result(report: dict, config: TrainConfig, workdir: str) -> Result:
-    final = report["final"]
-    split = "test" if "test" in final else "val"
-    _, scores = run_report.quoted_scores(final[split])
+def _result(done: dict, config: TrainConfig, workdir: str) -> Result:
+    split = "test" if "test" in done["final"] else "val"
+    _, scores = run_report.quoted_scores(done["final"][split])
     metric = "map" if config.data.multi_label else "top1"
-    looks = 1
+    looks, counts = 1, {}
     if split == "val" and config.checkpoint.best_metric and config.eval_every_steps:
-        looks = math.ceil(report["steps"] / config.eval_every_steps)
-    counts, interval, count = {}, None, scores["examples"]
-    if metric == "top1":
-        interval = rule.interval(round(scores["top1"] * count), count, looks)
-        opened = open_source(config.data, config.evals[split].split)
-        if (labels := opened.known_labels()) is not None:
-            numbers = np.bincount(labels, minlength=config.data.num_classes)
-            names = report["class_names"] or map(str, range(len(numbers)))
-            counts = dict(zip(names, numbers.tolist(), strict=True))
+        looks = math.ceil(done["steps"] / config.eval_every_steps)
+    source = open_source(config.data, config.evals[split].split)
+    labels = None if config.data.multi_label else source.known_labels()
+    if labels is not None:
+        numbers = np.bincount(labels, minlength=config.data.num_classes)
+        names = done["class_names"] or map(str, range(len(numbers)))
+        counts = dict(zip(names, numbers.tolist(), strict=True))
+    count = scores["examples"]
     return Result(
-        *(report, split, metric, scores[metric], interval, count, looks),
-        counts=counts,
-        workdir=workdir,
+        done, split, metric, scores[metric], count, looks, workdir, counts=counts
     )
 
 
 def _pooled(results: Sequence[Result]) -> Result:
     """Returns the score over all folds; each image is scored by a run without it."""
-    first = results[0]
-    counts = {
-        name: sum(one.counts.get(name, 0) for one in results) for name in first.counts
-    }
+    counts = collections.Counter()
+    for each in results:
+        counts.update(each.counts)
     examples = sum(one.examples for one in results)
-    score = sum(one.score * one.examples for one in results) / examples
-    looks, interval = max(one.looks for one in results), None
-    if first.interval:
-        interval = rule.interval(round(score * examples), examples, looks)
     return dataclasses.replace(
-        first,
-        score=score,
-        interval=interval,
+        results[0],
+        score=sum(one.score * one.examples for one in results) / examples,
         examples=examples,
-        looks=looks,
+        looks=max(one.looks for one in results),
         counts=counts,
         folds=len(results),
     )
@@ -570,15 +546,15 @@ def _doubts(result: Result) -> list[str]:
     if not result.counts:
         few = result.examples < rule.FEW * len(result.report["class_names"])
         return [f"note: fewer than {rule.FEW} images a class were scored"] * few
-    few = {name: n for name, n in result.counts.items() if n < rule.FEW}
+    by_count = sorted(result.counts.items(), key=lambda item: item[1])
+    few = [f"{name} {count}" for name, count in by_count if count < rule.FEW]
     if not few:
         return []
-    named = [f"{name} {n}" for name, n in sorted(few.items(), key=lambda x: x[1])]
-    more = f" and {len(named) - 5} more" if len(named) > 5 else ""
+    more = f" and {len(few) - 5} more" if len(few) > 5 else ""
     remedy = "" if result.folds else "; --folds=5 scores all images, in 5 runs"
     line = (
         f"note: fewer than {rule.FEW} images were scored of {len(few)} of "
-        f"{len(result.counts)} classes ({', '.join(named[:5])}{more}), so that their "
+        f"{len(result.counts)} classes ({', '.join(few[:5])}{more}), so that their "
         f"accuracy is rough{remedy}"
     )
     return [line]

@@ -13,14 +13,10 @@ STEPS = 12
 
 
 def train(raw: Mapping, callbacks: Iterable[Callback] = ()) -> dict:
-    """Trains in a temporary folder without evaluations; returns the report.
+    """Trains a complete config in a temporary folder, without evaluations.
 
-    Args:
-      raw: complete config as a dict.
-      callbacks: callbacks of the run.
-
-    Raises:
-      UserError: see `loop.train`.
+    Returns:
+      The report; for errors see `loop.train`.
     """
     raw = {**raw, "evals": {}, "checkpoint": {}, "early_stopping_evals": 0}
     with tempfile.TemporaryDirectory() as folder:
@@ -28,12 +24,7 @@ def train(raw: Mapping, callbacks: Iterable[Callback] = ()) -> dict:
 
 
 def measure(raw: Mapping, say: Callable[[str], None]) -> float:
-    """Returns the training speed of a short run in images per second.
-
-    Args:
-      raw: complete config of `STEPS` steps as a dict.
-      say: function called with a line before the run begins.
-    """
+    """Returns the speed of a config of `STEPS` steps in images per second."""
     say(f"measuring the speed with {STEPS} steps of {raw['batch_size']} images")
     quiet = contextlib.redirect_stdout(io.StringIO())
     with quiet, contextlib.redirect_stderr(io.StringIO()):
