@@ -47,9 +47,9 @@ def table_2(measured: Sequence[Result], runs: Sequence[Run]) -> Table:
     paper = run_report.published_tables()["table2"]
     rows = {(key,): paper[key] for key in paper if key not in ("cols", "note")}
     keys = {_SAME.get(name, name): (name,) for (name,) in rows}
-    columns: dict[Model, _Column] = {}
-    for model in results.models(measured):
-        columns[model] = _column(measured, model, keys)
+    columns = {
+        model: _column(measured, model, keys) for model in results.models(measured)
+    }
     for run, model in _tasks_of(runs):
         if (mean := _mean(run)) is not None:
             interval = run.vtab.get("interval")
@@ -108,26 +108,26 @@ def table_6(measured: Sequence[Result]) -> Table:
         if tops:
             means = [tops.get((name,), (None,))[0] for name in names[:-1]]
             unplaced[model] = [*means, model.compute.get("exaflops")]
-    rows, kinds, empty = [], [], not unplaced
+    rows: list[tuple[str, Row]] = []  # Kind and cells.
+    nothing = ("measured", *[NONE] * (len(names) + 1))
+    others = [] if unplaced else [(MEASURED, nothing)]
     for name, epochs, *values in paper["rows"]:
-        rows.append((name, str(epochs), *map(percent, values[:-1]), str(values[-1])))
-        kinds.append(PLAIN)
+        cells = name, str(epochs), *map(percent, values[:-1]), str(values[-1])
+        rows.append((PLAIN, cells))
         for model in list(unplaced):
             passes = None if model.epochs is None else round(model.epochs)
             key = name_in_table_6(model.variant), passes, model.pretraining
             if key == (name, epochs, JFT):
                 scores = unplaced.pop(model)
-                rows += [_measured_row(model, scores), _difference_row(scores, values)]
-                kinds += [MEASURED, DIFFERENCE]
-    rows += [_measured_row(model, scores) for model, scores in unplaced.items()]
-    if empty:
-        rows.append(("measured", *[NONE] * (len(names) + 1)))
-    kinds += [MEASURED] * (len(rows) - len(kinds))
+                rows.append((MEASURED, _measured_row(model, scores)))
+                rows.append((DIFFERENCE, _difference_row(scores, values)))
+    rows += [(MEASURED, _measured_row(*item)) for item in unplaced.items()] + others
+    kinds, body = zip(*rows, strict=True)
     return Table(
         "Table 6: accuracy, top-1 in %, and exaFLOPs of pretraining on JFT-300M",
         ("model", "epochs", *names),
-        tuple(rows),
-        row_kinds=tuple(kinds),
+        body,
+        row_kinds=kinds,
         note="A measured row stands below the published one of the same model, epochs "
         "and pretraining on JFT-300M; others stand at the end.",
     )
@@ -145,12 +145,9 @@ def table_9(runs: Sequence[Run]) -> Table:
     }
     columns: dict[Model, _Column] = {}
     for run, model in _tasks_of(runs):
-        column = columns.setdefault(model, {})
-        for group, name in rows:
-            if (mean := _task_mean(run, name)) is not None:
-                column[group, name] = mean, None
-        if (mean := _mean(run)) is not None:
-            column[rows[-1]] = mean, None
+        means = {row: _task_mean(run, row[1]) for row in rows} | {rows[-1]: _mean(run)}
+        known = {row: (mean, None) for row, mean in means.items() if mean is not None}
+        columns.setdefault(model, {}).update(known)
     return _by_column(
         "Table 9: VTAB-1k, top-1 in %",
         ("group", "task"),
@@ -210,30 +207,32 @@ def _tasks_of(runs: Sequence[Run]) -> list[tuple[Run, Model]]:
 
 def _task_mean(run: Run, name: str) -> Number | None:
     """Returns the mean of a task, by its name in table 9, in percent, or None."""
-    task = {paper: task for task, paper in results.TASKS.items()}.get(name)
+    task = {paper: task for task, paper in results.vtab_tasks().items()}.get(name)
     mean = run.vtab["tasks"].get(task, {}).get("mean")
     return None if mean is None else 100 * mean
 
 
 def _mean(run: Run) -> Number | None:
     """Returns the mean of all 19 tasks, in percent, or None if some are absent."""
-    whole = all(_task_mean(run, name) is not None for name in results.TASKS.values())
+    whole = all(
+        _task_mean(run, name) is not None for name in results.vtab_tasks().values()
+    )
     mean = run.vtab.get("mean")
     return 100 * mean if whole and mean is not None else None
 
 
 def _published(
     columns: Sequence[str], rows: Mapping[Row, Sequence]
-) -> dict[str, dict[Row, Value | None]]:
+) -> dict[str, _Column]:
     """Returns column -> row -> value, from the cells of each row."""
 
     def value(cell):
-        if cell is None:
-            return None
         return tuple(cell) if isinstance(cell, list) else (cell, None)
 
     return {
-        column: {row: value(cells[i]) for row, cells in rows.items()}
+        column: {
+            row: value(cells[i]) for row, cells in rows.items() if cells[i] is not None
+        }
         for i, column in enumerate(columns)
     }
 
@@ -242,8 +241,8 @@ def _by_column(
     title: str,
     labels: tuple[str, ...],
     rows: Sequence[Row],
-    published: Mapping[str, Mapping[Row, Value | None]],
-    measured: Mapping[Model, Mapping[Row, Value]],
+    published: Mapping[str, _Column],
+    measured: Mapping[Model, _Column],
     match: Callable[[str, Model], bool],
     *,
     decimals: int = 2,
@@ -255,36 +254,35 @@ def _by_column(
     A measured column without a match comes last and has no difference. `amounts` are the
     rows that are not percentages.
     """
-    head, kinds, columns = list(labels), [PLAIN] * len(labels), []
 
-    def add(name, kind, cells):
-        head.append(name)
-        kinds.append(kind)
-        columns.append(cells)
-
-    def cells(values):
+    def texts(values: _Column) -> list[str]:
         return [_cell(values.get(row), row in amounts, decimals) for row in rows]
 
-    def differences(values, paper):
-        return [
-            _difference(values.get(row), paper.get(row), row in amounts, decimals)
-            for row in rows
-        ]
-
+    columns: list[tuple[str, str, list[str]]] = []  # Heading, kind and cells.
     unplaced = dict(measured)
     for column, paper in published.items():
-        add(column, PLAIN, cells(paper))
+        columns.append((column, PLAIN, texts(paper)))
         for model in [model for model in unplaced if match(column, model)]:
             values = unplaced.pop(model)
-            add(_heading(model), MEASURED, cells(values))
-            add(f"difference from {column}", DIFFERENCE, differences(values, paper))
-    for model, values in unplaced.items():
-        add(_heading(model), MEASURED, cells(values))
+            less = [
+                _difference(values.get(row), paper.get(row), row in amounts, decimals)
+                for row in rows
+            ]
+            columns.append((_heading(model), MEASURED, texts(values)))
+            columns.append((f"difference from {column}", DIFFERENCE, less))
+    columns += [(_heading(m), MEASURED, texts(v)) for m, v in unplaced.items()]
     if not measured:
-        add("measured", MEASURED, cells({}))
-        add("difference", DIFFERENCE, cells({}))
-    body = tuple((*row, *texts) for row, *texts in zip(rows, *columns, strict=True))
-    return Table(title, tuple(head), body, tuple(kinds), labels=len(labels), note=note)
+        columns.append(("measured", MEASURED, texts({})))
+        columns.append(("difference", DIFFERENCE, texts({})))
+    head, kinds, cells = zip(*columns, strict=True)
+    return Table(
+        title,
+        (*labels, *head),
+        tuple((*row, *texts) for row, *texts in zip(rows, *cells, strict=True)),
+        (*[PLAIN] * len(labels), *kinds),
+        labels=len(labels),
+        note=note,
+    )
 
 
 def _cell(value: Value | None, amount: bool, decimals: int) -> str:

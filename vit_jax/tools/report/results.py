@@ -1,15 +1,19 @@
 """Reads the folders of runs: what was trained and evaluated, and the accuracies."""
 
+import collections
+import contextlib
 import csv
 import dataclasses
+import functools
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from etils import epath
 
 from vit_jax.analysis.charts import Number
+from vit_jax.data.sources import vtab
 from vit_jax.errors import UserError
 from vit_jax.evaluators.fewshot import fewer_images
 from vit_jax.training import run_report
@@ -52,28 +56,12 @@ _NAMED = (
 # Pattern of names with a variant after the colon, such as "augreg:B/16-i1k-384".
 _VARIANT = r"[a-z0-9_-]+:(?!//)([^-]+)"
 
-# Task of VTAB-1k -> its name in table 9, in the order of the table.
-TASKS = {
-    "caltech101": "Caltech101",
-    "cifar100": "CIFAR-100",
-    "dtd": "DTD",
-    "flowers102": "Flowers102",
-    "pets": "Pets",
-    "sun397": "Sun397",
-    "svhn": "SVHN",
-    "camelyon": "Camelyon",
-    "eurosat": "EuroSAT",
-    "resisc45": "Resisc45",
-    "retinopathy": "Retinopathy",
-    "clevr_count": "Clevr-Count",
-    "clevr_distance": "Clevr-Dist",
-    "dmlab": "DMLab",
-    "dsprites_position": "dSpr-Loc",
-    "dsprites_orientation": "dSpr-Ori",
-    "kitti_distance": "KITTI-Dist",
-    "norb_azimuth": "sNORB-Azim",
-    "norb_elevation": "sNORB-Elev",
-}
+
+@functools.cache
+def vtab_tasks() -> dict[str, str]:
+    """Returns task of VTAB-1k -> its name in table 9, in the order of the table."""
+    names = run_report.published_tables()["table9"]["cols"][:-1]
+    return dict(zip(vtab.TASKS, names, strict=True))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,10 +70,8 @@ class Run:
 
     Attributes:
       name: name of the folder, with as many parents as make it distinct.
-      path: the folder.
       metrics: lines of metrics.jsonl.
       training: content of report.json.
-      evaluate, transfer, vtab, study: content of the JSON file of that name.
       confusions: file name without suffix -> rows of a confusion matrix, as written by
         `result_tables.confusion_to_csv`: the head, and a row per true class.
       inner: title -> training runs in subfolders, with name, report and metrics only.
@@ -104,25 +90,13 @@ class Run:
 
 
 def read_runs(paths: Sequence[str | os.PathLike]) -> list[Run]:
-    """Reads the folders of runs.
-
-    Args:
-      paths: workdirs, and output folders of evaluate, transfer and study.
+    """Reads workdirs, and output folders of evaluate, transfer and study.
 
     Raises:
       UserError: a folder has none of the known files, or a file is damaged.
     """
-    folders = list(dict.fromkeys(epath.Path(path) for path in paths))
-    return [
-        _read(path, name) for path, name in zip(folders, _names(folders), strict=True)
-    ]
-
-
-def training_of(source: str) -> dict | None:
-    """Returns the content of report.json if a checkpoint is a workdir, else None."""
-    if "://" in source or not epath.Path(source).is_dir():
-        return None
-    return _load(epath.Path(source) / _REPORT)
+    folders = list(dict.fromkeys(map(epath.Path, paths)))
+    return [*map(_read, folders, _names(folders))]
 
 
 def _read(path: epath.Path, name: str) -> Run:
@@ -145,28 +119,25 @@ def _read(path: epath.Path, name: str) -> Run:
 
 def _inner(path: epath.Path, transfer: dict | None, study: dict | None) -> dict:
     """Reads the training runs in the folder of a transfer or a study."""
-    folders: dict[str, list[tuple[str, str]]] = {}  # Title -> names and subfolders.
+    folders = collections.defaultdict(list)  # Title -> names and subfolders.
     for point in (study or {}).get("points", []):
         for stage, outcome in point["stages"].items():
             for one in outcome["runs"][:1]:  # The first seed.
-                folders.setdefault(stage, []).append((point["name"], one["folder"]))
+                folders[stage].append((point["name"], one["folder"]))
     if transfer:
-        trials = [
-            f"rate{trial['learning_rate']:g}" for trial in transfer.get("trials", [])
-        ]
+        rates = [trial["learning_rate"] for trial in transfer.get("trials", [])]
+        folders["transfer"] = [(f"rate{r:g}", f"trials/rate{r:g}") for r in rates]
         seeds = [f"seed{run['seed']}" for run in transfer["runs"]]
-        folders["transfer"] = [(name, f"trials/{name}") for name in trials]
         folders["transfer"] += [(name, f"runs/{name}") for name in seeds]
-    inner = {}
-    for title, named in folders.items():
-        trained = tuple(
+    inner = {
+        title: tuple(
             Run(name, path / folder, metrics, _load(path / folder / _REPORT))
             for name, folder in named
             if (metrics := _lines(path / folder / _METRICS))
         )
-        if trained:
-            inner[title] = trained
-    return inner
+        for title, named in folders.items()
+    }
+    return {title: trained for title, trained in inner.items() if trained}
 
 
 def _load(path: epath.Path) -> dict | None:
@@ -184,14 +155,13 @@ def _load(path: epath.Path) -> dict | None:
             f"{path} is not JSON ({error}): it is damaged; run what wrote it again"
         ) from error
     values = values if isinstance(values, dict) else {}
-    lacking = [key for key in _NEEDED[path.name] if key not in values]
-    other_kind = "kind" in _NEEDED[path.name] and values.get("kind") != path.stem
-    if lacking or other_kind:
+    if lacking := [key for key in _NEEDED[path.name] if key not in values]:
         what = f"lacks {', '.join(lacking)}"
-        if not lacking:
-            what = f"is of the kind {values['kind']!r}, not {path.stem!r}"
-        raise UserError(f"{path} {what}: give a folder that this version wrote")
-    return values
+    elif "kind" in _NEEDED[path.name] and values["kind"] != path.stem:
+        what = f"is of the kind {values['kind']!r}, not {path.stem!r}"
+    else:
+        return values
+    raise UserError(f"{path} {what}: give a folder that this version wrote")
 
 
 def _lines(path: epath.Path) -> tuple[dict, ...]:
@@ -202,39 +172,32 @@ def _lines(path: epath.Path) -> tuple[dict, ...]:
         return ()
     lines = []
     for line in text.splitlines():
-        try:
-            values = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(values, dict) and "step" in values:
-            lines.append(values)
-    return tuple(lines)
+        with contextlib.suppress(ValueError):
+            lines.append(json.loads(line))
+    return tuple(x for x in lines if isinstance(x, dict) and "step" in x)
 
 
 def _confusions(path: epath.Path) -> dict[str, list[list[str]]]:
     """Reads the confusion matrices in the folder of an evaluation."""
-    confusions = {}
-    for file in sorted(path.glob("*.csv")):
-        rows = list(csv.reader(file.read_text().splitlines()))
-        if rows and rows[0][: len(_CONFUSION)] == _CONFUSION:
-            confusions[file.stem] = rows
-    return confusions
+    tables = {
+        file.stem: list(csv.reader(file.read_text().splitlines()))
+        for file in sorted(path.glob("*.csv"))
+    }
+    heads = {name: rows[0][: len(_CONFUSION)] for name, rows in tables.items() if rows}
+    return {name: tables[name] for name in heads if heads[name] == _CONFUSION}
 
 
 def _names(paths: Sequence[epath.Path]) -> list[str]:
     """Returns for each path the shortest suffix that no other path has."""
     whole = [p.parts if "://" in str(p) else p.resolve().parts for p in paths]
 
-    def end(parts, length):
-        return "/".join(parts[-length:])
-
     def shortest(parts):
-        lengths = range(1, len(parts) + 1)
-        ends = ((n, end(parts, n)) for n in lengths)
-        unique = (e for n, e in ends if sum(end(p, n) == e for p in whole) == 1)
-        return next(unique, end(parts, len(parts)))
+        for length in range(1, len(parts) + 1):
+            if [other[-length:] for other in whole].count(parts[-length:]) == 1:
+                return "/".join(parts[-length:])
+        return "/".join(parts)
 
-    return [shortest(parts) for parts in whole]
+    return [*map(shortest, whole)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -245,7 +208,7 @@ class Model:
       name: name or path of the checkpoint.
       variant: variant, such as "B/16"; "" if unknown.
       pretraining: JFT, I21K, I1K, another data set, or "" if unknown.
-      images: number of images in the pretraining split, None if unknown.
+      images: number of images in the pretraining split.
       compute: compute of the pretraining, from report.json; {} if unknown.
     """
 
@@ -267,16 +230,20 @@ class Model:
         return seen / self.images if seen and self.images else None
 
 
+def _report(source: str) -> dict | None:
+    """Returns the content of report.json if a checkpoint is a workdir, else None."""
+    folder = epath.Path(source)
+    return None if "://" in source or not folder.is_dir() else _load(folder / _REPORT)
+
+
 def model_of(source: str, variant: str) -> Model:
     """Returns a checkpoint with what is known of its pretraining.
 
-    Args:
-      source: a workdir, or the name of published weights, as in `--model`.
-      variant: variant of the model; looked up if "".
+    `source` is a workdir, or the name of published weights, as in `--model`.
     """
     name, seen = source, []
     # A fine-tuned model has the pretraining of the checkpoint that it started from.
-    while (report := training_of(name)) and report.get("init") and name not in seen:
+    while (report := _report(name)) and report.get("init") and name not in seen:
         seen.append(name)
         name = report["init"]
     if report is None:
@@ -359,73 +326,63 @@ def describe_settings(report: dict) -> str:
     return ", ".join(words)
 
 
-def shots(scores: dict) -> dict[str, tuple[Number, Number | None]]:
-    """Returns "5-shot" and so on -> accuracy and standard deviation, in percent.
+def _in_percent(value: Number | None) -> Number | None:
+    return None if value is None else 100 * value
+
+
+def _transferred(run: Run) -> Iterator[Result]:
+    report = run.transfer
+    if report is None or report["mean"] is None:
+        return
+    how = f"transfer, {describe_settings(report)}, {len(report['runs'])} runs"
+    yield Result(
+        model_of(report["model"], report["variant"]),
+        dataset_name(report["dataset"]),
+        100 * report["mean"],
+        _in_percent(report.get("std")),
+        how,
+        run.name,
+        is_full(report),
+    )
+
+
+def _evaluated(run: Run) -> Iterator[Result]:
+    if (report := run.evaluate) is None:
+        return
+    model = model_of(report["model"], report["variant"])
+    for name, kinds in report["results"].items():
+        kind, scores = run_report.quoted_scores(kinds)
+        about = report.get("evals", {}).get(name, {})
+        is_real = about.get("kind") == "real"
+        data = "real" if is_real else about.get("dataset", name)
+        how = f"evaluate, {name}"
+        if splits := about.get("splits"):
+            how += f" on {splits[-1]}"
+        classifies = is_real or about.get("kind", "classification") == "classification"
+        tabled = classifies and (name in DATASETS or is_real)
+        for what, accuracy in _accuracies(scores).items():
+            words = ", ".join(filter(None, (how, what, kind)))
+            yield Result(model, dataset_name(data), *accuracy, words, run.name, tabled)
+
+
+def _accuracies(scores: dict) -> dict[str, tuple[Number, Number | None]]:
+    """Returns "" (top-1), "5-shot" and so on -> accuracy and deviation, in percent.
 
     A key also has the number of smaller classes: "5-shot (2 classes have fewer images)".
     """
-    accuracies = {}
+    accuracies = {"": (100 * scores["top1"], None)} if "top1" in scores else {}
     for name, value in scores.items():
         if match := re.fullmatch(r"(\d+)shot", name):
-            spread = scores.get(f"{name}_std")
-            spread = None if spread is None else 100 * spread
+            spread = _in_percent(scores.get(f"{name}_std"))
             what = f"{match[1]}-shot{fewer_images(name, scores)}"
             accuracies[what] = 100 * value, spread
     return accuracies
 
 
-def _transferred(run: Run) -> list[Result]:
-    report = run.transfer
-    if report is None or report["mean"] is None:
-        return []
-    spread = report.get("std")
-    return [
-        Result(
-            model_of(report["model"], report["variant"]),
-            dataset_name(report["dataset"]),
-            100 * report["mean"],
-            None if spread is None else 100 * spread,
-            f"transfer, {describe_settings(report)}, {len(report['runs'])} runs",
-            run.name,
-            is_full(report),
-        )
-    ]
-
-
-def _evaluated(run: Run) -> list[Result]:
-    report, results = run.evaluate, []
-    if report is None:
-        return []
-    model = model_of(report["model"], report["variant"])
-    for name, kinds in report["results"].items():
-        kind, scores = run_report.quoted_scores(kinds)
-        about = report.get("evals", {}).get(name, {})
-        data = dataset_name(about.get("dataset", name))
-        if about.get("kind") == "real":
-            data = DATASETS["real"]
-        how = f"evaluate, {name}"
-        if splits := about.get("splits"):
-            how += f" on {splits[-1]}"
-        classifies = about.get("kind", "classification") in ("classification", "real")
-        tabled = classifies and (name in DATASETS or about.get("kind") == "real")
-        for what, (value, spread) in _accuracies(scores).items():
-            words = ", ".join(filter(None, (how, what, kind)))
-            row = data, value, spread, words, run.name, tabled
-            results.append(Result(model, *row))
-    return results
-
-
-def _accuracies(scores: dict) -> dict[str, tuple[Number, Number | None]]:
-    """Returns "" (top-1), "5-shot" and so on -> accuracy and deviation, in percent."""
-    top1 = {"": (100 * scores["top1"], None)} if "top1" in scores else {}
-    return top1 | shots(scores)
-
-
-def _trained(run: Run) -> list[Result]:
-    """Returns the scores of a training run, for the checkpoint it started from."""
-    report, results = run.training, []
-    if report is None:
-        return []
+def _trained(run: Run) -> Iterator[Result]:
+    """Yields the scores of a training run, for the checkpoint it started from."""
+    if (report := run.training) is None:
+        return
     start = report.get("init", "")
     model = model_of(start or str(run.path), report.get("variant", ""))
     for name, kinds in report["final"].items():
@@ -435,8 +392,6 @@ def _trained(run: Run) -> list[Result]:
             data = DATASETS[name]
         elif not start or name != "test":  # Not a transfer, or not a test split.
             data = f"{data} ({name})"
-        for what, (value, spread) in _accuracies(scores).items():
+        for what, accuracy in _accuracies(scores).items():
             how = ", ".join(filter(None, ("training, 1 run", what, kind)))
-            row = data, value, spread, how, run.name, not what
-            results.append(Result(model, *row))
-    return results
+            yield Result(model, data, *accuracy, how, run.name, not what)

@@ -64,11 +64,10 @@ def _figure_5(measured, datasets: Sequence[str], name: str, what: str) -> Chart:
             spread = scores[0].spread if len(scores) == 1 else None
             point = model.compute["exaflops"], value, spread
             by_family[family(model.variant)].append(point)
-    series += [
-        _scatter(f"{NAMES[kind]}, measured", _in_order(points), FAMILIES[kind])
-        for kind, points in by_family.items()
-        if points
-    ]
+    for kind, points in by_family.items():
+        if points:
+            label = f"{NAMES[kind]}, measured"
+            series.append(_scatter(label, _in_order(points), FAMILIES[kind]))
     note = "Published: table 6, pretraining on JFT-300M."
     if len(datasets) > 1:
         note += f" Mean over {', '.join(datasets)}."
@@ -94,13 +93,8 @@ def _figure_3(measured) -> Chart:
             if table[data]["ImageNet"][i] is not None
         ]
         series.append(
-            Series(
-                f"{column}, published",
-                *_transposed(points),
-                colour=i,
-                marker=i,
-                dashes=1,
-                hollow=True,
+            _scatter(
+                f"{column}, published", points, i, line=True, dashes=1, hollow=True
             )
         )
     variants: dict[str, list] = {}
@@ -127,26 +121,15 @@ def _figure_3(measured) -> Chart:
     )
 
 
-def _scatter(label, points, number: int, *, hollow: bool = False) -> Series:
+def _scatter(label, points, number: int, *, line: bool = False, **look) -> Series:
     """Returns a series of (x, y), or of (x, y, deviation or None)."""
-    spread = tuple(deviation for _, _, *more in points for deviation in more)
-    return Series(
-        label,
-        *_transposed(points),
-        colour=number,
-        marker=number,
-        line=False,
-        hollow=hollow,
-        spread=spread,
-    )
+    x, y, *spread = zip(*points, strict=True)
+    look |= {"colour": number, "marker": number, "line": line}
+    return Series(label, x, y, spread=spread[0] if spread else (), **look)
 
 
 def _in_order(points: list) -> list:
     return sorted(points, key=lambda point: point[:2])
-
-
-def _transposed(points) -> tuple[tuple[Number, ...], tuple[Number, ...]]:
-    return tuple(x for x, *_ in points), tuple(y for _, y, *_ in points)
 
 
 def training_curves(runs: Sequence[Run]) -> tuple[Chart, ...]:
@@ -166,7 +149,7 @@ def training_curves(runs: Sequence[Run]) -> tuple[Chart, ...]:
         drawn = [curve for curve in curves if curve[-1]]
         for x, x_label, unit in (
             ("step", "step", lambda run: 1),
-            ("images", "images seen", images_per_step),
+            ("images", "images seen", _images_per_step),
         ):
             series = tuple(
                 _curve(*curve, size) for run, *curve in drawn if (size := unit(run))
@@ -198,7 +181,7 @@ def inner_training_curves(runs: Sequence[Run]) -> tuple[Chart, ...]:
     return tuple(charts)
 
 
-def images_per_step(run: Run) -> Number | None:
+def _images_per_step(run: Run) -> Number | None:
     """Returns the batch size of a finished run, or None."""
     report = run.training or {}
     seen = report.get("compute", {}).get("images_seen")
@@ -211,17 +194,13 @@ def _loss(run: Run) -> Points:
 
 def _tops(run: Run) -> dict[str, Points]:
     """Returns evaluation and parameters -> points of top-1 in percent."""
-    names = dict.fromkeys(
-        name
-        for line in run.metrics
-        for name in line
-        if name.endswith("/top1") and not name.startswith("train/")
-    )
+    names = dict.fromkeys(name for line in run.metrics for name in line)
     return {
         name.removesuffix("/top1").replace("/", " "): [
             (step, 100 * value) for step, value in _points(run, name)
         ]
         for name in names
+        if name.endswith("/top1") and not name.startswith("train/")
     }
 
 

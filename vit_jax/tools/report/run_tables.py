@@ -39,9 +39,8 @@ def accuracies(measured: Sequence[Result]) -> tuple[Block, ...]:
         for result in measured
     )
     head = ("run", "data set", "top-1 in %", "model", "pretrained on", "how")
-    title = "All accuracies of these runs"
     kinds = (PLAIN, PLAIN, MEASURED, PLAIN, PLAIN, PLAIN)
-    return (Table(title, head, rows, kinds),) if rows else ()
+    return (Table("All accuracies of these runs", head, rows, kinds),) if rows else ()
 
 
 def transfers(runs: Sequence[Run]) -> tuple[Block, ...]:
@@ -57,16 +56,13 @@ def transfers(runs: Sequence[Run]) -> tuple[Block, ...]:
 
 def _sweep(run: Run, transfer: dict) -> Table:
     best = (transfer.get("best") or {}).get("learning_rate")
-    rows = [
-        (
-            f"rate {trial['learning_rate']:g}"
-            + ", chosen" * (trial["learning_rate"] == best),
-            "held-out part of train",
-            "diverged" if "diverged" in trial else _fraction(trial.get("score")),
-            number(trial.get("seconds")),
-        )
-        for trial in transfer.get("trials", [])
-    ]
+    rows = []
+    for trial in transfer.get("trials", []):
+        name = f"rate {trial['learning_rate']:g}"
+        name += ", chosen" * (trial["learning_rate"] == best)
+        top1 = "diverged" if "diverged" in trial else _fraction(trial.get("score"))
+        seconds = number(trial.get("seconds"))
+        rows.append((name, "held-out part of train", top1, seconds))
     rows += [
         (
             f"seed {one['seed']}",
@@ -107,7 +103,7 @@ def _vtab(run: Run, vtab: dict) -> list[Block]:
         ("failed", "tasks that failed", "why"),
     ):
         listed = tuple(
-            (results.TASKS.get(task, task), about[key])
+            (results.vtab_tasks().get(task, task), about[key])
             for task, about in vtab["tasks"].items()
             if key in about
         )
@@ -147,15 +143,12 @@ def _classes(run: Run, name: str, rows: list[list[str]]) -> list[Block]:
     """Returns the accuracy per class, worst first, and the confusion matrix."""
     (_, _, _, *names), *body = rows
     scored = sorted((row for row in body if row[2]), key=lambda row: float(row[2]))
+    worst = (f"The worst {_WORST} of {len(scored)} classes.",) * (len(scored) > _WORST)
     table = Table(
         f"{run.name}: {name}, accuracy by class",
         ("class", "examples", "top-1 in %"),
-        tuple(
-            (row[0], row[1], percent(100 * float(row[2]))) for row in scored[:_WORST]
-        ),
-        note=f"The worst {_WORST} of {len(scored)} classes."
-        if len(scored) > _WORST
-        else "",
+        tuple((row[0], row[1], _fraction(float(row[2]))) for row in scored[:_WORST]),
+        note="".join(worst),
     )
     picture = Matrix(
         stem("confusion", run.name, name),
@@ -204,18 +197,17 @@ def compute_blocks(runs: Sequence[Run]) -> tuple[Block, ...]:
 
 def _compute_row(name: str, variant: str, data: str, steps: str, used: list[dict]):
     """Returns a row for one or several runs; a sum needs the number of every run."""
-    first = used[0]
     sums = {
         key: sum(one[key] for one in used)
         for key in _SUMS
         if all(key in one for one in used)
     }
     device = NONE
-    if "device_kind" in first:
-        device = f"{first['devices']} x {first['device_kind']}"
+    if "device_kind" in used[0]:
+        device = f"{used[0]['devices']} x {used[0]['device_kind']}"
     seen = f"{sums['images_seen']:,}" if "images_seen" in sums else NONE
-    amounts = [number(sums.get(key)) for key in _SUMS[1:]]
-    return (name, variant, data, steps, seen, amounts[0], device, *amounts[1:])
+    exaflops, *days = (number(sums.get(key)) for key in _SUMS[1:])
+    return (name, variant, data, steps, seen, exaflops, device, *days)
 
 
 def _groups(run: Run, given: set[str]) -> Iterator[tuple]:
@@ -237,13 +229,10 @@ def _of_runs(name, what, variant, data, runs) -> tuple[str, ...]:
     runs = [run for run in runs if run.get("compute")]
     if not runs:
         return ()
-    steps = runs[0].get("steps")
-    steps = NONE if steps is None else f"{steps:,}"
-    count = len(runs)
-    if count > 1:
-        steps = f"{count} x {steps}"
+    count, steps = len(runs), runs[0].get("steps")
+    text = f"{count} x " * (count > 1) + (NONE if steps is None else f"{steps:,}")
     title = f"{name}: {count} {what}{'s' * (count != 1)}"
-    return _compute_row(title, variant, data, steps, [run["compute"] for run in runs])
+    return _compute_row(title, variant, data, text, [run["compute"] for run in runs])
 
 
 def _study_groups(run: Run, given: set[str]) -> Iterator[tuple]:

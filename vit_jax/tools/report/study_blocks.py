@@ -14,7 +14,7 @@ laws      {"x": column, "y": score, "lines": (columns)}: y = a + b x^-c through 
 import itertools
 import math
 import numbers
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -76,44 +76,52 @@ def column(row: Row, name: str) -> object:
     return None
 
 
-def _scaled(config: Row, name: str) -> float:
-    """Returns the factor of a score: fractions are shown in percent."""
-    return 100.0 if is_fraction(_metric(config["scores"][name])) else 1.0
+class _Score:
+    """A score of a study, as it is shown: fractions are in percent."""
+
+    def __init__(self, config: Row, name: str):
+        metric = config["scores"][name].rpartition("/")[2]
+        self.name, self.lower = name, lower_is_better(metric)
+        self.scale = 100.0 if is_fraction(metric) else 1.0
+        self.title = f"{name}{_unit(metric)}"
+
+    def of(self, point: Row) -> tuple[Number, Number | None] | None:
+        """Returns mean and half the interval of a point, None if it has no score."""
+        score = point.get("scores", {}).get(self.name)
+        if score is None:
+            return None
+        half = score["half_interval"]
+        return self.scale * score["mean"], None if half is None else self.scale * half
+
+    def decimals(self, points: Sequence[Row]) -> int:
+        """Returns the decimals: 2 of percent, else fewer for larger values."""
+        values = [score[0] for point in points if (score := self.of(point))]
+        if self.scale == 100:
+            return 2
+        if all(float(value).is_integer() for value in values):
+            return 0
+        largest = max(map(abs, values))
+        return 4 if largest < 10 else 2 if largest < 100 else 1
 
 
-def _metric(path: str) -> str:
-    return path.rpartition("/")[2]
-
-
-def _unit(path: str) -> str:
-    return " in %" if is_fraction(_metric(path)) else ""
-
-
-def _score(row: Row, config: Row, name: str) -> tuple[Number, Number | None] | None:
-    """Returns mean and half the interval of a score as they are shown, or None."""
-    score, scale = row.get("scores", {}).get(name), _scaled(config, name)
-    if score is None:
-        return None
-    half = score["half_interval"]
-    return scale * score["mean"], None if half is None else scale * half
+def _unit(metric: str) -> str:
+    return " in %" if is_fraction(metric) else ""
 
 
 def _table(name: str, points: Sequence[Row], config: Row) -> Table:
-    scores, published = config["scores"], config["published"]
+    published, scores = config["published"], _scores(config)
     tuned = [(s, k) for s, keys in config["tune"].items() for k in keys]
     tuned = [(s, k) for s, k in tuned if any(_chosen(p, s, k) for p in points)]
-    units = {score: _unit(path) for score, path in scores.items()}
-    decimals = {score: _decimals(points, config, score) for score in scores}
+    decimals = [score.decimals(points) for score in scores]
     head = [*config["axes"], "exaFLOPs", *(k.rpartition(".")[2] for _, k in tuned)]
-    head += [f"{score}{units[score]}" for score in scores]
-    kinds = [PLAIN] * (len(head) - len(scores)) + [MEASURED] * len(scores)
+    kinds = [PLAIN] * len(head) + [MEASURED] * len(scores)
+    head += [score.title for score in scores]
     if published:
         head += ["rank", "paper", "rank in paper"]
         kinds += [MEASURED, PLAIN, PLAIN]
-    first = next(iter(scores))
+    first = scores[0]
     ranks = _ranks(
-        {p["name"]: v[0] for p in points if (v := _score(p, config, first))},
-        lower=lower_is_better(_metric(scores[first])),
+        {p["name"]: v[0] for p in points if (v := first.of(p))}, lower=first.lower
     )
     paper_ranks = _ranks(
         {p["name"]: published.get(p["name"]) for p in points}, lower=False
@@ -123,13 +131,13 @@ def _table(name: str, points: Sequence[Row], config: Row) -> Table:
         cells = [str(value) for value in point["axes"].values()]
         cells.append(number(point.get("exaflops")))
         cells += [_chosen(point, stage, key) or NONE for stage, key in tuned]
-        for score in scores:
-            value = _score(point, config, score)
-            cells.append(with_spread(*value, decimals[score]) if value else NONE)
+        for score, places in zip(scores, decimals, strict=True):
+            value = score.of(point)
+            cells.append(with_spread(*value, places) if value else NONE)
         if published:
             label = point["name"]
             paper = published.get(label)
-            paper = None if paper is None else _scaled(config, first) * paper
+            paper = None if paper is None else first.scale * paper
             cells += [ranks.get(label, NONE), percent(paper)]
             cells.append(paper_ranks.get(label, NONE))
         rows.append(tuple(cells))
@@ -139,25 +147,12 @@ def _table(name: str, points: Sequence[Row], config: Row) -> Table:
         note = "Scores are of one seed."
     if published:
         note += f" Paper: {config['source']}."
-    return Table(
-        f"Points of {name}",
-        tuple(head),
-        tuple(rows),
-        tuple(kinds),
-        labels=len(config["axes"]),
-        note=note,
-    )
+    about = f"Points of {name}", tuple(head), tuple(rows), tuple(kinds)
+    return Table(*about, labels=len(config["axes"]), note=note)
 
 
-def _decimals(points: Sequence[Row], config: Row, name: str) -> int:
-    """Returns the decimals of a score: 2 of percent, else fewer for larger values."""
-    if _unit(config["scores"][name]):
-        return 2
-    values = [score[0] for p in points if (score := _score(p, config, name))]
-    if all(float(value).is_integer() for value in values):
-        return 0
-    largest = max(map(abs, values))
-    return 4 if largest < 10 else 2 if largest < 100 else 1
+def _scores(config: Row) -> list[_Score]:
+    return [_Score(config, name) for name in config["scores"]]
 
 
 def _range(numbers: set[int]) -> str:
@@ -194,12 +189,12 @@ def _diverged(points: Sequence[Row]) -> list[str]:
 
 def _ranking(points: Sequence[Row], config: Row) -> str:
     """Returns a text that compares the order of the points with the paper's, or ""."""
-    first = next(iter(config["scores"]))
+    first, published = _scores(config)[0], config["published"]
     both = [
         (point["name"], score, paper)
         for point in points
-        if (score := _score(point, config, first))
-        and (paper := config["published"].get(point["name"])) is not None
+        if (score := first.of(point))
+        and (paper := published.get(point["name"])) is not None
     ]
     if len(both) < 2:
         return ""
@@ -241,40 +236,31 @@ def _short(name: str, value: object) -> str:
 
 
 def _chart(name: str, points: Sequence[Row], config: Row, figure: Row) -> Chart:
-    x, y = figure["x"], figure["y"]
-    drawn = [p for p in points if _score(p, config, y) and column(p, x) is not None]
+    x, score = figure["x"], _Score(config, figure["y"])
+    drawn = [p for p in points if score.of(p) and column(p, x) is not None]
     texts = [str(column(p, x)) for p in drawn if isinstance(column(p, x), str)]
     positions = {text: i for i, text in enumerate(dict.fromkeys(texts))}
-    log_x = figure.get("log_x", x in _AXES)
 
     def x_of(point: Row) -> Number:
         return positions.get(column(point, x), column(point, x))
 
-    lines, series = _lines(drawn, figure.get("lines", ())), []
-    looks = _looks(lines, figure.get("colours"))
-    for (label, members), look in zip(lines.items(), looks, strict=True):
+    series = []
+    for label, members, look in _lines_and_looks(drawn, figure, ()):
         members = sorted(members, key=x_of)
-        values = [_score(point, config, y) for point in members]
-        series.append(
-            Series(
-                label or y,
-                tuple(map(x_of, members)),
-                tuple(mean for mean, _ in values),
-                line=not positions or bool(figure.get("lines")),
-                spread=tuple(half for _, half in values),
-                **look,
-            )
-        )
+        means, halves = zip(*map(score.of, members), strict=True)
+        about = label or score.name, tuple(map(x_of, members)), means
+        line = not positions or bool(figure.get("lines"))
+        series.append(Series(*about, line=line, spread=halves, **look))
     spread = any(half is not None for one in series for half in one.spread)
     ticks = tuple(positions.values()) or tuple(sorted({column(p, x) for p in drawn}))
     x_label = _AXES.get(x, x.replace("_", " "))
     return Chart(
-        stem(name, y, "by", x),
-        f"{y} by {x_label}",
+        stem(name, score.name, "by", x),
+        f"{score.name} by {x_label}",
         x_label,
-        f"{y}{_unit(config['scores'][y])}",
+        score.title,
         tuple(series),
-        log_x=log_x and not positions,
+        log_x=figure.get("log_x", x in _AXES) and not positions,
         log_y=figure.get("log_y", False),
         ticks=() if x in _AXES else ticks,
         tick_labels=tuple(positions),
@@ -283,25 +269,23 @@ def _chart(name: str, points: Sequence[Row], config: Row, figure: Row) -> Chart:
     )
 
 
-def _looks(lines: Mapping[str, list[Row]], colours: str | None) -> list[dict[str, int]]:
-    """Returns colour, marker and dashes of each line.
+def _lines_and_looks(
+    points: Sequence[Row], figure: Row, names: Sequence[str]
+) -> Iterator[tuple[str, list[Row], dict[str, int]]]:
+    """Yields label and points of each line, with colour, marker and dashes.
 
-    Args:
-      lines: label -> points.
-      colours: column whose values have a colour each; a colour for each line if None.
+    Lines of an equal value in the column `colours` share a colour; without that column
+    each line has its own. `names` are the columns of lines if the figure has none.
     """
-    firsts = [members[0] for members in lines.values()]
-    if colours is None:
-        numbers = range(len(firsts))
-        return [
-            {"colour": i, "marker": i, "dashes": i // len(COLOURS)} for i in numbers
-        ]
-    groups, looks = [column(point, colours) for point in firsts], []
-    order = list(dict.fromkeys(groups))
-    for i, group in enumerate(groups):
-        nth = groups[:i].count(group)
-        looks.append({"colour": order.index(group), "marker": nth, "dashes": nth})
-    return looks
+    lines = _lines(points, figure.get("lines", names))
+    seen: dict[object, int] = {}  # Group -> number of its lines so far.
+    for i, (label, members) in enumerate(lines.items()):
+        look = {"colour": i, "marker": i, "dashes": i // len(COLOURS)}
+        if colours := figure.get("colours"):
+            group = column(members[0], colours)
+            nth = seen[group] = seen.get(group, -1) + 1
+            look = {"colour": [*seen].index(group), "marker": nth, "dashes": nth}
+        yield label, members, look
 
 
 def _curves(run: Run, figure: Row) -> Chart:
@@ -311,45 +295,41 @@ def _curves(run: Run, figure: Row) -> Chart:
     wanted = [f"{evaluation}/{kind}/{metric}" for kind in ("ema", "params")]
     scale, series = 100.0 if is_fraction(metric) else 1.0, []
     logged = {one.name: one for one in run.inner.get(stage, ())}
-    lines = _lines(run.study["points"], figure.get("lines", ("name",)))
-    looks = _looks(lines, figure.get("colours"))
-    for (label, members), look in zip(lines.items(), looks, strict=True):
+    for label, members, look in _lines_and_looks(
+        run.study["points"], figure, ("name",)
+    ):
         if (inner := logged.get(members[0]["name"])) is None:
             continue
         name = next((n for n in wanted for line in inner.metrics if n in line), "")
         curve = [(m["step"], scale * m[name]) for m in inner.metrics if name in m]
         if curve:
-            x, y = zip(*curve, strict=True)
-            series.append(Series(label, x, y, **look))
+            series.append(Series(label, *zip(*curve, strict=True), **look))
     title = f"{figure['y']} in training"
     name = stem(run.name, figure["y"], "by", "step")
     note = "The first seed of each point."
-    y_label = f"{figure['y']}{_unit(figure['y'])}"
+    y_label = f"{figure['y']}{_unit(metric)}"
     return Chart(name, title, "step", y_label, tuple(series), note=note)
 
 
 def _leaders(points: Sequence[Row], config: Row, figure: Row) -> str:
     """Returns a text on the leading line at each value of an axis, or ""."""
-    x, y, lines = figure["x"], figure["y"], figure.get("lines", ())
+    x, lines, score = figure["x"], figure.get("lines", ()), _Score(config, figure["y"])
     if x not in config["axes"] or not lines:
         return ""
-    decimals = _decimals(points, config, y)
-    scored = [p for p in points if _score(p, config, y)]
-    values = list(dict.fromkeys(column(p, x) for p in scored))
-    sign = -1 if (lower := lower_is_better(_metric(config["scores"][y]))) else 1
-    parts, first = [], []
-    for value in values:
-        at_value = [p for p in scored if column(p, x) == value]
-        best = max(at_value, key=lambda p: sign * _score(p, config, y)[0])
+    decimals, leaders, parts = score.decimals(points), set(), []
+    scored = [point for point in points if score.of(point)]
+    for value in dict.fromkeys(column(point, x) for point in scored):
+        at_value = [point for point in scored if column(point, x) == value]
+        best = (min if score.lower else max)(at_value, key=lambda p: score.of(p)[0])
         (label,) = _lines([best], lines)
-        first.append(label)
-        parts.append(
-            f"{label} at {_short(x, value)} ({_score(best, config, y)[0]:.{decimals}f})"
-        )
-    text = f"{y}: the {'lowest' if lower else 'highest'} is {', '.join(parts)}."
-    if len(values) < 2:
+        leaders.add(label)
+        top = f"{score.of(best)[0]:.{decimals}f}"
+        parts.append(f"{label} at {_short(x, value)} ({top})")
+    most = "lowest" if score.lower else "highest"
+    text = f"{score.name}: the {most} is {', '.join(parts)}."
+    if len(parts) < 2:
         return text
-    changes = "changes" if len(set(first)) > 1 else "never changes"
+    changes = "changes" if len(leaders) > 1 else "never changes"
     return f"{text} The lead {changes}."
 
 
@@ -385,13 +365,14 @@ def fit_law(x: Sequence[float], y: Sequence[float]) -> tuple[np.ndarray, np.ndar
 
 def _law(points: Sequence[Row], config: Row, law: Row) -> Text:
     x, y = law["x"], law["y"]
-    scored = [p for p in points if _score(p, config, y) and column(p, x)]
+    score = _Score(config, y)
+    scored = [p for p in points if score.of(p) and column(p, x)]
     parts = []
     for label, members in _lines(scored, law["lines"]).items():
         xs = [float(column(point, x)) for point in members]
         if len(set(xs)) < _LEAST:
             continue
-        (a, b, c), rest = fit_law(xs, [_score(p, config, y)[0] for p in members])
+        (a, b, c), rest = fit_law(xs, [score.of(point)[0] for point in members])
         worst = members[int(np.argmax(np.abs(rest)))]["name"]
         parts.append(
             f"{label}: {a:.3g} + {b:.3g} ({x} / {min(xs):.3g})^-{c:.3g}, residuals of "
