@@ -5,9 +5,9 @@ candidate pairs; alignment decides. Letters: N images, S side of a thumbnail, W 
 """
 
 import collections
-import dataclasses
 import functools
 import io
+from typing import NamedTuple
 
 import cv2
 import numpy as np
@@ -53,8 +53,7 @@ _CORNERS = np.array([[x, y, 1] for x in (0, SIDE) for y in (0, SIDE)]) - [0.5, 0
 def make_thumbnail(data: bytes | UInt8[np.ndarray, "H W C"]) -> Thumbnail:
     """Returns an image as SIDE x SIDE grey pixels, ignoring its aspect ratio.
 
-    Args:
-      data: content of an image file, or RGB pixels.
+    `data` is the content of an image file, or RGB pixels.
 
     Raises:
       DamagedImage: the image cannot be decoded.
@@ -93,17 +92,10 @@ def _decode_reduced(data: bytes) -> np.ndarray | None:
 def hash_windows(
     thumbnails: UInt8[np.ndarray, "N S S"], windows: tuple[Window, ...]
 ) -> UInt8[np.ndarray, "N W 16"]:
-    """Computes perceptual hashes of windows of images.
+    """Computes perceptual hashes, of BITS bits, of windows of images.
 
-    Perceptual hashes are the signs of the lowest cosine frequencies. Resizing,
-    recompression and conversion to grey hardly change them.
-
-    Args:
-      thumbnails: thumbnails of the images.
-      windows: parts of each image to hash.
-
-    Returns:
-      Hashes of BITS bits, 8 per byte.
+    They are the signs of the lowest cosine frequencies. Resizing, recompression and
+    conversion to grey hardly change them.
 
     Source: "pHash" (C. Zauner, Implementation and Benchmarking of Perceptual Image Hash
     Functions, 2010), with 128 frequencies by distance from zero, and windows.
@@ -114,8 +106,7 @@ def hash_windows(
         down, across = _cosines(top, bottom), _cosines(left, right)
         waves = np.matmul(np.matmul(down, pixels), across.T)
         by_image = waves.reshape(len(pixels), waves.shape[1] * waves.shape[2])
-        signs = by_image[:, _lowest()] > 0
-        hashes[:, number] = np.packbits(signs, axis=1)
+        hashes[:, number] = np.packbits(by_image[:, _lowest()] > 0, axis=1)
     return hashes
 
 
@@ -139,24 +130,14 @@ def _lowest() -> np.ndarray:
     return np.argsort((rows**2 + columns**2).ravel(), kind="stable")[1 : BITS + 1]
 
 
-@dataclasses.dataclass(frozen=True)
-class Candidate:
-    """A pair of images with similar hashes.
+class Candidate(NamedTuple):
+    """A pair of images with similar hashes."""
 
-    Attributes:
-      query: index of the query.
-      indexed: number of the indexed image.
-      distance: Hamming distance of the hashes.
-      flipped: whether the indexed image was mirrored.
-      window: part of the larger image that matches all of the smaller one.
-      query_is_larger: whether the query is the larger image.
-    """
-
-    query: int
-    indexed: int
-    distance: int
-    flipped: bool
-    window: Window
+    query: int  # Index of the query.
+    indexed: int  # Number of the indexed image.
+    distance: int  # Hamming distance of the hashes.
+    flipped: bool  # Whether the indexed image was mirrored.
+    window: Window  # Part of the larger image that matches all of the smaller one.
     query_is_larger: bool
 
 
@@ -183,12 +164,7 @@ class Index:
         return len(self._numbers)
 
     def add(self, thumbnails: UInt8[np.ndarray, "N S S"], numbers: np.ndarray) -> None:
-        """Adds images.
-
-        Args:
-          thumbnails: thumbnails of the images.
-          numbers: number of each image, (N,) int64, which `candidates` returns.
-        """
+        """Adds images with the numbers, (N,) int64, that `candidates` returns."""
         both = np.stack([thumbnails, thumbnails[:, :, ::-1]], axis=1)
         hashes = hash_windows(both.reshape(-1, *both.shape[2:]), WINDOWS)
         self._parts.add(np.ascontiguousarray(hashes.reshape(-1, hashes.shape[-1])))
@@ -206,10 +182,8 @@ class Index:
         def add(query, row, distance, flipped, window, query_is_larger):
             pair = query, int(self._numbers[row])
             if pair not in best or distance < best[pair].distance:
-                part = WINDOWS[window]
-                best[pair] = Candidate(
-                    *pair, int(distance), bool(flipped), part, query_is_larger
-                )
+                how = bool(flipped), WINDOWS[window], query_is_larger
+                best[pair] = Candidate(*pair, int(distance), *how)
 
         # The query is a crop of the indexed image, or all of it ...
         for query, entry, distance in _within(self._parts, hashes[:, 0]):
@@ -244,7 +218,7 @@ def _nearest(candidates) -> list[Candidate]:
 
 
 def correlation(part: Thumbnail, whole: Thumbnail, window: Window) -> float:
-    """Returns the correlation of two images after alignment, from -1 to 1.
+    """Returns the correlation of two images after affine alignment, from -1 to 1.
 
     Hashes of different photographs can be close by chance. Their fine structure does
     not correlate, so only that (a high-pass) is compared.
@@ -252,10 +226,8 @@ def correlation(part: Thumbnail, whole: Thumbnail, window: Window) -> float:
     Args:
       part: the image that may be a crop.
       whole: the other image.
-      window: approximate position of the crop in `whole`.
-
-    Returns:
-      Correlation of the fine structure after an affine alignment; 0 if none fits.
+      window: approximate position of the crop in `whole`; 0 is returned if `part` fits
+        only elsewhere, or nowhere.
 
     Source: Evangelidis and Psarakis, Parametric Image Alignment Using Enhanced
     Correlation Coefficient Maximization, PAMI 2008 (OpenCV's `findTransformECC`).
@@ -270,16 +242,10 @@ def correlation(part: Thumbnail, whole: Thumbnail, window: Window) -> float:
         ],
         np.float32,
     )
+    images = _fine(part), _fine(whole)
+    how = cv2.MOTION_AFFINE, _STOP, None, _BLUR
     try:
-        value, fitted = cv2.findTransformECC(
-            _fine(part),
-            _fine(whole),
-            start.copy(),
-            cv2.MOTION_AFFINE,
-            _STOP,
-            None,
-            _BLUR,
-        )
+        value, fitted = cv2.findTransformECC(*images, start.copy(), *how)
     except cv2.error:  # It did not converge.
         return 0.0
     moved = np.abs(_CORNERS @ (fitted - start).T).max()

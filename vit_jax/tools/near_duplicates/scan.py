@@ -1,14 +1,17 @@
 """Scans a data set for near-duplicates of others; writes a list, pairs and a picture."""
 
 import concurrent.futures
+import contextlib
 import csv
 import dataclasses
 import fcntl
+import functools
 import io
 import json
 import os
 import pathlib
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from PIL import Image, ImageDraw
@@ -17,6 +20,7 @@ from vit_jax.data import decode
 from vit_jax.data.sources.base import Source
 from vit_jax.data.sources.open import Spec
 from vit_jax.errors import UserError
+from vit_jax.files import replace_bytes, replace_text
 from vit_jax.tools.near_duplicates import matching
 
 CHUNK = 2048  # Records per chunk, about two seconds of one core.
@@ -34,15 +38,9 @@ _SIDE, _TEXT, _ACROSS = 160, 44, 4  # Pixels of a picture and its text; pairs pe
 
 @dataclasses.dataclass(frozen=True)
 class Pair:
-    """A pair of near-duplicate records.
+    """A pair of near-duplicate records: their ids, and how close they are.
 
-    Attributes:
-      pretrain: record id in the pretraining set.
-      against: spec of the other data set.
-      record: record id in the other data set.
-      distance: Hamming distance of the hashes.
-      correlation: correlation of the fine structure.
-      numbers: index of the pretraining record, of the other set and of its record.
+    `numbers` has the index of the pretraining record, of the other set and of its record.
     """
 
     pretrain: str
@@ -55,10 +53,9 @@ class Pair:
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """Result of a scan.
+    """Result of a scan: pairs in the order of the pretraining set.
 
     Attributes:
-      pairs: near-duplicates, in the order of the pretraining set.
       damaged: (spec and record id, reason) of images that could not be read.
       flat: number of images without content, which are not compared.
       sizes: spec -> number of records.
@@ -97,42 +94,30 @@ def scan(
     Raises:
       UserError: a data set cannot be opened, or the folder is of another scan.
     """
-    source = pretrain.open()
-    others = [spec.open() for spec in against]
-    sizes = {str(s): len(x) for s, x in zip((pretrain, *against), (source, *others))}
+    specs = (pretrain, *against)
+    large, *small = (_Set(spec, spec.open()) for spec in specs)
     run = {
         "version": _VERSION,
         "chunk": CHUNK,
         "correlation": correlation,
-        "sizes": sizes,
+        "sizes": {str(each.spec): len(each.source) for each in (large, *small)},
         "pretrain": str(pretrain),
         "against": list(map(str, against)),
-        "image_key": [spec.image_key for spec in (pretrain, *against)],
+        "image_key": [spec.image_key for spec in specs],
     }
     threads = threads or os.cpu_count() or 1
     with (
         _lock_folder(folder, run),
         concurrent.futures.ThreadPoolExecutor(threads) as pool,
     ):
-        index, thumbnails, results = _index(against, others, folder, pool, progress)
-        work, searched = folder / "pretrain", (pretrain.name, pretrain.data_dir)
-        for records, missing, pixels in _chunks(pretrain, source, work, pool, progress):
-            full = [k for k, t in enumerate(pixels) if not matching.is_flat(t)]
-            numbers = [records[k] for k in full]
-            pairs = []
-            for i, (number, j), distance, fit in _pairs(
-                pixels[full], numbers, index, thumbnails, correlation, pool
-            ):
-                spec = against[number]
-                name, other = source.record_id(i), others[number].record_id(j)
-                same_set = (spec.name, spec.data_dir) == searched
-                if not (same_set and other == name):  # A record and itself.
-                    row = [name, str(spec), other, distance, fit, [i, number, j]]
-                    pairs.append(row)
-            result = _result(source, records, missing, pixels) | {"pairs": pairs}
-            path = work / f"{records[0]:012}.json"
-            _write_atomically(path, json.dumps(result).encode())
-        results += [(pretrain, r) for r in _results(work)]
+        index = _Index(correlation, pool)
+        for number, each in enumerate(small):
+            index.add(each, folder / "against" / str(number), progress)
+        work = folder / "pretrain"
+        for path, start, result, pixels in _chunks(large, work, pool, progress):
+            pairs = index.find(large, start, pixels)
+            replace_bytes(path, json.dumps(result | {"pairs": pairs}).encode())
+        results = [*index.results, *((pretrain, each) for each in _results(work))]
     rows = [row for _, result in results for row in result.get("pairs", ())]
     return Found(
         pairs=[Pair(*row[:5], tuple(row[5])) for row in rows],
@@ -140,65 +125,121 @@ def scan(
             (f"{s} {name}", why) for s, r in results for name, why in r["damaged"]
         ],
         flat=sum(result["flat"] for _, result in results),
-        sizes=sizes,
+        sizes=run["sizes"],
     )
 
 
-def _index(against, others, folder, pool, progress):
-    """Indexes the small sets; returns the index, all thumbnails and all results."""
-    index, thumbnails, results = matching.Index(), [], []
-    for number, (spec, source) in enumerate(zip(against, others, strict=True)):
-        work = folder / "against" / str(number)
-        results += [(spec, r) for r in _shrink(spec, source, work, pool, progress)]
-        thumbnails.append([np.load(p, "r") for p in sorted(work.glob("*.npy"))])
-        for i, pixels in enumerate(thumbnails[-1]):
-            full = [k for k, t in enumerate(pixels) if not matching.is_flat(t)]
+class _Set(NamedTuple):
+    spec: Spec
+    source: Source
+
+
+class _Index:
+    """The small sets: their thumbnails, and an index of the hashes."""
+
+    def __init__(self, correlation: float, pool: concurrent.futures.Executor):
+        self.results: list[tuple[Spec, dict]] = []  # Of the chunks of all sets.
+        self._minimum, self._pool = correlation, pool
+        self._sets: list[_Set] = []
+        self._thumbnails: list[list[np.ndarray]] = []  # Chunks of each set.
+        self._hashes = matching.Index()
+
+    def add(self, small: _Set, work: pathlib.Path, progress: Progress) -> None:
+        """Adds a set, of which `work` holds or gets the thumbnails and results."""
+        for path, _, result, pixels in _chunks(small, work, self._pool, progress):
+            stream = io.BytesIO()
+            np.save(stream, pixels)
+            replace_bytes(path.with_suffix(".npy"), stream.getvalue())
+            replace_bytes(path, json.dumps(result).encode())
+        self.results += [(small.spec, each) for each in _results(work)]
+        chunks = [np.load(path, "r") for path in sorted(work.glob("*.npy"))]
+        for i, pixels in enumerate(chunks):
+            full = _not_flat(pixels)
             # Set and record in one number.
-            rows = np.array(full, np.int64) + i * CHUNK + (number << 40)
-            index.add(pixels[full], rows)
-    return index, thumbnails, results
+            numbers = np.array(full, np.int64) + i * CHUNK + (len(self._sets) << 40)
+            self._hashes.add(pixels[full], numbers)
+        self._sets.append(small)
+        self._thumbnails.append(chunks)
+
+    def find(self, large: _Set, start: int, pixels: np.ndarray) -> list[list]:
+        """Returns the fields of the pairs of a chunk, which begins at a record."""
+        full, pairs = _not_flat(pixels), []
+        candidates = self._hashes.candidates(pixels[full])
+        fit = functools.partial(self._correlation, pixels[full])
+        for each, value in zip(
+            candidates, self._pool.map(fit, candidates), strict=True
+        ):
+            if value < self._minimum:
+                continue
+            i, (number, j) = start + full[each.query], _place(each)
+            spec, source = self._sets[number]
+            name, other = large.source.record_id(i), source.record_id(j)
+            searched = large.spec.name, large.spec.data_dir
+            if (spec.name, spec.data_dir, other) != (
+                *searched,
+                name,
+            ):  # A record and itself.
+                numbers = [i, number, j]
+                row = [name, str(spec), other, each.distance, round(value, 4), numbers]
+                pairs.append(row)
+        return pairs
+
+    def _correlation(self, pixels: np.ndarray, candidate: matching.Candidate) -> float:
+        number, other = _place(candidate)
+        indexed = np.asarray(self._thumbnails[number][other // CHUNK][other % CHUNK])
+        if candidate.flipped:
+            indexed = np.ascontiguousarray(indexed[:, ::-1])
+        part, whole = pixels[candidate.query], indexed
+        if candidate.query_is_larger:
+            part, whole = whole, part
+        return matching.correlation(part, whole, candidate.window)
 
 
-def _shrink(spec, source, work, pool, progress) -> list[dict]:
-    """Writes the thumbnails of a set and returns the results of its chunks."""
-    for records, missing, pixels in _chunks(spec, source, work, pool, progress):
-        stem = work / f"{records[0]:012}"
-        np.save(f"{stem}.tmp.npy", pixels)
-        os.replace(f"{stem}.tmp.npy", f"{stem}.npy")
-        result = _result(source, records, missing, pixels)
-        _write_atomically(stem.with_suffix(".json"), json.dumps(result).encode())
-    return list(_results(work))
+def _place(candidate: matching.Candidate) -> tuple[int, int]:
+    """Returns the numbers of the set and of its record."""
+    return candidate.indexed >> 40, candidate.indexed & (1 << 40) - 1
 
 
-def _chunks(spec, source, work, pool, progress) -> Iterator[tuple]:
-    """Yields records, errors of damaged images and thumbnails of unfinished chunks.
+def _not_flat(pixels: np.ndarray) -> list[int]:
+    return [i for i, each in enumerate(pixels) if not matching.is_flat(each)]
+
+
+def _chunks(
+    data: _Set,
+    work: pathlib.Path,
+    pool: concurrent.futures.Executor,
+    progress: Progress,
+) -> Iterator[tuple[pathlib.Path, int, dict, np.ndarray]]:
+    """Yields file, first record, result and thumbnails of the chunks that are not finished.
 
     The next chunk is decoded while the caller works on this one. Thumbnails of damaged
     images are 0.
     """
     work.mkdir(parents=True, exist_ok=True)
-    for leftover in work.glob("*.tmp*"):
-        leftover.unlink()
-    starts = range(0, len(source), CHUNK)
-    todo = [s for s in starts if not (work / f"{s:012}.json").exists()]
-    before = len(source) - sum(min(CHUNK, len(source) - s) for s in todo)
-    now = 0
+    (spec, source), now = data, 0
+    todo = {
+        path: range(start, min(start + CHUNK, len(source)))
+        for start in range(0, len(source), CHUNK)
+        if not (path := work / f"{start:012}.json").exists()
+    }
+    before = len(source) - sum(map(len, todo.values()))
     progress(str(spec), before, now, len(source))
-    ahead = []
-    for start in [*todo, None]:
-        if start is not None:
-            records = range(start, min(start + CHUNK, len(source)))
-            futures = [pool.submit(_thumbnail, source, i) for i in records]
-            ahead.append((records, futures))
-        if len(ahead) == 2 or (start is None and ahead):
-            records, futures = ahead.pop(0)
-            results = [future.result() for future in futures]
-            missing = {i: r for i, r in zip(records, results) if isinstance(r, str)}
-            blank = np.zeros((matching.SIDE,) * 2, np.uint8)
-            thumbnails = [blank if isinstance(r, str) else r for r in results]
-            yield list(records), missing, np.stack(thumbnails)
-            now += len(records)
-            progress(str(spec), before, now, len(source))
+    shrink = functools.partial(_thumbnail, source)
+    submitted = ((path, todo[path], pool.map(shrink, todo[path])) for path in todo)
+    ahead = next(submitted, None)
+    while ahead:
+        (path, records, thumbnails), ahead = ahead, next(submitted, None)
+        pixels, damaged = [], []
+        for i, each in zip(records, thumbnails, strict=True):
+            if isinstance(each, str):
+                damaged.append([source.record_id(i), each])
+                each = np.zeros((matching.SIDE,) * 2, np.uint8)
+            pixels.append(each)
+        flat = sum(map(matching.is_flat, pixels)) - len(damaged)
+        result = {"records": len(records), "damaged": damaged, "flat": flat}
+        yield path, records[0], result, np.stack(pixels)
+        now += len(records)
+        progress(str(spec), before, now, len(source))
 
 
 def _thumbnail(source: Source, i: int) -> np.ndarray | str:
@@ -211,43 +252,22 @@ def _thumbnail(source: Source, i: int) -> np.ndarray | str:
         return f"cannot be read ({error.strerror or error})"
 
 
-def _pairs(pixels, records, index, thumbnails, minimum, pool) -> Iterator[tuple]:
-    """Yields (record, (set, other), distance, correlation) of near-duplicates."""
-
-    def place(candidate: matching.Candidate) -> tuple[int, int]:
-        return candidate.indexed >> 40, candidate.indexed & (1 << 40) - 1
-
-    def fit(candidate: matching.Candidate) -> float:
-        number, other = place(candidate)
-        indexed = thumbnails[number][other // CHUNK][other % CHUNK]
-        if candidate.flipped:
-            indexed = np.ascontiguousarray(indexed[:, ::-1])
-        two = (pixels[candidate.query], np.asarray(indexed))
-        part, whole = reversed(two) if candidate.query_is_larger else two
-        return matching.correlation(part, whole, candidate.window)
-
-    candidates = index.candidates(pixels)
-    for each, value in zip(candidates, pool.map(fit, candidates), strict=True):
-        if value >= minimum:
-            yield records[each.query], place(each), each.distance, round(value, 4)
-
-
-def _result(source, records, missing, pixels) -> dict:
-    flat = sum(map(matching.is_flat, pixels)) - len(missing)
-    damaged = [[source.record_id(i), reason] for i, reason in missing.items()]
-    return {"records": len(records), "damaged": damaged, "flat": flat}
-
-
 def _results(work: pathlib.Path) -> Iterator[dict]:
     return (json.loads(path.read_bytes()) for path in sorted(work.glob("*.json")))
 
 
-def _lock_folder(folder: pathlib.Path, run: dict):
-    """Creates or reopens a scan's folder; returns its lock as an open file."""
+@contextlib.contextmanager
+def _lock_folder(folder: pathlib.Path, run: dict) -> Iterator[None]:
+    """Creates or reopens the folder of a scan, for this process alone."""
     folder.mkdir(parents=True, exist_ok=True)
-    lock = (folder / "lock").open("w")
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    with (folder / "lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise UserError(
+                f"{folder} is in use by another process: wait for it, or choose another "
+                "--out"
+            ) from error
         path = folder / "run.json"
         old = json.loads(path.read_bytes()) if path.exists() else run
         for key, value in run.items():
@@ -257,26 +277,14 @@ def _lock_folder(folder: pathlib.Path, run: dict):
                     f"{value}: repeat that command, remove the folder to begin anew, "
                     "or choose another --out"
                 )
-        _write_atomically(path, json.dumps(run, indent=1).encode())
-    except BlockingIOError as error:
-        lock.close()
-        raise UserError(
-            f"{folder} is in use by another process: wait for it, or choose another "
-            "--out"
-        ) from error
-    except BaseException:
-        lock.close()
-        raise
-    return lock
+        replace_text(path, json.dumps(run, indent=1))
+        yield
 
 
 def write_list(path: pathlib.Path, result: Found, correlation: float) -> list[str]:
     """Writes the ids of the near-duplicates, for `data.exclude`, with comments.
 
-    Args:
-      path: path of the text file.
-      result: result of `scan`.
-      correlation: minimum correlation of a pair, for the comments.
+    `correlation` is the minimum correlation of a pair, for the comments.
 
     Returns:
       The ids.
@@ -295,7 +303,7 @@ def write_list(path: pathlib.Path, result: Found, correlation: float) -> list[st
         counts,
         *ids,
     ]
-    _write_atomically(path, "".join(f"{line}\n" for line in lines).encode())
+    _write(path, "".join(f"{line}\n" for line in lines).encode())
     return ids
 
 
@@ -305,7 +313,7 @@ def write_pairs(path: pathlib.Path, pairs: Sequence[Pair]) -> None:
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(PAIRS_COLUMNS)
     writer.writerows([getattr(pair, name) for name in PAIRS_COLUMNS] for pair in pairs)
-    _write_atomically(path, text.getvalue().encode())
+    _write(path, text.getvalue().encode())
 
 
 def write_sheet(
@@ -314,18 +322,10 @@ def write_sheet(
     pretrain: Spec,
     against: Sequence[Spec],
     most: int = 60,
-) -> int:
-    """Draws pairs side by side, the least correlated first, for a check by eye.
+) -> None:
+    """Draws up to `most` pairs side by side as a PNG, the least correlated first.
 
-    Args:
-      path: path of a PNG file.
-      pairs: all pairs.
-      pretrain: large set, on the left of each pair.
-      against: small sets.
-      most: maximum number of pairs.
-
-    Returns:
-      Number of pairs drawn.
+    The large set is on the left of each pair.
     """
     chosen = sorted(pairs, key=lambda pair: pair.correlation)[:most]
     source, others = pretrain.open(), [spec.open() for spec in against]
@@ -334,13 +334,11 @@ def write_sheet(
     sheet = Image.new("RGB", (_ACROSS * wide, rows * high), "white")
     pen = ImageDraw.Draw(sheet)
     for place, pair in enumerate(chosen):
-        down, across = divmod(place, _ACROSS)
-        x, y = across * wide, down * high
+        x, y = place % _ACROSS * wide, place // _ACROSS * high
         i, number, other = pair.numbers
         for k, record in enumerate((source[i], others[number][other])):
             picture = Image.fromarray(decode.decode(record["image"]))
-            size = (_SIDE - 2, _SIDE)
-            picture = picture.resize(size, Image.Resampling.BICUBIC)
+            picture = picture.resize((_SIDE - 2, _SIDE), Image.Resampling.BICUBIC)
             sheet.paste(picture, (x + k * _SIDE, y))
         text = f"{pair.correlation:.3f}, {pair.distance} bits"
         for line, words in enumerate((text, pair.pretrain, pair.record)):
@@ -349,13 +347,9 @@ def write_sheet(
             pen.text((x, y + _SIDE + 14 * line), words[-50:], fill="black")
     stream = io.BytesIO()
     sheet.save(stream, "PNG")
-    _write_atomically(path, stream.getvalue())
-    return len(chosen)
+    _write(path, stream.getvalue())
 
 
-def _write_atomically(path: pathlib.Path, data: bytes) -> None:
-    """Writes a file atomically; creates its folder."""
+def _write(path: pathlib.Path, data: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    new = path.with_name(f"{path.name}.tmp")
-    new.write_bytes(data)
-    os.replace(new, path)
+    replace_bytes(path, data)
