@@ -61,13 +61,15 @@ class Staging:
         """Marks a shard as finished."""
         metadata.save_json(self.state / f"{file_name}.json", note)
 
-    def finish(self) -> None:
-        """Renames the folder, with all files written, to the final name."""
+    def finish(self) -> dict:
+        """Renames the folder, which is complete, and returns its manifest."""
+        content = metadata.load_manifest(self.folder)
         shutil.rmtree(self.state, ignore_errors=True)
         _sync(self.folder)
         refuse_existing(self.target)
         self.folder.rename(self.target)
         _sync(self.target.parent)
+        return content
 
     def reserve(self, size: int) -> None:
         """Raises UserError unless the disk has room for `size` more bytes."""
@@ -110,12 +112,7 @@ def begin(target: pathlib.Path, plan: Mapping) -> Iterator[Staging]:
 
 
 class Exists(UserError):
-    """The set exists, made from the same input with the same flags.
-
-    Attributes:
-      target: folder of the set.
-      content: manifest of the set.
-    """
+    """The set, a folder with a manifest, exists, made as it is asked for."""
 
     def __init__(self, target: pathlib.Path, content: dict):
         super().__init__(f"{target} exists: {_ANEW}")
@@ -125,12 +122,8 @@ class Exists(UserError):
 def refuse_existing(target: pathlib.Path, plan: Mapping = MappingProxyType({})) -> None:
     """Checks that the target does not exist.
 
-    Args:
-      target: final folder.
-      plan: known part of the plan.
-
     Raises:
-      Exists: the target was made with this plan.
+      Exists: the target was made with this plan, of which a part may be known.
       UserError: the target exists.
     """
     if not target.exists():
@@ -262,20 +255,16 @@ def build(job: Job, target: pathlib.Path, processes: int = 1) -> dict:
             job.describe(staging.folder, splits)
             _check_opens(staging.folder, splits)
             metadata.write_manifest(staging.folder, job.plan, splits, skipped)
-        content = metadata.load_manifest(staging.folder)
-        staging.finish()
-    return content
+        return staging.finish()
 
 
 def _make_shards(job: Job, staging: Staging, processes: int) -> list[dict]:
     """Builds the shards that are not finished; returns the notes on all shards."""
     notes = {s: staging.finished(s.file_name(job.dataset)) for s in job.shards}
     todo = [shard for shard, note in notes.items() if note is None]
-    total = sum(shard.stop - shard.start for shard in job.shards)
-    left = sum(shard.stop - shard.start for shard in todo)
+    total, left = (sum(s.stop - s.start for s in part) for part in (job.shards, todo))
     staging.reserve(job.size * left // max(1, total))
-    if len(todo) < len(job.shards):
-        done = len(job.shards) - len(todo)
+    if done := len(job.shards) - len(todo):
         print_line(f"{staging.folder}: {done} of {len(job.shards)} shards are finished")
     with progress.bar(total, job.dataset, "records", initial=total - left) as bar:
         if processes == 1:
@@ -291,8 +280,6 @@ class _Worker:
     """Builds one shard at a time.
 
     Attributes:
-      job: data set to make.
-      staging: unfinished data set.
       count: function to which numbers of processed records are reported.
       check: function that raises _Stopped when another process failed.
     """

@@ -16,14 +16,13 @@ from vit_jax.tools.preparing.shards import Shard, WrittenShard, divide
 
 @dataclasses.dataclass(frozen=True)
 class ImageFolder:
-    """Job: the files' content unchanged, with label and path.
+    """Job: the files' content unchanged, with label and path; see `build.Job`.
 
     Attributes:
       name: name of the new data set, with a version.
       sources: split -> its files, in the folder reader's order.
       on_error: "raise" or "skip" for files that are no readable images.
       decode: whether each image is decoded, which detects damage.
-      shards, plan, size: see `build.Job`.
     """
 
     name: DatasetName
@@ -66,14 +65,11 @@ class ImageFolder:
     def describe(
         self, folder: pathlib.Path, splits: Mapping[str, Sequence[WrittenShard]]
     ) -> None:
-        names = next(iter(self.sources.values())).class_names
-        metadata.write_info(
-            folder,
-            self.name,
-            _features(names),
-            splits,
-            "Made of a folder of images by vit_jax.prepare; their bytes are unchanged.",
+        features = _features(next(iter(self.sources.values())).class_names)
+        text = (
+            "Made of a folder of images by vit_jax.prepare; their bytes are unchanged."
         )
+        metadata.write_info(folder, self.name, features, splits, text)
 
 
 def open_images(
@@ -84,15 +80,13 @@ def open_images(
     on_error: str,
     decode: bool,
 ) -> ImageFolder:
-    """Returns the job of turning a folder into a data set.
+    """Returns the job of turning a folder, root/<split>/<class>/**/, into a data set.
 
     Args:
-      root: folder with root/<split>/<class>/**/ image files.
       name: name of the new data set, with a version.
       split_names: folders to read; all if empty.
       shard_bytes: approximate size of a shard.
-      on_error: "raise" or "skip" for files that are no readable images.
-      decode: whether each image is decoded, which detects damage.
+      on_error, decode: see `ImageFolder`.
 
     Raises:
       UserError: the folder has another layout.
@@ -106,21 +100,14 @@ def open_images(
             f"{root}/train/<class>/*.jpg or {root}/<class>/*.jpg"
         )
     classes_of = "train" if "train" in splits else splits[0]
-    sources, shards, stats, total = {}, [], [], 0
+    sources, shards, stats = {}, [], []
     for split in splits:
-        source = folder.open_folder(str(root), split, classes_of)
-        sources[split] = source
-        size = 0
-        for i in range(len(source)):
-            try:
-                stat = os.stat(source.describe(i))
-            except OSError:  # A broken link, which is reported when it is read.
-                stats.append((source.record_id(i), -1, -1))
-                continue
-            stats.append((source.record_id(i), stat.st_size, stat.st_mtime_ns))
-            size += stat.st_size
+        source = sources[split] = folder.open_folder(str(root), split, classes_of)
+        files = [_stat(source, i) for i in range(len(source))]
+        size = sum(max(0, size) for _, size, _ in files)
         shards += divide(split, len(source), size, shard_bytes)
-        total += size
+        stats += files
+    total = sum(max(0, size) for _, size, _ in stats)
     _check_names(sources[classes_of].class_names)
     plan = {
         "kind": "folder",
@@ -135,14 +122,19 @@ def open_images(
     return ImageFolder(name, sources, on_error, decode, shards, plan, total)
 
 
+def _stat(source: folder.FolderSource, i: int) -> tuple[str, int, int]:
+    try:
+        stat = os.stat(source.describe(i))
+    except OSError:  # A broken link, which is reported when it is read.
+        return source.record_id(i), -1, -1
+    return source.record_id(i), stat.st_size, stat.st_mtime_ns
+
+
 def _check_names(names: Sequence[str]) -> None:
     """Checks that each name fits a line of TFDS's label file."""
     for name in names:
-        if (
-            name != name.strip()
-            or len(name.splitlines()) != 1
-            or not name.isprintable()
-        ):
+        one_line = len(name.splitlines()) == 1 and name.isprintable()
+        if name != name.strip() or not one_line:
             raise UserError(
                 f"class folder {name!r} begins or ends with a space, or has characters "
                 "that cannot be printed: rename it"

@@ -67,7 +67,6 @@ class PreparedInfo:
     """TFDS's description of a prepared folder.
 
     Attributes:
-      name: name with configuration and version.
       file_format: format of the records: "tfrecord", "array_record", ...
       splits: split name -> (path, number of records) of its files in order.
     """
@@ -78,14 +77,11 @@ class PreparedInfo:
 
 
 def find(source: pathlib.Path, name: DatasetName) -> pathlib.Path:
-    """Returns the folder of a prepared data set.
+    """Returns the folder with dataset_info.json of a prepared data set.
 
     Args:
-      source: folder with the set's dataset_info.json, or the `data_dir` above it.
+      source: that folder, or the `data_dir` above it.
       name: name of the set; empty parts match any.
-
-    Returns:
-      The folder with dataset_info.json.
 
     Raises:
       UserError: no such set, or the folder holds another one.
@@ -197,12 +193,8 @@ def write_info(
 ) -> None:
     """Writes TFDS's description of a data set without a builder in TFDS.
 
-    Args:
-      folder: folder of the data set.
-      name: name with a version.
-      features: `tfds.features.FeaturesDict` with an image and a label.
-      splits: split name -> its shards.
-      description: a sentence for dataset_info.json.
+    `features` is a `tfds.features.FeaturesDict` with an image and a label, and
+    `description` a sentence for dataset_info.json.
     """
     import tensorflow_datasets as tfds
     from tensorflow_datasets.core import dataset_info
@@ -221,18 +213,15 @@ def write_info(
         supervised_keys=("image", "label"),
     )
     info.set_file_format("array_record")
-    info.set_splits(
-        tfds.core.splits.SplitDict(
-            [
-                tfds.core.SplitInfo(
-                    name=split,
-                    shard_lengths=[shard.records for shard in written],
-                    num_bytes=sum(shard.record_bytes for shard in written),
-                )
-                for split, written in splits.items()
-            ]
+    infos = [
+        tfds.core.SplitInfo(
+            name=split,
+            shard_lengths=[shard.records for shard in written],
+            num_bytes=sum(shard.record_bytes for shard in written),
         )
-    )
+        for split, written in splits.items()
+    ]
+    info.set_splits(tfds.core.splits.SplitDict(infos))
     info.write_to_directory(folder)
 
 
@@ -262,13 +251,14 @@ def write_manifest(
     """Writes the manifest of a folder whose other files are complete.
 
     Args:
-      folder: folder of the data set.
       made_from: input and options of the data set, as plain values.
       splits: split name -> its shards in order.
       skipped: {"split", "record", "reason"} of each omitted record.
     """
-    known = {shard.file for written in splits.values() for shard in written}
-    others = (p for p in folder.iterdir() if p.is_file() and p.name not in known)
+    known = {shard.file for written in splits.values() for shard in written} | {
+        MANIFEST
+    }
+    others = sorted(p for p in folder.iterdir() if p.is_file())
     content = {
         "format": _FORMAT,
         "made_from": dict(made_from),
@@ -281,9 +271,7 @@ def write_manifest(
             for name, written in splits.items()
         },
         "skipped": list(skipped),
-        "other_files": {
-            p.name: _sha256(p) for p in sorted(others) if p.name != MANIFEST
-        },
+        "other_files": {p.name: _sha256(p) for p in others if p.name not in known},
     }
     save_json(folder / MANIFEST, content)
 
@@ -291,14 +279,9 @@ def write_manifest(
 def verify(
     folder: pathlib.Path, progress: Callable[[int], object] = lambda n: None
 ) -> dict:
-    """Checks every file of a data set against the manifest.
+    """Checks every file of a data set against the manifest, which is returned.
 
-    Args:
-      folder: folder of the data set.
-      progress: function called with the number of records of each checked shard.
-
-    Returns:
-      The manifest's content.
+    `progress` is called with the number of records of each checked shard.
 
     Raises:
       UserError: the manifest is missing, or a file differs from it.

@@ -63,8 +63,6 @@ class WrittenShard:
 
 @dataclasses.dataclass
 class _Tally:
-    """Counts of records and their checksum."""
-
     records: int = 0
     record_bytes: int = 0
     crc: int = 0
@@ -72,20 +70,12 @@ class _Tally:
     def add(self, record: bytes) -> None:
         self.records += 1
         self.record_bytes += len(record)
-        length = len(record).to_bytes(8, "little")
-        self.crc = google_crc32c.extend(self.crc, length)
-        self.crc = google_crc32c.extend(self.crc, record)
+        for part in (len(record).to_bytes(8, "little"), record):
+            self.crc = google_crc32c.extend(self.crc, part)
 
 
 def divide(split: str, records: int, size: int, shard_bytes: int) -> list[Shard]:
-    """Divides a split into shards of nearly equal numbers of records.
-
-    Args:
-      split: name of the split.
-      records: number of records.
-      size: approximate size of the split, in bytes.
-      shard_bytes: approximate size of a shard.
-    """
+    """Divides a split of `size` bytes into shards of nearly equal numbers of records."""
     count = max(1, min(records, -(-size // shard_bytes)))
     ends = [records * i // count for i in range(count + 1)]
     return [Shard(split, i, count, ends[i], ends[i + 1]) for i in range(count)]
@@ -93,10 +83,6 @@ def divide(split: str, records: int, size: int, shard_bytes: int) -> list[Shard]
 
 def write(path: pathlib.Path, records: Iterable[bytes]) -> WrittenShard:
     """Writes a shard under a temporary name, reads it back, and renames it.
-
-    Args:
-      path: path of the finished shard.
-      records: serialized records in order.
 
     Returns:
       Counts and checksums of the file as it was read back.

@@ -1,5 +1,6 @@
 """Data sets that TFDS downloads and prepares; most of them need TensorFlow."""
 
+import collections
 import difflib
 import importlib
 import importlib.util
@@ -13,6 +14,7 @@ from vit_jax.errors import UserError
 from vit_jax.tools.preparing import metadata, shards
 from vit_jax.tools.preparing.build import begin, refuse_existing
 from vit_jax.tools.preparing.metadata import DatasetName
+from vit_jax.tools.preparing.shards import WrittenShard
 
 _INSTALL = "pip install -e '.[prepare]' in the clone"
 
@@ -46,8 +48,6 @@ def build_with_tfds(
       UserError: no such set, no TensorFlow, a file that the user has to fetch is
         missing, a download fails, or the disk is full.
     """
-    import tensorflow_datasets as tfds
-
     _import_all(imports)
     builder_class = _find(name)
     _need_tensorflow(name, builder_class)
@@ -58,24 +58,17 @@ def build_with_tfds(
     plan = {"kind": "tfds", "name": str(full), "shard_bytes": shard_bytes}
     refuse_existing(target, plan)
     manual = pathlib.Path(manual_dir or data_dir / "downloads" / "manual").expanduser()
-    if builder.MANUAL_DOWNLOAD_INSTRUCTIONS and not (
-        manual.is_dir() and any(manual.iterdir())
-    ):
+    fetched = manual.is_dir() and any(manual.iterdir())
+    if builder.MANUAL_DOWNLOAD_INSTRUCTIONS and not fetched:
         raise _fetch_by_hand(builder, full, manual)
     with begin(target, plan) as staging:
         inner = staging.folder / "tfds"
+        made = full.folder(inner)
         if not (staging.folder / metadata.MANIFEST).exists():
-            made = full.folder(inner)
             if not (made / metadata.MANIFEST).exists():
                 _drop_unfinished(made)
                 builder = _open(full, builder_class, inner)
-                config = tfds.download.DownloadConfig(
-                    manual_dir=str(manual),
-                    try_download_gcs=False,  # Prepared sets on GCS are TFRecord.
-                    min_shard_size=shard_bytes // 2,
-                    max_shard_size=shard_bytes,
-                )
-                _prepare(builder, data_dir / "downloads", config, full, manual)
+                _prepare(builder, data_dir / "downloads", full, manual, shard_bytes)
                 metadata.write_manifest(made, plan, _count(made, staging.folder), [])
             _move_up(made, staging.folder)
         # This file names the default configuration.
@@ -84,31 +77,33 @@ def build_with_tfds(
             common = data_dir / full.dataset / ".config"
             shutil.copytree(default, common, dirs_exist_ok=True)
         shutil.rmtree(inner, ignore_errors=True)
-        content = metadata.load_manifest(staging.folder)
-        staging.finish()
-    return target, content
+        return target, staging.finish()
 
 
-def _count(made: pathlib.Path, staging: pathlib.Path) -> dict:
+def _count(made: pathlib.Path, staging: pathlib.Path) -> dict[str, list]:
     """Reads the files of TFDS; returns the shards of each split."""
     info = metadata.read_info(made)
-    splits = {}
+    splits = collections.defaultdict(list)
     total = sum(n for files in info.splits.values() for _, n in files)
     with progress.bar(total, "verify", "records") as bar:
         for name, files in info.splits.items():
             for path, length in files:
-                try:
-                    shard = shards.check(path)
-                except shards.DamagedShard as error:
-                    raise UserError(f"{path} {error}: remove {staging}") from error
-                if shard.records != length:
-                    raise UserError(
-                        f"{path} has {shard.records} records, not {length}: remove "
-                        f"{staging} and try again"
-                    )
-                splits.setdefault(name, []).append(shard)
+                splits[name].append(_check(path, length, staging))
                 bar.update(length)
     return splits
+
+
+def _check(path: pathlib.Path, length: int, staging: pathlib.Path) -> WrittenShard:
+    try:
+        shard = shards.check(path)
+    except shards.DamagedShard as error:
+        raise UserError(f"{path} {error}: remove {staging}") from error
+    if shard.records != length:
+        raise UserError(
+            f"{path} has {shard.records} records, not {length}: remove {staging} and try "
+            "again"
+        )
+    return shard
 
 
 def _move_up(made: pathlib.Path, folder: pathlib.Path) -> None:
@@ -200,8 +195,16 @@ def _drop_unfinished(made: pathlib.Path) -> None:
         path.unlink()
 
 
-def _prepare(builder, downloads, config, name, manual):
+def _prepare(builder, downloads, name, manual, shard_bytes):
     """Runs TFDS; errors that the user can fix become a UserError."""
+    import tensorflow_datasets as tfds
+
+    config = tfds.download.DownloadConfig(
+        manual_dir=str(manual),
+        try_download_gcs=False,  # Prepared sets on GCS are TFRecord.
+        min_shard_size=shard_bytes // 2,
+        max_shard_size=shard_bytes,
+    )
     try:
         builder.download_and_prepare(
             download_dir=str(downloads), download_config=config

@@ -29,13 +29,10 @@ def masked_crc(data: bytes) -> int:
 
 
 def read(path: pathlib.Path, start: int, stop: int, total: int) -> Iterator[bytes]:
-    """Yields records `start` to `stop` of a file.
+    """Yields records `start` to `stop` of a file; earlier ones are skipped unread.
 
-    Args:
-      path: path of the file.
-      start: number of the first record; earlier ones are skipped unread.
-      stop: number after that of the last record.
-      total: expected number of records; if `stop` equals it, the file must end there.
+    `total` is the expected number of records: if `stop` equals it, the file must end
+    there.
 
     Raises:
       UserError: a checksum is wrong, or the file has fewer or more records.
@@ -80,14 +77,12 @@ def read(path: pathlib.Path, start: int, stop: int, total: int) -> Iterator[byte
 
 @dataclasses.dataclass(frozen=True)
 class Conversion:
-    """Job: the same records in the same order, as ArrayRecord.
+    """Job: the same records in the same order, as ArrayRecord; see `build.Job`.
 
     Attributes:
-      dataset: TFDS name, without configuration and version.
       source: folder of the TFRecord preparation.
       files: split -> (path, number of records) of its files in order.
       others: names of the files without records.
-      shards, plan, size: see `build.Job`.
     """
 
     dataset: str
@@ -135,17 +130,13 @@ def open_conversion(
             f"--from={source} is prepared as {info.file_format}{hint}: only tfrecord is "
             "converted"
         )
-    unknown = sorted(set(split_names) - info.splits.keys())
-    if unknown:
+    wanted = set(split_names or info.splits)
+    if unknown := sorted(wanted - info.splits.keys()):
         raise UserError(
             f"--splits: {source} has no split {unknown[0]!r}; "
             f"it has {', '.join(info.splits)}"
         )
-    files = {
-        name: split
-        for name, split in info.splits.items()
-        if not split_names or name in split_names
-    }
+    files = {name: info.splits[name] for name in info.splits if name in wanted}
     stats = [_stat(path) for split in files.values() for path, _ in split]
     shards = []
     for name, split in files.items():
