@@ -2,6 +2,7 @@
 
 import csv
 import pathlib
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,11 +13,10 @@ from PIL import Image
 from sklearn.datasets import load_sample_images
 
 from vit_jax import cli, dedup
-from vit_jax.config import fields
+from vit_jax.data.config import DataConfig
 from vit_jax.data.sources.open import open_source
 from vit_jax.errors import UserError
 from vit_jax.tools.near_duplicates import scan
-from vit_jax.training import config, loop
 
 ROOT = pathlib.Path(__file__).parents[1]
 HIGH, WIDE = 97, 107
@@ -72,16 +72,22 @@ def planted():
 
 
 def words(place, out, *more):
-    return [
-        f"--pretrain=folder@{place}#train",
-        f"--against=folder@{place}#test",
-        f"--out={out}",
-        *more,
-    ]
+    sets = f"--pretrain=folder@{place}#train", f"--against=folder@{place}#test"
+    return [*sets, f"--out={out}", *more]
 
 
 def run(*words):
     return dedup.main(cli.parse(dedup.parser(), list(map(str, words))))
+
+
+def start(*command):
+    return subprocess.run(
+        [sys.executable, *command],
+        cwd=ROOT,
+        capture_output=True,
+        check=False,
+        text=True,
+    )
 
 
 def ids(path):
@@ -90,14 +96,8 @@ def ids(path):
 
 def test_a_process_lists_what_was_planted_and_training_leaves_it_out(place, tmp_path):
     out, sheet = tmp_path / "new" / "out.txt", tmp_path / "sheet.png"
-    end = subprocess.run(
-        [sys.executable, "-m", "vit_jax.dedup", *words(place, out, f"--sheet={sheet}")],
-        cwd=ROOT,
-        capture_output=True,
-        check=False,
-        text=True,
-    )
-    source = config_of(place, "")
+    end = start("-m", "vit_jax.dedup", *words(place, out, f"--sheet={sheet}"))
+    source = training_split(place, "")
     assert end.returncode == 0, end.stderr
     assert f"folder@{place}#train: {len(source)}/{len(source)}" in end.stderr
     assert f"{out}: 10 of {len(source)} records of" in end.stdout
@@ -121,12 +121,12 @@ def test_a_process_lists_what_was_planted_and_training_leaves_it_out(place, tmp_
         assert 0 <= int(row["distance"]) <= 28
     with Image.open(sheet) as picture:
         assert picture.size[1] == 3 * (160 + 44)  # Ten pairs, four a row.
-    assert sorted(p.name for p in out.parent.iterdir()) == [
-        "out.txt",
-        "out.txt.pairs.csv",
-    ]
+    assert {path.name for path in out.parent.iterdir()} == {
+        out.name,
+        f"{out.name}.pairs.csv",
+    }
 
-    kept = config_of(place, str(out))
+    kept = training_split(place, str(out))
     names = {kept.record_id(i) for i in range(len(kept))}
     everything = {source.record_id(i) for i in range(len(source))}
     assert names == everything - set(planted())
@@ -136,48 +136,9 @@ def count(place, split):
     return len(list((place / split).glob("*/*.jpg")))
 
 
-def recipe(place, exclude):
-    data = {"name": "folder", "data_dir": str(place), "num_classes": 2}
-    data |= {
-        "image_size": (8, 12),
-        "train_transform": "resize",
-        "eval_transform": "resize",
-    }
-    return config.complete(
-        {
-            "total_steps": 2,
-            "batch_size": 8,
-            "data": data | {"exclude": exclude},
-            "model": {"variant": "Ti/4", "width": 12, "depth": 1, "num_heads": 3}
-            | {"mlp_dim": 17},
-            "optim": {"learning_rate": 0.1},
-        }
-    )
-
-
-def config_of(place, exclude):
-    return open_source(recipe(place, exclude).data, "train")
-
-
-@pytest.mark.slow  # It compiles a training step.
-def test_training_never_reads_an_excluded_record(place, tmp_path):
-    assert run(*words(place, tmp_path / "out.txt")) == 0
-    root = tmp_path / "copy"
-    for path in sorted(place.glob("*/*/*.jpg")):
-        new = root / path.relative_to(place)
-        new.parent.mkdir(parents=True, exist_ok=True)
-        duplicate = path.relative_to(place).as_posix() in planted()
-        # Whoever reads one of these fails: data.on_error is "raise".
-        new.write_bytes(b"" if duplicate else path.read_bytes())
-    train = recipe(root, str(tmp_path / "out.txt"))
-    train = fields.replace(train, {"total_steps": 9})  # More than an epoch.
-    loop.train(train, tmp_path / "run")
-    with pytest.raises(UserError, match=r"is empty \(0 bytes\)"):
-        loop.train(recipe_of_all(root), tmp_path / "other")
-
-
-def recipe_of_all(root):
-    return fields.replace(recipe(root, ""), {"total_steps": 9})
+def training_split(place, exclude):
+    keys = {"name": "folder", "data_dir": str(place), "num_classes": 2}
+    return open_source(DataConfig(**keys, exclude=exclude), "train")
 
 
 KILLED = """
@@ -185,47 +146,31 @@ import os, signal, sys
 from vit_jax import cli, dedup
 from vit_jax.tools.near_duplicates import scan
 scan.CHUNK = 5
-real = dedup._Bar.show
+show, last = dedup._Bar.show, sys.argv.pop(1)
 def tell(self, name, before, now, total):
-    real(self, name, before, now, total)
-    print(name.split("#")[1], before, now, total, flush=True)
-    if [name.split("#")[1], str(now)] == sys.argv[1:3]:
+    show(self, name, before, now, total)
+    print(name.split("#")[1], before, now, flush=True)
+    if f"{name.split('#')[1]} {now}" == last:
         os.kill(os.getpid(), signal.SIGKILL)
 dedup._Bar.show = tell
-sys.argv[1:] = sys.argv[3:]
 sys.exit(dedup.main(cli.parse(dedup.parser())))
 """
 
 
-@pytest.mark.parametrize("when", [("test", 10), ("train", 15)])
-def test_a_killed_scan_resumes(place, tmp_path, monkeypatch, when):
+@pytest.mark.parametrize(("split", "number"), [("test", 10), ("train", 15)])
+def test_a_killed_scan_resumes(place, tmp_path, monkeypatch, split, number):
     monkeypatch.setattr(scan, "CHUNK", 5)
     assert run(*words(place, tmp_path / "whole.txt")) == 0
     out = tmp_path / "out.txt"
-
-    def start(split, number):
-        driver = [sys.executable, "-c", KILLED.replace("sys.argv[1:3]", repr(at))]
-        driver[2] = driver[2].replace("sys.argv[3:]", "sys.argv[1:]")
-        return subprocess.run(
-            [*driver, *words(place, out)],
-            cwd=ROOT,
-            capture_output=True,
-            check=False,
-            text=True,
-        )
-
-    at = list(map(str, when))
-    end = start(*when)
+    end = start("-c", KILLED, f"{split} {number}", *words(place, out))
     assert end.returncode == -signal.SIGKILL, end.stderr
     assert not out.exists()
-    at = ["", ""]
-    end = start("", 0)
+    end = start("-c", KILLED, "never", *words(place, out))
     assert end.returncode == 0, end.stderr
     # What was done before the kill is not done again: the first lines say so.
     told = [line.split() for line in end.stdout.splitlines()[:-1]]
-    split, number = when
-    first = next(line for line in told if line[0] == split)
-    assert int(first[1]) >= number
+    before = next(int(done) for name, done, _ in told if name == split)
+    assert before >= number
     assert out.read_text() == (tmp_path / "whole.txt").read_text()
     assert not out.with_name("out.txt.scan").exists()
 
@@ -268,10 +213,7 @@ def test_a_scan_of_another_column_of_images_is_refused(tmp_path, monkeypatch):
 
 def test_damaged_and_flat_images_are_counted_and_left_out(place, tmp_path, capsys):
     root = tmp_path / "data"
-    for path in place.glob("*/*/*.jpg"):
-        new = root / path.relative_to(place)
-        new.parent.mkdir(parents=True, exist_ok=True)
-        new.write_bytes(path.read_bytes())
+    shutil.copytree(place, root)
     (root / "train" / "a" / "grey4.jpg").write_bytes(b"")
     broken = root / "test" / "a" / "0.jpg"
     broken.write_bytes(broken.read_bytes()[:900])

@@ -3,6 +3,7 @@
 import pytest
 import report_runs
 
+from vit_jax.analysis.charts import Chart
 from vit_jax.tools.report import pages, results
 
 
@@ -32,3 +33,9 @@ def written(folders, tmp_path_factory):
     out = tmp_path_factory.mktemp("report") / "deeper" / "report"
     pages.write_report(folders, out)
     return out
+
+
+@pytest.fixture(scope="session")
+def charts(parts):
+    """Name -> chart."""
+    return {chart.name: chart for chart in report_runs.blocks(parts, Chart)}

@@ -34,15 +34,11 @@ def training(folder, *, variant, dataset, init="", top1=0.5, images=None, batch=
     """A finished training run with curves."""
     report = {
         "config": folder.name,
-        "commit": None,
-        "devices": 16,
-        "device_kind": "TPU v3",
         "steps": 40,
         "variant": variant,
         "dataset": dataset,
         "examples": images or 303_000_000,
         "init": init,
-        "wall_seconds": 17.5,
         "compute": compute(40 * batch, 0.0625),
         "final": {"test": {"params": {"top1": top1 / 2}, "ema": {"top1": top1}}},
     }
@@ -64,7 +60,28 @@ def training(folder, *, variant, dataset, init="", top1=0.5, images=None, batch=
 
 
 def transfer(folder, *, model, variant, dataset, mean, std=0.0003, mode="full"):
-    trials = [(0.003, 0.71), (0.01, 0.74), (0.03, 0.69)]
+    trials = [
+        {
+            "learning_rate": rate,
+            "steps": 500,
+            "score": score,
+            "seconds": 12.5,
+            "compute": compute(500 * 24, 0.125),
+        }
+        for rate, score in ((0.003, 0.71), (0.01, 0.74), (0.03, 0.69))
+    ]
+    failed = {"learning_rate": 1e9, "steps": None, "score": None}
+    trials.append(failed | {"diverged": "loss is NaN"})
+    runs = [
+        {
+            "seed": seed,
+            "top1": mean + 0.001 * (seed - 1),
+            "seconds": 31.0,
+            "steps": 500,
+            "compute": compute(500 * 24, 0.125 * (seed + 1)),
+        }
+        for seed in range(3)
+    ]
     content = {
         "kind": "transfer",
         "model": str(model),
@@ -74,35 +91,9 @@ def transfer(folder, *, model, variant, dataset, mean, std=0.0003, mode="full"):
         "mode": mode,
         "layer_decay": 0.75 if mode == "full" else 0.0,
         "overrides": {"batch_size": 24},
-        "trials": [
-            {
-                "learning_rate": rate,
-                "steps": 500,
-                "score": score,
-                "seconds": 12.5,
-                "compute": compute(500 * 24, 0.125),
-            }
-            for rate, score in trials
-        ]
-        + [
-            {
-                "learning_rate": 1e9,
-                "steps": None,
-                "score": None,
-                "diverged": "loss is NaN",
-            }
-        ],
+        "trials": trials,
         "best": {"learning_rate": 0.01},
-        "runs": [
-            {
-                "seed": seed,
-                "top1": mean + 0.001 * (seed - 1),
-                "seconds": 31.0,
-                "steps": 500,
-                "compute": compute(500 * 24, 0.125 * (seed + 1)),
-            }
-            for seed in range(3)
-        ],
+        "runs": runs,
         "mean": mean,
         "std": std,
     }
@@ -163,20 +154,18 @@ def study(folder):
         ("R+ViT-96", "hybrid", 3e-4, 0.33, 0.15),
         ("ResNet-32", "ResNet", 3.5e-4, 0.38, 0.10),
     ]
-    points = [
-        study_point(
-            {"model": name, "images": images},
-            {"family": family},
-            exaflops,
-            {
+    points = []
+    for name, family, exaflops, low, slope in models:
+        for i, images in enumerate((3_000, 12_000, 24_000, 48_000)):
+            scores = {
                 "5-shot": (low + slope * i / 2, 0.02),
-                "fine-tuned": None if i == 2 else (low + slope * i / 1.8 + 0.1, 0.01),
+                "fine-tuned": (low + slope * i / 1.8 + 0.1, 0.01),
                 "loss": (1.0 + (i + 1) ** -0.5 + exaflops, 0.1),
-            },
-        )
-        for name, family, exaflops, low, slope in models
-        for i, images in enumerate((3_000, 12_000, 24_000, 48_000))
-    ]
+            }
+            if i == 2:
+                del scores["fine-tuned"]
+            axes, labels = {"model": name, "images": images}, {"family": family}
+            points.append(study_point(axes, labels, exaflops, scores))
     lines = {"lines": ["model"], "colours": "family", "log_x": True}
     figures = [
         {"x": "images", "y": score} | lines for score in ("5-shot", "fine-tuned")
@@ -205,19 +194,12 @@ def study(folder):
 
 def study_point(axes, labels, exaflops, scores):
     """Returns a point of study.json with two stages of two seeds."""
-    name, stages = ",".join(map(str, axes.values())), {}
+    name, stages, used = ",".join(map(str, axes.values())), {}, compute(256, exaflops)
     for stage in ("pretrain", "finetune"):
         chosen = {"optim.learning_rate": 0.002} if stage == "pretrain" else {}
-        used = compute(256, exaflops)
+        about = {"variant": "Ti/4", "dataset": "cifar10", "steps": 4, "compute": used}
         done = [
-            {
-                "seed": seed,
-                "folder": f"{name}/{stage}/run/seed{seed}",
-                "variant": "Ti/4",
-                "dataset": "cifar10",
-                "steps": 4,
-                "compute": used,
-            }
+            {"seed": seed, "folder": f"{name}/{stage}/run/seed{seed}"} | about
             for seed in (0, 1)
         ]
         trials = [{"choice": chosen, "score": 0.5, "compute": used}]
@@ -225,6 +207,14 @@ def study_point(axes, labels, exaflops, scores):
             other = {"optim.learning_rate": 0.001}
             trials.append({"choice": other, "score": 0.25, "compute": used})
         stages[stage] = {"trials": trials, "chosen": chosen, "runs": done}
+    found = {
+        score: {
+            "values": [mean] * (1 if half is None else 2),
+            "mean": mean,
+            "half_interval": half,
+        }
+        for score, (mean, half) in scores.items()
+    }
     return {
         "name": name,
         "axes": axes,
@@ -232,16 +222,32 @@ def study_point(axes, labels, exaflops, scores):
         "stages": stages,
         "images_seen": 256,
         "exaflops": exaflops,
-        "scores": {
-            score: {
-                "values": [found[0]] * (1 if found[1] is None else 2),
-                "mean": found[0],
-                "half_interval": found[1],
-            }
-            for score, found in scores.items()
-            if found
-        },
+        "scores": found,
     }
+
+
+def small_study(folder, axis, points, scores, published=None, source=""):
+    """A study of one axis; points: value -> score -> mean and half the interval."""
+    config = {
+        "axes": {axis: list(points)},
+        "stages": ["pretrain", "finetune"],
+        "scores": scores,
+        "tune": {},
+        "published": published or {},
+        "source": source,
+        "figures": [{"x": axis, "y": next(iter(scores))}],
+        "laws": [],
+    }
+    points = [study_point({axis: x}, {}, 0.5, found) for x, found in points.items()]
+    content = {"kind": "study", "name": "own", "config": config, "points": points}
+    return write(folder, "study.json", content)
+
+
+def change_study(folder, change):
+    """Applies a function to the content of study.json."""
+    content = json.loads((folder / "study.json").read_text())
+    change(content)
+    return write(folder, "study.json", content)
 
 
 TASKS = tuple(vtab_tasks.TASKS)

@@ -15,24 +15,21 @@ from vit_jax.tools.report.blocks import Table
 VARIANTS = ("Ti/16", "S/16", "R50x1", "L/16")
 
 
-def test_csv_is_what_is_plotted(parts):
-    charts = report_runs.blocks(parts, Chart)
-    assert len({chart.name for chart in charts}) == len(charts) >= 10
-    for chart in charts:
+def test_csv_is_what_is_plotted(charts, parts):
+    assert len(charts) == len(report_runs.blocks(parts, Chart)) >= 10
+    for chart in charts.values():
         head, *rows = csv.reader(io.StringIO(drawing.to_csv(chart)))
         assert head[1:3] == [chart.x_label, chart.y_label]
         axes = drawing.draw(chart).axes[0]
         drawn = [line for line in axes.lines if not line.get_label().startswith("_")]
         assert len(drawn) == len(chart.series) > 0
-        place = 0
         for line, series in zip(drawn, chart.series, strict=True):
             x, y = line.get_data()
-            own = rows[place : place + len(x)]
+            own, rows = rows[: len(x)], rows[len(x) :]
             assert {row[0] for row in own} == {series.label}
             np.testing.assert_array_equal(x, [float(row[1]) for row in own])
             np.testing.assert_array_equal(y, [float(row[2]) for row in own])
-            place += len(x)
-        assert place == len(rows)
+        assert not rows
 
 
 def test_a_spread_is_drawn_and_in_the_csv():
@@ -45,14 +42,24 @@ def test_a_spread_is_drawn_and_in_the_csv():
     np.testing.assert_array_equal(bars[0].get_segments()[1], [[2, 4.0], [2, 5.0]])
 
 
-def test_ours_have_the_deviation_that_a_transfer_tells(parts):
-    charts = {chart.name: chart for chart in report_runs.blocks(parts, Chart)}
+def measured(chart):
+    (series,) = (one for one in chart.series if "measured" in one.label)
+    return series
+
+
+def test_figures_have_ours_with_the_deviation_of_transfers(charts):
     for name in ("figure3", "figure5_imagenet"):
-        (own,) = (s for s in charts[name].series if "measured" in s.label)
-        assert own.spread == pytest.approx((0.03,))
-    (own,) = (s for s in charts["figure5_average"].series if "measured" in s.label)
-    assert own.spread == (None,)  # Of a mean over data sets nothing is known.
-    assert "standard deviation" not in drawing.to_csv(charts["figure5_average"])
+        assert measured(charts[name]).spread == pytest.approx((0.03,))
+    average = charts["figure5_average"]
+    assert measured(average).x == (223.5,)
+    mean = (98.93 + 92.01 + 84.02 + 95.52 + 99.61) / 5
+    assert measured(average).y == pytest.approx((mean,))
+    # Of a mean over data sets nothing is known.
+    assert measured(average).spread == (None,)
+    assert "standard deviation" not in drawing.to_csv(average)
+    series = {one.label: one for one in charts["figure5_imagenet"].series}
+    assert series["ViT, published"].x == (55, 196, 224, 783, 1567, 4262)
+    assert series["ViT, published"].y[-1] == 88.08
 
 
 def test_variants_that_the_paper_lacks_look_different():
@@ -95,30 +102,14 @@ def test_runs_inside_a_study_and_a_transfer_have_curves(tmp_path):
     }
 
 
-def test_curves_are_by_step_and_by_images(parts):
-    charts = {chart.name: chart for chart in report_runs.blocks(parts, Chart)}
+def test_curves_are_by_step_and_by_images(charts):
     (scratch,) = (s for s in charts["loss_by_step"].series if s.label == "scratch")
     (same,) = (s for s in charts["loss_by_images"].series if s.label == "scratch")
     assert scratch.x == tuple(range(2, 41, 2))
-    assert same.x == tuple(64 * step for step in scratch.x)
-    assert same.y == scratch.y
-    labels = [series.label for series in charts["top1_by_step"].series]
-    assert "scratch: test params" in labels
-    assert "scratch: test ema" in labels
+    assert (same.x, same.y) == (tuple(64 * step for step in scratch.x), scratch.y)
+    labels = {series.label for series in charts["top1_by_step"].series}
+    assert {"scratch: test params", "scratch: test ema"} <= labels
     assert not any("train" in label for label in labels)
-
-
-def test_figure_5_has_ours_where_all_five_data_sets_are(parts):
-    charts = {chart.name: chart for chart in report_runs.blocks(parts, Chart)}
-    (own,) = (s for s in charts["figure5_average"].series if "measured" in s.label)
-    assert own.x == (223.5,)
-    mean = (98.93 + 92.01 + 84.02 + 95.52 + 99.61) / 5
-    assert own.y == pytest.approx((mean,))
-    (vit,) = (
-        s for s in charts["figure5_imagenet"].series if s.label == "ViT, published"
-    )
-    assert vit.x == (55, 196, 224, 783, 1567, 4262)
-    assert vit.y[-1] == 88.08
 
 
 def test_a_confusion_matrix_is_drawn_from_what_an_evaluation_left(parts):

@@ -1,7 +1,5 @@
 """What a report says of a study: table, ranking beside the paper, charts and laws."""
 
-import json
-
 import numpy as np
 import pytest
 import report_runs
@@ -32,24 +30,12 @@ def charts(found):
     return {block.name: block for block in found if isinstance(block, Chart)}
 
 
-def ranked(tmp_path, ours, paper, half):
+def ranked(folder, ours, paper, half):
     """Returns the blocks of a study of one axis with text values."""
-    points = [
-        report_runs.study_point({"kind": name}, {}, 0.5, {"top-1": (value, half)})
-        for name, value in zip(NAMES, ours, strict=True)
-    ]
-    config = {
-        "axes": {"kind": list(NAMES)},
-        "stages": ["pretrain", "finetune"],
-        "scores": {"top-1": "test/top1"},
-        "tune": {},
-        "published": dict(zip(NAMES, paper, strict=True)),
-        "source": "table 0",
-        "figures": [{"x": "kind", "y": "top-1"}],
-        "laws": [],
-    }
-    content = {"kind": "study", "name": "own", "config": config, "points": points}
-    return blocks(report_runs.write(tmp_path / "study", "study.json", content))
+    points = {k: {"top-1": (x, half)} for k, x in zip(NAMES, ours, strict=True)}
+    published = dict(zip(NAMES, paper, strict=True))
+    about = {"top-1": "test/top1"}, published, "table 0"
+    return blocks(report_runs.small_study(folder / "study", "kind", points, *about))
 
 
 def test_the_table_has_what_was_chosen_and_the_paper_beside_ours(told):
@@ -108,44 +94,25 @@ def test_a_study_says_who_leads_and_leaves_out_what_is_missing(told):
     assert line.spread == (2.0, 2.0, 2.0)
 
 
-def test_scores_of_one_seed_have_no_intervals(tmp_path):
-    points = [
-        report_runs.study_point(
-            {"pixels": side},
-            {},
-            0.5,
-            {"images/s": (speed, None), "batch": (most, None)},
-        )
-        for side, speed, most in (
-            (128, 1934.14, 71),
-            (224, 69.7561, 9),
-            (384, 3.8158, 4),
-        )
-    ]
-    config = {
-        "axes": {"pixels": [128, 224, 384]},
-        "stages": ["train"],
-        "scores": {"images/s": "cost/images_per_second", "batch": "cost/largest_batch"},
-        "tune": {},
-        "published": {},
-        "source": "",
-        "figures": [{"x": "pixels", "y": "images/s"}],
-        "laws": [],
+def test_scores_of_one_seed_have_no_intervals_and_missing_points_are_counted(tmp_path):
+    sizes = (128, 1934.14, 71), (224, 69.7561, 9), (384, 3.8158, 4)
+    points = {
+        side: {"images/s": (speed, None), "batch": (most, None)}
+        for side, speed, most in sizes
     }
-    content = {"kind": "study", "name": "own", "config": config, "points": points}
-    found = blocks(report_runs.write(tmp_path / "study", "study.json", content))
+    paths = {"images/s": "cost/images_per_second", "batch": "cost/largest_batch"}
+    folder = report_runs.small_study(tmp_path / "study", "pixels", points, paths)
+    found = blocks(folder)
     assert not any("points are done" in text for text in texts(found))
-    content["points"] = points[:2]
-    part = blocks(report_runs.write(tmp_path / "part", "study.json", content))
-    assert "2 of the 3 points are done." in texts(part)
     (table,) = (block for block in found if isinstance(block, Table))
-    assert [row[-2:] for row in table.rows] == [
-        ("1934.1", "71"),
-        ("69.8", "9"),
-        ("3.8", "4"),
-    ]
+    cells = [row[-2:] for row in table.rows]
+    assert cells == [("1934.1", "71"), ("69.8", "9"), ("3.8", "4")]
     assert table.note == "Scores are of one seed."
     assert charts(found)["study_images_s_by_pixels"].note == ""
+    report_runs.change_study(folder, lambda content: content["points"].pop())
+    assert "2 of the 3 points are done." in texts(blocks(folder))
+    report_runs.change_study(folder, lambda content: content.update(points=[]))
+    assert texts(blocks(folder)) == ["study has no point yet."]
 
 
 def test_a_law_finds_the_numbers_that_made_the_points():
@@ -167,12 +134,13 @@ def test_the_law_of_a_study_is_told_with_its_residuals(told):
 
 
 def test_a_point_that_diverged_is_told_and_not_drawn(tmp_path):
+    def diverge(content):
+        first = content["points"][0]
+        first |= {"exaflops": None, "scores": {}}
+        first["stages"] = {"pretrain": {"trials": [], "chosen": None, "runs": []}}
+
     folder = report_runs.study(tmp_path / "study")
-    content = json.loads((folder / "study.json").read_text())
-    first = content["points"][0]
-    first |= {"exaflops": None, "scores": {}}
-    first["stages"] = {"pretrain": {"trials": [], "chosen": None, "runs": []}}
-    report_runs.write(folder, "study.json", content)
+    report_runs.change_study(folder, diverge)
     found = blocks(folder)
     assert "Diverged, and in no mean: ViT-64,3000, pretrain." in texts(found)
     for chart in charts(found).values():
@@ -181,11 +149,11 @@ def test_a_point_that_diverged_is_told_and_not_drawn(tmp_path):
 
 def test_the_course_of_an_evaluation_is_drawn_from_the_runs(tmp_path):
     folder = report_runs.study(tmp_path / "study")
-    content = json.loads((folder / "study.json").read_text())
-    lines = ["model", "images"]
-    figure = {"x": "step", "y": "test/top1", "lines": lines, "colours": "model"}
-    content["config"]["figures"] = [figure]
-    report_runs.write(folder, "study.json", content)
+    figure = {"x": "step", "y": "test/top1", "lines": ["model", "images"]}
+    figure["colours"] = "model"
+    report_runs.change_study(
+        folder, lambda content: content["config"].update(figures=[figure])
+    )
     report_runs.training(
         folder / "ViT-96,12000" / "pretrain" / "run" / "seed0",
         variant="Ti/4",
@@ -195,10 +163,3 @@ def test_the_course_of_an_evaluation_is_drawn_from_the_runs(tmp_path):
     (series,) = chart.series
     assert series.label == "ViT-96, images 12,000"
     assert len(series.x) > 1 and max(series.y) > 1
-
-
-def test_a_study_without_points_says_so(tmp_path):
-    folder = report_runs.study(tmp_path / "study")
-    content = json.loads((folder / "study.json").read_text()) | {"points": []}
-    report_runs.write(folder, "study.json", content)
-    assert texts(blocks(folder)) == ["study has no point yet."]
