@@ -1,6 +1,7 @@
 """`python -m vit_jax.dedup`, with duplicates planted among real photographs."""
 
 import csv
+import json
 import pathlib
 import shutil
 import signal
@@ -12,7 +13,7 @@ import pytest
 from PIL import Image
 from sklearn.datasets import load_sample_images
 
-from vit_jax import cli, dedup
+from vit_jax import cli, dedup, files
 from vit_jax.data.config import DataConfig
 from vit_jax.data.sources.open import open_source
 from vit_jax.errors import UserError
@@ -143,7 +144,7 @@ def training_split(place, exclude):
 
 KILLED = """
 import os, signal, sys
-from vit_jax import cli, dedup
+from vit_jax import cli, dedup, files
 from vit_jax.tools.near_duplicates import scan
 scan.CHUNK = 5
 show, last = dedup._Bar.show, sys.argv.pop(1)
@@ -178,9 +179,11 @@ def test_a_killed_scan_resumes(place, tmp_path, monkeypatch, split, number):
 def test_a_scan_of_something_else_or_by_another_process_is_refused(place, tmp_path):
     out = tmp_path / "out.txt"
     folder = tmp_path / "out.txt.scan"
+    folder.mkdir()
     other = {"version": 1, "chunk": scan.CHUNK, "correlation": 0.8}
+    (folder / "run.json").write_text(json.dumps(other))
     with (
-        scan._lock_folder(folder, other),
+        files.lock_folder(folder, ""),
         pytest.raises(UserError, match="is in use by another process: wait for it"),
     ):
         run(*words(place, out))

@@ -1,6 +1,7 @@
 """Checks of paths that a user gives; files that are never half written, and reading them."""
 
 import contextlib
+import fcntl
 import json
 import os
 import re
@@ -132,6 +133,27 @@ def download_snapshot(setting: str, repo: str, **options) -> str:
             "the name and the network, and for a gated set accept its terms and run `hf "
             "auth login`"
         ) from error
+
+
+@contextlib.contextmanager
+def lock_folder(folder: str | os.PathLike, busy: str) -> Iterator[int]:
+    """Holds the lock of a folder, which ends with the process; yields its handle.
+
+    File systems without locks, as some network file systems, do not lock.
+
+    Raises:
+      UserError: another process holds it; the message is `busy`.
+    """
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise UserError(busy) from error
+        yield handle
+    finally:
+        os.close(handle)
 
 
 def read_json(path: epath.Path) -> dict:

@@ -114,30 +114,29 @@ def render(
     def pictures(images: Iterable[int], caption: Callable[[int], str]) -> list[dict]:
         return [_picture(source, records[i], caption(i)) for i in images]
 
-    wrong = answers.mistakes()
+    names, wrong = answers.class_names, answers.mistakes()
+    sure = answers.probabilities.max(1)
     bins, error = answers.calibration()
     what = "answers" if answers.one_each else "labels"
+    scores = sorted(answers.by_class(), key=lambda one: (one.f1, one.name))
     confusions = [
         {
-            "true": answers.class_names[pair.true],
-            "predicted": answers.class_names[pair.predicted],
+            "true": names[pair.true],
+            "predicted": names[pair.predicted],
             "count": len(pair.images),
             "pictures": pictures(
-                pair.images[:_OF_PAIR],
-                lambda i: f"{answers.probabilities[i].max():.0%} sure",
+                pair.images[:_OF_PAIR], lambda i: f"{sure[i]:.0%} sure"
             ),
         }
         for pair in answers.confusions(_PAIRS)
     ]
-    scores = sorted(answers.by_class(), key=lambda one: (one.f1, one.name))
+    head = ("class", "images", "recall", "precision", "F1", "AP")
+    rows = [(name, f"{n:,}", *map(_percent, rest)) for name, n, *rest in scores]
+    binned = [(_percent(p), _percent(right), f"{n:,}") for p, right, n in bins]
     return templates.render(
         "finetuning/page.html",
         title=title,
-        classes=Table(
-            "Scores of the classes",
-            ("class", "images", "recall", "precision", "F1", "AP"),
-            tuple((name, f"{n:,}", *map(_percent, rest)) for name, n, *rest in scores),
-        ),
+        classes=Table("Scores of the classes", head, tuple(rows)),
         confusions=confusions,
         num_mistakes=len(wrong),
         mistakes=pictures(wrong[:_SHOWN], lambda i: _described(answers, i)),
@@ -149,9 +148,7 @@ def render(
         what=what,
         calibration_error=error,
         calibration=Table(
-            "Accuracy by probability",
-            ("probability", "accuracy", what),
-            tuple((_percent(p), _percent(right), f"{n:,}") for p, right, n in bins),
+            "Accuracy by probability", ("probability", "accuracy", what), tuple(binned)
         ),
         num_twins=num_twins,
         dedup_command=dedup_command,

@@ -407,6 +407,19 @@ def _rule_config(
     }
 
 
+def _size_reason(
+    given: _Given, size: int, length: rule.Length, speed: float, minutes: float
+) -> str:
+    if length.side < size or (speed and length.side != size):
+        return f"so that {rule.LEAST_EPOCHS} epochs fit into {minutes:g} minutes"
+    trained = given.weights_side
+    if size == trained:
+        return f"as the weights ({trained})"
+    return (
+        f"the images have about {given.images.side:.0f} pixels; the weights {trained}"
+    )
+
+
 def _choices(
     given: _Given, raw: dict, length: rule.Length, speed: float, minutes: float
 ) -> dict[str, tuple[str, str]]:
@@ -417,22 +430,15 @@ def _choices(
         raw["optim"],
         given.splits.test,
     )
-    side, trained = data["image_size"][0], given.weights_side
-    size = "x".join(map(str, dict.fromkeys(data["image_size"])))
-    size_why = f"as the weights ({trained})"
-    if side != trained:
-        size_why = (
-            f"the images have about {images.side:.0f} pixels; the weights {trained}"
-        )
-    if length.side < side or (speed and length.side != side):
-        size_why = f"so that {rule.LEAST_EPOCHS} epochs fit into {minutes:g} minutes"
-    epochs = raw["total_steps"] * raw["batch_size"] / images.count
-    time = "; no limit of time"
+    size = data["image_size"]
+    epochs = f"{raw['total_steps'] * raw['batch_size'] / images.count:.1f} epochs"
     if speed:
-        time = (
+        epochs += (
             f", about {length.seconds / 60:.0f} minutes at the measured {speed:.0f} "
             f"images/s (--minutes={minutes:g})"
         )
+    else:
+        epochs += "; no limit of time"
     decay, task = raw["ema"]["decay"], raw["task"].get("name", "")
     average = f"average of decay {decay:.4f}", "over the last tenth of the steps"
     if not decay:
@@ -447,16 +453,16 @@ def _choices(
             f"{given.validated:,} to validate on"
             + (f", and the split {test!r} to test on" if test else ""),
         ),
-        "data.image_size": (f"images of {size} pixels", size_why),
+        "data.image_size": (
+            f"images of {'x'.join(map(str, dict.fromkeys(size)))} pixels",
+            _size_reason(given, size[0], length, speed, minutes),
+        ),
         "data.train_transform": (
             data["train_transform"],
             "grey images" if images.grey else "photographs",
         ),
         "batch_size": (f"batches of {raw['batch_size']}", "by the number of images"),
-        "total_steps or epochs": (
-            f"{raw['total_steps']} steps",
-            f"{epochs:.1f} epochs{time}",
-        ),
+        "total_steps or epochs": (f"{raw['total_steps']} steps", epochs),
         "optim.learning_rate": (
             f"{optim['name']}, rate {optim.get('learning_rate', 0):g}",
             "in proportion to the batch",

@@ -1,10 +1,8 @@
 """Scans a data set for near-duplicates of others; writes a list, pairs and a picture."""
 
 import concurrent.futures
-import contextlib
 import csv
 import dataclasses
-import fcntl
 import functools
 import io
 import json
@@ -20,7 +18,7 @@ from vit_jax.data import decode
 from vit_jax.data.sources.base import Source
 from vit_jax.data.sources.open import Spec
 from vit_jax.errors import UserError
-from vit_jax.files import replace_bytes, replace_text
+from vit_jax.files import lock_folder, replace_bytes, replace_text
 from vit_jax.tools.near_duplicates import matching
 
 CHUNK = 2048  # Records per chunk, about two seconds of one core.
@@ -106,10 +104,15 @@ def scan(
         "image_key": [spec.image_key for spec in specs],
     }
     threads = threads or os.cpu_count() or 1
+    folder.mkdir(parents=True, exist_ok=True)
+    busy = (
+        f"{folder} is in use by another process: wait for it, or choose another --out"
+    )
     with (
-        _lock_folder(folder, run),
+        lock_folder(folder, busy),
         concurrent.futures.ThreadPoolExecutor(threads) as pool,
     ):
+        _compare_run(folder, run)
         index = _Index(correlation, pool)
         for number, each in enumerate(small):
             index.add(each, folder / "against" / str(number), progress)
@@ -256,29 +259,18 @@ def _results(work: pathlib.Path) -> Iterator[dict]:
     return (json.loads(path.read_bytes()) for path in sorted(work.glob("*.json")))
 
 
-@contextlib.contextmanager
-def _lock_folder(folder: pathlib.Path, run: dict) -> Iterator[None]:
-    """Creates or reopens the folder of a scan, for this process alone."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
+def _compare_run(folder: pathlib.Path, run: dict) -> None:
+    """Records what is compared; refuses the folder of another scan."""
+    path = folder / "run.json"
+    old = json.loads(path.read_bytes()) if path.exists() else run
+    for key, value in run.items():
+        if old.get(key) != value:
             raise UserError(
-                f"{folder} is in use by another process: wait for it, or choose another "
+                f"{folder} holds a scan with {key}={old.get(key)}, now it is {value}: "
+                "repeat that command, remove the folder to begin anew, or choose another "
                 "--out"
-            ) from error
-        path = folder / "run.json"
-        old = json.loads(path.read_bytes()) if path.exists() else run
-        for key, value in run.items():
-            if old.get(key) != value:
-                raise UserError(
-                    f"{folder} holds a scan with {key}={old.get(key)}, now it is "
-                    f"{value}: repeat that command, remove the folder to begin anew, "
-                    "or choose another --out"
-                )
-        replace_text(path, json.dumps(run, indent=1))
-        yield
+            )
+    replace_text(path, json.dumps(run, indent=1))
 
 
 def write_list(path: pathlib.Path, result: Found, correlation: float) -> list[str]:

@@ -3,7 +3,6 @@
 import concurrent.futures
 import contextlib
 import dataclasses
-import fcntl
 import hashlib
 import json
 import multiprocessing
@@ -19,6 +18,7 @@ from typing import Protocol, runtime_checkable
 from vit_jax import progress
 from vit_jax.data import workers
 from vit_jax.errors import UserError, keep_warnings_from_raising
+from vit_jax.files import lock_folder
 from vit_jax.printing import print_line
 from vit_jax.tools.preparing import metadata, shards
 from vit_jax.tools.preparing.shards import Shard, WrittenShard
@@ -98,17 +98,19 @@ def begin(target: pathlib.Path, plan: Mapping) -> Iterator[Staging]:
     refuse_existing(target, plan)
     try:
         staging.folder.mkdir(parents=True, exist_ok=True)
-        lock = os.open(staging.folder, os.O_RDONLY)
     except OSError as error:
         raise UserError(
             f"cannot make {staging.folder}: {error.strerror}; choose another --data_dir"
         ) from error
-    try:
-        _lock(lock, staging)
+    busy = f"another process is preparing {target}: wait for it"
+    with lock_folder(staging.folder, busy) as handle:
+        # Another process may have renamed it between opening and locking.
+        if not staging.folder.exists() or not os.path.samestat(
+            os.fstat(handle), os.stat(staging.folder)
+        ):
+            raise UserError(busy)
         _compare_plan(staging, plan)
         yield staging
-    finally:
-        os.close(lock)  # Frees the lock, as does the end of a killed process.
 
 
 class Exists(UserError):
@@ -148,21 +150,6 @@ def digest(items: Iterable) -> str:
     for item in items:
         total.update(json.dumps(item).encode() + b"\n")
     return total.hexdigest()
-
-
-def _lock(lock: int, staging: Staging) -> None:
-    busy = UserError(f"another process is preparing {staging.target}: wait for it")
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        raise busy from error
-    except OSError:  # A file system without locks, such as some network file systems.
-        return
-    # Another process may have renamed it between opening and locking.
-    if not staging.folder.exists() or not os.path.samestat(
-        os.fstat(lock), os.stat(staging.folder)
-    ):
-        raise busy
 
 
 def _compare_plan(staging: Staging, plan: Mapping) -> None:
