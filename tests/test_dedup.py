@@ -1,7 +1,6 @@
 """`python -m vit_jax.dedup`, with duplicates planted among real photographs."""
 
 import csv
-import json
 import pathlib
 import shutil
 import signal
@@ -105,13 +104,12 @@ def test_a_process_lists_what_was_planted_and_training_leaves_it_out(place, tmp_
     assert sorted(ids(out)) == sorted(planted())
 
     header = [line for line in out.read_text().splitlines() if line[0] == "#"]
-    assert header[1:4] == [
+    assert header[1:] == [
         f"# pretrain: folder@{place}#train ({len(source)} records)",
-        f"# against: folder@{place}#test ({count(place, 'test')} records)",
+        f"# against: folder@{place}#test ({len(list(place.glob('test/*/*')))} records)",
         f"# method: {scan.METHOD} >= 0.9",
+        "# 10 records in 10 pairs; not compared: 0 damaged, 0 flat",
     ]
-    assert header[4] == "# 10 records in 10 pairs; not compared: 0 damaged, 0 flat"
-
     with out.with_name("out.txt.pairs.csv").open() as file:
         rows = list(csv.DictReader(file))
     for row in rows:
@@ -131,10 +129,6 @@ def test_a_process_lists_what_was_planted_and_training_leaves_it_out(place, tmp_
     names = {kept.record_id(i) for i in range(len(kept))}
     everything = {source.record_id(i) for i in range(len(source))}
     assert names == everything - set(planted())
-
-
-def count(place, split):
-    return len(list((place / split).glob("*/*.jpg")))
 
 
 def training_split(place, exclude):
@@ -176,42 +170,37 @@ def test_a_killed_scan_resumes(place, tmp_path, monkeypatch, split, number):
     assert not out.with_name("out.txt.scan").exists()
 
 
-def test_a_scan_of_something_else_or_by_another_process_is_refused(place, tmp_path):
-    out = tmp_path / "out.txt"
-    folder = tmp_path / "out.txt.scan"
-    folder.mkdir()
-    other = {"version": 1, "chunk": scan.CHUNK, "correlation": 0.8}
-    (folder / "run.json").write_text(json.dumps(other))
-    with (
-        files.lock_folder(folder, ""),
-        pytest.raises(UserError, match="is in use by another process: wait for it"),
-    ):
-        run(*words(place, out))
-    with pytest.raises(UserError, match=r"holds a scan with correlation=0\.8, now .*0"):
-        run(*words(place, out))
-
-
-def test_a_scan_of_another_column_of_images_is_refused(tmp_path, monkeypatch):
+def test_a_scan_of_something_else_or_by_another_process_is_refused(
+    tmp_path, monkeypatch
+):
     rows = ["split,front,back", "train,a.png,b.png", "test,b.png,a.png"]
     (tmp_path / "sides.csv").write_text("\n".join(rows))
     for number, name in enumerate("ab"):
         save(Image.new("RGB", (9, 7), (number, 80, 80)), tmp_path / f"{name}.png")
     table = f"table@{tmp_path / 'sides.csv'}"
     command = [f"--pretrain={table}#train", f"--against={table}#test"]
-    command += [f"--out={tmp_path / 'out.txt'}"]
+    command += [f"--out={tmp_path / 'out.txt'}", "--image_key=front"]
 
     def stop(*_):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(dedup._Bar, "show", stop)
     with pytest.raises(KeyboardInterrupt):
-        run(*command, "--image_key=front")
+        run(*command)
     monkeypatch.undo()
-    with pytest.raises(
-        UserError, match=r"with image_key=\['front', 'front'\], now it is \['back',"
+    for other, message in (
+        ("--correlation=0.8", r"holds a scan with correlation=0\.9, now it is 0\.8"),
+        (
+            "--image_key=back",
+            r"with image_key=\['front', 'front'\], now it is \['back',",
+        ),
     ):
-        run(*command, "--image_key=back")
-    assert run(*command, "--image_key=front") == 0
+        with pytest.raises(UserError, match=message):
+            run(*command, other)
+    busy = pytest.raises(UserError, match="is in use by another process: wait for it")
+    with files.lock_folder(tmp_path / "out.txt.scan", ""), busy:
+        run(*command)
+    assert run(*command) == 0
 
 
 def test_damaged_and_flat_images_are_counted_and_left_out(place, tmp_path, capsys):

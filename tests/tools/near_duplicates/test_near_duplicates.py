@@ -81,11 +81,6 @@ def test_damaged_files_have_no_thumbnail(photographs, encode):
             matching.make_thumbnail(data)
 
 
-def test_a_blank_page_is_flat_and_a_photograph_is_not(small):
-    assert matching.is_flat(np.full((S, S), 250, np.uint8))
-    assert not any(map(matching.is_flat, small))
-
-
 def test_the_hash_of_a_whole_image_has_the_signs_of_its_cosine_transform(small):
     found = matching.hash_windows(small, (matching.WHOLE,))[:, 0]
     rows, columns = np.divmod(np.arange(16 * 16), 16)

@@ -3,7 +3,6 @@
 import dataclasses
 import io
 import math
-import statistics
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -190,16 +189,13 @@ def patience_of(validated: int) -> int:
 
 
 def interval(right: int, count: int, looks: int = 1) -> tuple[float, float]:
-    """Returns the 95 % interval of a proportion (Wilson, 1927).
+    """Returns the 95 % interval of a proportion of `right` in `count` (Wilson, 1927).
 
-    Args:
-      right: number of successes.
-      count: number of trials.
-      looks: number of proportions of the same images of which this is the best; the
-        interval then misses with probability 5 % / looks (Bonferroni).
+    `looks` is the number of proportions of the same images of which this is the best: the
+    interval misses with probability 5 % / looks (Bonferroni).
     """
-    z = statistics.NormalDist().inv_cdf(1 - 0.025 / looks)
-    share, root = right / count, z * z / count
-    middle = (share + root / 2) / (1 + root)
-    half = z * math.sqrt(share * (1 - share) / count + root / (4 * count)) / (1 + root)
-    return middle - half, middle + half
+    from scipy import stats
+
+    level = 1 - 0.05 / looks
+    low, high = stats.binomtest(right, count).proportion_ci(level, "wilson")
+    return float(low), float(high)
