@@ -1,6 +1,7 @@
 """Sections, tables and text of a report, before they are HTML or Markdown."""
 
 import dataclasses
+import functools
 import re
 
 from vit_jax.analysis.charts import Chart, Matrix, Number
@@ -22,13 +23,10 @@ class Table:
     """A table.
 
     Attributes:
-      title: text above the table.
-      head: column names.
       rows: one string per column; NONE for a missing number.
       kinds: per column, PLAIN, MEASURED or DIFFERENCE; all PLAIN if empty.
       row_kinds: the same per row.
       labels: number of leading columns that identify a row.
-      note: text below the table.
       folded: whether a page shows only the title until the reader opens it.
     """
 
@@ -46,12 +44,20 @@ class Table:
         kind = self.row_kinds[row] if self.row_kinds else PLAIN
         return kind or (self.kinds[column] if self.kinds else PLAIN)
 
+    @functools.cached_property
+    def _column_looks(self) -> list[str]:
+        cells = zip(*self.rows, strict=True) if self.rows else [()] * len(self.head)
+        words = (any(text[:1].isalpha() for text in column) for column in cells)
+        looks = ["words" if word else "" for word in words]
+        return ["label"] * self.labels + looks[self.labels :]
+
     def looks(self, row: int | None, column: int) -> str:
         """Returns the CSS classes of a cell, or of a column's heading if row is None."""
-        words = any(each[column][:1].isalpha() for each in self.rows)
-        look = "label" if column < self.labels else "words" if words else ""
-        kind = self.kinds[column] if row is None and self.kinds else PLAIN
-        return f"{look} {kind if row is None else self.kind(row, column)}".strip()
+        if row is None:
+            kind = self.kinds[column] if self.kinds else PLAIN
+        else:
+            kind = self.kind(row, column)
+        return f"{self._column_looks[column]} {kind}".strip()
 
 
 Block = Text | Table | Chart | Matrix
