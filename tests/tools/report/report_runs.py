@@ -48,8 +48,7 @@ def training(folder, *, variant, dataset, init="", top1=0.5, images=None, batch=
     write(folder, "report.json", report)
     lines = []
     for step in range(2, 41, 2):
-        line = {"step": step, "train/loss": 2.3 / step**0.5, "train/top1": 0.1}
-        lines.append(line)
+        lines.append({"step": step, "train/loss": 2.3 / step**0.5, "train/top1": 0.1})
         if step % 10 == 0:
             scores = {"test/params/top1": step / 100, "test/ema/top1": step / 90}
             lines.append({"step": step} | scores)
@@ -264,13 +263,13 @@ def everything(root):
         "oxford_flowers102": 0.9961,
     }
     found = [b16]
-    for dataset, mean in five.items():
-        name = f"transfer_{dataset}"
-        about = {"model": b16, "variant": "B/16", "dataset": dataset, "mean": mean}
-        found.append(transfer(root / name, **about))
+    about = {"model": b16, "variant": "B/16"}
+    for name, mean in five.items():
+        place = root / f"transfer_{name}"
+        found.append(transfer(place, dataset=name, mean=mean, **about))
     paper = {"model": "paper:L/16-i21k", "variant": "L/16"}
-    about = paper | {"dataset": "cifar10", "mean": 0.9921}
-    found.append(transfer(root / "l16" / "cifar10", **about))
+    cifar10 = {"dataset": "cifar10", "mean": 0.9921}
+    found.append(transfer(root / "l16" / "cifar10", **paper, **cifar10))
     whole = {task: 0.5 + 0.02 * i for i, task in enumerate(TASKS)}
     found.append(vtab(root / "l16" / "vtab", **paper, tasks=whole))
     some = whole | {"dmlab": "python -m vit_jax.prepare --dataset=dmlab"}
@@ -279,21 +278,15 @@ def everything(root):
     found.append(vtab(root / "deit" / "vtab", **deit, tasks=some))
     scores = {"top1": 0.912, "top5": 0.988, "loss": 0.31, "examples": 736}
     few = {"1shot": 0.51, "1shot_std": 0.021, "5shot": 0.72, "5shot_std": 0.009}
-    found.append(
-        evaluation(
-            root / "deit" / "evaluate",
-            **deit,
-            results={"val": {"weights": scores}, "fewshot": {"weights": few}},
-            counts=[[51, 3, 0], [4, 40, 1], [0, 0, 0]],
-        )
-    )
-    scratch = training(
-        root / "scratch", variant="Ti/4", dataset="cifar10", images=50_000, top1=0.664
-    )
-    found.append(scratch)
-    found.append(
-        training(root / "tuned", variant="Ti/4", dataset="cifar100", init=str(scratch))
-    )
+    told = {"val": {"weights": scores}, "fewshot": {"weights": few}}
+    counts = [[51, 3, 0], [4, 40, 1], [0, 0, 0]]
+    evaluated = root / "deit" / "evaluate"
+    found.append(evaluation(evaluated, **deit, results=told, counts=counts))
+    scratch, small = root / "scratch", {"variant": "Ti/4"}
+    about = {"dataset": "cifar10", "images": 50_000, "top1": 0.664}
+    found.append(training(scratch, **small, **about))
+    tuned = {"dataset": "cifar100", "init": str(scratch)}
+    found.append(training(root / "tuned", **small, **tuned))
     found.append(study(root / "study"))
     return found
 

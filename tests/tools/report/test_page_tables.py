@@ -4,6 +4,7 @@ import json
 
 import pytest
 import report_runs
+from report_runs import cell
 
 from vit_jax.tools.report import paper_tables, results
 from vit_jax.training import run_report
@@ -14,14 +15,14 @@ def test_table_2_has_ours_beside_the_published_column_and_the_difference(found, 
     own = "measured: L/16 (paper:L/16-i21k)"
     place = table.head.index("L/16 I21k")
     assert table.head[place + 1 : place + 3] == (own, "difference from L/16 I21k")
-    assert report_runs.cell(table, "L/16 I21k", "CIFAR-10") == "99.15 ± 0.03"
-    assert report_runs.cell(table, own, "CIFAR-10") == "99.21 ± 0.03"
-    assert report_runs.cell(table, "difference from L/16 I21k", "CIFAR-10") == "+0.06"
+    assert cell(table, "L/16 I21k", "CIFAR-10") == "99.15 ± 0.03"
+    assert cell(table, own, "CIFAR-10") == "99.21 ± 0.03"
+    assert cell(table, "difference from L/16 I21k", "CIFAR-10") == "+0.06"
     # What was not measured is nothing, as is what the paper does not have.
-    assert report_runs.cell(table, own, "Pets") == "-"
-    assert report_runs.cell(table, "difference from L/16 I21k", "Pets") == "-"
-    assert report_runs.cell(table, "NoisyStudent EffL2", "Pets") == "-"
-    assert report_runs.cell(table, own, "VTAB19") == "68.00 ± 0.46"
+    assert cell(table, own, "Pets") == "-"
+    assert cell(table, "difference from L/16 I21k", "Pets") == "-"
+    assert cell(table, "NoisyStudent EffL2", "Pets") == "-"
+    assert cell(table, own, "VTAB19") == "68.00 ± 0.46"
 
 
 def test_table_2_gives_models_that_the_paper_lacks_no_difference(found, read):
@@ -29,9 +30,9 @@ def test_table_2_gives_models_that_the_paper_lacks_no_difference(found, read):
     (own,) = (name for name in table.head if "B/16" in name)
     assert own.startswith("measured: B/16 (") and own.endswith("/b16_jft)")
     assert not any("difference from B/16" in name for name in table.head)
-    assert report_runs.cell(table, own, "ImageNet") == "84.02 ± 0.03"
+    assert cell(table, own, "ImageNet") == "84.02 ± 0.03"
     days = 223.5 / 1.833
-    assert report_runs.cell(table, own, "TPUv3-core-days") == f"{days:.0f}"
+    assert cell(table, own, "TPUv3-core-days") == f"{days:.0f}"
     # Not all of its tasks were there.
     assert not any("Ti/16" in name for name in table.head)
 
@@ -40,13 +41,11 @@ def test_table_5_places_ours_by_its_pretraining(found):
     table = paper_tables.table_5(found)
     (own,) = (name for name in table.head if name.startswith("measured: B/16"))
     difference = "difference from B/16"
-    assert report_runs.cell(table, own, "JFT-300M", "Flowers") == "99.61 ± 0.03"
-    assert report_runs.cell(table, difference, "JFT-300M", "Flowers") == "+0.05"
-    assert (
-        report_runs.cell(table, difference, "JFT-300M", "Pets") == "\N{MINUS SIGN}0.28"
-    )
-    assert report_runs.cell(table, own, "ImageNet-21k", "Flowers") == "-"
-    assert report_runs.cell(table, "B/16", "ImageNet-21k", "Flowers") == "99.38"
+    assert cell(table, own, "JFT-300M", "Flowers") == "99.61 ± 0.03"
+    assert cell(table, difference, "JFT-300M", "Flowers") == "+0.05"
+    assert cell(table, difference, "JFT-300M", "Pets") == "\N{MINUS SIGN}0.28"
+    assert cell(table, own, "ImageNet-21k", "Flowers") == "-"
+    assert cell(table, "B/16", "ImageNet-21k", "Flowers") == "99.38"
     assert not any("Ti/" in name for name in table.head)
 
 
@@ -70,16 +69,14 @@ def test_table_6_has_ours_below_the_same_model_and_epochs(found):
 def test_table_9_lists_tasks_and_gives_a_mean_only_of_all(read):
     table = paper_tables.table_9(read)
     own = "measured: L/16 (paper:L/16-i21k)"
-    assert report_runs.cell(table, own, "natural", "Caltech101") == "50.0"
-    assert (
-        report_runs.cell(table, "difference from L/16 I21k", "structured", "DMLab")
-        == "+34.1"
-    )
-    assert report_runs.cell(table, own, "all", "Mean") == "68.0"
+    assert cell(table, own, "natural", "Caltech101") == "50.0"
+    difference = "difference from L/16 I21k"
+    assert cell(table, difference, "structured", "DMLab") == "+34.1"
+    assert cell(table, own, "all", "Mean") == "68.0"
     some = "measured: Ti/16 (deit:Ti/16)"
-    assert report_runs.cell(table, some, "structured", "DMLab") == "-"
-    assert report_runs.cell(table, some, "structured", "dSpr-Loc") == "78.0"
-    assert report_runs.cell(table, some, "all", "Mean") == "-"
+    assert cell(table, some, "structured", "DMLab") == "-"
+    assert cell(table, some, "structured", "dSpr-Loc") == "78.0"
+    assert cell(table, some, "all", "Mean") == "-"
 
 
 def test_without_runs_that_match_ours_is_empty(tmp_path):
@@ -100,9 +97,9 @@ def test_published_numbers_are_in_the_tables_as_they_are(found, read):
     two, five, six, nine = paper_tables.paper_tables(found, read)
     for name, row in told["table5"]["JFT-300M"].items():
         for column, value in zip(told["table5"]["cols"], row, strict=True):
-            assert float(report_runs.cell(five, column, "JFT-300M", name)) == value
+            assert float(cell(five, column, "JFT-300M", name)) == value
     for column, value in zip(two.head[1:3], told["table2"]["Pets"], strict=False):
-        assert report_runs.cell(two, column, "Pets") == "{:.2f} ± {:.2f}".format(*value)
+        assert cell(two, column, "Pets") == "{:.2f} ± {:.2f}".format(*value)
     for name, epochs, *values in told["table6"]["rows"]:
         shown = next(row for row in six.rows if row[:2] == (name, str(epochs)))
         assert [float(text) for text in shown[2:]] == values
@@ -143,9 +140,8 @@ def test_a_fine_tuned_run_is_of_what_it_began_with(found):
 
 
 def test_held_out_parts_and_other_evaluations_are_in_no_table(tmp_path):
-    folder = report_runs.training(
-        tmp_path / "run", variant="B/16", dataset="cifar10", init="paper:B/16-i21k"
-    )
+    keys = {"variant": "B/16", "dataset": "cifar10", "init": "paper:B/16-i21k"}
+    folder = report_runs.training(tmp_path / "run", **keys)
     about = json.loads((folder / "report.json").read_text())
     about["final"] = {"dev": about["final"]["test"], "knn": about["final"]["test"]}
     report_runs.write(folder, "report.json", about)
@@ -172,9 +168,9 @@ def test_only_full_fine_tuning_stands_beside_the_paper(tmp_path):
     }
     two, five, six, nine = paper_tables.paper_tables(found, read)
     own = "measured: B/16 (paper:B/16-i21k)"
-    assert report_runs.cell(two, own, "CIFAR-10") == "75.00 ± 0.03"
-    assert report_runs.cell(two, own, "VTAB19") == "-"
-    assert report_runs.cell(five, own, "ImageNet-21k", "CIFAR-10") == "75.00 ± 0.03"
+    assert cell(two, own, "CIFAR-10") == "75.00 ± 0.03"
+    assert cell(two, own, "VTAB19") == "-"
+    assert cell(five, own, "ImageNet-21k", "CIFAR-10") == "75.00 ± 0.03"
     assert six.rows[-1][4] == "75.00"
     assert not any("B/16" in name for name in nine.head)
 
@@ -190,13 +186,9 @@ def test_evaluations_are_told_with_their_data_set_and_few_shots(tmp_path):
     few = {"5shot": 0.5, "5shot_std": 0.25, "5shot_short": 2, "5shot_l2_1.0": 0.1}
     scores = {"fewshot": few, "knn": {"top1": 0.25}, "imagenet": {"top1": 0.75}}
     scores |= {"labels": {"top1": 0.5}, "cifar10": {"top1": 0.125}}
-    folder = report_runs.evaluation(
-        tmp_path / "run",
-        model="deit:Ti/16",
-        variant="Ti/16",
-        results={name: {"weights": one} for name, one in scores.items()},
-        evals=evals,
-    )
+    told = {name: {"weights": one} for name, one in scores.items()}
+    about = {"model": "deit:Ti/16", "variant": "Ti/16", "results": told, "evals": evals}
+    folder = report_runs.evaluation(tmp_path / "run", **about)
     found = results.collect(results.read_runs([folder]))
     fewer = " (2 classes have fewer images)"
     assert [(r.dataset, r.value, r.spread, r.how, r.tabled) for r in found] == [

@@ -97,12 +97,8 @@ def test_tasks_that_are_absent_or_failed_are_listed_with_the_reason(parts):
 
 def test_counts_are_no_percentages(tmp_path):
     scores = {"25shot": 0.5, "25shot_short": 3, "examples": 7360, "loss": 0.25}
-    folder = report_runs.evaluation(
-        tmp_path / "run",
-        model="m",
-        variant="B/16",
-        results={"few": {"weights": scores}},
-    )
+    about = {"model": "m", "variant": "B/16", "results": {"few": {"weights": scores}}}
+    folder = report_runs.evaluation(tmp_path / "run", **about)
     parts = pages.sections(results.read_runs([folder]))
     assert {row[2]: row[3] for row in table(parts, "run: B/16").rows} == {
         "25shot": "50.00%",

@@ -143,12 +143,12 @@ def _classes(run: Run, name: str, rows: list[list[str]]) -> list[Block]:
     """Returns the accuracy per class, worst first, and the confusion matrix."""
     (_, _, _, *names), *body = rows
     scored = sorted((row for row in body if row[2]), key=lambda row: float(row[2]))
-    worst = (f"The worst {_WORST} of {len(scored)} classes.",) * (len(scored) > _WORST)
+    note = f"The worst {_WORST} of {len(scored)} classes."
     table = Table(
         f"{run.name}: {name}, accuracy by class",
         ("class", "examples", "top-1 in %"),
         tuple((row[0], row[1], _fraction(float(row[2]))) for row in scored[:_WORST]),
-        note="".join(worst),
+        note=note if len(scored) > _WORST else "",
     )
     picture = Matrix(
         stem("confusion", run.name, name),
