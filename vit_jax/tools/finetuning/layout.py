@@ -133,7 +133,7 @@ def _of_table(path: pathlib.Path, given: Mapping, workdir: str) -> Layout:
     flags = _flag_columns(first)
     if len(flags) > 1 and not first_of(LABELS, first.columns):
         data["label_key"] = ",".join(flags)
-    data |= columns(first.columns, str(first.path), data | dict(given))
+    data |= _columns(first.columns, str(first.path), data | dict(given))
     labels = table.label_columns(data["label_key"], first.columns)
     if len(labels) > 1:
         ones = ([table.flag(row.get(k)) for k in labels].count(1) for row in first.rows)
@@ -173,7 +173,7 @@ def _of_name(place: str, given: Mapping) -> Layout:
         files = parquet.files_of_splits(parquet.download(name), name)
         names = list(files)
         first = files[first_of(TRAIN, names) or names[0]][0]
-        data = columns(parquet.column_names(first), name, given) | data
+        data = _columns(parquet.column_names(first), name, given) | data
     else:
         entry = catalogue.ENTRIES.get(name)
         try:
@@ -227,10 +227,10 @@ def _with_validation(found: Layout, workdir: str) -> Layout:
         rows += [_row(tests, i, TEST[0]) for i in range(len(tests))]
     path.parent.mkdir(parents=True, exist_ok=True)
     _write_rows(path, rows)
+    dropped = ("name", "data_dir", "split", "image_key", "label_key", "multi_label")
+    dropped += ("image_dir", "image_suffix")
+    kept = (set(fields.fields(DataConfig)) & data.keys()) - {*dropped}
     several = {"multi_label": True} if data.get("multi_label") else {}
-    kept = set(fields.fields(DataConfig)) & data.keys()
-    kept -= {"name", "data_dir", "split", "image_key", "label_key", "multi_label"}
-    kept -= {"image_dir", "image_suffix"}
     data = {key: data[key] for key in kept} | several
     data |= {"name": "table", "data_dir": str(path), "split": TRAIN[0]}
     return Layout(
@@ -246,7 +246,6 @@ def take_fold(layout: Layout, fold: int, count: int) -> None:
     """Rewrites the list of the split in a workdir, so that one fold validates.
 
     Args:
-      layout: layout whose validation images were set aside from the training images.
       fold: number of the fold that validates, from 0.
       count: number of folds.
 
@@ -282,17 +281,8 @@ def split_file(workdir: str) -> str:
     return str(absolute(workdir) / SPLIT_FILE)
 
 
-def columns(known: Sequence[str], place: str, given: Mapping) -> dict[str, str]:
-    """Returns `image_key` and `label_key` by the usual names of columns.
-
-    Args:
-      known: names of all columns.
-      place: table or data set, for the message.
-      given: keys set by the user.
-
-    Raises:
-      UserError: no column has a usual name for one of the keys.
-    """
+def _columns(known: Sequence[str], place: str, given: Mapping) -> dict[str, str]:
+    """Returns `image_key` and `label_key` by the usual names of columns."""
     keys = {}
     for key, usual in (("image_key", IMAGES), ("label_key", LABELS)):
         keys[key] = given.get(key) or first_of(usual, known)
@@ -315,8 +305,7 @@ def _row(source: folder.FolderSource, i: int, split: str) -> dict[str, str]:
 def _flag_columns(of: table.Table) -> list[str]:
     """Returns the columns with 1 and 0, -1 or nothing alone, one column per class."""
     flags = {
-        column: {table.flag(row.get(column)) for row in of.rows}
-        for column in of.columns
+        name: {table.flag(row.get(name)) for row in of.rows} for name in of.columns
     }
     return [name for name, seen in flags.items() if 1 in seen and None not in seen]
 

@@ -55,10 +55,7 @@ def run(
 ) -> RateRange:
     """Runs the test in a temporary folder.
 
-    Args:
-      raw: complete config as a dict, with the rate that is chosen without a test.
-      steps: number of steps.
-      say: function called with a line before the test begins.
+    `raw` is a complete config as a dict, with the rate that is chosen without a test.
 
     Raises:
       UserError: the loss falls nowhere, or the run is invalid.

@@ -129,14 +129,7 @@ def find_rate(
     overrides: Mapping[str, object] | None = None,
     say: Callable[[str], None] = print,
 ) -> float:
-    """Returns a peak learning rate from a range test; trains nothing else.
-
-    Args:
-      place, workdir, model, overrides, say: see `finetune`.
-
-    Raises:
-      UserError: see `finetune`.
-    """
+    """Returns a peak learning rate from a range test, see `finetune`; trains nothing."""
     raw, _ = choose(_request(place, model, overrides, say), workdir)
     result = rate_range.run(raw, say=say)
     written = rate_range.write(result, workdir)
@@ -270,10 +263,6 @@ class _Given:
     def multi_label(self) -> bool:
         return bool(self.splits.data.get("multi_label"))
 
-    @property
-    def weights_side(self) -> int:
-        return max(self.preprocess.image_size)
-
 
 def _open(request: _Request, workdir: str) -> _Given:
     splits = request.find(workdir)
@@ -319,7 +308,7 @@ def choose(request: _Request, workdir: str) -> tuple[dict, dict[str, tuple[str, 
     given = _open(request, workdir)
     images, minutes = given.images, request.minutes
     patch = models.create(**given.pretrained.options).patch_size
-    side = rule.side_of(images, given.weights_side, patch)
+    side = rule.side_of(images, max(given.preprocess.image_size), patch)
     config_of = functools.partial(_config, given, request.model, others)
     length, speed = rule.Length(side, rule.epochs_of(images), math.nan), 0.0
     if minutes and not {"total_steps", "epochs"} & others.keys():
@@ -412,7 +401,7 @@ def _size_reason(
 ) -> str:
     if length.side < size or (speed and length.side != size):
         return f"so that {rule.LEAST_EPOCHS} epochs fit into {minutes:g} minutes"
-    trained = given.weights_side
+    trained = max(given.preprocess.image_size)
     if size == trained:
         return f"as the weights ({trained})"
     return (
@@ -424,11 +413,11 @@ def _choices(
     given: _Given, raw: dict, length: rule.Length, speed: float, minutes: float
 ) -> dict[str, tuple[str, str]]:
     """Returns key -> (choice, reason)."""
-    images, data, optim, test = (
+    images, test, data, optim = (
         given.images,
+        given.splits.test,
         raw["data"],
         raw["optim"],
-        given.splits.test,
     )
     size = data["image_size"]
     epochs = f"{raw['total_steps'] * raw['batch_size'] / images.count:.1f} epochs"
