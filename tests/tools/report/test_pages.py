@@ -78,7 +78,7 @@ def test_every_plot_is_there_as_png_svg_and_csv_and_in_both_pages(written):
 
 
 def test_a_sweep_is_told_with_what_was_chosen_and_what_diverged(parts):
-    found = table(parts, "b16_jft) on cifar10")
+    found = table(parts, "transfer_cifar10:")
     rows = {row[0]: row[2:] for row in found.rows}
     assert rows["rate 0.01, chosen"] == ("74.00", "12.5")
     assert rows["rate 1e+09"] == ("diverged", "-")
