@@ -209,5 +209,3 @@ def test_without_the_fast_decoder_a_rough_crop_says_what_to_install(monkeypatch)
     monkeypatch.setitem(sys.modules, "simplejpeg", None)
     with pytest.raises(UserError, match=r"pip install -e '\.\[fast\]' in the clone"):
         parse.parse_train("inception_crop(rough=True)", (5, 7))
-    with pytest.raises(UserError, match="antialias=3 is not True or False"):
-        parse.parse_train("inception_crop(antialias=3)", (5, 7))

@@ -1,20 +1,21 @@
+"""Host transforms: the same pixels as Pillow, and how the random ones are distributed."""
+
 import numpy as np
 import pytest
 from PIL import Image
+from scipy import stats
+from sklearn.datasets import load_sample_image
 
 from vit_jax.data.transforms import host as host_transforms
+from vit_jax.data.transforms.host import CentralCrop, InceptionCrop, RandomCrop
 
 H, W = 37, 53
+# Large, so that rounding to pixels does not show.
+HEIGHT, WIDTH = 11_000, 16_000
 
 
 def rng(i=0):
     return np.random.Generator(np.random.Philox(i))
-
-
-def test_resize_agrees_with_pillow(photograph):
-    image = host_transforms.Resize((11, 19))(photograph, rng())
-    expected = Image.fromarray(photograph).resize((19, 11), Image.Resampling.BILINEAR)
-    np.testing.assert_array_equal(image, expected)
 
 
 def test_resize_keeps_one_channel(photograph):
@@ -23,21 +24,10 @@ def test_resize_keeps_one_channel(photograph):
     np.testing.assert_array_equal(image[..., 0], expected)
 
 
-def test_resize_small_keeps_the_aspect(photograph):
-    assert host_transforms.ResizeSmall(74)(photograph, rng()).shape == (74, 106, 3)
-    turned = photograph.swapaxes(0, 1)
-    assert host_transforms.ResizeSmall(11)(turned, rng()).shape == (15, 11, 3)
-
-
 def test_resize_small_to_a_pair_covers_both_sides(photograph):
     covers = lambda *size: host_transforms.ResizeSmall(size)(photograph, rng()).shape
     assert covers(28, 42) == (29, 42, 3)  # Of 37x53: the width decides,
     assert covers(28, 14) == (28, 40, 3)  # and here the height.
-
-
-def test_central_crop_is_the_middle(photograph):
-    image = host_transforms.CentralCrop((7, 9))(photograph, rng())
-    np.testing.assert_array_equal(image, photograph[15:22, 22:31])
 
 
 def test_random_crop_reaches_every_place_equally_often():
@@ -59,35 +49,9 @@ def test_a_crop_larger_than_the_image_says_so(photograph, op):
         op(photograph, rng())
 
 
-def test_inception_boxes_keep_area_ratio_and_image():
-    op, generator = host_transforms.InceptionCrop(7), rng()
-    boxes = np.array([op.box(370, 530, generator) for _ in range(4000)])
-    top, left, height, width = boxes.T
-    assert top.min() >= 0
-    assert left.min() >= 0
-    assert (top + height).max() <= 370
-    assert (left + width).max() <= 530
-    area, ratio = height * width / (370 * 530), width / height
-    assert 0.049 < area.min() < 0.06
-    assert area.max() > 0.9
-    assert 0.73 < ratio.min() < 0.76
-    assert 1.31 < ratio.max() < 1.36
-    # Small parts fit whatever their shape, so there the ratio is log-uniform.
-    small = np.log(ratio[area < 0.5])
-    assert abs(small.mean()) < 0.03
-    assert abs(small.std() - np.log(16 / 9) / np.sqrt(12)) < 0.01
-
-
 def test_inception_crop_of_the_whole_image_is_a_resize(photograph):
     op = host_transforms.InceptionCrop((H, W), area=(1, 1), ratio=(W / H, W / H))
     np.testing.assert_array_equal(op(photograph, rng()), photograph)
-    half = host_transforms.InceptionCrop((18, 26), area=(1, 1), ratio=(13 / 9, 13 / 9))
-    part = photograph[:36, :52]
-    np.testing.assert_allclose(
-        half(part, rng()).astype(int)[1:-1, 1:-1],
-        host_transforms.resize_bilinear(part, (18, 26))[1:-1, 1:-1],
-        atol=1,  # Roundings.
-    )
 
 
 def test_inception_crop_of_an_extreme_shape_takes_the_middle():
@@ -98,16 +62,140 @@ def test_inception_crop_of_an_extreme_shape_takes_the_middle():
     assert op(image, rng()).max() == 9
 
 
-def test_inception_crop_enlarges_smoothly(photograph):
-    op = host_transforms.InceptionCrop((90, 120), area=(0.05, 0.1))
-    image = op(photograph, rng())
-    assert image.shape == (90, 120, 3)
-    steps = np.abs(np.diff(image.astype(int), axis=0))
-    assert (steps > 0).mean() > 0.5  # Nearest neighbour would repeat most rows.
-
-
 @pytest.mark.parametrize("op", ["inception_crop", "random_crop"])
 def test_a_random_operation_is_a_function_of_its_generator(photograph, op):
     op = host_transforms.TRANSFORMS[op]((7, 9))
     np.testing.assert_array_equal(op(photograph, rng(3)), op(photograph, rng(3)))
     assert (op(photograph, rng(3)) != op(photograph, rng(4))).any()
+
+
+def boxes(op, count=4000):
+    """Draws parts: top, left, height and width."""
+    generator = rng()
+    return np.transpose([op.box(HEIGHT, WIDTH, generator) for _ in range(count)])
+
+
+def area_cdf(least, most, ratio, aspect):
+    """Distribution of the area, given that the part fits, in closed form.
+
+    Of an area a those log-ratios fit that lie within log(aspect) -+ log(1 / a).
+    """
+    areas = np.linspace(least, most, 20_001)
+    low = np.maximum(np.log(ratio[0]), np.log(aspect * areas))
+    high = np.minimum(np.log(ratio[1]), np.log(aspect / areas))
+    density = np.maximum(high - low, 0)
+    total = np.concatenate([[0], np.cumsum((density[1:] + density[:-1]) / 2)])
+    return lambda x: np.interp(x, areas, total / total[-1])
+
+
+@pytest.mark.parametrize("least", [0.05, 0.3])
+def test_areas_are_distributed_in_closed_form(least):
+    op = InceptionCrop(7, area=(least, 1.0))
+    _, _, height, width = boxes(op)
+    areas = height * width / (HEIGHT * WIDTH)
+    expected = area_cdf(least, 1.0, op.ratio, WIDTH / HEIGHT)
+    assert stats.kstest(areas, expected).pvalue > 0.001
+    # A test that does not see a wrong lower bound, or areas that always fit, is none.
+    wrong = area_cdf(least + 0.05, 1.0, op.ratio, WIDTH / HEIGHT)
+    assert stats.kstest(areas, wrong).pvalue < 1e-6
+    assert stats.kstest(areas, "uniform", (least, 1 - least)).pvalue < 1e-6
+
+
+def test_ratios_of_parts_that_always_fit_are_log_uniform():
+    # At most half the image: of any shape allowed it fits.
+    top, left, height, width = boxes(InceptionCrop(7, area=(0.05, 0.5)))
+    assert min(top.min(), left.min()) >= 0
+    assert (top + height).max() <= HEIGHT and (left + width).max() <= WIDTH
+    areas, ratios = height * width / (HEIGHT * WIDTH), np.log(width / height)
+    low, high = np.log(3 / 4), np.log(4 / 3)
+    assert stats.kstest(ratios, "uniform", (low, high - low)).pvalue > 0.001
+    assert stats.kstest(areas, "uniform", (0.05, 0.45)).pvalue > 0.001
+    assert abs(stats.pearsonr(ratios, areas).statistic) < 0.08
+    rows, columns = top / (HEIGHT - height), left / (WIDTH - width)
+    for place in (rows, columns):
+        assert stats.kstest(place, "uniform").pvalue > 0.001
+    assert abs(stats.pearsonr(rows, columns).statistic) < 0.08
+
+
+def test_cuts_are_parts_of_the_photograph(natural):
+    for image in natural:
+        height, width = image.shape[:2]
+        top, left = round((height - 97) / 2), round((width - 131) / 2)
+        expected = Image.fromarray(image).crop((left, top, left + 131, top + 97))
+        np.testing.assert_array_equal(CentralCrop((97, 131))(image, rng()), expected)
+        part = RandomCrop((97, 131))(image, rng(1))
+        windows = np.lib.stride_tricks.sliding_window_view(image, (97, 131, 3))
+        assert (windows == part).all((3, 4, 5)).sum() == 1
+
+
+@pytest.mark.parametrize("size", [64, 201])
+def test_a_short_side_is_resized_as_pillow_does(natural, size):
+    for image in natural:
+        height, width = image.shape[:2]
+        expected = Image.fromarray(image).resize(
+            (width * size // height, size), Image.Resampling.BILINEAR
+        )
+        out = host_transforms.ResizeSmall(size)(image, rng())
+        assert np.abs(out.astype(int) - np.asarray(expected)).mean() == 0
+
+
+@pytest.fixture(scope="module")
+def china():
+    """A photograph with fine detail, 341x427."""
+    return load_sample_image("china.jpg")[:341, :427].copy()
+
+
+def exact(image, size):
+    """Resizes every channel in float32 by Pillow's bilinear filter."""
+    planes = [
+        Image.fromarray(plane) for plane in image.astype(np.float32).T.swapaxes(1, 2)
+    ]
+    return np.stack([np.array(p.resize(size[::-1], 2)) for p in planes], -1)
+
+
+# Measured with china.jpg: mean absolute errors with and without the low pass.
+@pytest.mark.parametrize(
+    ("times", "most", "plain"),
+    [(0.6, 0.3, 0.0), (1.2, 1.2, 1.4), (1.5, 1.4, 2.4), (2, 0.5, 3.5), (3.4, 0.3, 6)],
+)
+def test_the_fast_resize_is_close_to_the_exact_filter(china, times, most, plain):
+    size = round(341 / times), round(427 / times)
+    expected = exact(china, size)
+    error = np.abs(host_transforms.resize_fast(china, size) - expected).mean()
+    aliased = np.abs(
+        host_transforms.resize_fast(china, size, antialias=False) - expected
+    )
+    assert error < most
+    assert aliased.mean() > plain
+
+
+def test_the_fast_resize_treats_height_and_width_apart(china):
+    size = 170, 640  # Half, and half as much again.
+    assert (
+        np.abs(host_transforms.resize_fast(china, size) - exact(china, size)).mean()
+        < 0.6
+    )
+    turned = china.swapaxes(0, 1).copy()
+    there = host_transforms.resize_fast(turned, size[::-1]).swapaxes(0, 1)
+    np.testing.assert_allclose(
+        there.astype(int), host_transforms.resize_fast(china, size), atol=1
+    )
+
+
+def test_the_fast_resize_keeps_one_channel(china):
+    grey = host_transforms.resize_fast(china[..., 1:2], (37, 300))
+    assert grey.shape == (37, 300, 1)
+    colour = host_transforms.resize_fast(china, (37, 300))
+    np.testing.assert_allclose(grey[..., 0].astype(int), colour[..., 1], atol=1)
+
+
+def test_a_box_of_fractions_is_that_of_the_larger_image(china):
+    halves = china[:340, :426].reshape(170, 2, 213, 2, 3).mean((1, 3)).round()
+    box = 10.5, 20.5, 140.0, 150.0
+    image = host_transforms.resize_box(halves.astype(np.uint8), box, (40, 50))
+    expected = host_transforms.resize_bilinear(china[21:301, 41:341], (40, 50))
+    assert np.abs(image - expected.astype(int)).mean() < 1
+    shifted = host_transforms.resize_box(
+        halves.astype(np.uint8), (11, 21, 140, 150), (40, 50)
+    )
+    assert np.abs(shifted - expected.astype(int)).mean() > 2

@@ -78,13 +78,6 @@ def test_images_of_no_one_size_are_refused(folder, data_config, spec):
         )
 
 
-def test_an_enlargement_to_another_size_than_the_images_is_refused():
-    match = r"enlarges images to \(32, 32\), but data\.image_size is \(33, 51\)"
-    with pytest.raises(UserError, match=match):
-        parse.parse_train("upsample(32)", SIZE)
-    assert parse.parse_train("upsample(9) | upsample((33, 51))", SIZE).device
-
-
 def test_larger_images_are_not_shrunk():
     with pytest.raises(UserError, match="upsample to 33x51 of images that have 34x50"):
         device_transforms.Upsample(SIZE)(
