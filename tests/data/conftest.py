@@ -1,7 +1,5 @@
 """Configs and images for the tests of the data package."""
 
-import pathlib
-
 import image_folder
 import numpy as np
 import pytest
@@ -9,8 +7,6 @@ from PIL import Image
 from sklearn.datasets import load_sample_images
 
 from vit_jax.training import config
-
-REAL = pathlib.Path(__file__).parents[3] / "shared" / "data"
 
 
 @pytest.fixture
@@ -46,11 +42,3 @@ def natural():
         np.array(Image.fromarray(image).resize(size, Image.Resampling.BOX))
         for image, size in zip(load_sample_images().images, sizes, strict=True)
     ]
-
-
-@pytest.fixture(scope="session")
-def flowers():
-    """The folder of tf_flowers; skips where it is not."""
-    if not (REAL / "flowers").is_dir():
-        pytest.skip(f"no real images at {REAL / 'flowers'}")
-    return REAL / "flowers"

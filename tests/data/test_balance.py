@@ -104,26 +104,24 @@ def test_batches_are_balanced_and_a_run_resumes_exactly(tmp_path):
 
 
 def test_labels_are_needed():
-    for stated in ({"num_classes": 0}, {"multi_label": True}):
-        with pytest.raises(UserError, match="class_balance='sqrt' needs one class"):
-            tiny_config(data={"class_balance": "sqrt"} | stated)
-    several = tiny_config(
-        data={"multi_label": True}, task={"loss": "sigmoid", "class_weights": "sqrt"}
-    )
-    with pytest.raises(
-        UserError, match="class_weights='sqrt' .* data.multi_label=True"
+    for sections, match in (
+        ({"data": {"class_balance": "sqrt", "num_classes": 0}}, "needs one class"),
+        ({"data": {"class_balance": "sqrt", "multi_label": True}}, "needs one class"),
+        ({"task": {"class_weights": "root"}}, "='root' is not one of inverse, sqrt"),
     ):
-        several.task.of_records(several.data, open_unchecked(several.data, "train"))
-    with pytest.raises(
-        UserError, match="class_weights='root' is not one of inverse, sqrt"
+        with pytest.raises(UserError, match=match):
+            tiny_config(**sections)
+    task = {"class_weights": "sqrt"}
+    with pytest.raises(UserError, match="class_weights='sqrt' .*numbers of images"):
+        vit_jax.train_setup(tiny_config(task=task), 20)
+    digits = {"name": "digits", "num_classes": 4, "channels": 1, "num_examples": 0}
+    for config, match in (
+        (
+            tiny_config(data={"multi_label": True}, task=task | {"loss": "sigmoid"}),
+            "class_weights='sqrt' .* data.multi_label=True",
+        ),
+        (tiny_config(data=digits, task=task), "label 9, but data.num_classes=4"),
     ):
-        tiny_config(task={"class_weights": "root"})
-    with pytest.raises(UserError, match="class_weights='sqrt' .* numbers of images"):
-        vit_jax.train_setup(tiny_config(task={"class_weights": "sqrt"}), 20)
-    one = tiny_config(
-        data={"name": "digits", "num_classes": 4, "channels": 1, "num_examples": 0},
-        task={"class_weights": "sqrt"},
-    )
-    source = open_unchecked(one.data, "train")
-    with pytest.raises(UserError, match="has label 9, but data.num_classes=4"):
-        one.task.of_records(one.data, source)
+        source = open_unchecked(config.data, "train")
+        with pytest.raises(UserError, match=match):
+            config.task.of_records(config.data, source)

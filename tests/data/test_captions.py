@@ -1,7 +1,6 @@
 """Captions of every kind of data set, as tokens of a batch."""
 
 import json
-import sys
 
 import numpy as np
 import pyarrow as pa
@@ -11,7 +10,6 @@ from helpers import tiny_config
 from PIL import Image
 
 from vit_jax.data import captions, pipeline
-from vit_jax.data.config import DataConfig
 from vit_jax.data.sources.open import open_source
 from vit_jax.data.tokenizer import open_tokenizer
 from vit_jax.errors import UserError
@@ -51,11 +49,17 @@ def picture(path, value):
     Image.new("RGB", (SIZE, SIZE), (value,) * 3).save(path)
 
 
-def test_captions_in_files_beside_images(tmp_path):
+@pytest.fixture
+def files(tmp_path):
+    """Keys of six images with captions in files beside them."""
     for i in range(6):
         picture(tmp_path / "train" / f"{i}.png", 10 * i)
         (tmp_path / "train" / f"{i}.txt").write_text(f"one {i}\n\n two {i} \n")
-    data = config(name="folder", data_dir=str(tmp_path), caption_key="txt")
+    return {"name": "folder", "data_dir": str(tmp_path), "caption_key": "txt"}
+
+
+def test_captions_in_files_beside_images(files):
+    data = config(**files)
     found = texts_of(data, epochs=20)
     assert found == {10 * i: {f"one {i}", f"two {i}"} for i in range(6)}
 
@@ -69,27 +73,17 @@ def test_captions_in_metadata_of_a_folder(tmp_path):
     path.write_text("\n".join(map(json.dumps, lines)))
     data = config(name="folder", data_dir=str(tmp_path), caption_key="text")
     assert texts_of(data) == {10 * i: {f"é {i}"} for i in range(6)}
-
-
-def test_a_damaged_metadata_file_is_named(tmp_path):
-    picture(tmp_path / "train" / "0.png", 0)
-    (tmp_path / "train" / "metadata.jsonl").write_text("[1]\n")
-    data = config(
-        name="folder", data_dir=str(tmp_path), caption_key="text", num_examples=1
-    )
+    path.write_text("[1]\n")
+    captions._metadata.cache_clear()  # As in another process.
     with pytest.raises(UserError, match=r"metadata.jsonl must have a line of JSON"):
-        texts_of(data, 1)
+        texts_of(data)
 
 
-def test_an_image_without_a_caption_is_damaged_or_skipped(tmp_path):
-    for i in range(6):
-        picture(tmp_path / "train" / f"{i}.png", 10 * i)
-        if i:
-            (tmp_path / "train" / f"{i}.txt").write_text(f"{i}")
-    keys = {"name": "folder", "data_dir": str(tmp_path), "caption_key": "txt"}
+def test_an_image_without_a_caption_is_damaged_or_skipped(files, tmp_path):
+    (tmp_path / "train" / "0.txt").unlink()
     with pytest.raises(UserError, match=r"0.png .*has no caption: mend or remove it"):
-        texts_of(config(**keys))
-    assert 0 not in texts_of(config(**keys, on_error="skip"))
+        texts_of(config(**files))
+    assert 0 not in texts_of(config(**files, on_error="skip"))
 
 
 @pytest.mark.parametrize("several", [False, True])
@@ -107,38 +101,6 @@ def test_captions_in_a_column_of_parquet(tmp_path, several):
     assert found == {10 * i: {f"{way} {i}" for way in ways} for i in range(6)}
     with pytest.raises(UserError, match="data.caption_key='text': parquet has no such"):
         texts_of(config(**keys | {"caption_key": "text"}))
-
-
-def test_captions_of_a_source_of_one_s_own(tmp_path, monkeypatch):
-    (tmp_path / "pairs_source.py").write_text(
-        """
-import numpy as np
-
-
-class Pairs:
-    class_names, images, labels = (), None, None
-
-    def __len__(self):
-        return 6
-
-    def __getitem__(self, i):
-        return {"image": np.full((8, 8, 3), 10 * i, np.uint8), "text": f"pair {i}"}
-
-    def describe(self, i):
-        return f"pair {i}"
-
-    def record_id(self, i):
-        return f"train/{i}"
-
-
-def open_source(data, split):
-    return Pairs()
-"""
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "pairs_source", raising=False)
-    data = config(name="pairs_source:open_source", caption_key="text")
-    assert texts_of(data) == {10 * i: {f"pair {i}"} for i in range(6)}
 
 
 def test_names_of_classes_in_prompts():
@@ -160,14 +122,10 @@ def test_names_of_classes_in_prompts():
                 assert (tokens == ways).all(1).any()
 
 
-def test_batches_are_the_same_from_loader_processes(tmp_path):
-    for i in range(6):
-        picture(tmp_path / "train" / f"{i}.png", 10 * i)
-        (tmp_path / "train" / f"{i}.txt").write_text(f"one {i}\ntwo {i}\nthree {i}")
-    keys = {"name": "folder", "data_dir": str(tmp_path), "caption_key": "txt"}
+def test_batches_are_the_same_from_loader_processes(files):
     batches = []
     for num_workers in (0, 1):
-        data = config(**keys, num_workers=num_workers)
+        data = config(**files, num_workers=num_workers)
         with pipeline.train_batches(
             open_source(data, "train"), data, batch_size=6, seed=1, start=0, stop=3
         ) as made:
@@ -189,7 +147,3 @@ def test_batches_are_the_same_from_loader_processes(tmp_path):
 )
 def test_what_a_column_may_hold(value, wanted):
     assert captions.of_value(value) == wanted
-
-
-def test_there_are_no_captions_without_a_tokenizer():
-    assert captions.Captions.of(DataConfig(), ()) is None

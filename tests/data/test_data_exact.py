@@ -10,7 +10,9 @@ from PIL import Image
 
 from vit_jax.data import order
 from vit_jax.data.pipeline import eval_batches, train_batches
+from vit_jax.data.sources.arrays import ArraySource
 from vit_jax.data.sources.base import Source
+from vit_jax.data.sources.open import open_source
 
 STEP, BATCH, SEED = 10**6, 12, 3
 
@@ -47,6 +49,13 @@ def make(data_config, examples, **keys):
     return data_config(**keys), Virtual(examples, [])
 
 
+def assert_equal(found, expected):
+    for a, b in zip(found, expected, strict=True):
+        assert a.keys() == b.keys()
+        for key in a:
+            np.testing.assert_array_equal(a[key], b[key], err_msg=key)
+
+
 def stream(source, data, start, count, hosts=1):
     parts = []
     for host in range(hosts):
@@ -67,26 +76,28 @@ def stream(source, data, start, count, hosts=1):
     ]
 
 
-SPREADS = [
-    {"num_threads": 1, "hosts": 2},
-    {"num_threads": 3, "hosts": 4},
-    pytest.param({"num_workers": 2, "num_threads": 2}, marks=pytest.mark.slow),
-]
-
-
-@pytest.mark.parametrize("spread", SPREADS, ids=str)
-def test_workers_threads_and_hosts_change_no_bit_of_the_stream(data_config, spread):
-    keys, hosts = dict(spread), spread.get("hosts", 1)
-    keys.pop("hosts", None)
+@pytest.mark.parametrize(
+    ("hosts", "keys"),
+    [
+        (2, {"num_threads": 1}),
+        (4, {"num_threads": 3}),
+        pytest.param(1, {"num_workers": 2, "num_threads": 2}, marks=pytest.mark.slow),
+    ],
+)
+def test_workers_threads_and_hosts_change_no_bit_of_the_stream(
+    data_config, hosts, keys
+):
     # Over the end of an epoch, in both ways to shuffle.
     for examples, start in ((31, 1), (order.SORTED + 5, order.SORTED // BATCH - 2)):
         data, source = make(data_config, examples, num_threads=1, prefetch=2)
         whole = stream(source, data, start, 5)
         other, _ = make(data_config, examples, **{"prefetch": 4, **keys})
-        for a, b in zip(stream(source, other, start, 5, hosts), whole, strict=True):
-            assert a.keys() == b.keys()
-            for key in a:
-                np.testing.assert_array_equal(a[key], b[key], err_msg=key)
+        assert_equal(stream(source, other, start, 5, hosts), whole)
+    # The same of images in memory.
+    data = data_config(num_examples=19)
+    source = open_source(data, "train")
+    found = stream(source, data_config(num_examples=19, **keys), 0, 4, hosts)
+    assert_equal(found, stream(source, data, 0, 4))
 
 
 @pytest.mark.parametrize("start", [0, STEP])
@@ -103,25 +114,10 @@ def test_resuming_reads_nothing_of_the_steps_before(data_config, start):
 
 @pytest.mark.parametrize("hosts", [2, 4])
 def test_each_host_reads_its_own_rows_only(data_config, hosts):
-    data, _ = make(data_config, 10**6, prefetch=2)
-    reads = []
-    for host in range(hosts):
-        source = Virtual(10**6, [])
-        with train_batches(
-            source,
-            data,
-            batch_size=BATCH,
-            seed=SEED,
-            start=7,
-            stop=10,
-            data_shard=host,
-            num_data_shards=hosts,
-        ) as batches:
-            assert len(list(batches)) == 3
-        assert len(source.reads) == 3 * BATCH // hosts
-        reads += source.reads
+    data, source = make(data_config, 10**6, prefetch=2)
+    stream(source, data, 7, 3, hosts)
     expected = order.records_at(np.arange(7 * BATCH, 10 * BATCH), 10**6, SEED)
-    assert sorted(reads) == sorted(expected.tolist())
+    assert sorted(source.reads) == sorted(expected.tolist())
 
 
 @pytest.mark.parametrize(("examples", "hosts"), [(1, 4), (5, 2), (8, 4), (13, 4)])
@@ -129,8 +125,6 @@ def test_each_host_reads_its_own_rows_only(data_config, hosts):
 def test_each_host_evaluates_its_part_and_only_once(
     data_config, examples, hosts, in_memory
 ):
-    from vit_jax.data.sources.arrays import ArraySource
-
     data, source = make(data_config, examples, prefetch=2)
     if in_memory:
         images = np.zeros((examples, 13, 17, 3), np.uint8) + 5
@@ -154,15 +148,12 @@ def test_each_host_evaluates_its_part_and_only_once(
 
 
 @pytest.mark.parametrize(
-    "spread",
-    [{"hosts": 4}, pytest.param({"num_workers": 2}, marks=pytest.mark.slow)],
-    ids=str,
+    ("hosts", "keys"),
+    [(4, {}), pytest.param(1, {"num_workers": 2}, marks=pytest.mark.slow)],
 )
-def test_skipping_is_the_same_on_all_hosts_and_workers(data_config, folder, spread):
-    from vit_jax.data.sources.open import open_source
-
-    keys, hosts = dict(spread), spread.get("hosts", 1)
-    keys.pop("hosts", None)
+def test_skipping_is_the_same_on_all_hosts_and_workers(
+    data_config, folder, hosts, keys
+):
     plain = {"name": "folder", "data_dir": str(folder), "on_error": "skip"}
     plain |= {"train_transform": "inception_crop", "prefetch": 2}
     data = data_config(**plain)
@@ -172,10 +163,7 @@ def test_skipping_is_the_same_on_all_hosts_and_workers(data_config, folder, spre
             file.truncate(40)
     whole = stream(source, data, 0, 4)
     assert sum(batch["skipped"].sum() for batch in whole) >= 4
-    other = stream(source, data_config(**plain, **keys), 0, 4, hosts)
-    for a, b in zip(whole, other, strict=True):
-        for key in a:
-            np.testing.assert_array_equal(a[key], b[key], err_msg=key)
+    assert_equal(stream(source, data_config(**plain, **keys), 0, 4, hosts), whole)
 
 
 def test_a_readers_own_exception_names_the_record(data_config):

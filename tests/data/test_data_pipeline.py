@@ -1,3 +1,5 @@
+"""Batches of images in files: their arrays, resume, damaged and odd files."""
+
 import dataclasses
 import pathlib
 
@@ -9,7 +11,6 @@ from vit_jax.data import order
 from vit_jax.data.pipeline import eval_batches, train_batches
 from vit_jax.data.sources.base import _warned
 from vit_jax.data.sources.open import open_source
-from vit_jax.data.transforms import host as host_transforms
 from vit_jax.errors import UserError
 
 TRAIN = {"batch_size": 12, "seed": 3, "start": 0, "stop": 4}
@@ -20,12 +21,8 @@ def make(data_config, folder):
     """Makes the config and the training source of the image folder."""
 
     def from_keys(**keys):
-        plain = {
-            "train_transform": "inception_crop | flip",
-            "eval_transform": "resize",
-            "prefetch": 4,
-        }
-        keys = {**plain, **keys}
+        plain = {"train_transform": "inception_crop | flip", "eval_transform": "resize"}
+        keys = plain | {"prefetch": 4} | keys
         data = data_config(name="folder", data_dir=str(folder), **keys)
         return data, open_source(data, "train")
 
@@ -58,7 +55,7 @@ def test_a_training_batch_has_the_promised_arrays(make):
 
 
 @pytest.mark.parametrize("keys", [{"num_workers": 2}, {"prefetch": 0}])
-def test_threads_and_processes_change_nothing(make, keys):
+def test_loader_processes_and_no_prefetch_change_nothing(make, keys):
     data, source = make()
     other, _ = make(**keys)
     result = stream(source, other)
@@ -67,18 +64,6 @@ def test_threads_and_processes_change_nothing(make, keys):
         assert type(value) is np.ndarray
         assert value.flags.owndata
         assert value.flags.c_contiguous
-
-
-def test_processes_share_the_same_global_batch_of_images_in_memory(data_config):
-    data = data_config(num_examples=19)
-    source = open_source(data, "train")
-    whole = stream(source, data)
-    parts = [stream(source, data, data_shard=p, num_data_shards=4) for p in range(4)]
-    joined = [
-        {key: np.concatenate([part[key] for part in step]) for key in step[0]}
-        for step in zip(*parts, strict=True)
-    ]
-    assert_equal_streams(joined, whole)
 
 
 def test_a_resumed_stream_equals_the_undisturbed_one(make):
@@ -118,19 +103,6 @@ def test_augmentation_differs_between_epochs_and_seeds(make):
     assert (other[0]["image"] != kept[0]["image"]).any()
 
 
-def test_evaluation_images_are_resized_in_order(make):
-    data, source = make()
-    with eval_batches(source, data, batch_size=5) as batches:
-        assert len(batches) == 4
-        third = next(batches)["image"][3]
-    from vit_jax.data import decode
-
-    expected = host_transforms.resize_bilinear(
-        decode.decode(source[3]["image"]), (13, 17)
-    )
-    np.testing.assert_array_equal(third, expected)
-
-
 @pytest.fixture
 def damaged(make):
     """Cuts off the file of the record that stands first in the run."""
@@ -141,29 +113,39 @@ def damaged(make):
     return record
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_a_damaged_image_is_a_user_error_that_names_the_file(make, damaged, workers):
-    data, source = make(num_workers=workers)
+def test_a_loader_process_names_a_damaged_file(make, damaged):
+    data, source = make(num_workers=1)
     where = rf"{source.describe(damaged)} \(record {damaged}\)"
     match = rf"{where} cannot be decoded.*data\.on_error=skip"
     with pytest.raises(UserError, match=match):
         stream(source, data)
-    if workers:
-        return
-    with (
-        eval_batches(source, data, batch_size=19) as batches,
-        pytest.raises(UserError, match=match),
-    ):
-        next(batches)
 
 
-def test_a_file_that_vanishes_is_a_user_error(make):
+def test_what_does_not_fit_is_a_user_error(make, data_config, folder):
     data, source = make()
-    paths = [path.replace("train", "gone") for path in source.paths]
-    source = dataclasses.replace(source, paths=paths)
-    with pytest.raises(
-        UserError, match=r"gone.*record \d+\) cannot be read \(.*No such"
+    gone = [path.replace("train", "gone") for path in source.paths]
+    labels = [label + 1 for label in source.labels_of_paths]
+    small, _ = make(train_transform="resize((5, 7))")
+    large, _ = make(train_transform="random_crop(99)")
+    grey = data_config(name="digits", num_classes=10)
+    label = dataclasses.replace(source, labels_of_paths=labels)
+    gone = dataclasses.replace(source, paths=gone)
+    in_memory = open_source(grey, "train")
+    for bad, other, match in (
+        (gone, data, r"gone.*record \d+\) cannot be read \(.*No such"),
+        (label, data, r"cat.*\.png \(record.* has label 3, but data\.num_classes=3"),
+        (source, small, r"data\.train_transform gives .* of 5x7x3.*13x17x3"),
+        (in_memory, grey, r"data\.train_transform gives .* of 8x8x3.*13x17x3"),
+        (source, large, r"transform: .*\.png \(record.*: crop of 99x99.*37x53"),
     ):
+        with pytest.raises(UserError, match=match):
+            stream(bad, other)
+    with pytest.raises(UserError, match="batch_size=12 does not divide over 5"):
+        train_batches(source, data, **TRAIN, num_data_shards=5)
+    for path in folder.rglob("*.png"):
+        path.write_bytes(b"")
+    data, source = make(on_error="skip")
+    with pytest.raises(UserError, match="none of the 19 records can be read"):
         stream(source, data)
 
 
@@ -208,65 +190,94 @@ def test_a_tag_that_is_not_read_is_one_line(
     assert len(lines) == (not exif)
 
 
-def test_evaluation_masks_a_skipped_image_and_counts_it(make, damaged):
-    data, source = make(on_error="skip")
-    with eval_batches(source, data, batch_size=20) as batches:
-        (batch,) = batches
-    np.testing.assert_array_equal(batch["skipped"], np.arange(20) == damaged)
-    there = (np.arange(20) != damaged) & (np.arange(20) < 19)
-    np.testing.assert_array_equal(batch["mask"], there)
-
-
-def test_nothing_readable_is_a_user_error(make, folder):
-    data, source = make(on_error="skip")
-    for path in folder.rglob("*.png"):
-        path.write_bytes(b"")
-    with pytest.raises(UserError, match="none of the 19 records can be read"):
-        stream(source, data)
-
-
-@pytest.mark.parametrize("in_memory", [True, False])
-def test_another_image_size_than_the_models_is_a_user_error(
-    make, data_config, in_memory
-):
-    data, source = make(train_transform="resize((5, 7))")
-    if in_memory:
-        data = data_config(name="digits", num_classes=10)
-        source = open_source(data, "train")
-    found = "8x8x3" if in_memory else "5x7x3"
-    with pytest.raises(
-        UserError, match=rf"data\.train_transform gives .* of {found}.*13x17x3"
-    ):
-        stream(source, data)
-
-
-def test_a_crop_larger_than_an_image_names_the_file(make):
-    data, source = make(train_transform="random_crop(99)")
-    with pytest.raises(
-        UserError,
-        match=r"data\.train_transform: .*\.png \(record.*: crop of 99x99.*37x53",
-    ):
-        stream(source, data)
-
-
-def test_a_label_out_of_range_names_the_file(make):
-    data, source = make()
-    labels = [label + 1 for label in source.labels_of_paths]
-    source = dataclasses.replace(source, labels_of_paths=labels)
-    with pytest.raises(
-        UserError, match=r"cat.*\.png \(record.* has label 3, but data\.num_classes=3"
-    ):
-        stream(source, data)
-
-
-def test_a_batch_that_does_not_divide_over_the_processes_is_a_user_error(make):
-    data, source = make()
-    with pytest.raises(
-        UserError, match="batch_size=12 does not divide over 5 processes"
-    ):
-        train_batches(source, data, **TRAIN, num_data_shards=5)
-
-
 def test_grey_images_keep_one_channel(make):
     data, source = make(channels=1)
     assert stream(source, data)[0]["image"].shape == (12, 13, 17, 1)
+
+
+OPS = ["inception_crop", "resize_small(15) | random_crop((13, 15))", "resize"]
+
+
+RED = Image.new("RGB", (50, 40), "red")
+
+
+def bomb(encode):
+    """A BMP header that promises 60,000x60,000 pixels, over a few bytes."""
+    data = bytearray(encode(np.zeros((1, 1), np.uint8), "BMP"))
+    data[18:26] = (60_000).to_bytes(4, "little") * 2
+    return bytes(data)
+
+
+FAULTS = {
+    "zero bytes": (lambda encode: b"", "is empty"),
+    "no image": (lambda encode: b"<html>404</html>", "of no known format"),
+    "header bomb": (bomb, "too many pixels"),
+    "121 megapixels in few bytes": (
+        lambda encode: encode(Image.new("1", (11_000, 11_000)), "PNG"),
+        "pixels, too many",
+    ),
+    "truncated": (lambda encode: encode(RED, "JPEG")[:-40], "cannot be decoded"),
+    "only a header": (lambda encode: encode(RED, "PNG")[:33], "cannot be decoded"),
+}
+
+
+@pytest.fixture
+def with_file(make):
+    """Puts a file in the place of record 4; returns config and source."""
+
+    def put(content, **keys):
+        plain = {"eval_transform": "resize_small(15) | central_crop((13, 15)) | resize"}
+        data, source = make(**plain | {"train_transform": OPS[0]} | keys)
+        pathlib.Path(source.describe(4)).write_bytes(content)
+        return data, source
+
+    return put
+
+
+def epoch(source, data):
+    return stream(source, data, batch_size=len(source), stop=1)[0]
+
+
+@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_named_and_can_be_skipped(with_file, encode, fault):
+    make, says = FAULTS[fault]
+    data, source = with_file(make(encode))
+    where = rf"{source.describe(4)} \(record 4\).*{says}"
+    with pytest.raises(UserError, match=where):
+        epoch(source, data)
+    with (
+        eval_batches(source, data, batch_size=19) as batches,
+        pytest.raises(UserError, match=where),
+    ):
+        next(batches)
+
+    data, source = with_file(make(encode), on_error="skip")
+    batch = epoch(source, data)
+    assert batch["skipped"].tolist().count(1) == 1
+    assert batch["image"].any(axis=(1, 2, 3)).all()  # No blank row is trained on.
+    with eval_batches(source, data, batch_size=20) as batches:
+        batch = next(batches)
+    np.testing.assert_array_equal(batch["skipped"], np.arange(20) == 4)
+    np.testing.assert_array_equal(batch["mask"], ~np.isin(np.arange(20), (4, 19)))
+
+
+@pytest.mark.parametrize("size", [(1, 1), (1, 10_000), (10_000, 1), (2, 3)], ids=str)
+@pytest.mark.parametrize("ops", OPS)
+def test_odd_shapes_give_an_image_of_their_own_colour(with_file, encode, size, ops):
+    pixels = Image.new("RGB", size, (200, 100, 50))
+    end = "" if ops.endswith("resize") else " | resize"
+    data, source = with_file(encode(pixels, "PNG"), train_transform=ops + end)
+    image = epoch(source, data)["image"]
+    flat = (image == np.array([200, 100, 50], np.uint8)).all(axis=(1, 2, 3))
+    assert flat.sum() == 1
+
+
+@pytest.mark.parametrize("size", [(1, 10_000), (10_000, 1)], ids=str)
+def test_a_line_that_would_grow_beyond_all_bounds_is_refused(with_file, encode, size):
+    line = "resize_small(256) | random_crop | resize"
+    content = encode(Image.new("RGB", size, "red"), "PNG")
+    data, source = with_file(content, train_transform=line)
+    says = r"\(record 4\) is (1x10000|10000x1), too long to resize to 256"
+    with pytest.raises(UserError, match=says):
+        epoch(source, data)

@@ -1,35 +1,40 @@
-import multiprocessing
+"""Loader processes: killed, closed, warned, and what they leave behind."""
+
 import os
 import pathlib
 import struct
 import subprocess
 import sys
 import zlib
-from multiprocessing import shared_memory
 
 import pytest
 from PIL import Image
 
 from vit_jax.data import workers
 
-LOADING = """
-import multiprocessing, os, signal, sys
+SCRIPT = """
+import multiprocessing, os, pathlib, signal, sys, time
 import numpy as np
 from vit_jax.training import config
-from vit_jax.data import pipeline
+from vit_jax.data import pipeline, workers
 from vit_jax.data.sources.open import open_source
+from vit_jax.distributed import multihost
 
-def load(workers, kill_at):
+def batches(stop, **keys):
     raw = {"batch_size": 4, "optim": {"learning_rate": 0.1}}
-    raw["data"] = dict(name="synthetic", num_classes=3, image_size=(5, 7), num_workers=workers)
-    raw["data"]["train_transform"] = "inception_crop"
+    raw["data"] = dict(name="synthetic", num_classes=3, image_size=(5, 7))
+    raw["data"] |= dict(train_transform="inception_crop") | keys
     data = config.complete(raw).data
     source = open_source(data, "train")
     object.__setattr__(source, "payload", bytes(1 << 20))  # More than a pipe holds.
+    return pipeline.train_batches(source, data, batch_size=4, seed=0, start=0, stop=stop)
+"""
+
+KILLED = """
+def load(workers, kill_at):
     loaded = []
-    options = dict(batch_size=4, seed=0, start=0, stop=40)
-    with pipeline.train_batches(source, data, **options) as batches:
-        for batch in batches:
+    with batches(40, num_workers=workers) as made:
+        for batch in made:
             loaded.append(batch)
             if len(loaded) == kill_at:
                 os.kill(multiprocessing.active_children()[0].pid, signal.SIGKILL)
@@ -48,54 +53,84 @@ if __name__ == "__main__":
     print(multiprocessing.active_children())
 """
 
-
-@pytest.mark.slow
-@pytest.mark.parametrize("moment", ["at_start", "later"])
-def test_batches_of_a_killed_loader_process_are_loaded_by_its_parent(tmp_path, moment):
-    script = tmp_path / "loading.py"
-    script.write_text(LOADING)
-    run = subprocess.run(
-        [sys.executable, "-W", "error", script, moment],
-        check=False,
-        capture_output=True,
-        text=True,
-        env={"PYTHONPATH": ".", "PATH": ""},
-        timeout=120,
-    )
-    assert (run.returncode, run.stdout) == (0, "[]\n"), run.stderr
-    assert run.stderr == (
-        "a loader process was killed by SIGKILL, as when the machine runs out of memory: "
-        "this process loads the rest itself; lower data.num_workers (now 2) or "
-        "data.prefetch\n"
-    )
-
+CLOSED = """
+if __name__ == "__main__":
+    with batches(10**6, num_workers=1) as made:
+        kept = [next(made) for _ in range(5)]
+    made.close()
+    # As a loader process leaves one that is killed in the wrong moment.
+    if pathlib.Path("/dev/shm").exists():
+        pathlib.Path(f"/dev/shm/{workers._prefix()}left").touch()
+    assert list(made) == []
+    print(len(kept), multiprocessing.active_children(), workers._prefix())
+    if sys.argv[1] == "exit_process":
+        multihost.exit_process(0)
+"""
 
 # The files are images whose loading warns. The first argument is their folder.
-READING = """
-import pathlib, sys, time
-from vit_jax.training import config
-from vit_jax.data import pipeline, workers
-from vit_jax.data.sources.open import open_source
-
+WARNED = """
 def names():
     files = [path.name for path in pathlib.Path("/dev/shm").glob("*")]
     prefix = workers._prefix()
     return {part for part in ("", "sem.") for x in files if x.startswith(part + prefix)}
 
 if __name__ == "__main__":
-    raw = {"batch_size": 2, "optim": {"learning_rate": 0.1}}
-    raw["data"] = dict(name="folder", data_dir=sys.argv[1], num_classes=1, num_workers=1)
-    raw["data"] |= dict(image_size=(64, 64), train_transform="resize")
-    data = config.complete(raw).data
-    source = open_source(data, "train")
-    options = dict(batch_size=2, seed=0, start=0, stop=100)
-    with pipeline.train_batches(source, data, **options) as batches:
-        batch = next(batches)
+    keys = dict(name="folder", data_dir=sys.argv[1], num_classes=1, num_workers=1)
+    with batches(100, **keys, image_size=(64, 64), train_transform="resize") as made:
+        batch = next(made)
         limit = time.monotonic() + 10
         while len(found := names()) < 2 and time.monotonic() < limit:
             time.sleep(0.01)
     print(batch["image"].shape, sorted(found))
 """
+
+
+def strictly(*words):
+    """Runs Python with -W error; returns its standard output and standard error."""
+    run = subprocess.run(
+        [sys.executable, "-W", "error", *words],
+        check=False,
+        capture_output=True,
+        text=True,
+        env={"PYTHONPATH": ".", "PATH": "", "JAX_PLATFORMS": "cpu"},
+        timeout=120,
+    )
+    assert run.returncode == 0, run.stderr
+    return run.stdout, run.stderr
+
+
+@pytest.fixture
+def run_script(tmp_path):
+    def run(end, word):
+        script = tmp_path / "script.py"
+        script.write_text(SCRIPT + end)
+        return strictly(script, word)
+
+    return run
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", ["at_start", "later"])
+def test_batches_of_a_killed_loader_process_are_loaded_by_its_parent(
+    run_script, moment
+):
+    told = (
+        "a loader process was killed by SIGKILL, as when the machine runs out of memory: "
+        "this process loads the rest itself; lower data.num_workers (now 2) or "
+        "data.prefetch\n"
+    )
+    assert run_script(KILLED, moment) == ("[]\n", told)
+
+
+@pytest.mark.parametrize(
+    "end", ["return", pytest.param("exit_process", marks=pytest.mark.slow)]
+)
+def test_closing_leaves_no_process_no_shared_memory_and_no_noise(run_script, end):
+    out, errors = run_script(CLOSED, end)
+    said, _, prefix = out.rpartition(" ")
+    assert (said, errors) == ("5 []", "")
+    assert prefix.startswith("vit_jax-")
+    assert list(pathlib.Path("/dev/shm").glob(f"{prefix.strip()}*")) == []
 
 
 @pytest.fixture
@@ -115,28 +150,13 @@ def warned_of(tmp_path):
     return folder.parents[1]
 
 
-def with_warnings_as_errors(*words):
-    """Runs Python with -W error; returns its standard output."""
-    run = subprocess.run(
-        [sys.executable, "-W", "error", *words],
-        check=False,
-        capture_output=True,
-        text=True,
-        env={"PYTHONPATH": ".", "PATH": "", "JAX_PLATFORMS": "cpu"},
-        timeout=120,
-    )
-    assert run.returncode == 0, run.stderr
-    assert "Invalid APNG" in run.stderr
-    return run.stdout
-
-
 def test_a_loader_process_survives_warnings_and_names_shared_memory(
-    warned_of, tmp_path
+    warned_of, run_script
 ):
-    script = tmp_path / "reading.py"
-    script.write_text(READING)
-    shape, found = with_warnings_as_errors(script, warned_of).split(" [")
-    assert shape == "(2, 64, 64, 3)"
+    out, errors = run_script(WARNED, warned_of)
+    assert "Invalid APNG" in errors
+    shape, found = out.split(" [")
+    assert shape == "(4, 64, 64, 3)"
     if sys.platform == "linux":
         # A segment and a semaphore: a later start finds both by these names.
         assert found == "'', 'sem.']\n"
@@ -146,24 +166,8 @@ def test_a_loader_process_survives_warnings_and_names_shared_memory(
 def test_processes_that_prepare_survive_warnings(warned_of, tmp_path):
     words = "-m", "vit_jax.prepare", "--dataset=folder", f"--from={warned_of}"
     more = f"--data_dir={tmp_path}/out", "--name=ants", "--processes=2"
-    assert "wrote" in with_warnings_as_errors(*words, *more)
-
-
-def test_names_are_left_alone_where_dev_shm_is_not_there(monkeypatch, tmp_path):
-    monkeypatch.setattr(workers, "_FOLDER", tmp_path / "absent")
-    monkeypatch.setattr(workers, "end_with_parent", lambda: None)
-    config = dict(multiprocessing.current_process()._config)
-    monkeypatch.setattr(multiprocessing.current_process(), "_config", config)
-    for name in ("_SHM_NAME_PREFIX", "_SHM_SAFE_NAME_LENGTH"):
-        monkeypatch.setattr(shared_memory, name, getattr(shared_memory, name))
-    workers.initializer()(0, 1)
-    segment = shared_memory.SharedMemory(create=True, size=1)
-    segment.close()
-    segment.unlink()
-    semaphore = multiprocessing.get_context("spawn").Semaphore()
-    for name in (segment.name, semaphore._semlock.name):
-        assert "vit_jax" not in name
-        assert len(name) < 31  # The most that macOS allows, with the slash.
+    out, errors = strictly(*words, *more)
+    assert "wrote" in out and "Invalid APNG" in errors
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="there is no /dev/shm")

@@ -91,6 +91,23 @@ def test_bytes_are_utf_8_and_an_end():
     ]
 
 
+def assert_equal_tokens(theirs, folder, texts, length):
+    """Checks our tokens against those of a tokenizer that transformers saved; returns ours."""
+    theirs.save_pretrained(folder)
+    ours = tokenizer.open_tokenizer(str(folder))
+    wanted = theirs(
+        texts,
+        padding="max_length",
+        truncation=True,
+        max_length=length,
+        return_tensors="np",
+    )["input_ids"]
+    np.testing.assert_array_equal(ours(texts, length), wanted)
+    again = pickle.loads(pickle.dumps(ours))  # Travels to loader processes.
+    np.testing.assert_array_equal(again(texts[:9], length), wanted[:9])
+    return ours
+
+
 @pytest.mark.parity
 def test_tokens_of_clip_are_those_of_transformers(tmp_path):
     transformers = pytest.importorskip("transformers")
@@ -101,18 +118,11 @@ def test_tokens_of_clip_are_those_of_transformers(tmp_path):
         vocab=vocab, merges=[tuple(line.split(" ")) for line in lines]
     )
     texts = [*strings(), "a <|endoftext|> b", "<|startoftext|>c"]
-    wanted = theirs(
-        texts, padding="max_length", truncation=True, max_length=77, return_tensors="np"
-    )["input_ids"]
-    ours = tokenizer.open_tokenizer(str(tmp_path))
-    np.testing.assert_array_equal(ours(texts, 77), wanted)
-    assert ours.eos_id == theirs.eos_token_id == len(vocab) - 1 == ours.vocab_size - 1
-
-    theirs.save_pretrained(tmp_path / "saved")
-    saved = tokenizer.open_tokenizer(str(tmp_path / "saved"))
-    np.testing.assert_array_equal(saved(texts, 77), wanted)
-    again = pickle.loads(pickle.dumps(saved))  # Travels to loader processes.
-    np.testing.assert_array_equal(again(texts[:9], 77), wanted[:9])
+    saved = assert_equal_tokens(theirs, tmp_path / "saved", texts, 77)
+    published = tokenizer.open_tokenizer(str(tmp_path))  # As OpenAI's two files.
+    np.testing.assert_array_equal(published(texts, 77), saved(texts, 77))
+    end = theirs.eos_token_id
+    assert published.eos_id == end == len(vocab) - 1 == published.vocab_size - 1
 
 
 @pytest.mark.parity
@@ -120,20 +130,9 @@ def test_tokens_of_siglip_are_those_of_transformers(tmp_path):
     transformers = pytest.importorskip("transformers")
     _train_pieces(tmp_path)
     theirs = transformers.SiglipTokenizer(str(tmp_path / "spiece.model"))
-    theirs.save_pretrained(tmp_path / "saved")
-    wanted = theirs(
-        strings(),
-        padding="max_length",
-        truncation=True,
-        max_length=64,
-        return_tensors="np",
-    )["input_ids"]
-    ours = tokenizer.open_tokenizer(str(tmp_path / "saved"))
-    np.testing.assert_array_equal(ours(strings(), 64), wanted)
-    assert (wanted[:, -1] == ours.eos_id).all() and ours.eos_id == 1
+    ours = assert_equal_tokens(theirs, tmp_path / "saved", strings(), 64)
+    assert (ours(strings(), 64)[:, -1] == ours.eos_id).all() and ours.eos_id == 1
     assert ours.vocab_size == 1_000
-    again = pickle.loads(pickle.dumps(ours))
-    np.testing.assert_array_equal(again(strings()[:9], 64), wanted[:9])
 
 
 @pytest.mark.parity
@@ -149,16 +148,7 @@ def test_tokens_of_siglip_2_are_those_of_transformers(tmp_path):
         merges=pairs,
         padding_side="right",  # As published, and as it was trained.
     )
-    theirs.save_pretrained(tmp_path)
-    wanted = theirs(
-        strings(),
-        padding="max_length",
-        truncation=True,
-        max_length=64,
-        return_tensors="np",
-    )["input_ids"]
-    ours = tokenizer.open_tokenizer(str(tmp_path))
-    np.testing.assert_array_equal(ours(strings(), 64), wanted)
+    assert_equal_tokens(theirs, tmp_path, strings(), 64)
 
 
 @pytest.mark.parity

@@ -76,18 +76,6 @@ def test_bins_are_open_below_and_closed_above():
     assert classification.calibration_error(both, right) == 1.0
 
 
-def test_a_calibrated_network_has_no_error_and_a_boaster_its_excess():
-    rng = np.random.default_rng(0)
-    confidence = rng.uniform(0.2, 1, 200_000).astype(np.float32)
-    right = rng.random(200_000) < confidence
-    assert classification.calibration_error(confidence, right) < 0.006
-    boast = np.minimum(confidence + 0.15, 1).astype(np.float32)
-    excess = (boast - confidence).mean()
-    assert classification.calibration_error(boast, right) == pytest.approx(
-        excess, abs=0.006
-    )
-
-
 def test_answers_of_a_part_of_the_classes():
     allowed = (1, 4, 5, 6, 8, 9)
     restricted = Predictions(

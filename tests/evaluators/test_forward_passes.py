@@ -68,6 +68,7 @@ def test_each_example_counts_once_on_any_mesh(setting, sizes):
     features, logits = direct(setting)
     labels = setting[-1].labels
     found = collect(setting, **sizes)["params"]
+    assert {type(value) for value in jax.tree.leaves(found)} == {np.ndarray}
     np.testing.assert_array_equal(found.records, np.arange(EXAMPLES))
     np.testing.assert_array_equal(found.labels, labels)
     assert found.features.dtype == np.float32
@@ -153,29 +154,16 @@ def test_a_damaged_image_is_left_out(setting):
     )
 
 
-def test_a_pass_can_be_abandoned(setting):
+def test_a_pass_can_be_abandoned_and_is_not_empty(setting):
     config, model, params, source = setting
     mesh = meshes.create(MeshConfig(data=1), jax.devices()[:1])
     asked = iter([False, False, True])
+    step = forward_passes.make_eval_step(model, config.data, mesh, ALL)
+    arguments = step, {"params": params}
     with pipeline.eval_batches(source, config.data, batch_size=8) as batches:
         found = forward_passes.collect_outputs(
-            forward_passes.make_eval_step(model, config.data, mesh, ALL),
-            {"params": params},
-            batches,
-            mesh,
-            stop=lambda: next(asked),
+            *arguments, batches, mesh, stop=lambda: next(asked)
         )
     assert found is None
-
-
-def test_an_empty_evaluation_is_refused(setting):
-    config, model, params, _ = setting
-    mesh = meshes.create(MeshConfig(data=1), jax.devices()[:1])
-    step = forward_passes.make_eval_step(model, config.data, mesh, ALL)
     with pytest.raises(UserError, match="no example"):
-        forward_passes.collect_outputs(step, {"params": params}, [], mesh)
-
-
-def test_outputs_are_plain_arrays(setting):
-    found = collect(setting, data=8)["params"]
-    assert {type(value) for value in jax.tree.leaves(found)} == {np.ndarray}
+        forward_passes.collect_outputs(*arguments, [], mesh)

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 import trees
-from helpers import tiny_config, train
+from helpers import run_command, tiny_config, train
 from PIL import Image
 
 import vit_jax
@@ -113,50 +113,48 @@ def test_a_run_tells_classes_by_their_names(place):
     }
 
 
+def evaluate(folder, evals, model=None, *, use_ema=True, **data):
+    data |= {"name": "folder", "data_dir": str(folder)}
+    config = {"batch_size": 8, "data": data, "evals": evals}
+    found = vit_jax.evaluate(
+        model or folder / "run", config, use_ema=use_ema, tell=lambda _: None
+    )
+    return {name: scores["weights"] for name, scores in found.items()}
+
+
 def test_weights_are_evaluated_as_the_run_was(place):
     folder, final, evals = place
-    config = {"batch_size": 8, "data": {"name": "folder"}, "evals": evals}
-    config["data"]["data_dir"] = str(folder)
-    config["data"]["caption_key"] = "txt"
     for use_ema, name in ((False, "params"), (True, "ema")):
-        found = vit_jax.evaluate(
-            folder / "run", config, use_ema=use_ema, tell=lambda _: None
-        )
+        found = evaluate(folder, evals, use_ema=use_ema, caption_key="txt")
         for key in evals:
             if name in final[key]:
-                wanted = final[key][name]
-                assert found[key]["weights"] == pytest.approx(wanted, abs=1e-6)
+                assert found[key] == pytest.approx(final[key][name], abs=1e-6)
 
 
 def test_other_names_of_classes(place):
     folder, _, _ = place
-    evals = {"x": {"kind": "zero_shot", "prompts": ("{}",), "classes": ("one ant",)}}
-    config = {"batch_size": 8, "data": {"name": "folder"}, "evals": evals}
-    config["data"]["data_dir"] = str(folder)
+
+    def score(classes, prompts=("{}",)):
+        spec = {"kind": "zero_shot", "prompts": prompts, "classes": classes}
+        return evaluate(folder, {"x": spec})["x"]["top1"]
+
+    names = tuple(f"one {name}" for name in NAMES)
+    assert score(names) == 1.0
     with pytest.raises(UserError, match="has label 2, but 1 classes are named"):
-        vit_jax.evaluate(folder / "run", config, tell=lambda _: None)
-    evals["x"]["classes"] = tuple(f"one {name}" for name in NAMES)
-    scores = vit_jax.evaluate(folder / "run", config, tell=lambda _: None)
-    assert scores["x"]["weights"]["top1"] == 1.0
-    evals["x"]["prompts"] = ("a thing",)
+        score(("one ant",))
     with pytest.raises(UserError, match="prompt 'a thing' has no {}"):
-        vit_jax.evaluate(folder / "run", config, tell=lambda _: None)
+        score(names, ("a thing",))
 
 
 def test_weights_without_a_text_tower_are_refused(place, tmp_path):
     folder, _, evals = place
     plain = trees.checkpoint(trees.encoder(), preprocess=Preprocess((12, 12)))
-    export.export(plain, "safetensors", tmp_path / "plain.safetensors")
-    config = {"batch_size": 8, "data": {"name": "folder"}, "evals": evals}
-    config["data"]["data_dir"] = str(folder)
+    file = tmp_path / "plain.safetensors"
+    export.export(plain, "safetensors", file)
     with pytest.raises(UserError, match="evals.names compares images with texts"):
-        vit_jax.evaluate(
-            tmp_path / "plain.safetensors",
-            config | {"evals": {"names": evals["names"]}},
-            tell=lambda _: None,
-        )
+        evaluate(folder, {"names": evals["names"]}, file)
     with pytest.raises(UserError, match="evals.pairs needs captions: set"):
-        vit_jax.evaluate(folder / "run", config, tell=lambda _: None)
+        evaluate(folder, evals)
 
 
 def test_images_are_compared_with_texts_in_python(place):
@@ -178,16 +176,13 @@ def test_images_are_compared_with_texts_in_python(place):
 
 
 def test_predict_takes_texts_as_labels(place, tmp_path, capsys):
-    from vit_jax import cli, predict
-
     folder, _, _ = place
     photo = str(folder / "val" / "bee" / "1.png")
 
     def run(*flags):
-        arguments = cli.parse(
-            predict.parser(), [f"--model={folder / 'run'}", "--json", *flags, photo]
-        )
-        assert predict.main(arguments) == 0
+        capsys.readouterr()
+        words = [f"--model={folder / 'run'}", "--json", *flags, photo]
+        assert run_command("predict", words) == 0
         return json.loads(capsys.readouterr().out)["predictions"]
 
     assert run("--labels=a cat, a bee, a ant")[0]["name"] == "a bee"
@@ -197,11 +192,11 @@ def test_predict_takes_texts_as_labels(place, tmp_path, capsys):
         f"--labels={tmp_path / 'names.txt'}", f"--prompts={tmp_path / 'prompts.txt'}"
     )
     assert found[0]["name"] == "bee" and found[0]["label"] == 1
-    with pytest.raises(UserError, match="has a text tower and no classes"):
-        run()
-    with pytest.raises(UserError, match="--labels='a,,b' has an empty text"):
-        run("--labels=a,,b")
-    with pytest.raises(UserError, match="nowhere.txt"):
-        run("--labels=nowhere.txt")
-    with pytest.raises(UserError, match="prompt .a thing. has no {}"):
-        run("--labels=ant, bee", "--prompts=a thing")
+    for flags, match in (
+        ((), "has a text tower and no classes"),
+        (("--labels=a,,b",), "--labels='a,,b' has an empty text"),
+        (("--labels=nowhere.txt",), "nowhere.txt"),
+        (("--labels=ant, bee", "--prompts=a thing"), "prompt .a thing. has no {}"),
+    ):
+        with pytest.raises(UserError, match=match):
+            run(*flags)

@@ -124,22 +124,6 @@ def test_predictions_are_all_labels_above_the_threshold(run, tmp_path, capsys):
     assert len(json.loads(capsys.readouterr().out)["predictions"]) == 2
 
 
-def test_a_checkpoint_is_evaluated_as_in_the_run(run, tmp_path, capsys):
-    root, _, report = run
-    config = tmp_path / "several.py"
-    config.write_text(
-        "from ml_collections import ConfigDict\n\n\ndef get_config(arg=None):\n"
-        "    c = ConfigDict()\n    c.batch_size = 16\n"
-        "    c.data = dict(name='table', multi_label=True)\n"
-        f"    c.data.data_dir = {str(root / 'photos.jsonl')!r}\n"
-        "    c.evals = dict(val=dict(kind='multi_label', split='val'))\n    return c\n"
-    )
-    arguments = ["--model", str(root / "run"), "--config", str(config), "--json"]
-    run_command("evaluate", arguments)
-    found = json.loads(capsys.readouterr().out)["val"]
-    assert found["map"] == pytest.approx(report["final"]["val"]["params"]["map"])
-
-
 def test_a_part_of_the_classes_is_scored_alone(run, capsys):
     root, rows, report = run
     table = root / "green.jsonl"
@@ -158,38 +142,33 @@ def test_a_part_of_the_classes_is_scored_alone(run, capsys):
     assert "1 of the model's 2 classes, matched by names" in capsys.readouterr().out
 
 
+def built(task, **data):
+    """Returns the task of a config."""
+    raw = {"total_steps": 1, "batch_size": 4, "model": {"variant": "Ti/8"}}
+    raw |= {"optim": {"learning_rate": 0.1}, "task": task}
+    raw["data"] = {"name": "synthetic", "num_classes": 3, "image_size": (16, 16)} | data
+    config = configuration.complete(raw)
+    return config.task.build(config.build_model(), config.data, RUN)
+
+
 @pytest.mark.parametrize(
     "task", ["classification", "distillation", "linear_probe", "lora"]
 )
 def test_what_does_not_fit_is_refused(task):
-    def load(**sections):
-        raw = {"total_steps": 1, "batch_size": 4, "model": {"variant": "Ti/8"}}
-        raw["optim"] = {"learning_rate": 0.1}
-        raw["data"] = {"name": "synthetic", "num_classes": 3, "image_size": (16, 16)}
-        raw["data"] |= sections.pop("data", {})
-        return configuration.complete(raw | sections)
-
-    config = load(data={"multi_label": True}, task={"name": task})
     with pytest.raises(UserError, match=r"multi_label=True: set task\.loss='sigmoid'"):
-        config.task.build(config.build_model(), config.data, RUN)
-    config = load(task={"name": task, "class_weights": (1.0, 2.0)})
+        built({"name": task}, multi_label=True)
     with pytest.raises(UserError, match="class_weights has 2 numbers"):
-        config.task.build(config.build_model(), config.data, RUN)
+        built({"name": task, "class_weights": (1.0, 2.0)})
 
 
 @pytest.mark.parametrize("loss", ["softmax", "sigmoid"])
 def test_class_weights_weigh_images_or_terms(loss):
-    raw = {"total_steps": 1, "batch_size": 4, "model": {"variant": "Ti/8"}}
-    raw["optim"] = {"learning_rate": 0.1}
-    raw["data"] = {"name": "synthetic", "num_classes": 3, "image_size": (16, 16)}
     logits = jax.random.normal(jax.random.key(0), (4, 3))
     labels = jax.nn.one_hot(np.array([0, 1, 2, 1]), 3)
 
     def of(*weights):
-        task = {"loss": loss, "class_weights": weights}
-        config = configuration.complete(raw | {"task": task})
-        built = config.task.build(config.build_model(), config.data, RUN)
-        return float(built.base_loss(logits, labels))
+        task = built({"loss": loss, "class_weights": weights})
+        return float(task.base_loss(logits, labels))
 
     assert of(1.0, 1.0, 1.0) == pytest.approx(of(1.0), rel=1e-6)
     each = np.asarray(classification.LOSSES[loss](logits, labels))

@@ -6,6 +6,8 @@ import shutil
 
 import image_folder
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
@@ -43,36 +45,14 @@ def test_the_next_split_is_tested_on_only_where_one_is_absent(lacking, monkeypat
     assert (found.split, found.title) == (expected, f"digits {expected}")
 
 
-def test_a_split_that_cannot_be_opened_is_not_replaced(monkeypatch):
-    def damaged(data, split):
-        raise UserError(f"{split} lacks a file: prepare it again")
-
-    monkeypatch.setattr(splits, "open_unchecked", damaged)
-    with pytest.raises(UserError, match="test lacks a file"):
-        opened()
-
-
 @pytest.mark.parametrize("name", ["digits", "vtab/dtd"])
 def test_an_absent_split_is_told_apart_from_other_errors(name):
-    data = configuration.complete(
-        {
-            "batch_size": 4,
-            "optim": {"learning_rate": 1.0},
-            "data": {"name": name, "num_classes": 10},
-        }
-    ).data
     with pytest.raises(NoSplit, match="has"):
-        open_unchecked(data, "dev")
+        open_unchecked(DataConfig(name=name, num_classes=10), "dev")
 
 
 def test_records_in_another_order_of_classes_keep_everything_else():
-    data = configuration.complete(
-        {
-            "batch_size": 4,
-            "optim": {"learning_rate": 1.0},
-            "data": {"name": "digits", "num_classes": 10},
-        }
-    ).data
+    data = DataConfig(name="digits", num_classes=10)
     source = open_unchecked(data, "test[:40]")
     numbers = np.random.default_rng(0).permutation(10)
     names = tuple(np.array(source.class_names)[np.argsort(numbers)])
@@ -135,8 +115,6 @@ def test_train_and_test_folders_are_taken_alike_by_every_verb(recipe, test, tmp_
 
 @pytest.mark.parametrize("label", [None, -1, "absent"])
 def test_labels_that_stand_for_none_are_told_before_a_run(tmp_path, label):
-    pq = pytest.importorskip("pyarrow.parquet")
-    pa = pytest.importorskip("pyarrow")
     Image.new("RGB", (7, 9)).save(tmp_path / "image.png")
     cells = [(tmp_path / "image.png").read_bytes()] * 3
     columns = {"label": pa.array([label] * 3, pa.int64())} if label != "absent" else {}

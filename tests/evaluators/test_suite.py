@@ -1,24 +1,21 @@
 """All kinds of evaluation, run together on made images."""
 
-import json
 from unittest.mock import Mock
 
 import jax
 import numpy as np
 import pytest
-from helpers import draw_params, tiny_config, train
+from helpers import draw_params, tiny_config
 
 from vit_jax import models
 from vit_jax.config import fields
 from vit_jax.distributed import mesh as meshes
 from vit_jax.distributed.mesh import MeshConfig
 from vit_jax.errors import UserError
-from vit_jax.evaluators import fewshot, knn, splits, suite
+from vit_jax.evaluators import fewshot, knn, splits
 from vit_jax.evaluators.suite import Suite
-from vit_jax.training import config as configuration
 from vit_jax.training.actions import Evaluating
 from vit_jax.training.train_step import TrainSetup
-from vit_jax.weights import open_pretrained
 from vit_jax.weights.pretrained import Preprocess
 
 FEW = {"kind": "fewshot", "shots": (1, 3), "seeds": 4, "train": "train", "test": "val"}
@@ -143,36 +140,6 @@ def test_each_evaluation_has_its_time():
     assert [n + 1 for n, names in enumerate(due) if "val" in names] == [3, 6, 9, 11, 12]
     assert [n + 1 for n, names in enumerate(due) if "few" in names] == [4, 8, 11, 12]
     assert [n + 1 for n, names in enumerate(due) if "knn" in names] == [5, 10, 11, 12]
-
-
-@pytest.mark.slow
-def test_a_run_evaluates_at_each_cadence_and_a_checkpoint_gives_the_same(tmp_path):
-    evals = {
-        "val": "val",
-        "few": FEW | {"every": 2},
-        "knn": KNN | {"every_epochs": 0.97},
-        "probe": PROBE,
-    }
-    report = train(config_of(evals), tmp_path)
-    lines = [
-        json.loads(x) for x in (tmp_path / "metrics.jsonl").read_text().split("\n")[:-1]
-    ]
-    for name, steps in {"val": [3, 6], "few": [2, 4, 6], "knn": [5, 6]}.items():
-        metric = {"val": "top1", "few": "3shot", "knn": "top1"}[name]
-        for kind in ("params", "ema"):
-            key = f"{name}/{kind}/{metric}"
-            assert [x["step"] for x in lines if key in x] == steps
-    pretrained = open_pretrained(tmp_path, use_ema=False)
-    alone = {"name": "alone", "batch_size": 8, "evals": evals, "mesh": {"data": 8}}
-    alone["data"] = {"name": "synthetic", "num_examples": 83, "num_classes": 1}
-    config = configuration.complete(alone | {"optim": {"learning_rate": 1.0}})
-    scores, confusions, _ = suite.evaluate(pretrained, pretrained.preprocess, config)
-    for name, found in scores.items():
-        raw = report["final"][name]["params"]
-        assert found["weights"] == {
-            k: pytest.approx(v, rel=1e-5) for k, v in raw.items()
-        }
-    assert confusions["val"].counts.sum() == 83
 
 
 @pytest.mark.parametrize("kind", [FEW, KNN, PROBE, "val"])

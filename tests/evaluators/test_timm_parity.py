@@ -4,7 +4,6 @@ Needs the extra `parity`.
 """
 
 import dataclasses
-import pathlib
 
 import numpy as np
 import pytest
@@ -19,7 +18,6 @@ from vit_jax.weights import open_pretrained
 from vit_jax.weights.pretrained import Preprocess, per_channel
 
 pytestmark = pytest.mark.parity
-SHARED = pathlib.Path(__file__).resolve().parents[3] / "shared"
 SHOTS, SEEDS, L2 = (1, 5, 10, 25), 20, 1024.0
 
 
@@ -108,27 +106,3 @@ def test_a_small_vit_on_digits_agrees_to_the_last_image(timm, tmp_path):
     place = tmp_path / "timm.safetensors"
     found = ours_and_theirs(place, model, preprocess, data, 64)
     assert_same_accuracies(*found, num_classes=10)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(
-    not (SHARED / "parity/deit_tiny_timm.safetensors").exists(),
-    reason="only where DeiT-Ti lies beside the checkout",
-)
-def test_deit_on_flowers_agrees_to_the_last_image(timm):
-    from safetensors.torch import load_file
-
-    place = SHARED / "parity/deit_tiny_timm.safetensors"
-    model = timm.create_model("deit_tiny_patch16_224", pretrained=False).eval()
-    model.load_state_dict(load_file(place))
-    preprocess = Preprocess(
-        (224, 224),
-        (0.485, 0.456, 0.406),
-        (0.229, 0.224, 0.225),
-        "bicubic",
-        crop_fraction=224 / 256,
-    )
-    data = {"name": "folder", "data_dir": str(SHARED / "data/flowers")}
-    data |= {"train": "train[:180]", "test": "val[:60]"}
-    found = ours_and_theirs(place, model, preprocess, data, 30)
-    assert_same_accuracies(*found, num_classes=5)

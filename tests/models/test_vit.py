@@ -17,21 +17,14 @@ from vit_jax.weights.pretrained import Pretrained
 TINY = {"width": 12, "depth": 2, "num_heads": 3, "mlp_dim": 20}
 
 
-def count(model):
-    shapes = jax.eval_shape(model.init, jax.random.key(0))
-    return sum(x.size for x in jax.tree.leaves(shapes))
-
-
-def test_representation_layer_adds_one_square_dense_layer():
-    plain = count(models.create("B/16", num_classes=21_843))
-    full = count(models.create("B/16", num_classes=21_843, representation_layer=True))
-    assert full - plain == 768 * 768 + 768
+def create(variant="B/4", num_classes=5, image_size=(8, 12), **options):
+    return models.create(
+        variant, num_classes=num_classes, image_size=image_size, **TINY | options
+    )
 
 
 def test_non_square_images_and_one_channel_work():
-    model = models.create(
-        "B/4", num_classes=5, image_size=(12, 20), channels=1, pool="gap", **TINY
-    )
+    model = create(image_size=(12, 20), channels=1, pool="gap")
     params = jax.eval_shape(model.init, jax.random.key(0))
     assert model.grid == (3, 5)
     assert params["Transformer"]["posembed_input"]["pos_embedding"].shape == (1, 15, 12)
@@ -41,9 +34,7 @@ def test_non_square_images_and_one_channel_work():
 
 
 def test_head_starts_at_zero_with_its_bias():
-    model = models.create(
-        "B/4", num_classes=5, image_size=(8, 8), head_bias_init=-10.0, **TINY
-    )
+    model = create(image_size=(8, 8), head_bias_init=-10.0)
     images = jnp.ones((2, 8, 8, 3))
     out = jax.jit(lambda key: model.apply(model.init(key), images))(jax.random.key(0))
     np.testing.assert_array_equal(out["logits"], np.full((2, 5), -10.0))
@@ -54,9 +45,7 @@ def test_bfloat16_keeps_float32_parameters_and_logits_and_stays_near():
     images = jax.random.normal(jax.random.key(1), (2, 8, 12, 3))
     outs = {}
     for dtype in ("float32", "bfloat16"):
-        model = models.create(
-            "B/4", num_classes=5, image_size=(8, 12), dtype=dtype, **TINY
-        )
+        model = create(dtype=dtype)
         params = draw_params(model)
         assert {x.dtype for x in jax.tree.leaves(params)} == {jnp.dtype("float32")}
         outs[dtype] = jax.jit(model.apply)(params, images.astype(dtype))["logits"]
@@ -69,9 +58,7 @@ def test_bfloat16_keeps_float32_parameters_and_logits_and_stays_near():
 @pytest.mark.slow
 @pytest.mark.parametrize("option", ["dropout", "drop_path_rate"])
 def test_random_layers_act_in_training_only(option):
-    model = models.create(
-        "B/4", num_classes=5, image_size=(8, 8), **{option: 0.5}, **TINY
-    )
+    model = create(image_size=(8, 8), **{option: 0.5})
     params = draw_params(model)
     images = jnp.ones((6, 8, 8, 3))
 
@@ -86,7 +73,7 @@ def test_random_layers_act_in_training_only(option):
 
 @pytest.mark.slow
 def test_dropout_follows_the_embedding_and_every_dense_layer_but_query_key_value():
-    model = models.create("B/4", num_classes=5, image_size=(8, 8), dropout=0.5, **TINY)
+    model = create(image_size=(8, 8), dropout=0.5)
     order = []
 
     def note(call, args, kwargs, context):
@@ -100,17 +87,6 @@ def test_dropout_follows_the_embedding_and_every_dense_layer_but_query_key_value
         model.apply(params, jnp.ones((2, 8, 8, 3)), train=True, key=jax.random.key(0))
     block = ["query", "key", "value", "out", "Dropout", *["Dense", "Dropout"] * 2]
     assert order == ["Dropout", *block, *block, "head"]
-
-
-def test_gelu_flavours_differ_a_little():
-    outs = []
-    for activation in ("gelu_tanh", "gelu"):
-        model = models.create(
-            "B/4", num_classes=5, image_size=(8, 8), activation=activation, **TINY
-        )
-        params = draw_params(model)
-        outs.append(jax.jit(model.apply)(params, jnp.ones((1, 8, 8, 3)))["logits"])
-    assert 1e-7 < np.abs(outs[0] - outs[1]).max() < 1e-2
 
 
 @pytest.mark.parametrize(
@@ -183,8 +159,8 @@ def test_impossible_models_are_refused(variant, options, message):
 @pytest.mark.parametrize(
     ("variant", "options"),
     [
-        ("B/4", {**TINY, "pool": "map", "activation": "gelu", "posemb": "sincos2d"}),
-        ("R50+B/16", {**TINY, "stage_depths": (1, 1, 2), "stem_width": 32}),
+        ("B/4", TINY | {"pool": "map", "activation": "gelu", "posemb": "sincos2d"}),
+        ("R50+B/16", TINY | {"stage_depths": (1, 1, 2), "stem_width": 32}),
         ("R50x1", {"stage_depths": [1, 2], "stem_width": 32}),
     ],
 )
@@ -207,9 +183,7 @@ def test_options_build_the_same_model_again(variant, options):
 )
 @pytest.mark.parametrize("num_classes", [0, 5])
 def test_every_head_with_and_without_a_classifier(options, shape, num_classes):
-    model = models.create(
-        "B/4", num_classes=num_classes, image_size=(8, 12), **options, **TINY
-    )
+    model = create(num_classes=num_classes, **options)
     params = jax.eval_shape(model.init, jax.random.key(0))
     out = jax.eval_shape(model.apply, params, jnp.ones((2, 8, 12, 3)))
     assert out["pre_logits"].shape == shape
@@ -219,12 +193,8 @@ def test_every_head_with_and_without_a_classifier(options, shape, num_classes):
 
 
 def test_gap_beside_a_class_token_averages_the_patches_only():
-    model = models.create(
-        "B/4", num_classes=5, image_size=(8, 12), pool="gap", class_token=True, **TINY
-    )
-    tokens = models.create(
-        "B/4", num_classes=5, image_size=(8, 12), pool="none", class_token=True, **TINY
-    )
+    model = create(pool="gap", class_token=True)
+    tokens = create(pool="none", class_token=True)
     params = draw_params(model)
     images = jax.random.normal(jax.random.key(1), (2, 8, 12, 3))
     np.testing.assert_allclose(
@@ -235,9 +205,7 @@ def test_gap_beside_a_class_token_averages_the_patches_only():
 
 
 def test_distillation_is_the_mean_of_two_classifiers():
-    model = models.create(
-        "B/4", num_classes=5, image_size=(8, 12), distillation=True, **TINY
-    )
+    model = create(distillation=True)
     params = draw_params(model)
     images = jax.random.normal(jax.random.key(1), (2, 8, 12, 3))
     full = jax.jit(model.apply)(params, images)["logits"]
@@ -250,9 +218,7 @@ def test_distillation_is_the_mean_of_two_classifiers():
 
 
 def test_pooled_norm_comes_after_the_mean():
-    model = models.create(
-        "B/4", num_classes=5, image_size=(8, 12), pool="gap", fc_norm=True, **TINY
-    )
+    model = create(pool="gap", fc_norm=True)
     params = draw_params(model)
     assert "encoder_norm" not in params["Transformer"]
     params["fc_norm"] = {"scale": jnp.ones(12), "bias": jnp.zeros(12)}

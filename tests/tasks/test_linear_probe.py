@@ -92,24 +92,6 @@ def test_its_classifier_is_both_in_evaluation():
     np.testing.assert_allclose(outputs["logits"], expected, rtol=1e-5, atol=1e-5)
 
 
-def test_the_network_stays_as_it_is_but_for_its_classifier():
-    task = build()
-    params, extra = jax.jit(task.init)(jax.random.key(0))
-    image = jax.random.normal(jax.random.key(1), (4, 8, 12, 3))
-    batch = {"image": image, "label": jnp.eye(5)[:4]}
-    grad = jax.jit(jax.grad(task.loss, argnums=(0, 1), has_aux=True))
-    grads, (_, stats) = grad(params, extra, batch, jax.random.key(2))
-    assert all(leaf.any() for leaf in jax.tree.leaves(grads[0]))
-    assert not any(leaf.any() for leaf in jax.tree.leaves(grads[1]))
-    after = task.update(extra, params, stats, 1)
-    for name in extra["network"].keys() - {"head"}:
-        jax.tree.map(
-            np.testing.assert_array_equal,
-            after["network"][name],
-            extra["network"][name],
-        )
-
-
 def test_flops_are_of_a_forward_pass_and_the_classifier():
     task = build()
     assert task.training_flops() == cost.forward_flops(task.model) + 4 * 12 * 5
@@ -163,13 +145,6 @@ def test_a_run_probes_a_workdir_resumes_and_is_a_classifier(
     scores = evaluated(run, tmp_path, capsys)
     ended = again["final"]["val"]["params"]
     assert {key: scores[key] for key in ended} == pytest.approx(ended, rel=1e-5)
-
-
-def test_blocks_may_be_a_scan(probed, trained, tmp_path):
-    config = config_of(init={"checkpoint": str(trained)}, model={"scan": True})
-    loop.train(config, tmp_path)
-    one, other = (weights.open_pretrained(path).params for path in (tmp_path, probed))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), one, other)
 
 
 @pytest.mark.parametrize(

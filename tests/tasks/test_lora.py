@@ -99,25 +99,6 @@ def test_merged_and_unmerged_are_equal(scan):
     np.testing.assert_allclose(merged, unmerged, rtol=1e-6, atol=1e-6)
 
 
-def test_only_the_changes_and_the_classifier_are_trained():
-    task = build()
-    params, extra = moved(task)
-    image = jax.random.normal(jax.random.key(1), (4, 8, 12, 3))
-    batch = {"image": image, "label": jnp.eye(5)[:4]}
-    grad = jax.jit(jax.grad(task.loss, argnums=(0, 1), has_aux=True))
-    grads, _ = grad(params, extra, batch, jax.random.key(2))
-    assert all(leaf.any() for leaf in jax.tree.leaves(grads[0]))
-    # The frozen kernels get none, nor does what was merged.
-    assert not any(leaf.any() for leaf in jax.tree.leaves(grads[1]))
-    rest = flat(extra["network"]).keys() - flat(params["head"]).keys()
-    first, then = (
-        flat(jax.jit(task.init)(jax.random.key(0))[1]["network"]),
-        flat(extra["network"]),
-    )
-    changed = {path for path in rest if (first[path] != then[path]).any()}
-    assert changed == {f"{path}/kernel" for path in flat(extra["kernels"])}
-
-
 def config_of(**sections):
     return tiny_config(
         **{

@@ -197,24 +197,6 @@ def test_the_first_parameters_are_drawn_as_the_originals(original):
     assert jax.tree.map(jnp.shape, params) == wanted
 
 
-def test_without_a_mask_all_patches_are_seen_and_count(original):
-    task = task_of(original, mask_ratio=0.0)
-
-    @jax.jit
-    def compute(params):
-        error = lambda found: jnp.square(found - task.targets(BATCH["image"])).mean()
-        predicted, mask = task.predict(params, BATCH)
-        return (
-            mask,
-            error(predicted),
-            task.loss(params, None, BATCH, jax.random.key(0))[0],
-        )
-
-    mask, error, loss = compute(params_of(original))
-    assert not mask.any()
-    assert float(loss) == pytest.approx(float(error), rel=1e-6)
-
-
 def test_pictures_show_what_was_visible_and_the_rest_as_predicted(original):
     params, rng = params_of(original), jax.random.key(2)
     batch = {"image": BATCH["image"], "index": jnp.arange(3, dtype=jnp.uint32)}

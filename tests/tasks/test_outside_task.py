@@ -12,7 +12,7 @@ import sys
 import jax
 import numpy as np
 import pytest
-from helpers import evaluated, kill_after, run_command, tiny_config
+from helpers import evaluated, run_command, tiny_config
 from orbax.checkpoint import v1 as ocp
 from PIL import Image
 
@@ -224,22 +224,6 @@ def test_a_classification_is_its_init(name, classifier, tmp_path):
     assert_equal(state.params["decoder"], drawn["decoder"])
     if name == "Twins":
         assert_equal(state.extra["twin"], state.params)
-
-
-@pytest.mark.slow
-@TWINS
-def test_a_scan_and_a_resume_save_the_same(run, tmp_path):
-    name, workdir, _ = run
-    config = config_of(name, model={"scan": True})
-    scanned = loop.train(config, tmp_path)
-    one, other = (weights.open_pretrained(w).params for w in (workdir, tmp_path))
-    assert jax.tree.structure(one) == jax.tree.structure(other)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), one, other)
-    kill_after(1, tmp_path)
-    resumed = loop.train(config, tmp_path)
-    assert resumed["params_sha256"] == scanned["params_sha256"]
-    state = jax.device_get(begin(config_of(name), workdir)[1].state)
-    assert_equal(state.params, stored(workdir, "params"))
 
 
 def test_a_network_in_several_places_is_refused(tmp_path):

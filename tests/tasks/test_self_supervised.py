@@ -163,13 +163,6 @@ def test_it_is_the_same_on_any_mesh(name, devices, sections):
     assert_same(losses_of(config_of(name, **sections), devices), alone(name))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["mae", "dino"])
-def test_bfloat16_trains(name, tmp_path):
-    config = config_of(name, model={"dtype": "bfloat16"}, total_steps=2)
-    assert set(loop.train(config, tmp_path)["final"]) == set(config.evals)
-
-
 def test_classes_are_refused():
     for name in TASKS:
         with pytest.raises(

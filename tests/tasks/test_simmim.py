@@ -14,7 +14,6 @@ from vit_jax.config.lengths import RunLength
 from vit_jax.data.config import DataConfig
 from vit_jax.errors import UserError
 from vit_jax.tasks import masking
-from vit_jax.tasks.mae import MaeConfig
 from vit_jax.tasks.simmim import SimMimConfig
 from vit_jax.weights.formats import timm
 from vit_jax.weights.formats.files import Tensors
@@ -122,28 +121,6 @@ def test_units_are_hidden_whole_and_rounded_up(original):
     np.testing.assert_array_equal(part, mask[[7, 3]])
 
 
-def test_pictures_and_metrics_of_images_that_are_not_trained_on(original, batch):
-    task, (_, params) = build(original), original
-    batch = {"image": batch["image"], "index": jnp.arange(2, dtype=jnp.uint32)}
-    rng = jax.random.key(3)
-    drawn = batch | task.draw(batch["index"], rng)
-    metrics, loss, found = jax.jit(
-        lambda params: (
-            task.held_out_metrics(params, None, batch, rng),
-            task.loss(params, None, drawn, rng)[0],
-            task.pictures(params, None, batch, rng)._asdict(),
-        )
-    )(params)
-    assert metrics["loss"].shape == (2,)
-    assert float(metrics["loss"].mean()) == pytest.approx(float(loss), rel=1e-6)
-    mask = np.asarray(drawn["mask"]).astype(bool)
-    cut = {k: np.asarray(masking.patchify(v, SIDE)) for k, v in found.items()}
-    assert not cut["masked"][mask].any()
-    both = cut["reconstruction_and_visible"]
-    np.testing.assert_array_equal(both[~mask], cut["original"][~mask])
-    np.testing.assert_array_equal(both[mask], cut["reconstruction"][mask])
-
-
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
@@ -210,25 +187,3 @@ def test_a_swin_transformer_is_trained_as_in_the_original(swin):
     bias = grads["decoder"]["bias"].reshape(16, 3).T.reshape(-1)
     expected = IO["swin/grad/decoder.0.bias"]
     np.testing.assert_allclose(bias, expected, rtol=0, atol=1e-5)
-
-
-def test_a_swin_transformer_starts_and_shows_what_it_learns(swin):
-    model, _, batch = swin
-    task = build(swin, mask_unit=8)
-    params, _ = jax.jit(task.init)(jax.random.key(0))
-    assert params["mask_token"].shape == (1, 1, 16)
-    assert params["decoder"]["kernel"].shape == (32, 4 * 4 * 3)
-    batch = {"image": batch["image"], "index": jnp.arange(2, dtype=jnp.uint32)}
-    pictures = jax.jit(task.pictures)(params, None, batch, jax.random.key(1))
-    assert {picture.shape for picture in pictures} == {(2, 32, 32, 3)}
-    hidden = (np.asarray(pictures[1]) == 0).all(-1).mean((1, 2))
-    np.testing.assert_allclose(hidden, math.ceil(0.6 * 16) / 16)
-    with pytest.raises(
-        UserError, match=r"task.mask_unit=6 must be a multiple of .* \(4\)"
-    ):
-        build(swin, mask_unit=6)
-    data = DataConfig(image_size=(32, 32), num_classes=0)
-    with pytest.raises(
-        UserError, match="model.variant='Swin-T' with task.name='mae'.*: choose a"
-    ):
-        MaeConfig().build(model, data, RUN)

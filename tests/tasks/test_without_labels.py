@@ -5,7 +5,7 @@ import sys
 import jax
 import numpy as np
 import pytest
-from helpers import kill_after, run_command, tiny_config
+from helpers import run_command, tiny_config
 from PIL import Image
 
 from vit_jax import show_batch
@@ -206,29 +206,6 @@ def test_labels_that_raise_are_not_read(name, line):
     fingerprint(open_source(found.data, "train"))
 
 
-def test_records_are_left_out_of_a_source_without_labels(tmp_path):
-    (tmp_path / "ids").write_text("train/3\ntrain/7\n")
-    data = {"name": "no_labels:open_in_memory", "num_examples": 0}
-    found = config("", data=data | {"exclude": str(tmp_path / "ids")})
-    source = open_source(found.data, "train")
-    assert len(source) == 18
-    assert source[3].keys() == {"image"}
-    values = {int(v) for batch in batches(found, 9) for v in batch["image"][:, 0, 0, 0]}
-    assert values == set(range(20)) - {3, 7}
-
-
-def test_a_run_without_labels_is_evaluated_with_and_without_them(tmp_path):
-    data = {"name": "no_labels:open_source", "num_examples": 20}
-    val = {"name": "synthetic", "split": "val"}
-    evals = {"task": {"kind": "task", **val}, "knn": KNN | {"name": "synthetic"}}
-    found = config(evals=evals, data=data, task=MAE)
-    report = loop.train(found, tmp_path / "run")
-    assert 0 <= report["final"]["knn"]["params"]["top1"] <= 1
-    assert np.isfinite(report["final"]["task"]["params"]["loss"])
-    with pytest.raises(UserError, match=r"evals.val: .* but the model has 0 classes"):
-        loop.train(config(evals={"val": "val"}), tmp_path / "other")
-
-
 def write_images(root, *names):
     for i, name in enumerate(names):
         (root / name).parent.mkdir(parents=True, exist_ok=True)
@@ -332,17 +309,6 @@ def test_a_task_of_one_image_refuses_several_views():
     )
     with pytest.raises(UserError, match=message):
         train_step.build_train_setup(found, mesh, 20)
-
-
-def test_a_run_on_views_logs_them_and_resumes_exactly(tmp_path):
-    line = "multi_crop(small_size=4, num_small=3) | flip | grayscale | gaussian_blur"
-    keys = {"total_steps": 2, "checkpoint_every_steps": 1, "ema": {"decay": 0.0}}
-    whole = loop.train(config(line, **keys), tmp_path)
-    (events,) = tmp_path.rglob("*tfevents*")
-    assert b"train/images" in events.read_bytes()
-    kill_after(1, tmp_path)
-    resumed = loop.train(config(line, **keys), tmp_path)
-    assert resumed["params_sha256"] == whole["params_sha256"]
 
 
 RECIPE = """

@@ -1,3 +1,6 @@
+"""Data sets by their name, in a config and on a command line."""
+
+import os
 import subprocess
 import sys
 
@@ -5,7 +8,7 @@ import numpy as np
 import pytest
 
 from vit_jax.data.sources import arrays
-from vit_jax.data.sources.arrays import ArraySource
+from vit_jax.data.sources import open as spec
 from vit_jax.data.sources.base import check_label
 from vit_jax.data.sources.open import open_source
 from vit_jax.errors import UserError
@@ -46,14 +49,6 @@ def test_made_images_depend_on_split_and_number_only(data_config):
     assert len(open_source(data_config(), "anything")) == arrays.DEFAULT_EXAMPLES
 
 
-def test_made_classes_can_be_told_apart(data_config):
-    source = open_source(data_config(num_examples=60), "train")
-    images = source.images.reshape(60, -1).astype(float)
-    means = np.stack([images[source.labels == k].mean(0) for k in range(3)])
-    distances = np.square(images[:, None] - means[None]).sum(-1)
-    np.testing.assert_array_equal(distances.argmin(1), source.labels)
-
-
 def test_another_number_of_classes_than_the_set_has_is_a_user_error(data_config):
     with pytest.raises(
         UserError, match=r"data\.num_classes=7, but digits has 10 classes"
@@ -76,12 +71,6 @@ def test_a_label_out_of_range_names_the_record(label):
         check_label(label, 3, "x record 5")
 
 
-def test_an_array_source_names_its_records():
-    source = ArraySource("made train", np.zeros((2, 3, 5, 1), np.uint8), np.arange(2))
-    assert source.describe(1) == "made train record 1"
-    assert source[1]["label"] == 1
-
-
 def test_importing_the_package_loads_neither_jax_nor_tfds():
     code = (
         "import sys, vit_jax.data.pipeline as p;"
@@ -92,3 +81,47 @@ def test_importing_the_package_loads_neither_jax_nor_tfds():
         [sys.executable, "-c", code], check=False, capture_output=True, text=True
     )
     assert out.stdout == "[]\n", out.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "data_dir", "split"),
+    [
+        ("cifar10#test", "cifar10", "", "test"),
+        ("cifar10", "cifar10", "", "train"),
+        ("folder@/a/b#val", "folder", "/a/b", "val"),
+        ("cifar10@~/d#train[:98%]+test", "cifar10", "~/d", "train[:98%]+test"),
+        ("eurosat/rgb:2.0.0@gs://b/x@y#a", "eurosat/rgb:2.0.0", "gs://b/x@y", "a"),
+        ("folder@/c#/d#val", "folder", "/c#/d", "val"),
+    ],
+)
+def test_a_spec_is_read_into_its_parts(text, name, data_dir, split):
+    data_dir = os.path.expanduser(data_dir)
+    found = spec.parse_spec(text, "train")
+    assert found == spec.Spec(name, data_dir, split)
+    assert spec.parse_spec(str(found), "other") == found
+
+
+def test_commas_of_a_split_do_not_separate():
+    found = spec.parse_specs("a#even_splits(test, 3)[1],folder@/b#val,c", "test")
+    assert found == [
+        spec.Spec("a", "", "even_splits(test, 3)[1]"),
+        spec.Spec("folder", "/b", "val"),
+        spec.Spec("c", "", "test"),
+    ]
+
+
+@pytest.mark.parametrize("text", ["", "#train", "folder@#val", "@/a#val", "synthetic#"])
+def test_a_spec_with_an_empty_part_is_refused(text):
+    with pytest.raises(UserError, match=r"is not NAME\[@DIR\]\[#SPLIT\]: write as"):
+        spec.parse_spec(text, "train")
+
+
+def test_a_spec_opens_its_split_whatever_the_classes(folder):
+    source = spec.parse_spec(f"folder@{folder}#val", "train").open()
+    assert sorted(map(source.record_id, range(len(source)))) == [
+        f"val/{name}/{i}.png" for name in ("ant", "cat") for i in range(2)
+    ]
+    assert len(spec.parse_spec("digits#test", "train").open()) == 355
+    assert len(spec.parse_spec("synthetic#val[:7]", "train").open()) == 7
+    with pytest.raises(UserError, match="split 'best': digits has no split 'best'"):
+        spec.parse_spec("digits#best", "train").open()

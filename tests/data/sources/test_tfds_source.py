@@ -1,4 +1,6 @@
+import dataclasses
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -78,33 +80,6 @@ def test_a_set_that_is_not_prepared_says_how_to_prepare_it(make, prepared):
             open_source(make(name=name), "train")
 
 
-def test_a_missing_split_lists_those_that_exist(make):
-    with pytest.raises(UserError, match=r"no split 'val'; it has test, train"):
-        open_source(make(), "val")
-
-
-@pytest.mark.parametrize("key", ["image_key", "label_key"])
-def test_a_missing_feature_lists_those_that_exist(make, key):
-    with pytest.raises(UserError, match=rf"data\.{key}='x'.*it has kind, picture"):
-        open_source(make(**{key: "x"}), "train")
-
-
-def test_a_set_prepared_as_tfrecord_is_a_user_error(make, prepared, tmp_path):
-    there = prepared / "tiny_set" / "red" / "1.2.0"
-    copy = tmp_path / "tiny_set" / "red" / "1.2.0"
-    copy.mkdir(parents=True)
-    for path in there.glob("*.json"):
-        (copy / path.name).write_bytes(path.read_bytes())
-    info = json.loads((copy / "dataset_info.json").read_text())
-    (copy / "dataset_info.json").write_text(
-        json.dumps(info | {"fileFormat": "tfrecord"})
-    )
-    with pytest.raises(
-        UserError, match="is prepared as tfrecord, but only array_record"
-    ):
-        open_source(make(data_dir=str(tmp_path)), "train")
-
-
 SUB_SPLITS = ("train[:80%]", "train[5:9]+test[:3]", "train[-4:]", "test[50%:]+train")
 
 
@@ -116,30 +91,37 @@ def test_sub_splits_are_those_of_tfds(make, prepared, split):
     )
     decoders = {"picture": tfds.decode.SkipDecoding()}
     expected = [r["kind"] for r in builder.as_data_source(split, decoders=decoders)]
-    assert open_source(make(), split).labels.tolist() == expected
+    source = open_source(make(), split)
+    assert source.labels.tolist() == expected
+    name, _, number = source.record_id(len(source) - 1).partition("/")
+    whole = open_source(make(), name)
+    np.testing.assert_array_equal(source.images[-1], whole.images[int(number)])
     for i, part in enumerate(tfds.even_splits(split, 2)):
         expected = [r["kind"] for r in builder.as_data_source(part, decoders=decoders)]
         ours = open_source(make(), f"even_splits({split}, 2)[{i}]")
         assert ours.labels.tolist() == expected
 
 
-def test_records_keep_their_names_in_sub_splits(make, tmp_path):
-    whole = open_source(make(), "train")
-    part = open_source(make(), "test[2:]+train[6:11]")
-    assert part.record_id(1) == "test/3"
-    at = int(part.record_id(7).removeprefix("train/"))
-    np.testing.assert_array_equal(part.images[7], whole.images[at])
-
-
-def test_a_feature_that_is_no_class_number_is_a_user_error(make):
-    with pytest.raises(UserError, match=r"'picture'.*holds no single class number"):
-        open_source(make(label_key="picture"), "train")
+@pytest.mark.parametrize(
+    ("split", "keys", "match"),
+    [
+        ("val", {}, r"no split 'val'; it has test, train"),
+        ("train", {"image_key": "x"}, r"data\.image_key='x'.*it has kind, picture"),
+        (
+            "train",
+            {"label_key": "x"},
+            r"label_key='x': tiny_set/red has no such feature; .*; or set .*classes=0",
+        ),
+        ("train", {"label_key": "picture"}, "'picture'.*holds no single class number"),
+    ],
+)
+def test_what_a_set_lacks_is_a_user_error(make, split, keys, match):
+    with pytest.raises(UserError, match=match):
+        open_source(make(**keys), split)
 
 
 @pytest.fixture
 def copied(prepared, tmp_path):
-    import shutil
-
     shutil.copytree(prepared / "tiny_set", tmp_path / "tiny_set")
     (shard,) = (tmp_path / "tiny_set/red/1.2.0").glob("*train.array_record*")
     return tmp_path, shard
@@ -163,10 +145,15 @@ def test_no_module_that_a_set_names_is_imported(make, copied, tmp_path, monkeypa
             read()
 
 
-def test_a_missing_shard_is_a_user_error(make, copied):
+def test_a_missing_shard_and_another_format_are_user_errors(make, copied):
     data_dir, shard = copied
     shard.unlink()
     with pytest.raises(UserError, match=f"lacks {shard}: prepare it again"):
+        open_source(make(data_dir=str(data_dir)), "train")
+    info = shard.with_name("dataset_info.json")
+    text = json.dumps(json.loads(info.read_text()) | {"fileFormat": "tfrecord"})
+    info.write_text(text)
+    with pytest.raises(UserError, match="prepared as tfrecord, but only array_record"):
         open_source(make(data_dir=str(data_dir)), "train")
 
 
@@ -200,46 +187,47 @@ def test_a_bucket_without_its_packages_says_what_to_install(make, monkeypatch):
         open_source(make(data_dir="gs://bucket/~sets"), "train")
 
 
-@pytest.fixture(scope="module")
-def unlabelled(tmp_path_factory):
-    """Prepares a set without a class number."""
-    tfds = pytest.importorskip("tensorflow_datasets")
-    features = {"picture": tfds.features.Image(shape=(5, 9, 3), encoding_format="png")}
-    splits = {"train": lambda: ({"picture": png(pixels(i))} for i in range(11))}
-    code = tmp_path_factory.mktemp("code")
-    builder = builder_class("no_class", "1.0.0", features, splits, code)
-    where = tmp_path_factory.mktemp("tfds")
-    builder(data_dir=where, file_format="array_record").download_and_prepare()
-    return where
-
-
 @pytest.mark.parametrize("memory", [0, 2**29])
-def test_a_set_without_labels_is_read_without(make, unlabelled, monkeypatch, memory):
+def test_labels_are_not_read_without_classes(make, monkeypatch, memory):
     monkeypatch.setattr(arrays, "_MEMORY", memory)
-    keys = {"name": "no_class", "data_dir": str(unlabelled), "label_key": "label"}
-    data = make(**keys, num_classes=0, image_size=(5, 9), train_transform="")
+    data = make(label_key="absent", num_classes=0, image_size=(5, 9))
+    data = dataclasses.replace(data, eval_transform="")
     source = open_source(data, "train[2:]")
     assert (source.images is None) == (not memory)
-    assert (len(source), source.class_names, source.labels) == (9, (), None)
+    assert (len(source), source.class_names, source.labels) == (21, (), None)
     assert source[3].keys() == {"image"}
-    stored = fingerprint(source)
-    assert differences(stored, open_source(data, "train[2:]")) == []
-    batches = pipeline.train_batches(
-        source, data, batch_size=9, seed=0, start=0, stop=1
-    )
-    with batches:
+    with pipeline.eval_batches(source, data, batch_size=21) as batches:
         (batch,) = batches
-    assert batch.keys() == {"image", "index", "skipped"}
-    assert len(set(batch["image"][:, 0, 0, 0])) == 9
-    match = r"label_key='label': no_class has no such feature; .*; or set .*classes=0"
-    with pytest.raises(UserError, match=match):
-        open_source(make(**keys), "train")
-    with pytest.raises(NoLabels, match="it has picture$"):
-        open_unchecked(make(**keys), "train")
+    assert batch.keys() == {"image", "index", "mask", "skipped"}
+    assert len(set(batch["image"][:, 0, 0, 0])) == 21
+    with pytest.raises(NoLabels, match="it has kind, picture$"):
+        open_unchecked(make(label_key="absent"), "train")
 
 
-def test_labels_that_exist_are_not_read_without_classes(make, monkeypatch):
-    with_labels = open_source(make(), "train")
-    source = open_source(make(num_classes=0, label_key="absent"), "train")
-    assert (source.labels, source.class_names) == (None, ())
-    np.testing.assert_array_equal(source.images, with_labels.images)
+@pytest.mark.parametrize("prepared_by_us", [False, True])
+def test_a_resumed_run_recognises_shards(make, copied, monkeypatch, prepared_by_us):
+    monkeypatch.setattr(arrays, "_MEMORY", 0)
+    data_dir, shard = copied
+    data = make(data_dir=str(data_dir))
+    manifest = shard.with_name("manifest.json")
+
+    def write(digest):
+        part = {"shards": [{"file": shard.name, "sha256": digest}]}
+        manifest.write_text(json.dumps({"splits": {"train": part}}))
+
+    if prepared_by_us:
+        write("00")
+    stored = fingerprint(open_source(data, "train"))
+    moved = data_dir / "moved"
+    shutil.copytree(data_dir / "tiny_set", moved / "tiny_set")
+    assert fingerprint(open_source(make(data_dir=str(moved)), "train")) == stored
+    if prepared_by_us:
+        write("01")
+    else:
+        path = shard.with_name("dataset_info.json")
+        info = json.loads(path.read_text())
+        for each in info["splits"]:
+            each["numBytes"] = "12345"
+        path.write_text(json.dumps(info))
+    lines = differences(stored, open_source(data, "train"))
+    assert lines == ["sizes or contents of the shards differ"]

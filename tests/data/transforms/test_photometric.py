@@ -11,7 +11,6 @@ from PIL import Image, ImageEnhance
 from scipy import ndimage, stats
 
 from vit_jax.data.transforms import device as device_transforms
-from vit_jax.data.transforms import parse
 from vit_jax.data.transforms.device import (
     ColorJitter,
     GaussianBlur,
@@ -160,30 +159,6 @@ def test_grey_images_are_taken_too(op):
     assert found.shape == (40, *grey.shape)
     assert (found >= 0).all()
     assert (found <= 255.01).all()
-
-
-def test_jitter_without_a_probability_is_as_before():
-    jitter = ColorJitter(0.4, 0.4, 0.2, 0.1)
-    always = run(jitter, images(6))
-    some = run(ColorJitter(0.4, 0.4, 0.2, 0.1, p=0.5), images(6))
-    acted = (some != PICTURE).any((1, 2, 3))
-    assert 0 < acted.sum() < 6
-    np.testing.assert_allclose(some[acted], always[acted], atol=1e-3)
-    index, labels = jnp.arange(6, dtype=jnp.uint32), jnp.zeros((6, 0))
-    text = str(jax.make_jaxpr(lambda *a: jitter(*a, KEY))(images(6), labels, index))
-    # No second draw that would cost time, or change a bit.
-    assert text.count("random_bits") == 1
-
-
-def test_the_lines_of_dino_are_read():
-    line = "color_jitter(0.4, 0.4, 0.2, 0.1, p=0.8) | grayscale | gaussian_blur(0.1)"
-    ops = parse.parse_train(f"multi_crop | flip | {line} | solarize(0.2)", (8, 12))
-    assert ops.device[1:] == (
-        ColorJitter(0.4, 0.4, 0.2, 0.1, 0.8),
-        Grayscale(0.2),
-        GaussianBlur(0.1, (0.1, 2.0)),
-        Solarize(0.2, 128.0),
-    )
 
 
 def test_three_augment_is_one_of_three_for_each_image():
