@@ -12,7 +12,7 @@ from vit_jax.config import fields
 from vit_jax.distributed import mesh as meshes
 from vit_jax.distributed.mesh import MeshConfig
 from vit_jax.errors import UserError
-from vit_jax.evaluators import fewshot, knn, splits
+from vit_jax.evaluators import fewshot, knn
 from vit_jax.evaluators.suite import Suite
 from vit_jax.training.actions import Evaluating
 from vit_jax.training.train_step import TrainSetup
@@ -49,19 +49,6 @@ def params_of(model, seed=0):
     params = draw_params(model, seed)
     params["head"]["kernel"] = jax.random.normal(jax.random.key(9), (12, 5))
     return params
-
-
-@pytest.fixture
-def passed(monkeypatch):
-    """Notes the size of every split that is passed over."""
-    sizes, batches = [], splits.pipeline.eval_batches
-
-    def noting(source, *args, **keys):
-        sizes.append(len(source))
-        return batches(source, *args, **keys)
-
-    monkeypatch.setattr(splits.pipeline, "eval_batches", noting)
-    return sizes
 
 
 def features_of(model, params, source):

@@ -1,21 +1,16 @@
-"""The linear probe: BatchNorm and classifier as PyTorch's, a workdir as any other."""
-
-import json
-import shutil
+"""The linear probe: BatchNorm and classifier as PyTorch's; its runs: test_lora.py."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import evaluated, kill_after, tiny_config
 
-from vit_jax import models, weights
+from vit_jax import models
 from vit_jax.config.lengths import RunLength
 from vit_jax.data.config import DataConfig
 from vit_jax.errors import UserError
 from vit_jax.models import cost
 from vit_jax.tasks.linear_probe import LinearProbeConfig
-from vit_jax.training import loop
 
 SIZE = {"width": 12, "depth": 1, "num_heads": 3, "mlp_dim": 20}
 RUN = RunLength(4, 1.0)
@@ -95,56 +90,6 @@ def test_its_classifier_is_both_in_evaluation():
 def test_flops_are_of_a_forward_pass_and_the_classifier():
     task = build()
     assert task.training_flops() == cost.forward_flops(task.model) + 4 * 12 * 5
-
-
-def config_of(**sections):
-    return tiny_config(
-        **{
-            "task": {"name": "linear_probe"},
-            "optim": {"name": "sgd", "learning_rate": 0.5},
-            "ema": {"decay": 0.0},
-            "total_steps": 2,
-            "checkpoint_every_steps": 1,
-        }
-        | sections
-    )
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    """Trains a classifier, and returns its workdir."""
-    workdir = tmp_path_factory.mktemp("trained") / "run"
-    loop.train(tiny_config(total_steps=1, evals={}), workdir)
-    return workdir
-
-
-@pytest.fixture(scope="module")
-def probed(trained, tmp_path_factory):
-    """Probes it, and returns the workdir."""
-    workdir = tmp_path_factory.mktemp("probed") / "run"
-    loop.train(config_of(init={"checkpoint": str(trained)}), workdir)
-    return workdir
-
-
-def test_a_run_probes_a_workdir_resumes_and_is_a_classifier(
-    trained, probed, tmp_path, capsys
-):
-    report = json.loads((probed / "report.json").read_text())
-    run = shutil.copytree(probed, tmp_path / "run")
-    kill_after(1, run)
-    again = loop.train(config_of(init={"checkpoint": str(trained)}), run)
-    assert again["params_sha256"] == report["params_sha256"]
-    given, found = (weights.open_pretrained(path) for path in (trained, run))
-    assert found.params.keys() == given.params.keys()
-    for name in given.params.keys() - {"head"}:
-        jax.tree.map(
-            np.testing.assert_array_equal, found.params[name], given.params[name]
-        )
-    assert found.params["head"]["bias"].any()
-    assert found.task["name"] == "linear_probe"
-    scores = evaluated(run, tmp_path, capsys)
-    ended = again["final"]["val"]["params"]
-    assert {key: scores[key] for key in ended} == pytest.approx(ended, rel=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,7 @@
-"""LoRA: changes of low rank, merged as if they were beside the kernels."""
+"""LoRA: changes of low rank, merged as if they were beside the kernels.
+
+And runs of both tasks on a frozen network, LoRA and the linear probe.
+"""
 
 import shutil
 
@@ -99,19 +102,6 @@ def test_merged_and_unmerged_are_equal(scan):
     np.testing.assert_allclose(merged, unmerged, rtol=1e-6, atol=1e-6)
 
 
-def config_of(**sections):
-    return tiny_config(
-        **{
-            "task": {"name": "lora", "rank": 2},
-            "optim": {"name": "adam", "learning_rate": 0.01},
-            "ema": {"decay": 0.0},
-            "total_steps": 2,
-            "checkpoint_every_steps": 1,
-        }
-        | sections
-    )
-
-
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """Trains a classifier, and returns its workdir."""
@@ -120,27 +110,41 @@ def trained(tmp_path_factory):
     return workdir
 
 
-def test_a_run_resumes_and_is_a_network_as_any_other(trained, tmp_path, capsys):
-    keys, run = {"init": {"checkpoint": str(trained)}}, tmp_path / "run"
-    config = config_of(**keys)
-    report = loop.train(config, run)
+@pytest.mark.parametrize(
+    ("task", "trains"),
+    [
+        ({"name": "lora", "rank": 2}, {"query", "value", "head"}),
+        ({"name": "linear_probe"}, {"head"}),
+    ],
+)
+def test_a_run_resumes_and_is_a_network_as_any_other(
+    trained, tmp_path, capsys, task, trains
+):
+    def config_of(**sections):
+        keys = {"total_steps": 2, "checkpoint_every_steps": 1, "ema": {"decay": 0.0}}
+        keys |= {"optim": {"name": "adam", "learning_rate": 0.01}}
+        init = {"checkpoint": str(trained)}
+        return tiny_config(task=task, init=init, **keys | sections)
+
+    run = tmp_path / "run"
+    report = loop.train(config_of(), run)
     kill_after(1, run)
     shutil.copytree(run, tmp_path / "scanned")
-    again = loop.train(config, run)
+    again = loop.train(config_of(), run)
     assert again["params_sha256"] == report["params_sha256"]
-    given, found = (
-        flat(weights.open_pretrained(path).params) for path in (trained, run)
-    )
+    opened = weights.open_pretrained(run)
+    assert opened.task["name"] == task["name"]
+    given, found = flat(weights.open_pretrained(trained).params), flat(opened.params)
     assert found.keys() == given.keys()
     changed = {
         path.rpartition("/")[0] for path in found if (found[path] != given[path]).any()
     }
-    assert {path.rpartition("/")[2] for path in changed} == {"query", "value", "head"}
+    assert {path.rpartition("/")[2] for path in changed} == trains
     scores = evaluated(run, tmp_path, capsys)
     ended = report["final"]["val"]["params"]
     assert {key: scores[key] for key in ended} == pytest.approx(ended, rel=1e-5)
     # A scan resumes what no scan began.
-    loop.train(config_of(**keys, model={"scan": True}), tmp_path / "scanned")
+    loop.train(config_of(model={"scan": True}), tmp_path / "scanned")
     scanned = flat(weights.open_pretrained(tmp_path / "scanned").params)
     for name, value in found.items():
         np.testing.assert_allclose(scanned[name], value, atol=1e-5)

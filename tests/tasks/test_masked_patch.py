@@ -190,23 +190,6 @@ def test_the_color_of_the_neighbours_is_that_of_plain_numpy():
     assert alone  # Some have no visible neighbour.
 
 
-@pytest.mark.parametrize("target", ["mean_color", "colors_4x4", "pixels"])
-def test_pictures_and_metrics_of_images_that_are_not_trained_on(target):
-    task = build(target=target)
-    params, extra = jax.jit(task.init)(jax.random.key(0))
-    images = normalised(task, IO["pictures"])
-    batch = {"image": images, "index": jnp.arange(3, dtype=jnp.uint32)}
-    measure = jax.jit(task.held_out_metrics)
-    metrics = measure(params, extra, batch, jax.random.key(5))
-    assert all(value.shape == (3,) for value in metrics.values())
-    assert ("color_accuracy" in metrics) == (target != "pixels")
-    found = jax.jit(task.pictures)(params, extra, batch, jax.random.key(5))._asdict()
-    assert next(iter(found)) == "original"
-    assert all(value.shape == images.shape for value in found.values())
-    again = measure(params, extra, batch, jax.random.key(5))
-    assert float(again["loss"][0]) == float(metrics["loss"][0])
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

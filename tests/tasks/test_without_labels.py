@@ -18,70 +18,6 @@ from vit_jax.errors import UserError
 from vit_jax.training import loop, train_step
 
 MODULES = {
-    # Features of all views of an image shall be equal, and those of images differ.
-    "views_task": '''
-import dataclasses
-
-import jax
-import jax.numpy as jnp
-import numpy as np
-
-from vit_jax.data.transforms import device, parse
-from vit_jax.tasks.task import Task, TaskConfig
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ViewsConfig(TaskConfig):
-    """Views of an image."""
-
-    def build(self, model, data, run, saved=None):
-        return Views(model, data)
-
-
-class Views(Task):
-    def __init__(self, model, data):
-        self.model, self._data = model, data
-        transforms = parse.parse_train(data.train_transform, data.image_size)
-        self._ops = transforms.device
-        self._shapes = parse.loaded_shapes(transforms, data.image_size, data.channels)
-
-    def batch_spec(self, batch_size):
-        spec = {"index": jax.ShapeDtypeStruct((batch_size,), np.uint32)}
-        for name, shape in self._shapes.items():
-            spec[name] = jax.ShapeDtypeStruct((batch_size, *shape), np.uint8)
-        return spec
-
-    def init(self, rng):
-        return self.model.init(rng), None
-
-    def prepare(self, batch, rng):
-        found, nothing = {}, jnp.zeros((len(batch["index"]), 0))
-        for name in self._shapes:
-            images = batch[name]
-            if images.ndim == 5:
-                views = [images[:, i] for i in range(images.shape[1])]
-            else:
-                views = [images]
-            for i, view in enumerate(views):
-                key = jax.random.fold_in(rng, i)
-                views[i], _ = device.apply(
-                    self._ops, view, nothing, batch["index"], key
-                )
-            views = jnp.stack(views, 1)
-            shape = views.shape
-            flat = views.reshape(-1, *shape[2:])
-            flat = device.normalize(flat, self._data.mean, self._data.std)
-            found[name] = flat.reshape(shape)
-        return found
-
-    def loss(self, params, extra, batch, rng):
-        images = batch["image"]
-        flat = images.reshape(-1, *images.shape[2:])
-        found = self.model.apply(params, flat, train=True, key=rng)["pre_logits"]
-        found = found.reshape(*images.shape[:2], -1)
-        loss = found.var(1).mean() - 0.1 * found.var(0).mean()
-        return loss, ({"loss": loss}, None)
-''',
     "no_labels": """
 import numpy as np
 
@@ -179,11 +115,9 @@ def modules(tmp_path, monkeypatch):
 
 
 def config(line="resize", evals=None, data=None, **keys):
-    data = {"num_classes": 0, "train_transform": line, "eval_transform": "resize"} | (
-        data or {}
-    )
-    keys = {"task": {"name": "views_task:ViewsConfig"}, "total_steps": 2} | keys
-    return tiny_config(data=data, evals=evals or {}, **keys)
+    common = {"num_classes": 0, "train_transform": line, "eval_transform": "resize"}
+    data = common | (data or {})
+    return tiny_config(data=data, evals=evals or {}, **{"task": MAE} | keys)
 
 
 def batches(found, stop=2):
@@ -225,7 +159,7 @@ def test_a_folder_without_classes_is_learnt_from_and_evaluated(tmp_path):
     data = {"name": "folder", "data_dir": str(images), "num_examples": 11}
     pets = KNN | {"name": "folder", "data_dir": str(tmp_path / "pets")}
     evals = {"knn": pets, "task": {"kind": "task"}}
-    report = loop.train(config(evals=evals, data=data, task=MAE), tmp_path / "run")
+    report = loop.train(config(evals=evals, data=data), tmp_path / "run")
     assert np.isfinite(report["final"]["task"]["params"]["loss"])
     assert report["final"]["knn"]["params"]["top1"] in (0, 0.5, 1)
 
@@ -251,7 +185,7 @@ def test_features_of_images_without_labels_are_not_evaluated(tmp_path):
 def test_a_set_of_images_without_a_split_to_test_on_says_how_to_state_it(tmp_path):
     write_images(tmp_path / "images", *TRAIN)
     data = {"name": "folder", "data_dir": str(tmp_path / "images"), "num_examples": 0}
-    found = config(evals={"task": {"kind": "task"}}, data=data, task=MAE)
+    found = config(evals={"task": {"kind": "task"}}, data=data)
     message = (
         r"evals\.task: .* has no folder 'val' or 'validation' or 'test' with images: "
         r"add it, or set split=, as all$"
@@ -319,7 +253,7 @@ def get_config(arg=None):
     c.seed, c.total_steps, c.batch_size = 3, 6, 4
     c.data = dict(name="synthetic", num_classes=0, num_examples=9, image_size=(16, 12))
     c.data.train_transform = "multi_crop(small_size=8, num_small=3) | flip"
-    c.task = dict(name="views_task:ViewsConfig")
+    c.task = dict(name="dino", num_outputs=8, hidden_dim=8, bottleneck_dim=4)
     c.optim = dict(learning_rate=0.01)
     c.model = dict(variant="Ti/4", width=12, depth=1, num_heads=3, mlp_dim=20)
     return c

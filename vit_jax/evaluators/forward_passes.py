@@ -138,34 +138,17 @@ def make_eval_step(
 ) -> Step:
     """Builds the jitted evaluation step: (params, batch) -> (outputs, mask).
 
-    Args:
-      model: network.
-      data: `config.data`: mean and std are read.
-      mesh: mesh of all devices.
-      wanted: outputs to compute.
-      shardings: shardings of the parameters; replicated if None.
-      trained: task of a run; its state then replaces the parameters.
-
-    Returns:
-      Function of parameters and of a batch: image uint8 (B, Y, X, C), index (B,), mask
-      (B,), and label (B,) if labels are read. Every device gets all rows of the result.
+    A batch has image uint8 (B, Y, X, C), index (B,), mask (B,), and label (B,) if labels are
+    read. Every device gets all rows of the result. The `shardings` are of the parameters,
+    replicated if None; the state of a `trained` task replaces the parameters.
     """
     shardings = trained.shardings if trained else shardings
     others = np.setdiff1d(np.arange(model.options["num_classes"]), wanted.restricted)
 
-    def predict(logits, num_classes, labels):
-        log_probs = jax.nn.log_softmax(logits)
-        best, tops = jax.lax.top_k(log_probs, min(TOP, num_classes))
-        predictions = Predictions(tops.astype(jnp.int32), jnp.exp(best[:, 0]))
-        if not wanted.losses:
-            return predictions
-        log_probs = jnp.take_along_axis(log_probs, labels[:, None], axis=-1)
-        return predictions.replace(losses=-log_probs[:, 0])
-
     def eval_step(params, batch):
         images = transforms.normalize(batch["image"], data.mean, data.std)
-        labels = batch.get("label")
-        values = {"records": batch["index"], "labels": labels}
+        values = {"records": batch["index"], "labels": batch.get("label")}
+        labels = values["labels"] if wanted.losses else None
         if trained is not None:
             state, params = params, trained.backbone(*params)
         if wanted.task:
@@ -183,10 +166,10 @@ def make_eval_step(
         if wanted.logits:
             values["logits"] = logits
         if wanted.predictions:
-            values["predictions"] = predict(logits, logits.shape[-1], labels)
+            values["predictions"] = _predict(logits, logits.shape[-1], labels)
         if wanted.restricted:
             logits = logits.at[:, others].set(-jnp.inf)
-            values["restricted"] = predict(logits, len(wanted.restricted), labels)
+            values["restricted"] = _predict(logits, len(wanted.restricted), labels)
         return Outputs(**values), batch["mask"]
 
     replicated = meshes.replicated(mesh)
@@ -196,6 +179,17 @@ def make_eval_step(
         out_shardings=replicated,
         compiler_options=compilation.options(mesh.devices.flat[0].platform),
     )
+
+
+def _predict(logits: Array, num_classes: int, labels: Array | None) -> Predictions:
+    """Returns the best of `num_classes` classes, with losses if there are labels."""
+    log_probs = jax.nn.log_softmax(logits)
+    best, tops = jax.lax.top_k(log_probs, min(TOP, num_classes))
+    predictions = Predictions(tops.astype(jnp.int32), jnp.exp(best[:, 0]))
+    if labels is None:
+        return predictions
+    log_probs = jnp.take_along_axis(log_probs, labels[:, None], axis=-1)
+    return predictions.replace(losses=-log_probs[:, 0])
 
 
 def make_picture_step(trained: TrainedTask, data: DataConfig, mesh: Mesh) -> Step:

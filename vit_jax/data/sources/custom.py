@@ -6,7 +6,7 @@ whoever started the command. An exception of that code ends the command with one
 
 import dataclasses
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from jaxtyping import Integer
@@ -109,33 +109,34 @@ class CustomSource(Source):
         with guarded(self.name, f" for record {i}"):
             return str(self.source.record_id(i))
 
-    def read(self, numbers: range) -> list[dict]:
-        return self._method("read", super().read)(numbers)
-
     def known_labels(self) -> np.ndarray | list[list[int]] | None:
-        if not self.labelled:
-            return None
-        return self._method("known_labels", super().known_labels)()
+        return self._call("known_labels") if self.labelled else None
+
+    def read(self, numbers: range) -> list[dict]:
+        return self._call("read", numbers)
 
     def locate(
         self, record_ids: Sequence[str]
     ) -> Integer[np.ndarray, " M"] | list[int]:
         # Its KeyError names a record that the set lacks.
-        return self._method("locate", super().locate, KeyError)(record_ids)
+        return self._call("locate", record_ids, known=(KeyError,))
 
     def entries(self) -> Entries:
-        return self._method("entries", super().entries)()
+        return self._call("entries")
 
     def split_numbering(self) -> Numbering | None:
-        return self._method("split_numbering", super().split_numbering)()
+        return self._call("split_numbering")
 
     def read_feature(self, name: str) -> list | None:
-        return self._method("read_feature", super().read_feature)(name)
+        return self._call("read_feature", name)
 
-    def _method(self, name: str, default: Callable, *known: type[Exception]):
-        """Returns the user's method of a name, guarded, or the default without one."""
+    def _call(self, name: str, *args, known: tuple[type[Exception], ...] = ()):
+        """Calls the user's method of a name, or without one that of `Source`."""
         method = getattr(self.source, name, None)
-        return guarded(self.name, known=known)(method) if method else default
+        if method is None:
+            return getattr(super(), name)(*args)
+        with guarded(self.name, known=known):
+            return method(*args)
 
 
 def _whole(label) -> int:

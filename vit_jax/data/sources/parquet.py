@@ -164,6 +164,13 @@ def open_parquet(data: DataConfig, split: str) -> ParquetSource | ArraySource:
     return small_in_memory(source, data)
 
 
+def _parquet():
+    """Returns pyarrow.parquet, which takes a third of a second to import."""
+    import pyarrow.parquet
+
+    return pyarrow.parquet
+
+
 def is_hub(name: str) -> bool:
     """Returns whether data.name is a data set of the hub."""
     return name.startswith(_PREFIX)
@@ -214,12 +221,10 @@ def files_of_splits(root: str, name: str) -> dict[str, list[str]]:
 
 def _open(path: str):
     """Returns this thread's reader of a file."""
-    import pyarrow.parquet as pq
-
     if path not in _local.files:
         while len(_local.files) >= _OPEN_FILES:
             _local.files.pop(next(iter(_local.files))).close()
-        _local.files[path] = pq.ParquetFile(path, memory_map=True)
+        _local.files[path] = _parquet().ParquetFile(path, memory_map=True)
     return _local.files[path]
 
 
@@ -240,10 +245,8 @@ def _caption_sum(path: str, caption_key: str) -> int:
 
 
 def _column(path: str, name: str):
-    import pyarrow.parquet as pq
-
     # With Arrow's threads, as in `read_table`, it takes six times as long.
-    with pq.ParquetFile(path, memory_map=True) as reader:
+    with _parquet().ParquetFile(path, memory_map=True) as reader:
         return reader.read(columns=[name], use_threads=False).column(0)
 
 
@@ -258,10 +261,9 @@ def _metadata_sum(path: str) -> int:
 
 def _group_lengths(path: str, name: str) -> list[int]:
     import pyarrow as pa
-    import pyarrow.parquet as pq
 
     try:
-        metadata = pq.read_metadata(path)
+        metadata = _parquet().read_metadata(path)
     except (OSError, pa.ArrowException) as error:
         raise UserError(
             f"data.name={name!r}: {path} is not a whole Parquet file "
@@ -272,17 +274,14 @@ def _group_lengths(path: str, name: str) -> list[int]:
 
 def column_names(path: str) -> list[str]:
     """Returns the names of the columns of a file."""
-    import pyarrow.parquet as pq
-
-    return pq.read_schema(path).names
+    return _parquet().read_schema(path).names
 
 
 def _class_names(paths: Sequence[str], name: str, label_key: str) -> tuple[str, ...]:
     """Checks the labels; returns the class names that the hub stores with them."""
     import pyarrow as pa
-    import pyarrow.parquet as pq
 
-    schema = pq.read_schema(paths[0])
+    schema = _parquet().read_schema(paths[0])
     check_known("label_key", [label_key], schema.names, name)
     if not pa.types.is_integer(schema.field(label_key).type):
         raise NoLabels(
@@ -301,9 +300,7 @@ def _class_names(paths: Sequence[str], name: str, label_key: str) -> tuple[str, 
 
 def _is_empty(path: str, column: str) -> bool:
     """Returns whether the statistics of a file say that a column has no value."""
-    import pyarrow.parquet as pq
-
-    metadata = pq.read_metadata(path)
+    metadata = _parquet().read_metadata(path)
     at = metadata.schema.names.index(column)
     groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
     known = [(group.num_rows, group.column(at).statistics) for group in groups]
