@@ -79,10 +79,7 @@ CONVOLUTIONS = {
     "strided": ((3, 5, 6, 4), {"window_strides": (2, 3), "padding": "SAME"}),
     "grouped": ((3, 2, 2, 9), {"padding": "SAME", "feature_group_count": 3}),
     "depthwise": ((5, 3, 1, 12), {"padding": "VALID", "feature_group_count": 6}),
-    "dilated": (
-        (3, 3, 6, 4),
-        {"padding": [(4, 3), (-1, 2)], "rhs_dilation": (2, 3)},
-    ),
+    "dilated": ((3, 3, 6, 4), {"padding": [(4, 3), (-1, 2)], "rhs_dilation": (2, 3)}),
     "transposed": ((3, 4, 6, 5), {"padding": [(2, 1), (1, 3)], "lhs_dilation": (2, 3)}),
     "all": (
         (3, 2, 3, 4),
@@ -187,10 +184,7 @@ def test_shard_map_counts_for_all_devices():
     mesh = jax.make_mesh((2, 3), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
     rows = PartitionSpec(("a", "b"), None)
     product = jax.shard_map(
-        lambda x, w: x @ w,
-        mesh=mesh,
-        in_specs=(rows, PartitionSpec()),
-        out_specs=rows,
+        lambda x, w: x @ w, mesh=mesh, in_specs=(rows, PartitionSpec()), out_specs=rows
     )
     assert cost.macs(product, jnp.ones((12, 5)), jnp.ones((5, 7))) == 12 * 5 * 7
 

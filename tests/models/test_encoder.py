@@ -68,32 +68,6 @@ def assert_close(a, b):
     )
 
 
-@pytest.mark.slow
-def test_scan_in_bfloat16_is_as_near_to_float32_as_unrolled_blocks_are():
-    exact, unrolled, scanned = (
-        build(depth=2, **options)
-        for options in ({}, {"dtype": "bfloat16"}, {"dtype": "bfloat16", "scan": True})
-    )
-    params = draw_params(exact)
-    expected, gradients = loss_and_gradients(exact, params)
-    rounded, apart = loss_and_gradients(unrolled, params)
-    found, stacked = loss_and_gradients(scanned, stacking.stack(params))
-    for out in (rounded, found):
-        np.testing.assert_allclose(out[1], expected[1], atol=2e-2)
-
-    def flat(tree):
-        return jnp.concatenate([leaf.ravel() for leaf in jax.tree.leaves(tree)])
-
-    gradients, apart, stacked = map(flat, (gradients, apart, stacking.unstack(stacked)))
-    assert stacked.dtype == jnp.float32
-    off, also = (
-        jnp.linalg.norm(x - gradients) / jnp.linalg.norm(gradients)
-        for x in (stacked, apart)
-    )
-    # Roundings of 8 bits come at other places: 3.0 and 2.4 %.
-    assert off < 0.05 and off < 1.5 * also
-
-
 def test_a_scan_in_bfloat16_reads_exact_parameters_and_stacks_rounded_gradients():
     """No copy of all blocks in bfloat16, and no gradients in float32, are in memory."""
     model = build(dtype="bfloat16", scan=True, remat_policy="full")

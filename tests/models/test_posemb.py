@@ -102,9 +102,7 @@ def test_one_set_of_parameters_serves_two_sizes(options):
         if name.startswith("posembed"):
             assert all(np.abs(x).max() > 0 for x in jax.tree.leaves(table))
     same = jax.tree.map(
-        lambda a, b: a is b,
-        params["head"],
-        small.resize(params, large)["head"],
+        lambda a, b: a is b, params["head"], small.resize(params, large)["head"]
     )
     assert all(jax.tree.leaves(same))
 

@@ -8,6 +8,8 @@ from vit_jax.errors import UserError
 
 # Larger images are neither decoded nor made.
 MAX_PIXELS = 100_000_000
+# Of keys that say where and how fast a host reads, not what.
+OF_HOST = {"changes_result": False, "of_host": True}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -21,10 +23,7 @@ class ReaderConfig:
         "of that module.",
     )
     data_dir: str = key(
-        "",
-        'Its folder; "" is TFDS\'s default, ~/tensorflow_datasets.',
-        changes_result=False,
-        of_host=True,
+        "", 'Its folder; "" is TFDS\'s default, ~/tensorflow_datasets.', **OF_HOST
     )
     split: str = key(
         "train",
@@ -41,10 +40,7 @@ class ReaderConfig:
         'as "cat,dog", with 1, 0, -1 (counts as 0) or nothing.',
     )
     image_dir: str = key(
-        "",
-        "Folder of the paths in a table, relative to the table's folder.",
-        changes_result=False,
-        of_host=True,
+        "", "Folder of the paths in a table, relative to the table's folder.", **OF_HOST
     )
     image_suffix: str = key("", 'Added to the paths in a table, as ".jpg".')
     multi_label: bool = key(
@@ -59,22 +55,11 @@ class ReaderConfig:
         0,
         "Loader processes; 0 loads in threads of this process.",
         at_most=1_024,
-        changes_result=False,
-        of_host=True,
+        **OF_HOST,
     )
-    num_threads: int = key(
-        4,
-        "Loader threads per process.",
-        at_most=1_024,
-        changes_result=False,
-        of_host=True,
-    )
+    num_threads: int = key(4, "Loader threads per process.", at_most=1_024, **OF_HOST)
     prefetch: int = key(
-        8,
-        "Batches read ahead per process.",
-        at_most=1_000_000,
-        changes_result=False,
-        of_host=True,
+        8, "Batches read ahead per process.", at_most=1_000_000, **OF_HOST
     )
     exif: bool = key(
         False,
@@ -128,9 +113,7 @@ class DataConfig(ReaderConfig):
     )
     exclude: str = key("", "File of record ids, one per line, to leave out of `split`.")
     image_size: tuple[int, ...] = key(
-        (224, 224),
-        "Height and width that reach the model, in pixels.",
-        at_least=1,
+        (224, 224), "Height and width that reach the model, in pixels.", at_least=1
     )
     channels: int = key(3, "1 or 3.")
     train_transform: str = key(

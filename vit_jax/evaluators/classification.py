@@ -12,13 +12,7 @@ from jaxtyping import Bool, Float
 from vit_jax.config.fields import key
 from vit_jax.errors import UserError
 from vit_jax.evaluators.forward_passes import Outputs, Wanted
-from vit_jax.evaluators.protocol import (
-    Confusion,
-    Evaluator,
-    Pass,
-    Scored,
-    mean,
-)
+from vit_jax.evaluators.protocol import Confusion, Evaluator, Pass, Scored, mean
 from vit_jax.evaluators.splits import EvalSplit, ModelClassesConfig
 
 BINS = 15

@@ -28,15 +28,9 @@ class NeighboursConfig(FeaturesConfig):
     )
 
     def score_features(self, train, test, split, stop):
-        predicted = predict(
-            train.features,
-            train.labels,
-            test.features,
-            split.num_classes,
-            k=self.k,
-            temperature=self.temperature,
-            stop=stop,
-        )
+        arrays = train.features, train.labels, test.features, split.num_classes
+        keys = {"k": self.k, "temperature": self.temperature}
+        predicted = predict(*arrays, **keys, stop=stop)
         if predicted is None:
             return None
         return Scored({"top1": mean(predicted == test.labels)})

@@ -132,11 +132,7 @@ def score_real(outputs: Outputs, sets: Sequence[frozenset[int]]) -> Scored:
     if not len(right):
         raise UserError("evals: no image of this split has a label in ReaL")
     return Scored(
-        {
-            "top1": mean(right[:, 0]),
-            "top5": mean(right.any(1)),
-            "examples": len(right),
-        }
+        {"top1": mean(right[:, 0]), "top5": mean(right.any(1)), "examples": len(right)}
     )
 
 

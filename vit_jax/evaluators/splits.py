@@ -54,10 +54,7 @@ class EvalConfig:
     every_epochs: float = epochs("The same in epochs.")
     name: str = key("", "Another data set than `data.name`.")
     data_dir: str = key(
-        "",
-        'Its folder; "": `data.data_dir`.',
-        changes_result=False,
-        of_host=True,
+        "", 'Its folder; "": `data.data_dir`.', changes_result=False, of_host=True
     )
     image_key: str = key(
         "", 'Its images; "": as `data.image_key`, or "image" of another set.'

@@ -296,8 +296,7 @@ def cached(tmp_path, monkeypatch, images):
 
 
 @pytest.mark.parametrize(
-    ("name", "number"),
-    [("some/flowers/plain", 5), ("some/flowers@main/large", 6)],
+    ("name", "number"), [("some/flowers/plain", 5), ("some/flowers@main/large", 6)]
 )
 def test_a_set_of_the_hub_is_read_from_the_cache(data_config, cached, name, number):
     source = open_source(data_config(name=f"hf://datasets/{name}"), "train")

@@ -32,10 +32,7 @@ def test_crops_are_those_of_pillow_in_the_order_drawn(natural):
     op = MultiCrop((20, 24), small_size=8, num_small=3)
     views = op(natural[0], rng(5))
     assert {k: v.shape for k, v in views.items()} == op.output_shapes(3)
-    assert op.output_shapes(3) == {
-        "image": (2, 20, 24, 3),
-        "small_crops": (3, 8, 8, 3),
-    }
+    assert op.output_shapes(3) == {"image": (2, 20, 24, 3), "small_crops": (3, 8, 8, 3)}
     draw = rng(5)
     large, small = InceptionCrop(1, area=op.area), InceptionCrop(1, area=op.small_area)
     boxes = [

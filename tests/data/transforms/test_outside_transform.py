@@ -160,10 +160,7 @@ def test_its_size_counts_for_an_enlargement():
         ("noise:Speckle(shares=1)", r"argument 'shares'; it is .*Speckle\(share=0.1\)"),
         ("noise:Speckle(open('x'))", "cannot read"),
         ("noise:Noise | noise:Speckle", "noise:Speckle runs in the loader, so it must"),
-        (
-            "noise:np",
-            "is <module .*: it must be a frozen dataclass with runs_on",
-        ),
+        ("noise:np", "is <module .*: it must be a frozen dataclass with runs_on"),
         ("wrong:Plain", "must be a frozen dataclass with runs_on"),
         ("wrong:Unfrozen", "must be a frozen dataclass with runs_on"),
         ("noyse.Speckle", "cannot read"),

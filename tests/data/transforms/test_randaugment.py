@@ -34,10 +34,7 @@ PILLOW = {
     "equalize": (lambda p, m: ImageOps.equalize(p), 0),
     "invert": (lambda p, m: ImageOps.invert(p), 0),
     "rotate": (lambda p, m: p.rotate(3 * m, fillcolor=GREY), 0.1),
-    "posterize": (
-        lambda p, m: ImageOps.posterize(p, min(max(int(0.4 * m), 1), 8)),
-        0,
-    ),
+    "posterize": (lambda p, m: ImageOps.posterize(p, min(max(int(0.4 * m), 1), 8)), 0),
     "solarize": (lambda p, m: ImageOps.solarize(p, int(25.6 * m) % 256), 0),
     "color": (enhanced(ImageEnhance.Color), 0.01),
     "contrast": (enhanced(ImageEnhance.Contrast), 0.05),

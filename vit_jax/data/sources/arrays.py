@@ -298,19 +298,16 @@ def _in_memory(data: DataConfig, split: str) -> ArraySource:
 
 SOURCES[IN_MEMORY] = SourceType(
     open=_in_memory,
-    pattern=IN_MEMORY,
     help="Arrays that `vit_jax.train` is given in Python.",
     needs_files=False,
 )
 SOURCES["digits"] = SourceType(
     open=open_digits,
-    pattern="digits",
     help="8x8 handwritten digits, which come with scikit-learn.",
     needs_files=False,
 )
 SOURCES["synthetic"] = SourceType(
     open=_synthetic,
-    pattern="synthetic",
     help="Synthetic images of `data.image_size`.",
     needs_files=False,
     generated=True,

@@ -149,7 +149,7 @@ class SourceType:
       open: function from `config.data` and a split expression to the source. It raises
         NoSplit if the split does not exist; NoLabels if there are no labels, unless
         `data.num_classes` is 0; UserError if the set does not exist or is damaged.
-      pattern: regular expression of its values of `data.name`.
+      pattern: regular expression of its values of `data.name`; "" is its key in `SOURCES`.
       help: description for lists.
       needs_files: True if `data.data_dir` is read.
       generated: True if it makes any `data.num_examples` examples.
@@ -158,8 +158,8 @@ class SourceType:
     """
 
     open: Callable[[DataConfig, str], Source]
-    pattern: str
     help: str
+    pattern: str = ""
     needs_files: bool = True
     generated: bool = False
     numbered: bool = True

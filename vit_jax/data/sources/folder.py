@@ -472,13 +472,11 @@ def _objectnet(data: DataConfig, split: str) -> FolderSource:
 
 SOURCES["folder"] = SourceType(
     open=_folder_of_config,
-    pattern="folder",
     help="Image files, `data.data_dir`/SPLIT/CLASS/**; without labels SPLIT/**.",
     numbered=False,
 )
 SOURCES["objectnet"] = SourceType(
     open=_objectnet,
-    pattern="objectnet",
     help="ObjectNet's folders of the classes that overlap ImageNet-1k.",
     numbered=False,
 )

@@ -71,8 +71,9 @@ def open_unchecked(data: DataConfig, split: str) -> Source:
 
 def source_type(name: str) -> SourceType:
     """Returns the kind of data set of a `data.name`."""
-    kinds = (kind for kind in SOURCES.values() if re.fullmatch(kind.pattern, name))
-    return next(kinds, tfds.TYPE)
+    kinds = SOURCES.items()
+    found = (kind for key, kind in kinds if re.fullmatch(kind.pattern or key, name))
+    return next(found, tfds.TYPE)
 
 
 def _check_classes(source: Source, data: DataConfig) -> None:

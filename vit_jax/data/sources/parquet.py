@@ -342,9 +342,7 @@ def _ordered(split: str, paths: Sequence[pathlib.Path], name: str) -> list[str]:
 
 
 SOURCES["parquet"] = SourceType(
-    open=open_parquet,
-    pattern="parquet",
-    help="Parquet files below `data.data_dir`.",
+    open=open_parquet, help="Parquet files below `data.data_dir`."
 )
 SOURCES["hf://datasets/owner/name"] = SourceType(
     open=open_parquet,

@@ -407,7 +407,6 @@ def _text(value: object) -> str:
 
 SOURCES["table"] = SourceType(
     open=open_table,
-    pattern="table",
     help="Image files by a CSV, TSV, JSON or Parquet file, `data.data_dir`.",
     numbered=False,
 )
