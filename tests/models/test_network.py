@@ -117,10 +117,7 @@ def test_the_cost_of_a_loop_of_unknown_length_is_not_known():
     [
         ({"wrong": "build"}, "MeanConfig': runs the code .* raised KeyError: 'width'"),
         ({"wrong": "nothing"}, "its `build` returned None: return a Flax module"),
-        (
-            {"name": "NoBuild"},
-            r"NoBuildConfig lacks build\(self, num_classes, image_shape",
-        ),
+        ({"name": "NoBuild"}, r"NoBuildConfig lacks build\(self, num_classes, image"),
         ({"wrong": "raises"}, "MeanConfig': runs the code .* raised TypeError"),
         ({"wrong": "state"}, "has cache: .* collection 'batch_stats'"),
         ({"wrong": "tuple"}, r"returned \(.*: return a dict with 'logits'"),

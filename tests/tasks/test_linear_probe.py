@@ -96,10 +96,7 @@ def test_flops_are_of_a_forward_pass_and_the_classifier():
     ("options", "message"),
     [
         ({"num_classes": 0}, "data.num_classes=0 with task.name='linear_probe', which"),
-        (
-            {"distillation": True},
-            "model.distillation=True with task.name='linear_probe'",
-        ),
+        ({"distillation": True}, "model.distillation=True with task.name='linear"),
     ],
 )
 def test_what_cannot_be_is_refused(options, message):

@@ -14,6 +14,7 @@ from vit_jax.config.lengths import RunLength
 from vit_jax.data.config import DataConfig
 from vit_jax.errors import UserError
 from vit_jax.tasks import masking
+from vit_jax.tasks.mae import MaeConfig
 from vit_jax.tasks.simmim import SimMimConfig
 from vit_jax.weights.formats import timm
 from vit_jax.weights.formats.files import Tensors
@@ -125,10 +126,7 @@ def test_units_are_hidden_whole_and_rounded_up(original):
     ("keys", "message"),
     [
         ({"mask_unit": 12}, r"task.mask_unit=12 must be a multiple of the patch \(8\)"),
-        (
-            {"mask_unit": 24},
-            r"task.mask_unit=24 must .* divide data.image_size=\(32, 32",
-        ),
+        ({"mask_unit": 24}, r"task.mask_unit=24 must .* divide data.image_size=\(32, "),
         (
             {"mask_unit": 16, "mask_ratio": 0.9},
             "task.mask_ratio=0.9 hides all 4 units of 16 pixels: lower it",
@@ -187,3 +185,12 @@ def test_a_swin_transformer_is_trained_as_in_the_original(swin):
     bias = grads["decoder"]["bias"].reshape(16, 3).T.reshape(-1)
     expected = IO["swin/grad/decoder.0.bias"]
     np.testing.assert_allclose(bias, expected, rtol=0, atol=1e-5)
+    drawn = jax.eval_shape(task.init, jax.random.key(0))[0]
+    assert jax.tree.map(jnp.shape, drawn) == jax.tree.map(jnp.shape, params)
+    message = r"task.mask_unit=6 must be a multiple of .* \(4\)"
+    with pytest.raises(UserError, match=message):
+        build(swin, mask_unit=6)
+    message = "model.variant='Swin-T' with task.name='mae'.*: choose a"
+    with pytest.raises(UserError, match=message):
+        data = DataConfig(image_size=(32, 32), num_classes=0)
+        MaeConfig().build(model, data, RUN)

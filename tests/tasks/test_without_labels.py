@@ -147,6 +147,16 @@ def write_images(root, *names):
         Image.fromarray(pixels).save(root / name)
 
 
+def test_records_are_left_out_of_a_source_without_labels(tmp_path):
+    (tmp_path / "ids").write_text("train/3\ntrain/7\n")
+    data = {"name": "no_labels:open_in_memory", "num_examples": 0}
+    found = config("", data=data | {"exclude": str(tmp_path / "ids")})
+    source = open_source(found.data, "train")
+    assert source[3].keys() == {"image"}
+    values = [int(source[i]["image"][0, 0, 0]) for i in range(len(source))]
+    assert values == [i for i in range(20) if i not in (3, 7)]
+
+
 TRAIN = tuple(f"train/{i}.png" for i in range(9))
 
 
@@ -162,6 +172,8 @@ def test_a_folder_without_classes_is_learnt_from_and_evaluated(tmp_path):
     report = loop.train(config(evals=evals, data=data), tmp_path / "run")
     assert np.isfinite(report["final"]["task"]["params"]["loss"])
     assert report["final"]["knn"]["params"]["top1"] in (0, 0.5, 1)
+    with pytest.raises(UserError, match=r"evals.val: .* but the model has 0 classes"):
+        loop.train(config(evals={"val": "val"}), tmp_path / "other")
 
 
 def test_features_of_images_without_labels_are_not_evaluated(tmp_path):
