@@ -339,19 +339,12 @@ def evaluate(
     model, params = surgery.fit_network(pretrained, preprocess)
     sigmoid = pretrained.loss == "sigmoid"
     model, preprocess = augment(model, preprocess, views, sigmoid=sigmoid)
-    shardings = sharding.parameters(
-        model.shapes,
-        mesh,
-        model.config.model_axes,
-        config.sharding.rules,
-        config.sharding.min_size,
-    )
-    names = pretrained.class_names
-    if len(names) != model.options["num_classes"]:
-        names = ()
-    tower = None
-    if text.TEXT in pretrained.task_params:
-        tower = text_tower(pretrained)
+    axes, rules = model.config.model_axes, config.sharding.rules
+    size = config.sharding.min_size
+    shardings = sharding.parameters(model.shapes, mesh, axes, rules, size)
+    named = len(pretrained.class_names) == model.options["num_classes"]
+    has_tower = text.TEXT in pretrained.task_params
+    tower = text_tower(pretrained) if has_tower else None
     suite = Suite(
         model,
         config.evals,
@@ -360,7 +353,7 @@ def evaluate(
         mesh,
         shardings,
         preprocess,
-        names,
+        pretrained.class_names if named else (),
         finite=True,
         order=TESTS,
         tower=tower,
