@@ -261,7 +261,7 @@ def get_config(arg=None):
     c = ConfigDict()
     c.seed, c.total_steps, c.batch_size = 3, 6, 4
     c.data = dict(name="synthetic", num_classes=0, num_examples=9, image_size=(16, 12))
-    c.data.train_transform = "multi_crop(small_size=8, num_small=3) | flip"
+    c.data.train_transform = "multi_crop(small_size=8, num_small=3)"
     c.task = dict(name="dino", num_outputs=8, hidden_dim=8, bottleneck_dim=4)
     c.optim = dict(learning_rate=0.01)
     c.model = dict(variant="Ti/4", width=12, depth=1, num_heads=3, mlp_dim=20)

@@ -56,7 +56,7 @@ class ProbeConfig(FeaturesConfig):
     )
 
     def score_features(self, train, test, split, stop):
-        keys = {key: getattr(self, key) for key in ("l2", "held_out", "seed")}
+        keys = {"l2": self.l2, "held_out": self.held_out, "seed": self.seed}
         keys |= {"iterations": self.iterations, "stop": stop}
         choice = choose(train.features, train.labels, split.num_classes, **keys)
         if choice is None:
