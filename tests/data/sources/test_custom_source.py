@@ -11,7 +11,6 @@ from vit_jax.data import pipeline
 from vit_jax.data.fingerprint import fingerprint
 from vit_jax.data.sources.arrays import ArraySource, open_arrays
 from vit_jax.data.sources.open import open_source
-from vit_jax.data.splits import Numbering
 from vit_jax.errors import UserError
 
 PAGE = pathlib.Path(__file__).parents[3] / "docs" / "data.md"
@@ -327,11 +326,3 @@ def test_versions_of_tfds_are_no_functions():
     assert is_custom("my.module_2:open_source")
     for name in ("cifar10", "eurosat/rgb:2.0.0", "caltech101:3.*.*", "cifar10:3.0.2"):
         assert not is_custom(name)
-
-
-def test_numbering_counts_over_parts():
-    numbering = Numbering.of("b[1:]+a", {"a": 2, "b": 3}, "x")
-    assert [numbering.record_id(i) for i in range(4)] == ["b/1", "b/2", "a/0", "a/1"]
-    assert list(numbering.locate(["a/1", "b/0", "b/2"])) == [3, 1]
-    with pytest.raises(IndexError, match="0"):
-        numbering.record_id(4)

@@ -22,18 +22,6 @@ def listed(tmp_path):
     return write
 
 
-def test_a_record_keeps_its_name_under_any_sub_split(data_config, folder):
-    for keys in (
-        {"name": "folder", "data_dir": str(folder)},
-        {"name": "synthetic", "num_examples": 19},
-    ):
-        data = data_config(**keys)
-        whole, part = open_source(data, "train"), open_source(data, "val+train[7:]")
-        assert part.record_id(len(part) - 2) == whole.record_id(17)
-        assert part.record_id(1).startswith("val/")
-    assert whole.record_id(17) == "train/17"
-
-
 def test_excluded_records_are_left_out_of_the_training_split_alone(
     data_config, folder, listed
 ):

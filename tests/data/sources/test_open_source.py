@@ -9,7 +9,6 @@ import pytest
 
 from vit_jax.data.sources import arrays
 from vit_jax.data.sources import open as spec
-from vit_jax.data.sources.base import check_label
 from vit_jax.data.sources.open import open_source
 from vit_jax.errors import UserError
 
@@ -61,14 +60,6 @@ def test_another_size_than_the_config_states_is_a_user_error(data_config):
     with pytest.raises(UserError, match=r"data\.num_examples=1500.* has 1442"):
         open_source(data, "train")
     assert len(open_source(data, "test")) == 355  # It states data.split alone.
-
-
-@pytest.mark.parametrize("label", [-1, 3])
-def test_a_label_out_of_range_names_the_record(label):
-    with pytest.raises(
-        UserError, match=rf"x record 5 has label {label}.*num_classes=3"
-    ):
-        check_label(label, 3, "x record 5")
 
 
 def test_importing_the_package_loads_neither_jax_nor_tfds():

@@ -103,13 +103,6 @@ def test_slices_and_sums_select_rows_across_files(data):
     assert [source.record_id(i) for i in (1, 2)] == ["test/2", "train/10"]
 
 
-def test_records_can_be_excluded_by_name(data, tmp_path):
-    (tmp_path / "list.txt").write_text("train/3\ntest/4\ntrain/22\n")
-    data = dataclasses.replace(data, exclude=str(tmp_path / "list.txt"))
-    source = open_source(data, "train")
-    assert [corner(source[i]) for i in range(21)] == [*range(3), *range(4, 22)]
-
-
 @pytest.mark.parametrize("workers", [0, 1])
 def test_batches_come_from_threads_and_processes(data, workers):
     data = dataclasses.replace(

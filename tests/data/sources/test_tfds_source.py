@@ -65,14 +65,6 @@ def test_a_small_tfds_set_lies_in_memory(make, name):
     assert source.describe(4) == f"{name} train record 4"
 
 
-def test_a_large_tfds_set_stays_encoded(make, monkeypatch):
-    monkeypatch.setattr(arrays, "_MEMORY", 1000)
-    source = open_source(make(), "train[5:9]+test")
-    assert (len(source), source.images) == (4 + 7, None)
-    assert source[2]["image"].startswith(b"\x89PNG")
-    assert source.describe(2) == "tiny_set/red train[5:9]+test record 2"
-
-
 def test_a_set_that_is_not_prepared_says_how_to_prepare_it(make, prepared):
     for name in ("tiny_set/blue", "no_such_set", "tiny_set/red:9.9.9"):
         match = rf"'{name}'.*{prepared}.*vit_jax.prepare --dataset={name} --data_dir={prepared}"

@@ -62,13 +62,6 @@ def test_inception_crop_of_an_extreme_shape_takes_the_middle():
     assert op(image, rng()).max() == 9
 
 
-@pytest.mark.parametrize("op", ["inception_crop", "random_crop"])
-def test_a_random_operation_is_a_function_of_its_generator(photograph, op):
-    op = host_transforms.TRANSFORMS[op]((7, 9))
-    np.testing.assert_array_equal(op(photograph, rng(3)), op(photograph, rng(3)))
-    assert (op(photograph, rng(3)) != op(photograph, rng(4))).any()
-
-
 def boxes(op, count=4000):
     """Draws parts: top, left, height and width."""
     generator = rng()

@@ -67,14 +67,9 @@ def test_a_line_takes_the_size_of_the_config(data_config, folder):
     data = data_config(name="folder", data_dir=str(folder), train_transform=line)
     source = open_source(data, "train")
     keys = {"batch_size": 6, "seed": 3, "start": 0, "stop": 3}
-    with train_batches(source, data, **keys) as found:
-        whole = list(found)
-    for batch in whole:
-        assert batch["image"].shape == (6, 2, 13, 17, 3)
-        assert batch["small_crops"].shape == (6, 2, 5, 6, 3)
-        assert batch["label"].shape == (6,)
-        assert (batch["image"][:, 0] != batch["image"][:, 1]).any((1, 2, 3)).all()
-    with train_batches(source, data, **keys | {"start": 1}) as found:
-        for batch, expected in zip(found, whole[1:], strict=True):
-            for name in expected:
-                np.testing.assert_array_equal(batch[name], expected[name])
+    with train_batches(source, data, **keys) as batches:
+        for batch in batches:
+            assert batch["image"].shape == (6, 2, 13, 17, 3)
+            assert batch["small_crops"].shape == (6, 2, 5, 6, 3)
+            assert batch["label"].shape == (6,)
+            assert (batch["image"][:, 0] != batch["image"][:, 1]).any((1, 2, 3)).all()

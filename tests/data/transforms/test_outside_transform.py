@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import kill_after, tiny_config, train
 
 from vit_jax.data import pipeline
 from vit_jax.data.sources.open import open_source
@@ -212,17 +211,3 @@ def test_weights_import_no_module():
         workdir._preprocess({**config, "eval_transform": "resize | wrong:Half"}) is None
     )
     assert "wrong" not in sys.modules
-
-
-@pytest.mark.slow
-def test_a_run_with_them_resumes_exactly(tmp_path):
-    ops = "noise:Speckle(0.2) | flip | noise:Noise(std=4)"
-    config, run = tiny_config(data={"train_transform": ops}), tmp_path / "run"
-    whole = train(config, run)
-    kill_after(3, run)
-    assert train(config, run)["params_sha256"] == whole["params_sha256"]
-    other = "noise:Speckle(0.3) | flip | noise:Noise(std=4)"
-    with pytest.raises(
-        UserError, match=r"another config \(data.train_transform: noise:Speckle"
-    ):
-        train(tiny_config(data={"train_transform": other}), run)
