@@ -38,15 +38,6 @@ def test_ranks_are_those_of_sorting():
     assert found.tolist() == wanted and len(wanted) == len(set(of_column.tolist()))
 
 
-def test_any_of_several_right_answers_counts():
-    rows, columns = np.eye(3), np.eye(3)[[1, 2, 0]]
-    pairs = np.array([[0, 0, 1], [5, 7, 5]])  # The third row has none.
-    found = image_text.best_ranks(
-        rows, columns, np.arange(3), np.array([5, 6, 7]), pairs
-    )
-    assert found.tolist() == [0, 0]
-
-
 def test_equal_embeddings_find_nothing():
     rows, numbers = np.ones((5, 3)), np.arange(5)
     found = image_text.best_ranks(rows, rows, numbers, numbers, same(numbers, numbers))

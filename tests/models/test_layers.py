@@ -76,14 +76,6 @@ def test_dense_layers_of_the_heads_start_and_act_as_those_of_flax():
         np.testing.assert_allclose(ours.apply(params, x), expected, atol=1e-5)
 
 
-def test_block_of_drop_path_one_is_the_identity_in_training():
-    block = Block(EncoderConfig(num_heads=H, mlp_dim=9, attention_impl="einsum"))
-    x = jax.random.normal(jax.random.key(0), (B, N, H * K))
-    params = jax.jit(block.init)(jax.random.key(1), x)
-    y = jax.jit(block.apply)(params, x, rate=1.0, key=jax.random.key(2))
-    np.testing.assert_array_equal(y, x)
-
-
 def test_drop_path_drops_whole_images_and_rescales_what_stays():
     block = Block(EncoderConfig(num_heads=H, mlp_dim=9, attention_impl="einsum"))
     image = jax.random.normal(jax.random.key(0), (1, N, H * K))

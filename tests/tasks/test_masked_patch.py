@@ -101,14 +101,6 @@ def drawn(task, index, seed=3):
     return task.draw(jnp.asarray(index, jnp.uint32), jax.random.key(seed))
 
 
-def test_an_images_corruption_depends_on_its_position_alone():
-    task = build()
-    whole, part = drawn(task, range(6)), drawn(task, [4, 1])
-    for name, values in whole.items():
-        np.testing.assert_array_equal(part[name], values[jnp.array([4, 1])])
-    assert not np.array_equal(drawn(task, [0], 4)["lot"], whole["lot"])
-
-
 def test_shares_of_what_is_chosen_are_those_of_the_config():
     task = build(mask_ratio=0.25, mask_share=0.5, swap_share=0.3)
     batch = drawn(task, range(3_000))
