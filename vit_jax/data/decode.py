@@ -123,7 +123,9 @@ def decode(
             raise DamagedImage(f"has {image.width}x{image.height} pixels, too many")
         if image.format == "PNG":
             critical = _critical_chunks(data)
-            if _is_plain_png(image, data):
+            opaque = image.mode in ("L", "RGB") and "transparency" not in image.info
+            # Bits per channel: PNG specification, 11.2.1.
+            if opaque and data[24] == 8:
                 pixels = _by_opencv(critical, channels)
                 if pixels is not None:
                     return pixels
@@ -325,12 +327,6 @@ def _critical_chunks(data: bytes) -> bytes:
             kept.append(data[start : end + 4])
         start = end + 4
     return b"".join(kept)
-
-
-def _is_plain_png(image: Image.Image, data: bytes) -> bool:
-    """Returns whether OpenCV may decode a PNG: 8 bits, grey or RGB, opaque."""
-    opaque = image.mode in ("L", "RGB") and "transparency" not in image.info
-    return opaque and data[24] == 8  # Bits per channel: PNG specification, 11.2.1.
 
 
 def to_pixels(image: Image.Image, channels: int) -> np.ndarray:
