@@ -165,7 +165,7 @@ def open_parquet(data: DataConfig, split: str) -> ParquetSource | ArraySource:
 
 
 def _parquet():
-    """Returns pyarrow.parquet, which takes a third of a second to import."""
+    """Returns pyarrow.parquet, imported when the first file is read."""
     import pyarrow.parquet
 
     return pyarrow.parquet
