@@ -218,6 +218,17 @@ def to_intensities(
     return ((components - low) / np.maximum(high - low, 1e-12)).clip(0, 1)
 
 
+def enlarge(
+    values: Float[np.ndarray, "y x D"], size: Sequence[int]
+) -> Float[np.ndarray, "Y X D"]:
+    """Returns the values of patches at a size, those of a patch being all the same."""
+    rows, columns = (
+        np.arange(to) * count // to
+        for to, count in zip(size, values.shape[:2], strict=True)
+    )
+    return values[rows][:, columns]
+
+
 def _bin_edges() -> np.ndarray:
     num_bins = _BINS_PER_OCTAVE * (_MAX_OCTAVE - _MIN_OCTAVE)
     return 2.0 ** np.linspace(_MIN_OCTAVE, _MAX_OCTAVE, num_bins + 1)

@@ -9,18 +9,16 @@ import io
 import itertools
 import re
 import shutil
-import threading
 import time
 from urllib.parse import urlsplit
 
 import explored
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from PIL import Image
 
 from vit_jax.analysis import attention
-from vit_jax.tools.explorer import images, saved, server, session
+from vit_jax.tools.explorer import saved
 from vit_jax.weights import surgery
 
 playwright = pytest.importorskip(
@@ -83,49 +81,32 @@ def file(tmp_path_factory, explored_models, photograph):
     return path
 
 
-def upload(page, data):
-    """Chooses an image file, after the first of the folder, and waits for it."""
-    drawn(page, 1)
-    act(page, lambda: choose(page, data))
+@pytest.fixture
+def looked(page, photograph):
+    """The page of both models with the photograph on it."""
+    drawn(page, 1)  # The first image of the folder.
+    act(page, lambda: choose(page, photograph))
+    return page
 
 
 def choose(page, data, name="photograph.png"):
     """Chooses an image file."""
-    kind = "image/png"
-    page.set_input_files("#file", {"name": name, "mimeType": kind, "buffer": data})
-
-
-@dataclasses.dataclass
-class Held:
-    """Requests that wait for their answer."""
-
-    page: object
-    count: int
-    routes: list = dataclasses.field(default_factory=list)
-
-    def wait(self):
-        """Waits until there are as many as there have to be."""
-        end = time.monotonic() + 60
-        while len(self.routes) < self.count:
-            assert time.monotonic() < end, self.routes
-            self.page.wait_for_timeout(10)
+    page.set_input_files(
+        "#file", {"name": name, "mimeType": "image/png", "buffer": data}
+    )
 
 
 @contextlib.contextmanager
-def held(page, pattern, count):
-    """Holds requests for what matches, `count` of them, until the end."""
-    found, at_end = Held(page, count), False
-
-    def hold(route):
-        if at_end:
-            route.continue_()
-        else:
-            found.routes.append(route)
-
-    page.route(re.compile(pattern), hold)
-    yield found
+def held(page, pattern):
+    """Holds requests for what matches until the end; yields them."""
+    routes, at_end = [], False
+    page.route(
+        re.compile(pattern),
+        lambda route: route.continue_() if at_end else routes.append(route),
+    )
+    yield routes
     at_end = True
-    for route in found.routes:
+    for route in routes:
         route.continue_()
 
 
@@ -135,12 +116,12 @@ def drawn(page, count):
 
 
 def wait(page, condition):
-    """Waits for what is said in JavaScript.
+    """Waits for what is said in JavaScript, or for a function.
 
     Playwright's own way of it evaluates text, which the page's policy forbids.
     """
     end = time.monotonic() + 60
-    while not page.evaluate(condition):
+    while not (condition() if callable(condition) else page.evaluate(condition)):
         assert time.monotonic() < end, condition
         page.wait_for_timeout(10)
 
@@ -157,14 +138,18 @@ def press(page, *keys):
         act(page, lambda key=key: page.keyboard.press(key))
 
 
+def place_of(page, selector, row, column, number=0):
+    """Returns the coordinates in the window of a place in an element, by fractions."""
+    element = page.locator(selector).nth(number)
+    element.scroll_into_view_if_needed()
+    box = element.bounding_box()
+    return box["x"] + column * box["width"], box["y"] + row * box["height"]
+
+
 def click_patch(page, row, column, grid=(3, 5), pane=0):
     """Clicks the middle of a patch."""
-    canvas = page.locator(MAP).nth(pane)
-    canvas.scroll_into_view_if_needed()
-    box = canvas.bounding_box()
-    x = (column + 0.5) / grid[1] * box["width"]
-    y = (row + 0.5) / grid[0] * box["height"]
-    act(page, lambda: canvas.click(position={"x": x, "y": y}))
+    at = (row + 0.5) / grid[0], (column + 0.5) / grid[1]
+    act(page, lambda: page.mouse.click(*place_of(page, MAP, *at, pane)))
 
 
 def shown(page, pane=0):
@@ -193,10 +178,7 @@ def colours(page, pane=0):
 def maps(first, explored_models, photograph):
     """The attention of the first model by `analysis`: layers, heads, N, N."""
     model, params = surgery.fit_network(first, first.preprocess)
-    pixels = np.array(
-        Image.open(io.BytesIO(explored_models[0].run(photograph, "x").picture))
-    )
-    images = jnp.asarray((pixels[None] / 255 - 0.4) / 0.3, jnp.float32)
+    images = explored.network_input(explored_models[0].run(photograph, "x"))
     return list(attention.attention_maps(model, params, images))
 
 
@@ -235,10 +217,9 @@ def test_the_token_is_not_seen_and_a_link_from_elsewhere_leads_here(new_page, se
 
 
 @pytest.mark.parametrize("place", ["server", "file"])
-def test_the_map_is_that_of_the_analysis(place, request, new_page, photograph, maps):
+def test_the_map_is_that_of_the_analysis(place, request, new_page, maps):
     if place == "server":
-        page = new_page(request.getfixturevalue("served").address)
-        upload(page, photograph)
+        page = request.getfixturevalue("looked")
     else:
         page = new_page(request.getfixturevalue("file").as_uri())
         drawn(page, 1)
@@ -266,36 +247,24 @@ def test_the_map_is_that_of_the_analysis(place, request, new_page, photograph, m
     np.testing.assert_allclose(extra, [expected], rtol=1e-5)
 
 
-def test_the_keyboard(page, photograph):
-    upload(page, photograph)
-    page.locator(MAP).first.focus()
-    press(page, "ArrowRight")  # From the class token into the middle.
-    assert shown(page)[0] == 1 + 1 * 5 + 2
-    press(page, "ArrowRight", "ArrowDown", "ArrowDown")  # The last is at the border.
-    assert shown(page)[0] == 1 + 2 * 5 + 3
-    press(page, "ArrowUp", "ArrowLeft")
-    assert shown(page)[0] == 1 + 1 * 5 + 2
-    press(page, "[", "[", "[", "[")
-    assert shown(page)[1] == 0
-    press(page, "]")
-    assert shown(page)[1] == 1
-    press(page, "H")
-    assert shown(page)[2] == 2  # The last head.
-    press(page, "h", "h", "h", "h")
-    assert shown(page)[2] == 0
-    press(page, "c")
-    assert shown(page)[0] == 0
-    said = page.locator("#announced").inner_text()
+def test_the_keyboard(looked):
+    looked.locator(MAP).first.focus()
+    press(looked, "ArrowRight")  # From the class token into the middle.
+    assert shown(looked)[0] == 1 + 1 * 5 + 2
+    press(looked, "ArrowRight", "ArrowDown", "ArrowDown")  # The last is at the border.
+    assert shown(looked)[0] == 1 + 2 * 5 + 3
+    press(looked, "ArrowUp", "ArrowLeft", "[", "[", "[", "[")
+    assert shown(looked)[:2] == (1 + 1 * 5 + 2, 0)
+    press(looked, "]", "H")  # The last head.
+    assert shown(looked)[1:3] == (1, 2)
+    press(looked, "h", "h", "h", "h", "c")
+    assert shown(looked)[:3] == (0, 1, 0)
+    said = looked.locator("#announced").inner_text()
     assert "Layer 2 of 4: head 1" in said
     assert "From [CLS]: most to row" in said
-
-
-@SECOND
-def test_the_slider_takes_its_arrow_keys_itself(page, photograph):
-    upload(page, photograph)
-    page.locator("#layer").focus()
-    press(page, "ArrowLeft")
-    assert shown(page)[:2] == (0, 2)
+    looked.locator("#layer").focus()  # Whose arrow keys are its own.
+    press(looked, "ArrowLeft")
+    assert shown(looked)[:2] == (0, 0)
 
 
 def query_in_words(page, pane):
@@ -305,34 +274,32 @@ def query_in_words(page, pane):
     return f"row {row + 1}, column {column + 1}"
 
 
-def test_the_keys_are_those_of_the_model_that_is_reached(page, photograph):
-    upload(page, photograph)
-    page.locator(MAP).first.focus()
-    press(page, "H", "H")  # From the mean to the second of three heads.
-    assert [shown(page, i)[2] for i in (0, 1)] == [1, 1]
-    page.locator(MAP).nth(1).focus()
-    press(page, "h")  # The second has no third head.
-    assert [shown(page, i)[2] for i in (0, 1)] == ["mean", "mean"]
-    underlined = page.locator("article[aria-current=true] h2")
+def test_the_keys_are_those_of_the_model_that_is_reached(looked):
+    looked.locator(MAP).first.focus()
+    press(looked, "H", "H")  # From the mean to the second of three heads.
+    assert [shown(looked, i)[2] for i in (0, 1)] == [1, 1]
+    looked.locator(MAP).nth(1).focus()
+    press(looked, "h")  # The second has no third head.
+    assert [shown(looked, i)[2] for i in (0, 1)] == ["mean", "mean"]
+    underlined = looked.locator("article[aria-current=true] h2")
     assert underlined.inner_text() == "models/tiny2 (Ti/8)"
-    assert shown(page, 1)[0] == 2 * 2 + 1  # As it has no class token.
-    press(page, "ArrowLeft", "ArrowDown")
-    assert shown(page, 1)[0] == 3 * 2
-    assert page.locator("#query").inner_text() == "row 4, column 1"
-    page.locator("article").first.get_by_role("button", name="head 1").focus()
-    assert page.locator("#query").inner_text() == query_in_words(page, 0)
-    before = shown(page)[0]
-    press(page, "ArrowRight")
-    assert shown(page)[0] == before + 1
+    assert shown(looked, 1)[0] == 2 * 2 + 1  # As it has no class token.
+    press(looked, "ArrowLeft", "ArrowDown")
+    assert shown(looked, 1)[0] == 3 * 2
+    assert looked.locator("#query").inner_text() == "row 4, column 1"
+    looked.locator("article").first.get_by_role("button", name="head 1").focus()
+    assert looked.locator("#query").inner_text() == query_in_words(looked, 0)
+    before = shown(looked)[0]
+    press(looked, "ArrowRight")
+    assert shown(looked)[0] == before + 1
 
 
 @SECOND
-def test_everything_is_reached_by_the_tab_key_and_seen(page, photograph):
-    upload(page, photograph)
+def test_everything_is_reached_by_the_tab_key_and_seen(looked):
     names, at_end = [], False
     while not at_end:
-        page.keyboard.press("Tab")
-        name, outlined, at_end = page.evaluate(
+        looked.keyboard.press("Tab")
+        name, outlined, at_end = looked.evaluate(
             """() => {
               const at = document.activeElement;
               const outlined = at.id === "file" ? at.parentElement : at;
@@ -345,29 +312,28 @@ def test_everything_is_reached_by_the_tab_key_and_seen(page, photograph):
         names.append(name)
         if name == "map":  # Its arrow keys move its own patches.
             pane = names.count("map") - 1
-            press(page, "ArrowRight")  # From the class token into the middle.
-            before = shown(page, pane)[0]
-            press(page, ("ArrowUp", "ArrowDown")[pane])
-            assert shown(page, pane)[0] == before + (-5, 2)[pane]  # A row of its own.
-            assert page.locator("#query").inner_text() == query_in_words(page, pane)
+            press(looked, "ArrowRight")  # From the class token into the middle.
+            before = shown(looked, pane)[0]
+            press(looked, ("ArrowUp", "ArrowDown")[pane])
+            assert shown(looked, pane)[0] == before + (-5, 2)[pane]  # A row of its own.
+            assert looked.locator("#query").inner_text() == query_in_words(looked, pane)
     assert names.count("map") == 2
     for name in ("file", "[CLS]", "layer", "opacity", "map", "head 3", "rollout"):
         assert name in names
 
 
-def test_two_models_side_by_side(page, photograph):
-    upload(page, photograph)
+def test_two_models_side_by_side(looked):
     # The second has no class token: its patch in the middle asks.
-    assert shown(page, 1)[0] == 2 * 2 + 1
-    second = page.locator("article").nth(1)
+    assert shown(looked, 1)[0] == 2 * 2 + 1
+    second = looked.locator("article").nth(1)
     assert "there is no [CLS] here" in second.locator(".where").inner_text()
     assert second.get_by_role("heading", name="Top classes").is_hidden()
-    classes = page.locator("article").first.locator(".classes li")
+    classes = looked.locator("article").first.locator(".classes li")
     assert classes.count() == 5
     # The place that was clicked, not the number of the patch.
-    click_patch(page, 3, 0, grid=(4, 2), pane=1)
-    assert shown(page, 1)[0] == 3 * 2
-    boxes = page.evaluate("panes.map((pane) => pane.seen.models[pane.number].box)")
+    click_patch(looked, 3, 0, grid=(4, 2), pane=1)
+    assert shown(looked, 1)[0] == 3 * 2
+    boxes = looked.evaluate("panes.map((pane) => pane.seen.models[pane.number].box)")
     place = [
         box + (share * (boxes[1][i + 2] - box))
         for i, (box, share) in enumerate(zip(boxes[1], (3.5 / 4, 0.25), strict=False))
@@ -379,41 +345,13 @@ def test_two_models_side_by_side(page, photograph):
     row, column = (
         int(np.clip(at, 0, n - 1)) for at, n in zip(rows, (3, 5), strict=True)
     )
-    assert shown(page)[0] == 1 + row * 5 + column
+    assert shown(looked)[0] == 1 + row * 5 + column
     # Its own arrow keys; and layers go along by their share of the depth.
-    press(page, "ArrowRight")
-    assert shown(page, 1)[0] == 3 * 2 + 1
-    press(page, "[", "[")
-    assert [shown(page, i)[1] for i in (0, 1)] == [1, 0]
-    assert page.locator("#depth").inner_text() == "2 of 4"
-
-
-@SECOND
-def test_the_overview_chooses_layer_and_head(page, photograph):
-    upload(page, photograph)
-    canvas = page.locator(".overview").first
-    canvas.scroll_into_view_if_needed()
-    box = canvas.bounding_box()
-    position = {"x": 1.5 / 4 * box["width"], "y": 2.5 / 6 * box["height"]}
-    act(page, lambda: canvas.click(position=position))
-    wait(page, "panes[0].shown.layer === 1 && panes[0].shown.kind === 2")
-
-
-@SECOND
-def test_the_brightest_may_look_alike(page, photograph):
-    upload(page, photograph)
-    values = "Float32Array.from({ length: 40 }, (_, i) => 39 - i)"
-    assert page.evaluate(f"peakOf({values}, false)") == 39
-    assert page.evaluate(f"peakOf({values}, true)") == 37  # Two are larger.
-    act(page, lambda: page.locator("#clip").check())
-    assert page.evaluate("state.clip")
-
-
-@SECOND
-def test_an_image_of_the_folder(page):
-    drawn(page, 1)
-    act(page, lambda: page.get_by_role("button", name="one.png").click())
-    assert page.locator("#subtitle").inner_text() == "one.png"
+    press(looked, "ArrowRight")
+    assert shown(looked, 1)[0] == 3 * 2 + 1
+    press(looked, "[", "[")
+    assert [shown(looked, i)[1] for i in (0, 1)] == [1, 0]
+    assert looked.locator("#depth").inner_text() == "2 of 4"
 
 
 def test_an_image_is_dropped(page, photograph):
@@ -429,18 +367,26 @@ def test_an_image_is_dropped(page, photograph):
     assert page.locator("#subtitle").inner_text() == "dropped.png"
 
 
-def test_a_broken_image_is_told_and_the_last_one_stays(served, new_page, photograph):
+def test_what_goes_wrong_is_told_and_the_last_image_stays(served, new_page, photograph):
     page = new_page(served.address, quiet=False)  # Chromium complains of status 415.
-    upload(page, photograph)
-    upload_broken = {"name": "torn.png", "mimeType": "image/png", "buffer": b"GIF"}
-    page.set_input_files("#file", upload_broken)
-    message = page.get_by_role("alert")
-    message.filter(has_text="torn.png cannot be decoded").wait_for()
+    drawn(page, 1)
+    act(page, lambda: choose(page, photograph))
+    alert = page.get_by_role("alert")
+    choose(page, b"GIF", "torn.png")
+    alert.filter(has_text="torn.png cannot be decoded").wait_for()
     assert page.locator("#busy").inner_text() == ""
     assert page.locator("#subtitle").inner_text() == "photograph.png"
     press(page, "ArrowDown")
-    act(page, lambda: upload(page, photograph))
-    assert message.inner_text() == ""
+    page.evaluate("limits.bytes = 10")
+    choose(page, bytes(11), "large.png")  # It is not sent.
+    told = "large.png has more than 10 bytes: give a smaller file."
+    alert.filter(has_text=told).wait_for()
+    page.context.set_offline(True)
+    page.keyboard.press("ArrowDown")
+    alert.filter(has_text="The server does not answer").wait_for()
+    page.context.set_offline(False)
+    press(page, "ArrowUp")
+    assert alert.inner_text() == ""
 
 
 def looked_at(page, pane=0):
@@ -449,40 +395,40 @@ def looked_at(page, pane=0):
     return re.search("image=([0-9a-f]+)", address)[1], key
 
 
+def key_of(data):
+    return hashlib.sha256(data).hexdigest()[:32]
+
+
 def test_no_picture_is_shown_with_the_attention_of_another(
-    page, photograph, explored_models
+    looked, photograph, explored_models
 ):
-    old, new = photograph, explored.picture(6)
-    keys = [hashlib.sha256(data).hexdigest()[:32] for data in (old, new)]
-    upload(page, old)
-    with held(page, "api/picture", 2) as pictures:
-        choose(page, new)
-        pictures.wait()
-        press(page, "ArrowDown")  # Of the old one, whose picture is still there.
-        assert looked_at(page) == (keys[0], keys[0])
-        row = explored_models[0].run(old, "x").rows.levels[shown(page)[0]]
-        shown_levels = "[...panes[0].shown.row.levels]"
-        assert page.evaluate(shown_levels) == row.ravel().tolist()
-    wait(page, f"panes[0].seen.key === '{keys[1]}'")
-    wait(page, "document.getElementById('busy').textContent === ''")
-    row = explored_models[0].run(new, "x").rows.levels[shown(page)[0]]
-    assert page.evaluate(shown_levels) == row.ravel().tolist()
-    assert looked_at(page) == (keys[1], keys[1])
+    def check(data):
+        assert looked_at(looked) == (key_of(data), key_of(data))
+        row = explored_models[0].run(data, "x").rows.levels[shown(looked)[0]]
+        levels = looked.evaluate("[...panes[0].shown.row.levels]")
+        assert levels == row.ravel().tolist()
+
+    new = explored.picture(6)
+    with held(looked, "api/picture") as pictures:
+        choose(looked, new)
+        wait(looked, lambda: len(pictures) == 2)
+        press(looked, "ArrowDown")  # Of the old one, whose picture is still there.
+        check(photograph)
+    wait(looked, f"panes[0].seen.key === '{key_of(new)}'")
+    wait(looked, "document.getElementById('busy').textContent === ''")
+    check(new)
 
 
-def test_a_picture_that_comes_late_is_not_shown(page, photograph):
-    upload(page, photograph)
+def test_a_picture_that_comes_late_is_not_shown(looked):
     late, last = explored.picture(10), explored.picture(11)
-    keys = [hashlib.sha256(data).hexdigest()[:32] for data in (late, last)]
-    with held(page, f"api/picture.*{keys[0]}", 2) as pictures:
-        choose(page, late)
-        pictures.wait()
-        act(page, lambda: choose(page, last, "last.png"))
-        assert looked_at(page) == (keys[1], keys[1])
-    page.wait_for_timeout(200)
-    assert [looked_at(page, pane) for pane in (0, 1)] == 2 * [(keys[1], keys[1])]
-    assert page.locator("#subtitle").inner_text() == "last.png"
-    assert page.locator("#busy").inner_text() == ""
+    with held(looked, f"api/picture.*{key_of(late)}") as pictures:
+        choose(looked, late)
+        wait(looked, lambda: len(pictures) == 2)
+        act(looked, lambda: choose(looked, last, "last.png"))
+    looked.wait_for_timeout(200)
+    assert [looked_at(looked, pane) for pane in (0, 1)] == 2 * [(key_of(last),) * 2]
+    assert looked.locator("#subtitle").inner_text() == "last.png"
+    assert looked.locator("#busy").inner_text() == ""
 
 
 @SECOND
@@ -490,40 +436,29 @@ def test_pictures_of_the_folder_are_asked_for_one_at_a_time(page):
     widths = "[...document.querySelectorAll('#folder img')].map((x) => x.naturalWidth)"
     whole = f"{widths}.length === 4 && {widths}.every((width) => width > 0)"
     wait(page, whole)
-    with held(page, "api/thumbnail", 1) as pictures:
+    with held(page, "api/thumbnail") as pictures:
         page.reload()
-        pictures.wait()
+        wait(page, lambda: pictures)
         page.wait_for_timeout(200)
-        assert len(pictures.routes) == 1
+        assert len(pictures) == 1
     wait(page, whole)
 
 
-@SECOND
-def test_a_large_file_is_not_sent(page):
-    drawn(page, 1)
-    page.evaluate("limits.bytes = 10")
-    large = {"name": "large.png", "mimeType": "image/png", "buffer": bytes(11)}
-    page.set_input_files("#file", large)
-    told = page.get_by_role("alert").inner_text()
-    assert told == "large.png has more than 10 bytes: give a smaller file."
-
-
-def test_it_is_readable_at_any_width_by_day_and_by_night(page, photograph):
-    upload(page, photograph)
+def test_it_is_readable_at_any_width_by_day_and_by_night(looked):
     for width, scheme in itertools.product((400, 1600), ("light", "dark")):
-        page.set_viewport_size({"width": width, "height": 900})
-        page.emulate_media(color_scheme=scheme)
-        assert page.evaluate("document.documentElement.scrollWidth") <= width
-        sizes = page.evaluate(
+        looked.set_viewport_size({"width": width, "height": 900})
+        looked.emulate_media(color_scheme=scheme)
+        assert looked.evaluate("document.documentElement.scrollWidth") <= width
+        sizes = looked.evaluate(
             """[...document.querySelectorAll("body *")]
               .filter((each) => each.checkVisibility() && each.innerText?.trim())
               .map((each) => parseFloat(getComputedStyle(each).fontSize))"""
         )
         assert min(sizes) >= 12
         for text, ground in GROUNDS.items():
-            assert contrast(page, text, ground) >= 4.5, text  # WCAG 2.2, 1.4.3.
+            assert contrast(looked, text, ground) >= 4.5, text  # WCAG 2.2, 1.4.3.
         # Of what is no text: 1.4.11.
-        assert contrast(page, ".overview", "body") >= 3
+        assert contrast(looked, ".overview", "body") >= 3
 
 
 # Where words stand, and what is behind them.
@@ -562,10 +497,9 @@ def lights(colours):
 
 
 @SECOND
-def test_labels(page, photograph):
+def test_labels(looked):
     """Every control has a name for those who do not see it."""
-    upload(page, photograph)
-    unnamed = page.evaluate(
+    unnamed = looked.evaluate(
         """[...document.querySelectorAll("button, input, canvas, [role=group]")]
           .filter((each) => !each.closest("[aria-hidden]") && each.checkVisibility())
           .filter((each) => !(each.labels?.length || each.ariaLabel
@@ -587,19 +521,6 @@ def test_without_a_class_token_there_is_no_button(new_page, explored_models, tmp
     page.keyboard.press("c")
     press(page, "ArrowLeft")
     assert shown(page)[0] == 2 * 2
-
-
-@SECOND
-def test_a_server_that_has_ended_is_told(served, new_page, photograph):
-    page = new_page(served.address, quiet=False)
-    upload(page, photograph)
-    page.context.set_offline(True)
-    page.keyboard.press("ArrowDown")
-    alert = page.get_by_role("alert")
-    alert.filter(has_text="The server does not answer").wait_for()
-    page.context.set_offline(False)
-    press(page, "ArrowUp")
-    assert alert.inner_text() == ""
 
 
 def test_blocks_of_patches_are_drawn_and_told_as_such(new_page, tmp_path):
@@ -661,91 +582,88 @@ def test_the_first_image_is_shown_and_the_address_leads_back(new_page, served):
     assert shown(again)[:3] == (0, 3, "mean") and again.evaluate("opened") == first
 
 
-def test_pointing_shows_where_a_patch_looks_until_the_pointer_leaves(page, photograph):
-    upload(page, photograph)
-    before, count = shown(page), page.evaluate("document.body.dataset.drawn")
-    canvas = page.locator(MAP).first
-    canvas.scroll_into_view_if_needed()
-    box = canvas.bounding_box()
-    x, y = box["x"] + 0.5 / 5 * box["width"], box["y"] + 2.5 / 3 * box["height"]
-    page.mouse.move(x, y - 10)
-    page.mouse.move(x, y)
-    wait(page, "panes[0].shown.asking.patch === 10")
-    assert (shown(page)[3] != before[3]).any()
-    page.mouse.move(box["x"] - 5, y)
-    wait(page, "panes[0].shown.asking.patch === null")
-    np.testing.assert_array_equal(shown(page)[3], before[3])
+def test_pointing_shows_where_a_patch_looks_until_the_pointer_leaves(looked):
+    before, count = shown(looked), looked.evaluate("document.body.dataset.drawn")
+    x, y = place_of(looked, MAP, 2.5 / 3, 0.5 / 5)
+    looked.mouse.move(x, y - 10)
+    looked.mouse.move(x, y)
+    wait(looked, "panes[0].shown.asking.patch === 10")
+    assert (shown(looked)[3] != before[3]).any()
+    looked.mouse.move(x - 200, y)
+    wait(looked, "panes[0].shown.asking.patch === null")
+    np.testing.assert_array_equal(shown(looked)[3], before[3])
     # Nothing was chosen, and nothing is read aloud.
-    assert page.evaluate("document.body.dataset.drawn") == count
+    assert looked.evaluate("document.body.dataset.drawn") == count
 
 
 def test_a_class_is_clicked_to_see_its_relevance(
-    page, photograph, explored_models, new_page, file
+    looked, photograph, explored_models, new_page, file
 ):
-    upload(page, photograph)
     output = explored_models[0].run(photograph, "x")
-    for each in (page, new_page(file.as_uri())):
-        drawn(each, 1)
-        act(each, lambda each=each: each.locator(".classes button").nth(1).click())
+    for page in (looked, new_page(file.as_uri())):
+        drawn(page, 1)
+        button = page.locator(".classes button").nth(1)
+        act(page, button.click)
         wanted = explored_models[0].relevance(output, output.classes[1].label)
-        np.testing.assert_allclose(
-            shown(each)[3], wanted / wanted.sum(), rtol=0.01, atol=1e-6
-        )
-        words = each.locator(".where").first.inner_text()
+        wanted = wanted / wanted.sum()
+        np.testing.assert_allclose(shown(page)[3], wanted, rtol=0.01, atol=1e-6)
+        words = page.locator(".where").first.inner_text()
         assert words.startswith(f"Relevance to {output.classes[1].name}: most of row")
-        assert (
-            "There is no relevance here" in each.locator(".where").nth(1).inner_text()
-        )
-        pressed = each.locator(".classes button[aria-pressed=true]")
+        words = page.locator(".where").nth(1).inner_text()
+        assert "There is no relevance here" in words
+        pressed = page.locator(".classes button[aria-pressed=true]")
         assert output.classes[1].name in pressed.inner_text()
-        assert each.locator(".kinds button[aria-pressed=true]").count() == 1
-        act(each, lambda each=each: each.locator(".classes button").nth(1).click())
-        assert shown(each)[0] == 0
+        assert page.locator(".kinds button[aria-pressed=true]").count() == 1
+        act(page, button.click)
+        assert shown(page)[0] == 0
 
 
-def test_the_overview_has_labels_and_arrow_keys(page, photograph):
-    upload(page, photograph)
-    grid = page.locator(".grid").first
+def test_the_overview_has_labels_arrow_keys_and_is_clicked(looked):
+    grid = looked.locator(".grid").first
     assert grid.locator(".layers").inner_text().split() == ["1", "2", "3", "4"]
     names = grid.locator(".names").inner_text().split()
     assert names == ["1", "2", "3", "mean", "max", "roll"]
     grid.locator("canvas").focus()
-    press(page, "ArrowLeft", "ArrowUp")
-    wait(page, "panes[0].shown.layer === 2 && panes[0].shown.kind === 2")
-    assert shown(page)[0] == 0  # The query stays.
+    press(looked, "ArrowLeft", "ArrowUp")
+    wait(looked, "panes[0].shown.layer === 2 && panes[0].shown.kind === 2")
+    assert shown(looked)[0] == 0  # The query stays.
+    at = place_of(looked, ".overview", 2.5 / 6, 1.5 / 4)
+    act(looked, lambda: looked.mouse.click(*at))
+    wait(looked, "panes[0].shown.layer === 1 && panes[0].shown.kind === 2")
 
 
-def test_what_is_shown_is_saved(page, photograph, new_page, tmp_path):
-    upload(page, photograph)
-    with page.expect_download() as found:
-        page.locator("#savepng").click()
+def test_what_is_shown_is_saved(looked, new_page, tmp_path):
+    with looked.expect_download() as found:
+        looked.locator("#savepng").click()
     assert found.value.suggested_filename == "photograph.png"
     found.value.save_as(tmp_path / "map.png")
-    size = tuple(page.evaluate("[panes[0].map.width, panes[0].map.height]"))
+    size = tuple(looked.evaluate("[panes[0].map.width, panes[0].map.height]"))
     with Image.open(tmp_path / "map.png") as saved_map:
         assert saved_map.size == size
-    with page.expect_download() as found:
-        page.locator("#savepage").click()
+    with looked.expect_download() as found:
+        looked.locator("#savepage").click()
     assert found.value.suggested_filename == "photograph.html"
     found.value.save_as(tmp_path / "page.html")
     again = new_page((tmp_path / "page.html").as_uri())
     drawn(again, 1)
-    np.testing.assert_array_equal(shown(again)[3], shown(page)[3])
+    np.testing.assert_array_equal(shown(again)[3], shown(looked)[3])
     assert again.locator("#savepage").is_hidden()
 
 
-def test_the_photograph_stays_where_there_is_little_attention(page):
-    cover = page.evaluate("[0, 0.5, 1].map((share) => [...coverOf(share)])")
+def test_scales_of_brightness_and_cover(looked):
+    values = "Float32Array.from({ length: 40 }, (_, i) => 39 - i)"
+    assert looked.evaluate(f"peakOf({values}, false)") == 39
+    assert looked.evaluate(f"peakOf({values}, true)") == 37  # Two are larger.
+    act(looked, lambda: looked.locator("#clip").check())
+    assert looked.evaluate("state.clip")
+    # The photograph stays where there is little attention.
+    cover = looked.evaluate("[0, 0.5, 1].map((share) => [...coverOf(share)])")
     assert set(cover[0]) == {0} and set(cover[2]) == {255}
     assert cover[1] == list(range(256))
 
 
 def test_windows_have_the_heads_of_their_stage(new_page, photograph):
-    given = explored.swin()
-    found = session.ExploredModel(given, preprocess=given.preprocess)
-    with server.Server(session.Session([found]), "127.0.0.1", 0) as running:
-        thread = threading.Thread(target=running.serve_forever, args=(0.05,))
-        thread.start()
+    with explored.served([explored.opened(explored.swin())]) as running:
         page = new_page(running.address)
         page.locator("#choose").wait_for()
         choose(page, photograph)
@@ -760,29 +678,21 @@ def test_windows_have_the_heads_of_their_stage(new_page, photograph):
         # The sixth row and column are in the second window of four.
         values = shown(page)[3].reshape(12, 10)
         np.testing.assert_allclose(values.sum(), 1, atol=0.02)
-        running.shutdown()
-        thread.join()
 
 
 @pytest.fixture(scope="module")
 def compared(folder):
     """The page of a model with a text tower."""
-    found = explored.towers()
-    model = session.ExploredModel(found, preprocess=found.preprocess)
-    with server.Server(
-        session.Session([model], images.Folder(str(folder))), "127.0.0.1", 0
-    ) as served:
-        thread = threading.Thread(target=served.serve_forever)
-        thread.start()
+    model = explored.opened(explored.towers())
+    with explored.served([model], folder) as served:
         yield served, model
-        served.shutdown()
-        thread.join()
 
 
 def test_a_text_is_typed_to_see_its_relevance(compared, new_page, photograph):
     served, model = compared
     page = new_page(served.address)
-    upload(page, photograph)
+    drawn(page, 1)
+    act(page, lambda: choose(page, photograph))
 
     def type_in(words):
         page.locator("#text").fill(words)
@@ -790,7 +700,7 @@ def test_a_text_is_typed_to_see_its_relevance(compared, new_page, photograph):
 
     act(page, lambda: type_in("a photo of a dog [h]"))
     output = model.run(photograph, "x")
-    wanted = model.relevance_to_text(output, "a photo of a dog [h]")
+    wanted = model.relevance(output, "a photo of a dog [h]")
     np.testing.assert_allclose(shown(page)[3], wanted / wanted.sum(), rtol=1e-3)
     words = page.locator(".where").inner_text()
     assert words.startswith("Relevance to “a photo of a dog [h]”: most of row")

@@ -48,7 +48,7 @@ def test_what_cannot_be_small_is_not_written(made, tmp_path, monkeypatch):
     path.write_text("old")
     monkeypatch.setattr(saved, "MAX_BYTES", 50_000)
     reason = (
-        r"--html=.*x\.html would have 0\.\d MB, more than 0\.05, however coarse its "
+        r"the page would have 0\.\d MB, more than 0\.05, however coarse its "
         "attention: set a smaller --resolution, or leave out --compare"
     )
     with pytest.raises(UserError, match=reason):

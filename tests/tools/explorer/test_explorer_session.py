@@ -17,7 +17,7 @@ from vit_jax.evaluators import prediction
 from vit_jax.tools.explorer import saved
 from vit_jax.tools.explorer.images import Refused
 from vit_jax.tools.explorer.rows import AttentionRows
-from vit_jax.tools.explorer.session import ExploredModel, Session
+from vit_jax.tools.explorer.session import Session
 from vit_jax.weights import surgery
 from vit_jax.weights.text_tower import text_tower
 
@@ -32,46 +32,41 @@ def read(data, layers, maps, extra, patches, steps=255):
     return np.concatenate([scales[..., :-1], values], -1)
 
 
-def uneven(rng, *shape):
-    """Returns rows of sum 1, some entries far larger than others."""
-    values = np.exp(3 * rng.standard_normal(shape))
-    return (values / values.sum(-1, keepdims=True)).astype(np.float32)
+def uneven(seed, layers, maps, tokens, extra):
+    """Returns attention of rows of sum 1, some entries far larger, and its rows."""
+    rng = np.random.default_rng(seed)
+    values = np.exp(3 * rng.standard_normal((layers, maps, tokens, tokens)))
+    values = (values / values.sum(-1, keepdims=True)).astype(np.float32)
+    values[0, 0, 4] = 0
+    rows = AttentionRows.zeros(tokens, extra, layers, maps)
+    for layer, of_layer in enumerate(values):
+        rows.set_layer(layer, of_layer)
+    return values, rows
 
 
 @pytest.mark.parametrize("steps", [255, 15])
 def test_rows_are_read_back_to_half_a_step(steps):
-    maps = uneven(np.random.default_rng(0), 3, 5, 11, 11)  # Layers, maps, N, N.
-    rows = AttentionRows.zeros(tokens=11, extra=2, layers=3, maps=5)
-    for layer, values in enumerate(maps):
-        rows.set_layer(layer, values)
+    maps, rows = uneven(0, layers=3, maps=5, tokens=11, extra=2)
     if steps != 255:
         rows = rows.requantize(steps)
-    for query in (0, 7, 10):
+    for query in (0, 4, 10):
         found = read(rows.to_bytes(query), 3, 5, 2, 9, steps)
         expected = maps[:, :, query]
         np.testing.assert_array_equal(found[..., :2], expected[..., :2])
         peak = expected[..., 2:].max(-1, keepdims=True)
         # Half a step of the one, and of the 255 that it was made of.
-        error = abs(found - expected)[..., 2:] / peak
-        assert error.max() <= 0.5 / steps + 0.5 / 255 * (steps != 255) + 1e-5
-
-
-def test_a_row_of_zeros_stays_one():
-    rows = AttentionRows.zeros(tokens=3, extra=0, layers=1, maps=1)
-    rows.set_layer(0, np.zeros((1, 3, 3), np.float32))
-    assert not read(rows.to_bytes(1), 1, 1, 0, 3).any()
+        error = 0.5 / steps + 0.5 / 255 * (steps != 255) + 1e-5
+        assert (abs(found - expected)[..., 2:] <= error * peak).all()
 
 
 @pytest.mark.parametrize("side", [2, 3])
 def test_blocks_have_the_mean_of_their_patches(side):
     grid, extra = (5, 7), 2
-    rows = AttentionRows.zeros(tokens=37, extra=extra, layers=2, maps=3)
-    for layer, values in enumerate(uneven(np.random.default_rng(1), 2, 3, 37, 37)):
-        rows.set_layer(layer, values)
-    rows.levels[4, 1, 2] = 0
+    _, rows = uneven(1, layers=2, maps=3, tokens=37, extra=extra)
     down, across = (-(-count // side) for count in grid)
     pooled = rows.pool_patches(grid, side)
-    assert (pooled.pool, pooled.levels.shape) == (side, (37, 2, 3, down * across))
+    assert pooled.requantize(7).pool == pooled.pool == side
+    assert pooled.levels.shape == (37, 2, 3, down * across)
     for query in (0, 4, 36):
         fine = read(rows.to_bytes(query), 2, 3, extra, 35)
         found = read(pooled.to_bytes(query), 2, 3, extra, down * across)
@@ -91,20 +86,6 @@ def test_blocks_have_the_mean_of_their_patches(side):
         assert (error <= (0.51 / 255 + 2**-8) * peak).all()
 
 
-def test_fewer_steps_of_blocks_are_still_blocks():
-    _, seen = explored.made((5, 7), layers=1, heads=1)
-    assert seen.rows.pool_patches((5, 7), 2).requantize(7).pool == 2
-
-
-def everything(found, pretrained):
-    """Returns the attention of all layers by `analysis`, and the network's input."""
-    model, params = surgery.fit_network(pretrained, pretrained.preprocess)
-    pixels = np.array(Image.open(io.BytesIO(found.picture)))
-    pixels = pixels.reshape(1, *model.image_shape)
-    images = jnp.asarray((pixels / 255 - 0.4) / 0.3, jnp.float32)
-    return list(attention.attention_maps(model, params, images))
-
-
 @pytest.mark.parametrize("number", [0, 1])
 def test_a_model_keeps_the_attention_of_the_analysis(
     number, explored_models, first, second, photograph
@@ -112,7 +93,10 @@ def test_a_model_keeps_the_attention_of_the_analysis(
     pretrained = (first, second)[number]
     layers, heads, extra, patches = ((4, 3, 1, 15), (2, 2, 0, 8))[number]
     found = explored_models[number].run(photograph, "photograph")
-    maps = everything(found, pretrained)
+    assert bool(found.classes) == (number == 0)
+    network, params = surgery.fit_network(pretrained, pretrained.preprocess)
+    images = explored.network_input(found)
+    maps = list(attention.attention_maps(network, params, images))
     assert len(maps) == layers
     flows = [attention.rollout(maps[: layer + 1])[0] for layer in range(layers)]
     for query in range(extra + patches):
@@ -128,7 +112,7 @@ def test_a_model_keeps_the_attention_of_the_analysis(
 def test_the_classes_are_those_of_predict(first, photograph, loss):
     given = dataclasses.replace(first, loss=loss)
     names = "one", "two", "three", "four", "five"
-    opened = ExploredModel(given, preprocess=given.preprocess, class_names=names)
+    opened = explored.opened(given, class_names=names)
     found = opened.run(photograph, "photograph").classes
     classifier = prediction.Classifier(given, class_names=names)
     [(_, expected)] = prediction.predict(
@@ -142,13 +126,6 @@ def test_the_classes_are_those_of_predict(first, photograph, loss):
     )
     # Far from each other, or the order would be a matter of chance.
     assert abs(np.diff(probabilities)).min() > 1e-4
-
-
-def test_names_that_are_too_few(first):
-    with pytest.raises(
-        UserError, match="there are 2 class names, but .* has 5 classes"
-    ):
-        ExploredModel(first, preprocess=first.preprocess, class_names=("a", "b"))
 
 
 def test_the_attention_of_one_layer_is_there_at_a_time(
@@ -171,10 +148,6 @@ def test_the_attention_of_one_layer_is_there_at_a_time(
     assert counts == [1, 1, 1, 1]
 
 
-def test_without_a_classifier_there_are_no_classes(explored_models, photograph):
-    assert explored_models[1].run(photograph, "photograph").classes == ()
-
-
 def test_a_description(explored_models):
     assert explored_models[0].describe() == {
         "name": "models/tiny1",
@@ -193,38 +166,20 @@ def test_a_description(explored_models):
 
 
 def test_the_distillation_token_is_named():
-    small = {
-        "width": 12,
-        "depth": 1,
-        "num_heads": 3,
-        "mlp_dim": 5,
-        "image_size": (8, 16),
-    }
-    given = explored.pretrained(
-        3, variant="Ti/8", num_classes=5, distillation=True, **small
-    )
-    found = ExploredModel(given, preprocess=given.preprocess)
-    assert found.describe()["extra"] == ["CLS", "DIST"]
+    given = explored.pretrained(3, depth=1, distillation=True)
+    assert explored.opened(given).describe()["extra"] == ["CLS", "DIST"]
 
 
-def test_a_resnet_is_refused():
-    options = {
-        "variant": "R50x1",
-        "num_classes": 3,
-        "stage_depths": (1,),
-        "stem_width": 32,
-    }
-    given = explored.pretrained(4, **options, image_size=(32, 32))
+def test_what_cannot_be_explored_is_refused(first, second, photograph):
+    sizes = {"stage_depths": (1,), "stem_width": 32, "image_size": (32, 32)}
     with pytest.raises(UserError, match="a ResNet has no attention"):
-        ExploredModel(given, preprocess=given.preprocess)
-
-
-def test_attention_that_is_not_finite_is_told(second, photograph):
+        explored.opened(explored.pretrained(4, "R50x1", **sizes))
+    with pytest.raises(UserError, match="there are 2 class names, but .* 5 classes"):
+        explored.opened(first, class_names=("a", "b"))
     given = dataclasses.replace(second, params=jax.tree.map(np.copy, second.params))
     given.params["embedding"]["kernel"][0] = np.nan
-    found = ExploredModel(given, preprocess=given.preprocess)
     with pytest.raises(UserError, match="tiny2's output for photograph is not finite"):
-        found.run(photograph, "photograph")
+        explored.opened(given).run(photograph, "photograph")
 
 
 @pytest.mark.parametrize(
@@ -240,7 +195,7 @@ def test_attention_that_is_not_finite_is_told(second, photograph):
 )
 def test_the_name_tells_no_password(second, source, name):
     given = dataclasses.replace(second, source=source)
-    found = ExploredModel(given, preprocess=given.preprocess)
+    found = explored.opened(given)
     assert found.name == found.describe()["name"] == name
 
 
@@ -261,7 +216,7 @@ def test_parameters_are_fitted_where_jax_has_no_cpu(second, monkeypatch):
 def windowed(photograph):
     """A Swin Transformer, its checkpoint, and what it saw."""
     given = explored.swin(window_padding="timm")
-    found = ExploredModel(given, preprocess=given.preprocess)
+    found = explored.opened(given)
     return found, given, found.run(photograph, "photograph")
 
 
@@ -274,8 +229,7 @@ def test_attention_in_windows_is_that_of_the_network(windowed):
     assert about["heads"] == [2, 2, 4]
     assert not about["rollout"] and not about["relevance"] and about["extra"] == []
     assert len(output.classes) == 5 and output.rows.num_queries == 120
-    pixels = np.asarray(Image.open(io.BytesIO(output.picture)))[None]
-    images = jnp.asarray((pixels / 255 - 0.4) / 0.3, jnp.float32)
+    images = explored.network_input(output)
     model, params = surgery.fit_network(given, given.preprocess)
     blocks = model.window_attention(params, images)[1]
     for query in (0, 57, 119):
@@ -299,7 +253,7 @@ def test_attention_in_windows_is_that_of_the_network(windowed):
 
 def test_windows_of_a_grid_that_they_divide_have_all_attention(photograph):
     given = explored.swin(image_size=(16, 16))
-    found = ExploredModel(given, preprocess=given.preprocess)
+    found = explored.opened(given)
     data = found.run(photograph, "photograph").rows.to_bytes(9)
     sums = read(data, layers=3, maps=4, extra=0, patches=64).sum(-1)
     # Each patch of the second stage is shown at four of the first.
@@ -310,8 +264,7 @@ def test_windows_of_a_grid_that_they_divide_have_all_attention(photograph):
 def test_relevance_is_that_of_the_analysis(explored_models, first, photograph):
     found, other = explored_models
     output = found.run(photograph, "photograph")
-    pixels = np.asarray(Image.open(io.BytesIO(output.picture)))[None]
-    images = jnp.asarray((pixels / 255 - 0.4) / 0.3, jnp.float32)
+    images = explored.network_input(output)
     model, params = surgery.fit_network(first, first.preprocess)
     wanted = attention.relevance(model, params, images, jnp.array([3]))[0, 1:]
     np.testing.assert_allclose(found.relevance(output, 3), wanted, rtol=1e-5)
@@ -326,24 +279,17 @@ def test_a_page_of_attention_in_windows_is_not_saved(windowed, tmp_path):
     assert [*tmp_path.iterdir()] == []
 
 
-@pytest.fixture(scope="module")
-def towers():
-    """A model with a text tower, opened, and its checkpoint."""
-    found = explored.towers()
-    return ExploredModel(found, preprocess=found.preprocess), found
-
-
 @pytest.mark.slow
-def test_relevance_to_a_text_is_that_of_the_similarity(towers, photograph):
-    model, pretrained = towers
+def test_relevance_to_a_text_is_that_of_the_similarity(photograph):
+    pretrained = explored.towers()
+    model = explored.opened(pretrained)
     output = model.run(photograph, "x")
     words = "a photo of a dog"
-    found = model.relevance_to_text(output, words)
+    found = model.relevance(output, words)
 
     # The gradient of the cosine by hand, as the kernel of a classifier of one class.
     network, params = surgery.fit_network(pretrained, pretrained.preprocess)
-    pixels = np.array(Image.open(io.BytesIO(output.picture)))
-    images = jnp.asarray((pixels[None] / 255 - 0.4) / 0.3, jnp.float32)
+    images = explored.network_input(output)
     features = np.asarray(jax.jit(network.apply)(params, images)["pre_logits"])[0]
     kernel = pretrained.task_params["projection"]["kernel"]
     (goal,) = text_tower(pretrained).embed([words])
@@ -352,16 +298,12 @@ def test_relevance_to_a_text_is_that_of_the_similarity(towers, photograph):
     unit = embedded / length
     slope = kernel @ (goal - unit * (unit @ goal)) / length
     classifier = models.create(**{**network.options, "num_classes": 1})
-    head = {
-        "kernel": slope[:, None].astype(np.float32),
-        "bias": np.zeros(1, np.float32),
-    }
-    wanted = attention.relevance(
-        classifier, {**params, "head": head}, images, jnp.zeros(1, jnp.int32)
-    )
+    head = {"kernel": jnp.asarray(slope[:, None]), "bias": jnp.zeros(1)}
+    label = jnp.zeros(1, jnp.int32)
+    wanted = attention.relevance(classifier, {**params, "head": head}, images, label)
     np.testing.assert_allclose(found, np.asarray(wanted)[0, 1:], rtol=1e-3, atol=1e-6)
     assert found.max() > 0
-    other = model.relevance_to_text(output, "x")
+    other = model.relevance(output, "x")
     assert np.abs(other / other.sum() - found / found.sum()).max() > 1e-3
 
 
@@ -384,7 +326,7 @@ def test_patches_are_compared_within_and_between_images(explored_models, photogr
     with pytest.raises(Refused, match="There is no patch 15"):
         session.similarity(one, 0, one, 15)
     with pytest.raises(Refused, match="Model 0 has no relevance to texts"):
-        session.relevance_to_text(one, 0, "a dog")
+        session.relevance(one, 0, "a dog")
 
 
 def test_merged_patches_have_the_same_features(windowed):

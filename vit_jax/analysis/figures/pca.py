@@ -30,8 +30,9 @@ class PCA(Figure):
         for stem, pixels, tile, values in zip(
             batch.stems, batch.pixels[0], colours, components, strict=True
         ):
+            tile = representations.enlarge(tile, pixels.shape[:2])
             drawing = analysis.charts.draw_tiles(
-                [pixels.repeat(3 // pixels.shape[-1], -1), _enlarge(tile, pixels)],
+                [pixels, np.rint(255 * tile).astype(np.uint8)],
                 2,
                 title=f"{self.loaded.name}: components of patch features",
                 captions=["image", f"3 components, {sum(shares):.0%} of the variance"],
@@ -39,12 +40,3 @@ class PCA(Figure):
             )
             data = {"components": values, "shares": shares, "image": pixels}
             yield Picture(drawing, data, stem)
-
-
-def _enlarge(tile: np.ndarray, pixels: np.ndarray) -> np.ndarray:
-    """Returns a tile of patches at the size of an image, uint8."""
-    rows, columns = (
-        np.arange(to) * size // to
-        for to, size in zip(pixels.shape[:2], tile.shape[:2], strict=True)
-    )
-    return np.rint(255 * tile[rows][:, columns]).astype(np.uint8)

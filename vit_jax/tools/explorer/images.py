@@ -2,6 +2,7 @@
 
 import functools
 import io
+import itertools
 import os
 import pathlib
 import threading
@@ -34,16 +35,13 @@ class Refused(Exception):
 
 
 def check(data: bytes, name: str) -> None:
-    """Checks the size of an image by its header.
+    """Raises Refused if an image file has too many bytes, or pixels by its header.
 
     Data that is not an image passes: decoding it gives the reason.
 
     Args:
       data: content of an image file.
       name: name of the image for messages.
-
-    Raises:
-      Refused: the image has too many bytes or pixels.
     """
     if len(data) > MAX_BYTES:
         raise too_large(len(data), name)
@@ -77,6 +75,8 @@ def damaged(error: decode.DamagedImage, name: str) -> Refused:
 class Folder:
     """The images of a folder; nothing outside it is read.
 
+    Methods may be called by several threads at once.
+
     Args:
       root: path of the folder.
 
@@ -87,16 +87,15 @@ class Folder:
     def __init__(self, root: str):
         if not os.path.isdir(root):
             raise UserError(f"--images={root} is not a folder: give one with images")
-        self._root = pathlib.Path(root).resolve()
+        self._root, self._lock = pathlib.Path(root).resolve(), threading.Lock()
+        # Time and size of the file are only part of the cache's key.
+        make = lambda name, time, size: thumbnail(self.read(name))
+        self._thumbnails = functools.lru_cache(MAX_NAMES)(make)
 
     def names(self) -> tuple[list[str], bool]:
         """Returns the sorted paths below the folder, and whether some are omitted."""
-        names = []
-        for name in self._walk():
-            if len(names) == MAX_NAMES:
-                return names, True
-            names.append(name)
-        return names, False
+        names = list(itertools.islice(self._walk(), MAX_NAMES + 1))
+        return names[:MAX_NAMES], len(names) > MAX_NAMES
 
     def read(self, name: str) -> bytes:
         """Reads an image file.
@@ -120,17 +119,18 @@ class Folder:
         check(data, name)
         return data
 
-    def version(self, name: str) -> tuple[int, int]:
-        """Returns time and size of an image's file, which differ after a change.
+    def thumbnail(self, name: str) -> bytes:
+        """Returns the `thumbnail` of an image, made again once its file has changed.
 
         Raises:
-          Refused: the file is missing, no image by its name, or outside the folder.
+          Refused: the image cannot be read, see `read`.
         """
         try:
             stat = self._find(name).stat()
         except OSError as error:
             raise _unreadable(error, name) from error
-        return stat.st_mtime_ns, stat.st_size
+        with self._lock:  # One at a time leaves the other cores free for requests.
+            return self._thumbnails(name, stat.st_mtime_ns, stat.st_size)
 
     def _find(self, name: str) -> pathlib.Path:
         path = self._resolve(name)
@@ -160,33 +160,6 @@ class Folder:
 
 def _unreadable(error: OSError, name: str) -> Refused:
     return Refused(404, f"{name} cannot be read: {error.strerror}.")
-
-
-class Thumbnails:
-    """The thumbnails of a folder, each made once.
-
-    They are made one at a time, so that the other cores stay free for requests. Methods
-    may be called by several threads at once.
-
-    Args:
-      folder: folder of the images.
-    """
-
-    def __init__(self, folder: Folder):
-        self._folder, self._lock = folder, threading.Lock()
-        # The version is only part of the cache's key.
-        make = lambda name, version: thumbnail(folder.read(name))
-        self._cached = functools.lru_cache(MAX_NAMES)(make)
-
-    def get(self, name: str) -> bytes:
-        """Returns the thumbnail of an image, see `thumbnail`.
-
-        Raises:
-          Refused: the image cannot be read, see `Folder.read`.
-        """
-        version = self._folder.version(name)
-        with self._lock:
-            return self._cached(name, version)
 
 
 def thumbnail(data: bytes) -> bytes:

@@ -55,21 +55,11 @@ class AttentionRows:
         return len(self.levels)
 
     def set_layer(self, layer: int, maps: Float[np.ndarray, "M N N"]) -> None:
-        """Sets the attention of one layer.
-
-        Args:
-          layer: number of the layer.
-          maps: attention from each query (second axis) to each token (last axis).
-        """
+        """Sets the attention from each query (second axis) to each token (last axis)."""
         extra = self.scales.shape[-1] - 1
         rows = np.swapaxes(maps, 0, 1)
-        patches = rows[..., extra:]
-        peak = patches.max(axis=-1, keepdims=True)
-        self.scales[:, layer, :, :extra] = rows[..., :extra]
-        self.scales[:, layer, :, extra:] = peak
-        # A row of zeros is divided by 1, since 0 / 0 is not a number.
-        share = patches / np.where(peak > 0, peak, 1)
-        self.levels[:, layer] = np.rint(share * self.steps)
+        peak, self.levels[:, layer] = _quantize(rows[..., extra:])
+        self.scales[:, layer] = np.concatenate([rows[..., :extra], peak], axis=-1)
 
     def to_bytes(self, query: int) -> bytes:
         """Returns the attention from one query: all its scales, then all its levels."""
@@ -105,19 +95,14 @@ class AttentionRows:
             sums = np.add.reduceat(values, starts[0], axis=2)
             sums = np.add.reduceat(sums, starts[1], axis=3)
             means = sums.reshape(N, M, -1) / sizes
-            peak = means.max(axis=-1, keepdims=True)
+            peak, levels[:, layer] = _quantize(means)
             scales[:, layer, :, -1:] *= peak / self.steps
-            levels[:, layer] = np.rint(means / np.where(peak > 0, peak, 1) * LEVELS)
         # Rounded to the nearest number whose lower half is zeros.
         bits = (scales.view(np.uint32) + 0x8000) & np.uint32(0xFFFF0000)
         return AttentionRows(bits.view(np.float32), levels, LEVELS, side)
 
     def sample_maps(self, maps: int) -> "AttentionRows":
-        """Returns random maps of any layers, as if they were of one layer.
-
-        Args:
-          maps: maximum number of maps.
-        """
+        """Returns at most so many random maps, as if they were of one layer."""
         N, L, M, _ = self.levels.shape
         chosen = np.random.default_rng(0).permutation(L * M)[:maps]
         scales, levels = (
@@ -162,14 +147,11 @@ class WindowRows:
         levels = np.zeros((len(self._blocks), self._heads, self.num_queries), np.uint8)
         for layer, block in enumerate(self._blocks):
             rows = self._rows(block, query)
-            peak = rows.max(-1, keepdims=True)
-            scales[layer, : len(rows)] = peak
-            share = rows / np.where(peak > 0, peak, 1)
-            levels[layer, : len(rows)] = np.rint(share * LEVELS)
+            scales[layer, : len(rows)], levels[layer, : len(rows)] = _quantize(rows)
         return scales.tobytes() + levels.tobytes()
 
     def _rows(self, block: BlockWindows, query: int) -> Float[np.ndarray, "H P"]:
-        merged = merged_into(self._grid, block)
+        merged = _merged_into(self._grid, block)
         (window,), (position,) = np.nonzero(block.patches == merged[query])
         patches = block.patches[window]
         weights = block.weights[0, window, :, position]
@@ -178,7 +160,16 @@ class WindowRows:
         return rows[:, merged]
 
 
-def merged_into(grid: tuple[int, int], block: BlockWindows) -> Int[np.ndarray, " P"]:
+def _quantize(
+    values: Float[np.ndarray, "*M P"],
+) -> tuple[Float[np.ndarray, "*M 1"], Float[np.ndarray, "*M P"]]:
+    """Returns the largest value of each row, and the values as levels of it."""
+    peak = values.max(axis=-1, keepdims=True)
+    # A row of zeros is divided by 1, since 0 / 0 is not a number.
+    return peak, np.rint(values / np.where(peak > 0, peak, 1) * LEVELS)
+
+
+def _merged_into(grid: tuple[int, int], block: BlockWindows) -> Int[np.ndarray, " P"]:
     """Returns the patch of a block's stage that each patch of the first stage is in."""
     rows, columns = np.indices(grid).reshape(2, -1) >> block.stage
     return rows * block.grid[1] + columns

@@ -85,18 +85,12 @@ def write(
     Raises:
       UserError: the file cannot be written, or `build` failed.
     """
+    content, page = build(models, outputs, name)
     try:
-        content, page = build(models, outputs, name)
         replace_bytes(epath.Path(path), content)
-    except TooLarge as error:
-        raise UserError(f"--html={path} {error}") from error
     except OSError as error:
         raise UserError(f"--html={path} cannot be written: {error}") from error
     return page
-
-
-class TooLarge(UserError):
-    """The page of an image does not fit into one file."""
 
 
 def build(
@@ -111,8 +105,8 @@ def build(
       The file, of at most MAX_BYTES, and its resolution, reduced until the size fits.
 
     Raises:
-      UserError: a model's attention stays within windows.
-      TooLarge: the coarsest attention is too large.
+      UserError: a model's attention stays within windows, or is too large at its
+        coarsest.
     """
     if any(isinstance(output.rows, WindowRows) for output in outputs):
         raise UserError(
@@ -134,8 +128,8 @@ def build(
         if size <= MAX_BYTES:
             pool = max(output.rows.pool for output in coarse)
             return content, SavedPage(size, steps, pool)
-    raise TooLarge(
-        f"would have {size / 1e6:.1f} MB, more than {MAX_BYTES / 1e6:g}, however coarse "
+    raise UserError(
+        f"the page would have {size / 1e6:.1f} MB, more than {MAX_BYTES / 1e6:g}, however coarse "
         "its attention: set a smaller --resolution"
         + (", or leave out --compare" if len(outputs) > 1 else "")
     )
@@ -199,8 +193,7 @@ def page(
     for i, output in enumerate(outputs):
         rows = _base64(_compress(output.rows))
         data.append(f'<script type="text/plain" id="rows{i}">{rows}</script>')
-    text = _STYLE.sub("", text)
-    text = _SCRIPT.sub("", text)
+    text = _SCRIPT.sub("", _STYLE.sub("", text))
     head = f"{_policy(style, script)}<style>{style}</style>"
     text = text.replace("</head>", f"{head}\n</head>")
     end = "\n".join([*data, f"<script>{script}</script>"])

@@ -24,33 +24,23 @@ then the Host header still has that name. Addresses cannot be rebound. Other use
 this computer, and of its network with --host, lack the token of the printed address.
 """
 
-import contextlib
 import hmac
 import http.server
-import io
 import ipaddress
 import json
 import secrets
 import socket
 import sys
-import threading
-import time
 from collections.abc import Mapping
 from email.message import Message
 from urllib.parse import parse_qs, urlsplit
 
 from vit_jax.errors import UserError
 from vit_jax.tools.explorer import images, saved
-from vit_jax.tools.explorer.images import MAX_BYTES, Refused, Thumbnails
+from vit_jax.tools.explorer.images import MAX_BYTES, Folder, Refused
 from vit_jax.tools.explorer.session import ModelOutput, Session
 
-MAX_CONNECTIONS = 64  # Each has a thread. A browser opens six.
-# Seconds for the start of a request, for its end, and for each mebibyte of its body.
-REQUEST_SECONDS = 10
-_EVICTION_SECONDS = 1  # Deadline for the thread of an evicted connection to end.
-_ANSWER_SECONDS = 30  # Deadline for the client to read an answer.
-_JSON, _BINARY = "application/json", "application/octet-stream"
-_CHUNK = 1 << 20
+_BINARY = "application/octet-stream"
 _TOKEN = "token"  # Key of the query.
 _MAX_TEXT = 1_000  # Characters of a text.
 
@@ -70,84 +60,6 @@ _HEADERS = {
 }
 
 
-class Connections:
-    """The open connections, at most MAX_CONNECTIONS.
-
-    A new one replaces the one that has waited longest for a complete request, so that
-    idle or slow connections cannot keep others out. `admit` is called by one thread,
-    the other methods by several.
-    """
-
-    def __init__(self):
-        # Connection -> whether it waits for a request, the longest waiting first.
-        self._waits: dict[socket.socket, bool] = {}
-        self._changed = threading.Condition()
-
-    def admit(self, connection: socket.socket) -> bool:
-        """Adds a connection that waits for a request; returns whether there is room."""
-        with self._changed:
-            if len(self._waits) >= MAX_CONNECTIONS:
-                oldest = next((c for c, waits in self._waits.items() if waits), None)
-                if oldest is None:
-                    return False
-                with contextlib.suppress(OSError):  # The client may have closed it.
-                    oldest.shutdown(socket.SHUT_RDWR)  # Ends its thread's read.
-                has_room = lambda: len(self._waits) < MAX_CONNECTIONS
-                if not self._changed.wait_for(has_room, _EVICTION_SECONDS):
-                    return False
-            self._waits[connection] = True
-            return True
-
-    def set_waiting(self, connection: socket.socket) -> None:
-        """Marks a connection as waiting for its next request."""
-        with self._changed:
-            del self._waits[connection]  # Moves it to the end.
-            self._waits[connection] = True
-
-    def set_answering(self, connection: socket.socket) -> None:
-        """Marks a connection as being answered, so that it is not evicted."""
-        with self._changed:
-            self._waits[connection] = False
-
-    def remove(self, connection: socket.socket) -> None:
-        """Removes a connection, if it was admitted."""
-        with self._changed:
-            self._waits.pop(connection, None)
-            self._changed.notify()
-
-
-class DeadlineReader(io.RawIOBase):
-    """Reads a connection with one deadline for many reads.
-
-    The timeout of a socket restarts with each byte, so a slow sender would never reach
-    it.
-
-    Args:
-      connection: an open connection.
-    """
-
-    def __init__(self, connection: socket.socket):
-        super().__init__()
-        self._connection = connection
-        self.restart()
-
-    def restart(self) -> None:
-        """Sets the deadline to REQUEST_SECONDS from now."""
-        self._deadline = time.monotonic() + REQUEST_SECONDS
-
-    def readable(self) -> bool:
-        """Returns True; `io.BufferedReader` asks."""
-        return True
-
-    def readinto(self, buffer) -> int:
-        """Reads available bytes into a buffer; raises TimeoutError after the deadline."""
-        remaining = self._deadline - time.monotonic()
-        if remaining <= 0:
-            raise TimeoutError("the request came too slowly")
-        self._connection.settimeout(remaining)
-        return self._connection.recv_into(buffer)
-
-
 class Server(http.server.ThreadingHTTPServer):
     """Serves a session until `shutdown`.
 
@@ -160,14 +72,12 @@ class Server(http.server.ThreadingHTTPServer):
       UserError: the server cannot listen on the address.
     """
 
-    daemon_threads = True
-    request_queue_size = 2 * MAX_CONNECTIONS
+    request_queue_size = 128
 
     def __init__(self, session: Session, host: str, port: int):
         # Hexadecimal, because terminals drop punctuation at the end of a link.
-        self.token, self.connections = secrets.token_hex(16), Connections()
-        self.session, self.host, self.assets = session, host, saved.assets()
-        self.thumbnails = Thumbnails(session.folder) if session.folder else None
+        self.token, self.assets = secrets.token_hex(16), saved.assets()
+        self.session, self.host = session, host
         if ":" in host:
             self.address_family = socket.AF_INET6
         try:
@@ -185,15 +95,6 @@ class Server(http.server.ThreadingHTTPServer):
         host = f"[{host}]" if ":" in host else host
         return f"http://{host}:{self.server_port}/?{_TOKEN}={self.token}"
 
-    def verify_request(self, request, client_address) -> bool:
-        """Returns whether there is room for a connection."""
-        return self.connections.admit(request)
-
-    def shutdown_request(self, request) -> None:
-        """Closes a connection and removes it from the open ones."""
-        super().shutdown_request(request)
-        self.connections.remove(request)
-
     def handle_error(self, request, client_address) -> None:
         """Reports errors, except of connections that were closed meanwhile."""
         dropped = isinstance(sys.exception(), ConnectionError | TimeoutError)
@@ -207,23 +108,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
     server: Server
     protocol_version = "HTTP/1.1"  # Keeps the connection for the next click.
+    timeout = 30  # Seconds without a byte after which a connection is closed.
     # Otherwise the body would wait 40 ms for the headers to be acknowledged.
     disable_nagle_algorithm = True
-
-    def setup(self) -> None:
-        """Sets one deadline for all reads of a request."""
-        super().setup()
-        self.rfile.close()
-        self.reader = DeadlineReader(self.connection)
-        self.rfile = io.BufferedReader(self.reader)
-
-    def handle_one_request(self) -> None:
-        """Waits for a request, which must then arrive before its deadline."""
-        self.server.connections.set_waiting(self.connection)
-        self.reader.restart()
-        self.rfile.peek(1)
-        self.reader.restart()
-        super().handle_one_request()
 
     def version_string(self) -> str:
         """Returns the name alone, without versions."""
@@ -252,13 +139,15 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self._answer({"/api/open": self._run_from_folder, "/api/see": self._run_upload})
 
     def _answer(self, routes) -> None:
-        self._read_length()
+        self.query, self.unread = {}, _to_int(self.headers.get("Content-Length", ""))
+        # What is left of a body would be parsed as the next request.
+        self.close_connection |= "Content-Length" in self.headers
+        self.close_connection |= "Transfer-Encoding" in self.headers
         try:
             path = self._parse_path()
             api = path.startswith("/api/")
             check_origin(self.headers, self.server.host, api=api)
             check_token(self.headers, self.query, self.server.token)
-            self.server.connections.set_answering(self.connection)
             asset = self.server.assets.get(path.lstrip("/") or saved.PAGE)
             if path in routes:
                 self._send(200, *routes[path]())
@@ -276,17 +165,6 @@ class Handler(http.server.BaseHTTPRequestHandler):
             self._refuse(500, "The server failed; its terminal says how.")
             raise
 
-    def _read_length(self) -> None:
-        """Sets `length`, the bytes of the body (None if unknown), and `unread`."""
-        length = self.headers.get("Content-Length", "")
-        known = length.isascii() and length.isdecimal() and len(length) < 20
-        chunked = "Transfer-Encoding" in self.headers
-        self.length = int(length) if known and not chunked else None
-        self.unread = self.length or 0
-        if chunked or (length and not known):
-            # Where the next request begins is unknown.
-            self.close_connection = True
-
     def _parse_path(self) -> str:
         """Returns the path and sets `query`."""
         try:
@@ -301,8 +179,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         return _json(self.server.session.about())
 
     def _thumbnail(self):
-        self._check_folder()
-        return "image/jpeg", self.server.thumbnails.get(self.query.get("name", ""))
+        return "image/jpeg", self._folder.thumbnail(self.query.get("name", ""))
 
     def _picture(self):
         return "image/png", self._output().picture
@@ -314,11 +191,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
         return _BINARY, rows.to_bytes(query)
 
     def _relevance(self):
-        session, (key, model) = self.server.session, self._image_and_model()
-        if text := self.query.get("text", "")[:_MAX_TEXT]:
-            values = session.relevance_to_text(key, model, text)
-        else:
-            values = session.relevance(key, model, self._number("class"))
+        target = self.query.get("text", "")[:_MAX_TEXT] or self._number("class")
+        values = self.server.session.relevance(*self._image_and_model(), target)
         return _BINARY, values.astype("<f4").tobytes()
 
     def _similarity(self):
@@ -338,18 +212,18 @@ class Handler(http.server.BaseHTTPRequestHandler):
         return _BINARY, saved.build(session.models, outputs, name)[0]
 
     def _run_from_folder(self):
-        self._check_folder()
         name = self.query.get("name", "")
-        data = self.server.session.folder.read(name)
-        return _json(self.server.session.run(data, name))
+        return _json(self.server.session.run(self._folder.read(name), name))
 
     def _run_upload(self):
         name = self.query.get("name", "The image")[:200]
         return _json(self.server.session.run(self._body(name), name))
 
-    def _check_folder(self) -> None:
+    @property
+    def _folder(self) -> Folder:
         if self.server.session.folder is None:
             raise Refused(404, "No folder was chosen: start with --images=FOLDER.")
+        return self.server.session.folder
 
     def _image_and_model(self) -> tuple[str, int]:
         return self.query.get("image", ""), self._number("model")
@@ -358,35 +232,28 @@ class Handler(http.server.BaseHTTPRequestHandler):
         return self.server.session.output(*self._image_and_model())
 
     def _number(self, name: str) -> int:
-        text = self.query.get(name, "")
-        if not (text.isascii() and text.isdecimal() and len(text) < 9):
-            raise Refused(400, f"{name}={text[:20]!r} is not a whole number.")
-        return int(text)
+        number = _to_int(self.query.get(name, ""))
+        if number is None:
+            text = self.query.get(name, "")[:20]
+            raise Refused(400, f"{name}={text!r} is not a whole number.")
+        return number
 
     def _body(self, name: str) -> bytes:
-        size = self.length
+        size = self.unread
         if size is None:
             raise Refused(411, "The request does not say how long it is.")
         if size > MAX_BYTES:
             raise images.too_large(size, name)
-        data = bytearray()
-        while len(data) < size:
-            self.reader.restart()  # A large body may take a slow link longer.
-            part = self.rfile.read(min(_CHUNK, size - len(data)))
-            if not part:
-                raise ConnectionResetError("the upload was broken off")
-            data += part
-        self.unread = 0
-        return bytes(data)
+        data, self.unread = self.rfile.read(size), 0
+        if len(data) < size:
+            raise ConnectionResetError("the upload was broken off")
+        return data
 
     def _refuse(self, status: int, sentence: str) -> None:
         self.close_connection = True
         self._send(status, *_json({"error": sentence}))
 
     def _send(self, status: int, kind: str, content: bytes) -> None:
-        if self.unread:  # Otherwise the rest would be parsed as the next request.
-            self.close_connection = True
-        self.connection.settimeout(_ANSWER_SECONDS)
         self.send_response(status)
         self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(content)))
@@ -395,20 +262,22 @@ class Handler(http.server.BaseHTTPRequestHandler):
         for name, value in _HEADERS.items():
             self.send_header(name, value)
         if status == 200 and _TOKEN in self.query:
-            cookie = token_cookie(self.headers, self.server.token)
+            cookie = f"{_cookie_name(self.headers)}={self.server.token}"
+            cookie += "; Path=/; HttpOnly; SameSite=Strict"
             self.send_header("Set-Cookie", cookie)
         self.end_headers()
         self.wfile.write(content)
         # A client that is still sending its request reads the answer only afterwards.
-        self.reader.restart()
-        for _ in range(0, min(self.unread, 4 * MAX_BYTES), _CHUNK):
-            if not self.rfile.read(min(_CHUNK, self.unread)):
-                break
-            self.unread -= _CHUNK
+        self.rfile.read(min(self.unread or 0, 2 * MAX_BYTES))
+
+
+def _to_int(text: str) -> int | None:
+    known = text.isascii() and text.isdecimal() and len(text) < 20
+    return int(text) if known else None
 
 
 def _json(content: dict) -> tuple[str, bytes]:
-    return _JSON, json.dumps(content).encode()
+    return "application/json", json.dumps(content).encode()
 
 
 def is_loopback(host: str) -> bool:
@@ -459,7 +328,11 @@ def check_token(headers: Message, query: Mapping[str, str], token: str) -> None:
     Raises:
       Refused: the token is missing or wrong.
     """
-    given = query.get(_TOKEN) or _cookies(headers).get(_cookie_name(headers), "")
+    # http.cookies stops at the first cookie that it cannot read, which may be of
+    # another server.
+    pairs = (pair.partition("=") for pair in headers.get("Cookie", "").split(";"))
+    cookies = {name.strip(): value.strip() for name, _, value in pairs}
+    given = query.get(_TOKEN) or cookies.get(_cookie_name(headers), "")
     if not hmac.compare_digest(given.encode(), token.encode()):
         raise Refused(
             403,
@@ -468,28 +341,11 @@ def check_token(headers: Message, query: Mapping[str, str], token: str) -> None:
         )
 
 
-def token_cookie(headers: Message, token: str) -> str:
-    """Returns the Set-Cookie header that adds the token to the page's requests.
-
-    Args:
-      headers: headers of the request, checked by `check_origin`.
-      token: token of the server.
-    """
-    return f"{_cookie_name(headers)}={token}; Path=/; HttpOnly; SameSite=Strict"
-
-
 def _cookie_name(headers: Message) -> str:
     # The port is part of the name because a browser sends cookies to every port of a
     # host. Behind a tunnel the browser's port differs from the server's.
     port = headers["Host"].rpartition(":")[2]
     return f"vit_jax_{port if port.isdecimal() else 80}"
-
-
-def _cookies(headers: Message) -> dict[str, str]:
-    # http.cookies stops at the first cookie that it cannot read, which may be of
-    # another server.
-    pairs = (pair.partition("=") for pair in headers.get("Cookie", "").split(";"))
-    return {name.strip(): value.strip() for name, _, value in pairs}
 
 
 def _origin_host(origin: str) -> str:

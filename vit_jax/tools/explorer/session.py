@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import hashlib
 import io
+import itertools
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -19,7 +20,7 @@ from PIL import Image
 
 from vit_jax.analysis.attention import relevance, relevance_to_text, rollout_step
 from vit_jax.analysis.loaded_model import LoadedModel, check_finite
-from vit_jax.analysis.representations import project, to_intensities
+from vit_jax.analysis.representations import enlarge, project, to_intensities
 from vit_jax.data import decode
 from vit_jax.evaluators import prediction
 from vit_jax.models import text
@@ -178,40 +179,31 @@ class ExploredModel:
         self._attention(self._black_image(), "a black image")
 
     def relevance(
-        self, output: ModelOutput, label: int
+        self, output: ModelOutput, target: int | str
     ) -> Float32[np.ndarray, " P"] | None:
-        """Returns the relevance of each patch to a class, see `attention.relevance`.
+        """Returns the relevance of each patch to a class or a text.
+
+        See `analysis.attention.relevance` and `relevance_to_text`.
 
         Args:
           output: output for an image.
-          label: label of the class.
+          target: label of the class, or the text.
 
         Returns:
-          None if the model has no such class, or no relevance.
-        """
-        if label >= len(self._names) or self._model.has_windows:
-            return None
-        images = self._input(output)
-        labels = jnp.array([label])
-        values = relevance(self._model, self._loaded.params, images, labels)
-        return np.asarray(values)[0, len(self.extra) :]
-
-    def relevance_to_text(
-        self, output: ModelOutput, words: str
-    ) -> Float32[np.ndarray, " P"] | None:
-        """Returns the relevance of each patch to a text; None without a text tower.
-
-        Args:
-          output: output for an image.
-          words: the text.
+          None if the model has no such class, no text tower, or no relevance.
 
         Raises:
           UserError: the tokenizer is missing.
         """
-        if self._tower is None or self._model.has_windows:
+        known = self._tower if isinstance(target, str) else target < len(self._names)
+        if not known or self._model.has_windows:
             return None
-        params, images = self._loaded.params, self._input(output)
-        values = relevance_to_text(self._model, params, images, self._tower, words)
+        images = self._loaded.normalize(self._pixels(output))
+        args = self._model, self._loaded.params, images
+        if isinstance(target, str):
+            values = relevance_to_text(*args, self._tower, target)
+        else:
+            values = relevance(*args, jnp.array([target]))
         return np.asarray(values)[0, len(self.extra) :]
 
     def features(self, output: ModelOutput) -> Float32[np.ndarray, "y x D"] | None:
@@ -224,17 +216,7 @@ class ExploredModel:
             return None
         features = self._loaded.patch_features(self._pixels(output))[0]
         check_finite(features, f"{self.name}'s features")
-        rows, columns = (
-            np.arange(to) * size // to
-            for to, size in zip(
-                self.describe()["grid"], features.shape[:2], strict=True
-            )
-        )
-        return features[rows][:, columns]
-
-    def _input(self, output: ModelOutput) -> Float[Array, "1 Y X C"]:
-        """Returns the network's input for an image."""
-        return self._loaded.normalize(self._pixels(output))
+        return enlarge(features, self.describe()["grid"])
 
     def _pixels(self, output: ModelOutput) -> UInt8[np.ndarray, "1 Y X C"]:
         """Returns the resized pixels of an image."""
@@ -324,10 +306,9 @@ class Session:
     ):
         self.folder = folder
         self.models, self._budget = tuple(models), budget
-        self._outputs: collections.OrderedDict[str, tuple[ModelOutput, ...]]
-        self._outputs = collections.OrderedDict()
-        self._features: collections.OrderedDict[tuple[str, int], np.ndarray]
-        self._features = collections.OrderedDict()
+        self._outputs = collections.OrderedDict[str, tuple[ModelOutput, ...]]()
+        cache = functools.lru_cache(_KEPT_FEATURES)
+        self._unit_features = cache(self._compute_features)
         self._compute_lock, self._outputs_lock = threading.Lock(), threading.Lock()
 
     def about(self) -> dict:
@@ -366,33 +347,21 @@ class Session:
             "models": [output.summary() for output in outputs],
         }
 
-    def relevance(self, key: str, model: int, label: int) -> Float32[np.ndarray, " P"]:
-        """Returns the relevance of the patches of a kept image to a class.
-
-        Raises:
-          Refused: `output` fails, or the model has no relevance to the class.
-        """
-        output = self.output(key, model)
-        with self._compute_lock:
-            values = self.models[model].relevance(output, label)
-        if values is None:
-            raise Refused(404, f"Model {model} has no relevance to a class {label}.")
-        return values
-
-    def relevance_to_text(
-        self, key: str, model: int, words: str
+    def relevance(
+        self, key: str, model: int, target: int | str
     ) -> Float32[np.ndarray, " P"]:
-        """Returns the relevance of the patches of a kept image to a text.
+        """Returns the relevance of the patches of a kept image to a class or a text.
 
         Raises:
-          Refused: `output` fails, or the model has no text tower.
+          Refused: `output` fails, or the model has no relevance to the target.
           UserError: the tokenizer is missing.
         """
         output = self.output(key, model)
         with self._compute_lock:
-            values = self.models[model].relevance_to_text(output, words)
+            values = self.models[model].relevance(output, target)
         if values is None:
-            raise Refused(404, f"Model {model} has no relevance to texts.")
+            what = "texts" if isinstance(target, str) else f"a class {target}"
+            raise Refused(404, f"Model {model} has no relevance to {what}.")
         return values
 
     def similarity(
@@ -427,18 +396,17 @@ class Session:
 
     def _features_of(self, key: str, model: int) -> Float32[np.ndarray, "P D"]:
         """Returns the features of patches, normalized to length 1 and computed once."""
-        output = self.output(key, model)
+        self.output(key, model)  # Refuses images that are no longer kept.
         with self._compute_lock:
-            if (key, model) not in self._features:
-                features = self.models[model].features(output)
-                if features is None:
-                    raise Refused(404, f"Model {model} has no features of patches.")
-                features = features.reshape(-1, features.shape[-1])
-                lengths = np.linalg.norm(features, axis=1, keepdims=True)
-                self._features[key, model] = features / np.maximum(lengths, 1e-12)
-                while len(self._features) > _KEPT_FEATURES:
-                    self._features.popitem(last=False)
-            return self._features[key, model]
+            return self._unit_features(key, model)
+
+    def _compute_features(self, key: str, model: int) -> Float32[np.ndarray, "P D"]:
+        features = self.models[model].features(self.output(key, model))
+        if features is None:
+            raise Refused(404, f"Model {model} has no features of patches.")
+        features = features.reshape(-1, features.shape[-1])
+        lengths = np.linalg.norm(features, axis=1, keepdims=True)
+        return features / np.maximum(lengths, 1e-12)
 
     def outputs(self, key: str) -> tuple[ModelOutput, ...]:
         """Returns the output of each model for an image.
@@ -446,12 +414,9 @@ class Session:
         Raises:
           Refused: the image is no longer kept.
         """
-        outputs = self._find(key)
-        if outputs is None:
-            raise Refused(
-                410, "This image is no longer kept by the server: open it again."
-            )
-        return outputs
+        if outputs := self._find(key):
+            return outputs
+        raise Refused(410, "This image is no longer kept by the server: open it again.")
 
     def output(self, key: str, model: int) -> ModelOutput:
         """Returns the output of a model for an image.
@@ -473,12 +438,8 @@ class Session:
     def _keep(self, key: str, outputs: tuple[ModelOutput, ...]) -> None:
         with self._outputs_lock:
             self._outputs[key] = outputs
-            while len(self._outputs) > 1 and self._nbytes() > self._budget:
-                self._outputs.popitem(last=False)
-
-    def _nbytes(self) -> int:
-        return sum(
-            output.rows.nbytes
-            for outputs in self._outputs.values()
-            for output in outputs
-        )
+            kept = itertools.chain.from_iterable(self._outputs.values())
+            nbytes = sum(output.rows.nbytes for output in kept)
+            while len(self._outputs) > 1 and nbytes > self._budget:
+                _, oldest = self._outputs.popitem(last=False)
+                nbytes -= sum(output.rows.nbytes for output in oldest)
