@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tqdm
-from helpers import draw_params
+from flax.traverse_util import flatten_dict
+from helpers import draw_params, write_weights
 from PIL import Image
 
 from vit_jax import cli, models, progress, visualize
@@ -25,19 +26,13 @@ from vit_jax.data import inputs
 from vit_jax.errors import UserError
 from vit_jax.models import intermediates
 from vit_jax.tasks.task import Pictures
-from vit_jax.weights.formats import native
-from vit_jax.weights.pretrained import Preprocess, Pretrained
+from vit_jax.weights.pretrained import Preprocess
 
 ROOT = pathlib.Path(__file__).parents[1]
-OPTIONS = {
-    "variant": "Ti/8",
-    "num_classes": 5,
-    "image_size": (16, 24),
-    "width": 12,
-    "depth": 2,
-    "num_heads": 3,
-    "mlp_dim": 17,
-}
+OPTIONS = {"width": 12, "depth": 2, "num_heads": 3, "mlp_dim": 17}
+OPTIONS |= {"variant": "Ti/8", "num_classes": 5, "image_size": (16, 24)}
+PREPROCESS = Preprocess((16, 24), (0.4,), (0.25,), crop_fraction=0.9)
+NAMES = ("apple", "bear", "cat", "dog", "eel")
 SIZES = {
     "a.png": (31, 37),
     "b c.jpg": (29, 41),
@@ -45,37 +40,23 @@ SIZES = {
     "deeper/a.png": (22, 27),
     "e.png": (29, 41),
 }
-PREPROCESS = Preprocess((16, 24), (0.4,), (0.25,), crop_fraction=0.9)
+FOUR = ("a.png", "b c.jpg", "d.png", "e.png")
 
 
-def written(folder, name="tiny", **options):
-    """Writes a model of random parameters; returns it as it was."""
-    folder.mkdir(exist_ok=True)
-    options = OPTIONS | options
-    model = models.create(**options)
-    leaves, tree = jax.tree.flatten(jax.eval_shape(model.init, jax.random.key(0)))
-    rng = np.random.default_rng(len(name))
-    leaves = [rng.standard_normal(leaf.shape, np.float32) for leaf in leaves]
-    pretrained = Pretrained(
-        params=jax.tree.unflatten(tree, leaves),
-        options=options,
-        format="vit_jax",
-        source=name,
-        preprocess=dataclasses.replace(PREPROCESS, image_size=options["image_size"]),
-        class_names=("apple", "bear", "cat", "dog", "eel"),
-    )
-    native.write(pretrained, folder / f"{name}.safetensors")
-    return LoadedModel(
-        name, model, pretrained.params, PREPROCESS, pretrained.class_names
-    )
+def loaded(name="tiny", **options):
+    """Returns a model of random parameters, the same for the same options."""
+    model = models.create(**OPTIONS | options)
+    params = jax.tree.map(np.array, draw_params(model))
+    return LoadedModel(name, model, params, PREPROCESS, NAMES)
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
     """A folder with two models, five images and a damaged one."""
     folder = tmp_path_factory.mktemp("visualize")
-    written(folder)
-    written(folder, "other", depth=3)
+    for name, depth in (("tiny", 2), ("other", 3)):
+        path = folder / f"{name}.safetensors"
+        write_weights(path, NAMES, PREPROCESS, **OPTIONS | {"depth": depth})
     (folder / "images" / "deeper").mkdir(parents=True)
     rng = np.random.default_rng(2)
     for name, size in SIZES.items():
@@ -89,8 +70,8 @@ def place(tmp_path_factory):
 def run(place, tmp_path, capsys):
     """Runs the verb in this process: words -> exit code, stdout, stderr."""
 
-    def start(*words, model="tiny"):
-        words = [f"--out={tmp_path}", f"--model={place / model}.safetensors", *words]
+    def start(*words):
+        words = [f"--out={tmp_path}", f"--model={place / 'tiny.safetensors'}", *words]
         code = visualize.main(cli.parse(visualize.parser(), words))
         end = capsys.readouterr()
         return code, end.out, end.err
@@ -104,9 +85,6 @@ def draw(loaded, images, names, out, **options):
     return [*write_figures(loaded, images, create(names, {}), out, **options)]
 
 
-SINGLE = ("a", "b_c")  # Of those that are shown.
-
-
 def test_all_figures_of_a_folder(place, run, tmp_path):
     images = place / "images"
     code, out, err = run("--images", str(images), "--batch_size=3", "--shown=2")
@@ -115,7 +93,10 @@ def test_all_figures_of_a_folder(place, run, tmp_path):
     # The network has no task of pretraining, and no windows.
     names = {*FIGURES} - {"reconstruction", "windows"}
     single = {name for name in names if FIGURES[name].reads == "images"}
-    stems = [*(names - single), *(f"{n}/{stem}" for n in single for stem in SINGLE)]
+    stems = [
+        *(names - single),
+        *(f"{n}/{stem}" for n in single for stem in ("a", "b_c")),
+    ]
     files = {str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*") if p.is_file()}
     assert files == {f"{s}.{form}" for s in stems for form in ("png", "svg", "npz")}
     assert set(out.split()) == {f"{tmp_path / stem}.png" for stem in stems}
@@ -130,9 +111,6 @@ def test_all_figures_of_a_folder(place, run, tmp_path):
         assert data["images"] == 5
     with np.load(tmp_path / "cka.npz") as data:
         assert data["images"] == 5  # Although CKA takes no batch of two.
-
-
-FOUR = ("a.png", "b c.jpg", "d.png", "e.png")
 
 
 @pytest.fixture
@@ -152,27 +130,32 @@ def data(tmp_path):
     return read
 
 
-def inside(place, tmp_path):
-    """Returns the model, the four images as it gets them, and its layers for them."""
-    ours = written(tmp_path / "again")
-    pixels = np.stack(
-        [ours.prepare((place / "images" / name).read_bytes()) for name in FOUR]
-    )
-    layers = list(ours.model.intermediates(ours.params, ours.normalize(pixels)))
-    return ours, pixels, layers
+def prepared(ours, place):
+    """Returns the four images as a model gets them."""
+    files = [place / "images" / name for name in FOUR]
+    return np.stack([ours.prepare(path.read_bytes()) for path in files])
+
+
+def layers_of(ours, place):
+    """Returns attention and tokens of each layer for the four images."""
+    images = ours.normalize(prepared(ours, place))
+    return list(ours.model.intermediates(ours.params, images))
+
+
+def gram_matrices(layers):
+    return [representations.gram_matrix(np.asarray(layer.tokens)) for layer in layers]
 
 
 @pytest.mark.slow
-def test_the_data_of_images_are_the_arrays_of_the_analyses(
-    place, four, run, data, tmp_path
-):
+def test_the_data_of_images_are_the_arrays_of_the_analyses(place, four, run, data):
     words = "--figure=attention,rollout,relevance", "--batch_size=3"
     more = "--combine=max", "--discard=0.2", "--classes=3,1"
     code, _, err = run(*four, *words, *more)
     assert (code, err) == (0, "")
-    ours, pixels, layers = inside(place, tmp_path)
+    ours = loaded()
+    pixels = prepared(ours, place)
     images = ours.normalize(pixels)
-    maps = [layer.attention for layer in layers]
+    maps = list(attention.attention_maps(ours.model, ours.params, images))
     rolled = attention.rollout(maps, "max", 0.2)
     logits = ours.model.apply(ours.params, images)["logits"]
     relevant = [
@@ -198,11 +181,12 @@ def test_the_data_of_images_are_the_arrays_of_the_analyses(
 
 @pytest.mark.slow
 def test_the_data_of_all_images_and_of_weights_are_the_arrays_of_the_analyses(
-    place, four, run, data, tmp_path
+    place, four, run, data
 ):
     words = "--figure=filters,posemb,distance,norms,cka", "--batch_size=3"
     assert run(*four, *words)[::2] == (0, "")
-    ours, _, layers = inside(place, tmp_path)
+    ours = loaded()
+    layers = layers_of(ours, place)
     maps = [layer.attention for layer in layers]
     far = attention.mean_attention_distance(maps, (2, 3), 8, 1).mean(0)
     np.testing.assert_allclose(data("distance")["pixels"], far, rtol=1e-4)
@@ -219,7 +203,7 @@ def test_the_data_of_all_images_and_of_weights_are_the_arrays_of_the_analyses(
     np.testing.assert_allclose(found["front_tokens"], front, rtol=1e-4)
     np.testing.assert_allclose(found["beyond_3_medians"], known.outlier_fraction())
 
-    grams = [representations.gram_matrix(np.asarray(layer.tokens)) for layer in layers]
+    grams = gram_matrices(layers)
     alike = representations.MinibatchCKA()
     alike.update(grams, grams)
     np.testing.assert_allclose(data("cka")["cka"], alike.compute(), atol=1e-3)
@@ -236,39 +220,19 @@ def test_the_data_of_all_images_and_of_weights_are_the_arrays_of_the_analyses(
 
 
 @pytest.mark.slow
-def test_two_models_are_compared_layer_by_layer(place, four, run, data, tmp_path):
+def test_two_models_are_compared_layer_by_layer(place, four, run, data):
     words = *four, "--figure=cka", "--batch_size=3"
-    other = f"--compare={place / 'other'}.safetensors"
-    assert run(*words, other)[0] == 0
-    _, pixels, layers = inside(place, tmp_path)
-    one = [representations.gram_matrix(np.asarray(layer.tokens)) for layer in layers]
-    theirs = written(tmp_path / "again", "other", depth=3)
-    layers = theirs.model.intermediates(theirs.params, theirs.normalize(pixels))
+    assert run(*words, f"--compare={place / 'other'}.safetensors")[0] == 0
+    pair = loaded(), loaded("other", depth=3)
     alike = representations.MinibatchCKA()
-    alike.update(
-        one, [representations.gram_matrix(np.asarray(layer.tokens)) for layer in layers]
-    )
+    alike.update(*(gram_matrices(layers_of(each, place)) for each in pair))
     assert data("cka")["cka"].shape == (2, 3)
     np.testing.assert_allclose(data("cka")["cka"], alike.compute(), atol=1e-3)
-    same = f"--compare={place / 'tiny'}.safetensors"
-    assert run(*words, same)[0] == 0
+    assert run(*words, f"--compare={place / 'tiny'}.safetensors")[0] == 0
     np.testing.assert_allclose(np.diag(data("cka")["cka"]), 1, rtol=1e-4)
 
 
-def test_a_second_model_is_opened_for_cka_alone(four, run):
-    for words, message in (
-        (["--compare=absent"], "--compare=absent: .*set --images"),
-        (
-            [*four, "--compare=absent", "--figure=norms,filters"],
-            "--compare=absent: .*--figure=norms,filters leaves out",
-        ),
-        ([*four[:3], "--compare=absent"], "images=2: too few for --figure=cka"),
-    ):
-        with pytest.raises(UserError, match=message):
-            run(*words)
-
-
-def test_where_images_are_too_few_for_cka(place, four, run, tmp_path):
+def test_where_images_are_too_few_for_cka(place, four, run, tmp_path, capsys):
     torn = str(place / "images" / "torn.png")
     words = *four[:4], torn, "--batch_size=2"
     code, out, err = run(*words, "--shown=1")
@@ -277,12 +241,9 @@ def test_where_images_are_too_few_for_cka(place, four, run, tmp_path):
     assert line.startswith("figure skipped: images=3: too few for --figure=cka")
     assert f"{tmp_path / 'norms.png'}\n" in out and "cka" not in out
     assert not (tmp_path / "cka.png").exists()
-
-
-def test_what_is_written_is_named_at_once(place, four, run, tmp_path, capsys):
-    torn = str(place / "images" / "torn.png")
     with pytest.raises(UserError, match="images=3: too few for --figure=cka"):
-        run(*four[:4], torn, "--figure=filters,norms,cka")
+        run(*words, "--figure=filters,norms,cka")
+    # What was written before is named.
     stems = "filters", "norms"
     assert capsys.readouterr().out.split() == [f"{tmp_path / s}.png" for s in stems]
 
@@ -311,11 +272,11 @@ def test_the_bar_goes_to_its_end(place, run, words, counts, monkeypatch):
     assert seen[-1] == (counts[-1], counts[-1])
 
 
-def test_a_patch_may_be_the_query(place, run, data, tmp_path):
+def test_a_patch_may_be_the_query(place, run, data):
     image = place / "images" / "a.png"
     words = "--images", str(image), "--figure=attention,rollout", "--discard=0"
     assert run(*words, "--query=1,2")[0] == 0
-    ours = written(tmp_path / "again")
+    ours = loaded()
     images = ours.normalize(ours.prepare(image.read_bytes())[None])
     maps = list(attention.attention_maps(ours.model, ours.params, images))
     token = 1 + 1 * 3 + 2  # Behind the class token, the third of the second row.
@@ -323,10 +284,6 @@ def test_a_patch_may_be_the_query(place, run, data, tmp_path):
     np.testing.assert_allclose(data("attention/a")["attention"], wanted, atol=1e-5)
     wanted = attention.rollout(maps)[0, token]
     np.testing.assert_allclose(data("rollout/a")["rollout"], wanted, atol=1e-5)
-    with pytest.raises(
-        UserError, match="--query=2,0: no such patch; choose a row from 0 to 1 and"
-    ):
-        run(*words, "--query=2,0")
 
 
 def test_weights_alone_give_the_figures_of_weights(run, tmp_path):
@@ -338,16 +295,14 @@ def test_weights_alone_give_the_figures_of_weights(run, tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (
-            ["--figure=filter"],
-            "--figure=filter is not one of filters, posemb, distance",
-        ),
+        (["--figure=filter"], "--figure=filter is not one of filters, posemb, distanc"),
         (["--figure=cka"], "--figure=cka: needs images"),
         (["--images", "absent.png"], "no image: 'absent.png' does not exist"),
         (["--query=a"], "'a' is not ROW,COLUMN, as 3,10"),
         (["--classes=1,b"], "'1,b' is not numbers from 0 on"),
         (["--layers=-1"], "'-1' is not numbers from 0 on"),
         (["--config.seed=3"], "--config.seed: looking into a model takes no config"),
+        (["--compare=absent"], "--compare=absent: models are compared on images; set "),
     ],
 )
 def test_bad_flags_end_with_one_line_before_a_model_is_opened(words, message, capsys):
@@ -365,6 +320,7 @@ def test_bad_flags_end_with_one_line_before_a_model_is_opened(words, message, ca
 def test_bad_choices_are_refused_before_anything_is_written(place, run, tmp_path):
     image = "--images", str(place / "images" / "a.png")
     (tmp_path / "two.txt").write_text("apple\nbear\n")
+    compared = "--compare=absent"
     for words, message in (
         (["--combine=min"], "head_fusion='min': unknown; choose mean or max"),
         (["--discard=1"], "discard_ratio=1.0: out of range"),
@@ -372,63 +328,45 @@ def test_bad_choices_are_refused_before_anything_is_written(place, run, tmp_path
         (["--layers=0,2"], "--layers=2: tiny has 2 layers; choose from 0 to 1"),
         (["--layer=2"], "layer=2: out of range"),
         (["--topk=0"], "--topk=0: choose a number from 1 on"),
+        (["--query=2,0"], "--query=2,0: no such patch; choose a row from 0 to 1 and"),
         ([f"--labels={tmp_path}/two.txt"], "there are 2 class names, but .* 5 classes"),
+        ([compared, "--figure=norms,filters"], "--figure=norms,filters leaves out"),
+        ([compared], "images=1: too few for --figure=cka"),
     ):
         with pytest.raises(UserError, match=message):
             run(*image, *words)
     assert [path.name for path in tmp_path.iterdir()] == ["two.txt"]
     with pytest.raises(UserError, match="--images: none of the images could be read"):
         run("--images", str(place / "images" / "torn.png"), "--figure=norms")
+    (tmp_path / "filters.png").mkdir()
+    with pytest.raises(UserError, match=r"filters\.png cannot be written \(.*is a dir"):
+        run("--figure=filters")
 
 
 @pytest.mark.parametrize(
     ("part", "figure", "message"),
     [
+        ("embedding/kernel", "filters", "the first kernel is not finite: the chec"),
         (
-            ("embedding", "kernel"),
-            "filters",
-            "the first kernel is not finite: the chec",
-        ),
-        (
-            ("Transformer", "posembed_input", "pos_embedding"),
+            "Transformer/posembed_input/pos_embedding",
             "posemb",
             "the position embedding is not finite",
         ),
         (
-            ("Transformer", "encoderblock_1", "MlpBlock_3", "Dense_0", "bias"),
+            "Transformer/encoderblock_1/MlpBlock_3/Dense_0/bias",
             "norms",
             "tiny's output for a is not finite",
         ),
-        (("head", "bias"), "relevance", "tiny's output for a is not finite"),
+        ("head/bias", "relevance", "tiny's output for a is not finite"),
     ],
 )
 def test_a_model_that_diverged_is_refused(place, tmp_path, part, figure, message):
-    ours = written(tmp_path / "again")
-    leaf = ours.params
-    for name in part:
-        leaf = leaf[name]
-    leaf.flat[-1] = np.nan
+    ours = loaded()
+    flatten_dict(ours.params, sep="/")[part].flat[-1] = np.nan
     images = [("a", str(place / "images" / "a.png"))]
     with pytest.raises(UserError, match=message):
         draw(ours, images, [figure], tmp_path / "out")
     assert not (tmp_path / "out").exists()
-
-
-def test_a_folder_that_cannot_be_written_is_refused(run, tmp_path):
-    (tmp_path / "filters.png").mkdir()
-    with pytest.raises(
-        UserError, match=r"filters\.png cannot be written \(.*is a directory"
-    ):
-        run("--figure=filters")
-
-
-def test_as_a_process(place, tmp_path):
-    words = [sys.executable, "-m", "vit_jax.visualize", "--figure=rolout"]
-    words += [f"--model={place / 'tiny'}.safetensors", f"--out={tmp_path}"]
-    end = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert (end.returncode, end.stdout) == (2, "")
-    assert end.stderr.startswith("error: --figure=rolout is not one of")
-    assert end.stderr.count("\n") == 1
 
 
 def test_help_lists_every_figure_with_its_flags_and_imports_no_jax():
@@ -444,24 +382,46 @@ def test_help_lists_every_figure_with_its_flags_and_imports_no_jax():
             assert f"--{field.name} " in end.stdout
 
 
-def test_resnets_and_networks_without_positions_have_fewer_figures(tmp_path):
-    resnet = models.create(
-        "R50x1", num_classes=5, image_size=(32, 32), stage_depths=(1,)
+@pytest.mark.parametrize(
+    ("variant", "options", "available"),
+    [
+        ("R50x1", {"stage_depths": (1,)}, "filters,pca"),
+        (
+            "Ti/8",
+            {"posemb": "none", "num_classes": 0},
+            "filters,distance,norms,cka,attention,rollout,pca",
+        ),
+        (
+            "Swin-T",
+            {"patch_size": 4, "width": 8, "stage_depths": (1,), "num_heads": (2,)},
+            "filters,windows,pca",
+        ),
+    ],
+)
+def test_figures_that_a_network_has_not_are_refused(
+    variant, options, available, tmp_path
+):
+    model = models.create(
+        variant, **{"num_classes": 5, "image_size": (32, 32)} | options
     )
-    ours = LoadedModel("r", resnet, {}, PREPROCESS)
-    assert available_figures(ours, 9) == ("filters", "pca")
-    with pytest.raises(
-        UserError, match="=norms: r: no attention to draw.* filters,pca"
-    ):
-        draw(ours, [], ["norms"], tmp_path)
-    plain = models.create(**OPTIONS | {"posemb": "none", "num_classes": 0})
-    ours = LoadedModel("p", plain, {}, PREPROCESS)
-    assert available_figures(ours, 3) == (
-        *("filters", "distance", "norms", "cka", "attention", "rollout", "pca"),
-    )
+    ours = LoadedModel("x", model, draw_params(model), PREPROCESS)
+    assert available_figures(ours, 9) == tuple(available.split(","))
     assert available_figures(ours, 0) == ("filters",)
-    with pytest.raises(UserError, match="=relevance: p: no classifier"):
-        draw(ours, [], ["relevance"], tmp_path)
+    missing = sorted({*FIGURES} - {*available.split(",")})
+    for name in missing:
+        with pytest.raises(UserError, match=f"--figure={name}: x: .* some of filters,"):
+            draw(ours, [], [name], tmp_path)
+
+
+def test_filters_are_skipped_of_a_network_without_a_convolution(
+    run, tmp_path, monkeypatch
+):
+    ours = loaded()
+    ours.params["patches"] = ours.params.pop("embedding")
+    monkeypatch.setattr(visualize, "load_model", lambda *_: ours)
+    code, out, err = run()
+    assert (code, out) == (0, f"{tmp_path / 'posemb.png'}\n")
+    assert err.startswith("figure skipped: filters: no convolution named 'embedding'")
 
 
 @pytest.fixture
@@ -483,7 +443,7 @@ def watched(monkeypatch):
 def test_one_layer_of_attention_is_alive_while_figures_are_fed(
     place, tmp_path, watched
 ):
-    ours = written(tmp_path / "again")
+    ours = loaded()
     files = [(name, str(place / "images" / name)) for name in FOUR]
     figures = "norms", "distance", "cka", "attention", "rollout"
     draw(ours, files, figures, tmp_path, batch_size=3, max_shown=1)
@@ -493,9 +453,9 @@ def test_one_layer_of_attention_is_alive_while_figures_are_fed(
 
 @pytest.mark.slow
 def test_images_of_512_pixels_in_bounded_memory(tmp_path, capsys, watched):
-    ours = written(
-        tmp_path, "large", image_size=(512, 512), depth=2, width=12, num_heads=3
-    )
+    sizes = {"image_size": (512, 512), "depth": 2, "width": 12, "num_heads": 3}
+    how = dataclasses.replace(PREPROCESS, image_size=(512, 512))
+    write_weights(tmp_path / "large.safetensors", NAMES, how, **OPTIONS | sizes)
     rng = np.random.default_rng(2)
     for i in range(4):
         noise = rng.integers(0, 256, (530, 600 + i, 3), dtype=np.uint8)
@@ -508,9 +468,6 @@ def test_images_of_512_pixels_in_bounded_memory(tmp_path, capsys, watched):
     ]
     assert visualize.main(cli.parse(visualize.parser(), words)) == 0
     # 4,097 tokens and 3 heads: one image is all that 256 MiB hold.
-    assert (
-        ours.model.num_prefix_tokens + ours.model.grid[0] * ours.model.grid[1] == 4097
-    )
     assert set(watched) == {(1, 0)}
     assert len(watched) == 4 * 2 + 2  # And for relevance.
     with np.load(tmp_path / "out" / "cka.npz") as arrays:
@@ -528,30 +485,22 @@ def test_figures_name_no_password_of_a_url():
     assert name == "https://***@localhost:9/x.npz"
 
 
-def test_what_a_task_of_a_swin_transformer_makes_needs_no_attention(tmp_path, place):
-    sizes = {"patch_size": 4, "width": 8, "stage_depths": (1,), "num_heads": (2,)}
-    swin = models.create("Swin-T", num_classes=0, image_size=(16, 24), **sizes)
-
-    def pictures(params, images):
-        return Pictures(*4 * (images,))
-
-    ours = LoadedModel("s", swin, draw_params(swin), PREPROCESS, pictures=pictures)
-    assert available_figures(ours, 3) == ("filters", "windows", "pca", "reconstruction")
+def test_the_task_and_the_windows_of_a_swin_transformer_are_drawn(tmp_path, place):
+    sizes = {"patch_size": 2, "width": 8, "stage_depths": (2, 1), "num_heads": (2, 4)}
+    sizes |= {"window_size": 4, "image_size": (16, 24)}
+    swin = models.create("Swin-T", num_classes=0, **sizes)
+    ours = LoadedModel(
+        "s",
+        swin,
+        draw_params(swin),
+        PREPROCESS,
+        pictures=lambda params, images: Pictures(*4 * (images,)),
+    )
     images = inputs.find([str(place / "images")])
     files = draw(ours, images, ["reconstruction"], tmp_path, batch_size=2)
     assert files[0] == "reconstruction.png" and len(files) == 3
     with np.load(tmp_path / "reconstruction.npz") as data:
         assert data["original"].shape == (5, 16, 24, 3)
-    with pytest.raises(UserError, match="=attention.* filters,windows,pca,reconstruc"):
-        draw(ours, [], ["attention"], tmp_path)
-
-
-def test_attention_within_windows_is_drawn_over_the_image(tmp_path, place):
-    sizes = {"patch_size": 2, "width": 8, "stage_depths": (2, 1), "num_heads": (2, 4)}
-    swin = models.create(
-        "Swin-T", num_classes=0, image_size=(16, 24), window_size=4, **sizes
-    )
-    ours = LoadedModel("s", swin, draw_params(swin), PREPROCESS)
     images = inputs.find([str(place / "images")])
     files = draw(ours, images, ["windows"], tmp_path, max_shown=2)
     assert sum(name.endswith(".png") for name in files) == 2
@@ -562,6 +511,3 @@ def test_attention_within_windows_is_drawn_over_the_image(tmp_path, place):
         np.testing.assert_allclose(data["stage_1"].mean(), 1, rtol=1e-5)
         blocks = data["stage_1"].reshape(2, 4, 3, 4).mean((1, 3))
         np.testing.assert_allclose(blocks, 1, rtol=1e-5)
-    vit = LoadedModel("v", models.create(**OPTIONS), {}, PREPROCESS)
-    with pytest.raises(UserError, match="=windows: v: no attention in windows"):
-        draw(vit, [], ["windows"], tmp_path)

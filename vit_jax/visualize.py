@@ -46,6 +46,9 @@ def main(flags: argparse.Namespace) -> int:
         cli.tell(uncached)
     loaded = load_model(flags, flags.model)
     if not named:
+        for name, figure in figures.create(FIGURES, {}).items():
+            if figure.reads == "weights" and (missing := figure.missing(loaded)):
+                cli.tell(f"figure skipped: {name}: {missing}")
         named = figures.create(available_figures(loaded, count), vars(flags))
     if flags.compare and "cka" not in named:
         raise UserError(

@@ -22,22 +22,8 @@ TINY = {"width": 8, "depth": DEPTH, "num_heads": 2, "mlp_dim": 9}
 
 @pytest.fixture(scope="module")
 def network():
-    """A model of a grid that is not square, its parameters, and two images."""
-    model = models.create(
-        "B/4",
-        num_classes=5,
-        image_size=(12, 20),
-        width=8,
-        depth=3,
-        num_heads=2,
-        mlp_dim=9,
-    )
-    shapes = jax.eval_shape(model.init, jax.random.key(0))
-    leaves, tree = jax.tree.flatten(shapes)
-    rng = np.random.default_rng(3)
-    leaves = [jnp.array(rng.standard_normal(leaf.shape, np.float32)) for leaf in leaves]
-    images = jnp.array(rng.standard_normal((2, 12, 20, 3), np.float32))
-    return model, jax.tree.unflatten(tree, leaves), images
+    """A model of 2x3 patches, its parameters, and two images."""
+    return plain_vit.drawn(scale=1.0, **TINY | {"depth": 3})
 
 
 def random_attention(*shape):
@@ -76,24 +62,16 @@ def distance(maps, num_prefix_tokens):
     return attention.mean_attention_distance(maps, GRID, PATCH_SIZE, num_prefix_tokens)
 
 
-def test_uniform_attention_has_the_mean_distance_of_all_pairs():
-    maps = [jnp.full((2, 3, 16, 16), 1 / 16)]
+def test_distances_of_attention_that_is_plain():
+    even = [jnp.full((2, 3, 16, 16), 1 / 16)]
     distances = attention.patch_distances(GRID, PATCH_SIZE)
     assert distances.max() == pytest.approx(PATCH_SIZE * (4 + 16) ** 0.5)
-    wanted = np.full((2, 1, 3), distances.mean())
-    np.testing.assert_allclose(distance(maps, 1), wanted, 1e-5)
-
-
-def test_attention_to_itself_or_one_neighbour_has_that_distance():
-    itself = jnp.eye(16)[None, None]
-    assert distance([itself], 1) == 0
+    np.testing.assert_allclose(distance(even, 1), distances.mean(), 1e-5)
+    assert distance([jnp.eye(16)[None, None]], 1) == 0
     neighbour = np.zeros((15, 15), np.float32)
     for n in range(15):
         neighbour[n, n + 1 if n % 5 < 4 else n - 1] = 1
     assert distance([jnp.array(neighbour)[None, None]], 0) == PATCH_SIZE
-
-
-def test_queries_without_attention_to_patches_have_no_distance():
     weights = np.zeros((1, 1, 16, 16), np.float32)
     weights[..., 0] = 1  # All attend to the class token
     assert distance([jnp.array(weights)], 1) == 0
@@ -101,41 +79,44 @@ def test_queries_without_attention_to_patches_have_no_distance():
     assert distance([jnp.array(weights)], 1) == PATCH_SIZE
 
 
-def test_batches_average_to_all_images(network):
-    model, params, images = network
+@pytest.fixture
+def alive(monkeypatch):
+    """Notes how many arrays of attention are there when a block is run or differentiated."""
+    found = []
 
-    def distances(images):
-        return distance(
-            attention.attention_maps(model, params, images), model.num_prefix_tokens
-        )
+    def watch(name):
+        run = getattr(intermediates, name)
 
-    whole = distances(images)
-    parts = np.concatenate([distances(images[:1]), distances(images[1:])])
-    assert whole.shape == (2, 3, 2)
-    np.testing.assert_allclose(parts, whole, rtol=1e-4)
+        def watched(*args):
+            shapes = [array.shape for array in jax.live_arrays()]
+            found.append(shapes.count((2, 2, 7, 7)))
+            return run(*args)
 
+        monkeypatch.setattr(intermediates, name, watched)
 
-def test_no_layer_is_alive_while_the_next_is_computed(network, monkeypatch):
-    model, params, images = network
-    alive, run = [], intermediates.run_block
-
-    def watched(*args):
-        shapes = [array.shape for array in jax.live_arrays()]
-        alive.append(shapes.count((2, 2, 16, 16)))
-        return run(*args)
-
-    monkeypatch.setattr(intermediates, "run_block", watched)
     gc.collect()  # Of earlier tests.
-    for consume in (attention.rollout, lambda maps: distance(maps, 1)):
+    for name in ("run_block", "block_vjp"):
+        watch(name)
+    return found
+
+
+def test_no_layer_is_alive_while_the_next_is_computed(network, alive):
+    model, params, images = network
+    for consume in (
+        attention.rollout,
+        lambda maps: attention.mean_attention_distance(maps, (2, 3), 4, 1),
+    ):
         consume(attention.attention_maps(model, params, images))
     assert alive == [0] * 6
+    attention.relevance(model, params, images, jnp.array([1, 3]))
+    assert len(alive) >= 9 and not any(alive)
 
 
 def test_any_layer_head_and_query_can_be_asked_for(network):
     model, params, images = network
     forward = functools.partial(plain_vit.forward, patch=4, num_heads=2)
     _, weights, _ = jax.jit(forward)(params, images[1])
-    for layer, query, head in ((0, 0, 1), (1, 9, 0), (2, 15, None), (-1, 15, None)):
+    for layer, query, head in ((0, 0, 1), (1, 4, 0), (2, 6, None), (-1, 6, None)):
         found = attention.query_attention(
             model, params, images, layer=layer, query=query, head=head
         )
@@ -149,7 +130,7 @@ def test_any_layer_head_and_query_can_be_asked_for(network):
     [
         ({"layer": 3}, "layer=3: out of range; choose a number from -3 to 2"),
         ({"layer": -4}, "layer=-4: out of range"),
-        ({"layer": 0, "query": 16}, "query=16: out of range; .* from 0 to 15"),
+        ({"layer": 0, "query": 7}, "query=7: out of range; .* from 0 to 6"),
         ({"layer": 0, "head": 2}, "head=2: out of range; .* from 0 to 1"),
     ],
 )
@@ -291,21 +272,6 @@ def test_relevance_is_that_of_the_paper_s_matrices(options):
             )
             np.testing.assert_allclose(row, wanted, rtol=1e-3, atol=1e-5)
     assert (found >= 0).all()
-
-
-def test_one_layer_s_attention_is_alive_during_the_backward_pass(monkeypatch):
-    model, params, images = relevance_model()
-    alive, pull = [], intermediates.block_vjp
-
-    def watched(*args):
-        shapes = [array.shape for array in jax.live_arrays()]
-        alive.append(shapes.count((2, 2, 7, 7)))
-        return pull(*args)
-
-    monkeypatch.setattr(intermediates, "block_vjp", watched)
-    gc.collect()  # Of earlier tests.
-    attention.relevance(model, params, images, jnp.array([1, 3]))
-    assert alive == [0] * DEPTH
 
 
 def test_a_token_without_influence_has_no_relevance():

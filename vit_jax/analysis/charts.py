@@ -203,7 +203,8 @@ def draw_tiles(
 
     Args:
       tiles: maps (height, width), each coloured from its minimum to its maximum, or RGB
-        images; all of one aspect ratio. None leaves a gap, but not as the first tile.
+        or grey images; all of one aspect ratio. None leaves a gap, but not as the first
+        tile.
       columns: tiles per row.
       title: text above the rows.
       captions: texts above the tiles.
@@ -214,43 +215,35 @@ def draw_tiles(
     """
     height, width = tiles[0].shape[:2]
     tile_height, num_rows = tile_width * height / width, -(-len(tiles) // columns)
-    captions = list(captions) + [""] * (len(tiles) - len(captions))
-    caption_heights = [
-        _CAPTION * any(captions[row * columns : (row + 1) * columns])
-        for row in range(num_rows)
-    ]
+    captions = [*captions, *[""] * (len(tiles) - len(captions))]
+    starts = range(0, len(tiles), columns)
+    heights = [_CAPTION * any(captions[i : i + columns]) + tile_height for i in starts]
     left = _MARGIN + (_ROW_LABEL if row_labels else 0)
     W = max(
         left + columns * (tile_width + _GAP) + _MARGIN,
         2 * _MARGIN + _TITLE_LETTER * len(title),
     )
-    H = 2 * _MARGIN + _TITLE + sum(caption_heights) + num_rows * (tile_height + _GAP)
+    H = 2 * _MARGIN + _TITLE + sum(heights) + num_rows * _GAP
+    bottoms = H - _MARGIN - _TITLE - np.cumsum(heights) - _GAP * np.arange(num_rows)
     with _new_figure(W, H) as figure:
-        top = H - _MARGIN
-        figure.text(_MARGIN / W, top / H, title, va="top", fontsize=11)
-        top -= _TITLE
-        for row in range(num_rows):
-            top -= caption_heights[row] + tile_height
-            for i in range(row * columns, min((row + 1) * columns, len(tiles))):
-                if tiles[i] is None:
-                    continue
-                x = left + (i - row * columns) * (tile_width + _GAP)
-                box = x / W, top / H, tile_width / W, tile_height / H
-                axes = figure.add_axes(box)
-                axes.imshow(
-                    _reduce(tiles[i], tile_width),
-                    cmap=_COLORMAP,
-                    interpolation="nearest",
-                )
-                axes.set_axis_off()
-                if captions[i]:
-                    axes.set_title(captions[i], fontsize=8, pad=3)
-                if rings and i in rings:
-                    _draw_ring(axes, *rings[i])
-            if row < len(row_labels):
-                x, y = (left - _GAP) / W, (top + tile_height / 2) / H
-                figure.text(x, y, row_labels[row], ha="right", va="center", size=8)
-            top -= _GAP
+        figure.text(_MARGIN / W, 1 - _MARGIN / H, title, va="top", fontsize=11)
+        for i, tile in enumerate(tiles):
+            if tile is None:
+                continue
+            row, column = divmod(i, columns)
+            x = left + column * (tile_width + _GAP)
+            box = x / W, bottoms[row] / H, tile_width / W, tile_height / H
+            axes = figure.add_axes(box)
+            image = _reduce(tile, tile_width)
+            axes.imshow(image, cmap=_COLORMAP, interpolation="nearest")
+            axes.set_axis_off()
+            if captions[i]:
+                axes.set_title(captions[i], fontsize=8, pad=3)
+            if rings and i in rings:
+                _draw_ring(axes, *rings[i])
+        for label, bottom in zip(row_labels, bottoms, strict=False):
+            x, y = (left - _GAP) / W, (bottom + tile_height / 2) / H
+            figure.text(x, y, label, ha="right", va="center", size=8)
     return figure
 
 
@@ -559,6 +552,8 @@ def _draw_ring(axes, x: float, y: float) -> None:
 def _reduce(tile: np.ndarray, width: float) -> np.ndarray:
     """Returns an image with at most as many columns of pixels as fit into `width` inches."""
     columns = round(width * DPI)
+    if tile.ndim == 3:
+        tile = tile.repeat(3 // tile.shape[-1], axis=-1)
     if tile.ndim == 2 or tile.shape[1] <= columns or tile.dtype != np.uint8:
         return tile
     size = columns, max(1, round(tile.shape[0] * columns / tile.shape[1]))

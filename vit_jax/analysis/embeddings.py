@@ -33,7 +33,7 @@ def first_kernel(params: Params) -> Float[np.ndarray, "Y X C D"]:
     if np.ndim(kernel) != 4:
         raise UserError(
             "no convolution named 'embedding' or 'conv_root' is applied to the pixels: "
-            "its filters cannot be drawn; leave out filters"
+            "there are no filters to draw"
         )
     return np.asarray(kernel, np.float32)
 

@@ -128,10 +128,7 @@ class Attention(Figure):
                 "",
             ]
         image = len(heads)  # Index of the image's tile, at the end of the first row.
-        tiles[image], captions[image] = (
-            pixels.repeat(3 // pixels.shape[-1], -1),
-            "image",
-        )
+        tiles[image], captions[image] = pixels, "image"
         for i, head in enumerate(heads):
             captions[i] = f"head {head + 1}: {captions[i]}"
         return analysis.charts.draw_tiles(

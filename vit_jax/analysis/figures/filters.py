@@ -4,6 +4,7 @@ import numpy as np
 
 from vit_jax import analysis
 from vit_jax.analysis.figures.figure import Figure, Picture
+from vit_jax.errors import UserError
 
 _COLUMNS = 7  # As in the paper.
 
@@ -13,13 +14,20 @@ class Filters(Figure):
 
     help = "principal components of the first filters"
 
+    def missing(self, loaded):
+        try:
+            analysis.embeddings.first_kernel(loaded.params)
+        except UserError as error:
+            return str(error)
+        return ""
+
     def draw(self):
         embeddings = analysis.embeddings
         kernel = embeddings.first_kernel(self.loaded.params)
         components, explained = embeddings.principal_components(kernel)
         tiles = embeddings.components_to_intensities(components)
         if tiles.shape[-1] != 3:
-            tiles = tiles.mean(-1, keepdims=True).repeat(3, -1)
+            tiles = tiles.mean(-1, keepdims=True)
         drawing = analysis.charts.draw_tiles(
             list((255 * tiles).round().astype(np.uint8)),
             min(_COLUMNS, len(components)),

@@ -38,7 +38,7 @@ class Reconstruction(Figure):
         }
         rows = zip(*images.values(), strict=True)
         drawing = analysis.charts.draw_tiles(
-            [tile.repeat(3 // tile.shape[-1], -1) for row in rows for tile in row],
+            [tile for row in rows for tile in row],
             len(images),
             title=f"{self.loaded.name}: reconstruction",
             captions=[name.replace("_", " ") for name in images],

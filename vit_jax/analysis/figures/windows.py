@@ -47,7 +47,7 @@ class Windows(Figure):
                     tile = overlay.blend(pixels, tile)
                 tiles.append(tile)
             tiles.append(None)
-        tiles[len(stages)] = pixels.repeat(3 // pixels.shape[-1], -1)
+        tiles[len(stages)] = pixels
         return analysis.charts.draw_tiles(
             tiles,
             len(stages) + 1,

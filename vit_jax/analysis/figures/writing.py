@@ -25,7 +25,7 @@ from vit_jax.analysis.figures.figure import Figure, Picture
 from vit_jax.analysis.loaded_model import LoadedModel
 from vit_jax.data import decode, inputs
 from vit_jax.errors import UserError
-from vit_jax.files import replace_bytes
+from vit_jax.files import replace_bytes, writing_out
 
 
 def write_figures(
@@ -85,17 +85,21 @@ def write_figures(
         yield from save(name, picture, out)
     if not reading:
         return
-    num_seen = yield from _write_batches(
-        loaded,
+    kinds = reading.values()
+    chunk_size, batch_size = chunk_and_batch_size(loaded, kinds, batch_size, max_shown)
+    batches = read_batches(
         images,
-        reading,
-        out,
-        other=other,
-        max_shown=max_shown,
-        batch_size=batch_size,
-        on_unreadable=on_unreadable,
-        on_progress=on_progress,
+        [loaded, other] if other else [loaded],
+        batch_size,
+        on_unreadable,
+        num_originals=max_shown if any(f.reads_originals for f in kinds) else 0,
+        min_batch_size=max(figure.min_images for figure in kinds),
     )
+    num_seen = yield from _write_batches(
+        loaded, batches, reading, out, chunk_size, max_shown, on_progress
+    )
+    if not num_seen:
+        raise UserError("--images: none of the images could be read; give others")
     for name, figure in reading.items():
         if too_few := figure.too_few(name, num_seen):
             if explicit:
@@ -108,33 +112,19 @@ def write_figures(
 
 def _write_batches(
     loaded: LoadedModel,
-    images: Iterable[inputs.Named],
+    batches: Iterable["Batch"],
     figures: Mapping[str, Figure],
     out: pathlib.Path,
-    *,
-    other: LoadedModel | None,
+    chunk_size: int,
     max_shown: int,
-    batch_size: int,
-    on_unreadable: Callable[[str, str], None],
     on_progress: Callable[[int], object],
 ) -> Generator[str, None, int]:
     """Passes images to figures, writes what they draw, and returns their number."""
-    num_seen, kinds = 0, figures.values()
-    all_images = _reads_all(kinds)
-    limit = max_shown if any(figure.reads == "images" for figure in kinds) else 0
-    originals = any(figure.reads_originals for figure in kinds)
-    chunk_size, batch_size = chunk_and_batch_size(loaded, kinds, batch_size, max_shown)
-    for batch in read_batches(
-        images,
-        [loaded, other] if other else [loaded],
-        batch_size,
-        on_unreadable,
-        num_originals=limit if originals else 0,
-        min_batch_size=max(figure.min_images for figure in kinds),
-    ):
+    num_seen, all_images = 0, _reads_all(figures.values())
+    for batch in batches:
         if not num_seen:  # Later batches are padded to this size.
             chunk_size = min(chunk_size, len(batch.names))
-        shown = batch.first(max(0, limit - num_seen))
+        shown = batch.first(max(0, max_shown - num_seen))
         batch = batch if all_images else shown
         num_seen += len(batch.names)
         parts = [
@@ -151,10 +141,8 @@ def _write_batches(
                     num_drawn += 1
                     on_progress(1)
         on_progress(len(batch.names) - num_drawn)
-        if not all_images and num_seen >= limit:
+        if not all_images and num_seen >= max_shown:
             break
-    if not num_seen:
-        raise UserError("--images: none of the images could be read; give others")
     return num_seen
 
 
@@ -229,14 +217,9 @@ def save(name: str, picture: Picture, out: pathlib.Path) -> list[str]:
     }
     for file, content in contents.items():
         target = epath.Path(out / file)
-        try:
+        with writing_out(target):
             target.parent.mkdir(parents=True, exist_ok=True)
             replace_bytes(target, content)
-        except OSError as error:
-            raise UserError(
-                f"--out={out}: {target} cannot be written ({error.strerror or error}); "
-                "choose another folder"
-            ) from error
     return list(contents)
 
 
