@@ -182,21 +182,10 @@ def test_what_cannot_be_explored_is_refused(first, second, photograph):
         explored.opened(given).run(photograph, "photograph")
 
 
-@pytest.mark.parametrize(
-    ("source", "name"),
-    [
-        (
-            "https://me:hunter2@localhost:9/x.npz?X-Amz-Signature=a1",
-            "***@localhost:9/x.npz",
-        ),
-        ("https://me:hun/ter2@localhost:9/a/b/x.npz", "b/x.npz"),
-        ("runs/what?/x.npz", "what?/x.npz"),
-    ],
-)
-def test_the_name_tells_no_password(second, source, name):
-    given = dataclasses.replace(second, source=source)
-    found = explored.opened(given)
-    assert found.name == found.describe()["name"] == name
+def test_the_name_tells_no_password(second):
+    source = "https://me:hun/ter2@localhost:9/a/b/x.npz?X-Amz-Signature=a1"
+    found = explored.opened(dataclasses.replace(second, source=source))
+    assert found.name == found.describe()["name"] == "b/x.npz"
 
 
 def test_parameters_are_fitted_where_jax_has_no_cpu(second, monkeypatch):
