@@ -2,13 +2,9 @@
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
-import numpy as np
 
-from vit_jax.data.transforms import device as transforms
-from vit_jax.data.transforms import parse
-from vit_jax.tasks.task import Task, TaskConfig
+from vit_jax.tasks.task import ImageTask, TaskConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -19,25 +15,9 @@ class BrightnessConfig(TaskConfig):
         return Brightness(model, data)
 
 
-class Brightness(Task):
-    def __init__(self, model, data):
-        self.model, self.data = model, data
-        self.ops = parse.parse_train(data.train_transform, data.image_size).device
-
-    def batch_spec(self, batch_size):
-        shape = batch_size, *self.data.image_size, self.data.channels
-        return {
-            "image": jax.ShapeDtypeStruct(shape, np.uint8),
-            "index": jax.ShapeDtypeStruct((batch_size,), np.uint32),
-        }
-
+class Brightness(ImageTask):
     def init(self, rng):
         return self.model.init(rng), None
-
-    def prepare(self, batch, rng):
-        images, no_labels = batch["image"], jnp.zeros((len(batch["image"]), 1))
-        images, _ = transforms.apply(self.ops, images, no_labels, batch["index"], rng)
-        return {"image": transforms.normalize(images, self.data.mean, self.data.std)}
 
     def loss(self, params, extra, batch, rng):
         outputs = self.model.apply(params, batch["image"], train=True, key=rng)

@@ -15,11 +15,9 @@ from vit_jax.config.fields import key
 from vit_jax.data.config import DataConfig
 from vit_jax.data.order import SHARES, class_weights
 from vit_jax.data.sources.base import Source, check_label, read_labels
-from vit_jax.data.transforms import device as transforms
-from vit_jax.data.transforms import parse
 from vit_jax.errors import UserError
 from vit_jax.models import STATE, Model
-from vit_jax.tasks.task import Batch, Task, TaskConfig, Tree
+from vit_jax.tasks.task import Batch, ImageTask, TaskConfig, Tree, transform
 
 _EQUAL_WEIGHTS = (1.0,)
 
@@ -86,7 +84,7 @@ class ClassificationConfig(TaskConfig):
             )
 
 
-class Classification(Task):
+class Classification(ImageTask):
     """See `task.Task`; `extra` holds the network's running means, if it has any.
 
     Args:
@@ -100,21 +98,17 @@ class Classification(Task):
 
     def __init__(self, config: ClassificationConfig, model: Model, data: DataConfig):
         config.check(data)
-        self.model, self.config, self._data = model, config, data
-        self._ops = parse.parse_train(data.train_transform, data.image_size).device
+        super().__init__(model, data)
+        self.config = config
 
     def batch_spec(self, batch_size: int) -> dict[str, jax.ShapeDtypeStruct]:
         """Returns image (B, Y, X, C), label (B,) and index (B,).
 
         With `data.multi_label` the label is (B, L).
         """
-        classes = (self._data.num_classes,) if self._data.multi_label else ()
-        shape = (batch_size, *self._data.image_size, self._data.channels)
-        return {
-            "image": jax.ShapeDtypeStruct(shape, np.uint8),
-            "label": jax.ShapeDtypeStruct((batch_size, *classes), np.int32),
-            "index": jax.ShapeDtypeStruct((batch_size,), np.uint32),
-        }
+        classes = (self.data.num_classes,) if self.data.multi_label else ()
+        label = jax.ShapeDtypeStruct((batch_size, *classes), np.int32)
+        return super().batch_spec(batch_size) | {"label": label}
 
     def init(self, rng: jax.Array) -> tuple[dict, Tree]:
         params = self.model.init(rng)
@@ -142,19 +136,18 @@ class Classification(Task):
         Without `data.multi_label` the labels of an image sum to 1.
         """
         labels = batch["label"].astype(jnp.float32)
-        if not self._data.multi_label:
-            labels = one_hot(batch["label"], self._data.num_classes)
-        images, labels = transforms.apply(
-            self._ops, batch["image"], labels, batch["index"], rng
+        if not self.data.multi_label:
+            labels = one_hot(batch["label"], self.data.num_classes)
+        images, labels = transform(
+            self._ops, self.data, batch["image"], batch["index"], rng, labels
         )
-        images = transforms.normalize(images, self._data.mean, self._data.std)
         return {"image": images, "label": labels}
 
     def loss(self, params, extra, batch, rng):
         outputs, stats = self.outputs(params, extra, batch, rng)
         logits = outputs["logits"]
         loss = self.base_loss(logits, batch["label"])
-        if self._data.multi_label:
+        if self.data.multi_label:
             return loss, ({"loss": loss, "f1": f1(logits, batch["label"])}, stats)
         return loss, ({"loss": loss, "top1": top1(logits, batch["label"])}, stats)
 

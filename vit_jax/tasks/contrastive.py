@@ -29,14 +29,11 @@ from vit_jax.config.fields import key, section
 from vit_jax.data.captions import TEXT as TOKENS
 from vit_jax.data.config import DataConfig
 from vit_jax.data.tokenizer import open_tokenizer
-from vit_jax.data.transforms import device as transforms
-from vit_jax.data.transforms import parse
 from vit_jax.errors import UserError
 from vit_jax.models import Model, cost, text
 from vit_jax.models.text import TextConfig
 from vit_jax.models.text_tower import TextTower
-from vit_jax.tasks.masking import no_labels
-from vit_jax.tasks.task import Batch, Task, TaskConfig
+from vit_jax.tasks.task import Batch, ImageTask, TaskConfig, feature_width
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -88,7 +85,7 @@ class ContrastiveConfig(TaskConfig):
         return Contrastive(self, model, data, saved)
 
 
-class Contrastive(Task):
+class Contrastive(ImageTask):
     """See `task.Task`; the parameters are "network" and those of models/text.py.
 
     Raises:
@@ -103,13 +100,9 @@ class Contrastive(Task):
         data: DataConfig,
         saved: dict | None,
     ):
-        self.model, self.config, self._data = model, config, data
-        self._ops = parse.parse_train(data.train_transform, data.image_size).device
-        if not model.representations:
-            raise UserError(
-                f"model.variant={model.options['variant']!r} returns no 'pre_logits', "
-                "which task.name='contrastive' compares with captions: return them"
-            )
+        super().__init__(model, data)
+        self.config = config
+        self._width = self._embed_dim = feature_width(model, config.name)
         if not data.tokenizer:
             raise UserError(
                 "data.tokenizer='' with task.name='contrastive', which learns from "
@@ -117,10 +110,6 @@ class Contrastive(Task):
                 "tokenizer"
             )
         self._tower_config = _complete(config.text, data.tokenizer, saved)
-        images = jnp.zeros((1, *model.image_shape))
-        outputs = jax.eval_shape(model.apply, model.shapes, images)
-        self._width = outputs["pre_logits"].shape[-1]
-        self._embed_dim = self._width
         if config.projection != "none":
             self._embed_dim = config.embed_dim or config.text.width
         width, num_heads = config.text.width, config.text.num_heads
@@ -149,7 +138,7 @@ class Contrastive(Task):
         Raises:
           UserError: it has more tokens than the text tower, or cannot be opened.
         """
-        tokenizer, vocab_size = self._data.tokenizer, self._tower_config.vocab_size
+        tokenizer, vocab_size = self.data.tokenizer, self._tower_config.vocab_size
         opened = open_tokenizer(tokenizer)
         if opened.vocab_size > vocab_size:
             raise UserError(
@@ -164,13 +153,8 @@ class Contrastive(Task):
 
     def batch_spec(self, batch_size: int) -> dict[str, jax.ShapeDtypeStruct]:
         """Returns image (B, Y, X, C), text (B, T) and index (B,)."""
-        shape = (batch_size, *self._data.image_size, self._data.channels)
-        tokens = (batch_size, self._data.num_tokens)
-        return {
-            "image": jax.ShapeDtypeStruct(shape, np.uint8),
-            TOKENS: jax.ShapeDtypeStruct(tokens, np.int32),
-            "index": jax.ShapeDtypeStruct((batch_size,), np.uint32),
-        }
+        tokens = jax.ShapeDtypeStruct((batch_size, self.data.num_tokens), np.int32)
+        return super().batch_spec(batch_size) | {TOKENS: tokens}
 
     def init(self, rng):
         network_key, text_key, projection_key = jax.random.split(rng, 3)
@@ -192,11 +176,7 @@ class Contrastive(Task):
 
     def prepare(self, batch: Batch, rng: jax.Array) -> Batch:
         """Returns image (B, Y, X, C), normalised, and text (B, T)."""
-        images, _ = transforms.apply(
-            self._ops, batch["image"], no_labels(batch), batch["index"], rng
-        )
-        images = transforms.normalize(images, self._data.mean, self._data.std)
-        return {"image": images, TOKENS: batch[TOKENS]}
+        return super().prepare(batch, rng) | {TOKENS: batch[TOKENS]}
 
     def loss(self, params, extra, batch, rng):
         images = batch["image"].astype(self.model.options["dtype"])

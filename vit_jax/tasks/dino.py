@@ -18,13 +18,12 @@ from jaxtyping import Array, Float
 from vit_jax.config.fields import key
 from vit_jax.config.lengths import RunLength
 from vit_jax.data.config import DataConfig
-from vit_jax.data.transforms import device as transforms
 from vit_jax.data.transforms import parse
 from vit_jax.errors import UserError
 from vit_jax.models import Model, cost
 from vit_jax.tasks.dino_losses import Head, centered, cross_entropies
-from vit_jax.tasks.masking import check_unlabelled, no_labels
-from vit_jax.tasks.task import Batch, Task, TaskConfig
+from vit_jax.tasks.masking import check_unlabelled
+from vit_jax.tasks.task import Batch, Task, TaskConfig, feature_width, transform
 
 NUM_LARGE = 2  # Large crops per image, the only ones that the teacher gets.
 _LOGS = 5  # Consecutive logs after which a collapse is reported.
@@ -100,11 +99,7 @@ class Dino(Task):
         self, config: DinoConfig, model: Model, data: DataConfig, run: RunLength
     ):
         check_unlabelled(config.name, data)
-        if not model.representations:
-            raise UserError(
-                f"model.variant={model.options['variant']!r} returns no 'pre_logits', "
-                "which DINO compares: return them"
-            )
+        self._width = feature_width(model, config.name)
         self.model, self.config, self._run = model, config, run
         self.crops = Crops(config.large_transforms, config.small_transform, data)
         self.small_model = model
@@ -136,24 +131,14 @@ class Dino(Task):
     def init(self, rng):
         network_key, head_key = jax.random.split(rng)
         network = dict(self.model.init(network_key))
-        features = jnp.zeros((1, self.num_features))
-        params = {
-            "network": network,
-            "head": self.head.init(head_key, features)["params"],
-        }
+        head = self.head.init(head_key, jnp.zeros((1, self._width)))["params"]
+        params = {"network": network, "head": head}
         extra = {
             "teacher": jax.tree.map(jnp.copy, params),
             "center": jnp.zeros(self.config.num_outputs),
             "step": jnp.zeros([], jnp.int32),
         }
         return params, extra
-
-    @property
-    def num_features(self) -> int:
-        """Width of the head's input."""
-        images = jax.ShapeDtypeStruct((1, *self.model.image_shape), jnp.float32)
-        outputs = jax.eval_shape(self.model.apply, self.model.shapes, images)
-        return outputs["pre_logits"].shape[-1]
 
     def loss(self, params, extra, batch, rng):
         student = self.answers(params, batch, train=True, key=rng)
@@ -315,23 +300,18 @@ class Crops:
 
     def prepare(self, batch: Batch, rng: jax.Array) -> Batch:
         """Returns image and small_crops, transformed and normalised."""
-        crops = {
-            "image": [batch["image"][:, i] for i in range(NUM_LARGE)],
-            "small_crops": [batch["small_crops"][:, i] for i in range(self.num_small)],
-        }
+        names = ["image"] * NUM_LARGE + ["small_crops"] * self.num_small
         prepared = {}
-        for name, views in crops.items():
-            for i, view in enumerate(views):
-                number = i if name == "image" else NUM_LARGE + i
-                view, _ = transforms.apply(
-                    self._ops[min(number, NUM_LARGE)],
-                    view,
-                    no_labels(batch),
-                    batch["index"],
-                    jax.random.fold_in(rng, number),
-                )
-                view = transforms.normalize(view, self._data.mean, self._data.std)
-                prepared.setdefault(name, []).append(view)
+        for number, name in enumerate(names):
+            views = prepared.setdefault(name, [])
+            view, _ = transform(
+                self._ops[min(number, NUM_LARGE)],
+                self._data,
+                batch[name][:, len(views)],
+                batch["index"],
+                jax.random.fold_in(rng, number),
+            )
+            views.append(view)
         return {name: jnp.stack(views, axis=1) for name, views in prepared.items()}
 
 

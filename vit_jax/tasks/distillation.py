@@ -145,7 +145,7 @@ class Distillation(Classification):
 
     def _of_teacher(self, images: Float[Array, "B Y X C"]) -> Float[Array, "B Y X C"]:
         """Converts images from the student's normalisation to the teacher's."""
-        wanted, data = self._teacher["normalization"], self._data
+        wanted, data = self._teacher["normalization"], self.data
         if wanted is None:
             return images
         # Each is a number, or a number per channel.

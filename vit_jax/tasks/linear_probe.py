@@ -24,7 +24,7 @@ from vit_jax.tasks.classification import (
     require_classifier,
     top1,
 )
-from vit_jax.tasks.task import Tree
+from vit_jax.tasks.task import Tree, feature_width
 
 # As torch.nn.BatchNorm1d(D, affine=False, eps=1e-6).
 _MOMENTUM, _EPSILON = 0.1, 1e-6
@@ -54,14 +54,9 @@ class LinearProbe(Classification):
 
     def __init__(self, config: LinearProbeConfig, model: Model, data: DataConfig):
         super().__init__(config, model, data)
-        options = model.options
         require_classifier(model, config.name)
-        if not model.representations:
-            raise UserError(
-                f"model.variant={options['variant']!r} returns no 'pre_logits', which "
-                "task.name='linear_probe' classifies: return them"
-            )
-        if options.get("distillation"):
+        feature_width(model, config.name)  # Refuses a network without features.
+        if model.options.get("distillation"):
             raise UserError(
                 "model.distillation=True with task.name='linear_probe', which trains one "
                 "classifier, not two: set it to False"

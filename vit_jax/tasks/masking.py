@@ -15,15 +15,14 @@ from jaxtyping import Array, Bool, Float, Int, Num, UInt32
 
 from vit_jax.data.config import DataConfig
 from vit_jax.data.transforms import device as transforms
-from vit_jax.data.transforms import parse
 from vit_jax.errors import UserError
 from vit_jax.models import Model
-from vit_jax.tasks.task import Batch, Pictures, Task, Tree
+from vit_jax.tasks.task import Batch, ImageTask, Pictures, Tree
 
 Mask = Float[Array, "B N"] | Bool[Array, "B N"]  # 1 or True where a patch is hidden.
 
 
-class MaskedImageTask(Task):
+class MaskedImageTask(ImageTask):
     """A task that hides a part of each image and predicts it, without labels.
 
     The parameters are "network" and those that the task adds. The random numbers of an
@@ -50,25 +49,12 @@ class MaskedImageTask(Task):
                 "which hides patches of the image: choose a Vision Transformer, such as "
                 f"B/16{'' if self.needs_vit else ', or a Swin Transformer'}"
             )
-        self.model, self.data = model, data
-        self._ops = parse.parse_train(data.train_transform, data.image_size).device
+        super().__init__(model, data)
         self.num_patches = math.prod(model.grid)
-
-    def batch_spec(self, batch_size: int) -> dict[str, jax.ShapeDtypeStruct]:
-        """Returns image (B, Y, X, C) and index (B,)."""
-        shape = (batch_size, *self.data.image_size, self.data.channels)
-        return {
-            "image": jax.ShapeDtypeStruct(shape, np.uint8),
-            "index": jax.ShapeDtypeStruct((batch_size,), np.uint32),
-        }
 
     def prepare(self, batch: Batch, rng: jax.Array) -> Batch:
         """Returns image (B, Y, X, C), normalised, and the random numbers of `draw`."""
-        images, _ = transforms.apply(
-            self._ops, batch["image"], no_labels(batch), batch["index"], rng
-        )
-        images = transforms.normalize(images, self.data.mean, self.data.std)
-        return {"image": images} | self.draw(batch["index"], rng)
+        return super().prepare(batch, rng) | self.draw(batch["index"], rng)
 
     def draw(self, index: UInt32[Array, " B"], rng: jax.Array) -> Batch:
         """Draws the random numbers of each image, (B, ...)."""
@@ -154,11 +140,6 @@ class MaskedImageTask(Task):
 
 # Separates the random bits of masks from those of the transforms, which count from 0.
 _MASKS = 0x6D61736B
-
-
-def no_labels(batch: Batch) -> Float[Array, "B 1"]:
-    """Returns zeros as labels, which transforms expect."""
-    return jnp.zeros((len(batch["index"]), 1), jnp.float32)
 
 
 def check_unlabelled(name: str, data: DataConfig) -> None:

@@ -12,11 +12,15 @@ import operator
 from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from vit_jax.config.fields import key
 from vit_jax.config.lengths import RunLength
 from vit_jax.data.config import DataConfig
 from vit_jax.data.sources.base import Source
+from vit_jax.data.transforms import device as transforms
+from vit_jax.data.transforms import parse
 from vit_jax.errors import UserError
 from vit_jax.models import STATE, Model, cost
 from vit_jax.models.text_tower import TextTower
@@ -206,6 +210,76 @@ class Task(Protocol):
         multiply-accumulate of a trained layer, 2 of a frozen one.
         """
         return cost.training_flops(self.model)
+
+
+class ImageTask(Task):
+    """Base of tasks whose batches are images, transformed by `data.train_transform`.
+
+    Args:
+      model: see `Task`.
+      data: `config.data`.
+    """
+
+    def __init__(self, model: Model, data: DataConfig):
+        self.model, self.data = model, data
+        self._ops = parse.parse_train(data.train_transform, data.image_size).device
+
+    def batch_spec(self, batch_size: int) -> dict[str, jax.ShapeDtypeStruct]:
+        """Returns image (B, Y, X, C) and index (B,)."""
+        shape = (batch_size, *self.data.image_size, self.data.channels)
+        return {
+            "image": jax.ShapeDtypeStruct(shape, np.uint8),
+            "index": jax.ShapeDtypeStruct((batch_size,), np.uint32),
+        }
+
+    def prepare(self, batch: Batch, rng: jax.Array) -> Batch:
+        """Returns image (B, Y, X, C), transformed and normalised."""
+        images, _ = transform(self._ops, self.data, batch["image"], batch["index"], rng)
+        return {"image": images}
+
+
+def transform(
+    ops: tuple,
+    data: DataConfig,
+    images: jax.Array,
+    index: jax.Array,
+    rng: jax.Array,
+    labels: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Returns transformed and normalised images, and labels mixed as the images are.
+
+    Args:
+      ops: device transforms, see `data.transforms.parse`.
+      data: `config.data`, for its mean and standard deviation.
+      images: (B, Y, X, C) uint8.
+      index: (B,), record numbers.
+      rng: key.
+      labels: (B, L), floats; None if there are none.
+    """
+    if labels is None:
+        labels = jnp.zeros((len(index), 1))
+    images, labels = transforms.apply(ops, images, labels, index, rng)
+    return transforms.normalize(images, data.mean, data.std), labels
+
+
+def feature_width(model: Model, task: str) -> int:
+    """Returns the width of a network's "pre_logits".
+
+    Args:
+      model: the network.
+      task: name of the task that learns from them.
+
+    Raises:
+      UserError: the network does not return them.
+    """
+    if not model.representations:
+        raise UserError(
+            f"model.variant={model.options['variant']!r} returns no 'pre_logits', which "
+            f"task.name={task!r} learns from: return them"
+        )
+    images = jax.ShapeDtypeStruct((1, *model.image_shape), jnp.float32)
+    outputs = jax.eval_shape(model.apply, model.shapes, images)
+    return outputs["pre_logits"].shape[-1]
 
 
 def backbone_paths(task: Task, params: Tree, extra: Tree) -> dict[str, str]:
