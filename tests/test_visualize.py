@@ -111,6 +111,9 @@ def test_all_figures_of_a_folder(place, run, tmp_path):
         assert data["images"] == 5
     with np.load(tmp_path / "cka.npz") as data:
         assert data["images"] == 5  # Although CKA takes no batch of two.
+    with np.load(tmp_path / "pca" / "a.npz") as data:
+        assert data["components"].shape == (2, 3, 3)
+        assert data["image"].shape == (16, 24, 3)
 
 
 @pytest.fixture

@@ -70,15 +70,6 @@ def test_an_output_that_is_not_finite_names_the_image(loaded, pixels):
         list(lost.iter_layers(dark, NAMES, 2))
 
 
-def test_a_resnet_has_no_attention(pixels):
-    resnet = models.create(
-        "R50x1", num_classes=5, image_size=(16, 24), stage_depths=(1,)
-    )
-    loaded = LoadedModel("r", resnet, {}, PREPROCESS)
-    with pytest.raises(UserError, match="a ResNet has no attention"):
-        next(loaded.iter_layers(pixels, NAMES, 2))
-
-
 def test_class_names_must_be_as_many_as_classes(loaded):
     checkpoint = Pretrained(
         params=loaded.params, options=OPTIONS, format="vit_jax", source="tiny"

@@ -5,15 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import draw_params
-from PIL import Image
 
 from vit_jax import models
 from vit_jax.analysis import representations
-from vit_jax.analysis.figures import create
-from vit_jax.analysis.figures.writing import write_figures
-from vit_jax.analysis.loaded_model import LoadedModel
-from vit_jax.data import inputs
-from vit_jax.weights.pretrained import Preprocess
 
 SMALL = {"width": 12, "depth": 2, "num_heads": 2, "mlp_dim": 16}
 SWIN = {"patch_size": 2, "width": 8, "stage_depths": (1, 1), "num_heads": (2, 4)}
@@ -66,20 +60,3 @@ def test_components_tell_parts_apart():
     np.testing.assert_allclose(again[::-1, ..., 0], first, atol=1e-4)
     colours = representations.to_intensities(found)
     assert colours.min() == 0 and colours.max() == 1
-
-
-def test_a_sheet_is_written_for_each_image(tmp_path):
-    for name in "ab":
-        pixels = np.random.default_rng(ord(name)).integers(0, 255, (16, 24, 3))
-        Image.fromarray(pixels.astype(np.uint8)).save(tmp_path / f"{name}.png")
-    model = models.create("Ti/8", num_classes=0, image_size=(16, 24), **SMALL)
-    how = Preprocess(image_size=(16, 24))
-    loaded = LoadedModel("v", model, draw_params(model), how)
-    images = inputs.find([str(tmp_path)])
-    figures = create(["pca"], {})
-    out = tmp_path / "out"
-    written = write_figures(loaded, images, figures, out, on_unreadable=print)
-    assert sum(name.endswith(".png") for name in written) == 2
-    with np.load(out / "pca" / "a.npz") as data:
-        assert data["components"].shape == (2, 3, 3)
-        assert data["image"].shape == (16, 24, 3)

@@ -22,13 +22,9 @@ def test_linear_cka_is_the_alignment_of_centred_gram_matrices():
     k, l = (middle @ v @ v.T @ middle for v in (x, y))
     wanted = np.trace(k @ l) / np.sqrt(np.trace(k @ k) * np.trace(l @ l))
     assert representations.linear_cka(x, y) == pytest.approx(wanted, rel=1e-5)
-
-
-def test_rotation_scale_and_shift_change_nothing():
-    x = features(9, 5)
-    turn, _ = np.linalg.qr(features(5, 5, seed=2))
+    turn, _ = np.linalg.qr(features(4, 4, seed=2))
     assert representations.linear_cka(x, 3 * x @ turn + 2) == pytest.approx(1, rel=1e-5)
-    assert representations.linear_cka(x, np.ones((9, 2), np.float32)) == 0
+    assert representations.linear_cka(x, np.ones((7, 2), np.float32)) == 0
 
 
 def test_hsic_without_bias_is_the_mean_over_quadruples_of_images():

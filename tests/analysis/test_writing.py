@@ -63,11 +63,8 @@ def test_a_file_is_replaced_as_a_whole(tmp_path):
     for i, name in enumerate(names):
         assert (tmp_path / f"old {i}").read_bytes() == b"other"
         assert len((tmp_path / name).read_bytes()) == len(old[name])
-    assert {path.name for path in (tmp_path / "attention").iterdir()} == {
-        "a.png",
-        "a.svg",
-        "a.npz",
-    }
+    left = {f"attention/{path.name}" for path in (tmp_path / "attention").iterdir()}
+    assert left == set(names)
 
 
 def test_images_of_one_name_have_distinct_stems():
@@ -131,20 +128,15 @@ def decoded(monkeypatch):
     return decoded
 
 
-def test_a_grey_model_s_images_are_decoded_once_too(images, decoded):
-    list(read_batches(images, [tiny(channels=1)], 4, lambda *_: None))
-    assert len(decoded) == NUM_FILES - 1
-
-
-@pytest.mark.parametrize("originals", [0, 3])
+@pytest.mark.parametrize(
+    ("channels", "originals"), [((1,), 0), ((3, 3), 0), ((3, 3), 3)]
+)
 def test_an_image_is_decoded_once_and_originals_are_kept_of_the_first(
-    images, decoded, originals
+    images, decoded, channels, originals
 ):
-    found = list(
-        read_batches(
-            images, [tiny(), tiny()], 4, lambda *_: None, num_originals=originals
-        )
-    )
+    loaded = [tiny(channels=count) for count in channels]
+    ignore = lambda *_: None
+    found = list(read_batches(images, loaded, 4, ignore, num_originals=originals))
     assert len(decoded) == NUM_FILES - 1
     assert sum(pixels() is not None for pixels in decoded) == originals
     assert [len(batch.originals) for batch in found] == [originals, 0, 0]

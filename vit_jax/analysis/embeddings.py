@@ -4,6 +4,8 @@ Letters: K components, Y by X pixels of a filter or patches of the grid, C chann
 D filters or width, N tokens, P patches, H heads, R offsets, F head width.
 """
 
+import math
+
 import numpy as np
 from flax.traverse_util import flatten_dict
 from jaxtyping import Float
@@ -119,7 +121,7 @@ def position_similarity(
     if kind == "relative":
         zero_offset = unit.shape[1] // 2
         cosines = np.einsum("hrf,hf->hr", unit, unit[:, zero_offset]).mean(0)
-        patches = np.arange(model.grid[0] * model.grid[1])
+        patches = np.arange(math.prod(model.grid))
         similarity = cosines[patches[:, None] - patches + zero_offset]
     else:
         similarity = unit @ unit.T
@@ -128,25 +130,13 @@ def position_similarity(
 
 def _absolute_embeddings(model, params, layer) -> Float[np.ndarray, "P D"]:
     """Returns the embedding that is added to each patch, in row-major order."""
-    per_layer = model.options["posemb_placement"] == "every"
-    name = f"posembed_{layer if per_layer else 'input'}"
-    embedding = params[stacking.ENCODER].get(name, {})
-    kind = model.options["posemb"]
-    if kind == "learned":
-        patches = model.grid[0] * model.grid[1]
-        return np.asarray(embedding["pos_embedding"], np.float64)[0, -patches:]
-    if kind.startswith("sincos2d"):
-        fixed = posemb.sincos2d(model.grid, model.options["width"], kind)
-        return np.asarray(fixed, np.float64)
-    (Y, X), half = model.grid, model.options["width"] // 2
-    rows, columns = (
-        np.asarray(embedding[f"{axis}_embedding"], np.float64)
-        for axis in ("row", "column")
-    )
-    halves = [
-        np.broadcast_to(part, (Y, X, half)) for part in (columns[None], rows[:, None])
-    ]
-    return np.concatenate(halves, axis=-1).reshape(Y * X, -1)
+    options, P = model.options, model.num_prefix_tokens
+    name = f"posembed_{layer if options['posemb_placement'] == 'every' else 'input'}"
+    registers = options.get("num_register_tokens", 0)
+    add = posemb.AddPositions(options["posemb"], model.grid, P, registers)
+    nothing = np.zeros((1, P + math.prod(model.grid), options["width"]), np.float32)
+    variables = {"params": params[stacking.ENCODER].get(name, {})}
+    return np.asarray(add.apply(variables, nothing)[0, P:], np.float64)
 
 
 def _relative_embeddings(model, params, layer) -> Float[np.ndarray, "H R F"]:

@@ -143,7 +143,7 @@ class NormHistogram:
     """
 
     def __init__(self) -> None:
-        self._counts: list[np.ndarray] = []
+        self._counts: list[np.ndarray | int] = []
         self._max: list[float] = []
 
     def update(self, norms: Sequence[Float[np.ndarray, "B P"]]) -> None:
@@ -156,13 +156,12 @@ class NormHistogram:
           UserError: a norm is not finite.
         """
         if not self._counts:
-            self._counts = [np.zeros(len(_bin_edges()) - 1, int) for _ in norms]
-            self._max = [0.0] * len(norms)
+            self._counts, self._max = [0] * len(norms), [0.0] * len(norms)
+        edges = _bin_edges()
         for i, layer_norms in enumerate(norms):
             check_finite(layer_norms, f"the norm of a token after layer {i + 1}")
-            octaves = np.log2(np.maximum(layer_norms, 2.0**_MIN_OCTAVE)).ravel()
-            bins = ((octaves - _MIN_OCTAVE) * _BINS_PER_OCTAVE).astype(int)
-            np.add.at(self._counts[i], np.minimum(bins, len(self._counts[i]) - 1), 1)
+            known = np.clip(layer_norms, edges[0], edges[-1])
+            self._counts[i] += np.histogram(known, edges)[0]
             self._max[i] = max(self._max[i], float(np.max(layer_norms)))
 
     def quantiles(

@@ -4,7 +4,7 @@ import contextlib
 import copy
 import dataclasses
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -287,16 +287,10 @@ def train_setup(
 
 
 def _sections(
-    arrays: Mapping[str, Arrays], keys: Mapping, evaluated: Iterable[str]
+    arrays: Mapping[str, Arrays], keys: Mapping, evaluated: Container[str]
 ) -> dict[str, Callable[[Mapping], Mapping]]:
-    """Returns functions that change the sections `data` and `evals` of a config for arrays.
-
-    Args:
-      arrays: images and labels by the name of their split.
-      keys: keys of `data` to set.
-      evaluated: splits to evaluate.
-    """
-    evals = {name: {"split": name} for name in arrays if name in set(evaluated)}
+    """Returns changes of `data` (to `keys`) and `evals` (splits to evaluate) of a config."""
+    evals = {name: {"split": name} for name in arrays if name in evaluated}
     return {
         "data": lambda given: {k: given[k] for k in given.keys() - _OF_FILES} | keys,
         "evals": lambda _: evals,
@@ -306,13 +300,7 @@ def _sections(
 def _arrays(
     data: Arrays | Mapping[str, Arrays], main: str, class_names: Sequence[str]
 ) -> dict[str, Arrays]:
-    """Returns images and labels by the name of their split, checked.
-
-    Args:
-      data: pairs by name, or one pair.
-      main: split that there has to be, and that one pair is; "" if there has to be none.
-      class_names: in label order; may be empty.
-    """
+    """Returns images and labels by the name of their split, checked; `main` is required."""
     arrays = dict(data) if isinstance(data, Mapping) else {main or "test": data}
     if main and main not in arrays:
         raise UserError(f"data has no {main!r} among {', '.join(arrays) or 'nothing'}")
@@ -329,23 +317,15 @@ def _opened(arrays: Mapping[str, Arrays], class_names: Sequence[str]):
     if not arrays:
         return contextlib.nullcontext()
 
-    def opener(_, split: str, __):
-        return open_arrays(arrays, split, IN_MEMORY, class_names)
-
-    return opened_by(opener)
+    return opened_by(
+        lambda _, split, __: open_arrays(arrays, split, IN_MEMORY, class_names)
+    )
 
 
 def _config(
     config, overrides: Mapping, sections: Mapping | None = None, cls=TrainConfig
 ):
-    """Completes a config.
-
-    Args:
-      config: recipe, mapping or config of `cls`.
-      overrides: dotted key to value.
-      sections: name of a section to a function that changes it, before overrides.
-      cls: dataclass of the config.
-    """
+    """Completes a config; sections are changed by functions before overrides."""
     if isinstance(config, str | os.PathLike):
         raw = loading.read(TrainConfig, os.fspath(config))
     elif isinstance(config, Mapping):
