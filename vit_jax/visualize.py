@@ -89,9 +89,8 @@ def draw(flags: argparse.Namespace, loaded, images, named, other) -> int:
             other=other,
             max_shown=flags.shown,
             batch_size=flags.batch_size,
-            explicit=bool(flags.figure or flags.compare),
             on_unreadable=tell,
-            on_skipped=cli.tell,
+            on_too_few=None if flags.figure or flags.compare else cli.tell,
             on_progress=bar.update,
         ):
             if name.endswith(".png"):

@@ -54,6 +54,7 @@ class _Arguments(WeightsArguments):
 
 _checked = arguments.checked(_Arguments)
 
+Best = tuple[prediction.Prediction, ...]
 Images = (
     str
     | os.PathLike
@@ -105,15 +106,7 @@ def load_model(
       >>> model
       PretrainedModel('Ti/2' of 'runs/digits', 10 classes, images (8, 8, 1))
     """
-    known = {field.name for field in dataclasses.fields(Preprocess)}
-    if unknown := sorted(preprocess.keys() - known):
-        hint = SYNONYMS.get(unknown[0], f"not one of {', '.join(sorted(known))}")
-        raise UserError(f"{unknown[0]}={preprocess[unknown[0]]!r}: {hint}")
-    usual = Preprocess(image_size=(1, 1))
-    for name, value in preprocess.items():
-        preprocess[name] = arguments.take(
-            name, fields.Key(help="", at_least=None), value, getattr(usual, name)
-        )
+    preprocess = _checked_preprocess(preprocess)
     if image_size is not None:
         preprocess |= {"image_size": sides(image_size), "cut": (0, 0)}
     pretrained, how = weights.open_weights(
@@ -130,6 +123,17 @@ def load_model(
     if num_classes is not None:
         pretrained = surgery.replace_head(pretrained, num_classes)
     return PretrainedModel(pretrained, upright(how), tuple(class_names))
+
+
+def _checked_preprocess(given: Mapping[str, object]) -> dict:
+    """Returns fields of `Preprocess` with their values checked."""
+    known = {field.name for field in dataclasses.fields(Preprocess)}
+    if unknown := sorted(given.keys() - known):
+        hint = SYNONYMS.get(unknown[0], f"not one of {', '.join(sorted(known))}")
+        raise UserError(f"{unknown[0]}={given[unknown[0]]!r}: {hint}")
+    about, usual = fields.Key(help="", at_least=None), Preprocess(image_size=(1, 1))
+    take = lambda name, value: arguments.take(name, about, value, getattr(usual, name))
+    return {name: take(name, value) for name, value in given.items()}
 
 
 class PretrainedModel:
@@ -234,7 +238,7 @@ class PretrainedModel:
     @_checked
     def predict(
         self, images: Images, topk: int = 5, *, threshold: float | None = None
-    ) -> list[tuple[prediction.Prediction, ...]] | tuple[prediction.Prediction, ...]:
+    ) -> list[Best] | Best:
         """Returns the most probable classes, best first.
 
         Args:
@@ -259,8 +263,7 @@ class PretrainedModel:
         if threshold is None:
             threshold = prediction.threshold_of(self._pretrained)
         how = {"sigmoid": self._sigmoid, "threshold": threshold}
-        best = [prediction.rank(row, self.class_names, topk, **how) for row in logits]
-        return best[0] if _is_single(images) else best
+        return _best(images, logits, self.class_names, topk, **how)
 
     @_checked
     def zero_shot(
@@ -270,7 +273,7 @@ class PretrainedModel:
         *,
         prompts: Sequence[str] = ("{}",),
         topk: int = 5,
-    ) -> list[tuple[prediction.Prediction, ...]] | tuple[prediction.Prediction, ...]:
+    ) -> list[Best] | Best:
         """Returns the texts that images are most like, best first.
 
         Args:
@@ -291,11 +294,7 @@ class PretrainedModel:
         logits = self.tower.logits(
             self._image_embeddings(images), self.tower.classes(texts, prompts)
         )
-        best = [
-            prediction.rank(row, texts, topk, sigmoid=self.tower.sigmoid)
-            for row in logits
-        ]
-        return best[0] if _is_single(images) else best
+        return _best(images, logits, texts, topk, sigmoid=self.tower.sigmoid)
 
     @_checked
     def similarity(
@@ -379,6 +378,12 @@ class PretrainedModel:
 def at_step(source: str | os.PathLike, step: int | None) -> str:
     """Returns the weights that a source and a run's step name."""
     return os.fspath(source) if step is None else workdir.at_step(source, step)
+
+
+def _best(images: Images, logits, names: Sequence[str], topk: int, **how):
+    """Returns the most probable classes of each image, or of the single one."""
+    best = [prediction.rank(row, names, topk, **how) for row in logits]
+    return best[0] if _is_single(images) else best
 
 
 def _is_single(images: Images) -> bool:

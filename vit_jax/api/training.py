@@ -95,17 +95,8 @@ def train(
       >>> sorted(report["final"]["test"])
       ['ema', 'params']
     """
-    arrays, sections = {}, {}
-    if data is not None:
-        arrays = _arrays(data, "train", class_names)
-        images, labels = map(np.asarray, arrays["train"])
-        keys = {
-            "name": IN_MEMORY,
-            "split": "train",
-            "num_classes": len(class_names) or int(labels.max(initial=0)) + 1,
-            "channels": images.shape[3] if images.ndim == 4 else 1,
-        }
-        sections = _sections(arrays, keys, arrays.keys() - {"train"})
+    arrays = {} if data is None else _arrays(data, "train", class_names)
+    sections = _training_sections(arrays, class_names) if arrays else {}
     complete = _config(config, overrides, sections)
     with _opened(arrays, class_names):
         return loop.train(
@@ -156,7 +147,7 @@ def finetune(
       interval, and the run's report.
 
     Raises:
-      UserError: the images or the weights cannot be read or do not fit each other.
+      UserError: images or weights cannot be read, or do not fit each other.
 
     Example:
       >>> import vit_jax
@@ -207,9 +198,7 @@ def evaluate(
       data: images and labels to classify, as of `train`, in place of the config's data
         set and evaluations; or such pairs by the name of their split.
       class_names: of `data`, in label order.
-      step: of a run's checkpoint, see `load_model`.
-      use_ema: a run's averaged parameters if it has them, not its last ones.
-      num_heads, architecture: see `load_model`.
+      step, use_ema, num_heads, architecture: see `load_model`.
       tell: called with lines about what happens.
       **overrides: config keys, as of `train`.
 
@@ -284,6 +273,18 @@ def train_setup(
     complete = _config(config, overrides)
     complete.task.check_without_records()
     return build_train_setup(complete, meshes.create(complete.mesh), num_examples)
+
+
+def _training_sections(arrays: Mapping[str, Arrays], class_names: Sequence[str]):
+    """Returns `_sections` that train on the arrays of "train" and evaluate on the others."""
+    images, labels = map(np.asarray, arrays["train"])
+    keys = {
+        "name": IN_MEMORY,
+        "split": "train",
+        "num_classes": len(class_names) or int(labels.max(initial=0)) + 1,
+        "channels": images.shape[3] if images.ndim == 4 else 1,
+    }
+    return _sections(arrays, keys, arrays.keys() - {"train"})
 
 
 def _sections(

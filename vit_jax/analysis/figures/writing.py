@@ -37,9 +37,8 @@ def write_figures(
     other: LoadedModel | None = None,
     max_shown: int = 16,
     batch_size: int = 0,
-    explicit: bool = True,
     on_unreadable: Callable[[str, str], None],
-    on_skipped: Callable[[str], None] = print,
+    on_too_few: Callable[[str], None] | None = None,
     on_progress: Callable[[int], object] = lambda num_images: None,
 ) -> Iterator[str]:
     """Draws figures and writes them to a folder.
@@ -52,35 +51,23 @@ def write_figures(
       other: a second model; "cka" compares its layers with those of the first.
       max_shown: maximum number of images for figures of single images.
       batch_size: images in the model at a time; 0 chooses by memory.
-      explicit: whether a figure that the images are too few for is an error; otherwise
-        it is skipped.
       on_unreadable: called with the name of each unreadable image and the reason.
-      on_skipped: called with one line per skipped figure.
+      on_too_few: called with one line per figure that the images are too few for, which is
+        skipped; an error if None.
       on_progress: called with the number of further images that are complete.
 
     Yields:
       Names of the files, relative to `out`, as they are written.
 
     Raises:
-      UserError: the model lacks what a figure needs, an option is out of range, an
-        output is not finite, there are too few images, matplotlib is missing, or a file
-        cannot be written.
+      UserError: the model lacks what a figure needs, an option is out of range, an output is
+        not finite, there are too few images, matplotlib is missing, or no file is written.
     """
-    for name, figure in figures.items():
-        if missing := figure.missing(loaded):
-            possible = ",".join(available_figures(loaded, None))
-            raise UserError(
-                f"--figure={name}: {loaded.name}: {missing}; or draw some of {possible}"
-            )
-        figure.start(loaded, batch_size, other)
+    _start(figures, loaded, other, batch_size)
     reading = {name: f for name, f in figures.items() if f.reads != "weights"}
     # Weights are drawn before the first file is written, since drawing checks them.
-    pictures = [
-        (name, picture)
-        for name, figure in figures.items()
-        if name not in reading
-        for picture in figure.draw()
-    ]
+    of_weights = [name for name in figures if name not in reading]
+    pictures = [(name, one) for name in of_weights for one in figures[name].draw()]
     for name, picture in pictures:
         yield from save(name, picture, out)
     if not reading:
@@ -100,14 +87,38 @@ def write_figures(
     )
     if not num_seen:
         raise UserError("--images: none of the images could be read; give others")
-    for name, figure in reading.items():
+    for name, picture in _draw_seen(reading, num_seen, on_too_few):
+        yield from save(name, picture, out)
+
+
+def _draw_seen(
+    figures: Mapping[str, Figure],
+    num_seen: int,
+    on_too_few: Callable[[str], None] | None,
+) -> Iterator[tuple[str, Picture]]:
+    """Draws all batches in the figures that the images are enough for."""
+    for name, figure in figures.items():
         if too_few := figure.too_few(name, num_seen):
-            if explicit:
+            if on_too_few is None:
                 raise UserError(too_few)
-            on_skipped(f"figure skipped: {too_few}")
-            continue
-        for picture in figure.draw():
-            yield from save(name, picture, out)
+            on_too_few(f"figure skipped: {too_few}")
+        else:
+            yield from ((name, picture) for picture in figure.draw())
+
+
+def _start(
+    figures: Mapping[str, Figure],
+    loaded: LoadedModel,
+    other: LoadedModel | None,
+    batch_size: int,
+) -> None:
+    for name, figure in figures.items():
+        if missing := figure.missing(loaded):
+            possible = ",".join(available_figures(loaded, None))
+            raise UserError(
+                f"--figure={name}: {loaded.name}: {missing}; or draw some of {possible}"
+            )
+        figure.start(loaded, batch_size, other)
 
 
 def _write_batches(
