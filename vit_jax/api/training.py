@@ -215,15 +215,14 @@ def evaluate(
       >>> scores["test"]["weights"]["top1"]
       0.1
     """
-    arrays, sections = {}, {}
-    if data is not None:
-        arrays = _arrays(data, "", class_names)
-        sections = _sections(arrays, {"name": IN_MEMORY}, arrays)
-    elif config is None:
+    if data is None and config is None:
         raise UserError(
             "config=None: give a recipe, as 'configs/eval/fewshot.py:data=digits', or "
             "data=(images, labels) to classify"
         )
+    arrays = {} if data is None else _arrays(data, "", class_names)
+    keys = {"name": IN_MEMORY}
+    sections = {} if data is None else _sections(arrays, keys, arrays)
     config = {"batch_size": _BATCH} if config is None else config
     config = _config(config, overrides, sections, cls=EvaluationConfig)
     pretrained, how = weights.open_weights(

@@ -52,16 +52,16 @@ def write_figures(
       max_shown: maximum number of images for figures of single images.
       batch_size: images in the model at a time; 0 chooses by memory.
       on_unreadable: called with the name of each unreadable image and the reason.
-      on_too_few: called with one line per figure that the images are too few for, which is
-        skipped; an error if None.
+      on_too_few: called with a line per figure skipped for too few images; None makes that
+        an error.
       on_progress: called with the number of further images that are complete.
 
     Yields:
       Names of the files, relative to `out`, as they are written.
 
     Raises:
-      UserError: the model lacks what a figure needs, an option is out of range, an output is
-        not finite, there are too few images, matplotlib is missing, or no file is written.
+      UserError: a figure does not suit the model, the images or its options, an output is
+        not finite, matplotlib is missing, or a file cannot be written.
     """
     _start(figures, loaded, other, batch_size)
     reading = {name: f for name, f in figures.items() if f.reads != "weights"}
@@ -73,11 +73,11 @@ def write_figures(
     if not reading:
         return
     kinds = reading.values()
-    chunk_size, batch_size = chunk_and_batch_size(loaded, kinds, batch_size, max_shown)
+    chunk_size, size = chunk_and_batch_size(loaded, kinds, batch_size, max_shown)
     batches = read_batches(
         images,
         [loaded, other] if other else [loaded],
-        batch_size,
+        size,
         on_unreadable,
         num_originals=max_shown if any(f.reads_originals for f in kinds) else 0,
         min_batch_size=max(figure.min_images for figure in kinds),
@@ -96,7 +96,7 @@ def _draw_seen(
     num_seen: int,
     on_too_few: Callable[[str], None] | None,
 ) -> Iterator[tuple[str, Picture]]:
-    """Draws all batches in the figures that the images are enough for."""
+    """Draws figures of all batches, except those that got too few images."""
     for name, figure in figures.items():
         if too_few := figure.too_few(name, num_seen):
             if on_too_few is None:

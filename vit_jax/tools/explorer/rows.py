@@ -102,7 +102,7 @@ class AttentionRows:
         return AttentionRows(bits.view(np.float32), levels, LEVELS, side)
 
     def sample_maps(self, maps: int) -> "AttentionRows":
-        """Returns at most so many random maps, as if they were of one layer."""
+        """Returns up to `maps` random maps of all layers, as if they were of one."""
         N, L, M, _ = self.levels.shape
         chosen = np.random.default_rng(0).permutation(L * M)[:maps]
         scales, levels = (

@@ -268,7 +268,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(content)
         # A client that is still sending its request reads the answer only afterwards.
-        self.rfile.read(min(self.unread or 0, 2 * MAX_BYTES))
+        self.rfile.read(min(self.unread or 0, MAX_BYTES))
 
 
 def _to_int(text: str) -> int | None:
