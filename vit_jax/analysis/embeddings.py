@@ -6,6 +6,7 @@ D filters or width, N tokens, P patches, H heads, R offsets, F head width.
 
 import math
 
+import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict
 from jaxtyping import Float
@@ -134,7 +135,7 @@ def _absolute_embeddings(model, params, layer) -> Float[np.ndarray, "P D"]:
     name = f"posembed_{layer if options['posemb_placement'] == 'every' else 'input'}"
     registers = options.get("num_register_tokens", 0)
     add = posemb.AddPositions(options["posemb"], model.grid, P, registers)
-    nothing = np.zeros((1, P + math.prod(model.grid), options["width"]), np.float32)
+    nothing = jnp.zeros((1, P + math.prod(model.grid), options["width"]))
     variables = {"params": params[stacking.ENCODER].get(name, {})}
     return np.asarray(add.apply(variables, nothing)[0, P:], np.float64)
 
