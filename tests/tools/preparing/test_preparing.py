@@ -1,4 +1,3 @@
-import fcntl
 import json
 import os
 import pathlib
@@ -14,6 +13,7 @@ from array_record.python import array_record_module
 from vit_jax.data.sources import folder as image_folders
 from vit_jax.data.sources.tfds import open_tfds
 from vit_jax.errors import UserError
+from vit_jax.files import lock_folder
 from vit_jax.tools.preparing import (
     build,
     images,
@@ -142,15 +142,17 @@ def test_what_does_not_read_back_is_not_kept(tmp_path, monkeypatch):
     assert list(shards.read(path)) == records
 
 
-@pytest.mark.parametrize("split", ["train", "train[5:9]+test", "train[:50%]"])
-def test_any_number_of_shards_gives_the_same_records(frames, truth, tmp_path, split):
+def test_any_number_of_shards_gives_the_same_records(frames, truth, tmp_path):
     target = convert(frames, tmp_path / "out", shard_bytes=700)
     assert len(list(target.glob("tiny_frames-train.array_record-*"))) > 3
-    expected = open_tfds("tiny_frames/red", str(truth[0]), split, "image", "label")
-    found = open_tfds("tiny_frames/red", str(tmp_path / "out"), split, "image", "label")
-    assert len(found) == len(expected) > 3
-    assert all(found[i] == expected[i] for i in range(len(expected)))
-    assert found.class_names == ("a", "b", "c")
+    for split in ("train", "train[5:9]+test", "train[:50%]"):
+        expected, found = (
+            open_tfds("tiny_frames/red", str(data_dir), split, "image", "label")
+            for data_dir in (truth[0], tmp_path / "out")
+        )
+        assert len(found) == len(expected) > 3
+        assert all(found[i] == expected[i] for i in range(len(expected)))
+        assert found.class_names == ("a", "b", "c")
 
 
 def test_one_split_alone_can_be_converted(frames, tmp_path):
@@ -294,44 +296,36 @@ def test_shards_and_splits_without_a_readable_image(folder, out):
 
 
 @pytest.mark.parametrize(
-    ("change", "match"),
+    ("file", "change", "match"),
     [
-        (
-            lambda d: damage(d / shard_name(d), flip(900)),
-            "pets-train.*(mismatch|orrupt)",
-        ),
-        (
-            lambda d: damage(d / shard_name(d), lambda b: b[:-9]),
-            "pets-train.*cut short",
-        ),
-        (lambda d: (d / shard_name(d)).unlink(), "pets-train.* is missing"),
-        (lambda d: rewrite(d / shard_name(d), [b"x"] * 19), "has file_bytes .*, not"),
-        (lambda d: rewrite(d / shard_name(d), [b"x"]), "has records 1, not 19"),
-        (lambda d: damage(d / "features.json", flip(3)), "features.json has changed"),
-        (lambda d: (d / "label.labels.txt").unlink(), "label.labels.txt is missing"),
-        (lambda d: (d / "manifest.json").unlink(), "no manifest.json to verify"),
-        (lambda d: damage(d / "manifest.json", flip(0)), "manifest.json is damaged"),
+        ("pets-train", flip(900), "pets-train.*(mismatch|orrupt)"),
+        ("pets-train", lambda data: data[:-9], "pets-train.*cut short"),
+        ("pets-train", None, "pets-train.* is missing"),
+        ("pets-train", [b"x"] * 19, "has file_bytes .*, not"),
+        ("pets-train", [b"x"], "has records 1, not 19"),
+        ("features.json", flip(3), "features.json has changed"),
+        ("label.labels.txt", None, "label.labels.txt is missing"),
+        ("manifest.json", None, "no manifest.json to verify"),
+        ("manifest.json", flip(0), "manifest.json is damaged"),
     ],
 )
-def test_verify_finds_what_changed(folder, out, change, match):
+def test_verify_finds_what_changed(folder, out, file, change, match):
     target = out / "pets/1.0.0"
     content, seen = of_images(folder, target), []
     assert metadata.verify(target, seen.append) == content
     assert sum(seen) == 19 + 4
-    change(target)
+    (path,) = target.glob(f"{file}*")
+    if change is None:
+        path.unlink()
+    elif callable(change):
+        damage(path, change)
+    else:
+        writer = array_record_module.ArrayRecordWriter(str(path), "group_size:1")
+        for record in change:
+            writer.write(record)
+        writer.close()
     with pytest.raises(UserError, match=match):
         metadata.verify(target)
-
-
-def shard_name(target):
-    return next(path.name for path in target.glob("pets-train*"))
-
-
-def rewrite(path, records):
-    writer = array_record_module.ArrayRecordWriter(str(path), "group_size:1")
-    for record in records:
-        writer.write(record)
-    writer.close()
 
 
 def test_a_set_begun_in_another_way_is_not_continued(folder, out):
@@ -356,11 +350,9 @@ def test_existing_busy_and_impossible_targets_are_refused(folder, out, monkeypat
     target = out / "pets/1.0.0"
     place = target.with_name("1.0.0.incomplete")
     place.mkdir(parents=True)
-    other = os.open(place, os.O_RDONLY)
-    fcntl.flock(other, fcntl.LOCK_EX)
-    with pytest.raises(UserError, match="another process is preparing .*pets/1.0.0"):
+    busy = pytest.raises(UserError, match="another process is preparing .*pets/1.0.0")
+    with lock_folder(place, ""), busy:
         of_images(folder, target)
-    os.close(other)
 
     usage = shutil.disk_usage(out)._replace(free=3_000)
     with monkeypatch.context() as patch:

@@ -103,15 +103,12 @@ def scan(
         "against": list(map(str, against)),
         "image_key": [spec.image_key for spec in specs],
     }
-    threads = threads or os.cpu_count() or 1
+    pool = concurrent.futures.ThreadPoolExecutor(threads or os.cpu_count() or 1)
     folder.mkdir(parents=True, exist_ok=True)
     busy = (
         f"{folder} is in use by another process: wait for it, or choose another --out"
     )
-    with (
-        lock_folder(folder, busy),
-        concurrent.futures.ThreadPoolExecutor(threads) as pool,
-    ):
+    with lock_folder(folder, busy), pool:
         _compare_run(folder, run)
         index = _Index(correlation, pool)
         for number, each in enumerate(small):
@@ -169,19 +166,13 @@ class _Index:
         full, pairs = _not_flat(pixels), []
         candidates = self._hashes.candidates(pixels[full])
         fit = functools.partial(self._correlation, pixels[full])
-        for each, value in zip(
-            candidates, self._pool.map(fit, candidates), strict=True
-        ):
-            if value < self._minimum:
-                continue
+        values = self._pool.map(fit, candidates)
+        for each, value in zip(candidates, values, strict=True):
             i, (number, j) = start + full[each.query], _place(each)
             spec, source = self._sets[number]
             name, other = large.source.record_id(i), source.record_id(j)
-            searched = large.spec.name, large.spec.data_dir
-            if (spec.name, spec.data_dir, other) != (
-                *searched,
-                name,
-            ):  # A record and itself.
+            itself = large.spec.name, large.spec.data_dir, name
+            if value >= self._minimum and (spec.name, spec.data_dir, other) != itself:
                 numbers = [i, number, j]
                 row = [name, str(spec), other, each.distance, round(value, 4), numbers]
                 pairs.append(row)
@@ -213,7 +204,7 @@ def _chunks(
     pool: concurrent.futures.Executor,
     progress: Progress,
 ) -> Iterator[tuple[pathlib.Path, int, dict, np.ndarray]]:
-    """Yields file, first record, result and thumbnails of the chunks that are not finished.
+    """Yields file, first record, result and thumbnails of each unfinished chunk.
 
     The next chunk is decoded while the caller works on this one. Thumbnails of damaged
     images are 0.

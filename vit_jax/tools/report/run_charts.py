@@ -53,7 +53,7 @@ def _figure_5(measured, datasets: Sequence[str], name: str, what: str) -> Chart:
             if family(row[0]) == kind
         ]
         label = f"{NAMES[kind]}, published"
-        series.append(_scatter(label, sorted(points), number, hollow=True))
+        series.append(_scatter(label, points, number, hollow=True))
     by_family = {kind: [] for kind in FAMILIES}
     for model in results.models(measured):
         scores = [results.best(measured, model, data) for data in datasets]
@@ -64,10 +64,11 @@ def _figure_5(measured, datasets: Sequence[str], name: str, what: str) -> Chart:
             spread = scores[0].spread if len(scores) == 1 else None
             point = model.compute["exaflops"], value, spread
             by_family[family(model.variant)].append(point)
-    for kind, points in by_family.items():
-        if points:
-            label = f"{NAMES[kind]}, measured"
-            series.append(_scatter(label, _in_order(points), FAMILIES[kind]))
+    series += [
+        _scatter(f"{NAMES[kind]}, measured", points, FAMILIES[kind])
+        for kind, points in by_family.items()
+        if points
+    ]
     note = "Published: table 6, pretraining on JFT-300M."
     if len(datasets) > 1:
         note += f" Mean over {', '.join(datasets)}."
@@ -92,11 +93,8 @@ def _figure_3(measured) -> Chart:
             for data, size in sizes.items()
             if table[data]["ImageNet"][i] is not None
         ]
-        series.append(
-            _scatter(
-                f"{column}, published", points, i, line=True, dashes=1, hollow=True
-            )
-        )
+        look = {"line": True, "dashes": 1, "hollow": True}
+        series.append(_scatter(f"{column}, published", points, i, **look))
     variants: dict[str, list] = {}
     for model in results.models(measured):
         result = results.best(measured, model, "ImageNet")
@@ -107,7 +105,7 @@ def _figure_3(measured) -> Chart:
     numbers = list(dict.fromkeys([*table["cols"], *variants]))
     for variant, points in variants.items():
         number = numbers.index(variant)
-        series.append(_scatter(f"{variant}, measured", _in_order(points), number))
+        series.append(_scatter(f"{variant}, measured", points, number))
     return Chart(
         "figure3",
         "Figure 3: ImageNet by size of the pretraining set",
@@ -123,13 +121,10 @@ def _figure_3(measured) -> Chart:
 
 def _scatter(label, points, number: int, *, line: bool = False, **look) -> Series:
     """Returns a series of (x, y), or of (x, y, deviation or None)."""
+    points = sorted(points, key=lambda point: point[:2])
     x, y, *spread = zip(*points, strict=True)
     look |= {"colour": number, "marker": number, "line": line}
     return Series(label, x, y, spread=spread[0] if spread else (), **look)
-
-
-def _in_order(points: list) -> list:
-    return sorted(points, key=lambda point: point[:2])
 
 
 def training_curves(runs: Sequence[Run]) -> tuple[Chart, ...]:
