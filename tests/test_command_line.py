@@ -286,6 +286,8 @@ def test_a_wheel_holds_the_recipes(tmp_path):
     for recipe in loading.recipes():
         assert f"vit_jax/recipes/configs/{recipe}.py" in names
     assert "vit_jax/weights/hub/mirrors.tsv" in names
+    for template in ("finetuning/page.html", "report/base.html", "report/page.md"):
+        assert f"vit_jax/tools/{template}" in names
     program = "from vit_jax.config import loading as l; print(l.find('swin'))"
     installed = tmp_path / "installed"
     shown = subprocess.run(
