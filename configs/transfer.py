@@ -8,6 +8,8 @@ Sweep:  python -m vit_jax.transfer --model=CHECKPOINT --dataset=cifar100, which 
 Try:    the same with ,quick (3 steps, any machine, no checkpoint)
 Result: not run by us; the paper's B/16 from ImageNet-21k reaches 91.67 % on CIFAR-100
 
+Steps, rates and splits of table 4 are in `vit_jax.tools.sweeps.recipes`, which the command
+`transfer` reads too.
 `init` is to be filled in: a workdir, or a published .npz. The resolution is 384, or 518
 for H/14, whose patches do not divide 384; table 2 has 512 for L/16 on ImageNet
 (`resolution=512`). Above 384 on ImageNet the parameters are averaged, as in table 2.
@@ -18,26 +20,11 @@ ratio of 448 to 384, as in the authors' VTAB code, and the rate starts at its pe
 from ml_collections import ConfigDict
 
 from configs.common import parse_arg, quick
+from vit_jax.tools.sweeps import recipes
 
-# Peak rates to choose from (table 4).
-SWEEP = {
-    "imagenet2012": (0.003, 0.01, 0.03, 0.06),
-    "cifar100": (0.001, 0.003, 0.01, 0.03),
-    "cifar10": (0.001, 0.003, 0.01, 0.03),
-    "oxford_iiit_pet": (0.001, 0.003, 0.01, 0.03),
-    "oxford_flowers102": (0.001, 0.003, 0.01, 0.03),
-}
-# Steps, percent held out by `dev` (table 4), classes, and the split to report on.
-DATASETS = {
-    "imagenet2012": (20_000, 1, 1_000, "validation"),
-    "cifar100": (10_000, 2, 100, "test"),
-    "cifar10": (10_000, 2, 10, "test"),
-    "oxford_iiit_pet": (500, 10, 37, "test"),
-    "oxford_flowers102": (500, 10, 102, "test"),
-}
 ARGUMENTS = dict(
     model=("B/16", "B/32", "L/16", "L/32", "H/14"),
-    dataset=tuple(DATASETS),
+    dataset=tuple(recipes.TABLE_4),
     rate=0.0,  # 0: the third of the sweep.
     resolution=0,  # 0: 384, or 518 for H/14.
     dev=False,
@@ -47,25 +34,25 @@ ARGUMENTS = dict(
 
 def get_config(arg: str | None = None) -> ConfigDict:
     arg = parse_arg(arg, **ARGUMENTS)
-    steps, held_out, num_classes, test = DATASETS[arg.dataset]
-    size = arg.resolution or (518 if arg.model == "H/14" else 384)
-    kept = 100 - held_out
+    recipe = recipes.find(arg.dataset)
+    side = arg.resolution or (518 if arg.model == "H/14" else 384)
+    size = (side, side)
     c = ConfigDict()
     c.seed = 0
-    c.total_steps = steps
+    c.total_steps = recipe.steps
     c.batch_size = 512
     c.mesh = dict(data=-1)
     c.init = "?"
 
     c.data = dict(
         name=arg.dataset,
-        split=f"train[:{kept}%]" if arg.dev else "train",
-        num_classes=num_classes,
-        image_size=(size, size),
-        train_transform=f"resize({round(size * 448 / 384)}) | random_crop | flip",
+        split=recipe.part if arg.dev else recipe.train,
+        num_classes=recipe.num_classes,
+        image_size=size,
+        train_transform=recipe.ops(size),
         eval_transform="resize",
     )
-    c.evals = dict(dev=f"train[{kept}%:]") if arg.dev else dict(test=test)
+    c.evals = dict(dev=recipe.held_out) if arg.dev else dict(test=recipe.test)
 
     c.model = dict(
         variant=arg.model,
@@ -78,14 +65,14 @@ def get_config(arg: str | None = None) -> ConfigDict:
     c.optim = dict(
         name="sgd",
         momentum=0.9,
-        learning_rate=arg.rate or SWEEP[arg.dataset][2],
+        learning_rate=arg.rate or recipe.rates[2],
         schedule="cosine",
         weight_decay=0.0,
         grad_clip_norm=1.0,
     )
-    c.ema = dict(decay=0.9999 if "imagenet" in arg.dataset and size > 384 else 0.0)
+    c.ema = dict(decay=recipe.average(size))
 
     c.log_every_steps = 50
-    c.eval_every_steps = max(100, steps // 10)
+    c.eval_every_steps = max(100, recipe.steps // 10)
     c.checkpoint_every_steps = 1_000
     return quick(c) if arg.quick else c

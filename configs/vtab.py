@@ -15,32 +15,12 @@ each task's transforms are those of the authors' VTAB code.
 from ml_collections import ConfigDict
 
 from configs.common import parse_arg, quick
+from vit_jax.data.sources import vtab
+from vit_jax.tools.sweeps import recipes
 
-# Classes; whether trained on random crops, and mirrored.
-TASKS = {
-    "caltech101": (102, True, True),
-    "cifar100": (100, True, True),
-    "dtd": (47, True, True),
-    "flowers102": (102, True, True),
-    "pets": (37, True, True),
-    "sun397": (397, True, True),
-    "svhn": (10, True, True),
-    "camelyon": (2, True, True),
-    "eurosat": (10, True, True),
-    "resisc45": (45, True, True),
-    "retinopathy": (5, True, True),
-    "clevr_count": (8, False, True),
-    "clevr_distance": (6, False, True),
-    "dmlab": (6, False, True),
-    "dsprites_position": (16, False, False),
-    "dsprites_orientation": (16, True, False),
-    "kitti_distance": (4, False, True),
-    "norb_azimuth": (18, True, False),
-    "norb_elevation": (9, True, True),
-}
 ARGUMENTS = dict(
     model=("B/16", "B/32", "L/16", "L/32", "H/14"),
-    task=tuple(TASKS),
+    task=tuple(vtab.TASKS),
     resolution=0,  # 0: 384, or 518 for H/14.
     quick=False,
 )
@@ -48,26 +28,25 @@ ARGUMENTS = dict(
 
 def get_config(arg: str | None = None) -> ConfigDict:
     arg = parse_arg(arg, **ARGUMENTS)
-    num_classes, crop, flip = TASKS[arg.task]
-    size = arg.resolution or (518 if arg.model == "H/14" else 384)
-    resized = round(size * 448 / 384)
-    transform = f"resize(({resized}, {resized})) | random_crop" if crop else "resize"
+    recipe = recipes.find(f"vtab/{arg.task}")
+    side = arg.resolution or (518 if arg.model == "H/14" else 384)
+    size = (side, side)
     c = ConfigDict()
     c.seed = 0
-    c.total_steps = 2_500
+    c.total_steps = recipe.steps
     c.batch_size = 512
     c.mesh = dict(data=-1)
     c.init = "?"
 
     c.data = dict(
-        name=f"vtab/{arg.task}",
-        split="train800val200",
-        num_classes=num_classes,
-        image_size=(size, size),
-        train_transform=f"{transform} | flip" if flip else transform,
+        name=recipe.dataset,
+        split=recipe.train,
+        num_classes=recipe.num_classes,
+        image_size=size,
+        train_transform=recipe.ops(size),
         eval_transform="resize",
     )
-    c.evals = dict(test="test")
+    c.evals = dict(test=recipe.test)
 
     c.model = dict(
         variant=arg.model,
@@ -80,8 +59,8 @@ def get_config(arg: str | None = None) -> ConfigDict:
     c.optim = dict(
         name="sgd",
         momentum=0.9,
-        learning_rate=0.01,
-        warmup_steps=200,
+        learning_rate=recipe.rates[0],
+        warmup_steps=recipe.warmup,
         schedule="cosine",
         weight_decay=0.0,
         grad_clip_norm=1.0,

@@ -16,14 +16,11 @@ from helpers import RECIPES
 from ml_collections import ConfigDict
 
 from configs import bit_hyperrule
-from configs import vtab as vtab_recipe
 from configs.common import parse_arg, quick
 from configs.study import optimizer, positions, self_supervision
-from configs.transfer import DATASETS, SWEEP
 from vit_jax import models
 from vit_jax.config import fields
 from vit_jax.config.lengths import RunLength, length_in_steps
-from vit_jax.data.sources import vtab
 from vit_jax.errors import UserError
 from vit_jax.training import config, optim
 from vit_jax.training.run_report import published_tables
@@ -106,10 +103,12 @@ def test_recipe_is_short_and_opens_with_command_and_result(stem):
 
 
 @pytest.mark.parametrize("stem", RECIPES)
-def test_recipe_shows_what_a_reader_looks_for_and_imports_common_alone(stem):
+def test_recipe_shows_what_a_reader_looks_for_and_imports_little(stem):
     text = (ROOT / "configs" / f"{stem}.py").read_text()
     imports = re.findall(r"^(?:from|import) (\S+)", text, re.MULTILINE)
-    assert imports == ["ml_collections", "configs.common"]
+    assert imports[:2] == ["ml_collections", "configs.common"]
+    # The paper's tables of data sets, which the sweeps read too.
+    assert {*imports[2:]} <= {"vit_jax.data.sources", "vit_jax.tools.sweeps"}
     for shown in (
         "c.batch_size = ",
         "c.mesh = ",
@@ -135,14 +134,6 @@ def test_quick_is_short():
     lines, _ = inspect.getsourcelines(quick)
     (function,) = ast.parse("".join(lines)).body
     assert function.end_lineno - function.body[0].end_lineno <= 25
-
-
-def test_vtab_states_the_classes_and_the_transforms_of_its_tasks():
-    assert list(vtab_recipe.TASKS) == list(vtab.TASKS)
-    for name, (num_classes, crop, flip) in vtab_recipe.TASKS.items():
-        task = vtab.TASKS[name]
-        ops = tuple(op for op, on in zip(("crop", "flip"), (crop, flip)) if on)
-        assert (num_classes, ops) == (task.num_classes, task.ops), name
 
 
 def test_studies_state_the_published_numbers():
@@ -283,7 +274,6 @@ TABLE_4 = {  # TFDS name: the paper's name, percent held out.
 def test_transfer_is_the_row_of_table_4(dataset):
     name, held_out = TABLE_4[dataset]
     steps, rates = PAPER["table4"][name]
-    assert list(SWEEP[dataset]) == rates
     for rate in (0.0, *rates):
         c = config.load(spec("transfer", model="B/16", dataset=dataset, rate=rate))
         assert (c.total_steps, c.batch_size) == (steps, 512)
@@ -299,10 +289,6 @@ def test_transfer_is_the_row_of_table_4(dataset):
     dev = config.load(spec("transfer", dataset=dataset, dev=True))
     assert dev.data.split == f"train[:{100 - held_out}%]"
     assert fields.to_dict(dev)["evals"] == {"dev": f"train[{100 - held_out}%:]"}
-
-
-def test_table_4_and_transfer_name_the_same_data_sets():
-    assert set(TABLE_4) == set(DATASETS) == set(SWEEP)
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,10 @@ TABLE_4 = {  # TFDS name: the paper's name, percent held out, classes.
 }
 
 
+def test_table_4_has_all_its_data_sets():
+    assert recipes.TABLE_4.keys() == TABLE_4.keys()
+
+
 @pytest.mark.parametrize("dataset", TABLE_4)
 def test_a_data_set_of_the_paper_is_its_row_of_table_4(dataset):
     name, held_out, num_classes = TABLE_4[dataset]

@@ -15,24 +15,17 @@ from vit_jax.data.sources.folder import inside
 from vit_jax.errors import UserError
 from vit_jax.evaluators import splits
 
-# Peak rates to try on the held-out part, and steps.
-SWEEP = {
-    "imagenet2012": (0.003, 0.01, 0.03, 0.06),
-    "cifar100": (0.001, 0.003, 0.01, 0.03),
-    "cifar10": (0.001, 0.003, 0.01, 0.03),
-    "oxford_iiit_pet": (0.001, 0.003, 0.01, 0.03),
-    "oxford_flowers102": (0.001, 0.003, 0.01, 0.03),
-}
-STEPS = {
-    "imagenet2012": 20_000,
-    "cifar100": 10_000,
-    "cifar10": 10_000,
-    "oxford_iiit_pet": 500,
-    "oxford_flowers102": 500,
+_RATES = (0.001, 0.003, 0.01, 0.03)
+# Steps, and peak rates to try on the held-out part.
+TABLE_4 = {
+    "imagenet2012": (20_000, (0.003, 0.01, 0.03, 0.06)),
+    "cifar100": (10_000, _RATES),
+    "cifar10": (10_000, _RATES),
+    "oxford_iiit_pet": (500, _RATES),
+    "oxford_flowers102": (500, _RATES),
 }
 # Sets that are not in the paper are treated as its sets of a similar size, with BiT's
 # (arXiv:1912.11370) bounds of small, medium and large.
-_OTHER_RATES = (0.001, 0.003, 0.01, 0.03)
 _OTHER_STEPS = ((20_000, 500), (500_000, 10_000), (float("inf"), 20_000))
 _OTHER_HELD_OUT = 10  # Percent, as for the paper's small sets.
 _VTAB_RATES, _VTAB_STEPS, _VTAB_WARMUP = (0.01,), 2_500, 200
@@ -61,13 +54,13 @@ class Recipe:
 
     dataset: str
     data_dir: str
-    num_classes: int
-    train: str
-    part: str
-    held_out: str
-    test: str
-    rates: tuple[float, ...]
-    steps: int
+    num_classes: int = 0
+    train: str = "train"
+    part: str = f"train[:{100 - _OTHER_HELD_OUT}%]"
+    held_out: str = f"train[{100 - _OTHER_HELD_OUT}%:]"
+    test: str = "test"
+    rates: tuple[float, ...] = _RATES
+    steps: int = 0
     warmup: int = 0
     crop: bool = True
     flip: bool = True
@@ -96,7 +89,7 @@ def find(dataset: str, data_dir: str = "", test: str = "") -> Recipe:
     """Returns the recipe of a data set.
 
     Args:
-      dataset: one of `SWEEP`, "digits", "vtab/TASK", a folder, or any `data.name`.
+      dataset: one of `TABLE_4`, "digits", "vtab/TASK", a folder, or any `data.name`.
       data_dir: folder of prepared data sets; ignored for a folder of images.
       test: split to report on; the usual one if empty.
 
@@ -105,33 +98,25 @@ def find(dataset: str, data_dir: str = "", test: str = "") -> Recipe:
     """
     if dataset.startswith("vtab/"):
         return _of_task(dataset, data_dir, test)
-    if dataset in SWEEP:
-        entry = catalogue.ENTRIES[dataset]
+    if dataset in TABLE_4:
+        entry, (steps, rates) = catalogue.ENTRIES[dataset], TABLE_4[dataset]
         return Recipe(
             dataset,
             data_dir,
             entry.num_classes,
-            entry.splits["train"],
-            entry.splits["dev train"],
-            entry.splits["dev"],
-            test or entry.splits["test"],
-            SWEEP[dataset],
-            STEPS[dataset],
+            part=entry.splits["dev train"],
+            held_out=entry.splits["dev"],
+            test=test or entry.splits["test"],
+            rates=rates,
+            steps=steps,
         )
     if dataset != "digits" and os.path.isdir(os.path.expanduser(dataset)):
         dataset, data_dir = "folder", dataset
         test = test or _test_folder(data_dir)
-    kept = 100 - _OTHER_HELD_OUT
     return Recipe(
         dataset,
         data_dir,
-        0,
-        "train",
-        f"train[:{kept}%]",
-        f"train[{kept}%:]",
-        test or "test",
-        _OTHER_RATES,
-        0,
+        test=test or "test",
         flip=dataset != "digits",
         source=f"not in the paper: as its sets of this size, {_OTHER_HELD_OUT} % of "
         "train held out",
@@ -154,12 +139,11 @@ def _of_task(dataset: str, data_dir: str, test: str) -> Recipe:
         dataset,
         data_dir,
         task.num_classes,
-        "train800val200",
-        "train800",
-        "val200",
-        "test",
-        _VTAB_RATES,
-        _VTAB_STEPS,
+        train="train800val200",
+        part="train800",
+        held_out="val200",
+        rates=_VTAB_RATES,
+        steps=_VTAB_STEPS,
         warmup=_VTAB_WARMUP,
         crop="crop" in task.ops,
         flip="flip" in task.ops,
