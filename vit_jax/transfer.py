@@ -53,37 +53,36 @@ def run(flags: argparse.Namespace, workdir: str) -> dict:
         image_size=flags.resolution,
     )
 
-    def study(dataset, folder):
-        recipe = recipes.find(dataset, flags.data_dir, flags.test)
+    def study(dataset, folder, shared=None):
         task = fine_tuning.task(
             pretrained,
-            recipe,
+            recipes.find(dataset, flags.data_dir, flags.test),
             resolution=flags.resolution,
             mode=flags.mode,
             layer_decay=flags.layer_decay,
             rates=flags.learning_rates,
             overrides=flags.overrides,
         )
-        return transfer.Study(masked(flags.model), task, folder, flags.seeds)
+        return transfer.run(model, task, folder, flags.seeds, shared)
 
+    model = masked(flags.model)
     if not names:
-        return study(flags.dataset, workdir).run()
-    resolution = flags.resolution or fine_tuning.usual_size(pretrained)
-    benchmark = vtab.Benchmark(
-        masked(flags.model),
-        pretrained.options["variant"],
+        return study(flags.dataset, workdir)
+    about = {
+        "model": model,
+        "variant": pretrained.options["variant"],
+        "mode": flags.mode,
+        "layer_decay": flags.layer_decay,
+        "seeds": flags.seeds,
+        "resolution": list(flags.resolution or fine_tuning.usual_size(pretrained)),
+    }
+    return vtab.run(
         names,
-        lambda name, folder: study(f"vtab/{name}", folder),
+        lambda name, folder, shared: study(f"vtab/{name}", folder, shared),
         workdir,
+        about,
         flags.data_dir,
-        {
-            "mode": flags.mode,
-            "layer_decay": flags.layer_decay,
-            "seeds": flags.seeds,
-            "resolution": list(resolution),
-        },
     )
-    return benchmark.run()
 
 
 def default_workdir(flags: argparse.Namespace) -> str:

@@ -98,12 +98,6 @@ def test_every_run_of_a_study_is_a_complete_config(text):
             often = config.eval_every_steps or config.eval_every_epochs
             if often and "test" in config.evals:
                 assert text.partition("=")[2] == "paper"
-    columns = {*planned.config.scores, *planned.config.axes, *planned.config.labels}
-    for figure in planned.config.figures:
-        lines = {*figure.get("lines", ()), figure.get("colours")} - {None}
-        assert lines <= columns
-        assert figure["x"] in {*columns, "exaflops", "step"}
-        assert figure["y"] in planned.config.scores or figure["x"] == "step"
     names = {point.name for point in planned.points}
     for name in planned.config.published:
         assert name in names
@@ -190,10 +184,8 @@ def test_points_are_the_product_of_the_axes_and_each_has_its_own_grid(own):
         ),
         ("test/top1", "test", "returns scores=.*: give a dict of names to EVAL"),
         ("seeds=2", "seeds=0", "returns seeds=0: give a positive integer"),
-        ("seeds=2", "seeds='3'", "returns seeds='3': give a positive integer"),
         ("seeds=2", "tune_by='val'", "returns tune_by='val': give EVALUATION/ME"),
         ("width=(12, 18), kind=(", "width=(), kind=(", "returns axes=.*: give a"),
-        ("width=(12, 18), kind=(", "width='12', kind=(", "returns axes=.*: give"),
         ("width=(12, 18), kind=(", "width=(12, 12), kind=(", "tuple of differ"),
         ("width=(12, 18), kind=(", "width=range(9), kind=(", "returns axes=.*: g"),
         ("axes=dict(width=(12, 18)", "axes=dict(width=('1/2', '1_2')", "one fold"),
@@ -243,7 +235,7 @@ def test_what_a_study_does_not_take_is_one_line(own, options, message):
 
 
 def scripted(scores, calls):
-    """Returns a stand-in for training that gives scores by folder, for `MEASURES`."""
+    """Returns a stand-in for `runs.train` that gives scores by folder."""
 
     def train(config, folder, shared, *, keep):
         place = pathlib.Path(folder).relative_to(calls["workdir"]).as_posix()
@@ -288,15 +280,18 @@ def test_the_best_on_val_is_run_with_all_seeds_from_its_own_pretraining(
     assert [place for place, _, _ in order] == [
         "12,a/pretrain/learning_rate=0.02/seed0",
         "12,a/pretrain/learning_rate=0.01/seed0",
+        # The best trial is the run of the first seed.
+        "12,a/pretrain/learning_rate=0.01/seed0",
         "12,a/pretrain/learning_rate=0.01/seed1",
         "12,a/finetune/momentum=0.5/seed0",
         "12,a/finetune/momentum=0.9/seed0",
+        "12,a/finetune/momentum=0.9/seed0",
         "12,a/finetune/momentum=0.9/seed1",
     ]
-    begun = [pathlib.Path(init).name for _, init, _ in order[3:]]
-    assert begun == ["seed0", "seed0", "seed1"]
+    begun = [pathlib.Path(init).name for _, init, _ in order[4:]]
+    assert begun == ["seed0", "seed0", "seed0", "seed1"]
     # What was pretrained stays, for other uses; what was fine-tuned goes.
-    assert [keep for _, _, keep in order] == [True] * 3 + [False] * 3
+    assert [keep for _, _, keep in order] == [True] * 4 + [False] * 4
     (point,) = report["points"]
     assert point["stages"]["pretrain"]["chosen"] == {"optim.learning_rate": 0.01}
     tried = [trial["score"] for trial in point["stages"]["pretrain"]["trials"]]
@@ -450,26 +445,6 @@ def test_what_diverges_is_told_and_the_rest_goes_on(own, tmp_path, monkeypatch, 
     assert "report.md" in files
 
 
-def test_an_absent_score_is_told_with_those_that_are_there():
-    final = {"val": {"params": {"top1": 0.5}, "ema": {"top1": 0.75}}}
-    assert study.score_of(final, "val/top1") == 0.75
-    assert study.score_of(final, "val/params/top1") == 0.5
-    with pytest.raises(UserError, match="scores 'val/top9', but val has top1"):
-        study.score_of(final, "val/top9")
-
-
-def test_a_choice_at_an_edge_is_told():
-    grid = [{"optim.learning_rate": rate} for rate in (0.1, 0.2, 0.4)]
-    best = {"choice": grid[2], "score": 0.5}
-    line = study.on_choice(best, grid, "val/top1")
-    assert line.endswith("warning: a better optim.learning_rate may lie above 0.4")
-    names = [{"optim.name": name} for name in ("sgd", "adam")]
-    line = study.on_choice({"choice": names[0], "score": 0.5}, names, "val/top1")
-    assert line == "name=sgd is best by val/top1: 0.5"
-    line = study.on_choice({"choice": grid[1], "score": 0.5}, grid, "val/top1")
-    assert line == "learning_rate=0.2 is best by val/top1: 0.5"
-
-
 LIMIT, PARAMS = 8_000, 900
 
 
@@ -576,22 +551,12 @@ def test_a_study_leaves_what_reports_read_and_trains_nothing_again(
 
 
 @pytest.mark.slow
-def test_a_workdir_is_of_one_study(done):
-    folder, _ = done
-    other = study.plan(
-        str(folder / "own.py"), folder / "work", overrides={"batch_size": 4}
-    )
-    with pytest.raises(UserError, match="holds a study by another command"):
-        other.run()
-
-
-@pytest.mark.slow
 def test_a_killed_study_goes_on_to_the_same_result(done, tmp_path):
     def lasting(report):
         report = json.loads(json.dumps(report))
         for outcome in report["points"][0]["stages"].values():
             for one in [*outcome["runs"], *outcome["trials"]]:
-                one.pop("seconds", None)
+                assert one.pop("seconds") > one.pop("start_seconds") > 0
                 assert one["compute"].pop("device_days") > 0  # Another one each time.
         return report
 

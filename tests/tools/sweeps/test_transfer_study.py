@@ -16,56 +16,69 @@ RATES = (0.02, 0.3, 1e30)  # The last diverges.
 OVERRIDES = {"batch_size": 8, "total_steps": 3, "log_every_steps": 2}
 
 
-def study(
-    checkpoint, pretrained, workdir, rates=RATES, seeds=2, data_dir="", **options
-):
-    recipe = recipes.find("watched:open_source", data_dir)
-    options["overrides"] = OVERRIDES | options.get("overrides", {})
-    task = fine_tuning.task(
-        pretrained, recipe, resolution=(8, 12), rates=rates, **options
-    )
-    return transfer.Study(checkpoint, task, workdir, seeds)
+@pytest.fixture(scope="module")
+def run(checkpoint, pretrained):
+    """Runs a transfer in a workdir."""
+
+    def start(workdir, rates=RATES, seeds=2, data_dir="", **options):
+        recipe = recipes.find("watched:open_source", data_dir)
+        options["overrides"] = OVERRIDES | options.get("overrides", {})
+        task = fine_tuning.task(
+            pretrained, recipe, resolution=(8, 12), rates=rates, **options
+        )
+        watched.events.clear()
+        return transfer.run(checkpoint, task, workdir, seeds)
+
+    return start
 
 
 @pytest.fixture(scope="module")
-def done(checkpoint, pretrained, tmp_path_factory):
-    """Returns the workdir of a study, its report, and what it read, in that order."""
+def done(run, tmp_path_factory):
+    """Returns the workdir of a transfer, its report, and what it read, in that order."""
     workdir = tmp_path_factory.mktemp("studies") / "watched"
-    watched.events.clear()
-    found = study(checkpoint, pretrained, workdir)
-    watched.events.clear()
-    report = found.run()
+    report = run(workdir)
     return workdir, report, list(watched.events)
 
 
-def test_a_study_reports_its_trials_its_choice_and_its_runs(done, checkpoint):
+def test_a_transfer_reports_its_trials_its_choice_and_its_runs(done, checkpoint):
     workdir, report, _ = done
     assert json.loads((workdir / "transfer.json").read_text()) == report
-    stated = ("kind", "model", "variant", "dataset", "resolution", "steps")
-    assert [report[key] for key in stated] == [
-        "transfer",
-        checkpoint,
-        "Ti/4",
-        "watched:open_source",
-        [8, 12],
-        3,
-    ]
+    expected = {
+        "kind": "transfer",
+        "model": checkpoint,
+        "variant": "Ti/4",
+        "dataset": "watched:open_source",
+        "resolution": [8, 12],
+        "mode": "full",
+        "layer_decay": 0.0,
+        "overrides": OVERRIDES,
+        "steps": 3,
+    }
+    assert {key: report[key] for key in expected} == expected
     assert [trial["learning_rate"] for trial in report["trials"]] == list(RATES)
     *scored, diverged = report["trials"]
     assert all(0 <= trial["score"] <= 1 and trial["seconds"] > 0 for trial in scored)
     assert diverged["score"] is None
     assert "training stopped at step" in diverged["diverged"]
-    assert report["best"] == transfer.choose(report["trials"])
+    best = max(scored, key=lambda trial: trial["score"])
+    chosen = {key: best[key] for key in ("learning_rate", "score")}
+    assert report["best"] == chosen
     tops = [run["top1"] for run in report["runs"]]
     assert [run["seed"] for run in report["runs"]] == [0, 1]
     assert report["mean"] == pytest.approx(sum(tops) / 2)
     assert report["std"] == pytest.approx(statistics.stdev(tops))
-    told = report["mode"], report["layer_decay"], report["overrides"]
-    assert told == ("full", 0.0, OVERRIDES)
     for run in (*report["runs"], *scored):
         assert run["compute"]["images_seen"] == 3 * 8
     for run in report["runs"]:
         assert run["learning_rate"] == report["best"]["learning_rate"]
+    # The trials are rows of a table too.
+    lines = (workdir / "trials.jsonl").read_text().splitlines()
+    assert list(map(json.loads, lines)) == report["trials"]
+    with (workdir / "trials.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [float(row["learning_rate"]) for row in rows] == list(RATES)
+    assert float(rows[0]["score"]) == report["trials"][0]["score"]
+    assert rows[-1]["score"] == ""
 
 
 def test_the_test_split_is_neither_opened_nor_read_before_the_choice(done):
@@ -88,29 +101,21 @@ def test_the_test_split_is_neither_opened_nor_read_before_the_choice(done):
     assert opened[2:] == ["train", "test"]
 
 
-def test_a_run_that_looks_at_test_too_early_is_refused(
-    checkpoint, pretrained, tmp_path, monkeypatch
-):
-    found = study(checkpoint, pretrained, tmp_path / "peeping")
-    peeping = found.task.final(0.02, 0)
-    monkeypatch.setattr(fine_tuning.TransferTask, "trial", lambda task, rate: peeping)
-    watched.events.clear()
+def test_a_run_that_looks_at_test_too_early_is_refused(run, tmp_path, monkeypatch):
+    task = fine_tuning.TransferTask
+    monkeypatch.setattr(task, "trial", lambda self, rate: self.final(rate, 0))
     with pytest.raises(
         UserError, match="split 'test' of watched:open_source is sealed"
     ):
-        found.run()
+        run(tmp_path / "peeping")
     assert ("open", "test") not in watched.events
 
 
-def test_what_is_done_is_not_done_again(
-    done, checkpoint, pretrained, monkeypatch, capsys
-):
+def test_what_is_done_is_not_done_again(done, run, monkeypatch):
     workdir, report, _ = done
     monkeypatch.setattr(loop, "train", None)
     (workdir / "transfer.json").unlink()
-    again = study(checkpoint, pretrained, workdir).run()
-    assert again == report == json.loads((workdir / "transfer.json").read_text())
-    assert "they share" not in capsys.readouterr().out  # Not in this process.
+    assert run(workdir) == report == json.loads((workdir / "transfer.json").read_text())
 
 
 @pytest.mark.parametrize(
@@ -126,12 +131,9 @@ def test_what_is_done_is_not_done_again(
         ({"data_dir": "/v2"}, "--data_dir:  -> /v2.*if the same data was moved, set"),
     ],
 )
-def test_another_command_in_the_same_workdir_is_refused(
-    done, checkpoint, pretrained, options, message
-):
-    workdir, _, _ = done
+def test_another_command_in_the_same_workdir_is_refused(done, run, options, message):
     with pytest.raises(UserError, match=f"study by another command .*{message}"):
-        study(checkpoint, pretrained, workdir, **options).run()
+        run(done[0], **options)
 
 
 @pytest.mark.parametrize(
@@ -143,11 +145,10 @@ def test_another_command_in_the_same_workdir_is_refused(
     ],
 )
 def test_what_no_run_could_do_is_refused_before_anything_is_written(
-    checkpoint, pretrained, tmp_path, overrides, message
+    run, tmp_path, overrides, message
 ):
-    found = study(checkpoint, pretrained, tmp_path / "study", overrides=overrides)
     with pytest.raises(UserError, match=message):
-        found.run()
+        run(tmp_path / "study", overrides=overrides)
     assert not (tmp_path / "study").exists()
 
 
@@ -162,17 +163,6 @@ def test_trials_leave_their_numbers_and_runs_their_checkpoints(done):
         assert [path.name for path in kept] == ["3"]
 
 
-def test_trials_are_rows_of_one_table(done):
-    workdir, report, _ = done
-    lines = (workdir / "trials.jsonl").read_text().splitlines()
-    assert list(map(json.loads, lines)) == report["trials"]
-    with (workdir / "trials.csv").open() as file:
-        rows = list(csv.DictReader(file))
-    assert [float(row["learning_rate"]) for row in rows] == list(RATES)
-    assert float(rows[0]["score"]) == report["trials"][0]["score"]
-    assert rows[-1]["score"] == ""
-
-
 def test_tensorboard_shows_settings_and_scores_of_all_runs_in_one_view(done):
     workdir, report, _ = done
     sessions = {}
@@ -185,29 +175,23 @@ def test_tensorboard_shows_settings_and_scores_of_all_runs_in_one_view(done):
                 )
                 if value.tag == "_hparams_/session_start_info":
                     found = content.session_start_info.hparams
-                    settings = {k: _value(v) for k, v in found.items()}
+                    settings = {
+                        k: v.string_value or v.number_value for k, v in found.items()
+                    }
                 elif value.tag == "_hparams_/experiment":
                     named = {m.name.tag for m in content.experiment.metric_infos}
                 elif value.tag == "top1":
                     scores["top1"] = value.simple_value
         sessions[path.parent.name] = settings, scores
         assert named == set(scores)
-    assert sessions["seed1"][0] == {
-        "learning_rate": report["best"]["learning_rate"],
-        "seed": 1,
-        "part": "test",
-    }
-    assert sessions["seed1"][1]["top1"] == pytest.approx(report["runs"][1]["top1"])
-    assert sessions["rate0.02"][0] == {
-        "learning_rate": 0.02,
-        "seed": 0,
-        "part": "held_out",
-    }
+    rate, top1 = report["best"]["learning_rate"], report["runs"][1]["top1"]
+    assert sessions["seed1"] == (
+        {"learning_rate": rate, "seed": 1, "part": "test"},
+        {"top1": pytest.approx(top1)},
+    )
+    trial = {"learning_rate": 0.02, "seed": 0, "part": "held_out"}
+    assert sessions["rate0.02"][0] == trial
     assert len(sessions) == 5
-
-
-def _value(proto):
-    return proto.string_value or proto.number_value
 
 
 def events_of(path):
@@ -219,49 +203,21 @@ def events_of(path):
         data = data[16 + size :]
 
 
-def trials(**scores):
-    return [{"learning_rate": float(k[1:]), "score": v} for k, v in scores.items()]
-
-
-def test_the_best_rate_is_the_highest_score_and_of_equals_the_lowest():
-    best = transfer.choose(trials(r1=0.5, r2=0.75, r3=0.75, r4=0.25))
-    assert best == {"learning_rate": 2.0, "score": 0.75, "edge": False, "tied": [3.0]}
-
-
-@pytest.mark.parametrize("scores", [{"r1": 0.5, "r2": 0.1}, {"r1": 0.1, "r2": 0.5}])
-def test_a_winner_at_the_edge_is_marked(scores):
-    assert transfer.choose(trials(**scores))["edge"]
-
-
-def test_a_rate_that_diverged_cannot_win_but_bounds_the_sweep():
-    best = transfer.choose(trials(r1=0.1, r2=0.5, r3=None))
-    assert (best["learning_rate"], best["edge"]) == (2.0, False)
-    with pytest.raises(UserError, match=r"every rate diverged \(1, 2\): set lower"):
-        transfer.choose(trials(r1=None, r2=None))
-
-
-def test_doubts_about_the_choice_are_said(checkpoint, pretrained, tmp_path):
-    task = study(checkpoint, pretrained, tmp_path, rates=(1.0, 2.0, 3.0)).task
-    told = lambda found: transfer.on_choice(transfer.choose(found), found, task)
-    assert "warning" not in told(trials(r1=0.1, r2=0.5, r3=0.4))
-    line = told(trials(r1=0.5, r2=0.5, r3=0.4))
-    assert "2 score the same, and the lowest is taken" in line
-    assert "warning: it is at the edge of the sweep, a better one may lie below" in line
-    assert "may lie above" in told(trials(r1=0.1, r2=0.2, r3=0.4))
-
-
-def test_one_rate_leaves_nothing_to_choose(checkpoint, pretrained, tmp_path):
-    watched.events.clear()
-    report = study(checkpoint, pretrained, tmp_path / "one", (0.02,), seeds=1).run()
-    assert report["trials"] == []
+def test_one_rate_leaves_nothing_to_choose(run, tmp_path, capsys):
+    report = run(tmp_path / "one", (0.02,), seeds=1)
+    assert (report["trials"], report["std"]) == ([], None)
     assert report["best"] == {"learning_rate": 0.02}
-    assert report["std"] is None
     assert ("open", "train[90%:]") not in watched.events
+    assert "learning_rate=0.02 is the only one" in capsys.readouterr().out
 
 
-def test_the_first_trial_is_told_apart_from_those_that_share():
-    rows = [{"seconds": s, "start_seconds": s / 2} for s in (30.0, 10.0, 12.0)]
-    line = transfer.sharing([*rows, {"learning_rate": 1, "score": None}])
-    assert "15.0 s to its first step, each after it 5.5" in line
-    assert "30.0 s in all, each after it 11.0" in line
-    assert transfer.sharing(rows[:1]) == transfer.sharing([]) == ""
+@pytest.mark.parametrize(
+    ("rates", "message"),
+    [
+        ((1e30, 2e30), r"every rate diverged \(1e\+30, 2e\+30\): set lower ones"),
+        ((1e30,), r"the final run of seed 0 at rate 1e\+30 diverged \(.*set lower"),
+    ],
+)
+def test_rates_that_all_diverge_are_refused(run, tmp_path, rates, message):
+    with pytest.raises(UserError, match=message):
+        run(tmp_path / "high", rates, seeds=1)

@@ -13,8 +13,8 @@ from vit_jax.data.sources import vtab
 from vit_jax.data.sources.arrays import ArraySource
 from vit_jax.data.splits import Numbering
 from vit_jax.errors import UserError
-from vit_jax.tools.sweeps import fine_tuning, recipes, transfer
-from vit_jax.tools.sweeps import runs as split_runs
+from vit_jax.tools.sweeps import fine_tuning, recipes, split_guard, transfer
+from vit_jax.tools.sweeps import runs as sweep_runs
 from vit_jax.tools.sweeps import vtab as benchmarks
 
 OVERRIDES = {"batch_size": 8, "total_steps": 2, "optim.warmup_steps": 1}
@@ -61,19 +61,15 @@ def test_means_are_of_groups_and_of_all_tasks_with_intervals_over_seeds():
     # Of all tasks, not of the groups' means.
     assert summary["mean"] == pytest.approx((0.6 + 0.6 + 0.2) / 3)
     assert (summary["tasks_run"], natural["tasks"]) == (3, 2)
-
-
-def test_one_seed_has_no_interval():
-    assert split_runs.interval([0.25]) == (0.25, None)
+    assert sweep_runs.interval([0.25]) == (0.25, None)  # Of one seed.
 
 
 @pytest.mark.parametrize("name", vtab.TASKS)
 def test_val200_has_no_image_of_the_test_split(name):
     """Checks by the numbers of records, whatever the splits are called."""
-    task, keeper = vtab.TASKS[name], split_runs.TestSplitGuard("test")
+    task, keeper = vtab.TASKS[name], split_guard.TestSplitGuard("test")
     keeper.release()
     sizes = {"train": 737_280, "test": 24_300, "validation": 15_000}
-    data = {"name": name}
 
     def opened(role):
         numbering = Numbering.of(task.splits[role], sizes, name)
@@ -81,8 +77,7 @@ def test_val200_has_no_image_of_the_test_split(name):
         return ArraySource(name, none, np.zeros(0, int), (), numbering)
 
     for role in ("train800", "val200", "train800val200", "test"):
-        keeper(DataConfig(**data), role, lambda role=role: opened(role))
-    assert keeper.opened[-1] == "test"
+        keeper(DataConfig(name=name), role, lambda role=role: opened(role))
 
 
 @pytest.fixture(scope="module")
@@ -115,23 +110,46 @@ def prepared(tmp_path_factory):
 
 
 @pytest.fixture
-def benchmark(checkpoint, pretrained, prepared, tmp_path):
-    def study(name, folder):
+def start(checkpoint, pretrained, prepared, tmp_path):
+    """Runs tasks in the folder vtab of `tmp_path`; `transfers` replaces training."""
+
+    def train(name, folder, shared):
         recipe = recipes.find(f"vtab/{name}", prepared)
         task = fine_tuning.task(
-            pretrained, recipe, resolution=(8, 8), overrides=OVERRIDES, rates=rates
+            pretrained,
+            recipe,
+            resolution=(8, 8),
+            overrides=OVERRIDES,
+            rates=(0.02, 0.1),
         )
-        return transfer.Study(checkpoint, task, folder, 2)
+        return transfer.run(checkpoint, task, folder, 2, shared)
 
-    rates = (0.02, 0.1)
-    return benchmarks.Benchmark(
-        checkpoint, "Ti/4", NAMES, study, tmp_path / "vtab", prepared
-    )
+    def run(names=NAMES, transfers=train, data_dir=prepared, mode="full"):
+        about = {"model": checkpoint, "variant": "Ti/4", "mode": mode}
+        return benchmarks.run(names, transfers, tmp_path / "vtab", about, data_dir)
+
+    return run
+
+
+def scripted(tops):
+    """Returns a transfer that comes to a top-1, or fails with words, by task."""
+
+    def run(name, folder, shared):
+        if isinstance(tops[name], str):
+            raise UserError(tops[name])
+        told = {"best": {"learning_rate": 0.1}, "mean": tops[name], "std": None}
+        return told | {"runs": runs(tops[name])}
+
+    return run
+
+
+def written(tmp_path):
+    return json.loads((tmp_path / "vtab" / "vtab.json").read_text())
 
 
 @pytest.mark.slow
 def test_tasks_that_are_there_run_and_the_others_say_how(
-    benchmark, monkeypatch, capsys
+    start, tmp_path, monkeypatch, capsys
 ):
     opened, kind = [], opening.SOURCES["vtab/..."]
 
@@ -141,13 +159,13 @@ def test_tasks_that_are_there_run_and_the_others_say_how(
 
     watched = dataclasses.replace(kind, open=watch)
     monkeypatch.setitem(opening.SOURCES, "vtab/...", watched)
-    report = benchmark.run()
+    report = start()
     for name in ("vtab/dtd", "vtab/dmlab"):
         own = [split for asked, split in opened if asked == name]
         # Chosen on val200 alone; then trained on all 1,000 and scored on test alone.
         assert own == ["train800", "val200", "train800val200", "test"]
 
-    assert json.loads((benchmark.workdir / "vtab.json").read_text()) == report
+    assert written(tmp_path) == report
     tasks = report["tasks"]
     assert list(tasks) == list(NAMES)
     assert tasks["sun397"]["group"] == "natural"
@@ -167,39 +185,31 @@ def test_tasks_that_are_there_run_and_the_others_say_how(
     assert "mean of all (2 tasks): " in out
 
 
-def test_without_the_data_of_one_task_there_is_one_line(benchmark, tmp_path):
-    empty = dataclasses.replace(benchmark, names=("dtd",), data_dir=str(tmp_path))
+def test_without_any_data_nothing_is_written_and_all_tasks_are_listed(
+    start, tmp_path, capsys
+):
+    empty = str(tmp_path)
     with pytest.raises(
         UserError, match="of vtab/dtd is not there: python -m vit_jax.p"
     ):
-        empty.run()
-
-
-def test_without_any_data_all_tasks_are_listed(benchmark, tmp_path, capsys):
-    empty = dataclasses.replace(benchmark, data_dir=str(tmp_path))
+        start(["dtd"], data_dir=empty)
     with pytest.raises(UserError, match="the data of none of the 3 tasks is there"):
-        empty.run()
+        start(data_dir=empty)
     out = capsys.readouterr().out
     for name, tfds in (("dtd", "dtd"), ("sun397", "sun397/tfds"), ("dmlab", "dmlab")):
         assert re.search(
             f"vtab/{name}: python -m vit_jax.prepare --dataset={tfds}", out
         )
-    assert not benchmark.workdir.exists()
+    assert not (tmp_path / "vtab").exists()
 
 
-def test_a_task_that_fails_does_not_stop_the_others(benchmark, monkeypatch, capsys):
-    def run(study, shared):
-        if study.task.recipe.dataset == "vtab/dtd":
-            raise UserError("the disk is full")
-        return came_to(0.25)
-
-    benchmark.workdir.mkdir()
-    monkeypatch.setattr(transfer.Study, "run", run)
+def test_a_task_that_fails_does_not_stop_the_others(start, tmp_path, capsys):
+    tops = {"dtd": "the disk is full", "dmlab": 0.25}
     with pytest.raises(
         UserError, match=r"1 task failed \(dtd\), vtab/dtd: the disk is"
     ):
-        benchmark.run()
-    report = json.loads((benchmark.workdir / "vtab.json").read_text())
+        start(transfers=scripted(tops))
+    report = written(tmp_path)
     assert list(report["tasks"]) == list(NAMES)
     assert report["tasks"]["dtd"] == {"group": "natural", "failed": "the disk is full"}
     assert (report["mean"], report["tasks_run"]) == (0.25, 1)
@@ -208,51 +218,23 @@ def test_a_task_that_fails_does_not_stop_the_others(benchmark, monkeypatch, caps
     assert out.splitlines()[-1] == "failed: vtab/dtd: the disk is full"
 
 
-def came_to(top1):
-    return {
-        "best": {"learning_rate": 0.1},
-        "runs": runs(top1),
-        "mean": top1,
-        "std": None,
-    }
-
-
-def test_when_all_tasks_fail_the_file_says_why(benchmark, monkeypatch):
-    def run(study, shared):
-        raise UserError("the disk is full")
-
-    benchmark.workdir.mkdir()
-    monkeypatch.setattr(transfer.Study, "run", run)
+def test_when_all_tasks_fail_the_file_says_why(start, tmp_path):
     with pytest.raises(UserError, match=r"2 tasks failed \(dtd, dmlab\)"):
-        benchmark.run()
-    report = json.loads((benchmark.workdir / "vtab.json").read_text())
+        start(transfers=scripted(dict.fromkeys(NAMES, "the disk is full")))
+    report = written(tmp_path)
     assert (report["mean"], report["groups"], report["tasks_run"]) == (None, {}, 0)
 
 
-def test_what_the_workdir_holds_of_other_tasks_stays(benchmark, monkeypatch):
-    def run(study, shared):
-        if study.task.recipe.dataset in failing:
-            raise UserError("the disk is full")
-        return came_to(0.75 if study.task.recipe.dataset == "vtab/dtd" else 0.25)
-
-    def of(names):
-        return dataclasses.replace(benchmark, names=names, settings={"mode": "full"})
-
-    benchmark.workdir.mkdir()
-    monkeypatch.setattr(transfer.Study, "run", run)
-    failing = ()
-    of(("dmlab",)).run()
+def test_what_the_workdir_holds_of_other_tasks_stays(start, tmp_path):
+    start(["dmlab"], scripted({"dmlab": 0.25}))
     # Tasks that fail, or whose data is gone, leave what they once came to.
-    failing = ("vtab/dmlab",)
     with pytest.raises(UserError, match=r"1 task failed \(dmlab\)"):
-        of(NAMES).run()
-    report = json.loads((benchmark.workdir / "vtab.json").read_text())
+        start(transfers=scripted({"dtd": 0.75, "dmlab": "the disk is full"}))
+    report = written(tmp_path)
     assert [report["tasks"][name].get("mean") for name in NAMES] == [0.75, None, 0.25]
-    assert report["mode"] == "full"
-    assert report["mean"] == 0.5
-    other = dataclasses.replace(of(("dtd",)), settings={"mode": "head"})
-    with pytest.raises(UserError, match=r"VTAB-1k by another .*\(mode: full -> head\)"):
-        other.run()
-    (benchmark.workdir / "vtab.json").write_text("{")
+    assert (report["mode"], report["mean"]) == ("full", 0.5)
+    with pytest.raises(UserError, match=r"by another command .*\(mode: full -> head\)"):
+        start(["dtd"], scripted({}), mode="head")
+    (tmp_path / "vtab" / "vtab.json").write_text("{")
     with pytest.raises(UserError, match=r"vtab.json is damaged .*remove it and repeat"):
-        other.run()
+        start(["dtd"], scripted({}))

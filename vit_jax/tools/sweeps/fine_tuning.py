@@ -17,7 +17,7 @@ from vit_jax.data.sources.base import Source
 from vit_jax.data.sources.open import open_unchecked, source_type
 from vit_jax.distributed import mesh as meshes
 from vit_jax.errors import UserError
-from vit_jax.tools.sweeps import recipes, runs
+from vit_jax.tools.sweeps import recipes, split_guard
 from vit_jax.training import train_step
 from vit_jax.training.config import TrainConfig, complete
 from vit_jax.weights.pretrained import (
@@ -120,7 +120,7 @@ def task(
     """
     overrides = dict(overrides or {})
     _refuse_overrides(overrides)
-    if runs.overlap(recipe.train, recipe.test):
+    if split_guard.overlap(recipe.train, recipe.test):
         raise UserError(
             f"--test={recipe.test}: {recipe.dataset} is trained on {recipe.train!r}, "
             "which must have no split in common with it: set --test=SPLIT"

@@ -1,7 +1,4 @@
-"""Training runs of a sweep: each trained once, on splits opened once, with tables.
-
-A sweep is a job of several runs: a transfer, VTAB-1k, a scaling study.
-"""
+"""Training runs of a sweep, each trained once, and the files that a sweep writes."""
 
 import contextlib
 import csv
@@ -10,15 +7,12 @@ import json
 import math
 import os
 import statistics
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import jax
 from etils import epath
 
 from vit_jax.config import fields
-from vit_jax.data import splits
-from vit_jax.data.config import DataConfig
-from vit_jax.data.sources.base import Source
 from vit_jax.distributed import mesh as meshes
 from vit_jax.errors import Diverged, UserError
 from vit_jax.files import read_json, replace_text
@@ -29,13 +23,10 @@ from vit_jax.training.metric_writer import Events, summary
 from vit_jax.training.sweep import SweepSetups
 from vit_jax.weights import workdir as layout
 
-_COMMAND = "command.json"
-DIVERGED = "diverged.json"
-Row = Mapping[str, object]
+_COMMAND, DIVERGED = "command.json", "diverged.json"
 _HPARAMS = "tensorboard"
 _CONFIDENCE = 0.95
-# Split -> numbers of its records, or ids of records if they have no numbers.
-Records = dict[str, list[range]] | frozenset[str]
+Row = Mapping[str, object]
 
 
 def train(
@@ -61,9 +52,8 @@ def train(
         try:
             done = loop.train(config, folder, setup=shared.build(config, folder))
         except Diverged as error:
-            done, path = {"diverged": str(error)}, epath.Path(folder) / DIVERGED
-            with writing(path, "only this run"):
-                _write(path, done)
+            done = {"diverged": str(error)}
+            write_json(folder, DIVERGED, done, "only this run")
     if not keep:
         drop_checkpoints(folder)
     return done
@@ -77,7 +67,7 @@ def drop_checkpoints(folder: str | os.PathLike) -> None:
     """
     if jax.process_index() == 0:
         checkpoints = layout.absolute(folder) / layout.FOLDER
-        with writing(checkpoints):
+        with _writing(checkpoints):
             checkpoints.rmtree(missing_ok=True)
 
 
@@ -109,15 +99,14 @@ def check_command(
       UserError: the recorded command differs; the message lists the differences.
     """
     path = epath.Path(workdir) / _COMMAND
-    if begun and path.exists():
-        recorded = read_json(path)
+    if begun and (before := recorded(workdir)):
         if grows:
-            before = recorded.get(grows, {})
-            recorded[grows] = command[grows] | before
-            command = command | {grows: before | command[grows]}
+            earlier = before.get(grows, {})
+            before[grows] = command[grows] | earlier
+            command = command | {grows: earlier | command[grows]}
         changed = [
             line
-            for line in fields.differences(recorded, command)
+            for line in fields.differences(before, command)
             if line.partition(": ")[0].removeprefix("config.") not in free
         ]
         if changed:
@@ -131,14 +120,9 @@ def check_command(
             )
         if not grows:
             return
-    try:
+    with _writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        _write(path, command)
-    except OSError as error:
-        raise UserError(
-            f"--workdir={workdir} cannot be written ({error.strerror or error}): choose "
-            "another --workdir"
-        ) from error
+    write_json(workdir, _COMMAND, command)
 
 
 def say(text: str) -> None:
@@ -151,22 +135,6 @@ def say(text: str) -> None:
 def decisive(config: TrainConfig) -> dict[str, str]:
     """Returns the config keys that decide the result of a run, with their values."""
     return {name: str(value) for name, value in resume_check.decisive(config).items()}
-
-
-def scores(report: dict, evaluation: str) -> dict[str, float]:
-    """Returns the scores of an evaluation, of averaged parameters if a run has them."""
-    return run_report.quoted_scores(report["final"][evaluation])[1]
-
-
-def write_json(workdir: str | os.PathLike, name: str, content: dict) -> None:
-    """Writes a JSON file of a sweep, in process 0.
-
-    Raises:
-      UserError: the workdir is gone, full or read-only.
-    """
-    path = epath.Path(workdir) / name
-    with writing(path):
-        _write(path, content)
 
 
 def _outcome(folder: str | os.PathLike) -> dict | None:
@@ -184,107 +152,6 @@ def _outcome(folder: str | os.PathLike) -> dict | None:
     return outcome
 
 
-def _write(path: epath.Path, content: dict) -> None:
-    if jax.process_index() == 0:
-        replace_text(path, json.dumps(content, indent=2) + "\n")
-
-
-@contextlib.contextmanager
-def writing(path: str | os.PathLike, repeated: str = "no run") -> Iterator[None]:
-    """Converts an OSError (disk full, missing or read-only) into a UserError.
-
-    Args:
-      path: file or folder that is written in the context.
-      repeated: work that the next start repeats, for the message.
-
-    Raises:
-      UserError: the path cannot be written.
-    """
-    try:
-        yield
-    except OSError as error:
-        raise UserError(
-            f"{path} cannot be written ({error.strerror or error}): fix that, then "
-            f"start again: {repeated} is repeated"
-        ) from error
-
-
-class SplitCache:
-    """Opens each split once; pass it to `opened_by`."""
-
-    def __init__(self):
-        self._sources: dict[str, Source] = {}
-
-    def __call__(
-        self, data: DataConfig, split: str, open_it: Callable[[], Source]
-    ) -> Source:
-        """Returns a split's source."""
-        key = json.dumps([fields.to_json(data), split])
-        if key not in self._sources:
-            self._sources[key] = open_it()
-        return self._sources[key]
-
-
-class TestSplitGuard:
-    """Opens splits for all runs of a sweep; pass it to `opened_by`.
-
-    Until `release` is called, it refuses every split that overlaps the test split, so
-    that no choice can depend on a test image. When the test split is opened, its records
-    must not be in another split that was opened.
-
-    Args:
-      test: split expression.
-
-    Attributes:
-      opened: splits in the order in which they were opened.
-    """
-
-    def __init__(self, test: str):
-        self._test, self._sealed = test, True
-        self._kept = SplitCache()
-        self._records: dict[str, Records] = {}
-        self.opened: list[str] = []
-
-    def __call__(
-        self, data: DataConfig, split: str, open_it: Callable[[], Source]
-    ) -> Source:
-        """Returns a split's source.
-
-        Raises:
-          UserError: it overlaps the test split before `release`, or training and test
-            have a record in common.
-        """
-        if self._sealed and overlap(split, self._test):
-            raise UserError(
-                f"split {split!r} of {data.name} is sealed: it has images of the test "
-                f"split {self._test!r}, which stays shut until the rate is chosen"
-            )
-
-        def open_and_check():
-            self.opened.append(split)
-            source = open_it()
-            self._check(data.name, split, source)
-            return source
-
-        return self._kept(data, split, open_and_check)
-
-    def release(self) -> None:
-        """Allows the test split to be opened, and drops the splits read so far."""
-        self._sealed, self._kept = False, SplitCache()
-
-    def _check(self, name: str, split: str, source: Source) -> None:
-        self._records[split] = _records(source)
-        for one, tested in self._records.items():
-            for other, trained in self._records.items():
-                if not overlap(one, self._test) or overlap(other, self._test):
-                    continue
-                if shared := _common(tested, trained):
-                    raise UserError(
-                        f"{name}: {shared} is in the split {one!r} to test on and in "
-                        f"{other!r} to train or choose on: set another --test"
-                    )
-
-
 def interval(values: Sequence[float]) -> tuple[float, float | None]:
     """Returns the mean and half its 95 % interval (Student's t); None of one value."""
     from scipy import special
@@ -296,31 +163,31 @@ def interval(values: Sequence[float]) -> tuple[float, float | None]:
     return mean, t * statistics.stdev(values) / math.sqrt(n)
 
 
-def overlap(split: str, test: str) -> bool:
-    """Returns whether two split expressions name a split in common."""
-    return not set(splits.names(split)).isdisjoint(splits.names(test))
+@contextlib.contextmanager
+def _writing(path: str | os.PathLike, repeated: str = "no run") -> Iterator[None]:
+    """Converts an OSError into a UserError that says what the next start repeats."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"{path} cannot be written ({error.strerror or error}): fix that, then "
+            f"start again: {repeated} is repeated"
+        ) from error
 
 
-def _records(source: Source) -> Records:
-    if numbering := source.split_numbering():
-        records = {}
-        for name, numbers in numbering.parts:
-            records.setdefault(name, []).append(numbers)
-        return records
-    return frozenset(source.record_id(i) for i in range(len(source)))
+def write_json(
+    workdir: str | os.PathLike, name: str, content: dict, repeated: str = "no run"
+) -> None:
+    """Writes a JSON file of a sweep, in process 0.
 
-
-def _common(one: Records, other: Records) -> str:
-    """Returns a record that is in both, or ""."""
-    if isinstance(one, frozenset) or isinstance(other, frozenset):
-        return min(one & other, default="") if type(one) is type(other) else ""
-    for name in one.keys() & other.keys():
-        for a in one[name]:
-            for b in other[name]:
-                first = max(a.start, b.start)
-                if first < min(a.stop, b.stop):
-                    return f"record {name}/{first}"
-    return ""
+    Raises:
+      UserError: the workdir is gone, full or read-only; it says that the next start
+        repeats `repeated`.
+    """
+    path = epath.Path(workdir) / name
+    with _writing(path, repeated):
+        if jax.process_index() == 0:
+            replace_text(path, json.dumps(content, indent=2) + "\n")
 
 
 def write_table(workdir: str | os.PathLike, name: str, rows: Sequence[Row]) -> None:
@@ -342,16 +209,14 @@ def write_table(workdir: str | os.PathLike, name: str, rows: Sequence[Row]) -> N
     lines = "".join(json.dumps(row) + "\n" for row in rows)
     for suffix, content in (("jsonl", lines), ("csv", text.getvalue())):
         path = epath.Path(workdir) / f"{name}.{suffix}"
-        with writing(path):
+        with _writing(path):
             replace_text(path, content)
 
 
 def format_table(rows: Sequence[Row], formats: Mapping[str, str]) -> str:
-    """Formats rows as a text table.
+    """Formats rows, column -> value, as a text table; missing values are "-".
 
-    Args:
-      rows: column -> value; missing values are shown as "-".
-      formats: column -> format, such as ".2%", in the order of the columns.
+    `formats` has the format of each column, such as ".2%", in their order.
     """
     cells = [list(formats)]
     for row in rows:
@@ -369,11 +234,7 @@ def write_hparams(
 ) -> None:
     """Writes a run for TensorBoard's hparams view; replaces its earlier entry.
 
-    Args:
-      workdir: folder of the sweep.
-      name: name of the run.
-      settings: hyperparameters; the same keys for all runs of a sweep.
-      scores: metric -> value.
+    The keys of `settings` are the same for all runs of a sweep.
 
     Raises:
       UserError: the workdir is gone, full or read-only.
@@ -381,7 +242,7 @@ def write_hparams(
     if jax.process_index():
         return
     folder = epath.Path(workdir) / _HPARAMS / name
-    with writing(folder):
+    with _writing(folder):
         folder.rmtree(missing_ok=True)
         events = Events(folder, 0)
         # In the plugin's order: the experiment, then the session's start and end.

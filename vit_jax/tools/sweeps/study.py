@@ -11,7 +11,6 @@ import copy
 import dataclasses
 import itertools
 import json
-import numbers
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -25,10 +24,11 @@ from vit_jax.errors import UserError
 from vit_jax.files import read_json
 from vit_jax.printing import print_error
 from vit_jax.tools.sweeps import runs, step_cost, study_config
-from vit_jax.tools.sweeps.runs import SplitCache, say
+from vit_jax.tools.sweeps.runs import say
+from vit_jax.tools.sweeps.split_guard import SplitCache
+from vit_jax.tools.sweeps.stage import Stage, file_name, score_of, words
 from vit_jax.tools.sweeps.study_config import StudyConfig
 from vit_jax.training import lock, run_report
-from vit_jax.training.actions import lower_is_better
 from vit_jax.training.config import TrainConfig, complete
 from vit_jax.training.sweep import SweepSetups
 
@@ -89,7 +89,9 @@ class Study:
             runs.check_command(
                 self.workdir, self._command(), begun=self._begun(), grows="points"
             )
-            rows, done = self._earlier(), {}
+            path = epath.Path(self.workdir) / FILE
+            held = read_json(path)["points"] if path.exists() else []
+            rows, done = {row["name"]: row for row in held}, {}
             caches = {stage: SweepSetups() for stage in self.config.stages}
             with opened_by(SplitCache()):
                 for number, point in enumerate(
@@ -98,8 +100,7 @@ class Study:
                     say(f"point {number} of {len(self.points)}: {point.name}")
                     # A point in the file is replaced only once all its stages are done.
                     replaces = point.name in rows
-                    begun = _row(point, self.config)
-                    for row in self._stages(point, begun, done, caches):
+                    for row in self._rows(point, done, caches):
                         if not replaces:
                             self._write(rows | {point.name: row})
                     rows[point.name] = row
@@ -110,112 +111,62 @@ class Study:
                 say(line)
             return report
 
-    def _earlier(self) -> dict[str, dict]:
-        """Returns name -> row of the points in the file that earlier starts wrote."""
-        path = epath.Path(self.workdir) / FILE
-        rows = read_json(path)["points"] if path.exists() else []
-        return {row["name"]: row for row in rows}
-
-    def _stages(
-        self, point: Point, row: dict, done: dict, caches: dict[str, SweepSetups]
+    def _rows(
+        self, point: Point, done: dict[str, dict], caches: Mapping[str, SweepSetups]
     ) -> Iterator[dict]:
         """Yields the row of a point after each of its stages.
 
         `done` holds the outcomes of stages that several points share, and is extended.
         """
-        starts: dict[int, str] = {}  # Seed -> folder that the stage starts from.
+        outcomes, starts = {}, {}
         for stage in self.config.stages:
-            recipe = point.recipes[stage]
             grid = self.config.grid(stage, point.axes)
-            unnamed = {key: value for key, value in recipe.items() if key != "name"}
-            key = json.dumps(
-                [stage, unnamed, grid, starts], sort_keys=True, default=str
-            )
+            recipe = {k: v for k, v in point.recipes[stage].items() if k != "name"}
+            key = json.dumps([stage, recipe, grid, starts], sort_keys=True, default=str)
             if key not in done:
-                folder = f"{_file_name(point.name)}/{stage}"
-                done[key] = self._stage(
-                    recipe, grid, folder, starts, stage, caches[stage]
-                )
-            outcome = done[key]
-            row = row | {"stages": row["stages"] | {stage: outcome}}
-            starts = {run["seed"]: run["folder"] for run in outcome["runs"]}
-            yield _scored(row, self.config)
+                done[key] = self._run_stage(point, stage, grid, starts, caches[stage])
+            outcomes[stage] = done[key]
+            starts = {run["seed"]: run["folder"] for run in done[key]["runs"]}
+            yield _row(point, dict(outcomes), self.config)
             if not starts:
                 return  # All diverged: the next stage has no weights to start from.
 
-    def _stage(
+    def _run_stage(
         self,
-        recipe: dict,
+        point: Point,
+        name: str,
         grid: list[dict],
-        folder: str,
-        starts: dict[int, str],
-        stage: str,
+        starts: Mapping[int, str],
         shared: SweepSetups,
     ) -> dict:
-        """Tries every combination with the first seed, and the best with all seeds."""
-        first = min(starts, default=0)
-        # A later stage starts from the checkpoints of this one.
-        last = stage == self.config.stages[-1] and len(self.config.stages) > 1
+        """Returns the outcome of a stage; `starts` maps seeds to earlier folders."""
 
-        def train(choice: dict, seed: int) -> dict:
-            run_folder = f"{folder}/{_words(choice)}/seed{seed}"
-            config = _config(recipe, choice, seed, self._path(starts.get(seed, "")))
-            measure = study_config.MEASURES[self.config.measure]
-            report = measure(config, self._path(run_folder), shared, keep=not last)
-            run = {"seed": seed, "folder": run_folder}
-            if "diverged" in report:
-                say(f"{run_folder} diverged: {report['diverged']}")
-                return run | {"diverged": report["diverged"]}
-            return run | {
-                "variant": report["variant"],
-                "dataset": report["dataset"],
-                "steps": report["steps"],
-                "seconds": report["wall_seconds"],
-                "compute": report["compute"],
-                "final": report["final"],
-            }
+        def final(choice, seed):
+            start = os.path.join(self.workdir, starts[seed]) if starts else ""
+            config = _config(point.recipes[name], choice, seed, start)
+            parts = file_name(point.name), name, words(choice) or "run", f"seed{seed}"
+            return "/".join(parts), config
 
-        trials = []
-        for number, choice in enumerate(grid, 1):
-            if len(grid) > 1:
-                say(f"trial {number} of {len(grid)}: {_words(choice)}")
-            run = train(choice, first)
-            score = None
-            if len(grid) > 1 and "diverged" not in run:
-                score = score_of(run["final"], self.config.tune_by)
-            trials.append({"choice": choice, "score": score, "run": run})
-        best = self._choose(trials)
-        if best is None:
-            return {"trials": _reported(trials), "chosen": None, "runs": []}
-        for trial in trials:
-            if trial is not best:
-                runs.drop_checkpoints(self._path(trial["run"]["folder"]))
-        if len(grid) > 1:
-            say(on_choice(best, grid, self.config.tune_by))
-        finished = [best["run"]] + [
-            train(best["choice"], seed) for seed in self._seeds(starts, first)
-        ]
+        stages = self.config.stages
+        stage = Stage(
+            self.workdir,
+            grid,
+            self.config.tune_by,
+            sorted(starts) or range(self.config.seeds),
+            final,
+            # Later stages start from the checkpoints of earlier ones.
+            keep=name != stages[-1] or len(stages) == 1,
+            measure=study_config.MEASURES[self.config.measure],
+        )
+        trials = list(stage.trials(shared))
+        best = stage.choose(trials)
+        finals = list(stage.finals(best["choice"], shared)) if best else []
         return {
-            "trials": _reported(trials),
-            "chosen": best["choice"],
-            "runs": [run for run in finished if "diverged" not in run],
-            "diverged": [run for run in finished if "diverged" in run],
+            "trials": trials,
+            "chosen": best and best["choice"],
+            "runs": [run for run in finals if "diverged" not in run],
+            "diverged": [run for run in finals if "diverged" in run],
         }
-
-    def _path(self, folder: str) -> str:
-        """Returns the path of a folder in the workdir; "" if the name is empty."""
-        return os.path.join(self.workdir, folder) if folder else ""
-
-    def _seeds(self, starts: dict[int, str], first: int) -> list[int]:
-        """Returns the seeds but the first, if the stage before has weights of them."""
-        seeds = sorted(starts) or range(self.config.seeds)
-        return [seed for seed in seeds if seed != first]
-
-    def _choose(self, trials: list[dict]) -> dict | None:
-        """Returns the best trial, the first of equals; None if all diverged."""
-        done = [trial for trial in trials if "diverged" not in trial["run"]]
-        sign = -1 if lower_is_better(self.config.tune_by) else 1
-        return max(done, key=lambda t: sign * (t["score"] or 0), default=None)
 
     def _write(self, rows: Mapping[str, dict]) -> None:
         report = self._report(rows)
@@ -291,8 +242,8 @@ def plan(
         given = [f"{axis}={value}" for axis, value in axes.items()] + [rest]
         recipes = {}
         for stage in config.stages:
-            words = [*given, f"stage={stage}"] if len(config.stages) > 1 else given
-            text = ",".join(filter(None, words))
+            of_stage = [f"stage={stage}"] * (len(config.stages) > 1)
+            text = ",".join(filter(None, [*given, *of_stage]))
             recipes[stage] = loading.read(TrainConfig, f"{path}:{text}")
         points.append(Point(axes, recipes))
     _refuse_varied(points, config, overrides or {})
@@ -329,11 +280,11 @@ def _refuse_one_folder(names: Sequence[str]) -> None:
     """Raises UserError if two points would have one folder."""
     folders: dict[str, str] = {}
     for name in names:
-        other = folders.setdefault(_file_name(name), name)
+        other = folders.setdefault(file_name(name), name)
         if other != name:
             raise UserError(
                 f"the points {other} and {name} would have one folder, "
-                f"{_file_name(name)}: give one of them another value"
+                f"{file_name(name)}: give one of them another value"
             )
 
 
@@ -401,96 +352,33 @@ def _name(values: Iterable[object]) -> str:
     return ",".join(map(str, values))
 
 
-def _words(choice: Mapping[str, object]) -> str:
-    """Returns a combination as the name of a folder: "learning_rate=0.001"."""
-    parts = [f"{key.rpartition('.')[2]}={value}" for key, value in choice.items()]
-    return _file_name(",".join(parts)) or "run"
-
-
-def _file_name(text: str) -> str:
-    return re.sub(r"[^\w.=,+-]", "_", text)
-
-
-def score_of(final: Mapping[str, dict], path: str) -> float:
-    """Returns a score of a run.
-
-    Args:
-      final: evaluation -> parameters -> metric -> value, from the run's report.
-      path: "EVALUATION/METRIC", with averaged parameters if the run has them, or
-        "EVALUATION/params/METRIC" or "EVALUATION/ema/METRIC".
-
-    Raises:
-      UserError: the run has no such score; the message lists those of the evaluation.
-    """
-    evaluation, *parameters, metric = path.split("/")
-    kinds = final.get(evaluation, {})
-    scores = (
-        kinds.get(parameters[0], {})
-        if parameters
-        else run_report.quoted_scores(kinds)[1]
-    )
-    if metric not in scores:
-        known = {name for metrics in kinds.values() for name in metrics}
-        raise UserError(
-            f"the study scores {path!r}, but {evaluation} has "
-            f"{', '.join(sorted(known)) or 'no scores'}"
-        )
-    return scores[metric]
-
-
-def on_choice(best: dict, grid: Sequence[dict], metric: str) -> str:
-    """Returns a line on the choice, with a warning if it is at an edge of the grid."""
-    text = f"{_words(best['choice'])} is best by {metric}: {best['score']:.4g}"
-    for key, value in best["choice"].items():
-        if not fields.is_number(value, numbers.Real):
-            continue
-        tried = sorted({choice[key] for choice in grid})
-        if len(tried) > 1 and value in (tried[0], tried[-1]):
-            side = "below" if value == tried[0] else "above"
-            text += f"; warning: a better {key} may lie {side} {value:g}"
-    return text
-
-
-def _reported(trials: Sequence[dict]) -> list[dict]:
-    """Returns the trials as study.json holds them."""
-    return [
-        {"choice": trial["choice"], "score": trial["score"]}
-        | {k: v for k, v in trial["run"].items() if k in ("diverged", "compute")}
-        for trial in trials
-    ]
-
-
-def _row(point: Point, config: StudyConfig) -> dict:
-    """Returns the row of a point without results."""
-    axes = {name: str(value) for name, value in point.axes.items()}
+def _row(point: Point, outcomes: Mapping[str, dict], config: StudyConfig) -> dict:
+    """Returns a point as study.json holds it, with the outcomes of its stages so far."""
+    axes = [str(value) for value in point.axes.values()]
     labels = {
         name: texts[value]
         for name, texts in config.labels.items()
-        for value in axes.values()
+        for value in axes
         if value in texts
     }
+    first = outcomes[config.stages[0]]["runs"]
+    used = (first[0]["compute"] if first else None) or {}
+    scores = {}
+    for name, score in config.scores.items():
+        stage, path = config.stage_and_path(score)
+        done = outcomes.get(stage, {}).get("runs", [])
+        if values := [score_of(run["final"], path) for run in done]:
+            mean, half = runs.interval(values)
+            scores[name] = {"values": values, "mean": mean, "half_interval": half}
     return {
         "name": point.name,
         "axes": dict(point.axes),
         "labels": labels,
-        "stages": {},
+        "stages": outcomes,
+        "images_seen": used.get("images_seen"),
+        "exaflops": used.get("exaflops"),
+        "scores": scores,
     }
-
-
-def _scored(row: dict, config: StudyConfig) -> dict:
-    """Returns a row with the compute and the scores of the stages that are done."""
-    first = row["stages"][config.stages[0]]["runs"]
-    used = first[0]["compute"] if first else {}
-    scores = {}
-    for name, score in config.scores.items():
-        stage, path = config.stage_and_path(score)
-        done = row["stages"].get(stage, {}).get("runs", [])
-        values = [score_of(run["final"], path) for run in done]
-        if values:
-            mean, half = runs.interval(values)
-            scores[name] = {"values": values, "mean": mean, "half_interval": half}
-    used = {name: used.get(name) for name in ("images_seen", "exaflops")}
-    return row | used | {"scores": scores}
 
 
 def summary(report: dict) -> list[str]:
@@ -499,11 +387,14 @@ def summary(report: dict) -> list[str]:
     for row in report["points"]:
         cells = {"point": row["name"]}
         for stage, outcome in row["stages"].items():
-            if len(outcome["trials"]) > 1 and outcome["chosen"]:
-                cells[f"chosen ({stage})"] = _words(outcome["chosen"])
+            if outcome["trials"] and outcome["chosen"]:
+                cells[f"chosen ({stage})"] = words(outcome["chosen"])
                 columns.setdefault(f"chosen ({stage})", "")
-        for name, score in row.get("scores", {}).items():
-            cells[name] = with_interval(score)
+        for name, score in row["scores"].items():
+            half = score["half_interval"]
+            cells[name] = f"{score['mean']:.4f}" + (
+                "" if half is None else f" ± {half:.4f}"
+            )
             columns.setdefault(name, "")
         rows.append(cells)
     lines = runs.format_table(rows, columns).split("\n")
@@ -521,28 +412,22 @@ def summary(report: dict) -> list[str]:
     return lines
 
 
-def with_interval(score: dict) -> str:
-    """Formats a score's mean and half interval: "0.9731 ± 0.0042"."""
-    half = score["half_interval"]
-    return f"{score['mean']:.4f}" + ("" if half is None else f" ± {half:.4f}")
-
-
 def _diverged(outcome: dict) -> list[str]:
     """Returns why all trials of a stage diverged, or which seeds of the best and why."""
     if outcome["chosen"] is None:
         return [f" ({outcome['trials'][0]['diverged']})"]
-    lost = outcome.get("diverged", [])
+    lost = outcome["diverged"]
     return [f", seed {run['seed']} ({run['diverged']})" for run in lost]
 
 
 def _flat(row: dict) -> dict:
     """Returns a point as a row of a table."""
     flat = {"point": row["name"]} | row["axes"] | row["labels"]
-    flat |= {name: row.get(name) for name in ("images_seen", "exaflops")}
+    flat |= {name: row[name] for name in ("images_seen", "exaflops")}
     for stage, outcome in row["stages"].items():
         for key, value in (outcome["chosen"] or {}).items():
             flat[f"{stage}.{key}"] = value
-    for name, score in row.get("scores", {}).items():
+    for name, score in row["scores"].items():
         flat[name] = score["mean"]
         flat[f"{name} interval"] = score["half_interval"]
         flat[f"{name} seeds"] = len(score["values"])

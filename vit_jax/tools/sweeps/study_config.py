@@ -6,7 +6,7 @@ study.json holds it.
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from vit_jax.errors import UserError
 from vit_jax.tools.sweeps import runs, step_cost
@@ -98,9 +98,9 @@ def _problems(raw: Mapping) -> Iterator[str]:
     for key in ("axes", "scores"):
         if not raw.get(key):
             yield f"no {key}"
-    for key, (fits, form) in _FORMS.items():
-        if key in raw and not fits(raw[key]):
-            yield f"{key}={raw[key]!r}: give {form}"
+    for key, (form, text) in _FORMS.items():
+        if key in raw and not _fits(raw[key], form):
+            yield f"{key}={raw[key]!r}: give {text}"
     config = StudyConfig(**raw)
     if config.measure not in MEASURES:
         among = ", ".join(MEASURES)
@@ -140,24 +140,12 @@ def _problems(raw: Mapping) -> Iterator[str]:
                     yield f"{name} with {key}={value!r}, which is none of {among}"
 
 
-def _is_plain(value: object) -> bool:
-    return type(value) in (int, float, str, bool)
-
-
-def _are_plain(values: object) -> bool:
-    """Returns whether it is a sequence of one or more distinct plain values."""
-    return (
-        isinstance(values, tuple | list)
-        and all(map(_is_plain, values))
-        and 0 < len(values) == len(set(map(str, values)))
-    )
-
-
-def _is_dict(value: object, fits: Callable[[object], bool]) -> bool:
-    return (
-        isinstance(value, Mapping)
-        and all(isinstance(key, str) for key in value)
-        and all(map(fits, value.values()))
+def _fits(value: object, form: object) -> bool:
+    """Returns whether a value has a form: a predicate, or {str: form} for a dict."""
+    if not isinstance(form, dict):
+        return form(value)
+    return isinstance(value, Mapping) and all(
+        isinstance(key, str) and _fits(part, form[str]) for key, part in value.items()
     )
 
 
@@ -169,51 +157,52 @@ def _is_path(value: object) -> bool:
     return _is_text(value) and "/" in value
 
 
-def _is_tuned(keys: object) -> bool:
-    return _is_dict(
-        keys, lambda values: _are_plain(values) or _is_dict(values, _are_plain)
+def _are_plain(values: object) -> bool:
+    """Returns whether it is a sequence of one or more distinct plain values."""
+    return (
+        isinstance(values, tuple | list)
+        and all(type(value) in (int, float, str, bool) for value in values)
+        and 0 < len(values) == len(set(map(str, values)))
     )
 
 
-def _is_drawing(value: object) -> bool:
-    return (
+def _is_tuned(values: object) -> bool:
+    return _are_plain(values) or _fits(values, {str: _are_plain})
+
+
+def _are_drawings(values: object, required: tuple[str, ...] = ()) -> bool:
+    return isinstance(values, tuple | list) and all(
         isinstance(value, Mapping)
         and _is_text(value.get("x"))
         and _is_text(value.get("y"))
         and isinstance(value.get("lines", ()), tuple | list)
+        and all(key in value for key in required)
+        for value in values
     )
-
-
-def _are_drawings(values: object) -> bool:
-    return isinstance(values, tuple | list) and all(map(_is_drawing, values))
-
-
-def _are_laws(values: object) -> bool:
-    return _are_drawings(values) and all("lines" in value for value in values)
 
 
 _VALUES = "a tuple of different numbers or texts of Python, not of NumPy"
 _TUNED = f"{_VALUES} (or to a dict of an axis's values to such tuples)"
-_FORMS: dict[str, tuple[Callable[[object], bool], str]] = {
-    "axes": (lambda v: _is_dict(v, _are_plain), f"a dict of arguments to {_VALUES}"),
-    "scores": (lambda v: _is_dict(v, _is_path), "a dict of names to EVALUATION/METRIC"),
+_FORMS = {
+    "axes": ({str: _are_plain}, f"a dict of arguments to {_VALUES}"),
+    "scores": ({str: _is_path}, "a dict of names to EVALUATION/METRIC"),
     "stages": (lambda v: _are_plain(v) and all(map(_is_text, v)), "a tuple of texts"),
     "measure": (_is_text, "a text"),
     "seeds": (lambda v: type(v) is int and v > 0, "a positive integer"),
-    "tune": (
-        lambda v: _is_dict(v, _is_tuned),
-        f"a dict of stages to dicts of keys to {_TUNED}",
-    ),
+    "tune": ({str: {str: _is_tuned}}, f"a dict of stages to dicts of keys to {_TUNED}"),
     "tune_by": (_is_path, "EVALUATION/METRIC"),
     "labels": (
-        lambda v: _is_dict(v, lambda texts: _is_dict(texts, _is_text)),
+        {str: {str: _is_text}},
         "a dict of columns to dicts of an axis's values to texts",
     ),
     "published": (
-        lambda v: _is_dict(v, lambda n: n is None or type(n) in (int, float)),
+        {str: lambda v: v is None or type(v) in (int, float)},
         "a dict of points' names to numbers",
     ),
     "source": (_is_text, "a text"),
     "figures": (_are_drawings, "a tuple of dicts with x and y, and lines as a tuple"),
-    "laws": (_are_laws, "a tuple of dicts with x, y and lines, a tuple"),
+    "laws": (
+        lambda v: _are_drawings(v, ("lines",)),
+        "a tuple of dicts with x, y and lines, a tuple",
+    ),
 }

@@ -1,6 +1,5 @@
 """VTAB-1k (arXiv:1910.04867): 19 tasks of 1,000 images, in three groups."""
 
-import dataclasses
 import os
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -9,7 +8,6 @@ import jax
 from etils import epath
 
 from vit_jax import progress
-from vit_jax.config import fields
 from vit_jax.data import catalogue
 from vit_jax.data.sources import tfds as tfds_source
 from vit_jax.data.sources import vtab
@@ -17,7 +15,6 @@ from vit_jax.errors import UserError
 from vit_jax.files import read_json
 from vit_jax.tools.sweeps import runs
 from vit_jax.tools.sweeps.runs import say
-from vit_jax.tools.sweeps.transfer import Study
 from vit_jax.training import lock
 from vit_jax.training.sweep import SweepSetups
 
@@ -66,65 +63,51 @@ def absent(name: str, data_dir: str) -> str:
     return catalogue.ENTRIES[f"vtab/{name}"].how(where)
 
 
-@dataclasses.dataclass(frozen=True)
-class Benchmark:
-    """A checkpoint fine-tuned on several tasks.
+def run(
+    names: Sequence[str],
+    transfer: Callable[[str, str, SweepSetups], dict],
+    workdir: str | os.PathLike,
+    about: Mapping[str, object],
+    data_dir: str = "",
+) -> dict:
+    """Fine-tunes a checkpoint on several tasks; runs what is not done yet.
 
-    Attributes:
-      model: name or path of the checkpoint.
-      variant: variant of its network.
+    `vtab.json` is written after every task. Other tasks that earlier starts ran stay in it.
+
+    Args:
       names: names of the tasks.
-      study: function that returns the study of a task, from its name and workdir.
-      workdir: folder of all studies.
+      transfer: function that returns the report of a task (see `transfer.run`), from its
+        name and workdir and what is shared between tasks.
+      workdir: folder of all tasks.
+      about: model, variant and settings of all tasks, such as mode, seeds and resolution;
+        they cannot change within a workdir.
       data_dir: value of `data.data_dir`.
-      settings: settings of all tasks, such as mode, seeds and resolution; they cannot
-        change within a workdir.
+
+    Returns:
+      The content of vtab.json: for each task its runs, how to prepare its data
+      ("absent") or why it "failed"; the means of groups and of all tasks that ran,
+      with intervals.
+
+    Raises:
+      UserError: no task has data, the workdir holds another benchmark, or a task
+        failed (raised after the others have run).
+      Preempted: see `transfer.run`.
     """
-
-    model: str
-    variant: str
-    names: Sequence[str]
-    study: Callable[[str, str], Study]
-    workdir: str | os.PathLike
-    data_dir: str = ""
-    settings: Mapping[str, object] = dataclasses.field(default_factory=dict)
-
-    def run(self) -> dict:
-        """Runs what is not done yet, and writes `vtab.json` after every task.
-
-        Other tasks that earlier starts ran stay in the file.
-
-        Returns:
-          The content of vtab.json: for each task its runs, how to prepare its data
-          ("absent") or why it "failed"; the means of groups and of all tasks that ran,
-          with intervals.
-
-        Raises:
-          UserError: no task has data, the workdir holds another benchmark, or a task
-            failed (raised after the others have run).
-          Preempted: see `Study.run`.
-        """
-        with lock.held(self.workdir):
-            return self._run()
-
-    def _run(self) -> dict:
-        results = self._held()
-        missing = {name: absent(name, self.data_dir) for name in self.names}
-        ready = [name for name in self.names if not missing[name]]
-        absent_now = {
-            name: {"group": vtab.TASKS[name].group, "absent": how}
-            for name, how in missing.items()
-            if how
-        }
+    with lock.held(workdir):
+        path = epath.Path(workdir) / FILE
+        results = read_json(path)["tasks"] if path.exists() else {}
+        missing = {name: how for name in names if (how := absent(name, data_dir))}
+        ready = [name for name in names if name not in missing]
         if not ready:
-            _refuse_all(absent_now)
-        _add(results, absent_now)
-        shared, report, failed = SweepSetups(), {}, {}
+            _refuse_all(missing)
+        runs.check_command(workdir, dict(about), begun=bool(results))
+        for name, how in missing.items():
+            _add(results, name, {"absent": how})
+        shared, failed = SweepSetups(), {}
         for number, name in enumerate(progress.each(ready, "vtab", "tasks"), 1):
             say(f"task {number} of {len(ready)}: vtab/{name}")
             try:
-                folder = os.path.join(self.workdir, name)
-                done = self.study(name, folder).run(shared)
+                done = transfer(name, os.path.join(workdir, name), shared)
             except UserError as error:
                 # Other tasks can still run, but other processes may be in this one.
                 if jax.process_count() > 1:
@@ -132,60 +115,30 @@ class Benchmark:
                 say(f"error: vtab/{name}: {error}")
                 failed[name] = str(error)
                 done = {"failed": str(error)}
-            kept = {key: done[key] for key in _KEPT if key in done}
-            _add(results, {name: {"group": vtab.TASKS[name].group, **kept}})
-            report = self._report(results)
-            runs.write_json(self.workdir, FILE, report)
+            _add(results, name, {key: done[key] for key in _KEPT if key in done})
+            ordered = {one: results[one] for one in vtab.TASKS if one in results}
+            report = {"kind": "vtab", **about, "tasks": ordered, **means(ordered)}
+            runs.write_json(workdir, FILE, report)
         say(table(report))
-        if failed:
-            name, reason = next(iter(failed.items()))
-            raise UserError(
-                f"{_count(len(failed))} failed ({', '.join(failed)}), vtab/{name}: "
-                f"{reason}; the same command resumes with what is not done"
-            )
-        return report
-
-    def _held(self) -> dict[str, dict]:
-        """Returns the tasks in the vtab.json of the workdir."""
-        path = epath.Path(self.workdir) / FILE
-        if not path.exists():
-            return {}
-        held = read_json(path)
-        settings = {"model": self.model, **self.settings}
-        recorded = {key: held.get(key, value) for key, value in settings.items()}
-        if changed := fields.differences(recorded, settings):
-            raise UserError(
-                f"{self.workdir} holds VTAB-1k by another command "
-                f"({'; '.join(changed)}): choose another --workdir, or repeat that "
-                "command"
-            )
-        return held["tasks"]
-
-    def _report(self, results: Mapping[str, dict]) -> dict:
-        ordered = {name: results[name] for name in vtab.TASKS if name in results}
-        return {
-            "kind": "vtab",
-            "model": self.model,
-            "variant": self.variant,
-            **self.settings,
-            "tasks": ordered,
-            **means(ordered),
-        }
-
-
-def _add(results: dict[str, dict], tasks: Mapping[str, dict]) -> None:
-    """Adds tasks, but keeps runs of earlier starts where a task has none."""
-    for name, task in tasks.items():
-        if "runs" in task or "runs" not in results.get(name, {}):
-            results[name] = task
-
-
-def _refuse_all(missing: Mapping[str, dict]) -> None:
-    first = next(iter(missing))
-    if len(missing) == 1:
+    if failed:
+        name, reason = next(iter(failed.items()))
         raise UserError(
-            f"the data of vtab/{first} is not there: {missing[first]['absent']}"
+            f"{_count(len(failed))} failed ({', '.join(failed)}), vtab/{name}: "
+            f"{reason}; the same command resumes with what is not done"
         )
+    return report
+
+
+def _add(results: dict[str, dict], name: str, task: dict) -> None:
+    """Adds a task, but keeps the runs of an earlier start where it has none."""
+    if "runs" in task or "runs" not in results.get(name, {}):
+        results[name] = {"group": vtab.TASKS[name].group, **task}
+
+
+def _refuse_all(missing: Mapping[str, str]) -> None:
+    if len(missing) == 1:
+        ((name, how),) = missing.items()
+        raise UserError(f"the data of vtab/{name} is not there: {how}")
     say(_how(missing))
     raise UserError(
         f"the data of none of the {len(missing)} tasks is there: prepare some, as "
@@ -209,20 +162,18 @@ def table(report: dict) -> str:
         half = "" if half is None else f" ± {100 * half:.2f} (95 % over seeds)"
         many = _count(mean["tasks"])
         lines.append(f"mean of {name} ({many}): {mean['mean']:.2%}{half}")
-    if how := _how(report["tasks"]):
-        lines += ["", how]
-    for name, task in report["tasks"].items():
-        if "failed" in task:
-            lines.append(f"failed: vtab/{name}: {task['failed']}")
+    tasks = report["tasks"].items()
+    if missing := {name: task["absent"] for name, task in tasks if "absent" in task}:
+        lines += ["", _how(missing)]
+    failed = {name: task["failed"] for name, task in tasks if "failed" in task}
+    lines += [f"failed: vtab/{name}: {why}" for name, why in failed.items()]
     return "\n".join(lines)
 
 
-def _how(tasks: Mapping[str, dict]) -> str:
-    """Returns a list of absent tasks and how to prepare them, or ""."""
-    missing = {n: task["absent"] for n, task in tasks.items() if "absent" in task}
+def _how(missing: Mapping[str, str]) -> str:
+    """Returns a list of absent tasks and how to prepare them."""
     lines = [f"absent: the data of {_count(len(missing))}; to prepare it:"]
-    lines += [f"vtab/{name}: {how}" for name, how in missing.items()]
-    return "\n".join(lines) if missing else ""
+    return "\n".join(lines + [f"vtab/{name}: {how}" for name, how in missing.items()])
 
 
 def _count(tasks: int) -> str:
