@@ -81,6 +81,14 @@ def test_nothing_is_chosen_of_what_all_diverged():
     assert tuned({0.1: None, 0.2: None})[1] is None
 
 
+def test_folders_differ_as_their_texts_do():
+    texts = ["R50+B/16,x=1.5", "R50+B_16,x=1.5", "R50+B%2F16,x=1.5"]
+    names = list(map(stage.file_name, texts))
+    assert names[0] == "R50+B%2F16,x=1.5"
+    assert len(set(names)) == 3
+    assert not any("/" in name for name in names)
+
+
 def test_an_absent_score_is_told_with_those_that_are_there():
     final = {"val": {"params": {"top1": 0.5}, "ema": {"top1": 0.75}}}
     assert stage.score_of(final, "val/top1") == 0.75

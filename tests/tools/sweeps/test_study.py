@@ -188,7 +188,6 @@ def test_points_are_the_product_of_the_axes_and_each_has_its_own_grid(own):
         ("width=(12, 18), kind=(", "width=(), kind=(", "returns axes=.*: give a"),
         ("width=(12, 18), kind=(", "width=(12, 12), kind=(", "tuple of differ"),
         ("width=(12, 18), kind=(", "width=range(9), kind=(", "returns axes=.*: g"),
-        ("axes=dict(width=(12, 18)", "axes=dict(width=('1/2', '1_2')", "one fold"),
         ("(0.5, 0.9)", "()", "returns tune=.*: give a dict of stages to dicts of"),
         ("dict(a=(0.02, 0.01), b", "dict(a=(0.02, 0.01), c", "all the values of"),
         ("seeds=2", "labels=[]", "returns labels=.*: give a dict of columns"),

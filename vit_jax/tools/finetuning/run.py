@@ -355,7 +355,6 @@ def _rule_config(
     given: _Given, model: str, side: int, steps: int, evaluations: int
 ) -> dict:
     splits, images, options = given.splits, given.images, given.pretrained.options
-    on_cpu = jax.default_backend() == "cpu"
     kind = "multi_label" if given.multi_label else "classification"
     batch = rule.batch_of(images, jax.default_backend(), jax.device_count())
     evals = {"val": {"kind": kind, "split": splits.validation}}
@@ -380,10 +379,7 @@ def _rule_config(
         "batch_size": batch,
         "init": model,
         "data": data,
-        "model": {
-            **fine_tuning.inherited(options),
-            "dtype": "float32" if on_cpu else "bfloat16",  # CPUs are slow at that.
-        },
+        "model": fine_tuning.inherited(options),
         "task": {"loss": "sigmoid" if given.multi_label else "softmax"},
         "optim": rule.optimizer(batch),
         "ema": {"decay": rule.ema_of(steps)},

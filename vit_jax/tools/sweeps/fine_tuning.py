@@ -1,6 +1,5 @@
 """The config of a fine-tuning run, from a recipe, a checkpoint and overrides."""
 
-import copy
 import dataclasses
 import pathlib
 from collections.abc import Mapping
@@ -49,11 +48,6 @@ _FLAGS = {
     "data.data_dir": "--data_dir",
     "data.image_size": "--resolution",
 }
-_SECTIONS = [
-    name
-    for name, about in fields.fields(TrainConfig).items()
-    if isinstance(about, fields.Section)
-]
 _PARTS = ("data.split", "data.exclude", "data.num_examples", "evals")
 
 
@@ -132,9 +126,8 @@ def task(
     config = complete(raw)
     config.build_model()  # Raises early if options do not fit each other.
     notes = [f"recipe: {recipe.source}"]
-    if pretrained.preprocess is None and not {"data.mean", "data.std"} <= set(
-        overrides
-    ):
+    stated = {"data.mean", "data.std"} <= overrides.keys()
+    if pretrained.preprocess is None and not stated:
         described = describe_preprocess(preprocessing_of(pretrained))
         notes.append(
             f"{pretrained.source} does not record how its images are normalised; assumed "
@@ -170,11 +163,7 @@ def _fill(raw: dict) -> None:
 
 
 def num_classes_of(source: Source, name: str) -> int:
-    """Returns the number of classes of a training split.
-
-    Args:
-      source: split opened with any number of classes.
-      name: name of the data set, for the message.
+    """Returns the number of classes of a training split of the data set `name`.
 
     Raises:
       UserError: the source has neither class names nor labels.
@@ -192,8 +181,6 @@ def num_classes_of(source: Source, name: str) -> int:
 def _raw(pretrained, recipe, size, mode) -> dict:
     """Returns the config that the recipe and the checkpoint determine."""
     preprocess = preprocessing_of(pretrained)
-    on_cpu = jax.default_backend() == "cpu"
-    optim = {"name": "sgd", "momentum": 0.9, "schedule": "cosine", "weight_decay": 0.0}
     return {
         "name": f"transfer_{recipe.title.replace('/', '_')}",
         "total_steps": recipe.steps,
@@ -211,14 +198,13 @@ def _raw(pretrained, recipe, size, mode) -> dict:
             "mean": preprocess.mean,
             "std": preprocess.std,
         },
-        "model": {
-            **inherited(pretrained.options),
-            # CPUs are slow at bfloat16.
-            "dtype": "float32" if on_cpu else "bfloat16",
-        },
+        "model": inherited(pretrained.options),
         "task": {"loss": "softmax"},
         "optim": {
-            **optim,
+            "name": "sgd",
+            "momentum": 0.9,
+            "schedule": "cosine",
+            "weight_decay": 0.0,
             "grad_clip_norm": 1.0,
             "warmup_steps": recipe.warmup,
             "learning_rate": 1.0,  # Set per run.
@@ -236,7 +222,10 @@ def inherited(options: Mapping[str, object]) -> dict:
     """Returns the keys of `config.model` for the checkpoint's network."""
     variant = options["variant"]
     known = fields.fields(models.VARIANTS.find(variant, "model"))
-    return {
+    dtype = (
+        "float32" if jax.default_backend() == "cpu" else "bfloat16"
+    )  # CPUs are slow at it.
+    return {"dtype": dtype} | {
         name: options[name]
         for name, about in known.items()
         if name in options
@@ -267,7 +256,12 @@ def check_feasible(task: TransferTask) -> None:
     lengths = {config.batch_size}
     if config.epochs or depends_on_epochs(config.optim):
         parts = (recipe.train, recipe.part)[: len(task.rates)]  # One rate, no trial.
-        lengths = {_length(task, split, sizes) for split in parts}
+        lengths = {
+            len(splits.Numbering.of(split, sizes, recipe.title))
+            if sizes
+            else len(open_unchecked(config.data, split))
+            for split in parts
+        }
     final, mesh = task.final(task.rates[0], 0), meshes.create(config.mesh)
     for examples in sorted(lengths):
         train_step.build_train_setup(final, mesh, examples)
@@ -275,20 +269,12 @@ def check_feasible(task: TransferTask) -> None:
 
 def _sizes(task: TransferTask) -> Mapping[str, int]:
     """Returns split name -> number of records, {} if unknown."""
-    recipe, name = task.recipe, task.recipe.dataset
-    if not source_type(name).numbered:
+    if not source_type(task.recipe.dataset).numbered:
         return {}
     # One record is enough: its source knows the sizes of all splits.
-    first = f"{splits.names(recipe.train)[0]}[:1]"
+    first = f"{splits.names(task.recipe.train)[0]}[:1]"
     numbering = open_unchecked(task.config.data, first).split_numbering()
     return {} if numbering is None else numbering.sizes
-
-
-def _length(task: TransferTask, split: str, sizes: Mapping[str, int]) -> int:
-    if sizes:
-        parts = splits.select(split, sizes, task.recipe.title)
-        return sum(len(numbers) for _, numbers in parts)
-    return len(open_unchecked(task.config.data, split))
 
 
 def _check_folders(test: str, data_dir: str) -> None:
@@ -303,7 +289,7 @@ def _check_folders(test: str, data_dir: str) -> None:
 
 
 def _refuse_overrides(overrides: Mapping[str, object]) -> None:
-    """Raises UserError if a key belongs to a flag or to the recipe."""
+    """Refuses keys that belong to a flag or to the recipe."""
     for key in overrides:
         if key in _FLAGS:
             raise UserError(f"--config.{key}: it is set by {_FLAGS[key]} here")
@@ -312,7 +298,7 @@ def _refuse_overrides(overrides: Mapping[str, object]) -> None:
                 f"--config.{key}: the recipe sets the splits to train and score on; set "
                 "--dataset and --test"
             )
-        if key in _SECTIONS:
+        if isinstance(fields.fields(TrainConfig).get(key), fields.Section):
             raise UserError(f"--config.{key}: it is a section; set a key of it")
 
 
@@ -321,6 +307,5 @@ def _apply_overrides(raw: dict, overrides: Mapping[str, object]) -> None:
     loading.override(TrainConfig, raw, overrides)
     if raw.get("epochs") and "total_steps" not in overrides:
         raw["total_steps"] = 0
-    tried = copy.deepcopy(raw)
-    tried["data"]["num_classes"] = raw["data"]["num_classes"] or 1
-    complete(tried)
+    classes = raw["data"]["num_classes"] or 1
+    complete(raw | {"data": raw["data"] | {"num_classes": classes}})

@@ -7,7 +7,7 @@ that are done are not repeated, so that a killed sweep resumes when it is starte
 import dataclasses
 import numbers
 import os
-import re
+import urllib.parse
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from vit_jax import progress
@@ -59,7 +59,9 @@ class Stage:
             return
         trial = self.trial or (lambda choice: self.final(choice, self.seeds[0]))
         keep = self.keep and not self.trial
-        for number, choice in enumerate(progress.each(self.grid, "trials", "runs"), 1):
+        for number, choice in enumerate(
+            progress.each(self.grid, "trials", "runs", leave=False), 1
+        ):
             say(f"trial {number} of {len(self.grid)}: {words(choice)}")
             run = self._train(choice, *trial(choice), shared, keep=keep)
             final = run.pop("final", None)
@@ -95,7 +97,7 @@ class Stage:
         "diverged".
         """
         for number, seed in enumerate(
-            progress.each(self.seeds, "final runs", "runs"), 1
+            progress.each(self.seeds, "final runs", "runs", leave=False), 1
         ):
             text = ", ".join(filter(None, (words(choice), f"seed {seed}")))
             say(f"final run {number} of {len(self.seeds)}: {text}")
@@ -128,14 +130,13 @@ class Stage:
 
 
 def words(choice: Choice) -> str:
-    """Returns a combination as the name of a folder: "learning_rate=0.001"."""
-    parts = [f"{key.rpartition('.')[2]}={value}" for key, value in choice.items()]
-    return file_name(",".join(parts))
+    """Returns a combination as text: "learning_rate=0.001"."""
+    return ",".join(f"{key.rpartition('.')[2]}={v}" for key, v in choice.items())
 
 
 def file_name(text: str) -> str:
-    """Returns a text as the name of a folder."""
-    return re.sub(r"[^\w.=,+-]", "_", text)
+    """Returns a text as the name of a folder, another one for each text."""
+    return urllib.parse.quote(text, safe="=,+")
 
 
 def score_of(final: Mapping[str, dict], path: str) -> float:

@@ -7,7 +7,6 @@ run of a study is also a config that can be trained or compiled alone. A killed 
 resumes when it is started again.
 """
 
-import copy
 import dataclasses
 import itertools
 import json
@@ -144,8 +143,8 @@ class Study:
         def final(choice, seed):
             start = os.path.join(self.workdir, starts[seed]) if starts else ""
             config = _config(point.recipes[name], choice, seed, start)
-            parts = file_name(point.name), name, words(choice) or "run", f"seed{seed}"
-            return "/".join(parts), config
+            folders = file_name(point.name), name, file_name(words(choice)) or "run"
+            return "/".join([*folders, f"seed{seed}"]), config
 
         stages = self.config.stages
         stage = Stage(
@@ -234,7 +233,6 @@ def plan(
                 f"--config={spec}: the study varies {axis!r}; choose with "
                 f"--only={axis}=VALUE"
             )
-    _refuse_one_folder(_names(config))
     chosen = _chosen(config.axes, only or {})
     points = []
     for values in itertools.product(*chosen.values()):
@@ -276,18 +274,6 @@ def _chosen(axes: Mapping[str, Sequence], only: Mapping[str, Sequence[str]]) -> 
     }
 
 
-def _refuse_one_folder(names: Sequence[str]) -> None:
-    """Raises UserError if two points would have one folder."""
-    folders: dict[str, str] = {}
-    for name in names:
-        other = folders.setdefault(file_name(name), name)
-        if other != name:
-            raise UserError(
-                f"the points {other} and {name} would have one folder, "
-                f"{file_name(name)}: give one of them another value"
-            )
-
-
 def _refuse_varied(
     points: Sequence[Point], config: StudyConfig, overrides: Mapping[str, object]
 ) -> None:
@@ -326,7 +312,7 @@ def _check_scores(run: TrainConfig, stage: str, config: StudyConfig) -> None:
 
 def _config(recipe: dict, choice: Mapping, seed: int, start: str) -> TrainConfig:
     """Returns the complete config of a run, which starts from the workdir `start`."""
-    raw = copy.deepcopy(recipe)
+    raw = dict(recipe)
     changes = {**choice, "seed": seed}
     if start:
         changes["init.checkpoint"] = start

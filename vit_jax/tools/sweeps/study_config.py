@@ -125,19 +125,17 @@ def _problems(raw: Mapping) -> Iterator[str]:
                 )
     # Figures and laws use columns that points have.
     columns = [*config.axes, *config.labels, *_COLUMNS]
-    for name, x_of in (("figures", [*columns, "step"]), ("laws", columns)):
-        for one in getattr(config, name):
-            # The y of a training curve is an evaluation, not a score.
-            y_of = [one["y"]] if one["x"] == "step" else [*config.scores]
-            lines = [*one.get("lines", ()), *filter(None, [one.get("colours")])]
-            for key, value, among in (
-                ("x", one["x"], x_of),
-                ("y", one["y"], y_of),
-                *(("lines", line, columns) for line in lines),
-            ):
-                if value not in among:
-                    among = ", ".join(among)
-                    yield f"{name} with {key}={value!r}, which is none of {among}"
+    drawn = [("figures", one) for one in config.figures]
+    for name, one in (*drawn, *(("laws", law) for law in config.laws)):
+        # The y of a training curve is an evaluation, not a score.
+        y_of = [one["y"]] if one["x"] == "step" else [*config.scores]
+        x_of = [*columns, "step"] if name == "figures" else columns
+        lines = [*one.get("lines", ()), *filter(None, [one.get("colours")])]
+        used = [("x", one["x"], x_of), ("y", one["y"], y_of)]
+        for key, value, among in used + [("lines", line, columns) for line in lines]:
+            if value not in among:
+                among = ", ".join(among)
+                yield f"{name} with {key}={value!r}, which is none of {among}"
 
 
 def _fits(value: object, form: object) -> bool:

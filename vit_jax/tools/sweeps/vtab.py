@@ -26,29 +26,20 @@ GROUPS = ("natural", "specialised", "structured")
 
 
 def tasks(dataset: str) -> list[str]:
-    """Parses a list of tasks.
+    """Returns the names of tasks without "vtab/", in the benchmark's order.
 
-    Args:
-      dataset: "vtab" for all tasks, or "vtab/TASK" or "vtab/GROUP", separated by commas:
-        "vtab/dtd,vtab/structured".
-
-    Returns:
-      Names of tasks without "vtab/", in the benchmark's order.
+    `dataset` is "vtab" for all tasks, or "vtab/TASK" or "vtab/GROUP", separated by commas.
 
     Raises:
       UserError: a task is unknown.
     """
     wanted = set()
-    for word in dataset.split(","):
-        if not (word := word.strip()):
-            continue
+    for word in filter(None, map(str.strip, dataset.split(","))):
         name = word.removeprefix("vtab/")
-        members = [
-            n for n, task in vtab.TASKS.items() if word == "vtab" or name == task.group
-        ]
-        if not members:
+        found = {n for n, t in vtab.TASKS.items() if word == "vtab" or name == t.group}
+        wanted |= found or {name}
+        if not found:
             vtab.task(f"vtab/{name}")
-        wanted.update(members or [name])
     return [name for name in vtab.TASKS if name in wanted]
 
 
@@ -70,23 +61,20 @@ def run(
     about: Mapping[str, object],
     data_dir: str = "",
 ) -> dict:
-    """Fine-tunes a checkpoint on several tasks; runs what is not done yet.
-
-    `vtab.json` is written after every task. Other tasks that earlier starts ran stay in it.
+    """Fine-tunes a checkpoint on tasks; runs what is not done yet.
 
     Args:
       names: names of the tasks.
-      transfer: function that returns the report of a task (see `transfer.run`), from its
-        name and workdir and what is shared between tasks.
+      transfer: function from the name and the workdir of a task, and the setups that
+        tasks share, to its report (see `transfer.run`).
       workdir: folder of all tasks.
-      about: model, variant and settings of all tasks, such as mode, seeds and resolution;
-        they cannot change within a workdir.
+      about: model, variant and settings, which cannot change within a workdir.
       data_dir: value of `data.data_dir`.
 
     Returns:
-      The content of vtab.json: for each task its runs, how to prepare its data
-      ("absent") or why it "failed"; the means of groups and of all tasks that ran,
-      with intervals.
+      The content of vtab.json, which is written after every task: for each task of this
+      and earlier starts its runs, how to prepare its data ("absent") or why it "failed";
+      the means of groups and of all tasks that ran, with intervals.
 
     Raises:
       UserError: no task has data, the workdir holds another benchmark, or a task
@@ -99,7 +87,14 @@ def run(
         missing = {name: how for name in names if (how := absent(name, data_dir))}
         ready = [name for name in names if name not in missing]
         if not ready:
-            _refuse_all(missing)
+            if len(missing) == 1:
+                ((name, how),) = missing.items()
+                raise UserError(f"the data of vtab/{name} is not there: {how}")
+            say(_how(missing))
+            raise UserError(
+                f"the data of none of the {len(missing)} tasks is there: prepare some, "
+                "as listed above"
+            )
         runs.check_command(workdir, dict(about), begun=bool(results))
         for name, how in missing.items():
             _add(results, name, {"absent": how})
@@ -133,17 +128,6 @@ def _add(results: dict[str, dict], name: str, task: dict) -> None:
     """Adds a task, but keeps the runs of an earlier start where it has none."""
     if "runs" in task or "runs" not in results.get(name, {}):
         results[name] = {"group": vtab.TASKS[name].group, **task}
-
-
-def _refuse_all(missing: Mapping[str, str]) -> None:
-    if len(missing) == 1:
-        ((name, how),) = missing.items()
-        raise UserError(f"the data of vtab/{name} is not there: {how}")
-    say(_how(missing))
-    raise UserError(
-        f"the data of none of the {len(missing)} tasks is there: prepare some, as "
-        "listed above"
-    )
 
 
 def table(report: dict) -> str:
@@ -181,31 +165,22 @@ def _count(tasks: int) -> str:
 
 
 def means(tasks: Mapping[str, dict]) -> dict:
-    """Returns the mean top-1 over tasks, per group and over all, with intervals.
+    """Returns the mean top-1 over tasks, for each group ("groups") and over all.
 
-    Tasks are averaged for each seed; means and intervals are over seeds.
-
-    Args:
-      tasks: task -> "group" and "runs", in the order of the seeds; tasks without runs
-        are skipped.
-
-    Returns:
-      "groups": group -> "mean", "interval" and number of "tasks"; and "mean",
-      "interval" and "tasks_run" over all tasks. "interval" is half of the 95 % interval,
-      None for one seed. Without runs the mean is None.
+    Tasks are averaged for each seed; means and "interval", half of the 95 % interval, are
+    over seeds. Tasks without "runs" are skipped; without any the mean is None.
     """
+
+    def over_seeds(members: Sequence[Mapping]) -> tuple[float, float | None]:
+        scores = [[run["top1"] for run in task["runs"]] for task in members]
+        by_seed = zip(*scores, strict=True)
+        return runs.interval([statistics.fmean(one) for one in by_seed])
+
     ran = [task for task in tasks.values() if "runs" in task]
     groups = {}
     for group in GROUPS:
-        members = [task for task in ran if task["group"] == group]
-        if members:
-            mean, half = runs.interval(_by_seed(members))
+        if members := [task for task in ran if task["group"] == group]:
+            mean, half = over_seeds(members)
             groups[group] = {"mean": mean, "interval": half, "tasks": len(members)}
-    mean, half = runs.interval(_by_seed(ran)) if ran else (None, None)
+    mean, half = over_seeds(ran) if ran else (None, None)
     return {"groups": groups, "mean": mean, "interval": half, "tasks_run": len(ran)}
-
-
-def _by_seed(members: Sequence[Mapping]) -> list[float]:
-    """Returns the mean over tasks, per seed."""
-    scores = [[run["top1"] for run in task["runs"]] for task in members]
-    return [statistics.fmean(one) for one in zip(*scores, strict=True)]
