@@ -41,13 +41,7 @@ def test_runs_have_what_the_recipe_by_hand_has():
         lines = fields.differences(theirs, ours)
         keys = {line.split(":")[0] for line in lines}
         # How often is told and saved, where it is computed, and how it is written.
-        free = {
-            "name",
-            "data.train_transform",
-            "data.eval_transform",
-            "model.dtype",
-            "checkpoint.max_to_keep",
-        }
+        free = {"name", "data.eval_transform", "model.dtype", "checkpoint.max_to_keep"}
         free |= {"evals.dev", "evals.held_out"}
         assert {k for k in keys if "_every_" not in k} <= free, lines
     assert found.trial(0.01).evals == {
@@ -57,42 +51,25 @@ def test_runs_have_what_the_recipe_by_hand_has():
     assert found.final(0.01, 7).seed == 7
 
 
-def test_keys_at_any_depth_are_set():
-    keys = {"optim.schedule.name": "linear", "optim.schedule.end_learning_rate": 1e-4}
-    schedule = task(published(), overrides=keys).config.optim.schedule
-    assert (schedule.name, schedule.end_learning_rate) == ("linear", 1e-4)
-
-
 def test_the_checkpoint_says_what_its_network_is():
-    options = {
+    kept = {
         "pool": "gap",
         "class_token": True,
         "activation": "gelu",
         "layer_norm_eps": 1e-12,
-    }
-    options |= {
         "posemb": "none",
-        "posemb_placement": "stem",
         "width": 36,
         "num_heads": 3,
     }
     more = {"dropout": 0.1, "scan": True, "platform": "tpu", "drop_path_rate": 0.2}
-    model = task(published("S/16", **options, **more)).config.model
-    assert (model.variant, model.width, model.class_token) == ("S/16", 36, True)
-    assert (model.activation, model.layer_norm_eps, model.posemb) == (
-        "gelu",
-        1e-12,
-        "none",
-    )
+    more |= {"posemb_placement": "stem", "representation_layer": True}
+    model = task(published("S/16", **kept, **more)).config.model
+    assert {key: getattr(model, key) for key in kept} == kept
     # Neither what was drawn in its training nor where that was, nor its head.
     assert (model.dropout, model.drop_path_rate, model.scan) == (0, 0, False)
     assert not model.representation_layer
-    assert "posemb_placement" not in fields.to_dict(
-        model
-    )  # Nobody reads it without position embeddings.
-
-
-def test_resnets_and_hybrids_have_their_own_keys():
+    # Nobody reads it without position embeddings.
+    assert "posemb_placement" not in fields.to_dict(model)
     resnet = task(published("R50x1", stage_depths=(1, 1, 1, 1), zero_pool=True)).config
     assert (resnet.model.stage_depths, resnet.model.zero_pool) == ((1, 1, 1, 1), True)
     hybrid = task(published("R50+B/16", stem_width=32, stage_depths=(1, 1, 2))).config
@@ -124,9 +101,11 @@ def test_grey_checkpoints_take_grey_images_and_both_their_normalisation(pretrain
     [("full", (5, 5)), ("head", (2, 2)), ("head_then_all", (2, 5))],
 )
 def test_modes_move_what_they_say(pretrained, mode, moves):
-    overrides = {"total_steps": 10}
     found = task(
-        pretrained, "digits", resolution=(8, 8), mode=mode, overrides=overrides
+        *(pretrained, "digits"),
+        resolution=(8, 8),
+        mode=mode,
+        overrides={"total_steps": 10},
     )
     params = {
         "head": {"kernel": jax.numpy.ones(3), "bias": jax.numpy.ones(2)},
@@ -135,14 +114,10 @@ def test_modes_move_what_they_say(pretrained, mode, moves):
         "embedding": {"head": jax.numpy.ones(4)},
     }
     config = found.final(0.1, 0)
-    tx, state = (
-        optim.optimizer(
-            config.optim, params, lambda step: 0.1, RunLength(10, 1.0), config.model
-        ),
-        None,
-    )
+    length = RunLength(10, 1.0)
+    tx = optim.optimizer(config.optim, params, lambda step: 0.1, length, config.model)
+    state = tx.init(params)
     for expected, steps in zip(moves, (2, 1), strict=True):
-        state = state or tx.init(params)
         for _ in range(steps):
             updates, state = tx.update(params, state, params)
         moved = sum(bool(u.any()) for u in jax.tree.leaves(updates))
@@ -150,19 +125,23 @@ def test_modes_move_what_they_say(pretrained, mode, moves):
 
 
 def test_layer_decay_and_other_keys_reach_every_run():
-    overrides = {"batch_size": 64, "optim.grad_clip_norm": 0.0, "model.scan": True}
+    overrides = {
+        "batch_size": 64,
+        "eval_every_steps": 5,
+        "model.scan": True,
+        "optim.grad_clip_norm": 0.0,
+        "optim.schedule.name": "linear",
+    }
     found = task(published(), layer_decay=0.75, rates=(0.1, 0.02), overrides=overrides)
     assert found.rates == (0.02, 0.1)
-    for config in (found.trial(0.02), found.final(0.02, 1)):
+    trial, final = found.trial(0.02), found.final(0.02, 1)
+    for config in (trial, final):
         assert (config.batch_size, config.optim.grad_clip_norm) == (64, 0.0)
         assert config.model.scan
+        assert config.optim.schedule.name == "linear"
         assert (config.optim.layer_decay, config.optim.learning_rate) == (0.75, 0.02)
-
-
-def test_the_test_split_is_scored_once_whatever_the_cadence():
-    found = task(published(), overrides={"eval_every_steps": 5})
-    assert found.trial(0.1).eval_every_steps == 5
-    assert found.final(0.1, 0).eval_every_steps == 0
+    # The test split is scored once, at the end.
+    assert (trial.eval_every_steps, final.eval_every_steps) == (5, 0)
 
 
 def test_a_run_may_be_stated_in_epochs_and_by_another_optimiser():
@@ -175,10 +154,7 @@ def test_a_run_may_be_stated_in_epochs_and_by_another_optimiser():
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (
-            {"optim.learning_rate": 0.1},
-            "--config.optim.learning_rate: it is set by --learning_rates here",
-        ),
+        ({"optim.learning_rate": 0.1}, "learning_rate: it is set by --learning_rates"),
         ({"init": "x"}, "--config.init: it is set by --model here"),
         ({"seed": 3}, "--config.seed: it is set by --seeds here"),
         ({"data.split": "test"}, "--config.data.split: the recipe sets"),
@@ -186,13 +162,7 @@ def test_a_run_may_be_stated_in_epochs_and_by_another_optimiser():
         ({"evals": {}}, "--config.evals: the recipe sets"),
         ({"data": 5}, "--config.data: it is a section; set a key of it"),
         ({"optim.momentun": 1}, "unknown config key optim.momentun; the nearest"),
-        ({"a.b.c": 1}, "unknown config key a.b"),
-        ({"name.x": 3}, "unknown config key name.x"),
-        ({"total_steps.x": 3}, "unknown config key total_steps.x"),
         ({"total_steps": "abc"}, "total_steps='abc'"),
-        ({"total_steps": (5,)}, r"total_steps=\(5,\)"),
-        ({"total_steps": [5]}, r"total_steps=\[5\]"),
-        ({"epochs": "x"}, "epochs='x'"),
         ({"optim.name": 3}, "optim.name=3 is not one of"),
         ({"data.num_classes": "x"}, "data.num_classes='x'"),
     ],
@@ -224,14 +194,17 @@ def test_weights_that_do_not_tell_their_normalisation_are_named():
     assert not any("assumed" in n for n in task(published(), overrides=stated).notes)
 
 
-def test_long_runs_save_ten_times_and_short_ones_seldom():
-    saved = lambda steps: task(published(), overrides={"total_steps": steps})
-    every = {
-        steps: saved(steps).config.checkpoint_every_steps for steps in (20, 500, 7000)
-    }
-    assert every == {20: 50, 500: 50, 7000: 700}
-    stated = {"checkpoint_every_steps": 3}
-    assert task(published(), overrides=stated).config.checkpoint_every_steps == 3
+@pytest.mark.parametrize(
+    ("overrides", "every"),
+    [
+        ({"total_steps": 20}, 50),
+        ({"total_steps": 7000}, 700),
+        ({"checkpoint_every_steps": 3}, 3),
+    ],
+)
+def test_long_runs_save_ten_times_and_short_ones_seldom(overrides, every):
+    config = task(published(), overrides=overrides).config
+    assert config.checkpoint_every_steps == every
 
 
 def test_the_network_of_every_variant_is_built_again():

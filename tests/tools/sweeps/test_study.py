@@ -163,43 +163,44 @@ def test_points_are_the_product_of_the_axes_and_each_has_its_own_grid(own):
     assert few.config.seeds == 5
 
 
+AXES = "width=(12, 18), kind=("
+
+
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
         ("get_study", "get_other", "has no get_study.*take one of configs/study/"),
         ("return dict(\n", "return list(\n", "does not run: TypeError"),
         (
-            "    return dict(\n        axes",
-            "    return 3\n    dict(\n        axes",
+            "return dict(\n        axes",
+            "return 3\n    dict(\n        axes",
             "give a dict",
         ),
         ("axes", "axis", "get_study returns 'axis', which is none of axes, scores"),
         ("tune=dict(", "tune=dict(x={}, ", "tune.x, but its stages are pretrain, fin"),
         ("seeds=2", "measure='speed'", "measure='speed', which is none of train, cost"),
         ("test/top1", "tset/top1", "scores 'tset/top1', but the evaluations of finet"),
-        (
-            "pretrain:test",
-            "pretrian:test",
-            "scores.upstream='pretrian:test/params/top1', but its stages are pretrain",
-        ),
+        ("pretrain:test", "pretrian:test", "upstream='pretrian:.*its stages are pretr"),
         ("test/top1", "test", "returns scores=.*: give a dict of names to EVAL"),
         ("seeds=2", "seeds=0", "returns seeds=0: give a positive integer"),
         ("seeds=2", "tune_by='val'", "returns tune_by='val': give EVALUATION/ME"),
-        ("width=(12, 18), kind=(", "width=(), kind=(", "returns axes=.*: give a"),
-        ("width=(12, 18), kind=(", "width=(12, 12), kind=(", "tuple of differ"),
-        ("width=(12, 18), kind=(", "width=range(9), kind=(", "returns axes=.*: g"),
+        (AXES, "width=(), kind=(", "returns axes=.*: give a"),
+        (AXES, "width='12', kind=(", "returns axes=.*: give"),
+        (AXES, "width=(12, 12), kind=(", "tuple of differ"),
+        (AXES, "width=range(9), kind=(", "returns axes=.*: g"),
         ("(0.5, 0.9)", "()", "returns tune=.*: give a dict of stages to dicts of"),
         ("dict(a=(0.02, 0.01), b", "dict(a=(0.02, 0.01), c", "all the values of"),
         ("seeds=2", "labels=[]", "returns labels=.*: give a dict of columns"),
+        ("seeds=2", "published={'12,a': '1'}", "published=.*: give a dict of points"),
         (
             "seeds=2",
             "figures=[dict(x='wdth', y='top-1')]",
-            "figures with x='wdth', which is none of width, kind, exaflops",
+            "figures with x='wdth', whi",
         ),
         (
             "seeds=2",
             "figures=[dict(x='width', y='top1')]",
-            "figures with y='top1', which is none of top-1, upstream",
+            "figures with y='top1', whi",
         ),
         ("seeds=2", "laws=[dict(x='width', y='top-1')]", "returns laws=.*: give"),
         (
@@ -233,49 +234,52 @@ def test_what_a_study_does_not_take_is_one_line(own, options, message):
         study.plan(f"{own}{argument}", "work", **options)
 
 
-def scripted(scores, calls):
-    """Returns a stand-in for `runs.train` that gives scores by folder."""
+@pytest.fixture
+def run(own, tmp_path, monkeypatch):
+    """Runs the study with made scores; returns the report and what was trained.
 
-    def train(config, folder, shared, *, keep):
-        place = pathlib.Path(folder).relative_to(calls["workdir"]).as_posix()
-        pathlib.Path(folder).mkdir(parents=True, exist_ok=True)
-        (pathlib.Path(folder) / step_cost.MEASURED).write_text("{}")
-        calls["order"].append((place, config.init.checkpoint, keep))
-        found = scores(place, config)
-        if isinstance(found, str):
-            return {"diverged": found}
-        final = {
-            e: {"params": {"top1": found, "loss": 1 - found}} for e in ("val", "test")
-        }
-        return {
-            "variant": "Ti/4",
-            "dataset": "synthetic",
-            "steps": 2,
-            "wall_seconds": 1.0,
-            "compute": {"images_seen": 16, "exaflops": 0.5, "device_days": 0.25},
-            "final": final,
-        }
+    `scores` gets the folder of a run and its config, and returns a score, or why the run
+    diverged.
+    """
 
-    return train
+    def start(scores=lambda place, config: 0.5, path=own, **options):
+        order, workdir = [], tmp_path / "work"
+
+        def train(config, folder, shared, *, keep):
+            folder = pathlib.Path(folder)
+            place = folder.relative_to(workdir).as_posix()
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / step_cost.MEASURED).write_text("{}")
+            order.append((place, config.init.checkpoint, keep))
+            found = scores(place, config)
+            if isinstance(found, str):
+                return {"diverged": found}
+            evaluated = {"params": {"top1": found, "loss": 1 - found}}
+            return {
+                "variant": "Ti/4",
+                "dataset": "synthetic",
+                "steps": 2,
+                "wall_seconds": 1.0,
+                "compute": {"images_seen": 16, "exaflops": 0.5, "device_days": 0.25},
+                "final": {"val": evaluated, "test": evaluated},
+            }
+
+        monkeypatch.setitem(study_config.MEASURES, "train", train)
+        return study.plan(str(path), workdir, **options).run(), order
+
+    return start
 
 
-def run(own, tmp_path, monkeypatch, scores, **options):
-    """Runs the study with made scores; returns the report and what was trained."""
-    calls = {"workdir": tmp_path / "work", "order": []}
-    train = scripted(scores, calls)
-    monkeypatch.setitem(study_config.MEASURES, "train", train)
-    planned = study.plan(str(own), calls["workdir"], **options)
-    return planned.run(), calls["order"]
+def saved(tmp_path):
+    return json.loads((tmp_path / "work" / "study.json").read_text())
 
 
-def test_the_best_on_val_is_run_with_all_seeds_from_its_own_pretraining(
-    own, tmp_path, monkeypatch
-):
+def test_the_best_on_val_is_run_with_all_seeds_from_its_own_pretraining(run, tmp_path):
     def scores(place, config):
         best = config.optim.learning_rate == 0.01 and config.optim.momentum != 0.5
         return 0.5 + 0.25 * best + 0.125 * config.seed
 
-    report, order = run(own, tmp_path, monkeypatch, scores, only=ONE)
+    report, order = run(scores, only=ONE)
     assert [place for place, _, _ in order] == [
         "12,a/pretrain/learning_rate=0.02/seed0",
         "12,a/pretrain/learning_rate=0.01/seed0",
@@ -295,45 +299,32 @@ def test_the_best_on_val_is_run_with_all_seeds_from_its_own_pretraining(
     assert point["stages"]["pretrain"]["chosen"] == {"optim.learning_rate": 0.01}
     tried = [trial["score"] for trial in point["stages"]["pretrain"]["trials"]]
     assert tried == [0.5, 0.75]
-    assert point["scores"]["top-1"]["values"] == [0.75, 0.875]
-    assert point["scores"]["top-1"]["mean"] == 0.8125
+    top1 = point["scores"]["top-1"]
+    assert (top1["values"], top1["mean"]) == ([0.75, 0.875], 0.8125)
     # Student's t of one degree of freedom, 12.706, times the deviation by root 2.
-    assert point["scores"]["top-1"]["half_interval"] == pytest.approx(
-        12.706 * 0.0625, 1e-3
-    )
-    saved = json.loads((tmp_path / "work" / "study.json").read_text())
-    assert saved["points"] == json.loads(json.dumps(report))["points"]
+    assert top1["half_interval"] == pytest.approx(12.706 * 0.0625, 1e-3)
+    assert saved(tmp_path)["points"] == json.loads(json.dumps(report))["points"]
     with (tmp_path / "work" / "points.csv").open() as file:
         (row,) = csv.DictReader(file)
     assert (row["point"], row["top-1"], row["top-1 seeds"]) == ("12,a", "0.8125", "2")
 
 
-def test_a_part_is_run_first_and_the_rest_added(own, tmp_path, monkeypatch):
+def test_a_part_is_run_first_and_the_rest_added(run, tmp_path):
     for only in ({"kind": ["b"]}, {}):
-        report, _ = run(own, tmp_path, monkeypatch, lambda *_: 0.5, only=only)
-    # All of them were done, so that the stand-in was asked for each again.
-    assert [point["name"] for point in report["points"]] == [
-        *("12,a", "12,b", "18,a", "18,b"),
-    ]
-    run(own, tmp_path, monkeypatch, lambda *_: 0.5, only={"kind": ["a"]})
-    saved = json.loads((tmp_path / "work" / "study.json").read_text())
-    assert len(saved["points"]) == 4 and saved["config"]["axes"]["kind"] == ["a", "b"]
+        report, _ = run(only=only)
+    names = ["12,a", "12,b", "18,a", "18,b"]
+    assert [point["name"] for point in report["points"]] == names
+    run(only={"kind": ["a"]})
+    assert [point["name"] for point in saved(tmp_path)["points"]] == names
+    assert saved(tmp_path)["config"]["axes"]["kind"] == ["a", "b"]
+    one = {"width": ["18"], "kind": ["b"]}
     with pytest.raises(UserError, match="by another command .points.18,b.finetune"):
-        run(
-            own,
-            tmp_path,
-            monkeypatch,
-            lambda *_: 0.5,
-            only={"width": ["18"], "kind": ["b"]},
-            overrides={"batch_size": 4},
-        )
+        run(only=one, overrides={"batch_size": 4})
 
 
-def test_what_earlier_starts_told_stays_until_it_is_told_anew(
-    own, tmp_path, monkeypatch
-):
+def test_what_earlier_starts_told_stays_until_it_is_told_anew(run, tmp_path):
     only = {"width": ["12"]}
-    run(own, tmp_path, monkeypatch, lambda *_: 0.5, only=only)
+    run(only=only)
 
     def ended(place, config):
         if place.startswith("12,b/finetune") and config.seed == 2:
@@ -341,107 +332,89 @@ def test_what_earlier_starts_told_stays_until_it_is_told_anew(
         return 0.75
 
     with pytest.raises(KeyboardInterrupt):
-        run(own, tmp_path, monkeypatch, ended, only=only, seeds=3)
-    saved = json.loads((tmp_path / "work" / "study.json").read_text())
-    values = {p["name"]: p["scores"]["top-1"]["values"] for p in saved["points"]}
+        run(ended, only=only, seeds=3)
+    values = {
+        p["name"]: p["scores"]["top-1"]["values"] for p in saved(tmp_path)["points"]
+    }
     assert values == {"12,a": [0.75] * 3, "12,b": [0.5] * 2}
 
 
-def test_another_study_is_refused_once_there_are_results(own, tmp_path, monkeypatch):
-    def again(path, text):
-        path.write_text(text)
-        run(path, tmp_path, monkeypatch, lambda *_: 0.5, only=ONE)
+@pytest.mark.parametrize(
+    ("old", "new", "difference"),
+    [
+        ('val[:7]"', 'val[:6]"', "points.12,a.*evals.test"),
+        ('("a", "b")),', '("a", "b"), more=(False,)),', "axes: width, kind"),
+        ("seeds=2", "tune_by='val/loss'", "tune_by: val/top1 -> val/loss"),
+        ("", "", "study: own -> other"),
+    ],
+)
+def test_another_study_is_refused_once_there_are_results(
+    run, own, old, new, difference
+):
+    run(only=ONE)
+    path = own if old else own.with_name("other.py")
+    path.write_text(OWN.replace(old, new))
+    with pytest.raises(UserError, match=f"by another command .*{difference}"):
+        run(path=path, only=ONE)
 
-    again(own, OWN)
-    for change, difference in (
-        (('val[:7]"', 'val[:6]"'), "points.12,a.*evals.test"),
-        (
-            ('kind=("a", "b")),', 'kind=("a", "b"), more=(False,)),'),
-            "axes: width, kind",
-        ),
-        (("seeds=2", "tune_by='val/loss'"), "tune_by: val/top1 -> val/loss"),
-    ):
-        with pytest.raises(UserError, match=f"by another command .*{difference}"):
-            again(own, OWN.replace(*change))
-    with pytest.raises(UserError, match="by another command .*name: own -> other"):
-        again(own.with_name("other.py"), OWN)
 
-
-def test_a_command_that_left_no_result_may_be_mended(own, tmp_path, monkeypatch):
+def test_a_command_that_left_no_result_may_be_mended(run, own, tmp_path, monkeypatch):
     def unfinished(config, folder, shared, *, keep):
         raise UserError("data.split: no such split")
 
     monkeypatch.setitem(study_config.MEASURES, "train", unfinished)
+    planned = study.plan(
+        str(own), tmp_path / "work", only=ONE, overrides={"batch_size": 4}
+    )
     with pytest.raises(UserError, match="no such split"):
-        planned = study.plan(
-            str(own), tmp_path / "work", only=ONE, overrides={"batch_size": 4}
-        )
         planned.run()
-    report, _ = run(own, tmp_path, monkeypatch, lambda *_: 0.5, only=ONE)
+    report, _ = run(only=ONE)
     assert len(report["points"]) == 1
 
 
 @pytest.mark.parametrize("file", ["study.json", "command.json"])
-def test_a_damaged_file_of_a_study_is_named(own, tmp_path, monkeypatch, file):
-    start = lambda: run(own, tmp_path, monkeypatch, lambda *_: 0.5, only=ONE)
-    start()
+def test_a_damaged_file_of_a_study_is_named(run, tmp_path, file):
+    run(only=ONE)
     for content in ("", "{", "[]"):
         (tmp_path / "work" / file).write_text(content)
         with pytest.raises(UserError, match=f"{file} is damaged .*remove it and repe"):
-            start()
+            run(only=ONE)
     (tmp_path / "work" / file).unlink()
-    assert len(start()[0]["points"]) == 1
+    assert len(run(only=ONE)[0]["points"]) == 1
 
 
-def test_one_seed_that_diverges_is_told(own, tmp_path, monkeypatch, capsys):
-    def scores(place, config):
-        return (
-            "the loss is NaN" if place.endswith("finetune/momentum=0.5/seed1") else 0.5
-        )
-
-    report, _ = run(own, tmp_path, monkeypatch, scores, only=ONE)
-    (point,) = report["points"]
-    assert point["scores"]["top-1"]["values"] == [0.5]
-    last = capsys.readouterr().out.splitlines()[-1]
-    assert last.startswith(
-        "diverged, in no mean: 12,a, finetune, seed 1 (the loss is N"
-    )
-    pages.write_report([tmp_path / "work"], tmp_path / "report")
-    told = (tmp_path / "report" / "report.md").read_text()
-    assert "Diverged, and in no mean: 12,a, finetune, seed 1." in told
-
-
-def test_what_points_have_in_common_is_run_once(own, tmp_path, monkeypatch):
+def test_what_points_have_in_common_is_run_once(run, own):
     # The widths are trained apart; kinds differ in what is tuned alone.
     own.write_text(OWN.replace("dict(a=(0.02, 0.01), b=(0.03,))", "(0.01,)"))
-    report, order = run(own, tmp_path, monkeypatch, lambda place, config: 0.5)
+    report, order = run()
     firsts = {place.split("/")[0] for place, _, _ in order}
     assert firsts == {"12,a", "18,a"}
     a, b, *_ = report["points"]
     assert a["stages"] == b["stages"] and (a["name"], b["name"]) == ("12,a", "12,b")
 
 
-def test_what_diverges_is_told_and_the_rest_goes_on(own, tmp_path, monkeypatch, capsys):
+def test_what_diverges_is_told_and_the_rest_goes_on(run, tmp_path, capsys):
     def scores(place, config):
         if place.startswith("12,a/pretrain"):
             return "the loss is NaN"
-        if place.startswith("12,b/finetune/momentum=0.9"):
+        if place.endswith(("finetune/momentum=0.9/seed0", "momentum=0.5/seed1")):
             return "the loss is inf"
-        return 0.25 if place.endswith("seed1") else 0.5
+        return 0.5
 
-    only = {"width": ["12"]}
-    report, order = run(own, tmp_path, monkeypatch, scores, only=only)
+    report, order = run(scores, only={"width": ["12"]})
     lost, kept = report["points"]
     assert lost["stages"]["pretrain"]["runs"] == [] and "top-1" not in lost["scores"]
     assert not any(place.startswith("12,a/finetune") for place, _, _ in order)
     assert kept["stages"]["finetune"]["chosen"] == {"optim.momentum": 0.5}
-    assert kept["scores"]["top-1"]["values"] == [0.5, 0.25]
-    last = capsys.readouterr().out.splitlines()[-1]
-    assert last.startswith(
-        "diverged, in no mean: 12,a, pretrain (the loss is NaN); lower rates"
+    assert kept["scores"]["top-1"]["values"] == [0.5]  # Of the other seed.
+    assert capsys.readouterr().out.splitlines()[-1] == (
+        "diverged, in no mean: 12,a, pretrain (the loss is NaN); 12,b, finetune, seed 1 "
+        "(the loss is inf); lower rates in the study's config, and another --workdir, "
+        "may help"
     )
-    files = pages.write_report([tmp_path / "work"], tmp_path / "report")
-    assert "report.md" in files
+    pages.write_report([tmp_path / "work"], tmp_path / "report")
+    told = (tmp_path / "report" / "report.md").read_text()
+    assert "Diverged, and in no mean: 12,a, pretrain; 12,b, finetune, seed 1." in told
 
 
 LIMIT, PARAMS = 8_000, 900
