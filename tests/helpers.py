@@ -5,6 +5,7 @@ import json
 import math
 import pathlib
 import shutil
+import struct
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ from vit_jax import cli, models
 from vit_jax.__main__ import load
 from vit_jax.distributed import mesh as meshes
 from vit_jax.training import config as configuration
-from vit_jax.training import loop, sweep
+from vit_jax.training import loop, metric_writer, sweep
 from vit_jax.weights import Pretrained, export
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -125,6 +126,26 @@ def kill_after(step, workdir):
         if int(path.name) > step:
             shutil.rmtree(path)
     (workdir / "report.json").unlink()
+
+
+def without_times(node):
+    """Returns a report without what depends on the time that its runs took."""
+    timed = ("seconds", "start_seconds", "device_days")
+    if isinstance(node, list):
+        return [without_times(item) for item in node]
+    if isinstance(node, dict):
+        return {k: without_times(v) for k, v in node.items() if k not in timed}
+    return node
+
+
+def events(folder):
+    """Reads TensorBoard's record files: length, its checksum, event, checksum."""
+    for path in folder.iterdir():
+        data = path.read_bytes()
+        while data:
+            (size,) = struct.unpack("<Q", data[:8])
+            yield metric_writer.event_pb2.Event.FromString(data[12 : 12 + size])
+            data = data[16 + size :]
 
 
 def run_command(name, words):

@@ -8,7 +8,7 @@ import signal
 import hosts
 import numpy as np
 import pytest
-from helpers import one_device, run_command, write_weights
+from helpers import one_device, run_command, without_times, write_weights
 from PIL import Image
 
 from vit_jax import cli, transfer
@@ -115,16 +115,6 @@ def kill_at(process, *parts):
     assert process.wait() == -signal.SIGKILL
 
 
-def lasting(node):
-    """Returns a report without what depends on the time that its runs took."""
-    timed = ("seconds", "start_seconds", "device_days")
-    if isinstance(node, list):
-        return [lasting(item) for item in node]
-    if isinstance(node, dict):
-        return {k: lasting(v) for k, v in node.items() if k not in timed}
-    return node
-
-
 @pytest.mark.slow
 def test_a_study_of_digits_that_is_killed_ends_as_the_undisturbed_one(digits, tmp_path):
     words = [f"--model={digits}", "--dataset=digits", "--resolution=12", "--seeds=2"]
@@ -153,7 +143,7 @@ def test_a_study_of_digits_that_is_killed_ends_as_the_undisturbed_one(digits, tm
     ]
     assert "resume: step " in last
     found = json.loads((tmp_path / "killed" / "transfer.json").read_text())
-    assert lasting(found) == lasting(expected)
+    assert without_times(found) == without_times(expected)
 
     process = start(*words, "--learning_rates=0.03,0.1,0.3")
     out, _ = process.communicate(timeout=300)

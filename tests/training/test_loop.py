@@ -3,15 +3,13 @@
 import json
 import logging
 import shutil
-import struct
 import time
 
 import jax
 import numpy as np
 import pytest
-from helpers import tiny_config, train
+from helpers import events, tiny_config, train
 from PIL import Image
-from tensorboardX.proto import event_pb2
 
 from vit_jax.config import fields
 from vit_jax.errors import UserError
@@ -31,16 +29,6 @@ def base(tmp_path_factory):
 
 def lines(workdir):
     return [json.loads(x) for x in (workdir / "metrics.jsonl").read_text().splitlines()]
-
-
-def events(workdir):
-    """Reads TensorBoard's record files: length, its checksum, event, checksum."""
-    for path in (workdir / "tensorboard").iterdir():
-        data = path.read_bytes()
-        while data:
-            (size,) = struct.unpack("<Q", data[:8])
-            yield event_pb2.Event.FromString(data[12 : 12 + size])
-            data = data[16 + size :]
 
 
 def test_report_holds_what_was_asked(base):
@@ -101,7 +89,7 @@ def test_metrics_are_logged_at_their_cadence(base):
 def test_tensorboard_shows_scalars_config_and_images(base):
     _, workdir, _ = base
     seen = {}
-    for event in events(workdir):
+    for event in events(workdir / "tensorboard"):
         for value in event.summary.value:
             seen.setdefault(value.tag, []).append((event.step, value))
     assert [step for step, _ in seen["train/loss"]] == [2, 4, 6]

@@ -1,11 +1,10 @@
 import csv
 import json
 import statistics
-import struct
 
 import pytest
 import watched
-from tensorboardX.proto import event_pb2
+from helpers import events
 from tensorboardX.proto.plugin_hparams_pb2 import HParamsPluginData
 
 from vit_jax.errors import UserError
@@ -166,9 +165,9 @@ def test_trials_leave_their_numbers_and_runs_their_checkpoints(done):
 def test_tensorboard_shows_settings_and_scores_of_all_runs_in_one_view(done):
     workdir, report, _ = done
     sessions = {}
-    for path in (workdir / "tensorboard").rglob("events*"):
+    for path in (workdir / "tensorboard").glob("*/*"):
         settings, scores = {}, {}
-        for event in events_of(path):
+        for event in events(path):
             for value in event.summary.value:
                 content = HParamsPluginData.FromString(
                     value.metadata.plugin_data.content
@@ -182,7 +181,7 @@ def test_tensorboard_shows_settings_and_scores_of_all_runs_in_one_view(done):
                     named = {m.name.tag for m in content.experiment.metric_infos}
                 elif value.tag == "top1":
                     scores["top1"] = value.simple_value
-        sessions[path.parent.name] = settings, scores
+        sessions[path.name] = settings, scores
         assert named == set(scores)
     rate, top1 = report["best"]["learning_rate"], report["runs"][1]["top1"]
     assert sessions["seed1"] == (
@@ -192,15 +191,6 @@ def test_tensorboard_shows_settings_and_scores_of_all_runs_in_one_view(done):
     trial = {"learning_rate": 0.02, "seed": 0, "part": "held_out"}
     assert sessions["rate0.02"][0] == trial
     assert len(sessions) == 5
-
-
-def events_of(path):
-    """Reads a record file: length, its checksum, event, checksum."""
-    data = path.read_bytes()
-    while data:
-        (size,) = struct.unpack("<Q", data[:8])
-        yield event_pb2.Event.FromString(data[12 : 12 + size])
-        data = data[16 + size :]
 
 
 def test_one_rate_leaves_nothing_to_choose(run, tmp_path, capsys):
