@@ -1,4 +1,4 @@
-"""What a study says of a disk that is full or broken."""
+"""What a sweep says of a disk that is full or broken."""
 
 import errno
 from unittest.mock import Mock
@@ -7,43 +7,36 @@ import pytest
 
 from vit_jax.errors import Diverged, UserError
 from vit_jax.tools.sweeps import runs
-from vit_jax.training.config import TrainConfig
-from vit_jax.training.optim import SgdConfig
-from vit_jax.training.sweep import SweepSetups
 
-ROWS = [{"learning_rate": 0.5, "score": None}]
+
+def train(workdir):
+    runs.train(None, workdir, Mock(), keep=True)
 
 
 @pytest.mark.parametrize(
-    ("write", "name"),
+    ("write", "name", "repeated"),
     [
-        (lambda to: runs.write_json(to, "vtab.json", {}), "vtab.json"),
-        (lambda to: runs.write_table(to, "trials", ROWS), "trials.jsonl"),
+        (lambda to: runs.write_json(to, "vtab.json", {}), "vtab.json", "no run"),
+        (lambda to: runs.write_table(to, "trials", []), "trials.jsonl", "no run"),
         (
             lambda to: runs.write_hparams(to, "runs/seed0", {}, {}),
             "tensorboard/runs/seed0",
+            "no run",
         ),
+        (train, "diverged.json", "only this run"),
     ],
-    ids=["json", "table", "hparams"],
+    ids=["json", "table", "hparams", "diverged"],
 )
-def test_a_broken_disk_is_one_line_with_the_remedy(tmp_path, write, name):
-    (tmp_path / "file").write_text("")
-    place = tmp_path / "file" / name
-    remedy = "fix that, then start again: no run is repeated"
-    with pytest.raises(UserError, match=rf"{place} cannot be written \(.*\): {remedy}"):
-        write(tmp_path / "file")
-
-
-def test_that_a_run_diverged_may_not_fit_the_disk(tmp_path, monkeypatch):
-    config = TrainConfig(optim=SgdConfig(learning_rate=0.1))
-
-    def train(*_, **__):
-        raise Diverged("the loss is NaN")
-
-    def replace_text(path, text):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(runs.loop, "train", train)
-    monkeypatch.setattr(runs, "replace_text", replace_text)
-    with pytest.raises(UserError, match=r"diverged.json cannot be .*\(No space left"):
-        runs.train(config, tmp_path, Mock(SweepSetups), keep=True)
+def test_a_full_disk_is_one_line_with_the_remedy(
+    tmp_path, monkeypatch, write, name, repeated
+):
+    full = OSError(errno.ENOSPC, "No space left on device")
+    monkeypatch.setattr(runs.loop, "train", Mock(side_effect=Diverged("NaN")))
+    monkeypatch.setattr(runs, "replace_text", Mock(side_effect=full))
+    monkeypatch.setattr(runs, "Events", Mock(side_effect=full))
+    place = tmp_path / name
+    remedy = f"fix that, then start again: {repeated} is repeated"
+    with pytest.raises(
+        UserError, match=rf"{place} cannot be written \(No .*: {remedy}"
+    ):
+        write(tmp_path)

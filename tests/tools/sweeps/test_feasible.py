@@ -2,14 +2,12 @@
 
 import dataclasses
 import re
-import types
 
 import pytest
 import watched
 from PIL import Image
 
 from vit_jax.data.sources import open as opening
-from vit_jax.data.splits import Numbering
 from vit_jax.errors import UserError
 from vit_jax.tools.sweeps import fine_tuning, recipes
 
@@ -90,17 +88,3 @@ def test_lengths_in_epochs_are_those_of_what_is_trained_on(
         with pytest.raises(UserError, match=f"but the run only {steps}:"):
             fine_tuning.check_feasible(found)
     assert not any("test" in name for _, name in watched.events)
-
-
-def test_a_long_warmup_fits_a_large_set(pretrained, monkeypatch):
-    """Eight epochs of ImageNet are 20,000 steps."""
-    sizes = {"train": 1_281_167, "validation": 50_000}
-    numbering = Numbering(sizes, ())
-    source = types.SimpleNamespace(split_numbering=lambda: numbering)
-    monkeypatch.setattr(fine_tuning, "open_unchecked", lambda data, split: source)
-    stated = {"epochs": 8, "optim.warmup_steps": 500}
-    fine_tuning.check_feasible(task(pretrained, recipes.find("imagenet2012"), **stated))
-    with pytest.raises(UserError, match="imagenet2012 has no split 'test'"):
-        fine_tuning.check_feasible(
-            task(pretrained, recipes.find("imagenet2012", test="test"))
-        )

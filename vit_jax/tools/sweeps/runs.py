@@ -34,11 +34,8 @@ def train(
 ) -> dict:
     """Trains in a folder, resumes, or returns the report of a finished run.
 
-    Args:
-      config: complete config.
-      folder: workdir of the run.
-      shared: compiled step and evaluations that the runs of a sweep share.
-      keep: whether to keep the last checkpoint of the finished run.
+    The runs of a sweep share compiled steps and evaluations. `keep` says whether the last
+    checkpoint of the finished run stays.
 
     Returns:
       The run's report; {"diverged": message} if its numbers became non-finite.

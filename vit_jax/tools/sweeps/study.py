@@ -13,6 +13,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from etils import epath
 
@@ -37,22 +38,18 @@ _RUN_FILES = (run_report.FILE, runs.DIVERGED, step_cost.MEASURED)
 _SET_BY_STUDY = ("seed", "name", "init", "init.checkpoint")
 
 
-@dataclasses.dataclass(frozen=True)
-class Point:
+class Point(NamedTuple):
     """One combination of the values of the axes.
 
     Attributes:
+      name: the values, as "vit-s,3000".
       axes: argument of `get_config` -> value.
       recipes: stage -> raw config, as nested dicts.
     """
 
-    axes: Mapping[str, object]
-    recipes: Mapping[str, dict]
-
-    @property
-    def name(self) -> str:
-        """Returns the values, as "vit-s,3000"."""
-        return _name(self.axes.values())
+    name: str
+    axes: dict[str, object]
+    recipes: dict[str, dict]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,7 +170,9 @@ class Study:
         runs.write_table(self.workdir, TABLE, [_flat(row) for row in report["points"]])
 
     def _report(self, rows: Mapping[str, dict]) -> dict:
-        points = [rows[name] for name in _names(self.config) if name in rows]
+        # In the order of the axes, whatever `--only` selects.
+        names = map(_name, itertools.product(*self.config.axes.values()))
+        points = [rows[name] for name in names if name in rows]
         about = dataclasses.asdict(self.config)
         return {"kind": "study", "name": self.name, "config": about, "points": points}
 
@@ -214,7 +213,7 @@ def plan(
       spec: path or name of a config file with `get_study`; arguments that are not axes
         may follow a colon.
       workdir: folder of the study.
-      only: axis -> values to run, as text; axes that are absent run whole.
+      only: axis -> texts of the values to run; axes that are absent run whole.
       seeds: runs per point; 0 for the number in the file.
       overrides: dotted config key -> value, for all runs.
 
@@ -243,7 +242,7 @@ def plan(
             of_stage = [f"stage={stage}"] * (len(config.stages) > 1)
             text = ",".join(filter(None, [*given, *of_stage]))
             recipes[stage] = loading.read(TrainConfig, f"{path}:{text}")
-        points.append(Point(axes, recipes))
+        points.append(Point(_name(values), axes, recipes))
     _refuse_varied(points, config, overrides or {})
     dropped = []
     for point in points:
@@ -329,11 +328,6 @@ def _decisive(config: TrainConfig) -> dict[str, object]:
     }
 
 
-def _names(config: StudyConfig) -> list[str]:
-    """Returns the names of all points of a study, whatever `--only` selects."""
-    return list(map(_name, itertools.product(*config.axes.values())))
-
-
 def _name(values: Iterable[object]) -> str:
     return ",".join(map(str, values))
 
@@ -358,7 +352,7 @@ def _row(point: Point, outcomes: Mapping[str, dict], config: StudyConfig) -> dic
             scores[name] = {"values": values, "mean": mean, "half_interval": half}
     return {
         "name": point.name,
-        "axes": dict(point.axes),
+        "axes": point.axes,
         "labels": labels,
         "stages": outcomes,
         "images_seen": used.get("images_seen"),
@@ -384,26 +378,20 @@ def summary(report: dict) -> list[str]:
             columns.setdefault(name, "")
         rows.append(cells)
     lines = runs.format_table(rows, columns).split("\n")
-    lost = [
-        f"{row['name']}, {stage}{reason}"
-        for row in report["points"]
-        for stage, outcome in row["stages"].items()
-        for reason in _diverged(outcome)
-    ]
+    lost = []
+    for row in report["points"]:
+        for stage, outcome in row["stages"].items():
+            name = f"{row['name']}, {stage}"
+            if outcome["chosen"] is None:
+                lost.append(f"{name} ({outcome['trials'][0]['diverged']})")
+            for run in outcome["diverged"]:
+                lost.append(f"{name}, seed {run['seed']} ({run['diverged']})")
     if lost:
         lines.append(
             f"diverged, in no mean: {'; '.join(lost)}; lower rates in the study's config, "
             "and another --workdir, may help"
         )
     return lines
-
-
-def _diverged(outcome: dict) -> list[str]:
-    """Returns why all trials of a stage diverged, or which seeds of the best and why."""
-    if outcome["chosen"] is None:
-        return [f" ({outcome['trials'][0]['diverged']})"]
-    lost = outcome["diverged"]
-    return [f", seed {run['seed']} ({run['diverged']})" for run in lost]
 
 
 def _flat(row: dict) -> dict:
