@@ -21,7 +21,7 @@ from vit_jax.training.sweep import SweepSetups
 FILE = "transfer.json"
 _RATE = "optim.learning_rate"
 _RUNS = {"seed": "d", "top1": ".2%", "seconds": ".1f"}
-_KEPT = ("seed", "steps", "seconds", "start_seconds", "compute", "diverged")
+_KEPT = ("seed", "steps", "score", "seconds", "start_seconds", "compute", "diverged")
 
 
 def run(
@@ -96,12 +96,11 @@ def _tune_and_test(
         trial=lambda one: (f"trials/rate{one[_RATE]:g}", task.trial(one[_RATE])),
         final=lambda one, seed: (f"runs/seed{seed}", task.final(one[_RATE], seed)),
     )
-    guard, trials, rows, finals = TestSplitGuard(task.recipe.test), [], [], []
+    guard, trials, finals = TestSplitGuard(task.recipe.test), [], []
     with opened_by(guard):
         for trial in stage.trials(shared):
             trials.append(trial)
-            rows.append(_row(trial) | {"score": trial["score"]})
-            runs.write_table(workdir, "trials", rows)
+            runs.write_table(workdir, "trials", list(map(_row, trials)))
             _note(workdir, trial, "held_out", trial["score"])
         best = stage.choose(trials)
         if best is None:
@@ -120,11 +119,11 @@ def _tune_and_test(
             finals.append(_row(run) | {"top1": score_of(run["final"], "test/top1")})
             _note(workdir, run, "test", finals[-1]["top1"])
     scored = {"score": best["score"]} if trials else {}
-    return rows, {"learning_rate": rate} | scored, finals
+    return list(map(_row, trials)), {"learning_rate": rate} | scored, finals
 
 
 def _row(run: dict) -> dict:
-    """Returns a trial or a final run as transfer.json holds it, without its score."""
+    """Returns a trial or a final run as transfer.json holds it."""
     kept = {key: run[key] for key in _KEPT if key in run}
     return {"learning_rate": run["choice"][_RATE], **kept}
 
