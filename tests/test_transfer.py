@@ -164,25 +164,13 @@ def test_a_folder_of_images_is_learnt_by_each_mode(digits, tmp_path, capsys):
                 Image.fromarray(pixels).save(
                     tmp_path / "data" / split / name / f"{i}.png"
                 )
+    words = [f"--model={digits}", f"--dataset={tmp_path}/data", "--resolution=8"]
+    words += ["--learning_rates=0.03,0.3", "--seeds=1", "--layer_decay=0.8", "--json"]
+    words += ["--config.total_steps=60", "--config.batch_size=16"]
     for mode in ("head", "head_then_all"):
-        flags = cli.parse(
-            transfer.parser(),
-            [
-                f"--model={digits}",
-                f"--dataset={tmp_path}/data",
-                f"--workdir={tmp_path}/{mode}",
-                f"--mode={mode}",
-                "--resolution=8",
-                "--learning_rates=0.03,0.3",
-                "--seeds=1",
-                "--layer_decay=0.8",
-                "--config.total_steps=60",
-                "--config.batch_size=16",
-                "--json",
-            ],
-        )
         with one_device():
-            assert transfer.main(flags) == 0
+            end = [f"--workdir={tmp_path}/{mode}", f"--mode={mode}"]
+            assert run_command("transfer", words + end) == 0
         report = json.loads((tmp_path / mode / "transfer.json").read_text())
         out = capsys.readouterr().out
         assert json.loads(out.splitlines()[-1]) == report
