@@ -129,7 +129,7 @@ def test_a_study_of_digits_that_is_killed_ends_as_the_undisturbed_one(digits, tm
     expected = json.loads((tmp_path / "undisturbed" / "transfer.json").read_text())
     assert expected["mean"] > 0.2  # Chance is a tenth.
     assert f"top-1 {expected['mean']:.2%} ± {100 * expected['std']:.2f}, 2 runs" in out
-    assert re.search(r"\n +trial  steps .*\n.* learning_rate=0.03 +40 ", out)
+    assert re.search(r"\n +trial  steps .*\nlearning_rate=0.03 +40 ", out)
 
     words += [f"--workdir={tmp_path}/killed"]
     kill_at(start(*words), "trial 2 of 2", "step 20/40")
