@@ -87,7 +87,7 @@ class Stage:
             for trial in trials:
                 if trial is not best:
                     runs.drop_checkpoints(os.path.join(self.workdir, trial["folder"]))
-        say(on_choice(best, trials, self.tune_by))
+        say(_on_choice(best, trials, self.tune_by))
         return best
 
     def finals(self, choice: Choice, shared: SweepSetups) -> Iterator[dict]:
@@ -166,7 +166,7 @@ def score_of(final: Mapping[str, dict], path: str) -> float:
     return scores[metric]
 
 
-def on_choice(best: dict, trials: Sequence[dict], metric: str) -> str:
+def _on_choice(best: dict, trials: Sequence[dict], metric: str) -> str:
     """Returns a line on the choice, with ties and values at an edge of the grid."""
     text = f"{words(best['choice'])} is best by {metric}: {best['score']:.4g}"
     tied = [
