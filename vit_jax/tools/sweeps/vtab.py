@@ -87,14 +87,7 @@ def run(
         missing = {name: how for name in names if (how := absent(name, data_dir))}
         ready = [name for name in names if name not in missing]
         if not ready:
-            if len(missing) == 1:
-                ((name, how),) = missing.items()
-                raise UserError(f"the data of vtab/{name} is not there: {how}")
-            say(_how(missing))
-            raise UserError(
-                f"the data of none of the {len(missing)} tasks is there: prepare some, "
-                "as listed above"
-            )
+            raise _all_absent(missing)
         runs.check_command(workdir, dict(about), begun=bool(results))
         for name, how in missing.items():
             _add(results, name, {"absent": how})
@@ -122,6 +115,18 @@ def run(
             f"{reason}; the same command resumes with what is not done"
         )
     return report
+
+
+def _all_absent(missing: Mapping[str, str]) -> UserError:
+    """Returns the error if no task has data; several are listed on standard output."""
+    if len(missing) == 1:
+        ((name, how),) = missing.items()
+        return UserError(f"the data of vtab/{name} is not there: {how}")
+    say(_how(missing))
+    return UserError(
+        f"the data of none of the {len(missing)} tasks is there: prepare some, as "
+        "listed above"
+    )
 
 
 def _add(results: dict[str, dict], name: str, task: dict) -> None:
