@@ -1,5 +1,7 @@
 """Small models with random numbers everywhere, as checkpoints have them."""
 
+import json
+
 import jax
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
@@ -15,6 +17,12 @@ def encoder(variant="Ti/4", num_classes=7, image_size=(12, 12), **options):
     return models.create(
         variant, num_classes=num_classes, image_size=image_size, **SIZE | options
     )
+
+
+def network(variant="Ti/4", **options):
+    """Returns an encoder or, by the variant's name, a ResNet."""
+    create = encoder if "/" in variant else models.create
+    return create(variant, **{"num_classes": 7, "image_size": (12, 20)} | options)
 
 
 def checkpoint(model, **fields):
@@ -77,3 +85,10 @@ def counted_by_kind(name):
 def save(path, flat, rename=lambda name: name):
     np.savez(path, **{rename(name): value for name, value in flat.items()})
     return path
+
+
+def edit_config(folder, **changes):
+    """Changes keys of a folder's config.json; None removes a key."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({k: v for k, v in config.items() if v is not None}))

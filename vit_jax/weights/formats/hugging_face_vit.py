@@ -125,7 +125,7 @@ def _check(flat: Arrays, table: list[ArrayEntry], config: Mapping, source: str) 
 
 
 def _has(options: Mapping) -> dict:
-    pooled = options["num_classes"] or options["distillation"]
+    pooled = options["num_classes"] or options.get("distillation")
     return {
         "distillation": (False, True),
         "representation_layer": (False,) if pooled else (False, True),
