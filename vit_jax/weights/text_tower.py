@@ -2,14 +2,43 @@
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 
 import jax
+import numpy as np
+from flax.traverse_util import unflatten_dict
 
 from vit_jax.data.tokenizer import Tokenizer, open_tokenizer
 from vit_jax.errors import UserError
 from vit_jax.models import text
 from vit_jax.models.text_tower import TextTower
 from vit_jax.weights.pretrained import Pretrained
+
+_BLOCK = "text/encoderblock_0"
+_QUERY = f"{_BLOCK}/MultiHeadDotProductAttention_1/query/kernel"
+
+
+def read(params: Mapping[str, np.ndarray], **about: object) -> tuple[dict, dict]:
+    """Returns `Pretrained.task` and `Pretrained.task_params` of a file's text tower.
+
+    Args:
+      params: parameters of the task by name, levels joined by "/".
+      about: keys of `config.task.text` that shapes do not determine.
+    """
+    vocab_size, width = params["text/embedding"].shape
+    blocks = {n.split("/")[1] for n in params if n.startswith("text/encoderblock_")}
+    tower = {
+        "vocab_size": vocab_size,
+        "width": width,
+        "depth": len(blocks),
+        "num_heads": params[_QUERY].shape[1],
+        "mlp_dim": params[f"{_BLOCK}/MlpBlock_3/Dense_0/bias"].size,
+        "projection": "bias" if "text/head/bias" in params else "plain",
+        **about,
+    }
+    loss = "sigmoid" if text.LOGIT_BIAS in params else "softmax"
+    task = {"name": "contrastive", "loss": loss, "text": tower}
+    return task, unflatten_dict(dict(params), sep="/")
 
 
 def text_tower(pretrained: Pretrained) -> TextTower:

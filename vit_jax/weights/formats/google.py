@@ -6,7 +6,6 @@ BiT ResNets that vision_transformer lacks.
 """
 
 import os
-import pathlib
 
 import numpy as np
 from flax.traverse_util import flatten_dict
@@ -82,8 +81,7 @@ def write(pretrained: Pretrained, path: str | os.PathLike) -> list[str]:
             else value
             for name, value in flat.items()
         }
-    with pathlib.Path(path).open("wb") as stream:
-        np.savez(stream, **flat)
+    np.savez(path, **flat)
     return notes
 
 

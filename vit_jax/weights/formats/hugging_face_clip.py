@@ -12,33 +12,20 @@ import os
 from collections.abc import Mapping
 
 import numpy as np
-from flax.traverse_util import flatten_dict, unflatten_dict
+from flax.traverse_util import flatten_dict
 
 from vit_jax import models
 from vit_jax.data import tokenizer
 from vit_jax.errors import UserError
 from vit_jax.models import text
-from vit_jax.weights.formats import (
-    hugging_face,
-    hugging_face_processor,
-    tables,
-)
+from vit_jax.weights import text_tower
+from vit_jax.weights.formats import hugging_face, hugging_face_processor, tables
 from vit_jax.weights.formats.files import Tensors
 from vit_jax.weights.formats.hugging_face import KEYS, Arrays, Family
 from vit_jax.weights.formats.registry import READERS, WRITERS, Reader, Writer
-from vit_jax.weights.formats.tables import (
-    LINEAR,
-    ROWS,
-    SAME,
-    TOKEN,
-    ArrayEntry,
-    block,
-    one_layout,
-)
 from vit_jax.weights.pretrained import POSITIONS, Preprocess, Pretrained
-from vit_jax.weights.text_tower import config_of
 
-_NUMBER = one_layout(lambda a: a.reshape(1), lambda a: a)
+_NUMBER = tables.one_layout(lambda a: a.reshape(1), lambda a: a)
 # model_type of an image tower alone, and of both towers or a classifier.
 _CLIP_TYPES = ("clip_vision_model", "clip")
 _SIGLIP_TYPES = ("siglip_vision_model", "siglip")
@@ -64,25 +51,28 @@ _BLOCK = {
 }
 _NAMES = {
     "embedding": "embeddings.patch_embedding",
-    POSITIONS: ("embeddings.position_embedding.weight", ROWS),
-    **block("encoder.layers", **_BLOCK),
+    POSITIONS: ("embeddings.position_embedding.weight", tables.ROWS),
+    **tables.block("encoder.layers", **_BLOCK),
     "Transformer/encoder_norm": "post_layernorm",
     "head": "classifier",
 }
 _CLIP_NAMES = _NAMES | {
-    "cls": (_CLASS, TOKEN),
+    "cls": (_CLASS, tables.TOKEN),
     "Transformer/pre_norm": "pre_layrnorm",  # Spelt so in transformers.
 }
 _TEXT_NAMES = {
-    "text/embedding": (_TEXT_ANCHOR, SAME),
-    "text/pos_embedding": ("text_model.embeddings.position_embedding.weight", ROWS),
+    "text/embedding": (_TEXT_ANCHOR, tables.SAME),
+    "text/pos_embedding": (
+        "text_model.embeddings.position_embedding.weight",
+        tables.ROWS,
+    ),
     "text/encoder_norm": "text_model.final_layer_norm",
-    **block("text_model.encoder.layers", modules="text/encoderblock", **_BLOCK),
+    **tables.block("text_model.encoder.layers", modules="text/encoderblock", **_BLOCK),
     text.LOGIT_SCALE: (text.LOGIT_SCALE, _NUMBER),
 }
 _CLIP_TEXT_NAMES = _TEXT_NAMES | {
-    "text/head/kernel": ("text_projection.weight", LINEAR),
-    f"{text.PROJECTION}/kernel": ("visual_projection.weight", LINEAR),
+    "text/head/kernel": ("text_projection.weight", tables.LINEAR),
+    f"{text.PROJECTION}/kernel": ("visual_projection.weight", tables.LINEAR),
 }
 _SIGLIP_TEXT_NAMES = _TEXT_NAMES | {
     "text/head": "text_model.head",
@@ -169,7 +159,7 @@ SIGLIP = dataclasses.replace(
     model_types=(*_SIGLIP_TYPES, *_CLIP_TYPES),
     names=_NAMES
     | {
-        "MAPHead_0/probe": ("head.probe", SAME),
+        "MAPHead_0/probe": ("head.probe", tables.SAME),
         f"{_POOLING}/query,key,value": "head.attention.in_proj_",
         f"{_POOLING}/out": "head.attention.out_proj",
         "MAPHead_0/LayerNorm_0": "head.layernorm",
@@ -247,25 +237,16 @@ def _read_text(
     part, network = " of the text tower", "CLIPModel or SiglipModel"
     tables.check_names(flat, table, source, part=part, network=network)
     params = tables.to_our_arrays(flat, table, source)
-    tower = {
-        "vocab_size": vocab_size,
-        "width": width,
-        "depth": depth,
-        "num_heads": num_heads,
-        "mlp_dim": params["text/encoderblock_0/MlpBlock_3/Dense_0/bias"].size,
-        **_text_form(clip),
-        "activation": hugging_face.read_activation(values),
-        "layer_norm_eps": float(values["layer_norm_eps"]),
-    }
+    about = _text_form(clip)
     if clip:
         end = configured.get("eos_token_id", vocab_size - 1)
-        tower["eos_id"] = vocab_size - 1 if end == _WRONG_END else end
-    loss = "softmax" if clip else "sigmoid"
-    task = {"name": "contrastive", "loss": loss, "text": tower}
-    return task, unflatten_dict(params, sep="/"), notes
+        about["eos_id"] = vocab_size - 1 if end == _WRONG_END else end
+    about["activation"] = hugging_face.read_activation(values)
+    about["layer_norm_eps"] = float(values["layer_norm_eps"])
+    return *text_tower.read(params, **about), notes
 
 
-def _text_table(clip: bool, depth: int, num_heads: int) -> list[ArrayEntry]:
+def _text_table(clip: bool, depth: int, num_heads: int) -> list[tables.ArrayEntry]:
     names = _CLIP_TEXT_NAMES if clip else _SIGLIP_TEXT_NAMES
     return tables.name_entries(names, {"depth": depth, "num_heads": num_heads})
 
@@ -333,8 +314,8 @@ def _name(family: Family) -> str:
 
 def _write_text(pretrained: Pretrained, family: Family) -> tuple[Arrays, dict]:
     """Returns the arrays of a text tower and the projections, and their configs."""
-    tower, params, clip = config_of(pretrained), pretrained.task_params, family is CLIP
-    name = _name(family)
+    tower, params = text_tower.config_of(pretrained), pretrained.task_params
+    clip, name = family is CLIP, _name(family)
     for key, value in _text_form(clip).items():
         if getattr(tower, key) != value:
             raise UserError(

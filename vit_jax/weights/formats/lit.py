@@ -9,10 +9,10 @@ import dataclasses
 import re
 
 import numpy as np
-from flax.traverse_util import unflatten_dict
 
 from vit_jax.errors import UserError
 from vit_jax.models import text
+from vit_jax.weights import text_tower
 from vit_jax.weights.formats import big_vision, google, linen, tables
 from vit_jax.weights.formats.files import Tensors
 from vit_jax.weights.formats.registry import READERS, Reader
@@ -45,11 +45,7 @@ def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
     others = {}
     if "head" in params:  # It is the projection, not a classifier.
         others[text.PROJECTION] = params.pop("head")
-    task, tower = _read_text(flat, tensors.path)
-    others |= {"text": tower, text.LOGIT_SCALE: flat["t"].reshape(1)}
-    if "b" in flat:
-        others[text.LOGIT_BIAS] = flat["b"].reshape(1)
-    task["loss"] = "sigmoid" if "b" in flat else "softmax"
+    task, more = _read_text(flat, tensors.path)
     return dataclasses.replace(
         pretrained,
         params=params,
@@ -60,12 +56,12 @@ def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
             pretrained.preprocess, crop_fraction=1.0, squash=True
         ),
         task=task,
-        task_params=others,
+        task_params=others | more,
     )
 
 
 def _read_text(flat: dict[str, np.ndarray], source: str) -> tuple[dict, dict]:
-    """Returns the task and the parameters of a text tower."""
+    """Returns the task of a text tower, and its parameters."""
     inside = tables.below(flat, "txt/")
     moved = {k.replace("Encoder_0/", "Transformer/"): v for k, v in inside.items()}
     moved = linen.rename_blocks(big_vision.unstack(moved))
@@ -78,29 +74,19 @@ def _read_text(flat: dict[str, np.ndarray], source: str) -> tuple[dict, dict]:
             )
     if moved["pos_embedding"].ndim == 2:
         moved["pos_embedding"] = moved["pos_embedding"][None]
-    names = {"Embed_0/embedding": "embedding"}
+    moved["embedding"] = moved.pop("Embed_0/embedding")
     params = {
-        names.get(k, k.removeprefix("Transformer/")): np.asarray(v, np.float32)
-        for k, v in moved.items()
+        f"text/{name.removeprefix('Transformer/')}": np.asarray(value, np.float32)
+        for name, value in moved.items()
     }
-    vocab_size, width = params["embedding"].shape
-    about = {
-        "vocab_size": vocab_size,
-        "width": width,
-        "depth": len(
-            {k.split("/")[0] for k in params if k.startswith("encoderblock_")}
-        ),
-        "num_heads": moved[query].shape[1],
-        "mlp_dim": moved[f"{_BLOCK}/MlpBlock_3/Dense_0/bias"].size,
-        "projection": "bias" if "head/bias" in params else "plain",
-    }
-    task = {"name": "contrastive", "text": about}
-    wanted = text.TextConfig(**about).build(
-        params["pos_embedding"].shape[1], params[head].shape[1], "float32"
-    )
-    tower = unflatten_dict(params, sep="/")
-    text.check_params(wanted, tower, source)
-    return task, tower
+    params[text.LOGIT_SCALE] = flat["t"].reshape(1)
+    if "b" in flat:
+        params[text.LOGIT_BIAS] = flat["b"].reshape(1)
+    task, params = text_tower.read(params)
+    tokens, embed_dim = moved["pos_embedding"].shape[1], moved[head].shape[1]
+    wanted = text.TextConfig(**task["text"]).build(tokens, embed_dim, "float32")
+    text.check_params(wanted, params["text"], source)
+    return task, params
 
 
 READERS["LiT and SigLIP of Google"] = Reader(recognises, read, refines=("big_vision",))

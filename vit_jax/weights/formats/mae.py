@@ -37,22 +37,13 @@ _PUBLISHED = {512: 16}
 
 @dataclasses.dataclass(frozen=True)
 class _Names:
-    """A library, whose decoders have blocks with the names of its encoders.
+    """A library, whose decoders have blocks with the names of its encoders."""
 
-    Attributes:
-      read: reads an encoder.
-      table: returns the table of an encoder.
-      prefix: prefix of the decoder's arrays.
-      more: second prefix of the decoder's layers outside the blocks.
-      blocks: prefix of the encoder's blocks.
-      network: name in messages.
-    """
-
-    read: Callable[[Tensors, int], Pretrained]
-    table: Callable[[dict], list[ArrayEntry]]
-    prefix: str
-    more: str
-    blocks: str
+    read: Callable[[Tensors, int], Pretrained]  # Reads an encoder.
+    table: Callable[[dict], list[ArrayEntry]]  # Of an encoder.
+    prefix: str  # Of the decoder's arrays.
+    more: str  # Second prefix of the decoder's layers outside the blocks.
+    blocks: str  # Prefix of the encoder's blocks.
     network: str
 
     @property
@@ -65,12 +56,7 @@ class _Names:
 
 
 _FACEBOOK = _Names(
-    timm.read,
-    timm.transformer_table,
-    "decoder_",
-    "",
-    "blocks.",
-    "facebookresearch/mae",
+    timm.read, timm.transformer_table, "decoder_", "", "blocks.", "facebookresearch/mae"
 )
 _HF = _Names(
     functools.partial(hugging_face.read, VIT),
@@ -102,7 +88,12 @@ def recognises(tensors: Tensors) -> bool:
 def _is_fixed(embedding: np.ndarray, grid: tuple[int, int]) -> bool:
     """Returns whether positions (1, 1 + patches, width) are the fixed ones of MAE."""
     shape = 1, 1 + math.prod(grid)
-    if embedding.shape[:-1] != shape or embedding.shape[-1] % 4:
+    # The class token has zeros there: no table is computed for most other networks.
+    if (
+        embedding.shape[:-1] != shape
+        or embedding.shape[-1] % 4
+        or embedding[0, 0].any()
+    ):
         return False
     table = _table(grid, embedding.shape[-1])
     return np.allclose(embedding, table, rtol=0, atol=_CLOSE)
@@ -128,11 +119,8 @@ def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
     rest.pop(_MASK_TOKEN, None)
     tensors = dataclasses.replace(tensors, flat=rest)
     pretrained = names.read(tensors, num_heads)
-    options, params, notes = (
-        dict(pretrained.options),
-        dict(pretrained.params),
-        [*pretrained.notes],
-    )
+    options, params = dict(pretrained.options), dict(pretrained.params)
+    notes = [*pretrained.notes]
     positions = params["Transformer"]["posembed_input"]["pos_embedding"]
     grid = models.create(**options).grid
     if _is_fixed(positions, grid):

@@ -6,7 +6,6 @@ have others, which big_vision reads too.
 
 import math
 import os
-import pathlib
 from collections.abc import Mapping
 
 import numpy as np
@@ -142,8 +141,7 @@ def write(pretrained: Pretrained, path: str | os.PathLike) -> list[str]:
         notes.append(google.ACTIVATION_NOTE)
     flat = flatten_dict(pretrained.params, sep="/")
     flat = {name.replace("embedding/", "stem/"): v for name, v in flat.items()}
-    with pathlib.Path(path).open("wb") as stream:
-        np.savez(stream, **flat)
+    np.savez(path, **flat)
     return notes
 
 

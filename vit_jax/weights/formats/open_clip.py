@@ -18,7 +18,7 @@ from vit_jax.data import tokenizer
 from vit_jax.data.transforms.base import pair
 from vit_jax.errors import UserError
 from vit_jax.models import text
-from vit_jax.weights import rewriting
+from vit_jax.weights import rewriting, text_tower
 from vit_jax.weights.formats import (
     files,
     hugging_face_clip,
@@ -29,17 +29,7 @@ from vit_jax.weights.formats import (
 )
 from vit_jax.weights.formats.files import Tensors
 from vit_jax.weights.formats.registry import READERS, WRITERS, Reader, Writer
-from vit_jax.weights.formats.tables import (
-    ROWS,
-    SAME,
-    TOKEN,
-    ArrayEntry,
-    block,
-    name_entries,
-    one_layout,
-)
 from vit_jax.weights.pretrained import POSITIONS, Preprocess, Pretrained
-from vit_jax.weights.text_tower import config_of
 
 _VISUAL, _TRUNK, _TEXT = "visual.", "visual.trunk.", "text."
 _BLOCKS = "transformer.resblocks"
@@ -47,7 +37,7 @@ _CONFIG = "open_clip_config.json"
 _WEIGHTS = "open_clip_model.safetensors"
 # Entries of OpenAI's files that are no parameters; such networks have QuickGELU.
 _OPENAI = ("input_resolution", "context_length", "vocab_size")
-_NUMBER = one_layout(lambda a: a.reshape(1), lambda a: a.reshape(()))
+_NUMBER = tables.one_layout(lambda a: a.reshape(1), lambda a: a.reshape(()))
 _LAYERS = {
     "norm1": "ln_1",
     "heads": "attn.in_proj_",
@@ -58,18 +48,18 @@ _LAYERS = {
 }
 _IMAGE_NAMES = {
     "embedding": "conv1",
-    "cls": ("class_embedding", TOKEN),
-    POSITIONS: ("positional_embedding", ROWS),
+    "cls": ("class_embedding", tables.TOKEN),
+    POSITIONS: ("positional_embedding", tables.ROWS),
     "Transformer/pre_norm": "ln_pre",
     "Transformer/encoder_norm": "ln_post",
-    **block(_BLOCKS, **_LAYERS),
+    **tables.block(_BLOCKS, **_LAYERS),
 }
 _TEXT_NAMES = {
-    "text/embedding": ("token_embedding.weight", SAME),
-    "text/pos_embedding": ("positional_embedding", ROWS),
+    "text/embedding": ("token_embedding.weight", tables.SAME),
+    "text/pos_embedding": ("positional_embedding", tables.ROWS),
     "text/encoder_norm": "ln_final",
     text.LOGIT_SCALE: (text.LOGIT_SCALE, _NUMBER),
-    **block(_BLOCKS, modules="text/encoderblock", **_LAYERS),
+    **tables.block(_BLOCKS, modules="text/encoderblock", **_LAYERS),
 }
 # Keys of `text_cfg` and `vision_cfg` that do not change the network at these values.
 _PLAIN = {
@@ -223,7 +213,9 @@ def _read_image(
     )
 
 
-def _convert(flat: dict, table: list[ArrayEntry], source: str, tower: str) -> dict:
+def _convert(
+    flat: dict, table: list[tables.ArrayEntry], source: str, tower: str
+) -> dict:
     """Converts the arrays of a tower after checking that it is whole."""
     part, network = f" of the {tower} tower", "a CLIP of OpenCLIP"
     tables.check_names(flat, table, source, part=part, network=network)
@@ -265,24 +257,16 @@ def _read_text(
         )
     table = _text_table(depth, num_heads, bias=bias, shifted="logit_bias" in flat)
     params = _convert(flat, table, source, "text")
-    values = {
-        "vocab_size": vocab_size,
-        "width": width,
-        "depth": depth,
-        "num_heads": num_heads,
-        "mlp_dim": params["text/encoderblock_0/MlpBlock_3/Dense_0/bias"].size,
+    about = {
         "causal": not config.get("no_causal_mask", False),
         "pool": pool,
-        "projection": "bias" if bias else "plain",
         "activation": _activation(config, quick=quick),
         "layer_norm_eps": _epsilon(config),
     }
     if pool == "eos":
         ends = config.get("pool_type") == "eos"
-        values["eos_id"] = config.get("eos_id", 2) if ends else vocab_size - 1
-    loss = "sigmoid" if "logit_bias" in flat else "softmax"
-    task = {"name": "contrastive", "loss": loss, "text": values}
-    return task, unflatten_dict(params, sep="/")
+        about["eos_id"] = config.get("eos_id", 2) if ends else vocab_size - 1
+    return text_tower.read(params, **about)
 
 
 def _read_preprocess(
@@ -309,22 +293,22 @@ def _three(value) -> tuple:
     return tuple(value) if isinstance(value, list | tuple) else (value,) * 3
 
 
-def _image_table(depth: int, num_heads: int) -> list[ArrayEntry]:
+def _image_table(depth: int, num_heads: int) -> list[tables.ArrayEntry]:
     options = {"depth": depth, "num_heads": num_heads}
-    return name_entries(_IMAGE_NAMES, options)
+    return tables.name_entries(_IMAGE_NAMES, options)
 
 
 def _text_table(
     depth: int, num_heads: int, *, bias: bool, shifted: bool
-) -> list[ArrayEntry]:
+) -> list[tables.ArrayEntry]:
     names = dict(_TEXT_NAMES)
     if bias:
         names["text/head"] = "text_projection"
     else:
-        names["text/head/kernel"] = ("text_projection", SAME)
+        names["text/head/kernel"] = ("text_projection", tables.SAME)
     if shifted:
         names[text.LOGIT_BIAS] = (text.LOGIT_BIAS, _NUMBER)
-    return name_entries(names, {"depth": depth, "num_heads": num_heads})
+    return tables.name_entries(names, {"depth": depth, "num_heads": num_heads})
 
 
 def write(pretrained: Pretrained, folder: str | os.PathLike) -> list[str]:
@@ -336,7 +320,8 @@ def write(pretrained: Pretrained, folder: str | os.PathLike) -> list[str]:
             f"{pretrained.source} has no text tower, and OpenCLIP's files have both: write "
             "the image tower with --to=hf_clip or --to=timm"
         )
-    about, projection = config_of(pretrained), params.get(text.PROJECTION, {})
+    about = text_tower.config_of(pretrained)
+    projection = params.get(text.PROJECTION, {})
     _check_writable(model, about, projection)
     flat = flatten_dict(pretrained.params, sep="/")
     notes = rewriting.norm_every_token(flat, options)
