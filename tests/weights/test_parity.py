@@ -1,6 +1,5 @@
 """Checkpoints of every format give the logits that the original code gave for them."""
 
-import dataclasses
 import pathlib
 
 import jax
@@ -15,62 +14,22 @@ GOLDEN = pathlib.Path(__file__).parent.parent / "golden"
 SHARED = pathlib.Path(__file__).resolve().parents[3] / "shared" / "parity"
 
 
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """One checkpoint of the original code, and what it gave.
-
-    Attributes:
-      file: of the weights.
-      outputs: .npz with "images" and what to compare.
-      format: that is recognised.
-      options: of the model that differ from what the file tells.
-      num_heads: for files that do not tell.
-    """
-
-    file: str
-    outputs: str
-    format: str
-    options: dict = dataclasses.field(default_factory=dict)
-    num_heads: int = 0
-
-
-# Nothing in these files tells the image size.
-_64 = {"image_size": (64, 64)}
-
-CASES = {
-    **{
-        f"google_{name}": Case(f"google_{name}.npz", f"google_{name}.io.npz", "google")
-        for name in (
-            "vit_token",
-            "vit_token_rep",
-            "vit_gap",
-            "hybrid_r_stem",
-            "hybrid_r_16",
-            "hybrid_r_32",
-        )
-    },
-    **{
-        f"bigvision_vit_{name}": Case(
-            f"bigvision_vit_{name}.npz",
-            f"bigvision_vit_{name}.io.npz",
-            "big_vision",
-            options,
-        )
-        for name, options in (("tok", {}), ("map", {}), ("gap_sincos", _64))
-    },
-    "bigvision_bit": Case("bigvision_bit.npz", "bigvision_bit.io.npz", "bit", _64),
-    "bigtransfer_bit": Case("bigtransfer_bit.npz", "bigvision_bit.io.npz", "bit", _64),
-    **{
-        f"timm_vit_{name}": Case(
-            f"timm_vit_{name}.safetensors",
-            f"timm_vit_{name}.io.npz",
-            "timm",
-            num_heads=4,
-        )
-        for name in ("token", "gap")
-    },
-    "hf_vit": Case("hf_vit", "hf_vit.io.npz", "hugging_face"),
-}
+GOOGLE = ("vit_token", "vit_token_rep", "vit_gap")
+GOOGLE += ("hybrid_r_stem", "hybrid_r_16", "hybrid_r_32")
+_64 = {"image_size": (64, 64)}  # Nothing in these files tells the image size.
+# File of the original code without its suffix, its suffix, the format, options that the
+# file does not tell, and the name of the images and outputs where it is another.
+CASES = [
+    *((f"google_{name}", ".npz", "google", {}) for name in GOOGLE),
+    ("bigvision_vit_tok", ".npz", "big_vision", {}),
+    ("bigvision_vit_map", ".npz", "big_vision", {}),
+    ("bigvision_vit_gap_sincos", ".npz", "big_vision", _64),
+    ("bigvision_bit", ".npz", "bit", _64),
+    ("bigtransfer_bit", ".npz", "bit", _64, "bigvision_bit"),
+    ("timm_vit_token", ".safetensors", "timm", {}),
+    ("timm_vit_gap", ".safetensors", "timm", {}),
+    ("hf_vit", "", "hugging_face", {}),
+]
 
 
 def find(name):
@@ -80,14 +39,14 @@ def find(name):
     pytest.skip(f"{name} is neither in tests/golden nor in ../shared/parity")
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_logits_are_those_of_the_original_code(name):
-    case = CASES[name]
-    path, outputs = find(case.file), np.load(find(case.outputs))
-    found = open_pretrained(path, num_heads=case.num_heads)
-    assert found.format == case.format
-
-    model = models.create(**{**found.options, **case.options})
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case[0])
+def test_logits_are_those_of_the_original_code(case):
+    name, suffix, format, options, *other = case
+    outputs = np.load(find(f"{[name, *other][-1]}.io.npz"))
+    path = find(f"{name}{suffix}")
+    found = open_pretrained(path, num_heads=4 if format == "timm" else 0)
+    assert found.format == format
+    model = models.create(**found.options | options)
     loaded = load(path, model)
     assert loaded.rows[0].action == "loaded"
     result = jax.jit(model.apply)(loaded.params, jnp.asarray(outputs["images"]))

@@ -53,16 +53,8 @@ def test_what_nothing_says_stays_unsaid(tmp_path):
     assert (found.preprocess, found.class_names) == (None, ())
 
 
-def test_blocks_come_back_as_a_tuple(tmp_path):
-    options = {
-        "variant": "R50x1",
-        "num_classes": 2,
-        "stage_depths": (1, 1),
-        "stem_width": 32,
-    }
-    _, pretrained = example(options=options)
-    native.write(pretrained, tmp_path / "a.safetensors")
-    assert open_pretrained(tmp_path).options["stage_depths"] == (1, 1)
+OPTIONS = {"variant": "Ti/4", "num_classes": 3}
+WHOLE = {"format_version": 1, "preprocess": None, "class_names": [], "loss": "softmax"}
 
 
 @pytest.mark.parametrize(
@@ -71,9 +63,16 @@ def test_blocks_come_back_as_a_tuple(tmp_path):
         ({"format_version": 3}, "is of format version 3, .* those up to 2: update it"),
         ({"format_version": 1}, "has a damaged vit_jax header: KeyError"),
         ("{", "has a damaged vit_jax header: JSONDecodeError"),
+        (
+            {"options": {"num_classes": 3}},
+            r"a\.safetensors has a config.json, a header",
+        ),
+        ({"options": OPTIONS | {"width": "x"}}, r"a\.safetensors: model.width='x'"),
     ],
 )
 def test_header_that_cannot_be_used_is_refused(tmp_path, header, message):
+    if "options" in header:
+        header = WHOLE | header
     text = header if isinstance(header, str) else json.dumps(header)
     save_file({"cls": np.ones(3)}, tmp_path / "a.safetensors", {"vit_jax": text})
     with pytest.raises(UserError, match=message):

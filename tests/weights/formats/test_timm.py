@@ -3,23 +3,20 @@
 import dataclasses
 import functools
 import json
-import pathlib
+import re
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from PIL import Image
 from safetensors.numpy import load_file, save_file
-from trees import assert_same, checkpoint, encoder, random_flat
+from trees import assert_same, checkpoint, encoder, network, random_flat
 
 from vit_jax import models, weights
 from vit_jax.errors import UserError
-from vit_jax.weights import Preprocess, Pretrained, export
+from vit_jax.weights import Preprocess, export
 from vit_jax.weights.formats import files, tables, timm, timm_config
 from vit_jax.weights.pretrained import IMAGENET, prepare_image
 
-SHARED = pathlib.Path(__file__).resolve().parents[4] / "shared"
 PREPROCESS = Preprocess((12, 20), (0.1, 0.2, 0.3), (0.4, 0.5, 0.6), "bicubic", 0.9)
 NAMES = tuple("abcdefg")
 tiny = functools.partial(encoder, image_size=(12, 20))
@@ -43,104 +40,21 @@ def read(arrays, config=None, num_heads=0):
     return timm.read(files.Tensors(dict(arrays), {}, sidecars, "file"), num_heads)
 
 
-MODELS = {
-    "token": lambda: tiny(),
-    "grey": lambda: tiny(channels=1),
-    "distilled": lambda: tiny(distillation=True),
-    "gap": lambda: tiny(pool="gap"),
-    "gap, pooled norm": lambda: tiny(pool="gap", fc_norm=True, class_token=True),
-    "map": lambda: tiny(pool="map", class_token=True),
-    "every token": lambda: tiny(pool="none"),
-    "tanh, 1e-5": lambda: tiny(activation="gelu", layer_norm_eps=1e-5),
-    "no positions": lambda: tiny(posemb="none"),
-    "registers": lambda: tiny(num_register_tokens=2, layer_scale_init=0.1),
-    "gated": lambda: tiny(activation="swiglu", pool="gap"),
-    "gated, registers": lambda: tiny(
-        activation="swiglu", num_register_tokens=1, posemb="none"
-    ),
-    "no classes": lambda: tiny(num_classes=0),
-    "hybrid": lambda: encoder("R26+S/32", image_size=(64, 96)),
-    "root": lambda: encoder("R+Ti/16", image_size=(32, 96)),
-    "BiT": lambda: models.create(
-        "R50x1", num_classes=7, image_size=(12, 20), stem_width=32, zero_pool=True
-    ),
-    "BiT x2": lambda: models.create(
-        "R152x2", num_classes=0, image_size=(12, 20), stem_width=32, zero_pool=True
-    ),
-}
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.slow if name == "BiT x2" else ())
-        for name in MODELS
-    ],
-)
-def test_what_is_written_is_read_back_to_the_bit(tmp_path, name):
-    model = MODELS[name]()
-    options = model.options
-    pretrained = made(model, class_names=NAMES[: options["num_classes"]])
-    assert timm.write(pretrained, tmp_path) == (
-        [] if name not in ("hybrid", "root") else [HYBRID_NOTE]
-    )
-    tensors = files.read(tmp_path)
-    assert timm.recognises(tensors)
-    found = timm.read(tensors)
-    assert_same(found.params, random_flat(model))
-    again = models.create(**found.options).options
-    # Sizes have more than one name.
-    same = options.keys() - {"variant"}
-    assert {k: again[k] for k in same} == {k: options[k] for k in same}
-    channels = options["channels"]
-    assert found.preprocess.mean == PREPROCESS.mean[: 3 if channels == 3 else None]
-    assert found.class_names == pretrained.class_names
-    assert found.format == "timm"
-    notes = [note.split(":")[0] for note in found.notes]
-    assert notes == (["stem"] if name in ("hybrid", "root") else [])
-
-
-HYBRID_NOTE = (
-    "stem: timm's epsilons (1e-5 in GroupNorm, 1e-8 beside a kernel's variance) stand "
-    "for 1e-6 and 1e-5 beside its deviation: logits differ by about 1e-4 of their size"
-)
-
-
-def test_theirs_to_ours_and_back_changes_no_bit(tmp_path):
-    (tmp_path / "b").mkdir()
-    arrays, config = write(tmp_path, tiny(pool="map"))
-    timm.write(read(arrays, config), tmp_path / "b")
-    again = load_file(tmp_path / "b" / "model.safetensors")
-    assert again.keys() == arrays.keys()
-    for key, value in arrays.items():
-        np.testing.assert_array_equal(again[key], value)
-    assert json.loads((tmp_path / "b" / "config.json").read_text()) == config
-
-
 def test_layouts_are_pytorchs(tmp_path):
     model = tiny(pool="map")
     flat = random_flat(model)
     arrays, _ = write(tmp_path, model)
-    np.testing.assert_array_equal(
-        arrays["patch_embed.proj.weight"][5, 2, 1, 3],
-        flat["embedding/kernel"][1, 3, 2, 5],
-    )
     attention = "Transformer/encoderblock_1/MultiHeadDotProductAttention_1"
-    # Width 12 is 3 heads of 4: row 12 + 2 * 4 + 3 is the last unit of the last key.
-    np.testing.assert_array_equal(
-        arrays["blocks.1.attn.qkv.weight"][23], flat[f"{attention}/key/kernel"][:, 2, 3]
-    )
-    np.testing.assert_array_equal(
-        arrays["blocks.1.attn.qkv.bias"][23], flat[f"{attention}/key/bias"][2, 3]
-    )
-    np.testing.assert_array_equal(
-        arrays["blocks.1.attn.proj.weight"][5, 7],
-        flat[f"{attention}/out/kernel"][1, 3, 5],
-    )
     pool = "MAPHead_0/MultiHeadDotProductAttention_0"
-    np.testing.assert_array_equal(
-        arrays["attn_pool.kv.weight"][12 + 6], flat[f"{pool}/value/kernel"][:, 1, 2]
-    )
+    # Width 12 is 3 heads of 4: row 12 + 2 * 4 + 3 is the last unit of the last key.
+    for name, theirs, ours_name, ours in (
+        ("patch_embed.proj.weight", (5, 2, 1, 3), "embedding/kernel", (1, 3, 2, 5)),
+        ("blocks.1.attn.qkv.weight", 23, f"{attention}/key/kernel", np.s_[:, 2, 3]),
+        ("blocks.1.attn.qkv.bias", 23, f"{attention}/key/bias", (2, 3)),
+        ("blocks.1.attn.proj.weight", (5, 7), f"{attention}/out/kernel", (1, 3, 5)),
+        ("attn_pool.kv.weight", 12 + 6, f"{pool}/value/kernel", np.s_[:, 1, 2]),
+    ):
+        np.testing.assert_array_equal(arrays[name][theirs], flat[ours_name][ours])
 
 
 def test_the_config_says_what_timm_needs(tmp_path):
@@ -164,10 +78,15 @@ def test_the_config_says_what_timm_needs(tmp_path):
     }
     assert int(12 * config["model_args"]["mlp_ratio"]) == 20
     images = config["pretrained_cfg"]
-    assert images["input_size"] == [3, 12, 20]
-    assert (images["mean"], images["std"]) == ([0.1, 0.2, 0.3], [0.4, 0.5, 0.6])
-    assert (images["interpolation"], images["crop_pct"]) == ("bicubic", 0.9)
-    assert images["crop_mode"] == "center"
+    expected = {
+        "input_size": [3, 12, 20],
+        "mean": [0.1, 0.2, 0.3],
+        "std": [0.4, 0.5, 0.6],
+        "interpolation": "bicubic",
+        "crop_pct": 0.9,
+        "crop_mode": "center",
+    }
+    assert {key: images[key] for key in expected} == expected
     assert config["label_names"] == list(NAMES)
     assert config["num_classes"] == images["num_classes"] == 7
 
@@ -196,27 +115,21 @@ def test_what_fills_no_patch_is_dropped_after_preparing_the_whole(tmp_path):
     assert json.loads((tmp_path / "b" / "config.json").read_text()) == config
 
 
-@pytest.mark.parametrize(
-    ("variant", "options", "architecture"),
-    [
-        ("Ti/16", {}, "vit_tiny_patch16_224"),
-        ("L/14", {}, "vit_large_patch14_224"),
-        ("B/14", {}, "vit_base_patch16_224"),
-        ("S/16", {"distillation": True}, "deit_small_distilled_patch16_224"),
-        ("L/16", {"distillation": True}, "deit_base_distilled_patch16_224"),
-        ("R50+L/16", {}, "vit_base_r50_s16_224"),
-        ("R101x1", {}, "resnetv2_101x1_bit"),
-        ("R152x4", {}, "resnetv2_152x2_bit"),
-    ],
-)
-def test_architectures_are_those_of_timm(variant, options, architecture):
-    made = models.create(variant, num_classes=3, **options).options
-    numbers = (
-        {"stage_depths": (), "stem_width": 0, "patch": int(variant.split("/")[-1])}
-        if ("/" in variant)
-        else {}
-    )
-    assert timm_config.choose_architecture(numbers | made).name == architecture
+def test_architectures_are_those_of_timm():
+    for architecture, variant, options in (
+        ("vit_tiny_patch16_224", "Ti/16", {"patch": 16}),
+        ("vit_large_patch14_224", "L/14", {"patch": 14}),
+        ("vit_base_patch16_224", "B/14", {"patch": 14}),
+        ("deit_small_distilled_patch16_224", "S/16", {"distillation": True}),
+        ("deit_base_distilled_patch16_224", "L/16", {"distillation": True}),
+        ("vit_base_r50_s16_224", "R50+L/16", {}),
+        ("resnetv2_101x1_bit", "R101x1", {}),
+        ("resnetv2_152x2_bit", "R152x4", {}),
+    ):
+        given = {k: v for k, v in options.items() if k != "patch"}
+        made = models.create(variant, num_classes=3, **given).options
+        plain = {"stage_depths": (), "stem_width": 0, "patch": 16} | options
+        assert timm_config.choose_architecture(plain | made).name == architecture
 
 
 def test_one_number_stands_for_every_channel(tmp_path):
@@ -228,15 +141,10 @@ def test_one_number_stands_for_every_channel(tmp_path):
 
 
 def test_a_border_is_written_if_it_has_the_colour_of_the_mean(tmp_path):
-    model = tiny()
     preprocess = dataclasses.replace(PREPROCESS, fill=(26, 51, 76))
-    arrays, config = write(tmp_path, model, preprocess=preprocess)
+    arrays, config = write(tmp_path, tiny(), preprocess=preprocess)
     assert config["pretrained_cfg"]["crop_mode"] == "border"
     assert read(arrays, config).preprocess == preprocess
-    with pytest.raises(UserError, match=r"fill=\(0, 0, 0\)"):
-        write(
-            tmp_path, model, preprocess=dataclasses.replace(preprocess, fill=(0,) * 3)
-        )
 
 
 def test_crop_fractions_give_the_same_pixels_in_timm(tmp_path):
@@ -251,12 +159,9 @@ def test_layer_scale_is_read_under_its_names_in_timm_and_deit(tmp_path):
     model = tiny(layer_scale_init=0.5)
     arrays, config = write(tmp_path, model)
     assert config["model_args"]["init_values"] == 0.5
-    for i in range(2):
-        for name in ("1", "2"):
-            arrays[f"blocks.{i}.gamma_{name}"] = arrays.pop(
-                f"blocks.{i}.ls{name}.gamma"
-            )
-    found = read(arrays, config)
+    deit = {re.sub(r"\.ls(\d)\.gamma", r".gamma_\1", k): v for k, v in arrays.items()}
+    assert deit.keys() != arrays.keys()
+    found = read(deit, config)
     assert_same(found.params, random_flat(model))
     assert (found.options["layer_scale_init"], found.notes) == (0.5, ())
 
@@ -293,12 +198,6 @@ def test_what_a_file_leaves_out_is_zero(tmp_path):
     )
 
 
-def test_the_config_knows_the_heads_better_than_a_guess(tmp_path):
-    arrays, config = write(tmp_path, tiny())
-    found = read(arrays, config, num_heads=4)
-    assert models.create(**found.options).options["num_heads"] == 3
-
-
 def test_without_a_config_the_arrays_tell_what_they_can(tmp_path):
     model = encoder(image_size=(16, 16), width=128, num_heads=2)
     arrays, _ = write(tmp_path, model)
@@ -315,32 +214,10 @@ def test_without_a_config_the_arrays_tell_what_they_can(tmp_path):
     )
     assert (found.preprocess, found.class_names) == (None, ())
     stated = read(arrays, num_heads=4)
-    assert models.create(**stated.options).options["num_heads"] == 4
+    assert stated.options["num_heads"] == 4
     assert stated.notes[1:] == (
         "heads: nothing says how many, so 4 as asked for, not the usual 2",
     )
-
-
-RARE = {
-    "no class token": lambda a: a.pop("cls_token"),
-    "no biases of queries": lambda a: [
-        a.pop(f"blocks.{i}.attn.qkv.bias") for i in (0, 1)
-    ],
-    "LayerScale as Eva names it": lambda a: a.update(
-        {"blocks.0.gamma_1": np.ones(128, np.float32)}
-    ),
-    "no positions": lambda a: a.pop("pos_embed"),
-    "no final norm": lambda a: [a.pop(f"norm.{name}") for name in ("weight", "bias")],
-}
-
-
-@pytest.mark.parametrize("rare", RARE)
-def test_a_bare_file_that_does_not_show_its_network_asks_for_the_name(tmp_path, rare):
-    model = encoder(image_size=(16, 16), width=128, num_heads=2)
-    arrays, _ = write(tmp_path, model)
-    RARE[rare](arrays)
-    with pytest.raises(UserError, match="--architecture="):
-        read(arrays, num_heads=2)
 
 
 @pytest.mark.parametrize("grid", [(4, 4), (14, 14)])
@@ -364,7 +241,7 @@ def test_heads_that_are_not_of_64_features_are_asked_for(tmp_path):
 
 
 def test_the_image_size_of_a_bare_resnet_is_asked_for(tmp_path):
-    arrays, _ = write(tmp_path, MODELS["BiT"]())
+    arrays, _ = write(tmp_path, network("R50x1", stem_width=32, zero_pool=True))
     tensors = files.Tensors(arrays, {}, {}, "file")
     with pytest.raises(UserError, match="config.json .*--resolution="):
         timm.read(tensors)
@@ -372,7 +249,7 @@ def test_the_image_size_of_a_bare_resnet_is_asked_for(tmp_path):
     assert stated.options["image_size"] == (48, 32)
 
 
-def test_the_named_architecture_stands_for_a_config(tmp_path):
+def test_the_named_architecture_stands_for_a_config_and_its_preprocessing(tmp_path):
     model = encoder(image_size=(16, 16), width=64, num_heads=2)
     arrays, _ = write(tmp_path, model)
     (tmp_path / "bare").mkdir()
@@ -380,6 +257,9 @@ def test_the_named_architecture_stands_for_a_config(tmp_path):
     save_file(arrays, bare)
     with pytest.raises(UserError, match="--num_heads"):
         weights.open_pretrained(bare)
+    for name, mean in (("deit_tiny_patch16_224", 0.485), ("vit_tiny_patch16_224", 0.5)):
+        named = weights.open_pretrained(bare, num_heads=2, architecture=name)
+        assert weights.preprocessing_of(named).mean[0] == mean
     found = weights.open_pretrained(bare, architecture="test_vit")
     assert models.create(**found.options).options["num_heads"] == 2
     assert_same(found.params, random_flat(model))
@@ -392,19 +272,6 @@ def test_the_named_architecture_stands_for_a_config(tmp_path):
     export.export(found, "google", tmp_path / "google.npz")
     with pytest.raises(UserError, match="architecture='test_vit': .* google"):
         weights.open_pretrained(tmp_path / "google.npz", architecture="test_vit")
-
-
-@pytest.mark.parametrize(
-    ("name", "mean"),
-    [("deit_tiny_patch16_224", IMAGENET["mean"]), ("vit_tiny_patch16_224", (0.5,))],
-)
-def test_the_named_architecture_decides_the_preprocessing(tmp_path, name, mean):
-    arrays, _ = write(tmp_path, encoder(image_size=(16, 16), width=48, num_heads=3))
-    (tmp_path / "bare").mkdir()
-    bare = tmp_path / "bare" / "model.safetensors"
-    save_file(arrays, bare)
-    found = weights.open_pretrained(bare, num_heads=3, architecture=name)
-    assert weights.preprocessing_of(found).mean == mean
 
 
 def test_the_name_states_the_size_where_no_positions_do():
@@ -420,7 +287,7 @@ def test_the_name_states_the_size_where_no_positions_do():
     assert timm_config.read({"architecture": "resnetv2_50x1_bit"}).image_size is None
 
 
-def test_known_sizes_tell_their_heads():
+def test_known_sizes_tell_their_heads_and_a_config_comes_first():
     assert tables.choose_num_heads(0, 0, 1280, 32) == (16, [])
     assert tables.choose_num_heads(0, 12, 768, 12) == (12, [])
     assert tables.choose_num_heads(0, 0, 768, 3)[0] == 12
@@ -429,54 +296,34 @@ def test_known_sizes_tell_their_heads():
 
 def test_without_a_config_a_grid_must_be_square(tmp_path):
     arrays, _ = write(tmp_path, encoder(image_size=(12, 28)))
-    with pytest.raises(
-        UserError, match="embeddings of 21 patches, which are no square"
-    ):
+    with pytest.raises(UserError, match="of 21 patches, which are no square"):
         read(arrays, num_heads=3)
 
 
+NO_EFFECT = {"pretrained": True, "checkpoint_path": "a.pth", "cache_dir": "b"}
+NO_EFFECT |= {"scriptable": True, "out_indices": [1, 2], "norm_layer": "layernorm"}
+
+
 @pytest.mark.parametrize(
-    ("config", "expected"),
+    ("name", "args", "expected"),
     [
-        ({"architecture": "vit_so400m_patch14_siglip_224"}, (16, "gelu", 1e-6)),
-        ({"architecture": "vit_giantopt_patch16_siglip_256"}, (16, "gelu_tanh", 1e-6)),
-        ({"architecture": "vit_large_patch16_siglip_512"}, (0, "gelu_tanh", 1e-6)),
-        ({"architecture": "vit_large_patch16_siglip_384"}, (0, "gelu", 1e-6)),
+        ("vit_so400m_patch14_siglip_224", {}, (16, "gelu", 1e-6)),
+        ("vit_giantopt_patch16_siglip_256", {}, (16, "gelu_tanh", 1e-6)),
+        ("vit_large_patch16_siglip_512", {}, (0, "gelu_tanh", 1e-6)),
+        ("vit_large_patch16_siglip_384", {}, (0, "gelu", 1e-6)),
+        ("vit_base_patch16_clip_224", {"pre_norm": False}, (0, "gelu", 1e-5)),
+        ("deit3_huge_patch14_224.fb_in22k", {}, (16, "gelu", 1e-6)),
         (
-            {
-                "architecture": "vit_base_patch16_clip_224",
-                "model_args": {"pre_norm": False},
-            },
-            (0, "gelu", 1e-5),
-        ),
-        ({"architecture": "deit3_huge_patch14_224"}, (16, "gelu", 1e-6)),
-        (
-            {
-                "architecture": "vit_base_patch16_224",
-                "model_args": {"num_heads": 3, "act_layer": "gelu_tanh"},
-            },
+            *("vit_base_patch16_224", {"num_heads": 3, "act_layer": "gelu_tanh"}),
             (3, "gelu_tanh", 1e-6),
         ),
-        ({"model_type": "vit"}, (0, "gelu", 1e-6)),  # Another library's config.
-        ({"architecture": "deit3_huge_patch14_224.fb_in22k"}, (16, "gelu", 1e-6)),
-        (
-            {
-                "architecture": "vit_base_patch16_224",
-                "model_args": {
-                    "pretrained": True,
-                    "checkpoint_path": "a.pth",
-                    "cache_dir": "b",
-                    "scriptable": True,
-                    "out_indices": [1, 2],
-                    "norm_layer": "layernorm",
-                },
-            },
-            (0, "gelu", 1e-6),
-        ),
+        ("vit_base_patch16_224", NO_EFFECT, (0, "gelu", 1e-6)),
+        (None, {}, (0, "gelu", 1e-6)),  # Another library's config.
     ],
 )
-def test_flavours_follow_the_architecture(config, expected):
-    facts = timm_config.read(config)
+def test_flavours_follow_the_architecture(name, args, expected):
+    config = {"architecture": name, "model_args": args} if name else {}
+    facts = timm_config.read(config | {"model_type": "vit"})
     assert (facts.num_heads, facts.activation, facts.layer_norm_eps) == expected
 
 
@@ -535,142 +382,13 @@ def test_a_norm_that_the_architecture_does_not_have_is_refused(name):
         timm_config.read({"architecture": name, "model_args": args})
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (
-            lambda a, c: c["model_args"].update(num_heads=5),
-            r"blocks.0.attn.qkv.weight has shape \(36, 12\), which does not fit",
-        ),
-        (
-            lambda a, c: c["model_args"].update(act_layer="silu"),
-            "act_layer='silu' in the config.json of vit_base_patch16_224 is not",
-        ),
-        (
-            lambda a, c: c["model_args"].update(global_pool="avgmax"),
-            "global_pool='avgmax' in config.json is not one of 'token', 'avg'",
-        ),
-        (
-            lambda a, c: c["model_args"].update(
-                global_pool="avg", pool_include_prefix=True
-            ),
-            "pooling gap with pool_include_prefix=True and a class token is not",
-        ),
-    ],
-)
-def test_configs_of_other_networks_are_refused(tmp_path, change, message):
-    arrays, config = write(tmp_path, tiny())
-    change(arrays, config)
-    with pytest.raises(UserError, match=message):
-        read(arrays, config)
-
-
-@pytest.mark.parametrize(
-    ("change", "name", "problem"),
-    [
-        (
-            lambda a: a.update({"decoder.weight": np.zeros((4, 12), np.float32)}),
-            "decoder.weight",
-            "left over",
-        ),
-        (
-            lambda a: a.update({"mask_token": np.ones((1, 1, 12), "f")}),
-            "mask_token",
-            "left over",
-        ),
-        (
-            lambda a: a.pop("blocks.1.mlp.fc1.bias"),
-            "Transformer/encoderblock_1/MlpBlock_3/Dense_0/bias",
-            "missing",
-        ),
-    ],
-)
-def test_what_is_left_over_or_missing_is_refused_unless_allowed(
-    tmp_path, change, name, problem
-):
-    model = tiny()
-    arrays, _ = write(tmp_path, model)
-    change(arrays)
-    save_file(arrays, tmp_path / "model.safetensors")
-    with pytest.raises(UserError, match=f"{name} is {problem}"):
-        weights.load(tmp_path, model)
-    loaded = weights.load(tmp_path, model, allow_mismatch=[f"^{name}$"])
-    assert any(name == row.what and problem in row.action for row in loaded.rows)
-    expected = jax.eval_shape(model.init, jax.random.key(0))
-    assert jax.tree.structure(loaded.params) == jax.tree.structure(expected)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (
-            {"representation_layer": True},
-            "representation_layer=True: timm has no tanh .*--to=google",
-        ),
-        (
-            {"posemb": "relative", "posemb_placement": "shared"},
-            "posemb=relative at posemb_placement=shared exists in neither timm nor",
-        ),
-        (
-            {"posemb_placement": "every"},
-            "posemb=learned at posemb_placement=every exists in neither",
-        ),
-        (
-            {"layer_norm_eps": 1e-4},
-            "layer_norm_eps=0.0001: timm's config.json has",
-        ),
-        (
-            {"layer_norm_eps": 1e-5, "distillation": True},
-            "layer_norm_eps=1e-05: timm's config.json has",
-        ),
-        (
-            {
-                "variant": "R50+B/32",
-                "stage_depths": (1, 1, 1, 1),
-                "image_size": (32, 64),
-            },
-            r"timm has no hybrid with stage_depths=\(1, 1, 1, 1\), stem_width=64",
-        ),
-        (
-            {"variant": "R26+S/32", "stem_width": 32, "image_size": (32, 64)},
-            r"timm has no hybrid with .* stem_width=32",
-        ),
-    ],
-)
-def test_what_timm_cannot_express_is_refused(tmp_path, options, message):
-    model = encoder(**{"image_size": (12, 20)} | options)
-    with pytest.raises(UserError, match=message):
-        timm.write(made(model), tmp_path)
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_crop_after_the_short_side_is_refused_where_it_is_not_square(tmp_path):
-    images = Preprocess((12, 20), crop_fraction=0.75, short_side=True)
-    given = dataclasses.replace(made(tiny()), preprocess=images)
-    with pytest.raises(
-        UserError, match="a centre crop of 12x20 .*--to=hf or --to=safe"
-    ):
-        timm.write(given, tmp_path)
-
-
-def test_a_resnet_of_other_depth_is_refused(tmp_path):
-    model = models.create("R200x3", num_classes=2, stem_width=32)
-    empty = Pretrained({}, model.options, "vit_jax", "test")
-    with pytest.raises(
-        UserError, match=r"no BiT ResNet with stage_depths=\(3, 24, 36, 3\)"
-    ):
-        timm.write(empty, tmp_path)
-
-
 def test_parameters_must_be_those_of_the_options(tmp_path):
     pretrained = made(tiny())
     del pretrained.params["cls"]
     with pytest.raises(UserError, match="the model lacks cls, which its options ask"):
         timm.write(pretrained, tmp_path)
     pretrained.params.update(cls=np.zeros(3), fc_norm={"bias": np.zeros(3)})
-    with pytest.raises(
-        UserError, match="the model has fc_norm/bias, which its options"
-    ):
+    with pytest.raises(UserError, match="has fc_norm/bias, which its options"):
         timm.write(pretrained, tmp_path)
 
 
@@ -747,51 +465,3 @@ def test_other_files_are_not_recognised():
         "layers.0.blocks.0.attn.qkv.weight",  # Swin.
     ):
         assert not timm.recognises(files.Tensors({name: np.ones(1)}, {}, {}, "x"))
-
-
-def deit():
-    path = SHARED / "parity" / "deit_tiny_timm.safetensors"
-    if not path.exists():
-        pytest.skip("../shared/parity/deit_tiny_timm.safetensors is not here")
-    found = timm.read(files.read(path))
-    return found, models.create(**found.options)
-
-
-MEAN, STD = np.float32([0.485, 0.456, 0.406]), np.float32([0.229, 0.224, 0.225])
-
-
-def test_logits_of_deit_are_timms():
-    found, model = deit()
-    outputs = np.load(SHARED / "parity" / "deit_tiny.io.npz")
-    images = (outputs["images_uint8"] / np.float32(255) - MEAN) / STD
-    logits = model.apply(found.params, jnp.asarray(images))["logits"]
-    np.testing.assert_allclose(logits, outputs["logits"], atol=1e-4)
-
-
-@pytest.mark.slow
-def test_deit_classifies_the_sample_photographs_as_well_as_under_timm():
-    found, model = deit()
-    lines = (SHARED / "data" / "imagenet_classes.txt").read_text().splitlines()
-    labels = {line.split()[0]: i for i, line in enumerate(lines)}
-    paths = sorted((SHARED / "data" / "imagenet_samples").glob("*.*"))[::5]
-    assert len(paths) == 100
-
-    def prepare(path):
-        image = Image.open(path).convert("RGB")
-        scale = 256 / min(image.size)
-        size = [int(side * scale) for side in image.size]
-        image = image.resize(size, Image.Resampling.BICUBIC)
-        left, top = (round((side - 224) / 2) for side in size)
-        pixels = np.float32(image.crop((left, top, left + 224, top + 224)))
-        return (pixels / 255 - MEAN) / STD
-
-    apply = jax.jit(lambda x: model.apply(found.params, x)["logits"])
-    right = 0
-    for start in range(0, 100, 50):
-        batch = paths[start : start + 50]
-        guesses = apply(np.stack([prepare(p) for p in batch])).argmax(-1)
-        right += sum(
-            labels[p.name.split("_")[0].split(".")[0]] == int(guess)
-            for p, guess in zip(batch, guesses, strict=True)
-        )
-    assert right / 100 == pytest.approx(0.778, abs=0.05)  # Of all 500, 0.778.

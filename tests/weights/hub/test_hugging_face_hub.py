@@ -1,10 +1,6 @@
 import hashlib
-import os
 import pathlib
 import resource
-import subprocess
-import sys
-from concurrent import futures
 
 import pytest
 import stand_in
@@ -86,9 +82,7 @@ def test_all_parts_of_sharded_weights_are_fetched(model):
     wanted = sorted([*parts, *index, "preprocessor_config.json"])
     assert names(download("hf://a/b")) == wanted
     model.repositories["a/c"] = index
-    with pytest.raises(
-        UserError, match=r"has model.safetensors.index.json but no part"
-    ):
+    with pytest.raises(UserError, match="model.safetensors.index.json but no part"):
         download("hf://a/c")
 
 
@@ -108,7 +102,7 @@ def test_a_folder_of_a_repository_is_a_model_too(model):
 # The cache.
 
 
-def test_what_is_in_the_cache_is_not_fetched_again(model):
+def test_what_is_in_a_cache_is_not_fetched_again(model, tmp_path):
     first = download("timm/vit")
     model.log.clear()
     assert download("timm/vit") == first
@@ -117,13 +111,10 @@ def test_what_is_in_the_cache_is_not_fetched_again(model):
     model.log.clear()
     assert download(f"timm/vit@{COMMIT}") == first
     assert model.log == []
-
-
-def test_a_cache_of_ones_own_is_used(model, tmp_path):
-    path = download("timm/vit", cache_dir=tmp_path / "own")
-    assert path.is_relative_to(tmp_path / "own")
+    own = download("timm/vit", cache_dir=tmp_path / "own")
+    assert own.is_relative_to(tmp_path / "own")
     model.log.clear()
-    assert download(f"timm/vit@{COMMIT}", cache_dir=tmp_path / "own") == path
+    assert download(f"timm/vit@{COMMIT}", cache_dir=tmp_path / "own") == own
     assert model.log == []
 
 
@@ -150,9 +141,7 @@ def test_a_hub_that_fails_leaves_the_cache(model):
     path = download("timm/vit")
     model.status["/api/models/timm/vit"] = 503
     assert download("timm/vit") == path
-    with pytest.raises(
-        UserError, match=r"vit/README.md is not given \(503\): try again"
-    ):
+    with pytest.raises(UserError, match=r"README.md is not given \(503\): try again"):
         download("timm/vit/README.md")
 
 
@@ -181,20 +170,9 @@ def blobs(tmp_path):
     return list((tmp_path / "hub/models--timm--vit/blobs").iterdir())
 
 
-def test_a_broken_download_goes_on_where_it_was(model, monkeypatch):
-    monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 100_000)
-    model.break_after[f"/store/{HASH}"] = [700_003, None]
-    path = download("timm/vit/model.safetensors")
-    assert path.read_bytes() == CONTENT
-    large = [span for path, span in model.bodies if path == f"/store/{HASH}"]
-    assert large == ["", "bytes=700000-"]
-
-
 def test_a_download_that_broke_off_leaves_nothing(model, tmp_path):
     model.break_after[f"/store/{HASH}"] = [700_003, 0]
-    with pytest.raises(
-        UserError, match=r"timm/vit/mod.* cannot be reached \(peer clos"
-    ):
+    with pytest.raises(UserError, match=r"timm/vit/mod.* cannot be reached \(peer"):
         download("timm/vit/model.safetensors")
     assert HASH not in {blob.name for blob in blobs(tmp_path)}
     model.break_after.clear()
@@ -221,9 +199,7 @@ def test_a_full_disk_is_told_and_nothing_is_kept(model, tmp_path, place):
     old = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (500_000, old[1]))
     try:
-        with pytest.raises(
-            UserError, match=r"cannot be written \(File too large\): free"
-        ):
+        with pytest.raises(UserError, match=r"written \(File too large\): free"):
             download(place.replace("URL", model.url))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, old)
@@ -248,13 +224,6 @@ def test_damaged_content_is_told_and_not_kept(model, monkeypatch, tmp_path, name
         download(f"timm/vit/{name}")
     assert all(blob.read_bytes() != b"damaged" for blob in blobs(tmp_path))
     assert not list(tmp_path.glob(f"hub/*/snapshots/*/{name}"))
-
-
-def test_many_threads_download_one_model(model):
-    with futures.ThreadPoolExecutor(4) as pool:
-        (folder,) = set(pool.map(download, ["timm/vit"] * 4))
-    assert names(folder) == ["config.json", "model.safetensors"]
-    assert (folder / "model.safetensors").read_bytes() == CONTENT
 
 
 def test_a_hash_for_a_folder_is_refused(model):
@@ -342,7 +311,7 @@ def two_places(model, monkeypatch):
     return model
 
 
-def test_the_second_place_gives_what_the_first_refuses(two_places):
+def test_the_second_place_gives_what_the_first_refuses(two_places, tmp_path):
     two_places.status["/bucket/a.npz"] = 403
     lines = []
     path = download("augreg:X/1", log=lines.append)
@@ -351,11 +320,9 @@ def test_the_second_place_gives_what_the_first_refuses(two_places):
     two_places.log.clear()
     assert download("augreg:X/1") == path
     assert two_places.log == []
-
-
-def test_the_first_place_is_the_first_choice(two_places):
+    del two_places.status["/bucket/a.npz"]
     two_places.files["/bucket/a.npz"] = CONTENT
-    assert download("augreg:X/1").name == "a.npz"
+    assert download("augreg:X/1", cache_dir=tmp_path / "own").name == "a.npz"
 
 
 def test_all_places_that_fail_are_listed(two_places):
@@ -368,48 +335,3 @@ def test_all_places_that_fail_are_listed(two_places):
     with pytest.raises(UserError, match=message) as caught:
         download("augreg:X/1")
     assert "\n" not in str(caught.value)
-
-
-# As a process: the library reads its variables when it is imported.
-
-
-def run(tmp_path, *words, **variables):
-    return subprocess.run(
-        [sys.executable, *words],
-        cwd=REPOSITORY,
-        env={**os.environ, "HF_HOME": str(tmp_path / "home"), **variables},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-
-
-@pytest.mark.slow
-def test_the_variables_of_the_hub_are_honoured(model, tmp_path):
-    code = "import sys; from vit_jax.weights.hub.download import download; "
-    words = ("-c", code + "print(download(sys.argv[1]))")
-    where = {"HF_ENDPOINT": model.url}
-    done = run(tmp_path, *words, "timm/vit", HF_TOKEN="other", **where)
-    assert done.returncode == 0, done.stderr
-    path = pathlib.Path(done.stdout.strip())
-    assert path == tmp_path / f"home/hub/models--timm--vit/snapshots/{COMMIT}"
-    assert model.tokens["/api/models/timm/vit"] == "Bearer other"
-    model.log.clear()
-    where["HF_HUB_OFFLINE"] = "1"
-    assert run(tmp_path, *words, "timm/vit", **where).stdout == done.stdout
-    other = run(tmp_path, *words, "timm/other", **where)
-    assert "HF_HUB_OFFLINE is set" in other.stderr
-    assert model.log == []
-
-
-@pytest.mark.slow
-def test_a_command_says_once_that_it_resumes_and_why_it_ends(model, tmp_path):
-    model.break_after[f"/store/{HASH}"] = [700_003, None]
-    words = ["-m", "vit_jax.convert", "--model=timm/vit", "--to=timm"]
-    words.append(f"--out={tmp_path / 'out'}")
-    done = run(tmp_path, *words, HF_ENDPOINT=model.url)
-    assert done.returncode == 2
-    *resumed, end = done.stderr.splitlines()
-    assert end.startswith("error: ")  # CONTENT is no file of safetensors.
-    assert len(resumed) == 2
-    assert resumed[1] == "Trying to resume download..."

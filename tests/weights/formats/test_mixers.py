@@ -1,16 +1,21 @@
-"""Files of MLP-Mixers: the names of today, the first ones, and what is refused."""
+"""Files of MLP-Mixers, Google's of either time and timm's, in and out."""
 
+import json
 import pathlib
+import shutil
 
 import jax
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
-from vit_jax import weights
+from vit_jax import models, weights
 from vit_jax.errors import UserError
 from vit_jax.weights import export
 
-FILE = pathlib.Path(__file__).parents[2] / "golden" / "mixer.npz"
+GOLDEN = pathlib.Path(__file__).parents[2] / "golden"
+FILE, OF_TIMM = GOLDEN / "mixer.npz", GOLDEN / "mixer_timm.safetensors"
+CASES = dict(np.load(GOLDEN / "mixer.io.npz"))
 
 
 def first_name(name):
@@ -77,11 +82,57 @@ def test_another_activation_is_told(tmp_path):
     assert any(note.startswith("activation: gelu became gelu_tanh") for note in notes)
 
 
-def test_a_part_of_a_file_and_other_formats_are_refused(arrays, tmp_path):
+def test_a_part_of_a_file_and_what_a_format_has_not_are_refused(arrays, tmp_path):
     del arrays["stem/kernel"]
     np.savez(tmp_path / "part.npz", **arrays)
     with pytest.raises(UserError, match=r"part.npz: embedding/kernel is missing: give"):
         weights.open_pretrained(tmp_path / "part.npz")
+    part = load_file(OF_TIMM)
+    del part["blocks.0.mlp_channels.fc1.weight"]
+    save_file(part, tmp_path / "part.safetensors")
+    with pytest.raises(UserError, match=r"mlp_channels.fc1.weight is missing: give th"):
+        weights.open_pretrained(tmp_path / "part.safetensors")
     found = weights.open_pretrained(FILE)
-    with pytest.raises(UserError, match="--to=hf: the format has no network such as "):
-        export.export(found, "hf", tmp_path / "hf")
+    for to, message in (
+        ("hf", "--to=hf: the format has no network such as "),
+        ("timm", "no MLP-Mixer with patch 8, width=24 and depth=3"),
+    ):
+        with pytest.raises(UserError, match=message):
+            export.export(found, to, tmp_path / to)
+
+
+def test_logits_are_theirs_with_either_gelu():
+    found = weights.open_pretrained(OF_TIMM)
+    assert found.format == "timm"
+    for activation, name in (("gelu", "erf"), ("gelu_tanh", "tanh")):
+        model = models.create(**found.options | {"activation": activation})
+        ours = jax.jit(model.apply)(found.params, CASES["image"])["logits"]
+        np.testing.assert_allclose(ours, CASES[f"timm_logits_{name}"], atol=1e-5)
+
+
+def test_weights_are_those_of_googles_file():
+    found, google = map(weights.open_pretrained, (OF_TIMM, FILE))
+    jax.tree.map(np.testing.assert_array_equal, found.params, google.params)
+    assert found.options == google.options | {"activation": "gelu"}
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"architecture": "gmixer_12_224"}, "not an architecture of timm that is"),
+        (
+            {"model_args": {"stem_norm": True}},
+            "stem_norm=True in model_args is not supp",
+        ),
+        (
+            {"global_pool": ""},
+            "global_pool='' of an MLP-Mixer is not supported, only 'av",
+        ),
+    ],
+)
+def test_mixers_of_timm_that_ours_are_not_are_refused(tmp_path, config, message):
+    shutil.copy(OF_TIMM, tmp_path / "model.safetensors")
+    text = json.dumps({"architecture": "mixer_b16_224"} | config)
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(UserError, match=message):
+        weights.open_pretrained(tmp_path)
