@@ -156,15 +156,6 @@ def adamw(params, grads, counts, moments, step):
     return unflatten_dict(moved, sep="/")
 
 
-def test_the_momentum_is_theirs_over_a_whole_run():
-    config = dino.DinoConfig(teacher_momentum=0.996)
-    task = dino.Dino(config, model_of(), DATA, RunLength(1000, 10.0))
-    steps = jnp.arange(1000)
-    found = jax.vmap(task.teacher_momentum)(steps)
-    part = 0.5 * (1 + np.cos(np.pi * np.arange(1000) / 1000))
-    np.testing.assert_allclose(found, 1 - 0.004 * part, atol=1e-6)
-
-
 def test_heads_equal_theirs():
     weights = part(TRAIN, "head_free_gain/")
     params = head_of(weights) | {"gain": weights["last_layer.weight_g"][:, 0]}

@@ -146,27 +146,6 @@ def test_the_schedule_is_the_originals():
         assert found == pytest.approx(expected, rel=1e-6, abs=2e-10)
 
 
-def test_layer_decay_is_the_originals():
-    """Its script: 0.65 of the layer above, for 12 blocks; the classifier at 1."""
-    size = {"width": 8, "num_heads": 2, "mlp_dim": 8, "image_size": (32, 32)}
-    model = models.create("B/16", num_classes=3, pool="gap", class_token=True, **size)
-    shapes = jax.eval_shape(model.init, jax.random.key(0))
-    factors = flatten_dict(optim.layer_factors(shapes, 0.65, model.config), sep="/")
-    block = "Transformer/encoderblock_{}/MultiHeadDotProductAttention_1/query/kernel"
-    expected = {
-        "cls": 0.003697205891018715,
-        "Transformer/posembed_input/pos_embedding": 0.003697205891018715,
-        "embedding/kernel": 0.003697205891018715,
-        block.format(0): 0.005688009063105715,
-        block.format(5): 0.049022278906250015,
-        block.format(11): 0.65,
-        "Transformer/encoder_norm/scale": 1.0,
-        "head/kernel": 1.0,
-    }
-    for name, factor in expected.items():
-        assert factors[name] == pytest.approx(factor, rel=1e-9), name
-
-
 def drawn(task, index, seed=7):
     rng = jax.random.key(seed)
     return jax.device_get(task.draw(jnp.asarray(index, jnp.uint32), rng))["noise"]

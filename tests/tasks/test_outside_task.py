@@ -1,20 +1,18 @@
 """A task of the user's whose parameters hold more than the network.
 
-Everything that reads a workdir must find the network: evaluation, prediction, conversion
-and fine-tuning. And a network from elsewhere must come to its place in the task.
+Everything that reads a workdir must find the network, as evaluation and fine-tuning do. And
+a network from elsewhere must come to its place in the task.
 """
 
 import functools
-import json
 import operator
 import sys
 
 import jax
 import numpy as np
 import pytest
-from helpers import evaluated, run_command, tiny_config
+from helpers import evaluated, tiny_config
 from orbax.checkpoint import v1 as ocp
-from PIL import Image
 
 from vit_jax import weights
 from vit_jax.data.sources.open import open_source
@@ -180,28 +178,6 @@ def test_what_is_handed_on_is_what_was_evaluated(run, tmp_path, capsys):
     scores = evaluated(workdir, tmp_path, capsys)
     ended = report["final"]["val"]["ema"]
     assert {key: scores[key] for key in ended} == pytest.approx(ended, rel=1e-5)
-
-
-TWINS = pytest.mark.parametrize("run", ["Twins"], indirect=True)
-
-
-@TWINS
-def test_it_predicts_the_same_before_and_after_conversion(run, tmp_path, capsys):
-    _, workdir, _ = run
-    pixels = np.random.default_rng(0).integers(0, 256, (8, 12, 3), np.uint8)
-    Image.fromarray(pixels).save(tmp_path / "image.png")
-    file = tmp_path / "weights.safetensors"
-    words = [f"--model={workdir}", "--to=safetensors", f"--out={file}"]
-    run_command("convert", words)
-    capsys.readouterr()
-    answers = []
-    for model in (workdir, file):
-        words = [str(tmp_path / "image.png"), f"--model={model}", "--json"]
-        assert not run_command("predict", words)
-        answers.append(json.loads(capsys.readouterr().out))
-    assert answers[0] == answers[1]
-    found = weights.open_pretrained(file)
-    assert_equal(found.params, weights.open_pretrained(workdir).params)
 
 
 def test_it_is_the_init_of_a_classification(run, tmp_path):
