@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from tfds_sets import builder_class, png
 
-from vit_jax.data import catalogue, splits
+from vit_jax.data import catalogue
 from vit_jax.data.sources import vtab
 from vit_jax.data.sources.open import open_source
 from vit_jax.errors import UserError
@@ -38,26 +38,6 @@ def test_every_task_is_in_the_reference():
     assert groups == {"natural": 7, "specialised": 4, "structured": 8}
     assert list(vtab.TASKS) == list(GOLDEN)
     assert [f"vtab/{name}" for name in GOLDEN] == list(catalogue.ENTRIES)[-19:]
-
-
-# Sizes of the TFDS sets that have no validation split, from the TFDS catalogue.
-SIZES = {"caltech101": 3_060, "cifar100": 50_000, "pets": 3_680, "svhn": 73_257}
-SIZES |= {"eurosat": 27_000, "resisc45": 31_500, "dsprites_position": 737_280}
-
-
-@pytest.mark.parametrize("name", SIZES)
-def test_training_validation_and_test_images_differ(name):
-    sizes = {"train": SIZES[name], "test": 10_000}
-    found = {
-        role: {
-            (s, n) for s, numbers in splits.select(split, sizes, name) for n in numbers
-        }
-        for role, split in vtab.TASKS[name].splits.items()
-    }
-    assert (len(found["train800"]), len(found["val200"])) == (800, 200)
-    assert found["train800"] | found["val200"] == found["train800val200"]
-    assert not found["train800"] & found["val200"]
-    assert not found["train800val200"] & found["test"]
 
 
 # Written out from github.com/google-research/task_adaptation, data/clevr.py.
