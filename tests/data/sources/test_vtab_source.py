@@ -20,7 +20,9 @@ GOLDEN = json.loads((ROOT / "tests" / "golden" / "vtab1k.json").read_text())["ta
 @pytest.mark.parametrize("name", GOLDEN)
 def test_a_task_is_defined_as_in_the_reference_codes(name):
     task, golden = vtab.TASKS[name], GOLDEN[name]
-    assert task.splits["train800val200"] == golden["train"]
+    parts = task.splits["train800"], task.splits["val200"]
+    assert parts[0] == "train[:800]"
+    assert task.splits["train800val200"] == "+".join(parts) == golden["train"]
     assert task.splits["test"] == golden["test"]
     assert task.num_classes == golden["classes"]
     assert ("+".join(task.ops) or "none") == golden["ops"]
