@@ -364,13 +364,6 @@ def test_fine_tuning_begins_with_the_features_of_dinov2_at_another_size():
     assert np.abs(slopes["head"]["kernel"]).max() > 0
 
 
-def test_layer_scale_is_multiplied_into_a_model_that_has_none():
-    _, params, lines = begun(fine_tuned(layer_scale_init=0.0))
-    assert not any("LayerScale" in name for name in flatten_dict(params, sep="/"))
-    action = "LayerScale: multiplied into the layers in front of it"
-    assert any(action in line for line in lines)
-
-
 def test_a_model_that_lacks_a_part_is_told_its_key():
     for options, message in (
         (
