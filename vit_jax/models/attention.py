@@ -311,7 +311,7 @@ def attend_cudnn(
     query_lengths = None if lengths is None else jnp.full(B, N, jnp.int32)
     # cuDNN takes tokens before heads; XLA drops the transposes that meet others.
     if lengths is not None:
-        query, key, value = map(_pad_to_even, (query, key, value))
+        query, key, value = map(pad_tokens, (query, key, value))
     query, key, value = (jnp.swapaxes(x, 1, 2) for x in (query, key, value))
     mixed = jax.nn.dot_product_attention(
         query,
@@ -324,10 +324,10 @@ def attend_cudnn(
     return jnp.swapaxes(mixed[:, :N], 1, 2)
 
 
-def _pad_to_even(x):
-    """Appends tokens, because cuDNN's derivative needs an even number."""
-    more = -x.shape[2] % CUDNN_TOKEN_STEP
-    return jnp.pad(x, ((0, 0), (0, 0), (0, more), (0, 0)))
+def pad_tokens(x: Float[Array, "*B N D"]) -> Float[Array, "*B M D"]:
+    """Appends zeros: cuDNN's derivative needs an even number of tokens."""
+    more = -x.shape[-2] % CUDNN_TOKEN_STEP
+    return jnp.pad(x, ((0, 0),) * (x.ndim - 2) + ((0, more), (0, 0)))
 
 
 def attend_splash(

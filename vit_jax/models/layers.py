@@ -238,9 +238,17 @@ class MultiHeadAttention(nn.Module):
           context: key and value tokens; `x` for self-attention.
           positions: positions of the tokens, for self-attention.
         """
-        D = x.shape[-1]
+        (_, N, D), M = x.shape, context.shape[1]
         split = self.num_heads, D // self.num_heads
         relative, bias, angles = positions or attention.Positions()
+        shown = self.is_mutable_collection(INTERMEDIATES)
+        lengths = None
+        if self.attention_impl == "cudnn" and (N % 2 or M % 2) and not shown:
+            # Padding the input is one copy; of queries, keys, values and the result it
+            # would be four, and four of their gradients.
+            lengths = jnp.full(len(x), M)
+            x, context = attention.pad_tokens(x), attention.pad_tokens(context)
+            angles = None if angles is None else attention.pad_tokens(angles)
 
         def project(name, tokens):
             B, N, _ = tokens.shape
@@ -257,7 +265,7 @@ class MultiHeadAttention(nn.Module):
             k = self.norm(name="LayerNorm_key")(k)
         if angles is not None:
             q, k = rotary.rotate(q, angles), rotary.rotate(k, angles)
-        if self.is_mutable_collection(INTERMEDIATES):
+        if shown:
             # intermediates.py reads the weights, and differentiates with respect to a
             # perturbation of them.
             weights = self.perturb(
@@ -268,14 +276,12 @@ class MultiHeadAttention(nn.Module):
             self.sow(INTERMEDIATES, "weights", weights)
             y = jnp.einsum("bhnm,bhmk->bhnk", weights.astype(v.dtype), v)
         else:
-            y = attention.attend(
-                q, k, v, relative, implementation=self.attention_impl, bias=bias
-            )
+            y = attention.attend(q, k, v, relative, lengths, self.attention_impl, bias)
         y = jnp.swapaxes(y, 1, 2).reshape(x.shape)
         y = self.norm(name="LayerNorm_out")(y) if self.out_norm else y
         y = flatten_tokens(y) if self.flatten else y
         y = MergedDense(split, (D,), self.dtype, name="out")(y)
-        return y.reshape(x.shape)
+        return y.reshape(x.shape)[:, :N]
 
 
 def flatten_tokens(x: Float[Array, "B N D"]) -> Float[Array, "BN D"]:
