@@ -95,9 +95,9 @@ class Mae(MaskedImageTask):
                 layer_norm_eps=encoder.layer_norm_eps,
                 dtype=encoder.dtype,
                 remat_policy=encoder.remat_policy,
-                attention_impl="einsum",
+                attention_impl=encoder.attention_impl,
                 platform=encoder.platform,
-            ),
+            ).placed(self.num_patches + model.num_prefix_tokens),
             grid=model.grid,
             num_prefix_tokens=model.num_prefix_tokens,
             outputs=model.patch_size**2 * data.channels,
@@ -123,29 +123,18 @@ class Mae(MaskedImageTask):
         decoder = self.decoder.init(decoder_key, latent, hidden)["params"]
         return {"network": network, "decoder": decoder}, None
 
-    def predict(
-        self,
-        params: dict,
-        batch: dict,
-        *,
-        train: bool = False,
-        key: jax.Array | None = None,
-        model: Model | None = None,
-    ) -> tuple[Float[Array, "B N PPC"], Float[Array, "B N"]]:
-        """See `MaskedImageTask`; the patches of the lowest noise (B, N) are visible.
+    def predict(self, params, batch, *, train=False, key=None):
+        """See `MaskedImageTask`; the patches of the lowest noise (B, N) are visible."""
+        return self._predict(self.model, self.decoder, params, batch, train, key)
 
-        Args:
-          params, batch, train, key: see `MaskedImageTask.predict`.
-          model: network in place of `self.model`, with other options.
-        """
-        model = model or self.model
+    def _predict(self, model, decoder, params, batch, train=False, key=None):
         images = batch["image"].astype(model.options["dtype"])
         place, visible = ranks(batch["noise"]), jnp.argsort(batch["noise"], axis=1)
         visible = visible[:, : self.num_visible]
         latent = model.encode(
             params["network"], images, train=train, key=key, visible=visible
         )
-        predicted = self.decoder.apply({"params": params["decoder"]}, latent, place)
+        predicted = decoder.apply({"params": params["decoder"]}, latent, place)
         mask = (place >= self.num_visible).astype(jnp.float32)
         return predicted.astype(jnp.float32), mask
 
@@ -176,10 +165,12 @@ class Mae(MaskedImageTask):
             "image": jnp.zeros((1, *self.model.image_shape)),
             "noise": jnp.zeros((1, self.num_patches)),
         }
+        plain = dataclasses.replace(self.decoder.config, attention_impl="einsum")
+        decoder = self.decoder.clone(config=plain)
 
         def forward(model):
             params = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
-            return self.predict(params, batch, model=model)
+            return self._predict(model, decoder, params, batch)
 
         flops = cost.flops(forward, self.model)
         return None if flops is None else 3 * flops
