@@ -63,7 +63,7 @@ def get_config(arg: str | None = None) -> ConfigDict:
         distillation=arg.distilled,
         posemb_resize="bicubic",
         dtype="bfloat16",
-        scan=True,
+        scan=None,
     )
     c.task = dict(loss="softmax", label_smoothing=0.1)
     if arg.distilled and not arg.quick:

@@ -65,7 +65,7 @@ def get_config(arg: str | None = None) -> ConfigDict:
         drop_path_rate=DROP_PATH[arg.model],
         drop_path_schedule="constant",
         dtype="bfloat16",
-        scan=True,
+        scan=None,
     )
     c.task = dict(loss="sigmoid")
     c.optim = dict(

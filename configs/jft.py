@@ -65,7 +65,7 @@ def get_config(arg: str | None = None) -> ConfigDict:
             pool="token",
             representation_layer=True,
             dropout=0.0,
-            scan=True,
+            scan=None,
             remat_policy="full" if arg.model == "H/14" else "none",
         )
     c.task = dict(loss="sigmoid", label_smoothing=0.0)

@@ -49,7 +49,7 @@ def get_config(arg: str | None = None) -> ConfigDict:
         variant=arg.model,
         activation="gelu",
         dtype="bfloat16",
-        scan=True,
+        scan=None,
     )
     c.optim = dict(name="adam", schedule=dict(name="cosine"))
     c.ema = dict(decay=0.0)

@@ -58,7 +58,7 @@ def get_config(arg: str | None = None) -> ConfigDict:
         variant=arg.model,
         pool="token",
         dtype="bfloat16",
-        scan=True,
+        scan=None,
     )
     c.task = dict(
         name="masked_patch",

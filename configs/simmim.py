@@ -54,7 +54,7 @@ def get_config(arg: str | None = None) -> ConfigDict:
             class_token=True,
             fc_norm=True,
             dtype="bfloat16",
-            scan=True,
+            scan=None,
         )
     c.optim = dict(
         name="adam",

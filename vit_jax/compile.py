@@ -18,7 +18,7 @@ import pathlib
 from vit_jax import cli
 from vit_jax.errors import UserError
 from vit_jax.printing import printable, versions
-from vit_jax.tools.planning import topology
+from vit_jax.tools.planning import gpus, topology
 
 EXIT_TOO_LARGE = 3
 # Where neither the config nor the catalogue says how many there are. It changes the
@@ -32,6 +32,7 @@ def main(flags: argparse.Namespace) -> int:
     """Compiles what the flags name and prints what it costs; returns the exit code."""
     place = topology.parse(flags.topology, flags.slices)
     place.prepare()  # Before JAX is imported.
+    from vit_jax.config import fields
     from vit_jax.tools.planning import run_plan
     from vit_jax.training import config as configuration
 
@@ -39,6 +40,9 @@ def main(flags: argparse.Namespace) -> int:
     assumed = None if flags.plan is None else run_plan.parse(flags.plan)
     # Not cli.load_config: weights to start from change no program.
     config = configuration.load(flags.config, flags.overrides)
+    if getattr(config.model, "scan", True) is None:
+        is_gpu = isinstance(place, gpus.Gpus)
+        config = fields.replace(config, {"model.scan": not is_gpu})
     devices = place.devices()
     limit = place.usable_memory(devices[0])
     examples, source = _examples(flags, config)

@@ -11,6 +11,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from vit_jax.errors import UserError
 from vit_jax.models import attention, stacking
+from vit_jax.models.layers import MultiHeadAttention
 
 B, H = 2, 3
 # 8 bits a number; sums of many of them.
@@ -233,3 +234,30 @@ def test_a_kernel_runs_again_only_if_its_result_was_not_kept(name):
     lowered = jax.jit(gradients).trace(q, k, v).lower(lowering_platforms=("tpu",))
     forward = lowered.as_text().count('"splash_mha_fwd')
     assert forward == (2 if name == "full" else 1)
+
+
+def test_tokens_are_padded_once_for_cudnn(monkeypatch):
+    """The kernel is replaced by XLA's attention, which runs anywhere."""
+    instead = functools.partial(attention.attend_cudnn, implementation="xla")
+    monkeypatch.setattr(attention, "attend_cudnn", instead)
+    x = jax.random.normal(jax.random.key(0), (B, 5, H * 8))
+    angles = jax.random.normal(jax.random.key(1), (1, 5, 4))
+    positions = attention.Positions(angles=angles)
+
+    params = MultiHeadAttention(H).init(jax.random.key(2), x, x)
+
+    def attend(implementation, x):
+        layer = MultiHeadAttention(H, "bfloat16", implementation)
+        return layer.apply(params, x, x, positions).astype(jnp.float32)
+
+    results = [
+        (y, *vjp(jnp.cos(y)))
+        for y, vjp in (
+            jax.vjp(functools.partial(attend, name), x) for name in ("cudnn", "einsum")
+        )
+    ]
+    for a, b in zip(*results, strict=True):
+        np.testing.assert_allclose(a, b, atol=0.03 * np.abs(b).max())
+    # Queries' and keys' tokens, which are the same here, and the angles.
+    text = str(jax.make_jaxpr(functools.partial(attend, "cudnn"))(x))
+    assert text.count("= pad[") == 3, text

@@ -104,3 +104,13 @@ def test_exact_gelu_and_its_derivative_agree_with_those_of_the_error_function():
     np.testing.assert_allclose(
         vjp(jnp.full_like(y, 3))[0], 3 * (cdf + x * density), atol=1e-5
     )
+
+
+def test_approximate_gelu_and_its_derivative_agree_with_those_of_flax():
+    x = jnp.array([-40, -3, -0.5, 0, 0.5, 3, 40.0])
+    g = jnp.arange(1.0, 8)
+    ours, reference = (
+        (y, *vjp(g)) for y, vjp in (jax.vjp(f, x) for f in (layers.gelu_tanh, nn.gelu))
+    )
+    for a, b in zip(ours, reference, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)

@@ -57,6 +57,7 @@ class Key:
       of_host: whether hosts of one run may have different values.
       in_step: whether the compiled training step depends on it.
       training_only: whether outputs of a trained network do not depend on it.
+      optional: whether None may stand in the place of a value.
     """
 
     help: str
@@ -72,6 +73,7 @@ class Key:
     of_host: bool = False
     in_step: bool = True
     training_only: bool = False
+    optional: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -301,7 +301,8 @@ def _build(
                 if isinstance(allowed, Mapping):  # Each value brings its default.
                     default = allowed.get(values.get(other), default)
             value = raw.get(name, default)
-            if not isinstance(value, str) or value not in about.names:
+            is_name = isinstance(value, str) and value in about.names
+            if not is_name and not (value is None and about.optional):
                 value = fields.fit(path, value, default)
             values[name] = value
             if fields.is_read(about, values):

@@ -197,7 +197,8 @@ def test_flags_of_a_row_make_that_row_again(spec, keys, monkeypatch):
 
 def test_flags_name_the_slices_where_the_config_does():
     fakes = [Fake(n, 4) for n in range(8)]
-    found = settings(QUICK, {"mesh.data": 4, "mesh.fsdp": 2, "mesh.dcn_data": 2}, fakes)
+    keys = {"mesh.data": 4, "mesh.fsdp": 2, "mesh.dcn_data": 2, "model.scan": True}
+    found = settings(QUICK, keys, fakes)
     row = strategies.unfit(configuration.load(QUICK), "")
     words = strategies.flags(dataclasses.replace(row, settings=found))
     assert words == (
