@@ -102,27 +102,23 @@ def render(
     """Returns the page.
 
     Args:
-      answers: outputs of the network for the images.
       source, records: data set of the images, and the record number of each.
       num_twins: number of validation images that show a training image's picture; None
-        if unknown.
-      dedup_command: command that lists them.
-      doubts: pictures of training images that look mislabelled; None if they have several
-        labels.
+        if unknown; `dedup_command` lists them.
+      doubts: pictures of training images that look mislabelled; None leaves them out.
     """
 
     def pictures(images: Iterable[int], caption: Callable[[int], str]) -> list[dict]:
         return [_picture(source, records[i], caption(i)) for i in images]
 
     names, wrong = answers.class_names, answers.mistakes()
-    sure = answers.probabilities.max(1)
+    sure, losses = answers.probabilities.max(1), answers.losses
     bins, error = answers.calibration()
     what = "answers" if answers.one_each else "labels"
     scores = sorted(answers.by_class(), key=lambda one: (one.f1, one.name))
     confusions = [
         {
-            "true": names[pair.true],
-            "predicted": names[pair.predicted],
+            "names": (names[pair.true], names[pair.predicted]),
             "count": len(pair.images),
             "pictures": pictures(
                 pair.images[:_OF_PAIR], lambda i: f"{sure[i]:.0%} sure"
@@ -133,6 +129,7 @@ def render(
     head = ("class", "images", "recall", "precision", "F1", "AP")
     rows = [(name, f"{n:,}", *map(_percent, rest)) for name, n, *rest in scores]
     binned = [(_percent(p), _percent(right), f"{n:,}") for p, right, n in bins]
+    by_probability = ("probability", "accuracy", what), tuple(binned)
     return templates.render(
         "finetuning/page.html",
         title=title,
@@ -142,14 +139,12 @@ def render(
         mistakes=pictures(wrong[:_SHOWN], lambda i: _described(answers, i)),
         losses=pictures(
             answers.highest_losses(_SHOWN),
-            lambda i: f"loss {answers.losses[i]:.2f}; {_described(answers, i)}",
+            lambda i: f"loss {losses[i]:.2f}; {_described(answers, i)}",
         ),
         bins=bins,
         what=what,
         calibration_error=error,
-        calibration=Table(
-            "Accuracy by probability", ("probability", "accuracy", what), tuple(binned)
-        ),
+        calibration=Table("Accuracy by probability", *by_probability),
         num_twins=num_twins,
         dedup_command=dedup_command,
         doubts=doubts,

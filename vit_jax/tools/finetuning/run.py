@@ -405,6 +405,15 @@ def _size_reason(
     )
 
 
+def _time(length: rule.Length, speed: float, minutes: float) -> str:
+    if not speed:
+        return "; no limit of time"
+    return (
+        f", about {length.seconds / 60:.0f} minutes at the measured {speed:.0f} images/s "
+        f"(--minutes={minutes:g})"
+    )
+
+
 def _choices(
     given: _Given, raw: dict, length: rule.Length, speed: float, minutes: float
 ) -> dict[str, tuple[str, str]]:
@@ -416,14 +425,7 @@ def _choices(
         raw["optim"],
     )
     size = data["image_size"]
-    epochs = f"{raw['total_steps'] * raw['batch_size'] / images.count:.1f} epochs"
-    if speed:
-        epochs += (
-            f", about {length.seconds / 60:.0f} minutes at the measured {speed:.0f} "
-            f"images/s (--minutes={minutes:g})"
-        )
-    else:
-        epochs += "; no limit of time"
+    epochs = raw["total_steps"] * raw["batch_size"] / images.count
     decay, task = raw["ema"]["decay"], raw["task"].get("name", "")
     average = f"average of decay {decay:.4f}", "over the last tenth of the steps"
     if not decay:
@@ -447,7 +449,10 @@ def _choices(
             "grey images" if images.grey else "photographs",
         ),
         "batch_size": (f"batches of {raw['batch_size']}", "by the number of images"),
-        "total_steps or epochs": (f"{raw['total_steps']} steps", epochs),
+        "total_steps or epochs": (
+            f"{raw['total_steps']} steps",
+            f"{epochs:.1f} epochs{_time(length, speed, minutes)}",
+        ),
         "optim.learning_rate": (
             f"{optim['name']}, rate {optim.get('learning_rate', 0):g}",
             "in proportion to the batch",

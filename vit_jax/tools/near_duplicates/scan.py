@@ -119,14 +119,10 @@ def scan(
             replace_bytes(path, json.dumps(result | {"pairs": pairs}).encode())
         results = [*index.results, *((pretrain, each) for each in _results(work))]
     rows = [row for _, result in results for row in result.get("pairs", ())]
-    return Found(
-        pairs=[Pair(*row[:5], tuple(row[5])) for row in rows],
-        damaged=[
-            (f"{s} {name}", why) for s, r in results for name, why in r["damaged"]
-        ],
-        flat=sum(result["flat"] for _, result in results),
-        sizes=run["sizes"],
-    )
+    damaged = [(f"{s} {name}", why) for s, r in results for name, why in r["damaged"]]
+    flat = sum(result["flat"] for _, result in results)
+    pairs = [Pair(*row[:5], tuple(row[5])) for row in rows]
+    return Found(pairs, damaged, flat, run["sizes"])
 
 
 class _Set(NamedTuple):
