@@ -10,7 +10,7 @@ import hashlib
 import io
 import itertools
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -99,16 +99,14 @@ class ExploredModel:
         self._model = self._loaded.model
         if not self._model.has_windows:
             # Computes no layer, but refuses a network without attention.
-            self._layers(self._black_image())
-        self._tower = None
-        if (
-            text.TEXT in pretrained.task_params
-            and not pretrained.options["num_classes"]
-        ):
-            self._tower = text_tower(pretrained)
-        self._names, self._sigmoid = (), pretrained.loss == "sigmoid"
+            images = self._loaded.normalize(self._black_image()[None])
+            self._model.intermediates(self._loaded.params, images)
+        self._tower, self._names = None, ()
+        self._sigmoid = pretrained.loss == "sigmoid"
         if pretrained.options["num_classes"]:
             self._names = prediction.names_of(pretrained, class_names)
+        elif text.TEXT in pretrained.task_params:
+            self._tower = text_tower(pretrained)
         names = {"class token": "CLS", "distillation token": "DIST"}
         self.extra = [
             names.get(name, name.replace("register ", "REG"))
@@ -163,10 +161,7 @@ class ExploredModel:
             pixels = self._loaded.prepare(whole)
         except decode.DamagedImage as error:
             raise damaged(error, name) from error
-        rows, logits = self._attention(pixels, name)
-        classes = ()
-        if logits is not None:
-            classes = prediction.rank(logits, self._names, TOPK, sigmoid=self._sigmoid)
+        rows, classes = self._compute(pixels, name)
         return ModelOutput(
             classes=classes,
             box=crop_box(whole.shape[:2], self._loaded.preprocess),
@@ -176,7 +171,7 @@ class ExploredModel:
 
     def warm_up(self) -> None:
         """Compiles the computation of `run`."""
-        self._attention(self._black_image(), "a black image")
+        self._compute(self._black_image(), "a black image")
 
     def relevance(
         self, output: ModelOutput, target: int | str
@@ -223,24 +218,24 @@ class ExploredModel:
         picture = Image.open(io.BytesIO(output.picture))
         return np.asarray(picture).reshape(1, *self._model.image_shape)
 
-    def _attention(
+    def _compute(
         self, pixels: UInt8[np.ndarray, "h w c"], name: str
-    ) -> tuple[AttentionRows | WindowRows, Float[np.ndarray, " classes"] | None]:
-        """Returns attention from all tokens, and logits with a classifier."""
+    ) -> tuple[AttentionRows | WindowRows, tuple[prediction.Prediction, ...]]:
+        """Returns attention from all tokens, and the most probable classes."""
+        params = self._loaded.params
         if self._model.has_windows:
             images = self._loaded.normalize(pixels[None])
-            outputs, blocks = self._windows(self._loaded.params, images)
+            outputs, blocks = self._windows(params, images)
             rows = WindowRows(blocks)
         else:
             rows, tokens = self._rows_of_layers(pixels, name)
-            outputs = {}
-            if self._names:
-                outputs = self._model.classify_tokens(self._loaded.params, tokens)
+            classify = self._model.classify_tokens
+            outputs = classify(params, tokens) if self._names else {}
         if not self._names:
-            return rows, None
+            return rows, ()
         logits = np.asarray(outputs["logits"])[0]
         check_finite(logits, f"{self.name}'s output for {name}")
-        return rows, logits
+        return rows, prediction.rank(logits, self._names, TOPK, sigmoid=self._sigmoid)
 
     @functools.cached_property
     def _windows(self):
@@ -260,21 +255,13 @@ class ExploredModel:
         rows = AttentionRows.zeros(
             count, extra, options["depth"], options["num_heads"] + 1
         )
-        layers, rollout = self._layers(pixels), None
-        for depth in range(options["depth"]):
-            maps, tokens = next(layers)
-            rollout = rollout_step(rollout, maps)
-            check_finite(rollout, f"{self.name}'s output for {name}")
-            rows.set_layer(depth, np.concatenate([maps[0], rollout]))
-            del maps  # Frees this layer's attention before the next is computed.
+        depth, rollout = 0, None
+        for layer, _ in self._loaded.iter_layers(pixels[None], [name], 1):
+            rollout = rollout_step(rollout, layer.attention)
+            rows.set_layer(depth, np.concatenate([layer.attention[0], rollout]))
+            depth, tokens = depth + 1, layer.tokens
+            del layer  # Frees its attention before the next is computed.
         return rows, tokens
-
-    def _layers(
-        self, pixels: UInt8[np.ndarray, "h w c"]
-    ) -> Iterator[tuple[Array, Array]]:
-        """Yields attention and tokens of each layer, computed on demand."""
-        loaded = self._loaded
-        return loaded.model.intermediates(loaded.params, loaded.normalize(pixels[None]))
 
     def _black_image(self) -> UInt8[np.ndarray, "h w c"]:
         return np.zeros(self._model.image_shape, np.uint8)
