@@ -52,8 +52,7 @@ def write_figures(
       max_shown: maximum number of images for figures of single images.
       batch_size: images in the model at a time; 0 chooses by memory.
       on_unreadable: called with the name of each unreadable image and the reason.
-      on_too_few: called with a line per figure skipped for too few images; None makes that
-        an error.
+      on_too_few: called with a line per figure of too few images; None: that is an error.
       on_progress: called with the number of further images that are complete.
 
     Yields:
