@@ -412,9 +412,9 @@ def structure_of(network):
     return tuple((name, type(part), str(values_of(part))) for name, part in parts)
 
 
-def read_shapes(name, folder):
-    """Reads a network of timm with zeros as its parameters."""
-    network = their_timm.create_model(name, device="meta")
+def read_shapes(name, folder, **changes):
+    """Reads a network of timm with zeros as its parameters; returns both."""
+    network = their_timm.create_model(name, device="meta", **changes)
     save_config_for_hf(network, folder / "config.json")
     flat = {
         key: np.broadcast_to(np.float32(0), value.shape)
@@ -422,7 +422,28 @@ def read_shapes(name, folder):
     }
     sidecars = {"config.json": json.loads((folder / "config.json").read_text())}
     reader, tensors = registry.find_reader(files.Tensors(flat, {}, sidecars, name))
-    return reader.read(tensors, 0)
+    return network, reader.read(tensors, 0)
+
+
+@pytest.mark.slow
+def test_heads_and_pools_are_those_of_the_name(tmp_path):
+    """Of the published sizes, whose config.json has no number of heads."""
+    read = 0
+    for name in (
+        name for name in REGISTERED if not re.match("swin|mixer|resnetv2|vitamin", name)
+    ):
+        # Its heads are a list with a number per block.
+        changes = {} if "sapiens2" in name else {"depth": 1}
+        try:
+            network, found = read_shapes(name, tmp_path, **changes)
+        except UserError as error:
+            assert re.search(_REFUSALS, str(error)), name
+            continue
+        options, read = models.create(**found.options).options, read + 1
+        pools = {"token": "token", "gap": "avg", "map": "map", "none": ""}
+        assert options["num_heads"] == network.blocks[0].attn.num_heads, name
+        assert pools[options["pool"]] == network.global_pool, name
+    assert read > 200
 
 
 @pytest.mark.slow

@@ -1,4 +1,5 @@
 import hashlib
+import importlib.util
 import subprocess
 import sys
 import time
@@ -244,3 +245,8 @@ def test_refused_credentials_are_told(server, monkeypatch):
     server.status["/bucket/b.npz"] = 401
     with pytest.raises(UserError, match=r"\(401\); with credentials: Forbidden: no"):
         download("gs://bucket/b.npz")
+
+
+def test_credentials_are_tried_where_a_library_can():
+    found = any(importlib.util.find_spec(n) for n in ("gcsfs", "tensorflow"))
+    assert (urls._remote_path("gs://bucket/a") is not None) == found
