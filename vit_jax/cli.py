@@ -81,11 +81,7 @@ class Parser(argparse.ArgumentParser):
         return "\n".join([*parts, reference.text(getattr(config, self._config))])
 
     def refuse(self, words: Sequence[str]) -> None:
-        """Exits with the flag or the config key that an unknown flag may mean.
-
-        Args:
-          words: the words of the command line that no flag takes.
-        """
+        """Exits with the flag or the config key that an unknown flag may mean."""
         names = [word.partition("=")[0] for word in words if word.startswith("-")]
         name, hint = (names or words)[0], ""
         if self._config:
@@ -168,11 +164,7 @@ def load_config(flags: argparse.Namespace):
 
 
 def tell_unread(config) -> None:
-    """Warns if `data.data_dir` is not read, since images are generated or in a library.
-
-    Args:
-      config: complete config; `:quick` versions of recipes generate their images.
-    """
+    """Warns if `data.data_dir` is not read, as by `:quick` versions of recipes."""
     from vit_jax.data.sources.open import source_type  # Not before signals are heard.
 
     data = config.data
@@ -184,12 +176,7 @@ def tell_unread(config) -> None:
 
 
 def refuse_overrides(flags: argparse.Namespace, doing: str) -> None:
-    """Raises UserError if a config key is set for a command without a config.
-
-    Args:
-      flags: from `parse`.
-      doing: activity for the message, such as "predicting".
-    """
+    """Raises UserError if a config key is set where `doing`, "predicting", takes none."""
     if flags.overrides:
         raise UserError(
             f"--config.{next(iter(flags.overrides))}: {doing} takes no config; "
@@ -202,22 +189,16 @@ def add_weights_flags(parser: Parser) -> None:
     add = parser.add_argument
     add("--model", required=True, help="weights: run, file, folder or name")
     add_step_flag(parser)
-    add(
-        "--no_ema",
-        action="store_true",
-        help="a run's last parameters, not their average",
-    )
+    help = "a run's last parameters, not their average"
+    add("--no_ema", action="store_true", help=help)
     add("--resolution", type=size, help="other image size: pixels, or HEIGHTxWIDTH")
     _add_preparation(parser)
 
 
 def add_step_flag(parser: Parser) -> None:
     """Adds the flag that chooses a checkpoint of a run; `parse` applies it to --model."""
-    parser.add_argument(
-        "--step",
-        type=positive,
-        help="the run's checkpoint of this step, not its best or last",
-    )
+    help = "the run's checkpoint of this step, not its best or last"
+    parser.add_argument("--step", type=positive, help=help)
 
 
 def add_tta_flag(parser: Parser) -> None:
@@ -249,13 +230,8 @@ def _add_preparation(parser: Parser) -> None:
         help="turn images as the orientation tags of cameras say, as data.exif does; "
         "predict and explore do unless a run was trained without",
     )
-    add(
-        "--no_exif",
-        dest="exif",
-        action="store_false",
-        default=None,
-        help="do not turn them",
-    )
+    off = {"dest": "exif", "action": "store_false", "default": None}
+    add("--no_exif", **off, help="do not turn them")
     add_network_flags(parser)
 
 
@@ -459,15 +435,10 @@ def run(
 ) -> None:
     """Runs a command and exits.
 
-    The exit code is that of `main`; 2 after one line on bad input; 75 after one line on a
-    host that did not connect; 130 after Ctrl-C; 141, silently, when nobody reads its
-    output any more.
-
-    Args:
-      main: function of the flags that returns the exit code, None for 0.
-      parser: flags of the command.
-      trains: whether SIGTERM and SIGHUP end the command with 75, and unread output does
-        not end it.
+    The exit code is that of `main`, None for 0; 2 after one line on bad input; 75 after one
+    line on a host that did not connect; 130 after Ctrl-C; 141, silently, when nobody reads
+    its output any more. If it `trains`, SIGTERM and SIGHUP end the command with 75, and
+    unread output does not end it.
     """
     signals.catch(trains=trains)
     gc.set_threshold(_COLLECTED_AFTER)
@@ -479,24 +450,20 @@ def run(
     logging.basicConfig(format="%(message)s", handlers=[logging.lastResort])
     # It has its handler; the root logger would print its lines a second time.
     logging.getLogger("huggingface_hub").propagate = False
-    flags = None
+    debug = "--debug" in sys.argv
     try:
         try:
-            flags = parse(parser)
-            code = main(flags) or 0
+            code = main(parse(parser)) or 0
         except (UserError, LostHost) as error:
-            show(error, debug=flags is not None and flags.debug)
+            show(error, debug=debug)
             wrong = isinstance(error, UserError)
             code = EXIT_USER_ERROR if wrong else EXIT_TRY_AGAIN
         except (MemoryError, RuntimeError) as error:
             if not _is_memory(error):
                 raise
             what = " ".join(str(error).split())[:200]
-            line = (
-                f"out of memory ({what}): ask for less, by a smaller batch, image size "
-            )
-            debug = flags is not None and flags.debug
-            show(UserError(line + "or model"), debug=debug)
+            less = "ask for less, by a smaller batch, image size or model"
+            show(UserError(f"out of memory ({what}): {less}"), debug=debug)
             code = EXIT_USER_ERROR
         except SystemExit as end:  # --help, or a bad flag.
             code = end.code
@@ -511,7 +478,7 @@ def run(
         # A library may have turned KeyboardInterrupt into another error.
         if not (signals.interrupted() or isinstance(error, KeyboardInterrupt)):
             raise
-        if flags is not None and flags.debug:
+        if debug:
             traceback.print_exception(error)
         tell("interrupted")
         code = EXIT_INTERRUPTED

@@ -72,6 +72,9 @@ class Saving(Callback):
             run.save()
         run.watchdog.reset("the save of the last step")
 
+    def end(self, report: Mapping) -> None:
+        self._local.remove()  # The workdir has the last step.
+
 
 class Evaluating(Callback):
     """Evaluates the state, keeps the best checkpoint and stops early."""
@@ -173,12 +176,8 @@ class BestCheckpoint:
     """Follows `checkpoint.best_metric` over the evaluations of a run.
 
     It is a function of the scores alone, so that a resumed run, which reads them from
-    metrics.jsonl, chooses and stops like one that was never interrupted.
-
-    Args:
-      config: complete config.
-      history: lines of metrics.jsonl, up to the first step of this start.
-      saved: steps that have a checkpoint; others cannot be chosen.
+    metrics.jsonl up to its first step (`history`), chooses and stops like one that was
+    never interrupted. Steps that are not `saved` cannot be chosen.
 
     Attributes:
       step: steps taken at the best evaluation; 0 without one.
@@ -220,9 +219,7 @@ class BestCheckpoint:
     def update(self, step: int, scores: Mapping) -> bool:
         """Adds the scores after a step; returns whether they are the best so far.
 
-        Args:
-          step: steps taken; a second call for the same step is ignored.
-          scores: result of `Suite.run`, ignored without the deciding evaluation.
+        Ignored are a second call for a step, and scores without the deciding evaluation.
 
         Raises:
           UserError: that evaluation has no such metric.

@@ -33,6 +33,7 @@ class Run:
     Attributes:
       config: complete config.
       workdir: folder of checkpoints and metrics.
+      commit: of this code, see `run_report.commit`.
       start: steps taken by earlier starts, 0 unless the run resumes.
       total_steps: steps of the whole run.
       num_parameters: number of parameters, those of the task included.
@@ -49,6 +50,7 @@ class Run:
 
     config: "vit_jax.training.config.TrainConfig"
     workdir: str
+    commit: str | None
     start: int
     total_steps: int
     num_parameters: int

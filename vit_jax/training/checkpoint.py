@@ -129,13 +129,8 @@ class Checkpointer:
         path = layout.path_of(self._workdir, step)
         try:
             stored = ocp.metadata(path).custom_metadata
-            notes = resume_check.check_data(
-                stored["data"],
-                self.data,
-                self._source,
-                self._workdir,
-                check=self._check,
-            )
+            known = stored["data"], self.data, self._source, self._workdir
+            notes = resume_check.check_data(*known, check=self._check)
             state = self.load(step, shapes, shardings)
             if int(state.step) != step:
                 why = f"it is the checkpoint of step {int(state.step)}"
@@ -155,20 +150,15 @@ class Checkpointer:
 
     def load(self, step: int, shapes: TrainState, shardings: TrainState) -> TrainState:
         """Reads the state of one checkpoint."""
-        like = jax.tree.map(
-            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
-            shapes,
-            shardings,
-        )
+        place = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
+        like = jax.tree.map(place, shapes, shardings)
         tree = ocp.load(layout.path_of(self._workdir, step), _as_tree(like))
         return shapes.replace(**({"average": None, "extra": None} | tree))
 
     def keep_best(self, record: dict) -> None:
         """Sets the best checkpoint, which is kept and which readers of the workdir load.
 
-        Args:
-          record: step, metric and score; the step is saved, or the next to be saved.
-            Empty: readers load the newest.
+        Its step is saved, or the next to be saved. An empty record: readers load the newest.
         """
         self._best = record
         self._tidy()
@@ -178,13 +168,8 @@ class Checkpointer:
     ) -> None:
         """Begins to save after the previous save has ended, unless the step is saved.
 
-        A failure is printed and counted; `wait` and `demand` report it.
-
-        Args:
-          step: optimiser steps taken.
-          state: whole state, copied before this returns.
-          seconds: time of training so far.
-          device_seconds: sum over all starts of seconds times devices.
+        The state is copied before this returns. A failure is printed and counted; `wait`
+        and `demand` report it. The times are those of `RunClock.elapsed`.
         """
         self.wait()
         if step == self._last:
@@ -229,13 +214,7 @@ class Checkpointer:
         # Else the other processes wait for the reason, and a save may take minutes; this
         # process is about to end (distributed/multihost.py).
 
-    def _settle(
-        self,
-        step: int,
-        path: epath.Path,
-        writing: concurrent.futures.Future | None,
-        reason: str | None,
-    ) -> str | None:
+    def _settle(self, step, path, writing, reason) -> str | None:
         """Ends a save in its background; returns None or why it failed."""
         if reason is None:
             together = jax.process_count() > 1

@@ -40,13 +40,6 @@ def save(
 ) -> int:
     """Writes a compiled step to a file, and returns the file's size in bytes.
 
-    Args:
-      path: file to write in an existing folder.
-      config: complete config of the step.
-      mesh: devices that it was compiled for.
-      lowered: program before compilation.
-      compiled: the same program, compiled.
-
     Raises:
       UserError: the file cannot be written.
     """
@@ -66,13 +59,8 @@ def load(path: str | os.PathLike, config: TrainConfig, setup: TrainSetup) -> Ste
 
     JAX's serialised executables are pickles: load only files from people you trust.
 
-    Args:
-      path: the file.
-      config: complete config of the run.
-      setup: functions of the run, whose `train_step` is lowered for comparison.
-
     Returns:
-      Function like `setup.train_step`.
+      Function like `setup.train_step`, which is lowered for comparison.
 
     Raises:
       UserError: the file cannot be read, or its step is of other devices, versions of

@@ -95,12 +95,8 @@ class LocalCheckpointer:
             "data": self._data,
             "members": len(arrays) + 1,
         }
-        self._writing = threading.Thread(
-            target=self._write,
-            args=(step, about, arrays),
-            daemon=True,
-            name="local_checkpoint",
-        )
+        work = {"target": self._write, "args": (step, about, arrays)}
+        self._writing = threading.Thread(**work, daemon=True, name="local_checkpoint")
         self._writing.start()
 
     def wait(self) -> None:
@@ -146,18 +142,12 @@ class LocalCheckpointer:
                     about = _about(file)
                     arrays |= {name: file[name] for name in file.files}
         if about:
-            notes += resume_check.check_data(
-                about["data"],
-                self._data,
-                self._source,
-                self._workdir,
-                check=self._check,
-            )
+            known = about["data"], self._data, self._source, self._workdir
+            notes += resume_check.check_data(*known, check=self._check)
         arrays |= self._exchange(arrays, held[step])
         names = "seconds", "device_seconds"
-        times = meshes.process_allgather(
-            **{name: about.get(name, 0.0) for name in names}
-        )
+        times = {name: about.get(name, 0.0) for name in names}
+        times = meshes.process_allgather(**times)
         times = [float(times[name].max()) for name in names]
         state = self._parts.assemble(arrays)
         if (step, jax.process_index()) not in mine:

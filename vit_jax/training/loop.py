@@ -3,7 +3,8 @@
 import contextlib
 import dataclasses
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 import jax
 
@@ -56,6 +57,36 @@ def train(
       Interrupted: Ctrl-C, or the stop button of a notebook, and the state is saved; a
         second one raises KeyboardInterrupt at once.
     """
+    with _guarded(config, workdir, startup or StartupTimer()) as start:
+        setup = _ready(config, workdir, setup, start)
+        tracing = Tracing(config, setup)
+        run, compiled_step = _begin(
+            config, workdir, setup, start, [*callbacks], tracing
+        )
+        _take_steps(run, start.timer, tracing, compiled_step)
+        report = _make_report(run)
+        if jax.process_index() == 0:
+            run_report.write_report(workdir, report)
+        run.checkpoints.demand(run.last_step, "the training is done and reported")
+        run.notify("end", report)
+        return report
+
+
+class _Start(NamedTuple):
+    """What measures and guards a start; `stack` closes what it opens."""
+
+    timer: StartupTimer
+    clock: RunClock
+    commit: str | None
+    notes: list[str]
+    preemption: guards.Preemption
+    watchdog: guards.Watchdog
+    stack: contextlib.ExitStack
+
+
+@contextlib.contextmanager
+def _guarded(config, workdir, timer):
+    """Locks the workdir, hears signals and watches for stalls within."""
     watchdog = guards.Watchdog(config.stall_timeout)
     with (
         guards.clear_errors(config),
@@ -64,51 +95,52 @@ def train(
         watchdog,
         contextlib.ExitStack() as stack,
     ):
-        startup = startup or StartupTimer()
-        guarded = preemption, watchdog, stack
-        return _train(config, workdir, startup, setup, callbacks, *guarded)
+        measured = timer, RunClock(), run_report.commit(), []
+        yield _Start(*measured, preemption, watchdog, stack)
 
 
-def _train(
-    config, workdir, startup, setup, callbacks, preemption, watchdog, stack
-) -> dict:
-    clock, commit = RunClock(), run_report.commit()
-    startup.announce("imported; finding the devices")
+def _ready(config, workdir, setup, start) -> TrainSetup:
+    """Returns the setup with its evaluations, after a trial of all data."""
+    start.timer.announce("imported; finding the devices")
     jax.config.update("jax_debug_nans", config.debug_nans)
     jax.config.update("jax_debug_infs", config.debug_nans)
-    uncached = compilation.enable_cache(config.compilation_cache_dir)
+    start.notes.append(compilation.enable_cache(config.compilation_cache_dir))
     resume_check.check_hosts(config, workdir)
-
-    # Mesh, data, task, optimiser, training step and evaluations.
-    setup = setup or build_setup(config, workdir, startup)
+    setup = setup or build_setup(config, workdir, start.timer)
     if setup.suite is None:
         setup = setup._replace(suite=open_suite(config, setup))
-    watchdog.reset("opening the data")
+    start.watchdog.reset("opening the data")
     pipeline.try_training(setup.source, config.data)
     setup.suite.try_first()
-    tracing = Tracing(config, setup)
+    return setup
 
-    # State: restored or initialised on the devices while the step compiles.
-    checkpoints = stack.enter_context(
+
+def _begin(config, workdir, setup, start, callbacks, tracing) -> tuple[Run, Callable]:
+    """Restores or initialises the state while the step compiles.
+
+    Returns:
+      The run, and a function that waits for its compiled step.
+    """
+    checkpoints = start.stack.enter_context(
         Checkpointer(workdir, config, setup.source, setup.metadata)
     )
-    compilations = stack.enter_context(CompilationCounter())
+    compilations = start.stack.enter_context(CompilationCounter())
     _check_resumed(config, workdir, setup, checkpoints)
     compiled_step = start_compiling(setup, debug_nans=config.debug_nans)
-    startup.end_phase(
+    start.timer.end_phase(
         "trace", "making or restoring the state, while the train step compiles"
     )
     local = LocalCheckpointer(
         config, workdir, setup.source, setup.shapes, setup.shardings
     )
     restored = restore_or_init(config, setup, checkpoints, local)
-    clock.add(restored.seconds, restored.device_seconds)
-
-    # What happens beside the steps.
-    logger = stack.enter_context(MetricLogger(startup, compilations))
+    start.clock.add(restored.seconds, restored.device_seconds)
+    logger = start.stack.enter_context(MetricLogger(start.timer, compilations))
+    trackers = [config.tracker.callback()] if jax.process_index() == 0 else []
     run = Run(
         config=config,
         workdir=os.fspath(workdir),
+        commit=start.commit,
         start=restored.step,
         total_steps=setup.total_steps,
         num_parameters=sum(x.size for x in jax.tree.leaves(setup.shapes.params)),
@@ -118,23 +150,23 @@ def _train(
         setup=setup,
         checkpoints=checkpoints,
         logger=logger,
-        clock=clock,
-        watchdog=watchdog,
-        preemption=preemption,
+        clock=start.clock,
+        watchdog=start.watchdog,
+        preemption=start.preemption,
         callbacks=[
-            logger,
-            *([config.tracker.callback()] if jax.process_index() == 0 else []),
-            *callbacks,
-            Saving(local),
-            Evaluating(config, setup),
-            tracing,
+            *(logger, *trackers, *callbacks),
+            *(Saving(local), Evaluating(config, setup), tracing),
         ],
-        notes=[*restored.notes, uncached],
+        notes=[*restored.notes, *start.notes],
     )
     del restored  # Its state, which the first step overwrites.
     run.notify("begin", run)
+    return run, compiled_step
 
-    # Training.
+
+def _take_steps(run, timer, tracing, compiled_step) -> None:
+    """Takes the steps of this start, with the callbacks after each and at the end."""
+    config, setup = run.config, run.setup
     data_shard, num_data_shards = meshes.data_shard(setup.mesh)
     batches = pipeline.train_batches(
         setup.source,
@@ -146,33 +178,24 @@ def _train(
         data_shard=data_shard,
         num_data_shards=num_data_shards,
     )
-    if preemption.reached():  # Before the first step, which compiles, begins.
+    if run.preemption.reached():  # Before the first step, which compiles, begins.
         guards.end_early(run)
-    startup.end_phase("init", "waiting for the compiled train step")
-    watchdog.reset("making or restoring the state")
+    timer.end_phase("init", "waiting for the compiled train step")
+    run.watchdog.reset("making or restoring the state")
     train_step = None if run.start == run.last_step else compiled_step()
-    startup.end_phase("compile")
-    watchdog.reset("compilation")
+    timer.end_phase("compile")
+    run.watchdog.reset("compilation")
     # debug_nans runs a failed step again, operation by operation, which transfers.
     guard = "allow" if config.debug_nans else "disallow"
     with batches, jax.transfer_guard(guard), tracing:
-        for step, batch in logger.steps(batches):
+        for step, batch in run.logger.steps(batches):
             batch = {name: batch[name] for name in setup.batch_shapes}
             batch = meshes.to_devices(batch, setup.mesh)
-            logger.step_timer.mark("host-to-device")
+            run.logger.step_timer.mark("host-to-device")
             with jax.profiler.StepTraceAnnotation("train", step_num=step):
                 run.take(step, *train_step(run.state, batch))
             run.notify("after_step", step)
     run.notify("finish")
-
-    # Report.
-    report = _make_report(run, commit)
-    if jax.process_index() == 0:
-        run_report.write_report(workdir, report)
-    checkpoints.demand(run.last_step, "the training is done and reported")
-    local.remove()
-    run.notify("end", report)
-    return report
 
 
 def build_setup(
@@ -218,12 +241,7 @@ def open_suite(config: TrainConfig, setup: TrainSetup) -> Suite:
     )
 
 
-def _check_resumed(
-    config: TrainConfig,
-    workdir: str | os.PathLike,
-    setup: TrainSetup,
-    checkpoints: Checkpointer,
-) -> None:
+def _check_resumed(config, workdir, setup, checkpoints) -> None:
     """Raises UserError if hosts differ, or the run has more steps than `total_steps`."""
     latest = checkpoints.latest
     resume_check.check_data_of_hosts(
@@ -239,14 +257,14 @@ def _check_resumed(
         )
 
 
-def _make_report(run: Run, commit: str | None) -> dict:
+def _make_report(run: Run) -> dict:
     """Returns the content of `report.json`, see `train`, and prints it as a table."""
     config, setup = run.config, run.setup
     device_kind = jax.devices()[0].device_kind
     seconds, device_seconds = run.clock.elapsed()
     report = {
         "config": config.name,
-        "commit": commit,
+        "commit": run.commit,
         "devices": jax.device_count(),
         "device_kind": device_kind,
         "steps": run.last_step,

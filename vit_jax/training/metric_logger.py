@@ -57,14 +57,9 @@ class MetricLogger(Callback):
         self._writers = [self._files, *more]
         for writer in self._writers:
             self._closing.callback(writer.close)
-        self._progress = Progress(
-            run.start,
-            setup.total_steps,
-            config.batch_size,
-            jax.device_count(),
-            active=active,
-            ideal=ideal_seconds(setup.training_flops, device),
-        )
+        sizes = run.start, setup.total_steps, config.batch_size, jax.device_count()
+        ideal = ideal_seconds(setup.training_flops, device)
+        self._progress = Progress(*sizes, active=active, ideal=ideal)
         self._closing.callback(self._progress.close)
         self.info = self._progress.info
         self.step_timer = StepTimer(config.slow_step_factor, jax.process_index())
@@ -229,15 +224,8 @@ class Progress:
     """Prints lines, moves a bar on terminals and measures the time spent in steps.
 
     The first step of a start is not counted, since it compiles. Nor is what happens
-    between `pause` and `resume` (evaluation, waiting for a save).
-
-    Args:
-      start: steps taken by earlier starts.
-      total: steps of the whole run.
-      batch_size: images per step, over all devices.
-      devices: number of devices.
-      active: whether this process prints.
-      ideal: result of `ideal_seconds`.
+    between `pause` and `resume` (evaluation, waiting for a save). Only an `active`
+    process prints; `ideal` is the result of `ideal_seconds`.
     """
 
     def __init__(
@@ -261,12 +249,7 @@ class Progress:
         self._rate = 0.0
 
     def step_done(self, step: int, waited: float = 0.0) -> None:
-        """Notes that the device has computed a step.
-
-        Args:
-          step: steps taken.
-          waited: seconds of this start in which the device waited for input.
-        """
+        """Notes that the device has computed a step, see `log` for `waited`."""
         self._count()
         self._step = step
         if step == self._first:  # It compiled: the clock starts here.
@@ -302,7 +285,7 @@ class Progress:
 
         Args:
           step: steps taken.
-          loss: training loss of the step.
+          loss: training loss.
           waited: seconds of this start in which the device waited for input.
           stalled: seconds since the last line in which the loop waited for saves.
           memory: GiB in use on a device, 0 if unknown.
@@ -313,34 +296,15 @@ class Progress:
           fraction of the device's peak that the operations of the model reach, if that
           peak is known. Empty where no step was counted yet.
         """
-        steps = step - self._logged
-        seconds = self._seconds - self._logged_seconds
-        wait = 0.0
-        if steps and seconds:
-            self._rate = steps * self._batch / seconds
-            # Clocks of two threads may differ slightly.
-            wait = min(1.0, (waited - self._logged_waited) / seconds)
-        self._logged, self._logged_seconds = step, self._seconds
-        self._logged_waited = waited
-        speed = {}
-        parts, shown = [f"step {step}/{self._total}"], [f"loss {loss:.4f}"]
-        parts += shown
-        if self._rate:
-            per_device = self._rate / self._devices
-            speed = {
-                "step_seconds": self._batch / self._rate,
-                "images_per_second": self._rate,
-                "images_per_second_per_device": per_device,
-                "input_wait": wait,
-            }
-            if self._ideal:
-                speed["mfu"] = per_device * self._ideal
+        speed, shown = self._speed(step, waited), [f"loss {loss:.4f}"]
+        parts = [f"step {step}/{self._total}", *shown]
+        if speed:
             left = _clock((self._total - step) * speed["step_seconds"])
             shown += [f"{left} left", f"{self._rate:.0f} images/s"]
-            each = " a device" if self._devices > 1 else ""
+            each, wait = " a device" * (self._devices > 1), speed["input_wait"]
             parts += [
                 f"{speed['step_seconds']:.3f} s",
-                f"{per_device:.0f} images/s{each}",
+                f"{speed['images_per_second_per_device']:.0f} images/s{each}",
                 f"MFU {speed['mfu']:.0%}" if self._ideal else "",
                 f"input wait {wait:.0%}" if wait >= 0.01 else "",
             ]
@@ -352,6 +316,27 @@ class Progress:
         self.info("  ".join(filter(None, parts)))
         self._bar.show(step, *shown)
         return speed
+
+    def _speed(self, step: int, waited: float) -> dict[str, float]:
+        """Returns what `log` returns, and begins the next interval."""
+        steps, wait = step - self._logged, 0.0
+        seconds = self._seconds - self._logged_seconds
+        if steps and seconds:
+            self._rate = steps * self._batch / seconds
+            # Clocks of two threads may differ slightly.
+            wait = min(1.0, (waited - self._logged_waited) / seconds)
+        self._logged, self._logged_seconds = step, self._seconds
+        self._logged_waited = waited
+        if not self._rate:
+            return {}
+        per_device = self._rate / self._devices
+        speed = {
+            "step_seconds": self._batch / self._rate,
+            "images_per_second": self._rate,
+            "images_per_second_per_device": per_device,
+            "input_wait": wait,
+        }
+        return speed | ({"mfu": per_device * self._ideal} if self._ideal else {})
 
     def info(self, text: str) -> None:
         """Prints lines, above the bar."""

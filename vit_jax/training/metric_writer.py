@@ -32,11 +32,8 @@ class Events:
     """Appends to a new TensorBoard event file in a folder, at once.
 
     tensorboardX's writer has a thread, which dies on a full disk; after ten more events
-    its caller waits forever. Here the caller gets the error.
-
-    Args:
-      folder: created if it is missing.
-      purge: first step that TensorBoard drops from earlier files.
+    its caller waits forever. Here the caller gets the error. TensorBoard drops steps from
+    `purge` on of earlier files.
     """
 
     def __init__(self, folder: epath.Path, purge: int):

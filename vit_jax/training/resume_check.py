@@ -178,24 +178,14 @@ def decisive(config: TrainConfig) -> dict[str, object]:
 
 
 def check_data(
-    stored: dict[str, str | int],
-    data: dict[str, str | int],
-    source: Source,
-    workdir: str | os.PathLike,
-    *,
-    check: bool,
+    stored: dict, data: dict, source: Source, workdir: str | os.PathLike, *, check: bool
 ) -> list[str]:
     """Compares the training split with the one that a run was trained on.
 
-    Args:
-      stored: result of `data_read` in a checkpoint.
-      data: result of `data_read` for `source`.
-      source: training split of this start.
-      workdir: folder of the run.
-      check: whether a difference is an error; else it is returned as a note.
+    `stored` is the result of `data_read` in a checkpoint, `data` that of `source` now.
 
     Raises:
-      UserError: the data differ.
+      UserError: the data differ and `check` is set; else the difference is a note.
     """
     if stored == data:
         return []

@@ -169,8 +169,7 @@ def compute_record(
     Args:
       images: images seen in training, counted in every epoch.
       flops_per_image: result of `Task.training_flops`, counted as in table 6; or None.
-      device_kind: name of the device in JAX.
-      devices: number of devices at the end of the run.
+      device_kind, devices: name and number of the devices at the end of the run.
       device_seconds: sum over all starts of seconds times devices, compilation,
         evaluation and saving included; time after a killed start's last checkpoint is not.
 

@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
-from jaxtyping import Array, Float
 
 from vit_jax.config.lengths import RunLength
 from vit_jax.distributed import mesh as meshes
@@ -127,15 +126,11 @@ def turned(clean: dict, robust: dict, alpha: float, minimize: str) -> dict:
     """
     if not alpha:
         return robust
-    along, other, sign = (
-        (robust, clean, -1) if minimize == "robust" else (clean, robust, 1)
-    )
-    part = _dot(other, along) / jnp.maximum(
-        _dot(along, along), jnp.finfo("float32").tiny
-    )
+    along, other, sign = clean, robust, 1
+    if minimize == "robust":
+        along, other, sign = robust, clean, -1
+    # Not optax.tree.vdot, which makes each parameter a vector: a split one would be gathered.
+    dot = lambda x, y: optax.tree.sum(optax.tree.mul(x, y))
+    square = jnp.maximum(dot(along, along), jnp.finfo("float32").tiny)
+    part = dot(other, along) / square
     return jax.tree.map(lambda a, o: a + sign * alpha * (o - part * a), along, other)
-
-
-def _dot(left: dict, right: dict) -> Float[Array, ""]:
-    products = jax.tree.map(lambda x, y: jnp.sum(x * y), left, right)
-    return sum(jax.tree.leaves(products))

@@ -178,10 +178,7 @@ class DataStallTimer:
 def data_stall_advice(fraction: float, images_per_second: float, data) -> str:
     """Returns a line with the keys to raise if the input is the bottleneck, else "".
 
-    Args:
-      fraction: part of the time in which the device waited for input.
-      images_per_second: speed in that time.
-      data: `config.data`.
+    `fraction` is the part of the time in which the device waited for input.
     """
     if fraction < 0.1:
         return ""

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 from vit_jax import models
 from vit_jax.config import fields
@@ -152,37 +152,27 @@ def build_train_setup(
     """Builds the functions of a run; nothing is computed or compiled yet.
 
     Args:
-      config: complete config.
+      config: complete.
       mesh: mesh from `meshes.create`, of devices that are present or of a topology.
       num_examples: size of the training split.
       saved: metadata of the task from the run's checkpoint; None for a run that begins.
 
     Raises:
-      UserError: the batch, the model or the sharding rules do not fit the mesh or each
-        other.
+      UserError: batch, model or sharding rules do not fit the mesh or each other.
     """
     splits = sharpness.splits(config.optim, config.batch_size, mesh)
-    total_steps = config.num_steps(num_examples)
-    steps_per_epoch = num_examples / config.batch_size
-    model = config.build_model(mesh.devices.flat[0].platform)
     key = "epochs" if config.epochs else "total_steps"
-    run = RunLength(total_steps, steps_per_epoch, key)
+    length = config.num_steps(num_examples), num_examples / config.batch_size
+    run = RunLength(*length, key)
+    model = config.build_model(mesh.devices.flat[0].platform)
     task = config.task.build(model, config.data, run, saved)
-    if not isinstance(task, Task):
-        raise UserError(
-            f"task.name={config.task.name!r}: its `build` returned {task!r}, which lacks a "
-            "method of `Task` (vit_jax/tasks/task.py)"
-        )
-    batch_spec = task.batch_spec(config.batch_size)
-    parse.check_batch(batch_spec, config.data)
-    if re.fullmatch(fields.CUSTOM, config.task.name):
-        _check_transforms(task, batch_spec, config)
+    batch_spec = _check_task(task, config)
 
     def init():
         return task.init(init_key(config.seed))
 
     params, extra = jax.eval_shape(init)
-    _check_state(task, params, extra, config)
+    _check_running_means(task, params, extra, config)
     sharding.check_memory(params, list(mesh.devices.flat), extra)
 
     def optimizer(peak):
@@ -190,19 +180,64 @@ def build_train_setup(
         return rate, optim.optimizer(config.optim, params, rate, run, model.config)
 
     peak = config.optim.peak_learning_rate(config.batch_size)
-    create = functools.partial(
-        create_train_state,
-        tx=optimizer(peak)[1],
-        seed=config.seed,
-        average=bool(config.ema.decay),
+    how = {"seed": config.seed, "average": bool(config.ema.decay)}
+    create = functools.partial(create_train_state, tx=optimizer(peak)[1], **how)
+    layout = _lay_out(config, mesh, task, jax.eval_shape(create, params, extra))
+    donate, flops = not config.debug_nans, task.training_flops()
+
+    def step_at(peak):
+        rate, tx = optimizer(peak)
+        rho = sharpness.radius(config.optim, rate, peak, run)
+        given = rate, rho, splits, mesh, layout["shardings"]
+        return make_train_step(config, task, tx, *given)
+
+    return TrainSetup(
+        task=task,
+        model=task.model,
+        total_steps=run.total_steps,
+        steps_per_epoch=run.steps_per_epoch,
+        init=init,
+        create=create,
+        train_step=jit_step(step_at(peak), mesh, layout["shardings"], donate=donate),
+        step_at=step_at,
+        batch_shapes=_with_sharding(batch_spec, meshes.batched(mesh)),
+        training_flops=flops and flops * (2 if config.optim.sam_rho else 1),
+        metadata=_metadata(task, params, extra),
+        mesh=mesh,
+        **layout,
     )
-    shapes = jax.eval_shape(create, params, extra)
-    network = task.backbone(params, extra)
+
+
+def _with_sharding(shapes: dict, sharding: NamedSharding) -> dict:
+    return {
+        name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+        for name, x in shapes.items()
+    }
+
+
+def _metadata(task: Task, params: dict, extra: object) -> dict:
+    """Returns what checkpoints store to build the task and its network again."""
+    options = {"options": task.model.portable_options}
+    network = {**backbone_paths(task, params, extra), **options}
+    return {"task": task.metadata(), "network": network}
+
+
+def _lay_out(config: TrainConfig, mesh: Mesh, task: Task, shapes: TrainState) -> dict:
+    """Returns the shapes and shardings of a state, on devices and on disk, by name."""
+    model = task.model
+    network = task.backbone(shapes.params, shapes.extra)
     convert = functools.partial(stacking.convert, like=shapes, params=network)
     disk_shapes = convert(shapes, stacking.unstack)
-    place = functools.partial(_place, config, mesh, model.config.model_axes)
+    rules = mesh, model.config.model_axes, config.sharding.rules
+    rules += (config.sharding.min_size,)
+
+    def place(shapes):
+        params = sharding.parameters(shapes.params, *rules)
+        extra = sharding.beside(shapes.extra, *rules)
+        return sharding.like(shapes, params).replace(extra=extra)
+
     shardings, disk_shardings = place(shapes), place(disk_shapes)
-    to_disk = from_disk = _same
+    to_disk = from_disk = lambda state: state
     if model.stacked:
         disk_shardings = convert(disk_shardings, _on_hosts)
         # One tree of parameters, moments or averages at a time, or the devices would
@@ -214,55 +249,52 @@ def build_train_setup(
         stack = jax.jit(_stack_on_devices, out_shardings=placed)
         to_disk = functools.partial(convert, function=unstack)
         from_disk = functools.partial(convert, function=stack)
-
-    def step_at(peak):
-        rate, tx = optimizer(peak)
-        rho = sharpness.radius(config.optim, rate, peak, run)
-        return make_train_step(config, task, tx, rate, rho, splits, mesh, shardings)
-
-    batched, flops = meshes.batched(mesh), task.training_flops()
-    network = backbone_paths(task, params, extra)
-    network = {**network, "options": task.model.portable_options}
-    return TrainSetup(
-        task=task,
-        model=task.model,
-        total_steps=total_steps,
-        steps_per_epoch=steps_per_epoch,
-        init=init,
-        create=create,
-        shapes=shapes,
-        shardings=shardings,
-        disk_shapes=disk_shapes,
-        disk_shardings=disk_shardings,
-        to_disk=to_disk,
-        from_disk=from_disk,
-        train_step=jit_step(
-            step_at(peak), mesh, shardings, donate=not config.debug_nans
-        ),
-        step_at=step_at,
-        batch_shapes={
-            name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=batched)
-            for name, x in batch_spec.items()
-        },
-        training_flops=flops and flops * (2 if config.optim.sam_rho else 1),
-        metadata={"task": task.metadata(), "network": network},
-        mesh=mesh,
-    )
+    return {
+        "shapes": shapes,
+        "shardings": shardings,
+        "disk_shapes": disk_shapes,
+        "disk_shardings": disk_shardings,
+        "to_disk": to_disk,
+        "from_disk": from_disk,
+    }
 
 
-def _check_state(task: Task, params: dict, extra: object, config: TrainConfig) -> None:
-    """Checks that a task carries the running means of its network, untrained.
+def _check_task(task: Task, config: TrainConfig) -> dict:
+    """Checks a task, and that a user's applies the device part of the transforms.
 
-    Raises:
-      UserError: it does not.
+    Returns:
+      Its `batch_spec`.
     """
+    name, data = config.task.name, config.data
+    if not isinstance(task, Task):
+        raise UserError(
+            f"task.name={name!r}: its `build` returned {task!r}, which lacks a method of "
+            "`Task` (vit_jax/tasks/task.py)"
+        )
+    batch_spec = task.batch_spec(config.batch_size)
+    parse.check_batch(batch_spec, data)
+    wanted = ()
+    if re.fullmatch(fields.CUSTOM, name):
+        wanted = parse.parse_train(data.train_transform, data.image_size).device
+    if wanted:
+        with transforms.recording() as applied:
+            jax.eval_shape(task.prepare, batch_spec, jax.random.key(0))
+        if missing := [type(op).__name__ for op in wanted if op not in applied]:
+            raise UserError(
+                f"data.train_transform={data.train_transform!r}: {', '.join(missing)} run "
+                f"on the device, but `prepare` of task.name={name!r} does not apply them: "
+                "call `transforms.apply` there (docs/extending.md), or leave them out"
+            )
+    return batch_spec
+
+
+def _check_running_means(task, params, extra, config) -> None:
+    """Checks that a task carries the running means of its network, untrained."""
     if not task.model.stateful:
         return
+    key = jax.tree_util.DictKey(models.STATE)
     in_params, in_extra = (
-        any(
-            jax.tree_util.DictKey(models.STATE) in keys
-            for keys, _ in jax.tree.leaves_with_path(tree)
-        )
+        any(key in keys for keys, _ in jax.tree.leaves_with_path(tree))
         for tree in (params, extra)
     )
     if in_params or not in_extra:
@@ -270,26 +302,6 @@ def _check_state(task: Task, params: dict, extra: object, config: TrainConfig) -
             f"task.name={config.task.name!r} does not carry the running means "
             f"({models.STATE}) of model.variant={config.model.variant!r}: classification, "
             "distillation, lora and linear_probe do; or use GroupNorm or LayerNorm"
-        )
-
-
-def _check_transforms(task: Task, batch_spec: dict, config: TrainConfig) -> None:
-    """Checks that a user's task applies the device part of the transforms.
-
-    Raises:
-      UserError: it does not; with the transforms.
-    """
-    data = config.data
-    wanted = parse.parse_train(data.train_transform, data.image_size).device
-    if not wanted:
-        return
-    with transforms.recording() as applied:
-        jax.eval_shape(task.prepare, batch_spec, jax.random.key(0))
-    if missing := [type(op).__name__ for op in wanted if op not in applied]:
-        raise UserError(
-            f"data.train_transform={data.train_transform!r}: {', '.join(missing)} run on the "
-            f"device, but `prepare` of task.name={config.task.name!r} does not apply them: "
-            "call `transforms.apply` there (docs/extending.md), or leave them out"
         )
 
 
@@ -306,8 +318,8 @@ def make_train_step(
     """Returns the training step, not jitted.
 
     It maps state and batch (`task.batch_spec`, split over the mesh) to the next state and
-    scalars: the metrics of the task, grad_norm, param_norm, and `learning_rate`, which
-    `tx` has already. `rho` and `splits` are results of `sharpness.radius` and `splits`.
+    scalars: the metrics of the task, grad_norm, param_norm, and `learning_rate`, which `tx`
+    has already. `rho` and `splits` are from sharpness.py.
     """
 
     def loss_fn(params, extra, batch, key):
@@ -319,8 +331,9 @@ def make_train_step(
         # As soon as they exist, so that no device holds all of them.
         return jax.lax.with_sharding_constraint(grads, shardings.params), aux
 
+    groups, parts = splits
+
     def gradients_at(step):
-        groups, parts = splits
         function = accumulate(grad_fn, parts)
         if config.optim.sam_rho:
             function = sharpness.climb(function, config.optim, rho(step))
@@ -336,23 +349,16 @@ def make_train_step(
             )
         updates, opt_state = tx.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
-        step, average = state.step + 1, state.average
+        step, average, ema = state.step + 1, state.average, config.ema
         if average is not None:
-            ema = config.ema
             average = update_ema(average, params, step, ema.decay, ema.warmup)
-        metrics = metrics | {
-            "grad_norm": optax.tree.norm(grads),
-            "param_norm": optax.tree.norm(params),
-            "learning_rate": jnp.asarray(learning_rate(state.step), jnp.float32),
-        }
-        state = state.replace(
-            step=step,
-            params=params,
-            opt_state=opt_state,
-            average=average,
-            extra=task.update(state.extra, params, stats, step),
-        )
-        return state, metrics
+        extra = task.update(state.extra, params, stats, step)
+        rate = jnp.asarray(learning_rate(state.step), jnp.float32)
+        norms = {"grad_norm": optax.tree.norm(grads)}
+        norms["param_norm"] = optax.tree.norm(params)
+        metrics = {**metrics, **norms, "learning_rate": rate}
+        new = {"params": params, "opt_state": opt_state, "average": average}
+        return state.replace(step=step, extra=extra, **new), metrics
 
     return train_step
 
@@ -446,19 +452,6 @@ def start_compiling(setup: TrainSetup, *, debug_nans: bool) -> Callable[[], Step
     _background.append(future)
     executor.shutdown(wait=False)
     return future.result
-
-
-def _place(
-    config: TrainConfig, mesh: Mesh, axes: sharding.ModelAxes, shapes: TrainState
-) -> TrainState:
-    rules = mesh, axes, config.sharding.rules, config.sharding.min_size
-    params = sharding.parameters(shapes.params, *rules)
-    extra = sharding.beside(shapes.extra, *rules)
-    return sharding.like(shapes, params).replace(extra=extra)
-
-
-def _same(state: TrainState) -> TrainState:
-    return state
 
 
 def _stack_on_devices(params: dict) -> dict:
