@@ -8,7 +8,7 @@ import pathlib
 import shutil
 import tempfile
 
-from hosts import xla_flags
+from hosts import kill_started, xla_flags
 
 # Before JAX starts. Most tests use one of the devices. Programs are compiled in a hurry;
 # what users get is run by the digits, alone and in a notebook.
@@ -64,6 +64,13 @@ def _drop_programs():
         if maps > _MOST_MAPS or pages * os.sysconf("SC_PAGE_SIZE") > _MOST_BYTES:
             jax.clear_caches()
             gc.collect()
+
+
+@pytest.fixture(autouse=True)
+def _kill_started():
+    """Kills the processes that a test has left."""
+    yield
+    kill_started()
 
 
 @pytest.fixture

@@ -3,9 +3,12 @@
 import contextlib
 import json
 import math
+import os
 import pathlib
 import shutil
 import struct
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +29,9 @@ RECIPES = sorted(
     if path.stem not in ("__init__", "common")
 )
 
+# Sizes of a network whose program compiles soon.
+TINY = {"width": 12, "depth": 1, "num_heads": 3, "mlp_dim": 20}
+
 _EVALUATION = """
 from ml_collections import ConfigDict
 
@@ -43,25 +49,14 @@ def tiny_config(**sections):
         "seed": 3,
         "total_steps": 6,
         "batch_size": 8,
-        "data": {
-            "name": "synthetic",
-            "num_classes": 5,
-            "num_examples": 20,
-            "image_size": (8, 12),
-            "channels": 3,
-        },
-        "model": {
-            "variant": "Ti/4",
-            "width": 12,
-            "depth": 1,
-            "num_heads": 3,
-            "mlp_dim": 20,
-        },
+        "data": {"name": "synthetic", "num_classes": 5, "num_examples": 20},
+        "model": {"variant": "Ti/4", **TINY},
         "optim": {"learning_rate": 0.01},
         "evals": {"val": "val"},
         "log_every_steps": 2,
         "checkpoint_every_steps": 3,
     }
+    raw["data"] |= {"image_size": (8, 12), "channels": 3}
     for name, value in sections.items():
         if isinstance(value, dict) and name != "evals":
             raw[name] = raw.get(name, {}) | value
@@ -74,10 +69,9 @@ def tiny_config(**sections):
 def one_device():
     """Has runs in this process take one of its eight devices: a program compiles sooner."""
     create = meshes.create
+    first = lambda config: create(config, jax.devices()[:1])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            meshes, "create", lambda config: create(config, jax.devices()[:1])
-        )
+        patch.setattr(meshes, "create", first)
         yield
 
 
@@ -98,18 +92,22 @@ def draw_params(model, seed=0):
     return jax.tree_util.tree_map_with_path(draw, shapes)
 
 
+def random_weights(model, source="made", seed=1, **fields):
+    """Returns weights of a network, all of them normal random numbers."""
+    leaves, tree = jax.tree.flatten(jax.eval_shape(model.init, jax.random.key(0)))
+    rng = np.random.default_rng(seed)
+    leaves = [rng.standard_normal(leaf.shape, np.float32) for leaf in leaves]
+    params = jax.tree.unflatten(tree, leaves)
+    return Pretrained(params, model.options, "vit_jax", source, **fields)
+
+
 def write_weights(path, class_names=(), preprocess=None, **options):
     """Writes a small network with parameters of `draw_params` as a safetensors file."""
-    sizes = {"width": 12, "depth": 1, "num_heads": 3, "mlp_dim": 20, "channels": 3}
-    model = models.create(**sizes | options)
+    model = models.create(**TINY | {"channels": 3} | options)
     params = jax.device_get(draw_params(model))
-    export.export(
-        Pretrained(
-            params, model.options, "vit_jax", "made", preprocess, tuple(class_names)
-        ),
-        "safetensors",
-        path,
-    )
+    how = preprocess, tuple(class_names)
+    found = Pretrained(params, model.options, "vit_jax", "made", *how)
+    export.export(found, "safetensors", path)
 
 
 _SETUPS = sweep.SweepSetups()
@@ -151,7 +149,7 @@ def events(folder):
 def run_command(name, words):
     """Runs a command in this process; returns its exit code, None is 0."""
     module = load(name)
-    return module.main(cli.parse(module.parser(), words))
+    return module.main(cli.parse(module.parser(), list(map(str, words))))
 
 
 def evaluated(workdir, folder, capsys):
@@ -162,6 +160,19 @@ def evaluated(workdir, folder, capsys):
     words = [f"--config={recipe}", f"--model={workdir}", "--json"]
     assert not run_command("evaluate", words)
     return json.loads(capsys.readouterr().out.splitlines()[-1])["val"]
+
+
+def run_python(*words, cwd=ROOT, **environment):
+    """Runs Python in a new process; returns its exit code and what it printed."""
+    return subprocess.run(
+        [sys.executable, *map(str, words)],
+        cwd=cwd,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=1500,
+    )
 
 
 def photograph(height, width):

@@ -7,14 +7,12 @@ import os
 import pathlib
 import re
 import shutil
-import subprocess
-import sys
 import types
 
 import jax
 import numpy as np
 import pytest
-from helpers import one_device
+from helpers import one_device, run_python
 from PIL import Image
 
 import vit_jax
@@ -107,7 +105,8 @@ for name in sys.modules:
     assert part in (name, "data") or part.startswith(tuple(of_models)), name
 assert [vit_jax.train.__name__, vit_jax.evaluate.__name__] == ["train", "evaluate"]
 """
-    subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT)
+    done = run_python("-c", program)
+    assert done.returncode == 0, done.stderr
 
 
 def test_images_are_given_in_any_form(place, tmp_path):
@@ -179,6 +178,7 @@ def test_arrays_are_fine_tuned_without_a_workdir(place, monkeypatch):
         vit_jax.finetune(pairs, **given)
 
 
+@pytest.mark.slow
 def test_callbacks_see_a_run_without_a_workdir_and_its_resumption(place):
     seen = []
 

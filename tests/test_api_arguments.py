@@ -1,6 +1,8 @@
 """Wrong arguments of every function of `vit_jax`: one line that names thing and value."""
 
+import functools
 import pathlib
+import re
 
 import jaxtyping
 import numpy as np
@@ -45,50 +47,86 @@ def train(**more):
     return vit_jax.train(RECIPE, "unused", **{"data": GOOD, "epochs": 1, **more})
 
 
-def evaluate(weights, **more):
-    return vit_jax.evaluate(weights, **{"data": GOOD, "tell": str, **more})
+def evaluate(w, **more):
+    return vit_jax.evaluate(w, **{"data": GOOD, "tell": str, **more})
+
+
+def b16(*args, **more):
+    return vit_jax.create_model("B/16", *args, **more)
+
+
+def tune(data=GOOD, workdir="w", **more):
+    return vit_jax.finetune(data, workdir, **more)
 
 
 def function():
     """Stands for what is no instance of what an argument takes."""
 
 
+def load(w, **more):
+    return vit_jax.load_model(w, **more)
+
+
+def predict(m, **more):
+    return m.predict(PICTURE, **more)
+
+
+# Values of one argument: the message names it as "argument=value".
+VALUES = [
+    ("list_models", vit_jax.list_models, "pattern", (3, None)),
+    ("list_models", vit_jax.list_models, "pretrained", ("deit",)),
+    ("create_model", b16, "width", (-3, "wide")),
+    ("create_model", b16, "depth", (2.5,)),
+    ("create_model", b16, "dropout", (np.nan, 1.5)),
+    ("create_model", b16, "drop_path_rate", (-1,)),
+    ("create_model", b16, "pool", ("mean",)),
+    ("create_model", b16, "dtype", ("int8",)),
+    ("create_model", b16, "num_classes", (-1, 1.5, True)),
+    ("create_model", b16, "image_size", ("224", 2.5, None)),
+    ("load_model", load, "num_classes", (-1, "ten")),
+    ("load_model", load, "class_names", (3,)),
+    ("load_model", load, "use_ema", (3,)),
+    ("load_model", load, "step", (3, -1, "last")),
+    ("load_model", load, "num_heads", (-2, 5)),
+    ("load_model", load, "tokenizer", (3,)),
+    ("load_model", load, "architecture", (3, "vit")),
+    ("load_model", load, "tell", (3,)),
+    ("load_model", load, "crop_fraction", (np.nan,)),
+    ("load_model", load, "interpolation", ("fast",)),
+    ("load_model", load, "squash", ("yes",)),
+    ("predict", predict, "topk", (-1, 0, 2.0)),
+    ("predict", predict, "threshold", (-0.1, 2, np.nan, "half")),
+    ("train", train, "class_names", (3,)),
+    ("train", train, "callbacks", (3,)),
+    ("train", train, "epochs", (-1, "two")),
+    ("train", train, "batch_size", (0,)),
+    ("finetune", tune, "workdir", (3,)),
+    ("finetune", tune, "model", (3,)),
+    ("finetune", tune, "minutes", (-1, np.nan, "5")),
+    ("finetune", tune, "folds", (1, -2)),
+    ("finetune", tune, "tell", (3,)),
+    ("evaluate", evaluate, "step", (3,)),
+    ("evaluate", evaluate, "use_ema", ("no",)),
+    ("evaluate", evaluate, "class_names", (3,)),
+    ("evaluate", evaluate, "tell", (3,)),
+    ("evaluate", evaluate, "batch_size", (0,)),
+]
 CALLS = {
     "list_models": [
-        (lambda: vit_jax.list_models(3), "pattern=3"),
-        (lambda: vit_jax.list_models(None), "pattern=None"),
-        (lambda: vit_jax.list_models(pretrained="deit"), "pretrained='deit'"),
         (lambda: vit_jax.list_models("a", "b"), "list_models: too many"),
         (lambda: vit_jax.list_models(patern="a"), "list_models: .*'patern'"),
     ],
     "create_model": [
         (lambda: vit_jax.create_model(), "create_model: .*'variant'"),
         (lambda: vit_jax.create_model(16), "variant=16"),
-        (lambda: vit_jax.create_model("B/16", width=-3), "width=-3"),
-        (lambda: vit_jax.create_model("B/16", width="wide"), "width='wide'"),
-        (lambda: vit_jax.create_model("B/16", depth=2.5), "depth=2.5"),
-        (lambda: vit_jax.create_model("B/16", dropout=np.nan), "dropout=nan"),
-        (lambda: vit_jax.create_model("B/16", dropout=1.5), "dropout=1.5"),
-        (lambda: vit_jax.create_model("B/16", drop_path_rate=-1), "drop_path_rate=-1"),
-        (lambda: vit_jax.create_model("B/16", pool="mean"), "pool='mean'"),
-        (lambda: vit_jax.create_model("B/16", dtype="int8"), "dtype='int8'"),
-        (lambda: vit_jax.create_model("B/16", num_classes=-1), "num_classes=-1"),
-        (lambda: vit_jax.create_model("B/16", num_classes=1.5), "num_classes=1.5"),
-        (lambda: vit_jax.create_model("B/16", num_classes=True), "num_classes=True"),
-        (lambda: vit_jax.create_model("B/16", image_size=0), r"image_size=\(0, 0\)"),
-        (lambda: vit_jax.create_model("B/16", image_size=-16), "image_size=.*-16"),
-        (lambda: vit_jax.create_model("B/16", image_size="224"), "image_size='224'"),
-        (lambda: vit_jax.create_model("B/16", image_size=2.5), "image_size=2.5"),
-        (lambda: vit_jax.create_model("B/16", image_size=None), "image_size=None"),
-        (lambda: vit_jax.create_model("B/16", image_size=(16, 2.5)), "image_size.*2.5"),
-        (
-            lambda: vit_jax.create_model("B/16", heads=3),
-            r"key model.heads; the .* model\.num_heads",
-        ),
         (lambda: vit_jax.create_model("Ti/7x", width=3), "Ti/7x"),
-        (lambda: vit_jax.create_model("B/16", img_size=3), "is called image_size here"),
         (lambda: vit_jax.create_model("vit_base_patch16_224"), "a name of timm: load_"),
-        (lambda: vit_jax.create_model("B/16", image_size=(1, 2, 3)), "neither a side"),
+        (lambda: b16(image_size=0), r"image_size=\(0, 0\)"),
+        (lambda: b16(image_size=-16), "image_size=.*-16"),
+        (lambda: b16(image_size=(16, 2.5)), "image_size.*2.5"),
+        (lambda: b16(image_size=(1, 2, 3)), "neither a side"),
+        (lambda: b16(img_size=3), "is called image_size here"),
+        (lambda: b16(heads=3), r"key model.heads; the .* model\.num_heads"),
     ],
     "load_model": [
         (lambda w: vit_jax.load_model(None), "source=None"),
@@ -99,41 +137,17 @@ CALLS = {
         (lambda w: vit_jax.load_model("google/vit-base-patch16-224"), "hf://google/"),
         (lambda w: vit_jax.load_model(w, image_size=0), "image_size"),
         (lambda w: vit_jax.load_model(w, image_size="32"), "image_size.*='32'"),
-        (lambda w: vit_jax.load_model(w, num_classes=-1), "num_classes=-1"),
-        (lambda w: vit_jax.load_model(w, num_classes="ten"), "num_classes='ten'"),
-        (lambda w: vit_jax.load_model(w, class_names=3), "class_names=3"),
         (lambda w: vit_jax.load_model(w, class_names=[1, 2]), r"class_names\[0\]=1"),
         (lambda w: vit_jax.load_model(w, class_names=["a"]), "1 class names"),
-        (lambda w: vit_jax.load_model(w, step=3), "step=3"),
-        (lambda w: vit_jax.load_model(w, step=-1), "step=-1"),
-        (lambda w: vit_jax.load_model(w, step="last"), "step='last'"),
-        (lambda w: vit_jax.load_model(w, use_ema=3), "use_ema=3"),
-        (lambda w: vit_jax.load_model(w, num_heads=-2), "num_heads=-2"),
-        (lambda w: vit_jax.load_model(w, num_heads=5), "num_heads=5: "),
-        (lambda w: vit_jax.load_model(w, architecture=3), "architecture=3"),
-        (lambda w: vit_jax.load_model(w, architecture="vit"), "architecture='vit': "),
-        (lambda w: vit_jax.load_model(w, tokenizer=3), "tokenizer=3"),
-        (lambda w: vit_jax.load_model(w, tell=3), "tell=3"),
         (lambda w: vit_jax.load_model(w, mean="0.5"), r"mean\[0\]='0.5'"),
         (lambda w: vit_jax.load_model(w, std=(0.0,)), "std="),
         (lambda w: vit_jax.load_model(w, std=(np.nan,)), "std="),
-        (lambda w: vit_jax.load_model(w, crop_fraction=np.nan), "crop_fraction=nan"),
         (lambda w: vit_jax.load_model(w, crop_fraction=2), "crop_pct=2"),
-        (lambda w: vit_jax.load_model(w, interpolation="fast"), "interpolation='fast'"),
-        (lambda w: vit_jax.load_model(w, squash="yes"), "squash='yes'"),
     ],
     "predict": [
         (lambda m: m.predict(), "predict: .*'images'"),
-        (lambda m: m.predict(PICTURE, topk=-1), "topk=-1"),
-        (lambda m: m.predict(PICTURE, topk=0), "topk=0"),
-        (lambda m: m.predict(PICTURE, topk=2.0), "topk=2.0"),
         (lambda m: m.predict(PICTURE, top_k=2), "predict: .*'top_k'"),
-        (lambda m: m.predict(PICTURE, threshold=-0.1), "threshold=-0.1"),
-        (lambda m: m.predict(PICTURE, threshold=2), "threshold=2"),
-        (lambda m: m.predict(PICTURE, threshold=np.nan), "threshold=nan"),
-        (lambda m: m.predict(PICTURE, threshold="half"), "threshold='half'"),
         (lambda m: m.predict(np.zeros((0, 0), np.uint8)), r"image of uint8 \(0, 0"),
-        (lambda m: m.predict(np.zeros((0, 32, 3), np.uint8)), "image of uint8"),
         (lambda m: m.predict(np.zeros((0, 32, 32, 3), np.uint8)), "images"),
         (lambda m: m.predict(np.array([])), "image of float64"),
         (lambda m: m.predict(np.zeros((32, 32, 3))), "image of float64"),
@@ -148,15 +162,11 @@ CALLS = {
         (lambda m: m.predict(b"noise"), "the image .*: give another image"),
         (lambda m: m.predict("nowhere.png"), "nowhere.png"),
         (lambda m: m.predict("tests/golden/mae_hf"), "no image in tests/golden"),
-    ],
-    "features": [
         (lambda m: m.features(PICTURE, tokens="all"), "tokens='all'"),
         (lambda m: m.features(None), "images=None"),
         (lambda m: m.attention(3.5), "images=3.5"),
         (lambda m: m.preprocess(None), "images=None"),
         (lambda m: m(None), "images=None"),
-    ],
-    "zero_shot": [
         (lambda m: m.zero_shot(PICTURE, 3), "texts=3"),
         (lambda m: m.zero_shot(PICTURE, [3]), r"texts\[0\]=3"),
         (lambda m: m.zero_shot(PICTURE, ["a"], prompts=3), "prompts=3"),
@@ -176,6 +186,7 @@ CALLS = {
         (lambda: train(data={}), "no 'train' among nothing"),
         (lambda: train(data={"train": 3}), "data train=int 3"),
         (lambda: train(data={"train": GOOD, "val": None}), "data val=NoneType None"),
+        (lambda: train(data={"train": GOOD, "val": (GOOD[0], GOOD[1] + 7)}), "label 8"),
         (lambda: train(data=(GOOD[0], GOOD[1][:5])), "6 images, but 5 labels"),
         (lambda: train(data=(GOOD[0], GOOD[1] * 0.5)), "labels=float64"),
         (lambda: train(data=(GOOD[0], GOOD[1] - 1)), "label -1"),
@@ -185,39 +196,22 @@ CALLS = {
         (lambda: train(data=(GOOD[0][:, 0, 0], GOOD[1])), "images=uint8"),
         (lambda: train(data=(GOOD[0] + 0.5, GOOD[1])), "images=float64"),
         (lambda: train(data=([[1, 2], [3]], [0, 1])), r"images=\[\[1, 2\], \[3\]\]"),
-        (
-            lambda: train(data={"train": GOOD, "val": (GOOD[0], GOOD[1] + 7)}),
-            "7|label 8",
-        ),
         (lambda: train(class_names=["a"]), "label 1"),
-        (lambda: train(class_names=3), "class_names=3"),
         (lambda: train(callbacks=function), "callbacks=.*function"),
         (lambda: train(callbacks=[function]), r"callbacks\[0\]=.*function"),
         (lambda: train(callbacks=[vit_jax.Callback]), r"callbacks\[0\]=.*Callback"),
-        (lambda: train(callbacks=3), "callbacks=3"),
-        (lambda: train(epochs=-1), "epochs=-1"),
-        (lambda: train(epochs="two"), "epochs='two'"),
-        (lambda: train(batch_size=0), "batch_size=0"),
         (lambda: train(lr=0.1), "optim.learning_rate"),
     ],
     "finetune": [
         (lambda: vit_jax.finetune(), "finetune: .*'photos'"),
         (lambda: vit_jax.finetune(None), "photos=None"),
-        (lambda: vit_jax.finetune(3, "w"), "photos=3"),
-        (lambda: vit_jax.finetune(GOOD[0], "w"), "photos=.*ndarray"),
-        (lambda: vit_jax.finetune((GOOD[0], GOOD[1][:3]), "w"), "but 3 labels"),
-        (lambda: vit_jax.finetune({"val": GOOD}, "w"), "no 'train' among val"),
-        (lambda: vit_jax.finetune("nowhere/at/all", "w"), "nowhere/at/all"),
-        (lambda: vit_jax.finetune(GOOD, 3), "workdir=3"),
-        (lambda: vit_jax.finetune(GOOD, "w", model=3), "model=3"),
-        (lambda: vit_jax.finetune(GOOD, "w", minutes=-1), "minutes=-1"),
-        (lambda: vit_jax.finetune(GOOD, "w", minutes=np.nan), "minutes=nan"),
-        (lambda: vit_jax.finetune(GOOD, "w", minutes="5"), "minutes='5'"),
-        (lambda: vit_jax.finetune(GOOD, "w", folds=1), "folds=1"),
-        (lambda: vit_jax.finetune(GOOD, "w", folds=-2), "folds=-2"),
-        (lambda: vit_jax.finetune(GOOD, "w", callbacks=function), "callbacks="),
-        (lambda: vit_jax.finetune(GOOD, "w", tell=3), "tell=3"),
-        (lambda: vit_jax.finetune(GOOD, "w", init="x"), "init"),
+        (lambda: tune(3), "photos=3"),
+        (lambda: tune(GOOD[0]), "photos=.*ndarray"),
+        (lambda: tune((GOOD[0], GOOD[1][:3])), "but 3 labels"),
+        (lambda: tune({"val": GOOD}), "no 'train' among val"),
+        (lambda: tune("nowhere/at/all"), "nowhere/at/all"),
+        (lambda: tune(callbacks=function), "callbacks="),
+        (lambda: tune(init="x"), "init"),
     ],
     "evaluate": [
         (lambda w: vit_jax.evaluate(), "evaluate: .*'source'"),
@@ -228,11 +222,6 @@ CALLS = {
         (lambda w: evaluate(w, data=GOOD[0]), "data test=ndarray"),
         (lambda w: evaluate(w, data={"a": (GOOD[0], GOOD[1][:2])}), "but 2 labels"),
         (lambda w: evaluate(w, data=(GOOD[0], GOOD[1] + 5)), "label 6"),
-        (lambda w: evaluate(w, step=3), "step=3"),
-        (lambda w: evaluate(w, use_ema="no"), "use_ema='no'"),
-        (lambda w: evaluate(w, class_names=3), "class_names=3"),
-        (lambda w: evaluate(w, tell=3), "tell=3"),
-        (lambda w: evaluate(w, batch_size=0), "batch_size=0"),
     ],
     "train_setup": [
         (lambda: vit_jax.train_setup(RECIPE), "train_setup: .*'num_examples'"),
@@ -244,6 +233,10 @@ CALLS = {
         (lambda: vit_jax.train_setup({"seed": -1, "batch_size": 8}, 10), "seed=-1"),
     ],
 }
+for name, call, argument, values in VALUES:
+    for value in values:
+        message = re.escape(f"{argument}={value!r}")
+        CALLS[name].append((functools.partial(call, **{argument: value}), message))
 
 
 @pytest.mark.parametrize(
@@ -253,22 +246,18 @@ CALLS = {
 def test_a_wrong_argument_is_one_line_at_once(
     name, call, message, request, tmp_path, monkeypatch
 ):
-    given = []
-    if call.__code__.co_argcount:
-        given = [request.getfixturevalue({"w": "weights"}.get(_first(call), "model"))]
-    copied = tmp_path / "configs"
-    copied.symlink_to(request.config.rootpath / "configs")
-    (tmp_path / "tests").symlink_to(request.config.rootpath / "tests")
+    code = getattr(call, "func", call).__code__
+    first = code.co_varnames[0] if code.co_argcount else ""
+    fixture = {"w": "weights", "m": "model"}.get(first)
+    given = [request.getfixturevalue(fixture)] if fixture else []
+    for folder in ("configs", "tests"):
+        (tmp_path / folder).symlink_to(request.config.rootpath / folder)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(vit_jax.UserError, match=message) as raised:
         call(*given)
     assert "\n" not in str(raised.value)
     left = {path.name for path in tmp_path.iterdir()}
     assert left <= {"configs", "tests", "w"}  # Nothing is trained.
-
-
-def _first(call):
-    return call.__code__.co_varnames[0]
 
 
 def test_every_function_is_in_the_table():

@@ -1,15 +1,10 @@
 """Every script of benchmarks/ runs for seconds with --smoke; timings are not looked at."""
 
-import os
-import pathlib
-import subprocess
-import sys
-
-import one_process
 import pytest
+import warm
+from helpers import ROOT, run_python
 from hosts import HURRY
 
-ROOT = pathlib.Path(__file__).parents[1]
 SOURCES = {path.stem: path.read_text() for path in (ROOT / "benchmarks").glob("*.py")}
 # The contenders input_*.py are processes that input.py starts, as tpu_ahead.py starts
 # baseline_vit.py. test_soak.py runs soak.py.
@@ -40,20 +35,14 @@ def test_every_benchmark_has_a_short_run():
 @pytest.mark.slow
 def test_benchmarks_of_one_process_run():
     commands = [["python", f"benchmarks/{name}.py", "--smoke"] for name in TOGETHER]
-    one_process.run(commands, ROOT, PYTHONPATH=f"{ROOT}:{ROOT / 'benchmarks'}", **OWN)
+    path = f"{ROOT}:{ROOT / 'benchmarks'}"
+    warm.run_all(commands, ROOT, PYTHONPATH=path, **OWN)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", APART)
 def test_a_benchmark_runs(name):
-    done = subprocess.run(
-        [sys.executable, ROOT / "benchmarks" / f"{name}.py", "--smoke"],
-        env=os.environ | {"PYTHONPATH": str(ROOT)} | OWN,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
+    script = ROOT / "benchmarks" / f"{name}.py"
+    done = run_python(script, "--smoke", PYTHONPATH=str(ROOT), **OWN)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout

@@ -1,12 +1,11 @@
 import json
 import pathlib
-import subprocess
-import sys
 
 import pytest
+from helpers import run_command
 from tfds_sets import builder_class
 
-from vit_jax import datasets
+from configs import bit_hyperrule, jft, transfer
 from vit_jax.data import catalogue, splits
 from vit_jax.data.imagenet import OBJECTNET_CLASSES
 from vit_jax.errors import UserError
@@ -15,15 +14,9 @@ ROOT = pathlib.Path(__file__).parents[1]
 NAMES = ROOT.parent / "shared" / "data" / "imagenet_classes.txt"
 
 
-def flags(*words):
-    parsed = datasets.parser().parse_args(list(words))
-    parsed.overrides = {}
-    return parsed
-
-
 def listed(capsys, *words):
     """Returns what the verb prints as JSON, by name."""
-    assert datasets.main(flags("--json", *words)) == 0
+    assert run_command("datasets", ["--json", *words]) == 0
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     return {row["name"]: row for row in rows}
 
@@ -50,7 +43,7 @@ def prepared(tmp_path_factory):
 
 
 def test_the_table_says_what_is_prepared(prepared, capsys):
-    assert datasets.main(flags("--data_dir", str(prepared))) == 0
+    assert run_command("datasets", ["--data_dir", prepared]) == 0
     heading, *lines = capsys.readouterr().out.splitlines()
     assert heading.split()[:4] == ["name", "here", "images", "classes"]
     assert len(lines) == len(catalogue.ENTRIES)
@@ -76,7 +69,7 @@ def test_each_command_is_one_that_the_verb_for_it_takes(capsys):
 
 def test_a_named_set_comes_with_its_splits(prepared, capsys):
     words = ("cifar10", "imagenet2012_real", "--data_dir", str(prepared))
-    assert datasets.main(flags(*words)) == 0
+    assert run_command("datasets", words) == 0
     lines = capsys.readouterr().out.splitlines()
     assert "  dev: train[98%:]" in lines
     assert "  needs --config.data.label_key=original_label" in lines
@@ -105,20 +98,7 @@ def test_an_unknown_name_lists_the_known():
     with pytest.raises(
         UserError, match="'imagenet' is no data set of the paper: image"
     ):
-        datasets.main(flags("imagenet"))
-
-
-def test_the_verb_ends_without_a_traceback():
-    run = subprocess.run(
-        [sys.executable, "-m", "vit_jax.datasets", "nope"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert (run.returncode, run.stdout) == (2, "")
-    assert run.stderr.startswith("error: 'nope' is no data set")
-    assert run.stderr.count("\n") == 1
+        run_command("datasets", ["imagenet"])
 
 
 @pytest.mark.parametrize("name", catalogue.ENTRIES)
@@ -141,8 +121,6 @@ def test_the_held_out_share_is_that_of_table_4():
 
 
 def test_the_entries_agree_with_the_recipes():
-    from configs import bit_hyperrule, jft, transfer
-
     for name, (num_classes, images, _, test) in bit_hyperrule.DATASETS.items():
         entry = catalogue.ENTRIES[name]
         assert (entry.num_classes, entry.images) == (num_classes, images)

@@ -10,9 +10,9 @@ import tomllib
 
 import numpy as np
 import pytest
+import warm
 from helpers import write_weights
 from hosts import xla_flags
-from one_process import run
 from PIL import Image
 
 from vit_jax.config import fields
@@ -24,12 +24,11 @@ ROOT = pathlib.Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 sys.path.append(str(DOCS / "extensions"))
 import config_reference
-import docstrings
 import generated
 
 COMMANDS = tomllib.loads((DOCS / "commands.toml").read_text())["command"]
 # In the order in which their commands are run.
-PAGES = (
+PAGES = [
     "getting_started",
     "finetuning",
     "weights",
@@ -37,9 +36,18 @@ PAGES = (
     "labels",
     "studies",
     "gallery",
-)
-PAGES += ("pretraining", "pretraining_without_labels", "launch", "compile", "scale")
-PAGES += ("extending", "data", "install", "export", "trackers", "images_and_text")
+    "pretraining",
+    "pretraining_without_labels",
+    "launch",
+    "compile",
+    "scale",
+    "extending",
+    "data",
+    "install",
+    "export",
+    "trackers",
+    "images_and_text",
+]
 
 
 def blocks(page):
@@ -76,12 +84,9 @@ def commands(page):
     ]
 
 
-def test_every_page_with_commands_is_looked_at():
+def test_every_command_is_run_by_a_test_or_says_why_not():
     pages = {path.stem for path in DOCS.glob("*.md") if commands(path.stem)}
     assert pages == set(PAGES)
-
-
-def test_every_command_is_run_by_a_test_or_says_why_not():
     on_site = list(dict.fromkeys(line for page in PAGES for line in commands(page)))
     assert sorted(on_site) == sorted(entry["line"] for entry in COMMANDS)
     for entry in COMMANDS:
@@ -137,19 +142,15 @@ def test_the_commands_and_programs_of_the_site_run(tmp_path):
                 entry = listed[line]
                 if not entry.keys() & {"test", "reason"}:
                     jobs.append(shlex.split(f"{line} {entry.get('more', '')}"))
-    run(jobs, tmp_path, PYTHONPATH=f"{ROOT}:{tmp_path}", XLA_FLAGS=xla_flags())
+    warm.run_all(jobs, tmp_path, PYTHONPATH=f"{ROOT}:{tmp_path}", XLA_FLAGS=xla_flags())
 
 
 def make_images(folder):
     """Makes what the site calls IMAGES, PHOTOS, ALBUM and FOLDER, of noise."""
     draw = np.random.default_rng(0)
     names = [f"IMAGES/{i}.png" for i in range(3)]
-    for split, count in (
-        ("PHOTOS/train", 5),
-        ("PHOTOS/val", 1),
-        ("ALBUM", 9),
-        ("FOLDER/full", 2),
-    ):
+    counts = {"PHOTOS/train": 5, "PHOTOS/val": 1, "ALBUM": 9, "FOLDER/full": 2}
+    for split, count in counts.items():
         for flower in ("daisy", "dandelion", "roses", "sunflowers", "tulips"):
             names += [f"{split}/{flower}/{i}.png" for i in range(count)]
     for name in names:
@@ -190,35 +191,23 @@ def test_what_is_to_be_installed_is_an_extra_in_one_spelling():
     assert "vit_jax[" not in text  # It is not published: there is the clone alone.
     named = re.findall(r"-e[\s\"]+'?\.\[([\w,]+)\]", text)
     assert len(named) > 10
-    assert {extra for names in named for extra in names.split(",")} <= set(
-        extras["optional-dependencies"]
-    )
-
-
-def sections():
-    """Yields every section that a config can hold, with a name for it."""
-    yield "", TrainConfig
-    for name, _, cls in fields.sections(TrainConfig):
-        yield name, cls
+    known = extras["optional-dependencies"].keys()
+    assert {extra for names in named for extra in names.split(",")} <= known
 
 
 def test_the_reference_has_every_key_with_its_default_and_a_meaning():
     text = config_reference.markdown(TrainConfig)
-    for name, cls in sections():
+    for name, _, cls in (("", "", TrainConfig), *fields.sections(TrainConfig)):
         defaults = fields.defaults(cls)
         for key, about in fields.fields(cls).items():
-            if isinstance(about, fields.Section) or key in ("kind", "variant"):
-                continue
-            if name and key == "name":
+            chooses = key in ("kind", "variant") or (name and key == "name")
+            if isinstance(about, fields.Section) or chooses:
                 continue
             assert about.help, (name, key)
             meaning = about.help.replace("|", "\\|")
             line = f"| `{key}` | `{defaults[key]!r}` | {meaning}"
             assert line in text, (name, line)
 
-
-def test_the_reference_is_tables_of_markdown():
-    text = config_reference.markdown(TrainConfig)
     assert "## `optim`, by `name`\n\n| key | default | meaning |\n| --- |" in text
     assert "| `b1` | `0.9` |" in text
     assert '### `kind="fewshot"`' in text
@@ -257,37 +246,12 @@ def test_links_within_the_project_lead_somewhere(path):
 def test_the_reference_of_the_command_line_has_every_flag():
     text = generated.flags()
     for name in generated.COMMANDS:
-        part = re.search(
-            rf"^## {name}\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL
-        )[1]
+        part = text.partition(f"## {name}\n")[2].partition("\n## ")[0]
         parser = generated.load(name).parser()
         for action in parser._actions:
             for flag in action.option_strings:
                 assert re.search(rf"{flag}\b", part), (name, flag)
     assert "config keys with their defaults" not in text
-
-
-def test_the_list_of_commands_says_what_runs_each():
-    text = """
-[[command]]
-line = "a --b"
-more = "--c=1"
-[[command]]
-line = "d"
-test = "tests/e.py::f"
-with = "a stand-in"
-[[command]]
-line = "g"
-reason = "it needs h"
-"""
-    assert generated.commands(text).splitlines() == [
-        "- `a --b`\\",
-        "  `tests/test_docs.py`, with `--c=1` added",
-        "- `d`\\",
-        "  `tests/e.py::f`, with a stand-in",
-        "- `g`\\",
-        "  not run: it needs h",
-    ]
 
 
 def test_links_out_of_the_site_lead_to_the_repository():
@@ -369,37 +333,3 @@ def test_what_notebooks_and_examples_call_is_in_the_public_api(program):
     for module, members in used(program).items():
         assert module in listed, module
         assert members <= listed[module], module
-
-
-def test_docstrings_become_restructuredtext():
-    given = """\
-Says `x|y` of *these*.
-
-Args:
-  first, second: what
-    they are.
-  third: another_name_.
-
-Returns:
-  A pair.
-  Of two.
-
-Source: a paper."""
-    assert docstrings.to_rst(given.splitlines()) == [
-        r"Says ``x|y`` of \*these\*.",
-        "",
-        "",
-        ":Arguments:",
-        "  - ``first, second``: what",
-        "    they are.",
-        r"  - ``third``: another\_name\_.",
-        "",
-        "",
-        ":Returns:",
-        "  A pair.",
-        "  Of two.",
-        "",
-        "",
-        "Source: a paper.",
-        "",
-    ]

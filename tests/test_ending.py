@@ -15,24 +15,12 @@ import time
 import hosts
 import pytest
 
-CONFIG = """
-from ml_collections import ConfigDict
-
-def get_config(arg=None):
-    c = ConfigDict()
-    c.seed, c.total_steps, c.batch_size = 3, 1_000_000, 12
-    c.data = dict(name="synthetic", num_classes=5, num_examples=3000, image_size=(8, 12), num_workers=1)
-    c.data.train_transform = "random_crop | flip"
-    c.model = dict(variant="Ti/4", width=12, depth=1, num_heads=3, mlp_dim=20)
-    c.optim = dict(name="sgd", learning_rate=0.1)
-    c.log_every_steps = 10
-    if arg == "stuck":
-        c.data.update(name="stuck:Stuck", num_workers=0)
-    if arg == "large":
-        c.data.update(name="stuck:Large")
-    return c
-"""
-STUCK = """
+LOADED = (
+    "c.total_steps, c.log_every_steps = 1_000_000, 10",
+    "c.data.num_examples, c.data.num_workers = 3000, 1",
+    'c.data.train_transform = "random_crop | flip"',
+)
+SOURCES = """
 import time
 import numpy as np
 
@@ -76,33 +64,18 @@ def not_ignored():
 
 
 @pytest.fixture
-def config(tmp_path):
-    path = tmp_path / "loaded.py"
-    path.write_text(CONFIG)
-    return path
+def train(tmp_path):
+    """Starts training, in as many processes as are asked for, on a source of this file."""
+    recipe = hosts.write_recipe(tmp_path / "loaded.py", *LOADED)
+    (tmp_path / "sources.py").write_text(SOURCES)
 
-
-@pytest.fixture
-def started():
-    processes = []
-    yield processes
-    for process in processes:
-        if process.poll() is None:
-            process.kill()
-            process.wait()
-        process.stdout.close()
-        process.stderr.close()
-
-
-@pytest.fixture
-def train(config, tmp_path, started):
-    """Starts the training of the config, in as many processes as are asked for."""
-
-    def start(count=1, argument="", fork=True, **more):
-        words = (f"--config={config}{argument}", f"--workdir={tmp_path / 'run'}")
-        environment = hosts.variables(count) if count > 1 else lambda _: more
-        started.extend(hosts.start(words, count, environment, fork=fork))
-        return started[-count:] if count > 1 else started[-1]
+    def start(count=1, *more, source="", **options):
+        words = [f"--config={recipe}", f"--workdir={tmp_path / 'run'}", *more]
+        if source:
+            words.append(f"--config.data.name=sources:{source}")
+        path = f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"
+        known = hosts.variables(count, PYTHONPATH=path)
+        return hosts.start(words, count, known, **options)
 
     return start
 
@@ -146,10 +119,17 @@ def eventually(what, seconds=30):
     return found
 
 
-def end(process, seconds=100):
-    """Waits for a process; returns its exit code and what it said on stderr."""
-    code = process.wait(seconds)
-    return code, process.stderr.read()
+def assert_gone(process):
+    assert eventually(lambda: not family(process)), family(process)
+    assert segments(process) == []
+
+
+def last_line(process, code, seconds=100):
+    """Waits for a process, which must end with a code; returns its last line on stderr."""
+    found = process.wait(seconds)
+    said = process.stderr.read()
+    assert found == code and "Traceback" not in said, (found, said)
+    return said.splitlines()[-1]
 
 
 def caught(process, *numbers):
@@ -168,86 +148,72 @@ def maps(process):
 def test_killed_runs_leave_no_process_and_no_shared_memory(train, tmp_path):
     # While its loader processes start, then in a step.
     for moment in (loaders, lambda run: hosts.wait_for(run, "step 10/")):
-        run = train()
+        (run,) = train()
         assert eventually(lambda run=run, moment=moment: moment(run), 100)
         run.kill()
-        assert eventually(lambda run=run: not family(run)), family(run)
-        assert segments(run) == []
+        assert_gone(run)
     # With all its processes at once: nobody is left who could remove anything.
-    run = train()
-    hosts.wait_for(run, "step 10/")
-    os.killpg(run.pid, signal.SIGKILL)
-    assert eventually(lambda: not family(run))
-    left = segments(run)
-    assert left
+    (killed,) = train()
+    hosts.wait_for(killed, "step 10/")
+    os.killpg(killed.pid, signal.SIGKILL)
+    assert eventually(lambda: not family(killed))
+    assert segments(killed)
 
     # The next start does; and its loader processes are killed, as for want of memory.
-    killed, run = run, train()
+    (run,) = train()
     hosts.wait_for(run, "step 10/")
     assert segments(killed) == []
     assert segments(run)
     os.kill(loaders(run)[0], signal.SIGKILL)
-    code, said = end(run)
-    assert (code, len(said.splitlines())) == (75, 1), said
-    assert re.match(
+    line = last_line(run, 75)
+    assert re.fullmatch(
         r"a loader process was killed by SIGKILL, as when the machine runs out of "
         rf"memory: step \d+ of 1000000 is saved in {tmp_path}/run; lower data.num_workers "
-        r"\(now 1\) or data.prefetch \(now 8\); the same command resumes from there\n",
-        said,
+        r"\(now 1\) or data.prefetch \(now 8\); the same command resumes from there",
+        line,
     )
-    assert eventually(lambda run=run: not family(run)), family(run)
-    assert segments(run) == []
+    assert_gone(run)
 
     # It continues, also when nobody reads its output; Ctrl-C reaches the whole group.
-    saved = int(re.search(r"step (\d+) of", said)[1])
-    run = train()
+    saved = int(re.search(r"step (\d+) of", line)[1])
+    (run,) = train()
     hosts.wait_for(run, f"resume: step {saved} of")
     run.stdout.close()
     metrics = tmp_path / "run" / "metrics.jsonl"
-    known = len(metrics.read_text().splitlines())
-    assert eventually(
-        lambda: len(metrics.read_text().splitlines()) > known + 3, seconds=100
-    )
+    count = lambda: len(metrics.read_text().splitlines())
+    known = count()
+    assert eventually(lambda: count() > known + 3, seconds=100)
     os.killpg(run.pid, signal.SIGINT)
-    code, said = end(run)
-    assert (code, len(said.splitlines())) == (130, 1), said
-    step = int(re.match(r"Ctrl-C: step (\d+) of 1000000 is saved in", said)[1])
+    line = last_line(run, 130)
+    step = int(re.match(r"Ctrl-C: step (\d+) of 1000000 is saved in", line)[1])
     assert step > saved
     assert (tmp_path / "run" / "checkpoints" / str(step)).is_dir()
-    assert eventually(lambda run=run: not family(run)), family(run)
-    assert segments(run) == []
+    assert_gone(run)
 
 
 @pytest.mark.slow
-def test_a_second_ctrl_c_ends_a_run_at_once(train, tmp_path):
-    (tmp_path / "stuck.py").write_text(STUCK)
-    path = f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"
-    run = train(argument=":stuck", PYTHONPATH=path)
+def test_a_second_ctrl_c_ends_a_run_at_once(train):
+    (run,) = train(1, "--config.data.num_workers=0", source="Stuck")
     hosts.wait_for(run, "1,000,000 steps of 12 on")
     time.sleep(1)  # Into the wait for the first batch.
     run.send_signal(signal.SIGINT)
     time.sleep(2)
     assert run.poll() is None
     run.send_signal(signal.SIGINT)
-    code, said = end(run, 5)
-    assert (code, said) == (130, "Ctrl-C again: ended at once\n")
+    assert last_line(run, 130, 5) == "Ctrl-C again: ended at once"
 
 
 @LINUX
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_loader_processes_that_end_while_they_start_end_a_run(train, tmp_path, number):
-    (tmp_path / "stuck.py").write_text(STUCK)
-    path = f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"
-    run = train(argument=":large", PYTHONPATH=path)
+def test_loader_processes_that_end_while_they_start_end_a_run(train, number):
+    (run,) = train(source="Large")
     assert eventually(lambda: loaders(run), 100)
     if number == signal.SIGTERM:
         os.killpg(run.pid, number)
     else:
         os.kill(loaders(run)[0], number)
-    code, said = end(run, 60)
-    assert code == 75, said
-    assert number.name in said.splitlines()[-1]
+    assert number.name in last_line(run, 75, 60)
 
 
 @LINUX
@@ -257,71 +223,52 @@ def test_all_hosts_save_and_end_when_one_loses_a_loader_or_all_get_ctrl_c(train)
     hosts.wait_for(one, "step 10/")
     os.kill(loaders(two)[0], signal.SIGKILL)
     for run in runs:
-        code, said = end(run)
-        assert code == 75, said
-        last = said.splitlines()[-1]
         assert re.match(
             r"a loader process was killed by SIGKILL, .* memory: step \d+ of 1000000 is "
             r"saved in .*; lower data.num_workers \(now 1\)",
-            last,
+            last_line(run, 75),
         )
-        assert eventually(lambda run=run: not family(run)), family(run)
-        assert segments(run) == []
+        assert_gone(run)
     one, two = runs = train(2)
     hosts.wait_for(one, "step .* loss")
     for run in runs:
         os.killpg(run.pid, signal.SIGINT)
     for run in runs:
-        code, said = end(run)
-        assert code == 130, said
-        assert re.match(
-            r"Ctrl-C: step \d+ of 1000000 is saved in", said.splitlines()[-1]
-        )
-        assert "Traceback" not in said
+        line = last_line(run, 130)
+        assert re.match(r"Ctrl-C: step \d+ of 1000000 is saved in", line)
 
 
 @LINUX
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_training_is_ended_by_signals_from_its_first_moment(train, number):
-    run = train(fork=False)
+    (run,) = train(fork=False)
     assert eventually(lambda: caught(run, signal.SIGTERM, signal.SIGHUP), 60)
     assert "jaxlib" not in maps(run)  # Before any of the imports that take seconds.
     run.send_signal(number)
-    code, said = end(run)
     if number == signal.SIGINT:
-        assert (code, said) == (130, "interrupted\n")
+        assert last_line(run, 130) == "interrupted"
     else:
-        assert code == 75
-        assert re.fullmatch(rf"{number.name}: ended, no training .* resumes\n", said)
+        line = last_line(run, 75)
+        assert re.fullmatch(rf"{number.name}: ended, no training .* resumes", line)
 
 
 @LINUX
-def test_nohup_is_respected(config, tmp_path, started):
-    run = subprocess.Popen(
-        ["nohup", sys.executable, "-m", "vit_jax.train", f"--config={config}"],
-        cwd=hosts.ROOT,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    started.append(run)
-    assert eventually(lambda: caught(run, signal.SIGTERM), 60)
-    assert not caught(run, signal.SIGHUP)
+def test_nohup_is_respected(tmp_path):
+    recipe = hosts.write_recipe(tmp_path / "loaded.py", *LOADED)
+    words = ["nohup", sys.executable, "-m", "vit_jax.train", f"--config={recipe}"]
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
+    with subprocess.Popen(words, cwd=hosts.ROOT, **pipes) as run:
+        assert eventually(lambda: caught(run, signal.SIGTERM), 60)
+        assert not caught(run, signal.SIGHUP)
+        run.kill()
 
 
 def command(verb, *words):
     """Starts a verb whose output is buffered, as it is for users."""
-    clean = {k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"}
-    return subprocess.Popen(
-        [sys.executable, "-m", f"vit_jax.{verb}", *words],
-        cwd=hosts.ROOT,
-        env=clean | {"JAX_PLATFORMS": "cpu"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
+    (run,) = hosts.start(
+        words, 1, lambda _: {"PYTHONUNBUFFERED": ""}, verb=verb, fork=False
     )
+    return run
 
 
 @LINUX
@@ -333,25 +280,25 @@ def command(verb, *words):
     ],
     ids=lambda words: words[0],
 )
-def test_ctrl_c_ends_a_command_in_its_imports_with_one_line(words, started):
+def test_ctrl_c_ends_a_command_in_its_imports_with_one_line(words):
     run = command(*words)
-    started.append(run)
     assert eventually(lambda: "numpy" in maps(run) or run.poll() is not None, 60)
     run.send_signal(signal.SIGINT)
-    assert end(run) == (130, "interrupted\n")
+    assert run.wait(60) == 130
+    assert run.stderr.read() == "interrupted\n"
 
 
 @pytest.mark.parametrize(
     "words",
     [
         ("predict", "--help"),
-        ("summary", "--variant=Ti/16"),
+        pytest.param(("summary", "--variant=Ti/16"), marks=pytest.mark.slow),
         pytest.param(("datasets",), marks=pytest.mark.slow),
     ],
     ids=" ".join,
 )
-def test_output_that_nobody_reads_ends_a_command_without_a_word(words, started):
+def test_output_that_nobody_reads_ends_a_command_without_a_word(words):
     run = command(*words)
-    started.append(run)
     run.stdout.close()
-    assert end(run) == (141, "")
+    assert run.wait(60) == 141
+    assert run.stderr.read() == ""

@@ -9,7 +9,7 @@ import pytest
 
 from vit_jax.config import fields
 from vit_jax.errors import UserError
-from vit_jax.evaluators import EVALUATORS
+from vit_jax.evaluators import EVALUATORS, splits
 from vit_jax.evaluators.classification import ClassificationConfig
 from vit_jax.evaluators.fewshot import FewShotConfig
 from vit_jax.training import config
@@ -33,27 +33,17 @@ def test_a_split_is_a_classification_and_a_kind_gets_its_keys():
     assert c.evals["few"] == FewShotConfig(shots=(2,), l2=(64.0,))
     assert fields.to_dict(c)["evals"]["val"] == "val[:9]"
     assert config.complete(fields.to_json(c)) == c
-
-
-def test_a_mapping_without_a_kind_is_a_classification():
-    assert (
-        complete(val={"split": "val", "every": 7}).evals["val"].kind == "classification"
-    )
+    c = complete(val={"split": "val", "every": 7})
+    assert c.evals["val"].kind == "classification"
 
 
 @pytest.mark.parametrize(
     ("value", "message"),
     [
         (3, "evals.x=3 is a section, not a key: set a key of it, as evals.x.kind"),
-        (
-            {"kind": "few"},
-            "evals.x.kind='few' is not one of classification, multi_label, real,",
-        ),
+        ({"kind": "few"}, "evals.x.kind='few' is not one of classification, multi_lab"),
         ({"kind": "knn", "shots": (1,)}, "evals.x.shots is read only with .*=fewshot"),
-        (
-            {"kind": "knn", "kk": 1},
-            "unknown config key evals.x.kk; the nearest known key is evals.x.k",
-        ),
+        ({"kind": "knn", "kk": 1}, "unknown config key evals.x.kk; .* is evals.x.k$"),
         ({"kind": "knn", "k": 2.5}, "evals.x.k=2.5 is float, but it takes int"),
         ({"kind": "knn", "k": 0}, "evals.x.k=0 must be at least 1"),
         ({"kind": "knn", "temperature": 0}, "evals.x.temperature=0.0 must be above 0"),
@@ -82,19 +72,12 @@ def test_every_kind_has_its_code_and_every_key_is_read():
     package = ROOT / "vit_jax"
     paths = *package.glob("evaluators/*.py"), package / "training" / "actions.py"
     code = "".join(path.read_text() for path in paths)
-    from_key = {"name", *kinds_keys()}
+    from_key = {"name", *splits.KEYS}
     for kind, cls in EVALUATORS.items():
         assert cls().kind == kind
         for key in fields.fields(cls):
-            assert key in from_key or re.search(
-                rf"(config|self|evaluation)\.{key}\b", code
-            ), (kind, key)
-
-
-def kinds_keys():
-    from vit_jax.evaluators import splits
-
-    return splits.KEYS
+            read = re.search(rf"(config|self|evaluation)\.{key}\b", code)
+            assert key in from_key or read, (kind, key)
 
 
 @pytest.fixture
@@ -114,11 +97,8 @@ def recipe(tmp_path):
 def test_keys_of_an_evaluation_are_set_from_the_command_line(recipe):
     path = recipe("c.batch_size = 8; c.evals = dict(few=dict(kind='fewshot'), v='val')")
     c = config.load_evaluation(path, {"evals.few.seeds": 3, "data.name": "digits"})
-    assert (c.evals["few"].seeds, c.evals["v"].split, c.data.name) == (
-        3,
-        "val",
-        "digits",
-    )
+    found = c.evals["few"].seeds, c.evals["v"].split, c.data.name
+    assert found == (3, "val", "digits")
     c = config.load_evaluation(path, {"evals.new.kind": "knn", "evals.new.k": 5})
     assert c.evals["new"].k == 5
     c = config.load_evaluation(path, {"evals.v.every": 3})
@@ -133,10 +113,7 @@ def test_keys_of_an_evaluation_are_set_from_the_command_line(recipe):
         ("c.evals = {}", "names no evaluation"),
         ("c.seed = 3; c.evals = dict(v='val')", "key seed is not read where weights"),
         ("c.model = dict(variant='B/16')", "key model is not read where weights"),
-        (
-            "c.data = dict(train_transform='flip')",
-            "key data.train_transform is not read .* here are name,",
-        ),
+        ("c.data = dict(train_transform='flip')", "data.train_transform is not read"),
         ("c.data = 3; c.evals = dict(v='v')", "data=3 is a section"),
     ],
 )
@@ -169,28 +146,19 @@ def test_recipe_builds_with_every_argument(stem):
     plain = config.load_evaluation(path)
     first = ",".join(f"{k}={v}" for k, v in arguments(stem)[0].items())
     assert fields.differences(plain, config.load_evaluation(f"{path}:{first}")) == []
-
-
-@pytest.mark.parametrize("stem", RECIPES)
-def test_recipe_is_short_and_opens_with_command_and_result(stem):
-    text = (ROOT / "configs" / "eval" / f"{stem}.py").read_text()
+    assert pathlib.Path(path).read_text().count("\n") < 80
     doc = importlib.import_module(f"configs.eval.{stem}").__doc__
-    assert text.count("\n") < 80
-    assert f"configs/eval/{stem}.py" in doc
-    for word in ("Run:", "Result:"):
-        assert f"\n{word}" in doc
+    for part in (f"configs/eval/{stem}.py", "\nRun:", "\nResult:"):
+        assert part in doc
 
 
 def test_a_split_may_have_commas_and_a_folder_may_not(tmp_path):
     path = f"{ROOT}/configs/eval/probe.py"
     c = config.load_evaluation(f"{path}:train=even_splits(train, 3)[0],held_out=0.2")
-    assert (c.evals["probe"].train, c.evals["probe"].held_out) == (
-        "even_splits(train, 3)[0]",
-        0.2,
-    )
-    with pytest.raises(
-        UserError, match="'b' is unknown.*--config.data.data_dir=FOLDER"
-    ):
+    found = c.evals["probe"].train, c.evals["probe"].held_out
+    assert found == ("even_splits(train, 3)[0]", 0.2)
+    message = "'b' is unknown.*--config.data.data_dir=FOLDER"
+    with pytest.raises(UserError, match=message):
         config.load_evaluation(f"{path}:data=/a,b")
     stated = {"data.name": "folder", "data.data_dir": "/a,b"}
     assert config.load_evaluation(path, stated).data.data_dir == "/a,b"

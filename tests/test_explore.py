@@ -2,27 +2,22 @@
 
 import io
 import json
-import os
-import pathlib
 import re
 import shutil
 import signal
-import subprocess
-import sys
 import urllib.error
 import urllib.request
 
+import hosts
 import numpy as np
 import pytest
-from helpers import write_weights
+from helpers import run_command, write_weights
 from PIL import Image
 
 from vit_jax import cli, explore
 from vit_jax.errors import UserError
 from vit_jax.tools.explorer import images, saved
 from vit_jax.weights.pretrained import Preprocess
-
-ROOT = pathlib.Path(__file__).parents[1]
 
 
 @pytest.fixture(scope="module")
@@ -50,8 +45,7 @@ def run(place, capsys):
     """Runs the verb in this process: words -> (stdout, stderr)."""
 
     def start(*words):
-        words = [f"--model={place / 'tiny.safetensors'}", *map(str, words)]
-        explore.main(cli.parse(explore.parser(), words))
+        run_command("explore", [f"--model={place / 'tiny.safetensors'}", *words])
         return capsys.readouterr()
 
     return start
@@ -125,18 +119,12 @@ def test_flags_on_images_and_classes_are_those_of_the_first_model(run, place, tm
         (["--image=x.png"], "--html=FILE is the page of one --image=IMAGE: give both"),
         (["--images=absent"], "--images=absent is not a folder"),
         (["--compare=absent"], "absent"),
-        (
-            ["--html=x.html", "--image=absent.png"],
-            r"--image=absent\.png cannot be read",
-        ),
+        (["--html=x.html", "--image=absent.png"], r"=absent\.png cannot be read"),
         (["--html=absent/x.html", "--image={image}"], "--html=absent/x.html cannot be"),
         (["--html=.", "--image={image}"], r"--html=\. is a folder: name a file in it"),
         (["--html=x.html", "--image={text}"], "--image: notes.txt cannot be decoded"),
         (["--config.seed=1"], "--config.seed: exploring takes no config"),
-        (
-            ["--host=no.such.host.invalid"],
-            r"--host=no\.such\.host\.invalid --port=8000",
-        ),
+        (["--host=no.such.host.invalid"], r"=no\.such\.host\.invalid --port=8000"),
     ],
 )
 def test_bad_input_is_one_line(run, place, tmp_path, monkeypatch, words, reason):
@@ -162,55 +150,33 @@ def test_a_large_image_is_refused(run, place, tmp_path, monkeypatch):
         run(f"--html={tmp_path / 'x.html'}", f"--image={image}")
 
 
-# A shell without job control has what it starts in the background ignore Ctrl-C.
-INTERRUPTIBLE = """
-import runpy, signal
-signal.signal(signal.SIGINT, signal.default_int_handler)
-runpy.run_module("vit_jax.explore", run_name="__main__", alter_sys=True)
-"""
-
-
 def test_a_process_serves_until_it_is_interrupted(place):
-    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+    # A shell without job control has what it starts in the background ignore Ctrl-C.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     model, folder = place / "tiny.safetensors", place / "images"
-    process = subprocess.Popen(
-        [
-            *(sys.executable, "-c", INTERRUPTIBLE, f"--model={model}", "--port=0"),
-            f"--images={folder}",
-        ],
-        cwd=ROOT,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
+    words = f"--model={model}", "--port=0", f"--images={folder}"
+    (process,) = hosts.start(words, 1, verb="explore")
+    signal.signal(signal.SIGINT, before)
+    line = process.stdout.readline()
+    address = re.match(
+        r"((http://127\.0\.0\.1:\d+/)\?token=\w+) shows .*tiny\.safetensors$", line
     )
-    try:
-        line = process.stdout.readline()
-        address = re.match(
-            r"((http://127\.0\.0\.1:\d+/)\?token=\w+) shows .*tiny\.safetensors$", line
-        )
-        assert address, line + process.stderr.read()
-        place = address[2]
-        # As a browser does: the printed address brings the cookie for all others.
-        jar = urllib.request.HTTPCookieProcessor()
-        browser = urllib.request.build_opener(jar)
-        with pytest.raises(urllib.error.HTTPError, match="403"):
-            browser.open(f"{place}api/about").close()
-        browser.open(address[1]).close()
-        with browser.open(f"{place}api/about") as answer:
-            assert json.load(answer)["images"] == ["noise.png"]
-        request = urllib.request.Request(
-            f"{place}api/open?name=noise.png", method="POST"
-        )
-        with browser.open(request) as answer:
-            key = json.load(answer)["key"]
-        with browser.open(f"{place}api/picture?image={key}&model=0") as answer:
-            assert Image.open(io.BytesIO(answer.read())).size == (24, 16)
-        with pytest.raises(urllib.error.HTTPError, match="404"):
-            browser.open(f"{place}pyproject.toml").close()
-        process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=30)
-        assert (process.returncode, out, err) == (0, "", "ended\n")
-    finally:
-        process.kill()
-        process.communicate()
+    assert address, line
+    place = address[2]
+    # As a browser does: the printed address brings the cookie for all others.
+    browser = urllib.request.build_opener(urllib.request.HTTPCookieProcessor())
+    with pytest.raises(urllib.error.HTTPError, match="403"):
+        browser.open(f"{place}api/about").close()
+    browser.open(address[1]).close()
+    with browser.open(f"{place}api/about") as answer:
+        assert json.load(answer)["images"] == ["noise.png"]
+    opened = f"{place}api/open?name=noise.png"
+    with browser.open(urllib.request.Request(opened, method="POST")) as answer:
+        key = json.load(answer)["key"]
+    with browser.open(f"{place}api/picture?image={key}&model=0") as answer:
+        assert Image.open(io.BytesIO(answer.read())).size == (24, 16)
+    with pytest.raises(urllib.error.HTTPError, match="404"):
+        browser.open(f"{place}pyproject.toml").close()
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=30) == ("", "ended\n")
+    assert process.returncode == 0

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import os
 import re
 import resource
 import signal
@@ -16,72 +15,40 @@ import pytest
 
 from vit_jax.weights import workdir as workdirs
 
+pytestmark = pytest.mark.slow
 # 27,005 parameters: a checkpoint takes half a megabyte.
-CONFIG = """
-from ml_collections import ConfigDict
-
-def get_config(arg=None):
-    c = ConfigDict()
-    c.seed, c.total_steps, c.batch_size = 3, 400, 8
-    c.data = dict(name="synthetic", num_classes=5, num_examples=64, image_size=(8, 12))
-    c.model = dict(variant="Ti/4", width=12, depth=1, num_heads=3, mlp_dim=1_000)
-    c.optim = dict(name="sgd", learning_rate=0.1)
-    c.evals = dict(val="val")
-    c.log_every_steps = 10; c.checkpoint_every_steps = 20
-    return c
-"""
-BIG = 100_000  # Bytes: room for what is small beside a checkpoint.
-
-# Limits the size of files of this process, then becomes the program.
-LIMITED = (
-    "import os, resource, sys\n"
-    "hard = resource.RLIM_INFINITY\n"
-    "resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[1]), hard))\n"
-    "os.execv(sys.executable, [sys.executable, *sys.argv[2:]])"
+LINES = (
+    "c.total_steps, c.batch_size, c.data.num_examples = 400, 8, 64",
+    'c.model.mlp_dim, c.evals = 1_000, dict(val="val")',
+    "c.log_every_steps, c.checkpoint_every_steps = 10, 20",
 )
+BIG = 100_000  # Bytes: room for what is small beside a checkpoint.
 
 
 class Job:
     """Processes that train together, and what they have said so far."""
 
-    def __init__(self, config, workdir, count, limited=None, words=()):
-        self.processes, self.said, self._threads = [], [], []
-        known = hosts.variables(count)
-        command = [f"--config={config}", *words, f"--workdir={workdir}"]
-        for host in range(count):
-            if host == limited:
-                program = [sys.executable, "-c", LIMITED, str(BIG), "-m"]
-                env = os.environ | {"PYTHONUNBUFFERED": "1"} | known(host)
-                process = subprocess.Popen(
-                    [*program, "vit_jax.train", *command],
-                    cwd=hosts.ROOT,
-                    env=env | {"XLA_FLAGS": hosts.xla_flags()},
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.STDOUT,
-                    text=True,
-                )
-            else:
-                (process,) = hosts.start(
-                    command, 1, lambda _, i=host: known(i), stderr=subprocess.STDOUT
-                )
-            self.processes.append(process)
-            self.said.append([])
-            thread = threading.Thread(target=self._listen, args=(host,), daemon=True)
+    def __init__(self, recipe, workdir, count=1, words=()):
+        command = [f"--config={recipe}", *words, f"--workdir={workdir}"]
+        self.processes = hosts.start(command, count, stderr=subprocess.STDOUT)
+        self.said = [[] for _ in self.processes]
+        self._threads = [
+            threading.Thread(target=self._listen, args=(host,), daemon=True)
+            for host in range(count)
+        ]
+        for thread in self._threads:
             thread.start()
-            self._threads.append(thread)
 
     def _listen(self, host):
         with contextlib.suppress(ValueError):  # It is closed at the end.
             for line in self.processes[host].stdout:
                 self.said[host].append(line)
 
-    def wait_for(self, part, host=0, count=1):
-        """Waits until a host has said something so many times."""
+    def wait_for(self, part, count=1):
+        """Waits until the first host has said something so many times."""
         until = time.monotonic() + 120
-        while sum(part in line for line in list(self.said[host])) < count:
-            alive = (
-                self.processes[host].poll() is None or self._threads[host].is_alive()
-            )
+        while sum(part in line for line in list(self.said[0])) < count:
+            alive = self.processes[0].poll() is None or self._threads[0].is_alive()
             assert alive and time.monotonic() < until, (part, self.said)
             time.sleep(0.02)
 
@@ -95,84 +62,46 @@ class Job:
         assert [p.returncode for p in self.processes] == [code] * len(said), said
         return said
 
-    def kill(self):
-        for process in self.processes:
-            if process.poll() is None:
-                process.kill()
-            process.wait()
-            process.stdout.close()
+    def limit(self, host, size):
+        """Limits the size of files of a host, but for what it has opened already."""
+        limits = size, resource.RLIM_INFINITY
+        resource.prlimit(self.processes[host].pid, resource.RLIMIT_FSIZE, limits)
 
 
 @pytest.fixture(scope="module")
-def config(tmp_path_factory):
+def recipe(tmp_path_factory):
     path = tmp_path_factory.mktemp("configs") / "failing.py"
-    path.write_text(CONFIG)
-    return path
-
-
-@pytest.fixture
-def start(config, tmp_path):
-    jobs = []
-
-    def start(count=1, workdir=tmp_path / "run", **more):
-        jobs.append(Job(config, workdir, count, **more))
-        return jobs[-1]
-
-    yield start
-    for job in jobs:
-        job.kill()
-
-
-@pytest.fixture(scope="module")
-def undisturbed(config, tmp_path_factory):
-    """Runs of one and of two hosts that nothing happened to: count -> their sha256."""
-    known = {}
-
-    def of(count, words=()):
-        if count not in known:
-            workdir = tmp_path_factory.mktemp("runs") / str(count)
-            job = Job(config, workdir, count, words=words)
-            try:
-                job.end(0)
-            finally:
-                job.kill()
-            known[count] = sha256_of(workdir)
-        return known[count]
-
-    return of
-
-
-def sha256_of(run):
-    return json.loads((run / "report.json").read_text())["params_sha256"]
+    return hosts.write_recipe(path, *LINES)
 
 
 def steps_of(run):
     return sorted(path.name for path in run.glob("checkpoints/*"))
 
 
-@pytest.mark.slow
 def test_one_host_of_two_that_cannot_write_is_loud_and_the_next_save_succeeds(
-    start, undisturbed, tmp_path
+    recipe, tmp_path
 ):
     words = ["--config.total_steps=200"]  # Two hosts take their time.
-    job = start(2, limited=1, words=words)
+    undisturbed = Job(recipe, tmp_path / "undisturbed", 2, words)
+    undisturbed.end(0)
+    job = Job(recipe, tmp_path / "run", 2, words)
+    job.limit(1, BIG)
     job.wait_for("could not be saved", count=2)
     assert workdirs.steps(tmp_path / "run") == []
-    unlimited = resource.RLIM_INFINITY, resource.RLIM_INFINITY
-    resource.prlimit(job.processes[1].pid, resource.RLIMIT_FSIZE, unlimited)
+    job.limit(1, resource.RLIM_INFINITY)
     said = job.end(0)
     lines = [line for line in said[0].splitlines() if "could not be saved" in line]
-    assert all("File too large" in line for line in lines)
-    assert all("training continues" in line for line in lines)
-    assert all("process 1 of 2" in line for line in lines)
+    for part in ("File too large", "training continues", "process 1 of 2"):
+        assert all(part in line for line in lines), lines
     assert len({line.split("step ")[1].split()[0] for line in lines}) == len(lines)
     assert steps_of(tmp_path / "run") == ["180", "200"]
-    assert sha256_of(tmp_path / "run") == undisturbed(2, words)
+    runs = tmp_path / "run", tmp_path / "undisturbed"
+    assert len({hosts.sha256_of(run) for run in runs}) == 1
 
 
-@pytest.mark.slow
-def test_sigterm_says_that_it_could_not_save_and_is_no_75(start, tmp_path):
-    job = start(2, limited=1, words=["--config.total_steps=100_000"])
+def test_sigterm_says_that_it_could_not_save_and_is_no_75(recipe, tmp_path):
+    job = Job(recipe, tmp_path / "run", 2, ["--config.total_steps=100_000"])
+    job.limit(1, BIG)
     job.wait_for("could not be saved")
     job.processes[0].send_signal(signal.SIGTERM)
     for text in job.end(2):
@@ -217,7 +146,13 @@ def fill(folder):
     return path
 
 
-@pytest.mark.slow
+@pytest.fixture(scope="module")
+def undisturbed(recipe, tmp_path_factory):
+    workdir = tmp_path_factory.mktemp("runs") / "undisturbed"
+    Job(recipe, workdir).end(0)
+    return hosts.sha256_of(workdir)
+
+
 @pytest.mark.parametrize(
     "says",
     # A save that failed gives room back, so that the next may begin on a full disk too.
@@ -225,7 +160,7 @@ def fill(folder):
     ids=["full", "sealed"],
 )
 def test_a_disk_that_goes_bad_under_a_run_and_recovers_costs_nothing(
-    disk, start, undisturbed, tmp_path, says
+    disk, recipe, undisturbed, tmp_path, says
 ):
     run = disk("size=9m") / "run"
     sealed = says.startswith("Read-only")
@@ -234,7 +169,7 @@ def test_a_disk_that_goes_bad_under_a_run_and_recovers_costs_nothing(
         run = tmp_path / "run"
         run.mkdir()
         (run / "checkpoints").symlink_to(tmp_path / "disk")
-    job = start(workdir=run)
+    job = Job(recipe, run)
     job.wait_for("step 50/400")
     if sealed:
         disk("ro,size=9m")
@@ -252,7 +187,7 @@ def test_a_disk_that_goes_bad_under_a_run_and_recovers_costs_nothing(
     assert "is safe in" in line
     assert "Traceback" not in text
     assert steps_of(run) == ["380", "400"]
-    assert sha256_of(run) == undisturbed(1)
+    assert hosts.sha256_of(run) == undisturbed
     # Metrics that could not be written at the time were written later, in order.
     lines = (run / "metrics.jsonl").read_text().splitlines()
     steps = [json.loads(line)["step"] for line in lines if "train/loss" in line]

@@ -145,7 +145,9 @@ def test_classes_without_splits_that_are_uneven(place, tmp_path, capsys):
     assert labels == ["few"] + ["many"] * 4
 
 
-def test_few_images_are_said_and_folds_score_all_of_them(place, tmp_path, capsys):
+def test_few_images_are_said_and_the_same_command_only_evaluates(
+    place, tmp_path, capsys
+):
     words = [f"--workdir={tmp_path / 'one'}", "--minutes=0", "--config.total_steps=4"]
     words += ["--config.eval_every_steps=1"]
     assert command(place, *words) == 0
@@ -163,9 +165,12 @@ def test_few_images_are_said_and_folds_score_all_of_them(place, tmp_path, capsys
         command(place, *words, "--config.seed=2")
     with pytest.raises(UserError, match="folds=2: there are images to validate on"):
         command(place, f"--workdir={tmp_path / 'two'}", "--folds=2", *words[1:])
-    capsys.readouterr()
-    words[0] = f"--workdir={tmp_path / 'folds'}"
-    words[2:] = ["--config.total_steps=2"]
+
+
+@pytest.mark.slow
+def test_folds_score_all_images(place, tmp_path, capsys):
+    words = [f"--workdir={tmp_path / 'folds'}", "--minutes=0"]
+    words += ["--config.total_steps=2"]
     assert command(place, *words, "--folds=2", photos="photos/train") == 0
     out = capsys.readouterr().out
     assert "on 19 images, each by the one of 2 runs that was not trained on it" in out
@@ -193,14 +198,9 @@ def test_a_table_of_several_labels_and_a_rectangle_is_covered_and_cropped(
         split = "val" if i % 4 > 1 else "train"
         lines.append(f"{path.relative_to(table.parent)},{tags},{split}")
     table.write_text("\n".join(lines))
-    result = vit_jax.finetune(
-        table,
-        tmp_path / "run",
-        model=place / "weights.safetensors",
-        minutes=0,
-        tell=lambda line: None,
-        **{"total_steps": 2, "data.image_size": (24, 40)},
-    )
+    given = {"model": place / "weights.safetensors", "minutes": 0, "tell": str}
+    keys = {"total_steps": 2, "data.image_size": (24, 40)}
+    result = vit_jax.finetune(table, tmp_path / "run", **given, **keys)
     assert (result.metric, result.interval) == ("map", None)
     assert 0 < result.score <= 1
     assert "mean average precision" in finetuning.summary(result)[0]
@@ -235,6 +235,7 @@ def test_what_is_chosen_is_what_is_trained_and_keys_come_first(place, tmp_path, 
     assert not (tmp_path / "c").exists()
 
 
+@pytest.mark.slow
 def test_the_same_photographs_train_the_same_model_wherever_they_lie(place, tmp_path):
     photos = tmp_path / "photos"
     shutil.copytree(place / "photos" / "train", photos)
@@ -242,14 +243,8 @@ def test_the_same_photographs_train_the_same_model_wherever_they_lie(place, tmp_
     (photos / "ant" / "8.png").write_bytes(b"no image")
 
     def sha_of(photos, run):
-        result = vit_jax.finetune(
-            str(photos),
-            str(run),
-            model=place / "weights.safetensors",
-            minutes=0,
-            total_steps=2,
-            tell=lambda line: None,
-        )
+        given = {"model": place / "weights.safetensors", "minutes": 0, "tell": str}
+        result = vit_jax.finetune(str(photos), str(run), total_steps=2, **given)
         return result.report["params_sha256"]
 
     sha = sha_of(photos, tmp_path / "run")

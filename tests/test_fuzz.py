@@ -38,51 +38,44 @@ VALUES = [
     *("", " ", "-", "--", "-1", "0", "1", "2", "3.5", "-0.0", "1e-400", "1e308"),
     *("1e400", "nan", "inf", "-inf", "0x10", "1_000", "9" * 19, "9" * 25, "9" * 5_000),
     *("9223372036854775807", "9223372036854775808", "4294967296", "2147483648"),
-    *(
-        "None",
-        "True",
-        "false",
-        "()",
-        "(1,)",
-        "(0, 0)",
-        "(1, 2, 3)",
-        "(-1, 8)",
-        "[1, 'a']",
-    ),
-    *("{}", "{'a': 1}", "{'a': {'b': {}}}", "b'x'", "1j", "1+", "[", "'", "(" * 300),
-    *("a", "ü", "名前", "\x1b[31m", "a\nerror: b", "a\tb", "\x7f", "\u202ea", "\udce9"),
-    *("x" * 5_000, "../..", "/", ".", "~", "~nobody/x", "$HOME", "*", "%s%n", "{0}"),
-    *("(?P<", "*(", "\\", ",", ",,", ";", "|", "a|b", "=", "a=b", "@", "#", "a#b", ":"),
-    *("train[", "train[:0%]", "train[9:1]", "train[:200%]", "even_splits(train, 0)[0]"),
-    *("http://", "https://me:hunter2@localhost:9/x.npz", "gs://", "hf://", "hf://a/b@"),
-    *("file:///etc/passwd", "os:system", "json:loads", "resize(0)", "resize(-1, 2)"),
-    *("flip | ", "random_crop(1000000)", "inception_crop('a')", "normalize", "B/0"),
+    *("None", "True", "false", "()", "(1,)", "(0, 0)", "(1, 2, 3)", "(-1, 8)"),
+    *("[1, 'a']", "{}", "{'a': 1}", "{'a': {'b': {}}}", "b'x'", "1j", "1+", "[", "'"),
+    *("(" * 300, "a", "ü", "名前", "\x1b[31m", "a\nerror: b", "a\tb", "\x7f"),
+    *("\u202ea", "\udce9", "x" * 5_000, "../..", "/", ".", "~", "~nobody/x", "$HOME"),
+    *("*", "%s%n", "{0}", "(?P<", "*(", "\\", ",", ",,", ";", "|", "a|b", "=", "a=b"),
+    *("@", "#", "a#b", ":", "train[", "train[:0%]", "train[9:1]", "train[:200%]"),
+    *("even_splits(train, 0)[0]", "http://", "https://me:hunter2@localhost:9/x.npz"),
+    *("gs://", "hf://", "hf://a/b@", "file:///etc/passwd", "os:system", "json:loads"),
+    *("resize(0)", "resize(-1, 2)", "flip | ", "random_crop(1000000)", "B/0"),
+    *("inception_crop('a')", "normalize"),
 ]
 FILES = [
-    *("missing", "missing/below", "folder", "empty", "text", "garbage", "pipe", "loop"),
-    *("/dev/zero", "/dev/null", "cut.safetensors", "cut.npz", "list.json", "wrong.npz"),
-    *(
-        "wrong.safetensors",
-        "zeros",
-        "binary.py",
-        "raises.py",
-        "exits.py",
-        "no_config.py",
-    ),
-    *("loops.py", "below/text", "text/below", "socket", "bad.pth", "sealed"),
-]
-IMAGES = [
-    *("0.png", "1x1.png", "huge.png", "cut.png", "cut.jpg", "cmyk.jpg", "16.png"),
-    *(
-        "animated.gif",
-        "float.tif",
-        "hdr.tif",
-        "nan.tif",
-        "bomb.png",
-        "jpeg.png",
-        "text.png",
-    ),
-    *("thin.png", "alpha.png", "palette.gif", "bits.png", "cut.tif", "zeros.jpg"),
+    "missing",
+    "missing/below",
+    "folder",
+    "empty",
+    "text",
+    "garbage",
+    "pipe",
+    "loop",
+    "/dev/zero",
+    "/dev/null",
+    "cut.safetensors",
+    "cut.npz",
+    "list.json",
+    "wrong.npz",
+    "wrong.safetensors",
+    "zeros",
+    "binary.py",
+    "raises.py",
+    "exits.py",
+    "no_config.py",
+    "loops.py",
+    "below/text",
+    "text/below",
+    "socket",
+    "bad.pth",
+    "sealed",
 ]
 # Lines on stderr beside the one of the error, and of commands that succeed.
 NOTES = (
@@ -124,32 +117,28 @@ def png(width, height, depth=8, colour=2, data=b""):
     )
 
 
-def saved(array, form, **options):
-    stream = io.BytesIO()
-    Image.fromarray(array).save(stream, form, **options)
+def saved(array, form, mode=None, **options):
+    stream, picture = io.BytesIO(), Image.fromarray(array)
+    picture = picture.convert("RGB").convert(mode) if mode else picture
+    picture.save(stream, form, **options)
     return stream.getvalue()
 
 
-def make_images(folder):
-    """Writes images of all kinds, few of them sound."""
+def images():
+    """Returns images of all kinds as files, few of them sound, by name."""
     draw = np.random.default_rng(SEED)
     rgb = draw.integers(0, 256, (23, 31, 3), dtype=np.uint8)
-    grey = rgb[..., 0]
+    grey, other = rgb[..., 0], Image.fromarray(255 - rgb)
     floats = grey.astype(np.float32) / 255
-    frames = [Image.fromarray(rgb), Image.fromarray(255 - rgb)]
-    stream = io.BytesIO()
-    frames[0].save(stream, "GIF", save_all=True, append_images=frames[1:])
-    cmyk = io.BytesIO()
-    Image.fromarray(rgb).convert("CMYK").save(cmyk, "JPEG")
-    files = {
+    return {
         "0.png": b"",
         "1x1.png": saved(rgb[:1, :1], "PNG"),
         "huge.png": png(2**31 - 1, 2**31 - 1),
         "cut.png": saved(rgb, "PNG")[:-40],
         "cut.jpg": saved(rgb, "JPEG")[:200],
-        "cmyk.jpg": cmyk.getvalue(),
+        "cmyk.jpg": saved(np.dstack([rgb, grey]), "JPEG", mode="CMYK"),
         "16.png": saved(grey.astype(np.uint16) * 257, "PNG"),
-        "animated.gif": stream.getvalue(),
+        "animated.gif": saved(rgb, "GIF", save_all=True, append_images=[other]),
         "float.tif": saved(floats, "TIFF"),
         "hdr.tif": saved(floats * 1_000, "TIFF"),
         "nan.tif": saved(floats * np.nan, "TIFF"),
@@ -162,12 +151,11 @@ def make_images(folder):
         "bits.png": saved(grey > 127, "PNG"),
         "cut.tif": saved(rgb, "TIFF")[:100],
         "zeros.jpg": bytes(1_000),
+        "sound.png": saved(rgb, "PNG"),
     }
-    assert set(files) == set(IMAGES)
-    folder.mkdir(parents=True)
-    for name, data in files.items():
-        (folder / name).write_bytes(data)
-    return saved(rgb, "PNG")
+
+
+IMAGES = images()
 
 
 def make_files(place):
@@ -215,7 +203,10 @@ def weights(tmp_path_factory):
 def place(tmp_path, weights):
     """Returns the folder that a command is run in."""
     place = tmp_path / "place"
-    sound = make_images(place / "images")
+    (place / "images").mkdir(parents=True)
+    for name, data in IMAGES.items():
+        (place / "images" / name).write_bytes(data)
+    sound = IMAGES["sound.png"]
     shutil.copy(weights, place)
     make_files(place)
     for split, count in (("train", 4), ("test", 2)):
@@ -230,162 +221,78 @@ def place(tmp_path, weights):
 
 
 CONFIGS = ROOT / "configs"
-TRAIN = {"--config": f"{CONFIGS}/digits.py:quick"}
-# Of each command: how many cases, a sound command line ("" before words without a flag;
-# OUT is a path that is not there), and of each flag what it takes.
-WEIGHTS = {
-    "--labels": "file",
-    "--resolution": "value",
-    "--mean": "value",
-    "--std": "value",
-    "--interpolation": "value",
-    "--crop_pct": "value",
-    "--num_heads": "value",
-    "--architecture": "value",
-}
+TRAIN = f"--config={CONFIGS}/digits.py:quick"
+SOUND = "--model=sound.safetensors"
+WEIGHTS = "--labels:file --resolution --mean --std --interpolation --crop_pct"
+WEIGHTS += " --num_heads --architecture"
+DRAWN = "--figure --query --layers --discard --classes "
+# Of each command: how many cases, a sound command line (OUT is a path that is not there),
+# and its flags with what each takes: a file, an image, or by default a value. ":image" is
+# a word without a flag, KEY:key a key of the config.
 COMMANDS = {
-    "train": (
-        30,
-        {**TRAIN, "--workdir": "OUT"},
-        {"--config": "file", "--workdir": "file", "KEY": "key"},
-    ),
+    "train": (30, f"{TRAIN} --workdir=OUT", "--config:file --workdir:file KEY:key"),
     "evaluate": (
         12,
-        {
-            "--model": "sound.safetensors",
-            "--config": f"{CONFIGS}/eval/classification.py:data=data",
-            "--out": "OUT",
-        },
-        {
-            "--model": "file",
-            "--config": "file",
-            "--out": "file",
-            "KEY": "key",
-            **WEIGHTS,
-        },
+        f"{SOUND} --config={CONFIGS}/eval/classification.py:data=data --out=OUT",
+        f"--model:file --config:file --out:file KEY:key {WEIGHTS}",
     ),
     "predict": (
         24,
-        {"--model": "sound.safetensors", "": "sound.png"},
-        {
-            "--model": "file",
-            "": "image",
-            "--topk": "value",
-            "--batch_size": "value",
-            **WEIGHTS,
-        },
+        f"{SOUND} sound.png",
+        f"--model:file :image --topk --batch_size {WEIGHTS}",
     ),
     "convert": (
         11,
-        {"--model": "sound.safetensors", "--to": "timm", "--out": "OUT"},
-        {"--model": "file", "--to": "value", "--out": "file", **WEIGHTS},
+        f"{SOUND} --to=timm --out=OUT",
+        f"--model:file --to --out:file {WEIGHTS}",
     ),
     "prepare": (
         8,
-        {"--dataset": "folder", "--from": "data", "--data_dir": "OUT"},
-        {
-            "--from": "file",
-            "--data_dir": "file",
-            "--name": "value",
-            "--splits": "value",
-            "--processes": "value",
-            "--shard_mb": "value",
-            "--on_error": "value",
-            "--imports": "value",
-        },
+        "--dataset=folder --from=data --data_dir=OUT",
+        "--from:file --data_dir:file --name --splits --processes --shard_mb --imports",
     ),
-    "datasets": (3, {}, {"": "value", "--data_dir": "file"}),
+    "datasets": (3, "", ":value --data_dir:file"),
     "summary": (
         8,
-        {"--variant": "Ti/16"},
-        {
-            "--variant": "value",
-            "--resolution": "value",
-            "--classes": "value",
-            "--images": "value",
-            "--config": "file",
-        },
+        "--variant=Ti/16",
+        "--variant --resolution --classes --images --config:file",
     ),
     "show_batch": (
         10,
-        {**TRAIN, "--out": "OUT.png"},
-        {
-            "--config": "file",
-            "--out": "file",
-            "--rows": "value",
-            "--columns": "value",
-            "KEY": "key",
-        },
+        f"{TRAIN} --out=OUT.png",
+        "--config:file --out:file --rows --columns KEY:key",
     ),
     "dedup": (
         6,
-        {
-            "--pretrain": "folder@data#train",
-            "--against": "folder@data#test",
-            "--out": "OUT",
-        },
-        {
-            "--pretrain": "value",
-            "--against": "value",
-            "--out": "file",
-            "--correlation": "value",
-            "--threads": "value",
-        },
+        "--pretrain=folder@data#train --against=folder@data#test --out=OUT",
+        "--pretrain --against --out:file --correlation --threads",
     ),
     "compile": (
         4,
-        {**TRAIN, "--topology": "v5e:2x2"},
-        {"--config": "file", "--topology": "value", "--slices": "value", "KEY": "key"},
+        f"{TRAIN} --topology=v5e:2x2",
+        "--config:file --topology --slices KEY:key",
     ),
     "transfer": (
         8,
-        # Nothing is trained: the workdir is a file.
-        {"--model": "sound.safetensors", "--dataset": "data", "--workdir": "text"},
-        {
-            "--model": "file",
-            "--dataset": "value",
-            "--learning_rates": "value",
-            "--layer_decay": "value",
-            "--resolution": "value",
-            "--seeds": "value",
-            "--test": "value",
-            "KEY": "key",
-        },
+        f"{SOUND} --dataset=data --workdir=text",  # Nothing is trained: that is a file.
+        "--model:file --dataset --learning_rates --layer_decay --seeds --test KEY:key",
     ),
     "study": (
         4,
-        {"--config": f"{CONFIGS}/study/positions.py", "--workdir": "text"},
-        {"--config": "file", "--only": "value", "--seeds": "value", "KEY": "key"},
+        f"--config={CONFIGS}/study/positions.py --workdir=text",
+        "--config:file --only --seeds KEY:key",
     ),
     "visualize": (
         14,
-        {"--model": "sound.safetensors", "--images": "sound.png", "--out": "OUT"},
-        {
-            "--model": "file",
-            "--images": "image",
-            "--out": "file",
-            "--figure": "value",
-            "--query": "value",
-            "--layers": "value",
-            "--discard": "value",
-            "--classes": "value",
-            "--compare": "file",
-            **WEIGHTS,
-        },
+        f"{SOUND} --images=sound.png --out=OUT",
+        "--model:file --images:image --out:file --compare:file " + DRAWN + WEIGHTS,
     ),
     "explore": (
         6,
-        {"--model": "sound.safetensors", "--html": "OUT", "--image": "sound.png"},
-        {
-            "--model": "file",
-            "--html": "file",
-            "--image": "image",
-            "--images": "file",
-            "--port": "value",
-            "--compare": "file",
-        },
+        f"{SOUND} --html=OUT --image=sound.png",
+        "--model:file --html:file --image:image --images:file --port --compare:file",
     ),
-    "report": (4, {"": "folder", "--out": "OUT"}, {"": "file", "--out": "file"}),
+    "report": (4, "folder --out=OUT", ":file --out:file"),
 }
 assert sum(count for count, _, _ in COMMANDS.values()) == 152
 
@@ -402,24 +309,31 @@ def keys():
 def cases(verb):
     """Yields command lines, the same for a seed: each is a sound one with a fault or two."""
     count, sound, flags = COMMANDS[verb]
+    kinds = {
+        name: kind or "value"
+        for name, _, kind in (f.partition(":") for f in flags.split())
+    }
     draw = random.Random(f"{SEED} {verb}")
-    names = [*flags]
+    names = [*kinds]
     for i in range(count):
         chosen = {names[i % len(names)]} | set(draw.sample(names, draw.random() < 0.15))
-        if "KEY" in flags and draw.random() < 0.4:
+        if "KEY" in kinds and draw.random() < 0.4:
             chosen = {"KEY"}
-        words = dict(sound)
+        words = {}
+        for word in sound.split():
+            name, equals, value = word.partition("=")
+            words[name if equals else ""] = value if equals else name
         for name in sorted(chosen):
             if name == "KEY":
                 words[f"--config.{draw.choice(keys())}"] = draw.choice(VALUES)
             else:
-                words[name] = value_for(flags[name], draw)
+                words[name] = value_for(kinds[name], draw)
         yield [f"{name}={value}" if name else value for name, value in words.items()]
 
 
 def value_for(kind, draw):
     if kind == "image" and draw.random() < 0.75:
-        return f"images/{draw.choice(IMAGES)}"
+        return f"images/{draw.choice([*IMAGES])}"
     if kind in ("file", "image") and draw.random() < 0.8:
         return draw.choice(FILES)
     return draw.choice(VALUES)

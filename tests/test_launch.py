@@ -16,6 +16,7 @@ import yaml
 
 from vit_jax import cli
 from vit_jax.__main__ import load
+from vit_jax.distributed import schedulers
 
 ROOT = pathlib.Path(__file__).parents[1]
 LAUNCH = ROOT / "launch"
@@ -108,10 +109,8 @@ def test_two_lines_are_marked_to_be_edited(name):
 
 def test_gpu_node_trains_with_all_gpus_and_again_after_75(place):
     once = place.folder / "once"
-    place(
-        "python",
-        f"[[ -e {once} ]] || {{ touch {once}; exit 75; }}; env | grep ^JAX_PLAT",
-    )
+    twice = f"[[ -e {once} ]] || {{ touch {once}; exit 75; }}"
+    place("python", f"{twice}; env | grep ^JAX_PLAT")
     out = run(place, "gpu_node.sh", PYTHON="python")
     assert (out.returncode, out.stdout) == (0, "JAX_PLATFORMS=cuda,cpu\n")
     assert "restart 1 of at most 20" in out.stderr
@@ -124,7 +123,7 @@ def test_gpu_node_trains_with_all_gpus_and_again_after_75(place):
 
 @pytest.mark.parametrize(
     ("code", "starts"),
-    [(0, 1), (1, 1), (2, 1), (130, 1), (141, 1), (70, 3), (75, 3), (134, 3)],
+    [(code, 1) for code in (0, 1, 2, 130, 141)] + [(70, 3), (75, 3), (134, 3)],
 )
 def test_only_what_may_pass_is_tried_again_and_not_for_ever(place, code, starts):
     place("python", f"exit {code}")
@@ -135,9 +134,8 @@ def test_only_what_may_pass_is_tried_again_and_not_for_ever(place, code, starts)
 
 def test_sigterm_reaches_the_run_and_is_not_answered_with_a_restart(place):
     ready = place.folder / "ready"
-    place(
-        "python", f"trap 'kill $!; exit 75' TERM; /bin/sleep 30 & touch {ready}; wait"
-    )
+    waits = f"trap 'kill $!; exit 75' TERM; /bin/sleep 30 & touch {ready}; wait"
+    place("python", waits)
     command = ["bash", str(LAUNCH / "until_done.sh"), "python"]
     process = subprocess.Popen(command, env=environment(place), stderr=subprocess.PIPE)
     while not ready.exists():
@@ -152,10 +150,8 @@ def test_sigterm_between_two_runs_is_not_answered_with_a_restart(place):
     (place.folder / "bin" / "sleep").unlink()  # A real one.
     place("python", "exit 75")
     command = ["bash", str(LAUNCH / "until_done.sh"), "python"]
-    more = {"RESTART_SECONDS": "60"}
-    process = subprocess.Popen(
-        command, env=environment(place, **more), stderr=subprocess.PIPE, text=True
-    )
+    options = {"env": environment(place, RESTART_SECONDS="60"), "text": True}
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, **options)
     assert "restart 1" in process.stderr.readline()
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=20)
@@ -168,17 +164,8 @@ SLURM = {"SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_ID": "77", "PYTHON": "python"
 
 @pytest.mark.parametrize(
     ("code", "count", "queued"),
-    [
-        (0, 0, 0),
-        (2, 0, 0),
-        (130, 0, 0),
-        (141, 0, 0),
-        (70, 0, 1),
-        (75, 0, 1),
-        (134, 0, 1),
-        (137, 3, 1),
-        (75, 20, 0),
-    ],
+    [(code, 0, 0) for code in (0, 2, 130, 141)]
+    + [(70, 0, 1), (75, 0, 1), (134, 0, 1), (137, 3, 1), (75, 20, 0)],
 )
 def test_slurm_queues_the_job_again_where_that_helps(place, code, count, queued):
     place("srun", f"exit {code}")
@@ -238,24 +225,27 @@ def test_what_xpk_starts_is_tried_again_where_pip_failed(place, clone, pip, code
 
 
 def test_a_job_of_slurm_asks_for_gpus_cores_and_memory():
-    text = (LAUNCH / "slurm.sbatch").read_text()
-    asked = dict(
-        re.findall(r"--([\w-]+)=(\S+)", " ".join(re.findall(r"#SBATCH.*", text)))
-    )
+    lines = re.findall(r"#SBATCH.*", (LAUNCH / "slurm.sbatch").read_text())
+    asked = dict(re.findall(r"--([\w-]+)=(\S+)", " ".join(lines)))
     assert (asked["gpus-per-node"], asked["cpus-per-task"]) == ("8", "64")
     assert asked["mem"] == "0"  # All of the node's.
 
 
-def test_the_jobset_starts_pods_that_find_each_other(monkeypatch):
-    jobset = yaml.safe_load((LAUNCH / "jobset_gpu.yaml").read_text())
-    (hosts,) = jobset["spec"]["replicatedJobs"]
+@pytest.fixture
+def jobset():
+    """The JobSet, its replicated job, and the container of that."""
+    whole = yaml.safe_load((LAUNCH / "jobset_gpu.yaml").read_text())
+    (hosts,) = whole["spec"]["replicatedJobs"]
+    (container,) = hosts["template"]["spec"]["template"]["spec"]["containers"]
+    return whole, hosts, container
+
+
+def test_the_jobset_starts_pods_that_find_each_other(jobset, monkeypatch):
+    whole, hosts, container = jobset
     job = hosts["template"]["spec"]
-    (container,) = job["template"]["spec"]["containers"]
     (script,) = container["args"]
     (line,) = re.findall(r"python (-m vit_jax\.train .*) &\n", script)
     parsed(shlex.split(line))
-
-    from vit_jax.distributed import schedulers
 
     for name in schedulers.JAX_NAMES:
         monkeypatch.delenv(name, raising=False)
@@ -283,15 +273,13 @@ def test_the_jobset_starts_pods_that_find_each_other(monkeypatch):
     assert final["action"] == "FailJob"
     assert final["onExitCodes"]["values"] == [1, 2, 130, 141]
     # JobSet names pods <jobset>-<job>-<replica>-<index>.<jobset>.
-    name = jobset["metadata"]["name"]
+    name = whole["metadata"]["name"]
     assert found.address == f"{name}-{hosts['name']}-0-0.{name}:8476"
 
 
 @pytest.mark.parametrize("code", [0, 2, 75])
-def test_the_script_of_the_jobset_ends_as_the_run_does(place, code):
-    jobset = yaml.safe_load((LAUNCH / "jobset_gpu.yaml").read_text())
-    (hosts,) = jobset["spec"]["replicatedJobs"]
-    (container,) = hosts["template"]["spec"]["template"]["spec"]["containers"]
+def test_the_script_of_the_jobset_ends_as_the_run_does(place, jobset, code):
+    _, _, container = jobset
     place("python", f"exit {code}")
     command = [*container["command"], *container["args"]]
     process = subprocess.run(command, env=environment(place), check=False)
@@ -362,21 +350,11 @@ def test_what_fails_on_the_way_to_a_slice_ends_the_script(place, clone, failing,
     assert not any(never in words for words in said)
 
 
-@pytest.mark.parametrize(
-    ("script", "words"),
-    [
-        ("tpu_pod.sh", []),
-        ("tpu_pod.sh", ["up"]),
-        ("tpu_pod.sh", ["train"]),
-        ("xpk.sh", []),
-    ],
-)
-def test_a_bucket_that_is_not_filled_in_ends_the_script_before_it_rents(
-    place, script, words
-):
+@pytest.mark.parametrize("words", ["tpu_pod.sh", "tpu_pod.sh train", "xpk.sh"])
+def test_a_bucket_that_is_not_filled_in_ends_the_script_before_it_rents(place, words):
     place("gcloud", "echo ACTIVE")
     place("xpk")
-    out = run(place, script, *words)
+    out = run(place, *words.split())
     assert (out.returncode, out.stdout) == (2, "")
     assert "BUCKET in train=(...) is a placeholder" in out.stderr
     assert not calls(place, "gcloud") + calls(place, "xpk")

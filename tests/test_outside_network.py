@@ -8,12 +8,12 @@ import sys
 import jax
 import numpy as np
 import pytest
-from helpers import draw_params, tiny_config
+from helpers import draw_params, run_command, tiny_config
+from hosts import write_recipe
 from PIL import Image
 
-from vit_jax import cli, convert, models, predict, show_batch, summary, visualize
+from vit_jax import models, summary
 from vit_jax import weights as weight_files
-from vit_jax.__main__ import load
 from vit_jax.config import fields
 from vit_jax.errors import UserError
 from vit_jax.tools.sweeps import fine_tuning
@@ -39,6 +39,10 @@ def workdir(tmp_path_factory):
     return folder
 
 
+def run(name, *words):
+    return run_command(name, words)
+
+
 @pytest.fixture
 def found(monkeypatch):
     monkeypatch.syspath_prepend(EXAMPLES)
@@ -51,12 +55,8 @@ def image(tmp_path):
     return tmp_path / "a.png"
 
 
-def run(module, *words):
-    return module.main(cli.parse(module.parser(), [str(word) for word in words]))
-
-
 def test_predict_reads_a_workdir(found, workdir, image, capsys):
-    assert run(predict, f"--model={workdir}", image) == 0
+    assert run("predict", f"--model={workdir}", image) == 0
     heading, *rows = capsys.readouterr().out.splitlines()
     assert heading.split() == ["file", "probability", "class"]
     assert len(rows) == 5
@@ -66,27 +66,18 @@ def test_a_module_that_is_not_found_is_one_line_with_the_remedy(
     workdir, image, monkeypatch
 ):
     monkeypatch.delitem(sys.modules, "conv_net", raising=False)
-    message = (
-        f"{workdir}: model.variant='{VARIANT}': no module 'conv_net': .*PYTHONPATH"
-    )
+    message = f"model.variant='{VARIANT}': no module 'conv_net': .*PYTHONPATH"
     with pytest.raises(UserError, match=message):
-        run(predict, f"--model={workdir}", image)
-
-
-def test_options_that_change_no_result_are_not_taken_from_a_workdir(found, workdir):
-    options = weight_files.open_pretrained(workdir).options
-    assert (options["variant"], options["width"], options["depth"]) == (VARIANT, 16, 1)
+        run("predict", f"--model={workdir}", image)
 
 
 def test_files_of_weights_name_no_module(found, workdir, tmp_path):
     pretrained = weight_files.open_pretrained(workdir)
     for to in (name for name, writer in export.WRITERS.items() if not writer.program):
         out = tmp_path / f"{to}{export.WRITERS[to].suffix}"
-        message = (
-            f"--to={to}: .* is of model.variant='{VARIANT}', a network of a module"
-        )
+        message = f"--to={to}: .* is of model.variant='{VARIANT}', a network of a mod"
         with pytest.raises(UserError, match=message):
-            run(convert, f"--model={workdir}", f"--to={to}", f"--out={out}")
+            run("convert", f"--model={workdir}", f"--to={to}", f"--out={out}")
         assert not out.exists()
     path = tmp_path / "forged.safetensors"
     native.write(pretrained, path)  # As a stranger may have made it.
@@ -98,6 +89,8 @@ def test_files_of_weights_name_no_module(found, workdir, tmp_path):
 
 def test_other_image_sizes_fit_and_summary_counts(found, workdir, capsys):
     pretrained = weight_files.open_pretrained(workdir)
+    options = pretrained.options
+    assert (options["variant"], options["width"], options["depth"]) == (VARIANT, 16, 1)
     assert fine_tuning.usual_size(pretrained) == (384, 384)
     preprocess = weight_files.preprocessing_of(pretrained)
     larger = dataclasses.replace(preprocess, image_size=(16, 20))
@@ -113,10 +106,10 @@ def test_other_image_sizes_fit_and_summary_counts(found, workdir, capsys):
 def test_what_looks_inside_refuses_in_one_line(found, workdir, image, tmp_path):
     words = f"--model={workdir}", f"--images={image}", f"--out={tmp_path / 'figures'}"
     with pytest.raises(UserError, match="conv: no attention to draw"):
-        run(visualize, *words, "--figure=attention")
+        run("visualize", *words, "--figure=attention")
     with pytest.raises(UserError, match="=posemb: conv: no position embeddings"):
-        run(visualize, *words, "--figure=posemb")
-    assert run(visualize, *words) == 0  # The filters of its first convolution.
+        run("visualize", *words, "--figure=posemb")
+    assert run("visualize", *words) == 0  # The filters of its first convolution.
     assert (tmp_path / "figures" / "filters.png").exists()
 
 
@@ -137,20 +130,15 @@ def test_evaluate_scores_a_workdir_on_classes_and_features(
 ):
     (tmp_path / "scored.py").write_text(CONFIG)
     config = f"--config={tmp_path / 'scored.py'}"
-    run(load("evaluate"), f"--model={workdir}", config, "--json")
+    run("evaluate", f"--model={workdir}", config, "--json")
     told = json.loads(capsys.readouterr().out)
     assert told.keys() >= {"val", "knn"}
 
 
 def test_a_batch_is_shown_for_an_outside_network(found, tmp_path):
-    text = CONFIG.replace(
-        "num_examples=20", "num_examples=20, num_classes=5, image_size=(8, 12)"
-    )
-    keys = f"c.model, c.total_steps, c.optim.learning_rate = '{VARIANT}', 4, 0.1"
-    keys = f"c.optim = ConfigDict()\n    {keys}\n    return c"
-    (tmp_path / "run.py").write_text(text.replace("return c", keys))
+    recipe = write_recipe(tmp_path / "run.py", f"c.model = dict(variant={VARIANT!r})")
     out = tmp_path / "batch.png"
-    run(show_batch, f"--config={tmp_path / 'run.py'}", f"--out={out}")
+    run("show_batch", f"--config={recipe}", f"--out={out}")
     assert out.exists()
 
 

@@ -11,8 +11,9 @@ import time
 import numpy as np
 import pytest
 import tfrecord_files
+from helpers import run_command
+from PIL import Image
 
-from vit_jax import cli, prepare
 from vit_jax.errors import UserError
 from vit_jax.tools.preparing import metadata, shards
 
@@ -30,12 +31,9 @@ def source(tmp_path_factory):
     folder = tmp_path_factory.mktemp("blobs") / "blobs" / "1.0.0"
     folder.mkdir(parents=True)
     rng = np.random.default_rng(0)
-    features = tfds.features.FeaturesDict(
-        {
-            "image": tfds.features.Image(shape=(None, None, 3)),
-            "label": tfds.features.ClassLabel(names=["a", "b"]),
-        }
-    )
+    image = tfds.features.Image(shape=(None, None, 3))
+    label = tfds.features.ClassLabel(names=["a", "b"])
+    features = tfds.features.FeaturesDict({"image": image, "label": label})
     # A prime number of distinct records, so that no other order gives the same files.
     framed = [tfrecord_files.framed(rng.bytes(SIZE)) for _ in range(7)]
     lengths = [500, RECORDS - 500]
@@ -45,13 +43,8 @@ def source(tmp_path_factory):
         path.write_bytes(b"".join(framed[j % 7] for j in range(start, start + length)))
         start += length
     parts = [shards.WrittenShard("", n, n * SIZE, "", 0, "") for n in lengths]
-    metadata.write_info(
-        folder,
-        metadata.DatasetName("blobs", "", "1.0.0"),
-        features,
-        {"train": parts},
-        "",
-    )
+    name = metadata.DatasetName("blobs", "", "1.0.0")
+    metadata.write_info(folder, name, features, {"train": parts}, "")
     info = json.loads((folder / "dataset_info.json").read_text())
     info["fileFormat"] = "tfrecord"
     (folder / "dataset_info.json").write_text(json.dumps(info))
@@ -68,19 +61,14 @@ def expected(source, tmp_path_factory):
 
 def run(*words):
     *words, out = words
-    flags = cli.parse(prepare.parser(), [*words, f"--data_dir={out}", "--shard_mb=1"])
-    return prepare.main(flags)
+    return run_command("prepare", [*words, f"--data_dir={out}", "--shard_mb=1"])
 
 
 def start(source, out, *more, before=(), **options):
-    command = [
-        *before,
-        *(sys.executable, "-m", "vit_jax.prepare", "--dataset=blobs", "--shard_mb=1"),
-        *(f"--from={source}", f"--data_dir={out}", *more),
-    ]
-    return subprocess.Popen(
-        command, cwd=ROOT, stderr=subprocess.PIPE, text=True, **options
-    )
+    command = [*before, sys.executable, "-m", "vit_jax.prepare", "--dataset=blobs"]
+    command += ["--shard_mb=1", f"--from={source}", f"--data_dir={out}", *more]
+    options = {"stderr": subprocess.PIPE, "text": True} | options
+    return subprocess.Popen(command, cwd=ROOT, **options)
 
 
 def wait_for_shards(process, place, count):
@@ -109,7 +97,7 @@ def alive(pid):
     return stat.rpartition(")")[2].split()[0] != "Z"
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_killed_conversion_resumes(source, expected, tmp_path, processes, capsys):
     target = tmp_path / "blobs" / "1.0.0"
     place = target.with_name("1.0.0.incomplete")
@@ -161,6 +149,7 @@ def test_a_finished_set_is_left_as_it_is(source, tmp_path, capsys, encode, kind)
     assert files() == before
 
 
+@pytest.mark.slow
 def test_a_worker_that_dies_ends_the_run_in_one_line(source, tmp_path):
     place = tmp_path / "blobs" / "1.0.0.incomplete"
     process = start(source, tmp_path, "--processes=2")
@@ -192,9 +181,8 @@ def test_converting_from_a_data_dir_and_verifying(source, expected, tmp_path, ca
     assert run("--dataset=blobs", "--verify", tmp_path) == 0
     text = capsys.readouterr().out
     assert f"verified {tmp_path}/blobs/1.0.0\n  train: 901 records in 37 shards" in text
-    shard = (
-        tmp_path / "blobs" / "1.0.0" / expected["splits"]["train"]["shards"][5]["file"]
-    )
+    name = expected["splits"]["train"]["shards"][5]["file"]
+    shard = tmp_path / "blobs" / "1.0.0" / name
     assert len(list(shards.read(shard))) > 20
     shard.write_bytes(shard.read_bytes()[:-1])
     with pytest.raises(UserError, match="00005-of-00037: is cut short"):
@@ -202,8 +190,6 @@ def test_converting_from_a_data_dir_and_verifying(source, expected, tmp_path, ca
 
 
 def test_an_image_folder_is_a_set_of_its_name(tmp_path, capsys):
-    from PIL import Image
-
     for i, path in enumerate(("train/a/0.png", "train/b/1.png", "train/b/2.png")):
         path = tmp_path / "My Pets" / path
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -244,4 +230,4 @@ def test_an_image_folder_is_a_set_of_its_name(tmp_path, capsys):
 def test_flags_that_make_no_sense_are_refused(words, match, tmp_path):
     words = [f"--data_dir={tmp_path}", *f"--dataset={words}".split()]
     with pytest.raises(UserError, match=match):
-        prepare.main(cli.parse(prepare.parser(), words))
+        run_command("prepare", words)

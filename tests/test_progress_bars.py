@@ -1,4 +1,4 @@
-"""Bars and lines as a terminal and a pipe get them."""
+"""Bars and lines as a terminal gets them; training/test_metric_logger.py has lines without a bar."""
 
 import fcntl
 import os
@@ -13,18 +13,22 @@ import pytest
 
 RUN = """
 import time
+from vit_jax import progress
 from vit_jax.training.metric_logger import Progress
-progress = Progress(0, 3000, batch_size=512, devices=8, active=True)
+bar = Progress(0, 3000, batch_size=512, devices=8, active=True)
 for step in range(1, 5):
     time.sleep(0.15)  # tqdm draws ten times a second.
-    progress.step_done(step)
+    bar.step_done(step)
     if step % 2 == 0:
-        progress.log(step, 6.9078 / step, waited=0.0)
-progress.info("a checkpoint")
+        bar.log(step, 6.9078 / step, waited=0.0)
+bar.info("a checkpoint")
 time.sleep(0.15)
-progress.step_done(5)
-progress.close()
+bar.step_done(5)
+bar.close()
 print("done", flush=True)
+for _ in progress.each(range(3), "test", "batches", leave=False):
+    time.sleep(0.15)
+print("top-1", flush=True)
 """
 
 
@@ -47,25 +51,15 @@ def in_terminal(code, columns):
     return re.split(r"[\r\n]+", text.decode())
 
 
-@pytest.fixture(scope="module", params=[40, 80])
-def shown(request):
-    return request.param, in_terminal(RUN, request.param)
-
-
-def test_lines_stay_above_the_bar(shown):
-    _, lines = shown
+@pytest.mark.parametrize("columns", [80, pytest.param(40, marks=pytest.mark.slow)])
+def test_bars_fit_the_terminal_below_the_lines_and_are_removed(columns):
+    lines = in_terminal(RUN, columns)
     # A bar is cleared before a line comes, and drawn again behind it.
-    place = next(
-        i for i, line in enumerate(lines) if line.startswith("step 4/3000  loss")
-    )
+    place = lines.index(next(x for x in lines if x.startswith("step 4/3000  loss")))
     assert not lines[place - 1].strip(), lines
     assert lines[place + 1].startswith("4/3000 |"), lines
-    assert lines[-2:] == ["done", ""]
-    assert not lines[-3].strip()  # Removed at the end.
-
-
-def test_the_bar_fits_the_terminal(shown):
-    columns, lines = shown
+    done = lines.index("done")
+    assert not lines[done - 1].strip()  # Removed at the end.
     bars = [line for line in lines if re.match(r"\d+/3000 \|", line)]
     assert len(bars) >= 4
     assert {len(line) for line in bars} <= {columns - 1, columns}
@@ -74,26 +68,7 @@ def test_the_bar_fits_the_terminal(shown):
     assert " left" in last
     assert ("images/s" in last) == (columns >= 80)
     assert not re.search(r"images?/?$|lef?$", last)  # No part is cut.
-
-
-def test_a_pipe_gets_lines_alone():
-    done = subprocess.run(
-        [sys.executable, "-c", RUN], capture_output=True, text=True, check=True
-    )
-    assert done.stderr == ""
-    steps = [line.partition("  ")[0] for line in done.stdout.splitlines()]
-    assert steps == ["step 2/3000", "step 4/3000", "a checkpoint", "done"]
-
-
-def test_an_evaluation_shows_a_bar_and_removes_it():
-    code = (
-        "import time; from vit_jax import progress\n"
-        "for _ in progress.each(range(3), 'test', 'batches', leave=False):\n"
-        "    time.sleep(0.15)\n"
-        "print('top-1', flush=True)"
-    )
-    lines = in_terminal(code, 80)
-    assert any(
-        re.match(r"test: +67%\|█+\S? +\| 2/3 .* batches/s\]", x) for x in lines
-    ), lines
-    assert lines[-2] == "top-1"
+    # That of an evaluation.
+    assert lines[-2:] == ["top-1", ""] and not lines[-3].strip()
+    shown = r"test: +67%\|█+\S? +\| 2/3 .* batches/s\]"
+    assert columns < 80 or any(re.match(shown, line) for line in lines), lines

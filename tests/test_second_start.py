@@ -1,36 +1,21 @@
 """A command that is given twice: what the first compiled, the second finds."""
 
 import json
-import os
-import pathlib
 import re
-import subprocess
-import sys
 
 import cv2
 import numpy as np
 import pytest
+from helpers import run_python
 from hosts import xla_flags
-
-ROOT = pathlib.Path(__file__).parent.parent
 
 
 def start(cache, *words, verb="train", said=""):
-    env = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_"))}
-    done = subprocess.run(
-        [sys.executable, "-m", f"vit_jax.{verb}", *words],
-        cwd=ROOT,
-        env=env
-        | {
-            "JAX_PLATFORMS": "cpu",
-            "XLA_FLAGS": xla_flags(),
-            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",  # Keeps the small too.
-            "XDG_CACHE_HOME": str(cache),
-        },
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    env = {"JAX_COMPILATION_CACHE_DIR": "", "XDG_CACHE_HOME": str(cache)}
+    env |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": xla_flags()}
+    # Keeps the small too.
+    env["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+    done = run_python("-m", f"vit_jax.{verb}", *words, **env)
     assert done.returncode == 0, done.stderr
     assert done.stderr == said  # XLA has nothing to say of programs that it finds.
     return done.stdout

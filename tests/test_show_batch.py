@@ -1,40 +1,30 @@
 import jax
 import numpy as np
 import pytest
-from helpers import one_device
+from helpers import one_device, run_command
+from hosts import write_recipe
 from PIL import Image
 
-from vit_jax import cli, show_batch
+from vit_jax import show_batch
 from vit_jax.data.sources.open import open_source
 from vit_jax.errors import UserError
 from vit_jax.training import config
 
-RECIPE = """
-from ml_collections import ConfigDict
-
-def get_config(arg=None):
-    c = ConfigDict()
-    c.seed, c.total_steps, c.batch_size = 3, 6, 10
-    c.data = dict(name="digits", num_classes=10, image_size=(8, 8), channels=1)
-    c.data.train_transform = "affine(shift=0.1, rotate=10) | mixup(0.5)"
-    c.data.mean, c.data.std = (0.3,), (0.2,)
-    c.optim = dict(learning_rate=0.01)
-    c.model = dict(variant="Ti/4", width=12, depth=1, num_heads=3, mlp_dim=20)
-    return c
-"""
+LINES = (
+    "c.total_steps, c.batch_size = 6, 10",
+    'c.data = dict(name="digits", num_classes=10, image_size=(8, 8), channels=1)',
+    'c.data.train_transform = "affine(shift=0.1, rotate=10) | mixup(0.5)"',
+    "c.data.mean, c.data.std = (0.3,), (0.2,)",
+)
 
 
 @pytest.fixture
 def recipe(tmp_path):
-    path = tmp_path / "tiny.py"
-    path.write_text(RECIPE)
-    return path
+    return write_recipe(tmp_path / "tiny.py", *LINES)
 
 
 def run(recipe, *words):
-    return show_batch.main(
-        cli.parse(show_batch.parser(), [f"--config={recipe}", *words])
-    )
+    return run_command("show_batch", [f"--config={recipe}", *words])
 
 
 @pytest.mark.slow
@@ -67,9 +57,8 @@ def test_the_sheet_shows_what_the_training_step_sees(recipe, tmp_path, monkeypat
 
 def test_the_sheet_has_the_rows_and_columns_asked_for(recipe, tmp_path, capsys):
     out = tmp_path / "sheet.png"
-    run(
-        recipe, f"--out={out}", "--rows=2", "--columns=3", "--config.data.num_workers=2"
-    )
+    words = "--rows=2", "--columns=3", "--config.data.num_workers=2"
+    run(recipe, f"--out={out}", *words)
     with Image.open(out) as sheet:
         assert sheet.format == "PNG"
         assert sheet.width == 3 * (128 + 8) + 8
@@ -77,7 +66,7 @@ def test_the_sheet_has_the_rows_and_columns_asked_for(recipe, tmp_path, capsys):
 
 
 def test_a_config_without_its_weights_is_shown(recipe, tmp_path):
-    recipe.write_text(RECIPE.replace("return c", "c.init = '?'\n    return c"))
+    write_recipe(recipe, *LINES, "c.init = '?'")
     run(recipe, f"--out={tmp_path / 'sheet.png'}", "--rows=1", "--columns=1")
 
 

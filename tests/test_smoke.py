@@ -1,18 +1,16 @@
 """Every recipe comes to life: initialised by shape, and three real steps."""
 
+import functools
 import json
-import os
 import pathlib
 import resource
-import subprocess
-import sys
 
 import jax
 import numpy as np
 import pytest
-from helpers import RECIPES
+import warm
+from helpers import RECIPES, run_python
 from hosts import xla_flags
-from one_process import run
 
 from vit_jax.config import fields
 from vit_jax.config.lengths import RunLength
@@ -42,12 +40,9 @@ def test_recipe_initialises(recipe):
     rate = optim.learning_rate(config.optim, peak, run)
     tx = optim.optimizer(config.optim, params, rate, run, config.model)
     total = run.total_steps
-    state = jax.eval_shape(
-        lambda p: train_state.create_train_state(
-            p, extra, tx, seed=0, average=config.ema.decay > 0
-        ),
-        params,
-    )
+    create = functools.partial(train_state.create_train_state, tx=tx, seed=0)
+    average = config.ema.decay > 0
+    state = jax.eval_shape(lambda p: create(p, extra, average=average), params)
     assert (state.average is None) == (config.ema.decay == 0)
     # SimMIM ends with a tenth of its rate.
     assert float(rate(total)) <= max(1e-5, peak / 10) and float(rate(total)) < peak
@@ -62,7 +57,7 @@ def test_recipes_take_three_steps_on_made_data(tmp_path):
         + ["--config.evals={}"] * (recipe not in ("b16_i1k", "clip", "dino", "mae"))
         for recipe in RECIPES
     ]
-    run(commands, ROOT, XLA_FLAGS=xla_flags())
+    warm.run_all(commands, ROOT, XLA_FLAGS=xla_flags())
     for recipe in RECIPES:
         report = json.loads((tmp_path / recipe / "report.json").read_text())
         assert report["steps"] == 3
@@ -78,13 +73,7 @@ def test_the_loop_imports_in_few_seconds_and_without_frameworks():
     )
 
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    out = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    out = run_python("-c", code)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert out.stdout.strip() == "[]", out.stderr
     # CPU time, the same on a busy and on an idle machine.
@@ -93,15 +82,7 @@ def test_the_loop_imports_in_few_seconds_and_without_frameworks():
 
 
 def train(*words):
-    env = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
-    out = subprocess.run(
-        [sys.executable, "-m", "vit_jax.train", *words],
-        cwd=ROOT,
-        env=env,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    out = run_python("-m", "vit_jax.train", *words, XLA_FLAGS="")
     assert out.returncode == 0, out.stderr
     workdir = next(w for w in words if w.startswith("--workdir=")).split("=")[1]
     return pathlib.Path(workdir)
@@ -124,9 +105,8 @@ def test_digits_reach_their_accuracy_and_so_does_the_fine_tuning(tmp_path):
         f"--workdir={tmp_path}/tuned",
     )
     lines = (tuned / "metrics.jsonl").read_text().splitlines()
-    scores = [
-        x["test/params/top1"] for x in map(json.loads, lines) if "test/params/top1" in x
-    ]
+    name = "test/params/top1"
+    scores = [line[name] for line in map(json.loads, lines) if name in line]
     assert scores[0] > 0.2  # Chance is a tenth.
     assert final(tuned)["params"]["top1"] >= 0.975
     assert final(tuned)["ema"]["top1"] >= 0.975

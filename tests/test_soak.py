@@ -5,29 +5,17 @@ left out here, since each aimed signal takes two starts; test_resume.py kills on
 test_ending.py loaders.
 """
 
-import os
-import pathlib
 import re
-import subprocess
-import sys
 
 import pytest
+from helpers import ROOT, run_python
 from hosts import HURRY
-
-ROOT = pathlib.Path(__file__).parents[1]
 
 
 @pytest.mark.slow
 def test_runs_that_are_killed_or_ended_are_equal_to_the_undisturbed_ones():
     words = ["--kills=1", "--hosts=2,1", "--steps=14", "--seed=7", "--workers=0"]
     words.append("--aimed=SIGTERM")
-    end = subprocess.run(
-        [sys.executable, ROOT / "benchmarks" / "soak.py", *words],
-        env=os.environ | {"XLA_FLAGS": HURRY},
-        capture_output=True,
-        text=True,
-        timeout=1500,
-        check=False,
-    )
+    end = run_python(ROOT / "benchmarks" / "soak.py", *words, XLA_FLAGS=HURRY)
     assert end.returncode == 0, end.stdout + end.stderr
     assert re.search(r"\n1 kills, \d+ starts, \d+ runs, 0 different", end.stdout)

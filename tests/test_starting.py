@@ -1,4 +1,4 @@
-"""Starting as one of several: what goes wrong ends with one line, what is right trains.
+"""Starting as one of several: what goes wrong or differs ends with one line, else it trains.
 
 Every case is a process; those of schedulers are started as they start them.
 """
@@ -8,11 +8,21 @@ import socket
 import time
 
 import hosts
+import jax
+import numpy as np
 import pytest
+from flax.traverse_util import flatten_dict
+from PIL import Image
 
-pytestmark = pytest.mark.slow
+from vit_jax.distributed import multihost
+from vit_jax.training import config as configuration
+from vit_jax.training import resume_check
 
 DIGITS = ("--config=configs/digits.py:quick",)
+FOLDER = (
+    'c.data = dict(name="folder", num_classes=2, image_size=(12, 12))',
+    'c.data.train_transform = c.data.eval_transform = "resize"',
+)
 SLURM = {
     "SLURM_JOB_ID": "4321",
     "SLURM_STEP_ID": "0",
@@ -25,25 +35,12 @@ SLURM = {
     # As for one process a GPU: of no meaning here, but it goes the same way.
     "CUDA_VISIBLE_DEVICES": "0,1",
 }
-RECIPE = """
-from ml_collections import ConfigDict
-
-def get_config(arg=None):
-    c = ConfigDict()
-    c.seed, c.total_steps, c.batch_size = 3, 4, 12
-    c.data = dict(name="synthetic", num_classes=5, num_examples=37, image_size=(8, 12))
-    c.model = dict(variant="Ti/4", width=12, depth=1, num_heads=3, mlp_dim=20)
-    c.optim = dict(name="sgd", learning_rate=0.1)
-    c.log_every_steps = 1
-    return c
-"""
 
 
-@pytest.fixture(scope="module")
-def recipe(tmp_path_factory):
-    path = tmp_path_factory.mktemp("configs") / "tiny.py"
-    path.write_text(RECIPE)
-    return f"--config={path}"
+@pytest.fixture
+def words(tmp_path):
+    recipe = hosts.write_recipe(tmp_path / "tiny.py")
+    return f"--config={recipe}", f"--workdir={tmp_path / 'run'}"
 
 
 def slurm(host):
@@ -69,89 +66,166 @@ def gke(host):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheduler", [slurm, listed, gke])
-def test_two_processes_find_each_other(recipe, tmp_path, scheduler):
+def test_two_processes_find_each_other(words, scheduler):
     scheduler.port = str(hosts.free_port())
-    words = (recipe, f"--workdir={tmp_path / 'run'}")
     processes = hosts.start(words, 2, scheduler, fork=scheduler is listed)
-    try:
-        line = hosts.wait_for(processes[0], "steps of 12 on")
-        assert "on 2 x cpu" in line
-        codes, errors = hosts.ends(processes)
-        assert codes == [0, 0], errors
-    finally:
-        hosts.kill(processes)
+    assert "on 2 x cpu" in hosts.wait_for(processes[0], "steps of 12 on")
+    hosts.ends(processes, 0)
 
 
-WRONG = {
-    "some of three": (
-        {"JAX_NUM_PROCESSES": "2"},
-        "set but not .*JAX_COORDINATOR_ADDRESS",
-    ),
-    "no srun": ({"SLURM_NNODES": "2"}, "SLURM_NNODES=2 .*srun"),
-    "hosts": ({"VIT_JAX_HOSTS": "198.51.100.1,198.51.100.2"}, "is not among them"),
-    "seconds": ({"VIT_JAX_START_SECONDS": "5s"}, "VIT_JAX_START_SECONDS='5s': "),
-    "nobody there": (
+WRONG = [  # Variables, exit code and message.
+    ({"JAX_NUM_PROCESSES": "2"}, 2, "set but not .*JAX_COORDINATOR_ADDRESS"),
+    ({"SLURM_NNODES": "2"}, 2, "SLURM_NNODES=2 .*srun"),
+    ({"VIT_JAX_HOSTS": "198.51.100.1,198.51.100.2"}, 2, "is not among them"),
+    ({"VIT_JAX_START_SECONDS": "5s"}, 2, "VIT_JAX_START_SECONDS='5s': "),
+    (
         {
             "JAX_COORDINATOR_ADDRESS": "localhost:9",
             "JAX_NUM_PROCESSES": "2",
             "JAX_PROCESS_ID": "1",
             "VIT_JAX_START_SECONDS": "2",
         },
+        75,  # Process 0 may come at the next start.
         r"process 1 of 2 \(.*\) cannot reach process 0 at localhost:9 \(Connection re",
     ),
-    "no such host": (
+    (
         {"VIT_JAX_HOSTS": "no.such.invalid,localhost", "VIT_JAX_START_SECONDS": "2"},
+        2,
         r"process 0 at no\.such\.invalid:8476 \(.*; tried for 2 s; from VIT_JAX_HO",
     ),
-}
+]
 
 
+@pytest.mark.slow
 def test_what_is_wrong_ends_every_process_with_one_line():
-    processes = hosts.start(DIGITS, len(WRONG), lambda i: [*WRONG.values()][i][0])
-    codes, errors = hosts.ends(processes)
-    # Process 0 may come at the next start.
-    assert codes == [75 if name == "nobody there" else 2 for name in WRONG], errors
-    for (_, message), error in zip(WRONG.values(), errors, strict=True):
+    processes = hosts.start(DIGITS, len(WRONG), lambda i: WRONG[i][0])
+    errors = hosts.ends(processes, *(code for _, code, _ in WRONG))
+    for (_, _, message), error in zip(WRONG, errors, strict=True):
         (line,) = error.splitlines()
         assert re.match(f"error: .*{message}", line)
 
 
+@pytest.mark.slow
 def test_a_port_that_is_taken_is_named():
     with socket.create_server(("", 0)) as server:
         port = server.getsockname()[1]
         names = {"VIT_JAX_HOSTS": f"localhost:{port},198.51.100.1"}
-        (code,), (error,) = hosts.ends(hosts.start(DIGITS, 1, lambda _: names))
-    assert code == 2
+        (error,) = hosts.ends(hosts.start(DIGITS, 1, lambda _: names), 2)
     assert f"error: port {port} of this host ({socket.gethostname()}) is taken" in error
 
 
-def test_too_few_processes_do_not_wait_for_ever(recipe, tmp_path):
-    environment = hosts.variables(3, VIT_JAX_START_SECONDS="8")
-    words = (recipe, f"--workdir={tmp_path / 'run'}")
-    processes = hosts.start(words, 2, environment)
+@pytest.mark.slow
+def test_too_few_processes_do_not_wait_for_ever(words, tmp_path):
     began = time.monotonic()
-    codes, errors = hosts.ends(processes)
+    environment = hosts.variables(3, VIT_JAX_START_SECONDS="8")
+    errors = hosts.ends(hosts.start(words, 2, environment), 75)
     assert time.monotonic() - began < 60
-    assert codes == [75, 75], errors
     for host, error in enumerate(errors):
         last = error.splitlines()[-1]
-        assert last.startswith(
-            f"error: process {host} of 3 ({socket.gethostname()}) did"
-        )
+        who = f"error: process {host} of 3 ({socket.gethostname()}) did"
+        assert last.startswith(who)
         assert "start 3 processes" in last
+    environment = hosts.variables(2, VIT_JAX_START_SECONDS="4")
+    (error,) = hosts.ends(hosts.start(words, 1, environment), 75)
+    assert "did not come together with process 1 of 2 at " in error.splitlines()[-1]
     assert not (tmp_path / "run").exists()
 
 
-def test_the_one_of_two_that_does_not_come_is_named(recipe, tmp_path):
-    words = (recipe, f"--workdir={tmp_path / 'run'}")
-    processes = hosts.start(words, 1, hosts.variables(2, VIT_JAX_START_SECONDS="4"))
-    (code,), (error,) = hosts.ends(processes)
-    assert code == 75, error
-    assert "did not come together with process 1 of 2 at " in error.splitlines()[-1]
-
-
-def test_several_processes_need_a_workdir(recipe):
-    codes, errors = hosts.ends(hosts.start((recipe,), 2, hosts.variables(2)))
-    assert codes == [2, 2], errors
+@pytest.mark.slow
+def test_several_processes_need_a_workdir(words):
+    errors = hosts.ends(hosts.start(words[:1], 2), 2)
     assert all("several processes need the same --workdir" in text for text in errors)
+
+
+@pytest.fixture
+def differing(tmp_path):
+    """Starts two hosts, each with its words; checks that both name both; returns the lines."""
+    recipe = hosts.write_recipe(tmp_path / "pair.py", *FOLDER)
+    for host in range(2):
+        for i in range(6):
+            path = tmp_path / f"host{host}" / "train" / f"c{i % 2}" / f"{i}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.new("RGB", (12, 8), (i, 40 * i, 9)).save(path)
+
+    def start(*words):
+        def own(host):
+            place = f"--config.data.data_dir={tmp_path / f'host{host}'}"
+            files = f"--config={recipe}", f"--workdir={tmp_path / 'run'}"
+            return [*files, place, *words[host]]
+
+        processes = hosts.start(own, 2)
+        errors = hosts.ends(processes, 2, seconds=100)
+        assert not any("Traceback" in text for text in errors), errors
+        assert not list(tmp_path.glob("run/checkpoints/*"))
+        lines = [text.splitlines()[-1] for text in errors]
+        for line in lines:
+            for host, process in enumerate(processes):
+                here = f"({socket.gethostname()}, pid {process.pid})"
+                assert f"process {host} of 2 {here}" in line
+        return lines
+
+    return start
+
+
+@pytest.mark.slow
+def test_another_config_or_workdir_is_named_before_anything_is_compiled(
+    differing, tmp_path
+):
+    # How fast a host reads is its own matter.
+    own = ("data.num_workers=1", "mesh.fsdp=2", "optim.learning_rate=0.2")
+    for line in differing((), [f"--config.{key}" for key in own]):
+        assert "the hosts differ in config: mesh.fsdp is 1 on process 0" in line
+        assert "optim.learning_rate is 0.1 on process 0" in line
+        assert "data." not in line
+    for line in differing((), (f"--workdir={tmp_path / 'other'}",)):
+        assert f'--workdir is "{tmp_path / "run"}" on process 0' in line
+    assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.slow
+def test_other_weights_images_and_captions_are_named(differing, tmp_path):
+    model = configuration.load(str(tmp_path / "pair.py"), {}).build_model()
+    shapes = flatten_dict(jax.eval_shape(model.init, jax.random.key(0)), sep="/")
+    words = []
+    for host in range(2):
+        rng, path = np.random.default_rng(host), tmp_path / f"{host}.npz"
+        np.savez(path, **{k: rng.normal(size=x.shape) for k, x in shapes.items()})
+        words.append([f"--config.init={path}", "--config.init.head=keep"])
+    for line in differing(*words):
+        assert "the hosts differ in weights: sha256 is " in line
+
+    for path in tmp_path.glob("host*/train/*/*.png"):
+        path.with_suffix(".txt").write_text(f"picture {path.stem}")
+    path.with_suffix(".txt").write_text("picture x")
+    keys = ["task.name=contrastive", "data.caption_key=txt", "data.tokenizer=bytes"]
+    keys += ["data.num_tokens=16", "task.text.width=12", "task.text.num_heads=3"]
+    keys += ["task.text.depth=1", "task.text.mlp_dim=20"]
+    for line in differing(*2 * [[f"--config.{key}" for key in keys]]):
+        assert "the hosts differ in data: train " in line
+
+    path = tmp_path / "host1" / "train" / "c1" / "5.png"
+    path.rename(path.with_name("6.png"))
+    for line in differing((), ()):
+        assert "the hosts differ in data: train " in line
+        assert "train names_sha256 is " in line
+
+
+def test_what_is_compared_is_what_decides_the_program(tmp_path, monkeypatch):
+    recipe = str(hosts.write_recipe(tmp_path / "pair.py", *FOLDER))
+    seen = {}
+    monkeypatch.setattr(multihost, "check_agreement", seen.update)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    resume_check.check_hosts(configuration.load(recipe, {}))
+    keys = set(seen["config"])
+    assert {"mesh.fsdp", "model.scan", "eval_every_steps", "debug_nans"} <= keys
+    own = {"init.checkpoint", "data.data_dir", "data.num_workers"}
+    assert not (own | {"compilation_cache_dir"}) & keys
+    assert seen["devices"] == {"count": 8, "kind": "cpu"}
+    assert seen["code"]["jax"] == jax.__version__
+    own = {"data.data_dir": "/elsewhere", "local_checkpoint.dir": "/d"}
+    before = dict(seen)
+    own |= {"data.num_threads": 9}
+    resume_check.check_hosts(configuration.load(recipe, own))
+    assert seen == before

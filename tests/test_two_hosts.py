@@ -1,7 +1,10 @@
-"""Two processes that train together, as two hosts do."""
+"""Processes that train together, as hosts do: as one would, preempted, killed, resumed."""
 
 import json
+import re
+import shutil
 import signal
+import socket
 import subprocess
 import time
 
@@ -12,104 +15,233 @@ import pytest
 
 from vit_jax.weights import workdir as workdirs
 
-CONFIG = """
-from ml_collections import ConfigDict
-
-def get_config(arg=None):
-    c = ConfigDict()
-    c.seed, c.total_steps, c.batch_size = 3, 8, 12
-    c.data = dict(name="synthetic", num_classes=5, num_examples=37, image_size=(8, 12))
-    c.data.train_transform = "random_crop | flip | mixup(0.3)"
-    c.model = dict(variant="Ti/4", width=12, depth=1, num_heads=3, mlp_dim=20)
-    # Not Adam: it blows up the rounding of gradients that are 0 but for it (the bias
-    # of the keys, which the softmax cancels).
-    c.optim = dict(name="sgd", learning_rate=0.1, grad_accum_steps=2)
-    c.evals = dict(val="val")
-    c.log_every_steps = 1; c.eval_every_steps = 4; c.checkpoint_every_steps = 4
-    return c
-"""
+pytestmark = pytest.mark.slow
+LIMIT = 6  # Seconds of silence; 40 where users do not say.
+PAIR = (
+    'c.data.train_transform = "random_crop | flip | mixup(0.3)"',
+    'c.evals = dict(val="val")',
+)
+SHORT = (*PAIR, "c.optim.grad_accum_steps = 2")
+SHORT += ("c.eval_every_steps = c.checkpoint_every_steps = 4",)
+OWN_DISKS = (
+    *(*PAIR, "c.total_steps, c.checkpoint_every_steps, c.model.dropout = 24, 12, 0.1"),
+    "c.optim, c.sharding = dict(learning_rate=0.01), dict(min_size=1)",
+    "c.data.num_classes, c.model.width, c.model.mlp_dim = 8, 24, 40",
+    'c.local_checkpoint = dict(dir="$OWN_DISK/checkpoints", every_steps=3)',
+)
 
 
-def start(config, workdir, count, devices, *words, fork=True):
-    words = f"--config={config}", f"--workdir={workdir}", *words
-    environment = hosts.variables(count, XLA_FLAGS=hosts.xla_flags(devices))
-    return hosts.start(words, count, environment, fork=fork, stderr=subprocess.STDOUT)
+@pytest.fixture
+def start(tmp_path):
+    """Starts hosts on a recipe of some lines; a run is named by its workdir."""
+
+    def start(lines, run, count, *words, devices=1, fork=True, **variables):
+        recipe = hosts.write_recipe(tmp_path / "pair.py", *lines)
+        words = f"--config={recipe}", f"--workdir={tmp_path / run}", *words
+        known = hosts.variables(count, XLA_FLAGS=hosts.xla_flags(devices), **variables)
+
+        def environment(host):
+            (tmp_path / f"disk{host}").mkdir(exist_ok=True)
+            return known(host) | {"OWN_DISK": str(tmp_path / f"disk{host}")}
+
+        options = {"fork": fork, "stderr": subprocess.STDOUT}
+        return hosts.start(words, count, environment, **options)
+
+    return start
 
 
-def finish(processes, code=0):
+def finish(processes, *codes):
     outs = [process.communicate(timeout=200)[0] for process in processes]
-    assert [p.returncode for p in processes] == [code] * len(processes), outs
+    assert [p.returncode for p in processes] == [*(codes or [0] * len(outs))], outs
     return outs
-
-
-def report(workdir):
-    return json.loads((workdir / "report.json").read_text())
 
 
 def assert_same(one, two):
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5),
-        workdirs.load(one, use_ema=False).params,
-        workdirs.load(two, use_ema=False).params,
+        *(workdirs.load(run, use_ema=False).params for run in (one, two)),
     )
-    a, b = report(one)["final"]["val"]["params"], report(two)["final"]["val"]["params"]
+    reports = (json.loads((run / "report.json").read_text()) for run in (one, two))
+    a, b = (report["final"]["val"]["params"] for report in reports)
     assert a["examples"] == b["examples"] == 37
     assert abs(a["loss"] - b["loss"]) < 1e-5
 
 
-@pytest.mark.slow
-def test_two_hosts_train_to_the_parameters_of_one(tmp_path):
-    config = tmp_path / "pair.py"
-    config.write_text(CONFIG)
-    finish(start(config, tmp_path / "one", 1, 1))
+def test_two_hosts_train_to_the_parameters_of_one(start, tmp_path):
+    finish(start(SHORT, "one", 1))
     # Ended after the evaluation of step 4, and gone on from the checkpoint there.
-    part = start(config, tmp_path / "two", 2, 3)
+    part = start(SHORT, "two", 2, devices=3)
     hosts.wait_for(part[0], "step 5/8")
     hosts.kill(part)
     # New interpreters, whose sets of strings have different orders.
-    two = start(config, tmp_path / "two", 2, 3, fork=False)
-    first, second = finish(two)
+    first, second = finish(start(SHORT, "two", 2, devices=3, fork=False))
     assert "resume: step 4 of" in first
-    assert report(tmp_path / "two")["devices"] == 6
     assert_same(tmp_path / "one", tmp_path / "two")
     # Only the first process prints and writes.
     assert "step 8/8" in first
     assert "step" not in second
-    steps = [
-        json.loads(line)["step"]
-        for line in (tmp_path / "two" / "metrics.jsonl").read_text().splitlines()
-    ]
+    lines = (tmp_path / "two" / "metrics.jsonl").read_text().splitlines()
+    steps = [json.loads(line)["step"] for line in lines]
     assert steps == [1, 2, 3, 4, 4, 5, 6, 7, 8, 8]
 
 
-@pytest.mark.slow
-def test_hosts_that_split_parameters_and_layers_train_as_one(tmp_path):
-    config = tmp_path / "pair.py"
-    config.write_text(CONFIG.replace("mlp_dim=20", "mlp_dim=21"))
+def test_hosts_that_split_parameters_and_layers_train_as_one(start, tmp_path):
+    lines = (*SHORT, "c.model.mlp_dim = 21")
     words = ("--config.sharding.min_size=10", "--config.mesh.data=1")
-    finish(start(config, tmp_path / "one", 1, 1, *words))
+    finish(start(lines, "one", 1, *words))
     split = ("--config.mesh.fsdp=2", "--config.mesh.model=3")
     # Every parameter is on both hosts in part, every layer on three devices of each.
-    finish(start(config, tmp_path / "two", 2, 3, *words, *split))
+    finish(start(lines, "two", 2, *words, *split, devices=3))
     assert_same(tmp_path / "one", tmp_path / "two")
     # Every layer is on three hosts in part, which load the same images.
-    finish(start(config, tmp_path / "three", 3, 1, *words, split[1]))
+    finish(start(lines, "three", 3, *words, split[1]))
     assert_same(tmp_path / "one", tmp_path / "three")
 
 
-@pytest.mark.slow
-def test_sigterm_to_one_host_ends_both_at_the_same_step_and_they_resume(tmp_path):
-    config = tmp_path / "pair.py"
-    config.write_text(CONFIG.replace("3, 8, 12", "3, 20_000, 12"))
-    words = ("--config.log_every_steps=100", "--config.eval_every_steps=0")
-    words += ("--config.checkpoint_every_steps=100000",)
-    processes = start(config, tmp_path / "two", 2, 1, *words)
+def test_sigterm_to_one_host_ends_both_at_the_same_step_and_they_resume(start):
+    lines = ("c.total_steps, c.log_every_steps = 20_000, 100",)
+    processes = start(lines, "run", 2)
     hosts.wait_for(processes[0], "step 100/")
     processes[1].send_signal(signal.SIGTERM)
     asked = time.monotonic()
-    outs = finish(processes, code=75)
+    outs = finish(processes, 75, 75)
     assert time.monotonic() - asked < 60
     (step,) = {out.split("SIGTERM: step ")[1].split()[0] for out in outs}
-    resumed = start(config, tmp_path / "two", 2, 1, *words)
-    hosts.wait_for(resumed[0], f"resume: step {step} of")
-    hosts.kill(resumed)
+    hosts.wait_for(start(lines, "run", 2)[0], f"resume: step {step} of")
+
+
+def ask_to_end(processes):
+    for process in processes:
+        process.send_signal(signal.SIGTERM)
+
+
+def last_lines(processes):
+    """Returns the same last line of both, and what the first printed."""
+    outs = finish(processes, 75, 75)
+    # A thread of JAX's may write of the signal after the run has ended.
+    ours = {re.findall("^SIGTERM: .*", out, re.MULTILINE)[-1] for out in outs}
+    (line,) = ours
+    return line, outs[0]
+
+
+LONG = (
+    *PAIR,
+    "c.total_steps, c.log_every_steps, c.data.num_examples = 4000, 20, 20_000",
+    "c.eval_every_steps, c.checkpoint_every_steps = 100, 4000",
+)
+
+
+def test_all_hosts_end_an_evaluation_together_and_make_up_for_it(start, tmp_path):
+    processes = start(LONG, "run", 2)
+    hosts.wait_for(processes[0], "step 100/4000  loss")
+    ask_to_end(processes)
+    time.sleep(0.3)
+    ask_to_end(processes)  # Impatient schedulers do.
+    line, out = last_lines(processes)
+    assert line.startswith(f"SIGTERM: step 100 of 4000 is saved in {tmp_path}")
+    assert "top-1" not in out
+    again = start(LONG, "run", 2)
+    hosts.wait_for(again[0], "resume: step 100 of")
+    hosts.wait_for(again[0], "step 100/4000  top-1")
+    # In a step, this time.
+    hosts.wait_for(again[0], "step 120/4000  loss")
+    ask_to_end(again)
+    line, _ = last_lines(again)
+    assert 120 <= int(re.match(r"SIGTERM: step (\d+) of", line)[1]) < 200
+
+
+def test_all_hosts_end_where_sigterm_comes_before_the_first_step(start):
+    processes = start(LONG, "run", 2)
+    hosts.wait_for(processes[0], "4,000 steps of 12 on")
+    ask_to_end(processes)
+    line, out = last_lines(processes)
+    # Compilation is not interrupted; no more than the steps on their way follow.
+    saved = r"(nothing to save yet|step \d+ of 4000 is saved)"
+    assert re.match(f"SIGTERM: {saved} in", line)
+    assert "step 100/" not in out
+
+
+def name(number, processes):
+    pid = processes[number].pid
+    return f"process {number} of {len(processes)} ({socket.gethostname()}, pid {pid})"
+
+
+def killed(processes, number, codes):
+    """Kills one of several; returns what they printed."""
+    processes[number].kill()
+    began = time.monotonic()
+    outs = finish(processes, *codes)
+    assert time.monotonic() - began < LIMIT + 10
+    return outs
+
+
+def test_killed_hosts_are_named_and_the_restarted_job_ends_as_one_left_alone(
+    start, tmp_path
+):
+    lines = (*PAIR, "c.total_steps, c.log_every_steps = 150, 10")
+    lines += ("c.checkpoint_every_steps = 25",)
+    finish(start(lines, "undisturbed", 2))
+    run, seconds = tmp_path / "run", {"VIT_JAX_LOST_SECONDS": str(LIMIT)}
+    remedy = f"start the job again, it resumes from the checkpoint in {run}"
+    processes = start(lines, "run", 2, **seconds)
+    hosts.wait_for(processes[0], "step 60/150")
+    zero, one = killed(processes, 1, (75, -signal.SIGKILL))
+    lost = f"died or was lost: no sign of life for {LIMIT} s"
+    assert zero.splitlines()[-1] == f"error: {name(1, processes)} {lost}; {remedy}"
+    # The log of the one that was killed says so too.
+    assert f"error: {name(1, processes)} was killed" in one
+
+    # The first, which runs the coordination service.
+    processes = start(lines, "run", 2, **seconds)
+    hosts.wait_for(processes[0], r"resume: step (25|50) of")
+    hosts.wait_for(processes[0], "step 110/150")
+    # Though JAX aborts the other.
+    _, one = killed(processes, 0, (-signal.SIGKILL, 75))
+    last = one.splitlines()[-1]
+    assert last.startswith(f"error: {name(0, processes)} died or was lost: its coord")
+    assert last.endswith(remedy)
+    assert "was killed" not in one
+
+    out, _ = finish(start(lines, "run", 2))
+    assert re.search(r"resume: step (75|100) of", out)
+    assert hosts.sha256_of(run) == hosts.sha256_of(tmp_path / "undisturbed")
+
+
+def test_the_one_of_three_that_was_killed_is_named_by_both_others(start):
+    lines = ("c.total_steps, c.log_every_steps = 1_000, 10",)
+    processes = start(lines, "run", 3, VIT_JAX_LOST_SECONDS=str(LIMIT))
+    hosts.wait_for(processes[0], "step 20/")
+    outs = killed(processes, 2, (75, 75, -signal.SIGKILL))
+    lost = re.escape(f"error: {name(2, processes)} died or was lost")
+    assert all(re.search(rf"^{lost}", text, re.MULTILINE) for text in outs[:2])
+    assert all(text.count("error: process") == 1 for text in outs), outs
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_a_host_that_lost_its_disk_gets_its_parts_of_the_other_or_of_the_workdir(
+    start, tmp_path, split
+):
+    # Each disk has the whole state, or half of it.
+    mesh = ("fsdp=-1", "data=1") if split else ("fsdp=1",)
+    words = [f"--config.mesh.{sizes}" for sizes in mesh]
+    finish(start(OWN_DISKS, "undisturbed", 2, *words, devices=2))
+    assert not list(tmp_path.glob("disk*/checkpoints/*/*/*"))  # Done: all is removed.
+
+    pair = start(OWN_DISKS, "run", 2, *words, devices=2)
+    hosts.wait_for(pair[0], f"step {20 if split else 10}/24")
+    hosts.kill(pair)
+    saved = tmp_path / "run" / "checkpoints" / "12"
+    assert saved.exists() == split
+    shutil.rmtree(tmp_path / f"disk{int(split)}")
+    first, _ = finish(start(OWN_DISKS, "run", 2, *words, devices=2))
+    # The step of the kill, or the one before: the other's write may have been cut off.
+    if split:
+        why = r"step (15|18) is on local disks, but not the parts of process 1"
+        assert re.search(why, first)
+        assert "resume: step 12 of" in first
+    else:
+        assert re.search("resume: step [69] of local disks", first)
+        why = "process 0 had nothing on its disk: received its parts from the others"
+        assert why in first
+    run, undisturbed = tmp_path / "run", tmp_path / "undisturbed"
+    assert hosts.sha256_of(run) == hosts.sha256_of(undisturbed)

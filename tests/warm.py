@@ -4,6 +4,7 @@
         end = process.run("predict", ["--model=x.safetensors", "photo.jpg"])
 
 A case that takes too long is interrupted, or its process is killed and begun anew.
+`run_all` runs whole command lines.
 """
 
 import contextlib
@@ -60,14 +61,7 @@ class Process:
         self._streams.cleanup()
 
     def run(self, verb, words, stdin="", seconds=20):
-        """Runs a verb.
-
-        Args:
-          verb: its name.
-          words: of the command line.
-          stdin: text for its standard input.
-          seconds: after which it is stopped.
-        """
+        """Runs a verb, or the script of a path, with words and a text for its stdin."""
         if not self._process:
             self._process = subprocess.Popen(
                 [sys.executable, __file__, self._streams.name, self._memory],
@@ -100,6 +94,16 @@ class Process:
     def _read(self, name):
         data = (pathlib.Path(self._streams.name) / name).read_bytes()
         return data.decode(errors="backslashreplace")
+
+
+def run_all(commands, cwd, **environment):
+    """Runs "python -m MODULE WORDS" or "python FILE WORDS", as lists; all must succeed."""
+    with Process(cwd, **environment) as process:
+        for python, *words in commands:
+            assert python == "python", python
+            name, *words = words[words[0] == "-m" :]
+            end = process.run(name.removeprefix("vit_jax."), words, seconds=900)
+            assert end.code == 0, f"{name} {words}: {end}"
 
 
 class _Hangs(BaseException):
@@ -140,7 +144,10 @@ def _run(folder, verb, words, stdin, seconds):
 def _main(verb, words):
     sys.argv = [verb, *words]
     try:
-        runpy.run_module(f"vit_jax.{verb}", run_name="__main__", alter_sys=True)
+        if verb.endswith(".py"):
+            runpy.run_path(verb, run_name="__main__")
+        else:
+            runpy.run_module(f"vit_jax.{verb}", run_name="__main__", alter_sys=True)
     except SystemExit as end:
         if isinstance(end.code, str):  # As Python does: print it, and end with 1.
             print(end.code, file=sys.stderr)

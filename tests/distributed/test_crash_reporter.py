@@ -1,13 +1,9 @@
 """Processes that end in different ways, and the messages printed for them."""
 
-import pathlib
 import signal
-import subprocess
-import sys
 
 import pytest
-
-ROOT = pathlib.Path(__file__).parents[2]
+from helpers import run_python
 
 PROGRAM = """
 import os, signal, sys, time
@@ -18,37 +14,26 @@ exec(sys.argv[1])
 """
 
 
-def stderr_of(ending):
-    process = subprocess.run(
-        [sys.executable, "-c", PROGRAM, ending],
-        cwd=ROOT,
-        check=False,
-        capture_output=True,  # Ends when the reporter has ended too.
-        text=True,
-        timeout=60,
-    )
-    return process.returncode, process.stderr
-
-
 @pytest.mark.parametrize(
-    ("ending", "code"),
+    ("ending", "code", "said"),
     [
-        ("os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL),
-        ("os.abort()", -signal.SIGABRT),
-        ("os._exit(7)", 7),
+        ("os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL, True),
+        ("os.abort()", -signal.SIGABRT, True),
+        ("os._exit(7)", 7, True),
+        ("pass", 0, False),
+        ("sys.exit(3)", 3, False),
+        ("crash_reporter.clear(); os.abort()", -signal.SIGABRT, False),
+        # SIGTERM for all does not silence the reporter.
+        (
+            "time.sleep(0.3); crash_reporter._reporters[0].terminate(); os.abort()",
+            -signal.SIGABRT,
+            True,
+        ),
     ],
 )
-def test_the_message_is_printed_for_a_process_that_ends_without_a_word(ending, code):
-    assert stderr_of(ending) == (code, "error: it was killed\n")
-
-
-@pytest.mark.parametrize(
-    "ending", ["pass", "sys.exit(3)", "crash_reporter.clear(); os.abort()"]
-)
-def test_nothing_is_said_for_one_that_ends_in_order(ending):
-    assert stderr_of(ending)[1] == ""
-
-
-def test_sigterm_for_all_does_not_silence_the_reporter():
-    ending = "time.sleep(0.3); crash_reporter._reporters[0].terminate(); os.abort()"
-    assert stderr_of(ending)[1] == "error: it was killed\n"
+def test_the_message_is_printed_for_a_process_that_ends_without_a_word(
+    ending, code, said
+):
+    end = run_python("-c", PROGRAM, ending)  # Ends when the reporter has ended too.
+    assert end.returncode == code
+    assert end.stderr == ("error: it was killed\n" if said else "")

@@ -89,52 +89,45 @@ def metadata():
         thread.join()
 
 
-def test_without_any_of_it_a_process_is_alone(surroundings):
-    surroundings({})
-    assert schedulers.find_job() is None
+ALONE = {"JAX_NUM_PROCESSES": "1"}
 
 
 @pytest.mark.parametrize(
-    "variables", [STATED, SLURM, MPI, POD], ids=["jax", "slurm", "mpi", "pod"]
+    ("variables", "tpu"),
+    [
+        ({}, False),
+        *((variables | ALONE, False) for variables in (STATED, SLURM, MPI, POD)),
+        (SLURM | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_NNODES": "2"}, False),
+        ({"TPU_WORKER_HOSTNAMES": "localhost", "TPU_WORKER_ID": "0"}, True),
+    ],
 )
-def test_one_process_by_decree_is_alone(surroundings, variables):
-    surroundings(variables | {"JAX_NUM_PROCESSES": "1"})
+def test_one_process_is_alone(surroundings, variables, tpu):
+    surroundings(variables, tpu=tpu)
     assert schedulers.find_job() is None
 
 
 def test_the_three_variables_of_jax_come_first(surroundings):
+    job = JobProcess("JAX_COORDINATOR_ADDRESS", "host0:1234", 3, 2)
     surroundings(SLURM | STATED)
-    assert schedulers.find_job() == JobProcess(
-        "JAX_COORDINATOR_ADDRESS", "host0:1234", 3, 2
-    )
-
-
-def test_a_pod_of_an_indexed_job_takes_its_index_as_its_number(surroundings):
+    assert schedulers.find_job() == job
+    # A pod of an indexed job takes its index as its number.
     surroundings(POD | STATED)
     os.environ.pop("JAX_PROCESS_ID")
-    assert schedulers.find_job() == JobProcess(
-        "JAX_COORDINATOR_ADDRESS", "host0:1234", 3, 2
-    )
+    assert schedulers.find_job() == job
 
 
 def test_a_host_finds_itself_in_the_list_by_name_and_by_address(surroundings):
-    here = socket.gethostname()
-    surroundings({"VIT_JAX_HOSTS": f"198.51.100.1:999, 198.51.100.2,{here}"})
-    assert schedulers.find_job() == JobProcess(
-        "VIT_JAX_HOSTS", "198.51.100.1:999", 3, 2
-    )
-    surroundings({"VIT_JAX_HOSTS": "198.51.100.1,127.0.0.1"})
-    assert schedulers.find_job() == JobProcess(
-        "VIT_JAX_HOSTS", "198.51.100.1:8476", 2, 1
-    )
+    here, name = socket.gethostname(), "VIT_JAX_HOSTS"
+    surroundings({name: f"198.51.100.1:999, 198.51.100.2,{here}"})
+    assert schedulers.find_job() == JobProcess(name, "198.51.100.1:999", 3, 2)
+    surroundings({name: "198.51.100.1,127.0.0.1"})
+    assert schedulers.find_job() == JobProcess(name, "198.51.100.1:8476", 2, 1)
 
 
 def test_the_number_says_which_of_two_entries_of_one_host(surroundings):
     both = {"VIT_JAX_HOSTS": "127.0.0.1:99,localhost"}
     surroundings(both)
-    with pytest.raises(
-        UserError, match=r"VIT_JAX_HOSTS.*is several of them.*PROCESS_ID"
-    ):
+    with pytest.raises(UserError, match="VIT_JAX_HOSTS.*is several of them.*PROCESS_"):
         schedulers.find_job()
     surroundings(both | {"JAX_PROCESS_ID": "1"})
     assert schedulers.find_job() == JobProcess("VIT_JAX_HOSTS", "127.0.0.1:99", 2, 1)
@@ -156,11 +149,6 @@ def test_a_task_of_slurm_with_the_gpus_that_are_its_own(surroundings):
     assert schedulers.find_job() == JobProcess("SLURM", address, 5, 4, None)
 
 
-def test_a_step_of_one_task_is_alone(surroundings):
-    surroundings(SLURM | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_NNODES": "2"})
-    assert schedulers.find_job() is None
-
-
 def test_open_mpi(surroundings):
     surroundings(MPI)
     job = schedulers.find_job()
@@ -179,12 +167,6 @@ def test_gke_tells_the_hosts_of_a_slice_and_of_several(surroundings, metadata):
     assert schedulers.find_job() == JobProcess(source, "localhost:8482", 6, 4)
     surroundings(GKE | {"MEGASCALE_NUM_SLICES": "1"}, tpu=True)
     assert schedulers.find_job().count == 3
-
-
-def test_a_slice_of_one_host_is_alone(surroundings):
-    alone = {"TPU_WORKER_HOSTNAMES": "localhost", "TPU_WORKER_ID": "0"}
-    surroundings(alone, tpu=True)
-    assert schedulers.find_job() is None
 
 
 def test_a_tpu_vm_is_source_its_metadata(surroundings, metadata):
@@ -219,73 +201,48 @@ def test_chips_without_their_library_are_named(surroundings, monkeypatch):
         schedulers.find_job()
 
 
-WRONG = {
-    "some of three": (
+HOST_LIST = {"VIT_JAX_HOSTS": "198.51.100.1,198.51.100.2"}
+WRONG = [
+    (
         {"JAX_COORDINATOR_ADDRESS": "a:1", "JAX_PROCESS_ID": "0"},
-        "but not JAX_NUM_PROCESSES",
+        "not JAX_NUM_PROCESSES",
     ),
-    "number": (STATED | {"JAX_PROCESS_ID": "3"}, "JAX_PROCESS_ID='3'"),
-    "address": (
-        STATED | {"JAX_COORDINATOR_ADDRESS": "host0"},
-        "'host0'.*COORDINATOR_ADDRESS",
-    ),
-    "both": (STATED | {"VIT_JAX_HOSTS": "a,b"}, "VIT_JAX_HOSTS and JAX_.* both set"),
-    "hosts": ({"VIT_JAX_HOSTS": "a,,b"}, "VIT_JAX_HOSTS='a,,b': list the hosts"),
-    "port": ({"VIT_JAX_HOSTS": "localhost:x,b"}, "'localhost:x'.* by VIT_JAX_HOSTS"),
-    "high port": (
-        STATED | {"JAX_COORDINATOR_ADDRESS": "a:99999"},
-        "'a:99999'.* by JAX_COORDINATOR_ADDRESS",
-    ),
-    "no port": ({"VIT_JAX_HOSTS": "localhost:0,x"}, "'localhost:0'.* by VIT_JAX_HOSTS"),
-    "port of srun": (
-        SLURM | {"JAX_COORDINATOR_PORT": "abc"},
-        "'node07:abc'.* by SLURM",
-    ),
-    "elsewhere": (
-        {"VIT_JAX_HOSTS": "198.51.100.1,198.51.100.2"},
-        r"this host \(.*\) is not among them",
-    ),
-    "place": (
-        {"VIT_JAX_HOSTS": "a,b", "JAX_PROCESS_ID": "2"},
-        "JAX_PROCESS_ID='2': .* 0 to 1; .*VIT_JAX_HOSTS=a,b",
-    ),
-    "srun": ({"SLURM_NNODES": "2"}, "SLURM_NNODES=2 .*srun"),
-    "contradiction": (SLURM | {"SLURM_NTASKS": "4"}, "SLURM_NTASKS=4 .*contradict"),
-    "task": (
-        SLURM | {"SLURM_PROCID": "5"},
-        "SLURM_PROCID='5': .* 0 to 4; SLURM_STEP_NUM_TASKS=5",
-    ),
-    "no number": (SLURM | {"SLURM_STEP_NUM_TASKS": "x"}, "SLURM_STEP_NUM_TASKS='x'"),
-    "gpus": (
-        SLURM | {"CUDA_VISIBLE_DEVICES": "0,1,2"},
-        "2 processes on this node and 3 GPUs",
-    ),
-    "one gpu for two": (
+    (STATED | {"JAX_PROCESS_ID": "3"}, "JAX_PROCESS_ID='3'"),
+    (STATED | {"JAX_COORDINATOR_ADDRESS": "host0"}, "'host0'.*COORDINATOR_ADDRESS"),
+    (STATED | {"JAX_COORDINATOR_ADDRESS": "a:99999"}, "'a:99999'.* by JAX_COORDINATOR"),
+    (STATED | {"VIT_JAX_HOSTS": "a,b"}, "VIT_JAX_HOSTS and JAX_.* both set"),
+    ({"VIT_JAX_HOSTS": "a,,b"}, "VIT_JAX_HOSTS='a,,b': list the hosts"),
+    ({"VIT_JAX_HOSTS": "localhost:x,b"}, "'localhost:x'.* by VIT_JAX_HOSTS"),
+    ({"VIT_JAX_HOSTS": "localhost:0,x"}, "'localhost:0'.* by VIT_JAX_HOSTS"),
+    (HOST_LIST, r"this host \(.*\) is not among them"),
+    (HOST_LIST | {"JAX_PROCESS_ID": "2"}, "PROCESS_ID='2': .* 0 to 1; .*HOSTS=198"),
+    ({"SLURM_NNODES": "2"}, "SLURM_NNODES=2 .*srun"),
+    (SLURM | {"JAX_COORDINATOR_PORT": "abc"}, "'node07:abc'.* by SLURM"),
+    (SLURM | {"SLURM_NTASKS": "4"}, "SLURM_NTASKS=4 .*contradict"),
+    (SLURM | {"SLURM_PROCID": "5"}, "'5': .* 0 to 4; SLURM_STEP_NUM_TASKS=5"),
+    (SLURM | {"SLURM_STEP_NUM_TASKS": "x"}, "SLURM_STEP_NUM_TASKS='x'"),
+    (SLURM | {"CUDA_VISIBLE_DEVICES": "0,1,2"}, "2 processes on this node and 3 GPUs"),
+    (
         SLURM | {"CUDA_VISIBLE_DEVICES": "0", "SLURM_GPUS_ON_NODE": "1"},
         "2 processes on this node and 1 GPUs",
     ),
-    "mpi": (
-        {"OMPI_COMM_WORLD_SIZE": "2"},
-        "OMPI_COMM_WORLD_SIZE=2: with Open MPI 5 JAX needs mpi4py",
+    (
+        {name: value for name, value in SLURM.items() if not name.endswith("NODELIST")},
+        "not SLURM_STEP_NODELIST: .*srun",
     ),
-    "pod": (POD, "JOB_COMPLETION_INDEX=2.*JAX_COORDINATOR_ADDRESS"),
-}
+    ({"OMPI_COMM_WORLD_SIZE": "2"}, "SIZE=2: with Open MPI 5 JAX needs mpi4py"),
+    (POD, "JOB_COMPLETION_INDEX=2.*JAX_COORDINATOR_ADDRESS"),
+]
 
 
-@pytest.mark.parametrize("case", WRONG)
-def test_what_is_missing_or_contradictory_is_named(surroundings, monkeypatch, case):
-    variables, message = WRONG[case]
+@pytest.mark.parametrize(("variables", "message"), WRONG)
+def test_what_is_missing_or_contradictory_is_named(
+    surroundings, monkeypatch, variables, message
+):
     for name in ("mpi4py", "kubernetes"):  # Not installed.
         monkeypatch.delitem(sys.modules, name, raising=False)
     surroundings(variables)
     with pytest.raises(UserError, match=message):
-        schedulers.find_job()
-
-
-def test_a_variable_of_srun_that_is_missing_is_named(surroundings):
-    surroundings(SLURM)
-    os.environ.pop("SLURM_STEP_NODELIST")
-    with pytest.raises(UserError, match=r"not SLURM_STEP_NODELIST: .*srun"):
         schedulers.find_job()
 
 
@@ -294,10 +251,7 @@ def test_a_variable_of_srun_that_is_missing_is_named(surroundings):
     [
         ({"TPU_WORKER_ID": "3"}, "TPU_WORKER_ID='3': .* 0 to 2"),
         ({"TPU_WORKER_ID": "x"}, "TPU_WORKER_ID='x': .* 0 to 2"),
-        (
-            {"MEGASCALE_SLICE_ID": "2"},
-            "MEGASCALE_SLICE_ID='2': .* 0 to 1; .*NUM_SLICES=2",
-        ),
+        ({"MEGASCALE_SLICE_ID": "2"}, "SLICE_ID='2': .* 0 to 1; .*NUM_SLICES=2"),
     ],
 )
 def test_wrong_variables_of_a_slice_are_named(surroundings, change, message):

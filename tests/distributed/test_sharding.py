@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from flax.traverse_util import flatten_dict
 from jax.sharding import AbstractMesh, AxisType
 
 from vit_jax import models
@@ -24,18 +25,18 @@ def mesh_of(data=1, fsdp=1, model=1):
 @functools.cache
 def shapes_of(variant="S/16", num_classes=21_843, image_size=(224, 224), **options):
     options = {"depth": 3} | options if "x" not in variant else options
-    model = models.create(
-        variant, num_classes=num_classes, image_size=image_size, **options
-    )
+    size = {"num_classes": num_classes, "image_size": image_size}
+    model = models.create(variant, **size, **options)
     return jax.eval_shape(model.init, jax.random.key(0))
 
 
-def specs_of(shapes, mesh, *rules, smallest=SMALLEST):
-    shardings = sharding.parameters(shapes, mesh, MODEL_AXES, rules, smallest)
-    return {
-        "/".join(k.key for k in path): tuple(leaf.spec)
-        for path, leaf in jax.tree.leaves_with_path(shardings)
-    }
+def place(shapes, mesh, *rules):
+    return sharding.parameters(shapes, mesh, MODEL_AXES, rules, SMALLEST)
+
+
+def specs_of(shapes, mesh, *rules):
+    flat = flatten_dict(place(shapes, mesh, *rules), sep="/")
+    return {path: tuple(leaf.spec) for path, leaf in flat.items()}
 
 
 def sizes(shapes, shardings):
@@ -68,9 +69,7 @@ EVERY = [*FAST, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)
 def test_the_default_splits_every_variant_over_any_usual_number(variant):
     shapes = fast_shapes(variant)
     for fsdp in (2, 4, 8, 16, 32, 64):
-        mesh = mesh_of(2, fsdp)
-        shardings = sharding.parameters(shapes, mesh, MODEL_AXES, (), SMALLEST)
-        whole, part = sizes(shapes, shardings)
+        whole, part = sizes(shapes, place(shapes, mesh_of(2, fsdp)))
         small = sum(x.size for x in jax.tree.leaves(shapes) if x.size < SMALLEST)
         assert part == small + (whole - small) / fsdp
         assert small < 0.02 * whole  # Biases, LayerNorms and the like.
@@ -84,12 +83,9 @@ def test_heads_and_hidden_units_are_split_in_every_encoder(variant):
     heads = variants.parse(variant).size.num_heads
     for model in (2, 3, 4, 8, 16):
         if heads % model:
-            with pytest.raises(
-                UserError, match=rf"mesh.model={model}: {model} devices do not divide"
-            ):
-                sharding.parameters(
-                    shapes, mesh_of(1, 1, model), MODEL_AXES, (), SMALLEST
-                )
+            message = rf"mesh.model={model}: {model} devices do not divide"
+            with pytest.raises(UserError, match=message):
+                place(shapes, mesh_of(1, 1, model))
             continue
         specs = specs_of(shapes, mesh_of(1, 1, model))
         block = "Transformer/encoderblock_0"
@@ -125,9 +121,7 @@ def test_heads_and_hidden_units_are_split_in_every_encoder(variant):
 def test_the_default_splits_every_head_and_position_embedding(options):
     shapes = fast_shapes(**{"variant": "S/16"} | options)
     mesh = mesh_of(1, 8, 2)
-    whole, part = sizes(
-        shapes, sharding.parameters(shapes, mesh, MODEL_AXES, (), SMALLEST)
-    )
+    whole, part = sizes(shapes, place(shapes, mesh))
     assert part < 1.05 * whole / 8
     specs = specs_of(shapes, mesh)
     if options.get("pool") == "map":
@@ -152,9 +146,7 @@ def test_the_depth_of_stacked_blocks_is_never_split():
         one = path.replace("/encoderblock/", "/encoderblock_0/")
         assert spec == ((None,) if one != path else ()) + flat[one]
     with pytest.raises(UserError, match=r"mesh.fsdp=5 divides no .*key/kernel 384x6"):
-        sharding.parameters(
-            stacking.stack(shapes), mesh_of(1, 5), MODEL_AXES, (), SMALLEST
-        )
+        place(stacking.stack(shapes), mesh_of(1, 5))
 
 
 def test_small_parameters_stay_whole_and_large_ones_lose_their_largest_axis():
@@ -194,16 +186,14 @@ def test_a_rule_of_the_user_goes_ahead():
 )
 def test_a_rule_that_does_not_fit_is_refused(rule, message):
     with pytest.raises(UserError, match=f"sharding.rules: .*{message}"):
-        sharding.parameters(
-            shapes_of("S/16"), mesh_of(1, 2, 2), MODEL_AXES, (rule,), SMALLEST
-        )
+        place(shapes_of("S/16"), mesh_of(1, 2, 2), rule)
 
 
 def test_a_rule_for_some_of_the_stacked_layers_is_refused():
     shapes = stacking.stack(shapes_of("Ti/16"))
     rule = "encoderblock_[12]/.*Dense_0/kernel -> fsdp"
     with pytest.raises(UserError, match=r"only 2 of the 3 layers .* model.scan=False"):
-        sharding.parameters(shapes, mesh_of(1, 2), MODEL_AXES, (rule,), SMALLEST)
+        place(shapes, mesh_of(1, 2), rule)
 
 
 @pytest.mark.parametrize(
@@ -215,28 +205,24 @@ def test_a_rule_for_some_of_the_stacked_layers_is_refused():
 )
 def test_a_mesh_that_does_not_fit_the_network_is_refused(variant, mesh, message):
     with pytest.raises(UserError, match=message):
-        sharding.parameters(fast_shapes(variant), mesh, MODEL_AXES, (), SMALLEST)
+        place(fast_shapes(variant), mesh)
 
 
 def test_a_mesh_that_splits_nothing_is_refused():
     shapes = shapes_of("Ti/16", width=12, num_heads=3, mlp_dim=20, num_classes=5)
-    with pytest.raises(
-        UserError, match=r"mesh.fsdp=2 splits param.*min_size=32768 elem"
-    ):
-        sharding.parameters(shapes, mesh_of(4, 2), MODEL_AXES, (), SMALLEST)
+    with pytest.raises(UserError, match="mesh.fsdp=2 splits param.*min_size=32768 el"):
+        place(shapes, mesh_of(4, 2))
 
 
 @pytest.mark.parametrize("scan", [False, True])
 def test_what_belongs_to_a_parameter_lies_as_it_does(scan):
     shapes = shapes_of("Ti/16", scan=scan)
-    mesh = mesh_of(2, 4)
-    params = sharding.parameters(shapes, mesh, MODEL_AXES, (), SMALLEST)
+    params = place(shapes, mesh_of(2, 4))
     tx = optax.chain(optax.scale_by_adam(), optax.trace(0.9))
     moments = jax.eval_shape(tx.init, shapes)
     key = jax.eval_shape(lambda: jax.random.key(0))
     placed = sharding.like({"key": key, "step": jnp.zeros([]), "opt": moments}, params)
     adam, momentum = placed["opt"]
     assert adam.mu == adam.nu == momentum.trace == params
-    assert {placed["key"].spec, placed["step"].spec, adam.count.spec} == {
-        jax.sharding.PartitionSpec()
-    }
+    for whole in (placed["key"], placed["step"], adam.count):
+        assert whole.spec == jax.sharding.PartitionSpec()

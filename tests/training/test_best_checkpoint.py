@@ -63,11 +63,7 @@ def test_the_best_checkpoint_is_kept_reported_and_opened(base):
     assert note == f"parameters of step {best}, best by val/loss ({found[best]:.4f})"
 
 
-def test_a_finished_run_evaluates_the_best_again(base, tmp_path):
-    copy = shutil.copytree(base[0], tmp_path / "copy")
-    again = train(make_config(), copy)
-    assert again["final"] == base[1]["final"]
-    assert again["params_sha256"] == base[1]["params_sha256"]
+SLOW = (3, True), (5, False)
 
 
 class KilledError(Exception):
@@ -76,7 +72,7 @@ class KilledError(Exception):
 
 @pytest.mark.parametrize(
     ("killed_at", "local"),
-    [(2, False), (3, True), pytest.param(5, False, marks=pytest.mark.slow)],
+    [(2, False), *(pytest.param(*x, marks=pytest.mark.slow) for x in SLOW)],
 )
 def test_a_resumed_run_has_the_same_best(base, tmp_path, killed_at, local, monkeypatch):
     run = BestCheckpoint.update
@@ -117,7 +113,6 @@ def falling(tmp_path_factory):
     [
         (Evaluating.after_step, True),
         (MetricLogger.log_scores, False),
-        (BestCheckpoint.update, False),
         (Checkpointer.demand, True),
         (Checkpointer.demand, False),
     ],
@@ -173,16 +168,6 @@ def test_a_run_that_no_longer_asks_hands_on_its_newest(base, tmp_path):
     assert report["final"]["val"]["params"]["loss"] == losses(copy)[6]
 
 
-@pytest.mark.slow
-def test_an_average_decides_where_there_is_one(tmp_path):
-    config = make_config(ema={"decay": 0.5}, total_steps=3)
-    report = train(config, tmp_path)
-    lines = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
-    name = "val/ema/loss"
-    found = {line["step"]: line[name] for line in lines if name in line}
-    assert report["best"]["score"] == min(found.values())
-
-
 def test_scores_decide_by_their_direction():
     def best(metric, *scores, **stated):
         config = make_config(checkpoint={"best_metric": f"val/{metric}"}, **stated)
@@ -199,6 +184,10 @@ def test_scores_decide_by_their_direction():
     assert best("top1", 0.5, 0.4, 0.3, early_stopping_evals=2)[2]
     assert not best("top1", 0.5, 0.4, 0.6, 0.3, early_stopping_evals=2)[2]
     assert lower_is_better("ece") and not lower_is_better("macro_f1")
+    config = make_config(ema={"decay": 0.5})  # The average decides.
+    found = BestCheckpoint(config, (), ())
+    assert found.update(1, {"val": {"params": {"loss": 0.1}, "ema": {"loss": 0.7}}})
+    assert found.score == 0.7
 
 
 def test_a_step_counts_once_and_a_lost_checkpoint_is_not_chosen():
@@ -229,9 +218,7 @@ def test_what_cannot_decide_is_refused(tmp_path):
 def test_a_finished_run_is_extended_by_a_key_alone(falling, tmp_path):
     copy = shutil.copytree(falling[1], tmp_path / "copy")
     stated = {"optim": {"learning_rate": 0.01}, "checkpoint_every_steps": 1}
-    with pytest.raises(
-        UserError, match=r"total_steps: 6 -> 9.*extend_schedule=stretch"
-    ):
+    with pytest.raises(UserError, match="total_steps: 6 -> 9.*extend_schedule=stretc"):
         train(make_config(**stated, total_steps=9), copy)
     longer = make_config(**stated, total_steps=9, extend_schedule="stretch")
     report = train(longer, copy)

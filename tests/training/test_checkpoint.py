@@ -1,6 +1,5 @@
 """Saving, failing to save, and what is taken for a checkpoint, without a training run."""
 
-import asyncio
 import gc
 import json
 import logging
@@ -11,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tensorstore
 from etils import epath
 from helpers import tiny_config
 from orbax.checkpoint import v1 as ocp
@@ -93,7 +91,7 @@ class Unreachable:
         raise ConnectionError("503 Service Unavailable\nfor url: https://storage")
 
 
-@pytest.mark.parametrize("later", [True, False])
+@pytest.mark.parametrize("later", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_an_unreachable_bucket_is_loud_each_time_and_the_next_save_succeeds(
     checkpointer, monkeypatch, capsys, tmp_path, later
 ):
@@ -106,11 +104,9 @@ def test_an_unreachable_bucket_is_loud_each_time_and_the_next_save_succeeds(
         checkpoints.save(step, state_of(step), 0.0)
         assert "503 Service Unavailable" in checkpoints.wait()
     lines = capsys.readouterr().err.splitlines()
-    assert [line[:37] for line in lines] == [
-        "error: the checkpoint of step 2 could",
-        "error: the checkpoint of step 3 could",
-    ]
-    for line in lines:
+    assert len(lines) == 2
+    for step, line in enumerate(lines, 2):
+        assert line.startswith(f"error: the checkpoint of step {step} could not be sav")
         assert "(503 Service Unavailable for url: https://storage)" in line
         assert f"the checkpoint of step 1 is safe in {tmp_path}" in line
         assert "training continues" in line
@@ -134,22 +130,6 @@ def test_what_a_kill_left_is_no_checkpoint_and_is_removed(checkpointer, tmp_path
     (tmp_path / "checkpoints" / "0.unfinished").write_text("")
     assert workdirs.steps(tmp_path) == [1]
     assert_is(restored(checkpointer()).state, 1)
-    assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["1"]
-
-
-def test_a_save_that_is_cut_off_before_its_checksums_is_known_as_ours(
-    checkpointer, tmp_path, monkeypatch
-):
-    checkpoints = checkpointer()
-    checkpoints.save(1, state_of(1), 0.0)
-    checkpoints.demand(1, "the test")
-    assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["1"]
-    # As far as a process comes that is killed while it computes the checksums.
-    path = epath.Path(tmp_path / "checkpoints" / "2")
-    checkpoint.leftovers.begin(path)
-    shutil.copytree(tmp_path / "checkpoints" / "1", path)
-    (path / "checksums.json").unlink()
-    assert checkpointer().latest == 1
     assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["1"]
 
 
@@ -178,9 +158,8 @@ def test_what_is_not_known_as_ours_is_told_and_stays(checkpointer, tmp_path, cap
     with checkpoints:
         for step in (3, 4):  # The first where one without checksums lies.
             checkpoints.save(step, state_of(step), 0.0)
-    assert sorted(path.name for path in folder.iterdir()) == [
-        *("2024", "3.unverified", "4", "notes.txt", "old.removed")
-    ]
+    names = ["2024", "3.unverified", "4", "notes.txt", "old.removed"]
+    assert sorted(path.name for path in folder.iterdir()) == names
     assert (folder / "2024" / "thesis.txt").read_text() == "kept nowhere else"
     capsys.readouterr()
     assert checkpointer().latest == 4
@@ -192,8 +171,7 @@ def test_another_set_of_data_is_refused_unless_that_is_allowed(checkpointer, tmp
         checkpoints.save(1, state_of(1), 0.0)
     other = open_synthetic("val", (8, 12), 3, 5, 20)
     match = (
-        r"the training split has changed since .* was begun: names of the records or "
-        r"their order differ; restore the data, or continue with them as they are: --config.data.check=False"
+        "changed since .* was begun: names of the records or their order differ; rest"
     )
     with pytest.raises(UserError, match=match):
         restored(Checkpointer(tmp_path, tiny_config(), other, METADATA))
@@ -255,27 +233,18 @@ def assert_goes_on_from_8(checkpointer, tmp_path, capfd, why):
     assert (tmp_path / "checkpoints" / "12.damaged").is_dir()
 
 
-def test_a_file_of_another_checkpoint_is_damage(checkpointer, tmp_path, capfd):
-    old, new = two_steps(checkpointer, tmp_path)
-    swapped = 0
-    for path in old.rglob("manifest.ocdbt"):  # It ends in a CRC-32C of itself.
-        other = new / path.relative_to(old)
-        ours, theirs = path.read_bytes(), other.read_bytes()
-        if len(ours) == len(theirs) and ours != theirs:
-            assert google_crc32c.value(ours) == google_crc32c.value(theirs)
-            other.write_bytes(ours)
-            swapped += 1
-    assert swapped
-    assert_goes_on_from_8(checkpointer, tmp_path, capfd, "is not what was written")
-
-
 def sign_again(folder):
     """Writes the checksums of what is there."""
     folder = epath.Path(folder)
     workdirs.write_checksums(folder, workdirs.compute_checksums(folder))
 
 
-@pytest.mark.parametrize("what", ["d", "manifest.ocdbt", "_METADATA"])
+SLOW = [
+    pytest.param(x, marks=pytest.mark.slow) for x in ("manifest.ocdbt", "_METADATA")
+]
+
+
+@pytest.mark.parametrize("what", ["d", *SLOW])
 def test_what_cannot_be_restored_is_damage(checkpointer, tmp_path, capfd, caplog, what):
     _, new = two_steps(checkpointer, tmp_path)
     for path in map(epath.Path, new.rglob(what)):
@@ -303,9 +272,8 @@ def test_nothing_is_renamed_where_nothing_can_be_restored(checkpointer, tmp_path
         for path in folder.rglob("manifest.ocdbt"):
             path.write_bytes(b"else")
         sign_again(folder)
-    with pytest.raises(
-        UserError, match="step 12, 8; .*12 cannot be restored: .*8 cannot be"
-    ):
+    match = "step 12, 8; .*12 cannot be restored: .*8 cannot be"
+    with pytest.raises(UserError, match=match):
         restored(checkpointer())
     assert workdirs.steps(tmp_path) == [8, 12]
 
@@ -342,19 +310,3 @@ def test_one_without_checksums_is_not_removed_with_the_old_ones(checkpointer, tm
         for step in (5, 6):
             checkpoints.save(step, state_of(step), 0.0)
     assert workdirs.steps(tmp_path) == [4, 6]
-
-
-def test_a_write_that_ends_when_its_save_has_given_up_prints_nothing(capfd):
-    workdirs.silence_orbax()
-    promise, future = tensorstore.Promise.new()
-
-    async def save():
-        await future
-
-    loop = asyncio.new_event_loop()
-    waiting = loop.create_task(save())
-    loop.run_until_complete(asyncio.sleep(0))
-    loop.close()
-    promise.set_result(0)
-    assert capfd.readouterr().err == ""
-    waiting._log_destroy_pending = False

@@ -35,10 +35,8 @@ def saved(tmp_path_factory):
 def test_a_run_with_it_is_the_run_that_compiles(saved, tmp_path):
     recipe = tmp_path / "recipe.py"
     keys = json.loads(json.dumps(fields.to_dict(CONFIG)))
-    recipe.write_text(
-        "from ml_collections import ConfigDict\n\n"
-        f"def get_config(arg=None):\n    return ConfigDict({keys})\n"
-    )
+    text = "from ml_collections import ConfigDict\ndef get_config(arg=None): return "
+    recipe.write_text(f"{text}ConfigDict({keys})\n")
     words = [f"--config={recipe}", f"--workdir={tmp_path / 'run'}"]
     assert not run_command("train", [*words, f"--compiled={saved[1]}"])
     report = json.loads((tmp_path / "run/report.json").read_text())

@@ -43,10 +43,10 @@ def disk(tmp_path, monkeypatch, shardings):
     """Returns a function that opens the host's disk for a run."""
     monkeypatch.setenv("OWN_DISK", str(tmp_path / "disk"))
 
-    def open_disk(workdir="run", every=2, examples=20, **stated):
+    def open_disk(workdir="run", every=2, examples=20, split="train", **stated):
         local = {"dir": "$OWN_DISK/x", "every_steps": every}
         config = tiny_config(local_checkpoint=local, **stated)
-        source = open_synthetic("train", (8, 12), 3, 5, examples)
+        source = open_synthetic(split, (8, 12), 3, 5, examples)
         return LocalCheckpointer(config, tmp_path / workdir, source, SHAPES, shardings)
 
     return open_disk
@@ -59,9 +59,8 @@ def save(disk, shardings):
     def save(*steps):
         near = disk()
         for step in steps:
-            near.save(
-                step, jax.device_put(make(step), shardings), 1.5 * step, 9.0 * step
-            )
+            state = jax.device_put(make(step), shardings)
+            near.save(step, state, 1.5 * step, 9.0 * step)
         near.wait()
 
     return save
@@ -120,10 +119,13 @@ def test_a_file_whose_table_of_contents_was_cut_short_is_not_used(
 
 def test_a_folder_by_a_variable_that_is_not_set_is_refused(disk, monkeypatch):
     monkeypatch.delenv("OWN_DISK")
-    with pytest.raises(
-        UserError, match=r"local_checkpoint.dir='\$OWN_DISK/x': this host .* no "
-    ):
+    with pytest.raises(UserError, match=r"dir='\$OWN_DISK/x': this host .* no "):
         disk()
+
+
+def test_an_interval_without_a_folder_is_refused():
+    with pytest.raises(UserError, match="every_steps=5 needs local_checkpoint.dir"):
+        tiny_config(local_checkpoint={"every_steps": 5})
 
 
 def test_another_run_other_data_and_no_interval_find_nothing(disk, save):
@@ -135,21 +137,12 @@ def test_another_run_other_data_and_no_interval_find_nothing(disk, save):
 
 
 def test_what_was_trained_on_other_data_of_the_same_size_is_refused(
-    disk, save, tmp_path, shardings
+    disk, save, shardings
 ):
     save(2)
-    other = open_synthetic("val", (8, 12), 3, 5, 20)
-    local = {"dir": "$OWN_DISK/x", "every_steps": 2}
-    near = LocalCheckpointer(
-        tiny_config(local_checkpoint=local), tmp_path / "run", other, SHAPES, shardings
-    )
-    with pytest.raises(
-        UserError, match="changed since .* was begun: names of the records"
-    ):
-        near.restore(newer_than=0)
-    allowed = tiny_config(local_checkpoint=local, data={"check": False})
-    near = LocalCheckpointer(allowed, tmp_path / "run", other, SHAPES, shardings)
-    found = near.restore(newer_than=0)
+    with pytest.raises(UserError, match="changed since .* was begun: names of the rec"):
+        disk(split="val").restore(newer_than=0)
+    found = disk(split="val", data={"check": False}).restore(newer_than=0)
     assert_is(found.state, 2, shardings)
     assert "(data.check=False): names of the records" in found.notes[0]
 
@@ -171,13 +164,6 @@ def test_a_disk_that_cannot_be_written_is_loud(disk, save, tmp_path, capsys):
     save(2)
     assert "step 2 could not be saved on this host's disk" in capsys.readouterr().err
     assert disk().restore(newer_than=0)[0] is None
-
-
-def test_an_interval_without_a_folder_is_refused():
-    with pytest.raises(
-        UserError, match="local_checkpoint.every_steps=5 needs local_checkpoint.dir"
-    ):
-        tiny_config(local_checkpoint={"every_steps": 5})
 
 
 def test_who_sends_what_is_planned_the_same_everywhere(shardings):

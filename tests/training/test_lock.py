@@ -3,7 +3,6 @@
 import errno
 import json
 import os
-import pathlib
 import re
 import shutil
 import signal
@@ -17,24 +16,11 @@ import fsspec
 import hosts
 import pytest
 from etils.epath import backend
+from helpers import run_python
 
 from vit_jax import cli
 from vit_jax.errors import UserError
 from vit_jax.training import lock
-
-ROOT = pathlib.Path(__file__).parents[2]
-RECIPE = """
-from ml_collections import ConfigDict
-
-def get_config(arg=None):
-    c = ConfigDict()
-    c.seed, c.total_steps, c.batch_size = 3, 100_000, 12
-    c.data = dict(name="synthetic", num_classes=5, num_examples=37, image_size=(8, 12))
-    c.model = dict(variant="Ti/4", width=12, depth=1, num_heads=3, mlp_dim=20)
-    c.optim = dict(name="sgd", learning_rate=0.1)
-    c.log_every_steps = 1; c.checkpoint_every_steps = 1_000
-    return c
-"""
 
 
 @pytest.fixture(autouse=True)
@@ -50,9 +36,8 @@ def bucket(monkeypatch):
     """Returns the address of a bucket, whose objects lie in this process."""
     objects = fsspec.filesystem("memory", skip_instance_cache=True)
     monkeypatch.setattr(objects, "store", {})
-    monkeypatch.setattr(
-        backend.fsspec_backend, "_get_filesystem", lambda name: objects, raising=True
-    )
+    get = lambda name: objects
+    monkeypatch.setattr(backend.fsspec_backend, "_get_filesystem", get)
     return "gs://bucket/run"
 
 
@@ -145,10 +130,8 @@ def test_a_copy_of_the_workdir_of_a_run_that_lives_is_free(tmp_path):
         copy = shutil.copytree(tmp_path / "run", tmp_path / "copy")
         with lock.held(copy):
             pass
-        with (
-            pytest.raises(UserError, match="writes to it"),
-            lock.held(tmp_path / "run"),
-        ):
+        refused = pytest.raises(UserError, match="writes to it")
+        with refused, lock.held(tmp_path / "run"):
             pass
 
 
@@ -194,9 +177,8 @@ def test_a_process_of_this_host_that_lives_is_found_without_locks_of_files(bucke
 def test_who_stood_still_and_was_taken_over_ends(place, monkeypatch):
     workdir, path, _ = place
     said = []
-    monkeypatch.setattr(
-        lock.multihost, "end_job", lambda code, text: said.append((code, text))
-    )
+    end_job = lambda code, text: said.append((code, text))
+    monkeypatch.setattr(lock.multihost, "end_job", end_job)
     with lock.held(workdir):
         found = json.loads(path.read_text())
         path.write_text(json.dumps(found | ELSEWHERE))
@@ -251,6 +233,7 @@ def test_what_cannot_be_written_is_refused(tmp_path, monkeypatch, bucket):
     assert "(403: no access to the bucket)" in refused(bucket)
 
 
+@pytest.mark.slow
 def test_a_start_that_is_killed_while_it_tries_the_disk_leaves_no_file(tmp_path):
     code = (
         "import os, signal, sys\n"
@@ -258,8 +241,7 @@ def test_a_start_that_is_killed_while_it_tries_the_disk_leaves_no_file(tmp_path)
         "lock.os.fsync = lambda file: os.kill(os.getpid(), signal.SIGKILL)\n"
         "lock.probe(sys.argv[1])\n"
     )
-    end = subprocess.run([sys.executable, "-c", code, tmp_path / "run"], check=False)
-    assert end.returncode == -signal.SIGKILL
+    assert run_python("-c", code, tmp_path / "run").returncode == -signal.SIGKILL
     assert list((tmp_path / "run").iterdir()) == []
 
 
@@ -281,44 +263,30 @@ def test_a_disk_that_is_full_or_read_only_is_refused(tmp_path, options):
 
 @pytest.mark.slow
 def test_of_two_starts_the_second_ends_and_a_killed_one_is_followed_at_once(tmp_path):
-    recipe, workdir = tmp_path / "tiny.py", tmp_path / "run"
-    recipe.write_text(RECIPE)
+    workdir = tmp_path / "run"
+    lines = "c.total_steps, c.checkpoint_every_steps = 100_000, 1_000"
+    recipe = hosts.write_recipe(tmp_path / "tiny.py", lines)
     words = f"--config={recipe}", f"--workdir={workdir}"
-
-    def reach(process, part):
-        for line in process.stdout:
-            if part in line:
-                return
-        raise AssertionError(f"ended without {part!r}")
-
     first = hosts.alone("train", *words)
-    others = []
-    try:
-        reach(first, "step 20/")
-        others.append(hosts.alone("train", *words))
-        said, _ = others[0].communicate(timeout=100)
-        assert others[0].returncode == 2, said
-        assert re.fullmatch(
-            rf"error: --workdir={workdir}: process {first.pid} on \S+ writes to it, "
-            r"since 20.*: end that one, or choose another --workdir\n",
-            said,
-        )
-        assert first.poll() is None
-        first.send_signal(signal.SIGKILL)
-        first.wait()
-        others.append(hosts.alone("train", *words, "--config.total_steps=100_000"))
-        reach(others[1], "step 3/")
-        others[1].send_signal(signal.SIGTERM)
-        said, _ = others[1].communicate(timeout=100)
-        assert others[1].returncode == 75, said
-        assert "waiting for a sign of life" not in said
-        assert not (workdir / lock.NAME).exists()
-    finally:
-        for process in (first, *others):
-            if process.poll() is None:
-                process.kill()
-            process.wait()
-            process.stdout.close()
+    hosts.wait_for(first, "step 20/")
+    second = hosts.alone("train", *words)
+    said, _ = second.communicate(timeout=100)
+    assert second.returncode == 2, said
+    assert re.fullmatch(
+        rf"error: --workdir={workdir}: process {first.pid} on \S+ writes to it, "
+        r"since 20.*: end that one, or choose another --workdir\n",
+        said,
+    )
+    assert first.poll() is None
+    first.send_signal(signal.SIGKILL)
+    first.wait()
+    third = hosts.alone("train", *words)
+    hosts.wait_for(third, "step 3/")
+    third.send_signal(signal.SIGTERM)
+    said, _ = third.communicate(timeout=100)
+    assert third.returncode == 75, said
+    assert "waiting for a sign of life" not in said
+    assert not (workdir / lock.NAME).exists()
     # Each step stands once: nothing was mixed.
     lines = (workdir / "metrics.jsonl").read_text().splitlines()
     steps = [json.loads(line)["step"] for line in lines]

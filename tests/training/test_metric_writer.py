@@ -1,10 +1,9 @@
 import json
 import os
-import subprocess
-import sys
 
 import pytest
 from etils import epath
+from helpers import ROOT, run_python
 
 from vit_jax.files import replace_bytes
 from vit_jax.training.metric_writer import WorkdirWriter
@@ -22,11 +21,8 @@ def test_a_resumed_run_keeps_what_was_before_and_drops_what_comes_again(tmp_path
     again = WorkdirWriter(tmp_path, 10)
     again.write_scalars(15, {"train/loss": 9.0})
     again.close()
-    assert [(x["step"], x["train/loss"]) for x in lines(tmp_path)] == [
-        (5, 0.5),
-        (10, 1.0),
-        (15, 9.0),
-    ]
+    found = [(x["step"], x["train/loss"]) for x in lines(tmp_path)]
+    assert found == [(5, 0.5), (10, 1.0), (15, 9.0)]
 
 
 @pytest.mark.parametrize(
@@ -56,13 +52,7 @@ def test_other_processes_know_what_is_written_but_write_nothing(tmp_path):
 def test_pytorch_is_not_imported_where_it_is_installed_and_can_be_later(tmp_path):
     (tmp_path / "torch.py").write_text("print('PyTorch is imported')")
     code = "from vit_jax.training import metric_writer; print('no'); import torch"
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env=os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{os.getcwd()}"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    done = run_python("-c", code, PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}")
     assert done.stdout.split("\n")[:2] == ["no", "PyTorch is imported"]
 
 

@@ -40,37 +40,34 @@ def test_warmup_is_linear_from_zero_to_the_peak(name):
     assert rate(WARMUP) == pytest.approx(PEAK)
 
 
-@pytest.mark.parametrize("name", ["linear", "cosine"])
-@pytest.mark.parametrize("end", [0.0, 0.1])
-def test_linear_and_cosine_pass_their_middle_and_end(name, end):
-    rate = rates(name, end_learning_rate=end)
-    assert rate((WARMUP + TOTAL) // 2) == pytest.approx((PEAK + end) / 2)
-    assert rate(TOTAL) == pytest.approx(end, abs=1e-7)
+QUARTER = WARMUP + (TOTAL - WARMUP) // 3
+STAIRS = {"boundaries": (30, 70), "decay_rate": 0.2}
 
 
-def test_linear_and_cosine_differ_a_quarter_of_the_way():
-    quarter = WARMUP + (TOTAL - WARMUP) // 3
-    assert rates("linear")(quarter) == pytest.approx(PEAK * 2 / 3)
-    assert rates("cosine")(quarter) == pytest.approx(PEAK * 0.75)
-
-
-def test_rsqrt_falls_as_the_root_and_cools_down_to_zero():
-    rate = rates("rsqrt", timescale=20, cooldown_steps=30)
-    assert rate(WARMUP + 60) == pytest.approx(PEAK / 2)  # 1 + 60 / 20 = 2 ** 2
-    assert rate(TOTAL - 15) == pytest.approx(PEAK / np.sqrt(1 + 75 / 20) / 2)
-    assert rate(TOTAL) == 0
-
-
-def test_constant_stays():
-    rate = rates("constant")
-    assert rate(WARMUP) == rate(TOTAL) == pytest.approx(PEAK)
-
-
-def test_step_drops_at_each_boundary():
-    rate = rates("step", boundaries=(30, 70), decay_rate=0.2)
-    assert rate(WARMUP) == rate(29) == pytest.approx(PEAK)
-    assert rate(30) == rate(69) == pytest.approx(PEAK / 5)
-    assert rate(70) == rate(TOTAL) == pytest.approx(PEAK / 25)
+@pytest.mark.parametrize(
+    ("name", "keys", "expected"),
+    [
+        ("linear", {}, {QUARTER: PEAK * 2 / 3, 55: PEAK / 2, TOTAL: 0}),
+        ("cosine", {}, {QUARTER: PEAK * 0.75, 55: PEAK / 2, TOTAL: 0}),
+        ("linear", {"end_learning_rate": 0.1}, {55: (PEAK + 0.1) / 2, TOTAL: 0.1}),
+        ("cosine", {"end_learning_rate": 0.1}, {55: (PEAK + 0.1) / 2, TOTAL: 0.1}),
+        ("constant", {}, {TOTAL: PEAK}),
+        (
+            "rsqrt",
+            {"timescale": 20, "cooldown_steps": 30},
+            {
+                WARMUP + 60: PEAK / 2,  # 1 + 60 / 20 = 2 ** 2
+                TOTAL - 15: PEAK / np.sqrt(1 + 75 / 20) / 2,
+                TOTAL: 0,
+            },
+        ),
+        ("step", STAIRS, {29: PEAK, 30: PEAK / 5, 69: PEAK / 5, 70: PEAK / 25}),
+    ],
+)
+def test_a_schedule_passes_its_points(name, keys, expected):
+    rate = rates(name, **keys)
+    for step, value in {WARMUP: PEAK, **expected}.items():
+        assert rate(step) == pytest.approx(value, abs=1e-7), step
 
 
 @pytest.mark.parametrize(
@@ -80,16 +77,10 @@ def test_step_drops_at_each_boundary():
 def test_the_schedules_are_those_of_dino(
     name, epochs, steps_per_epoch, warmup_epochs, end
 ):
-    config = tiny_config(
-        optim={
-            "learning_rate": 0.002,
-            "schedule": {"name": "cosine", "end_learning_rate": end},
-            "warmup_epochs": warmup_epochs,
-            "warmup_ends_at_peak": True,
-            "weight_decay": 0.04,
-            "weight_decay_end": 0.4,
-        }
-    )
+    stated = {"learning_rate": 0.002, "warmup_ends_at_peak": True}
+    stated |= {"schedule": {"name": "cosine", "end_learning_rate": end}}
+    stated |= {"weight_decay": 0.04, "weight_decay_end": 0.4}
+    config = tiny_config(optim=stated | {"warmup_epochs": warmup_epochs})
     run = RunLength(epochs * steps_per_epoch, float(steps_per_epoch))
     steps = jnp.arange(run.total_steps)
     rate = jax.vmap(optim.learning_rate(config.optim, 0.002, run))(steps)
@@ -114,11 +105,8 @@ def test_step_out_of_order_is_an_error(boundaries):
         rates("step", boundaries=boundaries)
 
 
-def test_no_warmup_starts_at_the_peak():
-    assert rates("linear", warmup={"warmup_steps": 0})(0) == pytest.approx(PEAK)
-
-
 def test_warmup_counts_epochs_or_a_fraction_as_well():
+    assert rates("linear", warmup={"warmup_steps": 0})(0) == pytest.approx(PEAK)
     for options in ({"warmup_epochs": 2.0}, {"warmup_fraction": 0.14}):
         rate = rates("constant", warmup=options)
         assert rate(14) == pytest.approx(PEAK)
@@ -126,9 +114,8 @@ def test_warmup_counts_epochs_or_a_fraction_as_well():
 
 
 def test_rate_may_be_stated_per_256_images():
-    config = tiny_config(
-        batch_size=64, optim={"learning_rate": 0.0, "base_learning_rate": 0.4}
-    )
+    stated = {"learning_rate": 0.0, "base_learning_rate": 0.4}
+    config = tiny_config(batch_size=64, optim=stated)
     assert config.optim.peak_learning_rate(config.batch_size) == pytest.approx(0.1)
 
 
@@ -148,10 +135,9 @@ def test_what_is_too_long_is_named_by_the_key_that_states_it(unit):
     with pytest.raises(UserError, match=f"lower optim.schedule.cooldown_{unit} or"):
         rates("rsqrt", **long)
     config = tiny_config(total_steps=0, epochs=1.0, optim={"warmup_epochs": 2.0})
+    mesh = meshes.create(MeshConfig(data=1), jax.devices()[:1])
     with pytest.raises(UserError, match=r"lower optim\.warmup_epochs or raise epochs"):
-        train_step.build_train_setup(
-            config, meshes.create(MeshConfig(data=1), jax.devices()[:1]), 56
-        )
+        train_step.build_train_setup(config, mesh, 56)
 
 
 def update(grads, rate=PEAK, params=PARAMS, steps=1, **options):
@@ -216,15 +202,9 @@ def test_gradients_are_clipped_at_their_global_norm():
 
 
 def test_frozen_parameters_stay_and_do_not_count_for_clipping():
-    options = {
-        "name": "sgd",
-        "momentum": 0.9,
-        "grad_clip_norm": 1.0,
-        "weight_decay": 0.1,
-    }
-    updates = update(
-        ONES, freeze=("^embedding",), weight_decay_mask=("kernel",), **options
-    )
+    options = {"name": "sgd", "grad_clip_norm": 1.0, "weight_decay": 0.1}
+    options |= {"freeze": ("^embedding",), "weight_decay_mask": ("kernel",)}
+    updates = update(ONES, **options)
     assert not updates["embedding"]["kernel"].any()
     assert not updates["embedding"]["bias"].any()
     expected = -PEAK * (1 / np.sqrt(10) + 0.1 * 2.0)
@@ -234,10 +214,8 @@ def test_frozen_parameters_stay_and_do_not_count_for_clipping():
 def test_what_never_moves_gets_no_gradient():
     def loss(params, **options):
         config = tiny_config(optim={"name": "sgd"} | options)
-        return sum(
-            x.sum()
-            for x in jax.tree.leaves(optim.stop_frozen_gradients(params, config.optim))
-        )
+        stopped = optim.stop_frozen_gradients(params, config.optim)
+        return sum(x.sum() for x in jax.tree.leaves(stopped))
 
     grads = jax.grad(loss)(PARAMS)
     assert all(g.all() for g in jax.tree.leaves(grads))
@@ -257,19 +235,13 @@ def test_what_thaws_under_adam_starts_at_the_rate():
     assert update_ == pytest.approx(-PEAK, rel=1e-3)
 
 
-def test_freezing_counts_epochs_as_well():
-    options = {"name": "sgd", "freeze": ("bias",), "freeze_epochs": 1.0}
-    assert not update(ONES, steps=7, **options)["embedding"]["bias"].any()
-    assert update(ONES, steps=8, **options)["embedding"]["bias"].all()
-
-
-def test_freezing_ends_after_its_steps():
-    options = {"name": "sgd", "momentum": 0.0, "freeze": ("bias",), "freeze_steps": 2}
-    moved = [
-        bool(update(ONES, steps=steps, **options)["embedding"]["bias"].any())
-        for steps in (1, 2, 3)
-    ]
-    assert moved == [False, False, True]
+@pytest.mark.parametrize(("key", "steps"), [("steps", 2), ("epochs", 7)])
+def test_freezing_ends_after_its_steps_or_epochs(key, steps):
+    length = {f"freeze_{key}": 2 if key == "steps" else 1.0}
+    options = {"name": "sgd", "momentum": 0.0, "freeze": ("bias",), **length}
+    for taken, moved in ((steps, False), (steps + 1, True)):
+        bias = update(ONES, steps=taken, **options)["embedding"]["bias"]
+        assert bool(bias.any()) == moved
 
 
 def test_adamw_is_adam_with_its_decoupled_weight_decay():

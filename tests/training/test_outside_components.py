@@ -3,10 +3,8 @@
 import json
 import math
 import pathlib
-import signal
 import sys
 
-import hosts
 import jax
 import numpy as np
 import pytest
@@ -55,9 +53,7 @@ def test_an_optimiser_and_an_evaluator_of_ones_own_train_and_resume(outside, tmp
     assert stored["optim"]["name"] == "my_lion:LionConfig"
     again = train(config, tmp_path / "run")
     assert again["params_sha256"] == first["params_sha256"]
-    changed = tiny_config(
-        total_steps=4, **sections | {"optim": sections["optim"] | {"b2": 0.9}}
-    )
+    changed = fields.replace(config, {"optim.b2": 0.9})
     with pytest.raises(UserError, match=r"another config \(optim.b2: 0.95 -> 0.9\)"):
         train(changed, tmp_path / "run")
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
@@ -67,10 +63,8 @@ def test_an_optimiser_and_an_evaluator_of_ones_own_train_and_resume(outside, tmp
 def test_a_schedule_of_ones_own_is_followed(outside, tmp_path):
     outside(polynomial=(EXAMPLES / "polynomial.py").read_text())
     schedule = {"name": "polynomial:PolynomialConfig", "power": 2.0}
-    sections = {
-        "optim": {"learning_rate": 0.1, "warmup_steps": 2, "schedule": schedule}
-    }
-    config = tiny_config(total_steps=6, log_every_steps=1, evals={}, **sections)
+    optim = {"learning_rate": 0.1, "warmup_steps": 2, "schedule": schedule}
+    config = tiny_config(total_steps=6, log_every_steps=1, evals={}, optim=optim)
     train(config, tmp_path / "run")
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     name = "train/learning_rate"
@@ -79,18 +73,15 @@ def test_a_schedule_of_ones_own_is_followed(outside, tmp_path):
     assert rates == pytest.approx(wanted)
     schedule["power"] = -1
     with pytest.raises(UserError, match=r"optim.schedule.power=-1.0 must be above 0"):
-        tiny_config(**sections)
+        tiny_config(optim=optim)
 
 
+@pytest.mark.slow
 def test_a_task_of_ones_own_keeps_its_state_in_checkpoints(outside, tmp_path):
     outside(center_loss=(EXAMPLES / "center_loss.py").read_text())
     task = {"name": "center_loss:CenterLossConfig", "weight": 0.1, "decay": 0.5}
-    keys = {
-        "task": task,
-        "evals": {},
-        "optim": {"grad_accum_steps": 2},
-        "batch_size": 16,
-    }
+    keys = {"task": task, "evals": {}, "batch_size": 16}
+    keys["optim"] = {"grad_accum_steps": 2}
     workdir, config = tmp_path / "run", tiny_config(**keys, checkpoint_every_steps=2)
     whole = train(config, workdir)
     folder = workdir / "checkpoints"
@@ -138,6 +129,7 @@ def network_config(**sections):
     return configuration.complete(config | {"model": NETWORK})
 
 
+@pytest.mark.slow
 def test_a_network_of_ones_own_trains_is_evaluated_and_resumes(outside, tmp_path):
     outside(conv_net=(EXAMPLES / "conv_net.py").read_text())
     keys = {"evals": {"val": "val", "knn": KNN}}
@@ -162,42 +154,6 @@ def test_a_network_of_ones_own_trains_is_evaluated_and_resumes(outside, tmp_path
     assert report["params_sha256"] != whole["params_sha256"]
 
 
-CONFIG = """
-from ml_collections import ConfigDict
-
-def get_config(arg=None):
-    c = ConfigDict()
-    c.seed, c.total_steps, c.batch_size = 3, 40, 8
-    c.data = dict(name="synthetic", num_classes=5, num_examples=400, image_size=(8, 12))
-    c.model = dict(variant="conv_net:ConvNetConfig", width=8, depth=1, dropout=0.1)
-    c.optim = dict(learning_rate=0.01)
-    c.log_every_steps = 1; c.checkpoint_every_steps = 7
-    return c
-"""
-
-
-@pytest.mark.slow
-def test_a_killed_run_of_a_network_of_ones_own_goes_on(tmp_path):
-    (tmp_path / "conv.py").write_text(CONFIG)
-
-    def start(workdir):
-        flags = f"--config={tmp_path / 'conv.py'}", f"--workdir={workdir}"
-        return hosts.alone("train", *flags, PYTHONPATH=str(EXAMPLES))
-
-    hosts.finish(start(tmp_path / "whole"))
-    process = start(tmp_path / "killed")
-    with process.stdout:
-        assert any("step 18/40" in line for line in process.stdout)
-        process.kill()
-    assert process.wait() == -signal.SIGKILL
-    assert "resume: step" in hosts.finish(start(tmp_path / "killed"))
-    whole, killed = (
-        json.loads((tmp_path / name / "report.json").read_text())["params_sha256"]
-        for name in ("whole", "killed")
-    )
-    assert whole == killed
-
-
 def test_a_network_of_ones_own_is_split_and_restored_on_another_mesh(outside, tmp_path):
     outside(conv_net=(EXAMPLES / "conv_net.py").read_text())
 
@@ -212,19 +168,13 @@ def test_a_network_of_ones_own_is_split_and_restored_on_another_mesh(outside, tm
     assert kernel.spec == jax.sharding.PartitionSpec("fsdp", None)
     source = open_source(config.data, "train")
     state = split.initial_state()
-    with checkpoint.Checkpointer(
-        tmp_path, config, source, split.metadata
-    ) as checkpoints:
-        checkpoints.save(0, split.to_disk(state), seconds=1.0)
+    with checkpoint.Checkpointer(tmp_path, config, source, split.metadata) as saved:
+        saved.save(0, split.to_disk(state), seconds=1.0)
     config, alone = build(data=1, fsdp=1, model=1)
-    with checkpoint.Checkpointer(
-        tmp_path, config, source, alone.metadata
-    ) as checkpoints:
-        found = checkpoints.restore(alone.disk_shapes, alone.disk_shardings)
-    for one, other in zip(
-        *map(jax.tree.leaves, (state.params, found.state.params)), strict=True
-    ):
-        np.testing.assert_array_equal(jax.device_get(one), jax.device_get(other))
+    with checkpoint.Checkpointer(tmp_path, config, source, alone.metadata) as saved:
+        found = saved.restore(alone.disk_shapes, alone.disk_shardings)
+    params = jax.device_get((state.params, found.state.params))
+    jax.tree.map(np.testing.assert_array_equal, *params)
     with pytest.raises(UserError, match="mesh.model=2 splits attention heads and MLPs"):
         build(data=1, fsdp=1, model=2)
 
@@ -234,10 +184,7 @@ def test_a_network_of_ones_own_is_split_and_restored_on_another_mesh(outside, tm
     [
         ({"variant": "absent:Conv"}, "model.variant='absent:Conv': no module 'absent'"),
         ({"variant": "conv_net:Conv"}, "conv_net.py has no 'Conv'"),
-        (
-            {"variant": "conv_net:ConvNet"},
-            "derived from vit_jax.models.network:NetworkConfig",
-        ),
+        ({"variant": "conv_net:ConvNet"}, "derived from vit_jax.models.network:Netw"),
         ({"widht": 3}, "unknown config key model.widht; .* is model.width"),
         ({"width": 0}, "model.width=0 must be at least 1"),
         ({"dropout": 1.0}, "model.dropout=1.0 must be below 1"),
@@ -269,11 +216,7 @@ def test_an_evaluation_of_features_needs_a_network_that_returns_them(outside, tm
         ("absent:Lion", "", "optim.name='absent:Lion': no module 'absent'"),
         ("mine:Lion", "", "optim.name='mine:Lion': .*mine.py has no 'Lion'"),
         ("mine:Lion", "1 / 0", "runs the code of that module, which raised ZeroDiv"),
-        (
-            "mine:Lion",
-            "Lion = 3",
-            "is 3: it must be a frozen dataclass of config field",
-        ),
+        ("mine:Lion", "Lion = 3", "is 3: it must be a frozen dataclass of config fie"),
         ("mine:LionConfig", OPTIMIZER, "unknown config key optim.b3; .* is optim.b"),
     ],
 )
@@ -281,9 +224,6 @@ def test_what_is_no_component_is_refused_with_its_key(outside, name, text, messa
     outside(mine=text)
     with pytest.raises(UserError, match=message):
         tiny_config(optim={"name": name, "learning_rate": 0.1, "b3": 0.5})
-
-
-def test_bounds_of_a_key_of_ones_own_are_checked(outside):
-    outside(mine=OPTIMIZER)
-    with pytest.raises(UserError, match=r"optim.b1=1.0 must be below 1"):
-        tiny_config(optim={"name": "mine:LionConfig", "learning_rate": 0.1, "b1": 1})
+    if text == OPTIMIZER:
+        with pytest.raises(UserError, match=r"optim.b1=1.0 must be below 1"):
+            tiny_config(optim={"name": name, "learning_rate": 0.1, "b1": 1})

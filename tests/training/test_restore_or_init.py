@@ -24,17 +24,10 @@ def places(tmp_path):
     source = open_synthetic("train", (8, 12), 3, 5, 20)
     workdir = tmp_path / "run"
 
-    def near():
-        return LocalCheckpointer(
-            config, workdir, source, program.shapes, program.shardings
-        )
-
-    return (
-        config,
-        program,
-        lambda: Checkpointer(workdir, config, source, program.metadata),
-        near,
-    )
+    where = workdir, source, program.shapes, program.shardings
+    near = lambda: LocalCheckpointer(config, *where)
+    far = lambda: Checkpointer(workdir, config, source, program.metadata)
+    return config, program, far, near
 
 
 def damage(folder):

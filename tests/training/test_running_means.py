@@ -55,6 +55,10 @@ def images_of(count=16, classes=5):
     return jax.tree.map(jnp.asarray, arrays)
 
 
+def near(a, b, atol):
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=atol), a, b)
+
+
 def stepped(config, num_devices):
     """Returns the state at the start and after a step."""
     mesh = meshes.create(config.mesh, jax.devices()[:num_devices])
@@ -88,13 +92,13 @@ def test_a_step_moves_the_means_to_those_of_the_whole_batch():
     expected = MOMENTUM + (1 - MOMENTUM) * x.var((0, 1, 2))
     np.testing.assert_allclose(moved["var"], expected, atol=1e-6)
     _, _, alone = stepped(config, 1)
-    for one, other in zip(*map(jax.tree.leaves, (after, alone)), strict=True):
-        np.testing.assert_allclose(one, other, atol=1e-5)
+    near(after, alone, atol=1e-5)
 
 
 _NHWC = ("NHWC", "HWIO", "NHWC")
 
 
+@pytest.mark.slow
 def test_of_parts_of_a_batch_the_means_are_averaged():
     config = conv_mixer(optim={"grad_accum_steps": 2})
     setup, before, after = stepped(config, 1)
@@ -102,15 +106,10 @@ def test_of_parts_of_a_batch_the_means_are_averaged():
     found = []
     for part in (slice(0, 8, 2), slice(1, 8, 2)):
         rows = {name: value[part] for name, value in batch.items()}
-        stats = setup.task.outputs(
-            before.params, before.extra, rows, jax.random.key(0)
-        )[1]
-        found.append(stats[STATE])
+        given = before.params, before.extra, rows, jax.random.key(0)
+        found.append(setup.task.outputs(*given)[1][STATE])
     average = jax.tree.map(lambda a, b: (a + b) / 2, *found)
-    for one, other in zip(
-        *map(jax.tree.leaves, (average, after.extra[STATE])), strict=True
-    ):
-        np.testing.assert_allclose(one, other, atol=1e-6)
+    near(average, after.extra[STATE], atol=1e-6)
 
 
 def test_a_run_is_resumed_to_the_bit(workdir, tmp_path):
@@ -121,8 +120,7 @@ def test_a_run_is_resumed_to_the_bit(workdir, tmp_path):
     assert resumed["params_sha256"] == whole["params_sha256"]
     assert resumed["final"] == whole["final"]
     means = [weights.open_pretrained(at).params[STATE] for at in (workdir, copy)]
-    for one, other in zip(*map(jax.tree.leaves, means), strict=True):
-        np.testing.assert_array_equal(one, other)
+    jax.tree.map(np.testing.assert_array_equal, *means)
 
 
 def test_an_evaluation_uses_the_running_means(workdir):
@@ -139,16 +137,11 @@ def test_an_evaluation_uses_the_running_means(workdir):
     assert np.abs(other - logits).max() > 1e-3
 
 
+@pytest.mark.slow
 def test_it_begins_from_a_run(workdir, tmp_path):
     found = weights.open_pretrained(workdir)
-    config = conv_mixer(
-        init=str(workdir),
-        data={"num_classes": 3},
-        optim={"learning_rate": 1e-9},
-        total_steps=1,
-        evals={},
-    )
-    train(config, tmp_path)
+    stated = {"init": str(workdir), "data": {"num_classes": 3}, "evals": {}}
+    train(conv_mixer(total_steps=1, optim={"learning_rate": 1e-9}, **stated), tmp_path)
     begun = weights.open_pretrained(tmp_path).params[STATE]["norm"]["mean"]
     start = found.params[STATE]["norm"]["mean"]
     assert np.abs(begun - MOMENTUM * start).max() > 0
@@ -171,34 +164,26 @@ def test_its_program_answers_as_it_does(workdir, tmp_path):
 
 
 @pytest.mark.slow
-def test_student_and_teacher_may_have_means(workdir, tmp_path):
-    task = {"name": "distillation", "teacher": str(workdir)}
-    report = train(conv_mixer(task=task, total_steps=3, evals={}), tmp_path)
-    assert report["variant"] == VARIANT
-    student = weights.open_pretrained(tmp_path).params[STATE]["norm"]["mean"]
-    assert student.any()
-
-
-@pytest.mark.slow
-def test_lora_moves_the_means_too(workdir, tmp_path):
-    task = {"name": "lora", "rank": 1, "projections": ("channels_0",)}
-    sections = {"task": task, "init": str(workdir), "total_steps": 3, "evals": {}}
-    train(conv_mixer(**sections), tmp_path)
+@pytest.mark.parametrize(
+    ("task", "moves"),
+    [
+        ({"name": "distillation"}, True),
+        ({"name": "lora", "rank": 1, "projections": ("channels_0",)}, True),
+        ({"name": "linear_probe"}, False),
+    ],
+    ids=lambda task: str(task),
+)
+def test_tasks_move_the_means_or_leave_them_as_they_are(workdir, tmp_path, task, moves):
+    begins = {"init": str(workdir)}
+    if task["name"] == "distillation":
+        task, begins = task | {"teacher": str(workdir)}, {}
+    train(conv_mixer(task=task, total_steps=3, evals={}, **begins), tmp_path)
     before, after = (
         weights.open_pretrained(at).params[STATE]["norm"]["mean"]
         for at in (workdir, tmp_path)
     )
-    assert (before != after).all()
-
-
-@pytest.mark.slow
-def test_a_linear_probe_leaves_the_means_as_they_are(workdir, tmp_path):
-    task = {"name": "linear_probe"}
-    sections = {"task": task, "init": str(workdir), "total_steps": 3, "evals": {}}
-    train(conv_mixer(**sections), tmp_path)
-    means = [weights.open_pretrained(at).params[STATE] for at in (workdir, tmp_path)]
-    for one, other in zip(*map(jax.tree.leaves, means), strict=True):
-        np.testing.assert_array_equal(one, other)
+    assert (before != after).all() == moves
+    assert (before == after).all() != moves
 
 
 def test_a_task_that_does_not_carry_the_means_is_refused():

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import kill_after, tiny_config, train
+from helpers import tiny_config
 
 from vit_jax.config.lengths import RunLength
 from vit_jax.distributed import mesh as meshes
@@ -112,10 +112,7 @@ def test_steps_are_the_golden_ones(case, keys):
     rates = NUMBERS["gsam_lrs"] if gsam else (NUMBERS["lr"],) * 3
     for i, found in enumerate(steps(climbed(rho, **keys), momentum, rates)):
         for name, tree in zip(("gradient", "weight"), found, strict=True):
-            wanted = part(f"{case}/step{i}/{name}")
-            jax.tree.map(
-                lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), tree, wanted
-            )
+            assert apart(tree, part(f"{case}/step{i}/{name}")) < 1e-5
 
 
 def test_groups_that_go_uphill_alone_are_the_golden_workers():
@@ -129,16 +126,12 @@ def test_groups_that_go_uphill_alone_are_the_golden_workers():
     cases = ("sam_two_halves_together", together), ("sam_two_workers", steps(alone))
     for case, run in cases:
         for i, (_, params) in enumerate(run):
-            wanted = part(f"{case}/step{i}/weight")
-            jax.tree.map(
-                lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), params, wanted
-            )
+            assert apart(params, part(f"{case}/step{i}/weight")) < 1e-5
 
 
 def test_the_radius_falls_with_the_rate():
-    config = optim.SgdConfig(
-        learning_rate=0.4, warmup_steps=4, sam_rho=0.6, sam_rho_end=0.1
-    )
+    falls = {"warmup_steps": 4, "sam_rho": 0.6, "sam_rho_end": 0.1}
+    config = optim.SgdConfig(learning_rate=0.4, **falls)
     run = RunLength(12, 1.0)
     rate = optim.learning_rate(config, 0.4, run)
     rho = sharpness.radius(config, rate, 0.4, run)
@@ -177,6 +170,7 @@ def apart(a, b):
     return max(jax.tree.leaves(jax.tree.map(lambda x, y: np.abs(x - y).max(), a, b)))
 
 
+@pytest.mark.slow
 def test_images_that_go_uphill_together_are_the_same_on_any_number_of_devices():
     _, one = run(sam_rho=0.5, sam_batch_size=8)
     split, both = run(devices=2, fsdp=2, sam_rho=0.5, sam_batch_size=8)
@@ -193,16 +187,6 @@ def test_groups_that_go_uphill_alone_give_other_steps():
     assert apart(one, whole) > 1e-5
     assert apart(whole, plain) > 1e-5
     assert program.training_flops == 2 * plain_program.training_flops
-
-
-@pytest.mark.slow
-def test_a_run_resumes_to_the_bit(tmp_path):
-    keys = {"sam_rho": 0.5, "gsam_alpha": 0.4, "sam_rho_end": 0.1}
-    config = tiny_config(optim={"learning_rate": 0.01, **keys}, evals={})
-    whole = train(config, tmp_path)
-    kill_after(3, tmp_path)
-    resumed = train(config, tmp_path)
-    assert resumed["params_sha256"] == whole["params_sha256"]
 
 
 @pytest.mark.slow

@@ -34,19 +34,13 @@ RANDOM = VIT | {"dropout": 0.1, "drop_path_rate": 0.2}
 
 def build(sizes, optim=SGD, model=VIT, **data):
     """Returns a program and its mesh; parameters of 100 elements are split."""
-    config = tiny_config(
-        batch_size=B,
-        total_steps=STEPS,
-        data={"train_transform": "flip | mixup(0.3)"} | data,
-        optim=optim,
-        mesh=sizes,
-        sharding={"min_size": 100},
-        ema={"decay": 0.9},
-    )
+    data = {"train_transform": "flip | mixup(0.3)"} | data
+    split = {"mesh": sizes, "sharding": {"min_size": 100}, "ema": {"decay": 0.9}}
+    lengths = {"batch_size": B, "total_steps": STEPS}
+    config = tiny_config(data=data, optim=optim, **split, **lengths)
     config = configuration.complete(fields.to_dict(config) | {"model": model})
-    mesh = meshes.create(
-        MeshConfig(**sizes), jax.devices()[: math.prod(sizes.values())]
-    )
+    devices = jax.devices()[: math.prod(sizes.values())]
+    mesh = meshes.create(MeshConfig(**sizes), devices)
     return train_step.build_train_setup(config, mesh, num_examples=37), mesh
 
 
@@ -77,15 +71,11 @@ def on_one_device():
 
 
 def assert_near(one, other, atol):
+    near = functools.partial(np.testing.assert_allclose, rtol=0, atol=atol)
     for name in ("params", "opt_state", "average"):
-        jax.tree.map(
-            lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=atol),
-            getattr(one[0], name),
-            getattr(other[0], name),
-        )
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), one[1], other[1]
-    )
+        jax.tree.map(near, *(getattr(state, name) for state, _ in (one, other)))
+    near = functools.partial(np.testing.assert_allclose, rtol=1e-5)
+    jax.tree.map(near, one[1], other[1])
 
 
 # The others, of one or two of these axes, are in benchmarks/equality.py.

@@ -63,6 +63,7 @@ def test_the_steps_that_were_asked_for_are_in_the_trace(tmp_path, capsys):
     assert any(name.startswith(("sin", "wrapped_sin")) for name in names), names
 
 
+@pytest.mark.slow
 def test_a_run_that_breaks_off_leaves_the_trace_so_far(tmp_path):
     class Breaking(Callback):
         def after_step(self, step):
@@ -75,6 +76,7 @@ def test_a_run_that_breaks_off_leaves_the_trace_so_far(tmp_path):
     assert events(path)[1] == {2, 3}
 
 
+@pytest.mark.slow
 def test_steps_of_an_earlier_start_are_not_traced(tmp_path, capsys):
     train(config_of((0, 0)), tmp_path)
     kill_after(6, tmp_path)

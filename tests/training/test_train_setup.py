@@ -35,22 +35,15 @@ def build(model=(), data=1, fsdp=1, model_axis=1, task="classification"):
         mesh=sizes,
         sharding={"min_size": 100},
     )
-    mesh = meshes.create(
-        MeshConfig(**sizes), jax.devices()[: math.prod(sizes.values())]
-    )
+    devices = jax.devices()[: math.prod(sizes.values())]
+    mesh = meshes.create(MeshConfig(**sizes), devices)
     return config, mesh, train_step.build_train_setup(config, mesh, num_examples=20)
 
 
 def numbers(tree):
     """Returns the tree with plain numbers in place of random keys."""
-    return jax.tree.map(
-        lambda x: (
-            jax.random.key_data(x)
-            if jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-            else x
-        ),
-        tree,
-    )
+    is_key = lambda x: jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    return jax.tree.map(lambda x: jax.random.key_data(x) if is_key(x) else x, tree)
 
 
 def assert_equal(one, other):
@@ -139,7 +132,6 @@ def test_the_first_moment_can_be_bfloat16():
 
 def test_a_batch_must_split_over_both_batch_axes():
     config = tiny_config(batch_size=12, sharding={"min_size": 100})
+    mesh = meshes.create(MeshConfig(data=2, fsdp=4))
     with pytest.raises(UserError, match="batch_size=12 is not a multiple of 8 devices"):
-        train_step.build_train_setup(
-            config, meshes.create(MeshConfig(data=2, fsdp=4)), 20
-        )
+        train_step.build_train_setup(config, mesh, 20)

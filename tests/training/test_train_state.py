@@ -20,9 +20,8 @@ def test_average_of_a_short_run_forgets_its_start():
 
 
 def test_average_of_a_long_run_uses_the_decay():
-    one = train_state.update_ema(
-        {"a": jnp.float32(0)}, {"a": jnp.float32(1)}, jnp.int32(10**6), 0.999, True
-    )
+    zero, one = ({"a": jnp.float32(x)} for x in (0, 1))
+    one = train_state.update_ema(zero, one, jnp.int32(10**6), 0.999, True)
     assert float(one["a"]) == pytest.approx(0.001, rel=1e-3)
 
 

@@ -15,17 +15,10 @@ B = 16
 @functools.cache
 def run(devices=1, accumulate=1, dropout=0.0):
     """Takes three steps; returns the state and the last metrics."""
-    config = tiny_config(
-        batch_size=B,
-        data={"train_transform": "flip | mixup(3.0)"},
-        optim={
-            "learning_rate": 0.01,
-            "name": "sgd",
-            "grad_accum_steps": accumulate,
-            "schedule": "constant",
-        },
-        model={"dropout": dropout},
-    )
+    optim = {"learning_rate": 0.01, "name": "sgd", "schedule": "constant"}
+    optim["grad_accum_steps"] = accumulate
+    data, model = {"train_transform": "flip | mixup(3.0)"}, {"dropout": dropout}
+    config = tiny_config(batch_size=B, data=data, optim=optim, model=model)
     mesh = meshes.create(MeshConfig(data=devices), jax.devices()[:devices])
     program = train_step.build_train_setup(config, mesh, num_examples=20)
     state = program.initial_state()
