@@ -29,7 +29,7 @@ def stated(**sections):
 def recipe(tmp_path):
     """Returns the path of a recipe that notes its argument in `name`."""
     (tmp_path / "configs").mkdir()
-    lines = "c.name = arg or ''", "c.evals = dict(val='test')"
+    lines = "c.update({'name': arg} if arg else {})", "c.evals = dict(val='test')"
     return str(write_recipe(tmp_path / "configs" / "tiny.py", *lines))
 
 

@@ -1,21 +1,24 @@
 """`python -m vit_jax.dedup`, with duplicates planted among real photographs."""
 
 import csv
+import pathlib
 import shutil
 import signal
+import subprocess
+import sys
 
 import numpy as np
 import pytest
-from helpers import run_command, run_python
 from PIL import Image
 from sklearn.datasets import load_sample_images
 
-from vit_jax import dedup, files
+from vit_jax import cli, dedup, files
 from vit_jax.data.config import DataConfig
 from vit_jax.data.sources.open import open_source
 from vit_jax.errors import UserError
 from vit_jax.tools.near_duplicates import scan
 
+ROOT = pathlib.Path(__file__).parents[1]
 HIGH, WIDE = 97, 107
 
 PLANTED = {  # Of the test image with the same number.
@@ -74,7 +77,17 @@ def words(place, out, *more):
 
 
 def run(*words):
-    return run_command("dedup", words)
+    return dedup.main(cli.parse(dedup.parser(), list(map(str, words))))
+
+
+def start(*command):
+    return subprocess.run(
+        [sys.executable, *command],
+        cwd=ROOT,
+        capture_output=True,
+        check=False,
+        text=True,
+    )
 
 
 def ids(path):
@@ -83,7 +96,7 @@ def ids(path):
 
 def test_a_process_lists_what_was_planted_and_training_leaves_it_out(place, tmp_path):
     out, sheet = tmp_path / "new" / "out.txt", tmp_path / "sheet.png"
-    end = run_python("-m", "vit_jax.dedup", *words(place, out, f"--sheet={sheet}"))
+    end = start("-m", "vit_jax.dedup", *words(place, out, f"--sheet={sheet}"))
     source = training_split(place, "")
     assert end.returncode == 0, end.stderr
     assert f"folder@{place}#train: {len(source)}/{len(source)}" in end.stderr
@@ -139,18 +152,15 @@ sys.exit(dedup.main(cli.parse(dedup.parser())))
 """
 
 
-@pytest.mark.parametrize(
-    ("split", "number"),
-    [("train", 15), pytest.param("test", 10, marks=pytest.mark.slow)],
-)
+@pytest.mark.parametrize(("split", "number"), [("test", 10), ("train", 15)])
 def test_a_killed_scan_resumes(place, tmp_path, monkeypatch, split, number):
     monkeypatch.setattr(scan, "CHUNK", 5)
     assert run(*words(place, tmp_path / "whole.txt")) == 0
     out = tmp_path / "out.txt"
-    end = run_python("-c", KILLED, f"{split} {number}", *words(place, out))
+    end = start("-c", KILLED, f"{split} {number}", *words(place, out))
     assert end.returncode == -signal.SIGKILL, end.stderr
     assert not out.exists()
-    end = run_python("-c", KILLED, "never", *words(place, out))
+    end = start("-c", KILLED, "never", *words(place, out))
     assert end.returncode == 0, end.stderr
     # What was done before the kill is not done again: the first lines say so.
     told = [line.split() for line in end.stdout.splitlines()[:-1]]

@@ -3,6 +3,9 @@
 import dataclasses
 import gc
 import io
+import pathlib
+import subprocess
+import sys
 from xml.etree import ElementTree
 
 import jax
@@ -11,10 +14,10 @@ import numpy as np
 import pytest
 import tqdm
 from flax.traverse_util import flatten_dict
-from helpers import draw_params, run_command, run_python, write_weights
+from helpers import draw_params, write_weights
 from PIL import Image
 
-from vit_jax import models, progress, visualize
+from vit_jax import cli, models, progress, visualize
 from vit_jax.analysis import attention, embeddings, representations
 from vit_jax.analysis.figures import FIGURES, create
 from vit_jax.analysis.figures.writing import available_figures, write_figures
@@ -25,6 +28,7 @@ from vit_jax.models import intermediates
 from vit_jax.tasks.task import Pictures
 from vit_jax.weights.pretrained import Preprocess
 
+ROOT = pathlib.Path(__file__).parents[1]
 OPTIONS = {"width": 12, "depth": 2, "num_heads": 3, "mlp_dim": 17}
 OPTIONS |= {"variant": "Ti/8", "num_classes": 5, "image_size": (16, 24)}
 PREPROCESS = Preprocess((16, 24), (0.4,), (0.25,), crop_fraction=0.9)
@@ -68,7 +72,7 @@ def run(place, tmp_path, capsys):
 
     def start(*words):
         words = [f"--out={tmp_path}", f"--model={place / 'tiny.safetensors'}", *words]
-        code = run_command("visualize", words)
+        code = visualize.main(cli.parse(visualize.parser(), words))
         end = capsys.readouterr()
         return code, end.out, end.err
 
@@ -305,8 +309,9 @@ def test_weights_alone_give_the_figures_of_weights(run, tmp_path):
     ],
 )
 def test_bad_flags_end_with_one_line_before_a_model_is_opened(words, message, capsys):
+    parser, words = visualize.parser(), ["--model=absent", "--out=x", *words]
     try:
-        run_command("visualize", ["--model=absent", "--out=x", *words])
+        visualize.main(cli.parse(parser, words))
     except SystemExit as end:
         assert end.code == 2
         line = capsys.readouterr().err
@@ -370,7 +375,8 @@ def test_a_model_that_diverged_is_refused(place, tmp_path, part, figure, message
 def test_help_lists_every_figure_with_its_flags_and_imports_no_jax():
     code = "import sys; from vit_jax import visualize; visualize.parser().print_help()"
     code += "; sys.exit('jax' in sys.modules)"
-    end = run_python("-c", code)
+    words = [sys.executable, "-c", code]
+    end = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
     assert end.returncode == 0, end.stderr
     for name in FIGURES:
         assert f"\n    {name} " in end.stdout
@@ -463,7 +469,7 @@ def test_images_of_512_pixels_in_bounded_memory(tmp_path, capsys, watched):
         *("--images", *(str(tmp_path / f"{i}.png") for i in range(4))),
         *("--shown=1", "--topk=1"),
     ]
-    assert run_command("visualize", words) == 0
+    assert visualize.main(cli.parse(visualize.parser(), words)) == 0
     # 4,097 tokens and 3 heads: one image is all that 256 MiB hold.
     assert set(watched) == {(1, 0)}
     assert len(watched) == 4 * 2 + 2  # And for relevance.
