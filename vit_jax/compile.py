@@ -6,7 +6,8 @@ python -m vit_jax.compile --config=configs/b16_i21k.py --topology=h100:4x8
 It prints what the step needs of each chip and how that compares to what the chip has:
 memory, products, bytes, collectives, and the least time that a step can take. It runs on
 any Linux machine with the extra `tpu` or `cuda`; a large model takes minutes. --plan adds what
-the whole run needs: days, hosts, checkpoints, failures. Any key of the config can be
+the whole run needs: days, hosts, checkpoints, failures. --largest_batch tries batches
+until it knows the largest one that fits. Any key of the config can be
 set: --config.mesh.fsdp=16. Exit codes: 0 it fits, 2 bad input (one line says what), 3 it
 does not fit or compile, or with --strategies nothing does.
 """
@@ -33,7 +34,8 @@ def main(flags: argparse.Namespace) -> int:
     place = topology.parse(flags.topology, flags.slices)
     place.prepare()  # Before JAX is imported.
     from vit_jax.config import fields
-    from vit_jax.tools.planning import run_plan
+    from vit_jax.distributed import mesh as meshes
+    from vit_jax.tools.planning import batch_search, run_plan
     from vit_jax.training import config as configuration
 
     _check(flags)
@@ -47,6 +49,10 @@ def main(flags: argparse.Namespace) -> int:
     limit = place.usable_memory(devices[0])
     examples, source = _examples(flags, config)
     unknown = examples if source == _ASSUMED else 0
+    result = None
+    if flags.largest_batch:
+        mesh = meshes.create(config.mesh, devices)
+        config, result = batch_search.largest_batch(config, mesh, examples, limit)
     heading = (
         f"{printable(config.name)} on {len(devices)} x {devices[0].device_kind} "
         f"({place.text}), {config.batch_size:,} images a step; "
@@ -55,7 +61,16 @@ def main(flags: argparse.Namespace) -> int:
     if flags.strategies:
         return _compare(flags, config, devices, examples, limit, heading)
     return _one(
-        flags, config, place, devices, examples, limit, heading, assumed, unknown
+        flags,
+        config,
+        place,
+        devices,
+        examples,
+        limit,
+        heading,
+        assumed,
+        unknown,
+        result,
     )
 
 
@@ -66,6 +81,12 @@ def _check(flags) -> None:
     for name, is_set in single.items():
         if is_set and flags.strategies:
             raise UserError(f"--{name} is for one program: leave --strategies out")
+    if flags.largest_batch and (flags.strategies or flags.out):
+        other = "strategies" if flags.strategies else "out"
+        raise UserError(
+            f"--largest_batch and --{other}: find the batch first, then compile it with "
+            "--config.batch_size"
+        )
     for name in ("meshes", "remat", "scan"):
         if getattr(flags, name) and not flags.strategies:
             raise UserError(f"--{name} is read with --strategies only: add it")
@@ -96,14 +117,15 @@ def _examples(flags, config) -> tuple[int, str]:
 
 
 def _one(
-    flags, config, place, devices, examples, limit, heading, assumed, unknown
+    flags, config, place, devices, examples, limit, heading, assumed, unknown, result
 ) -> int:
     from vit_jax.distributed import chips
     from vit_jax.distributed import mesh as meshes
     from vit_jax.tools.planning import analysis, report, run_plan, strategies
 
     mesh = meshes.create(config.mesh, devices)
-    result = analysis.analyse(config, mesh, examples, limit, flags.out)
+    if not result:
+        result = analysis.analyse(config, mesh, examples, limit, flags.out)
     if not flags.json:
         print(report.text(result, heading, place.memory_source), flush=True)
     remedies = ()
@@ -213,6 +235,8 @@ def parser() -> cli.Parser:
         metavar="NAME=VALUE,...",
         help="what the whole run needs; mfu, host_days, store, ... are assumed",
     )
+    text = "the largest batch that fits, to 5%%, instead of the config's"
+    add("--largest_batch", action="store_true", help=text)
     add("--strategies", action="store_true", help="compare meshes and remat policies")
     add("--meshes", default="", help="to compare: data=-1,fsdp=16,model=4")
     add("--remat", default="", help="policies to compare; default: all")

@@ -418,60 +418,6 @@ def test_what_diverges_is_told_and_the_rest_goes_on(run, tmp_path, capsys):
     assert "Diverged, and in no mean: 12,a, pretrain; 12,b, finetune, seed 1." in told
 
 
-LIMIT, PARAMS = 8_000, 900
-
-
-def straight(batch):
-    # Small batches are padded, so that memory is no straight line.
-    return 1_000 + 7 * max(batch, 100) + batch % 3
-
-
-def saving(batch):
-    # As XLA, which computes values again once they do not fit, until nothing is left.
-    needed = PARAMS + 10 * batch
-    return needed if needed < 7_500 else max(7_500, PARAMS + 6 * batch)
-
-
-@pytest.mark.parametrize(
-    "peak, largest, tries",
-    [
-        (straight, 1_000, 5),
-        (saving, (LIMIT - PARAMS) // 6, 9),
-        (lambda batch: PARAMS + 70 * batch, 101, 5),
-        (lambda batch: PARAMS + 3_000 * batch, 2, 5),
-        (lambda batch: PARAMS + 8_000 * batch, 0, 3),
-    ],
-)
-def test_the_largest_batch_is_found_between_one_that_fits_and_one_that_does_not(
-    monkeypatch, tmp_path, peak, largest, tries
-):
-    def compile_(file, batch):
-        tried.append(batch)
-        return {
-            "fits": peak(batch) <= LIMIT,
-            "peak_bytes": peak(batch),
-            "params_bytes": PARAMS,
-            "limit_bytes": LIMIT,
-        }
-
-    tried = []
-    monkeypatch.setattr(step_cost, "_compile", compile_)
-    config = configuration.load("study/cost")
-    found = step_cost.largest_batch(config, tmp_path)
-    assert 0.95 * largest <= found <= largest
-    assert found in (*tried, 0)
-    assert min(b for b in tried if peak(b) > LIMIT) <= max(1.05 * found, found + 1)
-    assert len(tried) <= tries
-    # What an earlier start compiled is not compiled again.
-    count = len(tried)
-    assert step_cost.largest_batch(config, tmp_path) == found
-    assert len(tried) == count
-    text = (tmp_path / "config.py").read_text()
-    assert "bfloat16" in text
-    again = configuration.load(str(tmp_path / "config.py"))
-    assert again.model.variant == config.model.variant
-
-
 def test_the_cost_of_a_network_is_measured_once(monkeypatch, tmp_path):
     monkeypatch.setattr(step_cost, "largest_batch", lambda config, folder: 17)
     config = configuration.load(

@@ -6,7 +6,6 @@ batch comes from compiling for a TPU (`python -m vit_jax.compile`), which needs 
 """
 
 import json
-import math
 import os
 import statistics
 import subprocess
@@ -29,7 +28,7 @@ from vit_jax.training.config import TrainConfig
 
 TOPOLOGY = "v5e:1x1"
 _ROUNDS = 5
-_FIRST, _WITHIN = 256, 0.05  # First batch to compile; precision of the largest.
+_FIRST = 256  # First batch to compile.
 MEASURED = "measured.json"
 _EXIT_TOO_LARGE = 3
 
@@ -59,7 +58,7 @@ def measure(config: TrainConfig, folder: str | os.PathLike, *_, keep: bool) -> d
         "images_per_second": _once(
             folder, "images_per_second", forward_speed, model, config
         ),
-        "largest_batch": largest_batch(config, folder),
+        "largest_batch": _once(folder, "largest_batch", largest_batch, config, folder),
         "gmacs": cost.macs_per_image(model) / 1e9,
     }
     report = {
@@ -94,34 +93,35 @@ def forward_speed(model, config: TrainConfig) -> float:
 def largest_batch(config: TrainConfig, folder: os.PathLike) -> int:
     """Returns the largest batch of a bfloat16 training step that fits a chip.
 
-    A batch that is 5 % or one image larger was compiled too, and does not fit.
+    `vit_jax.compile --largest_batch` finds it, to 5 % or one image.
 
     Args:
       config: complete config.
-      folder: folder for config.py, which is compiled, and the result for each batch.
+      folder: folder for config.py, which is compiled.
+
+    Raises:
+      UserError: the compiler for TPUs is missing.
     """
     file = epath.Path(folder) / "config.py"
-    raw = fields.to_json(config) | {"init": {}}
+    raw = fields.to_json(config) | {"init": {}, "batch_size": _FIRST}
     raw["model"]["dtype"] = "bfloat16"  # CPUs, which are slow at it, run float32.
     file.write_text(
         "from ml_collections import ConfigDict\n\n\ndef get_config(arg=None):\n"
         f"    return ConfigDict({raw!r})\n"
     )
-    batch, best, too_large, step = _FIRST, 0, math.inf, _WITHIN / 2
-    while too_large - best > max(1, _WITHIN * best):
-        memory = _once(folder, f"batch {batch}", _compile, file, batch)
-        per_image = (memory["peak_bytes"] - memory["params_bytes"]) / batch
-        linear = int((memory["limit_bytes"] - memory["params_bytes"]) / per_image)
-        if memory["fits"]:
-            # Near the limit XLA saves memory, so that more than `linear` may fit.
-            best, batch = batch, max(linear, math.ceil(batch * (1 + step)))
-            step *= 2
-        else:
-            most = int(batch / (1 + _WITHIN / 2))
-            too_large, batch = batch, min(max(linear, 1), most)
-        if not best < batch < too_large:
-            batch = (best + too_large) // 2
-    return best
+    words = [f"--config={file}", f"--topology={TOPOLOGY}", "--largest_batch", "--json"]
+    done = subprocess.run(
+        [sys.executable, "-m", "vit_jax.compile", *words],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode == _EXIT_TOO_LARGE:
+        return 0
+    if done.returncode:
+        lines = done.stderr.strip().splitlines() or ["it printed nothing"]
+        raise UserError(f"python -m vit_jax.compile {' '.join(words)}: {lines[-1]}")
+    return json.loads(done.stdout)["settings"]["batch_size"]
 
 
 def _once(folder: str | os.PathLike, name: str, measure: Callable, *args: object):
@@ -132,19 +132,3 @@ def _once(folder: str | os.PathLike, name: str, measure: Callable, *args: object
         measured[name] = measure(*args)
         runs.write_json(folder, MEASURED, measured)
     return measured[name]
-
-
-def _compile(file: epath.Path, batch: int) -> dict:
-    """Returns the JSON output of `vit_jax.compile` for a batch size."""
-    words = [f"--config={file}", f"--topology={TOPOLOGY}", "--json"]
-    words.append(f"--config.batch_size={batch}")
-    done = subprocess.run(
-        [sys.executable, "-m", "vit_jax.compile", *words],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if done.returncode not in (0, _EXIT_TOO_LARGE):
-        lines = done.stderr.strip().splitlines() or ["it printed nothing"]
-        raise UserError(f"python -m vit_jax.compile {' '.join(words)}: {lines[-1]}")
-    return json.loads(done.stdout)

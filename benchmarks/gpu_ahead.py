@@ -1,0 +1,119 @@
+"""The table of GPUs in docs/benchmarks.md: the largest batch of each recipe.
+
+python -m benchmarks.gpu_ahead --out=rows.jsonl      compiles what is not in the file yet
+python -m benchmarks.gpu_ahead --out=rows.jsonl --table      prints the file as a table
+
+Needs the extra `cuda`, and no GPU. Each row is a process of its own: it finds the largest
+bfloat16 batch that fits, from several compilations, and takes minutes.
+"""
+
+import argparse
+import json
+import pathlib
+import re
+import subprocess
+import sys
+
+from benchmarks import smoke
+
+_I21K = "configs/b16_i21k.py:model="
+_RECIPES = (
+    *("configs/b16_i21k.py", f"{_I21K}L/16", f"{_I21K}H/14"),
+    *(
+        "configs/mae.py",
+        "configs/dino.py",
+        "configs/swin.py:model=B",
+        "configs/clip.py",
+    ),
+    *("configs/b16_i1k.py", f"{_I21K}B/32", f"{_I21K}L/32", "configs/jft.py"),
+    *("configs/masked_patch.py", "configs/simmim.py", "configs/mixer.py"),
+    *("configs/deit.py", "configs/deit3.py", "configs/transfer.py", "configs/vtab.py"),
+    *("configs/bit_hyperrule.py", "configs/siglip_lit_coco.py", "configs/flowers.py"),
+    *("configs/flowers_finetune.py", "configs/cifar10.py", "configs/digits.py"),
+    *("configs/digits_finetune.py", "configs/digits_names.py"),
+)
+_GPUS = ("h100:8", "a100:8")
+
+
+def _rows():
+    """Yields name and flags of each row, the most wanted first."""
+    for gpu in _GPUS:
+        for recipe in _RECIPES:
+            yield f"{recipe} {gpu}", [f"--config={recipe}", f"--topology={gpu}"]
+        for model in ("B/16", "L/16", "H/14"):
+            for name, keys in {
+                "scan": ["model.scan=True"],
+                "remat full": ["model.remat_policy=full"],
+                "remat dots": ["model.remat_policy=dots"],
+                "fsdp 8": ["mesh.data=1", "mesh.fsdp=8"],
+                "fsdp 8, remat full": [
+                    *("mesh.data=1", "mesh.fsdp=8", "model.remat_policy=full")
+                ],
+            }.items():
+                words = [f"--config={_I21K}{model}", f"--topology={gpu}"]
+                words += [f"--config.{key}" for key in keys]
+                yield f"{model}, {name} {gpu}", words
+
+
+def _table(rows):
+    """Prints a Markdown table."""
+    print(
+        "| program | images per GPU | peak GiB | TFLOP | of 3 forward | GB moved | "
+        "attention | floor, ms | bound by |"
+    )
+    print("| --- | ---: | ---: | ---: | ---: | ---: | --- | ---: | --- |")
+    for row in rows:
+        gpus = row["settings"]["mesh"]["data"] * row["settings"]["mesh"]["fsdp"]
+        kernels = sum(n for name, n in row["kernels"].items() if "fmha" in name)
+        bounds = row["roofline"] or {"floor": 0, "bound": "unknown"}
+        cells = (
+            row["name"],
+            f"{row['settings']['batch_size'] // gpus}" if row["fits"] else "0",
+            f"{row['peak_bytes'] / 2**30:.1f}",
+            f"{row['flops'] / 1e12:.1f}",
+            f"{row['flops'] / row['model_flops']:.3f}",
+            f"{row['moved_bytes'] / 1e9:.0f}",
+            "cuDNN" if kernels else row["settings"]["attention_impl"] or "-",
+            f"{bounds['floor'] * 1e3:.0f}",
+            bounds["bound"],
+        )
+        print("| " + " | ".join(cells) + " |")
+
+
+SMOKE = "--out={folder}/rows.jsonl --only='^configs/digits.py h100'"
+
+
+def main() -> None:
+    """Compiles or prints, as the flags say."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=pathlib.Path, required=True)
+    parser.add_argument("--only", default="", help="regular expression of names")
+    parser.add_argument("--table", action="store_true")
+    flags = smoke.parse(parser, SMOKE)
+    lines = flags.out.read_text().splitlines() if flags.out.exists() else []
+    rows = [json.loads(line) for line in lines]
+    if flags.table:
+        _table(rows)
+        return
+    done = {row["name"] for row in rows}
+    for name, words in _rows():
+        if name in done or not re.search(flags.only, name):
+            continue
+        words += ["--config.model.dtype=bfloat16", "--largest_batch", "--json"]
+        print(name, flush=True)
+        found = subprocess.run(
+            [sys.executable, "-m", "vit_jax.compile", *words],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if found.returncode not in (0, 3):
+            print(f"  {found.stderr.strip().splitlines()[-1]}", flush=True)
+            continue
+        row = {"name": name} | json.loads(found.stdout)
+        with flags.out.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+
+
+if __name__ == "__main__":
+    main()

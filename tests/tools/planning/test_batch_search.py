@@ -1,0 +1,68 @@
+"""The search for the largest batch that fits."""
+
+import jax
+import pytest
+
+from vit_jax.distributed import mesh as meshes
+from vit_jax.errors import UserError
+from vit_jax.tools.planning import analysis, batch_search
+from vit_jax.training import config as configuration
+
+LIMIT, STATE = 8_000, 900
+
+
+def straight(batch):
+    # Small batches are padded, so that memory is no straight line.
+    return 1_000 + 7 * max(batch, 100) + batch % 3
+
+
+def saving(batch):
+    # As XLA, which computes values again once they do not fit, until nothing is left.
+    needed = STATE + 10 * batch
+    return needed if needed < 7_500 else max(7_500, STATE + 6 * batch)
+
+
+@pytest.mark.parametrize(
+    ("peak", "largest", "tries"),
+    [
+        (straight, 1_000, 5),
+        (saving, (LIMIT - STATE) // 6, 9),
+        (lambda batch: STATE + 70 * batch, 101, 5),
+        (lambda batch: STATE + 3_000 * batch, 2, 5),
+        (lambda batch: STATE + 8_000 * batch, 0, 3),
+    ],
+)
+def test_the_largest_batch_is_between_one_that_fits_and_one_that_does_not(
+    monkeypatch, peak, largest, tries
+):
+    def analyse(config, mesh, examples, limit):
+        each, rest = divmod(config.batch_size, mesh.size * 2)
+        assert not rest
+        tried.append(each)
+        return analysis.Analysis(
+            settings={},
+            fits=peak(each) <= limit,
+            peak_bytes=peak(each),
+            params_bytes=STATE // 3,
+            moments_bytes=STATE - STATE // 3,
+        )
+
+    tried = []
+    monkeypatch.setattr(analysis, "analyse", analyse)
+    config = configuration.load(
+        "digits", {"batch_size": 4_096, "optim.grad_accum_steps": 2}
+    )
+    mesh = meshes.create(config.mesh, jax.devices())
+    config, result = batch_search.largest_batch(config, mesh, 20, LIMIT)
+    found = config.batch_size // (mesh.size * 2)
+    assert result.fits == (largest > 0)
+    assert 0.95 * largest <= found <= max(1, largest)
+    assert result.peak_bytes == peak(found)
+    assert min(b for b in tried if peak(b) > LIMIT) <= max(1.05 * found, found + 1)
+    assert len(tried) <= tries
+
+
+def test_without_a_limit_there_is_no_largest_batch():
+    config = configuration.load("digits")
+    with pytest.raises(UserError, match="--largest_batch"):
+        batch_search.largest_batch(config, meshes.create(config.mesh), 20, None)
