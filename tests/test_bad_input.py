@@ -95,7 +95,7 @@ NO_IMAGES = [
     for name, message in (
         ("pipe.png", "pipe.png... is a pipe"),
         ("/dev/zero", "/dev/zero... is a device, not a file"),
-        ("loop.png", "loop.png"),
+        ("loop.png", "loop.png... link"),
     )
 ]
 # A command, and parts of its line with "..." between them; OUT is a folder that stays empty.
@@ -146,13 +146,31 @@ CASES = [
         f"{TINY} --config.model.mlp_dim=2000000000 --config.model.width=3000",
         "out of memory before the start: the network has 12,002,...48,0...more devices",
     ),
-    (f"{DIGITS} --config.total_steps=9223372036854775809", "must be below 2**31"),
-    (f"{DIGITS} --config.total_steps=2147483648", "total_steps...must be below 2**31"),
-    (f"{DIGITS} --config.log_every_steps=9223372036854775808", "must be below 2**63"),
-    (f"{DIGITS} --config.data.image_size=(1000000,1000000)", "100,000,000 pixels"),
-    (f"{DIGITS} --config.data.num_threads=100000", "must be at most 1024"),
-    (f"{DIGITS} --config.stall_timeout=1e300", "stall_timeout...must be below 2**31"),
-    (f"{DIGITS} --config.data.name=os:system", "that module, which raised TypeError"),
+    (
+        f"{DIGITS} --config.total_steps=9223372036854775809",
+        "total_steps=9223372036854775809 must be below 2**31",
+    ),
+    (
+        f"{DIGITS} --config.total_steps=2147483648",
+        "total_steps=2147483648 must be below 2**31",
+    ),
+    (
+        f"{DIGITS} --config.log_every_steps=9223372036854775808",
+        "log_every_steps=9223372036854775808 must be below 2**63",
+    ),
+    (
+        f"{DIGITS} --config.data.image_size=(1000000,1000000)",
+        "data.image_size=(1000000, 1000000): more than 100,000,000 pixels",
+    ),
+    (
+        f"{DIGITS} --config.data.num_threads=100000",
+        "data.num_threads=100000 must be at most 1024",
+    ),
+    (f"{DIGITS} --config.stall_timeout=1e300", "stall_timeout=1e+300 must be below 2*"),
+    (
+        f"{DIGITS} --config.data.name=os:system",
+        "data.name='os:system'...that module, which raised TypeError",
+    ),
     (f"{DIGITS} --config.model.depth=100000", "depth=100000 must be at most 1000"),
     (f"{DIGITS} --config.model.pool=none", "model.pool='none' classifies each token"),
     (f"{DIGITS} --config.model.width=2147483646", "out of memory before the start"),

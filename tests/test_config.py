@@ -195,6 +195,7 @@ REFUSED = [
     ({"optim": {"learning_rate": 0.0}}, r"^optim.learning_rate=0.0 and .*above 0"),
     ({"optim": {"base_learning_rate": 1e-3}}, "rate=0.1 and .*=0.001: set exactly one"),
     ({"name": "../x"}, r"^name='../x'"),
+    ({"name": "a/b"}, "^name='a/b'"),
     ({"name": ".."}, r"^name='\.\.'"),
 ]
 

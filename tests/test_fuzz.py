@@ -249,7 +249,8 @@ COMMANDS = {
     "prepare": (
         8,
         "--dataset=folder --from=data --data_dir=OUT",
-        "--from:file --data_dir:file --name --splits --processes --shard_mb --imports",
+        "--from:file --data_dir:file --name --splits --processes --shard_mb "
+        + "--on_error --imports",
     ),
     "datasets": (3, "", ":value --data_dir:file"),
     "summary": (
@@ -275,7 +276,8 @@ COMMANDS = {
     "transfer": (
         8,
         f"{SOUND} --dataset=data --workdir=text",  # Nothing is trained: that is a file.
-        "--model:file --dataset --learning_rates --layer_decay --seeds --test KEY:key",
+        "--model:file --dataset --learning_rates --layer_decay --resolution "
+        + "--seeds --test KEY:key",
     ),
     "study": (
         4,

@@ -118,16 +118,16 @@ def test_a_split_that_is_missing_on_one_host_ends_all(job, tmp_path):
 
 @pytest.fixture
 def stalling(tmp_path):
-    """Starts one host or several; the last one's reader hangs or raises."""
+    """Starts one host or several; the reader of one, by default the last, hangs or raises."""
     (tmp_path / "hanging.py").write_text(SOURCE)
     recipe = hosts.write_recipe(tmp_path / "stalls.py", *STALLS)
 
-    def start(count, *words, hangs="1"):
+    def start(count, *words, hangs="1", broken=-1):
         path = f"{hosts.ROOT}{os.pathsep}{tmp_path}"
         known = hosts.variables(count, PYTHONPATH=path)
 
         def environment(host):
-            return known(host) | {"HANGS": hangs if host == count - 1 else "0"}
+            return known(host) | {"HANGS": hangs if host == broken % count else "0"}
 
         files = f"--config={recipe}", f"--workdir={tmp_path / 'run'}"
         return hosts.start([*files, *words], count, environment, cwd=tmp_path)
@@ -137,11 +137,12 @@ def stalling(tmp_path):
 
 @pytest.mark.slow
 def test_any_exception_of_a_reader_ends_all(stalling):
-    zero, one = hosts.ends(stalling(2, hangs="raises"), 1, seconds=60)
+    # Of the first, which runs the coordination service.
+    zero, one = hosts.ends(stalling(2, hangs="raises", broken=0), 1, seconds=60)
     reason = "ZeroDivisionError: the reader is broken while reading"
-    assert f"error: {reason}" in one
-    assert "Traceback" in one  # Of the process whose code is at fault.
-    assert re.match(rf"error: process 1 of 2 \(.+\) failed: {reason}", zero)
+    assert f"error: {reason}" in zero
+    assert "Traceback" in zero  # Of the process whose code is at fault.
+    assert re.match(rf"error: process 0 of 2 \(.+\) failed: {reason}", one)
 
 
 @pytest.mark.slow

@@ -76,6 +76,8 @@ def test_two_hosts_train_to_the_parameters_of_one(start, tmp_path):
     # New interpreters, whose sets of strings have different orders.
     first, second = finish(start(SHORT, "two", 2, devices=3, fork=False))
     assert "resume: step 4 of" in first
+    report = json.loads((tmp_path / "two" / "report.json").read_text())
+    assert report["devices"] == 6
     assert_same(tmp_path / "one", tmp_path / "two")
     # Only the first process prints and writes.
     assert "step 8/8" in first

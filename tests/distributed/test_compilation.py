@@ -133,6 +133,12 @@ def test_an_entry_that_another_process_removes_does_not_stop_the_tidying(
     assert not (tmp_path / "b-cache").exists()
 
 
+def test_a_folder_that_cannot_be_tidied_is_used(told, tmp_path):
+    (tmp_path / "a-cache").mkdir()  # Cannot be read as a file.
+    assert compilation.enable_cache(str(tmp_path)) == ""
+    assert told() == str(tmp_path)
+
+
 def test_half_an_entry_goes_once_and_whole_ones_are_not_read_again(
     told, tmp_path, monkeypatch
 ):

@@ -175,7 +175,7 @@ def silent_at(times_and_beats, processes=3, limit=10):
         ([(10, {0: "1", 2: "1"}), (11, {0: "1", 2: "1"})], [None, 1]),
         # One that left in order is not.
         (
-            [(5, {0: "1", 1: LEFT, 2: "1"}), (14, {0: "2", 1: LEFT, 2: "2"})],
+            [(5, {0: "1", 1: LEFT, 2: "1"}), (16, {0: "2", 1: LEFT, 2: "2"})],
             [None, None],
         ),
         # After a pause of this process the others count as alive.

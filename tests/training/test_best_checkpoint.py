@@ -151,7 +151,9 @@ def test_a_run_ends_early_and_stays_ended(base, tmp_path):
     assert report["steps"] == worse < 6
     assert report["best"]["step"] == worse - 1
     assert report["compute"]["images_seen"] == 8 * worse
-    assert report["params_sha256"] == train(config, tmp_path)["params_sha256"]
+    again = train(config, tmp_path)  # Evaluates the best again.
+    for name in ("final", "params_sha256"):
+        assert again[name] == report[name]
     assert max(losses(tmp_path)) == worse
     # With more patience it goes on from there, as if it had never stopped.
     longer = train(make_config(early_stopping_evals=6), tmp_path)

@@ -133,6 +133,27 @@ def test_what_a_kill_left_is_no_checkpoint_and_is_removed(checkpointer, tmp_path
     assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["1"]
 
 
+def test_a_save_that_is_cut_off_before_its_checksums_is_known_as_ours(
+    checkpointer, tmp_path, monkeypatch
+):
+    def cut_off(*_):
+        raise KeyboardInterrupt
+
+    checkpoints = checkpointer()
+    checkpoints.save(1, state_of(1), 0.0)
+    checkpoints.demand(1, "the test")
+    folder = tmp_path / "checkpoints"
+    assert [path.name for path in folder.iterdir()] == ["1"]
+    monkeypatch.setattr(checkpoint.layout, "compute_checksums", cut_off)
+    checkpoints.save(2, state_of(2), 0.0)
+    with pytest.raises(KeyboardInterrupt):
+        checkpoints.wait()
+    monkeypatch.undo()
+    assert (folder / "2" / "state").is_dir()
+    assert checkpointer().latest == 1
+    assert [path.name for path in folder.iterdir()] == ["1"]
+
+
 def test_what_is_not_known_as_ours_is_told_and_stays(checkpointer, tmp_path, capsys):
     with checkpointer(max_to_keep=1) as checkpoints:
         for step in (1, 2):
@@ -231,6 +252,20 @@ def assert_goes_on_from_8(checkpointer, tmp_path, capfd, why):
     assert why in said
     assert "Traceback" not in said
     assert (tmp_path / "checkpoints" / "12.damaged").is_dir()
+
+
+def test_a_file_of_another_checkpoint_is_damage(checkpointer, tmp_path, capfd):
+    old, new = two_steps(checkpointer, tmp_path)
+    swapped = 0
+    for path in old.rglob("manifest.ocdbt"):  # It ends in a CRC-32C of itself.
+        other = new / path.relative_to(old)
+        ours, theirs = path.read_bytes(), other.read_bytes()
+        if len(ours) == len(theirs) and ours != theirs:
+            assert google_crc32c.value(ours) == google_crc32c.value(theirs)
+            other.write_bytes(ours)
+            swapped += 1
+    assert swapped
+    assert_goes_on_from_8(checkpointer, tmp_path, capfd, "is not what was written")
 
 
 def sign_again(folder):

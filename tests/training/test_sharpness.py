@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import tiny_config
+from helpers import kill_after, tiny_config, train
 
 from vit_jax.config.lengths import RunLength
 from vit_jax.distributed import mesh as meshes
@@ -167,7 +167,8 @@ def run(devices=1, fsdp=1, **keys):
 
 
 def apart(a, b):
-    return max(jax.tree.leaves(jax.tree.map(lambda x, y: np.abs(x - y).max(), a, b)))
+    by_leaf = jax.tree.map(lambda x, y: np.abs(x - y).max(), a, b)
+    return np.max(jax.tree.leaves(by_leaf))  # NaN if there is one.
 
 
 @pytest.mark.slow
@@ -187,6 +188,16 @@ def test_groups_that_go_uphill_alone_give_other_steps():
     assert apart(one, whole) > 1e-5
     assert apart(whole, plain) > 1e-5
     assert program.training_flops == 2 * plain_program.training_flops
+
+
+@pytest.mark.slow
+def test_a_run_resumes_to_the_bit(tmp_path):
+    keys = {"sam_rho": 0.5, "gsam_alpha": 0.4, "sam_rho_end": 0.1}
+    config = tiny_config(optim={"learning_rate": 0.01, **keys}, evals={})
+    whole = train(config, tmp_path)
+    kill_after(3, tmp_path)
+    resumed = train(config, tmp_path)
+    assert resumed["params_sha256"] == whole["params_sha256"]
 
 
 @pytest.mark.slow
