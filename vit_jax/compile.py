@@ -33,7 +33,6 @@ def main(flags: argparse.Namespace) -> int:
     """Compiles what the flags name and prints what it costs; returns the exit code."""
     place = topology.parse(flags.topology, flags.slices)
     place.prepare()  # Before JAX is imported.
-    from vit_jax.config import fields
     from vit_jax.distributed import mesh as meshes
     from vit_jax.tools.planning import batch_search, run_plan
     from vit_jax.training import config as configuration
@@ -42,9 +41,7 @@ def main(flags: argparse.Namespace) -> int:
     assumed = None if flags.plan is None else run_plan.parse(flags.plan)
     # Not cli.load_config: weights to start from change no program.
     config = configuration.load(flags.config, flags.overrides)
-    if getattr(config.model, "scan", True) is None:
-        is_gpu = isinstance(place, gpus.Gpus)
-        config = fields.replace(config, {"model.scan": not is_gpu})
+    config = _placed(config, place)
     devices = place.devices()
     limit = place.usable_memory(devices[0])
     examples, source = _examples(flags, config)
@@ -101,6 +98,20 @@ def _check(flags) -> None:
     for policy in filter(None, flags.remat.split(",")):
         if policy not in known:
             raise UserError(f"--remat: {policy!r} is not one of {', '.join(known)}")
+
+
+def _placed(config, place):
+    """Returns the config with what a run on the devices would choose by itself."""
+    from vit_jax.config import fields
+    from vit_jax.models import attention
+
+    is_gpu, keys = isinstance(place, gpus.Gpus), {}
+    if getattr(config.model, "scan", True) is None:
+        keys["model.scan"] = not is_gpu
+    is_old = is_gpu and place.capability < attention.CUDNN_CAPABILITY
+    if is_old and getattr(config.model, "attention_impl", "") == "auto":
+        keys["model.attention_impl"] = "einsum"
+    return fields.replace(config, keys)
 
 
 def _examples(flags, config) -> tuple[int, str]:

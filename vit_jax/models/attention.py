@@ -30,7 +30,7 @@ CUDNN_HEAD_STEP, CUDNN_HEAD_LIMIT = 8, 128
 CUDNN_TOKEN_STEP = 8
 
 # Flash attention in bfloat16 needs Ampere or later (NVIDIA, cuDNN support matrix).
-_CUDNN_CAPABILITY = 8.0
+CUDNN_CAPABILITY = 8.0
 
 _SPLASH_TILE = 128  # Tokens of a block are a multiple of a TPU's lanes.
 _SPLASH_LARGEST = 1024  # Larger blocks of tokens would not fit a chip's VMEM.
@@ -283,9 +283,9 @@ def missing_for_cudnn() -> str:
         return ""  # The program is for another machine.
     if "cuda" not in device.client.platform_version.lower():
         return f"needs an NVIDIA GPU, not {device.device_kind}"
-    if float(device.compute_capability) < _CUDNN_CAPABILITY:
+    if float(device.compute_capability) < CUDNN_CAPABILITY:
         return (
-            f"needs a GPU of compute capability {_CUDNN_CAPABILITY} or more, but "
+            f"needs a GPU of compute capability {CUDNN_CAPABILITY} or more, but "
             f"{device.device_kind} has {device.compute_capability}"
         )
     return ""

@@ -8,9 +8,11 @@ import sys
 
 import pytest
 
+from vit_jax import compile
 from vit_jax.distributed import chips
 from vit_jax.errors import UserError
 from vit_jax.tools.planning import gpus, topology
+from vit_jax.training import config as configuration
 
 COMPILER = importlib.util.find_spec("jax_cuda12_plugin")
 
@@ -39,6 +41,20 @@ def test_jax_leaves_a_part_of_the_memory_free(monkeypatch):
     monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")
     assert place.usable_memory(None) == int(0.9 * 84_942_979_072)
     assert "XLA_PYTHON_CLIENT_MEM_FRACTION=0.9 of 79.11 GiB" in place.memory_source
+
+
+@pytest.mark.parametrize(
+    ("place", "scan", "attention_impl"),
+    [
+        ("v5e:16x16", True, "auto"),
+        ("h100:8", False, "auto"),
+        ("v100:8", False, "einsum"),
+    ],
+)
+def test_a_config_is_completed_as_on_the_devices(place, scan, attention_impl):
+    config = configuration.load("b16_i21k")
+    model = compile._placed(config, topology.parse(place)).model
+    assert (model.scan, model.attention_impl) == (scan, attention_impl)
 
 
 def compile_step(*words):

@@ -170,6 +170,12 @@ class Gpus:
         return f"{self.gpu}:{hosts}{self.per_host}"
 
     text = name  # For reports.
+
+    @property
+    def capability(self) -> float:
+        """Compute capability."""
+        return float(GPUS[self.gpu].capability)
+
     compilers = (
         "jax",
         PLUGIN,
