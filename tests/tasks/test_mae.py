@@ -194,7 +194,10 @@ def test_pictures_show_what_was_visible_and_the_rest_as_predicted(original):
 
         found, (predicted, mask), metrics, loss = jax.device_get(compute(params))
         mask = mask.astype(bool)
-        cut = {name: masking.patchify(images, 8) for name, images in found.items()}
+        cut = {
+            name: np.asarray(masking.patchify(jnp.asarray(images), 8))
+            for name, images in found.items()
+        }
         patches = cut["original"]
         np.testing.assert_array_equal(patches, IO["patches"])
         np.testing.assert_array_equal(cut["masked"][~mask], patches[~mask])

@@ -11,7 +11,7 @@ import sys
 import jax
 import numpy as np
 import pytest
-from helpers import evaluated, tiny_config
+from helpers import evaluated, kill_after, tiny_config
 from orbax.checkpoint import v1 as ocp
 
 from vit_jax import weights
@@ -178,6 +178,21 @@ def test_what_is_handed_on_is_what_was_evaluated(run, tmp_path, capsys):
     scores = evaluated(workdir, tmp_path, capsys)
     ended = report["final"]["val"]["ema"]
     assert {key: scores[key] for key in ended} == pytest.approx(ended, rel=1e-5)
+
+
+@pytest.mark.slow
+def test_a_scan_and_a_resume_save_the_same(run, tmp_path):
+    name, workdir, _ = run
+    config = config_of(name, model={"scan": True})
+    scanned = loop.train(config, tmp_path)
+    one, other = (weights.open_pretrained(w).params for w in (workdir, tmp_path))
+    assert jax.tree.structure(one) == jax.tree.structure(other)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), one, other)
+    kill_after(1, tmp_path)
+    resumed = loop.train(config, tmp_path)
+    assert resumed["params_sha256"] == scanned["params_sha256"]
+    state = jax.device_get(begin(config_of(name), workdir)[1].state)
+    assert_equal(state.params, stored(workdir, "params"))
 
 
 def test_it_is_the_init_of_a_classification(run, tmp_path):

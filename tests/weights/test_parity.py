@@ -53,3 +53,13 @@ def test_logits_are_those_of_the_original_code(case):
     assert "logits" in outputs
     for key in outputs.keys() - {"images"}:
         np.testing.assert_allclose(result[key], outputs[key], rtol=0, atol=1e-5)
+
+
+def test_logits_of_photographs_by_deit_are_timms():
+    found = open_pretrained(find("deit_tiny_timm.safetensors"), num_heads=3)
+    outputs = np.load(find("deit_tiny.io.npz"))
+    mean, std = np.float32([0.485, 0.456, 0.406]), np.float32([0.229, 0.224, 0.225])
+    images = jnp.asarray((outputs["images_uint8"] / np.float32(255) - mean) / std)
+    model = models.create(**found.options)
+    logits = jax.jit(model.apply)(found.params, images)["logits"]
+    np.testing.assert_allclose(logits, outputs["logits"], atol=1e-4)

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import kill_after, tiny_config, train
 
 from vit_jax.data import pipeline
 from vit_jax.data.sources.open import open_source
@@ -202,6 +203,18 @@ def test_what_it_returns_on_the_device_is_checked(what, message):
     index = jnp.arange(6, dtype=jnp.uint32)
     with pytest.raises(UserError, match=rf"wrong:Device:? .*{message}"):
         device_transforms.apply(ops, images, labels, index, jax.random.key(0))
+
+
+@pytest.mark.slow
+def test_a_run_with_them_resumes_exactly(tmp_path):
+    ops = "noise:Speckle(0.2) | flip | noise:Noise(std=4)"
+    config, run = tiny_config(data={"train_transform": ops}), tmp_path / "run"
+    whole = train(config, run)
+    kill_after(3, run)
+    assert train(config, run)["params_sha256"] == whole["params_sha256"]
+    other = ops.replace("0.2", "0.3")
+    with pytest.raises(UserError, match=r"another config \(data.train_transform: noise"):
+        train(tiny_config(data={"train_transform": other}), run)
 
 
 def test_weights_import_no_module():
