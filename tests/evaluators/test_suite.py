@@ -5,17 +5,19 @@ from unittest.mock import Mock
 import jax
 import numpy as np
 import pytest
-from helpers import draw_params, tiny_config
+from helpers import draw_params, tiny_config, train
 
 from vit_jax import models
-from vit_jax.config import fields
+from vit_jax.config import fields, loading
 from vit_jax.distributed import mesh as meshes
 from vit_jax.distributed.mesh import MeshConfig
 from vit_jax.errors import UserError
-from vit_jax.evaluators import fewshot, knn
+from vit_jax.evaluators import fewshot, knn, suite
 from vit_jax.evaluators.suite import Suite
+from vit_jax.training import config as configuration
 from vit_jax.training.actions import Evaluating
 from vit_jax.training.train_step import TrainSetup
+from vit_jax.weights import open_pretrained
 from vit_jax.weights.pretrained import Preprocess
 
 FEW = {"kind": "fewshot", "shots": (1, 3), "seeds": 4, "train": "train", "test": "val"}
@@ -85,6 +87,19 @@ def test_every_kind_is_scored_as_its_own_function_does(passed):
     assert scores["few"]["params"] != scores["few"]["ema"]
     assert suite.confusions["val"]["params"].counts.sum() == 83
     assert not suite.confusions["few"]
+
+
+@pytest.mark.slow
+def test_a_checkpoint_is_scored_as_at_the_end_of_its_run(tmp_path):
+    evals = {"val": "val", "few": FEW, "knn": KNN, "probe": PROBE}
+    final = train(config_of(evals), tmp_path)["final"]
+    data = {"name": "synthetic", "num_examples": 83}
+    raw = {"batch_size": 8, "data": data, "evals": evals, "mesh": {"data": 8}}
+    config = loading.complete(configuration.EvaluationConfig, raw)
+    pretrained = open_pretrained(tmp_path, use_ema=False)
+    scores = suite.evaluate(pretrained, pretrained.preprocess, config).scores
+    for name, found in scores.items():
+        assert found["weights"] == pytest.approx(final[name]["params"], rel=1e-5)
 
 
 def test_only_the_support_is_looked_at_where_nothing_else_is_asked(passed):

@@ -213,7 +213,9 @@ def test_a_run_with_them_resumes_exactly(tmp_path):
     kill_after(3, run)
     assert train(config, run)["params_sha256"] == whole["params_sha256"]
     other = ops.replace("0.2", "0.3")
-    with pytest.raises(UserError, match=r"another config \(data.train_transform: noise"):
+    with pytest.raises(
+        UserError, match=r"another config \(data.train_transform: noise"
+    ):
         train(tiny_config(data={"train_transform": other}), run)
 
 
