@@ -45,6 +45,15 @@ def test_the_next_split_is_tested_on_only_where_one_is_absent(lacking, monkeypat
     assert (found.split, found.title) == (expected, f"digits {expected}")
 
 
+def test_a_split_that_cannot_be_opened_is_not_replaced(monkeypatch):
+    def damaged(data, split):
+        raise UserError(f"{split} lacks a file: prepare it again")
+
+    monkeypatch.setattr(splits, "open_unchecked", damaged)
+    with pytest.raises(UserError, match="test lacks a file"):
+        opened()
+
+
 @pytest.mark.parametrize("name", ["digits", "vtab/dtd"])
 def test_an_absent_split_is_told_apart_from_other_errors(name):
     with pytest.raises(NoSplit, match="has"):

@@ -81,9 +81,10 @@ def area_cdf(least, most, ratio, aspect):
     return lambda x: np.interp(x, areas, total / total[-1])
 
 
-@pytest.mark.parametrize("least", [0.05, 0.3])
-def test_areas_are_distributed_in_closed_form(least):
-    op = InceptionCrop(7, area=(least, 1.0))
+@pytest.mark.parametrize(
+    ("op", "least"), [(InceptionCrop(7), 0.05), (InceptionCrop(7, area=(0.3, 1)), 0.3)]
+)
+def test_areas_are_distributed_in_closed_form(op, least):
     _, _, height, width = boxes(op)
     areas = height * width / (HEIGHT * WIDTH)
     expected = area_cdf(least, 1.0, op.ratio, WIDTH / HEIGHT)

@@ -34,7 +34,8 @@ def test_crops_are_those_of_pillow_in_the_order_drawn(natural):
     assert {k: v.shape for k, v in views.items()} == op.output_shapes(3)
     assert op.output_shapes(3) == {"image": (2, 20, 24, 3), "small_crops": (3, 8, 8, 3)}
     draw = rng(5)
-    large, small = InceptionCrop(1, area=op.area), InceptionCrop(1, area=op.small_area)
+    # Areas of DINO.
+    large, small = InceptionCrop(1, area=(0.4, 1)), InceptionCrop(1, area=(0.05, 0.4))
     boxes = [
         crop.box(*natural[0].shape[:2], draw) for crop in [large] * 2 + [small] * 3
     ]

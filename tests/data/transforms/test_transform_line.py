@@ -28,6 +28,15 @@ def test_the_size_is_the_images_unless_given():
     assert (op.size, op.area) == (SIZE, (0.3, 1))
 
 
+def test_what_is_not_given_is_as_in_dino():
+    ops = parse.parse_train("grayscale | gaussian_blur(0.1) | solarize(0.2)", SIZE)
+    assert ops.device == (
+        device_transforms.Grayscale(0.2),
+        device_transforms.GaussianBlur(0.1, (0.1, 2.0)),
+        device_transforms.Solarize(0.2, 128.0),
+    )
+
+
 def test_an_empty_line_has_no_operations():
     assert parse.parse_train("", SIZE) == parse.parse_train("  ", SIZE) == ((), ())
 
