@@ -248,8 +248,8 @@ def test_in_bfloat16_only_the_classifier_multiplies_float32(platform):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"remat_policy": "half"}, "remat_policy='half' is not one of none, full"),
-        ({"attention_impl": "fast"}, "attention_impl='fast' is not one of auto"),
+        ({"remat_policy": "half"}, "model.remat_policy='half' is not one of none"),
+        ({"attention_impl": "fast"}, "model.attention_impl='fast' is not one of au"),
     ],
 )
 def test_impossible_ways_of_computing_are_refused(options, message):

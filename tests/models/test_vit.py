@@ -98,7 +98,7 @@ def test_dropout_follows_the_embedding_and_every_dense_layer_but_query_key_value
         (
             "B/16",
             {"pool": "token_gap", "fc_norm": True},
-            "fc_norm=True with .*'token_gap'",
+            "fc_norm=True with model.pool='token_gap'",
         ),
         ("B/16", {"posemb": "2d"}, "posemb='2d' is not one of learned, learned2d"),
         ("B/16", {"posemb_placement": "all"}, "placement='all' is not one of stem"),

@@ -270,8 +270,11 @@ def test_a_collapse_is_told(task, entropy, said):
             {"data": {"train_transform": "multi_crop(small_size=6)"}},
             r"small crops of \(6, 6\) are no multiples of the patch, 4: change",
         ),
-        ({"task": {"teacher_momentum": 1.5}}, "teacher_momentum=1.5 must be at most 1"),
-        ({"task": {"small_transform": "mixup(0.2)"}}, "form='mixup.0.2.': Mixup"),
+        ({"task": {"teacher_momentum": 1.5}}, "task.teacher_momentum=1.5 must be at "),
+        (
+            {"task": {"small_transform": "mixup(0.2)"}},
+            "task.small_transform='mixup.0.2.': Mi",
+        ),
         ({"task": {"large_transforms": ["flip"]}}, "must be 2 lines"),
         ({"data": {"num_classes": 5}}, "reads no labels: set data.num_classes to 0"),
     ],

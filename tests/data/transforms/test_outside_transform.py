@@ -146,8 +146,8 @@ def test_its_size_counts_for_an_enlargement():
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("absent:Speckle", "transform='absent:Speckle': no module 'absent': it must"),
-        ("noise:Speckel", r"form='noise:Speckel': .*noise.py has no 'Speckel'"),
+        ("absent:Speckle", "data.train_transform='absent:Speckle': no module 'absent'"),
+        ("noise:Speckel", r"train_transform='noise:Speckel': .*noise.py has no"),
         ("noise:Speckle(share=2)", r"share=2 must be at most 1; it is noise:Speckle\("),
         ("noise:Speckle('a')", "share='a' is not a number; it is noise:Speckle"),
         ("noise:Speckle(True)", "share=True is not a number"),
