@@ -5,7 +5,7 @@ import pytest
 from helpers import run_command
 from tfds_sets import builder_class
 
-from configs import bit_hyperrule, jft, transfer
+from configs import bit_hyperrule, jft
 from vit_jax.data import catalogue, splits
 from vit_jax.data.imagenet import OBJECTNET_CLASSES
 from vit_jax.errors import UserError
@@ -125,10 +125,6 @@ def test_the_entries_agree_with_the_recipes():
         entry = catalogue.ENTRIES[name]
         assert (entry.num_classes, entry.images) == (num_classes, images)
         assert entry.splits["test"] == test
-    for name, (_, percent, num_classes, test) in transfer.DATASETS.items():
-        entry = catalogue.ENTRIES[name]
-        assert (entry.num_classes, entry.splits["test"]) == (num_classes, test)
-        assert entry.splits["dev"] == f"train[{100 - percent}%:]"
     assert jft.get_config().data.name in catalogue.ENTRIES
 
 
