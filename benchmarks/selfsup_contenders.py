@@ -65,11 +65,11 @@ class Encoder(Mae):
     def init(self, rng):
         return {"network": self.model.init(rng)}, None
 
-    def predict(self, params, batch, *, train=False, key=None, model=None):
+    def _predict(self, model, decoder, params, batch, train=False, key=None):
         visible = jnp.argsort(batch["noise"], axis=1)[:, : self.num_visible]
-        latent = (model or self.model).encode(
+        latent = model.encode(
             params["network"],
-            batch["image"].astype(self.model.options["dtype"]),
+            batch["image"].astype(model.options["dtype"]),
             train=train,
             key=key,
             visible=visible,

@@ -4,6 +4,7 @@ import contextlib
 import fcntl
 import json
 import os
+import pathlib
 import re
 import stat
 import time
@@ -172,12 +173,12 @@ def read_json(path: epath.Path) -> dict:
     raise UserError(f"{path} is damaged ({reason}): remove it and repeat the command")
 
 
-def replace_text(path: epath.Path, text: str) -> None:
+def replace_text(path: epath.Path | pathlib.Path, text: str) -> None:
     """Writes a file so that it is the old one or the new one, never half of it."""
     replace_bytes(path, text.encode())
 
 
-def replace_bytes(path: epath.Path, content: bytes) -> None:
+def replace_bytes(path: epath.Path | pathlib.Path, content: bytes) -> None:
     """Replaces a file by bytes, see `replace_text`."""
     new = path.parent / f".{path.name}.new"
     try:
