@@ -7,14 +7,7 @@ Needs the extra `cuda`, and no GPU. Each row is a process of its own: it finds t
 bfloat16 batch that fits, from several compilations, and takes minutes.
 """
 
-import argparse
-import json
-import pathlib
-import re
-import subprocess
-import sys
-
-from benchmarks import smoke
+from benchmarks import ahead, smoke
 
 _I21K = "configs/b16_i21k.py:model="
 _RECIPES = (
@@ -35,11 +28,16 @@ _RECIPES = (
 _GPUS = ("h100:8", "a100:8")
 
 
+def _words(recipe, gpu):
+    words = ["vit_jax.compile", f"--config={recipe}", f"--topology={gpu}"]
+    return [*words, "--config.model.dtype=bfloat16", "--largest_batch"]
+
+
 def _rows():
-    """Yields name and flags of each row, the most wanted first."""
+    """Yields name and words of each row, the most wanted first."""
     for gpu in _GPUS:
         for recipe in _RECIPES:
-            yield f"{recipe} {gpu}", [f"--config={recipe}", f"--topology={gpu}"]
+            yield f"{recipe} {gpu}", _words(recipe, gpu)
         for model in ("B/16", "L/16", "H/14"):
             for name, keys in {
                 "scan": ["model.scan=True"],
@@ -50,7 +48,7 @@ def _rows():
                     *("mesh.data=1", "mesh.fsdp=8", "model.remat_policy=full")
                 ],
             }.items():
-                words = [f"--config={_I21K}{model}", f"--topology={gpu}"]
+                words = _words(f"{_I21K}{model}", gpu)
                 words += [f"--config.{key}" for key in keys]
                 yield f"{model}, {name} {gpu}", words
 
@@ -83,37 +81,5 @@ def _table(rows):
 SMOKE = "--out={folder}/rows.jsonl --only='^configs/digits.py h100'"
 
 
-def main() -> None:
-    """Compiles or prints, as the flags say."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=pathlib.Path, required=True)
-    parser.add_argument("--only", default="", help="regular expression of names")
-    parser.add_argument("--table", action="store_true")
-    flags = smoke.parse(parser, SMOKE)
-    lines = flags.out.read_text().splitlines() if flags.out.exists() else []
-    rows = [json.loads(line) for line in lines]
-    if flags.table:
-        _table(rows)
-        return
-    done = {row["name"] for row in rows}
-    for name, words in _rows():
-        if name in done or not re.search(flags.only, name):
-            continue
-        words += ["--config.model.dtype=bfloat16", "--largest_batch", "--json"]
-        print(name, flush=True)
-        found = subprocess.run(
-            [sys.executable, "-m", "vit_jax.compile", *words],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        if found.returncode not in (0, 3):
-            print(f"  {found.stderr.strip().splitlines()[-1]}", flush=True)
-            continue
-        row = {"name": name} | json.loads(found.stdout)
-        with flags.out.open("a") as file:
-            file.write(json.dumps(row) + "\n")
-
-
 if __name__ == "__main__":
-    main()
+    ahead.run(smoke.parse(ahead.parser(__doc__), SMOKE), _rows(), _table)

@@ -7,17 +7,7 @@ Needs the extra `tpu`. Each row is a process of its own, one after the other; a 
 minutes, so the file grows by a line as soon as one is done, and a second start goes on.
 """
 
-import argparse
-import json
-import pathlib
-import re
-import resource
-import shlex
-import subprocess
-import sys
-import time
-
-from benchmarks import smoke
+from benchmarks import ahead, smoke
 
 _I21K = {v: f"configs/{v[0].lower()}{v[2:]}_i21k.py" for v in ("B/16", "L/16", "H/14")}
 _TUNE = "configs/transfer.py:model=L/16,dataset=imagenet2012,resolution=512"
@@ -71,31 +61,6 @@ def _rows():
             yield name, _ours(_TUNE, "v5e:4x4", **keys)
 
 
-def _run(words, prefix):
-    """Runs one compilation; returns what it printed and what it took."""
-    began, before = time.perf_counter(), _children()
-    json_flag = ["--json"] if words[0] == "vit_jax.compile" else []
-    done = subprocess.run(
-        [*shlex.split(prefix), sys.executable, "-m", *words, *json_flag],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    row = {"words": words, "seconds": round(time.perf_counter() - began)}
-    usage = _children()
-    row["code"] = done.returncode
-    row["cpu_seconds"] = round(usage.ru_utime - before.ru_utime)
-    row["rss_gib"] = round(usage.ru_maxrss / 2**20, 2)  # The most of all so far.
-    try:
-        return row | json.loads(done.stdout.splitlines()[-1])
-    except (IndexError, ValueError):
-        return row | {"error": done.stderr[-500:]}
-
-
-def _children():
-    return resource.getrusage(resource.RUSAGE_CHILDREN)
-
-
 def _table(rows):
     """Prints a Markdown table."""
     print("| program | fits | peak GiB | arguments | TFLOP | of 3 forward | GB moved |")
@@ -125,38 +90,5 @@ SMOKE = """--out={folder}/rows.jsonl --only='plain B/16' --extra='--topology=v5e
 --variant=Ti/16 --batch_size=8 --side=32'"""
 
 
-def main() -> None:
-    """Compiles or prints, as the flags say."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=pathlib.Path, required=True)
-    parser.add_argument("--only", default="", help="regular expression of names")
-    parser.add_argument("--extra", default="", help="words for each command")
-    parser.add_argument("--table", action="store_true")
-    parser.add_argument("--prefix", default="", help="of each command, as a lock")
-    parser.add_argument("--list", action="store_true")
-    flags = smoke.parse(parser, SMOKE)
-    lines = flags.out.read_text().splitlines() if flags.out.exists() else []
-    rows = [json.loads(line) for line in lines]
-    if flags.table:
-        _table(rows)
-        return
-    done = {row["name"] for row in rows}
-    for name, words in _rows():
-        if name in done or not re.search(flags.only, name):
-            continue
-        words += shlex.split(flags.extra)
-        print(name, " ".join(words), flush=True)
-        if flags.list:
-            continue
-        row = {"name": name} | _run(words, flags.prefix)
-        if row["code"] not in (0, 3):  # Killed, say: no result, to be tried again.
-            print(f"  ended with {row['code']}: {row.get('error')}", flush=True)
-            continue
-        with flags.out.open("a") as file:
-            file.write(json.dumps(row) + "\n")
-        peak = row.get("peak_bytes", 0) / 2**30
-        print(f"  {row['seconds']} s, {peak:.2f} GiB, {row.get('error')}", flush=True)
-
-
 if __name__ == "__main__":
-    main()
+    ahead.run(smoke.parse(ahead.parser(__doc__), SMOKE), _rows(), _table)
