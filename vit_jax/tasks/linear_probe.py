@@ -24,7 +24,7 @@ from vit_jax.tasks.classification import (
     require_classifier,
     top1,
 )
-from vit_jax.tasks.task import Tree, feature_width
+from vit_jax.tasks.task import Tree, check_features
 
 # As torch.nn.BatchNorm1d(D, affine=False, eps=1e-6).
 _MOMENTUM, _EPSILON = 0.1, 1e-6
@@ -55,7 +55,7 @@ class LinearProbe(Classification):
     def __init__(self, config: LinearProbeConfig, model: Model, data: DataConfig):
         super().__init__(config, model, data)
         require_classifier(model, config.name)
-        feature_width(model, config.name)  # Refuses a network without features.
+        check_features(model, config.name)
         if model.options.get("distillation"):
             raise UserError(
                 "model.distillation=True with task.name='linear_probe', which trains one "

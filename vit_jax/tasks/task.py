@@ -263,11 +263,19 @@ def transform(
 
 
 def feature_width(model: Model, task: str) -> int:
-    """Returns the width of a network's "pre_logits".
+    """Returns the width of a network's "pre_logits"; see `check_features`."""
+    check_features(model, task)
+    images = jax.ShapeDtypeStruct((1, *model.image_shape), jnp.float32)
+    outputs = jax.eval_shape(model.apply, model.shapes, images)
+    return outputs["pre_logits"].shape[-1]
+
+
+def check_features(model: Model, task: str) -> None:
+    """Refuses a network without features.
 
     Args:
       model: the network.
-      task: name of the task that learns from them.
+      task: name of the task that learns from its "pre_logits".
 
     Raises:
       UserError: the network does not return them.
@@ -277,9 +285,6 @@ def feature_width(model: Model, task: str) -> int:
             f"model.variant={model.options['variant']!r} returns no 'pre_logits', which "
             f"task.name={task!r} learns from: return them"
         )
-    images = jax.ShapeDtypeStruct((1, *model.image_shape), jnp.float32)
-    outputs = jax.eval_shape(model.apply, model.shapes, images)
-    return outputs["pre_logits"].shape[-1]
 
 
 def backbone_paths(task: Task, params: Tree, extra: Tree) -> dict[str, str]:
