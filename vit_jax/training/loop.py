@@ -95,8 +95,8 @@ def _guarded(config, workdir, timer):
         watchdog,
         contextlib.ExitStack() as stack,
     ):
-        measured = timer, RunClock(), run_report.commit(), []
-        yield _Start(*measured, preemption, watchdog, stack)
+        commit = run_report.commit()
+        yield _Start(timer, RunClock(), commit, [], preemption, watchdog, stack)
 
 
 def _ready(config, workdir, setup, start) -> TrainSetup:

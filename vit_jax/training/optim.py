@@ -129,8 +129,11 @@ class AdamConfig(OptimConfig):
     eps: float = key(1e-8, "Adam's epsilon, added to the root of the mean square.")
 
     def moments(self) -> list[optax.GradientTransformation]:
-        decays = {"b1": self.b1, "b2": self.b2}
-        return [optax.scale_by_adam(**decays, eps=self.eps, mu_dtype=self.mu_dtype)]
+        return [
+            optax.scale_by_adam(
+                b1=self.b1, b2=self.b2, eps=self.eps, mu_dtype=self.mu_dtype
+            )
+        ]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -146,8 +149,13 @@ class SgdConfig(OptimConfig):
     def moments(self) -> list[optax.GradientTransformation]:
         if not self.momentum:
             return []
-        dtype = self.mu_dtype
-        return [optax.trace(self.momentum, self.nesterov, accumulator_dtype=dtype)]
+        return [
+            optax.trace(
+                decay=self.momentum,
+                nesterov=self.nesterov,
+                accumulator_dtype=self.mu_dtype,
+            )
+        ]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -237,8 +245,12 @@ def weight_decay(optim: OptimConfig, run: RunLength) -> Number | Schedule:
     if not end:
         return start
 
-    half = 0.5 * (start - end)
-    return lambda step: end + half * (1 + jnp.cos(jnp.pi * step / run.total_steps))
+    def at(step):
+        return end + 0.5 * (start - end) * (
+            1 + jnp.cos(jnp.pi * step / run.total_steps)
+        )
+
+    return at
 
 
 def optimizer(
@@ -277,8 +289,11 @@ def optimizer(
     chain.append(optax.scale_by_learning_rate(rate))
     if optim.layer_decay:
         factors = layer_factors(params, optim.layer_decay, network)
-        scale = lambda updates, _: jax.tree.map(lambda u, f: u * f, updates, factors)
-        chain.append(optax.stateless(scale))
+        chain.append(
+            optax.stateless(
+                lambda updates, _: jax.tree.map(lambda u, f: u * f, updates, factors)
+            )
+        )
     if optim.freeze:
         mask = match(params, optim.freeze, "optim.freeze")
         until = length_in_steps(optim, "freeze", run)
@@ -297,8 +312,11 @@ def stop_frozen_gradients(params: dict, optim: OptimConfig) -> dict:
     """
     if not optim.freeze or length_key(optim, "freeze"):
         return params
-    stop = lambda p, m: jax.lax.stop_gradient(p) if np.all(m) else p
-    return jax.tree.map(stop, params, match(params, optim.freeze, "optim.freeze"))
+    return jax.tree.map(
+        lambda p, m: jax.lax.stop_gradient(p) if np.all(m) else p,
+        params,
+        match(params, optim.freeze, "optim.freeze"),
+    )
 
 
 def match(params: dict, patterns: Sequence[str], name: str) -> dict:
@@ -371,9 +389,12 @@ def clip_by_parameter_norm(limit: float) -> optax.GradientTransformation:
 
     def update(updates, params=None):
         del params
-        # PyTorch's form: the sum avoids a division by 0.
-        clip = lambda u, n: u * jnp.minimum(1, limit / (n + 1e-6)).astype(u.dtype)
-        return jax.tree.map(clip, updates, parameter_norms(updates))
+        return jax.tree.map(
+            # PyTorch's form: the sum avoids a division by 0.
+            lambda u, n: u * jnp.minimum(1, limit / (n + 1e-6)).astype(u.dtype),
+            updates,
+            parameter_norms(updates),
+        )
 
     return optax.stateless(update)
 
@@ -417,8 +438,13 @@ def _decay(weight: Number | Schedule, mask: dict) -> optax.GradientTransformatio
         if callable(weight):
             now = weight(state.count)
             state = optax.ScaleByScheduleState(state.count + 1)
-        add = lambda u, p, m: u + now * p * m if np.any(m) else u
-        return jax.tree.map(add, updates, params, mask), state
+        updates = jax.tree.map(
+            lambda u, p, m: u + now * p * m if np.any(m) else u,
+            updates,
+            params,
+            mask,
+        )
+        return updates, state
 
     return optax.GradientTransformation(init, update)
 
@@ -429,8 +455,11 @@ def _freeze(mask: dict, until: int) -> optax.GradientTransformation:
     def update(updates, state, params=None):
         del params
         frozen = jnp.asarray(True) if not until else state.count < until
-        zero = lambda u, m: jnp.where(frozen & m, 0, u) if np.any(m) else u
-        updates = jax.tree.map(zero, updates, mask)
+        updates = jax.tree.map(
+            lambda u, m: jnp.where(frozen & m, 0, u) if np.any(m) else u,
+            updates,
+            mask,
+        )
         return updates, optax.ScaleByScheduleState(state.count + 1)
 
     def init(params):

@@ -152,7 +152,7 @@ def build_train_setup(
     """Builds the functions of a run; nothing is computed or compiled yet.
 
     Args:
-      config: complete.
+      config: complete config.
       mesh: mesh from `meshes.create`, of devices that are present or of a topology.
       num_examples: size of the training split.
       saved: metadata of the task from the run's checkpoint; None for a run that begins.
@@ -162,8 +162,8 @@ def build_train_setup(
     """
     splits = sharpness.splits(config.optim, config.batch_size, mesh)
     key = "epochs" if config.epochs else "total_steps"
-    length = config.num_steps(num_examples), num_examples / config.batch_size
-    run = RunLength(*length, key)
+    steps_per_epoch = num_examples / config.batch_size
+    run = RunLength(config.num_steps(num_examples), steps_per_epoch, key)
     model = config.build_model(mesh.devices.flat[0].platform)
     task = config.task.build(model, config.data, run, saved)
     batch_spec = _check_task(task, config)
@@ -180,16 +180,19 @@ def build_train_setup(
         return rate, optim.optimizer(config.optim, params, rate, run, model.config)
 
     peak = config.optim.peak_learning_rate(config.batch_size)
-    how = {"seed": config.seed, "average": bool(config.ema.decay)}
-    create = functools.partial(create_train_state, tx=optimizer(peak)[1], **how)
+    create = functools.partial(
+        create_train_state,
+        tx=optimizer(peak)[1],
+        seed=config.seed,
+        average=bool(config.ema.decay),
+    )
     layout = _lay_out(config, mesh, task, jax.eval_shape(create, params, extra))
-    donate, flops = not config.debug_nans, task.training_flops()
+    shardings, flops = layout["shardings"], task.training_flops()
 
     def step_at(peak):
         rate, tx = optimizer(peak)
         rho = sharpness.radius(config.optim, rate, peak, run)
-        given = rate, rho, splits, mesh, layout["shardings"]
-        return make_train_step(config, task, tx, *given)
+        return make_train_step(config, task, tx, rate, rho, splits, mesh, shardings)
 
     return TrainSetup(
         task=task,
@@ -198,7 +201,9 @@ def build_train_setup(
         steps_per_epoch=run.steps_per_epoch,
         init=init,
         create=create,
-        train_step=jit_step(step_at(peak), mesh, layout["shardings"], donate=donate),
+        train_step=jit_step(
+            step_at(peak), mesh, shardings, donate=not config.debug_nans
+        ),
         step_at=step_at,
         batch_shapes=_with_sharding(batch_spec, meshes.batched(mesh)),
         training_flops=flops and flops * (2 if config.optim.sam_rho else 1),
@@ -217,8 +222,8 @@ def _with_sharding(shapes: dict, sharding: NamedSharding) -> dict:
 
 def _metadata(task: Task, params: dict, extra: object) -> dict:
     """Returns what checkpoints store to build the task and its network again."""
-    options = {"options": task.model.portable_options}
-    network = {**backbone_paths(task, params, extra), **options}
+    network = backbone_paths(task, params, extra)
+    network = {**network, "options": task.model.portable_options}
     return {"task": task.metadata(), "network": network}
 
 
@@ -228,12 +233,12 @@ def _lay_out(config: TrainConfig, mesh: Mesh, task: Task, shapes: TrainState) ->
     network = task.backbone(shapes.params, shapes.extra)
     convert = functools.partial(stacking.convert, like=shapes, params=network)
     disk_shapes = convert(shapes, stacking.unstack)
-    rules = mesh, model.config.model_axes, config.sharding.rules
-    rules += (config.sharding.min_size,)
+    rules, min_size = config.sharding.rules, config.sharding.min_size
+    axes = model.config.model_axes
 
     def place(shapes):
-        params = sharding.parameters(shapes.params, *rules)
-        extra = sharding.beside(shapes.extra, *rules)
+        params = sharding.parameters(shapes.params, mesh, axes, rules, min_size)
+        extra = sharding.beside(shapes.extra, mesh, axes, rules, min_size)
         return sharding.like(shapes, params).replace(extra=extra)
 
     shardings, disk_shardings = place(shapes), place(disk_shapes)

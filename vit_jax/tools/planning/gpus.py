@@ -170,17 +170,13 @@ class Gpus:
         return f"{self.gpu}:{hosts}{self.per_host}"
 
     text = name  # For reports.
+    # Packages that decide the program.
+    compilers = ("jax", PLUGIN, "nvidia-cudnn-cu12")
 
     @property
     def capability(self) -> float:
         """Compute capability."""
         return float(GPUS[self.gpu].capability)
-
-    compilers = (
-        "jax",
-        PLUGIN,
-        "nvidia-cudnn-cu12",
-    )  # Packages that decide the program.
 
     def prepare(self) -> None:
         """Sets JAX's environment; call before importing JAX."""
