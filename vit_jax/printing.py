@@ -57,8 +57,15 @@ def _escaped(character: str) -> str:
 
 
 def versions(packages: Iterable[str]) -> str:
-    """Returns the installed versions of packages, such as "jax 0.10.2, libtpu 0.0.42"."""
-    return ", ".join(f"{name} {importlib.metadata.version(name)}" for name in packages)
+    """Returns the versions of packages, such as "jax 0.10.2, libtpu 0.0.42".
+
+    Those that are not installed are left out.
+    """
+    found = []
+    for name in packages:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found.append(f"{name} {importlib.metadata.version(name)}")
+    return ", ".join(found)
 
 
 def print_line(text: object, file: io.TextIOBase | None = None) -> None:

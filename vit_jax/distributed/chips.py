@@ -28,6 +28,11 @@ Looked up in November 2026:
 import dataclasses
 
 GB, GIB = 1e9, 2.0**30
+# What decides a program for NVIDIA GPUs, beside jax; those of one CUDA are installed.
+CUDA_PACKAGES = (
+    *("jax-cuda12-plugin", "nvidia-cudnn-cu12"),
+    *("jax-cuda13-plugin", "nvidia-cudnn-cu13"),
+)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 
 from vit_jax import files
 from vit_jax.config import fields
+from vit_jax.distributed import chips
 from vit_jax.errors import UserError
 from vit_jax.printing import versions
 from vit_jax.training.config import TrainConfig
@@ -26,7 +27,7 @@ _FORMAT = "vit_jax compiled step, version 1"
 # Packages of which another version may compile or load another program.
 _PACKAGES = {
     "cpu": ("jax", "jaxlib"),
-    "gpu": ("jax", "jaxlib", "jax-cuda12-plugin", "nvidia-cudnn-cu12"),
+    "gpu": ("jax", "jaxlib", *chips.CUDA_PACKAGES),
     "tpu": ("jax", "jaxlib", "libtpu"),
 }
 

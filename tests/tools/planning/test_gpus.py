@@ -1,6 +1,5 @@
 """GPUs by name; and programs for them, where their compiler is installed."""
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -13,8 +12,6 @@ from vit_jax.distributed import chips
 from vit_jax.errors import UserError
 from vit_jax.tools.planning import gpus, topology
 from vit_jax.training import config as configuration
-
-COMPILER = importlib.util.find_spec("jax_cuda12_plugin")
 
 
 def test_gpus_are_a_kind_and_their_number_in_one_or_more_hosts():
@@ -64,7 +61,7 @@ def compile_step(*words):
     )
 
 
-@pytest.mark.skipif(COMPILER is not None, reason="the compiler for GPUs is installed")
+@pytest.mark.skipif(gpus.has_compiler(), reason="the compiler for GPUs is installed")
 def test_without_the_compiler_the_error_says_how_to_get_it():
     done = compile_step("--config=configs/b16_i21k.py:quick", "--topology=h100:8")
     assert done.returncode == 2
@@ -74,7 +71,7 @@ def test_without_the_compiler_the_error_says_how_to_get_it():
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(COMPILER is None, reason="needs the extra cuda")
+@pytest.mark.skipif(not gpus.has_compiler(), reason="needs the extra cuda")
 @pytest.mark.parametrize(
     ("recipe", "topology", "words"),
     [

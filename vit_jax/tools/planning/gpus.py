@@ -7,11 +7,12 @@ read in November 2026). JAX is imported late, because it reads the environment t
 """
 
 import dataclasses
-import importlib.metadata
 import importlib.util
 import os
 
+from vit_jax.distributed import chips
 from vit_jax.errors import UserError
+from vit_jax.printing import versions
 
 _ENVIRONMENT = {
     # Without a GPU, "cpu" alone would not load the compiler for GPUs.
@@ -22,9 +23,20 @@ _ENVIRONMENT = {
 }
 # Autotuning runs kernels on the GPU.
 COMPILER_OPTIONS = {"xla_gpu_autotune_level": "0"}
-PLUGIN = "jax-cuda12-plugin"
 # Share of a GPU's memory that JAX takes at its start, unless the variable is set.
 _FRACTION, _FRACTION_VARIABLE = 0.75, "XLA_PYTHON_CLIENT_MEM_FRACTION"
+
+
+def has_compiler() -> bool:
+    """Whether a plugin of JAX for NVIDIA GPUs is installed."""
+    return any(
+        map(importlib.util.find_spec, ("jax_cuda12_plugin", "jax_cuda13_plugin"))
+    )
+
+
+def _version(*packages: str) -> list[str]:
+    """Returns the three numbers of the version of the package that is installed."""
+    return versions(packages).split()[1].split(".")[:3]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,8 +73,9 @@ class Gpu:
     def target(self) -> str:
         """The `GpuTargetConfigProto` in text form."""
         major, minor = self.capability.split(".")
-        cudnn = importlib.metadata.version("nvidia-cudnn-cu12").split(".")[:3]
-        runtime = importlib.metadata.version("nvidia-cuda-runtime-cu12")
+        cudnn = _version("nvidia-cudnn-cu12", "nvidia-cudnn-cu13")
+        # The one of CUDA 13 has no number in its name.
+        runtime = ".".join(_version("nvidia-cuda-runtime-cu12", "nvidia-cuda-runtime"))
         return f"""
             gpu_device_info {{
               threads_per_block_limit: 1024
@@ -84,8 +97,8 @@ class Gpu:
               device_memory_size: {self.memory}
               cuda_compute_capability {{ major: {major} minor: {minor} }}
               dnn_version: "{".".join(cudnn)}"
-              runtime_version: "{".".join(runtime.split(".")[:3])}"
-              compile_time_toolkit_version: "{".".join(runtime.split(".")[:3])}"
+              runtime_version: "{runtime}"
+              compile_time_toolkit_version: "{runtime}"
               driver_version: "13.0.0"
             }}
             platform_name: "CUDA"
@@ -171,7 +184,7 @@ class Gpus:
 
     text = name  # For reports.
     # Packages that decide the program.
-    compilers = ("jax", PLUGIN, "nvidia-cudnn-cu12")
+    compilers = ("jax", *chips.CUDA_PACKAGES)
 
     @property
     def capability(self) -> float:
@@ -188,12 +201,12 @@ class Gpus:
         Raises:
           UserError: the compiler for GPUs is missing, or refuses the topology.
         """
-        if importlib.util.find_spec("jax_cuda12_plugin") is None:
+        if not has_compiler():
             raise UserError(
-                f"--topology={self.name}: {PLUGIN}, the compiler for NVIDIA GPUs, is not "
-                "installed: pip install -e '.[cuda]' in the clone, or pip install "
-                "'jax[cuda12]' of the same version as jax (5.5 GB); it runs on any Linux "
-                "machine"
+                f"--topology={self.name}: jax-cuda12-plugin, the compiler for NVIDIA GPUs, "
+                "is not installed: pip install -e '.[cuda]' in the clone, or pip install "
+                "'jax[cuda12]' or 'jax[cuda13]' of the same version as jax (5.5 GB); it "
+                "runs on any Linux machine"
             )
         import jax
         from jax.experimental import topologies
