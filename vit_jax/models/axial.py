@@ -18,7 +18,7 @@ from jaxtyping import Array, Float
 
 from vit_jax.config.fields import key
 from vit_jax.errors import UserError
-from vit_jax.models import layers
+from vit_jax.models import layer_features, layers
 from vit_jax.models.encoder import Block, EncoderConfig
 from vit_jax.models.layers import ACTIVATIONS, LayerNorm
 from vit_jax.models.network import NetworkConfig
@@ -64,6 +64,8 @@ class AxialConfig(NetworkConfig):
     def num_blocks(self) -> int:
         """Number of pairs of blocks."""
         return self.size.depth
+
+    num_layers = num_blocks
 
     def layer_of(self, path: str) -> int:
         """See `NetworkConfig.layer_of`."""
@@ -118,12 +120,16 @@ class AxialViT(nn.Module):
             dtype=config.dtype,
             attention_impl="einsum",
         )
+        outputs = []
         for i, drawn in enumerate(keys):
             block = Block(encoder, name=f"{('row', 'column')[i % 2]}_block_{i // 2}")
             # Each block attends along the last axis of patches, then swaps the two axes.
             lines = block(x.reshape(-1, x.shape[2], D), None, None, drawn)
             x = jnp.swapaxes(lines.reshape(x.shape), 1, 2)
-        x = LayerNorm(dtype=config.dtype, name="encoder_norm")(x)
+            outputs.append(x)
+        norm = LayerNorm(dtype=config.dtype, name="encoder_norm")
+        layer_features.keep(self, outputs[1::2], norm)
+        x = norm(x)
         if not classify:
             return x
         features = x.astype(jnp.float32).mean((1, 2))

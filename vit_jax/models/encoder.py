@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int, Key
 
 from vit_jax.config.fields import key
 from vit_jax.errors import UserError
-from vit_jax.models import attention, rotary, stacking
+from vit_jax.models import attention, layer_features, rotary, stacking
 from vit_jax.models.attention import Positions
 from vit_jax.models.layers import (
     ACTIVATIONS,
@@ -388,12 +388,16 @@ class Encoder(nn.Module):
                 zeros = jnp.zeros_like(layers[-1].added)
                 layers = [layers[0]._replace(added=zeros), *layers[1:]]
             x = stacking.scan(_run_block, block, x, layers, config)
-        else:
-            policy = "none" if self.is_initializing() else config.remat_policy
-            run = stacking.wrap_remat(_run_block, policy, in_scan=False)
-            for i, layer in enumerate(layers):
-                x, _ = run(Block(config, name=f"{stacking.STACKED}_{i}"), x, layer)
-        return self._end(x)
+            return self._final_norm()(x)
+        policy = "none" if self.is_initializing() else config.remat_policy
+        run = stacking.wrap_remat(_run_block, policy, in_scan=False)
+        outputs = []
+        for i, layer in enumerate(layers):
+            x, _ = run(Block(config, name=f"{stacking.STACKED}_{i}"), x, layer)
+            outputs.append(x)
+        norm = self._final_norm()
+        layer_features.keep(self, outputs, norm)
+        return norm(x)
 
     def _begin(self, x, train):
         """Returns the first block's tokens, and the other inputs of all blocks."""
@@ -411,10 +415,10 @@ class Encoder(nn.Module):
             x = self.config.norm(name="pre_norm")(x)
         return nn.with_logical_constraint(x, ("batch", "tokens", "embed")), layers
 
-    def _end(self, x):
+    def _final_norm(self) -> Callable[[Array], Array]:
         if not self.config.encoder_norm:
-            return x
-        return self.config.norm(name="encoder_norm")(x)
+            return lambda x: x
+        return self.config.norm(name="encoder_norm")
 
     def _layers(self, x, keys) -> list[BlockInputs]:
         """Returns the inputs of the blocks besides their tokens."""

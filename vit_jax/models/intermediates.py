@@ -183,7 +183,7 @@ class _EndEncoder(Encoder):
 
     @nn.compact
     def __call__(self, x):
-        return self._end(x)
+        return self._final_norm()(x)
 
 
 def _part(kind, config, grid):

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float
 
 from vit_jax.config.fields import key
 from vit_jax.errors import UserError
-from vit_jax.models import layers
+from vit_jax.models import layer_features, layers
 from vit_jax.models.layers import ACTIVATIONS, LayerNorm, drop_path
 from vit_jax.models.network import NetworkConfig
 from vit_jax.models.variants import overridden, parse_size
@@ -95,6 +95,8 @@ class MixerConfig(NetworkConfig):
     def num_blocks(self) -> int:
         """Number of blocks."""
         return self.size.depth
+
+    num_layers = num_blocks
 
     def layer_of(self, path: str) -> int:
         """See `NetworkConfig.layer_of`."""
@@ -194,6 +196,7 @@ class MlpMixer(nn.Module):
         )
         x = embed(images.astype(config.dtype))
         x = x.reshape(x.shape[0], -1, size.width)
+        outputs = []
         for i in range(size.depth):
             rate = config.drop_path_rate * i / max(1, size.depth - 1)
             block = MixerBlock(
@@ -205,7 +208,10 @@ class MlpMixer(nn.Module):
                 name=f"MixerBlock_{i}",
             )
             x = block(x)
-        x = LayerNorm(dtype=config.dtype, name="pre_head_layer_norm")(x)
+            outputs.append(x)
+        norm = LayerNorm(dtype=config.dtype, name="pre_head_layer_norm")
+        layer_features.keep(self, outputs, norm)
+        x = norm(x)
         if not classify:
             return x
         features = x.astype(jnp.float32).mean(1)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from vit_jax.config import fields
 from vit_jax.errors import UserError
-from vit_jax.models import network, stacking, variants
+from vit_jax.models import layer_features, network, stacking, variants
 from vit_jax.models.network import STATE, BlockWindows, NetworkConfig
 from vit_jax.models.variants import CONFIGS
 
@@ -145,9 +145,7 @@ class Model:
         rngs = {"dropout": key} if train else None
         if self.stateful and train:
             return self.apply_and_update(params, images, key)[0]
-        return self.module.apply(
-            self._variables(params), images, train=train, rngs=rngs
-        )
+        return self.module.apply(self.variables(params), images, train=train, rngs=rngs)
 
     def apply_and_update(
         self, params: Params, images: jax.Array, key: jax.Array
@@ -164,7 +162,7 @@ class Model:
         if not self.stateful:
             return self.apply(params, images, train=True, key=key), {}
         outputs, changed = self.module.apply(
-            self._variables(params),
+            self.variables(params),
             images,
             train=True,
             rngs={"dropout": key},
@@ -172,7 +170,7 @@ class Model:
         )
         return outputs, changed[STATE]
 
-    def _variables(self, params: Params) -> dict[str, Params]:
+    def variables(self, params: Params) -> dict[str, Params]:
         """Returns the variable collections of Flax."""
         if not self.stateful:
             return {"params": params}
@@ -205,7 +203,7 @@ class Model:
         given = {"visible": visible, "edit_patches": edit_patches}
         given = {name: value for name, value in given.items() if value is not None}
         return self.module.apply(
-            self._variables(params),
+            self.variables(params),
             images,
             train=train,
             classify=False,
@@ -219,32 +217,54 @@ class Model:
         return "classify" in inspect.signature(type(self.module).__call__).parameters
 
     def patch_features(self, params: Params, images: jax.Array) -> jax.Array:
-        """Returns the features of the patches after the last norm, without prefix tokens.
+        """Returns the features of the last layer's patches, see `layer_features`."""
+        return self.layer_features(params, images)[0]
 
-        A network that merges patches, and a ResNet, return features of the last stage.
+    @property
+    def num_layers(self) -> int:
+        """Number of layers of `layer_features`; 1 if only the last features are known."""
+        return max(1, self.config.num_layers)
+
+    def layer_features(
+        self,
+        params: Params,
+        images: jax.Array,
+        layers: Sequence[int] = (-1,),
+        *,
+        norm: bool = True,
+        tokens: str = "patches",
+        reshape: bool = True,
+    ) -> tuple[jax.Array, ...]:
+        """Returns features after layers, the same as timm's `forward_intermediates`.
+
+        Layers are the blocks of a Vision Transformer, a hybrid or a Mixer, the pairs of
+        blocks of an Axial-ViT, the stages of a Swin Transformer before patches are merged,
+        and of a ResNet the first convolution (0), before its pooling, and the stages. In a
+        jitted function XLA drops what no chosen layer needs.
 
         Args:
           params, images: see `apply`.
+          layers: numbers from 0, or negative ones counted from the last.
+          norm: whether to apply the network's final norm; that of Swin Transformers and
+            ResNets fits the last layer alone.
+          tokens: "patches", "prefix" (class token and registers), "all" of both, or
+            "pooled": one vector per image, the class token or the mean of the patches, as
+            the classifier pools them (the mean for attention pooling), before
+            `representation_layer`.
+          reshape: whether patches stand in their grid.
 
         Returns:
-          (batch, rows, columns, width), float32.
+          For each layer float32 (batch, rows, columns, width) for "patches", without
+          `reshape` (batch, patches, width); (batch, tokens, width) for "prefix" and "all";
+          and (batch, width) for "pooled".
 
         Raises:
-          UserError: the module of a user's network takes no `classify`.
+          UserError: there is no such layer or no prefix token, or the module of a user's
+            network takes no `classify`.
         """
-        if not self.has_patch_features:
-            raise UserError(
-                f"{self.options['variant']} has no features of patches: its module takes "
-                "no argument `classify`; docs/extending.md says what it does"
-            )
-        x = self.encode(params, images)
-        if self.has_encoder:
-            x = x[:, self.num_prefix_tokens :]
-        if x.ndim == 3:  # Patches row by row.
-            merged = -(-self.image_shape[0] // (self.encoder_stride or 1))
-            rows = self.grid[0] if x.shape[1] == math.prod(self.grid) else merged
-            x = x.reshape(len(x), rows, -1, x.shape[-1])
-        return x.astype(jnp.float32)
+        return layer_features.compute(
+            self, params, images, layers, norm=norm, tokens=tokens, reshape=reshape
+        )
 
     def at_size(self, image_size: Sequence[int]) -> "Model":
         """Builds the same network for images of another height and width.

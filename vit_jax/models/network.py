@@ -33,6 +33,8 @@ class NetworkConfig(ModelConfig):
       stacked: whether parameters are in the layout of a scan, see stacking.py.
       prefix_tokens: names of the tokens before the patches.
       num_blocks: number of blocks that `layer_of` distinguishes.
+      num_layers: number of layers whose features the module keeps, see
+        layer_features.py; 0 if it keeps none.
       before_blocks, after_blocks: first names of parameters before and after all blocks.
       model_axes: pairs of a regular expression of parameter paths and the mesh axes of
         the leading dimensions of these parameters, for sharding over "model".
@@ -46,6 +48,7 @@ class NetworkConfig(ModelConfig):
     stacked: ClassVar[bool] = False
     prefix_tokens: ClassVar[tuple[str, ...]] = ()
     num_blocks: ClassVar[int] = 0
+    num_layers: ClassVar[int] = 0
     before_blocks: ClassVar[tuple[str, ...]] = ()
     after_blocks: ClassVar[tuple[str, ...]] = ()
     model_axes: ClassVar[tuple] = MODEL_AXES
@@ -121,6 +124,17 @@ class NetworkConfig(ModelConfig):
           UserError: parameters cannot be resized to that grid.
         """
         return posemb.resize_in_params(params, old_grid, grid)
+
+    def pool_layer(self, params: Mapping, x: jax.Array, *, norm: bool) -> jax.Array:
+        """Returns one vector per image of the features of a layer, by default their mean.
+
+        Args:
+          params: parameters of the network.
+          x: features of `Model.layer_features`, (B, tokens, width), prefix tokens
+            included, or (B, rows, columns, width), float32.
+          norm: whether a norm after the pooling is applied.
+        """
+        return x.reshape(len(x), -1, x.shape[-1]).mean(1)
 
     def window_attention(
         self, module: nn.Module, params: Mapping, images: jax.Array

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float
 
 from vit_jax.config.fields import key
 from vit_jax.errors import UserError
-from vit_jax.models import layers, variants
+from vit_jax.models import layer_features, layers, variants
 from vit_jax.models.network import NetworkConfig
 
 _GROUPS = 32
@@ -67,6 +67,11 @@ class ResNetConfig(StemConfig):
     def patch_size(self) -> int:
         """Stride of the last stage in pixels."""
         return self.reduction
+
+    @property
+    def num_layers(self) -> int:
+        """Number of stages, and the first convolution."""
+        return 1 + len(self.stage_depths)
 
     def sized(self) -> "ResNetConfig":
         """See `NetworkConfig.sized`."""
@@ -275,13 +280,17 @@ class Root(nn.Module):
     dtype: str = "float32"
 
     @nn.compact
-    def __call__(self, images: Features) -> Float[Array, "..."]:
-        """Returns features at a quarter of the resolution."""
-        x = StdConv(self.features, 7, 2, 3, dtype=self.dtype, name="conv_root")(images)
+    def __call__(
+        self, images: Features
+    ) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
+        """Returns features at half of the resolution, and pooled, at a quarter."""
+        x = conv = StdConv(self.features, 7, 2, 3, dtype=self.dtype, name="conv_root")(
+            images
+        )
         if self.zero_pool:
             x = jnp.pad(x, ((0, 0), (1, 1), (1, 1), (0, 0)))
         border = (0, 0) if self.zero_pool else (1, 1)
-        return max_pool(x, (border, border))
+        return conv, max_pool(x, (border, border))
 
 
 class Stage(nn.Module):
@@ -338,11 +347,16 @@ class ResNet(nn.Module):
         """
         config = self.config
         width, dtype = config.stem_width, config.dtype
-        x = Root(width, config.zero_pool, dtype, name="root_block")(images)
+        root, x = Root(width, config.zero_pool, dtype, name="root_block")(images)
+        outputs = [root]
         for i, count in enumerate(config.stage_depths):
             unit = functools.partial(PreActivationUnit, width * 2**i, dtype=dtype)
             x = Stage(unit, count, 2 if i else 1, 2, name=f"block{i + 1}")(x)
-        x = nn.relu(GroupNorm(1e-5, name="norm-pre-head")(x))
+            outputs.append(x)
+        group_norm = GroupNorm(1e-5, name="norm-pre-head")
+        norm = lambda x: nn.relu(group_norm(x))
+        layer_features.keep(self, outputs, norm, norm_all=False)
+        x = norm(x)
         if not classify:
             return x
         pre_logits = x.astype(jnp.float32).mean((1, 2))

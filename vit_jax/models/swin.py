@@ -12,17 +12,17 @@ import dataclasses
 import math
 import re
 from collections.abc import Callable, Mapping
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from vit_jax.config.fields import key
 from vit_jax.errors import UserError
-from vit_jax.models import layers, posemb
+from vit_jax.models import layer_features, layers, posemb
 from vit_jax.models.layers import (
     ACTIVATIONS,
     INTERMEDIATES,
@@ -32,6 +32,7 @@ from vit_jax.models.layers import (
 )
 from vit_jax.models.network import BlockWindows, NetworkConfig
 from vit_jax.models.variants import overridden
+from vit_jax.models.windows import Grid, Windows, pad
 
 # Values of `model.window_padding`. A grid that windows do not divide is padded after the
 # shift (timm) or before it (Microsoft's detection code, transformers). If a side is no
@@ -46,8 +47,6 @@ _LARGEST_SCALE = math.log(100)  # Upper limit of the logarithm of V2's logit sca
 _BIAS_UNITS = 512  # Hidden units of V2's bias network.
 _BIAS_RANGE = 16  # Largest bias of that network.
 _init = nn.initializers.truncated_normal(0.02)
-
-Grid = tuple[int, int]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,6 +165,11 @@ class SwinConfig(NetworkConfig):
         """Number of blocks of all stages."""
         return sum(self.size.stage_depths)
 
+    @property
+    def num_layers(self) -> int:
+        """Number of stages."""
+        return len(self.size.stage_depths)
+
     def layer_of(self, path: str) -> int:
         """See `NetworkConfig.layer_of`; merging belongs to the block before it."""
         if match := re.match(r"stage_(\d+)/(?:block_(\d+)|merge)", path):
@@ -271,82 +275,6 @@ class SwinConfig(NetworkConfig):
         )
 
 
-class Windows(NamedTuple):
-    """Windows of a block.
-
-    Attributes:
-      grid: patches of the image, down and across.
-      size: patches of a window, down and across.
-      shift: shift of the windows in patches, down and across.
-      pad_first: whether the grid is padded before it is shifted.
-      masked: term added to logits of patches that are no neighbours.
-    """
-
-    grid: Grid
-    size: Grid
-    shift: Grid
-    pad_first: bool
-    masked: float
-
-    @property
-    def padded(self) -> Grid:
-        """The grid, padded to a multiple of the window."""
-        return tuple(-(-g // s) * s for g, s in zip(self.grid, self.size, strict=True))
-
-    def split(self, x: Float[Array, "B N D"]) -> Float[Array, "B W M D"]:
-        """Returns patches by window; padding is zeros."""
-        B, _, D = x.shape
-        x = x.reshape(B, *self.grid, D)
-        more = [(0, p - g) for p, g in zip(self.padded, self.grid, strict=True)]
-        back = tuple(-s for s in self.shift)
-        if self.pad_first:
-            x = _roll(_pad(x, more), back)
-        else:
-            x = _pad(_roll(x, back), more)
-        (Y, X), (h, w) = self.padded, self.size
-        x = x.reshape(B, Y // h, h, X // w, w, D).swapaxes(2, 3)
-        return x.reshape(B, -1, h * w, D)
-
-    def join(self, x: Float[Array, "B W M D"]) -> Float[Array, "B N D"]:
-        """Undoes `split`."""
-        B, D = x.shape[0], x.shape[-1]
-        (Y, X), (h, w) = self.padded, self.size
-        x = x.reshape(B, Y // h, X // w, h, w, D).swapaxes(2, 3).reshape(B, Y, X, D)
-        y, z = self.grid
-        if self.pad_first:
-            x = _roll(x, self.shift)[:, :y, :z]
-        else:
-            x = _roll(x[:, :y, :z], self.shift)
-        return x.reshape(B, -1, D)
-
-    def patches(self) -> Int[Array, "W M"]:
-        """Returns the index in the grid of each patch of a window; -1 is padding."""
-        numbers = jnp.arange(1.0, self.grid[0] * self.grid[1] + 1)
-        return self.split(numbers[None, :, None])[0, :, :, 0].astype(int) - 1
-
-    def mask(self) -> Float[np.ndarray, "W M M"] | None:
-        """Returns the term added to the logits of each window; None without a shift."""
-        if not any(self.shift):
-            return None
-        rows, columns = (
-            (np.arange(n) >= n - size).astype(int) + (np.arange(n) >= n - shift)
-            for n, size, shift in zip(self.padded, self.size, self.shift, strict=True)
-        )
-        (Y, X), (h, w) = self.padded, self.size
-        region = 3 * rows[:, None] + columns  # Patches of a region are neighbours.
-        region = region.reshape(Y // h, h, X // w, w).swapaxes(1, 2).reshape(-1, h * w)
-        apart = region[:, :, None] != region[:, None]
-        return np.where(apart, np.float32(self.masked), np.float32(0))
-
-
-def _pad(x, more):
-    return jnp.pad(x, ((0, 0), *more, (0, 0))) if np.any(more) else x
-
-
-def _roll(x, shift):
-    return jnp.roll(x, shift, (1, 2)) if any(shift) else x
-
-
 class SwinTransformer(nn.Module):
     """A Swin Transformer; its windows follow from the size of the images.
 
@@ -387,7 +315,7 @@ class SwinTransformer(nn.Module):
         x = LayerNorm(config.layer_norm_eps, config.dtype, name="embedding_norm")(x)
         x = x if edit_patches is None else edit_patches(x)
         rates = np.linspace(0, config.drop_path_rate, sum(size.stage_depths)).tolist()
-        layout, first = config.layout(grid), 0
+        layout, first, outputs = config.layout(grid), 0, []
         pretrained = config.pretrained_window_sizes
         if len(pretrained) == 1:
             pretrained = pretrained * len(layout)
@@ -401,8 +329,11 @@ class SwinTransformer(nn.Module):
                 merges=i + 1 < len(layout),
                 name=f"stage_{i}",
             )
-            x, first = stage(x), first + depth
-        x = LayerNorm(config.layer_norm_eps, config.dtype, name="norm")(x)
+            (y, x), first = stage(x), first + depth
+            outputs.append(y.reshape(len(y), *layout[i][0].grid, -1))
+        norm = LayerNorm(config.layer_norm_eps, config.dtype, name="norm")
+        layer_features.keep(self, outputs, norm, norm_all=False)
+        x = norm(x)
         if not classify:
             return x
         features = x.astype(jnp.float32).mean(1)
@@ -428,8 +359,10 @@ class Stage(nn.Module):
     merges: bool
 
     @nn.compact
-    def __call__(self, x: Float[Array, "B N D"]) -> Float[Array, "B M F"]:
-        """Returns patches; merged, a quarter of them with twice the features."""
+    def __call__(
+        self, x: Float[Array, "B N D"]
+    ) -> tuple[Float[Array, "B N D"], Float[Array, "B M F"]]:
+        """Returns the last block's patches, and those merged, a quarter with twice the features."""
         config = self.config
         for i, rate in enumerate(self.drop_path_rates):
             block = Block(
@@ -442,15 +375,17 @@ class Stage(nn.Module):
             )
             x = block(x)
         if not self.merges:
-            return x
+            return x, x
+        patches = x
         (B, _, D), (Y, X) = x.shape, self.windows[0].grid
-        x = _pad(x.reshape(B, Y, X, D), [(0, Y % 2), (0, X % 2)])
+        x = pad(x.reshape(B, Y, X, D), [(0, Y % 2), (0, X % 2)])
         # The order of the four patches is (0, 0), (1, 0), (0, 1), (1, 1).
         x = x.reshape(B, -(-Y // 2), 2, -(-X // 2), 2, D).transpose(0, 1, 3, 4, 2, 5)
         x = x.reshape(B, -1, 4 * D)
         norm = LayerNorm(config.layer_norm_eps, config.dtype, name="merge_norm")
         reduce = _dense(2 * D, config, "merge", use_bias=False)
-        return norm(_each(reduce, x)) if config.v2 else _each(reduce, norm(x))
+        x = norm(_each(reduce, x)) if config.v2 else _each(reduce, norm(x))
+        return patches, x
 
 
 class Block(nn.Module):

@@ -108,6 +108,8 @@ class ViTConfig(EncoderConfig):
         """Number of encoder blocks."""
         return self.depth
 
+    num_layers = num_blocks
+
     def layer_of(self, path: str) -> int | range:
         """See `NetworkConfig.layer_of`; a stem is layer 0."""
         path = path.removeprefix(f"{stacking.ENCODER}/")
@@ -137,6 +139,18 @@ class ViTConfig(EncoderConfig):
         return posemb.resize_in_params(
             params, old_grid, grid, method=source.posemb_resize
         )
+
+    def pool_layer(
+        self, params: Mapping, x: Float[Array, "B N D"], *, norm: bool
+    ) -> Float[Array, "B F"]:
+        """See `NetworkConfig.pool_layer`; with `pool="token"` it is the class token."""
+        pooled = [x[:, 0]] if self.pool in ("token", "token_gap") else []
+        if self.pool != "token":
+            pooled.append(x[:, len(self.prefix_tokens) :].mean(1))
+        x = jnp.concatenate(pooled, axis=-1)
+        if norm and self.fc_norm:
+            x = self.norm().apply({"params": params["fc_norm"]}, x)
+        return x.astype(jnp.float32)
 
     def stem(self, images: Float[Array, "B Y X C"]) -> Float[Array, "B y x D"]:
         """Returns the input of the patch embedding; call it in a compact method."""

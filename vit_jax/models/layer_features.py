@@ -1,0 +1,138 @@
+"""Features after each layer of a network, as timm's `forward_intermediates` returns them.
+
+A layer is a block of a Vision Transformer, a hybrid or a Mixer, a pair of blocks of an
+Axial-ViT, or a stage of a Swin Transformer, before its patches are merged. Layer 0 of a
+ResNet is its first convolution, before the pooling, layer i its stage i.
+
+Letters: B images, y by x patches, P prefix tokens, N patches or all tokens, D width.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import flax.linen as nn
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from vit_jax.errors import UserError
+from vit_jax.models import stacking
+
+if TYPE_CHECKING:
+    from vit_jax.models.model import Model, Params
+
+COLLECTION = "layers"  # Variable collection of the features.
+TOKENS = ("pooled", "patches", "prefix", "all")
+
+_KEPT = "features"
+
+Features = Float[Array, "B ..."]
+
+
+def keep(
+    module: nn.Module,
+    features: Sequence[Features],
+    norm: Callable[[Array], Array],
+    *,
+    norm_all: bool = True,
+) -> None:
+    """Keeps features for `Model.layer_features`, if they are asked for.
+
+    A network calls it in its compact method, with its `config.num_layers` features.
+
+    Args:
+      module: the calling module.
+      features: output of each layer, (B, P + N, D), or (B, y, x, D) without prefix tokens.
+      norm: the final norm.
+      norm_all: whether it fits every layer; otherwise only the last.
+    """
+    if not module.is_mutable_collection(COLLECTION) or module.is_initializing():
+        return
+    first = 0 if norm_all else len(features) - 1
+    normed = [*features[:first], *map(norm, features[first:])]
+    module.sow(COLLECTION, _KEPT, {True: normed, False: list(features)})
+
+
+def compute(
+    model: "Model",
+    params: "Params",
+    images: Float[Array, "B Y X C"],
+    layers: Sequence[int],
+    *,
+    norm: bool,
+    tokens: str,
+    reshape: bool,
+) -> tuple[Features, ...]:
+    """Computes features, see `Model.layer_features`."""
+    chosen = [check(model, layer) for layer in layers]
+    if tokens == "prefix" and not model.num_prefix_tokens:
+        raise UserError(
+            f"tokens='prefix': {model.options['variant']} has no tokens before the "
+            "patches: choose 'patches' or 'pooled'"
+        )
+    last = max(1, model.config.num_layers) - 1
+    if not model.config.num_layers or (norm and {*chosen} == {last}):
+        outputs = {last: model.encode(params, images)}  # A scan runs as it is.
+    else:
+        outputs = _run(model, params, images)[norm]
+
+    def arrange(x):
+        x = x.astype(jnp.float32)
+        if tokens == "pooled":
+            return model.config.pool_layer(params, x, norm=norm)
+        return _arrange(model, x, tokens, reshape)
+
+    return tuple(arrange(outputs[layer]) for layer in chosen)
+
+
+def check(model: "Model", layer: int) -> int:
+    """Returns the number of a layer from 0.
+
+    Raises:
+      UserError: there is no such layer.
+    """
+    if not model.has_patch_features:
+        raise UserError(
+            f"{model.options['variant']} has no features of patches: its module takes "
+            "no argument `classify`; docs/extending.md says what it does"
+        )
+    count = max(1, model.config.num_layers)
+    if not -count <= layer < count:
+        raise UserError(
+            f"layers={layer}: {model.options['variant']} has {count} "
+            f"layer{'s' * (count > 1)}: choose from 0 to {count - 1}, or from -{count} "
+            "to -1 counted from the last"
+        )
+    return layer % count
+
+
+def _run(model, params, images) -> dict[bool, list[Features]]:
+    """Returns the features of all layers, with and without the norm."""
+    if model.stacked:
+        # Blocks one by one, so that XLA drops those that no chosen layer needs.
+        model, params = model.replace(scan=False), stacking.unstack(params)
+    _, kept = model.module.apply(
+        model.variables(params), images, classify=False, mutable=[COLLECTION]
+    )
+    kept = kept[COLLECTION]
+    while _KEPT not in kept:  # A submodule kept them.
+        (kept,) = kept.values()
+    return kept[_KEPT][0]
+
+
+def _arrange(model, x, tokens: str, reshape: bool) -> Features:
+    P = model.num_prefix_tokens if model.has_encoder else 0
+    if tokens == "prefix":
+        return x[:, :P]
+    if tokens == "patches" and reshape:
+        return x if x.ndim == 4 else x[:, P:].reshape(len(x), *_grid(model, x, P), -1)
+    x = x.reshape(len(x), -1, x.shape[-1])
+    return x if tokens == "all" else x[:, P:]
+
+
+def _grid(model, x, P: int) -> tuple[int, int]:
+    """Returns rows and columns of patches that stand row by row."""
+    rows, columns = model.grid
+    if x.shape[1] - P == rows * columns:
+        return rows, columns
+    rows = -(-model.image_shape[0] // (model.encoder_stride or 1))
+    return rows, (x.shape[1] - P) // rows
