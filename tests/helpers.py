@@ -69,7 +69,7 @@ def tiny_config(**sections):
 def one_device():
     """Has runs in this process take one of its eight devices: a program compiles sooner."""
     create = meshes.create
-    first = lambda config: create(config, jax.devices()[:1])
+    first = lambda config, devices=(): create(config, jax.devices()[:1])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(meshes, "create", first)
         yield

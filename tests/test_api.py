@@ -71,7 +71,7 @@ def test_the_page_trains_loads_and_loops(place):
 
 @pytest.mark.parametrize(
     ("module", "examples"),
-    [(models, 7), (pretrained, 12), (training, 19), (callbacks, 5)],
+    [(models, 7), (pretrained, 14), (training, 19), (callbacks, 5)],
     ids=lambda value: getattr(value, "__name__", value),
 )
 def test_examples_of_docstrings(place, module, examples):
@@ -252,3 +252,20 @@ def test_callbacks_of_other_hosts_ask_for_it(monkeypatch):
     run = importlib.import_module("vit_jax.training.callbacks").Run
     run.notify(types.SimpleNamespace(callbacks=[Here(), Everywhere()]), "log", 1, {})
     assert (Here.count, Everywhere.count) == (0, 1)
+
+
+def test_features_of_any_layer_in_batches(place):
+    model = vit_jax.load_model("runs/digits", tell=lambda line: None)
+    images = NOISE[:35]  # More than a batch.
+    prepared = model.preprocess(images)
+    layers = model.model.layer_features(model.params, prepared, (0,), norm=False)
+    (found,) = model.features(images, layers=(0,), norm=False, tokens="patches")
+    assert found.shape == (35, 4, 4, 48) and isinstance(found, np.ndarray)
+    np.testing.assert_allclose(found, layers[0], atol=1e-5)
+    (flat,) = model.features(images, layers=[-1], tokens="patches", reshape=False)
+    patches = model.features(images, tokens="patches")
+    np.testing.assert_allclose(flat, patches.reshape(flat.shape), atol=1e-6)
+    alone = [model.features(one, tokens="patches")[0] for one in images[:2]]
+    np.testing.assert_allclose(alone, patches[:2], atol=1e-5)
+    model.params = jax.tree.map(lambda x: 0 * x, model.params)
+    assert not model.features(images, tokens="patches").any()

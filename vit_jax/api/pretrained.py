@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 
 import jax
 import numpy as np
@@ -20,6 +20,8 @@ from vit_jax.data import decode, inputs
 from vit_jax.data.transforms import device as transforms
 from vit_jax.errors import UserError
 from vit_jax.evaluators import prediction
+from vit_jax.evaluators.local_devices import Program
+from vit_jax.models import layer_features
 from vit_jax.models.text_tower import TextTower
 from vit_jax.weights import surgery, workdir
 from vit_jax.weights.pretrained import Preprocess, Pretrained, prepare_image, upright
@@ -47,7 +49,10 @@ class _Arguments(WeightsArguments):
     tokenizer: str = key("", "Tokenizer of a text tower.")
     topk: int = key(5, "Classes per image.", at_least=1)
     threshold: float = key(0.5, "Least probability.", at_most=1)
-    tokens: bool = key(False, "Whether features are of patches.")
+    layers: tuple[int, ...] = key((0,), "Layers.", at_least=None, distinct=True)
+    norm: bool = key(True, "Whether features are normalised.")
+    tokens: str = key("pooled", "Tokens.", choices=layer_features.TOKENS)
+    reshape: bool = key(True, "Whether patches stand in their grid.")
     texts: tuple[str, ...] = key((), "To compare images with.")
     prompts: tuple[str, ...] = key(("{}",), "With {} for a class.")
 
@@ -164,8 +169,11 @@ class PretrainedModel:
       (2, 3, True)
       >>> model.features(images).shape, model.attention(images).shape
       ((2, 48), (2, 4, 3, 17, 17))
-      >>> model.features(images, tokens=True).shape
+      >>> model.features(images, tokens="patches").shape
       (2, 4, 4, 48)
+      >>> first, last = model.features(images, layers=(0, -1), tokens="all")
+      >>> first.shape, last.shape
+      ((2, 17, 48), (2, 17, 48))
       >>> model.apply(model.params, model.preprocess(images))["logits"].shape
       (2, 10)
       >>> model(images).shape, len(model.predict("photos"))
@@ -185,10 +193,7 @@ class PretrainedModel:
             self.class_names = prediction.names_of(pretrained, class_names)
         self._pretrained = pretrained
         self._sigmoid = pretrained.loss == "sigmoid"
-        self._outputs = jax.jit(lambda p, pixels: model.apply(p, self._normed(pixels)))
-        self._patches = jax.jit(
-            lambda p, pixels: model.patch_features(p, self._normed(pixels))
-        )
+        self._programs = {}
 
     def __repr__(self) -> str:
         options = self.model.options
@@ -220,7 +225,7 @@ class PretrainedModel:
         if not self.class_names:
             return self.features(images)
         return self._in_batches(
-            images, lambda p, pixels: self._outputs(p, pixels)["logits"]
+            images, "logits", lambda *args: self.model.apply(*args)["logits"]
         )
 
     @_checked
@@ -321,27 +326,55 @@ class PretrainedModel:
 
     @_checked
     def features(
-        self, images: Images, *, tokens: bool = False
-    ) -> Float[np.ndarray, "B D"] | Float[np.ndarray, "B Y X D"]:
-        """Returns what the classifier sees of each image, or the features of its patches.
+        self,
+        images: Images,
+        *,
+        layers: Sequence[int] | None = None,
+        norm: bool = True,
+        tokens: str = "pooled",
+        reshape: bool = True,
+    ) -> Float[np.ndarray, "B ..."] | tuple[Float[np.ndarray, "B ..."], ...]:
+        """Returns features of any layers, the same as timm's `forward_intermediates`.
+
+        Batches are split over the devices of this process. At another resolution:
+        `load_model(..., image_size=(448, 672))`.
 
         Args:
           images: see the class.
-          tokens: return a grid of patch features, see `Model.patch_features`. At another
-            resolution: `load_model(..., image_size=(448, 672))`.
+          layers: numbers from 0, or negative ones counted from the last; what they are
+            in each network says `Model.layer_features`. None: the last layer.
+          norm: whether to apply the network's final norm.
+          tokens: "patches", "prefix" (class token and registers), "all" of both, or
+            "pooled": one vector per image; without `layers` the one that the classifier
+            sees.
+          reshape: whether patches stand in their grid.
+
+        Returns:
+          A float32 array for each of the layers, or a single one without `layers`: for
+          "patches" (B, rows, columns, D), without `reshape` (B, patches, D); for
+          "prefix" and "all" (B, tokens, D); for "pooled" (B, D).
 
         Raises:
           UserError: the network has no such features, or an image cannot be read.
         """
-        if tokens:
-            return self._in_batches(images, self._patches)
-        if not self.model.representations:
-            raise UserError(
-                f"{self._pretrained.source} has no features of whole images"
+        if layers is None and norm and tokens == "pooled":
+            if not self.model.representations:
+                raise UserError(
+                    f"{self._pretrained.source} has no features of whole images"
+                )
+            return self._in_batches(
+                images,
+                "pre_logits",
+                lambda *args: self.model.apply(*args)["pre_logits"],
             )
-        return self._in_batches(
-            images, lambda p, pixels: self._outputs(p, pixels)["pre_logits"]
+        how = {"norm": norm, "tokens": tokens, "reshape": reshape}
+        chosen = (-1,) if layers is None else layers
+        found = self._in_batches(
+            images,
+            (chosen, *how.values()),
+            lambda *args: self.model.layer_features(*args, chosen, **how),
         )
+        return found[0] if layers is None else found
 
     @_checked
     def attention(self, images: Images) -> Float[np.ndarray, "B L H N N"]:
@@ -359,12 +392,24 @@ class PretrainedModel:
         maps = attention_maps(self.model, self.params, self.preprocess(images))
         return np.stack([np.asarray(layer) for layer in maps], axis=1)
 
-    def _in_batches(self, images: Images, compute: Callable) -> np.ndarray:
+    def _in_batches(self, images: Images, name: Hashable, function: Callable):
+        """Returns the outputs of all images.
+
+        Args:
+          images: see the class.
+          name: of the function; it is compiled once for each name.
+          function: function of parameters and normalised images.
+        """
+        if name not in self._programs:
+            self._programs[name] = Program(
+                lambda params, pixels: function(params, self._normed(pixels))
+            )
         listed, results = _listed(images), []
+        rows = min(_BATCH, len(listed))  # All batches have one shape.
         for i in range(0, len(listed), _BATCH):
             pixels = np.stack([self._prepare(one) for one in listed[i : i + _BATCH]])
-            results.append(np.asarray(compute(self.params, pixels)))
-        return np.concatenate(results)
+            results.append(self._programs[name](self.params, pixels, rows))
+        return jax.tree.map(lambda *parts: np.concatenate(parts), *results)
 
     def _normed(self, pixels):
         how = self.preprocessing
