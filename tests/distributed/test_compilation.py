@@ -172,10 +172,14 @@ def test_half_an_entry_is_told_from_a_whole_one(name):
     assert not compilation._whole(b"")
 
 
-def test_options_are_for_cpu_and_known_to_this_release():
-    options = compilation.options()
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+def test_options_are_known_to_this_release(platform):
+    options = compilation.options(platform)
     assert options
     f = jax.jit(lambda x: x + 1, compiler_options=options)
     assert f(1) == 2
+
+
+def test_unknown_options_are_left_out():
     assert compilation.known_options(xla_cpu_no_such_option="1") == {}
     assert compilation.options("tpu") == {}

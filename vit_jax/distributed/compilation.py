@@ -19,23 +19,28 @@ _STAMP = ".checked"
 _LEAST_SECONDS = 0.1
 _MOST_BYTES = 10_000_000_000
 _ZSTD = bytes.fromhex("28b52ffd")
-# On CPU XLA passes matrix products to a library that reaches 150 to 290 GFLOP/s where
-# Eigen reaches 210 to 350; this leaves it the reductions only (docs/decisions.md).
-_CPU_OPTIONS = {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_REDUCE"}
+_OPTIONS = {
+    # XLA passes matrix products to a library that reaches 150 to 290 GFLOP/s where Eigen
+    # reaches 210 to 350; this leaves it the reductions only (docs/decisions.md).
+    "cpu": {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_REDUCE"},
+    # Products in Triton end the process with some shapes of a ResNet, and keep biases and
+    # residuals out of cuBLAS's kernels, which are chosen in the end (docs/decisions.md).
+    "gpu": {"xla_gpu_enable_triton_gemm": False},
+}
 
 
-def options(platform: str = "") -> dict[str, str]:
+def options(platform: str = "") -> dict[str, str | bool]:
     """Returns the `compiler_options` of `jax.jit` for large networks.
 
     Args:
       platform: "cpu", "gpu" or "tpu", which the program is for; JAX's default if empty.
     """
-    on_cpu = (platform or jax.default_backend()) == "cpu"
-    return known_options(**_CPU_OPTIONS) if on_cpu else {}
+    found = _OPTIONS.get(platform or jax.default_backend())
+    return known_options(**found) if found else {}
 
 
 @functools.cache  # Asking XLA takes a compilation.
-def known_options(**options: str) -> dict[str, str]:
+def known_options(**options: str | bool) -> dict[str, str | bool]:
     """Returns the options if this release of XLA knows them all, else none.
 
     They are experimental, so that one may be gone in the next release.

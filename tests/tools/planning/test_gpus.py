@@ -101,3 +101,17 @@ def test_recipes_compile_with_the_attention_of_cudnn(recipe, topology, words, tm
     header = json.loads(out.read_bytes().partition(b"\n")[0])
     assert header["devices"].endswith("x NVIDIA H100 80GB HBM3")
     assert os.path.getsize(out) > 10_000
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not gpus.has_compiler(), reason="needs the extra cuda")
+def test_a_resnet_of_odd_sizes_compiles():
+    # XLA's tiles for products in Triton end the process here: "45 vs. 18".
+    sizes = ["model.stage_depths=(1,1,1)", "model.stem_width=32", "batch_size=2"]
+    sizes += ["data.image_size=(40,70)", "model.variant=R50x1"]
+    done = compile_step(
+        "--config=configs/bit_hyperrule.py",
+        "--topology=h100:1",
+        *(f"--config.{word}" for word in sizes),
+    )
+    assert done.returncode == 0, done.stderr

@@ -348,7 +348,7 @@ def _window_macs(instruction, left, kernel, out):
 def _cublas_macs(module, instruction):
     left, _ = _operands(module, instruction)
     match = re.search(
-        r'"lhs_contracting_dimensions":\[([^\]]*)\]', instruction.attributes
+        r'"lhs_contracting_dimensions": ?\[([^\]]*)\]', instruction.attributes
     )
     contracted = [int(n) for n in re.findall(r"\d+", match[1])]
     return math.prod(_result(instruction)) * math.prod(
@@ -360,15 +360,13 @@ def _attention_macs(products):
     """Returns a counter of attention whose kernel has `products` of queries and keys."""
 
     def count(module, instruction):
-        taken = module.taken(instruction)
-        # The statistics of the softmax, float32, are of (image, head, query).
-        statistics = [
-            array.dims
-            for array in (*instruction.results, *taken)
-            if array.dtype == "f32" and len(array.dims) == 3
-        ]
-        tokens = statistics[0][2]
-        return products * tokens * math.prod(taken[1].dims)
+        match = re.search(
+            r'"intermediate_tensor_shape": ?\{[^}]*"dimensions": ?\[([^\]]*)\]',
+            instruction.attributes,
+        )
+        logits = [int(n) for n in re.findall(r"\d+", match[1])]
+        head_width = module.taken(instruction)[0].dims[-1]
+        return products * math.prod(logits) * head_width
 
     return count
 
@@ -421,7 +419,10 @@ def _moved(module: Module, instruction: Instruction) -> int:
         return _slow(module.taken(instruction))
     if opcode == "recv":
         return _slow(instruction.parts[0])
-    return _slow(instruction.results) + _slow(module.taken(instruction))
+    results = instruction.results
+    if is_kernel(instruction):  # Without the workspace, of which it uses what it likes.
+        results = [array for array in results if array.dtype not in ("s8", "u8")]
+    return _slow(results) + _slow(module.taken(instruction))
 
 
 def _copied(source: Instruction, start: Instruction) -> int:
