@@ -114,3 +114,71 @@ def test_approximate_gelu_and_its_derivative_agree_with_those_of_flax():
     )
     for a, b in zip(ours, reference, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_dropout_keeps_elements_at_random():
+    rate, shape = 0.3, (64, 50, 320)
+    masks = np.stack(
+        [
+            np.asarray(layers.dropout(jnp.ones(shape), rate, jax.random.key(seed))) > 0
+            for seed in range(4)
+        ]
+    )
+    deviation = math.sqrt(rate * (1 - rate))
+
+    def check(values, count):  # Means of `count` independent elements.
+        z = (values - (1 - rate)) / deviation * math.sqrt(count)
+        assert np.abs(z).max() < 5.5
+        assert 0.8 < z.std() < 1.2
+
+    check(masks.mean((1, 2)), 64 * 50)  # Columns of each key.
+    check(masks.mean(-1).reshape(-1), 320)  # Tokens.
+    normal = (masks - (1 - rate)) / deviation
+    others = [
+        np.roll(normal, 1, axis) for axis in range(4)
+    ]  # Keys, images, tokens, ...
+    others += [np.roll(normal, k, -1) for k in (2, 3, 16, 64)]
+    for other in others:
+        assert abs((normal * other).mean()) * math.sqrt(normal.size) < 5
+    # Pairs of columns over tokens: as many as chance gives.
+    pairs = np.corrcoef(masks.reshape(-1, 320), rowvar=False)[np.triu_indices(320, 1)]
+    z = pairs * math.sqrt(masks.size / 320)
+    assert np.abs(z).max() < 6
+    assert 0.95 < z.std() < 1.05
+
+
+def test_dropout_scales_what_it_keeps_and_does_not_depend_on_the_mesh():
+    x = jax.random.normal(jax.random.key(0), (8, 5, 6)) + 10
+    key = jax.random.key(1)
+    found = layers.dropout(x, 0.25, key)
+    kept = found != 0
+    np.testing.assert_allclose(found, jnp.where(kept, x / 0.75, 0), rtol=1e-6)
+    mesh = jax.make_mesh((8,), ("data",))
+    split = jax.NamedSharding(mesh, jax.P("data"))
+    draw = jax.jit(lambda x: layers.dropout(x, 0.25, key), in_shardings=split)
+    np.testing.assert_array_equal(draw(x) != 0, kept)
+    np.testing.assert_array_equal(layers.dropout(x[:3], 0.25, key) != 0, kept[:3])
+    gradient = jax.grad(lambda x: layers.dropout(x, 0.25, key).sum())(x)
+    np.testing.assert_allclose(gradient, kept / 0.75, rtol=1e-6)
+    assert layers.dropout(x, 0.25, None) is x
+    assert layers.dropout(x, 0.0, key) is x
+
+
+def test_patch_embedding_is_a_convolution():
+    images = jax.random.normal(jax.random.key(0), (2, 9, 13, 3))
+    ours, reference = layers.PatchEmbedding(5, 4), nn.Conv(5, (4, 4), (4, 4), "VALID")
+    params = ours.init(jax.random.key(1), images)
+    jax.tree.map(
+        np.testing.assert_array_equal, params, reference.init(jax.random.key(1), images)
+    )
+
+    def loss(module, params, images):
+        return (module.apply(params, images) ** 2).sum()
+
+    expected = reference.apply(params, images)
+    assert expected.shape == (2, 2, 3, 5)
+    np.testing.assert_allclose(ours.apply(params, images), expected, atol=1e-5)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5),
+        *(jax.grad(loss, (1, 2))(m, params, images) for m in (ours, reference)),
+    )

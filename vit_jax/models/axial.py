@@ -20,7 +20,7 @@ from vit_jax.config.fields import key
 from vit_jax.errors import UserError
 from vit_jax.models import layer_features, layers
 from vit_jax.models.encoder import Block, EncoderConfig
-from vit_jax.models.layers import ACTIVATIONS, LayerNorm
+from vit_jax.models.layers import ACTIVATIONS, LayerNorm, PatchEmbedding
 from vit_jax.models.network import NetworkConfig
 from vit_jax.models.posemb import AddPositions
 from vit_jax.models.variants import SIZES, Size, overridden, parse_size
@@ -102,9 +102,8 @@ class AxialViT(nn.Module):
         Without `classify` it returns the features of the patches.
         """
         config, size = self.config, self.config.size
-        sides = (config.patch_size,) * 2
-        x = nn.Conv(
-            size.width, sides, sides, "VALID", dtype=config.dtype, name="embedding"
+        x = PatchEmbedding(
+            size.width, config.patch_size, config.dtype, name="embedding"
         )(images.astype(config.dtype))
         B, Y, X, D = x.shape
         add_positions = AddPositions("learned", (Y, X), 0, name="posembed_input")

@@ -26,6 +26,7 @@ from vit_jax.models.layers import (
     Mlp,
     MultiHeadAttention,
     drop_path,
+    dropout,
 )
 from vit_jax.models.network import NetworkConfig
 from vit_jax.models.posemb import RESIZE_METHODS, AddPositions, bias_of_grid
@@ -308,7 +309,7 @@ class Block(nn.Module):
             config.norm,
             name="MultiHeadDotProductAttention_1",
         )(y, y, positions)
-        y = nn.Dropout(config.dropout, deterministic=key is None)(y, rng=keys[0])
+        y = dropout(y, config.dropout, keys[0])
         x = add(x, y, keys[1], "LayerNorm_0", "LayerScale_1")
 
         mlp = Mlp(
@@ -410,7 +411,7 @@ class Encoder(nn.Module):
         # Positions are added before the first dropout.
         x = x if layers[0].added is None else x + layers[0].added
         layers[0] = layers[0]._replace(added=None)
-        x = nn.Dropout(self.config.dropout, deterministic=not random)(x, rng=key)
+        x = dropout(x, self.config.dropout, key)
         if self.config.pre_norm:
             x = self.config.norm(name="pre_norm")(x)
         return nn.with_logical_constraint(x, ("batch", "tokens", "embed")), layers

@@ -18,7 +18,7 @@ from jaxtyping import Array, Float
 from vit_jax.config.fields import key
 from vit_jax.errors import UserError
 from vit_jax.models import layer_features, layers
-from vit_jax.models.layers import ACTIVATIONS, LayerNorm, drop_path
+from vit_jax.models.layers import ACTIVATIONS, LayerNorm, PatchEmbedding, drop_path
 from vit_jax.models.network import NetworkConfig
 from vit_jax.models.variants import overridden, parse_size
 
@@ -190,11 +190,9 @@ class MlpMixer(nn.Module):
         Without `classify` it returns the features of the patches, row by row.
         """
         config, size = self.config, self.config.size
-        sides = (config.patch_size,) * 2
-        embed = nn.Conv(
-            size.width, sides, sides, "VALID", dtype=config.dtype, name="embedding"
-        )
-        x = embed(images.astype(config.dtype))
+        x = PatchEmbedding(
+            size.width, config.patch_size, config.dtype, name="embedding"
+        )(images.astype(config.dtype))
         x = x.reshape(x.shape[0], -1, size.width)
         outputs = []
         for i in range(size.depth):

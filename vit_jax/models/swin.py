@@ -28,6 +28,7 @@ from vit_jax.models.layers import (
     INTERMEDIATES,
     LayerNorm,
     Mlp,
+    PatchEmbedding,
     drop_path,
 )
 from vit_jax.models.network import BlockWindows, NetworkConfig
@@ -306,9 +307,8 @@ class SwinTransformer(nn.Module):
           "logits" (B, L), unless L is 0, and "pre_logits" (B, D).
         """
         config, size = self.config, self.config.size
-        sides = (config.patch_size,) * 2
-        x = nn.Conv(
-            size.width, sides, sides, "VALID", dtype=config.dtype, name="embedding"
+        x = PatchEmbedding(
+            size.width, config.patch_size, config.dtype, name="embedding"
         )(images.astype(config.dtype))
         grid = x.shape[1:3]
         x = x.reshape(x.shape[0], -1, size.width)

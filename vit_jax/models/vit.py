@@ -252,10 +252,10 @@ class VisionTransformer(nn.Module):
     ) -> tuple[Float[Array, "B N D"], tuple[int, int]]:
         """Returns the input tokens of the encoder, and the grid of patches."""
         config = self.config
-        sides = (variants.parse(config.variant).patch_size,) * 2
-        x = nn.Conv(
-            config.width, sides, sides, "VALID", dtype=config.dtype, name="embedding"
-        )(config.stem(images))
+        side = variants.parse(config.variant).patch_size
+        x = layers.PatchEmbedding(config.width, side, config.dtype, name="embedding")(
+            config.stem(images)
+        )
         B, *grid, D = x.shape
         x = x.reshape(B, -1, D)
         x = edit_patches(x) if edit_patches else x
