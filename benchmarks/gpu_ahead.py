@@ -10,7 +10,7 @@ bfloat16 batch that fits, from several compilations, and takes minutes.
 from benchmarks import ahead, smoke
 
 _I21K = "configs/b16_i21k.py:model="
-_RECIPES = (
+_FIRST = (
     *("configs/b16_i21k.py", f"{_I21K}L/16", f"{_I21K}H/14"),
     *(
         "configs/mae.py",
@@ -18,6 +18,8 @@ _RECIPES = (
         "configs/swin.py:model=B",
         "configs/clip.py",
     ),
+)
+_OTHERS = (
     *("configs/b16_i1k.py", f"{_I21K}B/32", f"{_I21K}L/32", "configs/jft.py"),
     *("configs/masked_patch.py", "configs/simmim.py", "configs/mixer.py"),
     *("configs/deit.py", "configs/deit3.py", "configs/transfer.py", "configs/vtab.py"),
@@ -25,32 +27,36 @@ _RECIPES = (
     *("configs/flowers_finetune.py", "configs/cifar10.py", "configs/digits.py"),
     *("configs/digits_finetune.py", "configs/digits_names.py"),
 )
+_VARIANTS = {
+    "scan": ["model.scan=True"],
+    "remat full": ["model.remat_policy=full"],
+    "remat dots": ["model.remat_policy=dots"],
+    "fsdp 8": ["mesh.data=1", "mesh.fsdp=8"],
+    "fsdp 8, remat full": ["mesh.data=1", "mesh.fsdp=8", "model.remat_policy=full"],
+}
 _GPUS = ("h100:8", "a100:8")
 
 
-def _words(recipe, gpu):
+def _words(recipe, gpu, *keys):
     words = ["vit_jax.compile", f"--config={recipe}", f"--topology={gpu}"]
-    return [*words, "--config.model.dtype=bfloat16", "--largest_batch"]
+    if recipe.startswith(("configs/clip", "configs/siglip")):
+        keys += ("data.tokenizer=bytes",)  # Nothing to download, and the same program.
+    keys = ("model.dtype=bfloat16", *keys)
+    return [*words, *(f"--config.{key}" for key in keys), "--largest_batch"]
 
 
 def _rows():
     """Yields name and words of each row, the most wanted first."""
     for gpu in _GPUS:
-        for recipe in _RECIPES:
+        for recipe in _FIRST:
             yield f"{recipe} {gpu}", _words(recipe, gpu)
+    for gpu in _GPUS:
         for model in ("B/16", "L/16", "H/14"):
-            for name, keys in {
-                "scan": ["model.scan=True"],
-                "remat full": ["model.remat_policy=full"],
-                "remat dots": ["model.remat_policy=dots"],
-                "fsdp 8": ["mesh.data=1", "mesh.fsdp=8"],
-                "fsdp 8, remat full": [
-                    *("mesh.data=1", "mesh.fsdp=8", "model.remat_policy=full")
-                ],
-            }.items():
-                words = _words(f"{_I21K}{model}", gpu)
-                words += [f"--config.{key}" for key in keys]
-                yield f"{model}, {name} {gpu}", words
+            for name, keys in _VARIANTS.items():
+                yield f"{model}, {name} {gpu}", _words(f"{_I21K}{model}", gpu, *keys)
+    for gpu in _GPUS:
+        for recipe in _OTHERS:
+            yield f"{recipe} {gpu}", _words(recipe, gpu)
 
 
 def _table(rows):

@@ -219,11 +219,15 @@ class PatchEmbedding(nn.Module):
       features: D.
       side: side of a patch in pixels; what is left at the right and bottom is not used.
       dtype: dtype of the computation.
+      row_major: whether the result is laid out in the order of its axes. XLA for GPUs
+        lays the tokens of all blocks out with the batch as the last axis otherwise,
+        because of the position embedding that comes next.
     """
 
     features: int
     side: int
     dtype: str = "float32"
+    row_major: bool = False
 
     @nn.compact
     def __call__(self, images: Float[Array, "B Y X C"]) -> Float[Array, "B y x D"]:
@@ -241,15 +245,10 @@ class PatchEmbedding(nn.Module):
         patches = images[:, : y * side, : x * side].reshape(B, y, side, x, side, C)
         patches = jnp.swapaxes(patches, 2, 3).reshape(B * y * x, -1)
         tokens = patches @ kernel.reshape(-1, D) + bias.reshape(1, D)
-        # Without this, XLA for GPUs lays the tokens of all blocks out with the batch as
-        # the last axis, because of the position embedding that comes next.
-        return jax.lax.platform_dependent(
-            tokens.reshape(B, y, x, D), cuda=_row_major, default=lambda tokens: tokens
-        )
-
-
-def _row_major(x: Array) -> Array:
-    return with_layout_constraint(x, Layout(major_to_minor=tuple(range(x.ndim))))
+        tokens = tokens.reshape(B, y, x, D)
+        if not self.row_major:
+            return tokens
+        return with_layout_constraint(tokens, Layout(major_to_minor=(0, 1, 2, 3)))
 
 
 class MergedDense(nn.Module):

@@ -253,9 +253,13 @@ class VisionTransformer(nn.Module):
         """Returns the input tokens of the encoder, and the grid of patches."""
         config = self.config
         side = variants.parse(config.variant).patch_size
-        x = layers.PatchEmbedding(config.width, side, config.dtype, name="embedding")(
-            config.stem(images)
-        )
+        x = layers.PatchEmbedding(
+            config.width,
+            side,
+            config.dtype,
+            row_major=config.platform == "gpu",
+            name="embedding",
+        )(config.stem(images))
         B, *grid, D = x.shape
         x = x.reshape(B, -1, D)
         x = edit_patches(x) if edit_patches else x

@@ -74,7 +74,8 @@ def build(pretrained: Pretrained) -> Program:
             f"{pretrained.source}: nothing says how images are prepared, which a program "
             "contains: state --mean, --std and --crop_pct"
         )
-    options = {**pretrained.options, "dtype": "float32"}
+    # A layout for GPUs would not be portable.
+    options = {**pretrained.options, "dtype": "float32", "platform": "cpu"}
     model, params = surgery.fit_network(
         dataclasses.replace(pretrained, options=options), how
     )
