@@ -33,6 +33,7 @@ PAGES = [
     "finetuning",
     "weights",
     "evaluation",
+    "features",
     "labels",
     "studies",
     "gallery",

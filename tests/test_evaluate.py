@@ -10,7 +10,14 @@ import hosts
 import jax
 import numpy as np
 import pytest
-from helpers import TINY, one_device, random_weights, run_command, tiny_config
+from helpers import (
+    TINY,
+    one_device,
+    random_weights,
+    run_command,
+    tiny_config,
+    write_weights,
+)
 from PIL import Image
 
 from vit_jax import models
@@ -497,3 +504,45 @@ def test_a_run_and_its_evaluation_afterwards_give_the_same_loss(
         found = json.loads(capsys.readouterr().out.splitlines()[-1])["test"]
         assert found["loss"] == pytest.approx(trained[kind]["loss"], rel=1e-5)
         assert found["top1"] == trained[kind]["top1"]
+
+
+@pytest.fixture(scope="module")
+def two(place):
+    """Weights of two layers."""
+    options = OPTIONS | {"depth": 2}
+    write_weights(place / "two.safetensors", NAMES, PREPROCESS, **options)
+    return {"model": "two.safetensors"}
+
+
+def test_evaluations_of_features_are_repeated_by_layer(run, two, tmp_path):
+    _, err = run("layers", "--layers", f"--out={tmp_path}", **two)
+    report = json.loads((tmp_path / "evaluate.json").read_text())
+    names = [f"{kind}_layer{i}" for kind in ("knn", "probe") for i in range(2)]
+    assert [*report["results"]] == names
+    assert report["evals"]["knn_layer1"]["layers"] == [1]
+    picture = np.load(tmp_path / "layers.npz")
+    assert picture["layers"].tolist() == [0, 1]
+    top1 = [report["results"][name]["weights"]["top1"] for name in names[:2]]
+    np.testing.assert_allclose(picture["knn top1"], np.multiply(100, top1))
+    assert {*picture.files} == {"layers", "knn top1", "probe top1"}
+    assert "layers.png" in err and (tmp_path / "layers.svg").stat().st_size
+    # What the classifier sees is the last layer here.
+    (line,) = run("layers", "--json", **two)[0].splitlines()
+    found = json.loads(line)
+    assert found["knn"] == pytest.approx(top1[1])
+    words = "--json", "--tta=flip", "--config.evals.knn.layers=(0, -1)"
+    (line,) = run("layers", *words, **two)[0].splitlines()
+    assert 0 < json.loads(line)["knn"] <= 1
+
+
+@pytest.mark.parametrize(
+    ("recipe", "words", "message"),
+    [
+        ("layers", ["--layers=2"], "layers=2: Ti/8 has 2 layers"),
+        ("classification", ["--layers"], "--layers: .* no evaluation of features"),
+        ("layers", ["--config.evals.knn.layers=(0, 7)"], "layers=7: Ti/8"),
+    ],
+)
+def test_layers_that_do_not_fit_are_refused(run, two, recipe, words, message):
+    with pytest.raises(UserError, match=message):
+        run(recipe, *words, **two)

@@ -95,6 +95,7 @@ WRITING = ("train", "visualize")  # What is whole stays when the rest fails.
 # Codes that a command may end with.
 CODES = collections.defaultdict(lambda: (0, 2)) | {
     "predict": (0, 1, 2),
+    "features": (0, 1, 2),
     "visualize": (0, 1, 2),
     "dedup": (0, 1, 2),
     "compile": (0, 2, 3),
@@ -241,6 +242,11 @@ COMMANDS = {
         f"{SOUND} sound.png",
         f"--model:file :image --topk --batch_size {WEIGHTS}",
     ),
+    "features": (
+        8,
+        f"{SOUND} sound.png --out=OUT.parquet",
+        f"--model:file :image --out:file --layers --batch_size {WEIGHTS}",
+    ),
     "convert": (
         11,
         f"{SOUND} --to=timm --out=OUT",
@@ -296,7 +302,7 @@ COMMANDS = {
     ),
     "report": (4, "folder --out=OUT", ":file --out:file"),
 }
-assert sum(count for count, _, _ in COMMANDS.values()) == 152
+assert sum(count for count, _, _ in COMMANDS.values()) == 160
 
 
 def keys():

@@ -23,6 +23,7 @@ COMMANDS = {
     "evaluate": "Evaluates weights",
     "transfer": "Fine-tunes a checkpoint on a data set as the paper does (table 4)",
     "predict": "Classifies images",
+    "features": "Writes features of photographs, for search and clustering",
     "explore": "Shows where a model looks, in the browser",
     "visualize": "Draws what a model has learned and where it looks",
     "convert": "Converts weights",

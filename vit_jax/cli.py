@@ -211,6 +211,18 @@ def add_tta_flag(parser: Parser) -> None:
     )
 
 
+def add_layers_flag(parser: Parser, help: str) -> None:
+    """Adds the flag that chooses layers: None without it, () for all of them."""
+    parser.add_argument(
+        "--layers",
+        nargs="?",
+        type=_layers,
+        const=(),
+        metavar="2,5,-1",
+        help=f"{help}; -1 is the last one; without numbers all layers",
+    )
+
+
 def add_image_flags(parser: Parser) -> None:
     """Adds flags for class names and preprocessing, which some weights do not record."""
     parser.add_argument("--labels", default="", help="file of class names, one a line")
@@ -407,6 +419,15 @@ def size(text: str) -> tuple[int, int]:
             "not read either"
         )
     return height, width
+
+
+def _layers(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(word) for word in text.split(","))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not numbers of layers with commas between them, as 2,5,-1"
+        ) from error
 
 
 def _floats(text: str) -> tuple[float, ...]:

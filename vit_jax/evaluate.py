@@ -3,19 +3,22 @@
 CHECKPOINT is a run's workdir, an exported file, a file or folder of timm, Hugging Face or
 Google, or hf://owner/name. CONFIG is a file under configs/eval/ with its argument:
 configs/eval/fewshot.py:data=FOLDER. Images are prepared as the weights say; flags replace
-single parts of that. --json ends with one line, each evaluation's
-scores; where damaged images were left out (--config.data.on_error=skip), "skipped" beside
-them has their numbers. Exit codes: 0 done, 2 bad input (one line says what).
+single parts of that. With --layers, evaluations of features are repeated for layers, from
+0, and --out has a figure of them (layers.png; extra `plots`). --json ends with one line,
+each evaluation's scores; where damaged images were left out
+(--config.data.on_error=skip), "skipped" beside them has their numbers. Exit codes: 0 done,
+2 bad input (one line says what).
 """
 
 import argparse
 import dataclasses
 import functools
 import json
+import pathlib
 
 from vit_jax import cli, job
 from vit_jax.errors import UserError
-from vit_jax.printing import masked
+from vit_jax.printing import address, masked
 
 
 def main(flags: argparse.Namespace) -> int:
@@ -62,6 +65,7 @@ def run(flags: argparse.Namespace, config) -> None:
         with_task=True,
         tell=tell,
     )
+    config, names_by_layer = _by_layer(flags, config, pretrained)
     check = functools.partial(
         resume_check.check_evaluation_of_hosts, pretrained, preprocess
     )
@@ -86,7 +90,32 @@ def run(flags: argparse.Namespace, config) -> None:
     print(shown, flush=True)
     if flags.out:
         names = result_tables.write(flags.out, report, confusions)
+        if names_by_layer:
+            names += _draw_layers(flags, names_by_layer, scores)
         tell(f"written to {flags.out}: {', '.join(names)}")
+
+
+def _by_layer(flags: argparse.Namespace, config, pretrained):
+    """Returns a config with the layers of --layers, and the names of `by_layer.expand`."""
+    if flags.layers is None:
+        return config, {}
+    from vit_jax import models
+    from vit_jax.analysis import by_layer
+
+    if flags.out:
+        by_layer.check_drawing()
+    model = models.create(**pretrained.options)
+    evals, names = by_layer.expand(config.evals, model, flags.layers)
+    return dataclasses.replace(config, evals=evals), names
+
+
+def _draw_layers(flags: argparse.Namespace, names, scores) -> list[str]:
+    """Writes the figure of --layers; returns the names of its files."""
+    from vit_jax.analysis import by_layer
+    from vit_jax.analysis.figures import writing
+
+    picture = by_layer.draw(f"{address(flags.model)}, by layer", names, scores)
+    return writing.save("layers", picture, pathlib.Path(flags.out))
 
 
 def _restrict(config, only_present_classes: bool):
@@ -128,8 +157,11 @@ def parser() -> cli.Parser:
         help="whether answers are of the data's classes alone; default: if those are "
         "fewer than the model's",
     )
+    cli.add_layers_flag(
+        parser, "score features of these layers, k-NN, probe and few-shot"
+    )
     cli.add_tta_flag(parser)
-    add("--out", default="", help="folder for evaluate.json and confusion matrices")
+    add("--out", default="", help="folder for evaluate.json and figures")
     cli.add_weights_flags(parser)
     return parser
 

@@ -9,6 +9,7 @@ import re
 import stat
 import time
 from collections.abc import Iterator
+from typing import IO
 
 from etils import epath
 
@@ -180,11 +181,19 @@ def replace_text(path: epath.Path | pathlib.Path, text: str) -> None:
 
 def replace_bytes(path: epath.Path | pathlib.Path, content: bytes) -> None:
     """Replaces a file by bytes, see `replace_text`."""
+    with replacing(path) as file:
+        file.write(content)
+
+
+@contextlib.contextmanager
+def replacing(path: epath.Path | pathlib.Path) -> Iterator[IO[bytes]]:
+    """Yields a file that takes the place of `path` at the end, unless there is an error."""
     new = path.parent / f".{path.name}.new"
     try:
-        new.write_bytes(content)
+        with new.open("wb") as file:
+            yield file
         new.replace(path)
-    except OSError:
+    except BaseException:
         with contextlib.suppress(OSError):
             new.unlink(missing_ok=True)
         raise

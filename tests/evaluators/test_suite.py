@@ -206,3 +206,16 @@ def test_the_evaluations_of_a_run_read_val_where_no_split_is_stated():
     told = suite_of(config)[0].described()
     assert told["val"]["splits"] == ["val"]
     assert told["few"]["splits"] == ["train", "val"]
+
+
+def test_layers_of_several_evaluations_share_a_pass(passed):
+    evals = {
+        "knn": KNN,
+        "probe": PROBE | {"layers": (0, -1)},
+        "last": KNN | {"layers": (0,)},
+    }
+    suite, model = suite_of(config_of(evals))
+    scores = suite.run({"params": params_of(model)})
+    assert passed == [83, 83]
+    assert scores["last"] == scores["knn"]  # A network of one layer.
+    assert scores["probe"]["params"]["top1"] > 0.3

@@ -58,6 +58,7 @@ class Key:
       in_step: whether the compiled training step depends on it.
       training_only: whether outputs of a trained network do not depend on it.
       optional: whether None may stand in the place of a value.
+      like: value of the key's type, for a default that does not show it, as ().
     """
 
     help: str
@@ -74,6 +75,7 @@ class Key:
     in_step: bool = True
     training_only: bool = False
     optional: bool = False
+    like: object = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -303,7 +303,8 @@ def _build(
             value = raw.get(name, default)
             is_name = isinstance(value, str) and value in about.names
             if not is_name and not (value is None and about.optional):
-                value = fields.fit(path, value, default)
+                like = default if about.like is None else about.like
+                value = fields.fit(path, value, like)
             values[name] = value
             if fields.is_read(about, values):
                 fields.check(path, about, value)

@@ -5,6 +5,7 @@ Letters: B images, L classes.
 
 import dataclasses
 import math
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -58,6 +59,20 @@ class AugmentedModel(Model):
         if "logits" in outputs:
             means["logits"] = self._combine(jnp.stack(outputs["logits"]))
         return means
+
+    def layer_features(
+        self,
+        params: Params,
+        images: jax.Array,
+        layers: Sequence[int] = (-1,),
+        **options: object,
+    ) -> tuple[jax.Array, ...]:
+        """Returns the mean features over the views, see `Model.layer_features`."""
+        answers = [
+            super(AugmentedModel, self).layer_features(params, view, layers, **options)
+            for view in self._cut(images)
+        ]
+        return tuple(jnp.mean(jnp.stack(each), 0) for each in zip(*answers))
 
     def _cut(self, images: jax.Array) -> list[jax.Array]:
         height, width = self.crop

@@ -38,9 +38,11 @@ class Wanted:
     Attributes:
       losses: whether predictions have losses, for which images must have one label.
       restricted: classes that restricted predictions choose among; () for none.
+      layers: layers whose pooled features are computed.
     """
 
     features: bool = False
+    layers: tuple[int, ...] = ()
     logits: bool = False
     predictions: bool = False
     losses: bool = False
@@ -50,8 +52,10 @@ class Wanted:
     def __or__(self, other: "Wanted") -> "Wanted":
         if self.restricted and other.restricted not in ((), self.restricted):
             raise ValueError("evaluators of one split restrict to different classes")
-        names = [field.name for field in dataclasses.fields(self)]
-        return Wanted(**{n: getattr(self, n) or getattr(other, n) for n in names})
+        names = {field.name for field in dataclasses.fields(self)} - {"layers"}
+        either = {name: getattr(self, name) or getattr(other, name) for name in names}
+        layers = tuple(sorted({*self.layers, *other.layers}))
+        return Wanted(layers=layers, **either)
 
 
 @flax.struct.dataclass
@@ -75,6 +79,7 @@ class Outputs:
       records: indices of the examples in their source, (N,), without damaged ones.
       labels: (N,), or (N, K) with `data.multi_label`; None if labels are not read.
       features: input of the classifier, float32 (N, D).
+      layers: pooled features of layers by their numbers, float32 (N, D) each.
       logits: float32 (N, K).
       predictions: `Predictions` among all classes.
       restricted: `Predictions` among some classes.
@@ -85,6 +90,7 @@ class Outputs:
     records: Array
     labels: Array = None
     features: Array = None
+    layers: Array = None
     logits: Array = None
     predictions: Array = None
     restricted: Array = None
@@ -159,6 +165,15 @@ def make_eval_step(
         if wanted.features or wanted.logits or wanted.predictions:
             with sharding.activations(mesh):
                 outputs = model.apply(params, images.astype(model.options["dtype"]))
+        if wanted.layers:
+            with sharding.activations(mesh):
+                found = model.layer_features(
+                    params,
+                    images.astype(model.options["dtype"]),
+                    wanted.layers,
+                    tokens="pooled",
+                )
+            values["layers"] = dict(zip(wanted.layers, found, strict=True))
         if wanted.features:
             values["features"] = outputs["pre_logits"].astype(jnp.float32)
         if wanted.logits or wanted.predictions:
@@ -304,6 +319,8 @@ def check_finite(
     """
     for result in outputs.values():
         columns = [("features", result.features)]
+        for layer, values in (result.layers or {}).items():
+            columns.append((f"features of layer {layer}", values))
         if classifier and result.predictions is not None:
             columns.append(("outputs", result.predictions.confidence))
             columns.append(("outputs", result.predictions.losses))

@@ -1,8 +1,10 @@
 """Classes of single images, by any checkpoint with a classifier or a text tower."""
 
 import dataclasses
+import itertools
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -190,18 +192,14 @@ def predict(
     threshold: float | None = None,
     threads: int | None = None,
 ) -> Iterator[tuple[str, tuple[Prediction, ...] | str]]:
-    """Classifies any number of images, in their order.
-
-    Threads read and decode ahead while the device computes. All batches have the shape
-    of the first, so that one program is compiled.
+    """Classifies any number of images, in their order, see `stream`.
 
     Args:
       classifier: classifier of the images.
       images: images from `inputs.find`.
-      batch_size: images per batch.
+      batch_size, threads: see `stream`.
       topk: classes per image.
       threshold: smallest probability, see `rank`.
-      threads: number of threads that decode; one per core, at most 8, if None.
 
     Yields:
       The name of an image and its most probable classes, or the reason of a failure.
@@ -210,9 +208,56 @@ def predict(
       UserError: the network's output is not finite.
     """
 
+    def compute(pixels, rows):
+        padding = (0, rows - len(pixels)), (0, 0), (0, 0), (0, 0)
+        return np.asarray(classifier.logits(np.pad(pixels, padding)))
+
+    how = {"batch_size": batch_size, "threads": threads}
+    for name, values in stream(images, classifier.prepare, compute, **how):
+        if isinstance(values, str):
+            yield name, values
+            continue
+        check_finite(values, name)
+        yield name, classifier.rank(values, topk, threshold)
+
+
+def check_finite(values: Float[np.ndarray, "..."], name: str) -> None:
+    """Raises UserError if an output for the image of that name is not finite."""
+    if not np.isfinite(values).all():
+        raise UserError(
+            f"the network's output for {name} is not finite: the checkpoint is "
+            "damaged, or diverged in training"
+        )
+
+
+def stream(
+    images: Iterable[inputs.Named],
+    prepare: Callable[[bytes], UInt8[np.ndarray, "h w c"]],
+    compute: Callable[[UInt8[np.ndarray, "B h w c"], int], Any],
+    *,
+    batch_size: int = 32,
+    threads: int | None = None,
+) -> Iterator[tuple[str, Any]]:
+    """Computes outputs of any number of images, in their order.
+
+    Threads read and decode ahead while the device computes. All batches have the shape
+    of the first, so that one program is compiled.
+
+    Args:
+      images: images from `inputs.find`.
+      prepare: function of a file's content to the image that the network takes.
+      compute: function of B prepared images and the rows to fill up to, the same for all
+        batches, to a tree of arrays whose first B rows are the outputs.
+      batch_size: images per batch.
+      threads: number of threads that decode; one per core, at most 8, if None.
+
+    Yields:
+      The name of an image and the tree of its outputs, or the reason of a failure.
+    """
+
     def load(image: inputs.Named) -> tuple[str, np.ndarray | str]:
         name, source = image
-        return name, inputs.attempt(source, classifier.prepare)
+        return name, inputs.attempt(source, prepare)
 
     threads = threads or min(8, os.cpu_count() or 1)
     prepared = inputs.ahead(images, load, threads=threads, limit=2 * batch_size)
@@ -220,18 +265,14 @@ def predict(
     for batch in _batches(prepared, batch_size):
         good = [pixels for _, pixels in batch if not isinstance(pixels, str)]
         rows = rows or len(good)
-        logits = iter(_padded_logits(classifier, good, rows))
+        outputs = compute(np.stack(good), rows) if good else None
+        numbers = itertools.count()
         for name, pixels in batch:
             if isinstance(pixels, str):
                 yield name, pixels
-                continue
-            values = next(logits)
-            if not np.isfinite(values).all():
-                raise UserError(
-                    f"the network's output for {name} is not finite: the checkpoint is "
-                    "damaged, or diverged in training"
-                )
-            yield name, classifier.rank(values, topk, threshold)
+            else:
+                i = next(numbers)
+                yield name, jax.tree.map(lambda x, i=i: x[i], outputs)
 
 
 def _batches(prepared: Iterable, batch_size: int) -> Iterator[list]:
@@ -248,13 +289,3 @@ def _batches(prepared: Iterable, batch_size: int) -> Iterator[list]:
             batch, good = [], 0
     if batch:
         yield batch
-
-
-def _padded_logits(
-    classifier: Classifier, images: list[np.ndarray], rows: int
-) -> Float[np.ndarray, "B K"] | tuple:
-    if not images:
-        return ()
-    padded = np.zeros((rows, *images[0].shape), np.uint8)
-    padded[: len(images)] = images
-    return np.asarray(classifier.logits(padded))[: len(images)]

@@ -117,6 +117,13 @@ class FeaturesConfig(EvalConfig):
 
     train: str = key("", '"" is `data.split`, or "train" of another data set.')
     test: str = key("", '"" is the data set\'s test split.')
+    layers: tuple[int, ...] = key(
+        (),
+        "Layers whose pooled features are joined, as (-4, -3, -2, -1) of DINO's probes; "
+        "(): what the classifier sees. Numbers as of `Model.layer_features`.",
+        like=(0,),
+        at_least=None,
+    )
 
     def open(self, name, splits):
         train = self.train or splits.train_split(self)
@@ -137,11 +144,17 @@ class FeaturesConfig(EvalConfig):
 
         def score(outputs, stop):
             check(outputs[1].labels)
+            if self.layers:
+                outputs = map(self._join, outputs)
             return self.score_features(*outputs, train, stop)
 
-        wanted = Wanted(features=True)
+        wanted = Wanted(features=not self.layers, layers=self.layers)
         passes = Pass(train, wanted, rows=self.train_rows(train)), Pass(test, wanted)
         return Evaluator(passes, score)
+
+    def _join(self, outputs: Outputs) -> Outputs:
+        joined = [outputs.layers[layer] for layer in self.layers]
+        return outputs.replace(features=np.concatenate(joined, axis=1))
 
     def train_rows(self, train: EvalSplit) -> Integer[np.ndarray, " R"] | None:
         """Returns the rows of the training split that are needed; all if None."""

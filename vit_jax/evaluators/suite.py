@@ -22,7 +22,7 @@ from vit_jax.evaluators import forward_passes
 from vit_jax.evaluators.forward_passes import Outputs, Step, TrainedTask, Weights
 from vit_jax.evaluators.protocol import SKIPPED, Confusion, Pass, Stop
 from vit_jax.evaluators.splits import TESTS, VALIDATIONS, EvalConfig, EvalSplits
-from vit_jax.models import Model, text
+from vit_jax.models import Model, layer_features, text
 from vit_jax.models.text_tower import TextTower
 from vit_jax.weights import surgery
 from vit_jax.weights.pretrained import Preprocess, Pretrained
@@ -127,6 +127,8 @@ class Suite:
                 "images that it is not trained on: leave it out, or use one of "
                 "features, as kind='knn'"
             )
+        for layer in one.wanted.layers:
+            layer_features.check(self._model, layer)
         if one.wanted.features and not self._model.representations:
             raise UserError(
                 f"evals.{name} is an evaluation of features, but the network of "
@@ -148,7 +150,7 @@ class Suite:
                 result[name]["data_dir"] = first.data.data_dir
             result[name]["splits"] = [one.split.split for one in evaluator.passes]
             for key, value in fields.to_dict(config).items():
-                if key not in _NOT_DESCRIBED and value not in ("", None):
+                if key not in _NOT_DESCRIBED and value not in ("", (), None):
                     result[name][key] = value
         return result
 

@@ -1,0 +1,207 @@
+"""Features of photographs as a Parquet file, for search and clustering.
+
+Letters: B images, D features.
+"""
+
+import contextlib
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import IO
+
+import jax
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from etils import epath
+from jaxtyping import Array, Float
+
+from vit_jax.data import inputs, splits
+from vit_jax.data.transforms import device as transforms
+from vit_jax.errors import UserError
+from vit_jax.evaluators import prediction
+from vit_jax.evaluators.local_devices import Program
+from vit_jax.files import replacing, writing_out
+from vit_jax.models import Model, Params, layer_features
+from vit_jax.weights import surgery
+from vit_jax.weights.pretrained import Preprocess, Pretrained, prepare_image
+
+NAME, LABEL, FEATURE = "name", "label", "feature"  # Columns.
+
+_GROUP = 1_024  # Rows of a row group.
+_SPLITS = (*splits.TRAIN, *splits.VALIDATION, *splits.TEST)
+
+
+class Extractor:
+    """Weights that turn photographs into vectors, on all devices of this process.
+
+    Args:
+      pretrained: the weights.
+      preprocess: preprocessing of the images; the network is resized to their size.
+      layers: layers with a vector of their own, see `Model.layer_features`; None for
+        none, empty for all.
+
+    Attributes:
+      widths: name of each vector to its length: "feature", the one that the classifier
+        and k-NN see, and "layer_2" of layer 2, pooled.
+
+    Raises:
+      UserError: there is no such layer, or no vector of whole images.
+    """
+
+    def __init__(
+        self,
+        pretrained: Pretrained,
+        preprocess: Preprocess,
+        layers: Sequence[int] | None = None,
+    ):
+        model, self._params = surgery.fit_network(pretrained, preprocess)
+        self._preprocess, self._channels = preprocess, model.image_shape[-1]
+        if not model.representations or getattr(model.config, "pool", "") == "none":
+            raise UserError(f"{pretrained.source} has no features of whole images")
+        chosen = []
+        if layers is not None:
+            chosen = layers or range(model.num_layers)
+            chosen = sorted({layer_features.check(model, layer) for layer in chosen})
+
+        def function(params, pixels):
+            images = transforms.normalize(pixels, preprocess.mean, preprocess.std)
+            images = images.astype(model.options["dtype"])
+            return _vectors(model, params, images, chosen)
+
+        self._program = Program(function)
+        pixels = jax.ShapeDtypeStruct((1, *model.image_shape), np.uint8)
+        shapes = jax.eval_shape(function, model.shapes, pixels)
+        # JAX sorts the keys of a dict as texts.
+        names = [FEATURE, *map(_column, chosen)]
+        self.widths = {name: shapes[name].shape[1] for name in names}
+
+    def vectors(
+        self, images: Iterable[inputs.Named], batch_size: int
+    ) -> Iterator[tuple[str, Mapping[str, Float[np.ndarray, " D"]] | str]]:
+        """Yields an image's name, and its vectors or why it cannot be read.
+
+        Raises:
+          UserError: a vector is not finite.
+        """
+        for name, found in prediction.stream(
+            images,
+            lambda data: prepare_image(data, self._preprocess, self._channels),
+            lambda pixels, rows: self._program(self._params, pixels, rows),
+            batch_size=batch_size,
+        ):
+            if not isinstance(found, str):
+                for values in found.values():
+                    prediction.check_finite(values, name)
+            yield name, found
+
+
+def _vectors(
+    model: Model, params: Params, images: Float[Array, "B Y X C"], layers: Sequence[int]
+) -> dict[str, Float[Array, "B D"]]:
+    vectors = {FEATURE: model.apply(params, images)["pre_logits"]}
+    if layers:
+        pooled = model.layer_features(params, images, layers, tokens="pooled")
+        for layer, values in zip(layers, pooled, strict=True):
+            vectors[_column(layer)] = values
+    return vectors
+
+
+def _column(layer: int) -> str:
+    return f"layer_{layer}"
+
+
+def labels_of(
+    words: Sequence[str], images: Iterable[inputs.Named]
+) -> dict[str, str] | None:
+    """Returns the class of each image, the folder below the given one that it is in.
+
+    A folder of a split, as "train", is not a class.
+
+    Args:
+      words: files and folders of the command line.
+      images: output of `inputs.find_some` for them.
+
+    Returns:
+      Names of images to classes; None if there is an image without one.
+    """
+    if inputs.STDIN in words:
+        return None
+    roots, labels = sorted(filter(os.path.isdir, words), key=len), {}
+    for name, path in images:
+        for root in roots:
+            parts = os.path.relpath(path, root).split(os.sep)[:-1]
+            if not parts or parts[0] == os.pardir:
+                continue
+            parts = parts[len(parts) > 1 and parts[0] in _SPLITS :]
+            labels[name] = parts[0]
+        if name not in labels:
+            return None
+    return labels
+
+
+@contextlib.contextmanager
+def writing(
+    out: str, widths: Mapping[str, int], labels: Mapping[str, str] | None
+) -> Iterator[Callable[[str, Mapping[str, np.ndarray]], None]]:
+    """Yields a function that adds an image's name and vectors to a Parquet file.
+
+    A column is `name`, the next `label` if there are labels, and each vector a list of
+    fixed size of float32. The file appears when all rows are written.
+
+    Args:
+      out: path of the file; its folder is created.
+      widths: see `Extractor`.
+      labels: output of `labels_of`.
+
+    Raises:
+      UserError: it cannot be written.
+    """
+    path = epath.Path(out)
+    with writing_out(out):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with (
+            replacing(path) as file,
+            contextlib.closing(_Table(file, widths, labels)) as table,
+        ):
+            yield table.add
+            table.flush()
+
+
+class _Table:
+    def __init__(self, file: IO[bytes], widths, labels):
+        lists = {name: pa.list_(pa.float32(), width) for name, width in widths.items()}
+        texts = {NAME: pa.string()} | ({LABEL: pa.string()} if labels else {})
+        self._schema = pa.schema(texts | lists)
+        coded = [LABEL] if labels else False  # Numbers of features hardly repeat.
+        self._writer = pq.ParquetWriter(file, self._schema, use_dictionary=coded)
+        self._labels, self._rows = labels, []
+
+    def add(self, name: str, vectors: Mapping[str, np.ndarray]) -> None:
+        row = {NAME: _text(name), **vectors}
+        if self._labels:
+            row[LABEL] = _text(self._labels[name])
+        self._rows.append(row)
+        if len(self._rows) == _GROUP:
+            self.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+    def flush(self) -> None:
+        if not self._rows:
+            return
+        arrays = []
+        for field in self._schema:
+            values = [row[field.name] for row in self._rows]
+            if field.type == pa.string():
+                arrays.append(pa.array(values, field.type))
+            else:
+                flat = pa.array(np.concatenate(values))
+                arrays.append(pa.FixedSizeListArray.from_arrays(flat, type=field.type))
+        self._writer.write_table(pa.Table.from_arrays(arrays, schema=self._schema))
+        self._rows = []
+
+
+def _text(name: str) -> str:
+    """Returns a file name, whose bytes may be no text, as text."""
+    return name.encode(errors="backslashreplace").decode()

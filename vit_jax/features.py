@@ -1,0 +1,89 @@
+"""Writes features of photographs, for search and clustering.
+
+    python -m vit_jax.features PHOTOS --model=CHECKPOINT --out=features.parquet
+
+PHOTOS are files, folders and "-", as for vit_jax.predict; CHECKPOINT is a run's workdir, an
+exported file, a file or folder of timm, Hugging Face or Google, or hf://owner/name. A row of
+the Parquet file is a photograph: `name`, its path; `label`, the folder that it is in, if all
+are in folders of classes; `feature`, the vector that the classifier and k-NN see; and with
+--layers `layer_2` and so on, the class token after a layer, or the mean of its patches.
+The file appears when it is complete. Exit codes: 0 done, 1 some images could not be read
+(one line each says why), 2 bad input or no image at all.
+"""
+
+import argparse
+import os
+
+from vit_jax import cli
+from vit_jax.errors import UserError
+
+EXIT_DAMAGED = 1
+
+
+def main(flags: argparse.Namespace) -> int:
+    """Writes what the flags name; returns the exit code."""
+    cli.refuse_overrides(flags, "writing features")
+    if not flags.out.endswith(".parquet") or os.path.isdir(flags.out):
+        raise UserError(
+            f"--out={flags.out}: features are written to one Parquet file; name a file "
+            "that ends in .parquet"
+        )
+    # After the flags, so that their errors come at once; JAX after the images.
+    from vit_jax.data import inputs
+
+    images = inputs.find_some(flags.images)
+
+    from vit_jax import progress, weights
+    from vit_jax.distributed import compilation
+    from vit_jax.evaluators import feature_table
+    from vit_jax.weights.pretrained import upright
+
+    if uncached := compilation.enable_cache():
+        cli.tell(uncached)
+    pretrained, preprocess = weights.open_weights(
+        flags.model,
+        cli.image_flags(flags),
+        use_ema=not flags.no_ema,
+        num_heads=flags.num_heads,
+        architecture=flags.architecture,
+        tell=cli.tell,
+    )
+    extractor = feature_table.Extractor(pretrained, upright(preprocess), flags.layers)
+    labels = feature_table.labels_of(flags.images, images)
+    total = len(images) if isinstance(images, list) else None
+    count = damaged = 0
+    with (
+        feature_table.writing(flags.out, extractor.widths, labels) as add,
+        progress.bar(total, "images", "images") as bar,
+    ):
+        for name, found in extractor.vectors(images, flags.batch_size):
+            bar.update()
+            if isinstance(found, str):
+                cli.tell(f"{name}: {found}")
+                damaged += 1
+                continue
+            add(name, found)
+            count += 1
+        if not count:
+            raise UserError("none of the images could be read: give others")
+    columns = ", ".join(f"{name} ({width})" for name, width in extractor.widths.items())
+    cli.say(f"{flags.out}: {count:,} photographs, {columns}")
+    return EXIT_DAMAGED if damaged else 0
+
+
+def parser() -> cli.Parser:
+    """Returns the flags."""
+    parser = cli.Parser(__doc__)
+    add = parser.add_argument
+    add("images", nargs="+", metavar="PHOTOS", help="file, folder, or - for a pipe")
+    add("--out", required=True, help="file to write, FILE.parquet")
+    cli.add_layers_flag(parser, "add the pooled features of these layers")
+    add(
+        "--batch_size", type=cli.positive, default=32, help="images at once; default 32"
+    )
+    cli.add_weights_flags(parser)
+    return parser
+
+
+if __name__ == "__main__":
+    cli.run(main, parser())
