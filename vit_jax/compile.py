@@ -107,7 +107,7 @@ def _placed(config, place):
 
     is_gpu, keys = isinstance(place, gpus.Gpus), {}
     if getattr(config.model, "scan", True) is None:
-        keys["model.scan"] = not is_gpu
+        keys["model.scan"] = not is_gpu or config.model.remat_policy != "none"
     is_old = is_gpu and place.capability < attention.CUDNN_CAPABILITY
     if is_old and getattr(config.model, "attention_impl", "") == "auto":
         keys["model.attention_impl"] = "einsum"

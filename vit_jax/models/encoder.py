@@ -159,8 +159,8 @@ class EncoderConfig(NetworkConfig):
     scan: bool | None = key(
         False,
         "Run the blocks as a scan: compiles faster, needs more memory. None: except on "
-        "GPUs, where it moves half as many bytes again. `scan`, `remat_policy` and "
-        "`attention_impl` change neither results nor checkpoints.",
+        "GPUs without a remat_policy, where it moves half as many bytes again. `scan`, "
+        "`remat_policy` and `attention_impl` change neither results nor checkpoints.",
         optional=True,
         changes_result=False,
     )
@@ -180,9 +180,11 @@ class EncoderConfig(NetworkConfig):
     @property
     def stacked(self) -> bool:
         """Whether the blocks' parameters are in the layout of a scan."""
-        if self.scan is None:
-            return (self.platform or jax.default_backend()) != "gpu"
-        return self.scan
+        if self.scan is not None:
+            return self.scan
+        # What is recomputed one by one on a GPU is kept all the same (docs/decisions.md).
+        on_gpu = (self.platform or jax.default_backend()) == "gpu"
+        return not on_gpu or self.remat_policy != "none"
 
     @property
     def encoder_norm(self) -> bool:

@@ -54,6 +54,11 @@ def test_a_config_is_completed_as_on_the_devices(place, scan, attention_impl):
     assert (model.scan, model.attention_impl) == (scan, attention_impl)
 
 
+def test_blocks_that_are_recomputed_run_in_a_scan_on_a_gpu_too():
+    config = configuration.load("b16_i21k", {"model.remat_policy": "full"})
+    assert compile._placed(config, topology.parse("h100:8")).model.scan
+
+
 def compile_step(*words):
     command = [sys.executable, "-m", "vit_jax.compile", *words]
     return subprocess.run(
