@@ -1,4 +1,4 @@
-"""Programs that split a batch over the devices of this process, eight made ones here."""
+"""Batches that the devices of this process share, eight made ones here."""
 
 import jax
 import numpy as np
@@ -6,7 +6,7 @@ import pytest
 from helpers import TINY, draw_params
 
 from vit_jax import models
-from vit_jax.evaluators.local_devices import Program
+from vit_jax.evaluators.local_devices import LocalDevices
 
 
 @pytest.fixture
@@ -26,16 +26,21 @@ def test_all_devices_share_a_batch(computed):
         images = pixels.astype("float32") / 255
         return dict(enumerate(model.layer_features(params, images, (0, -1))))
 
-    program, traces = Program(lambda *x: traces.append(0) or function(*x)), []
-    found = program(params, pixels, rows=13)
+    devices, traces = LocalDevices(), []
+
+    def run(*batch):
+        traced = lambda *x: traces.append(0) or function(*x)
+        return devices.run("both", traced, *batch, rows=13)
+
+    found = run(params, pixels)
     assert {len(x.sharding.device_set) for x in computed[0].values()} == {8}
     assert computed[0][0].shape[0] == 16  # 13 rows, filled up to 2 per device.
     expected = jax.jit(function)(params, pixels)
     for layer in (0, 1):
         assert isinstance(found[layer], np.ndarray)
         np.testing.assert_allclose(found[layer], expected[layer], atol=1e-5)
-    last = program(params, pixels[:3], rows=13)
+    last = run(params, pixels[:3])
     np.testing.assert_allclose(last[1], found[1][:3], atol=1e-6)
     assert len(traces) == 1
     others = jax.tree.map(lambda x: 0 * x, params)
-    assert not program(others, pixels[:3], rows=13)[1].any()
+    assert not run(others, pixels[:3])[1].any()

@@ -20,7 +20,7 @@ from vit_jax.data import decode, inputs
 from vit_jax.data.transforms import device as transforms
 from vit_jax.errors import UserError
 from vit_jax.evaluators import prediction
-from vit_jax.evaluators.local_devices import Program
+from vit_jax.evaluators.local_devices import LocalDevices
 from vit_jax.models import layer_features
 from vit_jax.models.text_tower import TextTower
 from vit_jax.weights import surgery, workdir
@@ -193,7 +193,7 @@ class PretrainedModel:
             self.class_names = prediction.names_of(pretrained, class_names)
         self._pretrained = pretrained
         self._sigmoid = pretrained.loss == "sigmoid"
-        self._programs = {}
+        self._devices = LocalDevices()
 
     def __repr__(self) -> str:
         options = self.model.options
@@ -400,15 +400,17 @@ class PretrainedModel:
           name: of the function; it is compiled once for each name.
           function: function of parameters and normalised images.
         """
-        if name not in self._programs:
-            self._programs[name] = Program(
-                lambda params, pixels: function(params, self._normed(pixels))
-            )
+
+        def of_pixels(params, pixels):
+            return function(params, self._normed(pixels))
+
         listed, results = _listed(images), []
         rows = min(_BATCH, len(listed))  # All batches have one shape.
         for i in range(0, len(listed), _BATCH):
             pixels = np.stack([self._prepare(one) for one in listed[i : i + _BATCH]])
-            results.append(self._programs[name](self.params, pixels, rows))
+            results.append(
+                self._devices.run(name, of_pixels, self.params, pixels, rows)
+            )
         return jax.tree.map(lambda *parts: np.concatenate(parts), *results)
 
     def _normed(self, pixels):

@@ -19,7 +19,7 @@ from vit_jax.data import inputs, splits
 from vit_jax.data.transforms import device as transforms
 from vit_jax.errors import UserError
 from vit_jax.evaluators import prediction
-from vit_jax.evaluators.local_devices import Program
+from vit_jax.evaluators.local_devices import LocalDevices
 from vit_jax.files import replacing, writing_out
 from vit_jax.models import Model, Params, layer_features
 from vit_jax.weights import surgery
@@ -68,7 +68,7 @@ class Extractor:
             images = images.astype(model.options["dtype"])
             return _vectors(model, params, images, chosen)
 
-        self._program = Program(function)
+        self._devices, self._function = LocalDevices(), function
         pixels = jax.ShapeDtypeStruct((1, *model.image_shape), np.uint8)
         shapes = jax.eval_shape(function, model.shapes, pixels)
         # JAX sorts the keys of a dict as texts.
@@ -86,7 +86,7 @@ class Extractor:
         for name, found in prediction.stream(
             images,
             lambda data: prepare_image(data, self._preprocess, self._channels),
-            lambda pixels, rows: self._program(self._params, pixels, rows),
+            lambda *batch: self._devices.run("", self._function, self._params, *batch),
             batch_size=batch_size,
         ):
             if not isinstance(found, str):
