@@ -89,9 +89,7 @@ def run(flags: argparse.Namespace, config) -> None:
         shown = json.dumps(suite.summary(config.evals, scores))
     print(shown, flush=True)
     if flags.out:
-        names = result_tables.write(flags.out, report, confusions)
-        if names_by_layer:
-            names += _draw_layers(flags, names_by_layer, scores)
+        names = _write(flags, report, confusions, names_by_layer)
         tell(f"written to {flags.out}: {', '.join(names)}")
 
 
@@ -109,13 +107,19 @@ def _by_layer(flags: argparse.Namespace, config, pretrained):
     return dataclasses.replace(config, evals=evals), names
 
 
-def _draw_layers(flags: argparse.Namespace, names, scores) -> list[str]:
-    """Writes the figure of --layers; returns the names of its files."""
+def _write(flags: argparse.Namespace, report, confusions, names_by_layer) -> list[str]:
+    """Writes what --out asks for; returns the names of the files."""
+    from vit_jax.evaluators import result_tables
+
+    names = result_tables.write(flags.out, report, confusions)
+    if not names_by_layer:
+        return names
     from vit_jax.analysis import by_layer
     from vit_jax.analysis.figures import writing
 
-    picture = by_layer.draw(f"{address(flags.model)}, by layer", names, scores)
-    return writing.save("layers", picture, pathlib.Path(flags.out))
+    title = f"{address(flags.model)}, by layer"
+    picture = by_layer.draw(title, names_by_layer, report["results"])
+    return names + writing.save("layers", picture, pathlib.Path(flags.out))
 
 
 def _restrict(config, only_present_classes: bool):

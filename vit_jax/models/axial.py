@@ -96,7 +96,7 @@ class AxialViT(nn.Module):
         *,
         train: bool = False,
         classify: bool = True,
-    ) -> dict[str, Float[Array, "..."]] | Float[Array, "B Y X D"]:
+    ) -> dict[str, Float[Array, "..."]] | Float[Array, "B y x D"]:
         """Returns "logits" (B, L), unless L is 0, and "pre_logits" (B, D).
 
         Without `classify` it returns the features of the patches.
