@@ -3,7 +3,7 @@
 Run:    python -m vit_jax.train --config=configs/digits_finetune.py \
             --config.init=runs/digits --workdir=runs/digits_finetune
         after configs/digits.py.
-Result: 99.7 % top-1 on 355 test digits (1 seed), 37 s on 2 CPU cores
+Result: 98.6 % top-1 on 355 test digits (1 seed), 37 s on 2 CPU cores
 """
 
 from ml_collections import ConfigDict
