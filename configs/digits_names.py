@@ -2,7 +2,7 @@
 
 Run:    python -m vit_jax.train --config=configs/digits_names.py --workdir=runs/names
 Then:   python -m vit_jax.predict --model=runs/names --labels="zero, one, two" IMAGE
-Result: 98.0 % zero-shot on 355 test digits (98.0 % averaged), seed 0, 60 s on 2 CPU
+Result: 98.6 % zero-shot on 355 test digits (99.2 % averaged), seed 0, 60 s on 2 CPU
         cores; with loss=softmax 99.4 % (99.4 %)
 """
 

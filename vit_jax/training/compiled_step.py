@@ -44,6 +44,8 @@ def save(
     Raises:
       UserError: the file cannot be written.
     """
+    # What cuDNN's attention kept for the partitioner, which has run, cannot be pickled.
+    compiled._executable._unloaded_executable.keepalive = None
     executable, _, _ = serialize_executable.serialize(compiled)
     header = {"format": _FORMAT, **_describe(mesh, lowered)}
     line = json.dumps(header | {"config": fields.to_json(config)})

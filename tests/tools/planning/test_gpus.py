@@ -82,7 +82,7 @@ def test_without_the_compiler_the_error_says_how_to_get_it():
     [
         ("b16_i21k.py", "h100:1", ["model.depth=2", "batch_size=16"]),
         ("mae.py", "h100:1", ["model.depth=2", "batch_size=16"]),
-        ("dino.py", "h100:2x2", ["model.depth=2", "batch_size=16"]),
+        ("dino.py", "h100:2x2", ["model.depth=1", "batch_size=8"]),
     ],
 )
 def test_recipes_compile_with_the_attention_of_cudnn(recipe, topology, words, tmp_path):
