@@ -12,7 +12,7 @@ from vit_jax import weights
 from vit_jax.api.pretrained import WeightsArguments, at_step
 from vit_jax.config import arguments, fields, loading
 from vit_jax.config.fields import key
-from vit_jax.data.sources.arrays import IN_MEMORY, check_pair, open_arrays
+from vit_jax.data.sources.arrays import IN_MEMORY, check_pair, depth_of, open_arrays
 from vit_jax.data.sources.open import opened_by
 from vit_jax.distributed import mesh as meshes
 from vit_jax.errors import UserError
@@ -64,7 +64,7 @@ def train(
         mapping or config of the same keys.
       workdir: folder for checkpoints, metrics and the report; a new one under runs/ if
         None.
-      data: images, uint8 (N, height, width, channels) or grey (N, height, width), and
+      data: images, uint8 or uint16 (N, height, width, channels) or grey (N, height, width), and
         their labels, integers (N,), in place of the config's data set; or such pairs by
         the name of their split, of which "train" is trained on and all others are
         evaluated. Transforms of the config prepare them, as those of files.
@@ -282,6 +282,7 @@ def _training_sections(arrays: Mapping[str, Arrays], class_names: Sequence[str])
         "split": "train",
         "num_classes": len(class_names) or int(labels.max(initial=0)) + 1,
         "channels": images.shape[3] if images.ndim == 4 else 1,
+        "pixels": depth_of(images),
     }
     return _sections(arrays, keys, arrays.keys() - {"train"})
 

@@ -8,6 +8,9 @@ from vit_jax.errors import UserError
 
 # Larger images are neither decoded nor made.
 MAX_PIXELS = 100_000_000
+# Values of `data.pixels`.
+DEPTHS = ("uint8", "uint16", "float32")
+MAX_CHANNELS = 512
 # Of keys that say where and how fast a host reads, not what.
 OF_HOST = {"changes_result": False, "of_host": True}
 
@@ -115,7 +118,21 @@ class DataConfig(ReaderConfig):
     image_size: tuple[int, ...] = key(
         (224, 224), "Height and width that reach the model, in pixels.", at_least=1
     )
-    channels: int = key(3, "1 or 3.")
+    channels: int = key(
+        3,
+        "Bands that reach the model: 3 is RGB, 1 grey.",
+        at_least=1,
+        at_most=MAX_CHANNELS,
+    )
+    bands: tuple[int, ...] = key(
+        (), "Bands of a file in the order to read them, counted from 0; () for all."
+    )
+    pixels: str = key(
+        "uint8",
+        "Depth on the way to the model. 16 bits of a PNG become 8 with the default; other "
+        "images of more depth are refused. Floats count as fractions of white.",
+        choices=DEPTHS,
+    )
     train_transform: str = key(
         "", "Training transforms; see vit_jax/data/transforms/parse.py."
     )
@@ -129,9 +146,10 @@ class DataConfig(ReaderConfig):
     )
 
     def __post_init__(self):
-        if self.channels not in (1, 3):
+        if self.bands and len(self.bands) != self.channels:
             raise UserError(
-                f"data.channels={self.channels} must be 1 (grey) or 3 (RGB)"
+                f"data.bands={self.bands} chooses {len(self.bands)} bands, but "
+                f"data.channels={self.channels}: make them equal"
             )
         if self.class_balance and (self.multi_label or not self.num_classes):
             raise UserError(

@@ -39,6 +39,8 @@ _TURNS = {
 }
 _TAGS_WITHIN = 2**17  # Bytes; the tags of a JPEG are in its first 64 KiB.
 _TAG_MARKS, _TIFF = (b"Exif", b"eXIf", b"EXIF"), (b"II", b"MM")
+# First bytes of a TIFF file; the last two are BigTIFF.
+TIFF = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
 # Brands of HEIF files, as from Apple's cameras.
 _HEIF = (b"heic", b"heix", b"hevc", b"heim", b"heis", b"mif1", b"msf1")
 
@@ -121,6 +123,13 @@ def decode(
         image = Image.open(io.BytesIO(data))
         if image.width * image.height > MAX_PIXELS:
             raise DamagedImage(f"has {image.width}x{image.height} pixels, too many")
+        # Pillow takes any fourth band for opacity (tag 338: TIFF 6.0, section 18).
+        taken = image.format == "TIFF" and "A" in image.getbands()
+        if taken and not set(image.tag_v2.get(338, ())) & {1, 2}:
+            raise DamagedImage(
+                f"has {len(image.getbands())} bands of which none is marked as opacity: "
+                "set --config.data.channels, or choose with --config.data.bands"
+            )
         if image.format == "PNG":
             critical = _critical_chunks(data)
             opaque = image.mode in ("L", "RGB") and "transparency" not in image.info
@@ -135,7 +144,10 @@ def decode(
     except Image.DecompressionBombError as error:
         raise DamagedImage(f"has too many pixels ({error})") from error
     except UnidentifiedImageError as error:  # Its text has an address in memory.
-        raise DamagedImage("cannot be decoded (of no known format)") from error
+        kind = "of no known format"
+        if data.startswith(TIFF):
+            kind = "TIFF of other bands or depth; see data.channels and data.pixels"
+        raise DamagedImage(f"cannot be decoded ({kind})") from error
     except Exception as error:  # Pillow raises OSError, SyntaxError, struct.error, ...
         raise DamagedImage(f"cannot be decoded ({error})") from error
 

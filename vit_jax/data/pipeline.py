@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from jaxtyping import Integer
 
-from vit_jax.data import decode, order, workers
+from vit_jax.data import bands, decode, order, workers
 from vit_jax.data.captions import TEXT, Captions
 from vit_jax.data.config import DataConfig
 from vit_jax.data.sources.base import Source, check_label, read_labels, warn
@@ -52,7 +52,7 @@ def train_batches(
       num_data_shards: number of shards.
 
     Returns:
-      An iterator to be closed, of dicts: image uint8 (b, h, w, c), or the arrays of the
+      An iterator to be closed, of dicts: image (b, h, w, c) of `data.pixels`, or the arrays of the
       last host transform, each (b, ...); label int32 (b,), (b, classes) of 0 and 1 with
       `data.multi_label`, none if `data.num_classes` is 0; text int32 (b, tokens) with
       `data.tokenizer`; index uint32 (b,), the position in the run modulo 2**32; skipped
@@ -155,6 +155,7 @@ class Loader:
         """Returns a batch of records that lie in memory."""
         images = self.source.images
         self._check_shapes({"image": images.shape[1:]}, "images")
+        self._check_depth({"image": images}, "images")
         batch = {"image": images[records], "skipped": np.zeros(len(records), np.int32)}
         if self.data.num_classes:
             batch["label"] = self.source.labels[records].astype(np.int32)
@@ -193,6 +194,7 @@ class Loader:
             raise UserError(f"{name}: {error}") from error
         arrays = image if isinstance(image, dict) else {"image": image}
         self._check_shapes({key: a.shape for key, a in arrays.items()}, name)
+        self._check_depth(arrays, name)
         if self.captions:
             arrays[TEXT] = self.captions(item, rng)
         return arrays | label
@@ -222,9 +224,11 @@ class Loader:
                 "not read: --config.data.exif=True turns such images",
                 about="data.exif",
             )
-        if encoded and self.ops and self.ops[0].from_file and not (tagged and exif):
+        form = bands.PixelFormat.of(self.data)
+        by_op = encoded and self.ops and self.ops[0].from_file and form.is_photograph
+        if by_op and not (tagged and exif) and not data.startswith(bands.OF_ARRAYS):
             return self.ops[0].from_file(data, self.data.channels, rng), self.ops[1:]
-        return decode.decode(data, self.data.channels, exif=exif), self.ops
+        return bands.read(data, form, exif=exif), self.ops
 
     def refuse(self, record: int, error: decode.DamagedImage) -> None:
         """Raises UserError for a damaged record, unless the config says to skip it."""
@@ -252,7 +256,7 @@ class Loader:
     def empty(self, rows: int) -> Batch:
         """Returns a batch of blank rows."""
         arrays = {
-            name: np.zeros((rows, *shape), np.uint8)
+            name: np.zeros((rows, *shape), self.data.pixels)
             for name, shape in self.shapes.items()
         }
         if self.captions:
@@ -268,6 +272,15 @@ class Loader:
         """Returns data set, split and number, or the path, of a record for a message."""
         name = self.source.describe(record)
         return name if str(record) in name.split() else f"{name} (record {record})"
+
+    def _check_depth(self, arrays: Batch, name: str) -> None:
+        for array in arrays.values():
+            if array.dtype != self.data.pixels:
+                raise UserError(
+                    f"{self.key} gives {name} of {array.dtype}, but data.pixels="
+                    f"{self.data.pixels!r}: set --config.data.pixels={array.dtype}, or "
+                    "mend the transform"
+                )
 
     def _check_shapes(self, shapes: dict[str, tuple[int, ...]], name: str) -> None:
         if shapes == self.shapes:

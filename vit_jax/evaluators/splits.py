@@ -23,7 +23,7 @@ from vit_jax.data.sources.open import exclude, open_unchecked
 from vit_jax.data.splits import names as split_names
 from vit_jax.data.transforms.base import HostTransform
 from vit_jax.errors import NoLabels, NoSplit, UserError
-from vit_jax.weights.pretrained import Preprocess, prepare_image, resized_size
+from vit_jax.weights.pretrained import Preprocess, resize_and_crop, resized_size
 
 # Keys of `config.data` that an evaluation of another data set sets.
 KEYS = (
@@ -340,7 +340,7 @@ class EvalSplits:
             same = size == self._preprocess.image_size
             if same and resized_size(size, self._preprocess) == size:
                 return ()  # So that a batch is one gather.
-        return (CheckpointPreprocess(self._preprocess, data.channels),)
+        return (CheckpointPreprocess(self._preprocess),)
 
 
 def _check_labelled(source: Source) -> None:
@@ -436,13 +436,12 @@ def _in_folder(
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointPreprocess(HostTransform):
-    """A host transform: the preprocessing of a checkpoint, see `prepare_image`."""
+    """A host transform: the preprocessing of a checkpoint, see `resize_and_crop`."""
 
     preprocess: Preprocess
-    channels: int
 
     def __call__(self, image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-        return prepare_image(image, self.preprocess, self.channels)
+        return resize_and_crop(image, self.preprocess)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -294,7 +294,7 @@ class Crops:
     def batch_spec(self, batch_size: int) -> dict[str, jax.ShapeDtypeStruct]:
         """Returns image (B, G, Y, X, C), small_crops (B, S, y, x, C) and index (B,)."""
         return {
-            name: jax.ShapeDtypeStruct((batch_size, *shape), np.uint8)
+            name: jax.ShapeDtypeStruct((batch_size, *shape), self._data.pixels)
             for name, shape in self.shapes.items()
         } | {"index": jax.ShapeDtypeStruct((batch_size,), np.uint32)}
 
@@ -324,4 +324,5 @@ def _device_ops(line: str, where: str, data: DataConfig) -> tuple:
             f"{where}={line!r}: {type(wrong[0]).__name__} runs in the loader, resizes "
             "crops or mixes images: remove it"
         )
+    parse.check_bands(device, data, where)
     return device

@@ -222,13 +222,14 @@ class ImageTask(Task):
 
     def __init__(self, model: Model, data: DataConfig):
         self.model, self.data = model, data
-        self._ops = parse.parse_train(data.train_transform, data.image_size).device
+        host, self._ops = parse.parse_train(data.train_transform, data.image_size)
+        parse.check_bands((*host, *self._ops), data)
 
     def batch_spec(self, batch_size: int) -> dict[str, jax.ShapeDtypeStruct]:
         """Returns image (B, Y, X, C) and index (B,)."""
         shape = (batch_size, *self.data.image_size, self.data.channels)
         return {
-            "image": jax.ShapeDtypeStruct(shape, np.uint8),
+            "image": jax.ShapeDtypeStruct(shape, self.data.pixels),
             "index": jax.ShapeDtypeStruct((batch_size,), np.uint32),
         }
 

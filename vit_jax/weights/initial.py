@@ -34,6 +34,12 @@ class InitConfig:
         "trained.",
         choices=("", *posemb.RESIZE_METHODS),
     )
+    channels: str = key(
+        "repeat",
+        "How the first kernel is made for images of other channels: repeated and scaled "
+        'as by timm, their "mean", the "first" with zeros behind them, or a "new" one.',
+        choices=("repeat", "mean", "first", "new"),
+    )
     allow_mismatch: tuple[str, ...] = key(
         (), "Regular expressions: what may be missing or left over."
     )
@@ -82,6 +88,7 @@ def load_initial(
             init=init,
             with_task=True,
             class_names=class_names,
+            channels=config.channels,
         )
     except UserError as error:
         named = config.checkpoint in str(error)

@@ -260,13 +260,14 @@ def load(
     init: Callable[[], dict] | None = None,
     with_task: bool = False,
     class_names: Sequence[str] = (),
+    channels: str = "repeat",
 ) -> Loaded:
     """Reads a checkpoint of any known format and fits it to a model.
 
     Args:
       checkpoint, use_ema, with_task: arguments of `open_pretrained`.
       model: model that the parameters are fitted to.
-      head, head_bias_init, allow_mismatch, posemb_resize, init: arguments of
+      head, head_bias_init, allow_mismatch, posemb_resize, init, channels: arguments of
         `surgery.fit`.
       class_names: the model's class names, into whose order a kept head is put.
 
@@ -303,6 +304,7 @@ def load(
             posemb_resize=posemb_resize,
             allow_mismatch=allow_mismatch,
             init=init,
+            channels=channels,
         )
     except UserError as error:
         hints = _hints(source.options, model.options)

@@ -12,10 +12,12 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import UInt8
+from jaxtyping import Num
 from PIL import Image
 
 from vit_jax.data import decode
+from vit_jax.data.bands import PixelFormat, read
+from vit_jax.data.config import DEPTHS
 from vit_jax.data.transforms import host as host_transforms
 from vit_jax.errors import UserError
 
@@ -61,6 +63,7 @@ class Preprocess:
         down as in transformers, not to even as in torchvision.
       cut: rows at the bottom and columns on the right that fill no patch.
       fill: colour of the border, from 0 to 255 per channel; () without a border.
+      pixels, bands: what is read of a file, see `data.pixels` and `data.bands`.
     """
 
     image_size: tuple[int, int]
@@ -74,6 +77,12 @@ class Preprocess:
     crop_down: bool = False
     cut: tuple[int, int] = (0, 0)
     fill: tuple[int, ...] = ()
+    pixels: str = DEPTHS[0]
+    bands: tuple[int, ...] = ()
+
+    def form(self, channels: int) -> PixelFormat:
+        """Returns what is read of a file for a model of so many channels."""
+        return PixelFormat(channels, self.pixels, self.bands)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,45 +129,56 @@ def upright(preprocess: Preprocess) -> Preprocess:
 
 
 def prepare_image(
-    data: bytes | UInt8[np.ndarray, "H W C"], preprocess: Preprocess, channels: int = 3
-) -> UInt8[np.ndarray, "h w c"]:
+    data: bytes | Num[np.ndarray, "..."], preprocess: Preprocess, channels: int = 3
+) -> Num[np.ndarray, "h w c"]:
     """Decodes, resizes and crops one image; normalisation happens on the device.
 
     EXIF orientation tags are ignored unless `preprocess.exif`, as in
     `PIL.Image.open(...).convert("RGB")`, the usual input of timm and Hugging Face.
 
     Args:
-      data: content of an image file, or pixels.
-      preprocess: size, interpolation and crop.
-      channels: 3 for RGB, 1 for grey.
+      data: content of an image file, or an array as of one, see `bands.read`.
+      preprocess: bands, depth, size, interpolation and crop.
+      channels: of the model.
 
     Returns:
-      Pixels of `preprocess.image_size`. `decode.decode` converts grey, palettes, CMYK, 16
-      bits and transparency.
+      Pixels of `preprocess.image_size` and `preprocess.pixels`.
 
     Raises:
-      DamagedImage: the bytes are not a readable image, or it is too thin to resize.
+      DamagedImage: the data are not a readable image, or it is too thin to resize.
+    """
+    form = preprocess.form(channels)
+    return resize_and_crop(read(data, form, exif=bool(preprocess.exif)), preprocess)
+
+
+def resize_and_crop(
+    pixels: Num[np.ndarray, "H W C"], preprocess: Preprocess
+) -> Num[np.ndarray, "h w C"]:
+    """Resizes and crops one image, see `prepare_image`.
 
     Source: timm.data.create_transform, crop modes "center", "squash" and "border".
     """
-    pixels = decode.decode(data, channels, exif=bool(preprocess.exif))
     height, width = resized_size(pixels.shape[:2], preprocess)
     if height * width > decode.MAX_PIXELS:
         raise decode.DamagedImage(
             f"has {pixels.shape[1]}x{pixels.shape[0]} pixels, which become "
             f"{width}x{height} before the crop, too many"
         )
-    picture = Image.fromarray(pixels[..., 0] if channels == 1 else pixels)
-    if picture.size != (width, height):
+    if pixels.shape[:2] != (height, width):
         how = INTERPOLATIONS[preprocess.interpolation]
-        picture = picture.resize((width, height), how)
-    rows, columns = preprocess.image_size
+        whole = (0, 0, *pixels.shape[:2])
+        pixels = host_transforms.resize_box(pixels, whole, (height, width), how)
     top, left = _corner((height, width), preprocess)
-    border = tuple(per_channel(preprocess.fill or (0,), channels))
-    canvas = Image.new(picture.mode, (columns, rows), border)
-    canvas.paste(picture, (-left, -top))
-    out = np.array(canvas)
-    return out[..., None] if channels == 1 else out
+    shape = (*preprocess.image_size, pixels.shape[-1])
+    # A border of a colour, from 0 to 255, where the crop reaches beyond the image.
+    scale = 257 if pixels.dtype == np.uint16 else 1
+    border = np.array(preprocess.fill or (0,), np.float32) * scale
+    out = np.empty(shape, pixels.dtype)
+    out[:] = border.astype(pixels.dtype)
+    inside = pixels[max(top, 0) : top + shape[0], max(left, 0) : left + shape[1]]
+    down, across = max(-top, 0), max(-left, 0)
+    out[down : down + inside.shape[0], across : across + inside.shape[1]] = inside
+    return out
 
 
 def resized_size(size: tuple[int, int], preprocess: Preprocess) -> tuple[int, int]:

@@ -62,6 +62,7 @@ def fit(
     posemb_resize: str = "",
     allow_mismatch: Sequence[str] | None = (),
     init: Callable[[], Mapping] | None = None,
+    channels: str = "repeat",
 ) -> tuple[dict, list[FitRow]]:
     """Fits loaded parameters to a model.
 
@@ -77,6 +78,7 @@ def fit(
       allow_mismatch: regular expressions of names that may be missing, and then keep
         their initial values, or be left over; None for commands without such a flag.
       init: returns the model's initial parameters; `model.init` with key 0 if None.
+      channels: how the first kernel is fitted to images of other channels, see `convert_input_channels`; "new" draws it.
 
     Returns:
       The fitted parameters, and a row for the parameters that were loaded unchanged, then
@@ -94,12 +96,12 @@ def fit(
         *_swap_head(given, wanted, head, head_bias_init),
         *_resize(given, model, source, posemb_resize),
         *_fit_tokens(given, wanted),
-        *_fit_input(given, wanted),
+        *_fit_input(given, wanted, channels),
         *_fit_layer_scale(given, wanted),
     ]
-    fresh, more = check_keys(
-        given, wanted, allow_mismatch, new=_PRE_LOGITS if head == "new" else ()
-    )
+    new = _PRE_LOGITS if head == "new" else ()
+    new += FIRST_KERNELS if channels == "new" else ()
+    fresh, more = check_keys(given, wanted, allow_mismatch, new=new)
     rows += more
     if fresh:
         draw = init or functools.partial(model.init, jax.random.key(0))
@@ -217,16 +219,19 @@ def _names(tokens: list[str]) -> str:
     return " and ".join(tokens) or "no extra token"
 
 
-def _fit_input(given: dict, wanted: dict) -> list[FitRow]:
+def _fit_input(given: dict, wanted: dict, channels: str) -> list[FitRow]:
     """Fits the first kernel to the model's channels and patch size."""
     name = next((n for n in FIRST_KERNELS if n in wanted), None)
     kernel = given.get(name)
     if np.ndim(kernel) != 4 or kernel.shape[0] != kernel.shape[1]:
         return []  # `check_keys` reports it.
     rows, shape = [], wanted[name].shape
+    if kernel.shape[2] != shape[2] and channels == "new":
+        del given[name]  # To be drawn.
+        return []
     if kernel.shape[2] != shape[2]:
-        given[name] = convert_input_channels(kernel, shape[2])
-        action = f"input channels made {shape[2]} of {kernel.shape[2]}"
+        given[name] = convert_input_channels(kernel, shape[2], channels)
+        action = f"input channels made {shape[2]} of {kernel.shape[2]} ({channels})"
         rows.append(FitRow(name, action, kernel.shape, given[name].shape))
         kernel = given[name]
     # Only kernels on pixels are resized: the input of a stem's kernels is not smooth.
@@ -353,23 +358,27 @@ def resize_patch_kernel(
 
 
 def convert_input_channels(
-    kernel: Float[np.ndarray, "P P C D"], channels: int
+    kernel: Float[np.ndarray, "P P C D"], channels: int, how: str = "repeat"
 ) -> Float[np.ndarray, "P P c D"]:
-    """Converts the first kernel from RGB to grey images, or the reverse.
+    """Converts the first kernel to images of another number of channels.
 
-    Grey images have the same output as RGB images with three equal channels.
-
-    Raises:
-      UserError: the conversion is not from 3 to 1 or from 1 to 3 channels.
+    Args:
+      kernel: the kernel.
+      channels: c.
+      how: "repeat" repeats the kernel's channels in turn and scales it by
+        C / c, as timm does, or sums them up for one channel: equal channels give the same
+        output as before. "mean" gives every channel the mean over the C, scaled alike;
+        "first" keeps the first, and further ones are 0.
     """
-    if (kernel.shape[2], channels) == (3, 1):
-        return kernel.sum(axis=2, keepdims=True)
-    if (kernel.shape[2], channels) == (1, 3):
-        return np.repeat(kernel / 3, 3, axis=2).astype(kernel.dtype)
-    raise UserError(
-        f"the checkpoint is for images of {kernel.shape[2]} channels and the model for "
-        f"{channels}: only 3 and 1 can be made of each other; set data.channels"
-    )
+    count, dtype = kernel.shape[2], kernel.dtype
+    if how == "first":
+        more = ((0, 0), (0, 0), (0, max(0, channels - count)), (0, 0))
+        return np.pad(kernel[:, :, :channels], more)
+    if how == "mean" or channels == 1:
+        kernel = kernel.mean(axis=2, keepdims=True)
+        return np.repeat(kernel * (count / channels), channels, axis=2).astype(dtype)
+    numbers = np.arange(channels) % count
+    return (kernel[:, :, numbers] * (count / channels)).astype(dtype)
 
 
 def _bilinear(old: int, new: int) -> Float[np.ndarray, "new old"]:

@@ -26,6 +26,7 @@ from etils import epath
 from orbax.checkpoint import v1 as ocp
 
 from vit_jax import models
+from vit_jax.data.config import DEPTHS
 from vit_jax.data.transforms import host as host_transforms
 from vit_jax.data.transforms import parse
 from vit_jax.data.transforms.base import pair
@@ -260,6 +261,8 @@ def _preprocess(data: dict) -> Preprocess | None:
     )
     common = {"image_size": image_size, "mean": mean, "std": std}
     common["exif"] = data.get("exif", False)
+    common["pixels"] = data.get("pixels", DEPTHS[0])
+    common["bands"] = tuple(data.get("bands", ()))
     if parse.names_custom(data["eval_transform"]):  # Weights must not import a module.
         return None
     match parse.parse_eval(data["eval_transform"], image_size):

@@ -15,8 +15,8 @@ import numpy as np
 from jaxtyping import Integer, UInt8
 
 from vit_jax.config import fields
-from vit_jax.data import decode, splits
-from vit_jax.data.config import DataConfig
+from vit_jax.data import bands, decode, splits
+from vit_jax.data.config import MAX_CHANNELS, DataConfig
 from vit_jax.data.fingerprint import Entries, in_memory
 from vit_jax.data.sources.base import SOURCES, Numbered, SourceType, read_all
 from vit_jax.data.splits import Numbering
@@ -25,8 +25,9 @@ from vit_jax.errors import UserError
 DEFAULT_EXAMPLES = 64  # Of each split of the synthetic set.
 SYNTHETIC_CLASSES = 10  # Of the synthetic set where `data.num_classes` is 0.
 DIGIT_NAMES = tuple("0123456789")
-_CHANNELS = (1, 3)
-_SHAPE = "not (N, H, W), (N, H, W, 1) or (N, H, W, 3); change the shape"
+_USUAL_CHANNELS = (1, 3)
+_WHOLE_RANGE = ("uint8", "uint16")
+_SHAPE = "not (N, H, W) or (N, H, W, channels); change the shape"
 _SYNTHETIC_SPLITS = ("train", "val", "validation", "test")
 _CELLS = 8  # The class pattern is a grid of this many cells a side.
 # Sets of small images up to this size are decoded once, when opened.
@@ -76,8 +77,8 @@ def open_arrays(
 
     Args:
       arrays: split name -> images, (N, H, W, C) or grey (N, H, W), and labels,
-        integers (N,). Images are uint8, or other integers from 0 to 255, which are
-        converted. Of a split that is not selected only the length is checked: its
+        integers (N,). Images are uint8 or uint16, or other integers from 0 to 65,535,
+        which are converted. Of a split that is not selected only the length is checked: its
         labels may be None or placeholders.
       split: split expression.
       name: data set's name, for messages.
@@ -98,7 +99,7 @@ def open_arrays(
         part = slice(part.start, part.stop, part.step)
         images, labels = (np.asarray(array)[part] for array in arrays[key])
         images = images if images.ndim == 4 else images[..., None]
-        image_parts.append(images.astype(np.uint8, copy=False))
+        image_parts.append(images.astype(depth_of(images), copy=False))
         label_parts.append(labels)
     shapes = sorted({images.shape[1:] for images in image_parts})
     if len(shapes) > 1:
@@ -184,16 +185,16 @@ def small_in_memory(source, data: DataConfig):
     It is `source` itself if the set is too large, has captions, its images differ in size, or
     one is damaged (`data.on_error` decides on that).
     """
-    channels = data.channels
+    form = bands.PixelFormat.of(data)
     if data.caption_key:
         return source
     try:
-        shape = decode.decode(source[0]["image"], channels, exif=data.exif).shape
+        shape = bands.read(source[0]["image"], form, exif=data.exif).shape
         if max(shape[:2]) > _SMALL_IMAGE or math.prod(shape) * len(source) > _MEMORY:
             return source
-        images, labels = np.empty((len(source), *shape), np.uint8), []
+        images, labels = np.empty((len(source), *shape), form.depth), []
         for i, record in enumerate(read_all(source)):
-            image = decode.decode(record["image"], channels, exif=data.exif)
+            image = bands.read(record["image"], form, exif=data.exif)
             if image.shape != shape:
                 return source
             images[i] = image
@@ -257,22 +258,31 @@ def check_labels(where: str, labels: np.ndarray, class_names: Sequence[str]) -> 
 def _problem(images: np.ndarray) -> str:
     """Returns the problem of images and its remedy; "" if there is no problem."""
     shape, kind = images.shape, images.dtype.kind
-    if len(shape) not in (3, 4) or (len(shape) == 4 and shape[-1] not in _CHANNELS):
-        if len(shape) == 4 and shape[1] in _CHANNELS:
-            return "channels do not stand last; take np.moveaxis(images, 1, -1)"
+    if len(shape) not in (3, 4) or (len(shape) == 4 and shape[-1] > MAX_CHANNELS):
         return _SHAPE
-    if images.dtype == np.uint8:  # The range cannot be wrong: no need to read a memmap.
+    if len(shape) == 4 and shape[-1] not in _USUAL_CHANNELS:
+        if shape[1] in _USUAL_CHANNELS:
+            return "channels do not stand last; take np.moveaxis(images, 1, -1)"
+    if (
+        images.dtype.name in _WHOLE_RANGE
+    ):  # The range cannot be wrong: no need to read a memmap.
         return ""
     if kind not in "buif":
         return "not whole numbers from 0 to 255; make them one array of uint8"
     low, high = (images.min(), images.max()) if images.size else (0, 0)
-    if kind in "ui" and 0 <= low <= high <= 255:
+    if kind in "ui" and 0 <= low <= high <= 65_535:
         return ""
     # Whether white is 1 or 255 in floats is known to the user alone.
     remedy = "scale them to 0..255 and take .round().astype('uint8')"
     if kind not in "ui" and 0 <= low <= high <= 1:
         remedy = "take (images * 255).round().astype('uint8')"
     return f"not whole numbers from 0 to 255; {remedy}"
+
+
+def depth_of(images: np.ndarray) -> str:
+    """Returns the `data.pixels` of images that `check_pair` takes: 16 bits if they need it."""
+    is_wide = images.dtype != np.uint8 and images.size and images.max() > 255
+    return "uint16" if is_wide else "uint8"
 
 
 def describe(values: np.ndarray) -> str:

@@ -13,7 +13,7 @@ from jaxtyping import Integer
 
 from vit_jax.config import fields
 from vit_jax.data import captions
-from vit_jax.data.config import DataConfig
+from vit_jax.data.config import DEPTHS, DataConfig
 from vit_jax.data.decode import DamagedImage
 from vit_jax.data.fingerprint import Entries
 from vit_jax.data.sources import arrays
@@ -163,9 +163,10 @@ def _check_arrays(name: str, source, labelled: bool) -> None:
         arrays.check_labels(f"{where} ", np.asarray(labels), source.class_names)
     if images is None:
         return
-    if images.dtype != np.uint8 or images.ndim != 4:
+    if images.dtype.name not in DEPTHS or images.ndim != 4:
         raise UserError(
-            f"{where} images={arrays.describe(images)}: not uint8 (N, H, W, C); convert "
+            f"{where} images={arrays.describe(images)}: not uint8 (N, H, W, C), uint16 or "
+            "float32; convert "
             "them, or use open_arrays of vit_jax.data.sources.arrays"
         )
     if labelled and len(labels) != len(images) or len(images) != len(source):

@@ -31,7 +31,7 @@ from vit_jax.errors import NoLabels, NoSplit, UserError
 # Names of image files; the format is detected from the content.
 EXTENSIONS = (
     *(".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".gif", ".bmp"),
-    *(".tif", ".tiff", ".ppm", ".pgm", ".avif", ".heic", ".heif"),
+    *(".tif", ".tiff", ".ppm", ".pgm", ".avif", ".heic", ".heif", ".npy", ".npz"),
 )
 WHOLE = "all"  # The one split of a folder that has none ...
 _PARTS = (splits.TRAIN[0], splits.VALIDATION[0])  # ... or its parts.

@@ -41,6 +41,8 @@ class Transform:
         prepare images for evaluation.
       mixes_examples: whether a device transform blends examples and labels; a line has
         at most one.
+      on_colors: whether it changes colours or grey levels, and so needs 1 or 3 channels
+        of 8 bits in the loader, of any depth on the device.
       output_size: method from the height and width of images to those of the results;
         either is None if it differs from image to image. None: the size stays.
       output_shapes: method from the number of channels to the shapes of the arrays that
@@ -54,6 +56,7 @@ class Transform:
     runs_on: ClassVar[str]
     in_eval: ClassVar[bool] = False
     mixes_examples: ClassVar[bool] = False
+    on_colors: ClassVar[bool] = False
     output_size: ClassVar[Callable | None] = None
     output_shapes: ClassVar[Callable | None] = None
     expand: ClassVar[Callable | None] = None

@@ -66,7 +66,7 @@ def apply(
 
     Args:
       ops: `parse_train(...).device`.
-      images: values 0..255.
+      images: values 0..255, or uint16.
       labels: one-hot or soft.
       index: position of each example in the run, modulo 2**32. The choices repeat
         after 4.3e9 examples; the order of the records does not.
@@ -75,6 +75,7 @@ def apply(
     Returns:
       Images, still 0..255 but float32 and perhaps enlarged, and labels.
     """
+    images = _levels(images)
     for number, op in enumerate(ops):
         images, labels = op(images, labels, index, jax.random.fold_in(key, number))
     if (applied := _applied.get()) is not None:
@@ -82,10 +83,21 @@ def apply(
     return images.astype(jnp.float32), labels
 
 
+def _levels(images: Images) -> Images:
+    """Returns images of 16 bits as floats from 0 to 255."""
+    if images.dtype != jnp.uint16:
+        return images
+    return images.astype(jnp.float32) * np.float32(1 / 257)
+
+
 def normalize(
     images: Images, mean: Sequence[float], std: Sequence[float]
 ) -> Float[Array, "B H W C"]:
-    """Returns (images / 255 - mean) / std, with one mean and std, or one per channel."""
+    """Returns (images / 255 - mean) / std, with one mean and std, or one per channel.
+
+    Images of uint16 are divided by 65,535.
+    """
+    images = _levels(images)
     # One product and one sum per pixel; the constants are computed beforehand.
     mean, std = np.asarray(mean, np.float32), np.asarray(std, np.float32)
     factor, offset = 1 / (255 * std), -mean / std
@@ -203,6 +215,8 @@ class ColorJitter(DeviceTransform):
     the circle, where red becomes cyan. Grey images have neither saturation nor hue.
     """
 
+    on_colors = True
+
     brightness: Given = field(0.4, "Largest change of the factor.")
     contrast: Given = field(0.4, "Largest change of the factor.")
     saturation: Given = field(0.4, "Largest change of the factor.")
@@ -225,6 +239,8 @@ class ColorJitter(DeviceTransform):
 @dataclasses.dataclass(frozen=True)
 class Grayscale(DeviceTransform):
     """Replaces the colours of some images by their grey; grey images stay."""
+
+    on_colors = True
 
     p: Given = field(0.2, "Probability for an image.", at_most=1)
 
@@ -260,6 +276,8 @@ class GaussianBlur(DeviceTransform):
 class Solarize(DeviceTransform):
     """Inverts the bright values of some images."""
 
+    on_colors = True
+
     p: Given = field(0.2, "Probability for an image.", at_most=1)
     threshold: Given = field(128.0, "Values from here on are inverted.", at_most=255)
 
@@ -276,6 +294,8 @@ class ThreeAugment(DeviceTransform):
     The three are equally likely, as in DeiT III; its colour jitter and crop are separate
     transforms. The standard deviation of the blur is drawn from `radius`, in pixels.
     """
+
+    on_colors = True
 
     radius: Given = (0.1, 2.0)
 

@@ -1,6 +1,6 @@
-"""Transforms of one uint8 image, run by the loader before images are batched.
+"""Transforms of one image, run by the loader before images are batched.
 
-Letters: H and W height and width before, h and w after, C channels.
+Images are uint8; or uint16 or float32, see bands.py. Letters: H and W height and width before, h and w after, C channels.
 """
 
 import dataclasses
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import cv2
 import numpy as np
-from jaxtyping import Float32, UInt8
+from jaxtyping import Float32, Num
 from PIL import Image
 
 from vit_jax.config.fields import key
@@ -25,14 +25,15 @@ from vit_jax.data.transforms.base import (
     to_size,
 )
 
-Before = UInt8[np.ndarray, "H W C"]
-After = UInt8[np.ndarray, "h w C"]
-Views = dict[str, UInt8[np.ndarray, "N h w C"]]
+Before = Num[np.ndarray, "H W C"]
+After = Num[np.ndarray, "h w C"]
+Views = dict[str, Num[np.ndarray, "N h w C"]]
 Box = tuple[float | int, float | int, float | int, float | int]
 
 # A line of 1x10000 pixels resized to 256 would be 2 GB; no photograph comes near.
 MAX_RESIZED = 25_000_000
 _LARGE = 2  # Large crops of `MultiCrop`.
+_MOST_BANDS = 64  # At a time; OpenCV 5 takes 128.
 _FAST_UP_TO = 3  # Times smaller; beyond, three taps antialias too little.
 
 
@@ -347,12 +348,20 @@ def resize_box(
     top, left, height, width = box
     # Rounding may carry a fraction past the border by less than it matters.
     bottom, right = np.minimum((top + height, left + width), image.shape[:2]).tolist()
-    grey = image.shape[-1] == 1
-    # Pillow knows one or three channels, and one has no axis.
-    picture = Image.fromarray(image[..., 0] if grey else np.ascontiguousarray(image))
-    picture = picture.resize(size[::-1], resample, box=(left, top, right, bottom))
-    out = np.array(picture)
-    return out[..., None] if grey else out
+    box, rows_last = (left, top, right, bottom), size[::-1]
+    if image.dtype == np.uint8 and image.shape[-1] == 3:
+        picture = Image.fromarray(np.ascontiguousarray(image))
+        return np.array(picture.resize(rows_last, resample, box=box))
+    # Pillow knows three channels of 8 bits alone, and one of 8 bits or of floats.
+    exact = np.uint8 if image.dtype == np.uint8 else np.float32
+    bands = [
+        Image.fromarray(band.astype(exact)).resize(rows_last, resample, box=box)
+        for band in np.moveaxis(image, -1, 0)
+    ]
+    out = np.stack([np.array(band) for band in bands], axis=-1)
+    if image.dtype == np.uint16:
+        out = out.round().clip(0, 65_535)
+    return out.astype(image.dtype, copy=False)
 
 
 def resize_fast(image: Before, size: tuple[int, int], antialias: bool = True) -> After:
@@ -360,6 +369,11 @@ def resize_fast(image: Before, size: tuple[int, int], antialias: bool = True) ->
 
     Without `antialias` fine detail of an image that shrinks turns into noise.
     """
+    if image.shape[-1] > _MOST_BANDS:
+        parts = np.split(
+            image, range(_MOST_BANDS, image.shape[-1], _MOST_BANDS), axis=-1
+        )
+        return np.concatenate([resize_fast(p, size, antialias) for p in parts], axis=-1)
     if antialias:
         times = image.shape[0] / size[0], image.shape[1] / size[1]
         if max(times) > _FAST_UP_TO:

@@ -188,6 +188,26 @@ def check_batch(spec: Mapping[str, object], data: DataConfig) -> None:
         )
 
 
+def check_bands(
+    ops: Iterable[Transform], data: DataConfig, where: str = "data.train_transform"
+) -> None:
+    """Raises UserError if a transform of colours would get other bands, or more depth."""
+    names = {cls: name for name, cls in all_transforms().items()}
+    for op in ops:
+        if not op.on_colors:
+            continue
+        name = f"{where}: {names[type(op)]} changes colours"
+        if data.channels not in (1, 3):
+            raise UserError(
+                f"{name}, and data.channels={data.channels} is neither 1 nor 3: remove it"
+            )
+        if op.runs_on == "host" and data.pixels != "uint8":
+            raise UserError(
+                f"{name} of 8 bits, and data.pixels={data.pixels!r}: remove it, or set "
+                "--config.data.pixels=uint8"
+            )
+
+
 def parse_eval(spec: str, image_size: Sequence[int]) -> tuple:
     """Parses `data.eval_transform`, host transforms without randomness, see `parse_train`."""
     known = {k: cls for k, cls in HOST_TRANSFORMS.items() if _in_eval(cls)}

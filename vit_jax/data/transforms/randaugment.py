@@ -48,6 +48,8 @@ LEVELS = {
 class RandAugment(HostTransform):
     """Applies random operations of `NAMES`, one after the other."""
 
+    on_colors = True
+
     layers: Given = key(2, "Number of operations, drawn with replacement.")
     magnitude: Given = key(10.0, "Strength of every operation.", at_most=30)
 

@@ -1,0 +1,188 @@
+"""Images of any number of bands and any depth: TIFF, NumPy files, and arrays.
+
+What `decode` does for photographs, this does for the rest: 13 bands of a satellite, 16 bits
+of a microscope, the floats of a scanner. Values keep their depth on the way to the device
+(`data.pixels`): "uint8"; "uint16", of which 65,535 is white as 255 is of 8 bits; "float32",
+of which 255 stands for 1.0 of the file, so that transforms and `data.mean` mean the same for
+all. Letters: H and W height and width, C bands of the file, c bands that are read.
+"""
+
+import contextlib
+import dataclasses
+import io
+
+import cv2
+import numpy as np
+from jaxtyping import Num
+
+from vit_jax.data import decode
+from vit_jax.data.config import DEPTHS, MAX_PIXELS, DataConfig
+from vit_jax.data.decode import DamagedImage
+
+# First bytes of a file of np.save, and of np.savez.
+OF_ARRAYS = _NPY, _NPZ = b"\x93NUMPY", b"PK\x03\x04"
+_PNG = b"\x89PNG"
+_DARK = 1 / 16  # Of the range: what 12 bits in 16 cannot exceed.
+
+
+@dataclasses.dataclass(frozen=True)
+class PixelFormat:
+    """What is read of an image file.
+
+    Attributes:
+      channels: number of bands in the result.
+      depth: one of config.DEPTHS.
+      bands: numbers of the file's bands, from 0 on, in their order; () for all.
+    """
+
+    channels: int = 3
+    depth: str = DEPTHS[0]
+    bands: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, data: DataConfig) -> "PixelFormat":
+        """Returns the format that `config.data` asks for."""
+        return cls(data.channels, data.pixels, data.bands)
+
+    @property
+    def is_photograph(self) -> bool:
+        """Whether it is RGB or grey of 8 bits, as `decode.decode` returns."""
+        return self.channels in (1, 3) and self.depth == DEPTHS[0] and not self.bands
+
+
+def read(
+    data: bytes | np.ndarray, form: PixelFormat, *, exif: bool = False
+) -> Num[np.ndarray, "H W c"]:
+    """Reads an image of any kind.
+
+    A photograph is converted to RGB or grey, see `decode.decode`. Of other images the bands
+    must be as many as asked for, or chosen; a single one is repeated for RGB. More depth
+    than the file has is added, less is refused. 8 and 16 bits without sign become floats
+    from 0 to 1; other numbers are taken as they are.
+
+    Args:
+      data: content of a file, or an array (H, W), (H, W, C) or (C, H, W), which are told
+        apart by the number of bands that is asked for.
+      form: what is wanted.
+      exif: whether a photograph is turned by its orientation tag.
+
+    Raises:
+      DamagedImage: it cannot be read, or has other bands or more depth.
+    """
+    is_array = isinstance(data, np.ndarray)
+    of_arrays = data.dtype != np.uint8 if is_array else data.startswith(OF_ARRAYS)
+    if form.is_photograph and not of_arrays:
+        return decode.decode(data, form.channels, exif=exif)
+    image = data if is_array else _read_file(data, exif)
+    if image.ndim not in (2, 3) or 0 in image.shape:
+        raise DamagedImage(f"has the shape {image.shape}, not (height, width, bands)")
+    image = image[..., None] if image.ndim == 2 else image
+    if image.shape[0] * image.shape[1] > MAX_PIXELS:
+        raise DamagedImage(f"has {image.shape[1]}x{image.shape[0]} pixels, too many")
+    return _to_depth(_choose(image, form), form.depth)
+
+
+def _read_file(data: bytes, exif: bool) -> np.ndarray:
+    """Returns the array of a file as it is stored."""
+    try:
+        if data.startswith(_NPY):
+            return np.load(io.BytesIO(data), allow_pickle=False)
+        if data.startswith(_NPZ):
+            return _only_array(np.load(io.BytesIO(data), allow_pickle=False))
+        if data.startswith(decode.TIFF):
+            return _read_tiff(data)
+    except DamagedImage:
+        raise
+    except Exception as error:  # tifffile and NumPy raise many.
+        raise DamagedImage(f"cannot be decoded ({error})") from error
+    if data.startswith(_PNG):  # Pillow would cut 16 bits of colours to 8.
+        flags = cv2.IMREAD_UNCHANGED | cv2.IMREAD_IGNORE_ORIENTATION
+        pixels = cv2.imdecode(np.frombuffer(data, np.uint8), flags)
+        if pixels is not None and pixels.dtype == np.uint16:
+            orders = {3: [2, 1, 0], 4: [2, 1, 0, 3]}  # OpenCV has blue first.
+            return pixels if pixels.ndim == 2 else pixels[..., orders[pixels.shape[-1]]]
+    return decode.decode(data, 3, exif=exif)
+
+
+def _only_array(file) -> np.ndarray:
+    if len(file.files) != 1:
+        raise DamagedImage(
+            f"holds {len(file.files)} arrays ({', '.join(file.files)}): save one a file"
+        )
+    return file[file.files[0]]
+
+
+def _read_tiff(data: bytes) -> np.ndarray:
+    """Returns the first image of a TIFF file, bands last."""
+    try:
+        import tifffile
+    except ImportError as error:
+        raise DamagedImage(
+            "is TIFF of bands, which needs the extra `tiff`: pip install -e '.[tiff]' in "
+            "the clone"
+        ) from error
+    with tifffile.TiffFile(io.BytesIO(data)) as file:
+        series = file.series[0]
+        image, axes = series.asarray(), series.axes
+    if len(axes) == 3 and axes.endswith(
+        "YX"
+    ):  # Bands one after the other, or as pages.
+        return np.moveaxis(image, 0, -1)
+    return image
+
+
+def _choose(image: np.ndarray, form: PixelFormat) -> np.ndarray:
+    """Returns the bands that are asked for."""
+    wanted = len(form.bands) or form.channels
+    enough = lambda count: count > max(form.bands) if form.bands else count == wanted
+    if not enough(image.shape[-1]) and enough(image.shape[0]):
+        image = np.moveaxis(image, 0, -1)
+    count = image.shape[-1]
+    if form.bands and enough(count):
+        return image[..., form.bands]
+    if not form.bands and count == form.channels:
+        return image
+    if not form.bands and (count, form.channels) == (1, 3):
+        return np.repeat(image, 3, axis=-1)
+    asked = (
+        f"data.bands={form.bands}" if form.bands else f"data.channels={form.channels}"
+    )
+    raise DamagedImage(
+        f"has {count} bands, but {asked}: set --config.data.channels={count}, or choose "
+        "some with --config.data.bands, counted from 0"
+    )
+
+
+def _to_depth(image: np.ndarray, depth: str) -> np.ndarray:
+    """Converts pixels to at least their own depth."""
+    if image.dtype == depth and depth != "float32":
+        return image
+    small = {"uint8": 255, "uint16": 65_535}.get(image.dtype.name)
+    if depth == "float32":
+        image = image.astype(np.float32) * np.float32(255 / (small or 1))
+        if not np.isfinite(image).all():
+            raise DamagedImage("has NaN or infinite pixels")
+        return image
+    if (image.dtype.name, depth) == ("uint8", "uint16"):
+        return image.astype(np.uint16) * np.uint16(257)
+    deeper = "uint16" if small else "float32"
+    raise DamagedImage(
+        f"has pixels of {image.dtype}, but data.pixels={depth!r}: set "
+        f"--config.data.pixels={deeper}"
+    )
+
+
+def doubt(data: bytes) -> str:
+    """Returns what is odd about the values of an image file; "" for nothing.
+
+    Pixels of 12 bits are often stored in 16, where they look all but black.
+    """
+    with contextlib.suppress(DamagedImage):
+        pixels = _read_file(data, exif=False)
+        full = {"uint8": 255, "uint16": 65_535}.get(pixels.dtype.name)
+        if full and 0 < (highest := int(pixels.max())) <= full * _DARK:
+            held = f", as {highest.bit_length()} bits in 16" if full > 255 else ""
+            return f"has no value above {highest:,} of {full:,}{held}: all but black"
+        if full and not pixels.any():
+            return "is black"
+    return ""
