@@ -12,15 +12,16 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, UInt8
+from jaxtyping import Array, Float, Num, UInt8
 
+from vit_jax.data.bands import PixelFormat
 from vit_jax.data.transforms import device as transforms
 from vit_jax.errors import UserError
 from vit_jax.evaluators import prediction
 from vit_jax.models import Model, Params
 from vit_jax.models.intermediates import Layer
 from vit_jax.weights import surgery
-from vit_jax.weights.pretrained import Preprocess, Pretrained, prepare_image
+from vit_jax.weights.pretrained import Preprocess, Pretrained, resize_and_crop
 
 # Limits of a chunk: bytes of one layer's attention, and images.
 _MAX_ATTENTION_BYTES, _MAX_CHUNK_SIZE = 256 << 20, 32
@@ -78,11 +79,14 @@ class LoadedModel:
         """Number of channels of the input images: 3 for RGB, 1 for grey."""
         return self.model.image_shape[-1]
 
-    def prepare(
-        self, data: bytes | UInt8[np.ndarray, "_ _ _"]
-    ) -> UInt8[np.ndarray, "Y X C"]:
-        """Decodes, resizes and crops an image to the input size of the model."""
-        return prepare_image(data, self.preprocess, self.channels)
+    @property
+    def form(self) -> PixelFormat:
+        """What the model reads of an image file."""
+        return self.preprocess.form(self.channels)
+
+    def prepare(self, pixels: Num[np.ndarray, "_ _ C"]) -> Num[np.ndarray, "Y X C"]:
+        """Resizes and crops an image, read by `form`, to the input size of the model."""
+        return resize_and_crop(pixels, self.preprocess)
 
     def normalize(
         self, pixels: UInt8[np.ndarray, "B Y X C"]

@@ -238,7 +238,9 @@ class PretrainedModel:
         Raises:
           UserError: an image cannot be read.
         """
-        return self._normed(np.stack([self._prepare(one) for one in _listed(images)]))
+        return self._normed(
+            np.stack([self._prepare(one) for one in self._each(images)])
+        )
 
     @_checked
     def predict(
@@ -268,7 +270,8 @@ class PretrainedModel:
         if threshold is None:
             threshold = prediction.threshold_of(self._pretrained)
         how = {"sigmoid": self._sigmoid, "threshold": threshold}
-        return _best(images, logits, self.class_names, topk, **how)
+        channels = self.model.image_shape[-1]
+        return _best(images, logits, self.class_names, topk, channels, **how)
 
     @_checked
     def zero_shot(
@@ -299,7 +302,9 @@ class PretrainedModel:
         logits = self.tower.logits(
             self._image_embeddings(images), self.tower.classes(texts, prompts)
         )
-        return _best(images, logits, texts, topk, sigmoid=self.tower.sigmoid)
+        channels = self.model.image_shape[-1]
+        sigmoid = self.tower.sigmoid
+        return _best(images, logits, texts, topk, channels, sigmoid=sigmoid)
 
     @_checked
     def similarity(
@@ -404,7 +409,7 @@ class PretrainedModel:
         def of_pixels(params, pixels):
             return function(params, self._normed(pixels))
 
-        listed, results = _listed(images), []
+        listed, results = self._each(images), []
         rows = min(_BATCH, len(listed))  # All batches have one shape.
         for i in range(0, len(listed), _BATCH):
             pixels = np.stack([self._prepare(one) for one in listed[i : i + _BATCH]])
@@ -418,6 +423,9 @@ class PretrainedModel:
         images = transforms.normalize(jax.numpy.asarray(pixels), how.mean, how.std)
         return images.astype(self.model.options["dtype"])
 
+    def _each(self, images: Images) -> list:
+        return _listed(images, self.model.image_shape[-1])
+
     def _prepare(self, image) -> np.ndarray:
         return _prepare(image, self.preprocessing, self.model.image_shape[-1])
 
@@ -427,27 +435,32 @@ def at_step(source: str | os.PathLike, step: int | None) -> str:
     return os.fspath(source) if step is None else workdir.at_step(source, step)
 
 
-def _best(images: Images, logits, names: Sequence[str], topk: int, **how):
+def _best(
+    images: Images, logits, names: Sequence[str], topk: int, channels: int, **how
+):
     """Returns the most probable classes of each image, or of the single one."""
     best = [prediction.rank(row, names, topk, **how) for row in logits]
-    return best[0] if _is_single(images) else best
+    return best[0] if _is_single(images, channels) else best
 
 
-def _is_single(images: Images) -> bool:
+def _is_single(images: Images, channels: int) -> bool:
     if isinstance(images, np.ndarray):
         # Three dimensions without channels are grey images, as of `train`.
-        return images.ndim < 3 or (images.ndim == 3 and images.shape[-1] in (1, 3, 4))
+        return images.ndim < 3 or (
+            images.ndim == 3 and images.shape[-1] in (1, 3, 4, channels)
+        )
     path = isinstance(images, str | os.PathLike)
     return isinstance(images, bytes | Image.Image) or (
         path and not os.path.isdir(images)
     )
 
 
-def _listed(images: Images) -> list:
+def _listed(images: Images, channels: int) -> list:
     """Returns single images, with those of folders in their place."""
-    if not _is_single(images) and isinstance(images, str | os.PathLike):
+    is_single = _is_single(images, channels)
+    if not is_single and isinstance(images, str | os.PathLike):
         images = [images]
-    elif _is_single(images):
+    elif is_single:
         return [images]
     kinds = str | os.PathLike | bytes | np.ndarray | Image.Image
     listed = list(images) if isinstance(images, np.ndarray | Iterable) else [images]
@@ -479,8 +492,11 @@ def _prepare(image, preprocess: Preprocess, channels: int) -> np.ndarray:
     elif isinstance(image, Image.Image):
         name = f"the image of mode {image.mode}"
         with _readable(name):
-            data = decode.to_pixels(image, channels)
-    if isinstance(data, np.ndarray):
+            is_photograph = preprocess.form(channels).is_photograph
+            data = (
+                decode.to_pixels(image, channels) if is_photograph else np.array(image)
+            )
+    if isinstance(data, np.ndarray) and preprocess.form(channels).is_photograph:
         data = data[..., None] if data.ndim == 2 else data
         if data.dtype != np.uint8 or data.ndim != 3 or not data.size:
             raise UserError(

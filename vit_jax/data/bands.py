@@ -13,7 +13,7 @@ import io
 
 import cv2
 import numpy as np
-from jaxtyping import Num
+from jaxtyping import Num, UInt8
 
 from vit_jax.data import decode
 from vit_jax.data.config import DEPTHS, MAX_PIXELS, DataConfig
@@ -186,3 +186,16 @@ def doubt(data: bytes) -> str:
         if full and not pixels.any():
             return "is black"
     return ""
+
+
+def to_display(pixels: Num[np.ndarray, "H W C"]) -> UInt8[np.ndarray, "H W c"]:
+    """Returns a picture of an image: grey for one or two bands, else the first three.
+
+    What is no photograph is scaled so that 2 % of the values are black and 2 % are white.
+    """
+    if pixels.dtype == np.uint8 and pixels.shape[-1] in (1, 3):
+        return pixels
+    shown = pixels[..., : 3 if pixels.shape[-1] > 2 else 1].astype(np.float32)
+    low, high = np.percentile(shown, (2, 98), axis=(0, 1))
+    scaled = (shown - low) / np.maximum(high - low, 1e-6)
+    return (255 * scaled.clip(0, 1)).round().astype(np.uint8)

@@ -23,7 +23,8 @@ from vit_jax.analysis import charts
 from vit_jax.analysis.figures import FIGURES, create
 from vit_jax.analysis.figures.figure import Figure, Picture
 from vit_jax.analysis.loaded_model import LoadedModel
-from vit_jax.data import decode, inputs
+from vit_jax.data import bands, inputs
+from vit_jax.data.bands import PixelFormat
 from vit_jax.errors import UserError
 from vit_jax.files import replace_bytes, writing_out
 
@@ -290,12 +291,12 @@ def read_batches(
         # This runs ahead of `num_read`, so a few more originals are decoded than kept.
         keep = num_read < num_originals
         # Grey images are decoded as grey: that is not the mean of RGB.
-        channels = {model.channels for model in models} | ({3} if keep else set())
+        forms = {model.form for model in models} | ({PixelFormat()} if keep else set())
         # One original stands beside all models.
         exif = any(model.preprocess.exif for model in models)
-        decoded = {count: decode.decode(data, count, exif=exif) for count in channels}
-        prepared = [model.prepare(decoded[model.channels]) for model in models]
-        return decoded[3] if keep else None, prepared
+        decoded = {form: bands.read(data, form, exif=exif) for form in forms}
+        prepared = [model.prepare(decoded[model.form]) for model in models]
+        return decoded[PixelFormat()] if keep else None, prepared
 
     threads = min(8, os.cpu_count() or 1)
     pending = []

@@ -260,9 +260,8 @@ def _problem(images: np.ndarray) -> str:
     shape, kind = images.shape, images.dtype.kind
     if len(shape) not in (3, 4) or (len(shape) == 4 and shape[-1] > MAX_CHANNELS):
         return _SHAPE
-    if len(shape) == 4 and shape[-1] not in _USUAL_CHANNELS:
-        if shape[1] in _USUAL_CHANNELS:
-            return "channels do not stand last; take np.moveaxis(images, 1, -1)"
+    if len(shape) == 4 and shape[1] in _USUAL_CHANNELS and shape[-1] > 3:
+        return "channels do not stand last; take np.moveaxis(images, 1, -1)"
     if (
         images.dtype.name in _WHOLE_RANGE
     ):  # The range cannot be wrong: no need to read a memmap.

@@ -21,7 +21,7 @@ from PIL import Image
 from vit_jax.analysis.attention import relevance, relevance_to_text, rollout_step
 from vit_jax.analysis.loaded_model import LoadedModel, check_finite
 from vit_jax.analysis.representations import enlarge, project, to_intensities
-from vit_jax.data import decode
+from vit_jax.data import bands, decode
 from vit_jax.evaluators import prediction
 from vit_jax.models import text
 from vit_jax.models.network import BlockWindows
@@ -154,10 +154,9 @@ class ExploredModel:
           Refused: the image cannot be decoded.
           UserError: the network's output is not finite.
         """
-        channels = self._model.image_shape[-1]
         try:
             exif = bool(self._loaded.preprocess.exif)
-            whole = decode.decode(data, channels, exif=exif)
+            whole = bands.read(data, self._loaded.form, exif=exif)
             pixels = self._loaded.prepare(whole)
         except decode.DamagedImage as error:
             raise damaged(error, name) from error
@@ -165,7 +164,7 @@ class ExploredModel:
         return ModelOutput(
             classes=classes,
             box=crop_box(whole.shape[:2], self._loaded.preprocess),
-            picture=_to_png(pixels),
+            picture=_to_png(bands.to_display(pixels)),
             rows=rows,
         )
 
