@@ -103,11 +103,15 @@ def _check(flags) -> None:
 def _placed(config, place):
     """Returns the config with what a run on the devices would choose by itself."""
     from vit_jax.config import fields
+    from vit_jax.data.config import ESTIMATE
     from vit_jax.models import attention
 
     is_gpu, keys = isinstance(place, gpus.Gpus), {}
     if getattr(config.model, "scan", True) is None:
         keys["model.scan"] = not is_gpu or config.model.remat_policy != "none"
+    for name in ("mean", "std"):
+        if getattr(config.data, name) == ESTIMATE:  # There are no data to read.
+            keys[f"data.{name}"] = (0.5,)
     is_old = is_gpu and place.capability < attention.CUDNN_CAPABILITY
     if is_old and getattr(config.model, "attention_impl", "") == "auto":
         keys["model.attention_impl"] = "einsum"

@@ -78,7 +78,7 @@ def see(source, config, count: int) -> tuple:
     import numpy as np
 
     from vit_jax.config.lengths import RunLength
-    from vit_jax.data import pipeline
+    from vit_jax.data import bands, pipeline
     from vit_jax.data.transforms import parse
     from vit_jax.training import train_state
 
@@ -88,6 +88,7 @@ def see(source, config, count: int) -> tuple:
     run = RunLength(config.num_steps(examples), examples / config.batch_size)
     task = config.task.build(config.build_model(), data, run)
     parse.check_batch(task.batch_spec(config.batch_size), data)
+    pipeline.warn_of_dark(source)
     with pipeline.train_batches(
         source,
         data,
@@ -111,9 +112,11 @@ def see(source, config, count: int) -> tuple:
         names += [f"{name} {number + 1}" for number in range(pixels.shape[1])]
     sides = np.max([pixels.shape[2:4] for pixels in views], axis=0).tolist()
     images = np.concatenate([_pad(pixels, *sides) for pixels in views], axis=1)
+    images = images.reshape(-1, *images.shape[2:])
+    images = np.stack([bands.to_display(image) for image in images])
     labels = prepared.get("label")
     labels = None if labels is None else np.asarray(labels)
-    return images.reshape(-1, *images.shape[2:]), labels, names
+    return images, labels, names
 
 
 def _pad(images, height: int, width: int):

@@ -39,8 +39,9 @@ def main(flags: argparse.Namespace) -> int:
         if flags.compiled:
             from vit_jax.training import compiled_step
 
-            setup = loop.build_setup(config, workdir, startup)
-            step = compiled_step.load(flags.compiled, config, setup)
+            known = loop.resolved(config)
+            setup = loop.build_setup(known, workdir, startup)
+            step = compiled_step.load(flags.compiled, known, setup)
             setup = setup._replace(compiled=step)
         loop.train(config, workdir, startup, setup)
 

@@ -172,13 +172,13 @@ def _to_depth(image: np.ndarray, depth: str) -> np.ndarray:
     )
 
 
-def doubt(data: bytes) -> str:
-    """Returns what is odd about the values of an image file; "" for nothing.
+def doubt(data: bytes | np.ndarray) -> str:
+    """Returns what is odd about the values of an image; "" for nothing.
 
     Pixels of 12 bits are often stored in 16, where they look all but black.
     """
     with contextlib.suppress(DamagedImage):
-        pixels = _read_file(data, exif=False)
+        pixels = _read_file(data, exif=False) if isinstance(data, bytes) else data
         full = {"uint8": 255, "uint16": 65_535}.get(pixels.dtype.name)
         if full and 0 < (highest := int(pixels.max())) <= full * _DARK:
             held = f", as {highest.bit_length()} bits in 16" if full > 255 else ""

@@ -8,6 +8,7 @@ from vit_jax.errors import UserError
 
 # Larger images are neither decoded nor made.
 MAX_PIXELS = 100_000_000
+ESTIMATE = "estimate"
 # Values of `data.pixels`.
 DEPTHS = ("uint8", "uint16", "float32")
 MAX_CHANNELS = 512
@@ -125,7 +126,9 @@ class DataConfig(ReaderConfig):
         at_most=MAX_CHANNELS,
     )
     bands: tuple[int, ...] = key(
-        (), "Bands of a file in the order to read them, counted from 0; () for all."
+        (),
+        "Bands of a file in the order to read them, counted from 0; () for all.",
+        like=(0,),
     )
     pixels: str = key(
         "uint8",
@@ -137,10 +140,15 @@ class DataConfig(ReaderConfig):
         "", "Training transforms; see vit_jax/data/transforms/parse.py."
     )
     eval_transform: str = key("", "Evaluation transforms.")
-    mean: tuple[float, ...] = key(
-        (0.5,), "Subtracted, one or one per channel, as a fraction of 255 ..."
+    mean: tuple[float, ...] | str = key(
+        (0.5,),
+        "Subtracted, one or one per channel, as a fraction of white (255, or 65,535 of 16 "
+        'bits); "estimate" for that of up to 1,000 training images ...',
+        names=(ESTIMATE,),
     )
-    std: tuple[float, ...] = key((0.5,), "... then divided by.")
+    std: tuple[float, ...] | str = key(
+        (0.5,), "... then divided by, alike.", names=(ESTIMATE,)
+    )
     check: bool = key(
         True, "Resume only on the data of the run's start.", changes_result=False
     )
@@ -158,6 +166,8 @@ class DataConfig(ReaderConfig):
             )
         for name in ("mean", "std"):
             value = getattr(self, name)
+            if value == ESTIMATE:
+                continue
             if len(value) not in (1, self.channels):
                 raise UserError(
                     f"data.{name}={value} must have one number, or one for each of "

@@ -41,6 +41,8 @@ _TAGS_WITHIN = 2**17  # Bytes; the tags of a JPEG are in its first 64 KiB.
 _TAG_MARKS, _TIFF = (b"Exif", b"eXIf", b"EXIF"), (b"II", b"MM")
 # First bytes of a TIFF file; the last two are BigTIFF.
 TIFF = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
+# Bands by the tag 262 (TIFF 6.0, section 8); further ones are described by the tag 338.
+_TIFF_COLOURS = {2: 3, 5: 4, 6: 3, 8: 3}
 # Brands of HEIF files, as from Apple's cameras.
 _HEIF = (b"heic", b"heix", b"hevc", b"heim", b"heis", b"mif1", b"msf1")
 
@@ -123,13 +125,8 @@ def decode(
         image = Image.open(io.BytesIO(data))
         if image.width * image.height > MAX_PIXELS:
             raise DamagedImage(f"has {image.width}x{image.height} pixels, too many")
-        # Pillow takes any fourth band for opacity (tag 338: TIFF 6.0, section 18).
-        taken = image.format == "TIFF" and "A" in image.getbands()
-        if taken and not set(image.tag_v2.get(338, ())) & {1, 2}:
-            raise DamagedImage(
-                f"has {len(image.getbands())} bands of which none is marked as opacity: "
-                "set --config.data.channels, or choose with --config.data.bands"
-            )
+        if image.format == "TIFF":
+            _check_bands(image)
         if image.format == "PNG":
             critical = _critical_chunks(data)
             opaque = image.mode in ("L", "RGB") and "transparency" not in image.info
@@ -150,6 +147,17 @@ def decode(
         raise DamagedImage(f"cannot be decoded ({kind})") from error
     except Exception as error:  # Pillow raises OSError, SyntaxError, struct.error, ...
         raise DamagedImage(f"cannot be decoded ({error})") from error
+
+
+def _check_bands(image: Image.Image) -> None:
+    """Refuses a TIFF file of bands that Pillow would drop, or take for opacity."""
+    count, photometric, more = (image.tag_v2.get(tag) for tag in (277, 262, 338))
+    of_colours = _TIFF_COLOURS.get(photometric, 1)
+    if (count or 1) > of_colours and not {1, 2} & set(more or ()):
+        raise DamagedImage(
+            f"has {count} bands, of which none is marked as opacity: set "
+            f"--config.data.channels={count}, or choose with --config.data.bands"
+        )
 
 
 def orientation(data: bytes) -> int:

@@ -5,6 +5,7 @@ number alone, and threads, loader processes and hosts change only the speed.
 Letters: b rows of this process, B records.
 """
 
+import contextlib
 import dataclasses
 from collections.abc import Iterator, Sequence
 
@@ -24,6 +25,7 @@ Batch = dict[str, np.ndarray]
 
 # Keeps augmentation's random bits apart from those of other uses of the same seed.
 _STREAM = 0x617567
+_LOOKED_AT = 8  # Images whose values are inspected at the start.
 _INSPECTED = 1_000  # Images of a split whose orientation tags are read.
 
 
@@ -76,8 +78,28 @@ def train_batches(
     return Batches(load, range(start, stop), data)
 
 
+def warn_of_dark(source: Source) -> None:
+    """Warns if at least half of some images are all but black, as 12 bits in 16 are."""
+    step, odd = max(1, len(source) // _LOOKED_AT), {}
+    numbers = range(0, len(source), step)[:_LOOKED_AT]
+    for i in numbers:
+        with contextlib.suppress(OSError):
+            image = (
+                source.images[i] if source.images is not None else source[i]["image"]
+            )
+            odd |= {i: text} if (text := bands.doubt(image)) else {}
+    if 2 * len(odd) >= len(numbers):
+        first, text = next(iter(odd.items()))
+        warn(
+            f"{source.describe(first)} {text}; so are {len(odd)} of {len(numbers)} images "
+            "looked at: see that their values fill the range, or estimate data.mean and "
+            "data.std"
+        )
+
+
 def try_training(source: Source, data: DataConfig) -> None:
     """Prepares one training image; raises the errors of the batches of `train_batches`."""
+    warn_of_dark(source)
     data = dataclasses.replace(data, num_workers=0, class_balance="")
     with train_batches(source, data, batch_size=1, seed=0, start=0, stop=1) as batches:
         next(batches)

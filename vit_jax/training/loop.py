@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 import jax
 
-from vit_jax.data import pipeline
+from vit_jax.data import normalization, pipeline
+from vit_jax.data.config import ESTIMATE
 from vit_jax.data.sources.open import open_source
 from vit_jax.distributed import compilation, multihost
 from vit_jax.distributed import mesh as meshes
@@ -58,6 +59,7 @@ def train(
         second one raises KeyboardInterrupt at once.
     """
     with _guarded(config, workdir, startup or StartupTimer()) as start:
+        config = resolved(config)
         setup = _ready(config, workdir, setup, start)
         tracing = Tracing(config, setup)
         run, compiled_step = _begin(
@@ -196,6 +198,20 @@ def _take_steps(run, timer, tracing, compiled_step) -> None:
                 run.take(step, *train_step(run.state, batch))
             run.notify("after_step", step)
     run.notify("finish")
+
+
+def resolved(config: TrainConfig) -> TrainConfig:
+    """Returns the config with the mean and deviation that `data.mean` asks to estimate.
+
+    Raises:
+      UserError: data cannot be opened or read.
+    """
+    data = config.data
+    if ESTIMATE not in (data.mean, data.std):
+        return config
+    source = open_source(data, data.split)
+    data = normalization.resolve(data, source, config.seed)
+    return dataclasses.replace(config, data=data)
 
 
 def build_setup(

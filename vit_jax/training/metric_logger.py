@@ -11,7 +11,7 @@ import numpy as np
 from clu import parameter_overview
 
 from vit_jax.config import fields
-from vit_jax.data import fingerprint, pipeline
+from vit_jax.data import bands, fingerprint, pipeline
 from vit_jax.distributed import chips
 from vit_jax.distributed import mesh as meshes
 from vit_jax.evaluators import result_tables
@@ -181,8 +181,9 @@ class MetricLogger(Callback):
         self._run.notify("evaluate", step, run_report.flatten_scores(scores))
 
     def _write_images(self, name: str, images: np.ndarray, step: int) -> None:
-        """Writes up to 16 images, uint8 (..., Y, X, C)."""
+        """Writes up to 16 images, (..., Y, X, C)."""
         shown = images.reshape(-1, *images.shape[-3:])[:16]
+        shown = np.stack([bands.to_display(image) for image in shown])
         for writer in self._writers:
             writer.write_images(step, {name: shown})
 

@@ -77,8 +77,8 @@ def open_arrays(
 
     Args:
       arrays: split name -> images, (N, H, W, C) or grey (N, H, W), and labels,
-        integers (N,). Images are uint8 or uint16, or other integers from 0 to 65,535,
-        which are converted. Of a split that is not selected only the length is checked: its
+        integers (N,). Images are uint8 or uint16, or other integers from 0 to 255, which
+        are converted to uint8. Of a split that is not selected only the length is checked: its
         labels may be None or placeholders.
       split: split expression.
       name: data set's name, for messages.
@@ -269,7 +269,7 @@ def _problem(images: np.ndarray) -> str:
     if kind not in "buif":
         return "not whole numbers from 0 to 255; make them one array of uint8"
     low, high = (images.min(), images.max()) if images.size else (0, 0)
-    if kind in "ui" and 0 <= low <= high <= 65_535:
+    if kind in "ui" and 0 <= low <= high <= 255:
         return ""
     # Whether white is 1 or 255 in floats is known to the user alone.
     remedy = "scale them to 0..255 and take .round().astype('uint8')"
@@ -280,7 +280,7 @@ def _problem(images: np.ndarray) -> str:
 
 def depth_of(images: np.ndarray) -> str:
     """Returns the `data.pixels` of images that `check_pair` takes: 16 bits if they need it."""
-    is_wide = images.dtype != np.uint8 and images.size and images.max() > 255
+    is_wide = images.dtype == np.uint16 and images.size and images.max() > 255
     return "uint16" if is_wide else "uint8"
 
 

@@ -1,0 +1,59 @@
+"""Mean and standard deviation of the training images, for data.mean="estimate"."""
+
+import dataclasses
+
+import numpy as np
+
+from vit_jax.data import bands, decode
+from vit_jax.data.config import ESTIMATE, DataConfig
+from vit_jax.data.sources.base import Source
+from vit_jax.errors import UserError
+
+_MOST = 1_000  # Images.
+_STREAM = 0x6D656E  # Keeps the draw apart from others of the same seed.
+
+
+def resolve(data: DataConfig, source: Source, seed: int) -> DataConfig:
+    """Returns the config with numbers in the place of "estimate".
+
+    Up to 1,000 images of the split, drawn by the seed, are read as they are stored.
+
+    Args:
+      data: `config.data`.
+      source: training split.
+      seed: seed of the run.
+
+    Raises:
+      UserError: no image can be read, or a channel has the same value everywhere.
+    """
+    wanted = [name for name in ("mean", "std") if getattr(data, name) == ESTIMATE]
+    if not wanted:
+        return data
+    drawn = np.random.default_rng([seed, _STREAM]).permutation(len(source))[:_MOST]
+    form, parts = bands.PixelFormat.of(data), []
+    for i in np.sort(drawn).tolist():
+        try:
+            pixels = bands.read(source[i]["image"], form, exif=data.exif)
+        except (decode.DamagedImage, OSError):
+            continue  # `data.on_error` decides on it in training.
+        levels = pixels.reshape(-1, form.channels).astype(np.float64)
+        levels /= 65_535 if pixels.dtype == np.uint16 else 255
+        parts.append((len(levels), levels.sum(0), np.square(levels).sum(0)))
+    if not parts:
+        raise UserError(
+            f"data.mean={ESTIMATE!r}: no image of {data.split!r} can be read"
+        )
+    count, total, squares = (sum(part) for part in zip(*parts, strict=True))
+    mean = total / count
+    std = np.sqrt(np.maximum(squares / count - mean**2, 0))
+    flat = np.flatnonzero(std <= 1e-9 + 1e-7 * np.abs(mean))  # Rounding.
+    if flat.size:
+        channel = int(flat[0])
+        raise UserError(
+            f"data.std={ESTIMATE!r}: channel {channel} is {mean[channel]:g} everywhere: "
+            "leave it out with data.bands, or give data.std"
+        )
+    found = {"mean": mean, "std": std}
+    # Six digits, which a config file shows and JSON keeps.
+    numbers = {n: tuple(float(f"{x:.6g}") for x in found[n]) for n in wanted}
+    return dataclasses.replace(data, **numbers)
