@@ -4,6 +4,7 @@ import io
 import json
 
 import cv2
+import jax
 import numpy as np
 import pytest
 import tifffile
@@ -322,3 +323,11 @@ def test_arrays_of_bands_train_from_weights_of_colours(tmp_path):
         assert model.preprocessing.pixels == "uint16"
         assert model.predict(images[0])
         assert len(model.predict(list(images[:3]))) == 3
+    words = [f"--model={run}", "--to=stablehlo", f"--out={tmp_path / 'program'}"]
+    assert not run_command("convert", words)
+    program = jax.export.deserialize(
+        (tmp_path / "program/model.stablehlo").read_bytes()
+    )
+    logits = program.call(images[:3])["logits"]
+    outputs = model.apply(model.params, model.preprocess(list(images[:3])))
+    np.testing.assert_allclose(logits, outputs["logits"], rtol=1e-4, atol=1e-6)

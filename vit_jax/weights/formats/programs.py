@@ -38,24 +38,28 @@ class Program:
     """A network as a function.
 
     Attributes:
-      function: takes parameters and images, uint8 (B, H, W, C), and returns the outputs,
+      function: takes parameters and images, (B, H, W, C), and returns the outputs,
         float32 each.
       params: parameters on the host.
       shape: shape of an image, (H, W, C).
       outputs: names of the outputs: "logits" (B, classes) if there is a classifier, and
         "pre_logits" (B, D), the features of the image, if the network has them.
+      pixels: dtype of the images.
     """
 
     function: Callable[[dict, jax.Array], tuple[jax.Array, ...]]
     params: dict
     shape: tuple[int, int, int]
     outputs: tuple[str, ...]
+    pixels: str
 
     @property
     def batch(self) -> jax.ShapeDtypeStruct:
-        """Any number of images, uint8 (B, H, W, C)."""
+        """Any number of images, (B, H, W, C)."""
         sides = ", ".join(map(str, self.shape))
-        return jax.ShapeDtypeStruct(jax.export.symbolic_shape(f"B, {sides}"), jnp.uint8)
+        return jax.ShapeDtypeStruct(
+            jax.export.symbolic_shape(f"B, {sides}"), self.pixels
+        )
 
 
 def build(pretrained: Pretrained) -> Program:
@@ -91,7 +95,7 @@ def build(pretrained: Pretrained) -> Program:
     names = tuple(name for name in ("logits", "pre_logits") if name in shapes)
     if not options["num_classes"]:
         names = tuple(name for name in names if name != "logits")
-    return Program(run, params, shape, names)
+    return Program(run, params, shape, names, how.pixels)
 
 
 def write_stablehlo(pretrained: Pretrained, folder: pathlib.Path) -> list[str]:
@@ -156,7 +160,7 @@ def _write_sidecars(
     """Writes the preprocessing, and the class names if there are any."""
     content = dataclasses.asdict(pretrained.preprocess) | {
         "channels": program.shape[-1],
-        "input": f"{_INPUT}: uint8 (any number, {', '.join(map(str, program.shape))}), "
+        "input": f"{_INPUT}: {program.pixels} (any number, {', '.join(map(str, program.shape))}), "
         "normalised by the program",
         "outputs": list(program.outputs),
         "probabilities": "sigmoid" if pretrained.loss == "sigmoid" else "softmax",
