@@ -188,6 +188,24 @@ def doubt(data: bytes | np.ndarray) -> str:
     return ""
 
 
+def picture(
+    data: bytes | np.ndarray, *, exif: bool = False
+) -> UInt8[np.ndarray, "H W c"]:
+    """Returns a picture of an image of any kind: RGB, or see `to_display`.
+
+    Raises:
+      DamagedImage: it cannot be read.
+    """
+    try:
+        return decode.decode(data, 3, exif=exif)
+    except DamagedImage:
+        of_bands = (*OF_ARRAYS, *decode.TIFF)
+        if isinstance(data, bytes) and not data.startswith(of_bands):
+            raise
+    image = _read_file(data, exif) if isinstance(data, bytes) else data
+    return to_display(image if image.ndim == 3 else image[..., None])
+
+
 def to_display(pixels: Num[np.ndarray, "H W C"]) -> UInt8[np.ndarray, "H W c"]:
     """Returns a picture of an image: grey for one or two bands, else the first three.
 

@@ -69,7 +69,7 @@ class Extractor:
             return _vectors(model, params, images, chosen)
 
         self._devices, self._function = LocalDevices(), function
-        pixels = jax.ShapeDtypeStruct((1, *model.image_shape), np.uint8)
+        pixels = jax.ShapeDtypeStruct((1, *model.image_shape), preprocess.pixels)
         shapes = jax.eval_shape(function, model.shapes, pixels)
         # JAX sorts the keys of a dict as texts.
         names = [FEATURE, *map(_column, chosen)]

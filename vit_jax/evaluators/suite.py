@@ -402,6 +402,8 @@ def _data(data: ReaderConfig, options: dict, preprocess: Preprocess) -> DataConf
         "mean": tuple(preprocess.mean),
         "std": tuple(preprocess.std),
         "exif": data.exif or bool(preprocess.exif),
+        "pixels": preprocess.pixels,
+        "bands": preprocess.bands,
     }
     return DataConfig(**dataclasses.asdict(data) | of_weights)
 

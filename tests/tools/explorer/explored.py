@@ -124,7 +124,8 @@ def made(grid, layers, heads, seed=0):
     rows.levels[..., -1] = 255
     shown = io.BytesIO()
     Image.new("RGB", (8 * grid[1], 8 * grid[0])).save(shown, "PNG")
-    output = ModelOutput((), (0.0, 0.0, 1.0, 1.0), shown.getvalue(), rows)
+    pixels = np.zeros((8 * grid[0], 8 * grid[1], 3), np.uint8)
+    output = ModelOutput((), (0.0, 0.0, 1.0, 1.0), shown.getvalue(), pixels, rows)
     description = {
         "name": "synthetic",
         "variant": "synthetic",

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from PIL import Image, ImageDraw, ImageOps, UnidentifiedImageError
 
-from vit_jax.data import decode, inputs
+from vit_jax.data import bands, decode, inputs
 from vit_jax.errors import UserError
 
 MAX_BYTES = 32 << 20
@@ -186,4 +186,5 @@ def _decode(data: bytes) -> Image.Image:
             return ImageOps.exif_transpose(picture.convert("RGB"))
     except Exception as error:  # Pillow raises OSError, SyntaxError, struct.error, ...
         raise decode.DamagedImage("cannot be decoded") from error
-    return Image.fromarray(decode.decode(data, exif=True))
+    pixels = bands.picture(data, exif=True)
+    return Image.fromarray(pixels.squeeze(-1) if pixels.shape[-1] == 1 else pixels)

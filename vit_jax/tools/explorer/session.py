@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Float32, UInt8
+from jaxtyping import Array, Float, Float32, Num, UInt8
 from PIL import Image
 
 from vit_jax.analysis.attention import relevance, relevance_to_text, rollout_step
@@ -50,7 +50,8 @@ class ModelOutput:
     Attributes:
       classes: most probable classes, best first; empty without a classifier.
       box: top, left, bottom and right of the model's input, as fractions of the image.
-      picture: the model's input as a PNG file.
+      picture: the model's input as a PNG file, see `bands.to_display`.
+      pixels: the model's input.
       rows: attention from each token.
       relevances: label -> relevance of each patch to the class, for a saved page.
     """
@@ -58,6 +59,7 @@ class ModelOutput:
     classes: tuple[prediction.Prediction, ...]
     box: tuple[float, float, float, float]
     picture: bytes
+    pixels: Num[np.ndarray, "Y X C"]
     rows: AttentionRows | WindowRows
     relevances: Mapping[int, Sequence[float]] = dataclasses.field(default_factory=dict)
 
@@ -165,6 +167,7 @@ class ExploredModel:
             classes=classes,
             box=crop_box(whole.shape[:2], self._loaded.preprocess),
             picture=_to_png(bands.to_display(pixels)),
+            pixels=pixels,
             rows=rows,
         )
 
@@ -192,7 +195,7 @@ class ExploredModel:
         known = self._tower if isinstance(target, str) else target < len(self._names)
         if not known or self._model.has_windows:
             return None
-        images = self._loaded.normalize(self._pixels(output))
+        images = self._loaded.normalize(output.pixels[None])
         args = self._model, self._loaded.params, images
         if isinstance(target, str):
             values = relevance_to_text(*args, self._tower, target)
@@ -208,14 +211,9 @@ class ExploredModel:
         """
         if not self._model.has_patch_features:
             return None
-        features = self._loaded.patch_features(self._pixels(output))[0]
+        features = self._loaded.patch_features(output.pixels[None])[0]
         check_finite(features, f"{self.name}'s features")
         return enlarge(features, self.describe()["grid"])
-
-    def _pixels(self, output: ModelOutput) -> UInt8[np.ndarray, "1 Y X C"]:
-        """Returns the resized pixels of an image."""
-        picture = Image.open(io.BytesIO(output.picture))
-        return np.asarray(picture).reshape(1, *self._model.image_shape)
 
     def _compute(
         self, pixels: UInt8[np.ndarray, "h w c"], name: str

@@ -23,9 +23,9 @@ from jaxtyping import Integer
 from PIL import Image
 
 from vit_jax import weights
-from vit_jax.data import pipeline
+from vit_jax.data import bands, pipeline
 from vit_jax.data.config import DataConfig
-from vit_jax.data.decode import DamagedImage, decode
+from vit_jax.data.decode import DamagedImage
 from vit_jax.data.sources.base import Source
 from vit_jax.data.sources.open import Spec, open_source
 from vit_jax.data.transforms import device as transforms
@@ -244,7 +244,10 @@ def _picture(source: Source, record: np.integer, caption: str) -> dict[str, str]
 def _thumbnail(source: Source, record: int) -> str:
     """Returns an image as the data URL of a small JPEG, "" if it is damaged."""
     try:
-        picture = Image.fromarray(decode(source[record]["image"], exif=True))
+        pixels = bands.picture(source[record]["image"], exif=True)
+        picture = Image.fromarray(
+            pixels.squeeze(-1) if pixels.shape[-1] == 1 else pixels
+        )
     except (DamagedImage, OSError):
         return ""
     scale = _SIDE // max(picture.size)

@@ -369,6 +369,8 @@ def _rule_config(
         "on_error": "skip_few",
         "mean": given.preprocess.mean,
         "std": given.preprocess.std,
+        "pixels": given.preprocess.pixels,
+        "bands": given.preprocess.bands,
     }
     if images.uneven >= rule.UNEVEN and not given.multi_label:
         data["class_balance"] = "sqrt"
