@@ -181,7 +181,7 @@ REFUSED = [
     ({"seed": True}, "seed=True is bool, but it takes int"),
     ({"model": {"dropout": "0"}}, "model.dropout='0' is str, but it takes float"),
     ({"data": {"image_size": 32}}, "data.image_size=32 is int, .* tuple"),
-    ({"data": {"mean": "a=b"}}, r"data\.mean\[0\]='a=b' is str, but it takes"),
+    ({"data": {"mean": "a=b"}}, r"data\.mean='a=b' is not one of estimate"),
     ({"evals": {"val": 3}}, "evals.val=3 is a section, .* as evals.val.kind"),
     ({"optim": 3}, "optim=3 is a section, .* as optim.name"),
     ({"evals": "test"}, "evals='test' is a section, .* as evals.name"),

@@ -331,3 +331,29 @@ def test_arrays_of_bands_train_from_weights_of_colours(tmp_path):
     logits = program.call(images[:3])["logits"]
     outputs = model.apply(model.params, model.preprocess(list(images[:3])))
     np.testing.assert_allclose(logits, outputs["logits"], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("channels", [1, 4, 13])
+def test_weights_of_timm_for_other_channels_give_its_logits(tmp_path, channels):
+    from import_timm import import_timm
+
+    timm = import_timm()
+    import torch
+    from safetensors.torch import save_file
+
+    args = {"in_chans": channels, "img_size": 32, "depth": 2, "num_classes": 3}
+    network = timm.create_model("vit_tiny_patch16_224", **args).eval()
+    save_file(network.state_dict(), tmp_path / "model.safetensors")
+    config = {"architecture": "vit_tiny_patch16_224", "num_classes": 3}
+    images = {"input_size": [channels, 32, 32], "crop_pct": 1.0}
+    config |= {"model_args": args, "pretrained_cfg": images}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    model = vit_jax.load_model(tmp_path, mean=(0.5,), std=(0.25,))
+    image = RNG.integers(0, 256, (32, 32, channels), np.uint8)
+    pixels = (image / 255 - 0.5) / 0.25
+    with torch.inference_mode():
+        given = torch.from_numpy(pixels.astype(np.float32)).permute(2, 0, 1)[None]
+        expected = network(given).numpy()
+    found = model.apply(model.params, model.preprocess([image]))["logits"]
+    np.testing.assert_allclose(found, expected, atol=1e-5)

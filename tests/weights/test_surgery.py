@@ -167,7 +167,9 @@ def test_patches_and_channels_change_together():
     np.testing.assert_array_equal(fitted["embedding"]["kernel"], expected)
     name = "embedding/kernel"
     assert rows[1:] == [
-        FitRow(name, "input channels made 1 of 3", (4, 4, 3, 12), (4, 4, 1, 12)),
+        FitRow(
+            name, "input channels made 1 of 3 (repeat)", (4, 4, 3, 12), (4, 4, 1, 12)
+        ),
         FitRow(
             name,
             "patches resized from 4 to 7 (FlexiViT)",
@@ -347,8 +349,8 @@ def test_kernels_of_grey_and_rgb_images_agree_on_grey_ones():
     back = surgery.convert_input_channels(of_grey, 3)
     assert back.dtype == np.float32
     np.testing.assert_allclose(embed(rgb, back), embed(grey, of_grey), atol=1e-5)
-    with pytest.raises(UserError, match="images of 4 channels and the model for 3"):
-        surgery.convert_input_channels(np.ones((2, 2, 4, 3)), 3)
+    four = surgery.convert_input_channels(of_rgb, 4)
+    np.testing.assert_array_equal(four, of_rgb[:, :, [0, 1, 2, 0]] * np.float32(3 / 4))
 
 
 # LayerScale.

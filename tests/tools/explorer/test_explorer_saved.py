@@ -52,7 +52,7 @@ def test_a_disk_that_is_full_leaves_the_old_file(made, tmp_path, monkeypatch):
 
     path = tmp_path / "x.html"
     path.write_text("old")
-    monkeypatch.setattr(type(saved.epath.Path("x")), "write_bytes", full)
+    monkeypatch.setattr(saved, "replace_bytes", full)
     with pytest.raises(UserError, match="cannot be written: .*No space left"):
         saved.write(str(path), *made, "x")
     assert path.read_text() == "old"
