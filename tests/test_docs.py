@@ -34,6 +34,7 @@ PAGES = [
     "weights",
     "evaluation",
     "features",
+    "channels",
     "labels",
     "studies",
     "gallery",
