@@ -78,12 +78,13 @@ def see(source, config, count: int) -> tuple:
     import numpy as np
 
     from vit_jax.config.lengths import RunLength
-    from vit_jax.data import bands, pipeline
+    from vit_jax.data import bands, normalization, pipeline
     from vit_jax.data.transforms import parse
     from vit_jax.training import train_state
 
     # Processes would not pay for one batch.
-    data = dataclasses.replace(config.data, num_workers=0)
+    data = normalization.resolve(config.data, source, config.seed)
+    data = dataclasses.replace(data, num_workers=0)
     examples = len(source)
     run = RunLength(config.num_steps(examples), examples / config.batch_size)
     task = config.task.build(config.build_model(), data, run)

@@ -15,6 +15,7 @@ import vit_jax
 from vit_jax.data import bands, decode, normalization, pipeline
 from vit_jax.data.bands import PixelFormat
 from vit_jax.data.config import DataConfig
+from vit_jax.data.sources import arrays
 from vit_jax.data.sources.arrays import open_arrays
 from vit_jax.data.transforms import host
 from vit_jax.errors import UserError
@@ -249,6 +250,10 @@ def test_a_run_on_class_folders_of_bands_learns_and_predicts(tmp_path, capsys):
     assert report["final"]["val"]["params"]["top1"] == 1.0
     capsys.readouterr()
     wet = tmp_path / "set/val/wet"
+    sheet = tmp_path / "sheet.png"
+    assert not run_command("show_batch", [f"--config={recipe}", f"--out={sheet}"])
+    assert sheet.read_bytes().startswith(b"\x89PNG")
+    capsys.readouterr()
     assert not run_command("predict", [f"--model={run}", str(wet), "--topk=1"])
     assert capsys.readouterr().out.count("wet") >= 16  # Names of files, and classes.
     words = [f"--config={recipe}", f"--workdir={tmp_path / 'other'}"]
@@ -357,3 +362,22 @@ def test_weights_of_timm_for_other_channels_give_its_logits(tmp_path, channels):
         expected = network(given).numpy()
     found = model.apply(model.params, model.preprocess([image]))["logits"]
     np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+def test_a_step_without_data_needs_numbers():
+    keys = {"data.mean": "estimate"}
+    with pytest.raises(UserError, match="data.mean='estimate' needs"):
+        vit_jax.train_setup("configs/digits.py", num_examples=1_442, **keys)
+
+
+def test_bands_of_a_small_set_are_chosen_once():
+    class Records:
+        def __len__(self):
+            return 2
+
+        def __getitem__(self, i):
+            return {"image": SIXTEEN, "label": 0}
+
+    data = DataConfig(channels=3, bands=(3, 2, 1), pixels="uint16", num_classes=1)
+    records = Records()
+    assert arrays.small_in_memory(records, data) is records

@@ -124,11 +124,8 @@ def _read_tiff(data: bytes) -> np.ndarray:
     with tifffile.TiffFile(io.BytesIO(data)) as file:
         series = file.series[0]
         image, axes = series.asarray(), series.axes
-    if len(axes) == 3 and axes.endswith(
-        "YX"
-    ):  # Bands one after the other, or as pages.
-        return np.moveaxis(image, 0, -1)
-    return image
+    # Bands may stand one after the other, or on a page each.
+    return np.moveaxis(image, 0, -1) if axes[1:] == "YX" else image
 
 
 def _choose(image: np.ndarray, form: PixelFormat) -> np.ndarray:

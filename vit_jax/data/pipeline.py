@@ -83,7 +83,7 @@ def warn_of_dark(source: Source) -> None:
     step, odd = max(1, len(source) // _LOOKED_AT), {}
     numbers = range(0, len(source), step)[:_LOOKED_AT]
     for i in numbers:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, decode.DamagedImage):
             image = (
                 source.images[i] if source.images is not None else source[i]["image"]
             )

@@ -227,6 +227,7 @@ def build_setup(
       UserError: the workdir holds another run, data cannot be opened, or the config does
         not fit them, the devices or itself.
     """
+    config = resolved(config)
     startup, data = startup or StartupTimer(), config.data
     mesh = meshes.create(config.mesh)
     saved = resume_check.check_workdir(workdir, config)

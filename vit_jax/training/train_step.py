@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 from vit_jax import models
 from vit_jax.config import fields
 from vit_jax.config.lengths import RunLength
+from vit_jax.data.config import ESTIMATE
 from vit_jax.data.sources.base import Source
 from vit_jax.data.transforms import device as transforms
 from vit_jax.data.transforms import parse
@@ -160,6 +161,11 @@ def build_train_setup(
     Raises:
       UserError: batch, model or sharding rules do not fit the mesh or each other.
     """
+    for name in ("mean", "std"):
+        if getattr(config.data, name) == ESTIMATE:
+            raise UserError(
+                f"data.{name}={ESTIMATE!r} needs the training images: give numbers"
+            )
     splits = sharpness.splits(config.optim, config.batch_size, mesh)
     key = "epochs" if config.epochs else "total_steps"
     steps_per_epoch = num_examples / config.batch_size

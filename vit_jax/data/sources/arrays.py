@@ -186,13 +186,14 @@ def small_in_memory(source, data: DataConfig):
     one is damaged (`data.on_error` decides on that).
     """
     form = bands.PixelFormat.of(data)
-    if data.caption_key:
+    # What is not a photograph would be chosen and scaled a second time.
+    if data.caption_key or not form.is_photograph:
         return source
     try:
         shape = bands.read(source[0]["image"], form, exif=data.exif).shape
         if max(shape[:2]) > _SMALL_IMAGE or math.prod(shape) * len(source) > _MEMORY:
             return source
-        images, labels = np.empty((len(source), *shape), form.depth), []
+        images, labels = np.empty((len(source), *shape), np.uint8), []
         for i, record in enumerate(read_all(source)):
             image = bands.read(record["image"], form, exif=data.exif)
             if image.shape != shape:

@@ -22,7 +22,7 @@ class Source:
 
     Attributes:
       class_names: names in label order; may be empty.
-      images: uint8 array (N, H, W, C) if the set lies in memory, else None.
+      images: uint8 or uint16 array (N, H, W, C) if the set lies in memory, else None.
       labels: integer array (N,) if the set lies in memory, else None.
     """
 

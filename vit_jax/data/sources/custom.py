@@ -163,10 +163,10 @@ def _check_arrays(name: str, source, labelled: bool) -> None:
         arrays.check_labels(f"{where} ", np.asarray(labels), source.class_names)
     if images is None:
         return
-    if images.dtype.name not in DEPTHS or images.ndim != 4:
+    if images.dtype.name not in DEPTHS[:2] or images.ndim != 4:
         raise UserError(
-            f"{where} images={arrays.describe(images)}: not uint8 (N, H, W, C), uint16 or "
-            "float32; convert "
+            f"{where} images={arrays.describe(images)}: not uint8 or uint16 (N, H, W, C); "
+            "convert "
             "them, or use open_arrays of vit_jax.data.sources.arrays"
         )
     if labelled and len(labels) != len(images) or len(images) != len(source):
