@@ -24,6 +24,7 @@ import optax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from benchmarks import smoke
+from vit_jax.distributed import compilation
 from vit_jax.models import cost
 from vit_jax.tools.planning import analysis, costs, hlo, topology
 
@@ -180,7 +181,9 @@ def main() -> None:
         flags.variant, flags.num_classes, flags.batch_size, flags.side, devices
     )
     began = time.perf_counter()
-    compiled = lowered.compile(compiler_options=analysis.lowering(mesh)[1])
+    platform, options = analysis.lowering(mesh)
+    gpu = compilation.options("gpu") if platform == "cuda" else {}  # As ours.
+    compiled = lowered.compile(compiler_options=gpu | (options or {}))
     seconds = time.perf_counter() - began
     stats = compiled.memory_analysis()
     module = hlo.parse(compiled.as_text())

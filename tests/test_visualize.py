@@ -22,7 +22,7 @@ from vit_jax.analysis import attention, embeddings, representations
 from vit_jax.analysis.figures import FIGURES, create
 from vit_jax.analysis.figures.writing import available_figures, write_figures
 from vit_jax.analysis.loaded_model import LoadedModel
-from vit_jax.data import inputs
+from vit_jax.data import bands, inputs
 from vit_jax.errors import UserError
 from vit_jax.models import intermediates
 from vit_jax.tasks.task import Pictures
@@ -136,7 +136,9 @@ def data(tmp_path):
 def prepared(ours, place):
     """Returns the four images as a model gets them."""
     files = [place / "images" / name for name in FOUR]
-    return np.stack([ours.prepare(path.read_bytes()) for path in files])
+    return np.stack(
+        [ours.prepare(bands.read(path.read_bytes(), ours.form)) for path in files]
+    )
 
 
 def layers_of(ours, place):
@@ -280,7 +282,9 @@ def test_a_patch_may_be_the_query(place, run, data):
     words = "--images", str(image), "--figure=attention,rollout", "--discard=0"
     assert run(*words, "--query=1,2")[0] == 0
     ours = loaded()
-    images = ours.normalize(ours.prepare(image.read_bytes())[None])
+    images = ours.normalize(
+        ours.prepare(bands.read(image.read_bytes(), ours.form))[None]
+    )
     maps = list(attention.attention_maps(ours.model, ours.params, images))
     token = 1 + 1 * 3 + 2  # Behind the class token, the third of the second row.
     wanted = np.stack([layer[0, :, token] for layer in maps])

@@ -330,7 +330,7 @@ class SwinTransformer(nn.Module):
                 name=f"stage_{i}",
             )
             (y, x), first = stage(x), first + depth
-            outputs.append(y.reshape(len(y), *layout[i][0].grid, -1))
+            outputs.append(y.reshape(y.shape[0], *layout[i][0].grid, -1))
         norm = LayerNorm(config.layer_norm_eps, config.dtype, name="norm")
         layer_features.keep(self, outputs, norm, norm_all=False)
         x = norm(x)
