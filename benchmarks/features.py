@@ -69,7 +69,7 @@ def main(args):
     wanted = forward_passes.Wanted(features=True)
     step = forward_passes.make_eval_step(model, data, mesh, wanted)
     ops = splits.CheckpointPreprocess(
-        Preprocess((side, side), interpolation="bicubic", crop_fraction=0.875), 3
+        Preprocess((side, side), interpolation="bicubic", crop_fraction=0.875)
     )
 
     @jax.jit
