@@ -38,14 +38,14 @@ _ROWS = {
     "L/16, remat full": (
         *(f"{_B16}:model=L/16", "batch_size=128", "model.remat_policy=full"),
     ),
-    "MAE, L/16": ("configs/mae.py", "batch_size=256"),
+    "MAE": ("configs/mae.py", "batch_size=256"),
     "DINO": ("configs/dino.py", "batch_size=64"),
     "Swin-B": ("configs/swin.py:model=B", "batch_size=128"),
-    "CLIP": ("configs/clip.py", "batch_size=256"),
-    "B/16, 384": (_B16, "batch_size=64", "data.image_size=384"),
-    "R50+ViT-B/16": (f"{_B16}:model=R50+ViT-B/16", "batch_size=128"),
-    "tiny": ("configs/digits.py", "model.depth=1"),
+    "CLIP": ("configs/clip.py", "batch_size=256", "data.tokenizer=bytes"),
+    "B/16, 384": (_B16, "batch_size=64", "data.image_size=(384,384)"),
+    "R50+B/16": (_B16, "batch_size=128", "model.variant=R50+B/16"),
     "Mixer": ("configs/mixer.py", "batch_size=256"),
+    "tiny": ("configs/digits.py", "model.depth=1"),  # For --smoke.
 }
 
 

@@ -278,7 +278,7 @@ def open_weights(
     with_task: bool = False,
     texts: bool = False,
 ):
-    """Opens the weights of a command with the flags of `add_weights_flags` and --labels.
+    """Opens the weights of a command with the flags of `add_weights_flags`, and --labels if any.
 
     Args:
       flags: from `parse`.
@@ -299,7 +299,7 @@ def open_weights(
 
     checkpoint = checkpoint or flags.model
     is_model = checkpoint == flags.model
-    names, labels = (), flags.labels if is_model else ""
+    names, labels = (), getattr(flags, "labels", "") if is_model else ""
     are_texts = texts and not is_file(labels)
     if labels and not are_texts:
         names = read_labels(labels)

@@ -13,6 +13,7 @@ does not fit or compile, or with --strategies nothing does.
 """
 
 import argparse
+import dataclasses
 import json
 import pathlib
 
@@ -108,7 +109,9 @@ def _placed(config, place):
 
     is_gpu, keys = isinstance(place, gpus.Gpus), {}
     if getattr(config.model, "scan", True) is None:
-        keys["model.scan"] = not is_gpu or config.model.remat_policy != "none"
+        platform = "gpu" if is_gpu else "tpu"
+        model = dataclasses.replace(config.model, platform=platform)
+        keys["model.scan"] = model.stacked
     for name in ("mean", "std"):
         if getattr(config.data, name) == ESTIMATE:  # There are no data to read.
             keys[f"data.{name}"] = (0.5,)

@@ -33,21 +33,14 @@ def main(flags: argparse.Namespace) -> int:
 
     images = inputs.find_some(flags.images)
 
-    from vit_jax import progress, weights
+    from vit_jax import progress
     from vit_jax.distributed import compilation
     from vit_jax.evaluators import feature_table
     from vit_jax.weights.pretrained import upright
 
     if uncached := compilation.enable_cache():
         cli.tell(uncached)
-    pretrained, preprocess = weights.open_weights(
-        flags.model,
-        cli.image_flags(flags),
-        use_ema=not flags.no_ema,
-        num_heads=flags.num_heads,
-        architecture=flags.architecture,
-        tell=cli.tell,
-    )
+    pretrained, preprocess, _ = cli.open_weights(flags)
     extractor = feature_table.Extractor(pretrained, upright(preprocess), flags.layers)
     labels = feature_table.labels_of(flags.images, images)
     total = len(images) if isinstance(images, list) else None

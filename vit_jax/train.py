@@ -36,6 +36,7 @@ def main(flags: argparse.Namespace) -> int:
                 "steps show that the recipe runs, not what it reaches"
             )
         workdir, setup = flags.workdir or new_workdir(config.name), None
+        known = config
         if flags.compiled:
             from vit_jax.training import compiled_step
 
@@ -43,7 +44,7 @@ def main(flags: argparse.Namespace) -> int:
             setup = loop.build_setup(known, workdir, startup)
             step = compiled_step.load(flags.compiled, known, setup)
             setup = setup._replace(compiled=step)
-        loop.train(config, workdir, startup, setup)
+        loop.train(known, workdir, startup, setup)
 
     return job.run(train, flags.workdir, debug=flags.debug)
 

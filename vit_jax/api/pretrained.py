@@ -270,8 +270,7 @@ class PretrainedModel:
         if threshold is None:
             threshold = prediction.threshold_of(self._pretrained)
         how = {"sigmoid": self._sigmoid, "threshold": threshold}
-        channels = self.model.image_shape[-1]
-        return _best(images, logits, self.class_names, topk, channels, **how)
+        return self._best(images, logits, self.class_names, topk, **how)
 
     @_checked
     def zero_shot(
@@ -302,9 +301,7 @@ class PretrainedModel:
         logits = self.tower.logits(
             self._image_embeddings(images), self.tower.classes(texts, prompts)
         )
-        channels = self.model.image_shape[-1]
-        sigmoid = self.tower.sigmoid
-        return _best(images, logits, texts, topk, channels, sigmoid=sigmoid)
+        return self._best(images, logits, texts, topk, sigmoid=self.tower.sigmoid)
 
     @_checked
     def similarity(
@@ -423,6 +420,11 @@ class PretrainedModel:
         images = transforms.normalize(jax.numpy.asarray(pixels), how.mean, how.std)
         return images.astype(self.model.options["dtype"])
 
+    def _best(self, images: Images, logits, names: Sequence[str], topk: int, **how):
+        """Returns the most probable classes of each image, or of the single one."""
+        best = [prediction.rank(row, names, topk, **how) for row in logits]
+        return best[0] if _is_single(images, self.model.image_shape[-1]) else best
+
     def _each(self, images: Images) -> list:
         return _listed(images, self.model.image_shape[-1])
 
@@ -433,14 +435,6 @@ class PretrainedModel:
 def at_step(source: str | os.PathLike, step: int | None) -> str:
     """Returns the weights that a source and a run's step name."""
     return os.fspath(source) if step is None else workdir.at_step(source, step)
-
-
-def _best(
-    images: Images, logits, names: Sequence[str], topk: int, channels: int, **how
-):
-    """Returns the most probable classes of each image, or of the single one."""
-    best = [prediction.rank(row, names, topk, **how) for row in logits]
-    return best[0] if _is_single(images, channels) else best
 
 
 def _is_single(images: Images, channels: int) -> bool:
@@ -482,6 +476,7 @@ def _listed(images: Images, channels: int) -> list:
 
 def _prepare(image, preprocess: Preprocess, channels: int) -> np.ndarray:
     name, data = "the image", image
+    is_photograph = preprocess.form(channels).is_photograph
     if isinstance(image, str | os.PathLike):
         name = os.fspath(image)
         try:
@@ -492,11 +487,10 @@ def _prepare(image, preprocess: Preprocess, channels: int) -> np.ndarray:
     elif isinstance(image, Image.Image):
         name = f"the image of mode {image.mode}"
         with _readable(name):
-            is_photograph = preprocess.form(channels).is_photograph
             data = (
                 decode.to_pixels(image, channels) if is_photograph else np.array(image)
             )
-    if isinstance(data, np.ndarray) and preprocess.form(channels).is_photograph:
+    if is_photograph and isinstance(data, np.ndarray):
         data = data[..., None] if data.ndim == 2 else data
         if data.dtype != np.uint8 or data.ndim != 3 or not data.size:
             raise UserError(

@@ -20,8 +20,10 @@ from vit_jax.data.config import DEPTHS, MAX_PIXELS, DataConfig
 from vit_jax.data.decode import DamagedImage
 
 # First bytes of a file of np.save, and of np.savez.
-OF_ARRAYS = _NPY, _NPZ = b"\x93NUMPY", b"PK\x03\x04"
+_OF_ARRAYS = _NPY, _NPZ = b"\x93NUMPY", b"PK\x03\x04"
 _PNG = b"\x89PNG"
+# White by the type of whole numbers; of floats that `read` returns it is 255.
+WHITE = {"uint8": 255, "uint16": 65_535}
 _DARK = 1 / 16  # Of the range: what 12 bits in 16 cannot exceed.
 
 
@@ -49,6 +51,12 @@ class PixelFormat:
         """Whether it is RGB or grey of 8 bits, as `decode.decode` returns."""
         return self.channels in (1, 3) and self.depth == DEPTHS[0] and not self.bands
 
+    def is_decoded(self, data: bytes | np.ndarray) -> bool:
+        """Whether `decode.decode` reads the data, and not this module."""
+        if isinstance(data, np.ndarray):
+            return self.is_photograph and data.dtype == np.uint8
+        return self.is_photograph and not data.startswith(_OF_ARRAYS)
+
 
 def read(
     data: bytes | np.ndarray, form: PixelFormat, *, exif: bool = False
@@ -69,11 +77,9 @@ def read(
     Raises:
       DamagedImage: it cannot be read, or has other bands or more depth.
     """
-    is_array = isinstance(data, np.ndarray)
-    of_arrays = data.dtype != np.uint8 if is_array else data.startswith(OF_ARRAYS)
-    if form.is_photograph and not of_arrays:
+    if form.is_decoded(data):
         return decode.decode(data, form.channels, exif=exif)
-    image = data if is_array else _read_file(data, exif)
+    image = _stored(data, exif)
     if image.ndim not in (2, 3) or 0 in image.shape:
         raise DamagedImage(f"has the shape {image.shape}, not (height, width, bands)")
     image = image[..., None] if image.ndim == 2 else image
@@ -82,8 +88,10 @@ def read(
     return _to_depth(_choose(image, form), form.depth)
 
 
-def _read_file(data: bytes, exif: bool) -> np.ndarray:
-    """Returns the array of a file as it is stored."""
+def _stored(data: bytes | np.ndarray, exif: bool = False) -> np.ndarray:
+    """Returns an array, or that of a file as it is stored."""
+    if isinstance(data, np.ndarray):
+        return data
     try:
         if data.startswith(_NPY):
             return np.load(io.BytesIO(data), allow_pickle=False)
@@ -154,15 +162,15 @@ def _to_depth(image: np.ndarray, depth: str) -> np.ndarray:
     """Converts pixels to at least their own depth."""
     if image.dtype == depth and depth != "float32":
         return image
-    small = {"uint8": 255, "uint16": 65_535}.get(image.dtype.name)
+    white = WHITE.get(image.dtype.name)
     if depth == "float32":
-        image = image.astype(np.float32) * np.float32(255 / (small or 1))
+        image = image.astype(np.float32) * np.float32(255 / (white or 1))
         if not np.isfinite(image).all():
             raise DamagedImage("has NaN or infinite pixels")
         return image
     if (image.dtype.name, depth) == ("uint8", "uint16"):
         return image.astype(np.uint16) * np.uint16(257)
-    deeper = "uint16" if small else "float32"
+    deeper = "uint16" if white else "float32"
     raise DamagedImage(
         f"has pixels of {image.dtype}, but data.pixels={depth!r}: set "
         f"--config.data.pixels={deeper}"
@@ -175,8 +183,8 @@ def doubt(data: bytes | np.ndarray) -> str:
     Pixels of 12 bits are often stored in 16, where they look all but black.
     """
     with contextlib.suppress(DamagedImage):
-        pixels = _read_file(data, exif=False) if isinstance(data, bytes) else data
-        full = {"uint8": 255, "uint16": 65_535}.get(pixels.dtype.name)
+        pixels = _stored(data)
+        full = WHITE.get(pixels.dtype.name)
         if full and 0 < (highest := int(pixels.max())) <= full * _DARK:
             held = f", as {highest.bit_length()} bits in 16" if full > 255 else ""
             return f"has no value above {highest:,} of {full:,}{held}: all but black"
@@ -187,8 +195,8 @@ def doubt(data: bytes | np.ndarray) -> str:
 
 def picture(
     data: bytes | np.ndarray, *, exif: bool = False
-) -> UInt8[np.ndarray, "H W c"]:
-    """Returns a picture of an image of any kind: RGB, or see `to_display`.
+) -> UInt8[np.ndarray, "H W 3"]:
+    """Returns RGB of an image of any kind; of what is no photograph see `to_display`.
 
     Raises:
       DamagedImage: it cannot be read.
@@ -196,11 +204,12 @@ def picture(
     try:
         return decode.decode(data, 3, exif=exif)
     except DamagedImage:
-        of_bands = (*OF_ARRAYS, *decode.TIFF)
+        of_bands = (*_OF_ARRAYS, *decode.TIFF)
         if isinstance(data, bytes) and not data.startswith(of_bands):
             raise
-    image = _read_file(data, exif) if isinstance(data, bytes) else data
-    return to_display(image if image.ndim == 3 else image[..., None])
+    image = _stored(data, exif)
+    shown = to_display(image if image.ndim == 3 else image[..., None])
+    return np.broadcast_to(shown, (*shown.shape[:2], 3))
 
 
 def to_display(pixels: Num[np.ndarray, "H W C"]) -> UInt8[np.ndarray, "H W c"]:

@@ -37,7 +37,7 @@ def resolve(data: DataConfig, source: Source, seed: int) -> DataConfig:
         except (decode.DamagedImage, OSError):
             continue  # `data.on_error` decides on it in training.
         levels = pixels.reshape(-1, form.channels).astype(np.float64)
-        levels /= 65_535 if pixels.dtype == np.uint16 else 255
+        levels /= bands.WHITE.get(pixels.dtype.name, 255)
         parts.append((len(levels), levels.sum(0), np.square(levels).sum(0)))
     if not parts:
         raise UserError(

@@ -54,9 +54,9 @@ def train_batches(
       num_data_shards: number of shards.
 
     Returns:
-      An iterator to be closed, of dicts: image (b, h, w, c) of `data.pixels`, or the arrays of the
-      last host transform, each (b, ...); label int32 (b,), (b, classes) of 0 and 1 with
-      `data.multi_label`, none if `data.num_classes` is 0; text int32 (b, tokens) with
+      An iterator to be closed, of dicts: image (b, h, w, c) of `data.pixels`, or the
+      arrays of the last host transform, each (b, ...); label int32 (b,), (b, classes) of
+      0 and 1 with `data.multi_label`, none if `data.num_classes` is 0; text int32 (b, tokens) with
       `data.tokenizer`; index uint32 (b,), the position in the run modulo 2**32; skipped
       int32 (b,), the number of damaged records that were skipped to fill the row.
 
@@ -247,8 +247,8 @@ class Loader:
                 about="data.exif",
             )
         form = bands.PixelFormat.of(self.data)
-        by_op = encoded and self.ops and self.ops[0].from_file and form.is_photograph
-        if by_op and not (tagged and exif) and not data.startswith(bands.OF_ARRAYS):
+        by_op = encoded and self.ops and self.ops[0].from_file and form.is_decoded(data)
+        if by_op and not (tagged and exif):
             return self.ops[0].from_file(data, self.data.channels, rng), self.ops[1:]
         return bands.read(data, form, exif=exif), self.ops
 

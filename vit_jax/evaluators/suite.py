@@ -399,11 +399,8 @@ def _data(data: ReaderConfig, options: dict, preprocess: Preprocess) -> DataConf
         "num_classes": options["num_classes"],
         "image_size": tuple(preprocess.image_size),
         "channels": options["channels"],
-        "mean": tuple(preprocess.mean),
-        "std": tuple(preprocess.std),
         "exif": data.exif or bool(preprocess.exif),
-        "pixels": preprocess.pixels,
-        "bands": preprocess.bands,
+        **preprocess.data_keys(),
     }
     return DataConfig(**dataclasses.asdict(data) | of_weights)
 

@@ -37,8 +37,7 @@ def pictures(
     data = DataConfig(
         image_size=tuple(preprocess.image_size),
         channels=model.image_shape[-1],
-        mean=tuple(preprocess.mean),
-        std=tuple(preprocess.std),
+        **preprocess.data_keys(),
     )
     config = loading.complete(kind, pretrained.task, "task.")
     task = config.build(model, data, RunLength(1, 1.0))

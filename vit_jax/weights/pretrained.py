@@ -16,7 +16,7 @@ from jaxtyping import Num
 from PIL import Image
 
 from vit_jax.data import decode
-from vit_jax.data.bands import PixelFormat, read
+from vit_jax.data.bands import WHITE, PixelFormat, read
 from vit_jax.data.config import DEPTHS
 from vit_jax.data.transforms import host as host_transforms
 from vit_jax.errors import UserError
@@ -83,6 +83,15 @@ class Preprocess:
     def form(self, channels: int) -> PixelFormat:
         """Returns what is read of a file for a model of so many channels."""
         return PixelFormat(channels, self.pixels, self.bands)
+
+    def data_keys(self) -> dict[str, object]:
+        """Returns the keys of `config.data` by which images are read and normalised."""
+        return {
+            "mean": tuple(self.mean),
+            "std": tuple(self.std),
+            "pixels": self.pixels,
+            "bands": self.bands,
+        }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,7 +180,7 @@ def resize_and_crop(
     top, left = _corner((height, width), preprocess)
     shape = (*preprocess.image_size, pixels.shape[-1])
     # A border of a colour, from 0 to 255, where the crop reaches beyond the image.
-    scale = 257 if pixels.dtype == np.uint16 else 1
+    scale = WHITE.get(pixels.dtype.name, 255) // 255
     border = np.array(preprocess.fill or (0,), np.float32) * scale
     out = np.empty(shape, pixels.dtype)
     out[:] = border.astype(pixels.dtype)

@@ -78,7 +78,8 @@ def fit(
       allow_mismatch: regular expressions of names that may be missing, and then keep
         their initial values, or be left over; None for commands without such a flag.
       init: returns the model's initial parameters; `model.init` with key 0 if None.
-      channels: how the first kernel is fitted to images of other channels, see `convert_input_channels`; "new" draws it.
+      channels: how the first kernel is fitted to images of other channels, see
+        `convert_input_channels`; "new" draws it.
 
     Returns:
       The fitted parameters, and a row for the parameters that were loaded unchanged, then

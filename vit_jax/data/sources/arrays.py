@@ -26,7 +26,6 @@ DEFAULT_EXAMPLES = 64  # Of each split of the synthetic set.
 SYNTHETIC_CLASSES = 10  # Of the synthetic set where `data.num_classes` is 0.
 DIGIT_NAMES = tuple("0123456789")
 _USUAL_CHANNELS = (1, 3)
-_WHOLE_RANGE = ("uint8", "uint16")
 _SHAPE = "not (N, H, W) or (N, H, W, channels); change the shape"
 _SYNTHETIC_SPLITS = ("train", "val", "validation", "test")
 _CELLS = 8  # The class pattern is a grid of this many cells a side.
@@ -78,8 +77,8 @@ def open_arrays(
     Args:
       arrays: split name -> images, (N, H, W, C) or grey (N, H, W), and labels,
         integers (N,). Images are uint8 or uint16, or other integers from 0 to 255, which
-        are converted to uint8. Of a split that is not selected only the length is checked: its
-        labels may be None or placeholders.
+        are converted to uint8. Of a split that is not selected only the length is
+        checked: its labels may be None or placeholders.
       split: split expression.
       name: data set's name, for messages.
       class_names: names in label order; may be empty.
@@ -263,9 +262,8 @@ def _problem(images: np.ndarray) -> str:
         return _SHAPE
     if len(shape) == 4 and shape[1] in _USUAL_CHANNELS and shape[-1] > 3:
         return "channels do not stand last; take np.moveaxis(images, 1, -1)"
-    if (
-        images.dtype.name in _WHOLE_RANGE
-    ):  # The range cannot be wrong: no need to read a memmap.
+    # The range cannot be wrong: no need to read a memmap.
+    if images.dtype.name in bands.WHITE:
         return ""
     if kind not in "buif":
         return "not whole numbers from 0 to 255; make them one array of uint8"

@@ -12,8 +12,8 @@ import numpy as np
 from jaxtyping import Integer
 
 from vit_jax.config import fields
-from vit_jax.data import captions
-from vit_jax.data.config import DEPTHS, DataConfig
+from vit_jax.data import bands, captions
+from vit_jax.data.config import DataConfig
 from vit_jax.data.decode import DamagedImage
 from vit_jax.data.fingerprint import Entries
 from vit_jax.data.sources import arrays
@@ -163,11 +163,10 @@ def _check_arrays(name: str, source, labelled: bool) -> None:
         arrays.check_labels(f"{where} ", np.asarray(labels), source.class_names)
     if images is None:
         return
-    if images.dtype.name not in DEPTHS[:2] or images.ndim != 4:
+    if images.dtype.name not in bands.WHITE or images.ndim != 4:
         raise UserError(
             f"{where} images={arrays.describe(images)}: not uint8 or uint16 (N, H, W, C); "
-            "convert "
-            "them, or use open_arrays of vit_jax.data.sources.arrays"
+            "convert them, or use open_arrays of vit_jax.data.sources.arrays"
         )
     if labelled and len(labels) != len(images) or len(images) != len(source):
         number = f", {len(labels)} labels" if labelled else ""

@@ -1,6 +1,7 @@
 """Transforms of one image, run by the loader before images are batched.
 
-Images are uint8; or uint16 or float32, see bands.py. Letters: H and W height and width before, h and w after, C channels.
+Images are uint8; or uint16 or float32, see bands.py. Letters: H and W height and width
+before, h and w after, C channels.
 """
 
 import dataclasses

@@ -186,5 +186,4 @@ def _decode(data: bytes) -> Image.Image:
             return ImageOps.exif_transpose(picture.convert("RGB"))
     except Exception as error:  # Pillow raises OSError, SyntaxError, struct.error, ...
         raise decode.DamagedImage("cannot be decoded") from error
-    pixels = bands.picture(data, exif=True)
-    return Image.fromarray(pixels.squeeze(-1) if pixels.shape[-1] == 1 else pixels)
+    return Image.fromarray(bands.picture(data, exif=True))

@@ -244,10 +244,7 @@ def _picture(source: Source, record: np.integer, caption: str) -> dict[str, str]
 def _thumbnail(source: Source, record: int) -> str:
     """Returns an image as the data URL of a small JPEG, "" if it is damaged."""
     try:
-        pixels = bands.picture(source[record]["image"], exif=True)
-        picture = Image.fromarray(
-            pixels.squeeze(-1) if pixels.shape[-1] == 1 else pixels
-        )
+        picture = Image.fromarray(bands.picture(source[record]["image"], exif=True))
     except (DamagedImage, OSError):
         return ""
     scale = _SIDE // max(picture.size)

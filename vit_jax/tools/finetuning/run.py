@@ -367,10 +367,7 @@ def _rule_config(
         "channels": options["channels"],
         "exif": True,
         "on_error": "skip_few",
-        "mean": given.preprocess.mean,
-        "std": given.preprocess.std,
-        "pixels": given.preprocess.pixels,
-        "bands": given.preprocess.bands,
+        **given.preprocess.data_keys(),
     }
     if images.uneven >= rule.UNEVEN and not given.multi_label:
         data["class_balance"] = "sqrt"

@@ -61,8 +61,7 @@ def make_thumbnail(data: bytes | UInt8[np.ndarray, "H W C"]) -> Thumbnail:
     grey = _decode_reduced(data) if isinstance(data, bytes) else None
     if grey is None:
         pixels = np.ascontiguousarray(bands.picture(data))
-        is_grey = pixels.shape[-1] == 1
-        grey = pixels[..., 0] if is_grey else cv2.cvtColor(pixels, cv2.COLOR_RGB2GRAY)
+        grey = cv2.cvtColor(pixels, cv2.COLOR_RGB2GRAY)
     shrinks = min(grey.shape) >= SIDE
     how = cv2.INTER_AREA if shrinks else cv2.INTER_LINEAR
     if not shrinks and max(grey.shape) > SIDE:  # Avoids aliasing on the long side.

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from PIL import Image, ImageDraw
 
-from vit_jax.data import decode
+from vit_jax.data import bands, decode
 from vit_jax.data.sources.base import Source
 from vit_jax.data.sources.open import Spec
 from vit_jax.errors import UserError
@@ -316,7 +316,7 @@ def write_sheet(
         x, y = place % _ACROSS * wide, place // _ACROSS * high
         i, number, other = pair.numbers
         for k, record in enumerate((source[i], others[number][other])):
-            picture = Image.fromarray(decode.decode(record["image"]))
+            picture = Image.fromarray(bands.picture(record["image"]))
             picture = picture.resize((_SIDE - 2, _SIDE), Image.Resampling.BICUBIC)
             sheet.paste(picture, (x + k * _SIDE, y))
         text = f"{pair.correlation:.3f}, {pair.distance} bits"
