@@ -22,6 +22,7 @@ from vit_jax.data.decode import DamagedImage
 # First bytes of a file of np.save, and of np.savez.
 _OF_ARRAYS = _NPY, _NPZ = b"\x93NUMPY", b"PK\x03\x04"
 _PNG = b"\x89PNG"
+_PNG_DEPTH = 24  # Where a PNG file has its bits per sample.
 # White by the type of whole numbers; of floats that `read` returns it is 255.
 WHITE = {"uint8": 255, "uint16": 65_535}
 _DARK = 1 / 16  # Of the range: what 12 bits in 16 cannot exceed.
@@ -103,7 +104,8 @@ def _stored(data: bytes | np.ndarray, exif: bool = False) -> np.ndarray:
         raise
     except Exception as error:  # tifffile and NumPy raise many.
         raise DamagedImage(f"cannot be decoded ({error})") from error
-    if data.startswith(_PNG):  # Pillow would cut 16 bits of colours to 8.
+    # Pillow would cut 16 bits of colours to 8.
+    if data.startswith(_PNG) and data[_PNG_DEPTH : _PNG_DEPTH + 1] == b"\x10":
         flags = cv2.IMREAD_UNCHANGED | cv2.IMREAD_IGNORE_ORIENTATION
         pixels = cv2.imdecode(np.frombuffer(data, np.uint8), flags)
         if pixels is not None and pixels.dtype == np.uint16:

@@ -23,6 +23,8 @@ from vit_jax.data.config import MAX_PIXELS
 
 # OpenCV's threads would compete with the loader's for the same cores.
 cv2.setNumThreads(0)
+# What is damaged is reported once, with its name.
+cv2.utils.logging.setLogLevel(cv2.utils.logging.LOG_LEVEL_SILENT)
 # Pillow's warning names no file; images over MAX_PIXELS are errors that name it.
 warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
 
