@@ -28,7 +28,7 @@ from vit_jax.training.train_step import TrainSetup, build_train_setup
 
 # Keys of `data` that say where files are and what is in them.
 _OF_FILES = {"data_dir", "num_examples", "exclude", "label_key", "image_key"}
-_OF_FILES |= {"image_dir", "image_suffix"}
+_OF_FILES |= {"image_dir", "image_suffix", "mask_key"}
 _BATCH = 64  # Images per batch of an evaluation without a config.
 
 

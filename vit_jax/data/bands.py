@@ -20,7 +20,7 @@ from vit_jax.data.config import DEPTHS, MAX_PIXELS, DataConfig
 from vit_jax.data.decode import DamagedImage
 
 # First bytes of a file of np.save, and of np.savez.
-_OF_ARRAYS = _NPY, _NPZ = b"\x93NUMPY", b"PK\x03\x04"
+OF_ARRAYS = _NPY, _NPZ = b"\x93NUMPY", b"PK\x03\x04"
 _PNG = b"\x89PNG"
 _PNG_DEPTH = 24  # Where a PNG file has its bits per sample.
 # White by the type of whole numbers; of floats that `read` returns it is 255.
@@ -56,7 +56,7 @@ class PixelFormat:
         """Whether `decode.decode` reads the data, and not this module."""
         if isinstance(data, np.ndarray):
             return self.is_photograph and data.dtype == np.uint8
-        return self.is_photograph and not data.startswith(_OF_ARRAYS)
+        return self.is_photograph and not data.startswith(OF_ARRAYS)
 
 
 def read(
@@ -80,7 +80,7 @@ def read(
     """
     if form.is_decoded(data):
         return decode.decode(data, form.channels, exif=exif)
-    image = _stored(data, exif)
+    image = stored(data, exif)
     if image.ndim not in (2, 3) or 0 in image.shape:
         raise DamagedImage(f"has the shape {image.shape}, not (height, width, bands)")
     image = image[..., None] if image.ndim == 2 else image
@@ -89,7 +89,7 @@ def read(
     return _to_depth(_choose(image, form), form.depth)
 
 
-def _stored(data: bytes | np.ndarray, exif: bool = False) -> np.ndarray:
+def stored(data: bytes | np.ndarray, exif: bool = False) -> np.ndarray:
     """Returns an array, or that of a file as it is stored."""
     if isinstance(data, np.ndarray):
         return data
@@ -185,7 +185,7 @@ def doubt(data: bytes | np.ndarray) -> str:
     Pixels of 12 bits are often stored in 16, where they look all but black.
     """
     with contextlib.suppress(DamagedImage):
-        pixels = _stored(data)
+        pixels = stored(data)
         full = WHITE.get(pixels.dtype.name)
         if full and 0 < (highest := int(pixels.max())) <= full * _DARK:
             held = f", as {highest.bit_length()} bits in 16" if full > 255 else ""
@@ -206,10 +206,10 @@ def picture(
     try:
         return decode.decode(data, 3, exif=exif)
     except DamagedImage:
-        of_bands = (*_OF_ARRAYS, *decode.TIFF)
+        of_bands = (*OF_ARRAYS, *decode.TIFF)
         if isinstance(data, bytes) and not data.startswith(of_bands):
             raise
-    image = _stored(data, exif)
+    image = stored(data, exif)
     shown = to_display(image if image.ndim == 3 else image[..., None])
     return np.broadcast_to(shown, (*shown.shape[:2], 3))
 

@@ -47,7 +47,7 @@ class Captions:
         if not data.tokenizer:
             return None
         names = () if data.caption_key else tuple(class_names)
-        if not data.caption_key and not (data.num_classes and names):
+        if not data.caption_key and not (data.has_labels and names):
             raise UserError(
                 f"data.name={data.name!r} has no names of classes to make captions of: "
                 "set data.caption_key, the column of its captions, or data.num_classes "

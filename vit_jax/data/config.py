@@ -55,6 +55,18 @@ class ReaderConfig:
         "... of their captions; for image files the field of metadata.jsonl, or the suffix "
         'of a text beside each, as "txt". "": captions are made of class names.',
     )
+    mask_key: str = key(
+        "",
+        "... of their masks, images of class numbers for tasks that learn the class of each "
+        "pixel: a feature or column as above, a column of paths in a table, the folder of "
+        '`data.name="masks"`. "": masks are not read.',
+    )
+    ignore_label: int = key(
+        255, "Value of a mask that counts for no class.", at_least=None
+    )
+    reduce_zero_label: bool = key(
+        False, "Whether 0 in a mask counts for no class either, and 1 is class 0."
+    )
     num_workers: int = key(
         0,
         "Loader processes; 0 loads in threads of this process.",
@@ -85,7 +97,8 @@ class DataConfig(ReaderConfig):
     num_classes: int = key(
         0,
         "Number of classes; labels outside [0, classes) are an error. 0: labels are not "
-        "read and need not exist, for tasks that learn without.",
+        "read and need not exist, for tasks that learn without. With `mask_key` they are "
+        "the classes of pixels.",
         below=2**31,
     )
     repeats: int = key(
@@ -159,6 +172,7 @@ class DataConfig(ReaderConfig):
                 f"data.bands={self.bands} chooses {len(self.bands)} bands, but "
                 f"data.channels={self.channels}: make them equal"
             )
+        self._check_masks()
         if self.class_balance and (self.multi_label or not self.num_classes):
             raise UserError(
                 f"data.class_balance={self.class_balance!r} needs one class per image: "
@@ -187,4 +201,25 @@ class DataConfig(ReaderConfig):
             raise UserError(
                 f"data.image_size={self.image_size}: more than {MAX_PIXELS:,} pixels; "
                 "such large images are not read either"
+            )
+
+    @property
+    def has_labels(self) -> bool:
+        """Whether every image has labels, which are read."""
+        return bool(self.num_classes) and not self.mask_key
+
+    def _check_masks(self) -> None:
+        if not self.mask_key:
+            return
+        where = f"data.mask_key={self.mask_key!r}"
+        for name in ("class_balance", "multi_label"):
+            if value := getattr(self, name):
+                raise UserError(
+                    f"{where} with data.{name}={value!r}: images with masks have no labels "
+                    "of their own; set one of the two"
+                )
+        if not self.num_classes:
+            raise UserError(
+                f"{where} with data.num_classes=0: set --config.data.num_classes to the "
+                "number of classes of the pixels, or data.mask_key='' to read no masks"
             )

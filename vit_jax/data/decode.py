@@ -130,7 +130,7 @@ def decode(
         if image.format == "TIFF":
             _check_bands(image)
         if image.format == "PNG":
-            critical = _critical_chunks(data)
+            critical = critical_chunks(data)
             opaque = image.mode in ("L", "RGB") and "transparency" not in image.info
             # Bits per channel: PNG specification, 11.2.1.
             if opaque and data[24] == 8:
@@ -331,7 +331,7 @@ def _scratch(shape: tuple[int, ...]) -> UInt8[np.ndarray, "..."]:
     return _local.scratch[:size].reshape(shape)
 
 
-def _critical_chunks(data: bytes) -> bytes:
+def critical_chunks(data: bytes) -> bytes:
     """Returns a PNG file without its ancillary chunks, about which libpng would print warnings.
 
     Damaged critical chunks raise DamagedImage: OpenCV and Pillow may fill up an image whose

@@ -6,16 +6,24 @@ Letters: b rows of this process, B records.
 """
 
 import contextlib
+import copy
 import dataclasses
 from collections.abc import Iterator, Sequence
 
 import numpy as np
-from jaxtyping import Integer
+from jaxtyping import Int16, Integer
 
-from vit_jax.data import bands, decode, order, workers
+from vit_jax.data import bands, decode, masks, order, workers
 from vit_jax.data.captions import TEXT, Captions
 from vit_jax.data.config import DataConfig
-from vit_jax.data.sources.base import Source, check_label, read_labels, warn
+from vit_jax.data.sources.base import (
+    Source,
+    check_label,
+    name_of,
+    read_labels,
+    read_record,
+    warn,
+)
 from vit_jax.data.transforms import host as host_transforms
 from vit_jax.data.transforms import parse
 from vit_jax.data.transforms.base import Transform
@@ -56,20 +64,30 @@ def train_batches(
     Returns:
       An iterator to be closed, of dicts: image (b, h, w, c) of `data.pixels`, or the
       arrays of the last host transform, each (b, ...); label int32 (b,), (b, classes) of
-      0 and 1 with `data.multi_label`, none if `data.num_classes` is 0; text int32 (b, tokens) with
-      `data.tokenizer`; index uint32 (b,), the position in the run modulo 2**32; skipped
-      int32 (b,), the number of damaged records that were skipped to fill the row.
+      0 and 1 with `data.multi_label`, none without `data.has_labels`; label_map int16
+      (b, h, w) with `data.mask_key`, classes of the pixels or masks.IGNORED; text int32
+      (b, tokens) with `data.tokenizer`; index uint32 (b,), the position in the run
+      modulo 2**32; skipped int32 (b,), the number of damaged records that were skipped
+      to fill the row.
 
     Raises:
       UserError: a record is damaged or contradicts the config; raised by `next`.
     """
     first, rows = _rows(batch_size, data_shard, num_data_shards)
     parsed = parse.parse_train(data.train_transform, data.image_size)
+    parse.check_masks((*parsed.host, *parsed.device), data)
     in_memory = None if source.images is None else source.images.shape[1:3]
     shapes = parse.loaded_shapes(parsed, data.image_size, data.channels, in_memory)
     captions = Captions.of(data, source.class_names)
     loader = Loader(
-        source, data, "data.train_transform", parsed.host, shapes, seed, captions
+        source,
+        data,
+        "data.train_transform",
+        parsed.host,
+        shapes,
+        seed,
+        captions,
+        with_masks=bool(data.mask_key),
     )
     balance = None
     if data.class_balance:
@@ -80,8 +98,7 @@ def train_batches(
 
 def warn_of_dark(source: Source) -> None:
     """Warns if at least half of some images are all but black, as 12 bits in 16 are."""
-    step, odd = max(1, len(source) // _LOOKED_AT), {}
-    numbers = range(0, len(source), step)[:_LOOKED_AT]
+    numbers, odd = _some(source), {}
     for i in numbers:
         with contextlib.suppress(OSError, decode.DamagedImage):
             image = (
@@ -97,9 +114,16 @@ def warn_of_dark(source: Source) -> None:
         )
 
 
+def _some(source: Source) -> range:
+    """Returns the numbers of the records that are inspected at the start."""
+    return range(0, len(source), max(1, len(source) // _LOOKED_AT))[:_LOOKED_AT]
+
+
 def try_training(source: Source, data: DataConfig) -> None:
     """Prepares one training image; raises the errors of the batches of `train_batches`."""
     warn_of_dark(source)
+    if data.mask_key:
+        masks.warn_of_one_class(source, data, _some(source))
     data = dataclasses.replace(data, num_workers=0, class_balance="")
     with train_batches(source, data, batch_size=1, seed=0, start=0, stop=1) as batches:
         next(batches)
@@ -156,6 +180,7 @@ class Loader:
       ops: host transforms in order.
       shapes: name -> shape of each array made of an image.
       captions: makes the tokens of captions; None: they are not read.
+      with_masks: whether label maps are loaded.
       damaged: records that were skipped.
     """
 
@@ -166,6 +191,7 @@ class Loader:
     shapes: dict[str, tuple[int, ...]]
     seed: int = 0
     captions: Captions | None = None
+    with_masks: bool = False
     damaged: set[int] = dataclasses.field(default_factory=set)
 
     @property
@@ -179,7 +205,7 @@ class Loader:
         self._check_shapes({"image": images.shape[1:]}, "images")
         self._check_depth({"image": images}, "images")
         batch = {"image": images[records], "skipped": np.zeros(len(records), np.int32)}
-        if self.data.num_classes:
+        if self.data.has_labels:
             batch["label"] = self.source.labels[records].astype(np.int32)
         return batch
 
@@ -188,18 +214,12 @@ class Loader:
 
         Raises:
           DamagedImage: the record cannot be read.
-          UserError: the label or an array's shape contradicts the config.
+          UserError: the label, the mask or an array's shape contradicts the config.
         """
-        try:
-            item = self.source[record]
-        except OSError as error:
-            raise decode.DamagedImage(f"cannot be read ({error})") from error
-        except Exception as error:  # A bug of the reader keeps its traceback.
-            error.add_note(f"while reading {self._name(record)}")
-            raise
-        name = self._name(record)
+        item = read_record(self.source, record)
+        name = name_of(self.source, record)
         label = {}
-        if self.data.num_classes:
+        if self.data.has_labels:
             label["label"] = self._label(item["label"], name)
         bits = np.random.Philox(
             key=np.array([self.seed % 2**64, _STREAM], np.uint64),
@@ -208,8 +228,12 @@ class Loader:
         rng = np.random.Generator(bits)
         try:
             image, ops = self._open(record, item["image"], rng)
-            for op in ops:
-                image = op(image, rng)
+            if self.with_masks:
+                label_map = masks.read(item["mask"], self.data, image.shape[:2])
+                image, label["label_map"] = self._transform_pair(image, label_map, rng)
+            else:
+                for op in ops:
+                    image = op(image, rng)
         except host_transforms.TooSmall as error:
             raise UserError(f"{self.key}: {name}: {error}") from error
         except UserError as error:  # Raised by a transform of the user's.
@@ -220,6 +244,17 @@ class Loader:
         if self.captions:
             arrays[TEXT] = self.captions(item, rng)
         return arrays | label
+
+    def _transform_pair(
+        self, image: np.ndarray, label_map: masks.LabelMap, rng: np.random.Generator
+    ) -> tuple[np.ndarray, Int16[np.ndarray, "h w"]]:
+        """Applies the transforms to an image, and those that move pixels to its mask."""
+        for op in self.ops:
+            same = copy.deepcopy(rng)  # For the same choices.
+            image = op(image, rng)
+            if op.moves_pixels:
+                label_map = op(label_map, same)
+        return image, label_map[..., 0]
 
     def _label(
         self, label: int | Sequence[int], name: str
@@ -242,21 +277,23 @@ class Loader:
         tagged = inspected and encoded and decode.orientation(data) != 1
         if tagged and not exif:
             warn(
-                f"{self._name(record)} is upright only by its orientation tag, which is "
-                "not read: --config.data.exif=True turns such images",
+                f"{name_of(self.source, record)} is upright only by its orientation tag, "
+                "which is not read: --config.data.exif=True turns such images",
                 about="data.exif",
             )
         form = bands.PixelFormat.of(self.data)
         by_op = encoded and self.ops and self.ops[0].from_file and form.is_decoded(data)
+        by_op = by_op and not self.with_masks  # The size of the image must be known.
         if by_op and not (tagged and exif):
             return self.ops[0].from_file(data, self.data.channels, rng), self.ops[1:]
         return bands.read(data, form, exif=exif), self.ops
 
     def refuse(self, record: int, error: decode.DamagedImage) -> None:
         """Raises UserError for a damaged record, unless the config says to skip it."""
+        name = name_of(self.source, record)
         if self.data.on_error == "raise":
             raise UserError(
-                f"{self._name(record)} {error}: mend or remove it, or skip it with "
+                f"{name} {error}: mend or remove it, or skip it with "
                 "--config.data.on_error=skip"
             ) from error
         if self.data.on_error == "skip":
@@ -265,12 +302,12 @@ class Loader:
         count, most = len(self.damaged), max(1, len(self.source) // 100)
         if count > most:
             raise UserError(
-                f"{self._name(record)} {error}, as {count - 1} others: more than 1 % of "
+                f"{name} {error}, as {count - 1} others: more than 1 % of "
                 f"{len(self.source):,} images; mend or remove them, or skip them with "
                 "--config.data.on_error=skip"
             ) from error
         warn(
-            f"{self._name(record)} {error}: left out, {count} of at most {most} "
+            f"{name} {error}: left out, {count} of at most {most} "
             "(--config.data.on_error=raise ends the run instead)",
             about=f"damaged {self.source.describe(record)}",
         )
@@ -285,15 +322,13 @@ class Loader:
             shape = rows, self.captions.num_tokens
             arrays[TEXT] = np.zeros(shape, np.int32)
         arrays["skipped"] = np.zeros(rows, np.int32)
-        if self.data.num_classes:
+        if self.with_masks:
+            shape = rows, *self.shapes["image"][:2]
+            arrays["label_map"] = np.full(shape, masks.IGNORED, np.int16)
+        if self.data.has_labels:
             classes = (self.data.num_classes,) if self.data.multi_label else ()
             arrays["label"] = np.zeros((rows, *classes), np.int32)
         return arrays
-
-    def _name(self, record: int) -> str:
-        """Returns data set, split and number, or the path, of a record for a message."""
-        name = self.source.describe(record)
-        return name if str(record) in name.split() else f"{name} (record {record})"
 
     def _check_depth(self, arrays: Batch, name: str) -> None:
         for array in arrays.values():

@@ -27,7 +27,7 @@ from vit_jax.weights.pretrained import Preprocess, resize_and_crop, resized_size
 
 # Keys of `config.data` that an evaluation of another data set sets.
 KEYS = (
-    *("name", "data_dir", "image_key", "label_key", "caption_key"),
+    *("name", "data_dir", "image_key", "label_key", "caption_key", "mask_key"),
     "eval_transform",
 )
 _MANY = 2**31 - 1  # Number of classes if the labels are not the model's.
@@ -63,6 +63,9 @@ class EvalConfig:
         "", 'Its labels; "": as `data.label_key`, or "label" of another set.'
     )
     caption_key: str = key("", 'Its captions; "": as `data.caption_key`.')
+    mask_key: str = key(
+        "", 'Its masks; "": as `data.mask_key`, or none of another set.'
+    )
     eval_transform: str = key(
         "", "In place of `data.eval_transform`, or of the preprocessing of weights."
     )
@@ -208,7 +211,7 @@ class EvalSplits:
         """
         data = self._data_of(config, labelled=labelled)
         of_split = (*(getattr(data, k) for k in KEYS), split)
-        key = (*of_split, bool(data.num_classes))
+        key = (*of_split, data.has_labels)
         if (*of_split, True) in self._opened:  # One pass is enough for both.
             key = (*of_split, True)
         if key not in self._opened:
@@ -254,7 +257,7 @@ class EvalSplits:
             )
         try:
             opened, source = _open_first(data, splits)
-            if data.num_classes and not model_classes:
+            if data.has_labels and not model_classes:
                 _check_labelled(source)
         except NoLabels as error:
             raise UserError(
@@ -263,7 +266,7 @@ class EvalSplits:
             ) from error
         if data.exclude and split == data.split:
             source = exclude(source, data.exclude)
-        if data.num_classes:
+        if data.has_labels:
             data = dataclasses.replace(data, num_classes=_MANY)
         ops = None if config.eval_transform else self._host_ops(source, data)
         return EvalSplit(opened, source, data, ops)
@@ -313,11 +316,13 @@ class EvalSplits:
         if config.name:
             split = getattr(config, "train", "") or "train"
             of_set = {"image_key": "image", "label_key": "label", "split": split}
-            of_set |= {"image_dir": "", "image_suffix": ""}
+            of_set |= {"image_dir": "", "image_suffix": "", "mask_key": ""}
             changes = of_set | {"exclude": "", "num_examples": 0} | changes
         # Evaluations may read labels that the run does not read.
-        if labelled and not self._data.num_classes:
-            changes["num_classes"] = SYNTHETIC_CLASSES
+        if labelled and not self._data.has_labels:
+            changes |= {"num_classes": SYNTHETIC_CLASSES, "mask_key": ""}
+        elif self._data.mask_key and changes.get("mask_key") == "":
+            changes["num_classes"] = 0
         return dataclasses.replace(self._data, **changes)
 
     def _check(self, name: str, opened: EvalSplit) -> None:
@@ -393,7 +398,7 @@ def _in_folder(
 
     The splits are `given` by the config, or else default splits.
     """
-    root, labelled = os.path.expanduser(data.data_dir), bool(data.num_classes)
+    root, labelled = os.path.expanduser(data.data_dir), data.has_labels
     has_split = functools.partial(folder.has_split, root, labelled=labelled)
 
     def exists(split):

@@ -249,6 +249,8 @@ def transform(
 ) -> tuple[jax.Array, jax.Array]:
     """Returns transformed and normalised images, and labels mixed as the images are.
 
+    For label maps call `transforms.apply_to_maps(ops, label_maps, index, rng)` as well.
+
     Args:
       ops: device transforms, see `data.transforms.parse`.
       data: `config.data`, for its mean and standard deviation.

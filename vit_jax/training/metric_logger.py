@@ -79,7 +79,7 @@ class MetricLogger(Callback):
         )
         unchecked = fingerprint.unchecked(
             run.checkpoints.data,
-            labelled=bool(config.data.num_classes),
+            labelled=config.data.has_labels,
             captioned=bool(config.data.caption_key),
         )
         notes = [*run.notes, *setup.task.notes, *setup.suite.notes, unchecked]

@@ -8,6 +8,7 @@ import numpy as np
 from jaxtyping import Integer
 
 from vit_jax.data.config import DataConfig
+from vit_jax.data.decode import DamagedImage
 from vit_jax.data.fingerprint import NAMES, Entries, in_memory
 from vit_jax.data.splits import Numbering
 from vit_jax.errors import NoLabels, UserError
@@ -16,17 +17,20 @@ from vit_jax.errors import NoLabels, UserError
 class Source:
     """Images, with labels or without, that can be read in any order.
 
-    Where `data.num_classes` is 0, labels are not read: `labels` may be None or raise, and
+    Where `data.has_labels` is false, labels are not read: `labels` may be None or raise, and
     records may lack them. A user's source need not derive from this class: `CustomSource`
     adds the methods from `read` on if the user's class lacks them.
 
     Attributes:
       class_names: names in label order; may be empty.
+      class_colors: red, green and blue of each class in pictures of masks; empty if the
+        data set does not fix them.
       images: uint8 or uint16 array (N, H, W, C) if the set lies in memory, else None.
       labels: integer array (N,) if the set lies in memory, else None.
     """
 
     class_names: tuple[str, ...]
+    class_colors: tuple[tuple[int, int, int], ...] = ()
     images: np.ndarray | None
     labels: np.ndarray | None
 
@@ -37,7 +41,8 @@ class Source:
     def __getitem__(self, i: int) -> dict:
         """Returns {"image": encoded bytes or uint8 HWC array, "label": int}.
 
-        With `data.caption_key` also "text": its caption, or a list of several.
+        With `data.caption_key` also "text": its caption, or a list of several; with
+        `data.mask_key` "mask": encoded bytes or an integer array (H, W) or (H, W, 1).
         """
         raise NotImplementedError
 
@@ -125,6 +130,10 @@ class Derived(Source):
 
     source: Source
 
+    @property
+    def class_colors(self) -> tuple[tuple[int, int, int], ...]:
+        return self.source.class_colors
+
     def __len__(self) -> int:
         return len(self.source)
 
@@ -147,14 +156,15 @@ class SourceType:
 
     Attributes:
       open: function from `config.data` and a split expression to the source. It raises
-        NoSplit if the split does not exist; NoLabels if there are no labels, unless
-        `data.num_classes` is 0; UserError if the set does not exist or is damaged.
+        NoSplit if the split does not exist; NoLabels if there are no labels and
+        `data.has_labels`; UserError if the set does not exist or is damaged.
       pattern: regular expression of its values of `data.name`; "" is its key in `SOURCES`.
       help: description for lists.
       needs_files: True if `data.data_dir` is read.
       generated: True if it makes any `data.num_examples` examples.
       numbered: True if every opened split has `split_numbering`, with the sizes of all
         splits by the names that a split expression takes.
+      has_masks: True if records have masks with `data.mask_key`.
     """
 
     open: Callable[[DataConfig, str], Source]
@@ -163,10 +173,28 @@ class SourceType:
     needs_files: bool = True
     generated: bool = False
     numbered: bool = True
+    has_masks: bool = False
 
 
 # Keys are the names in messages. A `data.name` that no pattern matches is one of TFDS.
 SOURCES: dict[str, SourceType] = {}
+
+
+def name_of(source: Source, i: int) -> str:
+    """Returns data set, split and number, or path and number, of a record for a message."""
+    name = source.describe(i)
+    return name if str(i) in name.split() else f"{name} (record {i})"
+
+
+def read_record(source: Source, i: int) -> dict:
+    """Returns a record; raises DamagedImage if its file cannot be read."""
+    try:
+        return source[i]
+    except OSError as error:
+        raise DamagedImage(f"cannot be read ({error})") from error
+    except Exception as error:  # A bug of the reader keeps its traceback.
+        error.add_note(f"while reading {name_of(source, i)}")
+        raise
 
 
 def read_labels(source: Source) -> Integer[np.ndarray, " N"]:

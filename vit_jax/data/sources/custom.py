@@ -38,7 +38,7 @@ def open_custom(data: DataConfig, split: str):
             f"data.name={data.name!r} is {open_source!r}: it must be a function of "
             "`config.data` and a split expression"
         )
-    labelled = bool(data.num_classes)
+    labelled = data.has_labels
     with guarded(data.name):
         source = open_source(data, split)
         members = [name for name in _MEMBERS if labelled or name != "labels"]
@@ -54,9 +54,10 @@ def open_custom(data: DataConfig, split: str):
         )
     with guarded(data.name):
         _check_arrays(data.name, source, labelled)
-    if isinstance(source, arrays.ArraySource):  # It runs no more code of the user's.
-        return source
-    return CustomSource(data.name, source, labelled)
+    with_masks = bool(data.mask_key)
+    if isinstance(source, arrays.ArraySource) and not with_masks:
+        return source  # It runs no more code of the user's.
+    return CustomSource(data.name, source, labelled, with_masks)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,14 +71,19 @@ class CustomSource(Source):
     name: str
     source: object
     labelled: bool = True
+    with_masks: bool = False
 
     @property
     def class_names(self):
         return self.source.class_names
 
     @property
+    def class_colors(self):
+        return getattr(self.source, "class_colors", ())
+
+    @property
     def images(self):
-        return self.source.images
+        return None if self.with_masks else self.source.images  # Masks are read singly.
 
     @property
     def labels(self):
@@ -91,6 +97,10 @@ class CustomSource(Source):
         with guarded(self.name, f" for record {i}"):
             item = self.source[i]
             record = {key: item[key] for key in ("image", captions.TEXT) if key in item}
+            if self.with_masks:
+                if not isinstance(item.get("mask"), bytes | np.ndarray):
+                    raise TypeError('"mask" is missing, or neither bytes nor an array')
+                record["mask"] = item["mask"]
             if not isinstance(record["image"], bytes | np.ndarray):
                 raise TypeError('"image" is neither bytes nor an array')
             if self.labelled:
@@ -190,5 +200,6 @@ SOURCES["my_module:open_source"] = SourceType(
     open=open_custom,
     pattern=fields.CUSTOM,
     help="The source that your function returns.",
+    has_masks=True,
     numbered=False,  # Its code may return anything.
 )

@@ -461,7 +461,7 @@ def _followed(
 
 
 def _folder_of_config(data: DataConfig, split: str) -> FolderSource:
-    labelled = bool(data.num_classes)
+    labelled = data.has_labels
     source = open_folder(data.data_dir, split, data.split, labelled=labelled)
     return dataclasses.replace(source, caption_key=data.caption_key)
 

@@ -65,7 +65,14 @@ def open_source(data: DataConfig, split: str) -> Source:
 
 def open_unchecked(data: DataConfig, split: str) -> Source:
     """Opens a split with any classes and size; for the errors see `SourceType.open`."""
-    open_split = lambda: source_type(data.name).open(data, split)
+    kind = source_type(data.name)
+    if data.mask_key and not kind.has_masks:
+        others = ", ".join(key for key, each in SOURCES.items() if each.has_masks)
+        raise UserError(
+            f"data.mask_key={data.mask_key!r}: data.name={data.name!r} has no masks; sets "
+            f"of TFDS and these have: {others}"
+        )
+    open_split = lambda: kind.open(data, split)
     return _openers[-1](data, split, open_split) if _openers else open_split()
 
 
@@ -83,7 +90,7 @@ def _check_classes(source: Source, data: DataConfig) -> None:
             f"data.num_classes={data.num_classes}, but {data.name} has {known} classes: "
             f"set --config.data.num_classes={known}"
         )
-    if source.labels is not None:
+    if data.has_labels and source.labels is not None:
         bad = (source.labels < 0) | (source.labels >= data.num_classes)
         for i in np.flatnonzero(bad)[:1].tolist():
             check_label(int(source.labels[i]), data.num_classes, source.describe(i))

@@ -146,7 +146,7 @@ def open_parquet(data: DataConfig, split: str) -> ParquetSource | ArraySource:
     check_known("image_key", [data.image_key], columns, name)
     if data.caption_key:
         check_known("caption_key", [data.caption_key], columns, name)
-    label_key = data.label_key if data.num_classes else None
+    label_key = data.label_key if data.has_labels else None
     first_rows = np.cumsum([0, *(sizes[key] for key in used)])
     source = ParquetSource(
         name=f"{name} {split}",

@@ -78,7 +78,7 @@ def open_table(data: DataConfig, split: str) -> FolderSource:
     for name, table in tables.items():
         if name in used:  # Others may lack labels.
             check_known("image_key", [data.image_key], table.columns, table.path)
-            if data.num_classes:
+            if data.has_labels:
                 columns = label_columns(data.label_key, table.columns)
                 check_known("label_key", columns, table.columns, table.path)
         for number, cells in enumerate(table.rows, 1):
@@ -90,7 +90,7 @@ def open_table(data: DataConfig, split: str) -> FolderSource:
     paths = _Paths.of(data, tables)
     _check_apart(paths, rows)
     classes = {}
-    if data.num_classes:
+    if data.has_labels:
         splits.select(first, dict.fromkeys(rows, 1), data.data_dir)  # Raises NoSplit.
         names = class_names(data, (row.cells for row in rows[first]))
         warn_of_twins("classes", names)

@@ -320,7 +320,7 @@ def _builder(name: str, data_dir: str):
 
 
 def _of_config(data: DataConfig, split: str) -> TfdsSource | ArraySource:
-    label_key = data.label_key if data.num_classes else None
+    label_key = data.label_key if data.has_labels else None
     where = data.name, data.data_dir, split, data.image_key, label_key
     return small_in_memory(open_tfds(*where, caption_key=data.caption_key), data)
 

@@ -43,6 +43,8 @@ class Transform:
         at most one.
       on_colors: whether it changes colours or grey levels, and so needs 1 or 3 channels
         of 8 bits in the loader, of any depth on the device.
+      moves_pixels: whether it moves pixels and changes no values, so that it acts on
+        masks too: on arrays of int16, class numbers, which it does not mix.
       output_size: method from the height and width of images to those of the results;
         either is None if it differs from image to image. None: the size stays.
       output_shapes: method from the number of channels to the shapes of the arrays that
@@ -57,6 +59,7 @@ class Transform:
     in_eval: ClassVar[bool] = False
     mixes_examples: ClassVar[bool] = False
     on_colors: ClassVar[bool] = False
+    moves_pixels: ClassVar[bool] = False
     output_size: ClassVar[Callable | None] = None
     output_shapes: ClassVar[Callable | None] = None
     expand: ClassVar[Callable | None] = None

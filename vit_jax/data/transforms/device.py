@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Key, Num, UInt32
+from jaxtyping import Array, Bool, Float, Int16, Key, Num, UInt32
 
 from vit_jax.config.fields import key as field
 from vit_jax.data.transforms.base import (
@@ -83,6 +83,30 @@ def apply(
     return images.astype(jnp.float32), labels
 
 
+def apply_to_maps(
+    ops: Sequence,
+    maps: Int16[Array, "B H W"],
+    index: UInt32[Array, " B"],
+    key: Key[Array, ""],
+) -> Int16[Array, "B h w"]:
+    """Moves the pixels of label maps as `apply` moves those of their images.
+
+    Transforms that change colours alone are left out. Class numbers are not mixed: where
+    pixels of an image are interpolated, the nearest is taken.
+
+    Args:
+      ops, index, key: as given to `apply` with the images.
+      maps: class numbers; IGNORED, -1, where a pixel counts for no class, as those do that
+        come from outside of the image.
+    """
+    maps = (maps + 1)[..., None]  # Black, 0, counts for no class.
+    labels = jnp.zeros((len(index), 1))
+    for number, op in enumerate(ops):
+        if op.moves_pixels:
+            maps, _ = op(maps, labels, index, jax.random.fold_in(key, number))
+    return maps[..., 0] - 1
+
+
 def _levels(images: Images) -> Images:
     """Returns images of 16 bits as floats from 0 to 255."""
     if images.dtype != jnp.uint16:
@@ -135,6 +159,8 @@ def where_drawn(
 class Flip(DeviceTransform):
     """Flips left and right with probability 0.5 per example."""
 
+    moves_pixels = True
+
     def __call__(self, images: Images, labels: Labels, index, key):
         heads = example_uniform(index, key, 1)[:, 0] < 0.5
         return jnp.where(heads[:, None, None, None], images[:, :, ::-1], images), labels
@@ -143,6 +169,8 @@ class Flip(DeviceTransform):
 @dataclasses.dataclass(frozen=True)
 class PadCrop(DeviceTransform):
     """Shifts by up to `pad` pixels each way: pads with black and crops back."""
+
+    moves_pixels = True
 
     pad: Given = field(4, "Largest shift, in pixels.")
 
@@ -162,6 +190,8 @@ class Affine(DeviceTransform):
 
     Pixels are bilinear, and black outside.
     """
+
+    moves_pixels = True
 
     shift: Given = field(0.0, "Largest shift, as a fraction of height and width.")
     rotate: Given = field(0.0, "Largest turn, in degrees.")
@@ -189,6 +219,7 @@ class Upsample(DeviceTransform):
     the size of its last crop or resize, or of the set in memory.
     """
 
+    moves_pixels = True
     output_size = to_size
 
     size: Given = None
@@ -201,8 +232,10 @@ class Upsample(DeviceTransform):
                 f"data.train_transform: upsample to {height}x{width} of images that have "
                 f"{H}x{W}: end the operations of the loader with resize or a crop"
             )
-        images = images.astype(jnp.float32)
-        return jax.image.resize(images, (B, height, width, C), "linear"), labels
+        how = "nearest"
+        if images.dtype != jnp.int16:
+            images, how = images.astype(jnp.float32), "linear"
+        return jax.image.resize(images, (B, height, width, C), how), labels
 
 
 @dataclasses.dataclass(frozen=True)
@@ -433,11 +466,12 @@ class MixupOrCutmix(DeviceTransform):
 
 def warp(
     images: Images, angle: PerImage, scale: PerImage, down: PerImage, right: PerImage
-) -> Float[Array, "B H W C"]:
+) -> Num[Array, "B H W C"]:
     """Rotates and scales images about their centres, then shifts them; bilinear.
 
     Args:
-      images: values of any range; the outside is black (0).
+      images: values of any range; the outside is black (0). Of int16, which are class
+        numbers, the nearest is taken.
       angle: radians, positive from the vertical axis (down) towards the right.
       scale: factor; over 1 enlarges.
       down, right: shifts in pixels.
@@ -451,6 +485,9 @@ def warp(
     source_y = cosine * y + sine * x + (H - 1) / 2
     source_x = cosine * x - sine * y + (W - 1) / 2
 
+    if images.dtype == jnp.int16:
+        nearest = (jnp.round(a).astype(jnp.int32) for a in (source_y, source_x))
+        return _take(images, *nearest)
     images = images.astype(jnp.float32)
     top, left = jnp.floor(source_y), jnp.floor(source_x)
     total = jnp.zeros_like(images)

@@ -1,7 +1,8 @@
 """Transforms of one image, run by the loader before images are batched.
 
-Images are uint8; or uint16 or float32, see bands.py. Letters: H and W height and width
-before, h and w after, C channels.
+Images are uint8; or uint16 or float32, see bands.py. Arrays of int16 are class numbers
+(masks.py), of which the nearest is taken where those of images would be mixed. Letters:
+H and W height and width before, h and w after, C channels.
 """
 
 import dataclasses
@@ -11,16 +12,18 @@ from collections.abc import Sequence
 
 import cv2
 import numpy as np
-from jaxtyping import Float32, Num
+from jaxtyping import Float32, Int16, Num
 from PIL import Image
 
 from vit_jax.config.fields import key
 from vit_jax.data import decode
+from vit_jax.data.masks import IGNORED
 from vit_jax.data.transforms.base import (
     Given,
     HostTransform,
     Size,
     check_part,
+    check_range,
     check_size,
     pair,
     to_size,
@@ -50,6 +53,7 @@ class InceptionCrop(HostTransform):
         filter, with which MAE and DINO were trained.
     """
 
+    moves_pixels = True
     output_size = to_size
 
     size: Given = None
@@ -194,6 +198,7 @@ class Resize(HostTransform):
     """Resizes to exactly `size` pixels, bilinear and antialiased."""
 
     in_eval = True
+    moves_pixels = True
     output_size = to_size
 
     size: Given = None
@@ -208,6 +213,7 @@ class ResizeSmall(HostTransform):
     image just covers a `size` of (height, width)."""
 
     in_eval = True
+    moves_pixels = True
 
     size: Given
 
@@ -229,6 +235,7 @@ class CentralCrop(HostTransform):
     """Cuts `size` pixels out of the middle."""
 
     in_eval = True
+    moves_pixels = True
     output_size = to_size
 
     size: Given = None
@@ -245,6 +252,7 @@ class CentralCrop(HostTransform):
 class RandomCrop(HostTransform):
     """Cuts `size` pixels out of a random place."""
 
+    moves_pixels = True
     output_size = to_size
 
     size: Given = None
@@ -253,6 +261,52 @@ class RandomCrop(HostTransform):
         (top, left), (height, width) = _room(image, self.size), pair(self.size)
         top, left = _below(top + 1, rng), _below(left + 1, rng)
         return image[top : top + height, left : left + width]
+
+
+@dataclasses.dataclass(frozen=True)
+class ScaleCrop(HostTransform):
+    """Resizes by a random factor, the aspect kept, and cuts a random part out.
+
+    A part that reaches beyond the image is padded at the bottom and the right: images with
+    black, masks with pixels that count for no class. This is the usual augmentation of
+    semantic segmentation, RandomResize, RandomCrop and Pad of mmsegmentation, without its
+    limit to the share of one class (`cat_max_ratio`).
+
+    Args:
+      size: height and width of the part in pixels, or one number for both.
+      scale: smallest and largest short side of the resized image, divided by the short
+        side of `size`.
+    """
+
+    moves_pixels = True
+    output_size = to_size
+
+    size: Given = None
+    scale: Given = (0.5, 2.0)
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_range("scale", self.scale)
+
+    def __call__(self, image: Before, rng: np.random.Generator) -> After:
+        size, before = pair(self.size), image.shape[:2]
+        factor = self.scale[0] + rng.random() * (self.scale[1] - self.scale[0])
+        ratio = factor * min(size) / min(before)
+        resized = [max(1, round(side * ratio)) for side in before]
+        part = tuple(map(min, resized, size))
+        start = [_below(n - m + 1, rng) for n, m in zip(resized, part, strict=True)]
+        # In pixels of the image, so that only the part is resized.
+        shrunk = [n / m for n, m in zip(before, resized, strict=True)]
+        top, left, height, width = (
+            n * m for n, m in zip((*start, *part), shrunk * 2, strict=True)
+        )
+        cut = resize_box(image, (top, left, height, width), part)
+        if part == size:
+            return cut
+        blank = IGNORED if image.dtype == np.int16 else 0
+        padded = np.full((*size, image.shape[-1]), blank, image.dtype)
+        padded[: part[0], : part[1]] = cut
+        return padded
 
 
 def _crops_of_file(
@@ -346,6 +400,8 @@ def resize_box(
 
     `box` has top, left, height and width in pixels, which may be fractions.
     """
+    if image.dtype == np.int16:
+        return _nearest(image, box, size)
     top, left, height, width = box
     # Rounding may carry a fraction past the border by less than it matters.
     bottom, right = np.minimum((top + height, left + width), image.shape[:2]).tolist()
@@ -365,11 +421,24 @@ def resize_box(
     return out.astype(image.dtype, copy=False)
 
 
+def _nearest(
+    maps: Int16[np.ndarray, "H W C"], box: Box, size: tuple[int, int]
+) -> Int16[np.ndarray, "h w C"]:
+    """Returns the pixels of a part at the centres of those of the result."""
+    places = []
+    for axis, length in enumerate(size):
+        centres = box[axis] + (np.arange(length) + 0.5) * (box[2 + axis] / length)
+        places.append(centres.astype(np.intp).clip(0, maps.shape[axis] - 1))
+    return maps[np.ix_(*places)]
+
+
 def resize_fast(image: Before, size: tuple[int, int], antialias: bool = True) -> After:
     """Resizes nearly as `resize_bilinear` does, in a third of the time.
 
     Without `antialias` fine detail of an image that shrinks turns into noise.
     """
+    if image.dtype == np.int16:
+        return resize_bilinear(image, size)
     if image.shape[-1] > _MOST_BANDS:
         parts = np.split(
             image, range(_MOST_BANDS, image.shape[-1], _MOST_BANDS), axis=-1
@@ -405,5 +474,6 @@ TRANSFORMS = {
     "resize_small": ResizeSmall,
     "central_crop": CentralCrop,
     "random_crop": RandomCrop,
+    "scale_crop": ScaleCrop,
     "multi_crop": MultiCrop,
 }

@@ -31,8 +31,11 @@ from vit_jax.errors import UserError
 # Host transforms by name; those of the device import JAX, see `all_transforms`.
 HOST_TRANSFORMS = {**host.TRANSFORMS, **randaugment.TRANSFORMS}
 # Arrays of a batch that no host transform may make.
-_RESERVED = ("label", "text", "index", "skipped", "mask")
-_OPTIONAL = ("in_eval", "mixes_examples", "expand", "output_size", "output_shapes")
+_RESERVED = ("label", "text", "index", "skipped", "mask", "label_map")
+_OPTIONAL = (
+    *("in_eval", "mixes_examples", "on_colors", "moves_pixels"),
+    *("expand", "output_size", "output_shapes"),
+)
 _CUSTOM = re.compile(
     r"(?P<name>[A-Za-z_][\w.]*:[A-Za-z_]\w*)\s*(?P<call>\(.*\))?", re.DOTALL
 )
@@ -67,20 +70,21 @@ class CustomTransform(Transform):
             result = self.transform(image, *args)
             if self.runs_on == "device":
                 return self._checked_batch(result, *args)
-            self._check_host(result)
+            # Masks are int16.
+            self._check_host(result, np.int16 if image.dtype == np.int16 else np.uint8)
             return result
 
-    def _check_host(self, result) -> None:
+    def _check_host(self, result, dtype: type) -> None:
         several = self.output_shapes is not None
         arrays = list(result.values()) if isinstance(result, dict) else [result]
-        good = all(isinstance(a, np.ndarray) and a.dtype == np.uint8 for a in arrays)
+        good = all(isinstance(a, np.ndarray) and a.dtype == dtype for a in arrays)
         if good and (isinstance(result, dict) if several else arrays[0].ndim == 3):
             return
         kinds = [f"{getattr(a, 'dtype', type(a))} {np.shape(a) or ''}" for a in arrays]
         wanted = (
             "a dict of uint8 arrays, as `output_shapes`"
             if several
-            else "uint8 (H, W, C)"
+            else f"{np.dtype(dtype)} (H, W, C)"
         )
         raise UserError(f"{self.where} returned {', '.join(kinds)}, not {wanted}")
 
@@ -171,12 +175,23 @@ def check_batch(spec: Mapping[str, object], data: DataConfig) -> None:
             "data.num_classes=0: labels are not read, but this task learns from them: "
             "set --config.data.num_classes to the number of classes"
         )
+    if "label" in spec and data.mask_key:
+        raise UserError(
+            f"data.mask_key={data.mask_key!r}: masks are read in place of labels, but this "
+            "task learns from labels: set data.mask_key=''"
+        )
+    if "label_map" in spec and not data.mask_key:
+        raise UserError(
+            "data.mask_key='': masks are not read, but this task learns from them: set it "
+            "to the feature, column or folder of the masks"
+        )
     if "text" in spec and not data.tokenizer:
         raise UserError(
             "data.tokenizer='': captions are not read, but this task learns from them: "
             "set it to 'bytes', or to the folder or hf://owner/name of a tokenizer"
         )
     transforms = parse_train(data.train_transform, data.image_size)
+    check_masks((*transforms.host, *transforms.device), data)
     views = Transforms(transforms.host, ())  # The device may enlarge them.
     made = loaded_shapes(views, data.image_size, data.channels)
     wanted = {k: v.shape[1:] for k, v in spec.items() if k not in _RESERVED}
@@ -192,11 +207,10 @@ def check_bands(
     ops: Iterable[Transform], data: DataConfig, where: str = "data.train_transform"
 ) -> None:
     """Raises UserError if a transform of colours would get other bands, or more depth."""
-    names = {cls: name for name, cls in all_transforms().items()}
     for op in ops:
         if not op.on_colors:
             continue
-        name = f"{where}: {names[type(op)]} changes colours"
+        name = f"{_where(op, where)} changes colours"
         if data.channels not in (1, 3):
             raise UserError(
                 f"{name}, and data.channels={data.channels} is neither 1 nor 3: remove it"
@@ -205,6 +219,22 @@ def check_bands(
             raise UserError(
                 f"{name} of 8 bits, and data.pixels={data.pixels!r}: remove it, or set "
                 "--config.data.pixels=uint8"
+            )
+
+
+def check_masks(ops: Iterable[Transform], data: DataConfig) -> None:
+    """Raises UserError if masks are read and a transform cannot act on them.
+
+    A transform of colours changes the images alone.
+    """
+    for op in ops if data.mask_key else ():
+        if not (op.moves_pixels or op.on_colors):
+            known = all_transforms().items()
+            acting = ", ".join(name for name, cls in known if cls.moves_pixels)
+            raise UserError(
+                f"{_where(op, 'data.train_transform')} does not act on masks, and "
+                f"data.mask_key={data.mask_key!r}: remove it; {acting} do, and those of "
+                "colours change the images alone"
             )
 
 
@@ -276,6 +306,14 @@ def _check_device(spec: str, device: list, image_size: Sequence[int]) -> None:
             f"data.train_transform={spec!r} enlarges images to {size}, but data.image_size "
             f"is {tuple(image_size)}: make them equal"
         )
+
+
+def _where(transform: Transform, key: str) -> str:
+    """Returns the key and the name of a transform for a message."""
+    if isinstance(transform, CustomTransform):
+        return transform.where
+    names = {cls: name for name, cls in all_transforms().items()}
+    return f"{key}: {names[type(transform)]}"
 
 
 def _name(transform: Transform) -> str:

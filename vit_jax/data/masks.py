@@ -1,0 +1,192 @@
+"""Masks for semantic segmentation: images whose pixels are class numbers.
+
+A mask is decoded to a label map: the class of each pixel of its image, or IGNORED where the
+pixel counts for no class. Letters: H and W height and width.
+"""
+
+import io
+from collections.abc import Iterable
+
+import numpy as np
+from jaxtyping import Int16, Integer, Num
+from PIL import Image
+
+from vit_jax.data import bands, decode
+from vit_jax.data.config import MAX_PIXELS, DataConfig
+from vit_jax.data.decode import DamagedImage
+from vit_jax.data.sources.base import Source, name_of, read_record, warn
+from vit_jax.errors import UserError
+
+IGNORED = -1
+
+LabelMap = Int16[np.ndarray, "H W 1"]
+
+_PNG = b"\x89PNG"
+_GREY = 0  # Colour type of a PNG file (PNG specification, 11.2.1).
+_AS_NUMBERS = "save each mask as a grey PNG whose pixels are class numbers from 0 on"
+
+
+def read(mask: bytes | np.ndarray, data: DataConfig, size: tuple[int, int]) -> LabelMap:
+    """Reads a mask.
+
+    Args:
+      mask: content of an image file or of one of np.save, see `decode_mask`; or an integer
+        array (H, W) or (H, W, 1).
+      data: `config.data`.
+      size: height and width of its image.
+
+    Returns:
+      Classes from 0 on, or IGNORED.
+
+    Raises:
+      DamagedImage: the mask cannot be read, or has another size than its image.
+      UserError: its values are no class numbers, or a class is out of range.
+    """
+    values = decode_mask(mask)
+    if values.shape != size:
+        raise DamagedImage(_other_size(values.shape, size, data))
+    ignored = values == data.ignore_label
+    classes = values.astype(np.int64)
+    if data.reduce_zero_label:
+        ignored |= values == 0
+        classes -= 1
+    bad = ~ignored & ((classes < 0) | (classes >= data.num_classes))
+    if bad.any():
+        row, column = np.argwhere(bad)[0].tolist()
+        raise UserError(_out_of_range(int(values[row, column]), row, column, data))
+    return np.where(ignored, IGNORED, classes).astype(np.int16)[..., None]
+
+
+def read_pair(
+    source: Source, data: DataConfig, i: int
+) -> tuple[Num[np.ndarray, "H W C"], Int16[np.ndarray, "H W"]]:
+    """Returns record i as it is stored: its image of `data.pixels`, and its label map.
+
+    Raises:
+      DamagedImage: the image or the mask cannot be read; `pipeline.Loader.refuse` adds the
+        record's name and skips it where `data.on_error` says so.
+      UserError: the mask contradicts the config, see `read`.
+    """
+    record = read_record(source, i)
+    form = bands.PixelFormat.of(data)
+    image = bands.read(record["image"], form, exif=data.exif)
+    try:
+        return image, read(record["mask"], data, image.shape[:2])[..., 0]
+    except UserError as error:
+        raise UserError(f"{name_of(source, i)}: {error}") from error
+
+
+def warn_of_one_class(source: Source, data: DataConfig, records: Iterable[int]) -> None:
+    """Warns if some masks have one class alone, beside pixels that count for none.
+
+    Masks of 0 and 255 are so, where 255 was meant as a class.
+    """
+    seen = set()
+    for i in records:
+        try:
+            seen |= set(np.unique(read_pair(source, data, i)[1]).tolist())
+        except DamagedImage:  # `data.on_error` decides on it.
+            continue
+    if IGNORED in seen and len(seen) == 2 and data.num_classes > 1:
+        warn(
+            f"masks of {data.name}, as of {name_of(source, 0)}, have class "
+            f"{max(seen)} alone beside data.ignore_label={data.ignore_label}, which counts "
+            f"for no class: if it is one, write the masks with classes from 0 to "
+            f"{data.num_classes - 1}"
+        )
+
+
+def decode_mask(mask: bytes | np.ndarray) -> Integer[np.ndarray, "H W"]:
+    """Returns the numbers in a mask as they are stored.
+
+    A palette gives its indices, not its colours; black and white of one bit are 0 and 1.
+
+    Raises:
+      DamagedImage: the file cannot be read.
+      UserError: it holds colours or floats, or is a JPEG file, which changes numbers.
+    """
+    if isinstance(mask, bytes):
+        arrays = mask.startswith(bands.OF_ARRAYS)
+        try:
+            mask = bands.stored(mask) if arrays else _read_file(mask)
+        except DamagedImage as error:
+            raise DamagedImage(f"has a mask that {error}") from error
+    if mask.dtype.kind not in "bui":
+        raise UserError(
+            f"its mask is an array of {mask.dtype}, not of class numbers: save it as "
+            "integers"
+        )
+    if mask.ndim == 3:
+        mask = _only_band(mask)
+    if mask.ndim != 2 or not mask.size:
+        raise DamagedImage(f"has a mask of the shape {mask.shape}, not (height, width)")
+    return mask.astype(np.uint8) if mask.dtype == bool else mask
+
+
+def _read_file(data: bytes) -> np.ndarray:
+    if not data:
+        raise DamagedImage("is empty (0 bytes)")
+    if data.startswith(b"\xff\xd8\xff"):
+        raise UserError(
+            f"its mask is a JPEG file, whose compression changes class numbers: "
+            f"{_AS_NUMBERS}"
+        )
+    try:
+        grey = data.startswith(_PNG) and data[25] == _GREY
+        if data.startswith(_PNG):
+            data = decode.critical_chunks(data)
+        image = Image.open(io.BytesIO(data))
+        if image.width * image.height > MAX_PIXELS:
+            raise DamagedImage(f"has {image.width}x{image.height} pixels, too many")
+        values = np.asarray(image)
+    except DamagedImage:
+        raise
+    except Exception as error:  # Pillow raises OSError, SyntaxError, struct.error, ...
+        raise DamagedImage(f"cannot be decoded ({error})") from error
+    bits = data[24] if grey else 8
+    # Pillow stretches grey of 2 and 4 bits to 0..255.
+    return values // (255 // (2**bits - 1)) if bits in (2, 4) else values
+
+
+def _only_band(mask: Integer[np.ndarray, "H W C"]) -> Integer[np.ndarray, "H W"]:
+    """Returns the numbers of a mask of several equal bands, without opacity."""
+    opaque = (
+        mask.shape[-1] not in (2, 4) or (mask[..., -1] == mask[..., -1].max()).all()
+    )
+    colours = mask[..., :-1] if mask.shape[-1] in (2, 4) else mask
+    unequal = (colours != colours[..., :1]).any(-1)
+    if opaque and not unequal.any():
+        return colours[..., 0]
+    example = mask[unequal][0] if unequal.any() else mask[0, 0]
+    raise UserError(
+        f"its mask is of colours, as {tuple(example.tolist())}, and which class each stands "
+        f"for is not known here: {_AS_NUMBERS}"
+    )
+
+
+def _other_size(
+    size: tuple[int, ...], of_image: tuple[int, int], data: DataConfig
+) -> str:
+    text = "has a mask of {}x{} pixels and an image of {}x{} (height, width)"
+    text = text.format(*size, *of_image)
+    if size == of_image[::-1]:
+        text += (
+            f": the orientation tags of images, not of masks, are read with "
+            f"--config.data.exif=True, and it is {data.exif}"
+        )
+    return text
+
+
+def _out_of_range(value: int, row: int, column: int, data: DataConfig) -> str:
+    first = int(data.reduce_zero_label)
+    remedies = [
+        "set --config.data.num_classes to the number of classes",
+        f"--config.data.ignore_label={value} if it counts for no class",
+    ]
+    if value == data.num_classes and not data.reduce_zero_label:
+        remedies.append("--config.data.reduce_zero_label=True if classes begin with 1")
+    return (
+        f"its mask has {value} in row {row}, column {column}, but data.num_classes="
+        f"{data.num_classes} allows {first} to {data.num_classes - 1 + first}: "
+        f"{', or '.join(remedies)}"
+    )
