@@ -201,12 +201,13 @@ def test_an_image_folder_is_a_set_of_its_name(tmp_path, capsys):
     assert run(*words, "--on_error=skip", "--name=pets:2.0.0", tmp_path / "out") == 0
     captured = capsys.readouterr()
     assert "out/pets/2.0.0\n  train: 3 records in 1 shards" in captured.out
-    assert "left out, 1 damaged:\n  train/b/3.png cannot be decoded" in captured.err
+    left_out = "left out: 1 damaged image\n  train/b/3.png cannot be decoded"
+    assert left_out in captured.err
     (tmp_path / "My Pets/train/b/3.png").unlink()
     (tmp_path / "out/my_pets/1.0.0.incomplete/.state/plan.json").unlink()
     assert run(*words, tmp_path / "out") == 0
     assert (tmp_path / "out/my_pets/1.0.0/manifest.json").is_file()
-    with pytest.raises(UserError, match="lies in the folder of images"):
+    with pytest.raises(UserError, match="lies in --from=.*My Pets"):
         run(*words, tmp_path / "My Pets" / "out")
 
 
@@ -216,6 +217,9 @@ def test_an_image_folder_is_a_set_of_its_name(tmp_path, capsys):
         ("folder", "--dataset=folder needs --from=DIR"),
         ("folder --from=/no/where", "--from=/no/where is not a folder"),
         ("blobs --from=/no/where", "--from=/no/where is not a folder"),
+        ("webdataset", "--dataset=webdataset needs --from=DIR"),
+        ("webdataset --from=tests", "has no tar files .*tests/train/\\*.tar"),
+        ("folder --from=. --caption=txt", "--caption has no meaning"),
         ("blobs --from=. --verify", "state its name .* no --from"),
         ("blobs --verify", "holds no readable blobs"),
         ("blobs --splits=train", "--splits has no meaning here"),

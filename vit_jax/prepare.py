@@ -8,6 +8,10 @@
   --dataset=folder --from=DIR --data_dir=OUT [--name=flowers:1.0.0]
       turns DIR/<split>/<class>/**/ image files into a set with the features image
       (the file's bytes unchanged), label and path.
+  --dataset=webdataset --from=DIR --data_dir=OUT [--caption=txt|json:FIELD]
+      does so for tar shards of WebDataset, img2dataset or timm, DIR/*.tar or
+      DIR/<split>/*.tar, with the features image, path, text (of KEY.txt, or of a field
+      of KEY.json) and label (of KEY.cls).
   --dataset=NAME --data_dir=OUT --verify
       reads a set made here again and compares counts and checksums with its
       manifest.json.
@@ -21,29 +25,27 @@ input, full disk or damaged data (one line says what), 130 interrupted.
 
 import argparse
 import pathlib
-import re
 import sys
 
 from vit_jax import cli
 from vit_jax.errors import EXIT_INTERRUPTED, UserError
 
-FOLDER = "folder"
-_VERSION = "1.0.0"
-_SHOWN = 20  # Damaged images in the report; all are in the manifest.
+_SHOWN = 20  # Records left out in the report; all are in the manifest.
 
 
 def main(flags: argparse.Namespace) -> int:
     """Prepares, converts or verifies what the flags name; returns the exit code."""
     cli.refuse_overrides(flags, "preparing")
-    _check(flags)
-    from vit_jax.tools.preparing import build
+    from vit_jax.tools.preparing import build, images, request, tar_shards  # noqa: F401
 
+    made = flags.dataset in request.KINDS
+    _check(flags, made)
     data_dir = pathlib.Path(flags.data_dir).expanduser()
     try:
         if flags.verify:
             folder, content = _verify(flags, data_dir)
-        elif flags.dataset == FOLDER:
-            folder, content = _make_of_images(flags, data_dir)
+        elif made:
+            folder, content = _make(flags, data_dir)
         elif flags.source:
             folder, content = _convert(flags, data_dir)
         else:
@@ -59,25 +61,30 @@ def main(flags: argparse.Namespace) -> int:
     return 0
 
 
-def _check(flags):
-    """Raises UserError for flags that are wrong, alone or together."""
+def _check(flags, made):
+    """Raises UserError for flags that are wrong, alone or together.
+
+    `made` is whether the set is made of files, not prepared or converted.
+    """
     if "://" in flags.data_dir:
         raise UserError(
             f"--data_dir={flags.data_dir}: data sets are prepared on a local disk; "
             "prepare there and copy the finished folder"
         )
-    if flags.verify and (flags.source or flags.dataset == FOLDER):
+    if flags.verify and (flags.source or made):
         raise UserError(
             "--verify checks a prepared set: state its name as --dataset=NAME, and no "
             "--from"
         )
-    if flags.dataset == FOLDER and not flags.source:
-        raise UserError("--dataset=folder needs --from=DIR, the folder of images")
-    made_of_images = flags.dataset == FOLDER
+    if made and not flags.source:
+        raise UserError(
+            f"--dataset={flags.dataset} needs --from=DIR, the folder of its files"
+        )
     for name, fits in {
-        "name": made_of_images,
-        "on_error": made_of_images,
-        "unchecked": made_of_images,
+        "name": made,
+        "on_error": made,
+        "unchecked": made,
+        "caption": flags.dataset == "webdataset",
         "splits": bool(flags.source),
         "processes": bool(flags.source),
         "imports": not flags.source and not flags.verify,
@@ -102,61 +109,43 @@ def _verify(flags, data_dir):
         return folder, metadata.verify(folder, shown.update)
 
 
-def _make_of_images(flags, data_dir):
-    from vit_jax.tools.preparing import build, images
+def _make(flags, data_dir):
+    from vit_jax.tools.preparing import build, request
 
-    name = _name_of_images(flags)
-    target = name.folder(data_dir)
-    root = pathlib.Path(flags.source).expanduser().resolve()
+    root = _source(flags)
     if root in (data_dir.resolve(), *data_dir.resolve().parents):
         raise UserError(
-            f"--data_dir={flags.data_dir} lies in the folder of images {root}, and would "
-            "be read as one of its splits: choose another"
+            f"--data_dir={flags.data_dir} lies in --from={root}, and would be read as "
+            "one of its splits: choose another"
         )
-    plan = {"on_error": flags.on_error or "raise", "decode": not flags.unchecked}
-    _refuse_existing(target, flags, plan | {"kind": "folder", "source": str(root)})
-    job = images.open_images(
-        root,
-        name,
-        flags.splits,
-        flags.shard_mb * 10**6,
-        flags.on_error or "raise",
+    asked = request.Request(
+        kind=flags.dataset,
+        source=root,
+        name=request.new_name(flags.name, root),
+        splits=tuple(flags.splits),
+        shard_bytes=flags.shard_mb * 10**6,
+        on_error=flags.on_error or "raise",
         decode=not flags.unchecked,
+        caption=flags.caption,
     )
+    target = asked.name.folder(data_dir)
+    # Before the input is listed, which may take minutes.
+    build.refuse_existing(target, asked.plan())
+    job = request.KINDS[flags.dataset](asked)
     return target, build.build(job, target, flags.processes or 1)
 
 
-def _name_of_images(flags):
-    """Returns the name and version of the new set: --name, or the name of the folder."""
-    from vit_jax.data.sources import tfds as tfds_source
-    from vit_jax.data.sources.open import source_type
-    from vit_jax.tools.preparing import metadata
-
-    text = flags.name
-    if not text:
-        last = pathlib.Path(flags.source).expanduser().resolve().name
-        text = re.sub(r"\W+", "_", last.lower(), flags=re.ASCII).strip("_")
-    name = metadata.DatasetName.parse(text, "--name")
-    if name.dataset != name.dataset.lower():
-        raise UserError(
-            f"--name={text} has capitals, and TFDS finds no such set: write "
-            f"{text.lower()}"
-        )
-    # Nor may a set of several configs, "vtab/one", be read as another source.
-    if any(
-        source_type(n) is not tfds_source.TYPE
-        for n in (name.dataset, f"{name.dataset}/")
-    ):
-        raise UserError(f"--name={text} is the name of another source: choose another")
-    return metadata.DatasetName(name.dataset, name.config, name.version or _VERSION)
+def _source(flags):
+    source = pathlib.Path(flags.source).expanduser().resolve()
+    if not source.is_dir():
+        raise UserError(f"--from={flags.source} is not a folder")
+    return source
 
 
 def _convert(flags, data_dir):
     from vit_jax.tools.preparing import build, metadata, tfrecord
 
-    source = pathlib.Path(flags.source).expanduser().resolve()
-    if not source.is_dir():
-        raise UserError(f"--from={flags.source} is not a folder")
+    source = _source(flags)
     source = metadata.find(source, metadata.DatasetName.parse(flags.dataset))
     name = metadata.read_info(source).name
     target = name.folder(data_dir)
@@ -165,9 +154,11 @@ def _convert(flags, data_dir):
             f"--data_dir={flags.data_dir} is where {source} lies: choose another, so "
             "that the TFRecord files stay as they are"
         )
-    plan = {"kind": "tfrecord", "source": str(source)}
-    _refuse_existing(target, flags, plan)
-    job = tfrecord.open_conversion(source, flags.splits, flags.shard_mb * 10**6)
+    shard_bytes = flags.shard_mb * 10**6
+    plan = {"kind": "tfrecord", "source": str(source), "shard_bytes": shard_bytes}
+    plan |= {"splits": flags.splits} if flags.splits else {}
+    build.refuse_existing(target, plan)
+    job = tfrecord.open_conversion(source, flags.splits, shard_bytes)
     content = build.build(job, target, flags.processes or 1)
     metadata.copy_default_config(source, data_dir, name)
     return target, content
@@ -185,15 +176,6 @@ def _build(flags, data_dir):
     )
 
 
-def _refuse_existing(target, flags, plan):
-    """Before the input is listed, which may take minutes."""
-    from vit_jax.tools.preparing import build
-
-    plan |= {"shard_bytes": flags.shard_mb * 10**6}
-    plan |= {"splits": flags.splits} if flags.splits else {}
-    build.refuse_existing(target, plan)
-
-
 def _report(folder, content, action):
     cli.say(f"{action} {folder}")
     for name, split in content["splits"].items():
@@ -204,7 +186,8 @@ def _report(folder, content, action):
         )
     skipped = content["skipped"]
     if skipped and action == "wrote":
-        print(f"left out, {len(skipped)} damaged:", file=sys.stderr)
+        counts = content["skipped_counts"].items()
+        cli.tell(f"left out: {', '.join(f'{n:,} {kind}' for kind, n in counts)}")
         for note in skipped[:_SHOWN]:
             cli.tell(f"  {note['record']} {note['reason']}")
         if len(skipped) > _SHOWN:
@@ -220,11 +203,12 @@ def parser() -> cli.Parser:
     """Returns the flags."""
     parser = cli.Parser(__doc__)
     add = parser.add_argument
-    add("--dataset", required=True, help="TFDS name[/config][:version], or folder")
+    names = "TFDS name[/config][:version], folder or webdataset"
+    add("--dataset", required=True, help=names)
     add("--data_dir", required=True, metavar="OUT", help="folder of prepared data sets")
     add("--from", dest="source", default="", metavar="PATH", help="what to convert")
     add("--splits", type=_names, default=[], help="names: train,test; default: all")
-    add("--name", default="", help="name[:version] of the set made of a folder")
+    add("--name", default="", help="name[:version] of a set made of files")
     add("--verify", action="store_true", help="check a prepared set")
     add("--processes", type=cli.positive, help="writers of shards; default: 1")
     add(
@@ -233,7 +217,10 @@ def parser() -> cli.Parser:
         default=256,
         help="size of a shard in MB; default: 256",
     )
-    add("--on_error", choices=("raise", "skip"), help="damaged images; default: raise")
+    unusable = "damaged or incomplete records; default: raise"
+    add("--on_error", choices=("raise", "skip"), help=unusable)
+    captions = "txt, another ending, or json:FIELD; default: txt where there are some"
+    add("--caption", default="", help=captions)
     add("--unchecked", action="store_true", help="do not decode each image to test it")
     add("--manual_dir", default="", help="files that you had to fetch for TFDS")
     add("--imports", type=_names, default=[], help="modules with your builders")

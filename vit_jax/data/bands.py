@@ -203,15 +203,25 @@ def picture(
     Raises:
       DamagedImage: it cannot be read.
     """
+    image = _of_any_bands(data, exif)
+    shown = to_display(image if image.ndim == 3 else image[..., None])
+    return np.broadcast_to(shown, (*shown.shape[:2], 3))
+
+
+def check(data: bytes) -> None:
+    """Raises DamagedImage unless a file is an image of any bands and depth."""
+    _of_any_bands(data, exif=False)
+
+
+def _of_any_bands(data: bytes | np.ndarray, exif: bool) -> np.ndarray:
+    """Returns RGB where it is the file's own, or the array as it is stored."""
     try:
         return decode.decode(data, 3, exif=exif)
     except DamagedImage:
         of_bands = (*OF_ARRAYS, *decode.TIFF)
         if isinstance(data, bytes) and not data.startswith(of_bands):
             raise
-    image = stored(data, exif)
-    shown = to_display(image if image.ndim == 3 else image[..., None])
-    return np.broadcast_to(shown, (*shown.shape[:2], 3))
+    return stored(data, exif)
 
 
 def to_display(pixels: Num[np.ndarray, "H W C"]) -> UInt8[np.ndarray, "H W c"]:

@@ -15,6 +15,7 @@ from vit_jax.data.sources.open import open_source
 from vit_jax.errors import UserError
 from vit_jax.tools.finetuning import layout
 from vit_jax.tools.preparing import images, metadata
+from vit_jax.tools.preparing.request import Request
 from vit_jax.tools.sweeps import recipes
 
 
@@ -278,9 +279,7 @@ def test_stray_folders_are_passed_over_by_training_and_prepare_alike(
 
     def prepared():
         name = metadata.DatasetName("ours", "", "1.0.0")
-        return images.open_images(
-            folder, name, (), 10**6, "raise", decode=False
-        ).sources
+        return images.open_images(Request("folder", folder, name, decode=False)).sources
 
     assert list(prepared()) == ["train", "val"]
     assert caplog.messages == [

@@ -9,8 +9,11 @@ import pytest
 import tfds_sets
 import tfrecord_files
 from array_record.python import array_record_module
+from helpers import tiny_config
 
+from vit_jax.data import pipeline
 from vit_jax.data.sources import folder as image_folders
+from vit_jax.data.sources.open import open_source
 from vit_jax.data.sources.tfds import open_tfds
 from vit_jax.errors import UserError
 from vit_jax.files import lock_folder
@@ -22,6 +25,7 @@ from vit_jax.tools.preparing import (
     tfds_builder,
     tfrecord,
 )
+from vit_jax.tools.preparing.request import Request
 
 tfds = pytest.importorskip("tensorflow_datasets")
 SIZES = {"train": 23, "test": 7}
@@ -106,9 +110,9 @@ def convert(source, data_dir, splits=(), shard_bytes=2**28):
 
 
 def of_images(root, target, splits=(), shard_bytes=2**28, on_error="raise", check=True):
-    name = metadata.DatasetName("pets", "", "1.0.0")
-    job = images.open_images(root, name, list(splits), shard_bytes, on_error, check)
-    return build.build(job, target)
+    name, splits = metadata.DatasetName("pets", "", "1.0.0"), tuple(splits)
+    asked = Request("folder", root, name, splits, shard_bytes, on_error, check)
+    return build.build(images.open_images(asked), target)
 
 
 def test_the_checksums_of_the_test_are_those_of_the_standard():
@@ -269,6 +273,39 @@ def test_a_damaged_image_is_named_or_left_out(folder, out):
     paths = [record["path"].decode() for record in found.records]
     expected = image_folders.open_folder(str(folder), "train", "train").paths
     assert paths == [path for path in expected if path != "train/bee/3.png"]
+
+
+def test_files_of_bands_stay_as_they_are_and_train(folder, out, tmp_path):
+    tifffile = pytest.importorskip("tifffile")
+    shutil.rmtree(folder / "val")
+    bands = np.arange(6 * 5 * 4, dtype=np.uint16).reshape(6, 5, 4)
+    for name in ("ant", "bee", "cat"):
+        shutil.rmtree(folder / "train" / name)
+        (folder / "train" / name).mkdir()
+        np.save(folder / "train" / name / "a.npy", bands)
+        np.savez(folder / "train" / name / "b.npz", bands + 1)
+        tifffile.imwrite(folder / "train" / name / "c.tiff", bands + 2, planarconfig=1)
+    assert of_images(folder, out / "pets/1.0.0")["splits"]["train"]["records"] == 9
+    found = open_tfds("pets", str(out), "train", "image", "label")
+    expected = image_folders.open_folder(str(folder), "train", "train")
+    assert [found[i] for i in range(9)] == [expected[i] for i in range(9)]
+
+    def pixels(**data):
+        data |= {"num_examples": 9, "num_classes": 3, "channels": 4}
+        data |= {"pixels": "uint16", "train_transform": "", "image_size": (6, 5)}
+        data = tiny_config(data=data | {"num_workers": 0}).data
+        source, where = open_source(data, "train"), {"seed": 1, "start": 0, "stop": 1}
+        with pipeline.train_batches(source, data, batch_size=9, **where) as batches:
+            return next(iter(batches))["image"]
+
+    prepared = pixels(name="pets", data_dir=str(out), split="train")
+    assert prepared.dtype == np.uint16 and prepared.max() == bands.max() + 2
+    loose = pixels(name="folder", data_dir=str(folder), split="train")
+    np.testing.assert_array_equal(prepared, loose)
+
+    damage(folder / "train" / "bee" / "a.npy", lambda data: data[:99])
+    with pytest.raises(UserError, match=r"bee/a.npy cannot be decoded .*--on_error"):
+        of_images(folder, out / "again/1.0.0")
 
 
 def test_unchecked_images_are_taken_as_they_are(folder, out):

@@ -21,7 +21,7 @@ from vit_jax.errors import UserError, keep_warnings_from_raising
 from vit_jax.files import lock_folder
 from vit_jax.printing import print_line
 from vit_jax.tools.preparing import metadata, shards
-from vit_jax.tools.preparing.shards import Shard, WrittenShard
+from vit_jax.tools.preparing.shards import Shard, Skipped, WrittenShard
 
 SUFFIX = ".incomplete"
 _STATE = ".state"  # Folder of notes on finished shards; not part of the finished set.
@@ -189,17 +189,20 @@ class Job(Protocol):
     Attributes:
       dataset: TFDS name, without configuration and version.
       shards: all shards, split by split, in order.
-      plan: plain values that identify its input and options.
+      plan: plain values that identify its input and options, among them "source", its
+        folder, and "on_error", "skip" to leave out records that cannot be used.
       size: approximate size of the finished set, in bytes.
+      unit: what `start` and `stop` of a shard count: "records" or "B", bytes of the input.
     """
 
     dataset: str
     shards: Sequence[Shard]
     plan: Mapping
     size: int
+    unit: str
 
-    def records(self, shard: Shard, skipped: list[dict]) -> Iterator[bytes]:
-        """Yields serialized examples; appends notes on omitted records to `skipped`."""
+    def records(self, shard: Shard) -> Iterator[bytes | Skipped]:
+        """Yields serialized examples, and what cannot be one."""
 
     def describe(
         self, folder: pathlib.Path, splits: Mapping[str, Sequence[WrittenShard]]
@@ -253,7 +256,7 @@ def _make_shards(job: Job, staging: Staging, processes: int) -> list[dict]:
     staging.reserve(job.size * left // max(1, total))
     if done := len(job.shards) - len(todo):
         print_line(f"{staging.folder}: {done} of {len(job.shards)} shards are finished")
-    with progress.bar(total, job.dataset, "records", initial=total - left) as bar:
+    with progress.bar(total, job.dataset, job.unit, initial=total - left) as bar:
         if processes == 1:
             worker = _Worker(job, staging, bar.update, lambda: None)
             notes.update((shard, worker.make(shard)) for shard in todo)
@@ -267,7 +270,7 @@ class _Worker:
     """Builds one shard at a time.
 
     Attributes:
-      count: function to which numbers of processed records are reported.
+      count: function to which the progress is reported, in units of the job.
       check: function that raises _Stopped when another process failed.
     """
 
@@ -279,21 +282,36 @@ class _Worker:
     def make(self, shard: Shard) -> dict:
         """Builds a shard; writes and returns the note on it."""
         file_name, skipped = shard.file_name(self.job.dataset), []
-        records = self._counted(self.job.records(shard, skipped), shard)
+        records = self._usable(self._counted(shard), shard.split, skipped)
         written = shards.write(self.staging.folder / file_name, records)
         note = {"written": dataclasses.asdict(written), "skipped": skipped}
         self.staging.note(file_name, note)
         return note
 
-    def _counted(self, records, shard):
-        counted = 0
-        for seen, record in enumerate(records, 1):
+    def _usable(self, records, split, skipped):
+        for record in records:
+            if not isinstance(record, Skipped):
+                yield record
+                continue
+            if self.job.plan["on_error"] != "skip":
+                path = os.path.join(self.job.plan["source"], record.record)
+                raise UserError(
+                    f"{path} {record.reason}: mend or remove it, or set "
+                    "--on_error=skip to leave such images out"
+                )
+            skipped.append({"split": split, **dataclasses.asdict(record)})
+
+    def _counted(self, shard):
+        done = counted = 0
+        for seen, record in enumerate(self.job.records(shard), 1):
             self.check()
             yield record
-            if seen - counted == _REPORT_EVERY:
-                self.count(seen - counted)
-                counted = seen
-        self.count(shard.stop - shard.start - counted)  # Includes skipped records.
+            of_bytes = self.job.unit == "B" and isinstance(record, bytes)
+            done += len(record) if of_bytes else 1
+            if seen % _REPORT_EVERY == 0:
+                self.count(done - counted)
+                counted = done
+        self.count(shard.stop - shard.start - counted)  # Includes what is not counted.
 
 
 def _in_processes(job, staging, todo, processes, bar) -> Iterator[tuple]:

@@ -4,6 +4,7 @@ TFDS reads dataset_info.json, features.json and label files. manifest.json has c
 and checksums of all files, by which the set is verified later.
 """
 
+import collections
 import copy
 import dataclasses
 import hashlib
@@ -193,7 +194,7 @@ def write_info(
 ) -> None:
     """Writes TFDS's description of a data set without a builder in TFDS.
 
-    `features` is a `tfds.features.FeaturesDict` with an image and a label, and
+    `features` is a `tfds.features.FeaturesDict` with an image and perhaps a label, and
     `description` a sentence for dataset_info.json.
     """
     import tensorflow_datasets as tfds
@@ -210,7 +211,7 @@ def write_info(
         builder=identity,
         description=description,
         features=features,
-        supervised_keys=("image", "label"),
+        supervised_keys=("image", "label") if "label" in features else None,
     )
     info.set_file_format("array_record")
     infos = [
@@ -253,7 +254,7 @@ def write_manifest(
     Args:
       made_from: input and options of the data set, as plain values.
       splits: split name -> its shards in order.
-      skipped: {"split", "record", "reason"} of each omitted record.
+      skipped: {"split", "record", "kind", "reason"} of each omitted record.
     """
     known = {shard.file for written in splits.values() for shard in written} | {
         MANIFEST
@@ -271,6 +272,7 @@ def write_manifest(
             for name, written in splits.items()
         },
         "skipped": list(skipped),
+        "skipped_counts": collections.Counter(note["kind"] for note in skipped),
         "other_files": {p.name: _sha256(p) for p in others if p.name not in known},
     }
     save_json(folder / MANIFEST, content)

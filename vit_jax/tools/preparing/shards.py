@@ -24,7 +24,10 @@ class DamagedShard(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Shard:
-    """Records `start` to `stop` of a split, as file `number` of `count`."""
+    """Records `start` to `stop` of a split, as file `number` of `count`.
+
+    In a job of another unit they are not records but, for example, bytes.
+    """
 
     split: str
     number: int
@@ -37,6 +40,21 @@ class Shard:
         return (
             f"{dataset}-{self.split}.array_record-{self.number:05d}-of-{self.count:05d}"
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class Skipped:
+    """Takes the place of a record that cannot be used.
+
+    Attributes:
+      record: path of the record's file, or of the record in it, below the input folder.
+      kind: class of the reason, in a few words, by which they are counted.
+      reason: follows the path in messages.
+    """
+
+    record: str
+    kind: str
+    reason: str
 
 
 @dataclasses.dataclass(frozen=True)

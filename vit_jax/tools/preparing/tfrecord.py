@@ -92,8 +92,9 @@ class Conversion:
     shards: Sequence[Shard]
     plan: Mapping
     size: int
+    unit = "records"
 
-    def records(self, shard: Shard, skipped: list[dict]) -> Iterator[bytes]:
+    def records(self, shard: Shard) -> Iterator[bytes]:
         first = 0  # Number in the split of the file's first record.
         for path, total in self.files[shard.split]:
             start, stop = max(shard.start - first, 0), min(shard.stop - first, total)

@@ -1,0 +1,75 @@
+"""What is asked for: a new data set, made of the files of a folder."""
+
+import dataclasses
+import pathlib
+import re
+from collections.abc import Callable
+
+from vit_jax.data.sources import tfds as tfds_source
+from vit_jax.data.sources.open import source_type
+from vit_jax.errors import UserError
+from vit_jax.tools.preparing.build import Job
+from vit_jax.tools.preparing.metadata import DatasetName
+
+_VERSION = "1.0.0"
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """A data set to make of files, as the flags of vit_jax.prepare state it.
+
+    Attributes:
+      kind: name in `KINDS`.
+      source: folder of the files.
+      name: name of the new set, with a version.
+      splits: splits to read; all if empty.
+      shard_bytes: approximate size of a shard.
+      on_error: "raise" or "skip", for records that are damaged or incomplete.
+      decode: whether each image is decoded, which detects damage.
+      caption: where the captions stand; "" if the kind has none, or finds them itself.
+    """
+
+    kind: str
+    source: pathlib.Path
+    name: DatasetName
+    splits: tuple[str, ...] = ()
+    shard_bytes: int = 2**28
+    on_error: str = "raise"
+    decode: bool = True
+    caption: str = ""
+
+    def plan(self) -> dict:
+        """Returns the plan of the set (`build.Job`), as far as it is known unread."""
+        values = dataclasses.asdict(self) | {"name": str(self.name)}
+        values |= {"source": str(self.source), "splits": list(self.splits)}
+        return {key: value for key, value in values.items() if value not in ("", [])}
+
+
+# How a job is made of each kind of folder; modules add theirs.
+KINDS: dict[str, Callable[[Request], Job]] = {}
+
+
+def new_name(text: str, source: pathlib.Path) -> DatasetName:
+    """Returns the name and version of a new set.
+
+    Args:
+      text: value of --name; "" is the name of the folder.
+      source: the folder.
+
+    Raises:
+      UserError: TFDS or vit_jax would not find a set of that name.
+    """
+    text = text or re.sub(r"\W+", "_", source.name.lower(), flags=re.ASCII).strip("_")
+    name = DatasetName.parse(text, "--name")
+    if name.dataset != name.dataset.lower():
+        raise UserError(
+            f"--name={text} has capitals, and TFDS finds no such set: write "
+            f"{text.lower()}"
+        )
+    # Nor may a set of several configs, "vtab/one", be read as another source.
+    if any(
+        source_type(n) is not tfds_source.TYPE
+        for n in (name.dataset, f"{name.dataset}/")
+    ):
+        raise UserError(f"--name={text} is the name of another source: choose another")
+    return dataclasses.replace(name, version=name.version or _VERSION)

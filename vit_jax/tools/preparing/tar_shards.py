@@ -1,0 +1,341 @@
+"""The job of turning tar shards into a TFDS data set.
+
+Shards are those of WebDataset (https://github.com/webdataset/webdataset, `base_plus_ext`), as
+img2dataset and timm write them. A sample is neighbouring members KEY.jpg, KEY.txt,
+KEY.json, KEY.cls of one KEY: their path up to the first dot of its last part.
+"""
+
+import collections
+import contextlib
+import dataclasses
+import itertools
+import json
+import os
+import pathlib
+import re
+import tarfile
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from vit_jax.data import bands, splits
+from vit_jax.data.decode import DamagedImage
+from vit_jax.data.sources import folder
+from vit_jax.errors import UserError
+from vit_jax.tools.preparing import build, metadata
+from vit_jax.tools.preparing.examples import ExampleFormat
+from vit_jax.tools.preparing.request import KINDS, Request
+from vit_jax.tools.preparing.shards import Shard, Skipped, WrittenShard
+
+ENDINGS = (".tar", ".tar.gz", ".tgz")
+CLASS_NAMES = "classnames.txt"  # As CLIP Benchmark's sets have it.
+_IMAGES = tuple(ending.removeprefix(".") for ending in folder.EXTENSIONS)
+_CAPTION, _LABEL, _JSON = "txt", "cls", "json"
+# Hidden files, as macOS adds them, belong to no sample.
+_MEMBER = re.compile(r"(?:\./)*(?P<key>(?:.*/)?[^./][^./]*)\.(?P<ending>[^/]+)")
+_LOOKED_AT = 100  # Samples that show which features a set has.
+_FIELDS = 10  # Names of fields in a message.
+_USUAL = (*splits.TRAIN, *splits.VALIDATION, *splits.TEST)
+_OTHER_PACKING = re.compile(r".+\.tar\.\w+")
+_PADDING = 2**20  # Bytes read behind the end of an archive; programs pad by 10 KiB.
+
+
+class DamagedTar(Exception):
+    """A tar file is damaged or cut short; the message is the reason."""
+
+
+class _Unusable(Exception):
+    """A sample lacks something; the arguments are those of `Skipped` behind the record."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TarShards:
+    """Job: images unchanged, with label or caption or both, and path; see `build.Job`.
+
+    Attributes:
+      files: split -> (path, number of bytes) of its tar files in order.
+      caption: ending of the members with captions, or "json:FIELD"; "" for no captions.
+    """
+
+    request: Request
+    files: Mapping[str, Sequence[tuple[pathlib.Path, int]]]
+    format: ExampleFormat
+    caption: str
+    shards: Sequence[Shard]
+    plan: Mapping
+    size: int
+    unit = "B"
+
+    @property
+    def dataset(self) -> str:
+        """TFDS name."""
+        return self.request.name.dataset
+
+    def records(self, shard: Shard) -> Iterator[bytes | Skipped]:
+        serialize, first = self.format.serializer(), 0
+        for path, size in self.files[shard.split]:
+            if shard.start <= first < shard.stop:
+                for record in self._records_of(path):
+                    usable = isinstance(record, Mapping)
+                    yield serialize(record) if usable else record
+            first += size
+
+    def _records_of(self, path: pathlib.Path) -> Iterator[dict | Skipped]:
+        """Yields the features of each sample of a tar file."""
+        name = path.relative_to(self.request.source).as_posix()
+        try:
+            for key, sample in read(path):
+                try:
+                    yield self._features(f"{name}/{key}", sample)
+                except _Unusable as lack:
+                    yield Skipped(f"{name}/{key}", *lack.args)
+        except DamagedTar as error:
+            yield Skipped(name, "damaged tar", str(error))
+
+    def _features(self, where: str, sample: Mapping[str, bytes]) -> dict:
+        _check_download(sample)
+        ending = _image_in(sample)
+        if not ending:
+            raise _Unusable("no image", f"has no image, only {', '.join(sample)}")
+        record = {"image": sample[ending], "path": os.fsencode(f"{where}.{ending}")}
+        if self.format.captioned:
+            record["text"] = _caption(sample, self.caption).encode()
+        if self.format.labelled:
+            record["label"] = _label(sample, self.format.class_names)
+        if self.request.decode:
+            try:
+                bands.check(record["image"])
+            except DamagedImage as error:
+                raise _Unusable("damaged image", str(error)) from error
+        return record
+
+    def describe(
+        self, folder: pathlib.Path, splits: Mapping[str, Sequence[WrittenShard]]
+    ) -> None:
+        text = "Made of tar files by vit_jax.prepare; the images' bytes are unchanged."
+        features = self.format.features()
+        metadata.write_info(folder, self.request.name, features, splits, text)
+
+
+def read(path: pathlib.Path) -> Iterator[tuple[str, dict[str, bytes]]]:
+    """Yields the samples of a tar file in order: key, and ending -> content.
+
+    Raises:
+      DamagedTar: the file is damaged or cut short, behind the samples before the damage.
+    """
+    key, sample = "", {}
+    for name, content in _members(path):
+        match = _MEMBER.fullmatch(name)
+        if not match:
+            continue
+        ending = match["ending"].lower()
+        if match["key"] != key or ending in sample:
+            if sample:
+                yield key, sample
+            key, sample = match["key"], {}
+        sample[ending] = content
+    if sample:
+        yield key, sample
+
+
+def _members(path: pathlib.Path) -> Iterator[tuple[str, bytes]]:
+    """Yields name and content of the files in a tar file, compressed or not."""
+    try:
+        with tarfile.open(path) as tar:
+            while member := tar.next():
+                tar.members.clear()  # Else every header stays in memory.
+                if member.isfile():
+                    yield member.name, tar.extractfile(member).read()
+            # To tarfile the end of the file, or a damaged header, ends the archive too.
+            tar.fileobj.seek(tar.offset)
+            rest = tar.fileobj.read(_PADDING)
+            if len(rest) < tarfile.BLOCKSIZE or rest.strip(b"\0"):
+                raise DamagedTar(f"is damaged or cut short at byte {tar.offset:,}")
+    except (tarfile.TarError, OSError, EOFError, zlib.error) as error:
+        reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
+        raise DamagedTar(f"is damaged or cut short ({reason.rstrip(':')})") from error
+
+
+def _check_download(sample: Mapping[str, bytes]) -> None:
+    """Raises _Unusable if img2dataset notes that the image could not be had."""
+    if b'"error_message"' not in sample.get(_JSON, b""):
+        return  # Not of img2dataset.
+    about = _json(sample)
+    status, message = about.get("status", "success"), about.get("error_message")
+    if status != "success":
+        raise _Unusable("status not success", f"has the status {status!r} ({message})")
+
+
+def _json(sample: Mapping[str, bytes]) -> dict:
+    try:
+        about = json.loads(sample[_JSON])
+    except KeyError:
+        raise _Unusable("no caption", "has no json") from None
+    except (ValueError, RecursionError) as error:
+        raise _Unusable("damaged json", f"has damaged json ({error})") from error
+    return about if isinstance(about, dict) else {}
+
+
+def _image_in(sample: Mapping[str, bytes]) -> str | None:
+    """Returns the ending of a sample's image; arrays, perhaps its features, come last."""
+    return next((ending for ending in _IMAGES if ending in sample), None)
+
+
+def _caption(sample: Mapping[str, bytes], place: str) -> str:
+    ending, _, field = place.partition(":")
+    if ending == _JSON:
+        about = _json(sample)
+        if about.get(field) is None:
+            known = ", ".join(list(about)[:_FIELDS])
+            what = "is empty" if field in about else f"is missing; it has {known}"
+            raise _Unusable("no caption", f"field {field!r} of its json {what}")
+        text = about[field]
+        if not isinstance(text, str):
+            kind = type(text).__name__
+            raise _Unusable("no caption", f"field {field!r} of its json is a {kind}")
+    else:
+        if ending not in sample:
+            raise _Unusable("no caption", f"has no {ending}, only {', '.join(sample)}")
+        try:
+            text = sample[ending].decode()
+        except UnicodeDecodeError as error:
+            raise _Unusable(
+                "no caption", f"has a {ending} that is not UTF-8"
+            ) from error
+    if not text.strip():
+        raise _Unusable("empty caption", "has an empty caption")
+    return text.strip()
+
+
+def _label(sample: Mapping[str, bytes], class_names: Sequence[str]) -> int:
+    if _LABEL not in sample:
+        raise _Unusable("no label", f"has no {_LABEL}, only {', '.join(sample)}")
+    try:
+        label = int(sample[_LABEL])
+    except ValueError:
+        label = -1
+    if label < 0 or (class_names and label >= len(class_names)):
+        shown = sample[_LABEL][:20].decode("utf-8", "replace")
+        known = f" from 0 to {len(class_names) - 1}" if class_names else ""
+        raise _Unusable("no label", f"has the {_LABEL} {shown!r}, no class{known}")
+    return label
+
+
+def open_tar_shards(request: Request) -> TarShards:
+    """Returns the job of turning <source>/<split>/**.tar, or <source>/*.tar, into a data set.
+
+    Files without folders are of the split that a word of their names names, else "train".
+    The first samples show which features the set has: a label if there is a cls, and the
+    caption that is asked for, or the txt if there is one. A shard holds whole tar files,
+    at least one.
+
+    Raises:
+      UserError: there are no such files, or no images in them.
+    """
+    root = request.source
+    found = _find(root, request.splits)
+    files = {
+        split: [(path, max(1, path.stat().st_size)) for path in paths]
+        for split, paths in found.items()
+    }
+    caption, labelled = request.caption, False
+    first = splits.first_of(splits.TRAIN, files) or next(iter(files))
+    for sample in itertools.islice(_with_image(found[first]), _LOOKED_AT):
+        caption = caption or (_CAPTION if _CAPTION in sample else "")
+        labelled |= _LABEL in sample
+    names = _class_names(root) if labelled else ()
+    shards = []
+    for split, sized in files.items():
+        shards += _group(split, [size for _, size in sized], request.shard_bytes)
+    stats = [_stat(root, path) for paths in found.values() for path in paths]
+    return TarShards(
+        request,
+        files,
+        ExampleFormat(names, labelled, bool(caption)),
+        caption,
+        shards,
+        plan=request.plan() | {"splits": list(files), "files": build.digest(stats)},
+        size=sum(size for sized in files.values() for _, size in sized),
+    )
+
+
+def _find(root: pathlib.Path, names: Sequence[str]) -> dict[str, list[pathlib.Path]]:
+    """Returns the tar files of each split, or of those named, sorted by path."""
+    loose = _tar_files(root.iterdir())
+    below = {
+        name: paths
+        for name in folder.visible_folders(root)
+        if (paths := _tar_files((root / name).rglob("*")))
+    }
+    if loose and below:
+        raise UserError(
+            f"--from={root} has tar files of its own, as {loose[0].name}, and some in "
+            f"{', '.join(below)}: move them into folders of splits, as {root}/train"
+        )
+    for path in loose:
+        words = re.split(r"[^a-z]+", path.name.lower())
+        split = next((word for word in words[::-1] if word in _USUAL), "train")
+        below.setdefault(split, []).append(path)
+    if not below:
+        raise UserError(
+            f"--from={root} has no tar files ({', '.join(ENDINGS)}): it must look like "
+            f"{root}/*.tar or {root}/train/*.tar"
+        )
+    if unknown := [name for name in names if name not in below]:
+        raise UserError(
+            f"--splits={unknown[0]}: {root} has no such split; it has {', '.join(below)}"
+        )
+    return {name: below[name] for name in names or below}
+
+
+def _tar_files(paths: Iterable[pathlib.Path]) -> list[pathlib.Path]:
+    """Returns the tar files among some paths, sorted."""
+    chosen = []
+    for path in sorted(paths):
+        if path.name.startswith(".") or not path.is_file():
+            continue
+        if path.name.endswith(ENDINGS):
+            chosen.append(path)
+        elif _OTHER_PACKING.fullmatch(path.name):
+            raise UserError(
+                f"{path} is none of {', '.join(ENDINGS)}: unpack it to .tar or remove it"
+            )
+    return chosen
+
+
+def _with_image(paths: Iterable[pathlib.Path]) -> Iterator[dict[str, bytes]]:
+    """Yields the samples with an image; damaged files are reported when they are made."""
+    for path in paths:
+        with contextlib.suppress(DamagedTar):
+            yield from (sample for _, sample in read(path) if _image_in(sample))
+
+
+def _class_names(root: pathlib.Path) -> tuple[str, ...]:
+    """Returns the names of the classes, a line each, of a file beside the splits."""
+    path = root / CLASS_NAMES
+    if not path.is_file():
+        return ()
+    names = [line.strip() for line in path.read_text("utf-8").splitlines()]
+    names = [name for name in names if name]
+    twice = [name for name, count in collections.Counter(names).items() if count > 1]
+    if twice:
+        raise UserError(f"{path} names two classes {twice[0]!r}: make them differ")
+    return tuple(names)
+
+
+def _group(split: str, sizes: Sequence[int], shard_bytes: int) -> list[Shard]:
+    """Divides tar files of some sizes, each whole, into shards of bytes of the split."""
+    edges, end = [0], 0
+    for size in sizes:
+        if end > edges[-1] and end + size - edges[-1] > shard_bytes:
+            edges.append(end)
+        end += size
+    parts = list(itertools.pairwise([*edges, end]))
+    return [Shard(split, i, len(parts), *part) for i, part in enumerate(parts)]
+
+
+def _stat(root: pathlib.Path, path: pathlib.Path) -> tuple[str, int, int]:
+    stat = path.stat()
+    return path.relative_to(root).as_posix(), stat.st_size, stat.st_mtime_ns
+
+
+KINDS["webdataset"] = open_tar_shards
