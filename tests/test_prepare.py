@@ -201,7 +201,7 @@ def test_an_image_folder_is_a_set_of_its_name(tmp_path, capsys):
     assert run(*words, "--on_error=skip", "--name=pets:2.0.0", tmp_path / "out") == 0
     captured = capsys.readouterr()
     assert "out/pets/2.0.0\n  train: 3 records in 1 shards" in captured.out
-    left_out = "left out: 1 damaged image\n  train/b/3.png cannot be decoded"
+    left_out = "left out: damaged image 1\n  train/b/3.png cannot be decoded"
     assert left_out in captured.err
     (tmp_path / "My Pets/train/b/3.png").unlink()
     (tmp_path / "out/my_pets/1.0.0.incomplete/.state/plan.json").unlink()

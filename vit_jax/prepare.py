@@ -36,7 +36,7 @@ _SHOWN = 20  # Records left out in the report; all are in the manifest.
 def main(flags: argparse.Namespace) -> int:
     """Prepares, converts or verifies what the flags name; returns the exit code."""
     cli.refuse_overrides(flags, "preparing")
-    from vit_jax.tools.preparing import build, images, request, tar_shards  # noqa: F401
+    from vit_jax.tools.preparing import build, images, request, tar_shards  # noqa: F401 (for KINDS)
 
     made = flags.dataset in request.KINDS
     _check(flags, made)
@@ -187,7 +187,7 @@ def _report(folder, content, action):
     skipped = content["skipped"]
     if skipped and action == "wrote":
         counts = content["skipped_counts"].items()
-        cli.tell(f"left out: {', '.join(f'{n:,} {kind}' for kind, n in counts)}")
+        cli.tell(f"left out: {', '.join(f'{kind} {n:,}' for kind, n in counts)}")
         for note in skipped[:_SHOWN]:
             cli.tell(f"  {note['record']} {note['reason']}")
         if len(skipped) > _SHOWN:

@@ -47,7 +47,7 @@ def pair(i, text=None, **about):
     """Returns the members of a sample as img2dataset writes it."""
     key, text = f"{i:09d}", f"caption {i}" if text is None else text
     about = {"key": key, "status": "success", "error_message": None} | about
-    about = json.dumps(about | {"alt": f"alt {i}"}).encode()
+    about = json.dumps(about | {"alt": f"alt {i}", "cut": "a \ud83d"}).encode()
     return {f"{key}.jpg": jpeg(i), f"{key}.json": about, f"{key}.txt": text.encode()}
 
 
@@ -106,7 +106,8 @@ def test_pairs_of_img2dataset_keep_bytes_order_and_captions(root, out):
 
 
 @pytest.mark.parametrize(
-    ("caption", "expected"), [("json:alt", "alt 3"), ("txt", "caption 3")]
+    ("caption", "expected"),
+    [("json:alt", "alt 3"), ("txt", "caption 3"), ("json:cut", "a ?")],
 )
 def test_a_caption_is_a_member_or_a_field(root, out, caption, expected):
     prepare(root, out, caption=caption)

@@ -75,8 +75,7 @@ class TarShards:
         for path, size in self.files[shard.split]:
             if shard.start <= first < shard.stop:
                 for record in self._records_of(path):
-                    usable = isinstance(record, Mapping)
-                    yield serialize(record) if usable else record
+                    yield serialize(record) if isinstance(record, dict) else record
             first += size
 
     def _records_of(self, path: pathlib.Path) -> Iterator[dict | Skipped]:
@@ -98,7 +97,7 @@ class TarShards:
             raise _Unusable("no image", f"has no image, only {', '.join(sample)}")
         record = {"image": sample[ending], "path": os.fsencode(f"{where}.{ending}")}
         if self.format.captioned:
-            record["text"] = _caption(sample, self.caption).encode()
+            record["text"] = _caption(sample, self.caption)
         if self.format.labelled:
             record["label"] = _label(sample, self.format.class_names)
         if self.request.decode:
@@ -180,7 +179,7 @@ def _image_in(sample: Mapping[str, bytes]) -> str | None:
     return next((ending for ending in _IMAGES if ending in sample), None)
 
 
-def _caption(sample: Mapping[str, bytes], place: str) -> str:
+def _caption(sample: Mapping[str, bytes], place: str) -> bytes:
     ending, _, field = place.partition(":")
     if ending == _JSON:
         about = _json(sample)
@@ -203,7 +202,8 @@ def _caption(sample: Mapping[str, bytes], place: str) -> str:
             ) from error
     if not text.strip():
         raise _Unusable("empty caption", "has an empty caption")
-    return text.strip()
+    # The json of a text that was cut may end in half a character.
+    return text.strip().encode(errors="replace")
 
 
 def _label(sample: Mapping[str, bytes], class_names: Sequence[str]) -> int:
@@ -229,7 +229,7 @@ def open_tar_shards(request: Request) -> TarShards:
     at least one.
 
     Raises:
-      UserError: there are no such files, or no images in them.
+      UserError: there are no such files, or not in a split that is asked for.
     """
     root = request.source
     found = _find(root, request.splits)
