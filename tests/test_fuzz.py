@@ -256,7 +256,7 @@ COMMANDS = {
         8,
         "--dataset=folder --from=data --data_dir=OUT",
         "--from:file --data_dir:file --name --splits --processes --shard_mb "
-        + "--on_error --imports",
+        + "--on_error --imports --caption",
     ),
     "datasets": (3, "", ":value --data_dir:file"),
     "summary": (
