@@ -25,6 +25,7 @@ _PNG = b"\x89PNG"
 _PNG_DEPTH = 24  # Where a PNG file has its bits per sample.
 # White by the type of whole numbers; of floats that `read` returns it is 255.
 WHITE = {"uint8": 255, "uint16": 65_535}
+_NOT_FINITE = "has NaN or infinite pixels"
 _DARK = 1 / 16  # Of the range: what 12 bits in 16 cannot exceed.
 
 
@@ -80,13 +81,18 @@ def read(
     """
     if form.is_decoded(data):
         return decode.decode(data, form.channels, exif=exif)
+    return _to_depth(_choose(_with_bands(data, exif), form), form.depth)
+
+
+def _with_bands(data: bytes | np.ndarray, exif: bool) -> np.ndarray:
+    """Returns what is stored as (H, W, C) or (C, H, W)."""
     image = stored(data, exif)
     if image.ndim not in (2, 3) or 0 in image.shape:
         raise DamagedImage(f"has the shape {image.shape}, not (height, width, bands)")
     image = image[..., None] if image.ndim == 2 else image
     if image.shape[0] * image.shape[1] > MAX_PIXELS:
         raise DamagedImage(f"has {image.shape[1]}x{image.shape[0]} pixels, too many")
-    return _to_depth(_choose(image, form), form.depth)
+    return image
 
 
 def stored(data: bytes | np.ndarray, exif: bool = False) -> np.ndarray:
@@ -168,7 +174,7 @@ def _to_depth(image: np.ndarray, depth: str) -> np.ndarray:
     if depth == "float32":
         image = image.astype(np.float32) * np.float32(255 / (white or 1))
         if not np.isfinite(image).all():
-            raise DamagedImage("has NaN or infinite pixels")
+            raise DamagedImage(_NOT_FINITE)
         return image
     if (image.dtype.name, depth) == ("uint8", "uint16"):
         return image.astype(np.uint16) * np.uint16(257)
@@ -203,25 +209,25 @@ def picture(
     Raises:
       DamagedImage: it cannot be read.
     """
-    image = _of_any_bands(data, exif)
-    shown = to_display(image if image.ndim == 3 else image[..., None])
-    return np.broadcast_to(shown, (*shown.shape[:2], 3))
+    shown = to_display(_of_any_bands(data, exif))
+    return np.repeat(shown, 3 // shown.shape[-1], axis=-1)
 
 
 def check(data: bytes) -> None:
-    """Raises DamagedImage unless a file is an image of any bands and depth."""
-    _of_any_bands(data, exif=False)
+    """Raises DamagedImage unless a file is an image of some number of bands and depth."""
+    if not np.isfinite(_of_any_bands(data, exif=False)).all():
+        raise DamagedImage(_NOT_FINITE)
 
 
 def _of_any_bands(data: bytes | np.ndarray, exif: bool) -> np.ndarray:
-    """Returns RGB where it is the file's own, or the array as it is stored."""
+    """Returns a photograph as RGB, another image as (H, W, C) or (C, H, W)."""
     try:
         return decode.decode(data, 3, exif=exif)
     except DamagedImage:
         of_bands = (*OF_ARRAYS, *decode.TIFF)
         if isinstance(data, bytes) and not data.startswith(of_bands):
             raise
-    return stored(data, exif)
+    return _with_bands(data, exif)
 
 
 def to_display(pixels: Num[np.ndarray, "H W C"]) -> UInt8[np.ndarray, "H W c"]:

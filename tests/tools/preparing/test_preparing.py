@@ -275,7 +275,7 @@ def test_a_damaged_image_is_named_or_left_out(folder, out):
     assert paths == [path for path in expected if path != "train/bee/3.png"]
 
 
-def test_files_of_bands_stay_as_they_are_and_train(folder, out, tmp_path):
+def test_files_of_bands_stay_as_they_are_and_train(folder, out):
     tifffile = pytest.importorskip("tifffile")
     shutil.rmtree(folder / "val")
     bands = np.arange(6 * 5 * 4, dtype=np.uint16).reshape(6, 5, 4)
@@ -303,9 +303,16 @@ def test_files_of_bands_stay_as_they_are_and_train(folder, out, tmp_path):
     loose = pixels(name="folder", data_dir=str(folder), split="train")
     np.testing.assert_array_equal(prepared, loose)
 
-    damage(folder / "train" / "bee" / "a.npy", lambda data: data[:99])
+    bad = folder / "train" / "bee" / "a.npy"
+    damage(bad, lambda data: data[:99])
     with pytest.raises(UserError, match=r"bee/a.npy cannot be decoded .*--on_error"):
         of_images(folder, out / "again/1.0.0")
+    shutil.rmtree(out / "again")
+    for array, reason in ((np.ones(9), r"shape \(9,\)"), (bands * np.nan, "NaN")):
+        np.save(bad, array)
+        with pytest.raises(UserError, match=f"bee/a.npy has .*{reason}"):
+            of_images(folder, out / "again/1.0.0")
+        shutil.rmtree(out / "again")
 
 
 def test_unchecked_images_are_taken_as_they_are(folder, out):
