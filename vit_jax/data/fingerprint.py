@@ -16,7 +16,7 @@ from jaxtyping import Integer
 # Record ids of a user's source are asked for one by one; of more than this every n-th.
 NAMES = 200_000
 _MEMORY = 2**30  # Bytes of images in memory up to which they are hashed.
-_PARTS = ("names", "labels", "sizes", "captions")
+_PARTS = ("names", "labels", "sizes", "captions", "masks")
 
 
 class Entries(NamedTuple):
@@ -28,6 +28,7 @@ class Entries(NamedTuple):
       labels: class numbers, or a checksum of the labels of a shard; None if unknown.
       sizes: bytes or checksums, integers from 0 on; None if unknown.
       captions: name of a record or shard -> checksum of its captions; None if not read.
+      masks: files of the masks with their bytes; None if not read, or if `sizes` cover them.
     """
 
     what: str
@@ -35,6 +36,7 @@ class Entries(NamedTuple):
     labels: Integer[np.ndarray, " N"] | None
     sizes: Integer[np.ndarray, " N"] | None
     captions: Mapping[str, int] | None = None
+    masks: Sequence[tuple[str, int]] | None = None
 
 
 def in_memory(names: Sequence[str], labels, images) -> Entries:
@@ -59,6 +61,8 @@ def fingerprint(source) -> dict[str, str | int]:
             contents[part] = np.asarray(values, "<i8").tobytes()
     if entries.captions is not None:
         contents["captions"] = repr(list(entries.captions.items())).encode()
+    if entries.masks is not None:
+        contents["masks"] = repr(entries.masks).encode()
     return {
         "what": entries.what,
         "records": len(source),
@@ -71,13 +75,16 @@ def fingerprint(source) -> dict[str, str | int]:
     }
 
 
-def unchecked(stored: dict, *, labelled: bool, captioned: bool = False) -> str:
+def unchecked(
+    stored: dict, *, labelled: bool, captioned: bool = False, masked: bool = False
+) -> str:
     """Returns a line on the parts of the data that a resume cannot compare, or "".
 
-    `stored` is the result of `fingerprint`; the run reads labels if it is `labelled`, and
-    captions if it is `captioned`.
+    `stored` is the result of `fingerprint`; the run reads labels if it is `labelled`,
+    captions if it is `captioned`, and masks if it is `masked`.
     """
     parts = ("labels",) * labelled + ("sizes",) + ("captions",) * captioned
+    parts += ("masks",) * masked
     lacking = [part for part in parts if not stored[f"{part}_sha256"]]
     if not lacking or stored["what"] == "shards":  # Whose checksums cover the labels.
         return ""

@@ -81,6 +81,7 @@ class MetricLogger(Callback):
             run.checkpoints.data,
             labelled=config.data.has_labels,
             captioned=bool(config.data.caption_key),
+            masked=bool(config.data.mask_key),
         )
         notes = [*run.notes, *setup.task.notes, *setup.suite.notes, unchecked]
         for note in filter(None, notes):

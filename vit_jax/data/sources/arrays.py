@@ -181,12 +181,12 @@ def _random_bytes(key: int, counter: int, count: int) -> np.ndarray:
 def small_in_memory(source, data: DataConfig):
     """Returns a set such as CIFAR decoded, so that a batch becomes one gather.
 
-    It is `source` itself if the set is too large, has captions, its images differ in size, or
-    one is damaged (`data.on_error` decides on that).
+    It is `source` itself if the set is too large, has captions or masks, its images differ in
+    size, or one is damaged (`data.on_error` decides on that).
     """
     form = bands.PixelFormat.of(data)
     # What is not a photograph would be chosen and scaled a second time.
-    if data.caption_key or not form.is_photograph:
+    if data.caption_key or data.mask_key or not form.is_photograph:
         return source
     try:
         shape = bands.read(source[0]["image"], form, exif=data.exif).shape

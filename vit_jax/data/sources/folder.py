@@ -34,7 +34,7 @@ EXTENSIONS = (
     *(".tif", ".tiff", ".ppm", ".pgm", ".avif", ".heic", ".heif", ".npy", ".npz"),
 )
 WHOLE = "all"  # The one split of a folder that has none ...
-_PARTS = (splits.TRAIN[0], splits.VALIDATION[0])  # ... or its parts.
+PARTS = (splits.TRAIN[0], splits.VALIDATION[0])  # ... or its parts.
 _USUAL = (*splits.TRAIN, *splits.VALIDATION, *splits.TEST)
 _LEFT_BY_PROGRAMS = ("__pycache__", "__MACOSX")
 
@@ -43,7 +43,8 @@ _LEFT_BY_PROGRAMS = ("__pycache__", "__MACOSX")
 class FolderSource(Source):
     """Image files on disk; paths are relative to `root`, `sizes` their bytes.
 
-    Records have captions if there is a `caption_key`, see captions.py.
+    Records have captions if there is a `caption_key`, see captions.py, and masks if there
+    are `masks`: for each path the path of its mask relative to `root`, and its bytes.
     """
 
     root: str
@@ -52,6 +53,7 @@ class FolderSource(Source):
     class_names: tuple[str, ...]
     sizes: Integer[np.ndarray, " N"]
     caption_key: str = ""
+    masks: Sequence[tuple[str, int]] | None = None
     images = labels = None  # Not in memory.
 
     @classmethod
@@ -61,11 +63,12 @@ class FolderSource(Source):
         files: Mapping[str, list[tuple]],
         classes: Sequence[str],
         chosen: Sequence[tuple[str, range]],
+        masks: Mapping[str, tuple[str, int]] | None = None,
     ) -> "FolderSource":
         """Returns the source of the files chosen by `splits.select`.
 
         `files` maps a split to (path, label, bytes) of its files; labels are read if there are
-        classes.
+        classes. `masks` maps a path to (path, bytes) of its mask.
         """
         rows = [files[name][i] for name, numbers in chosen for i in numbers]
         return cls(
@@ -74,15 +77,16 @@ class FolderSource(Source):
             [label for _, label, _ in rows] if classes else None,
             tuple(classes),
             np.array([size for _, _, size in rows], np.int64),
+            masks=None if masks is None else [masks[path] for path, _, _ in rows],
         )
 
     def __len__(self) -> int:
         return len(self.paths)
 
     def __getitem__(self, i: int) -> dict:
-        # Unbuffered, as a whole: half the time of `read_bytes`.
-        with open(self.describe(i), "rb", buffering=0) as file:
-            record = {"image": file.read()}
+        record = {"image": _content(self.describe(i))}
+        if self.masks is not None:
+            record["mask"] = _content(os.path.join(self.root, self.masks[i][0]))
         if self.labels_of_paths is not None:
             record["label"] = self.labels_of_paths[i]
         if self.caption_key:
@@ -110,7 +114,8 @@ class FolderSource(Source):
         texts = None
         if self.caption_key:
             texts = captions.sums_of_files(self.root, self.paths, self.caption_key)
-        return Entries("image files", self.paths, labels, self.sizes, texts)
+        files = self.paths, labels, self.sizes, texts, self.masks
+        return Entries("image files", *files)
 
     def locate(self, record_ids: Sequence[str]) -> Integer[np.ndarray, " M"]:
         wanted = set(record_ids)
@@ -120,6 +125,12 @@ class FolderSource(Source):
                 raise KeyError(path)
         numbers = [i for i, path in enumerate(self.paths) if path in wanted]
         return np.array(numbers, np.int64)
+
+
+def _content(path: str) -> bytes:
+    # Unbuffered, as a whole: half the time of `read_bytes`.
+    with open(path, "rb", buffering=0) as file:
+        return file.read()
 
 
 def open_folder(
@@ -211,7 +222,7 @@ def splits_of(data_dir: str | os.PathLike) -> list[str]:
         return names
     if deeper := inside(data_dir, classes=False):
         raise UserError(f"{data_dir} has no folders of splits; {deeper}")
-    return [name for name in _PARTS if has_split(data_dir, name)] or names
+    return [name for name in PARTS if has_split(data_dir, name)] or names
 
 
 def has_split(data_dir: str | os.PathLike, name: str, *, labelled: bool = True) -> bool:
@@ -257,7 +268,7 @@ def _with_images(folder: str | os.PathLike) -> list[str]:
 
 def _parts(root: pathlib.Path, names: Sequence[str], labelled: bool) -> list[str]:
     """Returns those of some names that are parts of a folder of class folders."""
-    wanted = [n for n in names if n in _PARTS and not (root / n).is_dir()]
+    wanted = [n for n in names if n in PARTS and not (root / n).is_dir()]
     if not wanted or not root.is_dir():
         return []
     # Without labels, images may lie in no class folder.
@@ -411,6 +422,17 @@ def in_order(files: list[tuple]) -> list[tuple]:
         return hashlib.blake2b(file[0].encode(), digest_size=16).digest()
 
     return sorted(files, key=digest)
+
+
+def images_below(root: pathlib.Path, folder: str) -> list[tuple[str, int]]:
+    """Returns the images below a folder of `root`: path relative to it, and bytes.
+
+    Raises:
+      UserError: a folder cannot be listed, or a link leads back into `root`.
+    """
+    inside = os.path.realpath(root)
+    through = _followed(root / folder, inside, ())
+    return _images(root, folder, inside, through)
 
 
 def _images(

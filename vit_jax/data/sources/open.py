@@ -18,7 +18,15 @@ from jaxtyping import Integer
 from vit_jax import files
 from vit_jax.data.config import DataConfig
 from vit_jax.data.fingerprint import Entries
-from vit_jax.data.sources import custom, folder, parquet, table, tfds, vtab  # noqa: F401 (for SOURCES)
+from vit_jax.data.sources import (  # noqa: F401 (for SOURCES)
+    custom,
+    folder,
+    mask_folders,
+    parquet,
+    table,
+    tfds,
+    vtab,
+)
 from vit_jax.data.sources.arrays import ArraySource
 from vit_jax.data.sources.base import SOURCES, Derived, Source, SourceType, check_label
 from vit_jax.errors import NoLabels, UserError

@@ -59,7 +59,7 @@ class ParquetSource(Numbered):
       groups: first row of each row group, over the files, and the end of the last.
       pieces: file of each group, and the group's number in it.
       starts: split -> its first row over the files.
-      label_key, caption_key: columns; None or "" if they are not read.
+      label_key, caption_key, mask_key: columns; None or "" if they are not read.
     """
 
     name: str
@@ -71,6 +71,7 @@ class ParquetSource(Numbered):
     image_key: str
     label_key: str | None
     caption_key: str
+    mask_key: str
     class_names: tuple[str, ...]
     numbering: splits.Numbering
     images = labels = None  # Not in memory.
@@ -85,6 +86,8 @@ class ParquetSource(Numbered):
         record = {"image": _bytes(values[self.image_key])}
         if self.caption_key:
             record[captions.TEXT] = captions.of_value(values[self.caption_key])
+        if self.mask_key:
+            record["mask"] = _mask(values[self.mask_key])
         if self.label_key is not None:
             record["label"] = values[self.label_key]
             if record["label"] is None:
@@ -106,7 +109,7 @@ class ParquetSource(Numbered):
     def _group(self, group: int) -> dict:
         """Returns the columns of a row group, by name."""
         path, at = self.pieces[group]
-        keys = self.image_key, self.label_key, self.caption_key
+        keys = self.image_key, self.label_key, self.caption_key, self.mask_key
         columns = [key for key in keys if key]
         if _local.group != (path, at, columns):
             try:
@@ -144,8 +147,9 @@ def open_parquet(data: DataConfig, split: str) -> ParquetSource | ArraySource:
     paths = tuple(by_file)
     columns = column_names(paths[0])
     check_known("image_key", [data.image_key], columns, name)
-    if data.caption_key:
-        check_known("caption_key", [data.caption_key], columns, name)
+    for key in ("caption_key", "mask_key"):
+        if getattr(data, key):
+            check_known(key, [getattr(data, key)], columns, name)
     label_key = data.label_key if data.has_labels else None
     first_rows = np.cumsum([0, *(sizes[key] for key in used)])
     source = ParquetSource(
@@ -158,6 +162,7 @@ def open_parquet(data: DataConfig, split: str) -> ParquetSource | ArraySource:
         image_key=data.image_key,
         label_key=label_key,
         caption_key=data.caption_key,
+        mask_key=data.mask_key,
         class_names=() if label_key is None else _class_names(paths, name, label_key),
         numbering=numbering,
     )
@@ -317,6 +322,16 @@ def _bytes(cell: bytes | Mapping | None) -> bytes:
     return data
 
 
+def _mask(cell: object) -> bytes | np.ndarray:
+    """Returns the file of a mask, or an array that is stored as rows of numbers."""
+    if not isinstance(cell, list):
+        return _bytes(cell)
+    try:
+        return np.array(cell)
+    except ValueError as error:
+        raise DamagedImage("has a mask whose rows differ in length") from error
+
+
 def _split_of(path: pathlib.Path) -> str:
     if match := _SHARD.fullmatch(path.stem):
         return match["split"]
@@ -342,10 +357,11 @@ def _ordered(split: str, paths: Sequence[pathlib.Path], name: str) -> list[str]:
 
 
 SOURCES["parquet"] = SourceType(
-    open=open_parquet, help="Parquet files below `data.data_dir`."
+    open=open_parquet, help="Parquet files below `data.data_dir`.", has_masks=True
 )
 SOURCES["hf://datasets/owner/name"] = SourceType(
     open=open_parquet,
     pattern=f"{_PREFIX}.*",
     help="Parquet files of a data set on the Hugging Face hub.",
+    has_masks=True,
 )

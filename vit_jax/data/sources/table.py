@@ -6,7 +6,8 @@ and `data.label_key` the names or numbers of classes. A column "split" has the s
 each row; without one, a single file is one split named "all". With `data.multi_label` a
 row has any number of labels: a list, or names separated by "|", ";" or ",". Several columns
 in `data.label_key`, separated by ",", are one class each, with 1 where an image has it,
-else 0, -1 (uncertain, as in CheXpert) or nothing.
+else 0, -1 (uncertain, as in CheXpert) or nothing. A column `data.mask_key` has the paths of
+masks, relative to the table's folder.
 """
 
 import collections
@@ -69,7 +70,7 @@ def open_table(data: DataConfig, split: str) -> FolderSource:
       NoSplit: no row has that split.
       NoLabels: the column of labels is missing or empty.
       UserError: the table cannot be read, lacks a column, names a missing file, gives
-        one file two labels, or lists a training file for validation.
+        one file two labels or masks, or lists a training file for validation.
     """
     tables = read_splits(data.data_dir)
     rows = collections.defaultdict(list)
@@ -81,6 +82,8 @@ def open_table(data: DataConfig, split: str) -> FolderSource:
             if data.has_labels:
                 columns = label_columns(data.label_key, table.columns)
                 check_known("label_key", columns, table.columns, table.path)
+            if data.mask_key:
+                check_known("mask_key", [data.mask_key], table.columns, table.path)
         for number, cells in enumerate(table.rows, 1):
             # Where each file is a split, the column is not read.
             by_column = name == WHOLE and SPLIT in cells
@@ -102,7 +105,11 @@ def open_table(data: DataConfig, split: str) -> FolderSource:
     }
     sizes = {name: len(files.get(name, rows[name])) for name in rows}
     chosen = splits.select(split, sizes, data.data_dir)
-    return FolderSource.of_splits(paths.root, files, list(classes), chosen)
+    masks = None
+    if data.mask_key:
+        read_rows = [row for name in files for row in rows[name]]
+        masks = _masks(data, paths, tables, read_rows)
+    return FolderSource.of_splits(paths.root, files, list(classes), chosen, masks)
 
 
 def label_columns(label_key: str, columns: Collection[str]) -> list[str]:
@@ -310,11 +317,8 @@ def _file(
 ) -> tuple[str, int | list[int] | None, int]:
     """Returns (path relative to root, label, bytes) of a row."""
     written, path = row.cells.get(paths.key), paths.path(row.cells)
-    try:
-        size = os.stat(path).st_size if written else -1
-    except (OSError, ValueError):  # A path may hold a NUL byte.
-        size = -1
-    if size < 0 or not os.path.isfile(path):
+    size = _size(path) if written else None
+    if size is None:
         raise UserError(_missing(data, row, written, path))
     name = paths.name(row.cells)
     if not classes:
@@ -341,6 +345,44 @@ def _file(
             "for several labels an image"
         )
     return name, classes[names[0]], size
+
+
+def _masks(
+    data: DataConfig,
+    paths: _Paths,
+    tables: Mapping[str, Table],
+    rows: Sequence[_Row],
+) -> dict[str, tuple[str, int]]:
+    """Returns path relative to root and bytes of the mask of each image, by its name."""
+    of_masks = {"image_key": data.mask_key, "image_dir": "", "image_suffix": ""}
+    mask_paths = _Paths.of(dataclasses.replace(data, **of_masks), tables)
+    masks, first = {}, {}
+    for row in rows:
+        written = row.cells.get(data.mask_key)
+        path, name = mask_paths.path(row.cells), paths.name(row.cells)
+        size = _size(path) if written else None
+        if size is None:
+            raise UserError(
+                f"{row} has {fields.shown(written)} in column {data.mask_key!r}, which is "
+                "no file: paths of masks are relative to the table's folder; mend or remove "
+                "that row"
+            )
+        mask = pathlib.PurePath(os.path.relpath(path, paths.root)).as_posix(), size
+        if masks.setdefault(name, mask) != mask:
+            raise UserError(
+                f"{row} gives {name} the mask {fields.shown(written)}, and {first[name]} "
+                "another: keep one row for each image"
+            )
+        first.setdefault(name, row)
+    return masks
+
+
+def _size(path: str) -> int | None:
+    """Returns the bytes of a file; None if there is none."""
+    try:
+        return os.stat(path).st_size if os.path.isfile(path) else None
+    except (OSError, ValueError):  # A path may hold a NUL byte.
+        return None
 
 
 def _missing(data: DataConfig, row: _Row, written: object, path: str) -> str:
@@ -408,5 +450,6 @@ def _text(value: object) -> str:
 SOURCES["table"] = SourceType(
     open=open_table,
     help="Image files by a CSV, TSV, JSON or Parquet file, `data.data_dir`.",
+    has_masks=True,
     numbered=False,
 )

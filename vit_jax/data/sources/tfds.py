@@ -41,6 +41,7 @@ class TfdsSource(Numbered):
       version: name and version of the set.
       caption_key: feature of the captions, perhaps nested, "captions.text"; "" if captions
         are not read.
+      mask_key: feature of the masks; "" if masks are not read.
     """
 
     name: str
@@ -52,6 +53,7 @@ class TfdsSource(Numbered):
     shards: Mapping[os.PathLike, tuple[int, int]]
     version: str
     caption_key: str = ""
+    mask_key: str = ""
     images = labels = None  # Not in memory.
 
     def __getitem__(self, i: int) -> dict:
@@ -96,6 +98,8 @@ class TfdsSource(Numbered):
             path = self.caption_key.split(".")
             texts = functools.reduce(operator.getitem, path, record)
             named[captions.TEXT] = captions.of_value(texts)
+        if self.mask_key:
+            named["mask"] = record[self.mask_key]
         return named
 
 
@@ -108,6 +112,7 @@ def open_tfds(
     *,
     title: str = "",
     caption_key: str = "",
+    mask_key: str = "",
 ) -> TfdsSource:
     """Opens a prepared data set from its files alone; for the errors see `SourceType.open`.
 
@@ -119,7 +124,7 @@ def open_tfds(
       image: feature that holds the image, or a function from a record to it.
       label: the same for the class number; None if labels are not read.
       title: the set's name in messages, if not `name`.
-      caption_key: attribute of `TfdsSource`.
+      caption_key, mask_key: attributes of `TfdsSource`.
     """
     builder = _builder(name, data_dir)
     features = builder.info.features
@@ -128,6 +133,8 @@ def open_tfds(
         label = _feature("label_key", label, name, features)
     if caption_key:
         _feature("caption_key", caption_key.split(".")[0], name, features)
+    if mask_key:
+        _feature("mask_key", mask_key, name, features)
     sizes = {key: info.num_examples for key, info in builder.info.splits.items()}
     numbering = splits.Numbering.of(split, sizes, title or name)
     if any(part.step > 1 for _, part in numbering.parts):
@@ -150,6 +157,7 @@ def open_tfds(
         _shards(name, used),
         builder.info.full_name,
         caption_key,
+        mask_key,
     )
 
 
@@ -322,7 +330,8 @@ def _builder(name: str, data_dir: str):
 def _of_config(data: DataConfig, split: str) -> TfdsSource | ArraySource:
     label_key = data.label_key if data.has_labels else None
     where = data.name, data.data_dir, split, data.image_key, label_key
-    return small_in_memory(open_tfds(*where, caption_key=data.caption_key), data)
+    more = {"caption_key": data.caption_key, "mask_key": data.mask_key}
+    return small_in_memory(open_tfds(*where, **more), data)
 
 
 # Not in SOURCES: it opens every name that no other source claims.
@@ -330,4 +339,5 @@ TYPE = SourceType(
     open=_of_config,
     pattern=".*",
     help="A prepared TFDS data set, as cifar10 or eurosat/rgb:2.0.0.",
+    has_masks=True,
 )

@@ -1,0 +1,335 @@
+"""Folders of images and folders of their masks: data.name="masks".
+
+`data.mask_key` is the folder of the masks, as "masks" or "annotations"; that of the images
+is `data.image_key` or one of `IMAGE_FOLDERS`. What is there tells the layouts apart:
+
+  images/**, masks/**               one split, "all", with the parts "train" and "val"
+  images/SPLIT/**, masks/SPLIT/**   as ADE20K: images/training, annotations/training
+  SPLIT/images/**, SPLIT/masks/**
+  leftImg8bit/SPLIT/CITY/**, gtFine/SPLIT/CITY/**                  Cityscapes
+  JPEGImages, SegmentationClass, ImageSets/Segmentation/SPLIT.txt  PASCAL VOC
+
+An image and its mask have the same path below their folders, but for the ending and for
+one of `SUFFIXES`. "train" and "val" also stand for splits that a set calls "training" and
+"validation". Names of the classes are the lines of classes.txt, where there is one, or
+those of the data set. Classes of ADE20K count from 1: set `data.reduce_zero_label`.
+"""
+
+import dataclasses
+import itertools
+import os
+import pathlib
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from jaxtyping import UInt8
+
+from vit_jax.data import masks, splits
+from vit_jax.data.config import DataConfig
+from vit_jax.data.sources import folder
+from vit_jax.data.sources.base import SOURCES, SourceType, warn
+from vit_jax.data.sources.folder import WHOLE, FolderSource
+from vit_jax.errors import NoLabels, UserError
+
+_OF_CITYSCAPES = "leftImg8bit"
+IMAGE_FOLDERS = ("images", "image", "imgs", "img", "JPEGImages", _OF_CITYSCAPES)
+# Ends of the names of masks, that of the image cut off; the first that exists counts.
+_LABEL_IDS = "_labelIds"
+SUFFIXES = (
+    *("_gtFine_labelTrainIds", "_gtCoarse_labelTrainIds", "_labelTrainIds"),
+    *("_gtFine_labelIds", "_gtCoarse_labelIds", _LABEL_IDS),
+    *("_mask", "_masks", "_label", "_labels", "_seg", "_segmentation", "_gt"),
+)
+# Beside the masks of Cityscapes, and not masks of classes.
+_NO_MASKS = tuple(
+    f"{kind}_{what}"
+    for kind in ("_gtFine", "_gtCoarse")
+    for what in ("color", "instanceIds", "instanceTrainIds")
+)
+_OF_IMAGES = f"_{_OF_CITYSCAPES}"
+# Where the archives of ADE20K and PASCAL VOC unpack to.
+_WITHIN = ("ADEChallengeData2016", "VOCdevkit/VOC2012", "VOC2012")
+_LISTS = "ImageSets/Segmentation"
+_USUAL = (splits.TRAIN, splits.VALIDATION, splits.TEST)
+
+Colors = tuple[tuple[int, int, int], ...]
+File = tuple[str, int]  # Path relative to the root, and bytes.
+Pair = tuple[File, File]  # Of an image and of its mask.
+
+# http://host.robots.ox.ac.uk/pascal/VOC/voc2012/segexamples
+VOC_CLASSES = (
+    *("background", "aeroplane", "bicycle", "bird", "boat", "bottle", "bus", "car"),
+    *("cat", "chair", "cow", "diningtable", "dog", "horse", "motorbike", "person"),
+    *("pottedplant", "sheep", "sofa", "train", "tvmonitor"),
+)
+# Train ids from 0 on: name, id and colour (github.com/mcordts/cityscapesScripts, labels.py).
+CITYSCAPES_CLASSES = (
+    ("road", 7, (128, 64, 128)),
+    ("sidewalk", 8, (244, 35, 232)),
+    ("building", 11, (70, 70, 70)),
+    ("wall", 12, (102, 102, 156)),
+    ("fence", 13, (190, 153, 153)),
+    ("pole", 17, (153, 153, 153)),
+    ("traffic light", 19, (250, 170, 30)),
+    ("traffic sign", 20, (220, 220, 0)),
+    ("vegetation", 21, (107, 142, 35)),
+    ("terrain", 22, (152, 251, 152)),
+    ("sky", 23, (70, 130, 180)),
+    ("person", 24, (220, 20, 60)),
+    ("rider", 25, (255, 0, 0)),
+    ("car", 26, (0, 0, 142)),
+    ("truck", 27, (0, 0, 70)),
+    ("bus", 28, (0, 60, 100)),
+    ("train", 31, (0, 80, 100)),
+    ("motorcycle", 32, (0, 0, 230)),
+    ("bicycle", 33, (119, 11, 32)),
+)
+_NO_TRAIN_ID = 255
+
+
+@dataclasses.dataclass(frozen=True)
+class MaskFolderSource(FolderSource):
+    """Image files and their masks; ids of Cityscapes become train ids."""
+
+    class_colors: Colors = ()
+
+    def __getitem__(self, i: int) -> dict:
+        record = super().__getitem__(i)
+        if pathlib.PurePath(self.masks[i][0]).stem.endswith(_LABEL_IDS):
+            record["mask"] = train_ids()[masks.decode_mask(record["mask"])]
+        return record
+
+
+def train_ids() -> UInt8[np.ndarray, "256"]:
+    """Returns the train id of each id of Cityscapes; 255 where there is none."""
+    table = np.full(256, _NO_TRAIN_ID, np.uint8)
+    for train_id, (_, label_id, _) in enumerate(CITYSCAPES_CLASSES):
+        table[label_id] = train_id
+    return table
+
+
+def voc_colors(count: int) -> Colors:
+    """Returns the colours of PASCAL VOC's palette (VOClabelcolormap of its devkit)."""
+
+    def channel(number: int, first: int) -> int:
+        bits = (number >> (3 * place + first) & 1 for place in range(8))
+        return sum(bit << (7 - place) for place, bit in enumerate(bits))
+
+    return tuple(
+        tuple(channel(number, first) for first in range(3)) for number in range(count)
+    )
+
+
+def open_masks(data: DataConfig, split: str) -> MaskFolderSource:
+    """Lists the images of a split that have a mask, in an order hashed from their paths.
+
+    Raises:
+      NoSplit: the split does not exist.
+      NoLabels: `data.mask_key` is not set.
+      UserError: no layout is recognised, or no image has a mask.
+    """
+    if not data.mask_key:
+        raise NoLabels(
+            "data.name='masks' has no labels of images: set data.mask_key to the folder of "
+            "the masks; data.name='folder' reads images alone"
+        )
+    root = _root(data)
+    places = _places(root, data)
+    wanted = {name: _spelt(name, places) for name in splits.names(split)}
+    pairs, files = {}, {}
+    for name, place in wanted.items():
+        if place not in places:
+            continue
+        listed = _pairs(root, place, *places[place])
+        if place == WHOLE != name:  # One of its parts.
+            listed = _part(listed, name)
+        pairs |= {image[0]: mask for image, mask in listed}
+        files[name] = [(path, None, size) for (path, size), _ in listed]
+    known = dict.fromkeys(places, 0) | {name: len(rows) for name, rows in files.items()}
+    chosen = splits.select(split, known, str(root))
+    source = MaskFolderSource.of_splits(str(root), files, (), chosen, pairs)
+    names, colors = _classes(root, data)
+    return dataclasses.replace(
+        source, class_names=names, class_colors=colors, caption_key=data.caption_key
+    )
+
+
+def _root(data: DataConfig) -> pathlib.Path:
+    """Returns the folder of the data set: `data.data_dir`, or one that archives make."""
+    top = pathlib.Path(data.data_dir).expanduser()
+    there = folder.visible_folders(top) if data.data_dir and top.is_dir() else []
+    for root in (top, *(top / name for name in _WITHIN)):
+        if there and (root / data.mask_key).is_dir():
+            return root
+    if any((top / name / data.mask_key).is_dir() for name in there):
+        return top
+    raise UserError(
+        f"data.data_dir={data.data_dir!r} has no folder {data.mask_key!r} (data.mask_key), "
+        f"nor has a split in it; its folders are {', '.join(there) or 'none'}: data.name="
+        "'masks' reads masks/ beside images/, with or without SPLIT/ in or around both, "
+        "PASCAL VOC, ADE20K and Cityscapes"
+    )
+
+
+def _places(
+    root: pathlib.Path, data: DataConfig
+) -> dict[str, tuple[str, str, Sequence[str] | None]]:
+    """Returns by split the folders of images and of masks, and the names in its list.
+
+    Without a list, None, all images of the folder count.
+    """
+    if not (root / data.mask_key).is_dir():
+        folders = {
+            name: (f"{name}/{images}", f"{name}/{data.mask_key}", None)
+            for name in folder.visible_folders(root)
+            if (images := _image_folder(root / name, data))
+            and (root / name / data.mask_key).is_dir()
+        }
+        if not folders:
+            raise UserError(_no_images(root, data))
+        return folders
+    images = _image_folder(root, data)
+    if not images:
+        raise UserError(_no_images(root, data))
+    if lists := sorted((root / _LISTS).glob("*.txt")):
+        read = lambda path: [line.split()[:1] for line in path.read_text().splitlines()]
+        names = {path.stem: list(itertools.chain(*read(path))) for path in lists}
+        return {name: (images, data.mask_key, listed) for name, listed in names.items()}
+    below = folder.visible_folders(root / images)
+    if any(splits.first_of(usual, below) for usual in _USUAL):
+        inside = lambda name: (f"{images}/{name}", f"{data.mask_key}/{name}", None)
+        return {name: inside(name) for name in below}
+    return {WHOLE: (images, data.mask_key, None)}
+
+
+def _image_folder(root: pathlib.Path, data: DataConfig) -> str:
+    names = (data.image_key, *IMAGE_FOLDERS)
+    return next((name for name in names if (root / name).is_dir()), "")
+
+
+def _no_images(root: pathlib.Path, data: DataConfig) -> str:
+    return (
+        f"{root} has a folder {data.mask_key!r} of masks and none of images beside it "
+        f"({', '.join(IMAGE_FOLDERS)}): name it by data.image_key"
+    )
+
+
+def _spelt(name: str, places: Mapping[str, object]) -> str:
+    """Returns a split as the data set calls it: "training" for "train"."""
+    if name in places:
+        return name
+    if list(places) == [WHOLE] and name in folder.PARTS:
+        return WHOLE
+    usual = next((usual for usual in _USUAL if name in usual), ())
+    return splits.first_of(usual, places) or name
+
+
+def _part(pairs: list[Pair], name: str) -> list[Pair]:
+    """Returns the part "train" or "val" of a set without splits."""
+    held_out = splits.held_out([""] * len(pairs))
+    kept = held_out if name in splits.VALIDATION else ~held_out
+    return [pairs[i] for i in np.flatnonzero(kept)]
+
+
+def _pairs(
+    root: pathlib.Path,
+    split: str,
+    images: str,
+    of_masks: str,
+    listed: Sequence[str] | None,
+) -> list[Pair]:
+    """Returns the images of a split that have a mask, with it; warns of the others."""
+    pictures = _by_stem(root, images)
+    found = _by_stem(root, of_masks) if (root / of_masks).is_dir() else {}
+    for name in listed or ():
+        if name not in pictures:
+            raise UserError(
+                f"{root / _LISTS / split}.txt lists {name!r}, and {root / images} has no "
+                "image of that name: remove the line"
+            )
+    if listed is not None:
+        pictures = {name: pictures[name] for name in listed}
+    pairs = _match(pictures, found)
+    if not pairs:
+        raise UserError(
+            f"none of the {len(pictures):,} images of split {split!r} in {root / images} has "
+            f"a mask of its name in {root / of_masks}; names may differ by the ending and by "
+            f"{', '.join(SUFFIXES)}"
+        )
+    alone = [file for file in pictures.values() if file not in pairs]
+    known = {stem.removesuffix(_OF_IMAGES) for stem in pictures} | pictures.keys()
+    others = {file for stem, file in found.items() if not known & set(_stems(stem))}
+    # Beside the masks of a list stand those of other splits.
+    _warn_of_others(f"{root} {split}", alone, sorted(others) if listed is None else [])
+    return [(file, pairs[file]) for file in folder.in_order(list(pairs))]
+
+
+def _match(pictures: Mapping[str, File], found: Mapping[str, File]) -> dict[File, File]:
+    """Returns the mask of each image that has one."""
+    by_image = {}
+    for suffix in ("", *SUFFIXES):
+        for stem, file in found.items():
+            if stem.endswith(suffix):
+                by_image.setdefault(stem.removesuffix(suffix), file)
+    pairs = {
+        file: found.get(stem) or by_image.get(stem.removesuffix(_OF_IMAGES))
+        for stem, file in pictures.items()
+    }
+    return {file: mask for file, mask in pairs.items() if mask}
+
+
+def _stems(stem: str) -> list[str]:
+    """Returns the names of the images to which a file beside the masks may belong."""
+    ends = ("", *SUFFIXES, *_NO_MASKS)
+    return [stem.removesuffix(end) for end in ends if stem.endswith(end)]
+
+
+def _warn_of_others(where: str, pictures: list[File], others: list[File]) -> None:
+    parts = [
+        f"{len(files):,} {what}, as {files[0][0]}"
+        for files, what in (
+            (pictures, "images have no mask"),
+            (others, "masks have no image"),
+        )
+        if files
+    ]
+    if parts:
+        warn(f"{where}: {', and '.join(parts)}: they are left out")
+
+
+def _by_stem(root: pathlib.Path, where: str) -> dict[str, File]:
+    """Returns the files below a folder by their paths in it, without endings."""
+    return {
+        os.path.splitext(os.path.relpath(path, where))[0]: (path, size)
+        for path, size in folder.images_below(root, where)
+    }
+
+
+def _classes(root: pathlib.Path, data: DataConfig) -> tuple[tuple[str, ...], Colors]:
+    """Returns names and colours of the classes; () where they are unknown."""
+    names, colors = (), ()
+    if (root / _LISTS).is_dir():
+        # Sets of other classes are laid out so too.
+        first = int(data.reduce_zero_label)
+        if data.num_classes == len(VOC_CLASSES) - first:
+            names = VOC_CLASSES[first:]
+            colors = voc_colors(len(VOC_CLASSES))[first:]
+    cityscapes = _image_folder(root, data) == _OF_CITYSCAPES
+    if cityscapes and data.num_classes == len(CITYSCAPES_CLASSES):
+        names, _, colors = zip(*CITYSCAPES_CLASSES, strict=True)
+    if (path := root / "objectInfo150.txt").is_file():
+        _, *lines = path.read_text("utf-8").splitlines()
+        # Its last column has synonyms, as "building, edifice".
+        names = [line.split("\t")[-1].split(",")[0] for line in lines if line.strip()]
+    if (path := root / "classes.txt").is_file():
+        lines = path.read_text("utf-8-sig").splitlines()
+        names = [line.strip() for line in lines if line.strip()]
+    return tuple(map(str.strip, names)), colors
+
+
+SOURCES["masks"] = SourceType(
+    open=open_masks,
+    help="Folders of images and of masks below `data.data_dir`; ADE20K, Cityscapes, VOC.",
+    numbered=False,
+    has_masks=True,
+)
