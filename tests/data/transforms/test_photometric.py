@@ -10,7 +10,7 @@ import pytest
 from PIL import Image, ImageEnhance
 from scipy import ndimage, stats
 
-from vit_jax.data.transforms import device as device_transforms
+from vit_jax.data.transforms import photometric
 from vit_jax.data.transforms.device import (
     ColorJitter,
     GaussianBlur,
@@ -62,7 +62,7 @@ def test_changes_of_colour_are_torchvisions(name):
         amounts = {"brightness": one, "contrast": one, "saturation": one, "hue": None}
         amounts[name] = amount
         order = jnp.arange(4)[None]
-        (found,) = device_transforms.jitter(images(1), **amounts, order=order)
+        (found,) = photometric.jitter(images(1), **amounts, order=order)
         exact = GOLDEN[key.replace("pillow", "float")] * 255
         assert np.abs(found - exact).max() < 0.02
         # Pillow rounds the mean grey, and hue and saturation to 256 values.
@@ -75,9 +75,7 @@ def test_changes_of_colour_are_torchvisions(name):
 def test_the_blur_is_a_gaussian(radius):
     batch = images(3)
     radii = jnp.asarray([radius, 0.7, 1.9])  # Each example has its own.
-    found = np.asarray(
-        jax.jit(device_transforms.blur, static_argnums=2)(batch, radii, 8)
-    )
+    found = np.asarray(jax.jit(photometric.blur, static_argnums=2)(batch, radii, 8))
     for ours, sigma in zip(found, radii.tolist(), strict=True):
         exact = ndimage.gaussian_filter(
             PICTURE.astype(float), (sigma, sigma, 0), mode="nearest", radius=(8, 8, 0)
@@ -93,7 +91,7 @@ def test_the_blur_is_a_gaussian(radius):
 def test_a_kernel_reaches_far_enough_for_the_largest_radius(monkeypatch):
     reached = []
     monkeypatch.setattr(
-        device_transforms, "blur", lambda x, radius, reach: reached.append(reach) or x
+        photometric, "blur", lambda x, radius, reach: reached.append(reach) or x
     )
     for most in (0.5, 2.0, 3.1):
         GaussianBlur(radius=(0.1, most))(
@@ -181,7 +179,7 @@ def jitter(image, factors, hue, orders):
     images = jnp.broadcast_to(jnp.asarray(image), (count, *image.shape))
     amounts = (jnp.full(count, factor) for factor in factors)
     turn = None if hue is None else jnp.full(count, hue)
-    run = jax.jit(device_transforms.jitter)
+    run = jax.jit(photometric.jitter)
     return np.asarray(run(images, *amounts, turn, jnp.asarray(orders)))
 
 
@@ -220,7 +218,7 @@ def test_factors_are_uniform_and_orders_equally_common(monkeypatch):
         seen["amounts"] = jax.tree.map(np.asarray, amounts)
         return images
 
-    monkeypatch.setattr(device_transforms, "jitter", record)
+    monkeypatch.setattr(photometric, "jitter", record)
     op = ColorJitter(0.3, 0.6, 1.5, hue=0.2)
     images, labels = jnp.zeros((3000, 1, 1, 3)), jnp.zeros((3000, 2))
     op(images, labels, jnp.arange(3000, dtype=jnp.uint32), KEY)

@@ -1,0 +1,108 @@
+"""Changes of colour and the blur of a whole batch by given amounts, inside the training step.
+
+The transforms of device.py draw the amounts. Values are 0..255 and are not rounded.
+Letters: B examples, H and W height and width, C channels, T taps, L length.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Num
+
+Images = Num[Array, "B H W C"]
+PerImage = Float[Array, " B"]
+
+_GREY = (0.299, 0.587, 0.114)  # Rec. 601, as Pillow's mode L.
+
+
+def jitter(
+    images: Images,
+    brightness: PerImage,
+    contrast: PerImage,
+    saturation: PerImage,
+    hue: PerImage | None,
+    order: Num[Array, "B 4"],
+) -> Float[Array, "B H W C"]:
+    """Changes colours by given amounts.
+
+    Args:
+      images: values 0..255.
+      brightness, contrast, saturation: factors; 1 changes nothing.
+      hue: turn as a fraction of the circle; None for no change, which saves work.
+      order: for each example, the changes in order: 0 brightness, 1 contrast, 2 saturation,
+        3 hue.
+    """
+    x = images.astype(jnp.float32)
+    wide = lambda a: a[:, None, None, None]
+    factors = jnp.stack([brightness, contrast, saturation, jnp.ones_like(contrast)], 1)
+    # Each round makes the next change of every example. Brightness, contrast and saturation
+    # are one blend, away from black, from the mean grey or from the pixel's grey.
+    for i in range(4):
+        now = order[:, i]
+        greys = grey(x)
+        mean = greys.mean((1, 2, 3), keepdims=True)
+        base = jnp.where(wide(now == 1), mean, greys) * wide(now != 0)
+        factor = wide(jnp.take_along_axis(factors, now[:, None], axis=1)[:, 0])
+        changed = jnp.clip(factor * x + (1 - factor) * base, 0, 255)
+        if hue is not None and x.shape[-1] == 3:
+            changed = jnp.where(wide(now == 3), turn_hue(x, hue), changed)
+        x = changed
+    return x
+
+
+def turn_hue(
+    images: Float[Array, "B H W 3"], turn: PerImage
+) -> Float[Array, "B H W 3"]:
+    """Rotates the hue by fractions of the circle; keeps saturation and value (of HSV)."""
+    red, green, blue = images[..., 0], images[..., 1], images[..., 2]
+    value, least = images.max(-1), images.min(-1)
+    chroma = value - least
+    safe = jnp.where(chroma > 0, chroma, 1)
+    # Not `value == red`: a compiler that works red out twice may round it differently.
+    hue = jnp.where(
+        (red >= green) & (red >= blue),
+        (green - blue) / safe,
+        jnp.where(green >= blue, 2 + (blue - red) / safe, 4 + (red - green) / safe),
+    )
+    hue = hue[..., None] + 6 * turn[:, None, None, None]
+    # A channel is full within one sixth of its hue and gone beyond two.
+    place = (hue + jnp.array([5, 3, 1], jnp.float32)[None, None, None, :]) % 6
+    short = jnp.clip(jnp.minimum(place, 4 - place), 0, 1)
+    return value[..., None] - chroma[..., None] * short
+
+
+def grey(x: Float[Array, "B H W C"]) -> Float[Array, "B H W 1"]:
+    """Returns the grey of each pixel, that of Pillow's mode L but not rounded."""
+    if x.shape[-1] == 1:
+        return x
+    weights = jnp.array(_GREY, jnp.float32)[None, None, None, :]
+    return (x * weights).sum(-1, keepdims=True)
+
+
+def blur(images: Images, radius: PerImage, reach: int) -> Float[Array, "B H W C"]:
+    """Convolves each image with a Gaussian.
+
+    Pixels up to `reach` to each side count; those at the border are repeated beyond it.
+    """
+    _, H, W, _ = images.shape
+    offsets = jnp.arange(-reach, reach + 1)
+    taps = jnp.exp(-((offsets[None, :] / radius[:, None]) ** 2) / 2)
+    taps /= taps.sum(1, keepdims=True)
+    # As two products with banded matrices: on a CPU four times faster than a sum of
+    # shifted images, and accelerators are made for it. Not in bfloat16, which TPUs take
+    # by default: taps would be off by half a grey level.
+    times = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
+    x = times("bhi,biwc->bhwc", _bands(taps, H), images.astype(jnp.float32))
+    return times("bwi,bhic->bhwc", _bands(taps, W), x)
+
+
+def _bands(taps: Float[Array, "B T"], length: int) -> Float[Array, "B L L"]:
+    """Returns the matrices that convolve vectors of a length, with repeated ends."""
+    reach = taps.shape[1] // 2
+    rows, columns = jnp.arange(length)[:, None], jnp.arange(length)[None, :]
+    bands = jnp.zeros((len(taps), length, length), taps.dtype)
+    for i in range(taps.shape[1]):
+        source = jnp.clip(rows + i - reach, 0, length - 1)
+        bands += taps[:, i, None, None] * (source == columns)[None]
+    return bands
