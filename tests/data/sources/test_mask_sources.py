@@ -223,10 +223,29 @@ def test_a_changed_mask_is_noticed(make, tmp_path):
     assert line.startswith("masks of the image files")
 
 
-@pytest.mark.parametrize("name", ["digits", "synthetic", "folder"])
+@pytest.mark.parametrize("name", ["digits", "folder"])
 def test_sets_without_masks_are_refused_by_name(make, name):
     with pytest.raises(UserError, match=f"mask_key='masks'.*'{name}'.*parquet"):
         open_source(make(name=name), "train")
+
+
+def test_synthetic_masks_show_in_the_images_and_differ(make):
+    data = make(name="synthetic", image_size=(19, 23), num_classes=5)
+    source = open_source(data, "train[3:9]")
+    assert len(source) == 6
+    assert len(source.class_names) == 5
+    shades = {}
+    for i in range(6):
+        image, label_map = masks.read_pair(source, data, i)
+        assert image.shape == (19, 23, 3)
+        for number in range(5):
+            shades.setdefault(number, []).append(image[label_map == number].mean(0))
+    spread = [np.std(shade, axis=0).max() for shade in shades.values()]
+    means = np.array([np.mean(shade, axis=0) for shade in shades.values()])
+    apart = abs(means[:, None] - means[None]).max(-1) + 1e9 * np.eye(5)
+    assert apart.min() > 5 * max(spread)
+    train, val = (open_source(data, split)[0]["mask"] for split in ("train", "val"))
+    assert (train != val).any()
 
 
 def batch_of(data, split="train"):

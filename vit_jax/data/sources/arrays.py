@@ -148,16 +148,48 @@ def open_synthetic(
     They depend on the split name, the record number and their shape only. Record i has label
     i modulo `num_classes`; every split has 64 examples unless `examples` is given.
     """
-    sizes = dict.fromkeys(_SYNTHETIC_SPLITS, examples or DEFAULT_EXAMPLES)
-    for name in splits.names(split):  # Recipes name splits that only their set has.
-        sizes.setdefault(name, examples or DEFAULT_EXAMPLES)
-    numbering = Numbering.of(split, sizes, "synthetic")
+    numbering = _synthetic_numbering(split, examples)
     records = [(name, number) for name, part in numbering.parts for number in part]
     shape = (*image_size, channels)
     images = [synthetic_image(*record, num_classes, shape) for record in records]
     labels = np.array([number % num_classes for _, number in records], np.int32)
     names = tuple(f"class {i}" for i in range(num_classes))
     return ArraySource(f"made {split}", np.stack(images), labels, names, numbering)
+
+
+@dataclasses.dataclass(frozen=True)
+class SyntheticMasks(Numbered):
+    """Synthetic images of a grid of cells, each of a random class with its own colour.
+
+    Its masks, (H, W) uint16, have the class of each pixel. Images of `shape`, (H, W, C),
+    are made when they are read; noise is added.
+    """
+
+    name: str
+    numbering: Numbering
+    num_classes: int
+    shape: tuple[int, int, int]
+    images = labels = None  # Not in memory.
+
+    @property
+    def class_names(self) -> tuple[str, ...]:
+        return tuple(f"class {i}" for i in range(self.num_classes))
+
+    def __getitem__(self, i: int) -> dict:
+        split, number = self.record_id(i).rsplit("/", 1)
+        height, width, channels = self.shape
+        key = zlib.crc32(f"masks of {split}".encode())
+        cells = _random_bytes(key, int(number), 2 * _CELLS * _CELLS).view("<u2")
+        mask = _spread(cells.reshape(_CELLS, _CELLS) % self.num_classes, height, width)
+        colors = _random_bytes(0, 0, self.num_classes * channels).reshape(-1, channels)
+        noise = _random_bytes(zlib.crc32(split.encode()), int(number), mask.size)
+        noise = np.broadcast_to(noise.reshape(height, width, 1), self.shape)
+        return {"image": noise // 4 + colors[mask] // 4 * 3, "mask": mask}
+
+    def entries(self) -> Entries:
+        sizes = np.full(len(self), math.prod(self.shape))
+        masks = [(f"{self.num_classes} classes", 0)]
+        return super().entries()._replace(sizes=sizes, masks=masks)
 
 
 def synthetic_image(
@@ -167,10 +199,22 @@ def synthetic_image(
     height, width, channels = shape
     noise = _random_bytes(zlib.crc32(split.encode()), number, height * width * channels)
     cells = _random_bytes(0, number % num_classes, _CELLS * _CELLS * channels)
-    cells = cells.reshape(_CELLS, _CELLS, channels)
-    rows, columns = (np.arange(size) * _CELLS // size for size in (height, width))
+    cells = _spread(cells.reshape(_CELLS, _CELLS, channels), height, width)
     # Halved, so that the sum stays within a byte.
-    return noise.reshape(shape) // 2 + cells[rows][:, columns] // 2
+    return noise.reshape(shape) // 2 + cells // 2
+
+
+def _spread(cells: np.ndarray, height: int, width: int) -> np.ndarray:
+    """Enlarges a square grid of cells."""
+    rows, columns = (np.arange(size) * len(cells) // size for size in (height, width))
+    return cells[rows][:, columns]
+
+
+def _synthetic_numbering(split: str, examples: int) -> Numbering:
+    sizes = dict.fromkeys(_SYNTHETIC_SPLITS, examples or DEFAULT_EXAMPLES)
+    for name in splits.names(split):  # Recipes name splits that only their set has.
+        sizes.setdefault(name, examples or DEFAULT_EXAMPLES)
+    return Numbering.of(split, sizes, "synthetic")
 
 
 def _random_bytes(key: int, counter: int, count: int) -> np.ndarray:
@@ -291,9 +335,13 @@ def describe(values: np.ndarray) -> str:
     return text
 
 
-def _synthetic(data: DataConfig, split: str) -> ArraySource:
+def _synthetic(data: DataConfig, split: str) -> ArraySource | SyntheticMasks:
     classes = data.num_classes or SYNTHETIC_CLASSES
     size = data.image_size
+    if data.mask_key:
+        numbering = _synthetic_numbering(split, data.num_examples)
+        shape = *size, data.channels
+        return SyntheticMasks(f"made {split}", numbering, classes, shape)
     return open_synthetic(split, size, data.channels, classes, data.num_examples)
 
 
@@ -316,7 +364,8 @@ SOURCES["digits"] = SourceType(
 )
 SOURCES["synthetic"] = SourceType(
     open=_synthetic,
-    help="Synthetic images of `data.image_size`.",
+    help="Synthetic images of `data.image_size`, with labels or masks.",
     needs_files=False,
     generated=True,
+    has_masks=True,
 )
