@@ -88,6 +88,43 @@ def test_a_table_a_split_and_a_table_without_splits(root, tmp_path):
     assert len(found) == 5 and found.class_names == ("ant", "bee", "cat")
 
 
+def columns(rows):
+    return {key: [row[key] for row in rows] for key in rows[0]}
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        columns,
+        lambda rows: {k: dict(enumerate(c)) for k, c in columns(rows).items()},
+        None,
+    ],
+    ids=["lists", "pandas", "lines"],
+)
+def test_json_has_records_or_columns_in_every_layout(root, layout):
+    rows, place = rows_of(root), root / "layout.json"
+    lines = "\n".join(map(json.dumps, rows))
+    place.write_text(json.dumps(layout(rows)) if layout else lines)
+    expected = open_source(data(write(root / "rows.json", rows)), "train")
+    found = open_source(data(place), "train")
+    assert [found[i] for i in range(19)] == [expected[i] for i in range(19)]
+    place.write_text('{"image": ["a.png"], "label": []}')
+    with pytest.raises(UserError, match="layout.json cannot be read"):
+        open_source(data(place), "train")
+
+
+def test_json_in_a_folder_is_a_table_if_it_is_named_as_a_split(root, tmp_path):
+    for split in ("train", "val"):
+        os.symlink(root / split, tmp_path / split)
+        rows = [row for row in rows_of(root) if row["split"] == split]
+        write(tmp_path / f"{split}.json", rows)
+    (tmp_path / "classes.json").write_text('{"ant": 0}')
+    assert len(open_source(data(tmp_path), "train")) == 19
+    assert len(open_source(data(tmp_path), "val")) == 4
+    write(tmp_path / "val.csv", rows[:1])
+    assert len(open_source(data(tmp_path), "val")) == 1
+
+
 def test_numbers_are_classes_in_their_order(root, tmp_path):
     number = {"ant": 10, "bee": 9, "cat": 2}.get
     for kind in KINDS:  # Of absolute paths in columns of other names.

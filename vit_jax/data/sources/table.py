@@ -35,7 +35,8 @@ from vit_jax.data.sources.folder import EXTENSIONS as IMAGES
 from vit_jax.data.sources.folder import WHOLE, FolderSource, in_order, visible_folders
 from vit_jax.errors import NoLabels, UserError
 
-EXTENSIONS = (".csv", ".tsv", ".jsonl", ".ndjson", ".parquet")
+_EXTENSIONS = (".csv", ".tsv", ".jsonl", ".ndjson", ".parquet")
+_USUAL = (*splits.TRAIN, *splits.VALIDATION, *splits.TEST)
 SPLIT = "split"  # Column with the split of each row.
 _BETWEEN = re.compile(r"[|;,]")  # Separators of the labels of a row.
 _DELIMITERS = ",;\t"  # In CSV files; spreadsheets write the last two too.
@@ -157,16 +158,28 @@ def read_splits(place: str) -> dict[str, Table]:
     path = pathlib.Path(place).expanduser()
     if path.is_file():
         return {WHOLE: read(str(path), path.stat().st_mtime_ns)}
-    entries = sorted(path.iterdir()) if path.is_dir() else []
-    paths = {each.stem: each for each in entries if each.suffix.lower() in EXTENSIONS}
+    paths = tables_in(path) if path.is_dir() else {}
     if not paths:
         raise UserError(
             f"data.data_dir={place!r} is no table, nor a folder of tables "
-            f"({', '.join(EXTENSIONS)}): data.name='table' reads paths and labels from one"
+            f"({', '.join(_EXTENSIONS)}, or train.json): data.name='table' reads paths "
+            "and labels from one"
         )
     return {
         name: read(str(each), each.stat().st_mtime_ns) for name, each in paths.items()
     }
+
+
+def tables_in(folder: pathlib.Path) -> dict[str, pathlib.Path]:
+    """Returns the tables of a folder by name without ending.
+
+    JSON is often something else, and counts if it is named as a split.
+    """
+    files = [each for each in sorted(folder.iterdir()) if each.is_file()]
+    ending = lambda file: file.suffix.lower()
+    named = [each for each in files if splits.first_of(_USUAL, [each.stem])]
+    of_json = {each.stem: each for each in named if ending(each) == ".json"}
+    return of_json | {each.stem: each for each in files if ending(each) in _EXTENSIONS}
 
 
 def split_names(place: str) -> list[str]:
@@ -204,18 +217,33 @@ def _rows(file: pathlib.Path) -> list:
             import pyarrow.parquet as pq
 
             return pq.read_table(file).to_pylist()
-        case ".jsonl" | ".ndjson":
-            lines = file.read_text("utf-8-sig").splitlines()
-            return [json.loads(line) for line in lines if line.strip()]
-        case ".json":
-            rows = json.loads(file.read_text("utf-8-sig"))
-            return rows if isinstance(rows, list) else [rows]
+        case ".json" | ".jsonl" | ".ndjson":
+            text = file.read_text("utf-8-sig")
+            try:
+                return _rows_of_json(json.loads(text))
+            except json.JSONDecodeError as error:
+                if error.msg != "Extra data":  # As a second line is.
+                    raise
+            return [json.loads(line) for line in text.splitlines() if line.strip()]
     with file.open(encoding="utf-8-sig", newline="") as text:
         head = text.readline()
         text.seek(0)
         tabs = file.suffix.lower() == ".tsv"
         delimiter = "\t" if tabs else max(_DELIMITERS, key=head.count)
         return list(csv.DictReader(text, delimiter=delimiter))
+
+
+def _rows_of_json(value: object) -> list:
+    """Returns the rows of a list of records, of one record, or of columns.
+
+    Columns are lists, or objects with one value per row, which is what pandas writes.
+    """
+    if not isinstance(value, dict):
+        return value if isinstance(value, list) else [value]
+    columns = [list(c.values()) if isinstance(c, dict) else c for c in value.values()]
+    if not all(isinstance(column, list) for column in columns):
+        return [value]
+    return [dict(zip(value, row, strict=True)) for row in zip(*columns, strict=True)]
 
 
 @dataclasses.dataclass(frozen=True)

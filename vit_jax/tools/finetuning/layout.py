@@ -88,11 +88,7 @@ def _of_folder(path: pathlib.Path, given: Mapping, workdir: str) -> Layout:
         description = f"folders of splits ({used}) with folders of classes"
         found = Layout(data | {"split": train}, validation, test, description)
         return _with_validation(found, workdir)
-    tables = {
-        each.stem: each
-        for each in sorted(path.iterdir())
-        if each.is_file() and each.suffix.lower() in table.EXTENSIONS
-    }
+    tables = table.tables_in(path)
     if tables and len({*others} & {*classes}) < 2:
         if first_of(TRAIN, tables):
             return _of_table(path, given, workdir)
