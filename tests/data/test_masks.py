@@ -15,6 +15,7 @@ from vit_jax.data import masks, pipeline
 from vit_jax.data.decode import DamagedImage
 from vit_jax.data.masks import IGNORED
 from vit_jax.data.sources.base import Source
+from vit_jax.data.sources.open import open_source
 from vit_jax.data.transforms import device, parse
 from vit_jax.errors import UserError
 
@@ -297,6 +298,82 @@ def test_transforms_that_would_spoil_masks_are_refused_by_name(with_masks, line,
     with pytest.raises(UserError, match=f"{name} .*data.mask_key='mask'"):
         parse.check_batch({}, data)
     parse.check_masks(parse.parse_train(line, SIZE).host, with_masks(mask_key=""))
+
+
+OWN = """
+import dataclasses
+
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class Turn:
+    runs_on, moves_pixels = "host", True
+
+    def __call__(self, image, rng):
+        return np.ascontiguousarray(np.rot90(image, int(4 * rng.random())))
+
+
+@dataclasses.dataclass(frozen=True)
+class Invert:
+    runs_on, on_colors = "host", True
+
+    def __call__(self, image, rng):
+        return 255 - image
+
+
+@dataclasses.dataclass(frozen=True)
+class Unmarked(Invert):
+    on_colors = False
+
+
+class Mine:
+    class_names, class_colors = (), ((1, 2, 3),)
+    labels = None
+    images = np.arange(4 * 9 * 9 * 3).reshape(4, 9, 9, 3).astype(np.uint8)
+
+    def __init__(self, key):
+        self.key = key
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, i):
+        return {"image": self.images[i], self.key: self.images[i, ..., 0] % 5}
+
+    def describe(self, i):
+        return f"mine/{i}"
+
+    record_id = describe
+
+
+def open_source(data, split):
+    return Mine(data.mask_key)
+"""
+
+
+def test_a_users_transforms_and_source_take_part(with_masks, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "own_masks.py").write_text(OWN)
+    keys = {"name": "own_masks:open_source", "image_size": (9, 9)}
+    line = "own_masks:Turn | own_masks:Invert"
+    data = with_masks(train_transform=line, **keys)
+    source = open_source(data, "train")
+    assert source.class_colors == ((1, 2, 3),)
+    (batch,) = first(source, data)
+    expected = (255 - batch["image"][..., 0]) % 5
+    np.testing.assert_array_equal(batch["label_map"], expected)
+    assert (
+        batch["image"][..., 0] != 255 - np.array(source.source.images[0, ..., 0])
+    ).any()
+    with pytest.raises(UserError, match="own_masks:Unmarked.*data.mask_key"):
+        first(source, with_masks(train_transform="own_masks:Unmarked", **keys))
+    with pytest.raises(UserError, match="own_masks:Invert.*data.channels=4"):
+        ops = parse.parse_train("own_masks:Invert", SIZE).host
+        parse.check_bands(ops, with_masks(channels=4))
+    wrong = with_masks(train_transform=line, mask_key="truth", **keys)
+    with pytest.raises(UserError, match="record [0-3].*mask"):
+        first(open_source(wrong, "train"), wrong)
 
 
 @pytest.mark.parametrize("keys", [{"num_workers": 2}, {"num_threads": 1}, {"hosts": 2}])

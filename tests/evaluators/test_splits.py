@@ -60,6 +60,23 @@ def test_an_absent_split_is_told_apart_from_other_errors(name):
         open_unchecked(DataConfig(name=name, num_classes=10), "dev")
 
 
+@pytest.mark.parametrize("labelled", [True, False])
+def test_a_run_with_masks_evaluates_them_or_labels_of_others(labelled):
+    data = DataConfig(name="synthetic", mask_key="mask", num_classes=4)
+    reads = splits.EvalSplits(data)
+    keys = {"model_classes": False, "labelled": labelled}
+    own = reads.open("one", NeighboursConfig(), "val", **keys)
+    assert own.data.has_labels == labelled
+    assert ("mask" in own.source[0]) == (not labelled)
+    assert own.data.num_classes > 1_000 if labelled else own.data.num_classes == 4
+    other = reads.open("two", NeighboursConfig(name="digits"), "test", **keys)
+    assert not other.data.mask_key
+    assert other.data.has_labels == labelled
+    masked = NeighboursConfig(name="synthetic", mask_key="other")
+    found = reads.open("three", masked, "val", **keys)
+    assert found.data.mask_key == ("" if labelled else "other")
+
+
 def test_records_in_another_order_of_classes_keep_everything_else():
     data = DataConfig(name="digits", num_classes=10)
     source = open_unchecked(data, "test[:40]")

@@ -3,7 +3,12 @@
 import csv
 import io
 import json
+import os
+import pathlib
+import re
 import shutil
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -17,6 +22,7 @@ from vit_jax.data.sources.mask_folders import CITYSCAPES_CLASSES, VOC_CLASSES
 from vit_jax.data.sources.open import open_source
 from vit_jax.errors import NoSplit, UserError
 
+ROOT = pathlib.Path(__file__).parents[3]
 H, W = 7, 11
 CLASSES = 4
 
@@ -246,6 +252,21 @@ def test_synthetic_masks_show_in_the_images_and_differ(make):
     assert apart.min() > 5 * max(spread)
     train, val = (open_source(data, split)[0]["mask"] for split in ("train", "val"))
     assert (train != val).any()
+
+
+def test_the_example_of_the_page_runs(tmp_path):
+    page = (ROOT / "docs" / "data.md").read_text()
+    block = r"^```python\n# shapes.py\n(.*?)^# Prints:\n(.*?)^```$"
+    ((code, printed),) = re.findall(block, page, re.DOTALL | re.MULTILINE)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == printed.replace("# ", "")
 
 
 def batch_of(data, split="train"):
