@@ -14,6 +14,7 @@ EVALUATORS = Registry(
         "probe": "vit_jax.evaluators.probe:ProbeConfig",
         "zero_shot": "vit_jax.evaluators.image_text:ZeroShotConfig",
         "retrieval": "vit_jax.evaluators.image_text:RetrievalConfig",
+        "segmentation": "vit_jax.evaluators.segmentation:SegmentationConfig",
         "task": "vit_jax.evaluators.protocol:TaskMetricsConfig",
     }
 )

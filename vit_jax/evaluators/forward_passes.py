@@ -108,7 +108,7 @@ class TrainedTask(NamedTuple):
     A state has the parameters of a run and the other arrays that the task needs.
 
     Attributes:
-      backbone, held_out_metrics, pictures: methods of `tasks.task.Task`.
+      backbone, held_out_metrics, pictures, segment: of `tasks.task.Task`.
       shapes: jax.ShapeDtypeStruct of each array of a state.
       shardings: shardings of a state.
       image_shape: (height, width, channels) of its images.
@@ -118,6 +118,7 @@ class TrainedTask(NamedTuple):
     backbone: Callable
     held_out_metrics: Callable
     pictures: Callable
+    segment: Callable | None
     shapes: tuple
     shardings: tuple
     image_shape: tuple[int, int, int]

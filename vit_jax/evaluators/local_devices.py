@@ -45,7 +45,9 @@ class LocalDevices:
             self._programs[name] = self._compile(function)
         if params is not self._params:
             replicated = meshes.replicated(self._mesh)
-            self._params, self._placed = params, jax.device_put(params, replicated)
+            self.release()
+            self._params = params
+            self._placed = jax.device_put(_to_process(params), replicated)
         count, devices = len(pixels), self._mesh.devices.size
         padding = -(-rows // devices) * devices - count
         pixels = np.pad(pixels, ((0, padding), (0, 0), (0, 0), (0, 0)))
@@ -53,9 +55,27 @@ class LocalDevices:
         outputs = jax.device_get(self._programs[name](self._placed, pixels))
         return jax.tree.map(lambda x: x[:count], outputs)
 
+    def release(self) -> None:
+        """Frees the copies of the parameters; compiled programs are kept."""
+        self._params = self._placed = None
+
     def _compile(self, function):
         def call(params, pixels):
             with sharding.activations(self._mesh):
                 return function(params, pixels)
 
         return jax.jit(call, compiler_options=compilation.options())
+
+
+def _to_process(params: Params) -> Params:
+    """Returns arrays that this process holds whole; all call it if they share some."""
+    shared = [x for x in jax.tree.leaves(params) if not _held(x)]
+    if not shared:
+        return params
+    replicated = meshes.replicated(shared[0].sharding.mesh)
+    gather = jax.jit(lambda tree: tree, out_shardings=replicated)
+    return jax.tree.map(lambda x: x.addressable_data(0), gather(params))
+
+
+def _held(x: Any) -> bool:
+    return not isinstance(x, jax.Array) or x.is_fully_addressable

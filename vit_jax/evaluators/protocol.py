@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import ClassVar, NamedTuple
 
 import numpy as np
-from jaxtyping import Float, Integer
+from jaxtyping import Float, Integer, Num
 
 from vit_jax.config.fields import key
 from vit_jax.errors import UserError
@@ -20,6 +20,8 @@ from vit_jax.evaluators.forward_passes import Outputs, Wanted
 from vit_jax.evaluators.splits import EvalConfig, EvalSplit
 
 Stop = Callable[[], bool]
+# Function of images (B, h, w, C), as they are read, to the logits of their cells.
+Segment = Callable[[Num[np.ndarray, "B h w C"]], Float[np.ndarray, "B y x L"]]
 SKIPPED = "skipped"  # Metric: number of damaged images that an evaluation left out.
 
 
@@ -75,11 +77,15 @@ class Evaluator:
     """One of `config.evals` with its splits open: the result of its config's `open`.
 
     `score` takes the outputs of the passes, in their order, and `stop`, which long
-    computations call now and then; its result is None if that returned True.
+    computations call now and then; its result is None if that returned True. An evaluator
+    of images of any size has `score_images` instead, which reads the split of its pass
+    itself: it takes the function that segments, the number of images to give it at once,
+    and `stop`.
     """
 
     passes: tuple[Pass, ...]
-    score: Callable[[Sequence[Outputs], Stop], Scored | None]
+    score: Callable[[Sequence[Outputs], Stop], Scored | None] | None = None
+    score_images: Callable[[Segment, int, Stop], Scored | None] | None = None
 
 
 def mean(values: np.ndarray, mask: np.ndarray | None = None) -> float:

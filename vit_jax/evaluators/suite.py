@@ -15,11 +15,13 @@ from jax.sharding import Mesh
 from vit_jax.config import fields
 from vit_jax.data.config import DataConfig, ReaderConfig
 from vit_jax.data.sources.base import Source
+from vit_jax.data.transforms import device as transforms
 from vit_jax.distributed import mesh as meshes
 from vit_jax.distributed import sharding
 from vit_jax.errors import UserError
 from vit_jax.evaluators import forward_passes
 from vit_jax.evaluators.forward_passes import Outputs, Step, TrainedTask, Weights
+from vit_jax.evaluators.local_devices import LocalDevices
 from vit_jax.evaluators.protocol import SKIPPED, Confusion, Pass, Stop
 from vit_jax.evaluators.splits import TESTS, VALIDATIONS, EvalConfig, EvalSplits
 from vit_jax.models import Model, layer_features, text
@@ -59,6 +61,8 @@ class Suite:
       trained: task of a run; its states, shardings and text tower replace those of
         parameters.
       tower: text tower beside the network.
+      segment: function of the network's parameters and images that segments, see
+        `tasks.task.Task`.
 
     Attributes:
       notes: lines for the user.
@@ -86,9 +90,13 @@ class Suite:
         order: Sequence[str] = VALIDATIONS,
         trained: TrainedTask | None = None,
         tower: TextTower | None = None,
+        segment: Callable[[dict, jax.Array], jax.Array] | None = None,
     ):
         self._trained = trained
         self._tower = trained.tower if trained else tower
+        self._segment, self._devices = segment, LocalDevices()
+        if trained and trained.segment:
+            self._segment = lambda state, images: trained.segment(*state, images)
         self._model, self._data, self._mesh = model, data, mesh
         self._batch_size = batch_size
         self._shardings = shardings
@@ -104,6 +112,11 @@ class Suite:
         for name, evaluator in self._evaluators.items():
             for one in evaluator.passes:
                 self._check(name, one)
+            if evaluator.score_images and self._segment is None:
+                raise UserError(
+                    f"evals.{name} classifies pixels, for which a head is needed: "
+                    "evaluate a run with task.name='segmentation'"
+                )
         self.notes = splits.notes
         self.confusions: dict[str, dict[str, Confusion]] = {}
         self.pictures: dict[str, dict[str, np.ndarray]] = {}
@@ -190,10 +203,16 @@ class Suite:
         names = list(self._evaluators if names is None else names)
         waiting = collections.defaultdict(list)  # Split to passes not yet scored.
         for name in names:
-            for one in self._evaluators[name].passes:
-                waiting[one.split].append(one)
+            if not self._evaluators[name].score_images:
+                for one in self._evaluators[name].passes:
+                    waiting[one.split].append(one)
         results, outputs = {}, {}
         for name in names:
+            if self._evaluators[name].score_images:
+                results[name] = self._score_images(name, params, stop)
+                if results[name] is None:
+                    return None
+                continue
             passes = self._evaluators[name].passes
             for split in (one.split for one in passes):
                 if split not in outputs:
@@ -210,6 +229,32 @@ class Suite:
                 if not waiting[one.split]:
                     del outputs[one.split]
         return results
+
+    def _score_images(
+        self, name: str, params: dict[str, Weights], stop: Stop
+    ) -> dict | None:
+        """Returns the metrics of an evaluator that reads images of any size itself."""
+        scores, self.confusions[name] = {}, {}
+        evaluator, size = self._evaluators[name], self._batch_size
+        batch_size = max(1, size // jax.process_count())
+
+        def of_pixels(weights, pixels):
+            data = self._data
+            return self._segment(
+                weights, transforms.normalize(pixels, data.mean, data.std)
+            )
+
+        for params_name, weights in params.items():
+            segment = lambda pixels, weights=weights: self._devices.run(
+                name, of_pixels, weights, pixels, batch_size
+            )
+            scored = evaluator.score_images(segment, batch_size, stop)
+            self._devices.release()
+            if scored is None:
+                return None
+            scores[params_name] = dict(scored.metrics)
+            self.confusions[name][params_name] = scored.confusion
+        return scores
 
     def _run_pass(
         self, params: dict[str, Weights], passes: Sequence[Pass], stop: Stop
@@ -335,6 +380,7 @@ def evaluate(
     """
     # Not needed in training.
     from vit_jax.evaluators.augmented import augment
+    from vit_jax.weights import segmenter
     from vit_jax.weights.text_tower import text_tower
 
     mesh = meshes.create(config.mesh)
@@ -344,13 +390,17 @@ def evaluate(
     axes, rules = model.config.model_axes, config.sharding.rules
     size = config.sharding.min_size
     shardings = sharding.parameters(model.shapes, mesh, axes, rules, size)
-    named = len(pretrained.class_names) == model.options["num_classes"]
     has_tower = text.TEXT in pretrained.task_params
     tower = text_tower(pretrained) if has_tower else None
+    segment, num_classes = None, model.options["num_classes"]
+    if segmenter.has_segmenter(pretrained):
+        segment = segmenter.segmenter_of(pretrained, model)
+        num_classes = segmenter.num_classes(pretrained)
+    named = len(pretrained.class_names) == num_classes
     suite = Suite(
         model,
         config.evals,
-        _data(config.data, model.options, preprocess),
+        _data(config.data, num_classes, model.options["channels"], preprocess),
         _full_batch(config.batch_size, mesh),
         mesh,
         shardings,
@@ -359,6 +409,7 @@ def evaluate(
         finite=True,
         order=TESTS,
         tower=tower,
+        segment=segment,
     )
     check(suite.sources())
     for note in suite.notes:
@@ -393,12 +444,14 @@ def _count_skipped(one: Pass, outputs: Outputs) -> int:
     return int((~np.isin(one.rows, outputs.records)).sum())
 
 
-def _data(data: ReaderConfig, options: dict, preprocess: Preprocess) -> DataConfig:
+def _data(
+    data: ReaderConfig, num_classes: int, channels: int, preprocess: Preprocess
+) -> DataConfig:
     """Returns the data config with the classes and image format of the weights."""
     of_weights = {
-        "num_classes": options["num_classes"],
+        "num_classes": num_classes,
         "image_size": tuple(preprocess.image_size),
-        "channels": options["channels"],
+        "channels": channels,
         "exif": data.exif or bool(preprocess.exif),
         **preprocess.data_keys(),
     }

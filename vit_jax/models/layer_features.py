@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import flax.linen as nn
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Key
 
 from vit_jax.errors import UserError
 from vit_jax.models import stacking
@@ -61,6 +61,7 @@ def compute(
     norm: bool,
     tokens: str,
     reshape: bool,
+    key: Key[Array, ""] | None,
 ) -> tuple[Features, ...]:
     """Computes features, see `Model.layer_features`."""
     chosen = [check(model, layer) for layer in layers]
@@ -71,9 +72,11 @@ def compute(
         )
     last = max(1, model.config.num_layers) - 1
     if not model.config.num_layers or (norm and {*chosen} == {last}):
-        outputs = {last: model.encode(params, images)}  # A scan runs as it is.
+        # A scan runs as it is.
+        train = key is not None
+        outputs = {last: model.encode(params, images, train=train, key=key)}
     else:
-        outputs = _run(model, params, images)[norm]
+        outputs = _run(model, params, images, key)[norm]
 
     def arrange(x):
         x = x.astype(jnp.float32)
@@ -105,13 +108,18 @@ def check(model: "Model", layer: int) -> int:
     return layer % count
 
 
-def _run(model, params, images) -> dict[bool, list[Features]]:
+def _run(model, params, images, key) -> dict[bool, list[Features]]:
     """Returns the features of all layers, with and without the norm."""
     if model.stacked:
         # Blocks one by one, so that XLA drops those that no chosen layer needs.
         model, params = model.replace(scan=False), stacking.unstack(params)
     _, kept = model.module.apply(
-        model.variables(params), images, classify=False, mutable=[COLLECTION]
+        model.variables(params),
+        images,
+        train=key is not None,
+        classify=False,
+        rngs=None if key is None else {"dropout": key},
+        mutable=[COLLECTION],
     )
     kept = kept[COLLECTION]
     while _KEPT not in kept:  # A submodule kept them.

@@ -234,6 +234,7 @@ class Model:
         norm: bool = True,
         tokens: str = "patches",
         reshape: bool = True,
+        key: jax.Array | None = None,
     ) -> tuple[jax.Array, ...]:
         """Returns features after layers, the same as timm's `forward_intermediates`.
 
@@ -252,6 +253,7 @@ class Model:
             the classifier pools them (the mean for attention pooling), before
             `representation_layer`.
           reshape: whether patches stand in their grid.
+          key: random key of dropout and stochastic depth, for training; None for neither.
 
         Returns:
           For each layer float32 (batch, rows, columns, width) for "patches", without
@@ -263,7 +265,14 @@ class Model:
             network takes no `classify`.
         """
         return layer_features.compute(
-            self, params, images, layers, norm=norm, tokens=tokens, reshape=reshape
+            self,
+            params,
+            images,
+            layers,
+            norm=norm,
+            tokens=tokens,
+            reshape=reshape,
+            key=key,
         )
 
     def at_size(self, image_size: Sequence[int]) -> "Model":

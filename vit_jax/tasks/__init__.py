@@ -13,5 +13,6 @@ TASKS = Registry(
         "simmim": "vit_jax.tasks.simmim:SimMimConfig",
         "dino": "vit_jax.tasks.dino:DinoConfig",
         "contrastive": "vit_jax.tasks.contrastive:ContrastiveConfig",
+        "segmentation": "vit_jax.tasks.segmentation:SegmentationConfig",
     }
 )

@@ -9,6 +9,7 @@ import abc
 import dataclasses
 import functools
 import operator
+from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import jax
@@ -57,11 +58,17 @@ class Task(Protocol):
       notes: lines that are logged at every start.
       tower: text tower for evaluations, None if the task has none; its parameters are
         the task's, under the names of models/text.py.
+      segment: method of `params`, `extra` and normalised images (B, Y, X, C) to the logits of
+        a grid of cells, (B, y, x, classes); None if the task classifies no pixels.
+      statistics: names of the entries of `extra` that its predictions need beside the
+        parameters, such as running means.
     """
 
     model: Model
     notes: tuple[str, ...] = ()
     tower: TextTower | None = None
+    segment: Callable[[dict, Tree, jax.Array], jax.Array] | None = None
+    statistics: tuple[str, ...] = ()
 
     @abc.abstractmethod
     def batch_spec(self, batch_size: int) -> dict[str, jax.ShapeDtypeStruct]:

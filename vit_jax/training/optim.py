@@ -259,6 +259,7 @@ def optimizer(
     rate: Schedule,
     run: RunLength,
     network: NetworkConfig,
+    within: str = "",
 ) -> optax.GradientTransformation:
     """Builds the optimiser.
 
@@ -271,6 +272,7 @@ def optimizer(
       rate: learning rate by step, from `learning_rate`.
       run: length of the run.
       network: `Model.config`, which knows the layers of the parameters.
+      within: path of the network's parameters among `params`; "": they are all.
 
     Raises:
       UserError: a regular expression of `weight_decay_mask` or `freeze` matches no
@@ -288,7 +290,7 @@ def optimizer(
     chain += optim.direction(params, decay)
     chain.append(optax.scale_by_learning_rate(rate))
     if optim.layer_decay:
-        factors = layer_factors(params, optim.layer_decay, network)
+        factors = layer_factors(params, optim.layer_decay, network, within)
         chain.append(
             optax.stateless(
                 lambda updates, _: jax.tree.map(lambda u, f: u * f, updates, factors)
@@ -469,13 +471,15 @@ def _freeze(mask: dict, until: int) -> optax.GradientTransformation:
     return optax.GradientTransformation(init, update)
 
 
-def layer_factors(params: dict, decay: float, network: NetworkConfig) -> dict:
+def layer_factors(
+    params: dict, decay: float, network: NetworkConfig, within: str = ""
+) -> dict:
     """Returns factors of the learning rate that broadcast against the parameters.
 
     The rate of a layer is `decay` times that of the layer above it, as in BEiT
     (arXiv:2106.08254) and MAE (arXiv:2111.06377, table 9). Layers from the bottom: the
     embedding of the image (a whole ResNet included) with its positions; each block; the
-    rest, at the full rate.
+    rest, at the full rate, as what a task has beside its network, the path `within`.
 
     Raises:
       UserError: the network has no blocks, or no layer rule matches a parameter.
@@ -487,8 +491,12 @@ def layer_factors(params: dict, decay: float, network: NetworkConfig) -> dict:
             f"model.variant={network.variant!r} has none: set it to 0, or choose another"
         )
 
+    prefix = within and f"{within}/"
+
     def factor(path):
-        layer = network.layer_of(path)
+        if not path.startswith(prefix):
+            return 1.0
+        layer = network.layer_of(path.removeprefix(prefix))
         if isinstance(layer, range):
             return decay ** (last - np.array(layer, float))[:, None, None, None]
         return decay ** (last - layer)

@@ -62,7 +62,7 @@ class TrainSetup(NamedTuple):
         `Task.training_flops`; twice as many with SAM. None if unknown.
       metadata: JSON that checkpoints store beside the config: "task", what the task
         needs to be built again, and "network", the paths of the network in the state
-        (`backbone_paths`) and its options.
+        (`backbone_paths`), its options, and `Task.statistics`.
       mesh: mesh of all devices.
       source: training split, opened by `loop.build_setup`; None where nothing is read.
       suite: evaluations, if an earlier run of a sweep has the same ones.
@@ -99,6 +99,7 @@ class TrainSetup(NamedTuple):
             task.backbone,
             task.held_out_metrics,
             task.pictures,
+            task.segment,
             (self.shapes.params, self.shapes.extra),
             (self.shardings.params, self.shardings.extra),
             self.model.image_shape,
@@ -181,9 +182,13 @@ def build_train_setup(
     _check_running_means(task, params, extra, config)
     sharding.check_memory(params, list(mesh.devices.flat), extra)
 
+    network = backbone_paths(task, params, extra)
+    within = network["path"].partition("/")[2]
+
     def optimizer(peak):
         rate = optim.learning_rate(config.optim, peak, run)
-        return rate, optim.optimizer(config.optim, params, rate, run, model.config)
+        of_network = model.config, within
+        return rate, optim.optimizer(config.optim, params, rate, run, *of_network)
 
     peak = config.optim.peak_learning_rate(config.batch_size)
     create = functools.partial(
@@ -213,7 +218,14 @@ def build_train_setup(
         step_at=step_at,
         batch_shapes=_with_sharding(batch_spec, meshes.batched(mesh)),
         training_flops=flops and flops * (2 if config.optim.sam_rho else 1),
-        metadata=_metadata(task, params, extra),
+        metadata={
+            "task": task.metadata(),
+            "network": {
+                **network,
+                "options": task.model.portable_options,
+                "statistics": list(task.statistics),
+            },
+        },
         mesh=mesh,
         **layout,
     )
@@ -224,13 +236,6 @@ def _with_sharding(shapes: dict, sharding: NamedSharding) -> dict:
         name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
         for name, x in shapes.items()
     }
-
-
-def _metadata(task: Task, params: dict, extra: object) -> dict:
-    """Returns what checkpoints store to build the task and its network again."""
-    network = backbone_paths(task, params, extra)
-    network = {**network, "options": task.model.portable_options}
-    return {"task": task.metadata(), "network": network}
 
 
 def _lay_out(config: TrainConfig, mesh: Mesh, task: Task, shapes: TrainState) -> dict:

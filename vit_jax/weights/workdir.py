@@ -173,18 +173,26 @@ def _read(path: epath.Path, *, use_ema: bool, with_task: bool) -> Checkpoint:
         for key in reversed(place):
             part = {key: part}
         target |= part
+    statistics = network.get("statistics", ())
     if with_task:
         kind = "average" if averaged else "params"
         target |= {kind: stored.metadata[kind]}
+        if statistics:
+            beside = {name: stored.metadata["extra"][name] for name in statistics}
+            target["extra"] = target.get("extra", {}) | beside
     target = jax.tree.map(lambda a: np.empty(a.shape, a.dtype), target)
     context = ocp.Context()
     context.pytree.loading.partial_load = True
     with context:
         loaded = ocp.load(path, target)
     params, *state = [find(place, loaded) for place in places]
+    task_params = {}
+    if with_task:
+        task_params = {name: loaded["extra"][name] for name in statistics}
+        task_params |= _others(loaded[kind], keys[1:])
     return Checkpoint(
         params={**params, models.STATE: state[0]} if state else params,
-        task_params=_others(loaded[kind], keys[1:]) if with_task else {},
+        task_params=task_params,
         options={
             name: tuple(value) if isinstance(value, list) else value
             for name, value in network["options"].items()
@@ -225,7 +233,9 @@ def load_pretrained(
     models.VARIANTS.find(checkpoint.options["variant"], f"{workdir}: model")
     preprocess = _preprocess(data)
     # A data set may name classes that the network was not trained on.
-    named = len(checkpoint.class_names) == checkpoint.options["num_classes"]
+    of_pixels = data["num_classes"] if data.get("mask_key") else 0
+    classes = checkpoint.options["num_classes"] or of_pixels
+    named = len(checkpoint.class_names) == classes
     averaged = "averaged " if checkpoint.kind == "ema" else ""
     notes = [f"{averaged}parameters of step {checkpoint.step}"]
     if checkpoint.best:

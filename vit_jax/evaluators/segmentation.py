@@ -1,0 +1,191 @@
+"""Semantic segmentation: intersection over union of the classes, over all pixels of a split.
+
+Each image is classified at its own size, see sliding_window.py, and each of its pixels
+counts once. Letters: H by W pixels, L classes.
+"""
+
+import dataclasses
+from typing import ClassVar
+
+import jax
+import numpy as np
+from jaxtyping import Int, Integer
+
+from vit_jax import progress
+from vit_jax.config.fields import key
+from vit_jax.data import masks
+from vit_jax.data.decode import DamagedImage
+from vit_jax.data.pipeline import Loader
+from vit_jax.distributed import mesh as meshes
+from vit_jax.errors import UserError
+from vit_jax.evaluators.protocol import (
+    SKIPPED,
+    Confusion,
+    Evaluator,
+    Pass,
+    Scored,
+    Segment,
+    Stop,
+)
+from vit_jax.evaluators.forward_passes import Wanted
+from vit_jax.evaluators.sliding_window import RESIZES, Sliding
+from vit_jax.evaluators.splits import EvalConfig, EvalSplit
+
+_MAX_CLASSES = 200  # With more, the IoU of each is not among the metrics.
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SegmentationConfig(EvalConfig):
+    """Mean intersection over union of masks."""
+
+    fractions: ClassVar = ("miou", "pixel_accuracy", "mean_accuracy", "iou/*")
+
+    kind: str = key("segmentation", "What is evaluated.")
+    split: str = key("", 'Its images; "" is the data set\'s test split.')
+    resize: str = key(
+        "cover",
+        'How an image becomes windows of the network\'s size: "cover" resizes it, its '
+        'aspect kept, until it just covers one; "none" keeps its size; "whole" resizes all '
+        "of it to one window.",
+        choices=RESIZES,
+    )
+    overlap: float = key(
+        1 / 3, "Least part of a window's side that the next one covers too.", below=1
+    )
+
+    def open(self, name, splits):
+        split = splits.open(name, self, self.split, model_classes=False, labelled=False)
+        classes, data = splits.num_classes, split.data
+        if not (data.mask_key and classes):
+            raise UserError(
+                f"evals.{name} compares masks: set data.mask_key to their feature, column "
+                "or folder, and evaluate a network with a head for masks "
+                "(task.name='segmentation')"
+            )
+        split.data = dataclasses.replace(data, num_classes=classes)
+        names = split.source.class_names or splits.class_names
+        if len(names) not in (0, classes):
+            raise UserError(
+                f"evals.{name}: {split.title} has {len(names)} classes of pixels, but the "
+                f"network {classes}: train a head for these"
+            )
+        how = Sliding(data.image_size, self.resize, self.overlap)
+
+        def score_images(segment, batch_size, stop):
+            counted = count(split, how, segment, batch_size, stop)
+            return counted and score(*counted, tuple(names))
+
+        return Evaluator((Pass(split, Wanted()),), score_images=score_images)
+
+
+def count(
+    split: EvalSplit, how: Sliding, segment: Segment, batch_size: int, stop: Stop
+) -> tuple[Integer[np.ndarray, "L L"], int, int] | None:
+    """Counts the pixels of a split; every process of the job calls it.
+
+    Args:
+      split: images with masks; each process reads a part of them.
+      how: how windows are cut.
+      segment: function of windows to logits, on the devices of this process.
+      batch_size: windows at once.
+      stop: function that is called before each image; True stops.
+
+    Returns:
+      Pixels of each true class (rows) by predicted class (columns), of the images of all
+      processes; the number of these images; and of damaged ones, which were left out.
+      None if stopped.
+
+    Raises:
+      UserError: an image or a mask is damaged.
+    """
+    classes = split.data.num_classes
+    loader = Loader(split.source, split.data, f"{split.title}", (), {})
+    share, shares = jax.process_index(), jax.process_count()
+    labels, stopped, skipped = [], [False], 0
+
+    def read():
+        nonlocal skipped
+        rounds = range(-(-len(split.source) // shares))
+        for i in progress.each(rounds, split.title, "images", leave=False):
+            if stop():  # The processes agree on it, as often as there are rounds.
+                stopped[0] = True
+                return
+            record = i * shares + share
+            if record >= len(split.source):
+                continue
+            try:
+                image, mask = masks.read_pair(split.source, split.data, record)
+            except DamagedImage as error:
+                loader.refuse(record, error)
+                skipped += 1
+                continue
+            labels.append(mask)
+            yield image
+
+    counts, images = np.zeros((classes, classes), np.int64), 0
+    for predicted in how.label_maps(read(), segment, batch_size):
+        counts += confusion(labels[images], predicted, classes)
+        labels[images] = None  # Masks of all images may not fit in memory.
+        images += 1
+    if stopped[0]:
+        return None
+    each = meshes.process_allgather(counts=counts, images=images, skipped=skipped)
+    return each["counts"].sum(0), int(each["images"].sum()), int(each["skipped"].sum())
+
+
+def confusion(
+    labels: Int[np.ndarray, "H W"], predicted: Int[np.ndarray, "H W"], classes: int
+) -> Integer[np.ndarray, "L L"]:
+    """Returns the pixels of each true class (rows) by predicted class (columns).
+
+    Pixels that have no class (-1) are not counted.
+    """
+    counted = labels != masks.IGNORED
+    cells = labels[counted].astype(np.int64) * classes + predicted[counted]
+    return np.bincount(cells, minlength=classes**2).reshape(classes, classes)
+
+
+def score(
+    counts: Integer[np.ndarray, "L L"],
+    images: int,
+    skipped: int = 0,
+    names: tuple[str, ...] = (),
+) -> Scored:
+    """Scores the pixels of a whole split, as mmsegmentation's IoUMetric.
+
+    Args:
+      counts: pixels of each true class (rows) by predicted class (columns).
+      images: number of images.
+      skipped: number of damaged images that were left out.
+      names: names of the classes; numbers if empty.
+
+    Returns:
+      miou, the mean over the classes that occur or are predicted of the intersection of true and
+      predicted pixels by their union; pixel_accuracy; mean_accuracy, the mean over the
+      classes that occur of the part of their pixels that is right; examples; of up to 200
+      classes iou/CLASS. And the confusion matrix.
+
+    Raises:
+      UserError: no pixel has a class.
+    """
+    if not counts.sum():
+        raise UserError(
+            "no pixel of the evaluation split has a class: check data.mask_key, "
+            "data.ignore_label and data.reduce_zero_label"
+        )
+    right, true, predicted = counts.diagonal(), counts.sum(1), counts.sum(0)
+    union = true + predicted - right
+    iou = {int(k): right[k] / union[k] for k in np.flatnonzero(union)}
+    occurs = true > 0
+    metrics = {
+        "miou": float(np.mean([*iou.values()])),
+        "pixel_accuracy": float(right.sum() / true.sum()),
+        "mean_accuracy": float((right[occurs] / true[occurs]).mean()),
+        "examples": images,
+    }
+    if skipped:
+        metrics[SKIPPED] = skipped
+    if len(counts) <= _MAX_CLASSES:
+        named = ((names[k] if names else k, value) for k, value in iou.items())
+        metrics |= {f"iou/{name}": float(value) for name, value in named}
+    return Scored(metrics, Confusion(counts, names))

@@ -1,0 +1,188 @@
+"""The class of every pixel of images of any size, from windows of the network's size.
+
+As mmsegmentation's `slide_inference`: an image is resized, windows overlap, their logits
+are averaged, and the average is resized to the image. Letters: H by W pixels of an image,
+h by w of a window, y by x cells of a grid, C channels, L classes, B windows.
+"""
+
+import collections
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator
+
+import numpy as np
+from jaxtyping import Float, Int16, Num
+
+from vit_jax.data.transforms.host import covering_size, resize_box
+from vit_jax.weights.pretrained import INTERPOLATIONS
+
+RESIZES = ("cover", "none", "whole")
+
+Logits = Float[np.ndarray, "B y x L"]
+LabelMap = Int16[np.ndarray, "H W"]
+
+_ROWS = 32  # Rows whose classes are found at a time: logits of a whole image may be large.
+
+
+@dataclasses.dataclass(frozen=True)
+class Sliding:
+    """How windows are cut out of an image.
+
+    Attributes:
+      window: height and width of a window.
+      resize: "cover" resizes an image, its aspect kept, until it just covers a window;
+        "none" leaves its size, with black where it is smaller than a window; "whole"
+        resizes all of it to one window.
+      overlap: least part of a window's side that the next one covers too.
+      interpolation: filter of the resize, one of `INTERPOLATIONS`.
+    """
+
+    window: tuple[int, int]
+    resize: str = "cover"
+    overlap: float = 1 / 3
+    interpolation: str = "bilinear"
+
+    def label_maps(
+        self,
+        images: Iterable[Num[np.ndarray, "H W C"]],
+        logits_of: Callable[[Num[np.ndarray, "B h w C"]], Logits],
+        batch_size: int,
+    ) -> Iterator[LabelMap]:
+        """Yields the class of each pixel of each image, in their order and at their sizes.
+
+        Args:
+          images: images, which are read ahead by about a batch of windows.
+          logits_of: function of windows to their logits; it gets `batch_size` windows,
+            at the end perhaps fewer.
+          batch_size: windows at once.
+        """
+        waiting, cut = collections.deque(), []
+
+        def classify():
+            results = logits_of(np.stack([window for *_, window in cut]))
+            for (canvas, corner, _), logits in zip(cut, results, strict=True):
+                canvas.add(corner, logits)
+            cut.clear()
+
+        for image in images:
+            canvas = _Canvas(image.shape[:2], self)
+            resized = self._fit(image, canvas.size)
+            waiting.append(canvas)
+            for top, left in canvas.missing:
+                rows, columns = self.window
+                window = resized[top : top + rows, left : left + columns]
+                cut.append((canvas, (top, left), window))
+                if len(cut) == batch_size:
+                    classify()
+            while waiting and not waiting[0].missing:
+                yield waiting.popleft().label_map()
+        if cut:
+            classify()
+        yield from (canvas.label_map() for canvas in waiting)
+
+    def fitted(self, size: tuple[int, int]) -> tuple[int, int]:
+        """Returns the height and width to which an image is resized."""
+        if self.resize == "whole":
+            return self.window
+        return size if self.resize == "none" else covering_size(size, self.window)
+
+    def _fit(self, image, padded):
+        """Returns an image resized and, where it is smaller than a window, padded."""
+        size = self.fitted(image.shape[:2])
+        if image.shape[:2] != size:
+            how = INTERPOLATIONS[self.interpolation]
+            image = resize_box(image, (0, 0, *image.shape[:2]), size, how)
+        more = [(0, all_ - own) for all_, own in zip(padded, size, strict=True)]
+        return np.pad(image, (*more, (0, 0)))
+
+
+class _Canvas:
+    """The logits of one image, to which windows are added.
+
+    Attributes:
+      size: height and width of the resized image, at least those of a window.
+      missing: top and left of the windows that were not added yet.
+    """
+
+    def __init__(self, size: tuple[int, int], how: Sliding):
+        self._original, self._how = size, how
+        self._fitted = how.fitted(size)
+        self.size = tuple(map(max, self._fitted, how.window))
+        starts = [
+            _starts(length, window, how.overlap)
+            for length, window in zip(self.size, how.window, strict=True)
+        ]
+        self.missing = list(itertools.product(*starts))
+        self._counts = [
+            _coverage(length, window, first)
+            for length, window, first in zip(self.size, how.window, starts, strict=True)
+        ]
+        self._sum = None
+
+    def add(self, corner: tuple[int, int], logits: Float[np.ndarray, "y x L"]) -> None:
+        """Adds the logits of the window at a corner."""
+        self.missing.remove(corner)
+        if self._how.window == self.size:
+            self._sum = logits
+            return
+        if self._sum is None:
+            self._sum = np.zeros((*self.size, logits.shape[-1]), np.float32)
+        (top, left), (rows, columns) = corner, self._how.window
+        part = self._sum[top : top + rows, left : left + columns]
+        part += interpolate(logits, self._how.window, np.arange(rows))
+
+    def label_map(self) -> LabelMap:
+        """Returns the class of each pixel of the image at its first size."""
+        logits, window = self._sum, self._how.window
+        if window != self.size:
+            down, across = self._counts
+            logits = logits / (down[:, None] * across)[..., None]
+        if self._fitted != self.size:  # Of the padding there are no classes.
+            if logits.shape[:2] != self.size:
+                logits = interpolate(logits, self.size, np.arange(self.size[0]))
+            logits = logits[: self._fitted[0], : self._fitted[1]]
+        height, width = self._original
+        out = np.empty((height, width), np.int16)
+        for first in range(0, height, _ROWS):
+            rows = np.arange(first, min(first + _ROWS, height))
+            out[rows] = interpolate(logits, (height, width), rows).argmax(-1)
+        return out
+
+
+def _starts(length: int, window: int, overlap: float) -> list[int]:
+    """Returns the first pixels of the fewest windows that overlap enough."""
+    if length <= window:
+        return [0]
+    step = max(1, math.floor(window * (1 - overlap)))
+    count = 1 + math.ceil((length - window) / step)
+    return [round(i * (length - window) / (count - 1)) for i in range(count)]
+
+
+def _coverage(length: int, window: int, starts: list[int]) -> Float[np.ndarray, " n"]:
+    """Returns how many windows hold each pixel of one axis."""
+    counts = np.zeros(length, np.float32)
+    for start in starts:
+        counts[start : start + window] += 1
+    return counts
+
+
+def interpolate(
+    maps: Float[np.ndarray, "y x L"], size: tuple[int, int], rows: np.ndarray
+) -> Float[np.ndarray, "R W L"]:
+    """Returns some `rows` of maps that are resized to `size` as `segmenter.resize` does."""
+    out = _along(maps, 0, size[0], rows)
+    return _along(out, 1, size[1], np.arange(size[1]))
+
+
+def _along(maps, axis, length, places):
+    """Resizes one axis, bilinear between the centres of cells, at some places."""
+    cells = maps.shape[axis]
+    if cells == length and len(places) == length:
+        return maps
+    at = ((places + 0.5) * (cells / length) - 0.5).clip(0, cells - 1)
+    low = np.floor(at).astype(int)
+    high = np.minimum(low + 1, cells - 1)
+    part = np.expand_dims((at - low).astype(np.float32), (1, 2) if axis == 0 else (0, 2))
+    first, second = maps.take(low, axis), maps.take(high, axis)
+    return first + part * (second - first)

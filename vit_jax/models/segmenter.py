@@ -1,0 +1,199 @@
+"""Heads that classify every pixel, on the features of some layers of a network.
+
+Linear: a BatchNorm and a linear layer of each patch, as the segmentation probes of DINOv2
+(arXiv:2304.07193, section 7.4). Pyramid: maps of several scales, made of the last one as in
+ViTDet (arXiv:2203.16527, section 3) unless the network has them, added up as in Panoptic
+FPN (arXiv:1901.02446, section 3.1).
+
+Letters: B images, Y by X pixels, C channels, y by x cells of a grid, D features, L classes.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Key
+
+from vit_jax.models.layers import LayerNorm, gelu_erf
+from vit_jax.models.model import Model, Params
+from vit_jax.models.network import STATE
+
+Map = Float[Array, "B y x D"]
+
+_HEAD_INIT = nn.initializers.normal(0.01)
+
+
+class LinearHead(nn.Module):
+    """A BatchNorm and a linear layer; maps of other grids are resized to the largest."""
+
+    num_classes: int
+    width: int  # Not read.
+    dtype: str
+
+    @nn.compact
+    def __call__(
+        self, maps: Sequence[Map], *, train: bool = False
+    ) -> Float[Array, "B y x L"]:
+        """Returns the logits of the cells of the largest grid."""
+        grid = max(features.shape[1:3] for features in maps)
+        x = jnp.concatenate([resize(features, grid) for features in maps], -1)
+        # As torch.nn.BatchNorm2d.
+        norm = nn.BatchNorm(use_running_average=not train, momentum=0.9, epsilon=1e-5)
+        x = norm(x.astype(jnp.float32)).astype(self.dtype)
+        return nn.Dense(
+            self.num_classes, dtype=self.dtype, kernel_init=_HEAD_INIT, name="head"
+        )(x)
+
+
+class PyramidHead(nn.Module):
+    """Maps of several scales, each convolved to `width` features, and their sum.
+
+    Maps of one grid are joined and become four: four times and twice as fine by transposed
+    convolutions, as they are, and half as fine by a maximum. Maps of several grids, as of a
+    Swin Transformer, are taken as they are.
+    """
+
+    num_classes: int
+    width: int
+    dtype: str
+
+    @nn.compact
+    def __call__(
+        self, maps: Sequence[Map], *, train: bool = False
+    ) -> Float[Array, "B y x L"]:
+        """Returns the logits of the cells of the finest map."""
+        if len({features.shape[1:3] for features in maps}) == 1:
+            maps = self._scales(jnp.concatenate(maps, -1).astype(self.dtype))
+        grid = max(features.shape[1:3] for features in maps)
+        total = sum(resize(self._lateral(features), grid) for features in maps)
+        return nn.Dense(
+            self.num_classes, dtype=self.dtype, kernel_init=_HEAD_INIT, name="head"
+        )(gelu_erf(total))
+
+    def _scales(self, x: Map) -> list[Map]:
+        half, quarter = x.shape[-1] // 2, x.shape[-1] // 4
+        twice = self._enlarge(x, half)
+        fine = gelu_erf(self._norm(self._enlarge(x, half)))
+        coarse = nn.max_pool(x, (2, 2), (2, 2), padding="SAME")
+        return [self._enlarge(fine, quarter), twice, x, coarse]
+
+    def _enlarge(self, x, width):
+        return nn.ConvTranspose(width, (2, 2), (2, 2), dtype=self.dtype)(x)
+
+    def _lateral(self, x):
+        x = self._norm(nn.Conv(self.width, (1, 1), use_bias=False, dtype=self.dtype)(x))
+        return self._norm(
+            nn.Conv(self.width, (3, 3), use_bias=False, dtype=self.dtype)(x)
+        )
+
+    def _norm(self, x):
+        return LayerNorm(dtype=self.dtype)(x)
+
+
+# Names of the parameters and of the running means of a head in a task.
+PARAMS, MEANS = "segmenter", "segmenter_means"
+HEADS = {"linear": LinearHead, "pyramid": PyramidHead}
+
+
+@dataclasses.dataclass(frozen=True)
+class Segmenter:
+    """A network and a head, without their parameters.
+
+    Attributes:
+      model: the network.
+      head: one of `HEADS`.
+      layers: the layers whose features the head gets, see `Model.layer_features`.
+
+    Raises:
+      UserError: the network has no such layers, or no features of patches.
+    """
+
+    model: Model
+    head: nn.Module
+    layers: tuple[int, ...]
+
+    def __post_init__(self):
+        jax.eval_shape(self._maps, self.model.shapes, self._image)
+
+    @property
+    def _image(self) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((1, *self.model.image_shape), jnp.float32)
+
+    def init(self, key: Key[Array, ""]) -> tuple[Params, Params]:
+        """Returns the head's parameters and its running means, {} if it has none."""
+        maps = jax.eval_shape(self._maps, self.model.shapes, self._image)
+        zeros = [jnp.zeros(features.shape, features.dtype) for features in maps]
+        variables = self.head.init(key, zeros)
+        return variables["params"], variables.get(STATE, {})
+
+    def logits(
+        self,
+        network: Params,
+        head: Params,
+        means: Params,
+        images: Float[Array, "B Y X C"],
+    ) -> Float[Array, "B y x L"]:
+        """Classifies the cells of a grid, the patches or finer ones.
+
+        Args:
+          network: parameters of `model`.
+          head, means: of the head, see `init`.
+          images: normalised images.
+
+        Returns:
+          Logits in float32; `resize` makes them those of pixels.
+        """
+        maps = self._maps(network, images)
+        variables = {"params": head, **({STATE: means} if means else {})}
+        return self.head.apply(variables, maps).astype(jnp.float32)
+
+    def logits_and_means(
+        self,
+        network: Params,
+        head: Params,
+        means: Params,
+        images: Float[Array, "B Y X C"],
+        key: Key[Array, ""] | None,
+    ) -> tuple[Float[Array, "B y x L"], Params]:
+        """Returns the logits in training, and the new running means.
+
+        Args:
+          network, head, means, images: see `logits`.
+          key: of the network's dropout; None: it works as in an evaluation.
+        """
+        maps = self._maps(network, images, key)
+        variables = {"params": head, **({STATE: means} if means else {})}
+        logits, changed = self.head.apply(variables, maps, train=True, mutable=[STATE])
+        return logits.astype(jnp.float32), changed.get(STATE, {})
+
+    def _maps(self, network, images, key=None) -> tuple[Map, ...]:
+        images = images.astype(self.model.options["dtype"])
+        return self.model.layer_features(network, images, self.layers, key=key)
+
+
+def build(
+    model: Model, head: str, layers: Sequence[int], width: int, num_classes: int
+) -> Segmenter:
+    """Builds a segmenter.
+
+    Args:
+      model: network.
+      head: one of `HEADS`.
+      layers: layers whose features the head gets.
+      width: features of a pyramid.
+      num_classes: number of classes.
+    """
+    dtype = model.options["dtype"]
+    return Segmenter(model, HEADS[head](num_classes, width, dtype), tuple(layers))
+
+
+def resize(
+    maps: Float[Array, "B y x D"], size: Sequence[int]
+) -> Float[Array, "B h w D"]:
+    """Resizes maps by bilinear interpolation between the centres of cells, without antialias."""
+    if maps.shape[1:3] == tuple(size):
+        return maps
+    shape = (len(maps), *size, maps.shape[-1])
+    return jax.image.resize(maps, shape, "bilinear", antialias=False)

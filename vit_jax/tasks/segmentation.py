@@ -1,0 +1,185 @@
+"""Semantic segmentation: the class of every pixel.
+
+A head on the features of some layers, see models/segmenter.py, of a trained network or a
+frozen one. The loss is the cross-entropy of the pixels that have a class, at the size of
+the images, and perhaps the Dice loss (arXiv:1606.04797).
+Letters: B images, Y by X pixels, C channels, L classes.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jaxtyping import Array, Float, Int
+
+from vit_jax.config.fields import key
+from vit_jax.data.config import DataConfig
+from vit_jax.data.masks import IGNORED, LABEL_MAP
+from vit_jax.errors import UserError
+from vit_jax.models import Model, cost, segmenter
+from vit_jax.tasks.task import ImageTask, TaskConfig
+
+SEGMENTER, MEANS = segmenter.PARAMS, segmenter.MEANS
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SegmentationConfig(TaskConfig):
+    """The class of every pixel (semantic segmentation)."""
+
+    has_classifier = False
+
+    name: str = key("segmentation", "What is learnt.")
+    head: str = key(
+        "linear",
+        'Head on the features: "linear", after a BatchNorm, or "pyramid", convolutions of '
+        "several scales.",
+        choices=tuple(segmenter.HEADS),
+    )
+    layers: tuple[int, ...] = key(
+        (-1,),
+        "Layers whose features the head gets, joined; numbers as of "
+        "`Model.layer_features`, as (-4, -3, -2, -1).",
+        at_least=None,
+        distinct=True,
+    )
+    width: int = key(256, "Features of a pyramid.", at_least=1)
+    frozen: bool = key(False, "Train the head alone.")
+    dice: float = key(0.0, "Weight of the Dice loss beside the cross-entropy.")
+
+    @property
+    def averages_network(self) -> bool:
+        return not self.frozen
+
+    def build(self, model, data, run, saved=None) -> "Segmentation":
+        return Segmentation(self, model, data)
+
+    def segmenter(self, model: Model, num_classes: int) -> segmenter.Segmenter:
+        """Builds the network with its head."""
+        return segmenter.build(model, self.head, self.layers, self.width, num_classes)
+
+
+class Segmentation(ImageTask):
+    """See `task.Task`; the parameters are "network" and "segmenter".
+
+    A frozen network is in `extra`, where the running means of the head are too.
+
+    Raises:
+      UserError: the data have no masks, or the network no such layers.
+    """
+
+    statistics = (MEANS,)
+
+    def __init__(self, config: SegmentationConfig, model: Model, data: DataConfig):
+        if not (data.mask_key and data.num_classes):
+            raise UserError(
+                f"task.name={config.name!r} learns from masks: set data.mask_key to their "
+                "feature, column or folder, and data.num_classes to the number of classes"
+            )
+        super().__init__(model, data)
+        self.config = config
+        self._segmenter = config.segmenter(model, data.num_classes)
+
+    def batch_spec(self, batch_size):
+        shape = (batch_size, *self.data.image_size)
+        return super().batch_spec(batch_size) | {
+            LABEL_MAP: jax.ShapeDtypeStruct(shape, np.int16)
+        }
+
+    def init(self, rng):
+        network_key, head_key = jax.random.split(rng)
+        network = self.model.init(network_key)
+        head, means = self._segmenter.init(head_key)
+        if self.config.frozen:
+            return {SEGMENTER: head}, {MEANS: means, "network": network}
+        return {"network": network, SEGMENTER: head}, {MEANS: means}
+
+    def backbone(self, params, extra):
+        return (extra if self.config.frozen else params)["network"]
+
+    def loss(self, params, extra, batch, rng):
+        network, key = self.backbone(params, extra), rng
+        if self.config.frozen:
+            network, key = jax.lax.stop_gradient(network), None
+        logits, means = self._segmenter.logits_and_means(
+            network, params[SEGMENTER], extra[MEANS], batch["image"], key
+        )
+        labels = batch[LABEL_MAP].astype(jnp.int32)
+        logits = segmenter.resize(logits, labels.shape[1:])
+        loss, metrics = cross_entropy(logits, labels), {}
+        if self.config.dice:
+            metrics["dice_loss"] = dice(logits, labels)
+            loss += self.config.dice * metrics["dice_loss"]
+        right = (logits.argmax(-1) == labels).sum()
+        metrics["pixel_accuracy"] = right / _count(labels)
+        return loss, ({"loss": loss, **metrics}, {MEANS: means})
+
+    def update(self, extra, params, stats, step):
+        return {**extra, **stats}
+
+    def with_task_params(self, params, extra, task_params):
+        shapes = lambda tree: jax.tree.map(jnp.shape, tree)
+        given = task_params.get(SEGMENTER)
+        if given is None or shapes(given) != shapes(params[SEGMENTER]):
+            return params, extra  # The head of other classes is trained anew.
+        means = task_params.get(MEANS, extra[MEANS])
+        return {**params, SEGMENTER: given}, {**extra, MEANS: means}
+
+    def segment(
+        self, params: dict, extra: dict, images: Float[Array, "B Y X C"]
+    ) -> Float[Array, "B y x L"]:
+        """Returns the logits of a grid of cells, see `Segmenter.logits`."""
+        return self._segmenter.logits(
+            self.backbone(params, extra), params[SEGMENTER], extra[MEANS], images
+        )
+
+    def training_flops(self):
+        """See `Task`; a frozen network has no backward pass."""
+        images = jax.ShapeDtypeStruct((1, *self.model.image_shape), jnp.float32)
+        params, extra = jax.eval_shape(self.init, jax.random.key(0))
+        try:
+            total = 2 * cost.macs(self.segment, params, extra, images)
+            network = 2 * cost.macs(
+                self.model.layer_features,
+                self.backbone(params, extra),
+                images,
+                self.config.layers,
+            )
+        except ValueError:
+            return None
+        return 3 * total - 2 * network * self.config.frozen
+
+
+def cross_entropy(
+    logits: Float[Array, "B Y X L"], labels: Int[Array, "B Y X"]
+) -> Float[Array, ""]:
+    """Returns the mean cross-entropy of the pixels that have a class."""
+    terms = optax.losses.softmax_cross_entropy_with_integer_labels(
+        logits, labels.clip(0)
+    )
+    return jnp.where(labels == IGNORED, 0, terms).sum() / _count(labels)
+
+
+def dice(
+    logits: Float[Array, "B Y X L"], labels: Int[Array, "B Y X"]
+) -> Float[Array, ""]:
+    """Returns 1 minus the mean soft Dice coefficient of the classes of the batch.
+
+    A coefficient is twice the sum of the probabilities in a class's pixels, divided by the
+    sum of all its probabilities and the number of its pixels (arXiv:1606.04797, without
+    squares).
+    """
+    classes, pixels = logits.shape[-1], (0, 1, 2)
+    true = jax.nn.one_hot(labels, classes)  # An ignored pixel is of no class.
+    counted = (labels != IGNORED)[..., None]
+    probabilities = jnp.where(counted, jax.nn.softmax(logits), 0)
+    present = true.sum(pixels)
+    both = (probabilities * true).sum(pixels)
+    score = 2 * both / jnp.maximum(probabilities.sum(pixels) + present, 1e-6)
+    occurs = present > 0
+    return 1 - jnp.where(occurs, score, 0).sum() / jnp.maximum(occurs.sum(), 1)
+
+
+def _count(labels):
+    return jnp.maximum((labels != IGNORED).sum(), 1)
