@@ -31,6 +31,9 @@ import pathlib
 from vit_jax import cli
 from vit_jax.errors import UserError
 
+# Parameters beside the network, by their names in `Pretrained.task_params`.
+_TASK_PARTS = {"text": "text tower", "segmenter": "head for masks"}
+
 
 def main(flags: argparse.Namespace) -> None:
     """Converts what the flags name."""
@@ -96,7 +99,7 @@ def open_weights(flags: argparse.Namespace):
         with_task=True,
         image_size=flags.resolution,
     )
-    num_classes = pretrained.options["num_classes"]
+    num_classes = pretrained.num_classes
     if names and len(names) != num_classes:
         raise UserError(
             f"--labels={flags.labels} has {len(names)} names, but the weights are of "
@@ -106,8 +109,12 @@ def open_weights(flags: argparse.Namespace):
     preprocess = dataclasses.replace(weights.preprocessing_of(pretrained), **given)
     check_preprocess(preprocess, pretrained.options["channels"])
     notes = pretrained.notes
-    if "text" in pretrained.task_params and not registry.WRITERS[flags.to].with_task:
-        notes += (f"text tower: left out, --to={flags.to} has no place for it",)
+    if not registry.WRITERS[flags.to].with_task:
+        notes += tuple(
+            f"{what}: left out, --to={flags.to} has no place for it"
+            for name, what in _TASK_PARTS.items()
+            if name in pretrained.task_params
+        )
     if (
         not pretrained.preprocess
         and not {"mean", "std", "crop_fraction"} <= given.keys()

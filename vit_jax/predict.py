@@ -6,17 +6,21 @@ parts of that. Weights with a text tower (CLIP, SigLIP, LiT) compare images with
 --labels="a photo of a dog, a photo of a cat", or --labels="dog, cat" --prompts="a photo of
 a {}". "-" reads paths from standard input, one a line (find
 photos -name '*.png' | python -m vit_jax.predict --model=CHECKPOINT -), or one image's
-content (... - < photo.jpg). Images are turned as the orientation tags of cameras say, unless a
-run was trained without (data.exif), or with --no_exif. Exit codes: 0 done, 1 some images could not be read (one line
-each says why), 2 bad input or no image at all.
+content (... - < photo.jpg). Weights with a head for masks (task.name="segmentation")
+classify every pixel: the parts of the classes are printed, and with --out=FOLDER each
+image has its mask there, IMAGE_mask.png, whose pixels are class numbers with a palette,
+and IMAGE_overlay.jpg. Images are turned as the orientation tags of cameras say, unless a
+run was trained without (data.exif), or with --no_exif. Exit codes: 0 done, 1 some images
+could not be read (one line each says why), 2 bad input or no image at all.
 """
 
 import argparse
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from vit_jax import cli
+from vit_jax.errors import UserError
 from vit_jax.printing import printable
 
 EXIT_DAMAGED = 1
@@ -31,17 +35,20 @@ def main(flags: argparse.Namespace) -> int:
     images = inputs.find_some(flags.images)
 
     from vit_jax.distributed import compilation
-    from vit_jax.evaluators import prediction
+    from vit_jax.evaluators import label_maps
 
     if uncached := compilation.enable_cache():
         cli.tell(uncached)
-    results = prediction.predict(
-        open_classifier(flags),
-        images,
-        batch_size=flags.batch_size,
-        topk=flags.topk,
-        threshold=flags.threshold,
-    )
+    classifier = open_classifier(flags)
+    if isinstance(classifier, label_maps.PixelClassifier):
+        column, results = "part", _masks(flags, classifier, images)
+    elif flags.out:
+        raise UserError(
+            f"--out={flags.out} is for masks, and {flags.model} classifies whole images: "
+            "leave it out"
+        )
+    else:
+        column, results = "probability", _classes(flags, classifier, images)
     piped = inputs.STDIN in flags.images
     names = () if piped else (printable(name) for name, _ in images)
     width, head, code = max(map(len, ("file", *names))), True, 0
@@ -50,38 +57,77 @@ def main(flags: argparse.Namespace) -> int:
             cli.tell(f"{name}: {result}")
             code = EXIT_DAMAGED
             continue
+        rows, entry = result
         if flags.json:
-            entries = [dataclasses.asdict(one) for one in result]
-            line = json.dumps({"file": name, "predictions": entries})
+            line = json.dumps({"file": name, **entry})
         else:
             width = max(width, len(printable(name)))  # Of a pipe they become known.
-            line = _table(name, result, width, head=head)
+            line = _table(name, rows, width, column if head else "")
             head = False
         print(line, flush=True)
     return code
 
 
-def _table(name: str, predictions: Sequence, width: int, *, head: bool) -> str:
-    """Returns the lines of one image: file, probability, class."""
-    rows = [
-        ("", f"{100 * x.probability:.2f} %", printable(x.name)) for x in predictions
-    ]
-    rows = rows or [("", "", "none")]  # None is above the threshold.
-    rows[0] = printable(name), *rows[0][1:]
-    if head:
-        rows.insert(0, ("file", "probability", "class"))
-    return "\n".join(f"{file:<{width}}  {p:>11}  {label}" for file, p, label in rows)
+def _classes(flags: argparse.Namespace, classifier, images) -> Iterator[tuple]:
+    """Yields each name with rows of parts and classes and the keys of JSON, or a reason."""
+    from vit_jax.evaluators import prediction
+
+    for name, best in prediction.predict(
+        classifier,
+        images,
+        batch_size=flags.batch_size,
+        topk=flags.topk,
+        threshold=flags.threshold,
+    ):
+        if not isinstance(best, str):
+            rows = [(one.probability, one.name) for one in best]
+            best = rows, {"predictions": [dataclasses.asdict(one) for one in best]}
+        yield name, best
+
+
+def _masks(flags: argparse.Namespace, classifier, images) -> Iterator[tuple]:
+    """Writes masks to --out; yields as `_classes`."""
+    from vit_jax.evaluators import label_maps
+
+    names = classifier.class_names
+    writer = label_maps.Writer(flags.out, len(names)) if flags.out else None
+    for name, result in label_maps.predict(
+        classifier, images, batch_size=flags.batch_size, resize=flags.resize
+    ):
+        if isinstance(result, str):
+            yield name, result
+            continue
+        image, label_map = result
+        parts = label_maps.shares(label_map, len(names))
+        rows = sorted(zip(parts, names, strict=True), reverse=True)
+        rows = [(part, each) for part, each in rows if part]
+        entry = {"parts": {each: part for part, each in rows}}
+        if writer:
+            entry["files"] = writer.write(name, image, label_map)
+        yield name, (rows[: flags.topk], entry)
+
+
+def _table(name: str, rows: Sequence, width: int, column: str) -> str:
+    """Returns the lines of one image: file, part or probability, class."""
+    lines = [("", f"{100 * part:.2f} %", printable(each)) for part, each in rows]
+    lines = lines or [("", "", "none")]  # None is above the threshold.
+    lines[0] = printable(name), *lines[0][1:]
+    if column:
+        lines.insert(0, ("file", column, "class"))
+    return "\n".join(f"{file:<{width}}  {p:>11}  {label}" for file, p, label in lines)
 
 
 def open_classifier(flags: argparse.Namespace):
     """Opens the checkpoint, with the flags in place of what travelled with it."""
-    from vit_jax.errors import UserError
-    from vit_jax.evaluators import prediction
+    from vit_jax.evaluators import label_maps, prediction
+    from vit_jax.weights import segmenter
     from vit_jax.weights.pretrained import upright
     from vit_jax.weights.text_tower import text_tower
 
     pretrained, preprocess, names = cli.open_weights(flags, texts=True)
     preprocess = upright(preprocess)
+    if segmenter.has_segmenter(pretrained):
+        return label_maps.PixelClassifier(pretrained, preprocess, names)
     if pretrained.options["num_classes"] or "text" not in pretrained.task_params:
         if flags.prompts or flags.tokenizer:
             raise UserError(
@@ -137,6 +183,14 @@ def parser() -> cli.Parser:
     add("--prompts", default="", help="texts with {} for a label, or a file of them")
     add(
         "--tokenizer", default="", help="folder or hf://owner/name, if not the weights'"
+    )
+    add("--out", default="", help="folder for masks and overlays")
+    add(
+        "--resize",
+        choices=("cover", "none", "whole"),
+        default="cover",
+        help="how images become windows of a network for masks: resized until they cover "
+        "one (default), at their own size, or resized to one",
     )
     cli.add_weights_flags(parser)
     return parser

@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 
 import jax
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int16
 from PIL import Image
 
 from vit_jax import models, weights
@@ -19,12 +19,18 @@ from vit_jax.config.fields import key
 from vit_jax.data import decode, inputs
 from vit_jax.data.transforms import device as transforms
 from vit_jax.errors import UserError
-from vit_jax.evaluators import prediction
+from vit_jax.evaluators import label_maps, prediction, sliding_window
 from vit_jax.evaluators.local_devices import LocalDevices
 from vit_jax.models import layer_features
 from vit_jax.models.text_tower import TextTower
 from vit_jax.weights import surgery, workdir
-from vit_jax.weights.pretrained import Preprocess, Pretrained, prepare_image, upright
+from vit_jax.weights.pretrained import (
+    Preprocess,
+    Pretrained,
+    prepare_image,
+    read_image,
+    upright,
+)
 from vit_jax.weights.text_tower import text_tower
 
 _BATCH = 32  # Images that pass through a network at once.
@@ -53,6 +59,8 @@ class _Arguments(WeightsArguments):
     norm: bool = key(True, "Whether features are normalised.")
     tokens: str = key("pooled", "Tokens.", choices=layer_features.TOKENS)
     reshape: bool = key(True, "Whether patches stand in their grid.")
+    resize: str = key("cover", "How windows are cut.", choices=sliding_window.RESIZES)
+    overlap: float = key(1 / 3, "Of windows.", below=1)
     texts: tuple[str, ...] = key((), "To compare images with.")
     prompts: tuple[str, ...] = key(("{}",), "With {} for a class.")
 
@@ -191,7 +199,7 @@ class PretrainedModel:
         self.preprocessing, self.class_names = preprocess, ()
         if pretrained.options["num_classes"]:
             self.class_names = prediction.names_of(pretrained, class_names)
-        self._pretrained = pretrained
+        self._pretrained, self._given_names = pretrained, class_names
         self._sigmoid = pretrained.loss == "sigmoid"
         self._devices = LocalDevices()
 
@@ -379,6 +387,36 @@ class PretrainedModel:
         return found[0] if layers is None else found
 
     @_checked
+    def segment(
+        self, images: Images, *, resize: str = "cover", overlap: float = 1 / 3
+    ) -> list[Int16[np.ndarray, "H W"]] | Int16[np.ndarray, "H W"]:
+        """Returns the class of each pixel of images of any size, at their own sizes.
+
+        Args:
+          images: see the class.
+          resize: "cover" resizes an image until it just covers a window of the network's
+            size, "none" keeps its size, "whole" resizes all of it to one window.
+          overlap: least part of a window's side that the next one covers too.
+
+        Returns:
+          For each image its class numbers; for a single image these alone.
+
+        Raises:
+          UserError: there is no head for masks, or an image cannot be read.
+        """
+        how, channels = self.preprocessing, self.model.image_shape[-1]
+        read = (_prepare(one, how, channels, read_image) for one in self._each(images))
+        maps = list(self.segmenter.label_maps(read, _BATCH, resize, overlap))
+        return maps[0] if _is_single(images, channels) else maps
+
+    @functools.cached_property
+    def segmenter(self) -> label_maps.PixelClassifier:
+        """The head for masks, with the names of its classes; UserError if there is none."""
+        return label_maps.PixelClassifier(
+            self._pretrained, self.preprocessing, self._given_names
+        )
+
+    @_checked
     def attention(self, images: Images) -> Float[np.ndarray, "B L H N N"]:
         """Returns the attention from each token to each, by layer and head.
 
@@ -474,7 +512,9 @@ def _listed(images: Images, channels: int) -> list:
     return single
 
 
-def _prepare(image, preprocess: Preprocess, channels: int) -> np.ndarray:
+def _prepare(
+    image, preprocess: Preprocess, channels: int, convert: Callable = prepare_image
+) -> np.ndarray:
     name, data = "the image", image
     is_photograph = preprocess.form(channels).is_photograph
     if isinstance(image, str | os.PathLike):
@@ -497,7 +537,7 @@ def _prepare(image, preprocess: Preprocess, channels: int) -> np.ndarray:
                 f"image of {data.dtype} {data.shape}: give uint8 (height, width, channels)"
             )
     with _readable(name):
-        return prepare_image(data, preprocess, channels)
+        return convert(data, preprocess, channels)
 
 
 @contextlib.contextmanager

@@ -18,6 +18,7 @@ from vit_jax.data.decode import DamagedImage
 from vit_jax.data.pipeline import Loader
 from vit_jax.distributed import mesh as meshes
 from vit_jax.errors import UserError
+from vit_jax.evaluators.forward_passes import Wanted
 from vit_jax.evaluators.protocol import (
     SKIPPED,
     Confusion,
@@ -27,7 +28,6 @@ from vit_jax.evaluators.protocol import (
     Segment,
     Stop,
 )
-from vit_jax.evaluators.forward_passes import Wanted
 from vit_jax.evaluators.sliding_window import RESIZES, Sliding
 from vit_jax.evaluators.splits import EvalConfig, EvalSplit
 

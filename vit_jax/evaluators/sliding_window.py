@@ -22,7 +22,9 @@ RESIZES = ("cover", "none", "whole")
 Logits = Float[np.ndarray, "B y x L"]
 LabelMap = Int16[np.ndarray, "H W"]
 
-_ROWS = 32  # Rows whose classes are found at a time: logits of a whole image may be large.
+_ROWS = (
+    32  # Rows whose classes are found at a time: logits of a whole image may be large.
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,6 +185,8 @@ def _along(maps, axis, length, places):
     at = ((places + 0.5) * (cells / length) - 0.5).clip(0, cells - 1)
     low = np.floor(at).astype(int)
     high = np.minimum(low + 1, cells - 1)
-    part = np.expand_dims((at - low).astype(np.float32), (1, 2) if axis == 0 else (0, 2))
+    part = np.expand_dims(
+        (at - low).astype(np.float32), (1, 2) if axis == 0 else (0, 2)
+    )
     first, second = maps.take(low, axis), maps.take(high, axis)
     return first + part * (second - first)

@@ -392,15 +392,14 @@ def evaluate(
     shardings = sharding.parameters(model.shapes, mesh, axes, rules, size)
     has_tower = text.TEXT in pretrained.task_params
     tower = text_tower(pretrained) if has_tower else None
-    segment, num_classes = None, model.options["num_classes"]
+    segment = None
     if segmenter.has_segmenter(pretrained):
         segment = segmenter.segmenter_of(pretrained, model)
-        num_classes = segmenter.num_classes(pretrained)
-    named = len(pretrained.class_names) == num_classes
+    named = len(pretrained.class_names) == pretrained.num_classes
     suite = Suite(
         model,
         config.evals,
-        _data(config.data, num_classes, model.options["channels"], preprocess),
+        _data(config.data, pretrained.num_classes, model.options["channels"], preprocess),
         _full_batch(config.batch_size, mesh),
         mesh,
         shardings,

@@ -93,7 +93,7 @@ class PyramidHead(nn.Module):
 
 
 # Names of the parameters and of the running means of a head in a task.
-PARAMS, MEANS = "segmenter", "segmenter_means"
+NAMES = PARAMS, MEANS = "segmenter", "segmenter_means"
 HEADS = {"linear": LinearHead, "pyramid": PyramidHead}
 
 

@@ -120,11 +120,14 @@ class Segmentation(ImageTask):
 
     def with_task_params(self, params, extra, task_params):
         shapes = lambda tree: jax.tree.map(jnp.shape, tree)
-        given = task_params.get(SEGMENTER)
-        if given is None or shapes(given) != shapes(params[SEGMENTER]):
-            return params, extra  # The head of other classes is trained anew.
-        means = task_params.get(MEANS, extra[MEANS])
-        return {**params, SEGMENTER: given}, {**extra, MEANS: means}
+        if shapes(task_params[SEGMENTER]) != shapes(params[SEGMENTER]):
+            raise UserError(
+                "init.head='keep': the checkpoint's head for masks has other classes, "
+                "layers or widths than task and data.num_classes say: make them equal, or "
+                "train a new head with init.head='new'"
+            )
+        params = {**params, SEGMENTER: task_params[SEGMENTER]}
+        return params, {**extra, MEANS: task_params[MEANS]}
 
     def segment(
         self, params: dict, extra: dict, images: Float[Array, "B Y X C"]

@@ -62,9 +62,9 @@ def export(
     write = _find_write(pretrained, to)
     _check_complete(pretrained)
     notes, names = [], pretrained.class_names
-    if names and len(names) != pretrained.options["num_classes"]:
+    if names and len(names) != pretrained.num_classes:
         notes.append(
-            f"class names: {len(names)} for {pretrained.options['num_classes']} classes, "
+            f"class names: {len(names)} for {pretrained.num_classes} classes, "
             "so left out"
         )
         pretrained = dataclasses.replace(pretrained, class_names=())

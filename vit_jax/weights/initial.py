@@ -7,7 +7,7 @@ from vit_jax import models
 from vit_jax.config.fields import key
 from vit_jax.data.config import DataConfig
 from vit_jax.errors import UserError
-from vit_jax.models import posemb, stacking
+from vit_jax.models import posemb, segmenter, stacking
 from vit_jax.weights.pretrained import Preprocess
 
 
@@ -101,6 +101,8 @@ def load_initial(
         lines[:2] = [f"{pretrained.notes[0]} from {pretrained.source}"]
     lines[0] = f"start: {lines[0]}"
     others = pretrained.task_params if pretrained.task.get("name") == task else {}
+    if config.head != "keep":
+        others = {k: v for k, v in others.items() if k not in segmenter.NAMES}
     lines += [f"{name} of the task: loaded" for name in others]
     lines += _compare_normalisation(pretrained.preprocess, data)
     return stacking.unstack(loaded.params), others, lines

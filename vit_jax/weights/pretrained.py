@@ -20,6 +20,7 @@ from vit_jax.data.bands import WHITE, PixelFormat, read
 from vit_jax.data.config import DEPTHS
 from vit_jax.data.transforms import host as host_transforms
 from vit_jax.errors import UserError
+from vit_jax.models import segmenter
 
 # Pillow antialiases all of them but nearest when it shrinks an image.
 INTERPOLATIONS = {
@@ -131,6 +132,12 @@ class Pretrained:
     multi_label: bool = False
     architecture: str = ""
 
+    @property
+    def num_classes(self) -> int:
+        """Number of classes of the classifier, or of a head for masks."""
+        head = self.task_params.get(segmenter.PARAMS)
+        return head["head"]["bias"].size if head else self.options["num_classes"]
+
 
 def upright(preprocess: Preprocess) -> Preprocess:
     """Returns a preprocessing that rotates files by EXIF, unless `exif` is False."""
@@ -156,8 +163,14 @@ def prepare_image(
     Raises:
       DamagedImage: the data are not a readable image, or it is too thin to resize.
     """
-    form = preprocess.form(channels)
-    return resize_and_crop(read(data, form, exif=bool(preprocess.exif)), preprocess)
+    return resize_and_crop(read_image(data, preprocess, channels), preprocess)
+
+
+def read_image(
+    data: bytes | Num[np.ndarray, "..."], preprocess: Preprocess, channels: int = 3
+) -> Num[np.ndarray, "H W c"]:
+    """Decodes one image at its own size, see `prepare_image`."""
+    return read(data, preprocess.form(channels), exif=bool(preprocess.exif))
 
 
 def resize_and_crop(

@@ -14,11 +14,6 @@ def has_segmenter(pretrained: Pretrained) -> bool:
     return segmenter.PARAMS in pretrained.task_params
 
 
-def num_classes(pretrained: Pretrained) -> int:
-    """Returns the number of classes of a head for masks."""
-    return pretrained.task_params[segmenter.PARAMS]["head"]["bias"].size
-
-
 def segmenter_of(
     pretrained: Pretrained, model: Model
 ) -> Callable[[dict, jax.Array], jax.Array]:
@@ -37,9 +32,8 @@ def segmenter_of(
             "task.name='segmentation'"
         )
     params, task = pretrained.task_params, pretrained.task
-    built = segmenter.build(
-        model, task["head"], task["layers"], task["width"], num_classes(pretrained)
-    )
+    keys = task["head"], task["layers"], task["width"], pretrained.num_classes
+    built = segmenter.build(model, *keys)
     head = jax.device_put(params[segmenter.PARAMS])
     means = jax.device_put(params[segmenter.MEANS])
     return lambda network, images: built.logits(network, head, means, images)

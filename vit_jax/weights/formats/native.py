@@ -12,7 +12,7 @@ import os
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from vit_jax.errors import UserError
-from vit_jax.models import text
+from vit_jax.models import segmenter, text
 from vit_jax.weights.formats import tables
 from vit_jax.weights.formats.files import Tensors, write_safetensors
 from vit_jax.weights.formats.registry import READERS, WRITERS, Reader, Writer
@@ -70,7 +70,7 @@ def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
 def write(pretrained: Pretrained, path: str | os.PathLike) -> list[str]:
     """Writes an exported file atomically; see `registry.Writer`.
 
-    Parameters that a task without a text tower has beside the network are left out.
+    Of what a task has beside the network a text tower and a head for masks are kept.
 
     Raises:
       UserError: the file cannot be written.
@@ -85,7 +85,7 @@ def write(pretrained: Pretrained, path: str | os.PathLike) -> list[str]:
         "multi_label": pretrained.multi_label,
     }
     parts = {"": pretrained.params}
-    if text.TEXT in pretrained.task_params:
+    if pretrained.task_params.keys() & {text.TEXT, segmenter.PARAMS}:
         header |= {"task": pretrained.task, "tokenizer": pretrained.tokenizer}
         header["format_version"] = _VERSION
         parts[_TASK] = pretrained.task_params

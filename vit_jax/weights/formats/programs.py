@@ -22,9 +22,11 @@ import jax.numpy as jnp
 
 from vit_jax.data.transforms import device as transforms
 from vit_jax.errors import UserError
+from vit_jax.models import segmenter
 from vit_jax.weights import surgery
 from vit_jax.weights.formats.registry import WRITERS, Writer
 from vit_jax.weights.pretrained import Pretrained
+from vit_jax.weights.segmenter import has_segmenter, segmenter_of
 
 _STABLEHLO, _ONNX = "model.stablehlo", "model.onnx"
 _PREPROCESS, _LABELS = "preprocess.json", "labels.txt"
@@ -43,7 +45,8 @@ class Program:
       params: parameters on the host.
       shape: shape of an image, (H, W, C).
       outputs: names of the outputs: "logits" (B, classes) if there is a classifier, and
-        "pre_logits" (B, D), the features of the image, if the network has them.
+        "pre_logits" (B, D), the features of the image, if the network has them; with a
+        head for masks "logits" (B, H, W, classes) alone.
       pixels: dtype of the images.
     """
 
@@ -86,14 +89,19 @@ def build(pretrained: Pretrained) -> Program:
 
     def run(params, images):
         images = transforms.normalize(images, how.mean, how.std)
-        outputs = model.apply(params, images)
+        outputs = apply(params, images)
         return tuple(outputs[name].astype(jnp.float32) for name in names)
 
-    shape = model.image_shape
+    shape, apply = model.image_shape, model.apply
+    if has_segmenter(pretrained):
+        segment = segmenter_of(pretrained, model)
+        apply = lambda *args: {
+            "logits": segmenter.resize(segment(*args), shape[:2])
+        }
     example = jax.ShapeDtypeStruct((1, *shape), jnp.float32)
-    shapes = jax.eval_shape(model.apply, params, example)
+    shapes = jax.eval_shape(apply, params, example)
     names = tuple(name for name in ("logits", "pre_logits") if name in shapes)
-    if not options["num_classes"]:
+    if not pretrained.num_classes:
         names = tuple(name for name in names if name != "logits")
     return Program(run, params, shape, names, how.pixels)
 

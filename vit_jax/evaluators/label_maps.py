@@ -1,0 +1,207 @@
+"""The class of every pixel of images, by a checkpoint with a head for masks.
+
+Letters: H by W pixels, C channels, L classes.
+"""
+
+import collections
+import os
+import pathlib
+from collections.abc import Iterable, Iterator, Sequence
+
+import numpy as np
+from jaxtyping import Int16, Num, UInt8
+from PIL import Image
+
+from vit_jax.data import bands, inputs, masks
+from vit_jax.data.transforms import device as transforms
+from vit_jax.errors import UserError
+from vit_jax.evaluators.local_devices import LocalDevices
+from vit_jax.evaluators.sliding_window import Sliding
+from vit_jax.weights import segmenter, surgery
+from vit_jax.weights.pretrained import Preprocess, Pretrained, read_image
+
+LabelMap = Int16[np.ndarray, "H W"]
+
+_OPACITY = 0.55  # Of the colours over an image.
+
+
+class PixelClassifier:
+    """A checkpoint, ready to classify the pixels of images.
+
+    Args:
+      pretrained: checkpoint that was read `with_task`.
+      preprocess: preprocessing, of which bands, depth, normalisation, size of a window and
+        interpolation are used.
+      class_names: in label order; the checkpoint's if empty, else numbers.
+
+    Attributes:
+      class_names: one for each class.
+
+    Raises:
+      UserError: the checkpoint has no head for masks, or other numbers of classes.
+    """
+
+    def __init__(
+        self,
+        pretrained: Pretrained,
+        preprocess: Preprocess,
+        class_names: Sequence[str] = (),
+    ):
+        model, self._params = surgery.fit_network(pretrained, preprocess)
+        self._segment = segmenter.segmenter_of(pretrained, model)
+        classes = pretrained.num_classes
+        names = tuple(class_names) or pretrained.class_names
+        if names and len(names) != classes:
+            raise UserError(
+                f"there are {len(names)} class names, but {pretrained.source} has "
+                f"{classes} classes of pixels: give --labels with one line a class"
+            )
+        self.class_names = names or tuple(f"class {k}" for k in range(classes))
+        self._preprocess, self._channels = preprocess, model.image_shape[-1]
+        self._devices = LocalDevices()
+
+    def read(self, data: bytes | np.ndarray) -> Num[np.ndarray, "H W C"]:
+        """Decodes an image at its own size.
+
+        Raises:
+          DamagedImage: it cannot be read.
+        """
+        return read_image(data, self._preprocess, self._channels)
+
+    def label_maps(
+        self,
+        images: Iterable[Num[np.ndarray, "H W C"]],
+        batch_size: int = 32,
+        resize: str = "cover",
+        overlap: float = 1 / 3,
+    ) -> Iterator[LabelMap]:
+        """Yields the classes of the pixels of each image.
+
+        Args:
+          images: images of any sizes, see `read`.
+          batch_size: windows at once.
+          resize, overlap: see `Sliding`.
+        """
+        how = self._preprocess
+
+        def of_pixels(params, pixels):
+            return self._segment(
+                params, transforms.normalize(pixels, how.mean, how.std)
+            )
+
+        def logits_of(windows):
+            return self._devices.run("", of_pixels, self._params, windows, batch_size)
+
+        sliding = Sliding(tuple(how.image_size), resize, overlap, how.interpolation)
+        return sliding.label_maps(images, logits_of, batch_size)
+
+
+def predict(
+    classifier: PixelClassifier,
+    images: Iterable[inputs.Named],
+    *,
+    batch_size: int = 32,
+    resize: str = "cover",
+    threads: int | None = None,
+) -> Iterator[tuple[str, tuple[np.ndarray, LabelMap] | str]]:
+    """Classifies the pixels of any number of images, in their order.
+
+    Args:
+      classifier: classifier of the pixels.
+      images: images from `inputs.find`.
+      batch_size: windows at once.
+      resize: see `Sliding`.
+      threads: threads that decode; one per core, at most 8, if None.
+
+    Yields:
+      The name of an image, and the image with its classes, or the reason of a failure.
+    """
+
+    def load(image):
+        name, source = image
+        return name, inputs.attempt(source, classifier.read)
+
+    threads = threads or min(8, os.cpu_count() or 1)
+    waiting = collections.deque()
+
+    def readable():
+        for name, result in inputs.ahead(images, load, threads=threads, limit=threads):
+            waiting.append((name, result))
+            if not isinstance(result, str):
+                yield result
+
+    def failed():
+        while waiting and isinstance(waiting[0][1], str):
+            yield waiting.popleft()
+
+    for label_map in classifier.label_maps(readable(), batch_size, resize):
+        yield from failed()
+        name, image = waiting.popleft()
+        yield name, (image, label_map)
+    yield from failed()
+
+
+def shares(label_map: LabelMap, num_classes: int) -> list[float]:
+    """Returns the part of the pixels of each class."""
+    counts = np.bincount(label_map.ravel(), minlength=num_classes)
+    return (counts / label_map.size).tolist()
+
+
+class Writer:
+    """Writes masks and overlays to a folder.
+
+    Args:
+      folder: is made if it does not exist.
+      num_classes: number of classes.
+
+    Raises:
+      UserError: the folder cannot be made.
+    """
+
+    def __init__(self, folder: str, num_classes: int):
+        self._folder, self._colors = pathlib.Path(folder), masks.palette(num_classes)
+        self._used = collections.Counter()
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(
+                f"--out={folder} cannot be made: {error.strerror}"
+            ) from error
+
+    def write(
+        self, name: str, image: Num[np.ndarray, "H W C"], label_map: LabelMap
+    ) -> dict[str, str]:
+        """Writes the mask and the overlay of an image; returns their paths."""
+        stem = pathlib.PurePath(name).stem
+        self._used[stem] += 1  # Photographs of several folders may have one name.
+        if self._used[stem] > 1:
+            stem = f"{stem}_{self._used[stem]}"
+        mask, over = self._folder / f"{stem}_mask.png", f"{stem}_overlay.jpg"
+        picture(label_map, self._colors).save(mask)
+        shown = Image.fromarray(overlay(image, label_map, self._colors))
+        shown.save(self._folder / over, quality=90)
+        return {"mask": str(mask), "overlay": str(self._folder / over)}
+
+
+def picture(label_map: LabelMap, colors: UInt8[np.ndarray, "L 3"]) -> Image.Image:
+    """Returns a picture whose pixels are class numbers with a palette of colours.
+
+    More than 256 classes give a picture of 16 bits without colours.
+    """
+    if len(colors) > 256:
+        return Image.fromarray(label_map.astype(np.uint16))
+    image = Image.fromarray(label_map.astype(np.uint8), "P")
+    image.putpalette(colors.tobytes())
+    return image
+
+
+def overlay(
+    image: Num[np.ndarray, "H W C"],
+    label_map: LabelMap,
+    colors: UInt8[np.ndarray, "L 3"],
+) -> UInt8[np.ndarray, "H W 3"]:
+    """Returns an image with the colours of its classes over it; -1 shows the image alone."""
+    shown = np.broadcast_to(bands.to_display(image), (*label_map.shape, 3))
+    mixed = shown + _OPACITY * (colors[label_map].astype(np.float32) - shown)
+    mixed = np.where((label_map < 0)[..., None], shown, mixed)
+    return mixed.round().astype(np.uint8)
