@@ -16,12 +16,14 @@ from jaxtyping import Array, Float, Int
 
 from vit_jax.config.fields import key
 from vit_jax.data.config import DataConfig
-from vit_jax.data.masks import IGNORED, LABEL_MAP
+from vit_jax.data.masks import IGNORED
+from vit_jax.data.transforms import device as transforms
 from vit_jax.errors import UserError
 from vit_jax.models import Model, cost, segmenter
 from vit_jax.tasks.task import ImageTask, TaskConfig
 
-SEGMENTER, MEANS = segmenter.PARAMS, segmenter.MEANS
+SEGMENTER, MEANS = segmenter.NAMES
+LABEL_MAP = "label_map"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -86,6 +88,13 @@ class Segmentation(ImageTask):
         return super().batch_spec(batch_size) | {
             LABEL_MAP: jax.ShapeDtypeStruct(shape, np.int16)
         }
+
+    def prepare(self, batch, rng):
+        """Returns image (B, Y, X, C), normalised, and label_map (B, Y, X)."""
+        maps = transforms.apply_to_maps(
+            self._ops, batch[LABEL_MAP], batch["index"], rng
+        )
+        return super().prepare(batch, rng) | {LABEL_MAP: maps}
 
     def init(self, rng):
         network_key, head_key = jax.random.split(rng)

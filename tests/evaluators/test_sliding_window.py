@@ -1,0 +1,115 @@
+"""Windows of images of any size: each pixel of each image once, as mmsegmentation slides."""
+
+import itertools
+import math
+
+import cv2
+import numpy as np
+import pytest
+
+from vit_jax.data.transforms.host import resize_bilinear
+from vit_jax.evaluators.sliding_window import Sliding, interpolate
+
+
+def shades(size, seed=0):
+    """Returns a picture of large patches of grey."""
+    small = np.random.default_rng(seed).integers(0, 256, (5, 7), np.uint8)
+    return cv2.resize(small, size[::-1], interpolation=cv2.INTER_LINEAR)[..., None]
+
+
+def by_cell(windows, cell=4, classes=3):
+    """Returns logits of cells by their mean shade: as a network without context."""
+    B, h, w, _ = windows.shape
+    cells = windows.reshape(B, h // cell, cell, w // cell, cell).mean((2, 4)) / 255
+    centres = (np.arange(classes) + 0.5) / classes
+    return -10 * np.abs(cells[..., None] - centres).astype(np.float32)
+
+
+def slide(image, window, stride, resized):
+    """mmsegmentation's `slide_inference` and `postprocess_result`, with OpenCV's resize."""
+    image = resize_bilinear(image, resized)[..., None].reshape(*resized, 1)
+    total, count = np.zeros((*resized, 3), np.float32), np.zeros((*resized, 1))
+    grids = [
+        max(size - part + step - 1, 0) // step + 1
+        for size, part, step in zip(resized, window, stride, strict=True)
+    ]
+    for i, j in itertools.product(*map(range, grids)):
+        bottom = min(i * stride[0] + window[0], resized[0])
+        right = min(j * stride[1] + window[1], resized[1])
+        top, left = max(bottom - window[0], 0), max(right - window[1], 0)
+        part = image[top:bottom, left:right]
+        logits = cv2.resize(by_cell(part[None])[0], (right - left, bottom - top))
+        total[top:bottom, left:right] += logits
+        count[top:bottom, left:right] += 1
+    return total / count
+
+
+def test_windows_are_those_of_mmsegmentation():
+    image, how = shades((40, 100)), Sliding((16, 16), overlap=0.25)
+    (found,) = how.label_maps([image], by_cell, batch_size=3)
+    assert found.shape == (40, 100) and found.dtype == np.int16
+    # Of 16x40 pixels; three windows of 16 with steps of 12 are also what it takes.
+    mean = slide(image, (16, 16), (12, 12), (16, 40))
+    expected = cv2.resize(mean, (100, 40)).argmax(-1)
+    assert (found == expected).mean() > 0.999  # Their sums are rounded differently.
+
+
+@pytest.mark.parametrize("resize", ["cover", "none", "whole"])
+@pytest.mark.parametrize("size", [(16, 16), (9, 30), (50, 33), (16, 17)])
+def test_every_pixel_gets_the_class_of_its_shade(resize, size):
+    image, how = shades(size), Sliding((16, 16), resize)
+    (found,) = how.label_maps([image], by_cell, batch_size=4)
+    assert found.shape == size
+    true = np.minimum(image[..., 0].astype(int) * 3 // 256, 2)
+    # Cells of 4 pixels are coarse for small images, and less so for large ones.
+    assert (found == true).mean() > 0.6
+    assert np.isin(found, [0, 1, 2]).all()
+
+
+@pytest.mark.parametrize("batch_size", [1, 4, 64])
+def test_images_come_in_order_whatever_the_batch(batch_size):
+    sizes = [(16, 16), (16, 70), (20, 20), (90, 31), (16, 16)]
+    images = [shades(size, seed) for seed, size in enumerate(sizes)]
+    asked = []
+
+    def logits_of(windows):
+        asked.append(len(windows))
+        return by_cell(windows)
+
+    found = list(Sliding((16, 16)).label_maps(images, logits_of, batch_size))
+    assert [one.shape for one in found] == sizes
+    assert max(asked) <= batch_size
+    for image, one in zip(images, found, strict=True):
+        (alone,) = Sliding((16, 16)).label_maps([image], by_cell, 1)
+        np.testing.assert_array_equal(one, alone)
+
+
+def test_a_network_that_knows_the_place_shows_that_nothing_is_shifted():
+    image = np.zeros((33, 47, 1), np.uint8)
+    image[:, 20:] = 255
+    (found,) = Sliding((16, 16), "none", 0.5).label_maps([image], by_cell, 2)
+    border = (found[:, :-1] != found[:, 1:]).argmax(1)
+    assert np.ptp(border) <= 4 and abs(border.mean() - 19.5) < 3
+
+
+def test_interpolation_is_that_of_opencv_and_of_the_device():
+    maps = np.random.default_rng(0).normal(size=(5, 3, 4)).astype(np.float32)
+    expected = cv2.resize(maps, (13, 17))
+    found = interpolate(maps, (17, 13), np.arange(17))
+    np.testing.assert_allclose(found, expected, atol=1e-6)
+    from vit_jax.models import segmenter
+
+    on_device = np.asarray(segmenter.resize(maps[None], (17, 13)))[0]
+    np.testing.assert_allclose(found, on_device, atol=1e-6)
+    some = interpolate(maps, (17, 13), np.arange(4, 9))
+    np.testing.assert_array_equal(some, found[4:9])
+
+
+def test_windows_overlap_by_at_least_what_is_asked():
+    from vit_jax.evaluators.sliding_window import _starts
+
+    for length, overlap in itertools.product((16, 17, 40, 100, 131), (0, 0.3, 0.9)):
+        starts = _starts(length, 16, overlap)
+        assert starts[0] == 0 and starts[-1] == length - 16
+        steps = np.diff(starts)
+        assert (steps <= max(1, math.floor(16 * (1 - overlap))) + 1).all()
