@@ -59,7 +59,9 @@ def test_the_linear_head_is_that_of_dinov2_in_pytorch():
     scale = rng.normal(1, 0.1, TINY["width"])
     params["BatchNorm_0"]["scale"] = jnp.asarray(scale, jnp.float32)
     kernel = np.asarray(params["head"]["kernel"], np.float64)
-    for maps in x:  # torch.nn.BatchNorm2d in training, eps=1e-5, then a 1x1 convolution.
+    for (
+        maps
+    ) in x:  # torch.nn.BatchNorm2d in training, eps=1e-5, then a 1x1 convolution.
         variables = {"params": params, "batch_stats": means}
         found, changed = built.head.apply(
             variables, [maps], train=True, mutable=["batch_stats"]
@@ -87,7 +89,9 @@ def test_a_network_without_such_a_layer_is_refused():
 
 
 def test_layers_of_a_scan_are_those_of_blocks_one_by_one():
-    options = dict(num_classes=0, image_size=(8, 12), dropout=0.0, **TINY | {"depth": 3})
+    options = dict(
+        num_classes=0, image_size=(8, 12), dropout=0.0, **TINY | {"depth": 3}
+    )
     plain, scan = (models.create("Ti/4", scan=s, **options) for s in (False, True))
     images = jax.random.normal(jax.random.key(1), (2, 8, 12, 3))
     key = jax.random.key(0)

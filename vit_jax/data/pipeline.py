@@ -197,7 +197,8 @@ class Loader:
     @property
     def gathers(self) -> bool:
         """Whether a batch is one gather from memory."""
-        return self.source.images is not None and not self.ops and not self.captions
+        more = self.ops or self.captions or self.with_masks
+        return self.source.images is not None and not more
 
     def gather(self, records: Integer[np.ndarray, " B"]) -> Batch:
         """Returns a batch of records that lie in memory."""

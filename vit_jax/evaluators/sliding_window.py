@@ -71,7 +71,7 @@ class Sliding:
             canvas = _Canvas(image.shape[:2], self)
             resized = self._fit(image, canvas.size)
             waiting.append(canvas)
-            for top, left in canvas.missing:
+            for top, left in list(canvas.missing):
                 rows, columns = self.window
                 window = resized[top : top + rows, left : left + columns]
                 cut.append((canvas, (top, left), window))

@@ -399,7 +399,9 @@ def evaluate(
     suite = Suite(
         model,
         config.evals,
-        _data(config.data, pretrained.num_classes, model.options["channels"], preprocess),
+        _data(
+            config.data, pretrained.num_classes, model.options["channels"], preprocess
+        ),
         _full_batch(config.batch_size, mesh),
         mesh,
         shardings,

@@ -153,10 +153,9 @@ class Segmentation(ImageTask):
         try:
             total = 2 * cost.macs(self.segment, params, extra, images)
             network = 2 * cost.macs(
-                self.model.layer_features,
+                lambda *args: self.model.layer_features(*args, self.config.layers),
                 self.backbone(params, extra),
                 images,
-                self.config.layers,
             )
         except ValueError:
             return None

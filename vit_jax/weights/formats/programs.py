@@ -95,9 +95,7 @@ def build(pretrained: Pretrained) -> Program:
     shape, apply = model.image_shape, model.apply
     if has_segmenter(pretrained):
         segment = segmenter_of(pretrained, model)
-        apply = lambda *args: {
-            "logits": segmenter.resize(segment(*args), shape[:2])
-        }
+        apply = lambda *args: {"logits": segmenter.resize(segment(*args), shape[:2])}
     example = jax.ShapeDtypeStruct((1, *shape), jnp.float32)
     shapes = jax.eval_shape(apply, params, example)
     names = tuple(name for name in ("logits", "pre_logits") if name in shapes)

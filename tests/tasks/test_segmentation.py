@@ -1,0 +1,197 @@
+"""Runs of the task segmentation: what is learnt, on which devices, and what reads it."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+from helpers import TINY, one_device, tiny_config
+from PIL import Image
+
+import vit_jax
+from vit_jax import models, weights
+from vit_jax.config.lengths import RunLength
+from vit_jax.data.config import DataConfig
+from vit_jax.errors import UserError
+from vit_jax.tasks import segmentation
+from vit_jax.tasks.segmentation import SegmentationConfig
+from vit_jax.training import loop
+from vit_jax.weights import workdir as workdirs
+
+CLASSES = 3
+
+
+def config(**sections):
+    task = {"name": "segmentation"} | sections.pop("task", {})
+    data = {"num_classes": CLASSES, "mask_key": "mask", "image_size": (8, 16)}
+    data |= sections.pop("data", {})
+    return tiny_config(
+        data=data,
+        task=task,
+        evals={"val": {"kind": "segmentation"}},
+        **sections,
+    )
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """Returns the workdir and the result of a short run on one device."""
+    workdir = tmp_path_factory.mktemp("segmentation") / "run"
+    long = config(
+        total_steps=60,
+        log_every_steps=20,
+        checkpoint_every_steps=30,
+        task={"layers": (0, -1), "dice": 0.5},
+        model={"depth": 2},
+        ema={"decay": 0.9},
+        optim={"name": "adam", "learning_rate": 0.01, "layer_decay": 0.7},
+    )
+    with one_device():
+        return workdir, loop.train(long, workdir)
+
+
+def test_it_learns_and_its_metrics_are_those_of_its_masks(trained):
+    workdir, done = trained
+    scores = done["final"]["val"]["ema"]
+    assert scores["miou"] > 0.7 and scores["examples"] == 20
+    assert set(scores) >= {"pixel_accuracy", "mean_accuracy", "iou/class 0"}
+    lines = [
+        json.loads(x) for x in (workdir / "metrics.jsonl").read_text().splitlines()
+    ]
+    logged = [line for line in lines if "train/dice_loss" in line]
+    assert logged[-1]["train/pixel_accuracy"] > logged[0]["train/pixel_accuracy"]
+
+
+def test_what_is_trained_segments_from_its_checkpoint(trained, tmp_path):
+    workdir, _ = trained
+    model = vit_jax.load_model(workdir, tell=lambda line: None)
+    rng = np.random.default_rng(0)
+    images = [
+        rng.integers(0, 256, (*size, 3), np.uint8) for size in ((8, 12), (30, 21))
+    ]
+    maps = model.segment(images)
+    assert [one.shape for one in maps] == [(8, 12), (30, 21)]
+    assert {one.dtype for one in maps} == {np.dtype(np.int16)}
+    np.testing.assert_array_equal(model.segment(images[1]), maps[1])
+    Image.fromarray(images[1]).save(tmp_path / "a.png")
+    np.testing.assert_array_equal(model.segment([tmp_path / "a.png"])[0], maps[1])
+    assert model.segmenter.class_names == ("class 0", "class 1", "class 2")
+    # A file of ours keeps the head; one of another library has no place for it.
+    pretrained = weights.open_pretrained(str(workdir), with_task=True)
+    from vit_jax.weights import export
+
+    file = tmp_path / "model.safetensors"
+    export.export(pretrained, "safetensors", file)
+    again = vit_jax.load_model(file, tell=lambda line: None)
+    np.testing.assert_array_equal(again.segment(images[1]), maps[1])
+    assert again.segmenter.class_names == model.segmenter.class_names
+
+
+def test_evaluating_a_checkpoint_gives_the_scores_of_the_run(trained):
+    from vit_jax.evaluators import suite
+    from vit_jax.training import config as configuration
+
+    workdir, done = trained
+    pretrained = weights.open_pretrained(str(workdir), with_task=True)
+    how = weights.preprocessing_of(pretrained)
+    raw = {"batch_size": 8, "evals": {"val": {"kind": "segmentation", "split": "val"}}}
+    raw["data"] = {"name": "synthetic", "num_examples": 20, "mask_key": "mask"}
+    evaluation = configuration.loading.complete(configuration.EvaluationConfig, raw)
+    with one_device():
+        found = suite.evaluate(pretrained, how, evaluation)
+    best = workdirs.best(workdir)
+    scores = found.scores["val"]["weights"]
+    expected = done["final"]["val"]["ema"]
+    assert not best and scores.keys() == expected.keys()
+    for name, value in expected.items():
+        assert scores[name] == pytest.approx(value, abs=1e-6), name
+    counts = found.confusions["val"].counts
+    assert counts.sum() == 20 * 8 * 16
+
+
+def test_eight_devices_with_split_parameters_train_and_count_as_one(tmp_path):
+    found = []
+    keys = {"total_steps": 3, "checkpoint_every_steps": 3}
+    keys |= {"optim": {"name": "sgd", "learning_rate": 0.1}}
+    with one_device():
+        found.append(loop.train(config(**keys), tmp_path / "one"))
+    split = config(mesh={"data": 2, "fsdp": 4}, sharding={"min_size": 100}, **keys)
+    found.append(loop.train(split, tmp_path / "eight"))
+    one, eight = (run["final"]["val"]["params"] for run in found)
+    for name in one:
+        assert one[name] == pytest.approx(eight[name], abs=0.02), name
+    (before, after) = (
+        weights.open_pretrained(str(tmp_path / name), with_task=True)
+        for name in ("one", "eight")
+    )
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, atol=2e-4),
+        before.task_params,
+        after.task_params,
+    )
+
+
+def test_a_frozen_network_is_left_as_it_was_and_needs_less(tmp_path):
+    with one_device():
+        loop.train(config(task={"frozen": True}), tmp_path / "run")
+    stored = weights.open_pretrained(str(tmp_path / "run"), with_task=True)
+    assert stored.task_params.keys() == {"segmenter", "segmenter_means"}
+    task = config(task={"frozen": True})
+    first = task.build_model().init(jax.random.key(0))
+    assert jax.tree.structure(first) == jax.tree.structure(stored.params)
+    frozen, free = (build(frozen=frozen).training_flops() for frozen in (True, False))
+    assert frozen < free
+
+
+def build(size=(8, 12), **keys):
+    data = DataConfig(image_size=size, num_classes=CLASSES, mask_key="mask")
+    model = models.create("Ti/4", num_classes=0, image_size=size, **TINY)
+    return SegmentationConfig(**keys).build(model, data, RunLength(4, 1.0))
+
+
+def test_losses_are_those_of_their_formulas():
+    rng = np.random.default_rng(0)
+    logits = rng.normal(size=(2, 3, 4, CLASSES)).astype(np.float32)
+    labels = rng.integers(-1, CLASSES, (2, 3, 4))
+    shares = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+    counted = labels >= 0
+    truth = np.eye(CLASSES)[labels] * counted[..., None]
+    expected = -np.log((shares * truth).sum(-1)[counted]).mean()
+    found = segmentation.cross_entropy(logits, labels)
+    assert found == pytest.approx(expected, abs=1e-5)
+    shares = shares * counted[..., None]
+    both, each = (shares * truth).sum((0, 1, 2)), (shares + truth).sum((0, 1, 2))
+    found = segmentation.dice(logits, labels)
+    assert found == pytest.approx(1 - (2 * both / each).mean(), abs=1e-5)
+    # Nothing to learn from, and a class that does not occur.
+    nothing = np.full_like(labels, -1)
+    assert segmentation.cross_entropy(logits, nothing) == 0
+    assert np.isfinite(segmentation.dice(logits, nothing))
+    only = np.zeros_like(labels)
+    both, each = (shares := np.exp(logits))[..., 0] / shares.sum(-1), 24
+    expected = 1 - 2 * both.sum() / (both.sum() + each)
+    assert segmentation.dice(logits, only) == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_run_without_masks_is_refused():
+    with pytest.raises(UserError, match="data.mask_key"):
+        model = models.create("Ti/4", num_classes=0, image_size=(8, 12), **TINY)
+        data = DataConfig(image_size=(8, 12), num_classes=3)
+        SegmentationConfig().build(model, data, RunLength(4, 1.0))
+
+
+def test_a_head_of_other_classes_is_refused_where_it_is_to_be_kept(trained, tmp_path):
+    workdir, _ = trained
+    keys = {"task": {"layers": (0, -1)}, "model": {"depth": 2}, "total_steps": 1}
+    start = {"checkpoint": str(workdir), "head": "keep"}
+    with one_device(), pytest.raises(UserError, match="init.head"):
+        loop.train(config(init=start, data={"num_classes": 2}, **keys), tmp_path / "a")
+    with one_device():
+        done = loop.train(
+            config(init=start, optim={"learning_rate": 1e-9}, **keys), tmp_path / "b"
+        )
+        start = {"checkpoint": str(workdir)}
+        loop.train(config(init=start, data={"num_classes": 2}, **keys), tmp_path / "c")
+    assert done["final"]["val"]["params"]["miou"] > 0.7
+    new = weights.open_pretrained(str(tmp_path / "c"), with_task=True)
+    assert new.num_classes == 2
