@@ -4,6 +4,7 @@ A mask is decoded to a label map: the class of each pixel of its image, or IGNOR
 pixel counts for no class. Letters: H and W height and width.
 """
 
+import functools
 import io
 from collections.abc import Iterable
 
@@ -18,6 +19,7 @@ from vit_jax.data.sources.base import Source, name_of, read_record, warn
 from vit_jax.errors import UserError
 
 IGNORED = -1
+_OUT_OF_RANGE = -2
 
 LabelMap = Int16[np.ndarray, "H W 1"]
 
@@ -45,16 +47,35 @@ def read(mask: bytes | np.ndarray, data: DataConfig, size: tuple[int, int]) -> L
     values = decode_mask(mask)
     if values.shape != size:
         raise DamagedImage(_other_size(values.shape, size, data))
-    ignored = values == data.ignore_label
-    classes = values.astype(np.int64)
-    if data.reduce_zero_label:
-        ignored |= values == 0
-        classes -= 1
-    bad = ~ignored & ((classes < 0) | (classes >= data.num_classes))
-    if bad.any():
-        row, column = np.argwhere(bad)[0].tolist()
+    keys = data.num_classes, data.ignore_label, data.reduce_zero_label
+    if values.dtype.name in ("uint8", "uint16"):
+        classes = _table(np.iinfo(values.dtype).max + 1, *keys)[values]
+    else:
+        classes = _to_classes(values.astype(np.int64), *keys)
+    if classes.min() == _OUT_OF_RANGE:
+        row, column = np.argwhere(classes == _OUT_OF_RANGE)[0].tolist()
         raise UserError(_out_of_range(int(values[row, column]), row, column, data))
-    return np.where(ignored, IGNORED, classes).astype(np.int16)[..., None]
+    return classes[..., None]
+
+
+@functools.lru_cache(maxsize=2)
+def _table(count: int, *keys: int | bool) -> Int16[np.ndarray, " V"]:
+    """Returns the classes of the values below `count`: a sixth of the time of a mask."""
+    return _to_classes(np.arange(count), *keys)
+
+
+def _to_classes(
+    values: Integer[np.ndarray, "..."],
+    num_classes: int,
+    ignore_label: int,
+    reduce: bool,
+) -> Int16[np.ndarray, "..."]:
+    """Returns classes, IGNORED or _OUT_OF_RANGE for the values of masks."""
+    first = int(reduce)
+    ignored = (values == ignore_label) | (values == 0 if reduce else False)
+    good = (values >= first) & (values < first + num_classes)
+    classes = np.where(good, values - first, _OUT_OF_RANGE)
+    return np.where(ignored, IGNORED, classes).astype(np.int16)
 
 
 def read_pair(
