@@ -412,6 +412,27 @@ def test_scale_crop_reaches_its_scales_and_pads_with_what_counts_for_nothing():
     assert 10 < padded < 35
 
 
+def test_scale_crop_avoids_parts_of_one_class(with_masks):
+    # A third of the parts of this mask has no class that is three quarters of it.
+    classes = np.zeros((H, W), int)
+    classes[:, -24:] = 3
+    source = Pairs(((picture_of(classes), classes.astype(np.uint8)),))
+    shares = {}
+    for most in (1.0, 0.75):
+        line = f"scale_crop(scale=(2.0, 2.2), most_of_one={most})"
+        (batch,) = first(source, with_masks(train_transform=line), batch_size=60)
+        part = (batch["label_map"] == 0).mean((1, 2))
+        shares[most] = (np.maximum(part, 1 - part) < 0.75).mean()
+        seen = (batch["image"][..., 0] > 85) == (batch["label_map"] == 3)
+        assert seen.mean() > 0.99
+    assert shares[1.0] < 0.5
+    assert shares[0.75] > 0.9
+    # An image of one class is cut all the same.
+    one = np.full((H, W), 2, np.uint8)
+    (batch,) = first(Pairs(((picture_of(one), one),)), with_masks(train_transform=line))
+    assert batch["label_map"].max() == 2
+
+
 def test_scale_crop_of_one_factor_is_a_resize_and_a_crop():
     op = parse.parse_train("scale_crop(41, (1, 1))", SIZE).host[0]
     image = picture_of(regions())

@@ -252,9 +252,10 @@ class Loader:
         """Applies the transforms to an image, and those that move pixels to its mask."""
         for op in self.ops:
             same = copy.deepcopy(rng)  # For the same choices.
-            image = op(image, rng)
+            seen = (label_map,) if op.sees_mask else ()
+            image = op(image, rng, *seen)
             if op.moves_pixels:
-                label_map = op(label_map, same)
+                label_map = op(label_map, same, *seen)
         return image, label_map[..., 0]
 
     def _label(

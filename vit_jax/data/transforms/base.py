@@ -45,6 +45,8 @@ class Transform:
         of 8 bits in the loader, of any depth on the device.
       moves_pixels: whether it moves pixels and changes no values, so that it acts on
         masks too: on arrays of int16, class numbers, which it does not mix.
+      sees_mask: whether a host transform is called with the mask of the image, (H, W, 1)
+        int16, as third argument where masks are read, to choose by.
       output_size: method from the height and width of images to those of the results;
         either is None if it differs from image to image. None: the size stays.
       output_shapes: method from the number of channels to the shapes of the arrays that
@@ -60,6 +62,7 @@ class Transform:
     mixes_examples: ClassVar[bool] = False
     on_colors: ClassVar[bool] = False
     moves_pixels: ClassVar[bool] = False
+    sees_mask: ClassVar[bool] = False
     output_size: ClassVar[Callable | None] = None
     output_shapes: ClassVar[Callable | None] = None
     expand: ClassVar[Callable | None] = None

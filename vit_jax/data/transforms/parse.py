@@ -33,7 +33,7 @@ HOST_TRANSFORMS = {**host.TRANSFORMS, **randaugment.TRANSFORMS}
 # Arrays of a batch that no host transform may make.
 _RESERVED = ("label", "text", "index", "skipped", "mask", "label_map")
 _OPTIONAL = (
-    *("in_eval", "mixes_examples", "on_colors", "moves_pixels"),
+    *("in_eval", "mixes_examples", "on_colors", "moves_pixels", "sees_mask"),
     *("expand", "output_size", "output_shapes"),
 )
 _CUSTOM = re.compile(
