@@ -4,6 +4,7 @@ import gzip
 import io
 import json
 import pathlib
+import re
 import signal
 import subprocess
 import sys
@@ -272,6 +273,17 @@ def test_keys_end_at_the_first_dot_of_the_last_part(tmp_path, out):
     prepare(tmp_path, out)
     assert texts(out) == ["one", "two", "again"]
     assert paths(out) == ["a.tar/v1.0/x.jpg", *["a.tar/v2.0/x.jpg"] * 2]
+
+
+def test_the_features_are_told_with_the_fields_that_may_be_captions(root, out, capsys):
+    prepare(root, out / "txt")
+    assert "records have image, text, path\n" in capsys.readouterr().out
+    without = [{k: v for k, v in pair(i).items() if k[-3:] != "txt"} for i in range(2)]
+    shard(root / "00000.tar", *without)
+    (root / "00001.tar").unlink()
+    prepare(root, out / "json")
+    told = r"records have image, path; .*--caption=json:FIELD, .*alt"
+    assert re.search(told, capsys.readouterr().out)
 
 
 def test_images_alone_make_a_set_without_labels(tmp_path, out):

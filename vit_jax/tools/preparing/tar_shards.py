@@ -21,6 +21,7 @@ from vit_jax.data import bands, splits
 from vit_jax.data.decode import DamagedImage
 from vit_jax.data.sources import folder
 from vit_jax.errors import UserError
+from vit_jax.printing import print_line
 from vit_jax.tools.preparing import build, metadata
 from vit_jax.tools.preparing.examples import ExampleFormat
 from vit_jax.tools.preparing.request import KINDS, Request
@@ -237,12 +238,13 @@ def open_tar_shards(request: Request) -> TarShards:
         split: [(path, max(1, path.stat().st_size)) for path in paths]
         for split, paths in found.items()
     }
-    caption, labelled = request.caption, False
     first = splits.first_of(splits.TRAIN, files) or next(iter(files))
-    for sample in itertools.islice(_with_image(found[first]), _LOOKED_AT):
-        caption = caption or (_CAPTION if _CAPTION in sample else "")
-        labelled |= _LABEL in sample
-    names = _class_names(root) if labelled else ()
+    samples = list(itertools.islice(_with_image(found[first]), _LOOKED_AT))
+    has = lambda ending: any(ending in sample for sample in samples)
+    caption = request.caption or (_CAPTION if has(_CAPTION) else "")
+    names = _class_names(root) if has(_LABEL) else ()
+    shape = ExampleFormat(names, has(_LABEL), bool(caption))
+    _tell(root, shape, samples)
     shards = []
     for split, sized in files.items():
         shards += _group(split, [size for _, size in sized], request.shard_bytes)
@@ -250,12 +252,22 @@ def open_tar_shards(request: Request) -> TarShards:
     return TarShards(
         request,
         files,
-        ExampleFormat(names, labelled, bool(caption)),
+        shape,
         caption,
         shards,
         plan=request.plan() | {"splits": list(files), "files": build.digest(stats)},
         size=sum(size for sized in files.values() for _, size in sized),
     )
+
+
+def _tell(root: pathlib.Path, shape: ExampleFormat, samples: Sequence[Mapping]) -> None:
+    """Prints which features the set will have, before hours are spent on others."""
+    hint, of_json = "", [sample for sample in samples if _JSON in sample]
+    if of_json and not shape.captioned:
+        with contextlib.suppress(_Unusable):
+            fields = ", ".join(list(_json(of_json[0]))[:_FIELDS])
+            hint = f"; for captions set --caption=json:FIELD, one of {fields}"
+    print_line(f"{root}: records have {', '.join(shape.features())}{hint}")
 
 
 def _find(root: pathlib.Path, names: Sequence[str]) -> dict[str, list[pathlib.Path]]:
