@@ -6,10 +6,10 @@ pixel counts for no class. Letters: H and W height and width.
 
 import functools
 import io
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
-from jaxtyping import Int16, Integer, Num
+from jaxtyping import Int16, Integer, Num, UInt8
 from PIL import Image
 
 from vit_jax.data import bands, decode
@@ -115,6 +115,22 @@ def warn_of_one_class(source: Source, data: DataConfig, records: Iterable[int]) 
             f"for no class: if it is one, write the masks with classes from 0 to "
             f"{data.num_classes - 1}"
         )
+
+
+def palette(
+    count: int, known: Sequence[Sequence[int]] = ()
+) -> UInt8[np.ndarray, "L 3"]:
+    """Returns the colours of classes in pictures of masks.
+
+    Args:
+      count: number of classes.
+      known: `class_colors` of a data set; without them the colours are PASCAL VOC's
+        (VOClabelcolormap of its devkit), the first of which is black.
+    """
+    if known:
+        return np.array(known, np.uint8)
+    bits = np.arange(count)[:, None, None] >> (np.arange(24).reshape(8, 3)) & 1
+    return (bits << np.arange(7, -1, -1)[:, None]).sum(1).astype(np.uint8)
 
 
 def decode_mask(mask: bytes | np.ndarray) -> Integer[np.ndarray, "H W"]:

@@ -108,18 +108,6 @@ def train_ids() -> UInt8[np.ndarray, "256"]:
     return table
 
 
-def voc_colors(count: int) -> Colors:
-    """Returns the colours of PASCAL VOC's palette (VOClabelcolormap of its devkit)."""
-
-    def channel(number: int, first: int) -> int:
-        bits = (number >> (3 * place + first) & 1 for place in range(8))
-        return sum(bit << (7 - place) for place, bit in enumerate(bits))
-
-    return tuple(
-        tuple(channel(number, first) for first in range(3)) for number in range(count)
-    )
-
-
 def open_masks(data: DataConfig, split: str) -> MaskFolderSource:
     """Lists the images of a split that have a mask, in an order hashed from their paths.
 
@@ -313,7 +301,7 @@ def _classes(root: pathlib.Path, data: DataConfig) -> tuple[tuple[str, ...], Col
         first = int(data.reduce_zero_label)
         if data.num_classes == len(VOC_CLASSES) - first:
             names = VOC_CLASSES[first:]
-            colors = voc_colors(len(VOC_CLASSES))[first:]
+            colors = masks.palette(len(VOC_CLASSES))[first:].tolist()
     cityscapes = _image_folder(root, data) == _OF_CITYSCAPES
     if cityscapes and data.num_classes == len(CITYSCAPES_CLASSES):
         names, _, colors = zip(*CITYSCAPES_CLASSES, strict=True)
@@ -324,7 +312,7 @@ def _classes(root: pathlib.Path, data: DataConfig) -> tuple[tuple[str, ...], Col
     if (path := root / "classes.txt").is_file():
         lines = path.read_text("utf-8-sig").splitlines()
         names = [line.strip() for line in lines if line.strip()]
-    return tuple(map(str.strip, names)), colors
+    return tuple(map(str.strip, names)), tuple(map(tuple, colors))
 
 
 SOURCES["masks"] = SourceType(
