@@ -208,6 +208,19 @@ def test_a_mask_that_cannot_be_used_says_why(with_masks, mask, error, words):
         assert word in str(raised.value)
 
 
+def test_a_mask_fits_its_image_as_it_is_read(with_masks):
+    tagged = Image.new("RGB", (W, H))
+    exif = tagged.getexif()
+    exif[0x0112] = 6  # A quarter turn.
+    image = encoded(tagged, "JPEG", exif=exif)
+    for mask, turned in ((GREY, False), (np.ascontiguousarray(GREY.T), True)):
+        source = Pairs(((image, mask),))
+        shown, label_map = masks.read_pair(source, with_masks(exif=turned), 0)
+        assert shown.shape[:2] == label_map.shape == mask.shape
+        with pytest.raises(DamagedImage, match=f"exif.*{not turned}"):
+            masks.read_pair(source, with_masks(exif=not turned), 0)
+
+
 def test_a_record_with_a_damaged_mask_is_skipped(with_masks):
     good, (image, _) = pairs(2).records[0], pairs(2).records[1]
     source = Pairs((good, (image, b"")))

@@ -110,7 +110,7 @@ def warn_of_one_class(source: Source, data: DataConfig, records: Iterable[int]) 
             continue
     if IGNORED in seen and len(seen) == 2 and data.num_classes > 1:
         warn(
-            f"masks of {data.name}, as of {name_of(source, 0)}, have class "
+            f"the masks of {data.name!r}, as of {name_of(source, 0)}, have class "
             f"{max(seen)} alone beside data.ignore_label={data.ignore_label}, which counts "
             f"for no class: if it is one, write the masks with classes from 0 to "
             f"{data.num_classes - 1}"

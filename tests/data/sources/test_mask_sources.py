@@ -104,6 +104,20 @@ def test_folders_with_splits(make, tmp_path, layout):
     assert sorted(seeds(both))[-3:] == [5, 6, 7]
 
 
+def test_splits_with_a_year_and_folders_that_are_no_splits(make, tmp_path):
+    for i, name in enumerate(["train2017", "val2017"]):
+        where = f"{{}}/{name}/{i}.png"
+        write_pair(tmp_path / where.format("images"), tmp_path / where.format("gt"), i)
+    assert seeds(open_source(make(mask_key="gt"), "val2017")) == [1]
+    with pytest.raises(NoSplit, match="train2017, val2017"):
+        open_source(make(mask_key="gt"), "train")
+    for i, name in enumerate(["trainspotting", "valley"]):
+        where = f"film/{{}}/{name}/{i}.png"
+        write_pair(tmp_path / where.format("images"), tmp_path / where.format("gt"), i)
+    data = make(mask_key="gt", data_dir=str(tmp_path / "film"))
+    assert sorted(seeds(open_source(data, "all"))) == [0, 1]
+
+
 def voc(root, lists):
     for i in range(9):
         image, mask = root / f"JPEGImages/{i}.png", root / f"SegmentationClass/{i}.png"

@@ -19,6 +19,7 @@ import dataclasses
 import itertools
 import os
 import pathlib
+import re
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -51,6 +52,8 @@ _OF_IMAGES = f"_{_OF_CITYSCAPES}"
 _WITHIN = ("ADEChallengeData2016", "VOCdevkit/VOC2012", "VOC2012")
 _LISTS = "ImageSets/Segmentation"
 _USUAL = (splits.TRAIN, splits.VALIDATION, splits.TEST)
+# A folder with such a name is a split, as COCO's "train2017", and so are those beside it.
+_SPLIT = re.compile(f"({'|'.join(itertools.chain(*_USUAL))})(?![a-z])")
 
 Colors = tuple[tuple[int, int, int], ...]
 File = tuple[str, int]  # Path relative to the root, and bytes.
@@ -184,7 +187,7 @@ def _places(
         names = {path.stem: list(itertools.chain(*read(path))) for path in lists}
         return {name: (images, data.mask_key, listed) for name, listed in names.items()}
     below = folder.visible_folders(root / images)
-    if any(splits.first_of(usual, below) for usual in _USUAL):
+    if any(_SPLIT.match(name.lower()) for name in below):
         inside = lambda name: (f"{images}/{name}", f"{data.mask_key}/{name}", None)
         return {name: inside(name) for name in below}
     return {WHOLE: (images, data.mask_key, None)}
