@@ -267,6 +267,21 @@ def test_image_and_mask_are_moved_equally(with_masks, line):
     assert len(np.unique(maps[within])) > 2
 
 
+@pytest.mark.parametrize("size", [(13, 17), (41, 30), (97, 131)])
+def test_the_nearest_pixels_are_those_of_pillow(size):
+    classes = np.random.default_rng(0).integers(-1, 900, (H, W)).astype(np.int16)
+    expected = Image.fromarray(classes.astype(np.int32)).resize(
+        size[::-1], Image.Resampling.NEAREST
+    )
+    (op,) = parse.parse_train("resize", size).host
+    np.testing.assert_array_equal(op(classes[..., None], None)[..., 0], expected)
+    if size > (H, W):
+        enlarged = parse.parse_train("upsample", size).device
+        index = jnp.zeros(1, jnp.uint32)
+        found = device.apply_to_maps(enlarged, jnp.asarray(classes[None]), index, KEY)
+        np.testing.assert_array_equal(found[0], expected)
+
+
 def test_device_transforms_keep_label_maps_exactly():
     maps = np.stack([regions(i) for i in range(9)])
     images = jnp.asarray(maps[..., None] + 1, jnp.float32)
