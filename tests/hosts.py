@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 
 import forked
 
@@ -106,11 +107,16 @@ def variables(hosts, **more):
     return environment
 
 
-def wait_for(process, pattern):
-    """Reads the output up to a line that matches; returns that line."""
-    for line in process.stdout:
-        if re.search(pattern, line):
-            return line
+def wait_for(process, pattern, seconds=300):
+    """Reads up to a line that matches, and returns it; kills what takes too long."""
+    killer = threading.Timer(seconds, os.killpg, (process.pid, signal.SIGKILL))
+    killer.start()
+    try:
+        for line in process.stdout:
+            if re.search(pattern, line):
+                return line
+    finally:
+        killer.cancel()
     said = process.stderr.read() if process.stderr else ""
     raise AssertionError(f"ended without {pattern!r}: {said}")
 
