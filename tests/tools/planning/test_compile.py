@@ -131,7 +131,7 @@ def test_what_is_too_large_exits_with_3_and_offers_nothing_that_does_not_fit():
     assert verdict.startswith("does not fit: needs ")
     assert verdict.endswith(" more than the limit of 15.75")
     assert last.startswith("no change alone fits; the least is ")
-    assert " GiB, with --config.model.remat_policy=full; " in last
+    assert " GiB, with --config.optim.grad_accum_steps=400000; " in last
 
 
 def test_strategies_are_compared_and_one_is_recommended(tmp_path):
