@@ -47,12 +47,13 @@ class Pass:
 class Confusion(NamedTuple):
     """A confusion matrix.
 
-    `counts` are the examples of each true class (rows) by predicted class (columns);
-    without `class_names`, in label order, classes are called by their numbers.
+    `counts` are the examples, or pixels, of each true class (rows) by predicted class
+    (columns); without `class_names`, in label order, classes are called by their numbers.
     """
 
     counts: Integer[np.ndarray, "K K"]
     class_names: tuple[str, ...] = ()
+    counted: str = "images"  # Or "pixels".
 
     @property
     def accuracies(self) -> Float[np.ndarray, " K"]:

@@ -135,8 +135,8 @@ def draw_confusion(confusion: Confusion) -> Image.Image:
         names = [fonts.choose(_cut(confusion.name(i)), _FONT_SIZE) for i in range(K)]
     width = max((round(style.getlength(name)) for name, style in names), default=40) + 8
     left, top, side = _MARGIN + width, 2 * _MARGIN + _FONT_SIZE + width, cell * K
-    title = f"true class (rows) by predicted class: {counts.sum():,} images, "
-    title += f"{counts.trace() / max(counts.sum(), 1):.2%} right"
+    title = f"true class (rows) by predicted class: {counts.sum():,} "
+    title += f"{confusion.counted}, {counts.trace() / max(counts.sum(), 1):.2%} right"
     across = max(left + side + _BAR + 60, _MARGIN + round(font.getlength(title)))
     picture = Image.new("RGB", (across + _MARGIN, top + side + _MARGIN), _PAPER)
     parts = counts / np.maximum(counts.sum(1, keepdims=True), 1)

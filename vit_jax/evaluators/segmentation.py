@@ -188,4 +188,4 @@ def score(
     if len(counts) <= _MAX_CLASSES:
         named = ((names[k] if names else k, value) for k, value in iou.items())
         metrics |= {f"iou/{name}": float(value) for name, value in named}
-    return Scored(metrics, Confusion(counts, names))
+    return Scored(metrics, Confusion(counts, names, "pixels"))

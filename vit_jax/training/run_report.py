@@ -99,7 +99,7 @@ def flatten_scores(scores: dict) -> dict[str, float]:
 
 
 def scores_line(scores: dict) -> str:
-    """Returns the accuracies of all evaluations as one line, and the losses of others."""
+    """Returns accuracies and IoUs of all evaluations as one line, and losses of others."""
     flat = flatten_scores(scores)
     tops = {k[:-5]: v for k, v in flat.items() if k.endswith("/top1")}
     losses = [
@@ -109,7 +109,8 @@ def scores_line(scores: dict) -> str:
     ]
     tops |= {k: v for k, v in flat.items() if is_accuracy(k)}
     tops = [f"{k} {v:.2%}{fewer_images(k, flat)}" for k, v in tops.items()]
-    parts = {"top-1: ": tops, "loss: ": losses}
+    ious = [f"{k[:-5]} {v:.2%}" for k, v in flat.items() if k.endswith("/miou")]
+    parts = {"top-1: ": tops, "mean IoU: ": ious, "loss: ": losses}
     return "  ".join(name + ", ".join(part) for name, part in parts.items() if part)
 
 
@@ -148,9 +149,11 @@ def _scores(scores: dict[str, float]) -> str:
     """Returns one evaluation as text: accuracy and loss, or its other metrics."""
     if "top1" not in scores:
         shown = {k: v for k, v in scores.items() if is_accuracy(k)}
+        shown = shown or {
+            k: v for k, v in scores.items() if "/" not in k
+        }  # No classes.
         return "  ".join(
-            f"{k} {text(k, v)}{fewer_images(k, scores)}"
-            for k, v in (shown or scores).items()
+            f"{k} {text(k, v)}{fewer_images(k, scores)}" for k, v in shown.items()
         )
     loss = f" {scores['loss']:>8.4f}" if "loss" in scores else ""
     return f"{scores['top1']:>8.2%}{loss}"
