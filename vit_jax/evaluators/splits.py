@@ -13,12 +13,19 @@ import numpy as np
 from jaxtyping import Integer
 
 from vit_jax.config.fields import epochs, key
-from vit_jax.data import catalogue, class_names, pipeline
+from vit_jax.data import catalogue, class_names, masks, pipeline
 from vit_jax.data.config import DataConfig
 from vit_jax.data.decode import DamagedImage
 from vit_jax.data.sources import folder, table
 from vit_jax.data.sources.arrays import SYNTHETIC_CLASSES
-from vit_jax.data.sources.base import Derived, Source, check_label, read_labels, warn
+from vit_jax.data.sources.base import (
+    Derived,
+    Source,
+    check_label,
+    name_of,
+    read_labels,
+    warn,
+)
 from vit_jax.data.sources.open import exclude, open_unchecked
 from vit_jax.data.splits import names as split_names
 from vit_jax.data.transforms.base import HostTransform
@@ -134,6 +141,14 @@ class EvalSplit:
         first = dataclasses.replace(self, data=data)
         with first.batches(np.arange(1), 1, 0, 1) as batches:
             next(batches)
+
+    def try_first_pair(self) -> None:
+        """Reads the first image and its mask; raises UserError if they contradict the config."""
+        try:
+            masks.read_pair(self.source, self.data, 0)
+        except DamagedImage as error:
+            if self.data.on_error == "raise":
+                raise UserError(f"{name_of(self.source, 0)} {error}") from error
 
     @functools.cached_property
     def labels(self) -> Integer[np.ndarray, " N"]:

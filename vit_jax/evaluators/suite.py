@@ -177,10 +177,14 @@ class Suite:
 
     def try_first(self) -> None:
         """Prepares the first record of each split; raises UserError if it contradicts the config."""
-        passes = (one for each in self._evaluators.values() for one in each.passes)
-        for split in dict.fromkeys(one.split for one in passes):
+        tries = {}
+        for evaluator in self._evaluators.values():
+            for split in (one.split for one in evaluator.passes):
+                whole = bool(evaluator.score_images)
+                tries[split, whole] = split.try_first_pair if whole else split.try_first
+        for (split, _), attempt in tries.items():
             if len(split.source):
-                split.try_first()
+                attempt()
 
     def run(
         self,

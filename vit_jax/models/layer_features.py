@@ -132,7 +132,9 @@ def _arrange(model, x, tokens: str, reshape: bool) -> Features:
     if tokens == "prefix":
         return x[:, :P]
     if tokens == "patches" and reshape:
-        return x if x.ndim == 4 else x[:, P:].reshape(len(x), *_grid(model, x, P), -1)
+        return (
+            x if x.ndim == 4 else x[:, P:].reshape(x.shape[0], *_grid(model, x, P), -1)
+        )
     x = x.reshape(len(x), -1, x.shape[-1])
     return x if tokens == "all" else x[:, P:]
 

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Key
 
 from vit_jax.models.layers import LayerNorm, gelu_erf
@@ -76,7 +77,7 @@ class PyramidHead(nn.Module):
         half, quarter = x.shape[-1] // 2, x.shape[-1] // 4
         twice = self._enlarge(x, half)
         fine = gelu_erf(self._norm(self._enlarge(x, half)))
-        coarse = nn.max_pool(x, (2, 2), (2, 2), padding="SAME")
+        coarse = nn.max_pool(x, window_shape=(2, 2), strides=(2, 2), padding="SAME")
         return [self._enlarge(fine, quarter), twice, x, coarse]
 
     def _enlarge(self, x, width):
@@ -192,8 +193,22 @@ def build(
 def resize(
     maps: Float[Array, "B y x D"], size: Sequence[int]
 ) -> Float[Array, "B h w D"]:
-    """Resizes maps by bilinear interpolation between the centres of cells, without antialias."""
-    if maps.shape[1:3] == tuple(size):
-        return maps
-    shape = (len(maps), *size, maps.shape[-1])
-    return jax.image.resize(maps, shape, "bilinear", antialias=False)
+    """Resizes maps by bilinear interpolation between the centres of cells, without antialias.
+
+    As `jax.image.resize`, which jax2onnx cannot write for any number of images.
+    """
+    rows, columns = size
+    if maps.shape[1] != rows:
+        down = _weights(maps.shape[1], rows)
+        maps = jnp.einsum("hy,byxd->bhxd", down, maps, precision="highest")
+    if maps.shape[2] != columns:
+        across = _weights(maps.shape[2], columns)
+        maps = jnp.einsum("wx,bhxd->bhwd", across, maps, precision="highest")
+    return maps
+
+
+def _weights(cells: int, length: int) -> Float[np.ndarray, "length cells"]:
+    """Returns the weights of the cells of an axis in each of the new ones."""
+    at = ((np.arange(length) + 0.5) * (cells / length) - 0.5).clip(0, cells - 1)
+    distance = np.abs(at[:, None] - np.arange(cells))
+    return np.maximum(1 - distance, 0).astype(np.float32)
