@@ -13,7 +13,8 @@ from helpers import draw_params, run_command
 
 from vit_jax import models
 from vit_jax.errors import UserError
-from vit_jax.evaluators import prediction
+from vit_jax.evaluators import label_maps, prediction
+from vit_jax.models import segmenter
 from vit_jax.weights import Preprocess, Pretrained, export
 from vit_jax.weights.formats import native, programs
 
@@ -173,3 +174,31 @@ def test_what_prepares_images_has_to_be_known():
     unknown = dataclasses.replace(made(), preprocess=None)
     with pytest.raises(UserError, match="state --mean, --std and --crop_pct"):
         programs.build(unknown)
+
+
+@pytest.mark.parametrize("head", ["linear", "pyramid"])
+@pytest.mark.parametrize("to", RUNTIMES)
+def test_a_head_for_masks_gives_the_logits_of_pixels(to, head, tmp_path):
+    backbone = made("Swin-T" if head == "pyramid" else "Ti/16", classes=0)
+    model = models.create(**backbone.options)
+    layers = (0, -1) if head == "pyramid" else (-1,)
+    built = segmenter.build(model, head, layers, 12, num_classes=3)
+    params, means = jax.device_get(built.init(jax.random.key(0)))
+    task = {"name": "segmentation", "head": head, "layers": layers, "width": 12}
+    pretrained = dataclasses.replace(
+        backbone,
+        task=task,
+        task_params={segmenter.PARAMS: params, segmenter.MEANS: means},
+        class_names=("a", "b", "c"),
+    )
+    run = written(pretrained, to, tmp_path / "out")
+    classifier = label_maps.PixelClassifier(pretrained, PREPROCESS)
+    for count in (1, 3):
+        batch = images(count)
+        outputs = run(batch)
+        assert outputs.keys() == {"logits"}
+        assert outputs["logits"].shape == (count, 64, 64, 3)
+        expected = np.stack([*classifier.label_maps(batch, batch_size=count)])
+        found = outputs["logits"].argmax(-1)
+        assert (found == expected).mean() > 0.999  # Rounding where two are equal.
+    assert (tmp_path / "out" / "labels.txt").read_text() == "a\nb\nc\n"
