@@ -70,12 +70,13 @@ def test_masks_and_overlays_are_written_and_their_parts_printed(predict, tmp_pat
     for line, size in zip(
         lines, (SIZES["a"], SIZES["b"], SIZES["deeper/a"]), strict=True
     ):
-        mask = Image.open(line["files"]["mask"])
-        assert mask.mode == "P" and mask.size == size[::-1]
-        counts = np.bincount(np.array(mask).ravel(), minlength=3) / np.prod(size)
+        with Image.open(line["files"]["mask"]) as mask:
+            assert mask.mode == "P" and mask.size == size[::-1]
+            counts = np.bincount(np.array(mask).ravel(), minlength=3) / np.prod(size)
         for name, count in zip(NAMES, counts, strict=True):
             assert line["parts"].get(name, 0) == pytest.approx(count)
-        assert Image.open(line["files"]["overlay"]).size == size[::-1]
+        with Image.open(line["files"]["overlay"]) as picture:
+            assert picture.size == size[::-1]
         written |= {*line["files"].values()}
     assert len(written) == 6  # Two images are called a.png.
 
@@ -97,7 +98,8 @@ def test_a_picture_of_more_than_256_classes_has_16_bits(tmp_path):
     label_map = np.arange(300, dtype=np.int16).reshape(15, 20)
     path = tmp_path / "mask.png"
     label_maps.picture(label_map, np.zeros((300, 3), np.uint8)).save(path)
-    np.testing.assert_array_equal(np.array(Image.open(path)), label_map)
+    with Image.open(path) as picture:
+        np.testing.assert_array_equal(np.array(picture), label_map)
 
 
 def test_an_overlay_leaves_what_counts_for_no_class():
