@@ -35,6 +35,7 @@ PAGES = [
     "evaluation",
     "features",
     "channels",
+    "dense",
     "labels",
     "studies",
     "gallery",
