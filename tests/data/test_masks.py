@@ -208,6 +208,23 @@ def test_a_mask_that_cannot_be_used_says_why(with_masks, mask, error, words):
         assert word in str(raised.value)
 
 
+def test_masks_of_any_values_are_read_by_them(with_masks):
+    black_and_white = np.where(GREY > 1, 255, 0).astype(np.uint8)
+    data = with_masks(num_classes=2, mask_values=(0, 255))
+    for mask in (black_and_white, saved(black_and_white), black_and_white.astype(int)):
+        found = masks.read(mask, data, (H, W))[..., 0]
+        np.testing.assert_array_equal(found, GREY > 1)
+    data = with_masks(num_classes=3, mask_values=(7, 0, 300), ignore_label=9)
+    mask = np.choose(GREY % 4, [0, 300, 7, 9]).astype(np.uint16)
+    expected = np.choose(GREY % 4, [1, 2, 0, masks.IGNORED])
+    np.testing.assert_array_equal(masks.read(mask, data, (H, W))[..., 0], expected)
+    mask[3, 4] = 8
+    with pytest.raises(UserError, match=r"has 8 in row 3, column 4.*mask_values"):
+        masks.read(mask, data, (H, W))
+    with pytest.raises(UserError, match="data.mask_values"):
+        with_masks(num_classes=3, mask_values=(0, 255))
+
+
 def test_a_mask_fits_its_image_as_it_is_read(with_masks):
     tagged = Image.new("RGB", (W, H))
     exif = tagged.getexif()

@@ -67,6 +67,12 @@ class ReaderConfig:
     reduce_zero_label: bool = key(
         False, "Whether 0 in a mask counts for no class either, and 1 is class 0."
     )
+    mask_values: tuple[int, ...] = key(
+        (),
+        "Values of masks in the order of the classes, as (0, 255) for two; (): the class "
+        "numbers themselves.",
+        like=(0,),
+    )
     num_workers: int = key(
         0,
         "Loader processes; 0 loads in threads of this process.",
@@ -222,4 +228,10 @@ class DataConfig(ReaderConfig):
             raise UserError(
                 f"{where} with data.num_classes=0: set --config.data.num_classes to the "
                 "number of classes of the pixels, or data.mask_key='' to read no masks"
+            )
+        values = self.mask_values
+        if values and (len(values) != self.num_classes or self.reduce_zero_label):
+            raise UserError(
+                f"data.mask_values={values}: give one value for each of "
+                f"data.num_classes={self.num_classes}, without data.reduce_zero_label"
             )

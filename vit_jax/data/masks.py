@@ -47,7 +47,10 @@ def read(mask: bytes | np.ndarray, data: DataConfig, size: tuple[int, int]) -> L
     values = decode_mask(mask)
     if values.shape != size:
         raise DamagedImage(_other_size(values.shape, size, data))
-    keys = data.num_classes, data.ignore_label, data.reduce_zero_label
+    numbers = tuple(range(data.num_classes))
+    if data.reduce_zero_label:
+        numbers = tuple(number + 1 for number in numbers)
+    keys = data.mask_values or numbers, data.ignore_label, data.reduce_zero_label
     if values.dtype.name in ("uint8", "uint16"):
         classes = _table(np.iinfo(values.dtype).max + 1, *keys)[values]
     else:
@@ -59,23 +62,23 @@ def read(mask: bytes | np.ndarray, data: DataConfig, size: tuple[int, int]) -> L
 
 
 @functools.lru_cache(maxsize=2)
-def _table(count: int, *keys: int | bool) -> Int16[np.ndarray, " V"]:
+def _table(count: int, *keys: tuple[int, ...] | int | bool) -> Int16[np.ndarray, " V"]:
     """Returns the classes of the values below `count`: a sixth of the time of a mask."""
     return _to_classes(np.arange(count), *keys)
 
 
 def _to_classes(
     values: Integer[np.ndarray, "..."],
-    num_classes: int,
+    of_classes: tuple[int, ...],
     ignore_label: int,
     reduce: bool,
 ) -> Int16[np.ndarray, "..."]:
     """Returns classes, IGNORED or _OUT_OF_RANGE for the values of masks."""
-    first = int(reduce)
+    known, order = np.unique(np.array(of_classes), return_index=True)
+    place = np.searchsorted(known, values).clip(0, len(known) - 1)
     ignored = (values == ignore_label) | (values == 0 if reduce else False)
-    good = (values >= first) & (values < first + num_classes)
-    classes = np.where(good, values - first, _OUT_OF_RANGE)
-    return np.where(ignored, IGNORED, classes).astype(np.int16)
+    others = np.where(ignored, IGNORED, _OUT_OF_RANGE)
+    return np.where(known[place] == values, order[place], others).astype(np.int16)
 
 
 def read_pair(
@@ -112,8 +115,8 @@ def warn_of_one_class(source: Source, data: DataConfig, records: Iterable[int]) 
         warn(
             f"the masks of {data.name!r}, as of {name_of(source, 0)}, have class "
             f"{max(seen)} alone beside data.ignore_label={data.ignore_label}, which counts "
-            f"for no class: if it is one, write the masks with classes from 0 to "
-            f"{data.num_classes - 1}"
+            f"for no class: if it is one, set --config.data.mask_values to the values of "
+            f"all classes, as ({max(seen)},{data.ignore_label})"
         )
 
 
@@ -215,15 +218,15 @@ def _other_size(
 
 
 def _out_of_range(value: int, row: int, column: int, data: DataConfig) -> str:
-    first = int(data.reduce_zero_label)
-    remedies = [
-        "set --config.data.num_classes to the number of classes",
-        f"--config.data.ignore_label={value} if it counts for no class",
-    ]
+    first, where = int(data.reduce_zero_label), f"its mask has {value} in row {row}, "
+    where += f"column {column}, but "
+    ignore = f"--config.data.ignore_label={value} if it counts for no class"
+    if data.mask_values:
+        return f"{where}data.mask_values={data.mask_values}: add it, or set {ignore}"
+    remedies = ["set --config.data.num_classes to the number of classes", ignore]
     if value == data.num_classes and not data.reduce_zero_label:
         remedies.append("--config.data.reduce_zero_label=True if classes begin with 1")
     return (
-        f"its mask has {value} in row {row}, column {column}, but data.num_classes="
-        f"{data.num_classes} allows {first} to {data.num_classes - 1 + first}: "
+        f"{where}data.num_classes={data.num_classes} allows {first} to {data.num_classes - 1 + first}: "
         f"{', or '.join(remedies)}"
     )
