@@ -115,8 +115,20 @@ def open_model(flags: argparse.Namespace, checkpoint: str):
     if flags.tokenizer:
         pretrained = dataclasses.replace(pretrained, tokenizer=flags.tokenizer)
     return ExploredModel(
-        pretrained, preprocess=upright(preprocess), class_names=classes
+        pretrained,
+        preprocess=upright(preprocess),
+        class_names=classes,
+        shown_bands=flags.show_bands,
     )
+
+
+def _bands(text: str) -> tuple[int, ...]:
+    words = text.split(",")
+    if len(words) not in (1, 3) or not all(word.isdecimal() for word in words):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not one or three numbers from 0 on, as 3,2,1"
+        )
+    return tuple(map(int, words))
 
 
 def parser() -> cli.Parser:
@@ -124,6 +136,13 @@ def parser() -> cli.Parser:
     parser = cli.Parser(__doc__)
     add = parser.add_argument
     add("--images", default="", help="folder to choose from; nothing else is read")
+    add(
+        "--show_bands",
+        type=_bands,
+        default=(),
+        metavar="3,2,1",
+        help="bands of the model's input to show, one or three, counted from 0",
+    )
     add("--compare", default="", metavar="CHECKPOINT", help="a second model")
     add(
         "--host",

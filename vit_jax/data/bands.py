@@ -10,6 +10,7 @@ all. Letters: H and W height and width, C bands of the file, c bands that are re
 import contextlib
 import dataclasses
 import io
+from collections.abc import Sequence
 
 import cv2
 import numpy as np
@@ -230,13 +231,16 @@ def _of_any_bands(data: bytes | np.ndarray, exif: bool) -> np.ndarray:
     return _with_bands(data, exif)
 
 
-def to_display(pixels: Num[np.ndarray, "H W C"]) -> UInt8[np.ndarray, "H W c"]:
+def to_display(
+    pixels: Num[np.ndarray, "H W C"], shown: Sequence[int] = ()
+) -> UInt8[np.ndarray, "H W c"]:
     """Returns a picture of an image: grey for one or two bands, else the first three.
 
-    What is no photograph is scaled so that 2 % of the values are black and 2 % are white.
+    `shown` are other bands, one or three, counted from 0. What is no photograph is scaled so that 2 % of the values are black and 2 % are white.
     """
     if pixels.dtype == np.uint8 and pixels.shape[-1] in (1, 3):
-        return pixels
+        return pixels[..., shown] if shown else pixels
+    pixels = pixels[..., shown] if shown else pixels
     shown = pixels[..., : 3 if pixels.shape[-1] > 2 else 1].astype(np.float32)
     low, high = np.percentile(shown, (2, 98), axis=(0, 1))
     scaled = (shown - low) / np.maximum(high - low, 1e-6)

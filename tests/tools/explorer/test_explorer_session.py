@@ -323,3 +323,20 @@ def test_merged_patches_have_the_same_features(windowed):
     features = model.features(output)
     assert features.shape[:2] == (12, 10)
     np.testing.assert_array_equal(features[0, 0], features[1, 1])
+
+
+def test_bands_to_show_are_chosen():
+    checkpoint = explored.pretrained(3, channels=5, depth=1)
+    pixels = np.random.default_rng(0).integers(0, 256, (30, 50, 5), np.uint8)
+    stream = io.BytesIO()
+    np.save(stream, pixels)
+    shown = {}
+    for bands in ((), (0, 1, 2), (4, 0, 3), (2,)):
+        model = explored.opened(checkpoint, shown_bands=bands)
+        picture = model.run(stream.getvalue(), "bands.npy").picture
+        shown[bands] = np.array(Image.open(io.BytesIO(picture)))
+    np.testing.assert_array_equal(shown[()], shown[0, 1, 2])
+    np.testing.assert_array_equal(shown[4, 0, 3][..., 1], shown[()][..., 0])
+    assert shown[2,].ndim == 2
+    with pytest.raises(UserError, match="--show_bands=1,2,5"):
+        explored.opened(checkpoint, shown_bands=(1, 2, 5))

@@ -22,6 +22,7 @@ from vit_jax.analysis.attention import relevance, relevance_to_text, rollout_ste
 from vit_jax.analysis.loaded_model import LoadedModel, check_finite
 from vit_jax.analysis.representations import enlarge, project, to_intensities
 from vit_jax.data import bands, decode
+from vit_jax.errors import UserError
 from vit_jax.evaluators import prediction
 from vit_jax.models import text
 from vit_jax.models.network import BlockWindows
@@ -83,9 +84,11 @@ class ExploredModel:
       pretrained: result of `weights.open_pretrained`.
       preprocess: preprocessing of the images.
       class_names: names in label order; those of the checkpoint if empty.
+      shown_bands: bands of the model's input to show, see `bands.to_display`.
 
     Raises:
-      UserError: the network has no attention, or the number of names is wrong.
+      UserError: the network has no attention, the number of names is wrong, or there is
+        no such band.
     """
 
     def __init__(
@@ -94,11 +97,18 @@ class ExploredModel:
         *,
         preprocess: Preprocess,
         class_names: tuple[str, ...] = (),
+        shown_bands: tuple[int, ...] = (),
     ):
         # Two folders, because weight files often have the same name.
         self.name = "/".join(address(pretrained.source).strip("/").split("/")[-2:])
         self._loaded = LoadedModel.from_pretrained(self.name, pretrained, preprocess)
-        self._model = self._loaded.model
+        self._model, self._shown_bands = self._loaded.model, shown_bands
+        channels = self._model.image_shape[-1]
+        if shown_bands and max(shown_bands) >= channels:
+            raise UserError(
+                f"--show_bands={','.join(map(str, shown_bands))}: {pretrained.source} takes "
+                f"{channels} bands, counted from 0: choose among them"
+            )
         if not self._model.has_windows:
             # Computes no layer, but refuses a network without attention.
             images = self._loaded.normalize(self._black_image()[None])
@@ -166,7 +176,7 @@ class ExploredModel:
         return ModelOutput(
             classes=classes,
             box=crop_box(whole.shape[:2], self._loaded.preprocess),
-            picture=_to_png(bands.to_display(pixels)),
+            picture=_to_png(bands.to_display(pixels, self._shown_bands)),
             pixels=pixels,
             rows=rows,
         )
