@@ -219,3 +219,46 @@ def test_a_resumed_run_recognises_shards(make, copied, monkeypatch, prepared_by_
         path.write_text(json.dumps(info))
     lines = differences(stored, open_source(data, "train"))
     assert lines == ["sizes or contents of the shards differ"]
+
+
+def test_bands_of_eurosat_are_read(data_config, tmp_path):
+    tfds = pytest.importorskip("tensorflow_datasets")
+    features = {
+        "sentinel2": tfds.features.Tensor(shape=(64, 64, 13), dtype=np.float32),
+        "label": tfds.features.ClassLabel(names=["forest", "river"]),
+    }
+    made = [
+        np.random.default_rng(i).uniform(0, 9_000, (64, 64, 13)).astype(np.float32)
+        for i in range(6)
+    ]
+    splits = {
+        "train": lambda: ({"sentinel2": x, "label": i % 2} for i, x in enumerate(made))
+    }
+    builder = builder_class(
+        "eurosat", "2.0.0", features, splits, tmp_path, config="all"
+    )
+    builder(
+        data_dir=tmp_path, config="all", file_format="array_record"
+    ).download_and_prepare()
+    data = data_config(
+        name="eurosat/all",
+        data_dir=str(tmp_path),
+        image_key="sentinel2",
+        num_classes=2,
+        image_size=(64, 64),
+        channels=3,
+        bands=(3, 2, 1),
+        pixels="float32",
+        mean=(0.5,),
+        train_transform="",
+    )
+    source = open_source(data, "train")
+    with pipeline.eval_batches(
+        source, dataclasses.replace(data, eval_transform=""), batch_size=6
+    ) as batches:
+        (batch,) = batches
+    for image, label in zip(batch["image"], batch["label"], strict=True):
+        # Floats are fractions of white, 255.
+        same = [np.allclose(image, x[..., 3:0:-1] * 255) for x in made]
+        assert same.count(True) == 1 and same.index(True) % 2 == label
+    assert source.class_names == ("forest", "river")

@@ -139,6 +139,12 @@ NETWORKS = {
         *("IJepaForImageClassification", "IJepaConfig"),
         *(SIZES | {"num_labels": 3}, "hf_ijepa"),
     ),
+} | {
+    f"ViT, {channels} channels": (
+        *("ViTForImageClassification", "ViTConfig"),
+        *(SIZES | {"num_labels": 3, "num_channels": channels}, "hf"),
+    )
+    for channels in (1, 4, 13)
 }
 
 
