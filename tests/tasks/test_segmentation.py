@@ -13,6 +13,7 @@ from vit_jax import models, weights
 from vit_jax.config.lengths import RunLength
 from vit_jax.data.config import DataConfig
 from vit_jax.errors import UserError
+from vit_jax.models import cost
 from vit_jax.tasks import segmentation
 from vit_jax.tasks.segmentation import SegmentationConfig
 from vit_jax.training import loop
@@ -199,3 +200,12 @@ def test_a_head_of_other_classes_is_refused_where_it_is_to_be_kept(trained, tmp_
     assert done["final"]["val"]["params"]["miou"] > 0.45
     new = weights.open_pretrained(str(tmp_path / "c"), with_task=True)
     assert new.num_classes == 2
+
+
+def test_operations_are_those_of_network_and_head():
+    size, width, classes = (8, 12), TINY["width"], CLASSES
+    head = 2 * 2 * 3 * width * classes  # Of a grid of 2x3 patches.
+    model = models.create("Ti/4", num_classes=0, image_size=size, **TINY)
+    network = cost.forward_flops(model)
+    assert build(size).training_flops() == 3 * (network + head)
+    assert build(size, frozen=True).training_flops() == network + 3 * head

@@ -148,18 +148,22 @@ class Segmentation(ImageTask):
 
     def training_flops(self):
         """See `Task`; a frozen network has no backward pass."""
-        images = jax.ShapeDtypeStruct((1, *self.model.image_shape), jnp.float32)
-        params, extra = jax.eval_shape(self.init, jax.random.key(0))
-        try:
-            total = 2 * cost.macs(self.segment, params, extra, images)
-            network = 2 * cost.macs(
-                lambda *args: self.model.layer_features(*args, self.config.layers),
-                self.backbone(params, extra),
-                images,
-            )
-        except ValueError:
-            return None
-        return 3 * total - 2 * network * self.config.frozen
+        config, classes = self.config, self.data.num_classes
+        shapes = (
+            self.model.shapes,
+            *jax.eval_shape(self._segmenter.init, jax.random.key(0)),
+        )
+        zeros = lambda: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+        images = jnp.zeros((1, *self.model.image_shape))
+
+        def with_head(model):
+            return config.segmenter(model, classes).logits(*zeros(), images)
+
+        def alone(model):
+            return model.layer_features(zeros()[0], images, config.layers)
+
+        total, network = (cost.flops(f, self.model) for f in (with_head, alone))
+        return None if total is None else 3 * total - 2 * network * config.frozen
 
 
 def cross_entropy(

@@ -216,7 +216,8 @@ def _before(setup, traced, config, mesh, examples, limit) -> Analysis:
         batch_bytes=bytes_per_device(setup.batch_shapes, batch),
         flops=2.0 * macs / mesh.size,
         counted=counted,
-        model_flops=setup.training_flops * config.batch_size / mesh.size,
+        # Of a user's network they may be unknown.
+        model_flops=(setup.training_flops or math.nan) * config.batch_size / mesh.size,
         limit_bytes=limit,
         state_bytes=sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(shapes)),
         host_state_bytes=bytes_per_host(shapes, shardings),
