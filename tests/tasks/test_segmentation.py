@@ -5,7 +5,7 @@ import json
 import jax
 import numpy as np
 import pytest
-from helpers import TINY, one_device, tiny_config
+from helpers import TINY, kill_after, one_device, tiny_config
 from PIL import Image
 
 import vit_jax
@@ -209,3 +209,15 @@ def test_operations_are_those_of_network_and_head():
     network = cost.forward_flops(model)
     assert build(size).training_flops() == 3 * (network + head)
     assert build(size, frozen=True).training_flops() == network + 3 * head
+
+
+def test_a_run_that_was_killed_ends_with_the_same_bits(tmp_path):
+    keys = {"checkpoint_every_steps": 2, "total_steps": 5, "ema": {"decay": 0.9}}
+    keys |= {"data": {"train_transform": "scale_crop | flip | color_jitter"}}
+    with one_device():
+        whole = loop.train(config(**keys), tmp_path / "whole")
+        loop.train(config(**keys), tmp_path / "killed")
+        kill_after(2, tmp_path / "killed")
+        again = loop.train(config(**keys), tmp_path / "killed")
+    assert again["params_sha256"] == whole["params_sha256"]
+    assert again["final"] == whole["final"]
