@@ -87,6 +87,29 @@ def test_two_hosts_train_to_the_parameters_of_one(start, tmp_path):
     assert steps == [1, 2, 3, 4, 4, 5, 6, 7, 8, 8]
 
 
+def test_two_hosts_count_each_pixel_of_images_of_any_size_once(start, tmp_path):
+    made = 'name="synthetic", num_examples=37, num_classes=5, mask_key="mask"'
+    lines = (
+        *SHORT,
+        f"c.data, c.model.mlp_dim = dict({made}, image_size=(16, 24)), 21",
+        'c.task = dict(name="segmentation")',
+        'c.evals = dict(val=dict(kind="segmentation"))',
+    )
+    words = ("--config.sharding.min_size=10", "--config.mesh.data=1")
+    finish(start(lines, "one", 1, *words))
+    # Parameters are split over both hosts, each of which counts a part of the images.
+    split = ("--config.mesh.fsdp=2", "--config.mesh.model=3")
+    finish(start(lines, "two", 2, *words, *split, devices=3))
+    reports = (
+        json.loads((tmp_path / run / "report.json").read_text())
+        for run in ("one", "two")
+    )
+    one, two = (report["final"]["val"]["params"] for report in reports)
+    assert one["examples"] == two["examples"] == 37
+    for metric, value in one.items():
+        assert two[metric] == pytest.approx(value, abs=2e-3), metric
+
+
 def test_hosts_that_split_parameters_and_layers_train_as_one(start, tmp_path):
     lines = (*SHORT, "c.model.mlp_dim = 21")
     words = ("--config.sharding.min_size=10", "--config.mesh.data=1")
