@@ -265,6 +265,8 @@ def test_features_of_any_layer_in_batches(place):
     (flat,) = model.features(images, layers=[-1], tokens="patches", reshape=False)
     patches = model.features(images, tokens="patches")
     np.testing.assert_allclose(flat, patches.reshape(flat.shape), atol=1e-6)
+    fewer = model.features(images, tokens="patches", batch_size=9)
+    np.testing.assert_allclose(fewer, patches, atol=1e-5)
     alone = [model.features(one, tokens="patches")[0] for one in images[:2]]
     np.testing.assert_allclose(alone, patches[:2], atol=1e-5)
     model.params = jax.tree.map(lambda x: 0 * x, model.params)

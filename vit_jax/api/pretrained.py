@@ -61,6 +61,7 @@ class _Arguments(WeightsArguments):
     reshape: bool = key(True, "Whether patches stand in their grid.")
     resize: str = key("cover", "How windows are cut.", choices=sliding_window.RESIZES)
     overlap: float = key(1 / 3, "Of windows.", below=1)
+    batch_size: int = key(32, "Images at once.", at_least=1)
     texts: tuple[str, ...] = key((), "To compare images with.")
     prompts: tuple[str, ...] = key(("{}",), "With {} for a class.")
 
@@ -343,6 +344,7 @@ class PretrainedModel:
         norm: bool = True,
         tokens: str = "pooled",
         reshape: bool = True,
+        batch_size: int = _BATCH,
     ) -> Float[np.ndarray, "B ..."] | tuple[Float[np.ndarray, "B ..."], ...]:
         """Returns features of any layers, the same as timm's `forward_intermediates`.
 
@@ -358,6 +360,7 @@ class PretrainedModel:
             "pooled": one vector per image; without `layers` the one that the classifier
             sees.
           reshape: whether patches stand in their grid.
+          batch_size: images that pass through the network at once.
 
         Returns:
           A float32 array for each of the layers, or a single one without `layers`: for
@@ -376,6 +379,7 @@ class PretrainedModel:
                 images,
                 "pre_logits",
                 lambda *args: self.model.apply(*args)["pre_logits"],
+                batch_size,
             )
         how = {"norm": norm, "tokens": tokens, "reshape": reshape}
         chosen = (-1,) if layers is None else layers
@@ -383,12 +387,18 @@ class PretrainedModel:
             images,
             (chosen, *how.values()),
             lambda *args: self.model.layer_features(*args, chosen, **how),
+            batch_size,
         )
         return found[0] if layers is None else found
 
     @_checked
     def segment(
-        self, images: Images, *, resize: str = "cover", overlap: float = 1 / 3
+        self,
+        images: Images,
+        *,
+        resize: str = "cover",
+        overlap: float = 1 / 3,
+        batch_size: int = _BATCH,
     ) -> list[Int16[np.ndarray, "H W"]] | Int16[np.ndarray, "H W"]:
         """Returns the class of each pixel of images of any size, at their own sizes.
 
@@ -397,6 +407,7 @@ class PretrainedModel:
           resize: "cover" resizes an image until it just covers a window of the network's
             size, "none" keeps its size, "whole" resizes all of it to one window.
           overlap: least part of a window's side that the next one covers too.
+          batch_size: windows that pass through the network at once.
 
         Returns:
           For each image its class numbers; for a single image these alone.
@@ -406,7 +417,7 @@ class PretrainedModel:
         """
         how, channels = self.preprocessing, self.model.image_shape[-1]
         read = (_prepare(one, how, channels, read_image) for one in self._each(images))
-        maps = list(self.segmenter.label_maps(read, _BATCH, resize, overlap))
+        maps = list(self.segmenter.label_maps(read, batch_size, resize, overlap))
         return maps[0] if _is_single(images, channels) else maps
 
     @functools.cached_property
@@ -432,22 +443,30 @@ class PretrainedModel:
         maps = attention_maps(self.model, self.params, self.preprocess(images))
         return np.stack([np.asarray(layer) for layer in maps], axis=1)
 
-    def _in_batches(self, images: Images, name: Hashable, function: Callable):
+    def _in_batches(
+        self,
+        images: Images,
+        name: Hashable,
+        function: Callable,
+        batch_size: int = _BATCH,
+    ):
         """Returns the outputs of all images.
 
         Args:
           images: see the class.
           name: of the function; it is compiled once for each name.
           function: function of parameters and normalised images.
+          batch_size: images at once.
         """
 
         def of_pixels(params, pixels):
             return function(params, self._normed(pixels))
 
         listed, results = self._each(images), []
-        rows = min(_BATCH, len(listed))  # All batches have one shape.
-        for i in range(0, len(listed), _BATCH):
-            pixels = np.stack([self._prepare(one) for one in listed[i : i + _BATCH]])
+        rows = min(batch_size, len(listed))  # All batches have one shape.
+        for i in range(0, len(listed), batch_size):
+            some = listed[i : i + batch_size]
+            pixels = np.stack([self._prepare(one) for one in some])
             results.append(
                 self._devices.run(name, of_pixels, self.params, pixels, rows)
             )
