@@ -12,11 +12,12 @@ import vit_jax
 from vit_jax import models, weights
 from vit_jax.config.lengths import RunLength
 from vit_jax.data.config import DataConfig
+from vit_jax.distributed import mesh as meshes
 from vit_jax.errors import UserError
 from vit_jax.models import cost
 from vit_jax.tasks import segmentation
 from vit_jax.tasks.segmentation import SegmentationConfig
-from vit_jax.training import loop
+from vit_jax.training import loop, train_step
 from vit_jax.weights import workdir as workdirs
 
 CLASSES = 3
@@ -221,3 +222,9 @@ def test_a_run_that_was_killed_ends_with_the_same_bits(tmp_path):
         again = loop.train(config(**keys), tmp_path / "killed")
     assert again["params_sha256"] == whole["params_sha256"]
     assert again["final"] == whole["final"]
+
+
+def test_layers_of_a_network_that_is_not_trained_have_no_rates():
+    frozen = config(task={"frozen": True}, optim={"layer_decay": 0.7})
+    with pytest.raises(UserError, match=r"optim\.layer_decay=0\.7"):
+        train_step.build_train_setup(frozen, meshes.create(frozen.mesh), 20)

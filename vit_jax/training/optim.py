@@ -259,7 +259,7 @@ def optimizer(
     rate: Schedule,
     run: RunLength,
     network: NetworkConfig,
-    within: str = "",
+    within: str | None = "",
 ) -> optax.GradientTransformation:
     """Builds the optimiser.
 
@@ -272,7 +272,8 @@ def optimizer(
       rate: learning rate by step, from `learning_rate`.
       run: length of the run.
       network: `Model.config`, which knows the layers of the parameters.
-      within: path of the network's parameters among `params`; "": they are all.
+      within: path of the network's parameters among `params`; "": they are all; None:
+        they are not among them.
 
     Raises:
       UserError: a regular expression of `weight_decay_mask` or `freeze` matches no
@@ -472,7 +473,7 @@ def _freeze(mask: dict, until: int) -> optax.GradientTransformation:
 
 
 def layer_factors(
-    params: dict, decay: float, network: NetworkConfig, within: str = ""
+    params: dict, decay: float, network: NetworkConfig, within: str | None = ""
 ) -> dict:
     """Returns factors of the learning rate that broadcast against the parameters.
 
@@ -482,8 +483,14 @@ def layer_factors(
     rest, at the full rate, as what a task has beside its network, the path `within`.
 
     Raises:
-      UserError: the network has no blocks, or no layer rule matches a parameter.
+      UserError: the network has no blocks or is not trained, or no layer rule matches a
+        parameter.
     """
+    if within is None:
+        raise UserError(
+            f"optim.layer_decay={decay}: this task does not train the network that it "
+            "keeps: set it to 0"
+        )
     last = network.num_blocks + 1
     if last == 1:
         raise UserError(

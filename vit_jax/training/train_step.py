@@ -183,7 +183,8 @@ def build_train_setup(
     sharding.check_memory(params, list(mesh.devices.flat), extra)
 
     network = backbone_paths(task, params, extra)
-    within = network["path"].partition("/")[2]
+    tree, _, within = network["path"].partition("/")
+    within = within if tree == "params" else None
 
     def optimizer(peak):
         rate = optim.learning_rate(config.optim, peak, run)
