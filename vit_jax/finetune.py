@@ -3,9 +3,10 @@
 PHOTOS is a folder (PHOTOS/CLASS/*.jpg, or PHOTOS/train/CLASS/*.jpg and PHOTOS/val/...), a
 table of paths and labels (CSV, TSV, JSON Lines, Parquet), or the name of a data set, as
 owner/name on the Hugging Face hub. Without images to validate on a part of each class is
-set aside. Sizes, batch, steps and rate are chosen by a rule; each is printed with the key
-that changes it: --config.optim.learning_rate=0.003. Repeat the command to resume. Exit
-codes: 0 done, 2 bad input, 75 preempted.
+set aside. With masks, as PHOTOS MASKS or in one folder with images/ and masks/, the class of
+every pixel is learnt. Sizes, batch, steps and rate are chosen by a rule; each is printed with
+the key that changes it: --config.optim.learning_rate=0.003. Repeat the command to resume.
+Exit codes: 0 done, 2 bad input, 75 preempted.
 """
 
 import argparse
@@ -16,7 +17,7 @@ from vit_jax import cli, files, job
 def main(flags: argparse.Namespace) -> int:
     """Fine-tunes as the flags say; returns the exit code."""
     workdir = flags.workdir or files.default_workdir(
-        "finetune", flags.model, flags.photos
+        "finetune", flags.model, flags.photos, flags.masks
     )
     return job.run(lambda: run(flags, workdir), workdir, debug=flags.debug)
 
@@ -29,6 +30,7 @@ def run(flags: argparse.Namespace, workdir: str) -> None:
         finetuning.find_rate(
             flags.photos,
             workdir,
+            masks=flags.masks,
             model=flags.model,
             overrides=flags.overrides,
             say=cli.say,
@@ -37,6 +39,7 @@ def run(flags: argparse.Namespace, workdir: str) -> None:
     result = finetuning.finetune(
         flags.photos,
         workdir,
+        masks=flags.masks,
         model=flags.model,
         minutes=finetuning.MINUTES if flags.minutes is None else flags.minutes,
         folds=flags.folds,
@@ -53,6 +56,13 @@ def parser() -> cli.Parser:
     parser = cli.Parser(__doc__, config="TrainConfig", keys=keys)
     add = parser.add_argument
     add("photos", metavar="PHOTOS", help="folder, table or name of a data set")
+    add(
+        "masks",
+        metavar="MASKS",
+        nargs="?",
+        default="",
+        help="folder of masks of the same names, to learn the class of every pixel",
+    )
     add(
         "--model",
         default="",

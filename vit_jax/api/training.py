@@ -112,6 +112,7 @@ def finetune(
     photos: str | os.PathLike | Arrays | Mapping[str, Arrays],
     workdir: str | os.PathLike | None = None,
     *,
+    masks: str | os.PathLike = "",
     class_names: Sequence[str] = (),
     model: str | os.PathLike = "",
     minutes: int | float = finetuning.MINUTES,  # noqa: PYI041 (beartype knows)
@@ -132,6 +133,8 @@ def finetune(
         name of their split, as `data` of `train`.
       workdir: folder of the run, which is a model for `load_model`; one under
         runs/finetune, the same for the same images and model, if None.
+      masks: folder of the masks of the images in a folder, with the same names: the class
+        of every pixel is learnt. A folder of both needs none.
       class_names: of arrays, in label order.
       model: weights, see `load_model`; DeiT-Ti on a CPU and AugReg S/16 elsewhere if
         empty.
@@ -165,7 +168,8 @@ def finetune(
     with _opened(arrays, class_names):
         return finetuning.finetune(
             place,
-            workdir or default_workdir("finetune", model, place),
+            workdir or default_workdir("finetune", model, place, os.fspath(masks)),
+            masks=os.fspath(masks),
             model=model,
             minutes=minutes,
             folds=folds,

@@ -11,10 +11,11 @@ is `data.image_key` or one of `IMAGE_FOLDERS`. What is there tells the layouts a
 
 An image and its mask have the same path below their folders, but for the ending and for
 one of `SUFFIXES`. "train" and "val" also stand for splits that a set calls "training" and
-"validation". Names of the classes are the lines of classes.txt, where there is one, or
-those of the data set. Classes of ADE20K count from 1: set `data.reduce_zero_label`.
+"validation". Names of the classes are the lines of classes.txt, beside the folder of the
+masks or in it, or those of the data set. Classes of ADE20K count from 1: set `data.reduce_zero_label`.
 """
 
+import contextlib
 import dataclasses
 import itertools
 import os
@@ -34,6 +35,8 @@ from vit_jax.errors import NoLabels, UserError
 
 _OF_CITYSCAPES = "leftImg8bit"
 IMAGE_FOLDERS = ("images", "image", "imgs", "img", "JPEGImages", _OF_CITYSCAPES)
+# Folders of masks that are found without `data.mask_key`.
+MASK_FOLDERS = ("masks", "mask", "annotations", "labels", "SegmentationClass", "gtFine")
 # Ends of the names of masks, that of the image cut off; the first that exists counts.
 _LABEL_IDS = "_labelIds"
 SUFFIXES = (
@@ -143,6 +146,32 @@ def open_masks(data: DataConfig, split: str) -> MaskFolderSource:
     return dataclasses.replace(
         source, class_names=names, class_colors=colors, caption_key=data.caption_key
     )
+
+
+def usual_mask_key(data_dir: str | os.PathLike) -> str:
+    """Returns the folder of the masks in a folder that is laid out as above, or ""."""
+    for key in MASK_FOLDERS:
+        data = DataConfig(data_dir=str(data_dir), mask_key=key, num_classes=1)
+        with contextlib.suppress(UserError):
+            root = _root(data)
+            of_masks = [place[1] for place in _places(root, data).values()]
+            # Detection data sets have texts there.
+            if any(
+                _by_stem(root, where) for where in of_masks if (root / where).is_dir()
+            ):
+                return key
+    return ""
+
+
+def split_names(data: DataConfig) -> list[str]:
+    """Returns the splits that have masks, as the data set calls them.
+
+    Raises:
+      UserError: no layout is recognised.
+    """
+    root = _root(data)
+    places = _places(root, data).items()
+    return [name for name, (_, where, _) in places if (root / where).is_dir()]
 
 
 def _root(data: DataConfig) -> pathlib.Path:
@@ -312,9 +341,10 @@ def _classes(root: pathlib.Path, data: DataConfig) -> tuple[tuple[str, ...], Col
         _, *lines = path.read_text("utf-8").splitlines()
         # Its last column has synonyms, as "building, edifice".
         names = [line.split("\t")[-1].split(",")[0] for line in lines if line.strip()]
-    if (path := root / "classes.txt").is_file():
-        lines = path.read_text("utf-8-sig").splitlines()
-        names = [line.strip() for line in lines if line.strip()]
+    for path in (root / data.mask_key / "classes.txt", root / "classes.txt"):
+        if path.is_file():
+            lines = path.read_text("utf-8-sig").splitlines()
+            names = [line.strip() for line in lines if line.strip()]
     return tuple(map(str.strip, names)), tuple(map(tuple, colors))
 
 

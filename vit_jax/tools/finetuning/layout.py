@@ -3,6 +3,9 @@
 A place is a folder with one folder per split, a folder with one folder per class, a table
 of paths and labels (or a folder with one), or the name of a data set. If there is no
 validation split, a part of each class validates, and the workdir gets a list of it.
+
+Images may have masks instead of labels: folders of both, see mask_folders.py, a column of a
+table, or `data.mask_key` of a data set. A part of them that validates is a split expression.
 """
 
 import csv
@@ -17,7 +20,7 @@ from etils import epath
 from vit_jax.config import fields
 from vit_jax.data import catalogue, splits
 from vit_jax.data.config import DataConfig
-from vit_jax.data.sources import folder, parquet, table
+from vit_jax.data.sources import folder, mask_folders, parquet, table
 from vit_jax.data.sources.arrays import IN_MEMORY
 from vit_jax.data.sources.base import SOURCES, Source, read_labels
 from vit_jax.data.sources.open import open_unchecked
@@ -31,6 +34,8 @@ IMAGES = ("image", "path", "image_path", "file", "filename", "file_name", "filep
 IMAGES += ("img", "img_path", "image_name", "image_id", "id")
 LABELS = ("label", "labels", "class", "classes", "class_name", "category", "target")
 LABELS += ("species", "tag", "tags", "fine_label", "coarse_label", "y")
+MASKS = ("mask", "mask_path", "mask_file", "segmentation_mask", "segmentation")
+_PARTS = round(1 / HELD_OUT)
 SPLIT_FILE = "split.csv"  # File in the workdir that lists the split of each image.
 
 
@@ -43,16 +48,23 @@ class Layout:
       validation: split that chooses the checkpoint.
       test: split that no choice depends on; "" without test images.
       description: how the images are laid out, for the log.
+      whole: split whose images were parted by expressions to train and to validate.
     """
 
     data: dict
     validation: str
     test: str
     description: str
+    whole: str = ""
+
+    @property
+    def config(self) -> DataConfig:
+        """The config of the data, with one class."""
+        return DataConfig(**self.data | {"num_classes": 1})
 
     def open(self, split: str) -> Source:
         """Opens a split; its labels are not checked."""
-        return open_unchecked(DataConfig(**self.data | {"num_classes": 1}), split)
+        return open_unchecked(self.config, split)
 
 
 def find(place: str, given: Mapping[str, object], workdir: str) -> Layout:
@@ -76,6 +88,10 @@ def find(place: str, given: Mapping[str, object], workdir: str) -> Layout:
 
 
 def _of_folder(path: pathlib.Path, given: Mapping, workdir: str) -> Layout:
+    usual = mask_folders.usual_mask_key(path)
+    mask_key = given.get("mask_key", usual)
+    if mask_key and (usual or not table.tables_in(path)):
+        return _of_masks(path, {**given, "mask_key": mask_key})
     names = folder.split_folders(path)
     others = [name for name in folder.visible_folders(path) if name not in names]
     others = [name for name in others if folder.is_split(path, name, labelled=False)]
@@ -115,6 +131,41 @@ def _of_folder(path: pathlib.Path, given: Mapping, workdir: str) -> Layout:
     return _with_validation(found, workdir)
 
 
+def common_folder(images: str, masks: str) -> tuple[str, dict[str, str]]:
+    """Returns the folder that holds two folders, and the keys of the config for them.
+
+    Raises:
+      UserError: one of them is no folder, or they are the same.
+    """
+    paths = [os.path.abspath(os.path.expanduser(path)) for path in (images, masks)]
+    for path in paths:
+        if not os.path.isdir(path):
+            raise UserError(
+                f"{path} is no folder: give the folder of the images and that of their "
+                "masks, which have the same names"
+            )
+    root = os.path.commonpath(paths)
+    keys = (os.path.relpath(path, root) for path in paths)
+    found = dict(zip(("data.image_key", "data.mask_key"), keys, strict=True))
+    if "." in found.values():
+        raise UserError(
+            f"{images} and {masks}: one holds the other; give two folders side by side"
+        )
+    return root, found
+
+
+def _of_masks(path: pathlib.Path, given: Mapping) -> Layout:
+    data = {"name": "masks", "data_dir": str(path), **given}
+    names = mask_folders.split_names(DataConfig(**data, num_classes=1))
+    train = folder.WHOLE if folder.WHOLE in names else first_of(TRAIN, names)
+    if not train:
+        raise _none_to_train_on(path, names)
+    description = f"images, and their masks in {given['mask_key']!r}"
+    validation, test = first_of(VALIDATION, names), first_of(TEST, names)
+    found = Layout(data | {"split": train}, validation, test, description)
+    return _with_validation(found, "")
+
+
 def _none_to_train_on(place: object, names: Sequence[str]) -> UserError:
     return UserError(
         f"{place} has the splits {', '.join(names)}, and none to train on: call one "
@@ -126,33 +177,40 @@ def _of_table(path: pathlib.Path, given: Mapping, workdir: str) -> Layout:
     tables = table.read_splits(str(path))
     first = tables[first_of(TRAIN, tables) or next(iter(tables))]
     data = {"name": "table", "data_dir": str(path)}
-    flags = _flag_columns(first)
-    if len(flags) > 1 and not first_of(LABELS, first.columns):
-        data["label_key"] = ",".join(flags)
-    data |= _columns(first.columns, str(first.path), data | dict(given))
-    labels = table.label_columns(data["label_key"], first.columns)
-    if len(labels) > 1:
-        ones = ([table.flag(row.get(k)) for k in labels].count(1) for row in first.rows)
-        data["multi_label"] = any(count != 1 for count in ones)
-    else:
-        values = [row.get(data["label_key"]) for row in first.rows]
-        data["multi_label"] = any(map(_is_several, values))
+    if not first_of(LABELS, first.columns) and "label_key" not in given:
+        flags, of_masks = _flag_columns(first), first_of(MASKS, first.columns)
+        if of_masks:
+            data["mask_key"] = of_masks
+        elif len(flags) > 1:
+            data["label_key"] = ",".join(flags)
     data |= given
-    # A table of test images often has no labels.
-    names = [k for k, each in tables.items() if {*labels} <= {*each.columns}]
+    data = _columns(first.columns, str(first.path), data) | data
+    if data.get("mask_key"):
+        wanted, what = [data["mask_key"]], f"masks in {data['mask_key']!r}"
+    else:
+        wanted = table.label_columns(data["label_key"], first.columns)
+        several = data.setdefault("multi_label", _has_several(first, wanted))
+        what = f"labels in {data['label_key']!r}" + " (several per row)" * several
+    # A table of test images often has none.
+    names = [k for k, each in tables.items() if {*wanted} <= {*each.columns}]
     if names == [table.WHOLE]:
         names = table.split_names(str(path))
     train = first_of(TRAIN, names) or table.WHOLE
     if train not in names:
         raise _none_to_train_on(path, names)
-    several = " (several per row)" if data["multi_label"] else ""
-    description = (
-        f"a table with paths in {data['image_key']!r} and labels in "
-        f"{data['label_key']!r}{several}"
-    )
+    description = f"a table with paths in {data['image_key']!r} and {what}"
     validation, test = first_of(VALIDATION, names), first_of(TEST, names)
     found = Layout(data | {"split": train}, validation, test, description)
     return _with_validation(found, workdir)
+
+
+def _has_several(of: table.Table, labels: Sequence[str]) -> bool:
+    """Returns whether a row has any number of labels instead of one."""
+    if len(labels) > 1:
+        return any(
+            [table.flag(row.get(k)) for k in labels].count(1) != 1 for row in of.rows
+        )
+    return any(_is_several(row.get(labels[0])) for row in of.rows)
 
 
 def _of_name(place: str, given: Mapping) -> Layout:
@@ -188,17 +246,14 @@ def _of_name(place: str, given: Mapping) -> Layout:
         raise UserError(f"{place} has the splits {listed}, and none to train on")
     validation, test = first_of(VALIDATION, names), first_of(TEST, names)
     description = f"a data set with the splits {', '.join(names)}"
+    data = {"name": name, **data, "split": train}
     # Sources of these kinds are often sorted by class: a part at the end lacks classes.
     if not validation and (parquet.is_hub(name) or name == IN_MEMORY):
-        count = round(1 / HELD_OUT)
-        parts = [f"interleaved_splits({train}, {count})[{i}]" for i in range(count)]
-        validation, train = parts[-1], "+".join(parts[:-1])
-        description += f", of whose training images each {count}th validates"
-    elif not validation:
+        return _parted(Layout(data, "", test, description))
+    if not validation:
         kept = round(100 * (1 - HELD_OUT))
-        validation, train = f"{train}[{kept}%:]", f"{train}[:{kept}%]"
+        validation, data["split"] = f"{train}[{kept}%:]", f"{train}[:{kept}%]"
         description += f", of whose training images the last {100 - kept} % validate"
-    data = {"name": name, **data, "split": train}
     return Layout(data, validation, test, description)
 
 
@@ -206,6 +261,8 @@ def _with_validation(found: Layout, workdir: str) -> Layout:
     """Sets a part of the training images aside if there is no validation split."""
     if found.validation:
         return found
+    if found.config.mask_key:
+        return _parted(found)
     path, data = epath.Path(split_file(workdir)), found.data
     source = found.open(data["split"])
     labels = source.known_labels()
@@ -238,8 +295,19 @@ def _with_validation(found: Layout, workdir: str) -> Layout:
     )
 
 
-def take_fold(layout: Layout, fold: int, count: int) -> None:
-    """Rewrites the list of the split in a workdir, so that one fold validates.
+def _parted(found: Layout, fold: int = _PARTS - 1, count: int = _PARTS) -> Layout:
+    """Sets each `count`-th training image aside, from number `fold` on."""
+    whole, description = found.whole or found.data["split"], found.description
+    if not found.whole:
+        description += ", of whose training images a part is set aside to validate on"
+    parts = [f"interleaved_splits({whole}, {count})[{i}]" for i in range(count)]
+    validation = parts.pop(fold)
+    data = found.data | {"split": "+".join(parts)}
+    return Layout(data, validation, found.test, description, whole)
+
+
+def take_fold(layout: Layout, fold: int, count: int) -> Layout:
+    """Returns the layout whose fold validates; rewrites the list in a workdir for it.
 
     Args:
       fold: number of the fold that validates, from 0.
@@ -248,6 +316,8 @@ def take_fold(layout: Layout, fold: int, count: int) -> None:
     Raises:
       UserError: the images have a validation split, or there are too few.
     """
+    if layout.whole:
+        return _parted(layout, fold, count)
     path = epath.Path(layout.data.get("data_dir", ""))
     if path.name != SPLIT_FILE:
         raise UserError(
@@ -262,6 +332,7 @@ def take_fold(layout: Layout, fold: int, count: int) -> None:
     for row, number in zip(trained, folds, strict=True):
         row[table.SPLIT] = VALIDATION[0] if number == fold else TRAIN[0]
     _write_rows(path, rows)
+    return layout
 
 
 def _write_rows(path: epath.Path, rows: Sequence[Mapping[str, str]]) -> None:
@@ -278,9 +349,10 @@ def split_file(workdir: str) -> str:
 
 
 def _columns(known: Sequence[str], place: str, given: Mapping) -> dict[str, str]:
-    """Returns `image_key` and `label_key` by the usual names of columns."""
+    """Returns `image_key` and, without masks, `label_key` by usual names of columns."""
     keys = {}
-    for key, usual in (("image_key", IMAGES), ("label_key", LABELS)):
+    wanted = [("image_key", IMAGES), ("label_key", LABELS)]
+    for key, usual in wanted[: 1 if given.get("mask_key") else 2]:
         keys[key] = given.get(key) or first_of(usual, known)
         if not keys[key]:
             raise UserError(

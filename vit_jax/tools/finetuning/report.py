@@ -83,11 +83,17 @@ def write(config: TrainConfig, workdir: str, split: str, headline: str) -> str:
             train = Subset(train, np.linspace(0, len(train) - 1, _COMPARED).astype(int))
         seen_in_training = _evaluate(forward, data, train, config.batch_size)
         doubts = _doubts(seen_in_training, train, names)
-    title = f"{headline[0].upper()}{headline[1:]}; {config.model.variant} from {config.init.checkpoint}"
+    title = title_of(config, headline)
     page = render(title, answers, source, seen.records, *_twins(config), doubts)
     path = epath.Path(workdir) / FILE
     replace_text(path, page)
     return str(path)
+
+
+def title_of(config: TrainConfig, headline: str) -> str:
+    """Returns the title of a page: the score in words, the network and its weights."""
+    network = f"{config.model.variant} from {config.init.checkpoint}"
+    return f"{headline[0].upper()}{headline[1:]}; {network}"
 
 
 def render(
@@ -127,8 +133,8 @@ def render(
         for pair in answers.confusions(_PAIRS)
     ]
     head = ("class", "images", "recall", "precision", "F1", "AP")
-    rows = [(name, f"{n:,}", *map(_percent, rest)) for name, n, *rest in scores]
-    binned = [(_percent(p), _percent(right), f"{n:,}") for p, right, n in bins]
+    rows = [(name, f"{n:,}", *map(percent, rest)) for name, n, *rest in scores]
+    binned = [(percent(p), percent(right), f"{n:,}") for p, right, n in bins]
     by_probability = ("probability", "accuracy", what), tuple(binned)
     return templates.render(
         "finetuning/page.html",
@@ -252,10 +258,16 @@ def _thumbnail(source: Source, record: int) -> str:
         size = picture.width * scale, picture.height * scale
         picture = picture.resize(size, Image.Resampling.NEAREST)
     picture.thumbnail((2 * _SIDE, 2 * _SIDE))
+    return jpeg_url(picture)
+
+
+def jpeg_url(picture: Image.Image) -> str:
+    """Returns a picture as the data URL of a JPEG."""
     stream = io.BytesIO()
     picture.save(stream, "JPEG", quality=80)
     return f"data:image/jpeg;base64,{base64.b64encode(stream.getvalue()).decode()}"
 
 
-def _percent(value: float) -> str:
+def percent(value: float) -> str:
+    """Returns a fraction in percent, "-" for nan."""
     return "-" if math.isnan(value) else f"{value:.1%}"

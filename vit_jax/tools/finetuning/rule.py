@@ -109,9 +109,9 @@ def batch_of(images: Images, backend: str, devices: int) -> int:
     return -(-batch // devices) * devices
 
 
-def epochs_of(images: Images) -> float:
-    """Returns the length without a limit of time, in epochs."""
-    return float(np.clip(IMAGES / images.count, LEAST_EPOCHS, MOST_EPOCHS))
+def epochs_of(images: Images, most: float = MOST_EPOCHS) -> float:
+    """Returns the length without a limit of time, in epochs, `most` at most."""
+    return float(np.clip(IMAGES / images.count, LEAST_EPOCHS, most))
 
 
 class Length(NamedTuple):
@@ -123,7 +123,13 @@ class Length(NamedTuple):
 
 
 def fit(
-    images: Images, validated: int, side: int, patch: int, speed: float, minutes: float
+    images: Images,
+    validated: int,
+    side: int,
+    patch: int,
+    speed: float,
+    minutes: float,
+    most: float = MOST_EPOCHS,
 ) -> Length:
     """Fits the length of a run and the size of its images into a time.
 
@@ -134,6 +140,7 @@ def fit(
       patch: patch size of the network, in pixels.
       speed: training speed at that side, in images per second.
       minutes: time to train and evaluate; 0 for no limit.
+      most: largest number of epochs.
     """
     # An evaluation costs as much as training on this number of images; there is one per
     # epoch, but at most EVALUATIONS.
@@ -149,7 +156,7 @@ def fit(
         seen = epochs * images.count + evaluations * evaluation
         return seen / speed * (pixels / side) ** 2
 
-    chosen, epochs = side, epochs_of(images)
+    chosen, epochs = side, epochs_of(images, most)
     if minutes:
         smaller = range(side, side // 2 - 1, -patch) or [side]
         fitting = [s for s in smaller if epochs_in(60 * minutes, s) >= LEAST_EPOCHS]

@@ -11,25 +11,26 @@ import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import jax
-import numpy as np
 from etils import epath
 
 from vit_jax import models, weights
 from vit_jax.config import fields, loading
 from vit_jax.data import fingerprint
-from vit_jax.data.sources.base import read_labels
+from vit_jax.data.config import DataConfig
 from vit_jax.data.sources.open import open_source
 from vit_jax.errors import UserError
 from vit_jax.files import read_json, replace_text
 from vit_jax.printing import masked
-from vit_jax.tools.finetuning import layout, rate_range, report, rule, trial
+from vit_jax.tools.finetuning import layout, rate_range, rule, trial
+from vit_jax.tools.finetuning.kind import Given, Kind, Result
+from vit_jax.tools.finetuning.labelled import Labels
+from vit_jax.tools.finetuning.masked import Masks
 from vit_jax.tools.sweeps import fine_tuning, runs
 from vit_jax.training import loop, run_report
 from vit_jax.training.callbacks import Callback
 from vit_jax.training.config import TrainConfig, complete
 from vit_jax.training.timers import StartupTimer
 from vit_jax.weights import workdir as workdirs
-from vit_jax.weights.pretrained import Preprocess, Pretrained
 
 FILE = "finetune.json"
 SMALL_MODEL, MODEL = "deit:Ti/16", "augreg:S/16"
@@ -37,52 +38,17 @@ MINUTES = 15.0
 # Keys of `config.data` that describe the layout of the images.
 _LAYOUT_KEYS = ("image_key", "label_key", "multi_label", "data_dir")
 _LAYOUT_KEYS += ("image_dir", "image_suffix")
+_LAYOUT_KEYS += ("mask_key", "ignore_label", "reduce_zero_label")
 _PLACE = "the folder or name"
 _FLAGS = {"init": "--model", "init.checkpoint": "--model"}
 _FLAGS |= {"data.name": _PLACE, "data.split": _PLACE}
-
-
-@dataclasses.dataclass(frozen=True)
-class Result:
-    """The result of fine-tuning.
-
-    Attributes:
-      report: content of the run's report.json.
-      split: evaluation that is scored, "test" or "val".
-      metric: "top1", or "map" if images have several labels.
-      score: score of the best checkpoint, of averaged parameters if the run has them.
-      examples: number of images that were scored.
-      looks: number of evaluations on these images that chose the checkpoint.
-      workdir: workdir of the run, which every command accepts as a model.
-      page: path of the page on mistakes; "" with several processes.
-      folds: number of runs that each scored another part of the images; 0 for one run.
-      counts: class -> number of images that were scored; empty if unknown.
-    """
-
-    report: dict
-    split: str
-    metric: str
-    score: float
-    examples: int
-    looks: int
-    workdir: str
-    page: str = ""
-    folds: int = 0
-    counts: Mapping[str, int] = dataclasses.field(default_factory=dict)
-
-    @property
-    def interval(self) -> tuple[float, float] | None:
-        """95 % interval of top1; None for map."""
-        if self.metric != "top1":
-            return None
-        right = round(self.score * self.examples)
-        return rule.interval(right, self.examples, self.looks)
 
 
 def finetune(
     place: str,
     workdir: str,
     *,
+    masks: str = "",
     model: str = "",
     minutes: float = MINUTES,
     folds: int = 0,
@@ -94,6 +60,7 @@ def finetune(
 
     Args:
       place: folder, table, or name of a data set, see layout.py.
+      masks: folder of the masks of the images in a folder, which have the same names.
       overrides: dotted config key -> value, instead of the chosen one.
       workdir, model, minutes, folds, callbacks, say: see `vit_jax.finetune`.
 
@@ -103,7 +70,7 @@ def finetune(
     """
     if folds < 0 or folds == 1:
         raise UserError(f"folds={folds}: give two or more, or 0 for one run")
-    request = _request(place, model, overrides, say, minutes / (folds or 1))
+    request = _request(place, masks, model, overrides, say, minutes / (folds or 1))
     trained = []
     for fold in range(folds or 1):
         folder = os.path.join(workdir, "folds", str(fold)) if fold else workdir
@@ -117,7 +84,7 @@ def finetune(
     if jax.process_count() > 1:  # No process has all parameters.
         return result
     say("looking at mistakes")
-    page = report.write(config, workdir, result.split, summary(result)[0])
+    page = result.kind.write_page(config, workdir, result.split, summary(result)[0])
     return dataclasses.replace(result, page=page)
 
 
@@ -125,12 +92,13 @@ def find_rate(
     place: str,
     workdir: str,
     *,
+    masks: str = "",
     model: str = "",
     overrides: Mapping[str, object] | None = None,
     say: Callable[[str], None] = print,
 ) -> float:
     """Returns a peak learning rate from a range test, see `finetune`; trains nothing."""
-    raw, _ = choose(_request(place, model, overrides, say), workdir)
+    raw, _ = choose(_request(place, masks, model, overrides, say), workdir)
     result = rate_range.run(raw, say=say)
     written = rate_range.write(result, workdir)
     say(
@@ -162,12 +130,13 @@ class _Request:
         """Returns the splits of the images; writes their list, see `layout.find`."""
         splits = layout.find(self.place, self.layout_keys, workdir)
         if self.fold[1]:
-            layout.take_fold(splits, *self.fold)
+            splits = layout.take_fold(splits, *self.fold)
         return splits
 
 
 def _request(
     place: str,
+    masks: str,
     model: str,
     overrides: Mapping[str, object] | None,
     say: Callable[[str], None],
@@ -181,7 +150,11 @@ def _request(
     model = model or (SMALL_MODEL if jax.default_backend() == "cpu" else MODEL)
     path = os.path.abspath(os.path.expanduser(place))
     place = path if os.path.exists(path) else place
-    return _Request(place, model, dict(overrides or {}), say, minutes)
+    keys = dict(overrides or {})
+    if masks:
+        place, folders = layout.common_folder(path, masks)
+        keys |= folders
+    return _Request(place, model, keys, say, minutes)
 
 
 def _train(
@@ -248,43 +221,22 @@ def _begun(request: _Request, workdir: str) -> tuple[dict | None, str]:
     return raw, place
 
 
-@dataclasses.dataclass(frozen=True)
-class _Given:
-    """The images and weights that settings are chosen for."""
-
-    splits: layout.Layout
-    images: rule.Images
-    classes: int
-    validated: int  # Images of the validation split.
-    pretrained: Pretrained
-    preprocess: Preprocess
-
-    @property
-    def multi_label(self) -> bool:
-        return bool(self.splits.data.get("multi_label"))
+def _kind_of(data: DataConfig) -> Kind:
+    return Masks() if data.mask_key else Labels(data.multi_label)
 
 
-def _open(request: _Request, workdir: str) -> _Given:
+def _open(request: _Request, workdir: str) -> Given:
     splits = request.find(workdir)
     pretrained = weights.open_pretrained(request.model, with_task=False)
     for note in pretrained.notes:
         request.say(f"{masked(request.model)}: {note}")
-    source = splits.open(splits.data["split"])
-    classes = fine_tuning.num_classes_of(source, request.place)
-    if classes < 2:
-        raise UserError(
-            f"{request.place} has images of one class ({', '.join(source.class_names)}): "
-            "give two classes or more"
-        )
-    labels = None if splits.data.get("multi_label") else read_labels(source).tolist()
-    return _Given(
-        splits,
-        rule.look_at(source, labels),
-        classes,
+    kind = _kind_of(splits.config)
+    seen, validated = (
+        kind.look(splits, request.place),
         len(splits.open(splits.validation)),
-        pretrained,
-        weights.preprocessing_of(pretrained),
     )
+    how = weights.preprocessing_of(pretrained)
+    return Given(kind, splits, seen, validated, pretrained, how)
 
 
 def choose(request: _Request, workdir: str) -> tuple[dict, dict[str, tuple[str, str]]]:
@@ -299,24 +251,27 @@ def choose(request: _Request, workdir: str) -> tuple[dict, dict[str, tuple[str, 
         for key, value in request.overrides.items()
         if key.removeprefix("data.") not in used
     }
-    name = others.get("optim.name", rule.OPTIMIZER)
-    if name != rule.OPTIMIZER and "optim.learning_rate" not in others:
+    given = _open(request, workdir)
+    kind, images, minutes = given.kind, given.images, request.minutes
+    name = others.get("optim.name", kind.optimizer)
+    if name != kind.optimizer and "optim.learning_rate" not in others:
         raise UserError(
-            f"--config.optim.name={name}: the rate is chosen for {rule.OPTIMIZER} alone; "
+            f"--config.optim.name={name}: the rate is chosen for {kind.optimizer} alone; "
             "set --config.optim.learning_rate too"
         )
-    given = _open(request, workdir)
-    images, minutes = given.images, request.minutes
     patch = models.create(**given.pretrained.options).patch_size
     side = rule.side_of(images, max(given.preprocess.image_size), patch)
     config_of = functools.partial(_config, given, request.model, others)
-    length, speed = rule.Length(side, rule.epochs_of(images), math.nan), 0.0
+    epochs = rule.epochs_of(images, kind.most_epochs)
+    length, speed = rule.Length(side, epochs, math.nan), 0.0
     if minutes and not {"total_steps", "epochs"} & others.keys():
         raw = config_of(side, trial.STEPS, 1)
         speed = trial.measure(raw, request.say)
         side = raw["data"]["image_size"][0]
         step = side if "data.image_size" in others else patch
-        length = rule.fit(images, given.validated, side, step, speed, minutes)
+        evaluated = round(given.validated * kind.cost)
+        limits = speed, minutes, kind.most_epochs
+        length = rule.fit(images, evaluated, side, step, *limits)
     batch = config_of(side, 1, 1)["batch_size"]
     steps = max(1, round(length.epochs * images.count / batch))
     evaluations = max(1, min(rule.EVALUATIONS, round(length.epochs)))
@@ -328,7 +283,7 @@ def choose(request: _Request, workdir: str) -> tuple[dict, dict[str, tuple[str, 
 
 
 def _config(
-    given: _Given,
+    given: Given,
     model: str,
     overrides: Mapping[str, object],
     side: int,
@@ -345,32 +300,32 @@ def _config(
         raw["total_steps"] = 0
     config = complete(raw)
     size = config.data.image_size
-    raw["data"] = rule.transforms_of(given.images, given.preprocess, size) | raw["data"]
+    how = given.kind.transforms(given.images, given.preprocess, size)
+    raw["data"] = how | raw["data"]
     if "ema.decay" not in overrides and not config.task.averages_network:
         raw["ema"]["decay"] = 0.0
     return raw
 
 
 def _rule_config(
-    given: _Given, model: str, side: int, steps: int, evaluations: int
+    given: Given, model: str, side: int, steps: int, evaluations: int
 ) -> dict:
     splits, images, options = given.splits, given.images, given.pretrained.options
-    kind = "multi_label" if given.multi_label else "classification"
+    kind = given.kind.evaluation
     batch = rule.batch_of(images, jax.default_backend(), jax.device_count())
     evals = {"val": {"kind": kind, "split": splits.validation}}
     if splits.test:  # Scored only at the end.
         evals["test"] = {"kind": kind, "split": splits.test, "every": 2**31}
     data = {
         **splits.data,
-        "num_classes": given.classes,
+        **given.seen.data,
         "image_size": (side, side),
         "channels": options["channels"],
         "exif": True,
         "on_error": "skip_few",
         **given.preprocess.data_keys(),
     }
-    if images.uneven >= rule.UNEVEN and not given.multi_label:
-        data["class_balance"] = "sqrt"
+    sections = given.kind.sections(given, side, batch)
     interval = max(1, steps // evaluations)
     return {
         "name": "finetune",
@@ -379,20 +334,20 @@ def _rule_config(
         "init": model,
         "data": data,
         "model": fine_tuning.inherited(options),
-        "task": {"loss": "sigmoid" if given.multi_label else "softmax"},
-        "optim": rule.optimizer(batch),
+        "task": sections["task"],
+        "optim": sections["optim"],
         "ema": {"decay": rule.ema_of(steps)},
         "log_every_steps": max(1, min(50, steps // 20)),
         "eval_every_steps": interval,
         "checkpoint_every_steps": interval,
-        "checkpoint": {"max_to_keep": 1, "best_metric": rule.metric_of(images, data)},
+        "checkpoint": {"max_to_keep": 1, "best_metric": sections["best_metric"]},
         "early_stopping_evals": rule.patience_of(given.validated),
         "evals": evals,
     }
 
 
 def _size_reason(
-    given: _Given, size: int, length: rule.Length, speed: float, minutes: float
+    given: Given, size: int, length: rule.Length, speed: float, minutes: float
 ) -> str:
     if length.side < size or (speed and length.side != size):
         return f"so that {rule.LEAST_EPOCHS} epochs fit into {minutes:g} minutes"
@@ -414,7 +369,7 @@ def _time(length: rule.Length, speed: float, minutes: float) -> str:
 
 
 def _choices(
-    given: _Given, raw: dict, length: rule.Length, speed: float, minutes: float
+    given: Given, raw: dict, length: rule.Length, speed: float, minutes: float
 ) -> dict[str, tuple[str, str]]:
     """Returns key -> (choice, reason)."""
     images, test, data, optim = (
@@ -428,7 +383,9 @@ def _choices(
     decay, task = raw["ema"]["decay"], raw["task"].get("name", "")
     average = f"average of decay {decay:.4f}", "over the last tenth of the steps"
     if not decay:
-        why = f"task.name={task} keeps the network beside them" if task else "few steps"
+        why = "few steps"
+        if not complete(raw).task.averages_network:
+            why = f"task.name={task} keeps the network beside them"
         average = "no average of the parameters", why
     patience = raw["early_stopping_evals"]
     validated = f"{given.validated:,} images to validate on"
@@ -439,6 +396,7 @@ def _choices(
             f"{given.validated:,} to validate on"
             + (f", and the split {test!r} to test on" if test else ""),
         ),
+        **given.seen.choices,
         "data.image_size": (
             f"images of {'x'.join(map(str, dict.fromkeys(size)))} pixels",
             _size_reason(given, size[0], length, speed, minutes),
@@ -457,10 +415,7 @@ def _choices(
             "in proportion to the batch",
         ),
         "ema.decay": average,
-        "data.class_balance": (
-            f"classes drawn {data.get('class_balance') or 'as they are'}",
-            f"the largest class has {images.uneven:.1f} times the images of the smallest",
-        ),
+        **given.kind.choices(images, raw),
         "checkpoint.best_metric": (
             f"the best checkpoint by {raw['checkpoint']['best_metric']}",
             f"looked at every {raw['eval_every_steps']} steps",
@@ -475,34 +430,35 @@ def _choices(
 
 
 def _result(done: dict, config: TrainConfig, workdir: str) -> Result:
+    kind = _kind_of(config.data)
     split = "test" if "test" in done["final"] else "val"
     _, scores = run_report.quoted_scores(done["final"][split])
-    metric = "map" if config.data.multi_label else "top1"
-    looks, counts = 1, {}
+    looks = 1
     if split == "val" and config.checkpoint.best_metric and config.eval_every_steps:
         looks = math.ceil(done["steps"] / config.eval_every_steps)
-    source = open_source(config.data, config.evals[split].split)
-    labels = None if config.data.multi_label else source.known_labels()
-    if labels is not None:
-        numbers = np.bincount(labels, minlength=config.data.num_classes)
-        names = done["class_names"] or map(str, range(len(numbers)))
-        counts = dict(zip(names, numbers.tolist(), strict=True))
+    counts = kind.counts(config, split, done["class_names"])
     count = scores["examples"]
     return Result(
-        done, split, metric, scores[metric], count, looks, workdir, counts=counts
+        done, split, kind.metric, scores, count, looks, workdir, kind, counts=counts
     )
 
 
 def _pooled(results: Sequence[Result]) -> Result:
-    """Returns the score over all folds; each image is scored by a run without it."""
+    """Returns the scores over all folds; each image is scored by a run without it."""
     counts = collections.Counter()
     for each in results:
         counts.update(each.counts)
-    examples = sum(one.examples for one in results)
+
+    def mean(metric: str) -> float:
+        scored = [one for one in results if metric in one.scores]
+        total = sum(one.scores[metric] * one.examples for one in scored)
+        return total / sum(one.examples for one in scored)
+
+    names = dict.fromkeys(name for one in results for name in one.scores)
     return dataclasses.replace(
         results[0],
-        score=sum(one.score * one.examples for one in results) / examples,
-        examples=examples,
+        scores={name: mean(name) for name in names},
+        examples=sum(one.examples for one in results),
         looks=max(one.looks for one in results),
         counts=counts,
         folds=len(results),
@@ -511,12 +467,6 @@ def _pooled(results: Sequence[Result]) -> Result:
 
 def summary(result: Result) -> list[str]:
     """Returns lines on the score, and commands to continue with."""
-    what = "accuracy" if result.metric == "top1" else "mean average precision"
-    line = f"{what} {result.score:.2%}"
-    if result.interval:
-        low, high = result.interval
-        wider = f", for the best of {result.looks} looks" * (result.looks > 1)
-        line += f" (95 % interval {low:.2%} to {high:.2%}{wider})"
     chosen = ", which also chose the checkpoint" if result.split == "val" else ""
     on = f"on {result.examples:,} images of {result.split}{chosen}"
     if result.folds:
@@ -524,32 +474,7 @@ def summary(result: Result) -> list[str]:
             f"on {result.examples:,} images, each by the one of {result.folds} runs "
             "that was not trained on it"
         )
-    model = result.workdir
+    kind = result.kind
     page = [f"mistakes:  {result.page}"] if result.page else []
-    return [
-        f"{line} {on}",
-        *_doubts(result),
-        *page,
-        f"classify:  python -m vit_jax.predict --model={model} IMAGES",
-        f"look:      python -m vit_jax.explore --model={model} --images=FOLDER",
-        f"export:    python -m vit_jax.convert --model={model} --to=timm --out=FOLDER",
-    ]
-
-
-def _doubts(result: Result) -> list[str]:
-    """Returns lines on classes with too few scored images."""
-    if not result.counts:
-        few = result.examples < rule.FEW * len(result.report["class_names"])
-        return [f"note: fewer than {rule.FEW} images a class were scored"] * few
-    by_count = sorted(result.counts.items(), key=lambda item: item[1])
-    few = [f"{name} {count}" for name, count in by_count if count < rule.FEW]
-    if not few:
-        return []
-    more = f" and {len(few) - 5} more" if len(few) > 5 else ""
-    remedy = "" if result.folds else "; --folds=5 scores all images, in 5 runs"
-    line = (
-        f"note: fewer than {rule.FEW} images were scored of {len(few)} of "
-        f"{len(result.counts)} classes ({', '.join(few[:5])}{more}), so that their "
-        f"accuracy is rough{remedy}"
-    )
-    return [line]
+    lines = [f"{kind.headline(result)} {on}", *kind.notes(result)]
+    return [*lines, *page, *kind.commands(result.workdir)]

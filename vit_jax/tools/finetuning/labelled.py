@@ -1,0 +1,115 @@
+"""Fine-tuning on images with labels: one class each, or any number of them."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import ClassVar
+
+import numpy as np
+
+from vit_jax.data.sources.base import read_labels
+from vit_jax.data.sources.open import open_source
+from vit_jax.errors import UserError
+from vit_jax.tools.finetuning import report, rule
+from vit_jax.tools.finetuning.kind import Choices, Given, Result, Seen
+from vit_jax.tools.finetuning.layout import Layout
+from vit_jax.tools.sweeps import fine_tuning
+from vit_jax.training.config import TrainConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class Labels:
+    """See `Kind`."""
+
+    multi_label: bool
+
+    optimizer: ClassVar = rule.OPTIMIZER
+    most_epochs: ClassVar = rule.MOST_EPOCHS
+    cost: ClassVar = 1.0
+
+    @property
+    def evaluation(self) -> str:
+        return "multi_label" if self.multi_label else "classification"
+
+    @property
+    def metric(self) -> str:
+        return "map" if self.multi_label else "top1"
+
+    def look(self, splits: Layout, place: str) -> Seen:
+        source = splits.open(splits.data["split"])
+        classes = fine_tuning.num_classes_of(source, place)
+        if classes < 2:
+            raise UserError(
+                f"{place} has images of one class ({', '.join(source.class_names)}): "
+                "give two classes or more"
+            )
+        labels = None if self.multi_label else read_labels(source).tolist()
+        images = rule.look_at(source, labels)
+        data = {"num_classes": classes}
+        if images.uneven >= rule.UNEVEN and not self.multi_label:
+            data["class_balance"] = "sqrt"
+        return Seen(images, data, {})
+
+    def sections(self, given: Given, side: int, batch: int) -> dict:
+        best = rule.metric_of(given.images, {"multi_label": self.multi_label})
+        return {
+            "task": {"loss": "sigmoid" if self.multi_label else "softmax"},
+            "optim": rule.optimizer(batch),
+            "best_metric": best,
+        }
+
+    def transforms(self, images, how, size) -> dict[str, str]:
+        return rule.transforms_of(images, how, size)
+
+    def choices(self, images: rule.Images, raw: Mapping) -> Choices:
+        balance = raw["data"].get("class_balance") or "as they are"
+        why = "the largest class has {:.1f} times the images of the smallest"
+        choice = f"classes drawn {balance}", why.format(images.uneven)
+        return {"data.class_balance": choice}
+
+    def counts(self, config: TrainConfig, split: str, names: list[str]) -> dict:
+        if self.multi_label:
+            return {}
+        labels = open_source(config.data, config.evals[split].split).known_labels()
+        if labels is None:
+            return {}
+        numbers = np.bincount(labels, minlength=config.data.num_classes)
+        return dict(
+            zip(names or map(str, range(len(numbers))), numbers.tolist(), strict=True)
+        )
+
+    def headline(self, result: Result) -> str:
+        what = "mean average precision" if self.multi_label else "accuracy"
+        line = f"{what} {result.score:.2%}"
+        if result.interval:
+            low, high = result.interval
+            wider = f", for the best of {result.looks} looks" * (result.looks > 1)
+            line += f" (95 % interval {low:.2%} to {high:.2%}{wider})"
+        return line
+
+    def notes(self, result: Result) -> list[str]:
+        """Returns lines on classes with too few scored images."""
+        if not result.counts:
+            few = result.examples < rule.FEW * len(result.report["class_names"])
+            return [f"note: fewer than {rule.FEW} images a class were scored"] * few
+        by_count = sorted(result.counts.items(), key=lambda item: item[1])
+        few = [f"{name} {count}" for name, count in by_count if count < rule.FEW]
+        if not few:
+            return []
+        more = f" and {len(few) - 5} more" if len(few) > 5 else ""
+        remedy = "" if result.folds else "; --folds=5 scores all images, in 5 runs"
+        line = (
+            f"note: fewer than {rule.FEW} images were scored of {len(few)} of "
+            f"{len(result.counts)} classes ({', '.join(few[:5])}{more}), so that their "
+            f"accuracy is rough{remedy}"
+        )
+        return [line]
+
+    def commands(self, model: str) -> list[str]:
+        return [
+            f"classify:  python -m vit_jax.predict --model={model} IMAGES",
+            f"look:      python -m vit_jax.explore --model={model} --images=FOLDER",
+            f"export:    python -m vit_jax.convert --model={model} --to=timm --out=FOLDER",
+        ]
+
+    def write_page(self, config, workdir, split, headline) -> str:
+        return report.write(config, workdir, split, headline)

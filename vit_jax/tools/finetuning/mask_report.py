@@ -1,0 +1,187 @@
+"""The HTML page on the mistakes of a network that classifies pixels.
+
+It is one file without references to others. It contains thumbnails of the images, so it
+is as private as they are. Letters: H by W pixels, L classes.
+"""
+
+import collections
+import heapq
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from etils import epath
+from jaxtyping import Int16, Integer, Num, UInt8
+from PIL import Image
+
+from vit_jax import weights
+from vit_jax.data import bands, masks
+from vit_jax.data.decode import DamagedImage
+from vit_jax.data.sources.open import open_source
+from vit_jax.evaluators import label_maps, segmentation
+from vit_jax.files import replace_text
+from vit_jax.tools.finetuning import report
+from vit_jax.tools.report import templates
+from vit_jax.tools.report.blocks import Table
+from vit_jax.training.config import TrainConfig
+from vit_jax.weights.pretrained import Preprocess
+
+_WORST, _PAIRS = 12, 12  # Images, and pairs of classes.
+_SIDE = 360  # Longer side of a picture on the page, in pixels.
+
+LabelMap = Int16[np.ndarray, "H W"]
+
+
+class Scores(NamedTuple):
+    """Scores of an image: mean IoU of its classes and pixel accuracy; and its record."""
+
+    miou: float
+    pixel_accuracy: float
+    record: int
+
+
+class Triple(NamedTuple):
+    """An image, its true classes and the predicted ones."""
+
+    record: int
+    image: Num[np.ndarray, "H W C"]
+    labels: LabelMap
+    predicted: LabelMap
+
+
+def write(config: TrainConfig, workdir: str, split: str, headline: str) -> str:
+    """Writes the page of a run; returns its path, see `report.write`."""
+    pretrained = weights.open_pretrained(workdir, with_task=True)
+    data, how = config.data, config.evals[split]
+    source = open_source(data, how.split)
+    classifier = label_maps.PixelClassifier(
+        pretrained,
+        Preprocess(image_size=data.image_size, mean=data.mean, std=data.std),
+        pretrained.class_names or source.class_names,
+    )
+
+    def triples(records: Iterable[int]) -> Iterator[Triple]:
+        """Yields images with their classes, without damaged ones."""
+        waiting = collections.deque()
+
+        def read():
+            for record in records:
+                try:
+                    image, labels = masks.read_pair(source, data, record)
+                except DamagedImage:  # Training has reported it.
+                    continue
+                waiting.append((record, image, labels))
+                yield image
+
+        keys = config.batch_size, how.resize, how.overlap
+        for predicted in classifier.label_maps(read(), *keys):
+            yield Triple(*waiting.popleft(), predicted)
+
+    classes = data.num_classes
+    total, scores = np.zeros((classes, classes), np.int64), []
+    for one in triples(range(len(source))):
+        counts = segmentation.confusion(one.labels, one.predicted, classes)
+        total += counts
+        if counts.any():
+            found = segmentation.score(counts, 1).metrics
+            scores.append(Scores(found["miou"], found["pixel_accuracy"], one.record))
+    worst = heapq.nsmallest(_WORST, scores)
+    colors = masks.palette(classes, source.class_colors)
+    pages = {
+        one.record: _pictures(one, colors) for one in triples(s.record for s in worst)
+    }
+    images = [
+        {
+            "caption": f"mean IoU {one.miou:.1%}, {one.pixel_accuracy:.1%} of the pixels",
+            "file": source.describe(one.record),
+            "name": source.record_id(one.record),
+            "pictures": pages[one.record],
+        }
+        for one in worst
+    ]
+    title = report.title_of(config, headline)
+    page = render(title, total, classifier.class_names, colors, images)
+    path = epath.Path(workdir) / report.FILE
+    replace_text(path, page)
+    return str(path)
+
+
+def render(
+    title: str,
+    counts: Integer[np.ndarray, "L L"],
+    names: Sequence[str],
+    colors: UInt8[np.ndarray, "L 3"],
+    images: Sequence[dict],
+) -> str:
+    """Returns the page.
+
+    Args:
+      counts: pixels of each true class (rows) by predicted class (columns).
+      names: names of the classes.
+      colors: red, green and blue of each class.
+      images: the worst images: "caption", "file", "name", and "pictures" as data URLs.
+    """
+    right, true, predicted = counts.diagonal(), counts.sum(1), counts.sum(0)
+    with np.errstate(invalid="ignore"):
+        shares = (
+            right / (true + predicted - right),
+            true / true.sum(),
+            right / true,
+            right / predicted,
+        )
+    order = sorted(range(len(names)), key=lambda k: np.nan_to_num(shares[0][k], nan=2))
+    rows = tuple(
+        (names[k], *(report.percent(column[k]) for column in shares)) for k in order
+    )
+    wrong = counts - np.diag(right)
+    pairs = [divmod(int(i), len(names)) for i in np.argsort(-wrong, axis=None)[:_PAIRS]]
+    confused = tuple(
+        (
+            names[i],
+            names[j],
+            report.percent(wrong[i, j] / true[i]),
+            f"{wrong[i, j]:,}",
+        )
+        for i, j in pairs
+        if wrong[i, j]
+    )
+    head = ("class", "IoU", "part of the pixels", "recall", "precision")
+    confused_head = ("class", "taken for", "part of the class", "pixels")
+    return templates.render(
+        "finetuning/mask_page.html",
+        title=title,
+        legend=[
+            (name, "#" + bytes(color).hex())
+            for name, color in zip(names, colors, strict=True)
+        ],
+        classes=Table("Scores of the classes", head, rows),
+        confused=Table(
+            "Classes taken for each other", confused_head, confused, labels=2
+        ),
+        images=images,
+    )
+
+
+def _pictures(one: Triple, colors: UInt8[np.ndarray, "L 3"]) -> list[tuple[str, str]]:
+    """Returns the photograph and the overlays of true and predicted mask, by their names."""
+    height, width = one.labels.shape
+    scale = _SIDE / max(height, width)
+    size = max(1, round(width * scale)), max(1, round(height * scale))
+    shown = Image.fromarray(_rgb(one.image)).resize(size)
+
+    grey = np.asarray(shown.convert("L"))[..., None]  # All colours are those of classes.
+
+    def over(label_map: LabelMap) -> Image.Image:
+        small = Image.fromarray(label_map).resize(size, Image.Resampling.NEAREST)
+        return Image.fromarray(label_maps.overlay(grey, np.asarray(small), colors))
+
+    pictures = {
+        "photograph": shown,
+        "true mask": over(one.labels),
+        "predicted mask": over(one.predicted),
+    }
+    return [(name, report.jpeg_url(picture)) for name, picture in pictures.items()]
+
+
+def _rgb(image: Num[np.ndarray, "H W C"]) -> UInt8[np.ndarray, "H W 3"]:
+    return np.broadcast_to(bands.to_display(image), (*image.shape[:2], 3)).copy()

@@ -1,0 +1,189 @@
+"""Fine-tuning on images with masks: the class of every pixel.
+
+The whole network is trained, lower layers less, as MAE (arXiv:2111.06377, appendix A.4) and
+BEiT (arXiv:2106.08254, appendix H) fine-tune on ADE20K, with a head on the last four layers,
+as DINOv2 probes (arXiv:2304.07193, section 7.4).
+"""
+
+import collections
+import dataclasses
+from collections.abc import Mapping
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from vit_jax import models, progress
+from vit_jax.data import masks
+from vit_jax.data.config import DataConfig
+from vit_jax.data.decode import DamagedImage
+from vit_jax.data.sources.base import Source, name_of, read_record
+from vit_jax.errors import UserError
+from vit_jax.models import Model
+from vit_jax.tools.finetuning import mask_report, rule
+from vit_jax.tools.finetuning.kind import Choices, Given, Result, Seen
+from vit_jax.tools.finetuning.layout import Layout
+from vit_jax.training.config import TrainConfig
+
+_MOST_READ = 5_000  # Masks whose classes are counted.
+_LAYERS = 4  # Whose features the head gets.
+_COARSE = 14  # Cells of a grid's side below which the head makes finer ones.
+_RATE, _WEIGHT_DECAY, _LAYER_DECAY = 1e-3, 0.05, 0.75
+_WORST = 5  # Classes in the line on the worst.
+
+
+@dataclasses.dataclass(frozen=True)
+class Masks:
+    """See `Kind`."""
+
+    evaluation: ClassVar = "segmentation"
+    metric: ClassVar = "miou"
+    optimizer: ClassVar = "adam"
+    most_epochs: ClassVar = 60.0
+    cost: ClassVar = 3.0  # Two windows of a photograph, and its pixels.
+
+    def look(self, splits: Layout, place: str) -> Seen:
+        data, source = splits.config, splits.open(splits.data["split"])
+        pixels, names = _pixels_of_values(source, data), source.class_names
+        ignored = pixels.pop(data.ignore_label, 0) / max(1, sum(pixels.values()))
+        top = max(pixels, default=0)
+        if min(pixels, default=0) < 0:
+            raise UserError(
+                f"{place} has masks with {min(pixels)}: set --config.data.ignore_label="
+                f"{min(pixels)} if it counts for no class"
+            )
+        keys, choices = {}, {}
+        reduced = data.reduce_zero_label
+        if "reduce_zero_label" not in splits.data:
+            reduced = top == len(names) if names else 0 not in pixels
+            keys["reduce_zero_label"] = bool(pixels) and reduced
+        if reduced:
+            choices["data.reduce_zero_label"] = (
+                "0 in a mask counts for no class",
+                f"classes are 1 to {top}",
+            )
+        classes = len(names) or top + 1 - reduced
+        if top - reduced >= classes:
+            raise UserError(
+                f"{place} names {classes} classes, but its masks have {top}: name "
+                f"{top + 1}, or set --config.data.ignore_label={top} if it counts for none"
+            )
+        if classes < 2:
+            also = f" beside {data.ignore_label}, which counts for none" * (ignored > 0)
+            raise UserError(
+                f"{place} has masks of one class, {top}{also}: write them with numbers "
+                "from 0 on, one for each class"
+            )
+        why = "by their names" if names else f"the largest number in a mask is {top}"
+        if ignored:
+            why += f"; {ignored:.1%} of the pixels are {data.ignore_label}, of no class"
+        choices["data.num_classes"] = f"the class of each pixel, of {classes}", why
+        images = rule.look_at(source, None)
+        return Seen(images, keys | {"num_classes": classes}, choices)
+
+    def sections(self, given: Given, side: int, batch: int) -> dict:
+        model = models.create(
+            **given.pretrained.options | {"image_size": (side, side), "num_classes": 0}
+        )
+        grids = _grids(model)
+        several, coarse = len({*grids}) > 1, min(grids[-1]) < _COARSE
+        count = min(_LAYERS, len(grids))
+        optim = rule.optimizer(batch) | {
+            "name": self.optimizer,
+            "learning_rate": _RATE * batch / rule.RATE_BATCH,
+            "weight_decay": _WEIGHT_DECAY,
+        }
+        optim.pop("momentum")
+        if model.config.num_blocks:
+            optim["layer_decay"] = _LAYER_DECAY
+        task = {
+            "name": self.evaluation,
+            "head": "pyramid" if several or coarse else "linear",
+            "layers": tuple(range(-count, 0)),
+        }
+        return {"task": task, "optim": optim, "best_metric": f"val/{self.metric}"}
+
+    def transforms(self, images, how, size) -> dict[str, str]:
+        train = f"scale_crop(scale={(0.7, 1.4) if images.grey else (0.5, 2.0)})"
+        if not images.grey:
+            train += " | flip | color_jitter"
+        whole = dataclasses.replace(how, crop_fraction=1.0)
+        known = rule.transforms_of(images, whole, size)
+        return known | {"train_transform": train}
+
+    def choices(self, images: rule.Images, raw: Mapping) -> Choices:
+        task, decay = raw["task"], raw["optim"].get("layer_decay", 0)
+        layers = ", ".join(map(str, task["layers"]))
+        frozen = task.get("frozen", False)
+        return {
+            "task.frozen": (
+                "the head alone is trained"
+                if frozen
+                else "the whole network is trained",
+                "",
+            ),
+            "task.head, task.layers": (f"head {task['head']} on layers {layers}", ""),
+            "optim.layer_decay": (
+                f"each layer's rate is {decay:g} times that of the next"
+                if decay
+                else "one rate for all layers",
+                "",
+            ),
+        }
+
+    def counts(self, config: TrainConfig, split: str, names: list[str]) -> dict:
+        return {}
+
+    def headline(self, result: Result) -> str:
+        right = result.scores["pixel_accuracy"]
+        line = f"mean IoU {result.score:.2%}, pixel accuracy {right:.2%}"
+        return line + " (no interval is known)"
+
+    def notes(self, result: Result) -> list[str]:
+        """Returns a line on the worst classes."""
+        known = {
+            name.removeprefix("iou/"): value
+            for name, value in result.scores.items()
+            if name.startswith("iou/")
+        }
+        worst = sorted(known.items(), key=lambda item: item[1])[:_WORST]
+        shown = ", ".join(f"{name} {value:.1%}" for name, value in worst)
+        return [f"worst:     {shown}"] * bool(shown)
+
+    def commands(self, model: str) -> list[str]:
+        return [
+            f"masks:     python -m vit_jax.predict --model={model} --out=MASKS IMAGES",
+            f"look:      python -m vit_jax.explore --model={model} --images=FOLDER",
+        ]
+
+    def write_page(self, config, workdir, split, headline) -> str:
+        return mask_report.write(config, workdir, split, headline)
+
+
+def _pixels_of_values(source: Source, data: DataConfig) -> dict[int, int]:
+    """Returns the pixels of each value in the masks, of 5,000 at most.
+
+    Raises:
+      UserError: a mask has no class numbers.
+    """
+    numbers = np.linspace(0, len(source) - 1, min(_MOST_READ, len(source))).astype(int)
+    pixels = collections.Counter()
+    for i in progress.each(numbers.tolist(), "masks", "masks", leave=False):
+        try:
+            mask = masks.decode_mask(read_record(source, i)["mask"])
+        except DamagedImage:  # Training reports them.
+            continue
+        except UserError as error:
+            raise UserError(f"{name_of(source, i)}: {error}") from error
+        values, counts = np.unique(mask, return_counts=True)
+        pixels.update(dict(zip(values.tolist(), counts.tolist(), strict=True)))
+    return dict(pixels)
+
+
+def _grids(model: Model) -> list[tuple[int, int]]:
+    """Returns rows and columns of the features of each layer."""
+    images = jax.ShapeDtypeStruct((1, *model.image_shape), jnp.float32)
+    layers = range(model.num_layers)
+    compute = lambda params, images: model.layer_features(params, images, layers)
+    return [one.shape[1:3] for one in jax.eval_shape(compute, model.shapes, images)]
