@@ -9,6 +9,7 @@ import re
 import shutil
 
 import image_folder
+import mask_folder
 import numpy as np
 import pytest
 from helpers import one_device, run_command, write_weights
@@ -38,8 +39,9 @@ def place(tmp_path_factory):
         yield root
 
 
-def command(place, *words, photos="photos"):
-    words = [str(place / photos), f"--model={place / 'weights.safetensors'}", *words]
+def command(place, *words, photos="photos", weights=None):
+    model = (weights or place) / "weights.safetensors"
+    words = [str(place / photos), *words, f"--model={model}"]
     return run_command("finetune", words)
 
 
@@ -233,6 +235,65 @@ def test_what_is_chosen_is_what_is_trained_and_keys_come_first(place, tmp_path, 
         with pytest.raises(UserError, match=f"{key.split('=')[0]}: it is set by"):
             command(place, *words)
     assert not (tmp_path / "c").exists()
+
+
+def test_two_folders_of_images_and_masks(place, tmp_path, capsys):
+    mask_folder.write(tmp_path, 10, "photos", "drawn")
+    (tmp_path / "classes.txt").write_text("\n".join(mask_folder.NAMES))
+    run, masks = tmp_path / "run", str(tmp_path / "drawn")
+    words = [masks, f"--workdir={run}", "--minutes=0", "--config.total_steps=2"]
+    words += ["--config.task.width=8"]
+    assert command(tmp_path, *words, weights=place) == 0
+    out = capsys.readouterr().out
+    for line in (
+        "8 images of 3 classes (2 to validate on)",
+        "the class of each pixel, of 3 (by their names; 2.5% of the pixels are 255",
+        "data.image_size         images of 32 pixels",
+        "optim.layer_decay       each layer's rate is 0.75 times",
+        "the best checkpoint by val/miou",
+        "(no interval is known) on 2 images of val, which also chose",
+        f"masks:     python -m vit_jax.predict --model={run} --out=MASKS IMAGES",
+    ):
+        assert line in out
+    report = json.loads((run / "report.json").read_text())
+    scores = report["final"]["val"]["ema"]
+    assert f"mean IoU {scores['miou']:.2%}, pixel accuracy" in out
+    worst = min(mask_folder.NAMES, key=lambda name: scores[f"iou/{name}"])
+    assert f"worst:     {worst} {scores[f'iou/{worst}']:.1%}" in out
+    page = (run / "report.html").read_text()
+    assert page.count('src="data:image/jpeg') == 2 * 3
+    assert not re.search(r'(src|href)="(?!data:)', page)
+    # The same command only evaluates; other masks are another command.
+    assert command(tmp_path, *words, weights=place) == 0
+    assert "resuming with the settings chosen before" in capsys.readouterr().out
+    mask_folder.write(tmp_path, 10, "photos", "others")
+    with pytest.raises(UserError, match="another command.*mask_key"):
+        command(tmp_path, str(tmp_path / "others"), *words[1:], weights=place)
+
+
+@pytest.mark.slow
+def test_shapes_on_noise_are_learnt_to_the_pixel(place, tmp_path, capsys):
+    mask_folder.write(tmp_path / "set", 50)
+    run = tmp_path / "run"
+    words = [f"--workdir={run}", "--minutes=0", "--config.epochs=50"]
+    words += ["--config.task.width=16", "--config.optim.learning_rate=0.005"]
+    assert command(tmp_path, *words, photos="set", weights=place) == 0
+    assert "40 images of 3 classes (10 to validate on)" in capsys.readouterr().out
+    report = json.loads((run / "report.json").read_text())
+    assert report["final"]["val"]["ema"]["miou"] > 0.8
+    model = vit_jax.load_model(str(run), tell=lambda line: None)
+    image, mask = mask_folder.pair(np.random.default_rng(99))
+    assert (model.segment(image) == mask).mean() > 0.9
+
+
+@pytest.mark.slow
+def test_folds_of_masks(place, tmp_path, capsys):
+    mask_folder.write(tmp_path / "set", 6)
+    words = [f"--workdir={tmp_path / 'run'}", "--minutes=0", "--config.total_steps=2"]
+    words += ["--config.task.width=8", "--folds=2"]
+    assert command(tmp_path, *words, photos="set", weights=place) == 0
+    out = capsys.readouterr().out
+    assert "on 6 images, each by the one of 2 runs that was not trained on it" in out
 
 
 @pytest.mark.slow

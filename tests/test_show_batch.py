@@ -1,4 +1,5 @@
 import jax
+import mask_folder
 import numpy as np
 import pytest
 from helpers import one_device, run_command
@@ -78,3 +79,29 @@ def test_a_place_that_cannot_be_written_is_a_user_error(recipe, tmp_path):
     (tmp_path / "taken.png").mkdir()
     with pytest.raises(UserError, match=r"taken\.png cannot be written \(Is a dir"):
         run(recipe, f"--out={tmp_path / 'taken.png'}")
+
+
+def test_masks_lie_over_their_images(tmp_path):
+    mask_folder.write(tmp_path / "set", 10)
+    lines = (
+        "c.total_steps, c.batch_size = 6, 4",
+        f"c.data = dict(name='masks', data_dir={str(tmp_path / 'set')!r})",
+        "c.data.update(mask_key='masks', num_classes=3, image_size=(40, 56))",
+        "c.data.train_transform = 'resize'",
+        "c.task = dict(name='segmentation')",
+        "c.model.variant = 'Ti/8'",
+    )
+    recipe = write_recipe(tmp_path / "masks.py", *lines)
+    loaded = config.load(str(recipe), {})
+    source = open_source(loaded.data, "train")
+    images, shares, names = show_batch.see(source, loaded, 4)
+    assert (images.shape, names) == ((4, 40, 56, 3), ["image 1"])
+    np.testing.assert_allclose(shares.sum(1), 1)
+    # Ground is black, the square red, the disc green; the border counts for no class.
+    assert (images[:, 1:].min((1, 2)) < 60).all()
+    classes = images[:, 1:].reshape(4, -1, 3).argmax(-1)
+    assert set(np.unique(classes)) >= {0, 1}
+    assert images[:, 0].mean() > 1.5 * images[:, 1].mean()
+    out = tmp_path / "sheet.png"
+    run(recipe, f"--out={out}")
+    assert out.exists()

@@ -2,8 +2,9 @@
 
 Writes a PNG with the first images of a run as they reach the model: cropped, augmented
 and mixed as `data.train_transform` says, and the normalisation undone. Below each its
-class, or the shares of several after mixup, unless the task learns without labels. Of
-several crops of an image each is shown. Where the run's batch is larger than the sheet,
+class, or the shares of several after mixup, unless the task learns without labels. Masks
+lie over their images in colours, and below are the parts of their classes. Of several crops
+of an image each is shown. Where the run's batch is larger than the sheet,
 the first image is mixed with the last of the sheet instead of the last of the batch. Exit
 codes: 0 done, 2 bad input (one line says what).
 """
@@ -71,15 +72,17 @@ def see(source, config, count: int) -> tuple:
 
     Returns:
       Images (B * V, Y, X, C), uint8, the V views of each example one after the other,
-      smaller ones with a white border; labels (B, classes), or None of a task without;
-      and the names of the views. B is at most a batch of the run.
+      smaller ones with a white border and masks over them; labels (B, classes), those of
+      masks by their parts of the pixels, or None of a task without; and the names of the
+      views. B is at most a batch of the run.
     """
     import jax
     import numpy as np
 
     from vit_jax.config.lengths import RunLength
-    from vit_jax.data import bands, normalization, pipeline
+    from vit_jax.data import bands, masks, normalization, pipeline
     from vit_jax.data.transforms import parse
+    from vit_jax.evaluators import label_maps
     from vit_jax.training import train_state
 
     # Processes would not pay for one batch.
@@ -116,6 +119,12 @@ def see(source, config, count: int) -> tuple:
     images = images.reshape(-1, *images.shape[2:])
     images = np.stack([bands.to_display(image) for image in images])
     labels = prepared.get("label")
+    if "label_map" in prepared:
+        maps = np.asarray(prepared["label_map"])
+        colors = masks.palette(data.num_classes, source.class_colors)
+        pairs = zip(images, maps, strict=True)
+        images = np.stack([label_maps.overlay(*pair, colors) for pair in pairs])
+        labels = np.stack([label_maps.shares(one, data.num_classes) for one in maps])
     labels = None if labels is None else np.asarray(labels)
     return images, labels, names
 

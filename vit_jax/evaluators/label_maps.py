@@ -142,9 +142,9 @@ def predict(
 
 
 def shares(label_map: LabelMap, num_classes: int) -> list[float]:
-    """Returns the part of the pixels of each class."""
-    counts = np.bincount(label_map.ravel(), minlength=num_classes)
-    return (counts / label_map.size).tolist()
+    """Returns the part of each class in the pixels that have one."""
+    counts = np.bincount(label_map[label_map >= 0], minlength=num_classes)
+    return (counts / max(1, counts.sum())).tolist()
 
 
 class Writer:

@@ -11,7 +11,7 @@ import numpy as np
 from PIL import Image
 
 from vit_jax import models
-from vit_jax.models import text
+from vit_jax.models import segmenter, text
 from vit_jax.tools.explorer import images, server, session
 from vit_jax.tools.explorer.rows import AttentionRows
 from vit_jax.tools.explorer.session import ExploredModel, ModelOutput
@@ -64,6 +64,24 @@ def towers():
         task={"name": "contrastive", "loss": "softmax", "text": about},
         task_params=params,
         tokenizer="bytes",
+    )
+
+
+def with_masks(**options):
+    """A network with a head for masks of three classes."""
+    found = pretrained(9, num_classes=0, depth=2, **options)
+    model = models.create(**found.options)
+    task = {"name": "segmentation", "head": "linear", "layers": (-1,), "width": 8}
+    built = segmenter.build(model, task["head"], task["layers"], task["width"], 3)
+    params, means = draw(
+        np.random.default_rng(10), jax.eval_shape(built.init, jax.random.key(0))
+    )
+    means["BatchNorm_0"]["var"] = means["BatchNorm_0"]["var"] ** 2 + 1
+    return dataclasses.replace(
+        found,
+        class_names=("sky", "sea", "<land>"),
+        task=task,
+        task_params={segmenter.PARAMS: params, segmenter.MEANS: means},
     )
 
 
@@ -134,6 +152,7 @@ def made(grid, layers, heads, seed=0):
         "heads": [heads] * layers,
         "rollout": True,
         "relevance": False,
+        "colors": [],
         "extra": ["CLS"],
         "size": (8 * grid[0], 8 * grid[1]),
     }

@@ -708,3 +708,28 @@ def test_patches_are_compared_also_with_another_image(compared, new_page, photog
     wait(page, "panes[0].shown.colours !== null")
     assert abs(colours(page) - tile.reshape(15, 3)).max() <= 2
     assert "view=components" in page.evaluate("location.hash")
+
+
+def test_the_classes_of_pixels_are_shown(new_page, photograph):
+    model = explored.opened(explored.with_masks())
+    with explored.served([model]) as served:
+        page = new_page(served.address)
+        wait(page, "!document.querySelector('#views').hidden")
+        choose(page, photograph)
+        drawn(page, 1)
+        page.locator("#opacity").fill("100")
+        wait(page, "state.opacity === 1")
+        act(page, lambda: page.locator("#view").select_option("mask"))
+        assert page.locator(".which").inner_text() == "Classes of the pixels"
+        output = model.run(photograph, "x")
+        mask = np.asarray(Image.open(io.BytesIO(output.mask))).astype(int)
+        rows, columns = (side // 8 for side in mask.shape[:2])
+        middles = mask[4::8, 4::8].reshape(rows * columns, 3)
+        # A middle is a corner of four pixels, the colours of which may differ.
+        assert (abs(colours(page) - middles).max(1) <= 2).mean() > 0.8
+        items = page.locator(".classes li").all_inner_texts()
+        assert items[0].startswith(output.classes[0].name)
+
+
+def test_a_model_without_masks_offers_none(page):
+    assert page.locator("#view [value=mask]").get_attribute("hidden") is not None

@@ -170,6 +170,8 @@ def test_looking_at_an_upload(ask, key, explored_models, photograph):
     _, headers, row = ask("GET", f"/api/row?image={key}&model=0&query=7")
     assert headers["Content-Type"] == "application/octet-stream"
     assert row == seen.rows.to_bytes(7)
+    refused = ask("GET", f"/api/mask?image={key}&model=0")
+    assert "Model 0 has no head for masks" in sentence(refused, 404)
 
 
 def test_looking_at_an_image_of_the_folder(ask):

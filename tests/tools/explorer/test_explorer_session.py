@@ -12,13 +12,15 @@ from PIL import Image
 
 from vit_jax import models
 from vit_jax.analysis import attention
+from vit_jax.data import masks
 from vit_jax.errors import UserError
 from vit_jax.evaluators import prediction
+from vit_jax.models import segmenter as heads
 from vit_jax.tools.explorer import saved
 from vit_jax.tools.explorer.images import Refused
 from vit_jax.tools.explorer.rows import AttentionRows
 from vit_jax.tools.explorer.session import Session
-from vit_jax.weights import surgery
+from vit_jax.weights import segmenter, surgery
 from vit_jax.weights.text_tower import text_tower
 
 
@@ -340,3 +342,23 @@ def test_bands_to_show_are_chosen():
     assert shown[2,].ndim == 2
     with pytest.raises(UserError, match="--show_bands=1,2,5"):
         explored.opened(checkpoint, shown_bands=(1, 2, 5))
+
+
+def test_a_head_for_masks_shows_the_class_of_each_pixel(photograph):
+    given = explored.with_masks()
+    model = explored.opened(given)
+    found = model.run(photograph, "photograph")
+    network, params = surgery.fit_network(given, given.preprocess)
+    segment = segmenter.segmenter_of(given, network)
+    logits = segment(params, explored.network_input(found))
+    size = found.pixels.shape[:2]
+    expected = np.asarray(heads.resize(logits, size).argmax(-1))[0]
+    colors = masks.palette(3)
+    assert model.describe()["colors"] == ["#000000", "#800000", "#008000"]
+    picture = np.asarray(Image.open(io.BytesIO(found.mask)))
+    assert (picture == colors[expected]).all(-1).mean() > 0.99  # But for rounding.
+    parts = np.bincount(expected.ravel(), minlength=3) / expected.size
+    for one in found.classes:
+        assert one.name == given.class_names[one.label]
+        assert one.probability == pytest.approx(parts[one.label], abs=0.01)
+    assert model.relevance(found, 0) is None

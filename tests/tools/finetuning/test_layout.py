@@ -4,6 +4,7 @@ import csv
 import shutil
 
 import image_folder
+import mask_folder
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -199,3 +200,87 @@ def test_columns_of_classes_are_found(photos, tmp_path):
     assert "labels in 'cat,dog'" in found.description
     assert not found.data.get("multi_label")
     assert find_with(lambda i: 1 if i > 19 else -1).data["multi_label"]
+
+
+def masked(found, split):
+    """Returns whether every record of a split has a mask."""
+    source = found.open(split)
+    return all("mask" in source[i] for i in range(len(source)))
+
+
+@pytest.mark.parametrize(
+    ("folders", "expected"),
+    [
+        ({"images": "masks"}, [8, 2]),
+        ({"images/training": "annotations/training"}, [8, 2]),
+        ({"img/train": "labels/train", "img/val": "labels/val"}, [10, 10]),
+        ({"train/images": "train/mask", "test/images": "test/mask"}, [8, 2, 10]),
+    ],
+)
+def test_folders_of_masks_are_found(tmp_path, folders, expected):
+    for first, (images, masks) in enumerate(folders.items()):
+        mask_folder.write(tmp_path / "set", 10, images, masks, 10 * first)
+    (tmp_path / "set" / "about.csv").write_text("name,licence\n")
+    found = find(tmp_path / "set", tmp_path)
+    assert (found.data["name"], sizes(found)) == ("masks", expected)
+    assert masked(found, found.data["split"]) and masked(found, found.validation)
+    assert "masks in" in found.description
+    assert not (tmp_path / "split.csv").exists()
+
+
+def test_texts_beside_images_are_no_masks(photos, tmp_path):
+    shutil.copytree(photos / "train", tmp_path / "set" / "images")
+    (tmp_path / "set" / "labels").mkdir()
+    (tmp_path / "set" / "labels" / "0.txt").write_text("0 0.5 0.5 1 1")
+    with pytest.raises(UserError, match="has one folder with images"):
+        find(tmp_path / "set", tmp_path)
+
+
+def test_two_folders_are_one_set_of_masks(tmp_path):
+    mask_folder.write(tmp_path, 10, "a/photos", "b/c/drawn")
+    place, keys = layout.common_folder(
+        str(tmp_path / "a/photos"), str(tmp_path / "b/c/drawn")
+    )
+    assert place == str(tmp_path)
+    stated = {key.removeprefix("data."): value for key, value in keys.items()}
+    found = find(place, tmp_path, **stated)
+    assert sizes(found) == [8, 2] and masked(found, found.validation)
+    for pair in (("a/photos", "a"), ("a/photos", "a/photos"), ("a/photos", "nowhere")):
+        with pytest.raises(UserError, match=str(tmp_path / pair[1])):
+            layout.common_folder(*(str(tmp_path / name) for name in pair))
+
+
+@pytest.mark.parametrize("key", ["mask", "drawn"])
+def test_tables_of_masks(tmp_path, key):
+    mask_folder.write(tmp_path, 10)
+    rows = [f"images/{i}.png,masks/{i}.png" for i in range(10)]
+    (tmp_path / "set").mkdir()
+    rows = [",".join(f"../{path}" for path in row.split(",")) for row in rows]
+    (tmp_path / "set" / "t.csv").write_text("\n".join([f"path,{key}", *rows]))
+    stated = {} if key == "mask" else {"mask_key": key}
+    for place in (tmp_path / "set", tmp_path / "set" / "t.csv"):
+        found = find(place, tmp_path, **stated)
+        assert sizes(found) == [8, 2] and masked(found, "all")
+        assert f"masks in {key!r}" in found.description
+
+
+def test_a_column_of_labels_comes_before_one_of_masks(tmp_path):
+    mask_folder.write(tmp_path, 6)
+    rows = [f"images/{i}.png,masks/{i}.png,{'ab'[i % 2]}" for i in range(6)]
+    (tmp_path / "t.csv").write_text("\n".join(["path,mask,label", *rows]))
+    found = find(tmp_path / "t.csv", tmp_path / "run")
+    assert "labels in 'label'" in found.description
+    found = find(tmp_path / "t.csv", tmp_path / "run", mask_key="mask")
+    assert masked(found, found.data["split"])
+
+
+def test_folds_of_masks_score_each_image_once(tmp_path):
+    mask_folder.write(tmp_path, 7)
+    found = find(tmp_path, tmp_path / "run")
+    validated = []
+    for fold in range(3):
+        one = layout.take_fold(found, fold, 3)
+        apart, train = one.open(one.validation), one.open(one.data["split"])
+        assert len(apart) + len(train) == 7
+        validated += [apart.record_id(i) for i in range(len(apart))]
+    assert sorted(validated) == [f"images/{i}.png" for i in range(7)]

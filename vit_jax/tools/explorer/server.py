@@ -10,6 +10,7 @@ GET  /api/relevance?image=KEY&model=&text=  relevance of each patch to a text, f
 GET  /api/similarity?image=KEY&model=&from=KEY&patch=
                                             similarity of each patch to one, float32
 GET  /api/components?image=KEY&model=       components of patch features as colours, PNG
+GET  /api/mask?image=KEY&model=             colours of the classes of pixels, PNG
 GET  /api/page?image=KEY&name=              the page of one image, HTML
 POST /api/open?name=                        runs the models on an image of the folder
 POST /api/see?name=                         runs the models on the image in the body
@@ -130,6 +131,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
                 "/api/relevance": self._relevance,
                 "/api/similarity": self._similarity,
                 "/api/components": self._components,
+                "/api/mask": self._mask,
                 "/api/page": self._page,
             }
         )
@@ -205,6 +207,11 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
     def _components(self):
         return "image/png", self.server.session.components(*self._image_and_model())
+
+    def _mask(self):
+        if not (mask := self._output().mask):
+            raise Refused(404, f"Model {self.query['model']} has no head for masks.")
+        return "image/png", mask
 
     def _page(self):
         session, name = self.server.session, self.query.get("name", "The image")[:200]

@@ -21,9 +21,9 @@ from PIL import Image
 from vit_jax.analysis.attention import relevance, relevance_to_text, rollout_step
 from vit_jax.analysis.loaded_model import LoadedModel, check_finite
 from vit_jax.analysis.representations import enlarge, project, to_intensities
-from vit_jax.data import bands, decode
+from vit_jax.data import bands, decode, masks
 from vit_jax.errors import UserError
-from vit_jax.evaluators import prediction
+from vit_jax.evaluators import label_maps, prediction
 from vit_jax.models import text
 from vit_jax.models.network import BlockWindows
 from vit_jax.printing import address
@@ -36,6 +36,7 @@ from vit_jax.tools.explorer.images import (
     damaged,
 )
 from vit_jax.tools.explorer.rows import AttentionRows, WindowRows
+from vit_jax.weights import segmenter
 from vit_jax.weights.pretrained import Preprocess, Pretrained, crop_box
 from vit_jax.weights.text_tower import text_tower
 
@@ -55,6 +56,8 @@ class ModelOutput:
       pixels: the model's input.
       rows: attention from each token.
       relevances: label -> relevance of each patch to the class, for a saved page.
+      mask: colours of the classes of the input's pixels as a PNG file; b"" without a head
+        for masks, with which `classes` have their parts of the pixels.
     """
 
     classes: tuple[prediction.Prediction, ...]
@@ -63,6 +66,7 @@ class ModelOutput:
     pixels: Num[np.ndarray, "Y X C"]
     rows: AttentionRows | WindowRows
     relevances: Mapping[int, Sequence[float]] = dataclasses.field(default_factory=dict)
+    mask: bytes = b""
 
     def summary(self) -> dict:
         """Returns classes, box and resolution for JSON."""
@@ -113,12 +117,17 @@ class ExploredModel:
             # Computes no layer, but refuses a network without attention.
             images = self._loaded.normalize(self._black_image()[None])
             self._model.intermediates(self._loaded.params, images)
-        self._tower, self._names = None, ()
+        self._tower, self._pixels, self._names, self._colors = None, None, (), ()
         self._sigmoid = pretrained.loss == "sigmoid"
         if pretrained.options["num_classes"]:
             self._names = prediction.names_of(pretrained, class_names)
         elif text.TEXT in pretrained.task_params:
             self._tower = text_tower(pretrained)
+        elif segmenter.has_segmenter(pretrained):
+            self._pixels = label_maps.PixelClassifier(
+                pretrained, preprocess, class_names
+            )
+            self._colors = masks.palette(len(self._pixels.class_names))
         names = {"class token": "CLS", "distillation token": "DIST"}
         self.extra = [
             names.get(name, name.replace("register ", "REG"))
@@ -130,7 +139,8 @@ class ExploredModel:
 
         "labels" has a name per layer, "heads" a number, "extra" the names of the tokens
         before the patches. "rollout", "relevance" (to classes), "texts" (relevance to
-        texts) and "features" (comparison of patches) say what the model supports.
+        texts), "features" (comparison of patches) and "colors" (one for each class of pixels)
+        say what the model supports.
         """
         options, model = self._model.options, self._model
         if model.has_windows:
@@ -152,6 +162,7 @@ class ExploredModel:
             "relevance": bool(self._names) and not model.has_windows,
             "texts": self._tower is not None and not model.has_windows,
             "features": model.has_patch_features,
+            "colors": [f"#{bytes(color).hex()}" for color in self._colors],
             "extra": self.extra,
         }
 
@@ -173,12 +184,30 @@ class ExploredModel:
         except decode.DamagedImage as error:
             raise damaged(error, name) from error
         rows, classes = self._compute(pixels, name)
+        mask = b""
+        if self._pixels:
+            mask, classes = self._segment(pixels)
         return ModelOutput(
             classes=classes,
             box=crop_box(whole.shape[:2], self._loaded.preprocess),
             picture=_to_png(bands.to_display(pixels, self._shown_bands)),
             pixels=pixels,
             rows=rows,
+            mask=mask,
+        )
+
+    def _segment(
+        self, pixels: Num[np.ndarray, "Y X C"]
+    ) -> tuple[bytes, tuple[prediction.Prediction, ...]]:
+        """Returns the mask as a PNG file, and its largest classes."""
+        (label_map,) = self._pixels.label_maps([pixels], 1)
+        names, stream = self._pixels.class_names, io.BytesIO()
+        parts = np.array(label_maps.shares(label_map, len(names)))
+        largest = [k for k in np.argsort(-parts, kind="stable")[:TOPK] if parts[k]]
+        picture = label_maps.picture(label_map, self._colors)
+        picture.convert("RGB").save(stream, "PNG")
+        return stream.getvalue(), tuple(
+            prediction.Prediction(int(k), names[k], float(parts[k])) for k in largest
         )
 
     def warm_up(self) -> None:

@@ -88,7 +88,7 @@ def write(config: TrainConfig, workdir: str, split: str, headline: str) -> str:
     worst = heapq.nsmallest(_WORST, scores)
     colors = masks.palette(classes, source.class_colors)
     pages = {
-        one.record: _pictures(one, colors) for one in triples(s.record for s in worst)
+        one.record: pictures(one, colors) for one in triples(s.record for s in worst)
     }
     images = [
         {
@@ -162,25 +162,27 @@ def render(
     )
 
 
-def _pictures(one: Triple, colors: UInt8[np.ndarray, "L 3"]) -> list[tuple[str, str]]:
+def pictures(one: Triple, colors: UInt8[np.ndarray, "L 3"]) -> list[tuple[str, str]]:
     """Returns the photograph and the overlays of true and predicted mask, by their names."""
     height, width = one.labels.shape
     scale = _SIDE / max(height, width)
     size = max(1, round(width * scale)), max(1, round(height * scale))
     shown = Image.fromarray(_rgb(one.image)).resize(size)
 
-    grey = np.asarray(shown.convert("L"))[..., None]  # All colours are those of classes.
+    grey = np.asarray(shown.convert("L"))[
+        ..., None
+    ]  # All colours are those of classes.
 
     def over(label_map: LabelMap) -> Image.Image:
         small = Image.fromarray(label_map).resize(size, Image.Resampling.NEAREST)
         return Image.fromarray(label_maps.overlay(grey, np.asarray(small), colors))
 
-    pictures = {
+    named = {
         "photograph": shown,
         "true mask": over(one.labels),
         "predicted mask": over(one.predicted),
     }
-    return [(name, report.jpeg_url(picture)) for name, picture in pictures.items()]
+    return [(name, report.jpeg_url(picture)) for name, picture in named.items()]
 
 
 def _rgb(image: Num[np.ndarray, "H W C"]) -> UInt8[np.ndarray, "H W 3"]:

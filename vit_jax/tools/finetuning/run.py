@@ -412,7 +412,7 @@ def _choices(
         ),
         "optim.learning_rate": (
             f"{optim['name']}, rate {optim.get('learning_rate', 0):g}",
-            "in proportion to the batch",
+            "by the size of the batch",
         ),
         "ema.decay": average,
         **given.kind.choices(images, raw),

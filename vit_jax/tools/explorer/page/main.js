@@ -381,7 +381,9 @@ async function start() {
   if (!source.canChoose) return show(source.open());
   listenForImages();
   addThumbnails(about);
-  element("views").hidden = !about.models.some((model) => model.features);
+  const masks = about.models.some((model) => model.colors.length);
+  element("view").querySelector("[value=mask]").hidden = !masks;
+  element("views").hidden = !masks && !about.models.some((model) => model.features);
   element("texts").hidden = !about.models.some((model) => model.texts);
   element("savepage").hidden = about.models.some((model) => !model.rollout);
   const first = about.images.includes(name) ? name : about.images[0];

@@ -83,6 +83,7 @@ class Pane {
     Object.assign(this, { source, seen, image, rows: new Map(), shares: new Map() });
     const { classes, steps, pool } = seen.models[this.number];
     this.find(".top").hidden = classes.length === 0;
+    if (this.model.colors.length) this.find(".top").textContent = "Parts of the pixels";
     this.find(".torelevance").hidden = !this.model.relevance;
     this.items = classes.map((one) => this.classItem(one));
     this.find(".classes").replaceChildren(...this.items);
@@ -135,14 +136,16 @@ class Pane {
     const asking = this.asking(state.query);
     const label = this.model.relevance ? state.query.label : undefined;
     const words = this.model.texts ? state.query.text : undefined;
-    const view = this.model.features ? state.view : "attention";
+    const { features, colors } = this.model;
+    const offers = { similarity: features, components: features, mask: colors.length };
+    const view = offers[state.view] ? state.view : "attention";
     const origin = this.origin(state.query, asking);
     const like = view === "similarity" && origin !== null;
     const [row, shares, cosines, colours] = await Promise.all([
       this.row(asking.token),
       label === undefined && !words ? null : this.share(label, words),
       like ? this.cosines(origin) : null,
-      view === "components" ? this.colours() : null,
+      view === "components" || view === "mask" ? this.colours(view) : null,
     ]);
     if (this.wanted !== state) return;
     const layer = Math.round(state.depth * (this.model.labels.length - 1));
@@ -152,7 +155,7 @@ class Pane {
     this.shown = { row, layer, kind, asking, label, words, ...row.map(layer, kind) };
     if (shares) Object.assign(this.shown, { patches: shares, extra: [] });
     if (cosines) Object.assign(this.shown, { patches: cosines, extra: [], origin });
-    this.shown.colours = colours;
+    Object.assign(this.shown, { colours, view });
     this.paintMap(state);
     this.paintKinds(state);
     this.overview.paint(row, layer, kind, state.clip);
@@ -182,10 +185,12 @@ class Pane {
     return remembered(this.shares, `${key} ${patch}`, ask);
   }
 
-  /** Returns an image of colours, similar for patches with similar features. */
-  colours() {
-    const ask = () => fetchImage(this.source.componentsOf(this.seen, this.number));
-    return remembered(this.shares, "components", ask);
+  /** Returns an image of colours: of patches by their features, or of classes. */
+  colours(view) {
+    const { source } = this;
+    const address = (view === "mask" ? source.maskOf : source.componentsOf).bind(source);
+    const ask = () => fetchImage(address(this.seen, this.number));
+    return remembered(this.shares, view, ask);
   }
 
   /** Returns the share of each patch in the relevance to a class, or to a text. */
@@ -233,6 +238,10 @@ class Pane {
     bar.style.inlineSize = `${100 * probability}%`;
     words.className = "label";
     words.textContent = `${name} `;
+    if (this.model.colors.length) {
+      words.style.borderInlineStart = `0.9em solid ${this.model.colors[label]}`;
+      words.style.paddingInlineStart = "0.4em";
+    }
     value.textContent = percent(probability);
     line.append(bar, words, value);
     if (this.model.relevance) {
@@ -297,7 +306,7 @@ class Pane {
   /** Describes the shown map in words. */
   describe({ query, clip }) {
     const { patches, extra, asking, layer, kind, label, words } = this.shown;
-    const { colours, origin } = this.shown;
+    const { colours, origin, view } = this.shown;
     const peak = Math.max(...patches);
     const { pool } = this.seen.models[this.number];
     const from =
@@ -315,7 +324,11 @@ class Pane {
     this.find(".which").textContent = this.layerInWords(layer, kind);
     this.words =
       `From ${from}${absent}: most to ${most}${pool > 1 ? " a patch" : ""}${others}.`;
-    if (colours) {
+    if (view === "mask") {
+      this.find(".which").textContent = "Classes of the pixels";
+      this.find(".peak").textContent = "";
+      this.words = "Each pixel has the colour of its class in the list.";
+    } else if (colours) {
       this.find(".which").textContent = "Components of the features of patches";
       this.find(".peak").textContent = "";
       this.words = "Patches of similar colours have similar features.";

@@ -60,6 +60,10 @@ class Server {
     return `api/components?image=${seen.key}&model=${number}`;
   }
 
+  maskOf(seen, number) {
+    return `api/mask?image=${seen.key}&model=${number}`;
+  }
+
   /** Returns the page with an image as one file. */
   async page(seen) {
     const name = encodeURIComponent(seen.name);

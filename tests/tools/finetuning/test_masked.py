@@ -1,0 +1,149 @@
+"""What fine-tuning on masks finds in them and chooses."""
+
+import dataclasses
+
+import jax
+import mask_folder
+import numpy as np
+import pytest
+from PIL import Image
+
+from vit_jax import models
+from vit_jax.errors import UserError
+from vit_jax.tools.finetuning import layout, rule
+from vit_jax.tools.finetuning.kind import Given, Seen
+from vit_jax.tools.finetuning.masked import Masks
+from vit_jax.weights.pretrained import Preprocess, Pretrained
+
+
+def look(root, **stated):
+    return Masks().look(layout.find(str(root), stated, str(root / "run")), str(root))
+
+
+def write_masks(root, *values, count=5):
+    """Writes images whose masks have some values."""
+    for i in range(count):
+        mask = np.resize(np.array(values, np.uint16), (6, 9))
+        mask = mask.astype(np.uint8) if max(values) < 256 else mask
+        for folder, pixels in (
+            ("images", np.zeros((6, 9, 3), np.uint8)),
+            ("masks", mask),
+        ):
+            (root / folder).mkdir(exist_ok=True)
+            Image.fromarray(pixels).save(root / folder / f"{i}.png")
+
+
+@pytest.mark.parametrize(
+    ("values", "names", "classes", "reduced"),
+    [
+        ((0, 1, 2), (), 3, False),
+        ((0, 1, 255), (), 2, False),
+        ((1, 2, 3, 255), (), 3, True),  # As Oxford-IIIT Pet.
+        ((0, 1, 2), ("a", "b", "c", "d"), 4, False),
+        ((1, 2), ("a", "b", "c"), 3, False),
+        ((0, 1, 2), ("a", "b"), 2, True),  # As ADE20K: 0 has no name.
+        ((0, 300), (), 301, False),
+    ],
+)
+def test_classes_are_found(tmp_path, values, names, classes, reduced):
+    write_masks(tmp_path, *values)
+    if names:
+        (tmp_path / "classes.txt").write_text("\n".join(names))
+    seen = look(tmp_path)
+    expected = {"num_classes": classes, "reduce_zero_label": reduced}
+    assert seen.data == expected
+    assert ("data.reduce_zero_label" in seen.choices) == reduced
+    _, why = seen.choices["data.num_classes"]
+    assert ("names" in why) == bool(names)
+    assert ("255" in why) == (255 in values)
+
+
+def test_what_is_set_is_not_found(tmp_path):
+    write_masks(tmp_path, 1, 2, 7)
+    seen = look(tmp_path, reduce_zero_label=False, ignore_label=7)
+    assert seen.data == {"num_classes": 3}
+
+
+@pytest.mark.parametrize(
+    ("values", "names", "message"),
+    [
+        ((0, 255), (), "one class, 0 beside 255"),
+        ((0, 1, 2, 3), ("a", "b"), "names 2 classes, but its masks have 3"),
+    ],
+)
+def test_masks_without_classes_to_learn_are_refused(tmp_path, values, names, message):
+    write_masks(tmp_path, *values)
+    if names:
+        (tmp_path / "classes.txt").write_text("\n".join(names))
+    with pytest.raises(UserError, match=message):
+        look(tmp_path)
+
+
+def test_a_mask_of_colours_is_named(tmp_path):
+    mask_folder.write(tmp_path, 4)
+    image = Image.open(tmp_path / "images" / "2.png").convert("RGB")
+    image.save(tmp_path / "masks" / "2.png")
+    with pytest.raises(UserError, match=r"images/2\.png.*colours"):
+        look(tmp_path)
+
+
+def given(variant, side, **options):
+    options |= {"variant": variant, "num_classes": 0, "image_size": (side, side)}
+    model = models.create(**options)
+    params = jax.eval_shape(model.init, jax.random.key(0))
+    pretrained = Pretrained(params, model.options, "vit_jax", "made")
+    images = rule.Images(40, 60.0, False, 1.0)
+    splits = layout.Layout({}, "val", "", "")
+    seen = Seen(images, {"num_classes": 3}, {})
+    return Given(Masks(), splits, seen, 10, pretrained, Preprocess((side, side)))
+
+
+TINY = {"width": 8, "num_heads": 2, "mlp_dim": 12}
+
+
+@pytest.mark.parametrize(
+    ("variant", "options", "layers", "decays"),
+    [
+        ("Ti/2", TINY | {"depth": 5}, (-4, -3, -2, -1), True),
+        ("Ti/2", TINY | {"depth": 3}, (-3, -2, -1), True),
+        (
+            "Swin-T",
+            {
+                "width": 8,
+                "stage_depths": (1, 1),
+                "num_heads": (2, 4),
+                "window_size": 2,
+                "patch_size": 2,
+            },
+            (-2, -1),
+            True,
+        ),
+        (
+            "R50x1",
+            {"stage_depths": (1, 1, 1, 1), "stem_width": 32},
+            (-4, -3, -2, -1),
+            False,
+        ),
+    ],
+)
+def test_head_and_rates_fit_the_network(variant, options, layers, decays):
+    found = Masks().sections(given(variant, 32, **options), 32, 16)
+    assert found["task"]["layers"] == layers
+    several_scales = variant in ("Swin-T", "R50x1")
+    assert found["task"]["head"] == ("pyramid" if several_scales else "linear")
+    assert ("layer_decay" in found["optim"]) == decays
+    assert (
+        found["optim"]["name"] == Masks.optimizer and "momentum" not in found["optim"]
+    )
+    assert found["best_metric"] == "val/miou"
+
+
+def test_grey_images_keep_their_sides_and_colours():
+    images = rule.Images(40, 60.0, False, 1.0)
+    how = Preprocess((32, 32), crop_fraction=0.875)
+    color = Masks().transforms(images, how, (32, 32))
+    grey = Masks().transforms(dataclasses.replace(images, grey=True), how, (32, 32))
+    assert "flip | color_jitter" in color["train_transform"]
+    assert "|" not in grey["train_transform"]
+    # The whole short side is seen, as in evaluations.
+    assert color["eval_transform"] == "resize_small(32) | central_crop"
