@@ -162,6 +162,7 @@ def test_a_description(explored_models):
         "relevance": True,
         "texts": False,
         "features": True,
+        "colors": [],
         "extra": ["CLS"],
     }
     assert explored_models[1].describe()["extra"] == []
