@@ -247,7 +247,7 @@ def test_two_folders_of_images_and_masks(place, tmp_path, capsys):
     out = capsys.readouterr().out
     for line in (
         "8 images of 3 classes (2 to validate on)",
-        "the class of each pixel, of 3 (by their names; 2.5% of the pixels are 255",
+        "3 classes of pixels (by their names; 2.5% of the pixels are 255",
         "data.image_size         images of 32 pixels",
         "optim.layer_decay       each layer's rate is 0.75 times",
         "the best checkpoint by val/miou",

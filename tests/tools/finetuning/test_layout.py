@@ -9,6 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from PIL import Image
 
 from vit_jax.data import splits
 from vit_jax.data.sources import parquet
@@ -214,6 +215,10 @@ def masked(found, split):
         ({"images": "masks"}, [8, 2]),
         ({"images/training": "annotations/training"}, [8, 2]),
         ({"img/train": "labels/train", "img/val": "labels/val"}, [10, 10]),
+        (
+            {"img/train2017": "masks/train2017", "img/val2017": "masks/val2017"},
+            [10, 10],
+        ),
         ({"train/images": "train/mask", "test/images": "test/mask"}, [8, 2, 10]),
     ],
 )
@@ -226,6 +231,14 @@ def test_folders_of_masks_are_found(tmp_path, folders, expected):
     assert masked(found, found.data["split"]) and masked(found, found.validation)
     assert "masks in" in found.description
     assert not (tmp_path / "split.csv").exists()
+
+
+def test_test_masks_without_classes_score_nothing(tmp_path):
+    mask_folder.write(tmp_path / "set", 10, "images/train", "masks/train")
+    mask_folder.write(tmp_path / "set", 3, "images/test", "masks/test", 10)
+    for path in (tmp_path / "set/masks/test").iterdir():
+        Image.new("L", mask_folder.SIZE[::-1], 255).save(path)
+    assert find(tmp_path / "set", tmp_path).test == ""
 
 
 def test_texts_beside_images_are_no_masks(photos, tmp_path):

@@ -38,6 +38,8 @@ def write_masks(root, *values, count=5):
     [
         ((0, 1, 2), (), 3, False),
         ((0, 1, 255), (), 2, False),
+        ((0, 255), ("dark", "light"), 2, None),
+        ((7, 255), (), 2, None),  # As black and white: the numbers are listed.
         ((1, 2, 3, 255), (), 3, True),  # As Oxford-IIIT Pet.
         ((0, 1, 2), ("a", "b", "c", "d"), 4, False),
         ((1, 2), ("a", "b", "c"), 3, False),
@@ -50,8 +52,11 @@ def test_classes_are_found(tmp_path, values, names, classes, reduced):
     if names:
         (tmp_path / "classes.txt").write_text("\n".join(names))
     seen = look(tmp_path)
-    expected = {"num_classes": classes, "reduce_zero_label": reduced}
-    assert seen.data == expected
+    if reduced is None:
+        assert seen.data == {"num_classes": 2, "mask_values": values}
+        assert "data.mask_values" in seen.choices
+        return
+    assert seen.data == {"num_classes": classes, "reduce_zero_label": reduced}
     assert ("data.reduce_zero_label" in seen.choices) == reduced
     _, why = seen.choices["data.num_classes"]
     assert ("names" in why) == bool(names)
@@ -62,12 +67,14 @@ def test_what_is_set_is_not_found(tmp_path):
     write_masks(tmp_path, 1, 2, 7)
     seen = look(tmp_path, reduce_zero_label=False, ignore_label=7)
     assert seen.data == {"num_classes": 3}
+    seen = look(tmp_path, mask_values=(7, 1, 2))
+    assert seen.data == {"num_classes": 3, "mask_values": (7, 1, 2)}
 
 
 @pytest.mark.parametrize(
     ("values", "names", "message"),
     [
-        ((0, 255), (), "one class, 0 beside 255"),
+        ((0,), (), "one class, 0"),
         ((0, 1, 2, 3), ("a", "b"), "names 2 classes, but its masks have 3"),
     ],
 )

@@ -12,7 +12,8 @@ is `data.image_key` or one of `IMAGE_FOLDERS`. What is there tells the layouts a
 An image and its mask have the same path below their folders, but for the ending and for
 one of `SUFFIXES`. "train" and "val" also stand for splits that a set calls "training" and
 "validation". Names of the classes are the lines of classes.txt, beside the folder of the
-masks or in it, or those of the data set. Classes of ADE20K count from 1: set `data.reduce_zero_label`.
+masks or in it, or those of the data set. Classes of ADE20K count from 1: set
+`data.reduce_zero_label`.
 """
 
 import contextlib

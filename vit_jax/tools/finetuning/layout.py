@@ -13,12 +13,13 @@ import dataclasses
 import io
 import os
 import pathlib
+import re
 from collections.abc import Mapping, Sequence
 
 from etils import epath
 
 from vit_jax.config import fields
-from vit_jax.data import catalogue, splits
+from vit_jax.data import catalogue, masks, splits
 from vit_jax.data.config import DataConfig
 from vit_jax.data.sources import folder, mask_folders, parquet, table
 from vit_jax.data.sources.arrays import IN_MEMORY
@@ -59,12 +60,17 @@ class Layout:
 
     @property
     def config(self) -> DataConfig:
-        """The config of the data, with one class."""
-        return DataConfig(**self.data | {"num_classes": 1})
+        """The config of the data, with one class or those of `data.mask_values`."""
+        return _config(self.data)
 
     def open(self, split: str) -> Source:
         """Opens a split; its labels are not checked."""
         return open_unchecked(self.config, split)
+
+
+def _config(data: Mapping) -> DataConfig:
+    classes = len(data.get("mask_values", ())) or 1
+    return DataConfig(**data | {"num_classes": classes})
 
 
 def find(place: str, given: Mapping[str, object], workdir: str) -> Layout:
@@ -131,13 +137,13 @@ def _of_folder(path: pathlib.Path, given: Mapping, workdir: str) -> Layout:
     return _with_validation(found, workdir)
 
 
-def common_folder(images: str, masks: str) -> tuple[str, dict[str, str]]:
-    """Returns the folder that holds two folders, and the keys of the config for them.
+def common_folder(images: str, drawn: str) -> tuple[str, dict[str, str]]:
+    """Returns the folder that holds those of images and of masks, and their config keys.
 
     Raises:
       UserError: one of them is no folder, or they are the same.
     """
-    paths = [os.path.abspath(os.path.expanduser(path)) for path in (images, masks)]
+    paths = [os.path.abspath(os.path.expanduser(path)) for path in (images, drawn)]
     for path in paths:
         if not os.path.isdir(path):
             raise UserError(
@@ -149,21 +155,35 @@ def common_folder(images: str, masks: str) -> tuple[str, dict[str, str]]:
     found = dict(zip(("data.image_key", "data.mask_key"), keys, strict=True))
     if "." in found.values():
         raise UserError(
-            f"{images} and {masks}: one holds the other; give two folders side by side"
+            f"{images} and {drawn}: one holds the other; give two folders side by side"
         )
     return root, found
 
 
 def _of_masks(path: pathlib.Path, given: Mapping) -> Layout:
     data = {"name": "masks", "data_dir": str(path), **given}
-    names = mask_folders.split_names(DataConfig(**data, num_classes=1))
-    train = folder.WHOLE if folder.WHOLE in names else first_of(TRAIN, names)
+    names = mask_folders.split_names(_config(data))
+    train = folder.WHOLE if folder.WHOLE in names else _numbered(TRAIN, names)
     if not train:
         raise _none_to_train_on(path, names)
     description = f"images, and their masks in {given['mask_key']!r}"
-    validation, test = first_of(VALIDATION, names), first_of(TEST, names)
+    validation, test = _numbered(VALIDATION, names), _numbered(TEST, names)
     found = Layout(data | {"split": train}, validation, test, description)
+    if test and not _has_classes(found.open(test), found.config):
+        found = dataclasses.replace(found, test="")
     return _with_validation(found, "")
+
+
+def _numbered(usual: Sequence[str], names: Sequence[str]) -> str:
+    """Returns the first usual name of a split, perhaps with a number as "train2017"."""
+    numbered = re.compile(rf"({'|'.join(usual)})\W?\d+")
+    found = (name for name in names if numbered.fullmatch(name.lower()))
+    return first_of(usual, names) or next(found, "")
+
+
+def _has_classes(source: Source, data: DataConfig) -> bool:
+    """Returns whether the first mask has classes; test masks of Cityscapes have none."""
+    return bool((masks.decode_mask(source[0]["mask"]) != data.ignore_label).any())
 
 
 def _none_to_train_on(place: object, names: Sequence[str]) -> UserError:
@@ -231,8 +251,7 @@ def _of_name(place: str, given: Mapping) -> Layout:
     else:
         entry = catalogue.ENTRIES.get(name)
         try:
-            config = DataConfig(name=name, num_classes=1, **data)
-            opened = open_unchecked(config, "train")
+            opened = open_unchecked(_config({"name": name, **data}), "train")
         except UserError as error:
             raise UserError(
                 f"{place} is no folder or table that is there, and no data set: {error}"

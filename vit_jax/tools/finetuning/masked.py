@@ -8,7 +8,7 @@ as DINOv2 probes (arXiv:2304.07193, section 7.4).
 import collections
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 import jax
@@ -49,42 +49,9 @@ class Masks:
     def look(self, splits: Layout, place: str) -> Seen:
         data, source = splits.config, splits.open(splits.data["split"])
         pixels, names = _pixels_of_values(source, data), source.class_names
-        total = max(1, sum(pixels.values()))
-        ignored = pixels.pop(data.ignore_label, 0) / total
-        top = max(pixels, default=0)
-        if min(pixels, default=0) < 0:
-            raise UserError(
-                f"{place} has masks with {min(pixels)}: set --config.data.ignore_label="
-                f"{min(pixels)} if it counts for no class"
-            )
-        keys, choices = {}, {}
-        reduced = data.reduce_zero_label
-        if "reduce_zero_label" not in splits.data:
-            reduced = top == len(names) if names else 0 not in pixels
-            keys["reduce_zero_label"] = bool(pixels) and reduced
-        if reduced:
-            choices["data.reduce_zero_label"] = (
-                "0 in a mask counts for no class",
-                f"classes are 1 to {top}",
-            )
-        classes = len(names) or top + 1 - reduced
-        if top - reduced >= classes:
-            raise UserError(
-                f"{place} names {classes} classes, but its masks have {top}: name "
-                f"{top + 1}, or set --config.data.ignore_label={top} if it counts for none"
-            )
-        if classes < 2:
-            also = f" beside {data.ignore_label}, which counts for none" * (ignored > 0)
-            raise UserError(
-                f"{place} has masks of one class, {top}{also}: write them with numbers "
-                "from 0 on, one for each class"
-            )
-        why = "by their names" if names else f"the largest number in a mask is {top}"
-        if ignored:
-            why += f"; {ignored:.1%} of the pixels are {data.ignore_label}, of no class"
-        choices["data.num_classes"] = f"the class of each pixel, of {classes}", why
+        keys, choices = _classes_of(pixels, names, splits, place)
         images = rule.look_at(source, None)
-        return Seen(images, keys | {"num_classes": classes}, choices)
+        return Seen(images, keys, choices)
 
     def sections(self, given: Given, side: int, batch: int) -> dict:
         model = models.create(
@@ -163,6 +130,55 @@ class Masks:
 
     def write_page(self, config, workdir, split, headline) -> str:
         return mask_report.write(config, workdir, split, headline)
+
+
+def _classes_of(
+    pixels: Mapping[int, int], names: Sequence[str], splits: Layout, place: str
+) -> tuple[dict, Choices]:
+    """Returns the keys of the classes of masks, and lines on them.
+
+    Raises:
+      UserError: there are fewer than two classes, or more than names.
+    """
+    data, ignore = splits.config, splits.config.ignore_label
+    seen = sorted(pixels.keys() - {ignore})
+    values = data.mask_values
+    if seen and seen[0] < 0 and not values:
+        raise UserError(
+            f"{place} has masks with {seen[0]}: set --config.data.ignore_label={seen[0]} if "
+            "it counts for no class"
+        )
+    if not values and len(seen) == 1 and ignore in pixels and len(names) in (0, 2):
+        values = (seen[0], ignore)  # As black and white.
+    if values:
+        keys = {"mask_values": values, "num_classes": len(values)}
+        why = f"the masks have {' and '.join(map(str, values))}"
+        return keys, {"data.mask_values": (f"{len(values)} classes of pixels", why)}
+    top, keys, choices = max(seen, default=0), {}, {}
+    reduced = data.reduce_zero_label
+    if "reduce_zero_label" not in splits.data:
+        reduced = bool(seen) and (top == len(names) if names else 0 not in seen)
+        keys["reduce_zero_label"] = reduced
+    if reduced:
+        why = f"classes are 1 to {top}"
+        choices["data.reduce_zero_label"] = "0 in a mask counts for no class", why
+    classes = len(names) or top + 1 - reduced
+    if top - reduced >= classes:
+        raise UserError(
+            f"{place} names {classes} classes, but its masks have {top}: name {top + 1}, or "
+            f"set --config.data.ignore_label={top} if it counts for none"
+        )
+    if classes < 2:
+        raise UserError(
+            f"{place} has masks of one class, {top}: write them with numbers from 0 on, one "
+            "for each class"
+        )
+    why = "by their names" if names else f"the largest number in a mask is {top}"
+    if ignored := pixels.get(ignore, 0):
+        part = ignored / sum(pixels.values())
+        why += f"; {part:.1%} of the pixels are {ignore}, of no class"
+    choices["data.num_classes"] = f"{classes} classes of pixels", why
+    return keys | {"num_classes": classes}, choices
 
 
 def _pixels_of_values(source: Source, data: DataConfig) -> dict[int, int]:

@@ -38,7 +38,7 @@ MINUTES = 15.0
 # Keys of `config.data` that describe the layout of the images.
 _LAYOUT_KEYS = ("image_key", "label_key", "multi_label", "data_dir")
 _LAYOUT_KEYS += ("image_dir", "image_suffix")
-_LAYOUT_KEYS += ("mask_key", "ignore_label", "reduce_zero_label")
+_LAYOUT_KEYS += ("mask_key", "ignore_label", "reduce_zero_label", "mask_values")
 _PLACE = "the folder or name"
 _FLAGS = {"init": "--model", "init.checkpoint": "--model"}
 _FLAGS |= {"data.name": _PLACE, "data.split": _PLACE}
@@ -231,12 +231,14 @@ def _open(request: _Request, workdir: str) -> Given:
     for note in pretrained.notes:
         request.say(f"{masked(request.model)}: {note}")
     kind = _kind_of(splits.config)
-    seen, validated = (
+    return Given(
+        kind,
+        splits,
         kind.look(splits, request.place),
         len(splits.open(splits.validation)),
+        pretrained,
+        weights.preprocessing_of(pretrained),
     )
-    how = weights.preprocessing_of(pretrained)
-    return Given(kind, splits, seen, validated, pretrained, how)
 
 
 def choose(request: _Request, workdir: str) -> tuple[dict, dict[str, tuple[str, str]]]:
