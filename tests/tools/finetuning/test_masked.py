@@ -63,6 +63,18 @@ def test_classes_are_found(tmp_path, values, names, classes, reduced):
     assert ("255" in why) == (255 in values)
 
 
+def test_ade20k_has_names_for_all_but_0(tmp_path):
+    for part, first in (("training", 0), ("validation", 6)):
+        folders = f"images/{part}", f"annotations/{part}"
+        mask_folder.write(tmp_path, 6, *folders, first, border=False)
+    rows = ["Idx\tName", "1\twall, side", "2\tsky"]
+    (tmp_path / "objectInfo150.txt").write_text("\n".join(rows))
+    found = layout.find(str(tmp_path), {}, str(tmp_path / "run"))
+    seen = Masks().look(found, str(tmp_path))
+    assert (found.data["split"], found.validation) == ("training", "validation")
+    assert seen.data == {"num_classes": 2, "reduce_zero_label": True}
+
+
 def test_what_is_set_is_not_found(tmp_path):
     write_masks(tmp_path, 1, 2, 7)
     seen = look(tmp_path, reduce_zero_label=False, ignore_label=7)
@@ -154,3 +166,11 @@ def test_grey_images_keep_their_sides_and_colours():
     assert "|" not in grey["train_transform"]
     # The whole short side is seen, as in evaluations.
     assert color["eval_transform"] == "resize_small(32) | central_crop"
+
+
+def test_an_evaluation_costs_windows_and_pixels():
+    images = rule.Images(40, 300.0, False, 1.0)
+    slow, fast = (
+        Masks().cost(Seen(images, {"num_classes": n}, {}), 50) for n in (2, 9)
+    )
+    assert 2 < slow < fast < 10

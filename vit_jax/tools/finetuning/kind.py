@@ -92,20 +92,24 @@ class Kind(Protocol):
       metric: its metric, see `Result`.
       optimizer: name of the optimiser that the rate is chosen for.
       most_epochs: largest number of epochs.
-      cost: time to evaluate an image, relative to that of one window of the network's size.
     """
 
     evaluation: str
     metric: str
     optimizer: str
     most_epochs: float
-    cost: float
 
     def look(self, splits: Layout, place: str) -> Seen:
         """Looks at the training images.
 
         Raises:
           UserError: they have fewer than two classes, or unreadable ones.
+        """
+
+    def cost(self, seen: Seen, speed: float) -> float:
+        """Returns the time to evaluate an image, relative to a forward pass.
+
+        `speed` is that of training, in images per second.
         """
 
     def sections(self, given: Given, side: int, batch: int) -> dict:

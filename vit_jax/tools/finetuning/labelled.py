@@ -24,7 +24,6 @@ class Labels:
 
     optimizer: ClassVar = rule.OPTIMIZER
     most_epochs: ClassVar = rule.MOST_EPOCHS
-    cost: ClassVar = 1.0
 
     @property
     def evaluation(self) -> str:
@@ -48,6 +47,9 @@ class Labels:
         if images.uneven >= rule.UNEVEN and not self.multi_label:
             data["class_balance"] = "sqrt"
         return Seen(images, data, {})
+
+    def cost(self, seen: Seen, speed: float) -> float:
+        return 1.0
 
     def sections(self, given: Given, side: int, batch: int) -> dict:
         best = rule.metric_of(given.images, {"multi_label": self.multi_label})

@@ -33,6 +33,8 @@ _LAYERS = 4  # Whose features the head gets.
 # times as long: with 12 cells it was worse than a linear head in the same time.
 _COARSE = 8
 _RATE, _WEIGHT_DECAY, _LAYER_DECAY = 1e-3, 0.05, 0.75
+# Of an evaluation: windows of a photograph, and seconds of a host per pixel and class.
+_WINDOWS, _PIXEL_SECONDS, _ASPECT = 2, 2e-8, 4 / 3
 _WORST = 5  # Classes in the line on the worst.
 
 
@@ -44,7 +46,6 @@ class Masks:
     metric: ClassVar = "miou"
     optimizer: ClassVar = "adam"
     most_epochs: ClassVar = 60.0
-    cost: ClassVar = 3.0  # Two windows of a photograph, and its pixels.
 
     def look(self, splits: Layout, place: str) -> Seen:
         data, source = splits.config, splits.open(splits.data["split"])
@@ -52,6 +53,10 @@ class Masks:
         keys, choices = _classes_of(pixels, names, splits, place)
         images = rule.look_at(source, None)
         return Seen(images, keys, choices)
+
+    def cost(self, seen: Seen, speed: float) -> float:
+        values = _ASPECT * seen.images.side**2 * seen.data["num_classes"]
+        return _WINDOWS + values * _PIXEL_SECONDS * speed / rule.EVALUATED
 
     def sections(self, given: Given, side: int, batch: int) -> dict:
         model = models.create(

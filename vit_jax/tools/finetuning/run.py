@@ -271,7 +271,7 @@ def choose(request: _Request, workdir: str) -> tuple[dict, dict[str, tuple[str, 
         speed = trial.measure(raw, request.say)
         side = raw["data"]["image_size"][0]
         step = side if "data.image_size" in others else patch
-        evaluated = round(given.validated * kind.cost)
+        evaluated = round(given.validated * kind.cost(given.seen, speed))
         limits = speed, minutes, kind.most_epochs
         length = rule.fit(images, evaluated, side, step, *limits)
     batch = config_of(side, 1, 1)["batch_size"]
