@@ -242,7 +242,7 @@ def test_two_folders_of_images_and_masks(place, tmp_path, capsys):
     (tmp_path / "classes.txt").write_text("\n".join(mask_folder.NAMES))
     run, masks = tmp_path / "run", str(tmp_path / "drawn")
     words = [masks, f"--workdir={run}", "--minutes=0", "--config.total_steps=2"]
-    words += ["--config.task.width=8"]
+    words += ["--config.task.head=linear"]
     assert command(tmp_path, *words, weights=place) == 0
     out = capsys.readouterr().out
     for line in (
@@ -272,18 +272,44 @@ def test_two_folders_of_images_and_masks(place, tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_shapes_on_noise_are_learnt_to_the_pixel(place, tmp_path, capsys):
-    mask_folder.write(tmp_path / "set", 50)
-    run = tmp_path / "run"
-    words = [f"--workdir={run}", "--minutes=0", "--config.epochs=50"]
-    words += ["--config.task.width=16", "--config.optim.learning_rate=0.005"]
-    assert command(tmp_path, *words, photos="set", weights=place) == 0
-    assert "40 images of 3 classes (10 to validate on)" in capsys.readouterr().out
-    report = json.loads((run / "report.json").read_text())
-    assert report["final"]["val"]["ema"]["miou"] > 0.8
+def test_shapes_on_noise_are_learnt_to_the_pixel(place, tmp_path):
+    root, run, lines = tmp_path / "set", tmp_path / "run", []
+    mask_folder.write(root, 50, "photos", "drawn")
+    keys = {"epochs": 50, "task.width": 16, "optim.learning_rate": 0.005}
+    result = vit_jax.finetune(
+        root / "photos",
+        run,
+        masks=root / "drawn",
+        model=place / "weights.safetensors",
+        minutes=0,
+        tell=lines.append,
+        **keys,
+    )
+    assert "40 images of 3 classes (10 to validate on)" in "\n".join(lines)
+    assert (result.metric, result.interval) == ("miou", None)
+    assert result.score > 0.8 and result.scores["iou/1"] > 0.7
+    worst = f"class 1 {result.scores['iou/1']:.1%}"
+    assert any(worst in line for line in finetuning.summary(result))
     model = vit_jax.load_model(str(run), tell=lambda line: None)
     image, mask = mask_folder.pair(np.random.default_rng(99))
     assert (model.segment(image) == mask).mean() > 0.9
+
+
+def test_a_frozen_network_has_no_layer_decay(place, tmp_path, capsys, chosen):
+    mask_folder.write(tmp_path / "set", 6)
+    words = [
+        f"--workdir={tmp_path / 'run'}",
+        "--minutes=0",
+        "--config.task.frozen=True",
+    ]
+    config = chosen(tmp_path, *words, photos="set", weights=place)
+    assert (config.task.frozen, config.optim.layer_decay, config.ema.decay) == (
+        True,
+        0,
+        0,
+    )
+    out = capsys.readouterr().out
+    assert "the head alone is trained" in out and "one rate for all layers" in out
 
 
 @pytest.mark.slow

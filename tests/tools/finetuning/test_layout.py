@@ -128,6 +128,24 @@ def test_a_set_of_the_hub_by_its_name(tmp_path, monkeypatch):
     assert labels == [0, 0, 1, 1, 2, 2]
 
 
+def test_a_column_of_masks_on_the_hub(tmp_path, monkeypatch):
+    mask_folder.write(tmp_path, 10)
+
+    def cell(folder, i):
+        return {"bytes": (tmp_path / folder / f"{i}.png").read_bytes(), "path": ""}
+
+    rows = [{"image": cell("images", i), "seg": cell("masks", i)} for i in range(10)]
+    pq.write_table(
+        pa.Table.from_pylist(rows), tmp_path / "train-00000-of-00001.parquet"
+    )
+    monkeypatch.setattr(parquet, "download", lambda name: str(tmp_path))
+    found = find("someone/photos", tmp_path, mask_key="seg")
+    assert sizes(found) == [8, 2] and masked(found, found.validation)
+    assert len(layout.take_fold(found, 1, 2).open("train")) == 10
+    with pytest.raises(UserError, match="say which holds the labels"):
+        find("someone/photos", tmp_path)
+
+
 def test_a_set_of_the_project_by_its_name(tmp_path):
     found = find("digits", tmp_path)
     assert (found.data["split"], found.test) == ("train[:80%]", "test")

@@ -124,7 +124,9 @@ class Masks:
             if name.startswith("iou/")
         }
         worst = sorted(known.items(), key=lambda item: item[1])[:_WORST]
-        shown = ", ".join(f"{name} {value:.1%}" for name, value in worst)
+        shown = ", ".join(
+            f"{'class ' * name.isdecimal()}{name} {value:.1%}" for name, value in worst
+        )
         return [f"worst:     {shown}"] * bool(shown)
 
     def commands(self, model: str) -> list[str]:

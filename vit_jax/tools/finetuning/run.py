@@ -304,8 +304,10 @@ def _config(
     size = config.data.image_size
     how = given.kind.transforms(given.images, given.preprocess, size)
     raw["data"] = how | raw["data"]
-    if "ema.decay" not in overrides and not config.task.averages_network:
-        raw["ema"]["decay"] = 0.0
+    if not config.task.averages_network:  # It trains what it has beside the network.
+        for section, key in (("ema", "decay"), ("optim", "layer_decay")):
+            if f"{section}.{key}" not in overrides:
+                raw[section][key] = 0.0
     return raw
 
 
