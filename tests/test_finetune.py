@@ -346,3 +346,22 @@ def test_the_same_photographs_train_the_same_model_wherever_they_lie(place, tmp_
     moved.rename(photos.with_name("others"))
     with pytest.raises(UserError, match="by another command.*others"):
         sha_of(photos.with_name("others"), tmp_path / "renamed")
+
+
+def test_photographs_weights_learn_images_of_bands(place, capsys):
+    rng = np.random.default_rng(0)
+    for split, count in {"train": 12, "val": 4}.items():
+        for name, level in {"dry": 2_500, "wet": 5_500}.items():
+            folder = place / "bands" / split / name
+            folder.mkdir(parents=True)
+            for i in range(count):
+                image = rng.normal(level, 300, (20, 20, 5)).clip(0).astype(np.uint16)
+                np.save(folder / f"{i}.npy", image)
+    run = place / "of_bands"
+    keys = {"channels": 5, "pixels": "uint16", "mean": "estimate", "std": "estimate"}
+    words = [f"--config.data.{key}={value}" for key, value in keys.items()]
+    words += ["--minutes=0", "--config.total_steps=6", f"--workdir={run}"]
+    assert command(place, *words, photos="bands") == 0
+    model = vit_jax.load_model(str(run), tell=lambda line: None)
+    assert model.model.image_shape[-1] == 5 and len(model.preprocessing.mean) == 5
+    assert f"mistakes:  {run / 'report.html'}" in capsys.readouterr().out

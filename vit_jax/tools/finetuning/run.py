@@ -183,7 +183,7 @@ def _train(
         for key, (what, why) in choices.items():
             say(f"{key:<{width}}  {what}" + f" ({why})" * bool(why))
         replace_text(path, json.dumps(raw, indent=2) + "\n")
-    config = complete(raw)
+    config = loop.resolved(complete(raw))  # The pages need numbers too.
     done = loop.train(config, workdir, StartupTimer(say=say), callbacks=callbacks)
     return config, _result(done, config, workdir)
 
