@@ -82,7 +82,6 @@ def see(source, config, count: int) -> tuple:
     from vit_jax.config.lengths import RunLength
     from vit_jax.data import bands, masks, normalization, pipeline
     from vit_jax.data.transforms import parse
-    from vit_jax.evaluators import label_maps
     from vit_jax.training import train_state
 
     # Processes would not pay for one batch.
@@ -120,13 +119,22 @@ def see(source, config, count: int) -> tuple:
     images = np.stack([bands.to_display(image) for image in images])
     labels = prepared.get("label")
     if "label_map" in prepared:
-        maps = np.asarray(prepared["label_map"])
         colors = masks.palette(data.num_classes, source.class_colors)
-        pairs = zip(images, maps, strict=True)
-        images = np.stack([label_maps.overlay(*pair, colors) for pair in pairs])
-        labels = np.stack([label_maps.shares(one, data.num_classes) for one in maps])
+        images, labels = _with_masks(images, prepared["label_map"], colors)
     labels = None if labels is None else np.asarray(labels)
     return images, labels, names
+
+
+def _with_masks(images, maps, colors):
+    """Returns images with masks over them, and the parts of the classes."""
+    import numpy as np
+
+    from vit_jax.evaluators import label_maps
+
+    maps = np.asarray(maps)
+    pairs = zip(images, maps, strict=True)
+    images = np.stack([label_maps.overlay(*pair, colors) for pair in pairs])
+    return images, np.stack([label_maps.shares(one, len(colors)) for one in maps])
 
 
 def _pad(images, height: int, width: int):

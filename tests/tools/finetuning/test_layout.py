@@ -269,6 +269,7 @@ def test_texts_beside_images_are_no_masks(photos, tmp_path):
 
 def test_two_folders_are_one_set_of_masks(tmp_path):
     mask_folder.write(tmp_path, 10, "a/photos", "b/c/drawn")
+    (tmp_path / "about.csv").write_text("name,licence\n")
     place, keys = layout.common_folder(
         str(tmp_path / "a/photos"), str(tmp_path / "b/c/drawn")
     )

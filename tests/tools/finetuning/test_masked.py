@@ -114,7 +114,8 @@ def given(variant, side, **options):
     images = rule.Images(40, 60.0, False, 1.0)
     splits = layout.Layout({}, "val", "", "")
     seen = Seen(images, {"num_classes": 3}, {})
-    return Given(Masks(), splits, seen, 10, pretrained, Preprocess((side, side)))
+    how = Preprocess((side, side), crop_fraction=0.875)
+    return Given(Masks(), splits, seen, 10, pretrained, how)
 
 
 TINY = {"width": 8, "num_heads": 2, "mlp_dim": 12}
@@ -158,14 +159,17 @@ def test_head_and_rates_fit_the_network(variant, options, layers, decays):
 
 
 def test_grey_images_keep_their_sides_and_colours():
-    images = rule.Images(40, 60.0, False, 1.0)
-    how = Preprocess((32, 32), crop_fraction=0.875)
-    color = Masks().transforms(images, how, (32, 32))
-    grey = Masks().transforms(dataclasses.replace(images, grey=True), how, (32, 32))
-    assert "flip | color_jitter" in color["train_transform"]
-    assert "|" not in grey["train_transform"]
+    def chosen(grey=False, **options):
+        found = given("Ti/2", 32, **TINY, depth=1, **options)
+        images = dataclasses.replace(found.images, grey=grey)
+        found = dataclasses.replace(found, seen=Seen(images, {"num_classes": 3}, {}))
+        return Masks().transforms(found, (32, 32))
+
+    assert "flip | color_jitter" in chosen()["train_transform"]
+    assert chosen(channels=5)["train_transform"].endswith("| flip")
+    assert "|" not in chosen(grey=True)["train_transform"]
     # The whole short side is seen, as in evaluations.
-    assert color["eval_transform"] == "resize_small(32) | central_crop"
+    assert chosen()["eval_transform"] == "resize_small(32) | central_crop"
 
 
 def test_an_evaluation_costs_windows_and_pixels():

@@ -115,9 +115,7 @@ class Kind(Protocol):
     def sections(self, given: Given, side: int, batch: int) -> dict:
         """Returns the sections "task" and "optim" of the config, and "best_metric"."""
 
-    def transforms(
-        self, images: rule.Images, how: Preprocess, size: tuple[int, int]
-    ) -> dict[str, str]:
+    def transforms(self, given: Given, size: tuple[int, int]) -> dict[str, str]:
         """Returns `data.train_transform` and `data.eval_transform` at a size in pixels."""
 
     def choices(self, images: rule.Images, raw: Mapping) -> Choices:

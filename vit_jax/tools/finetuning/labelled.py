@@ -59,8 +59,8 @@ class Labels:
             "best_metric": best,
         }
 
-    def transforms(self, images, how, size) -> dict[str, str]:
-        return rule.transforms_of(images, how, size)
+    def transforms(self, given: Given, size: tuple[int, int]) -> dict[str, str]:
+        return rule.transforms_of(given.images, given.preprocess, size)
 
     def choices(self, images: rule.Images, raw: Mapping) -> Choices:
         balance = raw["data"].get("class_balance") or "as they are"

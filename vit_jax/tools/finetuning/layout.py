@@ -96,7 +96,8 @@ def find(place: str, given: Mapping[str, object], workdir: str) -> Layout:
 def _of_folder(path: pathlib.Path, given: Mapping, workdir: str) -> Layout:
     usual = mask_folders.usual_mask_key(path)
     mask_key = given.get("mask_key", usual)
-    if mask_key and (usual or not table.tables_in(path)):
+    has_folder = usual or (path / mask_key).is_dir()
+    if mask_key and (has_folder or not table.tables_in(path)):
         return _of_masks(path, {**given, "mask_key": mask_key})
     names = folder.split_folders(path)
     others = [name for name in folder.visible_folders(path) if name not in names]

@@ -80,12 +80,15 @@ class Masks:
         }
         return {"task": task, "optim": optim, "best_metric": f"val/{self.metric}"}
 
-    def transforms(self, images, how, size) -> dict[str, str]:
-        train = f"scale_crop(scale={(0.7, 1.4) if images.grey else (0.5, 2.0)})"
-        if not images.grey:
-            train += " | flip | color_jitter"
-        whole = dataclasses.replace(how, crop_fraction=1.0)
-        known = rule.transforms_of(images, whole, size)
+    def transforms(self, given: Given, size: tuple[int, int]) -> dict[str, str]:
+        grey = given.images.grey
+        train = f"scale_crop(scale={(0.7, 1.4) if grey else (0.5, 2.0)})"
+        if not grey:
+            train += " | flip"
+            if given.pretrained.options["channels"] == 3:
+                train += " | color_jitter"
+        whole = dataclasses.replace(given.preprocess, crop_fraction=1.0)
+        known = rule.transforms_of(given.images, whole, size)
         return known | {"train_transform": train}
 
     def choices(self, images: rule.Images, raw: Mapping) -> Choices:

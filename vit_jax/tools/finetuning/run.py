@@ -302,8 +302,7 @@ def _config(
         raw["total_steps"] = 0
     config = complete(raw)
     size = config.data.image_size
-    how = given.kind.transforms(given.images, given.preprocess, size)
-    raw["data"] = how | raw["data"]
+    raw["data"] = given.kind.transforms(given, size) | raw["data"]
     if not config.task.averages_network:  # It trains what it has beside the network.
         for section, key in (("ema", "decay"), ("optim", "layer_decay")):
             if f"{section}.{key}" not in overrides:
