@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import tqdm
 from flax.traverse_util import flatten_dict
-from helpers import draw_params, write_weights
+from helpers import draw_params, run_command, write_weights
 from PIL import Image
 
 from vit_jax import cli, models, progress, visualize
@@ -518,3 +518,19 @@ def test_the_task_and_the_windows_of_a_swin_transformer_are_drawn(tmp_path, plac
         np.testing.assert_allclose(data["stage_1"].mean(), 1, rtol=1e-5)
         blocks = data["stage_1"].reshape(2, 4, 3, 4).mean((1, 3))
         np.testing.assert_allclose(blocks, 1, rtol=1e-5)
+
+
+def test_images_of_bands_are_drawn(tmp_path):
+    how = dataclasses.replace(PREPROCESS, pixels="uint16")
+    path = tmp_path / "bands.safetensors"
+    write_weights(path, NAMES, how, **OPTIONS | {"channels": 5})
+    rng = np.random.default_rng(0)
+    for i in range(4):
+        image = rng.integers(0, 1 << 16, (30, 40, 5), dtype=np.uint16)
+        np.save(tmp_path / f"{i}.npy", image)
+    names = sorted(map(str, tmp_path.glob("*.npy")))
+    words = [f"--model={path}", "--images", *names, f"--out={tmp_path / 'out'}"]
+    assert not run_command("visualize", [*words, "--shown=1"])
+    for name in ("attention/0", "rollout/0", "relevance/0", "pca/0", "filters", "cka"):
+        with Image.open(tmp_path / "out" / f"{name}.png") as picture:
+            assert np.ptp(np.array(picture)) > 100

@@ -291,12 +291,15 @@ def read_batches(
         # This runs ahead of `num_read`, so a few more originals are decoded than kept.
         keep = num_read < num_originals
         # Grey images are decoded as grey: that is not the mean of RGB.
-        forms = {model.form for model in models} | ({PixelFormat()} if keep else set())
+        forms = {model.form for model in models}
         # One original stands beside all models.
         exif = any(model.preprocess.exif for model in models)
         decoded = {form: bands.read(data, form, exif=exif) for form in forms}
         prepared = [model.prepare(decoded[model.form]) for model in models]
-        return decoded[PixelFormat()] if keep else None, prepared
+        if not keep:
+            return None, prepared
+        colours = decoded.get(PixelFormat())
+        return bands.picture(data, exif=exif) if colours is None else colours, prepared
 
     threads = min(8, os.cpu_count() or 1)
     pending = []
