@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 from vit_jax.data.transforms.host import resize_bilinear
-from vit_jax.evaluators.sliding_window import Sliding, interpolate
+from vit_jax.evaluators import sliding_window
+from vit_jax.evaluators.sliding_window import Sliding, _starts, interpolate
+from vit_jax.models import segmenter
 
 
 def shades(size, seed=0):
@@ -92,22 +94,26 @@ def test_a_network_that_knows_the_place_shows_that_nothing_is_shifted():
     assert np.ptp(border) <= 4 and abs(border.mean() - 19.5) < 3
 
 
-def test_interpolation_is_that_of_opencv_and_of_the_device():
-    maps = np.random.default_rng(0).normal(size=(5, 3, 4)).astype(np.float32)
-    expected = cv2.resize(maps, (13, 17))
-    found = interpolate(maps, (17, 13), np.arange(17))
-    np.testing.assert_allclose(found, expected, atol=1e-6)
-    from vit_jax.models import segmenter
+def test_interpolation_is_that_of_the_device():
+    for size, classes in (((17, 13), 4), ((3, 2), 70), ((5, 9), 150)):
+        maps = np.random.default_rng(0).normal(size=(5, 3, classes))
+        maps = maps.astype(np.float32)
+        on_device = np.asarray(segmenter.resize(maps[None], size))[0]
+        np.testing.assert_allclose(interpolate(maps, size), on_device, atol=1e-6)
 
-    on_device = np.asarray(segmenter.resize(maps[None], (17, 13)))[0]
-    np.testing.assert_allclose(found, on_device, atol=1e-6)
-    some = interpolate(maps, (17, 13), np.arange(4, 9))
-    np.testing.assert_array_equal(some, found[4:9])
+
+def test_classes_are_the_same_however_many_fit_into_memory(monkeypatch):
+    logits = np.random.default_rng(0).normal(size=(5, 3, 11)).astype(np.float32)
+    logits[..., 7] = logits[..., 2]  # Of equal logits the first counts.
+    expected = interpolate(logits, (17, 13)).argmax(-1)
+    for classes in (1, 3, 11):
+        monkeypatch.setattr(sliding_window, "_MOST_BYTES", 4 * 17 * 13 * classes)
+        found = sliding_window._largest(logits, (17, 13))
+        np.testing.assert_array_equal(found, expected)
+        assert found.dtype == np.int16
 
 
 def test_windows_overlap_by_at_least_what_is_asked():
-    from vit_jax.evaluators.sliding_window import _starts
-
     for length, overlap in itertools.product((16, 17, 40, 100, 131), (0, 0.3, 0.9)):
         starts = _starts(length, 16, overlap)
         assert starts[0] == 0 and starts[-1] == length - 16

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 import numpy as np
 from jaxtyping import Float, Int16, Num
 
-from vit_jax.data.transforms.host import covering_size, resize_box
+from vit_jax.data.transforms.host import covering_size, resize_box, resize_fast
 from vit_jax.weights.pretrained import INTERPOLATIONS
 
 RESIZES = ("cover", "none", "whole")
@@ -22,9 +22,7 @@ RESIZES = ("cover", "none", "whole")
 Logits = Float[np.ndarray, "B y x L"]
 LabelMap = Int16[np.ndarray, "H W"]
 
-_ROWS = (
-    32  # Rows whose classes are found at a time: logits of a whole image may be large.
-)
+_MOST_BYTES = 1 << 28  # Of logits of an image at its own size at a time.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,24 +130,18 @@ class _Canvas:
             self._sum = np.zeros((*self.size, logits.shape[-1]), np.float32)
         (top, left), (rows, columns) = corner, self._how.window
         part = self._sum[top : top + rows, left : left + columns]
-        part += interpolate(logits, self._how.window, np.arange(rows))
+        part += interpolate(logits, self._how.window)
 
     def label_map(self) -> LabelMap:
         """Returns the class of each pixel of the image at its first size."""
         logits, window = self._sum, self._how.window
         if window != self.size:
             down, across = self._counts
-            logits = logits / (down[:, None] * across)[..., None]
+            logits /= (down[:, None] * across)[..., None]
         if self._fitted != self.size:  # Of the padding there are no classes.
-            if logits.shape[:2] != self.size:
-                logits = interpolate(logits, self.size, np.arange(self.size[0]))
+            logits = interpolate(logits, self.size)
             logits = logits[: self._fitted[0], : self._fitted[1]]
-        height, width = self._original
-        out = np.empty((height, width), np.int16)
-        for first in range(0, height, _ROWS):
-            rows = np.arange(first, min(first + _ROWS, height))
-            out[rows] = interpolate(logits, (height, width), rows).argmax(-1)
-        return out
+        return _largest(logits, self._original)
 
 
 def _starts(length: int, window: int, overlap: float) -> list[int]:
@@ -170,23 +162,23 @@ def _coverage(length: int, window: int, starts: list[int]) -> Float[np.ndarray, 
 
 
 def interpolate(
-    maps: Float[np.ndarray, "y x L"], size: tuple[int, int], rows: np.ndarray
-) -> Float[np.ndarray, "R W L"]:
-    """Returns some `rows` of maps that are resized to `size` as `segmenter.resize` does."""
-    out = _along(maps, 0, size[0], rows)
-    return _along(out, 1, size[1], np.arange(size[1]))
-
-
-def _along(maps, axis, length, places):
-    """Resizes one axis, bilinear between the centres of cells, at some places."""
-    cells = maps.shape[axis]
-    if cells == length and len(places) == length:
+    maps: Float[np.ndarray, "y x L"], size: tuple[int, int]
+) -> Float[np.ndarray, "H W L"]:
+    """Resizes maps as `segmenter.resize` does."""
+    if maps.shape[:2] == size:
         return maps
-    at = ((places + 0.5) * (cells / length) - 0.5).clip(0, cells - 1)
-    low = np.floor(at).astype(int)
-    high = np.minimum(low + 1, cells - 1)
-    part = np.expand_dims(
-        (at - low).astype(np.float32), (1, 2) if axis == 0 else (0, 2)
-    )
-    first, second = maps.take(low, axis), maps.take(high, axis)
-    return first + part * (second - first)
+    return resize_fast(np.ascontiguousarray(maps), size, antialias=False)
+
+
+def _largest(logits: Float[np.ndarray, "y x L"], size: tuple[int, int]) -> LabelMap:
+    """Returns the class of the largest of the logits that are resized, a few at a time."""
+    step = max(1, _MOST_BYTES // (4 * size[0] * size[1]))
+    classes, best = np.zeros(size, np.int16), np.full(size, -np.inf, np.float32)
+    for first in range(0, logits.shape[-1], step):
+        part = interpolate(logits[..., first : first + step], size)
+        place = part.argmax(-1)
+        value = np.take_along_axis(part, place[..., None], -1)[..., 0]
+        better = value > best
+        classes[better] = place[better] + first
+        best[better] = value[better]
+    return classes
