@@ -182,13 +182,12 @@ def build_train_setup(
     _check_running_means(task, params, extra, config)
     sharding.check_memory(params, list(mesh.devices.flat), extra)
 
-    network = backbone_paths(task, params, extra)
-    tree, _, within = network["path"].partition("/")
-    within = within if tree == "params" else None
+    paths = backbone_paths(task, params, extra)
+    tree, _, within = paths["path"].partition("/")
+    of_network = model.config, within if tree == "params" else None
 
     def optimizer(peak):
         rate = optim.learning_rate(config.optim, peak, run)
-        of_network = model.config, within
         return rate, optim.optimizer(config.optim, params, rate, run, *of_network)
 
     peak = config.optim.peak_learning_rate(config.batch_size)
@@ -219,14 +218,7 @@ def build_train_setup(
         step_at=step_at,
         batch_shapes=_with_sharding(batch_spec, meshes.batched(mesh)),
         training_flops=flops and flops * (2 if config.optim.sam_rho else 1),
-        metadata={
-            "task": task.metadata(),
-            "network": {
-                **network,
-                "options": task.model.portable_options,
-                "statistics": list(task.statistics),
-            },
-        },
+        metadata=_metadata(task, paths),
         mesh=mesh,
         **layout,
     )
@@ -237,6 +229,16 @@ def _with_sharding(shapes: dict, sharding: NamedSharding) -> dict:
         name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
         for name, x in shapes.items()
     }
+
+
+def _metadata(task: Task, paths: dict[str, str]) -> dict:
+    """Returns what checkpoints store to build the task and its network again."""
+    network = {
+        **paths,
+        "options": task.model.portable_options,
+        "statistics": list(task.statistics),
+    }
+    return {"task": task.metadata(), "network": network}
 
 
 def _lay_out(config: TrainConfig, mesh: Mesh, task: Task, shapes: TrainState) -> dict:
