@@ -102,3 +102,18 @@ def test_layers_of_a_scan_are_those_of_blocks_one_by_one():
         for b in built
     ]
     np.testing.assert_allclose(*found, atol=1e-5)
+
+
+def test_a_map_is_made_finer_as_by_a_transposed_convolution():
+    x = jax.random.normal(jax.random.key(0), (2, 3, 5, 7))
+    kernel = jax.random.normal(jax.random.key(1), (2, 2, 7, 11))
+    across = kernel.transpose(2, 0, 1, 3).reshape(7, 4 * 11)
+    expected = jax.lax.conv_transpose(
+        x,
+        kernel[::-1, ::-1],
+        (2, 2),
+        "VALID",
+        dimension_numbers=("NHWC", "HWIO", "NHWC"),
+    )
+    found = segmenter.depth_to_space(x @ across)
+    np.testing.assert_allclose(found, expected, atol=1e-5)
