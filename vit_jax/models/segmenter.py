@@ -52,8 +52,8 @@ class PyramidHead(nn.Module):
     """Maps of several scales, each convolved to `width` features, and their sum.
 
     Maps of one grid are joined and become four: four times and twice as fine by transposed
-    convolutions, as they are, and half as fine by a maximum. Maps of several grids, as of a
-    Swin Transformer, are taken as they are.
+    convolutions (see `depth_to_space`), as they are, and half as fine by a maximum. Maps of
+    several grids, as of a Swin Transformer, are taken as they are.
     """
 
     num_classes: int

@@ -176,10 +176,13 @@ def test_what_prepares_images_has_to_be_known():
         programs.build(unknown)
 
 
-@pytest.mark.parametrize("head", ["linear", "pyramid"])
+@pytest.mark.parametrize(
+    ("head", "variant"),
+    [("linear", "Ti/16"), ("pyramid", "Ti/16"), ("pyramid", "Swin-T")],
+)
 @pytest.mark.parametrize("to", RUNTIMES)
-def test_a_head_for_masks_gives_the_logits_of_pixels(to, head, tmp_path):
-    backbone = made("Swin-T" if head == "pyramid" else "Ti/16", classes=0)
+def test_a_head_for_masks_gives_the_logits_of_pixels(to, head, variant, tmp_path):
+    backbone = made(variant, classes=0)
     model = models.create(**backbone.options)
     layers = (0, -1) if head == "pyramid" else (-1,)
     built = segmenter.build(model, head, layers, 12, num_classes=3)
