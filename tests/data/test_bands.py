@@ -381,3 +381,29 @@ def test_bands_of_a_small_set_are_chosen_once():
     data = DataConfig(channels=3, bands=(3, 2, 1), pixels="uint16", num_classes=1)
     records = Records()
     assert arrays.small_in_memory(records, data) is records
+
+
+def test_floats_of_bands_in_memory_are_read_as_those_of_files(tmp_path):
+    labels = np.arange(24) % 2
+    images = RNG.normal(300, 50, (24, 8, 8, 5)).astype(np.float32)
+    images[labels == 1, ..., 2] += 200
+    source = arrays.open_arrays({"train": (images, labels)}, "train", "made")
+    form = PixelFormat(5, "float32")
+    found = bands.read(source[3]["image"], form)
+    np.testing.assert_array_equal(found, bands.read(npy(images[3]), form))
+    keys = {
+        "epochs": 40,
+        "batch_size": 8,
+        "data": {"image_size": (8, 8), "mean": "estimate", "std": "estimate"},
+        "model": {"variant": "Ti/4", "width": 16, "depth": 1, "num_heads": 2},
+        "optim": {"name": "adam", "learning_rate": 0.003},
+    }
+    split = {"train": (images, labels), "val": (images, labels)}
+    done = vit_jax.train(keys, tmp_path / "run", data=split)
+    assert done["final"]["val"]["params"]["top1"] > 0.9
+    model = vit_jax.load_model(tmp_path / "run", tell=lambda line: None)
+    assert model.preprocessing.pixels == "float32"
+    assert model.predict(images[0])[0].label == 0
+    for wrong in (images[..., :3], np.where(images > 400, np.nan, images)):
+        with pytest.raises(UserError, match="images=float32"):
+            arrays.open_arrays({"train": (wrong, labels)}, "train", "made")

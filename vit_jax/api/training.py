@@ -65,7 +65,7 @@ def train(
       workdir: folder for checkpoints, metrics and the report; a new one under runs/ if
         None.
       data: images, uint8 or uint16 (N, height, width, channels) or grey (N, height,
-        width), and their labels, integers (N,), in place of the config's data set; or
+        width), or floats of other channels than 1 or 3; and their labels, integers (N,), in place of the config's data set; or
         such pairs by the name of their split, of which "train" is trained on and all
         others are evaluated. Transforms of the config prepare them, as those of files.
       class_names: of `data`, in label order.

@@ -197,8 +197,9 @@ class Loader:
     @property
     def gathers(self) -> bool:
         """Whether a batch is one gather from memory."""
-        more = self.ops or self.captions or self.with_masks
-        return self.source.images is not None and not more
+        images, more = self.source.images, self.ops or self.captions or self.with_masks
+        # Floats, fractions of white, are scaled one by one.
+        return images is not None and images.dtype != np.float32 and not more
 
     def gather(self, records: Integer[np.ndarray, " B"]) -> Batch:
         """Returns a batch of records that lie in memory."""

@@ -138,7 +138,9 @@ def format_report(report: dict) -> str:
         ("params sha256", report["params_sha256"]),
     ]
     lines = [f"{name:<14} {value}" for name, value in head]
-    lines += ["", f"{'evaluation':<14} {'parameters':<10} {'top-1':>8} {'loss':>8}"]
+    kinds = [scores for each in report["final"].values() for scores in each.values()]
+    columns = f" {'top-1':>8} {'loss':>8}" if any("top1" in x for x in kinds) else ""
+    lines += ["", f"{'evaluation':<14} {'parameters':<10}{columns}"]
     for name, kinds in report["final"].items():
         for kind, scores in kinds.items():
             lines.append(f"{name:<14} {kind:<10} {_scores(scores)}")

@@ -77,7 +77,8 @@ def open_arrays(
     Args:
       arrays: split name -> images, (N, H, W, C) or grey (N, H, W), and labels,
         integers (N,). Images are uint8 or uint16, or other integers from 0 to 255, which
-        are converted to uint8. Of a split that is not selected only the length is
+        are converted to uint8; of other bands than 1 or 3 also floats, where 1 is white
+        as in files. Of a split that is not selected only the length is
         checked: its labels may be None or placeholders.
       split: split expression.
       name: data set's name, for messages.
@@ -309,6 +310,8 @@ def _problem(images: np.ndarray) -> str:
     # The range cannot be wrong: no need to read a memmap.
     if images.dtype.name in bands.WHITE:
         return ""
+    if kind == "f" and len(shape) == 4 and shape[-1] not in _USUAL_CHANNELS:
+        return "" if np.isfinite(images).all() else "NaN or infinite; replace them"
     if kind not in "buif":
         return "not whole numbers from 0 to 255; make them one array of uint8"
     low, high = (images.min(), images.max()) if images.size else (0, 0)
@@ -322,7 +325,9 @@ def _problem(images: np.ndarray) -> str:
 
 
 def depth_of(images: np.ndarray) -> str:
-    """Returns the `data.pixels` of images that `check_pair` takes: 16 bits if they need it."""
+    """Returns the `data.pixels` of images that `check_pair` takes, the least they need."""
+    if images.dtype.kind == "f":
+        return "float32"
     is_wide = images.dtype == np.uint16 and images.size and images.max() > 255
     return "uint16" if is_wide else "uint8"
 

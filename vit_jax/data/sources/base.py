@@ -25,7 +25,7 @@ class Source:
       class_names: names in label order; may be empty.
       class_colors: red, green and blue of each class in pictures of masks; empty if the
         data set does not fix them.
-      images: uint8 or uint16 array (N, H, W, C) if the set lies in memory, else None.
+      images: uint8, uint16 or float32 array (N, H, W, C) if the set lies in memory, else None.
       labels: integer array (N,) if the set lies in memory, else None.
     """
 
