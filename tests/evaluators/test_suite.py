@@ -219,3 +219,11 @@ def test_layers_of_several_evaluations_share_a_pass(passed):
     assert passed == [83, 83]
     assert scores["last"] == scores["knn"]  # A network of one layer.
     assert scores["probe"]["params"]["top1"] > 0.3
+
+
+def test_a_run_scores_features_of_layers(tmp_path):
+    evals = {"joined": KNN | {"layers": (0, -1)}, "last": KNN}
+    config = tiny_config(total_steps=2, model={"depth": 2}, evals=evals)
+    scores = train(config, tmp_path / "run")["final"]
+    for name in evals:
+        assert 0 <= scores[name]["params"]["top1"] <= 1
