@@ -14,6 +14,7 @@ from hosts import xla_flags
 
 from vit_jax.config import fields
 from vit_jax.config.lengths import RunLength
+from vit_jax.tasks.task import backbone_paths
 from vit_jax.training import config as configuration
 from vit_jax.training import optim, train_state
 
@@ -25,6 +26,8 @@ def test_recipe_initialises(recipe):
     config = configuration.load(f"{ROOT}/configs/{recipe}.py")
     if getattr(config.model, "depth", None) == 0:  # Of 12 layers and more: two show it.
         config = fields.replace(config, {"model.depth": 2})
+        if len(getattr(config.task, "layers", ())) > 2:
+            config = fields.replace(config, {"task.layers": (0, 1)})
     examples = config.data.num_examples or 10_000_000
     run = RunLength(config.num_steps(examples), examples / config.batch_size)
     task = config.task.build(config.build_model(), config.data, run)
@@ -38,7 +41,9 @@ def test_recipe_initialises(recipe):
     # Every mask matches, and the schedule starts and ends where it should.
     peak = config.optim.peak_learning_rate(config.batch_size)
     rate = optim.learning_rate(config.optim, peak, run)
-    tx = optim.optimizer(config.optim, params, rate, run, config.model)
+    tree, _, within = backbone_paths(task, params, extra)["path"].partition("/")
+    of_network = config.model, within if tree == "params" else None
+    tx = optim.optimizer(config.optim, params, rate, run, *of_network)
     total = run.total_steps
     create = functools.partial(train_state.create_train_state, tx=tx, seed=0)
     average = config.ema.decay > 0
