@@ -19,6 +19,7 @@ from vit_jax.training import config as configuration
 from vit_jax.training import optim, train_state
 
 ROOT = pathlib.Path(__file__).parent.parent
+EVALUATED = ("b16_i1k", "clip", "dino", "mae", "segmentation")
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -59,7 +60,7 @@ def test_recipes_take_three_steps_on_made_data(tmp_path):
         ["python", "-m", "vit_jax.train", f"--workdir={tmp_path / recipe}"]
         + [f"--config=configs/{recipe}.py:quick"]
         # One recipe for each kind of evaluation, whose programs take a third of the time.
-        + ["--config.evals={}"] * (recipe not in ("b16_i1k", "clip", "dino", "mae"))
+        + ["--config.evals={}"] * (recipe not in EVALUATED)
         for recipe in RECIPES
     ]
     warm.run_all(commands, ROOT, XLA_FLAGS=xla_flags())
