@@ -19,6 +19,13 @@ def shades(size, seed=0):
     return cv2.resize(small, size[::-1], interpolation=cv2.INTER_LINEAR)[..., None]
 
 
+def maps_of(how, images, logits_of, batch_size):
+    """Returns the classes of images, whose numbers come back in their order."""
+    found = list(how.label_maps(enumerate(images), logits_of, batch_size))
+    assert [number for number, _ in found] == list(range(len(images)))
+    return [label_map for _, label_map in found]
+
+
 def by_cell(windows, cell=4, classes=3):
     """Returns logits of cells by their mean shade: as a network without context."""
     B, h, w, _ = windows.shape
@@ -48,7 +55,7 @@ def slide(image, window, stride, resized):
 
 def test_windows_are_those_of_mmsegmentation():
     image, how = shades((40, 100)), Sliding((16, 16), overlap=0.25)
-    (found,) = how.label_maps([image], by_cell, batch_size=3)
+    (found,) = maps_of(how, [image], by_cell, 3)
     assert found.shape == (40, 100) and found.dtype == np.int16
     # Of 16x40 pixels; three windows of 16 with steps of 12 are also what it takes.
     mean = slide(image, (16, 16), (12, 12), (16, 40))
@@ -60,7 +67,7 @@ def test_windows_are_those_of_mmsegmentation():
 @pytest.mark.parametrize("size", [(16, 16), (9, 30), (50, 33), (16, 17)])
 def test_every_pixel_gets_the_class_of_its_shade(resize, size):
     image, how = shades(size), Sliding((16, 16), resize)
-    (found,) = how.label_maps([image], by_cell, batch_size=4)
+    (found,) = maps_of(how, [image], by_cell, 4)
     assert found.shape == size
     true = np.minimum(image[..., 0].astype(int) * 3 // 256, 2)
     # Cells of 4 pixels are coarse for small images, and less so for large ones.
@@ -78,18 +85,25 @@ def test_images_come_in_order_whatever_the_batch(batch_size):
         asked.append(len(windows))
         return by_cell(windows)
 
-    found = list(Sliding((16, 16)).label_maps(images, logits_of, batch_size))
+    found = maps_of(Sliding((16, 16)), images, logits_of, batch_size)
     assert [one.shape for one in found] == sizes
     assert max(asked) <= batch_size
     for image, one in zip(images, found, strict=True):
-        (alone,) = Sliding((16, 16)).label_maps([image], by_cell, 1)
+        (alone,) = maps_of(Sliding((16, 16)), [image], by_cell, 1)
         np.testing.assert_array_equal(one, alone)
+
+
+def test_what_has_no_image_keeps_its_place():
+    items = [("a", None), ("b", shades((16, 50))), ("c", None), ("d", None)]
+    found = list(Sliding((16, 16)).label_maps(items, by_cell, 64))
+    assert [name for name, _ in found] == ["a", "b", "c", "d"]
+    assert [label_map is None for _, label_map in found] == [True, False, True, True]
 
 
 def test_a_network_that_knows_the_place_shows_that_nothing_is_shifted():
     image = np.zeros((33, 47, 1), np.uint8)
     image[:, 20:] = 255
-    (found,) = Sliding((16, 16), "none", 0.5).label_maps([image], by_cell, 2)
+    (found,) = maps_of(Sliding((16, 16), "none", 0.5), [image], by_cell, 2)
     border = (found[:, :-1] != found[:, 1:]).argmax(1)
     assert np.ptp(border) <= 4 and abs(border.mean() - 19.5) < 3
 

@@ -416,8 +416,12 @@ class PretrainedModel:
           UserError: there is no head for masks, or an image cannot be read.
         """
         how, channels = self.preprocessing, self.model.image_shape[-1]
-        read = (_prepare(one, how, channels, read_image) for one in self._each(images))
-        maps = list(self.segmenter.label_maps(read, batch_size, resize, overlap))
+        read = (
+            (None, _prepare(one, how, channels, read_image))
+            for one in self._each(images)
+        )
+        found = self.segmenter.label_maps(read, batch_size, resize, overlap)
+        maps = [label_map for _, label_map in found]
         return maps[0] if _is_single(images, channels) else maps
 
     @functools.cached_property

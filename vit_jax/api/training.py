@@ -65,9 +65,10 @@ def train(
       workdir: folder for checkpoints, metrics and the report; a new one under runs/ if
         None.
       data: images, uint8 or uint16 (N, height, width, channels) or grey (N, height,
-        width), or floats of other channels than 1 or 3; and their labels, integers (N,), in place of the config's data set; or
-        such pairs by the name of their split, of which "train" is trained on and all
-        others are evaluated. Transforms of the config prepare them, as those of files.
+        width), or floats of other channels than 1 or 3; and their labels, integers (N,),
+        in place of the config's data set; or such pairs by the name of their split, of
+        which "train" is trained on and all others are evaluated. Transforms of the
+        config prepare them, as those of files.
       class_names: of `data`, in label order.
       callbacks: see `Callback`.
       **overrides: config keys, as `epochs=3` or `**{"optim.learning_rate": 0.01}`.

@@ -210,8 +210,7 @@ def picture(
     Raises:
       DamagedImage: it cannot be read.
     """
-    shown = to_display(_of_any_bands(data, exif))
-    return np.repeat(shown, 3 // shown.shape[-1], axis=-1)
+    return to_rgb(_of_any_bands(data, exif))
 
 
 def check(data: bytes) -> None:
@@ -229,6 +228,12 @@ def _of_any_bands(data: bytes | np.ndarray, exif: bool) -> np.ndarray:
         if isinstance(data, bytes) and not data.startswith(of_bands):
             raise
     return _with_bands(data, exif)
+
+
+def to_rgb(pixels: Num[np.ndarray, "H W C"]) -> UInt8[np.ndarray, "H W 3"]:
+    """Returns the picture of `to_display` with three channels."""
+    shown = to_display(pixels)
+    return np.repeat(shown, 3 // shown.shape[-1], axis=-1)
 
 
 def to_display(

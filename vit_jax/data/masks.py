@@ -4,9 +4,10 @@ A mask is decoded to a label map: the class of each pixel of its image, or IGNOR
 pixel counts for no class. Letters: H and W height and width.
 """
 
+import contextlib
 import functools
 import io
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 from jaxtyping import Int16, Integer, Num, UInt8
@@ -28,14 +29,16 @@ _GREY = 0  # Colour type of a PNG file (PNG specification, 11.2.1).
 _AS_NUMBERS = "save each mask as a grey PNG whose pixels are class numbers from 0 on"
 
 
-def read(mask: bytes | np.ndarray, data: DataConfig, size: tuple[int, int]) -> LabelMap:
+def read(
+    mask: bytes | np.ndarray, data: DataConfig, size: tuple[int, int] | None
+) -> LabelMap:
     """Reads a mask.
 
     Args:
       mask: content of an image file or of one of np.save, see `decode_mask`; or an integer
         array (H, W) or (H, W, 1).
       data: `config.data`.
-      size: height and width of its image.
+      size: height and width of its image; None checks no size.
 
     Returns:
       Classes from 0 on, or IGNORED.
@@ -45,12 +48,11 @@ def read(mask: bytes | np.ndarray, data: DataConfig, size: tuple[int, int]) -> L
       UserError: its values are no class numbers, or a class is out of range.
     """
     values = decode_mask(mask)
-    if values.shape != size:
+    if size and values.shape != size:
         raise DamagedImage(_other_size(values.shape, size, data))
-    numbers = tuple(range(data.num_classes))
-    if data.reduce_zero_label:
-        numbers = tuple(number + 1 for number in numbers)
-    keys = data.mask_values or numbers, data.ignore_label, data.reduce_zero_label
+    first = int(data.reduce_zero_label)
+    numbers = data.mask_values or tuple(range(first, first + data.num_classes))
+    keys = numbers, data.ignore_label, data.reduce_zero_label
     if values.dtype.name in ("uint8", "uint16"):
         classes = _table(np.iinfo(values.dtype).max + 1, *keys)[values]
     else:
@@ -94,8 +96,14 @@ def read_pair(
     record = read_record(source, i)
     form = bands.PixelFormat.of(data)
     image = bands.read(record["image"], form, exif=data.exif)
-    try:
+    with _named(source, i):
         return image, read(record["mask"], data, image.shape[:2])[..., 0]
+
+
+@contextlib.contextmanager
+def _named(source: Source, i: int) -> Iterator[None]:
+    try:
+        yield
     except UserError as error:
         raise UserError(f"{name_of(source, i)}: {error}") from error
 
@@ -107,10 +115,10 @@ def warn_of_one_class(source: Source, data: DataConfig, records: Iterable[int]) 
     """
     seen = set()
     for i in records:
-        try:
-            seen |= set(np.unique(read_pair(source, data, i)[1]).tolist())
-        except DamagedImage:  # `data.on_error` decides on it.
-            continue
+        # `data.on_error` decides on what is damaged.
+        with contextlib.suppress(DamagedImage), _named(source, i):
+            mask = read_record(source, i)["mask"]
+            seen |= set(np.unique(read(mask, data, None)).tolist())
     if IGNORED in seen and len(seen) == 2 and data.num_classes > 1:
         warn(
             f"the masks of {data.name!r}, as of {name_of(source, 0)}, have class "
@@ -227,6 +235,6 @@ def _out_of_range(value: int, row: int, column: int, data: DataConfig) -> str:
     if value == data.num_classes and not data.reduce_zero_label:
         remedies.append("--config.data.reduce_zero_label=True if classes begin with 1")
     return (
-        f"{where}data.num_classes={data.num_classes} allows {first} to {data.num_classes - 1 + first}: "
-        f"{', or '.join(remedies)}"
+        f"{where}data.num_classes={data.num_classes} allows {first} to "
+        f"{data.num_classes - 1 + first}: {', or '.join(remedies)}"
     )

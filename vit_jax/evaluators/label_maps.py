@@ -9,18 +9,16 @@ import pathlib
 from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
-from jaxtyping import Int16, Num, UInt8
+from jaxtyping import Num, UInt8
 from PIL import Image
 
 from vit_jax.data import bands, inputs, masks
 from vit_jax.data.transforms import device as transforms
 from vit_jax.errors import UserError
 from vit_jax.evaluators.local_devices import LocalDevices
-from vit_jax.evaluators.sliding_window import Sliding
+from vit_jax.evaluators.sliding_window import LabelMap, Sliding, T
 from vit_jax.weights import segmenter, surgery
 from vit_jax.weights.pretrained import Preprocess, Pretrained, read_image
-
-LabelMap = Int16[np.ndarray, "H W"]
 
 _OPACITY = 0.55  # Of the colours over an image.
 
@@ -70,15 +68,15 @@ class PixelClassifier:
 
     def label_maps(
         self,
-        images: Iterable[Num[np.ndarray, "H W C"]],
+        images: Iterable[tuple[T, Num[np.ndarray, "H W C"] | None]],
         batch_size: int = 32,
         resize: str = "cover",
         overlap: float = 1 / 3,
-    ) -> Iterator[LabelMap]:
-        """Yields the classes of the pixels of each image.
+    ) -> Iterator[tuple[T, LabelMap | None]]:
+        """Yields the classes of the pixels of each image, see `Sliding.label_maps`.
 
         Args:
-          images: images of any sizes, see `read`.
+          images: anything, and an image of any size, see `read`.
           batch_size: windows at once.
           resize, overlap: see `Sliding`.
         """
@@ -122,23 +120,10 @@ def predict(
         return name, inputs.attempt(source, classifier.read)
 
     threads = threads or min(8, os.cpu_count() or 1)
-    waiting = collections.deque()
-
-    def readable():
-        for name, result in inputs.ahead(images, load, threads=threads, limit=threads):
-            waiting.append((name, result))
-            if not isinstance(result, str):
-                yield result
-
-    def failed():
-        while waiting and isinstance(waiting[0][1], str):
-            yield waiting.popleft()
-
-    for label_map in classifier.label_maps(readable(), batch_size, resize):
-        yield from failed()
-        name, image = waiting.popleft()
-        yield name, (image, label_map)
-    yield from failed()
+    read = inputs.ahead(images, load, threads=threads, limit=threads)
+    items = ((one, None if isinstance(one[1], str) else one[1]) for one in read)
+    for (name, result), label_map in classifier.label_maps(items, batch_size, resize):
+        yield name, result if label_map is None else (result, label_map)
 
 
 def shares(label_map: LabelMap, num_classes: int) -> list[float]:
@@ -201,7 +186,7 @@ def overlay(
     colors: UInt8[np.ndarray, "L 3"],
 ) -> UInt8[np.ndarray, "H W 3"]:
     """Returns an image with the colours of its classes over it; -1 shows the image alone."""
-    shown = np.broadcast_to(bands.to_display(image), (*label_map.shape, 3))
+    shown = bands.to_rgb(image)
     mixed = shown + _OPACITY * (colors[label_map].astype(np.float32) - shown)
     mixed = np.where((label_map < 0)[..., None], shown, mixed)
     return mixed.round().astype(np.uint8)

@@ -99,16 +99,16 @@ def count(
       UserError: an image or a mask is damaged.
     """
     classes = split.data.num_classes
-    loader = Loader(split.source, split.data, f"{split.title}", (), {})
+    loader = Loader(split.source, split.data, split.title, (), {})
     share, shares = jax.process_index(), jax.process_count()
-    labels, stopped, skipped = [], [False], 0
+    stopped, skipped = False, 0
 
     def read():
-        nonlocal skipped
+        nonlocal stopped, skipped
         rounds = range(-(-len(split.source) // shares))
         for i in progress.each(rounds, split.title, "images", leave=False):
             if stop():  # The processes agree on it, as often as there are rounds.
-                stopped[0] = True
+                stopped = True
                 return
             record = i * shares + share
             if record >= len(split.source):
@@ -119,15 +119,13 @@ def count(
                 loader.refuse(record, error)
                 skipped += 1
                 continue
-            labels.append(mask)
-            yield image
+            yield mask, image
 
     counts, images = np.zeros((classes, classes), np.int64), 0
-    for predicted in how.label_maps(read(), segment, batch_size):
-        counts += confusion(labels[images], predicted, classes)
-        labels[images] = None  # Masks of all images may not fit in memory.
+    for mask, predicted in how.label_maps(read(), segment, batch_size):
+        counts += confusion(mask, predicted, classes)
         images += 1
-    if stopped[0]:
+    if stopped:
         return None
     each = meshes.process_allgather(counts=counts, images=images, skipped=skipped)
     return each["counts"].sum(0), int(each["images"].sum()), int(each["skipped"].sum())
@@ -160,10 +158,10 @@ def score(
       names: names of the classes; numbers if empty.
 
     Returns:
-      miou, the mean over the classes that occur or are predicted of the intersection of true and
-      predicted pixels by their union; pixel_accuracy; mean_accuracy, the mean over the
-      classes that occur of the part of their pixels that is right; examples; of up to 200
-      classes iou/CLASS. And the confusion matrix.
+      miou, the mean over the classes that occur or are predicted of the intersection of
+      true and predicted pixels by their union; pixel_accuracy; mean_accuracy, the mean
+      over the classes that occur of the part of their pixels that is right; examples; of
+      up to 200 classes iou/CLASS. And the confusion matrix.
 
     Raises:
       UserError: no pixel has a class.

@@ -10,6 +10,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
 
 import numpy as np
 from jaxtyping import Float, Int16, Num
@@ -21,6 +22,7 @@ RESIZES = ("cover", "none", "whole")
 
 Logits = Float[np.ndarray, "B y x L"]
 LabelMap = Int16[np.ndarray, "H W"]
+T = TypeVar("T")
 
 _MOST_BYTES = 1 << 28  # Of logits of an image at its own size at a time.
 
@@ -45,14 +47,15 @@ class Sliding:
 
     def label_maps(
         self,
-        images: Iterable[Num[np.ndarray, "H W C"]],
+        images: Iterable[tuple[T, Num[np.ndarray, "H W C"] | None]],
         logits_of: Callable[[Num[np.ndarray, "B h w C"]], Logits],
         batch_size: int,
-    ) -> Iterator[LabelMap]:
+    ) -> Iterator[tuple[T, LabelMap | None]]:
         """Yields the class of each pixel of each image, in their order and at their sizes.
 
         Args:
-          images: images, which are read ahead by about a batch of windows.
+          images: anything that comes back beside the classes, and an image; None in its
+            place gives None. They are read ahead by about a batch of windows.
           logits_of: function of windows to their logits; it gets `batch_size` windows,
             at the end perhaps fewer.
           batch_size: windows at once.
@@ -65,21 +68,28 @@ class Sliding:
                 canvas.add(corner, logits)
             cut.clear()
 
-        for image in images:
-            canvas = _Canvas(image.shape[:2], self)
-            resized = self._fit(image, canvas.size)
-            waiting.append(canvas)
-            for top, left in list(canvas.missing):
-                rows, columns = self.window
-                window = resized[top : top + rows, left : left + columns]
-                cut.append((canvas, (top, left), window))
+        def done():
+            while waiting and (waiting[0][1] is None or not waiting[0][1].missing):
+                beside, canvas = waiting.popleft()
+                yield beside, None if canvas is None else canvas.label_map()
+
+        for beside, image in images:
+            canvas = None if image is None else _Canvas(image.shape[:2], self)
+            waiting.append((beside, canvas))
+            for corner, window in self._windows(image, canvas) if canvas else ():
+                cut.append((canvas, corner, window))
                 if len(cut) == batch_size:
                     classify()
-            while waiting and not waiting[0].missing:
-                yield waiting.popleft().label_map()
+            yield from done()
         if cut:
             classify()
-        yield from (canvas.label_map() for canvas in waiting)
+        yield from done()
+
+    def _windows(self, image, canvas):
+        """Yields the corners and windows of an image."""
+        image, (rows, columns) = self._fit(image, canvas.size), self.window
+        for top, left in list(canvas.missing):
+            yield (top, left), image[top : top + rows, left : left + columns]
 
     def fitted(self, size: tuple[int, int]) -> tuple[int, int]:
         """Returns the height and width to which an image is resized."""

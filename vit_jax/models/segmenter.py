@@ -146,8 +146,7 @@ class Segmenter:
         Returns:
           Logits in float32; `resize` makes them those of pixels.
         """
-        maps = self._maps(network, images)
-        variables = {"params": head, **({STATE: means} if means else {})}
+        maps, variables = self._maps(network, images), {"params": head, STATE: means}
         return self.head.apply(variables, maps).astype(jnp.float32)
 
     def logits_and_means(
@@ -165,7 +164,7 @@ class Segmenter:
           key: of the network's dropout; None: it works as in an evaluation.
         """
         maps = self._maps(network, images, key)
-        variables = {"params": head, **({STATE: means} if means else {})}
+        variables = {"params": head, STATE: means}
         logits, changed = self.head.apply(variables, maps, train=True, mutable=[STATE])
         return logits.astype(jnp.float32), changed.get(STATE, {})
 

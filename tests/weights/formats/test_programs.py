@@ -201,7 +201,8 @@ def test_a_head_for_masks_gives_the_logits_of_pixels(to, head, variant, tmp_path
         outputs = run(batch)
         assert outputs.keys() == {"logits"}
         assert outputs["logits"].shape == (count, 64, 64, 3)
-        expected = np.stack([*classifier.label_maps(batch, batch_size=count)])
+        maps = classifier.label_maps(enumerate(batch), batch_size=count)
+        expected = np.stack([label_map for _, label_map in maps])
         found = outputs["logits"].argmax(-1)
         assert (found == expected).mean() > 0.999  # Rounding where two are equal.
     assert (tmp_path / "out" / "labels.txt").read_text() == "a\nb\nc\n"

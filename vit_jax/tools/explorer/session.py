@@ -200,7 +200,7 @@ class ExploredModel:
         self, pixels: Num[np.ndarray, "Y X C"]
     ) -> tuple[bytes, tuple[prediction.Prediction, ...]]:
         """Returns the mask as a PNG file, and its largest classes."""
-        (label_map,) = self._pixels.label_maps([pixels], 1)
+        ((_, label_map),) = self._pixels.label_maps([(None, pixels)], 1)
         names, stream = self._pixels.class_names, io.BytesIO()
         parts = np.array(label_maps.shares(label_map, len(names)))
         largest = [k for k in np.argsort(-parts, kind="stable")[:TOPK] if parts[k]]

@@ -4,7 +4,6 @@ It is one file without references to others. It contains thumbnails of the image
 is as private as they are. Letters: H by W pixels, L classes.
 """
 
-import collections
 import heapq
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
@@ -62,7 +61,6 @@ def write(config: TrainConfig, workdir: str, split: str, headline: str) -> str:
 
     def triples(records: Iterable[int]) -> Iterator[Triple]:
         """Yields images with their classes, without damaged ones."""
-        waiting = collections.deque()
 
         def read():
             for record in records:
@@ -70,12 +68,11 @@ def write(config: TrainConfig, workdir: str, split: str, headline: str) -> str:
                     image, labels = masks.read_pair(source, data, record)
                 except DamagedImage:  # Training has reported it.
                     continue
-                waiting.append((record, image, labels))
-                yield image
+                yield (record, image, labels), image
 
         keys = config.batch_size, how.resize, how.overlap
-        for predicted in classifier.label_maps(read(), *keys):
-            yield Triple(*waiting.popleft(), predicted)
+        for seen, predicted in classifier.label_maps(read(), *keys):
+            yield Triple(*seen, predicted)
 
     classes = data.num_classes
     total, scores = np.zeros((classes, classes), np.int64), []
@@ -167,11 +164,9 @@ def pictures(one: Triple, colors: UInt8[np.ndarray, "L 3"]) -> list[tuple[str, s
     height, width = one.labels.shape
     scale = _SIDE / max(height, width)
     size = max(1, round(width * scale)), max(1, round(height * scale))
-    shown = Image.fromarray(_rgb(one.image)).resize(size)
-
-    grey = np.asarray(shown.convert("L"))[
-        ..., None
-    ]  # All colours are those of classes.
+    shown = Image.fromarray(bands.to_rgb(one.image)).resize(size)
+    # All colours are those of classes.
+    grey = np.asarray(shown.convert("L"))[..., None]
 
     def over(label_map: LabelMap) -> Image.Image:
         small = Image.fromarray(label_map).resize(size, Image.Resampling.NEAREST)
@@ -183,7 +178,3 @@ def pictures(one: Triple, colors: UInt8[np.ndarray, "L 3"]) -> list[tuple[str, s
         "predicted mask": over(one.predicted),
     }
     return [(name, report.jpeg_url(picture)) for name, picture in named.items()]
-
-
-def _rgb(image: Num[np.ndarray, "H W C"]) -> UInt8[np.ndarray, "H W 3"]:
-    return np.broadcast_to(bands.to_display(image), (*image.shape[:2], 3)).copy()
