@@ -226,8 +226,11 @@ def training_flops(model: Model) -> int | None:
     """Returns the floating-point operations to train on one image; None if unknown.
 
     These are three forward passes: the backward pass counts as two (the convention of
-    arXiv:2010.11929, table 6), rematerialisation does not count.
+    arXiv:2010.11929, table 6). Rematerialisation does not count, nor do patches that
+    patch dropout leaves out.
     """
+    if getattr(model.config, "patch_dropout", 0):
+        return 3 * 2 * _forward_macs(_of_products(model), train=True)
     forward = forward_flops(model)
     return None if forward is None else 3 * forward
 
@@ -249,10 +252,14 @@ def _of_products(model: Model) -> Model:
 
 
 @functools.lru_cache(maxsize=16)
-def _forward_macs(model: Model) -> int:
-    args = _abstract(model, batch=1)
+def _forward_macs(model: Model, train: bool = False) -> int:
+    args = *_abstract(model, batch=1), jax.eval_shape(jax.random.key, 0)
+
+    def forward(params, images, key):
+        return model.apply(params, images, train=train, key=key)
+
     with nn.intercept_methods(network.trace_once):
-        return macs(model.apply, *args)
+        return macs(forward, *args)
 
 
 def _abstract(model: Model, batch: int) -> tuple[dict, jax.ShapeDtypeStruct]:

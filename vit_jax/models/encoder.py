@@ -202,6 +202,15 @@ class EncoderConfig(NetworkConfig):
         """Whether dense layers get the tokens of all images, see layers.flatten_tokens."""
         return self.platform in ("", "cpu")
 
+    @property
+    def relative(self) -> str:
+        """Key of relative positions and its value, for messages; "" without them."""
+        if self.posemb == "relative":
+            return "model.posemb='relative'"
+        if self.relative_bias != "none":
+            return f"model.relative_bias={self.relative_bias!r}"
+        return ""
+
     def drop_rates(self) -> list[float | None]:
         """Returns the rate of stochastic depth of each block."""
         if not self.drop_path_rate:
@@ -223,11 +232,6 @@ class EncoderConfig(NetworkConfig):
             support `attention_impl`.
         """
         self._check()
-        relative = ""
-        if self.posemb == "relative":
-            relative = "model.posemb='relative'"
-        elif self.relative_bias != "none":
-            relative = f"model.relative_bias={self.relative_bias!r}"
         platform = self.platform or jax.default_backend()
         implementation = attention.choose(
             self.attention_impl,
@@ -235,7 +239,7 @@ class EncoderConfig(NetworkConfig):
             dtype=self.dtype,
             tokens=num_tokens,
             head_width=self.width // self.num_heads,
-            relative=relative,
+            relative=self.relative,
         )
         return dataclasses.replace(
             self, platform=platform, attention_impl=implementation
@@ -348,6 +352,21 @@ def _run_block(block: Block, x: Float[Array, "B N D"], layer: BlockInputs):
     return block(x, layer.positions, layer.rate, layer.key), None
 
 
+def _only(x: Array, visible: Int[Array, "*B V"], P: int) -> Array:
+    """Returns P prefix tokens and the visible patches; batch axes of size 1 repeat.
+
+    Args:
+      x: tokens, or what belongs to them, (*B, N, D).
+      visible: indices of patches.
+      P: number of prefix tokens.
+    """
+    patches = jnp.take_along_axis(x[..., P:, :], visible[..., None], axis=-2)
+    prefix = jnp.broadcast_to(
+        x[..., :P, :], (*patches.shape[:-2], P, patches.shape[-1])
+    )
+    return jnp.concatenate([prefix, patches], axis=-2)
+
+
 class Encoder(nn.Module):
     """Position embeddings, the blocks and the final LayerNorm.
 
@@ -382,8 +401,7 @@ class Encoder(nn.Module):
         x, layers = self._begin(x, train)
         if visible is not None:
             P = self.num_prefix_tokens
-            patches = jnp.take_along_axis(x[:, P:], visible[..., None], axis=1)
-            x = jnp.concatenate([x[:, :P], patches], axis=1)
+            x = _only(x, visible, P)
             layers = [self._only(layer, visible) for layer in layers]
         if config.stacked and not self.is_initializing():
             block = Block(config, name=stacking.STACKED)
@@ -439,18 +457,13 @@ class Encoder(nn.Module):
 
     def _only(self, layer: BlockInputs, visible) -> BlockInputs:
         """Returns the inputs of a block for the visible patches."""
-        angles = layer.positions.angles
-        if angles is None:
-            return layer
-        P = self.num_prefix_tokens
-        patches = jnp.take_along_axis(
-            angles[None, :, P:], visible[:, None, :, None], axis=2
-        )
-        prefix = jnp.broadcast_to(
-            angles[None, :, :P], (*patches.shape[:2], P, patches.shape[3])
-        )
-        angles = jnp.concatenate([prefix, patches], axis=2)
-        return layer._replace(positions=layer.positions._replace(angles=angles))
+        added, angles, P = layer.added, layer.positions.angles, self.num_prefix_tokens
+        if added is not None:
+            added = _only(added, visible, P)
+        if angles is not None:
+            angles = _only(angles[None], visible[:, None], P)
+        positions = layer.positions._replace(angles=angles)
+        return layer._replace(added=added, positions=positions)
 
     def _angles(self, x) -> list:
         """Returns the rotary angles of each block, or None."""

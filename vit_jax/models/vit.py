@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Mapping
 
 import flax.linen as nn
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -60,6 +61,13 @@ class ViTConfig(EncoderConfig):
         '"map" (arXiv:2309.16588).',
         below=1_000,
     )
+    patch_dropout: float = key(
+        0.0,
+        "Fraction of the patches, others in each image, that training leaves out after "
+        "positions are added (arXiv:2208.07220).",
+        below=1,
+        training_only=True,
+    )
     representation_layer: bool = key(
         False, "One tanh layer of the model's width before the head."
     )
@@ -99,6 +107,7 @@ class ViTConfig(EncoderConfig):
         self, num_classes: int, image_shape: tuple[int, int, int]
     ) -> "VisionTransformer":
         self._check_pooling()
+        self._check_patch_dropout()
         patches = (side // self.patch_size for side in image_shape[:2])
         num_tokens = math.prod(patches) + len(self.prefix_tokens)
         return VisionTransformer(self.placed(num_tokens), num_classes)
@@ -155,6 +164,13 @@ class ViTConfig(EncoderConfig):
     def stem(self, images: Float[Array, "B Y X C"]) -> Float[Array, "B y x D"]:
         """Returns the input of the patch embedding; call it in a compact method."""
         return images
+
+    def _check_patch_dropout(self) -> None:
+        if self.patch_dropout and self.relative:
+            raise UserError(
+                f"model.patch_dropout={self.patch_dropout} with {self.relative}, which is "
+                "of all patches: set model.patch_dropout to 0"
+            )
 
     def _check_pooling(self) -> None:
         if self.fc_norm and not self.final_norm:
@@ -230,7 +246,7 @@ class VisionTransformer(nn.Module):
           edit_patches: function of the patch embeddings (B, YX, D), row by row, applied
             before positions are added.
           visible: indices of the patches of each image that the encoder gets; None for
-            all. Positions must be added at the stem alone.
+            all, except in training with `patch_dropout`. Relative positions need all.
           classify: whether to classify; otherwise the tokens of the encoder are
             returned, the prefix first.
 
@@ -241,6 +257,8 @@ class VisionTransformer(nn.Module):
         """
         x, grid = self.embed(images, edit_patches)
         P, R = len(self.config.prefix_tokens), self.config.num_register_tokens
+        if train and self.config.patch_dropout and visible is None:
+            visible = self._draw_patches(x)
         encoder = Encoder(self.config, grid, P, R, name=stacking.ENCODER)
         x = encoder(x, train=train, visible=visible)
         return self.classify(x) if classify else x
@@ -273,6 +291,13 @@ class VisionTransformer(nn.Module):
             jnp.broadcast_to(t.astype(x.dtype), (B, *t.shape[1:])) for t in tokens
         ]
         return jnp.concatenate([*tokens, x], axis=1), tuple(grid)
+
+    def _draw_patches(self, x: Float[Array, "B N D"]) -> Int[Array, "B V"]:
+        """Returns indices of the patches that patch dropout keeps, at least one."""
+        count = x.shape[1] - len(self.config.prefix_tokens)
+        kept = max(1, round(count * (1 - self.config.patch_dropout)))
+        noise = jax.random.uniform(self.make_rng("dropout"), (len(x), count))
+        return jnp.argsort(noise, axis=1)[:, :kept]
 
     def classify(self, x: Float[Array, "B N D"]) -> dict[str, Float[Array, "..."]]:
         """Computes the outputs from the tokens of the encoder."""

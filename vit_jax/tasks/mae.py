@@ -29,6 +29,7 @@ class MaeConfig(TaskConfig):
     """Pixels of hidden patches, predicted from the visible ones (MAE)."""
 
     has_pictures: ClassVar[bool] = True
+    needs_all_patches: ClassVar[bool] = True
 
     name: str = key("mae", "What is learnt.")
     mask_ratio: float = key(

@@ -33,6 +33,7 @@ class MaskedPatchConfig(TaskConfig):
     """Colours of corrupted patches (masked patch prediction)."""
 
     has_pictures: ClassVar[bool] = True
+    needs_all_patches: ClassVar[bool] = True
 
     name: str = key("masked_patch", "What is learnt.")
     mask_ratio: float = key(

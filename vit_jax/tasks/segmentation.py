@@ -31,6 +31,7 @@ class SegmentationConfig(TaskConfig):
     """The class of every pixel (semantic segmentation)."""
 
     has_classifier = False
+    needs_all_patches = True
 
     name: str = key("segmentation", "What is learnt.")
     head: str = key(

@@ -29,6 +29,7 @@ class SimMimConfig(TaskConfig):
     """Pixels of hidden units, predicted from all tokens (SimMIM)."""
 
     has_pictures: ClassVar[bool] = True
+    needs_all_patches: ClassVar[bool] = True
 
     name: str = key("simmim", "What is learnt.")
     mask_ratio: float = key(

@@ -356,6 +356,8 @@ class TaskConfig:
     has_pictures: ClassVar[bool] = False
     # Whether the network gets a classifier, if the data set has classes.
     has_classifier: ClassVar[bool] = True
+    # Whether it predicts something of every patch, so that the network may drop none.
+    needs_all_patches: ClassVar[bool] = False
     # Whether the network is in the parameters, of which `ema` holds a moving average.
     averages_network: ClassVar[bool] = True
 

@@ -232,6 +232,12 @@ class TrainConfig(_Config):
                 "model.pool='none' classifies each token, which no task learns: choose "
                 "another, as 'gap'"
             )
+        dropped = getattr(self.model, "patch_dropout", 0)
+        if dropped and self.task.needs_all_patches:
+            raise UserError(
+                f"model.patch_dropout={dropped} with task.name={self.task.name!r}, which "
+                "needs all patches: set model.patch_dropout to 0"
+            )
         return models.create(
             **fields.to_dict(self.model),
             num_classes=self.data.num_classes if self.task.has_classifier else 0,
