@@ -66,7 +66,9 @@ def test_training_counts_the_products_of_the_kept_patches():
     assert half - embedding < 0.6 * (plain - embedding)
 
 
-@pytest.mark.parametrize("options", [{"posemb": "relative"}, {"relative_bias": "every"}])
+@pytest.mark.parametrize(
+    "options", [{"posemb": "relative"}, {"relative_bias": "every"}]
+)
 def test_positions_of_all_patches_are_refused(options):
     ((name, value),) = options.items()
     more = {"posemb_placement": "every"} if name == "posemb" else {}

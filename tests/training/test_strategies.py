@@ -29,7 +29,7 @@ ADAM = {
     "grad_accum_steps": 2,
 }
 VIT = {"variant": "Ti/4", "width": 24, "depth": 2, "num_heads": 4, "mlp_dim": 40}
-RANDOM = VIT | {"dropout": 0.1, "drop_path_rate": 0.2}
+RANDOM = VIT | {"dropout": 0.1, "drop_path_rate": 0.2, "patch_dropout": 0.3}
 
 
 def build(sizes, optim=SGD, model=VIT, **data):

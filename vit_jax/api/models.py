@@ -28,6 +28,7 @@ SYNONYMS = {
     "num_attention_heads": "num_heads",
     "drop_path": "drop_path_rate",
     "drop_rate": "dropout",
+    "patch_drop_rate": "patch_dropout",
     "global_pool": "pool",
 }
 

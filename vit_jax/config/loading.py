@@ -49,6 +49,7 @@ _WORDS = {
     "model.dropout": "droprate hiddendropoutprob",
     "model.dtype": "amp fp16 bf16 precision mixedprecision",
     "model.num_heads": "head heads numattentionheads nheads",
+    "model.patch_dropout": "patchdroprate patchdrop",
     "model.pool": "head globalpool pooling pooltype classifier",
     "model.scan": "scanlayers",
     "model.variant": "model modelname arch architecture patchsize variant",

@@ -63,11 +63,12 @@ def test_the_checkpoint_says_what_its_network_is():
     }
     more = {"dropout": 0.1, "scan": True, "platform": "tpu", "drop_path_rate": 0.2}
     more |= {"posemb_placement": "stem", "representation_layer": True}
+    more |= {"patch_dropout": 0.5}
     model = task(published("S/16", **kept, **more)).config.model
     assert {key: getattr(model, key) for key in kept} == kept
     # Neither what was drawn in its training nor where that was, nor its head.
     assert (model.dropout, model.drop_path_rate, model.scan) == (0, 0, False)
-    assert not model.representation_layer
+    assert not model.representation_layer and not model.patch_dropout
     # Nobody reads it without position embeddings.
     assert "posemb_placement" not in fields.to_dict(model)
     resnet = task(published("R50x1", stage_depths=(1, 1, 1, 1), zero_pool=True)).config
