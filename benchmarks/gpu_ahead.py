@@ -26,6 +26,7 @@ _OTHERS = (
     *("configs/bit_hyperrule.py", "configs/siglip_lit_coco.py", "configs/flowers.py"),
     *("configs/flowers_finetune.py", "configs/cifar10.py", "configs/digits.py"),
     *("configs/digits_finetune.py", "configs/digits_names.py"),
+    "configs/segmentation.py",
 )
 _VARIANTS = {
     "scan": ["model.scan=True"],
@@ -48,15 +49,12 @@ def _words(recipe, gpu, *keys):
 def _rows():
     """Yields name and words of each row, the most wanted first."""
     for gpu in _GPUS:
-        for recipe in _FIRST:
+        for recipe in (*_FIRST, *_OTHERS):
             yield f"{recipe} {gpu}", _words(recipe, gpu)
     for gpu in _GPUS:
         for model in ("B/16", "L/16", "H/14"):
             for name, keys in _VARIANTS.items():
                 yield f"{model}, {name} {gpu}", _words(f"{_I21K}{model}", gpu, *keys)
-    for gpu in _GPUS:
-        for recipe in _OTHERS:
-            yield f"{recipe} {gpu}", _words(recipe, gpu)
 
 
 def _table(rows):
