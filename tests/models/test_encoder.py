@@ -202,7 +202,7 @@ def test_a_kernel_costs_what_the_einsums_cost_that_it_stands_for():
 
 @pytest.mark.slow
 def test_a_model_for_another_place_computes_the_same():
-    """Off the CPU, tokens of different images stay in axes of their own."""
+    """On TPUs, tokens of different images stay in axes of their own."""
     here, there = build(pool="map"), build(pool="map", platform="tpu")
     assert [m.module.config.merges_tokens for m in (here, there)] == [True, False]
     params = draw_params(here)

@@ -200,7 +200,7 @@ class EncoderConfig(NetworkConfig):
     @property
     def merges_tokens(self) -> bool:
         """Whether dense layers get the tokens of all images, see layers.flatten_tokens."""
-        return self.platform in ("", "cpu")
+        return self.platform != "tpu"
 
     @property
     def relative(self) -> str:

@@ -73,16 +73,23 @@ class TextConfig:
     layer_norm_eps: float = key(1e-6, "Epsilon of the LayerNorms.", above=0)
 
     def build(
-        self, num_tokens: int, embed_dim: int, dtype: str, remat_policy: str = "none"
+        self,
+        num_tokens: int,
+        embed_dim: int,
+        dtype: str,
+        remat_policy: str = "none",
+        platform: str = "",
     ) -> "TextTransformer":
         """Builds the network.
 
         Args:
           num_tokens: T, number of tokens per text.
           embed_dim: E, width of the shared space.
-          dtype, remat_policy: see `EncoderConfig`.
+          dtype, remat_policy, platform: see `EncoderConfig`.
         """
-        return TextTransformer(self, num_tokens, embed_dim, dtype, remat_policy)
+        return TextTransformer(
+            self, num_tokens, embed_dim, dtype, remat_policy, platform
+        )
 
 
 class TextTransformer(nn.Module):
@@ -90,7 +97,7 @@ class TextTransformer(nn.Module):
 
     Attributes:
       config: config of the tower, with `vocab_size` and, for pool "eos", `eos_id` set.
-      num_tokens, embed_dim, dtype, remat_policy: see `TextConfig.build`.
+      num_tokens, embed_dim, dtype, remat_policy, platform: see `TextConfig.build`.
     """
 
     config: TextConfig
@@ -98,6 +105,7 @@ class TextTransformer(nn.Module):
     embed_dim: int
     dtype: str = "float32"
     remat_policy: str = "none"
+    platform: str = ""
 
     @nn.compact
     def __call__(self, tokens: Int[Array, "B T"]) -> Float[Array, "B E"]:
@@ -126,6 +134,7 @@ class TextTransformer(nn.Module):
             activation=config.activation,
             layer_norm_eps=config.layer_norm_eps,
             dtype=self.dtype,
+            platform=self.platform or jax.default_backend(),
             attention_impl="einsum",
         )
         for i in range(config.depth):

@@ -1,8 +1,8 @@
 """Sizes of the networks, and the parser of variant strings such as "R50+B/16".
 
 A variant is an encoder, "B/16" (size and side of a patch in pixels), a hybrid, "R50+B/16"
-(ResNet stem and encoder; the number is the side of a token in pixels), or a ResNet,
-"R50x1" (layers and width factor).
+(ResNet stem and encoder; the number is the side of a token in pixels), "C+S/16" with a
+stem of convolutions, or a ResNet, "R50x1" (layers and width factor).
 """
 
 import dataclasses
@@ -52,6 +52,7 @@ CONFIGS = Registry(
         r"Swin.*": "vit_jax.models.swin:SwinConfig",
         r"R\d+x\d+": "vit_jax.models.resnet:ResNetConfig",
         r"R.*\+.*": "vit_jax.models.vit:HybridConfig",
+        r"C\+\w+/\d+": "vit_jax.models.conv_stem:ConvStemConfig",
         r"\w+/\d+": "vit_jax.models.vit:ViTConfig",
     }
 )
@@ -160,7 +161,7 @@ def parse(variant: str) -> Variant:
             f"model.variant={variant!r}: ResNets are {', '.join(RESNETS)}, each with a "
             "width factor from 1 to 99, as 'R50x1'"
         )
-    match = re.fullmatch(r"(?:(R\d*)(?:x1)?\+)?(\w+)/(\d+)", variant)
+    match = re.fullmatch(r"(?:(R\d*)(?:x1)?\+|C\+)?(\w+)/(\d+)", variant)
     if (
         not match
         or match[2] not in SIZES

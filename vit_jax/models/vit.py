@@ -81,6 +81,11 @@ class ViTConfig(EncoderConfig):
         return variants.parse(self.variant).patch_size
 
     @property
+    def patch_side(self) -> int:
+        """Side of a patch in features of the stem."""
+        return variants.parse(self.variant).patch_size
+
+    @property
     def encoder_stride(self) -> int:
         """Side of a patch in pixels, since no patches are merged."""
         return self.patch_size
@@ -270,10 +275,9 @@ class VisionTransformer(nn.Module):
     ) -> tuple[Float[Array, "B N D"], tuple[int, int]]:
         """Returns the input tokens of the encoder, and the grid of patches."""
         config = self.config
-        side = variants.parse(config.variant).patch_size
         x = layers.PatchEmbedding(
             config.width,
-            side,
+            config.patch_side,
             config.dtype,
             row_major=config.platform == "gpu",
             name="embedding",

@@ -123,6 +123,7 @@ class Contrastive(ImageTask):
             self._embed_dim,
             model.options["dtype"],
             model.options.get("remat_policy", "none"),
+            model.config.platform,
         )
         self.tower = TextTower(
             self.text,
