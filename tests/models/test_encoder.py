@@ -19,6 +19,17 @@ TINY = {"width": 12, "depth": 3, "num_heads": 3, "mlp_dim": 20}
 KINDS = {
     "plain": {"depth": 2},
     "random": {"dropout": 0.2, "drop_path_rate": 0.5},
+    "some rows": {
+        "drop_path_rate": 0.5,
+        "drop_path_schedule": "constant",
+        "drop_path_group": 2,
+    },
+    "jittered": {
+        "rope": "centered",
+        "posemb": "none",
+        "rope_shift": 0.1,
+        "rope_rescale": 2.0,
+    },
     "every": {"posemb_placement": "every"},
     "shared": {"posemb": "learned2d", "posemb_placement": "shared", "pool": "gap"},
     "relative": {"posemb": "relative", "posemb_placement": "every"},
@@ -275,3 +286,31 @@ def test_stochastic_depth_may_be_alike_in_all_blocks():
         features = np.round(np.asarray(found["pre_logits"]), 4)
         counts.append(len(np.unique(features, axis=0)))
     assert counts == [1, 4]  # Of one block, the first is never dropped.
+
+
+def test_images_that_are_dropped_are_not_computed():
+    keys = {"drop_path_rate": 0.3, "drop_path_schedule": "constant"}
+    images = jnp.zeros((20, 8, 12, 3))
+
+    def of_a_block(**more):
+        found = []
+        for depth in (1, 2):
+            model = build(**keys, depth=depth, **more)
+            forward = functools.partial(model.apply, train=True, key=jax.random.key(0))
+            found.append(cost.macs(forward, draw_params(model), images))
+        return found[1] - found[0]
+
+    expected = pytest.approx(0.7 * of_a_block())
+    assert of_a_block(drop_path_group=10) == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"drop_path_group": 4}, "model.drop_path_group=4: .*'constant'"),
+        ({"rope_rescale": 2.0}, "model.rope='none': .*\"centered\""),
+    ],
+)
+def test_keys_of_training_that_need_others_are_refused(options, message):
+    with pytest.raises(UserError, match=message):
+        build(**options)

@@ -95,6 +95,38 @@ def test_drop_path_drops_whole_images_and_rescales_what_stays():
     )
 
 
+def test_a_branch_is_added_to_a_fixed_number_of_images_of_each_group():
+    x = jax.random.normal(jax.random.key(0), (24, 2, 3))
+    seen = []
+
+    def branch(some, take):
+        seen.append(len(some))
+        assert (take(x) == some).all()
+        return 1.0 + 0 * some
+
+    y = layers.add_to_some(x, branch, 0.3, 8, jax.random.key(1)) - x
+    assert seen == [3 * 5]
+    added = np.asarray(y[:, 0, 0] > 0.5).reshape(3, 8)
+    assert (added.sum(1) == 5).all() and (added[0] != added[1]).any()
+    kept = np.asarray(y).reshape(24, -1)[added.reshape(-1)]
+    np.testing.assert_allclose(kept, 8 / 5, rtol=1e-5)
+    # A group that does not divide the batch: the common divisor.
+    layers.add_to_some(x[:6], branch, 0.5, 4, jax.random.key(1))
+    assert seen[1] == 3
+
+
+def test_the_gradient_of_a_branch_reaches_the_kept_images_alone():
+    x = jax.random.normal(jax.random.key(0), (8, 1, 2))
+
+    def of(x, factor):
+        branch = lambda some, _: factor * some
+        return layers.add_to_some(x, branch, 0.5, 8, jax.random.key(2)).sum()
+
+    to_x = jax.grad(of)(x, 3.0)
+    kept = np.isclose(to_x[:, 0, 0], 1 + 2 * 3.0)
+    assert kept.sum() == 4 and np.isclose(to_x[~kept], 1).all()
+
+
 def test_exact_gelu_and_its_derivative_agree_with_those_of_the_error_function():
     x = np.linspace(-9, 9, 371, dtype=np.float32)
     cdf = np.array([(1 + math.erf(v / math.sqrt(2))) / 2 for v in x])

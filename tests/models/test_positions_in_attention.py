@@ -53,6 +53,39 @@ def test_a_reference_stretches_the_grid():
     np.testing.assert_allclose(wide[0, ::2][:4], narrow[0, :4], atol=1e-6)
 
 
+def test_jittered_positions_are_those_moved_and_stretched():
+    sizes = (2, 4), 8, 100.0
+    plain = rotary.angles("centered", *sizes)
+    draw = lambda seed, *how: np.asarray(
+        rotary.jittered_angles(jax.random.key(seed), *sizes, *how)
+    )
+    np.testing.assert_allclose(draw(0, 0.0, 1.0, 1.0), plain, rtol=1e-6)
+    for seed in range(8):
+        factor = draw(seed, 0.0, 1.0, 2.0) / plain
+        assert 0.5 <= factor.min() and factor.max() <= 2
+        np.testing.assert_allclose(factor, factor[0, 0, 0], rtol=1e-5)
+        sides = draw(seed, 0.0, 1.5, 1.0) / plain
+        rows, columns = sides[0, 0, :2], sides[0, 0, 2:]
+        assert np.ptp(rows) < 1e-4 < abs(rows[0] - columns[0])
+        moved = draw(seed, 0.2, 1.0, 1.0) - plain
+        np.testing.assert_allclose(moved, moved[:, :1].repeat(8, 1), atol=1e-5)
+        assert (abs(moved[0, 0, [0, 2]]) <= 0.2 * 2 * np.pi + 1e-6).all()
+
+
+def test_positions_are_jittered_in_training_alone():
+    model = build(rope="centered", posemb="none", rope_rescale=2.0)
+    params = draw_params(model)
+    images = jax.random.normal(jax.random.key(0), (2, 16, 24, 3))
+    still = build(rope="centered", posemb="none").apply(params, images)["logits"]
+    found = [
+        model.apply(params, images, train=True, key=jax.random.key(i))["logits"]
+        for i in range(2)
+    ]
+    assert not np.allclose(found[0], found[1])
+    assert not np.allclose(found[0], still)
+    np.testing.assert_array_equal(model.apply(params, images)["logits"], still)
+
+
 def test_biases_are_by_offset_and_prefix_tokens_have_their_own():
     table = jnp.arange(3 * 5 + 3, dtype=jnp.float32)[:, None]
     bias = np.asarray(posemb.bias_of_grid(table, (2, 3), 1))[0]

@@ -25,6 +25,7 @@ from vit_jax.models.layers import (
     LayerScale,
     Mlp,
     MultiHeadAttention,
+    add_to_some,
     drop_path,
     dropout,
 )
@@ -108,6 +109,13 @@ class EncoderConfig(NetworkConfig):
         choices=("linear", "constant"),
         training_only=True,
     )
+    drop_path_group: int = key(
+        0,
+        "Of so many images in a row, the branches are computed for the kept ones alone, "
+        "a fixed number that differs from group to group (DINOv2); it saves products. A "
+        'divisor of the images per device; needs the schedule "constant". 0: off.',
+        training_only=True,
+    )
     activation: str = key(
         "gelu_tanh",
         'Activation of the MLP: "gelu_tanh" (Google), "gelu" (exact: timm, Hugging '
@@ -139,6 +147,26 @@ class EncoderConfig(NetworkConfig):
         0,
         "Side in patches to which grids of another size are stretched; 0: no stretching.",
         below=10_000,
+    )
+    rope_shift: float = key(
+        0.0,
+        'In training, "centered" positions of each block are shifted by up to this; 0 is '
+        "off.",
+        training_only=True,
+    )
+    rope_jitter: float = key(
+        1.0,
+        "In training, each side of them is stretched by up to this factor or its "
+        "inverse.",
+        at_least=1,
+        training_only=True,
+    )
+    rope_rescale: float = key(
+        1.0,
+        "In training, both sides of them are stretched alike by up to this factor or its "
+        "inverse; DINOv3 has 2.",
+        at_least=1,
+        training_only=True,
     )
     pre_norm: bool = key(False, "A LayerNorm before the first block, as in CLIP.")
     post_norm: bool = key(
@@ -211,6 +239,11 @@ class EncoderConfig(NetworkConfig):
             return f"model.relative_bias={self.relative_bias!r}"
         return ""
 
+    @property
+    def jitters_rope(self) -> bool:
+        """Whether rotary positions are random in training."""
+        return (self.rope_shift, self.rope_jitter, self.rope_rescale) != (0, 1, 1)
+
     def drop_rates(self) -> list[float | None]:
         """Returns the rate of stochastic depth of each block."""
         if not self.drop_path_rate:
@@ -261,6 +294,17 @@ class EncoderConfig(NetworkConfig):
                 f"heads of {self.width // self.num_heads} features are not a multiple of "
                 f"4, as rope={self.rope} needs: change model.num_heads or model.rope"
             )
+        if self.jitters_rope and self.rope != "centered":
+            raise UserError(
+                f"model.rope={self.rope!r}: model.rope_shift, rope_jitter and rope_rescale "
+                'change positions that are "centered": set model.rope to that, or leave '
+                "them out"
+            )
+        if self.drop_path_group and self.drop_path_schedule != "constant":
+            raise UserError(
+                f"model.drop_path_group={self.drop_path_group}: every block must drop the "
+                "same number of images: set model.drop_path_schedule='constant', or it to 0"
+            )
         if self.posemb == "relative" and self.posemb_placement == "stem":
             raise UserError(
                 "model.posemb_placement='stem' with model.posemb='relative', which acts "
@@ -291,20 +335,27 @@ class Block(nn.Module):
           rate: drop rate of both branches, see layers.drop_path, or None.
           key: random key that activates dropout and stochastic depth, or None.
         """
-        config = self.config
         keys = [None] * 4 if key is None else jax.random.split(key, 4)
+        attention = functools.partial(self._attention, positions, keys[0])
+        x = self._add(x, attention, rate, keys[1])
+        return self._add(x, functools.partial(self._mlp, keys[2]), rate, keys[3])
 
-        def before(name, x):
-            return x if config.post_norm else config.norm(name=name)(x)
+    def _add(self, x, branch, rate, key):
+        """Adds a branch, a function of tokens and of how some images are taken."""
+        config, whole = self.config, lambda of_images: of_images
+        if config.drop_path_group and rate is not None and key is not None:
+            sizes = config.drop_path_rate, config.drop_path_group
+            x = add_to_some(x, branch, *sizes, key)
+        else:
+            y = branch(x, whole)
+            x = x + (y if rate is None else drop_path(y, rate, key))
+        return nn.with_logical_constraint(x, ("batch", "tokens", "embed"))
 
-        def add(x, branch, key, name, scale):
-            branch = config.norm(name=name)(branch) if config.post_norm else branch
-            if config.layer_scale_init:
-                branch = LayerScale(config.layer_scale_init, name=scale)(branch)
-            x = x + (branch if rate is None else drop_path(branch, rate, key))
-            return nn.with_logical_constraint(x, ("batch", "tokens", "embed"))
-
-        y = before("LayerNorm_0", x)
+    def _attention(self, positions, key, x, take):
+        config, name = self.config, "LayerNorm_0"
+        if positions is not None and getattr(positions.angles, "ndim", 0) == 4:
+            positions = positions._replace(angles=take(positions.angles))
+        y = self._before(name, x)
         y = MultiHeadAttention(
             config.num_heads,
             config.dtype,
@@ -315,10 +366,12 @@ class Block(nn.Module):
             config.norm,
             name="MultiHeadDotProductAttention_1",
         )(y, y, positions)
-        y = dropout(y, config.dropout, keys[0])
-        x = add(x, y, keys[1], "LayerNorm_0", "LayerScale_1")
+        y = dropout(y, config.dropout, key)
+        return self._after(name, y, "LayerScale_1")
 
-        mlp = Mlp(
+    def _mlp(self, key, x, take):
+        config, name = self.config, "LayerNorm_2"
+        y = Mlp(
             config.mlp_dim,
             config.dropout,
             config.activation,
@@ -326,9 +379,17 @@ class Block(nn.Module):
             config.merges_tokens,
             config.norm if config.mlp_norm else None,
             name="MlpBlock_3",
-        )
-        y = mlp(before("LayerNorm_2", x), keys[2])
-        return add(x, y, keys[3], "LayerNorm_2", "LayerScale_3")
+        )(self._before(name, x), key)
+        return self._after(name, y, "LayerScale_3")
+
+    def _before(self, name, x):
+        return x if self.config.post_norm else self.config.norm(name=name)(x)
+
+    def _after(self, name, y, scale):
+        y = self.config.norm(name=name)(y) if self.config.post_norm else y
+        if not self.config.layer_scale_init:
+            return y
+        return LayerScale(self.config.layer_scale_init, name=scale)(y)
 
 
 class BlockInputs(NamedTuple):
@@ -422,7 +483,9 @@ class Encoder(nn.Module):
 
     def _begin(self, x, train):
         """Returns the first block's tokens, and the other inputs of all blocks."""
-        random = train and (self.config.dropout or self.config.drop_path_rate)
+        config = self.config
+        random = config.dropout or config.drop_path_rate or config.jitters_rope
+        random = train and random
         keys = [None] * (1 + self.config.depth)
         if random:
             keys = jax.random.split(self.make_rng("dropout"), len(keys))
@@ -444,7 +507,7 @@ class Encoder(nn.Module):
     def _layers(self, x, keys) -> list[BlockInputs]:
         """Returns the inputs of the blocks besides their tokens."""
         rates = self.config.drop_rates()
-        angles = self._angles(x)
+        angles = self._angles(x, keys)
         return [
             BlockInputs(
                 added,
@@ -465,7 +528,7 @@ class Encoder(nn.Module):
         positions = layer.positions._replace(angles=angles)
         return layer._replace(added=added, positions=positions)
 
-    def _angles(self, x) -> list:
+    def _angles(self, x, keys) -> list:
         """Returns the rotary angles of each block, or None."""
         config = self.config
         if config.rope == "none":
@@ -481,10 +544,7 @@ class Encoder(nn.Module):
             frequencies = self.param("rope_frequencies", init, shape)
             angles = [rotary.mixed_angles(layer, self.grid) for layer in frequencies]
         else:
-            fixed = rotary.angles(
-                config.rope, self.grid, K, temperature, config.rope_reference
-            )
-            angles = [fixed] * config.depth
+            angles = rotary.of_blocks(config, self.grid, K, keys)
         pad = ((0, 0), (self.num_prefix_tokens, 0), (0, 0))
         return [jnp.pad(layer, pad) for layer in angles]
 

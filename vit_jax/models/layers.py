@@ -172,6 +172,44 @@ def drop_path(
     return x * jnp.where(kept, 1 / jnp.asarray(1 - rate), 0).astype(x.dtype)
 
 
+def add_to_some(
+    x: Float[Array, "B N D"],
+    branch: Callable[[Array, Callable[[Array], Array]], Array],
+    rate: float,
+    group: int,
+    key: Key[Array, ""],
+) -> Float[Array, "B N D"]:
+    """Adds a branch to random images, and does not compute it for the others.
+
+    As in DINOv2 (arXiv:2304.07193, section 5): of each group the whole number of images
+    below `(1 - rate) * group`, at least one, is kept, and their branch is scaled up.
+
+    Args:
+      x: residual stream.
+      branch: residual branch, a function of the tokens of some images, and of a function
+        that takes the rows of these images of any array with a row per image.
+      rate: drop rate.
+      group: images in a row that are drawn from; if B is no multiple, their greatest
+        common divisor.
+      key: random key.
+    """
+    size = math.gcd(len(x), group)
+    kept = max(1, math.floor(size * (1 - rate) + 1e-9))
+    order = jnp.argsort(jax.random.uniform(key, (len(x) // size, size)), axis=1)
+    place = jnp.argsort(order, axis=1)[..., None, None]
+
+    def take(rows):
+        # Within groups, so that a batch that is split over devices stays where it is.
+        groups = rows.reshape(-1, size, *rows.shape[1:])
+        index = order[:, :kept].reshape(-1, kept, *(1,) * (rows.ndim - 1))
+        return jnp.take_along_axis(groups, index, axis=1).reshape(-1, *rows.shape[1:])
+
+    y = branch(take(x), take) * (size / kept)
+    y = y.reshape(-1, kept, *y.shape[1:])
+    y = jnp.take_along_axis(y, place.clip(0, kept - 1), axis=1)
+    return x + jnp.where(place < kept, y, 0).reshape(x.shape)
+
+
 def dropout(
     x: Float[Array, "*B N D"], rate: float, key: Key[Array, ""] | None
 ) -> Float[Array, "*B N D"]:

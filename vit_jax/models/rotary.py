@@ -6,9 +6,13 @@ have the column before the row, are reordered when they are read.
 Letters: Y by X patches, N patches or tokens, H heads, K head width, J its half.
 """
 
+import math
+from collections.abc import Sequence
+
+import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Key
 
 KINDS = ("none", "axial", "centered", "mixed")
 
@@ -46,6 +50,64 @@ def angles(
         np.tile(columns, (grid[0], 1)),
     ]
     return np.concatenate(both, axis=1, dtype=np.float32)[None]
+
+
+def of_blocks(
+    config: object,
+    grid: tuple[int, int],
+    head_width: int,
+    keys: Sequence[Key[Array, ""] | None],
+) -> list[Float[Array, "1 N J"]]:
+    """Returns the angles of each block, which are random in training if so configured.
+
+    Args:
+      config: config of an encoder, with `rope`, `rope_temperature` and the like.
+      grid, head_width: see `angles`.
+      keys: random key of each block, or None.
+    """
+    temperature = config.rope_temperature
+    if config.jitters_rope and keys[0] is not None:
+        how = config.rope_shift, config.rope_jitter, config.rope_rescale
+        return [
+            jittered_angles(key, grid, head_width, temperature, *how) for key in keys
+        ]
+    fixed = angles(config.rope, grid, head_width, temperature, config.rope_reference)
+    return [fixed] * len(keys)
+
+
+def jittered_angles(
+    key: Key[Array, ""],
+    grid: tuple[int, int],
+    head_width: int,
+    temperature: float,
+    shift: float,
+    jitter: float,
+    rescale: float,
+) -> Float[Array, "1 N J"]:
+    """Returns the angles of randomly moved and stretched "centered" positions.
+
+    A row's or column's position p in [-1, 1] becomes (p + s) j r, as in DINOv3's code.
+
+    Args:
+      key: random key.
+      grid, head_width, temperature: see `angles`.
+      shift: largest |s|, drawn uniformly for each side.
+      jitter: largest j, drawn log-uniformly from its inverse on for each side.
+      rescale: largest r, drawn in the same way, the same for both sides.
+    """
+    plain = angles("centered", grid, head_width, temperature)
+    plain = plain.reshape(-1, 2, head_width // 4)
+    bands = temperature ** -np.linspace(0, 1, head_width // 4, endpoint=False)
+    shift_key, jitter_key, rescale_key = jax.random.split(key, 3)
+
+    def draw(key, sides):
+        return jax.random.uniform(key, (1, sides, 1), minval=-1)
+
+    moved = bands[None, None].astype(np.float32) * (2 * np.pi * shift)
+    moved = plain + moved * draw(shift_key, 2)
+    factor = math.log(jitter) * draw(jitter_key, 2)
+    factor += math.log(rescale) * draw(rescale_key, 1)
+    return (moved * jnp.exp(factor)).reshape(1, math.prod(grid), -1)
 
 
 def mixed_angles(
