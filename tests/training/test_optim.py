@@ -173,6 +173,34 @@ def test_weight_decay_changes_from_step_to_step():
     assert rising["head"]["kernel"] == pytest.approx(-PEAK * 0.25 * 2.0)
 
 
+def test_weight_decay_has_a_length_of_its_own():
+    keys = {"weight_decay": 0.1, "weight_decay_end": 0.5, "weight_decay_steps": 20}
+    for steps, expected in ((1, 0.1), (11, 0.3), (21, 0.5), (60, 0.5)):
+        updates = update(ZEROS, steps=steps, **keys)
+        assert updates["head"]["kernel"] == pytest.approx(-PEAK * expected * 2.0)
+
+
+def test_rates_have_factors():
+    rules = ("embedding/ -> 0.5", "embedding/kernel$ -> 0.2")
+    plain = {"name": "sgd", "momentum": 0.0}
+    found = update(ONES, **plain, learning_rate_factors=rules)
+    assert found["embedding"]["kernel"] == pytest.approx(-PEAK * 0.1)
+    assert found["embedding"]["bias"] == pytest.approx(-PEAK * 0.5)
+    assert found["head"]["kernel"] == pytest.approx(-PEAK)
+    for rule in ("embedding", "-> 2", "head -> fast"):
+        with pytest.raises(UserError, match=f"factors: '{rule}' is not 'REGEX -> F"):
+            update(ONES, learning_rate_factors=(rule,))
+    with pytest.raises(UserError, match="factors: 'kernal' matches none"):
+        update(ONES, learning_rate_factors=("kernal -> 2",))
+
+
+def test_gradients_are_clipped_part_by_part():
+    plain = {"name": "sgd", "momentum": 0.0}
+    found = update(ONES, **plain, grad_clip_norm_per_part=2.0)
+    assert found["embedding"]["bias"] == pytest.approx(-PEAK * 2.0 / np.sqrt(8))
+    assert found["head"]["kernel"] == pytest.approx(-PEAK * 2.0 / np.sqrt(10))
+
+
 @pytest.mark.parametrize("key", ["weight_decay_mask", "freeze"])
 def test_an_expression_that_matches_nothing_is_an_error(key):
     with pytest.raises(UserError, match=f"optim.{key}: 'kernal' matches none of the 3"):

@@ -36,15 +36,30 @@ class OptimConfig:
     )
     weight_decay: float = key(0.0, "Decoupled from the loss, times the scheduled rate.")
     weight_decay_end: float = key(
-        0.0, "Half a cosine over the run leads from `weight_decay` to this; 0 is off."
+        0.0, "Half a cosine leads from `weight_decay` to this; 0 is off."
     )
+    weight_decay_steps: int = key(
+        0, "Length of that half cosine in steps; all three 0: the whole run."
+    )
+    weight_decay_epochs: float = epochs("The same in epochs, or else ...")
+    weight_decay_fraction: float = key(0.0, "... as a fraction of the run.")
     weight_decay_mask: tuple[str, ...] = key(
         (r"/kernel$",), "Regular expressions: what weight decay touches."
     )
     layer_decay: float = key(
         0.0, "Rate of a layer by that of the one above it; 0 is off.", at_most=1
     )
+    learning_rate_factors: tuple[str, ...] = key(
+        (),
+        "Factors of the learning rate of the parameters that regular expressions match: "
+        '"network/embedding/ -> 0.2".',
+    )
     grad_clip_norm: float = key(0.0, "Largest global gradient norm; 0 is off.")
+    grad_clip_norm_per_part: float = key(
+        0.0,
+        "Largest gradient norm of each part of a task by itself: its network, each of "
+        "its heads; 0 is off.",
+    )
     grad_clip_norm_per_parameter: float = key(
         0.0, "Largest gradient norm of each parameter by itself; 0 is off."
     )
@@ -244,11 +259,11 @@ def weight_decay(optim: OptimConfig, run: RunLength) -> Number | Schedule:
     start, end = optim.weight_decay, optim.weight_decay_end
     if not end:
         return start
+    length = length_in_steps(optim, "weight_decay", run) or run.total_steps
 
     def at(step):
-        return end + 0.5 * (start - end) * (
-            1 + jnp.cos(jnp.pi * step / run.total_steps)
-        )
+        part = jnp.minimum(step / length, 1)
+        return end + 0.5 * (start - end) * (1 + jnp.cos(jnp.pi * part))
 
     return at
 
@@ -282,6 +297,8 @@ def optimizer(
     chain = []
     if optim.grad_clip_norm:
         chain.append(optax.clip_by_global_norm(optim.grad_clip_norm))
+    if optim.grad_clip_norm_per_part:
+        chain.append(clip_by_part_norm(optim.grad_clip_norm_per_part))
     if optim.grad_clip_norm_per_parameter:
         chain.append(clip_by_parameter_norm(optim.grad_clip_norm_per_parameter))
     decay = []
@@ -291,12 +308,9 @@ def optimizer(
     chain += optim.direction(params, decay)
     chain.append(optax.scale_by_learning_rate(rate))
     if optim.layer_decay:
-        factors = layer_factors(params, optim.layer_decay, network, within)
-        chain.append(
-            optax.stateless(
-                lambda updates, _: jax.tree.map(lambda u, f: u * f, updates, factors)
-            )
-        )
+        chain.append(_scale(layer_factors(params, optim.layer_decay, network, within)))
+    if optim.learning_rate_factors:
+        chain.append(_scale(matched_factors(params, optim.learning_rate_factors)))
     if optim.freeze:
         mask = match(params, optim.freeze, "optim.freeze")
         until = length_in_steps(optim, "freeze", run)
@@ -355,6 +369,56 @@ def match(params: dict, patterns: Sequence[str], name: str) -> dict:
     return stacking.map_paths(
         params, lambda path: any(re.search(p, path) for p in patterns)
     )
+
+
+def matched_factors(params: dict, rules: Sequence[str]) -> dict:
+    """Returns factors of the learning rate, the product of all rules that match.
+
+    Args:
+      params: see `match`.
+      rules: "REGEX -> FACTOR" each.
+
+    Raises:
+      UserError: a rule has another form, or its expression matches nothing.
+    """
+    name, factors = "optim.learning_rate_factors", []
+    for rule in rules:
+        pattern, arrow, number = map(str.strip, rule.rpartition("->"))
+        try:
+            factor = float(number)
+        except ValueError:
+            arrow = ""
+        if not arrow or not pattern:
+            raise UserError(f"{name}: {rule!r} is not 'REGEX -> FACTOR'")
+        matched = match(params, [pattern], name)
+        factors.append(jax.tree.map(lambda m, f=factor: np.where(m, f, 1.0), matched))
+    return jax.tree.map(lambda *of_rules: np.prod(of_rules, axis=0), *factors)
+
+
+def _scale(factors: dict) -> optax.GradientTransformation:
+    """Multiplies updates by factors that broadcast against them."""
+    return optax.stateless(
+        lambda updates, _: jax.tree.map(lambda u, f: u * f, updates, factors)
+    )
+
+
+def clip_by_part_norm(limit: float) -> optax.GradientTransformation:
+    """Clips the norm of each entry of the gradients by itself, as DINOv2 does.
+
+    Entries that are single arrays, such as a mask token, belong to "network".
+    """
+    clip = optax.clip_by_global_norm(limit)
+
+    def update(updates, params=None):
+        del params
+        parts = {}
+        for name, grads in updates.items():
+            part = name if isinstance(grads, dict) else "network"
+            parts.setdefault(part, {})[name] = grads
+        clipped = [clip.update(part, clip.init(part))[0] for part in parts.values()]
+        return {name: part[name] for part in clipped for name in part}
+
+    return optax.stateless(update)
 
 
 _FUSED = re.compile(r"/(query|key|value)/")
