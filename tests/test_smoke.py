@@ -19,7 +19,7 @@ from vit_jax.training import config as configuration
 from vit_jax.training import optim, train_state
 
 ROOT = pathlib.Path(__file__).parent.parent
-EVALUATED = ("b16_i1k", "clip", "dino", "mae", "segmentation")
+EVALUATED = ("b16_i1k", "clip", "dino", "dinov2", "mae", "segmentation")
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -43,7 +43,7 @@ def test_recipe_initialises(recipe):
     peak = config.optim.peak_learning_rate(config.batch_size)
     rate = optim.learning_rate(config.optim, peak, run)
     tree, _, within = backbone_paths(task, params, extra)["path"].partition("/")
-    of_network = config.model, within if tree == "params" else None
+    of_network = config.model, within if tree == "params" else task.trained
     tx = optim.optimizer(config.optim, params, rate, run, *of_network)
     total = run.total_steps
     create = functools.partial(train_state.create_train_state, tx=tx, seed=0)

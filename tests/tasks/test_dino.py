@@ -1,4 +1,4 @@
-"""DINO against facebookresearch/dino, step by step, and parts of DINOv2 against its code."""
+"""DINO against facebookresearch/dino, step by step."""
 
 import math
 import pathlib
@@ -162,41 +162,6 @@ def test_heads_equal_theirs():
     head = dino_losses.Head(32, 16, 48, free_gain=True)
     found = head.apply({"params": params}, jnp.asarray(TRAIN["head/in"]))
     np.testing.assert_allclose(found, weights["out"], atol=1e-5)
-    case = np.load(GOLDEN / "dinov2_losses.npz")
-    params = head_of(part(case, "head/weights/"))
-    head = dino_losses.Head(20, 10, 12)
-    found = head.apply({"params": params}, jnp.asarray(case["head/in"]))
-    np.testing.assert_allclose(found, case["head/out"], atol=1e-5)
-
-
-def test_losses_of_dinov2_equal_theirs():
-    case = np.load(GOLDEN / "dinov2_losses.npz")
-    given = {k.removeprefix("loss/"): jnp.asarray(case[k]) for k in case.files}
-    outputs = jnp.concatenate([given["teacher_0"], given["teacher_1"]])
-    found = dino_losses.sinkhorn_knopp(outputs, 0.05)
-    np.testing.assert_allclose(found, given["sinkhorn"], atol=1e-5)
-    np.testing.assert_allclose(found.sum(1), 1, atol=1e-5)
-
-    logits, mask = given["patch_student"] / 0.1, given["patch_mask"]
-    center = jnp.zeros(12)
-    targets = dino_losses.centered(given["patch_teacher"], center, 0.05)
-    loss = dino_losses.patch_loss(logits, targets, mask)
-    assert float(loss) == pytest.approx(float(given["ibot"]), abs=1e-5)
-    masked = dino_losses.sinkhorn_knopp(given["patch_teacher"][mask], 0.05)
-    np.testing.assert_allclose(masked, given["patch_sinkhorn"], atol=1e-5)
-    targets = jnp.zeros_like(logits).at[mask].set(masked)
-    loss = dino_losses.patch_loss(logits, targets, mask)
-    assert float(loss) == pytest.approx(float(given["ibot_with_sinkhorn"]), abs=1e-5)
-
-    loss, slope = jax.value_and_grad(dino_losses.koleo)(given["koleo_in"])
-    assert float(loss) == pytest.approx(float(given["koleo"]), abs=1e-5)
-    np.testing.assert_allclose(slope, given["koleo_grad"], atol=1e-5)
-
-
-def test_sinkhorn_knopp_of_large_outputs_is_finite():
-    outputs = jnp.asarray([[500.0, 0, 0], [0, 500, 0], [499, 0, 0]])
-    found = dino_losses.sinkhorn_knopp(outputs, 0.05)
-    assert np.isfinite(found).all()
 
 
 def test_cross_entropies_are_those_of_all_pairs():

@@ -22,27 +22,32 @@ MAE = {"name": "mae", "decoder_width": 8, "decoder_depth": 1, "decoder_num_heads
 CROPS = "multi_crop(small_size=(4, 8), num_small=2)"
 DINO = {"name": "dino", "num_outputs": 24, "hidden_dim": 16, "bottleneck_dim": 8}
 DINO |= {"large_transforms": ("flip", "flip | color_jitter(0.4)")}
+DINOV2 = DINO | {"name": "dinov2", "mask_group": 4, "koleo_group": 4}
+TEACHERS = ("dino", "dinov2")
 TASKS = {
     "masked_patch": {"name": "masked_patch"},
     "mae": MAE,
     "simmim": {"name": "simmim", "mask_unit": 4},
     "dino": DINO,
+    "dinov2": DINOV2,
 }
 # What a workdir holds beside the network.
 TASK_PARAMS = {
     "masked_patch": {"mask_token", "decoder"},
     "mae": {"decoder"},
     "simmim": {"mask_token", "decoder"},
-    "dino": {"head", "network"},  # The student; the network is the teacher.
+    # The student, and what the teacher has more than the network.
+    "dino": {"head", "network", "teacher", "center"},
+    "dinov2": {"head", "patch_head", "mask_token", "network", "teacher"},
 }
 KNN = {"kind": "knn", "train": "train", "test": "val", "k": 3}
 
 
 def config_of(name, **sections):
     data = {"num_classes": 0} | sections.pop("data", {})
-    if name == "dino":
+    if name in TEACHERS:
         data = {"train_transform": CROPS} | data
-    evals = {"knn": KNN} if name == "dino" else {"held_out": {"kind": "task"}}
+    evals = {"knn": KNN} if name in TEACHERS else {"held_out": {"kind": "task"}}
     keys = {"total_steps": 4, "checkpoint_every_steps": 2, "log_every_steps": 1}
     sections = {"evals": evals, "ema": {"decay": 0}, **keys} | sections
     task = TASKS[name] | sections.pop("task", {})
@@ -58,7 +63,7 @@ def run(request, tmp_path_factory):
 
 def test_it_is_evaluated_in_training(run):
     name, _, report = run
-    if name == "dino":
+    if name in TEACHERS:
         assert 0 <= report["final"]["knn"]["params"]["top1"] <= 1
         return
     found = report["final"]["held_out"]["params"]
@@ -81,7 +86,9 @@ def test_its_workdir_is_a_model(run):
 
 
 # State beside the parameters (counts, a teacher and its center), and masks.
-@pytest.mark.parametrize("run", ["masked_patch", "dino", "mae"], indirect=True)
+@pytest.mark.parametrize(
+    "run", ["masked_patch", "dino", "dinov2", "mae"], indirect=True
+)
 def test_a_resumed_run_is_equal_to_the_bit(run, tmp_path):
     name, workdir, report = run
     shutil.copytree(workdir, tmp_path / "run")
@@ -150,6 +157,7 @@ MICROBATCHES = {"optim": {"learning_rate": 0.01, "grad_accum_steps": 4}}
     ("name", "devices", "sections"),
     [
         ("dino", 8, FSDP),
+        ("dinov2", 8, FSDP),
         ("mae", 8, FSDP),
         ("dino", 1, MICROBATCHES),
         ("masked_patch", 1, MICROBATCHES),
@@ -184,6 +192,48 @@ def test_the_task_is_evaluated_in_training_alone(tmp_path):
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
+@pytest.mark.parametrize("run", TEACHERS, indirect=True)
+def test_another_run_starts_with_student_and_teacher(run, tmp_path):
+    name, workdir, _ = run
+    keys = {"init": {"checkpoint": str(workdir)}, "total_steps": 1, "evals": {}}
+    keys["optim"] = {"learning_rate": 1e-9}
+    loop.train(config_of(name, **keys), tmp_path / "run")
+    before, after = (
+        weights.open_pretrained(place, with_task=True)
+        for place in (workdir, tmp_path / "run")
+    )
+    parts = set(before.task_params) - {"center"}
+    for part in parts:
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, atol=1e-3),
+            after.task_params[part],
+            before.task_params[part],
+        )
+    student, teacher = before.task_params, before.task_params["teacher"]
+    assert (student["head"]["last_layer"] != teacher["head"]["last_layer"]).any()
+    # With larger images, student and teacher are its teacher.
+    data = {"image_size": (16, 24), "train_transform": "multi_crop(small_size=8)"}
+    loop.train(config_of(name, data=data, **keys), tmp_path / "large")
+    after = weights.open_pretrained(tmp_path / "large", with_task=True)
+    for part in ("head", "network"):
+        of_student, of_teacher = (
+            after.task_params[part],
+            after.task_params["teacher"][part],
+        )
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6),
+            of_student,
+            of_teacher,
+        )
+    np.testing.assert_allclose(
+        after.task_params["head"]["last_layer"],
+        teacher["head"]["last_layer"],
+        atol=1e-6,
+    )
+    with pytest.raises(UserError, match="config.init has another head than this run"):
+        loop.train(config_of(name, task={"num_outputs": 9}, **keys), tmp_path / "other")
+
+
 def test_the_reconstruction_is_drawn(run, tmp_path):
     name, workdir, _ = run
     pixels = np.random.default_rng(0).integers(0, 256, (8, 12, 3), np.uint8)
@@ -191,7 +241,7 @@ def test_the_reconstruction_is_drawn(run, tmp_path):
         Image.fromarray(pixels + number).save(tmp_path / f"{number}.png")
     words = [f"--model={workdir}", "--figure=reconstruction", f"--out={tmp_path}/out"]
     words += ["--images", str(tmp_path / "0.png"), str(tmp_path / "1.png")]
-    if name == "dino":
+    if name in TEACHERS:
         with pytest.raises(UserError, match="no task that predicts images travels"):
             run_command("visualize", words)
         return

@@ -17,7 +17,7 @@ from vit_jax.weights.pretrained import Preprocess
 
 # Those with a recipe of their name are lowered with it.
 OF_A_RECIPE = {"classification", "contrastive", "dino", "mae", "masked_patch", "simmim"}
-OF_A_RECIPE |= {"segmentation"}
+OF_A_RECIPE |= {"dinov2", "segmentation"}
 
 
 # Those whose step has operations that others lack.

@@ -12,6 +12,7 @@ TASKS = Registry(
         "mae": "vit_jax.tasks.mae:MaeConfig",
         "simmim": "vit_jax.tasks.simmim:SimMimConfig",
         "dino": "vit_jax.tasks.dino:DinoConfig",
+        "dinov2": "vit_jax.tasks.dinov2:Dinov2Config",
         "contrastive": "vit_jax.tasks.contrastive:ContrastiveConfig",
         "segmentation": "vit_jax.tasks.segmentation:SegmentationConfig",
     }

@@ -20,7 +20,7 @@ from vit_jax.config.lengths import RunLength
 from vit_jax.data.config import DataConfig
 from vit_jax.data.transforms import parse
 from vit_jax.errors import UserError
-from vit_jax.models import Model, cost
+from vit_jax.models import Model, cost, stacking
 from vit_jax.tasks.dino_losses import Head, centered, cross_entropies
 from vit_jax.tasks.masking import check_unlabelled
 from vit_jax.tasks.task import Batch, Task, TaskConfig, feature_width, transform
@@ -95,13 +95,17 @@ class Dino(Task):
         the network returns no features.
     """
 
+    # With them another run starts.
+    statistics = ("teacher", "center")
+    trained = "network"
+
     def __init__(
         self, config: DinoConfig, model: Model, data: DataConfig, run: RunLength
     ):
         check_unlabelled(config.name, data)
         self._width = feature_width(model, config.name)
         self.model, self.config, self._run = model, config, run
-        self.crops = Crops(config.large_transforms, config.small_transform, data)
+        self.crops = self._crops(data)
         self.small_model = model
         if self.crops.num_small:
             sides = self.crops.shapes["small_crops"][1:3]
@@ -121,6 +125,10 @@ class Dino(Task):
             model.options["dtype"],
         )
         self._collapsed: dict[str, int] = {}
+
+    def _crops(self, data: DataConfig) -> "Crops":
+        config = self.config
+        return Crops(config.name, config.large_transforms, config.small_transform, data)
 
     def batch_spec(self, batch_size):
         return self.crops.batch_spec(batch_size)
@@ -206,19 +214,25 @@ class Dino(Task):
         momentum, decay = self.teacher_momentum(step - 1), self.config.center_momentum
         # Not t + (1 - m)(p - t): with m = 1, rounding would still move the teacher.
         mix = lambda old, new: momentum * old + (1 - momentum) * new
-        return {
-            "teacher": jax.tree.map(mix, extra["teacher"], params),
-            "center": decay * extra["center"] + (1 - decay) * stats["center"],
-            "step": step,
+        centers = {
+            name: decay * extra[name] + (1 - decay) * mean
+            for name, mean in stats.items()
         }
+        teacher = jax.tree.map(mix, extra["teacher"], params)
+        return {**extra, **centers, "teacher": teacher, "step": step}
+
+    @property
+    def entropies(self) -> dict[str, tuple[str, int]]:
+        """Metrics that are entropies of the teacher: of what, and of how many outputs."""
+        return {"teacher_entropy": ("the teacher has", self.head.num_outputs)}
 
     def warning(self, metrics):
         """Reports a collapse of the teacher once it has lasted for `_LOGS` logs."""
-        part = metrics["teacher_entropy"] / math.log(self.config.num_outputs)
-        now = {
-            "to one output (entropy 0)": part < 0.005,
-            "to equal outputs (entropy ln K)": part > 0.995,
-        }
+        now = {}
+        for name, (whose, num_outputs) in self.entropies.items():
+            part = metrics[name] / math.log(num_outputs)
+            now[f"{whose} collapsed to one output (entropy 0)"] = part < 0.005
+            now[f"{whose} collapsed to equal outputs (entropy ln K)"] = part > 0.995
         self._collapsed = {
             how: self._collapsed.get(how, 0) + 1 for how, is_so in now.items() if is_so
         }
@@ -230,8 +244,8 @@ class Dino(Task):
                     else "lower task.teacher_temperature, or raise task.teacher_momentum"
                 )
                 return (
-                    f"the teacher has collapsed {how} for {logs} logs and training has no "
-                    f"effect: {remedy}, or lower the learning rate"
+                    f"{how} for {logs} logs and training has no effect: {remedy}, or lower "
+                    "the learning rate"
                 )
         return ""
 
@@ -242,6 +256,32 @@ class Dino(Task):
         copy = jax.tree.map(jnp.copy, network)
         teacher = extra["teacher"] | {"network": copy}
         return params | {"network": network}, extra | {"teacher": teacher}
+
+    def with_task_params(self, params, extra, task_params):
+        """See `Task`; student and teacher begin as another run's.
+
+        If that is of another image size, both begin as its teacher.
+
+        Raises:
+          UserError: a head has other sizes.
+        """
+        given = {name: task_params[name] for name in params if name in task_params}
+        teacher = {**task_params["teacher"], "network": extra["teacher"]["network"]}
+        shapes = lambda tree: jax.tree.map(jnp.shape, tree)
+        for name, value in extra["teacher"].items():
+            if shapes(teacher.get(name)) != shapes(value):
+                raise UserError(
+                    f"config.init has another {name} than this run, which starts with it: "
+                    "set the keys of task as in its run, or give the network alone, as "
+                    "vit_jax.convert --to=safetensors writes it"
+                )
+        if self.model.stacked and "network" in given:
+            given["network"] = stacking.stack(given["network"])
+        student = given if shapes(given) == shapes(params) else teacher
+        centers = {k: v for k, v in task_params.items() if k in extra}
+        copies = jax.tree.map(jnp.array, {"student": student, "teacher": teacher})
+        extra = {**extra, **centers, "teacher": copies["teacher"]}
+        return copies["student"], extra
 
     def training_flops(self):
         """See `Task`; the teacher has no backward pass."""
@@ -259,6 +299,7 @@ class Crops:
     """Large and small crops of images, with separate transforms.
 
     Args:
+      task: name of the task, for messages.
       large_transforms: transforms of the first and of the second large crop.
       small_transform: transforms of the small crops.
       data: `config.data`; its `train_transform` ends with `multi_crop`.
@@ -267,13 +308,18 @@ class Crops:
       shapes: "image": (G, Y, X, C) and, if there are small crops, "small_crops":
         (S, y, x, C).
       num_small: number of small crops per image.
+      ops: transforms of the first and the second large crop, and of small ones.
 
     Raises:
       UserError: the data has no crops, or a transform mixes or resizes them.
     """
 
     def __init__(
-        self, large_transforms: tuple[str, ...], small_transform: str, data: DataConfig
+        self,
+        task: str,
+        large_transforms: tuple[str, ...],
+        small_transform: str,
+        data: DataConfig,
     ):
         host, device = parse.parse_train(data.train_transform, data.image_size)
         self.shapes = {}
@@ -281,7 +327,7 @@ class Crops:
             self.shapes = host[-1].output_shapes(data.channels)
         if device or self.shapes.get("image", ())[:1] != (NUM_LARGE,):
             raise UserError(
-                f"data.train_transform={data.train_transform!r} with task.name='dino' "
+                f"data.train_transform={data.train_transform!r} with task.name={task!r} "
                 "must end with multi_crop: move the transforms after it to "
                 "task.large_transforms and task.small_transform"
             )
@@ -289,7 +335,7 @@ class Crops:
         lines = [(line, "task.large_transforms") for line in large_transforms]
         lines.append((small_transform, "task.small_transform"))
         self._data = data
-        self._ops = [_device_ops(line, where, data) for line, where in lines]
+        self.ops = [_device_ops(line, where, data) for line, where in lines]
 
     def batch_spec(self, batch_size: int) -> dict[str, jax.ShapeDtypeStruct]:
         """Returns image (B, G, Y, X, C), small_crops (B, S, y, x, C) and index (B,)."""
@@ -305,7 +351,7 @@ class Crops:
         for number, name in enumerate(names):
             views = prepared.setdefault(name, [])
             view, _ = transform(
-                self._ops[min(number, NUM_LARGE)],
+                self.ops[min(number, NUM_LARGE)],
                 self._data,
                 batch[name][:, len(views)],
                 batch["index"],

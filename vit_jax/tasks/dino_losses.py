@@ -1,9 +1,9 @@
-"""Head and losses of DINO (arXiv:2104.14294) and DINOv2 (arXiv:2304.07193).
+"""Head and losses of DINO, DINOv2 and DINOv3.
 
 Functions of the outputs of student and teacher, in float32, as in facebookresearch/dino
-and facebookresearch/dinov2. Of a batch that is split over devices they are computed over
-the whole batch. Letters: B images, G large crops, V all crops, N patches, M tokens,
-D width, K outputs.
+(arXiv:2104.14294), dinov2 (arXiv:2304.07193) and dinov3 (arXiv:2508.10104). Of a batch
+that is split over devices they are computed over the whole batch. Letters: B images,
+G large crops, V all crops, N patches, M tokens, D width, K outputs.
 """
 
 import math
@@ -24,6 +24,7 @@ class Head(nn.Module):
       bottleneck_dim: width of the normalised features.
       num_outputs: K.
       free_gain: whether the norms of the last layer's weights are learnt, not 1.
+      weight_norm: whether the last layer's weights are divided by their norms.
       dtype: dtype of the matrix products; features are normalised in float32.
     """
 
@@ -32,6 +33,7 @@ class Head(nn.Module):
     num_outputs: int
     free_gain: bool = False
     dtype: str = "float32"
+    weight_norm: bool = True
 
     @nn.compact
     def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B K"]:
@@ -43,13 +45,15 @@ class Head(nn.Module):
             x = nn.Dense(size, dtype=self.dtype, kernel_init=init, name=f"Dense_{i}")(x)
         x = x.astype(jnp.float32)
         x = x / jnp.maximum(jnp.linalg.norm(x, axis=-1, keepdims=True), 1e-12)
-        # The initialisation of PyTorch's linear layers; the norms do not matter.
+        # The initialisation of PyTorch's linear layers; if divided by their norms, only
+        # the directions matter. DINOv3's plain layer has another one.
         bound = 1 / math.sqrt(self.bottleneck_dim)
+        uniform = lambda key, shape: jax.random.uniform(
+            key, shape, minval=-bound, maxval=bound
+        )
         direction = self.param(
             "last_layer",
-            lambda key, shape: jax.random.uniform(
-                key, shape, minval=-bound, maxval=bound
-            ),
+            uniform if self.weight_norm else nn.initializers.truncated_normal(0.02),
             (self.bottleneck_dim, self.num_outputs),
         )
         x = jnp.matmul(
@@ -57,6 +61,8 @@ class Head(nn.Module):
             direction.astype(self.dtype),
             preferred_element_type=jnp.float32,
         )
+        if not self.weight_norm:
+            return x
         # Divide after the product: on a CPU, XLA would fuse the division into it and
         # compute the norms again for each row of x.
         shape = (1,) * (x.ndim - 1) + (-1,)
@@ -96,7 +102,10 @@ def centered(
 
 
 def sinkhorn_knopp(
-    outputs: Float[Array, "M K"], temperature: Array | float, rounds: int = 3
+    outputs: Float[Array, "M K"],
+    temperature: Array | float,
+    valid: Bool[Array, " M"] | None = None,
+    rounds: int = 3,
 ) -> Float[Array, "M K"]:
     """Returns a teacher's probabilities, balanced so that all outputs are used equally.
 
@@ -106,36 +115,40 @@ def sinkhorn_knopp(
     Args:
       outputs: teacher's outputs for all crops of the batch.
       temperature: teacher's temperature.
+      valid: rows that count, None for all; the others become 0.
       rounds: number of times that columns and rows are scaled.
     """
     M, K = outputs.shape
-    logs = outputs / temperature
+    rows = jnp.ones((M, 1), bool) if valid is None else valid[:, None]
+    count = jnp.log(rows.sum().astype(jnp.float32))
+    logs = outputs.astype(jnp.float32) / temperature
     for _ in range(rounds):
-        logs -= jax.nn.logsumexp(logs, axis=0, keepdims=True) + math.log(K)
-        logs -= jax.nn.logsumexp(logs, axis=1, keepdims=True) + math.log(M)
-    return jnp.exp(logs + math.log(M))
+        columns = jax.nn.logsumexp(logs, axis=0, keepdims=True, where=rows)
+        logs -= columns + math.log(K)
+        logs -= jax.nn.logsumexp(logs, axis=1, keepdims=True) + count
+    return jnp.where(rows, jnp.exp(logs + count), 0)
 
 
 def patch_loss(
-    logits: Float[Array, "B N K"],
-    targets: Float[Array, "B N K"],
-    mask: Bool[Array, "B N"],
+    logits: Float[Array, "M K"],
+    targets: Float[Array, "M K"],
+    weights: Float[Array, " M"],
 ) -> Float[Array, ""]:
-    """Returns the mean cross-entropy over masked patches (iBOT, arXiv:2111.07832).
-
-    It is averaged over the masked patches of each image, then over images; an image
-    without masked patches counts as 0.
+    """Returns the weighted cross-entropy of masked patches (iBOT, arXiv:2111.07832).
 
     Args:
       logits: student's outputs for the patches, divided by its temperature.
       targets: teacher's probabilities for the same patches, unmasked.
-      mask: whether a patch was masked for the student.
+      weights: 1 by the number of masked patches of the crop and by that of all crops; 0
+        for what is no masked patch.
     """
     losses = -(targets * jax.nn.log_softmax(logits)).sum(-1)
-    return ((losses * mask).sum(-1) / mask.sum(-1).clip(1)).mean()
+    return (losses * weights).sum()
 
 
-def koleo(features: Float[Array, "B D"], epsilon: float = 1e-8) -> Float[Array, ""]:
+def koleo(
+    features: Float[Array, "B D"], group: int = 0, epsilon: float = 1e-8
+) -> Float[Array, ""]:
     """Returns the mean negative logarithm of the distance to the nearest other image.
 
     It spreads the features of a batch (Kozachenko-Leonenko, arXiv:1806.03198). Infinite
@@ -143,11 +156,38 @@ def koleo(features: Float[Array, "B D"], epsilon: float = 1e-8) -> Float[Array, 
 
     Args:
       features: class tokens.
+      group: number of images in a row among which the nearest is searched for, at least
+        2; if B is no multiple, their greatest common divisor; 0 for all.
       epsilon: added to the distances.
     """
+    features = features.astype(jnp.float32)
     norms = jnp.linalg.norm(features, axis=-1, keepdims=True)
     x = features / jnp.maximum(norms, epsilon)
-    similar = jax.lax.stop_gradient(x @ x.T) - 2 * jnp.eye(len(x))
-    nearest = x[similar.argmax(1)]
+    x = x.reshape(-1, math.gcd(len(x), group), x.shape[-1])
+    similar = (
+        jax.lax.stop_gradient(x @ x.swapaxes(1, 2)) - 2 * jnp.eye(x.shape[1])[None]
+    )
+    nearest = jnp.take_along_axis(x, similar.argmax(2)[..., None], axis=1)
     distance = jnp.linalg.norm(x - nearest + epsilon, axis=-1)
     return -jnp.log(distance + epsilon).mean()
+
+
+def gram(
+    student: Float[Array, "B N D"], anchor: Float[Array, "B N D"]
+) -> Float[Array, ""]:
+    """Returns the mean squared difference of the similarities of an image's patches.
+
+    Source: Gram anchoring (DINOv3, section 4.2), within each image.
+
+    Args:
+      student: patches of the student.
+      anchor: patches of an earlier teacher.
+    """
+
+    def similarities(x):
+        x = x.astype(jnp.float32)
+        norms = jnp.linalg.norm(x, axis=-1, keepdims=True)
+        x = x / jnp.maximum(norms, 1e-12)
+        return x @ x.swapaxes(1, 2)
+
+    return jnp.square(similarities(student) - similarities(anchor)).mean()

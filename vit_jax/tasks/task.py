@@ -61,7 +61,9 @@ class Task(Protocol):
       segment: method of `params`, `extra` and normalised images (B, Y, X, C) to the logits of
         a grid of cells, (B, y, x, classes); None if the task classifies no pixels.
       statistics: names of the entries of `extra` that its predictions need beside the
-        parameters, such as running means.
+        parameters, such as running means, or that another run starts with.
+      trained: path in `params` of a network that is trained in the place of the one that
+        `backbone` returns, as a student; None if there is none.
     """
 
     model: Model
@@ -69,6 +71,7 @@ class Task(Protocol):
     tower: TextTower | None = None
     segment: Callable[[dict, Tree, jax.Array], jax.Array] | None = None
     statistics: tuple[str, ...] = ()
+    trained: str | None = None
 
     @abc.abstractmethod
     def batch_spec(self, batch_size: int) -> dict[str, jax.ShapeDtypeStruct]:

@@ -184,7 +184,7 @@ def build_train_setup(
 
     paths = backbone_paths(task, params, extra)
     tree, _, within = paths["path"].partition("/")
-    of_network = model.config, within if tree == "params" else None
+    of_network = model.config, within if tree == "params" else task.trained
 
     def optimizer(peak):
         rate = optim.learning_rate(config.optim, peak, run)

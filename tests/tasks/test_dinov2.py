@@ -1,0 +1,466 @@
+"""DINOv2 against facebookresearch/dinov2: tokens, head, losses; and its masks and schedules."""
+
+import math
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import tiny_config
+from PIL import Image
+from safetensors.numpy import load_file
+
+from vit_jax import models, weights
+from vit_jax.config.lengths import RunLength
+from vit_jax.data.config import DataConfig
+from vit_jax.errors import UserError
+from vit_jax.models import cost
+from vit_jax.tasks import block_masks, dino_losses, dinov2
+
+GOLDEN = pathlib.Path(__file__).parent.parent / "golden"
+LOSSES = np.load(GOLDEN / "dinov2_losses.npz")
+TOKENS = np.load(GOLDEN / "dinov2.io.npz")
+RUN = RunLength(100, 10.0)
+HEADS = {"num_outputs": 24, "hidden_dim": 16, "bottleneck_dim": 8}
+
+
+def task_of(crops="multi_crop(small_size=8, num_small=2)", options=None, **keys):
+    sizes = {"width": 12, "depth": 2, "num_heads": 3, "mlp_dim": 20}
+    model = models.create(
+        "Ti/4", num_classes=0, image_size=(16, 24), **sizes | (options or {})
+    )
+    data = DataConfig(image_size=(16, 24), num_classes=0, train_transform=crops)
+    config = dinov2.Dinov2Config(**HEADS | {"mask_ratio": (0.2, 0.5)} | keys)
+    return config.build(model, data, RUN)
+
+
+def batch_of(task, size=8, seed=0):
+    rng = np.random.default_rng(seed)
+    spec = task.batch_spec(size)
+    batch = {
+        name: jnp.asarray(rng.integers(0, 256, s.shape), s.dtype)
+        for name, s in spec.items()
+    }
+    batch["index"] = jnp.arange(size, dtype=jnp.uint32)
+    return jax.jit(task.prepare)(batch, jax.random.key(seed))
+
+
+# Tokens, head and losses of the original.
+
+
+@pytest.mark.parametrize("network", ["mlp_reg0", "mlp_reg4", "swiglu_reg4"])
+def test_masked_tokens_equal_theirs(network):
+    place = GOLDEN / f"dinov2_{network}" / "facebook.safetensors"
+    found = weights.open_pretrained(place, num_heads=3)
+    model = models.create(**found.options | {"image_size": (32, 32)})
+    data = DataConfig(
+        image_size=(32, 32), num_classes=0, train_transform="multi_crop(num_small=0)"
+    )
+    task = dinov2.Dinov2Config(**HEADS).build(model, data, RUN)
+    params, _ = jax.eval_shape(task.init, jax.random.key(0))
+    params = jax.tree.map(lambda s: jnp.zeros(s.shape), params)
+    params["network"] = jax.tree.map(jnp.asarray, found.params)
+    params["mask_token"] = jnp.asarray(load_file(place)["mask_token"])[None]
+    images = jnp.asarray(TOKENS["32x32/image"].transpose(0, 2, 3, 1))[None]
+    masked = dinov2.Masked(
+        jnp.asarray(TOKENS["masks"]), jnp.zeros((1, 1), int), jnp.ones(1)
+    )
+    given = {"image": images}, masked
+    answers = task.answers(params, *given, train=True, key=jax.random.key(0))
+    for name in ("cls", "patches"):
+        value = {"cls": answers.features[0], "patches": answers.patches}[name]
+        expected = TOKENS[f"{network}/masked/{name}"]
+        np.testing.assert_allclose(value, expected, atol=1e-5)
+    # The teacher gets no mask.
+    answers = task.answers(params, *given)
+    expected = TOKENS[f"{network}/32x32/patches"]
+    np.testing.assert_allclose(answers.patches, expected, atol=1e-5)
+
+
+def test_heads_equal_theirs():
+    flat = {k.removeprefix("head/weights/"): LOSSES[k] for k in LOSSES.files}
+    params = {
+        f"Dense_{i}": {
+            "kernel": flat[f"mlp.{2 * i}.weight"].T,
+            "bias": flat[f"mlp.{2 * i}.bias"],
+        }
+        for i in range(3)
+    } | {"last_layer": flat["last_layer.weight_v"].T}
+    given = jnp.asarray(LOSSES["head/in"])
+    found = dino_losses.Head(20, 10, 12).apply({"params": params}, given)
+    np.testing.assert_allclose(found, LOSSES["head/out"], atol=1e-5)
+    # With weights of norm 1 there is nothing to divide.
+    last = params["last_layer"]
+    params["last_layer"] = last / np.linalg.norm(last, axis=0)
+    head = dino_losses.Head(20, 10, 12, weight_norm=False)
+    found = head.apply({"params": params}, given)
+    np.testing.assert_allclose(found, LOSSES["head/out"], atol=1e-5)
+
+
+def test_losses_equal_theirs():
+    given = {k.removeprefix("loss/"): jnp.asarray(LOSSES[k]) for k in LOSSES.files}
+    outputs = jnp.concatenate([given["teacher_0"], given["teacher_1"]])
+    found = dino_losses.sinkhorn_knopp(outputs, 0.05)
+    np.testing.assert_allclose(found, given["sinkhorn"], atol=1e-5)
+    np.testing.assert_allclose(found.sum(1), 1, atol=1e-5)
+
+    mask = given["patch_mask"]
+    per_image = mask / mask.sum(1, keepdims=True).clip(1) / len(mask)
+    teacher, student, weight = (
+        x.reshape(-1, *x.shape[2:])
+        for x in (given["patch_teacher"], given["patch_student"] / 0.1, per_image)
+    )
+    targets = dino_losses.centered(teacher, jnp.zeros(12), 0.05)
+    loss = dino_losses.patch_loss(student, targets, weight)
+    assert float(loss) == pytest.approx(float(given["ibot"]), abs=1e-5)
+    # Rows that do not count change nothing.
+    valid = mask.reshape(-1)
+    targets = dino_losses.sinkhorn_knopp(teacher, 0.05, valid)
+    np.testing.assert_allclose(targets[valid], given["patch_sinkhorn"], atol=1e-5)
+    assert not targets[~valid].any()
+    loss = dino_losses.patch_loss(student, targets, weight)
+    assert float(loss) == pytest.approx(float(given["ibot_with_sinkhorn"]), abs=1e-5)
+
+    loss, slope = jax.value_and_grad(dino_losses.koleo)(given["koleo_in"])
+    assert float(loss) == pytest.approx(float(given["koleo"]), abs=1e-5)
+    np.testing.assert_allclose(slope, given["koleo_grad"], atol=1e-5)
+
+
+def test_koleo_of_groups_is_the_mean_of_theirs():
+    x = jax.random.normal(jax.random.key(0), (12, 5))
+    found = dino_losses.koleo(x, 4)
+    expected = np.mean([dino_losses.koleo(part) for part in jnp.split(x, 3)])
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+    np.testing.assert_allclose(dino_losses.koleo(x, 8), found)  # Common divisor.
+
+
+def test_sinkhorn_knopp_of_large_outputs_is_finite():
+    outputs = jnp.asarray([[500.0, 0, 0], [0, 500, 0], [499, 0, 0]])
+    assert np.isfinite(dino_losses.sinkhorn_knopp(outputs, 0.05)).all()
+    none = jnp.zeros(3, bool)
+    assert not dino_losses.sinkhorn_knopp(outputs, 0.05, none).any()
+
+
+def test_gram_is_the_mean_square_of_differences_of_cosines():
+    student, anchor = np.random.default_rng(0).normal(size=(2, 3, 4, 5))
+    cosines = lambda x: (
+        (x @ x.swapaxes(1, 2) / np.linalg.norm(x, axis=-1)[..., None])
+        / np.linalg.norm(x, axis=-1)[:, None]
+    )
+    expected = np.mean((cosines(student) - cosines(anchor)) ** 2)
+    found = dino_losses.gram(jnp.asarray(student), jnp.asarray(anchor))
+    assert float(found) == pytest.approx(expected, rel=1e-5)
+
+
+# Masks.
+
+
+def masks_of(task, batch):
+    masked = jax.jit(task.masked)(batch["mask_noise"])
+    return np.asarray(masked.mask), masked
+
+
+def test_half_of_the_crops_are_masked_in_equal_steps_of_the_ratio():
+    task = task_of(mask_group=4, mask_ratio=(0.1, 0.5), mask_exact=True)
+    mask, _ = masks_of(task, batch_of(task, 12))
+    counts = mask.reshape(3, 8, 24).sum(-1)
+    expected = [0] * 4 + [math.floor(24 * r) for r in (0.2, 0.3, 0.4, 0.5)]
+    assert (np.sort(counts, axis=1) == expected).all()
+    assert len({tuple(row) for row in counts}) > 1
+    # DINOv2: any number within the step, in blocks alone.
+    task = task_of(mask_group=4, mask_ratio=(0.1, 0.5))
+    mask, masked = masks_of(task, batch_of(task, 12))
+    counts = np.sort(mask.reshape(3, 8, 24).sum(-1), axis=1)
+    assert not counts[:, :4].any()
+    assert (counts[:, 4:] <= expected[4:]).all() and (counts[:, 4:] >= 1).all()
+    # Each masked patch has its weight, and what fills up none.
+    weights, index = (np.asarray(x).reshape(3, -1) for x in masked[2:0:-1])
+    assert index.shape == (3, sum(expected))
+    places = mask.reshape(3, -1)
+    for group in range(3):
+        taken = index[group][weights[group] > 0]
+        np.testing.assert_array_equal(np.sort(taken), np.flatnonzero(places[group]))
+    np.testing.assert_allclose(weights.sum(), 12 / 24, rtol=1e-5)
+
+
+def test_masks_are_blocks_of_the_originals_sizes():
+    """A mask of a given count is built of rectangles, and rarely falls short of it."""
+    noise = jax.random.uniform(jax.random.key(0), (200, block_masks.TRIES, 4))
+    counts = jnp.asarray([100] * 100 + [30] * 100)
+    masks = np.asarray(
+        jax.jit(block_masks.draw_masks, static_argnums=2)(noise, counts, (16, 16))
+    )
+    masks = masks.reshape(-1, 16, 16)
+    found = masks.sum((1, 2))
+    assert (found <= counts).all() and (found == counts).mean() > 0.85
+    assert (found >= np.asarray(counts) - 4).all()
+    # Most neighbours of a masked patch are masked; single patches at random: 100 / 256.
+    beside = masks[:100, :, 1:] & masks[:100, :, :-1]
+    assert beside.sum() / masks[:100].sum() > 0.7
+    first = np.asarray(
+        block_masks.draw_masks(noise[:, :1], jnp.full(200, 100), (16, 16))
+    ).reshape(-1, 16, 16)
+    for mask in first[first.any((1, 2))]:
+        rows, columns = mask.any(1).sum(), mask.any(0).sum()
+        assert rows * columns == mask.sum() <= 128
+        assert 0.2 < rows / columns < 5 and max(rows, columns) < 16
+    assert (
+        0 < block_masks.draw_masks(noise[:, :1], counts, (16, 16)).sum(1)
+    ).mean() > 0.5
+
+
+def test_masks_depend_on_the_place_of_an_image_in_the_run_alone():
+    task = task_of(mask_group=4)
+    batch = batch_of(task, 8)
+    whole, _ = masks_of(task, batch)
+    half, _ = masks_of(task, {"mask_noise": batch["mask_noise"][4:]})
+    np.testing.assert_array_equal(whole[8:], half)
+
+
+# Schedules.
+
+
+def test_schedules_have_their_own_start_end_and_length():
+    task = task_of(
+        teacher_temperature_start=0.04,
+        teacher_temperature=0.07,
+        teacher_temperature_steps=11,
+        teacher_momentum=0.9,
+        teacher_momentum_end=0.98,
+        teacher_momentum_epochs=4.0,
+    )
+    at = lambda of, steps: [float(of(jnp.asarray(step))) for step in steps]
+    found = at(task.teacher_temperature, (0, 5, 10, 60))
+    np.testing.assert_allclose(found, [0.04, 0.055, 0.07, 0.07], rtol=1e-6)
+    found = at(task.teacher_momentum, (0, 20, 40, 90))
+    np.testing.assert_allclose(found, [0.9, 0.94, 0.98, 0.98], rtol=1e-6)
+    constant = task_of(teacher_momentum=0.99, teacher_momentum_end=0.99)
+    np.testing.assert_allclose(at(constant.teacher_momentum, (0, 50)), 0.99)
+    rising = task_of(teacher_momentum=0.9)
+    np.testing.assert_allclose(at(rising.teacher_momentum, (0, 100)), [0.9, 1.0])
+
+
+# The task.
+
+
+@pytest.mark.parametrize("keys", [{}, {"separate_heads": False, "centering": "center"}])
+def test_the_loss_is_the_weighted_sum_of_its_parts(keys):
+    task = task_of(koleo_group=2, dino_weight=0.7, patch_weight=0.5, **keys)
+    params, extra = jax.jit(task.init)(jax.random.key(0))
+    assert ("patch_head" in params) == ("center" not in extra) == (not keys)
+    batch = batch_of(task)
+    grads, (metrics, stats) = jax.jit(jax.grad(task.loss, has_aux=True))(
+        params, extra, batch, jax.random.key(1)
+    )
+    parts = [float(metrics[f"{name}_loss"]) for name in ("dino", "patch", "koleo")]
+    np.testing.assert_allclose(
+        metrics["loss"], np.dot(parts, (0.7, 0.5, 0.1)), rtol=1e-5
+    )
+    assert all(
+        np.isfinite(x).all() and x.any()
+        for k, x in jax.tree.leaves_with_path(grads)
+        if "key" not in str(k)
+    )
+    assert stats.keys() == ({"center", "patch_center"} if keys else set())
+    new = jax.jit(task.update)(extra, params, stats, jnp.asarray(1))
+    if keys:
+        masked = jax.jit(task.masked)(batch["mask_noise"])
+        teacher = task.answers(extra["teacher"], {"image": batch["image"]}, masked)
+        hidden = np.asarray(teacher.patch_outputs)[np.asarray(masked.weights) > 0]
+        expected = 0.1 * hidden.mean(0)
+        np.testing.assert_allclose(new["patch_center"], expected, atol=1e-6)
+
+
+# Gram anchoring.
+
+
+def test_anchors_get_the_same_crops_at_another_size():
+    crops = "multi_crop((32, 48), small_size=8, num_small=2)"
+    keys = {"gram_weight": 2.0, "gram_scale": 2}
+    lines = {"large_transforms": ("", "color_jitter(0.4)"), "small_transform": "flip"}
+    task = task_of(crops, **keys, **lines)
+    rng = np.random.default_rng(0)
+    smooth = rng.uniform(0, 255, (2, 2, 5, 7, 3))
+    smooth = smooth.repeat(10, 2).repeat(10, 3)[:, :, :32, :48].astype(np.uint8)
+    batch = {
+        "image": jnp.asarray(smooth),
+        "small_crops": jnp.zeros((2, 2, 8, 8, 3), jnp.uint8),
+        "index": jnp.arange(2, dtype=jnp.uint32),
+    }
+    found = task.prepare(batch, jax.random.key(0))
+    assert found["image"].shape == (2, 2, 16, 24, 3)
+    np.testing.assert_allclose(found["anchor"], smooth / 127.5 - 1, atol=1e-6)
+    for image in range(2):
+        pixels = Image.fromarray(smooth[image, 0])
+        small = pixels.resize((24, 16), Image.Resampling.BICUBIC)
+        levels = (np.asarray(found["image"][image, 0]) + 1) * 127.5
+        # Pillow rounds and clips between the two sides.
+        assert abs(levels - np.asarray(small)).max() < 2.5
+    distorted = np.asarray(found["image"][:, 1])
+    plain = task_of(crops, **keys, small_transform="").prepare(batch, jax.random.key(0))
+    assert not np.allclose(distorted, plain["image"][:, 1])
+    np.testing.assert_array_equal(found["anchor"], plain["anchor"])
+
+
+@pytest.mark.parametrize("scale", [1, 2])
+def test_gram_begins_at_its_step_and_has_no_effect_before(scale):
+    crops = f"multi_crop(({16 * scale}, {24 * scale}), small_size=8, num_small=2)"
+    keys = {"gram_weight": 2.0, "gram_scale": scale, "gram_start_epochs": 0.3}
+    task = task_of(crops, **keys)
+    params, extra = jax.jit(task.init)(jax.random.key(0))
+    assert jax.tree.structure(extra["anchor"]) == jax.tree.structure(params["network"])
+    batch = batch_of(task)
+    lose = jax.jit(jax.value_and_grad(task.loss, has_aux=True))
+    found = []
+    for step in (2, 3):
+        state = extra | {"step": jnp.asarray(step)}
+        found.append(lose(params, state, batch, jax.random.key(1)))
+    (_, (early, _)), _ = found[0]
+    (_, (late, _)), _ = found[1]
+    assert early["gram_loss"] == 0 < late["gram_loss"]
+    np.testing.assert_allclose(
+        late["loss"] - early["loss"], 2.0 * late["gram_loss"], atol=2e-3
+    )
+    # The anchor is not differentiated, and its parameters count.
+    moved = jax.tree.map(lambda x: 1.5 * x, extra["anchor"])
+    state = extra | {"step": jnp.asarray(3), "anchor": moved}
+    (_, (other, _)), _ = lose(params, state, batch, jax.random.key(1))
+    assert other["gram_loss"] != late["gram_loss"]
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({}, []),
+        ({"gram_start_steps": 4}, [4]),
+        ({"gram_every_steps": 3}, [3, 6, 9, 12]),
+        ({"gram_every_steps": 3, "gram_updates": 2}, [3, 6]),
+        (
+            {"gram_start_steps": 4, "gram_every_steps": 3, "gram_updates": 3},
+            [4, 7, 10],
+        ),
+    ],
+)
+def test_the_teacher_becomes_the_anchor(keys, expected):
+    task = task_of("multi_crop(num_small=0)", gram_weight=1.0, **keys)
+    params, extra = jax.jit(task.init)(jax.random.key(0))
+    update, changes = jax.jit(task.update), []
+    first = lambda tree: float(jax.tree.leaves(tree)[0].sum())
+    for step in range(1, 13):
+        params = jax.tree.map(lambda x: x + 1, params)
+        before = extra["anchor"]
+        extra = update(extra, params, {}, jnp.asarray(step))
+        if first(before) != first(extra["anchor"]):
+            changes.append(step)
+            teacher = extra["teacher"]["network"]
+            assert first(extra["anchor"]) == first(teacher)
+    assert changes == expected
+
+
+def test_flops_are_those_of_student_and_teacher():
+    options = {"drop_path_rate": 0.5, "drop_path_schedule": "constant"}
+    task = task_of(mask_group=4)
+    params, extra = jax.eval_shape(task.init, jax.random.key(0))
+    batch = jax.eval_shape(task.prepare, task.batch_spec(4), jax.random.key(0))
+    forward = lambda *args: task.loss(*args, jax.random.key(0))[0]
+    counted = cost.macs(forward, params, extra, batch)
+    teacher = lambda params, batch: task.answers(
+        params, {"image": batch["image"]}, task.masked(batch["mask_noise"])
+    )
+    of_teacher = cost.macs(teacher, extra["teacher"], batch)
+    koleo = 2 * 4 * 4 * 12
+    expected = 2 * (3 * (counted - of_teacher - koleo) + of_teacher) / 4
+    assert task.training_flops() == pytest.approx(expected, rel=0.01)
+    fewer = task_of(mask_group=4, options=options | {"drop_path_group": 8})
+    saved = task.training_flops() - fewer.training_flops()
+    one, two = (
+        cost.forward_flops(m.replace(depth=d)) for d in (1, 2) for m in [task.model]
+    )
+    small = [cost.forward_flops(task.small_model.replace(depth=d)) for d in (1, 2)]
+    blocks = 2 * (two - one) + 2 * (small[1] - small[0])
+    assert saved == 3 * 0.5 * 2 * blocks
+
+
+def entropy_after(steps, **keys):
+    """Trains on noisy copies of 16 images; returns the teacher's entropy by ln K."""
+    task = task_of(options={"width": 24}, teacher_temperature=0.04, **keys)
+    params, extra = jax.jit(task.init)(jax.random.key(0))
+    adam = optax.adam(3e-3)
+    state, rng = adam.init(params), np.random.default_rng(0)
+    images = rng.normal(size=(16, 1, 16, 24, 3))
+
+    @jax.jit
+    def train(params, extra, state, batch, step):
+        key = jax.random.fold_in(jax.random.key(1), step)
+        grads, (metrics, stats) = jax.grad(task.loss, has_aux=True)(
+            params, extra, batch, key
+        )
+        updates, state = adam.update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+        return params, task.update(extra, params, stats, step + 1), state, metrics
+
+    for step in range(steps):
+        noise = lambda *shape: 0.3 * rng.normal(size=(16, 2, *shape, 3))
+        batch = {
+            "image": images + noise(16, 24),
+            "small_crops": images[:, :, 4:12, 4:12] + noise(8, 8),
+            "mask_noise": rng.uniform(size=(16, 2, task._num_draws)),
+        }
+        batch = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), batch)
+        given = params, extra, state, batch, jnp.asarray(step)
+        params, extra, state, metrics = train(*given)
+    return float(metrics["teacher_entropy"]) / math.log(task.head.num_outputs)
+
+
+@pytest.mark.slow
+def test_controls_collapse_and_the_published_forms_do_not():
+    assert 0.75 < entropy_after(100) < 0.99
+    assert 0.75 < entropy_after(100, centering="center") < 0.99
+    center = {"centering": "center", "koleo_weight": 0.0}
+    assert entropy_after(100, **center, center_momentum=1.0) < 0.25
+    still = {"teacher_momentum": 0.0, "teacher_momentum_end": 0.0}
+    assert entropy_after(100, **center, **still) < 0.25
+
+
+def test_a_collapse_is_told_for_either_head():
+    task = task_of(patch_num_outputs=48)
+    for name, K in (("teacher_entropy", 24), ("patch_entropy", 48)):
+        metrics = {"teacher_entropy": 1.0, "patch_entropy": 1.0, name: math.log(K)}
+        found = [task.warning(metrics) for _ in range(5)]
+        assert not any(found[:4]) and "collapsed to equal outputs" in found[4]
+        assert ("patches" in found[4]) == (name == "patch_entropy")
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"mask_ratio": (0.5, 0.1)}, "must be the smallest and the largest"),
+        ({"koleo_group": 1}, "task.koleo_group=1: an image has no nearest"),
+        ({"gram_weight": 1.0, "gram_scale": 2}, r"must cut large crops of \(16, 24\)"),
+        (
+            {"gram_weight": 1.0, "large_transforms": ("flip", "")},
+            "task.gram_weight with Flip in task.large_transforms",
+        ),
+        ({"centering": "none"}, "not one of sinkhorn, center"),
+    ],
+)
+def test_bad_input_is_told_in_one_line(keys, message):
+    with pytest.raises(UserError, match=message):
+        config = tiny_config(
+            data={"num_classes": 0, "train_transform": "multi_crop(small_size=4)"},
+            task={"name": "dinov2"} | keys,
+        )
+        config.task.build(config.build_model(), config.data, RUN)
+
+
+def test_a_network_without_class_token_is_refused():
+    with pytest.raises(UserError, match="learns from a class token and patches"):
+        task_of(options={"pool": "gap"})
+
+
+def test_masks_that_hide_nothing_are_refused():
+    task = task_of(mask_share=0.1, mask_group=2)
+    with pytest.raises(UserError, match=r"task.mask_share=0.1 .* mask no patch of 4"):
+        task.masked(jnp.zeros((2, 2, task._num_draws)))

@@ -1,0 +1,567 @@
+"""DINOv2 (arXiv:2304.07193): DINO of the class token and iBOT of the masked patches.
+
+The student gets large crops of which some patches are masked, and small crops; it predicts
+the teacher's outputs for every other crop, and for the masked patches of the same crop
+(iBOT, arXiv:2111.07832). KoLeo spreads the class tokens. Gram anchoring of DINOv3
+(arXiv:2508.10104) keeps the similarities of patches near those of an earlier teacher. As
+in facebookresearch/dinov2 and dinov3, but what is drawn per device there is drawn per
+group of images here, on any number of devices. Letters: B images, G large and S small
+crops of each, V both together, N patches, M masked patches at most, C = B G crops,
+D width, K outputs.
+"""
+
+import dataclasses
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from vit_jax.config.fields import epochs, key
+from vit_jax.config.lengths import RunLength, length_in_steps
+from vit_jax.data.config import DataConfig
+from vit_jax.data.transforms import device as transforms
+from vit_jax.errors import UserError
+from vit_jax.models import Model, cost, posemb
+from vit_jax.tasks import block_masks, dino_losses
+from vit_jax.tasks.dino import NUM_LARGE, Crops, Dino, DinoConfig
+from vit_jax.tasks.dino_losses import Head
+from vit_jax.tasks.task import Batch
+
+_MASKS = 0x69424F54  # Separates the random bits of masks from those of the transforms.
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Dinov2Config(DinoConfig):
+    """Outputs of the moving average, also for masked patches (DINOv2, DINOv3)."""
+
+    name: str = key("dinov2", "What is learnt.")
+    weight_norm: bool = key(
+        True, "Divide the heads' last weights by their norms; DINOv3 does not."
+    )
+    separate_heads: bool = key(True, "A second head for patches; False: the same one.")
+    patch_num_outputs: int = key(0, "Outputs of the second head; 0: as the first.")
+    patch_hidden_dim: int = key(0, "Its hidden units; 0: as the first.")
+    patch_bottleneck_dim: int = key(
+        0, "Its features before the last layer; 0: as the first."
+    )
+    centering: str = key(
+        "sinkhorn",
+        'Balances the outputs of the teacher: "sinkhorn", Sinkhorn-Knopp over the whole '
+        'batch, or "center", by moving averages.',
+        choices=("sinkhorn", "center"),
+    )
+    teacher_temperature_steps: int = key(
+        0, "Length of the warmup in steps; it then changes in every step."
+    )
+    teacher_temperature_epochs: float = epochs("The same in epochs, or else ...")
+    teacher_temperature_fraction: float = key(0.0, "... as a fraction of the run.")
+    teacher_momentum_end: float = key(
+        1.0, "Momentum at the end of that half cosine.", at_most=1
+    )
+    teacher_momentum_steps: int = key(
+        0, "Its length in steps; all three 0: the whole run."
+    )
+    teacher_momentum_epochs: float = epochs("The same in epochs, or else ...")
+    teacher_momentum_fraction: float = key(0.0, "... as a fraction of the run.")
+    dino_weight: float = key(1.0, "Weight of the loss of the class tokens.")
+    patch_weight: float = key(1.0, "Weight of the loss of the masked patches.")
+    koleo_weight: float = key(
+        0.1, "Weight of KoLeo, summed over the two large crops; 0 is off."
+    )
+    koleo_group: int = key(
+        0,
+        "Images in a row among which KoLeo looks for the nearest, as on one device of the "
+        "original; 0: the whole batch.",
+    )
+    mask_share: float = key(
+        0.5, "Fraction of the large crops with masked patches.", above=0, at_most=1
+    )
+    mask_ratio: tuple[float, ...] = key(
+        (0.1, 0.5),
+        "Smallest and largest fraction of masked patches; the masked crops of a group "
+        "divide the range into equal steps.",
+        at_most=1,
+    )
+    mask_group: int = key(
+        8,
+        "Images in a row that divide the range; a divisor of the images per device keeps "
+        "their patches there. 0: the batch.",
+    )
+    mask_exact: bool = key(
+        False,
+        "Mask as many patches as the upper end of a step says, single ones at last "
+        "(DINOv3); False: a number in the step, in blocks alone (DINOv2).",
+    )
+    gram_weight: float = key(
+        0.0, "Weight of Gram anchoring, DINOv3's; 0: there is no anchor."
+    )
+    gram_start_steps: int = key(
+        0,
+        "Step from which it counts and whose teacher is the anchor; all three 0: from the "
+        "first on, and the anchor is the network that the run starts from.",
+    )
+    gram_start_epochs: float = epochs("The same in epochs, or else ...")
+    gram_start_fraction: float = key(0.0, "... as a fraction of the run.")
+    gram_every_steps: int = key(
+        0, "Steps after which the teacher becomes the anchor again; 0: never."
+    )
+    gram_updates: int = key(
+        0, "How often the teacher becomes the anchor at most; 0: no bound."
+    )
+    gram_scale: int = key(
+        1,
+        "Side of the anchor's crops by that of the student's; `multi_crop` cuts them at "
+        "this size.",
+        at_least=1,
+    )
+
+    def __post_init__(self):
+        super().__post_init__()
+        if len(self.mask_ratio) != 2 or self.mask_ratio[0] > self.mask_ratio[1]:
+            raise UserError(
+                f"task.mask_ratio={self.mask_ratio} must be the smallest and the largest "
+                "fraction of masked patches"
+            )
+        if self.koleo_group == 1 and self.koleo_weight:
+            raise UserError(
+                "task.koleo_group=1: an image has no nearest other one: set it to 2 or more"
+            )
+
+    def build(self, model, data, run, saved=None) -> "Dinov2":
+        return Dinov2(self, model, data, run)
+
+
+class Masked(NamedTuple):
+    """Masked patches of a batch of large crops.
+
+    Attributes:
+      mask: masked patches of each crop.
+      index: places of masked patches among all of their group of crops, filled up with
+        others.
+      weights: see `dino_losses.patch_loss`; 0 for what fills up.
+    """
+
+    mask: Bool[Array, "C N"]
+    index: Int[Array, "groups most"]
+    weights: Float[Array, " M"]
+
+
+class Answers(NamedTuple):
+    """What a student or a teacher makes of a batch.
+
+    Attributes:
+      features: class tokens of the large crops, float32.
+      patches: normalised patches of the large crops.
+      outputs: outputs of the head for the class tokens of all crops, float32.
+      patch_outputs: outputs of the second head for the masked patches, float32.
+    """
+
+    features: Float[Array, "B G D"]
+    patches: Float[Array, "C N D"]
+    outputs: Float[Array, "B V K"]
+    patch_outputs: Float[Array, "M K"]
+
+
+class Dinov2(Dino):
+    """See `dino.Dino`; the parameters also have "mask_token" and maybe "patch_head".
+
+    `extra` holds centres of the outputs if `centering="center"`, and with Gram anchoring
+    the "anchor", parameters of a network.
+
+    Raises:
+      UserError: errors of `Dino`; the network has no class token beside its patches; or
+        crops do not suit Gram anchoring.
+    """
+
+    config: Dinov2Config
+
+    def __init__(
+        self, config: Dinov2Config, model: Model, data: DataConfig, run: RunLength
+    ):
+        is_vit = model.has_encoder and "class token" in model.prefix_tokens
+        if not is_vit or not model.encoder_stride or not model.config.encoder_norm:
+            raise UserError(
+                f"model.variant={model.options['variant']!r} with task.name="
+                f"{config.name!r}, which learns from a class token and patches: choose a "
+                "Vision Transformer, such as B/14, with model.pool='token'"
+            )
+        if model.config.patch_dropout:
+            raise UserError(
+                f"model.patch_dropout={model.config.patch_dropout} with task.name="
+                f"{config.name!r}, which learns from all patches: set it to 0"
+            )
+        super().__init__(config, model, data, run)
+        self._width = model.options["width"]
+        self.num_patches = math.prod(model.grid)
+        self.head = self.head.clone(weight_norm=config.weight_norm)
+        self.patch_head = self.head
+        if config.separate_heads:
+            self.patch_head = Head(
+                config.patch_hidden_dim or config.hidden_dim,
+                config.patch_bottleneck_dim or config.bottleneck_dim,
+                config.patch_num_outputs or config.num_outputs,
+                config.free_gain,
+                model.options["dtype"],
+                config.weight_norm,
+            )
+        centers = ("center", "patch_center") if config.centering == "center" else ()
+        self.statistics = ("teacher", *centers)
+        self.anchor_model = model
+        if config.gram_scale > 1:
+            sides = [side * config.gram_scale for side in model.image_shape[:2]]
+            self.anchor_model = model.at_size(sides)
+            model.check_sizes(self.anchor_model)
+        lengths = ("teacher_temperature", "teacher_momentum", "gram_start")
+        self._lengths = {n: length_in_steps(config, n, run) for n in lengths}
+
+    def _crops(self, data):
+        config = self.config
+        given = config.name, config.large_transforms, config.small_transform, data
+        if not config.gram_weight:
+            return super()._crops(data)
+        return AnchoredCrops(*given, scale=config.gram_scale)
+
+    def prepare(self, batch, rng):
+        noise = transforms.example_uniform(
+            batch["index"], jax.random.fold_in(rng, _MASKS), NUM_LARGE * self._num_draws
+        )
+        noise = noise.reshape(-1, NUM_LARGE, self._num_draws)
+        return super().prepare(batch, rng) | {"mask_noise": noise}
+
+    @property
+    def entropies(self):
+        K = self.patch_head.num_outputs
+        patches = {"patch_entropy": ("for patches, the teacher has", K)}
+        return super().entropies | patches
+
+    @property
+    def _num_draws(self) -> int:
+        """Random numbers of the mask of a crop."""
+        single = self.num_patches if self.config.mask_exact else 0
+        return 2 + 4 * block_masks.TRIES + single
+
+    def init(self, rng):
+        keys, config = jax.random.split(rng, 3), self.config
+        network, features = dict(self.model.init(keys[0])), jnp.zeros((1, self._width))
+        params = {
+            "network": network,
+            "head": self.head.init(keys[1], features)["params"],
+            "mask_token": jnp.zeros((1, 1, self._width)),
+        }
+        if config.separate_heads:
+            patch_head = self.patch_head.init(keys[2], features)["params"]
+            params["patch_head"] = patch_head
+        copy = lambda tree: jax.tree.map(jnp.copy, tree)
+        extra = {"teacher": copy(params), "step": jnp.zeros([], jnp.int32)}
+        if config.centering == "center":
+            extra["center"] = jnp.zeros(self.head.num_outputs)
+            extra["patch_center"] = jnp.zeros(self.patch_head.num_outputs)
+        if config.gram_weight:
+            extra["anchor"] = copy(network)
+        return params, extra
+
+    def masked(self, noise: Float[Array, "B G draws"]) -> Masked:
+        """Draws the masks of a batch from uniform numbers in [0, 1).
+
+        Raises:
+          UserError: no crop of a group is masked.
+        """
+        config, N = self.config, self.num_patches
+        group = math.gcd(len(noise), config.mask_group) * NUM_LARGE
+        how = config.mask_share, config.mask_ratio, N
+        most = int(block_masks.upper_counts(group, *how).sum())
+        if not most:
+            raise UserError(
+                f"task.mask_share={config.mask_share} and task.mask_ratio="
+                f"{config.mask_ratio} mask no patch of {group} crops of {N} patches: raise "
+                "them or task.mask_group"
+            )
+        noise = noise.reshape(-1, group, noise.shape[-1])
+        counts = block_masks.draw_counts(noise[..., :2], *how, config.mask_exact)
+        counts, noise = counts.reshape(-1), noise.reshape(-1, noise.shape[-1])
+        tries, single = jnp.split(noise[:, 2:], [4 * block_masks.TRIES], axis=1)
+        tries = tries.reshape(len(tries), -1, 4)
+        mask = block_masks.draw_masks(tries, counts, self.model.grid)
+        if config.mask_exact:
+            mask = block_masks.complete(mask, counts, single)
+        per_crop = mask.sum(1, keepdims=True).clip(1) * len(mask)
+        groups = mask.reshape(-1, group * N)
+        # As many as there can be: what fills up has the weight 0.
+        index = jnp.argsort(~groups, axis=1, stable=True)[:, :most]
+        weights = (mask / per_crop).reshape(groups.shape)
+        weights = jnp.take_along_axis(weights, index, axis=1)
+        return Masked(mask, index, weights.reshape(-1))
+
+    def answers(
+        self,
+        params: dict,
+        batch: Batch,
+        masked: Masked,
+        *,
+        train: bool = False,
+        key: jax.Array | None = None,
+    ) -> Answers:
+        """Returns what a student or a teacher makes of a batch.
+
+        Args:
+          params: parameters of student or teacher.
+          batch: image (B, G, Y, X, C) and, for a student, small_crops (B, S, y, x, C).
+          masked: masked patches, for a student hidden by the mask token.
+          train: whether it is the student.
+          key: see `Model.apply`.
+        """
+        keys = (None, None) if key is None else jax.random.split(key)
+        hide = None
+        if train:
+            token, mask = params["mask_token"], masked.mask[..., None]
+            hide = lambda x: jnp.where(mask, token.astype(x.dtype), x)
+        large = self._tokens(self.model, params, batch["image"], train, keys[0], hide)
+        classes = features = self._classes(large, NUM_LARGE)
+        if "small_crops" in batch:
+            crops, model = batch["small_crops"], self.small_model
+            small = self._tokens(model, params, crops, train, keys[1])
+            small = self._classes(small, crops.shape[1])
+            classes = jnp.concatenate([features, small], axis=1)
+        patches = large[:, self.model.num_prefix_tokens :]
+        groups = patches.reshape(len(masked.index), -1, patches.shape[-1])
+        taken = jnp.take_along_axis(groups, masked.index[..., None], axis=1)
+        taken = taken.reshape(-1, patches.shape[-1])
+        head = params["patch_head" if self.config.separate_heads else "head"]
+        return Answers(
+            features,
+            patches,
+            self.head.apply({"params": params["head"]}, classes),
+            self.patch_head.apply({"params": head}, taken),
+        )
+
+    def _tokens(self, model, params, crops, train=False, key=None, hide=None):
+        """Returns the tokens of all crops, (B V, tokens, D)."""
+        images = crops.reshape(-1, *crops.shape[2:]).astype(model.options["dtype"])
+        network = params["network"]
+        if model is not self.model:
+            network = model.resize(network, self.model)
+        return model.encode(network, images, train=train, key=key, edit_patches=hide)
+
+    def _classes(self, tokens, V) -> Float[Array, "B V D"]:
+        x = tokens[:, 0].astype(jnp.float32)
+        return x.reshape(-1, V, x.shape[-1])
+
+    def targets(
+        self, extra: dict, teacher: Answers, valid: Bool[Array, " M"]
+    ) -> tuple[Float[Array, "B G K"], Float[Array, "M K"]]:
+        """Returns the probabilities of a teacher for class tokens and masked patches.
+
+        Args:
+          extra: state, of which centres and step are read.
+          teacher: answers of the teacher.
+          valid: which of the masked patches are not there to fill up.
+        """
+        temperature = self.teacher_temperature(extra["step"])
+        outputs, patches = teacher.outputs, teacher.patch_outputs
+        if self.config.centering == "center":
+            return (
+                dino_losses.centered(outputs, extra["center"], temperature),
+                dino_losses.centered(patches, extra["patch_center"], temperature),
+            )
+        flat = outputs.reshape(-1, outputs.shape[-1])
+        classes = dino_losses.sinkhorn_knopp(flat, temperature)
+        patches = dino_losses.sinkhorn_knopp(patches, temperature, valid)
+        return classes.reshape(outputs.shape), patches
+
+    def loss(self, params, extra, batch, rng):
+        config = self.config
+        masked = self.masked(batch["mask_noise"])
+        valid = masked.weights > 0
+        student = self.answers(params, batch, masked, train=True, key=rng)
+        large = {"image": batch["image"]}
+        teacher = jax.lax.stop_gradient(self.answers(extra["teacher"], large, masked))
+        targets, patch_targets = self.targets(extra, teacher, valid)
+        cool = lambda outputs: outputs / config.student_temperature
+        losses = {
+            "dino": dino_losses.cross_entropies(cool(student.outputs), targets).mean(),
+            "patch": dino_losses.patch_loss(
+                cool(student.patch_outputs), patch_targets, masked.weights
+            ),
+        }
+        if config.koleo_weight:
+            crops = jnp.moveaxis(student.features, 1, 0)
+            each = [dino_losses.koleo(crop, config.koleo_group) for crop in crops]
+            losses["koleo"] = sum(each)
+        if config.gram_weight:
+            losses["gram"] = self._gram(extra, batch, student.patches)
+        loss = sum(getattr(config, f"{k}_weight") * v for k, v in losses.items())
+        count = valid.sum().clip(1)
+        metrics = {
+            "loss": loss,
+            **{f"{name}_loss": value for name, value in losses.items()},
+            "teacher_entropy": _entropies(targets).mean(),
+            "patch_entropy": (_entropies(patch_targets) * valid).sum() / count,
+            "masked": masked.mask.mean(),
+            "teacher_momentum": self.teacher_momentum(extra["step"]),
+            "teacher_temperature": self.teacher_temperature(extra["step"]),
+        }
+        stats = {}
+        if config.centering == "center":
+            of_patches = jnp.where(valid[:, None], teacher.patch_outputs, 0)
+            stats["center"] = teacher.outputs.mean((0, 1))
+            stats["patch_center"] = of_patches.sum(0) / count
+        return loss, (metrics, stats)
+
+    def _gram(self, extra, batch, patches) -> Float[Array, ""]:
+        """Returns the loss of Gram anchoring, 0 before its start."""
+
+        def compute(patches):
+            network = {"network": extra["anchor"]}
+            tokens = self._tokens(self.anchor_model, network, batch["anchor"])
+            anchor = tokens[:, self.model.num_prefix_tokens :]
+            if self.config.gram_scale > 1:
+                anchor = self._shrink(anchor)
+            return dino_losses.gram(patches, jax.lax.stop_gradient(anchor))
+
+        started = extra["step"] >= self._lengths["gram_start"]
+        return jax.lax.cond(started, compute, lambda _: jnp.zeros([]), patches)
+
+    def _shrink(self, patches: Float[Array, "C n D"]) -> Float[Array, "C N D"]:
+        """Returns an anchor's patches on the student's grid, as DINOv3 resizes them."""
+        old, new = self.anchor_model.grid, self.model.grid
+        down, across = map(posemb.bicubic_plain, old, new)
+        x = patches.astype(jnp.float32).reshape(len(patches), *old, -1)
+        x = jax.vmap(lambda grid: posemb.resample(grid, down, across))(x)
+        return x.reshape(len(patches), self.num_patches, -1)
+
+    def update(self, extra, params, stats, step):
+        new = super().update(extra, params, stats, step)
+        if self.config.gram_weight:
+            teacher, due = new["teacher"]["network"], self._is_anchored(step)
+            keep = lambda old, now: jnp.where(due, now, old)
+            new["anchor"] = jax.tree.map(keep, extra["anchor"], teacher)
+        return new
+
+    def _is_anchored(self, step: Int[Array, ""]) -> Bool[Array, ""]:
+        """Returns whether the teacher after `step` steps becomes the anchor."""
+        config, start = self.config, self._lengths["gram_start"]
+        since, every = step - start, config.gram_every_steps
+        # From the first step on, the anchor is the network of the start.
+        due = (since == 0) & (start > 0)
+        number = 1
+        if every:
+            due |= (since > 0) & (since % every == 0)
+            number = since // every + (start > 0)
+        return due & (number <= config.gram_updates) if config.gram_updates else due
+
+    def teacher_temperature(self, step):
+        config, steps = self.config, self._lengths["teacher_temperature"]
+        part = jnp.minimum(step / max(1, steps - 1), 1) if steps else 1
+        start, end = config.teacher_temperature_start, config.teacher_temperature
+        return jnp.asarray(start + (end - start) * part, jnp.float32)
+
+    def teacher_momentum(self, step):
+        config, run = self.config, self._run
+        steps = self._lengths["teacher_momentum"] or run.total_steps
+        start, end = config.teacher_momentum, config.teacher_momentum_end
+        part = 0.5 * (1 + jnp.cos(math.pi * jnp.minimum(step / steps, 1)))
+        return jnp.asarray(end + (start - end) * part, jnp.float32)
+
+    def with_backbone(self, params, extra, network):
+        params, extra = super().with_backbone(params, extra, network)
+        if self.config.gram_weight:
+            extra |= {"anchor": jax.tree.map(jnp.copy, network)}
+        return params, extra
+
+    def training_flops(self):
+        """See `Task`; neither teacher nor anchor has a backward pass.
+
+        Images whose branches stochastic depth does not compute count as it does.
+        """
+        config, small = self.config, self.crops.num_small
+        whole = cost.forward_flops(self.model)
+        if whole is None:
+            return None
+        shapes, _ = jax.eval_shape(self.init, jax.random.key(0))
+        sizes = lambda name: 2 * sum(x.size for x in jax.tree.leaves(shapes[name]))
+        head = sizes("head")
+        patch_head = sizes("patch_head" if config.separate_heads else "head")
+        group = (config.mask_group or NUM_LARGE) * NUM_LARGE
+        how = config.mask_share, config.mask_ratio, self.num_patches
+        hidden = block_masks.upper_counts(group, *how).sum() * NUM_LARGE / group
+        of_heads = NUM_LARGE * head + round(hidden * patch_head)
+        student = NUM_LARGE * _student_flops(self.model)
+        if small:
+            student += small * (_student_flops(self.small_model) + head)
+        flops = 3 * (student + of_heads) + NUM_LARGE * whole + of_heads
+        if config.gram_weight:
+            similarities = 2 * self.num_patches**2 * self._width
+            flops += NUM_LARGE * cost.forward_flops(self.anchor_model)
+            flops += NUM_LARGE * (3 + 1) * similarities
+        return flops
+
+
+class AnchoredCrops(Crops):
+    """Crops, and the large ones once more for an anchor: larger and not distorted.
+
+    Args:
+      scale: side of the anchor's crops, which are loaded, by that of the student's, which
+        are made of them.
+
+    Raises:
+      UserError: errors of `Crops`; loaded crops have another size, or transforms of large
+        crops move pixels.
+    """
+
+    def __init__(self, *args, scale: int):
+        super().__init__(*args)
+        sides = tuple(scale * side for side in self._data.image_size)
+        if self.shapes["image"][1:3] != sides:
+            raise UserError(
+                f"task.gram_scale={scale}: multi_crop of data.train_transform="
+                f"{self._data.train_transform!r} must cut large crops of {sides}: set its "
+                "size"
+            )
+        for op in (*self.ops[0], *self.ops[1]):
+            if op.moves_pixels:
+                raise UserError(
+                    f"task.gram_weight with {type(op).__name__} in task.large_transforms: "
+                    "the anchor's crops are not transformed, and its patches would be "
+                    "others: remove it"
+                )
+
+    def prepare(self, batch, rng):
+        """Returns image, small_crops and anchor (B, G, Y, X, C), normalised."""
+        large = batch["image"]
+        flat = large.reshape(-1, *large.shape[2:])
+        anchor = transforms.normalize(flat, self._data.mean, self._data.std)
+        image = _resize(flat, self._data.image_size).reshape(
+            *large.shape[:2], *self._data.image_size, -1
+        )
+        prepared = super().prepare(batch | {"image": image}, rng)
+        return prepared | {"anchor": anchor.reshape(large.shape)}
+
+
+def _resize(images: Array, size: tuple[int, int]) -> Array:
+    """Resizes images (B, Y, X, C) as Pillow's bicubic filter does, to the same dtype."""
+    if images.shape[1:3] == tuple(size):
+        return images
+    down, across = map(posemb.bicubic_antialiased, images.shape[1:3], size)
+    resized = jax.vmap(lambda x: posemb.resample(x, down, across))(
+        images.astype(jnp.float32)
+    )
+    most = jnp.iinfo(images.dtype).max
+    return jnp.round(resized).clip(0, most).astype(images.dtype)
+
+
+def _entropies(probabilities: Float[Array, "*B K"]) -> Float[Array, "*B"]:
+    return -(probabilities * jnp.log(jnp.maximum(probabilities, 1e-30))).sum(-1)
+
+
+def _student_flops(model: Model) -> float:
+    """Returns the operations of a forward pass on an image in training."""
+    whole, config = cost.forward_flops(model), model.config
+    group = config.drop_path_group
+    if not group or not config.drop_path_rate:
+        return whole
+    one = cost.forward_flops(model.replace(depth=1))
+    two = cost.forward_flops(model.replace(depth=2))
+    kept = max(1, math.floor(group * (1 - config.drop_path_rate) + 1e-9)) / group
+    return whole - round((1 - kept) * config.depth * (two - one))
