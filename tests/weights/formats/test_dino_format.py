@@ -19,6 +19,7 @@ from vit_jax import models, weights
 from vit_jax.config import fields
 from vit_jax.errors import UserError
 from vit_jax.tools.explorer.session import ExploredModel
+from vit_jax.training import loop
 from vit_jax.weights import export, surgery
 from vit_jax.weights.formats import dino, files, timm, torch_file
 from vit_jax.weights.initial import load_initial
@@ -164,7 +165,16 @@ def test_a_backbone_alone_is_taken_for_one_of_dino_and_a_line_says_so(tmp_path):
     assert found.preprocess.crop_fraction == 224 / 256
     whole = opened(GOLDEN / "dino_student.safetensors")
     assert_same(found.params, flatten_dict(whole.params, sep="/"))
-    assert "projection head: dropped, which only pretraining has" in whole.notes
+    assert whole.task["name"] == "dino" and not found.task
+    # A head of another form.
+    arrays = load_file(GOLDEN / "dino_student.safetensors")
+    del arrays["head.mlp.2.bias"]
+    save_file(arrays, tmp_path / "b.safetensors")
+    found = opened(tmp_path / "b.safetensors")
+    assert (
+        "projection head: dropped, as it is none of the published form" in found.notes
+    )
+    assert not found.task_params
 
 
 @pytest.mark.parametrize("name", ["head.weight", "fc_norm.weight", "dist_token"])
@@ -189,6 +199,109 @@ def test_of_a_training_checkpoint_the_teacher_is_taken(tmp_path, wrapped):
     expected = opened(GOLDEN / "dino_student.safetensors")
     assert_same(found.params, flatten_dict(expected.params, sep="/"))
     assert found.notes[0] == "teacher: its backbone is read, and not the student's"
+
+
+def training_of(kind, seed=0):
+    """Arrays of a training's network under the names of facebookresearch."""
+    rng = np.random.default_rng(seed)
+    if kind == "dino":
+        return {
+            name: value + seed * np.float32(0.1) * (not name.endswith("weight_g"))
+            for name, value in load_file(GOLDEN / "dino_student.safetensors").items()
+        }
+    place = GOLDEN / "dinov2_swiglu_reg4" / "facebook.safetensors"
+    arrays = {f"backbone.{k}": v + seed for k, v in load_file(place).items()}
+    for head, outputs in (("dino_head", 7), ("ibot_head", 9)):
+        shapes = {"mlp.0": (6, 24), "mlp.2": (6, 6), "mlp.4": (4, 6)}
+        shapes = {f"{k}.weight": v for k, v in shapes.items()} | {
+            f"{k}.bias": v[:1] for k, v in shapes.items()
+        }
+        shapes["last_layer.weight_v"] = outputs, 4
+        shapes["last_layer.weight_g"] = outputs, 1
+        for name, shape in shapes.items():
+            value = rng.normal(size=shape).astype(np.float32)
+            arrays[f"{head}.{name}"] = value
+    return arrays
+
+
+@pytest.mark.parametrize("kind", ["dino", "dinov2"])
+@pytest.mark.parametrize("nested", [False, True])
+def test_student_teacher_and_heads_come_in_and_go_out(tmp_path, kind, nested):
+    teacher, student = training_of(kind), training_of(kind, seed=1)
+    K = len(teacher[f"{'dino_' * (kind == 'dinov2')}head.last_layer.weight_v"])
+    center = np.arange(K, dtype=np.float32)[None]
+    parts = {"teacher": teacher, "student": student, "dino_loss": {"center": center}}
+    content = parts
+    if nested:  # As the checkpoints of dinov2's FSDP.
+        content = {
+            "model": {
+                f"{p}.{k}": v for p, part in parts.items() for k, v in part.items()
+            }
+        }
+    torch_file.write(tmp_path / "a.pth", content)
+    found = opened(tmp_path / "a.pth")
+    heads = {"dino": {"head"}, "dinov2": {"head", "patch_head", "mask_token"}}[kind]
+    assert found.task_params.keys() == heads | {"network", "teacher", "center"}
+    assert found.task_params["teacher"].keys() == heads
+    assert found.task["name"] == kind and found.task["num_outputs"] == K
+    assert found.task["free_gain"] == (kind == "dinov2")
+    kernel = "Transformer/encoderblock_1/MlpBlock_3/Dense_1/kernel"
+    theirs = "backbone.blocks.1.mlp." + ("fc2" if kind == "dino" else "w3") + ".weight"
+    for params, arrays in (
+        (found.params, teacher),
+        (found.task_params["network"], student),
+    ):
+        value = flatten_dict(params, sep="/")[kernel]
+        np.testing.assert_array_equal(value, arrays[theirs].T)
+    out = tmp_path / "b.pth"
+    export.export(found, "dino", out)
+    written = torch_file.read(out)
+    expected = {
+        f"{part}.{k}": v for part, arrays in parts.items() for k, v in arrays.items()
+    }
+    assert_same(written, expected)
+
+
+@pytest.mark.parametrize("kind", ["dino", "dinov2"])
+def test_a_run_goes_on_with_student_and_teacher_of_facebook(tmp_path, kind):
+    teacher, student = training_of(kind), training_of(kind, seed=1)
+    torch_file.write(tmp_path / "a.pth", {"teacher": teacher, "student": student})
+    found = opened(tmp_path / "a.pth")
+    names = ("variant", "width", "depth", "num_heads", "mlp_dim", "activation")
+    names += ("num_register_tokens", "layer_scale_init", "posemb_resize")
+    options = models.create(**found.options).options
+    sizes = {name: options[name] for name in names}
+    config = tiny_config(
+        model=sizes,
+        data={
+            "image_size": found.options["image_size"],
+            "num_classes": 0,
+            "train_transform": "multi_crop(small_size=16, num_small=1)",
+        },
+        task=found.task,
+        init={"checkpoint": str(tmp_path / "a.pth")},
+        ema={"decay": 0},
+        evals={},
+        total_steps=1,
+        optim={"learning_rate": 1e-9},
+    )
+    loop.train(config, tmp_path / "run")
+    run = weights.open_pretrained(tmp_path / "run", with_task=True)
+    params = run.task_params
+    teacher_of = lambda pretrained: {
+        name: value
+        for name, value in pretrained.task_params["teacher"].items()
+        if name != "network"
+    }
+    names = teacher_of(found).keys()
+    pairs = [(params[name], found.task_params[name]) for name in {*names, "network"}]
+    pairs.append((teacher_of(run), teacher_of(found)))
+    for ours, expected in pairs:
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-2, atol=2e-2),
+            ours,
+            expected,
+        )
 
 
 def test_blocks_in_chunks_are_those_one_by_one(tmp_path):

@@ -126,6 +126,7 @@ READ_BY = {
     "swin_v2.safetensors": "Swin",
 }
 READS_WHAT_IS_WRITTEN = {
+    "dino": "DINO",
     "google": "google",
     "hf": "Hugging Face",
     "hf_beit": "Hugging Face BEiT",
@@ -219,7 +220,7 @@ def test_a_file_that_two_formats_claim_is_refused(own_format, monkeypatch, tmp_p
 
 def written_as(to):
     """Returns a checkpoint that a writer takes."""
-    bare = to.removeprefix("hf_") in ("mae", "dinov2", "dinov3")
+    bare = to.removeprefix("hf_") in ("mae", "dino", "dinov2", "dinov3")
     plain = {"num_classes": 0, "activation": "gelu", "mlp_dim": 24} if bare else {}
     plain |= {
         "hf_clip": {"pre_norm": True, "num_classes": 0},
@@ -250,7 +251,9 @@ def with_text_tower(pretrained):
 
 
 def test_the_flag_has_every_writer():
-    with pytest.raises(UserError, match="--to=torch is not one of google, hf") as error:
+    with pytest.raises(
+        UserError, match="--to=torch is not one of dino, google, hf"
+    ) as error:
         export.check("torch", pathlib.Path("a"))
     for name in registry.WRITERS:
         assert name in str(error.value)

@@ -1,21 +1,44 @@
 """Files of facebookresearch/dino and facebookresearch/dinov2.
 
 Backbones have timm's names and are read as timm's. Checkpoints of the training have a
-student and a teacher, whose backbone is read. Positions of DINO, and of DINOv2 without
-registers, are resized in another way than in timm.
+teacher, whose backbone is the network, and maybe a student; their heads and the student
+become `Pretrained.task_params`. Positions of DINO, and of DINOv2 without registers, are
+resized in another way than in timm.
 """
 
 import dataclasses
+import os
 import re
 
 import numpy as np
+from flax.traverse_util import flatten_dict, unflatten_dict
 
+from vit_jax import models
+from vit_jax.weights import rewriting
 from vit_jax.weights.formats import tables, timm, torch_file
 from vit_jax.weights.formats.files import Tensors
-from vit_jax.weights.formats.registry import READERS, Reader
+from vit_jax.weights.formats.registry import READERS, WRITERS, Reader, Writer
+from vit_jax.weights.formats.tables import LINEAR, ArrayEntry, dense, one_layout
 from vit_jax.weights.pretrained import IMAGENET, Preprocess, Pretrained
 
 _TEACHER = f"{torch_file.TEACHER}."
+# Who, PyTorch's wrappers, and the part of a training's network.
+_PART = re.compile(
+    rf"(?:({torch_file.TEACHER}|{torch_file.STUDENT})\.)?"
+    r"(?:(?:module|_orig_mod)\.)*(backbone|head|dino_head|ibot_head)\."
+)
+# Their parts to those of the task of this project that trains such networks.
+_HEADS = {
+    "dino": {"head": "head"},
+    "dinov2": {"dino_head": "head", "ibot_head": "patch_head"},
+}
+_CENTERS = {"dino_loss.center": "center", "ibot_patch_loss.center": "patch_center"}
+# torch.nn.utils.parametrizations.weight_norm, the successor of weight_norm.
+_PARAMETRIZED = (
+    (r"parametrizations\.weight\.original0$", "weight_g"),
+    (r"parametrizations\.weight\.original1$", "weight_v"),
+)
+_GAIN = one_layout(lambda a: a[:, 0], lambda a: a[:, None])
 # Prefix of a backbone that has a head beside it, with PyTorch's wrappers.
 _INSIDE = re.compile(rf"({re.escape(_TEACHER)})?((module|_orig_mod)\.)*backbone\.")
 _NAMES = (
@@ -74,11 +97,11 @@ def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
     known, notes = inside or _MASK_TOKEN in flat, []
     if any(name.startswith(_TEACHER) for name in tensors.flat):
         notes.append("teacher: its backbone is read, and not the student's")
-    if inside and len(flat) < len(tensors.flat):
-        beside = {n for n in tensors.flat if not _INSIDE.match(n)} - {*_CLASSIFIER}
-        if beside:
-            notes.append("projection head: dropped, which only pretraining has")
-    if flat.pop(_MASK_TOKEN, None) is not None:
+    task, task_params = read_training(tensors, num_heads) if inside else ({}, {})
+    beside = {n for n in tensors.flat if not _INSIDE.match(n)} - {*_CLASSIFIER}
+    if inside and beside and not task:
+        notes.append("projection head: dropped, as it is none of the published form")
+    if flat.pop(_MASK_TOKEN, None) is not None and not task:
         notes.append("mask token: dropped, which only pretraining has")
     pretrained = timm.read(dataclasses.replace(tensors, flat=flat), num_heads)
     params, options, more = _classifier(tensors.flat, pretrained)
@@ -97,7 +120,101 @@ def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
         format=name.lower(),
         preprocess=preprocess(pretrained.options["image_size"]),
         notes=tuple(notes),
+        task=task,
+        task_params=task_params,
     )
+
+
+def read_training(tensors: Tensors, num_heads: int) -> tuple[dict, dict]:
+    """Returns `config.task` and its parameters, see `dino.Dino.with_task_params`.
+
+    Both are empty without heads of the published form.
+
+    Args:
+      tensors: teacher and maybe student, with a prefix for each of their parts.
+      num_heads: attention heads; 0 if unknown.
+    """
+    parts: dict[str, dict[str, dict]] = {}
+    for name, value in tensors.flat.items():
+        if match := _PART.match(name):
+            who = parts.setdefault(match[1] or torch_file.TEACHER, {})
+            who.setdefault(match[2], {})[name[match.end() :]] = value
+    teacher = parts[torch_file.TEACHER]
+    kind = "dino" if "head" in teacher else "dinov2"
+    heads = {
+        who: {
+            ours: _read_head(arrays[theirs], tensors.path)
+            for theirs, ours in _HEADS[kind].items()
+            if theirs in arrays
+        }
+        for who, arrays in parts.items()
+    }
+    if not all(heads[who] and all(heads[who].values()) for who in parts):
+        return {}, {}
+    gains = [of.get("head", {}).get("gain") for of in heads.values()]
+    if kind == "dino" and all(gain is not None and (gain == 1).all() for gain in gains):
+        for of in heads.values():  # As it is unless DINO trains it.
+            del of["head"]["gain"]
+    of = {who: heads[who] | _mask_token(parts[who]) for who in parts}
+    student = of.get(torch_file.STUDENT, {})
+    if student:
+        flat = tables.rename(parts[torch_file.STUDENT]["backbone"], _NAMES)
+        flat.pop(_MASK_TOKEN, None)
+        alone = dataclasses.replace(tensors, flat=flat)
+        student["network"] = timm.read(alone, num_heads).params
+    centers = {
+        ours: tensors.flat[theirs].reshape(-1)
+        for theirs, ours in _CENTERS.items()
+        if theirs in tensors.flat
+    }
+    task_params = student | centers | {"teacher": of[torch_file.TEACHER]}
+    return _task(kind, of[torch_file.TEACHER]), task_params
+
+
+def _mask_token(parts: dict) -> dict:
+    token = parts["backbone"].get(_MASK_TOKEN)
+    return {} if token is None else {_MASK_TOKEN: token[None]}
+
+
+def _task(kind: str, teacher: dict) -> dict:
+    """Returns the keys of `config.task` that heads show."""
+
+    def sizes(head):
+        hidden, bottleneck = head["Dense_2"]["kernel"].shape
+        return head["last_layer"].shape[1], hidden, bottleneck
+
+    head = teacher["head"]
+    names = "num_outputs", "hidden_dim", "bottleneck_dim"
+    task = {"name": kind, **dict(zip(names, sizes(head), strict=True))}
+    task["free_gain"] = "gain" in head
+    if kind == "dinov2":
+        separate = "patch_head" in teacher
+        task |= {"separate_heads": separate, "weight_norm": "gain" in head}
+        if separate:
+            of_patches = sizes(teacher["patch_head"])
+            names = (f"patch_{name}" for name in names)
+            task |= dict(zip(names, of_patches, strict=True))
+    return task
+
+
+def _head_table(normed: bool, gain: bool) -> list[ArrayEntry]:
+    layers = [e for i in range(3) for e in dense(f"mlp.{2 * i}", f"Dense_{i}")]
+    last = ArrayEntry(
+        f"last_layer.weight{'_v' if normed else ''}", ("last_layer",), LINEAR
+    )
+    if not gain:
+        return [*layers, last]
+    return [*layers, last, ArrayEntry("last_layer.weight_g", ("gain",), _GAIN)]
+
+
+def _read_head(flat: dict, source: str) -> dict:
+    """Returns the parameters of a head; {} if it is not of the published form."""
+    flat = tables.rename(flat, _PARAMETRIZED)
+    table = _head_table("last_layer.weight_v" in flat, "last_layer.weight_g" in flat)
+    if {entry.name for entry in table} != flat.keys():
+        return {}
+    params = tables.to_our_arrays(flat, table, source)
+    return unflatten_dict(params, sep="/")
 
 
 def _classifier(flat: dict, pretrained: Pretrained) -> tuple[dict, dict, list[str]]:
@@ -125,4 +242,71 @@ def preprocess(image_size: tuple[int, int]) -> Preprocess:
     )
 
 
+def write(pretrained: Pretrained, path: str | os.PathLike) -> list[str]:
+    """Writes teacher and student for facebookresearch/dino or dinov2.
+
+    Without parameters of their tasks it is a teacher without heads.
+    """
+    model = models.create(**pretrained.options)
+    options = {"stage_depths": (), "stem_width": 0, **model.options}
+    has = {
+        "pool": ("token",),
+        "num_classes": (0,),
+        "activation": ("gelu", "swiglu"),
+        "num_register_tokens": range(1_000),
+        "layer_norm_eps": (1e-6,),
+    }
+    library = "facebookresearch/dino, as dinov2,"
+    rewriting.check_network(model.options, library, has)
+    kind, params = pretrained.task.get("name"), pretrained.task_params
+    notes, content = [], {}
+    states = {torch_file.TEACHER: {"network": pretrained.params}}
+    if kind in _HEADS and params:
+        states[torch_file.TEACHER] |= {
+            k: v for k, v in params["teacher"].items() if k != "network"
+        }
+        if "network" in params:
+            states[torch_file.STUDENT] = params
+    for who, state in states.items():
+        flat, used = flatten_dict(state["network"], sep="/"), dict(options)
+        notes = rewriting.store_positions(flat, used, model.grid)
+        backbone = tables.to_their_arrays(flat, timm.transformer_table(used))
+        names = {"reg_token": "register_tokens"}
+        backbone = {names.get(k, k): v for k, v in backbone.items()}
+        if options["activation"] == "swiglu":
+            gated = ((r"\.mlp\.fc1\.", ".mlp.w12."), (r"\.mlp\.fc2\.", ".mlp.w3."))
+            backbone = tables.rename(backbone, gated)
+        if _MASK_TOKEN in state:
+            backbone[_MASK_TOKEN] = state[_MASK_TOKEN][0]
+        arrays = {f"backbone.{k}": v for k, v in backbone.items()}
+        for theirs, ours in _HEADS.get(kind, {}).items():
+            for name, value in _write_head(state.get(ours), pretrained.task).items():
+                arrays[f"{theirs}.{name}"] = value
+        content[who] = arrays
+    for theirs, ours in _CENTERS.items():
+        if ours in params:
+            rank = 2 if ours == "center" else 3
+            center = params[ours].reshape((1,) * (rank - 1) + (-1,))
+            content[theirs.partition(".")[0]] = {"center": center}
+    torch_file.write(path, content)
+    return notes
+
+
+def _write_head(head: dict | None, task: dict) -> dict[str, np.ndarray]:
+    if head is None:
+        return {}
+    normed, flat = task.get("weight_norm", True), flatten_dict(head, sep="/")
+    if normed and "gain" not in flat:
+        flat["gain"] = np.ones(flat["last_layer"].shape[1], np.float32)
+    return tables.to_their_arrays(flat, _head_table(normed, normed))
+
+
+def _usage(pretrained: Pretrained, path: str, on_hub: bool) -> str:
+    return (
+        f'state = torch.load("{path}")["teacher"]  # And "student".\n'
+        "# Names are those of facebookresearch: backbone.*, head.* or dino_head.*."
+    )
+
+
 READERS["DINO"] = Reader(recognises, read, refines=("timm",))
+WRITERS["dino"] = Writer(write, suffix=".pth", usage=_usage, with_task=True)

@@ -26,7 +26,9 @@ from etils import epath
 from vit_jax.errors import UserError
 
 _LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
-TEACHER = "teacher"
+TEACHER, STUDENT = "teacher", "student"
+# What is read beside a teacher: its student, and the centres of their losses.
+_BESIDE_TEACHER = (STUDENT, "dino_loss", "ibot_patch_loss")
 # Names under which training scripts store parameters, averaged ones first.
 _CONTAINERS = (
     *("model_ema", "state_dict_ema", "ema_state_dict", "ema"),
@@ -55,7 +57,7 @@ def read(path: str | os.PathLike) -> dict[str, np.ndarray]:
 
     Returns:
       Arrays by name; float16 and bfloat16 are widened to float32. Names of a teacher
-      begin with "teacher.".
+      begin with "teacher.", and those of its student, if there is one, with "student.".
 
     Raises:
       UserError: the file is damaged, or no state dict of tensors.
@@ -152,9 +154,15 @@ def _state_dict(content: Any) -> dict[str, "_Tensor"]:
         raise _Refused(content.name)
     if not isinstance(content, dict):
         raise TypeError(f"it holds a {type(content).__name__}, not a state dict")
-    keys = []
     while (key := _find_container(content)) is not None:
-        keys.append(key)
+        if key == TEACHER:
+            parts = {k: content.get(k) for k in (TEACHER, *_BESIDE_TEACHER)}
+            return {
+                f"{part}.{name}": tensor
+                for part, inner in parts.items()
+                if _has_tensors(inner)
+                for name, tensor in _state_dict(inner).items()
+            }
         content = content[key]
     tensors = {k: v for k, v in content.items() if isinstance(v, _Tensor)}
     for value in content.values():  # It may stand for a tensor of another kind.
@@ -163,8 +171,6 @@ def _state_dict(content: Any) -> dict[str, "_Tensor"]:
     if not tensors:
         names = ", ".join(map(str, list(content)[:4]))
         raise ValueError(f"it has no tensors, only {names or 'nothing'}")
-    if TEACHER in keys:
-        return {f"{TEACHER}.{name}": value for name, value in tensors.items()}
     return tensors
 
 
