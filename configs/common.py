@@ -176,3 +176,69 @@ def use_captions(data: str, config: ConfigDict) -> None:
     config.data.update(name=data, num_examples=0)
     if os.path.isdir(os.path.expanduser(data)):
         config.data.update(name="folder", data_dir=data, caption_key="txt")
+
+
+_JITTER = "flip | color_jitter(0.4, 0.4, 0.2, 0.1, p=0.8) | grayscale(0.2)"
+# What DINO, DINOv2 and DINOv3 do to their crops.
+DINO_TRANSFORMS = dict(
+    large_transforms=(
+        f"{_JITTER} | gaussian_blur(1.0)",
+        f"{_JITTER} | gaussian_blur(0.1) | solarize(0.2)",
+    ),
+    small_transform=f"{_JITTER} | gaussian_blur(0.5)",
+)
+CIFAR10_CROPS = (
+    "multi_crop(small_size=16, num_small=4, area=(0.5, 1.0), small_area=(0.2, 0.5))"
+)
+
+
+def dinov2_crops(side: int, patch: int, small: int = 96) -> str:
+    """Returns DINOv2's crops; the side of small ones is the next multiple of the patch."""
+    small = -(-small // patch) * patch
+    return (
+        f"multi_crop({side}, small_size={small}, num_small=8, area=(0.32, 1.0), "
+        "small_area=(0.05, 0.32))"
+    )
+
+
+def dinov2_optim(
+    config: ConfigDict, rate: float, layer_decay: float, **more: object
+) -> dict:
+    """Returns DINOv2's optimiser.
+
+    Args:
+      config: of the recipe, with batch size and variant.
+      rate: peak learning rate for 1,024 images, which grows with their root.
+      layer_decay: see `optim.layer_decay`.
+      **more: schedules.
+    """
+    depth = dict(S=12, B=12, L=24, g=40)[config.model.variant[0]]
+    token = layer_decay ** (depth + 1) if layer_decay else 1.0
+    return dict(
+        name="adamw",
+        learning_rate=rate * (config.batch_size / 1_024) ** 0.5,
+        warmup_ends_at_peak=True,
+        weight_decay=0.04,
+        # All but biases, norms and LayerScale.
+        weight_decay_mask=(
+            r"/kernel$",
+            r"(cls|pos_embedding|register_tokens|mask_token|last_layer|gain)$",
+        ),
+        layer_decay=layer_decay,
+        learning_rate_factors=(
+            "network/embedding/ -> 0.2",
+            f"mask_token$ -> {token:.6g}",
+        ),
+        grad_clip_norm_per_part=3.0,
+        freeze=(r"head/(last_layer|gain)$",),
+        **more,
+    )
+
+
+def shrink_dino(config: ConfigDict, scale: int = 1) -> None:
+    """Makes heads and crops of a quick recipe small; `scale` is that of large crops."""
+    side = config.data.image_size[0]
+    config.task.update(num_outputs=64, hidden_dim=32, bottleneck_dim=16)
+    config.data.train_transform = (
+        f"multi_crop({scale * side}, small_size={side // 2}, num_small=2)"
+    )

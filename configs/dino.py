@@ -14,7 +14,14 @@ can train, with crops and temperatures of arXiv:2210.07240's code.
 
 from ml_collections import ConfigDict
 
-from configs.common import cifar10, parse_arg, quick
+from configs.common import (
+    CIFAR10_CROPS,
+    DINO_TRANSFORMS,
+    cifar10,
+    parse_arg,
+    quick,
+    shrink_dino,
+)
 
 ARGUMENTS = dict(
     model=("S/16", "S/8", "B/16", "B/8", "L/16"),
@@ -22,7 +29,6 @@ ARGUMENTS = dict(
     epochs=(100, 300, 800),
     quick=False,
 )
-JITTER = "flip | color_jitter(0.4, 0.4, 0.2, 0.1, p=0.8) | grayscale(0.2)"
 
 
 def get_config(arg: str | None = None) -> ConfigDict:
@@ -62,11 +68,7 @@ def get_config(arg: str | None = None) -> ConfigDict:
         teacher_momentum=0.996,
         teacher_temperature=0.04,
         teacher_temperature_start=0.04,
-        large_transforms=(
-            f"{JITTER} | gaussian_blur(1.0)",
-            f"{JITTER} | gaussian_blur(0.1) | solarize(0.2)",
-        ),
-        small_transform=f"{JITTER} | gaussian_blur(0.5)",
+        **DINO_TRANSFORMS,
     )
     c.optim = dict(
         name="adam",
@@ -89,15 +91,10 @@ def get_config(arg: str | None = None) -> ConfigDict:
 
     if arg.data == "cifar10":
         cifar10(c)
-        c.data.train_transform = (
-            "multi_crop(small_size=16, num_small=4, area=(0.5, 1.0), "
-            "small_area=(0.2, 0.5))"
-        )
+        c.data.train_transform = CIFAR10_CROPS
         c.task.update(num_outputs=1_024, hidden_dim=512, free_gain=True)
         c.task.update(teacher_temperature=0.07, teacher_temperature_epochs=10)
     if arg.quick:
         quick(c)
-        c.task.update(num_outputs=64, hidden_dim=32, bottleneck_dim=16)
-        small = c.data.image_size[0] // 2
-        c.data.train_transform = f"multi_crop(small_size={small}, num_small=2)"
+        shrink_dino(c)
     return c
