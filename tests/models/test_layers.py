@@ -101,7 +101,7 @@ def test_a_branch_is_added_to_a_fixed_number_of_images_of_each_group():
 
     def branch(some, take):
         seen.append(len(some))
-        assert (take(x) == some).all()
+        assert (take(x[: 24 if len(seen) == 1 else 6]) == some).all()
         return 1.0 + 0 * some
 
     y = layers.add_to_some(x, branch, 0.3, 8, jax.random.key(1)) - x
