@@ -7,6 +7,7 @@ a place such as hf://owner/name. --to is one of
   google       an .npz file with the published names
   safetensors  a file of this project, with all that a model needs
   mae          a .pth file for facebookresearch/mae, with a run's decoder
+  dino         a .pth file for facebookresearch/dino or dinov2, with a run's student and heads
   hf_mae       a folder for ViTMAE of transformers, with a run's decoder
   microsoft    a .pth file for microsoft/Swin-Transformer
   hf_clip      a folder for CLIP or SigLIP of transformers, with the text tower if there is one
