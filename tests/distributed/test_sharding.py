@@ -221,8 +221,24 @@ def test_what_belongs_to_a_parameter_lies_as_it_does(scan):
     tx = optax.chain(optax.scale_by_adam(), optax.trace(0.9))
     moments = jax.eval_shape(tx.init, shapes)
     key = jax.eval_shape(lambda: jax.random.key(0))
-    placed = sharding.like({"key": key, "step": jnp.zeros([]), "opt": moments}, params)
+    state = {"key": key, "step": jnp.zeros([]), "opt": moments}
+    placed = sharding.like(state, (shapes, params))
     adam, momentum = placed["opt"]
     assert adam.mu == adam.nu == momentum.trace == params
     for whole in (placed["key"], placed["step"], adam.count):
         assert whole.spec == jax.sharding.PartitionSpec()
+
+    # Several past gradients lie as the parameter does; its means over rows do not.
+    of_each = jax.tree.map(
+        lambda s: (np.zeros((5, *s.shape)), np.zeros(s.shape[:-1])), shapes
+    )
+    past, means = jax.tree.transpose(
+        jax.tree.structure(shapes),
+        jax.tree.structure((0, 0)),
+        sharding.like(of_each, (shapes, params)),
+    )
+    for one, kept, mean in zip(
+        *map(jax.tree.leaves, (params, past, means)), strict=True
+    ):
+        assert kept.spec == jax.sharding.PartitionSpec(None, *one.spec)
+        assert mean.spec == jax.sharding.PartitionSpec()

@@ -140,23 +140,38 @@ def beside(
     return jax.tree.map_with_path(place, tree)
 
 
-def like(tree: object, params: Mapping) -> object:
+def like(tree: object, *layouts: tuple[Mapping, Mapping]) -> object:
     """Returns, for every array of a tree, the sharding of the parameter it belongs to.
 
     Args:
-      tree: tree of arrays, as a training state. The path of a moment or an average ends
-        in its parameter's, and it has as many axes; any other array is replicated.
-      params: nested dict of NamedSharding, from `parameters`.
+      tree: tree of anything with a shape, as a training state. The path of a moment or an
+        average ends in its parameter's, and so does its shape, which may have more axes
+        before; any other array is replicated.
+      *layouts: shapes and shardings of the parameters, nested dicts, in each layout of the
+        blocks that the tree has.
     """
-    known = {_path(keys): s for keys, s in jax.tree.leaves_with_path(params)}
-    whole = NamedSharding(next(iter(known.values())).mesh, PartitionSpec())
+    known = {}
+    for shapes, shardings in layouts:
+        places = jax.tree.leaves(shardings)
+        for (keys, leaf), place in zip(
+            jax.tree.leaves_with_path(shapes), places, strict=True
+        ):
+            known[_path(keys)] = tuple(leaf.shape), place
+    whole = NamedSharding(places[0].mesh, PartitionSpec())
 
     def find(keys, leaf):
         names = _path(keys).split("/")
         for i in range(len(names)):
-            sharding = known.get("/".join(names[i:]))
-            if sharding and len(sharding.spec) <= len(leaf.shape):
-                return sharding
+            shape, place = known.get("/".join(names[i:]), (None, None))
+            if place is None:
+                continue
+            more = len(leaf.shape) - len(shape)
+            if more == 0 and leaf.shape == shape:
+                return place
+            if more > 0 and leaf.shape[more:] == shape:
+                return NamedSharding(
+                    place.mesh, PartitionSpec(*[None] * more, *place.spec)
+                )
         return whole
 
     return jax.tree.map_with_path(find, tree)

@@ -84,6 +84,29 @@ def convert(
     )
 
 
+def separate(tree: object) -> object:
+    """Returns a tree with the blocks of every encoder in it one by one."""
+    return jax.tree.map(
+        lambda node: unstack(node) if _has_stacked(node) else node,
+        tree,
+        is_leaf=_has_stacked,
+    )
+
+
+def join(tree: object, like: object) -> object:
+    """Returns a tree with blocks stacked where they are in `like`: undoes `separate`."""
+    return jax.tree.map(
+        lambda node, subtree: stack(subtree) if _has_stacked(node) else subtree,
+        like,
+        tree,
+        is_leaf=_has_stacked,
+    )
+
+
+def _has_stacked(node: object) -> bool:
+    return isinstance(node, Mapping) and STACKED in node.get(ENCODER, {})
+
+
 def is_stacked(path: str) -> bool:
     """Returns whether a parameter has the leading axis of stacked blocks."""
     return f"{ENCODER}/{STACKED}/" in path

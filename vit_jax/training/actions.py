@@ -195,7 +195,7 @@ class BestCheckpoint:
             return
         evaluation, self._name = self._metric.split("/", 1)
         # The averaged parameters are what readers of the workdir load.
-        kind = "ema" if config.ema.decay else "params"
+        kind = "ema" if config.has_average else "params"
         self._prefix = f"{evaluation}/{kind}/"
         self._sign = -1 if lower_is_better(self._name) else 1
         saved = set(saved)

@@ -218,6 +218,11 @@ class TrainConfig(_Config):
                 f"the evaluations are {known}"
             )
 
+    @property
+    def has_average(self) -> bool:
+        """Whether a state has averaged parameters, which readers of the workdir load."""
+        return bool(self.ema.decay) or self.optim.averages
+
     def build_model(self, platform: str = "") -> models.Model:
         """Builds the network.
 

@@ -195,7 +195,7 @@ def build_train_setup(
         create_train_state,
         tx=optimizer(peak)[1],
         seed=config.seed,
-        average=bool(config.ema.decay),
+        average=config.has_average,
     )
     layout = _lay_out(config, mesh, task, jax.eval_shape(create, params, extra))
     shardings, flops = layout["shardings"], task.training_flops()
@@ -251,9 +251,13 @@ def _lay_out(config: TrainConfig, mesh: Mesh, task: Task, shapes: TrainState) ->
     axes = model.config.model_axes
 
     def place(shapes):
-        params = sharding.parameters(shapes.params, mesh, axes, rules, min_size)
+        separate = jax.eval_shape(stacking.separate, shapes.params)
+        layouts = [
+            (params, sharding.parameters(params, mesh, axes, rules, min_size))
+            for params in (shapes.params, separate)
+        ]
         extra = sharding.beside(shapes.extra, mesh, axes, rules, min_size)
-        return sharding.like(shapes, params).replace(extra=extra)
+        return sharding.like(shapes, *layouts).replace(extra=extra)
 
     shardings, disk_shardings = place(shapes), place(disk_shapes)
     to_disk = from_disk = lambda state: state
@@ -346,11 +350,17 @@ def make_train_step(
         return task.loss(params, extra, batch, key)
 
     def grad_fn(params, extra, batch, key):
-        grads, aux = jax.grad(loss_fn, has_aux=True)(params, extra, batch, key)
+        loss_and_grad = jax.value_and_grad(loss_fn, has_aux=True)
+        (loss, aux), grads = loss_and_grad(params, extra, batch, key)
         # As soon as they exist, so that no device holds all of them.
-        return jax.lax.with_sharding_constraint(grads, shardings.params), aux
+        grads = jax.lax.with_sharding_constraint(grads, shardings.params)
+        return grads, (*aux, loss)
 
     groups, parts = splits
+    # For optimisers that evaluate it; of several microbatches it keeps one's activations.
+    loss_alone = accumulate(
+        jax.checkpoint(lambda *args: loss_fn(*args)[0]), groups * parts
+    )
 
     def gradients_at(step):
         function = accumulate(grad_fn, parts)
@@ -363,14 +373,25 @@ def make_train_step(
         batch = task.prepare(batch, augment_key)
         key = jax.random.fold_in(dropout_key, state.step)
         with sharding.activations(mesh):
-            grads, (metrics, stats) = gradients_at(state.step)(
+            grads, (metrics, stats, loss) = gradients_at(state.step)(
                 state.params, state.extra, batch, key
             )
-        updates, opt_state = tx.update(grads, state.opt_state, state.params)
+            updates, opt_state = tx.update(
+                grads,
+                state.opt_state,
+                state.params,
+                value=loss,
+                value_fn=lambda params: loss_alone(params, state.extra, batch, key),
+            )
         params = optax.apply_updates(state.params, updates)
         step, average, ema = state.step + 1, state.average, config.ema
         if average is not None:
-            average = update_ema(average, params, step, ema.decay, ema.warmup)
+            evaluated = config.optim.evaluated(opt_state, params)
+            average = (
+                update_ema(average, evaluated, step, ema.decay, ema.warmup)
+                if ema.decay
+                else evaluated
+            )
         extra = task.update(state.extra, params, stats, step)
         rate = jnp.asarray(learning_rate(state.step), jnp.float32)
         norms = {"grad_norm": optax.tree.norm(grads)}

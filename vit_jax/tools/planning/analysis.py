@@ -264,9 +264,9 @@ def settings(config: TrainConfig, sizes: dict[str, int]) -> dict:
         "scan": getattr(model, "scan", None),
         "remat_policy": getattr(model, "remat_policy", None),
         "attention_impl": getattr(model, "attention_impl", ""),
-        "mu_dtype": optim.mu_dtype,
+        "mu_dtype": optim.mu_dtype if optim.takes_mu_dtype else None,
         "grad_accum_steps": optim.grad_accum_steps,
-        "average": config.ema.decay > 0,
+        "average": config.ema.decay > 0 and not optim.averages,
     }
 
 

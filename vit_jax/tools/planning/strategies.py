@@ -158,7 +158,7 @@ def changes(settings: dict) -> list[list[dict]]:
     ]
     if settings["remat_policy"] not in (None, "full"):
         options.append([{"model.remat_policy": "full"}])
-    if settings["mu_dtype"] != "bfloat16":
+    if settings["mu_dtype"] == "float32":
         options.append([{"optim.mu_dtype": "bfloat16"}])
     if settings["dtype"] != "bfloat16":
         options.append([{"model.dtype": "bfloat16"}])

@@ -1,0 +1,195 @@
+"""Chains an optimiser: clipping, its steps, layer decay, freezing; and what they follow."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from vit_jax.config.lengths import RunLength, length_in_steps, length_key
+from vit_jax.errors import UserError
+from vit_jax.models import NetworkConfig, stacking
+from vit_jax.training.optim.config import OptimConfig
+from vit_jax.training.optim.transforms import (
+    Decay,
+    clip_by_parameter_norm,
+    clip_by_part_norm,
+    match,
+    matched_factors,
+)
+from vit_jax.training.schedules import Number, Schedule
+
+
+def learning_rate(optim: OptimConfig, peak: Number, run: RunLength) -> Schedule:
+    """Returns the learning rate as a function of the steps already taken.
+
+    It is linear from 0 over the warmup, then follows the schedule to the end of the run.
+
+    Args:
+      optim: section `optim`.
+      peak: highest learning rate; it may be an argument of a jitted function.
+      run: length of the run.
+
+    Raises:
+      UserError: the warmup is longer than the run, or the schedule does not fit it.
+    """
+    warmup = length_in_steps(optim, "warmup", run)
+    if warmup > run.total_steps:
+        raise UserError(
+            f"the warmup takes {warmup} steps but the run only {run.total_steps}: lower "
+            f"optim.{length_key(optim, 'warmup')} or raise {run.key}"
+        )
+    ramp = optax.linear_schedule(
+        0.0, peak, max(1, warmup - 1 if optim.warmup_ends_at_peak else warmup)
+    )
+    rest = optim.schedule.build(peak, warmup, run)
+    return optax.join_schedules([ramp, rest], [warmup])
+
+
+def weight_decay(optim: OptimConfig, run: RunLength) -> Number | Schedule:
+    """Returns the weight decay: a number, or a function of the steps already taken."""
+    start, end = optim.weight_decay, optim.weight_decay_end
+    if not end:
+        return start
+    length = length_in_steps(optim, "weight_decay", run) or run.total_steps
+
+    def at(step):
+        part = jnp.minimum(step / length, 1)
+        return end + 0.5 * (start - end) * (1 + jnp.cos(jnp.pi * part))
+
+    return at
+
+
+def optimizer(
+    optim: OptimConfig,
+    params: dict,
+    rate: Schedule,
+    run: RunLength,
+    network: NetworkConfig,
+    within: str | None = "",
+) -> optax.GradientTransformation:
+    """Builds the optimiser.
+
+    It is a chain of clipping, the direction with weight decay, which is decoupled from the
+    loss and multiplied by the scheduled rate, the rate, its layer decay, and freezing.
+
+    Args:
+      optim: section `optim`.
+      params: model parameters, as arrays or shapes, in either layout of the blocks.
+      rate: learning rate by step, from `learning_rate`.
+      run: length of the run.
+      network: `Model.config`, which knows the layers of the parameters.
+      within: path of the network's parameters among `params`; "": they are all; None:
+        they are not among them.
+
+    Raises:
+      UserError: a regular expression of `weight_decay_mask` or `freeze` matches no
+        parameter, or `layer_decay` is set for a model without blocks.
+    """
+    chain = []
+    if optim.grad_clip_norm:
+        chain.append(optax.clip_by_global_norm(optim.grad_clip_norm))
+    if optim.grad_clip_norm_per_part:
+        chain.append(clip_by_part_norm(optim.grad_clip_norm_per_part))
+    if optim.grad_clip_norm_per_parameter:
+        chain.append(clip_by_parameter_norm(optim.grad_clip_norm_per_parameter))
+    decay = None
+    if optim.weight_decay or optim.weight_decay_end:
+        mask = match(params, optim.weight_decay_mask, "optim.weight_decay_mask")
+        decay = Decay(weight_decay(optim, run), mask)
+    chain += optim.steps(params, rate, decay)
+    if optim.layer_decay:
+        chain.append(_scale(layer_factors(params, optim.layer_decay, network, within)))
+    if optim.learning_rate_factors:
+        chain.append(_scale(matched_factors(params, optim.learning_rate_factors)))
+    if not optim.freeze:
+        return optax.chain(*optim.wrap(chain, rate))
+    mask = match(params, optim.freeze, "optim.freeze")
+    until = length_in_steps(optim, "freeze", run)
+    # After the rest, so that weight decay does not move them either. Parameters that
+    # stay frozen are hidden from clipping and moments too; those that move later need
+    # warm moments, or Adam's first free steps are several times too long.
+    gate = _freeze(mask, until)
+    chain = [*chain, gate] if until else [gate, *chain, gate]
+    wrapped = optim.wrap(chain, rate)
+    # What wraps the chain may round what the gate inside has left alone.
+    return optax.chain(*wrapped, *([] if wrapped is chain else [gate]))
+
+
+def stop_frozen_gradients(params: dict, optim: OptimConfig) -> dict:
+    """Stops gradients to parameters that are frozen for the whole run.
+
+    This saves their backward pass. Others keep their gradients, which warm their moments.
+    """
+    if not optim.freeze or length_key(optim, "freeze"):
+        return params
+    return jax.tree.map(
+        lambda p, m: jax.lax.stop_gradient(p) if np.all(m) else p,
+        params,
+        match(params, optim.freeze, "optim.freeze"),
+    )
+
+
+def _freeze(mask: dict, until: int) -> optax.GradientTransformation:
+    """Zeroes masked updates for `until` steps, or always if that is 0."""
+
+    def update(updates, state, params=None):
+        del params
+        frozen = jnp.asarray(True) if not until else state.count < until
+        updates = jax.tree.map(
+            lambda u, m: jnp.where(frozen & m, 0, u) if np.any(m) else u,
+            updates,
+            mask,
+        )
+        return updates, optax.ScaleByScheduleState(state.count + 1)
+
+    def init(params):
+        del params
+        return optax.ScaleByScheduleState(jnp.zeros([], jnp.int32))
+
+    return optax.GradientTransformation(init, update)
+
+
+def _scale(factors: dict) -> optax.GradientTransformation:
+    """Multiplies updates by factors that broadcast against them."""
+    return optax.stateless(
+        lambda updates, _: jax.tree.map(lambda u, f: u * f, updates, factors)
+    )
+
+
+def layer_factors(
+    params: dict, decay: float, network: NetworkConfig, within: str | None = ""
+) -> dict:
+    """Returns factors of the learning rate that broadcast against the parameters.
+
+    The rate of a layer is `decay` times that of the layer above it, as in BEiT
+    (arXiv:2106.08254) and MAE (arXiv:2111.06377, table 9). Layers from the bottom: the
+    embedding of the image (a whole ResNet included) with its positions; each block; the
+    rest, at the full rate, as what a task has beside its network, the path `within`.
+
+    Raises:
+      UserError: the network has no blocks or is not trained, or no layer rule matches a
+        parameter.
+    """
+    if within is None:
+        raise UserError(
+            f"optim.layer_decay={decay}: this task does not train the network that it "
+            "keeps: set it to 0"
+        )
+    last = network.num_blocks + 1
+    if last == 1:
+        raise UserError(
+            f"optim.layer_decay={decay} needs the blocks of a Transformer, and "
+            f"model.variant={network.variant!r} has none: set it to 0, or choose another"
+        )
+
+    prefix = within and f"{within}/"
+
+    def factor(path):
+        if not path.startswith(prefix):
+            return 1.0
+        layer = network.layer_of(path.removeprefix(prefix))
+        if isinstance(layer, range):
+            return decay ** (last - np.array(layer, float))[:, None, None, None]
+        return decay ** (last - layer)
+
+    return stacking.map_paths(params, factor)

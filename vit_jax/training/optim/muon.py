@@ -1,0 +1,207 @@
+"""Muon (arXiv:2502.16982): orthogonal steps of the matrices of the blocks, Adam's of the rest.
+
+Every matrix is one as it is multiplied: (inputs, outputs), with heads merged and the window
+of a convolution among its inputs. Matrices of one shape, of whatever layers, are
+orthogonalised as one stack that is split over all devices.
+"""
+
+import collections
+import dataclasses
+import math
+import re
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float
+
+from vit_jax.config.fields import key
+from vit_jax.distributed.mesh import AXES
+from vit_jax.training.optim.outside import OutsideConfig
+from vit_jax.training.schedules import Number
+
+_WITHIN = ("fsdp", "model")  # Axes of the mesh that split a parameter.
+_HEADS = re.compile(r"(^|/)(head|segmenter)/|(^|/)decoder/kernel$")
+_EMBEDDINGS = re.compile(r"(^|/)(embedding|conv_root)/kernel$")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MuonBase(OutsideConfig):
+    """Muon for the matrices of the blocks, Adam for the rest."""
+
+    # It has the weight decay of all parameters, by `weight_decay_mask`.
+    left_out = ("adam_weight_decay",)
+
+    consistent_rms: float | None = key(
+        0.2,
+        "Root mean square of a step by the learning rate, as Adam's is about, so that "
+        "Adam's rate and decay transfer; None: the steps of Muon's first code.",
+        optional=True,
+        above=0,
+    )
+    patch_embedding: bool = key(
+        False, "Muon for the first kernel too, that of the patches or of a stem."
+    )
+
+    def make(
+        self, rate: Number, decay: Number | None = None, mask: dict | None = None
+    ) -> optax.GradientTransformationExtraArgs:
+        del decay, mask  # They are added behind.
+        muon = optax.chain(
+            momentum(self.beta, self.mu_dtype, nesterov=self.nesterov),
+            optax.stateless(lambda updates, _: self._orthogonal(updates)),
+        )
+        adam = optax.scale_by_adam(
+            b1=self.adam_b1,
+            b2=self.adam_b2,
+            eps=self.eps,
+            eps_root=self.adam_eps_root,
+            mu_dtype=self.mu_dtype,
+            nesterov=self.nesterov,
+        )
+        of_each = optax.partition({"muon": muon, "adam": adam}, self.labels)
+        return optax.chain(of_each, optax.scale_by_learning_rate(rate))
+
+    def labels(self, params: dict) -> dict:
+        """Returns "muon" or "adam" for each parameter, blocks one by one."""
+        label = lambda keys, leaf: (
+            "muon" if self.inputs(_path(keys), leaf.ndim) else "adam"
+        )
+        return jax.tree.map_with_path(label, params)
+
+    def inputs(self, path: str, ndim: int) -> int:
+        """Returns how many leading axes of a matrix are its inputs; 0: Muon leaves it."""
+        *_, module, name = ("", "", *path.split("/"))
+        if name != "kernel" or ndim not in (2, 3, 4) or _HEADS.search(path):
+            return 0
+        if _EMBEDDINGS.search(path) and not self.patch_embedding:
+            return 0
+        # Projections to heads are (D, H, K), back from them (H, K, D); convolutions HWIO.
+        return 2 if ndim == 3 and module == "out" else {2: 1, 3: 1, 4: 3}[ndim]
+
+    def _orthogonal(self, updates: dict) -> dict:
+        """Returns the orthogonalised updates, scaled by their shapes."""
+        leaves = jax.tree.leaves_with_path(updates)
+        groups = collections.defaultdict(list)
+        for i, (keys, leaf) in enumerate(leaves):
+            matrix = _Matrix.of(leaf.shape, self.inputs(_path(keys), leaf.ndim))
+            groups[matrix.rows, matrix.columns].append((i, matrix))
+        found = [None] * len(leaves)
+        for members in groups.values():
+            stack = jnp.stack([m.flat(leaves[i][1]) for i, m in members])
+            stack = self._orthogonalize(stack)
+            for each, (i, matrix) in zip(stack, members, strict=True):
+                found[i] = self._scale(matrix) * matrix.shaped(each)
+        return jax.tree.unflatten(jax.tree.structure(updates), found)
+
+    def _orthogonalize(self, x: Float[Array, "N R C"]) -> Float[Array, "N R C"]:
+        """Orthogonalises matrices, on each device its share of them."""
+        axes = optax.contrib.MuonDimensionNumbers(1, 2)
+        # Without momentum it has no state: this is the iteration alone.
+        iteration = optax.contrib.scale_by_muon(
+            ns_coeffs=self.ns_coeffs,
+            ns_steps=self.ns_steps,
+            beta=0.0,
+            eps=self.eps,
+            nesterov=False,
+            preconditioning=self.preconditioning,
+            weight_dimension_numbers=axes,
+        )
+        number, devices = len(x), _size(AXES)
+        padded = jnp.pad(x, ((0, -number % devices), (0, 0), (0, 0)))
+        padded = _split(_split(padded, within=True), within=False)
+        y, _ = iteration.update(padded, iteration.init(padded))
+        y = _split(_split(y, within=False), within=True)[:number]
+        if self.adaptive:
+            y = y * (x * y).sum((1, 2), keepdims=True)
+        return y
+
+    def _scale(self, matrix: "_Matrix") -> float:
+        if self.consistent_rms is None:
+            return math.sqrt(max(1, matrix.outputs / matrix.inputs))
+        return self.consistent_rms * math.sqrt(max(matrix.inputs, matrix.outputs))
+
+
+class _Matrix(NamedTuple):
+    """A parameter as a matrix, which is transposed if it has more inputs than outputs."""
+
+    shape: Sequence[int]
+    inputs: int
+    outputs: int
+
+    @classmethod
+    def of(cls, shape, leading) -> "_Matrix":
+        return cls(shape, math.prod(shape[:leading]), math.prod(shape[leading:]))
+
+    @property
+    def rows(self) -> int:
+        return min(self.inputs, self.outputs)
+
+    @property
+    def columns(self) -> int:
+        return max(self.inputs, self.outputs)
+
+    def flat(self, x: Array) -> Float[Array, "R C"]:
+        x = x.reshape(self.inputs, self.outputs)
+        return x.T if self.inputs > self.outputs else x
+
+    def shaped(self, x: Float[Array, "R C"]) -> Array:
+        return (x.T if self.inputs > self.outputs else x).reshape(self.shape)
+
+
+class MomentumState(NamedTuple):
+    """Steps taken, and the mean of the gradients."""
+
+    count: jax.Array
+    mu: dict
+
+
+def momentum(
+    beta: float, mu_dtype: str, *, nesterov: bool
+) -> optax.GradientTransformation:
+    """Returns the mean of gradients, without the bias of its start, as Muon of optax."""
+
+    def init(params):
+        mu = optax.tree.zeros_like(params, dtype=mu_dtype)
+        return MomentumState(jnp.zeros([], jnp.int32), mu)
+
+    def update(grads, state, params=None):
+        del params
+        count = state.count + 1
+        mu = optax.tree.update_moment(grads, state.mu, beta, 1)
+        mean = optax.tree.bias_correction(mu, beta, count)
+        if nesterov:
+            ahead = optax.tree.bias_correction(mu, beta, count + 1)
+            now = optax.tree.bias_correction(grads, beta, count)
+            mean = jax.tree.map(lambda m, g: beta * m + (1 - beta) * g, ahead, now)
+        return mean, MomentumState(count, optax.tree.cast(mu, mu_dtype))
+
+    return optax.GradientTransformation(init, update)
+
+
+def _size(axes: Sequence[str]) -> int:
+    """Returns the number of devices along axes of the mesh of `sharding.activations`."""
+    shape = dict(jax.sharding.get_abstract_mesh().shape)
+    return math.prod(shape.get(axis, 1) for axis in axes)
+
+
+def _split(x: Float[Array, "N R C"], *, within: bool) -> Float[Array, "N R C"]:
+    """Splits a stack over the devices by matrices, or each matrix by its columns.
+
+    Parameters are split within. To go from one to the other by way of this, each device
+    sends parts of matrices, and none holds the stack.
+    """
+    if _size(AXES) == 1:
+        return x
+    spec = PartitionSpec(AXES)
+    if within:
+        columns = _WITHIN if not x.shape[2] % _size(_WITHIN) else None
+        spec = PartitionSpec(None, None, columns)
+    return jax.lax.with_sharding_constraint(x, spec)
+
+
+def _path(keys: tuple) -> str:
+    return "/".join(key.key for key in keys)

@@ -1,0 +1,204 @@
+"""Transformations that know the paths of parameters: masks, norms, weight decay."""
+
+import re
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from vit_jax.errors import UserError
+from vit_jax.models import stacking
+from vit_jax.training.schedules import Number, Schedule
+
+
+def match(params: dict, patterns: Sequence[str], name: str) -> dict:
+    """Marks the parameters whose path matches any of the regular expressions.
+
+    Args:
+      params: nested dict of arrays or shapes; a path is
+        "Transformer/encoderblock_0/.../kernel", also where blocks are stacked.
+      patterns: searched for, not anchored.
+      name: config key that holds them, for the message.
+
+    Returns:
+      Nested dict of bools; for stacked blocks that differ, an array that broadcasts
+      against the parameter.
+
+    Raises:
+      UserError: an expression matches nothing, or is not a regular expression.
+    """
+    paths = []
+    stacking.map_paths(params, paths.append)
+    for pattern in patterns:
+        try:
+            matched = any(re.search(pattern, path) for path in paths)
+        except re.error as error:
+            raise UserError(
+                f"{name}: {pattern!r} is not a regular expression ({error})"
+            ) from error
+        if not matched:
+            raise UserError(
+                f"{name}: {pattern!r} matches none of the {len(paths)} parameters, "
+                f"such as {paths[0]}"
+            )
+    return stacking.map_paths(
+        params, lambda path: any(re.search(p, path) for p in patterns)
+    )
+
+
+def matched_factors(params: dict, rules: Sequence[str]) -> dict:
+    """Returns factors of the learning rate, the product of all rules that match.
+
+    Args:
+      params: see `match`.
+      rules: "REGEX -> FACTOR" each.
+
+    Raises:
+      UserError: a rule has another form, or its expression matches nothing.
+    """
+    name, factors = "optim.learning_rate_factors", []
+    for rule in rules:
+        pattern, arrow, number = map(str.strip, rule.rpartition("->"))
+        try:
+            factor = float(number)
+        except ValueError:
+            arrow = ""
+        if not arrow or not pattern:
+            raise UserError(f"{name}: {rule!r} is not 'REGEX -> FACTOR'")
+        matched = match(params, [pattern], name)
+        factors.append(jax.tree.map(lambda m, f=factor: np.where(m, f, 1.0), matched))
+    return jax.tree.map(lambda *of_rules: np.prod(of_rules, axis=0), *factors)
+
+
+def clip_by_part_norm(limit: float) -> optax.GradientTransformation:
+    """Clips the norm of each entry of the gradients by itself, as DINOv2 does.
+
+    Entries that are single arrays, such as a mask token, belong to "network".
+    """
+    clip = optax.clip_by_global_norm(limit)
+
+    def update(updates, params=None):
+        del params
+        parts = {}
+        for name, grads in updates.items():
+            part = name if isinstance(grads, dict) else "network"
+            parts.setdefault(part, {})[name] = grads
+        clipped = [clip.update(part, clip.init(part))[0] for part in parts.values()]
+        return {name: part[name] for part in clipped for name in part}
+
+    return optax.stateless(update)
+
+
+_FUSED = re.compile(r"/(query|key|value)/")
+
+
+def parameter_norms(tree: dict) -> dict:
+    """Returns norms, float32, that broadcast against a tree of parameters or gradients.
+
+    As in the PyTorch code of these methods, each of several stacked blocks has a separate
+    norm, and query, key and value of an attention share one.
+    """
+    squares = {}
+
+    def name(keys):
+        path = "/".join(key.key for key in keys)
+        return _FUSED.sub("/qkv/", path), int(stacking.is_stacked(path))
+
+    def add(keys, leaf):
+        path, first = name(keys)
+        axes = tuple(range(first, leaf.ndim))
+        square = jnp.square(leaf.astype(jnp.float32)).sum(axes)
+        squares[path] = squares.get(path, 0) + square
+
+    def norm(keys, leaf):
+        path, first = name(keys)
+        shape = leaf.shape[:first] + (1,) * (leaf.ndim - first)
+        return jnp.sqrt(squares[path]).reshape(shape)
+
+    jax.tree.map_with_path(add, tree)
+    return jax.tree.map_with_path(norm, tree)
+
+
+def clip_by_parameter_norm(limit: float) -> optax.GradientTransformation:
+    """Clips the norm of each gradient, see `parameter_norms`, separately, as DINO does."""
+
+    def update(updates, params=None):
+        del params
+        return jax.tree.map(
+            # PyTorch's form: the sum avoids a division by 0.
+            lambda u, n: u * jnp.minimum(1, limit / (n + 1e-6)).astype(u.dtype),
+            updates,
+            parameter_norms(updates),
+        )
+
+    return optax.stateless(update)
+
+
+def scale_by_trust_ratio(
+    mask: dict, coefficient: float = 1.0
+) -> optax.GradientTransformation:
+    """Scales the update of each parameter to the norm of the parameter.
+
+    optax.scale_by_trust_ratio would take the stacked blocks of a scan as one parameter. If
+    the norm of either is 0, nothing is scaled.
+
+    Args:
+      mask: result of `match`: True is scaled.
+      coefficient: norm of an update by that of its parameter.
+    """
+
+    def scale(update, norm, of_parameter, masked):
+        both = masked & (norm > 0) & (of_parameter > 0)
+        ratio = coefficient * of_parameter / jnp.where(norm > 0, norm, 1)
+        return update * jnp.where(both, ratio, 1).astype(update.dtype)
+
+    def update(updates, params):
+        norms = parameter_norms(updates), parameter_norms(params)
+        return jax.tree.map(scale, updates, *norms, mask)
+
+    return optax.stateless(update)
+
+
+class Decay(NamedTuple):
+    """Weight decay.
+
+    Attributes:
+      weight: a number, or a function of the steps already taken.
+      mask: result of `match`: True decays.
+    """
+
+    weight: Number | Schedule
+    mask: dict
+
+    def at(self, step: jax.Array) -> Number:
+        """Returns the weight at a step."""
+        return self.weight(step) if callable(self.weight) else self.weight
+
+
+def add_decay(decay: Decay) -> optax.GradientTransformation:
+    """Adds the weight times the masked parameters."""
+    weight, mask = decay
+    plain = optax.add_decayed_weights(0.0, jax.tree.map(np.any, mask))
+
+    def init(params):
+        if not callable(weight):
+            return plain.init(params)
+        return optax.ScaleByScheduleState(jnp.zeros([], jnp.int32))
+
+    def update(updates, state, params):
+        now = weight
+        if callable(weight):
+            now = weight(state.count)
+            state = optax.ScaleByScheduleState(state.count + 1)
+        updates = jax.tree.map(
+            lambda u, p, m: u + now * p * m if np.any(m) else u,
+            updates,
+            params,
+            mask,
+        )
+        return updates, state
+
+    return optax.GradientTransformation(init, update)
