@@ -3,6 +3,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from flax.traverse_util import flatten_dict

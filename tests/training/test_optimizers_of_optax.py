@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import kill_after, tiny_config, train
+from helpers import kill_after, one_device, tiny_config, train
 
-from vit_jax.config import fields
+from vit_jax.config import fields, reference
 from vit_jax.config.lengths import RunLength
 from vit_jax.data.sources.open import open_source
 from vit_jax.distributed import mesh as meshes
@@ -18,6 +18,7 @@ from vit_jax.errors import UserError
 from vit_jax.models import stacking
 from vit_jax.tasks.classification import Classification
 from vit_jax.training import checkpoint, optim, train_step
+from vit_jax.training.config import TrainConfig
 from vit_jax.training.optim import OPTIMIZERS
 from vit_jax.weights import workdir as layout
 
@@ -146,3 +147,188 @@ def test_three_steps_a_kill_and_eight_devices(name, tmp_path, quick):
     moved = jax.tree.map(lambda a, b: np.abs(a - b).max(), begun, plain(three.params))
     assert moved.pop("cls") == 0
     assert 0 < sum(jax.tree.leaves(moved)) < 3  # It is a number.
+
+
+# Of parameters as a whole: stacked ones must not count as one.
+@pytest.mark.parametrize(
+    "name", ["adafactor", "fromage", "novograd", "muon", "prodigy"]
+)
+def test_stacked_blocks_are_trained_as_separate_ones(name, quick):
+    keys = {"weight_decay": 0.1, "learning_rate": 1.0 if name == "prodigy" else 0.01}
+    _, mesh, setup = build(name, **keys)
+    one = steps(setup, mesh, start(setup), 3)
+    _, mesh, scan = build(name, scan=True, **keys)
+    stacked = steps(scan, mesh, start(scan), 3)
+    assert "encoderblock" in stacked.params["Transformer"]
+    # Either goes on where the other was saved.
+    assert_near(scan.to_disk(stacked), setup.to_disk(one))
+    back = scan.from_disk(setup.to_disk(one))
+    assert_near(steps(scan, mesh, back, 1).params, steps(scan, mesh, stacked, 1).params)
+
+
+PARAMS = {
+    "head": {"kernel": jnp.full((3, 5), 2.0), "bias": jnp.full(5, 2.0)},
+    "cls": jnp.full((1, 1, 3), 2.0),
+}
+
+
+def move(name, rate=0.01, count=2, params=PARAMS, **keys):
+    """Returns the last of several updates of parameters that stay as they are."""
+    config = tiny_config(optim={"name": name, "learning_rate": rate, **keys})
+    schedule = lambda step: rate
+    tx = optim.optimizer(config.optim, params, schedule, RUN, config.model)
+    state, grads = tx.init(params), jax.tree.map(lambda p: jnp.sin(p) + 0.1, params)
+    value_fn = lambda p: optax.tree.sum(jax.tree.map(jnp.sin, p))
+    for _ in range(count):
+        updates, state = jax.jit(
+            lambda g, s: tx.update(g, s, params, value=1.0, value_fn=value_fn)
+        )(grads, state)
+    return updates, state
+
+
+def decayed(name, rate=0.01, **keys):
+    """Returns how much more the parameters moved by their weight decay."""
+    with_decay, _ = move(name, rate, weight_decay=0.5, **keys)
+    without, _ = move(name, rate, weight_decay=0.0, **keys)
+    return jax.tree.map(lambda a, b: float((a - b).ravel()[0]), with_decay, without)
+
+
+@pytest.mark.parametrize("name", ["lion", "novograd", "adafactor", "muon", "sophia"])
+def test_weight_decay_is_ours_times_the_rate(name):
+    found = decayed(name)
+    assert found["head"]["kernel"] == pytest.approx(-0.01 * 0.5 * 2, rel=1e-3)
+    assert found["head"]["bias"] == found["cls"] == 0
+
+
+@pytest.mark.parametrize("name", ["prodigy", "dadapt_adamw"])
+def test_optimisers_that_estimate_their_rate_decay_by_the_estimate(name):
+    found = decayed(name, rate=1.0, estim_lr0=1e-3)
+    assert -1.0 < found["head"]["kernel"] < 0
+    _, state = move(name, 1.0, count=1, estim_lr0=1e-3)
+    scale = np.sqrt(1 - 0.999**2) / (1 - 0.9**2)
+    assert found["head"]["kernel"] == pytest.approx(
+        -0.5 * 2 * scale * float(state[0].inner.estim_lr), rel=0.01
+    )
+    assert found["head"]["bias"] == found["cls"] == 0
+
+
+def test_weight_decay_that_optax_masks_itself_is_masked_as_ours():
+    updates, _ = move("dog", 1.0, weight_decay=0.5)
+    first = lambda leaf: float(leaf.ravel()[0])
+    head, one = updates["head"], first(updates["cls"])
+    gradient = np.sin(2.0) + 0.1  # All updates have the factor of the step in common.
+    assert first(head["kernel"]) / one == pytest.approx((gradient + 1) / gradient)
+    assert first(head["bias"]) / one == pytest.approx(1)
+
+
+def test_the_rate_follows_the_schedule_and_a_warmup_from_zero():
+    half, whole = move("lion", 0.005), move("lion", 0.01)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(2 * a, b, rtol=1e-5), half[0], whole[0]
+    )
+    for name in ("prodigy", "dadapt_adamw", "momo", "cocob"):
+        updates, _ = move(name, rate=1e-30)  # 0 in float32, when it is multiplied.
+        assert np.isfinite(float(optax.tree.norm(updates))), name
+
+
+def test_sophia_sees_the_curvature_of_the_loss():
+    _, state = move("sophia", count=1)
+    sophia = state[0].inner[0]
+    # Of sin at 2, by signs whose squares are 1; the mean begins at 0.
+    for leaf in jax.tree.leaves(sophia.nu):
+        np.testing.assert_allclose(leaf, 0.01 * -np.sin(2.0), rtol=1e-5)
+
+
+def test_schedule_free_parameters_are_evaluated_at_their_mean(tmp_path, quick):
+    keys = {"name": "schedule_free_adamw", "freeze": ("cls",), "weight_decay": 0.1}
+    config, mesh, setup = build(**keys)
+    config = fields.replace(config, {"ema.decay": 0.0})
+    setup = train_step.build_train_setup(config, mesh, 20)
+    state = steps(setup, mesh, start(setup), 3)
+    inner = state.opt_state[0]
+    mean = optax.contrib.schedule_free_eval_params(inner, state.params)
+    assert_near(state.average, mean)
+    assert float(optax.tree.norm(optax.tree.sub(state.params, mean))) > 1e-4
+    source = open_source(config.data, "train")
+    with checkpoint.Checkpointer(tmp_path, config, source, setup.metadata) as saved:
+        saved.save(3, setup.to_disk(state), seconds=1.0)
+    found = layout.load(tmp_path)
+    assert found.kind == "ema"
+    assert_near(found.params, mean)
+
+
+def test_schedule_free_steps_are_those_of_optax():
+    keys = {"weight_decay": 0.1, "weight_decay_mask": (".",), "b1": 0.8}
+    config = tiny_config(
+        optim={"name": "schedule_free_adamw", "learning_rate": 0.1, **keys}
+    )
+    ours = optim.optimizer(config.optim, PARAMS, lambda step: 0.1, RUN, config.model)
+    theirs = optax.contrib.schedule_free_adamw(0.1, b1=0.8, weight_decay=0.1)
+    found = []
+    for tx in (ours, theirs):
+        params, state = PARAMS, tx.init(PARAMS)
+        for _ in range(3):
+            grads = jax.tree.map(jnp.sin, params)
+            updates, state = tx.update(grads, state, params)
+            params = optax.apply_updates(params, updates)
+        found.append(params)
+    assert_near(*found, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"name": "lionn"}, "optim.name='lionn' is not one of adam, .*lion"),
+        ({"name": "lion", "b3": 0.9}, "b3 is read only with optim.name=.*adan"),
+        ({"name": "lion", "b22": 0.9}, "b22; the nearest known key is optim.b2"),
+        ({"name": "lion", "b1": "x"}, "optim.b1='x' is str, but it takes float"),
+        ({"name": "lion", "b1": 1.0}, "optim.b1=1.0 must be below 1"),
+        ({"name": "muon", "preconditioning": "x"}, "is not one of frobenius, spec"),
+        ({"name": "prodigy", "betas": (0.9,)}, r"optim.betas=\(0.9,\): it takes 2"),
+        ({"name": "prodigy", "mu_dtype": "bfloat16"}, "mu_dtype='bfloat16'.*float32"),
+        ({"name": "dpsgd"}, "optim.name='dpsgd': .*gradient of each image"),
+        ({"name": "lbfgs"}, "optim.name='lbfgs': .*loss of one batch"),
+        ({"name": "schedule_free"}, "needs base_optimizer"),
+    ],
+)
+def test_wrong_names_and_keys_are_refused(keys, message):
+    with pytest.raises(UserError, match=message):
+        tiny_config(optim={"learning_rate": 0.1, **keys})
+
+
+def test_what_optax_refuses_is_one_line():
+    with pytest.raises(UserError, match="optim.name='polyak_sgd': .*variant"):
+        move("polyak_sgd", variant="x")
+
+
+def test_keys_have_the_defaults_and_meanings_of_optax():
+    assert OPTIMIZERS["prodigy"](learning_rate=1.0).betas == (0.9, 0.999)
+    assert tiny_config(optim={"name": "lion"}).optim.weight_decay == 1e-3
+    config = tiny_config(optim={"name": "prodigy", "learning_rate": 1.0, "beta3": 0.5})
+    assert config.optim.beta3 == 0.5
+    assert fields.to_dict(config.optim)["estim_lr0"] == 1e-6
+    text = reference.text(TrainConfig)
+    assert "optim, name=adopt" in text
+    assert "optim.update_interval=10" in text
+    about = fields.fields(OPTIMIZERS["adopt"])["use_clipping"]
+    assert about.help == "Whether to apply clipping to improve stability."
+
+
+def test_a_moment_can_be_bfloat16():
+    _, state = move("lion", mu_dtype="bfloat16")
+    mu = state[0].inner[0].mu
+    assert {x.dtype for x in jax.tree.leaves(mu)} == {jnp.dtype("bfloat16")}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["muon", "schedule_free_adamw", "sophia"])
+def test_a_run_with_a_network_goes_on_after_a_kill_to_the_bit(name, tmp_path):
+    keys = {"name": name, "learning_rate": 0.01, "grad_accum_steps": 2, "sam_rho": 0.1}
+    config = tiny_config(optim=keys, ema={"decay": 0.0})
+    with one_device():
+        whole = train(config, tmp_path)
+        kill_after(3, tmp_path)
+        resumed = train(config, tmp_path)
+    assert resumed["params_sha256"] == whole["params_sha256"]
+    assert resumed["final"] == whole["final"]
+    assert ("ema" in whole["final"]["val"]) == (name == "schedule_free_adamw")

@@ -14,7 +14,7 @@ from vit_jax.training.optim.config import (
     OptimConfig,
     SgdConfig,
 )
-from vit_jax.training.optim.outside import Optimizers
+from vit_jax.training.optim.named import Optimizers
 from vit_jax.training.optim.transforms import (
     clip_by_parameter_norm,
     match,

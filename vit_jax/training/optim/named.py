@@ -1,0 +1,196 @@
+"""The optimisers that a config can name: ours, then any function of optax.
+
+A function of optax or optax.contrib that has a learning rate is an optimiser. Its plain
+parameters (numbers, texts, bools, None) are keys with its defaults, and its docstring has
+their meanings; the learning rate, the weight decay and the type of moments are the keys
+that all optimisers share.
+"""
+
+import dataclasses
+import functools
+import importlib
+import inspect
+import numbers
+import re
+import textwrap
+import typing
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import optax
+
+from vit_jax.config.fields import fields, key
+from vit_jax.errors import UserError
+from vit_jax.training.optim.config import OptimConfig
+from vit_jax.training.optim.outside import (
+    DECAYS,
+    DTYPES,
+    RATES,
+    OutsideConfig,
+    one_of,
+    parameters_of,
+)
+
+# No keys: the first two only print, and "key" has taken the place of "seed".
+_LEFT_OUT = ("verbose", "print_win_rate_every_n_steps", "seed")
+_MEAN = re.compile(r"(adam_)?(b[1-3]|betas|beta3)")  # Decays of running means.
+_REFUSED = {
+    "dpsgd": "it needs the gradient of each image by itself, and a step has their mean",
+    "lbfgs": "it searches for the least loss of one batch, in evaluations without a limit "
+    "on their number that all devices would take together",
+}
+# Those that need more than their signature says, with the dataclass they derive from.
+_BASES = {
+    "muon": "muon:MuonBase",
+    "schedule_free_adamw": "schedule_free:ScheduleFreeAdamBase",
+    "schedule_free_sgd": "schedule_free:ScheduleFreeBase",
+}
+
+
+class Optimizers(Mapping):
+    """Names to the dataclasses of optimisers: ours, then those of optax.
+
+    Dataclasses of optax's are made when they are asked for, and only then are their
+    modules searched.
+    """
+
+    def __init__(self, ours: Mapping[str, type]):
+        self._ours = ours
+
+    def __getitem__(self, name: str) -> type:
+        if name in self._ours:
+            return self._ours[name]
+        if name in _REFUSED:
+            raise UserError(f"optim.name={name!r}: {_REFUSED[name]}: choose another")
+        function = _found(name)
+        if function is None:
+            raise KeyError(name)
+        if wanting := _wanting(function):
+            raise UserError(
+                f"optim.name={name!r} needs {', '.join(wanting)}, which no key can "
+                "state: choose another"
+            )
+        return _dataclass(name)
+
+    def __iter__(self) -> Iterator[str]:
+        yield from self._ours
+        yield from (name for name in _names() if name not in self._ours)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+@functools.cache
+def _names() -> list[str]:
+    """Returns the names of the functions of optax that a config can state."""
+    names = sorted({*dir(optax), *dir(optax.contrib)} - _REFUSED.keys())
+    return [name for name in names if (f := _found(name)) and not _wanting(f)]
+
+
+def _found(name: str) -> Callable | None:
+    """Returns the optimiser of optax that has a name, if there is one."""
+    if name.startswith(("_", "scale_by_")):
+        return None
+    for module in (optax, optax.contrib):
+        function = vars(module).get(name)  # Deprecated names warn, and are not there.
+        is_one = inspect.isfunction(function) or isinstance(function, functools.partial)
+        if is_one and one_of(RATES, parameters_of(function)):
+            return function
+    return None
+
+
+def _wanting(function: Callable) -> list[str]:
+    """Returns the parameters that have no default, but for the learning rate."""
+    return [
+        name
+        for name, parameter in parameters_of(function).items()
+        if parameter.default is parameter.empty and name not in RATES
+    ]
+
+
+@functools.cache
+def _dataclass(name: str) -> type:
+    """Makes the dataclass of a function of optax."""
+    function, base = _found(name), OutsideConfig
+    if name in _BASES:
+        module, _, cls = _BASES[name].partition(":")
+        base = getattr(importlib.import_module(f"{__package__}.{module}"), cls)
+    parameters, doc = parameters_of(function), inspect.getdoc(function) or name
+    meanings, own = _meanings(doc), {"name": (str, key(name, ""))}
+    for one, parameter in parameters.items():
+        known = one in (*fields(base), *base.left_out, *_LEFT_OUT, *RATES)
+        if not known and (field := _field(one, parameter, meanings.get(one, ""))):
+            own[one] = (type(parameter.default), field)
+    for one, names in ("learning_rate", RATES), ("weight_decay", DECAYS):
+        parameter = parameters.get(one_of(names, parameters))
+        if parameter and _is_number(parameter.default):
+            old = fields(OptimConfig)[one]
+            rules = {"in_step": old.in_step, "at_least": old.at_least}
+            own[one] = (float, key(float(parameter.default), old.help, **rules))
+    module = "optax" if vars(optax).get(name) is function else "optax.contrib"
+    about = f"{_plain(doc.partition(chr(10))[0]).rstrip('.')} ({module}.{name})."
+    return dataclasses.make_dataclass(
+        f"{''.join(word.title() for word in name.split('_'))}Config",
+        [(one, kind, field) for one, (kind, field) in own.items()],
+        bases=(base,),
+        namespace={
+            "__doc__": about,
+            "__module__": __name__,
+            "function": staticmethod(function),
+            "takes_mu_dtype": bool(one_of(DTYPES, parameters)),
+        },
+        frozen=True,
+        kw_only=True,
+    )
+
+
+def _field(name: str, parameter: inspect.Parameter, meaning: str) -> Any:
+    """Returns the field of a parameter, or None if no key can state its values."""
+    default, kind = parameter.default, str(parameter.annotation)
+    if name == "key":  # Without one optax warns and takes 0.
+        default = 0
+    rules: dict[str, Any] = {"at_least": None, "optional": "None" in kind}
+    if _MEAN.fullmatch(name):
+        rules |= {"at_least": 0, "below": 1}
+    elif name.startswith("eps"):
+        rules["at_least"] = 0
+    elif type(default) is int and default > 0:  # A count.
+        rules["at_least"] = 1
+    if typing.get_origin(parameter.annotation) is typing.Literal:
+        rules["choices"] = typing.get_args(parameter.annotation)
+    several = isinstance(default, tuple) and all(map(_is_number, default))
+    if default is None:
+        types = [one for one in (float, int) if re.search(rf"\b{one.__name__}\b", kind)]
+        if not types or re.search("Callable|Tree|Transformation", kind):
+            return None
+        rules |= {"optional": True, "like": types[0]()}
+    elif not (several or _is_number(default) or isinstance(default, bool | str)):
+        return None
+    return key(default, meaning or f"Parameter `{name}` of optax.", **rules)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+def _meanings(doc: str) -> dict[str, str]:
+    """Returns the meanings of parameters by the section "Args" of a docstring."""
+    section = re.search(r"^Args:\n((?:[ \t]+.*\n|\n)+)", f"{doc}\n", re.MULTILINE)
+    text = textwrap.dedent(section[1]) if section else ""
+    entries = re.findall(
+        r"^(\w+)(?: \(.*?\))?:((?:.*\n)(?:[ \t]+.*\n)*)", text, re.MULTILINE
+    )
+    return {name: _sentence(_plain(meaning)) for name, meaning in entries}
+
+
+def _sentence(text: str) -> str:
+    """Returns the first sentence of a text."""
+    first = re.split(r"(?<=[^.]\.)\s+(?=[A-Z:])", text, maxsplit=1)[0].rstrip(" .:")
+    return f"{first[:1].upper()}{first[1:]}."
+
+
+def _plain(text: str) -> str:
+    """Returns a text in one line, without the marks of reStructuredText."""
+    text = re.sub(r":\w+:`~?([^`<]+?)(?: <[^`]*>)?`", r"\1", text)
+    text = re.sub(r"`([^`<]+?) <([^`>]*)>`_+", r"\1", text)
+    return " ".join(text.replace("``", "`").split())
