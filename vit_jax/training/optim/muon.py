@@ -24,7 +24,7 @@ from vit_jax.training.optim.outside import OutsideConfig
 from vit_jax.training.schedules import Number
 
 _WITHIN = ("fsdp", "model")  # Axes of the mesh that split a parameter.
-_HEADS = re.compile(r"(^|/)(head|segmenter)/|(^|/)decoder/kernel$")
+_HEADS = re.compile(r"(^|/)(\w*heads?|segmenter)/|(^|/)decoder/kernel$")
 _EMBEDDINGS = re.compile(r"(^|/)(embedding|conv_root)/kernel$")
 
 
