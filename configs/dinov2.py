@@ -121,8 +121,7 @@ def get_config(arg: str | None = None) -> ConfigDict:
         c.update(total_steps=1_200, batch_size=128, checkpoint_every_steps=200)
         c.model.update(width=128, num_heads=4, mlp_dim=256, drop_path_rate=0.1)
         c.data.train_transform = CIFAR10_CROPS
-        c.task.update(num_outputs=1_024, hidden_dim=512, teacher_momentum=0.99)
-        c.task.update(teacher_temperature=0.04, teacher_temperature_steps=0)
+        c.task.update(num_outputs=1_024, hidden_dim=512, teacher_temperature=0.04)
         c.optim.update(learning_rate=1e-3, layer_decay=0.0, learning_rate_factors=())
         c.optim.update(warmup_steps=120, freeze_steps=40)
     if arg.quick:
