@@ -357,10 +357,10 @@ def make_train_step(
         return grads, (*aux, loss)
 
     groups, parts = splits
-    # For optimisers that evaluate it; of several microbatches it keeps one's activations.
-    loss_alone = accumulate(
-        jax.checkpoint(lambda *args: loss_fn(*args)[0]), groups * parts
-    )
+    # For optimisers that derive it; of several microbatches it keeps one's activations.
+    loss_alone = lambda *args: loss_fn(*args)[0]
+    if groups * parts > 1:
+        loss_alone = accumulate(jax.checkpoint(loss_alone), groups * parts)
 
     def gradients_at(step):
         function = accumulate(grad_fn, parts)
