@@ -126,6 +126,14 @@ def test_classification_writes_numbers_and_a_picture(run, place, tmp_path, capsy
     assert metrics["top1"] == pytest.approx(np.mean(right))
 
 
+def test_tokens_are_merged(run, two, tmp_path):
+    reports = []
+    for count in (0, 2):
+        run("fewshot", f"--token_merging={count}", f"--out={tmp_path}", **two)
+        reports.append(json.loads((tmp_path / "evaluate.json").read_text()))
+    assert [report["token_merging"] for report in reports] == [0, 2]
+
+
 def test_what_was_evaluated_is_written(run, tmp_path):
     more = [f"--out={tmp_path}", "--config.evals.fewshot.shots=(1, 2)"]
     run("fewshot", *more, data="digits,train=train[:80],seeds=2,l2=64")
@@ -541,6 +549,7 @@ def test_evaluations_of_features_are_repeated_by_layer(run, two, tmp_path):
         ("layers", ["--layers=2"], "layers=2: Ti/8 has 2 layers"),
         ("classification", ["--layers"], "--layers: .* no evaluation of features"),
         ("layers", ["--config.evals.knn.layers=(0, 7)"], "layers=7: Ti/8"),
+        ("layers", ["--layers", "--token_merging=1"], "token_merging=1: merged"),
     ],
 )
 def test_layers_that_do_not_fit_are_refused(run, two, recipe, words, message):

@@ -14,9 +14,10 @@ import jax
 import numpy as np
 import pytest
 import warm
-from helpers import TINY, random_weights, run_command, tiny_config
+from helpers import TINY, random_weights, run_command, tiny_config, write_weights
 from PIL import Image
 
+import vit_jax
 from vit_jax import models, weights
 from vit_jax.data import imagenet, inputs
 from vit_jax.errors import UserError
@@ -279,6 +280,22 @@ def test_flags_replace_what_travelled(place, run, pretrained):
     np.testing.assert_allclose(
         list(found.values()), [one.probability for one in wanted], rtol=1e-5
     )
+
+
+def test_tokens_are_merged(place, run, tmp_path):
+    path = place / "images" / "b.JPG"
+    file = tmp_path / "deep.safetensors"
+    write_weights(file, NAMES, PREPROCESS, **OPTIONS | {"depth": 2})
+    merged = vit_jax.load_model(file, token_merging=2, tell=lambda line: None)
+    found = []
+    for count in (0, 2):
+        words = f"--model={file}", f"--token_merging={count}"
+        _, out, _ = run(path, "--json", *words)
+        chances = probabilities(out)[str(path)]
+        found.append([chances[label] for label in range(5)])
+    (logits,) = merged([path])
+    np.testing.assert_allclose(found[1], jax.nn.softmax(logits), rtol=1e-4)
+    assert np.abs(np.subtract(*found)).max() > 1e-4
 
 
 @pytest.mark.parametrize(

@@ -211,6 +211,17 @@ def add_tta_flag(parser: Parser) -> None:
     )
 
 
+def add_token_merging_flag(parser: Parser) -> None:
+    """Adds the flag of token merging, which `open_weights` reads."""
+    parser.add_argument(
+        "--token_merging",
+        type=natural,
+        default=0,
+        metavar="R",
+        help="merge R similar patches in each block (ToMe): faster, less accurate; 8",
+    )
+
+
 def add_layers_flag(parser: Parser, help: str) -> None:
     """Adds the flag that chooses layers: None without it, () for all of them."""
     parser.add_argument(
@@ -310,6 +321,7 @@ def open_weights(
         num_heads=flags.num_heads,
         architecture=flags.architecture if is_model else "",
         with_task=with_task or texts,
+        token_merging=getattr(flags, "token_merging", 0),
         tell=tell,
     )
     if labels and are_texts:
@@ -388,12 +400,19 @@ def say(line: object) -> None:
     print_line(line)
 
 
-def positive(text: str) -> int:
-    """Reads a flag's whole number from 1 on."""
-    number = int(text) if text.isdecimal() and len(text) < 20 else 0
-    if not 1 <= number < 2**63:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 on")
+def positive(text: str, least: int = 1) -> int:
+    """Reads a flag's whole number from `least` on."""
+    number = int(text) if text.isdecimal() and len(text) < 20 else -1
+    if not least <= number < 2**63:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a whole number from {least} on"
+        )
     return number
+
+
+def natural(text: str) -> int:
+    """Reads a flag's whole number from 0 on."""
+    return positive(text, 0)
 
 
 def fraction(text: str) -> float:

@@ -63,6 +63,7 @@ def run(flags: argparse.Namespace, config) -> None:
         num_heads=flags.num_heads,
         architecture=flags.architecture,
         with_task=True,
+        token_merging=flags.token_merging,
         tell=tell,
     )
     config, names_by_layer = _by_layer(flags, config, pretrained)
@@ -81,6 +82,7 @@ def run(flags: argparse.Namespace, config) -> None:
         "config": config.name,
         "preprocess": dataclasses.asdict(preprocess),
         "tta": flags.tta,
+        "token_merging": flags.token_merging,
         "evals": described,
         "results": scores,
     }
@@ -165,6 +167,7 @@ def parser() -> cli.Parser:
         parser, "score features of these layers, k-NN, probe and few-shot"
     )
     cli.add_tta_flag(parser)
+    cli.add_token_merging_flag(parser)
     add("--out", default="", help="folder for evaluate.json and figures")
     cli.add_weights_flags(parser)
     return parser

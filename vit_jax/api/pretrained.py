@@ -53,6 +53,7 @@ class WeightsArguments:
 class _Arguments(WeightsArguments):
     num_classes: int = key(0, "Width of the classifier.", below=2**31)
     tokenizer: str = key("", "Tokenizer of a text tower.")
+    token_merging: int = key(0, "Tokens that each block merges.", below=2**31)
     topk: int = key(5, "Classes per image.", at_least=1)
     threshold: float = key(0.5, "Least probability.", at_most=1)
     layers: tuple[int, ...] = key((0,), "Layers.", at_least=None, distinct=True)
@@ -91,6 +92,7 @@ def load_model(
     num_heads: int = 0,
     architecture: str = "",
     tokenizer: str = "",
+    token_merging: int = 0,
     tell: Callable[[str], None] = print,
     **preprocess,
 ) -> "PretrainedModel":
@@ -108,6 +110,8 @@ def load_model(
       num_heads: attention heads, for files that do not state them.
       architecture: timm's name of the network, for its files without a config.json.
       tokenizer: of a text tower if not the weights', see `config.data.tokenizer`.
+      token_merging: similar patches that each block merges (ToMe, arXiv:2210.09461),
+        which makes a Vision Transformer faster and a little less accurate.
       tell: called with a line about each thing that had to be guessed.
       **preprocess: fields of `vit_jax.weights.Preprocess`, if not the weights'.
 
@@ -130,6 +134,7 @@ def load_model(
         num_heads=num_heads,
         architecture=architecture,
         with_task=True,
+        token_merging=token_merging,
         tell=tell,
     )
     if tokenizer:

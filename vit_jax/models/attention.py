@@ -46,7 +46,7 @@ class Positions(NamedTuple):
     """
 
     relative: Float[Array, "H R K"] | None = None
-    bias: Float[Array, "H N N"] | None = None
+    bias: Float[Array, "*BH N N"] | None = None
     angles: Float[Array, "*BH N J"] | None = None
 
 
@@ -57,7 +57,7 @@ def attend(
     relative: Float[Array, "H R K"] | None = None,
     lengths: Int[Array, " B"] | None = None,
     implementation: str = "einsum",
-    bias: Float[Array, "H N M"] | None = None,
+    bias: Float[Array, "*BH N M"] | None = None,
 ) -> Float[Array, "B H N K"]:
     """Computes scaled dot-product attention, with the softmax in float32.
 
@@ -69,7 +69,8 @@ def attend(
         (arXiv:2010.11929, appendix D.4). Needs M = N and an einsum implementation.
       lengths: number of valid keys per image, at least 1; the others are masked.
       implementation: one of IMPLEMENTATIONS.
-      bias: term added to the logits. Needs an einsum implementation.
+      bias: term added to the logits; every axis may be 1, and B absent. Needs an einsum
+        implementation.
     """
     if implementation in ("einsum", "einsum16"):
         rounded = implementation == "einsum16"
@@ -157,7 +158,7 @@ def attend_einsum(
     relative: Float[Array, "H R K"] | None = None,
     lengths: Int[Array, " B"] | None = None,
     rounded: bool = False,
-    bias: Float[Array, "H N M"] | None = None,
+    bias: Float[Array, "*BH N M"] | None = None,
 ) -> Float[Array, "B H N K"]:
     """Computes attention as two einsums and a softmax; see `attend`.
 
@@ -179,7 +180,7 @@ def weights(
     key: Float[Array, "B H M K"],
     relative: Float[Array, "H R K"] | None = None,
     lengths: Int[Array, " B"] | None = None,
-    bias: Float[Array, "H N M"] | None = None,
+    bias: Float[Array, "*BH N M"] | None = None,
 ) -> Float[Array, "B H N M"]:
     """Returns the attention weights, float32, which sum to 1 over the keys.
 
@@ -194,7 +195,7 @@ def weights(
         )
         logits += _by_offset(offsets)
     if bias is not None:
-        logits += bias[None]
+        logits += bias if bias.ndim == logits.ndim else bias[None]
     return jax.nn.softmax(_mask(logits, _valid_keys(lengths, key.shape[2])))
 
 

@@ -208,6 +208,8 @@ class EncoderConfig(NetworkConfig):
     @property
     def stacked(self) -> bool:
         """Whether the blocks' parameters are in the layout of a scan."""
+        if self.token_merging:
+            return False  # Each block has fewer tokens.
         if self.scan is not None:
             return self.scan
         # What is recomputed one by one on a GPU is kept all the same (docs/decisions.md).
@@ -272,13 +274,30 @@ class EncoderConfig(NetworkConfig):
             dtype=self.dtype,
             tokens=num_tokens,
             head_width=self.width // self.num_heads,
-            relative=self.relative,
+            relative=self.relative or self._merging,
         )
         return dataclasses.replace(
             self, platform=platform, attention_impl=implementation
         )
 
+    @property
+    def _merging(self) -> str:
+        return f"token_merging={self.token_merging}" if self.token_merging else ""
+
+    def _check_merging(self) -> None:
+        obstacle = self.relative
+        if self.rope != "none":
+            obstacle = f"model.rope={self.rope!r}"
+        elif self.posemb_placement != "stem" and not obstacle:
+            obstacle = f"model.posemb_placement={self.posemb_placement!r}"
+        if self.token_merging and obstacle:
+            raise UserError(
+                f"{self._merging} with {obstacle}: merged tokens have no position in the "
+                "blocks; set token_merging to 0"
+            )
+
     def _check(self) -> None:
+        self._check_merging()
         if self.width % self.num_heads:
             raise UserError(
                 f"model width {self.width} does not divide into {self.num_heads} heads: "
@@ -351,7 +370,7 @@ class Block(nn.Module):
             x = x + (y if rate is None else drop_path(y, rate, key))
         return nn.with_logical_constraint(x, ("batch", "tokens", "embed"))
 
-    def _attention(self, positions, key, x, take):
+    def _attention(self, positions, key, x, take, with_keys=False):
         config, name = self.config, "LayerNorm_0"
         if positions is not None and getattr(positions.angles, "ndim", 0) == 4:
             positions = positions._replace(angles=take(positions.angles))
@@ -365,9 +384,10 @@ class Block(nn.Module):
             config.attention_out_norm,
             config.norm,
             name="MultiHeadDotProductAttention_1",
-        )(y, y, positions)
-        y = dropout(y, config.dropout, key)
-        return self._after(name, y, "LayerScale_1")
+        )(y, y, positions, with_keys=with_keys)
+        y, keys = y if with_keys else (y, None)
+        y = self._after(name, dropout(y, config.dropout, key), "LayerScale_1")
+        return (y, keys) if with_keys else y
 
     def _mlp(self, key, x, take):
         config, name = self.config, "LayerNorm_2"

@@ -150,6 +150,7 @@ def _check(module: nn.Module) -> None:
             f"a {type(module).__name__} has no attention: give a Vision "
             "Transformer or a hybrid"
         )
+    module.config.check_unmerged()
 
 
 def _others(params: Mapping) -> dict:

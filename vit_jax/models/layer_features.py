@@ -98,6 +98,7 @@ def check(model: "Model", layer: int) -> int:
             f"{model.options['variant']} has no features of patches: its module takes "
             "no argument `classify`; docs/extending.md says what it does"
         )
+    model.config.check_unmerged()
     count = max(1, model.config.num_layers)
     if not -count <= layer < count:
         raise UserError(

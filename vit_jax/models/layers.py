@@ -348,13 +348,16 @@ class MultiHeadAttention(nn.Module):
         x: Float[Array, "B N D"],
         context: Float[Array, "B M D"],
         positions: attention.Positions | None = None,
-    ) -> Float[Array, "B N D"]:
+        *,
+        with_keys: bool = False,
+    ) -> Float[Array, "B N D"] | tuple[Float[Array, "B N D"], Float[Array, "B H M K"]]:
         """Attends from every token of `x` to every token of `context`.
 
         Args:
           x: query tokens.
           context: key and value tokens; `x` for self-attention.
           positions: positions of the tokens, for self-attention.
+          with_keys: whether to return the keys too; needs an einsum implementation.
         """
         (_, N, D), M = x.shape, context.shape[1]
         split = self.num_heads, D // self.num_heads
@@ -399,7 +402,8 @@ class MultiHeadAttention(nn.Module):
         y = self.norm(name="LayerNorm_out")(y) if self.out_norm else y
         y = flatten_tokens(y) if self.flatten else y
         y = MergedDense(split, (D,), self.dtype, name="out")(y)
-        return y.reshape(x.shape)[:, :N]
+        y = y.reshape(x.shape)[:, :N]
+        return (y, k) if with_keys else y
 
 
 def flatten_tokens(x: Float[Array, "B N D"]) -> Float[Array, "BN D"]:
@@ -502,8 +506,10 @@ class MapHead(nn.Module):
     flatten: bool = True
 
     @nn.compact
-    def __call__(self, x: Float[Array, "B N D"]) -> Float[Array, "B D"]:
-        """Returns one vector per image."""
+    def __call__(
+        self, x: Float[Array, "B N D"], bias: Float[Array, "B 1 1 N"] | None = None
+    ) -> Float[Array, "B D"]:
+        """Returns one vector per image; `bias` is a term of the attention logits."""
         B, _, D = x.shape
         probe = self.param("probe", _kernel_init, (1, 1, D), jnp.float32)
         # One query has few logits, so the implementation does not matter.
@@ -513,7 +519,8 @@ class MapHead(nn.Module):
             flatten=self.flatten,
             name="MultiHeadDotProductAttention_0",
         )
-        x = attend(jnp.broadcast_to(probe.astype(x.dtype), (B, 1, D)), x)
+        probe = jnp.broadcast_to(probe.astype(x.dtype), (B, 1, D))
+        x = attend(probe, x, attention.Positions(bias=bias))
         y = self.norm(name="LayerNorm_0")(x)
         mlp = Mlp(
             self.hidden, activation=self.activation, dtype=self.dtype, name="MlpBlock_0"

@@ -136,6 +136,15 @@ class NetworkConfig(ModelConfig):
         """
         return x.reshape(len(x), -1, x.shape[-1]).mean(1)
 
+    def check_unmerged(self) -> None:
+        """Raises UserError if blocks merge tokens, which then have no place in a grid."""
+        if self.token_merging:
+            raise UserError(
+                f"token_merging={self.token_merging}: merged tokens are no grid of "
+                "patches, which features of layers, masks and attention need: set "
+                "token_merging to 0"
+            )
+
     def window_attention(
         self, module: nn.Module, params: Mapping, images: jax.Array
     ) -> tuple[dict[str, jax.Array], list["BlockWindows"]]:

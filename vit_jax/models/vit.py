@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int
 
 from vit_jax.config.fields import key
 from vit_jax.errors import UserError
-from vit_jax.models import layers, posemb, resnet, stacking, variants
+from vit_jax.models import layers, merging, posemb, resnet, stacking, variants
 from vit_jax.models.encoder import Encoder, EncoderConfig
 from vit_jax.models.layers import CLASSIFIERS, MapHead
 
@@ -262,6 +262,13 @@ class VisionTransformer(nn.Module):
         """
         x, grid = self.embed(images, edit_patches)
         P, R = len(self.config.prefix_tokens), self.config.num_register_tokens
+        if self.config.token_merging and not train:
+            if not classify or self.config.pool == "none":
+                self.config.check_unmerged()
+            encoder = merging.MergingEncoder(
+                self.config, grid, P, R, name=stacking.ENCODER
+            )
+            return self.classify(*encoder(x))
         if train and self.config.patch_dropout and visible is None:
             visible = self._draw_patches(x)
         encoder = Encoder(self.config, grid, P, R, name=stacking.ENCODER)
@@ -303,8 +310,15 @@ class VisionTransformer(nn.Module):
         noise = jax.random.uniform(self.make_rng("dropout"), (len(x), count))
         return jnp.argsort(noise, axis=1)[:, :kept]
 
-    def classify(self, x: Float[Array, "B N D"]) -> dict[str, Float[Array, "..."]]:
-        """Computes the outputs from the tokens of the encoder."""
+    def classify(
+        self, x: Float[Array, "B N D"], sizes: Float[Array, "B N"] | None = None
+    ) -> dict[str, Float[Array, "..."]]:
+        """Computes the outputs from the tokens of the encoder.
+
+        Args:
+          x: tokens of the encoder.
+          sizes: number of patches in each token, see merging.py; None if all are 1.
+        """
         config = self.config
         L, bias = self.num_classes, config.head_bias_init
         if config.distillation:
@@ -321,7 +335,7 @@ class VisionTransformer(nn.Module):
         if config.pool == "token":
             x = x[:, 0]
         elif config.pool in ("gap", "token_gap"):
-            mean = x[:, len(config.prefix_tokens) :].mean(axis=1)
+            mean = self._mean(x, sizes)
             token = [x[:, 0]] if config.pool == "token_gap" else []
             x = jnp.concatenate([*token, mean], axis=-1)
         elif config.pool == "map":
@@ -333,8 +347,15 @@ class VisionTransformer(nn.Module):
                 config.dtype,
                 config.merges_tokens,
                 name="MAPHead_0",
-            )(x)
+            )(x, None if sizes is None else merging.logit_bias(sizes))
         return layers.classify(self._features(x), L, bias)
+
+    def _mean(self, x, sizes):
+        """Returns the mean over the patches."""
+        P = len(self.config.prefix_tokens)
+        if sizes is None:
+            return x[:, P:].mean(axis=1)
+        return merging.mean(x[:, P:], sizes[:, P:])
 
     def _features(self, x):
         """Returns the classifier's input, float32."""

@@ -123,6 +123,7 @@ def open_weights(
     num_heads: int,
     architecture: str = "",
     with_task: bool = False,
+    token_merging: int = 0,
     tell: Callable[[str], None],
 ) -> tuple[Pretrained, Preprocess]:
     """Opens weights, and determines the preprocessing of their images.
@@ -131,6 +132,7 @@ def open_weights(
       checkpoint, use_ema, num_heads, architecture, with_task: arguments of
         `open_pretrained`.
       given: fields of `Preprocess` that replace those of the checkpoint.
+      token_merging: tokens that each block merges, see models/merging.py.
       tell: called with one line about everything that was guessed, if anything was.
 
     Returns:
@@ -156,6 +158,7 @@ def open_weights(
             f"{usual_preprocess(pretrained).family}: {describe_preprocess(preprocess)}"
         )
     pretrained = _name_classes(pretrained, guesses.append)
+    pretrained = dataclasses.replace(pretrained, token_merging=token_merging)
     if guesses:
         # The name of a file without its folder; "deit:Ti/16" is no path.
         place = pathlib.Path(checkpoint)

@@ -116,6 +116,8 @@ class Pretrained:
       tokenizer: path or address of the text tower's tokenizer; empty if unknown.
       multi_label: whether an image may have several classes.
       architecture: timm's name of the network; empty if unknown.
+      token_merging: tokens that each block merges, see models/merging.py; not read from
+        the checkpoint.
     """
 
     params: dict
@@ -131,6 +133,7 @@ class Pretrained:
     tokenizer: str = ""
     multi_label: bool = False
     architecture: str = ""
+    token_merging: int = 0
 
     @property
     def num_classes(self) -> int:

@@ -432,6 +432,13 @@ def fit_network(pretrained: Pretrained, preprocess: Preprocess) -> tuple[Model, 
         )
     check_preprocess(preprocess, source.image_shape[-1])
     model = models.create(**{**pretrained.options, "image_size": preprocess.image_size})
+    if count := pretrained.token_merging:
+        if not model.has_encoder:
+            raise UserError(
+                f"token_merging={count}: {model.options['variant']} has no attention "
+                "between all tokens: choose a Vision Transformer, or leave it out"
+            )
+        model = model.replace(token_merging=count)
     sharding.check_memory(model.shapes)  # The host's memory holds them first.
     params, _ = fit(pretrained.params, model, source, allow_mismatch=None)
     return model, params

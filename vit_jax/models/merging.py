@@ -1,0 +1,127 @@
+"""Token merging at inference (ToMe, arXiv:2210.09461): similar patches become one token.
+
+Between attention and MLP of each block, patches are split alternately into two sets. The
+r patches of the first set that are most like one of the second are merged into it, by
+the mean of their features weighted by the number of patches in each token, its size.
+Attention counts a token as often as it has patches. The parameters are those of the
+network without merging.
+
+Letters: B images, P prefix tokens, N tokens, M of them after merging, H heads, K head
+width, D model width.
+"""
+
+import functools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from vit_jax.models import stacking
+from vit_jax.models.attention import Positions
+from vit_jax.models.encoder import Block, Encoder
+
+Sizes = Float[Array, "B N"]
+
+
+def merge(
+    x: Float[Array, "B N D"],
+    sizes: Sizes,
+    keys: Float[Array, "B H N K"],
+    count: int,
+    num_prefix_tokens: int,
+) -> tuple[Float[Array, "B M D"], Float[Array, "B M"]]:
+    """Merges the most similar patches (arXiv:2210.09461, section 3 and appendix D).
+
+    Args:
+      x: tokens.
+      sizes: number of patches in each token.
+      keys: keys of the attention before; their mean over the heads is compared by cosine.
+      count: r, number of tokens to remove; at most half of the patches are.
+      num_prefix_tokens: P, tokens in front that stay as they are.
+
+    Returns:
+      The tokens, prefix first, then patches that were not merged into another in their
+      order, then those of the second set; and their sizes.
+    """
+    P = num_prefix_tokens
+    r = min(count, (x.shape[1] - P) // 2)
+    # The first set has the even places of the whole sequence, as in the original code.
+    first, second = slice(P + P % 2, None, 2), slice(P + 1 - P % 2, None, 2)
+    metric = keys.astype(jnp.float32).mean(1)
+    metric /= jnp.linalg.norm(metric, axis=-1, keepdims=True)
+    scores = jnp.einsum("bnk,bmk->bnm", metric[:, first], metric[:, second])
+    order = jnp.argsort(-scores.max(-1), axis=1)
+    merged, kept = order[:, :r], jnp.sort(order[:, r:], axis=1)
+    target = jnp.take_along_axis(scores.argmax(-1), merged, axis=1)
+    into = jax.nn.one_hot(target, scores.shape[2], axis=1)  # (B, second, r)
+
+    def pick(values, places):
+        return jnp.take_along_axis(values, places[..., None], axis=1)
+
+    # Weighted sums of features, with the weights as one more feature.
+    weights = sizes[..., None]
+    sums = jnp.concatenate([x.astype(jnp.float32) * weights, weights], axis=-1)
+    total = sums[:, second] + into @ pick(sums[:, first], merged)
+    means = (total[..., :-1] / total[..., -1:]).astype(x.dtype)
+    x = jnp.concatenate([x[:, :P], pick(x[:, first], kept), means], axis=1)
+    weights = jnp.concatenate(
+        [weights[:, :P], pick(weights[:, first], kept), total[..., -1:]], axis=1
+    )
+    return x, weights[..., 0]
+
+
+def logit_bias(sizes: Sizes) -> Float[Array, "B 1 1 N"]:
+    """Returns the term of attention logits that counts a token as often as its size."""
+    return jnp.log(sizes)[:, None, None]
+
+
+def mean(x: Float[Array, "B N D"], sizes: Sizes) -> Float[Array, "B D"]:
+    """Returns the mean of tokens, each as often as its size."""
+    weights = sizes / sizes.sum(1, keepdims=True)
+    return (x * weights[..., None].astype(x.dtype)).sum(1)
+
+
+class MergingBlock(Block):
+    """A block that merges `config.token_merging` patches between attention and MLP."""
+
+    repeated = False  # Each has fewer tokens.
+
+    @nn.compact
+    def __call__(
+        self,
+        x: Float[Array, "B N D"],
+        sizes: Sizes,
+        positions: Positions,
+        num_prefix_tokens: int,
+    ) -> tuple[Float[Array, "B M D"], Float[Array, "B M"]]:
+        """Transforms and merges tokens; see `merge` for arguments and results."""
+        keys = None
+
+        def attend(x, take):
+            nonlocal keys
+            y, keys = self._attention(positions, None, x, take, with_keys=True)
+            return y
+
+        x = self._add(x, attend, None, None)
+        x, sizes = merge(x, sizes, keys, self.config.token_merging, num_prefix_tokens)
+        return self._add(x, functools.partial(self._mlp, None), None, None), sizes
+
+
+class MergingEncoder(Encoder):
+    """An encoder whose blocks each merge `config.token_merging` patches."""
+
+    @nn.compact
+    def __call__(
+        self, x: Float[Array, "B N D"]
+    ) -> tuple[Float[Array, "B M D"], Float[Array, "B M"]]:
+        """Returns the normalised tokens of the last block, and their sizes."""
+        x, layers = self._begin(x, False)
+        sizes = jnp.ones(x.shape[:2])
+        for i, layer in enumerate(layers):
+            positions = layer.positions
+            if i:  # Before, all sizes are 1.
+                positions = positions._replace(bias=logit_bias(sizes))
+            block = MergingBlock(self.config, name=f"{stacking.STACKED}_{i}")
+            x, sizes = block(x, sizes, positions, self.num_prefix_tokens)
+        return self._final_norm()(x), sizes
