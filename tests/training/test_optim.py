@@ -61,6 +61,31 @@ STAIRS = {"boundaries": (30, 70), "decay_rate": 0.2}
                 TOTAL: 0,
             },
         ),
+        (
+            "cosine",
+            {"end_learning_rate": 0.1, "cooldown_fraction": 0.3},
+            {40: (PEAK + 0.1) / 2, 70: 0.1, TOTAL - 10: 0.1 / 3, TOTAL: 0},
+        ),
+        (
+            "wsd",
+            {"cooldown_steps": 20},
+            {TOTAL - 20: PEAK, TOTAL - 5: PEAK / 4, TOTAL: 0},
+        ),
+        (
+            "wsd",
+            {"cooldown_steps": 20, "end_learning_rate": 0.1},
+            {TOTAL - 20: PEAK, TOTAL - 10: (PEAK + 0.1) / 2, TOTAL: 0.1},
+        ),
+        (
+            "wsd",
+            {"cooldown_epochs": 4.0, "cooldown_shape": "1-sqrt"},
+            {72: PEAK, 79: PEAK / 2, 100: 0},
+        ),
+        (
+            "wsd",
+            {"cooldown_fraction": 0.3, "cooldown_shape": "cosine"},
+            {70: PEAK, 80: PEAK * 0.75, 85: PEAK / 2, TOTAL: 0},
+        ),
         ("step", STAIRS, {29: PEAK, 30: PEAK / 5, 69: PEAK / 5, 70: PEAK / 25}),
     ],
 )
@@ -124,6 +149,13 @@ def test_a_warmup_longer_than_the_run_is_refused():
         rates(total=9)
     with pytest.raises(UserError, match=r"warmup \(10 steps\) and cooldown \(95\)"):
         rates("rsqrt", cooldown_steps=95)
+
+
+def test_a_cooldown_that_does_nothing_is_refused():
+    with pytest.raises(UserError, match="name='wsd' needs a cooldown"):
+        rates("wsd")
+    with pytest.raises(UserError, match=r"end_learning_rate=0.0: the cosine"):
+        rates("cosine", cooldown_steps=5)
 
 
 @pytest.mark.parametrize("unit", ["steps", "epochs", "fraction"])

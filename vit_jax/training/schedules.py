@@ -46,17 +46,70 @@ class ConstantConfig(ScheduleConfig):
         return optax.constant_schedule(peak)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class CosineConfig(ScheduleConfig):
-    """Half a cosine from the peak to the end (arXiv:1608.03983)."""
+# Factors of the learning rate in a cooldown, from 1 to 0, by the fraction that is left.
+COOLDOWN_SHAPES = {
+    "linear": lambda left: left,
+    "cosine": lambda left: (1 - jnp.cos(jnp.pi * left)) / 2,
+    "1-sqrt": lambda left: 1 - jnp.sqrt(1 - left),
+}
 
-    end_learning_rate: float = key(0.0, "Learning rate one step after the last.")
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CooldownConfig(ScheduleConfig):
+    """Base of schedules whose last part is a cooldown."""
+
+    cooldown_steps: int = key(0, "Length of the cooldown in steps, or else ...")
+    cooldown_epochs: float = epochs("... in epochs, or else ...")
+    cooldown_fraction: float = key(0.0, "... as a fraction of the run.")
+
+    def cooldown(
+        self, warmup: int, run: RunLength
+    ) -> tuple[int, Callable[[jax.Array | int], Number]]:
+        """Returns the length of the cooldown, and the fraction of it that is left.
+
+        Args:
+          warmup, run: see `build`.
+
+        Returns:
+          Steps; and a function of the steps after the warmup, 1 before the cooldown.
+
+        Raises:
+          UserError: it is longer than the run after the warmup.
+        """
+        steps = run.total_steps - warmup
+        length = length_in_steps(self, "cooldown", run)
+        if length > steps:
+            raise UserError(
+                f"warmup ({warmup} steps) and cooldown ({length}) are longer than the "
+                f"run ({run.total_steps}): lower optim.schedule."
+                f"{length_key(self, 'cooldown')} or raise {run.key}"
+            )
+        return length, lambda step: jnp.clip((steps - step) / max(1, length), 0, 1)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CosineConfig(CooldownConfig):
+    """Half a cosine from the peak to the end (arXiv:1608.03983), then a linear cooldown."""
+
+    end_learning_rate: float = key(
+        0.0, "Learning rate one step after the last, or where the cooldown to 0 begins."
+    )
 
     def build(self, peak: Number, warmup: int, run: RunLength) -> Schedule:
-        steps = max(1, run.total_steps - warmup)
-        return optax.cosine_decay_schedule(
+        cooldown, left = self.cooldown(warmup, run)
+        steps = max(1, run.total_steps - warmup - cooldown)
+        cosine = optax.cosine_decay_schedule(
             peak, steps, alpha=self.end_learning_rate / peak
         )
+        if not cooldown:
+            return cosine
+        if not self.end_learning_rate:
+            raise UserError(
+                f"optim.schedule.{length_key(self, 'cooldown')} with "
+                "optim.schedule.end_learning_rate=0.0: the cosine has reached 0 where the "
+                "cooldown begins; set end_learning_rate above 0"
+            )
+        return lambda step: cosine(step) * left(step)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -72,33 +125,45 @@ class LinearConfig(ScheduleConfig):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RsqrtConfig(ScheduleConfig):
+class RsqrtConfig(CooldownConfig):
     """Reciprocal square root, then a linear cooldown to 0 (arXiv:2106.04560)."""
 
     name: str = key("rsqrt", "")
     timescale: int = key(
         10_000, "In steps: peak / sqrt(1 + steps after warmup / timescale).", at_least=1
     )
-    cooldown_steps: int = key(0, "Length of the cooldown in steps, or else ...")
-    cooldown_epochs: float = epochs("... in epochs, or else ...")
-    cooldown_fraction: float = key(0.0, "... as a fraction of the run.")
 
     def build(self, peak: Number, warmup: int, run: RunLength) -> Schedule:
-        steps = run.total_steps - warmup
-        cooldown = length_in_steps(self, "cooldown", run)
-        if cooldown > steps:
-            raise UserError(
-                f"warmup ({warmup} steps) and cooldown ({cooldown}) are longer than the "
-                f"run ({run.total_steps}): lower optim.schedule."
-                f"{length_key(self, 'cooldown')} or raise {run.key}"
-            )
+        cooldown, left = self.cooldown(warmup, run)
 
         def learning_rate(step):
             rate = peak / jnp.sqrt(1 + step / self.timescale)
-            left = (steps - step) / max(1, cooldown)
-            return rate * jnp.clip(left, 0, 1) if cooldown else rate
+            return rate * left(step) if cooldown else rate
 
         return learning_rate
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WsdConfig(CooldownConfig):
+    """The peak, then a cooldown: warmup, stable, decay (WSD, arXiv:2404.06395)."""
+
+    name: str = key("wsd", "")
+    cooldown_shape: str = key(
+        "linear",
+        'Of the learning rate: "linear", "cosine" or "1-sqrt" (arXiv:2405.18392).',
+        choices=tuple(COOLDOWN_SHAPES),
+    )
+    end_learning_rate: float = key(0.0, "Learning rate one step after the last.")
+
+    def build(self, peak: Number, warmup: int, run: RunLength) -> Schedule:
+        cooldown, left = self.cooldown(warmup, run)
+        if not cooldown:
+            raise UserError(
+                "optim.schedule.name='wsd' needs a cooldown: set "
+                "optim.schedule.cooldown_fraction, as 0.2, or take 'constant'"
+            )
+        end, shape = self.end_learning_rate, COOLDOWN_SHAPES[self.cooldown_shape]
+        return lambda step: end + (peak - end) * shape(left(step))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -141,6 +206,7 @@ SCHEDULES = {
     "cosine": CosineConfig,
     "linear": LinearConfig,
     "rsqrt": RsqrtConfig,
+    "wsd": WsdConfig,
     "step": StepConfig,
     "constant": ConstantConfig,
     "exponential": ExponentialConfig,
