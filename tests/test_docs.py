@@ -40,6 +40,7 @@ PAGES = [
     "studies",
     "gallery",
     "pretraining",
+    "resume",
     "pretraining_without_labels",
     "launch",
     "compile",
