@@ -423,6 +423,21 @@ deit3:model=S/16
 deit3:model=L/16,stage=finetune
     epochs=20 optim.learning_rate=1e-5 optim.weight_decay=0.1
     data.image_size=(224,224)
+# README, models_vit5.py and main.py of wangf3014/ViT-5 (arXiv:2602.08071).
+vit5:model=S/16
+    epochs=800 batch_size=2048 optim.name=lamb optim.learning_rate=4e-3
+    task.loss=sigmoid data.image_size=(224,224) data.repeats=3
+    model.drop_path_rate=0.05 model.drop_path_schedule=constant
+    model.layer_scale_init=1e-4 model.rms_norm=True model.qk_norm=True
+    model.num_register_tokens=4 model.rope=axial model.rope_temperature=10000.0
+    optim.schedule.end_learning_rate=1e-5 ema.decay=0.99996
+vit5:model=B/16
+    optim.learning_rate=3e-3 data.image_size=(192,192) model.drop_path_rate=0.2
+vit5:model=L/16
+    epochs=400 optim.learning_rate=3e-3 model.drop_path_rate=0.35
+vit5:model=L/16,stage=finetune
+    epochs=20 batch_size=512 optim.learning_rate=1e-5 optim.weight_decay=0.1
+    data.image_size=(224,224) model.drop_path_rate=0.5 task.label_smoothing=0.1
 """
 
 

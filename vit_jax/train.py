@@ -16,6 +16,11 @@ from vit_jax.files import new_workdir
 
 def main(flags: argparse.Namespace) -> int:
     """Runs the training that the flags describe; returns the exit code."""
+    if flags.largest_batch and flags.compiled:
+        raise UserError(
+            f"--largest_batch and --compiled={flags.compiled}, a step of one batch: leave "
+            "one of them out"
+        )
     config = cli.load_config(flags)
 
     # After the config, so that its errors come at once.
@@ -37,10 +42,15 @@ def main(flags: argparse.Namespace) -> int:
             )
         workdir, setup = flags.workdir or new_workdir(config.name), None
         known = config
+        if flags.largest_batch:
+            from vit_jax.tools.planning import batch_search
+
+            tell = (lambda line: None) if jax.process_index() else cli.say
+            known = batch_search.of_run(config, workdir, tell)
         if flags.compiled:
             from vit_jax.training import compiled_step
 
-            known = loop.resolved(config)
+            known = loop.resolved(known)
             setup = loop.build_setup(known, workdir, startup)
             step = compiled_step.load(flags.compiled, known, setup)
             setup = setup._replace(compiled=step)
@@ -56,6 +66,8 @@ def parser() -> cli.Parser:
     flags.add_argument("--workdir", default="", help="default: a new one under runs/")
     text = "file of `vit_jax.compile --out`: its step is not compiled again"
     flags.add_argument("--compiled", default="", help=text)
+    text = "train with the largest batch that fits the devices, not with the config's"
+    flags.add_argument("--largest_batch", action="store_true", help=text)
     return flags
 
 

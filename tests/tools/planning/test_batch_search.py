@@ -2,7 +2,9 @@
 
 import jax
 import pytest
+from helpers import one_device, run_command, tiny_config, train
 
+from vit_jax.config import fields
 from vit_jax.distributed import mesh as meshes
 from vit_jax.errors import UserError
 from vit_jax.tools.planning import analysis, batch_search
@@ -66,3 +68,44 @@ def test_without_a_limit_there_is_no_largest_batch():
     config = configuration.load("digits")
     with pytest.raises(UserError, match="--largest_batch"):
         batch_search.largest_batch(config, meshes.create(config.mesh), 20, None)
+
+
+def test_a_run_gets_the_largest_batch_and_keeps_it(tmp_path, monkeypatch):
+    optim = {"learning_rate": 0.0, "base_learning_rate": 0.1}
+    data = {"num_examples": 20_000}
+    config = tiny_config(total_steps=2, data=data, optim=optim, evals={})
+    limit, lines = 3_000_000, []
+    monkeypatch.setattr(batch_search, "usable_memory", lambda device: limit)
+    with one_device():
+        found = batch_search.of_run(config, tmp_path, lines.append)
+        mesh = meshes.create(config.mesh)
+        peaks = [
+            analysis.analyse(
+                fields.replace(found, {"batch_size": size}), mesh, 20_000, limit
+            ).peak_bytes
+            for size in (found.batch_size, round(1.06 * found.batch_size))
+        ]
+        assert peaks[0] <= limit < peaks[1]
+        report = train(found, tmp_path)
+        limit = 1_000_000
+        again = batch_search.of_run(config, tmp_path, lines.append)
+    assert again.batch_size == found.batch_size == report["config"]["batch_size"]
+    assert again.optim.peak_learning_rate(found.batch_size) > 0.1 * 8 / 256
+    assert [line.partition(",")[0] for line in lines] == 2 * [
+        f"batch_size={found.batch_size:}"
+    ]
+
+
+def test_it_is_no_larger_than_the_training_split(tmp_path):
+    config, lines = tiny_config(), []
+    found = batch_search.of_run(config, tmp_path, lines.append)
+    assert found.batch_size == 16  # Of 20 images, on 8 devices.
+
+
+def test_what_does_not_fit_is_one_line(tmp_path, monkeypatch):
+    monkeypatch.setattr(batch_search, "usable_memory", lambda device: 1_000)
+    with pytest.raises(UserError, match="--largest_batch: 8 images take .* per device"):
+        batch_search.of_run(tiny_config(), tmp_path, print)
+    with pytest.raises(UserError, match="--largest_batch and --compiled=step"):
+        words = ["--config=digits", "--largest_batch", "--compiled=step"]
+        run_command("train", words)

@@ -96,7 +96,7 @@ class Analysis:
       moved_bytes: bytes read and written in main memory.
       collectives: see `costs.summarize_collectives`.
       kernels: kernel of a library, such as cuDNN's attention -> times.
-      platform: "tpu" or "gpu".
+      platform: "tpu", "gpu" or "cpu".
       unread_loops: number of loops with products or collectives that count once because
         their trip count is unknown. Other such loops, such as mixup's rejection
         sampling, move next to nothing.
@@ -293,12 +293,14 @@ def _after(before: Analysis, compiled, mesh: Mesh, seconds: float) -> Analysis:
         bounds = estimate_roofline(chip, flops, moved, collectives)
     stats = compiled.memory_analysis()
     peak = stats.peak_memory_in_bytes
+    if before.platform == "cpu":  # Its compiler leaves out what is temporary.
+        peak = stats.argument_size_in_bytes + stats.temp_size_in_bytes
     return dataclasses.replace(
         before,
         argument_bytes=stats.argument_size_in_bytes,
         peak_bytes=peak,
-        # The compiler for GPUs takes any size.
-        fits=before.platform != "gpu" or peak <= before.limit_bytes,
+        # The compilers for GPUs and CPUs take any size.
+        fits=before.platform not in ("gpu", "cpu") or peak <= before.limit_bytes,
         flops=flops,
         counted=counted,
         moved_bytes=moved,

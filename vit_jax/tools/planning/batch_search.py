@@ -1,20 +1,36 @@
 """The largest batch of a training step that fits the devices, by compiling it."""
 
+import dataclasses
 import math
+import os
+import pathlib
+import re
+import time
+from collections.abc import Callable
 
+import jax
 from jax.sharding import Mesh
 
 from vit_jax.config import fields
+from vit_jax.data.sources.open import open_source
+from vit_jax.distributed import mesh as meshes
+from vit_jax.distributed import sharding
 from vit_jax.errors import UserError
 from vit_jax.tools.planning import analysis
 from vit_jax.tools.planning.analysis import Analysis
+from vit_jax.training import loop
 from vit_jax.training.config import TrainConfig
+from vit_jax.weights import workdir as layout
 
 _WITHIN = 0.05  # Precision of the result.
 
 
 def largest_batch(
-    config: TrainConfig, mesh: Mesh, examples: int, limit: int | None
+    config: TrainConfig,
+    mesh: Mesh,
+    examples: int,
+    limit: int | None,
+    most: int = 2**31,
 ) -> tuple[TrainConfig, Analysis]:
     """Finds the largest batch of a training step that fits each device.
 
@@ -25,6 +41,7 @@ def largest_batch(
       mesh: devices of a topology.
       examples: number of training examples.
       limit: bytes of a device that a program can use.
+      most: largest batch to try, if it is more than one image per device.
 
     Returns:
       The config with this batch, and its analysis; with one image per device, which does
@@ -36,12 +53,14 @@ def largest_batch(
     """
     if limit is None:
         raise UserError(
-            "--largest_batch: the compiler does not say how much memory a device has: "
+            "--largest_batch: nothing says how much memory a device has: "
             "leave the flag out"
         )
     whole = mesh.size // mesh.shape["model"] * config.optim.grad_accum_steps
-    count = max(1, config.batch_size // whole)  # Images per device and microbatch.
-    best, found, too_large, step = 0, None, math.inf, _WITHIN / 2
+    best, found, step = 0, None, _WITHIN / 2
+    too_large = 1 + max(1, most // whole)
+    # Images per device and microbatch.
+    count = min(max(1, config.batch_size // whole), too_large - 1)
     while too_large - best > max(1, _WITHIN * best):
         trial = fields.replace(config, {"batch_size": count * whole})
         result = analysis.analyse(trial, mesh, examples, limit)
@@ -62,3 +81,61 @@ def largest_batch(
         if not best < count < too_large:
             count = (best + too_large) // 2
     return found
+
+
+def of_run(
+    config: TrainConfig, workdir: str | os.PathLike, tell: Callable[[str], None]
+) -> TrainConfig:
+    """Returns the config of a run with the largest batch that fits the devices here.
+
+    It is no larger than the training split. A run that resumes keeps the batch of its
+    newest checkpoint.
+
+    Args:
+      config: complete config.
+      workdir: folder of the run.
+      tell: called with a line about the batch.
+
+    Raises:
+      UserError: no batch fits, or the memory is unknown.
+    """
+    if layout.has_checkpoint(workdir):
+        batch_size = layout.read_metadata(workdir)["config"]["batch_size"]
+        tell(f"batch_size={batch_size:,}, as the run in {workdir} began")
+        return fields.replace(config, {"batch_size": batch_size})
+    began = time.perf_counter()
+    config = loop.resolved(config)
+    mesh = meshes.create(config.mesh)
+    source = open_source(config.data, config.data.split)
+    task = config.task.of_records(config.data, source)
+    limit = usable_memory(mesh.devices.flat[0])
+    found, result = largest_batch(
+        dataclasses.replace(config, task=task), mesh, len(source), limit, len(source)
+    )
+    used = f"{result.peak_bytes / 2**30:.2f} of {limit / 2**30:.2f} GiB per device"
+    if not result.fits:
+        raise UserError(
+            f"--largest_batch: {found.batch_size:,} images take {used}: choose a smaller "
+            "model or image size, model.remat_policy, mesh.fsdp, or more devices"
+        )
+    seconds = time.perf_counter() - began
+    tell(
+        f"batch_size={found.batch_size:,}, the largest that fits: {used} by the compiler "
+        f"({seconds:.0f} s)"
+    )
+    return fields.replace(config, {"batch_size": found.batch_size})
+
+
+def usable_memory(device: jax.Device) -> int | None:
+    """Returns the bytes that a program can use of a device here; None if unknown.
+
+    Devices of the CPU share what the host has available.
+    """
+    if device.platform != "cpu":
+        return sharding.device_memory([device])
+    try:
+        text = pathlib.Path("/proc/meminfo").read_text()
+    except OSError:
+        return None
+    kilobytes = int(re.search(r"MemAvailable: *(\d+) kB", text)[1])
+    return kilobytes * 1024 // jax.local_device_count()

@@ -1,0 +1,101 @@
+"""ViT-5: ViT on ImageNet-1k with the parts of language models (arXiv:2602.08071).
+
+Run:    python -m vit_jax.train --config=configs/vit5.py:model=S/16 --workdir=gs://.../vit5
+Then:   python -m vit_jax.train --config=configs/vit5.py:model=B/16,stage=finetune \\
+            --config.init=gs://.../vit5 --workdir=gs://...  (B and L at 224, after 192; S was
+        trained at 224)
+Try:    the same with --config=configs/vit5.py:quick (3 steps, any machine)
+Result: not run by us; the authors report 82.2, 84.2 and 84.9 % for S, B and L at 224
+
+RMSNorm, also of queries and keys, LayerScale, learned and rotary positions and four
+registers. The numbers are those of wangf3014/ViT-5 (its README, models_vit5.py and the
+defaults of main.py, read in November 2026). Three things differ here: there query, key
+and value have no bias, and registers are rotated too, by a 2x2 grid of their own; and the
+binary cross-entropy is a mean over the classes, ours a sum, of which LAMB sees no
+difference.
+"""
+
+from ml_collections import ConfigDict
+
+from configs.common import cifar10, parse_arg, quick
+
+ARGUMENTS = dict(
+    model=("B/16", "S/16", "L/16"),
+    data=("imagenet", "cifar10"),
+    stage=("pretrain", "finetune"),
+    quick=False,
+)
+SIDES = {"S/16": 224, "B/16": 192, "L/16": 192}
+EPOCHS = {"S/16": 800, "B/16": 800, "L/16": 400}
+DROP_PATH = {"S/16": 0.05, "B/16": 0.2, "L/16": 0.35}
+TUNED_DROP_PATH = {"S/16": 0.05, "B/16": 0.25, "L/16": 0.5}
+CROP = "inception_crop(area=(0.08, 1.0), interpolation='bicubic')"
+
+
+def get_config(arg: str | None = None) -> ConfigDict:
+    arg = parse_arg(arg, **ARGUMENTS)
+    tuned = arg.stage == "finetune"
+    side = 224 if tuned else SIDES[arg.model]
+    c = ConfigDict()
+    c.seed = 0
+    c.epochs = 20 if tuned else EPOCHS[arg.model]
+    c.batch_size = 512 if tuned else 2048
+    c.mesh = dict(data=-1)
+    c.init = "?" if tuned else ""
+
+    c.data = dict(
+        name="imagenet2012",
+        split="train",
+        num_examples=1_281_167,
+        num_classes=1_000,
+        image_size=(side, side),
+        mean=(0.485, 0.456, 0.406),
+        std=(0.229, 0.224, 0.225),
+        train_transform=f"{CROP} | randaugment(2, 9) | flip | mixup_or_cutmix(0.8, 1.0)",
+        eval_transform=f"resize_small({side}) | central_crop",
+    )
+    c.evals = dict(val="validation")
+
+    c.model = dict(
+        variant=arg.model,
+        activation="gelu",
+        rms_norm=True,
+        qk_norm=True,
+        layer_scale_init=1e-4,
+        num_register_tokens=4,
+        rope="axial",
+        rope_temperature=10_000.0,
+        posemb_resize="bicubic",
+        drop_path_rate=(TUNED_DROP_PATH if tuned else DROP_PATH)[arg.model],
+        drop_path_schedule="constant",
+        dtype="bfloat16",
+        scan=None,
+    )
+    c.task = dict(loss="softmax", label_smoothing=0.1)
+    c.optim = dict(
+        name="adam",
+        learning_rate=1e-5,
+        warmup_epochs=5,
+        # Fine-tuning ends with the rate that it begins with.
+        schedule=dict(name="cosine", end_learning_rate=1e-5),
+        weight_decay=0.1,
+        weight_decay_mask=(r"/kernel$",),
+    )
+    c.ema = dict(decay=0.99996)
+    if not tuned:
+        c.data.repeats = 3
+        c.data.train_transform = (
+            f"{CROP} | flip | three_augment | color_jitter(0.3, 0.3, 0.3) "
+            "| mixup_or_cutmix(0.8, 1.0)"
+        )
+        c.task = dict(loss="sigmoid")
+        rate = 4e-3 if arg.model == "S/16" else 3e-3
+        c.optim.update(name="lamb", learning_rate=rate, weight_decay=0.05)
+
+    c.log_every_steps = 50
+    c.eval_every_epochs = 5
+    c.checkpoint_every_epochs = 1
+
+    if arg.data == "cifar10":
+        cifar10(c)
+    return quick(c) if arg.quick else c
