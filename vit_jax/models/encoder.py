@@ -268,36 +268,20 @@ class EncoderConfig(NetworkConfig):
         """
         self._check()
         platform = self.platform or jax.default_backend()
+        merging = f"token_merging={self.token_merging}" if self.token_merging else ""
         implementation = attention.choose(
             self.attention_impl,
             platform=platform,
             dtype=self.dtype,
             tokens=num_tokens,
             head_width=self.width // self.num_heads,
-            relative=self.relative or self._merging,
+            relative=self.relative or merging,
         )
         return dataclasses.replace(
             self, platform=platform, attention_impl=implementation
         )
 
-    @property
-    def _merging(self) -> str:
-        return f"token_merging={self.token_merging}" if self.token_merging else ""
-
-    def _check_merging(self) -> None:
-        obstacle = self.relative
-        if self.rope != "none":
-            obstacle = f"model.rope={self.rope!r}"
-        elif self.posemb_placement != "stem" and not obstacle:
-            obstacle = f"model.posemb_placement={self.posemb_placement!r}"
-        if self.token_merging and obstacle:
-            raise UserError(
-                f"{self._merging} with {obstacle}: merged tokens have no position in the "
-                "blocks; set token_merging to 0"
-            )
-
     def _check(self) -> None:
-        self._check_merging()
         if self.width % self.num_heads:
             raise UserError(
                 f"model width {self.width} does not divide into {self.num_heads} heads: "
@@ -433,14 +417,8 @@ def _run_block(block: Block, x: Float[Array, "B N D"], layer: BlockInputs):
     return block(x, layer.positions, layer.rate, layer.key), None
 
 
-def _only(x: Array, visible: Int[Array, "*B V"], P: int) -> Array:
-    """Returns P prefix tokens and the visible patches; batch axes of size 1 repeat.
-
-    Args:
-      x: tokens, or what belongs to them, (*B, N, D).
-      visible: indices of patches.
-      P: number of prefix tokens.
-    """
+def _only(x: Float[Array, "..."], visible: Int[Array, "*B V"], P: int) -> Array:
+    """Returns P prefix tokens and the visible patches of x (*B, N, D); B may be 1 in x."""
     patches = jnp.take_along_axis(x[..., P:, :], visible[..., None], axis=-2)
     prefix = jnp.broadcast_to(
         x[..., :P, :], (*patches.shape[:-2], P, patches.shape[-1])

@@ -17,11 +17,26 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from vit_jax.errors import UserError
 from vit_jax.models import stacking
 from vit_jax.models.attention import Positions
-from vit_jax.models.encoder import Block, Encoder
+from vit_jax.models.encoder import Block, Encoder, EncoderConfig
 
 Sizes = Float[Array, "B N"]
+
+
+def check(config: EncoderConfig) -> None:
+    """Raises UserError if tokens are merged that have positions in the blocks."""
+    obstacle = config.relative
+    if config.rope != "none":
+        obstacle = f"model.rope={config.rope!r}"
+    elif config.posemb_placement != "stem" and not obstacle:
+        obstacle = f"model.posemb_placement={config.posemb_placement!r}"
+    if config.token_merging and obstacle:
+        raise UserError(
+            f"token_merging={config.token_merging} with {obstacle}: merged tokens have no "
+            "position in the blocks; set token_merging to 0"
+        )
 
 
 def merge(

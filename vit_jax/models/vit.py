@@ -113,6 +113,7 @@ class ViTConfig(EncoderConfig):
     ) -> "VisionTransformer":
         self._check_pooling()
         self._check_patch_dropout()
+        merging.check(self)
         patches = (side // self.patch_size for side in image_shape[:2])
         num_tokens = math.prod(patches) + len(self.prefix_tokens)
         return VisionTransformer(self.placed(num_tokens), num_classes)
