@@ -391,7 +391,13 @@ class Dinov2(Dino):
             losses["koleo"] = sum(each)
         if config.gram_weight:
             losses["gram"] = self._gram(extra, batch, student.patches)
-        loss = sum(getattr(config, f"{k}_weight") * v for k, v in losses.items())
+        weights = {
+            "dino": config.dino_weight,
+            "patch": config.patch_weight,
+            "koleo": config.koleo_weight,
+            "gram": config.gram_weight,
+        }
+        loss = sum(weights[name] * value for name, value in losses.items())
         count = valid.sum().clip(1)
         metrics = {
             "loss": loss,
