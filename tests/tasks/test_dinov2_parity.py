@@ -15,7 +15,7 @@ from vit_jax import models
 from vit_jax.config.lengths import RunLength
 from vit_jax.data.config import DataConfig
 from vit_jax.tasks import dinov2
-from vit_jax.training import optim
+from vit_jax.training import optim, schedules
 from vit_jax.weights.formats import timm
 from vit_jax.weights.formats.files import Tensors
 
@@ -40,7 +40,7 @@ TASK = dinov2.Dinov2Config(
 OPTIM = {
     "name": "adamw",
     "learning_rate": RATE,
-    "schedule": optim.SCHEDULES["constant"](),
+    "schedule": schedules.SCHEDULES["constant"](),
     "weight_decay": 0.04,
     "weight_decay_end": 0.4,
     "weight_decay_mask": (
