@@ -120,8 +120,8 @@ def of_run(
         )
     seconds = time.perf_counter() - began
     tell(
-        f"batch_size={found.batch_size:,}, the largest that fits: {used} by the compiler "
-        f"({seconds:.0f} s)"
+        f"batch_size={found.batch_size:,}, to 5 % the largest that fits, up to all "
+        f"{len(source):,} images: {used} by the compiler ({seconds:.0f} s)"
     )
     return fields.replace(config, {"batch_size": found.batch_size})
 
