@@ -346,19 +346,20 @@ class Crops:
 
     def prepare(self, batch: Batch, rng: jax.Array) -> Batch:
         """Returns image and small_crops, transformed and normalised."""
-        names = ["image"] * NUM_LARGE + ["small_crops"] * self.num_small
-        prepared = {}
-        for number, name in enumerate(names):
-            views = prepared.setdefault(name, [])
-            view, _ = transform(
-                self.ops[min(number, NUM_LARGE)],
-                self._data,
-                batch[name][:, len(views)],
-                batch["index"],
-                jax.random.fold_in(rng, number),
-            )
-            views.append(view)
-        return {name: jnp.stack(views, axis=1) for name, views in prepared.items()}
+
+        def view(number, ops, images):
+            key = jax.random.fold_in(rng, number)
+            return transform(ops, self._data, images, batch["index"], key)[0]
+
+        large = [view(i, self.ops[i], batch["image"][:, i]) for i in range(NUM_LARGE)]
+        prepared = {"image": jnp.stack(large, axis=1)}
+        if self.num_small:
+            # One program for all: one after the other they would take minutes to compile.
+            numbers = NUM_LARGE + jnp.arange(self.num_small)
+            each = lambda number, images: view(number, self.ops[NUM_LARGE], images)
+            crops = batch["small_crops"]
+            prepared["small_crops"] = jax.vmap(each, (0, 1), 1)(numbers, crops)
+        return prepared
 
 
 def _device_ops(line: str, where: str, data: DataConfig) -> tuple:

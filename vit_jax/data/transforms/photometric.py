@@ -36,10 +36,10 @@ def jitter(
     x = images.astype(jnp.float32)
     wide = lambda a: a[:, None, None, None]
     factors = jnp.stack([brightness, contrast, saturation, jnp.ones_like(contrast)], 1)
+
     # Each round makes the next change of every example. Brightness, contrast and saturation
     # are one blend, away from black, from the mean grey or from the pixel's grey.
-    for i in range(4):
-        now = order[:, i]
+    def change(x, now):
         greys = grey(x)
         mean = greys.mean((1, 2, 3), keepdims=True)
         base = jnp.where(wide(now == 1), mean, greys) * wide(now != 0)
@@ -47,8 +47,10 @@ def jitter(
         changed = jnp.clip(factor * x + (1 - factor) * base, 0, 255)
         if hue is not None and x.shape[-1] == 3:
             changed = jnp.where(wide(now == 3), turn_hue(x, hue), changed)
-        x = changed
-    return x
+        return changed, None
+
+    # A loop: four rounds take XLA for GPUs four times as long to compile.
+    return jax.lax.scan(change, x, order.T)[0]
 
 
 def turn_hue(
@@ -100,9 +102,13 @@ def blur(images: Images, radius: PerImage, reach: int) -> Float[Array, "B H W C"
 def _bands(taps: Float[Array, "B T"], length: int) -> Float[Array, "B L L"]:
     """Returns the matrices that convolve vectors of a length, with repeated ends."""
     reach = taps.shape[1] // 2
-    rows, columns = jnp.arange(length)[:, None], jnp.arange(length)[None, :]
-    bands = jnp.zeros((len(taps), length, length), taps.dtype)
-    for i in range(taps.shape[1]):
-        source = jnp.clip(rows + i - reach, 0, length - 1)
-        bands += taps[:, i, None, None] * (source == columns)[None]
-    return bands
+    rows, columns = jnp.arange(length)[None, :, None], jnp.arange(length)[None, None]
+    sources = rows + jnp.arange(taps.shape[1])[:, None, None] - reach
+    places = jnp.clip(sources, 0, length - 1) == columns
+    # A product: XLA for GPUs takes minutes to compile a sum over the taps.
+    return jnp.einsum(
+        "bt,trc->brc",
+        taps,
+        places.astype(taps.dtype),
+        precision=jax.lax.Precision.HIGHEST,
+    )
