@@ -83,8 +83,8 @@ WITH = {
 def every_option():
     """Yields options of a Vision Transformer: of each key all values but the default."""
     for field in dataclasses.fields(ViTConfig):
-        # Without parameters, and of some devices only.
-        if field.name in ("attention_impl", "platform"):
+        # No key, or without parameters and of some devices only.
+        if "config" not in field.metadata or field.name == "attention_impl":
             continue
         values = field.metadata["config"].choices
         for value in (True,) if field.type is bool else values:

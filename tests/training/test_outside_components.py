@@ -217,13 +217,13 @@ def test_an_evaluation_of_features_needs_a_network_that_returns_them(outside, tm
         ("mine:Lion", "", "optim.name='mine:Lion': .*mine.py has no 'Lion'"),
         ("mine:Lion", "1 / 0", "runs the code of that module, which raised ZeroDiv"),
         ("mine:Lion", "Lion = 3", "is 3: it must be a frozen dataclass of config fie"),
-        ("mine:LionConfig", OPTIMIZER, "unknown config key optim.b3; .* is optim.b"),
+        ("mine:LionConfig", OPTIMIZER, "unknown config key optim.b33; .* is optim.b"),
     ],
 )
 def test_what_is_no_component_is_refused_with_its_key(outside, name, text, message):
     outside(mine=text)
     with pytest.raises(UserError, match=message):
-        tiny_config(optim={"name": name, "learning_rate": 0.1, "b3": 0.5})
+        tiny_config(optim={"name": name, "learning_rate": 0.1, "b33": 0.5})
     if text == OPTIMIZER:
         with pytest.raises(UserError, match=r"optim.b1=1.0 must be below 1"):
             tiny_config(optim={"name": name, "learning_rate": 0.1, "b1": 1})

@@ -315,10 +315,8 @@ def _v2(name: str, module: str, names: Names) -> list[ArrayEntry]:
 
 def complete(pretrained: Pretrained) -> tuple[SwinConfig, dict]:
     """Returns a network's config, and its options with the numbers of its variant."""
-    options = models.create(**pretrained.options).options
-    config = SwinConfig(
-        **{f.name: options[f.name] for f in dataclasses.fields(SwinConfig)}
-    )
+    model = models.create(**pretrained.options)
+    config = model.config
     size = config.size
     numbers = {
         "width": size.width,
@@ -326,7 +324,7 @@ def complete(pretrained: Pretrained) -> tuple[SwinConfig, dict]:
         "num_heads": size.num_heads,
         "window_size": config.window,
     }
-    return config, options | numbers
+    return config, model.options | numbers
 
 
 def write_timm(pretrained: Pretrained, folder: str | os.PathLike) -> list[str]:
