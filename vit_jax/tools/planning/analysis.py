@@ -295,12 +295,13 @@ def _after(before: Analysis, compiled, mesh: Mesh, seconds: float) -> Analysis:
     peak = stats.peak_memory_in_bytes
     if before.platform == "cpu":  # Its compiler leaves out what is temporary.
         peak = stats.argument_size_in_bytes + stats.temp_size_in_bytes
+    # The compilers for GPUs and CPUs take any size.
+    limited = before.platform != "tpu" and before.limit_bytes is not None
     return dataclasses.replace(
         before,
         argument_bytes=stats.argument_size_in_bytes,
         peak_bytes=peak,
-        # The compilers for GPUs and CPUs take any size.
-        fits=before.platform not in ("gpu", "cpu") or peak <= before.limit_bytes,
+        fits=not limited or peak <= before.limit_bytes,
         flops=flops,
         counted=counted,
         moved_bytes=moved,
