@@ -178,14 +178,14 @@ def use_captions(data: str, config: ConfigDict) -> None:
         config.data.update(name="folder", data_dir=data, caption_key="txt")
 
 
-_JITTER = "flip | color_jitter(0.4, 0.4, 0.2, 0.1, p=0.8) | grayscale(0.2)"
+JITTER = "flip | color_jitter(0.4, 0.4, 0.2, 0.1, p=0.8) | grayscale(0.2)"
 # What DINO, DINOv2 and DINOv3 do to their crops.
 DINO_TRANSFORMS = dict(
     large_transforms=(
-        f"{_JITTER} | gaussian_blur(1.0)",
-        f"{_JITTER} | gaussian_blur(0.1) | solarize(0.2)",
+        f"{JITTER} | gaussian_blur(1.0)",
+        f"{JITTER} | gaussian_blur(0.1) | solarize(0.2)",
     ),
-    small_transform=f"{_JITTER} | gaussian_blur(0.5)",
+    small_transform=f"{JITTER} | gaussian_blur(0.5)",
 )
 CIFAR10_CROPS = (
     "multi_crop(small_size=16, num_small=4, area=(0.5, 1.0), small_area=(0.2, 0.5))"

@@ -15,7 +15,7 @@ With size=paper MAE and DINO are their own papers' recipes with the set exchange
 from ml_collections import ConfigDict
 
 from configs import dino, mae, masked_patch
-from configs.common import parse_arg
+from configs.common import JITTER, parse_arg
 from configs.study import common
 
 METHODS = ("none", "masked_patch", "mae", "dino", "supervised")
@@ -99,5 +99,5 @@ def small(c: ConfigDict, method: str) -> None:
             "small_area=(0.2, 0.5))"
         )
         if c.data.name == "cifar10":
-            c.task.large_transforms = (dino.JITTER, dino.JITTER)
-            c.task.small_transform = dino.JITTER
+            c.task.large_transforms = (JITTER, JITTER)
+            c.task.small_transform = JITTER
