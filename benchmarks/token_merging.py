@@ -10,12 +10,13 @@ the ratio to the first number; brackets hold the quartiles of the ratios of sing
 """
 
 import argparse
+import functools
 import pathlib
-import time
 
 import jax
 import numpy as np
 import smoke
+import step
 
 import vit_jax
 from vit_jax.data import imagenet
@@ -68,22 +69,20 @@ def main():
         r: jax.jit(lambda *args, model=model: model.apply(*args)["logits"])
         for r, model in opened.items()
     }
-    seconds, outputs = {r: [] for r in counts}, {}
-    for i in range(flags.rounds + 1):  # The first one compiles.
-        for r in counts:
-            begun = time.perf_counter()
-            outputs[r] = logits(networks[r], opened[r].params, images, flags.batch_size)
-            if i:
-                seconds[r].append(time.perf_counter() - begun)
+    calls = {
+        r: functools.partial(
+            logits, networks[r], opened[r].params, images, flags.batch_size
+        )
+        for r in counts
+    }
+    outputs = {r: call() for r, call in calls.items()}  # Compiles.
+    seconds = step.timed(calls, flags.rounds)
     print("merged  top-1, %  GMACs  images/s  speed")
-    base = np.array(seconds[counts[0]])
-    for r in counts:
-        took = np.array(seconds[r])
-        low, high = np.quantile(base / took, (0.25, 0.75))
+    for r, took in seconds.items():
         top1 = 100 * np.mean(outputs[r].argmax(1) == labels)
         macs = 1e-9 * cost.macs_per_image(opened[r].model)
-        speed = f"{np.median(base) / np.median(took):.2f} ({low:.2f} to {high:.2f})"
         rate = len(paths) / np.median(took)
+        speed = step.ratio(seconds[counts[0]], took)
         print(f"{r:6}  {top1:8.1f}  {macs:5.2f}  {rate:8.1f}  {speed}")
 
 

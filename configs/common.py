@@ -187,9 +187,14 @@ DINO_TRANSFORMS = dict(
     ),
     small_transform=f"{JITTER} | gaussian_blur(0.5)",
 )
-CIFAR10_CROPS = (
-    "multi_crop(small_size=16, num_small=4, area=(0.5, 1.0), small_area=(0.2, 0.5))"
-)
+
+
+def small_image_crops(side: int) -> str:
+    """Returns crops of DINO for images of a few dozen pixels."""
+    return (
+        f"multi_crop(small_size={side // 2}, num_small=4, area=(0.5, 1.0), "
+        "small_area=(0.2, 0.5))"
+    )
 
 
 def dinov2_crops(side: int, patch: int, small: int = 96) -> str:

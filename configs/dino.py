@@ -15,12 +15,12 @@ can train, with crops and temperatures of arXiv:2210.07240's code.
 from ml_collections import ConfigDict
 
 from configs.common import (
-    CIFAR10_CROPS,
     DINO_TRANSFORMS,
     cifar10,
     parse_arg,
     quick,
     shrink_dino,
+    small_image_crops,
 )
 
 ARGUMENTS = dict(
@@ -91,7 +91,7 @@ def get_config(arg: str | None = None) -> ConfigDict:
 
     if arg.data == "cifar10":
         cifar10(c)
-        c.data.train_transform = CIFAR10_CROPS
+        c.data.train_transform = small_image_crops(32)
         c.task.update(num_outputs=1_024, hidden_dim=512, free_gain=True)
         c.task.update(teacher_temperature=0.07, teacher_temperature_epochs=10)
     if arg.quick:

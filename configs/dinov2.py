@@ -17,7 +17,6 @@ batch of one of 256 chips.
 from ml_collections import ConfigDict
 
 from configs.common import (
-    CIFAR10_CROPS,
     DINO_TRANSFORMS,
     cifar10,
     dinov2_crops,
@@ -25,6 +24,7 @@ from configs.common import (
     parse_arg,
     quick,
     shrink_dino,
+    small_image_crops,
 )
 
 ARGUMENTS = dict(
@@ -120,7 +120,7 @@ def get_config(arg: str | None = None) -> ConfigDict:
         cifar10(c)
         c.update(total_steps=1_200, batch_size=128, checkpoint_every_steps=200)
         c.model.update(width=128, num_heads=4, mlp_dim=256, drop_path_rate=0.1)
-        c.data.train_transform = CIFAR10_CROPS
+        c.data.train_transform = small_image_crops(32)
         c.task.update(num_outputs=1_024, hidden_dim=512, teacher_temperature=0.04)
         c.optim.update(learning_rate=1e-3, layer_decay=0.0, learning_rate_factors=())
         c.optim.update(warmup_steps=120, freeze_steps=40)

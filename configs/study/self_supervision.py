@@ -15,7 +15,7 @@ With size=paper MAE and DINO are their own papers' recipes with the set exchange
 from ml_collections import ConfigDict
 
 from configs import dino, mae, masked_patch
-from configs.common import JITTER, parse_arg
+from configs.common import JITTER, parse_arg, small_image_crops
 from configs.study import common
 
 METHODS = ("none", "masked_patch", "mae", "dino", "supervised")
@@ -94,10 +94,7 @@ def small(c: ConfigDict, method: str) -> None:
         c.task.large_transforms = ("", "")
         c.task.small_transform = ""
         c.optim.freeze, c.optim.freeze_epochs = (), 0
-        c.data.train_transform = (
-            f"multi_crop(small_size={side // 2}, num_small=4, area=(0.5, 1.0), "
-            "small_area=(0.2, 0.5))"
-        )
+        c.data.train_transform = small_image_crops(side)
         if c.data.name == "cifar10":
             c.task.large_transforms = (JITTER, JITTER)
             c.task.small_transform = JITTER

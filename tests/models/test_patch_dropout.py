@@ -76,7 +76,9 @@ def test_positions_of_all_patches_are_refused(options):
         build(**options, **more)
 
 
-@pytest.mark.parametrize("task", ["mae", "simmim", "masked_patch", "segmentation"])
+@pytest.mark.parametrize(
+    "task", ["mae", "simmim", "masked_patch", "segmentation", "dinov2"]
+)
 def test_tasks_of_all_patches_refuse_it(task):
     config = tiny_config(model={"patch_dropout": 0.25}, task={"name": task})
     with pytest.raises(UserError, match=rf"patch_dropout=0.25 .*'{task}'"):

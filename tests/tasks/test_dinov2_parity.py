@@ -8,8 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import test_dino
 from flax.traverse_util import flatten_dict
 from safetensors.numpy import load_file
+from test_dino import part as below
 
 from vit_jax import models
 from vit_jax.config.lengths import RunLength
@@ -79,20 +81,9 @@ def first_weights():
     return flat
 
 
-def below(flat, prefix):
-    return {k.removeprefix(prefix): v for k, v in flat.items() if k.startswith(prefix)}
-
-
 def head_of(flat):
-    head = {
-        f"Dense_{i}": {
-            "kernel": flat[f"mlp.{2 * i}.weight"].T,
-            "bias": flat[f"mlp.{2 * i}.bias"],
-        }
-        for i in range(3)
-    }
     gain = {"gain": flat["last_layer.weight_g"][:, 0]}
-    return head | {"last_layer": flat["last_layer.weight_v"].T} | gain
+    return test_dino.head_of(flat) | gain
 
 
 def params_of(flat):

@@ -205,7 +205,7 @@ class HybridConfig(ViTConfig, resnet.StemConfig):
     @property
     def patch_size(self) -> int:
         """Side of a token in pixels."""
-        return variants.parse(self.variant).patch_size * self.reduction
+        return self.patch_side * self.reduction
 
     def sized(self) -> "HybridConfig":
         """See `NetworkConfig.sized`."""

@@ -43,8 +43,7 @@ class Head(nn.Module):
             x = gelu_erf(x) if i else x
             init = nn.initializers.truncated_normal(0.02)
             x = nn.Dense(size, dtype=self.dtype, kernel_init=init, name=f"Dense_{i}")(x)
-        x = x.astype(jnp.float32)
-        x = x / jnp.maximum(jnp.linalg.norm(x, axis=-1, keepdims=True), 1e-12)
+        x = _unit(x)
         # The initialisation of PyTorch's linear layers; if divided by their norms, only
         # the directions matter. DINOv3's plain layer has another one.
         bound = 1 / math.sqrt(self.bottleneck_dim)
@@ -160,9 +159,7 @@ def koleo(
         2; if B is no multiple, their greatest common divisor; 0 for all.
       epsilon: added to the distances.
     """
-    features = features.astype(jnp.float32)
-    norms = jnp.linalg.norm(features, axis=-1, keepdims=True)
-    x = features / jnp.maximum(norms, epsilon)
+    x = _unit(features, epsilon)
     x = x.reshape(-1, math.gcd(len(x), group), x.shape[-1])
     similar = (
         jax.lax.stop_gradient(x @ x.swapaxes(1, 2)) - 2 * jnp.eye(x.shape[1])[None]
@@ -185,9 +182,13 @@ def gram(
     """
 
     def similarities(x):
-        x = x.astype(jnp.float32)
-        norms = jnp.linalg.norm(x, axis=-1, keepdims=True)
-        x = x / jnp.maximum(norms, 1e-12)
+        x = _unit(x)
         return x @ x.swapaxes(1, 2)
 
     return jnp.square(similarities(student) - similarities(anchor)).mean()
+
+
+def _unit(x: Float[Array, "*B D"], least: float = 1e-12) -> Float[Array, "*B D"]:
+    """Divides vectors by their norms, or by `least` if that is larger, in float32."""
+    x = x.astype(jnp.float32)
+    return x / jnp.maximum(jnp.linalg.norm(x, axis=-1, keepdims=True), least)

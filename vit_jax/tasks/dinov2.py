@@ -12,7 +12,7 @@ D width, K outputs.
 
 import dataclasses
 import math
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +35,8 @@ _MASKS = 0x69424F54  # Separates the random bits of masks from those of the tran
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Dinov2Config(DinoConfig):
     """Outputs of the moving average, also for masked patches (DINOv2, DINOv3)."""
+
+    needs_all_patches: ClassVar[bool] = True
 
     name: str = key("dinov2", "What is learnt.")
     weight_norm: bool = key(
@@ -186,11 +188,6 @@ class Dinov2(Dino):
                 f"model.variant={model.options['variant']!r} with task.name="
                 f"{config.name!r}, which learns from a class token and patches: choose a "
                 "Vision Transformer, such as B/14, with model.pool='token'"
-            )
-        if model.config.patch_dropout:
-            raise UserError(
-                f"model.patch_dropout={model.config.patch_dropout} with task.name="
-                f"{config.name!r}, which learns from all patches: set it to 0"
             )
         super().__init__(config, model, data, run)
         self._width = model.options["width"]

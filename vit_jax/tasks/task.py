@@ -120,7 +120,7 @@ class Task(Protocol):
           rng: key of dropout and all other random numbers of the step.
 
         Returns:
-          The loss; scalar metrics, among them "loss"; and statistics for `update`.
+          The loss; scalar metrics, "loss" among them, the same; and statistics for `update`.
           Metrics and statistics of several microbatches are averaged.
         """
 

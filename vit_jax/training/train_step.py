@@ -350,11 +350,9 @@ def make_train_step(
         return task.loss(params, extra, batch, key)
 
     def grad_fn(params, extra, batch, key):
-        loss_and_grad = jax.value_and_grad(loss_fn, has_aux=True)
-        (loss, aux), grads = loss_and_grad(params, extra, batch, key)
+        grads, aux = jax.grad(loss_fn, has_aux=True)(params, extra, batch, key)
         # As soon as they exist, so that no device holds all of them.
-        grads = jax.lax.with_sharding_constraint(grads, shardings.params)
-        return grads, (*aux, loss)
+        return jax.lax.with_sharding_constraint(grads, shardings.params), aux
 
     groups, parts = splits
     # For optimisers that derive it; of several microbatches it keeps one's activations.
@@ -373,14 +371,14 @@ def make_train_step(
         batch = task.prepare(batch, augment_key)
         key = jax.random.fold_in(dropout_key, state.step)
         with sharding.activations(mesh):
-            grads, (metrics, stats, loss) = gradients_at(state.step)(
+            grads, (metrics, stats) = gradients_at(state.step)(
                 state.params, state.extra, batch, key
             )
             updates, opt_state = tx.update(
                 grads,
                 state.opt_state,
                 state.params,
-                value=loss,
+                value=metrics["loss"],
                 value_fn=lambda params: loss_alone(params, state.extra, batch, key),
             )
         params = optax.apply_updates(state.params, updates)

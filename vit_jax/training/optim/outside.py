@@ -9,14 +9,13 @@ from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from vit_jax.config.fields import defaults, fields
 from vit_jax.errors import UserError
 from vit_jax.models import stacking
 from vit_jax.training.optim.config import OptimConfig
-from vit_jax.training.optim.transforms import Decay, match
+from vit_jax.training.optim.transforms import Decay, add_decay, match
 from vit_jax.training.schedules import Number, Schedule
 
 # Names of parameters for what keys of all optimisers state.
@@ -102,23 +101,26 @@ class OutsideConfig(OptimConfig):
             masked = stacking.separate(params), self.weight_decay_mask
             mask = match(*masked, "optim.weight_decay_mask")
             return [self._transformation(params, rate, _own_decay(self, decay, mask))]
-        plain = lambda rate, count: self.make(rate)
-        return [self._transformation(params, rate, plain, decay)]
+        chain = [
+            self._transformation(params, rate, lambda rate, count: self.make(rate))
+        ]
+        if decay:
+            weight = lambda step: -rate(step) * decay.at(step)
+            chain.append(add_decay(Decay(weight, decay.mask)))
+        return chain
 
     def _transformation(
         self,
         params: dict,
         rate: Schedule,
         make: Callable[..., optax.GradientTransformationExtraArgs],
-        decay: Decay | None = None,
     ) -> optax.GradientTransformationExtraArgs:
-        """Runs optax's optimiser on the blocks one by one, with our weight decay behind.
+        """Runs optax's optimiser on the blocks one by one.
 
         Args:
           params: model parameters, as arrays or shapes.
           rate: learning rate by the steps taken.
           make: function of a rate and the steps taken that returns an optimiser.
-          decay: decay that is added to its steps, times the rate.
         """
         join = functools.partial(stacking.join, like=params)
 
@@ -140,16 +142,7 @@ class OutsideConfig(OptimConfig):
                 blocks = stacking.separate(params)
                 inner = _with_empty(state.inner, jax.eval_shape(tx.init, blocks))
                 updates, inner = tx.update(grads, inner, blocks, **asked)
-            updates = join(updates)
-            if decay:
-                weight = now * decay.at(count)
-                updates = jax.tree.map(
-                    lambda u, p, m: u - weight * p * m if np.any(m) else u,
-                    updates,
-                    params,
-                    decay.mask,
-                )
-            return updates, OutsideState(count + 1, _without_empty(inner))
+            return join(updates), OutsideState(count + 1, _without_empty(inner))
 
         return optax.GradientTransformationExtraArgs(init, update)
 
