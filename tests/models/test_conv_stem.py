@@ -39,18 +39,19 @@ def test_convolutions_halve_a_patch_and_double_up_to_the_width(
 
 
 def test_the_stem_is_convolutions_norms_and_relus():
-    model = create(stem_widths=(8, 6))
+    strides = 2, 1, 2
+    model = create(stem_widths=(8, 6, 6), stem_strides=strides)
     params = model.init(jax.random.key(0))
     key = jax.random.key(1)
     params = jax.tree.map(lambda p: p + 0.1 * jax.random.normal(key, p.shape), params)
     images = jax.random.normal(key, (2, 8, 12, 3))
     x = np.asarray(images)
-    for i in range(2):
+    for i, stride in enumerate(strides):
         kernel = np.asarray(params[f"stem_conv_{i}"]["kernel"])
         padded = np.pad(x, ((0, 0), (1, 1), (1, 1), (0, 0)))
-        rows, columns = x.shape[1] // 2, x.shape[2] // 2
+        rows, columns = x.shape[1:3]
         x = sum(
-            padded[:, j : j + 2 * rows : 2, k : k + 2 * columns : 2] @ kernel[j, k]
+            padded[:, j : j + rows : stride, k : k + columns : stride] @ kernel[j, k]
             for j in range(3)
             for k in range(3)
         )
@@ -75,8 +76,14 @@ def test_the_stem_is_the_layer_before_the_blocks():
 
 @pytest.mark.parametrize("widths", [(8, 8, 8), (8, 0)])
 def test_other_numbers_of_convolutions_are_refused(widths):
-    with pytest.raises(UserError, match="model.stem_widths"):
+    with pytest.raises(UserError, match="model.stem_"):
         create(stem_widths=widths)
+
+
+@pytest.mark.parametrize("strides", [(2,), (2, 3), (2, -1)])
+def test_strides_that_do_not_fit_are_refused(strides):
+    with pytest.raises(UserError, match="model.stem_strides"):
+        create(stem_widths=(8, 8), stem_strides=strides)
 
 
 def test_a_stem_of_another_name_is_unknown():

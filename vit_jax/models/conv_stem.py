@@ -1,12 +1,13 @@
 """Vision Transformers with a convolutional stem (arXiv:2106.14881).
 
-Convolutions of 3x3 with stride 2 take the place of most of the patch's side: "C+S/16" has
-four, and patches of one feature each. Each is followed by a norm over its features, where
+Convolutions of 3x3 take the place of most of the patch's side: "C+S/16" has four of stride
+2, and patches of one feature each. Each is followed by a norm over its features, where
 the paper has BatchNorm, and a ReLU. The paper leaves one block out, so that the costs
 stay equal: `depth=11`. Letters: B images, Y by X pixels, C channels, D features.
 """
 
 import dataclasses
+import math
 
 import flax.linen as nn
 from jaxtyping import Array, Float
@@ -28,6 +29,9 @@ class ConvStemConfig(ViTConfig):
         "convolution for each factor of 2 in the side of a patch.",
         below=2**31,
     )
+    stem_strides: tuple[int, ...] = key(
+        (0,), "Stride of each convolution; (0,): 2 for all.", below=2**31
+    )
 
     @property
     def before_blocks(self) -> tuple[str, ...]:
@@ -41,27 +45,37 @@ class ConvStemConfig(ViTConfig):
 
     @property
     def patch_side(self) -> int:
-        return self.patch_size // 2 ** len(self.stem_widths)
+        return self.patch_size // math.prod(self.stem_strides)
 
     def sized(self) -> "ConvStemConfig":
         """See `NetworkConfig.sized`."""
         config = super().sized()
-        if any(config.stem_widths):
-            return config
-        halvings = (config.patch_size & -config.patch_size).bit_length() - 1
-        widths = (config.width // 2**i for i in reversed(range(halvings)))
-        return dataclasses.replace(config, stem_widths=tuple(widths))
+        widths, strides = config.stem_widths, config.stem_strides
+        if not any(widths):
+            halvings = (config.patch_size & -config.patch_size).bit_length() - 1
+            widths = tuple(config.width // 2**i for i in reversed(range(halvings)))
+        if not any(strides):
+            strides = (2,) * len(widths)
+        return dataclasses.replace(config, stem_widths=widths, stem_strides=strides)
 
     def build(self, num_classes: int, image_shape: tuple[int, int, int]) -> nn.Module:
         if min(self.stem_widths, default=0) < 1:
             raise UserError(
                 f"model.stem_widths={self.stem_widths} must be one width above 0 or more"
             )
-        if self.patch_size % 2 ** len(self.stem_widths):
+        if (
+            len(self.stem_strides) != len(self.stem_widths)
+            or min(self.stem_strides) < 1
+        ):
             raise UserError(
-                f"model.stem_widths={self.stem_widths} are {len(self.stem_widths)} "
-                f"convolutions, which do not halve patches of {self.patch_size} pixels as "
-                "often: leave some out, or change model.variant"
+                f"model.stem_strides={self.stem_strides} must be one stride of 1 or more "
+                f"for each of model.stem_widths={self.stem_widths}"
+            )
+        if self.patch_size % math.prod(self.stem_strides):
+            raise UserError(
+                f"model.stem_strides={self.stem_strides} do not divide patches of "
+                f"{self.patch_size} pixels: leave some convolutions out, or change "
+                "model.variant"
             )
         return super().build(num_classes, image_shape)
 
@@ -72,7 +86,7 @@ class ConvStemConfig(ViTConfig):
             conv = nn.Conv(
                 self.stem_widths[i],
                 (3, 3),
-                strides=2,
+                strides=self.stem_strides[i],
                 padding=1,
                 use_bias=False,  # The norm has one.
                 dtype=self.dtype,
