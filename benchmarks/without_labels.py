@@ -4,8 +4,8 @@ Run: PYTHONPATH=. python benchmarks/without_labels.py --data_dir=DIR --out=runs/
          [--minutes=15] [--epochs=3] [--seeds=0] [--only="scratch;mae"] [--plot=FILE.png]
 
 One network (6 blocks of width 128, 4 heads, patch 4, 0.8 M parameters) is pretrained by
-each task of configs/{masked_patch,mae,simmim,dino}.py for so many minutes of a speed that a
-short trial measures. It is then scored by k-NN and by a linear probe on its frozen
+each task of configs/{masked_patch,mae,simmim,dino,dinov2}.py for so many minutes of a speed that
+a short trial measures. It is then scored by k-NN and by a linear probe on its frozen
 features, and fine-tuned on a tenth of the labels and on all of them: --epochs passes over
 the whole set, or half as many steps on the tenth. "scratch" is fine-tuned from random
 weights; "longer" too, for the minutes of the pretraining in addition. The last lines are
@@ -32,7 +32,7 @@ import smoke
 NETWORK = {"width": 128, "depth": 6, "num_heads": 4, "mlp_dim": 256}
 EXAMPLES, CLASSES = 50_000, 10
 OUTPUTS = 1_024  # Of DINO's head.
-TASKS = ("masked_patch", "mae", "simmim", "dino")
+TASKS = ("masked_patch", "mae", "simmim", "dino", "dinov2")
 CONTROLS = {
     "mae, nothing hidden": ("mae", {"task.mask_ratio": 0.0}),
     "dino, momentum 0": ("dino", {"task.teacher_momentum": 0.0}),
@@ -63,6 +63,18 @@ RATES = {
         "task.teacher_momentum": 0.99,
         "task.teacher_temperature": 0.04,
         "task.teacher_temperature_epochs": 0,
+    },
+    "dinov2": {
+        "optim.learning_rate": 2e-3,
+        "optim.freeze_steps": 40,
+        "task.num_outputs": OUTPUTS,
+        "task.teacher_momentum": 0.99,
+        "task.teacher_temperature": 0.04,
+        "task.teacher_temperature_steps": 0,
+        # At 1e-5, LayerScale would not let a short run begin.
+        "model.layer_scale_init": 0.0,
+        "model.drop_path_rate": 0.0,
+        "model.drop_path_group": 0,
     },
 }
 FEATURES = """
