@@ -54,10 +54,9 @@ def test_a_reference_stretches_the_grid():
 
 
 def test_jittered_positions_are_those_moved_and_stretched():
-    sizes = (2, 4), 8, 100.0
-    plain = rotary.angles("centered", *sizes)
+    plain = rotary.angles("centered", (2, 4), 8, 100.0)
     draw = lambda seed, *how: np.asarray(
-        rotary.jittered_angles(jax.random.key(seed), *sizes, *how)
+        rotary.jittered_angles(jax.random.key(seed), plain, 100.0, *how)
     )
     np.testing.assert_allclose(draw(0, 0.0, 1.0, 1.0), plain, rtol=1e-6)
     for seed in range(8):

@@ -33,6 +33,7 @@ Batch = dict[str, np.ndarray]
 
 # Keeps augmentation's random bits apart from those of other uses of the same seed.
 _STREAM = 0x617567
+_SHAPES = 0x736861
 _LOOKED_AT = 8  # Images whose values are inspected at the start.
 _INSPECTED = 1_000  # Images of a split whose orientation tags are read.
 
@@ -63,7 +64,8 @@ def train_batches(
 
     Returns:
       An iterator to be closed, of dicts: image (b, h, w, c) of `data.pixels`, or the
-      arrays of the last host transform, each (b, ...); label int32 (b,), (b, classes) of
+      arrays of the last host transform, each (b, ...), or fewer rows if images share
+      them; label int32 (b,), (b, classes) of
       0 and 1 with `data.multi_label`, none without `data.has_labels`; label_map int16
       (b, h, w) with `data.mask_key`, classes of the pixels or masks.IGNORED; text int32
       (b, tokens) with `data.tokenizer`; index uint32 (b,), the position in the run
@@ -89,10 +91,18 @@ def train_batches(
         captions,
         with_masks=bool(data.mask_key),
     )
+    loaders = [loader]
+    if parsed.host and parsed.host[-1].alternatives:
+        loaders = [loader.ending_in(op) for op in parsed.host[-1].alternatives()]
     balance = None
     if data.class_balance:
         balance = order.Balance.of(data.class_balance, read_labels(source))
-    load = _TrainBatch(loader, batch_size, first, rows, balance)
+    if rows % loader.packs:
+        raise UserError(
+            f"batch_size={batch_size}: {rows} images of a process are not a multiple of "
+            f"the {loader.packs} that share a row: change batch_size or data.train_transform"
+        )
+    load = _TrainBatch(loaders, batch_size, first, rows, balance)
     return Batches(load, range(start, stop), data)
 
 
@@ -120,12 +130,15 @@ def _some(source: Source) -> range:
 
 
 def try_training(source: Source, data: DataConfig) -> None:
-    """Prepares one training image; raises the errors of the batches of `train_batches`."""
+    """Prepares the fewest training images; raises the errors of the batches of `train_batches`."""
     warn_of_dark(source)
     if data.mask_key:
         masks.warn_of_one_class(source, data, _some(source))
     data = dataclasses.replace(data, num_workers=0, class_balance="")
-    with train_batches(source, data, batch_size=1, seed=0, start=0, stop=1) as batches:
+    host = parse.parse_train(data.train_transform, data.image_size).host
+    fewest = host[-1].packs if host else 1
+    how = {"batch_size": fewest, "seed": 0, "start": 0, "stop": 1}
+    with train_batches(source, data, **how) as batches:
         next(batches)
 
 
@@ -144,7 +157,8 @@ def eval_batches(
       host: host transforms of each image; those of `data.eval_transform` if None.
 
     Returns:
-      An iterator to be closed, of dicts: image, label and skipped as for training
+      An iterator to be closed, of dicts: image, or the arrays of the last host transform,
+      label and skipped as for training
       (a damaged record that is skipped counts 1 and is masked); index uint32 (b,), the
       record's number; mask bool (b,), false where a row is padding.
 
@@ -154,7 +168,9 @@ def eval_batches(
     first, rows = _rows(batch_size, data_shard, num_data_shards)
     if host is None:
         host = parse.parse_eval(data.eval_transform, data.image_size)
-    shapes = {"image": (*data.image_size, data.channels)}
+    shapes = parse.loaded_shapes(
+        parse.Transforms(tuple(host), ()), data.image_size, data.channels
+    )
     loader = Loader(source, data, "data.eval_transform", host, shapes)
     load = _EvalBatch(loader, batch_size, first, rows)
     return Batches(load, range(-(-len(source) // batch_size)), data)
@@ -193,6 +209,18 @@ class Loader:
     captions: Captions | None = None
     with_masks: bool = False
     damaged: set[int] = dataclasses.field(default_factory=set)
+
+    @property
+    def packs(self) -> int:
+        """Number of images that share a row of the arrays made of them."""
+        return self.ops[-1].packs if self.ops else 1
+
+    def ending_in(self, op: Transform) -> "Loader":
+        """Returns the loader with another last transform."""
+        ops = (*self.ops[:-1], op)
+        return dataclasses.replace(
+            self, ops=ops, shapes=op.output_shapes(self.data.channels)
+        )
 
     @property
     def gathers(self) -> bool:
@@ -318,7 +346,7 @@ class Loader:
     def empty(self, rows: int) -> Batch:
         """Returns a batch of blank rows."""
         arrays = {
-            name: np.zeros((rows, *shape), self.data.pixels)
+            name: np.zeros((rows // self.packs, *shape), self._dtype(name))
             for name, shape in self.shapes.items()
         }
         if self.captions:
@@ -333,9 +361,14 @@ class Loader:
             arrays["label"] = np.zeros((rows, *classes), np.int32)
         return arrays
 
+    def _dtype(self, array: str) -> str:
+        return (
+            "int32" if self.ops and array in self.ops[-1].numbers else self.data.pixels
+        )
+
     def _check_depth(self, arrays: Batch, name: str) -> None:
-        for array in arrays.values():
-            if array.dtype != self.data.pixels:
+        for key, array in arrays.items():
+            if array.dtype != self._dtype(key):
                 raise UserError(
                     f"{self.key} gives {name} of {array.dtype}, but data.pixels="
                     f"{self.data.pixels!r}: set --config.data.pixels={array.dtype}, or "
@@ -358,42 +391,78 @@ class Loader:
 
 @dataclasses.dataclass(frozen=True)
 class _TrainBatch:
-    """Loads rows first..first+rows-1 of a step's batch."""
+    """Loads rows first..first+rows-1 of a step's batch, by one of the loaders."""
 
-    loader: Loader
+    loaders: Sequence[Loader]
     batch_size: int
     first: int
     rows: int
     balance: order.Balance | None
 
+    @property
+    def loader(self) -> Loader:
+        return self.loaders[0]
+
     def __call__(self, step: int) -> Batch:
+        loader = self.loader
         positions = step * self.batch_size + self.first + np.arange(self.rows)
-        seed, repeats = self.loader.seed, self.loader.data.repeats
+        seed, repeats = loader.seed, loader.data.repeats
         if self.balance:
             records = self.balance.records_at(positions, seed, repeats)
         else:
-            examples = len(self.loader.source)
+            examples = len(loader.source)
             records = order.records_at(positions, examples, seed, repeats)
-        if self.loader.gathers:
-            batch = self.loader.gather(records)
+        if loader.gathers:
+            batch = loader.gather(records)
         else:
-            batch = self.loader.empty(self.rows)
+            loader = self.loaders[_drawn(seed, step, len(self.loaders))]
+            batch = loader.empty(self.rows)
             pairs = zip(records.tolist(), positions.tolist(), strict=True)
             for row, pair in enumerate(pairs):
-                for name, values in self._load(*pair).items():
+                if loader.packs > 1:
+                    self._load_share(loader, batch, row, *pair)
+                    continue
+                for name, values in _load(loader, *pair).items():
                     batch[name][row] = values
         return {**batch, "index": positions.astype(np.uint32)}
 
-    def _load(self, record: int, position: int) -> Batch:
-        """Loads a record or, if damaged ones are skipped, the next readable one."""
-        examples = len(self.loader.source)
-        for skipped in range(examples):
-            try:
-                here = (record + skipped) % examples
-                return self.loader.load(here, position) | {"skipped": skipped}
-            except decode.DamagedImage as error:
-                self.loader.refuse(here, error)
-        raise UserError(f"none of the {examples} records can be read")
+    @staticmethod
+    def _load_share(loader: Loader, batch: Batch, i: int, *pair: int) -> None:
+        """Loads image i of a batch behind those that it shares a row with."""
+        row, place = divmod(i, loader.packs)
+        strip, grids = batch["image"][row], batch["grids"][row]
+        side = strip.shape[1]
+        used = int(grids.prod(-1).sum())
+        left = len(strip) // side - used
+        one = loader.ending_in(loader.ops[-1].of_share(left, loader.packs - place))
+        for name, values in _load(one, *pair).items():
+            if name not in loader.shapes:
+                batch[name][i] = values
+            elif name == "grids":
+                grids[place] = values[0]
+            else:
+                strip[used * side :][: len(values)] = values
+
+
+def _drawn(seed: int, step: int, count: int) -> int:
+    """Returns the number, below `count`, that the batch of a step draws."""
+    bits = np.random.Philox(
+        key=np.array([seed % 2**64, _SHAPES], np.uint64),
+        counter=np.array([0, 0, 0, step], np.uint64),
+    )
+    return int(np.random.Generator(bits).random() * count)
+
+
+def _load(loader: Loader, record: int, position: int) -> Batch:
+    """Loads a record or, if damaged ones are skipped, the next readable one."""
+    examples = len(loader.source)
+    for skipped in range(examples):
+        try:
+            here = (record + skipped) % examples
+            return loader.load(here, position) | {"skipped": skipped}
+        except decode.DamagedImage as error:
+            loader.refuse(here, error)
+    raise UserError(f"none of the {examples} records can be read")
 
 
 @dataclasses.dataclass(frozen=True)

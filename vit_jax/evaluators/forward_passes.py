@@ -20,12 +20,13 @@ from vit_jax.data.transforms import device as transforms
 from vit_jax.distributed import compilation, sharding
 from vit_jax.distributed import mesh as meshes
 from vit_jax.errors import UserError
-from vit_jax.models import Model
+from vit_jax.models import Model, patches
 from vit_jax.models.text_tower import TextTower
 
 TOP = 5  # Number of best classes kept per example.
 
-_BATCH = ("image", "label", "index", "mask")  # The label only if the split has one.
+# Labels are there only if the split has them, grids if images are sequences of patches.
+_BATCH = ("image", "grids", "label", "index", "mask")
 
 Weights = dict | tuple  # Parameters of a network, or a state, see `TrainedTask`.
 Array = Any  # An array of NumPy, or a tracer of JAX in a program.
@@ -154,6 +155,7 @@ def make_eval_step(
 
     def eval_step(params, batch):
         images = transforms.normalize(batch["image"], data.mean, data.std)
+        images = patches.of_batch(batch, images)
         values = {"records": batch["index"], "labels": batch.get("label")}
         labels = values["labels"] if wanted.losses else None
         if trained is not None:

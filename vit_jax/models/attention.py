@@ -43,11 +43,14 @@ class Positions(NamedTuple):
       relative, bias: see `attend`.
       angles: rotations of queries and keys in radians, see rotary.py; B or H may be 1 or
         absent.
+      lengths, segments: see `attend`.
     """
 
     relative: Float[Array, "H R K"] | None = None
     bias: Float[Array, "*BH N N"] | None = None
     angles: Float[Array, "*BH N J"] | None = None
+    lengths: Int[Array, " B"] | None = None
+    segments: Int[Array, "B N"] | None = None
 
 
 def attend(
@@ -58,6 +61,7 @@ def attend(
     lengths: Int[Array, " B"] | None = None,
     implementation: str = "einsum",
     bias: Float[Array, "*BH N M"] | None = None,
+    segments: Int[Array, "B N"] | None = None,
 ) -> Float[Array, "B H N K"]:
     """Computes scaled dot-product attention, with the softmax in float32.
 
@@ -71,15 +75,18 @@ def attend(
       implementation: one of IMPLEMENTATIONS.
       bias: term added to the logits; every axis may be 1, and B absent. Needs an einsum
         implementation.
+      segments: number of the part of the sequence to which each token belongs; it attends
+        to its own part alone. Needs M = N; in place of `lengths`.
     """
     if implementation in ("einsum", "einsum16"):
+        valid = _valid_keys(lengths, key.shape[2], segments)
         rounded = implementation == "einsum16"
-        return attend_einsum(query, key, value, relative, lengths, rounded, bias)
+        return attend_einsum(query, key, value, relative, valid, rounded, bias)
     if relative is not None or bias is not None:
         raise ValueError(f"attention {implementation!r} has no relative positions")
     if implementation == "cudnn":
-        return attend_cudnn(query, key, value, lengths)
-    return attend_splash(query, key, value, lengths)
+        return attend_cudnn(query, key, value, lengths, segments)
+    return attend_splash(query, key, value, lengths, segments)
 
 
 def choose(
@@ -156,7 +163,7 @@ def attend_einsum(
     key: Float[Array, "B H M K"],
     value: Float[Array, "B H M K"],
     relative: Float[Array, "H R K"] | None = None,
-    lengths: Int[Array, " B"] | None = None,
+    valid: Bool[Array, "B 1 #N M"] | None = None,
     rounded: bool = False,
     bias: Float[Array, "*BH N M"] | None = None,
 ) -> Float[Array, "B H N K"]:
@@ -165,13 +172,14 @@ def attend_einsum(
     The softmax sums in float32 for any dtype of the operands.
 
     Args:
-      query, key, value, relative, lengths, bias: see `attend`.
+      query, key, value, relative, bias: see `attend`.
+      valid: whether a query attends to a key; None: to all.
       rounded: whether the logits, the largest arrays of the network, are stored in the
         operands' dtype instead of float32. With `relative` or `bias` they are float32.
     """
     if relative is None and bias is None:
-        return _attend(query, key, value, _valid_keys(lengths, key.shape[2]), rounded)
-    mixing = weights(query, key, relative, lengths, bias).astype(value.dtype)
+        return _attend(query, key, value, valid, rounded)
+    mixing = _weights(query, key, relative, valid, bias).astype(value.dtype)
     return jnp.einsum("bhnm,bhmk->bhnk", mixing, value)
 
 
@@ -181,12 +189,18 @@ def weights(
     relative: Float[Array, "H R K"] | None = None,
     lengths: Int[Array, " B"] | None = None,
     bias: Float[Array, "*BH N M"] | None = None,
+    segments: Int[Array, "B N"] | None = None,
 ) -> Float[Array, "B H N M"]:
     """Returns the attention weights, float32, which sum to 1 over the keys.
 
     Args:
-      query, key, relative, lengths, bias: see `attend`.
+      query, key, relative, lengths, bias, segments: see `attend`.
     """
+    valid = _valid_keys(lengths, key.shape[2], segments)
+    return _weights(query, key, relative, valid, bias)
+
+
+def _weights(query, key, relative, valid, bias):
     query = query * query.shape[-1] ** -0.5
     logits = _logits(query, key, jnp.float32)
     if relative is not None:
@@ -196,10 +210,12 @@ def weights(
         logits += _by_offset(offsets)
     if bias is not None:
         logits += bias if bias.ndim == logits.ndim else bias[None]
-    return jax.nn.softmax(_mask(logits, _valid_keys(lengths, key.shape[2])))
+    return jax.nn.softmax(_mask(logits, valid))
 
 
-def _valid_keys(lengths, M: int) -> Bool[Array, "B 1 1 M"] | None:
+def _valid_keys(lengths, M: int, segments=None) -> Bool[Array, "B 1 #N M"] | None:
+    if segments is not None:
+        return (segments[:, :, None] == segments[:, None])[:, None]
     if lengths is None:
         return None
     return (jnp.arange(M)[None] < lengths[:, None])[:, None, None]
@@ -297,27 +313,34 @@ def attend_cudnn(
     key: Float[Array, "B H M K"],
     value: Float[Array, "B H M K"],
     lengths: Int[Array, " B"] | None = None,
+    segments: Int[Array, "B N"] | None = None,
     *,
     implementation: str = "cudnn",
 ) -> Float[Array, "B H N K"]:
     """Computes attention by cuDNN's flash attention, on NVIDIA GPUs; see `attend`.
 
     Args:
-      query, key, value, lengths: see `attend`.
+      query, key, value, lengths, segments: see `attend`.
       implementation: argument of jax.nn.dot_product_attention; "xla" runs anywhere.
     """
     (B, _, N, _), M = query.shape, key.shape[2]
-    if lengths is None and (N % 2 or M % 2):
+    mask = None
+    if segments is not None:
+        # What is padded here gets a part of its own.
+        more = ((0, 0), (0, -N % CUDNN_TOKEN_STEP))
+        mask = _valid_keys(None, M, jnp.pad(segments, more, constant_values=-1))
+    elif lengths is None and (N % 2 or M % 2):
         lengths = jnp.full(B, M)
     query_lengths = None if lengths is None else jnp.full(B, N, jnp.int32)
     # cuDNN takes tokens before heads; XLA drops the transposes that meet others.
-    if lengths is not None:
+    if lengths is not None or mask is not None:
         query, key, value = map(pad_tokens, (query, key, value))
     query, key, value = (jnp.swapaxes(x, 1, 2) for x in (query, key, value))
     mixed = jax.nn.dot_product_attention(
         query,
         key,
         value,
+        mask=mask,
         query_seq_lengths=query_lengths,
         key_value_seq_lengths=None if lengths is None else lengths.astype(jnp.int32),
         implementation=implementation,
@@ -336,6 +359,7 @@ def attend_splash(
     key: Float[Array, "B H M K"],
     value: Float[Array, "B H M K"],
     lengths: Int[Array, " B"] | None = None,
+    segments: Int[Array, "B N"] | None = None,
     *,
     interpret: bool = False,
 ) -> Float[Array, "B H N K"]:
@@ -345,29 +369,34 @@ def attend_splash(
     hands each device of a mesh its images and heads.
 
     Args:
-      query, key, value, lengths: see `attend`.
+      query, key, value, lengths, segments: see `attend`.
       interpret: whether to run the kernel slowly on any device, for tests.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    if lengths is None:
-        lengths = jnp.full(len(key), key.shape[2], jnp.int32)
+    (B, _, N, _), M = query.shape, key.shape[2]
+    if segments is not None:
+        parts = segments, segments
+    else:
+        # Queries are in part 0 and attend to the keys of part 0 alone.
+        valid = _valid_keys(jnp.full(B, M) if lengths is None else lengths, M)
+        parts = jnp.zeros((B, N), jnp.int32), 1 - valid[:, 0, 0].astype(jnp.int32)
     attend = functools.partial(_splash, interpret=interpret)
     if mesh.empty or not nn.get_logical_axis_rules():
-        return attend(query, key, value, lengths)
+        return attend(query, key, value, *parts)
     images = nn.logical_to_mesh_axes(("batch",))
     heads = nn.logical_to_mesh_axes(("batch", "heads"))
     split = jax.shard_map(
         attend,
         mesh=mesh,
-        in_specs=(heads, heads, heads, images),
+        in_specs=(heads, heads, heads, images, images),
         out_specs=heads,
         # The kernel does not declare along which mesh axes its results differ.
         check_vma=False,
     )
-    return split(query, key, value, lengths)
+    return split(query, key, value, *parts)
 
 
-def _splash(query, key, value, lengths, interpret):
+def _splash(query, key, value, query_parts, key_parts, interpret):
     # Pallas takes 0.2 s to import, and only TPUs need it.
     from jax.experimental.pallas.ops.tpu.splash_attention import (
         splash_attention_kernel as kernels,
@@ -394,21 +423,22 @@ def _splash(query, key, value, lengths, interpret):
         residual_checkpoint_name="attention",
         interpret=interpret,
     )
-    query = _pad_tokens(query * K**-0.5, queries)
-    key, value = _pad_tokens(key, keys), _pad_tokens(value, keys)
-    query_segments = jnp.zeros(queries, jnp.int32)
+    query = _pad(query * K**-0.5, 2, queries)
+    key, value = _pad(key, 2, keys), _pad(value, 2, keys)
+    query_parts = _pad(query_parts, 1, queries)
+    key_parts = _pad(key_parts, 1, keys, fill=-1)  # No query's.
 
-    def attend_image(query, key, value, length):
-        # Queries are in segment 0 and attend to the keys of segment 0 alone.
-        key_segments = (jnp.arange(keys) >= length).astype(jnp.int32)
-        segments = kernels.SegmentIds(query_segments, key_segments)
-        return kernel(query, key, value, segments)
+    def attend_image(query, key, value, query_parts, key_parts):
+        return kernel(query, key, value, kernels.SegmentIds(query_parts, key_parts))
 
-    return jax.vmap(attend_image)(query, key, value, lengths)[:, :, :N]
+    mixed = jax.vmap(attend_image)(query, key, value, query_parts, key_parts)
+    return mixed[:, :, :N]
 
 
-def _pad_tokens(x, tokens: int):
-    return jnp.pad(x, ((0, 0), (0, 0), (0, tokens - x.shape[2]), (0, 0)))
+def _pad(x, axis: int, length: int, fill: int = 0):
+    more = [(0, 0)] * x.ndim
+    more[axis] = (0, length - x.shape[axis])
+    return jnp.pad(x, more, constant_values=fill)
 
 
 @functools.cache

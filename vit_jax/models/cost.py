@@ -222,15 +222,19 @@ def flops(forward: Callable[[Model], jax.Array], model: Model) -> int | None:
         return None
 
 
-def training_flops(model: Model) -> int | None:
+def training_flops(model: Model, images: object = None) -> int | None:
     """Returns the floating-point operations to train on one image; None if unknown.
 
     These are three forward passes: the backward pass counts as two (the convention of
     arXiv:2010.11929, table 6). Rematerialisation does not count, nor do patches that
     patch dropout leaves out.
+
+    Args:
+      model: network.
+      images: shapes of one row of what it takes; None for an image of its size.
     """
-    if getattr(model.config, "patch_dropout", 0):
-        return 3 * 2 * _forward_macs(_of_products(model), train=True)
+    if images is not None or getattr(model.config, "patch_dropout", 0):
+        return 3 * 2 * _forward_macs(_of_products(model), train=True, images=images)
     forward = forward_flops(model)
     return None if forward is None else 3 * forward
 
@@ -252,8 +256,10 @@ def _of_products(model: Model) -> Model:
 
 
 @functools.lru_cache(maxsize=16)
-def _forward_macs(model: Model, train: bool = False) -> int:
-    args = *_abstract(model, batch=1), jax.eval_shape(jax.random.key, 0)
+def _forward_macs(model: Model, train: bool = False, images: object = None) -> int:
+    params, image = _abstract(model, batch=1)
+    images = image if images is None else images
+    args = params, images, jax.eval_shape(jax.random.key, 0)
 
     def forward(params, images, key):
         return model.apply(params, images, train=train, key=key)

@@ -30,6 +30,7 @@ from vit_jax.models.layers import (
     dropout,
 )
 from vit_jax.models.network import NetworkConfig
+from vit_jax.models.patches import Places
 from vit_jax.models.posemb import RESIZE_METHODS, AddPositions, bias_of_grid
 
 POSITION_KINDS = (
@@ -85,7 +86,7 @@ class EncoderConfig(NetworkConfig):
         "linear",
         'How learned positions are resized for other image sizes: "linear" (Google), '
         '"bicubic" (timm, DINOv2 with registers), "bicubic_plain" (MAE), "bicubic_dino" '
-        "(DINO, DINOv2); models/posemb.py.",
+        '(DINO, DINOv2), "bilinear" (SigLIP 2); models/posemb.py.',
         choices=tuple(RESIZE_METHODS),
         only_if={"posemb": ("learned", "learned2d")},
     )
@@ -356,8 +357,8 @@ class Block(nn.Module):
 
     def _attention(self, positions, key, x, take, with_keys=False):
         config, name = self.config, "LayerNorm_0"
-        if positions is not None and getattr(positions.angles, "ndim", 0) == 4:
-            positions = positions._replace(angles=take(positions.angles))
+        if positions is not None:
+            positions = _of_images(positions, take)
         y = self._before(name, x)
         y = MultiHeadAttention(
             config.num_heads,
@@ -410,6 +411,16 @@ class BlockInputs(NamedTuple):
     key: Key[Array, ""] | None
 
 
+def _of_images(positions: Positions, take: Callable) -> Positions:
+    """Returns the positions of some images, of which `take` takes the rows."""
+    per_image = {
+        name: take(x)
+        for name, x in positions._asdict().items()
+        if x is not None and (name in ("lengths", "segments") or x.ndim == 4)
+    }
+    return positions._replace(**per_image)
+
+
 def _run_block(block: Block, x: Float[Array, "B N D"], layer: BlockInputs):
     """Applies a block; has the signature of a scan body."""
     if layer.added is not None:
@@ -447,6 +458,8 @@ class Encoder(nn.Module):
         *,
         train: bool = False,
         visible: Int[Array, "B V"] | None = None,
+        places: Places | None = None,
+        kept: Places | None = None,
     ) -> Float[Array, "B M D"]:
         """Returns the normalised tokens of the last block.
 
@@ -455,13 +468,17 @@ class Encoder(nn.Module):
           train: whether dropout and stochastic depth are active.
           visible: indices of the patches that the blocks get, see
             vit.VisionTransformer.
+          places: places of the patches in images of any size; None if they are `grid`.
+          kept: places of the patches that the blocks get.
         """
         config = self.config
-        x, layers = self._begin(x, train)
+        x, layers = self._begin(x, train, places)
         if visible is not None:
             P = self.num_prefix_tokens
             x = _only(x, visible, P)
             layers = [self._only(layer, visible) for layer in layers]
+        if kept is not None:
+            layers = [self._masked(layer, kept) for layer in layers]
         if config.stacked and not self.is_initializing():
             block = Block(config, name=stacking.STACKED)
             if layers[-1].added is not None:  # `_begin` has added those of the first.
@@ -479,7 +496,7 @@ class Encoder(nn.Module):
         layer_features.keep(self, outputs, norm)
         return norm(x)
 
-    def _begin(self, x, train):
+    def _begin(self, x, train, places=None):
         """Returns the first block's tokens, and the other inputs of all blocks."""
         config = self.config
         random = config.dropout or config.drop_path_rate or config.jitters_rope
@@ -488,7 +505,7 @@ class Encoder(nn.Module):
         if random:
             keys = jax.random.split(self.make_rng("dropout"), len(keys))
         key, *keys = keys
-        layers = self._layers(x, keys)
+        layers = self._layers(x, keys, places)
         # Positions are added before the first dropout.
         x = x if layers[0].added is None else x + layers[0].added
         layers[0] = layers[0]._replace(added=None)
@@ -502,10 +519,10 @@ class Encoder(nn.Module):
             return lambda x: x
         return self.config.norm(name="encoder_norm")
 
-    def _layers(self, x, keys) -> list[BlockInputs]:
+    def _layers(self, x, keys, places) -> list[BlockInputs]:
         """Returns the inputs of the blocks besides their tokens."""
         rates = self.config.drop_rates()
-        angles = self._angles(x, keys)
+        angles = self._angles(x, keys, places)
         return [
             BlockInputs(
                 added,
@@ -513,7 +530,9 @@ class Encoder(nn.Module):
                 rates[i],
                 key,
             )
-            for i, (added, key) in enumerate(zip(self._added(x), keys, strict=True))
+            for i, (added, key) in enumerate(
+                zip(self._added(x, places), keys, strict=True)
+            )
         ]
 
     def _only(self, layer: BlockInputs, visible) -> BlockInputs:
@@ -522,11 +541,21 @@ class Encoder(nn.Module):
         if added is not None:
             added = _only(added, visible, P)
         if angles is not None:
-            angles = _only(angles[None], visible[:, None], P)
+            angles = angles if angles.ndim == 4 else angles[None]
+            angles = _only(angles, visible[:, None], P)
         positions = layer.positions._replace(angles=angles)
         return layer._replace(added=added, positions=positions)
 
-    def _angles(self, x, keys) -> list:
+    def _masked(self, layer: BlockInputs, kept: Places) -> BlockInputs:
+        """Returns the inputs of a block that keeps images apart, and padding out."""
+        if kept.num_images > 1:
+            mask = {"segments": kept.image}
+        else:
+            lengths = self.num_prefix_tokens + kept.valid.sum(1)
+            mask = {"lengths": jnp.maximum(1, lengths)}
+        return layer._replace(positions=layer.positions._replace(**mask))
+
+    def _angles(self, x, keys, places) -> list:
         """Returns the rotary angles of each block, or None."""
         config = self.config
         if config.rope == "none":
@@ -540,11 +569,12 @@ class Encoder(nn.Module):
 
             shape = (config.depth, 2, config.num_heads, K // 2)
             frequencies = self.param("rope_frequencies", init, shape)
-            angles = [rotary.mixed_angles(layer, self.grid) for layer in frequencies]
+            of_layer = functools.partial(rotary.mixed_angles, grid=self.grid)
+            angles = [of_layer(layer, places=places) for layer in frequencies]
         else:
-            angles = rotary.of_blocks(config, self.grid, K, keys)
-        pad = ((0, 0), (self.num_prefix_tokens, 0), (0, 0))
-        return [jnp.pad(layer, pad) for layer in angles]
+            angles = rotary.of_blocks(config, self.grid, K, keys, places)
+        pad = ((self.num_prefix_tokens, 0), (0, 0))
+        return [jnp.pad(layer, ((0, 0),) * (layer.ndim - 2) + pad) for layer in angles]
 
     def _bias(self, x, layer: int):
         """Returns a layer's bias of the attention logits, or None."""
@@ -560,7 +590,7 @@ class Encoder(nn.Module):
             table = self.param(name, nn.initializers.zeros, shape, jnp.float32)
         return bias_of_grid(jnp.asarray(table), self.grid, self.num_prefix_tokens)
 
-    def _added(self, x) -> list:
+    def _added(self, x, places) -> list:
         """Returns the position embeddings that are added before each block, or None."""
         if self.config.posemb in ("none", "relative"):
             return [None] * self.config.depth
@@ -573,7 +603,8 @@ class Encoder(nn.Module):
                 self.num_register_tokens,
                 name=name,
             )
-            return add(jnp.zeros((1, *x.shape[1:]), x.dtype))
+            method = self.config.posemb_resize
+            return add.embedding(x.shape[-1], places, method).astype(x.dtype)
 
         if self.config.posemb_placement == "every":
             return [table(f"posembed_{i}") for i in range(self.config.depth)]

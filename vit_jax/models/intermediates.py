@@ -187,9 +187,10 @@ class _EndEncoder(Encoder):
         return self._final_norm()(x)
 
 
-def _part(kind, config, grid):
+def _part(kind, network):
+    config = network.config
     P, R = len(config.prefix_tokens), config.num_register_tokens
-    return kind(config, grid, P, R, name=stacking.ENCODER)
+    return kind(config, network.grid, P, R, name=stacking.ENCODER)
 
 
 class _Embedding(VisionTransformer):
@@ -197,8 +198,7 @@ class _Embedding(VisionTransformer):
 
     @nn.compact
     def __call__(self, images):
-        x, grid = self.embed(images)
-        return _part(_BeginEncoder, self.config, grid)(x)
+        return _part(_BeginEncoder, self)(self.embed(images))
 
 
 class _Classifier(VisionTransformer):
@@ -206,16 +206,14 @@ class _Classifier(VisionTransformer):
 
     @nn.compact
     def __call__(self, x):
-        # The grid matters for positions alone, which are added already.
-        return self.classify(_part(_EndEncoder, self.config, (0, 0))(x))
+        return self.classify(_part(_EndEncoder, self)(x))
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def embed_images(module, params, images):
     """Returns the first block's tokens, and the position inputs of each block."""
-    return _Embedding(module.config, module.num_classes).apply(
-        {"params": params}, images
-    )
+    embedding = _Embedding(module.config, module.num_classes, module.grid)
+    return embedding.apply({"params": params}, images)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -238,13 +236,14 @@ def _attend(block: Block, params, x, given, added=None):
 @functools.partial(jax.jit, static_argnums=0)
 def _classify_tokens(module, params, x):
     """Computes the network's outputs from the last block's tokens."""
-    return _Classifier(module.config, module.num_classes).apply({"params": params}, x)
+    end = _Classifier(module.config, module.num_classes, module.grid)
+    return end.apply({"params": params}, x)
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def head_vjp(module, params, x, classes):
     """Returns the head's weights over tokens, and the logits' gradient by tokens."""
-    end = _Classifier(module.config, module.num_classes)
+    end = _Classifier(module.config, module.num_classes, module.grid)
     config, name = module.config, "MultiHeadDotProductAttention_0"
     B, N, _ = x.shape
 

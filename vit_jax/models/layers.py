@@ -361,13 +361,14 @@ class MultiHeadAttention(nn.Module):
         """
         (_, N, D), M = x.shape, context.shape[1]
         split = self.num_heads, D // self.num_heads
-        relative, bias, angles = positions or attention.Positions()
+        positions = positions or attention.Positions()
+        relative, bias, angles, lengths, segments = positions
         shown = self.is_mutable_collection(INTERMEDIATES)
-        lengths = None
-        if self.attention_impl == "cudnn" and (N % 2 or M % 2) and not shown:
+        odd = (N % 2 or M % 2) and segments is None
+        if self.attention_impl == "cudnn" and odd and not shown:
             # Padding the input is one copy; of queries, keys, values and the result it
             # would be four, and four of their gradients.
-            lengths = jnp.full(len(x), M)
+            lengths = jnp.full(len(x), M) if lengths is None else lengths
             x, context = attention.pad_tokens(x), attention.pad_tokens(context)
             angles = None if angles is None else attention.pad_tokens(angles)
 
@@ -391,13 +392,14 @@ class MultiHeadAttention(nn.Module):
             # perturbation of them.
             weights = self.perturb(
                 "weights",
-                attention.weights(q, k, relative, bias=bias),
+                attention.weights(q, k, relative, lengths, bias, segments),
                 PERTURBATIONS,
             )
             self.sow(INTERMEDIATES, "weights", weights)
             y = jnp.einsum("bhnm,bhmk->bhnk", weights.astype(v.dtype), v)
         else:
-            y = attention.attend(q, k, v, relative, lengths, self.attention_impl, bias)
+            how = relative, lengths, self.attention_impl, bias, segments
+            y = attention.attend(q, k, v, *how)
         y = jnp.swapaxes(y, 1, 2).reshape(x.shape)
         y = self.norm(name="LayerNorm_out")(y) if self.out_norm else y
         y = flatten_tokens(y) if self.flatten else y
@@ -507,10 +509,10 @@ class MapHead(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x: Float[Array, "B N D"], bias: Float[Array, "B 1 1 N"] | None = None
-    ) -> Float[Array, "B D"]:
-        """Returns one vector per image; `bias` is a term of the attention logits."""
-        B, _, D = x.shape
+        self, x: Float[Array, "B N D"], bias: Float[Array, "B 1 K N"] | None = None
+    ) -> Float[Array, "BK D"]:
+        """Returns K vectors per sequence, or one without `bias`, of the attention logits."""
+        (B, _, D), K = x.shape, 1 if bias is None else bias.shape[2]
         probe = self.param("probe", _kernel_init, (1, 1, D), jnp.float32)
         # One query has few logits, so the implementation does not matter.
         attend = MultiHeadAttention(
@@ -519,13 +521,13 @@ class MapHead(nn.Module):
             flatten=self.flatten,
             name="MultiHeadDotProductAttention_0",
         )
-        probe = jnp.broadcast_to(probe.astype(x.dtype), (B, 1, D))
+        probe = jnp.broadcast_to(probe.astype(x.dtype), (B, K, D))
         x = attend(probe, x, attention.Positions(bias=bias))
         y = self.norm(name="LayerNorm_0")(x)
         mlp = Mlp(
             self.hidden, activation=self.activation, dtype=self.dtype, name="MlpBlock_0"
         )
-        return (x + mlp(y))[:, 0]
+        return (x + mlp(y)).reshape(-1, D)
 
 
 # Names of classifiers: of every network, and of the distillation token.

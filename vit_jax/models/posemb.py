@@ -6,17 +6,21 @@ Letters: B images, Y by X patches, P prefix tokens, N and M tokens, D model widt
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from vit_jax.errors import UserError
+from vit_jax.models.patches import Places
 
 _Embedding = Float[np.ndarray, "1 N D"] | Float[Array, "1 N D"]
+Points = np.ndarray | Array  # Places, any shape.
+Length = np.ndarray | Array | float  # One number of points, or one for each place.
+Weights = np.ndarray | Array  # (*places, old), of sum 1.
 _INIT = nn.initializers.normal(0.02)
 
 
@@ -39,15 +43,29 @@ class AddPositions(nn.Module):
     num_prefix_tokens: int
     num_register_tokens: int = 0
 
-    @nn.compact
     def __call__(self, x: Float[Array, "B N D"]) -> Float[Array, "B N D"]:
         """Returns the tokens plus their position embeddings."""
-        _, N, D = x.shape
+        embedding = self.embedding(x.shape[-1])
+        return x if embedding is None else x + embedding.astype(x.dtype)
+
+    @nn.compact
+    def embedding(
+        self, D: int, places: Places | None = None, method: str = "linear"
+    ) -> Float[Array, "1 N D"] | Float[Array, "B N D"] | None:
+        """Returns the position embeddings, None if the kind has none.
+
+        Args:
+          D: width.
+          places: places of patches in images of any size, for which learned embeddings
+            are resized; None for `grid`.
+          method: how, a key of RESIZE_METHODS.
+        """
+        P, R = self.num_prefix_tokens, self.num_register_tokens
         if self.kind == "learned":
-            R = self.num_register_tokens
-            embedding = self.param("pos_embedding", _INIT, (1, N - R, D), jnp.float32)
+            shape = (1, P + math.prod(self.grid) - R, D)
+            embedding = self.param("pos_embedding", _INIT, shape, jnp.float32)
             if R:
-                before, after = jnp.split(embedding, [self.num_prefix_tokens - R], 1)
+                before, after = jnp.split(embedding, [P - R], 1)
                 none = jnp.zeros((1, R, D))
                 embedding = jnp.concatenate([before, none, after], axis=1)
         elif self.kind == "learned2d":
@@ -55,15 +73,59 @@ class AddPositions(nn.Module):
                 self.param(f"{name}_embedding", _INIT, (side, D // 2), jnp.float32)
                 for name, side in zip(("row", "column"), self.grid, strict=True)
             )
-            embedding = self._pad_prefix(_on_grid(rows, columns))
+            embedding = self._pad_prefix(_on_grid(rows, columns)[None])
         elif self.kind.startswith("sincos2d"):
-            embedding = self._pad_prefix(sincos2d(self.grid, D, self.kind))
+            if places is None:
+                return self._pad_prefix(sincos2d(self.grid, D, self.kind)[None])
+            return self._pad_prefix(sincos2d_at(places.place, D, self.kind))
         else:
-            return x
-        return x + embedding.astype(x.dtype)
+            return None
+        if places is None:
+            return embedding
+        prefix, table = jnp.split(embedding, [P], axis=1)
+        patches = at_places(table[0], self.grid, places, method)
+        prefix = jnp.broadcast_to(prefix, (len(patches), P, D))
+        return jnp.concatenate([prefix, patches], axis=1)
 
     def _pad_prefix(self, embedding):
-        return jnp.pad(embedding, ((self.num_prefix_tokens, 0), (0, 0)))[None]
+        return jnp.pad(embedding, ((0, 0), (self.num_prefix_tokens, 0), (0, 0)))
+
+
+def at_places(
+    table: Float[Array, "YX D"], grid: tuple[int, int], places: Places, method: str
+) -> Float[Array, "B N D"]:
+    """Returns the embeddings of patches in images of any size (arXiv:2502.14786).
+
+    They are those of a table that is resized to the grid of each image.
+
+    Args:
+      table: embeddings of the patches of `grid`, row by row.
+      grid: Y and X.
+      places: places of the patches.
+      method: a key of RESIZE_METHODS.
+    """
+    # As in `resize_positions`: DINO's resize to the same grid would not be the identity.
+    same = (places.sides == np.asarray(grid)[None, None]).all(-1)[..., None]
+    weights = []
+    for i, old in enumerate(grid):
+        at = places.place[..., i]
+        resized = RESIZE_METHODS[method](at, old, places.sides[..., i])
+        weights.append(jnp.where(same, jax.nn.one_hot(at, old), resized))
+    both = jnp.einsum("bni,bnj->bnij", *weights)
+    both = both.reshape(*both.shape[:2], -1).astype(jnp.float32)
+    # A product of matrices that is small beside those of a block.
+    exact = jax.lax.Precision.HIGHEST
+    return jnp.einsum("bnm,md->bnd", both, jnp.asarray(table), precision=exact)
+
+
+def sincos2d_at(
+    place: Int[Array, "B N 2"], width: int, kind: str
+) -> Float[Array, "B N D"]:
+    """Returns the embeddings of `sincos2d` of rows and columns."""
+    rates = _sincos_rates(width, kind).astype(np.float32)
+    angles = place[..., ::-1, None] * rates[None, None, None]  # The column comes first.
+    both = jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], axis=-1)
+    return both.reshape(*place.shape[:2], width)
 
 
 def sincos2d(
@@ -79,14 +141,18 @@ def sincos2d(
 
     Source: MoCo v3 (arXiv:2104.02057, section 4.1).
     """
-    inclusive = kind == "sincos2d"
     # Float64 makes MAE's tables equal to the last bit.
-    rates = 1 / 10_000.0 ** np.linspace(0, 1, width // 4, endpoint=inclusive)
+    rates = _sincos_rates(width, kind)
     rows, columns = (
         np.concatenate([np.sin(angles), np.cos(angles)], axis=1, dtype=np.float32)
         for angles in (np.outer(np.arange(side), rates) for side in grid)
     )
     return _on_grid(rows, columns)
+
+
+def _sincos_rates(width: int, kind: str) -> Float[np.ndarray, " D/4"]:
+    inclusive = kind == "sincos2d"
+    return 1 / 10_000.0 ** np.linspace(0, 1, width // 4, endpoint=inclusive)
 
 
 def _on_grid(rows, columns):
@@ -97,79 +163,105 @@ def _on_grid(rows, columns):
     return jnp.concatenate(parts, axis=-1).reshape(Y * X, -1)
 
 
-def linear_corners(old: int, new: int) -> Float[np.ndarray, "new old"]:
-    """Returns the matrix of a linear interpolation with aligned corners.
+def linear_corners(at: Points, old: int, new: Length) -> Weights:
+    """Weighs for a linear interpolation with aligned corners.
 
     Source: google-research/vision_transformer's zoom of order 1.
     """
-    if old == 1:
-        return np.ones((new, 1))
+    xp = _numpy(at, new)
     # A single new point is the first old one, as in scipy.ndimage.zoom.
-    return triangle(np.linspace(0, old - 1, new), old)
+    return triangle(at * ((old - 1) / xp.maximum(new - 1, 1)), old)
 
 
-def triangle(at: Sequence[float] | np.ndarray, old: int) -> np.ndarray:
-    """Returns the linear interpolation weights, (points, old), at positions `at`."""
-    return np.maximum(0, 1 - np.abs(np.asarray(at)[:, None] - np.arange(old)))
+def triangle(at: Points, old: int, reach: Length = 1.0) -> Weights:
+    """Returns weights that fall linearly to 0 at `reach` from the positions `at`."""
+    xp = _numpy(at, reach)
+    reach = reach[..., None] if np.ndim(reach) else reach
+    return xp.maximum(0, 1 - xp.abs(_less(at, np.arange(old))) / reach)
 
 
-def bicubic_antialiased(old: int, new: int) -> Float[np.ndarray, "new old"]:
-    """Returns the matrix of an antialiased bicubic resize of pixels.
+def bilinear(at: Points, old: int, new: Length) -> Weights:
+    """Weighs for an antialiased bilinear resize of pixels.
+
+    Source: torch.nn.functional.interpolate(mode="bilinear", antialias=True), by which
+    SigLIP 2 resizes position embeddings; Pillow's BILINEAR is the same filter.
+    """
+    step = old / new
+    # The filter grows with the step when shrinking.
+    weights = triangle((at + 0.5) * step - 0.5, old, _numpy(at, new).maximum(step, 1))
+    return weights / weights.sum(-1, keepdims=True)
+
+
+def bicubic_antialiased(at: Points, old: int, new: Length) -> Weights:
+    """Weighs for an antialiased bicubic resize of pixels.
 
     Source: torch.nn.functional.interpolate(mode="bicubic", antialias=True), by which
     timm, and DINOv2 with registers, resize position embeddings; Pillow's BICUBIC is the
     same filter.
     """
-    scale = old / new
-    stretch = max(scale, 1.0)  # The filter grows with the step when shrinking.
-    centres = (np.arange(new) + 0.5) * scale
-    distance = np.abs(np.arange(old) + 0.5 - centres[:, None]) / stretch
-    weights = _keys_cubic(distance, -0.5)
-    return weights / weights.sum(axis=1, keepdims=True)
+    xp, step = _numpy(at, new), old / new
+    stretch = xp.asarray(xp.maximum(step, 1.0))[..., None]
+    distance = xp.abs(_less((at + 0.5) * step, np.arange(old) + 0.5))
+    weights = _keys_cubic(distance / stretch, -0.5)
+    return weights / weights.sum(-1, keepdims=True)
 
 
-def bicubic_plain(
-    old: int, new: int, shift: float = 0.0
-) -> Float[np.ndarray, "new old"]:
-    """Returns the matrix of a bicubic resize of pixels without antialiasing.
+def bicubic_plain(at: Points, old: int, new: Length, shift: float = 0.0) -> Weights:
+    """Weighs for a bicubic resize of pixels without antialiasing.
 
     Source: torch.nn.functional.interpolate(mode="bicubic"), by which MAE and DeiT resize
-    position embeddings.
-
-    Args:
-      old, new: number of points before and after.
-      shift: term added to `new` in the step between points.
+    position embeddings. `shift` is added to `new` in the step between points.
     """
-    at = (np.arange(new) + 0.5) * old / (new + shift) - 0.5
-    taps = np.floor(at)[:, None] + np.arange(-1, 3)
-    weights = _keys_cubic(np.abs(taps - at[:, None]), -0.75)
-    matrix = np.zeros((new, old))
-    rows = np.broadcast_to(np.arange(new)[:, None], taps.shape)
-    np.add.at(matrix, (rows, taps.clip(0, old - 1).astype(int)), weights)
-    return matrix
+    xp = _numpy(at, new)
+    at = xp.asarray((at + 0.5) * (old / (new + shift)) - 0.5)
+    weights = 0.0
+    for offset in range(-1, 3):
+        tap = xp.floor(at) + offset
+        is_at = _less(xp.clip(tap, 0, old - 1), np.arange(old)) == 0
+        weights = weights + is_at * _keys_cubic(xp.abs(tap - at), -0.75)[..., None]
+    return weights
 
 
-def bicubic_dino(old: int, new: int) -> Float[np.ndarray, "new old"]:
-    """Returns the resize matrix of DINO, and of DINOv2 without registers.
+def bicubic_dino(at: Points, old: int, new: Length) -> Weights:
+    """Weighs for the resize of DINO, and of DINOv2 without registers.
 
     Source: facebookresearch/dino, which scales by (new + 0.1) / old.
     """
-    return bicubic_plain(old, new, shift=0.1)
+    return bicubic_plain(at, old, new, shift=0.1)
 
 
-def _keys_cubic(distance: np.ndarray, a: float) -> np.ndarray:
+def _less(at: Points, points: np.ndarray) -> Weights:
+    """Returns the differences of places, any shape, from points, (*places, points)."""
+    return at[..., None] - points.reshape((1,) * np.ndim(at) + (-1,))
+
+
+def _keys_cubic(distance, a: float):
     """Returns the weights of Keys' cubic at non-negative distances."""
+    where = _numpy(distance).where
     near = (a + 2) * distance**3 - (a + 3) * distance**2 + 1
     far = a * distance**3 - 5 * a * distance**2 + 8 * a * distance - 4 * a
-    return np.where(distance < 1, near, np.where(distance < 2, far, 0.0))
+    return where(distance < 1, near, where(distance < 2, far, 0.0))
 
 
+def _numpy(*arrays):
+    """Returns jax.numpy if an array is of JAX, or else NumPy, for float64."""
+    return jnp if any(isinstance(x, jax.Array) for x in arrays) else np
+
+
+# Functions of places on a side of `new` points, of the number `old` of points before, and of
+# `new`, to the weights of the old points.
 RESIZE_METHODS = {
     "linear": linear_corners,
+    "bilinear": bilinear,
     "bicubic": bicubic_antialiased,
     "bicubic_plain": bicubic_plain,
     "bicubic_dino": bicubic_dino,
 }
+
+
+def resize_matrix(method: str, old: int, new: int) -> Float[np.ndarray, "new old"]:
+    """Returns the matrix that resizes a side, by a method of RESIZE_METHODS."""
+    return RESIZE_METHODS[method](np.arange(new), old, new)
 
 
 def resize_positions(
@@ -202,7 +294,7 @@ def resize_positions(
     if old_grid == grid:
         return embedding
     down, across = (
-        RESIZE_METHODS[method](o, n) for o, n in zip(old_grid, grid, strict=True)
+        resize_matrix(method, o, n) for o, n in zip(old_grid, grid, strict=True)
     )
     patches = embedding[0, num_prefix_tokens:].reshape(*old_grid, D)
     patches = resample(patches, down, across).reshape(1, -1, D)
@@ -232,7 +324,7 @@ def resize_table(
     method: str = "linear",
 ) -> Float[np.ndarray, "M D"] | Float[Array, "M D"]:
     """Resizes the position embeddings of rows or columns in 1-D."""
-    matrix = RESIZE_METHODS[method](len(embedding), length)
+    matrix = resize_matrix(method, len(embedding), length)
     if not isinstance(embedding, np.ndarray):
         matrix = jnp.asarray(matrix, embedding.dtype)
     return (matrix @ embedding).astype(embedding.dtype)
@@ -274,8 +366,11 @@ def resize_bias_table(
       old, new: sizes of the windows in patches.
       method: "geometric" or "bicubic".
     """
-    resize = _geometric if method == "geometric" else bicubic_plain
-    down, across = (resize(2 * o - 1, 2 * n - 1) for o, n in zip(old, new, strict=True))
+    sides = [(2 * o - 1, 2 * n - 1) for o, n in zip(old, new, strict=True)]
+    if method == "geometric":
+        down, across = (_geometric(*side) for side in sides)
+    else:
+        down, across = (resize_matrix("bicubic_plain", *side) for side in sides)
     grid = table.reshape(2 * old[0] - 1, 2 * old[1] - 1, -1)
     return resample(grid, down, across).reshape(-1, table.shape[-1])
 

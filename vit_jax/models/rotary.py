@@ -14,6 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Key
 
+from vit_jax.models.patches import Places
+
 KINDS = ("none", "axial", "centered", "mixed")
 
 
@@ -35,21 +37,40 @@ def angles(
       reference: side of the pretraining grid in patches, to which an "axial" grid of
         another size is stretched; 0 for no stretching.
     """
-    bands = temperature ** -np.linspace(0, 1, head_width // 4, endpoint=False)
-    sides = []
-    for side in grid:
-        at = np.arange(side, dtype=np.float64)
-        if kind == "centered":
-            at = 2 * np.pi * (2 * (at + 0.5) / side - 1)
-        elif reference:
-            at = at / side * reference
-        sides.append(np.outer(at, bands))
-    rows, columns = sides
-    both = [
-        np.repeat(rows, grid[1], axis=0),
-        np.tile(columns, (grid[0], 1)),
-    ]
-    return np.concatenate(both, axis=1, dtype=np.float32)[None]
+    place = np.indices(grid, np.float64).reshape(2, -1).T
+    positions = _positions(kind, place, np.asarray(grid)[None], reference)
+    turned = positions[..., None] * _bands(head_width, temperature)
+    return turned.reshape(1, len(place), -1).astype(np.float32)
+
+
+def angles_at(
+    kind: str,
+    places: Places,
+    head_width: int,
+    temperature: float,
+    reference: int = 0,
+) -> Float[Array, "B 1 N J"]:
+    """Returns the angles of patches in images of any size.
+
+    Args:
+      kind, head_width, temperature, reference: see `angles`.
+      places: places of the patches.
+    """
+    positions = _positions(kind, places.place, places.sides, reference)
+    bands = _bands(head_width, temperature).astype(np.float32)
+    turned = positions[..., None] * bands[None, None, None]
+    return turned.reshape(*positions.shape[:2], -1)[:, None]
+
+
+def _positions(kind: str, place, sides, reference: int):
+    """Returns rows and columns in the unit of `kind`."""
+    if kind == "centered":
+        return 2 * np.pi * (2 * (place + 0.5) / sides - 1)
+    return place / sides * reference if reference else place
+
+
+def _bands(head_width: int, temperature: float) -> Float[np.ndarray, " J/2"]:
+    return temperature ** -np.linspace(0, 1, head_width // 4, endpoint=False)
 
 
 def of_blocks(
@@ -57,70 +78,78 @@ def of_blocks(
     grid: tuple[int, int],
     head_width: int,
     keys: Sequence[Key[Array, ""] | None],
-) -> list[Float[Array, "1 N J"]]:
+    places: Places | None = None,
+) -> list[Float[Array, "1 N J"]] | list[Float[Array, "B 1 N J"]]:
     """Returns the angles of each block, which are random in training if so configured.
 
     Args:
       config: config of an encoder, with `rope`, `rope_temperature` and the like.
       grid, head_width: see `angles`.
       keys: random key of each block, or None.
+      places: places of patches in images of any size, instead of `grid`.
     """
-    temperature = config.rope_temperature
-    if config.jitters_rope and keys[0] is not None:
-        how = config.rope_shift, config.rope_jitter, config.rope_rescale
-        return [
-            jittered_angles(key, grid, head_width, temperature, *how) for key in keys
-        ]
-    fixed = angles(config.rope, grid, head_width, temperature, config.rope_reference)
-    return [fixed] * len(keys)
+    how = head_width, config.rope_temperature, config.rope_reference
+    if places is None:
+        fixed = angles(config.rope, grid, *how)
+    else:
+        fixed = angles_at(config.rope, places, *how)
+    if not config.jitters_rope or keys[0] is None:
+        return [fixed] * len(keys)
+    how = config.rope_shift, config.rope_jitter, config.rope_rescale
+    return [jittered_angles(key, fixed, config.rope_temperature, *how) for key in keys]
 
 
 def jittered_angles(
     key: Key[Array, ""],
-    grid: tuple[int, int],
-    head_width: int,
+    plain: Float[Array, "... N J"],
     temperature: float,
     shift: float,
     jitter: float,
     rescale: float,
-) -> Float[Array, "1 N J"]:
+) -> Float[Array, "... N J"]:
     """Returns the angles of randomly moved and stretched "centered" positions.
 
     A row's or column's position p in [-1, 1] becomes (p + s) j r, as in DINOv3's code.
 
     Args:
       key: random key.
-      grid, head_width, temperature: see `angles`.
+      plain: "centered" angles.
+      temperature: see `angles`.
       shift: largest |s|, drawn uniformly for each side.
       jitter: largest j, drawn log-uniformly from its inverse on for each side.
       rescale: largest r, drawn in the same way, the same for both sides.
     """
-    plain = angles("centered", grid, head_width, temperature)
-    plain = plain.reshape(-1, 2, head_width // 4)
-    bands = temperature ** -np.linspace(0, 1, head_width // 4, endpoint=False)
+    *_, J = plain.shape
+    sides = jnp.asarray(plain).reshape(-1, 2, J // 2)
     shift_key, jitter_key, rescale_key = jax.random.split(key, 3)
 
     def draw(key, sides):
         return jax.random.uniform(key, (1, sides, 1), minval=-1)
 
-    moved = bands[None, None].astype(np.float32) * (2 * np.pi * shift)
-    moved = plain + moved * draw(shift_key, 2)
+    bands = _bands(2 * J, temperature)[None, None].astype(np.float32)
+    moved = sides + bands * (2 * np.pi * shift) * draw(shift_key, 2)
     factor = math.log(jitter) * draw(jitter_key, 2)
     factor += math.log(rescale) * draw(rescale_key, 1)
-    return (moved * jnp.exp(factor)).reshape(1, math.prod(grid), -1)
+    return (moved * jnp.exp(factor)).reshape(plain.shape)
 
 
 def mixed_angles(
-    frequencies: Float[Array, "2 H J"], grid: tuple[int, int]
-) -> Float[Array, "H N J"]:
+    frequencies: Float[Array, "2 H J"],
+    grid: tuple[int, int],
+    places: Places | None = None,
+) -> Float[Array, "H N J"] | Float[Array, "B H N J"]:
     """Returns the angles of learnt directions (RoPE-Mixed, arXiv:2403.13298).
 
     Args:
       frequencies: a layer's frequencies down and across, in radians per patch.
       grid: Y and X.
+      places: places of patches in images of any size, instead of `grid`.
     """
-    rows, columns = np.indices(grid, dtype=np.float32).reshape(2, 1, -1, 1)
     down, across = jnp.asarray(frequencies)[:, :, None]
+    if places is not None:
+        at = places.place[:, None, :, :, None].astype(jnp.float32)
+        return at[..., 0, :] * down[None] + at[..., 1, :] * across[None]
+    rows, columns = np.indices(grid, dtype=np.float32).reshape(2, 1, -1, 1)
     return rows * down + columns * across
 
 

@@ -18,9 +18,18 @@ from jaxtyping import Array, Float, Int
 
 from vit_jax.config.fields import key
 from vit_jax.errors import UserError
-from vit_jax.models import layers, merging, posemb, resnet, stacking, variants
+from vit_jax.models import (
+    layers,
+    merging,
+    patches,
+    posemb,
+    resnet,
+    stacking,
+    variants,
+)
 from vit_jax.models.encoder import Encoder, EncoderConfig
 from vit_jax.models.layers import CLASSIFIERS, MapHead
+from vit_jax.models.patches import PatchSequences, Places
 
 POOLS = ("token", "gap", "token_gap", "map", "none")
 
@@ -114,9 +123,9 @@ class ViTConfig(EncoderConfig):
         self._check_pooling()
         self._check_patch_dropout()
         merging.check(self)
-        patches = (side // self.patch_size for side in image_shape[:2])
-        num_tokens = math.prod(patches) + len(self.prefix_tokens)
-        return VisionTransformer(self.placed(num_tokens), num_classes)
+        grid = tuple(side // self.patch_size for side in image_shape[:2])
+        num_tokens = math.prod(grid) + len(self.prefix_tokens)
+        return VisionTransformer(self.placed(num_tokens), num_classes, grid)
 
     @property
     def num_blocks(self) -> int:
@@ -227,16 +236,18 @@ class HybridConfig(ViTConfig, resnet.StemConfig):
 class VisionTransformer(nn.Module):
     """A Vision Transformer or a hybrid; `num_classes` is L, 0 for no classifier.
 
-    `config` is the output of `EncoderConfig.placed`.
+    `config` is the output of `EncoderConfig.placed`; `grid` are the rows and columns of
+    patches for which it has position embeddings.
     """
 
     config: ViTConfig
     num_classes: int
+    grid: tuple[int, int]
 
     @nn.compact
     def __call__(
         self,
-        images: Float[Array, "B Y X C"],
+        images: Float[Array, "B Y X C"] | PatchSequences,
         *,
         train: bool = False,
         edit_patches: Callable[[Array], Array] | None = None,
@@ -246,7 +257,8 @@ class VisionTransformer(nn.Module):
         """Classifies images, or encodes their tokens.
 
         Args:
-          images: normalised images, whose sides are multiples of the patch.
+          images: normalised images, whose sides are multiples of the patch, or sequences
+            of patches; results then have a row for each image, see patches.py.
           train: whether dropout and stochastic depth are active (needs an rng
             "dropout").
           edit_patches: function of the patch embeddings (B, YX, D), row by row, applied
@@ -261,27 +273,32 @@ class VisionTransformer(nn.Module):
           "logits" (B, L), unless L is 0; float32. With pool "none" (B, N, D) and
           (B, N, L), with "token_gap" (B, 2 D) and (B, L).
         """
-        x, grid = self.embed(images, edit_patches)
+        places = kept = None
+        if isinstance(images, PatchSequences):
+            self._check_sequences(images)
+            images, places = images.pixels, images.places()
+            kept = places
+        x = self.embed(images, edit_patches)
         P, R = len(self.config.prefix_tokens), self.config.num_register_tokens
         if self.config.token_merging and not train:
             if not classify or self.config.pool == "none":
                 self.config.check_unmerged()
             encoder = merging.MergingEncoder(
-                self.config, grid, P, R, name=stacking.ENCODER
+                self.config, self.grid, P, R, name=stacking.ENCODER
             )
             return self.classify(*encoder(x))
         if train and self.config.patch_dropout and visible is None:
-            visible = self._draw_patches(x)
-        encoder = Encoder(self.config, grid, P, R, name=stacking.ENCODER)
-        x = encoder(x, train=train, visible=visible)
-        return self.classify(x) if classify else x
+            visible, kept = self._draw_patches(x, places)
+        encoder = Encoder(self.config, self.grid, P, R, name=stacking.ENCODER)
+        x = encoder(x, train=train, visible=visible, places=places, kept=kept)
+        return self.classify(x, places=kept) if classify else x
 
     def embed(
         self,
         images: Float[Array, "B Y X C"],
         edit_patches: Callable[[Array], Array] | None = None,
-    ) -> tuple[Float[Array, "B N D"], tuple[int, int]]:
-        """Returns the input tokens of the encoder, and the grid of patches."""
+    ) -> Float[Array, "B N D"]:
+        """Returns the input tokens of the encoder."""
         config = self.config
         x = layers.PatchEmbedding(
             config.width,
@@ -290,7 +307,7 @@ class VisionTransformer(nn.Module):
             row_major=config.platform == "gpu",
             name="embedding",
         )(config.stem(images))
-        B, *grid, D = x.shape
+        B, *_, D = x.shape
         x = x.reshape(B, -1, D)
         x = edit_patches(x) if edit_patches else x
         names = ["cls"] if "class token" in config.prefix_tokens else []
@@ -302,30 +319,59 @@ class VisionTransformer(nn.Module):
         tokens = [
             jnp.broadcast_to(t.astype(x.dtype), (B, *t.shape[1:])) for t in tokens
         ]
-        return jnp.concatenate([*tokens, x], axis=1), tuple(grid)
+        return jnp.concatenate([*tokens, x], axis=1)
 
-    def _draw_patches(self, x: Float[Array, "B N D"]) -> Int[Array, "B V"]:
-        """Returns indices of the patches that patch dropout keeps, at least one."""
+    def _check_sequences(self, images: PatchSequences) -> None:
+        """Raises UserError if the network cannot read sequences of patches."""
+        config = self.config
+        obstacle = config.relative
+        if type(config).stem is not ViTConfig.stem:
+            obstacle = f"model.variant={config.variant!r}, whose stem mixes patches"
+        elif config.token_merging:
+            obstacle = f"token_merging={config.token_merging}"
+        elif images.grids.shape[1] > 1 and config.prefix_tokens:
+            obstacle = (
+                f"several images in a sequence, and the {config.prefix_tokens[0]}, which "
+                "would be of all: set model.pool to 'gap' or 'map'"
+            )
+        if obstacle:
+            raise UserError(f"images as sequences of patches with {obstacle}")
+        if images.patch_size != config.patch_size:
+            raise UserError(
+                f"patches of {images.patch_size} pixels, but model.variant="
+                f"{config.variant!r} has {config.patch_size}"
+            )
+
+    def _draw_patches(self, x: Float[Array, "B N D"], places: Places | None):
+        """Returns indices of the patches that patch dropout keeps, and their places."""
+        fraction, key = self.config.patch_dropout, self.make_rng("dropout")
+        if places is not None:
+            visible, kept = patches.draw(places, fraction, key)
+            return visible, places.take(visible, kept)
         count = x.shape[1] - len(self.config.prefix_tokens)
-        kept = max(1, round(count * (1 - self.config.patch_dropout)))
-        noise = jax.random.uniform(self.make_rng("dropout"), (len(x), count))
-        return jnp.argsort(noise, axis=1)[:, :kept]
+        kept = max(1, round(count * (1 - fraction)))
+        noise = jax.random.uniform(key, (len(x), count))
+        return jnp.argsort(noise, axis=1)[:, :kept], None
 
     def classify(
-        self, x: Float[Array, "B N D"], sizes: Float[Array, "B N"] | None = None
+        self,
+        x: Float[Array, "B N D"],
+        sizes: Float[Array, "B N"] | None = None,
+        places: Places | None = None,
     ) -> dict[str, Float[Array, "..."]]:
         """Computes the outputs from the tokens of the encoder.
 
         Args:
           x: tokens of the encoder.
           sizes: number of patches in each token, see merging.py; None if all are 1.
+          places: places of the patches in images of any size; None if all are of one.
         """
         config = self.config
-        L, bias = self.num_classes, config.head_bias_init
+        L = self.num_classes
         if config.distillation:
             x = self._features(x[:, :2])
             outputs, other = (
-                layers.classify(x[:, i], L, bias, name)
+                layers.classify(x[:, i], L, config.head_bias_init, name)
                 for i, name in enumerate(CLASSIFIERS)
             )
             if L:
@@ -336,10 +382,14 @@ class VisionTransformer(nn.Module):
         if config.pool == "token":
             x = x[:, 0]
         elif config.pool in ("gap", "token_gap"):
-            mean = self._mean(x, sizes)
+            mean = self._mean(x, sizes, places)
             token = [x[:, 0]] if config.pool == "token_gap" else []
             x = jnp.concatenate([*token, mean], axis=-1)
         elif config.pool == "map":
+            bias = None if sizes is None else merging.logit_bias(sizes)
+            if places is not None:
+                P = len(config.prefix_tokens)
+                bias = jnp.pad(places.logit_bias(), ((0, 0),) * 3 + ((P, 0),))
             x = MapHead(
                 config.num_heads,
                 config.mlp_dim,
@@ -348,12 +398,14 @@ class VisionTransformer(nn.Module):
                 config.dtype,
                 config.merges_tokens,
                 name="MAPHead_0",
-            )(x, None if sizes is None else merging.logit_bias(sizes))
-        return layers.classify(self._features(x), L, bias)
+            )(x, bias)
+        return layers.classify(self._features(x), L, config.head_bias_init)
 
-    def _mean(self, x, sizes):
+    def _mean(self, x, sizes, places):
         """Returns the mean over the patches."""
         P = len(self.config.prefix_tokens)
+        if places is not None:
+            return places.means(x[:, P:])
         if sizes is None:
             return x[:, P:].mean(axis=1)
         return merging.mean(x[:, P:], sizes[:, P:])

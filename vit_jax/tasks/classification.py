@@ -96,6 +96,8 @@ class Classification(ImageTask):
       UserError: the loss or the class weights do not suit the labels.
     """
 
+    takes_sequences = True
+
     def __init__(self, config: ClassificationConfig, model: Model, data: DataConfig):
         config.check(data)
         super().__init__(model, data)
@@ -138,9 +140,7 @@ class Classification(ImageTask):
         labels = batch["label"].astype(jnp.float32)
         if not self.data.multi_label:
             labels = one_hot(batch["label"], self.data.num_classes)
-        images, labels = transform(
-            self._ops, self.data, batch["image"], batch["index"], rng, labels
-        )
+        images, labels = transform(self._ops, self.data, batch, rng, labels)
         return {"image": images, "label": labels}
 
     def loss(self, params, extra, batch, rng):

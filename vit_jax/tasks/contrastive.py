@@ -148,6 +148,8 @@ class Contrastive(ImageTask):
             )
         return {}
 
+    takes_sequences = True
+
     def metadata(self) -> dict:
         config = self._tower_config
         return {"vocab_size": config.vocab_size, "eos_id": config.eos_id}

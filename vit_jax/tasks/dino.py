@@ -349,7 +349,8 @@ class Crops:
 
         def view(number, ops, images):
             key = jax.random.fold_in(rng, number)
-            return transform(ops, self._data, images, batch["index"], key)[0]
+            one = {"image": images, "index": batch["index"]}
+            return transform(ops, self._data, one, key)[0]
 
         large = [view(i, self.ops[i], batch["image"][:, i]) for i in range(NUM_LARGE)]
         prepared = {"image": jnp.stack(large, axis=1)}

@@ -79,6 +79,8 @@ class Distillation(Classification):
         classes, loss, image size or channels do not suit the student.
     """
 
+    takes_sequences = False  # Its images may be normalised in another way.
+
     def __init__(
         self,
         config: DistillationConfig,

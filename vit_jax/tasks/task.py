@@ -23,7 +23,8 @@ from vit_jax.data.sources.base import Source
 from vit_jax.data.transforms import device as transforms
 from vit_jax.data.transforms import parse
 from vit_jax.errors import UserError
-from vit_jax.models import STATE, Model, cost
+from vit_jax.models import STATE, Model, cost, patches
+from vit_jax.models.patches import PatchSequences
 from vit_jax.models.text_tower import TextTower
 
 Tree = Any  # Nested dicts of arrays, or None where there is nothing.
@@ -228,35 +229,86 @@ class ImageTask(Task):
     Args:
       model: see `Task`.
       data: `config.data`.
+
+    Attributes:
+      takes_sequences: whether images may be sequences of patches (models/patches.py).
+
+    Raises:
+      UserError: the transforms do not suit the images or the task.
     """
+
+    takes_sequences: ClassVar[bool] = False
 
     def __init__(self, model: Model, data: DataConfig):
         self.model, self.data = model, data
         host, self._ops = parse.parse_train(data.train_transform, data.image_size)
         parse.check_bands((*host, *self._ops), data)
+        # Before the device enlarges them.
+        views = parse.Transforms(host, ())
+        self._shapes = parse.loaded_shapes(views, data.image_size, data.channels)
+        self._packs = host[-1].packs if host else 1
+        self._sequences = host[-1].alternatives() if "grids" in self._shapes else []
+        self._check_sequences()
 
     def batch_spec(self, batch_size: int) -> dict[str, jax.ShapeDtypeStruct]:
-        """Returns image (B, Y, X, C) and index (B,)."""
-        shape = (batch_size, *self.data.image_size, self.data.channels)
-        return {
-            "image": jax.ShapeDtypeStruct(shape, self.data.pixels),
-            "index": jax.ShapeDtypeStruct((batch_size,), np.uint32),
-        }
+        """Returns image (B, Y, X, C) and index (B,).
+
+        Of sequences of K images each it is image (B / K, N S, S, C), and grids
+        (B / K, K, 2), see models/patches.py.
+        """
+        if batch_size % self._packs:
+            raise UserError(
+                f"batch_size={batch_size} is not a multiple of the {self._packs} images "
+                f"that data.train_transform={self.data.train_transform!r} packs into a "
+                "row: change one of them"
+            )
+        spec = {"index": jax.ShapeDtypeStruct((batch_size,), np.uint32)}
+        for name, shape in self._shapes.items():
+            dtype = np.int32 if name == "grids" else self.data.pixels
+            rows = batch_size // self._packs
+            spec[name] = jax.ShapeDtypeStruct((rows, *shape), dtype)
+        return spec
 
     def prepare(self, batch: Batch, rng: jax.Array) -> Batch:
-        """Returns image (B, Y, X, C), transformed and normalised."""
-        images, _ = transform(self._ops, self.data, batch["image"], batch["index"], rng)
-        return {"image": images}
+        """Returns image (B, Y, X, C), transformed and normalised, or sequences."""
+        return {"image": transform(self._ops, self.data, batch, rng)[0]}
+
+    def training_flops(self) -> int | None:
+        if not self._sequences:
+            return super().training_flops()
+        flops = []
+        for op in self._sequences:
+            shapes = op.output_shapes(self.data.channels)
+            row = patches.of_batch(
+                {"grids": jax.ShapeDtypeStruct((1, *shapes["grids"]), jnp.int32)},
+                jax.ShapeDtypeStruct((1, *shapes["image"]), jnp.float32),
+            )
+            flops.append(cost.training_flops(self.model, row) / op.packs)
+        return round(sum(flops) / len(flops))
+
+    def _check_sequences(self) -> None:
+        if not self._sequences:
+            return
+        where = f"data.train_transform={self.data.train_transform!r}"
+        if not self.takes_sequences:
+            raise UserError(
+                f"{where} makes sequences of patches, which this task does not take: end "
+                "it with resize or a crop"
+            )
+        if self._ops:
+            raise UserError(
+                f"{where}: {type(self._ops[0]).__name__.lower()} acts on whole images: "
+                "put nothing behind naflex, whose arguments crop and flip"
+            )
 
 
 def transform(
     ops: tuple,
     data: DataConfig,
-    images: jax.Array,
-    index: jax.Array,
+    batch: Batch,
     rng: jax.Array,
     labels: jax.Array | None = None,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array | PatchSequences, jax.Array]:
     """Returns transformed and normalised images, and labels mixed as the images are.
 
     For label maps call `transforms.apply_to_maps(ops, label_maps, index, rng)` as well.
@@ -264,15 +316,16 @@ def transform(
     Args:
       ops: device transforms, see `data.transforms.parse`.
       data: `config.data`, for its mean and standard deviation.
-      images: (B, Y, X, C) uint8.
-      index: (B,), record numbers.
+      batch: image (B, Y, X, C) uint8, and index (B,), record numbers; also grids
+        (B, K, 2) of sequences.
       rng: key.
       labels: (B, L), floats; None if there are none.
     """
     if labels is None:
-        labels = jnp.zeros((len(index), 1))
-    images, labels = transforms.apply(ops, images, labels, index, rng)
-    return transforms.normalize(images, data.mean, data.std), labels
+        labels = jnp.zeros((len(batch["index"]), 1))
+    images, labels = transforms.apply(ops, batch["image"], labels, batch["index"], rng)
+    images = transforms.normalize(images, data.mean, data.std)
+    return patches.of_batch(batch, images), labels
 
 
 def feature_width(model: Model, task: str) -> int:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import jax
+import numpy as np
 
 from vit_jax.data import normalization, pipeline
 from vit_jax.data.config import ESTIMATE
@@ -192,10 +193,15 @@ def _take_steps(run, timer, tracing, compiled_step) -> None:
     with batches, jax.transfer_guard(guard), tracing:
         for step, batch in run.logger.steps(batches):
             batch = {name: batch[name] for name in setup.batch_shapes}
+            as_compiled = all(
+                np.shape(batch[name])[1:] == each.shape[1:]
+                for name, each in setup.batch_shapes.items()
+            )
             batch = meshes.to_devices(batch, setup.mesh)
             run.logger.step_timer.mark("host-to-device")
             with jax.profiler.StepTraceAnnotation("train", step_num=step):
-                run.take(step, *train_step(run.state, batch))
+                take = train_step if as_compiled else setup.train_step
+                run.take(step, *take(run.state, batch))
             run.notify("after_step", step)
     run.notify("finish")
 

@@ -180,6 +180,7 @@ def build_train_setup(
 
     params, extra = jax.eval_shape(init)
     _check_running_means(task, params, extra, config)
+    _check_parts(batch_spec, splits, config)
     sharding.check_memory(params, list(mesh.devices.flat), extra)
 
     paths = backbone_paths(task, params, extra)
@@ -309,6 +310,17 @@ def _check_task(task: Task, config: TrainConfig) -> dict:
                 "call `transforms.apply` there (docs/extending.md), or leave them out"
             )
     return batch_spec
+
+
+def _check_parts(batch_spec: dict, splits: tuple[int, int], config: TrainConfig):
+    """Refuses to split batches whose arrays have other numbers of rows into parts."""
+    rows = {len(spec.shape) and spec.shape[0] for spec in batch_spec.values()}
+    if len(rows) > 1 and splits[0] * splits[1] > 1:
+        raise UserError(
+            f"data.train_transform={config.data.train_transform!r} packs several images "
+            "into a row, which parts of a batch cannot have: set optim.grad_accum_steps=1 "
+            "and optim.sam_rho=0"
+        )
 
 
 def _check_running_means(task, params, extra, config) -> None:

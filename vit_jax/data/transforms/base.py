@@ -51,6 +51,11 @@ class Transform:
         either is None if it differs from image to image. None: the size stays.
       output_shapes: method from the number of channels to the shapes of the arrays that
         the last host transform of a line makes of an image, by name; None: one image.
+      numbers: names of those that hold int32 rather than pixels.
+      packs: number of images, one after the other in a batch, that share a row of its
+        arrays; it has `of_share` then, see naflex.py.
+      alternatives: method that returns transforms of other `output_shapes`, of which each
+        batch draws one; None: they are the same in all batches.
       expand: method that returns the transforms to put in the place of this one and
         those to put at the end of the line, as text; None: no expansion.
       from_file: method that does the same as decoding an image and calling the
@@ -65,6 +70,9 @@ class Transform:
     sees_mask: ClassVar[bool] = False
     output_size: ClassVar[Callable | None] = None
     output_shapes: ClassVar[Callable | None] = None
+    numbers: ClassVar[tuple[str, ...]] = ()
+    packs: ClassVar[int] = 1
+    alternatives: ClassVar[Callable | None] = None
     expand: ClassVar[Callable | None] = None
     from_file: ClassVar[Callable | None] = None
 

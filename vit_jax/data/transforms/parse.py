@@ -24,17 +24,17 @@ import numpy as np
 from vit_jax.config import fields
 from vit_jax.data.config import DataConfig
 from vit_jax.data.decode import DamagedImage
-from vit_jax.data.transforms import host, randaugment
+from vit_jax.data.transforms import host, naflex, randaugment
 from vit_jax.data.transforms.base import Size, Transform, check_arguments
 from vit_jax.errors import UserError
 
 # Host transforms by name; those of the device import JAX, see `all_transforms`.
-HOST_TRANSFORMS = {**host.TRANSFORMS, **randaugment.TRANSFORMS}
+HOST_TRANSFORMS = {**host.TRANSFORMS, **naflex.TRANSFORMS, **randaugment.TRANSFORMS}
 # Arrays of a batch that no host transform may make.
 _RESERVED = ("label", "text", "index", "skipped", "mask", "label_map")
 _OPTIONAL = (
     *("in_eval", "mixes_examples", "on_colors", "moves_pixels", "sees_mask"),
-    *("expand", "output_size", "output_shapes"),
+    *("expand", "output_size", "output_shapes", "numbers", "packs", "alternatives"),
 )
 _CUSTOM = re.compile(
     r"(?P<name>[A-Za-z_][\w.]*:[A-Za-z_]\w*)\s*(?P<call>\(.*\))?", re.DOTALL
@@ -257,7 +257,8 @@ def names_custom(spec: str) -> bool:
 
 
 def _in_eval(transform: Transform | type[Transform]) -> bool:
-    one = not transform.output_shapes  # Evaluations read one image.
+    # Evaluations read one image, or its patches.
+    one = not transform.output_shapes or transform.numbers
     return transform.runs_on == "host" and transform.in_eval and one
 
 

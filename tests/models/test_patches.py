@@ -1,0 +1,218 @@
+"""Images of any size as sequences of patches."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from vit_jax import models
+from vit_jax.errors import UserError
+from vit_jax.models.patches import PatchSequences, draw
+
+SIDE = 4
+TINY = {"width": 16, "depth": 2, "num_heads": 2, "mlp_dim": 32}
+
+
+def create(grid=(3, 3), variant=f"Ti/{SIDE}", **options):
+    size = tuple(SIDE * n for n in grid)
+    options = TINY | options
+    return models.create(variant, num_classes=3, image_size=size, **options)
+
+
+def filled(model):
+    """Returns parameters of which none is 0."""
+    params = model.init(jax.random.key(0))
+    leaves, tree = jax.tree.flatten(params)
+    keys = jax.random.split(jax.random.key(1), len(leaves))
+    random = [
+        x + 0.3 * jax.random.normal(key, x.shape)
+        for x, key in zip(leaves, keys, strict=True)
+    ]
+    return jax.tree.unflatten(tree, random)
+
+
+def draw_images(*grids):
+    rng = np.random.default_rng(0)
+    return [rng.normal(size=(y * SIDE, x * SIDE, 3)).astype("f") for y, x in grids]
+
+
+def strip(image):
+    y, x = (n // SIDE for n in image.shape[:2])
+    cells = image.reshape(y, SIDE, x, SIDE, 3).swapaxes(1, 2)
+    return cells.reshape(y * x * SIDE, SIDE, 3)
+
+
+def sequences(rows, length, fill=7.0):
+    """Returns sequences, each of some images, that are padded to so many patches."""
+    most = max(map(len, rows))
+    pixels = np.full((len(rows), length * SIDE, SIDE, 3), fill, np.float32)
+    grids = np.zeros((len(rows), most, 2), np.int32)
+    for i, images in enumerate(rows):
+        whole = np.concatenate([strip(image) for image in images])
+        pixels[i, : len(whole)] = whole
+        for k, image in enumerate(images):
+            grids[i, k] = np.array(image.shape[:2]) // SIDE
+    return PatchSequences(jnp.asarray(pixels), jnp.asarray(grids))
+
+
+KINDS = [
+    {},
+    {"pool": "gap", "posemb": "learned2d"},
+    {"pool": "map", "posemb": "sincos2d", "scan": True},
+    {"pool": "gap", "posemb": "sincos2d_mae", "num_register_tokens": 2},
+    {"pool": "gap", "posemb": "none", "rope": "axial", "rope_reference": 5},
+    {"pool": "token_gap", "posemb": "none", "rope": "centered", "scan": True},
+    {"pool": "gap", "rope": "mixed"},
+    {"distillation": True, "num_register_tokens": 1, "fc_norm": True},
+]
+
+
+@pytest.mark.parametrize("options", KINDS)
+def test_square_images_give_the_same_as_ordinary_ones(options):
+    model = create(**options)
+    params = filled(model)
+    images = draw_images((3, 3), (3, 3))
+    expected = model.apply(params, jnp.stack(images))
+    for length in (9, 12):
+        found = model.apply(params, sequences([[image] for image in images], length))
+        for name, values in expected.items():
+            np.testing.assert_allclose(found[name], values, atol=5e-6)
+
+
+@pytest.mark.parametrize("options", KINDS)
+def test_other_images_give_the_same_as_a_network_of_their_size(options):
+    model = create(**options)
+    params = filled(model)
+    images = draw_images((2, 5), (4, 1), (1, 1))
+    found = model.apply(params, sequences([[image] for image in images], 11))
+    for row, image in zip(found["logits"], images, strict=True):
+        own = model.at_size(image.shape[:2])
+        expected = own.apply(own.resize(params, model), image[None])["logits"][0]
+        np.testing.assert_allclose(row, expected, atol=5e-6)
+
+
+@pytest.mark.parametrize(
+    "method", ["linear", "bilinear", "bicubic", "bicubic_plain", "bicubic_dino"]
+)
+def test_positions_are_resized_by_the_method_of_the_network(method):
+    model = create((4, 3), pool="gap", posemb_resize=method)
+    params = filled(model)
+    for image in draw_images((2, 6), (4, 3), (9, 1), (8, 8)):
+        own = model.at_size(image.shape[:2])
+        expected = own.apply(own.resize(params, model), image[None])["logits"]
+        found = model.apply(params, sequences([[image]], 70))["logits"]
+        np.testing.assert_allclose(found, expected, atol=5e-6)
+
+
+@pytest.mark.parametrize("pool", ["gap", "map"])
+@pytest.mark.parametrize("rope", ["none", "mixed"])
+def test_packed_images_give_the_same_as_separate_ones(pool, rope):
+    model = create(pool=pool, rope=rope)
+    params = filled(model)
+    first, second, third = draw_images((2, 2), (1, 3), (3, 2))
+    packed = model.apply(params, sequences([[first, second], [third]], 8))["logits"]
+    assert packed.shape == (4, 3)
+    alone = [
+        model.apply(params, sequences([[image]], 8))["logits"][0]
+        for image in (first, second, third)
+    ]
+    np.testing.assert_allclose(packed[:3], alone, atol=5e-6)
+    assert np.isfinite(packed[3]).all()  # Where there is no image.
+
+
+@pytest.mark.parametrize("pool", ["token", "gap", "map"])
+def test_padding_changes_neither_outputs_nor_gradients(pool):
+    model = create(pool=pool)
+    params = filled(model)
+    images = [[image] for image in draw_images((2, 2), (1, 3))]
+
+    def loss(params, fill, length):
+        given = sequences(images, length, fill)
+        return (model.apply(params, given)["logits"] ** 2).sum()
+
+    first = jax.grad(loss)(params, 0.0, 5)
+    for fill, length in ((100.0, 5), (-3.0, 9)):
+        other = jax.grad(loss)(params, fill, length)
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, atol=2e-4), first, other
+        )
+
+
+def test_places_are_rows_and_columns_of_each_image():
+    grids = jnp.array([[[2, 3], [1, 2], [0, 0]]])
+    places = PatchSequences(jnp.zeros((1, 10 * SIDE, SIDE, 3)), grids).places()
+    whole = [(0, y, x) for y, x in itertools.product(range(2), range(3))]
+    whole += [(1, 0, 0), (1, 0, 1)]
+    found = np.concatenate([places.image[0, :, None], places.place[0]], axis=1)
+    np.testing.assert_array_equal(found[:8], whole)
+    assert places.valid[0].tolist() == [True] * 8 + [False] * 2
+    assert places.counts().tolist() == [[6, 2, 0]]
+
+
+def test_patch_dropout_keeps_a_part_of_each_sequence():
+    grids = jnp.array([[[4, 4]], [[1, 6]], [[1, 1]]])
+    places = PatchSequences(jnp.zeros((3, 16 * SIDE, SIDE, 3)), grids).places()
+    seen = np.zeros((3, 16))
+    for seed in range(40):
+        visible, kept = draw(places, 0.5, jax.random.key(seed))
+        assert visible.shape == (3, 8)
+        assert kept.tolist() == [8, 3, 1]
+        left = places.take(visible, kept)
+        assert left.counts()[:, 0].tolist() == [8, 3, 1]
+        for row in range(3):
+            seen[row, visible[row, : kept[row]]] += 1
+    assert (seen[0] > 5).all() and (seen[1, :6] > 5).all()
+    assert not seen[1, 6:].any() and not seen[2, 1:].any()
+
+
+@pytest.mark.parametrize("pool", ["gap", "map"])
+def test_patch_dropout_is_of_training_and_ignores_padding(pool):
+    model = create(pool=pool, patch_dropout=0.5, posemb="none")
+    params = filled(model)
+    flat = np.full((2 * SIDE, 3 * SIDE, 3), 0.5, np.float32)  # All patches are equal.
+    whole = model.apply(params, sequences([[flat]], 12))["logits"]
+    key = jax.random.key(0)
+    part = model.apply(params, sequences([[flat]], 12), train=True, key=key)["logits"]
+    np.testing.assert_allclose(part, whole, atol=1e-5)
+
+
+def test_groups_of_stochastic_depth_take_their_own_masks():
+    options = {"drop_path_rate": 0.5, "drop_path_group": 2, "pool": "gap"}
+    model = create(drop_path_schedule="constant", **options)
+    params = filled(model)
+    images = [[image] for image in draw_images((1, 2), (3, 3), (2, 1), (1, 1))]
+    key = jax.random.key(0)
+    first, other = (
+        model.apply(params, sequences(images, 9, fill), train=True, key=key)["logits"]
+        for fill in (0.0, 50.0)
+    )
+    np.testing.assert_allclose(first, other, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "key"),
+    [
+        ({"posemb": "relative", "posemb_placement": "every"}, "model.posemb"),
+        ({"relative_bias": "every"}, "model.relative_bias"),
+        ({"variant": "C+Ti/4"}, "model.variant"),
+    ],
+)
+def test_networks_that_cannot_read_sequences_are_refused(options, key):
+    model = create(**options)
+    with pytest.raises(UserError, match=key):
+        model.apply(model.init(jax.random.key(0)), sequences([draw_images((1, 2))], 4))
+
+
+def test_one_class_token_cannot_be_of_several_images():
+    model = create()
+    pair = sequences([draw_images((1, 2), (1, 1))], 4)
+    with pytest.raises(UserError, match=r"class token.*model\.pool"):
+        model.apply(model.init(jax.random.key(0)), pair)
+
+
+def test_patches_of_another_size_are_refused():
+    model = models.create("Ti/8", num_classes=3, image_size=(16, 16), **TINY)
+    with pytest.raises(UserError, match=r"Ti/8"):
+        model.apply(model.init(jax.random.key(0)), sequences([draw_images((1, 2))], 4))

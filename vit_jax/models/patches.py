@@ -1,0 +1,133 @@
+"""Images of any size and shape, as sequences of patches (NaViT, arXiv:2307.06304).
+
+A sequence has room for N patches: those of one image, row by row, or of K images, one after
+the other ("packed"), and then padding. A network takes `PatchSequences` wherever it takes
+images, and its outputs have a row for each image: the K of the first sequence, then those of
+the second.
+
+Letters: B sequences, K images of a sequence, N patches, V of them that are left, S side of a
+patch in pixels, C channels, D features.
+"""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+
+class PatchSequences(NamedTuple):
+    """A batch of sequences of patches.
+
+    Attributes:
+      pixels: patches one below the other.
+      grids: rows and columns of patches of each image; (0, 0) where there is none.
+    """
+
+    pixels: Float[Array, "B NS S C"]
+    grids: Int[Array, "B K 2"]
+
+    @property
+    def patch_size(self) -> int:
+        """Side of a patch in pixels."""
+        return self.pixels.shape[2]
+
+    def astype(self, dtype: str) -> "PatchSequences":
+        """Returns the sequences with pixels of another type."""
+        return self._replace(pixels=self.pixels.astype(dtype))
+
+    def places(self) -> "Places":
+        """Returns where each patch belongs."""
+        grids = self.grids.astype(jnp.int32)
+        counts = grids.prod(-1)
+        ends = jnp.cumsum(counts, axis=1)
+        n = jnp.arange(self.pixels.shape[1] // self.patch_size)
+        image = (n[None, :, None] >= ends[:, None]).sum(-1)
+        K = grids.shape[1]
+        own = jnp.minimum(image, K - 1)
+        start = jnp.take_along_axis(ends - counts, own, axis=1)
+        # Padding gets places of its own, that no result depends on.
+        sides = jnp.maximum(1, jnp.take_along_axis(grids, own[..., None], axis=1))
+        index = jnp.where(image < K, n[None] - start, 0)
+        place = jnp.stack([index // sides[..., 1], index % sides[..., 1]], axis=-1)
+        return Places(image, place, sides, K)
+
+
+def of_batch(
+    batch: Mapping[str, Array], pixels: Float[Array, "B Y X C"]
+) -> Float[Array, "B Y X C"] | PatchSequences:
+    """Returns what a network takes of a batch: sequences if it has "grids", or the pixels."""
+    return PatchSequences(pixels, batch["grids"]) if "grids" in batch else pixels
+
+
+class Places(NamedTuple):
+    """Where the patches of sequences belong.
+
+    Attributes:
+      image: number of the image of each patch in its sequence; K or more is padding.
+      place: row and column of each patch in the grid of its image.
+      sides: rows and columns of this grid, at least 1.
+      num_images: K.
+    """
+
+    image: Int[Array, "B N"]
+    place: Int[Array, "B N 2"]
+    sides: Int[Array, "B N 2"]
+    num_images: int
+
+    @property
+    def valid(self) -> Bool[Array, "B N"]:
+        """Whether a patch is of an image."""
+        return self.image < self.num_images
+
+    def counts(self) -> Int[Array, "B K"]:
+        """Returns the number of patches of each image."""
+        return self._one_hot(jnp.int32).sum(1)
+
+    def means(self, x: Float[Array, "B N D"]) -> Float[Array, "BK D"]:
+        """Returns the mean of the patches of each image."""
+        owned = self._one_hot(x.dtype)
+        sums = jnp.einsum("bnk,bnd->bkd", owned, x, preferred_element_type=jnp.float32)
+        counts = jnp.maximum(1, owned.astype(jnp.float32).sum(1))[..., None]
+        return (sums / counts).astype(x.dtype).reshape(-1, x.shape[-1])
+
+    def logit_bias(self) -> Float[Array, "B 1 K N"]:
+        """Returns the term of attention logits that keeps each image to its own patches."""
+        owned = jnp.swapaxes(self._one_hot(jnp.bool_), 1, 2)
+        return jnp.where(owned, 0.0, jnp.finfo(jnp.float32).min)[:, None]
+
+    def take(self, visible: Int[Array, "B V"], kept: Int[Array, " B"]) -> "Places":
+        """Returns the places of some patches, of which those beyond `kept` are padding."""
+        image = jnp.take_along_axis(self.image, visible, axis=1)
+        beyond = jnp.arange(visible.shape[1])[None] >= kept[:, None]
+        place, sides = (
+            jnp.take_along_axis(x, visible[..., None], axis=1)
+            for x in (self.place, self.sides)
+        )
+        image = jnp.where(beyond, self.num_images, image)
+        return Places(image, place, sides, self.num_images)
+
+    def _one_hot(self, dtype) -> Array:
+        return jax.nn.one_hot(self.image, self.num_images, dtype=dtype)
+
+
+def draw(
+    places: Places, fraction: float, key: Array
+) -> tuple[Int[Array, "B V"], Int[Array, " B"]]:
+    """Draws the patches that patch dropout keeps.
+
+    Args:
+      places: places of all patches.
+      fraction: part of the patches of each sequence that is left out.
+      key: random key.
+
+    Returns:
+      Indices, in random order, those of padding last; and how many of them are kept, at
+      least one.
+    """
+    B, N = places.image.shape
+    noise = jnp.where(places.valid, jax.random.uniform(key, (B, N)), 2.0)
+    visible = jnp.argsort(noise, axis=1)[:, : max(1, round(N * (1 - fraction)))]
+    kept = jnp.round(places.valid.sum(1) * (1 - fraction)).astype(jnp.int32)
+    return visible, jnp.maximum(1, kept)
