@@ -211,6 +211,16 @@ def add_tta_flag(parser: Parser) -> None:
     )
 
 
+def add_max_tokens_flag(parser: Parser) -> None:
+    """Adds the flag of images of any size, which `image_flags` reads."""
+    parser.add_argument(
+        "--max_tokens",
+        type=positive,
+        metavar="N",
+        help="keep the aspect of images, of at most N patches (NaFlex); 256",
+    )
+
+
 def add_token_merging_flag(parser: Parser) -> None:
     """Adds the flag of token merging, which `open_weights` reads."""
     parser.add_argument(
@@ -278,6 +288,7 @@ def image_flags(flags: argparse.Namespace) -> dict:
         "image_size": getattr(flags, "resolution", None),
         "cut": (0, 0) if getattr(flags, "resolution", None) else None,
         "exif": flags.exif,
+        "max_tokens": getattr(flags, "max_tokens", None),
     }
     return {name: value for name, value in given.items() if value is not None}
 

@@ -15,13 +15,17 @@ import numpy as np
 from jaxtyping import Array, Float, Num, UInt8
 
 from vit_jax.data.bands import PixelFormat
-from vit_jax.data.transforms import device as transforms
 from vit_jax.errors import UserError
 from vit_jax.evaluators import prediction
 from vit_jax.models import Model, Params
 from vit_jax.models.intermediates import Layer
 from vit_jax.weights import surgery
-from vit_jax.weights.pretrained import Preprocess, Pretrained, resize_and_crop
+from vit_jax.weights.pretrained import (
+    Preprocess,
+    Pretrained,
+    network_input,
+    resize_and_crop,
+)
 
 # Limits of a chunk: bytes of one layer's attention, and images.
 _MAX_ATTENTION_BYTES, _MAX_CHUNK_SIZE = 256 << 20, 32
@@ -92,11 +96,7 @@ class LoadedModel:
         self, pixels: UInt8[np.ndarray, "B Y X C"]
     ) -> Float[Array, "B Y X C"]:
         """Returns prepared images as normalised inputs of the model."""
-        preprocess = self.preprocess
-        images = transforms.normalize(
-            jnp.asarray(pixels), preprocess.mean, preprocess.std
-        )
-        return images.astype(self.model.options["dtype"])
+        return network_input(pixels, self.preprocess, self.model.options["dtype"])
 
     def iter_chunks(
         self, pixels: UInt8[np.ndarray, "B Y X C"], size: int

@@ -17,16 +17,16 @@ from vit_jax.api.models import SYNONYMS, sides
 from vit_jax.config import arguments, fields
 from vit_jax.config.fields import key
 from vit_jax.data import decode, inputs
-from vit_jax.data.transforms import device as transforms
 from vit_jax.errors import UserError
 from vit_jax.evaluators import label_maps, prediction, sliding_window
 from vit_jax.evaluators.local_devices import LocalDevices
-from vit_jax.models import layer_features
+from vit_jax.models import layer_features, patches
 from vit_jax.models.text_tower import TextTower
 from vit_jax.weights import surgery, workdir
 from vit_jax.weights.pretrained import (
     Preprocess,
     Pretrained,
+    network_input,
     prepare_image,
     read_image,
     upright,
@@ -113,7 +113,8 @@ def load_model(
       token_merging: similar patches that each block merges (ToMe, arXiv:2210.09461),
         which makes a Vision Transformer faster and a little less accurate.
       tell: called with a line about each thing that had to be guessed.
-      **preprocess: fields of `vit_jax.weights.Preprocess`, if not the weights'.
+      **preprocess: fields of `vit_jax.weights.Preprocess`, if not the weights', as
+        `max_tokens=256` to keep the aspect of images.
 
     Raises:
       UserError: there are no such weights, or something does not fit.
@@ -253,7 +254,7 @@ class PretrainedModel:
           UserError: an image cannot be read.
         """
         return self._normed(
-            np.stack([self._prepare(one) for one in self._each(images)])
+            patches.stack([self._prepare(one) for one in self._each(images)])
         )
 
     @_checked
@@ -370,7 +371,8 @@ class PretrainedModel:
         Returns:
           A float32 array for each of the layers, or a single one without `layers`: for
           "patches" (B, rows, columns, D), without `reshape` (B, patches, D); for
-          "prefix" and "all" (B, tokens, D); for "pooled" (B, D).
+          "prefix" and "all" (B, tokens, D); for "pooled" (B, D). With `max_tokens` a list
+          of arrays without B for "patches" and "all", each of its image's own size.
 
         Raises:
           UserError: the network has no such features, or an image cannot be read.
@@ -388,13 +390,40 @@ class PretrainedModel:
             )
         how = {"norm": norm, "tokens": tokens, "reshape": reshape}
         chosen = (-1,) if layers is None else layers
-        found = self._in_batches(
+        if self.preprocessing.max_tokens and tokens in ("patches", "all"):
+            found = self._of_any_size(images, chosen, batch_size, how)
+        else:
+            found = self._in_batches(
+                images,
+                (chosen, *how.values()),
+                lambda *args: self.model.layer_features(*args, chosen, **how),
+                batch_size,
+            )
+        return found[0] if layers is None else found
+
+    def _of_any_size(self, images, layers, batch_size, how) -> tuple[list, ...]:
+        """Returns for each layer the tokens of each image, whose number differs."""
+        flat = how | {"reshape": False}
+        *found, grids = self._in_batches(
             images,
-            (chosen, *how.values()),
-            lambda *args: self.model.layer_features(*args, chosen, **how),
+            (layers, *how.values()),
+            lambda params, given: (
+                *self.model.layer_features(params, given, layers, **flat),
+                given.grids,
+            ),
             batch_size,
         )
-        return found[0] if layers is None else found
+        prefix = self.model.num_prefix_tokens if how["tokens"] == "all" else 0
+
+        def cut(x, grid):
+            x = x[: prefix + grid.prod()]
+            whole = how["reshape"] and how["tokens"] == "patches"
+            return x.reshape(*grid, -1) if whole else x
+
+        return tuple(
+            [cut(x, grid[0]) for x, grid in zip(layer, grids, strict=True)]
+            for layer in found
+        )
 
     @_checked
     def segment(
@@ -475,16 +504,15 @@ class PretrainedModel:
         rows = min(batch_size, len(listed))  # All batches have one shape.
         for i in range(0, len(listed), batch_size):
             some = listed[i : i + batch_size]
-            pixels = np.stack([self._prepare(one) for one in some])
+            pixels = patches.stack([self._prepare(one) for one in some])
             results.append(
                 self._devices.run(name, of_pixels, self.params, pixels, rows)
             )
         return jax.tree.map(lambda *parts: np.concatenate(parts), *results)
 
     def _normed(self, pixels):
-        how = self.preprocessing
-        images = transforms.normalize(jax.numpy.asarray(pixels), how.mean, how.std)
-        return images.astype(self.model.options["dtype"])
+        dtype = self.model.options["dtype"]
+        return network_input(pixels, self.preprocessing, dtype)
 
     def _best(self, images: Images, logits, names: Sequence[str], topk: int, **how):
         """Returns the most probable classes of each image, or of the single one."""

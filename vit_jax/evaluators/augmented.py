@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
+from vit_jax.errors import UserError
 from vit_jax.models import Model, Params
 from vit_jax.weights.pretrained import Preprocess
 
@@ -108,6 +109,11 @@ def augment(
     """
     if not views:
         return model, preprocess
+    if preprocess.max_tokens:
+        raise UserError(
+            f"max_tokens={preprocess.max_tokens} with views {views!r}, which are of one "
+            "size: leave one of them out"
+        )
     crop = tuple(preprocess.image_size)
     if views != "flip":
         part = min(preprocess.crop_fraction, _PART)

@@ -16,14 +16,18 @@ from etils import epath
 from jaxtyping import Array, Float
 
 from vit_jax.data import inputs, splits
-from vit_jax.data.transforms import device as transforms
 from vit_jax.errors import UserError
 from vit_jax.evaluators import prediction
 from vit_jax.evaluators.local_devices import LocalDevices
 from vit_jax.files import replacing, writing_out
 from vit_jax.models import Model, Params, layer_features
 from vit_jax.weights import surgery
-from vit_jax.weights.pretrained import Preprocess, Pretrained, prepare_image
+from vit_jax.weights.pretrained import (
+    Preprocess,
+    Pretrained,
+    network_input,
+    prepare_image,
+)
 
 NAME, LABEL, FEATURE = "name", "label", "feature"  # Columns.
 
@@ -64,8 +68,7 @@ class Extractor:
             chosen = sorted({layer_features.check(model, layer) for layer in chosen})
 
         def function(params, pixels):
-            images = transforms.normalize(pixels, preprocess.mean, preprocess.std)
-            images = images.astype(model.options["dtype"])
+            images = network_input(pixels, preprocess, model.options["dtype"])
             return _vectors(model, params, images, chosen)
 
         self._devices, self._function = LocalDevices(), function

@@ -12,7 +12,8 @@ from jaxtyping import UInt8
 
 from vit_jax.distributed import compilation, sharding
 from vit_jax.distributed import mesh as meshes
-from vit_jax.models import Params
+from vit_jax.models import Params, patches
+from vit_jax.models.patches import PatchSequences
 
 
 class LocalDevices:
@@ -28,7 +29,7 @@ class LocalDevices:
         name: Hashable,
         function: Callable[[Params, jax.Array], Any],
         params: Params,
-        pixels: UInt8[np.ndarray, "B Y X C"],
+        pixels: UInt8[np.ndarray, "B Y X C"] | PatchSequences,
         rows: int,
     ) -> Any:
         """Returns the outputs of a function as NumPy arrays.
@@ -48,9 +49,8 @@ class LocalDevices:
             self.release()
             self._params = params
             self._placed = jax.device_put(_to_process(params), replicated)
-        count, devices = len(pixels), self._mesh.devices.size
-        padding = -(-rows // devices) * devices - count
-        pixels = np.pad(pixels, ((0, padding), (0, 0), (0, 0), (0, 0)))
+        count, devices = patches.rows_of(pixels), self._mesh.devices.size
+        pixels = patches.pad_batch(pixels, -(-rows // devices) * devices)
         pixels = jax.device_put(pixels, meshes.batched(self._mesh))
         outputs = jax.device_get(self._programs[name](self._placed, pixels))
         return jax.tree.map(lambda x: x[:count], outputs)

@@ -12,19 +12,23 @@ from jaxtyping import Array, Float, UInt8
 
 from vit_jax.data import inputs
 from vit_jax.data.class_names import arrange
-from vit_jax.data.transforms import device as transforms
 from vit_jax.distributed import compilation
 from vit_jax.errors import UserError
 from vit_jax.evaluators.augmented import augment
-from vit_jax.models import text
+from vit_jax.models import patches, text
+from vit_jax.models.patches import PatchSequences
 from vit_jax.models.text_tower import TextTower
 from vit_jax.weights import surgery
 from vit_jax.weights.pretrained import (
     Preprocess,
     Pretrained,
+    network_input,
     prepare_image,
     preprocessing_of,
 )
+
+# An image as the network takes it, or a batch of them.
+Prepared = UInt8[np.ndarray, "*B h w c"] | PatchSequences
 
 _THRESHOLD = 0.5  # Of probabilities, where an image has several labels.
 
@@ -92,8 +96,7 @@ class Classifier:
             self._threshold = threshold_of(pretrained)
 
         def logits(params, images):
-            images = transforms.normalize(images, preprocess.mean, preprocess.std)
-            images = images.astype(model.options["dtype"])
+            images = network_input(images, preprocess, model.options["dtype"])
             outputs = model.apply(params, images)
             if not tower:
                 return outputs["logits"]
@@ -102,13 +105,11 @@ class Classifier:
 
         self._logits = jax.jit(logits, compiler_options=compilation.options())
 
-    def prepare(
-        self, data: bytes | UInt8[np.ndarray, "H W C"]
-    ) -> UInt8[np.ndarray, "h w c"]:
+    def prepare(self, data: bytes | UInt8[np.ndarray, "H W C"]) -> Prepared:
         """Decodes, resizes and crops an image; see `pretrained.prepare_image`."""
         return prepare_image(data, self._preprocess, self._channels)
 
-    def logits(self, images: UInt8[np.ndarray, "B h w c"]) -> Float[Array, "B K"]:
+    def logits(self, images: Prepared) -> Float[Array, "B K"]:
         """Returns the network's output for a batch of prepared images."""
         return self._logits(self._params, images)
 
@@ -209,8 +210,7 @@ def predict(
     """
 
     def compute(pixels, rows):
-        padding = (0, rows - len(pixels)), (0, 0), (0, 0), (0, 0)
-        return np.asarray(classifier.logits(np.pad(pixels, padding)))
+        return np.asarray(classifier.logits(patches.pad_batch(pixels, rows)))
 
     how = {"batch_size": batch_size, "threads": threads}
     for name, values in stream(images, classifier.prepare, compute, **how):
@@ -232,8 +232,8 @@ def check_finite(values: Float[np.ndarray, "..."], name: str) -> None:
 
 def stream(
     images: Iterable[inputs.Named],
-    prepare: Callable[[bytes], UInt8[np.ndarray, "h w c"]],
-    compute: Callable[[UInt8[np.ndarray, "B h w c"], int], Any],
+    prepare: Callable[[bytes], Prepared],
+    compute: Callable[[Prepared, int], Any],
     *,
     batch_size: int = 32,
     threads: int | None = None,
@@ -265,7 +265,7 @@ def stream(
     for batch in _batches(prepared, batch_size):
         good = [pixels for _, pixels in batch if not isinstance(pixels, str)]
         rows = rows or len(good)
-        outputs = compute(np.stack(good), rows) if good else None
+        outputs = compute(patches.stack(good), rows) if good else None
         numbers = itertools.count()
         for name, pixels in batch:
             if isinstance(pixels, str):

@@ -15,8 +15,12 @@ from typing import TypeVar
 import numpy as np
 from jaxtyping import Float, Int16, Num
 
-from vit_jax.data.transforms.host import covering_size, resize_box, resize_fast
-from vit_jax.weights.pretrained import INTERPOLATIONS
+from vit_jax.data.transforms.host import (
+    INTERPOLATIONS,
+    covering_size,
+    resize_box,
+    resize_fast,
+)
 
 RESIZES = ("cover", "none", "whole")
 

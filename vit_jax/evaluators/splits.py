@@ -30,7 +30,12 @@ from vit_jax.data.sources.open import exclude, open_unchecked
 from vit_jax.data.splits import names as split_names
 from vit_jax.data.transforms.base import HostTransform
 from vit_jax.errors import NoLabels, NoSplit, UserError
-from vit_jax.weights.pretrained import Preprocess, resize_and_crop, resized_size
+from vit_jax.weights.pretrained import (
+    Preprocess,
+    naflex_of,
+    resize_and_crop,
+    resized_size,
+)
 
 # Keys of `config.data` that an evaluation of another data set sets.
 KEYS = (
@@ -355,6 +360,8 @@ class EvalSplits:
     def _host_ops(self, source: Source, data: DataConfig) -> tuple | None:
         if self._preprocess is None:
             return None
+        if self._preprocess.max_tokens:
+            return (naflex_of(self._preprocess),)
         if source.images is not None:
             size = source.images.shape[1:3]
             same = size == self._preprocess.image_size

@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Key
 
 from vit_jax.errors import UserError
 from vit_jax.models import stacking
+from vit_jax.models.patches import PatchSequences
 
 if TYPE_CHECKING:
     from vit_jax.models.model import Model, Params
@@ -55,7 +56,7 @@ def keep(
 def compute(
     model: "Model",
     params: "Params",
-    images: Float[Array, "B Y X C"],
+    images: Float[Array, "B Y X C"] | PatchSequences,
     layers: Sequence[int],
     *,
     norm: bool,
@@ -78,10 +79,19 @@ def compute(
     else:
         outputs = _run(model, params, images, key)[norm]
 
+    places = {}
+    if isinstance(images, PatchSequences):
+        if reshape and tokens == "patches":
+            raise UserError(
+                "reshape=True: images of several sizes have grids of their own: set it to "
+                "False, and cut the padding off"
+            )
+        places["places"] = images.places()
+
     def arrange(x):
         x = x.astype(jnp.float32)
         if tokens == "pooled":
-            return model.config.pool_layer(params, x, norm=norm)
+            return model.config.pool_layer(params, x, norm=norm, **places)
         return _arrange(model, x, tokens, reshape)
 
     return tuple(arrange(outputs[layer]) for layer in chosen)

@@ -29,6 +29,8 @@ class NetworkConfig(ModelConfig):
       side_multiple: number that image sides are multiples of; None is `patch_size`.
       encoder_stride: side in pixels of the tokens that the module returns if called with
         `classify=False` and `edit_patches`, see `Model.encode`; 0 if it takes neither.
+      takes_sequences: whether the module takes images as sequences of patches, see
+        patches.py.
       has_encoder: whether it is a Vision Transformer, see intermediates.py.
       stacked: whether parameters are in the layout of a scan, see stacking.py.
       prefix_tokens: names of the tokens before the patches.
@@ -44,6 +46,7 @@ class NetworkConfig(ModelConfig):
     patch_size: ClassVar[int] = 1
     side_multiple: ClassVar[int | None] = None
     encoder_stride: ClassVar[int] = 0
+    takes_sequences: ClassVar[bool] = False
     has_encoder: ClassVar[bool] = False
     stacked: ClassVar[bool] = False
     prefix_tokens: ClassVar[tuple[str, ...]] = ()

@@ -9,11 +9,12 @@ Letters: B sequences, K images of a sequence, N patches, V of them that are left
 patch in pixels, C channels, D features.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 
@@ -59,6 +60,32 @@ def of_batch(
 ) -> Float[Array, "B Y X C"] | PatchSequences:
     """Returns what a network takes of a batch: sequences if it has "grids", or the pixels."""
     return PatchSequences(pixels, batch["grids"]) if "grids" in batch else pixels
+
+
+def map_pixels(function: Callable[[Array], Array], images: Array | PatchSequences):
+    """Returns images, or sequences, whose pixels a function changed."""
+    if isinstance(images, PatchSequences):
+        return images._replace(pixels=function(images.pixels))
+    return function(images)
+
+
+def stack(images: Sequence[np.ndarray | PatchSequences]) -> np.ndarray | PatchSequences:
+    """Returns a batch of images in host memory, or of sequences."""
+    return jax.tree.map(lambda *rows: np.stack(rows), *images)
+
+
+def pad_batch(images: np.ndarray | PatchSequences, rows: int):
+    """Returns a batch in host memory with rows of zeros at its end."""
+
+    def pad(x):
+        return np.pad(x, ((0, rows - len(x)), *((0, 0),) * (x.ndim - 1)))
+
+    return jax.tree.map(pad, images)
+
+
+def rows_of(images: Array | PatchSequences) -> int:
+    """Returns the number of rows of a batch."""
+    return len(jax.tree.leaves(images)[0])
 
 
 class Places(NamedTuple):

@@ -40,6 +40,7 @@ _BY_BLOCK = (stacking.STACKED, "posembed", "relative_embedding", "relative_bias"
 class ViTConfig(EncoderConfig):
     """All others, as `B/16`"""
 
+    takes_sequences = True
     before_blocks = (
         *("cls", "dist", "register_tokens", "embedding", "conv_root", "gn_root"),
         *("posembed_input", "pre_norm", "relative_bias"),
@@ -165,12 +166,21 @@ class ViTConfig(EncoderConfig):
         )
 
     def pool_layer(
-        self, params: Mapping, x: Float[Array, "B N D"], *, norm: bool
+        self,
+        params: Mapping,
+        x: Float[Array, "B N D"],
+        *,
+        norm: bool,
+        places: Places | None = None,
     ) -> Float[Array, "B F"]:
-        """See `NetworkConfig.pool_layer`; with `pool="token"` it is the class token."""
+        """See `NetworkConfig.pool_layer`; with `pool="token"` it is the class token.
+
+        `places` are those of the patches of sequences.
+        """
         pooled = [x[:, 0]] if self.pool in ("token", "token_gap") else []
         if self.pool != "token":
-            pooled.append(x[:, len(self.prefix_tokens) :].mean(1))
+            x = x[:, len(self.prefix_tokens) :]
+            pooled.append(x.mean(1) if places is None else places.means(x))
         x = jnp.concatenate(pooled, axis=-1)
         if norm and self.fc_norm:
             x = self.norm().apply({"params": params["fc_norm"]}, x)
@@ -210,6 +220,7 @@ class HybridConfig(ViTConfig, resnet.StemConfig):
     """Hybrids, as `R50+B/16`"""
 
     encoder_stride = 0  # Features of the stem cannot be edited as patches can.
+    takes_sequences = False
 
     @property
     def patch_size(self) -> int:
@@ -325,7 +336,7 @@ class VisionTransformer(nn.Module):
         """Raises UserError if the network cannot read sequences of patches."""
         config = self.config
         obstacle = config.relative
-        if type(config).stem is not ViTConfig.stem:
+        if not config.takes_sequences:
             obstacle = f"model.variant={config.variant!r}, whose stem mixes patches"
         elif config.token_merging:
             obstacle = f"token_merging={config.token_merging}"

@@ -290,10 +290,13 @@ class ImageTask(Task):
         if not self._sequences:
             return
         where = f"data.train_transform={self.data.train_transform!r}"
-        if not self.takes_sequences:
+        of_task = self.takes_sequences
+        if not (of_task and self.model.config.takes_sequences):
+            variant = f"model.variant={self.model.options['variant']!r}"
             raise UserError(
-                f"{where} makes sequences of patches, which this task does not take: end "
-                "it with resize or a crop"
+                f"{where} makes sequences of patches, which "
+                f"{variant if of_task else 'this task'} does not take: end it with resize "
+                "or a crop"
             )
         if self._ops:
             raise UserError(

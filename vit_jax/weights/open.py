@@ -151,6 +151,9 @@ def open_weights(
     )
     guesses = list(pretrained.notes)  # Such as a guessed number of heads.
     preprocess = dataclasses.replace(preprocessing_of(pretrained), **given)
+    if preprocess.max_tokens and not preprocess.patch:
+        patch = models.create(**pretrained.options).patch_size
+        preprocess = dataclasses.replace(preprocess, patch=patch)
     complete = {"mean", "std", "interpolation", "crop_fraction"} <= given.keys()
     if not pretrained.preprocess and not complete:
         guesses.append(

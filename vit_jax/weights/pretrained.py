@@ -11,26 +11,19 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Num
-from PIL import Image
+from jaxtyping import Array, Float, Num
 
 from vit_jax.data import decode
 from vit_jax.data.bands import WHITE, PixelFormat, read
 from vit_jax.data.config import DEPTHS
+from vit_jax.data.transforms import device
 from vit_jax.data.transforms import host as host_transforms
+from vit_jax.data.transforms.naflex import NaFlex
 from vit_jax.errors import UserError
-from vit_jax.models import segmenter
-
-# Pillow antialiases all of them but nearest when it shrinks an image.
-INTERPOLATIONS = {
-    "nearest": Image.Resampling.NEAREST,
-    "bilinear": Image.Resampling.BILINEAR,
-    "bicubic": Image.Resampling.BICUBIC,
-    "lanczos": Image.Resampling.LANCZOS,
-    "area": Image.Resampling.BOX,
-    "hamming": Image.Resampling.HAMMING,
-}
+from vit_jax.models import patches, segmenter
+from vit_jax.models.patches import PatchSequences
 
 IMAGENET = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
 
@@ -65,6 +58,9 @@ class Preprocess:
       cut: rows at the bottom and columns on the right that fill no patch.
       fill: colour of the border, from 0 to 255 per channel; () without a border.
       pixels, bands: what is read of a file, see `data.pixels` and `data.bands`.
+      max_tokens: most patches of an image, whose aspect is kept (`prepare_image`); 0 for
+        images of `image_size`. Otherwise `image_size` is that of the position embeddings.
+      patch: side of these patches in pixels; 0 for the network's, see `surgery.fit_network`.
     """
 
     image_size: tuple[int, int]
@@ -80,6 +76,8 @@ class Preprocess:
     fill: tuple[int, ...] = ()
     pixels: str = DEPTHS[0]
     bands: tuple[int, ...] = ()
+    max_tokens: int = 0
+    patch: int = 0
 
     def form(self, channels: int) -> PixelFormat:
         """Returns what is read of a file for a model of so many channels."""
@@ -149,7 +147,7 @@ def upright(preprocess: Preprocess) -> Preprocess:
 
 def prepare_image(
     data: bytes | Num[np.ndarray, "..."], preprocess: Preprocess, channels: int = 3
-) -> Num[np.ndarray, "h w c"]:
+) -> Num[np.ndarray, "h w c"] | PatchSequences:
     """Decodes, resizes and crops one image; normalisation happens on the device.
 
     EXIF orientation tags are ignored unless `preprocess.exif`, as in
@@ -161,12 +159,42 @@ def prepare_image(
       channels: of the model.
 
     Returns:
-      Pixels of `preprocess.image_size` and `preprocess.pixels`.
+      Pixels of `preprocess.image_size` and `preprocess.pixels`; with `max_tokens` patches
+      and their grid, as NumPy arrays of one row.
 
     Raises:
       DamagedImage: the data are not a readable image, or it is too thin to resize.
     """
-    return resize_and_crop(read_image(data, preprocess, channels), preprocess)
+    image = read_image(data, preprocess, channels)
+    if not preprocess.max_tokens:
+        return resize_and_crop(image, preprocess)
+    found = naflex_of(preprocess)(image, np.random.default_rng(0))
+    return PatchSequences(found["image"], found["grids"])
+
+
+def network_input(
+    images: Num[Array, "B h w c"] | PatchSequences, preprocess: Preprocess, dtype: str
+) -> Float[Array, "B h w c"] | PatchSequences:
+    """Returns a batch of prepared images as the network takes it: normalised.
+
+    Args:
+      images: outputs of `prepare_image`; they may be traced.
+      preprocess: preprocessing, for mean and standard deviation.
+      dtype: of the network's computation.
+    """
+
+    def normalize(pixels):
+        pixels = jnp.asarray(pixels)
+        return device.normalize(pixels, preprocess.mean, preprocess.std).astype(dtype)
+
+    return patches.map_pixels(normalize, images)
+
+
+def naflex_of(preprocess: Preprocess) -> NaFlex:
+    """Returns the transform that makes sequences of patches."""
+    return NaFlex(
+        preprocess.max_tokens, preprocess.patch, interpolation=preprocess.interpolation
+    )
 
 
 def read_image(
@@ -190,7 +218,7 @@ def resize_and_crop(
             f"{width}x{height} before the crop, too many"
         )
     if pixels.shape[:2] != (height, width):
-        how = INTERPOLATIONS[preprocess.interpolation]
+        how = host_transforms.INTERPOLATIONS[preprocess.interpolation]
         whole = (0, 0, *pixels.shape[:2])
         pixels = host_transforms.resize_box(pixels, whole, (height, width), how)
     top, left = _corner((height, width), preprocess)
@@ -271,10 +299,11 @@ def resize_sides(preprocess: Preprocess) -> tuple[int, int]:
 
 def check_preprocess(preprocess: Preprocess, channels: int) -> None:
     """Raises UserError unless a preprocessing is valid for images of `channels`."""
-    if preprocess.interpolation not in INTERPOLATIONS:
+    known = host_transforms.INTERPOLATIONS
+    if preprocess.interpolation not in known:
         raise UserError(
             f"interpolation={preprocess.interpolation!r} is not one of "
-            f"{', '.join(INTERPOLATIONS)}: set --interpolation"
+            f"{', '.join(known)}: set --interpolation"
         )
     if not 0 < preprocess.crop_fraction <= 1:
         raise UserError(
@@ -374,9 +403,10 @@ def describe_preprocess(preprocess: Preprocess) -> str:
         ",".join(f"{value:g}" for value in values)
         for values in (preprocess.mean, preprocess.std)
     )
-    return (
-        f"{height}x{width}, {preprocess.interpolation}, {crop}, mean {mean}, std {std}"
-    )
+    size = f"{height}x{width}"
+    if preprocess.max_tokens:
+        size, crop = f"up to {preprocess.max_tokens} patches", "the aspect kept"
+    return f"{size}, {preprocess.interpolation}, {crop}, mean {mean}, std {std}"
 
 
 def per_channel(values: Sequence, channels: int) -> list:

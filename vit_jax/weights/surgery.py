@@ -409,6 +409,21 @@ def replace_head(pretrained: Pretrained, num_classes: int) -> Pretrained:
     )
 
 
+def _check_sequences(model: Model, preprocess: Preprocess) -> None:
+    """Raises UserError unless a network takes images as sequences of patches."""
+    where = f"max_tokens={preprocess.max_tokens}"
+    if not model.config.takes_sequences:
+        raise UserError(
+            f"{where}: {model.options['variant']} takes images of one size: choose a "
+            "Vision Transformer, or leave it out"
+        )
+    if preprocess.patch != model.patch_size:
+        raise UserError(
+            f"{where} with patches of {preprocess.patch} pixels, but "
+            f"{model.options['variant']} has {model.patch_size}"
+        )
+
+
 def fit_network(pretrained: Pretrained, preprocess: Preprocess) -> tuple[Model, dict]:
     """Builds the network of a checkpoint for a preprocessing.
 
@@ -432,6 +447,8 @@ def fit_network(pretrained: Pretrained, preprocess: Preprocess) -> tuple[Model, 
         )
     check_preprocess(preprocess, source.image_shape[-1])
     model = models.create(**{**pretrained.options, "image_size": preprocess.image_size})
+    if preprocess.max_tokens:
+        _check_sequences(model, preprocess)
     if count := pretrained.token_merging:
         if not model.has_encoder:
             raise UserError(

@@ -30,6 +30,7 @@ from vit_jax.data.config import DEPTHS
 from vit_jax.data.transforms import host as host_transforms
 from vit_jax.data.transforms import parse
 from vit_jax.data.transforms.base import pair
+from vit_jax.data.transforms.naflex import NaFlex
 from vit_jax.errors import UserError
 from vit_jax.weights.pretrained import (
     Preprocess,
@@ -301,6 +302,9 @@ def _preprocess(data: dict) -> Preprocess | None:
         ) if pair(size) == image_size and _same_shape(pair(resized), image_size):
             fraction = image_size[0] / pair(resized)[0]
             return Preprocess(**common, crop_fraction=fraction, squash=True)
+        case (NaFlex(max_tokens=most, patch=patch, interpolation=how),):
+            kept = {"max_tokens": most, "patch": patch, "interpolation": how}
+            return Preprocess(**common, **kept)
     return None
 
 

@@ -34,6 +34,16 @@ After = Num[np.ndarray, "h w C"]
 Views = dict[str, Num[np.ndarray, "N h w C"]]
 Box = tuple[float | int, float | int, float | int, float | int]
 
+# Pillow antialiases all of them but nearest when it shrinks an image.
+INTERPOLATIONS = {
+    "nearest": Image.Resampling.NEAREST,
+    "bilinear": Image.Resampling.BILINEAR,
+    "bicubic": Image.Resampling.BICUBIC,
+    "lanczos": Image.Resampling.LANCZOS,
+    "area": Image.Resampling.BOX,
+    "hamming": Image.Resampling.HAMMING,
+}
+
 # A line of 1x10000 pixels resized to 256 would be 2 GB; no photograph comes near.
 MAX_RESIZED = 25_000_000
 _PARTS_DRAWN = 10  # By `ScaleCrop`, at most.

@@ -11,7 +11,7 @@ from jaxtyping import Num
 
 from vit_jax.config.fields import key
 from vit_jax.data.transforms.base import Given, HostTransform, check_part
-from vit_jax.data.transforms.host import InceptionCrop, resize_box
+from vit_jax.data.transforms.host import INTERPOLATIONS, InceptionCrop, resize_box
 
 GRIDS = "grids"  # Array of a batch: rows and columns of patches of each image.
 
@@ -44,6 +44,9 @@ class NaFlex(HostTransform):
     ratio: Given = (3 / 4, 4 / 3)
     flip: Given = key(False, "Flip left and right with probability 0.5.")
     pack: Given = key(1, "Images of a sequence.", at_least=1)
+    interpolation: Given = key(
+        "bilinear", "Filter of the resize.", choices=tuple(INTERPOLATIONS)
+    )
 
     def __post_init__(self):
         super().__post_init__()
@@ -88,7 +91,8 @@ class NaFlex(HostTransform):
             crop = InceptionCrop(area=self.area, ratio=self.ratio)
             box = crop.box(*image.shape[:2], rng)
         grid = fitting_grid(*box[2:], max(self.lengths))
-        resized = resize_box(image, box, tuple(side * self.patch for side in grid))
+        size = tuple(side * self.patch for side in grid)
+        resized = resize_box(image, box, size, INTERPOLATIONS[self.interpolation])
         if self.flip and rng.random() < 0.5:
             resized = resized[:, ::-1]
         strip = np.zeros(self.output_shapes(image.shape[-1])["image"], image.dtype)

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from vit_jax.data.transforms.base import pair
+from vit_jax.data.transforms.host import INTERPOLATIONS
 from vit_jax.errors import UserError
 from vit_jax.models import layers, rotary
 from vit_jax.weights import rewriting
@@ -16,7 +17,6 @@ from vit_jax.weights.formats import timm_networks
 from vit_jax.weights.formats.timm_networks import Facts
 from vit_jax.weights.pretrained import (
     IMAGENET,
-    INTERPOLATIONS,
     Preprocess,
     crop_sides,
     per_channel,

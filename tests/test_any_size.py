@@ -1,0 +1,137 @@
+"""Weights that read images of any size: predict, evaluate, features, the Python interface."""
+
+import json
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from helpers import ROOT, TINY, run_command, tiny_config, train, write_weights
+from PIL import Image
+
+import vit_jax
+from vit_jax.data.transforms import naflex
+from vit_jax.errors import UserError
+
+SIZES = [(8, 32), (16, 16), (24, 8), (40, 12)]  # Whole patches of 4 pixels.
+OPTIONS = TINY | {"variant": "Ti/4", "num_classes": 2, "image_size": (16, 16)}
+OPTIONS |= {"pool": "gap", "posemb_resize": "bilinear", "rope": "axial"}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A folder with a network, and photographs of two classes in many shapes."""
+    folder, rng = tmp_path_factory.mktemp("sizes"), np.random.default_rng(0)
+    write_weights(folder / "tiny.safetensors", ("bee", "cat"), **OPTIONS)
+    for i, size in enumerate(SIZES * 2):
+        path = folder / "photos" / "val" / ("bee", "cat")[i // 4] / f"{i}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(rng.integers(0, 256, (*size, 3), np.uint8)).save(path)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def files(place):
+    return sorted((place / "photos").rglob("*.png"))
+
+
+@pytest.fixture(scope="module")
+def opened(place):
+    """The network for at most 32 patches, and for images of one size."""
+    path, quiet = place / "tiny.safetensors", {"tell": lambda line: None}
+    return vit_jax.load_model(path, max_tokens=32, **quiet), vit_jax.load_model(
+        path, **quiet
+    )
+
+
+def resized(file):
+    """Returns a photograph of the most patches that fit, normalised, in a batch of one."""
+    picture = Image.open(file)
+    rows, columns = naflex.fitting_grid(picture.height, picture.width, 32)
+    picture = picture.resize((4 * columns, 4 * rows), Image.Resampling.BILINEAR)
+    return ((np.asarray(picture)[None] / 255 - 0.5) / 0.5).astype(np.float32)
+
+
+@pytest.fixture(scope="module")
+def expected(opened, files):
+    """Logits of each photograph by a network of its size."""
+    _, fixed = opened
+    found = []
+    for file in files:
+        images = resized(file)
+        own = fixed.model.at_size(images.shape[1:3])
+        params = own.resize(fixed.params, fixed.model)
+        found.append(own.apply(params, images)["logits"][0])
+    return np.stack(found)
+
+
+def test_python_gives_what_a_network_of_each_size_gives(opened, files, expected):
+    model, _ = opened
+    np.testing.assert_allclose(model(files), expected, atol=1e-5)
+    best = model.predict(files, topk=1)
+    assert [one[0].label for one in best] == expected.argmax(-1).tolist()
+
+
+def test_predict_and_evaluate_keep_the_aspect(place, files, expected, capsys):
+    weights = f"--model={place / 'tiny.safetensors'}"
+    words = [*files, weights, "--max_tokens=32", "--json", "--batch_size=3"]
+    assert not run_command("predict", words)
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    labels = [line["predictions"][0]["label"] for line in lines]
+    assert labels == expected.argmax(-1).tolist()
+    recipe = f"configs/eval/classification.py:data={place / 'photos'}"
+    words = [f"--config={ROOT / recipe}", weights, "--max_tokens=32", "--json"]
+    assert not run_command("evaluate", words)
+    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    true = [("bee", "cat").index(file.parent.name) for file in files]
+    assert report["test"]["top1"] == pytest.approx((expected.argmax(-1) == true).mean())
+
+
+def test_features_of_tokens_have_the_grid_of_their_image(opened, files):
+    model, fixed = opened
+    found = model.features(files, tokens="patches", batch_size=3)
+    first, last = model.features(files, layers=(0, -1), tokens="patches")
+    pooled = model.features(files, layers=(0,))[0]
+    for i, file in enumerate(files):
+        images = resized(file)
+        own = fixed.model.at_size(images.shape[1:3])
+        assert found[i].shape == (*own.grid, 12)
+        np.testing.assert_allclose(last[i], found[i], atol=1e-5)
+        params = own.resize(fixed.params, fixed.model)
+        layer, end = own.layer_features(params, images, (0, -1))
+        np.testing.assert_allclose(first[i], layer[0], atol=1e-5)
+        np.testing.assert_allclose(last[i], end[0], atol=1e-5)
+        np.testing.assert_allclose(pooled[i], layer[0].mean((0, 1)), atol=1e-5)
+
+
+def test_features_are_written_as_a_table(place, opened, files, tmp_path):
+    out = tmp_path / "features.parquet"
+    words = [place / "photos", f"--model={place / 'tiny.safetensors'}", f"--out={out}"]
+    assert not run_command("features", [*words, "--max_tokens=32"])
+    found = np.stack(pq.read_table(out)["feature"].to_pylist())
+    np.testing.assert_allclose(found, opened[0].features(files), atol=1e-5)
+
+
+def test_a_run_says_how_its_images_are_prepared(place, files, tmp_path):
+    data = {"name": "folder", "data_dir": str(place / "photos"), "split": "val"}
+    data |= {"num_classes": 2, "num_examples": 0, "image_size": (16, 16)}
+    data |= {"train_transform": "naflex(16, patch=4)"}
+    data |= {"eval_transform": "naflex(32, patch=4, interpolation='bicubic')"}
+    config = tiny_config(data=data, model={"pool": "gap"}, evals={})
+    train(config, tmp_path)
+    model = vit_jax.load_model(tmp_path, tell=lambda line: None)
+    how = model.preprocessing
+    assert (how.max_tokens, how.patch, how.interpolation) == (32, 4, "bicubic")
+    assert model(files).shape == (8, 2)
+
+
+@pytest.mark.parametrize(
+    ("options", "keys", "key"),
+    [
+        ({"variant": "C+Ti/4"}, {}, "max_tokens"),
+        ({}, {"patch": 8}, "max_tokens"),
+    ],
+)
+def test_networks_of_one_size_are_refused(options, keys, key, tmp_path):
+    write_weights(tmp_path / "w.safetensors", **OPTIONS | options)
+    with pytest.raises(UserError, match=key):
+        vit_jax.load_model(tmp_path / "w.safetensors", max_tokens=9, **keys)
