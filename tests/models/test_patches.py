@@ -210,9 +210,3 @@ def test_one_class_token_cannot_be_of_several_images():
     pair = sequences([draw_images((1, 2), (1, 1))], 4)
     with pytest.raises(UserError, match=r"class token.*model\.pool"):
         model.apply(model.init(jax.random.key(0)), pair)
-
-
-def test_patches_of_another_size_are_refused():
-    model = models.create("Ti/8", num_classes=3, image_size=(16, 16), **TINY)
-    with pytest.raises(UserError, match=r"Ti/8"):
-        model.apply(model.init(jax.random.key(0)), sequences([draw_images((1, 2))], 4))

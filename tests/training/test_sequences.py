@@ -87,6 +87,12 @@ def test_each_batch_draws_one_of_several_lengths(config):
         np.testing.assert_array_equal(a["image"], b["image"])
 
 
+def test_each_batch_draws_one_of_several_patches(config):
+    made = config("naflex(side=16, patch=(2, 4, 5))")
+    shapes = {batch["image"].shape[1:3] for batch in stream(made, stop=20)}
+    assert shapes == {(64 * 2, 2), (16 * 4, 4), (10 * 5, 5)}
+
+
 def test_packed_images_share_a_sequence(config):
     made = config("naflex(24, patch=4, pack=4)")
     for batch in stream(made):
@@ -113,6 +119,7 @@ def test_packed_images_share_a_sequence(config):
         ("naflex((4, 8, 12), patch=4, area=(0.5, 1.0), flip=True)", {}),
         ("naflex(24, patch=4, pack=2)", {}),
         ("naflex(12, patch=4)", {"grad_accum_steps": 2}),
+        ("naflex(side=16, patch=(3, 4, 8), area=(0.5, 1.0))", {}),
     ],
 )
 def test_a_killed_run_resumes_bit_identical(config, transform, optim, tmp_path):
@@ -149,7 +156,6 @@ def test_the_cost_is_that_of_the_patches(config, tmp_path):
     ("transform", "sections", "key"),
     [
         ("naflex(8, patch=4) | flip", {}, "data.train_transform"),
-        ("naflex(8, patch=8)", {}, "Ti/4"),
         ("naflex(8, patch=4, pack=3)", {}, "batch_size"),
         (
             "naflex(8, patch=4)",

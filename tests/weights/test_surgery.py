@@ -7,7 +7,7 @@ from flax.traverse_util import unflatten_dict
 from trees import assert_same, encoder, random_flat
 
 from vit_jax.errors import UserError
-from vit_jax.models import posemb
+from vit_jax.models import flexivit, posemb
 from vit_jax.weights import rewriting, surgery
 from vit_jax.weights.surgery import FitRow
 
@@ -163,7 +163,7 @@ def test_patches_and_channels_change_together():
     flat = random_flat(encoder("Ti/4", image_size=(12, 12)))
     model = encoder("Ti/7", image_size=(21, 21), channels=1)
     fitted, rows = fit(flat, model)
-    expected = surgery.resize_patch_kernel(
+    expected = flexivit.resize_patch_kernel(
         surgery.convert_input_channels(flat["embedding/kernel"], 1), 7
     )
     np.testing.assert_array_equal(fitted["embedding"]["kernel"], expected)
@@ -304,36 +304,6 @@ def test_rows_that_do_not_fit_the_grid_are_refused():
         posemb.resize_positions(
             np.ones((1, 10, 2)), (4, 4), (2, 2), num_prefix_tokens=1
         )
-
-
-@pytest.mark.parametrize(("old", "new"), [(5, 8), (4, 12), (7, 7)])
-def test_resized_kernel_sees_a_grown_patch_as_before(old, new):
-    rng = np.random.default_rng(0)
-    kernel, patch = rng.normal(size=(old, old, 3, 6)), rng.normal(size=(old, old, 3))
-    # Bilinear, half-pixel centres, edges repeated: as np.interp does it on an axis.
-    at = (np.arange(new) + 0.5) * old / new - 0.5
-    grown = patch
-    for axis in (0, 1):
-        grown = np.apply_along_axis(
-            lambda line: np.interp(at, np.arange(old), line), axis, grown
-        )
-    np.testing.assert_allclose(
-        np.einsum("yxc,yxcd->d", grown, surgery.resize_patch_kernel(kernel, new)),
-        np.einsum("yxc,yxcd->d", patch, kernel),
-        atol=1e-9,
-    )
-
-
-def test_resized_kernel_is_least_squares_where_patches_shrink():
-    old, new = 6, 4
-    kernel = np.random.default_rng(0).normal(size=(old, old, 1, 2))
-    at = (np.arange(new) + 0.5) * old / new - 0.5
-    matrix = np.stack([np.interp(at, np.arange(old), row) for row in np.eye(old)], 1)
-    whole = np.kron(matrix, matrix)  # Resizes a patch flattened row by row.
-    expected, *_ = np.linalg.lstsq(whole.T, kernel.reshape(old**2, 2), rcond=None)
-    np.testing.assert_allclose(
-        surgery.resize_patch_kernel(kernel, new).reshape(new**2, 2), expected, atol=1e-9
-    )
 
 
 def test_kernels_of_grey_and_rgb_images_agree_on_grey_ones():

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Float, Key, UInt32
 
-from vit_jax.models import attention, rotary
+from vit_jax.models import attention, flexivit, rotary
 
 # Variable collections of attention weights, and of perturbations added to them.
 INTERMEDIATES, PERTURBATIONS = "intermediates", "perturbations"
@@ -268,13 +268,23 @@ class PatchEmbedding(nn.Module):
     row_major: bool = False
 
     @nn.compact
-    def __call__(self, images: Float[Array, "B Y X C"]) -> Float[Array, "B y x D"]:
-        """Embeds each patch separately."""
-        (B, Y, X, C), side, D = images.shape, self.side, self.features
-        shape = (side, side, C, D)
+    def __call__(
+        self, images: Float[Array, "B Y X C"], side: int | None = None
+    ) -> Float[Array, "B y x D"]:
+        """Embeds each patch separately.
+
+        Args:
+          images: images.
+          side: side of a patch in pixels, to which the kernel is resized (flexivit.py), if
+            it is not the attribute.
+        """
+        (B, Y, X, C), side, D = images.shape, side or self.side, self.features
+        shape = (self.side, self.side, C, D)
         kernel = self.param(
             "kernel", nn.initializers.lecun_normal(), shape, jnp.float32
         )
+        if side != self.side:
+            kernel = flexivit.resize_patch_kernel(kernel, side)
         bias = self.param("bias", nn.initializers.zeros, (D,), jnp.float32)
         images, kernel, bias = nn.dtypes.promote_dtype(
             images, kernel, bias, dtype=self.dtype

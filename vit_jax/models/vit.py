@@ -269,7 +269,7 @@ class VisionTransformer(nn.Module):
 
         Args:
           images: normalised images, whose sides are multiples of the patch, or sequences
-            of patches; results then have a row for each image, see patches.py.
+            of patches of any side; results then have a row for each image, see patches.py.
           train: whether dropout and stochastic depth are active (needs an rng
             "dropout").
           edit_patches: function of the patch embeddings (B, YX, D), row by row, applied
@@ -287,8 +287,7 @@ class VisionTransformer(nn.Module):
         places = kept = None
         if isinstance(images, PatchSequences):
             self._check_sequences(images)
-            images, places = images.pixels, images.places()
-            kept = places
+            places = kept = images.places()
         x = self.embed(images, edit_patches)
         P, R = len(self.config.prefix_tokens), self.config.num_register_tokens
         if self.config.token_merging and not train:
@@ -306,18 +305,20 @@ class VisionTransformer(nn.Module):
 
     def embed(
         self,
-        images: Float[Array, "B Y X C"],
+        images: Float[Array, "B Y X C"] | PatchSequences,
         edit_patches: Callable[[Array], Array] | None = None,
     ) -> Float[Array, "B N D"]:
         """Returns the input tokens of the encoder."""
-        config = self.config
+        config, side = self.config, None
+        if isinstance(images, PatchSequences):
+            images, side = images.pixels, images.patch_size
         x = layers.PatchEmbedding(
             config.width,
             config.patch_side,
             config.dtype,
             row_major=config.platform == "gpu",
             name="embedding",
-        )(config.stem(images))
+        )(config.stem(images), side)
         B, *_, D = x.shape
         x = x.reshape(B, -1, D)
         x = edit_patches(x) if edit_patches else x
@@ -347,11 +348,6 @@ class VisionTransformer(nn.Module):
             )
         if obstacle:
             raise UserError(f"images as sequences of patches with {obstacle}")
-        if images.patch_size != config.patch_size:
-            raise UserError(
-                f"patches of {images.patch_size} pixels, but model.variant="
-                f"{config.variant!r} has {config.patch_size}"
-            )
 
     def _draw_patches(self, x: Float[Array, "B N D"], places: Places | None):
         """Returns indices of the patches that patch dropout keeps, and their places."""

@@ -1,8 +1,6 @@
 """Fits parameters to a model: head, position embeddings, patch size, channels.
 
-Every resize is linear and separable: a matrix for the rows and one for the columns.
-Letters: N and M tokens, D model width, C and c channels, P and p patch sides, before and
-after.
+Letters: C and c channels before and after, P side of a patch, D model width.
 """
 
 import dataclasses
@@ -19,7 +17,7 @@ from jaxtyping import Float
 from vit_jax import models
 from vit_jax.distributed import sharding
 from vit_jax.errors import UserError
-from vit_jax.models import Model, posemb, stacking
+from vit_jax.models import Model, flexivit, posemb, stacking
 from vit_jax.models.layers import CLASSIFIERS
 from vit_jax.weights import rewriting
 from vit_jax.weights.pretrained import (
@@ -237,7 +235,7 @@ def _fit_input(given: dict, wanted: dict, channels: str) -> list[FitRow]:
         kernel = given[name]
     # Only kernels on pixels are resized: the input of a stem's kernels is not smooth.
     if name == "embedding/kernel" and kernel.shape[:2] != shape[:2]:
-        given[name] = resize_patch_kernel(kernel, shape[0])
+        given[name] = flexivit.resize_patch_kernel(kernel, shape[0])
         action = f"patches resized from {len(kernel)} to {shape[0]} (FlexiViT)"
         rows.append(FitRow(name, action, kernel.shape, given[name].shape))
     return rows
@@ -339,25 +337,6 @@ def _allowed(names: list[str], patterns: Sequence[str]) -> set[str]:
     return allowed
 
 
-def resize_patch_kernel(
-    kernel: Float[np.ndarray, "P P C D"], patch: int
-) -> Float[np.ndarray, "p p C D"]:
-    """Resizes a patch embedding so that resized patches have the same output.
-
-    This is the pseudo-inverse of the patches' bilinear resize (PI-resize, FlexiViT,
-    arXiv:2212.08013, section 3.4): exact if patches grow, optimal in the least-squares
-    sense if they shrink.
-
-    Args:
-      kernel: kernel of the patch embedding.
-      patch: new side of a patch in pixels.
-    """
-    # The resize of a square is a Kronecker product, and so is its pseudo-inverse.
-    matrix = np.linalg.pinv(_bilinear(len(kernel), patch).T)
-    resized = np.einsum("ij,jkcd,lk->ilcd", matrix, kernel, matrix, optimize=True)
-    return resized.astype(kernel.dtype)
-
-
 def convert_input_channels(
     kernel: Float[np.ndarray, "P P C D"], channels: int, how: str = "repeat"
 ) -> Float[np.ndarray, "P P c D"]:
@@ -382,12 +361,6 @@ def convert_input_channels(
     return (kernel[:, :, numbers] * (count / channels)).astype(dtype)
 
 
-def _bilinear(old: int, new: int) -> Float[np.ndarray, "new old"]:
-    """Returns the matrix of a bilinear resize of pixels without antialiasing."""
-    at = (np.arange(new) + 0.5) * old / new - 0.5
-    return posemb.triangle(np.clip(at, 0, old - 1), old)
-
-
 def replace_head(pretrained: Pretrained, num_classes: int) -> Pretrained:
     """Returns a checkpoint with a classifier of zeros, or with none for 0 classes.
 
@@ -407,21 +380,6 @@ def replace_head(pretrained: Pretrained, num_classes: int) -> Pretrained:
     return dataclasses.replace(
         pretrained, params=params, options=options, class_names=()
     )
-
-
-def _check_sequences(model: Model, preprocess: Preprocess) -> None:
-    """Raises UserError unless a network takes images as sequences of patches."""
-    where = f"max_tokens={preprocess.max_tokens}"
-    if not model.config.takes_sequences:
-        raise UserError(
-            f"{where}: {model.options['variant']} takes images of one size: choose a "
-            "Vision Transformer, or leave it out"
-        )
-    if preprocess.patch != model.patch_size:
-        raise UserError(
-            f"{where} with patches of {preprocess.patch} pixels, but "
-            f"{model.options['variant']} has {model.patch_size}"
-        )
 
 
 def fit_network(pretrained: Pretrained, preprocess: Preprocess) -> tuple[Model, dict]:
@@ -447,8 +405,11 @@ def fit_network(pretrained: Pretrained, preprocess: Preprocess) -> tuple[Model, 
         )
     check_preprocess(preprocess, source.image_shape[-1])
     model = models.create(**{**pretrained.options, "image_size": preprocess.image_size})
-    if preprocess.max_tokens:
-        _check_sequences(model, preprocess)
+    if preprocess.max_tokens and not model.config.takes_sequences:
+        raise UserError(
+            f"max_tokens={preprocess.max_tokens}: {model.options['variant']} takes images "
+            "of one size: choose a Vision Transformer, or leave it out"
+        )
     if count := pretrained.token_merging:
         if not model.has_encoder:
             raise UserError(

@@ -302,7 +302,7 @@ def _preprocess(data: dict) -> Preprocess | None:
         ) if pair(size) == image_size and _same_shape(pair(resized), image_size):
             fraction = image_size[0] / pair(resized)[0]
             return Preprocess(**common, crop_fraction=fraction, squash=True)
-        case (NaFlex(max_tokens=most, patch=patch, interpolation=how),):
+        case (NaFlex(choices=[(most, patch)], interpolation=how),):
             kept = {"max_tokens": most, "patch": patch, "interpolation": how}
             return Preprocess(**common, **kept)
     return None

@@ -75,16 +75,59 @@ def test_parts_and_flips_are_random():
 
 @pytest.mark.parametrize(
     "line",
-    ["naflex(0)", "naflex(3, pack=4)", "naflex((16, 2), pack=3)", "naflex(8, patch=0)"],
+    [
+        "naflex(0)",
+        "naflex(3, pack=4)",
+        "naflex((16, 2), pack=3)",
+        "naflex(8, patch=0)",
+        "naflex(8, patch=())",
+        "naflex(8, side=32)",
+        "naflex(side=(32, 0))",
+        "naflex(side=31, patch=(16, 32))",
+        "naflex(side=4.5)",
+    ],
 )
 def test_bad_arguments_are_refused(line):
     with pytest.raises(UserError, match="naflex"):
         parse.parse_train(line, (32, 32))
 
 
+@pytest.mark.parametrize(
+    ("line", "choices"),
+    [
+        ("naflex(12, patch=(4, 8))", [(12, 4), (12, 8)]),
+        ("naflex((9, 12), patch=(4, 8))", [(9, 4), (9, 8), (12, 4), (12, 8)]),
+        ("naflex(side=24, patch=(4, 8, 10))", [(36, 4), (9, 8), (5, 10)]),
+        ("naflex(side=(8, 24), patch=4)", [(4, 4), (36, 4)]),
+    ],
+)
+def test_each_batch_draws_one_of_all_pairs(line, choices):
+    (transform,) = parse.parse_train(line, (32, 32)).host
+    found = transform.alternatives()
+    assert [(each.max_tokens, each.patch) for each in found] == choices
+    shapes = [each.output_shapes(3)["image"] for each in found]
+    assert shapes == [(most * patch, patch, 3) for most, patch in choices]
+    # The training step is compiled for the one that takes the most memory first.
+    most, patch = max(choices)
+    assert transform.output_shapes(3)["image"] == (most * patch, patch, 3)
+
+
+def test_images_of_a_fixed_side_keep_their_pixels_whatever_the_patch():
+    image = image_of(24, 24)
+    for patch in (2, 4, 6, 8, 12):
+        found = naflex.NaFlex(side=24, patch=patch)(image, RNG)
+        assert found["grids"].tolist() == [[24 // patch] * 2]
+        cells = found["image"].reshape(24 // patch, 24 // patch, patch, patch, 3)
+        whole = cells.swapaxes(1, 2).reshape(24, 24, 3)
+        np.testing.assert_array_equal(whole, image)
+    wide = naflex.NaFlex(side=24, patch=4)(image_of(30, 120), RNG)
+    assert wide["grids"].tolist() == [[3, 12]]
+
+
 def test_evaluation_takes_it_without_random_choices():
     (transform,) = parse.parse_eval("naflex(64, patch=8)", (32, 32))
     assert transform.max_tokens == 64
-    for line in ("naflex(64, flip=True)", "naflex((16, 64))", "naflex(64, pack=2)"):
+    several = "naflex((16, 64))", "naflex(64, patch=(8, 16))", "naflex(side=(64, 96))"
+    for line in ("naflex(64, flip=True)", "naflex(64, pack=2)", *several):
         with pytest.raises(UserError, match="naflex"):
             parse.parse_eval(line, (32, 32))

@@ -5,6 +5,7 @@ patch in pixels.
 """
 
 import dataclasses
+import itertools
 
 import numpy as np
 from jaxtyping import Num
@@ -29,17 +30,21 @@ class NaFlex(HostTransform):
     Args:
       max_tokens: N, most patches of a sequence; of several numbers, as (64, 256), each batch
         draws one.
-      patch: S, that of the network.
+      patch: S, to which the network resizes its kernel (models/flexivit.py); of several,
+        as (8, 16, 32), each batch draws one, of all pairs with `max_tokens` or `side`.
       area, ratio: of a random part to cut out first, see `InceptionCrop`; the whole image for
         an area of (1, 1).
       pack: images of a sequence, each of which gets its share of what the ones before have
         left; rows of "image" and "grids" are then fewer than labels.
+      side: in place of `max_tokens`, side in pixels of a square of the area of the resized
+        images: a sequence has the patches that it holds, so that images keep their size
+        and smaller patches are more (FlexiViT, arXiv:2212.08013). Several as above.
     """
 
     numbers = (GRIDS,)
 
     max_tokens: Given = 256
-    patch: Given = key(16, "Side of a patch in pixels.", at_least=1)
+    patch: Given = 16
     area: Given = (1.0, 1.0)
     ratio: Given = (3 / 4, 4 / 3)
     flip: Given = key(False, "Flip left and right with probability 0.5.")
@@ -47,28 +52,42 @@ class NaFlex(HostTransform):
     interpolation: Given = key(
         "bilinear", "Filter of the resize.", choices=tuple(INTERPOLATIONS)
     )
+    side: Given = 0
 
     def __post_init__(self):
         super().__post_init__()
         check_part(self.area, self.ratio)
-        for count in self.lengths:
-            if type(count) is not int or count < self.pack:
+        for name in ("max_tokens", "patch", *(["side"] if self.side else [])):
+            values = _several(getattr(self, name))
+            if not values or any(type(n) is not int or n < 1 for n in values):
                 raise ValueError(
-                    f"max_tokens={self.max_tokens!r}: give whole numbers of at least 1, "
-                    f"and of at least pack={self.pack}"
+                    f"{name}={getattr(self, name)!r}: give whole numbers of at least 1"
+                )
+        if self.side and self.max_tokens != NaFlex.max_tokens:
+            raise ValueError(
+                f"max_tokens={self.max_tokens} and side={self.side}, which replaces it: "
+                "leave one out"
+            )
+        for most, patch in self.choices:
+            if most < self.pack:
+                raise ValueError(
+                    f"room for {most} patches of {patch} pixels, but pack={self.pack} "
+                    f"needs as many: raise {'side' if self.side else 'max_tokens'}"
                 )
 
     @property
     def in_eval(self) -> bool:
         """Whether there are no random choices."""
         whole = tuple(self.area) == (1, 1) and not self.flip
-        return whole and len(self.lengths) == self.pack == 1
+        return whole and len(self.choices) == self.pack == 1
 
     @property
-    def lengths(self) -> tuple[int, ...]:
-        """Numbers of patches, of which each batch draws one."""
-        one = isinstance(self.max_tokens, int)
-        return (self.max_tokens,) if one else tuple(self.max_tokens)
+    def choices(self) -> list[tuple[int, int]]:
+        """Pairs of most patches and their side, of which each batch draws one."""
+        if not self.side:
+            return [*itertools.product(_several(self.max_tokens), _several(self.patch))]
+        pairs = itertools.product(_several(self.side), _several(self.patch))
+        return [(side**2 // patch**2, patch) for side, patch in pairs]
 
     @property
     def packs(self) -> int:
@@ -77,7 +96,10 @@ class NaFlex(HostTransform):
 
     def alternatives(self) -> list["NaFlex"]:
         """See `Transform`."""
-        return [dataclasses.replace(self, max_tokens=count) for count in self.lengths]
+        return [
+            dataclasses.replace(self, max_tokens=most, patch=patch, side=0)
+            for most, patch in self.choices
+        ]
 
     def of_share(self, left: int, images: int) -> "NaFlex":
         """Returns the transform of one of so many images that share what is left of N."""
@@ -90,20 +112,25 @@ class NaFlex(HostTransform):
         if tuple(self.area) != (1, 1):
             crop = InceptionCrop(area=self.area, ratio=self.ratio)
             box = crop.box(*image.shape[:2], rng)
-        grid = fitting_grid(*box[2:], max(self.lengths))
-        size = tuple(side * self.patch for side in grid)
+        most, patch = max(self.choices)
+        grid = fitting_grid(*box[2:], most)
+        size = tuple(count * patch for count in grid)
         resized = resize_box(image, box, size, INTERPOLATIONS[self.interpolation])
         if self.flip and rng.random() < 0.5:
             resized = resized[:, ::-1]
         strip = np.zeros(self.output_shapes(image.shape[-1])["image"], image.dtype)
-        patches = cut(resized, self.patch)
+        patches = cut(resized, patch)
         strip[: len(patches)] = patches
         return {"image": strip, GRIDS: np.array([grid], np.int32)}
 
     def output_shapes(self, channels: int) -> dict[str, tuple[int, ...]]:
-        """Returns the shapes of the results."""
-        shape = (max(self.lengths) * self.patch, self.patch, channels)
-        return {"image": shape, GRIDS: (self.pack, 2)}
+        """Returns the shapes of the results; of several, those with the most patches."""
+        most, patch = max(self.choices)
+        return {"image": (most * patch, patch, channels), GRIDS: (self.pack, 2)}
+
+
+def _several(value: Given) -> tuple:
+    return tuple(value) if isinstance(value, (list, tuple)) else (value,)
 
 
 def fitting_grid(height: int, width: int, most: int) -> tuple[int, int]:

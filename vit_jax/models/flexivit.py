@@ -1,0 +1,34 @@
+"""Patch embeddings for patches of other sizes (FlexiViT, arXiv:2212.08013, section 3.4).
+
+Letters: P and p side of a patch in pixels, before and after, C channels, D model width.
+"""
+
+import numpy as np
+from jaxtyping import Array, Float
+
+from vit_jax.models import posemb
+
+
+def resize_patch_kernel(
+    kernel: Float[np.ndarray, "P P C D"] | Float[Array, "P P C D"], patch: int
+) -> Float[np.ndarray, "p p C D"] | Float[Array, "p p C D"]:
+    """Resizes a patch embedding so that resized patches have the same output.
+
+    This is the pseudo-inverse of the patches' bilinear resize (PI-resize): exact if patches
+    grow, optimal in the least-squares sense if they shrink.
+
+    Args:
+      kernel: kernel of the patch embedding; NumPy stays NumPy.
+      patch: p.
+    """
+    P, _, C, D = kernel.shape
+    # The resize of a square is a Kronecker product, and so is its pseudo-inverse.
+    matrix = np.linalg.pinv(_bilinear(P, patch).T)
+    flat = posemb.resample(kernel.reshape(P, P, C * D), matrix, matrix)
+    return flat.reshape(patch, patch, C, D)
+
+
+def _bilinear(old: int, new: int) -> Float[np.ndarray, "new old"]:
+    """Returns the matrix of a bilinear resize of pixels without antialiasing."""
+    at = (np.arange(new) + 0.5) * old / new - 0.5
+    return posemb.triangle(np.clip(at, 0, old - 1), old)
