@@ -271,6 +271,25 @@ def test_two_folders_of_images_and_masks(place, tmp_path, capsys):
         command(tmp_path, str(tmp_path / "others"), *words[1:], weights=place)
 
 
+def test_images_that_keep_their_aspect_have_as_many_patches(place, tmp_path, chosen):
+    config = chosen(place, "--aspect=keep", "--minutes=0", f"--workdir={tmp_path}")
+    tokens = config.data.image_size[0] * config.data.image_size[1] // 8**2
+    for line in (config.data.train_transform, config.data.eval_transform):
+        assert line.startswith(f"naflex({tokens}, patch=8")
+    with pytest.raises(UserError, match="aspect='wide'"):
+        command(place, f"--workdir={tmp_path}", "--aspect=wide")
+
+
+def test_images_of_any_aspect_become_a_model(place, tmp_path):
+    words = [f"--workdir={tmp_path}", "--minutes=0", "--config.total_steps=2"]
+    assert command(place, *words, "--aspect=keep") == 0
+    model = vit_jax.load_model(tmp_path, tell=lambda line: None)
+    assert (model.preprocessing.max_tokens, model.preprocessing.patch) == (16, 8)
+    assert 'src="data:image/jpeg' in (tmp_path / "report.html").read_text()
+    with pytest.raises(UserError, match="another command.*--aspect"):
+        command(place, *words)
+
+
 @pytest.mark.slow
 def test_shapes_on_noise_are_learnt_to_the_pixel(place, tmp_path):
     root, run, lines = tmp_path / "set", tmp_path / "run", []

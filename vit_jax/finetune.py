@@ -32,6 +32,7 @@ def run(flags: argparse.Namespace, workdir: str) -> None:
             workdir,
             masks=flags.masks,
             model=flags.model,
+            aspect=flags.aspect,
             overrides=flags.overrides,
             say=cli.say,
         )
@@ -41,6 +42,7 @@ def run(flags: argparse.Namespace, workdir: str) -> None:
         workdir,
         masks=flags.masks,
         model=flags.model,
+        aspect=flags.aspect,
         minutes=finetuning.MINUTES if flags.minutes is None else flags.minutes,
         folds=flags.folds,
         overrides=flags.overrides,
@@ -69,6 +71,12 @@ def parser() -> cli.Parser:
         help="weights; default: deit:Ti/16 on a CPU, augreg:S/16 elsewhere",
     )
     cli.add_step_flag(parser)
+    add(
+        "--aspect",
+        default="crop",
+        help="keep: images of any aspect, as many patches as a square has (NaFlex); "
+        "default: crop",
+    )
     add(
         "--minutes",
         type=_minutes,

@@ -36,6 +36,7 @@ _BATCH = 64  # Images per batch of an evaluation without a config.
 class _Arguments(WeightsArguments):
     model: str = key("", "Weights.")
     workdir: str = key("", "Folder of a run.")
+    aspect: str = key("crop", "What becomes of images that are not square.")
     minutes: float = key(0.0, "Time to train in.", below=2**31)
     folds: int = key(0, "Runs, each with another part to validate on.")
     num_examples: int = key(1, "Images per epoch.", at_least=1)
@@ -116,6 +117,7 @@ def finetune(
     masks: str | os.PathLike = "",
     class_names: Sequence[str] = (),
     model: str | os.PathLike = "",
+    aspect: str = finetuning.ASPECTS[0],
     minutes: int | float = finetuning.MINUTES,  # noqa: PYI041 (beartype knows)
     folds: int = 0,
     callbacks: Iterable[Callback] = (),
@@ -139,6 +141,8 @@ def finetune(
       class_names: of arrays, in label order.
       model: weights, see `load_model`; DeiT-Ti on a CPU and AugReg S/16 elsewhere if
         empty.
+      aspect: "crop" for squares; "keep" for images of any size, of as many patches as a
+        square has (NaFlex, docs/any_size.md).
       minutes: to train and evaluate in, by the measured speed; 0 is no limit.
       folds: train so often, each time with another part of the images to validate on, so
         that all of a small set are scored; the first run is the model.
@@ -172,6 +176,7 @@ def finetune(
             workdir or default_workdir("finetune", model, place, os.fspath(masks)),
             masks=os.fspath(masks),
             model=model,
+            aspect=aspect,
             minutes=minutes,
             folds=folds,
             overrides=overrides,

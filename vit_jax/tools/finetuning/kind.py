@@ -34,6 +34,9 @@ class Given:
     validated: int  # Images of the validation split.
     pretrained: Pretrained
     preprocess: Preprocess
+    keeps_aspect: bool = (
+        False  # Images are sequences of patches, see models/patches.py.
+    )
 
     @property
     def images(self) -> rule.Images:

@@ -6,6 +6,7 @@ from typing import ClassVar
 
 import numpy as np
 
+from vit_jax import models
 from vit_jax.data.sources.base import read_labels
 from vit_jax.data.sources.open import open_source
 from vit_jax.errors import UserError
@@ -60,7 +61,10 @@ class Labels:
         }
 
     def transforms(self, given: Given, size: tuple[int, int]) -> dict[str, str]:
-        return rule.transforms_of(given.images, given.preprocess, size)
+        if not given.keeps_aspect:
+            return rule.transforms_of(given.images, given.preprocess, size)
+        patch = models.create(**given.pretrained.options).patch_size
+        return rule.of_any_size(given.images, given.preprocess, size, patch)
 
     def choices(self, images: rule.Images, raw: Mapping) -> Choices:
         balance = raw["data"].get("class_balance") or "as they are"

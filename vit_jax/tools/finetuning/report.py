@@ -31,6 +31,7 @@ from vit_jax.data.sources.open import Spec, open_source
 from vit_jax.data.transforms import device as transforms
 from vit_jax.evaluators.splits import Subset
 from vit_jax.files import replace_text
+from vit_jax.models import patches
 from vit_jax.tools.finetuning import mistakes
 from vit_jax.tools.finetuning.mistakes import Answers
 from vit_jax.tools.near_duplicates import scan
@@ -62,8 +63,9 @@ def write(config: TrainConfig, workdir: str, split: str, headline: str) -> str:
     model, params = surgery.fit_network(pretrained, how)
 
     @jax.jit
-    def step(params, images):
-        images = transforms.normalize(images, data.mean, data.std)
+    def step(params, batch):
+        images = transforms.normalize(batch["image"], data.mean, data.std)
+        images = patches.of_batch(batch, images)
         outputs = model.apply(params, images.astype(model.options["dtype"]))
         return outputs["logits"], outputs["pre_logits"]
 
@@ -175,7 +177,8 @@ def _evaluate(
     data = dataclasses.replace(data, on_error="skip")
     with pipeline.eval_batches(source, data, batch_size=batch_size) as batches:
         for batch in batches:
-            outputs = jax.device_get(forward(batch["image"]))
+            images = {k: batch[k] for k in ("image", "grids") if k in batch}
+            outputs = jax.device_get(forward(images))
             rows = (*outputs, batch["label"], batch["index"])
             columns.append([np.asarray(values)[batch["mask"]] for values in rows])
     types = np.float32, np.float32, np.int64, np.int64

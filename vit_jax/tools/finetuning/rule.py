@@ -89,8 +89,7 @@ def transforms_of(
     images: Images, preprocess: Preprocess, image_size: tuple[int, int]
 ) -> dict[str, str]:
     """Returns `train_transform` and `eval_transform` for images of a height and width."""
-    area = (0.6, 1.0) if images.grey else (0.3, 1.0)
-    train = f"inception_crop(area={area})" + ("" if images.grey else " | flip")
+    train = f"inception_crop(area={_area(images)})" + ("" if images.grey else " | flip")
     whole = preprocess.squash or preprocess.fill
     if whole or images.side <= min(image_size) / 2:  # Small images are not cropped.
         return {"train_transform": train, "eval_transform": "resize"}
@@ -100,6 +99,23 @@ def transforms_of(
     resized = rows if rows == columns else (rows, columns)
     crop = f"resize_small({resized}) | central_crop"
     return {"train_transform": train, "eval_transform": crop}
+
+
+def of_any_size(
+    images: Images, preprocess: Preprocess, image_size: tuple[int, int], patch: int
+) -> dict[str, str]:
+    """Returns the transforms of as many patches as an image of that size has."""
+    tokens = math.prod(side // patch for side in image_size)
+    common = f"{tokens}, patch={patch}, interpolation={preprocess.interpolation!r}"
+    random = f"area={_area(images)}" + ("" if images.grey else ", flip=True")
+    return {
+        "train_transform": f"naflex({common}, {random})",
+        "eval_transform": f"naflex({common})",
+    }
+
+
+def _area(images: Images) -> tuple[float, float]:
+    return (0.6, 1.0) if images.grey else (0.3, 1.0)
 
 
 def batch_of(images: Images, backend: str, devices: int) -> int:

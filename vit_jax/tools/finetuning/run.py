@@ -35,6 +35,7 @@ from vit_jax.weights import workdir as workdirs
 FILE = "finetune.json"
 SMALL_MODEL, MODEL = "deit:Ti/16", "augreg:S/16"
 MINUTES = 15.0
+ASPECTS = ("crop", "keep")
 # Keys of `config.data` that describe the layout of the images.
 _LAYOUT_KEYS = ("image_key", "label_key", "multi_label", "data_dir")
 _LAYOUT_KEYS += ("image_dir", "image_suffix")
@@ -50,6 +51,7 @@ def finetune(
     *,
     masks: str = "",
     model: str = "",
+    aspect: str = ASPECTS[0],
     minutes: float = MINUTES,
     folds: int = 0,
     overrides: Mapping[str, object] | None = None,
@@ -62,7 +64,7 @@ def finetune(
       place: folder, table, or name of a data set, see layout.py.
       masks: folder of the masks of the images in a folder, which have the same names.
       overrides: dotted config key -> value, instead of the chosen one.
-      workdir, model, minutes, folds, callbacks, say: see `vit_jax.finetune`.
+      workdir, model, aspect, minutes, folds, callbacks, say: see `vit_jax.finetune`.
 
     Raises:
       UserError: the images or weights cannot be read or do not fit, or the workdir holds
@@ -70,7 +72,8 @@ def finetune(
     """
     if folds < 0 or folds == 1:
         raise UserError(f"folds={folds}: give two or more, or 0 for one run")
-    request = _request(place, masks, model, overrides, say, minutes / (folds or 1))
+    minutes /= folds or 1
+    request = _request(place, masks, model, overrides, say, minutes, aspect)
     trained = []
     for fold in range(folds or 1):
         folder = os.path.join(workdir, "folds", str(fold)) if fold else workdir
@@ -94,11 +97,13 @@ def find_rate(
     *,
     masks: str = "",
     model: str = "",
+    aspect: str = ASPECTS[0],
     overrides: Mapping[str, object] | None = None,
     say: Callable[[str], None] = print,
 ) -> float:
     """Returns a peak learning rate from a range test, see `finetune`; trains nothing."""
-    raw, _ = choose(_request(place, masks, model, overrides, say), workdir)
+    request = _request(place, masks, model, overrides, say, aspect=aspect)
+    raw, _ = choose(request, workdir)
     result = rate_range.run(raw, say=say)
     written = rate_range.write(result, workdir)
     say(
@@ -118,6 +123,7 @@ class _Request:
     overrides: Mapping[str, object]
     say: Callable[[str], None]
     minutes: float
+    aspect: str = ASPECTS[0]
     fold: tuple[int, int] = (0, 0)
 
     @property
@@ -141,7 +147,10 @@ def _request(
     overrides: Mapping[str, object] | None,
     say: Callable[[str], None],
     minutes: float = 0.0,
+    aspect: str = ASPECTS[0],
 ) -> _Request:
+    if aspect not in ASPECTS:
+        raise UserError(f"aspect={aspect!r} is not one of {', '.join(ASPECTS)}")
     for key in overrides or {}:
         if key in _FLAGS or key.startswith("evals"):
             raise UserError(
@@ -154,7 +163,7 @@ def _request(
     if masks:
         place, folders = layout.common_folder(path, masks)
         keys |= folders
-    return _Request(place, model, keys, say, minutes)
+    return _Request(place, model, keys, say, minutes, aspect)
 
 
 def _train(
@@ -169,6 +178,8 @@ def _train(
         "--minutes": request.minutes,
         "config": {key: str(value) for key, value in overrides.items()},
     }
+    if request.aspect != ASPECTS[0]:
+        command["--aspect"] = request.aspect
     if request.fold[1]:
         command["--folds"] = list(request.fold)
     free = _free(raw) if raw else set()
@@ -230,7 +241,12 @@ def _open(request: _Request, workdir: str) -> Given:
     pretrained = weights.open_pretrained(request.model, with_task=False)
     for note in pretrained.notes:
         request.say(f"{masked(request.model)}: {note}")
-    kind = _kind_of(splits.config)
+    kind, keeps = _kind_of(splits.config), request.aspect == "keep"
+    if keeps and splits.config.mask_key:
+        raise UserError(
+            "aspect='keep' with masks, which are learnt from parts of one size: leave it "
+            "out"
+        )
     return Given(
         kind,
         splits,
@@ -238,6 +254,7 @@ def _open(request: _Request, workdir: str) -> Given:
         len(splits.open(splits.validation)),
         pretrained,
         weights.preprocessing_of(pretrained),
+        keeps,
     )
 
 
