@@ -11,6 +11,7 @@ a place such as hf://owner/name. --to is one of
   hf_mae       a folder for ViTMAE of transformers, with a run's decoder
   microsoft    a .pth file for microsoft/Swin-Transformer
   hf_clip      a folder for CLIP or SigLIP of transformers, with the text tower if there is one
+  hf_siglip2   a folder for Siglip2 of transformers, with the text tower if there is one
   open_clip    a folder for CLIP of OpenCLIP, with its text tower
   hf_dinov3    a folder for DINOv3ViTModel of transformers
   hf_beit      a folder for BeitModel of transformers

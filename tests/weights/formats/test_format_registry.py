@@ -135,6 +135,7 @@ READS_WHAT_IS_WRITTEN = {
     "hf_dinov3": "Hugging Face DINOv3",
     "hf_ijepa": "Hugging Face I-JEPA",
     "hf_mae": "MAE",
+    "hf_siglip2": "Hugging Face CLIP and SigLIP",
     "mae": "DINO",  # Without fixed positions it is a backbone as of DINO.
     "microsoft": "Swin",
     "open_clip": "OpenCLIP",
@@ -227,6 +228,7 @@ def written_as(to):
         "hf_dinov3": {"rope": "centered", "posemb": "none"},
         "hf_beit": {"relative_bias": "every"},
         "hf_ijepa": {"pool": "gap"},
+        "hf_siglip2": {"pool": "map", "num_classes": 0, "posemb_resize": "bilinear"},
         "open_clip": {"pre_norm": True, "num_classes": 0, "activation": "gelu"},
     }.get(to, {})
     given = checkpoint(encoder(**plain))

@@ -192,6 +192,30 @@ def test_what_fills_no_patch_is_cut_off_at_the_end():
     assert processor.write(cropped, 3)["crop_size"] == {"height": 31, "width": 31}
 
 
+def test_the_most_patches_of_siglip2_are_read_and_written_back():
+    config = {"image_processor_type": "Siglip2ImageProcessor", "max_num_patches": 90}
+    found, notes = read(config, (32, 32), "siglip2_vision_model", patch=16)
+    assert (found, notes) == (Preprocess((32, 32), squash=True, max_tokens=90), [])
+    other, notes = read(IMAGENET, (28, 28), "siglip2", patch=14)
+    assert (other.max_tokens, other.mean) == (256, tuple(IMAGENET["image_mean"]))
+    assert len(notes) == 1 and "patch_size=16" in notes[0]
+
+    written = processor.write(found, 3, 16)
+    expected = config | {"patch_size": 16, "resample": 2, "image_mean": [0.5] * 3}
+    assert {key: written[key] for key in expected} == expected
+    assert "size" not in written
+    assert read(written, (32, 32), "siglip2", patch=16) == (found, [])
+
+
+def test_images_that_get_another_shape_in_the_library_are_told():
+    flexible, fixed = Preprocess((28, 28), max_tokens=90), Preprocess((28, 28))
+    assert processor.note_tokens(flexible, 14) == processor.note_tokens(fixed, 0) == []
+    assert processor.write(fixed, 3, 14)["max_num_patches"] == 4
+    assert "4 patches" in processor.note_tokens(fixed, 14)[0]
+    assert processor.write(flexible, 3)["image_processor_type"] == "BitImageProcessor"
+    assert "max_tokens=90" in processor.note_tokens(flexible, 0)[0]
+
+
 PROCESSORS = [
     ("ViT", {}),
     ("ViT", {"size": 384, "resample": 3}),

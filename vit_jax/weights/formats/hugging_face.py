@@ -424,8 +424,13 @@ def write_folder(
     contents, notes = {"config.json": config}, []
     if preprocess := pretrained.preprocess:
         network = config.get("vision_config", config)
-        content = hugging_face_processor.write(preprocess, network["num_channels"])
-        if any(preprocess.cut):  # The first layer of transformers drops these pixels.
+        # Siglip2 reads images of any size as patches.
+        patch = network["patch_size"] if "num_patches" in network else 0
+        channels = network["num_channels"]
+        content = hugging_face_processor.write(preprocess, channels, patch)
+        notes += hugging_face_processor.note_tokens(preprocess, patch)
+        # The first layer of other networks drops these pixels.
+        if any(preprocess.cut) and not patch:
             height, width = crop_sides(preprocess)
             network["image_size"] = height if height == width else [height, width]
         contents["preprocessor_config.json"] = content

@@ -1,15 +1,19 @@
-"""CLIP and SigLIP of transformers: the image tower, alone or beside the text tower.
+"""CLIP, SigLIP and Siglip2 of transformers: the image tower, alone or beside the text tower.
 
 The hub has OpenCLIP's published weights in this format too. `pre_logits` of the network
 are the features before the projection to the joint space. The projection is in
 `task_params` together with the text tower, under the names of models/text.py. The
 classifiers (CLIPForImageClassification, SiglipForImageClassification) see the mean of the
 patches, without CLIP's last norm.
+
+Siglip2 has SigLIP's layers and reads images of any size as patches, which a dense layer embeds
+(models/patches.py). transformers loads SigLIP 2 of a fixed size as Siglip.
 """
 
 import dataclasses
+import functools
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 from flax.traverse_util import flatten_dict
@@ -29,6 +33,7 @@ _NUMBER = tables.one_layout(lambda a: a.reshape(1), lambda a: a)
 # model_type of an image tower alone, and of both towers or a classifier.
 _CLIP_TYPES = ("clip_vision_model", "clip")
 _SIGLIP_TYPES = ("siglip_vision_model", "siglip")
+_SIGLIP2_TYPES = ("siglip2_vision_model", "siglip2")
 _LABELS = ("id2label", "label2id", "problem_type")  # At the top of config.json.
 _PATCHES = "embeddings.patch_embedding.weight"
 _BIAS = "embeddings.patch_embedding.bias"
@@ -121,6 +126,32 @@ def _clip_has(options: Mapping) -> dict:
     }
 
 
+def _prepare_siglip2(flat: Arrays, config: Mapping) -> list[str]:
+    """Makes the dense layer a convolution; its inputs are rows, columns and channels."""
+    side = config.get("patch_size", SIGLIP2.defaults["patch_size"])
+    weight = flat[_PATCHES]
+    channels, rest = divmod(weight.shape[1], side**2)
+    if rest:
+        raise UserError(
+            f"patch_size={side} in config.json, but patches have {weight.shape[1]} values: "
+            "keep the config.json of the file"
+        )
+    patches = weight.reshape(-1, side, side, channels)
+    flat[_PATCHES] = patches.transpose(0, 3, 1, 2)
+    return _prepare(flat, config)
+
+
+def _finish_siglip2(arrays: Arrays, options: Mapping) -> list[str]:
+    weight = arrays[_PATCHES].transpose(0, 2, 3, 1)
+    arrays[_PATCHES] = np.ascontiguousarray(weight.reshape(len(weight), -1))
+    return []
+
+
+def _siglip2_config(options: Mapping) -> dict:
+    rows, columns = (side // options["patch"] for side in options["image_size"])
+    return {**SIGLIP.config(options), "num_patches": rows * columns}
+
+
 def clip_preprocess(image_size: tuple[int, int]) -> Preprocess:
     """Returns CLIP's preprocessing."""
     return Preprocess(
@@ -130,6 +161,12 @@ def clip_preprocess(image_size: tuple[int, int]) -> Preprocess:
 
 def _siglip_preprocess(image_size: tuple[int, int]) -> Preprocess:
     return Preprocess(image_size, interpolation="bicubic", squash=True)
+
+
+def _siglip2_preprocess(image_size: tuple[int, int]) -> Preprocess:
+    return Preprocess(
+        image_size, squash=True, max_tokens=hugging_face_processor.MAX_TOKENS
+    )
 
 
 CLIP = Family(
@@ -177,6 +214,22 @@ SIGLIP = dataclasses.replace(
     patch_bias=True,
     preprocess=_siglip_preprocess,
 )
+SIGLIP2 = dataclasses.replace(
+    SIGLIP,
+    to="hf_siglip2",
+    network="Siglip2Vision",
+    model_types=_SIGLIP2_TYPES,
+    defaults=SIGLIP.defaults | {"patch_size": 16},
+    fixed={"posemb_resize": "bilinear"},
+    has=lambda options: {
+        **SIGLIP.has(options),
+        "posemb": ("learned", "learned2d", "none"),  # Others are not resized.
+    },
+    config=_siglip2_config,
+    prepare=_prepare_siglip2,
+    finish=_finish_siglip2,
+    preprocess=_siglip2_preprocess,
+)
 
 
 def _image_tower(flat: Mapping[str, np.ndarray]) -> Arrays:
@@ -195,7 +248,8 @@ def recognises(tensors: Tensors) -> bool:
 def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
     """Reads a checkpoint; see `hugging_face.read`."""
     config, flat = tensors.config, _image_tower(tensors.flat)
-    family = CLIP if _CLASS in flat else SIGLIP
+    family = SIGLIP2 if flat[_PATCHES].ndim == 2 else SIGLIP
+    family = CLIP if _CLASS in flat else family
     whole = {k: config[k] for k in ("model_type", *_LABELS) if k in config}
     tower = (config.get("vision_config") or config) | whole
     sidecars = tensors.sidecars | ({"config.json": tower} if config else {})
@@ -234,7 +288,7 @@ def _read_text(
         )
     depth = tables.count_blocks(flat, "text_model.encoder.layers.")
     table = _text_table(clip, depth, num_heads)
-    part, network = " of the text tower", "CLIPModel or SiglipModel"
+    part, network = " of the text tower", f"{_name(family)}Model"
     tables.check_names(flat, table, source, part=part, network=network)
     params = tables.to_our_arrays(flat, table, source)
     about = _text_form(clip)
@@ -260,13 +314,17 @@ def _text_form(clip: bool) -> dict:
     }
 
 
-def write(pretrained: Pretrained, folder: str | os.PathLike) -> list[str]:
-    """Writes a folder that `from_pretrained` of CLIP or SigLIP loads.
+def write(
+    choose: Callable[[Pretrained], Family],
+    pretrained: Pretrained,
+    folder: str | os.PathLike,
+) -> list[str]:
+    """Writes a folder that `from_pretrained` of the chosen family loads.
 
     With a text tower it has both towers and the files of the tokenizer, otherwise the
     vision model alone. See `hugging_face.write`.
     """
-    family = _family_of(pretrained)
+    family = choose(pretrained)
     options, arrays, notes = hugging_face.to_their_arrays(family, pretrained)
     rows, columns = (side // options["patch"] for side in options["image_size"])
     if rows != columns:
@@ -302,13 +360,13 @@ def write(pretrained: Pretrained, folder: str | os.PathLike) -> list[str]:
     )
 
 
-def _family_of(pretrained: Pretrained) -> Family:
+def _clip_or_siglip(pretrained: Pretrained) -> Family:
     options = models.create(**pretrained.options).options
     return CLIP if options.get("pre_norm") else SIGLIP
 
 
 def _name(family: Family) -> str:
-    """Returns "CLIP" or "Siglip"."""
+    """Returns "CLIP", "Siglip" or "Siglip2"."""
     return family.network.removesuffix("Vision")
 
 
@@ -337,7 +395,7 @@ def _write_text(pretrained: Pretrained, family: Family) -> tuple[Arrays, dict]:
     sizes = dataclasses.asdict(tower) | {"mlp_dim": tower.mlp_dim or 4 * tower.width}
     shared = sizes.keys() & set(KEYS.values())
     config = {
-        "model_type": "clip_text_model" if clip else "siglip_text_model",
+        "model_type": f"{name.lower()}_text_model",
         "vocab_size": tower.vocab_size,
         **{key: sizes[option] for key, option in KEYS.items() if option in shared},
         "max_position_embeddings": flat["text/pos_embedding"].shape[1],
@@ -355,23 +413,32 @@ def _write_text(pretrained: Pretrained, family: Family) -> tuple[Arrays, dict]:
     return arrays, {"text_config": config, "projection_dim": embed_dim}
 
 
-def _usage(pretrained: Pretrained, path: str, on_hub: bool) -> str:
+def _usage(
+    choose: Callable[[Pretrained], Family],
+    pretrained: Pretrained,
+    path: str,
+    on_hub: bool,
+) -> str:
     """Returns Python lines that load a written checkpoint."""
     kind = "Model" if "text" in pretrained.task_params else "VisionModel"
     if pretrained.options["num_classes"]:
         kind = "ForImageClassification"
-    name = _name(_family_of(pretrained)) + kind
+    name = _name(choose(pretrained)) + kind
     return f'from transformers import {name}\nmodel = {name}.from_pretrained("{path}")'
 
 
 READERS[CLIP.name] = Reader(recognises, read)
-WRITERS[CLIP.to] = Writer(
-    write,
-    usage=_usage,
-    library="transformers",
-    with_task=True,
-    files=(
-        *("config.json", "model.safetensors", "preprocessor_config.json"),
-        *tokenizer.FILES,
-    ),
-)
+for _to, _choose in (
+    (CLIP.to, _clip_or_siglip),
+    (SIGLIP2.to, lambda pretrained: SIGLIP2),
+):
+    WRITERS[_to] = Writer(
+        functools.partial(write, _choose),
+        usage=functools.partial(_usage, _choose),
+        library="transformers",
+        with_task=True,
+        files=(
+            *("config.json", "model.safetensors", "preprocessor_config.json"),
+            *tokenizer.FILES,
+        ),
+    )

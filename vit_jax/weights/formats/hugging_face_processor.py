@@ -26,6 +26,7 @@ CLIP = {
     "mean": (0.48145466, 0.4578275, 0.40821073),
     "std": (0.26862954, 0.26130258, 0.27577711),
 }
+MAX_TOKENS = 256  # Patches of an image, unless Siglip2's file has another number.
 _HALF = {"mean": (0.5,) * 3, "std": (0.5,) * 3}
 
 
@@ -46,6 +47,7 @@ _PROCESSORS = {
     "CLIP": _OF_CLIP,
     "Bit": _OF_CLIP,
     "Siglip": _defaults(_SQUARE, 3),
+    "Siglip2": _defaults(None, 2, max_num_patches=MAX_TOKENS, patch_size=16),
     "ConvNext": _defaults({"shortest_edge": 384}, 3, crop_pct=224 / 256),
     "DINOv3ViT": _defaults(_SQUARE, 2, IMAGENET),
 }
@@ -57,6 +59,7 @@ _OF_NETWORK = {
     "beit": "Beit",
     "clip": "CLIP",
     "siglip": "Siglip",
+    "siglip2": "Siglip2",
     "dinov2": "Bit",
     "dinov3": "DINOv3ViT",
 }
@@ -100,13 +103,19 @@ def read(
     if resample not in _RESAMPLE:
         notes.append(f"resample={resample}: not known, so bicubic")
     out, fraction, squash = image_size, 1.0, True
-    if config.get("do_resize", True):
-        out, fraction, squash, more = _geometry(config, name)
-        notes += more
-    else:
+    max_tokens = config["max_num_patches"] if name == "Siglip2" else 0
+    if max_tokens and config["patch_size"] != patch:
+        notes.append(
+            f"patch_size={config['patch_size']} in the image processor's config: patches "
+            f"have {patch} pixels, as the network's"
+        )
+    if not config.get("do_resize", True):
         notes.append(
             f"do_resize=False: images of another size than {out[0]}x{out[1]} are resized"
         )
+    elif not max_tokens:
+        out, fraction, squash, more = _geometry(config, name)
+        notes += more
     whole = tuple(side // patch * patch for side in out)
     cut = tuple(a - b for a, b in zip(out, whole, strict=True))
     if not any_size and whole != tuple(image_size):
@@ -126,6 +135,7 @@ def read(
         std=std,
         crop_down=not squash or fraction < 1,
         cut=cut,
+        max_tokens=max_tokens,
     ), notes
 
 
@@ -169,8 +179,14 @@ def _statistics(config: Mapping) -> tuple[tuple[float, ...], tuple[float, ...]]:
     return tuple(x / white for x in mean), tuple(x / white for x in std)
 
 
-def write(preprocess: Preprocess, channels: int) -> dict:
+def write(preprocess: Preprocess, channels: int, patch: int = 0) -> dict:
     """Returns the content of preprocessor_config.json.
+
+    Args:
+      preprocess: preprocessing of images.
+      channels: of the network.
+      patch: side of a patch in pixels, if the network is Siglip2, which reads images of any
+        size as patches; 0 for other networks.
 
     Raises:
       UserError: transformers has no such image processor.
@@ -198,6 +214,13 @@ def write(preprocess: Preprocess, channels: int) -> dict:
         "image_mean": per_channel(preprocess.mean, channels),
         "image_std": per_channel(preprocess.std, channels),
     }
+    if patch:
+        del config["size"]
+        return config | {
+            "image_processor_type": "Siglip2ImageProcessor",
+            "patch_size": patch,
+            "max_num_patches": preprocess.max_tokens or _num_patches(preprocess, patch),
+        }
     if preprocess.squash and crop_sides(preprocess) == (height, width):
         return config
     if not preprocess.squash:
@@ -215,3 +238,18 @@ def write(preprocess: Preprocess, channels: int) -> dict:
         "do_center_crop": True,
         "crop_size": {"height": rows, "width": columns},
     }
+
+
+def note_tokens(preprocess: Preprocess, patch: int) -> list[str]:
+    """Returns a note if `write` changes whether images keep their size or aspect."""
+    if bool(patch) == bool(preprocess.max_tokens):
+        return []
+    if patch:
+        most = _num_patches(preprocess, patch)
+        return [f"preprocessing: images keep their aspect, with at most {most} patches"]
+    size, most = "x".join(map(str, preprocess.image_size)), preprocess.max_tokens
+    return [f"preprocessing: max_tokens={most} left out, images are {size}"]
+
+
+def _num_patches(preprocess: Preprocess, patch: int) -> int:
+    return math.prod(side // patch for side in preprocess.image_size)

@@ -165,6 +165,7 @@ def _write_sidecars(
 ) -> None:
     """Writes the preprocessing, and the class names if there are any."""
     content = dataclasses.asdict(pretrained.preprocess) | {
+        "max_tokens": 0,  # The program takes images of one size.
         "channels": program.shape[-1],
         "input": f"{_INPUT}: {program.pixels} (any number, {', '.join(map(str, program.shape))}), "
         "normalised by the program",
