@@ -2,6 +2,7 @@
 
 import json
 
+import jax.numpy as jnp
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
@@ -11,6 +12,7 @@ from PIL import Image
 import vit_jax
 from vit_jax.data.transforms import naflex
 from vit_jax.errors import UserError
+from vit_jax.models.patches import PatchSequences
 
 SIZES = [(8, 32), (16, 16), (24, 8), (40, 12)]  # Whole patches of 4 pixels.
 OPTIONS = TINY | {"variant": "Ti/4", "num_classes": 2, "image_size": (16, 16)}
@@ -111,6 +113,34 @@ def test_features_are_written_as_a_table(place, opened, files, tmp_path):
     np.testing.assert_allclose(found, opened[0].features(files), atol=1e-5)
 
 
+def test_patches_of_another_size_are_those_that_training_sees(
+    place, opened, files, capsys
+):
+    weights, told = place / "tiny.safetensors", []
+    model = vit_jax.load_model(weights, patch=2, tell=told.append)
+    assert "4 pixels resized to 2" in told[0] and len(told) == 1
+    assert model.model.grid == (8, 8)
+    images = np.asarray(model.preprocess(files))
+    strips = [naflex.cut(image, 2) for image in images]
+    grids = np.full((len(files), 1, 2), 8)
+    _, fixed = opened
+    given = PatchSequences(jnp.asarray(strips), jnp.asarray(grids))
+    expected = fixed.model.apply(fixed.params, given)["logits"]
+    np.testing.assert_allclose(model(files), expected, atol=1e-5)
+
+    assert not run_command(
+        "predict", [*files, f"--model={weights}", "--patch=2", "--json"]
+    )
+    out, err = capsys.readouterr()
+    found = [json.loads(line)["predictions"][0]["label"] for line in out.splitlines()]
+    assert found == np.argmax(expected, axis=-1).tolist()
+    assert "4 pixels resized to 2" in err
+    kept = vit_jax.load_model(weights, patch=2, max_tokens=64, tell=told.append)
+    assert kept.preprocess(files[:1]).grids.tolist() == [[[4, 16]]]
+    square = files.index(next(file for file in files if file.name == "1.png"))
+    np.testing.assert_allclose(kept(files)[square], expected[square], atol=1e-5)
+
+
 def test_a_run_says_how_its_images_are_prepared(place, files, tmp_path):
     data = {"name": "folder", "data_dir": str(place / "photos"), "split": "val"}
     data |= {"num_classes": 2, "num_examples": 0, "image_size": (16, 16)}
@@ -124,7 +154,8 @@ def test_a_run_says_how_its_images_are_prepared(place, files, tmp_path):
     assert model(files).shape == (8, 2)
 
 
-def test_networks_of_one_size_are_refused(tmp_path):
+@pytest.mark.parametrize("given", [{"max_tokens": 9}, {"patch": 8}], ids=str)
+def test_networks_of_one_size_are_refused(given, tmp_path):
     write_weights(tmp_path / "w.safetensors", **OPTIONS | {"variant": "C+Ti/4"})
-    with pytest.raises(UserError, match="max_tokens"):
-        vit_jax.load_model(tmp_path / "w.safetensors", max_tokens=9)
+    with pytest.raises(UserError, match=rf"{next(iter(given))}.*C\+Ti/4"):
+        vit_jax.load_model(tmp_path / "w.safetensors", **given)

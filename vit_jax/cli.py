@@ -211,13 +211,20 @@ def add_tta_flag(parser: Parser) -> None:
     )
 
 
-def add_max_tokens_flag(parser: Parser) -> None:
-    """Adds the flag of images of any size, which `image_flags` reads."""
-    parser.add_argument(
+def add_patch_flags(parser: Parser) -> None:
+    """Adds the flags of the patches of images, which `image_flags` reads."""
+    add = parser.add_argument
+    add(
         "--max_tokens",
         type=positive,
         metavar="N",
         help="keep the aspect of images, of at most N patches (NaFlex); 256",
+    )
+    add(
+        "--patch",
+        type=positive,
+        metavar="PIXELS",
+        help="side of patches if not the network's, whose kernel is resized (FlexiViT)",
     )
 
 
@@ -289,6 +296,7 @@ def image_flags(flags: argparse.Namespace) -> dict:
         "cut": (0, 0) if getattr(flags, "resolution", None) else None,
         "exif": flags.exif,
         "max_tokens": getattr(flags, "max_tokens", None),
+        "patch": getattr(flags, "patch", None),
     }
     return {name: value for name, value in given.items() if value is not None}
 

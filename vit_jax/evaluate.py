@@ -168,7 +168,7 @@ def parser() -> cli.Parser:
     )
     cli.add_tta_flag(parser)
     cli.add_token_merging_flag(parser)
-    cli.add_max_tokens_flag(parser)
+    cli.add_patch_flags(parser)
     add("--out", default="", help="folder for evaluate.json and figures")
     cli.add_weights_flags(parser)
     return parser

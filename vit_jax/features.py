@@ -71,7 +71,7 @@ def parser() -> cli.Parser:
     add("images", nargs="+", metavar="PHOTOS", help="file, folder, or - for a pipe")
     add("--out", required=True, help="file to write, FILE.parquet")
     cli.add_layers_flag(parser, "add the pooled features of these layers")
-    cli.add_max_tokens_flag(parser)
+    cli.add_patch_flags(parser)
     add(
         "--batch_size", type=cli.positive, default=32, help="images at once; default 32"
     )

@@ -172,7 +172,7 @@ def parser() -> cli.Parser:
     )
     cli.add_tta_flag(parser)
     cli.add_token_merging_flag(parser)
-    cli.add_max_tokens_flag(parser)
+    cli.add_patch_flags(parser)
     add("--json", action="store_true", help="JSON Lines, not a table")
     add(
         "--batch_size", type=cli.positive, default=32, help="images at once; default 32"

@@ -30,6 +30,7 @@ from vit_jax import (
 from vit_jax.__main__ import load
 from vit_jax.config import fields
 from vit_jax.errors import UserError
+from vit_jax.models import flexivit
 from vit_jax.training import config as configuration
 from vit_jax.weights import Preprocess, surgery, workdir
 from vit_jax.weights.formats import native
@@ -119,6 +120,21 @@ def test_images_of_another_size_see_the_same_network_after_loading(tmp_path):
         f"{len(flat) - 1} parameters: loaded",
         "position embeddings: resized from (3, 3) to (5, 2)  1x10x12     1x11x12",
     ]
+
+
+def test_patches_of_another_size_are_loaded_and_told(tmp_path):
+    flat = random_flat(encoder("Ti/4", image_size=(12, 12)))
+    path = save(tmp_path / "a.npz", flat, counted_by_kind)
+    model = encoder("Ti/8", image_size=(16, 40))
+    loaded = weights.load(path, model)
+    assert [line.split("  ")[0] for line in loaded.table()[3:]] == [
+        "position embeddings: resized from (3, 3) to (2, 5)",
+        "embedding/kernel: patches resized from 4 to 8 (FlexiViT)",
+    ]
+    np.testing.assert_array_equal(
+        loaded.params["embedding"]["kernel"],
+        flexivit.resize_patch_kernel(flat["embedding/kernel"], 8),
+    )
 
 
 def test_what_the_same_parameters_compute_otherwise_is_told(tmp_path):

@@ -114,7 +114,7 @@ def load_model(
         which makes a Vision Transformer faster and a little less accurate.
       tell: called with a line about each thing that had to be guessed.
       **preprocess: fields of `vit_jax.weights.Preprocess`, if not the weights', as
-        `max_tokens=256` to keep the aspect of images.
+        `max_tokens=256` to keep the aspect of images, or `patch=8` for smaller patches.
 
     Raises:
       UserError: there are no such weights, or something does not fit.

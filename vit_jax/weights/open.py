@@ -151,9 +151,14 @@ def open_weights(
     )
     guesses = list(pretrained.notes)  # Such as a guessed number of heads.
     preprocess = dataclasses.replace(preprocessing_of(pretrained), **given)
+    patch = models.create(**pretrained.options).patch_size
     if preprocess.max_tokens and not preprocess.patch:
-        patch = models.create(**pretrained.options).patch_size
         preprocess = dataclasses.replace(preprocess, patch=patch)
+    if given.get("patch", patch) != patch:
+        guesses.append(
+            f"kernel of patches of {patch} pixels resized to {preprocess.patch} (FlexiViT), "
+            "positions to their grid"
+        )
     complete = {"mean", "std", "interpolation", "crop_fraction"} <= given.keys()
     if not pretrained.preprocess and not complete:
         guesses.append(

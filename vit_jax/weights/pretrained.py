@@ -60,7 +60,7 @@ class Preprocess:
       pixels, bands: what is read of a file, see `data.pixels` and `data.bands`.
       max_tokens: most patches of an image, whose aspect is kept (`prepare_image`); 0 for
         images of `image_size`. Otherwise `image_size` is that of the position embeddings.
-      patch: side of these patches in pixels; 0 for the network's, see `surgery.fit_network`.
+      patch: side of patches in pixels, see `surgery.resize_patches`; 0 for the network's.
     """
 
     image_size: tuple[int, int]

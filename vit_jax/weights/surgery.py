@@ -382,13 +382,42 @@ def replace_head(pretrained: Pretrained, num_classes: int) -> Pretrained:
     )
 
 
+def resize_patches(pretrained: Pretrained, preprocess: Preprocess) -> Pretrained:
+    """Resizes the kernel of patches to that of a preprocessing (models/flexivit.py).
+
+    The grid of its positions stays, so that they are resized once, to that of the images.
+
+    Raises:
+      UserError: the network has no patches of pixels.
+    """
+    source, side = models.create(**pretrained.options), preprocess.patch
+    if side in (0, source.patch_size):
+        return pretrained
+    options, variant = dict(source.options), source.options["variant"]
+    if not re.fullmatch(r"\w+/\d+", variant):
+        raise UserError(
+            f"patch={side}: {variant} has no patches of pixels whose size may change: "
+            "choose a Vision Transformer, or leave it out"
+        )
+    if pretrained.format == "big_vision":
+        # As big_vision's FlexiViT, whose code is the one that changes patches there.
+        options["posemb_resize"] = "bilinear"
+    if preprocess.max_tokens:  # The network resizes its kernel for sequences.
+        return dataclasses.replace(pretrained, options=options)
+    options["variant"] = f"{variant.split('/')[0]}/{side}"
+    options["image_size"] = tuple(count * side for count in source.grid)
+    model = models.create(**options)
+    params, _ = fit(pretrained.params, model, source, allow_mismatch=None)
+    return dataclasses.replace(pretrained, params=params, options=options)
+
+
 def fit_network(pretrained: Pretrained, preprocess: Preprocess) -> tuple[Model, dict]:
     """Builds the network of a checkpoint for a preprocessing.
 
     Args:
       pretrained: checkpoint from `weights.open_pretrained`.
-      preprocess: preprocessing, whose `image_size` may differ from the checkpoint's:
-        position embeddings are resized.
+      preprocess: preprocessing, whose `image_size` and `patch` may differ from the
+        checkpoint's: position embeddings and the kernel of patches are resized.
 
     Returns:
       The network, and its parameters on the host.
@@ -397,6 +426,7 @@ def fit_network(pretrained: Pretrained, preprocess: Preprocess) -> tuple[Model, 
       UserError: the network has no output for a whole image, or the preprocessing does
         not fit it.
     """
+    pretrained = resize_patches(pretrained, preprocess)
     source = models.create(**pretrained.options)
     if source.has_encoder and source.options["pool"] == "none":
         raise UserError(

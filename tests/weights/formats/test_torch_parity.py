@@ -12,11 +12,11 @@ from flax.traverse_util import unflatten_dict
 from import_timm import import_timm
 from PIL import Image
 from safetensors.numpy import load_file
-from trees import encoder, random_flat
+from trees import counted_by_kind, encoder, random_flat
 
 from vit_jax import models
 from vit_jax.errors import UserError
-from vit_jax.weights import Preprocess, Pretrained, open_pretrained
+from vit_jax.weights import Preprocess, Pretrained, open_pretrained, surgery
 from vit_jax.weights.formats import files, timm
 from vit_jax.weights.formats.registry import READERS, WRITERS
 from vit_jax.weights.pretrained import prepare_image
@@ -306,3 +306,31 @@ def test_transformers_name_the_same_photographs(deit, tmp_path, backend):
     # tie, is named otherwise, with Pillow as with torchvision. It is not among these.
     np.testing.assert_array_equal(our_logits(deit, paths).argmax(-1), guesses)
     assert network.config.id2label[int(guesses[0])] == "tench"
+
+
+def test_big_visions_flexivit_is_read_as_timm_reads_it(tmp_path):
+    # Their files hold a kernel of 32 pixels and positions for a grid of 7, and no position
+    # of the class token.
+    flat = random_flat(encoder("Ti/32", num_classes=7, image_size=(224, 224)))
+    positions = flat.pop("Transformer/posembed_input/pos_embedding")
+    flat["pos_embedding"] = positions[:, 1:]
+    path = tmp_path / "flexivit.npz"
+    np.savez(path, **{f"params/{counted_by_kind(k)}": v for k, v in flat.items()})
+    network = their_timm.models.vision_transformer.VisionTransformer(
+        img_size=80,
+        patch_size=8,
+        num_classes=7,
+        embed_dim=12,
+        depth=2,
+        num_heads=3,
+        mlp_ratio=20 / 12,
+        no_embed_class=True,
+        act_layer=lambda: torch.nn.GELU("tanh"),
+    )
+    network.load_pretrained(str(path))
+    images = np.random.default_rng(0).normal(size=(2, 80, 80, 3)).astype(np.float32)
+    how = Preprocess((80, 80), patch=8)
+    model, params = surgery.fit_network(open_pretrained(path), how)
+    np.testing.assert_allclose(
+        model.apply(params, images)["logits"], theirs(network, images), atol=1e-3
+    )
