@@ -35,6 +35,7 @@ PAGES = [
     "evaluation",
     "features",
     "channels",
+    "any_size",
     "dense",
     "labels",
     "studies",
