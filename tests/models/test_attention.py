@@ -19,8 +19,11 @@ TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}
 LENGTHS = jnp.array([3, 150], jnp.int32)
 
 
-def plain(q, k, v, lengths=None):
+def plain(q, k, v, lengths=None, segments=None):
     logits = jnp.einsum("bhnk,bhmk->bhnm", q, k) * q.shape[-1] ** -0.5
+    if segments is not None:
+        hidden = segments[:, :, None] != segments[:, None]
+        logits = jnp.where(hidden[:, None], -jnp.inf, logits)
     if lengths is not None:
         hidden = jnp.arange(k.shape[2])[None] >= lengths[:, None]
         logits = jnp.where(hidden[:, None, None], -jnp.inf, logits)
@@ -40,15 +43,18 @@ def value_and_gradients(function, q, k, v, grad):
     return [x.astype(jnp.float32) for x in (value, *pull(grad.astype(value.dtype)))]
 
 
-def assert_plain(function, n, m, width, dtype, lengths=None, compiler_options=None):
+def assert_plain(
+    function, n, m, width, dtype, lengths=None, compiler_options=None, segments=None
+):
     """Compares values and gradients, each against its largest number or 1."""
+    masks = {"lengths": lengths, "segments": segments}
     given = operands(n, m, width, dtype)
     exact = [x.astype(jnp.float32) for x in given]
     found, expected = (
         jax.jit(functools.partial(value_and_gradients, f), compiler_options=o)(*args)
         for f, args, o in (
-            (functools.partial(function, lengths=lengths), given, compiler_options),
-            (functools.partial(plain, lengths=lengths), exact, None),
+            (functools.partial(function, **masks), given, compiler_options),
+            (functools.partial(plain, **masks), exact, None),
         )
     )
     for a, b in zip(found, expected, strict=True):
@@ -104,6 +110,34 @@ def test_what_cudnn_is_asked_for_is_plain_attention(dtype, lengths):
     # (root mean square) where 0.24 % is that of rounding. cuDNN sums in float32.
     without = {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_REDUCE"}
     assert_plain(attend, 197, 197, 64, dtype, lengths, compiler_options=without)
+
+
+def parts_of(tokens):
+    """Returns segments of several lengths, other ones in each row."""
+    cuts = [(tokens // 5, tokens // 2), (tokens // 3, tokens - 1)]
+    return jnp.array(
+        [[sum(n >= c for c in cut) for n in range(tokens)] for cut in cuts]
+    )
+
+
+@pytest.mark.parametrize(
+    ("way", "n", "dtype"),
+    [
+        ("einsum", 9, "float32"),
+        ("einsum", 9, "bfloat16"),
+        ("einsum16", 9, "bfloat16"),
+        ("cudnn", 37, "float32"),
+        ("cudnn", 40, "float32"),
+        pytest.param("splash", 197, "float32", marks=pytest.mark.slow),
+        pytest.param("splash", 256, "bfloat16", marks=pytest.mark.slow),
+    ],
+)
+def test_tokens_of_a_segment_attend_to_each_other_alone(way, n, dtype):
+    attend = {
+        "cudnn": functools.partial(attention.attend_cudnn, implementation="xla"),
+        "splash": functools.partial(attention.attend_splash, interpret=True),
+    }.get(way) or functools.partial(attention.attend, implementation=way)
+    assert_plain(attend, n, n, 64, dtype, segments=parts_of(n))
 
 
 @pytest.mark.slow
