@@ -119,7 +119,7 @@ def train(name, workdir, seed, steps, args):
         c.evals = SPLITS
         CHANGES[name](c)
         print(f"{name}: {steps} steps", flush=True)
-        vit_jax.train(c, workdir, **({"evals": {}} if steps == TRIAL else {}))
+        vit_jax.train(c.to_dict(), workdir, **({"evals": {}} if steps == TRIAL else {}))
     return json.loads((workdir / "report.json").read_text())
 
 
