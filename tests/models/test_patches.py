@@ -9,6 +9,7 @@ import pytest
 
 from vit_jax import models
 from vit_jax.errors import UserError
+from vit_jax.models import posemb
 from vit_jax.models.patches import PatchSequences, draw
 
 SIDE = 4
@@ -60,6 +61,7 @@ def sequences(rows, length, fill=7.0):
 KINDS = [
     {},
     {"pool": "gap", "posemb": "learned2d"},
+    {"pool": "gap", "posemb": "factorized", "posemb_resize": "bilinear_plain"},
     {"pool": "map", "posemb": "sincos2d", "scan": True},
     {"pool": "gap", "posemb": "sincos2d_mae", "num_register_tokens": 2},
     {"pool": "gap", "posemb": "none", "rope": "axial", "rope_reference": 5},
@@ -93,9 +95,7 @@ def test_other_images_give_the_same_as_a_network_of_their_size(options):
         np.testing.assert_allclose(row, expected, atol=5e-6)
 
 
-@pytest.mark.parametrize(
-    "method", ["linear", "bilinear", "bicubic", "bicubic_plain", "bicubic_dino"]
-)
+@pytest.mark.parametrize("method", posemb.RESIZE_METHODS)
 def test_positions_are_resized_by_the_method_of_the_network(method):
     model = create((4, 3), pool="gap", posemb_resize=method)
     params = filled(model)

@@ -51,6 +51,16 @@ def test_learned2d_joins_a_vector_of_the_column_and_one_of_the_row():
     )
 
 
+def test_factorized_adds_a_vector_of_the_column_and_one_of_the_row():
+    add = posemb.AddPositions("factorized", (Y, X), num_prefix_tokens=2)
+    params = random_like(add.init(jax.random.key(0), jnp.zeros((1, 2 + Y * X, D))))
+    out = add.apply(params, jnp.zeros((1, 2 + Y * X, D)))[0]
+    rows, columns = (params["params"][f"{n}_embedding"] for n in ("row", "column"))
+    assert (rows.shape, columns.shape) == ((Y, D), (X, D))
+    np.testing.assert_array_equal(out[:2], 0)
+    np.testing.assert_allclose(out[2:].reshape(Y, X, D)[1, 3], columns[3] + rows[1])
+
+
 @pytest.mark.parametrize("kind", ["learned", "learned2d", "sincos2d"])
 def test_register_tokens_have_no_position(kind):
     add = posemb.AddPositions(kind, (Y, X), num_prefix_tokens=3, num_register_tokens=2)
@@ -63,7 +73,7 @@ def test_register_tokens_have_no_position(kind):
     np.testing.assert_array_equal(jnp.concatenate([out[:1], out[3:]]), expected)
 
 
-@pytest.mark.parametrize("kind", ["learned", "learned2d"])
+@pytest.mark.parametrize("kind", ["learned", "learned2d", "factorized"])
 def test_stem_and_shared_have_one_table_and_every_layer_its_own(kind):
     count = {
         at: sum(

@@ -34,7 +34,7 @@ from vit_jax.models.patches import Places
 from vit_jax.models.posemb import RESIZE_METHODS, AddPositions, bias_of_grid
 
 POSITION_KINDS = (
-    *("learned", "learned2d", "sincos2d", "sincos2d_mae"),
+    *("learned", "learned2d", "factorized", "sincos2d", "sincos2d_mae"),
     *("relative", "none"),
 )
 POSITION_PLACES = ("stem", "every", "shared")
@@ -63,8 +63,8 @@ class EncoderConfig(NetworkConfig):
     )
     posemb: str = key(
         "learned",
-        'Position embeddings: "learned", "learned2d", "sincos2d", "sincos2d_mae", '
-        '"relative" or "none".',
+        'Position embeddings: "learned", "learned2d", "factorized", "sincos2d", '
+        '"sincos2d_mae", "relative" or "none"; models/posemb.py.',
         choices=POSITION_KINDS,
     )
     posemb_placement: str = key(
@@ -76,6 +76,7 @@ class EncoderConfig(NetworkConfig):
             "posemb": {
                 "learned": "stem",
                 "learned2d": "stem",
+                "factorized": "stem",
                 "sincos2d": "stem",
                 "sincos2d_mae": "stem",
                 "relative": "every",
@@ -86,9 +87,10 @@ class EncoderConfig(NetworkConfig):
         "linear",
         'How learned positions are resized for other image sizes: "linear" (Google), '
         '"bicubic" (timm, DINOv2 with registers), "bicubic_plain" (MAE), "bicubic_dino" '
-        '(DINO, DINOv2), "bilinear" (SigLIP 2); models/posemb.py.',
+        '(DINO, DINOv2), "bilinear" (SigLIP 2), "bilinear_plain" (timm\'s factorized '
+        "ones); models/posemb.py.",
         choices=tuple(RESIZE_METHODS),
-        only_if={"posemb": ("learned", "learned2d")},
+        only_if={"posemb": ("learned", "learned2d", "factorized")},
     )
     dropout: float = key(
         0.0,

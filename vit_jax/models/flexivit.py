@@ -23,12 +23,6 @@ def resize_patch_kernel(
     """
     P, _, C, D = kernel.shape
     # The resize of a square is a Kronecker product, and so is its pseudo-inverse.
-    matrix = np.linalg.pinv(_bilinear(P, patch).T)
+    matrix = np.linalg.pinv(posemb.resize_matrix("bilinear_plain", P, patch).T)
     flat = posemb.resample(kernel.reshape(P, P, C * D), matrix, matrix)
     return flat.reshape(patch, patch, C, D)
-
-
-def _bilinear(old: int, new: int) -> Float[np.ndarray, "new old"]:
-    """Returns the matrix of a bilinear resize of pixels without antialiasing."""
-    at = (np.arange(new) + 0.5) * old / new - 0.5
-    return posemb.triangle(np.clip(at, 0, old - 1), old)

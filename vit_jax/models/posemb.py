@@ -31,7 +31,8 @@ class AddPositions(nn.Module):
       kind: "learned": a vector per token. "learned2d": learned vectors of the column and
         of the row, each of half the width, concatenated. "sincos2d": the same with
         fixed sines and cosines (arXiv:2104.02057, section 4.1) of big_vision's
-        wavelengths; "sincos2d_mae": of MAE's. "none" and "relative" add nothing. The 2-D
+        wavelengths; "sincos2d_mae": of MAE's. "factorized": learned vectors of the column
+        and of the row, added (NaViT, arXiv:2307.06304, section 2.1). "none" and "relative" add nothing. The 2-D
         kinds are 0 for prefix tokens.
       grid: Y and X.
       num_prefix_tokens: P.
@@ -68,12 +69,17 @@ class AddPositions(nn.Module):
                 before, after = jnp.split(embedding, [P - R], 1)
                 none = jnp.zeros((1, R, D))
                 embedding = jnp.concatenate([before, none, after], axis=1)
-        elif self.kind == "learned2d":
+        elif self.kind in ("learned2d", "factorized"):
+            width = D // 2 if self.kind == "learned2d" else D
             rows, columns = (
-                self.param(f"{name}_embedding", _INIT, (side, D // 2), jnp.float32)
+                self.param(f"{name}_embedding", _INIT, (side, width), jnp.float32)
                 for name, side in zip(("row", "column"), self.grid, strict=True)
             )
-            embedding = self._pad_prefix(_on_grid(rows, columns)[None])
+            if self.kind == "learned2d":
+                embedding = _on_grid(rows, columns)
+            else:
+                embedding = (rows[:, None] + columns[None]).reshape(-1, D)
+            embedding = self._pad_prefix(embedding[None])
         elif self.kind.startswith("sincos2d"):
             if places is None:
                 return self._pad_prefix(sincos2d(self.grid, D, self.kind)[None])
@@ -192,6 +198,16 @@ def bilinear(at: Points, old: int, new: Length) -> Weights:
     return weights / weights.sum(-1, keepdims=True)
 
 
+def bilinear_plain(at: Points, old: int, new: Length) -> Weights:
+    """Weighs for a bilinear resize of pixels without antialiasing.
+
+    Source: torch.nn.functional.interpolate(mode="bilinear"), by which timm resizes
+    factorized position embeddings, and Swin V1 its tables.
+    """
+    xp = _numpy(at, new)
+    return triangle(xp.clip((at + 0.5) * (old / new) - 0.5, 0, old - 1), old)
+
+
 def bicubic_antialiased(at: Points, old: int, new: Length) -> Weights:
     """Weighs for an antialiased bicubic resize of pixels.
 
@@ -253,6 +269,7 @@ def _numpy(*arrays):
 RESIZE_METHODS = {
     "linear": linear_corners,
     "bilinear": bilinear,
+    "bilinear_plain": bilinear_plain,
     "bicubic": bicubic_antialiased,
     "bicubic_plain": bicubic_plain,
     "bicubic_dino": bicubic_dino,
