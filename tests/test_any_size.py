@@ -152,6 +152,10 @@ def test_a_run_says_how_its_images_are_prepared(place, files, tmp_path):
     how = model.preprocessing
     assert (how.max_tokens, how.patch, how.interpolation) == (32, 4, "bicubic")
     assert model(files).shape == (8, 2)
+    other = vit_jax.load_model(tmp_path, patch=8, tell=lambda line: None)
+    how = other.preprocessing
+    assert (how.max_tokens, how.patch) == (8, 8)  # Images are as large as before.
+    assert other(files).shape == (8, 2)
 
 
 @pytest.mark.parametrize("given", [{"max_tokens": 9}, {"patch": 8}], ids=str)

@@ -150,15 +150,7 @@ def open_weights(
         image_size=given.get("image_size"),
     )
     guesses = list(pretrained.notes)  # Such as a guessed number of heads.
-    preprocess = dataclasses.replace(preprocessing_of(pretrained), **given)
-    patch = models.create(**pretrained.options).patch_size
-    if preprocess.max_tokens and not preprocess.patch:
-        preprocess = dataclasses.replace(preprocess, patch=patch)
-    if given.get("patch", patch) != patch:
-        guesses.append(
-            f"kernel of patches of {patch} pixels resized to {preprocess.patch} (FlexiViT), "
-            "positions to their grid"
-        )
+    preprocess = _preprocess(pretrained, given, guesses.append)
     complete = {"mean", "std", "interpolation", "crop_fraction"} <= given.keys()
     if not pretrained.preprocess and not complete:
         guesses.append(
@@ -173,6 +165,27 @@ def open_weights(
         name = place.name if place.exists() else checkpoint
         tell(f"{name}: {'; '.join(guesses)}")
     return pretrained, preprocess
+
+
+def _preprocess(
+    pretrained: Pretrained, given: Mapping[str, object], tell: Callable[[str], None]
+) -> Preprocess:
+    """Returns a checkpoint's preprocessing with some fields replaced."""
+    own = preprocessing_of(pretrained)
+    side = models.create(**pretrained.options).patch_size
+    preprocess = dataclasses.replace(own, **given)
+    if preprocess.max_tokens and not preprocess.patch:
+        preprocess = dataclasses.replace(preprocess, patch=side)
+    if own.max_tokens and "max_tokens" not in given:
+        # Images keep their size when the patches change.
+        most = own.max_tokens * (own.patch or side) ** 2 // preprocess.patch**2
+        preprocess = dataclasses.replace(preprocess, max_tokens=max(1, most))
+    if (new := given.get("patch") or side) != side:
+        tell(
+            f"kernel of patches of {side} pixels resized to {new} (FlexiViT), positions to "
+            "their grid"
+        )
+    return preprocess
 
 
 def _name_classes(pretrained: Pretrained, tell: Callable[[str], None]) -> Pretrained:
