@@ -105,3 +105,23 @@ def test_masks_lie_over_their_images(tmp_path):
     out = tmp_path / "sheet.png"
     run(recipe, f"--out={out}")
     assert out.exists()
+
+
+@pytest.mark.parametrize(
+    "transform", ["naflex(12, patch=2)", "naflex(24, patch=2, pack=2)"]
+)
+def test_images_of_any_size_are_shown_whole(transform, tmp_path):
+    recipe = write_recipe(
+        tmp_path / "sizes.py",
+        *LINES,
+        f'c.data.train_transform = "{transform}"',
+        'c.model = dict(variant="Ti/2", width=12, depth=1, num_heads=2, mlp_dim=8, pool="gap")',
+    )
+    loaded = config.load(str(recipe), {})
+    source = open_source(loaded.data, "train")
+    images, labels, _ = show_batch.see(source, loaded, 4)
+    assert len(images) == len(labels) == 4
+    for image, label in zip(images, labels, strict=True):
+        # Digits are square: three rows and columns of patches of 2 pixels.
+        assert image.shape == (6, 6, 1) and image.max() > 150
+        assert label.sum() == 1

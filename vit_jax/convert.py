@@ -108,7 +108,7 @@ def open_weights(flags: argparse.Namespace):
             f"{num_classes} classes: give a name a class"
         )
     given = cli.image_flags(flags)
-    preprocess = dataclasses.replace(weights.preprocessing_of(pretrained), **given)
+    preprocess = weights.preprocess_with(pretrained, given)
     check_preprocess(preprocess, pretrained.options["channels"])
     notes = pretrained.notes
     if not registry.WRITERS[flags.to].with_task:
@@ -128,7 +128,8 @@ def open_weights(flags: argparse.Namespace):
         notes += (
             f"how images are prepared: nothing says, so assumed as of {usual}: {how}",
         )
-    if flags.resolution and flags.resolution != tuple(pretrained.options["image_size"]):
+    resized = flags.resolution not in (None, tuple(pretrained.options["image_size"]))
+    if resized or flags.patch:
         model, params = surgery.fit_network(pretrained, preprocess)
         pretrained = dataclasses.replace(
             pretrained, params=params, options=model.options
@@ -173,6 +174,7 @@ def parser() -> cli.Parser:
     add("--private", action="store_true", help="to a private repository, if it is new")
     add("--license", default="", help="for the model card: apache-2.0")
     cli.add_image_flags(parser)
+    cli.add_patch_flags(parser)
     return parser
 
 

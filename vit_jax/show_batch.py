@@ -82,6 +82,8 @@ def see(source, config, count: int) -> tuple:
     from vit_jax.config.lengths import RunLength
     from vit_jax.data import bands, masks, normalization, pipeline
     from vit_jax.data.transforms import parse
+    from vit_jax.models import patches
+    from vit_jax.models.patches import PatchSequences
     from vit_jax.training import train_state
 
     # Processes would not pay for one batch.
@@ -106,10 +108,15 @@ def see(source, config, count: int) -> tuple:
     mean, std = (np.asarray(values, np.float32) for values in (data.mean, data.std))
     views, names = [], []
     for name, images in prepared.items():
-        if images.ndim < 4:
+        several = isinstance(images, PatchSequences)
+        if not several and images.ndim < 4:
             continue
-        pixels = (np.asarray(images) * std + mean) * 255
-        pixels = pixels.round().clip(0, 255).astype(np.uint8)
+        each = patches.to_images(images) if several else np.asarray(images)
+        each = [((one * std + mean) * 255).round().clip(0, 255) for one in each]
+        if several:
+            sides = np.max([one.shape[:2] for one in each], axis=0).tolist()
+            each = [_pad(one[None, None], *sides)[0] for one in each]
+        pixels = np.stack(each).astype(np.uint8)
         pixels = pixels.reshape(len(pixels), -1, *pixels.shape[-3:])
         views.append(pixels)
         names += [f"{name} {number + 1}" for number in range(pixels.shape[1])]

@@ -74,6 +74,21 @@ def stack(images: Sequence[np.ndarray | PatchSequences]) -> np.ndarray | PatchSe
     return jax.tree.map(lambda *rows: np.stack(rows), *images)
 
 
+def to_images(sequences: PatchSequences) -> list[np.ndarray]:
+    """Returns the images of sequences in host memory, (height, width, C) each, in order."""
+    found, side = [], sequences.patch_size
+    for strip, grids in zip(*map(np.asarray, sequences), strict=True):
+        start = 0
+        for rows, columns in grids.tolist():
+            stop = start + rows * columns * side
+            cells = strip[start:stop].reshape(rows, columns, side, side, -1)
+            if rows:
+                height, width = rows * side, columns * side
+                found.append(cells.swapaxes(1, 2).reshape(height, width, -1))
+            start = stop
+    return found
+
+
 def pad_batch(images: np.ndarray | PatchSequences, rows: int):
     """Returns a batch in host memory with rows of zeros at its end."""
 

@@ -90,7 +90,7 @@ class AddPositions(nn.Module):
             return embedding
         prefix, table = jnp.split(embedding, [P], axis=1)
         patches = at_places(table[0], self.grid, places, method)
-        prefix = jnp.broadcast_to(prefix, (len(patches), P, D))
+        prefix = jnp.broadcast_to(prefix, (patches.shape[0], P, D))
         return jnp.concatenate([prefix, patches], axis=1)
 
     def _pad_prefix(self, embedding):

@@ -17,6 +17,7 @@ _MODULES = {
     "load": "open",
     "open_pretrained": "open",
     "open_weights": "open",
+    "preprocess_with": "open",
     "preprocessing_of": "pretrained",
 }
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "load",
     "open_pretrained",
     "open_weights",
+    "preprocess_with",
     "preprocessing_of",
 ]
 

@@ -150,7 +150,7 @@ def open_weights(
         image_size=given.get("image_size"),
     )
     guesses = list(pretrained.notes)  # Such as a guessed number of heads.
-    preprocess = _preprocess(pretrained, given, guesses.append)
+    preprocess = preprocess_with(pretrained, given, guesses.append)
     complete = {"mean", "std", "interpolation", "crop_fraction"} <= given.keys()
     if not pretrained.preprocess and not complete:
         guesses.append(
@@ -167,10 +167,18 @@ def open_weights(
     return pretrained, preprocess
 
 
-def _preprocess(
-    pretrained: Pretrained, given: Mapping[str, object], tell: Callable[[str], None]
+def preprocess_with(
+    pretrained: Pretrained,
+    given: Mapping[str, object],
+    tell: Callable[[str], None] = lambda line: None,
 ) -> Preprocess:
-    """Returns a checkpoint's preprocessing with some fields replaced."""
+    """Returns a checkpoint's preprocessing with some fields replaced.
+
+    Args:
+      pretrained: checkpoint.
+      given: fields of `Preprocess`.
+      tell: called with a line about patches that are resized.
+    """
     own = preprocessing_of(pretrained)
     side = models.create(**pretrained.options).patch_size
     preprocess = dataclasses.replace(own, **given)

@@ -11,12 +11,14 @@ import numpy as np
 import pytest
 from helpers import draw_params, run_command
 
+import vit_jax
 from vit_jax import models
 from vit_jax.errors import UserError
 from vit_jax.evaluators import label_maps, prediction
 from vit_jax.models import segmenter
 from vit_jax.weights import Preprocess, Pretrained, export
 from vit_jax.weights.formats import native, programs
+from vit_jax.weights.pretrained import prepare_image
 
 PREPROCESS = Preprocess((64, 64), (0.4, 0.5, 0.6), (0.2, 0.3, 0.25), "bicubic", 0.75)
 # One of each kind of network.
@@ -133,6 +135,32 @@ def test_the_size_may_be_another(tmp_path):
     wanted = prediction.Classifier(pretrained, preprocess=larger).logits(images(2, 96))
     found = in_jax(out)(images(2, 96))["logits"]
     np.testing.assert_allclose(found, np.asarray(wanted), atol=1e-5)
+
+
+def test_a_program_reads_images_of_any_size(tmp_path):
+    pretrained = made(posemb_resize="bicubic")
+    how = {"max_tokens": 12, "patch": 16}
+    pretrained = dataclasses.replace(
+        pretrained, preprocess=dataclasses.replace(PREPROCESS, **how)
+    )
+    export.export(pretrained, "stablehlo", tmp_path)
+    data = (tmp_path / "model.stablehlo").read_bytes()
+    program = jax.export.deserialize(bytearray(data))
+    native.write(pretrained, tmp_path / "weights.safetensors")
+    model = vit_jax.load_model(
+        tmp_path / "weights.safetensors", tell=lambda line: None, **how
+    )
+    rng = np.random.default_rng(0)
+    sizes = [(30, 70), (64, 64), (90, 20)]
+    images = [rng.integers(0, 256, (*size, 3), np.uint8) for size in sizes]
+    for some in (images, images[:1]):
+        prepared = [prepare_image(image, model.preprocessing) for image in some]
+        pixels, grids = map(np.stack, zip(*prepared, strict=True))
+        assert pixels.shape == (len(some), 12 * 16, 16, 3)
+        found = program.call(pixels, grids)["logits"]
+        np.testing.assert_allclose(found, model(some), atol=1e-4)
+    said = json.loads((tmp_path / "preprocess.json").read_text())
+    assert (said["max_tokens"], said["patch"]) == (12, 16) and "grids" in said["input"]
 
 
 def test_one_program_replaces_another(tmp_path):

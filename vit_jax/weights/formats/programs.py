@@ -4,8 +4,10 @@
   GPU and TPU. It can be read for at least half a year of JAX releases.
 - `onnx`: written by jax2onnx (github.com/enpasos/jax2onnx), with the extra `onnx`.
 
-A program takes any number of resized and cropped images, and normalises them. Its folder
-has the preprocessing in `preprocess.json`, and the class names in `labels.txt`.
+A program takes any number of resized and cropped images, and normalises them. One of
+`jax.export` takes sequences of patches instead if the preprocessing keeps the aspect of
+images: pixels, and the grids of the images (models/patches.py). Its folder has the
+preprocessing in `preprocess.json`, and the class names in `labels.txt`.
 Letters: B images, H, W pixels, C channels.
 """
 
@@ -23,9 +25,10 @@ import jax.numpy as jnp
 from vit_jax.data.transforms import device as transforms
 from vit_jax.errors import UserError
 from vit_jax.models import segmenter
+from vit_jax.models.patches import PatchSequences
 from vit_jax.weights import surgery
 from vit_jax.weights.formats.registry import WRITERS, Writer
-from vit_jax.weights.pretrained import Pretrained
+from vit_jax.weights.pretrained import Pretrained, naflex_of
 from vit_jax.weights.segmenter import has_segmenter, segmenter_of
 
 _STABLEHLO, _ONNX = "model.stablehlo", "model.onnx"
@@ -40,14 +43,15 @@ class Program:
     """A network as a function.
 
     Attributes:
-      function: takes parameters and images, (B, H, W, C), and returns the outputs,
-        float32 each.
+      function: takes parameters and images, (B, H, W, C), or sequences, and returns the
+        outputs, float32 each.
       params: parameters on the host.
-      shape: shape of an image, (H, W, C).
+      shape: shape of an image, (H, W, C), or of the patches of one.
       outputs: names of the outputs: "logits" (B, classes) if there is a classifier, and
         "pre_logits" (B, D), the features of the image, if the network has them; with a
         head for masks "logits" (B, H, W, classes) alone.
       pixels: dtype of the images.
+      any_size: whether it takes sequences.
     """
 
     function: Callable[[dict, jax.Array], tuple[jax.Array, ...]]
@@ -55,22 +59,30 @@ class Program:
     shape: tuple[int, int, int]
     outputs: tuple[str, ...]
     pixels: str
+    any_size: bool = False
 
     @property
-    def batch(self) -> jax.ShapeDtypeStruct:
-        """Any number of images, (B, H, W, C)."""
-        sides = ", ".join(map(str, self.shape))
-        return jax.ShapeDtypeStruct(
-            jax.export.symbolic_shape(f"B, {sides}"), self.pixels
-        )
+    def batch(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Any number of images, (B, H, W, C), and their grids, (B, 1, 2)."""
+        scope = jax.export.SymbolicScope()
+
+        def any_number(shape, dtype):
+            sides = ", ".join(map(str, ("B", *shape)))
+            symbolic = jax.export.symbolic_shape(sides, scope=scope)
+            return jax.ShapeDtypeStruct(symbolic, dtype)
+
+        images = any_number(self.shape, self.pixels)
+        grids = (any_number((1, 2), jnp.int32),) if self.any_size else ()
+        return images, *grids
 
 
-def build(pretrained: Pretrained) -> Program:
+def build(pretrained: Pretrained, *, any_size: bool = False) -> Program:
     """Builds the function of a checkpoint, in float32.
 
     Args:
       pretrained: a checkpoint with preprocessing, whose image size may differ from that
         of the network.
+      any_size: whether the function takes sequences if the preprocessing makes them.
 
     Raises:
       UserError: there is no preprocessing, or it does not fit.
@@ -83,13 +95,16 @@ def build(pretrained: Pretrained) -> Program:
         )
     # A layout for GPUs would not be portable.
     options = {**pretrained.options, "dtype": "float32", "platform": "cpu"}
+    any_size = any_size and bool(how.max_tokens)
+    if not any_size:
+        how = dataclasses.replace(how, max_tokens=0)
     model, params = surgery.fit_network(
         dataclasses.replace(pretrained, options=options), how
     )
 
-    def run(params, images):
+    def run(params, images, *grids):
         images = transforms.normalize(images, how.mean, how.std)
-        outputs = apply(params, images)
+        outputs = apply(params, PatchSequences(images, *grids) if grids else images)
         return tuple(outputs[name].astype(jnp.float32) for name in names)
 
     shape, apply = model.image_shape, model.apply
@@ -101,20 +116,22 @@ def build(pretrained: Pretrained) -> Program:
     names = tuple(name for name in ("logits", "pre_logits") if name in shapes)
     if not pretrained.num_classes:
         names = tuple(name for name in names if name != "logits")
-    return Program(run, params, shape, names, how.pixels)
+    if any_size:
+        shape = naflex_of(how).output_shapes(shape[-1])["image"]
+    return Program(run, params, shape, names, how.pixels, any_size)
 
 
 def write_stablehlo(pretrained: Pretrained, folder: pathlib.Path) -> list[str]:
     """Writes a folder with a program of `jax.export`; see `registry.Writer`."""
-    program = build(pretrained)
+    program = build(pretrained, any_size=True)
 
     @jax.jit
-    def images_to_outputs(images):
-        return dict(
-            zip(program.outputs, program.function(program.params, images), strict=True)
-        )
+    def images_to_outputs(*images):
+        outputs = program.function(program.params, *images)
+        return dict(zip(program.outputs, outputs, strict=True))
 
-    exported = jax.export.export(images_to_outputs, platforms=_PLATFORMS)(program.batch)
+    export = jax.export.export(images_to_outputs, platforms=_PLATFORMS)
+    exported = export(*program.batch)
     (folder / _STABLEHLO).write_bytes(exported.serialize())
     _write_sidecars(pretrained, program, folder)
     return []
@@ -141,7 +158,7 @@ def write_onnx(pretrained: Pretrained, folder: pathlib.Path) -> list[str]:
     with _silenced(), jax.numpy_rank_promotion("allow"):
         jax2onnx.to_onnx(
             lambda images: program.function(program.params, images),
-            [program.batch],
+            list(program.batch),
             model_name=pretrained.options["variant"],
             opset=_OPSET,
             return_mode="file",
@@ -165,7 +182,6 @@ def _write_sidecars(
 ) -> None:
     """Writes the preprocessing, and the class names if there are any."""
     content = dataclasses.asdict(pretrained.preprocess) | {
-        "max_tokens": 0,  # The program takes images of one size.
         "channels": program.shape[-1],
         "input": f"{_INPUT}: {program.pixels} (any number, {', '.join(map(str, program.shape))}), "
         "normalised by the program",
@@ -173,17 +189,24 @@ def _write_sidecars(
         "probabilities": "sigmoid" if pretrained.loss == "sigmoid" else "softmax",
         "multi_label": pretrained.multi_label,
     }
+    if program.any_size:
+        content["input"] += (
+            "; grids: int32 (as many, 1, 2), rows and columns of patches"
+        )
+    else:
+        content["max_tokens"] = 0
     (folder / _PREPROCESS).write_text(json.dumps(content, indent=2) + "\n")
     if pretrained.class_names:
         lines = "".join(f"{name}\n" for name in pretrained.class_names)
         (folder / _LABELS).write_text(lines)
 
 
-def _stablehlo_usage(_pretrained: Pretrained, place: str, _hub: bool) -> str:
+def _stablehlo_usage(pretrained: Pretrained, place: str, _hub: bool) -> str:
+    given = "images, grids" if pretrained.preprocess.max_tokens else "images"
     return (
         "import jax, pathlib\n"
         f'data = pathlib.Path("{place}/{_STABLEHLO}").read_bytes()\n'
-        "outputs = jax.export.deserialize(bytearray(data)).call(images)"
+        f"outputs = jax.export.deserialize(bytearray(data)).call({given})"
     )
 
 
