@@ -3,6 +3,7 @@
 --model takes a run's workdir, a file or folder of any format that this project reads, or
 a place such as hf://owner/name. --to is one of
   timm         a folder for timm.create_model("local-dir:...")
+  timm_naflex  a folder for NaFlexVit of timm, which reads images of any size as patches
   hf           a folder for from_pretrained of transformers
   google       an .npz file with the published names
   safetensors  a file of this project, with all that a model needs

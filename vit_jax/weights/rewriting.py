@@ -14,7 +14,7 @@ from vit_jax import models
 from vit_jax.config import fields
 from vit_jax.errors import UserError
 from vit_jax.models import posemb
-from vit_jax.weights.pretrained import POSITIONS
+from vit_jax.weights.pretrained import POSITIONS, Preprocess
 
 TOKENS = ("cls", "dist")  # In the order of their rows in position embeddings.
 # A block's LayerScale to the layer before it.
@@ -193,3 +193,12 @@ def note_resize(options: Mapping, library: str) -> list[str]:
         "another way than training did, so features differ there"
     )
     return [note]
+
+
+def note_tokens(preprocess: Preprocess) -> list[str]:
+    """Returns a note if a format has no place for `max_tokens`."""
+    if not preprocess.max_tokens:
+        return []
+    size = "x".join(map(str, preprocess.image_size))
+    most = preprocess.max_tokens
+    return [f"preprocessing: max_tokens={most} left out, images are {size}"]

@@ -120,7 +120,9 @@ READ_BY = {
     "mae_facebook.safetensors": "MAE",
     "mae_hf": "MAE",
     "mixer.npz": "google Mixer",
+    "naflexvit_timm": "timm NaFlexVit",
     "mixer_timm.safetensors": "timm Mixer",
+    "siglip2_hf": "Hugging Face CLIP and SigLIP",
     "simmim_swin.safetensors": "Swin",
     "swin_v1.safetensors": "Swin",
     "swin_v2.safetensors": "Swin",
@@ -141,6 +143,7 @@ READS_WHAT_IS_WRITTEN = {
     "open_clip": "OpenCLIP",
     "safetensors": "vit_jax",
     "timm": "timm",
+    "timm_naflex": "timm NaFlexVit",
 }
 
 
@@ -229,6 +232,7 @@ def written_as(to):
         "hf_beit": {"relative_bias": "every"},
         "hf_ijepa": {"pool": "gap"},
         "hf_siglip2": {"pool": "map", "num_classes": 0, "posemb_resize": "bilinear"},
+        "timm_naflex": {"posemb_resize": "bicubic"},
         "open_clip": {"pre_norm": True, "num_classes": 0, "activation": "gelu"},
     }.get(to, {})
     given = checkpoint(encoder(**plain))

@@ -18,4 +18,5 @@ from vit_jax.weights.formats import (  # noqa: F401
     programs,
     swin,
     timm,
+    timm_naflex,
 )

@@ -130,20 +130,17 @@ def _prepare_siglip2(flat: Arrays, config: Mapping) -> list[str]:
     """Makes the dense layer a convolution; its inputs are rows, columns and channels."""
     side = config.get("patch_size", SIGLIP2.defaults["patch_size"])
     weight = flat[_PATCHES]
-    channels, rest = divmod(weight.shape[1], side**2)
-    if rest:
+    if weight.shape[1] % side**2:
         raise UserError(
             f"patch_size={side} in config.json, but patches have {weight.shape[1]} values: "
             "keep the config.json of the file"
         )
-    patches = weight.reshape(-1, side, side, channels)
-    flat[_PATCHES] = patches.transpose(0, 3, 1, 2)
+    flat[_PATCHES] = tables.dense_to_conv(weight, side)
     return _prepare(flat, config)
 
 
 def _finish_siglip2(arrays: Arrays, options: Mapping) -> list[str]:
-    weight = arrays[_PATCHES].transpose(0, 2, 3, 1)
-    arrays[_PATCHES] = np.ascontiguousarray(weight.reshape(len(weight), -1))
+    arrays[_PATCHES] = tables.conv_to_dense(arrays[_PATCHES])
     return []
 
 

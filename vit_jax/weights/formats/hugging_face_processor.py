@@ -8,6 +8,7 @@ import math
 from collections.abc import Mapping
 
 from vit_jax.errors import UserError
+from vit_jax.weights import rewriting
 from vit_jax.weights.pretrained import (
     IMAGENET,
     Preprocess,
@@ -247,8 +248,7 @@ def note_tokens(preprocess: Preprocess, patch: int) -> list[str]:
     if patch:
         most = _num_patches(preprocess, patch)
         return [f"preprocessing: images keep their aspect, with at most {most} patches"]
-    size, most = "x".join(map(str, preprocess.image_size)), preprocess.max_tokens
-    return [f"preprocessing: max_tokens={most} left out, images are {size}"]
+    return rewriting.note_tokens(preprocess)
 
 
 def _num_patches(preprocess: Preprocess, patch: int) -> int:

@@ -95,6 +95,24 @@ def from_heads(num_heads: int) -> ArrayLayout:
     )
 
 
+def dense_to_conv(weight: np.ndarray, side: int) -> np.ndarray:
+    """Returns the convolution of a dense layer of patches.
+
+    Args:
+      weight: (out, Y x X x in), of the flattened pixels of patches.
+      side: Y and X.
+
+    Returns:
+      (out, in, Y, X).
+    """
+    return weight.reshape(len(weight), side, side, -1).transpose(0, 3, 1, 2)
+
+
+def conv_to_dense(weight: np.ndarray) -> np.ndarray:
+    """Returns the dense layer of `dense_to_conv`."""
+    return weight.transpose(0, 2, 3, 1).reshape(len(weight), -1)
+
+
 def dense(name: str, module: str, layout: ArrayLayout = LINEAR) -> list[ArrayEntry]:
     """Returns the entries of a dense layer's weight, in that layout, and bias."""
     return [

@@ -457,6 +457,8 @@ def write_folder(
     )
     if preprocess is None:
         notes.append("preprocessing: nothing says how, so timm's defaults hold")
+    else:
+        notes += rewriting.note_tokens(preprocess)
     if pretrained.loss == "sigmoid":
         notes.append("loss: the config does not say that it was sigmoid, not softmax")
     files.write_folder(folder, arrays, {"config.json": config})

@@ -41,7 +41,7 @@ _HYBRIDS = {
 }
 
 # Key of config.json for `model.posemb_resize`; timm ignores it.
-_RESIZE_KEY = "posemb_resize"
+RESIZE_KEY = "posemb_resize"
 
 # Norms that timm's VisionTransformer has by an argument.
 _NORMS = {
@@ -130,7 +130,7 @@ def read(config: Mapping) -> Facts:
     return dataclasses.replace(
         default,
         layer_scale_init=float(args.get("init_values") or 1.0),
-        posemb_resize=config.get(_RESIZE_KEY, resize),  # Only this project writes it.
+        posemb_resize=config.get(RESIZE_KEY, resize),  # Only this project writes it.
         num_heads=num_heads,
         activation=activation,
         pool=args.get("global_pool", config.get("global_pool", default.pool)),
@@ -273,7 +273,7 @@ def write(
     if class_names:
         config["label_names"] = list(class_names)
     if options.get("posemb") == "learned":
-        config[_RESIZE_KEY] = options["posemb_resize"]
+        config[RESIZE_KEY] = options["posemb_resize"]
     return config
 
 

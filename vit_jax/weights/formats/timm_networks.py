@@ -269,7 +269,7 @@ def check_parameters(
     if "blocks.0.norm1.weight" in flat and "blocks.0.norm1.bias" not in flat:
         unsupported.append("a norm without bias (RMSNorm) is")
     if unsupported:
-        raise _unsupported(source, *unsupported)
+        raise unsupported_error(source, *unsupported)
     if name:
         return
     unsure = next(filter(_UNSURE.match, sorted(flat)), None)
@@ -305,7 +305,7 @@ def check_names(flat: Mapping, table: Iterable[ArrayEntry], source: str) -> None
     known = {entry.name for entry in table}
     for name in sorted(flat.keys() - known):
         if _PARTS.match(name):
-            raise _unsupported(source, f"{name} is")
+            raise unsupported_error(source, f"{name} is")
 
 
 def check_config(config: Mapping) -> None:
@@ -315,7 +315,7 @@ def check_config(config: Mapping) -> None:
     known = [a for names, a in ARCHITECTURES.items() if re.fullmatch(names, name)]
     if not known:
         if what := next((what for p, what in _UNSEEN if re.search(p, name)), None):
-            raise _unsupported(file, what)
+            raise unsupported_error(file, what)
         raise UserError(
             f"{file}: not an architecture of timm that is known to compute what a model "
             "here computes; give weights of a plain Vision Transformer, hybrid or BiT "
@@ -326,7 +326,7 @@ def check_config(config: Mapping) -> None:
             continue
         off = value is None or (value in _NONE and _OFF.fullmatch(key))
         if not off and not re.fullmatch(known[0], key):
-            raise _unsupported(file, f"{key}={value!r} in model_args is")
+            raise unsupported_error(file, f"{key}={value!r} in model_args is")
 
 
 def architecture_of(config: Mapping) -> str:
@@ -350,7 +350,7 @@ def check_average(pool: str | None, network: str, source: str) -> None:
         )
 
 
-def _unsupported(where: str, *what: str) -> UserError:
+def unsupported_error(where: str, *what: str) -> UserError:
     """Returns the error; each of `what` ends with "is" or "are"."""
     return UserError(
         f"{where}: {' not supported; '.join(what)} not supported: no model here computes "

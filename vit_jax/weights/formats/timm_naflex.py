@@ -1,0 +1,268 @@
+"""timm's NaFlexVit, which reads images of any size as patches (models/patches.py).
+
+It has the layers of timm's VisionTransformer and other names of the embeddings: a reader
+renames arrays and arguments to those, and a writer back. Its prefix tokens have no positions.
+Letters: Y and X rows and columns of positions, P side of a patch, C channels, D model width.
+"""
+
+import dataclasses
+import os
+import re
+from collections.abc import Mapping
+
+import numpy as np
+from flax.traverse_util import flatten_dict
+
+from vit_jax import models
+from vit_jax.data.transforms.base import pair
+from vit_jax.errors import UserError
+from vit_jax.models import layers
+from vit_jax.weights import rewriting
+from vit_jax.weights.formats import tables, timm, timm_config, timm_networks
+from vit_jax.weights.formats.files import Tensors
+from vit_jax.weights.formats.registry import READERS, WRITERS, Reader, Writer
+from vit_jax.weights.pretrained import POSITIONS, Pretrained
+
+_FIRST = "embeds.proj"
+_PATCHES = f"{_FIRST}.weight"
+_TOKENS = ("cls_token", "reg_token", "pos_embed")
+_NAMES = (
+    r"naflexvit_(base|so150m2)_patch16_(reg1_)?((par_|parfac_)?gap|map)"
+    r"|naflexvit_(base|so400m)_patch16_siglip"
+    r"|naflexvit_(base|large|so400m|huge|giant)_patch16_radio_v[34]"
+)
+_ASPECT = "pos_embed_ar_preserving"  # Positions of a square, cut to the image's shape.
+# Arguments in which the functions in naflexvit.py of timm 1.0.31 differ from NaFlexVitCfg.
+_BY_NAME = (
+    (r"\w+_gap", {"global_pool": "avg"}),
+    (r"\w+_siglip", {"act_layer": "gelu_tanh", "pos_embed_interp_mode": "bilinear"}),
+    (r"\w+_so150m2_\w+", {"num_heads": 13}),
+    (r"\w+_(par|parfac)_gap|\w+_radio_v\d", {_ASPECT: True}),
+    (r"\w+_parfac_gap", {"pos_embed": "factorized"}),
+)
+# `model.posemb_resize` to the mode, antialiasing and aligning of corners of a resize.
+_RESIZES = {
+    "bicubic": ("bicubic", True, False),
+    "bilinear": ("bilinear", True, False),
+    "bicubic_plain": ("bicubic", False, False),
+    "linear": ("bilinear", False, True),
+}
+_RESIZE = tuple(
+    f"pos_embed_{name}" for name in ("interp_mode", "antialias", "align_corners")
+)
+# Arguments that VisionTransformer lacks, with their supported values.
+_SUPPORTED = {
+    _ASPECT: (False,),
+    "pos_embed_use_grid_sample": (False,),
+    "rope_type": ("", "none"),
+    "attn_type": ("standard",),
+    "patchify_channels_last": (True, False),
+    "use_naflex": (True, False),
+    **dict.fromkeys(("attn_gated", "swiglu_mlp", "attn_only_layer_scale"), (False,)),
+}
+# Arguments that `timm` reads, that arrays show, or that have no effect on outputs.
+timm_networks.ARCHITECTURES[_NAMES] = (
+    r"num_heads|init_values|act_layer|global_pool|pool_include_prefix|pre_norm|final_norm"
+    r"|pos_embed|img_size|patch_size|in_chans|num_classes|embed_dim|depth|mlp_ratio|qk_norm"
+    r"|\w+_bias|scale_\w+_norm|class_token|reg_tokens|fc_norm|pos_embed_grid_size|rope_\w+"
+    r"|embed_proj_type|swiglu_align_to|qkv_fused|use_key_only_attn_mask|dynamic_img_pad"
+    r"|fix_init|enable_patch_interpolator" + timm_networks.TRAINING
+)
+_HAS = {
+    "pool": tuple(timm_config.POOLS.values()),
+    "activation": tuple(layers.ACTIVATIONS),
+    "posemb": ("learned", "learned2d", "none"),  # Others are not resized.
+    "posemb_resize": tuple(_RESIZES),
+    "layer_norm_eps": (1e-6,),
+    "num_register_tokens": range(1_000),
+    **dict.fromkeys(("pre_norm", "final_norm", "qk_norm"), (False, True)),
+    **dict.fromkeys(("attention_out_norm", "mlp_norm"), (False, True)),
+}
+# The one without LayerScale, which no argument removes.
+_WRITTEN = "naflexvit_base_patch16_siglip"
+
+
+def recognises(tensors: Tensors) -> bool:
+    """Returns whether a file is in this format."""
+    names = tensors.flat.keys()
+    return _PATCHES in names and any(name.startswith("blocks.0.") for name in names)
+
+
+def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
+    """Reads a checkpoint; see `registry.Reader`.
+
+    Raises:
+      UserError: this project has no such network, or nothing says which one it is.
+    """
+    config, flat = tensors.config, tensors.flat
+    if "architecture" not in config:
+        raise UserError(
+            f"{tensors.path}: {_PATCHES} is of a NaFlexVit of timm that its parameters do "
+            f"not determine: {timm_networks.ASK}"
+        )
+    values = _values(config)
+    resize = _check(config, values)
+    side = _patch_size(config, values, flat[_PATCHES], tensors.path)
+    args = {k: v for k, v in values.items() if k not in {*_SUPPORTED, *_RESIZE}}
+    if "embeds.pos_embed" in flat:
+        grid = flat["embeds.pos_embed"].shape[1:3]
+        args["img_size"] = [count * side for count in grid]
+    as_vit = config | {"model_args": args, timm_config.RESIZE_KEY: resize}
+    found = timm.read(
+        dataclasses.replace(
+            tensors,
+            flat=_to_plain(flat, side, values.get("patchify_channels_last", True)),
+            sidecars=tensors.sidecars | {"config.json": as_vit},
+        ),
+        num_heads,
+    )
+    if found.preprocess is None:
+        return found
+    # timm resizes images to this size, whatever the grid of positions.
+    images = config.get("pretrained_cfg") or config
+    size = images.get("input_size", (3, *found.preprocess.image_size))[1:]
+    size = tuple(pixels // side * side for pixels in size)
+    preprocess = dataclasses.replace(found.preprocess, image_size=size, cut=(0, 0))
+    return dataclasses.replace(found, preprocess=preprocess)
+
+
+def _values(config: Mapping) -> dict:
+    """Returns the arguments in config.json, and those of the name that differ."""
+    name, args = timm_networks.architecture_of(config), config.get("model_args") or {}
+    values = dict(zip(_RESIZE, _RESIZES["bicubic"], strict=True))
+    if re.fullmatch(_NAMES, name):
+        values["global_pool"] = "map"
+        for pattern, more in _BY_NAME:
+            values |= more if re.fullmatch(pattern, name) else {}
+        values["global_pool"] = config.get("global_pool", values["global_pool"])
+    return values | {key: value for key, value in args.items() if value is not None}
+
+
+def _check(config: Mapping, values: Mapping) -> str:
+    """Returns `model.posemb_resize`, or raises UserError if no model is the same."""
+    resize = {key: values[key] for key in _RESIZE}
+    known = _SUPPORTED | {"pos_embed": ("learned", "learn", "none", "")}
+    wrong = {k: v for k, v in values.items() if v not in known.get(k, (v,))}
+    found = [ours for ours, they in _RESIZES.items() if they == (*resize.values(),)]
+    if wrong or not found:
+        shown = (f"{key}={value!r}" for key, value in (wrong or resize).items())
+        where = f"architecture={timm_networks.architecture_of(config)!r}"
+        raise timm_networks.unsupported_error(where, f"{', '.join(shown)} is")
+    return found[0]
+
+
+def _patch_size(
+    config: Mapping, values: Mapping, weight: np.ndarray, source: str
+) -> int:
+    """Returns the side of a patch in pixels, which a dense layer does not show."""
+    named = re.search(r"_patch(\d+)", config["architecture"])
+    side = values.get("patch_size") or (int(named[1]) if named else 16)
+    down, across = pair(side) if weight.ndim == 2 else weight.shape[2:]
+    if down != across or weight.shape[1] % (down * across if weight.ndim == 2 else 1):
+        raise UserError(
+            f"{source}: patch_size={side} in config.json, but {_PATCHES} has shape "
+            f"{weight.shape}, which is not of square patches of that side"
+        )
+    return down
+
+
+def _to_plain(
+    flat: Mapping[str, np.ndarray], side: int, channels_last: bool
+) -> dict[str, np.ndarray]:
+    """Renames the arrays to those of VisionTransformer."""
+    plain = {}
+    for name, value in flat.items():
+        if name == _PATCHES and value.ndim == 2 and channels_last:
+            value = tables.dense_to_conv(value, side)
+        elif name == _PATCHES:
+            value = value.reshape(len(value), -1, side, side)
+        elif name == "embeds.pos_embed":
+            value = value.reshape(1, -1, value.shape[-1])
+        name = re.sub(rf"^embeds\.({'|'.join(_TOKENS)})$", r"\1", name)
+        plain[re.sub(r"^embeds\.", "patch_embed.", name)] = value
+    return plain
+
+
+def _from_plain(
+    arrays: Mapping[str, np.ndarray], grid: tuple[int, int]
+) -> dict[str, np.ndarray]:
+    """Renames the arrays of VisionTransformer to NaFlexVit's."""
+    renamed = {}
+    for name, value in arrays.items():
+        if name == "patch_embed.proj.weight":
+            value = tables.conv_to_dense(value)
+        elif name == "pos_embed":
+            value = value.reshape(1, *grid, -1)
+        name = name.replace("patch_embed.", "embeds.")
+        name = f"embeds.{name}" if name in _TOKENS else name
+        renamed[name] = value
+    return renamed
+
+
+def write(pretrained: Pretrained, folder: str | os.PathLike) -> list[str]:
+    """Writes a folder that `timm.create_model("local-dir:FOLDER")` loads as a NaFlexVit.
+
+    Raises:
+      UserError: timm has no such network.
+    """
+    model = models.create(**pretrained.options)
+    options = {"stage_depths": (), "stem_width": 0, **model.options}
+    options["patch"] = model.patch_size
+    rewriting.check_network(options, "the writer of timm's NaFlexVit", _HAS)
+    flat = flatten_dict(pretrained.params, sep="/")
+    notes = rewriting.norm_every_token(flat, options)
+    notes += rewriting.learn_positions(flat, options, model.grid)
+    if POSITIONS in flat and "cls" in flat:
+        token, flat[POSITIONS] = np.split(np.asarray(flat[POSITIONS]), [1], axis=1)
+        flat["cls"] = flat["cls"] + token
+        notes.append("position of the class token: added to the token")
+    if options["pre_norm"]:
+        notes += rewriting.fold_patch_bias(flat, options, num_prefix_tokens=0)
+    arrays = tables.to_their_arrays(flat, timm.transformer_table(options))
+    if options["pre_norm"]:
+        del arrays["patch_embed.proj.bias"]
+    architecture = timm_config.Architecture(
+        _WRITTEN,
+        _arguments(options, model.grid),
+        options["width"],
+        _FIRST,
+        "head",
+        False,
+    )
+    if pretrained.preprocess:
+        options["image_size"] = pretrained.preprocess.image_size
+    arrays = _from_plain(arrays, model.grid)
+    return notes + timm.write_folder(folder, arrays, architecture, options, pretrained)
+
+
+def _arguments(options: Mapping, grid: tuple[int, int]) -> dict:
+    """Returns the arguments of timm's function."""
+    pools = {ours: theirs for theirs, ours in timm_config.POOLS.items()}
+    return {
+        "patch_size": options["patch"],
+        "in_chans": options["channels"],
+        "embed_dim": options["width"],
+        "depth": options["depth"],
+        "num_heads": options["num_heads"],
+        "mlp_ratio": timm_config.mlp_ratio(options["mlp_dim"], options["width"]),
+        "act_layer": options["activation"],
+        "init_values": options["layer_scale_init"] or None,
+        "class_token": options["pool"] == "token" or options["class_token"],
+        "reg_tokens": options["num_register_tokens"],
+        "pos_embed": options["posemb"],
+        "pos_embed_grid_size": list(grid),
+        **dict(zip(_RESIZE, _RESIZES[options["posemb_resize"]], strict=True)),
+        "pre_norm": options["pre_norm"],
+        "final_norm": options["final_norm"],
+        "fc_norm": options["fc_norm"],
+        "qk_norm": options["qk_norm"],
+        "scale_attn_inner_norm": options["attention_out_norm"],
+        "scale_mlp_norm": options["mlp_norm"],
+        "global_pool": pools[options["pool"]],
+        # Ours pools all tokens by attention, and the patches by their mean.
+        "pool_include_prefix": options["pool"] == "map",
+    }
+
+
+READERS["timm NaFlexVit"] = Reader(recognises, read)
+WRITERS["timm_naflex"] = Writer(write, usage=WRITERS["timm"].usage, library="timm")
