@@ -102,7 +102,7 @@ def learn_positions(
             f"posemb={kind} at posemb_placement={options['posemb_placement']} exists in "
             "neither timm nor Hugging Face: write it with --to=safetensors"
         )
-    if "2d" not in kind:
+    if "2d" not in kind and kind != "factorized":
         return []
     num_prefix_tokens = sum(name in flat for name in TOKENS)
     if kind.startswith("sincos2d"):
@@ -112,10 +112,9 @@ def learn_positions(
             np.asarray(flat.pop(POSITIONS.replace("pos_emb", f"{name}_emb")))
             for name in ("row", "column")
         )
-        shape = len(rows), len(columns), rows.shape[1]
-        halves = columns[None], rows[:, None]
-        halves = [np.broadcast_to(half, shape) for half in halves]
-        vectors = np.concatenate(halves, axis=-1).reshape(-1, options["width"])
+        both = np.broadcast_arrays(columns[None], rows[:, None])
+        joined = sum(both) if kind == "factorized" else np.concatenate(both, axis=-1)
+        vectors = joined.reshape(-1, options["width"])
     flat[POSITIONS] = prepend_zero_rows(vectors[None], num_prefix_tokens)
     options["posemb"] = "learned"
     return [f"position embeddings: {kind} written out as values"]

@@ -392,7 +392,7 @@ def test_parameters_must_be_those_of_the_options(tmp_path):
         timm.write(pretrained, tmp_path)
 
 
-@pytest.mark.parametrize("kind", ["sincos2d", "learned2d"])
+@pytest.mark.parametrize("kind", ["sincos2d", "learned2d", "factorized"])
 def test_position_embeddings_of_a_grid_are_written_out(tmp_path, kind):
     model = tiny(posemb=kind, distillation=True)
     notes = timm.write(made(model), tmp_path)

@@ -73,7 +73,7 @@ BASE = "naflexvit_base_patch16"
     ("name", "args", "message"),
     [
         (f"{BASE}_par_gap", {}, "pos_embed_ar_preserving=True"),
-        (f"{BASE}_parfac_gap", {}, "pos_embed='factorized'"),
+        (f"{BASE}_parfac_gap", {}, "pos_embed_ar_preserving=True"),
         (f"{BASE}_radio_v3", {}, "pos_embed_ar_preserving=True"),
         (f"{BASE}_map", {"global_pool": "map"}, "pool_include_prefix=False"),
         (None, {"global_pool": "avgmax"}, "global_pool='avgmax'"),
@@ -81,6 +81,7 @@ BASE = "naflexvit_base_patch16"
         (None, {"pos_embed_use_grid_sample": True}, "pos_embed_use_grid_sample=True"),
         (None, {"pos_embed_interp_mode": "nearest"}, "interp_mode='nearest'"),
         (None, {"pos_embed_align_corners": True}, "align_corners=True"),
+        (None, {"pos_embed": "rope"}, "pos_embed='rope'"),
         (None, {"input_norm_layer": "layernorm"}, "input_norm_layer='layernorm'"),
         (None, {"attn_pool_num_heads": 6}, "attn_pool_num_heads=6"),
         (None, {"patch_size": 5}, "patch_size=5"),

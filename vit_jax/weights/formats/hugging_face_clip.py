@@ -220,7 +220,12 @@ SIGLIP2 = dataclasses.replace(
     fixed={"posemb_resize": "bilinear"},
     has=lambda options: {
         **SIGLIP.has(options),
-        "posemb": ("learned", "learned2d", "none"),  # Others are not resized.
+        "posemb": (
+            "learned",
+            "learned2d",
+            "factorized",
+            "none",
+        ),  # Others are not resized.
     },
     config=_siglip2_config,
     prepare=_prepare_siglip2,

@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 
 import numpy as np
-from flax.traverse_util import flatten_dict
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from vit_jax import models
 from vit_jax.data.transforms.base import pair
@@ -31,6 +31,7 @@ _NAMES = (
     r"|naflexvit_(base|so400m)_patch16_siglip"
     r"|naflexvit_(base|large|so400m|huge|giant)_patch16_radio_v[34]"
 )
+_FACTORS = {"row": "embeds.pos_embed_y", "column": "embeds.pos_embed_x"}
 _ASPECT = "pos_embed_ar_preserving"  # Positions of a square, cut to the image's shape.
 # Arguments in which the functions in naflexvit.py of timm 1.0.31 differ from NaFlexVitCfg.
 _BY_NAME = (
@@ -45,6 +46,7 @@ _RESIZES = {
     "bicubic": ("bicubic", True, False),
     "bilinear": ("bilinear", True, False),
     "bicubic_plain": ("bicubic", False, False),
+    "bilinear_plain": ("bilinear", False, False),
     "linear": ("bilinear", False, True),
 }
 _RESIZE = tuple(
@@ -71,7 +73,8 @@ timm_networks.ARCHITECTURES[_NAMES] = (
 _HAS = {
     "pool": tuple(timm_config.POOLS.values()),
     "activation": tuple(layers.ACTIVATIONS),
-    "posemb": ("learned", "learned2d", "none"),  # Others are not resized.
+    # Others are not resized.
+    "posemb": ("learned", "learned2d", "factorized", "none"),
     "posemb_resize": tuple(_RESIZES),
     "layer_norm_eps": (1e-6,),
     "num_register_tokens": range(1_000),
@@ -104,9 +107,14 @@ def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
     resize = _check(config, values)
     side = _patch_size(config, values, flat[_PATCHES], tensors.path)
     args = {k: v for k, v in values.items() if k not in {*_SUPPORTED, *_RESIZE}}
+    factors = {key: flat[name][0] for key, name in _FACTORS.items() if name in flat}
+    grid = [len(factor) for factor in factors.values()]
     if "embeds.pos_embed" in flat:
         grid = flat["embeds.pos_embed"].shape[1:3]
+    if grid:
         args["img_size"] = [count * side for count in grid]
+    if factors:
+        args["pos_embed"] = "none"  # No table, which `timm.read` would look for.
     as_vit = config | {"model_args": args, timm_config.RESIZE_KEY: resize}
     found = timm.read(
         dataclasses.replace(
@@ -116,6 +124,8 @@ def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
         ),
         num_heads,
     )
+    if factors:
+        found = _add_factors(found, factors)
     if found.preprocess is None:
         return found
     # timm resizes images to this size, whatever the grid of positions.
@@ -124,6 +134,20 @@ def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
     size = tuple(pixels // side * side for pixels in size)
     preprocess = dataclasses.replace(found.preprocess, image_size=size, cut=(0, 0))
     return dataclasses.replace(found, preprocess=preprocess)
+
+
+def _add_factors(found: Pretrained, factors: Mapping[str, np.ndarray]) -> Pretrained:
+    """Returns a checkpoint with factorized positions, (Y, D) and (X, D)."""
+    flat = flatten_dict(found.params, sep="/")
+    for key, factor in factors.items():
+        name = POSITIONS.replace("pos_emb", f"{key}_emb")
+        flat[name] = factor.astype(np.float32, copy=False)
+    more = {"posemb": "factorized", "posemb_resize": "bilinear_plain"}
+    return dataclasses.replace(
+        found,
+        params=unflatten_dict(flat, sep="/"),
+        options=found.options | more,
+    )
 
 
 def _values(config: Mapping) -> dict:
@@ -141,7 +165,8 @@ def _values(config: Mapping) -> dict:
 def _check(config: Mapping, values: Mapping) -> str:
     """Returns `model.posemb_resize`, or raises UserError if no model is the same."""
     resize = {key: values[key] for key in _RESIZE}
-    known = _SUPPORTED | {"pos_embed": ("learned", "learn", "none", "")}
+    positions = ("learned", "learn", "factorized", "none", "")
+    known = _SUPPORTED | {"pos_embed": positions}
     wrong = {k: v for k, v in values.items() if v not in known.get(k, (v,))}
     found = [ours for ours, they in _RESIZES.items() if they == (*resize.values(),)]
     if wrong or not found:
@@ -172,6 +197,8 @@ def _to_plain(
     """Renames the arrays to those of VisionTransformer."""
     plain = {}
     for name, value in flat.items():
+        if name in _FACTORS.values():
+            continue
         if name == _PATCHES and value.ndim == 2 and channels_last:
             value = tables.dense_to_conv(value, side)
         elif name == _PATCHES:
