@@ -13,6 +13,7 @@ from scipy import ndimage
 
 from vit_jax.data import masks, pipeline
 from vit_jax.data.decode import DamagedImage
+from vit_jax.data.loader import Loader
 from vit_jax.data.masks import IGNORED
 from vit_jax.data.sources.base import Source
 from vit_jax.data.sources.open import open_source
@@ -524,6 +525,6 @@ def test_a_batch_without_readable_rows_counts_for_nothing(with_masks):
     data = with_masks(train_transform="resize")
     parsed = parse.parse_train(data.train_transform, SIZE)
     shapes = {"image": (*SIZE, 3)}
-    loader = pipeline.Loader(pairs(), data, "", parsed.host, shapes, with_masks=True)
+    loader = Loader(pairs(), data, "", parsed.host, shapes, with_masks=True)
     assert (loader.empty(2)["label_map"] == IGNORED).all()
     assert list(itertools.chain(loader.empty(2)["label_map"].shape)) == [2, *SIZE]

@@ -12,7 +12,8 @@ from vit_jax import models, weights
 from vit_jax.config import fields
 from vit_jax.errors import UserError
 from vit_jax.models import cost
-from vit_jax.models.encoder import Block, EncoderConfig
+from vit_jax.models.encoder import Block
+from vit_jax.models.encoder_config import EncoderConfig
 from vit_jax.models.variants import SIZES
 from vit_jax.training import config as configuration
 from vit_jax.training import loop

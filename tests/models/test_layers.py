@@ -6,7 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from vit_jax.models import layers
-from vit_jax.models.encoder import Block, EncoderConfig
+from vit_jax.models.encoder import Block
+from vit_jax.models.encoder_config import EncoderConfig
 from vit_jax.models.layers import MultiHeadAttention
 
 B, N, H, K = 2, 5, 3, 4  # Distinct, so that no swapped axis can pass.

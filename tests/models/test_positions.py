@@ -7,7 +7,7 @@ import pytest
 from flax.traverse_util import flatten_dict
 
 from vit_jax import models
-from vit_jax.models import attention, encoder, posemb
+from vit_jax.models import attention, encoder_config, posemb
 
 Y, X, D = 3, 5, 12
 TINY = {"width": D, "depth": 3, "num_heads": 3, "mlp_dim": 20}
@@ -79,7 +79,7 @@ def test_stem_and_shared_have_one_table_and_every_layer_its_own(kind):
         at: sum(
             "posemb" in name for name in names(build(posemb=kind, posemb_placement=at))
         )
-        for at in encoder.POSITION_PLACES
+        for at in encoder_config.POSITION_PLACES
     }
     tables = 1 if kind == "learned" else 2
     assert count == {"stem": tables, "shared": tables, "every": 3 * tables}

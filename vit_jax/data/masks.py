@@ -89,7 +89,7 @@ def read_pair(
     """Returns record i as it is stored: its image of `data.pixels`, and its label map.
 
     Raises:
-      DamagedImage: the image or the mask cannot be read; `pipeline.Loader.refuse` adds the
+      DamagedImage: the image or the mask cannot be read; `loader.Loader.refuse` adds the
         record's name and skips it where `data.on_error` says so.
       UserError: the mask contradicts the config, see `read`.
     """

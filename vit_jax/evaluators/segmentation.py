@@ -15,7 +15,7 @@ from vit_jax import progress
 from vit_jax.config.fields import key
 from vit_jax.data import masks
 from vit_jax.data.decode import DamagedImage
-from vit_jax.data.pipeline import Loader
+from vit_jax.data.loader import Loader
 from vit_jax.distributed import mesh as meshes
 from vit_jax.errors import UserError
 from vit_jax.evaluators.forward_passes import Wanted

@@ -19,7 +19,8 @@ from jaxtyping import Array, Float
 from vit_jax.config.fields import key
 from vit_jax.errors import UserError
 from vit_jax.models import layer_features, layers
-from vit_jax.models.encoder import Block, EncoderConfig
+from vit_jax.models.encoder import Block
+from vit_jax.models.encoder_config import EncoderConfig
 from vit_jax.models.layers import ACTIVATIONS, LayerNorm, PatchEmbedding
 from vit_jax.models.network import NetworkConfig
 from vit_jax.models.posemb import AddPositions

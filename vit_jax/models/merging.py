@@ -20,7 +20,8 @@ from jaxtyping import Array, Float
 from vit_jax.errors import UserError
 from vit_jax.models import stacking
 from vit_jax.models.attention import Positions
-from vit_jax.models.encoder import Block, Encoder, EncoderConfig
+from vit_jax.models.encoder import Block, Encoder
+from vit_jax.models.encoder_config import EncoderConfig
 
 Sizes = Float[Array, "B N"]
 

@@ -22,7 +22,8 @@ from vit_jax.config.fields import key
 from vit_jax.errors import UserError
 from vit_jax.models import stacking
 from vit_jax.models.attention import Positions
-from vit_jax.models.encoder import Block, EncoderConfig
+from vit_jax.models.encoder import Block
+from vit_jax.models.encoder_config import EncoderConfig
 from vit_jax.models.layers import ACTIVATIONS
 
 TEXT, PROJECTION = "text", "projection"

@@ -27,7 +27,8 @@ from vit_jax.models import (
     stacking,
     variants,
 )
-from vit_jax.models.encoder import Encoder, EncoderConfig
+from vit_jax.models.encoder import Encoder
+from vit_jax.models.encoder_config import EncoderConfig
 from vit_jax.models.layers import CLASSIFIERS, MapHead
 from vit_jax.models.patches import PatchSequences, Places
 

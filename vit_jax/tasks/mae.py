@@ -19,7 +19,8 @@ from vit_jax.config.fields import key
 from vit_jax.data.config import DataConfig
 from vit_jax.errors import UserError
 from vit_jax.models import Model, cost, stacking
-from vit_jax.models.encoder import Encoder, EncoderConfig
+from vit_jax.models.encoder import Encoder
+from vit_jax.models.encoder_config import EncoderConfig
 from vit_jax.tasks.masking import MaskedImageTask, mean_over, patchify, ranks
 from vit_jax.tasks.task import TaskConfig
 
