@@ -90,16 +90,8 @@ def read(
     config = config or sidecars.get("preprocessor_config.json")
     if not config:
         return None, []
-    name = config.get("image_processor_type") or config.get("feature_extractor_type")
-    network = str(sidecars.get("config.json", {}).get("model_type")).split("_")[0]
-    name, notes = name or _OF_NETWORK.get(network, "ViT"), []
-    for suffix in ("Fast", "Pil", "ImageProcessor", "FeatureExtractor"):
-        name = name.removesuffix(suffix)
-    if name not in _PROCESSORS:
-        notes.append(f"{name}ImageProcessor: not known, so read as ViT's")
-    config = _PROCESSORS.get(name, _PROCESSORS["ViT"]) | {
-        key: value for key, value in config.items() if value is not None
-    }
+    network = str(sidecars.get("config.json", {}).get("model_type"))
+    config, name, notes = _with_defaults(config, network)
     resample = config["resample"]
     if resample not in _RESAMPLE:
         notes.append(f"resample={resample}: not known, so bicubic")
@@ -138,6 +130,18 @@ def read(
         cut=cut,
         max_tokens=max_tokens,
     ), notes
+
+
+def _with_defaults(config: Mapping, network: str) -> tuple[dict, str, list[str]]:
+    """Returns all values, the class without "ImageProcessor", and notes."""
+    name = config.get("image_processor_type") or config.get("feature_extractor_type")
+    name, notes = name or _OF_NETWORK.get(network.split("_")[0], "ViT"), []
+    for suffix in ("Fast", "Pil", "ImageProcessor", "FeatureExtractor"):
+        name = name.removesuffix(suffix)
+    if name not in _PROCESSORS:
+        notes.append(f"{name}ImageProcessor: not known, so read as ViT's")
+    given = {key: value for key, value in config.items() if value is not None}
+    return _PROCESSORS.get(name, _PROCESSORS["ViT"]) | given, name, notes
 
 
 def _geometry(
