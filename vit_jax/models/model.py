@@ -14,6 +14,7 @@ from vit_jax.config import fields
 from vit_jax.errors import UserError
 from vit_jax.models import layer_features, network, stacking, variants
 from vit_jax.models.network import STATE, BlockWindows, NetworkConfig
+from vit_jax.models.patches import PatchSequences
 from vit_jax.models.variants import CONFIGS
 
 if TYPE_CHECKING:
@@ -125,7 +126,7 @@ class Model:
     def apply(
         self,
         params: Params,
-        images: jax.Array,
+        images: jax.Array | PatchSequences,
         *,
         train: bool = False,
         key: jax.Array | None = None,
@@ -134,7 +135,8 @@ class Model:
 
         Args:
           params: parameters, see `init`.
-          images: (batch, height, width, channels), normalised floats.
+          images: (batch, height, width, channels), normalised floats; or sequences of
+            patches, see patches.py, if the config `takes_sequences`.
           train: whether dropout and stochastic depth are active.
           key: random key, needed with `train`.
 
@@ -148,7 +150,7 @@ class Model:
         return self.module.apply(self.variables(params), images, train=train, rngs=rngs)
 
     def apply_and_update(
-        self, params: Params, images: jax.Array, key: jax.Array
+        self, params: Params, images: jax.Array | PatchSequences, key: jax.Array
     ) -> tuple[dict[str, jax.Array], Params]:
         """Classifies images in training, and updates the running means of the network.
 
@@ -180,7 +182,7 @@ class Model:
     def encode(
         self,
         params: Params,
-        images: jax.Array,
+        images: jax.Array | PatchSequences,
         *,
         train: bool = False,
         key: jax.Array | None = None,
@@ -228,7 +230,7 @@ class Model:
     def layer_features(
         self,
         params: Params,
-        images: jax.Array,
+        images: jax.Array | PatchSequences,
         layers: Sequence[int] = (-1,),
         *,
         norm: bool = True,
