@@ -62,7 +62,7 @@ def expected(opened, files):
         images = resized(file)
         own = fixed.model.at_size(images.shape[1:3])
         params = own.resize(fixed.params, fixed.model)
-        found.append(own.apply(params, images)["logits"][0])
+        found.append(own.apply(params, jnp.asarray(images))["logits"][0])
     return np.stack(found)
 
 
@@ -99,7 +99,7 @@ def test_features_of_tokens_have_the_grid_of_their_image(opened, files):
         assert found[i].shape == (*own.grid, 12)
         np.testing.assert_allclose(last[i], found[i], atol=1e-5)
         params = own.resize(fixed.params, fixed.model)
-        layer, end = own.layer_features(params, images, (0, -1))
+        layer, end = own.layer_features(params, jnp.asarray(images), (0, -1))
         np.testing.assert_allclose(first[i], layer[0], atol=1e-5)
         np.testing.assert_allclose(last[i], end[0], atol=1e-5)
         np.testing.assert_allclose(pooled[i], layer[0].mean((0, 1)), atol=1e-5)

@@ -91,7 +91,9 @@ def test_other_images_give_the_same_as_a_network_of_their_size(options):
     found = model.apply(params, sequences([[image] for image in images], 11))
     for row, image in zip(found["logits"], images, strict=True):
         own = model.at_size(image.shape[:2])
-        expected = own.apply(own.resize(params, model), image[None])["logits"][0]
+        expected = own.apply(own.resize(params, model), jnp.asarray(image[None]))[
+            "logits"
+        ][0]
         np.testing.assert_allclose(row, expected, atol=5e-6)
 
 
@@ -101,7 +103,9 @@ def test_positions_are_resized_by_the_method_of_the_network(method):
     params = filled(model)
     for image in draw_images((2, 6), (4, 3), (9, 1), (8, 8)):
         own = model.at_size(image.shape[:2])
-        expected = own.apply(own.resize(params, model), image[None])["logits"]
+        expected = own.apply(own.resize(params, model), jnp.asarray(image[None]))[
+            "logits"
+        ]
         found = model.apply(params, sequences([[image]], 70))["logits"]
         np.testing.assert_allclose(found, expected, atol=5e-6)
 

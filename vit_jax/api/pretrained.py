@@ -21,6 +21,7 @@ from vit_jax.errors import UserError
 from vit_jax.evaluators import label_maps, prediction, sliding_window
 from vit_jax.evaluators.local_devices import LocalDevices
 from vit_jax.models import layer_features, patches
+from vit_jax.models.patches import PatchSequences
 from vit_jax.models.text_tower import TextTower
 from vit_jax.weights import surgery, workdir
 from vit_jax.weights.pretrained import (
@@ -218,7 +219,10 @@ class PretrainedModel:
         )
 
     def apply(
-        self, params: models.Params, images: Float[Array, "B Y X C"], **more
+        self,
+        params: models.Params,
+        images: Float[Array, "B Y X C"] | PatchSequences,
+        **more,
     ) -> dict:
         """Computes "logits" and "pre_logits", see `vit_jax.models.Model.apply`.
 
@@ -244,7 +248,7 @@ class PretrainedModel:
         )
 
     @_checked
-    def preprocess(self, images: Images) -> Float[Array, "B Y X C"]:
+    def preprocess(self, images: Images) -> Float[Array, "B Y X C"] | PatchSequences:
         """Returns images as the network takes them: resized, cropped and normalised.
 
         Args:
@@ -522,7 +526,7 @@ class PretrainedModel:
     def _each(self, images: Images) -> list:
         return _listed(images, self.model.image_shape[-1])
 
-    def _prepare(self, image) -> np.ndarray:
+    def _prepare(self, image) -> np.ndarray | PatchSequences:
         return _prepare(image, self.preprocessing, self.model.image_shape[-1])
 
 
@@ -570,7 +574,7 @@ def _listed(images: Images, channels: int) -> list:
 
 def _prepare(
     image, preprocess: Preprocess, channels: int, convert: Callable = prepare_image
-) -> np.ndarray:
+) -> np.ndarray | PatchSequences:
     name, data = "the image", image
     is_photograph = preprocess.form(channels).is_photograph
     if isinstance(image, str | os.PathLike):

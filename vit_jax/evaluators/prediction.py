@@ -255,7 +255,7 @@ def stream(
       The name of an image and the tree of its outputs, or the reason of a failure.
     """
 
-    def load(image: inputs.Named) -> tuple[str, np.ndarray | str]:
+    def load(image: inputs.Named) -> tuple[str, Prepared | str]:
         name, source = image
         return name, inputs.attempt(source, prepare)
 

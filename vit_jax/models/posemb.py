@@ -19,7 +19,9 @@ from vit_jax.models.patches import Places
 
 _Embedding = Float[np.ndarray, "1 N D"] | Float[Array, "1 N D"]
 Points = np.ndarray | Array  # Places, any shape.
-Length = np.ndarray | Array | float  # One number of points, or one for each place.
+Length = (
+    np.ndarray | Array | int | float
+)  # One number of points, or one for each place.
 Weights = np.ndarray | Array  # (*places, old), of sum 1.
 _INIT = nn.initializers.normal(0.02)
 
@@ -156,7 +158,7 @@ def sincos2d(
     return _on_grid(rows, columns)
 
 
-def _sincos_rates(width: int, kind: str) -> Float[np.ndarray, " D/4"]:
+def _sincos_rates(width: int, kind: str) -> Float[np.ndarray, " rates"]:
     inclusive = kind == "sincos2d"
     return 1 / 10_000.0 ** np.linspace(0, 1, width // 4, endpoint=inclusive)
 

@@ -69,7 +69,7 @@ def _positions(kind: str, place, sides, reference: int):
     return place / sides * reference if reference else place
 
 
-def _bands(head_width: int, temperature: float) -> Float[np.ndarray, " J/2"]:
+def _bands(head_width: int, temperature: float) -> Float[np.ndarray, " bands"]:
     return temperature ** -np.linspace(0, 1, head_width // 4, endpoint=False)
 
 
@@ -79,7 +79,9 @@ def of_blocks(
     head_width: int,
     keys: Sequence[Key[Array, ""] | None],
     places: Places | None = None,
-) -> list[Float[Array, "1 N J"]] | list[Float[Array, "B 1 N J"]]:
+) -> list[
+    Float[np.ndarray, "1 N J"] | Float[Array, "#B 1 N J"] | Float[Array, "1 N J"]
+]:
     """Returns the angles of each block, which are random in training if so configured.
 
     Args:

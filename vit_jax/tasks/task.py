@@ -28,7 +28,7 @@ from vit_jax.models.patches import PatchSequences
 from vit_jax.models.text_tower import TextTower
 
 Tree = Any  # Nested dicts of arrays, or None where there is nothing.
-Batch = dict[str, jax.Array]
+Batch = dict[str, jax.Array | PatchSequences]
 
 
 class Pictures(NamedTuple):
@@ -279,9 +279,9 @@ class ImageTask(Task):
         flops = []
         for op in self._sequences:
             shapes = op.output_shapes(self.data.channels)
-            row = patches.of_batch(
-                {"grids": jax.ShapeDtypeStruct((1, *shapes["grids"]), jnp.int32)},
+            row = PatchSequences(
                 jax.ShapeDtypeStruct((1, *shapes["image"]), jnp.float32),
+                jax.ShapeDtypeStruct((1, *shapes["grids"]), jnp.int32),
             )
             flops.append(cost.training_flops(self.model, row) / op.packs)
         return round(sum(flops) / len(flops))
@@ -326,7 +326,9 @@ def transform(
     """
     if labels is None:
         labels = jnp.zeros((len(batch["index"]), 1))
-    images, labels = transforms.apply(ops, batch["image"], labels, batch["index"], rng)
+    images = batch["image"]
+    if ops:  # Sequences have none: several labels may belong to a row.
+        images, labels = transforms.apply(ops, images, labels, batch["index"], rng)
     images = transforms.normalize(images, data.mean, data.std)
     return patches.of_batch(batch, images), labels
 

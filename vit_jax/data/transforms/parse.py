@@ -258,8 +258,8 @@ def names_custom(spec: str) -> bool:
 
 def _in_eval(transform: Transform | type[Transform]) -> bool:
     # Evaluations read one image, or its patches.
-    one = not transform.output_shapes or transform.numbers
-    return transform.runs_on == "host" and transform.in_eval and one
+    one = not transform.output_shapes or bool(transform.numbers)
+    return transform.runs_on == "host" and bool(transform.in_eval) and one
 
 
 def all_transforms() -> dict[str, type]:
