@@ -97,6 +97,7 @@ def start(setup):
 def steps(setup, mesh, state, count):
     """Takes steps with a batch for each, by their number."""
     for _ in range(count):
+        jax.block_until_ready(state)  # Or two programs wait for the same threads.
         pixels = 100 + 20 * int(state.step)
         batch = {
             "image": np.full((B, 8, 12, 3), pixels, np.uint8),
@@ -104,8 +105,7 @@ def steps(setup, mesh, state, count):
             "index": np.arange(B, dtype=np.uint32),
         }
         state, _ = setup.train_step(state, meshes.to_devices(batch, mesh))
-        jax.block_until_ready(state.step)  # Or two steps wait for the same threads.
-    return state
+    return jax.block_until_ready(state)
 
 
 def plain(tree):
