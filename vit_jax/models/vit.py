@@ -348,7 +348,9 @@ class VisionTransformer(nn.Module):
                 "would be of all: set model.pool to 'gap' or 'map'"
             )
         if obstacle:
-            raise UserError(f"images as sequences of patches with {obstacle}")
+            raise UserError(
+                f"images as sequences of patches with {obstacle}; or give images of one size"
+            )
 
     def _draw_patches(self, x: Float[Array, "B N D"], places: Places | None):
         """Returns indices of the patches that patch dropout keeps, and their places."""
