@@ -144,6 +144,20 @@ def test_padding_changes_neither_outputs_nor_gradients(pool):
         )
 
 
+@pytest.mark.parametrize(("length", "kernel"), [(64, False), (1024, True)])
+def test_attention_is_chosen_by_the_length_of_sequences(length, kernel):
+    model = create(
+        (8, 8), pool="gap", dtype="bfloat16", platform="tpu", width=128, num_heads=1
+    )
+    given = PatchSequences(
+        jax.ShapeDtypeStruct((2, length * SIDE, SIDE, 3), jnp.bfloat16),
+        jax.ShapeDtypeStruct((2, 4, 2), jnp.int32),
+    )
+    apply = jax.jit(model.apply).trace(model.shapes, given)
+    text = apply.lower(lowering_platforms=("tpu",)).as_text()
+    assert ("splash_mha_fwd" in text) == kernel
+
+
 def test_places_are_rows_and_columns_of_each_image():
     grids = jnp.array([[[2, 3], [1, 2], [0, 0]]])
     places = PatchSequences(jnp.zeros((1, 10 * SIDE, SIDE, 3)), grids).places()

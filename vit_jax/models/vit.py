@@ -127,7 +127,8 @@ class ViTConfig(EncoderConfig):
         merging.check(self)
         grid = tuple(side // self.patch_size for side in image_shape[:2])
         num_tokens = math.prod(grid) + len(self.prefix_tokens)
-        return VisionTransformer(self.placed(num_tokens), num_classes, grid)
+        placed, asked = self.placed(num_tokens), self.attention_impl
+        return VisionTransformer(placed, num_classes, grid, asked)
 
     @property
     def num_blocks(self) -> int:
@@ -249,12 +250,14 @@ class VisionTransformer(nn.Module):
     """A Vision Transformer or a hybrid; `num_classes` is L, 0 for no classifier.
 
     `config` is the output of `EncoderConfig.placed`; `grid` are the rows and columns of
-    patches for which it has position embeddings.
+    patches for which it has position embeddings. `attention_impl` is the key as given: its
+    choice depends on the length of sequences.
     """
 
     config: ViTConfig
     num_classes: int
     grid: tuple[int, int]
+    attention_impl: str = "auto"
 
     @nn.compact
     def __call__(
@@ -285,11 +288,14 @@ class VisionTransformer(nn.Module):
           "logits" (B, L), unless L is 0; float32. With pool "none" (B, N, D) and
           (B, N, L), with "token_gap" (B, 2 D) and (B, L).
         """
-        places = kept = None
+        places, kept, config = None, None, self.config
         if isinstance(images, PatchSequences):
             self._check_sequences(images)
             places = kept = images.places()
         x = self.embed(images, edit_patches)
+        if places is not None:
+            asked = dataclasses.replace(config, attention_impl=self.attention_impl)
+            config = asked.placed(x.shape[1])
         P, R = len(self.config.prefix_tokens), self.config.num_register_tokens
         if self.config.token_merging and not train:
             if not classify or self.config.pool == "none":
@@ -300,7 +306,7 @@ class VisionTransformer(nn.Module):
             return self.classify(*encoder(x))
         if train and self.config.patch_dropout and visible is None:
             visible, kept = self._draw_patches(x, places)
-        encoder = Encoder(self.config, self.grid, P, R, name=stacking.ENCODER)
+        encoder = Encoder(config, self.grid, P, R, name=stacking.ENCODER)
         x = encoder(x, train=train, visible=visible, places=places, kept=kept)
         return self.classify(x, places=kept) if classify else x
 
