@@ -1,5 +1,6 @@
 """Weights that read images of any size: predict, evaluate, features, the Python interface."""
 
+import dataclasses
 import json
 
 import jax.numpy as jnp
@@ -13,6 +14,9 @@ import vit_jax
 from vit_jax.data.transforms import naflex
 from vit_jax.errors import UserError
 from vit_jax.models.patches import PatchSequences
+from vit_jax.weights import Preprocess
+from vit_jax.weights import open_pretrained as weights_of
+from vit_jax.weights.formats import native
 
 SIZES = [(8, 32), (16, 16), (24, 8), (40, 12)]  # Whole patches of 4 pixels.
 OPTIONS = TINY | {"variant": "Ti/4", "num_classes": 2, "image_size": (16, 16)}
@@ -103,6 +107,23 @@ def test_features_of_tokens_have_the_grid_of_their_image(opened, files):
         np.testing.assert_allclose(first[i], layer[0], atol=1e-5)
         np.testing.assert_allclose(last[i], end[0], atol=1e-5)
         np.testing.assert_allclose(pooled[i], layer[0].mean((0, 1)), atol=1e-5)
+
+
+def test_positions_are_resized_once(place, opened, files, tmp_path):
+    weights = weights_of(place / "tiny.safetensors")
+    other = Preprocess((24, 24), max_tokens=32)
+    native.write(
+        dataclasses.replace(weights, preprocess=other), tmp_path / "w.safetensors"
+    )
+    found = vit_jax.load_model(tmp_path / "w.safetensors", tell=lambda line: None)
+    np.testing.assert_allclose(found(files), opened[0](files), atol=1e-5)
+
+
+def test_what_needs_images_of_one_size_is_refused(place, opened, files):
+    with pytest.raises(UserError, match="max_tokens"):
+        opened[0].attention(files[:1])
+    with pytest.raises(UserError, match=r"image_size.*max_tokens"):
+        vit_jax.load_model(place / "tiny.safetensors", max_tokens=9, image_size=24)
 
 
 def test_features_are_written_as_a_table(place, opened, files, tmp_path):

@@ -216,7 +216,7 @@ def add_patch_flags(parser: Parser) -> None:
     add = parser.add_argument
     add(
         "--max_tokens",
-        type=positive,
+        type=natural,
         metavar="N",
         help="keep the aspect of images, of at most N patches (NaFlex); 256",
     )

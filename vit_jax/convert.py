@@ -130,7 +130,10 @@ def open_weights(flags: argparse.Namespace):
             f"how images are prepared: nothing says, so assumed as of {usual}: {how}",
         )
     resized = flags.resolution not in (None, tuple(pretrained.options["image_size"]))
-    if resized or flags.patch:
+    if preprocess.max_tokens and not registry.WRITERS[flags.to].program:
+        fixed = dataclasses.replace(preprocess, max_tokens=0)
+        pretrained = surgery.resize_patches(pretrained, fixed)
+    elif resized or flags.patch:
         model, params = surgery.fit_network(pretrained, preprocess)
         pretrained = dataclasses.replace(
             pretrained, params=params, options=model.options

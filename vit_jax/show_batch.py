@@ -94,10 +94,11 @@ def see(source, config, count: int) -> tuple:
     task = config.task.build(config.build_model(), data, run)
     parse.check_batch(task.batch_spec(config.batch_size), data)
     pipeline.warn_of_dark(source)
+    packs = parse.packs(data)
     with pipeline.train_batches(
         source,
         data,
-        batch_size=min(count, config.batch_size),
+        batch_size=max(1, min(count, config.batch_size) // packs) * packs,
         seed=config.seed,
         start=0,
         stop=1,

@@ -143,9 +143,22 @@ def test_a_run_learns_and_uses_all_devices(config, tmp_path):
     assert report["final"]["val"]["params"]["top1"] == 1
 
 
+def test_packed_images_are_split_over_devices(config, tmp_path):
+    made = config("naflex(16, patch=4, pack=2)", batch_size=16, total_steps=2)
+    assert train(made, tmp_path / "even")["devices"] == 8
+    with pytest.raises(UserError, match=r"batch_size=8.*8 devices"):
+        train(config("naflex(16, patch=4, pack=2)"), tmp_path / "odd")
+
+
+def test_evaluations_of_any_size_need_a_network_that_takes_them(config, tmp_path):
+    made = config("inception_crop", model={"variant": "C+Ti/4"})
+    with pytest.raises(UserError, match=r"evals\.val: data\.eval_transform.*C\+Ti/4"):
+        train(made, tmp_path)
+
+
 def test_the_cost_is_that_of_the_patches(config, tmp_path):
     one, packed = (
-        vit_jax.train_setup(config(line), 24).training_flops
+        vit_jax.train_setup(config(line, batch_size=16), 24).training_flops
         for line in ("naflex(8, patch=4)", "naflex(16, patch=4, pack=2)")
     )
     both = vit_jax.train_setup(config("naflex((8, 16), patch=4)"), 24).training_flops

@@ -75,6 +75,8 @@ class LoadedModel:
         names = pretrained.class_names
         if class_names:
             names = prediction.names_of(pretrained, class_names)
+        # Grids, maps and masks are of one size: squares are shown.
+        preprocess = dataclasses.replace(preprocess, max_tokens=0)
         model, params = surgery.fit_network(pretrained, preprocess)
         return cls(name, model, jax.device_put(params), preprocess, tuple(names))
 

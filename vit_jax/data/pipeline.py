@@ -121,9 +121,7 @@ def try_training(source: Source, data: DataConfig) -> None:
     if data.mask_key:
         masks.warn_of_one_class(source, data, _some(source))
     data = dataclasses.replace(data, num_workers=0, class_balance="")
-    host = parse.parse_train(data.train_transform, data.image_size).host
-    fewest = host[-1].packs if host else 1
-    how = {"batch_size": fewest, "seed": 0, "start": 0, "stop": 1}
+    how = {"batch_size": parse.packs(data), "seed": 0, "start": 0, "stop": 1}
     with train_batches(source, data, **how) as batches:
         next(batches)
 

@@ -45,6 +45,11 @@ class PixelClassifier:
         preprocess: Preprocess,
         class_names: Sequence[str] = (),
     ):
+        if preprocess.max_tokens:
+            raise UserError(
+                f"max_tokens={preprocess.max_tokens} with a head for masks, which reads "
+                "windows of one size: leave it out"
+            )
         model, self._params = surgery.fit_network(pretrained, preprocess)
         self._segment = segmenter.segmenter_of(pretrained, model)
         classes = pretrained.num_classes

@@ -28,6 +28,7 @@ from vit_jax.data.sources.base import (
 )
 from vit_jax.data.sources.open import exclude, open_unchecked
 from vit_jax.data.splits import names as split_names
+from vit_jax.data.transforms import parse
 from vit_jax.data.transforms.base import HostTransform
 from vit_jax.errors import NoLabels, NoSplit, UserError
 from vit_jax.weights.pretrained import (
@@ -139,6 +140,14 @@ class EvalSplit:
             num_data_shards=num_data_shards,
             host=self.ops,
         )
+
+    @property
+    def makes_sequences(self) -> bool:
+        """Whether images become sequences of patches, see models/patches.py."""
+        ops = self.ops
+        if ops is None:
+            ops = parse.parse_eval(self.data.eval_transform, self.data.image_size)
+        return bool(ops and ops[-1].numbers)
 
     def try_first(self) -> None:
         """Prepares the first record; raises UserError if it contradicts the config."""

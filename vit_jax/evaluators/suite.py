@@ -140,6 +140,15 @@ class Suite:
                 "images that it is not trained on: leave it out, or use one of "
                 "features, as kind='knn'"
             )
+        if one.split.makes_sequences and (
+            why := "a task's metrics"
+            if one.wanted.task
+            else self._model.config.no_sequences
+        ):
+            raise UserError(
+                f"evals.{name}: data.eval_transform makes images of any size, which do not "
+                f"go with {why}: end it with resize or a crop"
+            )
         for layer in one.wanted.layers:
             layer_features.check(self._model, layer)
         if one.wanted.features and not self._model.representations:

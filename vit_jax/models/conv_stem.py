@@ -22,7 +22,6 @@ class ConvStemConfig(ViTConfig):
     """ViTs with a convolutional stem, as `C+S/16`"""
 
     encoder_stride = 0  # Features of the stem cannot be edited as patches can.
-    takes_sequences = False
 
     stem_widths: tuple[int, ...] = key(
         (0,),

@@ -17,6 +17,7 @@ from vit_jax.errors import UserError
 from vit_jax.models import stacking
 from vit_jax.models.encoder import Block, Encoder
 from vit_jax.models.layers import INTERMEDIATES, PERTURBATIONS
+from vit_jax.models.patches import PatchSequences
 from vit_jax.models.vit import VisionTransformer
 
 Images = Float[Array, "B Y X C"]
@@ -66,7 +67,7 @@ def layers(module: nn.Module, params: Mapping, images: Images) -> Iterator[Layer
     Raises:
       UserError: the network has no attention.
     """
-    _check(module)
+    _check(module, images)
     tokens, given = embed_images(module, _others(params), images)
 
     # A generator would keep a reference to the last layer.
@@ -90,7 +91,7 @@ def classify_tokens(
     Raises:
       UserError: the network has no attention.
     """
-    _check(module)
+    _check(module, None)
     return _classify_tokens(module, _others(params), tokens.astype(module.config.dtype))
 
 
@@ -113,7 +114,7 @@ def attention_gradients(
       UserError: the network has no attention or no classifier of whole images, or a
         class is unknown.
     """
-    _check(module)
+    _check(module, images)
     pool = module.config.pool
     if not module.num_classes or pool == "none":
         raise UserError(
@@ -144,13 +145,17 @@ def attention_gradients(
     return pooling, map(differentiate, reversed(range(len(given))))
 
 
-def _check(module: nn.Module) -> None:
+def _check(module: nn.Module, images: object) -> None:
     if not isinstance(module, VisionTransformer):
         raise UserError(
             f"a {type(module).__name__} has no attention: give a Vision "
             "Transformer or a hybrid"
         )
     module.config.check_unmerged()
+    if isinstance(images, PatchSequences):
+        raise UserError(
+            "attention of images of any size is not shown: set max_tokens to 0"
+        )
 
 
 def _others(params: Mapping) -> dict:

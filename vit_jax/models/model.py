@@ -136,7 +136,7 @@ class Model:
         Args:
           params: parameters, see `init`.
           images: (batch, height, width, channels), normalised floats; or sequences of
-            patches, see patches.py, if the config `takes_sequences`.
+            patches, see patches.py, unless the config has `no_sequences`.
           train: whether dropout and stochastic depth are active.
           key: random key, needed with `train`.
 

@@ -29,8 +29,8 @@ class NetworkConfig(ModelConfig):
       side_multiple: number that image sides are multiples of; None is `patch_size`.
       encoder_stride: side in pixels of the tokens that the module returns if called with
         `classify=False` and `edit_patches`, see `Model.encode`; 0 if it takes neither.
-      takes_sequences: whether the module takes images as sequences of patches, see
-        patches.py.
+      no_sequences: why the module does not take images as sequences of patches
+        (patches.py), for messages; "" if it does.
       has_encoder: whether it is a Vision Transformer, see intermediates.py.
       stacked: whether parameters are in the layout of a scan, see stacking.py.
       prefix_tokens: names of the tokens before the patches.
@@ -46,7 +46,6 @@ class NetworkConfig(ModelConfig):
     patch_size: ClassVar[int] = 1
     side_multiple: ClassVar[int | None] = None
     encoder_stride: ClassVar[int] = 0
-    takes_sequences: ClassVar[bool] = False
     has_encoder: ClassVar[bool] = False
     stacked: ClassVar[bool] = False
     prefix_tokens: ClassVar[tuple[str, ...]] = ()
@@ -56,6 +55,10 @@ class NetworkConfig(ModelConfig):
     after_blocks: ClassVar[tuple[str, ...]] = ()
     model_axes: ClassVar[tuple] = MODEL_AXES
     names: ClassVar[tuple[str, ...]] = ()
+
+    @property
+    def no_sequences(self) -> str:
+        return f"model.variant={self.variant!r}, whose tokens are no separate patches"
 
     def sized(self) -> "NetworkConfig":
         """Returns the config whose keys that are 0 have the variant's numbers instead."""

@@ -123,10 +123,6 @@ class Places(NamedTuple):
         """Whether a patch is of an image."""
         return self.image < self.num_images
 
-    def counts(self) -> Int[Array, "B K"]:
-        """Returns the number of patches of each image."""
-        return self._one_hot(jnp.int32).sum(1)
-
     def means(self, x: Float[Array, "B N D"]) -> Float[Array, "BK D"]:
         """Returns the mean of the patches of each image."""
         owned = self._one_hot(x.dtype)
@@ -161,15 +157,21 @@ def draw(
 
     Args:
       places: places of all patches.
-      fraction: part of the patches of each sequence that is left out.
+      fraction: part of the patches of each image that is left out; at least one stays.
       key: random key.
 
     Returns:
-      Indices, in random order, those of padding last; and how many of them are kept, at
-      least one.
+      Indices, in random order, those that are left out last; and how many are kept.
     """
     B, N = places.image.shape
-    noise = jnp.where(places.valid, jax.random.uniform(key, (B, N)), 2.0)
-    visible = jnp.argsort(noise, axis=1)[:, : max(1, round(N * (1 - fraction)))]
-    kept = jnp.round(places.valid.sum(1) * (1 - fraction)).astype(jnp.int32)
-    return visible, jnp.maximum(1, kept)
+    K = places.num_images
+    noise = jax.random.uniform(key, (B, N))
+    same = places.image[:, :, None] == places.image[:, None]
+    # Rank of a patch among those of its image.
+    rank = (same & (noise[:, None] < noise[:, :, None])).sum(-1)
+    left = jnp.maximum(1, jnp.round(same.sum(-1) * (1 - fraction)))
+    kept = places.valid & (rank < left)
+    order = jnp.argsort(jnp.where(kept, noise, 2.0), axis=1)
+    # Rounding up may keep one more of each image.
+    most = min(N, max(1, round(N * (1 - fraction))) + K - 1)
+    return order[:, :most], jnp.maximum(1, kept.sum(1))

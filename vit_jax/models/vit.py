@@ -41,7 +41,6 @@ _BY_BLOCK = (stacking.STACKED, "posembed", "relative_embedding", "relative_bias"
 class ViTConfig(EncoderConfig):
     """All others, as `B/16`"""
 
-    takes_sequences = True
     before_blocks = (
         *("cls", "dist", "register_tokens", "embedding", "conv_root", "gn_root"),
         *("posembed_input", "pre_norm", "relative_bias"),
@@ -109,6 +108,14 @@ class ViTConfig(EncoderConfig):
         names += ["distillation token"] if self.distillation else []
         registers = range(1, self.num_register_tokens + 1)
         return (*names, *(f"register {i}" for i in registers))
+
+    @property
+    def no_sequences(self) -> str:
+        """See `NetworkConfig`."""
+        if type(self).stem is not ViTConfig.stem:
+            return super().no_sequences
+        merging = f"token_merging={self.token_merging}" if self.token_merging else ""
+        return self.relative or merging
 
     @property
     def encoder_norm(self) -> bool:
@@ -222,7 +229,6 @@ class HybridConfig(ViTConfig, resnet.StemConfig):
     """Hybrids, as `R50+B/16`"""
 
     encoder_stride = 0  # Features of the stem cannot be edited as patches can.
-    takes_sequences = False
 
     @property
     def patch_size(self) -> int:
@@ -342,20 +348,12 @@ class VisionTransformer(nn.Module):
 
     def _check_sequences(self, images: PatchSequences) -> None:
         """Raises UserError if the network cannot read sequences of patches."""
-        config = self.config
-        obstacle = config.relative
-        if not config.takes_sequences:
-            obstacle = f"model.variant={config.variant!r}, whose stem mixes patches"
-        elif config.token_merging:
-            obstacle = f"token_merging={config.token_merging}"
-        elif images.grids.shape[1] > 1 and config.prefix_tokens:
-            obstacle = (
-                f"several images in a sequence, and the {config.prefix_tokens[0]}, which "
-                "would be of all: set model.pool to 'gap' or 'map'"
-            )
+        obstacle, tokens = self.config.no_sequences, self.config.prefix_tokens
+        if images.grids.shape[1] > 1 and tokens and not obstacle:
+            obstacle = f"several in one, and one {tokens[0]}, as of model.pool='token'"
         if obstacle:
             raise UserError(
-                f"images as sequences of patches with {obstacle}; or give images of one size"
+                f"images of any size with {obstacle}: change it, or give images of one size"
             )
 
     def _draw_patches(self, x: Float[Array, "B N D"], places: Places | None):

@@ -30,7 +30,7 @@ from vit_jax.data.captions import TEXT as TOKENS
 from vit_jax.data.config import DataConfig
 from vit_jax.data.tokenizer import open_tokenizer
 from vit_jax.errors import UserError
-from vit_jax.models import Model, cost, text
+from vit_jax.models import Model, text
 from vit_jax.models.text import TextConfig
 from vit_jax.models.text_tower import TextTower
 from vit_jax.tasks.task import Batch, ImageTask, TaskConfig, feature_width
@@ -223,7 +223,7 @@ class Contrastive(ImageTask):
         return params["network"]
 
     def training_flops(self):
-        image_flops = cost.training_flops(self.model)
+        image_flops = super().training_flops()
         shapes, num_tokens = text.shapes(self.text), self.text.num_tokens
         # Dense layers and attention count; the rest is negligible.
         kernels = [v for k, v in flatten_dict(shapes).items() if k[-1] == "kernel"]

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float
 from vit_jax.config.fields import key
 from vit_jax.data.config import DataConfig
 from vit_jax.errors import UserError
-from vit_jax.models import Model, cost
+from vit_jax.models import Model
 from vit_jax.tasks.classification import (
     Classification,
     ClassificationConfig,
@@ -112,10 +112,10 @@ class LinearProbe(Classification):
 
     def training_flops(self):
         """See `Task`; the network has no backward pass."""
-        forward = cost.forward_flops(self.model)
+        flops = super().training_flops()
         shapes, _ = jax.eval_shape(self.init, jax.random.key(0))
-        # Training takes three products with the head; `forward` has one of them.
-        return forward and forward + 4 * shapes["head"]["kernel"].size
+        # Training takes three products with the head; a forward pass has one of them.
+        return flops and flops // 3 + 4 * shapes["head"]["kernel"].size
 
 
 def _folded(extra: dict, head: dict) -> dict:

@@ -20,7 +20,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from vit_jax.config.fields import key
 from vit_jax.data.config import DataConfig
 from vit_jax.errors import UserError
-from vit_jax.models import Model, cost, stacking
+from vit_jax.models import Model, stacking
 from vit_jax.models.layers import CLASSIFIERS
 from vit_jax.tasks.classification import (
     Classification,
@@ -122,8 +122,8 @@ class Lora(Classification):
 
         The low-rank products are not counted.
         """
-        forward = cost.forward_flops(self.model)
-        return forward and 2 * forward
+        flops = super().training_flops()
+        return flops and 2 * flops // 3
 
     def _extra(self, network: dict) -> dict:
         chosen = self._chosen(network)

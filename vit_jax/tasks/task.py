@@ -247,7 +247,10 @@ class ImageTask(Task):
         views = parse.Transforms(host, ())
         self._shapes = parse.loaded_shapes(views, data.image_size, data.channels)
         self._packs = host[-1].packs if host else 1
-        self._sequences = host[-1].alternatives() if "grids" in self._shapes else []
+        self._numbers = host[-1].numbers if host else ()
+        self._sequences = []
+        if "grids" in self._shapes:
+            self._sequences = (host[-1].alternatives or (lambda: [host[-1]]))()
         self._check_sequences()
 
     def batch_spec(self, batch_size: int) -> dict[str, jax.ShapeDtypeStruct]:
@@ -264,7 +267,7 @@ class ImageTask(Task):
             )
         spec = {"index": jax.ShapeDtypeStruct((batch_size,), np.uint32)}
         for name, shape in self._shapes.items():
-            dtype = np.int32 if name == "grids" else self.data.pixels
+            dtype = np.int32 if name in self._numbers else self.data.pixels
             rows = batch_size // self._packs
             spec[name] = jax.ShapeDtypeStruct((rows, *shape), dtype)
         return spec
@@ -290,13 +293,11 @@ class ImageTask(Task):
         if not self._sequences:
             return
         where = f"data.train_transform={self.data.train_transform!r}"
-        of_task = self.takes_sequences
-        if not (of_task and self.model.config.takes_sequences):
-            variant = f"model.variant={self.model.options['variant']!r}"
+        why = self.model.config.no_sequences if self.takes_sequences else "this task"
+        if why:
             raise UserError(
-                f"{where} makes sequences of patches, which "
-                f"{variant if of_task else 'this task'} does not take: end it with resize "
-                "or a crop"
+                f"{where} makes images of any size, which do not go with {why}: end it with "
+                "resize or a crop"
             )
         if self._ops:
             raise UserError(

@@ -94,7 +94,7 @@ class MetricLogger(Callback):
         for step, batch in enumerate(timed, self._run.start + 1):
             self.step_timer.mark("input")
             self._skipped += int(batch.pop("skipped").sum())
-            if step == 1:
+            if step == 1 and "grids" not in batch:  # Strips of patches show nothing.
                 self._write_images("train/images", batch["image"], 0)
             yield step, batch
             if line := self.step_timer.end_step(step):

@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import functools
+import math
 import re
 from collections.abc import Callable
 from typing import NamedTuple
@@ -180,7 +181,7 @@ def build_train_setup(
 
     params, extra = jax.eval_shape(init)
     _check_running_means(task, params, extra, config)
-    _check_parts(batch_spec, splits, config)
+    _check_rows(batch_spec, splits, mesh, config)
     sharding.check_memory(params, list(mesh.devices.flat), extra)
 
     paths = backbone_paths(task, params, extra)
@@ -312,14 +313,26 @@ def _check_task(task: Task, config: TrainConfig) -> dict:
     return batch_spec
 
 
-def _check_parts(batch_spec: dict, splits: tuple[int, int], config: TrainConfig):
-    """Refuses to split batches whose arrays have other numbers of rows into parts."""
-    rows = {len(spec.shape) and spec.shape[0] for spec in batch_spec.values()}
-    if len(rows) > 1 and splits[0] * splits[1] > 1:
+def _check_rows(
+    batch_spec: dict, splits: tuple[int, int], mesh: Mesh, config: TrainConfig
+) -> None:
+    """Checks that arrays with fewer rows than images split over devices and parts."""
+    rows = {spec.shape[0] for spec in batch_spec.values()}
+    if len(rows) == 1:
+        return
+    where = (
+        f"data.train_transform={config.data.train_transform!r} packs images into rows"
+    )
+    if splits[0] * splits[1] > 1:
         raise UserError(
-            f"data.train_transform={config.data.train_transform!r} packs several images "
-            "into a row, which parts of a batch cannot have: set optim.grad_accum_steps=1 "
-            "and optim.sam_rho=0"
+            f"{where}, which parts of a batch cannot have: set optim.grad_accum_steps=1 and "
+            "optim.sam_batch_size=0"
+        )
+    devices = math.prod(mesh.shape[axis] for axis in meshes.BATCH_AXES)
+    if min(rows) % devices:
+        raise UserError(
+            f"{where}, of which batch_size={config.batch_size} makes {min(rows)}, no "
+            f"multiple of {devices} devices: change one of them"
         )
 
 

@@ -24,6 +24,7 @@ from vit_jax.weights.pretrained import (
     describe_preprocess,
     preprocessing_of,
     usual_preprocess,
+    with_patch,
 )
 from vit_jax.weights.surgery import FitRow
 
@@ -167,6 +168,10 @@ def open_weights(
     return pretrained, preprocess
 
 
+# Fields of `Preprocess` that concern images of one size.
+_OF_ONE_SIZE = {"crop_fraction", "image_size", "squash"}
+
+
 def preprocess_with(
     pretrained: Pretrained,
     given: Mapping[str, object],
@@ -182,8 +187,12 @@ def preprocess_with(
     own = preprocessing_of(pretrained)
     side = models.create(**pretrained.options).patch_size
     preprocess = dataclasses.replace(own, **given)
-    if preprocess.max_tokens and not preprocess.patch:
-        preprocess = dataclasses.replace(preprocess, patch=side)
+    preprocess = with_patch(preprocess, pretrained.options)
+    if preprocess.max_tokens and (wrong := sorted(_OF_ONE_SIZE & given.keys())):
+        raise UserError(
+            f"{wrong[0]}={given[wrong[0]]} with max_tokens={preprocess.max_tokens}, by which "
+            "images keep their size and aspect: leave it out, or set max_tokens to 0"
+        )
     if own.max_tokens and "max_tokens" not in given:
         # Images keep their size when the patches change.
         most = own.max_tokens * (own.patch or side) ** 2 // preprocess.patch**2

@@ -8,7 +8,7 @@ import dataclasses
 import math
 import operator
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ from vit_jax.data.transforms import device
 from vit_jax.data.transforms import host as host_transforms
 from vit_jax.data.transforms.naflex import NaFlex
 from vit_jax.errors import UserError
-from vit_jax.models import patches, segmenter
+from vit_jax.models import patches, segmenter, variants
 from vit_jax.models.patches import PatchSequences
 
 IMAGENET = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
@@ -377,9 +377,18 @@ def usual_preprocess(pretrained: Pretrained) -> Usual:
     return Usual("timm's DeiT" if deit else "timm's ViTs", preprocess)
 
 
+def with_patch(preprocess: Preprocess, options: Mapping) -> Preprocess:
+    """Returns a preprocessing whose sequences have the patch of a network's options."""
+    if not preprocess.max_tokens or preprocess.patch:
+        return preprocess
+    patch = variants.parse(options["variant"]).patch_size
+    return dataclasses.replace(preprocess, patch=patch)
+
+
 def preprocessing_of(pretrained: Pretrained) -> Preprocess:
     """Returns the preprocessing in a checkpoint, or the usual one of its format."""
     preprocess = pretrained.preprocess or usual_preprocess(pretrained).preprocess
+    preprocess = with_patch(preprocess, pretrained.options)
     # Equal numbers for three channels become one number for any.
     mean, std = (
         v[:1] if len(set(v)) == 1 else v for v in (preprocess.mean, preprocess.std)

@@ -417,7 +417,8 @@ def fit_network(pretrained: Pretrained, preprocess: Preprocess) -> tuple[Model, 
     Args:
       pretrained: checkpoint from `weights.open_pretrained`.
       preprocess: preprocessing, whose `image_size` and `patch` may differ from the
-        checkpoint's: position embeddings and the kernel of patches are resized.
+        checkpoint's: position embeddings and the kernel of patches are resized. With
+        `max_tokens` they stay, since the network resizes them for each image.
 
     Returns:
       The network, and its parameters on the host.
@@ -434,12 +435,9 @@ def fit_network(pretrained: Pretrained, preprocess: Preprocess) -> tuple[Model, 
             "the image: give a checkpoint with another head"
         )
     check_preprocess(preprocess, source.image_shape[-1])
-    model = models.create(**{**pretrained.options, "image_size": preprocess.image_size})
-    if preprocess.max_tokens and not model.config.takes_sequences:
-        raise UserError(
-            f"max_tokens={preprocess.max_tokens}: {model.options['variant']} takes images "
-            "of one size: choose a Vision Transformer, or leave it out"
-        )
+    model = source
+    if not preprocess.max_tokens:
+        model = source.at_size(preprocess.image_size)
     if count := pretrained.token_merging:
         if not model.has_encoder:
             raise UserError(
@@ -447,6 +445,11 @@ def fit_network(pretrained: Pretrained, preprocess: Preprocess) -> tuple[Model, 
                 "between all tokens: choose a Vision Transformer, or leave it out"
             )
         model = model.replace(token_merging=count)
+    if preprocess.max_tokens and (why := model.config.no_sequences):
+        raise UserError(
+            f"max_tokens={preprocess.max_tokens} with {why}: choose a Vision Transformer "
+            "without it, or leave max_tokens out"
+        )
     sharding.check_memory(model.shapes)  # The host's memory holds them first.
     params, _ = fit(pretrained.params, model, source, allow_mismatch=None)
     return model, params

@@ -76,13 +76,18 @@ class CustomTransform(Transform):
 
     def _check_host(self, result, dtype: type) -> None:
         several = self.output_shapes is not None
-        arrays = list(result.values()) if isinstance(result, dict) else [result]
-        good = all(isinstance(a, np.ndarray) and a.dtype == dtype for a in arrays)
+        named = result if isinstance(result, dict) else {"image": result}
+        arrays = list(named.values())
+        good = all(
+            isinstance(a, np.ndarray)
+            and a.dtype == (np.int32 if name in self.numbers else dtype)
+            for name, a in named.items()
+        )
         if good and (isinstance(result, dict) if several else arrays[0].ndim == 3):
             return
         kinds = [f"{getattr(a, 'dtype', type(a))} {np.shape(a) or ''}" for a in arrays]
         wanted = (
-            "a dict of uint8 arrays, as `output_shapes`"
+            "a dict of uint8 arrays (int32 of `numbers`), as `output_shapes`"
             if several
             else f"{np.dtype(dtype)} (H, W, C)"
         )
@@ -158,6 +163,12 @@ def loaded_shapes(
             "resize(32)"
         )
     return {"image": (*size, channels)}
+
+
+def packs(data: DataConfig) -> int:
+    """Returns the number of training images that share a row of a batch's arrays."""
+    host = parse_train(data.train_transform, data.image_size).host
+    return host[-1].packs if host else 1
 
 
 def in_words(shapes: Mapping[str, tuple[int, ...]]) -> str:

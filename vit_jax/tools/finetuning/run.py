@@ -247,6 +247,12 @@ def _open(request: _Request, workdir: str) -> Given:
             "aspect='keep' with masks, which are learnt from parts of one size: leave it "
             "out"
         )
+    why = models.create(**pretrained.options).config.no_sequences
+    if keeps and why:
+        raise UserError(
+            f"aspect='keep' with {why}: choose a Vision Transformer without it, or leave "
+            "it out"
+        )
     return Given(
         kind,
         splits,

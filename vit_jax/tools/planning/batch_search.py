@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 
 from vit_jax.config import fields
 from vit_jax.data.sources.open import open_source
+from vit_jax.data.transforms import parse
 from vit_jax.distributed import mesh as meshes
 from vit_jax.distributed import sharding
 from vit_jax.errors import UserError
@@ -57,6 +58,7 @@ def largest_batch(
             "leave the flag out"
         )
     whole = mesh.size // mesh.shape["model"] * config.optim.grad_accum_steps
+    whole *= parse.packs(config.data)
     best, found, step = 0, None, _WITHIN / 2
     too_large = 1 + max(1, most // whole)
     # Images per device and microbatch.

@@ -28,7 +28,7 @@ from vit_jax.models import segmenter
 from vit_jax.models.patches import PatchSequences
 from vit_jax.weights import surgery
 from vit_jax.weights.formats.registry import WRITERS, Writer
-from vit_jax.weights.pretrained import Pretrained, naflex_of
+from vit_jax.weights.pretrained import Pretrained, naflex_of, with_patch
 from vit_jax.weights.segmenter import has_segmenter, segmenter_of
 
 _STABLEHLO, _ONNX = "model.stablehlo", "model.onnx"
@@ -93,6 +93,7 @@ def build(pretrained: Pretrained, *, any_size: bool = False) -> Program:
             f"{pretrained.source}: nothing says how images are prepared, which a program "
             "contains: state --mean, --std and --crop_pct"
         )
+    how = with_patch(how, pretrained.options)
     # A layout for GPUs would not be portable.
     options = {**pretrained.options, "dtype": "float32", "platform": "cpu"}
     any_size = any_size and bool(how.max_tokens)
