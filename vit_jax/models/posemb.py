@@ -6,7 +6,7 @@ Letters: B images, Y by X patches, P prefix tokens, N and M tokens, D model widt
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import flax.linen as nn
 import jax
@@ -172,7 +172,7 @@ def _on_grid(rows, columns):
 
 
 def linear_corners(at: Points, old: int, new: Length) -> Weights:
-    """Weighs for a linear interpolation with aligned corners.
+    """Returns the weights of a linear interpolation with aligned corners.
 
     Source: google-research/vision_transformer's zoom of order 1.
     """
@@ -189,7 +189,7 @@ def triangle(at: Points, old: int, reach: Length = 1.0) -> Weights:
 
 
 def bilinear(at: Points, old: int, new: Length) -> Weights:
-    """Weighs for an antialiased bilinear resize of pixels.
+    """Returns the weights of an antialiased bilinear resize of pixels.
 
     Source: torch.nn.functional.interpolate(mode="bilinear", antialias=True), by which
     SigLIP 2 resizes position embeddings; Pillow's BILINEAR is the same filter.
@@ -201,7 +201,7 @@ def bilinear(at: Points, old: int, new: Length) -> Weights:
 
 
 def bilinear_plain(at: Points, old: int, new: Length) -> Weights:
-    """Weighs for a bilinear resize of pixels without antialiasing.
+    """Returns the weights of a bilinear resize of pixels without antialiasing.
 
     Source: torch.nn.functional.interpolate(mode="bilinear"), by which timm resizes
     factorized position embeddings, and Swin V1 its tables.
@@ -211,7 +211,7 @@ def bilinear_plain(at: Points, old: int, new: Length) -> Weights:
 
 
 def bicubic_antialiased(at: Points, old: int, new: Length) -> Weights:
-    """Weighs for an antialiased bicubic resize of pixels.
+    """Returns the weights of an antialiased bicubic resize of pixels.
 
     Source: torch.nn.functional.interpolate(mode="bicubic", antialias=True), by which
     timm, and DINOv2 with registers, resize position embeddings; Pillow's BICUBIC is the
@@ -225,7 +225,7 @@ def bicubic_antialiased(at: Points, old: int, new: Length) -> Weights:
 
 
 def bicubic_plain(at: Points, old: int, new: Length, shift: float = 0.0) -> Weights:
-    """Weighs for a bicubic resize of pixels without antialiasing.
+    """Returns the weights of a bicubic resize of pixels without antialiasing.
 
     Source: torch.nn.functional.interpolate(mode="bicubic"), by which MAE and DeiT resize
     position embeddings. `shift` is added to `new` in the step between points.
@@ -241,7 +241,7 @@ def bicubic_plain(at: Points, old: int, new: Length, shift: float = 0.0) -> Weig
 
 
 def bicubic_dino(at: Points, old: int, new: Length) -> Weights:
-    """Weighs for the resize of DINO, and of DINOv2 without registers.
+    """Returns the weights of the resize of DINO, and of DINOv2 without registers.
 
     Source: facebookresearch/dino, which scales by (new + 0.1) / old.
     """
@@ -283,6 +283,18 @@ def resize_matrix(method: str, old: int, new: int) -> Float[np.ndarray, "new old
     return RESIZE_METHODS[method](np.arange(new), old, new)
 
 
+def resize_grid(
+    grid: Float[np.ndarray, "Y X D"] | Float[Array, "Y X D"],
+    size: Sequence[int],
+    method: str,
+) -> Float[np.ndarray, "H W D"] | Float[Array, "H W D"]:
+    """Resizes a grid to (H, W) by a method of RESIZE_METHODS; NumPy stays NumPy."""
+    down, across = (
+        resize_matrix(method, o, n) for o, n in zip(grid.shape[:2], size, strict=True)
+    )
+    return resample(grid, down, across)
+
+
 def resize_positions(
     embedding: _Embedding,
     old_grid: tuple[int, int],
@@ -312,11 +324,8 @@ def resize_positions(
         )
     if old_grid == grid:
         return embedding
-    down, across = (
-        resize_matrix(method, o, n) for o, n in zip(old_grid, grid, strict=True)
-    )
     patches = embedding[0, num_prefix_tokens:].reshape(*old_grid, D)
-    patches = resample(patches, down, across).reshape(1, -1, D)
+    patches = resize_grid(patches, grid, method).reshape(1, -1, D)
     in_numpy = isinstance(embedding, np.ndarray)
     concatenate = np.concatenate if in_numpy else jnp.concatenate
     return concatenate([embedding[:, :num_prefix_tokens], patches], axis=1)
@@ -386,12 +395,13 @@ def resize_bias_table(
       method: "geometric" or "bicubic".
     """
     sides = [(2 * o - 1, 2 * n - 1) for o, n in zip(old, new, strict=True)]
+    before, after = zip(*sides, strict=True)
+    grid = table.reshape(*before, -1)
     if method == "geometric":
-        down, across = (_geometric(*side) for side in sides)
+        resized = resample(grid, *(_geometric(*side) for side in sides))
     else:
-        down, across = (resize_matrix("bicubic_plain", *side) for side in sides)
-    grid = table.reshape(2 * old[0] - 1, 2 * old[1] - 1, -1)
-    return resample(grid, down, across).reshape(-1, table.shape[-1])
+        resized = resize_grid(grid, after, "bicubic_plain")
+    return resized.reshape(-1, table.shape[-1])
 
 
 def _geometric(old: int, new: int) -> Float[np.ndarray, "new old"]:

@@ -428,12 +428,10 @@ class Dinov2(Dino):
 
     def _shrink(self, patches: Float[Array, "C n D"]) -> Float[Array, "C N D"]:
         """Returns an anchor's patches on the student's grid, as DINOv3 resizes them."""
-        old, new = self.anchor_model.grid, self.model.grid
-        down, across = (
-            posemb.resize_matrix("bicubic_plain", *side) for side in zip(old, new)
-        )
-        x = patches.astype(jnp.float32).reshape(len(patches), *old, -1)
-        x = jax.vmap(lambda grid: posemb.resample(grid, down, across))(x)
+        x = patches.astype(jnp.float32)
+        x = x.reshape(len(patches), *self.anchor_model.grid, -1)
+        size = self.model.grid
+        x = jax.vmap(lambda grid: posemb.resize_grid(grid, size, "bicubic_plain"))(x)
         return x.reshape(len(patches), self.num_patches, -1)
 
     def update(self, extra, params, stats, step):
@@ -548,10 +546,7 @@ def _resize(images: Array, size: tuple[int, int]) -> Array:
     """Resizes images (B, Y, X, C) as Pillow's bicubic filter does, to the same dtype."""
     if images.shape[1:3] == tuple(size):
         return images
-    down, across = (
-        posemb.resize_matrix("bicubic", *side) for side in zip(images.shape[1:3], size)
-    )
-    resized = jax.vmap(lambda x: posemb.resample(x, down, across))(
+    resized = jax.vmap(lambda x: posemb.resize_grid(x, size, "bicubic"))(
         images.astype(jnp.float32)
     )
     most = jnp.iinfo(images.dtype).max

@@ -22,6 +22,7 @@ from vit_jax.data.config import DataConfig
 from vit_jax.data.sources.base import Source
 from vit_jax.data.transforms import device as transforms
 from vit_jax.data.transforms import parse
+from vit_jax.data.transforms.base import Transform
 from vit_jax.errors import UserError
 from vit_jax.models import STATE, Model, cost, patches
 from vit_jax.models.patches import PatchSequences
@@ -246,11 +247,7 @@ class ImageTask(Task):
         # Before the device enlarges them.
         views = parse.Transforms(host, ())
         self._shapes = parse.loaded_shapes(views, data.image_size, data.channels)
-        self._packs = host[-1].packs if host else 1
-        self._numbers = host[-1].numbers if host else ()
-        self._sequences = []
-        if "grids" in self._shapes:
-            self._sequences = (host[-1].alternatives or (lambda: [host[-1]]))()
+        self._last = host[-1] if host else Transform()
         self._check_sequences()
 
     def batch_spec(self, batch_size: int) -> dict[str, jax.ShapeDtypeStruct]:
@@ -259,16 +256,16 @@ class ImageTask(Task):
         Of sequences of K images each it is image (B / K, N S, S, C), and grids
         (B / K, K, 2), see models/patches.py.
         """
-        if batch_size % self._packs:
+        if batch_size % self._last.packs:
             raise UserError(
-                f"batch_size={batch_size} is not a multiple of the {self._packs} images "
+                f"batch_size={batch_size} is not a multiple of the {self._last.packs} images "
                 f"that data.train_transform={self.data.train_transform!r} packs into a "
                 "row: change one of them"
             )
         spec = {"index": jax.ShapeDtypeStruct((batch_size,), np.uint32)}
         for name, shape in self._shapes.items():
-            dtype = np.int32 if name in self._numbers else self.data.pixels
-            rows = batch_size // self._packs
+            dtype = np.int32 if name in self._last.numbers else self.data.pixels
+            rows = batch_size // self._last.packs
             spec[name] = jax.ShapeDtypeStruct((rows, *shape), dtype)
         return spec
 
@@ -277,10 +274,10 @@ class ImageTask(Task):
         return {"image": transform(self._ops, self.data, batch, rng)[0]}
 
     def training_flops(self) -> int | None:
-        if not self._sequences:
+        if "grids" not in self._shapes:
             return super().training_flops()
-        flops = []
-        for op in self._sequences:
+        alternatives, flops = self._last.alternatives, []
+        for op in alternatives() if alternatives else [self._last]:
             shapes = op.output_shapes(self.data.channels)
             row = PatchSequences(
                 jax.ShapeDtypeStruct((1, *shapes["image"]), jnp.float32),
@@ -290,7 +287,7 @@ class ImageTask(Task):
         return round(sum(flops) / len(flops))
 
     def _check_sequences(self) -> None:
-        if not self._sequences:
+        if "grids" not in self._shapes:
             return
         where = f"data.train_transform={self.data.train_transform!r}"
         why = self.model.config.no_sequences if self.takes_sequences else "this task"

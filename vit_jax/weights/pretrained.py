@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Num
 
+from vit_jax import models
 from vit_jax.data import decode
 from vit_jax.data.bands import WHITE, PixelFormat, read
 from vit_jax.data.config import DEPTHS
@@ -22,7 +23,7 @@ from vit_jax.data.transforms import device
 from vit_jax.data.transforms import host as host_transforms
 from vit_jax.data.transforms.naflex import NaFlex
 from vit_jax.errors import UserError
-from vit_jax.models import patches, segmenter, variants
+from vit_jax.models import patches, segmenter
 from vit_jax.models.patches import PatchSequences
 
 IMAGENET = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
@@ -381,7 +382,7 @@ def with_patch(preprocess: Preprocess, options: Mapping) -> Preprocess:
     """Returns a preprocessing whose sequences have the patch of a network's options."""
     if not preprocess.max_tokens or preprocess.patch:
         return preprocess
-    patch = variants.parse(options["variant"]).patch_size
+    patch = models.create(**options).patch_size
     return dataclasses.replace(preprocess, patch=patch)
 
 

@@ -28,7 +28,6 @@ from vit_jax.data.config import DataConfig
 from vit_jax.data.decode import DamagedImage
 from vit_jax.data.sources.base import Source
 from vit_jax.data.sources.open import Spec, open_source
-from vit_jax.data.transforms import device as transforms
 from vit_jax.evaluators.splits import Subset
 from vit_jax.files import replace_text
 from vit_jax.models import patches
@@ -39,7 +38,7 @@ from vit_jax.tools.report import templates
 from vit_jax.tools.report.blocks import Table
 from vit_jax.training.config import TrainConfig
 from vit_jax.weights import surgery
-from vit_jax.weights.pretrained import Preprocess
+from vit_jax.weights.pretrained import Preprocess, network_input
 
 FILE = "report.html"
 _SHOWN, _PAIRS, _OF_PAIR = 12, 8, 6
@@ -64,9 +63,9 @@ def write(config: TrainConfig, workdir: str, split: str, headline: str) -> str:
 
     @jax.jit
     def step(params, batch):
-        images = transforms.normalize(batch["image"], data.mean, data.std)
-        images = patches.of_batch(batch, images)
-        outputs = model.apply(params, images.astype(model.options["dtype"]))
+        images = patches.of_batch(batch, batch["image"])
+        images = network_input(images, how, model.options["dtype"])
+        outputs = model.apply(params, images)
         return outputs["logits"], outputs["pre_logits"]
 
     forward = functools.partial(step, jax.device_put(params))

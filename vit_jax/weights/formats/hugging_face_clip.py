@@ -220,12 +220,8 @@ SIGLIP2 = dataclasses.replace(
     fixed={"posemb_resize": "bilinear"},
     has=lambda options: {
         **SIGLIP.has(options),
-        "posemb": (
-            "learned",
-            "learned2d",
-            "factorized",
-            "none",
-        ),  # Others are not resized.
+        # Others are not resized.
+        "posemb": ("learned", "learned2d", "factorized", "none"),
     },
     config=_siglip2_config,
     prepare=_prepare_siglip2,
