@@ -246,7 +246,9 @@ class ImageTask(Task):
         parse.check_bands((*host, *self._ops), data)
         # Before the device enlarges them.
         views = parse.Transforms(host, ())
-        self._shapes = parse.loaded_shapes(views, data.image_size, data.channels)
+        made = parse.loaded_shapes(views, data.image_size, data.channels)
+        # One view of an image, whatever else a transform makes.
+        self._shapes = made if "grids" in made else {"image": made["image"][-3:]}
         self._last = host[-1] if host else Transform()
         self._check_sequences()
 
