@@ -6,6 +6,7 @@ patch in pixels.
 
 import dataclasses
 import itertools
+import math
 
 import numpy as np
 from jaxtyping import Num
@@ -141,14 +142,17 @@ def fitting_grid(height: int, width: int, most: int) -> tuple[int, int]:
 
     Source: transformers' Siglip2ImageProcessor, which finds the scale by bisection.
     """
-    grids = [
-        grid
-        for n in range(1, most + 1)
-        # The scales at which one side is a whole number of patches.
-        for grid in ((n, -(-width * n // height)), (-(-height * n // width), n))
-        if grid[0] * grid[1] <= most
-    ]
-    return max(grids, key=sum)
+    rows, columns = _fitting(height, width, most), _fitting(width, height, most)
+    return max(rows, columns[::-1], key=sum)
+
+
+def _fitting(one: int, other: int, most: int) -> tuple[int, int]:
+    """Returns the largest grid for which the side `one` is whole patches; (0, 0) if none fits."""
+    for count in range(math.isqrt(most * one // other), 0, -1):
+        patches = count, -(-other * count // one)
+        if math.prod(patches) <= most:
+            return patches
+    return 0, 0
 
 
 def cut(image: Num[np.ndarray, "H W C"], side: int) -> Num[np.ndarray, "NS S C"]:
