@@ -29,7 +29,8 @@ _OTHERS = (
     *("configs/bit_hyperrule.py", "configs/siglip_lit_coco.py", "configs/flowers.py"),
     *("configs/flowers_finetune.py", "configs/cifar10.py", "configs/digits.py"),
     *("configs/digits_finetune.py", "configs/digits_names.py"),
-    "configs/segmentation.py",
+    *("configs/segmentation.py", "configs/vit5.py"),
+    *("configs/dinov2.py:model=S/14", "configs/dinov3.py:model=L/16"),
 )
 _VARIANTS = {
     "scan": ["model.scan=True"],

@@ -124,6 +124,8 @@ def test_what_needs_images_of_one_size_is_refused(place, opened, files):
         opened[0].attention(files[:1])
     with pytest.raises(UserError, match=r"image_size.*max_tokens"):
         vit_jax.load_model(place / "tiny.safetensors", max_tokens=9, image_size=24)
+    with pytest.raises(UserError, match=r"patch=5.*24x24"):
+        vit_jax.load_model(place / "tiny.safetensors", patch=5, image_size=24)
 
 
 def test_features_are_written_as_a_table(place, opened, files, tmp_path):

@@ -388,7 +388,7 @@ def resize_patches(pretrained: Pretrained, preprocess: Preprocess) -> Pretrained
     The grid of its positions stays, so that they are resized once, to that of the images.
 
     Raises:
-      UserError: the network has no patches of pixels.
+      UserError: the network has no patches of pixels, or they do not fill the images.
     """
     source, side = models.create(**pretrained.options), preprocess.patch
     if side in (0, source.patch_size):
@@ -398,6 +398,12 @@ def resize_patches(pretrained: Pretrained, preprocess: Preprocess) -> Pretrained
         raise UserError(
             f"patch={side}: {variant} has no patches of pixels whose size may change: "
             "choose a Vision Transformer, or leave it out"
+        )
+    if not preprocess.max_tokens and any(n % side for n in preprocess.image_size):
+        size = "x".join(map(str, preprocess.image_size))
+        raise UserError(
+            f"patch={side} does not divide images of {size} pixels: choose another one, or "
+            "another size of images"
         )
     if pretrained.format == "big_vision":
         # As big_vision's FlexiViT, whose code is the one that changes patches there.
