@@ -11,6 +11,8 @@ from helpers import ROOT, TINY, run_command, tiny_config, train, write_weights
 from PIL import Image
 
 import vit_jax
+from vit_jax.analysis.attention import attention_maps, patch_distances
+from vit_jax.analysis.embeddings import position_similarity
 from vit_jax.data.transforms import naflex
 from vit_jax.errors import UserError
 from vit_jax.models.patches import PatchSequences
@@ -117,6 +119,65 @@ def test_positions_are_resized_once(place, opened, files, tmp_path):
     )
     found = vit_jax.load_model(tmp_path / "w.safetensors", tell=lambda line: None)
     np.testing.assert_allclose(found(files), opened[0](files), atol=1e-5)
+
+
+def test_figures_have_the_grid_of_their_image(place, opened, files, tmp_path):
+    _, fixed = opened
+    names = "posemb,attention,distance,rollout,relevance,pca"
+    words = ["--images", *files, f"--model={place / 'tiny.safetensors'}"]
+    words += ["--max_tokens=32", f"--out={tmp_path}", f"--figure={names}"]
+    assert not run_command("visualize", [*words, "--shown=4", "--query=0,0"])
+    found, distances = {}, []
+    for name in names.split(","):
+        for path in sorted((tmp_path / name).glob("*.npz")):
+            with np.load(path) as arrays:
+                found[name, path.stem] = dict(arrays)
+    for file in files:
+        images = resized(file)
+        own = fixed.model.at_size(images.shape[1:3])
+        params = own.resize(fixed.params, fixed.model)
+        maps = np.stack([np.array(one)[0] for one in attention_maps(own, params, images)])
+        apart = patch_distances(own.grid, 4)
+        distances.append((maps * apart).sum(-1).mean(-1))
+        if ("pca", file.stem) not in found:
+            continue
+        parts = {name: found[name, file.stem] for name in names.split(",")[3:]}
+        assert parts["rollout"]["overlay"].shape == np.array(Image.open(file)).shape
+        assert parts["relevance"]["relevance"].shape == (2, np.prod(own.grid))
+        assert parts["pca"]["components"].shape == (*own.grid, 3)
+        drawn, places = found["attention", file.stem], found["posemb", file.stem]
+        assert drawn["grid"].tolist() == [*own.grid]
+        np.testing.assert_allclose(drawn["attention"], maps[:, :, 0], atol=1e-5)
+        similar = position_similarity(own, params)
+        np.testing.assert_allclose(places["similarity"], similar, atol=1e-5)
+    assert len(found) == 4 * 5
+    with np.load(tmp_path / "distance.npz") as arrays:
+        np.testing.assert_allclose(arrays["pixels"], np.mean(distances, 0), rtol=1e-4)
+
+
+def test_figures_without_images_have_the_grid_of_the_network(place, tmp_path):
+    words = [f"--model={place / 'tiny.safetensors'}", "--max_tokens=32"]
+    words += [f"--out={tmp_path}", "--figure=posemb"]
+    assert not run_command("visualize", words)
+    with np.load(tmp_path / "posemb.npz") as arrays:
+        assert arrays["similarity"].shape == (4, 4, 4, 4)
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["--figure=cka"], r"cka.*max_tokens=32.*--max_tokens=0"),
+        (["--compare={model}"], r"--compare=.*max_tokens=32.*--max_tokens=0"),
+        (["--figure=rollout", "--query=5,1"], r"--query=5,1.*3x10.*row from 0 to 2"),
+        (["--resolution=8"], r"image_size=\(8, 8\).*max_tokens"),
+    ],
+)
+def test_figures_of_one_size_are_refused(place, files, tmp_path, words, reason):
+    model = place / "tiny.safetensors"
+    words = [word.format(model=model) for word in words]
+    words += ["--images", *files, f"--model={model}", "--max_tokens=32"]
+    with pytest.raises(UserError, match=reason):
+        run_command("visualize", [*words, f"--out={tmp_path}"])
 
 
 def test_what_needs_images_of_one_size_is_refused(place, opened, files):

@@ -335,7 +335,7 @@ def test_bad_choices_are_refused_before_anything_is_written(place, run, tmp_path
         (["--layers=0,2"], "--layers=2: tiny has 2 layers; choose from 0 to 1"),
         (["--layer=2"], "layer=2: out of range"),
         (["--topk=0"], "--topk=0: choose a number from 1 on"),
-        (["--query=2,0"], "--query=2,0: no such patch; choose a row from 0 to 1 and"),
+        (["--query=2,0"], "--query=2,0: no such patch among 2x3; choose a row from 0"),
         ([f"--labels={tmp_path}/two.txt"], "there are 2 class names, but .* 5 classes"),
         ([compared, "--figure=norms,filters"], "--figure=norms,filters leaves out"),
         ([compared], "images=1: too few for --figure=cka"),

@@ -159,6 +159,7 @@ def parser() -> cli.Parser:
     add("--image", default="", help="image of --html")
     add("--labels", default="", help="file of class names, one a line")
     add("--tokenizer", default="", help="of a text tower, if not the weights'")
+    cli.add_patch_flags(parser)
     cli.add_weights_flags(parser)
     return parser
 

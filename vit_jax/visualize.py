@@ -51,9 +51,10 @@ def main(flags: argparse.Namespace) -> int:
                 cli.tell(f"figure skipped: {name}: {missing}")
         named = figures.create(available_figures(loaded, count), vars(flags))
     if flags.compare and "cka" not in named:
+        missing = FIGURES["cka"]().missing(loaded)
         raise UserError(
-            f"--compare={flags.compare}: cka compares networks with attention, and "
-            f"{flags.model} has none; leave --compare out"
+            f"--compare={flags.compare}: not compared with {flags.model} in the figure cka: "
+            f"{missing}; or leave --compare out"
         )
     other = load_model(flags, flags.compare) if flags.compare else None
     return draw(flags, loaded, images, named, other)
@@ -112,7 +113,7 @@ def load_model(flags: argparse.Namespace, checkpoint: str):
         name or _name(checkpoint), pretrained, preprocess, names
     )
     return dataclasses.replace(
-        loaded, pictures=pictures(pretrained, loaded.model, preprocess)
+        loaded, pictures=pictures(pretrained, loaded.model, loaded.preprocess)
     )
 
 
@@ -181,6 +182,7 @@ def parser() -> cli.Parser:
         default=0,
         help="images in the model at a time (default: as memory allows)",
     )
+    cli.add_patch_flags(parser)
     cli.add_weights_flags(parser)
     return parser
 

@@ -290,8 +290,11 @@ def draw_heatmap(
         max(_HEATMAP_SIZE, _MIN_CELL * longest) * count / longest
         for count in (columns, rows)
     )
-    # The colour bar and the labels need the rest.
-    size = 1.1 * max(2.6, width) + 1.3, max(2.0, height) + 1.0
+    # The colour bar and the labels need the rest, and the title has its middle left of them.
+    size = (
+        max(1.1 * max(2.6, width), _TITLE_LETTER * len(title)) + 1.3,
+        max(2.0, height) + 1.0,
+    )
     with _new_figure(*size, layout="compressed") as figure:
         axes = figure.add_subplot()
         image = axes.imshow(

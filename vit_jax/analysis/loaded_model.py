@@ -24,7 +24,9 @@ from vit_jax.weights.pretrained import (
     Preprocess,
     Pretrained,
     network_input,
+    of_image,
     resize_and_crop,
+    whole,
 )
 
 # Limits of a chunk: bytes of one layer's attention, and images.
@@ -37,7 +39,8 @@ class LoadedModel:
 
     Attributes:
       name: name of the model in titles and messages.
-      model, params: the model and its parameters.
+      model, params: the model and its parameters; with `preprocess.max_tokens` they are
+        for its own grid, see `fitted`.
       preprocess: image size, crop and normalisation.
       class_names: class names in label order; empty if unknown.
       pictures: function of the parameters and normalised images (B, Y, X, C) to inputs
@@ -66,7 +69,8 @@ class LoadedModel:
           name: name of the model in titles and messages.
           pretrained: output of `weights.open_pretrained`.
           preprocess: image size, crop and normalisation; position embeddings are
-            resized if its image size differs from the checkpoint's.
+            resized if its image size differs from the checkpoint's, and with `max_tokens`
+            for each image.
           class_names: class names in label order; () for the checkpoint's.
 
         Raises:
@@ -75,9 +79,12 @@ class LoadedModel:
         names = pretrained.class_names
         if class_names:
             names = prediction.names_of(pretrained, class_names)
-        # Grids, maps and masks are of one size: squares are shown.
-        preprocess = dataclasses.replace(preprocess, max_tokens=0)
         model, params = surgery.fit_network(pretrained, preprocess)
+        if preprocess.max_tokens:
+            # Reads images now, not sequences, with the patch of the preprocessing.
+            size = tuple(count * preprocess.patch for count in model.grid)
+            model, params = surgery.fit_network(pretrained, whole(preprocess, size))
+            preprocess = dataclasses.replace(preprocess, image_size=size)
         return cls(name, model, jax.device_put(params), preprocess, tuple(names))
 
     @property
@@ -91,8 +98,33 @@ class LoadedModel:
         return self.preprocess.form(self.channels)
 
     def prepare(self, pixels: Num[np.ndarray, "_ _ C"]) -> Num[np.ndarray, "Y X C"]:
-        """Resizes and crops an image, read by `form`, to the input size of the model."""
-        return resize_and_crop(pixels, self.preprocess)
+        """Resizes and crops an image, read by `form`, to the input size of the model.
+
+        With `preprocess.max_tokens` Y and X follow from the image, see `fitted`.
+        """
+        return resize_and_crop(pixels, of_image(self.preprocess, pixels.shape[:2]))
+
+    def fitted(self, size: tuple[int, int]) -> "LoadedModel":
+        """Returns the model for prepared images of a height and width.
+
+        It is the model itself, or with `preprocess.max_tokens` one whose position
+        embeddings are resized to the grid of these images.
+        """
+        if not self.preprocess.max_tokens:
+            return self
+        if size not in self._fitted:
+            model = self.model.at_size(size)
+            self._fitted[size] = dataclasses.replace(
+                self,
+                model=model,
+                params=model.resize(self.params, self.model),
+                preprocess=whole(self.preprocess, size),
+            )
+        return self._fitted[size]
+
+    @functools.cached_property
+    def _fitted(self) -> dict[tuple[int, int], "LoadedModel"]:
+        return {}
 
     def normalize(
         self, pixels: UInt8[np.ndarray, "B Y X C"]

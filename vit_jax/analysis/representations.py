@@ -189,8 +189,8 @@ class NormHistogram:
 
 
 def project(
-    features: Float[np.ndarray, "B Y X D"],
-) -> tuple[Float[np.ndarray, "B Y X 3"], Float[np.ndarray, " 3"]]:
+    features: Float[np.ndarray, "... D"],
+) -> tuple[Float[np.ndarray, "... 3"], Float[np.ndarray, " 3"]]:
     """Returns the three strongest principal components, and their shares of the variance.
 
     Each has the sign with which the sum of its cubes is not negative, so that the same
@@ -210,10 +210,11 @@ def project(
 
 
 def to_intensities(
-    components: Float[np.ndarray, "B Y X 3"],
-) -> Float[np.ndarray, "B Y X 3"]:
-    """Returns each component from 0 to 1, over all images."""
-    low, high = np.percentile(components, _COLOUR_PERCENTILES, axis=(0, 1, 2))
+    components: Float[np.ndarray, "... 3"],
+) -> Float[np.ndarray, "... 3"]:
+    """Returns each component from 0 to 1, over all patches."""
+    every = components.reshape(-1, 3)
+    low, high = np.percentile(every, _COLOUR_PERCENTILES, axis=0)
     return ((components - low) / np.maximum(high - low, 1e-12)).clip(0, 1)
 
 

@@ -21,7 +21,7 @@ from vit_jax.data.bands import WHITE, PixelFormat, read
 from vit_jax.data.config import DEPTHS
 from vit_jax.data.transforms import device
 from vit_jax.data.transforms import host as host_transforms
-from vit_jax.data.transforms.naflex import NaFlex
+from vit_jax.data.transforms.naflex import NaFlex, fitting_grid
 from vit_jax.errors import UserError
 from vit_jax.models import patches, segmenter
 from vit_jax.models.patches import PatchSequences
@@ -196,6 +196,30 @@ def naflex_of(preprocess: Preprocess) -> NaFlex:
     return NaFlex(
         preprocess.max_tokens, preprocess.patch, interpolation=preprocess.interpolation
     )
+
+
+def whole(preprocess: Preprocess, size: tuple[int, int]) -> Preprocess:
+    """Returns a preprocessing that resizes all of an image to a height and width."""
+    usual = Preprocess(size, squash=True)
+    kept = ("mean", "std", "interpolation", "exif", "pixels", "bands", "patch")
+    return dataclasses.replace(usual, **{k: getattr(preprocess, k) for k in kept})
+
+
+def of_image(preprocess: Preprocess, size: tuple[int, int]) -> Preprocess:
+    """Returns the preprocessing of an image by a network of its grid.
+
+    Args:
+      preprocess: preprocessing of any images.
+      size: height and width of the image, in pixels.
+
+    Returns:
+      With `max_tokens` a resize to the patches that `prepare_image` cuts; otherwise the
+      preprocessing itself.
+    """
+    if not preprocess.max_tokens:
+        return preprocess
+    grid = fitting_grid(*size, preprocess.max_tokens)
+    return whole(preprocess, tuple(count * preprocess.patch for count in grid))
 
 
 def read_image(

@@ -15,7 +15,7 @@ from vit_jax.models import segmenter, text
 from vit_jax.tools.explorer import images, server, session
 from vit_jax.tools.explorer.rows import AttentionRows
 from vit_jax.tools.explorer.session import ExploredModel, ModelOutput
-from vit_jax.weights.pretrained import Preprocess, Pretrained
+from vit_jax.weights.pretrained import Preprocess, Pretrained, with_patch
 
 NAMES = ("apple", "Bär", "a cat, or <two>", "dog", "eel")
 
@@ -43,9 +43,13 @@ def pretrained(seed, variant="Ti/8", **options):
     )
 
 
-def opened(checkpoint, **changes):
-    """Opens a checkpoint with its own preprocessing."""
-    return ExploredModel(checkpoint, preprocess=checkpoint.preprocess, **changes)
+def opened(checkpoint, *, max_tokens=0, **changes):
+    """Opens a checkpoint with its own preprocessing, perhaps for images of any size."""
+    how = with_patch(
+        dataclasses.replace(checkpoint.preprocess, max_tokens=max_tokens),
+        checkpoint.options,
+    )
+    return ExploredModel(checkpoint, preprocess=how, **changes)
 
 
 def towers():
@@ -92,9 +96,9 @@ def swin(image_size=(24, 20), **changes):
     return pretrained(6, "Swin-T", **sizes | changes)
 
 
-def picture(seed, form="PNG"):
-    """Returns the file of an image of noise, 61 pixels wide and 47 high."""
-    noise = np.random.default_rng(seed).integers(0, 256, (47, 61, 3), np.uint8)
+def picture(seed, form="PNG", size=(47, 61)):
+    """Returns the file of an image of noise, of a height and width."""
+    noise = np.random.default_rng(seed).integers(0, 256, (*size, 3), np.uint8)
     stream = io.BytesIO()
     Image.fromarray(noise).save(stream, form)
     return stream.getvalue()
@@ -143,7 +147,7 @@ def made(grid, layers, heads, seed=0):
     shown = io.BytesIO()
     Image.new("RGB", (8 * grid[1], 8 * grid[0])).save(shown, "PNG")
     pixels = np.zeros((8 * grid[0], 8 * grid[1], 3), np.uint8)
-    output = ModelOutput((), (0.0, 0.0, 1.0, 1.0), shown.getvalue(), pixels, rows)
+    output = ModelOutput((), (0.0, 0.0, 1.0, 1.0), shown.getvalue(), pixels, grid, rows)
     description = {
         "name": "synthetic",
         "variant": "synthetic",

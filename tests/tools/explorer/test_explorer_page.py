@@ -710,6 +710,38 @@ def test_patches_are_compared_also_with_another_image(compared, new_page, photog
     assert "view=components" in page.evaluate("location.hash")
 
 
+def test_images_of_any_size_are_shown_whole(new_page, first, photograph, tmp_path):
+    model = explored.opened(first, max_tokens=20)
+    with explored.served([model]) as served:
+        page = new_page(served.address)
+        choose(page, explored.picture(5, size=(24, 80)), "wide.png")
+        drawn(page, 1)
+        act(page, lambda: page.locator("#opacity").fill("100"))
+        for size, grid in (((24, 80), (2, 7)), ((72, 16), (9, 2))):
+            data = explored.picture(5, size=size)
+            act(page, lambda data=data: choose(page, data))
+            assert page.evaluate("panes[0].model.grid") == [*grid]
+            box = page.locator(MAP).bounding_box()
+            assert box["width"] / box["height"] == pytest.approx(grid[1] / grid[0], rel=0.02)
+            click_patch(page, grid[0] - 1, 1, grid)
+            token = 1 + (grid[0] - 1) * grid[1] + 1
+            assert shown(page)[0] == token
+            output = served.session.output(page.evaluate("panes[0].seen.key"), 0)
+            values = np.frombuffer(output.rows.to_bytes(token)[4 * 4 * 4 * 2 :], np.uint8)
+            assert len(shown(page)[3]) == grid[0] * grid[1] == values.size // 16
+            check_colours(page, shown(page)[3])
+        act(page, lambda: page.locator("#view").select_option("similarity"))
+        act(page, lambda: choose(page, photograph))
+        title = page.locator(".which").inner_text()
+        assert title.startswith("Similarity to the patch in row 9, column 2 of")
+    path = tmp_path / "wide.html"
+    saved.write(str(path), [model], [output], "wide.png")
+    page = new_page(path.as_uri())
+    drawn(page, 1)
+    assert page.evaluate("panes[0].model.grid") == [9, 2]
+    assert len(shown(page)[3]) == 18
+
+
 def test_the_classes_of_pixels_are_shown(new_page, photograph):
     model = explored.opened(explored.with_masks())
     with explored.served([model]) as served:

@@ -13,6 +13,7 @@ from PIL import Image
 from vit_jax import models
 from vit_jax.analysis import attention
 from vit_jax.data import masks
+from vit_jax.data.transforms import naflex
 from vit_jax.errors import UserError
 from vit_jax.evaluators import prediction
 from vit_jax.models import segmenter as heads
@@ -108,6 +109,44 @@ def test_a_model_keeps_the_attention_of_the_analysis(
             np.testing.assert_allclose(row[layer], expected, atol=1 / 255)
             peak = np.max(np.array(expected)[:, extra:], axis=-1, keepdims=True)
             assert (abs(row[layer] - expected) <= 0.51 / 255 * peak + 1e-6).all()
+
+
+@pytest.mark.parametrize("size", [(24, 80), (72, 16)])
+def test_images_of_any_size_have_their_own_grid(size, first, photograph):
+    model = explored.opened(first, max_tokens=20)
+    served = Session([model])
+    grid, data = naflex.fitting_grid(*size, 20), explored.picture(5, size=size)
+    keys = [served.run(one, "x")["key"] for one in (data, photograph)]
+    found = served.output(keys[0], 0)
+    sides = tuple(8 * count for count in grid)
+    about = {"grid": grid, "size": sides, "box": (0, 0, 1, 1)}
+    assert about.items() <= found.summary().items()
+    assert Image.open(io.BytesIO(found.picture)).size == sides[::-1]
+    network = models.create(**first.options)
+    own, patches = network.at_size(sides), int(np.prod(grid))
+    params = own.resize(first.params, network)
+    images = explored.network_input(found)
+    maps = list(attention.attention_maps(own, params, images))
+    for query in range(1 + patches):
+        row = read(found.rows.to_bytes(query), 4, 4, 1, patches)
+        for layer in range(4):
+            expected = maps[layer][0, :, query]
+            np.testing.assert_allclose(row[layer, :3], expected, atol=1 / 255)
+    logits = own.apply(params, images)["logits"][0]
+    assert [one.label for one in found.classes] == np.argsort(-logits).tolist()
+    label = np.array([found.classes[0].label])
+    expected = attention.relevance(own, params, images, label)[0, 1:]
+    np.testing.assert_allclose(
+        served.relevance(keys[0], 0, int(label[0])), expected, rtol=1e-3, atol=1e-6
+    )
+    features = [
+        model.features(served.output(key, 0)).reshape(-1, 12).astype(np.float64)
+        for key in keys
+    ]
+    a, b = (one / np.linalg.norm(one, axis=1, keepdims=True) for one in features)
+    np.testing.assert_allclose(served.similarity(keys[0], 0, keys[1], 4), a @ b[4], atol=1e-5)
+    colours = Image.open(io.BytesIO(served.components(keys[0], 0)))
+    assert colours.size == grid[::-1]
 
 
 @pytest.mark.parametrize("loss", ["softmax", "sigmoid"])

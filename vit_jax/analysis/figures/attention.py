@@ -57,7 +57,7 @@ class Query:
             row, column = patch
             if not (0 <= row < Y and 0 <= column < X):
                 raise UserError(
-                    f"--query={row},{column}: no such patch; choose a row from 0 to "
+                    f"--query={row},{column}: no such patch among {Y}x{X}; choose a row from 0 to "
                     f"{Y - 1} and a column from 0 to {X - 1}"
                 )
             self.name = f"patch ({row}, {column})"
@@ -71,7 +71,24 @@ class Query:
 
 
 @dataclasses.dataclass
-class Attention(Figure):
+class QueryFigure(Figure):
+    """A figure of the attention of one query."""
+
+    query: tuple[int, int] | None = query_option()
+
+    def start(self, loaded, batch_size=0, other=None):
+        self.loaded = loaded
+        if not loaded.preprocess.max_tokens:  # Otherwise each image has its own grid.
+            Query(loaded.model, self.query)
+
+    @property
+    def asking(self) -> Query:
+        """The query in the grid of the images."""
+        return Query(self.loaded.model, self.query)
+
+
+@dataclasses.dataclass
+class Attention(QueryFigure):
     """One sheet per image: a row per layer, a column per head, each with its scale."""
 
     help = (
@@ -81,14 +98,12 @@ class Attention(Figure):
     reads = "images"
     reads_layers = True
 
-    query: tuple[int, int] | None = query_option()
     layers: tuple[int, ...] = option(
         (), "layers of attention, as 0,11 (default: evenly spaced ones)", numbers
     )
 
     def start(self, loaded, batch_size=0, other=None):
-        self.loaded = loaded
-        self._query = Query(loaded.model, self.query)
+        super().start(loaded)
         self._buffer, depth = LayerBuffer(), loaded.model.options["depth"]
         for layer in self.layers:
             if layer >= depth:
@@ -98,7 +113,7 @@ class Attention(Figure):
                 )
 
     def update(self, layer, images):
-        weights = self._query.weights
+        weights = self.asking.weights
         self._buffer.append(
             images, analysis.attention.weighted_query(layer.attention, weights)
         )
@@ -113,7 +128,7 @@ class Attention(Figure):
             yield Picture(self._draw_sheet(pixels, of_image), data, stem)
 
     def _draw_sheet(self, pixels: np.ndarray, maps: np.ndarray):
-        model = self.loaded.model
+        model, asking = self.loaded.model, self.asking
         depth, num_heads, _ = maps.shape
         layers = self.layers or _evenly_spaced(depth, _MAX_LAYERS)
         heads = _evenly_spaced(num_heads, _MAX_HEADS)
@@ -134,12 +149,12 @@ class Attention(Figure):
         return analysis.charts.draw_tiles(
             tiles,
             1 + len(heads),
-            title=f"{self.loaded.name}: attention of the {self._query.name}, from the "
+            title=f"{self.loaded.name}: attention of the {asking.name}, from the "
             "least of a map (dark) to its greatest (yellow)",
             captions=captions,
             row_labels=[f"layer {layer + 1}" for layer in layers],
-            tile_width=0.8,
-            rings={image: self._query.centre} if self._query.centre else {},
+            tile_width=0.8 * (pixels.shape[1] / pixels.shape[0]) ** 0.5,
+            rings={image: asking.centre} if asking.centre else {},
         )
 
 

@@ -18,6 +18,11 @@ class CKA(Figure):
     reads_layers = True
     min_images = 4  # The unbiased HSIC divides by n - 3.
 
+    def missing(self, loaded):
+        return super().missing(loaded) or self.of_any_size(
+            loaded, "images of several grids have no tokens at the same places to compare"
+        )
+
     def start(self, loaded, batch_size=0, other=None):
         if other and (missing := self.missing(other)):
             raise UserError(f"--compare: {other.name}: {missing}")

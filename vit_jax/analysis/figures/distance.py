@@ -1,5 +1,7 @@
 """Mean attention distance of each head by depth (arXiv:2010.11929, figure 7 right)."""
 
+import functools
+
 import numpy as np
 
 from vit_jax import analysis
@@ -15,15 +17,16 @@ class Distance(Figure):
 
     def start(self, loaded, batch_size=0, other=None):
         self.loaded = loaded
-        model = loaded.model
-        self._distances = analysis.attention.patch_distances(
-            model.grid, model.patch_size
-        )
+        # The same for all layers, and mostly for all images.
+        self._distances = functools.lru_cache(1)(analysis.attention.patch_distances)
         self._buffer, self._sums, self._num_images = LayerBuffer(), 0.0, 0
 
     def update(self, layer, images):
+        model = self.loaded.model
         distances = analysis.attention.head_distances(
-            layer.attention, self._distances, self.loaded.model.num_prefix_tokens
+            layer.attention,
+            self._distances(model.grid, model.patch_size),
+            model.num_prefix_tokens,
         )
         self._buffer.append(images, distances)
 

@@ -38,7 +38,8 @@ class Figure:
       reads_layers: whether `update` is called with all layers of the images.
       reads_originals: whether batches hold the images before preprocessing.
       min_images: smallest number of images in a batch; 0 for any.
-      loaded: the `LoadedModel` that is drawn, from `start` on.
+      loaded: the `LoadedModel` that is drawn, from `start` on; for a batch that of the size
+        of its images, see `LoadedModel.fitted`.
     """
 
     help: ClassVar[str]
@@ -52,6 +53,12 @@ class Figure:
         if self.reads_layers and not loaded.model.has_encoder:
             return "no attention to draw: give a Vision Transformer or a hybrid"
         return ""
+
+    @staticmethod
+    def of_any_size(loaded, why: str) -> str:
+        """Returns why a `LoadedModel` of images of any size cannot be drawn, or ""."""
+        most = loaded.preprocess.max_tokens
+        return f"max_tokens={most}: {why}; set --max_tokens=0" if most else ""
 
     def too_few(self, name: str, num_images: int) -> str:
         """Returns why a number of images cannot be drawn, or ""."""

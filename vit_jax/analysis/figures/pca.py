@@ -9,8 +9,8 @@ from vit_jax.analysis.figures.figure import Figure, Picture
 class PCA(Figure):
     """One sheet per image: the image, and its patches in the colours of three components.
 
-    The components are those of all images of a batch together, so that similar parts
-    have the same colour in each (section 7.5).
+    The components are those of all images together, so that similar parts have the same
+    colour in each (section 7.5).
     """
 
     help = (
@@ -22,14 +22,31 @@ class PCA(Figure):
     def missing(self, loaded):
         return "" if loaded.model.has_patch_features else "no features of patches"
 
+    def start(self, loaded, batch_size=0, other=None):
+        self.loaded, self._shown = loaded, []
+
     def draw_batch(self, batch):
-        representations = analysis.representations
         features = self.loaded.patch_features(batch.pixels[0])
-        components, shares = representations.project(features)
+        self._shown += zip(batch.stems, batch.pixels[0], features, strict=True)
+        return ()
+
+    def draw(self):
+        representations = analysis.representations
+        features = [of_image for *_, of_image in self._shown]
+        grids = [of_image.shape[:2] for of_image in features]
+        components, shares = representations.project(
+            np.concatenate([of_image.reshape(-1, of_image.shape[-1]) for of_image in features])
+        )
         colours = representations.to_intensities(components)
-        for stem, pixels, tile, values in zip(
-            batch.stems, batch.pixels[0], colours, components, strict=True
+        ends = np.cumsum([rows * columns for rows, columns in grids])[:-1]
+        for (stem, pixels, _), grid, *found in zip(
+            self._shown,
+            grids,
+            np.split(components, ends),
+            np.split(colours, ends),
+            strict=True,
         ):
+            values, tile = (of_image.reshape(*grid, 3) for of_image in found)
             tile = representations.enlarge(tile, pixels.shape[:2])
             drawing = analysis.charts.draw_tiles(
                 [pixels, np.rint(255 * tile).astype(np.uint8)],

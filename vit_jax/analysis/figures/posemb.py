@@ -14,7 +14,8 @@ _MAX_CELLS = 1500  # Across: 15 inches.
 class Posemb(Figure):
     """A grid of grids: of each patch its similarity to all.
 
-    Of a large grid only every few patches are drawn; the data has all.
+    Of a large grid only every few patches are drawn; the data has all. Images of any size
+    have figures of the embeddings resized to their grids beside that of the network's.
     """
 
     help = "cosine similarity of the position embeddings of patches"
@@ -26,28 +27,39 @@ class Posemb(Figure):
         learned = model.has_encoder and model.options["posemb"] != "none"
         return "" if learned else "no position embeddings"
 
+    def start(self, loaded, batch_size=0, other=None):
+        self.loaded = self._own = loaded
+        if loaded.preprocess.max_tokens:
+            self.reads = "images"
+
+    def draw_batch(self, batch):
+        return [self._draw(self.loaded, stem) for stem in batch.stems]
+
     def draw(self):
-        model = self.loaded.model
+        yield self._draw(self._own)
+
+    def _draw(self, loaded, stem: str = "") -> Picture:
+        model = loaded.model
         similarity = analysis.embeddings.position_similarity(
-            model, self.loaded.params, self.layer
+            model, loaded.params, self.layer
         )
         rows, columns = map(drawn_patches, similarity.shape[:2])
         drawing = analysis.charts.draw_heatmap(
             _mosaic(similarity[np.ix_(rows, columns)]),
-            title=f"{self.loaded.name}: similarity of positions ({model.options['posemb']})",
+            title=f"{loaded.name}: similarity of positions ({model.options['posemb']})",
             x_label="column of the patch",
             y_label="row of the patch",
             colorbar_label="cosine similarity",
             limits=(-1, 1),
             ticks=tuple(
-                _grid_ticks(patches, side)
+                _grid_ticks(patches, side, max(len(rows), len(columns)))
                 for patches, side in zip(
                     (columns, rows), similarity.shape[1::-1], strict=True
                 )
             ),
             origin="upper",
         )
-        yield Picture(drawing, {"similarity": similarity})
+        return Picture(drawing, {"similarity": similarity}, stem)
 
 
 def drawn_patches(side: int) -> range:
@@ -62,9 +74,17 @@ def drawn_patches(side: int) -> range:
     return range(0, side, step)
 
 
-def _grid_ticks(patches: range, side: int) -> tuple[list[float], list[str]]:
-    """Returns grid centres of every few patches, and the patch numbers from 1."""
-    shown = range(0, len(patches), -(-len(patches) // 16))
+def _grid_ticks(
+    patches: range, side: int, longest: int
+) -> tuple[list[float], list[str]]:
+    """Returns grid centres of every few patches, and the patch numbers from 1.
+
+    Args:
+      patches: rows (or columns) that are drawn.
+      side: number of patches down (or across).
+      longest: number of drawn rows or columns, whichever is larger.
+    """
+    shown = range(0, len(patches), -(-longest // 16))
     return [i * (side + 1) + (side - 1) / 2 for i in shown], [
         f"{patches[i] + 1}" for i in shown
     ]

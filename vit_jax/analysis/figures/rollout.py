@@ -5,12 +5,12 @@ import dataclasses
 import numpy as np
 
 from vit_jax import analysis
-from vit_jax.analysis.figures.attention import Query, query_option
-from vit_jax.analysis.figures.figure import Figure, Picture, option
+from vit_jax.analysis.figures.attention import QueryFigure
+from vit_jax.analysis.figures.figure import Picture, option
 
 
 @dataclasses.dataclass
-class Rollout(Figure):
+class Rollout(QueryFigure):
     """One figure per image: the image, and the rollout over it."""
 
     help = "where the query looks over all layers together, on the image"
@@ -18,7 +18,6 @@ class Rollout(Figure):
     reads_layers = True
     reads_originals = True
 
-    query: tuple[int, int] | None = query_option()
     combine: str = option("mean", "heads in rollout, by mean or max (default: mean)")
     discard: float = option(
         0.9,
@@ -27,8 +26,7 @@ class Rollout(Figure):
     )
 
     def start(self, loaded, batch_size=0, other=None):
-        self.loaded = loaded
-        self._query = Query(loaded.model, self.query)
+        super().start(loaded)
         analysis.attention.check_rollout_options(self.combine, self.discard)
         self._rollouts = {}  # By first image of the chunk.
 
@@ -42,7 +40,7 @@ class Rollout(Figure):
 
     def draw_batch(self, batch):
         chunks = [
-            np.einsum("n,bnm->bm", self._query.weights, np.asarray(rollout))
+            np.einsum("n,bnm->bm", self.asking.weights, np.asarray(rollout))
             for rollout in self._rollouts.values()
         ]
         self._rollouts = {}
@@ -57,7 +55,7 @@ class Rollout(Figure):
             drawing = analysis.charts.draw_tiles(
                 [image, overlay],
                 2,
-                title=f"{self.loaded.name}: rollout, {self._query.name}",
+                title=f"{self.loaded.name}: rollout, {self.asking.name}",
                 captions=["image", caption],
                 tile_width=analysis.charts.native_tile_width(image),
             )

@@ -64,7 +64,9 @@ def write_figures(
         not finite, matplotlib is missing, or a file cannot be written.
     """
     _start(figures, loaded, other, batch_size)
-    reading = {name: f for name, f in figures.items() if f.reads != "weights"}
+    reading = {
+        name: f for name, f in figures.items() if images and f.reads != "weights"
+    }
     # Weights are drawn before the first file is written, since drawing checks them.
     of_weights = [name for name in figures if name not in reading]
     pictures = [(name, one) for name in of_weights for one in figures[name].draw()]
@@ -133,6 +135,9 @@ def _write_batches(
     """Passes images to figures, writes what they draw, and returns their number."""
     num_seen, all_images = 0, _reads_all(figures.values())
     for batch in batches:
+        fitted = loaded.fitted(batch.pixels[0].shape[1:3])
+        for figure in figures.values():
+            figure.loaded = fitted
         if not num_seen:  # Later batches are padded to this size.
             chunk_size = min(chunk_size, len(batch.names))
         shown = batch.first(max(0, max_shown - num_seen))
@@ -143,7 +148,7 @@ def _write_batches(
             for name, figure in figures.items()
         ]
         parts = [part for part in parts if part[-1].names]
-        _update_layers(loaded, batch, chunk_size, parts)
+        _update_layers(fitted, batch, chunk_size, parts)
         num_drawn = 0
         for name, figure, part in parts:
             for picture in figure.draw_batch(part):
@@ -200,8 +205,10 @@ def chunk_and_batch_size(
     """Returns the images per forward pass, and the images per batch.
 
     A chunk is what fits in memory. A figure's smallest number of images may be that of
-    several chunks.
+    several chunks. Images of any size pass one by one, since their grids differ.
     """
+    if loaded.preprocess.max_tokens:
+        return 1, 1
     chunk_size = batch_size or loaded.max_chunk_size()
     if not _reads_all(figures):
         chunk_size = min(chunk_size, max_shown)

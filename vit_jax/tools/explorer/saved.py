@@ -115,7 +115,7 @@ def build(
         )
     pairs = zip(models, outputs, strict=True)
     outputs = [_with_relevances(model, output) for model, output in pairs]
-    grids = [model.describe()["grid"] for model in models]
+    grids = [output.grid for output in outputs]
     for (pool, steps), size in _estimates(grids, models, outputs, name):
         if size > _ESTIMATE_MARGIN * MAX_BYTES:
             continue

@@ -9,6 +9,7 @@ import functools
 import hashlib
 import io
 import itertools
+import math
 import threading
 from collections.abc import Mapping, Sequence
 
@@ -54,6 +55,7 @@ class ModelOutput:
       box: top, left, bottom and right of the model's input, as fractions of the image.
       picture: the model's input as a PNG file, see `bands.to_display`.
       pixels: the model's input.
+      grid: patches down and across, of the first stage if patches are merged.
       rows: attention from each token.
       relevances: label -> relevance of each patch to the class, for a saved page.
       mask: colours of the classes of the input's pixels as a PNG file; b"" without a head
@@ -64,17 +66,20 @@ class ModelOutput:
     box: tuple[float, float, float, float]
     picture: bytes
     pixels: Num[np.ndarray, "Y X C"]
+    grid: tuple[int, int]
     rows: AttentionRows | WindowRows
     relevances: Mapping[int, Sequence[float]] = dataclasses.field(default_factory=dict)
     mask: bytes = b""
 
     def summary(self) -> dict:
-        """Returns classes, box and resolution for JSON."""
+        """Returns classes, sizes, box and resolution for JSON."""
         return {
             "classes": [
                 {"label": c.label, "name": c.name, "probability": c.probability}
                 for c in self.classes
             ],
+            "grid": self.grid,
+            "size": self.pixels.shape[:2],
             "box": self.box,
             "steps": self.rows.steps,
             "pool": self.rows.pool,
@@ -138,23 +143,23 @@ class ExploredModel:
         """Returns the model's description for the page, for JSON.
 
         "labels" has a name per layer, "heads" a number, "extra" the names of the tokens
-        before the patches. "rollout", "relevance" (to classes), "texts" (relevance to
+        before the patches. "grid" and "size" are those of the model, and of an output those of
+        its image. "rollout", "relevance" (to classes), "texts" (relevance to
         texts), "features" (comparison of patches) and "colors" (one for each class of pixels)
         say what the model supports.
         """
         options, model = self._model.options, self._model
         if model.has_windows:
             blocks = self._window_shapes
-            grid = blocks[0].grid
             heads = [block.weights.shape[2] for block in blocks]
             labels = [f"{block.stage + 1}.{block.block + 1}" for block in blocks]
         else:
-            grid, heads = model.grid, [options["num_heads"]] * options["depth"]
+            heads = [options["num_heads"]] * options["depth"]
             labels = [str(i + 1) for i in range(options["depth"])]
         return {
             "name": self.name,
             "variant": options["variant"],
-            "grid": grid,
+            "grid": self._grid(self._loaded),
             "size": model.image_shape[:2],
             "labels": labels,
             "heads": heads,
@@ -183,13 +188,15 @@ class ExploredModel:
             pixels = self._loaded.prepare(whole)
         except decode.DamagedImage as error:
             raise damaged(error, name) from error
-        rows, classes = self._compute(pixels, name)
+        loaded = self._fitted(pixels)
+        rows, classes = self._compute(loaded, pixels, name)
         mask = b""
         if self._pixels:
             mask, classes = self._segment(pixels)
         return ModelOutput(
             classes=classes,
-            box=crop_box(whole.shape[:2], self._loaded.preprocess),
+            box=crop_box(whole.shape[:2], loaded.preprocess),
+            grid=self._grid(loaded),
             picture=_to_png(bands.to_display(pixels, self._shown_bands)),
             pixels=pixels,
             rows=rows,
@@ -212,7 +219,7 @@ class ExploredModel:
 
     def warm_up(self) -> None:
         """Compiles the computation of `run`."""
-        self._compute(self._black_image(), "a black image")
+        self._compute(self._loaded, self._black_image(), "a black image")
 
     def relevance(
         self, output: ModelOutput, target: int | str
@@ -234,8 +241,8 @@ class ExploredModel:
         known = self._tower if isinstance(target, str) else target < len(self._names)
         if not known or self._model.has_windows:
             return None
-        images = self._loaded.normalize(output.pixels[None])
-        args = self._model, self._loaded.params, images
+        loaded = self._fitted(output.pixels)
+        args = loaded.model, loaded.params, loaded.normalize(output.pixels[None])
         if isinstance(target, str):
             values = relevance_to_text(*args, self._tower, target)
         else:
@@ -250,22 +257,31 @@ class ExploredModel:
         """
         if not self._model.has_patch_features:
             return None
-        features = self._loaded.patch_features(output.pixels[None])[0]
+        loaded = self._fitted(output.pixels)
+        features = loaded.patch_features(output.pixels[None])[0]
         check_finite(features, f"{self.name}'s features")
-        return enlarge(features, self.describe()["grid"])
+        return enlarge(features, output.grid)
+
+    def _fitted(self, pixels: Num[np.ndarray, "Y X C"]) -> LoadedModel:
+        return self._loaded.fitted(pixels.shape[:2])
+
+    def _grid(self, loaded: LoadedModel) -> tuple[int, int]:
+        """Returns the patches down and across that the page shows."""
+        windows = self._model.has_windows
+        return self._window_shapes[0].grid if windows else loaded.model.grid
 
     def _compute(
-        self, pixels: UInt8[np.ndarray, "h w c"], name: str
+        self, loaded: LoadedModel, pixels: UInt8[np.ndarray, "h w c"], name: str
     ) -> tuple[AttentionRows | WindowRows, tuple[prediction.Prediction, ...]]:
         """Returns attention from all tokens, and the most probable classes."""
-        params = self._loaded.params
+        params = loaded.params
         if self._model.has_windows:
-            images = self._loaded.normalize(pixels[None])
+            images = loaded.normalize(pixels[None])
             outputs, blocks = self._windows(params, images)
             rows = WindowRows(blocks)
         else:
-            rows, tokens = self._rows_of_layers(pixels, name)
-            classify = self._model.classify_tokens
+            rows, tokens = self._rows_of_layers(loaded, pixels, name)
+            classify = loaded.model.classify_tokens
             outputs = classify(params, tokens) if self._names else {}
         if not self._names:
             return rows, ()
@@ -283,16 +299,16 @@ class ExploredModel:
         return jax.eval_shape(self._windows, self._loaded.params, images)[1]
 
     def _rows_of_layers(
-        self, pixels: UInt8[np.ndarray, "h w c"], name: str
+        self, loaded: LoadedModel, pixels: UInt8[np.ndarray, "h w c"], name: str
     ) -> tuple[AttentionRows, Float[Array, "1 N D"]]:
         """Returns attention from all tokens, and the tokens after the last layer."""
         options, extra = self._model.options, len(self.extra)
-        count = extra + self._model.grid[0] * self._model.grid[1]
+        count = extra + math.prod(loaded.model.grid)
         rows = AttentionRows.zeros(
             count, extra, options["depth"], options["num_heads"] + 1
         )
         depth, rollout = 0, None
-        for layer, _ in self._loaded.iter_layers(pixels[None], [name], 1):
+        for layer, _ in loaded.iter_layers(pixels[None], [name], 1):
             rollout = rollout_step(rollout, layer.attention)
             rows.set_layer(depth, np.concatenate([layer.attention[0], rollout]))
             depth, tokens = depth + 1, layer.tokens
@@ -413,9 +429,9 @@ class Session:
           Refused: `output` fails, or the model has no features.
         """
         flat = self._features_of(key, model)
-        grid = self.models[model].describe()["grid"]
-        components, _ = project(flat.reshape(1, *grid, -1))
-        return _to_png(np.rint(255 * to_intensities(components)[0]).astype(np.uint8))
+        components, _ = project(flat)
+        colours = np.rint(255 * to_intensities(components)).astype(np.uint8)
+        return _to_png(colours.reshape(*self.output(key, model).grid, 3))
 
     def _features_of(self, key: str, model: int) -> Float32[np.ndarray, "P D"]:
         """Returns the features of patches, normalized to length 1 and computed once."""

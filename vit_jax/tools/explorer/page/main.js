@@ -158,7 +158,8 @@ function comparedWith() {
   if (view !== "similarity" || !query.at || !active.seen) return {};
   if (query.of) return {};
   const { key, name } = active.seen;
-  return { of: { key, name, patches: panes.map((pane) => pane.asking(query).patch) } };
+  const patches = panes.map((pane) => pane.named(pane.asking(query).patch));
+  return { of: { key, name, patches } };
 }
 
 /** Shows a file, unless it is too large for the server. */

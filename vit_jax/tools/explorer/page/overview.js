@@ -20,14 +20,9 @@ class Overview {
    */
   constructor(root, model, choose) {
     const canvas = root.querySelector("canvas");
-    Object.assign(this, { canvas, model, kinds: kinds(model), choose });
+    Object.assign(this, { root, canvas, model, kinds: kinds(model), choose });
     const layers = model.labels.length;
     this.layer = this.kind = 0;
-    const scale = Math.ceil(CELL / Math.max(...model.grid));
-    [this.high, this.wide] = model.grid.map((patches) => patches * scale);
-    canvas.width = layers * (this.wide + GAP);
-    canvas.height = this.kinds.length * (this.high + GAP);
-    root.style.maxInlineSize = `${4 + 5 * layers}rem`;
     const name = `Layers and heads of ${model.name}; the arrow keys choose one`;
     canvas.setAttribute("aria-label", name);
     addLabels(root.querySelector(".layers"), model.labels);
@@ -39,6 +34,17 @@ class Overview {
       const layer = cell(x, layers);
       if (this.has(layer, kind)) choose(layer, kind);
     });
+  }
+
+  /** Takes the description of a model with another grid. */
+  fit(model) {
+    this.model = model;
+    const scale = Math.ceil(CELL / Math.max(...model.grid));
+    [this.high, this.wide] = model.grid.map((patches) => patches * scale);
+    const layers = model.labels.length;
+    this.root.style.maxInlineSize = `${4 + 5 * layers * Math.min(1, this.wide / this.high)}rem`;
+    this.canvas.width = layers * (this.wide + GAP);
+    this.canvas.height = this.kinds.length * (this.high + GAP);
   }
 
   /** Returns whether a layer has a kind: layers may have different numbers of heads. */

@@ -20,8 +20,6 @@ class Pane {
     this.find = (selector) => this.root.querySelector(selector);
     this.find("h2").textContent = `${model.name} (${model.variant})`;
     this.map = this.find(".map");
-    const scale = Math.ceil(CANVAS / Math.max(...model.size));
-    [this.map.height, this.map.width] = model.size.map((side) => side * scale);
     this.map.setAttribute("aria-label", `Attention of ${model.name}`);
     this.find(".kinds").setAttribute("aria-label", `Heads of ${model.name}`);
     paintRamp(this.find(".ramp"));
@@ -61,7 +59,6 @@ class Pane {
     this.buttons = this.kinds.map((kind) => {
       const button = document.createElement("button");
       const canvas = document.createElement("canvas");
-      [canvas.height, canvas.width] = this.model.grid;
       button.type = "button";
       button.append(canvas, nameOf(kind));
       button.addEventListener("click", () => this.chosen.kind(kind));
@@ -81,13 +78,28 @@ class Pane {
    */
   take(source, seen, image) {
     Object.assign(this, { source, seen, image, rows: new Map(), shares: new Map() });
-    const { classes, steps, pool } = seen.models[this.number];
+    const { classes, grid, size, steps, pool } = seen.models[this.number];
+    this.fit(grid, size);
     this.find(".top").hidden = classes.length === 0;
     if (this.model.colors.length) this.find(".top").textContent = "Parts of the pixels";
     this.find(".torelevance").hidden = !this.model.relevance;
     this.items = classes.map((one) => this.classItem(one));
     this.find(".classes").replaceChildren(...this.items);
     this.find(".kept").textContent = keptInWords(steps, pool);
+  }
+
+  /** Takes the grid and the size of an image: models of images of any size change them. */
+  fit(grid, size) {
+    this.model = { ...this.model, grid, size };
+    const scale = Math.ceil(CANVAS / Math.max(...size));
+    [this.map.height, this.map.width] = size.map((side) => side * scale);
+    // A tall map fits on the screen.
+    const limit = size[0] > size[1] ? `${(85 * size[1]) / size[0]}vh` : "";
+    this.map.style.maxInlineSize = limit;
+    for (const { firstElementChild: canvas } of this.buttons) {
+      [canvas.height, canvas.width] = grid;
+    }
+    this.overview.fit(this.model);
   }
 
   /** Returns the numbers of the query's token and of its patch, null without one. */
@@ -172,8 +184,13 @@ class Pane {
    * null if the query is an extra token.
    */
   origin({ of }, { patch }) {
-    if (of) return { key: of.key, name: of.name, patch: of.patches[this.number] };
-    return patch === null ? null : { key: this.seen.key, name: null, patch };
+    if (of) return { key: of.key, name: of.name, ...of.patches[this.number] };
+    return patch === null ? null : { key: this.seen.key, name: null, ...this.named(patch) };
+  }
+
+  /** Returns a patch with its row and column in words; those of another image differ. */
+  named(patch) {
+    return { patch, place: inWords(this.rowAndColumn(patch)) };
   }
 
   /** Returns the cosine similarity of each patch to one, 0 if it is negative. */
@@ -334,8 +351,7 @@ class Pane {
       this.words = "Patches of similar colours have similar features.";
     } else if (origin) {
       const of = origin.name ? ` of ${origin.name}` : "";
-      const patch = inWords(this.rowAndColumn(origin.patch));
-      this.find(".which").textContent = `Similarity to the patch in ${patch}${of}`;
+      this.find(".which").textContent = `Similarity to the patch in ${origin.place}${of}`;
       this.words = `Cosine of features: most in ${most}.`;
     } else if (words) {
       this.words = `Relevance to “${words}”: most of ${most} of all.`;
