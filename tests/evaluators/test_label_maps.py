@@ -4,16 +4,22 @@ import dataclasses
 import json
 
 import jax
+import jax.numpy as jnp
+import mask_folder
 import numpy as np
 import pytest
-from helpers import TINY, random_weights, run_command
+from helpers import ROOT, TINY, random_weights, run_command
 from PIL import Image
 
+import vit_jax
 from vit_jax import models
+from vit_jax.data.transforms import naflex
 from vit_jax.errors import UserError
-from vit_jax.evaluators import label_maps
+from vit_jax.evaluators import label_maps, segmentation
 from vit_jax.models import segmenter
-from vit_jax.weights import Preprocess, export
+from vit_jax.models.patches import PatchSequences
+from vit_jax.weights import Preprocess, export, open_pretrained
+from vit_jax.weights.segmenter import segmenter_of
 
 NAMES = ("sky", "sea", "land")
 SIZES = {"b": (29, 41), "a": (16, 24), "deeper/a": (70, 30)}
@@ -27,6 +33,8 @@ def place(tmp_path_factory):
     built = segmenter.build(model, "linear", (-1,), 0, num_classes=3)
     params, means = jax.device_get(built.init(jax.random.key(3)))
     params["head"]["bias"] = np.array([0, 0.05, 0], np.float32)
+    # So that images have several classes.
+    params["head"]["kernel"] = 50 * params["head"]["kernel"]
     task = {"name": "segmentation", "head": "linear", "layers": (-1,), "width": 1}
     preprocess = Preprocess((16, 24), (0.4,), (0.2,))
     pretrained = dataclasses.replace(
@@ -79,6 +87,86 @@ def test_masks_and_overlays_are_written_and_their_parts_printed(predict, tmp_pat
             assert picture.size == size[::-1]
         written |= {*line["files"].values()}
     assert len(written) == 6  # Two images are called a.png.
+
+
+def opened(place, **given):
+    quiet = {"tell": lambda line: None}
+    return vit_jax.load_model(place / "model.safetensors", **given, **quiet)
+
+
+def test_an_image_of_the_networks_shape_has_the_same_classes_as_a_window(place):
+    rng = np.random.default_rng(1)
+    sizes = [(16, 24), (32, 48), (24, 36)]  # All become 2x3 patches.
+    images = [rng.integers(0, 256, (*size, 3), np.uint8) for size in sizes]
+    windows = opened(place).segment(images)
+    whole = opened(place, max_tokens=6).segment(images, batch_size=2)
+    for one, other in zip(whole, windows, strict=True):
+        assert len(np.unique(one)) > 1
+        assert (one == other).mean() > 0.999  # Their sums are rounded differently.
+
+
+def test_images_of_any_size_are_classified_whole(place, predict, tmp_path, capsys):
+    files = sorted((place / "images").rglob("?.png"))
+    files = [file for file in files if file.name != "c.png"]
+    model, fixed = opened(place, max_tokens=40), opened(place)
+    found = model.segment(files, batch_size=2)
+    pretrained = open_pretrained(place / "model.safetensors", with_task=True)
+    masks = {}
+    for file, label_map in zip(files, found, strict=True):
+        pixels = np.asarray(Image.open(file))
+        sides = [8 * n for n in naflex.fitting_grid(*pixels.shape[:2], 40)]
+        resized = Image.fromarray(pixels).resize(sides[::-1], Image.Resampling.BILINEAR)
+        own = fixed.model.at_size(sides)
+        params = own.resize(fixed.params, fixed.model)
+        images = (np.asarray(resized)[None] / 255 - 0.4) / 0.2
+        logits = segmenter_of(pretrained, own)(params, jnp.asarray(images, jnp.float32))
+        expected = segmenter.resize(logits, pixels.shape[:2]).argmax(-1)[0]
+        assert label_map.shape == pixels.shape[:2]
+        assert (label_map == expected).mean() > 0.999
+        masks[file] = label_map
+    # The command says the same, the damaged file in its place.
+    code, out, error = predict("--max_tokens=40", "--json", "--batch_size=2")
+    assert code == 1 and "c.png" in error
+    for line in map(json.loads, out.splitlines()):
+        (label_map,) = (m for file, m in masks.items() if str(file) == line["file"])
+        parts = np.bincount(label_map.ravel(), minlength=3) / label_map.size
+        for name, part in zip(NAMES, parts, strict=True):
+            assert line["parts"].get(name, 0) == pytest.approx(part)
+
+
+def test_an_evaluation_of_any_size_counts_the_pixels_of_its_masks(place, capsys):
+    mask_folder.write(place / "set", 5, "images/val", "masks/val")
+    model = opened(place, max_tokens=40)
+    counts = 0
+    for file in (place / "set" / "images" / "val").iterdir():
+        mask = place / "set" / "masks" / "val" / file.name
+        true = np.array(Image.open(mask), np.int16)
+        true[true == 255] = -1
+        counts = counts + segmentation.confusion(true, model.segment(file), 3)
+    recipe = f"configs/eval/segmentation.py:data={place / 'set'},masks=masks,split=val"
+    words = [f"--config={ROOT / recipe}", f"--model={place / 'model.safetensors'}"]
+    words += ["--max_tokens=40", "--json", "--config.data.reduce_zero_label=False"]
+    assert not run_command("evaluate", words)
+    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    expected = segmentation.score(counts, 5).metrics["miou"]
+    assert report["test"]["miou"] == pytest.approx(expected, abs=1e-3)
+
+
+def test_windows_of_images_of_any_size_are_refused(place, predict):
+    with pytest.raises(UserError, match=r"resize='none'.*max_tokens=40"):
+        predict("--max_tokens=40", "--resize=none")
+    words = [f"--model={place / 'model.safetensors'}", "--max_tokens=40"]
+    with pytest.raises(UserError, match=r"max_tokens=40.*--max_tokens=0"):
+        run_command("convert", [*words, "--to=stablehlo", f"--out={place / 'out'}"])
+
+
+def test_a_pyramid_refuses_images_of_any_size():
+    model = models.create("Ti/8", num_classes=0, image_size=(16, 24), **TINY)
+    built = segmenter.build(model, "pyramid", (-1,), 8, num_classes=3)
+    params, means = built.init(jax.random.key(3))
+    given = PatchSequences(jnp.zeros((1, 48, 8, 3)), jnp.array([[[3, 2]]]))
+    with pytest.raises(UserError, match=r"max_tokens.*PyramidHead"):
+        built.logits(model.init(jax.random.key(0)), params, means, given)
 
 
 def test_the_table_has_the_largest_parts(predict):

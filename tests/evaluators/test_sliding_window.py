@@ -122,7 +122,7 @@ def test_classes_are_the_same_however_many_fit_into_memory(monkeypatch):
     expected = interpolate(logits, (17, 13)).argmax(-1)
     for classes in (1, 3, 11):
         monkeypatch.setattr(sliding_window, "_MOST_BYTES", 4 * 17 * 13 * classes)
-        found = sliding_window._largest(logits, (17, 13))
+        found = sliding_window.largest(logits, (17, 13))
         np.testing.assert_array_equal(found, expected)
         assert found.dtype == np.int16
 

@@ -13,12 +13,17 @@ from jaxtyping import Num, UInt8
 from PIL import Image
 
 from vit_jax.data import bands, inputs, masks
-from vit_jax.data.transforms import device as transforms
 from vit_jax.errors import UserError
 from vit_jax.evaluators.local_devices import LocalDevices
 from vit_jax.evaluators.sliding_window import LabelMap, Sliding, T
+from vit_jax.evaluators.whole_images import WholeImages
 from vit_jax.weights import segmenter, surgery
-from vit_jax.weights.pretrained import Preprocess, Pretrained, read_image
+from vit_jax.weights.pretrained import (
+    Preprocess,
+    Pretrained,
+    network_input,
+    read_image,
+)
 
 _OPACITY = 0.55  # Of the colours over an image.
 
@@ -28,8 +33,8 @@ class PixelClassifier:
 
     Args:
       pretrained: checkpoint that was read `with_task`.
-      preprocess: preprocessing, of which bands, depth, normalisation, size of a window and
-        interpolation are used.
+      preprocess: preprocessing, of which bands, depth, normalisation, interpolation and the
+        size of a window or `max_tokens` and `patch` are used.
       class_names: in label order; the checkpoint's if empty, else numbers.
 
     Attributes:
@@ -45,11 +50,6 @@ class PixelClassifier:
         preprocess: Preprocess,
         class_names: Sequence[str] = (),
     ):
-        if preprocess.max_tokens:
-            raise UserError(
-                f"max_tokens={preprocess.max_tokens} with a head for masks, which reads "
-                "windows of one size: leave it out"
-            )
         model, self._params = surgery.fit_network(pretrained, preprocess)
         self._segment = segmenter.segmenter_of(pretrained, model)
         classes = pretrained.num_classes
@@ -80,23 +80,30 @@ class PixelClassifier:
     ) -> Iterator[tuple[T, LabelMap | None]]:
         """Yields the classes of the pixels of each image, see `Sliding.label_maps`.
 
+        With `max_tokens` each image is read whole, see `WholeImages`.
+
         Args:
           images: anything, and an image of any size, see `read`.
           batch_size: windows at once.
           resize, overlap: see `Sliding`.
+
+        Raises:
+          UserError: the network takes no images of any size, or `resize` is of windows.
         """
         how = self._preprocess
 
         def of_pixels(params, pixels):
-            return self._segment(
-                params, transforms.normalize(pixels, how.mean, how.std)
-            )
+            # The segmenter rounds to the network's precision.
+            return self._segment(params, network_input(pixels, how, "float32"))
 
         def logits_of(windows):
             return self._devices.run("", of_pixels, self._params, windows, batch_size)
 
-        sliding = Sliding(tuple(how.image_size), resize, overlap, how.interpolation)
-        return sliding.label_maps(images, logits_of, batch_size)
+        size = tuple(how.image_size)
+        cutting = Sliding(size, resize, overlap, how.interpolation)
+        if how.max_tokens:
+            cutting = WholeImages.of(how, resize)
+        return cutting.label_maps(images, logits_of, batch_size)
 
 
 def predict(

@@ -18,10 +18,13 @@ from vit_jax.errors import UserError
 from vit_jax.evaluators import EVALUATORS
 from vit_jax.evaluators.forward_passes import Outputs, Wanted
 from vit_jax.evaluators.splits import EvalConfig, EvalSplit
+from vit_jax.models.patches import PatchSequences
 
 Stop = Callable[[], bool]
-# Function of images (B, h, w, C), as they are read, to the logits of their cells.
-Segment = Callable[[Num[np.ndarray, "B h w C"]], Float[np.ndarray, "B y x L"]]
+# Function of images (B, h, w, C), as they are read, or sequences, to the logits of their cells.
+Segment = Callable[
+    [Num[np.ndarray, "B h w C"] | PatchSequences], Float[np.ndarray, "B y x L"]
+]
 SKIPPED = "skipped"  # Metric: number of damaged images that an evaluation left out.
 
 

@@ -1,7 +1,7 @@
 """Semantic segmentation: intersection over union of the classes, over all pixels of a split.
 
-Each image is classified at its own size, see sliding_window.py, and each of its pixels
-counts once. Letters: H by W pixels, L classes.
+Each image is classified at its own size, see sliding_window.py and whole_images.py, and each
+of its pixels counts once. Letters: H by W pixels, L classes.
 """
 
 import dataclasses
@@ -30,6 +30,7 @@ from vit_jax.evaluators.protocol import (
 )
 from vit_jax.evaluators.sliding_window import RESIZES, Sliding
 from vit_jax.evaluators.splits import EvalConfig, EvalSplit
+from vit_jax.evaluators.whole_images import WholeImages
 
 _MAX_CLASSES = 200  # With more, the IoU of each is not among the metrics.
 
@@ -70,6 +71,8 @@ class SegmentationConfig(EvalConfig):
                 f"network {classes}: train a head for these"
             )
         how = Sliding(data.image_size, self.resize, self.overlap)
+        if splits.preprocess and splits.preprocess.max_tokens:
+            how = WholeImages.of(splits.preprocess, self.resize)
 
         def score_images(segment, batch_size, stop):
             counted = count(split, how, segment, batch_size, stop)
@@ -79,14 +82,18 @@ class SegmentationConfig(EvalConfig):
 
 
 def count(
-    split: EvalSplit, how: Sliding, segment: Segment, batch_size: int, stop: Stop
+    split: EvalSplit,
+    how: Sliding | WholeImages,
+    segment: Segment,
+    batch_size: int,
+    stop: Stop,
 ) -> tuple[Integer[np.ndarray, "L L"], int, int] | None:
     """Counts the pixels of a split; every process of the job calls it.
 
     Args:
       split: images with masks; each process reads a part of them.
-      how: how windows are cut.
-      segment: function of windows to logits, on the devices of this process.
+      how: how windows or sequences are cut.
+      segment: function of windows, or sequences, to logits, on the devices of this process.
       batch_size: windows at once.
       stop: function that is called before each image; True stops.
 

@@ -155,7 +155,7 @@ class _Canvas:
         if self._fitted != self.size:  # Of the padding there are no classes.
             logits = interpolate(logits, self.size)
             logits = logits[: self._fitted[0], : self._fitted[1]]
-        return _largest(logits, self._original)
+        return largest(logits, self._original)
 
 
 def _starts(length: int, window: int, overlap: float) -> list[int]:
@@ -184,7 +184,7 @@ def interpolate(
     return resize_fast(np.ascontiguousarray(maps), size, antialias=False)
 
 
-def _largest(logits: Float[np.ndarray, "y x L"], size: tuple[int, int]) -> LabelMap:
+def largest(logits: Float[np.ndarray, "y x L"], size: tuple[int, int]) -> LabelMap:
     """Returns the class of the largest of the logits that are resized, a few at a time."""
     step = max(1, _MOST_BYTES // (4 * size[0] * size[1]))
     classes, best = np.zeros(size, np.int16), np.full(size, -np.inf, np.float32)

@@ -199,6 +199,7 @@ class EvalSplits:
       order: default splits, of which the first that exists is read.
 
     Attributes:
+      preprocess: see above.
       notes: lines for the user.
     """
 
@@ -209,7 +210,7 @@ class EvalSplits:
         class_names: Sequence[str] = (),
         order: Sequence[str] = TESTS,
     ):
-        self._data, self._preprocess, self._order = data, preprocess, order
+        self._data, self.preprocess, self._order = data, preprocess, order
         self._opened: dict[tuple, EvalSplit] = {}
         self._matched: dict[tuple, EvalSplit] = {}
         self.class_names, self.num_classes = tuple(class_names), data.num_classes
@@ -367,16 +368,16 @@ class EvalSplits:
             )
 
     def _host_ops(self, source: Source, data: DataConfig) -> tuple | None:
-        if self._preprocess is None:
+        if self.preprocess is None:
             return None
-        if self._preprocess.max_tokens:
-            return (naflex_of(self._preprocess),)
+        if self.preprocess.max_tokens:
+            return (naflex_of(self.preprocess),)
         if source.images is not None:
             size = source.images.shape[1:3]
-            same = size == self._preprocess.image_size
-            if same and resized_size(size, self._preprocess) == size:
+            same = size == self.preprocess.image_size
+            if same and resized_size(size, self.preprocess) == size:
                 return ()  # So that a batch is one gather.
-        return (CheckpointPreprocess(self._preprocess),)
+        return (CheckpointPreprocess(self.preprocess),)
 
 
 def _check_labelled(source: Source) -> None:

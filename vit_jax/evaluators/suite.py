@@ -24,7 +24,7 @@ from vit_jax.evaluators.forward_passes import Outputs, Step, TrainedTask, Weight
 from vit_jax.evaluators.local_devices import LocalDevices
 from vit_jax.evaluators.protocol import SKIPPED, Confusion, Pass, Stop
 from vit_jax.evaluators.splits import TESTS, VALIDATIONS, EvalConfig, EvalSplits
-from vit_jax.models import Model, layer_features, text
+from vit_jax.models import Model, layer_features, patches, text
 from vit_jax.models.text_tower import TextTower
 from vit_jax.weights import surgery
 from vit_jax.weights.pretrained import Preprocess, Pretrained
@@ -253,9 +253,10 @@ class Suite:
 
         def of_pixels(weights, pixels):
             data = self._data
-            return self._segment(
-                weights, transforms.normalize(pixels, data.mean, data.std)
+            normed = patches.map_pixels(
+                lambda x: transforms.normalize(x, data.mean, data.std), pixels
             )
+            return self._segment(weights, normed)
 
         for params_name, weights in params.items():
             segment = lambda pixels, weights=weights: self._devices.run(

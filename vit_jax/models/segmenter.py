@@ -17,9 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Key
 
+from vit_jax.errors import UserError
 from vit_jax.models.layers import LayerNorm, gelu_erf
 from vit_jax.models.model import Model, Params
 from vit_jax.models.network import STATE
+from vit_jax.models.patches import PatchSequences
 
 Map = Float[Array, "B y x D"]
 
@@ -134,17 +136,21 @@ class Segmenter:
         network: Params,
         head: Params,
         means: Params,
-        images: Float[Array, "B Y X C"],
+        images: Float[Array, "B Y X C"] | PatchSequences,
     ) -> Float[Array, "B y x L"]:
         """Classifies the cells of a grid, the patches or finer ones.
 
         Args:
           network: parameters of `model`.
           head, means: of the head, see `init`.
-          images: normalised images.
+          images: normalised images, or sequences of the patches of one image each for a
+            linear head, whose logits are (B, N, 1, L).
 
         Returns:
           Logits in float32; `resize` makes them those of pixels.
+
+        Raises:
+          UserError: the network or the head takes no sequences.
         """
         maps, variables = self._maps(network, images), {"params": head, STATE: means}
         return self.head.apply(variables, maps).astype(jnp.float32)
@@ -170,7 +176,19 @@ class Segmenter:
 
     def _maps(self, network, images, key=None) -> tuple[Map, ...]:
         images = images.astype(self.model.options["dtype"])
-        return self.model.layer_features(network, images, self.layers, key=key)
+        if not isinstance(images, PatchSequences):
+            return self.model.layer_features(network, images, self.layers, key=key)
+        if not isinstance(self.head, LinearHead):
+            raise UserError(
+                f"images of any size (max_tokens) with a {type(self.head).__name__}, which "
+                "joins neighbours in a grid of one size: train task.head='linear', or set "
+                "max_tokens to 0"
+            )
+        # A linear head looks at no neighbours: patches may stand in one column.
+        maps = self.model.layer_features(
+            network, images, self.layers, reshape=False, key=key
+        )
+        return tuple(features[:, :, None] for features in maps)
 
 
 def build(

@@ -384,11 +384,14 @@ def test_bands_to_show_are_chosen():
         explored.opened(checkpoint, shown_bands=(1, 2, 5))
 
 
-def test_a_head_for_masks_shows_the_class_of_each_pixel(photograph):
+@pytest.mark.parametrize("max_tokens", [0, 20])
+def test_a_head_for_masks_shows_the_class_of_each_pixel(max_tokens, photograph):
     given = explored.with_masks()
-    model = explored.opened(given)
+    model = explored.opened(given, max_tokens=max_tokens)
     found = model.run(photograph, "photograph")
-    network, params = surgery.fit_network(given, given.preprocess)
+    assert found.grid == ((4, 5) if max_tokens else (3, 5))
+    how = dataclasses.replace(given.preprocess, image_size=found.pixels.shape[:2])
+    network, params = surgery.fit_network(given, how)
     segment = segmenter.segmenter_of(given, network)
     logits = segment(params, explored.network_input(found))
     size = found.pixels.shape[:2]

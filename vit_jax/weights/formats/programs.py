@@ -97,6 +97,11 @@ def build(pretrained: Pretrained, *, any_size: bool = False) -> Program:
     # A layout for GPUs would not be portable.
     options = {**pretrained.options, "dtype": "float32", "platform": "cpu"}
     any_size = any_size and bool(how.max_tokens)
+    if any_size and has_segmenter(pretrained):
+        raise UserError(
+            f"max_tokens={how.max_tokens} with a head for masks, whose programs take windows "
+            "of one size: set --max_tokens=0"
+        )
     if not any_size:
         how = dataclasses.replace(how, max_tokens=0)
     model, params = surgery.fit_network(

@@ -1,0 +1,73 @@
+"""The class of every pixel of images of any size, each one sequence of patches.
+
+As sliding_window.py, but an image is resized to the most patches that fit, its aspect kept,
+and classified at once (models/patches.py). Letters: H by W pixels of an image, C channels,
+B sequences, N patches of a sequence, L classes.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+
+import numpy as np
+from jaxtyping import Float, Num
+
+from vit_jax.data.transforms.naflex import GRIDS, NaFlex
+from vit_jax.errors import UserError
+from vit_jax.evaluators.sliding_window import LabelMap, T, largest
+from vit_jax.models import patches
+from vit_jax.models.patches import PatchSequences
+from vit_jax.weights.pretrained import Preprocess, naflex_of
+
+
+@dataclasses.dataclass(frozen=True)
+class WholeImages:
+    """How images become sequences: by `transform`, which makes no random choice."""
+
+    transform: NaFlex
+
+    @classmethod
+    def of(cls, preprocess: Preprocess, resize: str) -> "WholeImages":
+        """Returns what a preprocessing with `max_tokens` does.
+
+        Raises:
+          UserError: `resize` is not "cover", that of windows by default.
+        """
+        if resize != "cover":
+            raise UserError(
+                f"resize={resize!r} with max_tokens={preprocess.max_tokens}, which cuts no "
+                "windows: leave one of them out"
+            )
+        return cls(naflex_of(preprocess))
+
+    def label_maps(
+        self,
+        images: Iterable[tuple[T, Num[np.ndarray, "H W C"] | None]],
+        logits_of: Callable[[PatchSequences], Float[np.ndarray, "B N 1 L"]],
+        batch_size: int,
+    ) -> Iterator[tuple[T, LabelMap | None]]:
+        """Yields the class of each pixel of each image, see `Sliding.label_maps`.
+
+        Args:
+          images: see there.
+          logits_of: function of sequences to the logits of their patches.
+          batch_size: images at once.
+        """
+        images = iter(images)
+        while some := list(itertools.islice(images, batch_size)):
+            cut = [self._cut(image) for _, image in some if image is not None]
+            found = iter(zip(cut, logits_of(patches.stack(cut)), strict=True) if cut else ())
+            for beside, image in some:
+                yield beside, None if image is None else _label_map(*next(found), image)
+
+    def _cut(self, image: Num[np.ndarray, "H W C"]) -> PatchSequences:
+        found = self.transform(image, np.random.default_rng(0))
+        return PatchSequences(found["image"], found[GRIDS])
+
+
+def _label_map(sequence, logits, image) -> LabelMap:
+    """Returns the classes at the size of the image, without the padding of its sequence."""
+    ((rows, columns),) = sequence.grids
+    return largest(
+        logits[: rows * columns].reshape(rows, columns, -1), image.shape[:2]
+    )
