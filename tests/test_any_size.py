@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +12,7 @@ from helpers import ROOT, TINY, run_command, tiny_config, train, write_weights
 from PIL import Image
 
 import vit_jax
+from vit_jax import models
 from vit_jax.analysis.attention import attention_maps, patch_distances
 from vit_jax.analysis.embeddings import position_similarity
 from vit_jax.data.transforms import naflex
@@ -19,6 +21,7 @@ from vit_jax.models.patches import PatchSequences
 from vit_jax.weights import Preprocess
 from vit_jax.weights import open_pretrained as weights_of
 from vit_jax.weights.formats import native
+from vit_jax.weights.text_tower import text_tower
 
 SIZES = [(8, 32), (16, 16), (24, 8), (40, 12)]  # Whole patches of 4 pixels.
 OPTIONS = TINY | {"variant": "Ti/4", "num_classes": 2, "image_size": (16, 16)}
@@ -51,11 +54,11 @@ def opened(place):
     )
 
 
-def resized(file):
+def resized(file, most=32, side=4):
     """Returns a photograph of the most patches that fit, normalised, in a batch of one."""
     picture = Image.open(file)
-    rows, columns = naflex.fitting_grid(picture.height, picture.width, 32)
-    picture = picture.resize((4 * columns, 4 * rows), Image.Resampling.BILINEAR)
+    rows, columns = naflex.fitting_grid(picture.height, picture.width, most)
+    picture = picture.resize((side * columns, side * rows), Image.Resampling.BILINEAR)
     return ((np.asarray(picture)[None] / 255 - 0.5) / 0.5).astype(np.float32)
 
 
@@ -119,6 +122,56 @@ def test_positions_are_resized_once(place, opened, files, tmp_path):
     )
     found = vit_jax.load_model(tmp_path / "w.safetensors", tell=lambda line: None)
     np.testing.assert_allclose(found(files), opened[0](files), atol=1e-5)
+
+
+@pytest.fixture
+def siglip2(tmp_path):
+    """The golden Siglip2, for 18 patches of 2 pixels, and a tokenizer of few words."""
+    pytest.importorskip("tokenizers")
+    folder = shutil.copytree(ROOT / "tests/golden/siglip2_hf", tmp_path / "siglip2")
+    # Words between which some photographs differ.
+    vocabulary = {"<unk>": 0, "<pad>": 1, "bee": 2, "cat": 16}
+    vocabulary |= {"a": 4, "photo": 5, "of": 6}
+    model = {"type": "WordLevel", "vocab": vocabulary, "unk_token": "<unk>"}
+    whole = {"version": "1.0", "model": model, "pre_tokenizer": {"type": "Whitespace"}}
+    whole |= dict.fromkeys(("normalizer", "post_processor", "decoder"))
+    whole |= {"added_tokens": [], "truncation": None, "padding": None}
+    (folder / "tokenizer.json").write_text(json.dumps(whole))
+    about = {"tokenizer_class": "Siglip2Tokenizer", "pad_token": "<pad>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(about))
+    return folder
+
+
+def test_siglip2_compares_images_of_any_size_with_texts(place, files, siglip2, capsys):
+    found = weights_of(siglip2, with_task=True)
+    network, tower = models.create(**found.options), text_tower(found)
+    features = []
+    for file in files:
+        images = resized(file, 18, 2)
+        own = network.at_size(images.shape[1:3])
+        params = own.resize(found.params, network)
+        features.append(own.apply(params, jnp.asarray(images))["pre_logits"][0])
+    embedded, names = tower.embed_images(np.stack(features)), ["bee", "cat"]
+    logits = tower.logits(embedded, tower.classes(names, ["a photo of a {}"]))
+    expected = logits.argmax(-1).tolist()
+    assert 0 < sum(expected) < len(files)
+    model = vit_jax.load_model(siglip2, tell=lambda line: None)
+    best = model.zero_shot(files, names, prompts=["a photo of a {}"], topk=1)
+    assert [one[0].label for one in best] == expected
+    close = model.similarity(files, names)
+    np.testing.assert_allclose(close, embedded @ tower.embed(names).T, atol=1e-5)
+
+    words = [f"--model={siglip2}", "--labels=bee, cat", "--prompts=a photo of a {}"]
+    assert not run_command("predict", [*files, *words, "--json"])
+    lines = map(json.loads, capsys.readouterr().out.splitlines())
+    assert [line["predictions"][0]["label"] for line in lines] == expected
+    recipe = f"configs/eval/zero_shot.py:data={place / 'photos'}"
+    words = [f"--config={ROOT / recipe}", f"--model={siglip2}", "--json"]
+    prompts = "--config.evals.test.prompts=('a photo of a {}',)"
+    assert not run_command("evaluate", [*words, prompts])
+    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    true = [names.index(file.parent.name) for file in files]
+    assert report["test"] == pytest.approx((logits.argmax(-1) == true).mean())
 
 
 def test_figures_have_the_grid_of_their_image(place, opened, files, tmp_path):

@@ -13,6 +13,7 @@ from PIL import Image
 
 import vit_jax
 from vit_jax import models
+from vit_jax.analysis import representations
 from vit_jax.data.transforms import naflex
 from vit_jax.errors import UserError
 from vit_jax.evaluators import label_maps, segmentation
@@ -32,13 +33,17 @@ def place(tmp_path_factory):
     model = models.create("Ti/8", num_classes=0, image_size=(16, 24), **TINY)
     built = segmenter.build(model, "linear", (-1,), 0, num_classes=3)
     params, means = jax.device_get(built.init(jax.random.key(3)))
-    params["head"]["bias"] = np.array([0, 0.05, 0], np.float32)
+    network = random_weights(model, "tiny")
     # So that images have several classes.
-    params["head"]["kernel"] = 50 * params["head"]["kernel"]
+    noise = np.random.default_rng(1).normal(size=(4, 16, 24, 3)).astype(np.float32)
+    logits = built.logits(network.params, params, means, jnp.asarray(noise))
+    params["head"]["bias"] = -np.asarray(logits).mean((0, 1, 2))
     task = {"name": "segmentation", "head": "linear", "layers": (-1,), "width": 1}
     preprocess = Preprocess((16, 24), (0.4,), (0.2,))
     pretrained = dataclasses.replace(
-        random_weights(model, "tiny", preprocess=preprocess, class_names=NAMES),
+        network,
+        preprocess=preprocess,
+        class_names=NAMES,
         options=model.options,
         task=task,
         task_params={segmenter.PARAMS: params, segmenter.MEANS: means},
@@ -97,7 +102,8 @@ def opened(place, **given):
 def test_an_image_of_the_networks_shape_has_the_same_classes_as_a_window(place):
     rng = np.random.default_rng(1)
     sizes = [(16, 24), (32, 48), (24, 36)]  # All become 2x3 patches.
-    images = [rng.integers(0, 256, (*size, 3), np.uint8) for size in sizes]
+    colors = rng.integers(0, 256, (2, 3, 3), np.uint8)
+    images = [representations.enlarge(colors, size) for size in sizes]
     windows = opened(place).segment(images)
     whole = opened(place, max_tokens=6).segment(images, batch_size=2)
     for one, other in zip(whole, windows, strict=True):
