@@ -171,7 +171,7 @@ def test_a_pyramid_refuses_images_of_any_size():
     built = segmenter.build(model, "pyramid", (-1,), 8, num_classes=3)
     params, means = built.init(jax.random.key(3))
     given = PatchSequences(jnp.zeros((1, 48, 8, 3)), jnp.array([[[3, 2]]]))
-    with pytest.raises(UserError, match=r"max_tokens.*PyramidHead"):
+    with pytest.raises(UserError, match=r"task.head='pyramid'.*max_tokens to 0"):
         built.logits(model.init(jax.random.key(0)), params, means, given)
 
 

@@ -56,7 +56,9 @@ class WholeImages:
         images = iter(images)
         while some := list(itertools.islice(images, batch_size)):
             cut = [self._cut(image) for _, image in some if image is not None]
-            found = iter(zip(cut, logits_of(patches.stack(cut)), strict=True) if cut else ())
+            found = iter(
+                zip(cut, logits_of(patches.stack(cut)), strict=True) if cut else ()
+            )
             for beside, image in some:
                 yield beside, None if image is None else _label_map(*next(found), image)
 
@@ -68,6 +70,4 @@ class WholeImages:
 def _label_map(sequence, logits, image) -> LabelMap:
     """Returns the classes at the size of the image, without the padding of its sequence."""
     ((rows, columns),) = sequence.grids
-    return largest(
-        logits[: rows * columns].reshape(rows, columns, -1), image.shape[:2]
-    )
+    return largest(logits[: rows * columns].reshape(rows, columns, -1), image.shape[:2])

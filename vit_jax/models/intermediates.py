@@ -154,7 +154,8 @@ def _check(module: nn.Module, images: object) -> None:
     module.config.check_unmerged()
     if isinstance(images, PatchSequences):
         raise UserError(
-            "attention of images of any size is not shown: set max_tokens to 0"
+            "no attention of sequences of patches is returned: set max_tokens to 0, or draw "
+            "it with vit_jax.visualize or vit_jax.explore"
         )
 
 

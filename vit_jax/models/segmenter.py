@@ -179,10 +179,10 @@ class Segmenter:
         if not isinstance(images, PatchSequences):
             return self.model.layer_features(network, images, self.layers, key=key)
         if not isinstance(self.head, LinearHead):
+            name = next(n for n, kind in HEADS.items() if isinstance(self.head, kind))
             raise UserError(
-                f"images of any size (max_tokens) with a {type(self.head).__name__}, which "
-                "joins neighbours in a grid of one size: train task.head='linear', or set "
-                "max_tokens to 0"
+                f"task.head={name!r} joins neighbours in a grid of one size, which images of "
+                "any size do not have: set max_tokens to 0, or train task.head='linear'"
             )
         # A linear head looks at no neighbours: patches may stand in one column.
         maps = self.model.layer_features(

@@ -722,12 +722,16 @@ def test_images_of_any_size_are_shown_whole(new_page, first, photograph, tmp_pat
             act(page, lambda data=data: choose(page, data))
             assert page.evaluate("panes[0].model.grid") == [*grid]
             box = page.locator(MAP).bounding_box()
-            assert box["width"] / box["height"] == pytest.approx(grid[1] / grid[0], rel=0.02)
+            assert box["width"] / box["height"] == pytest.approx(
+                grid[1] / grid[0], rel=0.02
+            )
             click_patch(page, grid[0] - 1, 1, grid)
             token = 1 + (grid[0] - 1) * grid[1] + 1
             assert shown(page)[0] == token
             output = served.session.output(page.evaluate("panes[0].seen.key"), 0)
-            values = np.frombuffer(output.rows.to_bytes(token)[4 * 4 * 4 * 2 :], np.uint8)
+            values = np.frombuffer(
+                output.rows.to_bytes(token)[4 * 4 * 4 * 2 :], np.uint8
+            )
             assert len(shown(page)[3]) == grid[0] * grid[1] == values.size // 16
             check_colours(page, shown(page)[3])
         act(page, lambda: page.locator("#view").select_option("similarity"))

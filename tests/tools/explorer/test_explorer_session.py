@@ -144,7 +144,9 @@ def test_images_of_any_size_have_their_own_grid(size, first, photograph):
         for key in keys
     ]
     a, b = (one / np.linalg.norm(one, axis=1, keepdims=True) for one in features)
-    np.testing.assert_allclose(served.similarity(keys[0], 0, keys[1], 4), a @ b[4], atol=1e-5)
+    np.testing.assert_allclose(
+        served.similarity(keys[0], 0, keys[1], 4), a @ b[4], atol=1e-5
+    )
     colours = Image.open(io.BytesIO(served.components(keys[0], 0)))
     assert colours.size == grid[::-1]
 

@@ -57,8 +57,8 @@ class Query:
             row, column = patch
             if not (0 <= row < Y and 0 <= column < X):
                 raise UserError(
-                    f"--query={row},{column}: no such patch among {Y}x{X}; choose a row from 0 to "
-                    f"{Y - 1} and a column from 0 to {X - 1}"
+                    f"--query={row},{column}: no such patch among {Y}x{X}; choose a row "
+                    f"from 0 to {Y - 1} and a column from 0 to {X - 1}"
                 )
             self.name = f"patch ({row}, {column})"
             self.weights[model.num_prefix_tokens + row * X + column] = 1

@@ -20,7 +20,8 @@ class CKA(Figure):
 
     def missing(self, loaded):
         return super().missing(loaded) or self.of_any_size(
-            loaded, "images of several grids have no tokens at the same places to compare"
+            loaded,
+            "images of several grids have no tokens at the same places to compare",
         )
 
     def start(self, loaded, batch_size=0, other=None):

@@ -35,7 +35,9 @@ class PCA(Figure):
         features = [of_image for *_, of_image in self._shown]
         grids = [of_image.shape[:2] for of_image in features]
         components, shares = representations.project(
-            np.concatenate([of_image.reshape(-1, of_image.shape[-1]) for of_image in features])
+            np.concatenate(
+                [of_image.reshape(-1, of_image.shape[-1]) for of_image in features]
+            )
         )
         colours = representations.to_intensities(components)
         ends = np.cumsum([rows * columns for rows, columns in grids])[:-1]

@@ -17,7 +17,9 @@ class Reconstruction(Figure):
 
     def missing(self, loaded):
         if loaded.pictures is not None:
-            return self.of_any_size(loaded, "its task hides patches of images of one size")
+            return self.of_any_size(
+                loaded, "its task hides patches of images of one size"
+            )
         return (
             "no task that predicts images travels with it: give the workdir of a run of "
             "masked_patch, mae or simmim, or a file of MAE with its decoder"
