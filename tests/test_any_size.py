@@ -189,9 +189,8 @@ def test_figures_have_the_grid_of_their_image(place, opened, files, tmp_path):
         images = resized(file)
         own = fixed.model.at_size(images.shape[1:3])
         params = own.resize(fixed.params, fixed.model)
-        maps = np.stack(
-            [np.array(one)[0] for one in attention_maps(own, params, images)]
-        )
+        maps = attention_maps(own, params, jnp.asarray(images))
+        maps = np.stack([np.array(one)[0] for one in maps])
         apart = patch_distances(own.grid, 4)
         distances.append((maps * apart).sum(-1).mean(-1))
         if ("pca", file.stem) not in found:

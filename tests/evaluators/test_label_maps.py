@@ -103,7 +103,8 @@ def test_an_image_of_the_networks_shape_has_the_same_classes_as_a_window(place):
     rng = np.random.default_rng(1)
     sizes = [(16, 24), (32, 48), (24, 36)]  # All become 2x3 patches.
     colors = rng.integers(0, 256, (2, 3, 3), np.uint8)
-    images = [representations.enlarge(colors, size) for size in sizes]
+    colors = colors.astype(np.float32)
+    images = [representations.enlarge(colors, size).astype(np.uint8) for size in sizes]
     windows = opened(place).segment(images)
     whole = opened(place, max_tokens=6).segment(images, batch_size=2)
     for one, other in zip(whole, windows, strict=True):

@@ -19,13 +19,14 @@ from jaxtyping import Array, Float, Int
 from vit_jax import models
 from vit_jax.errors import UserError
 from vit_jax.models import Model, Params, text
+from vit_jax.models.patches import PatchSequences
 from vit_jax.models.text_tower import TextTower
 
 HEAD_FUSIONS = {"mean": jnp.mean, "max": jnp.max}
 
 
 def attention_maps(
-    model: Model, params: Params, images: Float[Array, "B Y X C"]
+    model: Model, params: Params, images: Float[Array, "B Y X C"] | PatchSequences
 ) -> Iterator[Float[Array, "B H N N"]]:
     """Returns an iterator over the attention of each layer, first layer first.
 
@@ -42,7 +43,7 @@ def attention_maps(
       to 1.
 
     Raises:
-      UserError: the model has no attention.
+      UserError: the model has no attention, or the images are sequences of patches.
     """
     # A generator's frame would keep the previous layer alive.
     return map(operator.attrgetter("attention"), model.intermediates(params, images))

@@ -71,6 +71,8 @@ class _Arguments(WeightsArguments):
 _checked = arguments.checked(_Arguments)
 
 Best = tuple[prediction.Prediction, ...]
+# Of images of any size one array each.
+Features = Float[np.ndarray, "B ..."] | list[Float[np.ndarray, "..."]]
 Images = (
     str
     | os.PathLike
@@ -355,7 +357,7 @@ class PretrainedModel:
         tokens: str = "pooled",
         reshape: bool = True,
         batch_size: int = _BATCH,
-    ) -> Float[np.ndarray, "B ..."] | tuple[Float[np.ndarray, "B ..."], ...]:
+    ) -> Features | tuple[Features, ...]:
         """Returns features of any layers, the same as timm's `forward_intermediates`.
 
         Batches are split over the devices of this process. At another resolution:

@@ -21,6 +21,7 @@ from vit_jax.evaluators import prediction
 from vit_jax.evaluators.local_devices import LocalDevices
 from vit_jax.files import replacing, writing_out
 from vit_jax.models import Model, Params, layer_features
+from vit_jax.models.patches import PatchSequences
 from vit_jax.weights import surgery
 from vit_jax.weights.pretrained import (
     Preprocess,
@@ -99,7 +100,10 @@ class Extractor:
 
 
 def _vectors(
-    model: Model, params: Params, images: Float[Array, "B Y X C"], layers: Sequence[int]
+    model: Model,
+    params: Params,
+    images: Float[Array, "B Y X C"] | PatchSequences,
+    layers: Sequence[int],
 ) -> dict[str, Float[Array, "B D"]]:
     vectors = {FEATURE: model.apply(params, images)["pre_logits"]}
     if layers:

@@ -20,7 +20,7 @@ from vit_jax.models.layers import INTERMEDIATES, PERTURBATIONS
 from vit_jax.models.patches import PatchSequences
 from vit_jax.models.vit import VisionTransformer
 
-Images = Float[Array, "B Y X C"]
+Images = Float[Array, "B Y X C"] | PatchSequences  # Sequences are refused.
 
 # Names of the attention module of a block, and of the attention-pooling head.
 _ATTENTION, _POOLING = "MultiHeadDotProductAttention_1", "MAPHead_0"

@@ -334,7 +334,9 @@ class Model:
         """Returns outputs and attention, see `NetworkConfig.window_attention`."""
         return self.config.window_attention(self.module, params, images)
 
-    def intermediates(self, params: Params, images: jax.Array) -> Iterator["Layer"]:
+    def intermediates(
+        self, params: Params, images: jax.Array | PatchSequences
+    ) -> Iterator["Layer"]:
         """Yields attention and tokens of each block, see intermediates.layers."""
         from vit_jax.models import intermediates  # Few need what it imports.
 

@@ -62,7 +62,9 @@ def of_batch(
     return PatchSequences(pixels, batch["grids"]) if "grids" in batch else pixels
 
 
-def map_pixels(function: Callable[[Array], Array], images: Array | PatchSequences):
+def map_pixels(
+    function: Callable[[Array], Array], images: Array | np.ndarray | PatchSequences
+):
     """Returns images, or sequences, whose pixels a function changed."""
     if isinstance(images, PatchSequences):
         return images._replace(pixels=function(images.pixels))
@@ -98,7 +100,7 @@ def pad_batch(images: np.ndarray | PatchSequences, rows: int):
     return jax.tree.map(pad, images)
 
 
-def rows_of(images: Array | PatchSequences) -> int:
+def rows_of(images: Array | np.ndarray | PatchSequences) -> int:
     """Returns the number of rows of a batch."""
     return len(jax.tree.leaves(images)[0])
 

@@ -54,7 +54,7 @@ class AddPositions(nn.Module):
     @nn.compact
     def embedding(
         self, D: int, places: Places | None = None, method: str = "linear"
-    ) -> Float[Array, "1 N D"] | Float[Array, "B N D"] | None:
+    ) -> Float[Array | np.ndarray, "1 N D"] | Float[Array, "B N D"] | None:
         """Returns the position embeddings, None if the kind has none.
 
         Args:

@@ -65,7 +65,7 @@ class PyramidHead(nn.Module):
     @nn.compact
     def __call__(
         self, maps: Sequence[Map], *, train: bool = False
-    ) -> Float[Array, "B y x L"]:
+    ) -> Float[Array, "B _ _ L"]:
         """Returns the logits of the cells of the finest map."""
         if len({features.shape[1:3] for features in maps}) == 1:
             maps = self._scales(jnp.concatenate(maps, -1).astype(self.dtype))
@@ -75,7 +75,7 @@ class PyramidHead(nn.Module):
             self.num_classes, dtype=self.dtype, kernel_init=_HEAD_INIT, name="head"
         )(gelu_erf(total))
 
-    def _scales(self, x: Map) -> list[Map]:
+    def _scales(self, x: Map) -> list[Float[Array, "B _ _ _"]]:
         half, quarter = x.shape[-1] // 2, x.shape[-1] // 4
         twice = self._enlarge(x, half)
         fine = gelu_erf(self._norm(self._enlarge(x, half)))

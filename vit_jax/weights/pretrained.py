@@ -174,7 +174,9 @@ def prepare_image(
 
 
 def network_input(
-    images: Num[Array, "B h w c"] | PatchSequences, preprocess: Preprocess, dtype: str
+    images: Num[Array | np.ndarray, "B h w c"] | PatchSequences,
+    preprocess: Preprocess,
+    dtype: str,
 ) -> Float[Array, "B h w c"] | PatchSequences:
     """Returns a batch of prepared images as the network takes it: normalised.
 
