@@ -290,6 +290,10 @@ def test_a_run_says_how_its_images_are_prepared(place, files, tmp_path):
     how = model.preprocessing
     assert (how.max_tokens, how.patch, how.interpolation) == (32, 4, "bicubic")
     assert model(files).shape == (8, 2)
+    words = ["--figure=rollout", f"--model={tmp_path}", "--images", files[0]]
+    assert not run_command("visualize", [*words, f"--out={tmp_path / 'figures'}"])
+    with np.load(tmp_path / "figures" / "rollout" / "0.npz") as drawn:
+        assert drawn["grid"].tolist() == [*naflex.fitting_grid(8, 32, 32)]
     other = vit_jax.load_model(tmp_path, patch=8, tell=lambda line: None)
     how = other.preprocessing
     assert (how.max_tokens, how.patch) == (8, 8)  # Images are as large as before.

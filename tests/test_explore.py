@@ -72,6 +72,17 @@ def test_a_file_holds_everything(run, place, tmp_path):
     assert str(place.parent) not in text
 
 
+def test_a_file_of_an_image_of_any_size_has_its_grid(run, place, tmp_path):
+    path, image = tmp_path / "x.html", tmp_path / "tall.png"
+    Image.new("RGB", (16, 60)).save(image)
+    run(f"--html={path}", f"--image={image}", "--max_tokens=12")
+    state = json.loads(re.search(r'id="saved">(.+?)</script>', path.read_text())[1])
+    (found,) = state["seen"]["models"]
+    assert found["grid"] == [6, 2] and found["size"] == [48, 16]
+    assert found["box"] == [0, 0, 1, 1]
+    assert {len(values) for values in state["relevances"][0].values()} == {12}
+
+
 def test_steps_are_given_up_for_a_small_file(run, place, tmp_path, monkeypatch):
     image = place / "images" / "noise.png"
     words = f"--html={tmp_path / 'x.html'}", f"--image={image}"
