@@ -187,6 +187,13 @@ DINO_TRANSFORMS = dict(
     ),
     small_transform=f"{JITTER} | gaussian_blur(0.5)",
 )
+# The same without flips, so that an anchor's crops have the same patches.
+GRAM_TRANSFORMS = dict(
+    large_transforms=tuple(
+        line.removeprefix("flip | ") for line in DINO_TRANSFORMS["large_transforms"]
+    ),
+    small_transform=DINO_TRANSFORMS["small_transform"].removeprefix("flip | "),
+)
 
 
 def small_image_crops(side: int) -> str:
@@ -203,6 +210,14 @@ def dinov2_crops(side: int, patch: int, small: int = 96) -> str:
     return (
         f"multi_crop({side}, small_size={small}, num_small=8, area=(0.32, 1.0), "
         "small_area=(0.05, 0.32))"
+    )
+
+
+def crops_of_sizes(sizes: tuple, shares: tuple, num_small: int = 8) -> str:
+    """Returns DINOv2's crops with pairs of sizes, of which each step draws one."""
+    return (
+        f"multi_crop(sizes={sizes}, shares={shares}, num_small={num_small}, "
+        "area=(0.32, 1.0), small_area=(0.05, 0.32))"
     )
 
 

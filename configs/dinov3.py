@@ -1,25 +1,27 @@
 """DINOv3 on ImageNet-1k, and its Gram anchoring: ViT without labels (arXiv:2508.10104).
 
 Run:    python -m vit_jax.train --config=configs/dinov3.py:model=L/16 --workdir=gs://...
-        python -m vit_jax.train --config=configs/dinov3.py:stage=gram --config.init=WORKDIR \
-            --workdir=gs://...
+        the same with :stage=gram --config.init=WORKDIR, and from there :stage=high_res
 Try:    the same with --config=configs/dinov3.py:quick (3 steps, any machine)
-Result: not run by us; the authors report for L/16 82.0 % (k-NN) and 83.5 % (linear)
-        (README of the code)
+Result: not run by us; the README of the code has 82.0 % (k-NN), 83.5 % (linear) for L/16
 
 Numbers are those of facebookresearch/dinov3 6876159, configs/train/vitl_im1k_lin834.yaml.
 `:schedule=constant` has the schedules of its 7B network (dinov3_vit7b16_pretrain.yaml):
 rate, momentum and decay are constant after a warmup of a tenth. `:stage=gram` goes on from
 a run with the keys of dinov3_vit7b16_gram_anchor.yaml: the anchor, first the teacher that
-it starts from, gets the same crops at twice the size; that the length is 30,000 steps and
-the network an L/16 is ours, there the phase lasts until the dense features are best.
-S and B are ours.
+it starts from, gets the same crops at twice the size; `:stage=high_res` goes on from that
+with those of dinov3_vit7b16_high_res_adapt.yaml: each step draws one of five pairs of sizes.
+Ours: 30,000 steps of the former, which there last until the dense features are best; of the
+latter, small crops of 160 pixels for 168, of which patches leave out 8, a linear warmup for
+half a cosine, and evaluation at 512 pixels; networks, heads and norms of the first run.
 """
 
 from ml_collections import ConfigDict
 
 from configs.common import (
     DINO_TRANSFORMS,
+    GRAM_TRANSFORMS,
+    crops_of_sizes,
     dinov2_crops,
     dinov2_optim,
     parse_arg,
@@ -29,7 +31,7 @@ from configs.common import (
 
 ARGUMENTS = dict(
     model=("L/16", "S/16", "B/16"),
-    stage=("pretrain", "gram"),
+    stage=("pretrain", "gram", "high_res"),
     schedule=("cosine", "constant"),
     quick=False,
 )
@@ -37,13 +39,12 @@ ARGUMENTS = dict(
 
 def get_config(arg: str | None = None) -> ConfigDict:
     arg = parse_arg(arg, **ARGUMENTS)
-    gram = arg.stage == "gram"
+    high_res, gram = arg.stage == "high_res", arg.stage != "pretrain"
     c = ConfigDict()
     c.seed = 0
     c.total_steps = 30_000 if gram else 125_000
     c.batch_size = 2_048
     c.mesh = dict(data=-1)
-
     c.data = dict(
         name="imagenet2012",
         split="train",
@@ -84,44 +85,46 @@ def get_config(arg: str | None = None) -> ConfigDict:
     # The files have rates for 64 images, four times below those for 1,024.
     c.optim = dinov2_optim(
         c,
-        rate=4 * (3e-5 if gram else 1e-3),
+        rate=4 * dict(pretrain=1e-3, gram=3e-5, high_res=1.25e-5)[arg.stage],
         layer_decay=0.98 if gram else 0.9,
         schedule=dict(name="cosine", end_learning_rate=1e-6),
-        warmup_steps=12_500,
+        warmup_steps=dict(pretrain=12_500, gram=0, high_res=10_000)[arg.stage],
         weight_decay_end=0.4,
         freeze_steps=1_250,
     )
     c.optim.weight_decay_mask = (r"/kernel$", r"(cls|mask_token|last_layer)$")
     c.optim.freeze = (r"head/last_layer$",)
     c.ema = dict(decay=0.0)  # The teacher is one.
-
-    c.log_every_steps = 50
-    c.checkpoint_every_steps = 3_750
-
+    c.update(log_every_steps=50, checkpoint_every_steps=3_750)
     if arg.schedule == "constant" or gram:
         c.optim.schedule = dict(name="constant")
-        c.optim.weight_decay_end = 0.0
-        c.optim.freeze_steps = 625
+        c.optim.update(weight_decay_end=0.0, freeze_steps=625)
         c.task.update(teacher_momentum=0.994, teacher_momentum_end=0.994)
         c.task.teacher_temperature_steps = 12_500
     if gram:
         c.model.update(rope_rescale=2.0, drop_path_rate=0.4)
-        for name in ("large_transforms", "small_transform"):
-            c.task[name] = without_flips(c.task[name])
-        c.task.update(teacher_momentum=0.999, teacher_momentum_end=0.999)
+        c.task.update(
+            GRAM_TRANSFORMS, teacher_momentum=0.999, teacher_momentum_end=0.999
+        )
         c.task.update(teacher_temperature_start=0.07, teacher_temperature_steps=0)
-        c.task.update(gram_weight=2.0, gram_scale=2)
-        c.task.update(gram_every_steps=10_000, gram_updates=3)
-        c.optim.update(warmup_steps=0, freeze=(), freeze_steps=0, b2=0.99)
+        c.task.update(gram_weight=2.0, gram_scale=2.0, small_weight_end=0.5)
+        c.optim.update(freeze=(), freeze_steps=0, b2=0.99)
         c.optim.grad_clip_norm_per_part = 30.0
+    if arg.stage == "gram":
+        c.task.update(gram_every_steps=10_000, gram_updates=3, gram_warmup_steps=1_000)
+        c.task.small_weight_steps = 1_000
+    if high_res:
+        c.data.image_size = (512, 512)
+        c.data.eval_transform = "resize_small(585) | central_crop"
+        c.data.train_transform = crops_of_sizes(
+            sizes=((768, 112), (1152, 112), (1152, 160), (1152, 224), (1152, 336)),
+            shares=(0.3, 0.3, 0.3, 0.05, 0.05),
+        )
+        c.model.remat_policy = "full"
+        c.task.update(gram_weight=1.5, gram_scale=1.5, small_weight=0.5, koleo_group=16)
     if arg.quick:
         quick(c)
         shrink_dino(c, scale=2 if gram else 1)
+        if high_res:
+            c.data.train_transform = crops_of_sizes(((48, 16), (96, 32)), (3, 2), 2)
     return c
-
-
-def without_flips(lines: str | tuple[str, ...]) -> str | tuple[str, ...]:
-    """Returns transforms that move no pixels, so that an anchor has the same patches."""
-    if isinstance(lines, str):
-        return lines.removeprefix("flip | ")
-    return tuple(map(without_flips, lines))

@@ -158,7 +158,7 @@ def test_gram_is_the_mean_square_of_differences_of_cosines():
 
 
 def masks_of(task, batch):
-    masked = jax.jit(task.masked)(batch["mask_noise"])
+    masked = jax.jit(task.masked)(batch)
     return np.asarray(masked.mask), masked
 
 
@@ -215,7 +215,7 @@ def test_masks_depend_on_the_place_of_an_image_in_the_run_alone():
     task = task_of(mask_group=4)
     batch = batch_of(task, 8)
     whole, _ = masks_of(task, batch)
-    half, _ = masks_of(task, {"mask_noise": batch["mask_noise"][4:]})
+    half, _ = masks_of(task, {name: x[4:] for name, x in batch.items()})
     np.testing.assert_array_equal(whole[8:], half)
 
 
@@ -266,7 +266,7 @@ def test_the_loss_is_the_weighted_sum_of_its_parts(keys):
     assert stats.keys() == ({"center", "patch_center"} if keys else set())
     new = jax.jit(task.update)(extra, params, stats, jnp.asarray(1))
     if keys:
-        masked = jax.jit(task.masked)(batch["mask_noise"])
+        masked = jax.jit(task.masked)(batch)
         teacher = task.answers(extra["teacher"], {"image": batch["image"]}, masked)
         hidden = np.asarray(teacher.patch_outputs)[np.asarray(masked.weights) > 0]
         expected = 0.1 * hidden.mean(0)
@@ -367,7 +367,7 @@ def test_flops_are_those_of_student_and_teacher():
     forward = lambda *args: task.loss(*args, jax.random.key(0))[0]
     counted = cost.macs(forward, params, extra, batch)
     teacher = lambda params, batch: task.answers(
-        params, {"image": batch["image"]}, task.masked(batch["mask_noise"])
+        params, {"image": batch["image"]}, task.masked(batch)
     )
     of_teacher = cost.macs(teacher, extra["teacher"], batch)
     koleo = 2 * 4 * 4 * 12
@@ -378,7 +378,10 @@ def test_flops_are_those_of_student_and_teacher():
     one, two = (
         cost.forward_flops(m.replace(depth=d)) for d in (1, 2) for m in [task.model]
     )
-    small = [cost.forward_flops(task.small_model.replace(depth=d)) for d in (1, 2)]
+    small = [
+        cost.forward_flops(task.model_of(batch["small_crops"]).replace(depth=d))
+        for d in (1, 2)
+    ]
     blocks = 2 * (two - one) + 2 * (small[1] - small[0])
     assert saved == 3 * 0.5 * 2 * blocks
 
@@ -406,7 +409,7 @@ def entropy_after(steps, **keys):
         batch = {
             "image": images + noise(16, 24),
             "small_crops": images[:, :, 4:12, 4:12] + noise(8, 8),
-            "mask_noise": rng.uniform(size=(16, 2, task._num_draws)),
+            "mask_noise": rng.uniform(size=(16, 2, block_masks.num_draws(24, False))),
         }
         batch = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), batch)
         given = params, extra, state, batch, jnp.asarray(step)
@@ -463,4 +466,4 @@ def test_a_network_without_class_token_is_refused():
 def test_masks_that_hide_nothing_are_refused():
     task = task_of(mask_share=0.1, mask_group=2)
     with pytest.raises(UserError, match=r"task.mask_share=0.1 .* mask no patch of 4"):
-        task.masked(jnp.zeros((2, 2, task._num_draws)))
+        task.masked(batch_of(task, 2))

@@ -16,7 +16,7 @@ from test_dino import part as below
 from vit_jax import models
 from vit_jax.config.lengths import RunLength
 from vit_jax.data.config import DataConfig
-from vit_jax.tasks import dinov2
+from vit_jax.tasks import block_masks, dinov2
 from vit_jax.training import optim, schedules
 from vit_jax.weights.formats import timm
 from vit_jax.weights.formats.files import Tensors
@@ -251,10 +251,11 @@ def test_steps_equal_theirs():
     for step in range(STEPS):
         large = rng.normal(size=(B, 2, 32, 32, 3)).astype(np.float32)
         small = rng.normal(size=(B, 2, 16, 16, 3)).astype(np.float32)
-        noise = rng.uniform(size=(B, 2, task._num_draws)).astype(np.float32)
+        draws = block_masks.num_draws(64, exact=False)
+        noise = rng.uniform(size=(B, 2, draws)).astype(np.float32)
         batch = {"image": large, "small_crops": small, "mask_noise": noise}
         batch = jax.tree.map(jnp.asarray, batch)
-        masked = task.masked(batch["mask_noise"])
+        masked = task.masked(batch)
         mask = (
             np.asarray(masked.mask).reshape(B, 2, 64).swapaxes(0, 1).reshape(2 * B, 64)
         )

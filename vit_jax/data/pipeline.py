@@ -77,9 +77,10 @@ def train_batches(
         captions,
         with_masks=bool(data.mask_key),
     )
-    loaders = [loader]
+    loaders = [(loader, 1.0)]
     if parsed.host and parsed.host[-1].alternatives:
-        loaders = [loader.ending_in(op) for op in parsed.host[-1].alternatives()]
+        alternatives = parsed.host[-1].alternatives()
+        loaders = [(loader.ending_in(op), weight) for op, weight in alternatives]
     balance = None
     if data.class_balance:
         balance = order.Balance.of(data.class_balance, read_labels(source))
@@ -173,9 +174,12 @@ def _rows(batch_size: int, shard: int, num_data_shards: int) -> tuple[int, int]:
 
 @dataclasses.dataclass(frozen=True)
 class _TrainBatch:
-    """Loads rows first..first+rows-1 of a step's batch, by one of the loaders."""
+    """Loads rows first..first+rows-1 of a step's batch, by one of the loaders.
 
-    loaders: Sequence[Loader]
+    Each loader has the weight by which it is drawn.
+    """
+
+    loaders: Sequence[tuple[Loader, float]]
     batch_size: int
     first: int
     rows: int
@@ -183,7 +187,7 @@ class _TrainBatch:
 
     @property
     def loader(self) -> Loader:
-        return self.loaders[0]
+        return self.loaders[0][0]
 
     def __call__(self, step: int) -> Batch:
         loader = self.loader
@@ -197,7 +201,8 @@ class _TrainBatch:
         if loader.gathers:
             batch = loader.gather(records)
         else:
-            loader = self.loaders[_drawn(seed, step, len(self.loaders))]
+            weights = [weight for _, weight in self.loaders]
+            loader, _ = self.loaders[_drawn(seed, step, weights)]
             batch = loader.empty(self.rows)
             pairs = zip(records.tolist(), positions.tolist(), strict=True)
             for row, pair in enumerate(pairs):
@@ -226,13 +231,15 @@ class _TrainBatch:
                 strip[used * side :][: len(values)] = values
 
 
-def _drawn(seed: int, step: int, count: int) -> int:
-    """Returns the number, below `count`, that the batch of a step draws."""
+def _drawn(seed: int, step: int, weights: Sequence[float]) -> int:
+    """Returns the number of the weight that the batch of a step draws."""
     bits = np.random.Philox(
         key=np.array([seed % 2**64, _SHAPES], np.uint64),
         counter=np.array([0, 0, 0, step], np.uint64),
     )
-    return int(np.random.Generator(bits).random() * count)
+    bounds = np.cumsum(weights)
+    drawn = np.random.Generator(bits).random() * bounds[-1]
+    return int(np.searchsorted(bounds, drawn, side="right"))
 
 
 def _load(loader: Loader, record: int, position: int) -> Batch:

@@ -35,6 +35,12 @@ def upper_counts(
     return np.floor(num_patches * bounds[1:] + 1e-6).astype(int)
 
 
+def num_draws(num_patches: int, exact: bool) -> int:
+    """Returns the number of random numbers of a crop's mask; see `draw_counts` for `exact`."""
+    single = num_patches if exact else 0
+    return 2 + 4 * TRIES + single
+
+
 def draw_counts(
     noise: Float[Array, "groups C 2"],
     share: float,

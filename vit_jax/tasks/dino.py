@@ -12,20 +12,18 @@ from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float
 
 from vit_jax.config.fields import key
 from vit_jax.config.lengths import RunLength
 from vit_jax.data.config import DataConfig
-from vit_jax.data.transforms import parse
 from vit_jax.errors import UserError
 from vit_jax.models import Model, cost, stacking
+from vit_jax.tasks.crops import NUM_LARGE, Crops, CropSizes
 from vit_jax.tasks.dino_losses import Head, centered, cross_entropies
 from vit_jax.tasks.masking import check_unlabelled
-from vit_jax.tasks.task import Batch, Task, TaskConfig, feature_width, transform
+from vit_jax.tasks.task import Batch, Task, TaskConfig, feature_width
 
-NUM_LARGE = 2  # Large crops per image, the only ones that the teacher gets.
 _LOGS = 5  # Consecutive logs after which a collapse is reported.
 
 
@@ -106,17 +104,18 @@ class Dino(Task):
         self._width = feature_width(model, config.name)
         self.model, self.config, self._run = model, config, run
         self.crops = self._crops(data)
-        self.small_model = model
-        if self.crops.num_small:
-            sides = self.crops.shapes["small_crops"][1:3]
-            if any(side % model.patch_size for side in sides):
+        self._models = {model.image_shape[:2]: model}
+        sides = {
+            side for s in self.crops.sizes for side in (s.loaded, s.large, s.small)
+        }
+        for size in sides - {None, *self._models}:
+            if any(side % model.patch_size for side in size):
                 raise UserError(
-                    f"data.train_transform={data.train_transform!r}: small crops of "
-                    f"{sides} are no multiples of the patch, {model.patch_size}: change "
-                    "small_size"
+                    f"data.train_transform={data.train_transform!r}: crops of {size} are "
+                    f"no multiples of the patch, {model.patch_size}: change their size"
                 )
-            self.small_model = model.at_size(sides)
-            model.check_sizes(self.small_model)
+            self._models[size] = model.at_size(size)
+            model.check_sizes(self._models[size])
         self.head = Head(
             config.hidden_dim,
             config.bottleneck_dim,
@@ -126,7 +125,7 @@ class Dino(Task):
         )
         self._collapsed: dict[str, int] = {}
 
-    def _crops(self, data: DataConfig) -> "Crops":
+    def _crops(self, data: DataConfig) -> Crops:
         config = self.config
         return Crops(config.name, config.large_transforms, config.small_transform, data)
 
@@ -180,19 +179,21 @@ class Dino(Task):
           train, key: see `Model.apply`.
         """
         keys = (None, None) if key is None else jax.random.split(key)
-        features = [self._features(self.model, params, batch["image"], train, keys[0])]
+        features = [self._features(params, batch["image"], train, keys[0])]
         if "small_crops" in batch:
-            crops, model = batch["small_crops"], self.small_model
-            features.append(self._features(model, params, crops, train, keys[1]))
+            crops = batch["small_crops"]
+            features.append(self._features(params, crops, train, keys[1]))
         features = jnp.concatenate(features, axis=1)
         return self.head.apply({"params": params["head"]}, features)
 
-    def _features(self, model, params, crops, train, key) -> Float[Array, "B V D"]:
-        B, V = crops.shape[:2]
+    def model_of(self, crops: Float[Array, "... Y X C"]) -> Model:
+        """Returns the network for crops of their size."""
+        return self._models[crops.shape[-3:-1]]
+
+    def _features(self, params, crops, train, key) -> Float[Array, "B V D"]:
+        (B, V), model = crops.shape[:2], self.model_of(crops)
         images = crops.reshape(B * V, *crops.shape[2:]).astype(model.options["dtype"])
-        network = params["network"]
-        if model is not self.model:
-            network = model.resize(network, self.model)
+        network = model.resize(params["network"], self.model)
         features = model.apply(network, images, train=train, key=key)["pre_logits"]
         return features.reshape(B, V, -1)
 
@@ -285,92 +286,18 @@ class Dino(Task):
 
     def training_flops(self):
         """See `Task`; the teacher has no backward pass."""
-        large, small = cost.forward_flops(self.model), self.crops.num_small
-        if large is None:
+        if cost.forward_flops(self.model) is None:
             return None
+        each = [sizes.share * self._flops(sizes) for sizes in self.crops.sizes]
+        return round(sum(each))
+
+    def _flops(self, sizes: CropSizes) -> float:
+        """Returns the operations of a training step per image, of crops of these sizes."""
         shapes, _ = jax.eval_shape(self.init, jax.random.key(0))
         head = 2 * sum(leaf.size for leaf in jax.tree.leaves(shapes["head"]))
-        views = NUM_LARGE * (large + head)
-        rest = small * (cost.forward_flops(self.small_model) + head) if small else 0
+        views = NUM_LARGE * (cost.forward_flops(self._models[sizes.large]) + head)
+        rest = 0
+        if sizes.small:
+            small = cost.forward_flops(self._models[sizes.small])
+            rest = self.crops.num_small * (small + head)
         return 3 * (views + rest) + views
-
-
-class Crops:
-    """Large and small crops of images, with separate transforms.
-
-    Args:
-      task: name of the task, for messages.
-      large_transforms: transforms of the first and of the second large crop.
-      small_transform: transforms of the small crops.
-      data: `config.data`; its `train_transform` ends with `multi_crop`.
-
-    Attributes:
-      shapes: "image": (G, Y, X, C) and, if there are small crops, "small_crops":
-        (S, y, x, C).
-      num_small: number of small crops per image.
-      ops: transforms of the first and the second large crop, and of small ones.
-
-    Raises:
-      UserError: the data has no crops, or a transform mixes or resizes them.
-    """
-
-    def __init__(
-        self,
-        task: str,
-        large_transforms: tuple[str, ...],
-        small_transform: str,
-        data: DataConfig,
-    ):
-        host, device = parse.parse_train(data.train_transform, data.image_size)
-        self.shapes = {}
-        if host and host[-1].output_shapes:
-            self.shapes = host[-1].output_shapes(data.channels)
-        if device or self.shapes.get("image", ())[:1] != (NUM_LARGE,):
-            raise UserError(
-                f"data.train_transform={data.train_transform!r} with task.name={task!r} "
-                "must end with multi_crop: move the transforms after it to "
-                "task.large_transforms and task.small_transform"
-            )
-        self.num_small = self.shapes.get("small_crops", (0,))[0]
-        lines = [(line, "task.large_transforms") for line in large_transforms]
-        lines.append((small_transform, "task.small_transform"))
-        self._data = data
-        self.ops = [_device_ops(line, where, data) for line, where in lines]
-
-    def batch_spec(self, batch_size: int) -> dict[str, jax.ShapeDtypeStruct]:
-        """Returns image (B, G, Y, X, C), small_crops (B, S, y, x, C) and index (B,)."""
-        return {
-            name: jax.ShapeDtypeStruct((batch_size, *shape), self._data.pixels)
-            for name, shape in self.shapes.items()
-        } | {"index": jax.ShapeDtypeStruct((batch_size,), np.uint32)}
-
-    def prepare(self, batch: Batch, rng: jax.Array) -> Batch:
-        """Returns image and small_crops, transformed and normalised."""
-
-        def view(number, ops, images):
-            key = jax.random.fold_in(rng, number)
-            one = {"image": images, "index": batch["index"]}
-            return transform(ops, self._data, one, key)[0]
-
-        large = [view(i, self.ops[i], batch["image"][:, i]) for i in range(NUM_LARGE)]
-        prepared = {"image": jnp.stack(large, axis=1)}
-        if self.num_small:
-            # One program for all: one after the other they would take minutes to compile.
-            numbers = NUM_LARGE + jnp.arange(self.num_small)
-            each = lambda number, images: view(number, self.ops[NUM_LARGE], images)
-            crops = batch["small_crops"]
-            prepared["small_crops"] = jax.vmap(each, (0, 1), 1)(numbers, crops)
-        return prepared
-
-
-def _device_ops(line: str, where: str, data: DataConfig) -> tuple:
-    """Parses transforms that run on the device, keep the size and mix no examples."""
-    host, device = parse.parse_train(line, data.image_size)
-    wrong = [*host, *(op for op in device if op.output_size or op.mixes_examples)]
-    if wrong:
-        raise UserError(
-            f"{where}={line!r}: {type(wrong[0]).__name__} runs in the loader, resizes "
-            "crops or mixes images: remove it"
-        )
-    parse.check_bands(device, data, where)
-    return device

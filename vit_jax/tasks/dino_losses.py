@@ -73,7 +73,9 @@ class Head(nn.Module):
 
 
 def cross_entropies(
-    logits: Float[Array, "B V K"], targets: Float[Array, "B G K"]
+    logits: Float[Array, "B V K"],
+    targets: Float[Array, "B G K"],
+    small_weight: Array | float = 1.0,
 ) -> Float[Array, " B"]:
     """Returns the mean cross-entropy over all pairs of different crops of each image.
 
@@ -81,9 +83,11 @@ def cross_entropies(
       logits: student's outputs, divided by its temperature; the first G crops are the
         teacher's.
       targets: teacher's probabilities.
+      small_weight: factor of the terms of the other crops, whose number stays the same.
     """
-    log_probs = jax.nn.log_softmax(logits)
     V, G = logits.shape[1], targets.shape[1]
+    weights = jnp.where(jnp.arange(V) < G, 1.0, small_weight)[None, :, None]
+    log_probs = jax.nn.log_softmax(logits) * weights
     # The sum over all pairs is a product of sums; pairs of equal crops are subtracted.
     total = (log_probs.sum(1) * targets.sum(1)).sum(-1)
     equal = (log_probs[:, :G] * targets).sum((-2, -1))
@@ -191,4 +195,7 @@ def gram(
 def _unit(x: Float[Array, "*B D"], least: float = 1e-12) -> Float[Array, "*B D"]:
     """Divides vectors by their norms, or by `least` if that is larger, in float32."""
     x = x.astype(jnp.float32)
-    return x / jnp.maximum(jnp.linalg.norm(x, axis=-1, keepdims=True), least)
+    # The bound is within the root, whose derivative at 0 is infinite: a masked patch is 0
+    # where stochastic depth drops every branch of a small network without positions.
+    square = jnp.square(x).sum(-1, keepdims=True)
+    return x / jnp.sqrt(jnp.maximum(square, least**2))

@@ -25,10 +25,12 @@ from vit_jax.data.transforms import device as transforms
 from vit_jax.errors import UserError
 from vit_jax.models import Model, cost, posemb
 from vit_jax.tasks import block_masks, dino_losses
-from vit_jax.tasks.dino import NUM_LARGE, Crops, Dino, DinoConfig
+from vit_jax.tasks.crops import NUM_LARGE, AnchoredCrops, CropSizes, Sides
+from vit_jax.tasks.dino import Dino, DinoConfig
 from vit_jax.tasks.dino_losses import Head
 from vit_jax.tasks.task import Batch
 
+_SMALL_NORM = "small_norm_"  # Prefix of its parameters, see `Dinov2`.
 _MASKS = 0x69424F54  # Separates the random bits of masks from those of the transforms.
 
 
@@ -68,6 +70,18 @@ class Dinov2Config(DinoConfig):
     teacher_momentum_epochs: float = epochs("The same in epochs, or else ...")
     teacher_momentum_fraction: float = key(0.0, "... as a fraction of the run.")
     dino_weight: float = key(1.0, "Weight of the loss of the class tokens.")
+    small_weight: float = key(
+        1.0, "Factor of the small crops' terms of that loss in the first step (DINOv3)."
+    )
+    small_weight_end: float = key(1.0, "Factor at the end of its half cosine.")
+    small_weight_steps: int = key(0, "Its length in steps; all three 0: the whole run.")
+    small_weight_epochs: float = epochs("The same in epochs, or else ...")
+    small_weight_fraction: float = key(0.0, "... as a fraction of the run.")
+    small_norm: bool = key(
+        False,
+        "A separate last norm for the class tokens of the student's small crops, which no "
+        "evaluation reads (DINOv3's 7B network).",
+    )
     patch_weight: float = key(1.0, "Weight of the loss of the masked patches.")
     koleo_weight: float = key(
         0.1, "Weight of KoLeo, summed over the two large crops; 0 is off."
@@ -106,14 +120,17 @@ class Dinov2Config(DinoConfig):
     )
     gram_start_epochs: float = epochs("The same in epochs, or else ...")
     gram_start_fraction: float = key(0.0, "... as a fraction of the run.")
+    gram_warmup_steps: int = key(
+        0, "Steps in which its weight rises from 0 by half a cosine, from its start on."
+    )
     gram_every_steps: int = key(
         0, "Steps after which the teacher becomes the anchor again; 0: never."
     )
     gram_updates: int = key(
         0, "How often the teacher becomes the anchor at most; 0: no bound."
     )
-    gram_scale: int = key(
-        1,
+    gram_scale: float = key(
+        1.0,
         "Side of the anchor's crops by that of the student's; `multi_crop` cuts them at "
         "this size.",
         at_least=1,
@@ -169,6 +186,9 @@ class Answers(NamedTuple):
 class Dinov2(Dino):
     """See `dino.Dino`; the parameters also have "mask_token" and maybe "patch_head".
 
+    With `small_norm` they have "small_norm_scale" and "small_norm_bias", arrays beside the
+    network's, with which `optim.grad_clip_norm_per_part` clips them, as DINOv3 does.
+
     `extra` holds centres of the outputs if `centering="center"`, and with Gram anchoring
     the "anchor", parameters of a network.
 
@@ -191,7 +211,6 @@ class Dinov2(Dino):
             )
         super().__init__(config, model, data, run)
         self._width = model.options["width"]
-        self.num_patches = math.prod(model.grid)
         self.head = self.head.clone(weight_norm=config.weight_norm)
         self.patch_head = self.head
         if config.separate_heads:
@@ -205,13 +224,19 @@ class Dinov2(Dino):
             )
         centers = ("center", "patch_center") if config.centering == "center" else ()
         self.statistics = ("teacher", *centers)
-        self.anchor_model = model
-        if config.gram_scale > 1:
-            sides = [side * config.gram_scale for side in model.image_shape[:2]]
-            self.anchor_model = model.at_size(sides)
-            model.check_sizes(self.anchor_model)
-        lengths = ("teacher_temperature", "teacher_momentum", "gram_start")
+        lengths = (
+            "teacher_temperature",
+            "teacher_momentum",
+            "small_weight",
+            "gram_start",
+        )
         self._lengths = {n: length_in_steps(config, n, run) for n in lengths}
+        self._norm = model.config.norm()
+        if config.small_norm:  # Which replaces the one at the end of the encoder.
+            self._without_norm = {
+                size: self._models[size].replace(final_norm=False)
+                for size in {sizes.small for sizes in self.crops.sizes} - {None}
+            }
 
     def _crops(self, data):
         config = self.config
@@ -221,23 +246,19 @@ class Dinov2(Dino):
         return AnchoredCrops(*given, scale=config.gram_scale)
 
     def prepare(self, batch, rng):
+        prepared = super().prepare(batch, rng)
+        num_patches = math.prod(self.model_of(prepared["image"]).grid)
+        draws = block_masks.num_draws(num_patches, self.config.mask_exact)
         noise = transforms.example_uniform(
-            batch["index"], jax.random.fold_in(rng, _MASKS), NUM_LARGE * self._num_draws
+            batch["index"], jax.random.fold_in(rng, _MASKS), NUM_LARGE * draws
         )
-        noise = noise.reshape(-1, NUM_LARGE, self._num_draws)
-        return super().prepare(batch, rng) | {"mask_noise": noise}
+        return prepared | {"mask_noise": noise.reshape(-1, NUM_LARGE, draws)}
 
     @property
     def entropies(self):
         K = self.patch_head.num_outputs
         patches = {"patch_entropy": ("for patches, the teacher has", K)}
         return super().entropies | patches
-
-    @property
-    def _num_draws(self) -> int:
-        """Random numbers of the mask of a crop."""
-        single = self.num_patches if self.config.mask_exact else 0
-        return 2 + 4 * block_masks.TRIES + single
 
     def init(self, rng):
         keys, config = jax.random.split(rng, 3), self.config
@@ -250,6 +271,9 @@ class Dinov2(Dino):
         if config.separate_heads:
             patch_head = self.patch_head.init(keys[2], features)["params"]
             params["patch_head"] = patch_head
+        if config.small_norm:
+            norm = self._norm.init(keys[0], features)["params"]
+            params |= {f"{_SMALL_NORM}{name}": x for name, x in norm.items()}
         copy = lambda tree: jax.tree.map(jnp.copy, tree)
         extra = {"teacher": copy(params), "step": jnp.zeros([], jnp.int32)}
         if config.centering == "center":
@@ -259,13 +283,18 @@ class Dinov2(Dino):
             extra["anchor"] = copy(network)
         return params, extra
 
-    def masked(self, noise: Float[Array, "B G draws"]) -> Masked:
-        """Draws the masks of a batch from uniform numbers in [0, 1).
+    def masked(self, batch: Batch) -> Masked:
+        """Draws the masks of a batch.
+
+        Args:
+          batch: image (B, G, Y, X, C), and mask_noise (B, G, draws), uniform numbers in
+            [0, 1).
 
         Raises:
           UserError: no crop of a group is masked.
         """
-        config, N = self.config, self.num_patches
+        noise, grid = batch["mask_noise"], self.model_of(batch["image"]).grid
+        config, N = self.config, math.prod(grid)
         group = math.gcd(len(noise), config.mask_group) * NUM_LARGE
         how = config.mask_share, config.mask_ratio, N
         most = int(block_masks.upper_counts(group, *how).sum())
@@ -280,7 +309,7 @@ class Dinov2(Dino):
         counts, noise = counts.reshape(-1), noise.reshape(-1, noise.shape[-1])
         tries, single = jnp.split(noise[:, 2:], [4 * block_masks.TRIES], axis=1)
         tries = tries.reshape(len(tries), -1, 4)
-        mask = block_masks.draw_masks(tries, counts, self.model.grid)
+        mask = block_masks.draw_masks(tries, counts, grid)
         if config.mask_exact:
             mask = block_masks.complete(mask, counts, single)
         per_crop = mask.sum(1, keepdims=True).clip(1) * len(mask)
@@ -314,11 +343,11 @@ class Dinov2(Dino):
         if train:
             token, mask = params["mask_token"], masked.mask[..., None]
             hide = lambda x: jnp.where(mask, token.astype(x.dtype), x)
-        large = self._tokens(self.model, params, batch["image"], train, keys[0], hide)
+        large = self._tokens(params, batch["image"], train, keys[0], hide)
         classes = features = self._classes(large, NUM_LARGE)
         if "small_crops" in batch:
-            crops, model = batch["small_crops"], self.small_model
-            small = self._tokens(model, params, crops, train, keys[1])
+            crops = batch["small_crops"]
+            small = self._small_tokens(params, crops, train, keys[1])
             small = self._classes(small, crops.shape[1])
             classes = jnp.concatenate([features, small], axis=1)
         patches = large[:, self.model.num_prefix_tokens :]
@@ -333,12 +362,23 @@ class Dinov2(Dino):
             self.patch_head.apply({"params": head}, taken),
         )
 
-    def _tokens(self, model, params, crops, train=False, key=None, hide=None):
+    def _small_tokens(self, params, crops, train, key) -> Float[Array, "BV N D"]:
+        if not self.config.small_norm:
+            return self._tokens(params, crops, train, key)
+        model = self._without_norm[crops.shape[-3:-1]]
+        tokens = self._tokens(params, crops, train, key, model=model)
+        norm = {
+            name.removeprefix(_SMALL_NORM): value
+            for name, value in params.items()
+            if name.startswith(_SMALL_NORM)
+        }
+        return self._norm.apply({"params": norm}, tokens)
+
+    def _tokens(self, params, crops, train=False, key=None, hide=None, model=None):
         """Returns the tokens of all crops, (B V, tokens, D)."""
+        model = model or self.model_of(crops)
         images = crops.reshape(-1, *crops.shape[2:]).astype(model.options["dtype"])
-        network = params["network"]
-        if model is not self.model:
-            network = model.resize(network, self.model)
+        network = model.resize(params["network"], self.model)
         return model.encode(network, images, train=train, key=key, edit_patches=hide)
 
     def _classes(self, tokens, V) -> Float[Array, "B V D"]:
@@ -369,15 +409,17 @@ class Dinov2(Dino):
 
     def loss(self, params, extra, batch, rng):
         config = self.config
-        masked = self.masked(batch["mask_noise"])
+        masked = self.masked(batch)
         valid = masked.weights > 0
         student = self.answers(params, batch, masked, train=True, key=rng)
         large = {"image": batch["image"]}
         teacher = jax.lax.stop_gradient(self.answers(extra["teacher"], large, masked))
         targets, patch_targets = self.targets(extra, teacher, valid)
         cool = lambda outputs: outputs / config.student_temperature
+        small_weight = self._half_cosine("small_weight", extra["step"])
+        dino = dino_losses.cross_entropies(cool(student.outputs), targets, small_weight)
         losses = {
-            "dino": dino_losses.cross_entropies(cool(student.outputs), targets).mean(),
+            "dino": dino.mean(),
             "patch": dino_losses.patch_loss(
                 cool(student.patch_outputs), patch_targets, masked.weights
             ),
@@ -392,7 +434,7 @@ class Dinov2(Dino):
             "dino": config.dino_weight,
             "patch": config.patch_weight,
             "koleo": config.koleo_weight,
-            "gram": config.gram_weight,
+            "gram": self._gram_weight(extra["step"]),
         }
         loss = sum(weights[name] * value for name, value in losses.items())
         count = valid.sum().clip(1)
@@ -416,23 +458,14 @@ class Dinov2(Dino):
         """Returns the loss of Gram anchoring, 0 before its start."""
 
         def compute(patches):
-            network = {"network": extra["anchor"]}
-            tokens = self._tokens(self.anchor_model, network, batch["anchor"])
+            tokens = self._tokens({"network": extra["anchor"]}, batch["anchor"])
             anchor = tokens[:, self.model.num_prefix_tokens :]
-            if self.config.gram_scale > 1:
-                anchor = self._shrink(anchor)
+            grids = (self.model_of(batch[name]).grid for name in ("anchor", "image"))
+            anchor = _resize_patches(anchor, *grids)
             return dino_losses.gram(patches, jax.lax.stop_gradient(anchor))
 
         started = extra["step"] >= self._lengths["gram_start"]
         return jax.lax.cond(started, compute, lambda _: jnp.zeros([]), patches)
-
-    def _shrink(self, patches: Float[Array, "C n D"]) -> Float[Array, "C N D"]:
-        """Returns an anchor's patches on the student's grid, as DINOv3 resizes them."""
-        x = patches.astype(jnp.float32)
-        x = x.reshape(len(patches), *self.anchor_model.grid, -1)
-        size = self.model.grid
-        x = jax.vmap(lambda grid: posemb.resize_grid(grid, size, "bicubic_plain"))(x)
-        return x.reshape(len(patches), self.num_patches, -1)
 
     def update(self, extra, params, stats, step):
         new = super().update(extra, params, stats, step)
@@ -461,11 +494,20 @@ class Dinov2(Dino):
         return jnp.asarray(start + (end - start) * part, jnp.float32)
 
     def teacher_momentum(self, step):
-        config, run = self.config, self._run
-        steps = self._lengths["teacher_momentum"] or run.total_steps
-        start, end = config.teacher_momentum, config.teacher_momentum_end
+        return self._half_cosine("teacher_momentum", step)
+
+    def _half_cosine(self, name: str, step) -> Float[Array, ""]:
+        """Returns the value of a key that changes to `{name}_end` by half a cosine."""
+        steps = self._lengths[name] or self._run.total_steps
+        start, end = (getattr(self.config, key) for key in (name, f"{name}_end"))
         part = 0.5 * (1 + jnp.cos(math.pi * jnp.minimum(step / steps, 1)))
         return jnp.asarray(end + (start - end) * part, jnp.float32)
+
+    def _gram_weight(self, step) -> Float[Array, ""]:
+        warmup = self.config.gram_warmup_steps
+        since = (step - self._lengths["gram_start"]) / max(1, warmup)
+        part = 0.5 * (1 - jnp.cos(math.pi * since.clip(0, 1))) if warmup else 1.0
+        return jnp.asarray(self.config.gram_weight * part, jnp.float32)
 
     def with_backbone(self, params, extra, network):
         params, extra = super().with_backbone(params, extra, network)
@@ -473,84 +515,43 @@ class Dinov2(Dino):
             extra |= {"anchor": jax.tree.map(jnp.copy, network)}
         return params, extra
 
-    def training_flops(self):
-        """See `Task`; neither teacher nor anchor has a backward pass.
+    def _flops(self, sizes: CropSizes) -> float:
+        """See `Dino`; neither teacher nor anchor has a backward pass.
 
         Images whose branches stochastic depth does not compute count as it does.
         """
-        config, small = self.config, self.crops.num_small
-        whole = cost.forward_flops(self.model)
-        if whole is None:
-            return None
+        config, large = self.config, self._models[sizes.large]
+        num_patches = math.prod(large.grid)
         shapes, _ = jax.eval_shape(self.init, jax.random.key(0))
-        sizes = lambda name: 2 * sum(x.size for x in jax.tree.leaves(shapes[name]))
-        head = sizes("head")
-        patch_head = sizes("patch_head" if config.separate_heads else "head")
+        of = lambda name: 2 * sum(x.size for x in jax.tree.leaves(shapes[name]))
+        head = of("head")
+        patch_head = of("patch_head" if config.separate_heads else "head")
         group = (config.mask_group or NUM_LARGE) * NUM_LARGE
-        how = config.mask_share, config.mask_ratio, self.num_patches
+        how = config.mask_share, config.mask_ratio, num_patches
         hidden = block_masks.upper_counts(group, *how).sum() * NUM_LARGE / group
         of_heads = NUM_LARGE * head + round(hidden * patch_head)
-        student = NUM_LARGE * _student_flops(self.model)
-        if small:
-            student += small * (_student_flops(self.small_model) + head)
-        flops = 3 * (student + of_heads) + NUM_LARGE * whole + of_heads
+        student = NUM_LARGE * _student_flops(large)
+        if sizes.small:
+            small = _student_flops(self._models[sizes.small])
+            student += self.crops.num_small * (small + head)
+        flops = 3 * (student + of_heads) + NUM_LARGE * cost.forward_flops(large)
+        flops += of_heads
         if config.gram_weight:
-            similarities = 2 * self.num_patches**2 * self._width
-            flops += NUM_LARGE * cost.forward_flops(self.anchor_model)
+            similarities = 2 * num_patches**2 * self._width
+            flops += NUM_LARGE * cost.forward_flops(self._models[sizes.loaded])
             flops += NUM_LARGE * (3 + 1) * similarities
         return flops
 
 
-class AnchoredCrops(Crops):
-    """Crops, and the large ones once more for an anchor: larger and not distorted.
-
-    Args:
-      scale: side of the anchor's crops, which are loaded, by that of the student's, which
-        are made of them.
-
-    Raises:
-      UserError: errors of `Crops`; loaded crops have another size, or transforms of large
-        crops move pixels.
-    """
-
-    def __init__(self, *args, scale: int):
-        super().__init__(*args)
-        sides = tuple(scale * side for side in self._data.image_size)
-        if self.shapes["image"][1:3] != sides:
-            raise UserError(
-                f"task.gram_scale={scale}: multi_crop of data.train_transform="
-                f"{self._data.train_transform!r} must cut large crops of {sides}: set its "
-                "size"
-            )
-        for op in (*self.ops[0], *self.ops[1]):
-            if op.moves_pixels:
-                raise UserError(
-                    f"task.gram_weight with {type(op).__name__} in task.large_transforms: "
-                    "the anchor's crops are not transformed, and its patches would be "
-                    "others: remove it"
-                )
-
-    def prepare(self, batch, rng):
-        """Returns image, small_crops and anchor (B, G, Y, X, C), normalised."""
-        large = batch["image"]
-        flat = large.reshape(-1, *large.shape[2:])
-        anchor = transforms.normalize(flat, self._data.mean, self._data.std)
-        image = _resize(flat, self._data.image_size).reshape(
-            *large.shape[:2], *self._data.image_size, -1
-        )
-        prepared = super().prepare(batch | {"image": image}, rng)
-        return prepared | {"anchor": anchor.reshape(large.shape)}
-
-
-def _resize(images: Array, size: tuple[int, int]) -> Array:
-    """Resizes images (B, Y, X, C) as Pillow's bicubic filter does, to the same dtype."""
-    if images.shape[1:3] == tuple(size):
-        return images
-    resized = jax.vmap(lambda x: posemb.resize_grid(x, size, "bicubic"))(
-        images.astype(jnp.float32)
-    )
-    most = jnp.iinfo(images.dtype).max
-    return jnp.round(resized).clip(0, most).astype(images.dtype)
+def _resize_patches(
+    patches: Float[Array, "C n D"], old_grid: Sides, grid: Sides
+) -> Float[Array, "C N D"]:
+    """Returns an anchor's patches on the student's grid, as DINOv3 resizes them."""
+    if old_grid == grid:
+        return patches
+    x = patches.astype(jnp.float32).reshape(len(patches), *old_grid, -1)
+    x = jax.vmap(lambda each: posemb.resize_grid(each, grid, "bicubic_plain"))(x)
+    return x.reshape(len(patches), math.prod(grid), -1)
 
 
 def _entropies(probabilities: Float[Array, "*B K"]) -> Float[Array, "*B"]:

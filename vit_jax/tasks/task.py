@@ -279,7 +279,7 @@ class ImageTask(Task):
         if "grids" not in self._shapes:
             return super().training_flops()
         alternatives, flops = self._last.alternatives, []
-        for op in alternatives() if alternatives else [self._last]:
+        for op, _ in alternatives() if alternatives else [(self._last, 1.0)]:
             shapes = op.output_shapes(self.data.channels)
             row = PatchSequences(
                 jax.ShapeDtypeStruct((1, *shapes["image"]), jnp.float32),

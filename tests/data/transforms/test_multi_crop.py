@@ -9,6 +9,7 @@ from PIL import Image
 from vit_jax.data import decode
 from vit_jax.data.pipeline import train_batches
 from vit_jax.data.sources.open import open_source
+from vit_jax.data.transforms import parse
 from vit_jax.data.transforms.host import InceptionCrop, MultiCrop
 
 # Of Pillow, torchvision and timm; tests/golden/README.md.
@@ -74,3 +75,22 @@ def test_a_line_takes_the_size_of_the_config(data_config, folder):
             assert batch["small_crops"].shape == (6, 2, 5, 6, 3)
             assert batch["label"].shape == (6,)
             assert (batch["image"][:, 0] != batch["image"][:, 1]).any((1, 2, 3)).all()
+
+
+def test_each_batch_draws_one_of_several_pairs_of_sizes(data_config, folder):
+    line = "multi_crop(sizes=((16, 5), ((20, 24), 8)), shares=(0.8, 0.2), num_small=2)"
+    data = data_config(name="folder", data_dir=str(folder), train_transform=line)
+    source = open_source(data, "train")
+    keys = {"batch_size": 2, "seed": 3, "stop": 60}
+    with train_batches(source, data, start=0, **keys) as batches:
+        whole = list(batches)
+    shapes = [(*b["image"].shape[1:4], *b["small_crops"].shape[1:4]) for b in whole]
+    assert {*shapes} == {(2, 16, 16, 2, 5, 5), (2, 20, 24, 2, 8, 8)}
+    assert 0.65 < shapes.count((2, 16, 16, 2, 5, 5)) / 60 < 0.95
+    with train_batches(source, data, start=53, **keys) as batches:
+        for batch, expected in zip(batches, whole[53:], strict=True):
+            np.testing.assert_array_equal(batch["image"], expected["image"])
+    (transform,) = parse.parse_train(line, (13, 17)).host
+    # What is compiled first is the largest.
+    expected = {"image": (2, 20, 24, 3), "small_crops": (2, 8, 8, 3)}
+    assert transform.output_shapes(3) == expected

@@ -103,7 +103,8 @@ def test_bad_arguments_are_refused(line):
 )
 def test_each_batch_draws_one_of_all_pairs(line, choices):
     (transform,) = parse.parse_train(line, (32, 32)).host
-    found = transform.alternatives()
+    found, weights = zip(*transform.alternatives(), strict=True)
+    assert {*weights} == {1.0}
     assert [(each.max_tokens, each.patch) for each in found] == choices
     shapes = [each.output_shapes(3)["image"] for each in found]
     assert shapes == [(most * patch, patch, 3) for most, patch in choices]

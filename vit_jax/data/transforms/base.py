@@ -54,8 +54,8 @@ class Transform:
       numbers: names of those that hold int32 rather than pixels.
       packs: number of images, one after the other in a batch, that share a row of its
         arrays; it has `of_share` then, see naflex.py.
-      alternatives: method that returns transforms of other `output_shapes`, of which each
-        batch draws one; None: they are the same in all batches.
+      alternatives: method that returns transforms of other `output_shapes`, each with its
+        weight, of which each batch draws one; None: they are the same in all batches.
       expand: method that returns the transforms to put in the place of this one and
         those to put at the end of the line, as text; None: no expansion.
       from_file: method that does the same as decoding an image and calling the

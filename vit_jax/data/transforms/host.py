@@ -152,6 +152,11 @@ class MultiCrop(HostTransform):
     Sizes, areas and filter are those of DINO (arXiv:2104.14294, main_dino.py). The results
     are "image", the two large crops (2, height, width, C), and "small_crops" (num_small,
     height, width, C), if any. For the other arguments see `InceptionCrop`.
+
+    Args:
+      sizes: in place of `size` and `small_size`, pairs of both, as
+        ((512, 112), (768, 168)), of which each batch draws one (DINOv3, arXiv:2508.10104).
+      shares: share of the batches that have each of the pairs; () for equal ones.
     """
 
     size: Given = None
@@ -163,12 +168,38 @@ class MultiCrop(HostTransform):
     interpolation: Given = key(
         "bicubic", "Filter of the resize.", choices=("fast", "bicubic")
     )
+    sizes: Given = ()
+    shares: Given = ()
 
     def __post_init__(self):
         super().__post_init__()
         check_size(self.small_size)
         check_part(self.area, self.ratio)
         check_part(self.small_area, self.ratio)
+        for each in self.sizes:
+            if not isinstance(each, (list, tuple)) or len(each) != 2:
+                raise ValueError(f"sizes={self.sizes}: {each} is no (large, small)")
+            for size in each:
+                check_size(size)
+        if self.shares and len(self.shares) != len(self.sizes):
+            raise ValueError(
+                f"shares={self.shares}: give one for each of sizes={self.sizes}"
+            )
+        if any(not share > 0 for share in self.shares):
+            raise ValueError(f"shares={self.shares}: give numbers above 0")
+
+    def alternatives(self) -> list[tuple["MultiCrop", float]]:
+        """See `Transform`."""
+        if not self.sizes:
+            return [(self, 1.0)]
+        shares = self.shares or [1.0] * len(self.sizes)
+        pairs = zip(self.sizes, shares, strict=True)
+        return [(self._of_sizes(*each), share) for each, share in pairs]
+
+    def _of_sizes(self, size: Given, small_size: Given) -> "MultiCrop":
+        return dataclasses.replace(
+            self, size=size, small_size=small_size, sizes=(), shares=()
+        )
 
     def __call__(self, image: Before, rng: np.random.Generator) -> Views:
         boxes = [crop.box(*image.shape[:2], rng) for crop in self._crops]
@@ -182,6 +213,10 @@ class MultiCrop(HostTransform):
         return self._views(_crops_of_file(self._crops, data, channels, rng))
 
     def output_shapes(self, channels: int) -> dict[str, tuple[int, ...]]:
+        """Returns the shapes of the results; of several, those with the most pixels."""
+        if self.sizes:
+            made = (op.output_shapes(channels) for op, _ in self.alternatives())
+            return max(made, key=lambda shapes: sum(map(math.prod, shapes.values())))
         shapes = {"image": (_LARGE, *pair(self.size), channels)}
         if self.num_small:
             small = (self.num_small, *pair(self.small_size), channels)

@@ -95,10 +95,10 @@ class NaFlex(HostTransform):
         """See `Transform`."""
         return self.pack
 
-    def alternatives(self) -> list["NaFlex"]:
+    def alternatives(self) -> list[tuple["NaFlex", float]]:
         """See `Transform`."""
         return [
-            dataclasses.replace(self, max_tokens=most, patch=patch, side=0)
+            (dataclasses.replace(self, max_tokens=most, patch=patch, side=0), 1.0)
             for most, patch in self.choices
         ]
 

@@ -1,0 +1,196 @@
+"""Large and small crops of images, as DINO, DINOv2 and DINOv3 learn from.
+
+The loader cuts them (`multi_crop`), all else runs on the device. Letters: B images, G large
+and S small crops of each, Y by X and y by x pixels, C channels.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from vit_jax.data.config import DataConfig
+from vit_jax.data.transforms import device as transforms
+from vit_jax.data.transforms import parse
+from vit_jax.errors import UserError
+from vit_jax.models import posemb
+from vit_jax.tasks.task import Batch, transform
+
+NUM_LARGE = 2  # Large crops per image, the only ones that the teacher gets.
+
+Sides = tuple[int, int]
+
+
+class CropSizes(NamedTuple):
+    """Height and width of the crops of a batch, in pixels.
+
+    Attributes:
+      share: share of the batches that have them.
+      loaded: of large crops as the loader cuts them, which an anchor gets.
+      large: of large crops as the student and its teacher get them.
+      small: of small crops; None without them.
+    """
+
+    share: float
+    loaded: Sides
+    large: Sides
+    small: Sides | None
+
+
+class Crops:
+    """Large and small crops of images, with separate transforms.
+
+    Args:
+      task: name of the task, for messages.
+      large_transforms: transforms of the first and of the second large crop.
+      small_transform: transforms of the small crops.
+      data: `config.data`; its `train_transform` ends with `multi_crop`.
+
+    Attributes:
+      sizes: those of the crops; if `multi_crop` has several, each batch has one.
+      num_small: number of small crops per image.
+      ops: transforms of the first and the second large crop, and of small ones.
+
+    Raises:
+      UserError: the data has no crops, none of `data.image_size`, or a transform mixes or
+        resizes them.
+    """
+
+    scale = 1.0  # Side of loaded large crops by that of the student's.
+
+    def __init__(
+        self,
+        task: str,
+        large_transforms: tuple[str, ...],
+        small_transform: str,
+        data: DataConfig,
+    ):
+        host, device = parse.parse_train(data.train_transform, data.image_size)
+        self._shapes = {}
+        if host and host[-1].output_shapes:
+            self._shapes = host[-1].output_shapes(data.channels)
+        if device or self._shapes.get("image", ())[:1] != (NUM_LARGE,):
+            raise UserError(
+                f"data.train_transform={data.train_transform!r} with task.name={task!r} "
+                "must end with multi_crop: move the transforms after it to "
+                "task.large_transforms and task.small_transform"
+            )
+        self.num_small = self._shapes.get("small_crops", (0,))[0]
+        lines = [(line, "task.large_transforms") for line in large_transforms]
+        lines.append((small_transform, "task.small_transform"))
+        self._data = data
+        self.ops = [_device_ops(line, where, data) for line, where in lines]
+        last = host[-1]
+        made = last.alternatives() if last.alternatives else [(last, 1.0)]
+        total = sum(weight for _, weight in made)
+        self.sizes = [
+            self._sizes(op.output_shapes(data.channels), weight / total)
+            for op, weight in made
+        ]
+        if tuple(data.image_size) not in [sizes.large for sizes in self.sizes]:
+            sides = tuple(round(self.scale * side) for side in data.image_size)
+            raise UserError(
+                f"data.train_transform={data.train_transform!r} with task.name={task!r} "
+                f"must cut large crops of {sides}, data.image_size by {self.scale:g}: set "
+                "the size of multi_crop, or data.image_size"
+            )
+
+    def _sizes(self, shapes: dict[str, tuple[int, ...]], share: float) -> CropSizes:
+        loaded = tuple(shapes["image"][1:3])
+        large = tuple(round(side / self.scale) for side in loaded)
+        if any(side * self.scale != n for side, n in zip(large, loaded, strict=True)):
+            raise UserError(
+                f"task.gram_scale={self.scale:g}: large crops of {loaded} that "
+                f"data.train_transform={self._data.train_transform!r} cuts are not so many "
+                "times as large as whole pixels: change one of them"
+            )
+        small = tuple(shapes["small_crops"][1:3]) if self.num_small else None
+        return CropSizes(share, loaded, large, small)
+
+    def batch_spec(self, batch_size: int) -> dict[str, jax.ShapeDtypeStruct]:
+        """Returns image (B, G, Y, X, C), small_crops (B, S, y, x, C) and index (B,).
+
+        Of several sizes it is the largest.
+        """
+        return {
+            name: jax.ShapeDtypeStruct((batch_size, *shape), self._data.pixels)
+            for name, shape in self._shapes.items()
+        } | {"index": jax.ShapeDtypeStruct((batch_size,), np.uint32)}
+
+    def prepare(self, batch: Batch, rng: jax.Array) -> Batch:
+        """Returns image and small_crops, transformed and normalised."""
+
+        def view(number, ops, images):
+            key = jax.random.fold_in(rng, number)
+            one = {"image": images, "index": batch["index"]}
+            return transform(ops, self._data, one, key)[0]
+
+        large = [view(i, self.ops[i], batch["image"][:, i]) for i in range(NUM_LARGE)]
+        prepared = {"image": jnp.stack(large, axis=1)}
+        if self.num_small:
+            # One program for all: one after the other they would take minutes to compile.
+            numbers = NUM_LARGE + jnp.arange(self.num_small)
+            each = lambda number, images: view(number, self.ops[NUM_LARGE], images)
+            crops = batch["small_crops"]
+            prepared["small_crops"] = jax.vmap(each, (0, 1), 1)(numbers, crops)
+        return prepared
+
+
+class AnchoredCrops(Crops):
+    """Crops, and the large ones once more for an anchor: larger and not distorted.
+
+    Args:
+      scale: side of the anchor's crops, which are loaded, by that of the student's, which
+        are made of them.
+
+    Raises:
+      UserError: errors of `Crops`; loaded crops are not so many times as large, or
+        transforms of large crops move pixels.
+    """
+
+    def __init__(self, *args, scale: float):
+        self.scale = scale
+        super().__init__(*args)
+        for op in (*self.ops[0], *self.ops[1]):
+            if op.moves_pixels:
+                raise UserError(
+                    f"task.gram_weight with {type(op).__name__} in task.large_transforms: "
+                    "the anchor's crops are not transformed, and its patches would be "
+                    "others: remove it"
+                )
+
+    def prepare(self, batch, rng):
+        """Returns image, small_crops and anchor (B, G, Y, X, C), normalised."""
+        large = batch["image"]
+        flat = large.reshape(-1, *large.shape[2:])
+        anchor = transforms.normalize(flat, self._data.mean, self._data.std)
+        sides = next(s.large for s in self.sizes if s.loaded == large.shape[2:4])
+        image = _resize(flat, sides).reshape(*large.shape[:2], *sides, -1)
+        prepared = super().prepare(batch | {"image": image}, rng)
+        return prepared | {"anchor": anchor.reshape(large.shape)}
+
+
+def _resize(images: Array, size: tuple[int, int]) -> Array:
+    """Resizes images (B, Y, X, C) as Pillow's bicubic filter does, to the same dtype."""
+    if images.shape[1:3] == tuple(size):
+        return images
+    resized = jax.vmap(lambda x: posemb.resize_grid(x, size, "bicubic"))(
+        images.astype(jnp.float32)
+    )
+    most = jnp.iinfo(images.dtype).max
+    return jnp.round(resized).clip(0, most).astype(images.dtype)
+
+
+def _device_ops(line: str, where: str, data: DataConfig) -> tuple:
+    """Parses transforms that run on the device, keep the size and mix no examples."""
+    host, device = parse.parse_train(line, data.image_size)
+    wrong = [*host, *(op for op in device if op.output_size or op.mixes_examples)]
+    if wrong:
+        raise UserError(
+            f"{where}={line!r}: {type(wrong[0]).__name__} runs in the loader, resizes "
+            "crops or mixes images: remove it"
+        )
+    parse.check_bands(device, data, where)
+    return device
