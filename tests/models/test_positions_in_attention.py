@@ -25,6 +25,7 @@ KINDS = {
         "activation": "swiglu",
     },
     "post-norm": {"post_norm": True, "layer_scale_init": 0.1},
+    "two final norms": {"cls_norm": True, "num_register_tokens": 2},
     "no final norm": {"final_norm": False, "activation": "quick_gelu"},
 }
 
@@ -95,7 +96,7 @@ def test_biases_are_by_offset_and_prefix_tokens_have_their_own():
     assert patches[3, 0] == 12 and patches[0, 3] == 2
 
 
-FAST = ("axial", "mixed", "shared biases", "norms")
+FAST = ("axial", "mixed", "shared biases", "norms", "two final norms")
 SLOW = [pytest.param(k, marks=pytest.mark.slow) for k in KINDS if k not in FAST]
 
 
@@ -153,5 +154,7 @@ def test_impossible_networks_are_refused():
         build(rope="spiral")
     with pytest.raises(UserError, match="fc_norm=True .* model.final_norm=False"):
         build(pool="gap", fc_norm=True, final_norm=False)
+    with pytest.raises(UserError, match="model.cls_norm=True .* model.pool='token'"):
+        build(pool="gap", cls_norm=True)
     with pytest.raises(UserError, match="knows no model.relative_bias='every'"):
         build(relative_bias="every", attention_impl="splash", platform="tpu")

@@ -230,7 +230,11 @@ class Encoder(nn.Module):
     def _final_norm(self) -> Callable[[Array], Array]:
         if not self.config.encoder_norm:
             return lambda x: x
-        return self.config.norm(name="encoder_norm")
+        norm = self.config.norm(name="encoder_norm")
+        if not self.config.cls_norm:
+            return norm
+        P, of_prefix = self.num_prefix_tokens, self.config.norm(name="cls_norm")
+        return lambda x: jnp.concatenate([of_prefix(x[:, :P]), norm(x[:, P:])], axis=1)
 
     def _layers(self, x, keys, places) -> list[BlockInputs]:
         """Returns the inputs of the blocks besides their tokens."""

@@ -28,6 +28,7 @@ class EncoderConfig(NetworkConfig):
     """An encoder: the blocks of a Vision Transformer, a text tower or a decoder."""
 
     has_encoder = True
+    cls_norm = False  # A key of networks with a class token.
 
     width: int = key(0, "Features per token; 0 is the variant's.", below=2**31)
     # The deepest published encoder (DeepNet, arXiv:2203.00555). Each block takes half a

@@ -47,7 +47,8 @@ class ViTConfig(EncoderConfig):
     )
     # BEiT trains the shared table of relative embeddings at the full learning rate.
     after_blocks = (
-        *("encoder_norm", "relative_embedding", "fc_norm", "pre_logits", "MAPHead_0"),
+        *("encoder_norm", "cls_norm", "relative_embedding", "fc_norm", "pre_logits"),
+        "MAPHead_0",
         *CLASSIFIERS,
     )
 
@@ -83,6 +84,11 @@ class ViTConfig(EncoderConfig):
     )
     fc_norm: bool = key(
         False, "The final LayerNorm after the pooling, as timm's fc_norm."
+    )
+    cls_norm: bool = key(
+        False,
+        "A separate final LayerNorm of the tokens before the patches (DINOv3's "
+        "untie_cls_and_patch_norms).",
     )
 
     @property
@@ -211,6 +217,12 @@ class ViTConfig(EncoderConfig):
             raise UserError(
                 "model.fc_norm=True moves the final norm, but model.final_norm=False "
                 "removes it: change one of them"
+            )
+        if self.cls_norm and not (self.encoder_norm and self.prefix_tokens):
+            raise UserError(
+                "model.cls_norm=True is the final norm of tokens before the patches: it "
+                "needs model.final_norm=True, model.fc_norm=False and such tokens, as of "
+                "model.pool='token'"
             )
         if self.pool == "token_gap" and self.fc_norm:
             raise UserError(

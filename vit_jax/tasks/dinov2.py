@@ -234,7 +234,7 @@ class Dinov2(Dino):
         self._norm = model.config.norm()
         if config.small_norm:  # Which replaces the one at the end of the encoder.
             self._without_norm = {
-                size: self._models[size].replace(final_norm=False)
+                size: self._models[size].replace(final_norm=False, cls_norm=False)
                 for size in {sizes.small for sizes in self.crops.sizes} - {None}
             }
 

@@ -1,4 +1,4 @@
-"""Files of facebookresearch/dino and facebookresearch/dinov2.
+"""Files of facebookresearch/dino, dinov2 and dinov3.
 
 Backbones have timm's names and are read as timm's. Checkpoints of the training have a
 teacher, whose backbone is the network, and maybe a student; their heads and the student
@@ -15,7 +15,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from vit_jax import models
 from vit_jax.weights import rewriting
-from vit_jax.weights.formats import tables, timm, torch_file
+from vit_jax.weights.formats import dinov3, tables, timm, timm_networks, torch_file
 from vit_jax.weights.formats.files import Tensors
 from vit_jax.weights.formats.registry import READERS, WRITERS, Reader, Writer
 from vit_jax.weights.formats.tables import LINEAR, ArrayEntry, dense, one_layout
@@ -48,6 +48,9 @@ _NAMES = (
     (r"^blocks\.\d+\.(\d+)\.", r"blocks.\1."),  # Blocks in chunks, as in training.
 )
 _MASK_TOKEN = "mask_token"
+# What a backbone has for pretraining alone.
+_BESIDE = {_MASK_TOKEN: "mask token", dinov3.SMALL_NORM: "norm of small crops"}
+_NORMS = {1e-6: "layernorm", 1e-5: "layernormbf16"}  # Names of dinov3 by epsilon.
 # Classifier of the class token and the mean of the patches, in dinov2_vits14_lc and such.
 _CLASSIFIER = ("linear_head.weight", "linear_head.bias")
 # Arrays of a backbone; a network with a head or a distillation token has more.
@@ -65,6 +68,8 @@ def recognises(tensors: Tensors) -> bool:
     flat, inside = _backbone(tensors.flat)
     if not timm.recognises(dataclasses.replace(tensors, flat=flat)):
         return False
+    if dinov3.PERIODS in flat:
+        return True
     if not {"cls_token", "pos_embed"} <= flat.keys():
         return False
     others = flat.keys() - {_MASK_TOKEN}
@@ -86,14 +91,19 @@ def _backbone(flat: dict) -> tuple[dict, bool]:
         for name, value in flat.items()
         if (match := _INSIDE.match(name))
     }
-    return tables.rename(inside or flat, _NAMES), bool(inside)
+    flat = tables.rename(inside or flat, _NAMES)
+    return dinov3.to_timm(flat) if dinov3.PERIODS in flat else flat, bool(inside)
 
 
 def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
     """Reads a checkpoint; see `registry.Reader`."""
     flat, inside = _backbone(tensors.flat)
-    name = "DINOv2" if "blocks.0.ls1.gamma" in flat else "DINO"
-    resize = "bicubic" if "reg_token" in flat else "bicubic_dino"
+    name, resize = "DINO", {"posemb_resize": "bicubic_dino"}
+    if dinov3.PERIODS in flat:
+        name, resize = "DINOv3", {"image_size": (224, 224)}
+    elif "blocks.0.ls1.gamma" in flat:
+        name = "DINOv2"
+        resize = {"posemb_resize": "bicubic"} if "reg_token" in flat else resize
     known, notes = inside or _MASK_TOKEN in flat, []
     if any(name.startswith(_TEACHER) for name in tensors.flat):
         notes.append("teacher: its backbone is read, and not the student's")
@@ -101,27 +111,42 @@ def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
     beside = {n for n in tensors.flat if not _INSIDE.match(n)} - {*_CLASSIFIER}
     if inside and beside and not task:
         notes.append("projection head: dropped, as it is none of the published form")
-    if flat.pop(_MASK_TOKEN, None) is not None and not task:
-        notes.append("mask token: dropped, which only pretraining has")
-    pretrained = timm.read(dataclasses.replace(tensors, flat=flat), num_heads)
+    for part, what in _BESIDE.items():
+        if any(name.startswith(part) for name in flat) and not task:
+            notes.append(f"{what}: dropped, which only pretraining has")
+    pretrained = _network(tensors, flat, num_heads)
     params, options, more = _classifier(tensors.flat, pretrained)
     notes += more
     if not known:
         notes.append(
             f"no classifier and no config.json: taken for a backbone of {name}, whose "
-            f"positions are resized by {resize} and images normalised as ImageNet's"
+            f"positions are resized by {resize['posemb_resize']} and images normalised as "
+            "ImageNet's"
         )
+    if name == "DINOv3":
+        notes.append("epsilon: 1e-5, as of the published weights; nothing says so")
     # timm's notes on a missing config.json do not apply.
     notes += [note for note in pretrained.notes if not note.startswith("config.json")]
     return dataclasses.replace(
         pretrained,
         params=params,
-        options=options | {"posemb_resize": resize},
+        options=options | resize,
         format=name.lower(),
-        preprocess=preprocess(pretrained.options["image_size"]),
+        preprocess=preprocess((options | resize)["image_size"]),
         notes=tuple(notes),
         task=task,
         task_params=task_params,
+    )
+
+
+def _network(tensors: Tensors, flat: dict, num_heads: int) -> Pretrained:
+    """Reads the output of `_backbone` without what only pretraining has."""
+    sidecars, others = tensors.sidecars, (*_BESIDE, dinov3.PERIODS)
+    if dinov3.PERIODS in flat:
+        sidecars = {"config.json": dinov3.config(flat, tensors.path)}
+    flat = {name: value for name, value in flat.items() if not name.startswith(others)}
+    return timm.read(
+        dataclasses.replace(tensors, flat=flat, sidecars=sidecars), num_heads
     )
 
 
@@ -155,13 +180,11 @@ def read_training(tensors: Tensors, num_heads: int) -> tuple[dict, dict]:
     if kind == "dino" and all(gain is not None and (gain == 1).all() for gain in gains):
         for of in heads.values():  # As it is unless DINO trains it.
             del of["head"]["gain"]
-    of = {who: heads[who] | _mask_token(parts[who]) for who in parts}
+    of = {who: heads[who] | _beside(parts[who]["backbone"]) for who in parts}
     student = of.get(torch_file.STUDENT, {})
     if student:
-        flat = tables.rename(parts[torch_file.STUDENT]["backbone"], _NAMES)
-        flat.pop(_MASK_TOKEN, None)
-        alone = dataclasses.replace(tensors, flat=flat)
-        student["network"] = timm.read(alone, num_heads).params
+        flat, _ = _backbone(parts[torch_file.STUDENT]["backbone"])
+        student["network"] = _network(tensors, flat, num_heads).params
     centers = {
         ours: tensors.flat[theirs].reshape(-1)
         for theirs, ours in _CENTERS.items()
@@ -171,9 +194,11 @@ def read_training(tensors: Tensors, num_heads: int) -> tuple[dict, dict]:
     return _task(kind, of[torch_file.TEACHER]), task_params
 
 
-def _mask_token(parts: dict) -> dict:
-    token = parts["backbone"].get(_MASK_TOKEN)
-    return {} if token is None else {_MASK_TOKEN: token[None]}
+def _beside(backbone: dict) -> dict:
+    """Returns a task's parameters among the arrays of a backbone."""
+    token = backbone.get(_MASK_TOKEN)
+    params = {} if token is None else {_MASK_TOKEN: token[None]}
+    return params | dinov3.read_small_norm(backbone)
 
 
 def _task(kind: str, teacher: dict) -> dict:
@@ -190,6 +215,7 @@ def _task(kind: str, teacher: dict) -> dict:
     if kind == "dinov2":
         separate = "patch_head" in teacher
         task |= {"separate_heads": separate, "weight_norm": "gain" in head}
+        task |= {"small_norm": True} if "small_norm_scale" in teacher else {}
         if separate:
             of_patches = sizes(teacher["patch_head"])
             names = (f"patch_{name}" for name in names)
@@ -243,7 +269,7 @@ def preprocess(image_size: tuple[int, int]) -> Preprocess:
 
 
 def write(pretrained: Pretrained, path: str | os.PathLike) -> list[str]:
-    """Writes teacher and student for facebookresearch/dino or dinov2.
+    """Writes teacher and student for facebookresearch/dino, dinov2 or dinov3.
 
     Without parameters of their tasks it is a teacher without heads.
     """
@@ -256,7 +282,10 @@ def write(pretrained: Pretrained, path: str | os.PathLike) -> list[str]:
         "num_register_tokens": range(1_000),
         "layer_norm_eps": (1e-6,),
     }
-    library = "facebookresearch/dino, as dinov2,"
+    if rotary := options["rope"] == "centered":
+        has |= {"rope": ("centered",), "layer_norm_eps": (1e-6, 1e-5)}
+        has |= {"posemb": ("none",), "cls_norm": (False, True)}
+    library = f"facebookresearch/{'dinov3' if rotary else 'dino, as dinov2,'}"
     rewriting.check_network(model.options, library, has)
     kind, params = pretrained.task.get("name"), pretrained.task_params
     notes, content = [], {}
@@ -268,16 +297,11 @@ def write(pretrained: Pretrained, path: str | os.PathLike) -> list[str]:
         if "network" in params:
             states[torch_file.STUDENT] = params
     for who, state in states.items():
-        flat, used = flatten_dict(state["network"], sep="/"), dict(options)
-        notes = rewriting.store_positions(flat, used, model.grid)
-        backbone = tables.to_their_arrays(flat, timm.transformer_table(used))
-        names = {"reg_token": "register_tokens"}
-        backbone = {names.get(k, k): v for k, v in backbone.items()}
-        if options["activation"] == "swiglu":
-            gated = ((r"\.mlp\.fc1\.", ".mlp.w12."), (r"\.mlp\.fc2\.", ".mlp.w3."))
-            backbone = tables.rename(backbone, gated)
+        flat = flatten_dict(state["network"], sep="/")
+        backbone, notes = _write_backbone(flat, options, model.grid)
         if _MASK_TOKEN in state:
             backbone[_MASK_TOKEN] = state[_MASK_TOKEN][0]
+        backbone |= dinov3.write_small_norm(state)
         arrays = {f"backbone.{k}": v for k, v in backbone.items()}
         for theirs, ours in _HEADS.get(kind, {}).items():
             for name, value in _write_head(state.get(ours), pretrained.task).items():
@@ -290,6 +314,26 @@ def write(pretrained: Pretrained, path: str | os.PathLike) -> list[str]:
             content[theirs.partition(".")[0]] = {"center": center}
     torch_file.write(path, content)
     return notes
+
+
+def _write_backbone(
+    flat: dict, options: dict, grid: tuple[int, int]
+) -> tuple[dict[str, np.ndarray], list[str]]:
+    """Returns the arrays of a backbone, and notes."""
+    if options["rope"] == "centered":
+        rotary = dinov3.rotary(options)
+        flat = timm_networks.turn_features(flat, rotary, back=True)
+        arrays = tables.to_their_arrays(flat, timm.transformer_table(options))
+        norm = _NORMS[options["layer_norm_eps"]]
+        note = f"norms: build the network with norm_layer={norm!r}, without mask_k_bias"
+        return dinov3.from_timm(arrays, options), [note]
+    used = dict(options)
+    notes = rewriting.store_positions(flat, used, grid)
+    arrays = tables.to_their_arrays(flat, timm.transformer_table(used))
+    names = [(r"^reg_token$", "register_tokens")]
+    if options["activation"] == "swiglu":
+        names += [(r"\.mlp\.fc1\.", ".mlp.w12."), (r"\.mlp\.fc2\.", ".mlp.w3.")]
+    return tables.rename(arrays, names), notes
 
 
 def _write_head(head: dict | None, task: dict) -> dict[str, np.ndarray]:

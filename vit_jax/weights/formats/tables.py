@@ -201,6 +201,7 @@ def name_entries(names: Names, options: Mapping) -> list[ArrayEntry]:
         _BLOCK["hidden_norm"]: options.get("mlp_norm"),
         "Transformer/encoder_norm": options.get("final_norm", True)
         and not options.get("fc_norm"),
+        "Transformer/cls_norm": options.get("cls_norm"),
         "fc_norm": options.get("fc_norm"),
         "pre_logits": options.get("representation_layer"),
         "head": classes,

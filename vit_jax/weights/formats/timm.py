@@ -66,6 +66,7 @@ _NAMES = {
     ),
     "fc_norm": "fc_norm",
     "Transformer/encoder_norm": "norm",
+    "Transformer/cls_norm": "cls_norm",  # Of facebookresearch/dinov3 alone.
     "MAPHead_0/probe": ("attn_pool.latent", SAME),
     "MAPHead_0/MultiHeadDotProductAttention_0/query": "attn_pool.q",
     "MAPHead_0/MultiHeadDotProductAttention_0/key,value": "attn_pool.kv",
@@ -86,6 +87,7 @@ _SHOWN = {
     "distillation": "dist_token",
     "representation_layer": "pre_logits.fc.weight",
     "fc_norm": "fc_norm.weight",
+    "cls_norm": "cls_norm.weight",
     "pre_norm": "norm_pre.weight",
     "qk_norm": "blocks.0.attn.q_norm.weight",
     "attention_out_norm": "blocks.0.attn.norm.weight",
@@ -395,12 +397,15 @@ def _prepare_transformer(
     flat: dict[str, np.ndarray], options: dict, model: models.Model
 ) -> list[str]:
     """Rewrites an encoder in place to one that timm has; returns notes."""
-    for name, wrong, other in (
-        ("representation_layer", True, "timm has no tanh layer before the classifier"),
-        ("pool", "token_gap", "timm's classifiers see the class token or the mean"),
+    no_tanh = "timm has no tanh layer before the classifier"
+    one_norm = "timm has one final norm for all tokens"
+    not_both = "timm's classifiers see the class token or the mean"
+    for name, wrong, other, to in (
+        ("representation_layer", True, no_tanh, "google"),
+        ("cls_norm", True, one_norm, "dino"),
+        ("pool", "token_gap", not_both, "hf_dinov2"),
     ):
         if options[name] == wrong:
-            to = "google" if name == "representation_layer" else "hf_dinov2"
             raise UserError(
                 f"{name}={wrong!r}: {other}: write it with --to={to} or --to=safetensors"
             )

@@ -1,0 +1,91 @@
+"""Backbones of facebookresearch/dinov3 under timm's names, and back; dino.py reads the files.
+
+They have rotary positions, whose periods are in the file. `local_cls_norm`, of small crops
+in training alone, is read as the mask token is, beside the network.
+"""
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from vit_jax.errors import UserError
+from vit_jax.weights.formats import tables
+from vit_jax.weights.formats.timm_networks import Rotary
+
+PERIODS = "rope_embed.periods"
+SMALL_NORM = "local_cls_norm."
+# Parameters of the task `dinov2`, see tasks/dinov2.py.
+_SMALL_NORM = {"weight": "small_norm_scale", "bias": "small_norm_bias"}
+_TO_TIMM = (
+    (r"^storage_tokens$", "reg_token"),
+    (r"\.mlp\.w1\.", ".mlp.fc1_g."),
+    (r"\.mlp\.w2\.", ".mlp.fc1_x."),
+    (r"\.mlp\.w3\.", ".mlp.fc2."),
+)
+_MASK = ".attn.qkv.bias_mask"
+
+
+def to_timm(flat: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Returns a backbone under timm's names, still with its periods and the small norm."""
+    flat = tables.rename(flat, _TO_TIMM)
+    for name in [name for name in flat if name.endswith(_MASK)]:
+        # It is 0 for keys, whose biases no query could tell apart anyway.
+        bias = name.removesuffix("_mask")
+        flat[bias] = flat[bias] * flat.pop(name)
+    return flat
+
+
+def from_timm(
+    flat: Mapping[str, np.ndarray], options: Mapping
+) -> dict[str, np.ndarray]:
+    """Returns a backbone under its own names; `options` are all of the network."""
+    flat = tables.rename(flat, [(r"^reg_token$", "storage_tokens")])
+    if options["activation"] == "swiglu":
+        flat = tables.rename(flat, [(r"\.mlp\.fc2\.", ".mlp.w3.")])
+        for name in [name for name in flat if ".mlp.fc1." in name]:
+            gate, other = np.split(flat.pop(name), 2)
+            flat[name.replace(".fc1.", ".w1.")] = gate
+            flat[name.replace(".fc1.", ".w2.")] = other
+    n = options["width"] // options["num_heads"] // 4
+    periods = options["rope_temperature"] ** (np.arange(n) / n)
+    return flat | {PERIODS: periods.astype(np.float32)}
+
+
+def config(flat: Mapping[str, np.ndarray], source: str) -> dict:
+    """Returns the config.json of timm's network that is equal to a backbone.
+
+    Raises:
+      UserError: the periods are not those of a base.
+    """
+    periods = flat[PERIODS].astype(np.float64)
+    n, width = len(periods), len(flat["patch_embed.proj.weight"])
+    # In bfloat16 they are exact to 0.4 %.
+    base = float(f"{periods[-1] ** (n / max(1, n - 1)):.2g}") if n > 1 else 100.0
+    if not np.allclose(periods, base ** (np.arange(n) / n), rtol=0.02):
+        raise UserError(
+            f"{source}: {PERIODS} are not the powers of a base, as those of the published "
+            "networks: give weights of a network with pos_embed_rope_base"
+        )
+    args = {
+        "num_heads": width // (4 * n),
+        "rope_temperature": base,
+        "global_pool": "token",
+    }
+    return {"architecture": "vit_base_patch16_dinov3_qkvb", "model_args": args}
+
+
+def rotary(options: Mapping) -> Rotary:
+    """Returns the rotary positions of a network here, as these backbones order features."""
+    return Rotary("centered", options["rope_temperature"], pairs=False)
+
+
+def read_small_norm(backbone: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Returns the parameters of the task of a backbone's `local_cls_norm`, if any."""
+    found = tables.below(backbone, SMALL_NORM)
+    return {_SMALL_NORM[name]: value for name, value in found.items()}
+
+
+def write_small_norm(params: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Returns the arrays of a backbone's `local_cls_norm` from a task's parameters."""
+    names = {ours: f"{SMALL_NORM}{theirs}" for theirs, ours in _SMALL_NORM.items()}
+    return {names[name]: params[name] for name in names if name in params}
