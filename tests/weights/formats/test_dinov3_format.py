@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict
+from helpers import random_weights
 from safetensors.numpy import save_file
 from trees import assert_same
 
@@ -203,8 +204,12 @@ def test_bad_files_and_networks_are_told_in_one_line(tmp_path):
     for form, message in (("timm", "--to=dino"), ("hf_dinov3", "cls_norm=True")):
         with pytest.raises(UserError, match=message):
             export.export(found, form, tmp_path / form)
-    # Files without it go to timm and back.
-    arrays = {k: v for k, v in backbone_of().items() if "cls_norm" not in k}
+    mixer = random_weights(models.create("Mixer-B/32", num_classes=0, width=8, depth=1))
+    with pytest.raises(UserError, match="variant='Mixer-B/32'"):
+        export.export(mixer, "dino", tmp_path / "a.pth")
+    # Files without it go to transformers and back; a mask token may be left out.
+    left_out = "cls_norm", "mask_token", dinov3.SMALL_NORM
+    arrays = {k: v for k, v in backbone_of().items() if not k.startswith(left_out)}
     save_file(arrays, tmp_path / "c.safetensors")
     found = weights.open_pretrained(tmp_path / "c.safetensors")
     export.export(found, "hf_dinov3", tmp_path / "d")

@@ -104,7 +104,8 @@ def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
     elif "blocks.0.ls1.gamma" in flat:
         name = "DINOv2"
         resize = {"posemb_resize": "bicubic"} if "reg_token" in flat else resize
-    known, notes = inside or _MASK_TOKEN in flat, []
+    known = inside or name == "DINOv3" or _MASK_TOKEN in flat
+    notes = []
     if any(name.startswith(_TEACHER) for name in tensors.flat):
         notes.append("teacher: its backbone is read, and not the student's")
     task, task_params = read_training(tensors, num_heads) if inside else ({}, {})
@@ -282,7 +283,7 @@ def write(pretrained: Pretrained, path: str | os.PathLike) -> list[str]:
         "num_register_tokens": range(1_000),
         "layer_norm_eps": (1e-6,),
     }
-    if rotary := options["rope"] == "centered":
+    if rotary := options.get("rope") == "centered":
         has |= {"rope": ("centered",), "layer_norm_eps": (1e-6, 1e-5)}
         has |= {"posemb": ("none",), "cls_norm": (False, True)}
     library = f"facebookresearch/{'dinov3' if rotary else 'dino, as dinov2,'}"
