@@ -96,6 +96,7 @@ def quick(config: ConfigDict, **tiny: object) -> ConfigDict:
         depths = (1,) * (3 if patch == 16 else 4)
         tiny = tiny | dict(stage_depths=depths, stem_width=32)
     c.model.update(tiny)
+    c.mesh = dict(data=-1)
     _drop(c, "init", "log_every_epochs", "eval_every_epochs", "checkpoint_every_epochs")
     c.update(epochs=0, total_steps=3, batch_size=8, log_every_steps=1)
     c.update(eval_every_steps=0, checkpoint_every_steps=1_000)

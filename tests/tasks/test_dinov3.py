@@ -137,7 +137,11 @@ def test_the_sheet_shows_the_sizes_of_the_first_batch():
     ("crops", "keys", "message"),
     [
         ("multi_crop((12, 24))", {}, r"must cut large crops of \(8, 16\)"),
-        ("multi_crop((12, 24))", ANCHOR | {"gram_scale": 2}, r"of \(16, 32\), data.im"),
+        (
+            "multi_crop((12, 24))",
+            ANCHOR | {"gram_scale": 2.0},
+            r"of \(16, 32\), data.im",
+        ),
         (
             "multi_crop(sizes=(((12, 24), 4), ((13, 24), 4)))",
             ANCHOR,

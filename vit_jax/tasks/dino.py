@@ -291,7 +291,7 @@ class Dino(Task):
         each = [sizes.share * self._flops(sizes) for sizes in self.crops.sizes]
         return round(sum(each))
 
-    def _flops(self, sizes: CropSizes) -> float:
+    def _flops(self, sizes: CropSizes) -> int:
         """Returns the operations of a training step per image, of crops of these sizes."""
         shapes, _ = jax.eval_shape(self.init, jax.random.key(0))
         head = 2 * sum(leaf.size for leaf in jax.tree.leaves(shapes["head"]))

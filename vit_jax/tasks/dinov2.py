@@ -515,7 +515,7 @@ class Dinov2(Dino):
             extra |= {"anchor": jax.tree.map(jnp.copy, network)}
         return params, extra
 
-    def _flops(self, sizes: CropSizes) -> float:
+    def _flops(self, sizes: CropSizes) -> int:
         """See `Dino`; neither teacher nor anchor has a backward pass.
 
         Images whose branches stochastic depth does not compute count as it does.
@@ -558,7 +558,7 @@ def _entropies(probabilities: Float[Array, "*B K"]) -> Float[Array, "*B"]:
     return -(probabilities * jnp.log(jnp.maximum(probabilities, 1e-30))).sum(-1)
 
 
-def _student_flops(model: Model) -> float:
+def _student_flops(model: Model) -> int:
     """Returns the operations of a forward pass on an image in training."""
     whole, config = cost.forward_flops(model), model.config
     group = config.drop_path_group

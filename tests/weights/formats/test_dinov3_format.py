@@ -188,7 +188,7 @@ def test_small_crops_of_the_student_have_the_norm_of_the_file(tmp_path):
         given = np.asarray(batch[name]).reshape(4, *batch[name].shape[2:])
         given = torch.tensor(given.transpose(0, 3, 1, 2))
         tokens = tokens_of(torch, backbone_of(seed=0), given, norm)
-        outputs = task.head.apply({"params": params["head"]}, tokens[:, 0])
+        outputs = task.head.apply({"params": params["head"]}, jnp.asarray(tokens[:, 0]))
         views = slice(2) if name == "image" else slice(2, 4)
         found_outputs = answers.outputs[:, views].reshape(4, -1)
         np.testing.assert_allclose(found_outputs, outputs, atol=2e-5)

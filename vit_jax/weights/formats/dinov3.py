@@ -85,7 +85,7 @@ def read_small_norm(backbone: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]
     return {_SMALL_NORM[name]: value for name, value in found.items()}
 
 
-def write_small_norm(params: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+def write_small_norm(params: Mapping) -> dict[str, np.ndarray]:
     """Returns the arrays of a backbone's `local_cls_norm` from a task's parameters."""
     names = {ours: f"{SMALL_NORM}{theirs}" for theirs, ours in _SMALL_NORM.items()}
     return {names[name]: params[name] for name in names if name in params}
