@@ -1,7 +1,7 @@
 """DINOv3 on ImageNet-1k, and its Gram anchoring: ViT without labels (arXiv:2508.10104).
 
 Run:    python -m vit_jax.train --config=configs/dinov3.py:model=L/16 --workdir=gs://...
-        the same with :stage=gram --config.init=WORKDIR, and from there :stage=high_res
+        the same with :stage=gram --config.init=WORKDIR, and from there :stage=high_resolution
 Try:    the same with --config=configs/dinov3.py:quick (3 steps, any machine)
 Result: not run by us; the README of the code has 82.0 % (k-NN), 83.5 % (linear) for L/16
 
@@ -9,7 +9,7 @@ Numbers are those of facebookresearch/dinov3 6876159, configs/train/vitl_im1k_li
 `:schedule=constant` has the schedules of its 7B network (dinov3_vit7b16_pretrain.yaml):
 rate, momentum and decay are constant after a warmup of a tenth. `:stage=gram` goes on from
 a run with the keys of dinov3_vit7b16_gram_anchor.yaml: the anchor, first the teacher that
-it starts from, gets the same crops at twice the size; `:stage=high_res` goes on from that
+it starts from, gets the same crops at twice the size; `:stage=high_resolution` goes on from that
 with those of dinov3_vit7b16_high_res_adapt.yaml: each step draws one of five pairs of sizes.
 Ours: 30,000 steps of the former, which there last until the dense features are best; of the
 latter, small crops of 160 pixels for 168, of which patches leave out 8, a linear warmup for
@@ -31,7 +31,7 @@ from configs.common import (
 
 ARGUMENTS = dict(
     model=("L/16", "S/16", "B/16"),
-    stage=("pretrain", "gram", "high_res"),
+    stage=("pretrain", "gram", "high_resolution"),
     schedule=("cosine", "constant"),
     quick=False,
 )
@@ -39,7 +39,7 @@ ARGUMENTS = dict(
 
 def get_config(arg: str | None = None) -> ConfigDict:
     arg = parse_arg(arg, **ARGUMENTS)
-    high_res, gram = arg.stage == "high_res", arg.stage != "pretrain"
+    large, gram = arg.stage == "high_resolution", arg.stage != "pretrain"
     c = ConfigDict()
     c.seed = 0
     c.total_steps = 30_000 if gram else 125_000
@@ -85,10 +85,10 @@ def get_config(arg: str | None = None) -> ConfigDict:
     # The files have rates for 64 images, four times below those for 1,024.
     c.optim = dinov2_optim(
         c,
-        rate=4 * dict(pretrain=1e-3, gram=3e-5, high_res=1.25e-5)[arg.stage],
+        rate=4 * dict(pretrain=1e-3, gram=3e-5, high_resolution=1.25e-5)[arg.stage],
         layer_decay=0.98 if gram else 0.9,
         schedule=dict(name="cosine", end_learning_rate=1e-6),
-        warmup_steps=dict(pretrain=12_500, gram=0, high_res=10_000)[arg.stage],
+        warmup_steps=dict(pretrain=12_500, gram=0, high_resolution=10_000)[arg.stage],
         weight_decay_end=0.4,
         freeze_steps=1_250,
     )
@@ -113,7 +113,7 @@ def get_config(arg: str | None = None) -> ConfigDict:
     if arg.stage == "gram":
         c.task.update(gram_every_steps=10_000, gram_updates=3, gram_warmup_steps=1_000)
         c.task.small_weight_steps = 1_000
-    if high_res:
+    if large:
         c.data.image_size = (512, 512)
         c.data.eval_transform = "resize_small(585) | central_crop"
         c.data.train_transform = crops_of_sizes(
@@ -125,6 +125,6 @@ def get_config(arg: str | None = None) -> ConfigDict:
     if arg.quick:
         quick(c)
         shrink_dino(c, scale=2 if gram else 1)
-        if high_res:
+        if large:
             c.data.train_transform = crops_of_sizes(((48, 16), (96, 32)), (3, 2), 2)
     return c
