@@ -222,6 +222,7 @@ def test_figures_without_images_have_the_grid_of_the_network(place, tmp_path):
     [
         (["--figure=cka"], r"cka.*max_tokens=32.*--max_tokens=0"),
         (["--compare={model}"], r"--compare=.*max_tokens=32.*--max_tokens=0"),
+        (["--figure=rollout", "--query=20,20"], r"--query=20,20.*at most 32"),
         (["--figure=rollout", "--query=5,1"], r"--query=5,1.*3x10.*row from 0 to 2"),
         (["--resolution=8"], r"image_size=\(8, 8\).*max_tokens"),
     ],

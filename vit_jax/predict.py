@@ -192,7 +192,7 @@ def parser() -> cli.Parser:
         choices=("cover", "none", "whole"),
         default="cover",
         help="how images become windows of a network for masks: resized until they cover "
-        "one (default), at their own size, or resized to one",
+        "one (default), at their own size, or resized to one; not with --max_tokens",
     )
     cli.add_weights_flags(parser)
     return parser

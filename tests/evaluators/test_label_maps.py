@@ -162,6 +162,8 @@ def test_an_evaluation_of_any_size_counts_the_pixels_of_its_masks(place, capsys)
 def test_windows_of_images_of_any_size_are_refused(place, predict):
     with pytest.raises(UserError, match=r"resize='none'.*max_tokens=40"):
         predict("--max_tokens=40", "--resize=none")
+    with pytest.raises(UserError, match=r"overlap=0.5.*max_tokens=40"):
+        opened(place, max_tokens=40).segment(np.zeros((9, 9, 3), np.uint8), overlap=0.5)
     words = [f"--model={place / 'model.safetensors'}", "--max_tokens=40"]
     with pytest.raises(UserError, match=r"max_tokens=40.*--max_tokens=0"):
         run_command("convert", [*words, "--to=stablehlo", f"--out={place / 'out'}"])

@@ -29,6 +29,7 @@ from vit_jax.weights.pretrained import (
     whole,
 )
 
+_MOST_GRIDS = 32  # Networks at grids of images that are kept.
 # Limits of a chunk: bytes of one layer's attention, and images.
 _MAX_ATTENTION_BYTES, _MAX_CHUNK_SIZE = 256 << 20, 32
 
@@ -113,6 +114,9 @@ class LoadedModel:
         if not self.preprocess.max_tokens:
             return self
         if size not in self._fitted:
+            if len(self._fitted) == _MOST_GRIDS:
+                self._fitted.clear()
+                jax.clear_caches()  # Each has programs of its own.
             model = self.model.at_size(size)
             self._fitted[size] = dataclasses.replace(
                 self,

@@ -442,6 +442,8 @@ class PretrainedModel:
     ) -> list[Int16[np.ndarray, "H W"]] | Int16[np.ndarray, "H W"]:
         """Returns the class of each pixel of images of any size, at their own sizes.
 
+        With `max_tokens` an image is one sequence of patches; otherwise windows are cut.
+
         Args:
           images: see the class.
           resize: "cover" resizes an image until it just covers a window of the network's

@@ -17,6 +17,7 @@ from vit_jax.errors import UserError
 from vit_jax.evaluators.local_devices import LocalDevices
 from vit_jax.evaluators.sliding_window import LabelMap, Sliding, T
 from vit_jax.evaluators.whole_images import WholeImages
+from vit_jax.models.segmenter import check_sequences
 from vit_jax.weights import segmenter, surgery
 from vit_jax.weights.pretrained import (
     Preprocess,
@@ -41,7 +42,8 @@ class PixelClassifier:
       class_names: one for each class.
 
     Raises:
-      UserError: the checkpoint has no head for masks, or other numbers of classes.
+      UserError: the checkpoint has no head for masks, other numbers of classes, or
+        takes no images of any size.
     """
 
     def __init__(
@@ -51,6 +53,8 @@ class PixelClassifier:
         class_names: Sequence[str] = (),
     ):
         model, self._params = surgery.fit_network(pretrained, preprocess)
+        if preprocess.max_tokens and segmenter.has_segmenter(pretrained):
+            check_sequences(pretrained.task["head"])
         self._segment = segmenter.segmenter_of(pretrained, model)
         classes = pretrained.num_classes
         names = tuple(class_names) or pretrained.class_names
@@ -88,7 +92,8 @@ class PixelClassifier:
           resize, overlap: see `Sliding`.
 
         Raises:
-          UserError: the network takes no images of any size, or `resize` is of windows.
+          UserError: the network takes no images of any size, or `resize` or
+            `overlap` is of windows.
         """
         how = self._preprocess
 
@@ -102,7 +107,7 @@ class PixelClassifier:
         size = tuple(how.image_size)
         cutting = Sliding(size, resize, overlap, how.interpolation)
         if how.max_tokens:
-            cutting = WholeImages.of(how, resize)
+            cutting = WholeImages.of(how, cutting)
         return cutting.label_maps(images, logits_of, batch_size)
 
 

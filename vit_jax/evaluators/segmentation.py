@@ -47,7 +47,7 @@ class SegmentationConfig(EvalConfig):
         "cover",
         'How an image becomes windows of the network\'s size: "cover" resizes it, its '
         'aspect kept, until it just covers one; "none" keeps its size; "whole" resizes all '
-        "of it to one window.",
+        "of it to one window. With max_tokens there are no windows.",
         choices=RESIZES,
     )
     overlap: float = key(
@@ -72,7 +72,7 @@ class SegmentationConfig(EvalConfig):
             )
         how = Sliding(data.image_size, self.resize, self.overlap)
         if splits.preprocess and splits.preprocess.max_tokens:
-            how = WholeImages.of(splits.preprocess, self.resize)
+            how = WholeImages.of(splits.preprocess, how)
 
         def score_images(segment, batch_size, stop):
             counted = count(split, how, segment, batch_size, stop)

@@ -14,7 +14,7 @@ from jaxtyping import Float, Num
 
 from vit_jax.data.transforms.naflex import GRIDS, NaFlex
 from vit_jax.errors import UserError
-from vit_jax.evaluators.sliding_window import LabelMap, T, largest
+from vit_jax.evaluators.sliding_window import LabelMap, Sliding, T, largest
 from vit_jax.models import patches
 from vit_jax.models.patches import PatchSequences
 from vit_jax.weights.pretrained import Preprocess, naflex_of
@@ -27,17 +27,18 @@ class WholeImages:
     transform: NaFlex
 
     @classmethod
-    def of(cls, preprocess: Preprocess, resize: str) -> "WholeImages":
-        """Returns what a preprocessing with `max_tokens` does.
+    def of(cls, preprocess: Preprocess, windows: Sliding) -> "WholeImages":
+        """Returns what a preprocessing with `max_tokens` does in place of windows.
 
         Raises:
-          UserError: `resize` is not "cover", that of windows by default.
+          UserError: the windows are not those by default, so that somebody wants them.
         """
-        if resize != "cover":
-            raise UserError(
-                f"resize={resize!r} with max_tokens={preprocess.max_tokens}, which cuts no "
-                "windows: leave one of them out"
-            )
+        for name in ("resize", "overlap"):
+            if (value := getattr(windows, name)) != getattr(Sliding, name):
+                raise UserError(
+                    f"{name}={value!r} with max_tokens={preprocess.max_tokens}, which cuts no "
+                    "windows: leave one of them out"
+                )
         return cls(naflex_of(preprocess))
 
     def label_maps(

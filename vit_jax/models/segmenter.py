@@ -178,17 +178,21 @@ class Segmenter:
         images = images.astype(self.model.options["dtype"])
         if not isinstance(images, PatchSequences):
             return self.model.layer_features(network, images, self.layers, key=key)
-        if not isinstance(self.head, LinearHead):
-            name = next(n for n, kind in HEADS.items() if isinstance(self.head, kind))
-            raise UserError(
-                f"task.head={name!r} joins neighbours in a grid of one size, which images of "
-                "any size do not have: set max_tokens to 0, or train task.head='linear'"
-            )
+        check_sequences(next(n for n, k in HEADS.items() if isinstance(self.head, k)))
         # A linear head looks at no neighbours: patches may stand in one column.
         maps = self.model.layer_features(
             network, images, self.layers, reshape=False, key=key
         )
         return tuple(features[:, :, None] for features in maps)
+
+
+def check_sequences(head: str) -> None:
+    """Raises UserError if a head, one of `HEADS`, takes no images of any size."""
+    if head != "linear":
+        raise UserError(
+            f"task.head={head!r} joins neighbours in a grid of one size, which images of any "
+            "size do not have: set max_tokens to 0, or train task.head='linear'"
+        )
 
 
 def build(

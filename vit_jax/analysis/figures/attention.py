@@ -78,8 +78,18 @@ class QueryFigure(Figure):
 
     def start(self, loaded, batch_size=0, other=None):
         self.loaded = loaded
-        if not loaded.preprocess.max_tokens:  # Otherwise each image has its own grid.
+        most = loaded.preprocess.max_tokens
+        if not most:
             Query(loaded.model, self.query)
+        elif (
+            self.query
+        ):  # Each image has its own grid, in which it is looked for later.
+            row, column = self.query
+            if min(row, column) < 0 or (row + 1) * (column + 1) > most:
+                raise UserError(
+                    f"--query={row},{column}: no image of at most {most} patches has such a "
+                    "patch: choose one nearer to the first, 0,0"
+                )
 
     @property
     def asking(self) -> Query:
