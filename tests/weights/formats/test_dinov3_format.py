@@ -1,5 +1,7 @@
 """Files of facebookresearch/dinov3: backbones, their separate norms, teacher and student."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,9 +17,11 @@ from vit_jax.data.config import DataConfig
 from vit_jax.errors import UserError
 from vit_jax.tasks import dinov2
 from vit_jax.weights import export
-from vit_jax.weights.formats import dinov3, torch_file
+from vit_jax.weights.formats import dino, dinov3, torch_file
 
 WIDTH, HEADS, DEPTH, PATCH, REGISTERS = 24, 3, 2, 4, 2
+TINY = {"width": 8, "depth": 1, "num_heads": 2, "mlp_dim": 8, "num_classes": 0}
+TINY |= {"activation": "gelu"}
 NORMS = ("norm", "cls_norm", "local_cls_norm")
 
 
@@ -50,17 +54,26 @@ def backbone_of(norms=NORMS, gated=False, seed=0):
     return arrays
 
 
+def masked(arrays):
+    """The arrays of a backbone with masks of the biases, 0 for keys."""
+    mask = np.ones(3 * WIDTH, np.float32)
+    mask[WIDTH : 2 * WIDTH] = 0
+    return arrays | {f"blocks.{i}.attn.qkv.bias_mask": mask for i in range(DEPTH)}
+
+
 def tokens_of(torch, arrays, images, first_norm):
     """Normalised tokens, with one norm for the prefix and "norm" for the patches."""
     w = {name: torch.tensor(value) for name, value in arrays.items()}
     F, (B, _, Y, X) = torch.nn.functional, images.shape
+    epsilon = 1e-5 if "blocks.0.attn.qkv.bias_mask" in w else 1e-6
     K, P = WIDTH // HEADS, 1 + REGISTERS
 
     def linear(x, name):
         return F.linear(x, w[f"{name}.weight"], w[f"{name}.bias"])
 
     def norm(x, name):
-        return F.layer_norm(x, (WIDTH,), w[f"{name}.weight"], w[f"{name}.bias"], 1e-5)
+        of_norm = w[f"{name}.weight"], w[f"{name}.bias"]
+        return F.layer_norm(x, (WIDTH,), *of_norm, epsilon)
 
     rows, columns = Y // PATCH, X // PATCH
     places = [2 * (torch.arange(n) + 0.5) / n - 1 for n in (rows, columns)]
@@ -107,11 +120,8 @@ def network_of(found, size):
 @pytest.mark.parametrize("gated", [False, True])
 def test_tokens_are_those_of_the_rule(norms, gated, tmp_path):
     torch = pytest.importorskip("torch")
-    arrays = backbone_of(norms, gated)
-    mask = np.ones(3 * WIDTH, np.float32)
-    mask[WIDTH : 2 * WIDTH] = 0
-    masks = {f"blocks.{i}.attn.qkv.bias_mask": mask for i in range(DEPTH)}
-    save_file(arrays | masks, tmp_path / "a.safetensors")
+    arrays = masked(backbone_of(norms, gated))
+    save_file(arrays, tmp_path / "a.safetensors")
     found = weights.open_pretrained(tmp_path / "a.safetensors")
     model = network_of(found, (12, 20))
     assert found.format == "dinov3" and model.config.num_heads == HEADS
@@ -122,7 +132,7 @@ def test_tokens_are_those_of_the_rule(norms, gated, tmp_path):
     images = np.random.default_rng(1).normal(size=(2, 12, 20, 3)).astype(np.float32)
     first = "cls_norm" if "cls_norm" in norms else "norm"
     given = torch.tensor(images.transpose(0, 3, 1, 2))
-    expected = tokens_of(torch, arrays | masks, given, first)
+    expected = tokens_of(torch, arrays, given, first)
     params = jax.tree.map(jnp.asarray, found.params)
     tokens = jax.jit(model.encode)(params, images)
     np.testing.assert_allclose(tokens, expected, atol=2e-5)
@@ -130,6 +140,41 @@ def test_tokens_are_those_of_the_rule(norms, gated, tmp_path):
     np.testing.assert_allclose(last(params, images)[1], expected, atol=2e-5)
     pooled = jax.jit(model.apply)(params, images)["pre_logits"]
     np.testing.assert_allclose(pooled, expected[:, 0], atol=2e-5)
+
+
+@pytest.mark.parametrize("base", [100, 105, 125, 128, 101.5])
+def test_the_base_of_the_periods_is_found(base):
+    for n in (2, 16):
+        periods = (base ** (np.arange(n) / n)).astype(np.float32)
+        flat = {dinov3.PERIODS: periods, "patch_embed.proj.weight": np.zeros(4 * n)}
+        assert dinov3.config(flat, "a")["model_args"]["rope_temperature"] == base
+    # In bfloat16, as rope_dtype of the training says.
+    flat[dinov3.PERIODS] = np.asarray(
+        jnp.asarray(100.0 ** (np.arange(16) / 16), jnp.bfloat16), np.float32
+    )
+    assert dinov3.config(flat, "a")["model_args"]["rope_temperature"] == 100
+
+
+def test_the_epsilon_is_told_from_the_biases(tmp_path):
+    for arrays, epsilon in ((backbone_of(), 1e-6), (masked(backbone_of()), 1e-5)):
+        save_file(arrays, tmp_path / "a.safetensors")
+        found = weights.open_pretrained(tmp_path / "a.safetensors")
+        assert found.options["layer_norm_eps"] == epsilon
+        assert any(f"{epsilon:g}" in note for note in found.notes)
+        _, notes = export.export(found, "dino", tmp_path / "b.pth", overwrite=True)
+        again = weights.open_pretrained(tmp_path / "b.pth")
+        assert again.options["layer_norm_eps"] == epsilon
+        assert_same(again.params, flatten_dict(found.params, sep="/"))
+        assert any(f"mask_k_bias={epsilon == 1e-5}" in note for note in notes)
+
+
+@pytest.mark.parametrize(("width", "small"), [(1_024, 1), (1_024, 0), (4_096, 1)])
+def test_assumed_preprocessing_is_told(width, small):
+    flat = {"patch_embed.proj.weight": np.zeros((width, 3, 1, 1))}
+    flat |= {f"{dinov3.SMALL_NORM}bias": np.zeros(width)} if small else {}
+    _, images = dino.assumed(flat, 1e-5)
+    assert "ImageNet's" in images
+    assert ("SAT-493M" in images) == (width == 1_024 and bool(small))
 
 
 def training_of(seed):
@@ -163,6 +208,19 @@ def test_student_teacher_heads_and_norms_come_in_and_go_out(gated, tmp_path):
     written = torch_file.read(tmp_path / "b.pth")
     expected = {f"{p}.{k}": v for p, part in parts.items() for k, v in part.items()}
     assert_same(written, expected)
+
+
+def test_a_norm_of_small_crops_needs_rotary_positions(tmp_path):
+    plain = random_weights(models.create("B/32", **TINY))
+    norm = {"small_norm_scale": np.ones(8), "small_norm_bias": np.zeros(8)}
+    found = dataclasses.replace(
+        plain, task={"name": "dinov2"}, task_params={"teacher": norm}
+    )
+    _, notes = export.export(found, "dino", tmp_path / "a.pth")
+    assert any("norm of small crops: left out" in note for note in notes)
+    assert not any(
+        "local_cls_norm" in name for name in torch_file.read(tmp_path / "a.pth")
+    )
 
 
 def test_small_crops_of_the_student_have_the_norm_of_the_file(tmp_path):
@@ -204,6 +262,11 @@ def test_bad_files_and_networks_are_told_in_one_line(tmp_path):
     for form, message in (("timm", "--to=dino"), ("hf_dinov3", "cls_norm=True")):
         with pytest.raises(UserError, match=message):
             export.export(found, form, tmp_path / form)
+    # Learned positions go nowhere with two norms.
+    network = random_weights(models.create("B/32", **TINY, cls_norm=True))
+    for form in ("timm", "dino"):
+        with pytest.raises(UserError, match="cls_norm=True.* --to=safetensors"):
+            export.export(network, form, tmp_path / "c.pth")
     mixer = random_weights(models.create("Mixer-B/32", num_classes=0, width=8, depth=1))
     with pytest.raises(UserError, match="variant='Mixer-B/32'"):
         export.export(mixer, "dino", tmp_path / "a.pth")

@@ -100,7 +100,9 @@ def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
     flat, inside = _backbone(tensors.flat)
     name, resize = "DINO", {"posemb_resize": "bicubic_dino"}
     if dinov3.PERIODS in flat:
-        name, resize = "DINOv3", {"image_size": (224, 224)}
+        epsilon = dinov3.epsilon(tensors.flat)
+        name = "DINOv3"
+        resize = {"image_size": (224, 224), "layer_norm_eps": epsilon}
     elif "blocks.0.ls1.gamma" in flat:
         name = "DINOv2"
         resize = {"posemb_resize": "bicubic"} if "reg_token" in flat else resize
@@ -125,7 +127,7 @@ def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
             "ImageNet's"
         )
     if name == "DINOv3":
-        notes.append("epsilon: 1e-5, as of the published weights; nothing says so")
+        notes += assumed(flat, epsilon)
     # timm's notes on a missing config.json do not apply.
     notes += [note for note in pretrained.notes if not note.startswith("config.json")]
     return dataclasses.replace(
@@ -138,6 +140,27 @@ def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
         task=task,
         task_params=task_params,
     )
+
+
+def assumed(flat: dict, epsilon: float) -> list[str]:
+    """Returns notes on what files of DINOv3 do not say."""
+    of = "the published ones" if epsilon == 1e-5 else "networks without mask_k_bias"
+    other = 1e-6 if epsilon == 1e-5 else 1e-5
+    norms = (
+        f"epsilon: {epsilon:g}, as of {of}; nothing says so: if this network "
+        f"has another norm_layer than {_NORMS[epsilon]}, set layer_norm_eps={other:g}"
+    )
+    images = (
+        "preprocessing: nothing says so, so images are resized to 224 pixels and "
+        "normalised as ImageNet's"
+    )
+    small_norm = any(name.startswith(dinov3.SMALL_NORM) for name in flat)
+    if small_norm and len(flat["patch_embed.proj.weight"]) == 1_024:
+        images += (
+            "; of the published networks of this width only that of SAT-493M has a norm "
+            "of small crops: give it its --mean=0.43,0.411,0.296 --std=0.213,0.156,0.143"
+        )
+    return [norms, images]
 
 
 def _network(tensors: Tensors, flat: dict, num_heads: int) -> Pretrained:
@@ -287,7 +310,9 @@ def write(pretrained: Pretrained, path: str | os.PathLike) -> list[str]:
         has |= {"rope": ("centered",), "layer_norm_eps": (1e-6, 1e-5)}
         has |= {"posemb": ("none",), "cls_norm": (False, True)}
     library = f"facebookresearch/{'dinov3' if rotary else 'dino, as dinov2,'}"
-    rewriting.check_network(model.options, library, has)
+    # timm has one final norm for all tokens.
+    more = {"to": "--to=safetensors"} if options.get("cls_norm") else {}
+    rewriting.check_network(model.options, library, has, **more)
     kind, params = pretrained.task.get("name"), pretrained.task_params
     notes, content = [], {}
     states = {torch_file.TEACHER: {"network": pretrained.params}}
@@ -302,7 +327,8 @@ def write(pretrained: Pretrained, path: str | os.PathLike) -> list[str]:
         backbone, notes = _write_backbone(flat, options, model.grid)
         if _MASK_TOKEN in state:
             backbone[_MASK_TOKEN] = state[_MASK_TOKEN][0]
-        backbone |= dinov3.write_small_norm(state)
+        small_norm = dinov3.write_small_norm(state)
+        backbone |= small_norm if rotary else {}
         arrays = {f"backbone.{k}": v for k, v in backbone.items()}
         for theirs, ours in _HEADS.get(kind, {}).items():
             for name, value in _write_head(state.get(ours), pretrained.task).items():
@@ -314,6 +340,8 @@ def write(pretrained: Pretrained, path: str | os.PathLike) -> list[str]:
             center = params[ours].reshape((1,) * (rank - 1) + (-1,))
             content[theirs.partition(".")[0]] = {"center": center}
     torch_file.write(path, content)
+    if small_norm and not rotary:
+        notes = [*notes, f"norm of small crops: left out, {library} has none"]
     return notes
 
 
@@ -325,8 +353,11 @@ def _write_backbone(
         rotary = dinov3.rotary(options)
         flat = timm_networks.turn_features(flat, rotary, back=True)
         arrays = tables.to_their_arrays(flat, timm.transformer_table(options))
-        norm = _NORMS[options["layer_norm_eps"]]
-        note = f"norms: build the network with norm_layer={norm!r}, without mask_k_bias"
+        norm = _NORMS[epsilon := options["layer_norm_eps"]]
+        note = (
+            f"norms and biases: build the network with norm_layer={norm!r}, "
+            f"mask_k_bias={epsilon == 1e-5}"
+        )
         return dinov3.from_timm(arrays, options), [note]
     used = dict(options)
     notes = rewriting.store_positions(flat, used, grid)

@@ -4,7 +4,7 @@ They have rotary positions, whose periods are in the file. `local_cls_norm`, of 
 in training alone, is read as the mask token is, beside the network.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 
@@ -22,15 +22,15 @@ _TO_TIMM = (
     (r"\.mlp\.w2\.", ".mlp.fc1_x."),
     (r"\.mlp\.w3\.", ".mlp.fc2."),
 )
-_MASK = ".attn.qkv.bias_mask"
+_BIAS = ".attn.qkv.bias"
+_MASK = f"{_BIAS}_mask"
 
 
 def to_timm(flat: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Returns a backbone under timm's names, still with its periods and the small norm."""
     flat = tables.rename(flat, _TO_TIMM)
     for name in [name for name in flat if name.endswith(_MASK)]:
-        # It is 0 for keys, whose biases no query could tell apart anyway.
-        bias = name.removesuffix("_mask")
+        bias = name.removesuffix("_mask")  # It is 0 for keys.
         flat[bias] = flat[bias] * flat.pop(name)
     return flat
 
@@ -46,6 +46,11 @@ def from_timm(
             gate, other = np.split(flat.pop(name), 2)
             flat[name.replace(".fc1.", ".w1.")] = gate
             flat[name.replace(".fc1.", ".w2.")] = other
+    if options["layer_norm_eps"] == 1e-5:  # See `epsilon`.
+        for name in [name for name in flat if name.endswith(_BIAS)]:
+            mask = np.ones_like(flat[name]).reshape(3, -1)
+            mask[1] = flat[name].reshape(3, -1)[1].any()
+            flat[f"{name}_mask"] = mask.reshape(-1)
     n = options["width"] // options["num_heads"] // 4
     periods = options["rope_temperature"] ** (np.arange(n) / n)
     return flat | {PERIODS: periods.astype(np.float32)}
@@ -59,9 +64,13 @@ def config(flat: Mapping[str, np.ndarray], source: str) -> dict:
     """
     periods = flat[PERIODS].astype(np.float64)
     n, width = len(periods), len(flat["patch_embed.proj.weight"])
-    # In bfloat16 they are exact to 0.4 %.
-    base = float(f"{periods[-1] ** (n / max(1, n - 1)):.2g}") if n > 1 else 100.0
-    if not np.allclose(periods, base ** (np.arange(n) / n), rtol=0.02):
+    estimate = periods[-1] ** (n / (n - 1)) if n > 1 else 100.0
+    # In float32 they show the base, in bfloat16, exact to 0.4 %, a round one.
+    for digits, error in ((6, 1e-5), (2, 0.005)):
+        base = float(f"{estimate:.{digits}g}")
+        if np.allclose(periods, base ** (np.arange(n) / n), rtol=error):
+            break
+    else:
         raise UserError(
             f"{source}: {PERIODS} are not the powers of a base, as those of the published "
             "networks: give weights of a network with pos_embed_rope_base"
@@ -72,6 +81,17 @@ def config(flat: Mapping[str, np.ndarray], source: str) -> dict:
         "global_pool": "token",
     }
     return {"architecture": "vit_base_patch16_dinov3_qkvb", "model_args": args}
+
+
+def epsilon(names: Iterable[str]) -> float:
+    """Returns the epsilon of the norms of a backbone by the names of its arrays.
+
+    Published ones have 1e-5, and no biases of keys. Those trained with the defaults of the
+    code, as of vitl_im1k_lin834.yaml, have 1e-6, and biases without a mask.
+    """
+    names = list(names)
+    has = lambda end: any(name.endswith(end) for name in names)
+    return 1e-6 if has(_BIAS) and not has(_MASK) else 1e-5
 
 
 def rotary(options: Mapping) -> Rotary:
