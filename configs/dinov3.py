@@ -13,7 +13,8 @@ it starts from, gets the same crops at twice the size; `:stage=high_resolution` 
 with those of dinov3_vit7b16_high_res_adapt.yaml: each step draws one of five pairs of sizes.
 Ours: 30,000 steps of the former, which there last until the dense features are best; of the
 latter, small crops of 160 pixels for 168, of which patches leave out 8, a linear warmup for
-half a cosine, and evaluation at 512 pixels; networks, heads and norms of the first run.
+half a cosine, and evaluation at 512 pixels; networks, heads and norms of the first run; and
+stochastic depth among 16 images in a row, for those of one GPU.
 """
 
 from ml_collections import ConfigDict
@@ -39,6 +40,9 @@ ARGUMENTS = dict(
 
 def get_config(arg: str | None = None) -> ConfigDict:
     arg = parse_arg(arg, **ARGUMENTS)
+    # Images of a GPU there, among which it looks and draws; a divisor of those of a device
+    # here keeps their patches on it.
+    group = dict(pretrain=64, gram=16, high_resolution=8)[arg.stage]
     large, gram = arg.stage == "high_resolution", arg.stage != "pretrain"
     c = ConfigDict()
     c.seed = 0
@@ -73,8 +77,8 @@ def get_config(arg: str | None = None) -> ConfigDict:
         name="dinov2",
         num_outputs=65_536,
         weight_norm=False,
-        koleo_group=8,
-        mask_group=8,
+        koleo_group=group,
+        mask_group=group,
         mask_exact=True,
         teacher_momentum=0.992,
         teacher_temperature=0.07,
