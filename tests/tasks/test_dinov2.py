@@ -467,6 +467,8 @@ def test_a_network_without_class_token_is_refused():
 
 
 def test_masks_that_hide_nothing_are_refused():
-    task = task_of(mask_share=0.1, mask_group=2)
     with pytest.raises(UserError, match=r"task.mask_share=0.1 .* mask no patch of 4"):
-        task.masked(batch_of(task, 2))
+        task_of(mask_share=0.1, mask_group=2)
+    task = task_of(mask_share=0.25, mask_group=4)
+    with pytest.raises(UserError, match="mask no patch of 2 crops"):
+        task.masked(batch_of(task, 3))

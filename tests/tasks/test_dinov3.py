@@ -15,6 +15,7 @@ from vit_jax.data.pipeline import train_batches
 from vit_jax.data.sources.open import open_source
 from vit_jax.errors import UserError
 from vit_jax.tasks import dino_losses, dinov2
+from vit_jax.weights.initial import load_initial
 
 RUN = RunLength(100, 10.0)
 HEADS = {"num_outputs": 24, "hidden_dim": 16, "bottleneck_dim": 8}
@@ -24,8 +25,8 @@ ANCHOR = {"gram_weight": 2.0, "gram_scale": 1.5}
 OF_SIZES = [((8, 16), (12, 24), 4), ((16, 24), (24, 36), 8)]
 
 
-def task_of(crops=f"multi_crop({SIZES})", image_size=(8, 16), **keys):
-    sizes = {"width": 12, "depth": 2, "num_heads": 3, "mlp_dim": 20}
+def task_of(crops=f"multi_crop({SIZES})", image_size=(8, 16), options=None, **keys):
+    sizes = {"width": 12, "depth": 2, "num_heads": 3, "mlp_dim": 20} | (options or {})
     model = models.create("Ti/4", num_classes=0, image_size=image_size, **sizes)
     data = DataConfig(image_size=image_size, num_classes=0, train_transform=crops)
     config = dinov2.Dinov2Config(**HEADS | {"mask_ratio": (0.2, 0.5)} | keys)
@@ -152,6 +153,17 @@ def test_the_sheet_shows_the_sizes_of_the_first_batch():
             {},
             r"crops of \(8, 18\) are no multiples of the patch, 4",
         ),
+        (
+            "multi_crop(sizes=(((12, 24), 4),))",
+            {},
+            "set one of the sizes of multi_crop",
+        ),
+        (
+            "multi_crop(sizes=(((8, 16), 4), ((4, 4), 4)))",
+            {"mask_ratio": (0.1, 0.5)},
+            "mask no patch of 16 crops of 1 patches",
+        ),
+        ("multi_crop(num_small=0)", {"small_norm": True}, "task.small_norm=True"),
         ("multi_crop(sizes=(8, 4))", {}, "sizes=.* 8 is no"),
         ("multi_crop(sizes=((8, 4),), shares=(1, 2))", {}, "shares=.* one for each of"),
         ("multi_crop(sizes=((8, 4),), shares=(0,))", {}, "shares=.* above 0"),
@@ -160,6 +172,14 @@ def test_the_sheet_shows_the_sizes_of_the_first_batch():
 def test_sizes_that_do_not_fit_are_refused(crops, keys, message):
     with pytest.raises(UserError, match=message):
         task_of(crops, **keys)
+
+
+def test_scales_that_are_no_binary_fractions_suit_whole_pixels():
+    crops = "multi_crop(440, small_size=40, num_small=1)"
+    assert 400 * 1.1 != 440
+    task = task_of(crops, (400, 400), gram_weight=1.0, gram_scale=1.1)
+    (sizes,) = task.crops.sizes
+    assert sizes.large == (400, 400) and sizes.loaded == (440, 440)
 
 
 # Weights of parts of the loss.
@@ -251,3 +271,66 @@ def test_small_crops_have_their_norm_in_the_student_alone():
     network = moved["network"] | {"Transformer": swapped}
     expected = answers(plain, moved | {"network": network}).outputs[:, 2:]
     np.testing.assert_allclose(found.outputs[:, 2:], expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("cls_norm", [False, True])
+def test_a_norm_of_small_crops_begins_as_the_last_of_other_weights(cls_norm):
+    crops, options = "multi_crop(small_size=4, num_small=2)", {"cls_norm": cls_norm}
+    task = task_of(crops, options=options, small_norm=True)
+    plain = task_of(crops, options=options)
+    random = lambda seed, tree: jax.tree.map(
+        lambda x: jax.random.normal(jax.random.key(seed), x.shape), tree
+    )
+    params, extra = (random(1, tree) for tree in jax.jit(plain.init)(jax.random.key(0)))
+    teacher = extra["teacher"].pop("network")
+    last = "cls_norm" if cls_norm else "encoder_norm"
+
+    def check(params, network):
+        norm = network["Transformer"][last]
+        for name in ("scale", "bias"):
+            np.testing.assert_array_equal(params[f"small_norm_{name}"], norm[name])
+
+    # Of the network alone, and of a run without it, student and teacher.
+    state = task.with_backbone(*jax.jit(task.init)(jax.random.key(0)), teacher)
+    for each in (state[0], state[1]["teacher"]):
+        check(each, teacher)
+    whole = params | {"teacher": random(2, extra["teacher"])}
+    found, beside = task.with_task_params(*state, whole)
+    check(found, params["network"])
+    check(beside["teacher"], teacher)
+    np.testing.assert_array_equal(found["mask_token"], params["mask_token"])
+    alone = {"teacher": whole["teacher"]}
+    found, _ = task.with_task_params(*state, alone)
+    check(found, teacher)
+
+
+def test_a_norm_of_small_crops_that_a_run_has_not_is_told(tmp_path):
+    keys = HEADS | {"name": "dinov2"}
+    crops = "multi_crop(small_size=4, num_small=2)"
+    first = config_of(crops, task=keys | {"small_norm": True}, total_steps=1)
+    run = tmp_path / "first"
+    with one_device():
+        train(first, run)
+        loaded = load_notes(config_of(crops, task=keys, init={"checkpoint": str(run)}))
+    left = [line for line in loaded if "left out" in line]
+    assert {line.split()[0] for line in left} == {
+        *("small_norm_scale", "small_norm_bias"),
+        *("teacher/small_norm_scale", "teacher/small_norm_bias"),
+    }
+    assert "mask_token of the task: loaded" in loaded
+
+
+def load_notes(config):
+    model = config.build_model()
+    task = config.task.build(model, config.data, RUN)
+    params, extra = jax.eval_shape(task.init, jax.random.key(0))
+    *_, lines = load_initial(
+        config.init,
+        config.data,
+        model,
+        lambda: model.init(jax.random.key(0)),
+        head_bias_init=0.0,
+        task="dinov2",
+        task_params=params | extra,
+    )
+    return lines

@@ -91,16 +91,18 @@ class Crops:
         ]
         if tuple(data.image_size) not in [sizes.large for sizes in self.sizes]:
             sides = tuple(round(self.scale * side) for side in data.image_size)
+            name = "size" if made[0][0] is last else "one of the sizes"
             raise UserError(
                 f"data.train_transform={data.train_transform!r} with task.name={task!r} "
                 f"must cut large crops of {sides}, data.image_size by {self.scale:g}: set "
-                "the size of multi_crop, or data.image_size"
+                f"{name} of multi_crop, or data.image_size"
             )
 
     def _sizes(self, shapes: dict[str, tuple[int, ...]], share: float) -> CropSizes:
         loaded = tuple(shapes["image"][1:3])
         large = tuple(round(side / self.scale) for side in loaded)
-        if any(side * self.scale != n for side, n in zip(large, loaded, strict=True)):
+        exact = [side * self.scale for side in large]  # Of floats: 440.00000000000006.
+        if not np.allclose(exact, loaded, rtol=1e-6):
             raise UserError(
                 f"task.gram_scale={self.scale:g}: large crops of {loaded} that "
                 f"data.train_transform={self._data.train_transform!r} cuts are not so many "

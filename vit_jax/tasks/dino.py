@@ -20,7 +20,7 @@ from vit_jax.data.config import DataConfig
 from vit_jax.errors import UserError
 from vit_jax.models import Model, cost, stacking
 from vit_jax.tasks.crops import NUM_LARGE, Crops, CropSizes
-from vit_jax.tasks.dino_losses import Head, centered, cross_entropies
+from vit_jax.tasks.dino_losses import Head, centered, cross_entropies, entropies
 from vit_jax.tasks.masking import check_unlabelled
 from vit_jax.tasks.task import Batch, Task, TaskConfig, feature_width
 
@@ -154,10 +154,9 @@ class Dino(Task):
         temperature = self.teacher_temperature(extra["step"])
         targets = centered(teacher, extra["center"], temperature)
         loss = cross_entropies(student / self.config.student_temperature, targets)
-        entropy = -(targets * jnp.log(jnp.maximum(targets, 1e-30))).sum(-1).mean()
         metrics = {
             "loss": loss.mean(),
-            "teacher_entropy": entropy,
+            "teacher_entropy": entropies(targets).mean(),
             "teacher_momentum": self.teacher_momentum(extra["step"]),
             "teacher_temperature": temperature,
         }

@@ -149,6 +149,11 @@ def patch_loss(
     return (losses * weights).sum()
 
 
+def entropies(probabilities: Float[Array, "*B K"]) -> Float[Array, "*B"]:
+    """Returns the entropies of distributions, in nats."""
+    return -(probabilities * jnp.log(jnp.maximum(probabilities, 1e-30))).sum(-1)
+
+
 def koleo(
     features: Float[Array, "B D"], group: int = 0, epsilon: float = 1e-8
 ) -> Float[Array, ""]:

@@ -194,7 +194,8 @@ class Dinov2(Dino):
 
     Raises:
       UserError: errors of `Dino`; the network has no class token beside its patches; or
-        crops do not suit Gram anchoring.
+        crops do not suit Gram anchoring, are too small to mask a patch, or do not have the
+        small ones of `small_norm`.
     """
 
     config: Dinov2Config
@@ -210,6 +211,14 @@ class Dinov2(Dino):
                 "Vision Transformer, such as B/14, with model.pool='token'"
             )
         super().__init__(config, model, data, run)
+        if config.small_norm and not self.crops.num_small:
+            raise UserError(
+                f"task.small_norm=True with data.train_transform={data.train_transform!r}, "
+                "which cuts no small crops: set task.small_norm=False, or num_small"
+            )
+        group = config.mask_group or math.ceil(1 / config.mask_share)
+        for sizes in self.crops.sizes:
+            self._most_masked(group * NUM_LARGE, self._models[sizes.large].grid)
         self._width = model.options["width"]
         self.head = self.head.clone(weight_norm=config.weight_norm)
         self.patch_head = self.head
@@ -224,13 +233,8 @@ class Dinov2(Dino):
             )
         centers = ("center", "patch_center") if config.centering == "center" else ()
         self.statistics = ("teacher", *centers)
-        lengths = (
-            "teacher_temperature",
-            "teacher_momentum",
-            "small_weight",
-            "gram_start",
-        )
-        self._lengths = {n: length_in_steps(config, n, run) for n in lengths}
+        names = "teacher_temperature", "teacher_momentum", "small_weight", "gram_start"
+        self._lengths = {n: length_in_steps(config, n, run) for n in names}
         self._norm = model.config.norm()
         if config.small_norm:  # Which replaces the one at the end of the encoder.
             self._without_norm = {
@@ -283,6 +287,19 @@ class Dinov2(Dino):
             extra["anchor"] = copy(network)
         return params, extra
 
+    def _most_masked(self, group: int, grid: Sides) -> int:
+        """Returns the most masked patches of a group of crops; without any, UserError."""
+        config, N = self.config, math.prod(grid)
+        how = config.mask_share, config.mask_ratio, N
+        most = int(block_masks.upper_counts(group, *how).sum())
+        if not most:
+            raise UserError(
+                f"task.mask_share={config.mask_share} and task.mask_ratio="
+                f"{config.mask_ratio} mask no patch of {group} crops of {N} patches: raise "
+                "them, task.mask_group or the size of the crops"
+            )
+        return most
+
     def masked(self, batch: Batch) -> Masked:
         """Draws the masks of a batch.
 
@@ -296,14 +313,8 @@ class Dinov2(Dino):
         noise, grid = batch["mask_noise"], self.model_of(batch["image"]).grid
         config, N = self.config, math.prod(grid)
         group = math.gcd(len(noise), config.mask_group) * NUM_LARGE
+        most = self._most_masked(group, grid)
         how = config.mask_share, config.mask_ratio, N
-        most = int(block_masks.upper_counts(group, *how).sum())
-        if not most:
-            raise UserError(
-                f"task.mask_share={config.mask_share} and task.mask_ratio="
-                f"{config.mask_ratio} mask no patch of {group} crops of {N} patches: raise "
-                "them or task.mask_group"
-            )
         noise = noise.reshape(-1, group, noise.shape[-1])
         counts = block_masks.draw_counts(noise[..., :2], *how, config.mask_exact)
         counts, noise = counts.reshape(-1), noise.reshape(-1, noise.shape[-1])
@@ -437,12 +448,12 @@ class Dinov2(Dino):
             "gram": self._gram_weight(extra["step"]),
         }
         loss = sum(weights[name] * value for name, value in losses.items())
-        count = valid.sum().clip(1)
+        count, entropies = valid.sum().clip(1), dino_losses.entropies
         metrics = {
             "loss": loss,
             **{f"{name}_loss": value for name, value in losses.items()},
-            "teacher_entropy": _entropies(targets).mean(),
-            "patch_entropy": (_entropies(patch_targets) * valid).sum() / count,
+            "teacher_entropy": entropies(targets).mean(),
+            "patch_entropy": (entropies(patch_targets) * valid).sum() / count,
             "masked": masked.mask.mean(),
             "teacher_momentum": self.teacher_momentum(extra["step"]),
             "teacher_temperature": self.teacher_temperature(extra["step"]),
@@ -511,9 +522,21 @@ class Dinov2(Dino):
 
     def with_backbone(self, params, extra, network):
         params, extra = super().with_backbone(params, extra, network)
+        if self.config.small_norm:
+            params |= _small_norm(network)
+            extra |= {"teacher": extra["teacher"] | _small_norm(network)}
         if self.config.gram_weight:
             extra |= {"anchor": jax.tree.map(jnp.copy, network)}
         return params, extra
+
+    def with_task_params(self, params, extra, task_params):
+        """See `Dino`; a norm of small crops that is not there begins as the last one."""
+        if self.config.small_norm:
+            of_teacher = extra["teacher"]["network"]
+            teacher = _small_norm(of_teacher) | task_params["teacher"]
+            student = _small_norm(task_params.get("network", of_teacher))
+            task_params = student | task_params | {"teacher": teacher}
+        return super().with_task_params(params, extra, task_params)
 
     def _flops(self, sizes: CropSizes) -> int:
         """See `Dino`; neither teacher nor anchor has a backward pass.
@@ -554,8 +577,11 @@ def _resize_patches(
     return x.reshape(len(patches), math.prod(grid), -1)
 
 
-def _entropies(probabilities: Float[Array, "*B K"]) -> Float[Array, "*B"]:
-    return -(probabilities * jnp.log(jnp.maximum(probabilities, 1e-30))).sum(-1)
+def _small_norm(network: dict) -> dict[str, Array]:
+    """Returns the parameters of the norm of small crops that equals a network's last."""
+    encoder = network["Transformer"]
+    norm = encoder.get("cls_norm", encoder["encoder_norm"])
+    return {f"{_SMALL_NORM}{name}": jnp.copy(value) for name, value in norm.items()}
 
 
 def _student_flops(model: Model) -> int:

@@ -357,6 +357,7 @@ def restore_or_init(
             lambda: setup.task.backbone(*setup.init()),
             head_bias_init=config.model.head_bias_init,
             task=config.task.name,
+            task_params={**setup.shapes.params, **(setup.shapes.extra or {})},
             class_names=setup.source.class_names if setup.source is not None else (),
         )
         _check_weights_of_hosts(setup, params | {"task": others})

@@ -1,7 +1,8 @@
 """Loads the weights that a run starts from."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 
 from vit_jax import models
 from vit_jax.config.fields import key
@@ -53,6 +54,7 @@ def load_initial(
     *,
     head_bias_init: float,
     task: str,
+    task_params: Mapping = MappingProxyType({}),
     class_names: Sequence[str] = (),
 ) -> tuple[dict, dict, list[str]]:
     """Loads the checkpoint that a run starts from, and fits it to the run's model.
@@ -64,6 +66,7 @@ def load_initial(
       head_bias_init: initial bias of a new classifier.
       init: returns the run's initial parameters, for those that may be missing.
       task: name of the run's task.
+      task_params: what it has, by names, for notes on what it has no place for.
       class_names: class names of the training data.
 
     Returns:
@@ -103,9 +106,20 @@ def load_initial(
     others = pretrained.task_params if pretrained.task.get("name") == task else {}
     if config.head != "keep":
         others = {k: v for k, v in others.items() if k not in segmenter.NAMES}
-    lines += [f"{name} of the task: loaded" for name in others]
+    left = _left_out(others, task_params) if task_params else []
+    lines += [f"{name} of the task: loaded" for name in others if name not in left]
+    lines += [f"{name} of the task: left out, as this run has none" for name in left]
     lines += _compare_normalisation(pretrained.preprocess, data)
     return stacking.unstack(loaded.params), others, lines
+
+
+def _left_out(given: Mapping, has: Mapping) -> list[str]:
+    """Returns the names of given parameters, and of their parts, that a run has not."""
+    left = [name for name in given if name not in has]
+    for name in given:
+        if name in has and isinstance(given[name], dict):
+            left += [f"{name}/{part}" for part in given[name] if part not in has[name]]
+    return left
 
 
 def _compare_normalisation(

@@ -89,6 +89,8 @@ def test_a_level_of_augreg_stands_for_randaugment_and_mixup(level):
         ("multi_crop(num_small=-1)", "num_small=-1 must be at least 0"),
         ("multi_crop(area=(0, 1))", r"area=\(0, 1\) is not 0 < least"),
         ("multi_crop(small_size=0)", "size=0 is not a whole number"),
+        ("multi_crop(sizes=((8, 4),), small_size=96)", "small_size=96 beside sizes"),
+        ("multi_crop(8, sizes=((8, 4),))", "size=8 or .* beside sizes"),
         ("multi_crop(interpolation='box')", "interpolation='box' is not one of fast"),
         ("inception_crop(interpolation='no')", "='no' is not one of fast, bicubic"),
         (

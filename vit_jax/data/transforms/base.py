@@ -2,8 +2,8 @@
 
 A transform is a frozen dataclass whose fields are the arguments of the transform line. A
 field made by `key` (vit_jax/config/fields.py) has a meaning and bounds; a field `size` that
-the line leaves out is `data.image_size`. A user's transform need not derive from these
-classes: it needs `runs_on`, and `CustomTransform` adds the rest.
+the line leaves out is `data.image_size`, unless the line gives `sizes`. A user's transform
+need not derive from these classes: it needs `runs_on`, and `CustomTransform` adds the rest.
 
 Letters: B examples, H and W height and width before, h and w after, C channels, K
 classes.

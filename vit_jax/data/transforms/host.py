@@ -154,13 +154,14 @@ class MultiCrop(HostTransform):
     height, width, C), if any. For the other arguments see `InceptionCrop`.
 
     Args:
+      small_size: None is 96, unless there are `sizes`.
       sizes: in place of `size` and `small_size`, pairs of both, as
         ((512, 112), (768, 168)), of which each batch draws one (DINOv3, arXiv:2508.10104).
       shares: share of the batches that have each of the pairs; () for equal ones.
     """
 
     size: Given = None
-    small_size: Given = 96
+    small_size: Given = None
     num_small: Given = key(8, "Number of small crops.")
     area: Given = (0.4, 1.0)
     small_area: Given = (0.05, 0.4)
@@ -173,6 +174,13 @@ class MultiCrop(HostTransform):
 
     def __post_init__(self):
         super().__post_init__()
+        if self.sizes and (self.size, self.small_size) != (None, None):
+            raise ValueError(
+                f"size={self.size} or small_size={self.small_size} beside sizes="
+                f"{self.sizes}, which has both: remove it"
+            )
+        if not self.sizes and self.small_size is None:
+            object.__setattr__(self, "small_size", 96)
         check_size(self.small_size)
         check_part(self.area, self.ratio)
         check_part(self.small_area, self.ratio)

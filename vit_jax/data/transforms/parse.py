@@ -392,7 +392,7 @@ def _make(
     try:
         given = inspect.signature(cls).bind(*args, **named).arguments
         names = [field.name for field in dataclasses.fields(cls)]
-        if "size" in names and given.get("size") is None:
+        if "size" in names and given.get("size") is None and not given.get("sizes"):
             given["size"] = tuple(image_size)
         made = cls(**given)
         check_arguments(made)
