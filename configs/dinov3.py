@@ -13,8 +13,8 @@ it starts from, gets the same crops at twice the size; `:stage=high_resolution` 
 with those of dinov3_vit7b16_high_res_adapt.yaml: each step draws one of five pairs of sizes.
 Ours: 30,000 steps of the former, which there last until the dense features are best; of the
 latter, small crops of 160 pixels for 168, of which patches leave out 8, a linear warmup for
-half a cosine, and evaluation at 512 pixels; networks, heads and norms of the first run; and
-stochastic depth among 16 images in a row, for those of one GPU.
+half a cosine, and evaluation at 512 pixels; networks, heads and norms of the first run; masks drawn
+for 8 images in a row and stochastic depth for 16, where there those of a GPU have one draw.
 """
 
 from ml_collections import ConfigDict
@@ -40,9 +40,6 @@ ARGUMENTS = dict(
 
 def get_config(arg: str | None = None) -> ConfigDict:
     arg = parse_arg(arg, **ARGUMENTS)
-    # Images of a GPU there, among which it looks and draws; a divisor of those of a device
-    # here keeps their patches on it.
-    group = dict(pretrain=64, gram=16, high_resolution=8)[arg.stage]
     large, gram = arg.stage == "high_resolution", arg.stage != "pretrain"
     c = ConfigDict()
     c.seed = 0
@@ -77,8 +74,8 @@ def get_config(arg: str | None = None) -> ConfigDict:
         name="dinov2",
         num_outputs=65_536,
         weight_norm=False,
-        koleo_group=group,
-        mask_group=group,
+        koleo_group=64,
+        mask_group=8,
         mask_exact=True,
         teacher_momentum=0.992,
         teacher_temperature=0.07,
@@ -107,11 +104,10 @@ def get_config(arg: str | None = None) -> ConfigDict:
         c.task.teacher_temperature_steps = 12_500
     if gram:
         c.model.update(rope_rescale=2.0, drop_path_rate=0.4)
-        c.task.update(
-            GRAM_TRANSFORMS, teacher_momentum=0.999, teacher_momentum_end=0.999
-        )
+        c.task.update(GRAM_TRANSFORMS, koleo_group=16, gram_weight=2.0, gram_scale=2.0)
+        c.task.update(teacher_momentum=0.999, teacher_momentum_end=0.999)
         c.task.update(teacher_temperature_start=0.07, teacher_temperature_steps=0)
-        c.task.update(gram_weight=2.0, gram_scale=2.0, small_weight_end=0.5)
+        c.task.small_weight_end = 0.5
         c.optim.update(freeze=(), freeze_steps=0, b2=0.99)
         c.optim.grad_clip_norm_per_part = 30.0
     if arg.stage == "gram":
@@ -125,7 +121,7 @@ def get_config(arg: str | None = None) -> ConfigDict:
             shares=(0.3, 0.3, 0.3, 0.05, 0.05),
         )
         c.model.remat_policy = "full"
-        c.task.update(gram_weight=1.5, gram_scale=1.5, small_weight=0.5, koleo_group=16)
+        c.task.update(gram_weight=1.5, gram_scale=1.5, small_weight=0.5)
     if arg.quick:
         quick(c)
         shrink_dino(c, scale=2 if gram else 1)
