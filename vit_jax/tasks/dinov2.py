@@ -427,7 +427,8 @@ class Dinov2(Dino):
         teacher = jax.lax.stop_gradient(self.answers(extra["teacher"], large, masked))
         targets, patch_targets = self.targets(extra, teacher, valid)
         cool = lambda outputs: outputs / config.student_temperature
-        small_weight = self._half_cosine("small_weight", extra["step"])
+        ends = config.small_weight, config.small_weight_end
+        small_weight = self._half_cosine("small_weight", *ends, extra["step"])
         dino = dino_losses.cross_entropies(cool(student.outputs), targets, small_weight)
         losses = {
             "dino": dino.mean(),
@@ -505,12 +506,12 @@ class Dinov2(Dino):
         return jnp.asarray(start + (end - start) * part, jnp.float32)
 
     def teacher_momentum(self, step):
-        return self._half_cosine("teacher_momentum", step)
+        ends = self.config.teacher_momentum, self.config.teacher_momentum_end
+        return self._half_cosine("teacher_momentum", *ends, step)
 
-    def _half_cosine(self, name: str, step) -> Float[Array, ""]:
-        """Returns the value of a key that changes to `{name}_end` by half a cosine."""
-        steps = self._lengths[name] or self._run.total_steps
-        start, end = (getattr(self.config, key) for key in (name, f"{name}_end"))
+    def _half_cosine(self, length: str, start: float, end: float, step):
+        """Returns a value on half a cosine from start to end, () float32."""
+        steps = self._lengths[length] or self._run.total_steps
         part = 0.5 * (1 + jnp.cos(math.pi * jnp.minimum(step / steps, 1)))
         return jnp.asarray(end + (start - end) * part, jnp.float32)
 
