@@ -75,11 +75,20 @@ def test_without_the_compiler_the_error_says_how_to_get_it():
     assert done.stderr.count("\n") == 1
 
 
+PACKED = (
+    "model.depth=2",
+    "batch_size=16",
+    "model.pool=gap",
+    "data.train_transform=naflex(784, patch=16, pack=4)",
+)
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not gpus.has_compiler(), reason="needs the extra cuda")
 @pytest.mark.parametrize(
     ("recipe", "topology", "words"),
     [
+        ("b16_i21k.py", "h100:1", PACKED),
         ("b16_i21k.py", "h100:1", ["model.depth=2", "batch_size=16"]),
         ("mae.py", "h100:1", ["model.depth=2", "batch_size=16"]),
         ("dino.py", "h100:2x2", ["model.depth=1", "batch_size=8"]),
@@ -98,8 +107,9 @@ def test_recipes_compile_with_the_attention_of_cudnn(recipe, topology, words, tm
     row = json.loads(done.stdout)
     assert row["fits"]
     kernels = row["kernels"]
-    assert kernels["__cudnn$fmhaSoftmax"] >= 2
-    assert kernels["__cudnn$fmhaSoftmaxBackward"] >= 2
+    attention = "fmhaScaleBiasSoftmax" if words is PACKED else "fmhaSoftmax"
+    assert kernels[f"__cudnn${attention}"] >= 2
+    assert kernels[f"__cudnn${attention}Backward"] >= 2
     assert row["flops"] == pytest.approx(row["model_flops"], rel=0.3)
     hosts = {one["hosts"] for one in row["collectives"]}
     assert hosts == (set() if topology == "h100:1" else {2})

@@ -384,6 +384,9 @@ _MACS = {
     "__cublas$lt$matmul": _cublas_macs,
     "__cudnn$fmhaSoftmax": _attention_macs(2),
     "__cudnn$fmhaSoftmaxBackward": _attention_macs(5),
+    # With a mask, of several images in a sequence.
+    "__cudnn$fmhaScaleBiasSoftmax": _attention_macs(2),
+    "__cudnn$fmhaScaleBiasSoftmaxBackward": _attention_macs(5),
 }
 
 
