@@ -205,20 +205,20 @@ def small_image_crops(side: int) -> str:
     )
 
 
+_DINOV2_AREAS = "area=(0.32, 1.0), small_area=(0.05, 0.32)"
+
+
 def dinov2_crops(side: int, patch: int, small: int = 96) -> str:
     """Returns DINOv2's crops; the side of small ones is the next multiple of the patch."""
     small = -(-small // patch) * patch
-    return (
-        f"multi_crop({side}, small_size={small}, num_small=8, area=(0.32, 1.0), "
-        "small_area=(0.05, 0.32))"
-    )
+    return f"multi_crop({side}, small_size={small}, num_small=8, {_DINOV2_AREAS})"
 
 
 def crops_of_sizes(sizes: tuple, shares: tuple, num_small: int = 8) -> str:
     """Returns DINOv2's crops with pairs of sizes, of which each step draws one."""
     return (
         f"multi_crop(sizes={sizes}, shares={shares}, num_small={num_small}, "
-        "area=(0.32, 1.0), small_area=(0.05, 0.32))"
+        f"{_DINOV2_AREAS})"
     )
 
 

@@ -53,9 +53,9 @@ class PixelClassifier:
         class_names: Sequence[str] = (),
     ):
         model, self._params = surgery.fit_network(pretrained, preprocess)
-        if preprocess.max_tokens and segmenter.has_segmenter(pretrained):
-            check_sequences(pretrained.task["head"])
         self._segment = segmenter.segmenter_of(pretrained, model)
+        if preprocess.max_tokens:
+            check_sequences(pretrained.task["head"])
         classes = pretrained.num_classes
         names = tuple(class_names) or pretrained.class_names
         if names and len(names) != classes:

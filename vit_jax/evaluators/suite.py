@@ -15,7 +15,6 @@ from jax.sharding import Mesh
 from vit_jax.config import fields
 from vit_jax.data.config import DataConfig, ReaderConfig
 from vit_jax.data.sources.base import Source
-from vit_jax.data.transforms import device as transforms
 from vit_jax.distributed import mesh as meshes
 from vit_jax.distributed import sharding
 from vit_jax.errors import UserError
@@ -24,10 +23,10 @@ from vit_jax.evaluators.forward_passes import Outputs, Step, TrainedTask, Weight
 from vit_jax.evaluators.local_devices import LocalDevices
 from vit_jax.evaluators.protocol import SKIPPED, Confusion, Pass, Stop
 from vit_jax.evaluators.splits import TESTS, VALIDATIONS, EvalConfig, EvalSplits
-from vit_jax.models import Model, layer_features, patches, text
+from vit_jax.models import Model, layer_features, text
 from vit_jax.models.text_tower import TextTower
 from vit_jax.weights import surgery
-from vit_jax.weights.pretrained import Preprocess, Pretrained
+from vit_jax.weights.pretrained import Preprocess, Pretrained, network_input
 
 # Evaluation to set of parameters to metrics.
 Scores = dict[str, dict[str, dict[str, float]]]
@@ -252,11 +251,7 @@ class Suite:
         batch_size = max(1, size // jax.process_count())
 
         def of_pixels(weights, pixels):
-            data = self._data
-            normed = patches.map_pixels(
-                lambda x: transforms.normalize(x, data.mean, data.std), pixels
-            )
-            return self._segment(weights, normed)
+            return self._segment(weights, network_input(pixels, self._data, "float32"))
 
         for params_name, weights in params.items():
             segment = lambda pixels, weights=weights: self._devices.run(

@@ -12,19 +12,18 @@ from collections.abc import Callable, Iterable, Iterator
 import numpy as np
 from jaxtyping import Float, Num
 
-from vit_jax.data.transforms.naflex import GRIDS, NaFlex
 from vit_jax.errors import UserError
 from vit_jax.evaluators.sliding_window import LabelMap, Sliding, T, largest
 from vit_jax.models import patches
 from vit_jax.models.patches import PatchSequences
-from vit_jax.weights.pretrained import Preprocess, naflex_of
+from vit_jax.weights.pretrained import Preprocess, to_patches
 
 
 @dataclasses.dataclass(frozen=True)
 class WholeImages:
-    """How images become sequences: by `transform`, which makes no random choice."""
+    """How images become sequences: as `preprocess` says, which has `max_tokens`."""
 
-    transform: NaFlex
+    preprocess: Preprocess
 
     @classmethod
     def of(cls, preprocess: Preprocess, windows: Sliding) -> "WholeImages":
@@ -39,7 +38,7 @@ class WholeImages:
                     f"{name}={value!r} with max_tokens={preprocess.max_tokens}, which cuts no "
                     "windows: leave one of them out"
                 )
-        return cls(naflex_of(preprocess))
+        return cls(preprocess)
 
     def label_maps(
         self,
@@ -56,16 +55,16 @@ class WholeImages:
         """
         images = iter(images)
         while some := list(itertools.islice(images, batch_size)):
-            cut = [self._cut(image) for _, image in some if image is not None]
+            cut = [
+                to_patches(image, self.preprocess)
+                for _, image in some
+                if image is not None
+            ]
             found = iter(
                 zip(cut, logits_of(patches.stack(cut)), strict=True) if cut else ()
             )
             for beside, image in some:
                 yield beside, None if image is None else _label_map(*next(found), image)
-
-    def _cut(self, image: Num[np.ndarray, "H W C"]) -> PatchSequences:
-        found = self.transform(image, np.random.default_rng(0))
-        return PatchSequences(found["image"], found[GRIDS])
 
 
 def _label_map(sequence, logits, image) -> LabelMap:

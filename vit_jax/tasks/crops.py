@@ -14,6 +14,7 @@ from jaxtyping import Array
 from vit_jax.data.config import DataConfig
 from vit_jax.data.transforms import device as transforms
 from vit_jax.data.transforms import parse
+from vit_jax.data.transforms.base import alternatives
 from vit_jax.errors import UserError
 from vit_jax.models import posemb
 from vit_jax.tasks.task import Batch, transform
@@ -83,7 +84,7 @@ class Crops:
         self._data = data
         self.ops = [_device_ops(line, where, data) for line, where in lines]
         last = host[-1]
-        made = last.alternatives() if last.alternatives else [(last, 1.0)]
+        made = alternatives(last)
         total = sum(weight for _, weight in made)
         self.sizes = [
             self._sizes(op.output_shapes(data.channels), weight / total)

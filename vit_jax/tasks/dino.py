@@ -287,12 +287,15 @@ class Dino(Task):
         """See `Task`; the teacher has no backward pass."""
         if cost.forward_flops(self.model) is None:
             return None
-        each = [sizes.share * self._flops(sizes) for sizes in self.crops.sizes]
+        shapes, _ = jax.eval_shape(self.init, jax.random.key(0))
+        each = [s.share * self._flops(s, shapes) for s in self.crops.sizes]
         return round(sum(each))
 
-    def _flops(self, sizes: CropSizes) -> int:
-        """Returns the operations of a training step per image, of crops of these sizes."""
-        shapes, _ = jax.eval_shape(self.init, jax.random.key(0))
+    def _flops(self, sizes: CropSizes, shapes: dict) -> int:
+        """Returns the operations of a training step per image, of crops of these sizes.
+
+        `shapes` are those of the parameters.
+        """
         head = 2 * sum(leaf.size for leaf in jax.tree.leaves(shapes["head"]))
         views = NUM_LARGE * (cost.forward_flops(self._models[sizes.large]) + head)
         rest = 0

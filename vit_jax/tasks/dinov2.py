@@ -539,14 +539,13 @@ class Dinov2(Dino):
             task_params = student | task_params | {"teacher": teacher}
         return super().with_task_params(params, extra, task_params)
 
-    def _flops(self, sizes: CropSizes) -> int:
+    def _flops(self, sizes: CropSizes, shapes: dict) -> int:
         """See `Dino`; neither teacher nor anchor has a backward pass.
 
         Images whose branches stochastic depth does not compute count as it does.
         """
         config, large = self.config, self._models[sizes.large]
         num_patches = math.prod(large.grid)
-        shapes, _ = jax.eval_shape(self.init, jax.random.key(0))
         of = lambda name: 2 * sum(x.size for x in jax.tree.leaves(shapes[name]))
         head = of("head")
         patch_head = of("patch_head" if config.separate_heads else "head")

@@ -22,7 +22,7 @@ from vit_jax.data.config import DataConfig
 from vit_jax.data.sources.base import Source
 from vit_jax.data.transforms import device as transforms
 from vit_jax.data.transforms import parse
-from vit_jax.data.transforms.base import Transform
+from vit_jax.data.transforms.base import Transform, alternatives
 from vit_jax.errors import UserError
 from vit_jax.models import STATE, Model, cost, patches
 from vit_jax.models.patches import PatchSequences
@@ -278,8 +278,8 @@ class ImageTask(Task):
     def training_flops(self) -> int | None:
         if "grids" not in self._shapes:
             return super().training_flops()
-        alternatives, flops = self._last.alternatives, []
-        for op, _ in alternatives() if alternatives else [(self._last, 1.0)]:
+        flops = []
+        for op, _ in alternatives(self._last):
             shapes = op.output_shapes(self.data.channels)
             row = PatchSequences(
                 jax.ShapeDtypeStruct((1, *shapes["image"]), jnp.float32),

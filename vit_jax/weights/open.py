@@ -195,7 +195,7 @@ def preprocess_with(
         )
     if own.max_tokens and "max_tokens" not in given:
         # Images keep their size when the patches change.
-        most = own.max_tokens * (own.patch or side) ** 2 // preprocess.patch**2
+        most = own.max_tokens * own.patch**2 // preprocess.patch**2
         preprocess = dataclasses.replace(preprocess, max_tokens=max(1, most))
     if (new := given.get("patch") or side) != side:
         tell(

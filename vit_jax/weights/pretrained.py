@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Num
 from vit_jax import models
 from vit_jax.data import decode
 from vit_jax.data.bands import WHITE, PixelFormat, read
-from vit_jax.data.config import DEPTHS
+from vit_jax.data.config import DEPTHS, DataConfig
 from vit_jax.data.transforms import device
 from vit_jax.data.transforms import host as host_transforms
 from vit_jax.data.transforms.naflex import NaFlex, fitting_grid
@@ -169,20 +169,27 @@ def prepare_image(
     image = read_image(data, preprocess, channels)
     if not preprocess.max_tokens:
         return resize_and_crop(image, preprocess)
+    return to_patches(image, preprocess)
+
+
+def to_patches(
+    image: Num[np.ndarray, "H W C"], preprocess: Preprocess
+) -> PatchSequences:
+    """Returns an image, read at its own size, as a row of patches, with `max_tokens`."""
     found = naflex_of(preprocess)(image, np.random.default_rng(0))
     return PatchSequences(found["image"], found["grids"])
 
 
 def network_input(
     images: Num[Array | np.ndarray, "B h w c"] | PatchSequences,
-    preprocess: Preprocess,
+    preprocess: Preprocess | DataConfig,
     dtype: str,
 ) -> Float[Array, "B h w c"] | PatchSequences:
     """Returns a batch of prepared images as the network takes it: normalised.
 
     Args:
       images: outputs of `prepare_image`; they may be traced.
-      preprocess: preprocessing, for mean and standard deviation.
+      preprocess: preprocessing, or `config.data`, for mean and standard deviation.
       dtype: of the network's computation.
     """
 

@@ -122,6 +122,11 @@ class DeviceTransform(Transform):
         raise NotImplementedError
 
 
+def alternatives(transform: Transform) -> list[tuple[Transform, float]]:
+    """Returns the `alternatives` of a transform, or itself with the weight 1."""
+    return transform.alternatives() if transform.alternatives else [(transform, 1.0)]
+
+
 def check_arguments(transform: object) -> None:
     """Checks the type and bounds of each argument that is a field made by `key`.
 
