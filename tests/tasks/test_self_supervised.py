@@ -16,6 +16,7 @@ from vit_jax.data.sources.open import open_source
 from vit_jax.distributed import mesh as meshes
 from vit_jax.distributed.mesh import MeshConfig
 from vit_jax.errors import UserError
+from vit_jax.models import stacking
 from vit_jax.training import loop, train_step
 
 MAE = {"name": "mae", "decoder_width": 8, "decoder_depth": 1, "decoder_num_heads": 2}
@@ -232,6 +233,37 @@ def test_another_run_starts_with_student_and_teacher(run, tmp_path):
     )
     with pytest.raises(UserError, match="config.init has another head than this run"):
         loop.train(config_of(name, task={"num_outputs": 9}, **keys), tmp_path / "other")
+
+
+@pytest.mark.parametrize("scan", [False, True])
+def test_another_mae_starts_with_the_decoder_if_it_has_that(tmp_path, capsys, scan):
+    workdir = tmp_path / "first"
+    loop.train(config_of("mae", evals={}, total_steps=1), workdir)
+    before = weights.open_pretrained(workdir, with_task=True)
+    keys = {"total_steps": 1, "evals": {}, "optim": {"learning_rate": 1e-9}}
+    keys |= {"init": {"checkpoint": str(workdir)}, "model": {"scan": scan}, "seed": 1}
+
+    def begun(place, **task):
+        capsys.readouterr()
+        loop.train(config_of("mae", task=task, **keys), tmp_path / place)
+        found = weights.open_pretrained(tmp_path / place, with_task=True)
+        said = "".join(capsys.readouterr()).splitlines()
+        lines = [line for line in said if "decoder of the task" in line]
+        return lines, found.task_params["decoder"]
+
+    lines, decoder = begun("same")
+    assert lines == ["decoder of the task: loaded"]
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6),
+        stacking.separate(decoder),
+        before.task_params["decoder"],
+    )
+    lines, decoder = begun("deeper", decoder_depth=2)
+    assert len(lines) == 1
+    assert "left out" in lines[0]
+    assert "encoderblock_1" in lines[0]
+    kernel = before.task_params["decoder"]["embedding"]["kernel"]
+    assert (decoder["embedding"]["kernel"] != kernel).any()
 
 
 def test_the_reconstruction_is_drawn(run, tmp_path):

@@ -103,6 +103,27 @@ def join(tree: object, like: object) -> object:
     )
 
 
+def difference(given: object, wanted: object) -> str:
+    """Returns the first parameter whose shapes differ, and both; "" if there is none.
+
+    Args:
+      given, wanted: arrays or jax.ShapeDtypeStruct, or nested dicts of them, with blocks
+        stacked or one by one.
+    """
+    given, wanted = (
+        {
+            jax.tree_util.keystr(keys, simple=True, separator="/"): leaf.shape
+            for keys, leaf in jax.tree.leaves_with_path(separate(tree))
+        }
+        for tree in (given, wanted)
+    )
+    for name in sorted(given.keys() | wanted.keys()):
+        shapes = given.get(name), wanted.get(name)
+        if shapes[0] != shapes[1]:
+            return f"{name} {shapes[0]} instead of {shapes[1]}"
+    return ""
+
+
 def _has_stacked(node: object) -> bool:
     return isinstance(node, Mapping) and STACKED in node.get(ENCODER, {})
 

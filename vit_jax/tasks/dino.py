@@ -267,17 +267,15 @@ class Dino(Task):
         """
         given = {name: task_params[name] for name in params if name in task_params}
         teacher = {**task_params["teacher"], "network": extra["teacher"]["network"]}
-        shapes = lambda tree: jax.tree.map(jnp.shape, tree)
         for name, value in extra["teacher"].items():
-            if shapes(teacher.get(name)) != shapes(value):
+            if difference := stacking.difference(teacher.get(name, {}), value):
                 raise UserError(
-                    f"config.init has another {name} than this run, which starts with it: "
-                    "set the keys of task as in its run, or give the network alone, as "
-                    "vit_jax.convert --to=safetensors writes it"
+                    f"config.init has another {name} than this run, which starts with it "
+                    f"({difference.strip()}): set the keys of task as in its run, or give "
+                    "the network alone, as vit_jax.convert --to=safetensors writes it"
                 )
-        if self.model.stacked and "network" in given:
-            given["network"] = stacking.stack(given["network"])
-        student = given if shapes(given) == shapes(params) else teacher
+        begins = not stacking.difference(given, params)
+        student = stacking.join(stacking.separate(given), params) if begins else teacher
         centers = {k: v for k, v in task_params.items() if k in extra}
         copies = jax.tree.map(jnp.array, {"student": student, "teacher": teacher})
         extra = {**extra, **centers, "teacher": copies["teacher"]}

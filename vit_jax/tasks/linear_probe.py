@@ -52,6 +52,8 @@ class LinearProbe(Classification):
         or has no classifier or two.
     """
 
+    continues = False  # See `init.head`.
+
     def __init__(self, config: LinearProbeConfig, model: Model, data: DataConfig):
         super().__init__(config, model, data)
         require_classifier(model, config.name)

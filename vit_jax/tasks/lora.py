@@ -59,6 +59,8 @@ class Lora(Classification):
         projection matches no kernel or is no regular expression.
     """
 
+    continues = False  # The network of a run has its updates already.
+
     def __init__(self, config: LoraConfig, model: Model, data: DataConfig):
         super().__init__(config, model, data)
         require_classifier(model, config.name)

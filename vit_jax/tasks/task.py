@@ -24,7 +24,7 @@ from vit_jax.data.transforms import device as transforms
 from vit_jax.data.transforms import parse
 from vit_jax.data.transforms.base import Transform, alternatives
 from vit_jax.errors import UserError
-from vit_jax.models import STATE, Model, cost, patches
+from vit_jax.models import STATE, Model, cost, patches, stacking
 from vit_jax.models.patches import PatchSequences
 from vit_jax.models.text_tower import TextTower
 
@@ -66,6 +66,8 @@ class Task(Protocol):
         parameters, such as running means, or that another run starts with.
       trained: path in `params` of a network that is trained in the place of the one that
         `backbone` returns, as a student; None if there is none.
+      continues: whether another run of this task starts with its parameters beside the
+        network, as with a decoder; not where they are a part of the network it leaves.
     """
 
     model: Model
@@ -74,6 +76,7 @@ class Task(Protocol):
     segment: Callable[[dict, Tree, jax.Array], jax.Array] | None = None
     statistics: tuple[str, ...] = ()
     trained: str | None = None
+    continues: bool = True
 
     @abc.abstractmethod
     def batch_spec(self, batch_size: int) -> dict[str, jax.ShapeDtypeStruct]:
@@ -205,15 +208,22 @@ class Task(Protocol):
     ) -> tuple[dict, Tree]:
         """Returns the state of `init` with the task's pretrained parameters in it.
 
+        By default those of other names or shapes than in `params` are left out.
+
         Args:
           params, extra: state of `init`.
           task_params: parameters beside the network of weights whose task has the same
             name, see `Pretrained`.
 
         Raises:
-          UserError: a name or shape differs.
+          UserError: a task needs them all, and a name or shape differs.
         """
-        return params, extra
+        given = {
+            name: stacking.join(stacking.separate(value), like=params[name])
+            for name, value in task_params.items()
+            if name in params and not stacking.difference(value, params[name])
+        }
+        return {**params, **given}, extra
 
     def training_flops(self) -> int | None:
         """Returns the floating-point operations of a training step, per image.

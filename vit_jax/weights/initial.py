@@ -66,7 +66,8 @@ def load_initial(
       head_bias_init: initial bias of a new classifier.
       init: returns the run's initial parameters, for those that may be missing.
       task: name of the run's task.
-      task_params: what it has, by names, for notes on what it has no place for.
+      task_params: shapes of what it has beside the network, by names; empty if it loads
+        nothing of that.
       class_names: class names of the training data.
 
     Returns:
@@ -103,22 +104,32 @@ def load_initial(
     if pretrained.format == "workdir":
         lines[:2] = [f"{pretrained.notes[0]} from {pretrained.source}"]
     lines[0] = f"start: {lines[0]}"
-    others = pretrained.task_params if pretrained.task.get("name") == task else {}
+    same = task_params and pretrained.task.get("name") == task
+    others = pretrained.task_params if same else {}
     if config.head != "keep":
         others = {k: v for k, v in others.items() if k not in segmenter.NAMES}
-    left = _left_out(others, task_params) if task_params else []
+    left = _left_out(others, task_params)
     lines += [f"{name} of the task: loaded" for name in others if name not in left]
-    lines += [f"{name} of the task: left out, as this run has none" for name in left]
+    lines += [f"{name} of the task: left out, as {why}" for name, why in left.items()]
     lines += _compare_normalisation(pretrained.preprocess, data)
     return stacking.unstack(loaded.params), others, lines
 
 
-def _left_out(given: Mapping, has: Mapping) -> list[str]:
-    """Returns the names of given parameters, and of their parts, that a run has not."""
-    left = [name for name in given if name not in has]
-    for name in given:
-        if name in has and isinstance(given[name], dict):
-            left += [f"{name}/{part}" for part in given[name] if part not in has[name]]
+def _left_out(given: Mapping, has: Mapping) -> dict[str, str]:
+    """Returns why given parameters, or parts of them, cannot be those of a run."""
+    left = {}
+    for name, value in given.items():
+        wanted = has.get(name)
+        if isinstance(value, dict) and name in has:
+            # A teacher has its network elsewhere.
+            missing = value.keys() - wanted.keys()
+            left |= {f"{name}/{part}": "this run has none" for part in missing}
+            wanted = {part: wanted[part] for part in value.keys() - missing}
+            value = {part: value[part] for part in wanted}
+        if wanted is None:
+            left[name] = "this run has none"
+        elif difference := stacking.difference(value, wanted):
+            left[name] = f"it has {difference}".strip()
     return left
 
 
