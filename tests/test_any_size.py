@@ -175,7 +175,8 @@ def test_siglip2_compares_images_of_any_size_with_texts(place, files, siglip2, c
 
 
 def test_figures_have_the_grid_of_their_image(place, opened, files, tmp_path):
-    _, fixed = opened
+    any_size, fixed = opened
+    of_files = any_size.attention(files)
     names = "posemb,attention,distance,rollout,relevance,pca"
     words = ["--images", *files, f"--model={place / 'tiny.safetensors'}"]
     words += ["--max_tokens=32", f"--out={tmp_path}", f"--figure={names}"]
@@ -185,12 +186,13 @@ def test_figures_have_the_grid_of_their_image(place, opened, files, tmp_path):
         for path in sorted((tmp_path / name).glob("*.npz")):
             with np.load(path) as arrays:
                 found[name, path.stem] = dict(arrays)
-    for file in files:
+    for file, attention in zip(files, of_files, strict=True):
         images = resized(file)
         own = fixed.model.at_size(images.shape[1:3])
         params = own.resize(fixed.params, fixed.model)
         maps = attention_maps(own, params, jnp.asarray(images))
         maps = np.stack([np.array(one)[0] for one in maps])
+        np.testing.assert_allclose(attention, maps, atol=1e-5)
         apart = patch_distances(own.grid, 4)
         distances.append((maps * apart).sum(-1).mean(-1))
         if ("pca", file.stem) not in found:
@@ -235,9 +237,7 @@ def test_figures_of_one_size_are_refused(place, files, tmp_path, words, reason):
         run_command("visualize", [*words, f"--out={tmp_path}"])
 
 
-def test_what_needs_images_of_one_size_is_refused(place, opened, files):
-    with pytest.raises(UserError, match="max_tokens"):
-        opened[0].attention(files[:1])
+def test_what_needs_images_of_one_size_is_refused(place):
     with pytest.raises(UserError, match=r"image_size.*max_tokens"):
         vit_jax.load_model(place / "tiny.safetensors", max_tokens=9, image_size=24)
     with pytest.raises(UserError, match=r"patch=5.*24x24"):

@@ -1,22 +1,22 @@
 """Weights of any format, which classify, embed and show their attention."""
 
-import contextlib
 import dataclasses
 import functools
 import os
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 
 import jax
 import numpy as np
 from jaxtyping import Array, Float, Int16
-from PIL import Image
 
 from vit_jax import models, weights
 from vit_jax.analysis.attention import attention_maps
+from vit_jax.analysis.loaded_model import LoadedModel
+from vit_jax.api import images as given
+from vit_jax.api.images import Images
 from vit_jax.api.models import SYNONYMS, sides
 from vit_jax.config import arguments, fields
 from vit_jax.config.fields import key
-from vit_jax.data import decode, inputs
 from vit_jax.errors import UserError
 from vit_jax.evaluators import label_maps, prediction, sliding_window
 from vit_jax.evaluators.local_devices import LocalDevices
@@ -28,7 +28,6 @@ from vit_jax.weights.pretrained import (
     Preprocess,
     Pretrained,
     network_input,
-    prepare_image,
     read_image,
     upright,
 )
@@ -73,14 +72,6 @@ _checked = arguments.checked(_Arguments)
 Best = tuple[prediction.Prediction, ...]
 # Of images of any size one array each.
 Features = Float[np.ndarray, "B ..."] | list[Float[np.ndarray, "..."]]
-Images = (
-    str
-    | os.PathLike
-    | bytes
-    | np.ndarray
-    | Image.Image
-    | Sequence["str | os.PathLike | bytes | np.ndarray | Image.Image"]
-)
 
 
 @_checked
@@ -413,9 +404,9 @@ class PretrainedModel:
         *found, grids = self._in_batches(
             images,
             (layers, *how.values()),
-            lambda params, given: (
-                *self.model.layer_features(params, given, layers, **flat),
-                given.grids,
+            lambda params, sequences: (
+                *self.model.layer_features(params, sequences, layers, **flat),
+                sequences.grids,
             ),
             batch_size,
         )
@@ -459,12 +450,12 @@ class PretrainedModel:
         """
         how, channels = self.preprocessing, self.model.image_shape[-1]
         read = (
-            (None, _prepare(one, how, channels, read_image))
+            (None, given.prepare(one, how, channels, read_image))
             for one in self._each(images)
         )
         found = self.segmenter.label_maps(read, batch_size, resize, overlap)
         maps = [label_map for _, label_map in found]
-        return maps[0] if _is_single(images, channels) else maps
+        return maps[0] if given.is_single(images, channels) else maps
 
     @functools.cached_property
     def segmenter(self) -> label_maps.PixelClassifier:
@@ -474,7 +465,7 @@ class PretrainedModel:
         )
 
     @_checked
-    def attention(self, images: Images) -> Float[np.ndarray, "B L H N N"]:
+    def attention(self, images: Images) -> Features:
         """Returns the attention from each token to each, by layer and head.
 
         Tokens are the prefix, as the class token, then the patches row by row.
@@ -482,12 +473,32 @@ class PretrainedModel:
         Args:
           images: see the class.
 
+        Returns:
+          (B, L, H, N, N) of L layers and H heads; with `max_tokens` a list of arrays
+          (L, H, N, N) of each image's own N tokens.
+
         Raises:
           UserError: the network has no attention between all tokens, or an image cannot
             be read.
         """
+        if self.preprocessing.max_tokens:
+            return [self._attention_of(one) for one in self._each(images)]
         maps = attention_maps(self.model, self.params, self.preprocess(images))
         return np.stack([np.asarray(layer) for layer in maps], axis=1)
+
+    def _attention_of(self, image) -> Float[np.ndarray, "L H N N"]:
+        """Returns the attention in an image of any size, by a network of its grid."""
+        read = given.prepare(
+            image, self.preprocessing, self.model.image_shape[-1], read_image
+        )
+        pixels = self._of_grids.prepare(read)
+        own = self._of_grids.fitted(pixels.shape[:2])
+        maps = attention_maps(own.model, own.params, own.normalize(pixels[None]))
+        return np.stack([np.asarray(layer[0]) for layer in maps])
+
+    @functools.cached_property
+    def _of_grids(self) -> LoadedModel:
+        return LoadedModel.from_pretrained("", self._pretrained, self.preprocessing)
 
     def _in_batches(
         self,
@@ -525,88 +536,15 @@ class PretrainedModel:
     def _best(self, images: Images, logits, names: Sequence[str], topk: int, **how):
         """Returns the most probable classes of each image, or of the single one."""
         best = [prediction.rank(row, names, topk, **how) for row in logits]
-        return best[0] if _is_single(images, self.model.image_shape[-1]) else best
+        return best[0] if given.is_single(images, self.model.image_shape[-1]) else best
 
     def _each(self, images: Images) -> list:
-        return _listed(images, self.model.image_shape[-1])
+        return given.listed(images, self.model.image_shape[-1])
 
     def _prepare(self, image) -> np.ndarray | PatchSequences:
-        return _prepare(image, self.preprocessing, self.model.image_shape[-1])
+        return given.prepare(image, self.preprocessing, self.model.image_shape[-1])
 
 
 def at_step(source: str | os.PathLike, step: int | None) -> str:
     """Returns the weights that a source and a run's step name."""
     return os.fspath(source) if step is None else workdir.at_step(source, step)
-
-
-def _is_single(images: Images, channels: int) -> bool:
-    if isinstance(images, np.ndarray):
-        # Three dimensions without channels are grey images, as of `train`.
-        return images.ndim < 3 or (
-            images.ndim == 3 and images.shape[-1] in (1, 3, 4, channels)
-        )
-    path = isinstance(images, str | os.PathLike)
-    return isinstance(images, bytes | Image.Image) or (
-        path and not os.path.isdir(images)
-    )
-
-
-def _listed(images: Images, channels: int) -> list:
-    """Returns single images, with those of folders in their place."""
-    is_single = _is_single(images, channels)
-    if not is_single and isinstance(images, str | os.PathLike):
-        images = [images]
-    elif is_single:
-        return [images]
-    kinds = str | os.PathLike | bytes | np.ndarray | Image.Image
-    listed = list(images) if isinstance(images, np.ndarray | Iterable) else [images]
-    if not listed:
-        raise UserError("images=[]: give at least one")
-    single = []
-    for one in listed:
-        if not isinstance(one, kinds) or isinstance(images, Mapping):
-            raise UserError(
-                f"images={fields.shown(images)}: give a path, a folder, bytes, an array of uint8, a "
-                "PIL image, or a list of these"
-            )
-        if isinstance(one, str | os.PathLike) and os.path.isdir(one):
-            single += [path for _, path in inputs.find_some([os.fspath(one)])]
-        else:
-            single.append(one)
-    return single
-
-
-def _prepare(
-    image, preprocess: Preprocess, channels: int, convert: Callable = prepare_image
-) -> np.ndarray | PatchSequences:
-    name, data = "the image", image
-    is_photograph = preprocess.form(channels).is_photograph
-    if isinstance(image, str | os.PathLike):
-        name = os.fspath(image)
-        try:
-            with open(name, "rb") as file:
-                data = file.read()
-        except OSError as error:
-            raise UserError(f"{name} cannot be read ({error.strerror})") from error
-    elif isinstance(image, Image.Image):
-        name = f"the image of mode {image.mode}"
-        with _readable(name):
-            data = (
-                decode.to_pixels(image, channels) if is_photograph else np.array(image)
-            )
-    if is_photograph and isinstance(data, np.ndarray):
-        data = data[..., None] if data.ndim == 2 else data
-        if data.dtype != np.uint8 or data.ndim != 3 or not data.size:
-            raise UserError(
-                f"image of {data.dtype} {data.shape}: give uint8 (height, width, channels)"
-            )
-    with _readable(name):
-        return convert(data, preprocess, channels)
-
-
-@contextlib.contextmanager
-def _readable(name: str):
-    try:
-        yield
-    except (decode.DamagedImage, OSError) as error:
-        raise UserError(f"{name} {error}: give another image") from error

@@ -1,0 +1,110 @@
+"""Images as the functions of Python take them: files, folders, bytes, arrays, of PIL."""
+
+import contextlib
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import numpy as np
+from PIL import Image
+
+from vit_jax.config import fields
+from vit_jax.data import decode, inputs
+from vit_jax.errors import UserError
+from vit_jax.models.patches import PatchSequences
+from vit_jax.weights.pretrained import Preprocess, prepare_image
+
+Images = (
+    str
+    | os.PathLike
+    | bytes
+    | np.ndarray
+    | Image.Image
+    | Sequence["str | os.PathLike | bytes | np.ndarray | Image.Image"]
+)
+
+
+def is_single(images: Images, channels: int) -> bool:
+    """Returns whether they are one image, not in a list, for a network of C channels."""
+    if isinstance(images, np.ndarray):
+        # Three dimensions without channels are grey images, as of `train`.
+        return images.ndim < 3 or (
+            images.ndim == 3 and images.shape[-1] in (1, 3, 4, channels)
+        )
+    path = isinstance(images, str | os.PathLike)
+    return isinstance(images, bytes | Image.Image) or (
+        path and not os.path.isdir(images)
+    )
+
+
+def listed(images: Images, channels: int) -> list:
+    """Returns single images, with those of folders in their place.
+
+    Raises:
+      UserError: there is none, or something is no image.
+    """
+    if is_single(images, channels):
+        return [images]
+    if isinstance(images, str | os.PathLike):
+        images = [images]
+    kinds = str | os.PathLike | bytes | np.ndarray | Image.Image
+    given = list(images) if isinstance(images, np.ndarray | Iterable) else [images]
+    if not given:
+        raise UserError("images=[]: give at least one")
+    single = []
+    for one in given:
+        if not isinstance(one, kinds) or isinstance(images, Mapping):
+            raise UserError(
+                f"images={fields.shown(images)}: give a path, a folder, bytes, an array of uint8, a "
+                "PIL image, or a list of these"
+            )
+        if isinstance(one, str | os.PathLike) and os.path.isdir(one):
+            single += [path for _, path in inputs.find_some([os.fspath(one)])]
+        else:
+            single.append(one)
+    return single
+
+
+def prepare(
+    image, preprocess: Preprocess, channels: int, convert: Callable = prepare_image
+) -> np.ndarray | PatchSequences:
+    """Reads one image, and returns what `convert` makes of it.
+
+    Args:
+      image: one of `listed`.
+      preprocess, channels: of the network.
+      convert: function of the file's bytes or of pixels, `preprocess` and `channels`.
+
+    Raises:
+      UserError: it cannot be read.
+    """
+    name, data = "the image", image
+    is_photograph = preprocess.form(channels).is_photograph
+    if isinstance(image, str | os.PathLike):
+        name = os.fspath(image)
+        try:
+            with open(name, "rb") as file:
+                data = file.read()
+        except OSError as error:
+            raise UserError(f"{name} cannot be read ({error.strerror})") from error
+    elif isinstance(image, Image.Image):
+        name = f"the image of mode {image.mode}"
+        with _readable(name):
+            data = (
+                decode.to_pixels(image, channels) if is_photograph else np.array(image)
+            )
+    if is_photograph and isinstance(data, np.ndarray):
+        data = data[..., None] if data.ndim == 2 else data
+        if data.dtype != np.uint8 or data.ndim != 3 or not data.size:
+            raise UserError(
+                f"image of {data.dtype} {data.shape}: give uint8 (height, width, channels)"
+            )
+    with _readable(name):
+        return convert(data, preprocess, channels)
+
+
+@contextlib.contextmanager
+def _readable(name: str):
+    try:
+        yield
+    except (decode.DamagedImage, OSError) as error:
+        raise UserError(f"{name} {error}: give another image") from error
