@@ -51,7 +51,9 @@ class PatchSequences(NamedTuple):
         # Padding gets places of its own, that no result depends on.
         sides = jnp.maximum(1, jnp.take_along_axis(grids, own[..., None], axis=1))
         index = jnp.where(image < K, n[None] - start, 0)
-        place = jnp.stack([index // sides[..., 1], index % sides[..., 1]], axis=-1)
+        columns = sides[..., 1]
+        row = jax.lax.div(index, columns)  # None is negative.
+        place = jnp.stack([row, index - row * columns], axis=-1)
         return Places(image, place, sides, K)
 
 
@@ -129,7 +131,7 @@ class Places(NamedTuple):
         """Returns the mean of the patches of each image."""
         owned = self._one_hot(x.dtype)
         sums = jnp.einsum("bnk,bnd->bkd", owned, x, preferred_element_type=jnp.float32)
-        counts = jnp.maximum(1, owned.astype(jnp.float32).sum(1))[..., None]
+        counts = jnp.maximum(1.0, owned.astype(jnp.float32).sum(1))[..., None]
         return (sums / counts).astype(x.dtype).reshape(-1, x.shape[-1])
 
     def logit_bias(self) -> Float[Array, "B 1 K N"]:
@@ -149,7 +151,8 @@ class Places(NamedTuple):
         return Places(image, place, sides, self.num_images)
 
     def _one_hot(self, dtype) -> Array:
-        return jax.nn.one_hot(self.image, self.num_images, dtype=dtype)
+        own = self.image[..., None] == jnp.arange(self.num_images)[None, None]
+        return own.astype(dtype)
 
 
 def draw(

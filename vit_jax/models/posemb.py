@@ -68,7 +68,7 @@ class AddPositions(nn.Module):
             shape = (1, P + math.prod(self.grid) - R, D)
             embedding = self.param("pos_embedding", _INIT, shape, jnp.float32)
             if R:
-                before, after = jnp.split(embedding, [P - R], 1)
+                before, after = embedding[:, : P - R], embedding[:, P - R :]
                 none = jnp.zeros((1, R, D))
                 embedding = jnp.concatenate([before, none, after], axis=1)
         elif self.kind in ("learned2d", "factorized"):
@@ -90,7 +90,7 @@ class AddPositions(nn.Module):
             return None
         if places is None:
             return embedding
-        prefix, table = jnp.split(embedding, [P], axis=1)
+        prefix, table = embedding[:, :P], embedding[:, P:]
         patches = at_places(table[0], self.grid, places, method)
         prefix = jnp.broadcast_to(prefix, (patches.shape[0], P, D))
         return jnp.concatenate([prefix, patches], axis=1)
@@ -185,7 +185,7 @@ def triangle(at: Points, old: int, reach: Length = 1.0) -> Weights:
     """Returns weights that fall linearly to 0 at `reach` from the positions `at`."""
     xp = _numpy(at, reach)
     reach = reach[..., None] if np.ndim(reach) else reach
-    return xp.maximum(0, 1 - xp.abs(_less(at, np.arange(old))) / reach)
+    return xp.maximum(0.0, 1 - xp.abs(_less(at, np.arange(old))) / reach)
 
 
 def bilinear(at: Points, old: int, new: Length) -> Weights:
@@ -196,7 +196,7 @@ def bilinear(at: Points, old: int, new: Length) -> Weights:
     """
     step = old / new
     # The filter grows with the step when shrinking.
-    weights = triangle((at + 0.5) * step - 0.5, old, _numpy(at, new).maximum(step, 1))
+    weights = triangle((at + 0.5) * step - 0.5, old, _numpy(at, new).maximum(step, 1.0))
     return weights / weights.sum(-1, keepdims=True)
 
 

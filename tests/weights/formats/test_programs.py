@@ -59,7 +59,7 @@ def images(count, size=64):
 def in_jax(folder):
     data = (folder / "model.stablehlo").read_bytes()
     loaded = jax.export.deserialize(bytearray(data))
-    return lambda batch: jax.device_get(loaded.call(batch))
+    return lambda *batch: jax.device_get(loaded.call(*batch))
 
 
 def in_onnxruntime(folder):
@@ -67,9 +67,12 @@ def in_onnxruntime(folder):
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
     session = onnxruntime.InferenceSession(str(folder / "model.onnx"), options)
-    names = [output.name for output in session.get_outputs()]
-    return lambda batch: dict(
-        zip(names, session.run(None, {"images": batch}), strict=True)
+    given, names = (
+        [one.name for one in some]
+        for some in (session.get_inputs(), session.get_outputs())
+    )
+    return lambda *batch: dict(
+        zip(names, session.run(None, dict(zip(given, batch, strict=True))), strict=True)
     )
 
 
@@ -137,15 +140,21 @@ def test_the_size_may_be_another(tmp_path):
     np.testing.assert_allclose(found, np.asarray(wanted), atol=1e-5)
 
 
-def test_a_program_reads_images_of_any_size(tmp_path):
-    pretrained = made(posemb_resize="bicubic")
+@pytest.mark.parametrize(
+    ("to", "options"),
+    [
+        ("stablehlo", {"posemb_resize": "bicubic"}),
+        ("onnx", {"posemb_resize": "bicubic"}),
+        ("onnx", {"posemb_resize": "bilinear", "pool": "map"}),
+        ("onnx", {"posemb": "factorized", "pool": "gap", "rope": "axial"}),
+    ],
+)
+def test_a_program_reads_images_of_any_size(to, options, tmp_path):
     how = {"max_tokens": 12, "patch": 16}
     pretrained = dataclasses.replace(
-        pretrained, preprocess=dataclasses.replace(PREPROCESS, **how)
+        made(**options), preprocess=dataclasses.replace(PREPROCESS, **how)
     )
-    export.export(pretrained, "stablehlo", tmp_path)
-    data = (tmp_path / "model.stablehlo").read_bytes()
-    program = jax.export.deserialize(bytearray(data))
+    run = written(pretrained, to, tmp_path / "out")
     native.write(pretrained, tmp_path / "weights.safetensors")
     model = vit_jax.load_model(
         tmp_path / "weights.safetensors", tell=lambda line: None, **how
@@ -157,9 +166,9 @@ def test_a_program_reads_images_of_any_size(tmp_path):
         prepared = [prepare_image(image, model.preprocessing) for image in some]
         pixels, grids = map(np.stack, zip(*prepared, strict=True))
         assert pixels.shape == (len(some), 12 * 16, 16, 3)
-        found = program.call(pixels, grids)["logits"]
+        found = run(pixels, grids)["logits"]
         np.testing.assert_allclose(found, model(some), atol=1e-4)
-    said = json.loads((tmp_path / "preprocess.json").read_text())
+    said = json.loads((tmp_path / "out" / "preprocess.json").read_text())
     assert (said["max_tokens"], said["patch"]) == (12, 16) and "grids" in said["input"]
 
 

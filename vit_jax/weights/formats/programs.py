@@ -4,10 +4,9 @@
   GPU and TPU. It can be read for at least half a year of JAX releases.
 - `onnx`: written by jax2onnx (github.com/enpasos/jax2onnx), with the extra `onnx`.
 
-A program takes any number of resized and cropped images, and normalises them. One of
-`jax.export` takes sequences of patches instead if the preprocessing keeps the aspect of
-images: pixels, and the grids of the images (models/patches.py). Its folder has the
-preprocessing in `preprocess.json`, and the class names in `labels.txt`.
+A program takes any number of resized and cropped images, and normalises them. If the
+preprocessing keeps the aspect of images, it takes sequences of patches instead: pixels, and
+the grids of the images (models/patches.py). Its folder has the preprocessing in `preprocess.json`, and the class names in `labels.txt`.
 Letters: B images, H, W pixels, C channels.
 """
 
@@ -35,7 +34,7 @@ _STABLEHLO, _ONNX = "model.stablehlo", "model.onnx"
 _PREPROCESS, _LABELS = "preprocess.json", "labels.txt"
 _PLATFORMS = ("cpu", "cuda", "tpu")
 _OPSET = 21  # ONNX Runtime has it since 1.20.
-_INPUT = "images"
+_INPUTS = "images", "grids"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,13 +75,12 @@ class Program:
         return images, *grids
 
 
-def build(pretrained: Pretrained, *, any_size: bool = False) -> Program:
+def build(pretrained: Pretrained) -> Program:
     """Builds the function of a checkpoint, in float32.
 
     Args:
       pretrained: a checkpoint with preprocessing, whose image size may differ from that
         of the network.
-      any_size: whether the function takes sequences if the preprocessing makes them.
 
     Raises:
       UserError: there is no preprocessing, or it does not fit.
@@ -96,14 +94,12 @@ def build(pretrained: Pretrained, *, any_size: bool = False) -> Program:
     how = with_patch(how, pretrained.options)
     # A layout for GPUs would not be portable.
     options = {**pretrained.options, "dtype": "float32", "platform": "cpu"}
-    any_size = any_size and bool(how.max_tokens)
+    any_size = bool(how.max_tokens)
     if any_size and has_segmenter(pretrained):
         raise UserError(
             f"max_tokens={how.max_tokens} with a head for masks, whose programs take windows "
             "of one size: set --max_tokens=0"
         )
-    if not any_size:
-        how = dataclasses.replace(how, max_tokens=0)
     model, params = surgery.fit_network(
         dataclasses.replace(pretrained, options=options), how
     )
@@ -129,7 +125,7 @@ def build(pretrained: Pretrained, *, any_size: bool = False) -> Program:
 
 def write_stablehlo(pretrained: Pretrained, folder: pathlib.Path) -> list[str]:
     """Writes a folder with a program of `jax.export`; see `registry.Writer`."""
-    program = build(pretrained, any_size=True)
+    program = build(pretrained)
 
     @jax.jit
     def images_to_outputs(*images):
@@ -163,13 +159,13 @@ def write_onnx(pretrained: Pretrained, folder: pathlib.Path) -> list[str]:
     # jax2onnx prints what it traces, and adds vectors to images.
     with _silenced(), jax.numpy_rank_promotion("allow"):
         jax2onnx.to_onnx(
-            lambda images: program.function(program.params, images),
+            lambda *images: program.function(program.params, *images),
             list(program.batch),
             model_name=pretrained.options["variant"],
             opset=_OPSET,
             return_mode="file",
             output_path=folder / _ONNX,
-            input_names=[_INPUT],
+            input_names=list(_INPUTS[: len(program.batch)]),
             output_names=list(program.outputs),
         )
     _write_sidecars(pretrained, program, folder)
@@ -189,7 +185,7 @@ def _write_sidecars(
     """Writes the preprocessing, and the class names if there are any."""
     content = dataclasses.asdict(pretrained.preprocess) | {
         "channels": program.shape[-1],
-        "input": f"{_INPUT}: {program.pixels} (any number, {', '.join(map(str, program.shape))}), "
+        "input": f"{_INPUTS[0]}: {program.pixels} (any number, {', '.join(map(str, program.shape))}), "
         "normalised by the program",
         "outputs": list(program.outputs),
         "probabilities": "sigmoid" if pretrained.loss == "sigmoid" else "softmax",
@@ -197,18 +193,20 @@ def _write_sidecars(
     }
     if program.any_size:
         content["input"] += (
-            "; grids: int32 (as many, 1, 2), rows and columns of patches"
+            f"; {_INPUTS[1]}: int32 (as many, 1, 2), rows and columns of patches"
         )
-    else:
-        content["max_tokens"] = 0
     (folder / _PREPROCESS).write_text(json.dumps(content, indent=2) + "\n")
     if pretrained.class_names:
         lines = "".join(f"{name}\n" for name in pretrained.class_names)
         (folder / _LABELS).write_text(lines)
 
 
+def _inputs(pretrained: Pretrained) -> tuple[str, ...]:
+    return _INPUTS if pretrained.preprocess.max_tokens else _INPUTS[:1]
+
+
 def _stablehlo_usage(pretrained: Pretrained, place: str, _hub: bool) -> str:
-    given = "images, grids" if pretrained.preprocess.max_tokens else "images"
+    given = ", ".join(_inputs(pretrained))
     return (
         "import jax, pathlib\n"
         f'data = pathlib.Path("{place}/{_STABLEHLO}").read_bytes()\n'
@@ -216,11 +214,12 @@ def _stablehlo_usage(pretrained: Pretrained, place: str, _hub: bool) -> str:
     )
 
 
-def _onnx_usage(_pretrained: Pretrained, place: str, _hub: bool) -> str:
+def _onnx_usage(pretrained: Pretrained, place: str, _hub: bool) -> str:
+    given = ", ".join(f'"{name}": {name}' for name in _inputs(pretrained))
     return (
         "import onnxruntime\n"
         f'session = onnxruntime.InferenceSession("{place}/{_ONNX}")\n'
-        f'logits = session.run(["logits"], {{"{_INPUT}": images}})[0]'
+        f'logits = session.run(["logits"], {{{given}}})[0]'
     )
 
 
