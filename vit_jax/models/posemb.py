@@ -114,10 +114,12 @@ def at_places(
     """
     # As in `resize_positions`: DINO's resize to the same grid would not be the identity.
     same = (places.sides == np.asarray(grid)[None, None]).all(-1)[..., None]
-    weights = []
+    sides, weights = places.sides, []
+    if _is_square(method):
+        sides = jnp.broadcast_to(sides.max(-1, keepdims=True), sides.shape)
     for i, old in enumerate(grid):
         at = places.place[..., i]
-        resized = RESIZE_METHODS[method](at, old, places.sides[..., i])
+        resized = RESIZE_METHODS[method](at, old, sides[..., i])
         weights.append(jnp.where(same, jax.nn.one_hot(at, old), resized))
     both = jnp.einsum("bni,bnj->bnij", *weights)
     both = both.reshape(*both.shape[:2], -1).astype(jnp.float32)
@@ -266,6 +268,8 @@ def _numpy(*arrays):
     return jnp if any(isinstance(x, jax.Array) for x in arrays) else np
 
 
+_SQUARE = "_square"  # End of the methods that cut a square of the longer side.
+
 # Functions of places on a side of `new` points, of the number `old` of points before, and of
 # `new`, to the weights of the old points.
 RESIZE_METHODS = {
@@ -275,12 +279,32 @@ RESIZE_METHODS = {
     "bicubic": bicubic_antialiased,
     "bicubic_plain": bicubic_plain,
     "bicubic_dino": bicubic_dino,
+    f"linear{_SQUARE}": linear_corners,
+    f"bicubic{_SQUARE}": bicubic_antialiased,
+    f"bilinear_plain{_SQUARE}": bilinear_plain,
 }
 
 
-def resize_matrix(method: str, old: int, new: int) -> Float[np.ndarray, "new old"]:
-    """Returns the matrix that resizes a side, by a method of RESIZE_METHODS."""
-    return RESIZE_METHODS[method](np.arange(new), old, new)
+def _is_square(method: str) -> bool:
+    """Returns whether positions keep their aspect, as timm's `pos_embed_ar_preserving`.
+
+    They are resized to a square of the longer side, and its first rows and columns taken.
+    """
+    return method.endswith(_SQUARE)
+
+
+def resize_matrix(
+    method: str, old: int, new: int, longer: int = 0
+) -> Float[np.ndarray, "new old"]:
+    """Returns the matrix that resizes a side, by a method of RESIZE_METHODS.
+
+    Args:
+      method: see RESIZE_METHODS.
+      old, new: points of the side before and after.
+      longer: points of the longer side of the result.
+    """
+    whole = max(new, longer) if _is_square(method) else new
+    return RESIZE_METHODS[method](np.arange(new), old, whole)
 
 
 def resize_grid(
@@ -290,7 +314,8 @@ def resize_grid(
 ) -> Float[np.ndarray, "H W D"] | Float[Array, "H W D"]:
     """Resizes a grid to (H, W) by a method of RESIZE_METHODS; NumPy stays NumPy."""
     down, across = (
-        resize_matrix(method, o, n) for o, n in zip(grid.shape[:2], size, strict=True)
+        resize_matrix(method, o, n, max(size))
+        for o, n in zip(grid.shape[:2], size, strict=True)
     )
     return resample(grid, down, across)
 
@@ -350,9 +375,10 @@ def resize_table(
     length: int,
     *,
     method: str = "linear",
+    longer: int = 0,
 ) -> Float[np.ndarray, "M D"] | Float[Array, "M D"]:
-    """Resizes the position embeddings of rows or columns in 1-D."""
-    matrix = resize_matrix(method, len(embedding), length)
+    """Resizes the position embeddings of rows or columns, see `resize_matrix`."""
+    matrix = resize_matrix(method, len(embedding), length, longer)
     if not isinstance(embedding, np.ndarray):
         matrix = jnp.asarray(matrix, embedding.dtype)
     return (matrix @ embedding).astype(embedding.dtype)
@@ -456,6 +482,7 @@ def resize_in_params(
     if old_grid == grid:
         return params
     sides = dict(zip(("row_embedding", "column_embedding"), grid, strict=True))
+    wholes = dict.fromkeys(sides, max(grid)) if _is_square(method) else sides
 
     def resize(keys, x):
         name = keys[-1].key
@@ -465,8 +492,8 @@ def resize_in_params(
                 return resize_positions(
                     x, old_grid, grid, num_prefix_tokens=P, method=method
                 )
-        if name in sides and len(x) != sides[name]:
-            return resize_table(x, sides[name], method=method)
+        if name in sides and {len(x)} != {sides[name], wholes[name]}:
+            return resize_table(x, sides[name], method=method, longer=wholes[name])
         if name.startswith("relative_bias"):
             return resize_bias(x, old_grid, grid)
         return x

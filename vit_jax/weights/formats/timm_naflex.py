@@ -32,29 +32,36 @@ _NAMES = (
     r"|naflexvit_(base|large|so400m|huge|giant)_patch16_radio_v[34]"
 )
 _FACTORS = {"row": "embeds.pos_embed_y", "column": "embeds.pos_embed_x"}
-_ASPECT = "pos_embed_ar_preserving"  # Positions of a square, cut to the image's shape.
 # Arguments in which the functions in naflexvit.py of timm 1.0.31 differ from NaFlexVitCfg.
 _BY_NAME = (
     (r"\w+_gap", {"global_pool": "avg"}),
     (r"\w+_siglip", {"act_layer": "gelu_tanh", "pos_embed_interp_mode": "bilinear"}),
     (r"\w+_so150m2_\w+", {"num_heads": 13}),
-    (r"\w+_(par|parfac)_gap|\w+_radio_v\d", {_ASPECT: True}),
+    (r"\w+_(par|parfac)_gap|\w+_radio_v\d", {"pos_embed_ar_preserving": True}),
     (r"\w+_parfac_gap", {"pos_embed": "factorized"}),
+    (r"\w+_radio_v\d", {"pos_embed_interp_mode": "bilinear"}),
+    (r"\w+_radio_v\d", {"pos_embed_antialias": False, "final_norm": False}),
+    (r"\w+_radio_v\d", {"global_pool": "token", "class_token": True}),
+    (r"\w+_(base|huge)_\w+_radio_v3", {"pos_embed_align_corners": True}),
+    (r"\w+_giant_\w+", {"num_heads": 24}),
 )
-# `model.posemb_resize` to the mode, antialiasing and aligning of corners of a resize.
+# `model.posemb_resize` to mode, antialiasing, aligning of corners, and keeping of the aspect.
 _RESIZES = {
-    "bicubic": ("bicubic", True, False),
-    "bilinear": ("bilinear", True, False),
-    "bicubic_plain": ("bicubic", False, False),
-    "bilinear_plain": ("bilinear", False, False),
-    "linear": ("bilinear", False, True),
+    "bicubic": ("bicubic", True, False, False),
+    "bilinear": ("bilinear", True, False, False),
+    "bicubic_plain": ("bicubic", False, False, False),
+    "bilinear_plain": ("bilinear", False, False, False),
+    "linear": ("bilinear", False, True, False),
+    "bicubic_square": ("bicubic", True, False, True),
+    "bilinear_plain_square": ("bilinear", False, False, True),
+    "linear_square": ("bilinear", False, True, True),
 }
 _RESIZE = tuple(
-    f"pos_embed_{name}" for name in ("interp_mode", "antialias", "align_corners")
+    f"pos_embed_{name}"
+    for name in ("interp_mode", "antialias", "align_corners", "ar_preserving")
 )
 # Arguments that VisionTransformer lacks, with their supported values.
 _SUPPORTED = {
-    _ASPECT: (False,),
     "pos_embed_use_grid_sample": (False,),
     "rope_type": ("", "none"),
     "attn_type": ("standard",),
@@ -125,7 +132,7 @@ def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
         num_heads,
     )
     if factors:
-        found = _add_factors(found, factors)
+        found = _add_factors(found, factors, values["pos_embed_ar_preserving"])
     if found.preprocess is None:
         return found
     # timm resizes images to this size, whatever the grid of positions.
@@ -136,13 +143,26 @@ def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
     return dataclasses.replace(found, preprocess=preprocess)
 
 
-def _add_factors(found: Pretrained, factors: Mapping[str, np.ndarray]) -> Pretrained:
-    """Returns a checkpoint with factorized positions, (Y, D) and (X, D)."""
+def _add_factors(
+    found: Pretrained, factors: Mapping[str, np.ndarray], square: bool
+) -> Pretrained:
+    """Returns a checkpoint with factorized positions, (Y, D) and (X, D).
+
+    Raises:
+      UserError: they keep the aspect, and there are more of one than of the other.
+    """
+    if square and len({len(factor) for factor in factors.values()}) > 1:
+        raise UserError(
+            f"{found.source}: pos_embed_ar_preserving=True with "
+            f"{' and '.join(str(len(f)) for f in factors.values())} factorized positions, "
+            "which timm resizes even for their own grid: give them a square grid"
+        )
     flat = flatten_dict(found.params, sep="/")
     for key, factor in factors.items():
         name = POSITIONS.replace("pos_emb", f"{key}_emb")
         flat[name] = factor.astype(np.float32, copy=False)
-    more = {"posemb": "factorized", "posemb_resize": "bilinear_plain"}
+    resize = "bilinear_plain_square" if square else "bilinear_plain"
+    more = {"posemb": "factorized", "posemb_resize": resize}
     return dataclasses.replace(
         found,
         params=unflatten_dict(flat, sep="/"),
