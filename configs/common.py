@@ -131,7 +131,8 @@ def _shorten(optim: ConfigDict) -> None:
     _drop(optim, *units)
     optim.warmup_steps = int(warmup)
     schedule = optim.get("schedule", {})
-    if "boundaries" in schedule:
+    if "boundaries" in schedule or "boundary_epochs" in schedule:
+        _drop(schedule, "boundary_epochs")
         schedule.boundaries = (2,)
     for section, key, most in (
         (optim, "freeze_steps", 1),

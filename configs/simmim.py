@@ -96,8 +96,7 @@ def pretrain(c: ConfigDict, arg, is_swin: bool) -> None:
         weight_decay_mask=(DECAYED,) if is_swin else (r"/kernel$", r"mask_token$"),
     )
     if arg.epochs == 800:  # A tenth of the rate after 700 epochs.
-        boundary = round(700 * c.data.num_examples / c.batch_size)
-        c.optim.schedule = dict(name="step", boundaries=(boundary,), decay_rate=0.1)
+        c.optim.schedule = dict(name="step", boundary_epochs=(700,), decay_rate=0.1)
 
 
 def finetune(c: ConfigDict, arg, is_swin: bool) -> None:

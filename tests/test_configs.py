@@ -484,6 +484,16 @@ def decayed(c, params):
     return {path for path, yes in flatten_dict(mask, sep="/").items() if np.any(yes)}
 
 
+@pytest.mark.parametrize("batch_size", [2_048, 10_000])
+def test_the_rate_of_simmim_falls_after_700_epochs_of_any_batch(batch_size):
+    c = config.load(spec("simmim"))
+    each = c.data.num_examples / batch_size
+    run = RunLength(round(c.epochs * each), each)
+    rate = optim.learning_rate(c.optim, 1.0, run)
+    before, after = (float(rate(round(n * each))) for n in (699, 701))
+    assert (before, after) == (1, pytest.approx(0.1))
+
+
 @pytest.mark.parametrize("stem", ["mae", "simmim", "masked_patch"])
 def test_weight_decay_of_what_is_learnt_without_labels_matches_parameters(stem):
     c = config.load(spec(stem, quick=True))

@@ -130,6 +130,15 @@ def test_step_out_of_order_is_an_error(boundaries):
         rates("step", boundaries=boundaries)
 
 
+def test_steps_are_set_in_epochs_as_well():
+    stairs, epochs = rates("step", **STAIRS), {"boundary_epochs": (30 / 7, 10)}
+    in_epochs = rates("step", decay_rate=STAIRS["decay_rate"], **epochs)
+    for step in range(TOTAL):
+        assert in_epochs(step) == stairs(step)
+    with pytest.raises(UserError, match=r"boundaries=\(30,\).*boundary_epochs="):
+        rates("step", boundaries=(30,), **epochs)
+
+
 def test_warmup_counts_epochs_or_a_fraction_as_well():
     assert rates("linear", warmup={"warmup_steps": 0})(0) == pytest.approx(PEAK)
     for options in ({"warmup_epochs": 2.0}, {"warmup_fraction": 0.14}):

@@ -172,17 +172,27 @@ class StepConfig(ScheduleConfig):
 
     name: str = key("step", "")
     boundaries: tuple[int, ...] = key((0,), "Steps of the run, in ascending order.")
+    boundary_epochs: tuple[float, ...] = key((0.0,), "The same, in epochs.")
     decay_rate: float = key(0.1, "Factor of the learning rate at each boundary.")
 
     def build(self, peak: Number, warmup: int, run: RunLength) -> Schedule:
-        steps = [warmup, *self.boundaries, run.total_steps]
-        if any(a >= b for a, b in itertools.pairwise(steps)):
+        steps = self.boundaries
+        if any(self.boundary_epochs):
+            if any(steps):
+                raise UserError(
+                    f"optim.schedule.boundaries={steps} and optim.schedule.boundary_epochs="
+                    f"{self.boundary_epochs}: keep one of them, set the other to (0,)"
+                )
+            steps = tuple(round(n * run.steps_per_epoch) for n in self.boundary_epochs)
+        if any(
+            a >= b for a, b in itertools.pairwise((warmup, *steps, run.total_steps))
+        ):
             raise UserError(
-                f"optim.schedule.boundaries={self.boundaries} must ascend between the "
+                f"optim.schedule.boundaries={steps} must ascend between the "
                 f"end of the warmup ({warmup}) and that of the run ({run.total_steps})"
             )
         return optax.piecewise_constant_schedule(
-            peak, {step - warmup: self.decay_rate for step in self.boundaries}
+            peak, {step - warmup: self.decay_rate for step in steps}
         )
 
 
