@@ -211,6 +211,16 @@ def test_figures_have_the_grid_of_their_image(place, opened, files, tmp_path):
         np.testing.assert_allclose(arrays["pixels"], np.mean(distances, 0), rtol=1e-4)
 
 
+def test_attention_of_patches_of_another_size(place, files):
+    path, quiet = place / "tiny.safetensors", {"tell": lambda line: None}
+    model = vit_jax.load_model(path, max_tokens=9, patch=8, **quiet)
+    for file in files[:2]:
+        (maps,) = model.attention(file)
+        rows, columns = model.preprocess(file).grids[0, 0].tolist()
+        assert maps.shape[2:] == (rows * columns,) * 2
+        np.testing.assert_allclose(maps.sum(-1), 1, atol=1e-5)
+
+
 def test_figures_without_images_have_the_grid_of_the_network(place, tmp_path):
     words = [f"--model={place / 'tiny.safetensors'}", "--max_tokens=32"]
     words += [f"--out={tmp_path}", "--figure=posemb"]

@@ -1,5 +1,6 @@
 """What DINOv3 adds: crops of several sizes, schedules of weights, a norm for small crops."""
 
+import functools
 import shutil
 
 import jax
@@ -331,6 +332,6 @@ def load_notes(config):
         lambda: model.init(jax.random.key(0)),
         head_bias_init=0.0,
         task="dinov2",
-        task_params=params | extra,
+        left_out=functools.partial(task.left_out, params, extra),
     )
     return lines

@@ -194,7 +194,7 @@ def test_the_task_is_evaluated_in_training_alone(tmp_path):
 
 
 @pytest.mark.parametrize("run", TEACHERS, indirect=True)
-def test_another_run_starts_with_student_and_teacher(run, tmp_path):
+def test_another_run_starts_with_student_and_teacher(run, tmp_path, capsys):
     name, workdir, _ = run
     keys = {"init": {"checkpoint": str(workdir)}, "total_steps": 1, "evals": {}}
     keys["optim"] = {"learning_rate": 1e-9}
@@ -214,7 +214,12 @@ def test_another_run_starts_with_student_and_teacher(run, tmp_path):
     assert (student["head"]["last_layer"] != teacher["head"]["last_layer"]).any()
     # With larger images, student and teacher are its teacher.
     data = {"image_size": (16, 24), "train_transform": "multi_crop(small_size=8)"}
+    capsys.readouterr()
     loop.train(config_of(name, data=data, **keys), tmp_path / "large")
+    said = "".join(capsys.readouterr())
+    for part in ("head", "network"):
+        why = "the student begins as the teacher (network/"
+        assert f"{part} of the task: left out, as {why}" in said
     after = weights.open_pretrained(tmp_path / "large", with_task=True)
     for part in ("head", "network"):
         of_student, of_teacher = (
@@ -235,35 +240,43 @@ def test_another_run_starts_with_student_and_teacher(run, tmp_path):
         loop.train(config_of(name, task={"num_outputs": 9}, **keys), tmp_path / "other")
 
 
-@pytest.mark.parametrize("scan", [False, True])
-def test_another_mae_starts_with_the_decoder_if_it_has_that(tmp_path, capsys, scan):
-    workdir = tmp_path / "first"
-    loop.train(config_of("mae", evals={}, total_steps=1), workdir)
-    before = weights.open_pretrained(workdir, with_task=True)
+def begun(workdir, place, capsys, name, **sections):
+    """Starts a run from another: the notes on the task's parts, and what it holds."""
     keys = {"total_steps": 1, "evals": {}, "optim": {"learning_rate": 1e-9}}
-    keys |= {"init": {"checkpoint": str(workdir)}, "model": {"scan": scan}, "seed": 1}
+    keys |= {"init": {"checkpoint": str(workdir)}, "seed": 1}
+    capsys.readouterr()
+    loop.train(config_of(name, **keys, **sections), place)
+    said = "".join(capsys.readouterr()).splitlines()
+    found = weights.open_pretrained(place, with_task=True)
+    return [line for line in said if " of the task: " in line], found.task_params
 
-    def begun(place, **task):
-        capsys.readouterr()
-        loop.train(config_of("mae", task=task, **keys), tmp_path / place)
-        found = weights.open_pretrained(tmp_path / place, with_task=True)
-        said = "".join(capsys.readouterr()).splitlines()
-        lines = [line for line in said if "decoder of the task" in line]
-        return lines, found.task_params["decoder"]
 
-    lines, decoder = begun("same")
-    assert lines == ["decoder of the task: loaded"]
+@pytest.mark.parametrize("scan", [False, True])
+@pytest.mark.parametrize("run", sorted({*TASKS} - {*TEACHERS}), indirect=True)
+def test_another_run_starts_with_what_predicts(run, tmp_path, capsys, scan):
+    name, workdir, _ = run
+    model = {"scan": scan}
+    lines, parts = begun(workdir, tmp_path / "same", capsys, name, model=model)
+    before = weights.open_pretrained(workdir, with_task=True).task_params
+    assert set(lines) == {f"{part} of the task: loaded" for part in before}
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6),
-        stacking.separate(decoder),
-        before.task_params["decoder"],
+        stacking.separate(parts),
+        before,
     )
-    lines, decoder = begun("deeper", decoder_depth=2)
+
+
+@pytest.mark.parametrize("run", ["mae"], indirect=True)
+def test_a_decoder_of_another_depth_begins_anew(run, tmp_path, capsys):
+    _, workdir, _ = run
+    deeper = {"task": {"decoder_depth": 2}}
+    lines, parts = begun(workdir, tmp_path / "deeper", capsys, "mae", **deeper)
     assert len(lines) == 1
-    assert "left out" in lines[0]
-    assert "encoderblock_1" in lines[0]
-    kernel = before.task_params["decoder"]["embedding"]["kernel"]
-    assert (decoder["embedding"]["kernel"] != kernel).any()
+    assert lines[0].startswith("decoder of the task: left out, as Transformer/")
+    assert lines[0].endswith(" is missing")
+    before = weights.open_pretrained(workdir, with_task=True).task_params
+    kernel = before["decoder"]["embedding"]["kernel"]
+    assert (parts["decoder"]["embedding"]["kernel"] != kernel).any()
 
 
 def test_the_reconstruction_is_drawn(run, tmp_path):

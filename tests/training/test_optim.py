@@ -137,6 +137,8 @@ def test_steps_are_set_in_epochs_as_well():
         assert in_epochs(step) == stairs(step)
     with pytest.raises(UserError, match=r"boundaries=\(30,\).*boundary_epochs="):
         rates("step", boundaries=(30,), **epochs)
+    with pytest.raises(UserError, match=r"boundary_epochs=\(20\.0,\).*\(140,\)"):
+        rates("step", boundary_epochs=(20.0,))
 
 
 def test_warmup_counts_epochs_or_a_fraction_as_well():

@@ -1,4 +1,4 @@
-"""Images as the functions of Python take them: files, folders, bytes, arrays, of PIL."""
+"""What functions of Python take as images: files, folders, bytes, arrays, PIL images."""
 
 import contextlib
 import os

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int16
 from vit_jax import models, weights
 from vit_jax.analysis.attention import attention_maps
 from vit_jax.analysis.loaded_model import LoadedModel
-from vit_jax.api import images as given
+from vit_jax.api import images as given_images
 from vit_jax.api.images import Images
 from vit_jax.api.models import SYNONYMS, sides
 from vit_jax.config import arguments, fields
@@ -450,12 +450,12 @@ class PretrainedModel:
         """
         how, channels = self.preprocessing, self.model.image_shape[-1]
         read = (
-            (None, given.prepare(one, how, channels, read_image))
+            (None, given_images.prepare(one, how, channels, read_image))
             for one in self._each(images)
         )
         found = self.segmenter.label_maps(read, batch_size, resize, overlap)
         maps = [label_map for _, label_map in found]
-        return maps[0] if given.is_single(images, channels) else maps
+        return maps[0] if given_images.is_single(images, channels) else maps
 
     @functools.cached_property
     def segmenter(self) -> label_maps.PixelClassifier:
@@ -475,7 +475,8 @@ class PretrainedModel:
 
         Returns:
           (B, L, H, N, N) of L layers and H heads; with `max_tokens` a list of arrays
-          (L, H, N, N) of each image's own N tokens.
+          (L, H, N, N) of each image's own N tokens. These are computed one by one and
+          compiled for each grid; after 32 grids JAX's caches are emptied.
 
         Raises:
           UserError: the network has no attention between all tokens, or an image cannot
@@ -488,17 +489,21 @@ class PretrainedModel:
 
     def _attention_of(self, image) -> Float[np.ndarray, "L H N N"]:
         """Returns the attention in an image of any size, by a network of its grid."""
-        read = given.prepare(
+        read = given_images.prepare(
             image, self.preprocessing, self.model.image_shape[-1], read_image
         )
-        pixels = self._of_grids.prepare(read)
-        own = self._of_grids.fitted(pixels.shape[:2])
+        loaded = self._of_grids
+        pixels = loaded.prepare(read)
+        own = loaded.fitted(pixels.shape[:2])
         maps = attention_maps(own.model, own.params, own.normalize(pixels[None]))
         return np.stack([np.asarray(layer[0]) for layer in maps])
 
     @functools.cached_property
     def _of_grids(self) -> LoadedModel:
-        return LoadedModel.from_pretrained("", self._pretrained, self.preprocessing)
+        how = self.preprocessing
+        if how.patch != self.model.patch_size:  # Another kernel.
+            return LoadedModel.from_pretrained("", self._pretrained, how)
+        return LoadedModel("", self.model, self.params, how)
 
     def _in_batches(
         self,
@@ -536,13 +541,19 @@ class PretrainedModel:
     def _best(self, images: Images, logits, names: Sequence[str], topk: int, **how):
         """Returns the most probable classes of each image, or of the single one."""
         best = [prediction.rank(row, names, topk, **how) for row in logits]
-        return best[0] if given.is_single(images, self.model.image_shape[-1]) else best
+        return (
+            best[0]
+            if given_images.is_single(images, self.model.image_shape[-1])
+            else best
+        )
 
     def _each(self, images: Images) -> list:
-        return given.listed(images, self.model.image_shape[-1])
+        return given_images.listed(images, self.model.image_shape[-1])
 
     def _prepare(self, image) -> np.ndarray | PatchSequences:
-        return given.prepare(image, self.preprocessing, self.model.image_shape[-1])
+        return given_images.prepare(
+            image, self.preprocessing, self.model.image_shape[-1]
+        )
 
 
 def at_step(source: str | os.PathLike, step: int | None) -> str:

@@ -2,6 +2,8 @@
 
 from typing import NamedTuple
 
+import numpy as np
+
 from vit_jax.config import fields
 from vit_jax.errors import UserError
 
@@ -47,8 +49,7 @@ def length_key(section: object, name: str) -> str | None:
 def depends_on_epochs(section: object) -> bool:
     """Returns whether a length in a section of a config is set in epochs."""
     values = fields.flatten(fields.to_dict(section)).items()
-    in_epochs = (value for name, value in values if name.endswith("_epochs"))
-    return any(any(v) if isinstance(v, tuple) else v for v in in_epochs)
+    return any(np.any(value) for name, value in values if name.endswith("_epochs"))
 
 
 def _units(name: str) -> tuple[str, str, str]:

@@ -70,8 +70,9 @@ class EncoderConfig(NetworkConfig):
         'How learned positions are resized for other image sizes: "linear" (Google), '
         '"bicubic" (timm, DINOv2 with registers), "bicubic_plain" (MAE), "bicubic_dino" '
         '(DINO, DINOv2), "bilinear" (SigLIP 2), "bilinear_plain" (timm\'s factorized '
-        'ones), or with "_square" to a square of the longer side, which is cut '
-        "(timm's NaFlexVit); models/posemb.py.",
+        'ones); as "bicubic_square", each to a square of the longer side, of which the '
+        "first rows and columns are taken, so that positions keep their aspect (timm's "
+        "NaFlexVit); models/posemb.py.",
         choices=tuple(RESIZE_METHODS),
         only_if={"posemb": ("learned", "learned2d", "factorized")},
     )

@@ -279,10 +279,8 @@ RESIZE_METHODS = {
     "bicubic": bicubic_antialiased,
     "bicubic_plain": bicubic_plain,
     "bicubic_dino": bicubic_dino,
-    f"linear{_SQUARE}": linear_corners,
-    f"bicubic{_SQUARE}": bicubic_antialiased,
-    f"bilinear_plain{_SQUARE}": bilinear_plain,
 }
+RESIZE_METHODS |= {f"{name}{_SQUARE}": each for name, each in RESIZE_METHODS.items()}
 
 
 def _is_square(method: str) -> bool:
@@ -492,7 +490,7 @@ def resize_in_params(
                 return resize_positions(
                     x, old_grid, grid, num_prefix_tokens=P, method=method
                 )
-        if name in sides and {len(x)} != {sides[name], wholes[name]}:
+        if name in sides and not len(x) == sides[name] == wholes[name]:
             return resize_table(x, sides[name], method=method, longer=wholes[name])
         if name.startswith("relative_bias"):
             return resize_bias(x, old_grid, grid)

@@ -104,11 +104,14 @@ def join(tree: object, like: object) -> object:
 
 
 def difference(given: object, wanted: object) -> str:
-    """Returns the first parameter whose shapes differ, and both; "" if there is none.
+    """Returns how given parameters differ from those of a run; "" if they have its shapes.
 
     Args:
       given, wanted: arrays or jax.ShapeDtypeStruct, or nested dicts of them, with blocks
         stacked or one by one.
+
+    Returns:
+      A clause on the first difference, as "kernel is (2, 3), not (2, 4)".
     """
     given, wanted = (
         {
@@ -118,9 +121,12 @@ def difference(given: object, wanted: object) -> str:
         for tree in (given, wanted)
     )
     for name in sorted(given.keys() | wanted.keys()):
-        shapes = given.get(name), wanted.get(name)
-        if shapes[0] != shapes[1]:
-            return f"{name} {shapes[0]} instead of {shapes[1]}"
+        if name not in given:
+            return f"{name} is missing"
+        if name not in wanted:
+            return f"{name} has no place"
+        if given[name] != wanted[name]:
+            return f"{name or 'it'} is {given[name]}, not {wanted[name]}"
     return ""
 
 

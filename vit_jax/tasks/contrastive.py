@@ -30,7 +30,7 @@ from vit_jax.data.captions import TEXT as TOKENS
 from vit_jax.data.config import DataConfig
 from vit_jax.data.tokenizer import open_tokenizer
 from vit_jax.errors import UserError
-from vit_jax.models import Model, text
+from vit_jax.models import Model, stacking, text
 from vit_jax.models.text import TextConfig
 from vit_jax.models.text_tower import TextTower
 from vit_jax.tasks.task import Batch, ImageTask, TaskConfig, feature_width
@@ -206,17 +206,12 @@ class Contrastive(ImageTask):
     def with_task_params(self, params, extra, task_params):
         pretrained = {k: v for k, v in task_params.items() if k in text.PARAMS}
         initial = {k: v for k, v in params.items() if k in text.PARAMS}
-        wanted, given = (
-            {k: v.shape for k, v in flatten_dict(tree, sep="/").items()}
-            for tree in (initial, pretrained)
-        )
-        for name in sorted(wanted.keys() | given.keys()):
-            if wanted.get(name) != given.get(name):
-                raise UserError(
-                    f"config.init has {name} of shape {given.get(name)}, and this run "
-                    f"{wanted.get(name)}: set task.text, task.projection and "
-                    "data.num_tokens as in those weights, or give an image network alone"
-                )
+        if difference := stacking.difference(pretrained, initial):
+            raise UserError(
+                f"config.init: of its text tower {difference}: set task.text, "
+                "task.projection and data.num_tokens as in those weights, or give an image "
+                "network alone"
+            )
         return params | pretrained, extra
 
     def backbone(self, params, extra):

@@ -265,13 +265,13 @@ class Dino(Task):
         Raises:
           UserError: a head has other sizes.
         """
-        given = {name: task_params[name] for name in params if name in task_params}
+        given = _of_student(params, task_params)
         teacher = {**task_params["teacher"], "network": extra["teacher"]["network"]}
         for name, value in extra["teacher"].items():
             if difference := stacking.difference(teacher.get(name, {}), value):
                 raise UserError(
                     f"config.init has another {name} than this run, which starts with it "
-                    f"({difference.strip()}): set the keys of task as in its run, or give "
+                    f"({difference}): set the keys of task as in its run, or give "
                     "the network alone, as vit_jax.convert --to=safetensors writes it"
                 )
         begins = not stacking.difference(given, params)
@@ -280,6 +280,16 @@ class Dino(Task):
         copies = jax.tree.map(jnp.array, {"student": student, "teacher": teacher})
         extra = {**extra, **centers, "teacher": copies["teacher"]}
         return copies["student"], extra
+
+    def left_out(self, params, extra, task_params):
+        given, teacher = _of_student(params, task_params), task_params["teacher"]
+        none = [name for name in task_params if name not in {**params, **extra}]
+        none += [f"teacher/{name}" for name in teacher if name not in extra["teacher"]]
+        left = dict.fromkeys(none, "this run has none")
+        if difference := stacking.difference(given, params):
+            begins = f"the student begins as the teacher ({difference})"
+            left |= dict.fromkeys(given, begins)
+        return left
 
     def training_flops(self):
         """See `Task`; the teacher has no backward pass."""
@@ -301,3 +311,8 @@ class Dino(Task):
             small = cost.forward_flops(self._models[sizes.small])
             rest = self.crops.num_small * (small + head)
         return 3 * (views + rest) + views
+
+
+def _of_student(params: dict, task_params: dict) -> dict:
+    """Returns those of pretrained parameters that a student has."""
+    return {name: task_params[name] for name in params if name in task_params}

@@ -524,20 +524,32 @@ class Dinov2(Dino):
     def with_backbone(self, params, extra, network):
         params, extra = super().with_backbone(params, extra, network)
         if self.config.small_norm:
-            params |= _small_norm(network)
-            extra |= {"teacher": extra["teacher"] | _small_norm(network)}
+            student, teacher = (
+                jax.tree.map(jnp.copy, _small_norm(network)) for _ in range(2)
+            )
+            params |= student
+            extra |= {"teacher": extra["teacher"] | teacher}
         if self.config.gram_weight:
             extra |= {"anchor": jax.tree.map(jnp.copy, network)}
         return params, extra
 
     def with_task_params(self, params, extra, task_params):
         """See `Dino`; a norm of small crops that is not there begins as the last one."""
-        if self.config.small_norm:
-            of_teacher = extra["teacher"]["network"]
-            teacher = _small_norm(of_teacher) | task_params["teacher"]
-            student = _small_norm(task_params.get("network", of_teacher))
-            task_params = student | task_params | {"teacher": teacher}
+        task_params = self._with_small_norm(extra, task_params)
         return super().with_task_params(params, extra, task_params)
+
+    def left_out(self, params, extra, task_params):
+        task_params = self._with_small_norm(extra, task_params)
+        return super().left_out(params, extra, task_params)
+
+    def _with_small_norm(self, extra: dict, task_params: dict) -> dict:
+        """Returns pretrained parameters with the norms of small crops that a run needs."""
+        if not self.config.small_norm:
+            return task_params
+        of_teacher = extra["teacher"]["network"]
+        teacher = _small_norm(of_teacher) | task_params["teacher"]
+        student = _small_norm(task_params.get("network", of_teacher))
+        return student | task_params | {"teacher": teacher}
 
     def _flops(self, sizes: CropSizes, shapes: dict) -> int:
         """See `Dino`; neither teacher nor anchor has a backward pass.
@@ -581,7 +593,7 @@ def _small_norm(network: dict) -> dict[str, Array]:
     """Returns the parameters of the norm of small crops that equals a network's last."""
     encoder = network["Transformer"]
     norm = encoder.get("cls_norm", encoder["encoder_norm"])
-    return {f"{_SMALL_NORM}{name}": jnp.copy(value) for name, value in norm.items()}
+    return {f"{_SMALL_NORM}{name}": value for name, value in norm.items()}
 
 
 def _student_flops(model: Model) -> int:

@@ -52,8 +52,6 @@ class LinearProbe(Classification):
         or has no classifier or two.
     """
 
-    continues = False  # See `init.head`.
-
     def __init__(self, config: LinearProbeConfig, model: Model, data: DataConfig):
         super().__init__(config, model, data)
         require_classifier(model, config.name)
@@ -79,6 +77,9 @@ class LinearProbe(Classification):
     def with_backbone(self, params, extra, network):
         # The probe replaces the classifier of the pretrained network.
         return params, _folded(extra | {"network": network}, params["head"])
+
+    def left_out(self, params, extra, task_params):
+        return dict.fromkeys(task_params, "a probe begins anew")
 
     def loss(self, params, extra, batch, rng):
         images = batch["image"].astype(self.model.options["dtype"])

@@ -59,8 +59,6 @@ class Lora(Classification):
         projection matches no kernel or is no regular expression.
     """
 
-    continues = False  # The network of a run has its updates already.
-
     def __init__(self, config: LoraConfig, model: Model, data: DataConfig):
         super().__init__(config, model, data)
         require_classifier(model, config.name)
@@ -97,6 +95,9 @@ class Lora(Classification):
 
     def with_backbone(self, params, extra, network):
         return params | {"head": _heads(network)}, self._extra(network)
+
+    def left_out(self, params, extra, task_params):
+        return dict.fromkeys(task_params, "the network of a run has its updates")
 
     def loss(self, params, extra, batch, rng):
         network = self.merge(params, jax.lax.stop_gradient(extra))

@@ -19,7 +19,7 @@ from vit_jax.data.config import DataConfig
 from vit_jax.data.masks import IGNORED
 from vit_jax.data.transforms import device as transforms
 from vit_jax.errors import UserError
-from vit_jax.models import Model, cost, segmenter
+from vit_jax.models import Model, cost, segmenter, stacking
 from vit_jax.tasks.task import ImageTask, TaskConfig
 
 SEGMENTER, MEANS = segmenter.NAMES
@@ -129,12 +129,12 @@ class Segmentation(ImageTask):
         return {**extra, **stats}
 
     def with_task_params(self, params, extra, task_params):
-        shapes = lambda tree: jax.tree.map(jnp.shape, tree)
-        if shapes(task_params[SEGMENTER]) != shapes(params[SEGMENTER]):
+        difference = stacking.difference(task_params[SEGMENTER], params[SEGMENTER])
+        if difference:
             raise UserError(
                 "init.head='keep': the checkpoint's head for masks has other classes, "
-                "layers or widths than task and data.num_classes say: make them equal, or "
-                "train a new head with init.head='new'"
+                f"layers or widths than task and data.num_classes say ({difference}): make "
+                "them equal, or train a new head with init.head='new'"
             )
         params = {**params, SEGMENTER: task_params[SEGMENTER]}
         return params, {**extra, MEANS: task_params[MEANS]}

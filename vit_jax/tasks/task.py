@@ -66,8 +66,6 @@ class Task(Protocol):
         parameters, such as running means, or that another run starts with.
       trained: path in `params` of a network that is trained in the place of the one that
         `backbone` returns, as a student; None if there is none.
-      continues: whether another run of this task starts with its parameters beside the
-        network, as with a decoder; not where they are a part of the network it leaves.
     """
 
     model: Model
@@ -76,7 +74,6 @@ class Task(Protocol):
     segment: Callable[[dict, Tree, jax.Array], jax.Array] | None = None
     statistics: tuple[str, ...] = ()
     trained: str | None = None
-    continues: bool = True
 
     @abc.abstractmethod
     def batch_spec(self, batch_size: int) -> dict[str, jax.ShapeDtypeStruct]:
@@ -208,7 +205,7 @@ class Task(Protocol):
     ) -> tuple[dict, Tree]:
         """Returns the state of `init` with the task's pretrained parameters in it.
 
-        By default those of other names or shapes than in `params` are left out.
+        By default without those that `left_out` names.
 
         Args:
           params, extra: state of `init`.
@@ -218,12 +215,27 @@ class Task(Protocol):
         Raises:
           UserError: a task needs them all, and a name or shape differs.
         """
+        left = self.left_out(params, extra, task_params)
         given = {
             name: stacking.join(stacking.separate(value), like=params[name])
             for name, value in task_params.items()
-            if name in params and not stacking.difference(value, params[name])
+            if name in params and name not in left
         }
         return {**params, **given}, extra
+
+    def left_out(self, params: dict, extra: Tree, task_params: dict) -> dict[str, str]:
+        """Returns why `with_task_params` leaves parameters out, by their names.
+
+        Args: see `with_task_params`; shapes are enough.
+        """
+        has = {**params, **(extra or {})}
+        left = {}
+        for name, value in task_params.items():
+            if name not in has:
+                left[name] = "this run has none"
+            elif difference := stacking.difference(value, has[name]):
+                left[name] = difference
+        return left
 
     def training_flops(self) -> int | None:
         """Returns the floating-point operations of a training step, per image.

@@ -350,7 +350,6 @@ def restore_or_init(
     if latest:
         notes += checkpoints.put_damaged_aside()
     elif restored.state is None and config.init.checkpoint:
-        beside = {**setup.shapes.params, **(setup.shapes.extra or {})}
         params, others, notes = load_initial(
             config.init,
             config.data,
@@ -358,7 +357,9 @@ def restore_or_init(
             lambda: setup.task.backbone(*setup.init()),
             head_bias_init=config.model.head_bias_init,
             task=config.task.name,
-            task_params=beside if setup.task.continues else {},
+            left_out=lambda others: setup.task.left_out(
+                setup.shapes.params, setup.shapes.extra, others
+            ),
             class_names=setup.source.class_names if setup.source is not None else (),
         )
         _check_weights_of_hosts(setup, params | {"task": others})

@@ -176,20 +176,22 @@ class StepConfig(ScheduleConfig):
     decay_rate: float = key(0.1, "Factor of the learning rate at each boundary.")
 
     def build(self, peak: Number, warmup: int, run: RunLength) -> Schedule:
-        steps = self.boundaries
-        if any(self.boundary_epochs):
+        steps, epochs = self.boundaries, self.boundary_epochs
+        where = f"optim.schedule.boundaries={steps}"
+        if any(epochs):
             if any(steps):
                 raise UserError(
-                    f"optim.schedule.boundaries={steps} and optim.schedule.boundary_epochs="
-                    f"{self.boundary_epochs}: keep one of them, set the other to (0,)"
+                    f"{where} and optim.schedule.boundary_epochs={epochs}: keep one of "
+                    "them, set the other to (0,)"
                 )
-            steps = tuple(round(n * run.steps_per_epoch) for n in self.boundary_epochs)
-        if any(
-            a >= b for a, b in itertools.pairwise((warmup, *steps, run.total_steps))
+            steps = tuple(round(n * run.steps_per_epoch) for n in epochs)
+            where = f"optim.schedule.boundary_epochs={epochs}, the steps {steps},"
+        if not all(
+            a < b for a, b in itertools.pairwise((warmup, *steps, run.total_steps))
         ):
             raise UserError(
-                f"optim.schedule.boundaries={steps} must ascend between the "
-                f"end of the warmup ({warmup}) and that of the run ({run.total_steps})"
+                f"{where} must ascend between the end of the warmup ({warmup}) and that of "
+                f"the run ({run.total_steps}): change them, or the length of the run"
             )
         return optax.piecewise_constant_schedule(
             peak, {step - warmup: self.decay_rate for step in steps}

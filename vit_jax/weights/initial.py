@@ -1,8 +1,7 @@
 """Loads the weights that a run starts from."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Callable, Sequence
 
 from vit_jax import models
 from vit_jax.config.fields import key
@@ -54,7 +53,7 @@ def load_initial(
     *,
     head_bias_init: float,
     task: str,
-    task_params: Mapping = MappingProxyType({}),
+    left_out: Callable[[dict], dict[str, str]] = lambda others: {},
     class_names: Sequence[str] = (),
 ) -> tuple[dict, dict, list[str]]:
     """Loads the checkpoint that a run starts from, and fits it to the run's model.
@@ -66,8 +65,8 @@ def load_initial(
       head_bias_init: initial bias of a new classifier.
       init: returns the run's initial parameters, for those that may be missing.
       task: name of the run's task.
-      task_params: shapes of what it has beside the network, by names; empty if it loads
-        nothing of that.
+      left_out: function of the parameters beside the network to why the task leaves
+        some out, see `Task.left_out`.
       class_names: class names of the training data.
 
     Returns:
@@ -104,33 +103,14 @@ def load_initial(
     if pretrained.format == "workdir":
         lines[:2] = [f"{pretrained.notes[0]} from {pretrained.source}"]
     lines[0] = f"start: {lines[0]}"
-    same = task_params and pretrained.task.get("name") == task
-    others = pretrained.task_params if same else {}
+    others = pretrained.task_params if pretrained.task.get("name") == task else {}
     if config.head != "keep":
         others = {k: v for k, v in others.items() if k not in segmenter.NAMES}
-    left = _left_out(others, task_params)
+    left = left_out(others) if others else {}
     lines += [f"{name} of the task: loaded" for name in others if name not in left]
     lines += [f"{name} of the task: left out, as {why}" for name, why in left.items()]
     lines += _compare_normalisation(pretrained.preprocess, data)
     return stacking.unstack(loaded.params), others, lines
-
-
-def _left_out(given: Mapping, has: Mapping) -> dict[str, str]:
-    """Returns why given parameters, or parts of them, cannot be those of a run."""
-    left = {}
-    for name, value in given.items():
-        wanted = has.get(name)
-        if isinstance(value, dict) and name in has:
-            # A teacher has its network elsewhere.
-            missing = value.keys() - wanted.keys()
-            left |= {f"{name}/{part}": "this run has none" for part in missing}
-            wanted = {part: wanted[part] for part in value.keys() - missing}
-            value = {part: value[part] for part in wanted}
-        if wanted is None:
-            left[name] = "this run has none"
-        elif difference := stacking.difference(value, wanted):
-            left[name] = f"it has {difference}".strip()
-    return left
 
 
 def _compare_normalisation(

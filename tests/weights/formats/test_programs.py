@@ -144,7 +144,7 @@ def test_the_size_may_be_another(tmp_path):
     ("to", "options"),
     [
         ("stablehlo", {"posemb_resize": "bicubic"}),
-        ("onnx", {"posemb_resize": "bicubic"}),
+        ("onnx", {"posemb_resize": "bicubic_square"}),
         ("onnx", {"posemb_resize": "bilinear", "pool": "map"}),
         ("onnx", {"posemb": "factorized", "pool": "gap", "rope": "axial"}),
     ],

@@ -74,7 +74,7 @@ BASE = "naflexvit_base_patch16"
     [
         (
             f"{BASE}_par_gap",
-            {"pos_embed_interp_mode": "bilinear"},
+            {"pos_embed_align_corners": True},
             "pos_embed_ar_preserving=True",
         ),
         (f"{BASE}_map", {"global_pool": "map"}, "pool_include_prefix=False"),

@@ -6,7 +6,8 @@
 
 A program takes any number of resized and cropped images, and normalises them. If the
 preprocessing keeps the aspect of images, it takes sequences of patches instead: pixels, and
-the grids of the images (models/patches.py). Its folder has the preprocessing in `preprocess.json`, and the class names in `labels.txt`.
+the grids of the images (models/patches.py). Its folder has the preprocessing in
+`preprocess.json`, and the class names in `labels.txt`.
 Letters: B images, H, W pixels, C channels.
 """
 

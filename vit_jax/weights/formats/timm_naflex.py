@@ -47,14 +47,15 @@ _BY_NAME = (
 )
 # `model.posemb_resize` to mode, antialiasing, aligning of corners, and keeping of the aspect.
 _RESIZES = {
-    "bicubic": ("bicubic", True, False, False),
-    "bilinear": ("bilinear", True, False, False),
-    "bicubic_plain": ("bicubic", False, False, False),
-    "bilinear_plain": ("bilinear", False, False, False),
-    "linear": ("bilinear", False, True, False),
-    "bicubic_square": ("bicubic", True, False, True),
-    "bilinear_plain_square": ("bilinear", False, False, True),
-    "linear_square": ("bilinear", False, True, True),
+    f"{name}{'_square' * square}": (*resize, square)
+    for square in (False, True)
+    for name, resize in {
+        "bicubic": ("bicubic", True, False),
+        "bilinear": ("bilinear", True, False),
+        "bicubic_plain": ("bicubic", False, False),
+        "bilinear_plain": ("bilinear", False, False),
+        "linear": ("bilinear", False, True),
+    }.items()
 }
 _RESIZE = tuple(
     f"pos_embed_{name}"
