@@ -68,28 +68,38 @@ def _rows(out):
 
 
 def _table(rows):
-    """Prints a Markdown table."""
-    print(
-        "| program | images per GPU | peak GiB | TFLOP | of 3 forward | GB moved | "
-        "attention | floor, ms | bound by |"
-    )
-    print("| --- | ---: | ---: | ---: | ---: | ---: | --- | ---: | --- |")
-    for row in rows:
-        gpus = row["settings"]["mesh"]["data"] * row["settings"]["mesh"]["fsdp"]
-        kernels = sum(n for name, n in row["kernels"].items() if "fmha" in name)
-        bounds = row["roofline"] or {"floor": 0, "bound": "unknown"}
-        cells = (
-            row["name"],
-            f"{row['settings']['batch_size'] // gpus}" if row["fits"] else "0",
-            f"{row['peak_bytes'] / 2**30:.1f}",
-            f"{row['flops'] / 1e12:.1f}",
-            f"{row['flops'] / row['model_flops']:.3f}",
-            f"{row['moved_bytes'] / 1e9:.0f}",
-            "cuDNN" if kernels else row["settings"]["attention_impl"] or "-",
-            f"{bounds['floor'] * 1e3:.0f}",
-            bounds["bound"],
+    """Prints a Markdown table, a line for each program, of H100 and A100 in this order."""
+    heads = ("images per GPU", "peak GiB", "GFLOP an image", "of 3 forward")
+    heads += ("MB moved an image", "attention", "floor, ms", "bound by")
+    print(f"| program | {' | '.join(heads)} |\n|---{'|---' * len(heads)}|")
+    programs = {}
+    for row in sorted(rows, key=lambda row: row["name"].split()[-1], reverse=True):
+        programs.setdefault(row["name"].rsplit(" ", 1)[0], []).append(_cells(row))
+    for name, several in programs.items():
+        joined = (
+            ", ".join(dict.fromkeys(cells) if len({*cells}) == 1 else cells)
+            for cells in zip(*several, strict=True)
         )
-        print("| " + " | ".join(cells) + " |")
+        name = f"`{name.removeprefix('configs/')}`" if ".py" in name else name
+        print(f"| {name} | {' | '.join(joined)} |")
+
+
+def _cells(row):
+    """Returns the cells of a row, by device."""
+    gpus = row["settings"]["mesh"]["data"] * row["settings"]["mesh"]["fsdp"]
+    images = row["settings"]["batch_size"] // gpus
+    kernels = sum(n for name, n in row["kernels"].items() if "fmha" in name)
+    bounds = row["roofline"] or {"floor": 0, "bound": "unknown"}
+    return (
+        f"{images:,}" if row["fits"] else "0",
+        f"{row['peak_bytes'] / 2**30:.1f}",
+        f"{row['flops'] / images / 1e9:,.2f}",
+        f"{row['flops'] / row['model_flops']:.3f}",
+        f"{row['moved_bytes'] / images / 1e6:,.1f}",
+        "cuDNN" if kernels else row["settings"]["attention_impl"] or "-",
+        f"{bounds['floor'] * 1e3:,.0f}",
+        bounds["bound"],
+    )
 
 
 SMOKE = "--out={folder}/rows.jsonl --only='^configs/digits.py h100'"

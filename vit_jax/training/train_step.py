@@ -316,7 +316,12 @@ def _check_task(task: Task, config: TrainConfig) -> dict:
 def _check_rows(
     batch_spec: dict, splits: tuple[int, int], mesh: Mesh, config: TrainConfig
 ) -> None:
-    """Checks that arrays with fewer rows than images split over devices and parts."""
+    """Checks that groups and arrays with fewer rows than images split over devices."""
+    group = getattr(config.model, "drop_path_group", 0)
+    for shape in (spec.shape for spec in batch_spec.values()):
+        if group and len(shape) >= 4:  # Images, or several crops of each.
+            views = shape[1] if len(shape) == 5 else 1
+            meshes.check_groups(views * shape[0] // math.prod(splits), group, mesh)
     rows = {spec.shape[0] for spec in batch_spec.values()}
     if len(rows) == 1:
         return

@@ -64,6 +64,20 @@ def test_the_largest_batch_is_between_one_that_fits_and_one_that_does_not(
     assert len(tried) <= tries
 
 
+def test_batches_hold_whole_groups_of_stochastic_depth(monkeypatch):
+    def analyse(config, mesh, examples, limit):
+        assert config.batch_size % (mesh.size * 6) == 0
+        each = config.batch_size // mesh.size
+        return analysis.Analysis({}, fits=each <= 60, peak_bytes=each)
+
+    monkeypatch.setattr(analysis, "analyse", analyse)
+    keys = {"model.drop_path_group": 6, "model.drop_path_schedule": "constant"}
+    config = configuration.load("digits", {"batch_size": 96, **keys})
+    mesh = meshes.create(config.mesh, jax.devices())
+    found, _ = batch_search.largest_batch(config, mesh, 20, LIMIT)
+    assert found.batch_size == 60 * mesh.size
+
+
 def test_without_a_limit_there_is_no_largest_batch():
     config = configuration.load("digits")
     with pytest.raises(UserError, match="--largest_batch"):

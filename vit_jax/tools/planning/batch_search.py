@@ -59,6 +59,7 @@ def largest_batch(
         )
     whole = mesh.size // mesh.shape["model"] * config.optim.grad_accum_steps
     whole *= parse.packs(config.data)
+    whole *= max(1, getattr(config.model, "drop_path_group", 0))
     best, found, step = 0, None, _WITHIN / 2
     too_large = 1 + max(1, most // whole)
     # Images per device and microbatch.
