@@ -74,14 +74,17 @@ def _table(rows):
     print(f"| program | {' | '.join(heads)} |\n|---{'|---' * len(heads)}|")
     programs = {}
     for row in sorted(rows, key=lambda row: row["name"].split()[-1], reverse=True):
-        programs.setdefault(row["name"].rsplit(" ", 1)[0], []).append(_cells(row))
-    for name, several in programs.items():
+        program, gpus = row["name"].rsplit(" ", 1)
+        programs.setdefault(program, {})[gpus] = _cells(row)
+    for name, by_gpus in programs.items():
+        several = by_gpus.values()
         joined = (
             ", ".join(dict.fromkeys(cells) if len({*cells}) == 1 else cells)
             for cells in zip(*several, strict=True)
         )
         name = f"`{name.removeprefix('configs/')}`" if ".py" in name else name
-        print(f"| {name} | {' | '.join(joined)} |")
+        alone = f", {next(iter(by_gpus))} alone" if len(by_gpus) == 1 else ""
+        print(f"| {name}{alone} | {' | '.join(joined)} |")
 
 
 def _cells(row):
@@ -93,13 +96,17 @@ def _cells(row):
     return (
         f"{images:,}" if row["fits"] else "0",
         f"{row['peak_bytes'] / 2**30:.1f}",
-        f"{row['flops'] / images / 1e9:,.2f}",
+        _rounded(row["flops"] / images / 1e9),
         f"{row['flops'] / row['model_flops']:.3f}",
-        f"{row['moved_bytes'] / images / 1e6:,.1f}",
+        _rounded(row["moved_bytes"] / images / 1e6),
         "cuDNN" if kernels else row["settings"]["attention_impl"] or "-",
         f"{bounds['floor'] * 1e3:,.0f}",
         bounds["bound"],
     )
+
+
+def _rounded(value):
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 SMOKE = "--out={folder}/rows.jsonl --only='^configs/digits.py h100'"
