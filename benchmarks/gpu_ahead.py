@@ -79,7 +79,7 @@ def _table(rows):
     for name, by_gpus in programs.items():
         several = by_gpus.values()
         joined = (
-            ", ".join(dict.fromkeys(cells) if len({*cells}) == 1 else cells)
+            ", ".join(cells[:1] if len({*cells}) == 1 else cells)
             for cells in zip(*several, strict=True)
         )
         name = f"`{name.removeprefix('configs/')}`" if ".py" in name else name
@@ -88,7 +88,7 @@ def _table(rows):
 
 
 def _cells(row):
-    """Returns the cells of a row, by device."""
+    """Returns the cells of a row; its numbers are of one device."""
     gpus = row["settings"]["mesh"]["data"] * row["settings"]["mesh"]["fsdp"]
     images = row["settings"]["batch_size"] // gpus
     kernels = sum(n for name, n in row["kernels"].items() if "fmha" in name)

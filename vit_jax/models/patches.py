@@ -52,7 +52,8 @@ class PatchSequences(NamedTuple):
         sides = jnp.maximum(1, jnp.take_along_axis(grids, own[..., None], axis=1))
         index = jnp.where(image < K, n[None] - start, 0)
         columns = sides[..., 1]
-        row = jax.lax.div(index, columns)  # None is negative.
+        # Not `//` and `%`, which jax2onnx refuses for any number of sequences.
+        row = jax.lax.div(index, columns)
         place = jnp.stack([row, index - row * columns], axis=-1)
         return Places(image, place, sides, K)
 
@@ -151,6 +152,7 @@ class Places(NamedTuple):
         return Places(image, place, sides, self.num_images)
 
     def _one_hot(self, dtype) -> Array:
+        # Not jax.nn.one_hot, of which ONNX Runtime has no bools.
         own = self.image[..., None] == jnp.arange(self.num_images)[None, None]
         return own.astype(dtype)
 

@@ -68,7 +68,7 @@ class AddPositions(nn.Module):
             shape = (1, P + math.prod(self.grid) - R, D)
             embedding = self.param("pos_embedding", _INIT, shape, jnp.float32)
             if R:
-                before, after = embedding[:, : P - R], embedding[:, P - R :]
+                before, after = jnp.split(embedding, [P - R], 1)
                 none = jnp.zeros((1, R, D))
                 embedding = jnp.concatenate([before, none, after], axis=1)
         elif self.kind in ("learned2d", "factorized"):
@@ -90,6 +90,7 @@ class AddPositions(nn.Module):
             return None
         if places is None:
             return embedding
+        # Not jnp.split: jax2onnx refuses one without prefix tokens.
         prefix, table = embedding[:, :P], embedding[:, P:]
         patches = at_places(table[0], self.grid, places, method)
         prefix = jnp.broadcast_to(prefix, (patches.shape[0], P, D))

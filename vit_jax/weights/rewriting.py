@@ -185,8 +185,8 @@ def multiply_layer_scale(flat: dict[str, np.ndarray], names: Collection[str]) ->
 
 def note_resize(options: Mapping, library: str) -> list[str]:
     """Returns a note if a library resizes positions differently than training did."""
-    theirs = not options["posemb_resize"].endswith(("_dino", "_square"))
-    if options["posemb"] != "learned" or theirs:
+    ends = ("_dino", "_square")
+    if options["posemb"] != "learned" or not options["posemb_resize"].endswith(ends):
         return []
     note = (
         f"position embeddings: {library} resizes them for images of another size in "

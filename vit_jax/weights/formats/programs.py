@@ -166,7 +166,7 @@ def write_onnx(pretrained: Pretrained, folder: pathlib.Path) -> list[str]:
             opset=_OPSET,
             return_mode="file",
             output_path=folder / _ONNX,
-            input_names=list(_INPUTS[: len(program.batch)]),
+            input_names=list(_inputs(pretrained)),
             output_names=list(program.outputs),
         )
     _write_sidecars(pretrained, program, folder)
