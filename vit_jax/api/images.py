@@ -11,7 +11,7 @@ from vit_jax.config import fields
 from vit_jax.data import decode, inputs
 from vit_jax.errors import UserError
 from vit_jax.models.patches import PatchSequences
-from vit_jax.weights.pretrained import Preprocess, prepare_image
+from vit_jax.weights.pretrained import Preprocess
 
 Images = (
     str
@@ -65,7 +65,7 @@ def listed(images: Images, channels: int) -> list:
 
 
 def prepare(
-    image, preprocess: Preprocess, channels: int, convert: Callable = prepare_image
+    image, preprocess: Preprocess, channels: int, convert: Callable
 ) -> np.ndarray | PatchSequences:
     """Reads one image, and returns what `convert` makes of it.
 

@@ -28,6 +28,7 @@ from vit_jax.weights.pretrained import (
     Preprocess,
     Pretrained,
     network_input,
+    prepare_image,
     read_image,
     upright,
 )
@@ -448,14 +449,10 @@ class PretrainedModel:
         Raises:
           UserError: there is no head for masks, or an image cannot be read.
         """
-        how, channels = self.preprocessing, self.model.image_shape[-1]
-        read = (
-            (None, given_images.prepare(one, how, channels, read_image))
-            for one in self._each(images)
-        )
+        read = ((None, self._prepare(one, read_image)) for one in self._each(images))
         found = self.segmenter.label_maps(read, batch_size, resize, overlap)
         maps = [label_map for _, label_map in found]
-        return maps[0] if given_images.is_single(images, channels) else maps
+        return maps[0] if self._is_single(images) else maps
 
     @functools.cached_property
     def segmenter(self) -> label_maps.PixelClassifier:
@@ -489,11 +486,8 @@ class PretrainedModel:
 
     def _attention_of(self, image) -> Float[np.ndarray, "L H N N"]:
         """Returns the attention in an image of any size, by a network of its grid."""
-        read = given_images.prepare(
-            image, self.preprocessing, self.model.image_shape[-1], read_image
-        )
         loaded = self._of_grids
-        pixels = loaded.prepare(read)
+        pixels = loaded.prepare(self._prepare(image, read_image))
         own = loaded.fitted(pixels.shape[:2])
         maps = attention_maps(own.model, own.params, own.normalize(pixels[None]))
         return np.stack([np.asarray(layer[0]) for layer in maps])
@@ -541,19 +535,19 @@ class PretrainedModel:
     def _best(self, images: Images, logits, names: Sequence[str], topk: int, **how):
         """Returns the most probable classes of each image, or of the single one."""
         best = [prediction.rank(row, names, topk, **how) for row in logits]
-        return (
-            best[0]
-            if given_images.is_single(images, self.model.image_shape[-1])
-            else best
-        )
+        return best[0] if self._is_single(images) else best
+
+    def _is_single(self, images: Images) -> bool:
+        return given_images.is_single(images, self.model.image_shape[-1])
 
     def _each(self, images: Images) -> list:
         return given_images.listed(images, self.model.image_shape[-1])
 
-    def _prepare(self, image) -> np.ndarray | PatchSequences:
-        return given_images.prepare(
-            image, self.preprocessing, self.model.image_shape[-1]
-        )
+    def _prepare(
+        self, image, convert: Callable = prepare_image
+    ) -> np.ndarray | PatchSequences:
+        channels = self.model.image_shape[-1]
+        return given_images.prepare(image, self.preprocessing, channels, convert)
 
 
 def at_step(source: str | os.PathLike, step: int | None) -> str:

@@ -2,8 +2,6 @@
 
 from typing import NamedTuple
 
-import numpy as np
-
 from vit_jax.config import fields
 from vit_jax.errors import UserError
 
@@ -49,7 +47,8 @@ def length_key(section: object, name: str) -> str | None:
 def depends_on_epochs(section: object) -> bool:
     """Returns whether a length in a section of a config is set in epochs."""
     values = fields.flatten(fields.to_dict(section)).items()
-    return any(np.any(value) for name, value in values if name.endswith("_epochs"))
+    in_epochs = (value for name, value in values if name.endswith("_epochs"))
+    return any(value not in (0, (), (0,)) for value in in_epochs)
 
 
 def _units(name: str) -> tuple[str, str, str]:
