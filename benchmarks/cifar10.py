@@ -4,7 +4,8 @@ Run: PYTHONPATH=. python benchmarks/cifar10.py --data_dir=DIR --out=runs/cifar10
          [--minutes=10] [--seeds=0,1,2] [--only="recipe;resnet"]
 
 Every line of the table is the recipe with one thing changed, trained on nine tenths of the
-training images for as many steps as fit the minutes, at a speed that a short trial measures.
+training images for as many steps as fit the minutes, at the median speed of short trials, which
+take turns; they need an idle machine, the runs after them do not.
 "val" is the other tenth, by which the recipe was chosen. "resnet" is a plain ResNet (arXiv:
 1512.03385, section 4.2, of width 64 and with a first stride of 2) with the same optimiser.
 Runs that are done are kept: the script goes on where it was ended.
@@ -24,7 +25,7 @@ from vit_jax.config.fields import key
 from vit_jax.models import NetworkConfig
 from vit_jax.models.layers import classify
 
-TRIAL = 40  # Steps by which a run's speed is measured.
+TRIAL, TRIALS = 40, 2  # Steps and runs by which a speed is measured.
 SPLITS = {"val": "train[90%:]", "test": "test"}
 
 
@@ -123,17 +124,27 @@ def train(name, workdir, seed, steps, args):
     return json.loads((workdir / "report.json").read_text())
 
 
-def measure(name, seed, args):
+def speeds(names, args):
+    """Returns the images per second of each name, the median of several trials."""
+    found = {name: [] for name in names}
+    for trial in range(1 if args.steps else TRIALS):
+        for name, each in found.items():
+            workdir = args.out / f"{stem(name)}_trial{trial}"
+            each.append(train(name, workdir, 0, TRIAL, args)["images_per_second"])
+    return {name: statistics.median(each) for name, each in found.items()}
+
+
+def measure(name, seed, speed, args):
     """Returns the scores of a run of as many steps as fit the minutes."""
-    stem = name.replace(", ", "_").replace(" ", "_")
-    steps = args.steps
-    if not steps:
-        trial = train(name, args.out / f"{stem}_trial", seed, TRIAL, args)
-        steps = int(60 * args.minutes * trial["images_per_second"] / args.batch)
-    report = train(name, args.out / f"{stem}_{seed}", seed, steps, args)
+    steps = args.steps or int(60 * args.minutes * speed / args.batch)
+    report = train(name, args.out / f"{stem(name)}_{seed}", seed, steps, args)
     scores = {split: report["final"][split]["params"]["top1"] for split in SPLITS}
-    minutes = steps * args.batch / report["images_per_second"] / 60
-    return {"steps": steps, "minutes": minutes, **scores}
+    return {"steps": steps, "minutes": steps * args.batch / speed / 60, **scores}
+
+
+def stem(name):
+    """Returns the beginning of the folders of a line of the table."""
+    return name.replace(", ", "_").replace(" ", "_")
 
 
 def table(found):
@@ -168,9 +179,9 @@ def main():
         import without_labels
 
         without_labels.make_cifar10(args.data_dir, args.batch)
-    found = {}
-    for name in args.only.split(";"):
-        found[name] = [measure(name, int(seed), args) for seed in args.seeds.split(",")]
+    found, seeds = {}, [int(seed) for seed in args.seeds.split(",")]
+    for name, speed in speeds(args.only.split(";"), args).items():
+        found[name] = [measure(name, seed, speed, args) for seed in seeds]
         table({name: found[name]})
     table(found)
 

@@ -304,6 +304,10 @@ def test_what_optax_refuses_is_one_line():
 def test_keys_have_the_defaults_and_meanings_of_optax():
     assert OPTIMIZERS["prodigy"](learning_rate=1.0).betas == (0.9, 0.999)
     assert tiny_config(optim={"name": "lion"}).optim.weight_decay == 1e-3
+    both = ("/kernel$", "/cls$")
+    for name in ("muon", "lion"):
+        config = tiny_config(optim={"name": name, "weight_decay_mask": both})
+        assert config.optim.weight_decay_mask == both
     config = tiny_config(optim={"name": "prodigy", "learning_rate": 1.0, "beta3": 0.5})
     assert config.optim.beta3 == 0.5
     assert fields.to_dict(config.optim)["estim_lr0"] == 1e-6

@@ -49,10 +49,9 @@ class OutsideConfig(OptimConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        for name, default in defaults(type(self)).items():
-            value = getattr(self, name)
-            pair = isinstance(default, tuple) and name in parameters_of(self.function)
-            if pair and len(value) != len(default):
+        for name, value in self.arguments().items():
+            default = defaults(type(self))[name]
+            if isinstance(default, tuple) and len(value) != len(default):
                 raise UserError(
                     f"optim.{name}={value}: it takes {len(default)} numbers, as {default}"
                 )
