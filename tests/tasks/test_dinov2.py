@@ -26,10 +26,15 @@ RUN = RunLength(100, 10.0)
 HEADS = {"num_outputs": 24, "hidden_dim": 16, "bottleneck_dim": 8}
 
 
-def task_of(crops="multi_crop(small_size=8, num_small=2)", options=None, **keys):
+STEM = {"stem_widths": (8, 12), "stem_strides": (2, 2)}
+
+
+def task_of(
+    crops="multi_crop(small_size=8, num_small=2)", variant="Ti/4", options=None, **keys
+):
     sizes = {"width": 12, "depth": 2, "num_heads": 3, "mlp_dim": 20}
     model = models.create(
-        "Ti/4", num_classes=0, image_size=(16, 24), **sizes | (options or {})
+        variant, num_classes=0, image_size=(16, 24), **sizes | (options or {})
     )
     data = DataConfig(image_size=(16, 24), num_classes=0, train_transform=crops)
     config = dinov2.Dinov2Config(**HEADS | {"mask_ratio": (0.2, 0.5)} | keys)
@@ -245,11 +250,19 @@ def test_schedules_have_their_own_start_end_and_length():
 # The task.
 
 
-@pytest.mark.parametrize("keys", [{}, {"separate_heads": False, "centering": "center"}])
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {},
+        {"separate_heads": False, "centering": "center"},
+        {"variant": "C+Ti/4", "options": STEM},
+    ],
+)
 def test_the_loss_is_the_weighted_sum_of_its_parts(keys):
     task = task_of(koleo_group=2, dino_weight=0.7, patch_weight=0.5, **keys)
     params, extra = jax.jit(task.init)(jax.random.key(0))
-    assert ("patch_head" in params) == ("center" not in extra) == (not keys)
+    assert ("patch_head" in params) == ("center" not in extra)
+    assert ("center" in extra) == ("centering" in keys)
     batch = batch_of(task)
     grads, (metrics, stats) = jax.jit(jax.grad(task.loss, has_aux=True))(
         params, extra, batch, jax.random.key(1)
@@ -263,9 +276,9 @@ def test_the_loss_is_the_weighted_sum_of_its_parts(keys):
         for k, x in jax.tree.leaves_with_path(grads)
         if "key" not in str(k)
     )
-    assert stats.keys() == ({"center", "patch_center"} if keys else set())
+    assert stats.keys() == ({"center", "patch_center"} if "center" in extra else set())
     new = jax.jit(task.update)(extra, params, stats, jnp.asarray(1))
-    if keys:
+    if "center" in extra:
         masked = jax.jit(task.masked)(batch)
         teacher = task.answers(extra["teacher"], {"image": batch["image"]}, masked)
         hidden = np.asarray(teacher.patch_outputs)[np.asarray(masked.weights) > 0]

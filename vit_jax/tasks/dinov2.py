@@ -204,7 +204,7 @@ class Dinov2(Dino):
         self, config: Dinov2Config, model: Model, data: DataConfig, run: RunLength
     ):
         is_vit = model.has_encoder and "class token" in model.prefix_tokens
-        if not is_vit or not model.encoder_stride or not model.config.encoder_norm:
+        if not is_vit or not model.config.encoder_norm:
             raise UserError(
                 f"model.variant={model.options['variant']!r} with task.name="
                 f"{config.name!r}, which learns from a class token and patches: choose a "
