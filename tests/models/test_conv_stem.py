@@ -1,9 +1,9 @@
 """Vision Transformers with a convolutional stem."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import apply, draw_params
 
 from vit_jax import models
 from vit_jax.errors import UserError
@@ -41,10 +41,8 @@ def test_convolutions_halve_a_patch_and_double_up_to_the_width(
 def test_the_stem_is_convolutions_norms_and_relus():
     strides = 2, 1, 2
     model = create(stem_widths=(8, 6, 6), stem_strides=strides)
-    params = model.init(jax.random.key(0))
-    key = jax.random.key(1)
-    params = jax.tree.map(lambda p: p + 0.1 * jax.random.normal(key, p.shape), params)
-    images = jax.random.normal(key, (2, 8, 12, 3))
+    params = draw_params(model)
+    images = jax.random.normal(jax.random.key(1), (2, 8, 12, 3))
     x = np.asarray(images)
     for i, stride in enumerate(strides):
         kernel = np.asarray(params[f"stem_conv_{i}"]["kernel"])
@@ -61,10 +59,9 @@ def test_the_stem_is_convolutions_norms_and_relus():
         x = np.maximum(x * norm["scale"] + norm["bias"], 0)
     plain = models.create("Ti/1", num_classes=3, image_size=(2, 3), channels=6, **TINY)
     rest = {name: p for name, p in params.items() if not name.startswith("stem_")}
-    expected = plain.apply(rest, jnp.asarray(x))["logits"]
-    np.testing.assert_allclose(
-        model.apply(params, images)["logits"], expected, atol=1e-5
-    )
+    expected = apply(plain, rest, x)["logits"]
+    found = apply(model, params, images)["logits"]
+    np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
 def test_the_stem_is_the_layer_before_the_blocks():

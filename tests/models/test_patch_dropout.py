@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import TINY, draw_params, tiny_config
+from helpers import TINY, apply, draw_params, tiny_config
 
 from vit_jax import models
 from vit_jax.errors import UserError
@@ -91,7 +91,7 @@ def test_stacked_parameters_are_those_of_blocks_one_by_one():
     images = jax.random.normal(jax.random.key(1), (3, *stacked.image_shape))
     by_one = stacked.replace(scan=False, remat_policy="none")
     first, second = (
-        m.apply(p, images, train=True, key=jax.random.key(2))["logits"]
+        apply(m, p, images, train=True, key=jax.random.key(2))["logits"]
         for m, p in ((stacked, params), (by_one, stacking.unstack(params)))
     )
     np.testing.assert_allclose(first, second, rtol=1e-5, atol=1e-5)

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import apply, draw_params
 
 from vit_jax import models
 from vit_jax.errors import UserError
@@ -20,18 +21,6 @@ def create(grid=(3, 3), variant=f"Ti/{SIDE}", **options):
     size = tuple(SIDE * n for n in grid)
     options = TINY | options
     return models.create(variant, num_classes=3, image_size=size, **options)
-
-
-def filled(model):
-    """Returns parameters of which none is 0."""
-    params = model.init(jax.random.key(0))
-    leaves, tree = jax.tree.flatten(params)
-    keys = jax.random.split(jax.random.key(1), len(leaves))
-    random = [
-        x + 0.3 * jax.random.normal(key, x.shape)
-        for x, key in zip(leaves, keys, strict=True)
-    ]
-    return jax.tree.unflatten(tree, random)
 
 
 def draw_images(*grids):
@@ -74,11 +63,11 @@ KINDS = [
 @pytest.mark.parametrize("options", KINDS)
 def test_square_images_give_the_same_as_ordinary_ones(options):
     model = create(**options)
-    params = filled(model)
+    params = draw_params(model)
     images = draw_images((3, 3), (3, 3))
-    expected = model.apply(params, jnp.stack(images))
+    expected = apply(model, params, jnp.stack(images))
     for length in (9, 12):
-        found = model.apply(params, sequences([[image] for image in images], length))
+        found = apply(model, params, sequences([[image] for image in images], length))
         for name, values in expected.items():
             np.testing.assert_allclose(found[name], values, atol=5e-6)
 
@@ -86,42 +75,37 @@ def test_square_images_give_the_same_as_ordinary_ones(options):
 @pytest.mark.parametrize("options", KINDS)
 def test_other_images_give_the_same_as_a_network_of_their_size(options):
     model = create(**options)
-    params = filled(model)
+    params = draw_params(model)
     images = draw_images((2, 5), (4, 1), (1, 1))
-    found = model.apply(params, sequences([[image] for image in images], 11))
-    for row, image in zip(found["logits"], images, strict=True):
+    found = apply(model, params, sequences([[image] for image in images], 11))["logits"]
+    for row, image in zip(found, images, strict=True):
         own = model.at_size(image.shape[:2])
-        expected = own.apply(own.resize(params, model), jnp.asarray(image[None]))[
-            "logits"
-        ][0]
+        (expected,) = apply(own, own.resize(params, model), image[None])["logits"]
         np.testing.assert_allclose(row, expected, atol=5e-6)
 
 
 @pytest.mark.parametrize("method", posemb.RESIZE_METHODS)
 def test_positions_are_resized_by_the_method_of_the_network(method):
     model = create((4, 3), pool="gap", posemb_resize=method)
-    params = filled(model)
-    for image in draw_images((2, 6), (4, 3), (9, 1), (8, 8)):
+    params = draw_params(model)
+    images = draw_images((2, 6), (4, 3), (9, 1), (8, 8))
+    found = apply(model, params, sequences([[image] for image in images], 70))["logits"]
+    for row, image in zip(found, images, strict=True):
         own = model.at_size(image.shape[:2])
-        expected = own.apply(own.resize(params, model), jnp.asarray(image[None]))[
-            "logits"
-        ]
-        found = model.apply(params, sequences([[image]], 70))["logits"]
-        np.testing.assert_allclose(found, expected, atol=5e-6)
+        (expected,) = apply(own, own.resize(params, model), image[None])["logits"]
+        np.testing.assert_allclose(row, expected, atol=5e-6)
 
 
 @pytest.mark.parametrize("pool", ["gap", "map"])
 @pytest.mark.parametrize("rope", ["none", "mixed"])
 def test_packed_images_give_the_same_as_separate_ones(pool, rope):
     model = create(pool=pool, rope=rope)
-    params = filled(model)
+    params = draw_params(model)
     first, second, third = draw_images((2, 2), (1, 3), (3, 2))
-    packed = model.apply(params, sequences([[first, second], [third]], 8))["logits"]
+    packed = apply(model, params, sequences([[first, second], [third]], 8))["logits"]
     assert packed.shape == (4, 3)
-    alone = [
-        model.apply(params, sequences([[image]], 8))["logits"][0]
-        for image in (first, second, third)
-    ]
+    alone = [[image] for image in (first, second, third)]
+    alone = apply(model, params, sequences(alone, 8))["logits"]
     np.testing.assert_allclose(packed[:3], alone, atol=5e-6)
     assert np.isfinite(packed[3]).all()  # Where there is no image.
 
@@ -129,16 +113,17 @@ def test_packed_images_give_the_same_as_separate_ones(pool, rope):
 @pytest.mark.parametrize("pool", ["token", "gap", "map"])
 def test_padding_changes_neither_outputs_nor_gradients(pool):
     model = create(pool=pool)
-    params = filled(model)
+    params = draw_params(model)
     images = [[image] for image in draw_images((2, 2), (1, 3))]
 
-    def loss(params, fill, length):
-        given = sequences(images, length, fill)
+    @jax.jit
+    @jax.grad
+    def slope(params, given):
         return (model.apply(params, given)["logits"] ** 2).sum()
 
-    first = jax.grad(loss)(params, 0.0, 5)
+    first = slope(params, sequences(images, 5, 0.0))
     for fill, length in ((100.0, 5), (-3.0, 9)):
-        other = jax.grad(loss)(params, fill, length)
+        other = slope(params, sequences(images, length, fill))
         jax.tree.map(
             lambda a, b: np.testing.assert_allclose(a, b, atol=2e-4), first, other
         )
@@ -153,8 +138,8 @@ def test_attention_is_chosen_by_the_length_of_sequences(length, kernel):
         jax.ShapeDtypeStruct((2, length * SIDE, SIDE, 3), jnp.bfloat16),
         jax.ShapeDtypeStruct((2, 4, 2), jnp.int32),
     )
-    apply = jax.jit(model.apply).trace(model.shapes, given)
-    text = apply.lower(lowering_platforms=("tpu",)).as_text()
+    traced = jax.jit(model.apply).trace(model.shapes, given)
+    text = traced.lower(lowering_platforms=("tpu",)).as_text()
     assert ("splash_mha_fwd" in text) == kernel
 
 
@@ -187,22 +172,23 @@ def test_patch_dropout_keeps_a_part_of_each_image():
 @pytest.mark.parametrize("pool", ["gap", "map"])
 def test_patch_dropout_is_of_training_and_ignores_padding(pool):
     model = create(pool=pool, patch_dropout=0.5, posemb="none")
-    params = filled(model)
+    params = draw_params(model)
     flat = np.full((2 * SIDE, 3 * SIDE, 3), 0.5, np.float32)  # All patches are equal.
-    whole = model.apply(params, sequences([[flat]], 12))["logits"]
-    key = jax.random.key(0)
-    part = model.apply(params, sequences([[flat]], 12), train=True, key=key)["logits"]
+    given = sequences([[flat]], 12)
+    whole = apply(model, params, given)["logits"]
+    options = {"train": True, "key": jax.random.key(0)}
+    part = apply(model, params, given, **options)["logits"]
     np.testing.assert_allclose(part, whole, atol=1e-5)
 
 
 def test_groups_of_stochastic_depth_take_their_own_masks():
     options = {"drop_path_rate": 0.5, "drop_path_group": 2, "pool": "gap"}
     model = create(drop_path_schedule="constant", **options)
-    params = filled(model)
+    params = draw_params(model)
     images = [[image] for image in draw_images((1, 2), (3, 3), (2, 1), (1, 1))]
-    key = jax.random.key(0)
+    options = {"train": True, "key": jax.random.key(0)}
     first, other = (
-        model.apply(params, sequences(images, 9, fill), train=True, key=key)["logits"]
+        apply(model, params, sequences(images, 9, fill), **options)["logits"]
         for fill in (0.0, 50.0)
     )
     np.testing.assert_allclose(first, other, atol=1e-5)
@@ -219,11 +205,11 @@ def test_groups_of_stochastic_depth_take_their_own_masks():
 def test_networks_that_cannot_read_sequences_are_refused(options, key):
     model = create(**options)
     with pytest.raises(UserError, match=key):
-        model.apply(model.init(jax.random.key(0)), sequences([draw_images((1, 2))], 4))
+        model.apply(draw_params(model), sequences([draw_images((1, 2))], 4))
 
 
 def test_one_class_token_cannot_be_of_several_images():
     model = create()
     pair = sequences([draw_images((1, 2), (1, 1))], 4)
     with pytest.raises(UserError, match=r"class token.*model\.pool"):
-        model.apply(model.init(jax.random.key(0)), pair)
+        model.apply(draw_params(model), pair)
