@@ -124,22 +124,26 @@ def train(name, workdir, seed, steps, args):
     return json.loads((workdir / "report.json").read_text())
 
 
-def speeds(names, args):
-    """Returns the images per second of each name, the median of several trials."""
-    found = {name: [] for name in names}
-    for trial in range(1 if args.steps else TRIALS):
-        for name, each in found.items():
+def lengths(names, args):
+    """Returns how many steps of each name fit the minutes, by the median of its trials."""
+    if args.steps:
+        return dict.fromkeys(names, args.steps)
+    speeds = {name: [] for name in names}
+    for trial in range(TRIALS):
+        for name, each in speeds.items():
             workdir = args.out / f"{stem(name)}_trial{trial}"
             each.append(train(name, workdir, 0, TRIAL, args)["images_per_second"])
-    return {name: statistics.median(each) for name, each in found.items()}
+    factor = 60 * args.minutes / args.batch
+    return {
+        name: int(factor * statistics.median(each)) for name, each in speeds.items()
+    }
 
 
-def measure(name, seed, speed, args):
-    """Returns the scores of a run of as many steps as fit the minutes."""
-    steps = args.steps or int(60 * args.minutes * speed / args.batch)
+def measure(name, seed, steps, args):
+    """Returns the scores of a run of so many steps."""
     report = train(name, args.out / f"{stem(name)}_{seed}", seed, steps, args)
     scores = {split: report["final"][split]["params"]["top1"] for split in SPLITS}
-    return {"steps": steps, "minutes": steps * args.batch / speed / 60, **scores}
+    return {"steps": steps, **scores}
 
 
 def stem(name):
@@ -149,13 +153,12 @@ def stem(name):
 
 def table(found):
     """Prints a table of the means over seeds."""
-    heads = ("changed", "seeds", "steps", "minutes", *SPLITS)
+    heads = ("changed", "seeds", "steps", *SPLITS)
     print(f"| {' | '.join(heads)} |\n{'|---' * len(heads)}|")
     for name, runs in found.items():
         mean = {head: statistics.mean(run[head] for run in runs) for head in runs[0]}
         scores = " | ".join(f"{100 * mean[split]:.2f}" for split in SPLITS)
-        minutes = f"{mean['steps']:,.0f} | {mean['minutes']:.1f}"
-        print(f"| {name} | {len(runs)} | {minutes} | {scores} |", flush=True)
+        print(f"| {name} | {len(runs)} | {mean['steps']:,} | {scores} |", flush=True)
 
 
 def main():
@@ -180,8 +183,8 @@ def main():
 
         without_labels.make_cifar10(args.data_dir, args.batch)
     found, seeds = {}, [int(seed) for seed in args.seeds.split(",")]
-    for name, speed in speeds(args.only.split(";"), args).items():
-        found[name] = [measure(name, seed, speed, args) for seed in seeds]
+    for name, steps in lengths(args.only.split(";"), args).items():
+        found[name] = [measure(name, seed, steps, args) for seed in seeds]
         table({name: found[name]})
     table(found)
 

@@ -1,7 +1,6 @@
 """What tests share: recipes, a complete config, an image, what is done with a finished run."""
 
 import contextlib
-import functools
 import json
 import math
 import os
@@ -91,12 +90,6 @@ def draw_params(model, seed=0):
 
     shapes = jax.eval_shape(model.init, jax.random.key(0))
     return jax.tree_util.tree_map_with_path(draw, shapes)
-
-
-def apply(model, params, images, **options):
-    """Applies a network as one program, which compiles sooner than its operations."""
-    call = jax.jit(functools.partial(model.apply, **options))
-    return call(params, images)
 
 
 def random_weights(model, source="made", seed=1, **fields):

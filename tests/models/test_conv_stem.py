@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 import pytest
-from helpers import apply, draw_params
+from helpers import draw_params
 
 from vit_jax import models
 from vit_jax.errors import UserError
@@ -59,8 +59,8 @@ def test_the_stem_is_convolutions_norms_and_relus():
         x = np.maximum(x * norm["scale"] + norm["bias"], 0)
     plain = models.create("Ti/1", num_classes=3, image_size=(2, 3), channels=6, **TINY)
     rest = {name: p for name, p in params.items() if not name.startswith("stem_")}
-    expected = apply(plain, rest, x)["logits"]
-    found = apply(model, params, images)["logits"]
+    expected = jax.jit(plain.apply)(rest, x)["logits"]
+    found = jax.jit(model.apply)(params, images)["logits"]
     np.testing.assert_allclose(found, expected, atol=1e-5)
 
 

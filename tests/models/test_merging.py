@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import TINY, apply, draw_params
+from helpers import TINY, draw_params
 
 from vit_jax import models
 from vit_jax.errors import UserError
@@ -83,7 +83,7 @@ def test_the_network_is_that_of_numpy(pool):
     model = build(pool=pool)
     params = draw_params(model)
     images = jax.random.normal(jax.random.key(1), (2, *model.image_shape))
-    found = apply(model.replace(token_merging=2), params, images)["pre_logits"]
+    found = jax.jit(model.replace(token_merging=2).apply)(params, images)["pre_logits"]
     params = jax.device_get(params)
     encoder, kernel = params["Transformer"], params["embedding"]["kernel"]
     for image, expected in zip(np.asarray(images), found):
@@ -106,9 +106,10 @@ def test_merging_equal_patches_changes_nothing(pool):
     kinds = jax.random.normal(jax.random.key(1), (2, 4, 4, 3))
     places = np.array([[0, 1, 1, 0, 0], [1, 1, 0, 0, 1], [1, 0, 1, 1, 0]])
     images = kinds[places].transpose(0, 2, 1, 3, 4).reshape(1, 12, 20, 3)
-    expected = apply(model, params, images)["logits"]
+    expected = jax.jit(model.apply)(params, images)["logits"]
     for count in (1, 2):
-        found = apply(model.replace(token_merging=count), params, images)["logits"]
+        merging_some = model.replace(token_merging=count)
+        found = jax.jit(merging_some.apply)(params, images)["logits"]
         np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
 
 

@@ -1,12 +1,13 @@
 """Images of any size as sequences of patches."""
 
+import functools
 import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import apply, draw_params
+from helpers import draw_params
 
 from vit_jax import models
 from vit_jax.errors import UserError
@@ -65,9 +66,10 @@ def test_square_images_give_the_same_as_ordinary_ones(options):
     model = create(**options)
     params = draw_params(model)
     images = draw_images((3, 3), (3, 3))
-    expected = apply(model, params, jnp.stack(images))
+    apply = jax.jit(model.apply)
+    expected = apply(params, jnp.stack(images))
     for length in (9, 12):
-        found = apply(model, params, sequences([[image] for image in images], length))
+        found = apply(params, sequences([[image] for image in images], length))
         for name, values in expected.items():
             np.testing.assert_allclose(found[name], values, atol=5e-6)
 
@@ -77,10 +79,12 @@ def test_other_images_give_the_same_as_a_network_of_their_size(options):
     model = create(**options)
     params = draw_params(model)
     images = draw_images((2, 5), (4, 1), (1, 1))
-    found = apply(model, params, sequences([[image] for image in images], 11))["logits"]
+    given = sequences([[image] for image in images], 11)
+    found = jax.jit(model.apply)(params, given)["logits"]
     for row, image in zip(found, images, strict=True):
         own = model.at_size(image.shape[:2])
-        (expected,) = apply(own, own.resize(params, model), image[None])["logits"]
+        resized = own.resize(params, model)
+        (expected,) = jax.jit(own.apply)(resized, image[None])["logits"]
         np.testing.assert_allclose(row, expected, atol=5e-6)
 
 
@@ -89,10 +93,12 @@ def test_positions_are_resized_by_the_method_of_the_network(method):
     model = create((4, 3), pool="gap", posemb_resize=method)
     params = draw_params(model)
     images = draw_images((2, 6), (4, 3), (9, 1), (8, 8))
-    found = apply(model, params, sequences([[image] for image in images], 70))["logits"]
+    given = sequences([[image] for image in images], 70)
+    found = jax.jit(model.apply)(params, given)["logits"]
     for row, image in zip(found, images, strict=True):
         own = model.at_size(image.shape[:2])
-        (expected,) = apply(own, own.resize(params, model), image[None])["logits"]
+        resized = own.resize(params, model)
+        (expected,) = jax.jit(own.apply)(resized, image[None])["logits"]
         np.testing.assert_allclose(row, expected, atol=5e-6)
 
 
@@ -102,10 +108,11 @@ def test_packed_images_give_the_same_as_separate_ones(pool, rope):
     model = create(pool=pool, rope=rope)
     params = draw_params(model)
     first, second, third = draw_images((2, 2), (1, 3), (3, 2))
-    packed = apply(model, params, sequences([[first, second], [third]], 8))["logits"]
+    given = sequences([[first, second], [third]], 8)
+    packed = jax.jit(model.apply)(params, given)["logits"]
     assert packed.shape == (4, 3)
     alone = [[image] for image in (first, second, third)]
-    alone = apply(model, params, sequences(alone, 8))["logits"]
+    alone = jax.jit(model.apply)(params, sequences(alone, 8))["logits"]
     np.testing.assert_allclose(packed[:3], alone, atol=5e-6)
     assert np.isfinite(packed[3]).all()  # Where there is no image.
 
@@ -138,8 +145,8 @@ def test_attention_is_chosen_by_the_length_of_sequences(length, kernel):
         jax.ShapeDtypeStruct((2, length * SIDE, SIDE, 3), jnp.bfloat16),
         jax.ShapeDtypeStruct((2, 4, 2), jnp.int32),
     )
-    traced = jax.jit(model.apply).trace(model.shapes, given)
-    text = traced.lower(lowering_platforms=("tpu",)).as_text()
+    apply = jax.jit(model.apply).trace(model.shapes, given)
+    text = apply.lower(lowering_platforms=("tpu",)).as_text()
     assert ("splash_mha_fwd" in text) == kernel
 
 
@@ -175,9 +182,9 @@ def test_patch_dropout_is_of_training_and_ignores_padding(pool):
     params = draw_params(model)
     flat = np.full((2 * SIDE, 3 * SIDE, 3), 0.5, np.float32)  # All patches are equal.
     given = sequences([[flat]], 12)
-    whole = apply(model, params, given)["logits"]
-    options = {"train": True, "key": jax.random.key(0)}
-    part = apply(model, params, given, **options)["logits"]
+    whole = jax.jit(model.apply)(params, given)["logits"]
+    train = jax.jit(functools.partial(model.apply, train=True))
+    part = train(params, given, key=jax.random.key(0))["logits"]
     np.testing.assert_allclose(part, whole, atol=1e-5)
 
 
@@ -186,9 +193,9 @@ def test_groups_of_stochastic_depth_take_their_own_masks():
     model = create(drop_path_schedule="constant", **options)
     params = draw_params(model)
     images = [[image] for image in draw_images((1, 2), (3, 3), (2, 1), (1, 1))]
-    options = {"train": True, "key": jax.random.key(0)}
+    train = jax.jit(functools.partial(model.apply, train=True))
     first, other = (
-        apply(model, params, sequences(images, 9, fill), **options)["logits"]
+        train(params, sequences(images, 9, fill), key=jax.random.key(0))["logits"]
         for fill in (0.0, 50.0)
     )
     np.testing.assert_allclose(first, other, atol=1e-5)

@@ -26,9 +26,6 @@ RUN = RunLength(100, 10.0)
 HEADS = {"num_outputs": 24, "hidden_dim": 16, "bottleneck_dim": 8}
 
 
-STEM = {"stem_widths": (8, 12), "stem_strides": (2, 2)}
-
-
 def task_of(
     crops="multi_crop(small_size=8, num_small=2)", variant="Ti/4", options=None, **keys
 ):
@@ -255,14 +252,14 @@ def test_schedules_have_their_own_start_end_and_length():
     [
         {},
         {"separate_heads": False, "centering": "center"},
-        {"variant": "C+Ti/4", "options": STEM},
+        {"variant": "C+Ti/4", "options": {"stem_widths": (8, 12)}},
     ],
 )
 def test_the_loss_is_the_weighted_sum_of_its_parts(keys):
     task = task_of(koleo_group=2, dino_weight=0.7, patch_weight=0.5, **keys)
     params, extra = jax.jit(task.init)(jax.random.key(0))
-    assert ("patch_head" in params) == ("center" not in extra)
-    assert ("center" in extra) == ("centering" in keys)
+    centered = "centering" in keys
+    assert ("patch_head" not in params) == ("center" in extra) == centered
     batch = batch_of(task)
     grads, (metrics, stats) = jax.jit(jax.grad(task.loss, has_aux=True))(
         params, extra, batch, jax.random.key(1)
@@ -276,9 +273,9 @@ def test_the_loss_is_the_weighted_sum_of_its_parts(keys):
         for k, x in jax.tree.leaves_with_path(grads)
         if "key" not in str(k)
     )
-    assert stats.keys() == ({"center", "patch_center"} if "center" in extra else set())
+    assert stats.keys() == ({"center", "patch_center"} if centered else set())
     new = jax.jit(task.update)(extra, params, stats, jnp.asarray(1))
-    if "center" in extra:
+    if centered:
         masked = jax.jit(task.masked)(batch)
         teacher = task.answers(extra["teacher"], {"image": batch["image"]}, masked)
         hidden = np.asarray(teacher.patch_outputs)[np.asarray(masked.weights) > 0]

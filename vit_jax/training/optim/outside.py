@@ -49,8 +49,9 @@ class OutsideConfig(OptimConfig):
 
     def __post_init__(self):
         super().__post_init__()
+        given = defaults(type(self))
         for name, value in self.arguments().items():
-            default = defaults(type(self))[name]
+            default = given[name]
             if isinstance(default, tuple) and len(value) != len(default):
                 raise UserError(
                     f"optim.{name}={value}: it takes {len(default)} numbers, as {default}"
