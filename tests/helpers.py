@@ -20,6 +20,8 @@ from vit_jax.__main__ import load
 from vit_jax.distributed import mesh as meshes
 from vit_jax.training import config as configuration
 from vit_jax.training import loop, metric_writer, sweep
+from vit_jax.training.checkpoint import Checkpointer
+from vit_jax.training.local_checkpoint import LocalCheckpointer
 from vit_jax.weights import Pretrained, export
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -116,6 +118,20 @@ _SETUPS = sweep.SweepSetups()
 def train(config, workdir, **more):
     """Trains; a run after another with the same step takes its compiled step."""
     return loop.train(config, workdir, setup=_SETUPS.build(config, workdir), **more)
+
+
+def begin(config, workdir):
+    """Returns the setup of a run on one device, its first state, and what it loaded.
+
+    It is `loop.train` up to the first step, whose program is not compiled.
+    """
+    with one_device():
+        setup = loop.build_setup(config, workdir)
+    places = setup.source, setup.shapes, setup.shardings
+    with Checkpointer(workdir, config, setup.source, setup.metadata) as checkpoints:
+        local = LocalCheckpointer(config, workdir, *places)
+        begun = loop.restore_or_init(config, setup, checkpoints, local)
+    return setup, jax.device_get(begun.state), begun.notes
 
 
 def kill_after(step, workdir):

@@ -7,7 +7,7 @@ import shutil
 import jax
 import numpy as np
 import pytest
-from helpers import kill_after, run_command, tiny_config
+from helpers import begin, kill_after, run_command, tiny_config, train
 from PIL import Image
 
 from vit_jax import weights
@@ -59,7 +59,7 @@ def config_of(name, **sections):
 def run(request, tmp_path_factory):
     """Trains a task: its name, its workdir and the report."""
     workdir = tmp_path_factory.mktemp("runs") / request.param
-    return request.param, workdir, loop.train(config_of(request.param), workdir)
+    return request.param, workdir, train(config_of(request.param), workdir)
 
 
 def test_it_is_evaluated_in_training(run):
@@ -94,7 +94,7 @@ def test_a_resumed_run_is_equal_to_the_bit(run, tmp_path):
     name, workdir, report = run
     shutil.copytree(workdir, tmp_path / "run")
     kill_after(2, tmp_path / "run")
-    again = loop.train(config_of(name), tmp_path / "run")
+    again = train(config_of(name), tmp_path / "run")
     assert again["params_sha256"] == report["params_sha256"]
     assert again["final"] == report["final"]
 
@@ -194,89 +194,61 @@ def test_the_task_is_evaluated_in_training_alone(tmp_path):
 
 
 @pytest.mark.parametrize("run", TEACHERS, indirect=True)
-def test_another_run_starts_with_student_and_teacher(run, tmp_path, capsys):
+def test_another_run_starts_with_student_and_teacher(run, tmp_path):
     name, workdir, _ = run
-    keys = {"init": {"checkpoint": str(workdir)}, "total_steps": 1, "evals": {}}
-    keys["optim"] = {"learning_rate": 1e-9}
-    loop.train(config_of(name, **keys), tmp_path / "run")
-    before, after = (
-        weights.open_pretrained(place, with_task=True)
-        for place in (workdir, tmp_path / "run")
-    )
-    parts = set(before.task_params) - {"center"}
-    for part in parts:
-        jax.tree.map(
-            lambda a, b: np.testing.assert_allclose(a, b, atol=1e-3),
-            after.task_params[part],
-            before.task_params[part],
-        )
-    student, teacher = before.task_params, before.task_params["teacher"]
+    keys = {"init": {"checkpoint": str(workdir)}, "evals": {}}
+    before = weights.open_pretrained(workdir, with_task=True).task_params
+    _, state, _ = begin(config_of(name, **keys), tmp_path / "same")
+    for part in set(before) - {"center", "teacher"}:
+        assert_equal(state.params[part], before[part])
+    assert_equal(state.extra["teacher"], before["teacher"])
+    student, teacher = before, before["teacher"]
     assert (student["head"]["last_layer"] != teacher["head"]["last_layer"]).any()
     # With larger images, student and teacher are its teacher.
     data = {"image_size": (16, 24), "train_transform": "multi_crop(small_size=8)"}
-    capsys.readouterr()
-    loop.train(config_of(name, data=data, **keys), tmp_path / "large")
-    said = "".join(capsys.readouterr())
+    _, state, notes = begin(config_of(name, data=data, **keys), tmp_path / "large")
     for part in ("head", "network"):
         why = "the student begins as the teacher (network/"
-        assert f"{part} of the task: left out, as {why}" in said
-    after = weights.open_pretrained(tmp_path / "large", with_task=True)
-    for part in ("head", "network"):
-        of_student, of_teacher = (
-            after.task_params[part],
-            after.task_params["teacher"][part],
-        )
-        jax.tree.map(
-            lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6),
-            of_student,
-            of_teacher,
-        )
-    np.testing.assert_allclose(
-        after.task_params["head"]["last_layer"],
-        teacher["head"]["last_layer"],
-        atol=1e-6,
-    )
+        assert any(f"{part} of the task: left out, as {why}" in line for line in notes)
+        assert_equal(state.params[part], state.extra["teacher"][part])
+    assert_equal(state.params["head"], teacher["head"])
     with pytest.raises(UserError, match="config.init has another head than this run"):
-        loop.train(config_of(name, task={"num_outputs": 9}, **keys), tmp_path / "other")
+        begin(config_of(name, task={"num_outputs": 9}, **keys), tmp_path / "other")
 
 
-def begun(workdir, place, capsys, name, **sections):
-    """Starts a run from another: the notes on the task's parts, and what it holds."""
-    keys = {"total_steps": 1, "evals": {}, "optim": {"learning_rate": 1e-9}}
-    keys |= {"init": {"checkpoint": str(workdir)}, "seed": 1}
-    capsys.readouterr()
-    loop.train(config_of(name, **keys, **sections), place)
-    said = "".join(capsys.readouterr()).splitlines()
-    found = weights.open_pretrained(place, with_task=True)
-    return [line for line in said if " of the task: " in line], found.task_params
+def assert_equal(found, expected):
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+def begun(workdir, place, name, **sections):
+    """Returns the first state of a run from another, and the notes on the task's parts."""
+    keys = {"evals": {}, "init": {"checkpoint": str(workdir)}, "seed": 1}
+    _, state, notes = begin(config_of(name, **keys, **sections), place)
+    return state.params, [line for line in notes if " of the task: " in line]
 
 
 @pytest.mark.parametrize("scan", [False, True])
 @pytest.mark.parametrize("run", sorted({*TASKS} - {*TEACHERS}), indirect=True)
-def test_another_run_starts_with_what_predicts(run, tmp_path, capsys, scan):
+def test_another_run_starts_with_what_predicts(run, tmp_path, scan):
     name, workdir, _ = run
-    model = {"scan": scan}
-    lines, parts = begun(workdir, tmp_path / "same", capsys, name, model=model)
+    params, lines = begun(workdir, tmp_path / "same", name, model={"scan": scan})
     before = weights.open_pretrained(workdir, with_task=True).task_params
     assert set(lines) == {f"{part} of the task: loaded" for part in before}
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6),
-        stacking.separate(parts),
-        before,
-    )
+    for part, expected in before.items():
+        assert_equal(stacking.separate(params[part]), expected)
 
 
 @pytest.mark.parametrize("run", ["mae"], indirect=True)
-def test_a_decoder_of_another_depth_begins_anew(run, tmp_path, capsys):
+def test_a_decoder_of_another_depth_begins_anew(run, tmp_path):
     _, workdir, _ = run
     deeper = {"task": {"decoder_depth": 2}}
-    lines, parts = begun(workdir, tmp_path / "deeper", capsys, "mae", **deeper)
+    params, lines = begun(workdir, tmp_path / "deeper", "mae", **deeper)
     assert len(lines) == 1
     assert lines[0].startswith("decoder of the task: left out, as Transformer/")
     assert lines[0].endswith(" is missing")
     before = weights.open_pretrained(workdir, with_task=True).task_params
     kernel = before["decoder"]["embedding"]["kernel"]
-    assert (parts["decoder"]["embedding"]["kernel"] != kernel).any()
+    assert (params["decoder"]["embedding"]["kernel"] != kernel).any()
 
 
 def test_the_reconstruction_is_drawn(run, tmp_path):
