@@ -65,12 +65,12 @@ def _few(tree, path=""):
     return {name: value for name, value in inner.items() if value is not None} or None
 
 
-def build(name, fsdp=1, scan=False, **keys):
-    """Returns config, mesh and setup of a network of two blocks."""
+def build(name, fsdp=1, scan=False, depth=1, **keys):
+    """Returns config, mesh and setup of a network."""
     config = tiny_config(
         batch_size=B,
         optim={"name": name, "learning_rate": 0.01, "warmup_steps": 1, **keys},
-        model={"num_heads": 4, "width": 16, "mlp_dim": 32, "depth": 2, "scan": scan},
+        model={"num_heads": 4, "width": 16, "mlp_dim": 32, "depth": depth, "scan": scan},
         sharding={"min_size": 64},
         mesh={"data": 1, "fsdp": fsdp},
         evals={},
@@ -155,6 +155,7 @@ def test_three_steps_a_kill_and_eight_devices(name, tmp_path, quick):
 )
 def test_stacked_blocks_are_trained_as_separate_ones(name, quick):
     keys = {"weight_decay": 0.1, "learning_rate": 1.0 if name == "prodigy" else 0.01}
+    keys["depth"] = 2
     _, mesh, setup = build(name, **keys)
     one = steps(setup, mesh, start(setup), 3)
     _, mesh, scan = build(name, scan=True, **keys)
