@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import kill_after, one_device, tiny_config, train
+from helpers import draw_params, kill_after, one_device, tiny_config, train
 
 from vit_jax import models, show_batch
 from vit_jax.config.lengths import RunLength
@@ -27,22 +27,31 @@ OF_SIZES = [((8, 16), (12, 24), 4), ((16, 24), (24, 36), 8)]
 
 
 def task_of(crops=f"multi_crop({SIZES})", image_size=(8, 16), options=None, **keys):
-    sizes = {"width": 12, "depth": 2, "num_heads": 3, "mlp_dim": 20} | (options or {})
+    sizes = {"width": 12, "depth": 1, "num_heads": 3, "mlp_dim": 20} | (options or {})
     model = models.create("Ti/4", num_classes=0, image_size=image_size, **sizes)
     data = DataConfig(image_size=image_size, num_classes=0, train_transform=crops)
     config = dinov2.Dinov2Config(**HEADS | {"mask_ratio": (0.2, 0.5)} | keys)
     return config.build(model, data, RUN)
 
 
-def batch_of(task, loaded, small, size=4):
+def state_of(task):
+    """Returns made parameters and extra state: those of `init` cost a program."""
+    params, extra = draw_params(task)
+    return params, extra | {"step": jnp.zeros([], jnp.int32)}
+
+
+def raw_batch(loaded, small, size=4):
     rng = np.random.default_rng(0)
     shapes = {"image": (2, *loaded, 3), "small_crops": (2, small, small, 3)}
     batch = {
-        name: jnp.asarray(rng.integers(0, 256, (size, *shape)), jnp.uint8)
+        name: rng.integers(0, 256, (size, *shape), np.uint8)
         for name, shape in shapes.items()
     }
-    batch["index"] = jnp.arange(size, dtype=jnp.uint32)
-    return jax.jit(task.prepare)(batch, jax.random.key(0))
+    return batch | {"index": np.arange(size, dtype=np.uint32)}
+
+
+def batch_of(task, *sizes):
+    return jax.jit(task.prepare)(raw_batch(*sizes), jax.random.key(0))
 
 
 # Crops of several sizes.
@@ -51,13 +60,19 @@ def batch_of(task, loaded, small, size=4):
 @pytest.mark.parametrize("exact", [False, True])
 def test_masks_and_anchors_have_the_size_of_the_batch(exact):
     task = task_of(**ANCHOR, mask_exact=exact, mask_group=4)
-    params, extra = jax.jit(task.init)(jax.random.key(0))
+    params, extra = state_of(task)
+
+    @jax.jit
+    def find(raw):
+        batch = task.prepare(raw, jax.random.key(0))
+        loss, (metrics, _) = task.loss(params, extra, batch, jax.random.key(1))
+        return batch, task.masked(batch).mask, loss, metrics
+
     for large, loaded, small in OF_SIZES:
-        batch = batch_of(task, loaded, small)
+        batch, mask, loss, metrics = jax.device_get(find(raw_batch(loaded, small)))
         shapes = {name: x.shape[2:4] for name, x in batch.items() if x.ndim == 5}
         sides = {"image": large, "anchor": loaded, "small_crops": (small, small)}
         assert shapes == sides
-        mask = np.asarray(task.masked(batch).mask)
         num_patches = large[0] * large[1] // 16
         assert mask.shape == (8, num_patches)
         counts = np.sort(mask.sum(1))
@@ -66,7 +81,6 @@ def test_masks_and_anchors_have_the_size_of_the_batch(exact):
         ]
         assert (counts[:4] == 0).all() and (counts[4:] <= most).all()
         assert not exact or (counts[4:] == most).all()
-        loss, (metrics, _) = jax.jit(task.loss)(params, extra, batch, jax.random.key(1))
         assert np.isfinite(loss) and metrics["gram_loss"] > 0
 
 
@@ -92,31 +106,68 @@ def config_of(crops, **sections):
     return tiny_config(data=data, seed=6, evals={}, **sections)
 
 
-@pytest.mark.parametrize(
-    ("crops", "task"),
-    [
-        (
-            "multi_crop(sizes=(((12, 24), 4), ((24, 36), 8)), num_small=2)",
-            {"name": "dinov2", "koleo_group": 2, "small_norm": True} | ANCHOR,
-        ),
-        (
-            "multi_crop(sizes=(((8, 16), 4), ((16, 24), 8)), num_small=2)",
-            {"name": "dino"},
-        ),
-    ],
-)
-def test_a_killed_run_resumes_bit_identical(crops, task, tmp_path):
-    config = config_of(crops, task=HEADS | task)
+RUNS = {
+    "dinov2": (
+        "multi_crop(sizes=(((12, 24), 4), ((24, 36), 8)), num_small=2)",
+        {"koleo_group": 2, "small_norm": True} | ANCHOR,
+    ),
+    "dino": ("multi_crop(sizes=(((8, 16), 4), ((16, 24), 8)), num_small=2)", {}),
+}
+
+
+@pytest.fixture(scope="module")
+def run(request, tmp_path_factory):
+    """Trains on crops of several sizes: the config, the workdir and the report."""
+    crops, task = RUNS[request.param]
+    config = config_of(crops, task=HEADS | {"name": request.param} | task)
+    workdir = tmp_path_factory.mktemp("runs") / request.param
+    with one_device():
+        return config, workdir, train(config, workdir)
+
+
+@pytest.mark.parametrize("run", ["dino", "dinov2"], indirect=True)
+def test_a_killed_run_resumes_bit_identical(run, tmp_path):
+    config, workdir, report = run
     source = open_source(config.data, "train")
     how = {"batch_size": 8, "seed": config.seed, "start": 0, "stop": config.total_steps}
     with train_batches(source, config.data, **how) as batches:
         drawn = [batch["small_crops"].shape[2] for batch in batches]
     assert {*drawn[:3]} == {*drawn[3:]} == {4, 8}
+    copy = shutil.copytree(workdir, tmp_path / "copy")
+    kill_after(3, copy)
     with one_device():
-        report = train(config, tmp_path / "whole")
-        copy = shutil.copytree(tmp_path / "whole", tmp_path / "copy")
-        kill_after(3, copy)
         assert train(config, copy)["params_sha256"] == report["params_sha256"]
+
+
+def load_notes(config):
+    model = config.build_model()
+    task = config.task.build(model, config.data, RUN)
+    params, extra = jax.eval_shape(task.init, jax.random.key(0))
+    *_, lines = load_initial(
+        config.init,
+        config.data,
+        model,
+        lambda: model.init(jax.random.key(0)),
+        head_bias_init=0.0,
+        task="dinov2",
+        left_out=functools.partial(task.left_out, params, extra),
+    )
+    return lines
+
+
+@pytest.mark.parametrize("run", ["dinov2"], indirect=True)
+def test_a_norm_of_small_crops_that_a_run_has_not_is_told(run):
+    first, workdir, _ = run
+    assert first.task.small_norm
+    crops = "multi_crop(small_size=4, num_small=2)"
+    keys = {"task": HEADS | {"name": "dinov2"}, "init": {"checkpoint": str(workdir)}}
+    loaded = load_notes(config_of(crops, **keys))
+    left = [line for line in loaded if "left out" in line]
+    assert {line.split()[0] for line in left} == {
+        *("small_norm_scale", "small_norm_bias"),
+        *("teacher/small_norm_scale", "teacher/small_norm_bias"),
+    }
+    assert "mask_token of the task: loaded" in loaded
 
 
 def test_the_sheet_shows_the_sizes_of_the_first_batch():
@@ -205,7 +256,7 @@ def test_weights_change_by_half_a_cosine():
     schedule = {"small_weight_end": 0.5, "small_weight_epochs": 0.4}
     warmup = {"gram_start_steps": 2, "gram_warmup_steps": 2}
     task = task_of(crops, **schedule, **ANCHOR, **warmup)
-    params, extra = jax.jit(task.init)(jax.random.key(0))
+    params, extra = state_of(task)
     batch, lose = batch_of(task, (12, 24), 4), jax.jit(task.loss)
     constant = jax.jit(task_of(crops, **ANCHOR).loss)
 
@@ -244,17 +295,18 @@ def test_small_crops_have_their_norm_in_the_student_alone():
         scale.shape == bias.shape == (12,) and extra["teacher"].keys() == params.keys()
     )
     batch, key = batch_of(task, (8, 16), 4), jax.random.key(1)
-    masked = task.masked(batch)
-    answers = lambda task, params: jax.jit(
+    masked = jax.jit(task.masked)(batch)
+    answer = lambda task: jax.jit(
         lambda params: task.answers(params, batch, masked, train=True, key=key)
-    )(params)
+    )
+    of_task, of_plain = answer(task), answer(plain)
     moved = params | {
-        "small_norm_scale": 1.0 + jnp.arange(12),
+        "small_norm_scale": 1.0 + np.arange(12),
         "small_norm_bias": bias + 3,
     }
-    found, first = answers(task, moved), answers(task, params)
+    found, first = of_task(moved), of_task(params)
     # At first it is the other norm.
-    for one, other in zip(first, answers(plain, params), strict=True):
+    for one, other in zip(first, of_plain(params), strict=True):
         np.testing.assert_allclose(one, other, atol=1e-5)
     np.testing.assert_array_equal(found.features, first.features)
     np.testing.assert_array_equal(found.patches, first.patches)
@@ -270,7 +322,7 @@ def test_small_crops_have_their_norm_in_the_student_alone():
     }
     assert norm.keys() == {"scale", "bias"}
     network = moved["network"] | {"Transformer": swapped}
-    expected = answers(plain, moved | {"network": network}).outputs[:, 2:]
+    expected = of_plain(moved | {"network": network}).outputs[:, 2:]
     np.testing.assert_allclose(found.outputs[:, 2:], expected, atol=1e-5)
 
 
@@ -279,10 +331,7 @@ def test_a_norm_of_small_crops_begins_as_the_last_of_other_weights(cls_norm):
     crops, options = "multi_crop(small_size=4, num_small=2)", {"cls_norm": cls_norm}
     task = task_of(crops, options=options, small_norm=True)
     plain = task_of(crops, options=options)
-    random = lambda seed, tree: jax.tree.map(
-        lambda x: jax.random.normal(jax.random.key(seed), x.shape), tree
-    )
-    params, extra = (random(1, tree) for tree in jax.jit(plain.init)(jax.random.key(0)))
+    params, extra = draw_params(plain)
     teacher = extra["teacher"].pop("network")
     last = "cls_norm" if cls_norm else "encoder_norm"
 
@@ -292,10 +341,10 @@ def test_a_norm_of_small_crops_begins_as_the_last_of_other_weights(cls_norm):
             np.testing.assert_array_equal(params[f"small_norm_{name}"], norm[name])
 
     # Of the network alone, and of a run without it, student and teacher.
-    state = task.with_backbone(*jax.jit(task.init)(jax.random.key(0)), teacher)
+    state = task.with_backbone(*state_of(task), teacher)
     for each in (state[0], state[1]["teacher"]):
         check(each, teacher)
-    whole = params | {"teacher": random(2, extra["teacher"])}
+    whole = params | {"teacher": extra["teacher"]}
     found, beside = task.with_task_params(*state, whole)
     check(found, params["network"])
     check(beside["teacher"], teacher)
@@ -303,35 +352,3 @@ def test_a_norm_of_small_crops_begins_as_the_last_of_other_weights(cls_norm):
     alone = {"teacher": whole["teacher"]}
     found, _ = task.with_task_params(*state, alone)
     check(found, teacher)
-
-
-def test_a_norm_of_small_crops_that_a_run_has_not_is_told(tmp_path):
-    keys = HEADS | {"name": "dinov2"}
-    crops = "multi_crop(small_size=4, num_small=2)"
-    first = config_of(crops, task=keys | {"small_norm": True}, total_steps=1)
-    run = tmp_path / "first"
-    with one_device():
-        train(first, run)
-        loaded = load_notes(config_of(crops, task=keys, init={"checkpoint": str(run)}))
-    left = [line for line in loaded if "left out" in line]
-    assert {line.split()[0] for line in left} == {
-        *("small_norm_scale", "small_norm_bias"),
-        *("teacher/small_norm_scale", "teacher/small_norm_bias"),
-    }
-    assert "mask_token of the task: loaded" in loaded
-
-
-def load_notes(config):
-    model = config.build_model()
-    task = config.task.build(model, config.data, RUN)
-    params, extra = jax.eval_shape(task.init, jax.random.key(0))
-    *_, lines = load_initial(
-        config.init,
-        config.data,
-        model,
-        lambda: model.init(jax.random.key(0)),
-        head_bias_init=0.0,
-        task="dinov2",
-        left_out=functools.partial(task.left_out, params, extra),
-    )
-    return lines
