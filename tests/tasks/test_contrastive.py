@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import kill_after, tiny_config
+from helpers import begin, kill_after, one_device, tiny_config, train
 from jax.sharding import NamedSharding, PartitionSpec
 
 from vit_jax import weights
@@ -128,7 +128,17 @@ def test_a_step_on_8_devices_is_that_on_1():
 def run(tmp_path_factory):
     """A run of four steps, and its report."""
     workdir = tmp_path_factory.mktemp("contrastive") / "run"
-    return workdir, loop.train(config(task=SOFTMAX), workdir)
+    with one_device():
+        return workdir, train(config(task=SOFTMAX), workdir)
+
+
+def test_a_resumed_run_sees_the_same_captions(run, tmp_path):
+    workdir, report = run
+    shutil.copytree(workdir, tmp_path / "run")
+    kill_after(2, tmp_path / "run")
+    with one_device():
+        again = train(config(task=SOFTMAX), tmp_path / "run")
+    assert again["params_sha256"] == report["params_sha256"]
 
 
 def test_a_run_is_evaluated_and_its_workdir_compares_texts(run):
@@ -162,21 +172,14 @@ def test_a_file_of_ours_has_the_text_tower(run, tmp_path):
         jax.tree.map(np.testing.assert_array_equal, one.params, pretrained.params)
 
 
-def test_a_resumed_run_sees_the_same_captions(run, tmp_path):
-    workdir, report = run
-    shutil.copytree(workdir, tmp_path / "run")
-    kill_after(2, tmp_path / "run")
-    again = loop.train(config(task=SOFTMAX), tmp_path / "run")
-    assert again["params_sha256"] == report["params_sha256"]
-
-
 def test_a_run_begins_with_both_towers_of_another_and_one_may_be_locked(run, tmp_path):
     workdir, _ = run
     init = {"checkpoint": str(workdir), "use_ema": False}
     optim = {"name": "adam", "learning_rate": 1e-3, "weight_decay": 0.0}
     optim["freeze"] = (r"^network/",)
-    keys = {"init": init, "optim": optim, "total_steps": 1}
-    loop.train(config(task=SOFTMAX, **keys), tmp_path / "again")
+    keys = {"init": init, "optim": optim, "total_steps": 1, "evals": {}}
+    with one_device():
+        loop.train(config(task=SOFTMAX, **keys), tmp_path / "again")
     given, found = (
         weights.open_pretrained(path, with_task=True, use_ema=False)
         for path in (workdir, tmp_path / "again")
@@ -189,7 +192,7 @@ def test_a_run_begins_with_both_towers_of_another_and_one_may_be_locked(run, tmp
     assert max(jax.tree.leaves(moved)) < 1.1e-3
     deeper = SOFTMAX | {"text": SOFTMAX["text"] | {"depth": 2}}
     with pytest.raises(UserError, match="config.init: .*text/encoderblock_1/"):
-        loop.train(config(task=deeper, **keys), tmp_path / "wrong")
+        begin(config(task=deeper, **keys), tmp_path / "wrong")
 
 
 @pytest.mark.parametrize(
