@@ -11,7 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict
-from helpers import evaluated, kill_after, tiny_config
+from helpers import (
+    draw_params,
+    evaluated,
+    kill_after,
+    one_device,
+    tiny_config,
+    train,
+)
 
 from vit_jax import models, weights
 from vit_jax.config.lengths import RunLength
@@ -35,11 +42,7 @@ def build(projections=("query", "value"), num_classes=5, **options):
 
 def moved(task):
     """Returns parameters whose changes are not zero, and what is beside them."""
-    params, extra = jax.jit(task.init)(jax.random.key(0))
-    leaves, tree = jax.tree.flatten(params)
-    keys = jax.random.split(jax.random.key(1), len(leaves))
-    drawn = [0.3 * jax.random.normal(k, x.shape) for k, x in zip(keys, leaves)]
-    params = jax.tree.unflatten(tree, drawn)
+    params, extra = draw_params(task)
     return params, jax.jit(task.update)(extra, params, None, 1)
 
 
@@ -61,7 +64,7 @@ def test_it_begins_with_the_network_itself():
     # Another run's network has its updates, which are not added once more.
     assert task.left_out(params, extra, params).keys() == params.keys()
     # Of another network come the classifier and the kernels.
-    other = jax.jit(task.model.init)(jax.random.key(5))
+    other = draw_params(task.model)
     params, extra = task.with_backbone(params, extra, other)
     jax.tree.map(np.testing.assert_array_equal, task.merge(params, extra), other)
 
@@ -73,7 +76,7 @@ def test_merged_and_unmerged_are_equal(scan):
     params, extra = moved(task)
     lora = flat(params["lora"])
     assert len(lora) == 2 * 4
-    images = jax.random.normal(jax.random.key(2), (3, 8, 12, 3))
+    images = np.random.default_rng(2).normal(size=(3, 8, 12, 3)).astype(np.float32)
     merged = jax.jit(task.model.apply)(extra["network"], images)["logits"]
     base = {**extra["network"], **params["head"]}
     every = jax.eval_shape(build((".*",)).init, jax.random.key(0))[1]["kernels"]
@@ -108,7 +111,8 @@ def test_merged_and_unmerged_are_equal(scan):
 def trained(tmp_path_factory):
     """Trains a classifier, and returns its workdir."""
     workdir = tmp_path_factory.mktemp("trained") / "run"
-    loop.train(tiny_config(total_steps=1, evals={}), workdir)
+    with one_device():
+        loop.train(tiny_config(total_steps=1, evals={}), workdir)
     return workdir
 
 
@@ -129,10 +133,11 @@ def test_a_run_resumes_and_is_a_network_as_any_other(
         return tiny_config(task=task, init=init, **keys | sections)
 
     run = tmp_path / "run"
-    report = loop.train(config_of(), run)
-    kill_after(1, run)
-    shutil.copytree(run, tmp_path / "scanned")
-    again = loop.train(config_of(), run)
+    with one_device():
+        report = train(config_of(), run)
+        kill_after(1, run)
+        shutil.copytree(run, tmp_path / "scanned")
+        again = train(config_of(), run)
     assert again["params_sha256"] == report["params_sha256"]
     opened = weights.open_pretrained(run)
     assert opened.task["name"] == task["name"]
@@ -146,7 +151,8 @@ def test_a_run_resumes_and_is_a_network_as_any_other(
     ended = report["final"]["val"]["params"]
     assert {key: scores[key] for key in ended} == pytest.approx(ended, rel=1e-5)
     # A scan resumes what no scan began.
-    loop.train(config_of(model={"scan": True}), tmp_path / "scanned")
+    with one_device():
+        loop.train(config_of(model={"scan": True}), tmp_path / "scanned")
     scanned = flat(weights.open_pretrained(tmp_path / "scanned").params)
     for name, value in found.items():
         np.testing.assert_allclose(scanned[name], value, atol=1e-5)
