@@ -48,39 +48,42 @@ def sequences(rows, length, fill=7.0):
     return PatchSequences(jnp.asarray(pixels), jnp.asarray(grids))
 
 
+# One block, but where blocks differ.
+TWO = {"depth": 2}
 KINDS = [
     {},
     {"pool": "gap", "posemb": "learned2d"},
     {"pool": "gap", "posemb": "factorized", "posemb_resize": "bilinear_plain"},
-    {"pool": "map", "posemb": "sincos2d", "scan": True},
+    {"pool": "map", "posemb": "sincos2d", "scan": True} | TWO,
     {"pool": "gap", "posemb": "sincos2d_mae", "num_register_tokens": 2},
     {"pool": "gap", "posemb": "none", "rope": "axial", "rope_reference": 5},
-    {"pool": "token_gap", "posemb": "none", "rope": "centered", "scan": True},
-    {"pool": "gap", "rope": "mixed"},
+    {"pool": "token_gap", "posemb": "none", "rope": "centered", "scan": True} | TWO,
+    {"pool": "gap", "rope": "mixed"} | TWO,
     {"distillation": True, "num_register_tokens": 1, "fc_norm": True},
 ]
 
 
-@pytest.mark.parametrize("options", KINDS)
-def test_square_images_give_the_same_as_ordinary_ones(options):
-    model = create(**options)
-    params = draw_params(model)
-    images = draw_images((3, 3), (3, 3))
-    apply = jax.jit(model.apply)
-    expected = apply(params, jnp.stack(images))
+@pytest.fixture(scope="module", params=KINDS)
+def network(request):
+    """A network, parameters, and its program, that both tests of a kind take."""
+    model = create(**{"depth": 1} | request.param)
+    return model, jax.device_get(draw_params(model)), jax.jit(model.apply)
+
+
+def test_square_images_give_the_same_as_ordinary_ones(network):
+    _, params, apply = network
+    images = draw_images((3, 3), (3, 3), (3, 3))
+    expected = apply(params, np.stack(images))
     for length in (9, 12):
         found = apply(params, sequences([[image] for image in images], length))
         for name, values in expected.items():
             np.testing.assert_allclose(found[name], values, atol=5e-6)
 
 
-@pytest.mark.parametrize("options", KINDS)
-def test_other_images_give_the_same_as_a_network_of_their_size(options):
-    model = create(**options)
-    params = draw_params(model)
+def test_other_images_give_the_same_as_a_network_of_their_size(network):
+    model, params, apply = network
     images = draw_images((2, 5), (4, 1), (1, 1))
-    given = sequences([[image] for image in images], 11)
-    found = jax.jit(model.apply)(params, given)["logits"]
+    found = apply(params, sequences([[image] for image in images], 12))["logits"]
     for row, image in zip(found, images, strict=True):
         own = model.at_size(image.shape[:2])
         resized = own.resize(params, model)
@@ -88,17 +91,23 @@ def test_other_images_give_the_same_as_a_network_of_their_size(options):
         np.testing.assert_allclose(row, expected, atol=5e-6)
 
 
+@functools.cache
+def program_at(*size):
+    """Returns the program of a network of one size, where no positions are resized."""
+    return jax.jit(create((4, 3), pool="gap", depth=1).at_size(size).apply)
+
+
 @pytest.mark.parametrize("method", posemb.RESIZE_METHODS)
 def test_positions_are_resized_by_the_method_of_the_network(method):
-    model = create((4, 3), pool="gap", posemb_resize=method)
-    params = draw_params(model)
+    model = create((4, 3), pool="gap", depth=1, posemb_resize=method)
+    params = jax.device_get(draw_params(model))
     images = draw_images((2, 6), (4, 3), (9, 1), (8, 8))
     given = sequences([[image] for image in images], 70)
     found = jax.jit(model.apply)(params, given)["logits"]
     for row, image in zip(found, images, strict=True):
-        own = model.at_size(image.shape[:2])
-        resized = own.resize(params, model)
-        (expected,) = jax.jit(own.apply)(resized, image[None])["logits"]
+        size = image.shape[:2]
+        resized = model.at_size(size).resize(params, model)
+        (expected,) = program_at(*size)(resized, image[None])["logits"]
         np.testing.assert_allclose(row, expected, atol=5e-6)
 
 
@@ -138,9 +147,8 @@ def test_padding_changes_neither_outputs_nor_gradients(pool):
 
 @pytest.mark.parametrize(("length", "kernel"), [(64, False), (1024, True)])
 def test_attention_is_chosen_by_the_length_of_sequences(length, kernel):
-    model = create(
-        (8, 8), pool="gap", dtype="bfloat16", platform="tpu", width=128, num_heads=1
-    )
+    sizes = {"width": 128, "depth": 1, "num_heads": 1}
+    model = create((8, 8), pool="gap", dtype="bfloat16", platform="tpu", **sizes)
     given = PatchSequences(
         jax.ShapeDtypeStruct((2, length * SIDE, SIDE, 3), jnp.bfloat16),
         jax.ShapeDtypeStruct((2, 4, 2), jnp.int32),
@@ -151,24 +159,37 @@ def test_attention_is_chosen_by_the_length_of_sequences(length, kernel):
 
 
 def test_places_are_rows_and_columns_of_each_image():
-    grids = jnp.array([[[2, 3], [1, 2], [0, 0]]])
-    places = PatchSequences(jnp.zeros((1, 10 * SIDE, SIDE, 3)), grids).places()
+    grids = np.array([[[2, 3], [1, 2], [0, 0]]])
+    pixels = np.zeros((1, 10 * SIDE, SIDE, 3))
+
+    @jax.jit
+    def parts():
+        places = PatchSequences(pixels, jnp.asarray(grids)).places()
+        return places.image, places.place, places.valid
+
+    (image,), (place,), (valid,) = jax.device_get(parts())
     whole = [(0, y, x) for y, x in itertools.product(range(2), range(3))]
     whole += [(1, 0, 0), (1, 0, 1)]
-    found = np.concatenate([places.image[0, :, None], places.place[0]], axis=1)
+    found = np.concatenate([image[:, None], place], axis=1)
     np.testing.assert_array_equal(found[:8], whole)
-    assert places.valid[0].tolist() == [True] * 8 + [False] * 2
+    assert valid.tolist() == [True] * 8 + [False] * 2
 
 
 def test_patch_dropout_keeps_a_part_of_each_image():
-    grids = jnp.array([[[4, 4], [0, 0]], [[1, 6], [1, 1]], [[1, 1], [3, 5]]])
-    places = PatchSequences(jnp.zeros((3, 16 * SIDE, SIDE, 3)), grids).places()
+    grids = np.array([[[4, 4], [0, 0]], [[1, 6], [1, 1]], [[1, 1], [3, 5]]])
+    pixels = np.zeros((3, 16 * SIDE, SIDE, 3))
+
+    @jax.jit
+    def drawn(key):
+        places = PatchSequences(pixels, jnp.asarray(grids)).places()
+        visible, kept = draw(places, 0.5, key)
+        return visible, kept, places.take(visible, kept).image
+
     seen = np.zeros((3, 16))
     for seed in range(40):
-        visible, kept = draw(places, 0.5, jax.random.key(seed))
+        visible, kept, left = jax.device_get(drawn(jax.random.key(seed)))
         assert visible.shape == (3, 9)
-        left = places.take(visible, kept)
-        counts = [np.bincount(row, minlength=3)[:2].tolist() for row in left.image]
+        counts = [np.bincount(row, minlength=3)[:2].tolist() for row in left]
         assert counts == [[8, 0], [3, 1], [1, 8]]
         for row in range(3):
             seen[row, visible[row, : kept[row]]] += 1
@@ -178,7 +199,7 @@ def test_patch_dropout_keeps_a_part_of_each_image():
 
 @pytest.mark.parametrize("pool", ["gap", "map"])
 def test_patch_dropout_is_of_training_and_ignores_padding(pool):
-    model = create(pool=pool, patch_dropout=0.5, posemb="none")
+    model = create(pool=pool, depth=1, patch_dropout=0.5, posemb="none")
     params = draw_params(model)
     flat = np.full((2 * SIDE, 3 * SIDE, 3), 0.5, np.float32)  # All patches are equal.
     given = sequences([[flat]], 12)
@@ -189,7 +210,7 @@ def test_patch_dropout_is_of_training_and_ignores_padding(pool):
 
 
 def test_groups_of_stochastic_depth_take_their_own_masks():
-    options = {"drop_path_rate": 0.5, "drop_path_group": 2, "pool": "gap"}
+    options = {"drop_path_rate": 0.5, "drop_path_group": 2, "pool": "gap", "depth": 1}
     model = create(drop_path_schedule="constant", **options)
     params = draw_params(model)
     images = [[image] for image in draw_images((1, 2), (3, 3), (2, 1), (1, 1))]
