@@ -8,7 +8,7 @@ from helpers import TINY, draw_params
 
 from vit_jax import models
 from vit_jax.errors import UserError
-from vit_jax.models import segmenter
+from vit_jax.models import segmenter, stacking
 
 SMALL = TINY | {"depth": 2}
 # Of images of 16x32 pixels.
@@ -37,10 +37,11 @@ def test_every_network_with_patches_takes_every_head(network, head):
     params = draw_params(model)
     layers = (-2, -1)
     built = segmenter.build(model, head, layers, 12, num_classes=5)
+    images = np.random.default_rng(1).normal(size=(2, 16, 32, 3)).astype("f")
     head_params, means = built.init(jax.random.key(0))
-    images = jax.random.normal(jax.random.key(1), (2, 16, 32, 3))
     logits = jax.jit(built.logits)(params, head_params, means, images)
-    rows, columns = model.layer_features(params, images, layers)[0].shape[1:3]
+    features = lambda *args: model.layer_features(*args, layers)
+    rows, columns = jax.eval_shape(features, params, images)[0].shape[1:3]
     one_grid = network not in ("Swin", "ResNet")
     times = 4 if head == "pyramid" and one_grid else 1
     assert logits.shape == (2, rows * times, columns * times, 5)
@@ -59,9 +60,8 @@ def test_the_linear_head_is_that_of_dinov2_in_pytorch():
     scale = rng.normal(1, 0.1, TINY["width"])
     params["BatchNorm_0"]["scale"] = jnp.asarray(scale, jnp.float32)
     kernel = np.asarray(params["head"]["kernel"], np.float64)
-    for (
-        maps
-    ) in x:  # torch.nn.BatchNorm2d in training, eps=1e-5, then a 1x1 convolution.
+    # torch.nn.BatchNorm2d in training, eps=1e-5, then a 1x1 convolution.
+    for maps in x:
         variables = {"params": params, "batch_stats": means}
         found, changed = built.head.apply(
             variables, [maps], train=True, mutable=["batch_stats"]
@@ -93,13 +93,13 @@ def test_layers_of_a_scan_are_those_of_blocks_one_by_one():
         num_classes=0, image_size=(8, 12), dropout=0.0, **TINY | {"depth": 3}
     )
     plain, scan = (models.create("Ti/4", scan=s, **options) for s in (False, True))
-    images = jax.random.normal(jax.random.key(1), (2, 8, 12, 3))
-    key = jax.random.key(0)
-    built = [segmenter.build(m, "linear", (0, -1), 0, 5) for m in (plain, scan)]
-    head, means = built[0].init(key)
+    images = np.random.default_rng(1).normal(size=(2, 8, 12, 3)).astype("f")
+    params = draw_params(plain)
+    plain, scan = (segmenter.build(m, "linear", (0, -1), 0, 5) for m in (plain, scan))
+    rest = (*jax.jit(plain.init)(jax.random.key(0)), images, None)
     found = [
-        b.logits_and_means(b.model.init(key), head, means, images, None)[0]
-        for b in built
+        jax.jit(built.logits_and_means)(params, *rest)[0]
+        for built, params in ((plain, params), (scan, stacking.stack(params)))
     ]
     np.testing.assert_allclose(*found, atol=1e-5)
 
