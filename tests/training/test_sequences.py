@@ -116,10 +116,10 @@ def test_packed_images_share_a_sequence(config):
 @pytest.mark.parametrize(
     ("transform", "optim"),
     [
-        ("naflex((4, 8, 12), patch=4, area=(0.5, 1.0), flip=True)", {}),
+        ("naflex((4, 12), patch=4, area=(0.5, 1.0), flip=True)", {}),
         ("naflex(24, patch=4, pack=2)", {}),
         ("naflex(12, patch=4)", {"grad_accum_steps": 2}),
-        ("naflex(side=16, patch=(3, 4, 8), area=(0.5, 1.0))", {}),
+        ("naflex(side=16, patch=(3, 8), area=(0.5, 1.0))", {}),
     ],
 )
 def test_a_killed_run_resumes_bit_identical(config, transform, optim, tmp_path):
@@ -134,8 +134,9 @@ def test_a_killed_run_resumes_bit_identical(config, transform, optim, tmp_path):
 def test_a_run_learns_and_uses_all_devices(config, tmp_path):
     made = config(
         "naflex((8, 12), patch=4)",
-        total_steps=40,
+        total_steps=20,
         batch_size=16,
+        checkpoint_every_steps=20,
         optim={"learning_rate": 0.02},
     )
     report = train(made, tmp_path)
