@@ -70,7 +70,13 @@ def build(name, fsdp=1, scan=False, depth=1, **keys):
     config = tiny_config(
         batch_size=B,
         optim={"name": name, "learning_rate": 0.01, "warmup_steps": 1, **keys},
-        model={"num_heads": 4, "width": 16, "mlp_dim": 32, "depth": depth, "scan": scan},
+        model={
+            "num_heads": 4,
+            "width": 16,
+            "mlp_dim": 32,
+            "depth": depth,
+            "scan": scan,
+        },
         sharding={"min_size": 64},
         mesh={"data": 1, "fsdp": fsdp},
         evals={},
