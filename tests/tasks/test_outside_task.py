@@ -11,17 +11,12 @@ import sys
 import jax
 import numpy as np
 import pytest
-from helpers import evaluated, kill_after, tiny_config
+from helpers import begin, evaluated, kill_after, tiny_config
 from orbax.checkpoint import v1 as ocp
 
 from vit_jax import weights
-from vit_jax.data.sources.open import open_source
-from vit_jax.distributed import mesh as meshes
-from vit_jax.distributed.mesh import MeshConfig
 from vit_jax.errors import UserError
-from vit_jax.training import loop, train_step
-from vit_jax.training.checkpoint import Checkpointer
-from vit_jax.training.local_checkpoint import LocalCheckpointer
+from vit_jax.training import loop
 
 MODULE = '''
 import dataclasses
@@ -151,17 +146,6 @@ def stored(workdir, path):
         return functools.reduce(operator.getitem, names, ocp.load(folder, target))
 
 
-def begin(config, workdir):
-    """Returns the state with which a run would begin."""
-    mesh = meshes.create(MeshConfig(data=1), jax.devices()[:1])
-    source = open_source(config.data, "train")
-    setup = train_step.build_train_setup(config, mesh, len(source))
-    local = LocalCheckpointer(config, workdir, source, setup.shapes, setup.shardings)
-    with Checkpointer(workdir, config, source, setup.metadata) as checkpoints:
-        found = loop.restore_or_init(config, setup, checkpoints, local)
-    return setup, found
-
-
 def assert_equal(one, other):
     assert jax.tree.structure(one) == jax.tree.structure(other)
     jax.tree.map(np.testing.assert_array_equal, one, other)
@@ -191,23 +175,22 @@ def test_a_scan_and_a_resume_save_the_same(run, tmp_path):
     kill_after(1, tmp_path)
     resumed = loop.train(config, tmp_path)
     assert resumed["params_sha256"] == scanned["params_sha256"]
-    state = jax.device_get(begin(config_of(name), workdir)[1].state)
+    _, state, _ = begin(config_of(name), workdir)
     assert_equal(state.params, stored(workdir, "params"))
 
 
 def test_it_is_the_init_of_a_classification(run, tmp_path):
     _, workdir, _ = run
     config = config_of(name="", init={"checkpoint": str(workdir), "head": "keep"})
-    _, begun = begin(config, tmp_path)
+    _, state, _ = begin(config, tmp_path)
     loaded = weights.open_pretrained(workdir).params
-    assert_equal(jax.device_get(begun.state.params), loaded)
+    assert_equal(state.params, loaded)
 
 
 @pytest.mark.parametrize("name", PLACES)
 def test_a_classification_is_its_init(name, classifier, tmp_path):
     config = config_of(name, init={"checkpoint": str(classifier), "head": "keep"})
-    setup, begun = begin(config, tmp_path)
-    state = jax.device_get(begun.state)
+    setup, state, _ = begin(config, tmp_path)
     loaded = weights.open_pretrained(classifier).params
     assert_equal(state.params["network"], loaded)
     assert_equal(state.average, state.params)

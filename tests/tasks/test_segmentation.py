@@ -203,7 +203,6 @@ def test_a_head_of_other_classes_is_refused_where_it_is_to_be_kept(trained, tmp_
     keys = {
         "task": {"layers": (0, -1)},
         "model": {"variant": "Ti/2", "depth": 2},
-        "total_steps": 1,
     }
     start = {"checkpoint": str(workdir), "head": "keep"}
     with pytest.raises(UserError, match="init.head"):

@@ -67,16 +67,11 @@ def _few(tree, path=""):
 
 def build(name, fsdp=1, scan=False, depth=1, **keys):
     """Returns config, mesh and setup of a network."""
+    layers = {"depth": depth, "scan": scan}
     config = tiny_config(
         batch_size=B,
         optim={"name": name, "learning_rate": 0.01, "warmup_steps": 1, **keys},
-        model={
-            "num_heads": 4,
-            "width": 16,
-            "mlp_dim": 32,
-            "depth": depth,
-            "scan": scan,
-        },
+        model={"num_heads": 4, "width": 16, "mlp_dim": 32} | layers,
         sharding={"min_size": 64},
         mesh={"data": 1, "fsdp": fsdp},
         evals={},
@@ -160,8 +155,8 @@ def test_three_steps_a_kill_and_eight_devices(name, tmp_path, quick):
     "name", ["adafactor", "fromage", "novograd", "muon", "prodigy"]
 )
 def test_stacked_blocks_are_trained_as_separate_ones(name, quick):
-    keys = {"weight_decay": 0.1, "learning_rate": 1.0 if name == "prodigy" else 0.01}
-    keys["depth"] = 2
+    rate = 1.0 if name == "prodigy" else 0.01
+    keys = {"depth": 2, "weight_decay": 0.1, "learning_rate": rate}
     _, mesh, setup = build(name, **keys)
     one = steps(setup, mesh, start(setup), 3)
     _, mesh, scan = build(name, scan=True, **keys)
