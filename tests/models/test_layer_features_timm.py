@@ -83,9 +83,12 @@ def test_every_layer_is_timms(name, norm, tmp_path):
         for ours, (_, theirs) in zip(prefixes, wanted, strict=True):
             np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
         wanted = [theirs for theirs, _ in wanted]
+    # Rounding alone: timm's own features are 2e-6 of the largest from those in float64, and
+    # after the 50 convolutions of the ResNet 9e-6.
+    tolerance = 5e-5 if name == "ResNet" else 1e-5
     for ours, theirs in zip(patches, wanted, strict=True):
         theirs = theirs.permute(0, 2, 3, 1).numpy()
         # Of the largest feature: those of a ResNet or a Mixer with random parameters are
-        # large, and timm's own differ by as much from those in float64.
+        # large.
         scale = np.abs(theirs).max()
-        np.testing.assert_allclose(ours / scale, theirs / scale, rtol=0, atol=1e-5)
+        np.testing.assert_allclose(ours / scale, theirs / scale, rtol=0, atol=tolerance)
