@@ -45,7 +45,7 @@ from vit_jax.config.fields import key
 from vit_jax.models import NetworkConfig
 from vit_jax.models.segmenter import depth_to_space
 
-SIDE, BATCH, TRIAL = 160, 16, 20
+TRIAL = 20  # Steps.
 MOSAICS = {"train": 1_000, "val": 150}
 # Of slices in a row: trained on, and validated on; the others are of neither.
 CYCLE, TRAINED, VALIDATED = 30, range(18), range(22, 26)
@@ -146,18 +146,18 @@ def make_brain(source, folder):
     (folder / "classes.txt").write_text("\n".join(BRAIN) + "\n")
 
 
-def make_mosaics(source, folder, counts):
+def make_mosaics(source, folder, counts, side):
     """Writes mosaics of 3 to 6 photographs in the cells of as many random points."""
     rng = np.random.default_rng(0)
     names = sorted(path.name for path in (source / "train").iterdir())
-    grid = np.mgrid[:SIDE, :SIDE].reshape(2, 1, -1)
+    grid = np.mgrid[:side, :side].reshape(2, 1, -1)
     for split, count in counts.items():
         files = sorted((source / split).glob("*/*"))
         for number in range(count):
-            points = rng.uniform(0, SIDE, (2, rng.integers(3, 7), 1))
-            cells = ((grid - points) ** 2).sum(0).argmin(0).reshape(SIDE, SIDE)
-            image = np.zeros((SIDE, SIDE, 3), np.uint8)
-            mask = np.zeros((SIDE, SIDE), np.uint8)
+            points = rng.uniform(0, side, (2, rng.integers(3, 7), 1))
+            cells = ((grid - points) ** 2).sum(0).argmin(0).reshape(side, side)
+            image = np.zeros((side, side, 3), np.uint8)
+            mask = np.zeros((side, side), np.uint8)
             chosen = rng.choice(len(files), points.shape[1], replace=False)
             for cell in np.unique(cells):
                 inside, file = cells == cell, files[chosen[cell]]
@@ -181,7 +181,7 @@ def config_of(method, folder, steps, args):
     found = {
         "name": f"{folder.name}_{method}",
         "total_steps": steps,
-        "batch_size": BATCH,
+        "batch_size": args.batch,
         "task": dict(name="segmentation", **of_method["task"]),
         "model": model,
         "evals": {"val": {"kind": "segmentation", "split": "val"}},
@@ -200,7 +200,7 @@ def config_of(method, folder, steps, args):
         "mask_key": "masks",
         "num_classes": len((folder / "classes.txt").read_text().splitlines()),
         "split": "train",
-        "image_size": (SIDE, SIDE),
+        "image_size": (args.side, args.side),
         "mean": (0.485, 0.456, 0.406),
         "std": (0.229, 0.224, 0.225),
         "train_transform": "scale_crop(scale=(0.75, 1.5)) | flip",
@@ -217,7 +217,7 @@ def train(method, folder, args):
         if not (trial / "report.json").exists():
             vit_jax.train(config_of(method, folder, TRIAL, args), trial, evals={})
         speed = json.loads((trial / "report.json").read_text())["images_per_second"]
-        steps = int(60 * args.minutes * speed / BATCH)
+        steps = int(60 * args.minutes * speed / args.batch)
     workdir = args.out / f"{folder.name}_{method}"
     if not (workdir / "report.json").exists():
         vit_jax.train(config_of(method, folder, steps, args), workdir)
@@ -249,7 +249,7 @@ def measure(method, folder, args):
         "set": folder.name,
         "method": method,
         "scores": {name: round(value, 4) for name, value in scores.items()},
-        "minutes": round(steps * BATCH / speed / 60, 2),
+        "minutes": round(steps * args.batch / speed / 60, 2),
         "steps": steps,
         "minus scikit-learn": scores["miou"] - sklearn_miou(workdir, folder),
     }
@@ -294,12 +294,14 @@ def main():
     add("--model", default="deit:Ti/16")
     add("--minutes", type=float, default=4.0, help="of the steps of each run")
     add("--steps", type=int, default=0, help="of each run, in place of minutes")
+    add("--side", type=int, default=160, help="pixels of an image's side")
+    add("--batch", type=int, default=16)
     add("--sets", default="brain,mosaics")
     add("--methods", default=",".join(METHODS))
     args = smoke.parse(
         parser,
         "--out={folder}/runs --mni={folder}/mni --photographs={folder}/photographs "
-        "--model= --steps=2 --sets=brain,mosaics --methods=pyramid,unet",
+        "--model= --steps=2 --side=32 --batch=2 --methods=pyramid,unet",
     )
     counts = MOSAICS
     if args.smoke:
@@ -309,7 +311,7 @@ def main():
     args.out = args.out.resolve()
     makers = {
         "brain": lambda to: make_brain(args.mni, to),
-        "mosaics": lambda to: make_mosaics(args.photographs, to, counts),
+        "mosaics": lambda to: make_mosaics(args.photographs, to, counts, args.side),
     }
     for name in args.sets.split(","):
         folder = args.out / "sets" / name

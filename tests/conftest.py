@@ -1,4 +1,4 @@
-"""Strict settings for every test: rank promotion raises, eight fake devices."""
+"""Strict settings for every test: rank promotion raises; runs take one of eight devices."""
 
 import atexit
 import gc
@@ -10,7 +10,7 @@ import tempfile
 
 from hosts import kill_started, xla_flags
 
-# Before JAX starts. Most tests use one of the devices. Programs are compiled in a hurry;
+# Before JAX starts. Programs are compiled in a hurry;
 # what users get is run by the digits, alone and in a notebook.
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {xla_flags(8)}"
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -64,6 +64,23 @@ def _drop_programs():
         if maps > _MOST_MAPS or pages * os.sysconf("SC_PAGE_SIZE") > _MOST_BYTES:
             jax.clear_caches()
             gc.collect()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_device():
+    from helpers import one_device  # After the flags that JAX starts with.
+
+    with one_device():
+        yield
+
+
+@pytest.fixture
+def all_devices():
+    """Has runs take the eight devices of this process."""
+    from helpers import all_devices
+
+    with all_devices():
+        yield
 
 
 @pytest.fixture(autouse=True)

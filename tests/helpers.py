@@ -67,13 +67,33 @@ def tiny_config(**sections):
     return configuration.complete(raw)
 
 
+_create, _local_devices = meshes.create, jax.local_devices
+
+
+def _create_on_one(config, devices=None):
+    if devices is None and config == meshes.MeshConfig():
+        devices = jax.devices()[:1]
+    return _create(config, devices)
+
+
 @contextlib.contextmanager
 def one_device():
-    """Has runs in this process take one of its eight devices: a program compiles sooner."""
-    create = meshes.create
-    first = lambda config, devices=(): create(config, jax.devices()[:1])
+    """Has what chooses no mesh take one device of this process: a program compiles sooner.
+
+    All tests begin in it (conftest.py). A mesh whose config has sizes is of all devices.
+    """
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(meshes, "create", first)
+        patch.setattr(meshes, "create", _create_on_one)
+        patch.setattr(jax, "local_devices", lambda: _local_devices()[:1])
+        yield
+
+
+@contextlib.contextmanager
+def all_devices():
+    """Undoes `one_device`."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(meshes, "create", _create)
+        patch.setattr(jax, "local_devices", _local_devices)
         yield
 
 
@@ -121,12 +141,11 @@ def train(config, workdir, **more):
 
 
 def begin(config, workdir):
-    """Returns the setup of a run on one device, its first state, and what it loaded.
+    """Returns the setup of a run, its first state, and what it loaded.
 
     It is `loop.train` up to the first step, whose program is not compiled.
     """
-    with one_device():
-        setup = loop.build_setup(config, workdir)
+    setup = loop.build_setup(config, workdir)
     places = setup.source, setup.shapes, setup.shardings
     with Checkpointer(workdir, config, setup.source, setup.metadata) as checkpoints:
         local = LocalCheckpointer(config, workdir, *places)

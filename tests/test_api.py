@@ -12,7 +12,7 @@ import types
 import jax
 import numpy as np
 import pytest
-from helpers import one_device, run_python
+from helpers import run_python
 from PIL import Image
 
 import vit_jax
@@ -52,9 +52,8 @@ def place(tmp_path_factory):
     module = types.ModuleType("page")
     os.chdir(folder)
     try:
-        with one_device():
-            exec(compile(program, "docs/python.md", "exec"), vars(module))  # noqa: S102
-            yield module
+        exec(compile(program, "docs/python.md", "exec"), vars(module))  # noqa: S102
+        yield module
     finally:
         os.chdir(before)
 
@@ -212,6 +211,7 @@ def test_callbacks_see_a_run_without_a_workdir_and_its_resumption(place):
         "checkpoint_every_steps": 2,
         "eval_every_epochs": 0,
         "batch_size": 32,
+        "model.depth": 1,
     }
     pairs = {"train": (NOISE, LABELS), "test": (NOISE[:9], LABELS[:9])}
     given = dict(data=pairs, callbacks=[Everything()], **keys)

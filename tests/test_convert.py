@@ -10,7 +10,7 @@ import httpx2
 import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict
-from helpers import TINY, one_device, random_weights, run_command, tiny_config
+from helpers import TINY, random_weights, run_command, tiny_config
 from huggingface_hub import HfApi, constants
 from huggingface_hub.errors import HfHubHTTPError
 
@@ -408,8 +408,7 @@ def mae(tmp_path_factory):
         total_steps=2,
         evals={},
     )
-    with one_device():
-        loop.train(config, folder)
+    loop.train(config, folder)
     return folder
 
 

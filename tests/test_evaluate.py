@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from helpers import (
     TINY,
-    one_device,
     random_weights,
     run_command,
     tiny_config,
@@ -282,8 +281,7 @@ def test_a_run_matches_the_classes_of_another_set(place, tmp_path):
             model=model | {"mlp_dim": OPTIONS["mlp_dim"]},
             evals={"same": same, "other": folder | {"data_dir": str(images)}},
         )
-        with one_device():
-            report = loop.train(config, tmp_path / f"run_{images.name}")
+        report = loop.train(config, tmp_path / f"run_{images.name}")
         return [report["final"][name]["params"] for name in ("same", "other")]
 
     expected, found = scores(other)
@@ -504,8 +502,7 @@ def test_a_run_and_its_evaluation_afterwards_give_the_same_loss(
     }
     sizes = {"total_steps": 2, "batch_size": 8, "optim": {"learning_rate": 1e-2}}
     more = {"ema": {"decay": 0.5}, "evals": {"val": "val"}, "data": data}
-    with one_device():
-        loop.train(configuration.complete(sizes | more | {"model": model}), tmp_path)
+    loop.train(configuration.complete(sizes | more | {"model": model}), tmp_path)
     trained = json.loads((tmp_path / "report.json").read_text())["final"]["val"]
     capsys.readouterr()
     for raw, kind in ((["--no_ema"], "params"), ([], "ema")):

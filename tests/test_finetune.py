@@ -12,7 +12,7 @@ import image_folder
 import mask_folder
 import numpy as np
 import pytest
-from helpers import one_device, run_command, write_weights
+from helpers import run_command, write_weights
 from PIL import Image
 
 import vit_jax
@@ -35,8 +35,7 @@ def place(tmp_path_factory):
         num_classes=5,
         image_size=(32, 32),
     )
-    with one_device():
-        yield root
+    yield root
 
 
 def command(place, *words, photos="photos", weights=None):

@@ -2,7 +2,7 @@ import jax
 import mask_folder
 import numpy as np
 import pytest
-from helpers import one_device, run_command
+from helpers import run_command
 from hosts import write_recipe
 from PIL import Image
 
@@ -44,8 +44,7 @@ def test_the_sheet_shows_what_the_training_step_sees(recipe, tmp_path, monkeypat
     source = open_source(loaded.data, "train")
     images, labels, _ = show_batch.see(source, loaded, 99)  # A whole batch.
     monkeypatch.setattr(Classification, "prepare", keep)
-    with one_device():
-        loop.train(loaded, tmp_path / "run")
+    loop.train(loaded, tmp_path / "run")
     (batch,) = seen
     model_images, model_labels = batch["image"], batch["label"]
     pixels = (np.asarray(model_images) * 0.2 + 0.3) * 255

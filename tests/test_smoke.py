@@ -19,7 +19,9 @@ from vit_jax.training import config as configuration
 from vit_jax.training import optim, train_state
 
 ROOT = pathlib.Path(__file__).parent.parent
-EVALUATED = ("b16_i1k", "clip", "dino", "dinov2", "mae", "segmentation")
+EVALUATED = ("b16_i1k", "clip", "dino", "segmentation")
+# tests/test_docs.py runs these, and the stages that go on from them.
+ON_SITE = ("dinov2", "dinov3", "mae")
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -56,15 +58,16 @@ def test_recipe_initialises(recipe):
 
 @pytest.mark.slow
 def test_recipes_take_three_steps_on_made_data(tmp_path):
+    recipes = [recipe for recipe in RECIPES if recipe not in ON_SITE]
     commands = [
         ["python", "-m", "vit_jax.train", f"--workdir={tmp_path / recipe}"]
         + [f"--config=configs/{recipe}.py:quick"]
         # One recipe for each kind of evaluation, whose programs take a third of the time.
         + ["--config.evals={}"] * (recipe not in EVALUATED)
-        for recipe in RECIPES
+        for recipe in recipes
     ]
     warm.run_all(commands, ROOT, XLA_FLAGS=xla_flags())
-    for recipe in RECIPES:
+    for recipe in recipes:
         report = json.loads((tmp_path / recipe / "report.json").read_text())
         assert report["steps"] == 3
         for kinds in report["final"].values():
@@ -100,19 +103,21 @@ def final(workdir):
 
 @pytest.mark.slow
 def test_digits_reach_their_accuracy_and_so_does_the_fine_tuning(tmp_path):
-    # docs/benchmarks.md has three seeds; one takes long enough here.
-    found = final(train("--config=configs/digits.py", f"--workdir={tmp_path}/digits"))
-    assert found["params"]["top1"] >= 0.96
-    assert found["ema"]["top1"] >= 0.96
+    # docs/benchmarks.md has whole runs, 98.1 % of three seeds; a third of one reaches 95 %.
+    short = "--config.epochs=50", f"--workdir={tmp_path}/digits"
+    found = final(train("--config=configs/digits.py", *short))
+    assert found["params"]["top1"] >= 0.93
+    assert found["ema"]["top1"] >= 0.93
 
     tuned = train(
         "--config=configs/digits_finetune.py",
         f"--config.init={tmp_path}/digits",
+        "--config.epochs=10",
         f"--workdir={tmp_path}/tuned",
     )
     lines = (tuned / "metrics.jsonl").read_text().splitlines()
     name = "test/params/top1"
     scores = [line[name] for line in map(json.loads, lines) if name in line]
     assert scores[0] > 0.2  # Chance is a tenth.
-    assert final(tuned)["params"]["top1"] >= 0.975
-    assert final(tuned)["ema"]["top1"] >= 0.975
+    assert final(tuned)["params"]["top1"] >= 0.955
+    assert final(tuned)["ema"]["top1"] >= 0.955

@@ -8,7 +8,7 @@ import signal
 import hosts
 import numpy as np
 import pytest
-from helpers import one_device, run_command, without_times, write_weights
+from helpers import run_command, without_times, write_weights
 from PIL import Image
 
 from vit_jax import cli, transfer
@@ -26,8 +26,7 @@ def digits(tmp_path_factory):
     workdir = tmp_path_factory.mktemp("runs") / "digits"
     overrides = {"epochs": 2, "model.width": 24, "model.depth": 1, "batch_size": 32}
     overrides |= {"optim.warmup_epochs": 0.5}
-    with one_device():
-        loop.train(configuration.load(DIGITS, overrides), workdir)
+    loop.train(configuration.load(DIGITS, overrides), workdir)
     return str(workdir)
 
 
@@ -150,9 +149,8 @@ def test_a_folder_of_images_is_learnt_by_each_mode(digits, tmp_path, capsys):
     words += ["--learning_rates=0.03,0.3", "--seeds=1", "--layer_decay=0.8", "--json"]
     words += ["--config.total_steps=60", "--config.batch_size=16"]
     for mode in ("head", "head_then_all"):
-        with one_device():
-            end = [f"--workdir={tmp_path}/{mode}", f"--mode={mode}"]
-            assert run_command("transfer", words + end) == 0
+        end = [f"--workdir={tmp_path}/{mode}", f"--mode={mode}"]
+        assert run_command("transfer", words + end) == 0
         report = json.loads((tmp_path / mode / "transfer.json").read_text())
         out = capsys.readouterr().out
         assert json.loads(out.splitlines()[-1]) == report

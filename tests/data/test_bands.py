@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 import tifffile
-from helpers import one_device, run_command
+from helpers import run_command
 from PIL import Image
 
 import vit_jax
@@ -245,8 +245,7 @@ def test_a_run_on_class_folders_of_bands_learns_and_predicts(tmp_path, capsys):
         f"def get_config(arg=None): return ConfigDict({keys})\n"
     )
     run = tmp_path / "run"
-    with one_device():
-        assert not run_command("train", [f"--config={recipe}", f"--workdir={run}"])
+    assert not run_command("train", [f"--config={recipe}", f"--workdir={run}"])
     report = json.loads((run / "report.json").read_text())
     assert report["final"]["val"]["params"]["top1"] == 1.0
     capsys.readouterr()
@@ -309,8 +308,7 @@ def test_arrays_of_bands_train_from_weights_of_colours(tmp_path):
         "evals": {},
     }
     colours = RNG.integers(0, 256, (16, 8, 8, 3), np.uint8)
-    with one_device():
-        vit_jax.train(keys, tmp_path / "rgb", data=(colours, labels))
+    vit_jax.train(keys, tmp_path / "rgb", data=(colours, labels))
     kernel = vit_jax.load_model(tmp_path / "rgb").params["embedding"]["kernel"]
     expected = {
         "repeat": np.tile(kernel / 2, (1, 1, 2, 1)),
@@ -320,8 +318,7 @@ def test_arrays_of_bands_train_from_weights_of_colours(tmp_path):
     for how in ("repeat", "mean", "first", "new"):
         start = {"checkpoint": str(tmp_path / "rgb"), "channels": how}
         run = tmp_path / how
-        with one_device():
-            vit_jax.train(keys | {"init": start}, run, data=(images, labels))
+        vit_jax.train(keys | {"init": start}, run, data=(images, labels))
         model = vit_jax.load_model(run)
         found = np.asarray(model.params["embedding"]["kernel"])
         if how in expected:
@@ -402,8 +399,7 @@ def test_floats_of_bands_in_memory_are_read_as_those_of_files(tmp_path):
         "optim": {"name": "adam", "learning_rate": 0.003},
     }
     split = {"train": (images, labels), "val": (images, labels)}
-    with one_device():
-        done = vit_jax.train(keys, tmp_path / "run", data=split)
+    done = vit_jax.train(keys, tmp_path / "run", data=split)
     assert done["final"]["val"]["params"]["top1"] > 0.9
     model = vit_jax.load_model(tmp_path / "run", tell=lambda line: None)
     assert model.preprocessing.pixels == "float32"

@@ -8,6 +8,8 @@ from vit_jax.distributed import mesh as meshes
 from vit_jax.distributed.mesh import MeshConfig
 from vit_jax.errors import UserError
 
+pytestmark = pytest.mark.usefixtures("all_devices")
+
 
 @pytest.mark.parametrize(
     ("sizes", "shape"),

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 import trees
-from helpers import one_device, run_command, tiny_config, train
+from helpers import run_command, tiny_config, train
 from PIL import Image
 
 import vit_jax
@@ -87,8 +87,7 @@ def place(tmp_path_factory):
         checkpoint_every_steps=1_000,
         log_every_steps=50,
     )
-    with one_device():
-        report = train(config, folder / "run")
+    report = train(config, folder / "run")
     return folder, report["final"], evals
 
 

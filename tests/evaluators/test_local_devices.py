@@ -17,6 +17,7 @@ def computed(monkeypatch):
     return arrays
 
 
+@pytest.mark.usefixtures("all_devices")
 def test_all_devices_share_a_batch(computed):
     model = models.create("Ti/8", num_classes=0, image_size=(16, 24), **TINY)
     params = draw_params(model)

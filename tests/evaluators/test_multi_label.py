@@ -5,7 +5,7 @@ import json
 import jax
 import numpy as np
 import pytest
-from helpers import one_device, run_command
+from helpers import run_command
 from PIL import Image
 from sklearn import metrics
 
@@ -90,8 +90,7 @@ def run(tmp_path_factory):
         "checkpoint": {"best_metric": "val/map"},
         "eval_every_steps": 20,
     }
-    with one_device():
-        report = loop.train(configuration.complete(raw), root / "run")
+    report = loop.train(configuration.complete(raw), root / "run")
     return root, rows, report
 
 

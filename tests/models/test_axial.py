@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import draw_params, one_device, tiny_config
+from helpers import draw_params, tiny_config
 from jax.sharding import PartitionSpec
 from trees import specs
 
@@ -114,8 +114,7 @@ def test_what_is_none_is_refused(changes, message):
 def test_a_run_is_a_model_for_another_size_of_image(tmp_path):
     config = fields.to_dict(tiny_config(total_steps=1, data={"image_size": (16, 16)}))
     model = {"variant": "Axial-S/4", "dropout": 0.1, **TINY, "depth": 1}
-    with one_device():
-        report = loop.train(configuration.complete(config | {"model": model}), tmp_path)
+    report = loop.train(configuration.complete(config | {"model": model}), tmp_path)
     assert "top1" in report["final"]["val"]["params"]
     larger = models.create(**model, num_classes=3, image_size=(24, 24))
     loaded = weights.load(tmp_path, larger, head="new").params

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict, unflatten_dict
-from helpers import draw_params, one_device, tiny_config
+from helpers import draw_params, tiny_config
 from jax.sharding import PartitionSpec
 from trees import specs
 
@@ -193,8 +193,7 @@ def test_a_run_is_a_model_for_another_size_and_window(tmp_path):
     config = fields.to_dict(tiny_config(total_steps=1, data={"image_size": (16, 16)}))
     model = {"variant": "Swin-T", **TINY, "stage_depths": (1, 2)}
     config = configuration.complete(config | {"model": model})
-    with one_device():
-        report = loop.train(config, tmp_path / "run")
+    report = loop.train(config, tmp_path / "run")
     assert 0 <= report["final"]["val"]["params"]["top1"] <= 1
     found = weights.open_pretrained(tmp_path / "run")
     out = tmp_path / "swin.pth"

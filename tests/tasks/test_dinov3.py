@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import draw_params, kill_after, one_device, tiny_config, train
+from helpers import draw_params, kill_after, tiny_config, train
 
 from vit_jax import models, show_batch
 from vit_jax.config.lengths import RunLength
@@ -121,8 +121,7 @@ def run(request, tmp_path_factory):
     crops, task = RUNS[request.param]
     config = config_of(crops, task=HEADS | {"name": request.param} | task)
     workdir = tmp_path_factory.mktemp("runs") / request.param
-    with one_device():
-        return config, workdir, train(config, workdir)
+    return config, workdir, train(config, workdir)
 
 
 @pytest.mark.parametrize("run", ["dino", "dinov2"], indirect=True)
@@ -135,8 +134,7 @@ def test_a_killed_run_resumes_bit_identical(run, tmp_path):
     assert {*drawn[:3]} == {*drawn[3:]} == {4, 8}
     copy = shutil.copytree(workdir, tmp_path / "copy")
     kill_after(3, copy)
-    with one_device():
-        assert train(config, copy)["params_sha256"] == report["params_sha256"]
+    assert train(config, copy)["params_sha256"] == report["params_sha256"]
 
 
 def load_notes(config):

@@ -15,7 +15,6 @@ from helpers import (
     draw_params,
     evaluated,
     kill_after,
-    one_device,
     tiny_config,
     train,
 )
@@ -111,8 +110,7 @@ def test_merged_and_unmerged_are_equal(scan):
 def trained(tmp_path_factory):
     """Trains a classifier, and returns its workdir."""
     workdir = tmp_path_factory.mktemp("trained") / "run"
-    with one_device():
-        loop.train(tiny_config(total_steps=1, evals={}), workdir)
+    loop.train(tiny_config(total_steps=1, evals={}), workdir)
     return workdir
 
 
@@ -133,11 +131,10 @@ def test_a_run_resumes_and_is_a_network_as_any_other(
         return tiny_config(task=task, init=init, **keys | sections)
 
     run = tmp_path / "run"
-    with one_device():
-        report = train(config_of(), run)
-        kill_after(1, run)
-        shutil.copytree(run, tmp_path / "scanned")
-        again = train(config_of(), run)
+    report = train(config_of(), run)
+    kill_after(1, run)
+    shutil.copytree(run, tmp_path / "scanned")
+    again = train(config_of(), run)
     assert again["params_sha256"] == report["params_sha256"]
     opened = weights.open_pretrained(run)
     assert opened.task["name"] == task["name"]
@@ -151,8 +148,7 @@ def test_a_run_resumes_and_is_a_network_as_any_other(
     ended = report["final"]["val"]["params"]
     assert {key: scores[key] for key in ended} == pytest.approx(ended, rel=1e-5)
     # A scan resumes what no scan began.
-    with one_device():
-        loop.train(config_of(model={"scan": True}), tmp_path / "scanned")
+    loop.train(config_of(model={"scan": True}), tmp_path / "scanned")
     scanned = flat(weights.open_pretrained(tmp_path / "scanned").params)
     for name, value in found.items():
         np.testing.assert_allclose(scanned[name], value, atol=1e-5)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict
-from helpers import one_device, tiny_config
+from helpers import tiny_config
 
 from vit_jax import models, weights
 from vit_jax.config.lengths import RunLength
@@ -236,8 +236,7 @@ def test_a_workdir_is_the_start_of_a_classifier_that_learns_positions(tmp_path):
         total_steps=1,
         evals={},
     )
-    with one_device():
-        loop.train(config, tmp_path)
+    loop.train(config, tmp_path)
     found = weights.open_pretrained(tmp_path)
     assert "posembed_input" not in found.params["Transformer"]
     assert (found.task["name"], found.task_params) == ("mae", {})

@@ -6,7 +6,7 @@ import shutil
 import jax
 import numpy as np
 import pytest
-from helpers import TINY, begin, kill_after, one_device, tiny_config, train
+from helpers import TINY, begin, kill_after, tiny_config, train
 from PIL import Image
 
 import vit_jax
@@ -53,16 +53,14 @@ def long():
 def trained(tmp_path_factory):
     """Returns the workdir and the result of a short run on one device."""
     workdir = tmp_path_factory.mktemp("segmentation") / "run"
-    with one_device():
-        return workdir, train(long(), workdir)
+    return workdir, train(long(), workdir)
 
 
 def test_a_run_that_was_killed_ends_with_the_same_bits(trained, tmp_path):
     workdir, whole = trained
     killed = shutil.copytree(workdir, tmp_path / "killed")
     kill_after(30, killed)
-    with one_device():
-        again = train(long(), killed)
+    again = train(long(), killed)
     assert again["params_sha256"] == whole["params_sha256"]
     assert again["final"] == whole["final"]
 
@@ -114,8 +112,7 @@ def test_evaluating_a_checkpoint_gives_the_scores_of_the_run(trained):
     raw = {"batch_size": 8, "evals": {"val": {"kind": "segmentation", "split": "val"}}}
     raw["data"] = {"name": "synthetic", "num_examples": 20, "mask_key": "mask"}
     evaluation = configuration.loading.complete(configuration.EvaluationConfig, raw)
-    with one_device():
-        found = suite.evaluate(pretrained, how, evaluation)
+    found = suite.evaluate(pretrained, how, evaluation)
     best = workdirs.best(workdir)
     scores = found.scores["val"]["weights"]
     expected = done["final"]["val"]["ema"]
@@ -130,8 +127,7 @@ def test_eight_devices_with_split_parameters_train_and_count_as_one(tmp_path):
     found = []
     keys = {"total_steps": 3, "checkpoint_every_steps": 3}
     keys |= {"optim": {"name": "sgd", "learning_rate": 0.1}}
-    with one_device():
-        found.append(loop.train(config(**keys), tmp_path / "one"))
+    found.append(loop.train(config(**keys), tmp_path / "one"))
     split = config(mesh={"data": 2, "fsdp": 4}, sharding={"min_size": 100}, **keys)
     found.append(loop.train(split, tmp_path / "eight"))
     one, eight = (run["final"]["val"]["params"] for run in found)
@@ -149,8 +145,7 @@ def test_eight_devices_with_split_parameters_train_and_count_as_one(tmp_path):
 
 
 def test_a_frozen_network_is_left_as_it_was_and_needs_less(tmp_path):
-    with one_device():
-        loop.train(config(task={"frozen": True}), tmp_path / "run")
+    loop.train(config(task={"frozen": True}), tmp_path / "run")
     stored = weights.open_pretrained(str(tmp_path / "run"), with_task=True)
     assert stored.task_params.keys() == {"segmenter", "segmenter_means"}
     task = config(task={"frozen": True})

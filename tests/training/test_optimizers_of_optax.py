@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import kill_after, one_device, tiny_config, train
+from helpers import kill_after, tiny_config, train
 
 from vit_jax.config import fields, reference
 from vit_jax.config.lengths import RunLength
@@ -331,10 +331,9 @@ def test_a_moment_can_be_bfloat16():
 def test_a_run_with_a_network_goes_on_after_a_kill_to_the_bit(name, tmp_path):
     keys = {"name": name, "learning_rate": 0.01, "grad_accum_steps": 2, "sam_rho": 0.1}
     config = tiny_config(optim=keys, ema={"decay": 0.0})
-    with one_device():
-        whole = train(config, tmp_path)
-        kill_after(3, tmp_path)
-        resumed = train(config, tmp_path)
+    whole = train(config, tmp_path)
+    kill_after(3, tmp_path)
+    resumed = train(config, tmp_path)
     assert resumed["params_sha256"] == whole["params_sha256"]
     assert resumed["final"] == whole["final"]
     assert ("ema" in whole["final"]["val"]) == (name == "schedule_free_adamw")

@@ -48,6 +48,7 @@ def ways(found):
     return [way for sizes in strategies.changes(found) for way in sizes]
 
 
+@pytest.mark.usefixtures("all_devices")
 @pytest.mark.parametrize(
     ("spec", "keys", "count"),
     [

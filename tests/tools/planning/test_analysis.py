@@ -25,7 +25,7 @@ def flops(**keys):
     """Counts a step of 3 layers, a device."""
     words = {"model.depth": 3, "data.num_classes": 7, "ema.decay": 0.5, **keys}
     config = configuration.load(QUICK, words)
-    mesh = meshes.create(config.mesh)
+    mesh = meshes.create(config.mesh, jax.devices())
     program = train_step.build_train_setup(config, mesh, 20)
     traced = program.train_step.trace(program.shapes, program.batch_shapes)
     found = analysis._before(program, traced, config, mesh, 20, None)

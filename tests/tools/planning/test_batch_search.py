@@ -2,7 +2,7 @@
 
 import jax
 import pytest
-from helpers import one_device, run_command, tiny_config, train
+from helpers import run_command, tiny_config, train
 
 from vit_jax.config import fields
 from vit_jax.distributed import mesh as meshes
@@ -90,19 +90,18 @@ def test_a_run_gets_the_largest_batch_and_keeps_it(tmp_path, monkeypatch):
     config = tiny_config(total_steps=2, data=data, optim=optim, evals={})
     limit, lines = 3_000_000, []
     monkeypatch.setattr(batch_search, "usable_memory", lambda device: limit)
-    with one_device():
-        found = batch_search.of_run(config, tmp_path, lines.append)
-        mesh = meshes.create(config.mesh)
-        peaks = [
-            analysis.analyse(
-                fields.replace(found, {"batch_size": size}), mesh, 20_000, limit
-            ).peak_bytes
-            for size in (found.batch_size, round(1.06 * found.batch_size))
-        ]
-        assert peaks[0] <= limit < peaks[1]
-        train(found, tmp_path)
-        limit = 1_000_000
-        again = batch_search.of_run(config, tmp_path, lines.append)
+    found = batch_search.of_run(config, tmp_path, lines.append)
+    mesh = meshes.create(config.mesh)
+    peaks = [
+        analysis.analyse(
+            fields.replace(found, {"batch_size": size}), mesh, 20_000, limit
+        ).peak_bytes
+        for size in (found.batch_size, round(1.06 * found.batch_size))
+    ]
+    assert peaks[0] <= limit < peaks[1]
+    train(found, tmp_path)
+    limit = 1_000_000
+    again = batch_search.of_run(config, tmp_path, lines.append)
     assert again == found
     assert again.optim.peak_learning_rate(found.batch_size) > 0.1 * 8 / 256
     assert [line.partition(",")[0] for line in lines] == 2 * [
@@ -110,12 +109,14 @@ def test_a_run_gets_the_largest_batch_and_keeps_it(tmp_path, monkeypatch):
     ]
 
 
+@pytest.mark.usefixtures("all_devices")
 def test_it_is_no_larger_than_the_training_split(tmp_path):
     config, lines = tiny_config(), []
     found = batch_search.of_run(config, tmp_path, lines.append)
     assert found.batch_size == 16  # Of 20 images, on 8 devices.
 
 
+@pytest.mark.usefixtures("all_devices")
 def test_what_does_not_fit_is_one_line(tmp_path, monkeypatch):
     monkeypatch.setattr(batch_search, "usable_memory", lambda device: 1_000)
     with pytest.raises(UserError, match="--largest_batch: 8 images take .* per device"):

@@ -140,7 +140,7 @@ def test_another_command_in_the_same_workdir_is_refused(done, run, options, mess
     [
         ({"optim.warmup_steps": 9}, "the warmup takes 9 steps but the run only 3"),
         ({"optim.freeze": ("haed",)}, "'haed' matches none of the"),
-        ({"batch_size": 9}, "batch_size=9"),
+        ({"batch_size": 9, "mesh.data": 8}, "batch_size=9"),
     ],
 )
 def test_what_no_run_could_do_is_refused_before_anything_is_written(
