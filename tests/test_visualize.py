@@ -460,25 +460,25 @@ def test_one_layer_of_attention_is_alive_while_figures_are_fed(
 
 @pytest.mark.slow
 def test_images_of_512_pixels_in_bounded_memory(tmp_path, capsys, watched):
-    sizes = {"image_size": (512, 512), "depth": 1, "width": 12, "num_heads": 3}
+    sizes = {"image_size": (512, 512), "depth": 2, "width": 12, "num_heads": 3}
     how = dataclasses.replace(PREPROCESS, image_size=(512, 512))
     write_weights(tmp_path / "large.safetensors", NAMES, how, **OPTIONS | sizes)
     rng = np.random.default_rng(2)
-    for i in range(2):
+    for i in range(4):
         noise = rng.integers(0, 256, (530, 600 + i, 3), dtype=np.uint8)
         Image.fromarray(noise).save(tmp_path / f"{i}.png")
     words = [
         f"--model={tmp_path / 'large'}.safetensors",
         f"--out={tmp_path / 'out'}",
-        *("--images", *(str(tmp_path / f"{i}.png") for i in range(2))),
+        *("--images", *(str(tmp_path / f"{i}.png") for i in range(4))),
         *("--shown=1", "--topk=1"),
     ]
     assert visualize.main(cli.parse(visualize.parser(), words)) == 0
     # 4,097 tokens and 3 heads: one image is all that 256 MiB hold.
     assert set(watched) == {(1, 0)}
-    assert len(watched) == 2 + 1  # And for relevance.
+    assert len(watched) == 4 * 2 + 2  # And for relevance.
     with np.load(tmp_path / "out" / "cka.npz") as arrays:
-        assert arrays["images"] == 2
+        assert arrays["images"] == 4
     with np.load(tmp_path / "out" / "rollout" / "0.npz") as arrays:
         assert arrays["rollout"].shape == (4097,)
         assert arrays["overlay"].shape == (530, 600, 3)
