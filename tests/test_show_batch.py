@@ -40,7 +40,7 @@ def test_the_sheet_shows_what_the_training_step_sees(recipe, tmp_path, monkeypat
         jax.debug.callback(seen.append, out)
         return out
 
-    loaded = config.load(str(recipe), {"total_steps": 1, "mesh.data": 1})
+    loaded = config.load(str(recipe), {"total_steps": 1})
     source = open_source(loaded.data, "train")
     images, labels, _ = show_batch.see(source, loaded, 99)  # A whole batch.
     monkeypatch.setattr(Classification, "prepare", keep)
