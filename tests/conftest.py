@@ -10,8 +10,8 @@ import tempfile
 
 from hosts import kill_started, xla_flags
 
-# Before JAX starts. Programs are compiled in a hurry;
-# what users get is run by the digits, alone and in a notebook.
+# Before JAX starts. Programs are compiled in a hurry; what users get is run by the digits,
+# alone and in a notebook.
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {xla_flags(8)}"
 os.environ["JAX_PLATFORMS"] = "cpu"
 # Two workers share two cores: threads of a matrix library wait for each other by spinning.
@@ -67,20 +67,34 @@ def _drop_programs():
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _one_device():
-    from helpers import one_device  # After the flags that JAX starts with.
+def _all_devices():
+    """Has what chooses no mesh take one device of this process: a program compiles sooner.
 
-    with one_device():
-        yield
+    A mesh whose config has sizes is of all devices. Yields what puts the others back.
+    """
+    from vit_jax.distributed import mesh as meshes  # As late as the tests do.
+
+    create, local_devices = meshes.create, jax.local_devices
+
+    def create_on_one(config, devices=None):
+        if devices is None and config == meshes.MeshConfig():
+            devices = jax.devices()[:1]
+        return create(config, devices)
+
+    def put_back(patch):
+        patch.setattr(meshes, "create", create)
+        patch.setattr(jax, "local_devices", local_devices)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(meshes, "create", create_on_one)
+        patch.setattr(jax, "local_devices", lambda: local_devices()[:1])
+        yield put_back
 
 
 @pytest.fixture
-def all_devices():
+def all_devices(_all_devices, monkeypatch):
     """Has runs take the eight devices of this process."""
-    from helpers import all_devices
-
-    with all_devices():
-        yield
+    _all_devices(monkeypatch)
 
 
 @pytest.fixture(autouse=True)

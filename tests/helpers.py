@@ -1,6 +1,5 @@
 """What tests share: recipes, a complete config, an image, what is done with a finished run."""
 
-import contextlib
 import json
 import math
 import os
@@ -13,11 +12,9 @@ import sys
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from vit_jax import cli, models
 from vit_jax.__main__ import load
-from vit_jax.distributed import mesh as meshes
 from vit_jax.training import config as configuration
 from vit_jax.training import loop, metric_writer, sweep
 from vit_jax.training.checkpoint import Checkpointer
@@ -30,6 +27,9 @@ RECIPES = sorted(
     for path in (ROOT / "configs").glob("*.py")
     if path.stem not in ("__init__", "common")
 )
+
+# The commands of the site run the quick version of these, and the stages that go on from it.
+ON_SITE = ("dinov2", "dinov3", "mae")
 
 # Sizes of a network whose program compiles soon.
 TINY = {"width": 12, "depth": 1, "num_heads": 3, "mlp_dim": 20}
@@ -65,36 +65,6 @@ def tiny_config(**sections):
         else:
             raw[name] = value
     return configuration.complete(raw)
-
-
-_create, _local_devices = meshes.create, jax.local_devices
-
-
-def _create_on_one(config, devices=None):
-    if devices is None and config == meshes.MeshConfig():
-        devices = jax.devices()[:1]
-    return _create(config, devices)
-
-
-@contextlib.contextmanager
-def one_device():
-    """Has what chooses no mesh take one device of this process: a program compiles sooner.
-
-    All tests begin in it (conftest.py). A mesh whose config has sizes is of all devices.
-    """
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(meshes, "create", _create_on_one)
-        patch.setattr(jax, "local_devices", lambda: _local_devices()[:1])
-        yield
-
-
-@contextlib.contextmanager
-def all_devices():
-    """Undoes `one_device`."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(meshes, "create", _create)
-        patch.setattr(jax, "local_devices", _local_devices)
-        yield
 
 
 def draw_params(model, seed=0):
@@ -151,6 +121,14 @@ def begin(config, workdir):
         local = LocalCheckpointer(config, workdir, *places)
         begun = loop.restore_or_init(config, setup, checkpoints, local)
     return setup, jax.device_get(begun.state), begun.notes
+
+
+def assert_took_three_steps(workdir):
+    """Checks what a recipe's quick version has to leave."""
+    report = json.loads((workdir / "report.json").read_text())
+    assert report["steps"] == 3
+    for kinds in report["final"].values():
+        assert np.isfinite(list(kinds["params"].values())).all()
 
 
 def kill_after(step, workdir):

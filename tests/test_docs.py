@@ -11,7 +11,7 @@ import tomllib
 import numpy as np
 import pytest
 import warm
-from helpers import write_weights
+from helpers import ON_SITE, assert_took_three_steps, write_weights
 from hosts import xla_flags
 from PIL import Image
 
@@ -148,6 +148,8 @@ def test_the_commands_and_programs_of_the_site_run(tmp_path):
                 if not entry.keys() & {"test", "reason"}:
                     jobs.append(shlex.split(f"{line} {entry.get('more', '')}"))
     warm.run_all(jobs, tmp_path, PYTHONPATH=f"{ROOT}:{tmp_path}", XLA_FLAGS=xla_flags())
+    for recipe in ON_SITE:
+        assert_took_three_steps(tmp_path / "runs" / recipe)
 
 
 def make_images(folder):

@@ -6,10 +6,9 @@ import pathlib
 import resource
 
 import jax
-import numpy as np
 import pytest
 import warm
-from helpers import RECIPES, run_python
+from helpers import ON_SITE, RECIPES, assert_took_three_steps, run_python
 from hosts import xla_flags
 
 from vit_jax.config import fields
@@ -20,8 +19,6 @@ from vit_jax.training import optim, train_state
 
 ROOT = pathlib.Path(__file__).parent.parent
 EVALUATED = ("b16_i1k", "clip", "dino", "segmentation")
-# tests/test_docs.py runs these, and the stages that go on from them.
-ON_SITE = ("dinov2", "dinov3", "mae")
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -68,10 +65,7 @@ def test_recipes_take_three_steps_on_made_data(tmp_path):
     ]
     warm.run_all(commands, ROOT, XLA_FLAGS=xla_flags())
     for recipe in recipes:
-        report = json.loads((tmp_path / recipe / "report.json").read_text())
-        assert report["steps"] == 3
-        for kinds in report["final"].values():
-            assert np.isfinite(list(kinds["params"].values())).all()
+        assert_took_three_steps(tmp_path / recipe)
 
 
 def test_the_loop_imports_in_few_seconds_and_without_frameworks():

@@ -2,6 +2,7 @@
 
 import shutil
 
+import jax
 import numpy as np
 import pytest
 from helpers import kill_after, tiny_config, train
@@ -139,13 +140,14 @@ def test_a_run_learns_and_uses_all_devices(config, tmp_path):
         optim={"learning_rate": 0.02},
     )
     report = train(made, tmp_path)
+    assert report["devices"] == 8 == jax.device_count()
     assert report["final"]["val"]["params"]["top1"] == 1
 
 
 def test_packed_images_are_split_over_devices(config, tmp_path):
     keys = {"mesh": {"data": 8}, "total_steps": 2}
     made = config("naflex(16, patch=4, pack=2)", batch_size=16, **keys)
-    assert train(made, tmp_path / "even")["steps"] == 2
+    assert train(made, tmp_path / "even")["devices"] == 8
     with pytest.raises(UserError, match=r"batch_size=8.*8 devices"):
         train(config("naflex(16, patch=4, pack=2)", **keys), tmp_path / "odd")
 
