@@ -18,7 +18,7 @@ from helpers import draw_params, run_command, write_weights
 from PIL import Image
 
 from vit_jax import cli, models, progress, visualize
-from vit_jax.analysis import attention, embeddings, representations
+from vit_jax.analysis import attention, embeddings, loaded_model, representations
 from vit_jax.analysis.figures import FIGURES, create
 from vit_jax.analysis.figures.writing import available_figures, write_figures
 from vit_jax.analysis.loaded_model import LoadedModel
@@ -459,13 +459,16 @@ def test_one_layer_of_attention_is_alive_while_figures_are_fed(
 
 
 @pytest.mark.slow
-def test_images_of_512_pixels_in_bounded_memory(tmp_path, capsys, watched):
-    sizes = {"image_size": (512, 512), "depth": 2, "width": 12, "num_heads": 3}
-    how = dataclasses.replace(PREPROCESS, image_size=(512, 512))
+def test_large_images_in_bounded_memory(tmp_path, capsys, watched, monkeypatch):
+    # 1,025 tokens and 3 heads: one image is all that 16 MiB hold, as 256 MiB hold one of
+    # 512 pixels.
+    monkeypatch.setattr(loaded_model, "_MAX_ATTENTION_BYTES", 16 << 20)
+    sizes = {"image_size": (256, 256), "depth": 2, "width": 12, "num_heads": 3}
+    how = dataclasses.replace(PREPROCESS, image_size=(256, 256))
     write_weights(tmp_path / "large.safetensors", NAMES, how, **OPTIONS | sizes)
     rng = np.random.default_rng(2)
     for i in range(4):
-        noise = rng.integers(0, 256, (530, 600 + i, 3), dtype=np.uint8)
+        noise = rng.integers(0, 256, (270, 300 + i, 3), dtype=np.uint8)
         Image.fromarray(noise).save(tmp_path / f"{i}.png")
     words = [
         f"--model={tmp_path / 'large'}.safetensors",
@@ -474,16 +477,15 @@ def test_images_of_512_pixels_in_bounded_memory(tmp_path, capsys, watched):
         *("--shown=1", "--topk=1"),
     ]
     assert visualize.main(cli.parse(visualize.parser(), words)) == 0
-    # 4,097 tokens and 3 heads: one image is all that 256 MiB hold.
     assert set(watched) == {(1, 0)}
     assert len(watched) == 4 * 2 + 2  # And for relevance.
     with np.load(tmp_path / "out" / "cka.npz") as arrays:
         assert arrays["images"] == 4
     with np.load(tmp_path / "out" / "rollout" / "0.npz") as arrays:
-        assert arrays["rollout"].shape == (4097,)
-        assert arrays["overlay"].shape == (530, 600, 3)
+        assert arrays["rollout"].shape == (1025,)
+        assert arrays["overlay"].shape == (270, 300, 3)
     with Image.open(tmp_path / "out" / "rollout" / "0.png") as picture:
-        assert picture.width >= 2 * 600
+        assert picture.width >= 2 * 300
     assert "cka.png" in capsys.readouterr().out
 
 

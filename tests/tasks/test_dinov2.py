@@ -427,7 +427,7 @@ def test_flops_are_those_of_student_and_teacher():
 
 def entropy_after(steps, **keys):
     """Trains on noisy copies of 16 images; returns the teacher's entropy by ln K."""
-    task = task_of(options={"width": 24, "depth": 2}, teacher_temperature=0.04, **keys)
+    task = task_of(options={"width": 24, "depth": 1}, teacher_temperature=0.04, **keys)
     params, extra = jax.jit(task.init)(jax.random.key(0))
     adam = optax.adam(3e-3)
     state, rng = adam.init(params), np.random.default_rng(0)
