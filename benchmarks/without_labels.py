@@ -61,7 +61,13 @@ MUON = {
 }
 RATES = {
     "masked_patch": {"optim.learning_rate": 1e-3},
-    "mae": {**MUON, "task.decoder_depth": 1},
+    # The mean of the patches has more of an image than the class token, which nothing trains.
+    "mae": {
+        **MUON,
+        "task.decoder_depth": 1,
+        "model.pool": "gap",
+        "model.class_token": True,
+    },
     "simmim": {"optim.base_learning_rate": 2e-3},
     "dino": {
         **MUON,
