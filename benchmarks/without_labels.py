@@ -160,7 +160,7 @@ def length(config, steps):
         "optim.warmup_steps": max(1, steps // 10),
         "log_every_steps": min(50, max(1, steps // 10)),
         "checkpoint_every_epochs": 0,
-        "checkpoint_every_steps": max(TRIAL, steps // 8),  # What is ended goes on.
+        "checkpoint_every_steps": max(TRIAL, steps // 8),  # To resume from.
         "eval_every_epochs": 0,
         "eval_every_steps": steps,
     }
