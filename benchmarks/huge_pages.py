@@ -4,7 +4,8 @@ Run: PYTHONPATH=. python benchmarks/huge_pages.py [--rounds=5] [--steps=40]
          [--config=configs/cifar10.py:size=cpu] [-- --config.KEY=VALUE ...]
 
 XLA maps the temporaries of a step afresh each time; in pages of 2 MB instead of 4 KB that
-takes fewer page faults. Each round trains so many steps with GLIBC_TUNABLES and without.
+takes fewer page faults. Each round trains so many steps in either.
+
 Prints medians of images per second, and of the ratios of single rounds with their quartiles.
 Linux alone; /sys/kernel/mm/transparent_hugepage/enabled must be "madvise" (if "always", there
 is nothing to gain).
@@ -12,14 +13,12 @@ is nothing to gain).
 
 import argparse
 import json
-import os
 import pathlib
-import subprocess
-import sys
 import tempfile
 
 import numpy as np
 import smoke
+import without_labels
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 CONTENDERS = {"small pages": "0", "huge pages": "1"}
@@ -28,18 +27,12 @@ CONTENDERS = {"small pages": "0", "huge pages": "1"}
 def speed(value, args):
     """Returns images per second of a run."""
     with tempfile.TemporaryDirectory() as folder:
-        words = [f"--config={args.config}", "--config.evals={}", "--config.epochs=0"]
+        words = ["-m", "vit_jax.train", f"--config={args.config}"]
+        words += ["--config.evals={}", "--config.epochs=0"]
         words += [f"--config.total_steps={args.steps}", *args.more]
-        done = subprocess.run(
-            [sys.executable, "-m", "vit_jax.train", *words, f"--workdir={folder}"],
-            env=os.environ | {"GLIBC_TUNABLES": f"glibc.malloc.hugetlb={value}"},
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        if done.returncode:
-            sys.exit(done.stderr[-2000:])
+        words += [f"--workdir={folder}"]
+        tunables = f"glibc.malloc.hugetlb={value}"
+        without_labels.command(words, ROOT, GLIBC_TUNABLES=tunables)
         report = json.loads((pathlib.Path(folder) / "report.json").read_text())
     return report["images_per_second"]
 

@@ -21,6 +21,7 @@ and the plot show medians over the seeds of all that is done in --out.
 import argparse
 import json
 import math
+import os
 import pathlib
 import shlex
 import statistics
@@ -61,7 +62,7 @@ MUON = {
 }
 RATES = {
     "masked_patch": {"optim.learning_rate": 1e-3},
-    # The mean of the patches has more of an image than the class token, which nothing trains.
+    # The mean of the patches has more of an image than the class token, which no loss reads.
     "mae": {
         **MUON,
         "task.decoder_depth": 1,
@@ -128,11 +129,18 @@ def make_cifar10(data_dir, count):
     builder(data_dir=data_dir, file_format="array_record").download_and_prepare()
 
 
-def command(words, cwd):
+def command(words, cwd, **variables):
     """Runs a command of the project, which it prints; returns what that prints."""
-    print("$", shlex.join(["python", *words]), flush=True)
-    words = [sys.executable, *words]
-    done = subprocess.run(words, cwd=cwd, capture_output=True, text=True, check=False)
+    given = [f"{name}={value}" for name, value in variables.items()]
+    print("$", shlex.join([*given, "python", *words]), flush=True)
+    done = subprocess.run(
+        [sys.executable, *words],
+        env=os.environ | variables,
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     if done.returncode:
         sys.exit(f"{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
     return done.stdout
