@@ -168,10 +168,10 @@ def command(words, cwd, **variables):
 def train(config, workdir, keys, args):
     """Trains, if that was not done; returns report.json."""
     if not (workdir / "report.json").exists():
-        keys = {"data.data_dir": args.data_dir, "batch_size": args.batch} | keys
-        keys |= {"data.num_examples": 0}
-        keys = {f"model.{name}": value for name, value in NETWORK.items()} | keys
-        flags = [f"--config.{name}={value}" for name, value in keys.items()]
+        given = {f"model.{name}": value for name, value in NETWORK.items()}
+        given |= {"data.data_dir": args.data_dir, "data.num_examples": 0}
+        given |= {"batch_size": args.batch} | keys
+        flags = [f"--config.{name}={value}" for name, value in given.items()]
         words = ["-m", "vit_jax.train", f"--config={config}", *flags]
         command([*words, f"--workdir={workdir}"], args.root)
     return json.loads((workdir / "report.json").read_text())
