@@ -131,7 +131,8 @@ class Task(Protocol):
 
         Args:
           extra: state before the step.
-          params: parameters after the step.
+          params: parameters after the step as evaluations read them: of a schedule-free
+            optimiser the mean of the steps.
           stats: statistics that `loss` returned.
           step: number of steps taken, this one included.
         """
@@ -264,8 +265,9 @@ class ImageTask(Task):
 
     def __init__(self, model: Model, data: DataConfig):
         self.model, self.data = model, data
-        host, self._ops = parse.parse_train(data.train_transform, data.image_size)
-        parse.check_bands((*host, *self._ops), data)
+        host, device = parse.parse_train(data.train_transform, data.image_size)
+        parse.check_bands((*host, *device), data)
+        self._ops = transforms.apart(device, data.repeats)
         # Before the device enlarges them.
         views = parse.Transforms(host, ())
         made = parse.loaded_shapes(views, data.image_size, data.channels)

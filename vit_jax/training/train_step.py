@@ -304,6 +304,8 @@ def _check_task(task: Task, config: TrainConfig) -> dict:
     if wanted:
         with transforms.recording() as applied:
             jax.eval_shape(task.prepare, batch_spec, jax.random.key(0))
+        # A task may take partners from elsewhere in the batch than ours do.
+        applied = transforms.apart(applied, 1)
         if missing := [type(op).__name__ for op in wanted if op not in applied]:
             raise UserError(
                 f"data.train_transform={data.train_transform!r}: {', '.join(missing)} run "
@@ -413,14 +415,14 @@ def make_train_step(
             )
         params = optax.apply_updates(state.params, updates)
         step, average, ema = state.step + 1, state.average, config.ema
+        evaluated = config.optim.evaluated(opt_state, params)
         if average is not None:
-            evaluated = config.optim.evaluated(opt_state, params)
             average = (
                 update_ema(average, evaluated, step, ema.decay, ema.warmup)
                 if ema.decay
                 else evaluated
             )
-        extra = task.update(state.extra, params, stats, step)
+        extra = task.update(state.extra, evaluated, stats, step)
         rate = jnp.asarray(learning_rate(state.step), jnp.float32)
         norms = {"grad_norm": optax.tree.norm(grads)}
         norms["param_norm"] = optax.tree.norm(params)

@@ -66,6 +66,24 @@ def test_cutmix_weighs_labels_by_the_exact_shares_of_pixels():
         assert len(rows) == (np.ptp(rows) + 1) * (np.ptp(columns) + 1)
 
 
+@pytest.mark.parametrize("op", [Mixup(1.0), Cutmix(), MixupOrCutmix()])
+def test_copies_of_an_image_are_no_partners(op):
+    # Three in a row, as `data.repeats` makes them; beside them every image mixes.
+    images, labels = batch()
+    copies = jnp.repeat(images[:2], 3, axis=0), jnp.repeat(labels[:2], 3, axis=0)
+    for step in range(9):
+        out, soft = jax.jit(op.apart(3))(*copies, at(step * B), KEY)
+        share = soft[0, 0]
+        np.testing.assert_allclose(
+            soft, share * copies[1] + (1 - share) * copies[1][::-1]
+        )
+        if 0.01 < share < 0.99:
+            assert np.ptp(np.asarray(out)) > 0
+            break
+    else:
+        pytest.fail("no step mixes")
+
+
 def test_cutmix_draws_boxes_as_its_paper_does():
     def paper(rng):
         side = np.sqrt(1 - rng.beta(0.7, 0.7))

@@ -4,14 +4,15 @@ Every choice for an example is a function of the key and of the example's positi
 the run, so that a run does not depend on how its batches are spread over devices.
 Mixup and cutmix draw once per batch, from the key and the batch's first position in the
 run, so from the step; the neighbour of an example is the one before it in the global
-batch, on any number of hosts. Grayscale, blur, solarize and colour jitter are the colour
-augmentations of BYOL (arXiv:2006.07733, appendix B) and DINO; values are not rounded
-between them. Letters: B examples, H and W height and width, h and w after enlarging, C
-channels, K classes.
+batch, on any number of hosts, or before the copies of its image (`data.repeats`).
+Grayscale, blur, solarize and colour jitter are the colour augmentations of BYOL
+(arXiv:2006.07733, appendix B) and DINO; values are not rounded between them. Letters: B
+examples, H and W height and width, h and w after enlarging, C channels, K classes.
 """
 
 import contextlib
 import contextvars
+import copy
 import dataclasses
 import math
 from collections.abc import Iterator, Sequence
@@ -51,6 +52,11 @@ def recording() -> Iterator[list]:
         yield applied
     finally:
         _applied.reset(token)
+
+
+def apart(ops: Sequence, copies: int) -> tuple:
+    """Returns transforms for batches with so many successive copies of each image."""
+    return tuple(op.apart(copies) if isinstance(op, Mixing) else op for op in ops)
 
 
 def apply(
@@ -411,13 +417,38 @@ class RandomErasing(DeviceTransform):
 
 
 @dataclasses.dataclass(frozen=True)
-class Mixup(DeviceTransform):
+class Mixing(DeviceTransform):
+    """Base of the transforms that blend each example with another of its batch.
+
+    Attributes:
+      distance: places in the batch from an example back to that one.
+    """
+
+    mixes_examples = True
+
+    distance: int = dataclasses.field(default=1, init=False)
+
+    def apart(self, distance: int) -> "Mixing":
+        """Returns this transform for batches with so many successive copies of an image."""
+        other = copy.copy(self)
+        object.__setattr__(other, "distance", distance)
+        return other
+
+    def partner(self, x: Num[Array, "B ..."]) -> Num[Array, "B ..."]:
+        """Returns for each example the other one."""
+        return jnp.roll(x, self.distance, axis=0)
+
+    def blend(self, x: Float[Array, "B ..."], share: Float[Array, "..."]) -> Array:
+        """Returns `share` of each example and the rest of the other one."""
+        return share * x + (1 - share) * self.partner(x)
+
+
+@dataclasses.dataclass(frozen=True)
+class Mixup(Mixing):
     """Blends each example with its neighbour in the batch (arXiv:1710.09412).
 
     One share per batch is drawn from Beta(alpha, alpha).
     """
-
-    mixes_examples = True
 
     alpha: Given = field(
         dataclasses.MISSING, "Parameter of Beta(alpha, alpha).", above=0
@@ -425,32 +456,27 @@ class Mixup(DeviceTransform):
 
     def __call__(self, images: Images, labels: Labels, index, key):
         share = _beta(jax.random.fold_in(key, index[0]), self.alpha)
-        return _blend(images.astype(jnp.float32), share), _blend(labels, share)
+        return self.blend(images.astype(jnp.float32), share), self.blend(labels, share)
 
 
 @dataclasses.dataclass(frozen=True)
-class Cutmix(DeviceTransform):
+class Cutmix(Mixing):
     """Pastes a part of its neighbour into each example (arXiv:1905.04899).
 
     The share of pixels that an example keeps is drawn from Beta(alpha, alpha). The labels are
     weighted by the shares of pixels after the part is cut off at the edges of the image.
     """
 
-    mixes_examples = True
-
     alpha: Given = field(1.0, "Parameter of Beta(alpha, alpha).", above=0)
 
     def __call__(self, images: Images, labels: Labels, index, key):
         kept, share = _cut(jax.random.fold_in(key, index[0]), self.alpha, images)
-        neighbour = jnp.roll(images, 1, axis=0)
-        return jnp.where(kept, images, neighbour), _blend(labels, share)
+        return jnp.where(kept, images, self.partner(images)), self.blend(labels, share)
 
 
 @dataclasses.dataclass(frozen=True)
-class MixupOrCutmix(DeviceTransform):
+class MixupOrCutmix(Mixing):
     """Applies mixup or cutmix, drawn per batch, as DeiT (arXiv:2012.12877, table 9)."""
-
-    mixes_examples = True
 
     mixup: Given = field(0.8, "Alpha of mixup.", above=0)
     cutmix: Given = field(1.0, "Alpha of cutmix.", above=0)
@@ -462,8 +488,8 @@ class MixupOrCutmix(DeviceTransform):
         share = _beta(mixup, self.mixup)
         kept, kept_share = _cut(key, self.cutmix, images)
         weight = jnp.where(cuts, kept.astype(jnp.float32), share)
-        images = _blend(images.astype(jnp.float32), weight)
-        return images, _blend(labels, jnp.where(cuts, kept_share, share))
+        images = self.blend(images.astype(jnp.float32), weight)
+        return images, self.blend(labels, jnp.where(cuts, kept_share, share))
 
 
 def warp(
@@ -510,10 +536,6 @@ def _take(images: Images, rows, columns) -> Images:
     taken = jnp.take_along_axis(images.reshape(B, H * W, C), flat, axis=1)
     taken = taken.reshape(*rows.shape, C)
     return jnp.where(inside[..., None], taken, jnp.zeros((), images.dtype))
-
-
-def _blend(x: Float[Array, "B ..."], share: Float[Array, "..."]) -> Array:
-    return share * x + (1 - share) * jnp.roll(x, 1, axis=0)
 
 
 def _beta(key: Key[Array, ""], alpha: float) -> Float[Array, ""]:
