@@ -7,7 +7,7 @@ import cv2
 import numpy as np
 import pytest
 
-from vit_jax.data.transforms.host import resize_bilinear
+from vit_jax.data.transforms.host import resize_all
 from vit_jax.evaluators import sliding_window
 from vit_jax.evaluators.sliding_window import Sliding, _starts, interpolate
 from vit_jax.models import segmenter
@@ -36,7 +36,7 @@ def by_cell(windows, cell=4, classes=3):
 
 def slide(image, window, stride, resized):
     """mmsegmentation's `slide_inference` and `postprocess_result`, with OpenCV's resize."""
-    image = resize_bilinear(image, resized)[..., None].reshape(*resized, 1)
+    image = resize_all(image, resized)[..., None].reshape(*resized, 1)
     total, count = np.zeros((*resized, 3), np.float32), np.zeros((*resized, 1))
     grids = [
         max(size - part + step - 1, 0) // step + 1

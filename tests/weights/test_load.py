@@ -229,6 +229,7 @@ def test_what_weights_state_of_their_network_is_not_stated_otherwise(run):
 
 
 CROP = "{} | central_crop".format
+BICUBIC = {"interpolation": "bicubic"}
 
 
 @pytest.mark.parametrize(
@@ -249,6 +250,11 @@ CROP = "{} | central_crop".format
         (CROP("resize((16, 20))"), (12, 20), None),
         (CROP("resize_small((15, 25))"), (12, 20), {"crop_fraction": 0.8}),
         (CROP("resize_small((16, 20))"), (12, 20), None),
+        ("resize(interpolation='bicubic')", (8, 12), {"squash": True} | BICUBIC),
+        (
+            *(CROP("resize_small(16, interpolation='bicubic')"), (12, 12)),
+            {"crop_fraction": 0.75} | BICUBIC,
+        ),
         ("resize_small(16)", (12, 12), None),
     ],
 )

@@ -78,7 +78,13 @@ def test_a_tall_image_is_cropped_as_a_wide_one(picture):
 
 @pytest.mark.parametrize("size", [(23, 23), (21, 35), (35, 21), (26, 26)])
 @pytest.mark.parametrize(
-    "spec", ["resize_small(37) | central_crop", "resize({}) | central_crop", "resize"]
+    "spec",
+    [
+        "resize_small(37) | central_crop",
+        "resize_small(37, interpolation='bicubic') | central_crop",
+        "resize({}) | central_crop",
+        "resize",
+    ],
 )
 def test_a_run_evaluates_on_the_pixels_that_travel_with_it(spec, size):
     # Odd and even margins, halves that round up and down, both orientations.

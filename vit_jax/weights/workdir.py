@@ -276,7 +276,11 @@ def _preprocess(data: dict) -> Preprocess | None:
     common["bands"] = tuple(data.get("bands", ()))
     if parse.names_custom(data["eval_transform"]):  # Weights must not import a module.
         return None
-    match parse.parse_eval(data["eval_transform"], image_size):
+    transforms = parse.parse_eval(data["eval_transform"], image_size)
+    resizes = host_transforms.Resize | host_transforms.ResizeSmall
+    if transforms and isinstance(transforms[0], resizes):
+        common["interpolation"] = transforms[0].interpolation
+    match transforms:
         case ():  # The images already have this size.
             return Preprocess(**common, squash=True)
         case (host_transforms.Resize(size=size),) if pair(size) == image_size:

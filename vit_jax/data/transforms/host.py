@@ -249,27 +249,33 @@ class MultiCrop(HostTransform):
 
 @dataclasses.dataclass(frozen=True)
 class Resize(HostTransform):
-    """Resizes to exactly `size` pixels, bilinear and antialiased."""
+    """Resizes to exactly `size` pixels, antialiased."""
 
     in_eval = True
     moves_pixels = True
     output_size = to_size
 
     size: Given = None
+    interpolation: Given = key(
+        "bilinear", "Filter of the resize.", choices=("bilinear", "bicubic")
+    )
 
     def __call__(self, image: Before, rng: np.random.Generator) -> After:
-        return resize_bilinear(image, pair(self.size))
+        return resize_all(image, pair(self.size), self.interpolation)
 
 
 @dataclasses.dataclass(frozen=True)
 class ResizeSmall(HostTransform):
     """Resizes and keeps the aspect ratio: the short side to `size` pixels, or until the
-    image just covers a `size` of (height, width)."""
+    image just covers a `size` of (height, width); antialiased."""
 
     in_eval = True
     moves_pixels = True
 
     size: Given
+    interpolation: Given = key(
+        "bilinear", "Filter of the resize.", choices=("bilinear", "bicubic")
+    )
 
     def __call__(self, image: Before, rng: np.random.Generator) -> After:
         height, width = image.shape[:2]
@@ -278,7 +284,7 @@ class ResizeSmall(HostTransform):
             raise decode.DamagedImage(
                 f"is {height}x{width}, too long to resize to {self.size}"
             )
-        return resize_bilinear(image, target)
+        return resize_all(image, target, self.interpolation)
 
     def output_size(self, before: Size | None) -> None:
         return None  # The long side differs from image to image.
@@ -452,11 +458,14 @@ def centre_crop_start(length: int, crop: int) -> int:
     return round((length - crop) / 2)
 
 
-def resize_bilinear(image: Before, size: tuple[int, int]) -> After:
-    """Resizes to (height, width) with Pillow's antialiased bilinear filter."""
+def resize_all(
+    image: Before, size: tuple[int, int], interpolation: str = "bilinear"
+) -> After:
+    """Resizes to (height, width) with an antialiased filter of Pillow's."""
     if image.shape[:2] == size:
         return image
-    return resize_box(image, (0, 0, *image.shape[:2]), size)
+    whole = (0, 0, *image.shape[:2])
+    return resize_box(image, whole, size, INTERPOLATIONS[interpolation])
 
 
 def resize_box(
@@ -508,12 +517,12 @@ def _nearest(
 
 
 def resize_fast(image: Before, size: tuple[int, int], antialias: bool = True) -> After:
-    """Resizes nearly as `resize_bilinear` does, in a third of the time.
+    """Resizes nearly as `resize_all` does, in a third of the time.
 
     Without `antialias` fine detail of an image that shrinks turns into noise.
     """
     if image.dtype == np.int16:
-        return resize_bilinear(image, size)
+        return resize_all(image, size)
     if image.shape[-1] > _MOST_BANDS:
         parts = np.split(
             image, range(_MOST_BANDS, image.shape[-1], _MOST_BANDS), axis=-1
@@ -522,7 +531,7 @@ def resize_fast(image: Before, size: tuple[int, int], antialias: bool = True) ->
     if antialias:
         times = image.shape[0] / size[0], image.shape[1] / size[1]
         if max(times) > _FAST_UP_TO:
-            return resize_bilinear(image, size)
+            return resize_all(image, size)
         if max(times) > 1:
             down, across = map(_low_pass, times)
             border = cv2.BORDER_REPLICATE
