@@ -124,6 +124,19 @@ def test_networks_of_other_kinds_have_their_matrices(variant, keys, some, number
     assert not any(word in path for path in found for word in ("head", "bias"))
 
 
+def test_all_classifiers_and_maps_to_embeddings_are_heads():
+    inputs = config_of().inputs
+    for path in ("head_dist", "projection", "text/head", "patch_head/last_layer"):
+        assert inputs(f"{path}/kernel", 2) == 0, path
+    assert inputs("network/Transformer/encoderblock_0/MlpBlock_3/Dense_0/kernel", 2)
+
+
+def test_the_convolutions_of_a_stem_are_matrices():
+    found = matrices(shapes_of("C+Ti/4", image_size=(8, 8), width=D, depth=1))
+    assert found["stem_conv_0/kernel"][0] == 3 * 3 * 3
+    assert "embedding/kernel" not in found
+
+
 @pytest.mark.parametrize("rms", [0.2, None])
 def test_steps_are_those_of_optax_on_the_same_matrices(rms):
     params = draw(vit())

@@ -223,6 +223,23 @@ def test_weight_decay_that_optax_masks_itself_is_masked_as_ours():
     assert first(head["bias"]) / one == pytest.approx(1)
 
 
+@pytest.mark.parametrize(("name", "power"), [("polyak_sgd", 1), ("madgrad", 1 / 3)])
+def test_weight_decay_joins_the_gradient_where_no_rate_scales_the_step(name, power):
+    updates, _ = move(name, 1.0, count=1, weight_decay=0.5)
+    kernel, bias = (float(updates["head"][k].ravel()[0]) for k in ("kernel", "bias"))
+    gradient = np.sin(2.0) + 0.1
+    assert kernel / bias == pytest.approx(
+        ((gradient + 1) / gradient) ** power, rel=1e-3
+    )
+
+
+@pytest.mark.parametrize("name", ["dog", "polyak_sgd"])
+def test_the_decay_of_frozen_parameters_leaves_the_steps_of_others_alone(name):
+    keys = {"freeze": ("head/kernel",), "count": 1}
+    with_decay, _ = move(name, 1.0, weight_decay=0.5, **keys)
+    assert_equal(with_decay, move(name, 1.0, weight_decay=0.0, **keys)[0])
+
+
 def test_the_rate_follows_the_schedule_and_a_warmup_from_zero():
     half, whole = move("lion", 0.005), move("lion", 0.01)
     jax.tree.map(
@@ -257,6 +274,19 @@ def test_schedule_free_parameters_are_evaluated_at_their_mean(tmp_path, quick):
     found = layout.load(tmp_path)
     assert found.kind == "ema"
     assert_near(found.params, mean)
+
+
+def test_a_network_beside_the_parameters_has_the_mean_of_schedule_free():
+    keys = {"name": "schedule_free_adamw", "learning_rate": 0.01}
+    sections = {"optim": keys, "task": {"name": "lora"}, "ema": {"decay": 0.0}}
+    config = tiny_config(batch_size=B, evals={}, **sections)
+    mesh = meshes.create(config.mesh, jax.devices()[:1])
+    setup = train_step.build_train_setup(config, mesh, num_examples=20)
+    create = jax.jit(lambda: setup.create(*setup.init()), out_shardings=setup.shardings)
+    state = steps(setup, mesh, create(), 3)
+    mean, network = state.average["head"]["head"], state.extra["network"]["head"]
+    assert_equal(network, mean)
+    assert np.abs(network["kernel"] - state.params["head"]["head"]["kernel"]).max() > 0
 
 
 def test_schedule_free_steps_are_those_of_optax():
@@ -296,6 +326,14 @@ def test_schedule_free_steps_are_those_of_optax():
 def test_wrong_names_and_keys_are_refused(keys, message):
     with pytest.raises(UserError, match=message):
         tiny_config(optim={"learning_rate": 0.1, **keys})
+
+
+def test_a_default_rate_gives_way_to_one_for_256_images():
+    cls = OPTIMIZERS["schedule_free_adamw"]
+    assert cls().peak_learning_rate(512) == 0.0025
+    assert cls(base_learning_rate=0.1).peak_learning_rate(512) == 0.2
+    with pytest.raises(UserError, match="rate=0.0025 and .*base_learning_rate=0.1"):
+        cls(learning_rate=0.0025, base_learning_rate=0.1)
 
 
 def test_what_optax_refuses_is_one_line():

@@ -9,6 +9,7 @@ from vit_jax.distributed import mesh as meshes
 from vit_jax.errors import UserError
 from vit_jax.tools.planning import analysis, batch_search
 from vit_jax.training import config as configuration
+from vit_jax.training import sharpness
 
 LIMIT, STATE = 8_000, 900
 
@@ -74,6 +75,21 @@ def test_batches_hold_whole_groups_of_stochastic_depth(monkeypatch):
     keys = {"model.drop_path_group": 6, "model.drop_path_schedule": "constant"}
     config = configuration.load("digits", {"batch_size": 96, **keys})
     mesh = meshes.create(config.mesh, jax.devices())
+    found, _ = batch_search.largest_batch(config, mesh, 20, LIMIT)
+    assert found.batch_size == 60 * mesh.size
+
+
+def test_batches_hold_whole_groups_that_go_uphill_together(monkeypatch):
+    def analyse(config, mesh, examples, limit):
+        sharpness.splits(config.optim, config.batch_size, mesh)
+        each = config.batch_size // mesh.size
+        return analysis.Analysis({}, fits=each <= 60, peak_bytes=each)
+
+    monkeypatch.setattr(analysis, "analyse", analyse)
+    mesh = meshes.create(configuration.load("digits").mesh, jax.devices())
+    size = 12 * mesh.size
+    keys = {"optim.sam_rho": 0.1, "optim.sam_batch_size": size, "batch_size": 2 * size}
+    config = configuration.load("digits", keys)
     found, _ = batch_search.largest_batch(config, mesh, 20, LIMIT)
     assert found.batch_size == 60 * mesh.size
 

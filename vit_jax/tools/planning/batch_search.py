@@ -35,7 +35,8 @@ def largest_batch(
 ) -> tuple[TrainConfig, Analysis]:
     """Finds the largest batch of a training step that fits each device.
 
-    A batch that is 5 % or one image per device larger was compiled too, and does not fit.
+    A batch that is 5 % larger, or by the fewest images that can be split over the devices, was
+    compiled too, and does not fit.
 
     Args:
       config: complete config; its batch is compiled first.
@@ -60,9 +61,11 @@ def largest_batch(
     whole = mesh.size // mesh.shape["model"] * config.optim.grad_accum_steps
     whole *= parse.packs(config.data)
     whole *= max(1, getattr(config.model, "drop_path_group", 0))
+    if config.optim.sam_rho and config.optim.sam_batch_size:
+        whole = math.lcm(whole, config.optim.sam_batch_size)
     best, found, step = 0, None, _WITHIN / 2
     too_large = 1 + max(1, most // whole)
-    # Images per device and microbatch.
+    # Of the fewest images that can be split; often images per device and microbatch.
     count = min(max(1, config.batch_size // whole), too_large - 1)
     while too_large - best > max(1, _WITHIN * best):
         trial = fields.replace(config, {"batch_size": count * whole})

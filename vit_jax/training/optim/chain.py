@@ -13,6 +13,7 @@ from vit_jax.training.optim.transforms import (
     Decay,
     clip_by_parameter_norm,
     clip_by_part_norm,
+    decayed,
     match,
     matched_factors,
 )
@@ -94,8 +95,7 @@ def optimizer(
         chain.append(clip_by_parameter_norm(optim.grad_clip_norm_per_parameter))
     decay = None
     if optim.weight_decay or optim.weight_decay_end:
-        mask = match(params, optim.weight_decay_mask, "optim.weight_decay_mask")
-        decay = Decay(weight_decay(optim, run), mask)
+        decay = Decay(weight_decay(optim, run), decayed(params, optim))
     chain += optim.steps(params, rate, decay)
     if optim.layer_decay:
         chain.append(_scale(layer_factors(params, optim.layer_decay, network, within)))

@@ -21,11 +21,13 @@ class OptimConfig:
     """Keys of `config.optim` that every optimiser has.
 
     Attributes:
+      default_rate: peak learning rate if no key states one; 0: one must.
       takes_mu_dtype: whether it keeps a first moment in `mu_dtype`.
       averages: whether its `evaluated` parameters are others than those it trains, so
         that a state has them as its `average` even without `ema.decay`.
     """
 
+    default_rate: ClassVar[float] = 0.0
     takes_mu_dtype: ClassVar[bool] = True
     averages: ClassVar[bool] = False
 
@@ -125,7 +127,8 @@ class OptimConfig:
                 f"optim.mu_dtype={self.mu_dtype!r}: optim.name={self.name!r} keeps its "
                 "state in float32 alone: leave the key out"
             )
-        if bool(self.learning_rate) == bool(self.base_learning_rate):
+        given = bool(self.learning_rate) + bool(self.base_learning_rate)
+        if given == 2 or not (given or self.default_rate):
             raise UserError(
                 f"optim.learning_rate={self.learning_rate} and "
                 f"optim.base_learning_rate={self.base_learning_rate}: set exactly one of "
@@ -134,7 +137,8 @@ class OptimConfig:
 
     def peak_learning_rate(self, batch_size: int) -> float:
         """Returns the highest learning rate of a run."""
-        return self.learning_rate or self.base_learning_rate * batch_size / 256
+        given = self.learning_rate or self.base_learning_rate * batch_size / 256
+        return given or self.default_rate
 
     def moments(self) -> list[optax.GradientTransformation]:
         """Returns transformations from gradients to a direction."""

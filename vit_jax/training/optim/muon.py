@@ -24,7 +24,9 @@ from vit_jax.training.optim.outside import OutsideConfig
 from vit_jax.training.schedules import Number
 
 _WITHIN = ("fsdp", "model")  # Axes of the mesh that split a parameter.
-_HEADS = re.compile(r"(^|/)(\w*heads?|segmenter)/|(^|/)decoder/kernel$")
+_HEADS = re.compile(
+    r"(^|/)(\w*heads?|head_dist|projection|segmenter)/|(^|/)decoder/kernel$"
+)
 _EMBEDDINGS = re.compile(r"(^|/)(embedding|conv_root)/kernel$")
 
 
@@ -43,7 +45,9 @@ class MuonBase(OutsideConfig):
         above=0,
     )
     patch_embedding: bool = key(
-        False, "Muon for the first kernel too, that of the patches or of a stem."
+        False,
+        "Muon for the kernel that embeds patches, and the first one of a ResNet, too; the "
+        "convolutions of a stem always have it.",
     )
 
     def make(

@@ -121,14 +121,13 @@ def _dataclass(name: str) -> type:
         known = one in (*fields(base), *base.left_out, *_LEFT_OUT, *RATES)
         if not known and (field := _field(one, parameter, meanings.get(one, ""))):
             own[one] = (type(parameter.default), field)
-    for one, names in ("learning_rate", RATES), ("weight_decay", DECAYS):
-        parameter = parameters.get(one_of(names, parameters))
-        if parameter and _is_number(parameter.default):
-            old = fields(OptimConfig)[one]
-            rules = {"in_step": old.in_step, "at_least": old.at_least}
-            own[one] = (float, key(float(parameter.default), old.help, **rules))
+    rate, decay = _default(parameters, RATES), _default(parameters, DECAYS)
+    if decay:
+        meaning = fields(OptimConfig)["weight_decay"].help
+        own["weight_decay"] = (float, key(decay, meaning))
     module = "optax" if vars(optax).get(name) is function else "optax.contrib"
-    about = f"{_plain(doc.partition(chr(10))[0]).rstrip('.')} ({module}.{name})."
+    about = f"{_plain(doc.partition(chr(10))[0]).rstrip('.')} ({module}.{name})"
+    about += f"; learning_rate={rate:g} if none is given." if rate else "."
     return dataclasses.make_dataclass(
         f"{''.join(word.title() for word in name.split('_'))}Config",
         [(one, kind, field) for one, (kind, field) in own.items()],
@@ -137,6 +136,7 @@ def _dataclass(name: str) -> type:
             "__doc__": about,
             "__module__": __name__,
             "function": staticmethod(function),
+            "default_rate": rate,
             "takes_mu_dtype": bool(one_of(DTYPES, parameters)),
         },
         frozen=True,
@@ -167,6 +167,12 @@ def _field(name: str, parameter: inspect.Parameter, meaning: str) -> Any:
     elif not (several or _is_number(default) or isinstance(default, bool | str)):
         return None
     return key(default, meaning or f"Parameter `{name}` of optax.", **rules)
+
+
+def _default(parameters: Mapping, names: tuple[str, ...]) -> float:
+    """Returns the default of the parameter that has one of the names, or 0."""
+    default = getattr(parameters.get(one_of(names, parameters)), "default", None)
+    return float(default) if _is_number(default) else 0.0
 
 
 def _is_number(value: object) -> bool:

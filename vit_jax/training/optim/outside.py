@@ -15,7 +15,7 @@ from vit_jax.config.fields import defaults, fields
 from vit_jax.errors import UserError
 from vit_jax.models import stacking
 from vit_jax.training.optim.config import OptimConfig
-from vit_jax.training.optim.transforms import Decay, add_decay, match
+from vit_jax.training.optim.transforms import Decay, add_decay, decayed
 from vit_jax.training.schedules import Number, Schedule
 
 # Names of parameters for what keys of all optimisers state.
@@ -23,6 +23,8 @@ RATES = ("learning_rate", "max_learning_rate")
 DECAYS = ("weight_decay", "weight_decay_rate")
 MASKS = ("mask", "weight_decay_mask")
 DTYPES = ("mu_dtype", "accumulator_dtype", "dtype_momentum")
+# Their steps are no multiples of a rate by which to decay, and they take no mask.
+_DECAY_IN_GRADIENT = ("madgrad", "polyak_sgd")
 # Below what changes a parameter; at 0, as in the first step of a warmup, those that
 # estimate their steps divide 0 by 0.
 _LEAST_RATE = 1e-8
@@ -98,12 +100,13 @@ class OutsideConfig(OptimConfig):
             scheduled = rate
             rate = lambda step: jnp.maximum(scheduled(step), _LEAST_RATE)
         if decay and own and one_of(DECAYS, parameters):
-            masked = stacking.separate(params), self.weight_decay_mask
-            mask = match(*masked, "optim.weight_decay_mask")
+            mask = decayed(stacking.separate(params), self)
             return [self._transformation(params, rate, _own_decay(self, decay, mask))]
         chain = [
             self._transformation(params, rate, lambda rate, count: self.make(rate))
         ]
+        if decay and self.name in _DECAY_IN_GRADIENT:
+            return [add_decay(decay), *chain]
         if decay:
             weight = lambda step: -rate(step) * decay.at(step)
             chain.append(add_decay(Decay(weight, decay.mask)))

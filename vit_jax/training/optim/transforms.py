@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from vit_jax.config.lengths import length_key
 from vit_jax.errors import UserError
 from vit_jax.models import stacking
 from vit_jax.training.schedules import Number, Schedule
@@ -47,6 +48,23 @@ def match(params: dict, patterns: Sequence[str], name: str) -> dict:
     return stacking.map_paths(
         params, lambda path: any(re.search(p, path) for p in patterns)
     )
+
+
+def decayed(params: dict, optim: object) -> dict:
+    """Marks the parameters with weight decay, without those frozen for the whole run.
+
+    Args:
+      params: see `match`.
+      optim: section `optim`.
+
+    Raises:
+      UserError: see `match`.
+    """
+    mask = match(params, optim.weight_decay_mask, "optim.weight_decay_mask")
+    if not optim.freeze or length_key(optim, "freeze"):
+        return mask
+    frozen = match(params, optim.freeze, "optim.freeze")
+    return jax.tree.map(lambda m, f: np.logical_and(m, np.logical_not(f)), mask, frozen)
 
 
 def matched_factors(params: dict, rules: Sequence[str]) -> dict:
