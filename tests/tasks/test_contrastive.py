@@ -236,6 +236,12 @@ def test_a_similarity_has_a_largest_factor():
     assert temperature(jax.random.key(0)) == 2.0
 
 
+def test_beyond_the_largest_factor_the_gradient_leads_back_alone():
+    slope = jax.grad(lambda x, down: (1 if down else -1) * contrastive._at_most(x, 2.0))
+    assert [float(slope(x, False)) for x in (1.0, 2.0, 3.0)] == [-1, 0, 0]
+    assert [float(slope(x, True)) for x in (1.0, 2.0, 3.0)] == [1, 1, 1]
+
+
 def test_floating_point_operations_count_both_towers():
     task = build(config())
     assert task.training_flops() > cost.training_flops(task.model)

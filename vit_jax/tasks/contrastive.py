@@ -188,7 +188,7 @@ class Contrastive(ImageTask):
         texts = text.embed_texts(self.text, params, batch[TOKENS])
         scale, bias = text.scale_and_bias(params)
         if self.config.max_temperature:
-            scale = jnp.minimum(scale, self.config.max_temperature)
+            scale = _at_most(scale, self.config.max_temperature)
         compute = LOSSES[self.config.loss]
         loss = compute(images, texts, scale, bias, chunk=self.config.chunk)
         matching = jnp.sum(images * texts, axis=1)
@@ -226,6 +226,26 @@ class Contrastive(ImageTask):
         config = self._tower_config
         attention = 2 * config.depth * num_tokens**2 * config.width
         return image_flops and image_flops + 6 * (dense + attention)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _at_most(x: Float[Array, ""], limit: float) -> Float[Array, ""]:
+    """Returns x or the limit; beyond it the gradient leads back alone.
+
+    CLIP cuts the parameter after each step. A plain minimum would have no gradient there.
+    """
+    return jnp.minimum(x, limit)
+
+
+def _forward(x, limit):
+    return jnp.minimum(x, limit), x
+
+
+def _backward(limit, x, grad):
+    return (jnp.where(x < limit, grad, jnp.maximum(grad, 0)),)
+
+
+_at_most.defvjp(_forward, _backward)
 
 
 def _complete(config: TextConfig, tokenizer: str, saved: dict | None) -> TextConfig:
