@@ -174,6 +174,17 @@ def test_every_head_with_and_without_a_classifier(options, shape, num_classes):
         assert out["logits"].shape == (*shape[:-1], num_classes)
 
 
+def test_tokens_begin_as_zeros_or_with_a_standard_deviation():
+    tokens = {"distillation": True, "num_register_tokens": 4, "width": 384, "depth": 1}
+    for std, others in ((0.0, 1e-6), (0.02, 0.02)):
+        model = create(**tokens | {"num_heads": 4, "token_init_std": std})
+        params = jax.jit(model.init)(jax.random.key(0))
+        for name in ("cls", "dist"):
+            assert float(params[name].std()) == pytest.approx(std, rel=0.15)
+        found = float(params["register_tokens"].std())
+        assert found == pytest.approx(others, rel=0.15)
+
+
 def test_gap_beside_a_class_token_averages_the_patches_only():
     model = create(pool="gap", class_token=True)
     tokens = create(pool="none", class_token=True)

@@ -1,7 +1,11 @@
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from vit_jax import models
+from vit_jax.config.lengths import RunLength
+from vit_jax.data.config import DataConfig
 from vit_jax.tasks import classification as losses
 
 LOGITS = jnp.array([[1.0, -2.0, 0.5], [0.0, 3.0, -1.0]])
@@ -35,3 +39,34 @@ def test_smoothing_spreads_the_given_share():
     np.testing.assert_array_equal(
         losses.smooth(losses.one_hot(LABELS, 3), 0.0), losses.one_hot(LABELS, 3)
     )
+
+
+def test_mixed_images_have_two_classes_above_a_threshold():
+    model = models.create("Ti/4", num_classes=3, image_size=(8, 8), depth=1, width=12)
+    labels, data = jnp.array([[0.7, 0.3, 0.0]]), DataConfig(num_classes=3)
+
+    def loss(**keys):
+        config = losses.ClassificationConfig(loss="sigmoid", **keys)
+        task = config.build(model, data, RunLength(1, 1.0))
+        return float(task.base_loss(LOGITS[:1], labels))
+
+    for threshold, target in ((0.0, [1, 1, 0]), (0.5, [1, 0, 0])):
+        expected = losses.sigmoid(LOGITS[:1], jnp.array([target]))[0]
+        assert loss(target_threshold=threshold) == pytest.approx(float(expected))
+    assert loss() == pytest.approx(float(losses.sigmoid(LOGITS[:1], labels)[0]))
+
+
+def test_mixup_takes_the_image_before_the_copies():
+    model = models.create("Ti/4", num_classes=6, image_size=(4, 4), depth=1, width=12)
+    data = DataConfig(
+        image_size=(4, 4), num_classes=6, train_transform="mixup(1.0)", repeats=3
+    )
+    task = losses.ClassificationConfig().build(model, data, RunLength(1, 1.0))
+    batch = {
+        "image": jnp.zeros((6, 4, 4, 3), jnp.uint8),
+        "label": jnp.repeat(jnp.array([1, 4]), 3),
+        "index": jnp.arange(6, dtype=jnp.uint32),
+    }
+    label = jax.jit(task.prepare)(batch, jax.random.key(0))["label"]
+    assert ((label[:, 1] > 0) & (label[:, 1] < 1)).all()
+    np.testing.assert_allclose(label[:, 1] + label[:, 4], 1, atol=1e-6)

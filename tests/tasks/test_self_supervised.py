@@ -212,6 +212,12 @@ def test_another_run_starts_with_student_and_teacher(run, tmp_path):
         assert any(f"{part} of the task: left out, as {why}" in line for line in notes)
         assert_equal(state.params[part], state.extra["teacher"][part])
     assert_equal(state.params["head"], teacher["head"])
+    # So they are if the run says so.
+    chosen = config_of(name, task={"start_from_teacher": True}, **keys)
+    _, state, notes = begin(chosen, tmp_path / "teacher")
+    assert any("head of the task: left out, as the student begins" in n for n in notes)
+    for part in state.params:
+        assert_equal(state.params[part], before["teacher"][part])
     with pytest.raises(UserError, match="config.init has another head than this run"):
         begin(config_of(name, task={"num_outputs": 9}, **keys), tmp_path / "other")
 

@@ -72,6 +72,12 @@ class ViTConfig(EncoderConfig):
         '"map" (arXiv:2309.16588).',
         below=1_000,
     )
+    token_init_std: float = key(
+        0.0,
+        "Standard deviation of the first values of class token and registers; 0: zeros, "
+        "and 1e-6 for registers.",
+        training_only=True,
+    )
     patch_dropout: float = key(
         0.0,
         "Fraction of the patches, others in each image, that training leaves out after "
@@ -349,9 +355,11 @@ class VisionTransformer(nn.Module):
         x = edit_patches(x) if edit_patches else x
         names = ["cls"] if "class token" in config.prefix_tokens else []
         names += ["dist"] if config.distillation else []
-        tokens = [self.param(n, nn.initializers.zeros, (1, 1, D)) for n in names]
+        std = config.token_init_std
+        init = nn.initializers.normal(std) if std else nn.initializers.zeros
+        tokens = [self.param(n, init, (1, 1, D)) for n in names]
         if R := config.num_register_tokens:
-            init = nn.initializers.normal(1e-6)
+            init = nn.initializers.normal(std or 1e-6)
             tokens.append(self.param("register_tokens", init, (1, R, D)))
         tokens = [
             jnp.broadcast_to(t.astype(x.dtype), (B, *t.shape[1:])) for t in tokens

@@ -34,6 +34,14 @@ class ClassificationConfig(TaskConfig):
     label_smoothing: float = key(
         0.0, "Part of a label's weight that is spread over all classes.", below=1
     )
+    target_threshold: float | None = key(
+        None,
+        "With loss=sigmoid, labels above it become 1 and others 0, so that an image of "
+        "mixup has two classes; None: they stay as mixup makes them.",
+        below=1,
+        optional=True,
+        like=0.0,
+    )
     class_weights: tuple[float, ...] | str = key(
         _EQUAL_WEIGHTS,
         "Weight of each class in the loss: of its images (softmax, a weighted mean) or "
@@ -157,7 +165,10 @@ class Classification(ImageTask):
     def base_loss(
         self, logits: Float[Array, "B L"], labels: Float[Array, "B L"]
     ) -> Float[Array, ""]:
-        """Returns the mean loss, with label smoothing and class weights."""
+        """Returns the mean loss, with threshold, label smoothing and class weights."""
+        threshold = self.config.target_threshold
+        if threshold is not None and self.config.loss == "sigmoid":
+            labels = (labels > threshold).astype(labels.dtype)
         targets = smooth(labels, self.config.label_smoothing)
         weights = self.config.class_weights
         # Weights are still a name where a step is compiled without training records.

@@ -70,6 +70,11 @@ class DinoConfig(TaskConfig):
         "`data.train_transform`.",
     )
     small_transform: str = key("", "Device transforms of the small crops.")
+    start_from_teacher: bool = key(
+        False,
+        "The student of a run that starts from another one (`init`) begins as its teacher, "
+        "as it does where their parameters have other shapes.",
+    )
 
     def __post_init__(self):
         if len(self.large_transforms) != NUM_LARGE:
@@ -260,7 +265,8 @@ class Dino(Task):
     def with_task_params(self, params, extra, task_params):
         """See `Task`; student and teacher begin as another run's.
 
-        If that is of another image size, both begin as its teacher.
+        With `start_from_teacher`, or if the student's parameters have other shapes, both
+        begin as its teacher.
 
         Raises:
           UserError: a head has other sizes.
@@ -274,7 +280,7 @@ class Dino(Task):
                     f"({difference}): set the keys of task as in its run, or give "
                     "the network alone, as vit_jax.convert --to=safetensors writes it"
                 )
-        begins = not stacking.difference(given, params)
+        begins = not self._obstacle(given, params)
         student = stacking.join(stacking.separate(given), params) if begins else teacher
         centers = {k: v for k, v in task_params.items() if k in extra}
         copies = jax.tree.map(jnp.array, {"student": student, "teacher": teacher})
@@ -286,10 +292,16 @@ class Dino(Task):
         none = [name for name in task_params if name not in {**params, **extra}]
         none += [f"teacher/{name}" for name in teacher if name not in extra["teacher"]]
         left = dict.fromkeys(none, "this run has none")
-        if difference := stacking.difference(given, params):
-            begins = f"the student begins as the teacher ({difference})"
+        if obstacle := self._obstacle(given, params):
+            begins = f"the student begins as the teacher ({obstacle})"
             left |= dict.fromkeys(given, begins)
         return left
+
+    def _obstacle(self, given: dict, params: dict) -> str:
+        """Returns why the student does not begin as another run's; "" if it does."""
+        if self.config.start_from_teacher:
+            return "task.start_from_teacher=True"
+        return stacking.difference(given, params)
 
     def training_flops(self):
         """See `Task`; the teacher has no backward pass."""
