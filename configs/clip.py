@@ -8,7 +8,7 @@ Result: not run by us; there is no published number for it
 
 from ml_collections import ConfigDict
 
-from configs.common import parse_arg, quick, use_captions
+from configs.common import bicubic_crop, parse_arg, quick, use_captions
 
 ARGUMENTS = dict(model=("B/32", "B/16", "L/14"), data="coco_captions", quick=False)
 # Width, depth, heads, of the text tower; width of the shared space.
@@ -43,7 +43,7 @@ def get_config(arg: str | None = None) -> ConfigDict:
         mean=(0.48145466, 0.4578275, 0.40821073),
         std=(0.26862954, 0.26130258, 0.27577711),
         train_transform="inception_crop(area=(0.9, 1.0), interpolation='bicubic')",
-        eval_transform="resize_small(224) | central_crop",
+        eval_transform=bicubic_crop(224),
     )
     c.evals = dict(retrieval=dict(kind="retrieval", split="val"))
 

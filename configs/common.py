@@ -180,8 +180,13 @@ def use_captions(data: str, config: ConfigDict) -> None:
         config.data.update(name="folder", data_dir=data, caption_key="txt")
 
 
+def bicubic_crop(short_side: int) -> str:
+    """Returns an `eval_transform`: a bicubic resize of the short side, then the middle."""
+    return f"resize_small({short_side}, interpolation='bicubic') | central_crop"
+
+
 JITTER = "flip | color_jitter(0.4, 0.4, 0.2, 0.1, p=0.8) | grayscale(0.2)"
-# What DINO, DINOv2 and DINOv3 do to their crops.
+# What DINO does to its crops.
 DINO_TRANSFORMS = dict(
     large_transforms=(
         f"{JITTER} | gaussian_blur(1.0)",
@@ -189,12 +194,17 @@ DINO_TRANSFORMS = dict(
     ),
     small_transform=f"{JITTER} | gaussian_blur(0.5)",
 )
+# DINOv2 and DINOv3 take one minus DINO's probabilities of blur, as do their weights.
+DINOV2_TRANSFORMS = dict(
+    large_transforms=(JITTER, f"{JITTER} | gaussian_blur(0.9) | solarize(0.2)"),
+    small_transform=f"{JITTER} | gaussian_blur(0.5)",
+)
 # The same without flips, so that an anchor's crops have the same patches.
 GRAM_TRANSFORMS = dict(
     large_transforms=tuple(
-        line.removeprefix("flip | ") for line in DINO_TRANSFORMS["large_transforms"]
+        line.removeprefix("flip | ") for line in DINOV2_TRANSFORMS["large_transforms"]
     ),
-    small_transform=DINO_TRANSFORMS["small_transform"].removeprefix("flip | "),
+    small_transform=DINOV2_TRANSFORMS["small_transform"].removeprefix("flip | "),
 )
 
 

@@ -16,7 +16,7 @@ have 10 more epochs at the least rate.
 
 from ml_collections import ConfigDict
 
-from configs.common import cifar10, parse_arg, quick
+from configs.common import bicubic_crop, cifar10, parse_arg, quick
 
 ARGUMENTS = dict(
     model=("B/16", "S/16", "Ti/16"),
@@ -52,7 +52,7 @@ def get_config(arg: str | None = None) -> ConfigDict:
             "| randaugment(2, 9) | flip | random_erasing(0.25) "
             "| mixup_or_cutmix(0.8, 1.0)"
         ),
-        eval_transform=f"resize_small({resized}) | central_crop",
+        eval_transform=bicubic_crop(resized),
     )
     c.evals = dict(val="validation")
 
@@ -61,7 +61,7 @@ def get_config(arg: str | None = None) -> ConfigDict:
         activation="gelu",
         drop_path_rate=0.1,
         distillation=arg.distilled,
-        posemb_resize="bicubic",
+        posemb_resize="bicubic_plain",
         dtype="bfloat16",
         scan=None,
     )
@@ -73,11 +73,12 @@ def get_config(arg: str | None = None) -> ConfigDict:
         name="adam",
         base_learning_rate=2.5e-6 if tuned else 2.5e-4,  # For 256 images.
         warmup_epochs=5,
-        schedule=dict(name="cosine"),
+        schedule=dict(name="constant" if tuned else "cosine"),
         weight_decay=1e-8 if tuned else 0.05,
         weight_decay_mask=(r"/kernel$",),
     )
-    c.optim.schedule.end_learning_rate = 1e-5 * c.optim.base_learning_rate / 2.5e-4
+    if not tuned:
+        c.optim.schedule.end_learning_rate = 1e-5
     c.ema = dict(decay=0.0 if tuned else 0.99996)
 
     c.log_every_steps = 50

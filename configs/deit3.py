@@ -16,7 +16,7 @@ fine-tuning, batch, smoothing and mixup are DeiT's.
 
 from ml_collections import ConfigDict
 
-from configs.common import cifar10, parse_arg, quick
+from configs.common import bicubic_crop, cifar10, parse_arg, quick
 
 ARGUMENTS = dict(
     model=("B/16", "S/16", "L/16", "H/14"),
@@ -26,6 +26,7 @@ ARGUMENTS = dict(
 )
 SIDES = {"S/16": 224, "B/16": 192, "L/16": 192, "H/14": 154}
 DROP_PATH = {"S/16": 0.05, "B/16": 0.2, "L/16": 0.45, "H/14": 0.6}
+TUNED_DROP_PATH = DROP_PATH | {"H/14": 0.55}
 CROP = "inception_crop(area=(0.08, 1.0), interpolation='bicubic') | flip"
 
 
@@ -45,7 +46,7 @@ def get_config(arg: str | None = None) -> ConfigDict:
         split="train",
         num_examples=1_281_167,
         num_classes=1_000,
-        repeats=3,
+        repeats=1 if tuned else 3,
         image_size=(side, side),
         mean=(0.485, 0.456, 0.406),
         std=(0.229, 0.224, 0.225),
@@ -53,7 +54,7 @@ def get_config(arg: str | None = None) -> ConfigDict:
             f"{CROP} | three_augment | color_jitter(0.3, 0.3, 0.3) "
             "| mixup_or_cutmix(0.8, 1.0)"
         ),
-        eval_transform="resize_small(256) | central_crop",
+        eval_transform=bicubic_crop(side),
     )
     c.evals = dict(val="validation")
 
@@ -61,18 +62,19 @@ def get_config(arg: str | None = None) -> ConfigDict:
         variant=arg.model,
         activation="gelu",
         layer_scale_init=1e-4,
-        posemb_resize="bicubic",
-        drop_path_rate=DROP_PATH[arg.model],
+        posemb_resize="bicubic_plain",
+        drop_path_rate=(TUNED_DROP_PATH if tuned else DROP_PATH)[arg.model],
         drop_path_schedule="constant",
         dtype="bfloat16",
         scan=None,
     )
-    c.task = dict(loss="sigmoid")
+    c.task = dict(loss="sigmoid", target_threshold=0.0)
     c.optim = dict(
         name="lamb",
         learning_rate=4e-3 if arg.model == "S/16" else 3e-3,
         warmup_epochs=5,
-        schedule=dict(name="cosine"),
+        # Fine-tuning ends with the rate that it begins with.
+        schedule=dict(name="cosine", end_learning_rate=1e-5),
         weight_decay=0.05,
         weight_decay_mask=(r"/kernel$",),
     )

@@ -16,6 +16,7 @@ from ml_collections import ConfigDict
 
 from configs.common import (
     DINO_TRANSFORMS,
+    bicubic_crop,
     cifar10,
     parse_arg,
     quick,
@@ -51,7 +52,7 @@ def get_config(arg: str | None = None) -> ConfigDict:
             "multi_crop(small_size=96, num_small=8, area=(0.4, 1.0), "
             "small_area=(0.05, 0.4))"
         ),
-        eval_transform="resize_small(256) | central_crop",
+        eval_transform=bicubic_crop(256),
     )
     c.evals = dict(knn=dict(kind="knn", test="validation", every_epochs=20))
 
@@ -79,11 +80,14 @@ def get_config(arg: str | None = None) -> ConfigDict:
         weight_decay=0.04,
         weight_decay_end=0.4,
         # All parameters of two axes and more: also the class token and the positions.
-        weight_decay_mask=(r"/kernel$", r"(cls|pos_embedding|last_layer)$"),
+        weight_decay_mask=(r"/kernel$", r"(cls|pos_embedding|last_layer|gain)$"),
         grad_clip_norm_per_parameter=3.0,
-        freeze=(r"head/last_layer$",),
+        freeze=(r"head/(last_layer|gain)$",),
         freeze_epochs=1,
     )
+    if arg.epochs > 100:
+        c.task.update(teacher_temperature=0.07, teacher_temperature_epochs=30)
+        c.task.free_gain = arg.model.startswith("S")
     c.ema = dict(decay=0.0)  # The teacher is one.
 
     c.log_every_steps = 50

@@ -8,16 +8,16 @@ Result: not run by us on ImageNet; the authors report for L/16, short, 81.6 % (k
 
 Numbers are those of facebookresearch/dinov2 b8931f7, ssl_default_config.yaml with
 vitl16_short.yaml (short: ImageNet-1k), vitl14.yaml and vitg14.yaml (long: ImageNet-22k); the
-authors distil S and B. The last phase is not published: section 5 and appendix B.2 have
-10,000 steps at 518 pixels, schedules compressed to them and a smaller rate. A tenth of it,
-and small crops that grow too, are ours, as is `:data=cifar10`, for a CPU. Groups are the
-batch of one of 256 chips.
+authors distil S and B. The last phase is not published: section 5 and appendix B.2 have 10,000
+steps at 518 pixels, compressed schedules and a smaller rate; a tenth of it and small crops
+that grow too are ours, as is `:data=cifar10`, and draws for the images of one of 256 chips.
 """
 
 from ml_collections import ConfigDict
 
 from configs.common import (
-    DINO_TRANSFORMS,
+    DINOV2_TRANSFORMS,
+    bicubic_crop,
     cifar10,
     dinov2_crops,
     dinov2_optim,
@@ -40,7 +40,7 @@ ARGUMENTS = dict(
 def get_config(arg: str | None = None) -> ConfigDict:
     arg = parse_arg(arg, **ARGUMENTS)
     long, patch = arg.length == "long", int(arg.model.partition("/")[2])
-    group = 12 if long else 8
+    group = 12 if long else 8  # The batch of one of 256 chips.
     c = ConfigDict()
     c.seed = 0
     c.total_steps = 625_000 if long else 125_000
@@ -55,7 +55,7 @@ def get_config(arg: str | None = None) -> ConfigDict:
         mean=(0.485, 0.456, 0.406),
         std=(0.229, 0.224, 0.225),
         train_transform=dinov2_crops(224, patch),
-        eval_transform="resize_small(256) | central_crop",
+        eval_transform=bicubic_crop(256),
     )
     c.evals = dict(knn=dict(kind="knn", test="validation", every=12_500))
     c.evals.knn.name = "imagenet2012" if long else ""
@@ -85,13 +85,13 @@ def get_config(arg: str | None = None) -> ConfigDict:
         separate_heads=long,
         free_gain=True,
         centering="sinkhorn" if long else "center",
-        koleo_group=group,
+        koleo_group=group if arg.model == "g/14" else 32 if long else 64,
         mask_group=group,
         teacher_momentum=0.994 if long else 0.992,
         teacher_temperature=0.07,
         teacher_temperature_start=0.04,
         teacher_temperature_steps=37_500,
-        **DINO_TRANSFORMS,
+        **DINOV2_TRANSFORMS,
     )
     c.optim = dinov2_optim(
         c,
@@ -109,7 +109,7 @@ def get_config(arg: str | None = None) -> ConfigDict:
         side, part = 37 * patch, 10_000 / c.total_steps
         c.data.image_size = (side, side)
         c.data.train_transform = dinov2_crops(side, patch, 96 * side // 224)
-        c.data.eval_transform = f"resize_small({side * 8 // 7}) | central_crop"
+        c.data.eval_transform = bicubic_crop(side * 8 // 7)
         c.model.remat_policy = "full"
         c.task.teacher_temperature_steps = round(37_500 * part)
         warmup = round(c.optim.warmup_steps * part)

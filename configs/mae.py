@@ -15,7 +15,7 @@ whose RandAugment varies its magnitude and whose new classifier is not zeros (de
 
 from ml_collections import ConfigDict
 
-from configs.common import cifar10, parse_arg, quick
+from configs.common import bicubic_crop, cifar10, parse_arg, quick
 
 ARGUMENTS = dict(
     model=("B/16", "L/16", "H/14"),
@@ -43,7 +43,7 @@ def get_config(arg: str | None = None) -> ConfigDict:
         image_size=(224, 224),
         mean=(0.485, 0.456, 0.406),
         std=(0.229, 0.224, 0.225),
-        eval_transform="resize_small(256) | central_crop",
+        eval_transform=bicubic_crop(256),
     )
     c.model = dict(
         variant=arg.model,

@@ -11,7 +11,7 @@ Their B/16 has a shared relative bias and LayerScale, here learned positions.
 
 from ml_collections import ConfigDict
 
-from configs.common import cifar10, parse_arg, quick
+from configs.common import bicubic_crop, cifar10, parse_arg, quick
 
 ARGUMENTS = dict(
     model=("B/16", "L/16", "Swin-B", "Swin-L"),
@@ -27,8 +27,8 @@ DECAYED = r"(embedding|qkv|proj|Dense_\d|merge|head)/kernel$"
 
 def get_config(arg: str | None = None) -> ConfigDict:
     arg = parse_arg(arg, **ARGUMENTS)
-    is_swin = arg.model.startswith("Swin")
-    side = 192 if is_swin else 224
+    is_swin, tuned = arg.model.startswith("Swin"), arg.stage == "finetune"
+    side = 192 if is_swin and not tuned else 224
     c = ConfigDict()
     c.seed = 0
     c.batch_size = 2048
@@ -42,17 +42,20 @@ def get_config(arg: str | None = None) -> ConfigDict:
         image_size=(side, side),
         mean=(0.485, 0.456, 0.406),
         std=(0.229, 0.224, 0.225),
-        eval_transform="resize_small(256) | central_crop",
+        eval_transform=bicubic_crop(256 * side // 224),
     )
     if is_swin:
-        c.model = dict(variant=arg.model, window_size=6, dtype="bfloat16")
-    else:  # Pooled in fine-tuning, so that no norm stands before the decoder.
+        window = (7 if tuned else 6) * (2 if arg.model == "Swin-L" else 1)
+        c.model = dict(variant=arg.model, window_size=window, dtype="bfloat16")
+        c.model.bias_resize = "geometric"
+    else:
         c.model = dict(
             variant=arg.model,
             activation="gelu",
             pool="gap",
             class_token=True,
-            fc_norm=True,
+            fc_norm=tuned,
+            drop_path_rate=0.1,
             dtype="bfloat16",
             scan=None,
         )
@@ -60,6 +63,7 @@ def get_config(arg: str | None = None) -> ConfigDict:
         name="adam",
         schedule=dict(name="cosine"),
         weight_decay=0.05,
+        grad_clip_norm=5.0,
     )
     c.ema = dict(decay=0.0)
     {"pretrain": pretrain, "finetune": finetune}[arg.stage](c, arg, is_swin)
@@ -97,11 +101,15 @@ def pretrain(c: ConfigDict, arg, is_swin: bool) -> None:
     )
     if arg.epochs == 800:  # A tenth of the rate after 700 epochs.
         c.optim.schedule = dict(name="step", boundary_epochs=(700,), decay_rate=0.1)
+    else:
+        c.optim.schedule.end_learning_rate = 4e-5 * c.batch_size / 2048
 
 
 def finetune(c: ConfigDict, arg, is_swin: bool) -> None:
     c.epochs = 100
-    c.init = "?"
+    # The last norm is new, and after the pooling.
+    last = (r"encoder_norm/", r"fc_norm/")
+    c.init = dict(checkpoint="?", allow_mismatch=() if is_swin else last)
     c.data.train_transform = (
         f"{CROP.format((0.08, 1.0))} | randaugment(2, 9) | flip | random_erasing(0.25) "
         "| mixup_or_cutmix(0.8, 1.0)"
@@ -110,16 +118,12 @@ def finetune(c: ConfigDict, arg, is_swin: bool) -> None:
     c.task = dict(loss="softmax", label_smoothing=0.1)
     c.optim.update(base_learning_rate=1.25e-3 / 2, warmup_epochs=20)
     c.model.drop_path_rate = 0.2 if arg.model == "Swin-L" else 0.1
-    c.optim.schedule.end_learning_rate = 4e-5 / 100 if is_swin else 1e-6
+    c.optim.schedule.end_learning_rate = 1e-6
     c.optim.layer_decay = {"B/16": 0.65, "L/16": 0.65, "Swin-L": 0.7}.get(
         arg.model, 0.9 if arg.epochs == 100 else 0.8
     )
     if is_swin:
-        c.optim.update(
-            weight_decay=1e-8,
-            weight_decay_mask=(DECAYED,),
-            grad_clip_norm=5.0,
-        )
+        c.optim.weight_decay_mask = (DECAYED,)
     if arg.data == "cifar10":
         c.batch_size = 256
         if not is_swin:

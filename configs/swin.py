@@ -14,7 +14,7 @@ begins at a thousandth of the rate, not at 0, and whose RandAugment varies its m
 
 from ml_collections import ConfigDict
 
-from configs.common import parse_arg, quick
+from configs.common import bicubic_crop, parse_arg, quick
 
 ARGUMENTS = dict(
     model=("T", "S", "B", "L", "V2-T", "V2-S", "V2-B", "V2-L"),
@@ -23,6 +23,7 @@ ARGUMENTS = dict(
     quick=False,
 )
 DROP_PATH = {"T": 0.2, "S": 0.3, "B": 0.5, "L": 0.2}
+WIDE_DROP_PATH = {"T": 0.1, "S": 0.2, "B": 0.2, "L": 0.2}  # From and on ImageNet-21k.
 CROP = "inception_crop(area=(0.08, 1.0), interpolation='bicubic')"
 
 
@@ -50,13 +51,13 @@ def get_config(arg: str | None = None) -> ConfigDict:
             f"{CROP} | randaugment(2, 9) | flip | random_erasing(0.25) "
             "| mixup_or_cutmix(0.8, 1.0)"
         ),
-        eval_transform=f"resize_small({side + 32}) | central_crop",
+        eval_transform=bicubic_crop(256 * side // 224),
     )
     c.evals = dict(val="full[:51200]" if wide else "validation")
 
     c.model = dict(
         variant=f"Swin{arg.model}" if v2 else f"Swin-{size}",
-        drop_path_rate=(0.1 if size == "T" else 0.2) if wide else DROP_PATH[size],
+        drop_path_rate=(WIDE_DROP_PATH if wide or tuned else DROP_PATH)[size],
         dtype="bfloat16",
     )
     c.task = dict(loss="softmax", label_smoothing=0.1)

@@ -9,15 +9,16 @@ Result: not run by us; the authors report 82.2, 84.2 and 84.9 % for S, B and L a
 
 RMSNorm, also of queries and keys, LayerScale, learned and rotary positions and four
 registers. The numbers are those of wangf3014/ViT-5 (its README, models_vit5.py and the
-defaults of main.py, read in November 2026). Three things differ here: there query, key
-and value have no bias, and registers are rotated too, by a 2x2 grid of their own; and the
-binary cross-entropy is a mean over the classes, ours a sum, of which LAMB sees no
+defaults of main.py, read in November 2026). Four things differ here: there query, key
+and value have no bias, registers are rotated too, by a 2x2 grid of their own, and kernels
+begin with a standard deviation of 0.02, the classifier's too, ours as in vit_jax.models; and
+the binary cross-entropy is a mean over the classes, ours a sum, of which LAMB sees no
 difference.
 """
 
 from ml_collections import ConfigDict
 
-from configs.common import cifar10, parse_arg, quick
+from configs.common import bicubic_crop, cifar10, parse_arg, quick
 
 ARGUMENTS = dict(
     model=("B/16", "S/16", "L/16"),
@@ -52,7 +53,7 @@ def get_config(arg: str | None = None) -> ConfigDict:
         mean=(0.485, 0.456, 0.406),
         std=(0.229, 0.224, 0.225),
         train_transform=f"{CROP} | randaugment(2, 9) | flip | mixup_or_cutmix(0.8, 1.0)",
-        eval_transform=f"resize_small({side}) | central_crop",
+        eval_transform=bicubic_crop(side),
     )
     c.evals = dict(val="validation")
 
@@ -63,9 +64,10 @@ def get_config(arg: str | None = None) -> ConfigDict:
         qk_norm=True,
         layer_scale_init=1e-4,
         num_register_tokens=4,
+        token_init_std=0.02,
         rope="axial",
         rope_temperature=10_000.0,
-        posemb_resize="bicubic",
+        posemb_resize="bicubic_plain",
         drop_path_rate=(TUNED_DROP_PATH if tuned else DROP_PATH)[arg.model],
         drop_path_schedule="constant",
         dtype="bfloat16",
@@ -88,7 +90,7 @@ def get_config(arg: str | None = None) -> ConfigDict:
             f"{CROP} | flip | three_augment | color_jitter(0.3, 0.3, 0.3) "
             "| mixup_or_cutmix(0.8, 1.0)"
         )
-        c.task = dict(loss="sigmoid")
+        c.task = dict(loss="sigmoid", target_threshold=0.0)
         rate = 4e-3 if arg.model == "S/16" else 3e-3
         c.optim.update(name="lamb", learning_rate=rate, weight_decay=0.05)
 

@@ -386,8 +386,13 @@ simmim:stage=finetune
 simmim:model=Swin-B
     model.window_size=6 data.image_size=(192,192) peak512=1e-4 task.mask_unit=32
 simmim:model=Swin-B,stage=finetune
-    model.window_size=6 data.image_size=(192,192) epochs=100 peak512=1.25e-3
+    model.window_size=7 data.image_size=(224,224) epochs=100 peak512=1.25e-3
     optim.warmup_epochs=20 model.drop_path_rate=0.1 optim.layer_decay=0.8
+    optim.weight_decay=0.05 optim.schedule.end_learning_rate=1e-6
+simmim:model=Swin-L
+    model.window_size=12 data.image_size=(192,192)
+simmim:model=Swin-L,stage=finetune
+    model.window_size=14 data.image_size=(224,224)
 # Section B.1.2 of arXiv:2010.11929.
 masked_patch
     model.variant=B/16 total_steps=1000000 batch_size=4096 optim.name=adam
@@ -402,7 +407,35 @@ swin:model=B,data=imagenet21k swin:model=V2-B,data=imagenet21k
     epochs=90 batch_size=4096 optim.warmup_epochs=5 peak512=1.25e-4
     model.drop_path_rate=0.2 optim.grad_clip_norm=5.0
 swin:model=B,stage=finetune swin:model=V2-B,stage=finetune
-    peak512=2e-5 epochs=30 optim.weight_decay=1e-8
+    peak512=2e-5 epochs=30 optim.weight_decay=1e-8 model.drop_path_rate=0.2
+# README and main_dino.py of facebookresearch/dino.
+dino
+    batch_size=1024 peak256=5e-4 optim.warmup_epochs=10 optim.weight_decay_end=0.4
+    task.teacher_temperature=0.04 task.free_gain=False task.teacher_momentum=0.996
+dino:epochs=300
+    task.teacher_temperature_start=0.04 task.teacher_temperature=0.07
+    task.teacher_temperature_epochs=30 task.free_gain=True
+    optim.freeze=("head/(last_layer|gain)$",)
+dino:model=B/16,epochs=300
+    task.teacher_temperature=0.07 task.free_gain=False
+# vitl16_short.yaml, vitl14.yaml and vitg14.yaml of facebookresearch/dinov2.
+dinov2:model=L/16
+    total_steps=125000 batch_size=2048 peak2048=5.65685e-3 optim.layer_decay=0.9
+    optim.weight_decay_end=0.4 task.num_outputs=65536 task.separate_heads=False
+    task.centering=center task.koleo_group=64 task.teacher_momentum=0.992
+dinov2:model=L/14,length=long dinov2:model=g/14,length=long
+    total_steps=625000 batch_size=3072 peak3072=3.4641e-4 task.num_outputs=131072
+    task.centering=sinkhorn task.teacher_momentum=0.994 optim.weight_decay_end=0.2
+dinov2:model=L/14,length=long
+    task.koleo_group=32
+dinov2:model=g/14,length=long
+    task.koleo_group=12
+# Configs of facebookresearch/dinov3.
+dinov3:model=L/16
+    total_steps=125000 batch_size=2048 task.koleo_group=64 task.start_from_teacher=False
+    model.token_init_std=0.02
+dinov3:model=L/16,stage=high_resolution
+    task.start_from_teacher=True task.gram_weight=1.5
 # Table 9 of arXiv:2012.12877, and facebookresearch/deit.
 deit:model=S/16
     epochs=300 batch_size=1024 optim.warmup_epochs=5 optim.weight_decay=0.05
@@ -412,21 +445,27 @@ deit:model=S/16,distilled=True
     task.kind=hard task.alpha=0.5
 deit:model=S/16,stage=finetune
     peak512=5e-6 epochs=30 optim.weight_decay=1e-8 data.image_size=(384,384)
+    optim.schedule.name=constant
 # README_revenge.md of facebookresearch/deit.
 deit3:model=L/16
     epochs=800 batch_size=2048 optim.name=lamb optim.learning_rate=3e-3
-    task.loss=sigmoid data.image_size=(192,192) data.repeats=3
+    task.loss=sigmoid task.target_threshold=0.0 data.repeats=3
+    data.image_size=(192,192) model.posemb_resize=bicubic_plain
     model.drop_path_rate=0.45 model.drop_path_schedule=constant
     model.layer_scale_init=1e-4
 deit3:model=S/16
     optim.learning_rate=4e-3
+deit3:model=H/14,stage=finetune
+    model.drop_path_rate=0.55
 deit3:model=L/16,stage=finetune
-    epochs=20 optim.learning_rate=1e-5 optim.weight_decay=0.1
+    epochs=20 optim.learning_rate=1e-5 optim.weight_decay=0.1 data.repeats=1
+    optim.schedule.end_learning_rate=1e-5
     data.image_size=(224,224)
 # README, models_vit5.py and main.py of wangf3014/ViT-5 (arXiv:2602.08071).
 vit5:model=S/16
     epochs=800 batch_size=2048 optim.name=lamb optim.learning_rate=4e-3
-    task.loss=sigmoid data.image_size=(224,224) data.repeats=3
+    task.loss=sigmoid task.target_threshold=0.0 data.repeats=3
+    data.image_size=(224,224) model.posemb_resize=bicubic_plain
     model.drop_path_rate=0.05 model.drop_path_schedule=constant
     model.layer_scale_init=1e-4 model.rms_norm=True model.qk_norm=True
     model.num_register_tokens=4 model.rope=axial model.rope_temperature=10000.0
@@ -461,6 +500,16 @@ def test_a_recipe_is_its_protocol(recipe, keys):
         assert found == (pytest.approx(wanted) if number else wanted), key
 
 
+@pytest.mark.parametrize("stem", ["dinov2", "dinov3"])
+def test_crops_are_blurred_as_dinov2_does(stem):
+    # RandomApply gets one minus the probability, so the first large crop has none.
+    task = config.load(spec(stem)).task
+    first, second = task.large_transforms
+    assert "blur" not in first
+    assert "gaussian_blur(0.9) | solarize(0.2)" in second
+    assert "gaussian_blur(0.5)" in task.small_transform
+
+
 def test_networks_of_recipes_are_what_their_protocols_need():
     c = config.load(spec("simmim"))
     run = RunLength(c.num_steps(c.data.num_examples), c.data.num_examples / 2048)
@@ -470,7 +519,7 @@ def test_networks_of_recipes_are_what_their_protocols_need():
         assert found == pytest.approx(expected)
     # What is trained is what fine-tuning reads.
     other = config.load(spec("simmim", stage="finetune"))
-    for name in ("variant", "pool", "class_token", "fc_norm", "posemb", "activation"):
+    for name in ("variant", "pool", "class_token", "posemb", "activation"):
         assert getattr(c.model, name) == getattr(other.model, name)
     swin = config.load(spec("simmim", model="Swin-B")).build_model()
     assert swin.encoder_stride == 32
