@@ -6,9 +6,9 @@ Run: PYTHONPATH=. python benchmarks/without_labels.py --data_dir=DIR --out=runs/
 One network (6 blocks of width 128, 4 heads, patch 4, 0.8 M parameters) is pretrained by
 each task of configs/{masked_patch,mae,simmim,dino,dinov2}.py for so many minutes of a speed that
 a short trial measures; DINO's and DINOv2's has four convolutions and two blocks, which the tasks
-that hide patches of the image cannot have. It is then scored by k-NN and by a linear probe on its frozen
-features, and fine-tuned on a tenth of the labels and on all of them: --epochs passes over
-the whole set, or half as many steps on the tenth. "scratch" is fine-tuned from random
+that hide patches of the image cannot have. It is then scored by k-NN and by a linear probe on
+its frozen features, and fine-tuned on a tenth of the labels and on all of them: --epochs passes
+over the whole set, or half as many steps on the tenth. "scratch" is fine-tuned from random
 weights; "longer" too, for the minutes of the pretraining in addition. The last lines are
 controls: MAE that hides nothing, as long as the others; and with --control_steps and
 without fine-tuning DINO without a moving teacher, DINO without centring, and the features

@@ -11,6 +11,7 @@ from vit_jax.models import NetworkConfig, stacking
 from vit_jax.training.optim.config import OptimConfig
 from vit_jax.training.optim.transforms import (
     Decay,
+    always_frozen,
     clip_by_parameter_norm,
     clip_by_part_norm,
     decayed,
@@ -120,12 +121,10 @@ def stop_frozen_gradients(params: dict, optim: OptimConfig) -> dict:
 
     This saves their backward pass. Others keep their gradients, which warm their moments.
     """
-    if not optim.freeze or length_key(optim, "freeze"):
-        return params
     return jax.tree.map(
         lambda p, m: jax.lax.stop_gradient(p) if np.all(m) else p,
         params,
-        match(params, optim.freeze, "optim.freeze"),
+        always_frozen(params, optim),
     )
 
 

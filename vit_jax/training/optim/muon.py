@@ -25,7 +25,7 @@ from vit_jax.training.schedules import Number
 
 _WITHIN = ("fsdp", "model")  # Axes of the mesh that split a parameter.
 _HEADS = re.compile(
-    r"(^|/)(\w*heads?|head_dist|projection|segmenter)/|(^|/)decoder/kernel$"
+    r"(^|/)(\w*heads?(_dist)?|projection|segmenter)/|(^|/)decoder/kernel$"
 )
 _EMBEDDINGS = re.compile(r"(^|/)(embedding|conv_root)/kernel$")
 

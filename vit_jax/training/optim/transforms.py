@@ -61,10 +61,14 @@ def decayed(params: dict, optim: object) -> dict:
       UserError: see `match`.
     """
     mask = match(params, optim.weight_decay_mask, "optim.weight_decay_mask")
-    if not optim.freeze or length_key(optim, "freeze"):
-        return mask
-    frozen = match(params, optim.freeze, "optim.freeze")
+    frozen = always_frozen(params, optim)
     return jax.tree.map(lambda m, f: np.logical_and(m, np.logical_not(f)), mask, frozen)
+
+
+def always_frozen(params: dict, optim: object) -> dict:
+    """Marks the parameters that are frozen for the whole run, see `decayed`."""
+    patterns = () if length_key(optim, "freeze") else optim.freeze
+    return match(params, patterns, "optim.freeze")
 
 
 def matched_factors(params: dict, rules: Sequence[str]) -> dict:
