@@ -34,7 +34,7 @@ class CenterLoss(Classification):
         images = batch["image"].astype(self.model.options["dtype"])
         outputs = self.model.apply(params, images, train=True, key=rng)
         labels, features = batch["label"], outputs["pre_logits"]
-        base = self.base_loss(outputs["logits"], labels)
+        base = self.base_loss(outputs["logits"], batch)
         distance = jnp.square(features - labels @ extra["centers"]).sum(-1).mean() / 2
         loss = base + self.config.weight * distance
         metrics = {

@@ -48,7 +48,7 @@ def test_mixed_images_have_two_classes_above_a_threshold():
     def loss(**keys):
         config = losses.ClassificationConfig(loss="sigmoid", **keys)
         task = config.build(model, data, RunLength(1, 1.0))
-        return float(task.base_loss(LOGITS[:1], labels))
+        return float(task.base_loss(LOGITS[:1], {"label": labels}))
 
     for threshold, target in ((0.0, [1, 1, 0]), (0.5, [1, 0, 0])):
         expected = losses.sigmoid(LOGITS[:1], jnp.array([target]))[0]

@@ -15,9 +15,12 @@ from safetensors.numpy import load_file
 from vit_jax import models, weights
 from vit_jax.config.lengths import RunLength
 from vit_jax.data.config import DataConfig
+from vit_jax.distributed import mesh as meshes
 from vit_jax.errors import UserError
 from vit_jax.models import cost
 from vit_jax.tasks import block_masks, dino_losses, dinov2
+from vit_jax.tasks.task import divide_ratios
+from vit_jax.training import train_step
 
 GOLDEN = pathlib.Path(__file__).parent.parent / "golden"
 LOSSES = np.load(GOLDEN / "dinov2_losses.npz")
@@ -286,6 +289,7 @@ def test_the_loss_is_the_weighted_sum_of_its_parts(keys):
         grads, (metrics, stats) = jax.grad(task.loss, has_aux=True)(
             params, extra, batch, jax.random.key(1)
         )
+        metrics, stats = divide_ratios((metrics, stats))
         new = task.update(extra, params, stats, jnp.asarray(1))
         masked = task.masked(batch)
         teacher = task.answers(extra["teacher"], {"image": batch["image"]}, masked)
@@ -441,6 +445,7 @@ def entropy_after(steps, **keys):
         )
         updates, state = adam.update(grads, state, params)
         params = optax.apply_updates(params, updates)
+        metrics, stats = divide_ratios((metrics, stats))
         return params, task.update(extra, params, stats, step + 1), state, metrics
 
     for step in range(steps):
@@ -498,6 +503,52 @@ def test_bad_input_is_told_in_one_line(keys, message):
             task={"name": "dinov2"} | keys,
         )
         config.task.build(config.build_model(), config.data, RUN)
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "keys", "message"),
+    [
+        (15, {"koleo_group": 4}, "task.koleo_group=4 with 15 images at once"),
+        (8, {"accumulate": 8}, "task.koleo_group=0 with 1 images at once"),
+        (8, {"koleo_group": 4, "accumulate": 8}, "task.koleo_group=4 with 1 images"),
+    ],
+)
+def test_koleo_of_single_images_is_refused(batch_size, keys, message):
+    with pytest.raises(UserError, match=message):
+        setup_of(batch_size, **keys)
+
+
+def test_groups_and_losses_that_microbatches_change_are_named_at_the_start():
+    assert setup_of(8, koleo_group=4, mask_group=2).notes == ()
+    (line,) = setup_of(6, koleo_group=4).notes
+    assert line.startswith("task.koleo_group=4") and "6 images" in line and "2" in line
+    (line,) = setup_of(6, mask_group=4, koleo_weight=0.0).notes
+    assert line.startswith("task.mask_group=4")
+    (line,) = setup_of(8, accumulate=2).notes
+    assert line.startswith("optim.grad_accum_steps=2: Sinkhorn-Knopp, KoLeo")
+    free = {"koleo_weight": 0.0, "centering": "center"}
+    (line,) = setup_of(8, accumulate=2, **free).notes
+    assert line.startswith("optim.grad_accum_steps=2: the groups of masks")
+    dropped = {"drop_path_rate": 0.3, "drop_path_schedule": "constant"}
+    lines = setup_of(6, model={"drop_path_group": 8} | dropped).notes
+    assert ["12 rows of image" in line for line in lines] == [True, False]
+
+
+def setup_of(batch_size, accumulate=1, model=None, **task):
+    """Returns the setup of a run with two large and two small crops of each image."""
+    config = tiny_config(
+        batch_size=batch_size,
+        data={
+            "num_classes": 0,
+            "train_transform": "multi_crop(num_small=2, small_size=4)",
+        },
+        model=model or {},
+        task={"name": "dinov2", "mask_group": 0} | task,
+        optim={"grad_accum_steps": accumulate},
+        evals={},
+    )
+    mesh = meshes.create(config.mesh, jax.devices()[:1])
+    return train_step.build_train_setup(config, mesh, num_examples=20)
 
 
 def test_a_network_without_class_token_is_refused():

@@ -37,7 +37,7 @@ def losses(config, logits, logits_kd, labels):
     """Returns the whole loss, as the task puts it together."""
     task = Distillation.__new__(Distillation)
     Classification.__init__(task, config, models.create("Ti/4", num_classes=10), DATA)
-    base = task.base_loss(jnp.asarray(logits), jnp.asarray(labels))
+    base = task.base_loss(jnp.asarray(logits), {"label": jnp.asarray(labels)})
     part = task.teacher_loss(
         jnp.asarray(logits_kd), jnp.asarray(GOLDEN["loss/teacher"])
     )

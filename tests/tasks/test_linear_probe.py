@@ -60,7 +60,7 @@ def test_it_trains_as_batch_norm_and_a_linear_map():
     found = []
     for step, batch in enumerate(batches(5), 1):
         features, labels = map(jnp.asarray, batch)
-        (loss, (metrics, stats)), grads = grad(params, features, labels)
+        (loss, (metrics, stats)), grads = grad(params, features, {"label": labels})
         assert metrics["loss"] == loss
         params = jax.tree.map(lambda p, g: p - rate * g, params, grads)
         extra = task.update(extra, params, stats, step)

@@ -48,7 +48,7 @@ class Colour(Classification):
         )
         found = outputs["pre_logits"] @ params["decoder"]["kernel"]
         error = jnp.square(found - batch["image"].mean((1, 2))).mean()
-        loss = error + self.base_loss(outputs["logits"], batch["label"])
+        loss = error + self.base_loss(outputs["logits"], batch)
         return loss, ({"loss": loss, "error": error}, None)
 
     def backbone(self, params, extra):

@@ -170,7 +170,7 @@ def test_losses_are_those_of_their_formulas():
     truth = np.eye(CLASSES)[labels] * counted[..., None]
     expected = -np.log((shares * truth).sum(-1)[counted]).mean()
     cross_entropy, dice = map(jax.jit, (segmentation.cross_entropy, segmentation.dice))
-    found = cross_entropy(logits, labels)
+    found = cross_entropy(logits, labels, segmentation.pixel_weights(labels))
     assert found == pytest.approx(expected, abs=1e-5)
     shares = shares * counted[..., None]
     both, each = (shares * truth).sum((0, 1, 2)), (shares + truth).sum((0, 1, 2))
@@ -178,7 +178,7 @@ def test_losses_are_those_of_their_formulas():
     assert found == pytest.approx(1 - (2 * both / each).mean(), abs=1e-5)
     # Nothing to learn from, and a class that does not occur.
     nothing = np.full_like(labels, -1)
-    assert cross_entropy(logits, nothing) == 0
+    assert cross_entropy(logits, nothing, segmentation.pixel_weights(nothing)) == 0
     assert np.isfinite(dice(logits, nothing))
     only = np.zeros_like(labels)
     both, each = (shares := np.exp(logits))[..., 0] / shares.sum(-1), 24

@@ -188,8 +188,8 @@ def update(grads, rate=PEAK, params=PARAMS, steps=1, **options):
     run = RunLength(100, 7.0)
     tx = optim.optimizer(config.optim, params, lambda step: rate, run, config.model)
     state = tx.init(params)
-    for _ in range(steps):
-        updates, state = tx.update(grads, state, params)
+    for step in range(steps):
+        updates, state = tx.update(grads, state, params, step=step, value=1.0)
     return updates
 
 
@@ -280,6 +280,25 @@ def test_frozen_parameters_stay_and_do_not_count_for_clipping():
     assert not updates["embedding"]["bias"].any()
     expected = -PEAK * (1 / np.sqrt(10) + 0.1 * 2.0)
     assert updates["head"]["kernel"] == pytest.approx(expected)
+
+
+def test_what_is_frozen_for_now_does_not_count_for_clipping():
+    clipped = {"name": "sgd", "momentum": 0.0, "grad_clip_norm": 1.0}
+    options = clipped | {"freeze": ("^embedding",), "freeze_steps": 2}
+    frozen = update(ONES, steps=2, **options)
+    assert not frozen["embedding"]["kernel"].any()
+    assert frozen["head"]["kernel"] == pytest.approx(-PEAK / np.sqrt(10))
+    thawed = update(ONES, steps=3, **options)
+    jax.tree.map(np.testing.assert_array_equal, thawed, update(ONES, **clipped))
+
+
+@pytest.mark.parametrize("name", ["prodigy", "dog", "momo_adam"])
+def test_what_is_frozen_for_now_does_not_count_for_the_size_of_steps(name):
+    options = {"name": name, "learning_rate": 1.0, "freeze": ("^embedding",)}
+    for_now = update(ONES, steps=3, **options, freeze_steps=5)
+    for_ever = update(ONES, steps=3, **options)
+    assert for_ever["head"]["kernel"].all()
+    jax.tree.map(np.testing.assert_array_equal, for_now, for_ever)
 
 
 def test_what_never_moves_gets_no_gradient():

@@ -267,6 +267,8 @@ def test_schedule_free_parameters_are_evaluated_at_their_mean(tmp_path, quick):
     inner = state.opt_state[0]
     mean = optax.contrib.schedule_free_eval_params(inner, state.params)
     assert_near(state.average, mean)
+    # The mean of what does not move is the parameter itself, to the bit.
+    assert_equal(state.average["cls"], state.params["cls"])
     assert float(optax.tree.norm(optax.tree.sub(state.params, mean))) > 1e-4
     source = open_source(config.data, "train")
     with checkpoint.Checkpointer(tmp_path, config, source, setup.metadata) as saved:

@@ -98,6 +98,20 @@ def test_a_step_moves_the_means_to_those_of_the_whole_batch():
 _NHWC = ("NHWC", "HWIO", "NHWC")
 
 
+def test_a_run_says_that_frozen_layers_have_moving_means_and_what_microbatches_change():
+    mesh = meshes.create(conv_mixer().mesh, jax.devices()[:1])
+    notes = lambda **optim: (
+        train_step.build_train_setup(
+            conv_mixer(optim=optim), mesh, num_examples=20
+        ).notes
+    )
+    assert notes() == ()
+    (line,) = notes(freeze=("^norm/",))
+    assert "optim.freeze=('^norm/',)" in line and "running means" in line
+    (line,) = notes(grad_accum_steps=4)
+    assert line.startswith("optim.grad_accum_steps=4: BatchNorm") and "2 images" in line
+
+
 @pytest.mark.slow
 def test_of_parts_of_a_batch_the_means_are_averaged():
     config = conv_mixer(optim={"grad_accum_steps": 2})

@@ -44,6 +44,54 @@ def test_accumulation_equals_the_large_batch():
     near(metrics, same, atol=1e-5)
 
 
+def weighted(loss="softmax", **data):
+    labels = np.array([1, 1, 1, 0, 2, 0, 2, 0], np.int32)
+    if data:
+        labels = np.random.default_rng(1).integers(0, 2, (8, 3)).astype(np.int32)
+    task = {"loss": loss, "class_weights": (1.0, 10.0, 3.0)}
+    return {"task": task, "data": data}, {"label": labels}
+
+
+def masked():
+    """Nearly all pixels of half of the images are ignored."""
+    maps = np.random.default_rng(1).integers(0, 3, (8, 8, 12)).astype(np.int16)
+    maps[:4, 2:] = -1
+    task = {"name": "segmentation", "head": "pyramid", "width": 8}
+    return {"task": task, "data": {"mask_key": "masks"}}, {"label_map": maps}
+
+
+CASES = {
+    "class weights": weighted(),
+    "several labels": weighted("sigmoid", multi_label=True),
+    "ignored pixels": masked(),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_losses_of_unequal_weights_do_not_depend_on_microbatches(case):
+    """The case `accumulation` of public reports: the update of SGD and its metrics."""
+    sections, batch = CASES[case]
+
+    def after(parts):
+        config = tiny_config(
+            optim={"name": "sgd", "momentum": 0.0, "grad_accum_steps": parts},
+            data={"num_classes": 3, "train_transform": ""} | sections["data"],
+            task=sections["task"],
+            model={"depth": 1},
+            evals={},
+        )
+        mesh = meshes.create(config.mesh, jax.devices()[:1])
+        setup = train_step.build_train_setup(config, mesh, num_examples=8)
+        assert setup.notes == ()
+        images = np.random.default_rng(0).integers(0, 256, (8, 8, 12, 3), np.uint8)
+        given = {"image": images, "index": np.arange(8, dtype=np.uint32)} | batch
+        return setup.train_step(setup.initial_state(), meshes.to_devices(given, mesh))
+
+    (whole, metrics), (parts, same) = after(1), after(4)
+    near(whole.params, parts.params, atol=1e-6)
+    near(metrics, same, atol=1e-5)
+
+
 @pytest.mark.slow
 def test_accumulation_works_across_devices():
     whole, _ = run()

@@ -17,7 +17,7 @@ from vit_jax.data.order import SHARES, class_weights
 from vit_jax.data.sources.base import Source, check_label, read_labels
 from vit_jax.errors import UserError
 from vit_jax.models import STATE, Model
-from vit_jax.tasks.task import Batch, ImageTask, TaskConfig, Tree, transform
+from vit_jax.tasks.task import Batch, ImageTask, Ratio, TaskConfig, Tree, transform
 
 _EQUAL_WEIGHTS = (1.0,)
 
@@ -143,18 +143,30 @@ class Classification(ImageTask):
     def prepare(self, batch: Batch, rng: jax.Array) -> Batch:
         """Returns image (B, Y, X, C), normalised, and label (B, L).
 
-        Without `data.multi_label` the labels of an image sum to 1.
+        Without `data.multi_label` the labels of an image sum to 1. With class weights and
+        softmax there is also weight (B,), whose mean is 1.
         """
         labels = batch["label"].astype(jnp.float32)
         if not self.data.multi_label:
             labels = one_hot(batch["label"], self.data.num_classes)
         images, labels = transform(self._ops, self.data, batch, rng, labels)
-        return {"image": images, "label": labels}
+        prepared = {"image": images, "label": labels}
+        if self._weights is not None and self.config.loss == "softmax":
+            prepared["weight"] = self.image_weights(labels)
+        return prepared
+
+    def image_weights(self, labels: Float[Array, "B L"]) -> Float[Array, " B"]:
+        """Returns the class weights of images, divided by their mean over the batch.
+
+        Mixed labels get a mixture of weights.
+        """
+        weights = labels @ self._weights
+        return weights / weights.mean()
 
     def loss(self, params, extra, batch, rng):
         outputs, stats = self.outputs(params, extra, batch, rng)
         logits = outputs["logits"]
-        loss = self.base_loss(logits, batch["label"])
+        loss = self.base_loss(logits, batch)
         if self.data.multi_label:
             return loss, ({"loss": loss, "f1": f1(logits, batch["label"])}, stats)
         return loss, ({"loss": loss, "top1": top1(logits, batch["label"])}, stats)
@@ -162,24 +174,32 @@ class Classification(ImageTask):
     def update(self, extra: Tree, params: dict, stats: Tree, step: jax.Array) -> Tree:
         return {**extra, **stats} if self.model.stateful else extra
 
-    def base_loss(
-        self, logits: Float[Array, "B L"], labels: Float[Array, "B L"]
-    ) -> Float[Array, ""]:
-        """Returns the mean loss, with threshold, label smoothing and class weights."""
-        threshold = self.config.target_threshold
+    def base_loss(self, logits: Float[Array, "B L"], batch: Batch) -> Float[Array, ""]:
+        """Returns the mean loss, with threshold, label smoothing and class weights.
+
+        Args:
+          logits: logits of a microbatch.
+          batch: output of `prepare`, or a microbatch of it.
+        """
+        labels, threshold = batch["label"], self.config.target_threshold
         if threshold is not None and self.config.loss == "sigmoid":
             labels = (labels > threshold).astype(labels.dtype)
         targets = smooth(labels, self.config.label_smoothing)
+        if self._weights is None:
+            return LOSSES[self.config.loss](logits, targets).mean()
+        if self.config.loss == "sigmoid":
+            terms = optax.losses.sigmoid_binary_cross_entropy(logits, targets)
+            return (terms @ self._weights).mean()
+        return (softmax(logits, targets) * batch["weight"]).mean()
+
+    @property
+    def _weights(self) -> Float[Array, " L"] | None:
+        """Class weights, None if they are equal."""
         weights = self.config.class_weights
         # Weights are still a name where a step is compiled without training records.
         if weights == _EQUAL_WEIGHTS or isinstance(weights, str):
-            return LOSSES[self.config.loss](logits, targets).mean()
-        weights = jnp.asarray(weights)
-        if self.config.loss == "sigmoid":
-            terms = optax.losses.sigmoid_binary_cross_entropy(logits, targets)
-            return (terms @ weights).mean()
-        image_weights = labels @ weights  # Mixed labels get a mixture of weights.
-        return (softmax(logits, targets) * image_weights).sum() / image_weights.sum()
+            return None
+        return jnp.asarray(weights)
 
 
 def require_classifier(model: Model, task: str) -> None:
@@ -223,8 +243,8 @@ def top1(logits: Float[Array, "B L"], labels: Float[Array, "B L"]) -> Float[Arra
     return (logits.argmax(-1) == labels.argmax(-1)).mean()
 
 
-def f1(logits: Float[Array, "B L"], labels: Float[Array, "B L"]) -> Float[Array, ""]:
+def f1(logits: Float[Array, "B L"], labels: Float[Array, "B L"]) -> Ratio:
     """Returns micro F1 over all labels of the images, at a probability of one half."""
     predicted, positive = logits > 0, labels > 0.5
-    right = (predicted & positive).sum()
-    return 2 * right / jnp.maximum(predicted.sum() + positive.sum(), 1)
+    right = (predicted & positive).sum(dtype=jnp.float32)
+    return Ratio(2 * right, predicted.sum() + positive.sum(dtype=jnp.float32))

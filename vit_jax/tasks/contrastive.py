@@ -149,6 +149,7 @@ class Contrastive(ImageTask):
         return {}
 
     takes_sequences = True
+    coupled = ("the pairs of images and captions",)
 
     def metadata(self) -> dict:
         config = self._tower_config

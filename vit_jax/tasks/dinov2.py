@@ -28,7 +28,7 @@ from vit_jax.tasks import block_masks, dino_losses
 from vit_jax.tasks.crops import NUM_LARGE, AnchoredCrops, CropSizes, Sides
 from vit_jax.tasks.dino import Dino, DinoConfig
 from vit_jax.tasks.dino_losses import Head
-from vit_jax.tasks.task import Batch
+from vit_jax.tasks.task import Batch, Ratio
 
 _SMALL_NORM = "small_norm_"  # Prefix of its parameters, see `Dinov2`.
 _MASKS = 0x69424F54  # Separates the random bits of masks from those of the transforms.
@@ -242,6 +242,38 @@ class Dinov2(Dino):
                 for size in {sizes.small for sizes in self.crops.sizes} - {None}
             }
 
+    @property
+    def coupled(self):
+        config = self.config
+        names = {
+            "Sinkhorn-Knopp": config.centering == "sinkhorn",
+            "KoLeo": config.koleo_weight,
+            "the groups of masks": True,
+        }
+        return tuple(name for name, is_used in names.items() if is_used)
+
+    def check_microbatch(self, size):
+        config, lines = self.config, []
+        groups = {"mask_group": config.mask_group}
+        if config.koleo_weight:
+            groups["koleo_group"] = config.koleo_group
+            if size == 1 or math.gcd(size, config.koleo_group) == 1:
+                group = config.koleo_group or 2
+                raise UserError(
+                    f"task.koleo_group={config.koleo_group} with {size} images at once: "
+                    "KoLeo would have single images, none of which has a nearest other one: "
+                    f"set batch_size to a multiple of {group} times the number of "
+                    "microbatches, or task.koleo_weight=0.0"
+                )
+        for name, asked in groups.items():
+            group = math.gcd(size, asked)
+            if asked and group != asked:
+                lines.append(
+                    f"task.{name}={asked} does not divide {size} images: groups have "
+                    f"{group}, their greatest common divisor"
+                )
+        return lines
+
     def _crops(self, data):
         config = self.config
         given = config.name, config.large_transforms, config.small_transform, data
@@ -449,12 +481,12 @@ class Dinov2(Dino):
             "gram": self._gram_weight(extra["step"]),
         }
         loss = sum(weights[name] * value for name, value in losses.items())
-        count, entropies = valid.sum().clip(1), dino_losses.entropies
+        count, entropies = valid.sum(dtype=jnp.float32), dino_losses.entropies
         metrics = {
             "loss": loss,
             **{f"{name}_loss": value for name, value in losses.items()},
             "teacher_entropy": entropies(targets).mean(),
-            "patch_entropy": (entropies(patch_targets) * valid).sum() / count,
+            "patch_entropy": Ratio((entropies(patch_targets) * valid).sum(), count),
             "masked": masked.mask.mean(),
             "teacher_momentum": self.teacher_momentum(extra["step"]),
             "teacher_temperature": self.teacher_temperature(extra["step"]),
@@ -463,7 +495,7 @@ class Dinov2(Dino):
         if config.centering == "center":
             of_patches = jnp.where(valid[:, None], teacher.patch_outputs, 0)
             stats["center"] = teacher.outputs.mean((0, 1))
-            stats["patch_center"] = of_patches.sum(0) / count
+            stats["patch_center"] = Ratio(of_patches.sum(0), count)
         return loss, (metrics, stats)
 
     def _gram(self, extra, batch, patches) -> Float[Array, ""]:

@@ -130,7 +130,7 @@ class Distillation(Classification):
         teacher = jax.lax.stop_gradient(extra["teacher"])
         images = self._of_teacher(batch["image"])
         teacher_logits = self._network.apply(teacher, images)["logits"]
-        class_loss = self.base_loss(class_logits, batch["label"])
+        class_loss = self.base_loss(class_logits, batch)
         distillation_loss = self.teacher_loss(
             distillation_logits, jax.lax.stop_gradient(teacher_logits)
         )

@@ -24,7 +24,7 @@ from vit_jax.tasks.classification import (
     require_classifier,
     top1,
 )
-from vit_jax.tasks.task import Tree, check_features
+from vit_jax.tasks.task import Batch, Tree, check_features
 
 # As torch.nn.BatchNorm1d(D, affine=False, eps=1e-6).
 _MOMENTUM, _EPSILON = 0.1, 1e-6
@@ -62,6 +62,10 @@ class LinearProbe(Classification):
                 "classifier, not two: set it to False"
             )
 
+    @property
+    def coupled(self):
+        return ("BatchNorm",)
+
     def init(self, rng: jax.Array) -> tuple[dict, Tree]:
         network_key, head_key = jax.random.split(rng)
         network = self.model.init(network_key)
@@ -84,30 +88,30 @@ class LinearProbe(Classification):
     def loss(self, params, extra, batch, rng):
         images = batch["image"].astype(self.model.options["dtype"])
         outputs = self.model.apply(jax.lax.stop_gradient(extra["network"]), images)
-        return self.probe_loss(params, outputs["pre_logits"], batch["label"])
+        return self.probe_loss(params, outputs["pre_logits"], batch)
 
     def probe_loss(
         self,
         params: dict,
         features: Float[Array, "B D"],
-        labels: Float[Array, "B L"],
+        batch: Batch,
     ) -> tuple[Float[Array, ""], tuple[dict, dict]]:
         """Returns the loss, metrics and statistics for the given features.
 
         Args:
           params: trained parameters, see `init`.
           features: features of the frozen network.
-          labels: labels that sum to 1 per image.
+          batch: output of `prepare`, or a microbatch of it, of which the image is not read.
         """
         mean, variance = features.mean(0), features.var(0)
         normal = (features - mean[None]) / jnp.sqrt(variance + _EPSILON)[None]
         head = params["head"]
         logits = normal @ head["kernel"] + head["bias"][None]
-        loss = self.base_loss(logits, labels)
+        loss = self.base_loss(logits, batch)
         # As in PyTorch, the running variance is unbiased and the batch's is not.
         count = len(features)
         stats = {"mean": mean, "variance": variance * (count / max(1, count - 1))}
-        return loss, ({"loss": loss, "top1": top1(logits, labels)}, stats)
+        return loss, ({"loss": loss, "top1": top1(logits, batch["label"])}, stats)
 
     def update(self, extra, params, stats, step):
         means = {k: (1 - _MOMENTUM) * extra[k] + _MOMENTUM * stats[k] for k in stats}

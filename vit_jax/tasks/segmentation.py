@@ -20,7 +20,7 @@ from vit_jax.data.masks import IGNORED
 from vit_jax.data.transforms import device as transforms
 from vit_jax.errors import UserError
 from vit_jax.models import Model, cost, segmenter, stacking
-from vit_jax.tasks.task import ImageTask, TaskConfig
+from vit_jax.tasks.task import ImageTask, Ratio, TaskConfig
 
 SEGMENTER, MEANS = segmenter.NAMES
 LABEL_MAP = "label_map"
@@ -84,6 +84,11 @@ class Segmentation(ImageTask):
         self.config = config
         self._segmenter = config.segmenter(model, data.num_classes)
 
+    @property
+    def coupled(self):
+        norm = ("BatchNorm",) if self.config.head == "linear" else ()
+        return norm + (("the Dice loss",) if self.config.dice else ())
+
     def batch_spec(self, batch_size):
         shape = (batch_size, *self.data.image_size)
         return super().batch_spec(batch_size) | {
@@ -91,11 +96,15 @@ class Segmentation(ImageTask):
         }
 
     def prepare(self, batch, rng):
-        """Returns image (B, Y, X, C), normalised, and label_map (B, Y, X)."""
+        """Returns image (B, Y, X, C), normalised, label_map (B, Y, X), and weight (B,).
+
+        The weights are those of `pixel_weights`.
+        """
         maps = transforms.apply_to_maps(
             self._ops, batch[LABEL_MAP], batch["index"], rng
         )
-        return super().prepare(batch, rng) | {LABEL_MAP: maps}
+        prepared = super().prepare(batch, rng)
+        return prepared | {LABEL_MAP: maps, "weight": pixel_weights(maps)}
 
     def init(self, rng):
         network_key, head_key = jax.random.split(rng)
@@ -117,12 +126,13 @@ class Segmentation(ImageTask):
         )
         labels = batch[LABEL_MAP].astype(jnp.int32)
         logits = segmenter.resize(logits, labels.shape[1:])
-        loss, metrics = cross_entropy(logits, labels), {}
+        loss, metrics = cross_entropy(logits, labels, batch["weight"]), {}
         if self.config.dice:
             metrics["dice_loss"] = dice(logits, labels)
             loss += self.config.dice * metrics["dice_loss"]
-        right = (logits.argmax(-1) == labels).sum()
-        metrics["pixel_accuracy"] = right / _count(labels)
+        right = (logits.argmax(-1) == labels).sum(dtype=jnp.float32)
+        count = (labels != IGNORED).sum(dtype=jnp.float32)
+        metrics["pixel_accuracy"] = Ratio(right, count)
         return loss, ({"loss": loss, **metrics}, {MEANS: means})
 
     def update(self, extra, params, stats, step):
@@ -167,14 +177,31 @@ class Segmentation(ImageTask):
         return None if total is None else 3 * total - 2 * network * config.frozen
 
 
+def pixel_weights(labels: Int[Array, "B Y X"]) -> Float[Array, " B"]:
+    """Returns weights of the pixels that have a class: 1 by their mean number per image.
+
+    All are equal, one for each image, so that they can be split into microbatches.
+    """
+    B, count = len(labels), (labels != IGNORED).sum()
+    return jnp.full(B, B / jnp.maximum(count, 1))
+
+
 def cross_entropy(
-    logits: Float[Array, "B Y X L"], labels: Int[Array, "B Y X"]
+    logits: Float[Array, "B Y X L"],
+    labels: Int[Array, "B Y X"],
+    weights: Float[Array, " B"],
 ) -> Float[Array, ""]:
-    """Returns the mean cross-entropy of the pixels that have a class."""
+    """Returns the mean cross-entropy of the pixels that have a class.
+
+    Args:
+      logits, labels: of the pixels.
+      weights: weight of a pixel in the sum over an image, see `pixel_weights`.
+    """
     terms = optax.losses.softmax_cross_entropy_with_integer_labels(
         logits, labels.clip(0)
     )
-    return jnp.where(labels == IGNORED, 0, terms).sum() / _count(labels)
+    sums = jnp.where(labels == IGNORED, 0, terms).sum((1, 2))
+    return (sums * weights).mean()
 
 
 def dice(
@@ -195,7 +222,3 @@ def dice(
     score = 2 * both / jnp.maximum(probabilities.sum(pixels) + present, 1e-6)
     occurs = present > 0
     return 1 - jnp.where(occurs, score, 0).sum() / jnp.maximum(occurs.sum(), 1)
-
-
-def _count(labels):
-    return jnp.maximum((labels != IGNORED).sum(), 1)

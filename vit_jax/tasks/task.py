@@ -48,6 +48,33 @@ class Pictures(NamedTuple):
     reconstruction_and_visible: jax.Array
 
 
+class Ratio(NamedTuple):
+    """A quotient of two means, such as the fraction of pixels that are right.
+
+    The trainer averages both over the microbatches of a step before it divides, so that
+    it does not depend on their number.
+
+    Attributes:
+      total: numerator.
+      count: denominator; where it is 0, so is the quotient.
+    """
+
+    total: jax.Array
+    count: jax.Array
+
+    @property
+    def value(self) -> jax.Array:
+        """The quotient."""
+        empty = self.count == 0
+        return jnp.where(empty, 0, self.total / jnp.where(empty, 1, self.count))
+
+
+def divide_ratios(tree: Tree) -> Tree:
+    """Returns a tree in which every `Ratio` is its value."""
+    is_one = lambda x: isinstance(x, Ratio)
+    return jax.tree.map(lambda x: x.value if is_one(x) else x, tree, is_leaf=is_one)
+
+
 @runtime_checkable
 class Task(Protocol):
     """A network and its training objective.
@@ -66,6 +93,8 @@ class Task(Protocol):
         parameters, such as running means, or that another run starts with.
       trained: path in `params` of a network that is trained in the place of the one that
         `backbone` returns, as a student; None if there is none.
+      coupled: names of what `loss` computes from several images of a microbatch at once,
+        as BatchNorm, so that its results depend on the number of microbatches.
     """
 
     model: Model
@@ -105,14 +134,33 @@ class Task(Protocol):
         """
         return {}
 
+    @property
+    def coupled(self) -> tuple[str, ...]:
+        return ("BatchNorm",) if self.model.stateful else ()
+
+    def check_microbatch(self, size: int) -> list[str]:
+        """Checks the number of images that `loss` gets at once.
+
+        Returns:
+          Lines about what is computed otherwise than the config asks for, for the log.
+
+        Raises:
+          UserError: the loss is not defined for so few.
+        """
+        return []
+
     @abc.abstractmethod
     def prepare(self, batch: Batch, rng: jax.Array) -> Batch:
-        """Transforms a batch on the device, before it is split into microbatches."""
+        """Transforms a batch on the device, before it is split into microbatches.
+
+        What the loss divides by is computed here, where the whole batch is at hand: a
+        loss of images, or pixels, of different weights gets weights whose mean is 1.
+        """
 
     @abc.abstractmethod
     def loss(
         self, params: dict, extra: Tree, batch: Batch, rng: jax.Array
-    ) -> tuple[jax.Array, tuple[dict[str, jax.Array], Tree]]:
+    ) -> tuple[jax.Array, tuple[dict[str, jax.Array | Ratio], Tree]]:
         """Returns the mean loss of a microbatch, its metrics and statistics.
 
         Args:
@@ -123,7 +171,8 @@ class Task(Protocol):
 
         Returns:
           The loss; scalar metrics, "loss" among them, the same; and statistics for `update`.
-          Metrics and statistics of several microbatches are averaged.
+          Gradients, metrics and statistics of several microbatches are averaged. A metric
+          or statistic that is no mean over images is a `Ratio`.
         """
 
     def update(self, extra: Tree, params: dict, stats: Tree, step: jax.Array) -> Tree:

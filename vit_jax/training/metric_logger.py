@@ -83,7 +83,7 @@ class MetricLogger(Callback):
             captioned=bool(config.data.caption_key),
             masked=bool(config.data.mask_key),
         )
-        notes = [*run.notes, *setup.task.notes, *setup.suite.notes, unchecked]
+        notes = [*run.notes, *setup.notes, *setup.suite.notes, unchecked]
         for note in filter(None, notes):
             self.info(note)
 

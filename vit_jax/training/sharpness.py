@@ -68,7 +68,12 @@ def splits(config: OptimConfig, batch_size: int, mesh: Mesh) -> tuple[int, int]:
     return groups, parts
 
 
-def climb(grad_fn: GradFn, config: OptimConfig, rho: Number) -> GradFn:
+def climb(
+    grad_fn: GradFn,
+    config: OptimConfig,
+    rho: Number,
+    moving: Callable[[dict], dict] = lambda grads: grads,
+) -> GradFn:
     """Returns a function like `grad_fn` whose gradients are those after a step uphill.
 
     Its aux (metrics, what updates the task's state) is that of the first pass, at w.
@@ -78,14 +83,17 @@ def climb(grad_fn: GradFn, config: OptimConfig, rho: Number) -> GradFn:
         passes have the same dropout.
       config: section `optim`.
       rho: length of the step uphill.
+      moving: returns gradients with zeros for parameters that do not move now. These do
+        not climb either, and have no part in GSAM's turn.
     """
 
     def gradients(params, extra, batch, key):
         clean, aux = grad_fn(params, extra, batch, key)
-        away = perturbation(params, clean, rho, config.sam_adaptive)
+        away = perturbation(params, moving(clean), rho, config.sam_adaptive)
         worse = jax.tree.map(lambda p, e: (p + e).astype(p.dtype), params, away)
         robust, _ = grad_fn(worse, extra, batch, key)
-        return turned(clean, robust, config.gsam_alpha, config.gsam_minimize), aux
+        how = config.gsam_alpha, config.gsam_minimize, moving
+        return turned(clean, robust, *how), aux
 
     return gradients
 
@@ -113,7 +121,13 @@ def perturbation(params: dict, grads: dict, rho: Number, adaptive: str) -> dict:
     return jax.tree.map(lambda g: rho / norm * g, grads)
 
 
-def turned(clean: dict, robust: dict, alpha: float, minimize: str) -> dict:
+def turned(
+    clean: dict,
+    robust: dict,
+    alpha: float,
+    minimize: str,
+    moving: Callable[[dict], dict] = lambda grads: grads,
+) -> dict:
     """Returns GSAM's gradient; the robust one if `alpha` is 0.
 
     Args:
@@ -123,6 +137,7 @@ def turned(clean: dict, robust: dict, alpha: float, minimize: str) -> dict:
       minimize: "robust": r - alpha (g - its part along r), which lowers the loss around
         the parameters, as in the paper; "clean": g + alpha (r - its part along g), an
         option of GSAM's code.
+      moving: see `climb`.
     """
     if not alpha:
         return robust
@@ -130,7 +145,7 @@ def turned(clean: dict, robust: dict, alpha: float, minimize: str) -> dict:
     if minimize == "robust":
         along, other, sign = robust, clean, -1
     # Not optax.tree.vdot, which makes each parameter a vector: a split one would be gathered.
-    dot = lambda x, y: optax.tree.sum(optax.tree.mul(x, y))
+    dot = lambda x, y: optax.tree.sum(optax.tree.mul(moving(x), y))
     square = jnp.maximum(dot(along, along), jnp.finfo("float32").tiny)
     part = dot(other, along) / square
     return jax.tree.map(lambda a, o: a + sign * alpha * (o - part * a), along, other)

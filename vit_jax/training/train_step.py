@@ -25,7 +25,7 @@ from vit_jax.errors import UserError
 from vit_jax.evaluators.forward_passes import TrainedTask
 from vit_jax.evaluators.suite import Suite
 from vit_jax.models import stacking
-from vit_jax.tasks.task import Task, backbone_paths
+from vit_jax.tasks.task import Task, backbone_paths, divide_ratios
 from vit_jax.training import optim, sharpness
 from vit_jax.training.config import TrainConfig
 from vit_jax.training.schedules import Number, Schedule
@@ -56,6 +56,7 @@ class TrainSetup(NamedTuple):
         arrays are in host memory, because a device may not hold a second state.
       to_disk, from_disk: convert a state to the form of checkpoints and back; the
         argument is not donated.
+      notes: lines for the log: the task's, and what depends on microbatches.
       train_step: jitted step (state, batch) -> (state, metrics), see `make_train_step`.
       step_at: returns the step that is not jitted, for a peak learning rate.
       batch_shapes: name to jax.ShapeDtypeStruct of a global batch, with its sharding.
@@ -82,6 +83,7 @@ class TrainSetup(NamedTuple):
     disk_shardings: TrainState
     to_disk: Callable[[TrainState], TrainState]
     from_disk: Callable[[TrainState], TrainState]
+    notes: tuple[str, ...]
     train_step: Step
     step_at: Callable[[Number], Step]
     batch_shapes: dict[str, jax.ShapeDtypeStruct]
@@ -175,13 +177,20 @@ def build_train_setup(
     model = config.build_model(mesh.devices.flat[0].platform)
     task = config.task.build(model, config.data, run, saved)
     batch_spec = _check_task(task, config)
+    notes = (*task.notes, *_check_microbatches(task, config, splits))
 
     def init():
         return task.init(init_key(config.seed))
 
     params, extra = jax.eval_shape(init)
     _check_running_means(task, params, extra, config)
-    _check_rows(batch_spec, splits, mesh, config)
+    if config.optim.freeze and task.model.stateful:
+        line = (
+            f"optim.freeze={config.optim.freeze} freezes parameters; the running means of "
+            "BatchNorm go on following the training images"
+        )
+        notes = (*notes, line)
+    notes = (*notes, *_check_rows(batch_spec, splits, mesh, config))
     sharding.check_memory(params, list(mesh.devices.flat), extra)
 
     paths = backbone_paths(task, params, extra)
@@ -205,7 +214,8 @@ def build_train_setup(
     def step_at(peak):
         rate, tx = optimizer(peak)
         rho = sharpness.radius(config.optim, rate, peak, run)
-        return make_train_step(config, task, tx, rate, rho, splits, mesh, shardings)
+        how = splits, mesh, shardings, optim.Thawing.of(config.optim, params, run)
+        return make_train_step(config, task, tx, rate, rho, *how)
 
     return TrainSetup(
         task=task,
@@ -214,6 +224,7 @@ def build_train_setup(
         steps_per_epoch=run.steps_per_epoch,
         init=init,
         create=create,
+        notes=notes,
         train_step=jit_step(
             step_at(peak), mesh, shardings, donate=not config.debug_nans
         ),
@@ -315,18 +326,45 @@ def _check_task(task: Task, config: TrainConfig) -> dict:
     return batch_spec
 
 
+def _check_microbatches(
+    task: Task, config: TrainConfig, splits: tuple[int, int]
+) -> list[str]:
+    """Checks the size of microbatches; returns lines about results that depend on it."""
+    count, size = math.prod(splits), config.batch_size // math.prod(splits)
+    lines = task.check_microbatch(size)
+    if count > 1 and task.coupled:
+        key = "grad_accum_steps" if splits[1] > 1 else "sam_batch_size"
+        lines.append(
+            f"optim.{key}={getattr(config.optim, key)}: {', '.join(task.coupled)} take the "
+            f"{size} images of a microbatch and not the {config.batch_size} of the batch, "
+            "so results depend on the number of microbatches"
+        )
+    return lines
+
+
 def _check_rows(
     batch_spec: dict, splits: tuple[int, int], mesh: Mesh, config: TrainConfig
-) -> None:
-    """Checks that groups and arrays with fewer rows than images split over devices."""
-    group = getattr(config.model, "drop_path_group", 0)
-    for shape in (spec.shape for spec in batch_spec.values()):
+) -> list[str]:
+    """Checks that groups and arrays with fewer rows than images split over devices.
+
+    Returns:
+      Lines about groups that are not those of the config.
+    """
+    group, lines = getattr(config.model, "drop_path_group", 0), []
+    for name, shape in ((name, spec.shape) for name, spec in batch_spec.items()):
         if group and len(shape) >= 4:  # Images, or several crops of each.
             views = shape[1] if len(shape) == 5 else 1
-            meshes.check_groups(views * shape[0] // math.prod(splits), group, mesh)
+            at_once = views * shape[0] // math.prod(splits)
+            meshes.check_groups(at_once, group, mesh)
+            if (size := math.gcd(at_once, group)) != group:
+                lines.append(
+                    f"model.drop_path_group={group} does not divide the {at_once} rows of "
+                    f"{name} that pass through the network at once: groups have {size}"
+                    f"{', so no branch is dropped' if size == 1 else ''}"
+                )
     rows = {spec.shape[0] for spec in batch_spec.values()}
     if len(rows) == 1:
-        return
+        return lines
     where = (
         f"data.train_transform={config.data.train_transform!r} packs images into rows"
     )
@@ -341,6 +379,7 @@ def _check_rows(
             f"{where}, of which batch_size={config.batch_size} makes {min(rows)}, no "
             f"multiple of {devices} devices: change one of them"
         )
+    return lines
 
 
 def _check_running_means(task, params, extra, config) -> None:
@@ -369,12 +408,14 @@ def make_train_step(
     splits: tuple[int, int],
     mesh: Mesh,
     shardings: TrainState,
+    thawing: optim.Thawing | None,
 ) -> Step:
     """Returns the training step, not jitted.
 
     It maps state and batch (`task.batch_spec`, split over the mesh) to the next state and
     scalars: the metrics of the task, grad_norm, param_norm, and `learning_rate`, which `tx`
-    has already. `rho` and `splits` are from sharpness.py.
+    has already. `rho` and `splits` are from sharpness.py. The norm of gradients is that of
+    parameters that move in this step, as `thawing` has it.
     """
 
     def loss_fn(params, extra, batch, key):
@@ -392,10 +433,14 @@ def make_train_step(
     if groups * parts > 1:
         loss_alone = accumulate(jax.checkpoint(loss_alone), groups * parts)
 
+    def moving(grads, step):
+        return thawing.moving(grads, step) if thawing else grads
+
     def gradients_at(step):
         function = accumulate(grad_fn, parts)
         if config.optim.sam_rho:
-            function = sharpness.climb(function, config.optim, rho(step))
+            of_moving = functools.partial(moving, step=step)
+            function = sharpness.climb(function, config.optim, rho(step), of_moving)
         return accumulate(function, groups)
 
     def train_step(state, batch):
@@ -403,13 +448,13 @@ def make_train_step(
         batch = task.prepare(batch, augment_key)
         key = jax.random.fold_in(dropout_key, state.step)
         with sharding.activations(mesh):
-            grads, (metrics, stats) = gradients_at(state.step)(
-                state.params, state.extra, batch, key
-            )
+            grads, aux = gradients_at(state.step)(state.params, state.extra, batch, key)
+            metrics, stats = divide_ratios(aux)
             updates, opt_state = tx.update(
                 grads,
                 state.opt_state,
                 state.params,
+                step=state.step,
                 value=metrics["loss"],
                 value_fn=lambda params: loss_alone(params, state.extra, batch, key),
             )
@@ -424,7 +469,7 @@ def make_train_step(
             )
         extra = task.update(state.extra, evaluated, stats, step)
         rate = jnp.asarray(learning_rate(state.step), jnp.float32)
-        norms = {"grad_norm": optax.tree.norm(grads)}
+        norms = {"grad_norm": optax.tree.norm(moving(grads, state.step))}
         norms["param_norm"] = optax.tree.norm(params)
         metrics = {**metrics, **norms, "learning_rate": rate}
         new = {"params": params, "opt_state": opt_state, "average": average}
@@ -465,8 +510,8 @@ def accumulate(grad_fn: Callable, parts: int) -> Callable:
     """Returns a function like `grad_fn` that averages over the parts of a batch.
 
     Args:
-      grad_fn: (params, extra, batch, key) -> (gradients, (metrics, stats)), all means;
-        a batch is a name to an array of B rows.
+      grad_fn: (params, extra, batch, key) -> (gradients, (metrics, stats)), all means, or
+        ratios of them; a batch is a name to an array of B rows.
       parts: number of parts, which divides B; each has rows of every device.
     """
     if parts == 1:

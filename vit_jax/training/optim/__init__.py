@@ -1,6 +1,7 @@
 """Optimisers, one of which `config.optim.name` chooses: ours, and those of optax."""
 
 from vit_jax.training.optim.chain import (
+    Thawing,
     layer_factors,
     learning_rate,
     optimizer,
@@ -29,6 +30,7 @@ __all__ = [
     "LarsConfig",
     "OptimConfig",
     "SgdConfig",
+    "Thawing",
     "clip_by_parameter_norm",
     "layer_factors",
     "learning_rate",

@@ -1,5 +1,7 @@
 """Chains an optimiser: clipping, its steps, layer decay, freezing; and what they follow."""
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -87,13 +89,16 @@ def optimizer(
       UserError: a regular expression of `weight_decay_mask` or `freeze` matches no
         parameter, or `layer_decay` is set for a model without blocks.
     """
-    chain = []
+    chain, thawing = [], Thawing.of(optim, params, run)
     if optim.grad_clip_norm:
-        chain.append(optax.clip_by_global_norm(optim.grad_clip_norm))
+        clip = optax.clip_by_global_norm(optim.grad_clip_norm)
+        chain.append(thawing.apart(clip) if thawing else clip)
     if optim.grad_clip_norm_per_part:
         chain.append(clip_by_part_norm(optim.grad_clip_norm_per_part))
     if optim.grad_clip_norm_per_parameter:
         chain.append(clip_by_parameter_norm(optim.grad_clip_norm_per_parameter))
+    if thawing and optim.finds_step_size:
+        chain.append(thawing.hidden())
     decay = None
     if optim.weight_decay or optim.weight_decay_end:
         decay = Decay(weight_decay(optim, run), decayed(params, optim))
@@ -105,15 +110,77 @@ def optimizer(
     if not optim.freeze:
         return optax.chain(*optim.wrap(chain, rate))
     mask = match(params, optim.freeze, "optim.freeze")
-    until = length_in_steps(optim, "freeze", run)
     # After the rest, so that weight decay does not move them either. Parameters that
     # stay frozen are hidden from clipping and moments too; those that move later need
     # warm moments, or Adam's first free steps are several times too long.
-    gate = _freeze(mask, until)
-    chain = [*chain, gate] if until else [gate, *chain, gate]
+    gate = _freeze(mask, thawing.until if thawing else 0)
+    chain = [*chain, gate] if thawing else [gate, *chain, gate]
     wrapped = optim.wrap(chain, rate)
     # What wraps the chain may round what the gate inside has left alone.
     return optax.chain(*wrapped, *([] if wrapped is chain else [gate]))
+
+
+class Thawing(NamedTuple):
+    """Parameters that are frozen for a part of the run.
+
+    Their gradients are computed from the start, because moments need them, but no number
+    that other parameters depend on, such as a gradient norm, may include them.
+
+    Attributes:
+      mask: result of `match`: True is frozen at first.
+      until: steps after which they move.
+    """
+
+    mask: dict
+    until: int
+
+    @classmethod
+    def of(cls, optim: OptimConfig, params: dict, run: RunLength) -> "Thawing | None":
+        """Returns what a config freezes at first; None if there is nothing.
+
+        Args: see `optimizer`.
+        """
+        until = length_in_steps(optim, "freeze", run)
+        if not (optim.freeze and until):
+            return None
+        return cls(match(params, optim.freeze, "optim.freeze"), until)
+
+    def moving(self, grads: dict, step: Number) -> dict:
+        """Returns gradients that are 0 for parameters still frozen after `step` steps."""
+        frozen = step < self.until
+        return jax.tree.map(
+            lambda g, m: jnp.where(frozen & m, 0, g) if np.any(m) else g,
+            grads,
+            self.mask,
+        )
+
+    def apart(self, clip: optax.GradientTransformation):
+        """Returns a clipping that treats parameters that are still frozen separately.
+
+        Its `update` takes the number of steps taken as `step`.
+        """
+
+        def update(updates, state, params=None, *, step, **extra):
+            del extra
+            moving = self.moving(updates, step)
+            resting = jax.tree.map(jnp.subtract, updates, moving)
+            clipped = [
+                clip.update(part, state, params)[0] for part in (moving, resting)
+            ]
+            return jax.tree.map(jnp.add, *clipped), state
+
+        return optax.GradientTransformationExtraArgs(clip.init, update)
+
+    def hidden(self):
+        """Returns a transformation that zeroes gradients of what is still frozen."""
+
+        def update(updates, state, params=None, *, step, **extra):
+            del params, extra
+            return self.moving(updates, step), state
+
+        return optax.GradientTransformationExtraArgs(
+            lambda _: optax.EmptyState(), update
+        )
 
 
 def stop_frozen_gradients(params: dict, optim: OptimConfig) -> dict:

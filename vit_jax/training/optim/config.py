@@ -68,17 +68,24 @@ class OptimConfig:
         "Factors of the learning rate of the parameters that regular expressions match: "
         '"network/embedding/ -> 0.2".',
     )
-    grad_clip_norm: float = key(0.0, "Largest global gradient norm; 0 is off.")
+    grad_clip_norm: float = key(
+        0.0,
+        "Largest gradient norm over all parameters that move in a step; 0 is off.",
+    )
     grad_clip_norm_per_part: float = key(
         0.0,
         "Largest gradient norm of each part of a task by itself: its network, each of "
-        "its heads; 0 is off.",
+        "its heads; what `freeze_steps` keep frozen counts, as in DINOv2. 0 is off.",
     )
     grad_clip_norm_per_parameter: float = key(
         0.0, "Largest gradient norm of each parameter by itself; 0 is off."
     )
     grad_accum_steps: int = key(
-        1, "Microbatches per step.", at_least=1, changes_result=False
+        1,
+        "Microbatches per step. A run whose loss compares images of a batch, or takes "
+        "their statistics, depends on it and says so at the start.",
+        at_least=1,
+        changes_result=False,
     )
     sam_rho: float = key(
         0.0,
@@ -134,6 +141,11 @@ class OptimConfig:
                 f"optim.base_learning_rate={self.base_learning_rate}: set exactly one of "
                 "them above 0"
             )
+
+    @property
+    def finds_step_size(self) -> bool:
+        """Whether its steps depend on norms or products over all parameters."""
+        return False
 
     def peak_learning_rate(self, batch_size: int) -> float:
         """Returns the highest learning rate of a run."""

@@ -25,6 +25,8 @@ MASKS = ("mask", "weight_decay_mask")
 DTYPES = ("mu_dtype", "accumulator_dtype", "dtype_momentum")
 # Their steps are no multiples of a rate by which to decay, and they take no mask.
 _DECAY_IN_GRADIENT = ("madgrad", "polyak_sgd")
+# Its steps depend on all parameters, though its rate is not 1 by default.
+_FINDS_STEP_SIZE = ("momo_adam",)
 # Below what changes a parameter; at 0, as in the first step of a warmup, those that
 # estimate their steps divide 0 by 0.
 _LEAST_RATE = 1e-8
@@ -68,6 +70,16 @@ class OutsideConfig(OptimConfig):
             if name not in shared and name in parameters_of(self.function)
         }
 
+    @property
+    def _rate_is_factor(self) -> bool:
+        """Whether the rate is by default 1, a factor of steps that it finds by itself."""
+        parameters = parameters_of(self.function)
+        return parameters[one_of(RATES, parameters)].default == 1.0
+
+    @property
+    def finds_step_size(self) -> bool:
+        return self._rate_is_factor or self.name in _FINDS_STEP_SIZE
+
     def make(
         self, rate: Number, decay: Number | None = None, mask: dict | None = None
     ) -> optax.GradientTransformationExtraArgs:
@@ -93,9 +105,9 @@ class OutsideConfig(OptimConfig):
         self, params: dict, rate: Schedule, decay: Decay | None
     ) -> list[optax.GradientTransformation]:
         parameters = parameters_of(self.function)
-        # Where the rate is by default 1, the optimiser finds its steps by itself, and
-        # decays the weights in proportion: by the scheduled rate they would be gone.
-        own = parameters[one_of(RATES, parameters)].default == 1.0
+        # One that finds its steps by itself decays the weights in proportion: by the
+        # scheduled rate they would be gone.
+        own = self._rate_is_factor
         if own:
             scheduled = rate
             rate = lambda step: jnp.maximum(scheduled(step), _LEAST_RATE)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import ClassVar
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from vit_jax.config.fields import key
@@ -50,7 +51,11 @@ class ScheduleFreeBase(OptimConfig):
     def evaluated(self, opt_state: optax.OptState, params: dict) -> dict:
         is_one = lambda node: isinstance(node, optax.contrib.ScheduleFreeState)
         state = next(filter(is_one, jax.tree.leaves(opt_state, is_leaf=is_one)))
-        return optax.contrib.schedule_free_eval_params(state, params)
+        means = optax.contrib.schedule_free_eval_params(state, params)
+        # Where the two sequences are equal, as for frozen parameters, so is the mean, which
+        # rounding may change.
+        exact = lambda mean, y, z: jnp.where(y == z, y, mean)
+        return jax.tree.map(exact, means, params, state.z)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
