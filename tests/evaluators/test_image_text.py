@@ -1,6 +1,7 @@
 """Zero-shot classification and retrieval."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ from helpers import run_command, tiny_config, train
 from PIL import Image
 
 import vit_jax
+from vit_jax.data import imagenet
 from vit_jax.errors import UserError
 from vit_jax.evaluators import image_text
 from vit_jax.weights import export
@@ -135,6 +137,43 @@ def test_other_names_of_classes(place):
         score(("one ant",))
     with pytest.raises(UserError, match="prompt 'a thing' has no {}"):
         score(names, ("a thing",))
+
+
+def test_wordnet_ids_of_imagenet_are_put_into_words(place, tmp_path):
+    folder, _, _ = place
+    ids = {"ant": "n02219486", "bee": "n02206856"}
+    for name, wordnet_id in ids.items():
+        shutil.copytree(folder / "val" / name, tmp_path / "val" / wordnet_id)
+
+    def score(**keys):
+        spec = {"kind": "zero_shot", "prompts": ("a {}",), "data_dir": str(tmp_path)}
+        return evaluate(folder, {"x": spec | {"split": "val"} | keys})["x"]["top1"]
+
+    assert score() == 1.0
+    with pytest.raises(UserError, match="'n02206856' is a WordNet id"):
+        score(classes=tuple(sorted(ids.values())))
+    (tmp_path / "val/n02219486").rename(tmp_path / "val/n12345678")
+    with pytest.raises(UserError, match="'n12345678' is a WordNet id that is not of"):
+        score()
+
+
+def test_names_of_imagenet_are_those_of_clip_or_the_first_words_of_synsets():
+    names = "n01494475", "n02085620-Chihuahua", "n12345678_some_dog", "tench"
+    found = imagenet.in_words(names)
+    assert found == ("hammerhead shark", "Chihuahua", "some dog", "tench")
+    assert imagenet.in_words(names[:1], imagenet.WORDNET) == ("hammerhead",)
+    assert len({*imagenet.in_words(imagenet.synsets())}) == 998
+
+
+def test_texts_are_canonical_as_big_visions():
+    # Of its own test, and a name with commas.
+    for text in ("test___test", "test\ntest", " Test  test."):
+        assert image_text.canonical(text, ",") == "test test"
+    assert (
+        image_text.canonical("An {} {} close-up, {of} it!", "{}")
+        == "an {} {} closeup of it"
+    )
+    assert image_text.canonical("Crane, bird", ",") == "crane, bird"
 
 
 def test_weights_without_a_text_tower_are_refused(place, tmp_path):

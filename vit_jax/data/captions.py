@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from jaxtyping import Int
 
-from vit_jax.data import fingerprint
+from vit_jax.data import fingerprint, imagenet
 from vit_jax.data.config import DataConfig
 from vit_jax.data.decode import DamagedImage
 from vit_jax.data.tokenizer import open_tokenizer
@@ -46,7 +46,7 @@ class Captions:
         """
         if not data.tokenizer:
             return None
-        names = () if data.caption_key else tuple(class_names)
+        names = () if data.caption_key else imagenet.in_words(class_names)
         if not data.caption_key and not (data.has_labels and names):
             raise UserError(
                 f"data.name={data.name!r} has no names of classes to make captions of: "

@@ -1,31 +1,73 @@
 """The 1,000 classes of ImageNet (ILSVRC 2012), and ObjectNet's classes among them.
 
 Labels number the synsets of WordNet in alphabetical order; so do ReaL's (arXiv:2006.07159).
-The names are the first words of each synset, with two changed that would be equal.
+The names are the first words of each synset, with two changed that would be equal. For texts,
+CLIP has other names of 363 classes, two of them twice (openai/CLIP,
+notebooks/Prompt_Engineering_for_ImageNet.ipynb, as google-research/big_vision 0127fb6 has
+them); they are the third column of imagenet_classes.tsv.
 """
 
 import functools
 import importlib.resources
+import re
+from collections.abc import Sequence
+
+from vit_jax.errors import UserError
 
 NUM_CLASSES = 1_000
+CLIP, WORDNET = "clip", "wordnet"  # Whose names of classes texts have.
+
+# A WordNet id, and perhaps a name as in "n02085620-Chihuahua".
+_ID = re.compile(r"(n\d{8})(?:[\s_-]+(.+))?")
 
 
 @functools.cache
-def _rows() -> tuple[tuple[str, str], ...]:
+def _rows() -> tuple[tuple[str, str, str], ...]:
     path = importlib.resources.files("vit_jax.data") / "imagenet_classes.tsv"
-    return tuple(
-        tuple(line.split("\t")) for line in path.read_text("utf-8").splitlines()
-    )
+    rows = (line.split("\t") for line in path.read_text("utf-8").splitlines())
+    return tuple((synset, *names[:1], names[-1]) for synset, *names in rows)
 
 
 def synsets() -> tuple[str, ...]:
     """Returns the WordNet number of each class, as "n01440764"."""
-    return tuple(synset for synset, _ in _rows())
+    return tuple(synset for synset, _, _ in _rows())
 
 
 def class_names() -> tuple[str, ...]:
     """Returns the name of each class, as "tench"."""
-    return tuple(name for _, name in _rows())
+    return tuple(name for _, name, _ in _rows())
+
+
+def in_words(names: Sequence[str], whose: str = CLIP) -> tuple[str, ...]:
+    """Returns names of classes for texts: WordNet ids are replaced by words.
+
+    A class of ImageNet-1k gets its name there, another one what follows its id, as
+    "n02085620-Chihuahua" does.
+
+    Args:
+      names: names of classes of any data set.
+      whose: CLIP, or WORDNET for those of `class_names`.
+
+    Raises:
+      UserError: nothing follows the id of another class.
+    """
+    known = {
+        synset: of_clip if whose == CLIP else word for synset, word, of_clip in _rows()
+    }
+
+    def word(name: str) -> str:
+        found = _ID.fullmatch(name)
+        if not found:
+            return name
+        wordnet_id, rest = found.groups()
+        if wordnet_id not in known and not rest:
+            raise UserError(
+                f"class {name!r} is a WordNet id that is not of ImageNet-1k, and texts need "
+                "words: state the names of the classes"
+            )
+        return known.get(wordnet_id) or rest.replace("_", " ")
+
+    return tuple(map(word, names))
 
 
 # ObjectNet's 113 classes that overlap ImageNet-1k, and their ImageNet numbers.

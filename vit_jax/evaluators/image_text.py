@@ -6,6 +6,7 @@ M captions, P pairs, K classes, E width of the shared space, R rows.
 
 import dataclasses
 import functools
+import string
 from collections.abc import Callable, Sequence
 from typing import ClassVar
 
@@ -13,7 +14,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from vit_jax.config.fields import key
-from vit_jax.data import class_names
+from vit_jax.data import class_names, imagenet
 from vit_jax.data.captions import TEXT
 from vit_jax.errors import UserError
 from vit_jax.evaluators.forward_passes import TOP, Outputs, Wanted
@@ -21,6 +22,7 @@ from vit_jax.evaluators.protocol import Evaluator, Pass, Scored, check_labels, m
 from vit_jax.evaluators.splits import EvalConfig, EvalSplit
 from vit_jax.models.text_tower import filled
 
+_NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 _BLOCK = 2**24  # Similarities at once.
 
 
@@ -37,6 +39,17 @@ class ZeroShotConfig(EvalConfig):
         "Names of the classes in label order, in place of the data set's names; those may "
         "stand in any order.",
     )
+    imagenet_names: str = key(
+        imagenet.CLIP,
+        "Names of the classes of a data set that names them by WordNet ids, as ImageNet: "
+        '"clip", those of its authors, or "wordnet", the first word of each synset.',
+        choices=(imagenet.CLIP, imagenet.WORDNET),
+    )
+    canonicalize: bool = key(
+        False,
+        "Write names and prompts in lower case and without punctuation, as big_vision does "
+        "for all towers (LiT, SigLIP).",
+    )
     prompts: tuple[str, ...] = key(
         ("a photo of a {}.",),
         "Texts with {} for a name; a class is the mean of their embeddings (CLIP, "
@@ -45,7 +58,7 @@ class ZeroShotConfig(EvalConfig):
 
     def open(self, name, splits):
         split = splits.open(name, self, self.split, model_classes=False)
-        classes = split.source.class_names
+        classes = imagenet.in_words(split.source.class_names, self.imagenet_names)
         if self.classes:
             where = f"evals.{name}.classes"
             classes = class_names.arrange(self.classes, classes, where=where)
@@ -56,7 +69,11 @@ class ZeroShotConfig(EvalConfig):
             )
         if not self.prompts:
             raise UserError(f"evals.{name}.prompts is empty: give at least ('{{}}',)")
-        texts, K = filled(self.prompts, classes), len(classes)
+        prompts, K = self.prompts, len(classes)
+        if self.canonicalize:
+            prompts = [canonical(prompt, "{}") for prompt in prompts]
+            classes = [canonical(one, ",") for one in classes]
+        texts = filled(prompts, classes)
 
         problem = f"but {K} classes are named: name all of them"
         check_labels(split.source.known_labels(), K, split.title, problem)
@@ -105,6 +122,17 @@ class RetrievalConfig(EvalConfig):
             (Pass(split, Wanted(features=True), texts=lambda: captions()[0]),),
             lambda outputs, stop: score(*outputs, *captions(), self.k, stop),
         )
+
+
+def canonical(text: str, kept: str) -> str:
+    """Returns a text in lower case, with single blanks and `kept` as its only punctuation.
+
+    Source: `canonicalize_text` of google-research/big_vision 0127fb6,
+    evaluators/proj/image_text/prompt_engineering.py.
+    """
+    parts = text.replace("_", " ").split(kept)
+    text = kept.join(part.translate(_NO_PUNCTUATION) for part in parts)
+    return " ".join(text.lower().split())
 
 
 def _captions(split: EvalSplit) -> tuple[list[str], Int[np.ndarray, " M"]]:

@@ -5,6 +5,7 @@ Letters: B images or texts, D features, E width of the shared space, K classes, 
 
 import copy
 import functools
+import re
 from collections.abc import Callable, Mapping, Sequence
 
 import jax
@@ -132,9 +133,14 @@ def filled(prompts: Sequence[str], names: Sequence[str]) -> list[str]:
     """Returns the texts of classes: all prompts of the first, then of the next.
 
     Raises:
-      UserError: a prompt has no "{}".
+      UserError: a prompt has no "{}", or a name is a WordNet id.
     """
     for prompt in prompts:
         if "{}" not in prompt:
             raise UserError(f"prompt {prompt!r} has no {{}} for the name of a class")
+    for name in names:
+        if re.fullmatch(r"n\d{8}", name):
+            raise UserError(
+                f"class {name!r} is a WordNet id, and a text tower reads words: give its name"
+            )
     return [prompt.replace("{}", name) for name in names for prompt in prompts]
