@@ -329,7 +329,7 @@ def test_bad_choices_are_refused_before_anything_is_written(place, run, tmp_path
     (tmp_path / "two.txt").write_text("apple\nbear\n")
     compared = "--compare=absent"
     for words, message in (
-        (["--combine=min"], "head_fusion='min': unknown; choose mean or max"),
+        (["--combine=sum"], "head_fusion='sum': unknown; choose mean or max"),
         (["--discard=1"], "discard_ratio=1.0: out of range"),
         (["--classes=5"], "--classes=5: tiny has 5 classes; choose from 0 to 4"),
         (["--layers=0,2"], "--layers=2: tiny has 2 layers; choose from 0 to 1"),

@@ -183,6 +183,25 @@ def test_rollout_is_that_of_loops(head_fusion, discard_ratio, num_discarded):
     np.testing.assert_allclose(found.sum(-1), 1, rtol=1e-5)
 
 
+@pytest.mark.parametrize("head_fusion", ["mean", "max", "min"])
+def test_rollout_with_the_weakest_of_the_matrix_dropped_is_that_of_vit_explain(
+    head_fusion,
+):
+    maps, expected = rollout_maps(), []
+    for b in range(B):
+        product = np.eye(N)
+        for layer in maps:
+            flat = getattr(layer[b], head_fusion)(0).reshape(-1)
+            weakest = np.argsort(flat)[: int(0.7 * N * N)]
+            flat[weakest[weakest != 0]] = 0
+            mixed = (flat.reshape(N, N) + np.eye(N)) / 2
+            # They divide by the sums of rows along the last axis: columns.
+            product = mixed / mixed.sum(-1) @ product
+        expected.append(product)
+    found = attention.rollout(map(jnp.array, maps), head_fusion, 0.7, "matrix")
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+
 def test_rollout_of_uniform_attention_halves_the_own_share_per_layer():
     uniform = jnp.full((B, H, N, N), 1 / N)
     own = 2.0**-L
@@ -193,9 +212,11 @@ def test_rollout_of_uniform_attention_halves_the_own_share_per_layer():
 def test_bad_options_of_rollout_are_refused():
     maps = [jnp.full((B, H, N, N), 1 / N)]
     with pytest.raises(
-        UserError, match=r"head_fusion='min': unknown; choose mean or m"
+        UserError, match=r"head_fusion='sum': unknown; choose mean or m"
     ):
-        attention.rollout(maps, "min")
+        attention.rollout(maps, "sum")
+    with pytest.raises(UserError, match=r"discard_from='all': unknown; choose rows or"):
+        attention.rollout(maps, discard_from="all")
     for ratio in (1.0, -0.1, float("nan")):
         with pytest.raises(UserError, match=r"discard_ratio=.*: out of range; choose"):
             attention.rollout(maps, discard_ratio=ratio)

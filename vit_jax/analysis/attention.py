@@ -22,7 +22,9 @@ from vit_jax.models import Model, Params, text
 from vit_jax.models.patches import PatchSequences
 from vit_jax.models.text_tower import TextTower
 
-HEAD_FUSIONS = {"mean": jnp.mean, "max": jnp.max}
+HEAD_FUSIONS = {"mean": jnp.mean, "max": jnp.max, "min": jnp.min}
+# Among what the weakest attention is discarded, see `rollout`.
+ROWS, MATRIX = "rows", "matrix"
 
 
 def attention_maps(
@@ -189,6 +191,7 @@ def rollout(
     maps: Iterable[Float[Array, "B H N N"]],
     head_fusion: str = "mean",
     discard_ratio: float = 0.0,
+    discard_from: str = ROWS,
 ) -> Float[Array, "B N N"]:
     """Returns the attention rollout from the last layer to the input tokens.
 
@@ -198,33 +201,41 @@ def rollout(
 
     Args:
       maps: attention of each layer, first layer first; consumed one at a time.
-      head_fusion: "mean" or "max".
-      discard_ratio: fraction in [0, 1) of each row, its smallest entries, that is set
-        to 0 before the identity is added.
+      head_fusion: "mean", "max" or "min".
+      discard_ratio: fraction in [0, 1) of the entries, the smallest ones, that is set to
+        0 before the identity is added.
+      discard_from: "rows": that fraction of each row; "matrix": of the whole matrix but
+        its first entry, the class token's attention to itself, as jacobgil/vit-explain
+        1d68f22 does, which also divides columns, not rows, by the sums of rows.
 
     Returns:
       The share of each input token (third axis) in each output token (second axis);
-      rows sum to 1.
+      rows sum to 1 unless `discard_from` is "matrix".
 
     Raises:
       UserError: an option is out of range, or there are no maps.
     """
-    check_rollout_options(head_fusion, discard_ratio)
+    check_rollout_options(head_fusion, discard_ratio, discard_from)
     result = None
     for weights in maps:
-        result = rollout_step(result, weights, head_fusion, discard_ratio)
+        how = head_fusion, discard_ratio, discard_from
+        result = rollout_step(result, weights, *how)
         del weights  # Frees this layer's attention before the next is computed.
     if result is None:
         raise UserError("maps=[]: rollout needs at least one layer; pass its attention")
     return result
 
 
-def check_rollout_options(head_fusion: str, discard_ratio: float) -> None:
+def check_rollout_options(
+    head_fusion: str, discard_ratio: float, discard_from: str
+) -> None:
     """Raises UserError if `rollout` does not accept these options."""
-    if head_fusion not in HEAD_FUSIONS:
-        raise UserError(
-            f"head_fusion={head_fusion!r}: unknown; choose {' or '.join(HEAD_FUSIONS)}"
-        )
+    for name, value, known in (
+        ("head_fusion", head_fusion, HEAD_FUSIONS),
+        ("discard_from", discard_from, (ROWS, MATRIX)),
+    ):
+        if value not in known:
+            raise UserError(f"{name}={value!r}: unknown; choose {' or '.join(known)}")
     if not 0 <= discard_ratio < 1:
         raise UserError(
             f"discard_ratio={discard_ratio}: out of range; choose a fraction from 0 to "
@@ -232,27 +243,33 @@ def check_rollout_options(head_fusion: str, discard_ratio: float) -> None:
         )
 
 
-@functools.partial(jax.jit, static_argnums=(2, 3))
+@functools.partial(jax.jit, static_argnums=(2, 3, 4))
 def rollout_step(
     result: Float[Array, "B N N"] | None,
     weights: Float[Array, "B H N N"],
     head_fusion: str = "mean",
     discard_ratio: float = 0.0,
+    discard_from: str = ROWS,
 ) -> Float[Array, "B N N"]:
     """Returns the rollout extended by one layer.
 
     Args:
       result: rollout of the layers before; None for the first layer.
       weights: attention of the layer.
-      head_fusion, discard_ratio: see `rollout`.
+      head_fusion, discard_ratio, discard_from: see `rollout`.
     """
     fused = HEAD_FUSIONS[head_fusion](weights, axis=1)
-    N = fused.shape[-1]
-    if num_discarded := int(discard_ratio * N):
-        ranks = jnp.argsort(jnp.argsort(fused, axis=-1), axis=-1)
-        fused = jnp.where(ranks < num_discarded, 0, fused)
+    B, N, _ = fused.shape
+    whole = discard_from == MATRIX
+    entries = fused.reshape(B, 1, -1) if whole else fused
+    if num_discarded := int(discard_ratio * entries.shape[-1]):
+        ranks = jnp.argsort(jnp.argsort(entries, axis=-1), axis=-1)
+        kept = ranks >= num_discarded
+        kept = kept.at[:, 0, 0].set(True) if whole else kept
+        fused = jnp.where(kept, entries, 0).reshape(B, N, N)
     fused += jnp.eye(N)[None]
-    fused /= fused.sum(-1, keepdims=True)
+    sums = fused.sum(-1)
+    fused /= sums[:, None] if whole else sums[..., None]
     if result is None:
         return fused
     return jnp.matmul(fused, result, precision="highest")

@@ -18,24 +18,29 @@ class Rollout(QueryFigure):
     reads_layers = True
     reads_originals = True
 
-    combine: str = option("mean", "heads in rollout, by mean or max (default: mean)")
+    combine: str = option("mean", "heads in rollout: mean (default), max or min")
     discard: float = option(
         0.9,
         "fraction of the weakest attention that rollout drops (default: 0.9)",
         float,
     )
+    discard_from: str = option(
+        "rows",
+        "rollout drops that fraction of each of the rows (default), or of the matrix, as "
+        "vit-explain",
+    )
 
     def start(self, loaded, batch_size=0, other=None):
         super().start(loaded)
-        analysis.attention.check_rollout_options(self.combine, self.discard)
+        self._how = self.combine, self.discard, self.discard_from
+        analysis.attention.check_rollout_options(*self._how)
         self._rollouts = {}  # By first image of the chunk.
 
     def update(self, layer, images):
         self._rollouts[images.start] = analysis.attention.rollout_step(
             self._rollouts.get(images.start),
             layer.attention,
-            self.combine,
-            self.discard,
+            *self._how,
         )
 
     def draw_batch(self, batch):
