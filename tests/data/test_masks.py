@@ -315,30 +315,42 @@ def test_device_transforms_keep_label_maps_exactly():
     assert (np.asarray(moved) == IGNORED).any()
 
 
-def test_colours_change_the_images_alone(with_masks):
-    plain, coloured = "scale_crop", "randaugment(1, 5) | scale_crop"
-    (a,), (b,) = (
-        first(Pairs(pairs().records[:1]), with_masks(train_transform=line))
-        for line in (plain, "scale_crop | randaugment(2, 9)")
+COLOURS = ["color_jitter", "grayscale(1)", "solarize(1)", "three_augment"]
+REFUSED = [
+    *("augreg('light1')", "randaugment(2, 15)", "multi_crop", "naflex"),
+    *("cutmix", "mixup(0.2)", "mixup_or_cutmix", "random_erasing", "gaussian_blur"),
+]
+
+
+def test_every_transform_moves_masks_leaves_them_or_is_refused():
+    lines = " | ".join([*GEOMETRY, *COLOURS, *REFUSED])
+    assert {part.strip().split("(")[0] for part in lines.split("|")} == {
+        *parse.all_transforms()
+    }
+
+
+@pytest.mark.parametrize("line", COLOURS)
+def test_colours_leave_pixels_where_they_are(with_masks, line):
+    data = with_masks(train_transform=f"resize | {line}", image_size=LARGE)
+    (batch,) = first(pairs(), data)
+    ops, labels = parse.parse_train(line, LARGE).device, jnp.zeros((6, 1))
+    images, _ = device.apply(
+        ops, jnp.asarray(batch["image"]), labels, jnp.asarray(batch["index"]), KEY
     )
-    np.testing.assert_array_equal(a["label_map"], b["label_map"])
-    assert (a["image"] != b["image"]).any()
-    (c,) = first(pairs(), with_masks(train_transform=coloured))
-    assert c["label_map"].min() >= IGNORED
+    maps, images = batch["label_map"], np.asarray(images).mean(-1)
+    within, off = inside(maps), []
+    for image, label_map, kept in zip(images, maps, within, strict=True):
+        # Images show their classes, so each class still has one grey level.
+        for label in np.unique(label_map[kept]):
+            levels = image[kept & (label_map == label)]
+            off.extend(abs(levels - np.median(levels)))
+    assert np.mean(np.array(off) < LEVELS / 4) > 0.9
 
 
-@pytest.mark.parametrize(
-    ("line", "name"),
-    [
-        ("resize | mixup(0.2)", "mixup"),
-        ("resize | cutmix", "cutmix"),
-        ("resize | random_erasing", "random_erasing"),
-        ("multi_crop", "multi_crop"),
-        ("inception_crop | augreg('medium2')", "mixup"),
-    ],
-)
-def test_transforms_that_would_spoil_masks_are_refused_by_name(with_masks, line, name):
-    data = with_masks(train_transform=line)
+@pytest.mark.parametrize("line", REFUSED)
+def test_transforms_that_would_spoil_masks_are_refused_by_name(with_masks, line):
+    name = "randaugment" if line.startswith("augreg") else line.split("(")[0]
+    data = with_masks(train_transform=f"resize | {line}")
     with pytest.raises(UserError, match=f"{name} .*data.mask_key='mask'"):
         first(pairs(), data)
     with pytest.raises(UserError, match=f"{name} .*data.mask_key='mask'"):
@@ -358,6 +370,11 @@ class Turn:
 
     def __call__(self, image, rng):
         return np.ascontiguousarray(np.rot90(image, int(4 * rng.random())))
+
+
+@dataclasses.dataclass(frozen=True)
+class Only(Turn):
+    on_colors, moves_masks = True, False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -412,8 +429,9 @@ def test_a_users_transforms_and_source_take_part(with_masks, tmp_path, monkeypat
     assert (
         batch["image"][..., 0] != 255 - np.array(source.source.images[0, ..., 0])
     ).any()
-    with pytest.raises(UserError, match="own_masks:Unmarked.*data.mask_key"):
-        first(source, with_masks(train_transform="own_masks:Unmarked", **keys))
+    for name in ("own_masks:Unmarked", "own_masks:Only"):
+        with pytest.raises(UserError, match=f"{name}.*data.mask_key"):
+            first(source, with_masks(train_transform=name, **keys))
     with pytest.raises(UserError, match="own_masks:Invert.*data.channels=4"):
         ops = parse.parse_train("own_masks:Invert", SIZE).host
         parse.check_bands(ops, with_masks(channels=4))

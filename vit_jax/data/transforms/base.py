@@ -42,9 +42,12 @@ class Transform:
       mixes_examples: whether a device transform blends examples and labels; a line has
         at most one.
       on_colors: whether it changes colours or grey levels, and so needs 1 or 3 channels
-        of 8 bits in the loader, of any depth on the device.
-      moves_pixels: whether it moves pixels and changes no values, so that it acts on
-        masks too: on arrays of int16, class numbers, which it does not mix.
+        of 8 bits in the loader, of any depth on the device. If it moves no pixels, masks
+        stay as they are.
+      moves_pixels: whether it moves pixels.
+      moves_masks: whether a transform that moves pixels moves those of a mask equally: it
+        is then called with masks too, arrays of int16 whose values, class numbers, it
+        neither changes nor mixes. If not, it is refused where masks are read.
       sees_mask: whether a host transform is called with the mask of the image, (H, W, 1)
         int16, as third argument where masks are read, to choose by.
       output_size: method from the height and width of images to those of the results;
@@ -67,6 +70,7 @@ class Transform:
     mixes_examples: ClassVar[bool] = False
     on_colors: ClassVar[bool] = False
     moves_pixels: ClassVar[bool] = False
+    moves_masks: ClassVar[bool] = True
     sees_mask: ClassVar[bool] = False
     output_size: ClassVar[Callable | None] = None
     output_shapes: ClassVar[Callable | None] = None

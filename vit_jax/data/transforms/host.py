@@ -160,6 +160,9 @@ class MultiCrop(HostTransform):
       shares: share of the batches that have each of the pairs; () for equal ones.
     """
 
+    moves_pixels = True
+    moves_masks = False
+
     size: Given = None
     small_size: Given = None
     num_small: Given = key(8, "Number of small crops.")

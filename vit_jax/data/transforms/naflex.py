@@ -42,6 +42,8 @@ class NaFlex(HostTransform):
         and smaller patches are more (FlexiViT, arXiv:2212.08013). Several as above.
     """
 
+    moves_pixels = True
+    moves_masks = False
     numbers = (GRIDS,)
 
     max_tokens: Given = 256

@@ -33,8 +33,9 @@ HOST_TRANSFORMS = {**host.TRANSFORMS, **naflex.TRANSFORMS, **randaugment.TRANSFO
 # Arrays of a batch that no host transform may make.
 _RESERVED = ("label", "text", "index", "skipped", "mask", "label_map")
 _OPTIONAL = (
-    *("in_eval", "mixes_examples", "on_colors", "moves_pixels", "sees_mask"),
-    *("expand", "output_size", "output_shapes", "numbers", "packs", "alternatives"),
+    *("in_eval", "mixes_examples", "on_colors", "moves_pixels", "moves_masks"),
+    *("sees_mask", "expand", "output_size", "output_shapes", "numbers", "packs"),
+    "alternatives",
 )
 _CUSTOM = re.compile(
     r"(?P<name>[A-Za-z_][\w.]*:[A-Za-z_]\w*)\s*(?P<call>\(.*\))?", re.DOTALL
@@ -236,16 +237,18 @@ def check_bands(
 def check_masks(ops: Iterable[Transform], data: DataConfig) -> None:
     """Raises UserError if masks are read and a transform cannot act on them.
 
-    A transform of colours changes the images alone.
+    A transform of colours that moves no pixels changes the images only.
     """
     for op in ops if data.mask_key else ():
-        if not (op.moves_pixels or op.on_colors):
+        if not (op.moves_masks if op.moves_pixels else op.on_colors):
             known = all_transforms().items()
-            acting = ", ".join(name for name, cls in known if cls.moves_pixels)
+            acting = ", ".join(
+                name for name, cls in known if cls.moves_pixels and cls.moves_masks
+            )
             raise UserError(
                 f"{_where(op, 'data.train_transform')} does not act on masks, and "
                 f"data.mask_key={data.mask_key!r}: remove it; {acting} do, and those of "
-                "colours change the images alone"
+                "colours on the device change the images only"
             )
 
 

@@ -48,7 +48,8 @@ LEVELS = {
 class RandAugment(HostTransform):
     """Applies random operations of `NAMES`, one after the other."""
 
-    on_colors = True
+    on_colors = moves_pixels = True
+    moves_masks = False
 
     layers: Given = key(2, "Number of operations, drawn with replacement.")
     magnitude: Given = key(10.0, "Strength of every operation.", at_most=30)
