@@ -191,23 +191,26 @@ def _validated(run):
 def test_a_table_of_several_labels_and_a_rectangle_is_covered_and_cropped(
     place, tmp_path
 ):
-    table = place / "photos" / "several.csv"
+    table = tmp_path / "several.csv"
     paths = sorted((place / "photos").rglob("*.png"))
     lines = ["file,tags,split"]
     for i, path in enumerate(paths):
         tags = ("red|round", "red", "", "round")[i % 4]
         split = "val" if i % 4 > 1 else "train"
-        lines.append(f"{path.relative_to(table.parent)},{tags},{split}")
+        written = path.relative_to(place / "photos").with_suffix("")
+        lines.append(f"{written},{tags},{split}")
     table.write_text("\n".join(lines))
     given = {"model": place / "weights.safetensors", "minutes": 0, "tell": str}
     keys = {"total_steps": 2, "data.image_size": (24, 40)}
+    keys |= {"data.image_dir": str(place / "photos"), "data.image_suffix": ".png"}
     result = vit_jax.finetune(table, tmp_path / "run", **given, **keys)
     assert (result.metric, result.interval) == ("map", None)
     assert 0 < result.score <= 1
     assert "mean average precision" in finetuning.summary(result)[0]
     page = (tmp_path / "run" / "report.html").read_text()
     assert re.search(r"\d of the validation images show the same picture", page)
-    assert "--image_key=file" in page
+    folder = place / "photos"
+    assert f"--image_key=file --image_dir={folder} --image_suffix=.png" in page
     assert ">round</th>" in page and "taken for each other" not in page
     model = vit_jax.load_model(str(tmp_path / "run"), tell=lambda line: None)
     assert model.class_names == ("red", "round")

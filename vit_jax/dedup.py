@@ -43,9 +43,10 @@ def main(flags: argparse.Namespace) -> int:
 
     pretrain = parse_spec(flags.pretrain, _DEFAULT_SPLITS[0])
     against = parse_specs(flags.against, _DEFAULT_SPLITS[1])
+    keys = ("image_key", "image_dir", "image_suffix")
+    given = {key: getattr(flags, key) for key in keys}
     pretrain, *against = (
-        dataclasses.replace(one, image_key=flags.image_key)
-        for one in (pretrain, *against)
+        dataclasses.replace(one, **given) for one in (pretrain, *against)
     )
     for one in against:
         if one == pretrain or against.count(one) > 1:
@@ -115,6 +116,8 @@ def parser() -> cli.Parser:
         help="test sets to compare with",
     )
     add("--image_key", default="image", help="column of the images; default: image")
+    add("--image_dir", default="", help="folder of the paths in tables")
+    add("--image_suffix", default="", help="added to the paths in tables, as .jpg")
     add("--out", required=True, metavar="FILE", help="list of record ids to write")
     add("--sheet", metavar="PNG", help="picture of the 60 most doubtful pairs")
     add(

@@ -12,6 +12,7 @@ from vit_jax import weights
 from vit_jax.api.pretrained import WeightsArguments, at_step
 from vit_jax.config import arguments, fields, loading
 from vit_jax.config.fields import key
+from vit_jax.data.config import PLACE
 from vit_jax.data.sources.arrays import IN_MEMORY, check_pair, depth_of, open_arrays
 from vit_jax.data.sources.open import opened_by
 from vit_jax.distributed import mesh as meshes
@@ -27,8 +28,7 @@ from vit_jax.training.timers import StartupTimer
 from vit_jax.training.train_step import TrainSetup, build_train_setup
 
 # Keys of `data` that say where files are and what is in them.
-_OF_FILES = {"data_dir", "num_examples", "exclude", "label_key", "image_key"}
-_OF_FILES |= {"image_dir", "image_suffix", "mask_key"}
+_OF_FILES = {*PLACE, "num_examples", "exclude", "label_key", "mask_key"}
 _BATCH = 64  # Images per batch of an evaluation without a config.
 
 

@@ -14,6 +14,8 @@ DEPTHS = ("uint8", "uint16", "float32")
 MAX_CHANNELS = 512
 # Of keys that say where and how fast a host reads, not what.
 OF_HOST = {"changes_result": False, "of_host": True}
+# Keys that say where the images of a data set are.
+PLACE = ("data_dir", "image_key", "image_dir", "image_suffix")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,7 @@
 """Images and labels by a table: CSV, TSV, JSON Lines and Parquet."""
 
 import csv
+import itertools
 import json
 import os
 import shutil
@@ -139,6 +140,17 @@ def test_numbers_are_classes_in_their_order(root, tmp_path):
         assert classes.tolist() == [4, 6, 9]
 
 
+def test_classes_that_are_equal_as_numbers_have_one_order(root):
+    spelt = [f"{'0' * zeros}{n}" for n in (3, 2) for zeros in range(4)]
+    rows = rows_of(root)
+    rows = [row | {"label": spelt[i % 8]} for i, row in enumerate(rows)]
+    source = open_source(data(write(root / "zeros.csv", rows), num_classes=8), "train")
+    assert source.class_names == (
+        *("0002", "002", "02", "2"),
+        *("0003", "003", "03", "3"),
+    )
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_several_labels_an_image(root, kind):
     def label(name):
@@ -182,6 +194,7 @@ def test_what_is_wrong_is_named(root, tmp_path):
         open_source(data(good), "test")
     for wrong, row in (
         ("names the image 'no.png', and there is no file", {"image": "no.png"}),
+        ("has no path in column 'image'", {"image": " "}),
         ("has class 'dog', which the training split", {"label": "dog"}),
         ("has no label in column 'label'", {"label": ""}),
     ):
@@ -194,6 +207,76 @@ def test_what_is_wrong_is_named(root, tmp_path):
     for config, split, message in cases:
         with pytest.raises(UserError, match=message):
             open_source(config, split)
+
+
+NOTHING = [None, float("nan"), " "]
+
+
+@pytest.mark.parametrize("nothing", NOTHING, ids=repr)
+def test_a_missing_path_label_or_mask_names_its_row(root, tmp_path, nothing):
+    kinds = ["json"]
+    if nothing != " ":  # A column of Parquet has numbers or texts.
+        kinds.append("parquet")
+    for kind, column in itertools.product(kinds, ("image", "label", "mask")):
+        if kind == "parquet" and nothing is not None and column != "label":
+            continue
+        number = {"ant": 3.0, "bee": 1.0, "cat": 2.0}.get
+        rows = [row | {"mask": row["image"]} for row in rows_of(root, label=number)]
+        rows[4][column] = nothing
+        place = write(root / f"{column}.{kind}", rows)
+        keys = {"mask_key": "mask"} if column == "mask" else {}
+        what = "path" if column == "image" else column
+        with pytest.raises(UserError, match=f"row 5 has no {what} in .*'{column}'"):
+            open_source(data(place, **keys), "train")
+
+
+@pytest.mark.parametrize("nothing", NOTHING, ids=repr)
+def test_missing_items_of_lists_are_refused_and_missing_splits_counted(
+    root, caplog, nothing
+):
+    rows = rows_of(root)
+    place = root / f"missing{NOTHING.index(nothing)}.json"
+    lists = [row | {"label": [row["label"]]} for row in rows]
+    lists[6]["label"].append(nothing)
+    for several in (False, True):
+        with pytest.raises(UserError, match="row 7 has .* column 'label'.*missing"):
+            open_source(data(write(place, lists), multi_label=several), "train")
+    for row in rows[:3]:
+        row["split"] = nothing
+    del rows[3]["split"]
+    assert len(open_source(data(write(place, rows)), "train")) == 15
+    assert f"{place}: 4 rows have nothing in column 'split', as row 1" in caplog.text
+    blank = [row | {"split": nothing} for row in rows]
+    assert len(open_source(data(write(place, blank), split="all"), "all")) == 23
+
+
+@pytest.mark.parametrize("kind", ["csv", "tsv"])
+def test_rows_that_a_quote_swallows_are_refused(root, kind):
+    place, between = root / f"quotes.{kind}", "\t" if kind == "tsv" else ","
+    rows = rows_of(root)
+    lines = [between.join(row.values()) for row in ({k: k for k in rows[0]}, *rows)]
+
+    def opened(*marked):
+        changed = dict(marked)
+        text = "\n".join(changed.get(i, line) for i, line in enumerate(lines))
+        place.write_text(text)
+        os.utime(place, (len(text), len(text)))
+        return open_source(data(place), "train")
+
+    path = rows[3]["image"]
+    start = between.join([path, '"ant', "train"])
+    with pytest.raises(UserError, match=rf"quotes.{kind} cannot be read .*quote"):
+        opened((4, start))
+    with pytest.raises(UserError, match=rf"quotes.{kind} cannot be read .*quote"):
+        opened((4, start), (9, start))
+    end = between.join([rows[8]["image"], 'ant"', "train"])
+    with pytest.raises(UserError, match="row 4 has .* in column 'label'.*quote"):
+        opened((4, start), (9, end))
+    with pytest.raises(UserError, match="row 4 has more cells than the header"):
+        opened((4, between.join([path, "ant", "small", "train"])))
+    assert (
+        opened((4, between.join([path, '"ant"', "train", ""]))).class_names[0] == "ant"
+    )
 
 
 @pytest.mark.parametrize(

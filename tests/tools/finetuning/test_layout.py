@@ -221,6 +221,33 @@ def test_columns_of_classes_are_found(photos, tmp_path):
     assert find_with(lambda i: 1 if i > 19 else -1).data["multi_label"]
 
 
+def test_rows_that_are_not_used_are_counted(photos, tmp_path):
+    lines = ["image,label,split"]
+    for i, path in enumerate(sorted(photos.glob("*/*/*.png"))):
+        split = ("train", "val", "spare", "", "train")[i % 5]
+        lines.append(f"{path},{path.parent.name},{split}")
+    (tmp_path / "t.csv").write_text("\n".join(lines))
+    found = find(tmp_path / "t.csv", tmp_path / "run")
+    assert sizes(found) == [9, 5]
+    assert "5 rows of split 'spare' are not used" in found.description
+
+
+def test_measurements_are_not_taken_for_classes(photos, tmp_path):
+    paths = sorted(photos.glob("*/*/*.png"))
+
+    def find_with(label):
+        lines = ["image,label", *(f"{p},{label(i)}" for i, p in enumerate(paths))]
+        (tmp_path / "t.csv").write_text("\n".join(lines))
+        return find(tmp_path / "t.csv", tmp_path / "run")
+
+    for label in (lambda i: 0.5 + i, lambda i: 40 + i % 15):
+        with pytest.raises(UserError, match="t.csv has .* column 'label'.*label_key"):
+            find_with(label)
+    # Class numbers, names that differ, and measurements in few steps.
+    for label in (lambda i: i % 15, lambda i: f"a{i % 15}", lambda i: 0.5 * (i % 7)):
+        assert sum(sizes(find_with(label))) == 23
+
+
 def masked(found, split):
     """Returns whether every record of a split has a mask."""
     source = found.open(split)

@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Integer
 
 from vit_jax import files
-from vit_jax.data.config import DataConfig
+from vit_jax.data.config import PLACE, DataConfig
 from vit_jax.data.fingerprint import Entries
 from vit_jax.data.sources import (  # noqa: F401 (for SOURCES)
     custom,
@@ -230,7 +230,14 @@ class Spec:
     name: str
     data_dir: str
     split: str
-    image_key: str = "image"  # The text has no place for it.
+    image_key: str = "image"  # The text has no place for these.
+    image_dir: str = ""
+    image_suffix: str = ""
+
+    @classmethod
+    def of(cls, data: DataConfig, split: str) -> "Spec":
+        """Returns a split of the data set of a config."""
+        return cls(data.name, split=split, **{key: getattr(data, key) for key in PLACE})
 
     def __str__(self) -> str:
         where = f"@{self.data_dir}" if self.data_dir else ""

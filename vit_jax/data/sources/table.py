@@ -3,23 +3,25 @@
 `data.data_dir` is the file, or a folder with one file per split: train.csv, val.csv. Its
 column `data.image_key` has paths, relative to the table's folder or to `data.image_dir`,
 and `data.label_key` the names or numbers of classes. A column "split" has the split of
-each row; without one, a single file is one split named "all". With `data.multi_label` a
-row has any number of labels: a list, or names separated by "|", ";" or ",". Several columns
-in `data.label_key`, separated by ",", are one class each, with 1 where an image has it,
-else 0, -1 (uncertain, as in CheXpert) or nothing. A column `data.mask_key` has the paths of
-masks, relative to the table's folder.
+each row, and rows without one are left out; without that column, a single file is one split
+named "all". With `data.multi_label` a row has any number of labels: a list, or names separated
+by "|", ";" or ",". Several columns in `data.label_key`, separated by ",", are one class each,
+with 1 where an image has it, else 0, -1 (uncertain, as in CheXpert) or nothing. A column
+`data.mask_key` has the paths of masks, relative to the table's folder. A cell is missing if it
+is None, NaN or blank.
 """
 
 import collections
 import csv
 import dataclasses
 import functools
+import itertools
 import json
 import math
 import os
 import pathlib
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from vit_jax.config import fields
 from vit_jax.data import splits
@@ -74,29 +76,31 @@ def open_table(data: DataConfig, split: str) -> FolderSource:
         one file two labels or masks, or lists a training file for validation.
     """
     tables = read_splits(data.data_dir)
-    rows = collections.defaultdict(list)
+    rows = _rows_of_splits(tables)
     first = splits.names(data.split)[0]
     used = {WHOLE, first, *splits.names(split)}
     for name, table in tables.items():
         if name in used:  # Others may lack labels.
-            check_known("image_key", [data.image_key], table.columns, table.path)
+            keys = {"image_key": [data.image_key]}
             if data.has_labels:
-                columns = label_columns(data.label_key, table.columns)
-                check_known("label_key", columns, table.columns, table.path)
+                keys["label_key"] = label_columns(data.label_key, table.columns)
             if data.mask_key:
-                check_known("mask_key", [data.mask_key], table.columns, table.path)
-        for number, cells in enumerate(table.rows, 1):
-            # Where each file is a split, the column is not read.
-            by_column = name == WHOLE and SPLIT in cells
-            row_split = _text(cells[SPLIT]) if by_column else name
-            rows[row_split].append(_Row(table, number, cells))
+                keys["mask_key"] = [data.mask_key]
+            for key, columns in keys.items():
+                check_known(key, columns, table.columns, table.path)
+            _check_lines(table, [SPLIT, *itertools.chain(*keys.values())])
+    if without := rows.pop("", []):
+        warn(
+            f"{data.data_dir}: {len(without):,} rows have nothing in column {SPLIT!r}, as "
+            f"row {without[0].number}: they are left out"
+        )
     warn_of_twins("splits", rows)
     paths = _Paths.of(data, tables)
     _check_apart(paths, rows)
     classes = {}
     if data.has_labels:
         splits.select(first, dict.fromkeys(rows, 1), data.data_dir)  # Raises NoSplit.
-        names = class_names(data, (row.cells for row in rows[first]))
+        names = _class_names(data, rows[first])
         warn_of_twins("classes", names)
         classes = {name: number for number, name in enumerate(names)}
     files = {
@@ -113,6 +117,19 @@ def open_table(data: DataConfig, split: str) -> FolderSource:
     return FolderSource.of_splits(paths.root, files, list(classes), chosen, masks)
 
 
+def _check_lines(table: Table, columns: Sequence[str]) -> None:
+    """Raises UserError for a cell of several lines, as an unbalanced quote makes of rows."""
+    for number, cells in enumerate(table.rows, 1):
+        for column in columns:
+            value = cells.get(column)
+            if isinstance(value, str) and len(value.splitlines()) > 1:
+                raise UserError(
+                    f"{_Row(table, number, cells)} has {fields.shown(value)} in column "
+                    f'{column!r}, with a line break: a quote (") opens that cell and ends in '
+                    "another row; remove or double it"
+                )
+
+
 def label_columns(label_key: str, columns: Collection[str]) -> list[str]:
     """Returns the columns in `data.label_key`: one, or one per class."""
     if label_key in columns:
@@ -120,19 +137,28 @@ def label_columns(label_key: str, columns: Collection[str]) -> list[str]:
     return [column.strip() for column in label_key.split(",")]
 
 
-def class_names(data: DataConfig, rows: Iterable[Mapping]) -> list[str]:
+def _class_names(data: DataConfig, rows: Sequence[_Row]) -> list[str]:
     """Returns the classes of rows.
 
     Columns of classes keep their order; names are sorted, as numbers if all are.
     """
-    rows = list(rows)
-    if len(columns := label_columns(data.label_key, rows[0])) > 1:
+    if len(columns := label_columns(data.label_key, rows[0].cells)) > 1:
         return columns
     names = {name for row in rows for name in _labels(data, row)}
     if not names:
         raise NoLabels(f"data.label_key={data.label_key!r}: this column is empty")
     numbers = all(re.fullmatch(r"-?\d+", name) for name in names)
-    return sorted(names, key=int if numbers else None)
+    # "1" and "01" are equal as numbers, and a set has no order.
+    return sorted(sorted(names), key=int if numbers else None)
+
+
+def text_of(cell: object) -> str:
+    """Returns a cell as text without outer blanks, "" if it is missing: None, NaN, blank."""
+    if cell is None or (isinstance(cell, float) and math.isnan(cell)):
+        return ""
+    if isinstance(cell, float) and cell.is_integer():
+        cell = int(cell)
+    return str(cell).strip()
 
 
 def flag(value: object) -> int | None:
@@ -141,11 +167,9 @@ def flag(value: object) -> int | None:
     None if it has any other value.
     """
     try:
-        number = float(value or 0)
-    except (TypeError, ValueError):
-        return None if _text(value) else 0
-    if math.isnan(number):  # An empty cell of Parquet.
-        return 0
+        number = float(text_of(value) or 0)
+    except ValueError:
+        return None
     return int(number) if number in (0, 1, -1) else None
 
 
@@ -184,10 +208,27 @@ def tables_in(folder: pathlib.Path) -> dict[str, pathlib.Path]:
 
 def split_names(place: str) -> list[str]:
     """Returns the splits of a file or folder in their order; [WHOLE] without splits."""
-    tables = read_splits(place)
-    if list(tables) == [WHOLE] and SPLIT in tables[WHOLE].columns:
-        return list(dict.fromkeys(_text(row[SPLIT]) for row in tables[WHOLE].rows))
-    return list(tables)
+    return list(split_sizes(place))
+
+
+def split_sizes(place: str) -> dict[str, int]:
+    """Returns the number of rows of each split of a file or folder, see `split_names`."""
+    rows = _rows_of_splits(read_splits(place))
+    return {name: len(each) for name, each in rows.items() if name}
+
+
+def _rows_of_splits(tables: Mapping[str, Table]) -> dict[str, list[_Row]]:
+    """Returns the rows of each split, and under "" those whose split is missing.
+
+    Where each file is a split, or the column "split" is empty, that column is not read.
+    """
+    rows = collections.defaultdict(list)
+    for name, table in tables.items():
+        by_column = name == WHOLE and any(text_of(row.get(SPLIT)) for row in table.rows)
+        for number, cells in enumerate(table.rows, 1):
+            split = text_of(cells.get(SPLIT)) if by_column else name
+            rows[split].append(_Row(table, number, cells))
+    return dict(rows)
 
 
 @functools.lru_cache(maxsize=8)  # A run opens the same file for each of its splits.
@@ -199,7 +240,7 @@ def read(path: str, changed: int) -> Table:
         if not all(isinstance(row, dict) for row in rows):
             raise ValueError("a row is no object with the names of its columns")
         columns = tuple(dict.fromkeys(str(key) for row in rows for key in row))
-    except (OSError, ValueError, csv.Error, TypeError, RecursionError) as error:
+    except (OSError, ValueError, TypeError, RecursionError) as error:
         reason = (str(error).splitlines() or ["damaged"])[0]
         raise UserError(
             f"the table {path} cannot be read ({reason}): write it anew as CSV, TSV, "
@@ -230,7 +271,17 @@ def _rows(file: pathlib.Path) -> list:
         text.seek(0)
         tabs = file.suffix.lower() == ".tsv"
         delimiter = "\t" if tabs else max(_DELIMITERS, key=head.count)
-        return list(csv.DictReader(text, delimiter=delimiter))
+        reader = csv.DictReader(text, delimiter=delimiter, strict=True)
+        try:
+            rows = list(reader)
+        except csv.Error as error:
+            raise ValueError(
+                f'a quote (") up to line {reader.line_num} is unbalanced, {error}'
+            ) from error
+    for number, row in enumerate(rows, 1):
+        if any(row.pop(None, ())):
+            raise ValueError(f"row {number} has more cells than the header")
+    return rows
 
 
 def _rows_of_json(value: object) -> list:
@@ -268,7 +319,7 @@ class _Paths:
         folder = os.path.normpath(folder)
         paths = cls(folder, folder, data.image_key, data.image_suffix)
         rows = (row for table in tables.values() for row in table.rows)
-        written = [str(row[paths.key]) for row in rows if row.get(paths.key)]
+        written = [str(row[paths.key]) for row in rows if text_of(row.get(paths.key))]
         if not any(map(os.path.isabs, written)):
             return paths
         above = {os.path.dirname(os.path.join(folder, path)) for path in written}
@@ -300,7 +351,7 @@ def _check_apart(paths: _Paths, rows: Mapping[str, list[_Row]]) -> None:
         {
             paths.name(row.cells): row
             for row in rows.get(splits.first_of(usual, rows), ())
-            if row.cells.get(paths.key)
+            if text_of(row.cells.get(paths.key))
         }
         for usual in (splits.TRAIN, splits.VALIDATION, splits.TEST)
     )
@@ -345,13 +396,15 @@ def _file(
 ) -> tuple[str, int | list[int] | None, int]:
     """Returns (path relative to root, label, bytes) of a row."""
     written, path = row.cells.get(paths.key), paths.path(row.cells)
-    size = _size(path) if written else None
+    if not text_of(written):
+        raise UserError(_empty(row, "path", data.image_key))
+    size = _size(path)
     if size is None:
         raise UserError(_missing(data, row, written, path))
     name = paths.name(row.cells)
     if not classes:
         return name, None, size
-    names = _labels(data, row.cells)
+    names = _labels(data, row)
     for each in names:
         if each not in classes:
             known = list(classes)
@@ -364,9 +417,7 @@ def _file(
     if data.multi_label:
         return name, [classes[each] for each in names], size
     if not names:
-        raise UserError(
-            f"{row} has no label in column {data.label_key!r}: add it or remove the row"
-        )
+        raise UserError(_empty(row, "label", data.label_key))
     if len(names) > 1:
         raise UserError(
             f"{row} has the labels {', '.join(names)}: set --config.data.multi_label=True "
@@ -388,7 +439,9 @@ def _masks(
     for row in rows:
         written = row.cells.get(data.mask_key)
         path, name = mask_paths.path(row.cells), paths.name(row.cells)
-        size = _size(path) if written else None
+        if not text_of(written):
+            raise UserError(_empty(row, "mask", data.mask_key))
+        size = _size(path)
         if size is None:
             raise UserError(
                 f"{row} has {fields.shown(written)} in column {data.mask_key!r}, which is "
@@ -411,6 +464,10 @@ def _size(path: str) -> int | None:
         return os.stat(path).st_size if os.path.isfile(path) else None
     except (OSError, ValueError):  # A path may hold a NUL byte.
         return None
+
+
+def _empty(row: _Row, what: str, column: str) -> str:
+    return f"{row} has no {what} in column {column!r}: add it or remove the row"
 
 
 def _missing(data: DataConfig, row: _Row, written: object, path: str) -> str:
@@ -436,16 +493,16 @@ def _missing(data: DataConfig, row: _Row, written: object, path: str) -> str:
     )
 
 
-def _labels(data: DataConfig, cells: Mapping) -> list[str]:
+def _labels(data: DataConfig, row: _Row) -> list[str]:
     """Returns the names of the classes in a row."""
-    columns = label_columns(data.label_key, cells)
+    columns = label_columns(data.label_key, row.cells)
     if len(columns) > 1:
-        flags = {column: flag(cells.get(column)) for column in columns}
+        flags = {column: flag(row.cells.get(column)) for column in columns}
         for column, value in flags.items():
             if value is None:
                 raise UserError(
-                    f"data.label_key: {fields.shown(cells[column])} in column {column!r} is not "
-                    "1, 0, -1 or empty, as columns of classes are"
+                    f"data.label_key: {fields.shown(row.cells[column])} in column {column!r} "
+                    "is not 1, 0, -1 or empty, as columns of classes are"
                 )
         if -1 in flags.values():
             warn(
@@ -453,26 +510,21 @@ def _labels(data: DataConfig, cells: Mapping) -> list[str]:
                 "place to count them"
             )
         return [column for column, value in flags.items() if value == 1]
-    value = cells.get(data.label_key)
-    if value is None:
-        return []
+    value = row.cells.get(data.label_key)
     if isinstance(value, bytes | Mapping):
         raise UserError(
             f"data.label_key={data.label_key!r}: {fields.shown(value)} in this column is not "
             "the name or number of a class: name another column"
         )
-    if not data.multi_label:
-        return [_text(value)] if _text(value) else []
-    if isinstance(value, str):
+    if isinstance(value, list) and not all(map(text_of, value)):
+        raise UserError(
+            f"{row} has {fields.shown(value)} in column {data.label_key!r}, of which an item "
+            "is missing: remove that item"
+        )
+    if data.multi_label and isinstance(value, str):
         value = _BETWEEN.split(value)
-    values = value if isinstance(value, list | tuple) else [value]
-    return list(dict.fromkeys(filter(None, map(_text, values))))
-
-
-def _text(value: object) -> str:
-    if isinstance(value, float) and value.is_integer():
-        value = int(value)
-    return str(value).strip()
+    values = value if isinstance(value, list) else [value]
+    return list(dict.fromkeys(filter(None, map(text_of, values))))
 
 
 SOURCES["table"] = SourceType(

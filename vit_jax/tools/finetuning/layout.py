@@ -20,7 +20,7 @@ from etils import epath
 
 from vit_jax.config import fields
 from vit_jax.data import catalogue, masks, splits
-from vit_jax.data.config import DataConfig
+from vit_jax.data.config import PLACE, DataConfig
 from vit_jax.data.sources import folder, mask_folders, parquet, table
 from vit_jax.data.sources.arrays import IN_MEMORY
 from vit_jax.data.sources.base import SOURCES, Source, read_labels
@@ -211,18 +211,44 @@ def _of_table(path: pathlib.Path, given: Mapping, workdir: str) -> Layout:
     else:
         wanted = table.label_columns(data["label_key"], first.columns)
         several = data.setdefault("multi_label", _has_several(first, wanted))
+        if not several and len(wanted) == 1:
+            _check_classes(first, *wanted)
         what = f"labels in {data['label_key']!r}" + " (several per row)" * several
     # A table of test images often has none.
     names = [k for k, each in tables.items() if {*wanted} <= {*each.columns}]
+    sizes = table.split_sizes(str(path))
     if names == [table.WHOLE]:
-        names = table.split_names(str(path))
+        names = list(sizes)
     train = first_of(TRAIN, names) or table.WHOLE
     if train not in names:
         raise _none_to_train_on(path, names)
     description = f"a table with paths in {data['image_key']!r} and {what}"
     validation, test = first_of(VALIDATION, names), first_of(TEST, names)
+    unused = [k for k in sizes if k not in (train, validation, test)]
+    if unused:
+        listed = ", ".join(f"{sizes[k]:,} rows of split {k!r}" for k in unused)
+        description += f"; {listed} are not used"
     found = Layout(data | {"split": train}, validation, test, description)
     return _with_validation(found, workdir)
+
+
+def _check_classes(of: table.Table, column: str) -> None:
+    """Raises UserError for numbers that are measurements, not classes."""
+    names = [table.text_of(row.get(column)) for row in of.rows]
+    names = list(filter(None, names))
+    try:
+        numbers = sorted(map(float, {*names}))
+    except ValueError:
+        return
+    count = len(numbers)
+    in_order = numbers in ([*range(count)], [*range(1, count + 1)])
+    if 2 * count > len(names) and not in_order:
+        raise UserError(
+            f"{of.path} has {count:,} different numbers in the {len(names):,} labels of "
+            f"column {column!r}, too many for classes: name the column of classes by "
+            "--config.data.label_key, or write ranges as classes, as '20 to 29'; numbers "
+            "themselves are not learnt"
+        )
 
 
 def _has_several(of: table.Table, labels: Sequence[str]) -> bool:
@@ -300,8 +326,7 @@ def _with_validation(found: Layout, workdir: str) -> Layout:
         rows += [_row(tests, i, TEST[0]) for i in range(len(tests))]
     path.parent.mkdir(parents=True, exist_ok=True)
     _write_rows(path, rows)
-    dropped = ("name", "data_dir", "split", "image_key", "label_key", "multi_label")
-    dropped += ("image_dir", "image_suffix")
+    dropped = (*PLACE, "name", "split", "label_key", "multi_label")
     kept = (set(fields.fields(DataConfig)) & data.keys()) - {*dropped}
     several = {"multi_label": True} if data.get("multi_label") else {}
     data = {key: data[key] for key in kept} | several

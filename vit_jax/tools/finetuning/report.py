@@ -192,11 +192,12 @@ def _twins(config: TrainConfig) -> tuple[int | None, str]:
       The number, None without faiss, and the command that lists them.
     """
     data = config.data
-    train = Spec(data.name, data.data_dir, data.split, data.image_key)
-    apart = dataclasses.replace(train, split=config.evals["val"].split)
+    train, apart = Spec.of(data, data.split), Spec.of(data, config.evals["val"].split)
+    keys = ("image_key", "image_dir", "image_suffix")
+    given = [f"--{key}={getattr(data, key)}" for key in keys if getattr(data, key)]
     command = (
-        f"python -m vit_jax.dedup --pretrain={train} --against={apart}"
-        f" --image_key={data.image_key} --out=twins.txt"
+        f"python -m vit_jax.dedup --pretrain={train} --against={apart} "
+        f"{' '.join(given)} --out=twins.txt"
     )
     if importlib.util.find_spec("faiss") is None:
         return None, command

@@ -16,7 +16,7 @@ from etils import epath
 from vit_jax import models, weights
 from vit_jax.config import fields, loading
 from vit_jax.data import fingerprint
-from vit_jax.data.config import DataConfig
+from vit_jax.data.config import PLACE, DataConfig
 from vit_jax.data.sources.open import open_source
 from vit_jax.errors import UserError
 from vit_jax.files import read_json, replace_text
@@ -37,8 +37,7 @@ SMALL_MODEL, MODEL = "deit:Ti/16", "augreg:S/16"
 MINUTES = 15.0
 ASPECTS = ("crop", "keep")
 # Keys of `config.data` that describe the layout of the images.
-_LAYOUT_KEYS = ("image_key", "label_key", "multi_label", "data_dir")
-_LAYOUT_KEYS += ("image_dir", "image_suffix")
+_LAYOUT_KEYS = (*PLACE, "label_key", "multi_label")
 _LAYOUT_KEYS += ("mask_key", "ignore_label", "reduce_zero_label", "mask_values")
 _PLACE = "the folder or name"
 _FLAGS = {"init": "--model", "init.checkpoint": "--model"}

@@ -102,6 +102,8 @@ def scan(
         "pretrain": str(pretrain),
         "against": list(map(str, against)),
         "image_key": [spec.image_key for spec in specs],
+        "image_dir": [spec.image_dir for spec in specs],
+        "image_suffix": [spec.image_suffix for spec in specs],
     }
     pool = concurrent.futures.ThreadPoolExecutor(threads or os.cpu_count() or 1)
     folder.mkdir(parents=True, exist_ok=True)
