@@ -222,8 +222,36 @@ def test_masks_of_any_values_are_read_by_them(with_masks):
     mask[3, 4] = 8
     with pytest.raises(UserError, match=r"has 8 in row 3, column 4.*mask_values"):
         masks.read(mask, data, (H, W))
-    with pytest.raises(UserError, match="data.mask_values"):
-        with_masks(num_classes=3, mask_values=(0, 255))
+    for keys, match in (
+        ({"num_classes": 3, "mask_values": (0, 255)}, r"data.mask_values=\(0, 255\)"),
+        ({"num_classes": 3, "mask_values": (0, 1, 1)}, r"data.mask_values=\(0, 1, 1\)"),
+        (
+            {"num_classes": 2, "mask_values": (0, 7), "ignore_label": 7},
+            "ignore_label=7",
+        ),
+    ):
+        with pytest.raises(UserError, match=match):
+            with_masks(**keys)
+
+
+def test_what_is_ignored_is_no_class(with_masks):
+    for keys in (
+        {"ignore_label": 0},
+        {"ignore_label": CLASSES, "reduce_zero_label": True},
+        {"num_classes": 256},  # 255 counts for no class without a word.
+    ):
+        with pytest.raises(UserError, match=r"data.ignore_label=\d+ is also a class"):
+            with_masks(**keys)
+    data = with_masks(ignore_label=0, reduce_zero_label=True)
+    assert masks.read(np.array([[0, 1, 5]]), data, None).ravel().tolist() == [-1, 0, 4]
+
+
+def test_masks_have_as_many_classes_as_their_numbers_hold(with_masks):
+    data = with_masks(num_classes=32_768, ignore_label=-1)
+    found = masks.read(np.array([[0, 32_767]]), data, None)
+    assert found.ravel().tolist() == [0, 32_767]
+    with pytest.raises(UserError, match=r"data.num_classes=32769.*32,768"):
+        with_masks(num_classes=32_769, ignore_label=-1)
 
 
 def test_a_mask_fits_its_image_as_it_is_read(with_masks):

@@ -12,6 +12,7 @@ ESTIMATE = "estimate"
 # Values of `data.pixels`.
 DEPTHS = ("uint8", "uint16", "float32")
 MAX_CHANNELS = 512
+MAX_MASK_CLASSES = 2**15  # Masks are read as int16.
 # Of keys that say where and how fast a host reads, not what.
 OF_HOST = {"changes_result": False, "of_host": True}
 # Keys that say where the images of a data set are.
@@ -231,9 +232,35 @@ class DataConfig(ReaderConfig):
                 f"{where} with data.num_classes=0: set --config.data.num_classes to the "
                 "number of classes of the pixels, or data.mask_key='' to read no masks"
             )
-        values = self.mask_values
+        if self.num_classes > MAX_MASK_CLASSES:
+            raise UserError(
+                f"{where} with data.num_classes={self.num_classes}: masks have at most "
+                f"{MAX_MASK_CLASSES:,} classes; merge some"
+            )
+        values, ignored = self.mask_values, self.ignore_label
         if values and (len(values) != self.num_classes or self.reduce_zero_label):
             raise UserError(
                 f"data.mask_values={values}: give one value for each of "
                 f"data.num_classes={self.num_classes}, without data.reduce_zero_label"
+            )
+        if len({*values}) < len(values):
+            raise UserError(
+                f"data.mask_values={values}: each value stands for one class; remove what "
+                "is there twice"
+            )
+        # 255 beside 0 is white, a class, unless it is asked for.
+        if ignored in values and ignored != ReaderConfig.ignore_label:
+            raise UserError(
+                f"data.ignore_label={ignored} is also a class of data.mask_values={values}: "
+                "remove it from one of the two"
+            )
+        first = int(self.reduce_zero_label)
+        numbers = range(first, first + self.num_classes)
+        # One class stands for a number that is not known yet.
+        if not values and self.num_classes > 1 and ignored in numbers:
+            raise UserError(
+                f"data.ignore_label={ignored} is also a class of data.num_classes="
+                f"{self.num_classes}, which are {numbers[0]} to {numbers[-1]} in a mask: "
+                "set --config.data.ignore_label to another value, as -1 for none, or "
+                "--config.data.mask_values to the values of the classes"
             )

@@ -81,6 +81,10 @@ def test_what_is_set_is_not_found(tmp_path):
     assert seen.data == {"num_classes": 3}
     seen = look(tmp_path, mask_values=(7, 1, 2))
     assert seen.data == {"num_classes": 3, "mask_values": (7, 1, 2)}
+    (tmp_path / "two").mkdir()
+    write_masks(tmp_path / "two", 1, 7)
+    with pytest.raises(UserError, match="one class, 1"):
+        look(tmp_path / "two", ignore_label=7)
 
 
 @pytest.mark.parametrize(

@@ -158,7 +158,8 @@ def _classes_of(
             f"{place} has masks with {seen[0]}: set --config.data.ignore_label={seen[0]} if "
             "it counts for no class"
         )
-    if not values and len(seen) == 1 and ignore in pixels and len(names) in (0, 2):
+    stated = values or "ignore_label" in splits.data
+    if not stated and len(seen) == 1 and ignore in pixels and len(names) in (0, 2):
         values = (seen[0], ignore)  # As black and white.
     if values:
         keys = {"mask_values": values, "num_classes": len(values)}
