@@ -210,7 +210,8 @@ def test_a_table_of_several_labels_and_a_rectangle_is_covered_and_cropped(
     page = (tmp_path / "run" / "report.html").read_text()
     assert re.search(r"\d of the validation images show the same picture", page)
     folder = place / "photos"
-    assert f"--image_key=file --image_dir={folder} --image_suffix=.png" in page
+    given = f"--image_key=file --out=twins.txt --image_dir={folder} --image_suffix=.png"
+    assert given in page
     assert ">round</th>" in page and "taken for each other" not in page
     model = vit_jax.load_model(str(tmp_path / "run"), tell=lambda line: None)
     assert model.class_names == ("red", "round")

@@ -5,7 +5,6 @@ import difflib
 import gc
 import logging
 import os
-import pathlib
 import re
 import sys
 import textwrap
@@ -392,21 +391,12 @@ def read_labels(path: str | os.PathLike, flag: str = "--labels") -> tuple[str, .
     Raises:
       UserError: the file cannot be read, or a line has no name.
     """
+    from vit_jax.data import class_names
+
     files.check(flag, path)
-    try:
-        lines = pathlib.Path(path).read_text(encoding="utf-8-sig").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{flag}={path} cannot be read: {error}") from error
-    names = [line.strip() for line in lines]
-    while names and not names[-1]:
-        names.pop()
-    if not names or not all(names):
-        line = names.index("") + 1 if names else 1
-        raise UserError(
-            f"{flag}={path} has no name in line {line}: give one name per line"
-        )
+    names = class_names.read(path, f"{flag}={path}")
     matches = [_WNID.fullmatch(name) for name in names]
-    return tuple(m[1] for m in matches) if all(matches) else tuple(names)
+    return tuple(m[1] for m in matches) if all(matches) else names
 
 
 def tell(line: object) -> None:

@@ -1,10 +1,12 @@
-"""Matches the classes of data with those of a model, see docs/labels.md.
+"""Reads names of classes, and matches those of data with those of a model (docs/labels.md).
 
 Letters: K classes of the data, C classes of the model.
 """
 
 import difflib
 import functools
+import os
+import pathlib
 import re
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
@@ -63,6 +65,32 @@ class _Way(NamedTuple):
         spelt = (name, re.split(self.more, name)[0])
         classes = (level.get(_plain(one)) for level in self.levels for one in spelt)
         return next(filter(None, classes), ())
+
+
+def composed(name: str) -> str:
+    """Returns a name with letters and accents composed (NFC), unlike files of macOS."""
+    return unicodedata.normalize("NFC", name)
+
+
+def read(path: str | os.PathLike, what: str) -> tuple[str, ...]:
+    """Reads names from a text file, one per line in label order; `what` names the file.
+
+    Raises:
+      UserError: the file cannot be read, or a line before the last has no name.
+    """
+    try:
+        lines = pathlib.Path(path).read_text(encoding="utf-8-sig").splitlines()
+    except UnicodeDecodeError as error:
+        raise UserError(f"{what} cannot be read: save it as UTF-8 ({error})") from error
+    except OSError as error:
+        raise UserError(f"{what} cannot be read: {error}") from error
+    names = [composed(line.strip()) for line in lines]
+    while names and not names[-1]:
+        names.pop()
+    if not names or not all(names):
+        line = names.index("") + 1 if names else 1
+        raise UserError(f"{what} has no name in line {line}: give one name per line")
+    return tuple(names)
 
 
 def match(
@@ -262,9 +290,7 @@ def _numbers_in(names: Sequence[str]) -> dict[str, list[int]]:
 
 
 def _plain(name: str) -> str:
-    # macOS separates letters and accents in the names of files.
-    name = unicodedata.normalize("NFC", name)
-    name = re.sub(r"[\s_-]+", " ", name).strip().casefold()
+    name = re.sub(r"[\s_-]+", " ", composed(name)).strip().casefold()
     return str(int(name)) if name.isdecimal() else name
 
 

@@ -225,11 +225,18 @@ def test_a_folder_of_no_known_layout_says_what_is_read(make, tmp_path):
 
 def test_classes_come_from_a_file(make, tmp_path):
     write_pair(tmp_path / "images/1.png", tmp_path / "masks/1.png", 1)
-    (tmp_path / "classes.txt").write_text("sky\n road \n\nhouse\ncar\n")
+    (tmp_path / "classes.txt").write_text("sky\n road \nhouse\ncar\n\n")
     source = open_source(make(split="all"), "all")
     assert source.class_names == ("sky", "road", "house", "car")
     with pytest.raises(UserError, match="num_classes=4"):
         open_source(make(split="all", num_classes=7), "all")
+    for content, match in (
+        (b"sky\n\nroad\n", r"classes.txt has no name in line 2"),
+        ("sky\nCafé".encode("latin-1"), "classes.txt cannot be read.*UTF-8"),
+    ):
+        (tmp_path / "classes.txt").write_bytes(content)
+        with pytest.raises(UserError, match=match):
+            open_source(make(split="all"), "all")
 
 
 def test_a_changed_mask_is_noticed(make, tmp_path):

@@ -312,6 +312,9 @@ def test_folders_of_something_else_are_refused(root, tmp_path_factory, out):
     (other / "classnames.txt").write_text("ant\nant\n")
     with pytest.raises(UserError, match="two classes 'ant'"):
         prepare(other, out)
+    (other / "classnames.txt").write_text("ant\n\nbee\n")
+    with pytest.raises(UserError, match="classnames.txt has no name in line 2"):
+        prepare(other, out)
 
 
 def test_a_killed_run_ends_with_the_same_bytes(tmp_path, out):

@@ -27,7 +27,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from jaxtyping import UInt8
 
-from vit_jax.data import masks, splits
+from vit_jax.data import class_names, masks, splits
 from vit_jax.data.config import DataConfig
 from vit_jax.data.sources import folder
 from vit_jax.data.sources.base import SOURCES, SourceType, warn
@@ -339,13 +339,12 @@ def _classes(root: pathlib.Path, data: DataConfig) -> tuple[tuple[str, ...], Col
     if cityscapes and data.num_classes == len(CITYSCAPES_CLASSES):
         names, _, colors = zip(*CITYSCAPES_CLASSES, strict=True)
     if (path := root / "objectInfo150.txt").is_file():
-        _, *lines = path.read_text("utf-8").splitlines()
+        _, *lines = class_names.read(path, str(path))
         # Its last column has synonyms, as "building, edifice".
-        names = [line.split("\t")[-1].split(",")[0] for line in lines if line.strip()]
+        names = [line.split("\t")[-1].split(",")[0] for line in lines]
     for path in (root / data.mask_key / "classes.txt", root / "classes.txt"):
         if path.is_file():
-            lines = path.read_text("utf-8-sig").splitlines()
-            names = [line.strip() for line in lines if line.strip()]
+            names = class_names.read(path, str(path))
     return tuple(map(str.strip, names)), tuple(map(tuple, colors))
 
 

@@ -193,12 +193,13 @@ def _twins(config: TrainConfig) -> tuple[int | None, str]:
     """
     data = config.data
     train, apart = Spec.of(data, data.split), Spec.of(data, config.evals["val"].split)
-    keys = ("image_key", "image_dir", "image_suffix")
-    given = [f"--{key}={getattr(data, key)}" for key in keys if getattr(data, key)]
     command = (
-        f"python -m vit_jax.dedup --pretrain={train} --against={apart} "
-        f"{' '.join(given)} --out=twins.txt"
+        f"python -m vit_jax.dedup --pretrain={train} --against={apart}"
+        f" --image_key={data.image_key} --out=twins.txt"
     )
+    for key in ("image_dir", "image_suffix"):
+        if value := getattr(data, key):
+            command += f" --{key}={value}"
     if importlib.util.find_spec("faiss") is None:
         return None, command
     with tempfile.TemporaryDirectory() as folder:

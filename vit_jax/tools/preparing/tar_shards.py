@@ -17,7 +17,7 @@ import tarfile
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from vit_jax.data import bands, splits
+from vit_jax.data import bands, class_names, splits
 from vit_jax.data.decode import DamagedImage
 from vit_jax.data.sources import folder
 from vit_jax.errors import UserError
@@ -326,12 +326,11 @@ def _class_names(root: pathlib.Path) -> tuple[str, ...]:
     path = root / CLASS_NAMES
     if not path.is_file():
         return ()
-    names = [line.strip() for line in path.read_text("utf-8").splitlines()]
-    names = [name for name in names if name]
+    names = class_names.read(path, str(path))
     twice = [name for name, count in collections.Counter(names).items() if count > 1]
     if twice:
         raise UserError(f"{path} names two classes {twice[0]!r}: make them differ")
-    return tuple(names)
+    return names
 
 
 def _group(split: str, sizes: Sequence[int], shard_bytes: int) -> list[Shard]:
