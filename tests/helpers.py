@@ -1,9 +1,11 @@
 """What tests share: recipes, a complete config, an image, what is done with a finished run."""
 
+import contextlib
 import json
 import math
 import os
 import pathlib
+import resource
 import shutil
 import struct
 import subprocess
@@ -173,6 +175,17 @@ def evaluated(workdir, folder, capsys):
     words = [f"--config={recipe}", f"--model={workdir}", "--json"]
     assert not run_command("evaluate", words)
     return json.loads(capsys.readouterr().out.splitlines()[-1])["val"]
+
+
+@contextlib.contextmanager
+def full_disk(most):
+    """Has files of this process end at so many bytes, as on a disk that is full then."""
+    old = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, old[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, old)
 
 
 def run_python(*words, cwd=ROOT, **environment):

@@ -14,11 +14,11 @@ import shlex
 import numpy as np
 import pytest
 import warm
-from helpers import write_weights
+from helpers import full_disk, write_weights
 from hosts import write_recipe, xla_flags
 from PIL import Image
 
-from vit_jax import cli, signals
+from vit_jax import cli, files, signals
 from vit_jax.config import fields
 from vit_jax.data import decode
 from vit_jax.printing import masked, printable
@@ -357,3 +357,19 @@ def test_full_memory_while_flags_are_read_is_an_error(monkeypatch, capsys):
         cli.run(lambda flags: 0, cli.Parser("A verb."))
     assert end.value.code == 2
     assert "error: out of memory (no 3 GB): ask for less" in capsys.readouterr().err
+
+
+def test_a_full_disk_is_one_line_that_names_the_file(tmp_path, monkeypatch, capsys):
+    path = tmp_path / "result.csv"
+
+    def main(flags):
+        with full_disk(10):
+            files.replace_text(path, "more than ten bytes")
+
+    monkeypatch.setattr(signals, "catch", lambda *, trains: None)
+    monkeypatch.setattr(cli, "parse", lambda parser: None)
+    with pytest.raises(SystemExit) as end:
+        cli.run(main, cli.Parser("A verb."))
+    assert end.value.code == 2
+    assert capsys.readouterr().err.startswith(f"error: {path} cannot be written (File")
+    assert list(tmp_path.iterdir()) == []

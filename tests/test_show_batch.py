@@ -2,7 +2,7 @@ import jax
 import mask_folder
 import numpy as np
 import pytest
-from helpers import run_command
+from helpers import full_disk, run_command
 from hosts import write_recipe
 from PIL import Image
 
@@ -63,6 +63,10 @@ def test_the_sheet_has_the_rows_and_columns_asked_for(recipe, tmp_path, capsys):
         assert sheet.format == "PNG"
         assert sheet.width == 3 * (128 + 8) + 8
     assert f"{out}: 6 images of digits" in capsys.readouterr().out
+    whole = out.read_bytes()
+    with full_disk(len(whole) // 2), pytest.raises(UserError, match="--out=.*too larg"):
+        run(recipe, f"--out={out}", *words)
+    assert out.read_bytes() == whole
 
 
 def test_a_config_without_its_weights_is_shown(recipe, tmp_path):

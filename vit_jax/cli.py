@@ -2,6 +2,7 @@
 
 import argparse
 import difflib
+import errno
 import gc
 import logging
 import os
@@ -28,6 +29,8 @@ SQUASH = "squash"  # A value of --crop_pct.
 # Objects between two collections; Python's default of 700 costs a tenth of a start, since a
 # trace makes many small objects and keeps all.
 _COLLECTED_AFTER = 10_000
+# Errors of a disk that takes no more.
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 _WNID = re.compile(r"n\d{8}\s+(\S.*)")  # A synset of WordNet in front of its name.
 _UNSTATED = "?"  # As `init` of a recipe that cannot start from scratch.
 
@@ -484,7 +487,8 @@ def run(
 ) -> None:
     """Runs a command and exits.
 
-    The exit code is that of `main`, None for 0; 2 after one line on bad input; 75 after one
+    The exit code is that of `main`, None for 0; 2 after one line on bad input,
+    full memory or a full disk; 75 after one
     line on a host that did not connect; 130 after Ctrl-C; 141, silently, when nobody reads
     its output any more. If it `trains`, SIGTERM and SIGHUP end the command with 75, and
     unread output does not end it.
@@ -513,6 +517,12 @@ def run(
             what = " ".join(str(error).split())[:200]
             less = "ask for less, by a smaller batch, image size or model"
             show(UserError(f"out of memory ({what}): {less}"), debug=debug)
+            code = EXIT_USER_ERROR
+        except OSError as error:
+            if error.errno not in _FULL:
+                raise
+            what = f"{error.filename or 'a file'} cannot be written ({error.strerror})"
+            show(UserError(f"{what}: make room, then repeat the command"), debug=debug)
             code = EXIT_USER_ERROR
         except SystemExit as end:  # --help, or a bad flag.
             code = end.code

@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import io
 import json
 import os
 import pathlib
@@ -9,12 +10,15 @@ import re
 import stat
 import time
 from collections.abc import Iterator
-from typing import IO
+from typing import IO, TYPE_CHECKING
 
 from etils import epath
 
 from vit_jax.errors import UserError
 from vit_jax.printing import masked
+
+if TYPE_CHECKING:
+    from PIL import Image
 
 _KINDS = {
     stat.S_IFIFO: "a pipe (FIFO)",
@@ -185,6 +189,39 @@ def replace_bytes(path: epath.Path | pathlib.Path, content: bytes) -> None:
         file.write(content)
 
 
+def replace_image(
+    path: epath.Path | pathlib.Path, image: "Image.Image", form: str, **options
+) -> None:
+    """Replaces a file by a picture, see `replace_text`.
+
+    Args:
+      path: path of the file.
+      image: the picture.
+      form: format, as "PNG".
+      **options: of Pillow's writer of the format.
+    """
+    # Pillow's encoders do not notice when a full disk takes a part of what they write.
+    stream = io.BytesIO()
+    image.save(stream, form, **options)
+    replace_bytes(path, stream.getvalue())
+
+
+def unique_stem(stem: str, taken: dict[str, int]) -> str:
+    """Returns a stem of a file name that is not taken: itself, or with a number added.
+
+    Args:
+      stem: preferred stem.
+      taken: stems in lower case, since some file systems ignore case, with the last
+        number added to each; the result is added.
+    """
+    name, plain = stem, stem.lower()
+    while name.lower() in taken:
+        taken[plain] += 1
+        name = f"{stem}_{taken[plain]}"
+    taken[name.lower()] = 1
+    return name
+
+
 @contextlib.contextmanager
 def replacing(path: epath.Path | pathlib.Path) -> Iterator[IO[bytes]]:
     """Yields a file that takes the place of `path` at the end, unless there is an error."""
@@ -193,7 +230,9 @@ def replacing(path: epath.Path | pathlib.Path) -> Iterator[IO[bytes]]:
         with new.open("wb") as file:
             yield file
         new.replace(path)
-    except BaseException:
+    except BaseException as error:
         with contextlib.suppress(OSError):
             new.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.filename is None:
+            error.filename = os.fspath(path)  # A failing write names no file.
         raise

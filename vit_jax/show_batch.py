@@ -52,10 +52,8 @@ def main(flags: argparse.Namespace) -> None:
     images, captions = images[:room], captions[:room]
     contact_sheet.check(len(images), flags.columns, images.shape[1:3])
     sheet = contact_sheet.draw(images, captions, flags.columns)
-    try:
-        sheet.save(out)
-    except OSError as error:
-        raise UserError(f"--out={out} cannot be written ({error.strerror})") from error
+    with files.writing_out(out):
+        files.replace_image(out, sheet, "PNG")
     cli.say(
         f"{out}: {len(images)} images of {config.data.name}, {sheet.width}x"
         f"{sheet.height} pixels; data.train_transform={config.data.train_transform!r}"

@@ -12,12 +12,13 @@ from vit_jax.analysis.figures import create
 from vit_jax.analysis.figures.figure import Picture
 from vit_jax.analysis.figures.writing import (
     chunk_and_batch_size,
+    file_stem,
     read_batches,
     save,
-    unique_stem,
 )
 from vit_jax.analysis.loaded_model import LoadedModel
 from vit_jax.data import decode
+from vit_jax.files import unique_stem
 from vit_jax.weights.pretrained import Preprocess
 
 CROPPED = Preprocess((16, 24), (0.4,), (0.25,), crop_fraction=0.9)
@@ -68,10 +69,10 @@ def test_a_file_is_replaced_as_a_whole(tmp_path):
 
 
 def test_images_of_one_name_have_distinct_stems():
-    taken = set()
-    paths = "x/a.png", "y/A.jpg", "a b?.gif", "-", "z/a.png"
-    stems = [unique_stem(path, taken) for path in paths]
-    assert stems == ["a", "A_2", "a_b", "image", "a_3"]
+    taken = {}
+    paths = "x/a.png", "y/A.jpg", "a b?.gif", "-", "z/a.png", "z/a_2.png"
+    stems = [unique_stem(file_stem(path), taken) for path in paths]
+    assert stems == ["a", "A_2", "a_b", "image", "a_3", "a_2_2"]
 
 
 def tiny(**options):

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import mask_folder
 import numpy as np
 import pytest
-from helpers import ROOT, TINY, random_weights, run_command
+from helpers import ROOT, TINY, full_disk, random_weights, run_command
 from PIL import Image
 
 import vit_jax
@@ -197,6 +197,30 @@ def test_a_picture_of_more_than_256_classes_has_16_bits(tmp_path):
     label_maps.picture(label_map, np.zeros((300, 3), np.uint8)).save(path)
     with Image.open(path) as picture:
         np.testing.assert_array_equal(np.array(picture), label_map)
+
+
+def test_images_of_any_names_have_masks_of_their_own(tmp_path):
+    writer = label_maps.Writer(tmp_path, 2)
+    blank = np.zeros((5, 7, 3), np.uint8)
+    paths = "x/a.png", "y/a.png", "z/a_2.png", "z/A.png"
+    found = [writer.write(path, blank, np.zeros((5, 7), np.int16)) for path in paths]
+    written = {path.lower() for files in found for path in files.values()}
+    assert len(written) == 2 * len(paths) == len([*tmp_path.iterdir()])
+
+
+@pytest.mark.parametrize("most", [100, 2_000])
+def test_a_full_disk_is_an_error_and_leaves_no_cut_picture(tmp_path, most):
+    rng = np.random.default_rng(0)
+    image = rng.integers(0, 256, (40, 70, 3), np.uint8)
+    label_map = rng.integers(0, 3, (40, 70)).astype(np.int16)
+    writer = label_maps.Writer(tmp_path, 3)
+    message = rf"--out={tmp_path}.*File too large"
+    with full_disk(most), pytest.raises(UserError, match=message):
+        writer.write("a.png", image, label_map)
+    left = [path.name for path in tmp_path.iterdir()]
+    assert left == ([] if most == 100 else ["a_mask.png"])
+    for name in left:
+        Image.open(tmp_path / name).load()
 
 
 def test_an_overlay_leaves_what_counts_for_no_class():

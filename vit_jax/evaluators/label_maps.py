@@ -3,7 +3,6 @@
 Letters: H by W pixels, C channels, L classes.
 """
 
-import collections
 import os
 import pathlib
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,6 +16,7 @@ from vit_jax.errors import UserError
 from vit_jax.evaluators.local_devices import LocalDevices
 from vit_jax.evaluators.sliding_window import LabelMap, Sliding, T
 from vit_jax.evaluators.whole_images import WholeImages
+from vit_jax.files import replace_image, unique_stem, writing_out
 from vit_jax.models.segmenter import check_sequences
 from vit_jax.weights import segmenter, surgery
 from vit_jax.weights.pretrained import (
@@ -162,27 +162,28 @@ class Writer:
 
     def __init__(self, folder: str, num_classes: int):
         self._folder, self._colors = pathlib.Path(folder), masks.palette(num_classes)
-        self._used = collections.Counter()
-        try:
+        self._taken = {}
+        with writing_out(folder):
             self._folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(
-                f"--out={folder} cannot be made: {error.strerror}"
-            ) from error
 
     def write(
         self, name: str, image: Num[np.ndarray, "H W C"], label_map: LabelMap
     ) -> dict[str, str]:
-        """Writes the mask and the overlay of an image; returns their paths."""
-        stem = pathlib.PurePath(name).stem
-        self._used[stem] += 1  # Photographs of several folders may have one name.
-        if self._used[stem] > 1:
-            stem = f"{stem}_{self._used[stem]}"
-        mask, over = self._folder / f"{stem}_mask.png", f"{stem}_overlay.jpg"
-        picture(label_map, self._colors).save(mask)
+        """Writes the mask and the overlay of an image; returns their paths.
+
+        Raises:
+          UserError: they cannot be written.
+        """
+        # Photographs of several folders may have one name.
+        stem = unique_stem(pathlib.PurePath(name).stem, self._taken)
+        mask, over = (
+            self._folder / f"{stem}_{end}" for end in ("mask.png", "overlay.jpg")
+        )
         shown = Image.fromarray(overlay(image, label_map, self._colors))
-        shown.save(self._folder / over, quality=90)
-        return {"mask": str(mask), "overlay": str(self._folder / over)}
+        with writing_out(self._folder):
+            replace_image(mask, picture(label_map, self._colors), "PNG")
+            replace_image(over, shown, "JPEG", quality=90)
+        return {"mask": str(mask), "overlay": str(over)}
 
 
 def picture(label_map: LabelMap, colors: UInt8[np.ndarray, "L 3"]) -> Image.Image:

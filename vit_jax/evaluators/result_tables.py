@@ -16,7 +16,7 @@ from PIL import Image, ImageDraw, ImageFont
 from vit_jax import fonts
 from vit_jax.evaluators.fewshot import fewer_images, is_beside
 from vit_jax.evaluators.protocol import Confusion, is_fraction
-from vit_jax.files import replace_bytes, replace_text, writing_out
+from vit_jax.files import replace_image, replace_text, writing_out
 from vit_jax.printing import printable
 
 FILE = "evaluate.json"
@@ -57,9 +57,7 @@ def write(
         folder.mkdir(parents=True, exist_ok=True)
         for name, table in tables.items():
             picture, numbers = f"{name}_confusion.png", f"{name}_confusion.csv"
-            stream = io.BytesIO()
-            draw_confusion(table).save(stream, "PNG")
-            replace_bytes(folder / picture, stream.getvalue())
+            replace_image(folder / picture, draw_confusion(table), "PNG")
             replace_text(folder / numbers, confusion_to_csv(table))
             written += [picture, numbers]
         replace_text(folder / FILE, json.dumps(report, indent=2) + "\n")

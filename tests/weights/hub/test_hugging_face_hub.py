@@ -1,9 +1,9 @@
 import hashlib
 import pathlib
-import resource
 
 import pytest
 import stand_in
+from helpers import full_disk
 from huggingface_hub import constants, file_download
 
 from vit_jax.errors import UserError
@@ -196,13 +196,9 @@ def test_a_failure_of_xet_is_told(model, monkeypatch):
 @pytest.mark.parametrize("place", ["timm/vit", "URL/a.npz"])
 def test_a_full_disk_is_told_and_nothing_is_kept(model, tmp_path, place):
     model.files["/a.npz"] = CONTENT
-    old = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (500_000, old[1]))
-    try:
-        with pytest.raises(UserError, match=r"written \(File too large\): free"):
-            download(place.replace("URL", model.url))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, old)
+    message = r"written \(File too large\): free"
+    with full_disk(500_000), pytest.raises(UserError, match=message):
+        download(place.replace("URL", model.url))
     sizes = [p.stat().st_size for p in tmp_path.rglob("*") if p.is_file()]
     assert max(sizes) < 10_000
 

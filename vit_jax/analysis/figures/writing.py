@@ -26,7 +26,7 @@ from vit_jax.analysis.loaded_model import LoadedModel
 from vit_jax.data import bands, inputs
 from vit_jax.data.bands import PixelFormat
 from vit_jax.errors import UserError
-from vit_jax.files import replace_bytes, writing_out
+from vit_jax.files import replace_bytes, unique_stem, writing_out
 
 
 def write_figures(
@@ -288,7 +288,7 @@ def read_batches(
       min_batch_size: minimum size of the last batch. To reach it, the last batch may
         exceed `batch_size` by up to `min_batch_size` - 1.
     """
-    num_read, stems = 0, set()
+    num_read, stems = 0, {}
 
     def load(image: inputs.Named):
         name, source = image
@@ -317,7 +317,7 @@ def read_batches(
             on_unreadable(name, result)
             continue
         original, prepared = result
-        stem = unique_stem(name, stems)
+        stem = unique_stem(file_stem(name), stems)
         original = original if num_read < num_originals else None
         pending.append((name, stem, original, prepared))
         num_read += 1
@@ -338,12 +338,6 @@ def _stack(images) -> Batch:
     )
 
 
-def unique_stem(image: str, taken: set[str]) -> str:
-    """Returns a file stem for an image, and adds it to those taken, in lower case."""
-    plain = re.sub(r"[^\w.-]+", "_", pathlib.Path(image).stem).strip("._-") or "image"
-    stem, number = plain, 1
-    while stem.lower() in taken:  # Some file systems ignore case.
-        number += 1
-        stem = f"{plain}_{number}"
-    taken.add(stem.lower())
-    return stem
+def file_stem(image: str) -> str:
+    """Returns a stem for the files about an image, without characters that need quotes."""
+    return re.sub(r"[^\w.-]+", "_", pathlib.Path(image).stem).strip("._-") or "image"

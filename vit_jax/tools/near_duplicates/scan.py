@@ -18,7 +18,7 @@ from vit_jax.data import bands, decode
 from vit_jax.data.sources.base import Source
 from vit_jax.data.sources.open import Spec
 from vit_jax.errors import UserError
-from vit_jax.files import lock_folder, replace_bytes, replace_text
+from vit_jax.files import lock_folder, replace_bytes, replace_image, replace_text
 from vit_jax.tools.near_duplicates import matching
 
 CHUNK = 2048  # Records per chunk, about two seconds of one core.
@@ -284,7 +284,7 @@ def write_list(path: pathlib.Path, result: Found, correlation: float) -> list[st
         counts,
         *ids,
     ]
-    _write(path, "".join(f"{line}\n" for line in lines).encode())
+    _write(path, "".join(f"{line}\n" for line in lines))
     return ids
 
 
@@ -294,7 +294,7 @@ def write_pairs(path: pathlib.Path, pairs: Sequence[Pair]) -> None:
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(PAIRS_COLUMNS)
     writer.writerows([getattr(pair, name) for name in PAIRS_COLUMNS] for pair in pairs)
-    _write(path, text.getvalue().encode())
+    _write(path, text.getvalue())
 
 
 def write_sheet(
@@ -326,11 +326,10 @@ def write_sheet(
             # The font has Latin letters only.
             words = words.encode("latin-1", "replace").decode("latin-1")
             pen.text((x, y + _SIDE + 14 * line), words[-50:], fill="black")
-    stream = io.BytesIO()
-    sheet.save(stream, "PNG")
-    _write(path, stream.getvalue())
-
-
-def _write(path: pathlib.Path, data: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    replace_bytes(path, data)
+    replace_image(path, sheet, "PNG")
+
+
+def _write(path: pathlib.Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    replace_text(path, text)

@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 from vit_jax.config import fields
 from vit_jax.distributed import chips
 from vit_jax.errors import UserError
+from vit_jax.files import replace_bytes
 from vit_jax.models import cost
 from vit_jax.tools.planning import costs, gpus, hlo, topology
 from vit_jax.training import compiled_step, train_step
@@ -427,7 +428,9 @@ def export_stablehlo(
     exported = jax.export.export(setup.train_step, platforms=[lowering(mesh)[0]])(
         setup.shapes, setup.batch_shapes
     )
+    content = exported.mlir_module_serialized
     try:
-        return path.write_bytes(exported.mlir_module_serialized)
+        replace_bytes(path, content)
     except OSError as error:
         raise UserError(f"--export={path}: cannot be written: {error}") from error
+    return len(content)

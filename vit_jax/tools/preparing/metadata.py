@@ -13,11 +13,11 @@ import json
 import os
 import pathlib
 import re
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 
 from vit_jax.data.sources import tfds as tfds_source
 from vit_jax.errors import UserError
+from vit_jax.files import replace_bytes
 from vit_jax.tools.preparing import shards
 from vit_jax.tools.preparing.shards import WrittenShard
 
@@ -182,7 +182,7 @@ def copy_default_config(
         copy_to = data_dir / name.dataset / ".config" / "metadata.json"
         if note.is_file() and not copy_to.exists():
             copy_to.parent.mkdir(exist_ok=True)
-            shutil.copyfile(note, copy_to)
+            replace_bytes(copy_to, note.read_bytes())
 
 
 def write_info(
