@@ -11,7 +11,11 @@ import threading
 import time
 
 import hosts
+import numpy as np
 import pytest
+import warm
+from helpers import write_weights
+from PIL import Image
 
 from vit_jax.weights import workdir as workdirs
 
@@ -192,3 +196,27 @@ def test_a_disk_that_goes_bad_under_a_run_and_recovers_costs_nothing(
     lines = (run / "metrics.jsonl").read_text().splitlines()
     steps = [json.loads(line)["step"] for line in lines if "train/loss" in line]
     assert steps == list(range(10, 401, 10))
+
+
+def test_a_full_disk_leaves_no_cut_result(disk, tmp_path):
+    hosts.write_recipe(tmp_path / "tiny.py")
+    options = {"variant": "Ti/4", "num_classes": 5, "image_size": (8, 12)}
+    write_weights(tmp_path / "five.safetensors", "12345", **options)
+    noise = np.random.default_rng(0).integers(0, 256, (60, 70, 3), dtype=np.uint8)
+    Image.fromarray(noise).save(tmp_path / "a.png")
+    out = disk("size=16k")
+    fill(out)
+    of_weights = "--model=five.safetensors"
+    with warm.Process(tmp_path, JAX_PLATFORMS="cpu", PYTHONPATH=hosts.ROOT) as process:
+        for verb, *words in (
+            ("show_batch", "--config=tiny.py", f"--out={out}/a.png"),
+            ("features", "a.png", of_weights, f"--out={out}/a.parquet"),
+            ("convert", of_weights, "--to=timm", f"--out={out}/timm"),
+            ("visualize", "--images=a.png", of_weights, f"--out={out}/figures"),
+            ("explore", "--image=a.png", of_weights, f"--html={out}/a.html"),
+        ):
+            end = process.run(verb, words)
+            (*_, line) = end.err.splitlines()
+            assert end.code == 2, (verb, end)
+            assert line.startswith("error: ") and "No space left" in line, verb
+            assert [p.name for p in out.rglob("*") if p.is_file()] == ["other"], verb
