@@ -20,6 +20,7 @@ from PIL import Image
 import vit_jax
 from vit_jax import models, weights
 from vit_jax.data import imagenet, inputs
+from vit_jax.data.sources.base import _warned
 from vit_jax.errors import UserError
 from vit_jax.evaluators import prediction
 from vit_jax.training import loop
@@ -425,6 +426,22 @@ def test_models_without_a_classifier_or_with_broken_weights_are_refused(
         list(prediction.predict(classifier, images))
 
 
+@pytest.mark.parametrize("verb", ["predict", "features", "explore"])
+def test_12_bits_in_16_are_said_to_be_dark(place, tmp_path, caplog, verb):
+    _warned.clear()
+    path = tmp_path / "dark.png"
+    values = np.random.default_rng(0).integers(0, 4_096, (17, 26), dtype=np.uint16)
+    Image.fromarray(values).save(path)
+    words = [f"--model={place / 'tiny.safetensors'}"]
+    words += {
+        "predict": [path],
+        "features": [path, f"--out={tmp_path / 'out.parquet'}"],
+        "explore": [f"--image={path}", f"--html={tmp_path / 'out.html'}"],
+    }[verb]
+    assert not run_command(verb, words)
+    assert f"{path.name} has no value above 4," in caplog.text
+
+
 @pytest.mark.slow
 def test_a_sigmoid_run_gives_every_class_a_probability(place, run, tmp_path, capsys):
     recipe = tiny_config(
@@ -473,6 +490,18 @@ def test_stdin_holds_paths_or_one_image(tmp_path):
         stream = io.BytesIO()
         Image.new("RGB", (17, 13)).save(stream, format)
         assert found(stream.getvalue()) == [("-", stream.getvalue())]
+
+
+def test_a_loop_of_links_is_followed_once(tmp_path):
+    for name in ("photos/a.png", "photos/deeper/b.png", "other/c.png"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    photos = tmp_path / "photos"
+    (photos / "deeper" / "back").symlink_to("..")
+    (photos / "out").symlink_to(tmp_path / "other")
+    (tmp_path / "other" / "back").symlink_to(photos)
+    names = [os.path.relpath(name, photos) for name, _ in inputs.find([str(photos)])]
+    assert names == ["a.png", "deeper/b.png", "out/c.png"]
 
 
 def test_the_reader_keeps_no_more_than_its_limit_ahead():

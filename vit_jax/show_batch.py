@@ -91,7 +91,7 @@ def see(source, config, count: int) -> tuple:
     run = RunLength(config.num_steps(examples), examples / config.batch_size)
     task = config.task.build(config.build_model(), data, run)
     parse.check_batch(task.batch_spec(config.batch_size), data)
-    pipeline.warn_of_dark(source)
+    pipeline.warn_of_dark(source, data)
     packs = parse.packs(data)
     with pipeline.train_batches(
         source,

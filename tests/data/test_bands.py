@@ -17,9 +17,10 @@ from vit_jax.data.bands import PixelFormat
 from vit_jax.data.config import DataConfig
 from vit_jax.data.sources import arrays
 from vit_jax.data.sources.arrays import open_arrays
+from vit_jax.data.sources.base import _warned
 from vit_jax.data.transforms import host
 from vit_jax.errors import UserError
-from vit_jax.weights.pretrained import Preprocess, resize_and_crop
+from vit_jax.weights.pretrained import Preprocess, resize_and_crop, warn_of_dark
 
 RNG = np.random.default_rng(0)
 SIXTEEN = RNG.integers(0, 10_000, (8, 6, 13), np.uint16)
@@ -65,6 +66,7 @@ ALL = PixelFormat(13, "uint16")
         ),
         npy(SIXTEEN),
         npy(np.moveaxis(SIXTEEN, -1, 0)),
+        npy(SIXTEEN.astype(">u2")),
         npz(image=SIXTEEN),
         SIXTEEN,
     ],
@@ -75,6 +77,7 @@ ALL = PixelFormat(13, "uint16")
         "tiled",
         "npy",
         "channels-first",
+        "npy-big",
         "npz",
         "array",
     ],
@@ -106,11 +109,15 @@ def test_bands_are_chosen_and_ordered():
         ),
         (np.full((4, 4, 2), np.nan), PixelFormat(2, "float32"), "NaN"),
         (np.zeros((2, 3, 4, 5), np.uint8), ALL, r"\(2, 3, 4, 5\)"),
+        (np.zeros((0, 5, 3), np.uint8), PixelFormat(), r"\(0, 5, 3\)"),
+        (np.ones((4, 5, 3), complex), PixelFormat(3, "float32"), "of complex128"),
+        (np.full((4, 5), "a"), PixelFormat(3, "float32"), "of <U1, not of real numb"),
     ],
 )
 def test_what_does_not_fit_is_refused_with_the_key(image, form, match):
     with pytest.raises(decode.DamagedImage, match=match):
         bands.read(npy(image), form)
+    bands.doubt(npy(image))  # What is damaged is reported elsewhere.
 
 
 def test_damaged_files_and_several_arrays_are_refused():
@@ -165,6 +172,9 @@ def test_a_fourth_band_is_opacity_only_if_the_file_says_so():
         (RNG.integers(0, 12, (5, 4), np.uint8), "of 255: all but black"),
         (np.zeros((5, 4), np.uint8), "is black"),
         (RNG.integers(0, 65_536, (5, 4), np.uint16), ""),
+        (np.full((5, 4), 10_000, np.uint16), "10,000 of 65,535, as 14 bits"),
+        (np.full((5, 4), 17_000, np.uint16), ""),
+        (np.full((5, 4), 30, np.uint8), ""),
     ],
 )
 def test_images_that_are_all_but_black_are_noticed(image, words):
@@ -262,17 +272,39 @@ def test_a_run_on_class_folders_of_bands_learns_and_predicts(tmp_path, capsys):
         run_command("train", words)
 
 
-def test_a_run_says_that_its_images_are_dark(caplog):
-    images = RNG.integers(0, 4_000, (20, 5, 4, 1), np.uint16)
-    labels = np.zeros(20, int)
-    pipeline.warn_of_dark(open_arrays({"train": (images, labels)}, "train", "dark"))
-    assert "dark" in caplog.text
-    assert "8 of 8 images" in caplog.text
-    caplog.clear()
-    pipeline.warn_of_dark(
-        open_arrays({"train": (images * 16, labels)}, "train", "light")
-    )
-    assert not caplog.text
+@pytest.mark.parametrize(
+    ("most", "mean", "warns"),
+    [
+        (4_000, 0.5, True),
+        (10_000, 0.5, True),  # Reflectances in ten thousandths.
+        (10_000, 0.1, False),
+        (64_000, 0.5, False),
+    ],
+)
+def test_a_run_says_that_its_images_are_dark(caplog, most, mean, warns):
+    _warned.clear()
+    images = RNG.integers(most // 2, most, (20, 5, 4, 1), np.uint16)
+    source = open_arrays({"train": (images, np.zeros(20, int))}, "train", "made")
+    data = DataConfig(channels=1, pixels="uint16", mean=(mean,))
+    pipeline.warn_of_dark(source, data)
+    assert ("8 of 8 images" in caplog.text) == warns == bool(caplog.text)
+
+
+@pytest.mark.parametrize("format", ["PNG", "TIFF"])
+def test_a_network_of_8_bits_says_that_12_bits_in_16_are_dark(caplog, encode, format):
+    dark = RNG.integers(0, 4_096, (5, 4), np.uint16)
+    photograph = (dark // 300).astype(np.uint8)  # White is known of 8 bits.
+    for image, depth, warns in (
+        (dark, "uint8", True),
+        (dark, "uint16", False),
+        (dark * 16, "uint8", False),
+        (photograph, "uint8", False),
+    ):
+        _warned.clear()
+        caplog.clear()
+        warn_of_dark(encode(image, format), PixelFormat(3, depth), "a scan")
+        assert ("of 65,535, as 12 bits in 16" in caplog.text) == warns
+        assert bool(caplog.text) == warns
 
 
 @pytest.mark.parametrize("dtype", [np.uint16, np.float32])

@@ -8,7 +8,13 @@ import numpy as np
 import pytest
 from PIL import Image, ImageOps
 
-from vit_jax.data.decode import DamagedImage, _register_heif, decode, orientation
+from vit_jax.data.decode import (
+    DamagedImage,
+    _register_heif,
+    decode,
+    orientation,
+    to_pixels,
+)
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
 
@@ -52,6 +58,20 @@ def test_sixteen_bits_keep_the_high_byte(encode):
     values = np.arange(35 * 700, step=35, dtype=np.uint16).reshape(20, 35) * 2
     image = decode(encode(values, "PNG"), 1)
     np.testing.assert_array_equal(image[..., 0], values >> 8)
+
+
+def test_whole_numbers_of_32_bits_up_to_255_are_as_of_8_bits(encode):
+    values = np.arange(35).reshape(5, 7).astype(np.int32) * 7
+    for high, expected in ((1, values), (100, values * 100 >> 8)):
+        image = Image.fromarray(values * high)
+        assert image.mode == "I"
+        for pixels in (to_pixels(image, 1), decode(encode(image, "TIFF"), 1)):
+            np.testing.assert_array_equal(pixels[..., 0], expected)
+    # A dark scan of 16 bits.
+    assert decode(encode(Image.fromarray(values), "PPM"), 1).max() == 0
+    for other in (values - 1, values * 1_000):
+        with pytest.raises(DamagedImage, match=f"grey values from {other.min()} to"):
+            to_pixels(Image.fromarray(other), 3)
 
 
 def test_transparency_is_laid_over_white(encode):

@@ -72,7 +72,8 @@ def prepare(
     Args:
       image: one of `listed`.
       preprocess, channels: of the network.
-      convert: function of the file's bytes or of pixels, `preprocess` and `channels`.
+      convert: function of the file's bytes or of pixels, `preprocess`, `channels` and the
+        image's name.
 
     Raises:
       UserError: it cannot be read.
@@ -99,7 +100,7 @@ def prepare(
                 f"image of {data.dtype} {data.shape}: give uint8 (height, width, channels)"
             )
     with _readable(name):
-        return convert(data, preprocess, channels)
+        return convert(data, preprocess, channels, name)
 
 
 @contextlib.contextmanager

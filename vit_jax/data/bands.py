@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import cv2
 import numpy as np
 from jaxtyping import Num, UInt8
+from PIL import Image
 
 from vit_jax.data import decode
 from vit_jax.data.config import DEPTHS, MAX_PIXELS, DataConfig
@@ -27,7 +28,9 @@ _PNG_DEPTH = 24  # Where a PNG file has its bits per sample.
 # White by the type of whole numbers; of floats that `read` returns it is 255.
 WHITE = {"uint8": 255, "uint16": 65_535}
 _NOT_FINITE = "has NaN or infinite pixels"
-_DARK = 1 / 16  # Of the range: what 12 bits in 16 cannot exceed.
+# Parts of the range that images usually exceed: 14 bits in 16 do not, and reflectances in
+# ten thousandths do not.
+_DARK = {"uint8": 1 / 16, "uint16": 1 / 4}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,8 +89,11 @@ def read(
 
 
 def _with_bands(data: bytes | np.ndarray, exif: bool) -> np.ndarray:
-    """Returns what is stored as (H, W, C) or (C, H, W)."""
+    """Returns what is stored as (H, W, C) or (C, H, W), in the byte order of this machine."""
     image = stored(data, exif)
+    if image.dtype.kind not in "buif":
+        raise DamagedImage(f"is an array of {image.dtype}, not of real numbers")
+    image = image.astype(image.dtype.newbyteorder("="), copy=False)
     if image.ndim not in (2, 3) or 0 in image.shape:
         raise DamagedImage(f"has the shape {image.shape}, not (height, width, bands)")
     image = image[..., None] if image.ndim == 2 else image
@@ -112,7 +118,7 @@ def stored(data: bytes | np.ndarray, exif: bool = False) -> np.ndarray:
     except Exception as error:  # tifffile and NumPy raise many.
         raise DamagedImage(f"cannot be decoded ({error})") from error
     # Pillow would cut 16 bits of colours to 8.
-    if data.startswith(_PNG) and data[_PNG_DEPTH : _PNG_DEPTH + 1] == b"\x10":
+    if _is_deep_png(data):
         flags = cv2.IMREAD_UNCHANGED | cv2.IMREAD_IGNORE_ORIENTATION
         pixels = cv2.imdecode(np.frombuffer(data, np.uint8), flags)
         if pixels is not None and pixels.dtype == np.uint16:
@@ -186,19 +192,39 @@ def _to_depth(image: np.ndarray, depth: str) -> np.ndarray:
     )
 
 
-def doubt(data: bytes | np.ndarray) -> str:
+def is_cut(data: bytes | np.ndarray, form: PixelFormat) -> bool:
+    """Returns whether a file is read with fewer bits than it may have, by its first bytes."""
+    if form.depth != DEPTHS[0] or isinstance(data, np.ndarray):
+        return False
+    with contextlib.suppress(Exception):  # Reading it says what is damaged.
+        if data.startswith(decode.TIFF):
+            return Image.open(io.BytesIO(data)).mode.startswith("I")
+    return _is_deep_png(data)
+
+
+def _is_deep_png(data: bytes) -> bool:
+    return data.startswith(_PNG) and data[_PNG_DEPTH : _PNG_DEPTH + 1] == b"\x10"
+
+
+def doubt(data: bytes | np.ndarray, mean: Sequence[float] = (1.0,)) -> str:
     """Returns what is odd about the values of an image; "" for nothing.
 
     Pixels of 12 bits are often stored in 16, where they look all but black.
+
+    Args:
+      data: content of a file, or an array.
+      mean: as a fraction of white, one or one per band; an image with values above it
+        is not dark.
     """
     with contextlib.suppress(DamagedImage):
-        pixels = stored(data)
-        full = WHITE.get(pixels.dtype.name)
-        if full and 0 < (highest := int(pixels.max())) <= full * _DARK:
+        pixels = _with_bands(data, exif=False)
+        if not (full := WHITE.get(kind := pixels.dtype.name)):
+            return ""
+        if not (highest := int(pixels.max())):
+            return "is black"
+        if highest <= full * min(_DARK[kind], *mean):
             held = f", as {highest.bit_length()} bits in 16" if full > 255 else ""
             return f"has no value above {highest:,} of {full:,}{held}: all but black"
-        if full and not pixels.any():
-            return "is black"
     return ""
 
 

@@ -105,7 +105,8 @@ def decode(
 
     Returns:
       Pixels. Transparency is laid over white, 16-bit values keep their high byte,
-      floats from 0 to 1 are scaled to 255, and of an animation the first frame counts.
+      32-bit values do where one is above 255, floats from 0 to 1 are scaled to 255, and
+      of an animation the first frame counts.
 
     Raises:
       DamagedImage: the data are empty, truncated, damaged, of an unknown format, over 100
@@ -355,8 +356,9 @@ def to_pixels(image: Image.Image, channels: int) -> np.ndarray:
     """Returns the pixels of a PIL image of any mode, see `decode`."""
     image.load()
     if image.mode.startswith("I"):
-        grey = np.asarray(image).astype(np.int64) >> 8
-        image = Image.fromarray(grey.clip(0, 255).astype(np.uint8))
+        # Whole numbers of 32 bits say nothing of white; Pillow has PGM's 16 bits in them.
+        known = image.mode != "I" or image.format == "PPM"
+        image = Image.fromarray(_from_integers(np.asarray(image), known))
     elif image.mode == "F":
         image = Image.fromarray(_from_floats(np.asarray(image)))
     elif "A" in image.getbands() or "transparency" in image.info:
@@ -367,6 +369,17 @@ def to_pixels(image: Image.Image, channels: int) -> np.ndarray:
     image = image if image.mode == "L" else image.convert("RGB")
     pixels = np.array(image.convert("RGB" if channels == 3 else "L"))
     return pixels[..., None] if channels == 1 else pixels
+
+
+def _from_integers(grey: np.ndarray, are_16_bits: bool) -> np.ndarray:
+    """Scales grey values to bytes, those up to 255 only where they are known to be 16 bits."""
+    low, high = int(grey.min()), int(grey.max())
+    if low < 0 or high > 65_535:
+        raise DamagedImage(
+            f"has grey values from {low} to {high}: scale them to 0..255 or 0..65535"
+        )
+    shift = 8 if are_16_bits or high > 255 else 0
+    return (grey.astype(np.int64) >> shift).astype(np.uint8)
 
 
 def _from_floats(grey: np.ndarray) -> np.ndarray:

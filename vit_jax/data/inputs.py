@@ -32,7 +32,8 @@ T = TypeVar("T")
 def find(words: Iterable[str], stdin: int = 0) -> Iterator[Named]:
     """Yields the images named by arguments of a command line: a name, and a path or content.
 
-    Files are not checked for existence.
+    Files are not checked for existence. A link that leads back to a folder above it is not
+    followed.
 
     Args:
       words: files; folders, searched recursively for SUFFIXES in the order of their names;
@@ -87,10 +88,11 @@ def load(source: str | bytes) -> bytes:
         return file.read()
 
 
-def attempt(source: str | bytes, work: Callable[[bytes], T]) -> T | str:
-    """Returns the result of `work` on an image file's content, or the reason of a failure."""
+def attempt(image: Named, work: Callable[[bytes, str], T]) -> T | str:
+    """Returns the result of `work` on a file's content and name, or the reason of a failure."""
+    name, source = image
     try:
-        return work(load(source))
+        return work(load(source), name)
     except OSError as error:
         return f"cannot be read ({error.strerror or error})"
     except DamagedImage as error:
@@ -133,21 +135,27 @@ def ahead(
                 results.get_nowait()
 
 
-def _below(path: str) -> Iterator[Named]:
-    """Yields a file, or the images of a folder and its subfolders."""
+def _below(path: str, above: tuple[tuple[int, int], ...] = ()) -> Iterator[Named]:
+    """Yields a file, or the images of a folder and its subfolders.
+
+    `above` has device and inode of the folders on the way, to which links may lead back.
+    """
     if not os.path.isdir(path):
         yield path, path
         return
     try:
         entries = sorted(os.scandir(path), key=lambda entry: entry.name)
+        about = os.stat(path)
     except OSError:  # Opening it raises an error later.
         yield path, path
+        return
+    if (here := (about.st_dev, about.st_ino)) in above:
         return
     for entry in entries:
         if folder.is_ignored(entry):
             continue
         if folder.is_folder(entry):
-            yield from _below(entry.path)
+            yield from _below(entry.path, (*above, here))
         elif entry.name.lower().endswith(SUFFIXES):
             yield entry.path, entry.path
 

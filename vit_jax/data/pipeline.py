@@ -13,7 +13,7 @@ import numpy as np
 
 from vit_jax.data import bands, decode, masks, order, workers
 from vit_jax.data.captions import Captions
-from vit_jax.data.config import DataConfig
+from vit_jax.data.config import DEPTHS, DataConfig
 from vit_jax.data.loader import Batch, Loader
 from vit_jax.data.sources.base import Source, read_labels, warn
 from vit_jax.data.transforms import parse
@@ -93,21 +93,26 @@ def train_batches(
     return Batches(load, range(start, stop), data)
 
 
-def warn_of_dark(source: Source) -> None:
-    """Warns if at least half of some images are all but black, as 12 bits in 16 are."""
+def warn_of_dark(source: Source, data: DataConfig) -> None:
+    """Warns, once, if at least half of some images are all but black, as 12 bits in 16 are.
+
+    Of what is read with all its bits, those are not whose values exceed `data.mean`.
+    """
     numbers, odd = _some(source), {}
+    mean = (1.0,) if data.pixels == DEPTHS[0] else data.mean
     for i in numbers:
         with contextlib.suppress(OSError, decode.DamagedImage):
             image = (
                 source.images[i] if source.images is not None else source[i]["image"]
             )
-            odd |= {i: text} if (text := bands.doubt(image)) else {}
+            odd |= {i: text} if (text := bands.doubt(image, mean)) else {}
     if 2 * len(odd) >= len(numbers):
         first, text = next(iter(odd.items()))
         warn(
             f"{source.describe(first)} {text}; so are {len(odd)} of {len(numbers)} images "
             "looked at: see that their values fill the range, or estimate data.mean and "
-            "data.std"
+            "data.std",
+            about="dark images",
         )
 
 
@@ -118,7 +123,7 @@ def _some(source: Source) -> range:
 
 def try_training(source: Source, data: DataConfig) -> None:
     """Prepares the fewest training images; raises the errors of the batches of `train_batches`."""
-    warn_of_dark(source)
+    warn_of_dark(source, data)
     if data.mask_key:
         masks.warn_of_one_class(source, data, _some(source))
     data = dataclasses.replace(data, num_workers=0, class_balance="")

@@ -87,9 +87,13 @@ class Extractor:
         Raises:
           UserError: a vector is not finite.
         """
+
+        def prepare(data, name):
+            return prepare_image(data, self._preprocess, self._channels, name)
+
         for name, found in prediction.stream(
             images,
-            lambda data: prepare_image(data, self._preprocess, self._channels),
+            prepare,
             lambda *batch: self._devices.run("", self._function, self._params, *batch),
             batch_size=batch_size,
         ):

@@ -67,13 +67,15 @@ class PixelClassifier:
         self._preprocess, self._channels = preprocess, model.image_shape[-1]
         self._devices = LocalDevices()
 
-    def read(self, data: bytes | np.ndarray) -> Num[np.ndarray, "H W C"]:
+    def read(
+        self, data: bytes | np.ndarray, name: str = ""
+    ) -> Num[np.ndarray, "H W C"]:
         """Decodes an image at its own size.
 
         Raises:
           DamagedImage: it cannot be read.
         """
-        return read_image(data, self._preprocess, self._channels)
+        return read_image(data, self._preprocess, self._channels, name)
 
     def label_maps(
         self,
@@ -133,8 +135,7 @@ def predict(
     """
 
     def load(image):
-        name, source = image
-        return name, inputs.attempt(source, classifier.read)
+        return image[0], inputs.attempt(image, classifier.read)
 
     threads = threads or min(8, os.cpu_count() or 1)
     read = inputs.ahead(images, load, threads=threads, limit=threads)

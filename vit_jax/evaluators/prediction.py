@@ -105,9 +105,11 @@ class Classifier:
 
         self._logits = jax.jit(logits, compiler_options=compilation.options())
 
-    def prepare(self, data: bytes | UInt8[np.ndarray, "H W C"]) -> Prepared:
+    def prepare(
+        self, data: bytes | UInt8[np.ndarray, "H W C"], name: str = ""
+    ) -> Prepared:
         """Decodes, resizes and crops an image; see `pretrained.prepare_image`."""
-        return prepare_image(data, self._preprocess, self._channels)
+        return prepare_image(data, self._preprocess, self._channels, name)
 
     def logits(self, images: Prepared) -> Float[Array, "B K"]:
         """Returns the network's output for a batch of prepared images."""
@@ -232,7 +234,7 @@ def check_finite(values: Float[np.ndarray, "..."], name: str) -> None:
 
 def stream(
     images: Iterable[inputs.Named],
-    prepare: Callable[[bytes], Prepared],
+    prepare: Callable[[bytes, str], Prepared],
     compute: Callable[[Prepared, int], Any],
     *,
     batch_size: int = 32,
@@ -245,7 +247,7 @@ def stream(
 
     Args:
       images: images from `inputs.find`.
-      prepare: function of a file's content to the image that the network takes.
+      prepare: function of a file's content and name to the image that the network takes.
       compute: function of B prepared images and the rows to fill up to, the same for all
         batches, to a tree of arrays whose first B rows are the outputs.
       batch_size: images per batch.
@@ -256,8 +258,7 @@ def stream(
     """
 
     def load(image: inputs.Named) -> tuple[str, Prepared | str]:
-        name, source = image
-        return name, inputs.attempt(source, prepare)
+        return image[0], inputs.attempt(image, prepare)
 
     threads = threads or min(8, os.cpu_count() or 1)
     prepared = inputs.ahead(images, load, threads=threads, limit=2 * batch_size)

@@ -298,6 +298,7 @@ class EvalSplits:
             source = exclude(source, data.exclude)
         if data.has_labels:
             data = dataclasses.replace(data, num_classes=_MANY)
+        pipeline.warn_of_dark(source, data)
         ops = None if config.eval_transform else self._host_ops(source, data)
         return EvalSplit(opened, source, data, ops)
 

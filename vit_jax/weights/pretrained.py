@@ -17,8 +17,9 @@ from jaxtyping import Array, Float, Num
 
 from vit_jax import models
 from vit_jax.data import decode
-from vit_jax.data.bands import WHITE, PixelFormat, read
+from vit_jax.data.bands import WHITE, PixelFormat, doubt, is_cut, read
 from vit_jax.data.config import DEPTHS, DataConfig
+from vit_jax.data.sources.base import warn
 from vit_jax.data.transforms import device
 from vit_jax.data.transforms import host as host_transforms
 from vit_jax.data.transforms.naflex import NaFlex, fitting_grid
@@ -147,7 +148,10 @@ def upright(preprocess: Preprocess) -> Preprocess:
 
 
 def prepare_image(
-    data: bytes | Num[np.ndarray, "..."], preprocess: Preprocess, channels: int = 3
+    data: bytes | Num[np.ndarray, "..."],
+    preprocess: Preprocess,
+    channels: int = 3,
+    name: str = "",
 ) -> Num[np.ndarray, "h w c"] | PatchSequences:
     """Decodes, resizes and crops one image; normalisation happens on the device.
 
@@ -158,6 +162,7 @@ def prepare_image(
       data: content of an image file, or an array as of one, see `bands.read`.
       preprocess: bands, depth, size, interpolation and crop.
       channels: of the model.
+      name: name of the image for warnings, see `warn_of_dark`.
 
     Returns:
       Pixels of `preprocess.image_size` and `preprocess.pixels`; with `max_tokens` patches
@@ -166,7 +171,7 @@ def prepare_image(
     Raises:
       DamagedImage: the data are not a readable image, or it is too thin to resize.
     """
-    image = read_image(data, preprocess, channels)
+    image = read_image(data, preprocess, channels, name)
     if not preprocess.max_tokens:
         return resize_and_crop(image, preprocess)
     return to_patches(image, preprocess)
@@ -232,10 +237,31 @@ def of_image(preprocess: Preprocess, size: tuple[int, int]) -> Preprocess:
 
 
 def read_image(
-    data: bytes | Num[np.ndarray, "..."], preprocess: Preprocess, channels: int = 3
+    data: bytes | Num[np.ndarray, "..."],
+    preprocess: Preprocess,
+    channels: int = 3,
+    name: str = "",
 ) -> Num[np.ndarray, "H W c"]:
     """Decodes one image at its own size, see `prepare_image`."""
-    return read(data, preprocess.form(channels), exif=bool(preprocess.exif))
+    form = preprocess.form(channels)
+    warn_of_dark(data, form, name)
+    return read(data, form, exif=bool(preprocess.exif))
+
+
+def warn_of_dark(data: bytes | np.ndarray, form: PixelFormat, name: str) -> None:
+    """Warns, once, of an image that is all but black to a network of 8 bits.
+
+    Args:
+      data: content of a file, or an array.
+      form: what the network reads of it.
+      name: name of the image.
+    """
+    if is_cut(data, form) and (text := doubt(data)):
+        warn(
+            f"{name or 'an image'} {text}; others may be too: scale their values to fill "
+            "the range",
+            about="dark images",
+        )
 
 
 def resize_and_crop(

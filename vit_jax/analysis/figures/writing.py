@@ -27,6 +27,7 @@ from vit_jax.data import bands, inputs
 from vit_jax.data.bands import PixelFormat
 from vit_jax.errors import UserError
 from vit_jax.files import replace_bytes, unique_stem, writing_out
+from vit_jax.weights.pretrained import warn_of_dark
 
 
 def write_figures(
@@ -291,16 +292,17 @@ def read_batches(
     num_read, stems = 0, {}
 
     def load(image: inputs.Named):
-        name, source = image
-        return name, inputs.attempt(source, prepare)
+        return image[0], inputs.attempt(image, prepare)
 
-    def prepare(data: bytes):
+    def prepare(data: bytes, name: str):
         # This runs ahead of `num_read`, so a few more originals are decoded than kept.
         keep = num_read < num_originals
         # Grey images are decoded as grey: that is not the mean of RGB.
         forms = {model.form for model in models}
         # One original stands beside all models.
         exif = any(model.preprocess.exif for model in models)
+        for form in forms:
+            warn_of_dark(data, form, name)
         decoded = {form: bands.read(data, form, exif=exif) for form in forms}
         prepared = [model.prepare(decoded[model.form]) for model in models]
         if not keep:

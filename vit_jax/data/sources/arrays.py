@@ -328,7 +328,7 @@ def depth_of(images: np.ndarray) -> str:
     """Returns the `data.pixels` of images that `check_pair` takes, the least they need."""
     if images.dtype.kind == "f":
         return "float32"
-    is_wide = images.dtype == np.uint16 and images.size and images.max() > 255
+    is_wide = images.dtype.name == "uint16" and images.size and images.max() > 255
     return "uint16" if is_wide else "uint8"
 
 

@@ -38,7 +38,7 @@ from vit_jax.tools.explorer.images import (
 )
 from vit_jax.tools.explorer.rows import AttentionRows, WindowRows
 from vit_jax.weights import segmenter
-from vit_jax.weights.pretrained import Preprocess, Pretrained, crop_box
+from vit_jax.weights.pretrained import Preprocess, Pretrained, crop_box, warn_of_dark
 from vit_jax.weights.text_tower import text_tower
 
 BUDGET = 1 << 30  # Bytes of attention that are kept; the last image always is.
@@ -184,6 +184,7 @@ class ExploredModel:
         """
         try:
             exif = bool(self._loaded.preprocess.exif)
+            warn_of_dark(data, self._loaded.form, name)
             whole = bands.read(data, self._loaded.form, exif=exif)
             pixels = self._loaded.prepare(whole)
         except decode.DamagedImage as error:
