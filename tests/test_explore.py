@@ -16,7 +16,7 @@ from PIL import Image
 
 from vit_jax import cli, explore
 from vit_jax.errors import UserError
-from vit_jax.tools.explorer import images, saved
+from vit_jax.tools.explorer import saved
 from vit_jax.weights.pretrained import Preprocess
 
 
@@ -154,11 +154,11 @@ def test_ports(capsys):
         assert f"'{port}' is not a port from 0 to 65535" in capsys.readouterr().err
 
 
-def test_a_large_image_is_refused(run, place, tmp_path, monkeypatch):
-    monkeypatch.setattr(images, "MAX_PIXELS", 100)
+def test_a_large_image_is_refused(run, place, tmp_path):
     image = place / "images" / "noise.png"
-    with pytest.raises(UserError, match="--image: noise.png has 41x29 pixels"):
-        run(f"--html={tmp_path / 'x.html'}", f"--image={image}")
+    words = f"--html={tmp_path / 'x.html'}", f"--image={image}"
+    with pytest.raises(UserError, match="--image: noise.png has 41x29 pixels.*0.001"):
+        run(*words, "--max_megapixels=0.001")
 
 
 def test_a_process_serves_until_it_is_interrupted(place):

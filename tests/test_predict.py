@@ -299,6 +299,17 @@ def test_tokens_are_merged(place, run, tmp_path):
     assert np.abs(np.subtract(*found)).max() > 1e-4
 
 
+def test_the_limit_of_large_images_is_a_flag_and_an_argument(place, run):
+    path, what = place / "images" / "b.JPG", "max_megapixels=0.001 "  # 29x41 pixels.
+    code, out, err = run(path, "--max_megapixels=0.001")
+    assert (code, out) == (1, "")
+    assert err.startswith(f"{path}: has 41x29 pixels") and what in err
+    assert run(path, "--max_megapixels=0.002")[0] == 0
+    model = vit_jax.load_model(place / "tiny.safetensors", max_megapixels=0.001)
+    with pytest.raises(UserError, match=what):
+        model.predict(path)
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -5,6 +5,7 @@ import difflib
 import errno
 import gc
 import logging
+import math
 import os
 import re
 import sys
@@ -230,6 +231,16 @@ def add_patch_flags(parser: Parser) -> None:
     )
 
 
+def add_max_megapixels_flag(parser: Parser) -> None:
+    """Adds the flag of the largest image to read, as `data.max_megapixels`."""
+    parser.add_argument(
+        "--max_megapixels",
+        type=_above_0,
+        metavar="N",
+        help="largest image to decode, in millions of pixels; default: 100",
+    )
+
+
 def add_token_merging_flag(parser: Parser) -> None:
     """Adds the flag of token merging, which `open_weights` reads."""
     parser.add_argument(
@@ -299,6 +310,7 @@ def image_flags(flags: argparse.Namespace) -> dict:
         "exif": flags.exif,
         "max_tokens": getattr(flags, "max_tokens", None),
         "patch": getattr(flags, "patch", None),
+        "max_megapixels": getattr(flags, "max_megapixels", None),
     }
     return {name: value for name, value in given.items() if value is not None}
 
@@ -438,6 +450,16 @@ def fraction(text: str) -> float:
     return number
 
 
+def _above_0(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return number
+
+
 def size(text: str) -> tuple[int, int]:
     """Reads a flag's height and width: one number of pixels, or HEIGHTxWIDTH."""
     height, _, width = text.partition("x")
@@ -446,8 +468,7 @@ def size(text: str) -> tuple[int, int]:
 
     if height * width > MAX_PIXELS:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is more than {MAX_PIXELS:,} pixels; images of so many are "
-            "not read either"
+            f"{text!r} is more than {MAX_PIXELS:,} pixels; choose a smaller size"
         )
     return height, width
 

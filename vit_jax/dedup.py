@@ -38,6 +38,7 @@ def main(flags: argparse.Namespace) -> int:
     if out.exists():
         raise UserError(f"{out} exists: remove it, or choose another --out")
 
+    from vit_jax.data.config import MAX_MEGAPIXELS
     from vit_jax.data.sources.open import parse_spec, parse_specs
     from vit_jax.tools.near_duplicates import scan
 
@@ -60,6 +61,7 @@ def main(flags: argparse.Namespace) -> int:
             folder,
             correlation=flags.correlation,
             threads=flags.threads,
+            max_megapixels=flags.max_megapixels or MAX_MEGAPIXELS,
             progress=bar.show,
         )
     if flags.sheet:
@@ -127,6 +129,7 @@ def parser() -> cli.Parser:
         help="minimum of a duplicate pair; 0.9",
     )
     add("--threads", type=cli.positive, help="for decoding; default: one per core")
+    cli.add_max_megapixels_flag(parser)
     return parser
 
 

@@ -32,29 +32,31 @@ def main(flags: argparse.Namespace) -> None:
     for name in ("html", "image"):
         files.check(f"--{name}", getattr(flags, name))
     # Imported after the flags are checked, so that their errors come at once.
+    from vit_jax.data.config import MAX_MEGAPIXELS
     from vit_jax.distributed import compilation
     from vit_jax.tools.explorer.images import Folder
 
-    folder = Folder(flags.images) if flags.images else None
+    limit = flags.max_megapixels or MAX_MEGAPIXELS
+    folder = Folder(flags.images, limit) if flags.images else None
     if uncached := compilation.enable_cache():
         cli.tell(uncached)
-    data = read(flags.image) if flags.html else b""
+    data = read(flags.image, limit) if flags.html else b""
     checkpoints = [flags.model, flags.compare] if flags.compare else [flags.model]
     models = [open_model(flags, checkpoint) for checkpoint in checkpoints]
     if flags.html:
         write(flags, models, data)
     else:
-        serve(flags, models, folder)
+        serve(flags, models, folder, limit)
 
 
-def read(path: str) -> bytes:
+def read(path: str, max_megapixels: float) -> bytes:
     """Returns the content of the image that --html shows."""
     from vit_jax.tools.explorer import images
 
     try:
         with open(path, "rb") as file:
             data = file.read(images.MAX_BYTES + 1)
-        images.check(data, os.path.basename(path))
+        images.check(data, os.path.basename(path), max_megapixels)
     except OSError as error:
         raise UserError(
             f"--image={path} cannot be read ({error.strerror or error}): give an image "
@@ -81,12 +83,15 @@ def write(flags: argparse.Namespace, models: list, data: bytes) -> None:
     )
 
 
-def serve(flags: argparse.Namespace, models: list, folder) -> None:
+def serve(
+    flags: argparse.Namespace, models: list, folder, max_megapixels: float
+) -> None:
     """Serves the page until Ctrl-C."""
     from vit_jax.tools.explorer.server import Server, is_loopback
     from vit_jax.tools.explorer.session import Session
 
-    with Server(Session(models, folder), flags.host, flags.port) as server:
+    session = Session(models, folder, max_megapixels=max_megapixels)
+    with Server(session, flags.host, flags.port) as server:
         if not is_loopback(flags.host):
             cli.tell(
                 f"--host={flags.host}: whoever reaches this computer and has the "
@@ -160,6 +165,7 @@ def parser() -> cli.Parser:
     add("--labels", default="", help="file of class names, one a line")
     add("--tokenizer", default="", help="of a text tower, if not the weights'")
     cli.add_patch_flags(parser)
+    cli.add_max_megapixels_flag(parser)
     cli.add_weights_flags(parser)
     return parser
 

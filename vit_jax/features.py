@@ -72,6 +72,7 @@ def parser() -> cli.Parser:
     add("--out", required=True, help="file to write, FILE.parquet")
     cli.add_layers_flag(parser, "add the pooled features of these layers")
     cli.add_patch_flags(parser)
+    cli.add_max_megapixels_flag(parser)
     add(
         "--batch_size", type=cli.positive, default=32, help="images at once; default 32"
     )

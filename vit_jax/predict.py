@@ -173,6 +173,7 @@ def parser() -> cli.Parser:
     cli.add_tta_flag(parser)
     cli.add_token_merging_flag(parser)
     cli.add_patch_flags(parser)
+    cli.add_max_megapixels_flag(parser)
     add("--json", action="store_true", help="JSON Lines, not a table")
     add(
         "--batch_size", type=cli.positive, default=32, help="images at once; default 32"

@@ -84,6 +84,7 @@ def _check(flags, made):
         "name": made,
         "on_error": made,
         "unchecked": made,
+        "max_megapixels": made,
         "caption": flags.dataset == "webdataset",
         "splits": bool(flags.source),
         "processes": bool(flags.source),
@@ -110,6 +111,7 @@ def _verify(flags, data_dir):
 
 
 def _make(flags, data_dir):
+    from vit_jax.data.config import MAX_MEGAPIXELS
     from vit_jax.tools.preparing import build, request
 
     root = _source(flags)
@@ -127,6 +129,7 @@ def _make(flags, data_dir):
         on_error=flags.on_error or "raise",
         decode=not flags.unchecked,
         caption=flags.caption,
+        max_megapixels=flags.max_megapixels or MAX_MEGAPIXELS,
     )
     target = asked.name.folder(data_dir)
     # Before the input is listed, which may take minutes.
@@ -222,6 +225,7 @@ def parser() -> cli.Parser:
     captions = "txt, another ending, or json:FIELD; default: txt where there are some"
     add("--caption", default="", help=captions)
     add("--unchecked", action="store_true", help="do not decode each image to test it")
+    cli.add_max_megapixels_flag(parser)
     add("--manual_dir", default="", help="files that you had to fetch for TFDS")
     add("--imports", type=_names, default=[], help="modules with your builders")
     return parser

@@ -127,8 +127,8 @@ def _sides(resolution):
     sides = int(match[1][:9]), int((match[2] or match[1])[:9])
     if math.prod(sides) > MAX_PIXELS:
         raise UserError(
-            f"--resolution={resolution}: more than {MAX_PIXELS:,} pixels; images "
-            "of so many are not read either"
+            f"--resolution={resolution}: more than {MAX_PIXELS:,} pixels; choose a "
+            "smaller size"
         )
     return sides
 

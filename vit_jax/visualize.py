@@ -183,6 +183,7 @@ def parser() -> cli.Parser:
         help="images in the model at a time (default: as memory allows)",
     )
     cli.add_patch_flags(parser)
+    cli.add_max_megapixels_flag(parser)
     cli.add_weights_flags(parser)
     return parser
 

@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 from PIL import Image, ImageOps
 
+from vit_jax.data import bands
+from vit_jax.data.bands import PixelFormat
 from vit_jax.data.decode import (
     DamagedImage,
     _register_heif,
@@ -171,6 +173,18 @@ def test_a_file_below_the_limit_is_read_without_pillows_warning(tmp_path):
     words = [sys.executable, "-c", code, file]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     assert (done.stdout, done.stderr) == ("(9500, 9500, 3)\n", "")
+
+
+@pytest.mark.parametrize("format", ["JPEG", "PNG", "GIF", "TIFF", "WEBP"])
+def test_a_large_image_names_the_limit_which_may_be_raised(photograph, encode, format):
+    data = encode(photograph, format)  # 0.00196 megapixels.
+    what = r"53x37 pixels.*max_megapixels=0\.0015 .*resize"
+    with pytest.raises(DamagedImage, match=what):
+        decode(data, max_megapixels=0.001_5)
+    assert decode(data, max_megapixels=0.002).shape == (37, 53, 3)
+    form = PixelFormat(3, "uint16", max_megapixels=0.001_5)
+    with pytest.raises(DamagedImage, match=what):
+        bands.read(data, form)
 
 
 def png_chunk(kind, content):

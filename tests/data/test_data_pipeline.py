@@ -211,10 +211,10 @@ def bomb(encode):
 FAULTS = {
     "zero bytes": (lambda encode: b"", "is empty"),
     "no image": (lambda encode: b"<html>404</html>", "of no known format"),
-    "header bomb": (bomb, "too many pixels"),
+    "header bomb": (bomb, "60000x60000 pixels.*max_megapixels=100.*set it to 3600"),
     "121 megapixels in few bytes": (
         lambda encode: encode(Image.new("1", (11_000, 11_000)), "PNG"),
-        "pixels, too many",
+        r"11000x11000 pixels.*max_megapixels=100 \(data.max_megapixels.*set it to 121",
     ),
     "truncated": (lambda encode: encode(RED, "JPEG")[:-40], "cannot be decoded"),
     "only a header": (lambda encode: encode(RED, "PNG")[:33], "cannot be decoded"),
@@ -234,11 +234,20 @@ def with_file(make):
     return put
 
 
+@pytest.mark.parametrize("ops", OPS[::2])
+def test_the_limit_of_large_images_is_a_key(with_file, encode, ops):
+    large = RED.resize((60, 40))  # The others have 53x37 pixels.
+    data, source = with_file(encode(large, "JPEG"), train_transform=ops)
+    epoch(source, dataclasses.replace(data, max_megapixels=0.002_4))
+    where = rf"{source.describe(4)} \(record 4\).*60x40 pixels.*data\.max_megapixels"
+    with pytest.raises(UserError, match=where):
+        epoch(source, dataclasses.replace(data, max_megapixels=0.002_3))
+
+
 def epoch(source, data):
     return stream(source, data, batch_size=len(source), stop=1)[0]
 
 
-@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_named_and_can_be_skipped(with_file, encode, fault):
     make, says = FAULTS[fault]

@@ -18,7 +18,7 @@ from jaxtyping import Num, UInt8
 from PIL import Image
 
 from vit_jax.data import decode
-from vit_jax.data.config import DEPTHS, MAX_PIXELS, DataConfig
+from vit_jax.data.config import DEPTHS, MAX_MEGAPIXELS, DataConfig
 from vit_jax.data.decode import DamagedImage
 
 # First bytes of a file of np.save, and of np.savez.
@@ -41,16 +41,18 @@ class PixelFormat:
       channels: number of bands in the result.
       depth: one of config.DEPTHS.
       bands: numbers of the file's bands, from 0 on, in their order; () for all.
+      max_megapixels: size of the largest image, see `data.max_megapixels`.
     """
 
     channels: int = 3
     depth: str = DEPTHS[0]
     bands: tuple[int, ...] = ()
+    max_megapixels: float = MAX_MEGAPIXELS
 
     @classmethod
     def of(cls, data: DataConfig) -> "PixelFormat":
         """Returns the format that `config.data` asks for."""
-        return cls(data.channels, data.pixels, data.bands)
+        return cls(data.channels, data.pixels, data.bands, data.max_megapixels)
 
     @property
     def is_photograph(self) -> bool:
@@ -84,25 +86,32 @@ def read(
       DamagedImage: it cannot be read, or has other bands or more depth.
     """
     if form.is_decoded(data):
-        return decode.decode(data, form.channels, exif=exif)
-    return _to_depth(_choose(_with_bands(data, exif), form), form.depth)
+        limit = form.max_megapixels
+        return decode.decode(data, form.channels, exif=exif, max_megapixels=limit)
+    image = _with_bands(data, exif, form.max_megapixels)
+    return _to_depth(_choose(image, form), form.depth)
 
 
-def _with_bands(data: bytes | np.ndarray, exif: bool) -> np.ndarray:
+def _with_bands(
+    data: bytes | np.ndarray, exif: bool, max_megapixels: float
+) -> np.ndarray:
     """Returns what is stored as (H, W, C) or (C, H, W), in the byte order of this machine."""
-    image = stored(data, exif)
+    image = stored(data, exif, max_megapixels)
     if image.dtype.kind not in "buif":
         raise DamagedImage(f"is an array of {image.dtype}, not of real numbers")
     image = image.astype(image.dtype.newbyteorder("="), copy=False)
     if image.ndim not in (2, 3) or 0 in image.shape:
         raise DamagedImage(f"has the shape {image.shape}, not (height, width, bands)")
     image = image[..., None] if image.ndim == 2 else image
-    if image.shape[0] * image.shape[1] > MAX_PIXELS:
-        raise DamagedImage(f"has {image.shape[1]}x{image.shape[0]} pixels, too many")
+    decode.check_size(image.shape[:2], max_megapixels)
     return image
 
 
-def stored(data: bytes | np.ndarray, exif: bool = False) -> np.ndarray:
+def stored(
+    data: bytes | np.ndarray,
+    exif: bool = False,
+    max_megapixels: float = MAX_MEGAPIXELS,
+) -> np.ndarray:
     """Returns an array, or that of a file as it is stored."""
     if isinstance(data, np.ndarray):
         return data
@@ -124,7 +133,7 @@ def stored(data: bytes | np.ndarray, exif: bool = False) -> np.ndarray:
         if pixels is not None and pixels.dtype == np.uint16:
             orders = {3: [2, 1, 0], 4: [2, 1, 0, 3]}  # OpenCV has blue first.
             return pixels if pixels.ndim == 2 else pixels[..., orders[pixels.shape[-1]]]
-    return decode.decode(data, 3, exif=exif)
+    return decode.decode(data, 3, exif=exif, max_megapixels=max_megapixels)
 
 
 def _only_array(file) -> np.ndarray:
@@ -217,7 +226,7 @@ def doubt(data: bytes | np.ndarray, mean: Sequence[float] = (1.0,)) -> str:
         is not dark.
     """
     with contextlib.suppress(DamagedImage):
-        pixels = _with_bands(data, exif=False)
+        pixels = _with_bands(data, exif=False, max_megapixels=MAX_MEGAPIXELS)
         if not (full := WHITE.get(kind := pixels.dtype.name)):
             return ""
         if not (highest := int(pixels.max())):
@@ -229,31 +238,36 @@ def doubt(data: bytes | np.ndarray, mean: Sequence[float] = (1.0,)) -> str:
 
 
 def picture(
-    data: bytes | np.ndarray, *, exif: bool = False
+    data: bytes | np.ndarray,
+    *,
+    exif: bool = False,
+    max_megapixels: float = MAX_MEGAPIXELS,
 ) -> UInt8[np.ndarray, "H W 3"]:
     """Returns RGB of an image of any kind; of what is no photograph see `to_display`.
 
     Raises:
       DamagedImage: it cannot be read.
     """
-    return to_rgb(_of_any_bands(data, exif))
+    return to_rgb(_of_any_bands(data, exif, max_megapixels))
 
 
-def check(data: bytes) -> None:
+def check(data: bytes, max_megapixels: float = MAX_MEGAPIXELS) -> None:
     """Raises DamagedImage unless a file is an image of some number of bands and depth."""
-    if not np.isfinite(_of_any_bands(data, exif=False)).all():
+    if not np.isfinite(_of_any_bands(data, False, max_megapixels)).all():
         raise DamagedImage(_NOT_FINITE)
 
 
-def _of_any_bands(data: bytes | np.ndarray, exif: bool) -> np.ndarray:
+def _of_any_bands(
+    data: bytes | np.ndarray, exif: bool, max_megapixels: float
+) -> np.ndarray:
     """Returns a photograph as RGB, another image as (H, W, C) or (C, H, W)."""
     try:
-        return decode.decode(data, 3, exif=exif)
+        return decode.decode(data, 3, exif=exif, max_megapixels=max_megapixels)
     except DamagedImage:
         of_bands = (*OF_ARRAYS, *decode.TIFF)
         if isinstance(data, bytes) and not data.startswith(of_bands):
             raise
-    return _with_bands(data, exif)
+    return _with_bands(data, exif, max_megapixels)
 
 
 def to_rgb(pixels: Num[np.ndarray, "H W C"]) -> UInt8[np.ndarray, "H W 3"]:

@@ -6,7 +6,9 @@ import math
 from vit_jax.config.fields import key
 from vit_jax.errors import UserError
 
-# Larger images are neither decoded nor made.
+# Larger images are not decoded, unless `data.max_megapixels` says so, ...
+MAX_MEGAPIXELS = 100.0
+# ... and none are made.
 MAX_PIXELS = 100_000_000
 ESTIMATE = "estimate"
 # Values of `data.pixels`.
@@ -90,6 +92,13 @@ class ReaderConfig:
         False,
         "Turn images by the orientation tags of cameras; the published recipes and other "
         "libraries do not.",
+    )
+    max_megapixels: float = key(
+        MAX_MEGAPIXELS,
+        "Largest image to decode, in millions of pixels; each takes memory, 3 bytes per "
+        "pixel or more, in every loader thread.",
+        above=0,
+        changes_result=False,
     )
     on_error: str = key(
         "raise",
@@ -209,7 +218,7 @@ class DataConfig(ReaderConfig):
         if math.prod(self.image_size) > MAX_PIXELS:
             raise UserError(
                 f"data.image_size={self.image_size}: more than {MAX_PIXELS:,} pixels; "
-                "such large images are not read either"
+                "choose a smaller size"
             )
 
     @property

@@ -10,7 +10,6 @@ import io
 import math
 import struct
 import threading
-import warnings
 import zlib
 from typing import NamedTuple
 
@@ -19,14 +18,14 @@ import numpy as np
 from jaxtyping import UInt8
 from PIL import Image, UnidentifiedImageError
 
-from vit_jax.data.config import MAX_PIXELS
+from vit_jax.data.config import MAX_MEGAPIXELS
 
 # OpenCV's threads would compete with the loader's for the same cores.
 cv2.setNumThreads(0)
 # What is damaged is reported once, with its name.
 cv2.utils.logging.setLogLevel(cv2.utils.logging.LOG_LEVEL_SILENT)
-# Pillow's warning names no file; images over MAX_PIXELS are errors that name it.
-warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
+# Pillow's own limit names neither a file nor a key; `check_size` does both.
+Image.MAX_IMAGE_PIXELS = None
 
 # Functions by the value of the tag that turn the image upright.
 _ORIENTATION = 0x0112
@@ -93,8 +92,32 @@ class JpegHeader(NamedTuple):
     one_scan: bool
 
 
+def check_size(size: tuple[int, int], max_megapixels: float = MAX_MEGAPIXELS) -> None:
+    """Refuses an image that is too large to decode.
+
+    Args:
+      size: height and width in pixels.
+      max_megapixels: see `data.max_megapixels`.
+
+    Raises:
+      DamagedImage: it is too large; the message names the limit.
+    """
+    height, width = size
+    if height * width > max_megapixels * 1e6:
+        least = math.ceil(height * width / 1e6)
+        raise DamagedImage(
+            f"has {width}x{height} pixels, and the limit is "
+            f"max_megapixels={max_megapixels:g} (data.max_megapixels in a config): set "
+            f"it to {least}, or resize the image"
+        )
+
+
 def decode(
-    data: bytes | np.ndarray, channels: int = 3, *, exif: bool = False
+    data: bytes | np.ndarray,
+    channels: int = 3,
+    *,
+    exif: bool = False,
+    max_megapixels: float = MAX_MEGAPIXELS,
 ) -> UInt8[np.ndarray, "H W D"]:
     """Decodes an image of any format.
 
@@ -102,6 +125,7 @@ def decode(
       data: content of an image file; a uint8 array has its channels adapted.
       channels: 3 for RGB, 1 for grey.
       exif: whether a file is turned by its orientation tag.
+      max_megapixels: see `check_size`.
 
     Returns:
       Pixels. Transparency is laid over white, 16-bit values keep their high byte,
@@ -109,16 +133,18 @@ def decode(
       of an animation the first frame counts.
 
     Raises:
-      DamagedImage: the data are empty, truncated, damaged, of an unknown format, over 100
-        megapixels, or floats outside of 0 to 1; or an array is not uint8 (H, W, C).
+      DamagedImage: the data are empty, truncated, damaged, of an unknown format, too
+        large, or floats outside of 0 to 1; or an array is not uint8 (H, W, C).
     """
     if isinstance(data, np.ndarray):
         return _adapt_channels(data, channels)
     if not data:
         raise DamagedImage("is empty (0 bytes)")
     if exif and (tag := orientation(data)) != 1:
-        return np.ascontiguousarray(_TURNS[tag](decode(data, channels)))
+        upright = decode(data, channels, max_megapixels=max_megapixels)
+        return np.ascontiguousarray(_TURNS[tag](upright))
     if header := read_jpeg_header(data):
+        check_size((header.height, header.width), max_megapixels)
         pixels = decode_jpeg(data, header, channels, header.height)
         if pixels is not None:
             return pixels
@@ -126,8 +152,7 @@ def decode(
         _register_heif()
     try:
         image = Image.open(io.BytesIO(data))
-        if image.width * image.height > MAX_PIXELS:
-            raise DamagedImage(f"has {image.width}x{image.height} pixels, too many")
+        check_size((image.height, image.width), max_megapixels)
         if image.format == "TIFF":
             _check_bands(image)
         if image.format == "PNG":
@@ -141,8 +166,6 @@ def decode(
         return to_pixels(image, channels)
     except DamagedImage:
         raise
-    except Image.DecompressionBombError as error:
-        raise DamagedImage(f"has too many pixels ({error})") from error
     except UnidentifiedImageError as error:  # Its text has an address in memory.
         kind = "of no known format"
         if data.startswith(TIFF):
@@ -228,7 +251,7 @@ def _jpeg_header(data: bytes, frame: int, scan: int, after: int) -> JpegHeader |
     length, bits, height, width, colours = _FRAME.unpack_from(data, frame + 2)
     if length != 8 + 3 * colours or bits != 8 or colours not in (1, 3):
         return None
-    if not 0 < height * width <= MAX_PIXELS:
+    if not height * width:
         return None
     # The second of the three bytes of each colour has its sampling: across, down.
     down = max(data[frame + 11 + 3 * i] & 15 for i in range(colours))

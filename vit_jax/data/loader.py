@@ -155,7 +155,8 @@ class Loader:
         by_op = encoded and self.ops and self.ops[0].from_file and form.is_decoded(data)
         by_op = by_op and not self.with_masks  # The size of the image must be known.
         if by_op and not (tagged and exif):
-            return self.ops[0].from_file(data, self.data.channels, rng), self.ops[1:]
+            how = self.data.channels, rng, self.data.max_megapixels
+            return self.ops[0].from_file(data, *how), self.ops[1:]
         return bands.read(data, form, exif=exif), self.ops
 
     def refuse(self, record: int, error: decode.DamagedImage) -> None:

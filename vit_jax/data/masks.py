@@ -14,7 +14,7 @@ from jaxtyping import Int16, Integer, Num, UInt8
 from PIL import Image
 
 from vit_jax.data import bands, decode
-from vit_jax.data.config import MAX_PIXELS, DataConfig
+from vit_jax.data.config import MAX_MEGAPIXELS, DataConfig
 from vit_jax.data.decode import DamagedImage
 from vit_jax.data.sources.base import Source, name_of, read_record, warn
 from vit_jax.errors import UserError
@@ -47,7 +47,7 @@ def read(
       DamagedImage: the mask cannot be read, or has another size than its image.
       UserError: its values are no class numbers, or a class is out of range.
     """
-    values = decode_mask(mask)
+    values = decode_mask(mask, data.max_megapixels)
     if size and values.shape != size:
         raise DamagedImage(_other_size(values.shape, size, data))
     first = int(data.reduce_zero_label)
@@ -144,7 +144,9 @@ def palette(
     return (bits << np.arange(7, -1, -1)[:, None]).sum(1).astype(np.uint8)
 
 
-def decode_mask(mask: bytes | np.ndarray) -> Integer[np.ndarray, "H W"]:
+def decode_mask(
+    mask: bytes | np.ndarray, max_megapixels: float = MAX_MEGAPIXELS
+) -> Integer[np.ndarray, "H W"]:
     """Returns the numbers in a mask as they are stored.
 
     A palette gives its indices, not its colours; black and white of one bit are 0 and 1.
@@ -156,7 +158,7 @@ def decode_mask(mask: bytes | np.ndarray) -> Integer[np.ndarray, "H W"]:
     if isinstance(mask, bytes):
         arrays = mask.startswith(bands.OF_ARRAYS)
         try:
-            mask = bands.stored(mask) if arrays else _read_file(mask)
+            mask = bands.stored(mask) if arrays else _read_file(mask, max_megapixels)
         except DamagedImage as error:
             raise DamagedImage(f"has a mask that {error}") from error
     if mask.dtype.kind not in "bui":
@@ -171,7 +173,7 @@ def decode_mask(mask: bytes | np.ndarray) -> Integer[np.ndarray, "H W"]:
     return mask.astype(np.uint8) if mask.dtype == bool else mask
 
 
-def _read_file(data: bytes) -> np.ndarray:
+def _read_file(data: bytes, max_megapixels: float) -> np.ndarray:
     if not data:
         raise DamagedImage("is empty (0 bytes)")
     if data.startswith(b"\xff\xd8\xff"):
@@ -184,8 +186,7 @@ def _read_file(data: bytes) -> np.ndarray:
         if data.startswith(_PNG):
             data = decode.critical_chunks(data)
         image = Image.open(io.BytesIO(data))
-        if image.width * image.height > MAX_PIXELS:
-            raise DamagedImage(f"has {image.width}x{image.height} pixels, too many")
+        decode.check_size((image.height, image.width), max_megapixels)
         values = np.asarray(image)
     except DamagedImage:
         raise

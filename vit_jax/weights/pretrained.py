@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Num
 from vit_jax import models
 from vit_jax.data import decode
 from vit_jax.data.bands import WHITE, PixelFormat, doubt, is_cut, read
-from vit_jax.data.config import DEPTHS, DataConfig
+from vit_jax.data.config import DEPTHS, MAX_MEGAPIXELS, MAX_PIXELS, DataConfig
 from vit_jax.data.sources.base import warn
 from vit_jax.data.transforms import device
 from vit_jax.data.transforms import host as host_transforms
@@ -63,6 +63,7 @@ class Preprocess:
       max_tokens: most patches of an image, whose aspect is kept (`prepare_image`); 0 for
         images of `image_size`. Otherwise `image_size` is that of the position embeddings.
       patch: side of patches in pixels, see `surgery.resize_patches`; 0 for the network's.
+      max_megapixels: size of the largest image to read, see `data.max_megapixels`.
     """
 
     image_size: tuple[int, int]
@@ -80,10 +81,11 @@ class Preprocess:
     bands: tuple[int, ...] = ()
     max_tokens: int = 0
     patch: int = 0
+    max_megapixels: float = MAX_MEGAPIXELS
 
     def form(self, channels: int) -> PixelFormat:
         """Returns what is read of a file for a model of so many channels."""
-        return PixelFormat(channels, self.pixels, self.bands)
+        return PixelFormat(channels, self.pixels, self.bands, self.max_megapixels)
 
     def data_keys(self) -> dict[str, object]:
         """Returns the keys of `config.data` by which images are read and normalised."""
@@ -216,6 +218,7 @@ def whole(preprocess: Preprocess, size: tuple[int, int]) -> Preprocess:
     """Returns a preprocessing that resizes all of an image to a height and width."""
     usual = Preprocess(size, squash=True)
     kept = ("mean", "std", "interpolation", "exif", "pixels", "bands", "patch")
+    kept += ("max_megapixels",)
     return dataclasses.replace(usual, **{k: getattr(preprocess, k) for k in kept})
 
 
@@ -272,7 +275,7 @@ def resize_and_crop(
     Source: timm.data.create_transform, crop modes "center", "squash" and "border".
     """
     height, width = resized_size(pixels.shape[:2], preprocess)
-    if height * width > decode.MAX_PIXELS:
+    if height * width > MAX_PIXELS:
         raise decode.DamagedImage(
             f"has {pixels.shape[1]}x{pixels.shape[0]} pixels, which become "
             f"{width}x{height} before the crop, too many"

@@ -15,7 +15,7 @@ import pytest
 
 from vit_jax import models
 from vit_jax.errors import UserError
-from vit_jax.tools.explorer import images, server, session
+from vit_jax.tools.explorer import server, session
 from vit_jax.tools.explorer.images import Refused
 
 
@@ -159,7 +159,7 @@ def test_about(ask):
     names = [model["name"] for model in about["models"]]
     assert names == ["models/tiny1", "models/tiny2"]
     assert "one.png" in about["images"]
-    assert about["limits"] == {"bytes": 32 << 20, "pixels": 50_000_000}
+    assert about["limits"] == {"bytes": 32 << 20}
 
 
 def test_looking_at_an_upload(ask, key, explored_models, photograph):
@@ -410,10 +410,10 @@ def test_a_port_that_is_taken(served, explored_models):
         server.Server(session.Session(explored_models), "127.0.0.1", port)
 
 
-def test_limits_of_an_upload(ask, monkeypatch):
-    monkeypatch.setattr(images, "MAX_PIXELS", 2000)
+def test_limits_of_an_upload(ask, served, monkeypatch):
+    monkeypatch.setattr(served.session, "_max_megapixels", 0.002)
     said = sentence(ask("POST", "/api/see?name=x", explored.picture(9)), 413)
-    assert said == "x has 61x47 pixels, more than 2,000: make it smaller."
+    assert said.startswith("x has 61x47 pixels, and the limit is max_megapixels=0.002")
 
 
 def test_relevance_and_the_page_as_a_file(ask, key, explored_models, photograph):

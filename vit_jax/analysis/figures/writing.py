@@ -24,7 +24,6 @@ from vit_jax.analysis.figures import FIGURES, create
 from vit_jax.analysis.figures.figure import Figure, Picture
 from vit_jax.analysis.loaded_model import LoadedModel
 from vit_jax.data import bands, inputs
-from vit_jax.data.bands import PixelFormat
 from vit_jax.errors import UserError
 from vit_jax.files import replace_bytes, unique_stem, writing_out
 from vit_jax.weights.pretrained import warn_of_dark
@@ -307,8 +306,11 @@ def read_batches(
         prepared = [model.prepare(decoded[model.form]) for model in models]
         if not keep:
             return None, prepared
-        colours = decoded.get(PixelFormat())
-        return bands.picture(data, exif=exif) if colours is None else colours, prepared
+        for form, pixels in decoded.items():
+            if form.is_photograph and form.channels == 3:
+                return pixels, prepared
+        limit = models[0].preprocess.max_megapixels
+        return bands.picture(data, exif=exif, max_megapixels=limit), prepared
 
     threads = min(8, os.cpu_count() or 1)
     pending = []

@@ -17,6 +17,7 @@ from PIL import Image
 
 from vit_jax.config.fields import key
 from vit_jax.data import decode
+from vit_jax.data.config import MAX_MEGAPIXELS
 from vit_jax.data.masks import IGNORED
 from vit_jax.data.transforms.base import (
     Given,
@@ -92,7 +93,13 @@ class InceptionCrop(HostTransform):
     def __call__(self, image: Before, rng: np.random.Generator) -> After:
         return self.cut(image, self.box(*image.shape[:2], rng))
 
-    def from_file(self, data: bytes, channels: int, rng: np.random.Generator) -> After:
+    def from_file(
+        self,
+        data: bytes,
+        channels: int,
+        rng: np.random.Generator,
+        max_megapixels: float = MAX_MEGAPIXELS,
+    ) -> After:
         """Decodes an image file, crops and resizes it, and decodes only the rows of the part.
 
         The part is the one that `__call__` would draw from `rng`. The pixels are the same, to the
@@ -103,7 +110,7 @@ class InceptionCrop(HostTransform):
         Raises:
           DamagedImage: the file cannot be decoded.
         """
-        (crop,) = _crops_of_file([self], data, channels, rng)
+        (crop,) = _crops_of_file([self], data, channels, rng, max_megapixels)
         return crop
 
     def cut(
@@ -219,9 +226,16 @@ class MultiCrop(HostTransform):
         ]
         return self._views(cut)
 
-    def from_file(self, data: bytes, channels: int, rng: np.random.Generator) -> Views:
+    def from_file(
+        self,
+        data: bytes,
+        channels: int,
+        rng: np.random.Generator,
+        max_megapixels: float = MAX_MEGAPIXELS,
+    ) -> Views:
         """Decodes an image file once, and cuts all crops out of it, see `InceptionCrop.from_file`."""
-        return self._views(_crops_of_file(self._crops, data, channels, rng))
+        of_file = data, channels, rng, max_megapixels
+        return self._views(_crops_of_file(self._crops, *of_file))
 
     def output_shapes(self, channels: int) -> dict[str, tuple[int, ...]]:
         """Returns the shapes of the results; of several, those with the most pixels."""
@@ -388,7 +402,11 @@ class ScaleCrop(HostTransform):
 
 
 def _crops_of_file(
-    crops: Sequence[InceptionCrop], data: bytes, channels: int, rng: np.random.Generator
+    crops: Sequence[InceptionCrop],
+    data: bytes,
+    channels: int,
+    rng: np.random.Generator,
+    max_megapixels: float,
 ) -> list[np.ndarray]:
     """Decodes an image file once, only what its crops need, and cuts them.
 
@@ -396,9 +414,10 @@ def _crops_of_file(
     """
     header, pixels, shrink = decode.read_jpeg_header(data), None, 1
     if header is None:
-        pixels = decode.decode(data, channels)
+        pixels = decode.decode(data, channels, max_megapixels=max_megapixels)
         boxes = [crop.box(*pixels.shape[:2], rng) for crop in crops]
     else:
+        decode.check_size((header.height, header.width), max_megapixels)
         boxes = [crop.box(header.height, header.width, rng) for crop in crops]
         times = min(
             min(height / pair(crop.size)[0], width / pair(crop.size)[1])
@@ -409,7 +428,8 @@ def _crops_of_file(
         rough = crops[0].rough
         pixels = decode.decode_jpeg(data, header, channels, stop, shrink, rough)
     if pixels is None:  # Damaged, or for Pillow alone.
-        pixels, shrink = decode.decode(data, channels), 1
+        pixels = decode.decode(data, channels, max_megapixels=max_megapixels)
+        shrink = 1
     return [
         crop.cut(pixels, box, shrink) for crop, box in zip(crops, boxes, strict=True)
     ]

@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from PIL import Image, ImageDraw, ImageOps, UnidentifiedImageError
 
 from vit_jax.data import bands, decode, inputs
+from vit_jax.data.config import MAX_MEGAPIXELS
 from vit_jax.errors import UserError
 
 MAX_BYTES = 32 << 20
-MAX_PIXELS = 50_000_000
 MAX_NAMES = 2_000  # Maximum per folder; the page would be slow with more.
 KINDS = "JPEG, PNG, WebP, GIF, BMP or TIFF"
 _THUMBNAIL_SIDE = 112  # Pixels of the longer side.
@@ -34,7 +34,7 @@ class Refused(Exception):
         self.status, self.sentence = status, sentence
 
 
-def check(data: bytes, name: str) -> None:
+def check(data: bytes, name: str, max_megapixels: float = MAX_MEGAPIXELS) -> None:
     """Raises Refused if an image file has too many bytes, or pixels by its header.
 
     Data that is not an image passes: decoding it gives the reason.
@@ -42,21 +42,18 @@ def check(data: bytes, name: str) -> None:
     Args:
       data: content of an image file.
       name: name of the image for messages.
+      max_megapixels: see `data.max_megapixels`.
     """
     if len(data) > MAX_BYTES:
         raise too_large(len(data), name)
     try:
         width, height = Image.open(io.BytesIO(data)).size
-    except Image.DecompressionBombError as error:
-        raise Refused(413, f"{name} has too many pixels ({error}).") from error
     except (UnidentifiedImageError, OSError, SyntaxError, ValueError):
         return
-    if width * height > MAX_PIXELS:
-        raise Refused(
-            413,
-            f"{name} has {width}x{height} pixels, more than {MAX_PIXELS:,}: make it "
-            "smaller.",
-        )
+    try:
+        decode.check_size((height, width), max_megapixels)
+    except decode.DamagedImage as error:
+        raise Refused(413, f"{name} {error}.") from error
 
 
 def too_large(size: int, name: str) -> Refused:
@@ -79,17 +76,19 @@ class Folder:
 
     Args:
       root: path of the folder.
+      max_megapixels: size of the largest image to read, see `data.max_megapixels`.
 
     Raises:
       UserError: the path is no folder.
     """
 
-    def __init__(self, root: str):
+    def __init__(self, root: str, max_megapixels: float = MAX_MEGAPIXELS):
         if not os.path.isdir(root):
             raise UserError(f"--images={root} is not a folder: give one with images")
         self._root, self._lock = pathlib.Path(root).resolve(), threading.Lock()
+        self._max_megapixels = max_megapixels
         # Time and size of the file are only part of the cache's key.
-        make = lambda name, time, size: thumbnail(self.read(name))
+        make = lambda name, time, size: thumbnail(self.read(name), max_megapixels)
         self._thumbnails = functools.lru_cache(MAX_NAMES)(make)
 
     def names(self) -> tuple[list[str], bool]:
@@ -116,7 +115,7 @@ class Folder:
             raise _unreadable(error, name) from error
         if len(data) > MAX_BYTES:
             raise too_large(size, name)
-        check(data, name)
+        check(data, name, self._max_megapixels)
         return data
 
     def thumbnail(self, name: str) -> bytes:
@@ -162,11 +161,11 @@ def _unreadable(error: OSError, name: str) -> Refused:
     return Refused(404, f"{name} cannot be read: {error.strerror}.")
 
 
-def thumbnail(data: bytes) -> bytes:
+def thumbnail(data: bytes, max_megapixels: float = MAX_MEGAPIXELS) -> bytes:
     """Returns a small JPEG of an image, a grey one with a text if it is damaged."""
     side = _THUMBNAIL_SIDE
     try:
-        picture = _decode(data)
+        picture = _decode(data, max_megapixels)
         picture.thumbnail((side, side))
     except decode.DamagedImage:
         picture = Image.new("RGB", (side, side), (96, 96, 96))
@@ -177,7 +176,7 @@ def thumbnail(data: bytes) -> bytes:
     return stream.getvalue()
 
 
-def _decode(data: bytes) -> Image.Image:
+def _decode(data: bytes, max_megapixels: float) -> Image.Image:
     """Decodes an image upright, a JPEG at the smallest size that its thumbnail allows."""
     try:
         picture = Image.open(io.BytesIO(data))
@@ -186,4 +185,5 @@ def _decode(data: bytes) -> Image.Image:
             return ImageOps.exif_transpose(picture.convert("RGB"))
     except Exception as error:  # Pillow raises OSError, SyntaxError, struct.error, ...
         raise decode.DamagedImage("cannot be decoded") from error
-    return Image.fromarray(bands.picture(data, exif=True))
+    how = {"exif": True, "max_megapixels": max_megapixels}
+    return Image.fromarray(bands.picture(data, **how))

@@ -23,6 +23,7 @@ from vit_jax.analysis.attention import relevance, relevance_to_text, rollout_ste
 from vit_jax.analysis.loaded_model import LoadedModel, check_finite
 from vit_jax.analysis.representations import enlarge, project, to_intensities
 from vit_jax.data import bands, decode, masks
+from vit_jax.data.config import MAX_MEGAPIXELS
 from vit_jax.errors import UserError
 from vit_jax.evaluators import label_maps, prediction
 from vit_jax.models import text
@@ -30,7 +31,6 @@ from vit_jax.models.network import BlockWindows
 from vit_jax.printing import address
 from vit_jax.tools.explorer.images import (
     MAX_BYTES,
-    MAX_PIXELS,
     Folder,
     Refused,
     check,
@@ -336,6 +336,7 @@ class Session:
       models: the models.
       folder: folder of images to choose from; None without one.
       budget: bytes of attention that are kept; the last image always is.
+      max_megapixels: size of the largest image to read, see `data.max_megapixels`.
     """
 
     def __init__(
@@ -343,8 +344,9 @@ class Session:
         models: Sequence[ExploredModel],
         folder: Folder | None = None,
         budget: int = BUDGET,
+        max_megapixels: float = MAX_MEGAPIXELS,
     ):
-        self.folder = folder
+        self.folder, self._max_megapixels = folder, max_megapixels
         self.models, self._budget = tuple(models), budget
         self._outputs = collections.OrderedDict[str, tuple[ModelOutput, ...]]()
         cache = functools.lru_cache(_KEPT_FEATURES)
@@ -356,7 +358,7 @@ class Session:
         names, more = self.folder.names() if self.folder else ([], False)
         return {
             "models": [model.describe() for model in self.models],
-            "limits": {"bytes": MAX_BYTES, "pixels": MAX_PIXELS},
+            "limits": {"bytes": MAX_BYTES},
             "images": names,
             "more": more,
         }
@@ -374,7 +376,7 @@ class Session:
         Raises:
           Refused: the image is too large or cannot be decoded.
         """
-        check(data, name)
+        check(data, name, self._max_megapixels)
         key = hashlib.sha256(data).hexdigest()[:32]
         with self._compute_lock:  # Two images at the same time would only be slower.
             outputs = self._find(key)

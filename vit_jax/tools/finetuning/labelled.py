@@ -43,7 +43,7 @@ class Labels:
                 "give two classes or more"
             )
         labels = None if self.multi_label else read_labels(source).tolist()
-        images = rule.look_at(source, labels)
+        images = rule.look_at(source, labels, splits.config.max_megapixels)
         data = {"num_classes": classes}
         if images.uneven >= rule.UNEVEN and not self.multi_label:
             data["class_balance"] = "sqrt"

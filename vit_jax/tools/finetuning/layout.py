@@ -184,7 +184,12 @@ def _numbered(usual: Sequence[str], names: Sequence[str]) -> str:
 
 def _has_classes(source: Source, data: DataConfig) -> bool:
     """Returns whether the first mask has classes; test masks of Cityscapes have none."""
-    return bool((masks.decode_mask(source[0]["mask"]) != data.ignore_label).any())
+    return bool(
+        (
+            masks.decode_mask(source[0]["mask"], data.max_megapixels)
+            != data.ignore_label
+        ).any()
+    )
 
 
 def _none_to_train_on(place: object, names: Sequence[str]) -> UserError:

@@ -51,7 +51,7 @@ class Masks:
         data, source = splits.config, splits.open(splits.data["split"])
         pixels, names = _pixels_of_values(source, data), source.class_names
         keys, choices = _classes_of(pixels, names, splits, place)
-        images = rule.look_at(source, None)
+        images = rule.look_at(source, None, data.max_megapixels)
         return Seen(images, keys, choices)
 
     def cost(self, seen: Seen, speed: float) -> float:
@@ -202,7 +202,9 @@ def _pixels_of_values(source: Source, data: DataConfig) -> dict[int, int]:
     pixels = collections.Counter()
     for i in progress.each(numbers.tolist(), "masks", "masks", leave=False):
         try:
-            mask = masks.decode_mask(read_record(source, i)["mask"])
+            mask = masks.decode_mask(
+                read_record(source, i)["mask"], data.max_megapixels
+            )
         except DamagedImage:  # Training reports them.
             continue
         except UserError as error:

@@ -9,6 +9,8 @@ from typing import NamedTuple
 import numpy as np
 from PIL import Image
 
+from vit_jax.data import decode
+from vit_jax.data.config import MAX_MEGAPIXELS
 from vit_jax.data.sources.base import Source
 from vit_jax.weights.pretrained import Preprocess, resize_sides
 
@@ -45,10 +47,15 @@ class Images:
     uneven: float
 
 
-def look_at(source: Source, labels: Sequence | None) -> Images:
+def look_at(
+    source: Source,
+    labels: Sequence | None,
+    max_megapixels: float = MAX_MEGAPIXELS,
+) -> Images:
     """Returns the properties of a training split, from a sample of it.
 
-    `labels` has the class of each image; None if an image may have several.
+    `labels` has the class of each image; None if an image may have several. Images of more
+    than `max_megapixels` do not count.
     """
     numbers = np.linspace(0, len(source) - 1, min(_SAMPLE, len(source))).astype(int)
     sides, grey = [], True
@@ -60,10 +67,11 @@ def look_at(source: Source, labels: Sequence | None) -> Images:
             try:
                 opened = Image.open(io.BytesIO(data))
                 size = opened.size
+                decode.check_size(size, max_megapixels)
                 if grey:
                     opened.thumbnail((64, 64))
                 image = np.asarray(opened.convert("RGB"), np.int16)
-            except (OSError, SyntaxError, ValueError, Image.DecompressionBombError):
+            except (OSError, SyntaxError, ValueError):
                 continue  # Training reports damaged images.
         sides.append(min(size))
         grey = grey and np.ptp(image, axis=-1).max(initial=0) <= 8

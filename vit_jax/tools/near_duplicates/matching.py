@@ -14,7 +14,8 @@ import numpy as np
 from jaxtyping import UInt8
 from PIL import Image
 
-from vit_jax.data import bands, decode
+from vit_jax.data import bands
+from vit_jax.data.config import MAX_MEGAPIXELS
 from vit_jax.errors import UserError
 
 SIDE = 64  # Side of a thumbnail, in pixels.
@@ -50,17 +51,21 @@ _FURTHEST = 5.0
 _CORNERS = np.array([[x, y, 1] for x in (0, SIDE) for y in (0, SIDE)]) - [0.5, 0.5, 0]
 
 
-def make_thumbnail(data: bytes | UInt8[np.ndarray, "H W C"]) -> Thumbnail:
+def make_thumbnail(
+    data: bytes | UInt8[np.ndarray, "H W C"], max_megapixels: float = MAX_MEGAPIXELS
+) -> Thumbnail:
     """Returns an image as SIDE x SIDE grey pixels, ignoring its aspect ratio.
 
-    `data` is the content of an image file, or RGB pixels.
+    `data` is the content of an image file, or RGB pixels, of at most `max_megapixels`.
 
     Raises:
       DamagedImage: the image cannot be decoded.
     """
-    grey = _decode_reduced(data) if isinstance(data, bytes) else None
+    grey = _decode_reduced(data, max_megapixels) if isinstance(data, bytes) else None
     if grey is None:
-        pixels = np.ascontiguousarray(bands.picture(data))
+        pixels = np.ascontiguousarray(
+            bands.picture(data, max_megapixels=max_megapixels)
+        )
         grey = cv2.cvtColor(pixels, cv2.COLOR_RGB2GRAY)
     shrinks = min(grey.shape) >= SIDE
     how = cv2.INTER_AREA if shrinks else cv2.INTER_LINEAR
@@ -75,16 +80,16 @@ def is_flat(thumbnail: Thumbnail) -> bool:
     return float(thumbnail.std()) < _FLAT
 
 
-def _decode_reduced(data: bytes) -> np.ndarray | None:
+def _decode_reduced(data: bytes, max_megapixels: float) -> np.ndarray | None:
     """Decodes the luma of a JPEG at a reduced size of at least SIDE, None otherwise."""
     try:
         image = Image.open(io.BytesIO(data))
-        small = image.width * image.height <= decode.MAX_PIXELS
+        small = image.width * image.height <= max_megapixels * 1e6
         if image.format != "JPEG" or image.mode not in ("L", "RGB") or not small:
             return None
         image.draft("L", (SIDE, SIDE))
         return np.asarray(image.convert("L"))
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError):
+    except (OSError, SyntaxError, ValueError):
         # `decode.decode` raises the error that names the reason.
         return None
 

@@ -15,6 +15,7 @@ import numpy as np
 from PIL import Image, ImageDraw
 
 from vit_jax.data import bands, decode
+from vit_jax.data.config import MAX_MEGAPIXELS
 from vit_jax.data.sources.base import Source
 from vit_jax.data.sources.open import Spec
 from vit_jax.errors import UserError
@@ -72,6 +73,7 @@ def scan(
     *,
     correlation: float = matching.CORRELATION,
     threads: int | None = None,
+    max_megapixels: float = MAX_MEGAPIXELS,
     progress: Progress = lambda *_: None,
 ) -> Found:
     """Finds near-duplicates of the records of `against` among those of `pretrain`.
@@ -87,13 +89,14 @@ def scan(
       folder: folder of this scan; created or resumed.
       correlation: minimum correlation of a pair.
       threads: number of decoding threads; one per core if None.
+      max_megapixels: size of the largest image to read, see `data.max_megapixels`.
       progress: function called after every chunk.
 
     Raises:
       UserError: a data set cannot be opened, or the folder is of another scan.
     """
     specs = (pretrain, *against)
-    large, *small = (_Set(spec, spec.open()) for spec in specs)
+    large, *small = (_Set(spec, spec.open(), max_megapixels) for spec in specs)
     run = {
         "version": _VERSION,
         "chunk": CHUNK,
@@ -104,6 +107,7 @@ def scan(
         "image_key": [spec.image_key for spec in specs],
         "image_dir": [spec.image_dir for spec in specs],
         "image_suffix": [spec.image_suffix for spec in specs],
+        "max_megapixels": max_megapixels,
     }
     pool = concurrent.futures.ThreadPoolExecutor(threads or os.cpu_count() or 1)
     folder.mkdir(parents=True, exist_ok=True)
@@ -130,6 +134,7 @@ def scan(
 class _Set(NamedTuple):
     spec: Spec
     source: Source
+    max_megapixels: float
 
 
 class _Index:
@@ -167,7 +172,7 @@ class _Index:
         values = self._pool.map(fit, candidates)
         for each, value in zip(candidates, values, strict=True):
             i, (number, j) = start + full[each.query], _place(each)
-            spec, source = self._sets[number]
+            spec, source, _ = self._sets[number]
             name, other = large.source.record_id(i), source.record_id(j)
             itself = large.spec.name, large.spec.data_dir, name
             if value >= self._minimum and (spec.name, spec.data_dir, other) != itself:
@@ -208,7 +213,7 @@ def _chunks(
     images are 0.
     """
     work.mkdir(parents=True, exist_ok=True)
-    (spec, source), now = data, 0
+    (spec, source, limit), now = data, 0
     todo = {
         path: range(start, min(start + CHUNK, len(source)))
         for start in range(0, len(source), CHUNK)
@@ -216,7 +221,7 @@ def _chunks(
     }
     before = len(source) - sum(map(len, todo.values()))
     progress(str(spec), before, now, len(source))
-    shrink = functools.partial(_thumbnail, source)
+    shrink = functools.partial(_thumbnail, source, limit)
     submitted = ((path, todo[path], pool.map(shrink, todo[path])) for path in todo)
     ahead = next(submitted, None)
     while ahead:
@@ -234,10 +239,10 @@ def _chunks(
         progress(str(spec), before, now, len(source))
 
 
-def _thumbnail(source: Source, i: int) -> np.ndarray | str:
+def _thumbnail(source: Source, max_megapixels: float, i: int) -> np.ndarray | str:
     """Returns the thumbnail of a record, or why it cannot be read."""
     try:
-        return matching.make_thumbnail(source[i]["image"])
+        return matching.make_thumbnail(source[i]["image"], max_megapixels)
     except decode.DamagedImage as error:
         return str(error)
     except OSError as error:

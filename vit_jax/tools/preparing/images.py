@@ -47,7 +47,7 @@ class ImageFolder:
             try:
                 record = source[i]
                 if self.request.decode:
-                    bands.check(record["image"])
+                    bands.check(record["image"], self.request.max_megapixels)
             except DamagedImage as error:
                 yield Skipped(path, "damaged image", str(error))
             except OSError as error:

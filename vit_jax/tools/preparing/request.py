@@ -5,6 +5,7 @@ import pathlib
 import re
 from collections.abc import Callable
 
+from vit_jax.data.config import MAX_MEGAPIXELS
 from vit_jax.data.sources import tfds as tfds_source
 from vit_jax.data.sources.open import source_type
 from vit_jax.errors import UserError
@@ -26,6 +27,7 @@ class Request:
       shard_bytes: approximate size of a shard.
       on_error: "raise" or "skip", for records that are damaged or incomplete.
       decode: whether each image is decoded, which detects damage.
+      max_megapixels: size of the largest image to decode, see `data.max_megapixels`.
       caption: where the captions stand; "" if the kind has none, or finds them itself.
     """
 
@@ -37,10 +39,12 @@ class Request:
     on_error: str = "raise"
     decode: bool = True
     caption: str = ""
+    max_megapixels: float = MAX_MEGAPIXELS
 
     def plan(self) -> dict:
         """Returns the plan of the set (`build.Job`), as far as it is known unread."""
         values = dataclasses.asdict(self) | {"name": str(self.name)}
+        values.pop("max_megapixels")  # It may be raised in between.
         values |= {"source": str(self.source), "splits": list(self.splits)}
         return {key: value for key, value in values.items() if value not in ("", [])}
 

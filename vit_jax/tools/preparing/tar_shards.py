@@ -103,7 +103,7 @@ class TarShards:
             record["label"] = _label(sample, self.format.class_names)
         if self.request.decode:
             try:
-                bands.check(record["image"])
+                bands.check(record["image"], self.request.max_megapixels)
             except DamagedImage as error:
                 raise _Unusable("damaged image", str(error)) from error
         return record
