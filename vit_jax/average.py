@@ -36,7 +36,7 @@ def main(flags: argparse.Namespace) -> int:
 
 def parser() -> cli.Parser:
     """Returns the flags."""
-    parser = cli.Parser(__doc__)
+    parser = cli.Parser(__doc__, local=("out",))
     add = parser.add_argument
     add("runs", nargs="+", metavar="RUN", help="workdirs of runs from the same weights")
     add("--by", default="", help="evaluation of the first run that chooses, as val")

@@ -26,6 +26,8 @@ from vit_jax.errors import (
 )
 from vit_jax.printing import masked, print_error, print_line
 
+# Flags of files and folders that are not weights or images.
+_PLACES = ("workdir", "out", "export", "html", "sheet", "data_dir", "compiled")
 SQUASH = "squash"  # A value of --crop_pct.
 # Objects between two collections; Python's default of 700 costs a tenth of a start, since a
 # trace makes many small objects and keeps all.
@@ -45,6 +47,7 @@ class Parser(argparse.ArgumentParser):
         for none.
       recipes: regular expression that matches the recipes to list in --help; "" for none.
       keys: config key to the flag that sets it in this command.
+      local: names of flags whose files are written on local disks only.
     """
 
     def __init__(
@@ -53,12 +56,14 @@ class Parser(argparse.ArgumentParser):
         config: str = "",
         recipes: str = "",
         keys: Mapping[str, str] = types.MappingProxyType({}),
+        local: Sequence[str] = (),
     ):
         super().__init__(
             description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
         )
         self.add_argument("--debug", action="store_true", help="show tracebacks")
         self._config, self._recipes, self._keys = config, recipes, keys
+        self._local = local
 
     def format_help(self) -> str:
         """Returns the text of --help: the flags, then the keys of the config."""
@@ -82,6 +87,12 @@ class Parser(argparse.ArgumentParser):
             heading = "recipes, as --config=NAME or --config=NAME:ARGUMENT:"
             parts.append("\n".join([heading, *lines, ""]))
         return "\n".join([*parts, reference.text(getattr(config, self._config))])
+
+    def check_places(self, flags: argparse.Namespace) -> None:
+        """Raises UserError if a flag names a place that cannot be read or written."""
+        for name in _PLACES:
+            place, local = getattr(flags, name, None) or "", name in self._local
+            files.refuse_scheme(f"--{name}", place, local=local)
 
     def refuse(self, words: Sequence[str]) -> None:
         """Exits with the flag or the config key that an unknown flag may mean."""
@@ -138,8 +149,7 @@ def parse(parser: Parser, argv: list[str] | None = None) -> argparse.Namespace:
     if unknown:
         parser.refuse(unknown)
     flags.overrides = overrides
-    for name in ("workdir", "out"):
-        files.refuse_scheme(f"--{name}", getattr(flags, name, None) or "")
+    parser.check_places(flags)
     if getattr(flags, "step", None) is not None:
         from vit_jax.weights import workdir
 

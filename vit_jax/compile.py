@@ -232,7 +232,7 @@ def _compare(flags, config, devices, examples, limit, heading) -> int:
 
 def parser() -> cli.Parser:
     """Returns the flags."""
-    parser = cli.Parser(__doc__, config="TrainConfig")
+    parser = cli.Parser(__doc__, config="TrainConfig", local=("export", "out"))
     add = parser.add_argument
     add("--config", required=True, help="recipe or file, :argument")
     add("--topology", required=True, help="v5e:16x16, v4:4x4x4, h100:8, h100:4x8")

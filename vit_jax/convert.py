@@ -157,7 +157,7 @@ def read_scores(source: str) -> dict[str, float]:
 
 def parser() -> cli.Parser:
     """Returns the flags."""
-    parser = cli.Parser(__doc__)
+    parser = cli.Parser(__doc__, local=("out",))
     add = parser.add_argument
     add("--model", required=True, metavar="CHECKPOINT", help="weights, as above")
     add("--to", required=True, metavar="FORMAT", help="a name above")

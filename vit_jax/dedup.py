@@ -108,7 +108,7 @@ class _Bar:
 
 def parser() -> cli.Parser:
     """Returns the flags."""
-    parser = cli.Parser(__doc__)
+    parser = cli.Parser(__doc__, local=("out", "sheet"))
     add = parser.add_argument
     add("--pretrain", required=True, metavar="SPEC", help="the set to be cleaned")
     add(

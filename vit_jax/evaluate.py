@@ -14,7 +14,8 @@ import argparse
 import dataclasses
 import functools
 import json
-import pathlib
+
+from etils import epath
 
 from vit_jax import cli, job
 from vit_jax.errors import UserError
@@ -121,7 +122,7 @@ def _write(flags: argparse.Namespace, report, confusions, names_by_layer) -> lis
 
     title = f"{address(flags.model)}, by layer"
     picture = by_layer.draw(title, names_by_layer, report["results"])
-    return names + writing.save("layers", picture, pathlib.Path(flags.out))
+    return names + writing.save("layers", picture, epath.Path(flags.out))
 
 
 def _restrict(config, only_present_classes: bool):

@@ -79,21 +79,25 @@ def default_workdir(job: str, *words: str) -> str:
     return f"runs/{job}/{'_'.join(parts)}"
 
 
-def refuse_scheme(thing: str, path: str | os.PathLike) -> None:
-    """Refuses a place to write that is neither a local path nor in a bucket of Google.
+def refuse_scheme(thing: str, path: str | os.PathLike, *, local: bool = False) -> None:
+    """Refuses a place that is neither a local path nor in a bucket of Google.
+
+    Otherwise a folder would be made that is named "s3:".
 
     Args:
       thing: what the place was given as, for example "--out".
-      path: of which no folder may be made, as one that is named "s3:".
+      path: the place.
+      local: whether it must not be in a bucket either.
 
     Raises:
       UserError: it is another.
     """
     scheme = re.match(r"([A-Za-z][\w+.-]*):/", os.fspath(path))
-    if scheme and not os.fspath(path).startswith("gs://"):
+    if scheme and (local or not os.fspath(path).startswith("gs://")):
+        bucket = "" if local else ", or one in a bucket, gs://BUCKET/FOLDER"
         raise UserError(
-            f"{thing}={path}: nothing is written to {scheme[1]}://; give a local path, or "
-            "one in a bucket, gs://BUCKET/FOLDER"
+            f"{thing}={path}: {scheme[1]}:// is neither read nor written here; give a "
+            f"local path{bucket}"
         )
 
 
@@ -233,6 +237,6 @@ def replacing(path: epath.Path | pathlib.Path) -> Iterator[IO[bytes]]:
     except BaseException as error:
         with contextlib.suppress(OSError):
             new.unlink(missing_ok=True)
-        if isinstance(error, OSError) and error.filename is None:
+        if isinstance(error, OSError) and error.errno and error.filename is None:
             error.filename = os.fspath(path)  # A failing write names no file.
         raise

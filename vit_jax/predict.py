@@ -160,7 +160,7 @@ def open_classifier(flags: argparse.Namespace):
 
 def parser() -> cli.Parser:
     """Returns the flags."""
-    parser = cli.Parser(__doc__)
+    parser = cli.Parser(__doc__, local=("out",))
     add = parser.add_argument
     add("images", nargs="+", metavar="IMAGE", help="file, folder, or - for a pipe")
     add("--topk", type=cli.positive, default=5, help="classes per image; default: 5")

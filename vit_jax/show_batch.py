@@ -154,7 +154,7 @@ def _pad(images, height: int, width: int):
 
 def parser() -> cli.Parser:
     """Returns the flags."""
-    parser = cli.Parser(__doc__, config="TrainConfig")
+    parser = cli.Parser(__doc__, config="TrainConfig", local=("out",))
     add = parser.add_argument
     add("--config", required=True, help="recipe or file, :argument")
     add("--out", default="", help="PNG file; default: batch_NAME.png")

@@ -16,6 +16,8 @@ import dataclasses
 import pathlib
 import textwrap
 
+from etils import epath
+
 from vit_jax import cli
 from vit_jax.analysis import figures
 from vit_jax.analysis.figures import FIGURES
@@ -65,7 +67,7 @@ def draw(flags: argparse.Namespace, loaded, images, named, other) -> int:
     from vit_jax import progress
     from vit_jax.analysis.figures.writing import write_figures
 
-    damaged, out = [], pathlib.Path(flags.out)
+    damaged, out = [], epath.Path(flags.out)
     reads = {figure.reads for figure in named.values()}
 
     def total():

@@ -16,9 +16,13 @@ import fsspec
 import hosts
 import pytest
 from etils.epath import backend
-from helpers import run_python
+from helpers import run_python, tiny_config
 
 from vit_jax import cli
+from vit_jax.__main__ import load
+from vit_jax.data.config import DataConfig
+from vit_jax.data.sources.open import open_source
+from vit_jax.distributed import compilation
 from vit_jax.errors import UserError
 from vit_jax.training import lock
 
@@ -144,7 +148,38 @@ def test_another_scheme_is_refused_and_makes_no_folder(tmp_path, monkeypatch, wo
     parser.add_argument("--out")
     with pytest.raises(UserError, match=f"--out={workdir}: "):
         cli.parse(parser, [f"--out={workdir}"])
+    key = "local_checkpoint.dir"  # Local disks alone.
+    for place in (workdir, "gs://b/run"):
+        with pytest.raises(UserError, match=f"{key}={place}: .*give a local path$"):
+            tiny_config(local_checkpoint={"dir": place})
+    with pytest.raises(UserError, match=f"compilation_cache_dir={workdir}: "):
+        compilation.enable_cache(workdir)
+    for name, value in (("data_dir", workdir), ("exclude", f"{workdir}.txt")):
+        data = DataConfig(name="folder", **{name: value})
+        with pytest.raises(UserError, match=f"data.{name}={value}: "):
+            open_source(data, "train")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("verb", "words"),
+    [
+        ("average", ["a", "b", "--out=PLACE"]),
+        ("compile", ["--config=c", "--topology=h100:1", "--export=PLACE"]),
+        ("convert", ["--model=m", "--to=timm", "--out=PLACE"]),
+        ("dedup", ["--pretrain=a", "--against=b", "--out=f", "--sheet=PLACE"]),
+        ("explore", ["--model=m", "--html=PLACE", "--image=i"]),
+        ("predict", ["--model=m", "i", "--out=PLACE"]),
+        ("show_batch", ["--config=c", "--out=PLACE"]),
+        ("transfer", ["--model=m", "--dataset=d", "--data_dir=PLACE"]),
+    ],
+)
+def test_flags_that_are_places_are_checked_before_anything_else(verb, words):
+    in_bucket = verb in ("explore", "transfer")
+    for place in ("s3://b/x", *(["gs://b/x"] if not in_bucket else [])):
+        given = [word.replace("PLACE", place) for word in words]
+        with pytest.raises(UserError, match=f"--[a-z_]*={place}: .*give a local path"):
+            cli.parse(load(verb).parser(), given)
 
 
 def test_a_lock_file_that_cannot_be_opened_is_one_line(tmp_path):

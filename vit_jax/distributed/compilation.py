@@ -13,6 +13,8 @@ import zlib
 
 import jax
 
+from vit_jax import files
+
 AUTO = "auto"
 _STAMP = ".checked"
 # Programs that compile faster are not kept: reading them is no faster.
@@ -61,9 +63,13 @@ def enable_cache(folder: str = AUTO) -> str:
 
     Returns:
       A note for the user if programs cannot be kept, else "".
+
+    Raises:
+      UserError: the folder is neither local nor in a bucket of Google.
     """
     if not folder or (folder == AUTO and jax.config.jax_compilation_cache_dir):
         return ""
+    files.refuse_scheme("compilation_cache_dir", folder)
     if "://" not in folder:
         path = _default() if folder == AUTO else pathlib.Path(folder)
         folder = str(path)

@@ -6,7 +6,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from vit_jax import models
+from vit_jax import files, models
 from vit_jax.config import fields, loading
 from vit_jax.config.fields import Choice, choice, chosen, epochs, key, named, section
 from vit_jax.data.config import DataConfig, ReaderConfig
@@ -62,6 +62,7 @@ class LocalCheckpointConfig:
     every_steps: int = key(0, "Interval in steps; 0 is none.")
 
     def __post_init__(self):
+        files.refuse_scheme("local_checkpoint.dir", self.dir, local=True)
         if self.every_steps and not self.dir:
             raise UserError(
                 f"local_checkpoint.every_steps={self.every_steps} needs "

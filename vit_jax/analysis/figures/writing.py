@@ -33,7 +33,7 @@ def write_figures(
     loaded: LoadedModel,
     images: Iterable[inputs.Named],
     figures: Mapping[str, Figure],
-    out: pathlib.Path,
+    out: epath.Path,
     *,
     other: LoadedModel | None = None,
     max_shown: int = 16,
@@ -127,7 +127,7 @@ def _write_batches(
     loaded: LoadedModel,
     batches: Iterable["Batch"],
     figures: Mapping[str, Figure],
-    out: pathlib.Path,
+    out: epath.Path,
     chunk_size: int,
     max_shown: int,
     on_progress: Callable[[int], object],
@@ -216,7 +216,7 @@ def chunk_and_batch_size(
     return chunk_size, chunk_size * max(1, -(-min_images // chunk_size))
 
 
-def save(name: str, picture: Picture, out: pathlib.Path) -> list[str]:
+def save(name: str, picture: Picture, out: epath.Path) -> list[str]:
     """Writes a picture as PNG, SVG and npz; replaces each file atomically.
 
     Returns:
@@ -234,7 +234,7 @@ def save(name: str, picture: Picture, out: pathlib.Path) -> list[str]:
         f"{path}.npz": arrays.getvalue(),
     }
     for file, content in contents.items():
-        target = epath.Path(out / file)
+        target = epath.Path(out, file)
         with writing_out(target):
             target.parent.mkdir(parents=True, exist_ok=True)
             replace_bytes(target, content)

@@ -16,6 +16,7 @@ import numpy as np
 from jaxtyping import Integer
 
 from vit_jax import files
+from vit_jax.config.fields import is_custom
 from vit_jax.data.config import PLACE, DataConfig
 from vit_jax.data.fingerprint import Entries
 from vit_jax.data.sources import (  # noqa: F401 (for SOURCES)
@@ -80,6 +81,9 @@ def open_unchecked(data: DataConfig, split: str) -> Source:
             f"data.mask_key={data.mask_key!r}: data.name={data.name!r} has no masks; sets "
             f"of TFDS and these have: {others}"
         )
+    if not is_custom(data.name):
+        for name in ("data_dir", "image_dir", "exclude"):
+            files.refuse_scheme(f"data.{name}", getattr(data, name))
     open_split = lambda: kind.open(data, split)
     return _openers[-1](data, split, open_split) if _openers else open_split()
 
