@@ -1,6 +1,6 @@
 """DeiT III: ViT on ImageNet-1k by 3-Augment, LAMB and sigmoids (arXiv:2204.07118).
 
-Run:    python -m vit_jax.train --config=configs/deit3.py:model=S/16 --workdir=gs://.../deit3
+Run:    python -m vit_jax.train --config=configs/deit3.py:model=B/16 --workdir=gs://.../deit3
 Then:   python -m vit_jax.train --config=configs/deit3.py:model=B/16,stage=finetune \\
             --config.init=gs://.../deit3 --workdir=gs://...  (B, L and H at 224, after less;
         S was trained at 224)

@@ -1,6 +1,6 @@
 """ViT-5: ViT on ImageNet-1k with the parts of language models (arXiv:2602.08071).
 
-Run:    python -m vit_jax.train --config=configs/vit5.py:model=S/16 --workdir=gs://.../vit5
+Run:    python -m vit_jax.train --config=configs/vit5.py:model=B/16 --workdir=gs://.../vit5
 Then:   python -m vit_jax.train --config=configs/vit5.py:model=B/16,stage=finetune \\
             --config.init=gs://.../vit5 --workdir=gs://...  (B and L at 224, after 192; S was
         trained at 224)

@@ -40,6 +40,7 @@ if not flags.FLAGS.is_parsed():
 
 # One or a few tests of minutes each: begun last, they would keep one worker waiting.
 LONG = ("test_notebooks.py", "test_docs.py", "test_soak.py", "test_smoke.py")
+LONG += ("test_config_commands.py",)
 
 
 def pytest_collection_modifyitems(items):

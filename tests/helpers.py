@@ -1,11 +1,14 @@
 """What tests share: recipes, a complete config, an image, what is done with a finished run."""
 
+import ast
 import contextlib
 import json
 import math
 import os
 import pathlib
+import re
 import resource
+import shlex
 import shutil
 import struct
 import subprocess
@@ -32,6 +35,16 @@ RECIPES = sorted(
 
 # The commands of the site run the quick version of these, and the stages that go on from it.
 ON_SITE = ("dinov2", "dinov3", "mae")
+
+
+def commands_of(path):
+    """Returns the words of each command in a config's docstring, without "python -m"."""
+    text = ast.get_docstring(ast.parse(path.read_text())) or ""
+    lines = re.findall(r"python -m (vit_jax\..*)", text.replace("\\\n", " "))
+    # A sentence may go on behind a command.
+    commands = (re.split(r"(?<=\w)[,.] | [(\[]", line)[0] for line in lines)
+    return [shlex.split(command) for command in commands]
+
 
 # Sizes of a network whose program compiles soon.
 TINY = {"width": 12, "depth": 1, "num_heads": 3, "mlp_dim": 20}

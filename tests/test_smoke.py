@@ -6,11 +6,20 @@ import pathlib
 import resource
 
 import jax
+import numpy as np
 import pytest
 import warm
-from helpers import ON_SITE, RECIPES, assert_took_three_steps, run_python
+from flax.traverse_util import flatten_dict
+from helpers import (
+    ON_SITE,
+    RECIPES,
+    assert_took_three_steps,
+    commands_of,
+    run_python,
+)
 from hosts import xla_flags
 
+from vit_jax import weights
 from vit_jax.config import fields
 from vit_jax.config.lengths import RunLength
 from vit_jax.tasks.task import backbone_paths
@@ -19,6 +28,7 @@ from vit_jax.training import optim, train_state
 
 ROOT = pathlib.Path(__file__).parent.parent
 EVALUATED = ("b16_i1k", "clip", "dino", "segmentation")
+_UNEVALUATED = "--config.evals={}"
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -53,19 +63,66 @@ def test_recipe_initialises(recipe):
     assert float(rate(total)) <= max(1e-5, peak / 10) and float(rate(total)) < peak
 
 
+# Runs in the place of the checkpoints that commands begin with, by their networks.
+BEGINNINGS = {"R": "configs/jft.py:model=R50x1,quick", "": "configs/b16_i21k.py:quick"}
+
+
+def quick_words(words, folder, number):
+    """Returns the words of the quick version of a training command of a config's head.
+
+    Made images stand for its own, and runs in the folder for those that it begins with.
+    """
+    flags = dict(word.partition("=")[::2] for word in words)
+    spec = flags["--config"]
+    name = flags.get("--workdir", "").partition("gs://.../")[2] or str(number)
+    found = [f"--config={spec}{',' if ':' in spec else ':'}quick"]
+    found.append(f"--workdir={folder / name}")
+    for flag in flags.keys() & {"--config.init", "--config.init.checkpoint"}:
+        usual = "R" if "model=R" in spec else ""
+        before = flags[flag].partition("gs://.../")[2] or f"before{usual}"
+        found.append(f"{flag}={folder / before}")
+    return found
+
+
+def kernels(place):
+    """Returns the kernels of a run's network without its classifier's."""
+    flat = flatten_dict(weights.open_pretrained(str(place)).params, sep="/")
+    return {k: v for k, v in flat.items() if k.endswith("kernel") and "head" not in k}
+
+
 @pytest.mark.slow
 def test_recipes_take_three_steps_on_made_data(tmp_path):
-    recipes = [recipe for recipe in RECIPES if recipe not in ON_SITE]
-    commands = [
-        ["python", "-m", "vit_jax.train", f"--workdir={tmp_path / recipe}"]
-        + [f"--config=configs/{recipe}.py:quick"]
-        # One recipe for each kind of evaluation, whose programs take a third of the time.
-        + ["--config.evals={}"] * (recipe not in EVALUATED)
-        for recipe in recipes
+    heads = [
+        (recipe, words)
+        for recipe in RECIPES
+        if recipe not in ON_SITE
+        for words in commands_of(ROOT / "configs" / f"{recipe}.py")
+        if words[0] == "vit_jax.train" and "digits" not in recipe
     ]
+    jobs = [
+        [f"--config={spec}", f"--workdir={tmp_path / f'before{name}'}", _UNEVALUATED]
+        for name, spec in BEGINNINGS.items()
+    ]
+    for number, (recipe, words) in enumerate(heads):
+        jobs.append(quick_words(words, tmp_path, number))
+        # One recipe for each kind of evaluation, whose programs take a third of the time.
+        jobs[-1] += [_UNEVALUATED] * (recipe not in EVALUATED)
+    commands = [["python", "-m", "vit_jax.train", *words] for words in jobs]
     warm.run_all(commands, ROOT, XLA_FLAGS=xla_flags())
-    for recipe in recipes:
-        assert_took_three_steps(tmp_path / recipe)
+    begun = 0
+    for words in jobs:
+        flags = dict(word.partition("=")[::2] for word in words)
+        workdir = flags["--workdir"]
+        assert_took_three_steps(pathlib.Path(workdir))
+        for flag in flags.keys() & {"--config.init", "--config.init.checkpoint"}:
+            before, after = kernels(flags[flag]), kernels(workdir)
+            assert before.keys() & after.keys(), words
+            for name in before.keys() & after.keys():
+                a, b = before[name].ravel(), after[name].ravel()
+                cosine = a @ b / np.linalg.norm(a) / np.linalg.norm(b)
+                assert cosine > 0.9, (words, name)
+            begun += 1
+    assert begun >= 8
 
 
 def test_the_loop_imports_in_few_seconds_and_without_frameworks():

@@ -1,13 +1,14 @@
 """Zero-shot classification and retrieval."""
 
 import json
+import re
 import shutil
 import types
 
 import numpy as np
 import pytest
 import trees
-from helpers import run_command, tiny_config, train
+from helpers import ROOT, commands_of, run_command, tiny_config, train
 from PIL import Image
 
 import vit_jax
@@ -143,6 +144,23 @@ def test_weights_are_evaluated_as_the_run_was(place):
         for key in evals:
             if name in final[key]:
                 assert found[key] == pytest.approx(final[key][name], abs=1e-6)
+
+
+def test_recipes_of_evaluations_give_the_scores_of_the_run(place, capsys):
+    folder, final, _ = place
+    for name, of_run, key in (
+        ("zero_shot", "names", "prompts=('a {}',)"),
+        ("retrieval", "pairs", "k=(1, 12)"),
+    ):
+        ((_, _, config),) = commands_of(ROOT / "configs" / "eval" / f"{name}.py")
+        config = re.sub(r"data=\w+", f"data={folder}", config)
+        words = [f"--model={folder / 'run'}", config, f"--config.evals.test.{key}"]
+        assert not run_command("evaluate", [*words, "--json"])
+        scores = json.loads(capsys.readouterr().out.splitlines()[-1])["test"]
+        expected = final[of_run]["ema"]
+        if name == "zero_shot":
+            expected = expected["top1"]
+        assert scores == pytest.approx(expected, abs=1e-6)
 
 
 def test_other_names_of_classes(place):
