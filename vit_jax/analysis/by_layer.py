@@ -34,7 +34,7 @@ def expand(
       UserError: there is no such layer, or no evaluation of features.
     """
     layers = layers or range(model.num_layers)
-    chosen = sorted({layer_features.check(model, layer) for layer in layers})
+    chosen = sorted(layer_features.check_all(model, layers))
     expanded, names = {}, {}
     for name, one in evals.items():
         if not isinstance(one, FeaturesConfig):

@@ -66,7 +66,7 @@ class Extractor:
         chosen = []
         if layers is not None:
             chosen = layers or range(model.num_layers)
-            chosen = sorted({layer_features.check(model, layer) for layer in chosen})
+            chosen = sorted(layer_features.check_all(model, chosen))
 
         def function(params, pixels):
             images = network_input(pixels, preprocess, model.options["dtype"])

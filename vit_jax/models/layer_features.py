@@ -65,7 +65,7 @@ def compute(
     key: Key[Array, ""] | None,
 ) -> tuple[Features, ...]:
     """Computes features, see `Model.layer_features`."""
-    chosen = [check(model, layer) for layer in layers]
+    chosen = check_all(model, layers)
     if tokens == "prefix" and not model.num_prefix_tokens:
         raise UserError(
             f"tokens='prefix': {model.options['variant']} has no tokens before the "
@@ -117,6 +117,23 @@ def check(model: "Model", layer: int) -> int:
             "to -1 counted from the last"
         )
     return layer % count
+
+
+def check_all(model: "Model", layers: Sequence[int]) -> list[int]:
+    """Returns the numbers of layers from 0.
+
+    Raises:
+      UserError: there is no such layer, or two numbers are of one.
+    """
+    chosen = [check(model, layer) for layer in layers]
+    for i, number in enumerate(chosen):
+        if number in chosen[:i]:
+            same = layers[chosen.index(number)], layers[i]
+            raise UserError(
+                f"layers={tuple(layers)}: {same[0]} and {same[1]} are the same layer, as "
+                f"{model.options['variant']} has {model.num_layers}: name it once"
+            )
+    return chosen
 
 
 def _run(model, params, images, key) -> dict[bool, list[Features]]:
