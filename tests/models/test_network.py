@@ -1,13 +1,17 @@
 """Networks that are built from their config, and what is refused of them."""
 
 import dataclasses
+import itertools
 import json
+import re
+import warnings
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend import core
 
 from vit_jax import models, weights
 from vit_jax.config.fields import key
@@ -134,6 +138,51 @@ def test_the_cost_of_a_loop_of_unknown_length_is_not_known():
 def test_what_is_no_network_is_refused(options, message):
     with pytest.raises(UserError, match=message):
         create(**options)
+
+
+SMALL = {"width": 12, "depth": 2, "num_heads": 2}
+SWIN = {"patch_size": 2, "width": 8, "stage_depths": (1, 1), "num_heads": (2, 4)}
+KINDS = {
+    "Ti/8": SMALL | {"mlp_dim": 20},
+    "Axial-B/8": SMALL | {"mlp_dim": 20},
+    "Swin-T": SWIN | {"window_size": 4},
+    "SwinV2-T": SWIN | {"window_size": 4},
+    "R50x1": {"stage_depths": (1, 1), "stem_width": 32},
+    "Mixer-S/8": {"width": 12, "depth": 2, "tokens_mlp_dim": 4, "channels_mlp_dim": 8},
+}
+
+
+def products(jaxpr):
+    """Yields the dtypes of the operands of each matrix product and convolution."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name in ("dot_general", "conv_general_dilated"):
+            yield [str(x.aval.dtype) for x in equation.invars]
+        for inner in core.jaxprs_in_params(equation.params):
+            yield from products(inner)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("variant", KINDS)
+def test_the_dtype_of_the_computation_is_that_of_the_network(variant, dtype):
+    model = models.create(
+        variant, num_classes=3, image_size=(16, 24), dtype=dtype, **KINDS[variant]
+    )
+    found = []
+    for of_params, of_images in itertools.product(("float32", "bfloat16"), repeat=2):
+        shape = jax.ShapeDtypeStruct
+        params = jax.tree.map(lambda x: shape(x.shape, of_params), model.shapes)  # noqa: B023
+        images = shape((2, 16, 24, 3), of_images)
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            jaxpr = jax.make_jaxpr(model.apply)(params, images)
+        found.append(list(products(jaxpr.jaxpr)))
+        fewer = {"params": of_params, "images": of_images}
+        fewer = {k for k, v in fewer.items() if (v, dtype) == ("bfloat16", "float32")}
+        text = "computes in float32.*dtype='bfloat16'"
+        assert {str(w.message).split()[0] for w in warned} == fewer
+        assert all(re.search(text, str(w.message)) for w in warned)
+    assert found[0] == found[1] == found[2] == found[3]
+    assert [dtype, dtype] in found[0]
 
 
 def test_parameters_for_one_size_of_image_are_told():

@@ -4,7 +4,7 @@ import dataclasses
 import fnmatch
 import numbers
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -98,20 +98,37 @@ def create_model(
             f"{variant!r} is a name of timm: load_model('timm/{variant}') opens weights, "
             "and list_models() has the names here"
         )
-    for name, meant in SYNONYMS.items():
-        if name in options:
-            raise UserError(
-                f"{name}={options[name]!r}: this argument is called {meant} here"
-            )
-    kind = models.VARIANTS.find(variant, "model")
-    about, defaults = fields.fields(kind), fields.defaults(kind)
-    for name in about.keys() & options.keys():
-        if not isinstance(options[name], str) or options[name] not in about[name].names:
-            of_key = name, about[name], options[name], defaults[name]
-            options[name] = arguments.take(*of_key)
+    check_names(options)
+    options |= network_keys(variant, options)
     return models.create(
         variant, num_classes=num_classes, image_size=sides(image_size), **options
     )
+
+
+def check_names(given: Mapping[str, object]) -> None:
+    """Raises UserError if an argument has its name in another library."""
+    for name in SYNONYMS.keys() & given.keys():
+        raise UserError(
+            f"{name}={given[name]!r}: this argument is called {SYNONYMS[name]} here"
+        )
+
+
+def network_keys(variant: str, given: Mapping[str, object]) -> dict:
+    """Returns those arguments that are keys of a network, with their values checked.
+
+    Args:
+      variant: name of the network.
+      given: arguments by name.
+    """
+    kind = models.VARIANTS.find(variant, "model")
+    about, defaults, taken = fields.fields(kind), fields.defaults(kind), {}
+    for name in about.keys() & given.keys():
+        value, rules = given[name], about[name]
+        named = isinstance(value, str) and value in rules.names
+        taken[name] = (
+            value if named else arguments.take(name, rules, value, defaults[name])
+        )
+    return taken
 
 
 def sides(image_size: int | Sequence[int]) -> tuple[int, int]:

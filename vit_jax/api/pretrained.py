@@ -7,6 +7,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 
 import jax
 import numpy as np
+from flax.traverse_util import flatten_dict
 from jaxtyping import Array, Float, Int16
 
 from vit_jax import models, weights
@@ -14,7 +15,7 @@ from vit_jax.analysis.attention import attention_maps
 from vit_jax.analysis.loaded_model import LoadedModel
 from vit_jax.api import images as given_images
 from vit_jax.api.images import Images
-from vit_jax.api.models import SYNONYMS, sides
+from vit_jax.api.models import check_names, network_keys, sides
 from vit_jax.config import arguments, fields
 from vit_jax.config.fields import key
 from vit_jax.errors import UserError
@@ -34,6 +35,7 @@ from vit_jax.weights.pretrained import (
 )
 from vit_jax.weights.text_tower import text_tower
 
+_PREPROCESSING = {field.name for field in dataclasses.fields(Preprocess)}
 _BATCH = 32  # Images that pass through a network at once.
 
 
@@ -89,7 +91,7 @@ def load_model(
     tokenizer: str = "",
     token_merging: int = 0,
     tell: Callable[[str], None] = print,
-    **preprocess,
+    **options,
 ) -> "PretrainedModel":
     """Opens weights of any format, ready for images.
 
@@ -108,8 +110,10 @@ def load_model(
       token_merging: similar patches that each block merges (ToMe, arXiv:2210.09461),
         which makes a Vision Transformer faster and a little less accurate.
       tell: called with a line about each thing that had to be guessed.
-      **preprocess: fields of `vit_jax.weights.Preprocess`, if not the weights', as
-        `max_tokens=256` to keep the aspect of images, or `patch=8` for smaller patches.
+      **options: fields of `vit_jax.weights.Preprocess`, if not the weights', as
+        `max_tokens=256` to keep the aspect of images, or `patch=8` for smaller patches;
+        and keys of the network, as of `create_model`, that its parameters fit, as
+        `dtype="bfloat16"` to compute in it, or `drop_path_rate=0.1` to train it on.
 
     Raises:
       UserError: there are no such weights, or something does not fit.
@@ -120,7 +124,8 @@ def load_model(
       >>> model
       PretrainedModel('Ti/2' of 'runs/digits', 10 classes, images (8, 8, 1))
     """
-    preprocess = _checked_preprocess(preprocess)
+    check_names(options)
+    preprocess = _checked_preprocess(options)
     if image_size is not None:
         preprocess |= {"image_size": sides(image_size), "cut": (0, 0)}
     pretrained, how = weights.open_weights(
@@ -133,6 +138,9 @@ def load_model(
         token_merging=token_merging,
         tell=tell,
     )
+    pretrained = _with_network_keys(
+        pretrained, {k: v for k, v in options.items() if k not in preprocess}
+    )
     if tokenizer:
         pretrained = dataclasses.replace(pretrained, tokenizer=tokenizer)
     if num_classes is not None:
@@ -141,14 +149,40 @@ def load_model(
 
 
 def _checked_preprocess(given: Mapping[str, object]) -> dict:
-    """Returns fields of `Preprocess` with their values checked."""
-    known = {field.name for field in dataclasses.fields(Preprocess)}
-    if unknown := sorted(given.keys() - known):
-        hint = SYNONYMS.get(unknown[0], f"not one of {', '.join(sorted(known))}")
-        raise UserError(f"{unknown[0]}={given[unknown[0]]!r}: {hint}")
+    """Returns those arguments that are fields of `Preprocess`, with their values checked."""
     about, usual = fields.Key(help="", at_least=None), Preprocess(image_size=(1, 1))
-    take = lambda name, value: arguments.take(name, about, value, getattr(usual, name))
-    return {name: take(name, value) for name, value in given.items()}
+    take = lambda name: arguments.take(name, about, given[name], getattr(usual, name))
+    return {name: take(name) for name in _PREPROCESSING if name in given}
+
+
+def _with_network_keys(
+    pretrained: Pretrained, given: Mapping[str, object]
+) -> Pretrained:
+    """Returns weights whose network has other values of some keys.
+
+    Raises:
+      UserError: it has no such key, or parameters of other shapes by it.
+    """
+    variant = pretrained.options["variant"]
+    known = network_keys(variant, pretrained.options).keys() - {"variant"}
+    if unknown := sorted(given.keys() - known):
+        raise UserError(
+            f"{unknown[0]}={given[unknown[0]]!r}: not one of "
+            f"{', '.join(sorted(_PREPROCESSING))} for images, nor a key of {variant}: "
+            f"{', '.join(sorted(known))}"
+        )
+    changed = network_keys(variant, given)
+    options = pretrained.options | changed
+    before, after = (
+        flatten_dict(models.create(**each).shapes, sep="/")
+        for each in (pretrained.options, options)
+    )
+    try:
+        surgery.check_keys(before, after, None)
+    except UserError as error:
+        named = ", ".join(f"{name}={value!r}" for name, value in changed.items())
+        raise UserError(f"{named}: {error}; leave it out") from error
+    return dataclasses.replace(pretrained, options=options)
 
 
 class PretrainedModel:

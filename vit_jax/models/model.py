@@ -3,6 +3,7 @@
 import dataclasses
 import inspect
 import math
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -133,6 +134,9 @@ class Model:
     ) -> dict[str, jax.Array]:
         """Classifies images.
 
+        It computes in `config.dtype`, to which parameters and images of another dtype are
+        cast; a warning says where that gives them more bits than they have.
+
         Args:
           params: parameters, see `init`.
           images: (batch, height, width, channels), normalised floats; or sequences of
@@ -144,6 +148,7 @@ class Model:
           "logits" (batch, num_classes), unless `num_classes` is 0, and "pre_logits"
           (batch, width) if `representations`, float32.
         """
+        _warn_of_fewer_bits(self.config.dtype, params, images)
         rngs = {"dropout": key} if train else None
         if self.stateful and train:
             return self.apply_and_update(params, images, key)[0]
@@ -202,6 +207,7 @@ class Model:
           (batch, prefix tokens + patches, width); of a network that merges patches, the
           patches of the last stage.
         """
+        _warn_of_fewer_bits(self.config.dtype, params, images)
         given = {"visible": visible, "edit_patches": edit_patches}
         given = {name: value for name, value in given.items() if value is not None}
         return self.module.apply(
@@ -266,6 +272,7 @@ class Model:
           UserError: there is no such layer or no prefix token, or the module of a user's
             network takes no `classify`.
         """
+        _warn_of_fewer_bits(self.config.dtype, params, images)
         return layer_features.compute(
             self,
             params,
@@ -357,6 +364,21 @@ class Model:
         from vit_jax.models import intermediates  # Few need what it imports.
 
         return intermediates.attention_gradients(self.module, params, images, classes)
+
+
+def _warn_of_fewer_bits(dtype: str, params: Params, images: object) -> None:
+    """Warns if parameters or images have fewer bits than the dtype of the computation."""
+    for name, tree in (("params", params), ("images", images)):
+        for found in {x.dtype for x in jax.tree.leaves(tree)}:
+            if jnp.issubdtype(found, jnp.floating) and (
+                found.itemsize < jnp.dtype(dtype).itemsize
+            ):
+                warnings.warn(
+                    f"{name} of {found}: the network computes in {dtype}, its dtype; "
+                    f"build it with dtype={found.name!r} to compute in that "
+                    "(create_model, load_model)",
+                    stacklevel=3,
+                )
 
 
 def build(

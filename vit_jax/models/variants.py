@@ -42,7 +42,7 @@ class ModelConfig:
     )
     dtype: str = key(
         "float32",
-        "Dtype of the computation; parameters are float32.",
+        "Dtype of the computation, whatever that of images is; parameters are float32.",
         choices=("float32", "bfloat16"),
     )
 
