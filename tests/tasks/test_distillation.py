@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import pathlib
+import types
 
 import jax
 import jax.numpy as jnp
@@ -132,6 +133,49 @@ def test_a_student_trains_and_resumes_without_the_file_of_its_teacher(
     message = r"another config \(task.teacher: .*a.safetensors -> .*other"
     with pytest.raises(UserError, match=message):
         loop.train(config_of(tmp_path / "other"), tmp_path / "run")
+
+
+def test_classes_in_another_order_are_matched_by_name_or_refused(teacher, tmp_path):
+    names, order = tuple("abcde"), np.array([3, 0, 4, 1, 2])
+    found = weights.open_pretrained(teacher)
+    draw = np.random.default_rng(0).standard_normal
+    head = {"kernel": draw((12, 5), np.float32), "bias": draw(5, np.float32)}
+    losses, images = [], jnp.asarray(draw((3, 8, 12, 3), np.float32))
+    rng = jax.random.key(2)
+    for i, of_teacher in enumerate((np.arange(5), order)):
+        params = found.params | {
+            "head": {k: v[..., of_teacher] for k, v in head.items()}
+        }
+        # The first names its classes in the order of the data.
+        known = tuple(names[k] for k in of_teacher)
+        file = exported(
+            teacher, tmp_path / f"{i}.safetensors", params=params, class_names=known
+        )
+        config = config_of(file, task={"name": "distillation", "teacher": str(file)})
+        source = types.SimpleNamespace(class_names=names)
+        task = config.task.of_records(config.data, source)
+        built = task.build(config.build_model(), config.data, RunLength(2, 1.0))
+        # As in a resumed run.
+        saved = json.loads(json.dumps(built.metadata()))
+        model, run = config.build_model(), RunLength(2, 1.0)
+        resumed = config.task.build(model, config.data, run, saved)
+        state = built.init(jax.random.key(1))
+        extra = {**(state[1] or {}), **built.load()}
+        batch = {"image": images, "label": jnp.eye(3, 5)}
+        for each in (built, resumed)[: 1 + i]:
+            of_params = jax.jit(lambda params: each.loss(params, extra, batch, rng))  # noqa: B023
+            loss, (metrics, _) = of_params(state[0])
+            losses.append([float(loss), float(metrics["teacher_top1"])])
+        assert any("matched by names" in note for note in built.notes) == bool(i)
+    assert losses[0] == pytest.approx(losses[1]) and losses[1] == losses[2]
+    other = types.SimpleNamespace(class_names=("f", *names[1:]))
+    task = config.task.of_records(config.data, other)
+    with pytest.raises(
+        UserError, match="lack 1 of 5: 'f'.*task.match_classes=position"
+    ):
+        task.build(config.build_model(), config.data, RunLength(2, 1.0))
+    task = dataclasses.replace(task, match_classes="position")
+    assert "classes" not in task.build(model, config.data, run).metadata()["teacher"]
 
 
 def test_images_are_normalised_as_the_teacher_knows_them(teacher, tmp_path):

@@ -16,7 +16,10 @@ from jaxtyping import Array, Float
 
 from vit_jax import models
 from vit_jax.config.fields import key
+from vit_jax.data import class_names
+from vit_jax.data.class_names import NAMES, POSITION
 from vit_jax.data.config import DataConfig
+from vit_jax.data.sources.base import Source
 from vit_jax.errors import UserError
 from vit_jax.models import Model, cost
 from vit_jax.printing import masked
@@ -65,6 +68,19 @@ class DistillationConfig(ClassificationConfig):
         only_if={"kind": ("soft",)},
     )
 
+    match_classes: str = key(
+        NAMES,
+        "How the teacher's classes are matched with the data's (docs/labels.md): by their "
+        "names, or class by class.",
+        choices=(NAMES, POSITION),
+    )
+    # Class names of the training records, see `of_records`; None: unknown.
+    class_names: tuple[str, ...] | None = None
+
+    def of_records(self, data: DataConfig, source: Source) -> "DistillationConfig":
+        config = super().of_records(data, source)
+        return dataclasses.replace(config, class_names=tuple(source.class_names))
+
     def build(self, model, data, run, saved=None) -> "Distillation":
         return Distillation(self, model, data, saved)
 
@@ -95,15 +111,17 @@ class Distillation(Classification):
             )
         self._teacher = saved["teacher"] if saved else _describe(self._pretrained)
         _check_teacher(self._teacher, config, data)
+        known = config.class_names is not None and not saved
+        notes = self._match_classes() if known else []
         # The student's platform, which is another machine's in vit_jax.compile.
         platform = {"platform": model.options.get("platform")}
         self._network = models.create(**self._teacher["options"] | platform)
         if not self._teacher["normalization"]:
-            note = (
+            notes.append(
                 f"task.teacher={masked(config.teacher)!r} has no normalisation: its "
                 f"images are normalised by data.mean={data.mean} and data.std={data.std}"
             )
-            self.notes = (note,)
+        self.notes = tuple(notes)
 
     @functools.cached_property
     def _pretrained(self) -> "Pretrained":
@@ -111,6 +129,22 @@ class Distillation(Classification):
         from vit_jax.weights import open_pretrained
 
         return open_pretrained(self.config.teacher)
+
+    def _match_classes(self) -> list[str]:
+        """Sets the teacher's class of each class of the data; returns notes."""
+        config = self.config
+        where = f"the training data for task.teacher={masked(config.teacher)!r}"
+        matched = class_names.match(
+            config.class_names,
+            self._pretrained.class_names,
+            self.data.num_classes,
+            where=where,
+            by=config.match_classes,
+            hint=f", or match them class by class: task.match_classes={POSITION}",
+        )
+        if (matched.indices != np.arange(self.data.num_classes)).any():
+            self._teacher["classes"] = matched.indices.tolist()
+        return [f"{where}: {matched.line}"] if matched.line else []
 
     def init(self, rng: jax.Array) -> tuple[dict, Tree]:
         params, extra = super().init(rng)
@@ -129,7 +163,7 @@ class Distillation(Classification):
         distillation_logits = outputs.get("distillation_logits", outputs["logits"])
         teacher = jax.lax.stop_gradient(extra["teacher"])
         images = self._of_teacher(batch["image"])
-        teacher_logits = self._network.apply(teacher, images)["logits"]
+        teacher_logits = self._in_order(self._network.apply(teacher, images)["logits"])
         class_loss = self.base_loss(class_logits, batch)
         distillation_loss = self.teacher_loss(
             distillation_logits, jax.lax.stop_gradient(teacher_logits)
@@ -144,6 +178,11 @@ class Distillation(Classification):
             "teacher_top1": top1(teacher_logits, batch["label"]),
         }
         return loss, (metrics, stats)
+
+    def _in_order(self, logits: Float[Array, "B L"]) -> Float[Array, "B L"]:
+        """Returns the teacher's logits in the order of the data's classes."""
+        order = self._teacher.get("classes")
+        return logits if order is None else logits[:, np.array(order)]
 
     def _of_teacher(self, images: Float[Array, "B Y X C"]) -> Float[Array, "B Y X C"]:
         """Converts images from the student's normalisation to the teacher's."""
