@@ -70,6 +70,8 @@ def test_recipe_builds_with_every_argument(stem):
         if chosen.get("quick"):
             found = c.total_steps, c.data.name, c.init.checkpoint
             assert found == (3, "synthetic", ""), chosen
+            whole = config.load(spec(stem, **chosen | {"quick": False}))
+            assert c.init.allow_mismatch == whole.init.allow_mismatch, chosen
 
 
 @pytest.mark.parametrize("stem", RECIPES)

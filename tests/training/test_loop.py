@@ -159,6 +159,26 @@ def test_fine_tuning_starts_from_the_average_at_another_resolution(
     assert np.isfinite(report["final"]["val"]["params"]["loss"])
 
 
+def test_an_average_of_the_initial_network_is_said_at_the_start_and_the_end(
+    tmp_path, capsys
+):
+    config = tiny_config(ema={"decay": 0.9, "warmup": False}, evals={}, total_steps=6)
+    train(config, tmp_path)
+    out = capsys.readouterr().out
+    (line,) = {line for line in out.splitlines() if "ema.warmup" in line}
+    assert "ema.decay=0.9 with ema.warmup=False: after 6 steps" in line
+    assert "53% the initial network" in line
+    first, last = out.index(line), out.rindex(line)
+    assert first < out.index("first step after") < last
+    assert (
+        configuration.EmaConfig(decay=0.9999, warmup=False)
+        .note(100)
+        .count("99% the initial")
+    )
+    assert not configuration.EmaConfig(decay=0.9999, warmup=False).note(30_000)
+    assert not configuration.EmaConfig().note(3)
+
+
 def test_a_changed_data_set_is_refused_on_resume(base):
     config, workdir, _ = base
     changed = fields.replace(config, {"data.num_examples": 21})

@@ -23,6 +23,9 @@ from vit_jax.training.trackers import TRACKERS
 from vit_jax.training.trackers.tracker import TrackerConfig
 from vit_jax.weights.initial import InitConfig
 
+# Part of an average that the parameters at the beginning may be, without a warning.
+_MOST_OF_START = 0.05
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EmaConfig:
@@ -34,6 +37,22 @@ class EmaConfig:
         "Weigh it in the first steps by (1 + step) / (10 + step) instead, until that is "
         "larger: 90,000 steps at 0.9999.",
     )
+
+    def note(self, steps: int) -> str:
+        """Returns a warning if the average after a run is still the initial network.
+
+        Args:
+          steps: length of the run.
+        """
+        # With the warmup a dozen steps leave nothing of it.
+        part = 0.0 if self.warmup else self.decay**steps
+        if part < _MOST_OF_START:
+            return ""
+        return (
+            f"warning: ema.decay={self.decay} with ema.warmup=False: after {steps:,} steps "
+            f"the average, which all commands open, is {part:.0%} the initial network; set "
+            "ema.warmup=True, a smaller ema.decay, or 0 for no average"
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

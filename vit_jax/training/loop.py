@@ -160,7 +160,7 @@ def _begin(config, workdir, setup, start, callbacks, tracing) -> tuple[Run, Call
             *(logger, *trackers, *callbacks),
             *(Saving(local), Evaluating(config, setup), tracing),
         ],
-        notes=[*restored.notes, *start.notes],
+        notes=[*restored.notes, *start.notes, config.ema.note(setup.total_steps)],
     )
     del restored  # Its state, which the first step overwrites.
     run.notify("begin", run)
@@ -318,6 +318,8 @@ def _make_report(run: Run) -> dict:
         report = report | (run_report.read_report(run.workdir) or {}) | kept
         report["final"] = report["final"] | run.final
     run.logger.info("\n" + run_report.format_report(report))
+    if note := config.ema.note(run.last_step):
+        run.logger.info(note)
     return report
 
 
