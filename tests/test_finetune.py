@@ -229,6 +229,9 @@ def test_what_is_chosen_is_what_is_trained_and_keys_come_first(place, tmp_path, 
     assert (config.batch_size, config.data.image_size) == (8, (16, 16))
     assert (config.optim.learning_rate, config.ema.decay) == (0.5, 0)
     assert config.total_steps == round(30 * 19 / 8)
+    # No step was taken there: another command may take its place.
+    words[1] = "--config.batch_size=5"
+    assert chosen(place, f"--workdir={tmp_path / 'a'}", *words).batch_size == 5
     config = chosen(place, f"--workdir={tmp_path / 'b'}", "--config.epochs=2")
     assert (config.epochs, config.total_steps) == (2, 0)
     for key, more in itertools.product(
@@ -238,6 +241,19 @@ def test_what_is_chosen_is_what_is_trained_and_keys_come_first(place, tmp_path, 
         with pytest.raises(UserError, match=f"{key.split('=')[0]}: it is set by"):
             command(place, *words)
     assert not (tmp_path / "c").exists()
+
+
+def test_a_task_learns_from_what_the_images_have(place, tmp_path):
+    mask_folder.write(tmp_path / "set", 6)
+    for photos, weights, name, annotation in (
+        ("set", place, "classification", "masks"),
+        ("photos", None, "segmentation", "labels"),
+        ("photos", None, "mae", "labels"),
+    ):
+        words = [f"--workdir={tmp_path / 'w'}", f"--config.task.name={name}"]
+        with pytest.raises(UserError, match=f"task.name='{name}' .*{annotation}"):
+            root = tmp_path if weights else place
+            command(root, *words, photos=photos, weights=weights)
 
 
 def test_two_folders_of_images_and_masks(place, tmp_path, capsys):

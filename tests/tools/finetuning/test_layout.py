@@ -333,6 +333,18 @@ def test_a_column_of_labels_comes_before_one_of_masks(tmp_path):
     assert masked(found, found.data["split"])
 
 
+def test_of_few_images_with_masks_one_validates(tmp_path):
+    for count in (2, 3):
+        mask_folder.write(tmp_path / f"{count}", count)
+        assert sizes(find(tmp_path / f"{count}", tmp_path)) == [count - 1, 1]
+    mask_folder.write(tmp_path / "1", 1)
+    with pytest.raises(UserError, match="/1 has one image to train on: give two"):
+        find(tmp_path / "1", tmp_path)
+    few = find(tmp_path / "3", tmp_path)
+    with pytest.raises(UserError, match="folds=4: 3 images are too few"):
+        layout.take_fold(few, 0, 4)
+
+
 def test_folds_of_masks_score_each_image_once(tmp_path):
     mask_folder.write(tmp_path, 7)
     found = find(tmp_path, tmp_path / "run")

@@ -135,6 +135,16 @@ def test_another_command_in_the_same_workdir_is_refused(done, run, options, mess
         run(done[0], **options)
 
 
+def test_a_command_whose_runs_took_no_step_may_be_mended(run, tmp_path, monkeypatch):
+    def fail(*args, **more):
+        raise UserError("the disk is full")
+
+    monkeypatch.setattr(loop, "train", fail)
+    for overrides in ({}, {"batch_size": 4}):
+        with pytest.raises(UserError, match="the disk is full"):
+            run(tmp_path / "study", rates=(0.02, 0.1), overrides=overrides)
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [

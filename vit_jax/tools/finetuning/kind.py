@@ -91,12 +91,16 @@ class Kind(Protocol):
     """A kind of annotation: how settings follow from it, and how a run is told about.
 
     Attributes:
+      annotation: "labels" or "masks", for messages.
+      task: class of the configs of tasks that learn from it.
       evaluation: kind of `config.evals` that scores it.
       metric: its metric, see `Result`.
       optimizer: name of the optimiser that the rate is chosen for.
       most_epochs: largest number of epochs.
     """
 
+    annotation: str
+    task: type
     evaluation: str
     metric: str
     optimizer: str

@@ -10,6 +10,7 @@ from vit_jax import models
 from vit_jax.data.sources.base import read_labels
 from vit_jax.data.sources.open import open_source
 from vit_jax.errors import UserError
+from vit_jax.tasks.classification import ClassificationConfig
 from vit_jax.tools.finetuning import report, rule
 from vit_jax.tools.finetuning.kind import Choices, Given, Result, Seen
 from vit_jax.tools.finetuning.layout import Layout
@@ -23,6 +24,8 @@ class Labels:
 
     multi_label: bool
 
+    annotation: ClassVar = "labels"
+    task: ClassVar = ClassificationConfig
     optimizer: ClassVar = rule.OPTIMIZER
     most_epochs: ClassVar = rule.MOST_EPOCHS
 

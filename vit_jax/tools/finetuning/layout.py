@@ -300,7 +300,7 @@ def _of_name(place: str, given: Mapping) -> Layout:
     data = {"name": name, **data, "split": train}
     # Sources of these kinds are often sorted by class: a part at the end lacks classes.
     if not validation and (parquet.is_hub(name) or name == IN_MEMORY):
-        return _parted(Layout(data, "", test, description))
+        return _set_aside(Layout(data, "", test, description))
     if not validation:
         kept = round(100 * (1 - HELD_OUT))
         validation, data["split"] = f"{train}[{kept}%:]", f"{train}[:{kept}%]"
@@ -313,7 +313,7 @@ def _with_validation(found: Layout, workdir: str) -> Layout:
     if found.validation:
         return found
     if found.config.mask_key:
-        return _parted(found)
+        return _set_aside(found)
     path, data = epath.Path(split_file(workdir)), found.data
     source = found.open(data["split"])
     labels = source.known_labels()
@@ -345,15 +345,26 @@ def _with_validation(found: Layout, workdir: str) -> Layout:
     )
 
 
-def _parted(found: Layout, fold: int = _PARTS - 1, count: int = _PARTS) -> Layout:
-    """Sets each `count`-th training image aside, from number `fold` on."""
-    whole, description = found.whole or found.data["split"], found.description
-    if not found.whole:
-        description += ", of whose training images a part is set aside to validate on"
-    parts = [f"interleaved_splits({whole}, {count})[{i}]" for i in range(count)]
+def _set_aside(found: Layout) -> Layout:
+    """Sets a fifth of the training images aside, or one of fewer than five."""
+    whole, place = found.data["split"], found.data.get("data_dir", found.data["name"])
+    count = min(_PARTS, len(found.open(whole)))
+    if count < 2:
+        raise UserError(
+            f"{place} has one image to train on: give two or more, so that one can be "
+            "set aside to validate on"
+        )
+    description = f"{found.description}, of whose training images a part is set aside to validate on"
+    found = dataclasses.replace(found, description=description, whole=whole)
+    return _parted(found, count - 1, count)
+
+
+def _parted(found: Layout, fold: int, count: int) -> Layout:
+    """Sets each `count`-th of the images of `whole` aside, from number `fold` on."""
+    parts = [f"interleaved_splits({found.whole}, {count})[{i}]" for i in range(count)]
     validation = parts.pop(fold)
     data = found.data | {"split": "+".join(parts)}
-    return Layout(data, validation, found.test, description, whole)
+    return dataclasses.replace(found, data=data, validation=validation)
 
 
 def take_fold(layout: Layout, fold: int, count: int) -> Layout:
@@ -367,6 +378,8 @@ def take_fold(layout: Layout, fold: int, count: int) -> Layout:
       UserError: the images have a validation split, or there are too few.
     """
     if layout.whole:
+        images = len(layout.open(layout.whole))
+        _check_folds(count, images, images)
         return _parted(layout, fold, count)
     path = epath.Path(layout.data.get("data_dir", ""))
     if path.name != SPLIT_FILE:
@@ -377,12 +390,16 @@ def take_fold(layout: Layout, fold: int, count: int) -> Layout:
     rows = list(csv.DictReader(io.StringIO(path.read_text())))
     trained = [row for row in rows if row[table.SPLIT] != TEST[0]]
     folds = splits.folds([row["label"] for row in trained], count)
-    if len({*folds.tolist()} - {-1}) < count:
-        raise UserError(f"folds={count}: {len(trained)} images are too few: lower it")
+    _check_folds(count, len({*folds.tolist()} - {-1}), len(trained))
     for row, number in zip(trained, folds, strict=True):
         row[table.SPLIT] = VALIDATION[0] if number == fold else TRAIN[0]
     _write_rows(path, rows)
     return layout
+
+
+def _check_folds(count: int, filled: int, images: int) -> None:
+    if filled < count:
+        raise UserError(f"folds={count}: {images} images are too few: lower it")
 
 
 def _write_rows(path: epath.Path, rows: Sequence[Mapping[str, str]]) -> None:

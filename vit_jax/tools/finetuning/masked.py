@@ -22,6 +22,7 @@ from vit_jax.data.decode import DamagedImage
 from vit_jax.data.sources.base import Source, name_of, read_record
 from vit_jax.errors import UserError
 from vit_jax.models import Model
+from vit_jax.tasks.segmentation import SegmentationConfig
 from vit_jax.tools.finetuning import mask_report, rule
 from vit_jax.tools.finetuning.kind import Choices, Given, Result, Seen
 from vit_jax.tools.finetuning.layout import Layout
@@ -42,6 +43,8 @@ _WORST = 5  # Classes in the line on the worst.
 class Masks:
     """See `Kind`."""
 
+    annotation: ClassVar = "masks"
+    task: ClassVar = SegmentationConfig
     evaluation: ClassVar = "segmentation"
     metric: ClassVar = "miou"
     optimizer: ClassVar = "adam"

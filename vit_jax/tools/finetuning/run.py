@@ -206,7 +206,7 @@ def _free(raw: Mapping) -> set[str]:
 
 
 def _begun(request: _Request, workdir: str) -> tuple[dict | None, str]:
-    """Returns the config that an earlier start chose, or None, and its images.
+    """Returns the config of an earlier start that took a step, or None, and its images.
 
     The workdir and the images may have been moved: the config gets the paths of this
     start, and images are compared by content.
@@ -215,13 +215,13 @@ def _begun(request: _Request, workdir: str) -> tuple[dict | None, str]:
     if not path.exists():
         return None, place
     raw, images = read_json(path), runs.recorded(workdir).get("images", place)
+    if not runs.has_begun(workdir):
+        return None, place
     data = raw["data"]
     if images == place or not os.path.exists(place):
         if os.path.basename(data["data_dir"]) == layout.SPLIT_FILE:
             data["data_dir"] = layout.split_file(workdir)
         return raw, images
-    if not workdirs.has_checkpoint(workdir):
-        return None, place
     with tempfile.TemporaryDirectory() as scratch, contextlib.suppress(UserError):
         moved = complete(raw | {"data": data | request.find(scratch).data}).data
         source = open_source(moved, moved.split)
@@ -323,6 +323,11 @@ def _config(
     if "epochs" in overrides:
         raw["total_steps"] = 0
     config = complete(raw)
+    if not isinstance(config.task, given.kind.task):
+        raise UserError(
+            f"task.name={config.task.name!r} does not learn from {given.kind.annotation}, "
+            "which these images have: leave it out"
+        )
     size = config.data.image_size
     raw["data"] = given.kind.transforms(given, size) | raw["data"]
     if not config.task.averages_network:  # It trains what it has beside the network.

@@ -74,11 +74,21 @@ def recorded(workdir: str | os.PathLike) -> dict:
     return read_json(path) if path.exists() else {}
 
 
+def has_begun(*folders: str | os.PathLike) -> bool:
+    """Returns whether any of the folders has a run that took a step, or diverged."""
+    return any(
+        layout.has_checkpoint(folder)
+        or run_report.read_report(folder) is not None
+        or (epath.Path(folder) / DIVERGED).exists()
+        for folder in folders
+    )
+
+
 def check_command(
     workdir: str | os.PathLike,
     command: dict,
     *,
-    begun: bool = True,
+    begun: bool,
     grows: str = "",
     free: Collection[str] = (),
 ) -> None:

@@ -8,6 +8,8 @@ table 4).
 import os
 import statistics
 
+from etils import epath
+
 from vit_jax.data.sources.open import opened_by
 from vit_jax.errors import UserError
 from vit_jax.tools.sweeps import runs
@@ -51,7 +53,8 @@ def run(
     recipe, config = task.recipe, task.config
     with lock.held(workdir):
         check_feasible(task)
-        runs.check_command(workdir, _command(model, task, seeds))
+        begun = runs.has_begun(*epath.Path(workdir).glob("*/*"))
+        runs.check_command(workdir, _command(model, task, seeds), begun=begun)
         for note in task.notes:
             say(note)
         trials, best, finals = _tune_and_test(
