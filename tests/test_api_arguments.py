@@ -1,5 +1,6 @@
 """Wrong arguments of every function of `vit_jax`: one line that names thing and value."""
 
+import dataclasses
 import functools
 import pathlib
 import re
@@ -151,7 +152,8 @@ CALLS = {
         (lambda w: vit_jax.load_model(w, mean="0.5"), r"mean\[0\]='0.5'"),
         (lambda w: vit_jax.load_model(w, std=(0.0,)), "std="),
         (lambda w: vit_jax.load_model(w, std=(np.nan,)), "std="),
-        (lambda w: vit_jax.load_model(w, crop_fraction=2), "crop_pct=2"),
+        (lambda w: vit_jax.load_model(w, crop_fraction=2), "crop_fraction=2"),
+        (lambda w: vit_jax.load_model(w, mean=(0.1, 0.2)), "mean=.*set mean to 1 or 3"),
     ],
     "predict": [
         (lambda m: m.predict(), "predict: .*'images'"),
@@ -271,6 +273,7 @@ def test_a_wrong_argument_is_one_line_at_once(
     with pytest.raises(vit_jax.UserError, match=message) as raised:
         call(*given)
     assert "\n" not in str(raised.value)
+    assert "--" not in str(raised.value)  # Flags are of commands.
     left = {path.name for path in tmp_path.iterdir()}
     assert left <= {"configs", "tests", "w"}  # Nothing is trained.
 
@@ -278,6 +281,34 @@ def test_a_wrong_argument_is_one_line_at_once(
 def test_every_function_is_in_the_table():
     functions = {*vit_jax.__all__} - {"Callback", "PretrainedModel", "UserError"}
     assert functions <= CALLS.keys()
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("std=0 is not above 0: set --std", "std=0 is not above 0: set std"),
+        ("it has averages; --no_ema reads", "it has averages; use_ema=False reads"),
+        ("state --resolution=PIXELS, or", "state image_size=PIXELS, or"),
+        ("set --config.data.num_classes=5", "set data.num_classes=5"),
+        ("a: run python -m vit_jax.x --y=z", "a: run python -m vit_jax.x --y=z"),
+    ],
+)
+def test_messages_name_arguments_in_place_of_flags(line, expected):
+    told = []
+
+    @arguments.checked(Empty)
+    def call(*, tell=print):
+        tell(line)
+        raise vit_jax.UserError(line)
+
+    with pytest.raises(vit_jax.UserError, match=f"^{re.escape(expected)}$"):
+        call(tell=told.append)
+    assert told == [expected]
+
+
+@dataclasses.dataclass(frozen=True)
+class Empty:
+    """No arguments."""
 
 
 def test_arguments_are_converted_as_keys_are():

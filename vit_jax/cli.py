@@ -202,7 +202,7 @@ def add_weights_flags(parser: Parser) -> None:
     add = parser.add_argument
     add("--model", required=True, help="weights: run, file, folder or name")
     add_step_flag(parser)
-    help = "a run's last parameters, not their average"
+    help = "the last parameters of a run or a training checkpoint, not their average"
     add("--no_ema", action="store_true", help=help)
     add("--resolution", type=size, help="other image size: pixels, or HEIGHTxWIDTH")
     _add_preparation(parser)

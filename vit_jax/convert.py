@@ -167,7 +167,7 @@ def parser() -> cli.Parser:
     add(
         "--no_ema",
         action="store_true",
-        help="a run's last parameters, not their average",
+        help="the last parameters of a run or a training checkpoint, not their average",
     )
     add(
         "--resolution",

@@ -103,7 +103,8 @@ def load_model(
       num_classes: width of a new classifier, of zeros, in place of the weights'; 0 is none.
       class_names: in label order, if not the weights'.
       step: of a run's checkpoint; the best, or else the last, if None.
-      use_ema: a run's averaged parameters if it has them, not its last ones.
+      use_ema: averaged parameters of a run or a training checkpoint of PyTorch if it has
+        them, not the last ones.
       num_heads: attention heads, for files that do not state them.
       architecture: timm's name of the network, for its files without a config.json.
       tokenizer: of a text tower if not the weights', see `config.data.tokenizer`.

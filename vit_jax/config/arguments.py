@@ -3,6 +3,7 @@
 import functools
 import inspect
 import os
+import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import TypeVar
 
@@ -10,6 +11,18 @@ from vit_jax.config import fields
 from vit_jax.errors import UserError
 
 F = TypeVar("F", bound=Callable)
+
+# Flags of commands to what functions of Python take in their place; others have the name
+# of an argument. A command line in a message stays as it is.
+_FLAGS = {
+    "--no_ema": "use_ema=False",
+    "--resolution": "image_size",
+    "--labels": "class_names",
+    "--crop_pct": "crop_fraction",
+    "crop_pct=": "crop_fraction=",
+}
+_FLAG = re.compile(r"--(?:config\.)?(?=[a-z])")
+_COMMAND = re.compile(r"\b(?:python -m|pip install|convert) .*")
 
 
 def checked(keys: type) -> Callable[[F], F]:
@@ -45,11 +58,28 @@ def checked(keys: type) -> Callable[[F], F]:
             for name in about.keys() & given.keys():
                 if given[name] is not parameters[name].default:
                     given[name] = take(name, about[name], given[name], defaults[name])
-            return function(*bound.args, **bound.kwargs)
+            if "tell" in parameters:
+                tell = given.get("tell", parameters["tell"].default)
+                given["tell"] = lambda line: tell(in_python(line))
+            try:
+                return function(*bound.args, **bound.kwargs)
+            except UserError as error:
+                error.args = (in_python(str(error)),)
+                raise
 
         return call
 
     return decorate
+
+
+def in_python(line: str) -> str:
+    """Returns a message with the names of arguments in place of flags."""
+    command = _COMMAND.search(line)
+    end = command.start() if command else len(line)
+    text = line[:end]
+    for flag, argument in _FLAGS.items():
+        text = text.replace(flag, argument)
+    return _FLAG.sub("", text) + line[end:]
 
 
 def take(name: str, about: fields.Key, value: object, default: object) -> object:

@@ -60,7 +60,7 @@ class TextTower:
             raise UserError(
                 f"the tokenizer has {tokenizer.vocab_size} tokens, but the text tower of "
                 f"{self._source} has {vocab_size}: give the tokenizer of its training by "
-                "--tokenizer or tokenizer="
+                "--tokenizer"
             )
         return tokenizer
 

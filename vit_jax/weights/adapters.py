@@ -99,11 +99,16 @@ def merge(adapter: Tensors, base: Tensors) -> Tensors:
     if any("classifier" in name or "head" in name for name in replaced):
         for name, content in sidecars.items():
             sidecars[name] = {k: v for k, v in content.items() if k not in _CLASSES}
-    notes = (f"LoRA of {len(factors)} layers: merged into {base.path}",)
+    notes = [*base.notes, *adapter.notes]
+    notes.append(f"LoRA of {len(factors)} layers: merged into {base.path}")
     if replaced:
-        notes += (f"trained whole: {len(replaced)} arrays, such as {min(replaced)}",)
+        notes.append(f"trained whole: {len(replaced)} arrays, such as {min(replaced)}")
     return dataclasses.replace(
-        adapter, flat=flat, metadata=base.metadata, sidecars=sidecars, notes=notes
+        adapter,
+        flat=flat,
+        metadata=base.metadata,
+        sidecars=sidecars,
+        notes=tuple(notes),
     )
 
 

@@ -21,7 +21,10 @@ class InitConfig:
         changes_result=False,
         of_host=True,
     )
-    use_ema: bool = key(True, "Take a workdir's averaged parameters if it has them.")
+    use_ema: bool = key(
+        True,
+        "Take averaged parameters if a workdir or a training checkpoint has them.",
+    )
     head: str = key(
         "new",
         '"new": a classifier of zeros, "keep" (its classes in the order of the data\'s, by '
@@ -103,6 +106,7 @@ def load_initial(
     if pretrained.format == "workdir":
         lines[:2] = [f"{pretrained.notes[0]} from {pretrained.source}"]
     lines[0] = f"start: {lines[0]}"
+    lines = [line.replace("--no_ema", "config.init.use_ema=False") for line in lines]
     others = pretrained.task_params if pretrained.task.get("name") == task else {}
     if config.head != "keep":
         others = {k: v for k, v in others.items() if k not in segmenter.NAMES}

@@ -84,7 +84,8 @@ def open_pretrained(
       checkpoint: a workdir, WORKDIR/checkpoints/STEP, a file or folder with weights, or
         any source that `hub.download` takes: "hf://owner/name", "timm/...", "gs://...",
         "https://...", "augreg:B/16". A LoRA adapter of PEFT is merged into its base.
-      use_ema: read the averaged parameters of a workdir if it has them.
+      use_ema: read the averaged parameters of a workdir or of a training checkpoint of
+        PyTorch if it has them.
       num_heads: attention heads, for files that do not have them (timm's without a
         config); 0 if unknown.
       architecture: timm's name of the network, for timm's files without a config.json.
@@ -235,11 +236,12 @@ def _open(
             f"{name} has no finished checkpoint: give the workdir of a finished run, or "
             "one file with weights"
         )
-    tensors = files.read(path)
+    tensors = files.read(path, use_ema=use_ema)
     if files.ADAPTER in tensors.sidecars:
         base = adapters.base_of(tensors)
         place = base if os.path.exists(base) else f"hf://{base}"
-        tensors = adapters.merge(tensors, files.read(download.download(place)))
+        adapted = files.read(download.download(place), use_ema=use_ema)
+        tensors = adapters.merge(tensors, adapted)
     tensors = dataclasses.replace(tensors, image_size=image_size)
     if architecture:
         if "config.json" in tensors.sidecars:

@@ -70,8 +70,8 @@ def text_tower(pretrained: Pretrained) -> TextTower:
 def _open_tokenizer(pretrained: Pretrained) -> Tokenizer:
     if not pretrained.tokenizer:
         raise UserError(
-            f"{pretrained.source} does not name its tokenizer: give it by --tokenizer or "
-            "tokenizer=, such as hf://openai/clip-vit-base-patch32"
+            f"{pretrained.source} does not name its tokenizer: give it by "
+            "--tokenizer, such as hf://openai/clip-vit-base-patch32"
         )
     return open_tokenizer(pretrained.tokenizer)
 

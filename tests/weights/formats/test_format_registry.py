@@ -95,6 +95,31 @@ def test_wrappers_are_left_until_there_are_none(tmp_path, prefix, beside):
     assert all(name in left_out[0] for name in beside)
 
 
+@pytest.mark.parametrize(
+    ("raw", "average"),
+    [
+        ("model.", "model_ema.module."),
+        ("net.", "swa."),
+        ("online_model.", "ema_model."),
+        ("backbone.", "averaged_backbone."),
+    ],
+)
+def test_averaged_arrays_of_one_file_are_used_and_told(tmp_path, raw, average):
+    model = encoder(activation="gelu")
+    export.export(checkpoint(model), "timm", tmp_path / "a")
+    path = tmp_path / "a" / "model.safetensors"
+    arrays = load_file(path)
+    both = {raw + name: np.zeros_like(value) for name, value in arrays.items()}
+    save_file(both | {average + name: value for name, value in arrays.items()}, path)
+    found = weights.open_pretrained(tmp_path / "a")
+    assert_same(found.params, random_flat(model))
+    name = average.removesuffix("module.")[:-1]
+    assert f"{name}: averaged weights, used in place of {raw}*" in found.notes[0]
+    found = weights.open_pretrained(tmp_path / "a", use_ema=False)
+    assert not found.params["cls"].any()
+    assert f"{name}: averaged weights, left out" in found.notes[0]
+
+
 # Programs are for other runtimes, and no weights.
 WEIGHTS = [x for x in registry.WRITERS if not registry.WRITERS[x].program]
 

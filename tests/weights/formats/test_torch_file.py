@@ -198,6 +198,112 @@ def test_containers_are_opened_until_there_are_tensors(tmp_path):
         torch_file.read(path)
 
 
+def state(offset, *, prefix="", **more):
+    """Returns a state dict of one kernel, which tells by its first number which it is."""
+    return {f"{prefix}w": tensor(floats(), (2,), (1,), offset), **more}
+
+
+RAW, AVERAGE = 3, 7
+# A checkpoint with averaged weights beside raw ones, and the name of the average.
+AVERAGED = [
+    ({"model": state(RAW), "ema_model": state(AVERAGE)}, "ema_model"),
+    ({"model": state(RAW), "model_ema": state(AVERAGE)}, "model_ema"),
+    ({"net": state(RAW), "net_ema": state(AVERAGE, prefix="module.")}, "net_ema"),
+    ({"state_dict": state(RAW), "swa_state_dict": state(AVERAGE)}, "swa_state_dict"),
+    ({"weights": state(RAW), "averaged_model": state(AVERAGE)}, "averaged_model"),
+    ({"state_dict": state(RAW), "ema_params": state(AVERAGE)}, "ema_params"),
+    (
+        {
+            "model_state_dict": state(RAW, prefix="module."),
+            "model_ema_state_dict": state(AVERAGE),
+        },
+        "model_ema_state_dict",
+    ),
+    (  # torch.optim.swa_utils.AveragedModel.
+        {
+            "model": state(RAW),
+            "swa_model": state(
+                AVERAGE, prefix="module.", n_averaged=tensor(floats(), (), (), 5)
+            ),
+        },
+        "swa_model",
+    ),
+    (  # A module of averages, which holds the raw network too.
+        {
+            "model": state(RAW),
+            "ema": state(RAW, prefix="online_model.")
+            | state(AVERAGE, prefix="ema_model."),
+        },
+        "ema.ema_model",
+    ),
+    (  # Lightning's callbacks; a class may be the key.
+        {
+            "state_dict": state(RAW, prefix="model."),
+            "callbacks": {
+                Name("some.module", "EMACallback"): {"state": state(AVERAGE)},
+                "ModelCheckpoint": {"best": 0.1},
+            },
+        },
+        "callbacks.some.module.EMACallback.state",
+    ),
+    (  # Lightning's WeightAveraging, which moves the raw weights.
+        {
+            "current_model_state": state(RAW),
+            "state_dict": state(AVERAGE),
+            "averaging_state": {"n_averaged": tensor(floats(), (), (), 5)},
+        },
+        "state_dict",
+    ),
+]
+
+
+@pytest.mark.parametrize(("content", "name"), AVERAGED, ids=[n for _, n in AVERAGED])
+def test_averaged_weights_beside_raw_ones_are_used_and_told(tmp_path, content, name):
+    adam = {"state": {0: {"exp_avg": tensor(floats(), (2,), (1,))}}}
+    path = write_zip(tmp_path / "a.pth", content | {"optimizer": adam}, floats())
+    for use_ema, expected in ((True, AVERAGE), (False, RAW)):
+        notes = []
+        found = torch_file.read(path, use_ema=use_ema, tell=notes.append)
+        (kernel,) = (value for key, value in found.items() if key.endswith("w"))
+        np.testing.assert_array_equal(kernel, [expected, expected + 1])
+        assert f"{name}: averaged weights" in notes[0] and "--no_ema" in notes[0]
+        assert ("used in place of" in notes[0]) == use_ema
+        assert "optimizer" in notes[1] and "left out" in notes[1]
+
+
+def test_an_average_without_buffers_takes_those_of_the_raw_weights(tmp_path):
+    mask = {"mask": tensor(floats(), (1,), (1,), offset=1)}
+    content = {"model": state(RAW, **mask), "ema": state(AVERAGE)}
+    found = torch_file.read(write_zip(tmp_path / "a.pth", content, floats()))
+    assert {k: v.tolist() for k, v in found.items()} == {"w": [7, 8], "mask": [1]}
+
+
+@pytest.mark.parametrize(
+    ("beside", "left_out"),
+    [
+        ({"semantic": state(AVERAGE)}, "semantic"),  # No word of averages.
+        ({"ema": {"w": tensor(floats(), (3,), (1,))}}, "ema"),  # Of another shape.
+        ({"ema": {"shadow_params": [tensor(floats(), (2,), (1,))]}}, "ema"),
+        ({"ema": Call(Name("some.module", "ModelEMA"), (3,))}, "ema"),
+        ({"optimizer": {"exp_avg": state(AVERAGE)}}, "optimizer"),
+        (
+            {"ema": {"b": tensor(floats(), (1,), (1,))}},
+            "ema",
+        ),  # A third of the weights.
+    ],
+)
+def test_what_is_no_average_of_the_weights_is_told_to_be_left_out(
+    tmp_path, beside, left_out
+):
+    more = {name: tensor(floats(), (1,), (1,)) for name in "ab"}
+    content = {"model": state(RAW, **more)} | beside
+    notes = []
+    path = write_zip(tmp_path / "a.pth", content | {"epoch": 3}, floats())
+    found = torch_file.read(path, tell=notes.append)
+    assert found["w"].tolist() == [3, 4]
+    assert notes == [f"{left_out}: left out beside model"]
+
+
 def malicious(marker):
     """What an attacker may write instead of tensors; each would make a file."""
     made = f"touch {marker}", f"open({str(marker)!r}, 'w').close()", str(marker)

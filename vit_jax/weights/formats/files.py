@@ -8,7 +8,7 @@ import json
 import os
 import pathlib
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import ml_dtypes
 import numpy as np
@@ -60,6 +60,7 @@ class Tensors:
       path: path of the file or folder.
       image_size: height and width in pixels that the caller assumes if the file does not
         determine them; None if unknown.
+      use_ema: whether averaged arrays are read in place of raw ones beside them.
       notes: a line for each thing that was left out.
     """
 
@@ -69,6 +70,7 @@ class Tensors:
     path: str
     image_size: tuple[int, int] | None = None
     notes: tuple[str, ...] = ()
+    use_ema: bool = True
 
     @property
     def config(self) -> dict:
@@ -76,12 +78,13 @@ class Tensors:
         return self.sidecars.get("config.json", {})
 
 
-def read(path: str | os.PathLike) -> Tensors:
+def read(path: str | os.PathLike, *, use_ema: bool = True) -> Tensors:
     """Reads an .npz, .safetensors or PyTorch file, or a folder with one model.
 
     Args:
       path: local path of a file, of a folder with one such file, or of a folder with the
         shards of one model and their index.
+      use_ema: see `Tensors`.
 
     Returns:
       The content; float16 and bfloat16 are widened to float32.
@@ -91,9 +94,9 @@ def read(path: str | os.PathLike) -> Tensors:
     """
     path = pathlib.Path(path)
     parts, indexed = _folder(path) if path.is_dir() else ([path], ())
-    flat, metadata, described = {}, {}, False
+    flat, metadata, described, notes = {}, {}, False, []
     for part in parts:
-        kind, arrays, header = _read_file(part)
+        kind, arrays, header = _read_file(part, use_ema, notes.append)
         flat |= {name: _widen(value) for name, value in arrays.items()}
         metadata |= header
         described |= kind != "npz"
@@ -105,7 +108,10 @@ def read(path: str | os.PathLike) -> Tensors:
     if not flat:
         raise UserError(f"{path} holds no arrays: give a file with weights")
     folder = path if path.is_dir() else path.parent
-    return Tensors(flat, metadata, _sidecars(folder) if described else {}, str(path))
+    sidecars = _sidecars(folder) if described else {}
+    return Tensors(
+        flat, metadata, sidecars, str(path), notes=tuple(notes), use_ema=use_ema
+    )
 
 
 def write_safetensors(
@@ -186,7 +192,7 @@ def _folder(path: pathlib.Path) -> tuple[list[pathlib.Path], tuple[str, ...]]:
 
 
 def _read_file(
-    path: pathlib.Path,
+    path: pathlib.Path, use_ema: bool, tell: Callable[[str], None]
 ) -> tuple[str, dict[str, np.ndarray], dict[str, str]]:
     """Returns the kind, the arrays and the header of one file."""
     kind = "weights"
@@ -210,7 +216,7 @@ def _read_file(
         raise UserError(
             f"{path} is not a readable {what}: {error or type(error).__name__}"
         ) from error
-    return kind, torch_file.read(path), {}
+    return kind, torch_file.read(path, use_ema=use_ema, tell=tell), {}
 
 
 def _kind(path: pathlib.Path) -> str:

@@ -255,6 +255,6 @@ def _image_size(
         return rows * patch, columns * patch
     raise UserError(
         f"position embeddings of {patches} patches are not a square grid: state the "
-        "height and width of training by --resolution or image_size=, or start from a "
+        "height and width of training by --resolution, or start from a "
         "workdir or an exported file, which have their grid"
     )

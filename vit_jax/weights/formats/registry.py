@@ -5,12 +5,15 @@ loading and exporting know no format by name.
 """
 
 import dataclasses
+import re
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
+
 from vit_jax.errors import UserError
 from vit_jax.models import NetworkConfig
-from vit_jax.weights.formats import tables
+from vit_jax.weights.formats import averaged, tables
 from vit_jax.weights.formats.files import Tensors
 from vit_jax.weights.pretrained import Pretrained
 
@@ -73,10 +76,6 @@ class Writer:
 READERS: dict[str, Reader] = {}  # Name in messages to reader.
 WRITERS: dict[str, Writer] = {}  # Value of the flag --to to writer.
 
-# Modules in which training scripts wrap a network: DistributedDataParallel,
-# torch.compile, and those of Lightning.
-_WRAPPERS = ("module.", "_orig_mod.", "model.", "net.", "network.")
-
 
 def find_reader(tensors: Tensors) -> tuple[Reader, Tensors]:
     """Returns the reader of a file's format, and the tensors without wrappers.
@@ -118,18 +117,34 @@ def claiming(tensors: Tensors) -> list[str]:
     return sorted(names - refined)
 
 
+def _split(
+    flat: dict[str, np.ndarray], prefix: str
+) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """Returns the arrays under a prefix, without it, and the others."""
+    others = {name: a for name, a in flat.items() if not name.startswith(prefix)}
+    return tables.below(flat, prefix), others
+
+
 def _unwrap(tensors: Tensors) -> Tensors | None:
     """Removes the prefix of all arrays, or of a known wrapper; None without one."""
-    first = {name.partition(".")[0] + "." for name in tensors.flat if "." in name}
-    if len(first) == 1 and all("." in name for name in tensors.flat):
+    whole, use_ema = tensors.flat, tensors.use_ema
+    first = {name.partition(".")[0] + "." for name in whole if "." in name}
+    if len(first) == 1 and all("." in name for name in whole):
         prefix = first.pop()
     else:
-        prefix = next((p for p in _WRAPPERS if p in first), None)
+        # A network of any other name is known by the average beside it.
+        known = [p for p in averaged.WRAPPERS if p in first]
+        known += [p for p in sorted(first) if averaged.find(*_split(whole, p))[1]]
+        prefix = known[0] if known else None
     if prefix is None:
         return None
-    outside = sorted(name for name in tensors.flat if not name.startswith(prefix))
-    notes = (
-        (f"outside of {prefix}*: {', '.join(outside)}, left out",) if outside else ()
-    )
-    flat = tables.below(tensors.flat, prefix)
+    flat, others = _split(whole, prefix)
+    of, average = averaged.find(flat, others)
+    notes = [averaged.note(of, f"{prefix}*", use_ema=use_ema)] if average else []
+    # Names of a whole part, such as a second network, are not listed.
+    outside = {name for name in others if not name.startswith(f"{of}.")}
+    outside = sorted({re.sub(r"\..*\..*", ".*", name) for name in outside})
+    if outside:
+        notes.append(f"outside of {prefix}*: {', '.join(outside)}, left out")
+    flat |= average if use_ema else {}
     return dataclasses.replace(tensors, flat=flat, notes=(*tensors.notes, *notes))

@@ -160,7 +160,7 @@ def _read_resnet(tensors: Tensors, facts: Facts, num_heads: int):
     if image_size is None:
         raise UserError(
             f"{source}: nothing says for which image size this ResNet is: keep its "
-            "config.json beside it, or state --resolution=PIXELS (image_size in Python)"
+            "config.json beside it, or state --resolution=PIXELS"
         )
     return params, {
         **linen.resnet_options(blocks, int(stem_width)),

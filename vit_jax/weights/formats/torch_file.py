@@ -17,22 +17,25 @@ import pickletools
 import re
 import struct
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 from etils import epath
 
 from vit_jax.errors import UserError
+from vit_jax.weights.formats import averaged
 
 _LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
 TEACHER, STUDENT = "teacher", "student"
 # What is read beside a teacher: its student, and the centres of their losses.
 _BESIDE_TEACHER = (STUDENT, "dino_loss", "ibot_patch_loss")
-# Names under which training scripts store parameters, averaged ones first.
+# Names under which training scripts store parameters. Lightning's WeightAveraging moves
+# the raw ones to the first name, and the average to "state_dict".
+_BEFORE_AVERAGING = "current_model_state"
 _CONTAINERS = (
-    *("model_ema", "state_dict_ema", "ema_state_dict", "ema"),
-    *("model", "state_dict", "model_state_dict", "module", "net", "network", TEACHER),
+    *(_BEFORE_AVERAGING, "model", "state_dict", "model_state_dict"),
+    *("module", "net", "network", TEACHER),
 )
 _SETTINGS = "argparse.Namespace"  # Allowed beside tensors.
 _TRAINING = re.compile("optim|sched|scaler|amp")  # Keys of the training's state.
@@ -47,13 +50,20 @@ _MAX_EXPANSION = 64
 _HARMLESS_BYTES = 16 << 20
 
 
-def read(path: str | os.PathLike) -> dict[str, np.ndarray]:
+def read(
+    path: str | os.PathLike,
+    *,
+    use_ema: bool = True,
+    tell: Callable[[str], None] = lambda note: None,
+) -> dict[str, np.ndarray]:
     """Reads the tensors of a file of `torch.save`.
 
     Args:
       path: file with a state dict, or a checkpoint that has one at any depth: the first
-        of "model_ema", "model", "state_dict", ... or, as in DINO, "teacher"; otherwise
-        the only one.
+        of "model", "state_dict", ... or, as in DINO, "teacher"; otherwise the only one.
+      use_ema: whether averaged parameters beside them are read in place of these.
+      tell: called with a note about each part of a checkpoint that has tensors and is
+        left out, and about averaged parameters.
 
     Returns:
       Arrays by name; float16 and bfloat16 are widened to float32. Names of a teacher
@@ -70,7 +80,7 @@ def read(path: str | os.PathLike) -> dict[str, np.ndarray]:
             else:
                 stream.seek(0)
                 content = _read_legacy(stream)
-        tensors = _state_dict(content)
+        tensors = _state_dict(content, use_ema, tell)
         # Many tensors may be views of the same few numbers.
         check_expansion(sum(v.bytes for v in tensors.values()), size, "its tensors")
         return {k: v.read() for k, v in tensors.items()}
@@ -148,22 +158,47 @@ def check_expansion(expanded: int, size: int, what: str) -> None:
         )
 
 
-def _state_dict(content: Any) -> dict[str, "_Tensor"]:
-    """Returns the tensors of the state dict in a checkpoint."""
+def _state_dict(
+    content: Any, use_ema: bool, tell: Callable[[str], None]
+) -> dict[str, "_Tensor"]:
+    """Returns the tensors of the state dict in a checkpoint; see `read`."""
     if isinstance(content, _Placeholder):
         raise _Refused(content.name)
     if not isinstance(content, dict):
         raise TypeError(f"it holds a {type(content).__name__}, not a state dict")
-    while (key := _find_container(content)) is not None:
-        if key == TEACHER:
-            parts = {k: content.get(k) for k in (TEACHER, *_BESIDE_TEACHER)}
-            return {
-                f"{part}.{name}": tensor
-                for part, inner in parts.items()
-                if _has_tensors(inner)
-                for name, tensor in _state_dict(inner).items()
-            }
+    whole, path = content, []
+    while (key := _find_container(content)) not in (None, TEACHER):
+        path.append(key)
         content = content[key]
+    parts = (TEACHER, *_BESIDE_TEACHER) if key == TEACHER else ()
+    if parts:
+        tensors = {
+            f"{part}.{name}": tensor
+            for part in parts
+            if _has_tensors(content.get(part))
+            for name, tensor in _state_dict(content[part], use_ema, tell).items()
+        }
+        path.append(TEACHER)
+    else:
+        tensors = _own_tensors(content)
+    used = [tensors, *(content.get(part) for part in parts)] if parts else [content]
+    others = dict(_leaves(whole, "", set(map(id, used))))
+    also = ("state_dict",) if path == [_BEFORE_AVERAGING] else ()
+    comparable = {k: v for k, v in others.items() if isinstance(v, _Tensor)}
+    prefix, average = averaged.find(tensors, comparable, also)
+    raw = ".".join(path) or "those beside it"
+    if average:
+        tell(averaged.note(prefix, raw, use_ema=use_ema))
+    left = dict.fromkeys(
+        name.partition(".")[0] for name in others if not name.startswith(f"{prefix}.")
+    )
+    if left:
+        tell(f"{', '.join(left)}: left out beside {raw}")
+    return tensors | average if use_ema else tensors
+
+
+def _own_tensors(content: dict) -> dict[str, "_Tensor"]:
+    """Returns the tensors of a state dict itself."""
     tensors = {k: v for k, v in content.items() if isinstance(v, _Tensor)}
     for value in content.values():  # It may stand for a tensor of another kind.
         if isinstance(value, _Placeholder) and value.name != _SETTINGS:
@@ -172,6 +207,22 @@ def _state_dict(content: Any) -> dict[str, "_Tensor"]:
         names = ", ".join(map(str, list(content)[:4]))
         raise ValueError(f"it has no tensors, only {names or 'nothing'}")
     return tensors
+
+
+def _leaves(content: Any, name: str, seen: set[int]) -> Iterator[tuple[str, Any]]:
+    """Yields the tensors at any depth, and averages that are objects, by their names.
+
+    Containers in `seen`, by identity, are skipped.
+    """
+    is_object = isinstance(content, _Placeholder)
+    if isinstance(content, _Tensor) or (is_object and averaged.is_average(name)):
+        yield name, content
+    elif isinstance(content, dict | list | tuple) and id(content) not in seen:
+        seen.add(id(content))
+        items = content.items() if isinstance(content, dict) else enumerate(content)
+        for key, value in items:
+            key = getattr(key, "name", key)  # Of a class, as an old Lightning has them.
+            yield from _leaves(value, f"{name}.{key}" if name else str(key), seen)
 
 
 def _find_container(content: dict) -> str | None:
@@ -183,6 +234,7 @@ def _find_container(content: dict) -> str | None:
     if any(isinstance(value, _Tensor) for value in content.values()):
         return None
     keys = [key for key in keys if not _TRAINING.match(key)]
+    keys = [key for key in keys if not averaged.is_average(key)] or keys
     if len(keys) > 1:
         raise ValueError(
             f"it has tensors under {', '.join(keys)}: save one of them alone"
