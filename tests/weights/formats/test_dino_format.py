@@ -313,9 +313,12 @@ def test_blocks_in_chunks_are_those_one_by_one(tmp_path):
     ],
 )
 def test_timm_tells_by_the_name_how_positions_are_resized(name, tag, method):
-    config = {"architecture": name, "model_args": {"num_heads": 3}}
-    config["pretrained_cfg"] = {"tag": tag}
-    found = timm.read(tensors(backbone_of_dino(), **{"config.json": config}))
+    arrays = backbone_of_dino()
+    width, _, side, _ = arrays["patch_embed.proj.weight"].shape
+    args = {"num_heads": 3, "embed_dim": width, "patch_size": side, "reg_tokens": 0}
+    args["depth"] = len({key.split(".")[1] for key in arrays if "blocks" in key})
+    config = {"architecture": name, "model_args": args, "pretrained_cfg": {"tag": tag}}
+    found = timm.read(tensors(arrays, **{"config.json": config}))
     assert found.options["posemb_resize"] == method
 
 

@@ -49,7 +49,7 @@ def test_torch_files_go_to_their_reader(tmp_path, monkeypatch, container):
             archive.writestr("model/data.pkl", b"")
     else:
         path.write_bytes(b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.")
-    monkeypatch.setattr(files.torch_file, "read", lambda given: {str(given): A})
+    monkeypatch.setattr(files.torch_file, "read", lambda given, **how: {str(given): A})
     same(files.read(path), {str(path): A})
 
 

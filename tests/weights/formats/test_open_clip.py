@@ -18,6 +18,7 @@ from vit_jax import models, weights
 from vit_jax.errors import UserError
 from vit_jax.models import text
 from vit_jax.weights.formats import open_clip as reader
+from vit_jax.weights.formats import timm_networks
 from vit_jax.weights.formats.files import Tensors
 from vit_jax.weights.formats.registry import WRITERS
 from vit_jax.weights.pretrained import prepare_image
@@ -273,7 +274,11 @@ def shapes_of(config):
     }
 
 
-def test_every_config_of_open_clip_is_read_or_refused_by_name():
+def test_every_config_of_open_clip_is_read_or_refused_by_name(monkeypatch):
+    # The arrays have fewer blocks than the names of timm's networks say.
+    facts = timm_networks.find
+    short = lambda name: dataclasses.replace(facts(name), depth=None)
+    monkeypatch.setattr(timm_networks, "find", short)
     wrong, seen = {}, set()
     for name in open_clip.list_models():
         so400m = name == "ViT-SO400M-14-SigLIP-384"

@@ -250,16 +250,20 @@ def test_the_image_size_of_a_bare_resnet_is_asked_for(tmp_path):
 
 
 def test_the_named_architecture_stands_for_a_config_and_its_preprocessing(tmp_path):
-    model = encoder(image_size=(16, 16), width=64, num_heads=2)
-    arrays, _ = write(tmp_path, model)
     (tmp_path / "bare").mkdir()
     bare = tmp_path / "bare" / "model.safetensors"
+    arrays, _ = write(
+        tmp_path, encoder("Ti/16", width=192, depth=12, image_size=(32, 32))
+    )
+    save_file(arrays, bare)
+    for name, mean in (("deit_tiny_patch16_224", 0.485), ("vit_tiny_patch16_224", 0.5)):
+        named = weights.open_pretrained(bare, architecture=name)
+        assert weights.preprocessing_of(named).mean[0] == mean
+    model = encoder("Ti/16", width=64, depth=6, num_heads=2, image_size=(32, 32))
+    arrays, _ = write(tmp_path, model)
     save_file(arrays, bare)
     with pytest.raises(UserError, match="--num_heads"):
         weights.open_pretrained(bare)
-    for name, mean in (("deit_tiny_patch16_224", 0.485), ("vit_tiny_patch16_224", 0.5)):
-        named = weights.open_pretrained(bare, num_heads=2, architecture=name)
-        assert weights.preprocessing_of(named).mean[0] == mean
     found = weights.open_pretrained(bare, architecture="test_vit")
     assert models.create(**found.options).options["num_heads"] == 2
     assert_same(found.params, random_flat(model))
@@ -272,6 +276,36 @@ def test_the_named_architecture_stands_for_a_config_and_its_preprocessing(tmp_pa
     export.export(found, "google", tmp_path / "google.npz")
     with pytest.raises(UserError, match="architecture='test_vit': .* google"):
         weights.open_pretrained(tmp_path / "google.npz", architecture="test_vit")
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "problem"),
+    [
+        # Its 16 heads divide a width of 192 too.
+        ("vit_huge_patch14_224", {}, "embed_dim=1280, depth=32, .* has 192, 2, 16"),
+        ("vit_tiny_patch16_224", {}, "depth=12, but file has 2"),
+        (
+            *("vit_medium_patch16_reg4_gap_256", {"embed_dim": 192, "depth": 2}),
+            "reg_tokens=4, but file has 0",
+        ),
+        (
+            *("eva02_tiny_patch14_224", {"depth": 2}),
+            'patch_size=14, but .* "model_args": {"patch_size": 16}',
+        ),
+        ("vit_tiny_patch16_224", {"depth": 2}, None),
+        ("flexivit_small", {"depth": 2, "embed_dim": 192}, None),
+    ],
+)
+def test_a_name_of_other_sizes_is_refused_unless_arguments_say_them(
+    tmp_path, name, args, problem
+):
+    arrays, _ = write(tmp_path, encoder("Ti/16", width=192, image_size=(32, 32)))
+    config = {"architecture": name, "model_args": args}
+    if problem is None:
+        assert read(arrays, config).options["image_size"] == (32, 32)
+        return
+    with pytest.raises(UserError, match=f"^architecture='{name}' has .*{problem}"):
+        read(arrays, config)
 
 
 def test_the_name_states_the_size_where_no_positions_do():

@@ -420,9 +420,30 @@ def read_shapes(name, folder, **changes):
         key: np.broadcast_to(np.float32(0), value.shape)
         for key, value in network.state_dict().items()
     }
-    sidecars = {"config.json": json.loads((folder / "config.json").read_text())}
+    config = json.loads((folder / "config.json").read_text())
+    sidecars = {"config.json": config | {"model_args": changes}}
     reader, tensors = registry.find_reader(files.Tensors(flat, {}, sidecars, name))
     return network, reader.read(tensors, 0)
+
+
+@pytest.mark.slow
+def test_sizes_are_those_of_the_name():
+    seen = 0
+    for name in their_timm.list_models():
+        facts = timm_networks.find(name)
+        known = any(re.fullmatch(names, name) for names in timm_networks.ARCHITECTURES)
+        if not known or facts.width is None:
+            assert not known or re.match("swin|mixer|resnetv2", name), name
+            continue
+        arrays = their_timm.create_model(name, device="meta").state_dict()
+        kernel = arrays.get("patch_embed.proj.weight", arrays.get("embeds.proj.weight"))
+        depth = {k.split(".")[1] for k in arrays if k.startswith("blocks.")}
+        assert (facts.width, facts.depth) == (len(kernel), len(depth)), name
+        assert facts.patch in (None, kernel.shape[-1]) or kernel.ndim == 2, name
+        registers = arrays.get("reg_token", np.zeros((1, 0))).shape[1]
+        assert facts.registers == registers or name.startswith("naflex"), name
+        seen += 1
+    assert seen > 200
 
 
 @pytest.mark.slow
@@ -466,7 +487,9 @@ def test_a_bare_file_is_its_own_network_or_asks_for_the_name():
         images = {"input_size": network.pretrained_cfg["input_size"]}
         config = {k: v for k, v in config.items() if v is not None}
         whole = config | {"pretrained_cfg": images | {"tag": tag}}
-        named = {"architecture": config["architecture"]}
+        args = {"depth": 1} if timm_networks.find(name).width else {}
+        whole["model_args"] = args
+        named = {"architecture": config["architecture"], "model_args": args}
         bare, stated = options(flat), options(few, whole)
         if isinstance(stated, str):  # No network of ours.
             assert isinstance(bare, str), name
@@ -479,7 +502,7 @@ def test_a_bare_file_is_its_own_network_or_asks_for_the_name():
             assert re.search("--(architecture|resolution)=", bare), name
             asked.append(name)
             continue
-        assert bare == options(flat, whole), name
+        assert bare == options(flat, whole | {"model_args": {}}), name
         read.append(name)
     assert (len(read), len(asked)) == (26, 35)
     assert {"deit_tiny_patch16_224", "vit_base_patch16_224"} <= set(read)

@@ -79,6 +79,10 @@ def config(flat: Mapping[str, np.ndarray], source: str) -> dict:
         "num_heads": width // (4 * n),
         "rope_temperature": base,
         "global_pool": "token",
+        "embed_dim": width,
+        "depth": tables.count_blocks(flat, "blocks."),
+        "patch_size": flat["patch_embed.proj.weight"].shape[-1],
+        "num_reg_tokens": np.shape(flat.get("reg_token", ((),)))[1],
     }
     return {"architecture": "vit_base_patch16_dinov3_qkvb", "model_args": args}
 

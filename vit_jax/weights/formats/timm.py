@@ -174,6 +174,7 @@ def _read_resnet(tensors: Tensors, facts: Facts, num_heads: int):
 def _read_transformer(tensors: Tensors, facts: Facts, num_heads: int):
     flat, source, ask = tensors.flat, tensors.path, timm_networks.ASK
     _check_whole(flat, facts, source)
+    timm_networks.check_sizes(flat, tensors.config, source)
     flat, notes = _add_biases(timm_networks.to_plain(flat))
     form = _form(flat, facts, source)
     heads = [name for name in ("head", "head_dist") if f"{name}.weight" in flat]

@@ -8,6 +8,7 @@ Letter: K head width.
 """
 
 import dataclasses
+import json
 import re
 from collections.abc import Iterable, Mapping
 
@@ -46,6 +47,8 @@ class Facts:
     Attributes:
       kind: class in timm: "vit", "eva" or "beit".
       num_heads: attention heads; 0 if unknown.
+      width, depth, patch, registers: features, blocks, side of a patch, and register
+        tokens; None if unknown.
       activation: activation of MLPs without gates.
       layer_norm_eps: epsilon of the LayerNorms.
       layer_scale_init: initial value of LayerScale.
@@ -63,6 +66,10 @@ class Facts:
 
     kind: str = "vit"
     num_heads: int = 0
+    width: int | None = None
+    depth: int | None = None
+    patch: int | None = None
+    registers: int | None = None
     activation: str = "gelu"
     layer_norm_eps: float = 1e-6
     layer_scale_init: float = 1.0
@@ -102,6 +109,41 @@ _USUAL = (
     (r".*(_dino|patch14_dinov2)", {"posemb_resize": "bicubic_dino"}),
     (r"vit_(base_patch32|(so400m|giantopt)_patch16)_siglip_.*", _TANH),
     (r"vit_large_patch16_siglip_(gap_)?512.*", _TANH),
+)
+# Word in a name to width and depth.
+_WORDS = {
+    "tiny": (192, 12),
+    "wee": (256, 14),
+    "xsmall": (256, 10),
+    "little": (320, 14),
+    "small": (384, 12),
+    "medium": (512, 12),
+    "mediumd": (512, 20),
+    "betwixt": (640, 12),
+    "base": (768, 12),
+    "so150m2": (832, 21),
+    "so150m": (896, 18),
+    "large": (1024, 24),
+    "intern300m": (1024, 24),
+    "so400m": (1152, 27),
+    "huge": (1280, 32),
+    "giant": (1408, 40),
+    "giantopt": (1536, 40),
+    "gigantic": (1664, 48),
+    "enormous": (1792, 64),
+    "7b": (4096, 40),
+}
+# Sizes of names in which the word or the number of registers is another.
+_SIZES = (
+    (r".*_base_patch\d+_plus_.*", {"width": 896}),
+    (r"vit_giant_\w+_(dinov2|tipsv2|lingbot)|naflexvit_giant_\w+", {"width": 1536}),
+    (r"vit_giant_patch14_dinov2", {"width": 1536}),
+    (r".*_36x1_\d+", {"depth": 36}),
+    (r"\w+_(dinov3|lingbot)(_qkvb)?", {"registers": 4}),
+    (r"naflexvit_\w+", {"registers": None}),
+    (r"test_vit", {"width": 64, "depth": 6, "patch": 16, "registers": 0}),
+    (r"test_vit2", {"width": 64, "depth": 8, "patch": 16, "registers": 1}),
+    (r"test_vit3", {"width": 96, "depth": 9, "patch": 16, "registers": 1}),
 )
 # ViTs and hybrids with equal logits, their older names, and the facts that only timm's
 # code has. If several rows match a name, the last one counts.
@@ -247,8 +289,57 @@ ROPE_TYPES = {"cat": "axial", "dinov3": "centered", "mixed": "mixed"}
 
 def find(name: str) -> Facts:
     """Returns the facts in timm's code about an architecture."""
-    rows = (facts for names, facts in (*_USUAL, *NETWORKS) if re.fullmatch(names, name))
-    return Facts(**{key: value for facts in rows for key, value in facts.items()})
+    rows = (*_USUAL, *_SIZES, *NETWORKS)
+    rows = [facts for names, facts in rows if re.fullmatch(names, name)]
+    facts = (pair for row in (_sizes(name), *rows) for pair in row.items())
+    return Facts(**dict(facts))
+
+
+def _sizes(name: str) -> dict:
+    """Returns the sizes in the name of a Vision Transformer."""
+    words, patch = set(name.split("_")) & _WORDS.keys(), re.search(r"_patch(\d+)", name)
+    if not words or name.startswith("swin"):
+        return {}
+    width, depth = _WORDS[words.pop()]
+    registers = re.search(r"_reg(\d+)_", name)
+    return {
+        "width": width,
+        "depth": depth,
+        "patch": int(patch[1]) if patch else None,
+        "registers": int(registers[1]) if registers else 0,
+    }
+
+
+def check_sizes(flat: Mapping[str, np.ndarray], config: Mapping, source: str) -> None:
+    """Raises UserError if an encoder has other sizes than its name in config.json.
+
+    What else the name stands for, such as the number of heads, is then not known.
+    """
+    if "architecture" not in config:
+        return
+    args, facts = config.get("model_args") or {}, find(architecture_of(config))
+    kernel, blocks = flat["patch_embed.proj.weight"], re.compile(r"blocks\.(\d+)\.")
+    registers = "num_reg_tokens" if facts.kind == "eva" else "reg_tokens"
+    sizes = {
+        "embed_dim": (facts.width, len(kernel)),
+        "depth": (facts.depth, len({m[1] for m in map(blocks.match, flat) if m})),
+        "patch_size": (facts.patch, kernel.shape[-1]),
+        registers: (facts.registers, np.shape(flat.get("reg_token", ((),)))[1]),
+    }
+    wrong = {
+        key: (named, found)
+        for key, (named, found) in sizes.items()
+        if args.get(key) is None and named not in (None, found)
+    }
+    if wrong:
+        named = ", ".join(f"{key}={value}" for key, (value, _) in wrong.items())
+        found = {key: value for key, (_, value) in wrong.items()}
+        raise UserError(
+            f"architecture={config['architecture']!r} has {named}, but {source} has "
+            f"{', '.join(map(str, found.values()))}: name the network of the file; if it "
+            f'was made with other arguments, state them as "model_args": '
+            f"{json.dumps(found)} in a config.json"
+        )
 
 
 def check_parameters(
