@@ -109,9 +109,10 @@ def open_weights(flags: argparse.Namespace):
             f"{num_classes} classes: give a name a class"
         )
     given = cli.image_flags(flags)
-    preprocess = weights.preprocess_with(pretrained, given)
+    told = []
+    preprocess = weights.preprocess_with(pretrained, given, told.append)
     check_preprocess(preprocess, pretrained.options["channels"])
-    notes = pretrained.notes
+    notes = (*pretrained.notes, *told)
     if not registry.WRITERS[flags.to].with_task:
         notes += tuple(
             f"{what}: left out, --to={flags.to} has no place for it"

@@ -1,5 +1,6 @@
 """Prepared images equal an independent use of Pillow, timm and Hugging Face."""
 
+import dataclasses
 import io
 import math
 import re
@@ -8,13 +9,15 @@ import numpy as np
 import pytest
 from helpers import photograph
 from PIL import Image
+from trees import checkpoint, encoder
 
 from vit_jax.data.decode import DamagedImage
 from vit_jax.data.transforms import parse
 from vit_jax.errors import UserError
-from vit_jax.weights import workdir
+from vit_jax.weights import preprocess_with, workdir
 from vit_jax.weights.formats import timm_config
 from vit_jax.weights.pretrained import (
+    IMAGENET,
     Preprocess,
     Pretrained,
     check_preprocess,
@@ -220,6 +223,25 @@ def test_what_is_assumed_follows_the_format_and_the_name():
     assert describe_preprocess(Preprocess(size, squash=True)) == (
         "32x48, bilinear, whole image, mean 0.5,0.5,0.5, std 0.5,0.5,0.5"
     )
+
+
+@pytest.mark.parametrize("channels", [1, 4])
+def test_statistics_of_three_channels_are_one_number_for_images_of_others(channels):
+    found = checkpoint(encoder(image_size=(32, 48), channels=channels))
+    unsaid = dataclasses.replace(found, format="timm", source="deit.pth")
+    stated = Preprocess((32, 48), **IMAGENET)
+    for each, notes in (
+        (unsaid, 0),
+        (dataclasses.replace(found, preprocess=stated), 2),
+    ):
+        told = []
+        how = preprocess_with(each, {}, told.append)
+        np.testing.assert_allclose(how.mean + how.std, (0.449, 0.226), atol=1e-9)
+        check_preprocess(how, channels)
+        assert len(told) == notes
+    how = preprocess_with(unsaid, {"mean": (0.1, 0.2, 0.3)})
+    with pytest.raises(UserError, match=f"takes {channels} channels?: set --mean to 1"):
+        check_preprocess(how, channels)
 
 
 @pytest.mark.parity

@@ -123,6 +123,11 @@ class SwinConfig(NetworkConfig):
     )
     activation: str = key("gelu", "Activation of the MLPs.", choices=tuple(ACTIVATIONS))
     layer_norm_eps: float = key(1e-5, "Epsilon of the LayerNorms.", above=0)
+    patch_norm_eps: float = key(
+        0.0,
+        "Epsilon of the LayerNorms behind the patch embedding and at patch merging, which "
+        "transformers keeps at 1e-5; 0: `layer_norm_eps`.",
+    )
     drop_path_rate: float = key(
         0.0,
         "Stochastic depth: drop rate of the last block; it grows linearly from 0.",
@@ -144,6 +149,11 @@ class SwinConfig(NetworkConfig):
     def size(self) -> Size:
         """The variant's numbers, or the keys that replace them."""
         return overridden(self._parsed[0], self)
+
+    @property
+    def epsilon_of_patches(self) -> float:
+        """`patch_norm_eps`, or else `layer_norm_eps`."""
+        return self.patch_norm_eps or self.layer_norm_eps
 
     @property
     def window(self) -> int:
@@ -312,7 +322,7 @@ class SwinTransformer(nn.Module):
         )(images.astype(config.dtype))
         grid = x.shape[1:3]
         x = x.reshape(x.shape[0], -1, size.width)
-        x = LayerNorm(config.layer_norm_eps, config.dtype, name="embedding_norm")(x)
+        x = LayerNorm(config.epsilon_of_patches, config.dtype, name="embedding_norm")(x)
         x = x if edit_patches is None else edit_patches(x)
         rates = np.linspace(0, config.drop_path_rate, sum(size.stage_depths)).tolist()
         layout, first, outputs = config.layout(grid), 0, []
@@ -382,7 +392,7 @@ class Stage(nn.Module):
         # The order of the four patches is (0, 0), (1, 0), (0, 1), (1, 1).
         x = x.reshape(B, -(-Y // 2), 2, -(-X // 2), 2, D).transpose(0, 1, 3, 4, 2, 5)
         x = x.reshape(B, -1, 4 * D)
-        norm = LayerNorm(config.layer_norm_eps, config.dtype, name="merge_norm")
+        norm = LayerNorm(config.epsilon_of_patches, config.dtype, name="merge_norm")
         reduce = _dense(2 * D, config, "merge", use_bias=False)
         x = norm(_each(reduce, x)) if config.v2 else _each(reduce, norm(x))
         return patches, x

@@ -183,10 +183,16 @@ def preprocess_with(
     Args:
       pretrained: checkpoint.
       given: fields of `Preprocess`.
-      tell: called with a line about patches that are resized.
+      tell: called with a line about patches that are resized, and about statistics that
+        are of other channels.
     """
     own = preprocessing_of(pretrained)
-    side = models.create(**pretrained.options).patch_size
+    model = models.create(**pretrained.options)
+    side, channels = model.patch_size, model.image_shape[-1]
+    for name in ("mean", "std") if pretrained.preprocess else ():
+        stated, used = (getattr(how, name) for how in (pretrained.preprocess, own))
+        if name not in given and len(set(stated)) > len(used):
+            tell(f"{name} of 3 channels: {used[0]:g} for the {channels} of the network")
     preprocess = dataclasses.replace(own, **given)
     preprocess = with_patch(preprocess, pretrained.options)
     if preprocess.max_tokens and (wrong := sorted(_OF_ONE_SIZE & given.keys())):

@@ -375,9 +375,12 @@ def check_preprocess(preprocess: Preprocess, channels: int) -> None:
         )
     for name, values in (("mean", preprocess.mean), ("std", preprocess.std)):
         if len(values) not in (1, channels):
+            takes = f"{channels} channels: set --{name} to 1 or {channels} numbers"
+            if channels == 1:
+                takes = f"1 channel: set --{name} to 1 number"
             raise UserError(
-                f"{name}={','.join(map(str, values))} has {len(values)} numbers, but "
-                f"the model takes {channels} channels: set --{name} to 1 or {channels}"
+                f"{name}={','.join(map(str, values))} has {len(values)} numbers, but the "
+                f"model takes {takes}"
             )
         if not all(math.isfinite(value) for value in values):
             raise UserError(f"{name}={values} is not finite: set --{name}")
@@ -452,11 +455,22 @@ def preprocessing_of(pretrained: Pretrained) -> Preprocess:
     """Returns the preprocessing in a checkpoint, or the usual one of its format."""
     preprocess = pretrained.preprocess or usual_preprocess(pretrained).preprocess
     preprocess = with_patch(preprocess, pretrained.options)
-    # Equal numbers for three channels become one number for any.
-    mean, std = (
-        v[:1] if len(set(v)) == 1 else v for v in (preprocess.mean, preprocess.std)
-    )
+    channels = models.create(**pretrained.options).image_shape[-1]
+    mean, std = (_for_channels(v, channels) for v in (preprocess.mean, preprocess.std))
     return dataclasses.replace(preprocess, mean=mean, std=std)
+
+
+def _for_channels(values: tuple[float, ...], channels: int) -> tuple[float, ...]:
+    """Returns numbers per channel of three-channel images for any number of channels.
+
+    Equal ones become one number, and so do others, as their mean, for images of other
+    channels: libraries keep the three of a network that was built for others.
+    """
+    if len(set(values)) == 1:
+        return values[:1]
+    if len(values) == 3 != channels:
+        return (sum(values) / 3,)
+    return values
 
 
 def describe_preprocess(preprocess: Preprocess) -> str:

@@ -61,6 +61,13 @@ NETWORKS = {
         *(SIZES | {"num_labels": 3}, "hf"),
     ),
     "Swin": ("SwinForImageClassification", "SwinConfig", WINDOWS, "hf"),
+    "Swin, another epsilon": (
+        *("SwinForImageClassification", "SwinConfig"),
+        *(WINDOWS | {"layer_norm_eps": 0.1}, "hf"),
+    ),
+    "SwinV2, another epsilon": (
+        *("Swinv2Model", "Swinv2Config", WINDOWS | {"layer_norm_eps": 0.1}, "hf"),
+    ),
     "Swin, features": ("SwinModel", "SwinConfig", WINDOWS, "hf"),
     "SwinV2": ("Swinv2ForImageClassification", "Swinv2Config", WINDOWS, "hf"),
     "SwinV2, features": ("Swinv2Model", "Swinv2Config", WINDOWS, "hf"),
@@ -134,6 +141,10 @@ NETWORKS = {
         },
         "hf_beit",
     ),
+    "Data2Vec, classifier": (
+        *("Data2VecVisionForImageClassification", "Data2VecVisionConfig"),
+        *(SIZES | {"num_labels": 3}, "hf_beit"),
+    ),
     "I-JEPA": ("IJepaModel", "IJepaConfig", SIZES, "hf_ijepa"),
     "I-JEPA, classifier": (
         *("IJepaForImageClassification", "IJepaConfig"),
@@ -202,6 +213,34 @@ def test_a_network_is_the_same_here_and_when_written_again(tmp_path, case):
     )
     assert not any(info.values())
     np.testing.assert_allclose(outputs(again.eval(), images), theirs, atol=1e-5)
+
+
+# Networks for masked image modelling, their class, and the encoder in them.
+MASKED = {
+    "ViT": ("ViT", SIZES | {"encoder_stride": 8}, "vit"),
+    "DeiT": ("DeiT", SIZES | {"encoder_stride": 8}, "deit"),
+    "BEiT": ("Beit", SIZES | {"use_mask_token": True, "vocab_size": 9}, "beit"),
+}
+MASKED["BEiT, two norms"] = (
+    *("Beit", MASKED["BEiT"][1] | {"use_mean_pooling": False}, "beit"),
+)
+
+
+@pytest.mark.parametrize("case", MASKED)
+def test_of_masked_image_modelling_the_encoder_is_read(tmp_path, case):
+    kind, values, attribute = MASKED[case]
+    network = create(f"{kind}ForMaskedImageModeling", f"{kind}Config", values)
+    network.save_pretrained(tmp_path)
+    found = weights.open_pretrained(tmp_path)
+    assert any("pretraining" in note for note in found.notes)
+    model = models.create(**found.options)
+    images = np.random.default_rng(1).normal(size=(2, *model.image_shape))
+    with torch.no_grad():
+        tokens = getattr(network, attribute)(to_torch(images).float()).last_hidden_state
+        if case == "BEiT":  # The norm behind the encoder is the only one.
+            tokens = network.layernorm(tokens)
+    ours = model.apply(found.params, images.astype(np.float32))["pre_logits"]
+    np.testing.assert_allclose(ours, tokens[:, 0], rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("kept", [True, False])

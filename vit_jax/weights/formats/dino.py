@@ -113,7 +113,11 @@ def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
     task, task_params = read_training(tensors, num_heads) if inside else ({}, {})
     beside = {n for n in tensors.flat if not _INSIDE.match(n)} - {*_CLASSIFIER}
     if inside and beside and not task:
-        notes.append("projection head: dropped, as it is none of the published form")
+        parts = sorted({name.partition(".")[0] for name in beside})
+        notes.append(
+            f"{', '.join(parts)}: left out beside the backbone, not the heads of DINO or "
+            "DINOv2 in their published form"
+        )
     for part, what in _BESIDE.items():
         if any(name.startswith(part) for name in flat) and not task:
             notes.append(f"{what}: dropped, which only pretraining has")

@@ -7,6 +7,7 @@ import dataclasses
 import json
 import os
 import pathlib
+import re
 import zipfile
 from collections.abc import Callable, Mapping
 
@@ -100,6 +101,8 @@ def read(path: str | os.PathLike, *, use_ema: bool = True) -> Tensors:
         flat |= {name: _widen(value) for name, value in arrays.items()}
         metadata |= header
         described |= kind != "npz"
+    # safetensors.torch.save_model keeps one of several names of an array.
+    flat |= {n: flat[kept] for n, kept in metadata.items() if kept in flat}
     if missing := sorted(set(indexed) - flat.keys()):
         raise UserError(
             f"{path} lacks {len(missing)} arrays that its index names, such as "
@@ -175,7 +178,13 @@ def _folder(path: pathlib.Path) -> tuple[list[pathlib.Path], tuple[str, ...]]:
                     f"{file} has no weight_map from names to files beside it: download "
                     "it again"
                 )
-            return [path / part for part in sorted(set(parts.values()))], tuple(parts)
+            shards = [path / part for part in sorted(set(parts.values()))]
+            if lost := [shard.name for shard in shards if not shard.exists()]:
+                raise UserError(
+                    f"{path} lacks {len(lost)} of the {len(shards)} files that {name} "
+                    f"names, such as {lost[0]}: download all of them"
+                )
+            return shards, tuple(parts)
         if file.is_file():
             return [file], ()
     files = sorted(p for p in path.iterdir() if p.is_file() and p.suffix in _SUFFIXES)
@@ -201,7 +210,7 @@ def _read_file(
         if kind == "safetensors":
             with safetensors.safe_open(path, framework="np") as file:
                 names = file.keys()
-                arrays = {name: file.get_tensor(name) for name in names}
+                arrays = {name: _array(file, name, path) for name in names}
                 return kind, arrays, file.metadata() or {}
         if kind == "npz":
             with zipfile.ZipFile(path) as archive:
@@ -217,6 +226,17 @@ def _read_file(
             f"{path} is not a readable {what}: {error or type(error).__name__}"
         ) from error
     return kind, torch_file.read(path, use_ema=use_ema, tell=tell), {}
+
+
+def _array(file, name: str, path: pathlib.Path) -> np.ndarray:
+    """Returns an array of an open safetensors file."""
+    dtype = file.get_slice(name).get_dtype()
+    if re.match(r"F\d(_|$)", dtype):  # numpy has no such numbers.
+        raise UserError(
+            f"{path}: {name} holds {dtype} numbers: give the weights as float16, "
+            "bfloat16 or float32"
+        )
+    return file.get_tensor(name)
 
 
 def _kind(path: pathlib.Path) -> str:

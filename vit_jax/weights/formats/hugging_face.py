@@ -43,6 +43,7 @@ KEYS = {
 # Key of config.json for `model.posemb_resize`; transformers ignores it.
 RESIZE_KEY = "posemb_resize"
 MASK_TOKEN = "embeddings.mask_token"
+_DECODER = {"decoder.0.weight", "decoder.0.bias"}  # Of classes ForMaskedImageModeling.
 _SIGMOID = "multi_label_classification"
 _HEADS = re.compile(r"(\w+_)?classifier\.")
 
@@ -131,8 +132,14 @@ def recognises(family: Family, tensors: Tensors) -> bool:
 
 
 def rename(family: Family, flat: Mapping[str, np.ndarray]) -> Arrays:
-    """Returns arrays under transformers' names in files, without the prefix."""
-    return {file_name(family, name): value for name, value in flat.items()}
+    """Returns arrays under transformers' names in files, without the prefix.
+
+    Of two arrays of one name the one with the prefix is the network's, and the other is of
+    a head.
+    """
+    names = {name: file_name(family, name) for name in flat}
+    ordered = sorted(names, key=lambda name: names[name] != name)
+    return {names[name]: flat[name] for name in ordered}
 
 
 def file_name(family: Family, name: str) -> str:
@@ -156,7 +163,7 @@ def read(family: Family, tensors: Tensors, num_heads: int = 0) -> Pretrained:
     config, source, names = tensors.config, tensors.path, family.names
     values = {**family.defaults, **config}
     flat = rename(family, tensors.flat)
-    notes = family.prepare(flat, config)
+    notes = note_heads(family, tensors.flat) + family.prepare(flat, config)
     check_config(family, flat, config, source)
     if not config.get("qkv_bias", True):
         notes += add_biases(flat, r"\.(query|key|value)$")
@@ -248,11 +255,23 @@ def check_config(family: Family, flat: Arrays, config: Mapping, source: str) -> 
             )
 
 
-def drop_mask_token(flat: Arrays) -> list[str]:
-    """Removes the token of masked patches; returns a note if there was one."""
-    if flat.pop(MASK_TOKEN, None) is None:
-        return []
-    return ["mask token: dropped, which only pretraining has"]
+def note_heads(family: Family, flat: Mapping[str, np.ndarray]) -> list[str]:
+    """Returns a note if a head has arrays of the same names as the network, see `rename`."""
+    names = {name: file_name(family, name) for name in flat}
+    both = sorted({new for name, new in names.items() if new != name} & flat.keys())
+    return [f"{', '.join(both)}: left out, of a head for pretraining"] if both else []
+
+
+def drop_pretraining(flat: Arrays) -> list[str]:
+    """Removes token of masked patches and SimMIM's decoder; returns notes on them."""
+    notes = []
+    for what, names in (("mask token", {MASK_TOKEN}), ("decoder", _DECODER)):
+        found = names & flat.keys()
+        if found:
+            notes.append(f"{what}: dropped, which only pretraining has")
+        for name in found:
+            del flat[name]
+    return notes
 
 
 def add_biases(flat: Arrays, pattern: str) -> list[str]:

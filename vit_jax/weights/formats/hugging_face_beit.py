@@ -19,7 +19,7 @@ def _claims(flat: Arrays, kind: str | None) -> bool:
         "embeddings.patch_embeddings.projection.weight",
         "encoder.layer.0.attention.attention.query.weight",
     }
-    known = kind == "beit" or {_FIRST, _SHARED} & flat.keys()
+    known = kind in BEIT.model_types or {_FIRST, _SHARED} & flat.keys()
     return needed <= flat.keys() and bool(known)
 
 
@@ -28,7 +28,7 @@ def _prepare(flat: Arrays, config: Mapping) -> list[str]:
         if name.endswith("relative_position_index") or name.startswith("lm_head."):
             del flat[name]
     hugging_face.add_biases(flat, r"\.(query|key|value)$")  # Keys have no biases.
-    return hugging_face.drop_mask_token(flat)
+    return hugging_face.drop_pretraining(flat)
 
 
 def _options(flat: Arrays, config: Mapping) -> dict:
@@ -79,7 +79,7 @@ BEIT = Family(
     network="Beit",
     model_types=("beit", "data2vec-vision"),
     claims=_claims,
-    renames=((r"^beit\.", ""),),
+    renames=((r"^(beit|data2vec_vision)\.", ""),),
     names={
         "embedding": "embeddings.patch_embeddings.projection",
         "cls": ("embeddings.cls_token", SAME),

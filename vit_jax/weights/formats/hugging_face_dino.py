@@ -112,7 +112,7 @@ DINOV2 = Family(
     defaults={"hidden_act": "gelu", "layer_norm_eps": 1e-6, "layerscale_value": 1.0},
     keys={k: v for k, v in KEYS.items() if k != "intermediate_size"}
     | {"layerscale_value": "layer_scale_init"},
-    prepare=lambda flat, config: hugging_face.drop_mask_token(flat),
+    prepare=lambda flat, config: hugging_face.drop_pretraining(flat),
     finish=_finish_dinov2,
     options=_dinov2_options,
     has=lambda options: {
@@ -130,7 +130,7 @@ DINOV2 = Family(
 def _prepare_dinov3(flat: Arrays, config: Mapping) -> list[str]:
     if _REGISTERS in flat and not flat[_REGISTERS].size:
         del flat[_REGISTERS]
-    notes = hugging_face.drop_mask_token(flat)
+    notes = hugging_face.drop_pretraining(flat)
     return notes + hugging_face.add_biases(flat, r"^layer\..*(_proj)$")
 
 

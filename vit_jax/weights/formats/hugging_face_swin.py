@@ -36,10 +36,9 @@ _NAMES = swin.Names(
     norm="layernorm",
     head="classifier",
 )
-_UNUSED = re.compile(
-    r"relative_position_index|relative_coords_table|attn_mask|^decoder\.0\.(weight|bias)$"
-)
+_UNUSED = re.compile(r"relative_position_index|relative_coords_table|attn_mask")
 _PARTS = ("query", "key", "value")
+_PATCH_NORM_EPS = 1e-5  # Whatever layer_norm_eps is.
 
 
 def _config(options: Mapping) -> dict:
@@ -101,9 +100,7 @@ def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
     values = SWIN.defaults | config
     flat = hugging_face.rename(SWIN, tensors.flat)
     hugging_face.check_config(SWIN, flat, config, source)
-    notes = hugging_face.drop_mask_token(flat)
-    if "decoder.0.weight" in flat:
-        notes.append("decoder: dropped, which only pretraining has")
+    notes = hugging_face.drop_pretraining(flat)
     flat = _merge_qkv({k: v for k, v in flat.items() if not _UNUSED.search(k)})
     options = swin.options_of(flat, _NAMES, source)
     table = swin.table(options, _NAMES)
@@ -122,6 +119,7 @@ def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
             "bias_resize": "bicubic",
             "activation": hugging_face.read_activation(values),
             "layer_norm_eps": float(values["layer_norm_eps"]),
+            "patch_norm_eps": _PATCH_NORM_EPS,
             "image_size": image_size,
         },
         format=SWIN.format,

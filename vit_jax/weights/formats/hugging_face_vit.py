@@ -64,6 +64,7 @@ def _prepare(flat: Arrays, config: Mapping) -> list[str]:
         for name in [name for name in flat if name.startswith("pooler.")]:
             del flat[name]
         notes.append("pooler: dropped, because the classifier does not see it")
+    notes += hugging_face.drop_pretraining(flat)
     if _is_dino(flat, config) and not config.get(RESIZE_KEY):
         notes.append("neither classifier nor pooler: taken for a ViT of DINO")
     return notes
@@ -79,7 +80,8 @@ def _finish(arrays: Arrays, options: Mapping) -> list[str]:
 def _is_dino(flat: Arrays, config: Mapping) -> bool:
     # Among published ViTs only DINO's have neither.
     plain = not {"classifier.weight", _POOLER} & flat.keys()
-    return plain and config.get("model_type") == "vit"
+    masked = "MaskedImageModeling" in "".join(config.get("architectures") or ())
+    return plain and not masked and config.get("model_type") == "vit"
 
 
 def _options(flat: Arrays, config: Mapping) -> dict:
@@ -115,7 +117,7 @@ def _check(flat: Arrays, table: list[ArrayEntry], config: Mapping, source: str) 
             f"supported: models of this project keep the width, {columns}"
         )
     inside = re.compile(r"(embeddings|encoder|layernorm|pooler)\.")
-    known = {entry.name for entry in table} | {hugging_face.MASK_TOKEN}
+    known = {entry.name for entry in table}
     for name in sorted(flat.keys() - known):
         if inside.match(name):
             raise UserError(
@@ -181,7 +183,7 @@ def _prepare_ijepa(flat: Arrays, config: Mapping) -> list[str]:
     for name in unused:
         del flat[name]
     dropped = [f"{name}: dropped" for name in unused]
-    return dropped + hugging_face.drop_mask_token(flat)
+    return dropped + hugging_face.drop_pretraining(flat)
 
 
 IJEPA = Family(

@@ -396,11 +396,16 @@ def check_writable(config: SwinConfig, library: str) -> list[str]:
     Raises:
       UserError: the library has no network with this activation or epsilon.
     """
-    for name, value in (("activation", "gelu"), ("layer_norm_eps", 1e-5)):
-        if getattr(config, name) != value and library != "transformers":
+    values = {
+        "patch_norm_eps": (config.epsilon_of_patches, 1e-5, "--to=safetensors"),
+        "layer_norm_eps": (config.layer_norm_eps, 1e-5, "--to=hf or --to=safetensors"),
+        "activation": (config.activation, "gelu", "--to=hf or --to=safetensors"),
+    }
+    for name, (value, theirs, others) in values.items():
+        if value != theirs and (library != "transformers" or name == "patch_norm_eps"):
             raise UserError(
-                f"model.{name}={getattr(config, name)!r}: Swin Transformers of {library} "
-                f"have {value!r}: write it with --to=hf or --to=safetensors"
+                f"model.{name}={value!r}: Swin Transformers of {library} have "
+                f"{theirs!r}: write it with {others}"
             )
     if config.window_padding == library:
         return []

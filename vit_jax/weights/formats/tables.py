@@ -338,18 +338,19 @@ def check_names(
     """
     known = {entry.name for entry in table}
     if wrong := sorted(known ^ flat.keys()):
-        what = "missing" if wrong[0] in known else "not supported"
-        raise UserError(
-            f"{source}: {wrong[0]}{part} is {what}: give the whole file of {network}"
-        )
+        what, remedy = "not supported", f"give weights of {network} without it"
+        if wrong[0] in known:
+            what, remedy = "missing", f"give the whole file of {network}"
+        raise UserError(f"{source}: {wrong[0]}{part} is {what}: {remedy}")
 
 
 def check_floating(name: str, value: np.ndarray, source: str) -> None:
-    """Raises UserError if an array holds integers, whose scale is unknown."""
+    """Raises UserError if an array holds integers, whose scale is unknown, or the like."""
     if not np.issubdtype(value.dtype, np.floating):
+        quantised = ", as quantised weights do" if value.dtype.kind in "iu" else ""
         raise UserError(
-            f"{source}: {name} holds {value.dtype} numbers, as quantised weights do: "
-            "give the weights as float16, bfloat16 or float32"
+            f"{source}: {name} holds {value.dtype} numbers{quantised}: give the weights "
+            "as float16, bfloat16 or float32"
         )
 
 

@@ -81,9 +81,17 @@ def read(
                 stream.seek(0)
                 content = _read_legacy(stream)
         tensors = _state_dict(content, use_ema, tell)
+        for name, tensor in tensors.items():
+            if tensor.dtype not in _WIDTHS:
+                raise UserError(
+                    f"{path}: {name} holds {tensor.dtype} numbers: give the weights as "
+                    "float16, bfloat16 or float32"
+                )
         # Many tensors may be views of the same few numbers.
         check_expansion(sum(v.bytes for v in tensors.values()), size, "its tensors")
         return {k: v.read() for k, v in tensors.items()}
+    except UserError:
+        raise
     except _Refused as error:
         raise UserError(
             f"{path} was not read: its pickle asks for {error}, which is no part of a "
@@ -258,10 +266,6 @@ class _Storage:
     count: int
     data: bytes | None = None
 
-    @property
-    def width(self) -> int:
-        return 2 if self.dtype == "bfloat16" else np.dtype(self.dtype).itemsize
-
 
 @dataclasses.dataclass(frozen=True)
 class _Tensor:
@@ -271,15 +275,21 @@ class _Tensor:
     offset: int
     shape: tuple[int, ...]
     strides: tuple[int, ...]
+    dtype: str
+    negated: bool = False
 
     @property
     def bytes(self) -> int:
-        """Memory that `read` needs, in bytes; at most that of the storage."""
-        size = math.prod(self.shape) * self.storage.width
-        return min(size, len(self.storage.data))
+        """Memory that `read` needs, in bytes."""
+        return math.prod(self.shape) * _WIDTHS[self.dtype]
 
     def read(self) -> np.ndarray:
-        dtype = "uint16" if self.storage.dtype == "bfloat16" else self.storage.dtype
+        value = self._stored()
+        return -value if self.negated else value
+
+    def _stored(self) -> np.ndarray:
+        """Returns the numbers in the file, of which this may be a negated view."""
+        dtype = "uint16" if self.dtype == "bfloat16" else self.dtype
         flat = np.frombuffer(self.storage.data, np.dtype(dtype).newbyteorder("<"))
         end = self.offset + sum(
             (n - 1) * step for n, step in zip(self.shape, self.strides, strict=True)
@@ -288,15 +298,13 @@ class _Tensor:
         # as_strided checks nothing, and a file must not make it read beyond the storage.
         if size and (min(self.offset, *self.strides, 0) < 0 or end >= len(flat)):
             raise ValueError(f"a tensor of {self.shape} lies outside of its storage")
-        if size > len(flat):
-            raise ValueError(f"a tensor of {self.shape} is larger than its storage")
         view = np.lib.stride_tricks.as_strided(
             flat[self.offset :],
             self.shape,
             [step * flat.itemsize for step in self.strides],
             writeable=False,
         )
-        if self.storage.dtype == "bfloat16":  # The upper half of a float32.
+        if self.dtype == "bfloat16":  # The upper half of a float32.
             return (view.astype(np.uint32) << 16).view(np.float32)
         return view.astype(np.float32 if dtype == "float16" else dtype)
 
@@ -320,8 +328,24 @@ class _Placeholder:
     __call__ = __setstate__ = __setitem__ = append = extend = add = _ignore
 
 
-def _rebuild_tensor(storage, offset, size, stride, *rest) -> _Tensor:
-    return _Tensor(storage, offset, tuple(size), tuple(stride))
+def _rebuild_tensor(
+    storage, offset, size, stride, requires_grad=False, hooks=None, views=None
+) -> _Tensor:
+    negated = bool((views or {}).get("neg"))
+    view = offset, tuple(size), tuple(stride)
+    return _Tensor(storage, *view, storage.dtype, negated)
+
+
+def _rebuild_typed(
+    storage, offset, size, stride, requires_grad, hooks, dtype, views=None
+) -> _Tensor:
+    """Returns a tensor of numbers that have no storage of their own in PyTorch."""
+    tensor = _rebuild_tensor(storage, offset, size, stride, views=views)
+    return dataclasses.replace(tensor, dtype=dtype.name.rpartition(".")[2])
+
+
+def _rebuild_quantized(storage, offset, size, stride, *rest) -> _Tensor:
+    return _rebuild_tensor(storage, offset, size, stride)
 
 
 _KNOWN = {
@@ -329,23 +353,27 @@ _KNOWN = {
     ("torch", "Size"): tuple,
     ("torch._utils", "_rebuild_tensor"): _rebuild_tensor,
     ("torch._utils", "_rebuild_tensor_v2"): _rebuild_tensor,
+    ("torch._utils", "_rebuild_tensor_v3"): _rebuild_typed,
+    ("torch._utils", "_rebuild_qtensor"): _rebuild_quantized,
     ("torch._utils", "_rebuild_parameter"): lambda data, *rest: data,
     ("torch._utils", "_rebuild_parameter_with_state"): lambda data, *rest: data,
-} | {
-    ("torch", f"{name}Storage"): dtype
-    for name, dtype in {
-        "Float": "float32",
-        "Double": "float64",
-        "Half": "float16",
-        "BFloat16": "bfloat16",
-        "Long": "int64",
-        "Int": "int32",
-        "Short": "int16",
-        "Char": "int8",
-        "Byte": "uint8",
-        "Bool": "bool",
-    }.items()
 }
+_KINDS = {
+    "Float": "float32",
+    "Double": "float64",
+    "Half": "float16",
+    "BFloat16": "bfloat16",
+    "Long": "int64",
+    "Int": "int32",
+    "Short": "int16",
+    "Char": "int8",
+    "Byte": "uint8",
+    "Bool": "bool",
+}
+_KNOWN |= {("torch", f"{name}Storage"): dtype for name, dtype in _KINDS.items()}
+# Bytes of the numbers that are read.
+_WIDTHS = {kind: np.dtype(kind).itemsize for kind in _KINDS.values() if kind[0] != "b"}
+_WIDTHS |= {"bfloat16": 2, "bool": 1}
 
 
 class _Unpickler(pickle.Unpickler):
@@ -362,8 +390,13 @@ class _Unpickler(pickle.Unpickler):
 
     def persistent_load(self, pid: tuple) -> _Storage:
         kind, dtype, key, _, count, *view = pid
-        if kind != "storage" or not isinstance(dtype, str):
+        if kind != "storage":
             raise _Refused(f"the persistent object {kind!r}")
+        if not isinstance(dtype, str):  # Of numbers that are not read, such as QInt8.
+            dtype = dtype.name.rpartition(".")[2].removesuffix("Storage").lower()
+            dtype = {"complexfloat": "complex64", "complexdouble": "complex128"}.get(
+                dtype, dtype
+            )
         if any(part is not None for part in view):
             raise ValueError("it has views of storages, as PyTorch before 0.4 wrote")
         return self._storages.setdefault((str(key), dtype), _Storage(dtype, count))
@@ -424,7 +457,9 @@ def _read_legacy(stream: io.IOBase) -> Any:
         storage = by_key[str(key)]
         if count != storage.count:
             raise ValueError(f"storage {key} has {count}, not {storage.count}, numbers")
-        storage.data = stream.read(count * storage.width)
-        if len(storage.data) != count * storage.width:
+        if storage.dtype not in _WIDTHS:
+            raise ValueError(f"it holds {storage.dtype} numbers")
+        storage.data = stream.read(count * _WIDTHS[storage.dtype])
+        if len(storage.data) != count * _WIDTHS[storage.dtype]:
             raise ValueError("it ends too early")
     return content
