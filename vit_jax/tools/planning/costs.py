@@ -1,6 +1,7 @@
 """Counts what a compiled program computes, moves in memory and sends, per device."""
 
 import dataclasses
+import itertools
 import math
 import re
 from collections import defaultdict
@@ -8,6 +9,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from vit_jax.errors import UserError
 from vit_jax.models.cost import window_products
 from vit_jax.tools.planning.hlo import Instruction, Module
 
@@ -135,12 +137,12 @@ def find_collectives(module: Module, hosts: Sequence[int]) -> list[Collective]:
             # The operand of a reduce-scatter is larger than its result.
             scatters = inner.base == "reduce-scatter"
             arrays = module.taken(inner) if scatters else inner.results
-            group = _group(inner.attributes, len(hosts))
+            groups = find_groups(inner.attributes, len(hosts))
             # The GPU compiler writes all as asynchronous, and marks those that are not.
             blocking = '"is_sync":true' in inner.attributes
             overlapped = (chained or beside or inner.starts) and not blocking
-            one = _collective(kind, arrays, overlapped, len(group), run.times)
-            count = _count_hosts(inner, group, hosts)
+            one = _collective(kind, arrays, overlapped, len(groups[0]), run.times)
+            count = _count_hosts(inner, groups, hosts)
             collectives.append(dataclasses.replace(one, hosts=count))
     return collectives
 
@@ -217,42 +219,96 @@ def _between_slices(send, module, times):
     return sent
 
 
-def _count_hosts(instruction, group, hosts):
+def _count_hosts(instruction, groups, hosts):
     if instruction.base == "collective-permute":
         pairs = re.findall(r"\{(\d+),(\d+)\}", instruction.attributes)
         return 1 + any(hosts[int(a)] != hosts[int(b)] for a, b in pairs)
-    return len({hosts[device] for device in group})
+    return max(len({hosts[device] for device in group}) for group in groups)
 
 
-def _group(attributes: str, devices: int) -> list[int]:
-    """Returns the devices of the first group."""
-    # Three notations are known: {{0,1},{2,3}}; [2,4]<=[8], groups by members; and
-    # mesh['a'=2,'b'=4] {'b'}, the mesh axes of a group, or a part of one: 'b':(1)2.
-    if match := re.search(r"replica_groups=\{\{([\d,]+)\}", attributes):
-        return [int(n) for n in match[1].split(",")]
-    if match := re.search(
-        r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", attributes
+def find_groups(attributes: str, devices: int) -> list[list[int]]:
+    """Returns the devices of each group of a collective, in the order of the program.
+
+    XLA has three notations: {{0,1},{2,3}}, or {} for one group of all devices;
+    [2,4]<=[8], groups by members, with T(...) from a transposed array; and the axes of
+    a mesh, or parts of them, mesh['a'=2,'b'=4] {'b'} or {'b':(1)2}, with device_ids=(...)
+    where the devices of that mesh are in another order.
+
+    Args:
+      attributes: attributes of an instruction; without groups, they are all devices.
+      devices: number of devices of the program.
+
+    Raises:
+      UserError: the notation is not known, or the groups are not a partition.
+    """
+    everything = list(range(devices))
+    found = re.search(r"\breplica_groups=", attributes)
+    if not found:
+        return [everything]
+    text, groups = attributes[found.end() :], None
+    if match := re.match(r"\{((?:\{[\d,]*\},?)*)\}", text):
+        lists = re.findall(r"\{([\d,]*)\}", match[1])
+        groups = [_numbers(each) for each in lists] or [everything]
+    elif match := re.match(rf"\[(\d+),(\d+)\]<={_IOTA}", text):
+        members = _iota(*match.groups()[2:])
+        if members is not None and members.size == int(match[1]) * int(match[2]):
+            groups = members.reshape(int(match[1]), int(match[2])).tolist()
+    elif match := re.match(
+        r"(?:@?\w*)?mesh\[([^\]]*)\](?:, device_ids=\((.*?)\))? \{([^}]*)\}", text
     ):
-        shape = [int(n) for n in match[3].split(",")]
-        order = [int(n) for n in (match[4] or "").split(",") if n] or range(len(shape))
-        members = np.arange(math.prod(shape)).reshape(shape).transpose(order)
-        return members.reshape(int(match[1]), int(match[2]))[0].tolist()
-    if match := re.search(
-        r"replica_groups=(?:@?\w*)?mesh\[([^\]]*)\][^{]*\{([^}]*)\}", attributes
+        groups = _mesh_groups(*match.groups())
+    if groups is None or sorted(itertools.chain(*groups)) != everything:
+        shown = " ".join(text.split())[:80]
+        raise UserError(
+            f"replica_groups={shown}: these groups of {devices} devices cannot be read; "
+            "install the versions of jax in requirements.txt"
+        )
+    return groups
+
+
+# An array that counts up, in a shape and then transposed.
+_IOTA = r"\[([\d,]+)\](?:T\(([\d,]+)\))?"
+
+
+def _iota(shape: str, order: str | None) -> np.ndarray | None:
+    """Returns the array of such a text; None if its axes do not fit."""
+    shape, order = _numbers(shape), _numbers(order or "")
+    order = order or list(range(len(shape)))
+    if sorted(order) != list(range(len(shape))):
+        return None
+    return np.arange(math.prod(shape)).reshape(shape).transpose(order)
+
+
+def _mesh_groups(mesh: str, order: str | None, chosen: str) -> list[list[int]] | None:
+    """Returns the groups over axes of a mesh; None if they do not fit it."""
+    sizes = {axis: int(n) for axis, n in re.findall(r"'?([^',=]+)'?=(\d+)", mesh)}
+    members = np.arange(math.prod(sizes.values()))
+    if order:
+        iota = re.fullmatch(_IOTA, order)
+        members = _iota(*iota.groups()) if iota else np.array(_numbers(order))
+    parts = defaultdict(list)  # Axis to the parts that a group spans: (before, size).
+    for axis, before, size in re.findall(
+        r"'?([^',:]+)'?(?::\((\d+)\)(\d+))?(?:,|$)", chosen
     ):
-        members = np.arange(devices)
-        sizes = {axis: int(n) for axis, n in re.findall(r"'([^']+)'=(\d+)", match[1])}
-        wanted = dict(re.findall(r"'([^']+)'((?::\(\d+\)\d+)?)", match[2]))
-        shape, index = [], []
-        for axis, size in sizes.items():
-            before, part = 1, 1
-            if axis in wanted:
-                words = re.findall(r"\d+", wanted[axis]) or (1, size)
-                before, part = map(int, words)
-            shape += [before, part, size // before // part]
-            index += [0, slice(None), 0]
-        return members.reshape(shape)[tuple(index)].ravel().tolist()
-    return list(range(devices))
+        parts[axis].append((int(before or 1), int(size or sizes.get(axis, 0))))
+    shape, within = [], []
+    for axis, size in sizes.items():
+        done = 1
+        for before, part in sorted(parts.pop(axis, [])):
+            shape += [before // done, part]
+            within += [False, True]
+            done = before * part
+        shape.append(size // done if done else 0)
+        within.append(False)
+    if parts or members is None or members.size != math.prod(shape):
+        return None
+    axes = sorted(range(len(shape)), key=within.__getitem__)
+    size = math.prod(n for n, inside in zip(shape, within, strict=True) if inside)
+    return members.reshape(shape).transpose(axes).reshape(-1, size).tolist()
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(n) for n in text.split(",") if n]
 
 
 def count_macs(module: Module) -> int:
