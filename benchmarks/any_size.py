@@ -100,7 +100,7 @@ def main():
         write_noise(flags.photographs)
     patch = int(flags.variant.partition("/")[2])
     tokens = (flags.side // patch) ** 2
-    ways = {"squares": "inception_crop | flip"}
+    ways = {"squares": "random_resized_crop | flip"}
     for pack in (1, 4, 8):
         line = f"naflex({pack * tokens}, patch={patch}, area=(0.3, 1.0), flip=True"
         ways[f"{pack} a sequence"] = f"{line}, pack={pack})"

@@ -69,7 +69,7 @@ def errors(contenders, paths, folder):
     """Returns each contender's mean absolute error to the float filter."""
     boxes, exact = [], []
     for i, path in enumerate(paths):
-        box = host_transforms.InceptionCrop(SIZE).box(
+        box = host_transforms.RandomResizedCrop(SIZE).box(
             375, 500, np.random.default_rng(i)
         )
         top, left, height, width = box

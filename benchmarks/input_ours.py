@@ -58,7 +58,7 @@ def ours(source, data, batch):
 
 def from_folder(folder, batch, options, workers):
     """Iterates over JPEG files, cropped as the options of the crop say and flipped."""
-    spec = f"inception_crop({SIZE}, {options}) | flip"
+    spec = f"random_resized_crop({SIZE}, {options}) | flip"
     data = data_config(folder, spec, batch, workers)
     return ours(open_source(data, "train"), data, batch)
 
@@ -84,7 +84,10 @@ def flips(batch):
 
 def crops(pairs, options):
     """Returns crops of files; each pair is a path and the box that seed i gives."""
-    op, images = parse.parse_train(f"inception_crop({SIZE}, {options})", ()).host[0], []
+    op, images = (
+        parse.parse_train(f"random_resized_crop({SIZE}, {options})", ()).host[0],
+        [],
+    )
     for i, (path, box) in enumerate(pairs):
         if list(op.box(375, 500, np.random.default_rng(i))) != box:
             raise ValueError(f"seed {i} does not give box {box}")

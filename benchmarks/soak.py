@@ -54,7 +54,7 @@ def get_config(arg=None):
     c = ConfigDict()
     c.name, c.seed, c.total_steps, c.batch_size = "soak", 3, STEPS, 24
     c.data = dict(name="folder", data_dir="IMAGES", num_classes=5, image_size=(16, 24))
-    c.data.train_transform, c.data.eval_transform = "inception_crop | flip | mixup(0.3)", "resize"
+    c.data.train_transform, c.data.eval_transform = "random_resized_crop | flip | mixup(0.3)", "resize"
     c.data.num_workers, c.data.num_threads, c.data.prefetch = WORKERS, 1, 2
     c.model = dict(variant="Ti/4", width=48, depth=2, num_heads=3, mlp_dim=96)
     c.model.dropout = 0.1

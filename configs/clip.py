@@ -42,7 +42,7 @@ def get_config(arg: str | None = None) -> ConfigDict:
         image_size=(224, 224),
         mean=(0.48145466, 0.4578275, 0.40821073),
         std=(0.26862954, 0.26130258, 0.27577711),
-        train_transform="inception_crop(area=(0.9, 1.0), interpolation='bicubic')",
+        train_transform="random_resized_crop(area=(0.9, 1.0), interpolation='bicubic')",
         eval_transform=bicubic_crop(224),
     )
     c.evals = dict(retrieval=dict(kind="retrieval", split="val"))

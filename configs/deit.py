@@ -48,7 +48,7 @@ def get_config(arg: str | None = None) -> ConfigDict:
         mean=(0.485, 0.456, 0.406),
         std=(0.229, 0.224, 0.225),
         train_transform=(
-            "inception_crop(area=(0.08, 1.0), interpolation='bicubic') "
+            "random_resized_crop(area=(0.08, 1.0), interpolation='bicubic') "
             "| randaugment(2, 9) | flip | random_erasing(0.25) "
             "| mixup_or_cutmix(0.8, 1.0)"
         ),

@@ -27,7 +27,7 @@ ARGUMENTS = dict(
 SIDES = {"S/16": 224, "B/16": 192, "L/16": 192, "H/14": 154}
 DROP_PATH = {"S/16": 0.05, "B/16": 0.2, "L/16": 0.45, "H/14": 0.6}
 TUNED_DROP_PATH = DROP_PATH | {"H/14": 0.55}
-CROP = "inception_crop(area=(0.08, 1.0), interpolation='bicubic') | flip"
+CROP = "random_resized_crop(area=(0.08, 1.0), interpolation='bicubic') | flip"
 
 
 def get_config(arg: str | None = None) -> ConfigDict:
@@ -80,7 +80,7 @@ def get_config(arg: str | None = None) -> ConfigDict:
     )
     if tuned:
         c.data.train_transform = (
-            "inception_crop(area=(0.08, 1.0), interpolation='bicubic') "
+            "random_resized_crop(area=(0.08, 1.0), interpolation='bicubic') "
             "| randaugment(2, 9) | flip | mixup_or_cutmix(0.8, 1.0)"
         )
         c.task = dict(loss="softmax", label_smoothing=0.1)

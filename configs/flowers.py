@@ -30,7 +30,7 @@ def get_config(arg: str | None = None) -> ConfigDict:
         split="train",
         num_classes=5,
         image_size=(64, 64),
-        train_transform="inception_crop(area=(0.3, 1.0)) | flip | mixup(0.2)",
+        train_transform="random_resized_crop(area=(0.3, 1.0)) | flip | mixup(0.2)",
         eval_transform="resize_small(72) | central_crop",
     )
     c.evals = dict(val="")  # The folder val, or else validation or test.

@@ -33,7 +33,7 @@ def get_config(arg: str | None = None) -> ConfigDict:
         image_size=(224, 224),
         mean=(0.485, 0.456, 0.406),
         std=(0.229, 0.224, 0.225),
-        train_transform="inception_crop(area=(0.3, 1.0)) | flip",
+        train_transform="random_resized_crop(area=(0.3, 1.0)) | flip",
         eval_transform="resize_small(256) | central_crop",
     )
     c.evals = dict(val="")  # The folder val, or else validation or test.

@@ -24,7 +24,7 @@ ARGUMENTS = dict(
     epochs=(1600, 800),  # Of pretraining.
     quick=False,
 )
-CROP = "inception_crop(area={}, interpolation='bicubic')"
+CROP = "random_resized_crop(area={}, interpolation='bicubic')"
 BATCHES = {"pretrain": 4096, "finetune": 1024, "linear": 16_384}
 
 

@@ -20,7 +20,7 @@ ARGUMENTS = dict(
     epochs=(800, 100),  # Of pretraining.
     quick=False,
 )
-CROP = "inception_crop(area={}, interpolation='bicubic')"
+CROP = "random_resized_crop(area={}, interpolation='bicubic')"
 # Of a Swin: all but norms, biases and bias tables.
 DECAYED = r"(embedding|qkv|proj|Dense_\d|merge|head)/kernel$"
 

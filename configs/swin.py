@@ -24,7 +24,7 @@ ARGUMENTS = dict(
 )
 DROP_PATH = {"T": 0.2, "S": 0.3, "B": 0.5, "L": 0.2}
 WIDE_DROP_PATH = {"T": 0.1, "S": 0.2, "B": 0.2, "L": 0.2}  # From and on ImageNet-21k.
-CROP = "inception_crop(area=(0.08, 1.0), interpolation='bicubic')"
+CROP = "random_resized_crop(area=(0.08, 1.0), interpolation='bicubic')"
 
 
 def get_config(arg: str | None = None) -> ConfigDict:
@@ -96,7 +96,7 @@ def flowers(c: ConfigDict, tuned: bool) -> None:
         num_examples=0,
         num_classes=5,
         image_size=(64, 64),
-        train_transform="inception_crop(area=(0.3, 1.0)) | flip | mixup(0.2)",
+        train_transform="random_resized_crop(area=(0.3, 1.0)) | flip | mixup(0.2)",
         eval_transform="resize_small(72) | central_crop",
     )
     c.evals = dict(val="")  # The folder val, or else validation or test.

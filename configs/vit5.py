@@ -30,7 +30,7 @@ SIDES = {"S/16": 224, "B/16": 192, "L/16": 192}
 EPOCHS = {"S/16": 800, "B/16": 800, "L/16": 400}
 DROP_PATH = {"S/16": 0.05, "B/16": 0.2, "L/16": 0.35}
 TUNED_DROP_PATH = {"S/16": 0.05, "B/16": 0.25, "L/16": 0.5}
-CROP = "inception_crop(area=(0.08, 1.0), interpolation='bicubic')"
+CROP = "random_resized_crop(area=(0.08, 1.0), interpolation='bicubic')"
 
 
 def get_config(arg: str | None = None) -> ConfigDict:

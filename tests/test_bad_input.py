@@ -131,7 +131,7 @@ CASES = [
     (f"{TINY} --config.model.num_heads=5", "width 12...5 heads...model.num_heads"),
     (
         f"{TINY} '--config.data.train_transform=random_crop(8 | flip'",
-        "cannot read 'random_crop(8'...'inception_crop(224) | flip'",
+        "cannot read 'random_crop(8'...'random_resized_crop(224) | flip'",
     ),
     (
         f"{TINY} --config.optim.weight_decay=0.1 --config.optim.weight_decay_mask=/kernl$",

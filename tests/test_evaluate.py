@@ -497,7 +497,7 @@ def test_a_run_and_its_evaluation_afterwards_give_the_same_loss(
     data = {"name": "folder", "data_dir": str(place / "photos"), "num_classes": 3}
     data |= {
         "image_size": OPTIONS["image_size"],
-        "train_transform": "inception_crop",
+        "train_transform": "random_resized_crop",
         "eval_transform": f"{ops} | central_crop",
     }
     sizes = {"total_steps": 2, "batch_size": 8, "optim": {"learning_rate": 1e-2}}

@@ -136,7 +136,7 @@ def test_classes_without_splits_that_are_uneven(place, tmp_path, capsys):
     assert "5 of 24 images, the same part of each class, set aside" in out
     assert "classes drawn sqrt (the largest class has 5.3 times the images" in out
     config = json.loads((tmp_path / "finetune.json").read_text())
-    assert config["data"]["train_transform"] == "inception_crop(area=(0.6, 1.0))"
+    assert config["data"]["train_transform"] == "random_resized_crop(area=(0.6, 1.0))"
     assert "adam, rate 0.002 (set)" in out
     assert config["task"]["name"] == "lora"
     assert "no average of the parameters (task.name=lora keeps the network" in out

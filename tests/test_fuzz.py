@@ -47,7 +47,7 @@ VALUES = [
     *("even_splits(train, 0)[0]", "http://", "https://me:hunter2@localhost:9/x.npz"),
     *("gs://", "hf://", "hf://a/b@", "file:///etc/passwd", "os:system", "json:loads"),
     *("resize(0)", "resize(-1, 2)", "flip | ", "random_crop(1000000)", "B/0"),
-    *("inception_crop('a')", "normalize"),
+    *("random_resized_crop('a')", "normalize"),
 ]
 FILES = [
     "missing",

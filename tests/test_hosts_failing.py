@@ -20,7 +20,7 @@ FROM_RECORD = 40  # So many reads go well; one step takes 6.
 FOLDER = (
     f"c.seed, c.total_steps, c.batch_size = {SEED}, 10_000, {BATCH}",
     'c.data = dict(name="folder", data_dir="pictures", num_classes=2, image_size=(8, 12))',
-    'c.data.train_transform, c.data.eval_transform = "inception_crop", "resize"',
+    'c.data.train_transform, c.data.eval_transform = "random_resized_crop", "resize"',
     'c.data.prefetch, c.evals, c.checkpoint_every_steps = 2, dict(val="val"), 2',
 )
 STALLS = (

@@ -38,7 +38,7 @@ def _transforms() -> list[str]:
         rows.append((f"`{parse.usage(name, cls)}`", reference.summary(cls), where))
     return [
         "## Transforms, in `data.train_transform` and `data.eval_transform`",
-        "A line of them is read from left to right: `inception_crop | flip`.",
+        "A line of them is read from left to right: `random_resized_crop | flip`.",
         _rows(("transform", "what it does", "where it runs"), rows),
     ]
 

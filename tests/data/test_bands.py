@@ -237,7 +237,7 @@ def test_a_run_on_class_folders_of_bands_learns_and_predicts(tmp_path, capsys):
             "pixels": "uint16",
             "mean": "estimate",
             "std": "estimate",
-            "train_transform": "inception_crop(area=(0.5, 1.0)) | flip",
+            "train_transform": "random_resized_crop(area=(0.5, 1.0)) | flip",
             "eval_transform": "resize",
         },
         "model": {
@@ -267,7 +267,7 @@ def test_a_run_on_class_folders_of_bands_learns_and_predicts(tmp_path, capsys):
     assert not run_command("predict", [f"--model={run}", str(wet), "--topk=1"])
     assert capsys.readouterr().out.count("wet") >= 16  # Names of files, and classes.
     words = [f"--config={recipe}", f"--workdir={tmp_path / 'other'}"]
-    words += ["--config.data.train_transform=inception_crop | color_jitter"]
+    words += ["--config.data.train_transform=random_resized_crop | color_jitter"]
     with pytest.raises(UserError, match=r"color_jitter .* data\.channels=4"):
         run_command("train", words)
 

@@ -45,7 +45,7 @@ class Virtual(Source):
 
 
 def make(data_config, examples, **keys):
-    keys = {"train_transform": "inception_crop", "eval_transform": "resize"} | keys
+    keys = {"train_transform": "random_resized_crop", "eval_transform": "resize"} | keys
     return data_config(**keys), Virtual(examples, [])
 
 
@@ -155,7 +155,7 @@ def test_skipping_is_the_same_on_all_hosts_and_workers(
     data_config, folder, hosts, keys
 ):
     plain = {"name": "folder", "data_dir": str(folder), "on_error": "skip"}
-    plain |= {"train_transform": "inception_crop", "prefetch": 2}
+    plain |= {"train_transform": "random_resized_crop", "prefetch": 2}
     data = data_config(**plain)
     source = open_source(data, "train")
     for i in (2, 3, 11):

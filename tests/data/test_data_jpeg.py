@@ -118,7 +118,7 @@ def test_what_opencv_may_not_have_has_no_header(picture, encode):
 def test_no_damage_of_a_header_ends_in_another_error(picture, encode):
     data = encode(picture, "JPEG")
     scan = data.index(b"\xff\xda") + 14
-    rng, crop = np.random.default_rng(0), host_transforms.InceptionCrop(19)
+    rng, crop = np.random.default_rng(0), host_transforms.RandomResizedCrop(19)
     damaged = 0
     for _ in range(300):
         broken = bytearray(data)
@@ -135,10 +135,10 @@ def test_no_damage_of_a_header_ends_in_another_error(picture, encode):
 
 @pytest.mark.parametrize("format", ["JPEG", "PNG", "WEBP"])
 @pytest.mark.parametrize("antialias", [True, False])
-def test_an_inception_crop_of_a_file_is_that_of_its_pixels(
+def test_an_random_resized_crop_of_a_file_is_that_of_its_pixels(
     picture, encode, format, antialias
 ):
-    crop = host_transforms.InceptionCrop((53, 67), antialias=antialias)
+    crop = host_transforms.RandomResizedCrop((53, 67), antialias=antialias)
     for options, seed in itertools.product(KINDS.values(), range(20)):
         data = encode(picture, format, **(options if format == "JPEG" else {}))
         one, other = (np.random.Generator(np.random.Philox(seed)) for _ in range(2))
@@ -157,7 +157,7 @@ def test_a_crop_that_shrinks_while_decoding_is_close_to_the_exact_one(
     pixels = decode.decode(data, channels)
     errors = []
     for seed in range(20):
-        crop = host_transforms.InceptionCrop((33, 41), area=(0.3, 1))
+        crop = host_transforms.RandomResizedCrop((33, 41), area=(0.3, 1))
         one, other = (np.random.Generator(np.random.Philox(seed)) for _ in range(2))
         image = crop.from_file(data, channels, one)
         top, left, h, w = crop.box(332, 404, other)
@@ -174,7 +174,7 @@ def test_a_rough_crop_is_close_to_the_exact_one(picture, encode, kind, channels)
     pytest.importorskip("simplejpeg", reason="needs the extra `fast`")
     data = encode(picture, "JPEG", quality=95, **KINDS[kind])
     rough, exact = (
-        host_transforms.InceptionCrop((53, 67), rough=r) for r in (True, False)
+        host_transforms.RandomResizedCrop((53, 67), rough=r) for r in (True, False)
     )
     for seed in range(10):
         one, other = (np.random.Generator(np.random.Philox(seed)) for _ in range(2))
@@ -193,7 +193,7 @@ def test_a_truncated_file_is_damaged_wherever_the_crop_lies(picture, encode, rou
     if rough:
         pytest.importorskip("simplejpeg", reason="needs the extra `fast`")
     data = encode(picture, "JPEG")
-    crop = host_transforms.InceptionCrop(5, area=(0.05, 0.06), rough=rough)
+    crop = host_transforms.RandomResizedCrop(5, area=(0.05, 0.06), rough=rough)
     for cut in (data[:-20], data[:500], data[:40] + data[-2:]):
         for seed in range(20):
             rng = np.random.Generator(np.random.Philox(seed))
@@ -204,4 +204,4 @@ def test_a_truncated_file_is_damaged_wherever_the_crop_lies(picture, encode, rou
 def test_without_the_fast_decoder_a_rough_crop_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "simplejpeg", None)
     with pytest.raises(UserError, match=r"pip install -e '\.\[fast\]' in the clone"):
-        parse.parse_train("inception_crop(rough=True)", (5, 7))
+        parse.parse_train("random_resized_crop(rough=True)", (5, 7))

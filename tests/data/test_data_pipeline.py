@@ -21,7 +21,10 @@ def make(data_config, folder):
     """Makes the config and the training source of the image folder."""
 
     def from_keys(**keys):
-        plain = {"train_transform": "inception_crop | flip", "eval_transform": "resize"}
+        plain = {
+            "train_transform": "random_resized_crop | flip",
+            "eval_transform": "resize",
+        }
         keys = plain | {"prefetch": 4} | keys
         data = data_config(name="folder", data_dir=str(folder), **keys)
         return data, open_source(data, "train")
@@ -195,7 +198,7 @@ def test_grey_images_keep_one_channel(make):
     assert stream(source, data)[0]["image"].shape == (12, 13, 17, 1)
 
 
-OPS = ["inception_crop", "resize_small(15) | random_crop((13, 15))", "resize"]
+OPS = ["random_resized_crop", "resize_small(15) | random_crop((13, 15))", "resize"]
 
 
 RED = Image.new("RGB", (50, 40), "red")

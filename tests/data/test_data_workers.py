@@ -23,7 +23,7 @@ from vit_jax.distributed import multihost
 def batches(stop, **keys):
     raw = {"batch_size": 4, "optim": {"learning_rate": 0.1}}
     raw["data"] = dict(name="synthetic", num_classes=3, image_size=(5, 7))
-    raw["data"] |= dict(train_transform="inception_crop") | keys
+    raw["data"] |= dict(train_transform="random_resized_crop") | keys
     data = config.complete(raw).data
     source = open_source(data, "train")
     object.__setattr__(source, "payload", bytes(1 << 20))  # More than a pipe holds.

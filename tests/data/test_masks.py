@@ -278,15 +278,15 @@ def test_a_record_with_a_damaged_mask_is_skipped(with_masks):
 
 GEOMETRY = [
     "resize",
-    "inception_crop",
-    "inception_crop(interpolation='bicubic')",
+    "random_resized_crop",
+    "random_resized_crop(interpolation='bicubic')",
     "resize_small(59) | random_crop",
     "resize_small((39, 83)) | central_crop",
     "scale_crop(scale=(0.7, 4))",
     "scale_crop((37, 53), (1, 1))",
     "resize((29, 40)) | upsample",
-    "inception_crop | flip | pad_crop(3)",
-    "inception_crop | affine(shift=0.2, rotate=40, scale=(0.7, 1.6))",
+    "random_resized_crop | flip | pad_crop(3)",
+    "random_resized_crop | affine(shift=0.2, rotate=40, scale=(0.7, 1.6))",
     "scale_crop | flip | color_jitter(0.2, 0, 0)",
 ]
 

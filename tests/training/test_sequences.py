@@ -153,7 +153,7 @@ def test_packed_images_are_split_over_devices(config, tmp_path):
 
 
 def test_evaluations_of_any_size_need_a_network_that_takes_them(config, tmp_path):
-    made = config("inception_crop", model={"variant": "C+Ti/4"})
+    made = config("random_resized_crop", model={"variant": "C+Ti/4"})
     with pytest.raises(UserError, match=r"evals\.val: data\.eval_transform.*C\+Ti/4"):
         train(made, tmp_path)
 

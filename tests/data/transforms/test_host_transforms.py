@@ -1,5 +1,7 @@
 """Host transforms: the same pixels as Pillow, and how the random ones are distributed."""
 
+import pathlib
+
 import numpy as np
 import pytest
 from PIL import Image
@@ -7,7 +9,16 @@ from scipy import stats
 from sklearn.datasets import load_sample_image
 
 from vit_jax.data.transforms import host as host_transforms
-from vit_jax.data.transforms.host import CentralCrop, InceptionCrop, RandomCrop
+from vit_jax.data.transforms.host import (
+    CentralCrop,
+    InceptionCrop,
+    RandomCrop,
+    RandomResizedCrop,
+)
+
+# Of TensorFlow 2.21; tests/golden/README.md.
+GOLDEN = pathlib.Path(__file__).parents[2] / "golden"
+TENSORFLOW = np.load(GOLDEN / "tensorflow_images.npz")
 
 H, W = 37, 53
 # Large, so that rounding to pixels does not show.
@@ -49,15 +60,15 @@ def test_a_crop_larger_than_the_image_says_so(photograph, op):
         op(photograph, rng())
 
 
-def test_inception_crop_of_the_whole_image_is_a_resize(photograph):
-    op = host_transforms.InceptionCrop((H, W), area=(1, 1), ratio=(W / H, W / H))
+def test_random_resized_crop_of_the_whole_image_is_a_resize(photograph):
+    op = host_transforms.RandomResizedCrop((H, W), area=(1, 1), ratio=(W / H, W / H))
     np.testing.assert_array_equal(op(photograph, rng()), photograph)
 
 
-def test_inception_crop_of_an_extreme_shape_takes_the_middle():
+def test_random_resized_crop_of_an_extreme_shape_takes_the_middle():
     image = np.zeros((2, 200, 3), np.uint8)
     image[:, 99:101] = 9
-    op = host_transforms.InceptionCrop((3, 5), area=(0.9, 1))
+    op = host_transforms.RandomResizedCrop((3, 5), area=(0.9, 1))
     assert op.box(2, 200, rng()) == (0, 98, 2, 3)
     assert op(image, rng()).max() == 9
 
@@ -82,7 +93,8 @@ def area_cdf(least, most, ratio, aspect):
 
 
 @pytest.mark.parametrize(
-    ("op", "least"), [(InceptionCrop(7), 0.05), (InceptionCrop(7, area=(0.3, 1)), 0.3)]
+    ("op", "least"),
+    [(RandomResizedCrop(7), 0.05), (RandomResizedCrop(7, area=(0.3, 1)), 0.3)],
 )
 def test_areas_are_distributed_in_closed_form(op, least):
     _, _, height, width = boxes(op)
@@ -97,7 +109,7 @@ def test_areas_are_distributed_in_closed_form(op, least):
 
 def test_ratios_of_parts_that_always_fit_are_log_uniform():
     # At most half the image: of any shape allowed it fits.
-    top, left, height, width = boxes(InceptionCrop(7, area=(0.05, 0.5)))
+    top, left, height, width = boxes(RandomResizedCrop(7, area=(0.05, 0.5)))
     assert min(top.min(), left.min()) >= 0
     assert (top + height).max() <= HEIGHT and (left + width).max() <= WIDTH
     areas, ratios = height * width / (HEIGHT * WIDTH), np.log(width / height)
@@ -109,6 +121,50 @@ def test_ratios_of_parts_that_always_fit_are_log_uniform():
     for place in (rows, columns):
         assert stats.kstest(place, "uniform").pvalue > 0.001
     assert abs(stats.pearsonr(rows, columns).statistic) < 0.08
+
+
+CASES = {
+    "375x500": (0.05, 1.0),
+    "500x333": (0.3, 1.0),
+    "20x300": (0.05, 1.0),
+    "9x7": (0.05, 1.0),
+    "64x64": (0.9, 1.0),
+}
+
+
+@pytest.mark.parametrize("shape", CASES)
+def test_inception_crops_are_drawn_as_in_tensorflow(shape):
+    sides = height, width = tuple(map(int, shape.split("x")))
+    theirs = TENSORFLOW[f"boxes/{shape}"].astype(int)
+    op, generator = InceptionCrop(7, area=CASES[shape]), rng()
+    ours = np.array([op.box(*sides, generator) for _ in range(len(theirs))])
+    measures = [
+        [*boxes.T, boxes[:, 2] * boxes[:, 3], boxes[:, 3] / boxes[:, 2]]
+        for boxes in (ours, theirs)
+    ]
+    for one, other in zip(*measures, strict=True):
+        assert stats.ks_2samp(one, other).pvalue > 0.001
+    if shape == "375x500":
+        areas = ours[:, 2] * ours[:, 3] / (height * width)
+        assert areas.mean() == pytest.approx(0.344, abs=0.01)
+        assert (areas < 0.1).mean() == pytest.approx(0.144, abs=0.02)
+        # A test that does not see torchvision's parts is none.
+        op = RandomResizedCrop(7)
+        other = np.array([op.box(*sides, generator) for _ in range(len(theirs))])
+        assert stats.ks_2samp(other[:, 2], theirs[:, 2]).pvalue < 1e-6
+
+
+def test_an_image_that_no_part_fits_is_taken_whole_by_inception_crop():
+    assert InceptionCrop(7, area=(0.9, 1.0)).box(2, 200, rng()) == (0, 0, 2, 200)
+
+
+def test_inception_crops_are_resized_as_in_tensorflow():
+    image = TENSORFLOW["image"]
+    for name in ("17x23", "31x19", "70x65"):
+        size = tuple(map(int, name.split("x")))
+        whole = InceptionCrop(size).cut(image, (0, 0, *image.shape[:2]))
+        apart = np.abs(whole - TENSORFLOW[f"bilinear/{name}"])
+        assert apart.max() < 1
 
 
 def test_cuts_are_parts_of_the_photograph(natural):

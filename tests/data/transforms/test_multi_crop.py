@@ -10,7 +10,7 @@ from vit_jax.data import decode
 from vit_jax.data.pipeline import train_batches
 from vit_jax.data.sources.open import open_source
 from vit_jax.data.transforms import parse
-from vit_jax.data.transforms.host import InceptionCrop, MultiCrop
+from vit_jax.data.transforms.host import MultiCrop, RandomResizedCrop
 
 # Of Pillow, torchvision and timm; tests/golden/README.md.
 GOLDEN = np.load(pathlib.Path(__file__).parents[2] / "golden" / "augment.npz")
@@ -23,9 +23,11 @@ def rng(i=0):
 @pytest.mark.parametrize("number", range(3))
 def test_a_bicubic_crop_is_that_of_torchvision(number):
     *box, size = GOLDEN[f"crop_{number}/box_and_size"].tolist()
-    found = InceptionCrop(size, interpolation="bicubic").cut(GOLDEN["picture"], (*box,))
+    found = RandomResizedCrop(size, interpolation="bicubic").cut(
+        GOLDEN["picture"], (*box,)
+    )
     np.testing.assert_array_equal(found, GOLDEN[f"crop_{number}/bicubic"])
-    other = InceptionCrop(size).cut(GOLDEN["picture"], (*box,))
+    other = RandomResizedCrop(size).cut(GOLDEN["picture"], (*box,))
     assert np.abs(found.astype(int) - other).max() > 3
 
 
@@ -36,7 +38,10 @@ def test_crops_are_those_of_pillow_in_the_order_drawn(natural):
     assert op.output_shapes(3) == {"image": (2, 20, 24, 3), "small_crops": (3, 8, 8, 3)}
     draw = rng(5)
     # Areas of DINO.
-    large, small = InceptionCrop(1, area=(0.4, 1)), InceptionCrop(1, area=(0.05, 0.4))
+    large, small = (
+        RandomResizedCrop(1, area=(0.4, 1)),
+        RandomResizedCrop(1, area=(0.05, 0.4)),
+    )
     boxes = [
         crop.box(*natural[0].shape[:2], draw) for crop in [large] * 2 + [small] * 3
     ]

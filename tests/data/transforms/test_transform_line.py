@@ -21,10 +21,10 @@ def test_a_line_of_operations_is_parsed_in_order():
 
 def test_the_size_is_the_images_unless_given():
     host, _ = parse.parse_train(
-        "inception_crop | resize(7) | central_crop(size=5)", SIZE
+        "random_resized_crop | resize(7) | central_crop(size=5)", SIZE
     )
     assert [op.size for op in host] == [SIZE, 7, 5]
-    (op,), _ = parse.parse_train("inception_crop(area=(0.3, 1))", SIZE)
+    (op,), _ = parse.parse_train("random_resized_crop(area=(0.3, 1))", SIZE)
     assert (op.size, op.area) == (SIZE, (0.3, 1))
 
 
@@ -55,9 +55,9 @@ AUGREG = {
 
 @pytest.mark.parametrize("level", AUGREG)
 def test_a_level_of_augreg_stands_for_randaugment_and_mixup(level):
-    found = parse.parse_train(f"inception_crop | augreg({level!r}) | flip", SIZE)
+    found = parse.parse_train(f"random_resized_crop | augreg({level!r}) | flip", SIZE)
     augment, alpha = AUGREG[level][:2], AUGREG[level][2:]
-    spec = "inception_crop"
+    spec = "random_resized_crop"
     spec += " | randaugment({}, {})".format(*augment) if augment else ""
     spec += " | flip" + (" | mixup({})".format(*alpha) if alpha else "")
     assert found == parse.parse_train(spec, SIZE)
@@ -92,12 +92,15 @@ def test_a_level_of_augreg_stands_for_randaugment_and_mixup(level):
         ("multi_crop(sizes=((8, 4),), small_size=96)", "small_size=96 beside sizes"),
         ("multi_crop(8, sizes=((8, 4),))", "size=8 or .* beside sizes"),
         ("multi_crop(interpolation='box')", "interpolation='box' is not one of fast"),
-        ("inception_crop(interpolation='no')", "='no' is not one of fast, bicubic"),
         (
-            "inception_crop(antialias=False, interpolation='bicubic')",
+            "random_resized_crop(interpolation='no')",
+            "='no' is not one of fast, bicubic",
+        ),
+        (
+            "random_resized_crop(antialias=False, interpolation='bicubic')",
             "antialias=False needs interpolation='fast'",
         ),
-        ("inception_crop(antialias=3)", "antialias=3 is not True or False"),
+        ("random_resized_crop(antialias=3)", "antialias=3 is not True or False"),
         ("randaugment(1.5)", "layers=1.5 is not a whole number"),
         ("randaugment(2, 31)", "magnitude=31 must be at most 30"),
         ("flip | resize", "resize runs in the loader.* before flip"),
@@ -113,8 +116,8 @@ def test_a_level_of_augreg_stands_for_randaugment_and_mixup(level):
         ("resize('a')", "size='a' is not a whole number"),
         ("resize(0)", "size=0 is not"),
         ("resize_small(2.5)", "size=2.5 is not a whole number"),
-        ("inception_crop(area=(0, 1))", r"area=\(0, 1\) is not"),
-        ("inception_crop(area=3)", "it is inception_crop"),
+        ("random_resized_crop(area=(0, 1))", r"area=\(0, 1\) is not"),
+        ("random_resized_crop(area=3)", "it is random_resized_crop"),
         ("mixup(0)", "alpha=0 must be above 0"),
         ("affine(scale=(2, 1))", r"scale=\(2, 1\) is not"),
         ("flip || mixup(1)", "cannot read ''"),
@@ -134,7 +137,7 @@ def test_evaluation_takes_only_operations_without_randomness():
         host_transforms.ResizeSmall(20),
         host_transforms.CentralCrop(SIZE),
     )
-    for spec in ("flip", "inception_crop", "randaugment", "multi_crop"):
+    for spec in ("flip", "random_resized_crop", "randaugment", "multi_crop"):
         with pytest.raises(
             UserError, match=r"data\.eval_transform.*here are resize, resize_s"
         ):

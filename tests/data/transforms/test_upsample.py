@@ -60,7 +60,7 @@ def test_a_set_in_memory_is_gathered_as_small_as_it_is(data_config):
     [
         ("resize(11) | upsample", (11, 11)),
         ("resize_small(20) | random_crop((7, 9)) | randaugment | upsample", (7, 9)),
-        ("inception_crop((7, 9)) | augreg('light2') | flip | upsample", (7, 9)),
+        ("random_resized_crop((7, 9)) | augreg('light2') | flip | upsample", (7, 9)),
     ],
 )
 def test_the_last_crop_or_resize_says_what_is_loaded(folder, data_config, spec, size):

@@ -57,7 +57,7 @@ def test_grey_images_are_not_mirrored():
     how = Preprocess(image_size=(224, 224), crop_fraction=0.875)
     found = rule.transforms_of(FLOWERS, how, (224, 224))
     assert found == {
-        "train_transform": "inception_crop(area=(0.3, 1.0)) | flip",
+        "train_transform": "random_resized_crop(area=(0.3, 1.0)) | flip",
         "eval_transform": "resize_small(256) | central_crop",
     }
     found = rule.transforms_of(DIGITS, how, (96, 96))

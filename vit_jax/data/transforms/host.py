@@ -47,6 +47,7 @@ INTERPOLATIONS = {
 
 # A line of 1x10000 pixels resized to 256 would be 2 GB; no photograph comes near.
 MAX_RESIZED = 25_000_000
+_TRIES = 100  # Parts drawn by `InceptionCrop`, at most.
 _PARTS_DRAWN = 10  # By `ScaleCrop`, at most.
 _LARGE = 2  # Large crops of `MultiCrop`.
 _MOST_BANDS = 64  # At a time; OpenCV 5 takes 128.
@@ -54,8 +55,11 @@ _FAST_UP_TO = 3  # Times smaller; beyond, three taps antialias too little.
 
 
 @dataclasses.dataclass(frozen=True)
-class InceptionCrop(HostTransform):
-    """Crops a random part of random shape and resizes it (Szegedy et al., 2015).
+class RandomResizedCrop(HostTransform):
+    """Crops a random part of random shape and resizes it, as torchvision does.
+
+    The area is drawn evenly, and the logarithm of the shape; of an image that no part fits
+    in ten tries, the largest central part of an allowed shape is taken.
 
     Args:
       size: height and width of the result in pixels, or one number for both.
@@ -153,12 +157,61 @@ class InceptionCrop(HostTransform):
 
 
 @dataclasses.dataclass(frozen=True)
+class InceptionCrop(RandomResizedCrop):
+    """Crops a random part of random shape and resizes it (Szegedy et al., 2015), as Google does.
+
+    Part and filter are those of `tf.image.sample_distorted_bounding_box` and
+    `tf.image.resize` (tensorflow/core/kernels/image/sample_distorted_bounding_box_op.cc),
+    with which the paper's authors trained: the height of a part is drawn evenly, so small
+    parts are more frequent than in `RandomResizedCrop`, and so is the shape. Of an image
+    that no part fits in 100 tries, the whole is taken.
+
+    Args: see `RandomResizedCrop`.
+    """
+
+    ratio: Given = (0.75, 1.33)
+    antialias: Given = key(False, "Average detail that is too fine for the result.")
+
+    def box(
+        self, height: int, width: int, rng: np.random.Generator
+    ) -> tuple[int, int, int, int]:
+        low, high = self.ratio
+        for _ in range(_TRIES):
+            part = self._part(height, width, low + rng.random() * (high - low), rng)
+            if part:
+                h, w = part
+                # The last place is not drawn, as there.
+                return _below(height - h, rng), _below(width - w, rng), h, w
+        return 0, 0, height, width
+
+    def _part(
+        self, height: int, width: int, ratio: float, rng: np.random.Generator
+    ) -> tuple[int, int] | None:
+        """Draws the height and width of a part of a shape; None if none fits."""
+        least, most = (part * height * width for part in self.area)
+        first, last = (round(math.sqrt(area / ratio)) for area in (least, most))
+        if round(last * ratio) > width:
+            last = int((width + 0.5 - 1e-7) / ratio)
+            last -= round(last * ratio) > width
+        last = min(last, height)
+        first = min(first, last)
+        h = first + _below(last - first + 1, rng) if first < last else first
+        # Rounding may carry the area out of its range.
+        h += round(h * ratio) * h < least
+        h -= round(h * ratio) * h > most
+        w = round(h * ratio)
+        if not (least <= w * h <= most and 0 < w <= width and 0 < h <= height):
+            return None
+        return h, w
+
+
+@dataclasses.dataclass(frozen=True)
 class MultiCrop(HostTransform):
     """Crops two large and some small random parts and resizes them (arXiv:2006.09882).
 
     Sizes, areas and filter are those of DINO (arXiv:2104.14294, main_dino.py). The results
     are "image", the two large crops (2, height, width, C), and "small_crops" (num_small,
-    height, width, C), if any. For the other arguments see `InceptionCrop`.
+    height, width, C), if any. For the other arguments see `RandomResizedCrop`.
 
     Args:
       small_size: None is 96, unless there are `sizes`.
@@ -233,7 +286,7 @@ class MultiCrop(HostTransform):
         rng: np.random.Generator,
         max_megapixels: float = MAX_MEGAPIXELS,
     ) -> Views:
-        """Decodes an image file once, and cuts all crops out of it, see `InceptionCrop.from_file`."""
+        """Decodes an image file once, and cuts all crops out of it, see `RandomResizedCrop.from_file`."""
         of_file = data, channels, rng, max_megapixels
         return self._views(_crops_of_file(self._crops, *of_file))
 
@@ -249,9 +302,9 @@ class MultiCrop(HostTransform):
         return shapes
 
     @functools.cached_property
-    def _crops(self) -> list[InceptionCrop]:
+    def _crops(self) -> list[RandomResizedCrop]:
         make = functools.partial(
-            InceptionCrop, ratio=self.ratio, interpolation=self.interpolation
+            RandomResizedCrop, ratio=self.ratio, interpolation=self.interpolation
         )
         large = make(self.size, area=self.area)
         small = make(self.small_size, area=self.small_area)
@@ -402,7 +455,7 @@ class ScaleCrop(HostTransform):
 
 
 def _crops_of_file(
-    crops: Sequence[InceptionCrop],
+    crops: Sequence[RandomResizedCrop],
     data: bytes,
     channels: int,
     rng: np.random.Generator,
@@ -410,7 +463,8 @@ def _crops_of_file(
 ) -> list[np.ndarray]:
     """Decodes an image file once, only what its crops need, and cuts them.
 
-    If all parts are at least twice their results, a JPEG is shrunk while it is decoded.
+    If all parts are at least twice their results, and are antialiased, a JPEG is shrunk
+    while it is decoded.
     """
     header, pixels, shrink = decode.read_jpeg_header(data), None, 1
     if header is None:
@@ -423,7 +477,8 @@ def _crops_of_file(
             min(height / pair(crop.size)[0], width / pair(crop.size)[1])
             for crop, (_, _, height, width) in zip(crops, boxes, strict=True)
         )
-        shrink = next((n for n in decode.JPEG_SHRINKS if n <= times), 1)
+        if all(crop.antialias for crop in crops):
+            shrink = next((n for n in decode.JPEG_SHRINKS if n <= times), 1)
         stop = max(top + height for top, _, height, _ in boxes)
         rough = crops[0].rough
         pixels = decode.decode_jpeg(data, header, channels, stop, shrink, rough)
@@ -577,6 +632,7 @@ def _low_pass(times: float) -> Float32[np.ndarray, " taps"]:
 
 TRANSFORMS = {
     "inception_crop": InceptionCrop,
+    "random_resized_crop": RandomResizedCrop,
     "resize": Resize,
     "resize_small": ResizeSmall,
     "central_crop": CentralCrop,

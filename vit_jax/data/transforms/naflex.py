@@ -13,7 +13,7 @@ from jaxtyping import Num
 
 from vit_jax.config.fields import key
 from vit_jax.data.transforms.base import Given, HostTransform, check_part
-from vit_jax.data.transforms.host import INTERPOLATIONS, InceptionCrop, resize_box
+from vit_jax.data.transforms.host import INTERPOLATIONS, RandomResizedCrop, resize_box
 
 GRIDS = "grids"  # Array of a batch: rows and columns of patches of each image.
 
@@ -33,7 +33,7 @@ class NaFlex(HostTransform):
         draws one.
       patch: S, to which the network resizes its kernel (models/flexivit.py); of several,
         as (8, 16, 32), each batch draws one, of all pairs with `max_tokens` or `side`.
-      area, ratio: of a random part to cut out first, see `InceptionCrop`; the whole image for
+      area, ratio: of a random part to cut out first, see `RandomResizedCrop`; the whole image for
         an area of (1, 1).
       pack: images of a sequence, each of which gets its share of what the ones before have
         left; rows of "image" and "grids" are then fewer than labels.
@@ -113,7 +113,7 @@ class NaFlex(HostTransform):
     ) -> Sequence:
         box = (0, 0, *image.shape[:2])
         if tuple(self.area) != (1, 1):
-            crop = InceptionCrop(area=self.area, ratio=self.ratio)
+            crop = RandomResizedCrop(area=self.area, ratio=self.ratio)
             box = crop.box(*image.shape[:2], rng)
         most, patch = max(self.choices)
         grid = fitting_grid(*box[2:], most)

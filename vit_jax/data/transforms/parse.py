@@ -1,4 +1,4 @@
-"""Image transforms as a readable line: "inception_crop(224) | flip | mixup(0.2)".
+"""Image transforms as a readable line: "random_resized_crop(224) | flip | mixup(0.2)".
 
 Transforms stand between bars and take Python literals, by position or by name. Host
 transforms (host.py, randaugment.py) run in the loader, image by image; device transforms
@@ -8,7 +8,7 @@ resize is `data.image_size` unless given, as 224 or as (160, 224).
 A user's transform is named with its module: "my_module:MyTransform(0.5) | flip"; base.py
 describes its interface.
 
-A level of AugReg, "inception_crop | augreg('medium2') | flip", is RandAugment in its place
+A level of AugReg, "random_resized_crop | augreg('medium2') | flip", is RandAugment in its place
 and mixup after the last transform: "... | randaugment(2, 15) | flip | mixup(0.5)".
 """
 
@@ -357,7 +357,7 @@ def _parse_one(
         named = {word.arg: ast.literal_eval(word.value) for word in call.keywords}
     except (SyntaxError, ValueError, AttributeError, TypeError) as error:
         raise UserError(
-            f"{where}: cannot read {part!r}; write as 'inception_crop(224) | flip'"
+            f"{where}: cannot read {part!r}; write as 'random_resized_crop(224) | flip'"
         ) from error
     if custom:
         cls = _import(name, key)

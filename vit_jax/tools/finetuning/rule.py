@@ -97,7 +97,9 @@ def transforms_of(
     images: Images, preprocess: Preprocess, image_size: tuple[int, int]
 ) -> dict[str, str]:
     """Returns `train_transform` and `eval_transform` for images of a height and width."""
-    train = f"inception_crop(area={_area(images)})" + ("" if images.grey else " | flip")
+    train = f"random_resized_crop(area={_area(images)})" + (
+        "" if images.grey else " | flip"
+    )
     whole = preprocess.squash or preprocess.fill
     if whole or images.side <= min(image_size) / 2:  # Small images are not cropped.
         return {"train_transform": train, "eval_transform": "resize"}
