@@ -294,9 +294,22 @@ class PatchEmbedding(nn.Module):
         patches = jnp.swapaxes(patches, 2, 3).reshape(B * y * x, -1)
         tokens = patches @ kernel.reshape(-1, D) + bias.reshape(1, D)
         tokens = tokens.reshape(B, y, x, D)
-        if not self.row_major:
-            return tokens
-        return with_layout_constraint(tokens, Layout(major_to_minor=(0, 1, 2, 3)))
+        return _in_row_major(tokens) if self.row_major else tokens
+
+
+def _in_row_major(x: Float[Array, "B y x D"]) -> Float[Array, "B y x D"]:
+    """Returns an array that XLA lays out in the order of its axes.
+
+    XLA cannot split the constraint over devices, and would gather the whole batch on each
+    of them: shard_map hands each device of a mesh its images.
+    """
+    layout = Layout(major_to_minor=tuple(range(x.ndim)))
+    constrain = lambda x: with_layout_constraint(x, layout)
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or not nn.get_logical_axis_rules():
+        return constrain(x)
+    images = nn.logical_to_mesh_axes(("batch",))
+    return jax.shard_map(constrain, mesh=mesh, in_specs=images, out_specs=images)(x)
 
 
 class MergedDense(nn.Module):
