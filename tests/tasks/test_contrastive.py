@@ -10,6 +10,7 @@ import pytest
 from helpers import begin, kill_after, tiny_config, train
 from jax.sharding import NamedSharding, PartitionSpec
 
+import vit_jax
 from vit_jax import weights
 from vit_jax.config.lengths import RunLength
 from vit_jax.distributed import mesh as meshes
@@ -245,3 +246,20 @@ def test_beyond_the_largest_factor_the_gradient_leads_back_alone():
 def test_floating_point_operations_count_both_towers():
     task = build(config())
     assert task.training_flops() > cost.training_flops(task.model)
+
+
+@pytest.mark.parametrize(
+    ("optim", "passes"),
+    [
+        ({}, {"network": 3, "text": 3}),
+        ({"freeze": ("^network/",)}, {"network": 1, "text": 3}),  # LiT.
+        ({"freeze": ("^network/", "^text/")}, {"network": 1, "text": 1}),
+        # Some of it is trained, later or at once.
+        ({"freeze": ("^network/",), "freeze_steps": 2}, {"network": 3, "text": 3}),
+        ({"freeze": ("^network/embedding",)}, {"network": 3, "text": 3}),
+    ],
+)
+def test_a_locked_tower_has_no_backward_pass(optim, passes):
+    setup = vit_jax.train_setup(config(optim=optim), 24)
+    towers = setup.task.tower_flops()
+    assert setup.training_flops == sum(n * towers[name] for name, n in passes.items())

@@ -219,6 +219,10 @@ class Contrastive(ImageTask):
         return params["network"]
 
     def training_flops(self):
+        towers = self.tower_flops().values()
+        return None if None in towers else 3 * sum(towers)
+
+    def tower_flops(self):
         image_flops = super().training_flops()
         shapes, num_tokens = text.shapes(self.text), self.text.num_tokens
         # Dense layers and attention count; the rest is negligible.
@@ -226,7 +230,10 @@ class Contrastive(ImageTask):
         dense = sum(num_tokens * v.size for v in kernels)
         config = self._tower_config
         attention = 2 * config.depth * num_tokens**2 * config.width
-        return image_flops and image_flops + 6 * (dense + attention)
+        return {
+            "network": image_flops and image_flops // 3,
+            text.TEXT: 2 * (dense + attention),
+        }
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
@@ -268,6 +275,7 @@ def _complete(config: TextConfig, tokenizer: str, saved: dict | None) -> TextCon
     return dataclasses.replace(config, **values)
 
 
+@jax.named_scope("contrastive")
 def over_chunks(
     rows: Float[Array, "B E"],
     columns: Float[Array, "B E"],

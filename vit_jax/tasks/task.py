@@ -295,6 +295,15 @@ class Task(Protocol):
         """
         return cost.training_flops(self.model)
 
+    def tower_flops(self) -> dict[str, int | None]:
+        """Returns the operations of the forward pass of each tower, per image.
+
+        A tower is a part of `params`, by its name, whose inputs are no output of others:
+        frozen as a whole, as in LiT, it has no backward pass, which is two of the three
+        passes that `training_flops` counts. By default there is none; None: unknown.
+        """
+        return {}
+
 
 class ImageTask(Task):
     """Base of tasks whose batches are images, transformed by `data.train_transform`.

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding
 
@@ -61,7 +62,8 @@ class TrainSetup(NamedTuple):
       step_at: returns the step that is not jitted, for a peak learning rate.
       batch_shapes: name to jax.ShapeDtypeStruct of a global batch, with its sharding.
       training_flops: floating-point operations of a step per image, from
-        `Task.training_flops`; twice as many with SAM. None if unknown.
+        `Task.training_flops` less the backward pass of towers that are frozen for the
+        whole run; twice as many with SAM. None if unknown.
       metadata: JSON that checkpoints store beside the config: "task", what the task
         needs to be built again, and "network", the paths of the network in the state
         (`backbone_paths`), its options, and `Task.statistics`.
@@ -209,7 +211,7 @@ def build_train_setup(
         average=config.has_average,
     )
     layout = _lay_out(config, mesh, task, jax.eval_shape(create, params, extra))
-    shardings, flops = layout["shardings"], task.training_flops()
+    shardings = layout["shardings"]
 
     def step_at(peak):
         rate, tx = optimizer(peak)
@@ -230,11 +232,23 @@ def build_train_setup(
         ),
         step_at=step_at,
         batch_shapes=_with_sharding(batch_spec, meshes.batched(mesh)),
-        training_flops=flops and flops * (2 if config.optim.sam_rho else 1),
+        training_flops=_training_flops(task, params, config),
         metadata=_metadata(task, paths),
         mesh=mesh,
         **layout,
     )
+
+
+def _training_flops(task: Task, params: dict, config: TrainConfig) -> int | None:
+    """Returns the operations of a step per image, see `TrainSetup.training_flops`."""
+    flops = task.training_flops()
+    if flops is None:
+        return None
+    frozen = optim.always_frozen(params, config.optim)
+    for name, forward in task.tower_flops().items():
+        if all(map(np.all, jax.tree.leaves(frozen[name]))):
+            flops -= 2 * forward
+    return flops * (2 if config.optim.sam_rho else 1)
 
 
 def _with_sharding(shapes: dict, sharding: NamedSharding) -> dict:

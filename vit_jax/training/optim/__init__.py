@@ -17,6 +17,7 @@ from vit_jax.training.optim.config import (
 )
 from vit_jax.training.optim.named import Optimizers
 from vit_jax.training.optim.transforms import (
+    always_frozen,
     clip_by_parameter_norm,
     match,
     parameter_norms,
@@ -31,6 +32,7 @@ __all__ = [
     "OptimConfig",
     "SgdConfig",
     "Thawing",
+    "always_frozen",
     "clip_by_parameter_norm",
     "layer_factors",
     "learning_rate",
