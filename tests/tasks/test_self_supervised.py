@@ -34,7 +34,7 @@ TASKS = {
 }
 # What a workdir holds beside the network.
 TASK_PARAMS = {
-    "masked_patch": {"mask_token", "decoder"},
+    "masked_patch": {"mask_token", "decoder", "color_counts"},
     "mae": {"decoder"},
     "simmim": {"mask_token", "decoder"},
     # The student, and what the teacher has more than the network.
@@ -230,7 +230,8 @@ def begun(workdir, place, name, **sections):
     """Returns the first state of a run from another, and the notes on the task's parts."""
     keys = {"evals": {}, "init": {"checkpoint": str(workdir)}, "seed": 1}
     _, state, notes = begin(config_of(name, **keys, **sections), place)
-    return state.params, [line for line in notes if " of the task: " in line]
+    found = state.params | (state.extra or {})
+    return found, [line for line in notes if " of the task: " in line]
 
 
 @pytest.mark.parametrize("scan", [False, True])

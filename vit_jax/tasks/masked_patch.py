@@ -89,6 +89,8 @@ class MaskedPatch(MaskedImageTask):
                 f"{self.num_patches} patches: choose one that corrupts some, but not all"
             )
         self._in_colors = config.target != "pixels"
+        # A run that continues another one knows its colours.
+        self.statistics = ("color_counts",) if self._in_colors else ()
         if self._in_colors and data.channels != 3:
             raise UserError(
                 f"task.target={config.target!r} needs colours, but data.channels="

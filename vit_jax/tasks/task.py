@@ -266,12 +266,16 @@ class Task(Protocol):
           UserError: a task needs them all, and a name or shape differs.
         """
         left = self.left_out(params, extra, task_params)
-        given = {
-            name: stacking.join(stacking.separate(value), like=params[name])
-            for name, value in task_params.items()
-            if name in params and name not in left
-        }
-        return {**params, **given}, extra
+
+        def fill(tree):
+            return {
+                name: stacking.join(stacking.separate(task_params[name]), like=value)
+                if name in task_params and name not in left
+                else value
+                for name, value in tree.items()
+            }
+
+        return fill(params), fill(extra) if extra else extra
 
     def left_out(self, params: dict, extra: Tree, task_params: dict) -> dict[str, str]:
         """Returns why `with_task_params` leaves parameters out, by their names.
