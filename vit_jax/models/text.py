@@ -187,6 +187,7 @@ def embed_texts(
     return normalized(module.apply({"params": params[TEXT]}, tokens))
 
 
+@jax.named_scope("contrastive")
 def normalized(x: Float[Array, "B E"]) -> Float[Array, "B E"]:
     """Divides rows by their norms; zero rows have the value and the gradient 0."""
     square = jnp.square(x).sum(-1, keepdims=True)

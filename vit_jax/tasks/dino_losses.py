@@ -104,6 +104,7 @@ def centered(
     return jax.nn.softmax((outputs - center) / temperature)
 
 
+@jax.named_scope("sinkhorn")
 def sinkhorn_knopp(
     outputs: Float[Array, "M K"],
     temperature: Array | float,
@@ -154,6 +155,7 @@ def entropies(probabilities: Float[Array, "*B K"]) -> Float[Array, "*B"]:
     return -(probabilities * jnp.log(jnp.maximum(probabilities, 1e-30))).sum(-1)
 
 
+@jax.named_scope("koleo")
 def koleo(
     features: Float[Array, "B D"], group: int = 0, epsilon: float = 1e-8
 ) -> Float[Array, ""]:

@@ -97,6 +97,26 @@ def test_the_report_says_whose_word_each_number_is():
     assert "floor 80.00 bound by compute; at most 51,200" in text
 
 
+def test_what_grows_with_the_batch_is_a_warning_where_parameters_are_copied():
+    row = {
+        "kind": "all-gather",
+        "dtype": "bf16",
+        "overlapped": True,
+        "slices": False,
+        "hosts": 1,
+    }
+    row |= {"count": 2, "bytes": 616_000_000, "sent": 539_000_000, "network": 0}
+    gathered = row | {"purpose": "the batch", "place": "embedding/layout_constraint"}
+    expected = row | {"purpose": "contrastive", "place": ""}
+    found = dataclasses.replace(FOUND, collectives=(gathered, expected))
+    (line,) = (x for x in report.text(found, "").splitlines() if "warning" in x)
+    assert "all-gather, 2 x 308.00 MB" in line
+    assert line.endswith("embedding/layout_constraint")
+    split = SETTINGS | {"mesh": {"data": 2, "fsdp": 1, "model": 128}}
+    found = dataclasses.replace(found, settings=split)
+    assert "warning" not in report.text(found, "")
+
+
 def test_what_does_not_fit_says_by_how_much():
     large = dataclasses.replace(FOUND, fits=False, peak_bytes=20 * GIB)
     line = report.verdict(large)

@@ -91,6 +91,8 @@ def test_collectives_add_up_by_kind_and_type():
         "overlapped": True,
         "slices": False,
         "hosts": 1,
+        "purpose": "scalars",
+        "place": "",
         "count": 2,
         "bytes": 160 + 640,
         "sent": 720,
@@ -267,3 +269,42 @@ def test_what_goes_between_slices_counts_once_and_apart():
     assert [one.sent for one in found] == [1.5 * size, 3 * size, size / 2, size]
     (first, *_) = costs.summarize_collectives(found)
     assert (first["kind"], first["slices"], first["count"]) == ("all-reduce", True, 1)
+
+
+# As the GPU compiler joins sums, of a vector and of what it reshaped.
+JOINED = """
+HloModule m
+
+%joins (p0: f32[6], p1: f32[20000]) -> f32[20006] {
+  %p0 = f32[6]{0} parameter(0)
+  %p1 = f32[20000]{0} parameter(1)
+  ROOT %c = f32[20006]{0} concatenate(%p0, %p1), dimensions={0}
+}
+
+ENTRY %main (x: f32[6], y: f32[100,200], z: f32[5,4000]) -> f32[20006] {
+  %x = f32[6]{0} parameter(0), metadata={op_name="jit(step)/transpose(jvp(Model))/Dense_0/reduce_sum"}
+  %y = f32[100,200]{1,0} parameter(1), metadata={op_name="jit(step)/jvp(Model)/Dense_0/dot_general"}
+  %z = f32[5,4000]{1,0} parameter(2)
+  %flat = f32[20000]{0} bitcast(%y)
+  %both = f32[20006]{0} fusion(%x, %flat), kind=kLoop, calls=%joins
+  %g1 = f32[20,4000]{1,0} all-gather(%z), channel_id=2, replica_groups={{0,1,2,3}}, dimensions={0}, metadata={op_name="jit(step)/jvp(Model)/embedding/layout_constraint"}
+  %g2 = f32[20,4000]{1,0} all-gather(%z), channel_id=3, replica_groups={{0,1,2,3}}, dimensions={0}, metadata={op_name="jit(step)/jvp(koleo)/dot_general"}
+  ROOT %sum = f32[20006]{0} all-reduce(%both), channel_id=4, replica_groups={}, to_apply=%add
+}
+"""
+
+
+def test_a_collective_says_what_it_is_for():
+    def rows(*state):
+        found = costs.find_collectives(hlo.parse(JOINED), ONE_HOST[:4], state)
+        return [(one.purpose, one.place, one.bytes) for one in found]
+
+    joined = rows(6, 20_000)
+    assert joined[0] == (costs.BATCH, "embedding/layout_constraint", 320_000)
+    assert joined[1] == ("koleo", "", 320_000)
+    assert joined[2:] == [(costs.GRADIENTS, "", 80_024)]
+    assert rows(6)[2:] == [
+        (costs.GRADIENTS, "", 24),
+        (costs.BATCH, "Dense_0/dot_general", 80_000),
+    ]
+    assert rows(80_000)[0] == (costs.PARAMETERS, "", 320_000)

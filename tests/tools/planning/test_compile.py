@@ -61,6 +61,9 @@ def test_replicas_of_sharded_parameters_reduce_scatter_and_gather_beside_work(sh
     rows = {(r["kind"], r["overlapped"]) for r in sharded["collectives"]}
     assert "reduce-scatter" in {kind for kind, _ in rows}
     assert ("all-gather", True) in rows
+    purposes = {row["purpose"] for row in sharded["collectives"]}
+    assert {"parameters", "gradients"} <= purposes
+    assert purposes <= {"parameters", "gradients", "scalars"}
 
 
 def test_sharded_parameters_and_moments_take_a_part_of_each_chip(sharded):
@@ -117,6 +120,7 @@ def test_what_goes_between_slices_is_found():
     between = [row for row in rows if row["slices"]]
     assert {row["kind"] for row in between} == {"all-reduce"}
     assert all(row["overlapped"] and row["sent"] > 0 for row in between)
+    assert {row["purpose"] for row in rows} <= {"gradients", "scalars"}
 
 
 def test_what_is_too_large_exits_with_3_and_offers_nothing_that_does_not_fit():

@@ -113,9 +113,30 @@ def test_recipes_compile_with_the_attention_of_cudnn(recipe, topology, words, tm
     assert row["flops"] == pytest.approx(row["model_flops"], rel=0.3)
     hosts = {one["hosts"] for one in row["collectives"]}
     assert hosts == (set() if topology == "h100:1" else {2})
+    assert {one["purpose"] for one in row["collectives"]} <= {"gradients", "scalars"}
     header = json.loads(out.read_bytes().partition(b"\n")[0])
     assert header["devices"].endswith("x NVIDIA H100 80GB HBM3")
     assert os.path.getsize(out) > 10_000
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not gpus.has_compiler(), reason="needs the extra cuda")
+def test_parameters_are_gathered_within_a_host_and_gradients_summed_across():
+    words = ["mesh.data=-1", "mesh.fsdp=4", "model.depth=2", "batch_size=16"]
+    words += ["data.num_classes=1000"]
+    done = compile_step(
+        "--config=configs/b16_i21k.py",
+        "--topology=h100:2x4",
+        "--json",
+        *(f"--config.{word}" for word in words),
+    )
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(done.stdout)["collectives"]
+    gathered = [one for one in rows if one["kind"] == "all-gather"]
+    assert {one["purpose"] for one in gathered} == {"parameters"}
+    assert {(one["hosts"], one["network"]) for one in gathered} == {(1, 0)}
+    assert {one["hosts"] for one in rows if one["kind"] == "all-reduce"} >= {2}
+    assert {one["purpose"] for one in rows} <= {"parameters", "gradients", "scalars"}
 
 
 @pytest.mark.slow

@@ -434,6 +434,7 @@ class Mixing(DeviceTransform):
         object.__setattr__(other, "distance", distance)
         return other
 
+    @jax.named_scope("mixup")
     def partner(self, x: Num[Array, "B ..."]) -> Num[Array, "B ..."]:
         """Returns for each example the other one."""
         return jnp.roll(x, self.distance, axis=0)

@@ -1,6 +1,7 @@
 """Compiles a config's training step for TPUs or GPUs and analyses its cost."""
 
 import dataclasses
+import itertools
 import math
 import os
 import pathlib
@@ -131,6 +132,14 @@ class Analysis:
     error: str = ""
 
     @property
+    def unexpected(self) -> tuple[dict, ...]:
+        """Collectives that grow with the batch though the mesh only copies parameters."""
+        mesh = self.settings["mesh"]
+        if mesh["fsdp"] * mesh["model"] > 1:
+            return ()
+        return tuple(r for r in self.collectives if r["purpose"] == costs.BATCH)
+
+    @property
     def temporary_bytes(self) -> int:
         """Peak without arguments: activations and gradients."""
         return self.peak_bytes - self.argument_bytes
@@ -176,7 +185,7 @@ def analyse(
     except jax.errors.JaxRuntimeError as error:
         return _refused(before, str(error))
     seconds = time.perf_counter() - began
-    after = _after(before, compiled, mesh, seconds)
+    after = _after(before, compiled, mesh, state_sizes(setup), seconds)
     if out and after.fits:
         compiled_step.save(out, config, mesh, lowered, compiled)
     return after
@@ -282,10 +291,24 @@ def _refused(before: Analysis, message: str) -> Analysis:
     )
 
 
-def _after(before: Analysis, compiled, mesh: Mesh, seconds: float) -> Analysis:
+def state_sizes(setup: train_step.TrainSetup) -> set[int]:
+    """Returns the numbers of elements that arrays of the training state have.
+
+    Those of a single layer and of each device's part count too; scalars do not.
+    """
+    shapes = (setup.shapes, setup.disk_shapes)
+    sizes = {leaf.size for leaf in jax.tree.leaves(shapes)}
+    split = itertools.product(*({1, setup.mesh.shape[a]} for a in ("fsdp", "model")))
+    parts = {math.prod(each) for each in split}
+    return {n // part for n in sizes for part in parts if n % part == 0} - {1}
+
+
+def _after(
+    before: Analysis, compiled, mesh: Mesh, state: set[int], seconds: float
+) -> Analysis:
     """Adds the costs of the compiled program to an analysis."""
     module = hlo.parse(compiled.as_text())
-    collectives = costs.find_collectives(module, network_hosts(mesh))
+    collectives = costs.find_collectives(module, network_hosts(mesh), state)
     moved = costs.count_bytes_moved(module)
     flops, counted = _products(before, module)
     chip = chips.find(mesh.devices.flat[0].device_kind)

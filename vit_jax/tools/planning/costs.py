@@ -5,13 +5,13 @@ import itertools
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import numpy as np
 
 from vit_jax.errors import UserError
 from vit_jax.models.cost import window_products
-from vit_jax.tools.planning.hlo import Instruction, Module
+from vit_jax.tools.planning.hlo import Array, Instruction, Module
 
 KINDS = (
     "all-reduce",
@@ -23,6 +23,17 @@ KINDS = (
 )
 # Collectives in which a device sends the whole array.
 _WHOLE = ("collective-permute", "collective-broadcast")
+
+# What a collective is for: sums of a backward pass or of the size of an array of the
+# training state, such arrays themselves, a few numbers, or anything else, which grows with
+# the batch.
+GRADIENTS, PARAMETERS, SCALARS = "gradients", "parameters", "scalars"
+BATCH = "the batch"
+# Or what needs other images of the batch, or all of a gradient, by the `jax.named_scope`
+# that its code opens.
+SCOPES = ("contrastive", "koleo", "sinkhorn", "mixup", "muon")
+_SCALARS_BYTES = 1 << 16
+_SUMS = ("all-reduce", "reduce-scatter")
 
 # Between slices, the TPU compiler sends through the hosts over the data centre network;
 # an attribute names the collective.
@@ -73,6 +84,8 @@ class Collective:
       times: executions per step.
       slices: whether it is between TPU slices, over the data centre network.
       hosts: number of hosts of GPUs in a group; several are joined by a network.
+      purpose: GRADIENTS, PARAMETERS, SCALARS, BATCH, or one of SCOPES.
+      place: where in the model or loss it comes from, "" if the program does not say.
     """
 
     kind: str
@@ -83,6 +96,8 @@ class Collective:
     times: int
     slices: bool = False
     hosts: int = 1
+    purpose: str = SCALARS
+    place: str = ""
 
     @property
     def sent(self) -> float:
@@ -108,13 +123,18 @@ class Collective:
         return size * (n - 1) / n * (2 if self.kind == "all-reduce" else 1)
 
 
-def find_collectives(module: Module, hosts: Sequence[int]) -> list[Collective]:
+def find_collectives(
+    module: Module, hosts: Sequence[int], state: Collection[int] = ()
+) -> list[Collective]:
     """Returns the collectives of a program; those in loops with the trip count.
+
+    One that joins arrays of several purposes counts once for each of them.
 
     Args:
       module: compiled program.
       hosts: host of each device, where a network joins hosts; of equal numbers where
         links do.
+      state: numbers of elements that arrays of the training state have, see `Collective`.
     """
     # The TPU compiler splits an asynchronous collective into a chain of fusions with
     # other work. Each of them contains the collective, with the same channel.
@@ -124,7 +144,7 @@ def find_collectives(module: Module, hosts: Sequence[int]) -> list[Collective]:
         beside = run.beside or run.instruction.starts
         for inner, scattered in _within(module, run.instruction):
             if inner.opcode == "send" and "megascale_transfer_type" in inner.attributes:
-                collectives.append(_between_slices(inner, module, run.times))
+                collectives.append(_between_slices(inner, module, run.times, state))
             if inner.base not in KINDS:
                 continue
             chained = "chain_id=" in inner.attributes
@@ -141,27 +161,98 @@ def find_collectives(module: Module, hosts: Sequence[int]) -> list[Collective]:
             # The GPU compiler writes all as asynchronous, and marks those that are not.
             blocking = '"is_sync":true' in inner.attributes
             overlapped = (chained or beside or inner.starts) and not blocking
-            one = _collective(kind, arrays, overlapped, len(groups[0]), run.times)
-            count = _count_hosts(inner, groups, hosts)
-            collectives.append(dataclasses.replace(one, hosts=count))
+            around = module.origin(run.instruction.name)
+            for (purpose, place), parts in _purposes(
+                module, inner, arrays, state, around
+            ):
+                one = _collective(kind, parts, overlapped, len(groups[0]), run.times)
+                count = _count_hosts(inner, groups, hosts)
+                collectives.append(
+                    dataclasses.replace(one, hosts=count, purpose=purpose, place=place)
+                )
     return collectives
 
 
+def _purposes(
+    module: Module,
+    collective: Instruction,
+    arrays: Sequence[Array],
+    state: Collection[int],
+    around: str = "",
+) -> list[tuple[tuple[str, str], list[Array]]]:
+    """Returns the arrays of a collective by their purpose and place.
+
+    Args:
+      module, state: see `find_collectives`.
+      collective: instruction.
+      arrays: full arrays that it exchanges.
+      around: origin of the fusion that it is in.
+    """
+    names = collective.operands[: len(arrays)]
+    parts = list(itertools.zip_longest(arrays, names, fillvalue=""))
+    joined = _joined(module, names[0]) if len(arrays) == 1 else []
+    if joined and sum(part.bytes for part, _ in joined) == arrays[0].bytes:
+        parts = joined
+    sums = collective.base in _SUMS
+    # The name of sums that the compiler has joined is that of one of them.
+    own = "" if sums and len(parts) > 1 else collective.origin
+    found = defaultdict(list)
+    for array, name in parts:
+        origin = own or module.origin(name) or around
+        words = _words(origin)
+        purpose, place = BATCH, ""
+        if scopes := [scope for scope in SCOPES if scope in words]:
+            purpose = scopes[0]
+        elif sums and ("transpose" in words or math.prod(array.dims) in state):
+            purpose = GRADIENTS
+        elif math.prod(array.dims) in state:
+            purpose = PARAMETERS
+        elif array.bytes <= _SCALARS_BYTES:
+            purpose = SCALARS
+        else:
+            place = "/".join(words[-2:])
+        found[purpose, place].append(array)
+    # What is small is no collective of its own.
+    if len(found) > 1 and (small := found.pop((SCALARS, ""), [])):
+        next(iter(found.values())).extend(small)
+    return list(found.items())
+
+
+def _joined(module: Module, name: str) -> list[tuple[Array, str]]:
+    """Returns the arrays, and their names, that the GPU compiler joins into one."""
+    whole = module.by_name.get(name)
+    body = module.fused(whole) if whole and whole.base == "fusion" else ()
+    joins = [inner for inner in body if inner.opcode != "parameter"]
+    if [inner.opcode for inner in joins] != ["concatenate"]:
+        return []
+    return [
+        (array, operand)
+        for operand in whole.operands
+        for array in module.by_name[operand].results
+    ]
+
+
+def _words(origin: str) -> list[str]:
+    """Splits "jit(step)/jvp(koleo)/dot" into the names of functions and scopes."""
+    return [word for word in re.split(r"[/()]+", origin) if word]
+
+
 def summarize_collectives(collectives: list[Collective]) -> list[dict]:
-    """Sums collectives by kind, type, network and overlap.
+    """Sums collectives by kind, type, network, overlap and purpose.
 
     Returns:
-      One dict each: kind, dtype, overlapped, slices, hosts, count, bytes, sent and
-      network, per device and step.
+      One dict each: kind, dtype, overlapped, slices, hosts, purpose, place, count, bytes,
+      sent and network, per device and step.
     """
     rows = defaultdict(lambda: [0, 0, 0.0, 0.0])
-    for each in collectives:
-        kind = KINDS.index(each.kind)
-        row = rows[kind, each.dtype, each.overlapped, each.slices, each.hosts]
-        row[0] += each.times
-        row[1] += each.times * each.bytes
-        row[2] += each.times * each.sent
-        row[3] += each.times * each.network
+    for one in collectives:
+        kind = KINDS.index(one.kind)
+        key = kind, one.dtype, one.overlapped, one.slices, one.hosts
+        row = rows[*key, one.purpose, one.place]
+        row[0] += one.times
+        row[1] += one.times * one.bytes
+        row[2] += one.times * one.sent
+        row[3] += one.times * one.network
     return [
         {
             "kind": KINDS[kind],
@@ -169,13 +260,15 @@ def summarize_collectives(collectives: list[Collective]) -> list[dict]:
             "overlapped": overlapped,
             "slices": slices,
             "hosts": hosts,
+            "purpose": purpose,
+            "place": place,
             "count": count,
             "bytes": size,
             "sent": round(sent),
             "network": round(network),
         }
         for key, (count, size, sent, network) in sorted(rows.items())
-        for kind, dtype, overlapped, slices, hosts in [key]
+        for kind, dtype, overlapped, slices, hosts, purpose, place in [key]
         if count
     ]
 
@@ -199,7 +292,7 @@ def _collective(kind, arrays, overlapped, group, times, slices=False):
     return Collective(kind, largest.dtype, overlapped, group, size, times, slices)
 
 
-def _between_slices(send, module, times):
+def _between_slices(send, module, times, state):
     """Parses a transfer to other slices; the matching `recv` repeats it."""
     kind = _TRANSFERS.get(send.attribute("_xla_megascale_transfer_type"), KINDS[-1])
     # "{1,2}x{0:3}": slices and devices of each; or groups with a device of each slice.
@@ -213,7 +306,9 @@ def _between_slices(send, module, times):
         )
         or 1
     )
-    sent = _collective(kind, module.taken(send), True, count, times, slices=True)
+    ((purpose, place), arrays), *_ = _purposes(module, send, module.taken(send), state)
+    sent = _collective(kind, arrays, True, count, times, slices=True)
+    sent = dataclasses.replace(sent, purpose=purpose, place=place)
     if kind == "all-gather":
         return dataclasses.replace(sent, bytes=sent.bytes * count)
     return sent

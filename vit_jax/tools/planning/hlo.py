@@ -103,6 +103,12 @@ class Instruction:
         return match[1] if match else ""
 
     @property
+    def origin(self) -> str:
+        """Path of what was traced, "jit(step)/jvp(Model)/Block_0/add"; "" if unknown."""
+        match = re.search(r'\bop_name="([^"]*)"', self.attributes)
+        return match[1] if match else ""
+
+    @property
     def called(self) -> tuple[str, ...]:
         """Names of the computations that it runs or applies."""
         names = _CALLED.findall(self.attributes)
@@ -178,6 +184,18 @@ class Module:
         """Returns the operand arrays of an instruction."""
         operands = (self.by_name.get(name) for name in instruction.operands)
         return [array for operand in operands if operand for array in operand.results]
+
+    def origin(self, name: str) -> str:
+        """Returns where a value was traced, see `Instruction.origin`.
+
+        What only moves or joins values has the origin of its first operand.
+        """
+        while instruction := self.by_name.get(name):
+            roots = (i.origin for i in self.fused(instruction) if i.root)
+            if origin := instruction.origin or next(roots, ""):
+                return origin
+            name = next(iter(instruction.operands), "")
+        return ""
 
     def unread(self) -> list[Instruction]:
         """Returns the loops with an unknown trip count."""

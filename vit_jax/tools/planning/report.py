@@ -136,11 +136,11 @@ def _collectives(analysis):
         yield "  none"
         return
     heading = ("kind", "type", "async", "count", "MB each", "MB sent/chip")
-    row = "  {:<26} {:<5} {:<6} {:>6} {:>11} {:>13}"
-    network = any(one["network"] for one in analysis.collectives)
-    if network:
-        heading, row = (*heading, "network"), row + " {:>9}"
-    yield row.format(*heading)
+    row = "  {0:<26} {1:<5} {2:<6} {3:>6} {4:>11} {5:>13}"
+    if any(one["network"] for one in analysis.collectives):
+        row += " {6:>9}"
+    row += "  {7}"
+    yield row.format(*heading, "network", "of")
     for one in analysis.collectives:
         hosts = f", {one['hosts']} hosts" if one["hosts"] > 1 else ""
         yield row.format(
@@ -151,6 +151,13 @@ def _collectives(analysis):
             f"{one['bytes'] / one['count'] / 1e6:.2f}",
             f"{one['sent'] / 1e6:.1f}",
             f"{one['network'] / 1e6:.1f}",  # Not shown without its heading.
+            one["purpose"],
+        )
+    for one in analysis.unexpected:
+        yield (
+            f"  warning: {one['kind']}, {one['count']} x "
+            f"{one['bytes'] / one['count'] / 1e6:.2f} MB, grows with the batch, though "
+            f"this mesh only copies parameters; it comes from {one['place'] or 'unknown'}"
         )
 
 

@@ -192,6 +192,7 @@ def _size(axes: Sequence[str]) -> int:
     return math.prod(shape.get(axis, 1) for axis in axes)
 
 
+@jax.named_scope("muon")
 def _split(x: Float[Array, "N R C"], *, within: bool) -> Float[Array, "N R C"]:
     """Splits a stack over the devices by matrices, or each matrix by its columns.
 

@@ -1,0 +1,122 @@
+"""What devices send each other in a step: gradients and scalars, and what losses need.
+
+Steps are built as for GPUs and compiled for CPUs, whose partitioner is the same.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import RECIPES
+from jax.sharding import NamedSharding, PartitionSpec
+
+from vit_jax.config import fields
+from vit_jax.distributed import mesh as meshes
+from vit_jax.distributed import sharding
+from vit_jax.models.layers import PatchEmbedding
+from vit_jax.tools.planning import analysis, costs, hlo
+from vit_jax.training import config as configuration
+from vit_jax.training import train_step
+
+IMAGES = 7  # Per device: no size of a network is a multiple of it.
+DEVICES = 4
+# What a step of a recipe sends beside gradients and scalars (docs/compile.md).
+NEEDS = {
+    "contrastive": ("clip", "digits_names", "siglip_lit_coco"),
+    "koleo": ("dinov2", "dinov3"),
+    "sinkhorn": ("dinov3",),
+    "mixup": ("bit_hyperrule", "deit", "deit3", "flowers", "mixer", "swin", "vit5"),
+    "muon": ("cifar10",),
+}
+WHOLE_GROUPS = {"model.drop_path_group": IMAGES, "task.mask_group": IMAGES}
+KEYS = {"dinov2": WHOLE_GROUPS, "dinov3": WHOLE_GROUPS}
+
+
+def collectives_of(recipe, monkeypatch, **keys):
+    """Compiles a recipe's quick step; returns its collectives.
+
+    Arrays of more than one number that are not of a size of the state are "the batch".
+    """
+    keys = {"batch_size": DEVICES * IMAGES, **KEYS.get(recipe, {}), **keys}
+    config = configuration.load(f"configs/{recipe}.py:quick", keys)
+    if hasattr(config.model, "attention_impl"):  # CPUs have no cuDNN.
+        config = fields.replace(config, {"model.attention_impl": "einsum"})
+    build = configuration.TrainConfig.build_model
+    as_for_gpus = lambda config, platform: build(config, "gpu")
+    monkeypatch.setattr(configuration.TrainConfig, "build_model", as_for_gpus)
+    monkeypatch.setattr(costs, "_SCALARS_BYTES", 4)
+    mesh = meshes.create(config.mesh, jax.devices()[:DEVICES])
+    setup = train_step.build_train_setup(config, mesh, 1_000)
+    lowered = setup.train_step.lower(setup.shapes, setup.batch_shapes)
+    module = hlo.parse(lowered.compile().as_text())
+    return costs.find_collectives(module, [0] * DEVICES, analysis.state_sizes(setup))
+
+
+def growing(collectives):
+    """Returns the collectives that no loss needs and that grow with the batch."""
+    unknown = (one for one in collectives if one.purpose == costs.BATCH)
+    return [one for one in unknown if one.bytes % IMAGES == 0]
+
+
+def purposes(collectives):
+    sent = {one.purpose for one in collectives} - {costs.BATCH, costs.SCALARS}
+    return sent - {costs.GRADIENTS}
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        pytest.param(name, marks=() if name == "b16_i21k" else pytest.mark.slow)
+        for name in RECIPES
+    ],
+)
+def test_a_step_sends_gradients_and_scalars_only(recipe, monkeypatch):
+    found = collectives_of(recipe, monkeypatch)
+    assert any(one.purpose == costs.GRADIENTS for one in found)
+    assert growing(found) == []
+    assert purposes(found) == {need for need, names in NEEDS.items() if recipe in names}
+
+
+# In tiny networks XLA gathers what a wide last layer reads, if that is less than the layer.
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["b16_i21k", "mae"])
+def test_a_step_with_fsdp_sends_parameters_and_gradients_only(recipe, monkeypatch):
+    keys = {"mesh.data": 1, "mesh.fsdp": DEVICES, "sharding.min_size": 64}
+    if recipe == "b16_i21k":
+        keys["data.num_classes"] = 12
+    found = collectives_of(recipe, monkeypatch, **keys)
+    assert growing(found) == []
+    assert purposes(found) == {costs.PARAMETERS}
+
+
+@pytest.mark.parametrize("sizes", [(4, 1, 1), (2, 2, 2)])
+def test_patches_in_row_major_order_stay_on_their_device(sizes):
+    mesh = meshes.create(
+        meshes.MeshConfig(**dict(zip(meshes.AXES, sizes, strict=True))),
+        jax.devices()[: sizes[0] * sizes[1] * sizes[2]],
+    )
+    embedding = PatchEmbedding(10, 4, row_major=True)
+    images = jax.random.normal(jax.random.key(0), (28, 8, 12, 3))
+    params = jax.jit(embedding.init)(jax.random.key(1), images)
+
+    def loss(params, images):
+        with sharding.activations(mesh):
+            return jnp.square(embedding.apply(params, images)).sum()
+
+    split = NamedSharding(mesh, PartitionSpec(meshes.BATCH_AXES))
+    whole = meshes.replicated(mesh)
+    step = jax.jit(
+        jax.value_and_grad(loss), in_shardings=(whole, split), out_shardings=whole
+    )
+    compiled = step.lower(params, images).compile()
+    found = costs.find_collectives(hlo.parse(compiled.as_text()), [0] * mesh.size)
+    assert {one.kind for one in found} == {"all-reduce"}
+    assert sum(one.bytes for one in found) == 4 * (4 * 4 * 3 * 10 + 10 + 1)
+    plain = embedding.clone(row_major=False)
+    wanted = jax.value_and_grad(lambda p: jnp.square(plain.apply(p, images)).sum())(
+        params
+    )
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4)
+    jax.tree.map(close, step(params, images), wanted)
