@@ -222,6 +222,50 @@ def test_length_is_in_steps_epochs_or_a_fraction(given, expected):
     assert length == expected
 
 
+@pytest.mark.parametrize(
+    ("sections", "override", "gone"),
+    [
+        ({"epochs": 3}, {"total_steps": 7}, "epochs=3"),
+        ({"total_steps": 9}, {"epochs": 2}, "total_steps=9"),
+        (
+            {"optim": {"warmup_epochs": 2.0}},
+            {"optim.warmup_steps": 7},
+            "optim.warmup_epochs=2.0",
+        ),
+        (
+            {"optim": {"base_learning_rate": 0.1}},
+            {"optim.learning_rate": 0.3},
+            "optim.base_learning_rate=0.1",
+        ),
+        ({"epochs": 3}, {"total_steps": 0}, ""),
+        ({"epochs": 3}, {"total_steps": 7, "epochs": 0}, ""),
+        ({"eval_every_epochs": 1.0}, {"eval_every_steps": 5}, ""),
+    ],
+)
+def test_a_length_that_is_set_replaces_that_of_the_recipe(sections, override, gone):
+    raw, told = stated(**sections), []
+    if "optim.learning_rate" in override:
+        del raw["optim"]["learning_rate"]
+    loading.override(config.TrainConfig, raw, override, told.append)
+    done = fields.flatten(config.complete(raw))
+    assert all(done[key] == value for key, value in override.items())
+    if gone:
+        (line,) = told
+        assert line.startswith(f"{gone}: ") and next(iter(override)) in line
+        assert done[gone.partition("=")[0]] == 0
+    else:
+        assert not told
+
+
+def test_none_removes_an_evaluation():
+    evals = {"val": "test", "knn": {"kind": "knn"}}
+    raw = stated(evals=evals)
+    loading.override(config.TrainConfig, raw, {"evals.knn": None})
+    assert [*config.complete(raw).evals] == ["val"]
+    with pytest.raises(UserError, match="evals.test=None: .*among val"):
+        loading.override(config.TrainConfig, raw, {"evals.test": None})
+
+
 def test_length_given_twice_is_refused():
     node = config.complete(stated(optim={"warmup_steps": 7, "warmup_epochs": 1})).optim
     with pytest.raises(UserError, match=r"warmup_steps=7 and warmup_epochs=1.0: keep"):

@@ -39,6 +39,17 @@ def length_in_steps(section: object, name: str, run: RunLength) -> int:
     return sum(max(1, round(value * units[unit])) for unit, value in given.items())
 
 
+def alternatives(name: str) -> set[str]:
+    """Returns the keys of a section of which only this one or one of them may be set."""
+    for pair in ({"total_steps", "epochs"}, {"learning_rate", "base_learning_rate"}):
+        if name in pair:
+            return pair - {name}
+    length = name.rpartition("_")[0]
+    units = {*_units(length)}
+    # Intervals in both units count both.
+    return units - {name} if name in units and not length.endswith("every") else set()
+
+
 def length_key(section: object, name: str) -> str | None:
     """Returns the key by which a length is set, or None if it is 0."""
     return next((unit for unit in _units(name) if getattr(section, unit)), None)

@@ -23,6 +23,7 @@ from ml_collections import ConfigDict
 
 from vit_jax.config import fields
 from vit_jax.config.fields import Choice, Named, Section
+from vit_jax.config.lengths import alternatives
 from vit_jax.errors import UserError
 from vit_jax.printing import print_error
 
@@ -139,13 +140,14 @@ def override(
 
     Where the kind of a section changes, as by `optim.name`, the recipe's keys of the old
     kind that the new one does not have are dropped. A text for a section chooses its kind;
-    a mapping replaces the section.
+    a mapping replaces the section. A key replaces its alternatives, as `total_steps` does
+    `epochs`; None removes one of the named parts of a section, as an evaluation.
 
     Args:
       cls: dataclass of the config.
       raw: nested dicts, which are changed.
       overrides: dotted key to value.
-      tell: function that gets a line for each section whose keys were dropped.
+      tell: function that gets a line about keys that were dropped.
 
     Raises:
       UserError: a section is set as a key.
@@ -160,24 +162,39 @@ def _merge(
 ) -> dict:
     """Returns the keys that are set in a section, with a dict for each section inside."""
     raw, inner = dict(raw), _by_section(overrides)
+    for name in inner:
+        for other in alternatives(name) & raw.keys() - inner.keys():
+            if inner[name].get(None) and raw[other]:
+                tell(
+                    f"{where}{other}={raw.pop(other)}: the recipe's value is dropped for "
+                    f"{where}{name}={inner[name][None]}"
+                )
     for name in {**raw, **inner}:
         path, value, given = f"{where}{name}", raw.get(name, {}), inner.get(name, {})
         about = fields.fields(cls).get(name)
         if isinstance(about, Named):
             value = given.pop(None, value)
             _check_mapping(about, value, path)
-            parts, given = dict(value), _by_section(given)
+            parts, given, kept = dict(value), _by_section(given), {}
             for part in {**parts, **given}:
                 if "/" in part or part in ("", *about.reserved):
                     raise UserError(
                         f"{path}: {part!r} cannot be a name here, because files and "
                         "metrics are named after it: choose another, without /"
                     )
-                parts[part] = _merge_section(
+                if given.get(part) == {None: None}:
+                    if part not in parts:
+                        known = ", ".join(parts) or "none"
+                        raise UserError(
+                            f"{path}.{part}=None: there is none of that name among "
+                            f"{known}; leave it out"
+                        )
+                    continue
+                kept[part] = _merge_section(
                     *(about.choice, about.text_key, parts.get(part, {})),
                     *(given.get(part, {}), f"{path}.{part}", tell),
                 )
-            raw[name] = parts
+            raw[name] = kept
         elif isinstance(about, Section):
             raw[name] = _merge_section(about, about.text_key, value, given, path, tell)
         elif given:  # Keys below one that is no section are refused later.

@@ -283,7 +283,7 @@ class TrainConfig(_Config):
         if bool(self.total_steps) == bool(self.epochs):
             raise UserError(
                 f"total_steps={self.total_steps} and epochs={self.epochs}: set exactly one "
-                "of them"
+                "of them, and the other to 0"
             )
         total = self.total_steps or max(
             1, round(self.epochs * examples / self.batch_size)

@@ -287,15 +287,10 @@ def check_keys(
         for name in sorted(given.keys() & wanted.keys())
         if given[name].shape != wanted[name].shape
     ]
-    # A layer without some of its parameters computes something else, so the message
-    # suggests init.allow_mismatch only if whole top-level layers are missing or left over.
-    has, needs = ({n.split("/")[0] for n in names} for names in (given, wanted))
-    inside = any(
-        name.split("/")[0] in parts
-        for names, parts in ((extra, needs), (missing, has))
-        for name in names
-        if name not in allowed
-    )
+    # A layer without some of the checkpoint's parameters computes something else, so the
+    # message suggests init.allow_mismatch only if whole top-level layers are left over.
+    has = {name.partition("/")[0] for name in wanted}
+    inside = any(n.partition("/")[0] in has for n in extra if n not in allowed)
     strict = bool(wrong) or inside or allow_mismatch is None
     wrong += [f"{name} is missing" for name in missing if name not in allowed]
     wrong += [f"{name} is left over" for name in extra if name not in allowed]

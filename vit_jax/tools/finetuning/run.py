@@ -320,8 +320,6 @@ def _config(
     if "task.class_weights" in overrides:  # Weights replace balanced draws.
         raw["data"].pop("class_balance", None)
     loading.override(TrainConfig, raw, overrides, dropped)
-    if "epochs" in overrides:
-        raw["total_steps"] = 0
     config = complete(raw)
     if not isinstance(config.task, given.kind.task):
         raise UserError(
@@ -409,7 +407,8 @@ def _choices(
         raw["optim"],
     )
     size = data["image_size"]
-    epochs = raw["total_steps"] * raw["batch_size"] / images.count
+    steps = raw.get("total_steps") or raw["epochs"] * images.count / raw["batch_size"]
+    epochs = steps * raw["batch_size"] / images.count
     decay, task = raw["ema"]["decay"], raw["task"].get("name", "")
     average = f"average of decay {decay:.4f}", "over the last tenth of the steps"
     if not decay:
@@ -437,7 +436,7 @@ def _choices(
         ),
         "batch_size": (f"batches of {raw['batch_size']}", "by the number of images"),
         "total_steps or epochs": (
-            f"{raw['total_steps']} steps",
+            f"{round(steps)} steps",
             f"{epochs:.1f} epochs{_time(length, speed, minutes)}",
         ),
         "optim.learning_rate": (
