@@ -31,6 +31,8 @@ import dataclasses
 
 import numpy as np
 
+from vit_jax.data.transforms.device import Mixup
+
 
 @dataclasses.dataclass(frozen=True)
 class Host:
@@ -54,6 +56,11 @@ class Device:
         return {"flat": (images[..., 0], labels), "labels": (images, labels[:1])}[
             self.what
         ]
+
+
+@dataclasses.dataclass(frozen=True)
+class Mine(Mixup):
+    alpha: float = 1.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,6 +140,19 @@ def test_a_device_transform_draws_by_the_place_in_the_run():
     np.testing.assert_allclose(whole.std(), 4, rtol=0.1)
     part = run(images[2:5], labels[2:5], index[2:5])
     np.testing.assert_array_equal(part, whole[2:5])
+
+
+def test_one_that_mixes_examples_takes_no_copy_of_the_same_image():
+    images = jnp.asarray(np.random.default_rng(0).integers(0, 256, (6, *SIZE, 3)))
+    batch = images.astype(jnp.uint8), jnp.eye(6), jnp.arange(6, dtype=jnp.uint32)
+    found = []
+    for line in ("mixup(1.0)", "wrong:Mine"):
+        ops = parse.parse_train(line, SIZE).device
+        ops = device_transforms.apart(ops, 3)
+        found.append(device_transforms.apply(ops, *batch, jax.random.key(0)))
+    jax.tree.map(np.testing.assert_array_equal, *found)
+    labels = np.asarray(found[1][1])
+    assert (labels[0] > 0).nonzero()[0].tolist() == [0, 3]
 
 
 def test_its_size_counts_for_an_enlargement():

@@ -86,6 +86,13 @@ class Transform:
             if field.name == "size":
                 check_size(self.size)
 
+    def apart(self, copies: int) -> "Transform":
+        """Returns this transform for batches with so many successive copies of an image.
+
+        One that mixes examples takes partners from outside the copies.
+        """
+        return self
+
 
 class HostTransform(Transform):
     """A transform of one image, run by the loader before images are batched.

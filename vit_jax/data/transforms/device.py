@@ -56,7 +56,7 @@ def recording() -> Iterator[list]:
 
 def apart(ops: Sequence, copies: int) -> tuple:
     """Returns transforms for batches with so many successive copies of each image."""
-    return tuple(op.apart(copies) if isinstance(op, Mixing) else op for op in ops)
+    return tuple(op.apart(copies) for op in ops)
 
 
 def apply(
@@ -428,10 +428,9 @@ class Mixing(DeviceTransform):
 
     distance: int = dataclasses.field(default=1, init=False)
 
-    def apart(self, distance: int) -> "Mixing":
-        """Returns this transform for batches with so many successive copies of an image."""
+    def apart(self, copies: int) -> "Mixing":
         other = copy.copy(self)
-        object.__setattr__(other, "distance", distance)
+        object.__setattr__(other, "distance", copies)
         return other
 
     @jax.named_scope("mixup")

@@ -75,6 +75,11 @@ class CustomTransform(Transform):
             self._check_host(result, np.int16 if image.dtype == np.int16 else np.uint8)
             return result
 
+    def apart(self, copies: int) -> "CustomTransform":
+        if not hasattr(self.transform, "apart"):
+            return self
+        return CustomTransform(self.where, self.transform.apart(copies))
+
     def _check_host(self, result, dtype: type) -> None:
         several = self.output_shapes is not None
         named = result if isinstance(result, dict) else {"image": result}
