@@ -2,9 +2,11 @@
 
 import dataclasses
 import functools
+import io
 import pathlib
 import re
 
+import jax.numpy as jnp
 import jaxtyping
 import numpy as np
 import pytest
@@ -12,8 +14,9 @@ from helpers import write_weights
 from PIL import Image
 
 import vit_jax
+from vit_jax.api import images
 from vit_jax.config import arguments, fields
-from vit_jax.weights.pretrained import Preprocess
+from vit_jax.weights.pretrained import Preprocess, read_image
 
 RECIPE = "configs/digits.py"
 GOOD = np.zeros((6, 8, 8), np.uint8), np.arange(6) % 2
@@ -83,7 +86,8 @@ VALUES = [
     ("create_model", b16, "pool", ("mean",)),
     ("create_model", b16, "dtype", ("int8", 16)),
     ("create_model", b16, "num_classes", (-1, 1.5, True)),
-    ("create_model", b16, "image_size", ("224", 2.5, None)),
+    ("create_model", b16, "image_size", ("224", 2.5, None, 10**6)),
+    ("create_model", b16, "channels", (0, -1, 2.5, "3")),
     ("load_model", load, "num_classes", (-1, "ten")),
     ("load_model", load, "class_names", (3,)),
     ("load_model", load, "use_ema", (3,)),
@@ -99,6 +103,13 @@ VALUES = [
     ("load_model", load, "drop_path_rate", (-1, "much")),
     ("load_model", load, "depth", (3,)),
     ("load_model", load, "variant", ("B/16",)),
+    ("load_model", load, "image_size", (10**6,)),
+    ("load_model", load, "max_tokens", (-3, 2.5, 10**9)),
+    ("load_model", load, "patch", (-1,)),
+    ("load_model", load, "max_megapixels", (0, -1)),
+    ("load_model", load, "pixels", ("uint4",)),
+    ("load_model", load, "bands", ((-1,),)),
+    ("load_model", load, "fill", ((256,),)),
     ("predict", predict, "topk", (-1, 0, 2.0)),
     ("predict", predict, "threshold", (-0.1, 2, np.nan, "half")),
     ("train", train, "class_names", (3,)),
@@ -109,6 +120,7 @@ VALUES = [
     ("finetune", tune, "model", (3,)),
     ("finetune", tune, "minutes", (-1, np.nan, "5")),
     ("finetune", tune, "folds", (1, -2)),
+    ("finetune", tune, "masks", (5, "masks")),
     ("finetune", tune, "tell", (3,)),
     ("evaluate", evaluate, "step", (3,)),
     ("evaluate", evaluate, "use_ema", ("no",)),
@@ -276,6 +288,27 @@ def test_a_wrong_argument_is_one_line_at_once(
     assert "--" not in str(raised.value)  # Flags are of commands.
     left = {path.name for path in tmp_path.iterdir()}
     assert left <= {"configs", "tests", "w"}  # Nothing is trained.
+
+
+def test_images_are_arrays_of_other_libraries_and_views_of_bytes_too(model):
+    rng = np.random.default_rng(0)
+    pixels = rng.integers(0, 256, (32, 32, 3), dtype=np.uint8)
+    stream = io.BytesIO()
+    Image.fromarray(pixels).save(stream, "PNG")
+    content, expected = stream.getvalue(), model(pixels)
+    for one in (jnp.asarray(pixels), memoryview(pixels), bytearray(content)):
+        np.testing.assert_array_equal(model(one), expected)
+    several = [jnp.asarray(pixels), memoryview(content)]
+    assert len(model.predict(several)) == len(model.predict(jnp.stack([pixels] * 2)))
+    with pytest.raises(vit_jax.UserError, match="image of float32"):
+        model(jnp.zeros((32, 32, 3)))
+
+
+def test_bands_may_stand_first_where_grey_images_are_no_input():
+    bands = np.zeros((13, 16, 18), np.uint8)
+    how = Preprocess((16, 18))
+    assert images.is_single(bands, 13) and not images.is_single(bands, 3)
+    assert images.prepare(bands, how, 13, read_image).shape == (16, 18, 13)
 
 
 def test_every_function_is_in_the_table():

@@ -125,6 +125,28 @@ def test_a_killed_conversion_resumes(source, expected, tmp_path, processes, caps
     assert not place.exists() and not list(target.glob("*.part"))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_signal_ends_a_conversion_with_one_line(source, tmp_path, processes, number):
+    place = tmp_path / "blobs" / "1.0.0.incomplete"
+    # As from a shell: where tests are run in the background, signals may be ignored.
+    before = {n: signal.signal(n, signal.SIG_DFL) for n in (signal.SIGHUP,)}
+    before[signal.SIGINT] = signal.signal(signal.SIGINT, signal.default_int_handler)
+    more = {"start_new_session": True}
+    process = start(source, tmp_path, f"--processes={processes}", **more)
+    for each, handler in before.items():
+        signal.signal(each, handler)
+    wait_for_shards(process, place, 1)
+    os.killpg(process.pid, number)  # As service managers do.
+    _, text = process.communicate(timeout=60)
+    ctrl_c = number == signal.SIGINT
+    assert process.returncode == (130 if ctrl_c else 75), text
+    what = "interrupted" if ctrl_c else number.name
+    assert text.splitlines() == [f"{what}: the same command resumes from here"]
+    assert not list(place.rglob("*.part"))
+
+
 @pytest.mark.parametrize("kind", ["tfrecord", "folder"])
 def test_a_finished_set_is_left_as_it_is(source, tmp_path, capsys, encode, kind):
     words = ["--dataset=blobs", f"--from={source}"]

@@ -38,6 +38,10 @@ class Interrupted(KeyboardInterrupt):
     """Ctrl-C came, and the run has saved its state."""
 
 
+class Stopped(KeyboardInterrupt):
+    """SIGTERM or SIGHUP came, which the message names."""
+
+
 class LostHost(Exception):
     """Another process of the job did not come: exit code 75, try again."""
 

@@ -20,15 +20,15 @@ A set is written to OUT/<name>/<version>.incomplete and renamed once it is compl
 verified. Repeat the command to resume: finished shards are kept, and a finished set is
 left as it is.
 Train with --config.data.name=NAME --config.data.data_dir=OUT. Exit codes: 0 done, 2 bad
-input, full disk or damaged data (one line says what), 130 interrupted.
+input, full disk or damaged data (one line says what), 75 SIGTERM or SIGHUP, 130 interrupted.
 """
 
 import argparse
 import pathlib
 import sys
 
-from vit_jax import cli
-from vit_jax.errors import EXIT_INTERRUPTED, UserError
+from vit_jax import cli, signals
+from vit_jax.errors import EXIT_INTERRUPTED, EXIT_TRY_AGAIN, Stopped, UserError
 
 _SHOWN = 20  # Records left out in the report; all are in the manifest.
 
@@ -41,6 +41,7 @@ def main(flags: argparse.Namespace) -> int:
     made = flags.dataset in request.KINDS
     _check(flags, made)
     data_dir = pathlib.Path(flags.data_dir).expanduser()
+    signals.raise_stopped()
     try:
         if flags.verify:
             folder, content = _verify(flags, data_dir)
@@ -50,9 +51,12 @@ def main(flags: argparse.Namespace) -> int:
             folder, content = _convert(flags, data_dir)
         else:
             folder, content = _build(flags, data_dir)
-    except KeyboardInterrupt:
-        print("interrupted: the same command resumes from here", file=sys.stderr)
-        return EXIT_INTERRUPTED
+    except KeyboardInterrupt as end:
+        stopped = isinstance(end, Stopped)
+        cli.tell(
+            f"{end if stopped else 'interrupted'}: the same command resumes from here"
+        )
+        return EXIT_TRY_AGAIN if stopped else EXIT_INTERRUPTED
     except build.Exists as there:
         _report(there.target, there.content, "nothing to do: there is already")
         cli.say(f"remove {there.target} to prepare it anew, if its input has changed")

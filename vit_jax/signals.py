@@ -9,9 +9,10 @@ import sys
 import threading
 
 from vit_jax.distributed import crash_reporter
-from vit_jax.errors import EXIT_INTERRUPTED, EXIT_TRY_AGAIN
+from vit_jax.errors import EXIT_INTERRUPTED, EXIT_TRY_AGAIN, Stopped
 
 _interrupted = threading.Event()
+_ENDING = (signal.SIGTERM, signal.SIGHUP)
 
 
 def catch(*, trains: bool) -> None:
@@ -34,12 +35,19 @@ def catch(*, trains: bool) -> None:
         threading.Thread(target=_count, args=(reader,), daemon=True).start()
     if not trains:
         return
-    for number in (signal.SIGTERM, signal.SIGHUP):
+    for number in _ENDING:
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, _preempt)
             # At its exit Python restores the handler that kills.
             atexit.register(signal.signal, number, signal.SIG_IGN)
     sys.stdout, sys.stderr = _lossy(sys.stdout), _lossy(sys.stderr)
+
+
+def raise_stopped() -> None:
+    """Has SIGTERM and SIGHUP raise `Stopped`, as Ctrl-C raises KeyboardInterrupt."""
+    for number in _ENDING:
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, _stop)
 
 
 def interrupted() -> bool:
@@ -80,6 +88,12 @@ def _count(reader: int) -> None:
     while count < 2:
         count += os.read(reader, 1) == bytes([signal.SIGINT])
     _end("Ctrl-C again: ended at once", EXIT_INTERRUPTED)
+
+
+def _stop(number: int, _) -> None:
+    for each in _ENDING:  # What is under way ends in order.
+        signal.signal(each, signal.SIG_IGN)
+    raise Stopped(signal.Signals(number).name)
 
 
 def _preempt(number: int, _) -> None:

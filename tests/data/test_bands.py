@@ -200,6 +200,15 @@ def test_mean_and_deviation_are_estimated_by_the_seed():
         normalization.resolve(data, source, seed=0)
 
 
+def test_an_estimate_says_why_no_image_can_be_read():
+    images = np.zeros((3, 5, 4, 6), np.uint16)
+    source = open_arrays({"train": (images, np.zeros(3, int))}, "train", "mine")
+    data = DataConfig(channels=13, pixels="uint16", mean="estimate")
+    with pytest.raises(UserError, match="'estimate': no .*record 0.* has 6 bands"):
+        normalization.resolve(data, source, seed=0)
+    assert arrays.depth_of(images.astype(">u2") + 300) == "uint16"
+
+
 def test_a_picture_of_bands_is_grey_or_of_the_first_three():
     assert bands.to_display(SIXTEEN).shape == (8, 6, 3)
     assert bands.to_display(SIXTEEN[..., :2]).shape == (8, 6, 1)

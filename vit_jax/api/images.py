@@ -4,6 +4,7 @@ import contextlib
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
+import jax
 import numpy as np
 from PIL import Image
 
@@ -17,15 +18,29 @@ Images = (
     str
     | os.PathLike
     | bytes
+    | bytearray
+    | memoryview
     | np.ndarray
+    | jax.Array
     | Image.Image
-    | Sequence["str | os.PathLike | bytes | np.ndarray | Image.Image"]
+    | Sequence["str | os.PathLike | bytes | np.ndarray | jax.Array | Image.Image"]
 )
+
+
+def _plain(image: object) -> object:
+    """Returns bytes in place of their views, and arrays of other libraries as NumPy's."""
+    if isinstance(image, bytearray | memoryview) and memoryview(image).ndim == 1:
+        return bytes(image)
+    is_array = isinstance(image, memoryview) or hasattr(image, "__array__")
+    return np.asarray(image) if is_array else image
 
 
 def is_single(images: Images, channels: int) -> bool:
     """Returns whether they are one image, not in a list, for a network of C channels."""
+    images = _plain(images)
     if isinstance(images, np.ndarray):
+        if images.ndim == 3 and channels not in (1, 3) and channels == len(images):
+            return True  # Bands stand first: grey images are none of this network.
         # Three dimensions without channels are grey images, as of `train`.
         return images.ndim < 3 or (
             images.ndim == 3 and images.shape[-1] in (1, 3, 4, channels)
@@ -42,6 +57,7 @@ def listed(images: Images, channels: int) -> list:
     Raises:
       UserError: there is none, or something is no image.
     """
+    images = _plain(images)
     if is_single(images, channels):
         return [images]
     if isinstance(images, str | os.PathLike):
@@ -51,7 +67,7 @@ def listed(images: Images, channels: int) -> list:
     if not given:
         raise UserError("images=[]: give at least one")
     single = []
-    for one in given:
+    for one in map(_plain, given):
         if not isinstance(one, kinds) or isinstance(images, Mapping):
             raise UserError(
                 f"images={fields.shown(images)}: give a path, a folder, bytes, an array of uint8, a "

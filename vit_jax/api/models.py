@@ -2,6 +2,7 @@
 
 import dataclasses
 import fnmatch
+import math
 import numbers
 import re
 from collections.abc import Mapping, Sequence
@@ -11,7 +12,7 @@ import numpy as np
 from vit_jax import models
 from vit_jax.config import arguments, fields
 from vit_jax.config.fields import key
-from vit_jax.data.config import DataConfig
+from vit_jax.data.config import MAX_CHANNELS, MAX_PIXELS, DataConfig
 from vit_jax.errors import UserError
 
 # Names of other libraries for an argument of this one.
@@ -39,6 +40,7 @@ class _Arguments:
     pretrained: bool = key(False, "Whether names are of weights.")
     variant: str = key("", "Name of a network.")
     num_classes: int = key(0, "Width of the classifier.", below=2**31)
+    channels: int = key(3, "Of the images.", at_least=1, at_most=MAX_CHANNELS)
 
 
 _checked = arguments.checked(_Arguments)
@@ -73,6 +75,7 @@ def create_model(
     *,
     num_classes: int = 1_000,
     image_size: int | Sequence[int] = 224,
+    channels: int = 3,
     **options,
 ) -> models.Model:
     """Builds a model, whose `init` draws parameters and whose `apply` computes.
@@ -81,6 +84,7 @@ def create_model(
       variant: one of `list_models()`, or of the same form, as "S/8".
       num_classes: width of the classifier; 0 is none.
       image_size: side of the images in pixels, or (height, width).
+      channels: of the images.
       **options: see `vit_jax.models.create`.
 
     Raises:
@@ -100,9 +104,8 @@ def create_model(
         )
     check_names(options)
     options |= network_keys(variant, options)
-    return models.create(
-        variant, num_classes=num_classes, image_size=sides(image_size), **options
-    )
+    how = {"image_size": sides(image_size), "channels": channels}
+    return models.create(variant, num_classes=num_classes, **how, **options)
 
 
 def check_names(given: Mapping[str, object]) -> None:
@@ -145,4 +148,10 @@ def sides(image_size: int | Sequence[int]) -> tuple[int, int]:
         )
     about, default = fields.fields(DataConfig), fields.defaults(DataConfig)
     name = "image_size"
-    return arguments.take(name, about[name], pair, default[name])
+    taken = arguments.take(name, about[name], pair, default[name])
+    if math.prod(taken) > MAX_PIXELS:
+        raise UserError(
+            f"image_size={image_size}: more than {MAX_PIXELS:,} pixels; choose a smaller "
+            "size"
+        )
+    return taken

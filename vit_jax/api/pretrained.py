@@ -18,6 +18,7 @@ from vit_jax.api.images import Images
 from vit_jax.api.models import check_names, network_keys, sides
 from vit_jax.config import arguments, fields
 from vit_jax.config.fields import key
+from vit_jax.data.config import DEPTHS
 from vit_jax.errors import UserError
 from vit_jax.evaluators import label_maps, prediction, sliding_window
 from vit_jax.evaluators.local_devices import LocalDevices
@@ -71,6 +72,17 @@ class _Arguments(WeightsArguments):
 
 
 _checked = arguments.checked(_Arguments)
+
+# Bounds of fields of `Preprocess`; weights.check_preprocess knows those of the others.
+_BOUNDS = {
+    "max_tokens": fields.Key(help="", below=2**31),
+    "patch": fields.Key(help="", below=2**31),
+    "max_megapixels": fields.Key(help="", above=0),
+    "cut": fields.Key(help=""),
+    "fill": fields.Key(help="", at_most=255, like=(0,)),
+    "bands": fields.Key(help="", like=(0,)),
+    "pixels": fields.Key(help="", choices=DEPTHS),
+}
 
 Best = tuple[prediction.Prediction, ...]
 # Of images of any size one array each.
@@ -151,9 +163,12 @@ def load_model(
 
 def _checked_preprocess(given: Mapping[str, object]) -> dict:
     """Returns those arguments that are fields of `Preprocess`, with their values checked."""
-    about, usual = fields.Key(help="", at_least=None), Preprocess(image_size=(1, 1))
-    take = lambda name: arguments.take(name, about, given[name], getattr(usual, name))
-    return {name: take(name) for name in _PREPROCESSING if name in given}
+    free, usual, taken = fields.Key(help="", at_least=None), Preprocess((1, 1)), {}
+    for name in _PREPROCESSING & given.keys():
+        about = _BOUNDS.get(name, free)
+        default = about.like or getattr(usual, name)
+        taken[name] = arguments.take(name, about, given[name], default)
+    return taken
 
 
 def _with_network_keys(
@@ -190,9 +205,9 @@ class PretrainedModel:
     """A network with its parameters, which knows how its images are prepared.
 
     Images are given as a path, the content of a file, an array of uint8 (height, width,
-    channels) or grey (height, width), a PIL image, or a list of these, which an array
-    with one more dimension is. A folder is all images in it, in the order of their paths.
-    Called with images, it returns the logits of the classes.
+    channels) or grey (height, width), of NumPy, JAX or another library, a PIL image, or a
+    list of these, which an array with one more dimension is. A folder is all images in it,
+    in the order of their paths. Called with images, it returns the logits of the classes.
 
     Args:
       pretrained: the weights.

@@ -36,6 +36,7 @@ _BATCH = 64  # Images per batch of an evaluation without a config.
 class _Arguments(WeightsArguments):
     model: str = key("", "Weights.")
     workdir: str = key("", "Folder of a run.")
+    masks: str = key("", "Folder of masks.")
     aspect: str = key("crop", "What becomes of images that are not square.")
     minutes: float = key(0.0, "Time to train in.", below=2**31)
     folds: int = key(0, "Runs, each with another part to validate on.")
@@ -169,12 +170,17 @@ def finetune(
     arrays, place = {}, photos
     if isinstance(photos, Mapping | tuple | list):
         arrays, place = _arrays(photos, "train", class_names), IN_MEMORY
+        if masks:
+            raise UserError(
+                f"masks={masks!r}: photos are arrays, which have no masks here: give the "
+                "folder of the images, or leave it out"
+            )
     place = arguments.take("photos", fields.Key(help=""), place, "")
     with _opened(arrays, class_names):
         return finetuning.finetune(
             place,
-            workdir or default_workdir("finetune", model, place, os.fspath(masks)),
-            masks=os.fspath(masks),
+            workdir or default_workdir("finetune", model, place, masks),
+            masks=masks,
             model=model,
             aspect=aspect,
             minutes=minutes,

@@ -6,7 +6,7 @@ import numpy as np
 
 from vit_jax.data import bands, decode
 from vit_jax.data.config import ESTIMATE, DataConfig
-from vit_jax.data.sources.base import Source
+from vit_jax.data.sources.base import Source, name_of
 from vit_jax.errors import UserError
 
 _MOST = 1_000  # Images.
@@ -30,18 +30,22 @@ def resolve(data: DataConfig, source: Source, seed: int) -> DataConfig:
     if not wanted:
         return data
     drawn = np.random.default_rng([seed, _STREAM]).permutation(len(source))[:_MOST]
-    form, parts = bands.PixelFormat.of(data), []
+    form, parts, why = bands.PixelFormat.of(data), [], ""
     for i in np.sort(drawn).tolist():
         try:
             pixels = bands.read(source[i]["image"], form, exif=data.exif)
-        except (decode.DamagedImage, OSError):
+        except (decode.DamagedImage, OSError) as error:
+            reason = error
+            if isinstance(error, OSError):
+                reason = f"cannot be read ({error.strerror or error})"
+            why = why or f"{name_of(source, i)} {reason}"
             continue  # `data.on_error` decides on it in training.
         levels = pixels.reshape(-1, form.channels).astype(np.float64)
         levels /= bands.WHITE.get(pixels.dtype.name, 255)
         parts.append((len(levels), levels.sum(0), np.square(levels).sum(0)))
     if not parts:
         raise UserError(
-            f"data.mean={ESTIMATE!r}: no image of {data.split!r} can be read"
+            f"data.{wanted[0]}={ESTIMATE!r}: no image of {data.split!r} can be read: {why}"
         )
     count, total, squares = (sum(part) for part in zip(*parts, strict=True))
     mean = total / count

@@ -362,6 +362,17 @@ def resize_sides(preprocess: Preprocess) -> tuple[int, int]:
 
 def check_preprocess(preprocess: Preprocess, channels: int) -> None:
     """Raises UserError unless a preprocessing is valid for images of `channels`."""
+    size = math.prod(preprocess.image_size)
+    given = f"image_size={preprocess.image_size}"
+    if preprocess.max_tokens:
+        size = preprocess.max_tokens * preprocess.patch**2
+        given = (
+            f"max_tokens={preprocess.max_tokens} of {preprocess.patch} pixels a side"
+        )
+    if size > MAX_PIXELS:
+        raise UserError(
+            f"{given}: more than {MAX_PIXELS:,} pixels; choose a smaller one"
+        )
     known = host_transforms.INTERPOLATIONS
     if preprocess.interpolation not in known:
         raise UserError(

@@ -12,6 +12,7 @@ import numpy as np
 from jaxtyping import Num
 
 from vit_jax.config.fields import key
+from vit_jax.data.config import MAX_PIXELS
 from vit_jax.data.transforms.base import Given, HostTransform, check_part
 from vit_jax.data.transforms.host import INTERPOLATIONS, RandomResizedCrop, resize_box
 
@@ -72,6 +73,11 @@ class NaFlex(HostTransform):
                 "leave one out"
             )
         for most, patch in self.choices:
+            if most * patch**2 > MAX_PIXELS:
+                raise ValueError(
+                    f"{most} patches of {patch} pixels a side are more than "
+                    f"{MAX_PIXELS:,} pixels: choose fewer"
+                )
             if most < self.pack:
                 raise ValueError(
                     f"room for {most} patches of {patch} pixels, but pack={self.pack} "

@@ -318,7 +318,8 @@ def _in_processes(job, staging, todo, processes, bar) -> Iterator[tuple]:
     """Yields (shard, note) as worker processes finish them."""
     # A forked process may hang when its parent has threads, and TFDS starts some.
     context = multiprocessing.get_context("spawn")
-    counter, stop = context.Value("q", 0), context.Value("b", 0, lock=False)
+    with _blocked():  # This starts multiprocessing's process that tracks resources.
+        counter, stop = context.Value("q", 0), context.Value("b", 0, lock=False)
     executor = concurrent.futures.ProcessPoolExecutor(
         min(processes, max(1, len(todo))),
         mp_context=context,
@@ -327,7 +328,8 @@ def _in_processes(job, staging, todo, processes, bar) -> Iterator[tuple]:
     )
     shown = 0
     try:
-        shard_of = {executor.submit(_make_in_worker, shard): shard for shard in todo}
+        with _blocked():  # This starts the workers.
+            shard_of = {executor.submit(_make_in_worker, one): one for one in todo}
         waiting = set(shard_of)
         while waiting:
             finished, waiting = concurrent.futures.wait(
@@ -348,10 +350,23 @@ def _in_processes(job, staging, todo, processes, bar) -> Iterator[tuple]:
         executor.shutdown(cancel_futures=True)
 
 
+@contextlib.contextmanager
+def _blocked() -> Iterator[None]:
+    """Has processes that are started inside not hear the signals that end this one.
+
+    They are often sent to a whole group of processes, and this one ends the others.
+    """
+    ending = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ending)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _start_worker(job, staging, counter, stop):
     """Initializes a worker process, which ends with its parent, even by SIGKILL."""
     global _worker
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # The parent handles it.
     workers.end_with_parent()
     keep_warnings_from_raising()
 
