@@ -254,7 +254,9 @@ def _picture(source: Source, record: np.integer, caption: str) -> dict[str, str]
 def _thumbnail(source: Source, record: int) -> str:
     """Returns an image as the data URL of a small JPEG, "" if it is damaged."""
     try:
-        picture = Image.fromarray(bands.picture(source[record]["image"], exif=True))
+        # All images that are shown have been evaluated, within the limit of the run.
+        how = {"exif": True, "max_megapixels": math.inf}
+        picture = Image.fromarray(bands.picture(source[record]["image"], **how))
     except (DamagedImage, OSError):
         return ""
     scale = _SIDE // max(picture.size)
