@@ -223,6 +223,16 @@ def test_a_folder_of_no_known_layout_says_what_is_read(make, tmp_path):
         open_source(make(data_dir="no/such"), "train")
 
 
+@pytest.mark.parametrize("twice", ["images/1.jpg", "masks/1.npy"])
+def test_two_files_of_one_stem_are_refused(make, tmp_path, twice):
+    write_pair(tmp_path / "images/1.png", tmp_path / "masks/1.png", 1)
+    (tmp_path / twice).write_bytes(b"other")
+    with pytest.raises(
+        UserError, match=f"1.png and .*{twice} differ in the ending only"
+    ):
+        open_source(make(split="all"), "all")
+
+
 def test_classes_come_from_a_file(make, tmp_path):
     write_pair(tmp_path / "images/1.png", tmp_path / "masks/1.png", 1)
     (tmp_path / "classes.txt").write_text("sky\n road \nhouse\ncar\n\n")

@@ -266,13 +266,37 @@ def test_keys_end_at_the_first_dot_of_the_last_part(tmp_path, out):
             ("v2.0/x.jpg", image),
             ("v2.0/._x.jpg", b"of macOS"),
             ("v2.0/x.txt", b"two"),
-            ("v2.0/x.jpg", image),
-            ("v2.0/x.txt", b"again"),
         ],
     )
     prepare(tmp_path, out)
-    assert texts(out) == ["one", "two", "again"]
-    assert paths(out) == ["a.tar/v1.0/x.jpg", *["a.tar/v2.0/x.jpg"] * 2]
+    assert texts(out) == ["one", "two"]
+    assert paths(out) == ["a.tar/v1.0/x.jpg", "a.tar/v2.0/x.jpg"]
+
+
+@pytest.mark.parametrize("between", [[], [pair(7)]])
+def test_a_sample_of_a_name_that_was_there_is_no_second_one(root, out, between):
+    shard(root / "00000.tar", pair(4), *between, pair(4, "again"))
+    with pytest.raises(
+        UserError, match="00000.tar/000000004 has the name of an earlier"
+    ):
+        prepare(root, out / "raise")
+    content = prepare(root, out, on_error="skip")
+    assert content["skipped_counts"] == {"name there twice": 1}
+    assert texts(out)[0] == "caption 4"
+    assert "again" not in texts(out)
+    # Names are unique in a tar file, not in a set.
+    shard(root / "00001.tar", pair(4))
+    content = prepare(root, out / "set", on_error="skip")
+    assert content["skipped_counts"] == {"name there twice": 1}
+
+
+@pytest.mark.parametrize("label", ["1_0", "+1", "9" * 20])
+def test_a_label_is_a_number_of_digits(tmp_path, out, label):
+    classes(tmp_path / "0.tar", [1, f" {12}\n", label])
+    with pytest.raises(UserError, match=f"cls '{re.escape(label[:20])}', no class"):
+        prepare(tmp_path, out / "raise")
+    prepare(tmp_path, out, on_error="skip")
+    assert labels_of(out, "train")[0] == [1, 12]
 
 
 def test_the_features_are_told_with_the_fields_that_may_be_captions(root, out, capsys):

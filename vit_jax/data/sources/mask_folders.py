@@ -157,9 +157,8 @@ def usual_mask_key(data_dir: str | os.PathLike) -> str:
             root = _root(data)
             of_masks = [place[1] for place in _places(root, data).values()]
             # Detection data sets have texts there.
-            if any(
-                _by_stem(root, where) for where in of_masks if (root / where).is_dir()
-            ):
+            there = (where for where in of_masks if (root / where).is_dir())
+            if any(folder.images_below(root, where) for where in there):
                 return key
     return ""
 
@@ -319,11 +318,21 @@ def _warn_of_others(where: str, pictures: list[File], others: list[File]) -> Non
 
 
 def _by_stem(root: pathlib.Path, where: str) -> dict[str, File]:
-    """Returns the files below a folder by their paths in it, without endings."""
-    return {
-        os.path.splitext(os.path.relpath(path, where))[0]: (path, size)
-        for path, size in folder.images_below(root, where)
-    }
+    """Returns the files below a folder by their paths in it, without endings.
+
+    Raises:
+      UserError: two differ in the ending only.
+    """
+    files = {}
+    for path, size in sorted(folder.images_below(root, where)):
+        stem = os.path.splitext(os.path.relpath(path, where))[0]
+        if stem in files:
+            raise UserError(
+                f"{root / path} and {root / files[stem][0]} differ in the ending only: an "
+                "image and its mask are found by their names without it; remove one"
+            )
+        files[stem] = path, size
+    return files
 
 
 def _classes(root: pathlib.Path, data: DataConfig) -> tuple[tuple[str, ...], Colors]:

@@ -81,10 +81,14 @@ class TarShards:
 
     def _records_of(self, path: pathlib.Path) -> Iterator[dict | Skipped]:
         """Yields the features of each sample of a tar file."""
-        name = path.relative_to(self.request.source).as_posix()
+        name, keys = path.relative_to(self.request.source).as_posix(), set()
         try:
             for key, sample in read(path):
                 try:
+                    if key in keys:
+                        why = "has the name of an earlier sample of this tar file"
+                        raise _Unusable("name there twice", why)
+                    keys.add(key)
                     yield self._features(f"{name}/{key}", sample)
                 except _Unusable as lack:
                     yield Skipped(f"{name}/{key}", *lack.args)
@@ -210,10 +214,9 @@ def _caption(sample: Mapping[str, bytes], place: str) -> bytes:
 def _label(sample: Mapping[str, bytes], class_names: Sequence[str]) -> int:
     if _LABEL not in sample:
         raise _Unusable("no label", f"has no {_LABEL}, only {', '.join(sample)}")
-    try:
-        label = int(sample[_LABEL])
-    except ValueError:
-        label = -1
+    # Up to 18 digits fit into int64.
+    number = re.fullmatch(rb"\s*(\d{1,18})\s*", sample[_LABEL])
+    label = int(number[1]) if number else -1
     if label < 0 or (class_names and label >= len(class_names)):
         shown = sample[_LABEL][:20].decode("utf-8", "replace")
         known = f" from 0 to {len(class_names) - 1}" if class_names else ""
