@@ -26,6 +26,7 @@ from etils import epath
 from orbax.checkpoint import v1 as ocp
 
 from vit_jax import models
+from vit_jax.data.class_names import composed
 from vit_jax.data.config import DEPTHS
 from vit_jax.data.transforms import host as host_transforms
 from vit_jax.data.transforms import parse
@@ -202,7 +203,7 @@ def _read(path: epath.Path, *, use_ema: bool, with_task: bool) -> Checkpoint:
         step=int(loaded["step"]),
         best={},
         config=stored.custom_metadata["config"],
-        class_names=tuple(stored.custom_metadata["class_names"]),
+        class_names=tuple(map(composed, stored.custom_metadata["class_names"])),
     )
 
 

@@ -72,6 +72,18 @@ def test_a_slice_holds_every_class_and_slices_partition(data):
     assert {val[i]["label"] for i in range(len(val))} == {0, 2}
 
 
+def test_names_of_macos_are_those_of_other_systems(data, folder):
+    # macOS writes an accent as a letter of its own.
+    whole, apart = "\u00e9", "e\u0301"
+    (folder / "train" / "ant").rename(folder / "train" / whole)
+    (folder / "val" / "ant").rename(folder / "val" / apart)
+    shutil.copytree(folder / "train" / "bee", folder / "train" / apart)
+    train, val = open_source(data, "train"), open_source(data, "val")
+    assert train.class_names == val.class_names == ("bee", "cat", whole)
+    assert np.bincount(train.labels_of_paths).tolist() == [6, 4, 9 + 6]
+    assert np.bincount(val.labels_of_paths).tolist() == [0, 2, 2]
+
+
 def test_what_a_folder_lacks_is_named(data, folder):
     def refused(match, split="train", **changed):
         with pytest.raises(UserError, match=match):

@@ -235,9 +235,9 @@ def test_two_files_of_one_stem_are_refused(make, tmp_path, twice):
 
 def test_classes_come_from_a_file(make, tmp_path):
     write_pair(tmp_path / "images/1.png", tmp_path / "masks/1.png", 1)
-    (tmp_path / "classes.txt").write_text("sky\n road \nhouse\ncar\n\n")
+    (tmp_path / "classes.txt").write_text("sky\n road \ncafe\u0301\ncar\n\n", "utf-8")
     source = open_source(make(split="all"), "all")
-    assert source.class_names == ("sky", "road", "house", "car")
+    assert source.class_names == ("sky", "road", "caf\u00e9", "car")
     with pytest.raises(UserError, match="num_classes=4"):
         open_source(make(split="all", num_classes=7), "all")
     for content, match in (

@@ -140,6 +140,13 @@ def test_numbers_are_classes_in_their_order(root, tmp_path):
         assert classes.tolist() == [4, 6, 9]
 
 
+def test_names_of_macos_are_those_of_other_systems(root):
+    rows = rows_of(root, label=lambda name: "e\u0301" if name == "cat" else name)
+    rows[-1]["label"] = "\u00e9"
+    source = open_source(data(write(root / "macos.csv", rows)), "train+val")
+    assert source.class_names == ("ant", "bee", "\u00e9")
+
+
 def test_classes_that_are_equal_as_numbers_have_one_order(root):
     spelt = [f"{'0' * zeros}{n}" for n in (3, 2) for zeros in range(4)]
     rows = rows_of(root)

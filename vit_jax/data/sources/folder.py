@@ -22,6 +22,7 @@ import numpy as np
 from jaxtyping import Integer
 
 from vit_jax.data import captions, splits
+from vit_jax.data.class_names import composed
 from vit_jax.data.config import DataConfig
 from vit_jax.data.fingerprint import Entries
 from vit_jax.data.imagenet import OBJECTNET_CLASSES
@@ -171,7 +172,8 @@ def open_folder(
     folder_of = lambda name: WHOLE if name in parts else name
     classes = list(only)
     if labelled and not only:
-        classes = _class_folders(root, folder_of(first))
+        found = _class_folders(root, folder_of(first))
+        classes = sorted({*map(composed, found)})
         warn_of_twins("classes", classes)
     whole = _folder(root, folder_of(first)) == root
     if split == train_split and not only and not whole:
@@ -197,8 +199,10 @@ def _labels(
     only: Sequence[str],
 ) -> dict[str, int]:
     """Returns the label of each class folder of a split."""
-    folder, names = _folder(root, split), _class_folders(root, split)
-    extra = sorted(set(names).difference(classes))
+    folder = _folder(root, split)
+    folders = {name: composed(name) for name in _class_folders(root, split)}
+    names = set(folders.values())
+    extra = sorted(names.difference(classes))
     if extra and not only:
         raise UserError(
             f"{folder} has class {extra[0]!r}, which the training split "
@@ -206,7 +210,8 @@ def _labels(
         )
     if missing := sorted(set(only).difference(names)):
         raise UserError(f"{folder} lacks class {missing[0]!r}")
-    return {name: label for label, name in enumerate(classes) if name in names}
+    numbers = {name: label for label, name in enumerate(classes)}
+    return {each: numbers[n] for each, n in folders.items() if n in numbers}
 
 
 def splits_of(data_dir: str | os.PathLike) -> list[str]:

@@ -18,6 +18,7 @@ import numpy as np
 from jaxtyping import Integer
 
 from vit_jax.data import captions, splits
+from vit_jax.data.class_names import composed
 from vit_jax.data.config import DataConfig
 from vit_jax.data.decode import DamagedImage
 from vit_jax.data.fingerprint import Entries
@@ -300,7 +301,7 @@ def _class_names(paths: Sequence[str], name: str, label_key: str) -> tuple[str, 
         )
     stored = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
     feature = stored.get("info", {}).get("features", {}).get(label_key, {})
-    return tuple(feature.get("names") or ())
+    return tuple(map(composed, feature.get("names") or ()))
 
 
 def _is_empty(path: str, column: str) -> bool:

@@ -25,6 +25,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from vit_jax.config import fields
 from vit_jax.data import splits
+from vit_jax.data.class_names import composed
 from vit_jax.data.config import DataConfig
 from vit_jax.data.sources.base import (
     SOURCES,
@@ -153,12 +154,15 @@ def _class_names(data: DataConfig, rows: Sequence[_Row]) -> list[str]:
 
 
 def text_of(cell: object) -> str:
-    """Returns a cell as text without outer blanks, "" if it is missing: None, NaN, blank."""
+    """Returns a cell as composed text (NFC) without outer blanks.
+
+    "" if it is missing: None, NaN or blank.
+    """
     if cell is None or (isinstance(cell, float) and math.isnan(cell)):
         return ""
     if isinstance(cell, float) and cell.is_integer():
         cell = int(cell)
-    return str(cell).strip()
+    return composed(str(cell).strip())
 
 
 def flag(value: object) -> int | None:
