@@ -17,6 +17,7 @@ from vit_jax.analysis.attention import attention_maps, patch_distances
 from vit_jax.analysis.embeddings import position_similarity
 from vit_jax.data.transforms import naflex
 from vit_jax.errors import UserError
+from vit_jax.models.flexivit import resize_patch_kernel
 from vit_jax.models.patches import PatchSequences
 from vit_jax.weights import Preprocess
 from vit_jax.weights import open_pretrained as weights_of
@@ -268,6 +269,7 @@ def test_patches_of_another_size_are_those_that_training_sees(
     weights, told = place / "tiny.safetensors", []
     model = vit_jax.load_model(weights, patch=2, tell=told.append)
     assert "4 pixels resized to 2" in told[0] and len(told) == 1
+    assert "by bilinear_plain, as in big_vision (in timm patch_resize=bic" in told[0]
     assert model.model.grid == (8, 8)
     images = np.asarray(model.preprocess(files))
     strips = [naflex.cut(image, 2) for image in images]
@@ -287,6 +289,16 @@ def test_patches_of_another_size_are_those_that_training_sees(
     kept = vit_jax.load_model(weights, patch=2, max_tokens=64, tell=told.append)
     assert kept.preprocess(files[:1]).grids.tolist() == [[[4, 16]]]
     square = files.index(next(file for file in files if file.name == "1.png"))
+    how = {"patch": 2, "patch_resize": "bicubic", "tell": told.append}
+    of_timm = vit_jax.load_model(weights, **how)
+    assert "by bicubic, as in timm" in told[-1]
+    kernels = [each.params["embedding"]["kernel"] for each in (fixed, of_timm)]
+    kernel = resize_patch_kernel(np.asarray(kernels[0]), 2, "bicubic")
+    np.testing.assert_allclose(kernels[1], kernel, atol=1e-6)
+    sequences = vit_jax.load_model(weights, max_tokens=64, **how)
+    assert sequences.model.config.patch_resize == "bicubic"
+    with pytest.raises(UserError, match="patch_resize='cubic' is not one of bil"):
+        vit_jax.load_model(weights, **how | {"patch_resize": "cubic"})
     np.testing.assert_allclose(kept(files)[square], expected[square], atol=1e-5)
 
 

@@ -239,6 +239,11 @@ def add_patch_flags(parser: Parser) -> None:
         metavar="PIXELS",
         help="side of patches if not the network's, whose kernel is resized (FlexiViT)",
     )
+    add(
+        "--patch_resize",
+        metavar="HOW",
+        help="how that kernel is resized: bilinear_plain (big_vision) or bicubic (timm)",
+    )
 
 
 def add_max_megapixels_flag(parser: Parser) -> None:
@@ -321,6 +326,7 @@ def image_flags(flags: argparse.Namespace) -> dict:
         "max_tokens": getattr(flags, "max_tokens", None),
         "patch": getattr(flags, "patch", None),
         "max_megapixels": getattr(flags, "max_megapixels", None),
+        "patch_resize": getattr(flags, "patch_resize", None),
     }
     return {name: value for name, value in given.items() if value is not None}
 

@@ -7,6 +7,7 @@ import pytest
 from helpers import draw_params
 
 from vit_jax import models
+from vit_jax.models import flexivit
 from vit_jax.models.flexivit import resize_patch_kernel
 from vit_jax.models.patches import PatchSequences
 
@@ -59,21 +60,22 @@ def test_a_traced_kernel_is_resized_as_one_of_numpy(old, new):
 
 
 @pytest.mark.parity
+@pytest.mark.parametrize("method", flexivit.METHODS)
 @pytest.mark.parametrize(("old", "new"), [(32, 16), (16, 32), (16, 10), (8, 30)])
-def test_kernels_are_those_of_timm(old, new):
+def test_kernels_are_those_of_timm(old, new, method):
     from import_timm import import_timm, torch
 
     import_timm()
     from timm.layers.patch_embed import resample_patch_embed
 
     kernel = np.random.default_rng(0).normal(size=(old, old, 3, 5)).astype("f")
+    how = {"interpolation": "bilinear", "antialias": False}
     theirs = resample_patch_embed(
         torch.from_numpy(kernel.transpose(3, 2, 0, 1)),
         [new, new],
-        interpolation="bilinear",
-        antialias=False,
+        **how if method == "bilinear_plain" else {},  # timm's defaults.
     )
-    found = resize_patch_kernel(kernel, new)
+    found = resize_patch_kernel(kernel, new, method)
     expected = theirs.numpy().transpose(2, 3, 1, 0)
     np.testing.assert_allclose(found, expected, atol=2e-4 * np.abs(expected).max())
 

@@ -129,7 +129,7 @@ def test_patches_of_another_size_are_loaded_and_told(tmp_path):
     loaded = weights.load(path, model)
     assert [line.split("  ")[0] for line in loaded.table()[3:]] == [
         "position embeddings: resized from (3, 3) to (2, 5)",
-        "embedding/kernel: patches resized from 4 to 8 (FlexiViT)",
+        "embedding/kernel: patches resized from 4 to 8 (FlexiViT, bilinear_plain)",
     ]
     np.testing.assert_array_equal(
         loaded.params["embedding"]["kernel"],

@@ -172,7 +172,7 @@ def test_patches_and_channels_change_together():
         ),
         FitRow(
             name,
-            "patches resized from 4 to 7 (FlexiViT)",
+            "patches resized from 4 to 7 (FlexiViT, bilinear_plain)",
             (4, 4, 1, 12),
             (7, 7, 1, 12),
         ),

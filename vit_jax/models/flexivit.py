@@ -8,21 +8,28 @@ from jaxtyping import Array, Float
 
 from vit_jax.models import posemb
 
+# Method of `posemb.RESIZE_METHODS` to the library that resizes patches by it.
+METHODS = {"bilinear_plain": "big_vision", "bicubic": "timm"}
+DEFAULT = "bilinear_plain"  # Of FlexiViT's authors.
+
 
 def resize_patch_kernel(
-    kernel: Float[np.ndarray, "P P C D"] | Float[Array, "P P C D"], patch: int
+    kernel: Float[np.ndarray, "P P C D"] | Float[Array, "P P C D"],
+    patch: int,
+    method: str = DEFAULT,
 ) -> Float[np.ndarray, "p p C D"] | Float[Array, "p p C D"]:
     """Resizes a patch embedding so that resized patches have the same output.
 
-    This is the pseudo-inverse of the patches' bilinear resize (PI-resize): exact if patches
-    grow, optimal in the least-squares sense if they shrink.
+    This is the pseudo-inverse of the patches' resize (PI-resize): exact if patches grow,
+    optimal in the least-squares sense if they shrink.
 
     Args:
       kernel: kernel of the patch embedding; NumPy stays NumPy.
       patch: p.
+      method: how patches are resized, one of METHODS.
     """
     P, _, C, D = kernel.shape
     # The resize of a square is a Kronecker product, and so is its pseudo-inverse.
-    matrix = np.linalg.pinv(posemb.resize_matrix("bilinear_plain", P, patch).T)
+    matrix = np.linalg.pinv(posemb.resize_matrix(method, P, patch).T)
     flat = posemb.resample(kernel.reshape(P, P, C * D), matrix, matrix)
     return flat.reshape(patch, patch, C, D)

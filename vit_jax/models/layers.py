@@ -257,6 +257,7 @@ class PatchEmbedding(nn.Module):
       features: D.
       side: side of a patch in pixels; what is left at the right and bottom is not used.
       dtype: dtype of the computation.
+      resize: how the kernel is resized for patches of another side, see flexivit.py.
       row_major: whether the result is laid out in the order of its axes. XLA for GPUs
         lays the tokens of all blocks out with the batch as the last axis otherwise,
         because of the position embedding that comes next.
@@ -265,6 +266,7 @@ class PatchEmbedding(nn.Module):
     features: int
     side: int
     dtype: str = "float32"
+    resize: str = flexivit.DEFAULT
     row_major: bool = False
 
     @nn.compact
@@ -284,7 +286,7 @@ class PatchEmbedding(nn.Module):
             "kernel", nn.initializers.lecun_normal(), shape, jnp.float32
         )
         if side != self.side:
-            kernel = flexivit.resize_patch_kernel(kernel, side)
+            kernel = flexivit.resize_patch_kernel(kernel, side, self.resize)
         bias = self.param("bias", nn.initializers.zeros, (D,), jnp.float32)
         images, kernel, bias = nn.dtypes.promote_dtype(
             images, kernel, bias, dtype=self.dtype

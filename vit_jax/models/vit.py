@@ -19,6 +19,7 @@ from jaxtyping import Array, Float, Int
 from vit_jax.config.fields import key
 from vit_jax.errors import UserError
 from vit_jax.models import (
+    flexivit,
     layers,
     merging,
     patches,
@@ -84,6 +85,12 @@ class ViTConfig(EncoderConfig):
         "positions are added (arXiv:2208.07220).",
         below=1,
         training_only=True,
+    )
+    patch_resize: str = key(
+        flexivit.DEFAULT,
+        "How the kernel of patches is resized for patches of another side: "
+        '"bilinear_plain" (FlexiViT of big_vision) or "bicubic" (timm).',
+        choices=tuple(flexivit.METHODS),
     )
     representation_layer: bool = key(
         False, "One tanh layer of the model's width before the head."
@@ -347,6 +354,7 @@ class VisionTransformer(nn.Module):
             config.width,
             config.patch_side,
             config.dtype,
+            config.patch_resize,
             row_major=config.platform == "gpu",
             name="embedding",
         )(config.stem(images), side)

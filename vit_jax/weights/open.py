@@ -13,7 +13,7 @@ from vit_jax.config.fields import is_custom
 from vit_jax.data import imagenet
 from vit_jax.data.class_names import match
 from vit_jax.errors import UserError
-from vit_jax.models import stacking
+from vit_jax.models import flexivit, stacking
 from vit_jax.models.layers import CLASSIFIERS
 from vit_jax.weights import adapters, rewriting, surgery, workdir
 from vit_jax.weights.formats import files, registry, tables
@@ -29,7 +29,10 @@ from vit_jax.weights.pretrained import (
 from vit_jax.weights.surgery import FitRow
 
 # Keys whose difference changes no result, or is reported in another row.
-_REPORTED = {"variant", "dtype", "posemb_resize", "bias_resize", "representation_layer"}
+_REPORTED = {
+    *("variant", "dtype", "posemb_resize", "bias_resize", "patch_resize"),
+    "representation_layer",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -205,10 +208,13 @@ def preprocess_with(
         most = own.max_tokens * own.patch**2 // preprocess.patch**2
         preprocess = dataclasses.replace(preprocess, max_tokens=max(1, most))
     if (new := given.get("patch") or side) != side:
-        tell(
-            f"kernel of patches of {side} pixels resized to {new} (FlexiViT), positions to "
-            "their grid"
-        )
+        how = preprocess.patch_resize or model.options.get("patch_resize")
+        line = f"kernel of patches of {side} pixels resized to {new} (FlexiViT)"
+        if how in flexivit.METHODS:  # Others are refused.
+            other = next(name for name in flexivit.METHODS if name != how)
+            line += f" by {how}, as in {flexivit.METHODS[how]}"
+            line += f" (in {flexivit.METHODS[other]} --patch_resize={other})"
+        tell(f"{line}, positions to their grid")
     return preprocess
 
 

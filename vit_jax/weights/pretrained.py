@@ -24,7 +24,7 @@ from vit_jax.data.transforms import device
 from vit_jax.data.transforms import host as host_transforms
 from vit_jax.data.transforms.naflex import NaFlex, fitting_grid
 from vit_jax.errors import UserError
-from vit_jax.models import patches, segmenter
+from vit_jax.models import flexivit, patches, segmenter
 from vit_jax.models.patches import PatchSequences
 
 IMAGENET = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
@@ -64,6 +64,8 @@ class Preprocess:
         images of `image_size`. Otherwise `image_size` is that of the position embeddings.
       patch: side of patches in pixels, see `surgery.resize_patches`; 0 for the network's.
       max_megapixels: size of the largest image to read, see `data.max_megapixels`.
+      patch_resize: how the kernel of patches is resized to that side, one of
+        `flexivit.METHODS`; "" for the network's `patch_resize`.
     """
 
     image_size: tuple[int, int]
@@ -82,6 +84,7 @@ class Preprocess:
     max_tokens: int = 0
     patch: int = 0
     max_megapixels: float = MAX_MEGAPIXELS
+    patch_resize: str = ""
 
     def form(self, channels: int) -> PixelFormat:
         """Returns what is read of a file for a model of so many channels."""
@@ -218,7 +221,7 @@ def whole(preprocess: Preprocess, size: tuple[int, int]) -> Preprocess:
     """Returns a preprocessing that resizes all of an image to a height and width."""
     usual = Preprocess(size, squash=True)
     kept = ("mean", "std", "interpolation", "exif", "pixels", "bands", "patch")
-    kept += ("max_megapixels",)
+    kept += ("patch_resize", "max_megapixels")
     return dataclasses.replace(usual, **{k: getattr(preprocess, k) for k in kept})
 
 
@@ -378,6 +381,11 @@ def check_preprocess(preprocess: Preprocess, channels: int) -> None:
         raise UserError(
             f"interpolation={preprocess.interpolation!r} is not one of "
             f"{', '.join(known)}: set --interpolation"
+        )
+    if preprocess.patch_resize not in ("", *flexivit.METHODS):
+        raise UserError(
+            f"patch_resize={preprocess.patch_resize!r} is not one of "
+            f"{', '.join(flexivit.METHODS)}: set --patch_resize"
         )
     if not 0 < preprocess.crop_fraction <= 1:
         raise UserError(

@@ -6,6 +6,7 @@ joined by "/", and `options`, all options of `models.Model`, and return notes fo
 """
 
 import math
+import operator
 from collections.abc import Collection, Mapping
 
 import numpy as np
@@ -14,7 +15,12 @@ from vit_jax import models
 from vit_jax.config import fields
 from vit_jax.errors import UserError
 from vit_jax.models import posemb
-from vit_jax.weights.pretrained import POSITIONS, Preprocess
+from vit_jax.weights.pretrained import (
+    POSITIONS,
+    Preprocess,
+    crop_sides,
+    resize_sides,
+)
 
 TOKENS = ("cls", "dist")  # In the order of their rows in position embeddings.
 # A block's LayerScale to the layer before it.
@@ -28,7 +34,7 @@ _IN_ALL_FORMATS = {
     *("variant", "dtype", "width", "depth", "num_heads", "mlp_dim", "stage_depths"),
     *("posemb", "posemb_placement", "posemb_resize"),
     *("rope_temperature", "rope_reference", "activation", "layer_norm_eps"),
-    *("pool", "class_token", "fc_norm"),
+    *("pool", "class_token", "fc_norm", "patch_resize"),
 }
 
 
@@ -191,6 +197,28 @@ def note_resize(options: Mapping, library: str) -> list[str]:
     note = (
         f"position embeddings: {library} resizes them for images of another size in "
         "another way than training did, so features differ there"
+    )
+    return [note]
+
+
+def note_crop(preprocess: Preprocess, library: str, *, down: bool) -> list[str]:
+    """Returns a note if a library may crop images a pixel from where this project does.
+
+    Args:
+      preprocess: preprocessing of images.
+      library: name in the note.
+      down: whether it rounds half of an odd margin down, not to even; see
+        `Preprocess.crop_down`.
+    """
+    margins = map(operator.sub, resize_sides(preprocess), crop_sides(preprocess))
+    # If images keep their aspect, the margin of the long side may be any number.
+    same = preprocess.squash and all(margin % 4 != 3 for margin in margins)
+    if same or preprocess.fill or preprocess.crop_down == down:
+        return []
+    rounds, side = ("down", "before") if down else ("to even", "behind")
+    note = (
+        f"preprocessing: {library} rounds half of an odd margin {rounds}, so it crops some "
+        f"images one pixel {side} the place of this project"
     )
     return [note]
 

@@ -95,7 +95,7 @@ def fit(
         *_swap_head(given, wanted, head, head_bias_init),
         *_resize(given, model, source, posemb_resize),
         *_fit_tokens(given, wanted),
-        *_fit_input(given, wanted, channels),
+        *_fit_input(given, wanted, channels, model.options.get("patch_resize", "")),
         *_fit_layer_scale(given, wanted),
     ]
     new = _PRE_LOGITS if head == "new" else ()
@@ -218,7 +218,7 @@ def _names(tokens: list[str]) -> str:
     return " and ".join(tokens) or "no extra token"
 
 
-def _fit_input(given: dict, wanted: dict, channels: str) -> list[FitRow]:
+def _fit_input(given: dict, wanted: dict, channels: str, resize: str) -> list[FitRow]:
     """Fits the first kernel to the model's channels and patch size."""
     name = next((n for n in FIRST_KERNELS if n in wanted), None)
     kernel = given.get(name)
@@ -235,8 +235,10 @@ def _fit_input(given: dict, wanted: dict, channels: str) -> list[FitRow]:
         kernel = given[name]
     # Only kernels on pixels are resized: the input of a stem's kernels is not smooth.
     if name == "embedding/kernel" and kernel.shape[:2] != shape[:2]:
-        given[name] = flexivit.resize_patch_kernel(kernel, shape[0])
-        action = f"patches resized from {len(kernel)} to {shape[0]} (FlexiViT)"
+        given[name] = flexivit.resize_patch_kernel(kernel, shape[0], resize)
+        action = (
+            f"patches resized from {len(kernel)} to {shape[0]} (FlexiViT, {resize})"
+        )
         rows.append(FitRow(name, action, kernel.shape, given[name].shape))
     return rows
 
@@ -403,6 +405,7 @@ def resize_patches(pretrained: Pretrained, preprocess: Preprocess) -> Pretrained
     if pretrained.format == "big_vision":
         # As big_vision's FlexiViT, whose code is the one that changes patches there.
         options["posemb_resize"] = "bilinear"
+    options["patch_resize"] = preprocess.patch_resize or options["patch_resize"]
     if preprocess.max_tokens:  # The network resizes its kernel for sequences.
         return dataclasses.replace(pretrained, options=options)
     options["variant"] = f"{variant.split('/')[0]}/{side}"

@@ -12,8 +12,9 @@ from trees import checkpoint, encoder
 
 import vit_jax
 from vit_jax import cli, convert, weights
-from vit_jax.weights import Preprocess, export, pretrained
+from vit_jax.weights import Preprocess, export, pretrained, rewriting
 from vit_jax.weights.formats import hugging_face_processor as processor
+from vit_jax.weights.formats.registry import WRITERS
 from vit_jax.weights.pretrained import prepare_image
 
 IMAGENET = {"image_mean": [0.485, 0.456, 0.406], "image_std": [0.229, 0.224, 0.225]}
@@ -260,6 +261,43 @@ def test_images_are_those_of_transformers(name, options, bare):
         ours = (prepare_image(image, found) / 255 - found.mean) / found.std
         levels = 255 * np.abs(ours - expected) * found.std
         assert levels.max() < 0.1
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize(
+    ("fields", "noted"),
+    [
+        ({"squash": True}, False),
+        ({"squash": True, "crop_fraction": 0.9}, False),  # 24 pixels of 248.
+        ({"squash": True, "crop_fraction": 224 / 227}, True),
+        ({"interpolation": "bicubic", "crop_fraction": 0.9}, True),
+        ({"crop_fraction": 0.875, "crop_down": True}, False),
+    ],
+)
+def test_the_written_processor_gives_our_pixels_or_a_note(fields, noted, tmp_path):
+    how = Preprocess((224, 224), **fields)
+    config = processor.write(how, 3)
+    name = config["image_processor_type"].removesuffix("ImageProcessor")
+    theirs = import_processor(name)(**config)
+    notes = rewriting.note_crop(how, "transformers", down=True)
+    assert bool(notes) == noted
+    shifted = dataclasses.replace(how, crop_down=True) if noted else how
+    moved = 0
+    for height, width in ((171, 260), (250, 331), (613, 820), (227, 227)):
+        image = photograph(height, width)
+        expected = theirs(Image.fromarray(image), return_tensors="np")
+        expected = expected["pixel_values"][0].transpose(1, 2, 0)
+        ours = (prepare_image(image, shifted) / 255 - how.mean) / how.std
+        assert (255 * np.abs(ours - expected) * how.std).max() <= 1
+        moved += np.any(prepare_image(image, how) != prepare_image(image, shifted))
+    assert bool(moved) == noted
+
+
+def test_crops_that_timm_rounds_otherwise_are_told(tmp_path):
+    made = checkpoint(encoder(), preprocess=Preprocess((12, 12), crop_down=True))
+    assert any(
+        "timm rounds half" in note for note in WRITERS["timm"].write(made, tmp_path)
+    )
 
 
 SIZES = {

@@ -448,6 +448,8 @@ def write_folder(
         channels = network["num_channels"]
         content = hugging_face_processor.write(preprocess, channels, patch)
         notes += hugging_face_processor.note_tokens(preprocess, patch)
+        if not patch:
+            notes += rewriting.note_crop(preprocess, "transformers", down=True)
         # The first layer of other networks drops these pixels.
         if any(preprocess.cut) and not patch:
             height, width = crop_sides(preprocess)

@@ -465,6 +465,7 @@ def write_folder(
         notes.append("preprocessing: nothing says how, so timm's defaults hold")
     else:
         notes += rewriting.note_tokens(preprocess)
+        notes += rewriting.note_crop(preprocess, "timm", down=False)
     if pretrained.loss == "sigmoid":
         notes.append("loss: the config does not say that it was sigmoid, not softmax")
     files.write_folder(folder, arrays, {"config.json": config})
