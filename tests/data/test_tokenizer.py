@@ -165,6 +165,40 @@ def test_tokens_of_lit_are_those_of_bert_without_the_last(tmp_path):
         assert row.tolist() == wanted + [0] * (16 - len(wanted)), text
 
 
+@pytest.mark.parametrize(("pad_id", "fill"), [(-1, 0), (3, 3)])
+def test_pieces_without_an_end_are_padded_with_a_token(monkeypatch, pad_id, fill):
+    sentencepiece = pytest.importorskip("sentencepiece")
+
+    class Pieces:
+        """A model whose pieces are the lengths of words."""
+
+        get_piece_size, eos_id = (lambda self: 9), (lambda self: -1)
+
+        def pad_id(self):
+            return pad_id
+
+        def encode(self, text):
+            return [len(word) for word in text.split()]
+
+    monkeypatch.setattr(
+        sentencepiece, "SentencePieceProcessor", lambda model_file: Pieces()
+    )
+    ours = tokenizer.SentencePieces("x.model")
+    assert ours.eos_id == -1
+    found = ours(["a bb", "cccc dd e ff", ""], 3)
+    assert found.tolist() == [[1, 2, fill], [4, 2, 1], [fill] * 3]
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2])
+def test_tokens_around_a_text_need_room(tmp_path, num_tokens):
+    ours = tokenizer.open_tokenizer(str(_train_bpe(tmp_path)))
+    with pytest.raises(
+        UserError, match=f"data.num_tokens={num_tokens}: .* set it to 3"
+    ):
+        ours(["a cat"], num_tokens)
+    assert ours(["a cat"], 3)[0, -1] == ours.eos_id
+
+
 def test_a_tokenizer_that_is_not_there(tmp_path):
     with pytest.raises(UserError, match=r"data.tokenizer='nowhere' does not exist"):
         tokenizer.open_tokenizer("nowhere")

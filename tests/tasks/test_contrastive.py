@@ -1,5 +1,6 @@
 """Images and captions told apart: losses, devices, runs, and weights of two towers."""
 
+import dataclasses
 import functools
 import shutil
 
@@ -190,6 +191,36 @@ def test_a_run_begins_with_both_towers_of_another_and_one_may_be_locked(run, tmp
     deeper = SOFTMAX | {"text": SOFTMAX["text"] | {"depth": 2}}
     with pytest.raises(UserError, match="config.init: .*text/encoderblock_1/"):
         begin(config(task=deeper, **keys), tmp_path / "wrong")
+
+
+@pytest.mark.parametrize("loss", ["sigmoid", "softmax"])
+def test_a_run_with_another_loss_begins_with_both_towers(run, tmp_path, loss):
+    other = weights.open_pretrained(run[0], with_task=True)
+    path = run[0]
+    if loss == "softmax":  # From a run with a sigmoid.
+        path = tmp_path / "sigmoid.safetensors"
+        bias = {text.LOGIT_BIAS: np.full(1, 3, np.float32)}
+        more = {"loss": "sigmoid"}
+        sigmoid = dataclasses.replace(
+            other, task_params=other.task_params | bias, task=other.task | more
+        )
+        native.write(sigmoid, path)
+    keys = {"init": {"checkpoint": str(path)}, "total_steps": 1, "evals": {}}
+    _, state, notes = begin(
+        config(task=SOFTMAX | {"loss": loss, "bias_init": -7.0}, **keys)
+        if loss == "sigmoid"
+        else config(task=SOFTMAX, **keys),
+        tmp_path / "run",
+    )
+    np.testing.assert_array_equal(
+        state.params[text.TEXT]["embedding"], other.task_params[text.TEXT]["embedding"]
+    )
+    action = "made anew" if loss == "sigmoid" else "left out"
+    assert any(line.startswith(f"logit_bias of the task: {action}") for line in notes)
+    if loss == "sigmoid":
+        assert state.params[text.LOGIT_BIAS] == -7
+    else:
+        assert text.LOGIT_BIAS not in state.params
 
 
 @pytest.mark.parametrize(

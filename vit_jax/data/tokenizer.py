@@ -237,8 +237,18 @@ class JsonTokenizer:
         tokenizer.no_padding()
 
     def __call__(self, texts: Sequence[str], num_tokens: int) -> Int[np.ndarray, "N T"]:
-        """See `Tokenizer`; the end of a text is kept when it is cut."""
+        """See `Tokenizer`; the end of a text is kept when it is cut.
+
+        Raises:
+          UserError: there is no room for the tokens around a text.
+        """
         if num_tokens != self._num_tokens:
+            special = self._tokenizer.num_special_tokens_to_add(False)
+            if num_tokens <= special:
+                raise UserError(
+                    f"data.num_tokens={num_tokens}: the tokenizer adds {special} tokens to "
+                    f"each text: set it to {special + 1} or more"
+                )
             self._tokenizer.enable_truncation(num_tokens)
             self._num_tokens = num_tokens
         tokens = np.full((len(texts), num_tokens), self._pad, np.int32)
@@ -310,6 +320,7 @@ def _word_pieces(path: pathlib.Path) -> JsonTokenizer:
 class SentencePieces:
     """A model of SentencePiece; texts end, and are padded, with its end of a sentence.
 
+    Without an end, texts are padded with its token for that, or else with the first one.
     With `canonical` punctuation is removed and white space made single, as in SigLIP; such
     texts are made lower case if `lower`.
     """
@@ -325,11 +336,13 @@ class SentencePieces:
         self.eos_id = self._model.eos_id()
 
     def __call__(self, texts: Sequence[str], num_tokens: int) -> Int[np.ndarray, "N T"]:
-        """See `Tokenizer`; the last token is always an end."""
-        tokens = np.full((len(texts), num_tokens), self.eos_id, np.int32)
+        """See `Tokenizer`; the last token is an end if there is one."""
+        ends = self.eos_id >= 0
+        fill = self.eos_id if ends else max(self._model.pad_id(), 0)
+        tokens = np.full((len(texts), num_tokens), fill, np.int32)
         for row, text in zip(tokens, texts, strict=True):
             text = text.encode("utf-8", "replace").decode()
-            ids = self._model.encode(self._clean(text))[: num_tokens - 1]
+            ids = self._model.encode(self._clean(text))[: num_tokens - ends]
             row[: len(ids)] = ids
         return tokens
 

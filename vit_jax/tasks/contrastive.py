@@ -137,7 +137,8 @@ class Contrastive(ImageTask):
         """Checks the size of the tokenizer; loads nothing.
 
         Raises:
-          UserError: it has more tokens than the text tower, or cannot be opened.
+          UserError: it has more tokens than the text tower, makes longer captions than
+            `data.num_tokens`, or cannot be opened.
         """
         tokenizer, vocab_size = self.data.tokenizer, self._tower_config.vocab_size
         opened = open_tokenizer(tokenizer)
@@ -146,6 +147,7 @@ class Contrastive(ImageTask):
                 f"task.text.vocab_size={vocab_size}, but data.tokenizer={tokenizer!r} "
                 f"has {opened.vocab_size} tokens: leave it 0"
             )
+        opened([""], self.data.num_tokens)
         return {}
 
     takes_sequences = True
@@ -204,9 +206,19 @@ class Contrastive(ImageTask):
         }
         return loss, (metrics, None)
 
+    def left_out(self, params, extra, task_params):
+        left = super().left_out(params, extra, task_params)
+        if text.LOGIT_BIAS in params and text.LOGIT_BIAS not in task_params:
+            left[text.LOGIT_BIAS] = "the weights, of a softmax, have none"
+        return left
+
     def with_task_params(self, params, extra, task_params):
         pretrained = {k: v for k, v in task_params.items() if k in text.PARAMS}
         initial = {k: v for k, v in params.items() if k in text.PARAMS}
+        # Of `task.loss`: a softmax has no bias, and a sigmoid begins with its own.
+        if (text.LOGIT_BIAS in initial) != (text.LOGIT_BIAS in pretrained):
+            for each in (initial, pretrained):
+                each.pop(text.LOGIT_BIAS, None)
         if difference := stacking.difference(pretrained, initial):
             raise UserError(
                 f"config.init: of its text tower {difference}: set task.text, "

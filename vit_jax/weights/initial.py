@@ -112,7 +112,9 @@ def load_initial(
         others = {k: v for k, v in others.items() if k not in segmenter.NAMES}
     left = left_out(others) if others else {}
     lines += [f"{name} of the task: loaded" for name in others if name not in left]
-    lines += [f"{name} of the task: left out, as {why}" for name, why in left.items()]
+    for name, why in left.items():
+        action = "left out" if name in others else "made anew"
+        lines.append(f"{name} of the task: {action}, as {why}")
     lines += _compare_normalisation(pretrained.preprocess, data)
     return stacking.unstack(loaded.params), others, lines
 

@@ -73,7 +73,11 @@ def _open_tokenizer(pretrained: Pretrained) -> Tokenizer:
             f"{pretrained.source} does not name its tokenizer: give it by "
             "--tokenizer, such as hf://openai/clip-vit-base-patch32"
         )
-    return open_tokenizer(pretrained.tokenizer)
+    try:
+        return open_tokenizer(pretrained.tokenizer)
+    except UserError as error:  # Which names the key of a training.
+        line = str(error).replace("data.tokenizer=", "tokenizer=")
+        raise UserError(line) from error
 
 
 def config_of(pretrained: Pretrained) -> text.TextConfig:
@@ -82,5 +86,5 @@ def config_of(pretrained: Pretrained) -> text.TextConfig:
     vocab_size = len(pretrained.task_params[text.TEXT]["embedding"])
     eos_id = config.eos_id
     if config.pool == "eos" and eos_id < 0:
-        eos_id = open_tokenizer(pretrained.tokenizer).eos_id
+        eos_id = _open_tokenizer(pretrained).eos_id
     return dataclasses.replace(config, vocab_size=vocab_size, eos_id=eos_id)

@@ -3,6 +3,7 @@
 Needs the extra `parity`.
 """
 
+import dataclasses
 import json
 
 import jax
@@ -337,3 +338,19 @@ def test_embeddings_and_logits_of_two_towers_are_those_of_transformers(tmp_path,
     np.testing.assert_array_equal(run(again.eval()).logits_per_image, wanted)
     stated = json.loads((tmp_path / "ours" / "config.json").read_text())
     assert stated["architectures"] == [type(network).__name__]
+    if case == "CLIP":  # As of a run with task.loss="sigmoid".
+        bias = {"logit_bias": np.full(1, -3, np.float32)}
+        sigmoid = dataclasses.replace(found, task_params=found.task_params | bias)
+        _, notes = export.export(sigmoid, "hf_clip", tmp_path / "sigmoid")
+        assert any("bias of the similarities, -3: left out" in note for note in notes)
+        again = type(network).from_pretrained(tmp_path / "sigmoid")
+        np.testing.assert_array_equal(run(again.eval()).logits_per_image, wanted)
+    # Without a place for the text tower, the lines that load the result know.
+    tower = found.task["text"] | {"pool": "first"}
+    lost = dataclasses.replace(found, task=found.task | {"text": tower})
+    _, notes = export.export(lost, "hf_clip", tmp_path / "image")
+    assert any(note.startswith("text tower: left out") for note in notes)
+    lines = export.usage("hf_clip", lost, str(tmp_path / "image"))
+    name = f"{type(network).__name__.removesuffix('Model')}VisionModel"
+    assert f"{name}.from_pretrained" in lines
+    getattr(transformers, name).from_pretrained(tmp_path / "image")

@@ -334,13 +334,12 @@ def write(
     labels = {key: config.pop(key) for key in _LABELS if key in config}
     whole, text_arrays = labels if options["num_classes"] else {}, {}
     if "text" in pretrained.task_params and not options["num_classes"]:
-        try:
-            text_arrays, whole = _write_text(pretrained, family)
-        except UserError as error:
-            notes.append(f"text tower: left out ({error})")
+        if why := _no_text(pretrained, family):
+            notes.append(f"text tower: left out ({why})")
         else:
+            text_arrays, whole, more = _write_text(pretrained, family)
             del config["dtype"]
-            notes += tokenizer.copy_files(pretrained.tokenizer, folder)
+            notes += more + tokenizer.copy_files(pretrained.tokenizer, folder)
     if family is CLIP or whole:
         arrays = hugging_face.add_prefix(arrays, _TOWER)
     if whole:
@@ -368,23 +367,37 @@ def _name(family: Family) -> str:
     return family.network.removesuffix("Vision")
 
 
-def _write_text(pretrained: Pretrained, family: Family) -> tuple[Arrays, dict]:
-    """Returns the arrays of a text tower and the projections, and their configs."""
+def _no_text(pretrained: Pretrained, family: Family) -> str:
+    """Returns why a text tower has no place in transformers; "" if it has."""
     tower, params = text_tower.config_of(pretrained), pretrained.task_params
     clip, name = family is CLIP, _name(family)
     for key, value in _text_form(clip).items():
         if getattr(tower, key) != value:
-            raise UserError(
+            return (
                 f"task.text.{key}={getattr(tower, key)!r}: the text tower of {name} in "
                 f"transformers has {value!r}: write it with --to=safetensors"
             )
     if (text.PROJECTION in params) != clip or "bias" in params.get(text.PROJECTION, {}):
-        raise UserError(
+        return (
             f"{name} of transformers has {'a' if clip else 'no'} projection of the image's "
             "features, without a bias: write it with --to=safetensors"
         )
+    return ""
+
+
+def _write_text(
+    pretrained: Pretrained, family: Family
+) -> tuple[Arrays, dict, list[str]]:
+    """Returns the arrays of a text tower and the projections, their configs, and notes."""
+    tower, params = text_tower.config_of(pretrained), pretrained.task_params
+    clip, name, notes = family is CLIP, _name(family), []
     flat = flatten_dict(params, sep="/")
-    if not clip:  # SigLIP always has a bias.
+    if clip and (bias := flat.pop(text.LOGIT_BIAS, None)) is not None:
+        notes.append(
+            f"bias of the similarities, {float(bias[0]):g}: left out, CLIP has none; "
+            "logits differ by as much, and keep their order"
+        )
+    elif not clip:  # SigLIP always has a bias.
         flat.setdefault(text.LOGIT_BIAS, np.zeros(1, np.float32))
     table = _text_table(clip, tower.depth, tower.num_heads)
     arrays = tables.to_their_arrays(flat, table)
@@ -401,14 +414,15 @@ def _write_text(pretrained: Pretrained, family: Family) -> tuple[Arrays, dict]:
     }
     embed_dim = flat["text/head/kernel"].shape[1]
     if not clip:
-        return arrays, {"text_config": config | {"projection_size": embed_dim}}
+        whole = {"text_config": config | {"projection_size": embed_dim}}
+        return arrays, whole, notes
     config |= {
         "projection_dim": embed_dim,
         "eos_token_id": tower.eos_id,
         "pad_token_id": tower.eos_id,
         "bos_token_id": max(tower.eos_id - 1, 0),
     }
-    return arrays, {"text_config": config, "projection_dim": embed_dim}
+    return arrays, {"text_config": config, "projection_dim": embed_dim}, notes
 
 
 def _usage(
@@ -418,10 +432,12 @@ def _usage(
     on_hub: bool,
 ) -> str:
     """Returns Python lines that load a written checkpoint."""
-    kind = "Model" if "text" in pretrained.task_params else "VisionModel"
+    family, kind = choose(pretrained), "VisionModel"
     if pretrained.options["num_classes"]:
         kind = "ForImageClassification"
-    name = _name(choose(pretrained)) + kind
+    elif "text" in pretrained.task_params and not _no_text(pretrained, family):
+        kind = "Model"
+    name = _name(family) + kind
     return f'from transformers import {name}\nmodel = {name}.from_pretrained("{path}")'
 
 
