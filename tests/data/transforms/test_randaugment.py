@@ -28,6 +28,13 @@ def enhanced(enhance):
     return lambda picture, m: enhance(picture).enhance(0.18 * m + 0.1)
 
 
+def contrasted(picture, m):
+    """Blends with a grey of the number of pixels by 256, as google-research/big_vision."""
+    grey = min(picture.width * picture.height / 256, 255)
+    other = Image.new("RGB", picture.size, (int(grey),) * 3)
+    return Image.blend(other, picture, 0.18 * m + 0.1)
+
+
 # Pillow's own operation for a magnitude m, and the mean absolute error in grey levels.
 PILLOW = {
     "autocontrast": (lambda p, m: ImageOps.autocontrast(p), 0.01),
@@ -37,7 +44,7 @@ PILLOW = {
     "posterize": (lambda p, m: ImageOps.posterize(p, min(max(int(0.4 * m), 1), 8)), 0),
     "solarize": (lambda p, m: ImageOps.solarize(p, int(25.6 * m) % 256), 0),
     "color": (enhanced(ImageEnhance.Color), 0.01),
-    "contrast": (enhanced(ImageEnhance.Contrast), 0.05),
+    "contrast": (contrasted, 0.05),
     "brightness": (enhanced(ImageEnhance.Brightness), 0.01),
     "sharpness": (enhanced(ImageEnhance.Sharpness), 0.01),
     "shear_x": (lambda p, m: affine(p, 1, 0.03 * m, 0, 0, 1, 0), 0.02),
@@ -78,6 +85,12 @@ def test_half_of_the_motions_go_the_other_way(natural, name):
     kept = image[60:-60, 60:-60]
     assert np.abs(again.astype(int) - kept).mean() < 6
     assert np.abs(there[60:-60, 60:-60].astype(int) - kept).mean() > 12
+
+
+def test_contrast_of_images_of_224_pixels_is_about_a_grey_of_196():
+    flat = np.full((224, 224, 3), 100, np.uint8)
+    assert (operate("contrast", flat, 0) == int(196 + 0.1 * (100 - 196))).all()
+    assert (operate("contrast", flat, 10) == int(196 + 1.9 * (100 - 196))).all()
 
 
 def test_solarize_add_brightens_the_darker_half(natural):

@@ -119,7 +119,9 @@ def operate(
         case "color":
             out = _color(image, factor)
         case "contrast":
-            grey = int(_mean_grey(image) + 0.5)
+            # There the mean of the grey values is the number of pixels by 256, since it is
+            # the sum of their histogram: 196 for an image of 224x224.
+            grey = min(height * width // 256, 255)
             out = _map(image, grey + factor * (values - grey))
         case "sharpness":
             out = _sharpness(image, factor)
@@ -163,13 +165,6 @@ def _color(image: Image, factor: float) -> np.ndarray:
         return image
     grey = cv2.cvtColor(image, cv2.COLOR_RGB2GRAY)
     return _blend(cv2.cvtColor(grey, cv2.COLOR_GRAY2RGB), image, factor)
-
-
-def _mean_grey(image: Image) -> float:
-    means = cv2.mean(image)
-    if image.shape[-1] == 1:
-        return means[0]
-    return 0.299 * means[0] + 0.587 * means[1] + 0.114 * means[2]
 
 
 def _sharpness(image: Image, factor: float) -> np.ndarray:
