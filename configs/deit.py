@@ -8,9 +8,8 @@ Try:    the same with --config=configs/deit.py:quick (3 steps, any machine)
 Result: not run by us; the authors report 72.2, 79.8 and 81.8 % for Ti, S and B, 83.1 % for
         B at 384, and distilled from RegNetY-16GF 74.5, 81.2 and 83.4 %, 84.5 % at 384
 
-The numbers are those of table 9 and of facebookresearch/deit, whose RandAugment varies its
-magnitude (deviation 0.5) and leaves out each operation half of the time, and whose runs
-have 10 more epochs at the least rate.
+The numbers are those of table 9 and of facebookresearch/deit, whose runs have 10 more epochs
+at the least rate.
 `--config.data.repeats=1` leaves out repeated augmentation.
 """
 
@@ -49,7 +48,7 @@ def get_config(arg: str | None = None) -> ConfigDict:
         std=(0.229, 0.224, 0.225),
         train_transform=(
             "random_resized_crop(area=(0.08, 1.0), interpolation='bicubic') "
-            "| randaugment(2, 9) | flip | random_erasing(0.25) "
+            "| timm_randaugment | flip | random_erasing(0.25) "
             "| mixup_or_cutmix(0.8, 1.0)"
         ),
         eval_transform=bicubic_crop(resized),

@@ -81,7 +81,7 @@ def get_config(arg: str | None = None) -> ConfigDict:
     if tuned:
         c.data.train_transform = (
             "random_resized_crop(area=(0.08, 1.0), interpolation='bicubic') "
-            "| randaugment(2, 9) | flip | mixup_or_cutmix(0.8, 1.0)"
+            "| timm_randaugment | flip | mixup_or_cutmix(0.8, 1.0)"
         )
         c.task = dict(loss="softmax", label_smoothing=0.1)
         c.optim.update(name="adam", learning_rate=1e-5, weight_decay=0.1)

@@ -9,8 +9,7 @@ Result: not run by us; the authors report after 1,600 epochs 83.6 % fine-tuned a
         linear for B/16, 85.9 and 75.8 for L/16, 86.9 and 76.6 for H/14
 
 The numbers are those of tables 8 to 10, and of facebookresearch/mae where it differs,
-whose RandAugment varies its magnitude and whose new classifier is not zeros (deviations
-0.5 and 2e-5). `:data=cifar10` is a network that a CPU can train.
+whose new classifier is not zeros (a deviation of 2e-5). `:data=cifar10` is a network that a CPU can train.
 """
 
 from ml_collections import ConfigDict
@@ -91,7 +90,7 @@ def finetune(c: ConfigDict, arg) -> None:
     # The last norm is new, and after the pooling.
     c.init = dict(checkpoint="?", allow_mismatch=(r"encoder_norm/", r"fc_norm/"))
     c.data.train_transform = (
-        f"{CROP.format((0.08, 1.0))} | randaugment(2, 9) | flip | random_erasing(0.25) "
+        f"{CROP.format((0.08, 1.0))} | timm_randaugment | flip | random_erasing(0.25) "
         "| mixup_or_cutmix(0.8, 1.0)"
     )
     c.evals = dict(val="validation")

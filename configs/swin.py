@@ -9,7 +9,7 @@ Result: on ImageNet-1k not run by us; the authors report 81.3, 83.0 and 83.5 % f
         B at 224 (arXiv:2103.14030), 81.8, 83.7 and 84.2 for V2 with windows of 8 at 256
 
 The numbers are those of both papers and of microsoft/Swin-Transformer, whose warm-up
-begins at a thousandth of the rate, not at 0, and whose RandAugment varies its magnitude.
+begins at a thousandth of the rate, not at 0.
 """
 
 from ml_collections import ConfigDict
@@ -48,7 +48,7 @@ def get_config(arg: str | None = None) -> ConfigDict:
         mean=(0.485, 0.456, 0.406),
         std=(0.229, 0.224, 0.225),
         train_transform=(
-            f"{CROP} | randaugment(2, 9) | flip | random_erasing(0.25) "
+            f"{CROP} | timm_randaugment | flip | random_erasing(0.25) "
             "| mixup_or_cutmix(0.8, 1.0)"
         ),
         eval_transform=bicubic_crop(256 * side // 224),

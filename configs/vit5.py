@@ -52,7 +52,7 @@ def get_config(arg: str | None = None) -> ConfigDict:
         image_size=(side, side),
         mean=(0.485, 0.456, 0.406),
         std=(0.229, 0.224, 0.225),
-        train_transform=f"{CROP} | randaugment(2, 9) | flip | mixup_or_cutmix(0.8, 1.0)",
+        train_transform=f"{CROP} | timm_randaugment | flip | mixup_or_cutmix(0.8, 1.0)",
         eval_transform=bicubic_crop(side),
     )
     c.evals = dict(val="validation")

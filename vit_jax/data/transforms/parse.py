@@ -24,12 +24,13 @@ import numpy as np
 from vit_jax.config import fields
 from vit_jax.data.config import DataConfig
 from vit_jax.data.decode import DamagedImage
-from vit_jax.data.transforms import host, naflex, randaugment
+from vit_jax.data.transforms import host, naflex, randaugment, timm_randaugment
 from vit_jax.data.transforms.base import Size, Transform, check_arguments
 from vit_jax.errors import UserError
 
 # Host transforms by name; those of the device import JAX, see `all_transforms`.
-HOST_TRANSFORMS = {**host.TRANSFORMS, **naflex.TRANSFORMS, **randaugment.TRANSFORMS}
+_HOST_MODULES = (host, naflex, randaugment, timm_randaugment)
+HOST_TRANSFORMS = {k: v for each in _HOST_MODULES for k, v in each.TRANSFORMS.items()}
 # Arrays of a batch that no host transform may make.
 _RESERVED = ("label", "text", "index", "skipped", "mask", "label_map")
 _OPTIONAL = (
