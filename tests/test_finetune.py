@@ -144,6 +144,13 @@ def test_classes_without_splits_that_are_uneven(place, tmp_path, capsys):
     assert config["ema"]["decay"] == 0.0 and "ema" not in report["final"]["val"]
     labels = sorted(row["label"] for row in _validated(tmp_path))
     assert labels == ["few"] + ["many"] * 4
+    # A network that calls all images one class has 80 % of these five right.
+    scores = report["final"]["val"]["params"]
+    score = f"alanced accuracy {scores['balanced_accuracy']:.2%}, accuracy"
+    assert f"\nb{score} {scores['top1']:.2%} (95 % interval" in out
+    title = (tmp_path / "report.html").read_text().split("<title>")[1]
+    assert title.startswith(f"B{score}")
+    assert scores["top1"] == 1 or re.search(r"\nworst:     recall of (few|many) ", out)
 
 
 def test_few_images_are_said_and_the_same_command_only_evaluates(

@@ -38,6 +38,14 @@ def test_the_page_counts_confusions_and_escapes_names():
     assert "<title>&lt;A&gt;</title>" in page and "<cat>" not in page
 
 
+def test_the_classes_that_are_recognised_worst_come_first():
+    labels = np.eye(4, dtype=np.int64)[[0, 0, 1, 1, 1, 2]]
+    logits = np.eye(4, dtype=np.float32)[[0, 0, 1, 0, 1, 0]]
+    answers = Answers(logits, labels, ("ant", "bee", "cat", "dog"), True)
+    found = [(one.name, one.images, one.recall) for one in answers.least_recalled(3)]
+    assert found == [("cat", 1, 0), ("bee", 3, pytest.approx(2 / 3))]
+
+
 @pytest.mark.parametrize("one_each", [True, False])
 def test_scores_of_classes(one_each):
     answers = made(one_each)

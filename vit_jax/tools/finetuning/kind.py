@@ -1,7 +1,7 @@
 """What fine-tuning asks the kind of annotation: labels of images, or masks."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from vit_jax.tools.finetuning import rule
@@ -57,7 +57,9 @@ class Result:
       looks: number of evaluations on these images that chose the checkpoint.
       workdir: workdir of the run, which every command accepts as a model.
       kind: labels or masks.
+      chosen_by: metric that chose the checkpoint, "balanced_accuracy" for uneven classes.
       page: path of the page on mistakes; "" with several processes.
+      worst: lines on the classes that are recognised worst, of the first run.
       folds: number of runs that each scored another part of the images; 0 for one run.
       counts: class -> number of images that were scored; empty if unknown.
     """
@@ -70,7 +72,9 @@ class Result:
     looks: int
     workdir: str
     kind: "Kind"
+    chosen_by: str = ""
     page: str = ""
+    worst: Sequence[str] = ()
     folds: int = 0
     counts: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
@@ -142,5 +146,5 @@ class Kind(Protocol):
 
     def write_page(
         self, config: TrainConfig, workdir: str, split: str, headline: str
-    ) -> str:
-        """Writes the page of mistakes; returns its path."""
+    ) -> tuple[str, list[str]]:
+        """Writes the page of mistakes; returns its path and `Result.worst`."""

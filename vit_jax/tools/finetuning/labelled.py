@@ -17,6 +17,8 @@ from vit_jax.tools.finetuning.layout import Layout
 from vit_jax.tools.sweeps import fine_tuning
 from vit_jax.training.config import TrainConfig
 
+_WORST = 3  # Classes in a line.
+
 
 @dataclasses.dataclass(frozen=True)
 class Labels:
@@ -93,6 +95,8 @@ class Labels:
             low, high = result.interval
             wider = f", for the best of {result.looks} looks" * (result.looks > 1)
             line += f" (95 % interval {low:.2%} to {high:.2%}{wider})"
+        if result.chosen_by == "balanced_accuracy":
+            line = f"balanced accuracy {result.scores[result.chosen_by]:.2%}, {line}"
         return line
 
     def notes(self, result: Result) -> list[str]:
@@ -120,5 +124,10 @@ class Labels:
             f"export:    python -m vit_jax.convert --model={model} --to=timm --out=FOLDER",
         ]
 
-    def write_page(self, config, workdir, split, headline) -> str:
-        return report.write(config, workdir, split, headline)
+    def write_page(self, config, workdir, split, headline) -> tuple[str, list[str]]:
+        page, answers = report.write(config, workdir, split, headline)
+        worst = [
+            f"{each.name} {each.recall:.1%} of {each.images:,}"
+            for each in answers.least_recalled(_WORST)
+        ]
+        return page, [f"worst:     recall of {', '.join(worst)}"] * bool(worst)

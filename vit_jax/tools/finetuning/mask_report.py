@@ -49,7 +49,7 @@ class Triple(NamedTuple):
 
 
 def write(config: TrainConfig, workdir: str, split: str, headline: str) -> str:
-    """Writes the page of a run; returns its path, see `report.write`."""
+    """Writes the page of a run; returns its path, for the arguments see `report.write`."""
     pretrained = weights.open_pretrained(workdir, with_task=True)
     data, how = config.data, config.evals[split]
     source = open_source(data, how.split)

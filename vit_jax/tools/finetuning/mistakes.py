@@ -108,6 +108,11 @@ class Answers:
         columns = images.tolist(), recall, precision, np.nan_to_num(f1), areas
         return [*map(ClassScores, self.class_names, *columns)]
 
+    def least_recalled(self, most: int) -> list[ClassScores]:
+        """Returns the classes of which the largest part is not predicted, worst first."""
+        missed = [each for each in self.by_class() if each.recall < 1]
+        return sorted(missed, key=lambda each: (each.recall, each.name))[:most]
+
     def mistakes(self) -> list[int]:
         """Returns the images with a wrong answer, most confident first.
 

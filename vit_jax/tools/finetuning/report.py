@@ -46,8 +46,10 @@ _SIDE = 112  # Side of a thumbnail on the page, in pixels.
 _COMPARED = 20_000  # Most training images whose labels are compared with neighbours'.
 
 
-def write(config: TrainConfig, workdir: str, split: str, headline: str) -> str:
-    """Writes the page of a run; returns its path.
+def write(
+    config: TrainConfig, workdir: str, split: str, headline: str
+) -> tuple[str, Answers]:
+    """Writes the page of a run; returns its path and what it shows.
 
     Args:
       config: config of the run.
@@ -88,7 +90,7 @@ def write(config: TrainConfig, workdir: str, split: str, headline: str) -> str:
     page = render(title, answers, source, seen.records, *_twins(config), doubts)
     path = epath.Path(workdir) / FILE
     replace_text(path, page)
-    return str(path)
+    return str(path), answers
 
 
 def title_of(config: TrainConfig, headline: str) -> str:

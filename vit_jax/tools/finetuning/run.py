@@ -86,8 +86,9 @@ def finetune(
     if jax.process_count() > 1:  # No process has all parameters.
         return result
     say("looking at mistakes")
-    page = result.kind.write_page(config, workdir, result.split, summary(result)[0])
-    return dataclasses.replace(result, page=page)
+    headline = summary(result)[0]
+    page, worst = result.kind.write_page(config, workdir, result.split, headline)
+    return dataclasses.replace(result, page=page, worst=worst)
 
 
 def find_rate(
@@ -466,9 +467,17 @@ def _result(done: dict, config: TrainConfig, workdir: str) -> Result:
     if split == "val" and config.checkpoint.best_metric and config.eval_every_steps:
         looks = math.ceil(done["steps"] / config.eval_every_steps)
     counts = kind.counts(config, split, done["class_names"])
-    count = scores["examples"]
     return Result(
-        done, split, kind.metric, scores, count, looks, workdir, kind, counts=counts
+        done,
+        split,
+        kind.metric,
+        scores,
+        scores["examples"],
+        looks,
+        workdir,
+        kind,
+        chosen_by=config.checkpoint.best_metric.rpartition("/")[2],
+        counts=counts,
     )
 
 
@@ -506,4 +515,4 @@ def summary(result: Result) -> list[str]:
     kind = result.kind
     page = [f"mistakes:  {result.page}"] if result.page else []
     lines = [f"{kind.headline(result)} {on}", *kind.notes(result)]
-    return [*lines, *page, *kind.commands(result.workdir)]
+    return [*lines, *result.worst, *page, *kind.commands(result.workdir)]
