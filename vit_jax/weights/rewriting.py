@@ -92,6 +92,21 @@ def norm_every_token(flat: dict[str, np.ndarray], options: dict) -> list[str]:
     return ["final LayerNorm: moved before the choice of the token"]
 
 
+def check_square(grid: tuple[int, int], reader: str, to: str) -> None:
+    """Raises UserError if a grid is not square, but readers of a format take it as one.
+
+    Args:
+      grid: rows and columns of patches.
+      reader: who takes it so, for messages.
+      to: flags that write it, for messages.
+    """
+    rows, columns = grid
+    if rows != columns:
+        raise UserError(
+            f"a grid of {rows}x{columns}: {reader} takes it as a square: write it with {to}"
+        )
+
+
 def learn_positions(
     flat: dict[str, np.ndarray], options: dict, grid: tuple[int, int]
 ) -> list[str]:

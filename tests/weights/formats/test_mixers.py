@@ -1,5 +1,6 @@
 """Files of MLP-Mixers, Google's of either time and timm's, in and out."""
 
+import dataclasses
 import json
 import pathlib
 import shutil
@@ -93,6 +94,15 @@ def test_a_part_of_a_file_and_what_a_format_has_not_are_refused(arrays, tmp_path
     with pytest.raises(UserError, match=r"mlp_channels.fc1.weight is missing: give th"):
         weights.open_pretrained(tmp_path / "part.safetensors")
     found = weights.open_pretrained(FILE)
+    rows, columns = models.create(**found.options).grid
+    sides = rows // 2 * 8, columns * 2 * 8
+    rectangle = dataclasses.replace(
+        found, options=found.options | {"image_size": sides}
+    )
+    with pytest.raises(
+        UserError, match=f"a grid of {rows // 2}x{2 * columns}: a reader"
+    ):
+        export.export(rectangle, "google", tmp_path / "rectangle.npz")
     for to, message in (
         ("hf", "--to=hf: the format has no network such as "),
         ("timm", "no MLP-Mixer with patch 8, width=24 and depth=3"),

@@ -78,7 +78,7 @@ CHANGED = {
         ({"norm.weight": None, "norm.bias": None}, "norm.weight is missing: give the"),
         ({"pos_embed": None}, "pos_embed is missing, and no config.json says"),
         ({"pos_embed": np.ones((1, 10, 12), np.int8)}, "pos_embed holds int8 numbers"),
-        ({f"{BLOCK}.norm1.weight": np.ones(12, int)}, "holds int64 .* as quantised"),
+        ({f"{BLOCK}.norm1.weight": np.ones(12, int)}, "holds int64 numbers: give .*16"),
         ({"patch_embed.proj.weight": floats(12, 3, 16, 8)}, r"\(16, 8\) is not square"),
     ],
     "hf": [
@@ -251,7 +251,7 @@ def test_attention_without_biases_is_read_as_zeros(opened):
         ("timm", "decoder.weight", "decoder.weight", "left over"),
         ("timm", "mask_token", "mask_token", "left over"),
         ("timm", "norm.bias", "Transformer/encoder_norm/bias", "missing"),
-        ("hf", "vit.embeddings.mask_token", "embeddings.mask_token", "left over"),
+        ("hf", "decoder.weight", "decoder.weight", "left over"),
         ("hf", "vit.layernorm.bias", "Transformer/encoder_norm/bias", "missing"),
     ],
 )
@@ -332,6 +332,7 @@ def test_converting_refuses_what_is_not_finite(tmp_path, value):
 
 # What a format has no place for: options of a network, and the line that refuses it.
 HYBRID = {"variant": "R26+S/32", "image_size": (32, 64)}
+RECTANGLE = {"image_size": (8, 32)}  # As many patches as a square of 4x4.
 SHARED_BIAS = {"posemb": "relative", "posemb_placement": "every"}
 UNWRITABLE = {
     "timm": [
@@ -392,8 +393,22 @@ UNWRITABLE = {
         ({"num_register_tokens": 2}, "num_register_tokens=2: Google's code"),
         ({"activation": "swiglu"}, "activation='swiglu': Google's code has"),
         ({"pool": "token_gap"}, "pool='token_gap': Google's code has no"),
+        (RECTANGLE, "a grid of 2x8: a reader of Google's npz takes it as a square"),
+    ],
+    "dino": [(RECTANGLE, "a grid of 2x8: the code of facebookresearch takes it")],
+    "hf_clip": [
+        (RECTANGLE | {"pre_norm": True}, "a grid of 2x8: CLIPVisionModel of tran"),
+        (RECTANGLE | {"pool": "map"}, "a grid of 2x8: SiglipVisionModel of trans"),
+    ],
+    "hf_beit": [
+        (RECTANGLE, "a grid of 2x8: BeitModel of transformers takes it"),
+        (
+            RECTANGLE | {"posemb": "none", "relative_bias": "every"},
+            "a grid of 2x8: Beit",
+        ),
     ],
     "hf_dinov2": [
+        (RECTANGLE | {"mlp_dim": 48}, "a grid of 2x8: Dinov2Model of transformers"),
         ({"num_classes": 3}, "pool='token': Dinov2Model of transformers"),
         ({"mlp_dim": 25}, "mlp_dim=25: Dinov2Model .* has 48"),
         ({"pool": "gap"}, "pool='gap': Dinov2Model of transformers has no"),

@@ -187,5 +187,9 @@ def test_what_a_library_cannot_state_is_not_written(tmp_path):
             UserError, match=f"layer_norm_eps=1e-06: Swin .* of {library}"
         ):
             export.export(found, to, tmp_path / f"{to}.pth")
+    with pytest.raises(UserError, match="patch_norm_eps=1e-06: Swin .* transformers"):
+        export.export(found, "hf", tmp_path / "hf")
+    found.options["patch_norm_eps"] = 1e-5
     export.export(found, "hf", tmp_path / "hf")
-    assert weights.open_pretrained(tmp_path / "hf").options["layer_norm_eps"] == 1e-6
+    again = weights.open_pretrained(tmp_path / "hf").options
+    assert (again["layer_norm_eps"], again["patch_norm_eps"]) == (1e-6, 1e-5)

@@ -363,6 +363,8 @@ def _write_backbone(
             f"mask_k_bias={epsilon == 1e-5}"
         )
         return dinov3.from_timm(arrays, options), [note]
+    others = "--to=timm or --to=safetensors"
+    rewriting.check_square(grid, "the code of facebookresearch", others)
     used = dict(options)
     notes = rewriting.store_positions(flat, used, grid)
     arrays = tables.to_their_arrays(flat, timm.transformer_table(used))

@@ -11,7 +11,6 @@ import numpy as np
 from flax.traverse_util import flatten_dict
 
 from vit_jax import models
-from vit_jax.errors import UserError
 from vit_jax.weights import rewriting
 from vit_jax.weights.formats import linen
 from vit_jax.weights.formats.files import Tensors
@@ -66,11 +65,9 @@ def write(pretrained: Pretrained, path: str | os.PathLike) -> list[str]:
             notes.append(
                 f"layer_norm_eps: {options['layer_norm_eps']:g} became 1e-6, Google's"
             )
-        if model.grid[0] != model.grid[1] and options["posemb"] == "learned":
-            raise UserError(
-                f"a grid of {model.grid[0]}x{model.grid[1]}: readers of Google's npz "
-                "take it as a square: write it with --to=timm or --to=safetensors"
-            )
+        if options["posemb"] == "learned":
+            others = "--to=timm or --to=safetensors"
+            rewriting.check_square(model.grid, "a reader of Google's npz", others)
     else:
         if options["zero_pool"]:
             notes.append("root pooling: big_vision has no zero_pool=True")

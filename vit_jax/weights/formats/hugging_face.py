@@ -80,6 +80,7 @@ class Family:
       finish: undoes `prepare` in place before writing; returns notes.
       check: raises UserError unless arrays are those of the table; `check_names` if None.
       patch_bias: whether the patch embedding has a bias.
+      square: whether transformers takes the grid of positions and biases as a square.
       optional: whether networks may lack positions or LayerScale.
       any_size: whether networks take images of every size.
       preprocess: returns the preprocessing to assume for an image size.
@@ -107,6 +108,7 @@ class Family:
     finish: Callable[[Arrays, Mapping], list[str]] = lambda arrays, options: []
     check: Callable[[Arrays, list[ArrayEntry], Mapping, str], None] | None = None
     patch_bias: bool = True
+    square: bool = False
     optional: bool = False
     any_size: bool = False
     preprocess: Callable[[tuple[int, int]], Preprocess] | None = None
@@ -382,6 +384,10 @@ def to_their_arrays(
         )
         notes += fit_positions(flat, options, model.grid)
         notes += rewriting.note_resize(options, "transformers")
+        biased = options.get("relative_bias", "none") != "none"
+        if family.square and (biased or options["posemb"] == "learned"):
+            others = "--to=timm or --to=safetensors"
+            rewriting.check_square(model.grid, network, others)
     scales = [name for name in names if name.endswith("/gamma")]
     if not scales:
         notes += rewriting.fold_layer_scale(flat, options)

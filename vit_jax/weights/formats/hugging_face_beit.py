@@ -102,6 +102,7 @@ BEIT = Family(
     options=_options,
     has=_has,
     config=_config,
+    square=True,
     optional=True,
     any_size=True,
 )

@@ -185,6 +185,7 @@ CLIP = Family(
     options=_options,
     has=_clip_has,
     patch_bias=False,
+    square=True,
     preprocess=clip_preprocess,
 )
 SIGLIP = dataclasses.replace(
@@ -324,12 +325,6 @@ def write(
     """
     family = choose(pretrained)
     options, arrays, notes = hugging_face.to_their_arrays(family, pretrained)
-    rows, columns = (side // options["patch"] for side in options["image_size"])
-    if rows != columns:
-        raise UserError(
-            f"a grid of {rows}x{columns}: {family.network}Model of transformers has a "
-            "square: write it with --to=timm or --to=safetensors"
-        )
     config = hugging_face.write_config(family, options, pretrained)
     labels = {key: config.pop(key) for key in _LABELS if key in config}
     whole, text_arrays = labels if options["num_classes"] else {}, {}

@@ -11,8 +11,10 @@ from collections.abc import Mapping
 import numpy as np
 from flax.traverse_util import flatten_dict
 
+from vit_jax import models
 from vit_jax.errors import UserError
 from vit_jax.models.mixer import MixerConfig
+from vit_jax.weights import rewriting
 from vit_jax.weights.formats import (
     google,
     linen,
@@ -139,6 +141,9 @@ def write(pretrained: Pretrained, path: str | os.PathLike) -> list[str]:
     notes += google.note_preprocess(pretrained.preprocess)
     if pretrained.options["activation"] != "gelu_tanh":
         notes.append(google.ACTIVATION_NOTE)
+    grid = models.create(**pretrained.options).grid
+    others = "--to=timm or --to=safetensors"
+    rewriting.check_square(grid, "a reader of Google's npz", others)
     flat = flatten_dict(pretrained.params, sep="/")
     flat = {name.replace("embedding/", "stem/"): v for name, v in flat.items()}
     np.savez(path, **flat)

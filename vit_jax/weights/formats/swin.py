@@ -397,9 +397,9 @@ def check_writable(config: SwinConfig, library: str) -> list[str]:
       UserError: the library has no network with this activation or epsilon.
     """
     values = {
-        "patch_norm_eps": (config.epsilon_of_patches, 1e-5, "--to=safetensors"),
         "layer_norm_eps": (config.layer_norm_eps, 1e-5, "--to=hf or --to=safetensors"),
         "activation": (config.activation, "gelu", "--to=hf or --to=safetensors"),
+        "patch_norm_eps": (config.epsilon_of_patches, 1e-5, "--to=safetensors"),
     }
     for name, (value, theirs, others) in values.items():
         if value != theirs and (library != "transformers" or name == "patch_norm_eps"):

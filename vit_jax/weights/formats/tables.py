@@ -347,10 +347,9 @@ def check_names(
 def check_floating(name: str, value: np.ndarray, source: str) -> None:
     """Raises UserError if an array holds integers, whose scale is unknown, or the like."""
     if not np.issubdtype(value.dtype, np.floating):
-        quantised = ", as quantised weights do" if value.dtype.kind in "iu" else ""
         raise UserError(
-            f"{source}: {name} holds {value.dtype} numbers{quantised}: give the weights "
-            "as float16, bfloat16 or float32"
+            f"{source}: {name} holds {value.dtype} numbers: give the weights as float16, "
+            "bfloat16 or float32"
         )
 
 
