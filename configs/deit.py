@@ -48,7 +48,7 @@ def get_config(arg: str | None = None) -> ConfigDict:
         std=(0.229, 0.224, 0.225),
         train_transform=(
             "random_resized_crop(area=(0.08, 1.0), interpolation='bicubic') "
-            "| timm_randaugment | flip | random_erasing(0.25) "
+            "| timm_randaugment | flip | random_erasing(0.25, fill='normal') "
             "| mixup_or_cutmix(0.8, 1.0)"
         ),
         eval_transform=bicubic_crop(resized),

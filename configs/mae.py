@@ -90,8 +90,8 @@ def finetune(c: ConfigDict, arg) -> None:
     # The last norm is new, and after the pooling.
     c.init = dict(checkpoint="?", allow_mismatch=(r"encoder_norm/", r"fc_norm/"))
     c.data.train_transform = (
-        f"{CROP.format((0.08, 1.0))} | timm_randaugment | flip | random_erasing(0.25) "
-        "| mixup_or_cutmix(0.8, 1.0)"
+        f"{CROP.format((0.08, 1.0))} | timm_randaugment | flip "
+        "| random_erasing(0.25, fill='normal') | mixup_or_cutmix(0.8, 1.0)"
     )
     c.evals = dict(val="validation")
     c.model.update(

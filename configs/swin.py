@@ -48,7 +48,7 @@ def get_config(arg: str | None = None) -> ConfigDict:
         mean=(0.485, 0.456, 0.406),
         std=(0.229, 0.224, 0.225),
         train_transform=(
-            f"{CROP} | timm_randaugment | flip | random_erasing(0.25) "
+            f"{CROP} | timm_randaugment | flip | random_erasing(0.25, fill='normal') "
             "| mixup_or_cutmix(0.8, 1.0)"
         ),
         eval_transform=bicubic_crop(256 * side // 224),

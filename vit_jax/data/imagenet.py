@@ -15,6 +15,8 @@ from collections.abc import Sequence
 from vit_jax.errors import UserError
 
 NUM_CLASSES = 1_000
+# Mean and deviation of the training images, by which PyTorch's models normalise.
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 CLIP, WORDNET = "clip", "wordnet"  # Whose names of classes texts have.
 
 # A WordNet id, and perhaps a name as in "n02085620-Chihuahua".

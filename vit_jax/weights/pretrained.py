@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Array, Float, Num
 
 from vit_jax import models
-from vit_jax.data import decode
+from vit_jax.data import decode, imagenet
 from vit_jax.data.bands import WHITE, PixelFormat, doubt, is_cut, read
 from vit_jax.data.config import DEPTHS, MAX_MEGAPIXELS, MAX_PIXELS, DataConfig
 from vit_jax.data.sources.base import warn
@@ -27,7 +27,7 @@ from vit_jax.errors import UserError
 from vit_jax.models import flexivit, patches, segmenter
 from vit_jax.models.patches import PatchSequences
 
-IMAGENET = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
+IMAGENET = {"mean": imagenet.MEAN, "std": imagenet.STD}
 
 # Name of the learned position embeddings.
 POSITIONS = "Transformer/posembed_input/pos_embedding"

@@ -90,3 +90,13 @@ def test_noise_is_uniform_and_of_its_own_for_each_image_and_pixel(natural):
 def test_where_no_shape_fits_nothing_is_erased():
     erased, *_ = boxes(RandomErasing(p=1, area=(1, 1), ratio=(1, 1)), 7)
     assert not erased.any()
+
+
+def test_normal_noise_has_the_mean_and_deviation_of_imagenet():
+    images = jnp.zeros((40, H, W, 3), jnp.uint8)
+    out, inside = erase(RandomErasing(p=1, area=(0.2, 0.3), fill="normal"), images)
+    assert out.dtype == np.float32 and not out[~inside].any()
+    noise = out[inside] / 255
+    np.testing.assert_allclose(noise.mean(0), (0.485, 0.456, 0.406), atol=0.02)
+    np.testing.assert_allclose(noise.std(0), (0.229, 0.224, 0.225), atol=0.02)
+    assert noise.min() < 0 and noise.max() > 1  # Not cut off, as in timm.

@@ -84,7 +84,7 @@ def test_a_level_of_augreg_stands_for_randaugment_and_mixup(level):
         ("random_erasing(p=1.1)", "p=1.1 must be at most 1"),
         ("random_erasing(area=(0, 1))", r"area=\(0, 1\) is not 0 < least"),
         ("random_erasing(ratio=(2, 1))", r"ratio=\(2, 1\) is not 0 < least"),
-        ("random_erasing(fill='x')", "fill='x' is not 'pixel' or a number"),
+        ("random_erasing(fill='x')", "fill='x' is not 'pixel', 'normal' or a number"),
         ("random_erasing(fill=256)", "fill=256 is not"),
         ("multi_crop(num_small=-1)", "num_small=-1 must be at least 0"),
         ("multi_crop(area=(0, 1))", r"area=\(0, 1\) is not 0 < least"),

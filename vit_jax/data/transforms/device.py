@@ -20,9 +20,10 @@ from collections.abc import Iterator, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int16, Key, Num, UInt32
+from jaxtyping import Array, Bool, Float, Int16, Key, Num, UInt8, UInt32
 
 from vit_jax.config.fields import key as field
+from vit_jax.data import imagenet
 from vit_jax.data.transforms import photometric
 from vit_jax.data.transforms.base import (
     DeviceTransform,
@@ -364,7 +365,8 @@ class RandomErasing(DeviceTransform):
     Args:
       area: smallest and largest part of the image's area.
       ratio: smallest and largest height by width of the part.
-      fill: "pixel" for uniform noise, or one value for all.
+      fill: "pixel" for uniform noise, "normal" for timm's, with ImageNet's mean and
+        deviation, or one value for all.
     """
 
     p: Given = field(0.25, "Probability for an image.", at_most=1)
@@ -376,13 +378,15 @@ class RandomErasing(DeviceTransform):
         super().__post_init__()
         check_part(self.area, self.ratio)
         number = type(self.fill) in (int, float) and 0 <= self.fill <= 255
-        if self.fill != "pixel" and not number:
-            raise ValueError(f"fill={self.fill!r} is not 'pixel' or a number in 0..255")
+        if self.fill not in ("pixel", "normal") and not number:
+            raise ValueError(
+                f"fill={self.fill!r} is not 'pixel', 'normal' or a number in 0..255"
+            )
 
     def __call__(self, images: Images, labels: Labels, index, key):
         _, H, W, C = images.shape
         inside = self.parts(H, W, index, key)[..., None]
-        if self.fill == "pixel":
+        if self.fill in ("pixel", "normal"):
             # Four values from each number drawn: a quarter of the time.
             words = -(-H * W * C // 4)
             keys = example_keys(index, jax.random.fold_in(key, 1))
@@ -390,6 +394,9 @@ class RandomErasing(DeviceTransform):
             noise = jax.lax.bitcast_convert_type(drawn, jnp.uint8)
             noise = noise.reshape(len(index), -1)[:, : H * W * C]
             noise = noise.reshape(images.shape)
+            if self.fill == "normal":
+                # timm erases after the images are normalised: what exceeds white stays.
+                images, noise = images.astype(jnp.float32), _normal(noise)
         else:
             noise = jnp.asarray(self.fill)
         return jnp.where(inside, noise.astype(images.dtype), images), labels
@@ -414,6 +421,15 @@ class RandomErasing(DeviceTransform):
             along = (at >= start) & (at < start + part)
             inside &= jnp.expand_dims(along, 2 - axis)
         return inside
+
+
+def _normal(noise: UInt8[Array, "B H W C"]) -> Float[Array, "B H W C"]:
+    """Converts uniform bytes to pixels of ImageNet's mean and deviation, 256 quantiles."""
+    mean, std = (255 * np.array(x, np.float32) for x in (imagenet.MEAN, imagenet.STD))
+    if noise.shape[-1] != len(mean):
+        mean, std = mean.mean(keepdims=True), std.mean(keepdims=True)
+    normal = jax.scipy.special.ndtri((noise.astype(jnp.float32) + 0.5) / 256)
+    return normal * std.reshape(1, 1, 1, -1) + mean.reshape(1, 1, 1, -1)
 
 
 @dataclasses.dataclass(frozen=True)
