@@ -11,6 +11,7 @@ from PIL import Image
 
 from vit_jax import cli
 from vit_jax.__main__ import load
+from vit_jax.config import loading
 from vit_jax.data.sources.open import open_source
 from vit_jax.training import config as configuration
 
@@ -64,9 +65,12 @@ TESTS = {
         "tests/evaluators/test_label_maps.py::"
         "test_an_evaluation_of_any_size_counts_the_pixels_of_its_masks"
     ),
+    r"(study|report) .*cost": (
+        "takes the compiler of TPUs minutes; tests/tools/sweeps/test_study.py measures "
+        "the cost of a network once"
+    ),
     r"(study|report) ": (
-        "takes hours; tests/tools/sweeps/test_study.py builds each of its runs, and takes "
-        "a study of two stages on made images to its page"
+        "tests/test_config_commands.py::test_a_point_of_a_study_is_run_and_reported"
     ),
 }
 
@@ -166,3 +170,31 @@ def test_photographs_of_a_folder_are_learnt(workdir, tmp_path, monkeypatch):
     assert not run_command("train", [*words, *more])
     report = json.loads(pathlib.Path(workdir, "report.json").read_text())
     assert report["final"]["val"]["params"]["top1"] > 0.6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "path",
+    [
+        path
+        for path, words in COMMANDS
+        if "study" in words[0] and "cost" not in words[-1]
+    ],
+    ids=lambda path: path.stem,
+)
+def test_a_point_of_a_study_is_run_and_reported(path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (_, *study), (_, *report) = commands_of(path)
+    axes = loading.read_study(str(path))["axes"]
+    first = [f"--only={axis}={values[0]}" for axis, values in axes.items()]
+    assert not run_command(
+        "study", [*study, *first, "--seeds=1", "--config.total_steps=4"]
+    )
+    (workdir,) = tmp_path.glob("runs/*")
+    (point,) = json.loads((workdir / "study.json").read_text())["points"]
+    scores = point["scores"]
+    assert scores and np.isfinite([one["mean"] for one in scores.values()]).all(), (
+        scores
+    )
+    assert not run_command("report", report)
+    assert point["name"] in (tmp_path / "report" / "report.md").read_text()
