@@ -122,6 +122,7 @@ DINOV2 = Family(
     others="--to=timm, --to=hf or --to=safetensors",
     config=_dinov2_config,
     usage=_usage,
+    square=True,
     any_size=True,
     preprocess=dino.preprocess,
 )
