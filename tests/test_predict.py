@@ -392,7 +392,9 @@ def test_a_guess_about_the_weights_is_printed(place, run, pretrained, tmp_path):
     guess = "config.json: none of timm"
     assert guess in run(*words, "--num_heads=3")[2]
     words += "--num_heads=3", "--architecture=vit_tiny_patch16_24"
-    with pytest.raises(UserError, match="architecture='vit_tiny_patch16_24' has embed_dim"):
+    with pytest.raises(
+        UserError, match="architecture='vit_tiny_patch16_24' has embed_dim"
+    ):
         run(*words)
 
 
