@@ -132,8 +132,8 @@ def test_parameters_are_gathered_within_a_host_and_gradients_summed_across():
     )
     assert done.returncode == 0, done.stderr
     rows = json.loads(done.stdout)["collectives"]
-    gathered = [one for one in rows if one["kind"] == "all-gather"]
-    assert {one["purpose"] for one in gathered} == {"parameters"}
+    gathered = [one for one in rows if one["purpose"] == "parameters"]
+    assert {one["kind"] for one in gathered} == {"all-gather"}
     assert {(one["hosts"], one["network"]) for one in gathered} == {(1, 0)}
     assert {one["hosts"] for one in rows if one["kind"] == "all-reduce"} >= {2}
     assert {one["purpose"] for one in rows} <= {"parameters", "gradients", "scalars"}
