@@ -278,6 +278,7 @@ def test_a_record_with_a_damaged_mask_is_skipped(with_masks):
 
 GEOMETRY = [
     "resize",
+    "inception_crop",
     "random_resized_crop",
     "random_resized_crop(interpolation='bicubic')",
     "resize_small(59) | random_crop",
@@ -345,7 +346,8 @@ def test_device_transforms_keep_label_maps_exactly():
 
 COLOURS = ["color_jitter", "grayscale(1)", "solarize(1)", "three_augment"]
 REFUSED = [
-    *("augreg('light1')", "randaugment(2, 15)", "multi_crop", "naflex"),
+    *("augreg('light1')", "randaugment(2, 15)", "timm_randaugment", "multi_crop"),
+    "naflex",
     *("cutmix", "mixup(0.2)", "mixup_or_cutmix", "random_erasing", "gaussian_blur"),
 ]
 
