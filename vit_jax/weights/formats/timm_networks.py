@@ -137,7 +137,6 @@ _WORDS = {
 _SIZES = (
     (r".*_base_patch\d+_plus_.*", {"width": 896}),
     (r"vit_giant_\w+_(dinov2|tipsv2|lingbot)|naflexvit_giant_\w+", {"width": 1536}),
-    (r"vit_giant_patch14_dinov2", {"width": 1536}),
     (r".*_36x1_\d+", {"depth": 36}),
     (r"\w+_(dinov3|lingbot)(_qkvb)?", {"registers": 4}),
     (r"naflexvit_\w+", {"registers": None}),
