@@ -63,7 +63,7 @@ def note(prefix: str, raw: str, *, use_ema: bool) -> str:
     """Returns the note on an average, which is used in place of `raw` if `use_ema`."""
     if use_ema:
         return (
-            f"{prefix}: averaged weights, used in place of {raw}; --no_ema reads those"
+            f"{prefix}: averaged weights, used in place of {raw}, which --no_ema reads"
         )
     return f"{prefix}: averaged weights, left out (--no_ema)"
 
