@@ -130,6 +130,11 @@ def test_every_way_to_write_groups_is_read(words, first, last):
     assert (found[0], found[-1]) == (list(first), list(last))
 
 
+def test_groups_of_several_slices_are_those_of_one():
+    # Of v5e:2x2 and --slices=2.
+    assert costs.find_groups(", replica_groups={{0,1,2,3}}", 8) == [[0, 1, 2, 3]]
+
+
 @pytest.mark.parametrize(
     ("words", "devices"),
     [
@@ -140,7 +145,7 @@ def test_every_way_to_write_groups_is_read(words, first, last):
         ("mesh['a'=2,'b'=4], device_ids=([4,4]T(1,0)) {'b'}", 8),
         ("[2,3]<=[3,2]T(1,2)", 6),
         ("{{0,1},{1,2}}", 3),  # Not a partition.
-        ("[2,4]<=[8]", 16),  # Not of this program.
+        ("[2,4]<=[8]", 12),  # Not of this program.
     ],
 )
 def test_groups_that_cannot_be_read_are_an_error(words, devices):

@@ -334,7 +334,8 @@ def find_groups(attributes: str, devices: int) -> list[list[int]]:
       devices: number of devices of the program.
 
     Raises:
-      UserError: the notation is not known, or the groups are not a partition.
+      UserError: the notation is not known, or the groups are not a partition of the
+        devices, or of those of a slice.
     """
     everything = list(range(devices))
     found = re.search(r"\breplica_groups=", attributes)
@@ -352,7 +353,9 @@ def find_groups(attributes: str, devices: int) -> list[list[int]]:
         r"(?:@?\w*)?mesh\[([^\]]*)\](?:, device_ids=\((.*?)\))? \{([^}]*)\}", text
     ):
         groups = _mesh_groups(*match.groups())
-    if groups is None or sorted(itertools.chain(*groups)) != everything:
+    members = sorted(itertools.chain(*groups or ()))
+    # The program of several TPU slices is that of one of them.
+    if not members or members != everything[: len(members)] or devices % len(members):
         shown = " ".join(text.split())[:80]
         raise UserError(
             f"replica_groups={shown}: these groups of {devices} devices cannot be read; "
