@@ -302,7 +302,7 @@ class Task(Protocol):
     def tower_flops(self) -> dict[str, int | None]:
         """Returns the operations of the forward pass of each tower, per image.
 
-        A tower is a part of `params`, by its name, whose inputs are no output of others:
+        A tower is a part of `params`, by its name, whose inputs do not come from others:
         frozen as a whole, as in LiT, it has no backward pass, which is two of the three
         passes that `training_flops` counts. By default there is none; None: unknown.
         """
