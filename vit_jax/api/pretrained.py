@@ -438,6 +438,7 @@ class PretrainedModel:
             )
         how = {"norm": norm, "tokens": tokens, "reshape": reshape}
         chosen = (-1,) if layers is None else layers
+        layer_features.check_all(self.model, chosen)
         if self.preprocessing.max_tokens and tokens in ("patches", "all"):
             found = self._of_any_size(images, chosen, batch_size, how)
         else:

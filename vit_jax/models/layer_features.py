@@ -65,7 +65,7 @@ def compute(
     key: Key[Array, ""] | None,
 ) -> tuple[Features, ...]:
     """Computes features, see `Model.layer_features`."""
-    chosen = check_all(model, layers)
+    chosen = [check(model, layer) for layer in layers]
     if tokens == "prefix" and not model.num_prefix_tokens:
         raise UserError(
             f"tokens='prefix': {model.options['variant']} has no tokens before the "

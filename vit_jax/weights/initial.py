@@ -113,7 +113,7 @@ def load_initial(
     left = left_out(others) if others else {}
     lines += [f"{name} of the task: loaded" for name in others if name not in left]
     for name, why in left.items():
-        action = "left out" if name in others else "made anew"
+        action = "left out" if name.split("/")[0] in others else "made anew"
         lines.append(f"{name} of the task: {action}, as {why}")
     lines += _compare_normalisation(pretrained.preprocess, data)
     return stacking.unstack(loaded.params), others, lines
