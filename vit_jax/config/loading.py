@@ -11,6 +11,7 @@ keys of the old one. `complete` checks the result as a whole, and builds it once
 import ast
 import difflib
 import importlib.util
+import numbers
 import os
 import pathlib
 import re
@@ -163,11 +164,14 @@ def _merge(
     """Returns the keys that are set in a section, with a dict for each section inside."""
     raw, inner = dict(raw), _by_section(overrides)
     for name in inner:
+        value = inner[name].get(None)
+        # What is not a number is refused later, and replaces nothing.
+        replaces = isinstance(value, numbers.Real) and value > 0
         for other in alternatives(name) & raw.keys() - inner.keys():
-            if inner[name].get(None) and raw[other]:
+            if replaces and raw[other]:
                 tell(
                     f"{where}{other}={raw.pop(other)}: the recipe's value is dropped for "
-                    f"{where}{name}={inner[name][None]}"
+                    f"{where}{name}={value}"
                 )
     for name in {**raw, **inner}:
         path, value, given = f"{where}{name}", raw.get(name, {}), inner.get(name, {})
