@@ -147,12 +147,7 @@ class Thawing(NamedTuple):
 
     def moving(self, grads: dict, step: Number) -> dict:
         """Returns gradients that are 0 for parameters still frozen after `step` steps."""
-        frozen = step < self.until
-        return jax.tree.map(
-            lambda g, m: jnp.where(frozen & m, 0, g) if np.any(m) else g,
-            grads,
-            self.mask,
-        )
+        return _zeroed(grads, self.mask, step < self.until)
 
     def apart(self, clip: optax.GradientTransformation):
         """Returns a clipping that treats parameters that are still frozen separately.
@@ -195,17 +190,20 @@ def stop_frozen_gradients(params: dict, optim: OptimConfig) -> dict:
     )
 
 
+def _zeroed(updates: dict, mask: dict, frozen: jax.Array | bool) -> dict:
+    """Returns updates that are 0 where the mask is True, if `frozen`."""
+    return jax.tree.map(
+        lambda u, m: jnp.where(frozen & m, 0, u) if np.any(m) else u, updates, mask
+    )
+
+
 def _freeze(mask: dict, until: int) -> optax.GradientTransformation:
     """Zeroes masked updates for `until` steps, or always if that is 0."""
 
     def update(updates, state, params=None):
         del params
         frozen = jnp.asarray(True) if not until else state.count < until
-        updates = jax.tree.map(
-            lambda u, m: jnp.where(frozen & m, 0, u) if np.any(m) else u,
-            updates,
-            mask,
-        )
+        updates = _zeroed(updates, mask, frozen)
         return updates, optax.ScaleByScheduleState(state.count + 1)
 
     def init(params):
