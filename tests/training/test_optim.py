@@ -124,6 +124,83 @@ def test_the_warmup_reaches_the_peak_in_its_last_step_where_that_is_stated():
     assert (one(0), one(1)) == (0, PEAK)
 
 
+EPOCHS, WARM, START, END = 11, 3, 0.02, 0.1
+# DeiT, DeiT III and ViT-5 by epochs; SimMIM, then Swin by steps.
+OF_TIMM = {
+    "deit": {"includes_warmup": True, "by_epochs": True},
+    "simmim": {"includes_warmup": True, "by_epochs": False},
+    "swin": {"includes_warmup": False, "by_epochs": False},
+}
+
+
+def as_timm(includes_warmup, by_epochs, steps_per_epoch=7.0):
+    """Returns the rates of a run of `EPOCHS` epochs with options of timm's schedule."""
+    stated = {"warmup_epochs": WARM, "warmup_learning_rate": START}
+    stated["schedule_by_epochs"] = by_epochs
+    rate = rates(
+        steps_per_epoch=steps_per_epoch,
+        total=round(EPOCHS * steps_per_epoch),
+        warmup=stated,
+        end_learning_rate=END,
+        includes_warmup=includes_warmup,
+    )
+    return [rate(step) for step in range(round(EPOCHS * steps_per_epoch))]
+
+
+@pytest.mark.parametrize("name", OF_TIMM)
+def test_a_cosine_is_that_of_timm(name):
+    options = OF_TIMM[name]
+    unit = 1 if options["by_epochs"] else 7
+    first = 0 if options["includes_warmup"] else WARM * unit
+    expected = []
+    for step in range(7 * EPOCHS):
+        # DeiT calls `lr_scheduler.step(epoch)` when that epoch has ended.
+        t = max(step // 7 - 1, 0) if options["by_epochs"] else step
+        part = (t - first) / (EPOCHS * unit - first)
+        cosine = END + (PEAK - END) * (1 + np.cos(np.pi * part)) / 2
+        ramp = START + (PEAK - START) * t / (WARM * unit)
+        expected.append(ramp if t < WARM * unit else cosine)
+    np.testing.assert_allclose(as_timm(**options), expected, rtol=2e-6)
+
+
+def test_rates_by_epochs_change_where_epochs_begin():
+    found = as_timm(**OF_TIMM["deit"], steps_per_epoch=7.4)
+    changes = [step for step in range(1, len(found)) if found[step] != found[step - 1]]
+    # Epochs 0 and 1 have one rate.
+    assert changes == [round(7.4 * epoch) for epoch in range(2, EPOCHS)]
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("name", OF_TIMM)
+def test_a_cosine_is_what_timm_itself_computes(name):
+    from import_timm import import_timm, torch
+
+    import_timm()
+    from timm.scheduler import CosineLRScheduler
+
+    options = OF_TIMM[name]
+    by_epochs, prefix = options["by_epochs"], not options["includes_warmup"]
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=PEAK)
+    unit = 1 if by_epochs else 7
+    scheduler = CosineLRScheduler(
+        optimizer,
+        t_initial=(EPOCHS - WARM * prefix) * unit,
+        lr_min=END,
+        warmup_lr_init=START,
+        warmup_t=WARM * unit,
+        warmup_prefix=prefix,
+        t_in_epochs=by_epochs,
+    )
+    expected = []
+    for step in range(7 * EPOCHS):
+        if not by_epochs:
+            scheduler.step_update(step)
+        expected.append(optimizer.param_groups[0]["lr"])
+        if by_epochs and step % 7 == 6:
+            scheduler.step(step // 7)
+    np.testing.assert_allclose(as_timm(**options), expected, rtol=2e-6)
+
+
 @pytest.mark.parametrize("boundaries", [(70, 30), (30, TOTAL), (WARMUP,)])
 def test_step_out_of_order_is_an_error(boundaries):
     with pytest.raises(UserError, match=r"must ascend between .* \(10\) .* \(100\)"):

@@ -65,6 +65,7 @@ _WORDS = {
     "optim.name": "opt optimizer optimiser",
     "optim.schedule": "sched scheduler lrscheduler lrschedulertype",
     "optim.warmup_epochs": "warmupepochs",
+    "optim.warmup_learning_rate": "warmuplr warmuplrinit warmupinitlr",
     "optim.warmup_steps": "warmup warmupsteps",
     "optim.weight_decay": "wd weightdecay decay",
     "task.label_smoothing": "smoothing labelsmoothing labelsmoothingfactor",

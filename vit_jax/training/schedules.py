@@ -94,13 +94,20 @@ class CosineConfig(CooldownConfig):
     end_learning_rate: float = key(
         0.0, "Learning rate one step after the last, or where the cooldown to 0 begins."
     )
+    includes_warmup: bool = key(
+        False,
+        "Begin the half cosine with the run, so that the warmup takes the place of its "
+        "first part, as timm does without `warmup_prefix`.",
+    )
 
     def build(self, peak: Number, warmup: int, run: RunLength) -> Schedule:
         cooldown, left = self.cooldown(warmup, run)
-        steps = max(1, run.total_steps - warmup - cooldown)
-        cosine = optax.cosine_decay_schedule(
+        first = warmup if self.includes_warmup else 0
+        steps = max(1, run.total_steps - warmup - cooldown + first)
+        decay = optax.cosine_decay_schedule(
             peak, steps, alpha=self.end_learning_rate / peak
         )
+        cosine = lambda step: decay(step + first)
         if not cooldown:
             return cosine
         if not self.end_learning_rate:

@@ -26,7 +26,7 @@ from vit_jax.training.schedules import Number, Schedule
 def learning_rate(optim: OptimConfig, peak: Number, run: RunLength) -> Schedule:
     """Returns the learning rate as a function of the steps already taken.
 
-    It is linear from 0 over the warmup, then follows the schedule to the end of the run.
+    It is linear over the warmup, then follows the schedule to the end of the run.
 
     Args:
       optim: section `optim`.
@@ -43,10 +43,24 @@ def learning_rate(optim: OptimConfig, peak: Number, run: RunLength) -> Schedule:
             f"optim.{length_key(optim, 'warmup')} or raise {run.key}"
         )
     ramp = optax.linear_schedule(
-        0.0, peak, max(1, warmup - 1 if optim.warmup_ends_at_peak else warmup)
+        optim.warmup_learning_rate,
+        peak,
+        max(1, warmup - 1 if optim.warmup_ends_at_peak else warmup),
     )
     rest = optim.schedule.build(peak, warmup, run)
-    return optax.join_schedules([ramp, rest], [warmup])
+    rate = optax.join_schedules([ramp, rest], [warmup])
+    if not optim.schedule_by_epochs:
+        return rate
+    return lambda step: rate(_previous_epoch(step, run.steps_per_epoch))
+
+
+def _previous_epoch(step: Number, steps_per_epoch: float) -> Number:
+    """Returns the first step of the epoch before the one of a step; epoch 0 has none.
+
+    Epoch n begins at step round(n * steps_per_epoch), as all lengths in epochs end.
+    """
+    epoch = jnp.floor((step + 0.5) / steps_per_epoch)
+    return jnp.round(jnp.maximum(epoch - 1, 0) * steps_per_epoch)
 
 
 def weight_decay(optim: OptimConfig, run: RunLength) -> Number | Schedule:

@@ -48,6 +48,12 @@ class OptimConfig:
         "Reach the peak in the last step of the warmup, not in the one after it, as "
         "DINO's code does.",
     )
+    warmup_learning_rate: float = key(0.0, "Learning rate at the start of the warmup.")
+    schedule_by_epochs: bool = key(
+        False,
+        "Keep one learning rate in each epoch, that of the start of the epoch before it, "
+        "as DeiT's code does: epochs 0 and 1 have the first one.",
+    )
     weight_decay: float = key(0.0, "Decoupled from the loss, times the scheduled rate.")
     weight_decay_end: float = key(
         0.0, "Half a cosine leads from `weight_decay` to this; 0 is off."
