@@ -66,7 +66,10 @@ def get_config(arg: str | None = None) -> ConfigDict:
         momentum=0.9,
         learning_rate=3e-3,
         warmup_steps=warmup,
-        schedule=dict(name="step", boundaries=tuple(drops), decay_rate=0.1),
+        # The authors' code drops the rate in the step after each of these.
+        schedule=dict(
+            name="step", boundaries=tuple(n + 1 for n in drops), decay_rate=0.1
+        ),
     )
     c.ema = dict(decay=0.0)
 

@@ -82,6 +82,8 @@ def get_config(arg: str | None = None) -> ConfigDict:
         warmup_fraction=0.1,
         schedule=dict(name="cosine", end_learning_rate=0.0),
         weight_decay=0.2,
+        # All but gains, biases and the class token, as in OpenCLIP.
+        weight_decay_mask=(r"/kernel$", r"pos_embedding$", r"text/embedding$"),
         grad_clip_norm=1.0,
     )
     c.ema = dict(decay=0.0)

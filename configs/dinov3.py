@@ -5,12 +5,12 @@ Run:    python -m vit_jax.train --config=configs/dinov3.py:model=L/16 --workdir=
 Try:    the same with --config=configs/dinov3.py:quick (3 steps, any machine)
 Result: not run by us; the README of the code has 82.0 % (k-NN), 83.5 % (linear) for L/16
 
-Numbers are those of facebookresearch/dinov3 6876159, configs/train/vitl_im1k_lin834.yaml.
-`:schedule=constant` has the schedules of dinov3_vit7b16_pretrain.yaml: rate, momentum and decay are
-constant after a warmup of a tenth. `:stage=gram` (dinov3_vit7b16_gram_anchor.yaml) goes on from a
-run: the anchor, first the teacher that it starts from, gets the same crops at twice the size;
-`:stage=high_resolution` (dinov3_vit7b16_high_res_adapt.yaml) goes on from that: each step draws one
-of five pairs of sizes. Ours: crops, networks of the first run; 30,000 steps of `gram`, there until
+Numbers are those of facebookresearch/dinov3 6876159, vitl_im1k_lin834.yaml. `:schedule=constant`
+has the schedules of dinov3_vit7b16_pretrain.yaml: rate, momentum and decay are constant after a
+warmup of a tenth, without its end point. `:stage=gram` (dinov3_vit7b16_gram_anchor.yaml) continues
+a run: the anchor, at first its teacher, gets the same crops at twice the size;
+`:stage=high_resolution` (dinov3_vit7b16_high_res_adapt.yaml) continues that: each step draws one of
+five pairs of sizes. Ours: crops, networks of the first run; 30,000 steps of `gram`, there until
 dense features are best; small crops of 160 for 168, a linear warmup and evaluation at 512 in the
 last; draws for 8 images in a row (33 % of a masked crop, there 30); first values of kernels.
 """
@@ -99,9 +99,9 @@ def get_config(arg: str | None = None) -> ConfigDict:
     c.update(log_every_steps=50, checkpoint_every_steps=3_750)
     if arg.schedule == "constant" or gram:
         c.optim.schedule = dict(name="constant")
-        c.optim.update(weight_decay_end=0.0, freeze_steps=625)
+        c.optim.update(weight_decay_end=0, freeze_steps=625, warmup_ends_at_peak=False)
         c.task.update(teacher_momentum=0.994, teacher_momentum_end=0.994)
-        c.task.teacher_temperature_steps = 12_500
+        c.task.teacher_temperature_steps = 12_501
     if gram:
         c.model.update(rope_rescale=2.0, drop_path_rate=0.4)
         c.task.update(GRAM_TRANSFORMS, koleo_group=16, gram_weight=2.0, gram_scale=2.0)

@@ -13,8 +13,11 @@ Steps, rates and splits of table 4 are in `vit_jax.tools.sweeps.recipes`, which 
 `init` is to be filled in: a workdir, or a published .npz. The resolution is 384, or 518
 for H/14, whose patches do not divide 384; table 2 has 512 for L/16 on ImageNet
 (`resolution=512`). Above 384 on ImageNet the parameters are averaged, as in table 2.
-The paper names no augmentation and no warmup: images are resized and cropped at the
-ratio of 448 to 384, as in the authors' VTAB code, and the rate starts at its peak.
+The paper names no augmentation and no warmup. `protocol=paper`: images are resized and
+cropped at the ratio of 448 to 384, as in the authors' VTAB code, and the rate starts at its
+peak. `protocol=code` is google-research/vision_transformer: inception crop, 500 steps of
+warmup, momentum in bfloat16 (rounded by up to 0.2 % in each step). It has no Pets and
+Flowers; their warmup of 100 is big_vision's. Both codes train on the part of `dev`.
 """
 
 from ml_collections import ConfigDict
@@ -25,6 +28,7 @@ from vit_jax.tools.sweeps import recipes
 ARGUMENTS = dict(
     model=("B/16", "B/32", "L/16", "L/32", "H/14"),
     dataset=tuple(recipes.TABLE_4),
+    protocol=("paper", "code"),
     rate=0.0,  # 0: the third of the sweep.
     resolution=0,  # 0: 384, or 518 for H/14.
     dev=False,
@@ -70,6 +74,10 @@ def get_config(arg: str | None = None) -> ConfigDict:
         weight_decay=0.0,
         grad_clip_norm=1.0,
     )
+    if arg.protocol == "code":
+        c.data.train_transform = "inception_crop | flip"
+        warmup = 500 if recipe.steps > 500 else 100
+        c.optim.update(warmup_steps=warmup, mu_dtype="bfloat16")
     c.ema = dict(decay=recipe.average(size))
 
     c.log_every_steps = 50

@@ -9,7 +9,9 @@ import pathlib
 import re
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax.traverse_util import flatten_dict
 from helpers import RECIPES
@@ -237,6 +239,7 @@ def test_transfer_is_a_row_of_table_4():
         assert (c.data.image_size, c.ema.decay) == ((384, 384), 0.0)
         assert (c.data.num_classes, c.data.split) == (100, "train")
         assert fields.to_dict(c)["evals"] == {"test": "test"}
+        assert (c.optim.warmup_steps, c.optim.mu_dtype) == (0, "float32")
     dev = config.load(spec("transfer", dataset="cifar100", dev=True))
     assert dev.data.split == "train[:98%]"
     assert fields.to_dict(dev)["evals"] == {"dev": "train[98%:]"}
@@ -258,6 +261,23 @@ def test_transfer_of_table_2_is_larger_and_averaged(
     c = config.load(spec("transfer", **chosen))
     assert c.data.image_size == (size, size)
     assert c.ema.decay == average
+
+
+@pytest.mark.parametrize(
+    ("dataset", "warmup"),
+    [("imagenet2012", 500), ("cifar10", 500), ("oxford_iiit_pet", 100)],
+)
+def test_transfer_as_the_authors_code_has_its_crop_warmup_and_momentum(dataset, warmup):
+    """google-research/vision_transformer; Pets and Flowers: big_vision's transfer.py."""
+    paper, c = (
+        config.load(spec("transfer", dataset=dataset, protocol=name))
+        for name in ("paper", "code")
+    )
+    assert c.data.train_transform == "inception_crop | flip"
+    found = (c.optim.warmup_steps, c.optim.mu_dtype, c.total_steps)
+    assert found == (warmup, "bfloat16", paper.total_steps)
+    keys = {line.split(":")[0] for line in fields.differences(paper, c)}
+    assert keys == {"data.train_transform", "optim.warmup_steps", "optim.mu_dtype"}
 
 
 KNOWN = {"model": ("B/16", "L/16"), "epochs": (90, 30), "rate": 0.1, "size": 7}
@@ -341,7 +361,14 @@ def test_bit_hyperrule_is_the_protocol(dataset):
     else:
         stairs = (500, *((6, 12, 18, 20) if large else (3, 6, 9, 10)))
         stairs = (500, *(1000 * n for n in stairs[1:]))
-    assert (c.optim.warmup_steps, *c.optim.schedule.boundaries, c.total_steps) == stairs
+    warmup, *drops, end = stairs
+    assert (c.optim.warmup_steps, c.total_steps) == (warmup, end)
+    # As `get_lr` of google-research/big_transfer: a drop is after its step.
+    rate = optim.learning_rate(c.optim, 0.003, RunLength(end, 1.0))
+    for step in (0, warmup - 1, *(n + i for n in drops for i in range(-1, 3)), end - 1):
+        tenths = sum(drop < step for drop in drops)
+        expected = 0.003 * min(step / warmup, 1) / 10**tenths
+        assert float(rate(step)) == pytest.approx(expected), step
     found = c.optim.learning_rate, c.optim.schedule.decay_rate, c.batch_size
     assert found == (0.003, 0.1, 512)
     resized, size = (160, 128) if dataset.startswith("cifar") else (512, 480)
@@ -380,11 +407,14 @@ mae:model=B/16,stage=linear mae:model=L/16,stage=linear mae:model=H/14,stage=lin
 simmim
     epochs=800 batch_size=2048 optim.warmup_epochs=10 optim.weight_decay=0.05
     peak512=1e-4 task.mask_ratio=0.6 task.mask_unit=32
+    optim.warmup_learning_rate=2e-6
 simmim:epochs=100
-    peak512=2e-4
+    peak512=2e-4 optim.warmup_learning_rate=4e-6
+    optim.schedule.includes_warmup=True optim.schedule.end_learning_rate=4e-5
 simmim:stage=finetune
     epochs=100 optim.warmup_epochs=20 optim.layer_decay=0.65 peak512=1.25e-3
-    model.drop_path_rate=0.1
+    model.drop_path_rate=0.1 optim.warmup_learning_rate=1e-6
+    optim.schedule.includes_warmup=True
 simmim:model=Swin-B
     model.window_size=6 data.image_size=(192,192) peak512=1e-4 task.mask_unit=32
 simmim:model=Swin-B,stage=finetune
@@ -402,6 +432,7 @@ masked_patch
     task.mask_ratio=0.5 task.mask_share=0.8 task.swap_share=0.1
 # Appendix A of arXiv:2103.14030, and the configs of microsoft/Swin-Transformer.
 swin:model=B swin:model=V2-B
+    optim.warmup_learning_rate=1e-6 optim.schedule.includes_warmup=False
     epochs=300 batch_size=1024 optim.warmup_epochs=20 peak1024=1e-3
     optim.weight_decay=0.05 optim.schedule.end_learning_rate=1e-5
     model.drop_path_rate=0.5 optim.grad_clip_norm=5.0
@@ -410,6 +441,13 @@ swin:model=B,data=imagenet21k swin:model=V2-B,data=imagenet21k
     model.drop_path_rate=0.2 optim.grad_clip_norm=5.0
 swin:model=B,stage=finetune swin:model=V2-B,stage=finetune
     peak512=2e-5 epochs=30 optim.weight_decay=1e-8 model.drop_path_rate=0.2
+    optim.warmup_learning_rate=4e-8
+swin:model=V2-B,data=imagenet21k
+    data.image_size=(192,192) model.window_size=12 optim.weight_decay=0.1
+    optim.warmup_learning_rate=1e-6
+swin:model=V2-B,stage=finetune
+    data.image_size=(256,256) model.window_size=16
+    model.pretrained_window_sizes=(12,12,12,6)
 # README and main_dino.py of facebookresearch/dino.
 dino
     batch_size=1024 peak256=5e-4 optim.warmup_epochs=10 optim.weight_decay_end=0.4
@@ -433,6 +471,8 @@ dinov2:model=L/14,length=long
 dinov2:model=g/14,length=long
     task.koleo_group=12
 # Configs of facebookresearch/dinov3.
+dinov3:model=L/16,schedule=constant dinov3:model=L/16,stage=high_resolution
+    optim.warmup_ends_at_peak=False
 dinov3:model=L/16
     total_steps=125000 batch_size=2048 task.koleo_group=64 task.start_from_teacher=False
     model.token_init_std=0.02
@@ -442,19 +482,22 @@ dinov3:model=L/16,stage=high_resolution
 deit:model=S/16
     epochs=300 batch_size=1024 optim.warmup_epochs=5 optim.weight_decay=0.05
     peak512=5e-4 optim.schedule.end_learning_rate=1e-5 data.repeats=3
-    model.drop_path_rate=0.1 ema.decay=0.99996
+    model.drop_path_rate=0.1 ema.decay=0.99996 optim.schedule_by_epochs=True
+    optim.warmup_learning_rate=1e-6 optim.schedule.includes_warmup=True
 deit:model=S/16,distilled=True
     task.kind=hard task.alpha=0.5
 deit:model=S/16,stage=finetune
     peak512=5e-6 epochs=30 optim.weight_decay=1e-8 data.image_size=(384,384)
-    optim.schedule.name=constant
+    optim.schedule.name=constant model.drop_path_rate=0.0
+    optim.schedule_by_epochs=True optim.warmup_learning_rate=1e-6
 # README_revenge.md of facebookresearch/deit.
 deit3:model=L/16
     epochs=800 batch_size=2048 optim.name=lamb optim.learning_rate=3e-3
     task.loss=sigmoid task.target_threshold=0.0 data.repeats=3
     data.image_size=(192,192) model.posemb_resize=bicubic_plain
     model.drop_path_rate=0.45 model.drop_path_schedule=constant
-    model.layer_scale_init=1e-4
+    model.layer_scale_init=1e-4 optim.schedule_by_epochs=True
+    optim.warmup_learning_rate=1e-6 optim.schedule.includes_warmup=True
 deit3:model=S/16
     optim.learning_rate=4e-3
 deit3:model=H/14,stage=finetune
@@ -462,7 +505,7 @@ deit3:model=H/14,stage=finetune
 deit3:model=L/16,stage=finetune
     epochs=20 optim.learning_rate=1e-5 optim.weight_decay=0.1 data.repeats=1
     optim.schedule.end_learning_rate=1e-5
-    data.image_size=(224,224)
+    data.image_size=(224,224) optim.schedule_by_epochs=True optim.eps=1e-8
 # README, models_vit5.py and main.py of wangf3014/ViT-5 (arXiv:2602.08071).
 vit5:model=S/16
     epochs=800 batch_size=2048 optim.name=lamb optim.learning_rate=4e-3
@@ -472,6 +515,8 @@ vit5:model=S/16
     model.layer_scale_init=1e-4 model.rms_norm=True model.qk_norm=True
     model.num_register_tokens=4 model.rope=axial model.rope_temperature=10000.0
     optim.schedule.end_learning_rate=1e-5 ema.decay=0.99996
+    optim.schedule_by_epochs=True optim.warmup_learning_rate=1e-6
+    optim.schedule.includes_warmup=True
 vit5:model=B/16
     optim.learning_rate=3e-3 data.image_size=(192,192) model.drop_path_rate=0.2
 vit5:model=L/16
@@ -479,6 +524,7 @@ vit5:model=L/16
 vit5:model=L/16,stage=finetune
     epochs=20 batch_size=512 optim.learning_rate=1e-5 optim.weight_decay=0.1
     data.image_size=(224,224) model.drop_path_rate=0.5 task.label_smoothing=0.1
+    optim.schedule_by_epochs=True optim.eps=1e-8
 """
 
 
@@ -512,6 +558,20 @@ def test_crops_are_blurred_as_dinov2_does(stem):
     assert "gaussian_blur(0.5)" in task.small_transform
 
 
+def test_warmups_of_dinov3_end_as_in_its_files():
+    """`CosineScheduler`, and of the files with `schedules` `linear_warmup_cosine_decay`."""
+    for schedule in ("cosine", "constant"):
+        c = config.load(spec("dinov3", model="S/16", schedule=schedule))
+        run = RunLength(c.total_steps, 1.0)
+        rates = np.linspace(0, 4e-3, 12_500, endpoint=schedule == "cosine")
+        rate = optim.learning_rate(c.optim, 4e-3, run)
+        for step in (1, 6_000, 12_499):
+            assert float(rate(step)) == pytest.approx(rates[step], abs=2e-9)
+    heats = np.linspace(0.04, 0.07, 12_500, endpoint=False)
+    heat = c.task.build(c.build_model(), c.data, run).teacher_temperature
+    assert float(heat(12_499)) == pytest.approx(heats[12_499], rel=2e-7)
+
+
 def test_networks_of_recipes_are_what_their_protocols_need():
     c = config.load(spec("simmim"))
     run = RunLength(c.num_steps(c.data.num_examples), c.data.num_examples / 2048)
@@ -523,6 +583,11 @@ def test_networks_of_recipes_are_what_their_protocols_need():
     other = config.load(spec("simmim", stage="finetune"))
     for name in ("variant", "pool", "class_token", "posemb", "activation"):
         assert getattr(c.model, name) == getattr(other.model, name)
+    # Swin V2's coordinates stay those of the windows that it learnt with.
+    wide = config.load(spec("swin", model="V2-B", data="imagenet21k"))
+    wide, tuned = wide.model, config.load(spec("swin", model="V2-B", stage="finetune"))
+    windows = tuple(min(wide.window_size, 48 >> stage) for stage in range(4))
+    assert tuned.model.pretrained_window_sizes == windows
     swin = config.load(spec("simmim", model="Swin-B")).build_model()
     assert swin.encoder_stride == 32
     distilled = config.load(spec("deit", model="S/16", distilled=True)).build_model()
@@ -555,6 +620,42 @@ def test_weight_decay_of_what_is_learnt_without_labels_matches_parameters(stem):
     tokens = {"mae": {"network/cls", "decoder/mask_token"}, "simmim": {"mask_token"}}
     also = {path for path in found if not path.endswith("/kernel")}
     assert also == tokens.get(stem, set())
+
+
+def test_weight_decay_of_simmim_with_swin_misses_its_exceptions():
+    """`get_pretrain_param_groups` asks for "encoder.relative_position_bias_table"."""
+    c = config.load(spec("simmim", model="Swin-B", quick=True))
+    task = c.task.build(c.build_model(), c.data, RunLength(3, 1.0))
+    params = jax.eval_shape(task.init, jax.random.key(0))[0]
+    kept = flatten_dict(params, sep="/").keys() - decayed(c, params)
+    assert {"decoder/kernel", "network/stage_1/block_0/attn/bias_table"} <= decayed(
+        c, params
+    )
+    assert {path.split("/")[-1] for path in kept} == {"bias", "scale", "mask_token"}
+
+
+def test_weight_decay_of_clip_is_of_all_but_gains_biases_and_vectors():
+    """`exclude` of OpenCLIP: fewer than two axes there, or a norm, bias or logit scale."""
+    c = config.load(spec("clip", quick=True))
+    task = c.task.build(c.build_model(), c.data, RunLength(3, 1.0))
+    params = jax.eval_shape(task.init, jax.random.key(0))[0]
+    found = {path for path in decayed(c, params) if not path.endswith("/kernel")}
+    positions = "network/Transformer/posembed_input/pos_embedding"
+    assert found == {"text/embedding", "text/pos_embedding", positions}
+    kept = flatten_dict(params, sep="/").keys() - decayed(c, params)
+    last = {path.split("/")[-1] for path in kept}
+    assert last == {"bias", "scale", "cls", "logit_scale"}
+
+
+@pytest.mark.parametrize("stem", ["deit3", "vit5"])
+def test_steps_of_lamb_on_a_sum_over_classes_are_those_on_their_mean(stem):
+    c = config.load(spec(stem))
+    assert c.task.loss == "sigmoid"  # A sum; the mean has gradients of this size:
+    mean = np.array([1e-9, 1e-8, 1e-6])
+    tx = optax.chain(*c.optim.moments())
+    summed = {"bias": jnp.asarray(mean * c.data.num_classes)}
+    steps, _ = tx.update(summed, tx.init(summed))
+    np.testing.assert_allclose(steps["bias"], mean / (mean + 1e-8), rtol=1e-4)
 
 
 @pytest.mark.parametrize("version", ["", "V2-"])

@@ -47,6 +47,7 @@ def test_a_task_of_vtab_is_the_row_of_table_4_with_its_own_transforms(name):
     steps, rates = PAPER["table4"]["VTAB"]
     found = recipes.find(f"vtab/{name}")
     assert (found.steps, list(found.rates), found.warmup) == (steps, rates, 200)
+    assert found.mu_dtype == "bfloat16"  # scenic.momentum_hp
     assert (found.part, found.held_out) == ("train800", "val200")
     assert (found.train, found.test) == ("train800val200", "test")
     words = found.ops((384, 384))

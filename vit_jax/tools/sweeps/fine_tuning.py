@@ -202,6 +202,7 @@ def _raw(pretrained, recipe, size, mode) -> dict:
         "optim": {
             "name": "sgd",
             "momentum": 0.9,
+            "mu_dtype": recipe.mu_dtype,
             "schedule": "cosine",
             "weight_decay": 0.0,
             "grad_clip_norm": 1.0,

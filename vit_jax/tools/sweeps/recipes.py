@@ -1,9 +1,9 @@
 """Fine-tuning recipes of data sets: rates, steps, splits, transforms.
 
-Source: arXiv:2010.11929, table 4. For VTAB-1k it gives the steps and one rate; warmup and
-transforms of each task are those of github.com/google-research/scenic
-(vtab_plainvit_config.py). The paper names no other augmentation: images are resized and
-cropped at scenic's ratio of 448 to 384, and mirrored.
+Source: arXiv:2010.11929, table 4. For VTAB-1k it gives the steps and one rate; warmup,
+transforms of each task and the momentum's dtype are those of
+github.com/google-research/scenic (vtab_plainvit_config.py). The paper names no other
+augmentation: images are resized and cropped at scenic's ratio of 448 to 384, and mirrored.
 """
 
 import dataclasses
@@ -47,6 +47,7 @@ class Recipe:
       rates: peak learning rates to choose from.
       steps: steps per run; 0 to use `steps_for` of the size of `train`.
       warmup: steps of linear warmup.
+      mu_dtype: dtype of the momentum.
       crop: whether to train on random crops of images resized to 448/384 of the size.
       flip: whether to mirror half of the training images.
       source: source of the numbers, for the log.
@@ -62,6 +63,7 @@ class Recipe:
     rates: tuple[float, ...] = _RATES
     steps: int = 0
     warmup: int = 0
+    mu_dtype: str = "float32"
     crop: bool = True
     flip: bool = True
     source: str = "arXiv:2010.11929, table 4"
@@ -145,6 +147,7 @@ def _of_task(dataset: str, data_dir: str, test: str) -> Recipe:
         rates=_VTAB_RATES,
         steps=_VTAB_STEPS,
         warmup=_VTAB_WARMUP,
+        mu_dtype="bfloat16",
         crop="crop" in task.ops,
         flip="flip" in task.ops,
     )
