@@ -113,7 +113,8 @@ def finetune(c: ConfigDict, arg) -> None:
 def linear(c: ConfigDict, arg) -> None:
     c.epochs = 90
     c.init = dict(checkpoint="?")
-    c.data.train_transform = f"{CROP.format((0.08, 1.0))} | flip"
+    crop = "clipped_crop(area=(0.08, 1.0), interpolation='bicubic')"  # util/crop.py
+    c.data.train_transform = f"{crop} | flip"
     c.evals = dict(val="validation")
     c.task = dict(name="linear_probe")
     c.optim.update(name="lars", base_learning_rate=0.1, warmup_epochs=10)

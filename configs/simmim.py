@@ -21,7 +21,7 @@ ARGUMENTS = dict(
     epochs=(800, 100),  # Of pretraining.
     quick=False,
 )
-CROP = "random_resized_crop(area={}, interpolation='bicubic')"
+CROP = "random_resized_crop(area={}, interpolation='{}')"
 
 
 def get_config(arg: str | None = None) -> ConfigDict:
@@ -82,7 +82,7 @@ def get_config(arg: str | None = None) -> ConfigDict:
 
 def pretrain(c: ConfigDict, arg, is_swin: bool) -> None:
     c.epochs = arg.epochs
-    c.data.train_transform = f"{CROP.format((0.67, 1.0))} | flip"
+    c.data.train_transform = CROP.format((0.67, 1.0), "bilinear") + " | flip"
     c.evals = dict(knn=dict(kind="knn", test="validation", every_epochs=20))
     c.evals.val = dict(kind="task", split="validation")
     c.task = dict(name="simmim", mask_ratio=0.6, mask_unit=32)
@@ -110,7 +110,7 @@ def finetune(c: ConfigDict, arg, is_swin: bool) -> None:
     last = (r"encoder_norm/", r"fc_norm/")
     c.init = dict(checkpoint="?", allow_mismatch=() if is_swin else last)
     c.data.train_transform = (
-        f"{CROP.format((0.08, 1.0))} | timm_randaugment | flip "
+        f"{CROP.format((0.08, 1.0), 'bicubic')} | timm_randaugment | flip "
         "| random_erasing(0.25, fill='normal') | mixup_or_cutmix(0.8, 1.0)"
     )
     c.evals = dict(val="validation")

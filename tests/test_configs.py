@@ -548,6 +548,15 @@ def test_a_recipe_is_its_protocol(recipe, keys):
         assert found == (pytest.approx(wanted) if number else wanted), key
 
 
+def test_simmim_and_the_probe_of_mae_have_crops_of_their_own():
+    found = config.load(spec("simmim")).data.train_transform
+    crop = "random_resized_crop(area=(0.67, 1.0), interpolation='bilinear')"
+    assert found == f"{crop} | flip"
+    found = config.load(spec("mae", stage="linear")).data.train_transform
+    crop = "clipped_crop(area=(0.08, 1.0), interpolation='bicubic')"
+    assert found == f"{crop} | flip"
+
+
 @pytest.mark.parametrize("stem", ["dinov2", "dinov3"])
 def test_crops_are_blurred_as_dinov2_does(stem):
     # RandomApply gets one minus the probability, so the first large crop has none.

@@ -281,6 +281,7 @@ GEOMETRY = [
     "inception_crop",
     "random_resized_crop",
     "random_resized_crop(interpolation='bicubic')",
+    "clipped_crop(interpolation='bilinear')",
     "resize_small(59) | random_crop",
     "resize_small((39, 83)) | central_crop",
     "scale_crop(scale=(0.7, 4))",

@@ -11,6 +11,7 @@ from sklearn.datasets import load_sample_image
 from vit_jax.data.transforms import host as host_transforms
 from vit_jax.data.transforms.host import (
     CentralCrop,
+    ClippedCrop,
     InceptionCrop,
     RandomCrop,
     RandomResizedCrop,
@@ -73,10 +74,10 @@ def test_random_resized_crop_of_an_extreme_shape_takes_the_middle():
     assert op(image, rng()).max() == 9
 
 
-def boxes(op, count=4000):
+def boxes(op, count=4000, sides=(HEIGHT, WIDTH)):
     """Draws parts: top, left, height and width."""
     generator = rng()
-    return np.transpose([op.box(HEIGHT, WIDTH, generator) for _ in range(count)])
+    return np.transpose([op.box(*sides, generator) for _ in range(count)])
 
 
 def area_cdf(least, most, ratio, aspect):
@@ -152,6 +153,27 @@ def test_inception_crops_are_drawn_as_in_tensorflow(shape):
         op = RandomResizedCrop(7)
         other = np.array([op.box(*sides, generator) for _ in range(len(theirs))])
         assert stats.ks_2samp(other[:, 2], theirs[:, 2]).pvalue < 1e-6
+
+
+def test_clipped_crops_are_drawn_as_in_mae():
+    """`get_params` of util/crop.py of facebookresearch/mae, in NumPy."""
+    height, width, generator = 500, 333, np.random.default_rng(3)
+    area = height * width * generator.uniform(0.08, 1.0, 3000)
+    ratio = np.exp(generator.uniform(np.log(3 / 4), np.log(4 / 3), 3000))
+    h = np.minimum(np.round(np.sqrt(area / ratio)), height).astype(int)
+    w = np.minimum(np.round(np.sqrt(area * ratio)), width).astype(int)
+    theirs = [generator.integers(0, side + 1) for side in (height - h, width - w)]
+    theirs += [h, w, h * w, w / h]
+    measures = []
+    for op in (ClippedCrop(7, area=(0.08, 1)), RandomResizedCrop(7, area=(0.08, 1))):
+        top, left, h, w = boxes(op, 3000, (height, width))
+        measures.append([top, left, h, w, h * w, w / h])
+    ours, torchvision = measures
+    for one, other in zip(ours, theirs, strict=True):
+        assert stats.ks_2samp(one, other).pvalue > 0.001
+    # A test that does not see torchvision's parts is none.
+    assert stats.ks_2samp(torchvision[3], theirs[3]).pvalue < 1e-6
+    assert (ours[3] == width).mean() > 0.2 > (torchvision[3] == width).mean()
 
 
 def test_an_image_that_no_part_fits_is_taken_whole_by_inception_crop():

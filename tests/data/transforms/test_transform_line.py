@@ -94,7 +94,7 @@ def test_a_level_of_augreg_stands_for_randaugment_and_mixup(level):
         ("multi_crop(interpolation='box')", "interpolation='box' is not one of fast"),
         (
             "random_resized_crop(interpolation='no')",
-            "='no' is not one of fast, bicubic",
+            "='no' is not one of fast, bilinear, bicubic",
         ),
         (
             "random_resized_crop(antialias=False, interpolation='bicubic')",

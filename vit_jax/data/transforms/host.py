@@ -65,8 +65,8 @@ class RandomResizedCrop(HostTransform):
       size: height and width of the result in pixels, or one number for both.
       area: smallest and largest part of the image's area.
       ratio: smallest and largest width by height of the part.
-      interpolation: "fast" for `resize_fast`; "bicubic" for Pillow's antialiased
-        filter, with which MAE and DINO were trained.
+      interpolation: "fast" for `resize_fast`; "bilinear" and "bicubic" for Pillow's
+        antialiased filters, with which SimMIM, and MAE and DINO were trained.
     """
 
     moves_pixels = True
@@ -80,7 +80,7 @@ class RandomResizedCrop(HostTransform):
         False, "Repeat the chroma of JPEG files; needs the extra `fast`."
     )
     interpolation: Given = key(
-        "fast", "Filter of the resize.", choices=("fast", "bicubic")
+        "fast", "Filter of the resize.", choices=("fast", "bilinear", "bicubic")
     )
 
     def __post_init__(self):
@@ -125,35 +125,58 @@ class RandomResizedCrop(HostTransform):
         `box` has top, left, height and width in pixels of the image in full size; `shrink` is the
         factor by which `image` is smaller.
         """
-        filters = Image.Resampling
-        bicubic = self.interpolation == "bicubic"
+        fast = self.interpolation == "fast"
+        resample = INTERPOLATIONS["bilinear" if fast else self.interpolation]
         if shrink > 1:
             box = tuple(x / shrink for x in box)
-            resample = filters.BICUBIC if bicubic else filters.BILINEAR
             return resize_box(image, box, pair(self.size), resample)
         top, left, height, width = box
         part = image[top : top + height, left : left + width]
-        if bicubic:  # Pixels beside the part do not count, as in torchvision.
+        if not fast:  # Pixels beside the part do not count, as in torchvision.
             whole = (0, 0, height, width)
-            return resize_box(part, whole, pair(self.size), filters.BICUBIC)
+            return resize_box(part, whole, pair(self.size), resample)
         return resize_fast(part, pair(self.size), self.antialias)
 
     def box(
         self, height: int, width: int, rng: np.random.Generator
     ) -> tuple[int, int, int, int]:
         """Draws a part: top, left, height and width, in pixels."""
-        low, high = map(math.log, self.ratio)
-        span = self.area[1] - self.area[0]
         for _ in range(10):
-            area = height * width * (self.area[0] + rng.random() * span)
-            ratio = math.exp(low + rng.random() * (high - low))
-            w, h = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
+            h, w = self._sides(height, width, rng)
             if 0 < w <= width and 0 < h <= height:
                 return _below(height - h + 1, rng), _below(width - w + 1, rng), h, w
         # An extreme shape: the largest central part whose ratio is allowed.
         w = max(1, min(width, round(height * self.ratio[1])))
         h = max(1, min(height, round(width / self.ratio[0])))
         return (height - h) // 2, (width - w) // 2, h, w
+
+    def _sides(
+        self, height: int, width: int, rng: np.random.Generator
+    ) -> tuple[int, int]:
+        """Draws the height and width of a part, which may not fit."""
+        low, high = map(math.log, self.ratio)
+        span = self.area[1] - self.area[0]
+        area = height * width * (self.area[0] + rng.random() * span)
+        ratio = math.exp(low + rng.random() * (high - low))
+        return round(math.sqrt(area / ratio)), round(math.sqrt(area * ratio))
+
+
+@dataclasses.dataclass(frozen=True)
+class ClippedCrop(RandomResizedCrop):
+    """Crops a random part of random shape and resizes it, as BYOL and MAE's linear probe do.
+
+    Area and shape are drawn once, where `RandomResizedCrop` draws again what does not fit:
+    a side that is longer than the image's is clipped to it.
+
+    Args: see `RandomResizedCrop`.
+    """
+
+    def box(
+        self, height: int, width: int, rng: np.random.Generator
+    ) -> tuple[int, int, int, int]:
+        h, w = self._sides(height, width, rng)
+        h, w = max(1, min(h, height)), max(1, min(w, width))
+        return _below(height - h + 1, rng), _below(width - w + 1, rng), h, w
 
 
 @dataclasses.dataclass(frozen=True)
@@ -633,6 +656,7 @@ def _low_pass(times: float) -> Float32[np.ndarray, " taps"]:
 TRANSFORMS = {
     "inception_crop": InceptionCrop,
     "random_resized_crop": RandomResizedCrop,
+    "clipped_crop": ClippedCrop,
     "resize": Resize,
     "resize_small": ResizeSmall,
     "central_crop": CentralCrop,
