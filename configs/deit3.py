@@ -9,7 +9,8 @@ Result: not run by us; the authors report 81.4, 83.8, 84.9 and 85.2 % for S, B, 
 
 The numbers are those of facebookresearch/deit's README_revenge.md: 800 epochs, and rates that
 change by epochs. Its binary cross-entropy is a mean over the classes, ours a sum with gradients
-1,000 times as large: LAMB's steps are the same, as epsilon, 1e-8 there, is 1e-5 here. The
+1,000 times as large: LAMB's steps are the same, as epsilon, 1e-8 there, is 1e-5 here. Apex's
+LAMB also clips that mean's gradients at a norm of 1, here 1,000, which we leave out. The
 class token has no position there; here it has one, which adds to the token alone and makes
 the same network. H/14 was trained at 160, no multiple of its patch: here at 154. Of
 fine-tuning, batch, smoothing and mixup are DeiT's.

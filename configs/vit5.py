@@ -13,8 +13,8 @@ defaults of main.py, read in November 2026). Four things differ here: there quer
 and value have no bias, registers are rotated too, by a 2x2 grid of their own, and kernels
 begin with a standard deviation of 0.02, the classifier's too, ours as in vit_jax.models; and
 the binary cross-entropy is a mean over the classes, ours a sum with gradients 1,000 times as
-large: LAMB's steps are the same, as epsilon, 1e-8 there, is 1e-5 here. Rates change by epochs,
-as there.
+large: LAMB's steps are the same, as epsilon, 1e-8 there, is 1e-5 here. Apex's LAMB also clips
+that mean's gradients at a norm of 1, here 1,000, which we leave out. Rates change by epochs.
 """
 
 from ml_collections import ConfigDict

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from helpers import tiny_config
 
-from vit_jax.config.lengths import RunLength
+from vit_jax.config.lengths import RunLength, depends_on_epochs
 from vit_jax.distributed import mesh as meshes
 from vit_jax.distributed.mesh import MeshConfig
 from vit_jax.errors import UserError
@@ -166,6 +166,9 @@ def test_a_cosine_is_that_of_timm(name):
 def test_rates_by_epochs_change_where_epochs_begin():
     found = as_timm(**OF_TIMM["deit"], steps_per_epoch=7.4)
     changes = [step for step in range(1, len(found)) if found[step] != found[step - 1]]
+    # A step that is shared by runs depends on it.
+    stated = {"learning_rate": PEAK, "schedule_by_epochs": True}
+    assert depends_on_epochs(tiny_config(optim=stated).optim)
     # Epochs 0 and 1 have one rate.
     assert changes == [round(7.4 * epoch) for epoch in range(2, EPOCHS)]
 
