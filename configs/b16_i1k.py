@@ -10,7 +10,7 @@ Result: not run by us; the authors report an upstream precision at 1 at 224 px o
 
 from ml_collections import ConfigDict
 
-from configs.common import parse_arg, quick
+from configs.common import big_vision_crop, parse_arg, quick
 
 ARGUMENTS = dict(model=("B/16", "B/32", "L/16", "L/32", "H/14"), quick=False)
 
@@ -31,7 +31,7 @@ def get_config(arg: str | None = None) -> ConfigDict:
         num_classes=1_000,
         image_size=(224, 224),
         train_transform="inception_crop | flip",
-        eval_transform="resize_small(256) | central_crop",
+        eval_transform=big_vision_crop(256),
     )
     c.evals = dict(val="validation")
 

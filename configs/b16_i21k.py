@@ -17,7 +17,7 @@ The data set is no TFDS built-in: prepare it as "imagenet21k", with one split "f
 
 from ml_collections import ConfigDict
 
-from configs.common import parse_arg, quick
+from configs.common import big_vision_crop, parse_arg, quick
 
 ARGUMENTS = dict(
     model=("B/16", "B/32", "L/16", "L/32", "H/14"),
@@ -41,7 +41,7 @@ def get_config(arg: str | None = None) -> ConfigDict:
         num_classes=21_843,
         image_size=(224, 224),
         train_transform="inception_crop | flip",
-        eval_transform="resize_small(256) | central_crop",
+        eval_transform=big_vision_crop(256),
     )
     c.evals = dict(val="full[25600:51200]")
 

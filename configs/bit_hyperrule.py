@@ -29,6 +29,7 @@ SCHEDULES = {
     500_000: (500, 3_000, 6_000, 9_000, 10_000),
     float("inf"): (500, 6_000, 12_000, 18_000, 20_000),
 }
+FILTER = "interpolation='bilinear_plain'"
 ARGUMENTS = dict(
     model=("R50x1", "R50x2", "R101x1", "R152x1", "R152x2", "R152x4", "R200x3"),
     dataset=tuple(DATASETS),
@@ -54,8 +55,8 @@ def get_config(arg: str | None = None) -> ConfigDict:
         split="train",
         num_classes=num_classes,
         image_size=(size, size),
-        train_transform=f"resize({resized}) | random_crop | flip{mixup}",
-        eval_transform="resize",
+        train_transform=f"resize({resized}, {FILTER}) | random_crop | flip{mixup}",
+        eval_transform=f"resize({FILTER})",
     )
     c.evals = dict(test=test)
 

@@ -184,6 +184,12 @@ def use_captions(data: str, config: ConfigDict) -> None:
         config.data.update(name="folder", data_dir=data, caption_key="txt")
 
 
+def big_vision_crop(short_side: int) -> str:
+    """Returns an `eval_transform`: short side and middle as in Google's big_vision."""
+    how = f"{short_side}, interpolation='area'"
+    return f"resize_small({how}) | central_crop(down=True)"
+
+
 def bicubic_crop(short_side: int) -> str:
     """Returns an `eval_transform`: a bicubic resize of the short side, then the middle."""
     return f"resize_small({short_side}, interpolation='bicubic') | central_crop"

@@ -12,7 +12,7 @@ loss and the last rate on JFT: they are those of ImageNet-21k, see b16_i21k.py.
 
 from ml_collections import ConfigDict
 
-from configs.common import parse_arg, quick
+from configs.common import big_vision_crop, parse_arg, quick
 
 # Epochs and peak rate. Table 3 lists L/16 and R50+L/16 with 7 and with 14 epochs.
 ROWS = {
@@ -51,7 +51,7 @@ def get_config(arg: str | None = None) -> ConfigDict:
         num_classes=18_291,  # arXiv:1707.02968.
         image_size=(224, 224),
         train_transform="inception_crop | flip",
-        eval_transform="resize_small(256) | central_crop",
+        eval_transform=big_vision_crop(256),
     )
     c.evals = dict(val="validation")
 

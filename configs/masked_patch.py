@@ -16,7 +16,7 @@ steps. It states no weight decay. `:data=cifar10` is a network that a CPU can tr
 
 from ml_collections import ConfigDict
 
-from configs.common import cifar10, parse_arg, quick
+from configs.common import big_vision_crop, cifar10, parse_arg, quick
 
 ARGUMENTS = dict(
     model=("B/16", "B/32", "L/16"),
@@ -43,7 +43,7 @@ def get_config(arg: str | None = None) -> ConfigDict:
         mean=(0.5,),  # As the paper's other runs.
         std=(0.5,),
         train_transform="inception_crop | flip",
-        eval_transform="resize_small(256) | central_crop",
+        eval_transform=big_vision_crop(256),
     )
     c.evals = dict(val=dict(kind="task", split="validation"))
     if arg.data == "imagenet21k":

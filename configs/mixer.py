@@ -13,7 +13,7 @@ train, with a softmax.
 
 from ml_collections import ConfigDict
 
-from configs.common import cifar10, parse_arg, quick
+from configs.common import big_vision_crop, cifar10, parse_arg, quick
 
 ARGUMENTS = dict(
     model=("B/16", "S/16", "S/32", "B/32", "L/16", "L/32"),
@@ -39,7 +39,7 @@ def get_config(arg: str | None = None) -> ConfigDict:
         mean=(0.5,),  # As Google's files of weights.
         std=(0.5,),
         train_transform="inception_crop | randaugment(2, 15) | flip | mixup(0.5)",
-        eval_transform="resize_small(256) | central_crop",
+        eval_transform=big_vision_crop(256),
     )
     c.evals = dict(val="validation")
 

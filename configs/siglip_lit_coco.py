@@ -15,6 +15,7 @@ from ml_collections import ConfigDict
 
 from configs.common import parse_arg, quick, use_captions
 
+RESIZE = "resize(interpolation='bilinear_plain')"
 ARGUMENTS = dict(model=("B/16", "B/32", "L/16"), data="coco_captions", quick=False)
 
 
@@ -36,8 +37,8 @@ def get_config(arg: str | None = None) -> ConfigDict:
         tokenizer="hf://google/siglip-base-patch16-224",  # c4_en of T5.
         num_tokens=16,
         image_size=(224, 224),
-        train_transform="resize | randaugment(2, 10) | flip",
-        eval_transform="resize",
+        train_transform=f"{RESIZE} | randaugment(2, 10) | flip",
+        eval_transform=RESIZE,
     )
     c.evals = dict(retrieval=dict(kind="retrieval", split="val"))
 

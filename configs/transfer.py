@@ -13,6 +13,7 @@ Steps, rates and splits of table 4 are in `vit_jax.tools.sweeps.recipes`, which 
 `init` is to be filled in: a workdir, or a published .npz. The resolution is 384, or 518
 for H/14, whose patches do not divide 384; table 2 has 512 for L/16 on ImageNet
 (`resolution=512`). Above 384 on ImageNet the parameters are averaged, as in table 2.
+Resizes have the filter of Google's code; weights of others have theirs in `transfer`.
 The paper names no augmentation and no warmup. `protocol=paper`: images are resized and
 cropped at the ratio of 448 to 384, as in the authors' VTAB code, and the rate starts at its
 peak. `protocol=code` is google-research/vision_transformer: inception crop, 500 steps of
@@ -53,8 +54,7 @@ def get_config(arg: str | None = None) -> ConfigDict:
         split=recipe.part if arg.dev else recipe.train,
         num_classes=recipe.num_classes,
         image_size=size,
-        train_transform=recipe.ops(size),
-        eval_transform="resize",
+        **recipe.transforms(size, "bilinear_plain"),
     )
     c.evals = dict(dev=recipe.held_out) if arg.dev else dict(test=recipe.test)
 

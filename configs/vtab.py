@@ -9,7 +9,8 @@ Result: not run by us; the paper's B/16 is not among those of its table 9, whose
         from JFT reaches 77.63 % on average
 
 1,000 images are trained on; the rate of table 4 is stated without a sweep. Warmup,
-each task's transforms and momentum in bfloat16 are those of the authors' VTAB code.
+each task's transforms, the filter of resizes and momentum in bfloat16 are those of the
+authors' VTAB code; weights of others have their filter in `transfer`.
 """
 
 from ml_collections import ConfigDict
@@ -43,8 +44,7 @@ def get_config(arg: str | None = None) -> ConfigDict:
         split=recipe.train,
         num_classes=recipe.num_classes,
         image_size=size,
-        train_transform=recipe.ops(size),
-        eval_transform="resize",
+        **recipe.transforms(size, "bilinear_plain"),
     )
     c.evals = dict(test=recipe.test)
 

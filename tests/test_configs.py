@@ -23,6 +23,7 @@ from configs.study import optimizer, positions, self_supervision
 from vit_jax import models
 from vit_jax.config import fields, loading
 from vit_jax.config.lengths import RunLength, length_in_steps
+from vit_jax.data.transforms import host, parse
 from vit_jax.errors import UserError
 from vit_jax.training import config, optim
 from vit_jax.training.run_report import published_tables
@@ -373,7 +374,8 @@ def test_bit_hyperrule_is_the_protocol(dataset):
     assert found == (0.003, 0.1, 512)
     resized, size = (160, 128) if dataset.startswith("cifar") else (512, 480)
     assert c.data.image_size == (size, size)
-    assert c.data.train_transform.startswith(f"resize({resized}) | random_crop | flip")
+    line = f"resize({resized}, interpolation='bilinear_plain') | random_crop | flip"
+    assert c.data.train_transform.startswith(line)
     mixed = "mixup(0.1)" in c.data.train_transform
     assert mixed != dataset.startswith("oxford")
 
@@ -555,6 +557,27 @@ def test_simmim_and_the_probe_of_mae_have_crops_of_their_own():
     found = config.load(spec("mae", stage="linear")).data.train_transform
     crop = "clipped_crop(area=(0.08, 1.0), interpolation='bicubic')"
     assert found == f"{crop} | flip"
+
+
+# big_vision's `resize_small` takes the average of an area; a resize to a size is
+# bilinear without antialias there and in the code of ViT, BiT and VTAB.
+AREA = "resize_small(256, interpolation='area') | central_crop(down=True)"
+PLAIN = "resize(interpolation='bilinear_plain')"
+GOOGLE = {
+    stem: AREA for stem in ("b16_i1k", "b16_i21k", "jft", "mixer", "masked_patch")
+}
+GOOGLE |= {
+    stem: PLAIN for stem in ("transfer", "vtab", "bit_hyperrule", "siglip_lit_coco")
+}
+
+
+@pytest.mark.parametrize("stem", GOOGLE)
+def test_recipes_of_google_evaluate_with_the_filter_of_their_code(stem):
+    data = config.load(spec(stem)).data
+    assert data.eval_transform == GOOGLE[stem]
+    trained = parse.parse_train(data.train_transform, data.image_size).host
+    filters = {op.interpolation for op in trained if isinstance(op, host.Resize)}
+    assert filters <= {"bilinear_plain"}
 
 
 @pytest.mark.parametrize("stem", ["dinov2", "dinov3"])

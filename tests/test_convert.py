@@ -189,11 +189,12 @@ def test_a_network_that_a_format_lacks_leaves_nothing(tmp_path):
 def test_a_note_says_how_google_readers_prepare_images(tmp_path):
     _, notes = export.export(made(), "google", tmp_path / "a.npz")
     assert notes[1] == (
-        "images: readers of the format assume 12x12, bilinear, whole image, mean "
+        "images: readers of the format assume 12x12, bilinear_plain, whole image, mean "
         "0.5,0.5,0.5, std 0.5,0.5,0.5, so predictions differ unless they are given "
         "12x12, bicubic, crop 0.75, mean 0.4,0.5,0.6, std 0.2,0.3,0.25"
     )
-    usual = dataclasses.replace(made(), preprocess=Preprocess((12, 12), squash=True))
+    how = Preprocess((12, 12), interpolation="bilinear_plain", squash=True)
+    usual = dataclasses.replace(made(), preprocess=how)
     _, notes = export.export(usual, "google", tmp_path / "b.npz")
     assert not any(note.startswith("images") for note in notes)
 

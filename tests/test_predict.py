@@ -369,7 +369,7 @@ def test_missing_preprocessing_and_names_are_assumed_and_numbered(
     words = place / "images" / "b.JPG", f"--model={tmp_path}/plain.safetensors"
     _, out, err = run(*words)
     assert re.fullmatch(
-        r"plain\.safetensors: has no preprocessing; assumed that of Google's ViTs: "
+        r"plain\.safetensors: has no preprocessing; assumed that of Hugging Face's ViTs: "
         r"16x24, bilinear, whole image, mean 0\.5, std 0\.5\n",
         err,
     )

@@ -289,7 +289,11 @@ def _add_preparation(parser: Parser) -> None:
     add = parser.add_argument
     add("--mean", type=_floats, help="of pixels divided by 255: 0.485,0.456,0.406")
     add("--std", type=_floats, help="standard deviation of the same: 0.229,0.224,0.225")
-    add("--interpolation", help="nearest, bilinear, bicubic, lanczos, area or hamming")
+    add(
+        "--interpolation",
+        help="filter of resizes: nearest, bilinear, bicubic, lanczos, box, hamming; or of "
+        "Google's code, area or bilinear_plain (not antialiased)",
+    )
     add("--crop_pct", type=_crop, help="fraction of the short side, or squash")
     add(
         "--exif",

@@ -55,14 +55,14 @@ def encoded(picture, format="PNG", **options):
         ((224, 224), 1.0, (224, 320), (0, 48)),
     ],
 )
-@pytest.mark.parametrize("interpolation", ["bilinear", "bicubic", "lanczos", "area"])
+@pytest.mark.parametrize("interpolation", ["bilinear", "bicubic", "lanczos", "box"])
 def test_resized_and_cropped_as_by_hand(
     picture, image_size, fraction, resized, corner, interpolation
 ):
     preprocess = Preprocess(
         image_size, interpolation=interpolation, crop_fraction=fraction
     )
-    filter = Image.Resampling[{"area": "BOX"}.get(interpolation, interpolation.upper())]
+    filter = Image.Resampling[interpolation.upper()]
     (top, left), (height, width) = corner, image_size
     expected = np.array(picture.resize(resized[::-1], filter))
     expected = expected[top : top + height, left : left + width]
@@ -208,8 +208,8 @@ def assumed(source, format="timm", size=(32, 48), **options):
 
 def test_what_is_assumed_follows_the_format_and_the_name():
     size = (32, 48)
-    google = "Google's ViTs", Preprocess(size, squash=True)
-    assert assumed("deit.npz", "google") == google
+    whole = "Hugging Face's ViTs", Preprocess(size, squash=True)
+    assert assumed("deit", "hugging_face") == whole
     plain = Preprocess(size, interpolation="bicubic", crop_fraction=0.9)
     assert assumed("deit/run/vit.pth") == ("timm's ViTs", plain)
     family, deit = assumed("vit.pth", distillation=True)

@@ -15,12 +15,7 @@ from typing import TypeVar
 import numpy as np
 from jaxtyping import Float, Int16, Num
 
-from vit_jax.data.transforms.host import (
-    INTERPOLATIONS,
-    covering_size,
-    resize_box,
-    resize_fast,
-)
+from vit_jax.data.transforms.host import covering_size, resize_all, resize_fast
 
 RESIZES = ("cover", "none", "whole")
 
@@ -41,7 +36,7 @@ class Sliding:
         "none" leaves its size, with black where it is smaller than a window; "whole"
         resizes all of it to one window.
       overlap: least part of a window's side that the next one covers too.
-      interpolation: filter of the resize, one of `INTERPOLATIONS`.
+      interpolation: filter of the resize, one of `host.INTERPOLATIONS`.
     """
 
     window: tuple[int, int]
@@ -99,14 +94,15 @@ class Sliding:
         """Returns the height and width to which an image is resized."""
         if self.resize == "whole":
             return self.window
-        return size if self.resize == "none" else covering_size(size, self.window)
+        if self.resize == "none":
+            return size
+        return covering_size(size, self.window, self.interpolation)
 
     def _fit(self, image, padded):
         """Returns an image resized and, where it is smaller than a window, padded."""
         size = self.fitted(image.shape[:2])
         if image.shape[:2] != size:
-            how = INTERPOLATIONS[self.interpolation]
-            image = resize_box(image, (0, 0, *image.shape[:2]), size, how)
+            image = resize_all(image, size, self.interpolation)
         more = [(0, all_ - own) for all_, own in zip(padded, size, strict=True)]
         return np.pad(image, (*more, (0, 0)))
 

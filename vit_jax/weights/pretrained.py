@@ -46,8 +46,7 @@ class Preprocess:
       image_size: height and width of the model's input, in pixels.
       mean: subtracted per channel, as a fraction of 255.
       std: divisor per channel, applied after the mean.
-      interpolation: "nearest", "bilinear", "bicubic", "lanczos", "area" or "hamming";
-        antialiased when an image shrinks.
+      interpolation: filter of the resize, one of `host.INTERPOLATIONS`.
       crop_fraction: fraction of the resized side that the crop keeps.
       squash: whether resizing changes the aspect ratio instead of cropping.
       short_side: whether the short side of the image is resized to
@@ -56,7 +55,7 @@ class Preprocess:
       exif: whether files are rotated by their EXIF orientation tags; None if unknown:
         evaluations do not rotate them then, and `upright` does.
       crop_down: whether half a pixel of the margin above and beside the crop is rounded
-        down as in transformers, not to even as in torchvision.
+        down as in transformers and big_vision, not to even as in torchvision.
       cut: rows at the bottom and columns on the right that fill no patch.
       fill: colour of the border, from 0 to 255 per channel; () without a border.
       pixels, bands: what is read of a file, see `data.pixels` and `data.bands`.
@@ -283,10 +282,9 @@ def resize_and_crop(
             f"has {pixels.shape[1]}x{pixels.shape[0]} pixels, which become "
             f"{width}x{height} before the crop, too many"
         )
-    if pixels.shape[:2] != (height, width):
-        how = host_transforms.INTERPOLATIONS[preprocess.interpolation]
-        whole = (0, 0, *pixels.shape[:2])
-        pixels = host_transforms.resize_box(pixels, whole, (height, width), how)
+    pixels = host_transforms.resize_all(
+        pixels, (height, width), preprocess.interpolation
+    )
     top, left = _corner((height, width), preprocess)
     shape = (*preprocess.image_size, pixels.shape[-1])
     # A border of a colour, from 0 to 255, where the crop reaches beyond the image.
@@ -311,7 +309,9 @@ def resized_size(size: tuple[int, int], preprocess: Preprocess) -> tuple[int, in
     if preprocess.fill:
         ratio = max(map(operator.truediv, size, sides))
         return tuple(max(1, round(side / ratio)) for side in size)
-    return sides if preprocess.squash else host_transforms.covering_size(size, sides)
+    if preprocess.squash:
+        return sides
+    return host_transforms.covering_size(size, sides, preprocess.interpolation)
 
 
 def crop_box(
@@ -339,9 +339,7 @@ def _corner(size: tuple[int, int], preprocess: Preprocess) -> tuple[int, int]:
     def start(length, crop):
         if preprocess.fill and crop > length:
             return -((crop - length) // 2)
-        if preprocess.crop_down:
-            return (length - crop) // 2
-        return host_transforms.centre_crop_start(length, crop)
+        return host_transforms.centre_crop_start(length, crop, preprocess.crop_down)
 
     top, left = map(start, size, crop_sides(preprocess))
     return top, left
@@ -432,13 +430,13 @@ def usual_preprocess(pretrained: Pretrained) -> Usual:
     beside the mean of the patches, and a separate norm of the mean.
 
     Returns:
-      The whole image, bilinear, to [-1, 1], as in Google's code and Hugging Face's
-      ViTImageProcessor; for timm the values of most `default_cfgs` in version 1.0.31
+      The whole image, bilinear, to [-1, 1], as in Hugging Face's ViTImageProcessor; for
+      timm the values of most `default_cfgs` in version 1.0.31
       (vision_transformer.py, deit.py), and for MAE those of its main_finetune.py.
     """
     size = tuple(pretrained.options.get("image_size", (224, 224)))
     if pretrained.format != "timm":
-        return Usual("Google's ViTs", Preprocess(size, squash=True))
+        return Usual("Hugging Face's ViTs", Preprocess(size, squash=True))
     options = {"relative_bias": "none", "posemb": "learned", **pretrained.options}
     pooled = options.get("pool") == "gap" and options.get("fc_norm")
     plain = options["relative_bias"] == "none" and options["posemb"] == "learned"

@@ -281,6 +281,8 @@ def _preprocess(data: dict) -> Preprocess | None:
     resizes = host_transforms.Resize | host_transforms.ResizeSmall
     if transforms and isinstance(transforms[0], resizes):
         common["interpolation"] = transforms[0].interpolation
+        if isinstance(transforms[-1], host_transforms.CentralCrop):
+            common["crop_down"] = transforms[-1].down
     match transforms:
         case ():  # The images already have this size.
             return Preprocess(**common, squash=True)

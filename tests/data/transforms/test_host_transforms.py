@@ -16,6 +16,7 @@ from vit_jax.data.transforms.host import (
     RandomCrop,
     RandomResizedCrop,
 )
+from vit_jax.data.transforms.parse import parse_eval
 
 # Of TensorFlow 2.21; tests/golden/README.md.
 GOLDEN = pathlib.Path(__file__).parents[2] / "golden"
@@ -187,6 +188,55 @@ def test_inception_crops_are_resized_as_in_tensorflow():
         whole = InceptionCrop(size).cut(image, (0, 0, *image.shape[:2]))
         apart = np.abs(whole - TENSORFLOW[f"bilinear/{name}"])
         assert apart.max() < 1
+
+
+FILTERS = {"area": "area", "bilinear_plain": "bilinear"}  # Ours to TensorFlow's.
+# Grey levels; where one side grows and the other shrinks, areas are rounded twice.
+MOST = {"area": 1.3, "bilinear_plain": 1}
+
+
+@pytest.mark.parametrize(
+    ("interpolation", "name"),
+    [
+        (ours, name)
+        for ours, theirs in FILTERS.items()
+        for name in TENSORFLOW
+        if name.startswith(f"{theirs}/")
+    ],
+)
+def test_filters_of_google_are_those_of_tensorflow(interpolation, name):
+    image, expected = TENSORFLOW["image"], TENSORFLOW[name]
+    resize = host_transforms.Resize(expected.shape[:2], interpolation)
+    assert np.abs(resize(image, rng()) - expected).max() < MOST[interpolation]
+    deep = resize(image.astype(np.uint16) * 257, rng()) / 257
+    assert np.abs(deep - expected).max() < 0.01
+    bands = np.concatenate([image] * 22, -1).astype(np.float32)  # 66, more than 64.
+    np.testing.assert_allclose(resize(bands, rng())[..., -3:], expected, atol=0.01)
+    classes = resize(image[..., :1].astype(np.int16), rng())
+    assert set(classes.flat) <= set(image[..., 0].flat)
+
+
+def test_lines_of_googles_evaluations_are_those_of_tensorflow():
+    image = TENSORFLOW["image"]
+    cropped = "resize_small(29, interpolation='area') | central_crop(down=True)"
+    whole = "resize(interpolation='bilinear_plain')"
+    lines = {cropped: "resize_small(29)|central_crop(24)", whole: "resize(24)"}
+    for ours, theirs in lines.items():
+        found = image
+        for op in parse_eval(ours, (24, 24)):
+            found = op(found, rng())
+        assert np.abs(found - TENSORFLOW[f"line/{theirs}"]).max() < 1
+
+
+@pytest.mark.slow
+def test_photographs_are_resized_as_by_tensorflow(natural):
+    tf = pytest.importorskip("tensorflow", reason="needs the extra prepare")
+    for image in natural:
+        for size in ((64, 64), (61, 200), (224, 131), (400, 90)):
+            for ours, theirs in FILTERS.items():
+                expected = tf.image.resize(image, size, theirs).numpy()
+                found = host_transforms.resize_all(image, size, ours)
+                assert np.abs(found - expected).max() < MOST[ours]
 
 
 def test_cuts_are_parts_of_the_photograph(natural):

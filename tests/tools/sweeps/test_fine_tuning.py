@@ -13,7 +13,7 @@ from vit_jax.models import variants
 from vit_jax.tools.sweeps import fine_tuning, recipes
 from vit_jax.training import config as configuration
 from vit_jax.training import optim
-from vit_jax.weights.pretrained import Pretrained
+from vit_jax.weights.pretrained import Preprocess, Pretrained
 
 ROOT = pathlib.Path(__file__).parents[3]
 
@@ -30,7 +30,9 @@ def task(pretrained, dataset="cifar100", **options):
 
 
 def test_runs_have_what_the_recipe_by_hand_has():
-    found = task(published(pool="token", representation_layer=True))
+    google = published(pool="token", representation_layer=True)
+    how = Preprocess((224, 224), interpolation="bilinear_plain", squash=True)
+    found = task(dataclasses.replace(google, preprocess=how))
     arg = "model=B/16,dataset=cifar100,rate=0.01"
     for ours, extra in (
         (found.trial(0.01), ",dev"),
@@ -41,7 +43,7 @@ def test_runs_have_what_the_recipe_by_hand_has():
         lines = fields.differences(theirs, ours)
         keys = {line.split(":")[0] for line in lines}
         # How often is told and saved, where it is computed, and how it is written.
-        free = {"name", "data.eval_transform", "model.dtype", "checkpoint.max_to_keep"}
+        free = {"name", "model.dtype", "checkpoint.max_to_keep"}
         free |= {"evals.dev", "evals.held_out"}
         assert {k for k in keys if "_every_" not in k} <= free, lines
     assert found.trial(0.01).evals == {

@@ -36,7 +36,10 @@ def test_a_data_set_of_the_paper_is_its_row_of_table_4(dataset):
     assert (found.train, found.data_dir) == ("train", "/data")
     assert (found.part, found.held_out) == (f"train[:{kept}%]", f"train[{kept}%:]")
     assert found.test == ("validation" if dataset == "imagenet2012" else "test")
-    assert found.ops((384, 384)) == "resize((448, 448)) | random_crop | flip"
+    assert found.transforms((384, 384), "area") == {
+        "train_transform": "resize((448, 448), interpolation='area') | random_crop | flip",
+        "eval_transform": "resize(interpolation='area')",
+    }
     averaged = dataset == "imagenet2012"
     assert found.average((384, 384)) == 0.0
     assert found.average((512, 512)) == (0.9999 if averaged else 0.0)
@@ -50,7 +53,7 @@ def test_a_task_of_vtab_is_the_row_of_table_4_with_its_own_transforms(name):
     assert found.mu_dtype == "bfloat16"  # scenic.momentum_hp
     assert (found.part, found.held_out) == ("train800", "val200")
     assert (found.train, found.test) == ("train800val200", "test")
-    words = found.ops((384, 384))
+    words = found.transforms((384, 384), "area")["train_transform"]
     assert ("random_crop" in words) == ("crop" in vtab.TASKS[name].ops)
     assert ("flip" in words) == ("flip" in vtab.TASKS[name].ops)
 
@@ -65,7 +68,8 @@ def test_a_set_that_is_not_in_the_paper_is_treated_as_those_of_its_size():
 
 
 def test_digits_are_not_mirrored():
-    assert recipes.find("digits").ops((16, 24)) == "resize((19, 28)) | random_crop"
+    found = recipes.find("digits").transforms((16, 24), "bicubic")["train_transform"]
+    assert found == "resize((19, 28), interpolation='bicubic') | random_crop"
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,9 @@ def test_tree_and_options_are_ours(tmp_path, options):
     assert found.format == "big_vision"
     assert_same(found.params, flat)
     assert models.create(**found.options).options == model.options
-    assert found.preprocess == Preprocess((side, side), crop_fraction=0.875)
+    assert found.preprocess == Preprocess(
+        (side, side), interpolation="area", crop_fraction=0.875, crop_down=True
+    )
 
 
 @pytest.mark.parametrize(
@@ -106,7 +108,9 @@ def test_image_tower_is_taken_out_of_two_towers(tmp_path):
     renamed = {theirs(n).replace("params/", "params/img/"): v for n, v in flat.items()}
     found = open_pretrained(save(tmp_path / "a.npz", renamed | text))
     assert_same(found.params, flat)
-    assert found.preprocess == Preprocess((12, 12), squash=True)
+    assert found.preprocess == Preprocess(
+        (12, 12), interpolation="bilinear_plain", squash=True
+    )
     assert found.notes == (
         "ignored 4 arrays beside the network: params/b, params/t, params/txt",
     )

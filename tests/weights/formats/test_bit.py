@@ -64,6 +64,7 @@ def test_both_layouts_give_our_tree_and_options(tmp_path, rename, options):
     assert_same(found.params, flat)
     assert models.create(**found.options).options == model.options
     assert "image size: not in the file, so 224x224" in found.notes
+    assert found.preprocess.interpolation == "bilinear_plain"
 
 
 @pytest.mark.parametrize("variant", [n for n in variants.NAMES if "/" not in n])

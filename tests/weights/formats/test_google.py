@@ -35,7 +35,9 @@ def test_both_ways_of_counting_give_our_tree_and_options(tmp_path, rename, optio
     assert found.format == "google"
     assert_same(found.params, flat)
     assert models.create(**found.options).options == model.options
-    assert found.preprocess == Preprocess((12, 12), squash=True)
+    assert found.preprocess == Preprocess(
+        (12, 12), interpolation="bilinear_plain", squash=True
+    )
     assert found.notes == ()
 
 

@@ -11,6 +11,7 @@ from vit_jax import models, weights
 from vit_jax.errors import UserError
 from vit_jax.models import text
 from vit_jax.tasks import contrastive
+from vit_jax.weights.pretrained import Preprocess
 from vit_jax.weights.text_tower import text_tower
 
 GOLDEN = pathlib.Path(__file__).parents[2] / "golden"
@@ -22,6 +23,9 @@ def test_towers_are_those_of_vision_transformer(case):
     pretrained = weights.open_pretrained(GOLDEN / f"lit_{case}.npz")
     assert pretrained.format == "lit" and pretrained.options["num_classes"] == 0
     assert (text.PROJECTION in pretrained.task_params) == (case == "image_head")
+    assert pretrained.preprocess == Preprocess(
+        pretrained.options["image_size"], interpolation="bilinear_plain", squash=True
+    )
     tower = text_tower(pretrained)
     model = models.create(**pretrained.options)
     features = model.apply(pretrained.params, jnp.asarray(wanted["image"]))

@@ -54,6 +54,7 @@ def test_options_are_read_off_the_shapes():
         "channels": 3,
     }
     assert found.preprocess.mean == (0.5,) * 3
+    assert found.preprocess.interpolation == "bilinear_plain"
 
 
 def test_the_first_names_and_prefixes_are_read(arrays, tmp_path):

@@ -231,6 +231,12 @@ def test_preprocessing_that_open_clip_lacks_is_noted(tmp_path):
     lost = [note for note in notes if note.startswith("preprocessing")]
     names = [re.search(r"(\w+)=", note)[1] for note in lost]
     assert names == ["interpolation", "crop_fraction", "fill"]
+    plain = dataclasses.replace(found.preprocess, interpolation="bilinear_plain")
+    plain = dataclasses.replace(found, preprocess=plain)
+    note, *others = WRITERS["open_clip"].write(plain, tmp_path)
+    assert "interpolation='bilinear_plain'" in note
+    assert "preprocessing:" not in str(others)
+    assert weights.open_pretrained(tmp_path).preprocess.interpolation == "bilinear"
     open_clip.create_model_and_transforms(f"local-dir:{tmp_path}")
     assert "preprocessing:" not in str(WRITERS["open_clip"].write(found, tmp_path))
 

@@ -452,7 +452,7 @@ UNWRITABLE_IMAGES = [
     ("timm", (12, 20), {"fill": (0, 0, 0)}, r"fill=\(0, 0, 0\): timm's border"),
     ("timm", (12, 20), SHORT_SIDE, "a centre crop of 12x20 .*--to=hf or --to=safe"),
     ("hf", (12, 20), {}, "a centre crop of 12x20: .*--to=timm"),
-    ("hf", (12, 12), {"interpolation": "area"}, "interpolation='area': Hugging"),
+    ("hf", (12, 12), {"interpolation": "box"}, "interpolation='box': Hugging"),
     ("hf", (12, 12), {"fill": (9, 9, 9)}, r"fill=\(9, 9, 9\): .*--to=timm"),
 ]
 
@@ -464,3 +464,17 @@ def test_preprocessing_that_a_format_lacks_is_refused(
     given = checkpoint(encoder(image_size=size), preprocess=Preprocess(size, **images))
     with pytest.raises(UserError, match=message):
         export.export(given, to, tmp_path / "a")
+
+
+@pytest.mark.parametrize("filter", ["area", "bilinear_plain"])
+@pytest.mark.parametrize("to", ["timm", "hf"])
+def test_a_filter_of_googles_that_a_format_lacks_is_another_and_noted(
+    tmp_path, to, filter
+):
+    how = Preprocess((12, 12), interpolation=filter, squash=True)
+    given = checkpoint(encoder(image_size=(12, 12), activation="gelu"), preprocess=how)
+    _, notes = export.export(given, to, tmp_path / "a")
+    (note,) = [note for note in notes if "interpolation" in note]
+    assert f"interpolation={filter!r}" in note and "'bilinear'" in note
+    found = weights.open_pretrained(tmp_path / "a").preprocess
+    assert found.interpolation == "bilinear"

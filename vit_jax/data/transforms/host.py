@@ -35,15 +35,19 @@ After = Num[np.ndarray, "h w C"]
 Views = dict[str, Num[np.ndarray, "N h w C"]]
 Box = tuple[float | int, float | int, float | int, float | int]
 
-# Pillow antialiases all of them but nearest when it shrinks an image.
-INTERPOLATIONS = {
+# Pillow antialiases all of its filters but nearest when it shrinks an image.
+PILLOW = {
     "nearest": Image.Resampling.NEAREST,
     "bilinear": Image.Resampling.BILINEAR,
     "bicubic": Image.Resampling.BICUBIC,
     "lanczos": Image.Resampling.LANCZOS,
-    "area": Image.Resampling.BOX,
+    "box": Image.Resampling.BOX,
     "hamming": Image.Resampling.HAMMING,
 }
+# `tf.image.resize` of "area", and of "bilinear" with antialias=False: Google's code, so
+# that `covering_size` rounds as it does.
+TENSORFLOW = {"area": cv2.INTER_AREA, "bilinear_plain": cv2.INTER_LINEAR}
+INTERPOLATIONS = (*PILLOW, *TENSORFLOW)
 
 # A line of 1x10000 pixels resized to 256 would be 2 GB; no photograph comes near.
 MAX_RESIZED = 25_000_000
@@ -51,6 +55,7 @@ _TRIES = 100  # Parts drawn by `InceptionCrop`, at most.
 _PARTS_DRAWN = 10  # By `ScaleCrop`, at most.
 _LARGE = 2  # Large crops of `MultiCrop`.
 _MOST_BANDS = 64  # At a time; OpenCV 5 takes 128.
+_MOST_BANDS_OF_AREA = 4  # For cv2.INTER_AREA.
 _FAST_UP_TO = 3  # Times smaller; beyond, three taps antialias too little.
 
 
@@ -126,15 +131,15 @@ class RandomResizedCrop(HostTransform):
         factor by which `image` is smaller.
         """
         fast = self.interpolation == "fast"
-        resample = INTERPOLATIONS["bilinear" if fast else self.interpolation]
+        how = "bilinear" if fast else self.interpolation
         if shrink > 1:
             box = tuple(x / shrink for x in box)
-            return resize_box(image, box, pair(self.size), resample)
+            return resize_box(image, box, pair(self.size), how)
         top, left, height, width = box
         part = image[top : top + height, left : left + width]
         if not fast:  # Pixels beside the part do not count, as in torchvision.
             whole = (0, 0, height, width)
-            return resize_box(part, whole, pair(self.size), resample)
+            return resize_box(part, whole, pair(self.size), how)
         return resize_fast(part, pair(self.size), self.antialias)
 
     def box(
@@ -342,7 +347,7 @@ class MultiCrop(HostTransform):
 
 @dataclasses.dataclass(frozen=True)
 class Resize(HostTransform):
-    """Resizes to exactly `size` pixels, antialiased."""
+    """Resizes to exactly `size` pixels."""
 
     in_eval = True
     moves_pixels = True
@@ -350,7 +355,7 @@ class Resize(HostTransform):
 
     size: Given = None
     interpolation: Given = key(
-        "bilinear", "Filter of the resize.", choices=("bilinear", "bicubic")
+        "bilinear", "Filter of the resize.", choices=INTERPOLATIONS
     )
 
     def __call__(self, image: Before, rng: np.random.Generator) -> After:
@@ -360,19 +365,19 @@ class Resize(HostTransform):
 @dataclasses.dataclass(frozen=True)
 class ResizeSmall(HostTransform):
     """Resizes and keeps the aspect ratio: the short side to `size` pixels, or until the
-    image just covers a `size` of (height, width); antialiased."""
+    image just covers a `size` of (height, width)."""
 
     in_eval = True
     moves_pixels = True
 
     size: Given
     interpolation: Given = key(
-        "bilinear", "Filter of the resize.", choices=("bilinear", "bicubic")
+        "bilinear", "Filter of the resize.", choices=INTERPOLATIONS
     )
 
     def __call__(self, image: Before, rng: np.random.Generator) -> After:
         height, width = image.shape[:2]
-        target = covering_size((height, width), pair(self.size))
+        target = covering_size((height, width), pair(self.size), self.interpolation)
         if math.prod(target) > MAX_RESIZED:
             raise decode.DamagedImage(
                 f"is {height}x{width}, too long to resize to {self.size}"
@@ -392,12 +397,17 @@ class CentralCrop(HostTransform):
     output_size = to_size
 
     size: Given = None
+    down: Given = key(
+        False,
+        "Round half a pixel of the margin down, as big_vision and Hugging Face do, not to "
+        "even.",
+    )
 
     def __call__(self, image: Before, rng: np.random.Generator) -> After:
         _room(image, self.size)
         height, width = pair(self.size)
-        top = centre_crop_start(image.shape[0], height)
-        left = centre_crop_start(image.shape[1], width)
+        top = centre_crop_start(image.shape[0], height, self.down)
+        left = centre_crop_start(image.shape[1], width, self.down)
         return image[top : top + height, left : left + width]
 
 
@@ -535,14 +545,20 @@ def _below(stop: int, rng: np.random.Generator) -> int:
     return int(rng.random() * stop)
 
 
-def covering_size(size: tuple[int, int], least: tuple[int, int]) -> tuple[int, int]:
+def covering_size(
+    size: tuple[int, int], least: tuple[int, int], interpolation: str = "bilinear"
+) -> tuple[int, int]:
     """Returns the height and width of an image that is resized until it covers `least`.
 
     The long side is rounded down where `least` is square, as by torchvision's Resize; else
-    both sides are rounded. timm does the same.
+    both sides are rounded. timm does the same. With filters of `TENSORFLOW` both sides are
+    always rounded, as by big_vision's `resize_small`.
     """
     height, width = size
     rows, columns = least
+    if rows == columns and interpolation in TENSORFLOW:
+        ratio = np.float32(rows) / np.float32(min(size))  # float32 as there.
+        return round(height * ratio), round(width * ratio)
     if rows == columns:
         short = min(size)
         return int(rows * height / short), int(rows * width / short)
@@ -550,38 +566,43 @@ def covering_size(size: tuple[int, int], least: tuple[int, int]) -> tuple[int, i
     return round(height / ratio), round(width / ratio)
 
 
-def centre_crop_start(length: int, crop: int) -> int:
+def centre_crop_start(length: int, crop: int, down: bool = False) -> int:
     """Returns the first row (or column) of the central `crop` of `length` pixels.
 
-    Half a pixel rounds to even, as in torchvision's CenterCrop. The result is negative
-    where the crop is larger.
+    Half a pixel rounds to even, as in torchvision's CenterCrop, or `down`. The result is
+    negative where the crop is larger.
     """
-    return round((length - crop) / 2)
+    return (length - crop) // 2 if down else round((length - crop) / 2)
 
 
 def resize_all(
     image: Before, size: tuple[int, int], interpolation: str = "bilinear"
 ) -> After:
-    """Resizes to (height, width) with an antialiased filter of Pillow's."""
+    """Resizes to (height, width) with a filter of `INTERPOLATIONS`."""
     if image.shape[:2] == size:
         return image
     whole = (0, 0, *image.shape[:2])
-    return resize_box(image, whole, size, INTERPOLATIONS[interpolation])
+    return resize_box(image, whole, size, interpolation)
 
 
 def resize_box(
     image: Before,
     box: Box,
     size: tuple[int, int],
-    resample: Image.Resampling = Image.Resampling.BILINEAR,
+    interpolation: str = "bilinear",
 ) -> After:
-    """Resizes a part of an image with an antialiased filter of Pillow's.
+    """Resizes a part of an image with a filter of `INTERPOLATIONS`.
 
-    `box` has top, left, height and width in pixels, which may be fractions.
+    `box` has top, left, height and width in pixels, which may be fractions with Pillow's
+    filters.
     """
     if image.dtype == np.int16:
         return _nearest(image, box, size)
     top, left, height, width = box
+    if interpolation in TENSORFLOW:
+        part = image[top : top + height, left : left + width]
+        return _by_opencv(part, size, TENSORFLOW[interpolation])
+    resample = PILLOW[interpolation]
     # Rounding may carry a fraction past the border by less than it matters.
     bottom, right = np.minimum((top + height, left + width), image.shape[:2]).tolist()
     box, rows_last = (left, top, right, bottom), size[::-1]
@@ -625,9 +646,7 @@ def resize_fast(image: Before, size: tuple[int, int], antialias: bool = True) ->
     if image.dtype == np.int16:
         return resize_all(image, size)
     if image.shape[-1] > _MOST_BANDS:
-        parts = np.split(
-            image, range(_MOST_BANDS, image.shape[-1], _MOST_BANDS), axis=-1
-        )
+        parts = _of_few_bands(image, _MOST_BANDS)
         return np.concatenate([resize_fast(p, size, antialias) for p in parts], axis=-1)
     if antialias:
         times = image.shape[0] / size[0], image.shape[1] / size[1]
@@ -637,8 +656,29 @@ def resize_fast(image: Before, size: tuple[int, int], antialias: bool = True) ->
             down, across = map(_low_pass, times)
             border = cv2.BORDER_REPLICATE
             image = cv2.sepFilter2D(image, -1, across, down, borderType=border)
-    out = cv2.resize(image, size[::-1], interpolation=cv2.INTER_LINEAR)
+    return _by_opencv(image, size, cv2.INTER_LINEAR)
+
+
+def _by_opencv(image: Before, size: tuple[int, int], how: int) -> After:
+    """Resizes with a filter of `TENSORFLOW`, to values within 1 of TensorFlow's.
+
+    Those of areas are within 1.3 where one side grows and the other shrinks.
+    """
+    area = how == cv2.INTER_AREA
+    most = _MOST_BANDS_OF_AREA if area else _MOST_BANDS
+    if image.shape[-1] > most:
+        parts = _of_few_bands(image, most)
+        return np.concatenate([_by_opencv(p, size, how) for p in parts], axis=-1)
+    smaller = tuple(map(min, size, image.shape[:2]))
+    if area and smaller not in (size, image.shape[:2]):
+        # OpenCV averages an area only if no side grows.
+        image = _by_opencv(image, smaller, how)
+    out = cv2.resize(image, size[::-1], interpolation=how)
     return out.reshape(*size, -1)  # OpenCV drops an axis of one channel.
+
+
+def _of_few_bands(image: Before, most: int) -> list[Before]:
+    return np.split(image, range(most, image.shape[-1], most), axis=-1)
 
 
 def _low_pass(times: float) -> Float32[np.ndarray, " taps"]:

@@ -54,7 +54,7 @@ class NaFlex(HostTransform):
     flip: Given = key(False, "Flip left and right with probability 0.5.")
     pack: Given = key(1, "Images of a sequence.", at_least=1)
     interpolation: Given = key(
-        "bilinear", "Filter of the resize.", choices=tuple(INTERPOLATIONS)
+        "bilinear", "Filter of the resize.", choices=INTERPOLATIONS
     )
     side: Given = 0
 
@@ -124,7 +124,7 @@ class NaFlex(HostTransform):
         most, patch = max(self.choices)
         grid = fitting_grid(*box[2:], most)
         size = tuple(count * patch for count in grid)
-        resized = resize_box(image, box, size, INTERPOLATIONS[self.interpolation])
+        resized = resize_box(image, box, size, self.interpolation)
         if self.flip and rng.random() < 0.5:
             resized = resized[:, ::-1]
         strip = np.zeros(self.output_shapes(image.shape[-1])["image"], image.dtype)

@@ -271,6 +271,14 @@ def parse_eval(spec: str, image_size: Sequence[int]) -> tuple:
     return tuple(transform for _, transform in parsed)
 
 
+def filter_of(data: DataConfig) -> str:
+    """Returns the filter by which `data.eval_transform` resizes; "" if none is known."""
+    if names_custom(data.eval_transform):
+        return ""
+    ops = parse_eval(data.eval_transform, data.image_size)
+    return next((op.interpolation for op in ops if hasattr(op, "interpolation")), "")
+
+
 def names_custom(spec: str) -> bool:
     """Returns whether a line names a transform of the user's; imports nothing."""
     return any(_CUSTOM.fullmatch(part.strip()) for part in spec.split("|"))

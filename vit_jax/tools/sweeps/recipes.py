@@ -75,11 +75,24 @@ class Recipe:
             return self.dataset
         return os.path.basename(os.path.abspath(os.path.expanduser(self.data_dir)))
 
-    def ops(self, image_size: tuple[int, int]) -> str:
-        """Returns `data.train_transform` for images of a height and width in pixels."""
+    def transforms(
+        self, image_size: tuple[int, int], interpolation: str
+    ) -> dict[str, str]:
+        """Returns `data.train_transform` and `data.eval_transform`.
+
+        Args:
+          image_size: height and width in pixels.
+          interpolation: filter of the resizes, as in the weights' preprocessing.
+        """
         size = tuple(round(side * _CROP) for side in image_size)
-        ops = [f"resize({size})", "random_crop"] if self.crop else ["resize"]
-        return " | ".join(ops + ["flip"] * self.flip)
+        how = f"interpolation={interpolation!r}"
+        ops = [f"resize({how})"]
+        if self.crop:
+            ops = [f"resize({size}, {how})", "random_crop"]
+        return {
+            "train_transform": " | ".join(ops + ["flip"] * self.flip),
+            "eval_transform": f"resize({how})",
+        }
 
     def average(self, image_size: tuple[int, int]) -> float:
         """Returns `ema.decay`, which table 2 uses on ImageNet above 384 pixels."""

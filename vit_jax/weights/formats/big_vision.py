@@ -36,11 +36,16 @@ def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
     )
     if options["pool"] == "map" and "cls" in flat:
         options["class_token"] = True
-    # configs/vit_i1k.py and vit_i21k.py there evaluate on the centre 224 of 256
-    # pixels, the image towers (configs/proj/image_text) on the whole image, squashed.
+    # configs/vit_i1k.py and vit_i21k.py there evaluate on the centre 224 of 256 pixels,
+    # half a pixel rounded down; the image towers (configs/proj/image_text) on the whole
+    # image, squashed.
     tower = linen.find_prefix(tensors.flat, _ANCHOR).endswith("img/")
-    how = {"squash": True} if tower else {"crop_fraction": 224 / 256}
-    preprocess = Preprocess(options["image_size"], **how)
+    size = options["image_size"]
+    preprocess = Preprocess(
+        size, interpolation="area", crop_fraction=224 / 256, crop_down=True
+    )
+    if tower:
+        preprocess = linen.whole_image(size)
     return linen.finish(tensors, flat, options, "big_vision", preprocess, notes + more)
 
 

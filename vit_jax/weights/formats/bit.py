@@ -6,7 +6,7 @@ from vit_jax.errors import UserError
 from vit_jax.weights.formats import linen, tables
 from vit_jax.weights.formats.files import Tensors
 from vit_jax.weights.formats.registry import READERS, Reader
-from vit_jax.weights.pretrained import Preprocess, Pretrained
+from vit_jax.weights.pretrained import Pretrained
 
 _ANCHOR = "root_block/conv_root/kernel"
 # In big_vision's other ResNet; hybrids have it too.
@@ -57,8 +57,7 @@ def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
         # As in big_vision, for files of both layouts. The original code pads with zeros.
         "zero_pool": False,
     }
-    # The original code evaluates on the whole image, squashed, in [-1, 1].
-    preprocess = Preprocess(options["image_size"], squash=True)
+    preprocess = linen.whole_image(options["image_size"])
     notes = (*notes, "image size: not in the file, so 224x224")
     return linen.finish(tensors, flat, options, "bit", preprocess, notes)
 

@@ -5,6 +5,7 @@ numbered in two ways. big_vision reads the written files too, and has the MAP he
 BiT ResNets that vision_transformer lacks.
 """
 
+import dataclasses
 import os
 
 import numpy as np
@@ -43,8 +44,7 @@ def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
     flat = linen.flatten_norms(linen.rename_blocks(flat))
     options = linen.google_options(flat, tensors.image_size)
     options["pool"] = "token" if "cls" in flat else "gap"
-    # input_pipeline.py there resizes the whole image, bilinear, to [-1, 1].
-    preprocess = Preprocess(options["image_size"], squash=True)
+    preprocess = linen.whole_image(options["image_size"])
     return linen.finish(tensors, flat, options, "google", preprocess, notes)
 
 
@@ -86,8 +86,8 @@ def note_preprocess(given: Preprocess | None) -> list[str]:
     """Returns a note if readers of npz would assume another preprocessing."""
     if given is None:
         return []
-    half = (0.5,) * len(given.mean), (0.5,) * len(given.std)
-    usual = Preprocess(given.image_size, *half, squash=True)
+    half = {name: (0.5,) * len(getattr(given, name)) for name in ("mean", "std")}
+    usual = dataclasses.replace(linen.whole_image(given.image_size), **half)
     if given == usual:
         return []
     note = (

@@ -452,6 +452,7 @@ def write_folder(
         # Siglip2 reads images of any size as patches.
         patch = network["patch_size"] if "num_patches" in network else 0
         channels = network["num_channels"]
+        preprocess, notes = rewriting.replace_filter(preprocess, "transformers")
         content = hugging_face_processor.write(preprocess, channels, patch)
         notes += hugging_face_processor.note_tokens(preprocess, patch)
         if not patch:

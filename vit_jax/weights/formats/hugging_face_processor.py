@@ -19,7 +19,7 @@ from vit_jax.weights.pretrained import (
 
 # Pillow's numbers (Image.Resampling) to `Preprocess.interpolation`.
 _RESAMPLE = dict(
-    enumerate(("nearest", "lanczos", "bilinear", "bicubic", "area", "hamming"))
+    enumerate(("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming"))
 )
 _WRITABLE = ("nearest", "lanczos", "bilinear", "bicubic")
 

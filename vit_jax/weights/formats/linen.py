@@ -98,6 +98,15 @@ def finish(
     )
 
 
+def whole_image(image_size: tuple[int, int]) -> Preprocess:
+    """Returns the usual preprocessing of Google's code: the whole image, to [-1, 1].
+
+    Source: input_pipeline.py of vision_transformer, input_pipeline_tf2_or_jax.py of
+    big_transfer, configs/proj/image_text of big_vision.
+    """
+    return Preprocess(image_size, interpolation="bilinear_plain", squash=True)
+
+
 def google_options(flat: dict[str, np.ndarray], image_size: tuple | None) -> dict:
     """Returns the options of an encoder of Google's code, except those of its head."""
     return transformer_options(flat, image_size) | {

@@ -52,9 +52,7 @@ def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
         options={**pretrained.options, "num_classes": 0},
         format="lit",
         source=tensors.path,
-        preprocess=dataclasses.replace(
-            pretrained.preprocess, crop_fraction=1.0, squash=True
-        ),
+        preprocess=linen.whole_image(pretrained.options["image_size"]),
         task=task,
         task_params=others | more,
     )

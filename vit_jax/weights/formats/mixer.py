@@ -26,7 +26,7 @@ from vit_jax.weights.formats import (
 from vit_jax.weights.formats.files import Tensors
 from vit_jax.weights.formats.registry import READERS, WRITERS, Reader
 from vit_jax.weights.formats.tables import ArrayEntry, name_entries
-from vit_jax.weights.pretrained import Preprocess, Pretrained
+from vit_jax.weights.pretrained import Pretrained
 
 _ANCHOR = "MixerBlock_0/token_mixing/Dense_0/kernel"
 _CHANNELS = "MixerBlock_0/channel_mixing/Dense_0/kernel"
@@ -90,7 +90,7 @@ def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
             "Mixer was published"
         )
     options = _options(flat) | {"activation": "gelu_tanh", "image_size": (side, side)}
-    preprocess = Preprocess((side, side), squash=True)  # As for Google's ViTs.
+    preprocess = linen.whole_image((side, side))
     return linen.finish(tensors, flat, options, "google", preprocess, notes)
 
 

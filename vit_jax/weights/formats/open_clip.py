@@ -345,6 +345,8 @@ def write(pretrained: Pretrained, folder: str | os.PathLike) -> list[str]:
         config["init_logit_bias"] = float(params[text.LOGIT_BIAS][0])
     whole = {"model_cfg": config}
     if how := pretrained.preprocess:
+        how, more = rewriting.replace_filter(how, "OpenCLIP")
+        notes += more
         images = whole["preprocess_cfg"] = _write_preprocess(how)
         sides = tuple(map(operator.add, options["image_size"], how.cut))
         config["vision_cfg"]["image_size"] = list(sides)

@@ -454,6 +454,8 @@ def write_folder(
       UserError: timm has no such preprocessing.
     """
     preprocess, notes = pretrained.preprocess, []
+    if preprocess:
+        preprocess, notes = rewriting.replace_filter(preprocess, "timm")
     if preprocess and any(preprocess.cut):  # timm's first layer drops these pixels.
         sides = tuple(map(operator.add, options["image_size"], preprocess.cut))
         options = {**options, "image_size": sides}

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from vit_jax.data.transforms.base import pair
-from vit_jax.data.transforms.host import INTERPOLATIONS
+from vit_jax.data.transforms.host import PILLOW
 from vit_jax.errors import UserError
 from vit_jax.models import layers, rotary
 from vit_jax.weights import rewriting
@@ -85,9 +85,6 @@ _HAS = {
 # timm's global_pool to `model.pool`.
 POOLS = {"token": "token", "avg": "gap", "map": "map", "": "none"}
 
-
-# timm's interpolation to `Preprocess.interpolation`.
-_INTERPOLATIONS = {"box" if n == "area" else n: n for n in INTERPOLATIONS}
 # Keys of the preprocessing; timm has a default for each.
 _IMAGES = ("input_size", "crop_pct", "crop_mode", "interpolation", "mean", "std")
 
@@ -169,14 +166,15 @@ def _preprocess(images: Mapping, size: tuple[int, int]) -> tuple[Preprocess, lis
     if mode not in ("center", "squash", "border"):
         notes.append(f"crop_mode {mode}: not known, so center")
     how = images.get("interpolation", "bicubic")
-    if how not in _INTERPOLATIONS:
+    if how not in PILLOW:
         notes.append(f"interpolation {how}: not known, so bicubic")
+        how = "bicubic"
     mean, std = (tuple(images.get(name, IMAGENET[name])) for name in ("mean", "std"))
     preprocess = Preprocess(
         image_size=size,
         mean=mean,
         std=std,
-        interpolation=_INTERPOLATIONS.get(how, "bicubic"),
+        interpolation=how,
         crop_fraction=float(crop),
         squash=mode == "squash",
         fill=_fill(mean) if mode == "border" else (),
@@ -248,7 +246,6 @@ def write(
         "classifier": architecture.classifier,
     }
     if preprocess:
-        names = {name: timm_name for timm_name, name in _INTERPOLATIONS.items()}
         if preprocess.fill not in ((), _fill(preprocess.mean)):
             raise UserError(
                 f"fill={preprocess.fill}: timm's border has the colour of the mean, "
@@ -256,7 +253,7 @@ def write(
             )
         mode = "squash" if preprocess.squash else "center"
         images |= {
-            "interpolation": names[preprocess.interpolation],
+            "interpolation": preprocess.interpolation,
             "crop_pct": _crop(preprocess),
             "crop_mode": "border" if preprocess.fill else mode,
             "mean": per_channel(preprocess.mean, size[0]),
