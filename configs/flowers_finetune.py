@@ -3,7 +3,8 @@
 Data:   as configs/flowers.py: DIR/train/<class>/..., DIR/val/<class>/... (or test/)
 Run:    python -m vit_jax.train --config=configs/flowers_finetune.py \
             --config.data.data_dir=DIR --workdir=runs/flowers_finetune
-Result: 92.80 % top-1 on 736 photographs of tf_flowers, on 2 CPU cores
+Result: 92.80 % top-1 on 736 photographs of tf_flowers, on 2 CPU cores; measured with
+        --config.data.eval_transform="resize_small(256) | central_crop", bilinear
 
 The weights (arXiv:2012.12877, 22 MB) are fetched from their mirrors and kept; a file
 that is at hand is used by --config.init=FILE. GELU and normalisation are those of DeiT.
@@ -11,7 +12,7 @@ that is at hand is used by --config.init=FILE. GELU and normalisation are those 
 
 from ml_collections import ConfigDict
 
-from configs.common import parse_arg, quick
+from configs.common import bicubic_crop, parse_arg, quick
 
 ARGUMENTS = dict(quick=False)
 
@@ -34,7 +35,7 @@ def get_config(arg: str | None = None) -> ConfigDict:
         mean=(0.485, 0.456, 0.406),
         std=(0.229, 0.224, 0.225),
         train_transform="random_resized_crop(area=(0.3, 1.0)) | flip",
-        eval_transform="resize_small(256) | central_crop",
+        eval_transform=bicubic_crop(256),
     )
     c.evals = dict(val="")  # The folder val, or else validation or test.
 

@@ -223,7 +223,8 @@ def test_a_table_of_several_labels_and_a_rectangle_is_covered_and_cropped(
     model = vit_jax.load_model(str(tmp_path / "run"), tell=lambda line: None)
     assert model.class_names == ("red", "round")
     config = json.loads((tmp_path / "run" / "finetune.json").read_text())
-    assert config["data"]["eval_transform"] == "resize_small((27, 45)) | central_crop"
+    line = "resize_small((27, 45), interpolation='bilinear') | central_crop"
+    assert config["data"]["eval_transform"] == line
     how = model.preprocessing
     assert (how.image_size, how.short_side, how.squash) == ((24, 40), False, False)
     assert how.crop_fraction == 24 / 27

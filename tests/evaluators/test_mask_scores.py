@@ -87,12 +87,13 @@ class Source:
         return f"made {i}"
 
 
-def opened(source, **keys):
+def opened(source, eval_transform="", **keys):
     data = DataConfig(
         name="made:Source",
         image_size=(16, 16),
         num_classes=CLASSES,
         mask_key="mask",
+        eval_transform=eval_transform,
         on_error="skip",
     )
     splits = EvalSplits(data)
@@ -123,6 +124,19 @@ def test_each_pixel_of_each_image_is_counted_once(keys, batch_size):
         assert scored.metrics["miou"] == 1
         assert scored.metrics["pixel_accuracy"] == 1
     assert scored.confusion.class_names == source.class_names
+
+
+def test_windows_are_resized_with_the_filter_of_evaluations():
+    shades = set()
+
+    def segment(windows):
+        shades.update(windows.flat)
+        return by_pixel(windows)
+
+    line = "resize(interpolation='nearest')"
+    evaluator = opened(Source(), line, resize="whole")
+    assert evaluator.score_images(segment, 2, lambda: False)
+    assert shades == {0, 60, 120, 180}  # No filter has mixed them.
 
 
 def test_a_stop_ends_it():

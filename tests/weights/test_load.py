@@ -255,6 +255,14 @@ BICUBIC = {"interpolation": "bicubic"}
             *(CROP("resize_small(16, interpolation='bicubic')"), (12, 12)),
             {"crop_fraction": 0.75} | BICUBIC,
         ),
+        (
+            *(CROP("resize_small(16, interpolation='area')"), (12, 12)),
+            {"crop_fraction": 0.75, "interpolation": "area"},
+        ),
+        (
+            CROP("resize_small(16)") + "(down=True)",
+            *((12, 12), {"crop_fraction": 0.75, "crop_down": True}),
+        ),
         ("resize_small(16)", (12, 12), None),
     ],
 )
@@ -269,14 +277,22 @@ def test_evaluation_of_a_run_becomes_preprocessing(run, ops, size, expected):
 def test_run_starts_from_published_weights_and_tells_what_differs(tmp_path):
     path = save(tmp_path / "a.npz", random_flat(encoder(num_classes=9)))
     config = complete(
-        init=str(path), data={"mean": (0.5, 0.4, 0.5)}, model={"head_bias_init": -3.0}
+        init=str(path),
+        data={
+            "mean": (0.5, 0.4, 0.5),
+            "eval_transform": "resize(interpolation='bicubic')",
+        },
+        model={"head_bias_init": -3.0},
     )
     params, lines = begin(config)
     np.testing.assert_array_equal(params["head"]["bias"], np.full(7, -3))
     assert lines[0] == f"start: google checkpoint of Ti/4: {path}"
     assert lines[3].split("  ")[0] == "head: replaced by a linear layer of zeros"
+    line = config.data.eval_transform
+    filters = "'bilinear_plain' in the checkpoint, 'bicubic' in data.eval_transform"
     assert lines[4:] == [
-        "differs: mean (0.5, 0.5, 0.5) in the checkpoint, data.mean=(0.5, 0.4, 0.5)"
+        f"differs: interpolation {filters}={line!r}",
+        "differs: mean (0.5, 0.5, 0.5) in the checkpoint, data.mean=(0.5, 0.4, 0.5)",
     ]
 
 

@@ -16,6 +16,7 @@ from vit_jax.config.fields import key
 from vit_jax.data import masks
 from vit_jax.data.decode import DamagedImage
 from vit_jax.data.loader import Loader
+from vit_jax.data.transforms import parse
 from vit_jax.distributed import mesh as meshes
 from vit_jax.errors import UserError
 from vit_jax.evaluators.forward_passes import Wanted
@@ -70,9 +71,11 @@ class SegmentationConfig(EvalConfig):
                 f"evals.{name}: {split.title} has {len(names)} classes of pixels, but the "
                 f"network {classes}: train a head for these"
             )
-        how = Sliding(data.image_size, self.resize, self.overlap)
-        if splits.preprocess and splits.preprocess.max_tokens:
-            how = WholeImages.of(splits.preprocess, how)
+        given = splits.preprocess
+        used = given.interpolation if given else parse.filter_of(data)
+        how = Sliding(data.image_size, self.resize, self.overlap, used or "bilinear")
+        if given and given.max_tokens:
+            how = WholeImages.of(given, how)
 
         def score_images(segment, batch_size, stop):
             counted = count(split, how, segment, batch_size, stop)

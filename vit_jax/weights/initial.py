@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from vit_jax import models
 from vit_jax.config.fields import key
 from vit_jax.data.config import DataConfig
+from vit_jax.data.transforms import parse
 from vit_jax.errors import UserError
 from vit_jax.models import posemb, segmenter, stacking
 from vit_jax.weights.pretrained import Preprocess
@@ -63,7 +64,8 @@ def load_initial(
 
     Args:
       config: section `init`.
-      data: section `data`; mean and std are compared with the checkpoint's.
+      data: section `data`; mean, std and the filter of evaluations are compared with the
+        checkpoint's.
       model: the run's model.
       head_bias_init: initial bias of a new classifier.
       init: returns the run's initial parameters, for those that may be missing.
@@ -115,15 +117,19 @@ def load_initial(
     for name, why in left.items():
         action = "left out" if name.split("/")[0] in others else "made anew"
         lines.append(f"{name} of the task: {action}, as {why}")
-    lines += _compare_normalisation(pretrained.preprocess, data)
+    lines += _compare_preprocess(pretrained.preprocess, data)
     return stacking.unstack(loaded.params), others, lines
 
 
-def _compare_normalisation(
-    preprocess: Preprocess | None, data: DataConfig
-) -> list[str]:
-    """Returns a line for each of mean and std that differs from the checkpoint's."""
+def _compare_preprocess(preprocess: Preprocess | None, data: DataConfig) -> list[str]:
+    """Returns a line for mean, std and filter each that differs from the checkpoint's."""
     lines = []
+    used = parse.filter_of(data)
+    if preprocess and used not in ("", preprocess.interpolation):
+        lines.append(
+            f"differs: interpolation {preprocess.interpolation!r} in the checkpoint, "
+            f"{used!r} in data.eval_transform={data.eval_transform!r}"
+        )
     for name in ("mean", "std") if preprocess else ():
         old, new = getattr(preprocess, name), getattr(data, name)
         # A single number applies to all channels.

@@ -173,7 +173,9 @@ def test_grey_images_keep_their_sides_and_colours():
     assert chosen(channels=5)["train_transform"].endswith("| flip")
     assert "|" not in chosen(grey=True)["train_transform"]
     # The whole short side is seen, as in evaluations.
-    assert chosen()["eval_transform"] == "resize_small(32) | central_crop"
+    assert chosen()["eval_transform"] == (
+        "resize_small(32, interpolation='bilinear') | central_crop"
+    )
 
 
 def test_an_evaluation_costs_windows_and_pixels():

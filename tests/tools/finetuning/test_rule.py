@@ -54,17 +54,23 @@ def test_small_images_are_enlarged_fourfold(side, weights, patch, expected):
 
 
 def test_grey_images_are_not_mirrored():
-    how = Preprocess(image_size=(224, 224), crop_fraction=0.875)
+    how = Preprocess((224, 224), interpolation="bicubic", crop_fraction=0.875)
     found = rule.transforms_of(FLOWERS, how, (224, 224))
     assert found == {
         "train_transform": "random_resized_crop(area=(0.3, 1.0)) | flip",
-        "eval_transform": "resize_small(256) | central_crop",
+        "eval_transform": "resize_small(256, interpolation='bicubic') | central_crop",
     }
     found = rule.transforms_of(DIGITS, how, (96, 96))
     assert "flip" not in found["train_transform"]
     wide = rule.transforms_of(FLOWERS, how, (28, 42))
-    assert wide["eval_transform"] == "resize_small((32, 48)) | central_crop"
-    assert found["eval_transform"] == "resize"  # Nothing to crop off.
+    assert wide["eval_transform"].startswith("resize_small((32, 48), ")
+    google = Preprocess(
+        (224, 224), interpolation="area", crop_fraction=0.875, crop_down=True
+    )
+    line = rule.transforms_of(FLOWERS, google, (224, 224))["eval_transform"]
+    assert line == "resize_small(256, interpolation='area') | central_crop(down=True)"
+    # Nothing to crop off.
+    assert found["eval_transform"] == "resize(interpolation='bicubic')"
 
 
 def test_batches_and_lengths_by_the_number_of_images():

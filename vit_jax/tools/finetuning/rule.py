@@ -100,15 +100,17 @@ def transforms_of(
     train = f"random_resized_crop(area={_area(images)})" + (
         "" if images.grey else " | flip"
     )
+    how = f"interpolation={preprocess.interpolation!r}"
     whole = preprocess.squash or preprocess.fill
     if whole or images.side <= min(image_size) / 2:  # Small images are not cropped.
-        return {"train_transform": train, "eval_transform": "resize"}
+        return {"train_transform": train, "eval_transform": f"resize({how})"}
     rows = round(image_size[0] / preprocess.crop_fraction)
-    how = Preprocess(image_size, crop_fraction=image_size[0] / rows)
-    rows, columns = resize_sides(how)
+    cropped = Preprocess(image_size, crop_fraction=image_size[0] / rows)
+    rows, columns = resize_sides(cropped)
     resized = rows if rows == columns else (rows, columns)
-    crop = f"resize_small({resized}) | central_crop"
-    return {"train_transform": train, "eval_transform": crop}
+    crop = "central_crop(down=True)" if preprocess.crop_down else "central_crop"
+    line = f"resize_small({resized}, {how}) | {crop}"
+    return {"train_transform": train, "eval_transform": line}
 
 
 def of_any_size(
