@@ -9,6 +9,7 @@ EVALUATORS = Registry(
         "multi_label": "vit_jax.evaluators.multi_label:MultiLabelConfig",
         "real": "vit_jax.evaluators.label_sets:RealConfig",
         "objectnet": "vit_jax.evaluators.label_sets:ObjectNetConfig",
+        "corruptions": "vit_jax.evaluators.corruptions:CorruptionsConfig",
         "fewshot": "vit_jax.evaluators.fewshot:FewShotConfig",
         "knn": "vit_jax.evaluators.knn:NeighboursConfig",
         "probe": "vit_jax.evaluators.probe:ProbeConfig",

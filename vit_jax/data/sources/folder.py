@@ -345,7 +345,8 @@ def _folder(root: pathlib.Path, split: str) -> pathlib.Path:
 def _check_split(root: pathlib.Path, split: str, whole: str) -> None:
     """Raises NoSplit if a split has no folder; `whole` describes the split "all"."""
     folder, names = _folder(root, split), visible_folders(root)
-    if folder != root and split not in names:
+    deeper = "/" in split and folder.is_dir()  # As "fog/3" of ImageNet-C.
+    if folder != root and split not in names and not deeper:
         remedy = f"{whole} one split named {WHOLE!r}: write --config.data.split={WHOLE}[:90%]"
         raise NoSplit(
             f"split {split!r}: no folder {folder}; {root} has "
