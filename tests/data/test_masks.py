@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 from scipy import ndimage
 
-from vit_jax.data import masks, pipeline
+from vit_jax.data import imagenet, masks, pipeline
 from vit_jax.data.decode import DamagedImage
 from vit_jax.data.loader import Loader
 from vit_jax.data.masks import IGNORED
@@ -290,6 +290,7 @@ GEOMETRY = [
     "random_resized_crop | flip | pad_crop(3)",
     "random_resized_crop | affine(shift=0.2, rotate=40, scale=(0.7, 1.6))",
     "scale_crop | flip | color_jitter(0.2, 0, 0)",
+    "scale_crop(scale=(0.5, 1.5), pad=False) | pad(fill=0) | flip",
 ]
 
 
@@ -345,7 +346,10 @@ def test_device_transforms_keep_label_maps_exactly():
     assert (np.asarray(moved) == IGNORED).any()
 
 
-COLOURS = ["color_jitter", "grayscale(1)", "solarize(1)", "three_augment"]
+COLOURS = [
+    *("color_jitter", "grayscale(1)", "solarize(1)", "three_augment"),
+    "photometric_distortion",
+]
 REFUSED = [
     *("augreg('light1')", "randaugment(2, 15)", "timm_randaugment", "multi_crop"),
     "naflex",
@@ -505,6 +509,44 @@ def test_scale_crop_reaches_its_scales_and_pads_with_what_counts_for_nothing():
     assert min(shapes) in (10, 11, 12)
     assert max(shapes) == 20
     assert 10 < padded < 35
+
+
+def test_padding_is_the_mean_after_changes_of_colour(with_masks):
+    line = (
+        "scale_crop(scale=(0.3, 0.9), pad=False) | photometric_distortion | pad | flip"
+    )
+    data = with_masks(train_transform=line, image_size=LARGE)
+    (batch,) = first(pairs(), data)
+    outside = batch["label_map"] == IGNORED
+    assert outside.any((1, 2)).all()
+    fill = np.array([124, 116, 104])
+    np.testing.assert_array_equal(
+        batch["image"][outside], fill[None].repeat(outside.sum(), 0)
+    )
+    # Within half a grey level of 0.
+    mean, std = np.array(imagenet.MEAN), np.array(imagenet.STD)
+    assert (abs(fill / 255 - mean) / std < 0.01).all()
+    # The picture is at the top left, and is not of one colour.
+    assert not outside[:, 0, 0].any()
+    assert batch["image"][~outside].std() > 5
+
+
+@pytest.mark.parametrize(
+    ("dtype", "channels", "fill", "expected"),
+    [
+        ("uint8", 1, (124, 116, 104), [115]),
+        ("uint8", 5, 7, [7] * 5),
+        ("uint16", 3, (1, 2, 3), [257, 514, 771]),
+        ("float32", 3, (1, 2, 3), [1, 2, 3]),
+    ],
+)
+def test_padding_has_the_depth_of_the_image(dtype, channels, fill, expected):
+    image = np.ones((5, 40, channels), dtype)
+    (op,) = parse.parse_train(f"pad(11, {fill})", SIZE).host
+    found = op(image, None)
+    assert found.shape == (11, 40, channels) and found.dtype == dtype
+    np.testing.assert_array_equal(found[:5], image)
+    np.testing.assert_array_equal(found[5:], np.broadcast_to(expected, found[5:].shape))
 
 
 def test_scale_crop_avoids_parts_of_one_class(with_masks):

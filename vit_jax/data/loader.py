@@ -220,7 +220,9 @@ class Loader:
             return
         actual, wanted = map(parse.in_words, (shapes, self.shapes))
         says = "data.image_size and data.channels say"
-        remedy = "end the operations with resize or a crop, or change data.image_size"
+        remedy = (
+            "end the operations with resize, a crop or pad, or change data.image_size"
+        )
         if self.ops and self.ops[-1].output_shapes:
             says, remedy = "its `output_shapes` says", "make them equal"
         raise UserError(

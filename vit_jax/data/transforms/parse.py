@@ -24,12 +24,18 @@ import numpy as np
 from vit_jax.config import fields
 from vit_jax.data.config import DataConfig
 from vit_jax.data.decode import DamagedImage
-from vit_jax.data.transforms import host, naflex, randaugment, timm_randaugment
+from vit_jax.data.transforms import (
+    host,
+    naflex,
+    photometric_distortion,
+    randaugment,
+    timm_randaugment,
+)
 from vit_jax.data.transforms.base import Size, Transform, check_arguments
 from vit_jax.errors import UserError
 
 # Host transforms by name; those of the device import JAX, see `all_transforms`.
-_HOST_MODULES = (host, naflex, randaugment, timm_randaugment)
+_HOST_MODULES = (host, naflex, randaugment, timm_randaugment, photometric_distortion)
 HOST_TRANSFORMS = {k: v for each in _HOST_MODULES for k, v in each.TRANSFORMS.items()}
 # Arrays of a batch that no host transform may make.
 _RESERVED = ("label", "text", "index", "skipped", "mask", "label_map")
@@ -254,7 +260,7 @@ def check_masks(ops: Iterable[Transform], data: DataConfig) -> None:
             raise UserError(
                 f"{_where(op, 'data.train_transform')} does not act on masks, and "
                 f"data.mask_key={data.mask_key!r}: remove it; {acting} do, and those of "
-                "colours on the device change the images only"
+                "colours that move no pixels change the images only"
             )
 
 
