@@ -54,12 +54,13 @@ def slide(image, window, stride, resized):
 
 
 def test_windows_are_those_of_mmsegmentation():
-    image, how = shades((40, 100)), Sliding((16, 16), overlap=0.25)
+    image, how = shades((40, 110)), Sliding((16, 16), overlap=0.25)
     (found,) = maps_of(how, [image], by_cell, 3)
-    assert found.shape == (40, 100) and found.dtype == np.int16
-    # Of 16x40 pixels; three windows of 16 with steps of 12 are also what it takes.
-    mean = slide(image, (16, 16), (12, 12), (16, 40))
-    expected = cv2.resize(mean, (100, 40)).argmax(-1)
+    assert found.shape == (40, 110) and found.dtype == np.int16
+    # Of 16x44 pixels: four windows of 16, three steps of 12 and the last at the end.
+    assert _starts(44, 16, 0.25) == [0, 12, 24, 28]
+    mean = slide(image, (16, 16), (12, 12), (16, 44))
+    expected = cv2.resize(mean, (110, 40)).argmax(-1)
     assert (found == expected).mean() > 0.999  # Their sums are rounded differently.
 
 
@@ -91,6 +92,25 @@ def test_images_come_in_order_whatever_the_batch(batch_size):
     for image, one in zip(images, found, strict=True):
         (alone,) = maps_of(Sliding((16, 16)), [image], by_cell, 1)
         np.testing.assert_array_equal(one, alone)
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "uint16", "float32"])
+def test_what_is_smaller_than_a_window_is_padded_with_the_mean(dtype):
+    image, seen = np.full((9, 30, 3), 7, dtype), []
+
+    def logits_of(windows):
+        seen.extend(windows)
+        return by_cell(windows[..., :1])
+
+    mean = (0.485, 0.456, 0.406)
+    (found,) = maps_of(Sliding((16, 16), "none", mean=mean), [image], logits_of, 4)
+    assert found.shape == (9, 30)
+    for window in seen:
+        assert (window[:9] == 7).all() and window.dtype == dtype
+        white = {"uint16": 65_535}.get(dtype, 255)
+        # Normalised it is 0 within half a grey level.
+        level = window[9:].astype(np.float64) / white
+        np.testing.assert_allclose(level, np.broadcast_to(mean, level.shape), atol=2e-3)
 
 
 def test_what_has_no_image_keeps_its_place():

@@ -107,7 +107,7 @@ class PixelClassifier:
             return self._devices.run("", of_pixels, self._params, windows, batch_size)
 
         size = tuple(how.image_size)
-        cutting = Sliding(size, resize, overlap, how.interpolation)
+        cutting = Sliding(size, resize, overlap, how.interpolation, tuple(how.mean))
         if how.max_tokens:
             cutting = WholeImages.of(how, cutting)
         return cutting.label_maps(images, logits_of, batch_size)

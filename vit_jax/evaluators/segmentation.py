@@ -73,7 +73,13 @@ class SegmentationConfig(EvalConfig):
             )
         given = splits.preprocess
         used = given.interpolation if given else parse.filter_of(data)
-        how = Sliding(data.image_size, self.resize, self.overlap, used or "bilinear")
+        how = Sliding(
+            data.image_size,
+            self.resize,
+            self.overlap,
+            used or "bilinear",
+            mean=tuple(data.mean),
+        )
         if given and given.max_tokens:
             how = WholeImages.of(given, how)
 

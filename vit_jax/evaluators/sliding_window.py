@@ -1,7 +1,9 @@
 """The class of every pixel of images of any size, from windows of the network's size.
 
 As mmsegmentation's `slide_inference`: an image is resized, windows overlap, their logits
-are averaged, and the average is resized to the image. Letters: H by W pixels of an image,
+are averaged, and the average is resized to the image. An image that is smaller than a window
+is padded with the mean of the images, where mmsegmentation gives the network the smaller image
+(docs/dense.md). Letters: H by W pixels of an image,
 h by w of a window, y by x cells of a grid, C channels, L classes, B windows.
 """
 
@@ -15,7 +17,12 @@ from typing import TypeVar
 import numpy as np
 from jaxtyping import Float, Int16, Num
 
-from vit_jax.data.transforms.host import covering_size, resize_all, resize_fast
+from vit_jax.data.transforms.host import (
+    covering_size,
+    padded,
+    resize_all,
+    resize_fast,
+)
 
 RESIZES = ("cover", "none", "whole")
 
@@ -33,16 +40,18 @@ class Sliding:
     Attributes:
       window: height and width of a window.
       resize: "cover" resizes an image, its aspect kept, until it just covers a window;
-        "none" leaves its size, with black where it is smaller than a window; "whole"
-        resizes all of it to one window.
+        "none" leaves its size, padded where it is smaller than a window; "whole" resizes
+        all of it to one window.
       overlap: least part of a window's side that the next one covers too.
       interpolation: filter of the resize, one of `host.INTERPOLATIONS`.
+      mean: colour of the padding, one or one for each channel, as a fraction of white.
     """
 
     window: tuple[int, int]
     resize: str = "cover"
     overlap: float = 1 / 3
     interpolation: str = "bilinear"
+    mean: tuple[float, ...] = (0.0,)
 
     def label_maps(
         self,
@@ -98,13 +107,12 @@ class Sliding:
             return size
         return covering_size(size, self.window, self.interpolation)
 
-    def _fit(self, image, padded):
+    def _fit(self, image, least):
         """Returns an image resized and, where it is smaller than a window, padded."""
         size = self.fitted(image.shape[:2])
         if image.shape[:2] != size:
             image = resize_all(image, size, self.interpolation)
-        more = [(0, all_ - own) for all_, own in zip(padded, size, strict=True)]
-        return np.pad(image, (*more, (0, 0)))
+        return padded(image, least, [255 * level for level in self.mean])
 
 
 class _Canvas:
@@ -155,12 +163,15 @@ class _Canvas:
 
 
 def _starts(length: int, window: int, overlap: float) -> list[int]:
-    """Returns the first pixels of the fewest windows that overlap enough."""
+    """Returns the first pixels of the fewest windows that overlap enough.
+
+    The last one ends with the image, so it overlaps more, as in mmsegmentation.
+    """
     if length <= window:
         return [0]
     step = max(1, math.floor(window * (1 - overlap)))
     count = 1 + math.ceil((length - window) / step)
-    return [round(i * (length - window) / (count - 1)) for i in range(count)]
+    return [min(i * step, length - window) for i in range(count)]
 
 
 def _coverage(length: int, window: int, starts: list[int]) -> Float[np.ndarray, " n"]:
