@@ -8,9 +8,16 @@ Try:    the same with --config=configs/segmentation.py:quick (3 steps, any machi
 Result: not run by us
 
 Batch, steps, rates, crops and windows are those of mmsegmentation's MAE on ADE20K
-(configs/mae, with UperNet, for which the pyramid of ViTDet stands here), and for the
-linear head those of its training in facebookresearch/dinov2, whose patches of 14 pixels
-need model=S/14 or another, at 518 pixels.
+(configs/mae/mae-base_upernet_8xb2-amp-160k_ade20k-512x512.py, with UperNet, for which the
+pyramid of ViTDet stands here), and for the linear head those of its training in
+facebookresearch/dinov2, whose patches of 14 pixels need model=S/14 or another, at 518
+pixels. The short side is resized to 256 to 1,024 pixels in training and to 512 in evaluation
+(configs/_base_/datasets/ade20k.py and pascal_voc12.py); that of Cityscapes to 512 to 2,048,
+in crops of 512x1,024, and to its own 1,024 (cityscapes.py).
+
+There, images are flipped before they are padded; here after it, so half of the padding beside
+an image is on its left: a sixth of the crops of 4:3 photographs has some, of Cityscapes none.
+Images that shrink are antialiased here, and not by OpenCV's bilinear filter there.
 """
 
 from ml_collections import ConfigDict
@@ -57,20 +64,22 @@ def get_config(arg: str | None = None) -> ConfigDict:
     c.init = "?"
 
     side = 512 if arg.model.endswith("/16") else 518
+    street = arg.data == "cityscapes"
+    scale = (1.0, 4.0) if street else (0.5, 2.0)  # Of the short side by that of a crop.
     c.data = dict(
         split="train",
-        image_size=(side, side),
+        image_size=(side, 2 * side if street else side),
         mean=(0.485, 0.456, 0.406),
         std=(0.229, 0.224, 0.225),
         train_transform=(
-            "scale_crop(scale=(0.5, 2.0), most_of_one=0.75) | flip | "
-            "color_jitter(0.125, 0.5, 0.5, 0.05)"
+            f"scale_crop(scale={scale}, most_of_one=0.75, pad=False) | "
+            "photometric_distortion | pad | flip"
         ),
         **DATA[arg.data],
     )
     split = "test" if arg.data == "pets" else "val"
     c.evals = dict(
-        val=dict(kind="segmentation", split=split, overlap=0.5, resize="cover")
+        val=dict(kind="segmentation", split=split, resize="none" if street else "cover")
     )
 
     depth = 24 if arg.model.startswith("L") else 12

@@ -2,7 +2,8 @@
 
 Run:    python -m vit_jax.evaluate --model=CHECKPOINT --out=DIR \\
             --config=configs/eval/segmentation.py:data=FOLDER,masks=FOLDER_OF_MASKS,split=val
-        data= may also be a data set's name, and masks= its feature.
+        data= may also be a data set's name, and masks= its feature. resize=none is
+        mmsegmentation's size of Cityscapes, whose images have 1,024x2,048 pixels.
 Result: see docs/dense.md
 """
 

@@ -1,6 +1,7 @@
 """Runs of the task segmentation: what is learnt, on which devices, and what reads it."""
 
 import json
+import pathlib
 import shutil
 
 import jax
@@ -13,11 +14,16 @@ import vit_jax
 from vit_jax import models, weights
 from vit_jax.config.lengths import RunLength
 from vit_jax.data.config import DataConfig
+from vit_jax.data.transforms import device, parse
+from vit_jax.data.transforms.photometric_distortion import PhotometricDistortion
 from vit_jax.distributed import mesh as meshes
 from vit_jax.errors import UserError
+from vit_jax.evaluators import sliding_window
+from vit_jax.evaluators.sliding_window import Sliding
 from vit_jax.models import cost
 from vit_jax.tasks import segmentation
 from vit_jax.tasks.segmentation import SegmentationConfig
+from vit_jax.training import config as configuration
 from vit_jax.training import loop, train_step
 from vit_jax.weights import workdir as workdirs
 
@@ -104,7 +110,6 @@ def test_what_is_trained_segments_from_its_checkpoint(trained, tmp_path):
 
 def test_evaluating_a_checkpoint_gives_the_scores_of_the_run(trained):
     from vit_jax.evaluators import suite
-    from vit_jax.training import config as configuration
 
     workdir, done = trained
     pretrained = weights.open_pretrained(str(workdir), with_task=True)
@@ -184,6 +189,70 @@ def test_losses_are_those_of_their_formulas():
     both, each = (shares := np.exp(logits))[..., 0] / shares.sum(-1), 24
     expected = 1 - 2 * both.sum() / (both.sum() + each)
     assert dice(logits, only) == pytest.approx(expected, abs=1e-5)
+
+
+def test_the_dice_loss_of_images_is_mmsegmentations():
+    rng = np.random.default_rng(0)
+    logits = rng.normal(size=(4, 3, 5, CLASSES)).astype(np.float32)
+    labels = rng.integers(-1, CLASSES, (4, 3, 5))
+    labels[2] = 1  # The other classes do not occur.
+    labels[3] = -1
+    shares = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+    terms = []
+    for p, image in zip(shares, labels, strict=True):
+        target = np.where(image == -1, 255, image)  # Its number of no class.
+        one_hot = np.eye(CLASSES)[np.clip(target, 0, CLASSES - 1)]
+        valid = target != 255
+        for k in range(CLASSES):
+            num = (p[..., k] * one_hot[..., k] * valid).sum() * 2 + 1
+            den = (p[..., k] ** 2 + one_hot[..., k] ** 2).sum() + 1
+            terms.append(1 - num / den)
+    of_images = jax.jit(segmentation.dice_of_images)
+    found = float(of_images(logits, labels))
+    assert found == pytest.approx(np.mean(terms), abs=1e-6)
+    # A mean over the images, so that microbatches have the gradients of the batch.
+    parts = [of_images(logits[i : i + 2], labels[i : i + 2]) for i in (0, 2)]
+    assert np.mean(parts) == pytest.approx(found, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("keys", "coupled"),
+    [
+        ({"dice": 0.5}, ("BatchNorm", "the Dice loss")),
+        ({"dice": 0.5, "dice_of": "image"}, ("BatchNorm",)),
+        ({"dice": 0.5, "dice_of": "image", "head": "pyramid"}, ()),
+        ({"dice_of": "batch", "head": "pyramid"}, ()),
+    ],
+)
+def test_only_what_compares_images_is_coupled(keys, coupled):
+    assert build(**keys).coupled == coupled
+
+
+@pytest.mark.parametrize(
+    ("data", "size", "sides", "steps"),
+    [
+        # Of an image of 1,024x2,048 pixels: cityscapes.py resizes it to that size.
+        ("cityscapes", (512, 1024), (512, 2048), ([0, 341, 512], [0, 682, 1024])),
+        ("ade20k", (512, 512), (256, 1024), ([0], [0, 341, 512])),
+        ("voc", (512, 512), (256, 1024), ([0], [0, 341, 512])),
+    ],
+)
+def test_the_recipe_has_mmsegmentations_scales(data, size, sides, steps):
+    path = f"{pathlib.Path(__file__).parents[2]}/configs/segmentation.py:data={data}"
+    c = configuration.load(path)
+    assert c.data.image_size == size
+    crop, distortion, pad, flip = sum(
+        parse.parse_train(c.data.train_transform, size), ()
+    )
+    assert tuple(side * min(crop.size) for side in crop.scale) == sides
+    assert crop.most_of_one == 0.75 and not crop.pad
+    assert distortion == PhotometricDistortion()
+    np.testing.assert_allclose(pad.fill, 255 * np.array(c.data.mean), atol=0.5)
+    assert type(flip) is device.Flip
+    how = Sliding(size, c.evals["val"].resize, c.evals["val"].overlap)
+    fitted = how.fitted((1024, 2048))
+    for length, window, starts in zip(fitted, size, steps, strict=True):
+        assert sliding_window._starts(length, window, how.overlap) == starts
 
 
 def test_a_run_without_masks_is_refused():

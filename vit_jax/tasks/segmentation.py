@@ -50,6 +50,12 @@ class SegmentationConfig(TaskConfig):
     width: int = key(256, "Features of a pyramid.", at_least=1)
     frozen: bool = key(False, "Train the head alone.")
     dice: float = key(0.0, "Weight of the Dice loss beside the cross-entropy.")
+    dice_of: str = key(
+        "batch",
+        'Pixels of which a Dice coefficient is computed: those of the "batch", or of each '
+        '"image", with squares, as in mmsegmentation.',
+        choices=("batch", "image"),
+    )
 
     @property
     def averages_network(self) -> bool:
@@ -87,7 +93,8 @@ class Segmentation(ImageTask):
     @property
     def coupled(self):
         norm = ("BatchNorm",) if self.config.head == "linear" else ()
-        return norm + (("the Dice loss",) if self.config.dice else ())
+        by_batch = self.config.dice and self.config.dice_of == "batch"
+        return norm + (("the Dice loss",) if by_batch else ())
 
     def batch_spec(self, batch_size):
         shape = (batch_size, *self.data.image_size)
@@ -128,7 +135,8 @@ class Segmentation(ImageTask):
         logits = segmenter.resize(logits, labels.shape[1:])
         loss, metrics = cross_entropy(logits, labels, batch["weight"]), {}
         if self.config.dice:
-            metrics["dice_loss"] = dice(logits, labels)
+            of = dice_of_images if self.config.dice_of == "image" else dice
+            metrics["dice_loss"] = of(logits, labels)
             loss += self.config.dice * metrics["dice_loss"]
         right = (logits.argmax(-1) == labels).sum(dtype=jnp.float32)
         count = (labels != IGNORED).sum(dtype=jnp.float32)
@@ -222,3 +230,23 @@ def dice(
     score = 2 * both / jnp.maximum(probabilities.sum(pixels) + present, 1e-6)
     occurs = present > 0
     return 1 - jnp.where(occurs, score, 0).sum() / jnp.maximum(occurs.sum(), 1)
+
+
+def dice_of_images(
+    logits: Float[Array, "B Y X L"], labels: Int[Array, "B Y X"]
+) -> Float[Array, ""]:
+    """Returns 1 minus the mean Dice coefficient of all classes in each image.
+
+    A coefficient is (2 sum of p t + 1) / (sum of p^2 + sum of t + 1), for probabilities p
+    and t 1 in a class's pixels, as in mmsegmentation's DiceLoss with its exponent=2 and
+    smooth=1 (0c87f7a, mmseg/models/losses/dice_loss.py; later versions have another
+    formula). Classes that an image lacks count. A pixel that has no class adds nothing to the
+    first sum, and counts for the last class in the others, as there.
+    """
+    classes, pixels = logits.shape[-1], (1, 2)
+    ignored = labels == IGNORED
+    true = jax.nn.one_hot(jnp.where(ignored, classes - 1, labels), classes)
+    probabilities = jax.nn.softmax(logits)
+    both = (probabilities * true * ~ignored[..., None]).sum(pixels)
+    each = (jnp.square(probabilities) + true).sum(pixels)
+    return 1 - ((2 * both + 1) / (each + 1)).mean()
