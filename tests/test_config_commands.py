@@ -53,6 +53,9 @@ TESTS = {
         "tests/evaluators/test_label_sets.py::"
         "test_labels_share_a_pass_over_the_same_images"
     ),
+    r"eval/corruptions": (
+        "tests/evaluators/test_corruptions.py::test_all_sets_are_read_by_one_program"
+    ),
     r"eval/layers": (
         "tests/test_evaluate.py::test_evaluations_of_features_are_repeated_by_layer"
     ),

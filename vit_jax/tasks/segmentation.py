@@ -52,8 +52,8 @@ class SegmentationConfig(TaskConfig):
     dice: float = key(0.0, "Weight of the Dice loss beside the cross-entropy.")
     dice_of: str = key(
         "batch",
-        'Pixels of which a Dice coefficient is computed: those of the "batch", or of each '
-        '"image", with squares, as in mmsegmentation.',
+        'Pixels that a Dice coefficient covers: those of the "batch", or of one "image", '
+        "with squares, as in mmsegmentation.",
         choices=("batch", "image"),
     )
 

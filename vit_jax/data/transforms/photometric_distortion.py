@@ -64,7 +64,7 @@ def distort(
     hue: int | None,
     contrast_early: bool,
 ) -> Pixels:
-    """Returns an image after given changes; None is no change.
+    """Returns an image after given changes; None leaves one out.
 
     Args:
       image: 1 or 3 channels, red first.
