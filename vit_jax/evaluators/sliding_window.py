@@ -3,8 +3,8 @@
 As mmsegmentation's `slide_inference`: an image is resized, windows overlap, their logits
 are averaged, and the average is resized to the image. An image that is smaller than a window
 is padded with the mean of the images, where mmsegmentation gives the network the smaller image
-(docs/dense.md). Letters: H by W pixels of an image,
-h by w of a window, y by x cells of a grid, C channels, L classes, B windows.
+(docs/decisions.md). Letters: H by W pixels of an image, h by w of a window, y by x cells of a
+grid, C channels, L classes, B windows.
 """
 
 import collections
