@@ -1,5 +1,6 @@
 """Zero-shot classification and retrieval."""
 
+import hashlib
 import json
 import re
 import shutil
@@ -12,6 +13,7 @@ from helpers import ROOT, commands_of, run_command, tiny_config, train
 from PIL import Image
 
 import vit_jax
+from configs.eval import zero_shot
 from vit_jax.data import imagenet
 from vit_jax.errors import UserError
 from vit_jax.evaluators import image_text
@@ -202,6 +204,17 @@ def test_names_of_imagenet_are_those_of_clip_or_the_first_words_of_synsets():
     assert found == ("hammerhead shark", "Chihuahua", "some dog", "tench")
     assert imagenet.in_words(names[:1], imagenet.WORDNET) == ("hammerhead",)
     assert len({*imagenet.in_words(imagenet.synsets())}) == 998
+
+
+def test_eighty_prompts_are_those_of_clip():
+    """By a checksum of the sorted list in the notebook of openai/CLIP d05afc4."""
+    assert len({*zero_shot.EIGHTY}) == 80 and {*zero_shot.SEVEN} < {*zero_shot.EIGHTY}
+    text = "\n".join(sorted(zero_shot.EIGHTY))
+    assert (
+        hashlib.sha256(text.encode()).hexdigest().startswith("a8a4822f2921936e2ef07cf2")
+    )
+    config = zero_shot.get_config("data=digits,prompts=80")
+    assert config.evals.test.prompts == zero_shot.EIGHTY
 
 
 def test_texts_are_canonical_as_big_visions():

@@ -73,6 +73,19 @@ def test_parts_and_flips_are_random():
     assert all(grid == grids[0] for grid in grids) and len(seen) == 2
 
 
+def test_parts_have_the_shape_of_the_image_times_the_ratio_as_in_timm():
+    image, shapes = image_of(90, 360), {}
+    for relative in (False, True):
+        cut = naflex.NaFlex(900, patch=2, area=(0.1, 0.2), relative=relative)
+        grids = [
+            cut(image, np.random.default_rng(i))["grids"][0].tolist() for i in range(40)
+        ]
+        shapes[relative] = [columns / rows for rows, columns in grids]
+    # 3/4 to 4/3, of the image's 4; rounding to whole patches adds at most a tenth.
+    assert 0.7 < min(shapes[False]) < 0.9 and 1.2 < max(shapes[False]) < 1.45
+    assert 2.7 < min(shapes[True]) < 3.4 and 4.8 < max(shapes[True]) < 5.8
+
+
 @pytest.mark.parametrize(
     "line",
     [

@@ -41,6 +41,8 @@ class NaFlex(HostTransform):
       side: in place of `max_tokens`, side in pixels of a square of the area of the resized
         images: a sequence has the patches that it holds, so that images keep their size
         and smaller patches are more (FlexiViT, arXiv:2212.08013). Several as above.
+      relative: whether `ratio` is multiplied by the image's own width by height, as in timm's
+        RandomResizedCropToSequence, so that parts of wide images are wide.
     """
 
     moves_pixels = True
@@ -57,6 +59,9 @@ class NaFlex(HostTransform):
         "bilinear", "Filter of the resize.", choices=INTERPOLATIONS
     )
     side: Given = 0
+    relative: Given = key(
+        False, "Multiply `ratio` by the image's own width by height, as timm does."
+    )
 
     def __post_init__(self):
         super().__post_init__()
@@ -117,10 +122,12 @@ class NaFlex(HostTransform):
     def __call__(
         self, image: Num[np.ndarray, "H W C"], rng: np.random.Generator
     ) -> Sequence:
-        box = (0, 0, *image.shape[:2])
+        height, width = image.shape[:2]
+        box = (0, 0, height, width)
         if tuple(self.area) != (1, 1):
-            crop = RandomResizedCrop(area=self.area, ratio=self.ratio)
-            box = crop.box(*image.shape[:2], rng)
+            whole = width / height if self.relative else 1
+            ratio = tuple(whole * part for part in self.ratio)
+            box = RandomResizedCrop(area=self.area, ratio=ratio).box(height, width, rng)
         most, patch = max(self.choices)
         grid = fitting_grid(*box[2:], most)
         size = tuple(count * patch for count in grid)
