@@ -103,7 +103,8 @@ def hash_windows(
     conversion to grey hardly change them.
 
     Source: "pHash" (C. Zauner, Implementation and Benchmarking of Perceptual Image Hash
-    Functions, 2010), with 128 frequencies by distance from zero, and windows.
+    Functions, 2010), with 128 frequencies by distance from zero, the signs of which
+    replace the comparison with their median, and windows.
     """
     pixels = thumbnails.astype(np.float32)
     hashes = np.empty((len(pixels), len(windows), BITS // 8), np.uint8)

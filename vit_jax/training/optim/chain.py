@@ -242,7 +242,9 @@ def layer_factors(
     The rate of a layer is `decay` times that of the layer above it, as in BEiT
     (arXiv:2106.08254) and MAE (arXiv:2111.06377, table 9). Layers from the bottom: the
     embedding of the image (a whole ResNet included) with its positions; each block; the
-    rest, at the full rate, as what a task has beside its network, the path `within`.
+    rest, at the full rate, as what a task has beside its network, the path `within`. timm's
+    `param_groups_layer_decay` has the last norm at the rate of the last block, and BEiT's
+    code a relative bias that all blocks share at the full rate, here with the embedding.
 
     Raises:
       UserError: the network has no blocks or is not trained, or no layer rule matches a
