@@ -1,10 +1,10 @@
 """Heads that classify every pixel, on the features of some layers of a network.
 
 Linear: a BatchNorm and a linear layer of each patch, as the segmentation probes of DINOv2
-(arXiv:2304.07193, section 7.4). Pyramid: maps of several scales, made as in ViTDet
-(arXiv:2203.16527, section 3), of the joined layers where it has the last one, unless the
-network has them, and added up as in Panoptic FPN (arXiv:1901.02446, section 3.1), whose
-convolutions between the steps of enlarging are left out.
+(arXiv:2304.07193, section 7.4). Pyramid: maps of several scales, which a network has or
+which are made of its joined layers, as ViTDet makes them of the last one (arXiv:2203.16527,
+section 3). They are added up as in Panoptic FPN (arXiv:1901.02446, section 3.1), without its
+convolutions between the steps of enlarging.
 
 Letters: B images, Y by X pixels, C channels, y by x cells of a grid, D features, L classes.
 """
