@@ -31,6 +31,7 @@ def get_config(arg: str | None = None) -> ConfigDict:
     arg = parse_arg(arg, **ARGUMENTS)
     tuned = arg.stage == "finetune"
     size, resized = (384, 438) if tuned else (224, 256)
+    group = 32 if tuned else 64 if arg.model == "B/16" else 256  # Images of a GPU.
     c = ConfigDict()
     c.seed = 0
     c.epochs = 30 if tuned else 300
@@ -50,7 +51,7 @@ def get_config(arg: str | None = None) -> ConfigDict:
         train_transform=(
             "random_resized_crop(area=(0.08, 1.0), interpolation='bicubic') "
             "| timm_randaugment | flip | random_erasing(0.25, fill='normal') "
-            "| mixup_or_cutmix(0.8, 1.0)"
+            f"| mixup_or_cutmix(0.8, 1.0, group={group})"
         ),
         eval_transform=bicubic_crop(resized),
     )

@@ -29,6 +29,8 @@ ARGUMENTS = dict(
 SIDES = {"S/16": 224, "B/16": 192, "L/16": 192, "H/14": 154}
 DROP_PATH = {"S/16": 0.05, "B/16": 0.2, "L/16": 0.45, "H/14": 0.6}
 TUNED_DROP_PATH = DROP_PATH | {"H/14": 0.55}
+GROUP = {"S/16": 256, "B/16": 256, "L/16": 64, "H/14": 64}  # Images of a GPU.
+TUNED_GROUP = {"S/16": 64, "B/16": 64, "L/16": 64, "H/14": 32}
 CROP = "random_resized_crop(area=(0.08, 1.0), interpolation='bicubic') | flip"
 
 
@@ -36,6 +38,7 @@ def get_config(arg: str | None = None) -> ConfigDict:
     arg = parse_arg(arg, **ARGUMENTS)
     tuned = arg.stage == "finetune"
     side = 224 if tuned else SIDES[arg.model]
+    group = (TUNED_GROUP if tuned else GROUP)[arg.model]
     c = ConfigDict()
     c.seed = 0
     c.epochs = 20 if tuned else 800
@@ -54,7 +57,7 @@ def get_config(arg: str | None = None) -> ConfigDict:
         std=(0.229, 0.224, 0.225),
         train_transform=(
             f"{CROP} | three_augment | color_jitter(0.3, 0.3, 0.3) "
-            "| mixup_or_cutmix(0.8, 1.0)"
+            f"| mixup_or_cutmix(0.8, 1.0, group={group})"
         ),
         eval_transform=bicubic_crop(side),
     )
@@ -86,7 +89,7 @@ def get_config(arg: str | None = None) -> ConfigDict:
     if tuned:
         c.data.train_transform = (
             "random_resized_crop(area=(0.08, 1.0), interpolation='bicubic') "
-            "| timm_randaugment | flip | mixup_or_cutmix(0.8, 1.0)"
+            f"| timm_randaugment | flip | mixup_or_cutmix(0.8, 1.0, group={group})"
         )
         c.task = dict(loss="softmax", label_smoothing=0.1)
         c.optim.update(name="adam", learning_rate=1e-5, weight_decay=0.1, eps=1e-8)

@@ -91,7 +91,8 @@ def finetune(c: ConfigDict, arg) -> None:
     c.init = dict(checkpoint="?", allow_mismatch=(r"encoder_norm/", r"fc_norm/"))
     c.data.train_transform = (
         f"{CROP.format((0.08, 1.0))} | timm_randaugment | flip "
-        "| random_erasing(0.25, fill='normal') | mixup_or_cutmix(0.8, 1.0)"
+        "| random_erasing(0.25, fill='normal') "
+        f"| mixup_or_cutmix(0.8, 1.0, group={16 if arg.model == 'H/14' else 32})"
     )
     c.evals = dict(val="validation")
     c.model.update(

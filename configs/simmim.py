@@ -111,7 +111,7 @@ def finetune(c: ConfigDict, arg, is_swin: bool) -> None:
     c.init = dict(checkpoint="?", allow_mismatch=() if is_swin else last)
     c.data.train_transform = (
         f"{CROP.format((0.08, 1.0), 'bicubic')} | timm_randaugment | flip "
-        "| random_erasing(0.25, fill='normal') | mixup_or_cutmix(0.8, 1.0)"
+        "| random_erasing(0.25, fill='normal') | mixup_or_cutmix(0.8, 1.0, group=128)"
     )
     c.evals = dict(val="validation")
     c.task = dict(loss="softmax", label_smoothing=0.1)

@@ -50,7 +50,7 @@ def get_config(arg: str | None = None) -> ConfigDict:
         std=(0.229, 0.224, 0.225),
         train_transform=(
             f"{CROP} | timm_randaugment | flip | random_erasing(0.25, fill='normal') "
-            "| mixup_or_cutmix(0.8, 1.0)"
+            f"| mixup_or_cutmix(0.8, 1.0, group={128 if size in 'TS' else 64})"
         ),
         eval_transform=bicubic_crop(256 * side // 224),
     )

@@ -53,7 +53,9 @@ def get_config(arg: str | None = None) -> ConfigDict:
         image_size=(side, side),
         mean=(0.485, 0.456, 0.406),
         std=(0.229, 0.224, 0.225),
-        train_transform=f"{CROP} | timm_randaugment | flip | mixup_or_cutmix(0.8, 1.0)",
+        train_transform=(
+            f"{CROP} | timm_randaugment | flip | mixup_or_cutmix(0.8, 1.0, group=64)"
+        ),
         eval_transform=bicubic_crop(side),
     )
     c.evals = dict(val="validation")
@@ -91,7 +93,7 @@ def get_config(arg: str | None = None) -> ConfigDict:
         c.data.repeats = 3
         c.data.train_transform = (
             f"{CROP} | flip | three_augment | color_jitter(0.3, 0.3, 0.3) "
-            "| mixup_or_cutmix(0.8, 1.0)"
+            "| mixup_or_cutmix(0.8, 1.0, group=256)"
         )
         c.task = dict(loss="sigmoid", target_threshold=0.0)
         rate = 4e-3 if arg.model == "S/16" else 3e-3

@@ -632,6 +632,30 @@ def decayed(c, params):
     return {path for path, yes in flatten_dict(mask, sep="/").items() if np.any(yes)}
 
 
+@pytest.mark.parametrize(
+    ("recipe", "images"),
+    [
+        ("deit:model=B/16", 64),
+        ("deit:model=S/16", 256),
+        ("deit:stage=finetune", 32),
+        ("deit3:model=B/16", 256),
+        ("deit3:model=L/16", 64),
+        ("deit3:model=H/14,stage=finetune", 32),
+        ("vit5", 256),
+        ("vit5:stage=finetune", 64),
+        ("swin:model=S", 128),
+        ("swin:model=B", 64),
+        ("mae:stage=finetune", 32),
+        ("simmim:stage=finetune", 128),
+    ],
+)
+def test_mixup_is_drawn_for_as_many_images_as_the_authors_have_on_a_gpu(recipe, images):
+    stem, _, arg = recipe.partition(":")
+    config = importlib.import_module(f"configs.{stem}").get_config(arg)
+    line = f"mixup_or_cutmix(0.8, 1.0, group={images})"
+    assert config.data.train_transform.endswith(line)
+
+
 @pytest.mark.parametrize("batch_size", [2_048, 10_000])
 def test_the_rate_of_simmim_falls_after_700_epochs_of_any_batch(batch_size):
     c = config.load(spec("simmim"))

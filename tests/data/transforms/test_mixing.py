@@ -127,6 +127,21 @@ def test_mixup_or_cutmix_is_one_of_them_a_batch():
     assert stats.binomtest(sum(kinds), 60, 0.3).pvalue > 0.001
 
 
+def test_groups_of_images_are_mixed_as_those_of_one_gpu():
+    """timm draws on each GPU: one way and share for its images, another on the next."""
+    labels = np.asarray(batch()[1])
+    kinds = []
+    for mixed, soft in steps(MixupOrCutmix(0.8, 1.0, switch=0.3, group=4), 40):
+        partners = np.roll(labels, 1, axis=0)
+        share = ((soft - partners) * labels).sum(1)
+        np.testing.assert_allclose(share[:4], share[0], atol=1e-6)
+        np.testing.assert_allclose(share[4], share[5], atol=1e-6)
+        assert abs(share[0] - share[4]) > 1e-6
+        kinds += [np.isin(mixed[i], (9 + i, 10 + i)).all() for i in (1, 5)]
+        np.testing.assert_allclose(mixed[5].mean(), 14 + share[5], atol=1e-4)
+    assert stats.binomtest(sum(kinds), 80, 0.3).pvalue > 0.001
+
+
 @pytest.mark.parametrize(
     "op", [Mixup(2.0), Cutmix(1.0), MixupOrCutmix(0.8, 1.0, switch=0.3)]
 )

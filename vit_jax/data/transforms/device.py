@@ -497,15 +497,33 @@ class MixupOrCutmix(Mixing):
     mixup: Given = field(0.8, "Alpha of mixup.", above=0)
     cutmix: Given = field(1.0, "Alpha of cutmix.", above=0)
     switch: Given = field(0.5, "Probability of cutmix.", at_most=1)
+    group: Given = field(
+        0,
+        "Images in a row that share a draw, as those of one GPU do in timm; 0: all of the "
+        "batch.",
+    )
 
     def __call__(self, images: Images, labels: Labels, index, key):
-        key, switch, mixup = jax.random.split(jax.random.fold_in(key, index[0]), 3)
+        key = jax.random.fold_in(key, index[0])
+        if not self.group:
+            weight, share = self._draw(key, images)
+        else:
+            group = jnp.arange(len(images)) // self.group
+            keys = jax.random.split(key, -(-len(images) // self.group))
+            weight, share = jax.vmap(lambda key: self._draw(key, images))(keys)
+            share = share[group].reshape(-1, *(1,) * (labels.ndim - 1))
+            weight = jnp.squeeze(weight, 1)[group]
+        images = self.blend(images.astype(jnp.float32), weight)
+        return images, self.blend(labels, share)
+
+    def _draw(self, key: Key[Array, ""], images: Images):
+        """Draws the weights of an example's pixels, (1, H, W, 1), and of its label."""
+        key, switch, mixup = jax.random.split(key, 3)
         cuts = jax.random.uniform(switch) < self.switch
         share = _beta(mixup, self.mixup)
         kept, kept_share = _cut(key, self.cutmix, images)
         weight = jnp.where(cuts, kept.astype(jnp.float32), share)
-        images = self.blend(images.astype(jnp.float32), weight)
-        return images, self.blend(labels, jnp.where(cuts, kept_share, share))
+        return weight, jnp.where(cuts, kept_share, share)
 
 
 def warp(
