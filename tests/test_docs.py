@@ -1,6 +1,7 @@
 """The documentation: its commands run, its messages and keys are those of the code."""
 
 import ast
+import importlib
 import importlib.util
 import pathlib
 import re
@@ -11,7 +12,7 @@ import tomllib
 import numpy as np
 import pytest
 import warm
-from helpers import ON_SITE, assert_took_three_steps, write_weights
+from helpers import ON_SITE, RECIPES, assert_took_three_steps, write_weights
 from hosts import xla_flags
 from PIL import Image
 
@@ -269,6 +270,41 @@ def test_links_out_of_the_site_lead_to_the_repository():
         f"[b]({generated.REPOSITORY}/blob/main/SECURITY.md), "
         "[c](api.md#models), [d](notebooks/quickstart.ipynb)"
     )
+
+
+def fidelity(heading):
+    """Returns the rows of a table of docs/fidelity.md, without its head."""
+    part = (DOCS / "fidelity.md").read_text().partition(f"\n## {heading}\n")[2]
+    lines = part.partition("\n## ")[0].strip().splitlines()
+    return [[c.strip() for c in line.strip("|").split("|")] for line in lines[2:]]
+
+
+def test_every_recipe_is_compared_with_its_original_by_subject():
+    seen = set()
+    for name, original, *cells in fidelity("Recipes"):
+        stem, _, arg = name.strip("`").partition(":")
+        stem = stem.removesuffix(".py")
+        importlib.import_module(f"configs.{stem}").get_config(arg)
+        seen.add(stem)
+        assert len(cells) == 7, name
+        assert original != "own" or {*cells} == {"own"}, name
+    assert sorted(seen) == RECIPES
+
+
+@pytest.mark.parametrize(
+    "heading", ["Recipes", "Evaluation, transforms and optimisers"]
+)
+def test_comparisons_name_their_original_and_what_differs(heading):
+    for name, original, *cells in fidelity(heading):
+        links = re.findall(r"\]\((https://github\.com/[^)]*)\)", original)
+        for link in links:
+            assert re.match(
+                r"https://github\.com/[^/]+/[^/]+/blob/[0-9a-f]{40}/.", link
+            )
+        assert links or original == "own" or "arXiv:" in original, name
+        for cell in cells:
+            known = cell in ("equal", "not read", "own")
+            assert known or re.fullmatch(r"equal but: \w.*[^.]", cell), (name, cell)
 
 
 @pytest.mark.parametrize("page", ["docs/data.md", "docs/finetuning.md"])
