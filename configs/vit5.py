@@ -13,8 +13,8 @@ defaults of main.py, read in November 2026). Four things differ here: there quer
 and value have no bias, registers are rotated too, by a 2x2 grid of their own, and kernels
 begin with a standard deviation of 0.02, the classifier's too, ours as in vit_jax.models; and
 the binary cross-entropy is a mean over the classes, ours a sum with gradients 1,000 times as
-large: LAMB's steps are the same, as epsilon, 1e-8 there, is 1e-5 here. Apex's LAMB also clips
-that mean's gradients at a norm of 1, here 1,000, which we leave out. Rates change by epochs.
+large: LAMB's steps are the same, as epsilon, 1e-8 there, is 1e-5 here, and the norm at which
+Apex's LAMB clips gradients 1,000 for 1. Rates change by epochs.
 """
 
 from ml_collections import ConfigDict
@@ -98,7 +98,8 @@ def get_config(arg: str | None = None) -> ConfigDict:
         c.task = dict(loss="sigmoid", target_threshold=0.0)
         rate = 4e-3 if arg.model == "S/16" else 3e-3
         c.optim.update(name="lamb", learning_rate=rate, weight_decay=0.05)
-        c.optim.eps = 1e-5  # Of gradients of a sum over 1,000 classes.
+        # Of gradients of a sum over 1,000 classes.
+        c.optim.update(eps=1e-5, grad_clip_norm=1_000.0)
 
     c.log_every_steps = 50
     c.eval_every_epochs = 5

@@ -712,6 +712,9 @@ def test_steps_of_lamb_on_a_sum_over_classes_are_those_on_their_mean(stem):
     summed = {"bias": jnp.asarray(mean * c.data.num_classes)}
     steps, _ = tx.update(summed, tx.init(summed))
     np.testing.assert_allclose(steps["bias"], mean / (mean + 1e-8), rtol=1e-4)
+    # FusedLAMB of Apex clips at max_grad_norm=1.0.
+    assert c.optim.grad_clip_norm == 1.0 * c.data.num_classes
+    assert not config.load(spec(stem, stage="finetune")).optim.grad_clip_norm
 
 
 @pytest.mark.parametrize("version", ["", "V2-"])
