@@ -11,7 +11,8 @@ Batch, steps, rates, crops and windows are those of mmsegmentation's MAE on ADE2
 (configs/mae/mae-base_upernet_8xb2-amp-160k_ade20k-512x512.py, with UperNet, for which the
 pyramid of ViTDet stands here), and for the linear head those of its training in
 facebookresearch/dinov2, whose patches of 14 pixels need model=S/14 or another, at 518
-pixels. The short side is resized to 256 to 1,024 pixels in training and to 512 in evaluation
+pixels; windows overlap by half, and for the linear head by a third. The short side is
+resized to 256 to 1,024 pixels in training and to 512 in evaluation
 (configs/_base_/datasets/ade20k.py and pascal_voc12.py); that of Cityscapes to 512 to 2,048,
 in crops of 512x1,024, and to its own 1,024 (cityscapes.py).
 
@@ -79,7 +80,12 @@ def get_config(arg: str | None = None) -> ConfigDict:
     )
     split = "test" if arg.data == "pets" else "val"
     c.evals = dict(
-        val=dict(kind="segmentation", split=split, resize="none" if street else "cover")
+        val=dict(
+            kind="segmentation",
+            split=split,
+            resize="none" if street else "cover",
+            overlap=0.5 if arg.head == "pyramid" else 1 / 3,
+        )
     )
 
     depth = 24 if arg.model.startswith("L") else 12

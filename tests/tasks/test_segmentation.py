@@ -232,9 +232,10 @@ def test_only_what_compares_images_is_coupled(keys, coupled):
     ("data", "size", "sides", "steps"),
     [
         # Of an image of 1,024x2,048 pixels: cityscapes.py resizes it to that size.
-        ("cityscapes", (512, 1024), (512, 2048), ([0, 341, 512], [0, 682, 1024])),
-        ("ade20k", (512, 512), (256, 1024), ([0], [0, 341, 512])),
-        ("voc", (512, 512), (256, 1024), ([0], [0, 341, 512])),
+        ("cityscapes", (512, 1024), (512, 2048), ([0, 256, 512], [0, 512, 1024])),
+        ("ade20k", (512, 512), (256, 1024), ([0], [0, 256, 512])),
+        ("voc", (512, 512), (256, 1024), ([0], [0, 256, 512])),
+        ("ade20k,head=linear", (512, 512), (256, 1024), ([0], [0, 341, 512])),
     ],
 )
 def test_the_recipe_has_mmsegmentations_scales(data, size, sides, steps):
