@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from vit_jax.models import posemb, variants
+from vit_jax.models import variants
+from vit_jax.models.positions.sincos2d import sincos2d
 
 SPREAD = 0.02  # Of the numbers that are added to each parameter, so that none is 0.
 
@@ -124,9 +125,7 @@ class Mae(Encoder):
 
     def _fix(self, name, width):
         """Has the fixed positions of that name, with zeros for the class token."""
-        table = np.asarray(
-            posemb.sincos2d((self.side, self.side), width, "sincos2d_mae")
-        )
+        table = np.asarray(sincos2d((self.side, self.side), width, "sincos2d_mae"))
         self._parameters.pop(name, None)
         table = torch.from_numpy(np.pad(table, ((1, 0), (0, 0))))
         self.register_buffer(name, table[None])

@@ -10,7 +10,8 @@ from helpers import draw_params
 from vit_jax import models
 from vit_jax.analysis import embeddings
 from vit_jax.errors import UserError
-from vit_jax.models.posemb import AddPositions
+from vit_jax.models.positions import EMBEDDINGS
+from vit_jax.models.positions.added import Table
 
 Y, X, D = 2, 3, 12
 
@@ -92,10 +93,8 @@ def test_position_similarity_is_the_cosine_of_what_is_added_to_patches(kind, pla
     for layer in (0, 1):
         name = f"posembed_{layer if place == 'every' else 'input'}"
         own = params["Transformer"].get(name, {})
-        add = AddPositions(kind, (Y, X), 1)
-        added = add.apply(
-            {"params": jax.tree.map(jnp.asarray, own)}, jnp.zeros((1, 1 + Y * X, D))
-        )
+        added = Table(EMBEDDINGS[kind](model.config, (Y, X), 1))
+        added = added.apply({"params": jax.tree.map(jnp.asarray, own)})
         table = np.asarray(added)[0, 1:].reshape(Y, X, D)
         found = embeddings.position_similarity(model, params, layer)
         for y, x, v, u in np.ndindex(Y, X, Y, X):

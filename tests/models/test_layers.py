@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from vit_jax.models import layers
+from vit_jax.models import grouped_depth, kernels, layers
 from vit_jax.models.encoder import Block
 from vit_jax.models.encoder_config import EncoderConfig
 from vit_jax.models.layers import MultiHeadAttention
@@ -98,30 +98,29 @@ def test_drop_path_drops_whole_images_and_rescales_what_stays():
 
 def test_a_branch_is_added_to_a_fixed_number_of_images_of_each_group():
     x = jax.random.normal(jax.random.key(0), (24, 2, 3))
-    seen = []
-
-    def branch(some, take):
-        seen.append(len(some))
-        assert (take(x[: 24 if len(seen) == 1 else 6]) == some).all()
-        return 1.0 + 0 * some
-
-    y = layers.add_to_some(x, branch, 0.3, 8, jax.random.key(1)) - x
-    assert seen == [3 * 5]
+    drawn = grouped_depth.draw(24, 0.3, 8, jax.random.key(1))
+    some = drawn.take(x)
+    assert some.shape == (3 * 5, 2, 3)
+    y = drawn.add(x, jnp.ones_like(some)) - x
     added = np.asarray(y[:, 0, 0] > 0.5).reshape(3, 8)
     assert (added.sum(1) == 5).all() and (added[0] != added[1]).any()
     kept = np.asarray(y).reshape(24, -1)[added.reshape(-1)]
     np.testing.assert_allclose(kept, 8 / 5, rtol=1e-5)
+    # Each image gets the branch of its own tokens.
+    own = np.asarray(drawn.add(x, some)) - x
+    of_kept = added.reshape(-1)
+    np.testing.assert_allclose(own[of_kept], 8 / 5 * x[of_kept], rtol=1e-4, atol=1e-6)
     # A group that does not divide the batch: the common divisor.
-    layers.add_to_some(x[:6], branch, 0.5, 4, jax.random.key(1))
-    assert seen[1] == 3
+    few = grouped_depth.draw(6, 0.5, 4, jax.random.key(1))
+    assert few.take(x[:6]).shape == (3, 2, 3)
 
 
 def test_the_gradient_of_a_branch_reaches_the_kept_images_alone():
     x = jax.random.normal(jax.random.key(0), (8, 1, 2))
 
     def of(x, factor):
-        branch = lambda some, _: factor * some
-        return layers.add_to_some(x, branch, 0.5, 8, jax.random.key(2)).sum()
+        drawn = grouped_depth.draw(8, 0.5, 8, jax.random.key(2))
+        return drawn.add(x, factor * drawn.take(x)).sum()
 
     to_x = jax.grad(of)(x, 3.0)
     kept = np.isclose(to_x[:, 0, 0], 1 + 2 * 3.0)
@@ -143,7 +142,7 @@ def test_approximate_gelu_and_its_derivative_agree_with_those_of_flax():
     x = jnp.array([-40, -3, -0.5, 0, 0.5, 3, 40.0])
     g = jnp.arange(1.0, 8)
     ours, reference = (
-        (y, *vjp(g)) for y, vjp in (jax.vjp(f, x) for f in (layers.gelu_tanh, nn.gelu))
+        (y, *vjp(g)) for y, vjp in (jax.vjp(f, x) for f in (kernels.gelu_tanh, nn.gelu))
     )
     for a, b in zip(ours, reference, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
@@ -153,7 +152,7 @@ def test_dropout_keeps_elements_at_random():
     rate, shape = 0.3, (64, 50, 320)
     masks = np.stack(
         [
-            np.asarray(layers.dropout(jnp.ones(shape), rate, jax.random.key(seed))) > 0
+            np.asarray(kernels.dropout(jnp.ones(shape), rate, jax.random.key(seed))) > 0
             for seed in range(4)
         ]
     )
@@ -183,18 +182,18 @@ def test_dropout_keeps_elements_at_random():
 def test_dropout_scales_what_it_keeps_and_does_not_depend_on_the_mesh():
     x = jax.random.normal(jax.random.key(0), (8, 5, 6)) + 10
     key = jax.random.key(1)
-    found = layers.dropout(x, 0.25, key)
+    found = kernels.dropout(x, 0.25, key)
     kept = found != 0
     np.testing.assert_allclose(found, jnp.where(kept, x / 0.75, 0), rtol=1e-6)
     mesh = jax.make_mesh((8,), ("data",))
     split = jax.NamedSharding(mesh, jax.P("data"))
-    draw = jax.jit(lambda x: layers.dropout(x, 0.25, key), in_shardings=split)
+    draw = jax.jit(lambda x: kernels.dropout(x, 0.25, key), in_shardings=split)
     np.testing.assert_array_equal(draw(x) != 0, kept)
-    np.testing.assert_array_equal(layers.dropout(x[:3], 0.25, key) != 0, kept[:3])
-    gradient = jax.grad(lambda x: layers.dropout(x, 0.25, key).sum())(x)
+    np.testing.assert_array_equal(kernels.dropout(x[:3], 0.25, key) != 0, kept[:3])
+    gradient = jax.grad(lambda x: kernels.dropout(x, 0.25, key).sum())(x)
     np.testing.assert_allclose(gradient, kept / 0.75, rtol=1e-6)
-    assert layers.dropout(x, 0.25, None) is x
-    assert layers.dropout(x, 0.0, key) is x
+    assert kernels.dropout(x, 0.25, None) is x
+    assert kernels.dropout(x, 0.0, key) is x
 
 
 def test_patch_embedding_is_a_convolution():

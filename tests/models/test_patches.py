@@ -11,8 +11,8 @@ from helpers import draw_params
 
 from vit_jax import models
 from vit_jax.errors import UserError
-from vit_jax.models import posemb
 from vit_jax.models.patches import PatchSequences, draw
+from vit_jax.models.resizing import RESIZE_METHODS
 
 SIDE = 4
 TINY = {"width": 16, "depth": 2, "num_heads": 2, "mlp_dim": 32}
@@ -97,7 +97,7 @@ def program_at(*size):
     return jax.jit(create((4, 3), pool="gap", depth=1).at_size(size).apply)
 
 
-@pytest.mark.parametrize("method", posemb.RESIZE_METHODS)
+@pytest.mark.parametrize("method", RESIZE_METHODS)
 def test_positions_are_resized_by_the_method_of_the_network(method):
     model = create((4, 3), pool="gap", depth=1, posemb_resize=method)
     params = jax.device_get(draw_params(model))

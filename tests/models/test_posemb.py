@@ -11,7 +11,7 @@ from safetensors.numpy import load_file
 
 from vit_jax import models
 from vit_jax.errors import UserError
-from vit_jax.models import posemb
+from vit_jax.models.positions.learned import resize_positions
 
 GOLDEN = pathlib.Path(__file__).parent.parent / "golden"
 TINY = {"num_classes": 3, "width": 12, "depth": 2, "num_heads": 3, "mlp_dim": 20}
@@ -32,9 +32,7 @@ def test_dino_resizes_by_a_factor_and_mae_to_a_size(size, array):
     weights = load_file(GOLDEN / "dino_student.safetensors")
     given = array(weights["backbone.pos_embed"])
     by_factor, to_size = (
-        posemb.resize_positions(
-            given, (8, 8), sides(size), num_prefix_tokens=1, method=method
-        )
+        resize_positions(given, (8, 8), sides(size), num_prefix_tokens=1, method=method)
         for method in ("bicubic_dino", "bicubic_plain")
     )
     np.testing.assert_allclose(by_factor, case[f"{size}/posemb"], atol=1e-5)
@@ -47,7 +45,7 @@ def test_dino_resizes_by_a_factor_and_mae_to_a_size(size, array):
 @pytest.mark.parametrize("size", ["48x48", "24x24", "40x28"])
 def test_dinov2_resizes_with_registers_in_another_way(size, registers, method):
     case = np.load(GOLDEN / "dinov2.io.npz")
-    resized = posemb.resize_positions(
+    resized = resize_positions(
         case[f"posemb{registers}/32x32"],
         (8, 8),
         sides(size),
@@ -60,7 +58,7 @@ def test_dinov2_resizes_with_registers_in_another_way(size, registers, method):
 @pytest.mark.parametrize("side", [3, 6])
 def test_mae_resizes_its_fixed_positions(side):
     case = np.load(GOLDEN / "mae.io.npz")
-    resized = posemb.resize_positions(
+    resized = resize_positions(
         case["sincos/32_4x4"][None],
         (4, 4),
         (side, side),

@@ -7,7 +7,11 @@ import pytest
 from flax.traverse_util import flatten_dict
 
 from vit_jax import models
-from vit_jax.models import attention, encoder_config, posemb
+from vit_jax.models import attention, positions
+from vit_jax.models.encoder_config import EncoderConfig
+from vit_jax.models.positions.added import Table
+from vit_jax.models.positions.base import PLACEMENTS
+from vit_jax.models.positions.sincos2d import sincos2d
 
 Y, X, D = 3, 5, 12
 TINY = {"width": D, "depth": 3, "num_heads": 3, "mlp_dim": 20}
@@ -26,13 +30,19 @@ def random_like(params, key=3):
     return jax.tree.unflatten(tree, values)
 
 
+def table(kind, num_prefix_tokens, num_register_tokens=0):
+    config = EncoderConfig(width=D, posemb=kind)
+    position = positions.EMBEDDINGS[kind]
+    return Table(position(config, (Y, X), num_prefix_tokens, num_register_tokens))
+
+
 def names(model):
     shapes = flatten_dict(model.shapes, sep="/")
     return {name: leaf.shape for name, leaf in shapes.items()}
 
 
 def test_sincos2d_is_sines_and_cosines_of_column_then_row():
-    table = np.asarray(posemb.sincos2d((Y, X), D)).reshape(Y, X, D)
+    table = np.asarray(sincos2d((Y, X), D)).reshape(Y, X, D)
     rates = [10_000 ** -(i / 2) for i in range(3)]
     y, x = 2, 4
     expected = [f(a * r) for a in (x, y) for f in (math.sin, math.cos) for r in rates]
@@ -40,9 +50,9 @@ def test_sincos2d_is_sines_and_cosines_of_column_then_row():
 
 
 def test_learned2d_joins_a_vector_of_the_column_and_one_of_the_row():
-    add = posemb.AddPositions("learned2d", (Y, X), num_prefix_tokens=2)
-    params = random_like(add.init(jax.random.key(0), jnp.zeros((1, 2 + Y * X, D))))
-    out = add.apply(params, jnp.zeros((1, 2 + Y * X, D)))[0]
+    added = table("learned2d", 2)
+    params = random_like(added.init(jax.random.key(0)))
+    out = added.apply(params)[0]
     rows, columns = (params["params"][f"{n}_embedding"] for n in ("row", "column"))
     assert (rows.shape, columns.shape) == ((Y, D // 2), (X, D // 2))
     np.testing.assert_array_equal(out[:2], 0)
@@ -52,9 +62,9 @@ def test_learned2d_joins_a_vector_of_the_column_and_one_of_the_row():
 
 
 def test_factorized_adds_a_vector_of_the_column_and_one_of_the_row():
-    add = posemb.AddPositions("factorized", (Y, X), num_prefix_tokens=2)
-    params = random_like(add.init(jax.random.key(0), jnp.zeros((1, 2 + Y * X, D))))
-    out = add.apply(params, jnp.zeros((1, 2 + Y * X, D)))[0]
+    added = table("factorized", 2)
+    params = random_like(added.init(jax.random.key(0)))
+    out = added.apply(params)[0]
     rows, columns = (params["params"][f"{n}_embedding"] for n in ("row", "column"))
     assert (rows.shape, columns.shape) == ((Y, D), (X, D))
     np.testing.assert_array_equal(out[:2], 0)
@@ -63,13 +73,11 @@ def test_factorized_adds_a_vector_of_the_column_and_one_of_the_row():
 
 @pytest.mark.parametrize("kind", ["learned", "learned2d", "sincos2d"])
 def test_register_tokens_have_no_position(kind):
-    add = posemb.AddPositions(kind, (Y, X), num_prefix_tokens=3, num_register_tokens=2)
-    zeros = jnp.zeros((1, 3 + Y * X, D))
-    params = random_like(add.init(jax.random.key(0), zeros))
-    out = add.apply(params, zeros)[0]
+    added = table(kind, 3, 2)
+    params = random_like(added.init(jax.random.key(0)))
+    out = added.apply(params)[0]
     np.testing.assert_array_equal(out[1:3], 0)
-    plain = posemb.AddPositions(kind, (Y, X), num_prefix_tokens=1)
-    expected = plain.apply(params, zeros[:, 2:])[0]
+    expected = table(kind, 1).apply(params)[0]
     np.testing.assert_array_equal(jnp.concatenate([out[:1], out[3:]]), expected)
 
 
@@ -79,7 +87,7 @@ def test_stem_and_shared_have_one_table_and_every_layer_its_own(kind):
         at: sum(
             "posemb" in name for name in names(build(posemb=kind, posemb_placement=at))
         )
-        for at in encoder_config.POSITION_PLACES
+        for at in PLACEMENTS
     }
     tables = 1 if kind == "learned" else 2
     assert count == {"stem": tables, "shared": tables, "every": 3 * tables}
@@ -110,9 +118,8 @@ def test_positions_act_before_the_layers_they_are_meant_for(kind):
             dimension_numbers=("NHWC", "HWIO", "NHWC"),
         )
         x = patches.reshape(2, Y * X, D) + embedding["bias"][None, None]
-        add = posemb.AddPositions(kind, (Y, X), 0)
-        table = params["Transformer"].get("posembed_input", {})
-        place = add.apply({"params": table}, jnp.zeros((1, Y * X, D)))
+        own = params["Transformer"].get("posembed_input", {})
+        place = table(kind, 0).apply({"params": own})
         x = x + times * place
         x = (x - x.mean(-1, keepdims=True)) / jnp.sqrt(x.var(-1, keepdims=True) + 1e-6)
         out = jax.jit(model.apply)(params, images)["pre_logits"]

@@ -8,7 +8,8 @@ from helpers import draw_params
 
 from vit_jax import models
 from vit_jax.errors import UserError
-from vit_jax.models import posemb, rotary, stacking
+from vit_jax.models import attention, stacking
+from vit_jax.models.positions import relative_bias, rotary
 
 TINY = {"width": 24, "depth": 2, "num_heads": 2, "mlp_dim": 32, "num_classes": 3}
 KINDS = {
@@ -39,7 +40,7 @@ def test_products_of_turned_vectors_depend_on_the_offset(kind):
     angles = jnp.asarray(rotary.angles(kind, (3, 4), 8, 100.0))
     q, k = jax.random.normal(jax.random.key(0), (2, 1, 1, 1, 8))
     q, k = (jnp.broadcast_to(x, (1, 1, 12, 8)) for x in (q, k))
-    q, k = (rotary.rotate(x, angles)[0, 0] for x in (q, k))
+    q, k = (attention.rotate(x, angles)[0, 0] for x in (q, k))
     products = np.asarray(q @ k.T)
     for offset in (1, 4, 5):  # To the right, down, and both.
         same = [(i, i + offset) for i in (0, 1, 4, 5) if i % 4 < 3]
@@ -88,7 +89,7 @@ def test_positions_are_jittered_in_training_alone():
 
 def test_biases_are_by_offset_and_prefix_tokens_have_their_own():
     table = jnp.arange(3 * 5 + 3, dtype=jnp.float32)[:, None]
-    bias = np.asarray(posemb.bias_of_grid(table, (2, 3), 1))[0]
+    bias = np.asarray(relative_bias.bias_of_grid(table, (2, 3), 1))[0]
     assert bias[0, 0] == 17 and set(bias[0, 1:]) == {15} and set(bias[1:, 0]) == {16}
     patches = bias[1:, 1:]
     assert set(np.diag(patches)) == {7}  # No offset.
@@ -140,7 +141,7 @@ def test_biases_and_frequencies_fit_another_size_of_image():
     table = draw_params(build((16, 24), **KINDS["biases"]))["Transformer"][
         "relative_bias_0"
     ]
-    resized = posemb.resize_bias(np.asarray(table), (2, 3), (4, 3))
+    resized = relative_bias.resize_bias(np.asarray(table), (2, 3), (4, 3))
     old, new = table[:-3].reshape(3, 5, 2), resized[:-3].reshape(7, 5, 2)
     # Near offsets stay; the outermost are stretched.
     np.testing.assert_allclose(new[3, 1:-1], old[1, 1:-1], atol=1e-6)

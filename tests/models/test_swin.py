@@ -16,7 +16,8 @@ from trees import specs
 from vit_jax import models, weights
 from vit_jax.config import fields
 from vit_jax.errors import UserError
-from vit_jax.models import cost, posemb, swin
+from vit_jax.models import cost, swin
+from vit_jax.models.positions.relative_bias import resize_bias_table
 from vit_jax.training import config as configuration
 from vit_jax.training import loop
 from vit_jax.weights import export
@@ -107,10 +108,10 @@ def test_windows_are_undone(padding, grid):
 def test_bias_tables_are_resized_as_each_library_does(method, library, sizes):
     table = CASES["resize/table_4x4"]
     for size in sizes:
-        found = posemb.resize_bias_table(table, (4, 4), size, method)
+        found = resize_bias_table(table, (4, 4), size, method)
         wanted = CASES[f"resize/{library}_{size[0]}x{size[1]}"]
         np.testing.assert_allclose(found, wanted, atol=1e-5)
-        traced = posemb.resize_bias_table(jnp.asarray(table), (4, 4), size, method)
+        traced = resize_bias_table(jnp.asarray(table), (4, 4), size, method)
         np.testing.assert_allclose(traced, wanted, atol=1e-5)
 
 

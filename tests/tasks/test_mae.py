@@ -13,7 +13,8 @@ from vit_jax import models, weights
 from vit_jax.config.lengths import RunLength
 from vit_jax.data.config import DataConfig
 from vit_jax.errors import UserError
-from vit_jax.models import cost, posemb
+from vit_jax.models import cost
+from vit_jax.models.positions.sincos2d import sincos2d
 from vit_jax.tasks import masking
 from vit_jax.tasks.mae import MaeConfig
 from vit_jax.training import loop, optim
@@ -113,7 +114,7 @@ def test_patches_and_targets_are_the_originals(original):
 
 @pytest.mark.parametrize(("width", "side"), [(32, 4), (16, 4), (768, 3)])
 def test_tables_of_positions_are_the_originals_to_the_bit(width, side):
-    found = posemb.sincos2d((side, side), width, "sincos2d_mae")
+    found = sincos2d((side, side), width, "sincos2d_mae")
     expected = IO[f"sincos/{width}_{side}x{side}"]
     assert not expected[0].any()
     np.testing.assert_array_equal(found, expected[1:])
@@ -244,7 +245,7 @@ def test_a_workdir_is_the_start_of_a_classifier_that_learns_positions(tmp_path):
     model = tiny_config(model=options).build_model()
     loaded = weights.load(tmp_path, model, head="new")
     positions = loaded.params["Transformer"]["posembed_input"]["pos_embedding"]
-    fixed = posemb.sincos2d(model.grid, 12, "sincos2d_mae")
+    fixed = sincos2d(model.grid, 12, "sincos2d_mae")
     np.testing.assert_array_equal(positions[0, 1:], fixed)
     assert not positions[0, 0].any()
     assert "sincos2d_mae written out as values" in "\n".join(loaded.table())

@@ -7,7 +7,8 @@ from flax.traverse_util import unflatten_dict
 from trees import assert_same, encoder, random_flat
 
 from vit_jax.errors import UserError
-from vit_jax.models import flexivit, posemb
+from vit_jax.models import flexivit, resizing
+from vit_jax.models.positions.learned import resize_positions
 from vit_jax.weights import rewriting, surgery
 from vit_jax.weights.surgery import FitRow
 
@@ -103,7 +104,7 @@ def test_positions_of_every_layer_are_resized_by_the_method_asked_for():
     fitted, rows = fit(flat, model, source, posemb_resize="bicubic")
     for i in range(2):
         name = f"Transformer/posembed_{i}/pos_embedding"
-        expected = posemb.resize_positions(
+        expected = resize_positions(
             flat[name], (3, 5), (2, 6), num_prefix_tokens=1, method="bicubic"
         )
         found = fitted["Transformer"][f"posembed_{i}"]["pos_embedding"]
@@ -117,9 +118,7 @@ def test_grids_of_as_many_cells_are_still_resized():
     flat = random_flat(source)
     fitted, _ = fit(flat, encoder(image_size=(12, 16)), source)
     found = fitted["Transformer"]["posembed_input"]["pos_embedding"]
-    expected = posemb.resize_positions(
-        flat[POSITIONS], (2, 6), (3, 4), num_prefix_tokens=1
-    )
+    expected = resize_positions(flat[POSITIONS], (2, 6), (3, 4), num_prefix_tokens=1)
     np.testing.assert_array_equal(found, expected)
 
 
@@ -130,7 +129,7 @@ def test_tables_of_rows_and_columns_are_resized():
     name = "Transformer/posembed_input/row_embedding"
     assert rows[1:] == [FitRow(name, "resized from (3, 5) to (4, 5)", (3, 6), (4, 6))]
     found = fitted["Transformer"]["posembed_input"]["row_embedding"]
-    np.testing.assert_array_equal(found, posemb.resize_table(flat[name], 4))
+    np.testing.assert_array_equal(found, resizing.resize_table(flat[name], 4))
 
 
 @pytest.mark.parametrize(
@@ -247,7 +246,7 @@ def test_long_lists_are_cut():
 @pytest.mark.parametrize("side", [24, 7])
 def test_position_embeddings_resize_as_in_the_original_code(side):
     case = np.load(GOLDEN / "google_posemb_interp.npz")
-    resized = posemb.resize_positions(
+    resized = resize_positions(
         case["posemb_14"], (14, 14), (side, side), num_prefix_tokens=1
     )
     np.testing.assert_allclose(resized, case[f"posemb_{side}"], atol=1e-6)
@@ -257,7 +256,7 @@ def test_position_embeddings_resize_as_in_the_original_code(side):
 @pytest.mark.parametrize("grid", [(3, 4), (9, 11), (8, 2), (14, 3)])
 def test_bicubic_resize_is_that_of_pytorch(grid):
     case = np.load(GOLDEN / "torch_bicubic.npz")
-    resized = posemb.resize_positions(
+    resized = resize_positions(
         case["posemb_5x7"], (5, 7), grid, num_prefix_tokens=2, method="bicubic"
     )
     expected = case[f"posemb_{grid[0]}x{grid[1]}"]
@@ -271,29 +270,29 @@ def test_resize_is_exact_on_a_plane_over_a_non_square_grid():
         )
         return np.stack([y, x, 2 * y - 3 * x], axis=-1).reshape(1, -1, 3)
 
-    resized = posemb.resize_positions(plane(3, 5), (3, 5), (7, 4), num_prefix_tokens=0)
+    resized = resize_positions(plane(3, 5), (3, 5), (7, 4), num_prefix_tokens=0)
     np.testing.assert_allclose(resized, plane(7, 4), atol=1e-12)
 
 
-@pytest.mark.parametrize("method", posemb.RESIZE_METHODS)
+@pytest.mark.parametrize("method", resizing.RESIZE_METHODS)
 def test_resize_to_the_same_grid_changes_nothing(method):
     embedding = np.random.default_rng(0).normal(size=(1, 2 + 15, 6))
-    same = posemb.resize_positions(
+    same = resize_positions(
         embedding, (3, 5), (3, 5), num_prefix_tokens=2, method=method
     )
     np.testing.assert_allclose(same, embedding, atol=1e-12)
 
 
-@pytest.mark.parametrize("method", posemb.RESIZE_METHODS)
+@pytest.mark.parametrize("method", resizing.RESIZE_METHODS)
 def test_tables_of_rows_and_columns_resize_like_the_grid_of_their_sums(method):
     rng = np.random.default_rng(0)
     rows, columns = rng.normal(size=(3, 6)), rng.normal(size=(5, 6))
     whole = (rows[:, None] + columns).reshape(1, 15, 6)
-    resized = posemb.resize_positions(
+    resized = resize_positions(
         whole, (3, 5), (7, 4), num_prefix_tokens=0, method=method
     )
     rows, columns = (
-        posemb.resize_table(t, n, method=method, longer=7)
+        resizing.resize_table(t, n, method=method, longer=7)
         for t, n in ((rows, 7), (columns, 4))
     )
     np.testing.assert_allclose(
@@ -303,9 +302,7 @@ def test_tables_of_rows_and_columns_resize_like_the_grid_of_their_sums(method):
 
 def test_rows_that_do_not_fit_the_grid_are_refused():
     with pytest.raises(UserError, match="has 10 rows, but 1 extra tokens and a grid"):
-        posemb.resize_positions(
-            np.ones((1, 10, 2)), (4, 4), (2, 2), num_prefix_tokens=1
-        )
+        resize_positions(np.ones((1, 10, 2)), (4, 4), (2, 2), num_prefix_tokens=1)
 
 
 def test_kernels_of_grey_and_rgb_images_agree_on_grey_ones():

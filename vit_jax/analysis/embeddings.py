@@ -6,14 +6,14 @@ D filters or width, N tokens, P patches, H heads, R offsets, F head width.
 
 import math
 
-import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict
 from jaxtyping import Float
 
 from vit_jax.analysis.loaded_model import check_finite
 from vit_jax.errors import UserError
-from vit_jax.models import Model, Params, posemb, stacking
+from vit_jax.models import Model, Params, positions, stacking
+from vit_jax.models.positions.added import Table
 from vit_jax.weights.surgery import FIRST_KERNELS
 
 NUM_COMPONENTS = 28  # As in figure 7 of the paper.
@@ -134,10 +134,10 @@ def _absolute_embeddings(model, params, layer) -> Float[np.ndarray, "P D"]:
     options, P = model.options, model.num_prefix_tokens
     name = f"posembed_{layer if options['posemb_placement'] == 'every' else 'input'}"
     registers = options.get("num_register_tokens", 0)
-    add = posemb.AddPositions(options["posemb"], model.grid, P, registers)
-    nothing = jnp.zeros((1, P + math.prod(model.grid), options["width"]))
+    kind = positions.EMBEDDINGS[options["posemb"]]
+    added = Table(kind(model.config, model.grid, P, registers))
     variables = {"params": params[stacking.ENCODER].get(name, {})}
-    return np.asarray(add.apply(variables, nothing)[0, P:], np.float64)
+    return np.asarray(added.apply(variables)[0, P:], np.float64)
 
 
 def _relative_embeddings(model, params, layer) -> Float[np.ndarray, "H R F"]:

@@ -178,7 +178,7 @@ def check_batch(batch_size: int, accumulate: int, mesh: Mesh) -> None:
 
 
 def check_groups(rows: int, group: int, mesh: Mesh) -> None:
-    """Checks that no group of `layers.add_to_some` lies on two GPUs.
+    """Checks that no group of `models.grouped_depth` lies on two GPUs.
 
     XLA would place the rows that a group keeps on some of the devices, over which cuDNN's
     attention cannot be split.

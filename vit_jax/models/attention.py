@@ -41,7 +41,7 @@ class Positions(NamedTuple):
 
     Attributes:
       relative, bias: see `attend`.
-      angles: rotations of queries and keys in radians, see rotary.py; B or H may be 1 or
+      angles: rotations of queries and keys in radians, see `rotate`; B or H may be 1 or
         absent.
       lengths, segments: see `attend`.
     """
@@ -87,6 +87,22 @@ def attend(
     if implementation == "cudnn":
         return attend_cudnn(query, key, value, lengths, segments)
     return attend_splash(query, key, value, lengths, segments)
+
+
+def rotate(
+    x: Float[Array, "B H N K"], turned: Float[Array, "*BH N J"]
+) -> Float[Array, "B H N K"]:
+    """Rotates queries or keys.
+
+    Args:
+      x: queries or keys, head-major.
+      turned: angles in radians; 0 for tokens without a position.
+    """
+    turned = turned if turned.ndim == x.ndim else turned[None]
+    cos, sin = jnp.cos(turned), jnp.sin(turned)
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    both = [first * cos - second * sin, second * cos + first * sin]
+    return jnp.concatenate(both, axis=-1).astype(x.dtype)
 
 
 def choose(
@@ -346,6 +362,24 @@ def attend_cudnn(
         implementation=implementation,
     )
     return jnp.swapaxes(mixed[:, :N], 1, 2)
+
+
+def pad_for_cudnn(
+    x: Float[Array, "B N D"], context: Float[Array, "B M D"], positions: Positions
+) -> tuple[Float[Array, "B P D"], Float[Array, "B Q D"], Positions]:
+    """Returns tokens of even numbers, and positions that mask the appended ones.
+
+    Padding the input is one copy; of queries, keys, values and the result it would be
+    four, and four of their gradients.
+    """
+    M = context.shape[1]
+    if positions.segments is not None or not (x.shape[1] % 2 or M % 2):
+        return x, context, positions
+    lengths, angles = positions.lengths, positions.angles
+    lengths = jnp.full(len(x), M) if lengths is None else lengths
+    x, context = pad_tokens(x), pad_tokens(context)
+    angles = None if angles is None else pad_tokens(angles)
+    return x, context, positions._replace(angles=angles, lengths=lengths)
 
 
 def pad_tokens(x: Float[Array, "*B N D"]) -> Float[Array, "*B M D"]:

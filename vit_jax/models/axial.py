@@ -23,7 +23,8 @@ from vit_jax.models.encoder import Block
 from vit_jax.models.encoder_config import EncoderConfig
 from vit_jax.models.layers import ACTIVATIONS, LayerNorm, PatchEmbedding
 from vit_jax.models.network import NetworkConfig
-from vit_jax.models.posemb import AddPositions
+from vit_jax.models.positions.added import Table
+from vit_jax.models.positions.learned import Learned
 from vit_jax.models.variants import SIZES, Size, overridden, parse_size
 
 
@@ -106,13 +107,12 @@ class AxialViT(nn.Module):
         x = PatchEmbedding(
             size.width, config.patch_size, config.dtype, name="embedding"
         )(images.astype(config.dtype))
-        B, Y, X, D = x.shape
-        add_positions = AddPositions("learned", (Y, X), 0, name="posembed_input")
-        x = add_positions(x.reshape(B, Y * X, D)).reshape(B, Y, X, D)
+        _, Y, X, D = x.shape
         keys = [None] * 2 * size.depth
         if train and config.dropout:
             keys = list(jax.random.split(self.make_rng("dropout"), 2 * size.depth))
         encoder = EncoderConfig(
+            width=size.width,
             num_heads=size.num_heads,
             mlp_dim=size.mlp_dim,
             dropout=config.dropout,
@@ -120,6 +120,8 @@ class AxialViT(nn.Module):
             dtype=config.dtype,
             attention_impl="einsum",
         )
+        added = Table(Learned(encoder, (Y, X), 0), name="posembed_input")()
+        x = x + added.reshape(1, Y, X, D).astype(x.dtype)
         outputs = []
         for i, drawn in enumerate(keys):
             block = Block(encoder, name=f"{('row', 'column')[i % 2]}_block_{i // 2}")

@@ -7,19 +7,21 @@ from collections.abc import Callable
 import flax.linen as nn
 import jax
 
-from vit_jax.config.fields import key
+from vit_jax.config.fields import Registry, key
 from vit_jax.errors import UserError
-from vit_jax.models import attention, rotary, stacking
+from vit_jax.models import attention, positions, stacking
 from vit_jax.models.layers import ACTIVATIONS, LayerNorm
 from vit_jax.models.network import NetworkConfig
-from vit_jax.models.posemb import RESIZE_METHODS
+from vit_jax.models.positions.base import PLACEMENTS, Position
+from vit_jax.models.resizing import RESIZE_METHODS
 
-POSITION_KINDS = (
-    *("learned", "learned2d", "factorized", "sincos2d", "sincos2d_mae"),
-    *("relative", "none"),
+# Classes of blocks; which one is a matter of the keys.
+BLOCKS = Registry(
+    {
+        "plain": "vit_jax.models.encoder:Block",
+        "grouped": "vit_jax.models.grouped_depth:GroupedBlock",
+    }
 )
-POSITION_PLACES = ("stem", "every", "shared")
-BIAS_PLACES = ("none", "every", "shared")
 MLP_ACTIVATIONS = (*ACTIVATIONS, "swiglu")
 
 
@@ -46,14 +48,14 @@ class EncoderConfig(NetworkConfig):
     posemb: str = key(
         "learned",
         'Position embeddings: "learned", "learned2d", "factorized", "sincos2d", '
-        '"sincos2d_mae", "relative" or "none"; models/posemb.py.',
-        choices=POSITION_KINDS,
+        '"sincos2d_mae", "relative" or "none"; models/positions.',
+        choices=tuple(positions.EMBEDDINGS),
     )
     posemb_placement: str = key(
         "stem",
         'Where positions are added: once ("stem"), separate ones in "every" layer, or '
         'the same in each layer ("shared"). "relative" takes "every" or "shared".',
-        choices=POSITION_PLACES,
+        choices=PLACEMENTS,
         only_if={
             "posemb": {
                 "learned": "stem",
@@ -72,7 +74,7 @@ class EncoderConfig(NetworkConfig):
         '(DINO, DINOv2), "bilinear" (SigLIP 2), "bilinear_plain" (timm\'s factorized '
         'ones); as "bicubic_square", each to a square of the longer side, of which the '
         "first rows and columns are taken, so that positions keep their aspect (timm's "
-        "NaFlexVit); models/posemb.py.",
+        "NaFlexVit); models/resizing.py.",
         choices=tuple(RESIZE_METHODS),
         only_if={"posemb": ("learned", "learned2d", "factorized")},
     )
@@ -119,13 +121,13 @@ class EncoderConfig(NetworkConfig):
         "none",
         "Learnt biases of attention by offset of two patches (BEiT): separate ones in "
         '"every" layer, or the same in each layer ("shared").',
-        choices=BIAS_PLACES,
+        choices=tuple(positions.BIASES),
     )
     rope: str = key(
         "none",
         'Rotary position embeddings: "axial" (EVA-02), "centered" (DINOv3) or "mixed" '
         "(learnt directions, arXiv:2403.13298).",
-        choices=rotary.KINDS,
+        choices=tuple(positions.ROTARY),
     )
     rope_temperature: float = key(
         100.0, "Ratio of the longest wavelength to the shortest; EVA-02 has 10,000."
@@ -204,6 +206,16 @@ class EncoderConfig(NetworkConfig):
         return not on_gpu or self.remat_policy != "none"
 
     @property
+    def positions(self) -> tuple[type[Position], ...]:
+        """Kinds of positions of the tokens."""
+        return positions.of(self)
+
+    @property
+    def block(self) -> type[nn.Module]:
+        """Class of the blocks."""
+        return BLOCKS["grouped" if self.drop_path_group else "plain"]
+
+    @property
     def encoder_norm(self) -> bool:
         """Whether a LayerNorm ends the encoder."""
         return self.final_norm
@@ -216,7 +228,7 @@ class EncoderConfig(NetworkConfig):
 
     @property
     def merges_tokens(self) -> bool:
-        """Whether dense layers get the tokens of all images, see layers.flatten_tokens."""
+        """Whether dense layers get the tokens of all images, see kernels.flatten_tokens."""
         return self.platform != "tpu"
 
     @property
@@ -274,16 +286,8 @@ class EncoderConfig(NetworkConfig):
                 f"model width {self.width} does not divide into {self.num_heads} heads: "
                 "change model.width or model.num_heads"
             )
-        if "2d" in self.posemb and self.width % 4:
-            raise UserError(
-                f"model width {self.width} is not a multiple of 4, as "
-                f"posemb={self.posemb} needs: change model.width or model.posemb"
-            )
-        if self.rope != "none" and self.width // self.num_heads % 4:
-            raise UserError(
-                f"heads of {self.width // self.num_heads} features are not a multiple of "
-                f"4, as rope={self.rope} needs: change model.num_heads or model.rope"
-            )
+        for kind in self.positions:
+            kind.check(self)
         if self.jitters_rope and self.rope != "centered":
             raise UserError(
                 f"model.rope={self.rope!r}: model.rope_shift, rope_jitter and rope_rescale "
@@ -294,9 +298,4 @@ class EncoderConfig(NetworkConfig):
             raise UserError(
                 f"model.drop_path_group={self.drop_path_group}: every block must drop the "
                 "same number of images: set model.drop_path_schedule='constant', or it to 0"
-            )
-        if self.posemb == "relative" and self.posemb_placement == "stem":
-            raise UserError(
-                "model.posemb_placement='stem' with model.posemb='relative', which acts "
-                "in the attention of each layer: set it to 'every' or 'shared'"
             )

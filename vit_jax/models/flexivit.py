@@ -6,9 +6,10 @@ Letters: P and p side of a patch in pixels, before and after, C channels, D mode
 import numpy as np
 from jaxtyping import Array, Float
 
-from vit_jax.models import posemb
+from vit_jax.models import resizing
+from vit_jax.models.layers import PatchEmbedding
 
-# Method of `posemb.RESIZE_METHODS` to the library that resizes patches by it.
+# Method of `resizing.RESIZE_METHODS` to the library that resizes patches by it.
 METHODS = {"bilinear_plain": "big_vision", "bicubic": "timm"}
 DEFAULT = "bilinear_plain"  # Of FlexiViT's authors.
 
@@ -30,6 +31,23 @@ def resize_patch_kernel(
     """
     P, _, C, D = kernel.shape
     # The resize of a square is a Kronecker product, and so is its pseudo-inverse.
-    matrix = np.linalg.pinv(posemb.resize_matrix(method, P, patch).T)
-    flat = posemb.resample(kernel.reshape(P, P, C * D), matrix, matrix)
+    matrix = np.linalg.pinv(resizing.resize_matrix(method, P, patch).T)
+    flat = resizing.resample(kernel.reshape(P, P, C * D), matrix, matrix)
     return flat.reshape(patch, patch, C, D)
+
+
+class ResizedPatchEmbedding(PatchEmbedding):
+    """Embeds patches of another side than that of its parameters.
+
+    Attributes:
+      patch: side of a patch in pixels.
+      resize: how patches are resized, one of METHODS.
+    """
+
+    patch: int = 0
+    resize: str = DEFAULT
+
+    def kernel(self, kernel: Float[Array, "P P C D"]) -> Float[Array, "p p C D"]:
+        if self.patch == self.side:
+            return kernel
+        return resize_patch_kernel(kernel, self.patch, self.resize)

@@ -181,7 +181,7 @@ class _BeginEncoder(Encoder):
 
     @nn.compact
     def __call__(self, x):
-        x, layers = self._begin(x, False)
+        x, layers = self.begin(x)
         return x, [(layer.added, layer.positions) for layer in layers]
 
 
@@ -190,13 +190,7 @@ class _EndEncoder(Encoder):
 
     @nn.compact
     def __call__(self, x):
-        return self._final_norm()(x)
-
-
-def _part(kind, network):
-    config = network.config
-    P, R = len(config.prefix_tokens), config.num_register_tokens
-    return kind(config, network.grid, P, R, name=stacking.ENCODER)
+        return self.final_norm()(x)
 
 
 class _Embedding(VisionTransformer):
@@ -204,7 +198,7 @@ class _Embedding(VisionTransformer):
 
     @nn.compact
     def __call__(self, images):
-        return _part(_BeginEncoder, self)(self.embed(images))
+        return self.encoder(_BeginEncoder)(self.embed(images))
 
 
 class _Classifier(VisionTransformer):
@@ -212,7 +206,7 @@ class _Classifier(VisionTransformer):
 
     @nn.compact
     def __call__(self, x):
-        return self.classify(_part(_EndEncoder, self)(x))
+        return self.classify(self.encoder(_EndEncoder)(x))
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -225,7 +219,7 @@ def embed_images(module, params, images):
 @functools.partial(jax.jit, static_argnums=0)
 def run_block(module, params, x, given):
     """Returns the attention and output tokens of a block."""
-    return _attend(Block(module.config), params, x, given)
+    return _attend(module.config.block(module.config), params, x, given)
 
 
 def _attend(block: Block, params, x, given, added=None):
@@ -281,7 +275,7 @@ def head_vjp(module, params, x, classes):
 @functools.partial(jax.jit, static_argnums=0)
 def block_vjp(module, params, x, given, slope):
     """Returns a block's attention, and gradients of attention and input tokens."""
-    block = Block(module.config)
+    block = module.config.block(module.config)
 
     def forward(x, added):
         attention, x = _attend(block, params, x, given, added)

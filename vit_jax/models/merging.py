@@ -10,7 +10,7 @@ Letters: B images, P prefix tokens, N tokens, M of them after merging, H heads, 
 width, D model width.
 """
 
-import functools
+from typing import NamedTuple
 
 import flax.linen as nn
 import jax
@@ -20,8 +20,10 @@ from jaxtyping import Array, Float
 from vit_jax.errors import UserError
 from vit_jax.models import stacking
 from vit_jax.models.attention import Positions
-from vit_jax.models.encoder import Block, Encoder
+from vit_jax.models.encoder import Block, Encoder, split_over_devices
 from vit_jax.models.encoder_config import EncoderConfig
+from vit_jax.models.layers import MultiHeadAttention
+from vit_jax.models.vit import VisionTransformer
 
 Sizes = Float[Array, "B N"]
 
@@ -87,23 +89,47 @@ def merge(
     return x, weights[..., 0]
 
 
-def logit_bias(sizes: Sizes) -> Float[Array, "B 1 1 N"]:
-    """Returns the term of attention logits that counts a token as often as its size."""
-    return jnp.log(sizes)[:, None, None]
+class Merged(NamedTuple):
+    """What merged tokens count for, as `pooling.Weights`.
+
+    Attributes:
+      sizes: number of patches in each token; 1 for those before the patches.
+    """
+
+    sizes: Sizes
+
+    def means(self, patches: Float[Array, "B M D"]) -> Float[Array, "B D"]:
+        """Returns the mean of tokens behind those of the prefix, each as often as its size."""
+        sizes = self.sizes[:, self.sizes.shape[1] - patches.shape[1] :]
+        weights = sizes / sizes.sum(1, keepdims=True)
+        return (patches * weights[..., None].astype(patches.dtype)).sum(1)
+
+    def logit_bias(self, num_prefix_tokens: int = 0) -> Float[Array, "B 1 1 N"]:
+        """Returns the term of attention logits that counts a token as often as its size."""
+        return jnp.log(self.sizes)[:, None, None]
 
 
-def mean(x: Float[Array, "B N D"], sizes: Sizes) -> Float[Array, "B D"]:
-    """Returns the mean of tokens, each as often as its size."""
-    weights = sizes / sizes.sum(1, keepdims=True)
-    return (x * weights[..., None].astype(x.dtype)).sum(1)
+class KeyedAttention(MultiHeadAttention):
+    """Attention that returns its keys beside its result."""
+
+    @nn.compact
+    def __call__(
+        self,
+        x: Float[Array, "B N D"],
+        context: Float[Array, "B M D"],
+        positions: Positions,
+    ) -> tuple[Float[Array, "B N D"], Float[Array, "B H M K"]]:
+        """Returns the tokens, see `MultiHeadAttention`, and the keys of each head."""
+        q, k, v = self.heads(x, context, positions.angles)
+        return self.combine(self.attend(q, k, v, positions)), k
 
 
 class MergingBlock(Block):
     """A block that merges `config.token_merging` patches between attention and MLP."""
 
     repeated = False  # Each has fewer tokens.
+    attention_kind = KeyedAttention
 
-    @nn.compact
     def __call__(
         self,
         x: Float[Array, "B N D"],
@@ -112,16 +138,11 @@ class MergingBlock(Block):
         num_prefix_tokens: int,
     ) -> tuple[Float[Array, "B M D"], Float[Array, "B M"]]:
         """Transforms and merges tokens; see `merge` for arguments and results."""
-        keys = None
-
-        def attend(x, take):
-            nonlocal keys
-            y, keys = self._attention(positions, None, x, take, with_keys=True)
-            return y
-
-        x = self._add(x, attend, None, None)
+        y = self.norm1(x)
+        y, keys = self.attention(y, y, positions)
+        x = split_over_devices(x + self.scale1(self.post_norm1(y)))
         x, sizes = merge(x, sizes, keys, self.config.token_merging, num_prefix_tokens)
-        return self._add(x, functools.partial(self._mlp, None), None, None), sizes
+        return split_over_devices(x + self.transform(x, None)), sizes
 
 
 class MergingEncoder(Encoder):
@@ -130,14 +151,36 @@ class MergingEncoder(Encoder):
     @nn.compact
     def __call__(
         self, x: Float[Array, "B N D"]
-    ) -> tuple[Float[Array, "B M D"], Float[Array, "B M"]]:
-        """Returns the normalised tokens of the last block, and their sizes."""
-        x, layers = self._begin(x, False)
+    ) -> tuple[Float[Array, "B M D"], Merged]:
+        """Returns the normalised tokens of the last block, and what they count for."""
+        x, layers = self.begin(x)
         sizes = jnp.ones(x.shape[:2])
         for i, layer in enumerate(layers):
             positions = layer.positions
             if i:  # Before, all sizes are 1.
-                positions = positions._replace(bias=logit_bias(sizes))
+                positions = positions._replace(bias=Merged(sizes).logit_bias())
             block = MergingBlock(self.config, name=f"{stacking.STACKED}_{i}")
             x, sizes = block(x, sizes, positions, self.num_prefix_tokens)
-        return self._final_norm()(x), sizes
+        return self.final_norm()(x), Merged(sizes)
+
+
+class Merging(VisionTransformer):
+    """Merges tokens at inference, if `config.token_merging` is not 0."""
+
+    @nn.compact
+    def __call__(
+        self,
+        images: Float[Array, "B Y X C"],
+        *,
+        train: bool = False,
+        classify: bool = True,
+        **options,
+    ) -> dict[str, Float[Array, "..."]] | Float[Array, "B N D"]:
+        """Classifies images, or encodes their tokens; see `VisionTransformer`."""
+        config = self.config
+        if train or not config.token_merging:
+            return super().__call__(images, train=train, classify=classify, **options)
+        if not classify or config.pool == "none":
+            config.check_unmerged()
+        x = self.embed(images, options.get("edit_patches"))
+        return self.classify(*self.encoder(MergingEncoder)(x))

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from vit_jax.config import fields, loading
 from vit_jax.errors import UserError
-from vit_jax.models import posemb
+from vit_jax.models import positions, stacking
 from vit_jax.models.layers import MODEL_AXES
 from vit_jax.models.variants import ModelConfig
 
@@ -117,7 +117,7 @@ class NetworkConfig(ModelConfig):
     ) -> Mapping:
         """Resizes parameters for images of another size.
 
-        By default position embeddings with the names of models/posemb.py are resized,
+        By default position embeddings with the names of models/positions are resized,
         and all other parameters stay unchanged.
 
         Args:
@@ -129,7 +129,7 @@ class NetworkConfig(ModelConfig):
         Raises:
           UserError: parameters cannot be resized to that grid.
         """
-        return posemb.resize_in_params(params, old_grid, grid)
+        return positions.resize(params, old_grid, grid)
 
     def pool_layer(self, params: Mapping, x: jax.Array, *, norm: bool) -> jax.Array:
         """Returns one vector per image of the features of a layer, by default their mean.
@@ -251,7 +251,8 @@ def build(
             "module (flax.linen.Module)"
         )
     with fields.guarded(f"model.variant={variant!r}"):
-        names = _check(module, num_classes, image_shape, config.dtype, variant)
+        how = config.dtype, variant, config.stacked
+        names = _check(module, num_classes, image_shape, *how)
     return module, "pre_logits" in names, STATE in shapes(module, image_shape)
 
 
@@ -293,6 +294,7 @@ def _check(
     image_shape: tuple[int, int, int],
     dtype: str,
     variant: str,
+    stacked: bool,
 ) -> frozenset[str]:
     """Traces a user's network and returns the names of its outputs.
 
@@ -313,6 +315,8 @@ def _check(
         rngs, changes = {"dropout": key}, [STATE]
         return module.apply(variables, images, train=True, rngs=rngs, mutable=changes)
 
+    if stacked:
+        variables = {**variables, "params": stacking.stack(variables["params"])}
     images = jax.ShapeDtypeStruct((2, *image_shape), dtype)
     with nn.intercept_methods(trace_once):
         key = jax.random.key(0)

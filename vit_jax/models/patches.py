@@ -135,10 +135,21 @@ class Places(NamedTuple):
         counts = jnp.maximum(1.0, owned.astype(jnp.float32).sum(1))[..., None]
         return (sums / counts).astype(x.dtype).reshape(-1, x.shape[-1])
 
-    def logit_bias(self) -> Float[Array, "B 1 K N"]:
+    def logit_bias(self, num_prefix_tokens: int) -> Float[Array, "B 1 K PN"]:
         """Returns the term of attention logits that keeps each image to its own patches."""
         owned = jnp.swapaxes(self._one_hot(jnp.bool_), 1, 2)
-        return jnp.where(owned, 0.0, jnp.finfo(jnp.float32).min)[:, None]
+        bias = jnp.where(owned, 0.0, jnp.finfo(jnp.float32).min)[:, None]
+        return jnp.pad(bias, ((0, 0),) * 3 + ((num_prefix_tokens, 0),))
+
+    def mask(self, num_prefix_tokens: int) -> dict[str, Array]:
+        """Returns the fields of `attention.Positions` that keep images apart.
+
+        They keep padding out, too. Several images in a sequence have no prefix tokens.
+        """
+        if self.num_images > 1:
+            return {"segments": self.image}
+        lengths = num_prefix_tokens + self.valid.sum(1)
+        return {"lengths": jnp.maximum(1, lengths)}
 
     def take(self, visible: Int[Array, "B V"], kept: Int[Array, " B"]) -> "Places":
         """Returns the places of some patches, of which those beyond `kept` are padding."""

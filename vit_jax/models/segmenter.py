@@ -19,7 +19,8 @@ import numpy as np
 from jaxtyping import Array, Float, Key
 
 from vit_jax.errors import UserError
-from vit_jax.models.layers import LayerNorm, gelu_erf
+from vit_jax.models.kernels import gelu_erf
+from vit_jax.models.layers import LayerNorm
 from vit_jax.models.model import Model, Params
 from vit_jax.models.network import STATE
 from vit_jax.models.patches import PatchSequences

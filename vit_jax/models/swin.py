@@ -22,7 +22,7 @@ from jaxtyping import Array, Float
 
 from vit_jax.config.fields import key
 from vit_jax.errors import UserError
-from vit_jax.models import layer_features, layers, posemb
+from vit_jax.models import layer_features, layers
 from vit_jax.models.layers import (
     ACTIVATIONS,
     INTERMEDIATES,
@@ -32,6 +32,7 @@ from vit_jax.models.layers import (
     drop_path,
 )
 from vit_jax.models.network import BlockWindows, NetworkConfig
+from vit_jax.models.positions.relative_bias import resize_bias_table
 from vit_jax.models.variants import overridden
 from vit_jax.models.windows import Grid, Windows, pad
 
@@ -231,7 +232,7 @@ class SwinConfig(NetworkConfig):
             stage = resized[f"stage_{i}"] = dict(params[f"stage_{i}"])
             for name in [name for name in stage if name.startswith("block_")]:
                 table = stage[name]["attn"]["bias_table"]
-                table = posemb.resize_bias_table(table, old, new, self.bias_resize)
+                table = resize_bias_table(table, old, new, self.bias_resize)
                 attn = {**stage[name]["attn"], "bias_table": table}
                 stage[name] = {**stage[name], "attn": attn}
         return resized
@@ -529,7 +530,7 @@ def log_coordinates(size: Grid, pretrained: Grid) -> Float[np.ndarray, "R 2"]:
 
 
 def _each(dense: nn.Dense, x: Float[Array, "*T M"]) -> Float[Array, "*T F"]:
-    """Applies a dense layer to each patch, as a 2-D product; see `layers.flatten_tokens`."""
+    """Applies a dense layer to each patch, as a 2-D product; see `kernels.flatten_tokens`."""
     return dense(x.reshape(-1, x.shape[-1])).reshape(*x.shape[:-1], -1)
 
 

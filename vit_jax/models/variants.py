@@ -54,7 +54,7 @@ CONFIGS = Registry(
         r"Mixer-.*": "vit_jax.models.mixer:MixerConfig",
         r"Swin.*": "vit_jax.models.swin:SwinConfig",
         r"R\d+x\d+": "vit_jax.models.resnet:ResNetConfig",
-        r"R.*\+.*": "vit_jax.models.vit:HybridConfig",
+        r"R.*\+.*": "vit_jax.models.hybrid:HybridConfig",
         r"C\+\w+/\d+": "vit_jax.models.conv_stem:ConvStemConfig",
         r"\w+/\d+": "vit_jax.models.vit:ViTConfig",
     }

@@ -1,4 +1,4 @@
-"""The Vision Transformer (arXiv:2010.11929, section 3.1) and its hybrids.
+"""The Vision Transformer (arXiv:2010.11929, section 3.1).
 
 Parameters are named and shaped as in the published Google checkpoints, for a scan as in
 stacking.py.
@@ -12,28 +12,18 @@ import re
 from collections.abc import Callable, Mapping
 
 import flax.linen as nn
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from vit_jax.config.fields import key
+from vit_jax.config.fields import Registry, key
 from vit_jax.errors import UserError
-from vit_jax.models import (
-    flexivit,
-    layers,
-    merging,
-    patches,
-    posemb,
-    resnet,
-    stacking,
-    variants,
-)
+from vit_jax.models import flexivit, layers, pooling, positions, stacking, variants
 from vit_jax.models.encoder import Encoder
 from vit_jax.models.encoder_config import EncoderConfig
-from vit_jax.models.layers import CLASSIFIERS, MapHead
-from vit_jax.models.patches import PatchSequences, Places
+from vit_jax.models.layers import CLASSIFIERS
+from vit_jax.models.patches import Places
 
-POOLS = ("token", "gap", "token_gap", "map", "none")
+NETWORKS = Registry({"varied": "vit_jax.models.varied:VariedTransformer"})
 
 _BY_BLOCK = (stacking.STACKED, "posembed", "relative_embedding", "relative_bias")
 
@@ -57,7 +47,7 @@ class ViTConfig(EncoderConfig):
         "token",
         'Classifier input: "token", "gap" (mean), "token_gap" (both, as for DINOv2\'s '
         'linear classifiers), "map" (attention), or "none": every token.',
-        choices=POOLS,
+        choices=tuple(pooling.POOLS),
     )
     class_token: bool = key(
         False,
@@ -105,14 +95,29 @@ class ViTConfig(EncoderConfig):
     )
 
     @property
+    def numbers(self) -> variants.Variant:
+        """Size of the encoder and side of a patch; a user's network overrides it."""
+        return variants.parse(self.variant)
+
+    @property
+    def network(self) -> type["VisionTransformer"]:
+        """Class of the network."""
+        return NETWORKS["varied"]
+
+    @property
+    def pooling(self) -> Callable:
+        """The function that pools tokens, see pooling.py."""
+        return pooling.POOLS[self.pool]
+
+    @property
     def patch_size(self) -> int:
         """Side of a patch in pixels."""
-        return variants.parse(self.variant).patch_size
+        return self.numbers.patch_size
 
     @property
     def patch_side(self) -> int:
         """Side of a patch in features of the stem."""
-        return variants.parse(self.variant).patch_size
+        return self.numbers.patch_size
 
     @property
     def encoder_stride(self) -> int:
@@ -143,18 +148,17 @@ class ViTConfig(EncoderConfig):
 
     def sized(self) -> "ViTConfig":
         """See `NetworkConfig.sized`."""
-        return variants.with_numbers(self, variants.parse(self.variant).size)
+        return variants.with_numbers(self, self.numbers.size)
 
     def build(
         self, num_classes: int, image_shape: tuple[int, int, int]
     ) -> "VisionTransformer":
         self._check_pooling()
-        self._check_patch_dropout()
-        merging.check(self)
+        self.network.check(self)
         grid = tuple(side // self.patch_size for side in image_shape[:2])
         num_tokens = math.prod(grid) + len(self.prefix_tokens)
         placed, asked = self.placed(num_tokens), self.attention_impl
-        return VisionTransformer(placed, num_classes, grid, asked)
+        return self.network(placed, num_classes, grid, asked)
 
     @property
     def num_blocks(self) -> int:
@@ -189,9 +193,7 @@ class ViTConfig(EncoderConfig):
                 "model.posemb='relative' has positions for one image size alone: set it "
                 "to 'learned'"
             )
-        return posemb.resize_in_params(
-            params, old_grid, grid, method=source.posemb_resize
-        )
+        return positions.resize(params, old_grid, grid, method=source.posemb_resize)
 
     def pool_layer(
         self,
@@ -205,11 +207,7 @@ class ViTConfig(EncoderConfig):
 
         `places` are those of the patches of sequences.
         """
-        pooled = [x[:, 0]] if self.pool in ("token", "token_gap") else []
-        if self.pool != "token":
-            x = x[:, len(self.prefix_tokens) :]
-            pooled.append(x.mean(1) if places is None else places.means(x))
-        x = jnp.concatenate(pooled, axis=-1)
+        x = pooling.of_layer(self)(self, x, places)
         if norm and self.fc_norm:
             x = self.norm().apply({"params": params["fc_norm"]}, x)
         return x.astype(jnp.float32)
@@ -217,13 +215,6 @@ class ViTConfig(EncoderConfig):
     def stem(self, images: Float[Array, "B Y X C"]) -> Float[Array, "B y x D"]:
         """Returns the input of the patch embedding; call it in a compact method."""
         return images
-
-    def _check_patch_dropout(self) -> None:
-        if self.patch_dropout and self.relative:
-            raise UserError(
-                f"model.patch_dropout={self.patch_dropout} with {self.relative}, which is "
-                "of all patches: set model.patch_dropout to 0"
-            )
 
     def _check_pooling(self) -> None:
         if self.fc_norm and not self.final_norm:
@@ -249,51 +240,23 @@ class ViTConfig(EncoderConfig):
             )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class HybridConfig(ViTConfig, resnet.StemConfig):
-    """Hybrids, as `R50+B/16`"""
-
-    encoder_stride = 0  # Features of the stem cannot be edited as patches can.
-
-    @property
-    def patch_size(self) -> int:
-        """Side of a token in pixels."""
-        return self.patch_side * self.reduction
-
-    def sized(self) -> "HybridConfig":
-        """See `NetworkConfig.sized`."""
-        return variants.with_numbers(
-            super().sized(), variants.parse(self.variant).resnet
-        )
-
-    def build(
-        self, num_classes: int, image_shape: tuple[int, int, int]
-    ) -> "VisionTransformer":
-        self.check_stem()
-        return super().build(num_classes, image_shape)
-
-    def stem(self, images: Float[Array, "B Y X C"]) -> Float[Array, "B y x D"]:
-        """Returns the features of the ResNet; call it in a compact method."""
-        return resnet.stem(images, self)
-
-
 class VisionTransformer(nn.Module):
-    """A Vision Transformer or a hybrid; `num_classes` is L, 0 for no classifier.
+    """A Vision Transformer of images of one size.
 
-    `config` is the output of `EncoderConfig.placed`; `grid` are the rows and columns of
-    patches for which it has position embeddings. `attention_impl` is the key as given: its
-    choice depends on the length of sequences.
+    Attributes:
+      config: output of `EncoderConfig.placed`.
+      num_classes: L; 0 for no classifier.
+      grid: rows and columns of patches for which it has positions.
     """
 
     config: ViTConfig
     num_classes: int
     grid: tuple[int, int]
-    attention_impl: str = "auto"
 
     @nn.compact
     def __call__(
         self,
-        images: Float[Array, "B Y X C"] | PatchSequences,
+        images: Float[Array, "B Y X C"],
         *,
         train: bool = False,
         edit_patches: Callable[[Array], Array] | None = None,
@@ -303,14 +266,13 @@ class VisionTransformer(nn.Module):
         """Classifies images, or encodes their tokens.
 
         Args:
-          images: normalised images, whose sides are multiples of the patch, or sequences
-            of patches of any side; results then have a row for each image, see patches.py.
+          images: normalised images, whose sides are multiples of the patch.
           train: whether dropout and stochastic depth are active (needs an rng
             "dropout").
           edit_patches: function of the patch embeddings (B, YX, D), row by row, applied
             before positions are added.
-          visible: indices of the patches of each image that the encoder gets; None for
-            all, except in training with `patch_dropout`. Relative positions need all.
+          visible: indices of the patches of each image that the blocks get; None for
+            all. Positions of pairs of tokens need all.
           classify: whether to classify; otherwise the tokens of the encoder are
             returned, the prefix first.
 
@@ -319,48 +281,41 @@ class VisionTransformer(nn.Module):
           "logits" (B, L), unless L is 0; float32. With pool "none" (B, N, D) and
           (B, N, L), with "token_gap" (B, 2 D) and (B, L).
         """
-        places, kept, config = None, None, self.config
-        if isinstance(images, PatchSequences):
-            self._check_sequences(images)
-            places = kept = images.places()
         x = self.embed(images, edit_patches)
-        if places is not None:
-            asked = dataclasses.replace(config, attention_impl=self.attention_impl)
-            config = asked.placed(x.shape[1])
-        P, R = len(self.config.prefix_tokens), self.config.num_register_tokens
-        if self.config.token_merging and not train:
-            if not classify or self.config.pool == "none":
-                self.config.check_unmerged()
-            encoder = merging.MergingEncoder(
-                self.config, self.grid, P, R, name=stacking.ENCODER
-            )
-            return self.classify(*encoder(x))
-        if train and self.config.patch_dropout and visible is None:
-            visible, kept = self._draw_patches(x, places)
-        encoder = Encoder(config, self.grid, P, R, name=stacking.ENCODER)
-        x = encoder(x, train=train, visible=visible, places=places, kept=kept)
-        return self.classify(x, places=kept) if classify else x
+        x = self.encode(x, train=train, visible=visible)
+        return self.classify(x) if classify else x
 
     def embed(
         self,
-        images: Float[Array, "B Y X C"] | PatchSequences,
+        images: Float[Array, "B Y X C"],
         edit_patches: Callable[[Array], Array] | None = None,
     ) -> Float[Array, "B N D"]:
-        """Returns the input tokens of the encoder."""
-        config, side = self.config, None
-        if isinstance(images, PatchSequences):
-            images, side = images.pixels, images.patch_size
-        x = layers.PatchEmbedding(
-            config.width,
-            config.patch_side,
-            config.dtype,
-            config.patch_resize,
-            row_major=config.platform == "gpu",
-            name="embedding",
-        )(config.stem(images), side)
+        """Returns the input tokens of the encoder; call it in a compact method."""
+        x = self.embed_patches(images)
         B, *_, D = x.shape
         x = x.reshape(B, -1, D)
         x = edit_patches(x) if edit_patches else x
+        tokens = [
+            jnp.broadcast_to(t.astype(x.dtype), (B, *t.shape[1:]))
+            for t in self._prefix_tokens(D)
+        ]
+        return jnp.concatenate([*tokens, x], axis=1)
+
+    def embed_patches(self, images: Float[Array, "B Y X C"]) -> Float[Array, "B y x D"]:
+        """Returns the embedding of each patch; call it in a compact method."""
+        config = self.config
+        embedding = layers.PatchEmbedding(
+            config.width,
+            config.patch_side,
+            config.dtype,
+            row_major=config.platform == "gpu",
+            name="embedding",
+        )
+        return embedding(config.stem(images))
+
+    def _prefix_tokens(self, D: int) -> list[Float[Array, "1 _ D"]]:
+        """Returns the learnt tokens before the patches."""
+        config = self.config
         names = ["cls"] if "class token" in config.prefix_tokens else []
         names += ["dist"] if config.distillation else []
         std = config.token_init_std
@@ -369,47 +324,38 @@ class VisionTransformer(nn.Module):
         if R := config.num_register_tokens:
             init = nn.initializers.normal(std or 1e-6)
             tokens.append(self.param("register_tokens", init, (1, R, D)))
-        tokens = [
-            jnp.broadcast_to(t.astype(x.dtype), (B, *t.shape[1:])) for t in tokens
-        ]
-        return jnp.concatenate([*tokens, x], axis=1)
+        return tokens
 
-    def _check_sequences(self, images: PatchSequences) -> None:
-        """Raises UserError if the network cannot read sequences of patches."""
-        obstacle, tokens = self.config.no_sequences, self.config.prefix_tokens
-        if images.grids.shape[1] > 1 and tokens and not obstacle:
-            obstacle = f"several in one, and one {tokens[0]}, as of model.pool='token'"
-        if obstacle:
-            raise UserError(
-                f"images of any size with {obstacle}: change it, or give images of one size"
-            )
-
-    def _draw_patches(self, x: Float[Array, "B N D"], places: Places | None):
-        """Returns indices of the patches that patch dropout keeps, and their places."""
-        fraction, key = self.config.patch_dropout, self.make_rng("dropout")
-        if places is not None:
-            visible, kept = patches.draw(places, fraction, key)
-            return visible, places.take(visible, kept)
-        count = x.shape[1] - len(self.config.prefix_tokens)
-        kept = max(1, round(count * (1 - fraction)))
-        noise = jax.random.uniform(key, (len(x), count))
-        return jnp.argsort(noise, axis=1)[:, :kept], None
-
-    def classify(
+    def encode(
         self,
         x: Float[Array, "B N D"],
-        sizes: Float[Array, "B N"] | None = None,
-        places: Places | None = None,
+        *,
+        train: bool,
+        visible: Int[Array, "B V"] | None,
+    ) -> Float[Array, "B M D"]:
+        """Returns the tokens of the encoder; call it in a compact method."""
+        return self.encoder(Encoder)(x, train=train, visible=visible)
+
+    def encoder(self, kind: type[Encoder], config: ViTConfig | None = None) -> Encoder:
+        """Returns an encoder of this network; call it in a compact method.
+
+        Args:
+          kind: its class.
+          config: in the place of the network's.
+        """
+        P, R = len(self.config.prefix_tokens), self.config.num_register_tokens
+        return kind(config or self.config, self.grid, P, R, name=stacking.ENCODER)
+
+    def classify(
+        self, x: Float[Array, "B N D"], weights: pooling.Weights | None = None
     ) -> dict[str, Float[Array, "..."]]:
         """Computes the outputs from the tokens of the encoder.
 
         Args:
           x: tokens of the encoder.
-          sizes: number of patches in each token, see merging.py; None if all are 1.
-          places: places of the patches in images of any size; None if all are of one.
+          weights: what patches count for in the pooling; None if they count alike.
         """
-        config = self.config
-        L = self.num_classes
+        config, L = self.config, self.num_classes
         if config.distillation:
             x = self._features(x[:, :2])
             outputs, other = (
@@ -421,36 +367,8 @@ class VisionTransformer(nn.Module):
                 outputs |= zip(("class_logits", "distillation_logits"), logits)
                 outputs["logits"] = sum(logits) / 2
             return outputs
-        if config.pool == "token":
-            x = x[:, 0]
-        elif config.pool in ("gap", "token_gap"):
-            mean = self._mean(x, sizes, places)
-            token = [x[:, 0]] if config.pool == "token_gap" else []
-            x = jnp.concatenate([*token, mean], axis=-1)
-        elif config.pool == "map":
-            bias = None if sizes is None else merging.logit_bias(sizes)
-            if places is not None:
-                P = len(config.prefix_tokens)
-                bias = jnp.pad(places.logit_bias(), ((0, 0),) * 3 + ((P, 0),))
-            x = MapHead(
-                config.num_heads,
-                config.mlp_dim,
-                config.activation,
-                config.norm,
-                config.dtype,
-                config.merges_tokens,
-                name="MAPHead_0",
-            )(x, bias)
+        x = config.pooling(config, x, weights)
         return layers.classify(self._features(x), L, config.head_bias_init)
-
-    def _mean(self, x, sizes, places):
-        """Returns the mean over the patches."""
-        P = len(self.config.prefix_tokens)
-        if places is not None:
-            return places.means(x[:, P:])
-        if sizes is None:
-            return x[:, P:].mean(axis=1)
-        return merging.mean(x[:, P:], sizes[:, P:])
 
     def _features(self, x):
         """Returns the classifier's input, float32."""

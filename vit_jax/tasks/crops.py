@@ -16,7 +16,7 @@ from vit_jax.data.transforms import device as transforms
 from vit_jax.data.transforms import parse
 from vit_jax.data.transforms.base import alternatives
 from vit_jax.errors import UserError
-from vit_jax.models import posemb
+from vit_jax.models import resizing
 from vit_jax.tasks.task import Batch, transform
 
 NUM_LARGE = 2  # Large crops per image, the only ones that the teacher gets.
@@ -179,7 +179,7 @@ def _resize(images: Array, size: tuple[int, int]) -> Array:
     """Resizes images (B, Y, X, C) as Pillow's bicubic filter does, to the same dtype."""
     if images.shape[1:3] == tuple(size):
         return images
-    resized = jax.vmap(lambda x: posemb.resize_grid(x, size, "bicubic"))(
+    resized = jax.vmap(lambda x: resizing.resize_grid(x, size, "bicubic"))(
         images.astype(jnp.float32)
     )
     most = jnp.iinfo(images.dtype).max

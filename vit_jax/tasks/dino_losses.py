@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from vit_jax.models.layers import gelu_erf
+from vit_jax.models.kernels import gelu_erf
 
 
 class Head(nn.Module):

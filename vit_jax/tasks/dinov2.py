@@ -23,7 +23,7 @@ from vit_jax.config.lengths import RunLength, length_in_steps
 from vit_jax.data.config import DataConfig
 from vit_jax.data.transforms import device as transforms
 from vit_jax.errors import UserError
-from vit_jax.models import Model, cost, posemb
+from vit_jax.models import Model, cost, resizing
 from vit_jax.tasks import block_masks, dino_losses
 from vit_jax.tasks.crops import NUM_LARGE, AnchoredCrops, CropSizes, Sides
 from vit_jax.tasks.dino import Dino, DinoConfig
@@ -617,7 +617,7 @@ def _resize_patches(
     if old_grid == grid:
         return patches
     x = patches.astype(jnp.float32).reshape(len(patches), *old_grid, -1)
-    x = jax.vmap(lambda each: posemb.resize_grid(each, grid, "bicubic_plain"))(x)
+    x = jax.vmap(lambda each: resizing.resize_grid(each, grid, "bicubic_plain"))(x)
     return x.reshape(len(patches), math.prod(grid), -1)
 
 

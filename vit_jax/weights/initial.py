@@ -8,7 +8,7 @@ from vit_jax.config.fields import key
 from vit_jax.data.config import DataConfig
 from vit_jax.data.transforms import parse
 from vit_jax.errors import UserError
-from vit_jax.models import posemb, segmenter, stacking
+from vit_jax.models import resizing, segmenter, stacking
 from vit_jax.weights.pretrained import Preprocess
 
 
@@ -36,7 +36,7 @@ class InitConfig:
         "",
         'Resizing of position embeddings, as `model.posemb_resize`; "": as it was '
         "trained.",
-        choices=("", *posemb.RESIZE_METHODS),
+        choices=("", *resizing.RESIZE_METHODS),
     )
     channels: str = key(
         "repeat",

@@ -16,7 +16,7 @@ from vit_jax import models
 from vit_jax.config import fields
 from vit_jax.data.transforms.host import TENSORFLOW
 from vit_jax.errors import UserError
-from vit_jax.models import posemb
+from vit_jax.models.positions.sincos2d import sincos2d
 from vit_jax.weights.pretrained import (
     POSITIONS,
     Preprocess,
@@ -129,7 +129,7 @@ def learn_positions(
         return []
     num_prefix_tokens = sum(name in flat for name in TOKENS)
     if kind.startswith("sincos2d"):
-        vectors = np.asarray(posemb.sincos2d(grid, options["width"], kind))
+        vectors = np.asarray(sincos2d(grid, options["width"], kind))
     else:
         rows, columns = (
             np.asarray(flat.pop(POSITIONS.replace("pos_emb", f"{name}_emb")))

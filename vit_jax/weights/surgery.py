@@ -17,7 +17,7 @@ from jaxtyping import Float
 from vit_jax import models
 from vit_jax.distributed import sharding
 from vit_jax.errors import UserError
-from vit_jax.models import Model, flexivit, posemb, stacking
+from vit_jax.models import Model, flexivit, resizing, stacking
 from vit_jax.models.layers import CLASSIFIERS
 from vit_jax.weights import rewriting
 from vit_jax.weights.pretrained import (
@@ -71,7 +71,7 @@ def fit(
       head: "keep"; "new" for a classifier of zeros, with a new layer before it;
         or "drop", for a model without classes.
       head_bias_init: initial bias of a new classifier.
-      posemb_resize: how position embeddings are resized, one of posemb.RESIZE_METHODS;
+      posemb_resize: how position embeddings are resized, one of resizing.RESIZE_METHODS;
         "" for the source's method.
       allow_mismatch: regular expressions of names that may be missing, and then keep
         their initial values, or be left over; None for commands without such a flag.
@@ -171,9 +171,9 @@ def _swap_head(given: dict, wanted: dict, head: str, bias: float) -> list[FitRow
 
 def _resize(given: dict, model: Model, source: Model, method: str) -> list[FitRow]:
     """Resizes parameters that depend on the grid, such as position embeddings."""
-    if method not in ("", *posemb.RESIZE_METHODS):
+    if method not in ("", *resizing.RESIZE_METHODS):
         raise UserError(
-            f"posemb_resize={method!r} is not one of {', '.join(posemb.RESIZE_METHODS)}"
+            f"posemb_resize={method!r} is not one of {', '.join(resizing.RESIZE_METHODS)}"
         )
     if method and "posemb_resize" in source.options:
         source = source.replace(posemb_resize=method)

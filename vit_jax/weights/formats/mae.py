@@ -17,7 +17,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from vit_jax import models
 from vit_jax.errors import UserError
-from vit_jax.models import posemb
+from vit_jax.models.positions.sincos2d import sincos2d
 from vit_jax.weights import rewriting
 from vit_jax.weights.formats import dino, hugging_face, tables, timm, torch_file
 from vit_jax.weights.formats.files import Tensors
@@ -101,7 +101,7 @@ def _is_fixed(embedding: np.ndarray, grid: tuple[int, int]) -> bool:
 
 def _table(grid: tuple[int, int], width: int) -> np.ndarray:
     """Returns MAE's fixed positions, with zeros for the class token."""
-    table = np.asarray(posemb.sincos2d(grid, width, _KIND))
+    table = np.asarray(sincos2d(grid, width, _KIND))
     return rewriting.prepend_zero_rows(table[None], 1)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from vit_jax.data.transforms.base import pair
 from vit_jax.data.transforms.host import PILLOW
 from vit_jax.errors import UserError
-from vit_jax.models import layers, rotary
+from vit_jax.models import layers, positions
 from vit_jax.weights import rewriting
 from vit_jax.weights.formats import timm_networks
 from vit_jax.weights.formats.timm_networks import Facts
@@ -65,7 +65,7 @@ _HAS = {
         _INNER_NORMS
         | {
             "num_register_tokens": range(1_000),
-            "rope": rotary.KINDS,
+            "rope": tuple(positions.ROTARY),
             "layer_norm_eps": (1e-6, 1e-5),
             "pool": ("token", "gap", "none"),
             "activation": ("gelu", "swiglu"),

@@ -3,20 +3,54 @@
 The product of two rotated vectors depends on the offset of their patches. Feature i of a
 head is rotated together with feature i + K/2; features of files that pair neighbours, or
 have the column before the row, are reordered when they are read.
-Letters: Y by X patches, N patches or tokens, H heads, K head width, J its half.
+Letters: Y by X patches, N patches, K head width, J its half.
 """
 
 import math
-from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Key
 
-from vit_jax.models.patches import Places
+from vit_jax.errors import UserError
+from vit_jax.models.positions.base import Position
 
-KINDS = ("none", "axial", "centered", "mixed")
+if TYPE_CHECKING:
+    from vit_jax.models.patches import Places
+
+
+class Rotary(Position):
+    """Angles of rows and columns, in the unit that the key `rope` names."""
+
+    @staticmethod
+    def check(config):
+        K = config.width // config.num_heads
+        if K % 4:
+            raise UserError(
+                f"heads of {K} features are not a multiple of 4, as rope={config.rope} "
+                "needs: change model.num_heads or model.rope"
+            )
+
+    def layers(self, module, places=None, keys=()):
+        config = self.config
+        K, temperature = config.width // config.num_heads, config.rope_temperature
+        how = K, temperature, config.rope_reference
+        if places is None:
+            fixed = angles(config.rope, self.grid, *how)
+        else:
+            fixed = angles_at(config.rope, places, *how)
+        found = [fixed] * config.depth
+        if config.jitters_rope and keys[0] is not None:
+            how = config.rope_shift, config.rope_jitter, config.rope_rescale
+            found = [jittered_angles(k, fixed, temperature, *how) for k in keys]
+        return [{"angles": self.pad_prefix(layer)} for layer in found]
+
+    def pad_prefix(self, angles: Float[Array, "... M J"]) -> Float[Array, "... N J"]:
+        """Returns the angles of patches behind those of the prefix tokens, 0."""
+        pad = ((self.num_prefix_tokens, 0), (0, 0))
+        return jnp.pad(angles, ((0, 0),) * (angles.ndim - 2) + pad)
 
 
 def angles(
@@ -45,7 +79,7 @@ def angles(
 
 def angles_at(
     kind: str,
-    places: Places,
+    places: "Places",
     head_width: int,
     temperature: float,
     reference: int = 0,
@@ -71,34 +105,6 @@ def _positions(kind: str, place, sides, reference: int):
 
 def _bands(head_width: int, temperature: float) -> Float[np.ndarray, " bands"]:
     return temperature ** -np.linspace(0, 1, head_width // 4, endpoint=False)
-
-
-def of_blocks(
-    config: object,
-    grid: tuple[int, int],
-    head_width: int,
-    keys: Sequence[Key[Array, ""] | None],
-    places: Places | None = None,
-) -> list[
-    Float[np.ndarray, "1 N J"] | Float[Array, "#B 1 N J"] | Float[Array, "1 N J"]
-]:
-    """Returns the angles of each block, which are random in training if so configured.
-
-    Args:
-      config: config of an encoder, with `rope`, `rope_temperature` and the like.
-      grid, head_width: see `angles`.
-      keys: random key of each block, or None.
-      places: places of patches in images of any size, instead of `grid`.
-    """
-    how = head_width, config.rope_temperature, config.rope_reference
-    if places is None:
-        fixed = angles(config.rope, grid, *how)
-    else:
-        fixed = angles_at(config.rope, places, *how)
-    if not config.jitters_rope or keys[0] is None:
-        return [fixed] * len(keys)
-    how = config.rope_shift, config.rope_jitter, config.rope_rescale
-    return [jittered_angles(key, fixed, config.rope_temperature, *how) for key in keys]
 
 
 def jittered_angles(
@@ -133,60 +139,3 @@ def jittered_angles(
     factor = math.log(jitter) * draw(jitter_key, 2)
     factor += math.log(rescale) * draw(rescale_key, 1)
     return (moved * jnp.exp(factor)).reshape(plain.shape)
-
-
-def mixed_angles(
-    frequencies: Float[Array, "2 H J"],
-    grid: tuple[int, int],
-    places: Places | None = None,
-) -> Float[Array, "H N J"] | Float[Array, "B H N J"]:
-    """Returns the angles of learnt directions (RoPE-Mixed, arXiv:2403.13298).
-
-    Args:
-      frequencies: a layer's frequencies down and across, in radians per patch.
-      grid: Y and X.
-      places: places of patches in images of any size, instead of `grid`.
-    """
-    down, across = jnp.asarray(frequencies)[:, :, None]
-    if places is not None:
-        at = places.place[:, None, :, :, None].astype(jnp.float32)
-        return at[..., 0, :] * down[None] + at[..., 1, :] * across[None]
-    rows, columns = np.indices(grid, dtype=np.float32).reshape(2, 1, -1, 1)
-    return rows * down + columns * across
-
-
-def initial_frequencies(
-    random: Float[Array, "depth H"], head_width: int, temperature: float
-) -> Float[Array, "depth 2 H J"]:
-    """Returns initial frequencies of RoPE-Mixed: two orthogonal directions per head.
-
-    Args:
-      random: directions as fractions of a full turn.
-      head_width: K.
-      temperature: see `angles`.
-    """
-    bands = temperature ** -jnp.linspace(0, 1, head_width // 4, endpoint=False)
-    bands = bands.reshape(1, 1, -1)
-    turns = 2 * jnp.pi * random[..., None]
-    right = turns + jnp.pi / 2
-    down, across = (
-        jnp.concatenate([bands * of(turns), bands * of(right)], axis=-1)
-        for of in (jnp.cos, jnp.sin)
-    )
-    return jnp.stack([down, across], axis=1)
-
-
-def rotate(
-    x: Float[Array, "B H N K"], turned: Float[Array, "*BH N J"]
-) -> Float[Array, "B H N K"]:
-    """Rotates queries or keys.
-
-    Args:
-      x: queries or keys, head-major.
-      turned: angles in radians; 0 for tokens without a position.
-    """
-    turned = turned if turned.ndim == x.ndim else turned[None]
-    cos, sin = jnp.cos(turned), jnp.sin(turned)
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    both = [first * cos - second * sin, second * cos + first * sin]
-    return jnp.concatenate(both, axis=-1).astype(x.dtype)

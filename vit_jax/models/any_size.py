@@ -1,0 +1,114 @@
+"""A Vision Transformer that takes images of any size, as sequences of patches.
+
+See patches.py. Letters: B sequences, N tokens, M of them that the blocks get, D model
+width.
+"""
+
+import dataclasses
+
+import flax.linen as nn
+from jaxtyping import Array, Float, Int
+
+from vit_jax.errors import UserError
+from vit_jax.models import patches
+from vit_jax.models.encoder import Encoder
+from vit_jax.models.flexivit import ResizedPatchEmbedding
+from vit_jax.models.patches import PatchSequences, Places
+from vit_jax.models.vit import VisionTransformer
+
+
+class AnySizeEncoder(Encoder):
+    """An encoder of sequences of patches."""
+
+    @nn.compact
+    def __call__(
+        self,
+        x: Float[Array, "B N D"],
+        places: Places,
+        kept: Places,
+        *,
+        train: bool,
+        visible: Int[Array, "B V"] | None,
+    ) -> Float[Array, "B M D"]:
+        """Returns the normalised tokens of the last block.
+
+        Args:
+          x, train, visible: see `Encoder`.
+          places: places of all patches.
+          kept: places of the patches that the blocks get.
+        """
+        x, layers = self.begin(x, train=train, visible=visible, places=places)
+        # Keeps images apart, and padding out.
+        mask = kept.mask(self.num_prefix_tokens)
+        layers = [
+            layer._replace(positions=layer.positions._replace(**mask))
+            for layer in layers
+        ]
+        return self.run(x, layers)
+
+
+class AnySize(VisionTransformer):
+    """Takes `PatchSequences` where other networks take images.
+
+    Results have a row for each image. Patches may have another side than the network's.
+
+    Attributes:
+      attention_impl: the key as given: its choice depends on the length of sequences.
+    """
+
+    attention_impl: str = "auto"
+
+    @nn.compact
+    def __call__(
+        self,
+        images: Float[Array, "B Y X C"] | PatchSequences,
+        *,
+        train: bool = False,
+        visible: Int[Array, "B V"] | None = None,
+        classify: bool = True,
+        **options,
+    ) -> dict[str, Float[Array, "..."]] | Float[Array, "B N D"]:
+        """Classifies images, or encodes their tokens; see `VisionTransformer`."""
+        options |= {"train": train, "visible": visible, "classify": classify}
+        if not isinstance(images, PatchSequences):
+            return super().__call__(images, **options)
+        self._check(images)
+        places = kept = images.places()
+        x = self.embed(images, options.get("edit_patches"))
+        config = dataclasses.replace(self.config, attention_impl=self.attention_impl)
+        config = config.placed(x.shape[1])
+        if train and config.patch_dropout and visible is None:
+            key = self.make_rng("dropout")
+            visible, count = patches.draw(places, config.patch_dropout, key)
+            kept = places.take(visible, count)
+        encoder = self.encoder(AnySizeEncoder, config)
+        x = encoder(x, places, kept, train=train, visible=visible)
+        return self.classify(x, kept) if classify else x
+
+    def embed_patches(
+        self, images: Float[Array, "B Y X C"] | PatchSequences
+    ) -> Float[Array, "B y x D"]:
+        """Returns the embedding of each patch; call it in a compact method."""
+        if not isinstance(images, PatchSequences):
+            return super().embed_patches(images)
+        config = self.config
+        embedding = ResizedPatchEmbedding(
+            config.width,
+            config.patch_side,
+            config.dtype,
+            row_major=config.platform == "gpu",
+            patch=images.patch_size,
+            resize=config.patch_resize,
+            name="embedding",
+        )
+        return embedding(config.stem(images.pixels))
+
+    def _check(self, images: PatchSequences) -> None:
+        """Raises UserError if the network cannot read sequences of patches."""
+        obstacle, tokens = self.config.no_sequences, self.config.prefix_tokens
+        if images.grids.shape[1] > 1 and tokens and not obstacle:
+            obstacle = f"several in one, and one {tokens[0]}, as of model.pool='token'"
+        if obstacle:
+            raise UserError(
+                f"images of any size with {obstacle}: change it, or give images of one size"
+            )

@@ -1,0 +1,97 @@
+"""Stochastic depth that does not compute what it drops (DINOv2, arXiv:2304.07193, section 5).
+
+Letters: B images, S of them are kept, N tokens, D model width.
+"""
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Key
+
+from vit_jax.models.attention import Positions
+from vit_jax.models.encoder import Block, split_over_devices
+
+
+class GroupedBlock(Block):
+    """A block that computes its branches for random images alone."""
+
+    def __call__(
+        self,
+        x: Float[Array, "B N D"],
+        positions: Positions | None = None,
+        rate: Float[Array, ""] | float | None = None,
+        key: Key[Array, ""] | None = None,
+    ) -> Float[Array, "B N D"]:
+        """Transforms tokens, see `Block`; the drop rate is that of the config."""
+        if rate is None or key is None:
+            return super().__call__(x, positions, rate, key)
+        keys = jax.random.split(key, 4)
+        kept = self._draw(x, keys[1])
+        given = None if positions is None else kept.take_positions(positions)
+        x = kept.add(x, self.attend(kept.take(x), given, keys[0]))
+        x = split_over_devices(x)
+        kept = self._draw(x, keys[3])
+        x = kept.add(x, self.transform(kept.take(x), keys[2]))
+        return split_over_devices(x)
+
+    def _draw(self, x, key):
+        config = self.config
+        return draw(len(x), config.drop_path_rate, config.drop_path_group, key)
+
+
+class Kept(NamedTuple):
+    """The images of a batch whose branch is computed.
+
+    Attributes:
+      order: images of each group in random order.
+      count: number of images that are kept of each group, the first in this order.
+    """
+
+    order: Int[Array, "groups size"]
+    count: int
+
+    def take(self, rows: Float[Array, "B ..."]) -> Float[Array, "S ..."]:
+        """Returns the rows of the kept images."""
+        # Within groups, so that a batch that is split over devices stays where it is.
+        groups = rows.reshape(-1, self.order.shape[1], *rows.shape[1:])
+        index = self.order[:, : self.count]
+        index = index.reshape(-1, self.count, *(1,) * (rows.ndim - 1))
+        return jnp.take_along_axis(groups, index, axis=1).reshape(-1, *rows.shape[1:])
+
+    def take_positions(self, positions: Positions) -> Positions:
+        """Returns the positions of the kept images; most kinds are the same for all."""
+        per_image = {
+            name: self.take(x)
+            for name, x in positions._asdict().items()
+            if x is not None and (name in ("lengths", "segments") or x.ndim == 4)
+        }
+        return positions._replace(**per_image)
+
+    def add(
+        self, x: Float[Array, "B N D"], branch: Float[Array, "S N D"]
+    ) -> Float[Array, "B N D"]:
+        """Adds the branch of the kept images, scaled up, to the tokens of all."""
+        place = jnp.argsort(self.order, axis=1)[..., None, None]
+        y = branch * (self.order.shape[1] / self.count)
+        y = y.reshape(-1, self.count, *y.shape[1:])
+        y = jnp.take_along_axis(y, place.clip(0, self.count - 1), axis=1)
+        return x + jnp.where(place < self.count, y, 0).reshape(x.shape)
+
+
+def draw(images: int, rate: float, group: int, key: Key[Array, ""]) -> Kept:
+    """Draws the images that are kept.
+
+    Args:
+      images: B.
+      rate: drop rate. Of each group the whole number of images below
+        `(1 - rate) * group` is kept, at least one.
+      group: images in a row that are drawn from; if B is no multiple, their greatest
+        common divisor.
+      key: random key.
+    """
+    size = math.gcd(images, group)
+    count = max(1, math.floor(size * (1 - rate) + 1e-9))
+    order = jnp.argsort(jax.random.uniform(key, (images // size, size)), axis=1)
+    return Kept(order, count)

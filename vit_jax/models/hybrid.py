@@ -1,0 +1,33 @@
+"""Hybrids: a Vision Transformer on the features of a ResNet (arXiv:2010.11929, section 3.1)."""
+
+import dataclasses
+
+import flax.linen as nn
+from jaxtyping import Array, Float
+
+from vit_jax.models import resnet, variants
+from vit_jax.models.vit import ViTConfig
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HybridConfig(ViTConfig, resnet.StemConfig):
+    """Hybrids, as `R50+B/16`"""
+
+    encoder_stride = 0  # Features of the stem cannot be edited as patches can.
+
+    @property
+    def patch_size(self) -> int:
+        """Side of a token in pixels."""
+        return self.patch_side * self.reduction
+
+    def sized(self) -> "HybridConfig":
+        """See `NetworkConfig.sized`."""
+        return variants.with_numbers(super().sized(), self.numbers.resnet)
+
+    def build(self, num_classes: int, image_shape: tuple[int, int, int]) -> nn.Module:
+        self.check_stem()
+        return super().build(num_classes, image_shape)
+
+    def stem(self, images: Float[Array, "B Y X C"]) -> Float[Array, "B y x D"]:
+        """Returns the features of the ResNet; call it in a compact method."""
+        return resnet.stem(images, self)

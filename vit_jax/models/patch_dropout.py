@@ -1,0 +1,53 @@
+"""Patch dropout: training leaves random patches out (arXiv:2208.07220).
+
+Letters: B images, N tokens, M patches, V of them that are kept, D model width.
+"""
+
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Key
+
+from vit_jax.errors import UserError
+from vit_jax.models.vit import VisionTransformer
+
+if TYPE_CHECKING:
+    from vit_jax.models.vit import ViTConfig
+
+
+def check(config: "ViTConfig") -> None:
+    """Raises UserError if patches are left out that positions of pairs need."""
+    if config.patch_dropout and config.relative:
+        raise UserError(
+            f"model.patch_dropout={config.patch_dropout} with {config.relative}, which is "
+            "of all patches: set model.patch_dropout to 0"
+        )
+
+
+class PatchDropout(VisionTransformer):
+    """Leaves the fraction `config.patch_dropout` of the patches out of training."""
+
+    def encode(
+        self,
+        x: Float[Array, "B N D"],
+        *,
+        train: bool,
+        visible: Int[Array, "B V"] | None,
+    ) -> Float[Array, "B M D"]:
+        """Returns the tokens of the encoder, see `VisionTransformer`."""
+        fraction = self.config.patch_dropout
+        if train and fraction and visible is None:
+            count = x.shape[1] - len(self.config.prefix_tokens)
+            key = self.make_rng("dropout")
+            visible = draw(len(x), count, fraction, key)
+        return super().encode(x, train=train, visible=visible)
+
+
+def draw(
+    images: int, patches: int, fraction: float, key: Key[Array, ""]
+) -> Int[Array, "B V"]:
+    """Draws the patches of each image that are kept, at least one, in random order."""
+    kept = max(1, round(patches * (1 - fraction)))
+    noise = jax.random.uniform(key, (images, patches))
+    return jnp.argsort(noise, axis=1)[:, :kept]

@@ -1,0 +1,122 @@
+"""How the tokens of an encoder become the input of the classifier, one function each.
+
+Letters: B images, N tokens, P of them before the patches, M patches, D model width, F
+features of the result.
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+import flax.linen as nn
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from vit_jax.models.attention import Positions
+from vit_jax.models.layers import LayerNorm, Mlp, MultiHeadAttention, kernel_init
+
+if TYPE_CHECKING:
+    from vit_jax.models.vit import ViTConfig
+
+
+@runtime_checkable
+class Weights(Protocol):
+    """What patches count for, where they do not count alike."""
+
+    def means(self, patches: Float[Array, "B M D"]) -> Float[Array, "K D"]:
+        """Returns the mean of the patches of each image."""
+
+    def logit_bias(self, num_prefix_tokens: int) -> Float[Array, "B 1 _ N"]:
+        """Returns a term of attention logits that makes tokens count as they should."""
+
+
+def class_token(config, x, weights=None):
+    """Returns the class token."""
+    return x[:, 0]
+
+
+def mean(config, x, weights=None):
+    """Returns the mean of the patches."""
+    patches = x[:, len(config.prefix_tokens) :]
+    return patches.mean(axis=1) if weights is None else weights.means(patches)
+
+
+def class_token_and_mean(config, x, weights=None):
+    """Returns both, (B, 2 D)."""
+    both = class_token(config, x), mean(config, x, weights)
+    return jnp.concatenate(both, axis=-1)
+
+
+def attention(config, x, weights=None):
+    """Returns what a learnt probe attends to; call it in a compact method."""
+    bias = None
+    if weights is not None:
+        bias = weights.logit_bias(len(config.prefix_tokens))
+    return MapHead(
+        config.num_heads,
+        config.mlp_dim,
+        config.activation,
+        config.norm,
+        config.dtype,
+        config.merges_tokens,
+        name="MAPHead_0",
+    )(x, bias)
+
+
+def every_token(config, x, weights=None):
+    """Returns all tokens, (B, N, D)."""
+    return x
+
+
+# Functions of a `ViTConfig`, the tokens (B, N, D) and `Weights`, to features (B, F).
+POOLS = {
+    "token": class_token,
+    "gap": mean,
+    "token_gap": class_token_and_mean,
+    "map": attention,
+    "none": every_token,
+}
+
+
+def of_layer(config: "ViTConfig") -> Callable:
+    """Returns the pooling of features of any layer, which has no parameters."""
+    return POOLS[config.pool if config.pool in ("token", "token_gap") else "gap"]
+
+
+class MapHead(nn.Module):
+    """Multihead attention pooling (arXiv:2106.04560, section 3.2).
+
+    A learned probe attends to the tokens; an MLP with a residual follows.
+
+    Attributes:
+      num_heads, hidden, activation, dtype, flatten: see MultiHeadAttention and Mlp.
+      norm: constructor of the norm before the MLP.
+    """
+
+    num_heads: int
+    hidden: int
+    activation: str = "gelu_tanh"
+    norm: Callable[..., nn.Module] = LayerNorm
+    dtype: str = "float32"
+    flatten: bool = True
+
+    @nn.compact
+    def __call__(
+        self, x: Float[Array, "B N D"], bias: Float[Array, "B 1 K N"] | None = None
+    ) -> Float[Array, "BK D"]:
+        """Returns K vectors per sequence, or one without `bias`, of the attention logits."""
+        (B, _, D), K = x.shape, 1 if bias is None else bias.shape[2]
+        probe = self.param("probe", kernel_init, (1, 1, D), jnp.float32)
+        # One query has few logits, so the implementation does not matter.
+        attend = MultiHeadAttention(
+            self.num_heads,
+            self.dtype,
+            flatten=self.flatten,
+            name="MultiHeadDotProductAttention_0",
+        )
+        probe = jnp.broadcast_to(probe.astype(x.dtype), (B, K, D))
+        x = attend(probe, x, Positions(bias=bias))
+        y = self.norm(name="LayerNorm_0")(x)
+        mlp = Mlp(
+            self.hidden, activation=self.activation, dtype=self.dtype, name="MlpBlock_0"
+        )
+        return (x + mlp(y)).reshape(-1, D)

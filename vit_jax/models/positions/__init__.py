@@ -1,0 +1,79 @@
+"""Kinds of positions by name, one class each, in files that are imported when needed."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import jax
+
+from vit_jax.config.fields import Registry
+from vit_jax.models.positions.base import Position
+
+if TYPE_CHECKING:
+    from vit_jax.models.encoder_config import EncoderConfig
+
+_HERE = "vit_jax.models.positions"
+
+# Values of `posemb`: positions that are added to tokens, or of their order.
+EMBEDDINGS = Registry(
+    {
+        "learned": f"{_HERE}.learned:Learned",
+        "learned2d": f"{_HERE}.learned2d:Learned2d",
+        "factorized": f"{_HERE}.learned2d:Factorized",
+        "sincos2d": f"{_HERE}.sincos2d:Sincos2d",
+        "sincos2d_mae": f"{_HERE}.sincos2d:Sincos2d",
+        "relative": f"{_HERE}.relative:Relative",
+        "none": Position,
+    }
+)
+# Values of `rope`: positions by which queries and keys are rotated.
+ROTARY = Registry(
+    {
+        "none": Position,
+        "axial": f"{_HERE}.rotary:Rotary",
+        "centered": f"{_HERE}.rotary:Rotary",
+        "mixed": f"{_HERE}.mixed_rotary:MixedRotary",
+    }
+)
+# Values of `relative_bias`: biases of the logits of attention.
+BIASES = Registry(
+    {
+        "none": Position,
+        "every": f"{_HERE}.relative_bias:RelativeBias",
+        "shared": f"{_HERE}.relative_bias:RelativeBias",
+    }
+)
+
+
+def of(config: "EncoderConfig") -> tuple[type[Position], ...]:
+    """Returns the kinds of positions of an encoder."""
+    return ROTARY[config.rope], EMBEDDINGS[config.posemb], BIASES[config.relative_bias]
+
+
+def resize(
+    params: Mapping,
+    old_grid: tuple[int, int],
+    grid: tuple[int, int],
+    *,
+    method: str = "linear",
+) -> Mapping:
+    """Resizes the parameters of positions among a network's to another grid.
+
+    These are "pos_embedding" (1, tokens, width), whose last tokens are the patches,
+    "row_embedding" and "column_embedding", and "relative_bias".
+
+    Args:
+      params: parameters, blocks one by one or stacked, without `Relative`.
+      old_grid, grid, method: see `Position.resize`.
+    """
+    if old_grid == grid:
+        return params
+    tables = EMBEDDINGS, ROTARY, BIASES
+    # Kinds with the same parameters share a function, which must not resize them twice.
+    resizes = {kind.resize for table in tables for kind in table.values()}
+
+    def resize(keys, values):
+        for function in resizes:
+            values = function(keys[-1].key, values, old_grid, grid, method)
+        return values
+
+    return jax.tree.map_with_path(resize, params)

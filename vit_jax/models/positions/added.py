@@ -1,0 +1,104 @@
+"""Position embeddings that are added to tokens (arXiv:2010.11929, appendix D.4).
+
+Letters: B images, N tokens, Y by X patches, D model width.
+"""
+
+import abc
+from typing import TYPE_CHECKING
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from vit_jax.models import resizing
+from vit_jax.models.positions.base import Param, Position
+
+if TYPE_CHECKING:
+    from vit_jax.models.patches import Places
+
+
+# Parameters read from a file may be NumPy arrays.
+Vectors = Float[Array, "#B N D"] | Float[np.ndarray, "1 N D"]
+
+
+class AddedPosition(Position, abc.ABC):
+    """Vectors that are added before the first block, or before each of them."""
+
+    @abc.abstractmethod
+    def embedding(self, param: Param, places: "Places | None" = None) -> Vectors:
+        """Returns the vector of each token, 0 for those without a position.
+
+        Args:
+          param: creates a parameter, see `flax.linen.Module.param`.
+          places: places of the patches in images of any size; None if they are `grid`.
+        """
+
+    def layers(self, module, places=None, keys=()):
+        config = self.config
+
+        def table(name):
+            vectors = Table(self, name=f"posembed_{name}")(places)
+            return {"added": vectors.astype(config.dtype)}
+
+        if config.posemb_placement == "every":
+            return [table(i) for i in range(config.depth)]
+        first = table("input")
+        others = first if config.posemb_placement == "shared" else {}
+        return [first] + [others] * (config.depth - 1)
+
+    def pad_prefix(self, patches: Vectors) -> Vectors:
+        """Returns the vectors of patches behind zeros for the prefix tokens."""
+        return jnp.pad(patches, ((0, 0), (self.num_prefix_tokens, 0), (0, 0)))
+
+    def resized(self, embedding: Vectors, places: "Places") -> Float[Array, "B M D"]:
+        """Returns learnt vectors of `grid` for patches of images of any size.
+
+        They are those of a table that is resized to the grid of each image, by the key
+        `posemb_resize` (arXiv:2502.14786).
+        """
+        P = self.num_prefix_tokens
+        # Not jnp.split: jax2onnx refuses one without prefix tokens.
+        prefix, table = embedding[:, :P], embedding[:, P:]
+        patches = _at_places(table[0], self.grid, places, self.config.posemb_resize)
+        prefix = jnp.broadcast_to(prefix, (patches.shape[0], P, patches.shape[-1]))
+        return jnp.concatenate([prefix, patches], axis=1)
+
+
+class Table(nn.Module):
+    """Holds the parameters of a position that is added."""
+
+    position: AddedPosition
+
+    @nn.compact
+    def __call__(self, places: "Places | None" = None) -> Vectors:
+        """Returns the vector of each token, see `AddedPosition.embedding`."""
+        return self.position.embedding(self.param, places)
+
+
+def _at_places(table, grid, places, method: str) -> Float[Array, "B M D"]:
+    # As in learned.py: DINO's resize to the same grid would not be the identity.
+    same = (places.sides == np.asarray(grid)[None, None]).all(-1)[..., None]
+    sides, weights = places.sides, []
+    if resizing.is_square(method):
+        sides = jnp.broadcast_to(sides.max(-1, keepdims=True), sides.shape)
+    for i, old in enumerate(grid):
+        at = places.place[..., i]
+        resized = resizing.RESIZE_METHODS[method](at, old, sides[..., i])
+        weights.append(jnp.where(same, jax.nn.one_hot(at, old), resized))
+    both = jnp.einsum("bni,bnj->bnij", *weights)
+    both = both.reshape(*both.shape[:2], -1).astype(jnp.float32)
+    # A product of matrices that is small beside those of a block.
+    exact = jax.lax.Precision.HIGHEST
+    return jnp.einsum("bnm,md->bnd", both, jnp.asarray(table), precision=exact)
+
+
+def on_grid(
+    rows: Float[Array | np.ndarray, "Y C"], columns: Float[Array | np.ndarray, "X C"]
+) -> Float[Array, "YX D"]:
+    """Concatenates the vectors of the column and row of each patch, row by row."""
+    Y, X = len(rows), len(columns)
+    parts = columns[None], rows[:, None]
+    parts = [jnp.broadcast_to(v, (Y, X, v.shape[-1])) for v in parts]
+    return jnp.concatenate(parts, axis=-1).reshape(Y * X, -1)

@@ -1,0 +1,73 @@
+"""Learnt vectors of the row and column of each patch (arXiv:2010.11929, appendix D.4).
+
+Letters: Y by X patches, D model width.
+"""
+
+import flax.linen as nn
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from vit_jax.errors import UserError
+from vit_jax.models.positions.added import AddedPosition, on_grid
+from vit_jax.models.positions.base import Param
+from vit_jax.models.resizing import is_square, resize_table
+
+_TABLES = ("row_embedding", "column_embedding")
+
+
+class RowsAndColumns(AddedPosition):
+    """Learnt vectors of rows and columns; 0 for prefix tokens."""
+
+    def tables(
+        self, param: Param, width: int
+    ) -> tuple[Float[Array, "Y width"], Float[Array, "X width"]]:
+        """Creates the vectors of rows and of columns."""
+        init = nn.initializers.normal(0.02)
+        rows, columns = (
+            param(name, init, (side, width), jnp.float32)
+            for name, side in zip(_TABLES, self.grid, strict=True)
+        )
+        return rows, columns
+
+    @staticmethod
+    def resize(name, values, old_grid, grid, method):
+        if name not in _TABLES:
+            return values
+        side = grid[_TABLES.index(name)]
+        longer = max(grid) if is_square(method) else side
+        if len(values) == side == longer:
+            return values
+        return resize_table(values, side, method=method, longer=longer)
+
+
+class Learned2d(RowsAndColumns):
+    """The vectors of column and row, each of half the width, concatenated."""
+
+    @staticmethod
+    def check(config):
+        check_width(config)
+
+    def embedding(self, param, places=None):
+        vectors = on_grid(*self.tables(param, self.config.width // 2))
+        vectors = self.pad_prefix(vectors[None])
+        return vectors if places is None else self.resized(vectors, places)
+
+
+class Factorized(RowsAndColumns):
+    """The vectors of column and row, added (NaViT, arXiv:2307.06304, section 2.1)."""
+
+    def embedding(self, param, places=None):
+        D = self.config.width
+        rows, columns = self.tables(param, D)
+        vectors = (rows[:, None] + columns[None]).reshape(-1, D)
+        vectors = self.pad_prefix(vectors[None])
+        return vectors if places is None else self.resized(vectors, places)
+
+
+def check_width(config) -> None:
+    """Raises UserError if the width does not divide into parts of a row and a column."""
+    if config.width % 4:
+        raise UserError(
+            f"model width {config.width} is not a multiple of 4, as "
+            f"posemb={config.posemb} needs: change model.width or model.posemb"
+        )
