@@ -144,7 +144,7 @@ def prepared(ours, place):
 def layers_of(ours, place):
     """Returns attention and tokens of each layer for the four images."""
     images = ours.normalize(prepared(ours, place))
-    return list(ours.model.intermediates(ours.params, images))
+    return list(intermediates.layers(ours.model, ours.params, images))
 
 
 def gram_matrices(layers):

@@ -9,6 +9,7 @@ from helpers import draw_params
 from vit_jax import models
 from vit_jax.analysis.loaded_model import LoadedModel
 from vit_jax.errors import UserError
+from vit_jax.models import intermediates
 from vit_jax.weights.pretrained import Preprocess, Pretrained
 
 OPTIONS = {
@@ -37,7 +38,9 @@ def pixels():
 
 
 def test_chunks_give_the_layers_of_the_whole_batch(loaded, pixels):
-    whole = list(loaded.model.intermediates(loaded.params, loaded.normalize(pixels)))
+    whole = list(
+        intermediates.layers(loaded.model, loaded.params, loaded.normalize(pixels))
+    )
     parts = [range(2), range(2, 4), range(4, 5)]
     steps = loaded.iter_layers(pixels, NAMES, 2)
     for i, (layer, images) in enumerate(steps):

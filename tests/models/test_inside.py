@@ -11,7 +11,7 @@ import pytest
 
 from vit_jax import models
 from vit_jax.errors import UserError
-from vit_jax.models import stacking
+from vit_jax.models import intermediates, stacking
 
 TINY = {"width": 12, "depth": 2, "num_heads": 3, "mlp_dim": 20}
 SLOW = pytest.mark.slow
@@ -25,7 +25,7 @@ def drawn(variant="B/4", **options):
 @pytest.mark.parametrize("pool", POOLS)
 def test_layers_are_those_of_a_network_written_out(pool):
     model, params, images = drawn(pool=pool)
-    found = list(model.intermediates(params, images))
+    found = list(intermediates.layers(model, params, images))
     for b, image in enumerate(images):
         run = functools.partial(plain_vit.forward, patch=4, num_heads=3, pool=pool)
         logits, weights, tokens = jax.jit(run)(params, image)
@@ -34,7 +34,9 @@ def test_layers_are_those_of_a_network_written_out(pool):
                 layer.attention[b], jnp.stack(weights[i]), atol=2e-5
             )
             np.testing.assert_allclose(layer.tokens[b], tokens[i], atol=1e-4)
-        ours = model.classify_tokens(params, found[-1].tokens)["logits"][b]
+        ours = intermediates.classify_tokens(model, params, found[-1].tokens)["logits"][
+            b
+        ]
         np.testing.assert_allclose(ours, logits, atol=1e-4)
 
 
@@ -56,10 +58,10 @@ def test_layers_are_those_of_a_network_written_out(pool):
 def test_the_last_tokens_lead_to_what_apply_gives(options):
     model, params, images = drawn(**options)
     wanted = jax.jit(model.apply)(params, images)
-    for layer in model.intermediates(params, images):
+    for layer in intermediates.layers(model, params, images):
         assert layer.attention.dtype == layer.tokens.dtype == jnp.float32
         np.testing.assert_allclose(layer.attention.sum(-1), 1, rtol=1e-5)
-    found = model.classify_tokens(params, layer.tokens)
+    found = intermediates.classify_tokens(model, params, layer.tokens)
     assert found.keys() == wanted.keys()
     # What XLA fuses in one program it rounds less often than in several.
     loose = 0.1 if options.get("dtype") == "bfloat16" else 1e-5
@@ -78,7 +80,7 @@ def test_the_layout_of_the_parameters_does_not_matter(posemb_placement):
     )
     stacked = stacking.stack(params)
     one, other = (
-        list(m.intermediates(p, images))
+        list(intermediates.layers(m, p, images))
         for m, p in ((model, params), (scanned, stacked))
     )
     assert len(one) == len(other) == 2
@@ -87,10 +89,12 @@ def test_the_layout_of_the_parameters_does_not_matter(posemb_placement):
         np.testing.assert_array_equal(a.tokens, b.tokens)
     wanted = jax.jit(scanned.apply)(stacked, images)["logits"]
     np.testing.assert_allclose(
-        scanned.classify_tokens(stacked, other[-1].tokens)["logits"], wanted, atol=1e-5
+        intermediates.classify_tokens(scanned, stacked, other[-1].tokens)["logits"],
+        wanted,
+        atol=1e-5,
     )
     pulls = [
-        list(m.gradients(p, images, jnp.array([1, 3]))[1])
+        list(intermediates.attention_gradients(m, p, images, jnp.array([1, 3]))[1])
         for m, p in ((model, params), (scanned, stacked))
     ]
     for a, b in zip(*pulls, strict=True):
@@ -101,7 +105,7 @@ def test_the_layout_of_the_parameters_does_not_matter(posemb_placement):
 def test_gradients_are_those_of_the_network_written_out(pool):
     model, params, images = drawn(pool=pool)
     classes, N = jnp.array([4, 2]), 7 if pool == "token" else 6
-    looked_at, pulls = model.gradients(params, images, classes)
+    looked_at, pulls = intermediates.attention_gradients(model, params, images, classes)
     pulls = list(pulls)[::-1]
     for b, (image, label) in enumerate(zip(images, classes, strict=True)):
 
@@ -129,13 +133,17 @@ def test_gradients_are_those_of_the_network_written_out(pool):
 
 def test_both_tokens_of_deit_are_looked_at():
     model, params, images = drawn(distillation=True)
-    looked_at, _ = model.gradients(params, images, jnp.array([0, 1]))
+    looked_at, _ = intermediates.attention_gradients(
+        model, params, images, jnp.array([0, 1])
+    )
     np.testing.assert_allclose(looked_at[1], [0.5, 0.5, 0, 0, 0, 0, 0, 0])
 
 
 def test_the_class_token_and_the_patches_are_looked_at_alike():
     model, params, images = drawn(pool="token_gap")
-    looked_at, _ = model.gradients(params, images, jnp.array([0, 1]))
+    looked_at, _ = intermediates.attention_gradients(
+        model, params, images, jnp.array([0, 1])
+    )
     np.testing.assert_allclose(looked_at[1], [1 / 2, *[1 / 12] * 6], rtol=1e-6)
 
 
@@ -149,11 +157,13 @@ def test_the_attention_of_one_layer_is_there_at_a_time():
     gc.collect()  # Of earlier tests; what is counted here is freed by its references.
     model, params, images = drawn(depth=5)
     before = alive(2, 3, 7)
-    for layer in model.intermediates(params, images):
+    for layer in intermediates.layers(model, params, images):
         assert alive(2, 3, 7) == before + 1
         del layer
         assert alive(2, 3, 7) == before
-    _, pulls = model.gradients(params, images, jnp.array([0, 1]))
+    _, pulls = intermediates.attention_gradients(
+        model, params, images, jnp.array([0, 1])
+    )
     assert alive(2, 3, 7) == before
     for pull in pulls:
         assert alive(2, 3, 7) == before + 2
@@ -165,16 +175,16 @@ def test_what_cannot_be_seen_is_refused():
     resnet = models.create("R50x1", num_classes=5, image_size=(32, 32))
     images = jnp.zeros((1, 32, 32, 3))
     for look in (
-        lambda: resnet.intermediates({}, images),
-        lambda: resnet.classify_tokens({}, images[..., 0]),
-        lambda: resnet.gradients({}, images, jnp.array([0])),
+        lambda: intermediates.layers(resnet, {}, images),
+        lambda: intermediates.classify_tokens(resnet, {}, images[..., 0]),
+        lambda: intermediates.attention_gradients(resnet, {}, images, jnp.array([0])),
     ):
         with pytest.raises(UserError, match="a ResNet has no attention:"):
             look()
     model, params, images = drawn()
     with pytest.raises(UserError, match=r"class 5 is not one of the 5 of the model"):
-        model.gradients(params, images, jnp.array([0, 5]))
+        intermediates.attention_gradients(model, params, images, jnp.array([0, 5]))
     for options in ({"pool": "none"}, {"num_classes": 0}):
         model, params, images = drawn(**options)
         with pytest.raises(UserError, match=r"no logit to explain with num_classes="):
-            model.gradients(params, images, jnp.array([0, 0]))
+            intermediates.attention_gradients(model, params, images, jnp.array([0, 0]))

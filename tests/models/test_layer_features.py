@@ -8,7 +8,7 @@ from helpers import draw_params
 
 from vit_jax import models
 from vit_jax.errors import UserError
-from vit_jax.models import stacking
+from vit_jax.models import intermediates, stacking
 
 SMALL = {"width": 12, "depth": 3, "num_heads": 2, "mlp_dim": 16}
 SWIN = {"patch_size": 2, "width": 8, "stage_depths": (1, 2), "num_heads": (2, 4)}
@@ -77,7 +77,9 @@ def test_blocks_give_the_tokens_that_attention_figures_see():
         lambda *args: model.layer_features(*args, range(3), norm=False, tokens="all")
     )
     found = run(params, images)
-    for tokens, layer in zip(found, model.intermediates(params, images), strict=True):
+    for tokens, layer in zip(
+        found, intermediates.layers(model, params, images), strict=True
+    ):
         np.testing.assert_allclose(tokens, layer.tokens, atol=1e-5)
     prefix = jax.jit(lambda *args: model.layer_features(*args, [1], tokens="prefix"))
     assert prefix(params, images)[0].shape == (2, 3, 12)

@@ -1,5 +1,7 @@
 """Token merging against the algorithm of the paper, written out in NumPy."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +10,7 @@ from helpers import TINY, draw_params
 
 from vit_jax import models
 from vit_jax.errors import UserError
-from vit_jax.models import cost, merging
+from vit_jax.models import cost, intermediates, merging
 
 B, N, H, K, D = 3, 14, 2, 5, 7
 
@@ -155,7 +157,8 @@ def test_features_of_patches_and_attention_are_refused():
     model = build().replace(token_merging=8)
     params = draw_params(model)
     images = jnp.zeros((1, *model.image_shape))
-    calls = (model.encode, model.layer_features, model.intermediates)
+    inside = functools.partial(intermediates.layers, model)
+    calls = (model.encode, model.layer_features, inside)
     for call in calls:
         with pytest.raises(UserError, match="token_merging=8"):
             call(params, images)

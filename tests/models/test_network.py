@@ -16,7 +16,7 @@ from jax.extend import core
 from vit_jax import models, weights
 from vit_jax.config.fields import key
 from vit_jax.errors import UserError
-from vit_jax.models import NetworkConfig, cost, variants
+from vit_jax.models import NetworkConfig, cost, intermediates, variants
 from vit_jax.models.layers import classify
 from vit_jax.weights import export
 from vit_jax.weights.pretrained import Pretrained
@@ -200,7 +200,7 @@ def test_what_looks_inside_names_the_network():
     model = create()
     params = model.init(jax.random.key(0))
     with pytest.raises(UserError, match="a Mean has no attention:"):
-        model.intermediates(params, jnp.ones((1, 8, 12, 3)))
+        intermediates.layers(model, params, jnp.ones((1, 8, 12, 3)))
 
 
 def test_a_network_of_the_project_is_found_by_the_form_of_its_variants(

@@ -8,7 +8,7 @@ from helpers import draw_params
 
 from vit_jax import models
 from vit_jax.errors import UserError
-from vit_jax.models import attention, stacking
+from vit_jax.models import attention, intermediates, stacking
 from vit_jax.models.positions import relative_bias, rotary
 
 TINY = {"width": 24, "depth": 2, "num_heads": 2, "mlp_dim": 32, "num_classes": 3}
@@ -110,8 +110,8 @@ def test_a_scan_and_block_by_block_are_the_same_network(kind):
     assert np.abs(expected).max() > 0.01
     found = jax.jit(scanned.apply)(stacking.stack(params), images)["logits"]
     np.testing.assert_allclose(found, expected, atol=1e-5)
-    layers = list(model.intermediates(params, images))
-    found = model.classify_tokens(params, layers[-1].tokens)["logits"]
+    layers = list(intermediates.layers(model, params, images))
+    found = intermediates.classify_tokens(model, params, layers[-1].tokens)["logits"]
     np.testing.assert_allclose(found, expected, atol=1e-5)
     np.testing.assert_allclose(layers[0].attention.sum(-1), 1, atol=1e-5)
 

@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int
 
 from vit_jax import models
 from vit_jax.errors import UserError
-from vit_jax.models import Model, Params, text
+from vit_jax.models import Model, Params, intermediates, text
 from vit_jax.models.patches import PatchSequences
 from vit_jax.models.text_tower import TextTower
 
@@ -48,7 +48,9 @@ def attention_maps(
       UserError: the model has no attention, or the images are sequences of patches.
     """
     # A generator's frame would keep the previous layer alive.
-    return map(operator.attrgetter("attention"), model.intermediates(params, images))
+    return map(
+        operator.attrgetter("attention"), intermediates.layers(model, params, images)
+    )
 
 
 def query_attention(
@@ -121,7 +123,7 @@ def received_in_windows(
       Maps by "stage 1" and "stage 1 shifted", and so on.
     """
     maps = collections.defaultdict(list)
-    for block in model.window_attention(params, images)[1]:
+    for block in model.config.window_attention(model.module, params, images)[1]:
         gets = block.weights.mean(2).sum(2)
         count = math.prod(block.grid)
         # Padding is put behind the last patch, and left out.
@@ -304,7 +306,9 @@ def relevance(
       UserError: the model has no attention, no classifier of whole images, or no such
         class.
     """
-    row, blocks = model.gradients(params, images, jnp.asarray(classes))
+    row, blocks = intermediates.attention_gradients(
+        model, params, images, jnp.asarray(classes)
+    )
     for block in blocks:
         row = _propagate_relevance(row, block.attention, block.gradient)
         del block  # Frees this layer's arrays before the next are computed.

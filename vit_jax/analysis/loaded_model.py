@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Num, UInt8
 from vit_jax.data.bands import PixelFormat
 from vit_jax.errors import UserError
 from vit_jax.evaluators import prediction
-from vit_jax.models import Model, Params
+from vit_jax.models import Model, Params, intermediates
 from vit_jax.models.intermediates import Layer
 from vit_jax.weights import surgery
 from vit_jax.weights.pretrained import (
@@ -220,7 +220,7 @@ class LoadedModel:
           UserError: the model has no attention, or its output is not finite.
         """
         layers_of_chunks = [
-            (chunk, self.model.intermediates(self.params, images))
+            (chunk, intermediates.layers(self.model, self.params, images))
             for chunk, images in self.iter_chunks(pixels, chunk_size)
         ]
         for _ in range(self.model.options["depth"]):
@@ -230,6 +230,10 @@ class LoadedModel:
                     self._checked(next(layers), image_names[chunk.start : chunk.stop]),
                     chunk,
                 )
+
+    def classify(self, tokens: Float[Array, "B N D"]) -> dict[str, Array]:
+        """Returns the outputs of `Model.apply` from the last tokens of `iter_layers`."""
+        return intermediates.classify_tokens(self.model, self.params, tokens)
 
     def _checked(self, layer: Layer, image_names: Sequence[str]) -> Layer:
         magnitudes = np.asarray(abs(layer.tokens).max((1, 2)))  # NaN propagates.

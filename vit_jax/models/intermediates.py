@@ -17,6 +17,7 @@ from vit_jax.errors import UserError
 from vit_jax.models import stacking
 from vit_jax.models.encoder import Block, Encoder
 from vit_jax.models.layers import INTERMEDIATES, PERTURBATIONS
+from vit_jax.models.model import Model
 from vit_jax.models.patches import PatchSequences
 from vit_jax.models.vit import VisionTransformer
 
@@ -50,14 +51,14 @@ class AttentionGradient(NamedTuple):
     gradient: Float[Array, "B H N N"]
 
 
-def layers(module: nn.Module, params: Mapping, images: Images) -> Iterator[Layer]:
+def layers(model: Model, params: Mapping, images: Images) -> Iterator[Layer]:
     """Runs a network block by block.
 
     All blocks share one compiled program, so only one layer's attention is in memory. It
     is computed by an einsum with a float32 softmax, whatever `attention_impl` is.
 
     Args:
-      module: module of a `Model`.
+      model: a Vision Transformer or a hybrid.
       params: parameters of the network, blocks stacked or one by one.
       images: normalised images.
 
@@ -67,6 +68,7 @@ def layers(module: nn.Module, params: Mapping, images: Images) -> Iterator[Layer
     Raises:
       UserError: the network has no attention.
     """
+    module = model.module
     _check(module, images)
     tokens, given = embed_images(module, _others(params), images)
 
@@ -80,28 +82,29 @@ def layers(module: nn.Module, params: Mapping, images: Images) -> Iterator[Layer
 
 
 def classify_tokens(
-    module: nn.Module, params: Mapping, tokens: Float[Array, "B N D"]
+    model: Model, params: Mapping, tokens: Float[Array, "B N D"]
 ) -> dict[str, Float[Array, "..."]]:
     """Computes the outputs of `Model.apply` from the tokens after the last block.
 
     Args:
-      module, params: see `layers`.
+      model, params: see `layers`.
       tokens: tokens of the last Layer.
 
     Raises:
       UserError: the network has no attention.
     """
-    _check(module, None)
-    return _classify_tokens(module, _others(params), tokens.astype(module.config.dtype))
+    _check(model.module, None)
+    tokens = tokens.astype(model.config.dtype)
+    return _classify_tokens(model.module, _others(params), tokens)
 
 
 def attention_gradients(
-    module: nn.Module, params: Mapping, images: Images, classes: Int[Array, " B"]
+    model: Model, params: Mapping, images: Images, classes: Int[Array, " B"]
 ) -> tuple[Float[Array, "B N"], Iterator[AttentionGradient]]:
     """Computes the gradient of one logit per image with respect to the attention.
 
     Args:
-      module, params, images: see `layers`.
+      model, params, images: see `layers`.
       classes: class index per image.
 
     Returns:
@@ -114,6 +117,7 @@ def attention_gradients(
       UserError: the network has no attention or no classifier of whole images, or a
         class is unknown.
     """
+    module = model.module
     _check(module, images)
     pool = module.config.pool
     if not module.num_classes or pool == "none":

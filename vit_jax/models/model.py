@@ -4,8 +4,7 @@ import dataclasses
 import inspect
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
 
 import flax.linen as nn
 import jax
@@ -14,12 +13,9 @@ import jax.numpy as jnp
 from vit_jax.config import fields
 from vit_jax.errors import UserError
 from vit_jax.models import layer_features, network, stacking, variants
-from vit_jax.models.network import STATE, BlockWindows, NetworkConfig
+from vit_jax.models.network import STATE, NetworkConfig
 from vit_jax.models.patches import PatchSequences
 from vit_jax.models.variants import CONFIGS
-
-if TYPE_CHECKING:
-    from vit_jax.models.intermediates import AttentionGradient, Layer
 
 # Nested dicts of arrays. A network with running means, as of BatchNorm, has them under
 # STATE.
@@ -328,42 +324,6 @@ class Model:
                 f"model.variant={self.options['variant']!r} has parameters for one image "
                 "size alone: choose another variant"
             )
-
-    @property
-    def has_windows(self) -> bool:
-        """Whether there is `window_attention`."""
-        base = NetworkConfig.window_attention
-        return type(self.config).window_attention is not base
-
-    def window_attention(
-        self, params: Params, images: jax.Array
-    ) -> tuple[dict[str, jax.Array], list[BlockWindows]]:
-        """Returns outputs and attention, see `NetworkConfig.window_attention`."""
-        return self.config.window_attention(self.module, params, images)
-
-    def intermediates(
-        self, params: Params, images: jax.Array | PatchSequences
-    ) -> Iterator["Layer"]:
-        """Yields attention and tokens of each block, see intermediates.layers."""
-        from vit_jax.models import intermediates  # Few need what it imports.
-
-        return intermediates.layers(self.module, params, images)
-
-    def classify_tokens(
-        self, params: Params, tokens: jax.Array
-    ) -> dict[str, jax.Array]:
-        """Returns the outputs of `apply`, from the last tokens of `intermediates`."""
-        from vit_jax.models import intermediates  # Few need what it imports.
-
-        return intermediates.classify_tokens(self.module, params, tokens)
-
-    def gradients(
-        self, params: Params, images: jax.Array, classes: jax.Array
-    ) -> tuple[jax.Array, Iterator["AttentionGradient"]]:
-        """Differentiates logits by attention, see intermediates.attention_gradients."""
-        from vit_jax.models import intermediates  # Few need what it imports.
-
-        return intermediates.attention_gradients(self.module, params, images, classes)
 
 
 def _warn_of_fewer_bits(dtype: str, params: Params, images: object) -> None:

@@ -151,6 +151,11 @@ class NetworkConfig(ModelConfig):
                 "token_merging to 0"
             )
 
+    @property
+    def has_windows(self) -> bool:
+        """Whether there is `window_attention`."""
+        return type(self).window_attention is not NetworkConfig.window_attention
+
     def window_attention(
         self, module: nn.Module, params: Mapping, images: jax.Array
     ) -> tuple[dict[str, jax.Array], list["BlockWindows"]]:

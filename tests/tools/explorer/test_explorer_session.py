@@ -16,6 +16,7 @@ from vit_jax.data import masks
 from vit_jax.data.transforms import naflex
 from vit_jax.errors import UserError
 from vit_jax.evaluators import prediction
+from vit_jax.models import intermediates
 from vit_jax.models import segmenter as heads
 from vit_jax.tools.explorer import saved
 from vit_jax.tools.explorer.images import Refused
@@ -177,16 +178,16 @@ def test_the_attention_of_one_layer_is_there_at_a_time(
     def count():
         return sum(array.shape == (1, 3, 16, 16) for array in jax.live_arrays())
 
-    inside, before, counts = models.Model.intermediates, count(), []
+    inside, before, counts = intermediates.layers, count(), []
 
-    def watched(self, params, images):
+    def watched(model, params, images):
         def layer(found):
             counts.append(count() - before)
             return found
 
-        return map(layer, inside(self, params, images))
+        return map(layer, inside(model, params, images))
 
-    monkeypatch.setattr(models.Model, "intermediates", watched)
+    monkeypatch.setattr(intermediates, "layers", watched)
     explored_models[0].run(photograph, "photograph")
     assert counts == [1, 1, 1, 1]
 
@@ -264,7 +265,7 @@ def test_attention_in_windows_is_that_of_the_network(windowed):
     assert len(output.classes) == 5 and output.rows.num_queries == 120
     images = explored.network_input(output)
     model, params = surgery.fit_network(given, given.preprocess)
-    blocks = model.window_attention(params, images)[1]
+    blocks = model.config.window_attention(model.module, params, images)[1]
     for query in (0, 57, 119):
         data = output.rows.to_bytes(query)
         values = read(data, layers=3, maps=4, extra=0, patches=120)

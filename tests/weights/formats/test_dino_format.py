@@ -18,6 +18,7 @@ from trees import assert_same, checkpoint, edit_config, encoder
 from vit_jax import models, weights
 from vit_jax.config import fields
 from vit_jax.errors import UserError
+from vit_jax.models import intermediates
 from vit_jax.tools.explorer.session import ExploredModel
 from vit_jax.weights import export, surgery
 from vit_jax.weights.formats import dino, files, timm, torch_file
@@ -81,7 +82,7 @@ def test_dino_has_the_attention_and_tokens_of_the_original():
     found = opened(GOLDEN / "dino_student.safetensors")
     model, params = at_size(found, "32x32")
     images = nhwc(DINO["32x32/image"])
-    layers = list(model.intermediates(params, images))
+    layers = list(intermediates.layers(model, params, images))
     expected = DINO["32x32/last_attention"]
     np.testing.assert_allclose(layers[-1].attention, expected, rtol=0, atol=1e-5)
     # The original normalises the tokens of each block.

@@ -81,9 +81,8 @@ class Relevance(Figure):
 
     def _logits(self, image_names) -> np.ndarray:
         """Returns the logits (images, classes) of the tokens of all chunks."""
-        model, params = self.loaded.model, self.loaded.params
         chunks = [
-            np.asarray(model.classify_tokens(params, tokens)["logits"])
+            np.asarray(self.loaded.classify(tokens)["logits"])
             for tokens in self._tokens.values()
         ]
         self._tokens = {}

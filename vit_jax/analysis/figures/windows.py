@@ -16,7 +16,7 @@ class Windows(Figure):
     reads = "images"
 
     def missing(self, loaded):
-        has_windows = loaded.model.has_windows
+        has_windows = loaded.model.config.has_windows
         return "" if has_windows else "no attention in windows: give a Swin Transformer"
 
     def draw_batch(self, batch):

@@ -26,7 +26,7 @@ from vit_jax.data import bands, decode, masks
 from vit_jax.data.config import MAX_MEGAPIXELS
 from vit_jax.errors import UserError
 from vit_jax.evaluators import label_maps, prediction
-from vit_jax.models import text
+from vit_jax.models import intermediates, text
 from vit_jax.models.network import BlockWindows
 from vit_jax.printing import address
 from vit_jax.tools.explorer.images import (
@@ -118,10 +118,10 @@ class ExploredModel:
                 f"--show_bands={','.join(map(str, shown_bands))}: {pretrained.source} takes "
                 f"{channels} bands, counted from 0: choose among them"
             )
-        if not self._model.has_windows:
+        if not self._model.config.has_windows:
             # Computes no layer, but refuses a network without attention.
             images = self._loaded.normalize(self._black_image()[None])
-            self._model.intermediates(self._loaded.params, images)
+            intermediates.layers(self._model, self._loaded.params, images)
         self._tower, self._pixels, self._names, self._colors = None, None, (), ()
         self._sigmoid = pretrained.loss == "sigmoid"
         if pretrained.options["num_classes"]:
@@ -149,7 +149,7 @@ class ExploredModel:
         say what the model supports.
         """
         options, model = self._model.options, self._model
-        if model.has_windows:
+        if model.config.has_windows:
             blocks = self._window_shapes
             heads = [block.weights.shape[2] for block in blocks]
             labels = [f"{block.stage + 1}.{block.block + 1}" for block in blocks]
@@ -163,9 +163,9 @@ class ExploredModel:
             "size": model.image_shape[:2],
             "labels": labels,
             "heads": heads,
-            "rollout": not model.has_windows,
-            "relevance": bool(self._names) and not model.has_windows,
-            "texts": self._tower is not None and not model.has_windows,
+            "rollout": not model.config.has_windows,
+            "relevance": bool(self._names) and not model.config.has_windows,
+            "texts": self._tower is not None and not model.config.has_windows,
             "features": model.has_patch_features,
             "colors": [f"#{bytes(color).hex()}" for color in self._colors],
             "extra": self.extra,
@@ -240,7 +240,7 @@ class ExploredModel:
           UserError: the tokenizer is missing.
         """
         known = self._tower if isinstance(target, str) else target < len(self._names)
-        if not known or self._model.has_windows:
+        if not known or self._model.config.has_windows:
             return None
         loaded = self._fitted(output.pixels)
         args = loaded.model, loaded.params, loaded.normalize(output.pixels[None])
@@ -268,7 +268,7 @@ class ExploredModel:
 
     def _grid(self, loaded: LoadedModel) -> tuple[int, int]:
         """Returns the patches down and across that the page shows."""
-        windows = self._model.has_windows
+        windows = self._model.config.has_windows
         return self._window_shapes[0].grid if windows else loaded.model.grid
 
     def _compute(
@@ -276,14 +276,13 @@ class ExploredModel:
     ) -> tuple[AttentionRows | WindowRows, tuple[prediction.Prediction, ...]]:
         """Returns attention from all tokens, and the most probable classes."""
         params = loaded.params
-        if self._model.has_windows:
+        if self._model.config.has_windows:
             images = loaded.normalize(pixels[None])
             outputs, blocks = self._windows(params, images)
             rows = WindowRows(blocks)
         else:
             rows, tokens = self._rows_of_layers(loaded, pixels, name)
-            classify = loaded.model.classify_tokens
-            outputs = classify(params, tokens) if self._names else {}
+            outputs = loaded.classify(tokens) if self._names else {}
         if not self._names:
             return rows, ()
         logits = np.asarray(outputs["logits"])[0]
@@ -292,7 +291,8 @@ class ExploredModel:
 
     @functools.cached_property
     def _windows(self):
-        return jax.jit(self._model.window_attention)
+        config, module = self._model.config, self._model.module
+        return jax.jit(functools.partial(config.window_attention, module))
 
     @functools.cached_property
     def _window_shapes(self) -> list[BlockWindows]:
