@@ -273,6 +273,19 @@ def update(grads, rate=PEAK, params=PARAMS, steps=1, **options):
     return updates
 
 
+@pytest.mark.parametrize("name", ["lamb", "lars"])
+def test_a_kernel_of_zeros_under_a_trust_ratio_is_named(name):
+    zero = PARAMS | {"head": {"kernel": jnp.zeros((2, 5))}}
+    keys = {"name": name, "weight_decay": 0.1}
+    chosen = tiny_config(optim=keys).optim
+    note = chosen.note(zero)
+    assert f"optim.name={name!r}: head/kernel of zeros" in note and "\n" not in note
+    assert not chosen.note(PARAMS)
+    frozen = tiny_config(optim=keys | {"freeze": ("^head/",)}).optim
+    assert not frozen.note(zero)
+    assert not tiny_config(optim=keys | {"name": "adam"}).optim.note(zero)
+
+
 def test_weight_decay_is_times_the_scheduled_rate_and_on_kernels_only():
     updates = update(ZEROS, weight_decay=0.1)
     assert updates["embedding"]["kernel"] == pytest.approx(-PEAK * 0.1 * 2.0)

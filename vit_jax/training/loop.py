@@ -160,7 +160,10 @@ def _begin(config, workdir, setup, start, callbacks, tracing) -> tuple[Run, Call
             *(logger, *trackers, *callbacks),
             *(Saving(local), Evaluating(config, setup), tracing),
         ],
-        notes=[*restored.notes, *start.notes, config.ema.note(setup.total_steps)],
+        notes=[
+            *(*restored.notes, *start.notes, config.ema.note(setup.total_steps)),
+            config.optim.note(restored.state.params),
+        ],
     )
     del restored  # Its state, which the first step overwrites.
     run.notify("begin", run)

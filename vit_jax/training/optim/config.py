@@ -12,6 +12,7 @@ from vit_jax.training.optim.transforms import (
     add_decay,
     match,
     scale_by_trust_ratio,
+    trust_note,
 )
 from vit_jax.training.schedules import SCHEDULES, Schedule, ScheduleConfig
 
@@ -192,6 +193,10 @@ class OptimConfig:
         """Returns the whole chain, of clipping, steps and the rest, in what wraps it."""
         return chain
 
+    def note(self, params: dict) -> str:
+        """Returns a warning about the parameters that a run begins with, or ""."""
+        return ""
+
     def evaluated(self, opt_state: optax.OptState, params: dict) -> dict:
         """Returns the parameters that evaluations read, and that `ema` averages."""
         return params
@@ -260,6 +265,9 @@ class LarsConfig(OptimConfig):
         trust = scale_by_trust_ratio(mask, self.trust_coefficient)
         return [*decay, trust, *self.moments()]
 
+    def note(self, params: dict) -> str:
+        return trust_note(self, params)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LambConfig(AdamConfig):
@@ -279,3 +287,7 @@ class LambConfig(AdamConfig):
             return self.moments()
         mask = match(params, self.weight_decay_mask, "optim.weight_decay_mask")
         return [*self.moments(), *decay, scale_by_trust_ratio(mask)]
+
+    def note(self, params: dict) -> str:
+        decays = self.weight_decay or self.weight_decay_end
+        return trust_note(self, params) if decays else ""

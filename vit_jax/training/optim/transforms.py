@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from flax.traverse_util import flatten_dict
 
 from vit_jax.config.lengths import length_key
 from vit_jax.errors import UserError
@@ -182,6 +183,29 @@ def scale_by_trust_ratio(
         return jax.tree.map(scale, updates, *norms, mask)
 
     return optax.stateless(update)
+
+
+def trust_note(optim: object, params: dict) -> str:
+    """Returns a warning if parameters with a trust ratio begin with zeros, or "".
+
+    Args:
+      optim: section `optim` of LARS or LAMB.
+      params: first parameters, nested dict of arrays.
+    """
+    mask = flatten_dict(decayed(params, optim), sep="/")
+    flat = flatten_dict(params, sep="/")
+    scaled = {path: x for path, x in flat.items() if np.any(mask[path])}
+    moved = jax.jit(lambda tree: jax.tree.map(jnp.any, tree))(scaled)
+    zero = [path for path, any_ in jax.device_get(moved).items() if not any_]
+    if not zero:
+        return ""
+    more = f" and {len(zero) - 3} more" if len(zero) > 3 else ""
+    return (
+        f"warning: optim.name={optim.name!r}: {', '.join(zero[:3])}{more} of zeros takes "
+        "hundreds of steps to grow, since the norm of a step is in proportion to that of its "
+        "parameter: set model.init='timm' or another that does not begin with zeros, or "
+        "leave it out of optim.weight_decay_mask"
+    )
 
 
 class Decay(NamedTuple):
