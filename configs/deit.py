@@ -37,7 +37,7 @@ def get_config(arg: str | None = None) -> ConfigDict:
     c.epochs = 30 if tuned else 300
     c.batch_size = 512 if tuned else 1024
     c.mesh = dict(data=-1)
-    c.init = "?" if tuned else ""
+    c.init = dict(checkpoint="?", head="keep") if tuned else ""
 
     c.data = dict(
         name="imagenet2012",
@@ -60,6 +60,7 @@ def get_config(arg: str | None = None) -> ConfigDict:
     c.model = dict(
         variant=arg.model,
         activation="gelu",
+        init="timm",
         drop_path_rate=0.0 if tuned else 0.1,
         distillation=arg.distilled,
         posemb_resize="bicubic_plain",

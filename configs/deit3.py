@@ -44,7 +44,7 @@ def get_config(arg: str | None = None) -> ConfigDict:
     c.epochs = 20 if tuned else 800
     c.batch_size = 512 if tuned else 2048
     c.mesh = dict(data=-1)
-    c.init = "?" if tuned else ""
+    c.init = dict(checkpoint="?", head="keep") if tuned else ""
 
     c.data = dict(
         name="imagenet2012",
@@ -66,6 +66,7 @@ def get_config(arg: str | None = None) -> ConfigDict:
     c.model = dict(
         variant=arg.model,
         activation="gelu",
+        init="timm",
         layer_scale_init=1e-4,
         posemb_resize="bicubic_plain",
         drop_path_rate=(TUNED_DROP_PATH if tuned else DROP_PATH)[arg.model],

@@ -59,6 +59,7 @@ def get_config(arg: str | None = None) -> ConfigDict:
     c.model = dict(
         variant=arg.model,
         activation="gelu",
+        init="timm",
         drop_path_rate=0.1,
         posemb_resize="bicubic_dino",
         dtype="bfloat16",

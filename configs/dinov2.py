@@ -62,6 +62,7 @@ def get_config(arg: str | None = None) -> ConfigDict:
     c.model = dict(
         variant=arg.model,
         activation="gelu",
+        init="dinov2",
         layer_scale_init=1e-5,
         num_register_tokens=arg.registers,
         posemb_resize="bicubic" if arg.registers else "bicubic_dino",
@@ -103,8 +104,7 @@ def get_config(arg: str | None = None) -> ConfigDict:
         freeze_steps=1_250,
     )
     c.ema = dict(decay=0.0)  # The teacher is one.
-    c.log_every_steps = 50
-    c.checkpoint_every_steps = 3_750
+    c.update(log_every_steps=50, checkpoint_every_steps=3_750)
     if arg.stage == "high_resolution":
         side, part = 37 * patch, 10_000 / c.total_steps
         c.data.image_size = (side, side)

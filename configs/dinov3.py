@@ -12,7 +12,7 @@ a run: the anchor, at first its teacher, gets the same crops at twice the size;
 `:stage=high_resolution` (dinov3_vit7b16_high_res_adapt.yaml) continues that: each step draws one of
 five pairs of sizes. Ours: crops, networks of the first run; 30,000 steps of `gram`, there until
 dense features are best; small crops of 160 for 168, a linear warmup and evaluation at 512 in the
-last; draws for 8 images in a row (33 % of a masked crop, there 30); first values of kernels.
+last; draws for 8 images in a row (33 % of a masked crop, there 30).
 """
 
 from ml_collections import ConfigDict
@@ -63,7 +63,7 @@ def get_config(arg: str | None = None) -> ConfigDict:
         posemb="none",
         rope="centered",
         layer_scale_init=1e-5,
-        token_init_std=0.02,
+        init="timm",
         drop_path_rate=0.3,
         drop_path_schedule="constant",
         drop_path_group=16,

@@ -8,8 +8,8 @@ Try:    the same with --config=configs/mae.py:quick (3 steps, any machine)
 Result: not run by us; the authors report after 1,600 epochs 83.6 % fine-tuned and 68.0 %
         linear for B/16, 85.9 and 75.8 for L/16, 86.9 and 76.6 for H/14
 
-The numbers are those of tables 8 to 10, and of facebookresearch/mae where it differs,
-whose new classifier is not zeros (a deviation of 2e-5). `:data=cifar10` is a network that a CPU can train.
+The numbers are those of tables 8 to 10, and of facebookresearch/mae where it differs.
+`:data=cifar10` is a network that a CPU can train.
 """
 
 from ml_collections import ConfigDict
@@ -47,6 +47,7 @@ def get_config(arg: str | None = None) -> ConfigDict:
     c.model = dict(
         variant=arg.model,
         activation="gelu",
+        init="mae",
         dtype="bfloat16",
         scan=None,
     )

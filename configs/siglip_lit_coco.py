@@ -49,7 +49,9 @@ def get_config(arg: str | None = None) -> ConfigDict:
         projection="none",
         temperature_init=10.0,
         bias_init=-2.71,
-        text=dict(vocab_size=32_000, width=768, depth=12, num_heads=12),
+        text=dict(
+            init="big_vision", vocab_size=32_000, width=768, depth=12, num_heads=12
+        ),
     )
     c.optim = dict(
         name="adam",

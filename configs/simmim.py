@@ -46,11 +46,12 @@ def get_config(arg: str | None = None) -> ConfigDict:
     if is_swin:
         window = (7 if tuned else 6) * (2 if arg.model == "Swin-L" else 1)
         c.model = dict(variant=arg.model, window_size=window, dtype="bfloat16")
-        c.model.bias_resize = "geometric"
+        c.model.update(bias_resize="geometric", init="timm")
     else:
         c.model = dict(
             variant=arg.model,
             activation="gelu",
+            init="simmim",
             pool="gap",
             class_token=True,
             fc_norm=tuned,
@@ -67,9 +68,7 @@ def get_config(arg: str | None = None) -> ConfigDict:
     c.ema = dict(decay=0.0)
     {"pretrain": pretrain, "finetune": finetune}[arg.stage](c, arg, is_swin)
 
-    c.log_every_steps = 50
-    c.eval_every_epochs = 5
-    c.checkpoint_every_epochs = 1
+    c.update(log_every_steps=50, eval_every_epochs=5, checkpoint_every_epochs=1)
 
     if arg.quick and is_swin:
         quick(c, width=16, stage_depths=(2, 2), num_heads=(2, 4), window_size=4)

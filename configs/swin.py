@@ -59,6 +59,8 @@ def get_config(arg: str | None = None) -> ConfigDict:
     c.model = dict(
         variant=f"Swin{arg.model}" if v2 else f"Swin-{size}",
         drop_path_rate=(WIDE_DROP_PATH if wide or tuned else DROP_PATH)[size],
+        # A new head for other classes begins with zeros there (utils.py, line 120).
+        init="google" if tuned else "timm",
         dtype="bfloat16",
     )
     if v2 and tuned:

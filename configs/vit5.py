@@ -9,9 +9,8 @@ Result: not run by us; the authors report 82.2, 84.2 and 84.9 % for S, B and L a
 
 RMSNorm, also of queries and keys, LayerScale, learned and rotary positions and four
 registers. The numbers are those of wangf3014/ViT-5 (its README, models_vit5.py and the
-defaults of main.py, read in November 2026). Four things differ here: there query, key
-and value have no bias, registers are rotated too, by a 2x2 grid of their own, and kernels
-begin with a standard deviation of 0.02, the classifier's too, ours as in vit_jax.models; and
+defaults of main.py, read in November 2026). Three things differ here: there query, key
+and value have no bias, registers are rotated too, by a 2x2 grid of their own, and
 the binary cross-entropy is a mean over the classes, ours a sum with gradients 1,000 times as
 large: LAMB's steps are the same, as epsilon, 1e-8 there, is 1e-5 here, and the norm at which
 Apex's LAMB clips gradients 1,000 for 1. Rates change by epochs.
@@ -43,7 +42,7 @@ def get_config(arg: str | None = None) -> ConfigDict:
     c.epochs = 20 if tuned else EPOCHS[arg.model]
     c.batch_size = 512 if tuned else 2048
     c.mesh = dict(data=-1)
-    c.init = "?" if tuned else ""
+    c.init = dict(checkpoint="?", head="keep") if tuned else ""
 
     c.data = dict(
         name="imagenet2012",
@@ -67,7 +66,7 @@ def get_config(arg: str | None = None) -> ConfigDict:
         qk_norm=True,
         layer_scale_init=1e-4,
         num_register_tokens=4,
-        token_init_std=0.02,
+        init="timm",
         rope="axial",
         rope_temperature=10_000.0,
         posemb_resize="bicubic_plain",

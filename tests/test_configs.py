@@ -387,11 +387,12 @@ mae:model=B/16 mae:model=L/16 mae:model=H/14
     epochs=1600 batch_size=4096 optim.warmup_epochs=40 peak4096=2.4e-3
     optim.b1=0.9 optim.b2=0.95 optim.weight_decay=0.05
     task.mask_ratio=0.75 task.normalize_targets=True task.decoder_width=512
+    model.init=mae
     task.decoder_depth=8 task.decoder_num_heads=16
     data.num_classes=0 model.posemb=sincos2d_mae
 mae:model=B/16,stage=finetune mae:model=L/16,stage=finetune mae:model=H/14,stage=finetune
     batch_size=1024 optim.warmup_epochs=5 optim.weight_decay=0.05
-    task.label_smoothing=0.1 optim.schedule.end_learning_rate=1e-6
+    task.label_smoothing=0.1 optim.schedule.end_learning_rate=1e-6 model.init=mae
 mae:model=B/16,stage=finetune
     epochs=100 optim.base_learning_rate=5e-4 optim.layer_decay=0.65
 mae:model=L/16,stage=finetune mae:model=H/14,stage=finetune
@@ -410,6 +411,7 @@ simmim
     epochs=800 batch_size=2048 optim.warmup_epochs=10 optim.weight_decay=0.05
     peak512=1e-4 task.mask_ratio=0.6 task.mask_unit=32
     optim.warmup_learning_rate=2e-6
+    peak512=1e-4 task.mask_ratio=0.6 task.mask_unit=32 model.init=simmim
 simmim:epochs=100
     peak512=2e-4 optim.warmup_learning_rate=4e-6
     optim.schedule.includes_warmup=True optim.schedule.end_learning_rate=4e-5
@@ -419,6 +421,7 @@ simmim:stage=finetune
     optim.schedule.includes_warmup=True
 simmim:model=Swin-B
     model.window_size=6 data.image_size=(192,192) peak512=1e-4 task.mask_unit=32
+    model.init=timm
 simmim:model=Swin-B,stage=finetune
     model.window_size=7 data.image_size=(224,224) epochs=100 peak512=1.25e-3
     optim.warmup_epochs=20 model.drop_path_rate=0.1 optim.layer_decay=0.8
@@ -437,7 +440,7 @@ swin:model=B swin:model=V2-B
     optim.warmup_learning_rate=1e-6 optim.schedule.includes_warmup=False
     epochs=300 batch_size=1024 optim.warmup_epochs=20 peak1024=1e-3
     optim.weight_decay=0.05 optim.schedule.end_learning_rate=1e-5
-    model.drop_path_rate=0.5 optim.grad_clip_norm=5.0
+    model.drop_path_rate=0.5 optim.grad_clip_norm=5.0 model.init=timm
 swin:model=B,data=imagenet21k swin:model=V2-B,data=imagenet21k
     epochs=90 batch_size=4096 optim.warmup_epochs=5 peak512=1.25e-4
     model.drop_path_rate=0.2 optim.grad_clip_norm=5.0
@@ -450,10 +453,12 @@ swin:model=V2-B,data=imagenet21k
 swin:model=V2-B,stage=finetune
     data.image_size=(256,256) model.window_size=16
     model.pretrained_window_sizes=(12,12,12,6)
+    model.init=google
 # README and main_dino.py of facebookresearch/dino.
 dino
     batch_size=1024 peak256=5e-4 optim.warmup_epochs=10 optim.weight_decay_end=0.4
     task.teacher_temperature=0.04 task.free_gain=False task.teacher_momentum=0.996
+    model.init=timm
 dino:epochs=300
     task.teacher_temperature_start=0.04 task.teacher_temperature=0.07
     task.teacher_temperature_epochs=30 task.free_gain=True
@@ -465,6 +470,7 @@ dinov2:model=L/16
     total_steps=125000 batch_size=2048 peak2048=5.65685e-3 optim.layer_decay=0.9
     optim.weight_decay_end=0.4 task.num_outputs=65536 task.separate_heads=False
     task.centering=center task.koleo_group=64 task.teacher_momentum=0.992
+    model.init=dinov2
 dinov2:model=L/14,length=long dinov2:model=g/14,length=long
     total_steps=625000 batch_size=3072 peak3072=3.4641e-4 task.num_outputs=131072
     task.centering=sinkhorn task.teacher_momentum=0.994 optim.weight_decay_end=0.2
@@ -477,7 +483,7 @@ dinov3:model=L/16,schedule=constant dinov3:model=L/16,stage=high_resolution
     optim.warmup_ends_at_peak=False
 dinov3:model=L/16
     total_steps=125000 batch_size=2048 task.koleo_group=64 task.start_from_teacher=False
-    model.token_init_std=0.02
+    model.init=timm
 dinov3:model=L/16,stage=high_resolution
     task.start_from_teacher=True task.gram_weight=1.5
 # Table 9 of arXiv:2012.12877, and facebookresearch/deit.
@@ -486,12 +492,14 @@ deit:model=S/16
     peak512=5e-4 optim.schedule.end_learning_rate=1e-5 data.repeats=3
     model.drop_path_rate=0.1 ema.decay=0.99996 optim.schedule_by_epochs=True
     optim.warmup_learning_rate=1e-6 optim.schedule.includes_warmup=True
+    model.drop_path_rate=0.1 ema.decay=0.99996 model.init=timm
 deit:model=S/16,distilled=True
     task.kind=hard task.alpha=0.5
 deit:model=S/16,stage=finetune
     peak512=5e-6 epochs=30 optim.weight_decay=1e-8 data.image_size=(384,384)
     optim.schedule.name=constant model.drop_path_rate=0.0
     optim.schedule_by_epochs=True optim.warmup_learning_rate=1e-6
+    optim.schedule.name=constant init.head=keep
 # README_revenge.md of facebookresearch/deit.
 deit3:model=L/16
     epochs=800 batch_size=2048 optim.name=lamb optim.learning_rate=3e-3
@@ -500,6 +508,7 @@ deit3:model=L/16
     model.drop_path_rate=0.45 model.drop_path_schedule=constant
     model.layer_scale_init=1e-4 optim.schedule_by_epochs=True
     optim.warmup_learning_rate=1e-6 optim.schedule.includes_warmup=True
+    model.layer_scale_init=1e-4 model.init=timm
 deit3:model=S/16
     optim.learning_rate=4e-3
 deit3:model=H/14,stage=finetune
@@ -508,6 +517,8 @@ deit3:model=L/16,stage=finetune
     epochs=20 optim.learning_rate=1e-5 optim.weight_decay=0.1 data.repeats=1
     optim.schedule.end_learning_rate=1e-5
     data.image_size=(224,224) optim.schedule_by_epochs=True optim.eps=1e-8
+    optim.schedule.end_learning_rate=1e-5 init.head=keep
+    data.image_size=(224,224)
 # README, models_vit5.py and main.py of wangf3014/ViT-5 (arXiv:2602.08071).
 vit5:model=S/16
     epochs=800 batch_size=2048 optim.name=lamb optim.learning_rate=4e-3
@@ -519,6 +530,7 @@ vit5:model=S/16
     optim.schedule.end_learning_rate=1e-5 ema.decay=0.99996
     optim.schedule_by_epochs=True optim.warmup_learning_rate=1e-6
     optim.schedule.includes_warmup=True
+    optim.schedule.end_learning_rate=1e-5 ema.decay=0.99996 model.init=timm
 vit5:model=B/16
     optim.learning_rate=3e-3 data.image_size=(192,192) model.drop_path_rate=0.2
 vit5:model=L/16
@@ -527,6 +539,7 @@ vit5:model=L/16,stage=finetune
     epochs=20 batch_size=512 optim.learning_rate=1e-5 optim.weight_decay=0.1
     data.image_size=(224,224) model.drop_path_rate=0.5 task.label_smoothing=0.1
     optim.schedule_by_epochs=True optim.eps=1e-8
+    init.head=keep
 """
 
 

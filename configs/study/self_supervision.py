@@ -4,7 +4,7 @@ Run:    python -m vit_jax.study --config=configs/study/self_supervision.py \\
             --workdir=runs/self_supervision
 Then:   python -m vit_jax.report runs/self_supervision --out=report/
 Result: on digits none 28 %, masked patches 49, MAE 70, DINO 29, labels 94 %
-        (docs/benchmarks.md)
+        (docs/benchmarks.md; MAE and DINO before they began as their recipes do)
 
 Each method sees the training images without labels ("supervised": with them; "none": one
 step), then all are fine-tuned on the few labels of the pool. The paper reports 79.9 %
@@ -60,6 +60,7 @@ def get_config(arg: str | None = None) -> ConfigDict:
         for part in ("task", "optim"):
             c[part] = recipe[part]
         c.model.posemb = recipe.model.get("posemb", "learned")
+        c.model.init = recipe.model.get("init", "google")
         c.data.num_classes = 0
         if arg.size == "paper":
             c.data.train_transform = recipe.data.train_transform

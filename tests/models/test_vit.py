@@ -174,15 +174,16 @@ def test_every_head_with_and_without_a_classifier(options, shape, num_classes):
         assert out["logits"].shape == (*shape[:-1], num_classes)
 
 
-def test_tokens_begin_as_zeros_or_with_a_standard_deviation():
-    tokens = {"distillation": True, "num_register_tokens": 4, "width": 384, "depth": 1}
-    for std, others in ((0.0, 1e-6), (0.02, 0.02)):
-        model = create(**tokens | {"num_heads": 4, "token_init_std": std})
+def test_both_tokens_and_both_classifiers_begin_as_the_key_says():
+    given = {"distillation": True, "width": 384, "depth": 1, "num_heads": 4}
+    for init, std in (("google", 0.0), ("timm", 0.02)):
+        model = create(**given, num_classes=5, init=init)
         params = jax.jit(model.init)(jax.random.key(0))
-        for name in ("cls", "dist"):
-            assert float(params[name].std()) == pytest.approx(std, rel=0.15)
-        found = float(params["register_tokens"].std())
-        assert found == pytest.approx(others, rel=0.15)
+        for found in (params["cls"], params["dist"]):
+            assert float(found.std()) == pytest.approx(std, rel=0.15)
+        for name in ("head", "head_dist"):
+            found = params[name]["kernel"]
+            assert float(found.std()) == pytest.approx(std, rel=0.15)
 
 
 def test_gap_beside_a_class_token_averages_the_patches_only():

@@ -1,5 +1,6 @@
 """MAE: masks, losses, gradients, tables and schedules of facebookresearch/mae."""
 
+import dataclasses
 import pathlib
 
 import jax
@@ -164,13 +165,19 @@ def test_an_images_mask_depends_on_its_position_alone(original):
 
 
 def test_the_first_parameters_are_drawn_as_the_originals(original):
-    task = task_of(original)
+    options = original.options | {"init": "mae"}
+    task = task_of(dataclasses.replace(original, options=options))
     params, extra = jax.jit(task.init)(jax.random.key(0))
     assert extra is None and params.keys() == {"network", "decoder"}
-    shape = (8 * 8 * 3, 32)
-    bound = np.sqrt(6 / sum(shape))
-    kernel = params["network"]["embedding"]["kernel"]
-    assert 0.9 * bound < abs(kernel).max() <= bound
+    block = params["decoder"]["Transformer"]["encoderblock_0"]
+    attention = block["MultiHeadDotProductAttention_1"]
+    width = attention["out"]["kernel"].shape[-1]
+    for kernel, sides in (
+        (params["network"]["embedding"]["kernel"], (8 * 8 * 3, 32)),
+        (attention["query"]["kernel"], (width, 3 * width)),  # One layer for all three.
+    ):
+        bound = np.sqrt(6 / sum(sides))
+        assert 0.9 * bound < abs(kernel).max() <= bound
     for token in (params["network"]["cls"], params["decoder"]["mask_token"]):
         assert 0.01 < float(token.std()) < 0.04
     wanted = jax.tree.map(jnp.shape, params_of(original))

@@ -54,6 +54,20 @@ def test_replaced_head_is_zero_but_for_its_bias_and_takes_pre_logits_with_it():
     ]
 
 
+def test_replaced_head_begins_as_the_network_says():
+    flat = random_flat(encoder(distillation=True))
+    model = encoder(num_classes=4, init="timm", distillation=True)
+    fitted, rows = fit(flat, model, head="new", head_bias_init=-10.0)
+    fresh = random_flat(model, seed=9)
+    for name, row in zip(("head", "head_dist"), rows[1:], strict=False):
+        kernel = fresh[f"{name}/kernel"]
+        np.testing.assert_array_equal(fitted[name]["kernel"], kernel)
+        np.testing.assert_array_equal(fitted[name]["bias"], np.full(4, -10))
+        assert row == FitRow(name, "replaced by a new one", (12, 7), (12, 4))
+    kept, _ = fit(flat, encoder(init="timm", distillation=True))
+    assert_same(kept, flat)
+
+
 def test_replaced_head_with_a_representation_layer_draws_that_anew():
     model = encoder(representation_layer=True)
     flat = random_flat(encoder())

@@ -97,6 +97,7 @@ class AnySize(VisionTransformer):
             config.patch_side,
             config.dtype,
             row_major=config.platform == "gpu",
+            initial=config.init,
             patch=images.patch_size,
             resize=config.patch_resize,
             name="embedding",

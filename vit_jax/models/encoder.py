@@ -42,6 +42,7 @@ class Block(nn.Module):
             config.qk_norm,
             config.attention_out_norm,
             config.norm,
+            config.init,
             name="MultiHeadDotProductAttention_1",
         )
         self.mlp = Mlp(
@@ -51,6 +52,7 @@ class Block(nn.Module):
             config.dtype,
             config.merges_tokens,
             config.norm if config.mlp_norm else None,
+            config.init,
             name="MlpBlock_3",
         )
         norms = config.norm(name="LayerNorm_0"), config.norm(name="LayerNorm_2")

@@ -9,7 +9,7 @@ import jax
 
 from vit_jax.config.fields import Registry, key
 from vit_jax.errors import UserError
-from vit_jax.models import attention, positions, stacking
+from vit_jax.models import attention, initializers, positions, stacking
 from vit_jax.models.layers import ACTIVATIONS, LayerNorm
 from vit_jax.models.network import NetworkConfig
 from vit_jax.models.positions.base import PLACEMENTS, Position
@@ -117,6 +117,7 @@ class EncoderConfig(NetworkConfig):
         "(arXiv:2103.17239); 0: no LayerScale.",
         training_only=True,
     )
+    init: str = initializers.key()
     relative_bias: str = key(
         "none",
         "Learnt biases of attention by offset of two patches (BEiT): separate ones in "

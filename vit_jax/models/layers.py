@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
-from vit_jax.models import attention, kernels
+from vit_jax.models import attention, initializers, kernels
 from vit_jax.models.kernels import dropout, flatten_tokens
 
 # Variable collections of attention weights, and of perturbations added to them.
@@ -30,9 +30,6 @@ MODEL_AXES = (
     (r"(^|/)(Dense_0|gate)/bias$", ("model",)),
     (r"(^|/)Dense_1/kernel$", ("model",)),
 )
-
-kernel_init = nn.initializers.xavier_uniform()
-_bias_init = nn.initializers.normal(1e-6)
 
 
 class LayerNorm(nn.Module):
@@ -97,23 +94,24 @@ class PatchEmbedding(nn.Module):
       row_major: whether the result is laid out in the order of its axes. XLA for GPUs
         lays the tokens of all blocks out with the batch as the last axis otherwise,
         because of the position embedding that comes next.
+      initial: row of initializers.TABLE.
     """
 
     features: int
     side: int
     dtype: str = "float32"
     row_major: bool = False
+    initial: str = "google"
 
     @nn.compact
     def __call__(self, images: Float[Array, "B Y X C"]) -> Float[Array, "B y x D"]:
         """Embeds each patch separately."""
         (B, Y, X, C), D = images.shape, self.features
         shape = (self.side, self.side, C, D)
-        kernel = self.kernel(
-            self.param("kernel", nn.initializers.lecun_normal(), shape, jnp.float32)
-        )
-        side = len(kernel)
-        bias = self.param("bias", nn.initializers.zeros, (D,), jnp.float32)
+        row = initializers.TABLE[self.initial].patches
+        kernel = self.kernel(self.param("kernel", row.kernel, shape, jnp.float32))
+        side, bias_init = len(kernel), row.bias(math.prod(shape[:-1]))
+        bias = self.param("bias", bias_init, (D,), jnp.float32)
         images, kernel, bias = nn.dtypes.promote_dtype(
             images, kernel, bias, dtype=self.dtype
         )
@@ -139,11 +137,13 @@ class MergedDense(nn.Module):
       inputs: input axes of the kernel, of size M together.
       outputs: output axes of the kernel and axes of the bias, of size F together.
       dtype: dtype of the computation.
+      kernel_init: initialiser of the kernel as a matrix, (M, F).
     """
 
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     dtype: str = "float32"
+    kernel_init: nn.initializers.Initializer = nn.initializers.xavier_uniform()
 
     @nn.compact
     def __call__(self, x: Float[Array, "*T M"]) -> Float[Array, "*T F"]:
@@ -151,7 +151,7 @@ class MergedDense(nn.Module):
         merged = math.prod(self.inputs), math.prod(self.outputs)
 
         def init(key, shape, dtype):
-            return kernel_init(key, merged, dtype).reshape(shape)
+            return self.kernel_init(key, merged, dtype).reshape(shape)
 
         kernel = self.param("kernel", init, self.inputs + self.outputs, jnp.float32)
         bias = self.param("bias", nn.initializers.zeros, self.outputs, jnp.float32)
@@ -172,6 +172,7 @@ class MultiHeadAttention(nn.Module):
       out_norm: whether the concatenated heads are normalised before the output layer
         (arXiv:2210.06423).
       norm: constructor of these norms, with the argument `name`.
+      initial: row of initializers.TABLE.
     """
 
     num_heads: int
@@ -181,6 +182,7 @@ class MultiHeadAttention(nn.Module):
     qk_norm: bool = False
     out_norm: bool = False
     norm: Callable[..., nn.Module] = LayerNorm
+    initial: str = "google"
 
     @nn.compact
     def __call__(
@@ -217,11 +219,12 @@ class MultiHeadAttention(nn.Module):
         """Returns queries, keys and values of each head; call it in a compact method."""
         D = x.shape[-1]
         split = self.num_heads, D // self.num_heads
+        row = initializers.TABLE[self.initial]
 
         def project(name, tokens):
             B, N, _ = tokens.shape
             tokens = flatten_tokens(tokens) if self.flatten else tokens
-            y = MergedDense((D,), split, self.dtype, name=name)(tokens)
+            y = MergedDense((D,), split, self.dtype, row.attention, name=name)(tokens)
             # Head-major: see attention.attend.
             y = jnp.swapaxes(y.reshape(B, N, self.num_heads, -1), 1, 2)
             return nn.with_logical_constraint(y, ("batch", "heads", "tokens", None))
@@ -263,7 +266,9 @@ class MultiHeadAttention(nn.Module):
         y = jnp.swapaxes(y, 1, 2).reshape(B, N, H * K)
         y = self.norm(name="LayerNorm_out")(y) if self.out_norm else y
         y = flatten_tokens(y) if self.flatten else y
-        y = MergedDense((H, K), (H * K,), self.dtype, name="out")(y)
+        row = initializers.TABLE[self.initial]
+        out = MergedDense((H, K), (H * K,), self.dtype, row.attention_out, name="out")
+        y = out(y)
         return y.reshape(B, N, H * K)
 
 
@@ -297,6 +302,7 @@ class Mlp(nn.Module):
       dtype: dtype of the computation.
       flatten: see kernels.flatten_tokens.
       norm: constructor of a norm of the hidden units (arXiv:2210.06423), or None.
+      initial: row of initializers.TABLE.
     """
 
     hidden: int
@@ -305,6 +311,7 @@ class Mlp(nn.Module):
     dtype: str = "float32"
     flatten: bool = True
     norm: Callable[..., nn.Module] | None = None
+    initial: str = "google"
 
     @nn.compact
     def __call__(
@@ -314,18 +321,21 @@ class Mlp(nn.Module):
         shape, D = x.shape, x.shape[-1]
         first, second = (None, None) if key is None else jax.random.split(key)
 
-        def dense(features, name):
+        row = initializers.TABLE[self.initial]
+
+        def dense(x, features, linear, name):
             return nn.Dense(
                 features,
-                kernel_init=kernel_init,
-                bias_init=_bias_init,
+                kernel_init=linear.kernel,
+                bias_init=linear.bias(x.shape[-1]),
                 dtype=self.dtype,
                 name=name,
-            )
+            )(x)
 
         def to_hidden(x, name):
             axes = ("batch", "mlp") if self.flatten else ("batch", "tokens", "mlp")
-            return nn.with_logical_constraint(dense(self.hidden, name)(x), axes)
+            x = dense(x, self.hidden, row.mlp, name)
+            return nn.with_logical_constraint(x, axes)
 
         x = flatten_tokens(x) if self.flatten else x
         if self.activation == "swiglu":
@@ -335,7 +345,7 @@ class Mlp(nn.Module):
         x = dropout(x, self.dropout, first)
         if self.norm:
             x = self.norm(name="LayerNorm_hidden")(x)
-        x = dense(D, "Dense_1")(x)
+        x = dense(x, D, row.mlp_out, "Dense_1")
         x = dropout(x, self.dropout, second)
         return x.reshape(shape)
 
@@ -345,15 +355,20 @@ CLASSIFIERS = ("head", "head_dist")
 
 
 def classify(
-    pre_logits: Float[Array, "*B D"], num_classes: int, bias: float, name: str = "head"
+    pre_logits: Float[Array, "*B D"],
+    num_classes: int,
+    bias: float,
+    name: str = "head",
+    initial: str = "google",
 ) -> dict[str, Float[Array, "..."]]:
-    """Applies a zero-initialised linear classifier; call it in a compact method.
+    """Applies a linear classifier; call it in a compact method.
 
     Args:
       pre_logits: features, float32.
       num_classes: L; 0 for no classifier.
       bias: initial bias.
       name: name of the parameters.
+      initial: row of initializers.TABLE; Google's classifiers begin with zeros.
 
     Returns:
       "pre_logits", and "logits" (*B, L) unless `num_classes` is 0.
@@ -362,7 +377,7 @@ def classify(
     if num_classes:
         outputs["logits"] = nn.Dense(
             num_classes,
-            kernel_init=nn.initializers.zeros,
+            kernel_init=initializers.TABLE[initial].head,
             bias_init=nn.initializers.constant(bias),
             name=name,
         )(pre_logits)

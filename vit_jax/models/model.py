@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from vit_jax.config import fields
 from vit_jax.errors import UserError
-from vit_jax.models import layer_features, network, stacking, variants
+from vit_jax.models import initializers, layer_features, network, stacking, variants
 from vit_jax.models.network import STATE, NetworkConfig
 from vit_jax.models.patches import PatchSequences
 from vit_jax.models.variants import CONFIGS
@@ -107,7 +107,9 @@ class Model:
         A scan has the same values, stacked.
         """
         images = jnp.zeros((1, *self.image_shape))
-        return self._params(self.module.init(key, images))
+        variables = self.module.init(key, images)
+        params = initializers.scale_branches(variables["params"], self.config)
+        return self._params({**variables, "params": params})
 
     @property
     def shapes(self) -> Params:

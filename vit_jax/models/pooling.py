@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from vit_jax.models.attention import Positions
-from vit_jax.models.layers import LayerNorm, Mlp, MultiHeadAttention, kernel_init
+from vit_jax.models.layers import LayerNorm, Mlp, MultiHeadAttention
 
 if TYPE_CHECKING:
     from vit_jax.models.vit import ViTConfig
@@ -58,6 +58,7 @@ def attention(config, x, weights=None):
         config.norm,
         config.dtype,
         config.merges_tokens,
+        config.init,
         name="MAPHead_0",
     )(x, bias)
 
@@ -90,6 +91,7 @@ class MapHead(nn.Module):
     Attributes:
       num_heads, hidden, activation, dtype, flatten: see MultiHeadAttention and Mlp.
       norm: constructor of the norm before the MLP.
+      initial: row of initializers.TABLE.
     """
 
     num_heads: int
@@ -98,6 +100,7 @@ class MapHead(nn.Module):
     norm: Callable[..., nn.Module] = LayerNorm
     dtype: str = "float32"
     flatten: bool = True
+    initial: str = "google"
 
     @nn.compact
     def __call__(
@@ -105,18 +108,24 @@ class MapHead(nn.Module):
     ) -> Float[Array, "BK D"]:
         """Returns K vectors per sequence, or one without `bias`, of the attention logits."""
         (B, _, D), K = x.shape, 1 if bias is None else bias.shape[2]
-        probe = self.param("probe", kernel_init, (1, 1, D), jnp.float32)
+        drawn = nn.initializers.xavier_uniform()
+        probe = self.param("probe", drawn, (1, 1, D), jnp.float32)
         # One query has few logits, so the implementation does not matter.
         attend = MultiHeadAttention(
             self.num_heads,
             self.dtype,
             flatten=self.flatten,
+            initial=self.initial,
             name="MultiHeadDotProductAttention_0",
         )
         probe = jnp.broadcast_to(probe.astype(x.dtype), (B, K, D))
         x = attend(probe, x, Positions(bias=bias))
         y = self.norm(name="LayerNorm_0")(x)
         mlp = Mlp(
-            self.hidden, activation=self.activation, dtype=self.dtype, name="MlpBlock_0"
+            self.hidden,
+            activation=self.activation,
+            dtype=self.dtype,
+            initial=self.initial,
+            name="MlpBlock_0",
         )
         return (x + mlp(y)).reshape(-1, D)

@@ -22,7 +22,7 @@ from jaxtyping import Array, Float
 
 from vit_jax.config.fields import key
 from vit_jax.errors import UserError
-from vit_jax.models import layer_features, layers
+from vit_jax.models import initializers, layer_features, layers
 from vit_jax.models.layers import (
     ACTIVATIONS,
     INTERMEDIATES,
@@ -48,7 +48,6 @@ _MASKED = -100.0  # Added to the logits of patches that only the shift made neig
 _LARGEST_SCALE = math.log(100)  # Upper limit of the logarithm of V2's logit scale.
 _BIAS_UNITS = 512  # Hidden units of V2's bias network.
 _BIAS_RANGE = 16  # Largest bias of that network.
-_init = nn.initializers.truncated_normal(0.02)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,6 +128,7 @@ class SwinConfig(NetworkConfig):
         "Epsilon of the LayerNorms behind the patch embedding and at patch merging, which "
         "transformers keeps at 1e-5; 0: `layer_norm_eps`.",
     )
+    init: str = initializers.key()
     drop_path_rate: float = key(
         0.0,
         "Stochastic depth: drop rate of the last block; it grows linearly from 0.",
@@ -319,7 +319,11 @@ class SwinTransformer(nn.Module):
         """
         config, size = self.config, self.config.size
         x = PatchEmbedding(
-            size.width, config.patch_size, config.dtype, name="embedding"
+            size.width,
+            config.patch_size,
+            config.dtype,
+            initial=config.init,
+            name="embedding",
         )(images.astype(config.dtype))
         grid = x.shape[1:3]
         x = x.reshape(x.shape[0], -1, size.width)
@@ -348,7 +352,8 @@ class SwinTransformer(nn.Module):
         if not classify:
             return x
         features = x.astype(jnp.float32).mean(1)
-        return layers.classify(features, self.num_classes, config.head_bias_init)
+        L, bias = self.num_classes, config.head_bias_init
+        return layers.classify(features, L, bias, initial=config.init)
 
 
 class Stage(nn.Module):
@@ -434,7 +439,13 @@ class Block(nn.Module):
             config, self.num_heads, self.windows, self.pretrained_window, name="attn"
         )
         hidden = int(config.mlp_ratio * x.shape[-1])
-        mlp = Mlp(hidden, 0.0, config.activation, config.dtype, name="mlp")
+        mlp = Mlp(
+            hidden,
+            activation=config.activation,
+            dtype=config.dtype,
+            initial=config.init,
+            name="mlp",
+        )
         x = add(x, attend, norm("norm1"))
         return add(x, mlp, norm("norm2"))
 
@@ -505,7 +516,8 @@ class WindowAttention(nn.Module):
             table = out(nn.relu(hidden(log_coordinates((h, w), sides))))
         else:
             shape = ((2 * h - 1) * (2 * w - 1), self.num_heads)
-            table = jnp.asarray(self.param("bias_table", _init, shape, jnp.float32))
+            initial = initializers.TABLE[config.init].windows
+            table = jnp.asarray(self.param("bias_table", initial, shape, jnp.float32))
         bias = table[offsets.reshape(h * w, h * w)].transpose(2, 0, 1)
         return _BIAS_RANGE * nn.sigmoid(bias) if config.v2 else bias
 
@@ -535,8 +547,9 @@ def _each(dense: nn.Dense, x: Float[Array, "*T M"]) -> Float[Array, "*T F"]:
 
 
 def _dense(features: int, config: SwinConfig, name: str, **options) -> nn.Dense:
+    initial = initializers.TABLE[config.init].windows
     return nn.Dense(
-        features, kernel_init=_init, name=name, **{"dtype": config.dtype, **options}
+        features, kernel_init=initial, name=name, **{"dtype": config.dtype, **options}
     )
 
 

@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Int
 
 from vit_jax.config.fields import key
 from vit_jax.errors import UserError
-from vit_jax.models import stacking
+from vit_jax.models import initializers, stacking
 from vit_jax.models.attention import Positions
 from vit_jax.models.encoder import Block
 from vit_jax.models.encoder_config import EncoderConfig
@@ -72,6 +72,7 @@ class TextConfig:
         choices=tuple(ACTIVATIONS),
     )
     layer_norm_eps: float = key(1e-6, "Epsilon of the LayerNorms.", above=0)
+    init: str = initializers.key()
 
     def build(
         self,
@@ -112,15 +113,14 @@ class TextTransformer(nn.Module):
     def __call__(self, tokens: Int[Array, "B T"]) -> Float[Array, "B E"]:
         """Returns unnormalised embeddings, float32."""
         config, T = self.config, self.num_tokens
-        init = nn.initializers.normal
+        row = initializers.TABLE[config.init]
         shape = (config.vocab_size, config.width)
-        table = self.param("embedding", init(0.02), shape, jnp.float32)
+        table = self.param("embedding", row.text_tokens, shape, jnp.float32)
         # Parameters read from a file may be NumPy arrays.
         x = jnp.asarray(table).astype(self.dtype)[tokens]
         shape = (1, T, config.width)
-        x = x + self.param("pos_embedding", init(0.01), shape, jnp.float32).astype(
-            self.dtype
-        )
+        added = self.param("pos_embedding", row.text_positions, shape, jnp.float32)
+        x = x + added.astype(self.dtype)
         positions = None
         if config.causal:
             behind = jnp.triu(jnp.full((T, T), _HIDDEN, jnp.float32), 1)
@@ -134,6 +134,7 @@ class TextTransformer(nn.Module):
             mlp_dim=config.mlp_dim or 4 * config.width,
             activation=config.activation,
             layer_norm_eps=config.layer_norm_eps,
+            init=config.init,
             dtype=self.dtype,
             platform=self.platform or jax.default_backend(),
             attention_impl="einsum",
@@ -149,7 +150,7 @@ class TextTransformer(nn.Module):
         head = nn.Dense(
             self.embed_dim,
             use_bias=config.projection == "bias",
-            kernel_init=init(config.width**-0.5),
+            kernel_init=row.text_head,
             name="head",
         )
         return head(x.astype(jnp.float32))

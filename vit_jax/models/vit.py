@@ -17,7 +17,15 @@ from jaxtyping import Array, Float, Int
 
 from vit_jax.config.fields import Registry, key
 from vit_jax.errors import UserError
-from vit_jax.models import flexivit, layers, pooling, positions, stacking, variants
+from vit_jax.models import (
+    flexivit,
+    initializers,
+    layers,
+    pooling,
+    positions,
+    stacking,
+    variants,
+)
 from vit_jax.models.encoder import Encoder
 from vit_jax.models.encoder_config import EncoderConfig
 from vit_jax.models.layers import CLASSIFIERS
@@ -62,12 +70,6 @@ class ViTConfig(EncoderConfig):
         "Learnt tokens without position before the patches, used by no pool but "
         '"map" (arXiv:2309.16588).',
         below=1_000,
-    )
-    token_init_std: float = key(
-        0.0,
-        "Standard deviation of the first values of class token and registers; 0: zeros, "
-        "and 1e-6 for registers.",
-        training_only=True,
     )
     patch_dropout: float = key(
         0.0,
@@ -309,6 +311,7 @@ class VisionTransformer(nn.Module):
             config.patch_side,
             config.dtype,
             row_major=config.platform == "gpu",
+            initial=config.init,
             name="embedding",
         )
         return embedding(config.stem(images))
@@ -318,12 +321,10 @@ class VisionTransformer(nn.Module):
         config = self.config
         names = ["cls"] if "class token" in config.prefix_tokens else []
         names += ["dist"] if config.distillation else []
-        std = config.token_init_std
-        init = nn.initializers.normal(std) if std else nn.initializers.zeros
-        tokens = [self.param(n, init, (1, 1, D)) for n in names]
+        row = initializers.TABLE[config.init]
+        tokens = [self.param(n, row.class_token, (1, 1, D)) for n in names]
         if R := config.num_register_tokens:
-            init = nn.initializers.normal(std or 1e-6)
-            tokens.append(self.param("register_tokens", init, (1, R, D)))
+            tokens.append(self.param("register_tokens", row.registers, (1, R, D)))
         return tokens
 
     def encode(
@@ -359,7 +360,7 @@ class VisionTransformer(nn.Module):
         if config.distillation:
             x = self._features(x[:, :2])
             outputs, other = (
-                layers.classify(x[:, i], L, config.head_bias_init, name)
+                layers.classify(x[:, i], L, config.head_bias_init, name, config.init)
                 for i, name in enumerate(CLASSIFIERS)
             )
             if L:
@@ -368,7 +369,8 @@ class VisionTransformer(nn.Module):
                 outputs["logits"] = sum(logits) / 2
             return outputs
         x = config.pooling(config, x, weights)
-        return layers.classify(self._features(x), L, config.head_bias_init)
+        features, bias = self._features(x), config.head_bias_init
+        return layers.classify(features, L, bias, initial=config.init)
 
     def _features(self, x):
         """Returns the classifier's input, float32."""

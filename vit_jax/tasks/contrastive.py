@@ -30,7 +30,7 @@ from vit_jax.data.captions import TEXT as TOKENS
 from vit_jax.data.config import DataConfig
 from vit_jax.data.tokenizer import open_tokenizer
 from vit_jax.errors import UserError
-from vit_jax.models import Model, stacking, text
+from vit_jax.models import Model, initializers, stacking, text
 from vit_jax.models.text import TextConfig
 from vit_jax.models.text_tower import TextTower
 from vit_jax.tasks.task import Batch, ImageTask, TaskConfig, feature_width
@@ -167,7 +167,9 @@ class Contrastive(ImageTask):
         tokens = jnp.zeros((1, self.text.num_tokens), jnp.int32)
         params = {
             "network": self.model.init(network_key),
-            text.TEXT: self.text.init(text_key, tokens)["params"],
+            text.TEXT: initializers.scale_branches(
+                self.text.init(text_key, tokens)["params"], self._tower_config
+            ),
             text.LOGIT_SCALE: jnp.full(1, np.log(self.config.temperature_init)),
         }
         if self.config.projection != "none":

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from vit_jax.models import initializers
 from vit_jax.models.kernels import gelu_erf
 
 
@@ -41,19 +42,18 @@ class Head(nn.Module):
         sizes = self.hidden_dim, self.hidden_dim, self.bottleneck_dim
         for i, size in enumerate(sizes):
             x = gelu_erf(x) if i else x
-            init = nn.initializers.truncated_normal(0.02)
-            x = nn.Dense(size, dtype=self.dtype, kernel_init=init, name=f"Dense_{i}")(x)
+            initial = initializers.TABLE["timm"].mlp.kernel
+            dense = nn.Dense(
+                size, dtype=self.dtype, kernel_init=initial, name=f"Dense_{i}"
+            )
+            x = dense(x)
         x = _unit(x)
-        # The initialisation of PyTorch's linear layers; if divided by their norms, only
-        # the directions matter. DINOv3's plain layer has another one.
-        bound = 1 / math.sqrt(self.bottleneck_dim)
-        uniform = lambda key, shape: jax.random.uniform(
-            key, shape, minval=-bound, maxval=bound
+        # DINO and DINOv2 add the weight norm after the rest of the head is drawn.
+        last = (
+            initializers.TORCH if self.weight_norm else initializers.TABLE["timm"].mlp
         )
         direction = self.param(
-            "last_layer",
-            uniform if self.weight_norm else nn.initializers.truncated_normal(0.02),
-            (self.bottleneck_dim, self.num_outputs),
+            "last_layer", last.kernel, (self.bottleneck_dim, self.num_outputs)
         )
         x = jnp.matmul(
             x.astype(self.dtype),

@@ -95,6 +95,7 @@ class Mae(MaskedImageTask):
                 posemb="sincos2d_mae",
                 activation=encoder.activation,
                 layer_norm_eps=encoder.layer_norm_eps,
+                init=encoder.init,
                 dtype=encoder.dtype,
                 remat_policy=encoder.remat_policy,
                 attention_impl=encoder.attention_impl,
@@ -106,19 +107,8 @@ class Mae(MaskedImageTask):
         )
 
     def init(self, rng):
-        network_key, class_key, decoder_key = jax.random.split(rng, 3)
-        network = dict(self.model.init(network_key))
-        # As in the original, the patch embedding is drawn as a linear layer's weights,
-        # and the class token is not 0.
-        kernel = network["embedding"]["kernel"]
-        flat = kernel.reshape(-1, kernel.shape[-1]).shape
-        kernel = nn.initializers.xavier_uniform()(network_key, flat).reshape(
-            kernel.shape
-        )
-        network["embedding"] = network["embedding"] | {"kernel": kernel}
-        if "cls" in network:
-            shape = network["cls"].shape
-            network["cls"] = nn.initializers.normal(0.02)(class_key, shape)
+        network_key, decoder_key = jax.random.split(rng)
+        network = self.model.init(network_key)
         tokens = self.num_visible + self.model.num_prefix_tokens
         latent = jnp.zeros((1, tokens, self.model.options["width"]))
         hidden = jnp.zeros((1, self.num_patches), jnp.int32)

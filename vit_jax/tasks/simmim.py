@@ -19,7 +19,7 @@ from vit_jax.config.fields import key
 from vit_jax.data.config import DataConfig
 from vit_jax.data.transforms import device as transforms
 from vit_jax.errors import UserError
-from vit_jax.models import Model
+from vit_jax.models import Model, initializers
 from vit_jax.tasks.masking import MaskedImageTask, mean_over, patchify, ranks
 from vit_jax.tasks.task import TaskConfig
 
@@ -74,7 +74,10 @@ class SimMim(MaskedImageTask):
                 f"{unit} pixels: lower it, or task.mask_unit"
             )
         size = stride**2 * data.channels
-        self._decoder = nn.Dense(size, dtype=model.options["dtype"])
+        self._initial = initializers.of(model.config)
+        kernel = self._initial.decoder.kernel
+        dtype = model.options["dtype"]
+        self._decoder = nn.Dense(size, dtype=dtype, kernel_init=kernel)
 
     def draw(self, index, rng):
         key = jax.random.fold_in(rng, 0x756E6974)
@@ -97,8 +100,10 @@ class SimMim(MaskedImageTask):
         images = jnp.zeros((1, *self.model.image_shape))
         encode = functools.partial(self.model.encode, edit_patches=record_width)
         widths.append(jax.eval_shape(encode, network, images).shape[-1])
-        token = nn.initializers.truncated_normal(0.02)(token_key, (1, 1, widths[0]))
-        decoder = self._decoder.init(decoder_key, jnp.zeros((1, widths[-1])))["params"]
+        token = self._initial.mask_token(token_key, (1, 1, widths[0]))
+        bias = self._initial.decoder.bias(widths[-1])
+        dense = self._decoder.clone(bias_init=bias)
+        decoder = dense.init(decoder_key, jnp.zeros((1, widths[-1])))["params"]
         return {"network": network, "mask_token": token, "decoder": decoder}, None
 
     def predict(self, params, batch, *, train=False, key=None):

@@ -28,8 +28,8 @@ class InitConfig:
     )
     head: str = key(
         "new",
-        '"new": a classifier of zeros, "keep" (its classes in the order of the data\'s, by '
-        'their names), or "drop".',
+        '"new": a classifier as `model.init` says, by default of zeros, "keep" (its '
+        'classes in the order of the data\'s, by their names), or "drop".',
         choices=("new", "keep", "drop"),
     )
     posemb_resize: str = key(

@@ -11,13 +11,14 @@ from typing import NamedTuple
 
 import jax
 import numpy as np
+from flax.linen.initializers import zeros
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxtyping import Float
 
 from vit_jax import models
 from vit_jax.distributed import sharding
 from vit_jax.errors import UserError
-from vit_jax.models import Model, flexivit, resizing, stacking
+from vit_jax.models import Model, flexivit, initializers, resizing, stacking
 from vit_jax.models.layers import CLASSIFIERS
 from vit_jax.weights import rewriting
 from vit_jax.weights.pretrained import (
@@ -30,6 +31,7 @@ from vit_jax.weights.pretrained import (
 HEADS = ("keep", "new", "drop")
 
 _PRE_LOGITS = ("pre_logits/kernel", "pre_logits/bias")
+_KERNELS = tuple(f"{name}/kernel" for name in CLASSIFIERS)
 _MAX_ROWS = 4  # If more parameters were resized, their number is reported.
 FIRST_KERNELS = ("root_block/conv_root/kernel", "conv_root/kernel", "embedding/kernel")
 
@@ -68,7 +70,8 @@ def fit(
       params: loaded parameters, nested dict of arrays with one subtree per block.
       model: model that the parameters are fitted to.
       source: model that the parameters are of.
-      head: "keep"; "new" for a classifier of zeros, with a new layer before it;
+      head: "keep"; "new" for a classifier that begins as `model.init` says, in Google's
+        networks with zeros, with a new layer before it;
         or "drop", for a model without classes.
       head_bias_init: initial bias of a new classifier.
       posemb_resize: how position embeddings are resized, one of resizing.RESIZE_METHODS;
@@ -91,8 +94,9 @@ def fit(
     # Checkpoints have one subtree per block.
     shapes = jax.eval_shape(stacking.unstack, model.shapes)
     given, wanted = dict(loaded), flatten_dict(shapes, sep="/")
+    zero = initializers.of(model.config).head is zeros
     rows = [
-        *_swap_head(given, wanted, head, head_bias_init),
+        *_swap_head(given, wanted, head, head_bias_init, zero),
         *_resize(given, model, source, posemb_resize),
         *_fit_tokens(given, wanted),
         *_fit_input(given, wanted, channels, model.options.get("patch_resize", "")),
@@ -100,6 +104,7 @@ def fit(
     ]
     new = _PRE_LOGITS if head == "new" else ()
     new += FIRST_KERNELS if channels == "new" else ()
+    new += () if zero or head == "keep" else _KERNELS
     fresh, more = check_keys(given, wanted, allow_mismatch, new=new)
     rows += more
     if fresh:
@@ -132,8 +137,13 @@ def _draw(init: Callable[[], Mapping], names: Sequence[str]) -> dict[str, np.nda
     return jax.device_get(jax.jit(some)())
 
 
-def _swap_head(given: dict, wanted: dict, head: str, bias: float) -> list[FitRow]:
-    """Removes the head from `given`, and adds a new one for "new"."""
+def _swap_head(
+    given: dict, wanted: dict, head: str, bias: float, zero: bool
+) -> list[FitRow]:
+    """Removes the head from `given`, and adds a new one for "new".
+
+    Its kernel is added if it is `zero`; others are drawn with what else is missing.
+    """
     if head not in HEADS:
         raise UserError(f"head={head!r} is not one of {', '.join(HEADS)}")
     if head == "keep":
@@ -151,14 +161,13 @@ def _swap_head(given: dict, wanted: dict, head: str, bias: float) -> list[FitRow
         )
         for leaf in ("kernel", "bias"):
             given.pop(f"{name}/{leaf}", None)
-            if after:
+            if after and (zero or leaf == "bias"):
                 shape = wanted[f"{name}/{leaf}"]
                 fill = bias if leaf == "bias" else 0.0
                 given[f"{name}/{leaf}"] = np.full(shape.shape, fill, shape.dtype)
         if after:
-            rows.append(
-                FitRow(name, "replaced by a linear layer of zeros", before, after)
-            )
+            action = f"replaced by a {'linear layer of zeros' if zero else 'new one'}"
+            rows.append(FitRow(name, action, before, after))
         elif before:
             rows.append(FitRow(name, "dropped", before))
     # The layer before a replaced classifier belongs to the old classes.
@@ -359,7 +368,7 @@ def convert_input_channels(
 
 
 def replace_head(pretrained: Pretrained, num_classes: int) -> Pretrained:
-    """Returns a checkpoint with a classifier of zeros, or with none for 0 classes.
+    """Returns a checkpoint with a new classifier, or with none for 0 classes.
 
     The tanh layer before the classifier belongs to the old classes and is removed too.
     """

@@ -5,12 +5,12 @@ Letters: P prefix tokens, Y by X patches, N and M tokens, D model width.
 
 import math
 
-import flax.linen as nn
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
 from vit_jax.errors import UserError
+from vit_jax.models import initializers
 from vit_jax.models.positions.added import AddedPosition
 from vit_jax.models.resizing import resize_grid
 
@@ -23,7 +23,7 @@ class Learned(AddedPosition):
     def embedding(self, param, places=None):
         P, R, D = self.num_prefix_tokens, self.num_register_tokens, self.config.width
         shape = (1, P + math.prod(self.grid) - R, D)
-        init = nn.initializers.normal(0.02)
+        init = initializers.TABLE[self.config.init].positions
         vectors = param("pos_embedding", init, shape, jnp.float32)
         if R:
             before, after = jnp.split(vectors, [P - R], 1)

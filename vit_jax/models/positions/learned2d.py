@@ -3,11 +3,11 @@
 Letters: Y by X patches, D model width.
 """
 
-import flax.linen as nn
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from vit_jax.errors import UserError
+from vit_jax.models import initializers
 from vit_jax.models.positions.added import AddedPosition, on_grid
 from vit_jax.models.positions.base import Param
 from vit_jax.models.resizing import is_square, resize_table
@@ -22,7 +22,7 @@ class RowsAndColumns(AddedPosition):
         self, param: Param, width: int
     ) -> tuple[Float[Array, "Y width"], Float[Array, "X width"]]:
         """Creates the vectors of rows and of columns."""
-        init = nn.initializers.normal(0.02)
+        init = initializers.TABLE[self.config.init].positions
         rows, columns = (
             param(name, init, (side, width), jnp.float32)
             for name, side in zip(_TABLES, self.grid, strict=True)

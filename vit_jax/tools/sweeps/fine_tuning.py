@@ -35,6 +35,7 @@ MODES = {
 _SAVES, _LEAST = 10, 50
 # Options that are not taken from the checkpoint: regularisation and the old head.
 _NOT_INHERITED = ("num_classes", "image_size", "channels", "head_bias_init", "dtype")
+_NOT_INHERITED += ("init",)
 _NOT_INHERITED += ("representation_layer", "dropout", "drop_path_rate", "patch_dropout")
 # Key -> flag that sets it.
 _FLAGS = {
