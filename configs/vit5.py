@@ -10,8 +10,8 @@ Result: not run by us; the authors report 82.2, 84.2 and 84.9 % for S, B and L a
 RMSNorm, also of queries and keys, LayerScale, learned and rotary positions and four
 registers. The numbers are those of wangf3014/ViT-5 (its README, models_vit5.py and the
 defaults of main.py, read in November 2026). Three things differ here: there query, key
-and value have no bias, registers are rotated too, by a 2x2 grid of their own, and
-the binary cross-entropy is a mean over the classes, ours a sum with gradients 1,000 times as
+and value have no bias, registers are rotated too, by a 2x2 grid of their own, and the
+binary cross-entropy is a mean over the classes, ours a sum with gradients 1,000 times as
 large: LAMB's steps are the same, as epsilon, 1e-8 there, is 1e-5 here, and the norm at which
 Apex's LAMB clips gradients 1,000 for 1. Rates change by epochs.
 """

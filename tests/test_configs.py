@@ -410,8 +410,7 @@ mae:model=B/16,stage=linear mae:model=L/16,stage=linear mae:model=H/14,stage=lin
 simmim
     epochs=800 batch_size=2048 optim.warmup_epochs=10 optim.weight_decay=0.05
     peak512=1e-4 task.mask_ratio=0.6 task.mask_unit=32
-    optim.warmup_learning_rate=2e-6
-    peak512=1e-4 task.mask_ratio=0.6 task.mask_unit=32 model.init=simmim
+    optim.warmup_learning_rate=2e-6 model.init=simmim
 simmim:epochs=100
     peak512=2e-4 optim.warmup_learning_rate=4e-6
     optim.schedule.includes_warmup=True optim.schedule.end_learning_rate=4e-5
@@ -446,14 +445,13 @@ swin:model=B,data=imagenet21k swin:model=V2-B,data=imagenet21k
     model.drop_path_rate=0.2 optim.grad_clip_norm=5.0
 swin:model=B,stage=finetune swin:model=V2-B,stage=finetune
     peak512=2e-5 epochs=30 optim.weight_decay=1e-8 model.drop_path_rate=0.2
-    optim.warmup_learning_rate=4e-8
+    optim.warmup_learning_rate=4e-8 model.init=google
 swin:model=V2-B,data=imagenet21k
     data.image_size=(192,192) model.window_size=12 optim.weight_decay=0.1
     optim.warmup_learning_rate=1e-6
 swin:model=V2-B,stage=finetune
     data.image_size=(256,256) model.window_size=16
     model.pretrained_window_sizes=(12,12,12,6)
-    model.init=google
 # README and main_dino.py of facebookresearch/dino.
 dino
     batch_size=1024 peak256=5e-4 optim.warmup_epochs=10 optim.weight_decay_end=0.4
@@ -491,15 +489,13 @@ deit:model=S/16
     epochs=300 batch_size=1024 optim.warmup_epochs=5 optim.weight_decay=0.05
     peak512=5e-4 optim.schedule.end_learning_rate=1e-5 data.repeats=3
     model.drop_path_rate=0.1 ema.decay=0.99996 optim.schedule_by_epochs=True
-    optim.warmup_learning_rate=1e-6 optim.schedule.includes_warmup=True
-    model.drop_path_rate=0.1 ema.decay=0.99996 model.init=timm
+    optim.warmup_learning_rate=1e-6 optim.schedule.includes_warmup=True model.init=timm
 deit:model=S/16,distilled=True
     task.kind=hard task.alpha=0.5
 deit:model=S/16,stage=finetune
     peak512=5e-6 epochs=30 optim.weight_decay=1e-8 data.image_size=(384,384)
     optim.schedule.name=constant model.drop_path_rate=0.0
-    optim.schedule_by_epochs=True optim.warmup_learning_rate=1e-6
-    optim.schedule.name=constant init.head=keep
+    optim.schedule_by_epochs=True optim.warmup_learning_rate=1e-6 init.head=keep
 # README_revenge.md of facebookresearch/deit.
 deit3:model=L/16
     epochs=800 batch_size=2048 optim.name=lamb optim.learning_rate=3e-3
@@ -507,8 +503,7 @@ deit3:model=L/16
     data.image_size=(192,192) model.posemb_resize=bicubic_plain
     model.drop_path_rate=0.45 model.drop_path_schedule=constant
     model.layer_scale_init=1e-4 optim.schedule_by_epochs=True
-    optim.warmup_learning_rate=1e-6 optim.schedule.includes_warmup=True
-    model.layer_scale_init=1e-4 model.init=timm
+    optim.warmup_learning_rate=1e-6 optim.schedule.includes_warmup=True model.init=timm
 deit3:model=S/16
     optim.learning_rate=4e-3
 deit3:model=H/14,stage=finetune
@@ -517,8 +512,7 @@ deit3:model=L/16,stage=finetune
     epochs=20 optim.learning_rate=1e-5 optim.weight_decay=0.1 data.repeats=1
     optim.schedule.end_learning_rate=1e-5
     data.image_size=(224,224) optim.schedule_by_epochs=True optim.eps=1e-8
-    optim.schedule.end_learning_rate=1e-5 init.head=keep
-    data.image_size=(224,224)
+    init.head=keep
 # README, models_vit5.py and main.py of wangf3014/ViT-5 (arXiv:2602.08071).
 vit5:model=S/16
     epochs=800 batch_size=2048 optim.name=lamb optim.learning_rate=4e-3
@@ -529,8 +523,7 @@ vit5:model=S/16
     model.num_register_tokens=4 model.rope=axial model.rope_temperature=10000.0
     optim.schedule.end_learning_rate=1e-5 ema.decay=0.99996
     optim.schedule_by_epochs=True optim.warmup_learning_rate=1e-6
-    optim.schedule.includes_warmup=True
-    optim.schedule.end_learning_rate=1e-5 ema.decay=0.99996 model.init=timm
+    optim.schedule.includes_warmup=True model.init=timm
 vit5:model=B/16
     optim.learning_rate=3e-3 data.image_size=(192,192) model.drop_path_rate=0.2
 vit5:model=L/16
@@ -538,8 +531,7 @@ vit5:model=L/16
 vit5:model=L/16,stage=finetune
     epochs=20 batch_size=512 optim.learning_rate=1e-5 optim.weight_decay=0.1
     data.image_size=(224,224) model.drop_path_rate=0.5 task.label_smoothing=0.1
-    optim.schedule_by_epochs=True optim.eps=1e-8
-    init.head=keep
+    optim.schedule_by_epochs=True optim.eps=1e-8 init.head=keep
 """
 
 
