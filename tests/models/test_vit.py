@@ -151,6 +151,11 @@ def test_options_build_the_same_model_again(variant, options):
     assert models.create(**json.loads(json.dumps(model.options))) == model
 
 
+def test_options_of_an_earlier_version_build_the_model():
+    stored = TINY | {"num_classes": 5, "image_size": (32, 48), "token_init_std": 0.02}
+    assert models.create("B/4", **stored).options["init"] == "google"
+
+
 @pytest.mark.parametrize(
     ("options", "shape"),
     [

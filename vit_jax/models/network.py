@@ -13,7 +13,7 @@ from vit_jax.config import fields, loading
 from vit_jax.errors import UserError
 from vit_jax.models import positions, stacking
 from vit_jax.models.layers import MODEL_AXES
-from vit_jax.models.variants import ModelConfig
+from vit_jax.models.variants import FORMER_KEYS, ModelConfig
 
 STATE = "batch_stats"  # Flax's collection of running means, and their name in `Params`.
 
@@ -215,7 +215,8 @@ def read(kind: type[NetworkConfig], given: Mapping[str, object]) -> NetworkConfi
     given = {
         name: value
         for name, value in given.items()
-        if name not in known or fields.is_read(known[name], values)
+        if name not in FORMER_KEYS
+        and (name not in known or fields.is_read(known[name], values))
     }
     return loading.complete(kind, given, "model.").sized()
 

@@ -47,6 +47,10 @@ class ModelConfig:
     )
 
 
+# Keys of earlier versions, which files of weights and workdirs may have. They changed
+# nothing but first values.
+FORMER_KEYS = ("token_init_std",)
+
 # Regular expressions of variants to dataclasses of `config.model`; the first match counts.
 CONFIGS = Registry(
     {

@@ -33,6 +33,7 @@ from vit_jax.data.transforms import parse
 from vit_jax.data.transforms.base import pair
 from vit_jax.data.transforms.naflex import NaFlex
 from vit_jax.errors import UserError
+from vit_jax.models.variants import FORMER_KEYS
 from vit_jax.weights.pretrained import (
     Preprocess,
     Pretrained,
@@ -339,6 +340,8 @@ def read_metadata(workdir: str | os.PathLike) -> dict:
                 metadata = ocp.metadata(path).custom_metadata or {}
             if "config" in metadata:
                 _check_version(path, metadata)
+                for key in FORMER_KEYS:
+                    metadata["config"]["model"].pop(key, None)
                 return metadata
         damage.append(f"{step}: {'; '.join(defects) or 'unreadable'}")
     raise UserError(
