@@ -9,7 +9,7 @@ from vit_jax.config.fields import key
 from vit_jax.models import variants
 from vit_jax.models.encoder import Block
 from vit_jax.models.layers import MultiHeadAttention
-from vit_jax.models.vit import ViTConfig
+from vit_jax.models.vit_config import ViTConfig
 
 
 class TemperedAttention(MultiHeadAttention):

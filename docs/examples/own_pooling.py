@@ -6,7 +6,7 @@ import jax.numpy as jnp
 
 from vit_jax.config.fields import key
 from vit_jax.models import variants
-from vit_jax.models.vit import ViTConfig
+from vit_jax.models.vit_config import ViTConfig
 
 
 def generalized_mean(config, x, weights=None):

@@ -9,7 +9,7 @@ import numpy as np
 from vit_jax.config.fields import key
 from vit_jax.models import variants
 from vit_jax.models.positions.added import AddedPosition
-from vit_jax.models.vit import ViTConfig
+from vit_jax.models.vit_config import ViTConfig
 
 
 class Rings(AddedPosition):

@@ -12,7 +12,7 @@ from vit_jax import models
 from vit_jax.config.lengths import RunLength
 from vit_jax.errors import UserError
 from vit_jax.models import stacking
-from vit_jax.models.vit import ViTConfig
+from vit_jax.models.vit_config import ViTConfig
 from vit_jax.training import optim
 
 DECAY, DEPTH = 0.6, 2

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float
 
 from vit_jax.config.fields import key
 from vit_jax.errors import UserError
-from vit_jax.models.vit import ViTConfig
+from vit_jax.models.vit_config import ViTConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,7 @@ patches.
 """
 
 from collections.abc import Callable
-from typing import ClassVar, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -14,11 +14,13 @@ from jaxtyping import Array, Float, Int, Key
 
 from vit_jax.models import layer_features, stacking
 from vit_jax.models.attention import Positions
-from vit_jax.models.encoder_config import EncoderConfig
 from vit_jax.models.kernels import dropout
 from vit_jax.models.layers import LayerScale, Mlp, MultiHeadAttention, drop_path
-from vit_jax.models.patches import Places
 from vit_jax.models.positions.base import take, take_tokens
+
+if TYPE_CHECKING:
+    from vit_jax.models.encoder_config import EncoderConfig
+    from vit_jax.models.patches import Places
 
 
 class Block(nn.Module):
@@ -30,7 +32,7 @@ class Block(nn.Module):
     repeated: ClassVar[bool] = True  # See cost.py.
     attention_kind: ClassVar[type[nn.Module]] = MultiHeadAttention
 
-    config: EncoderConfig
+    config: "EncoderConfig"
 
     def setup(self):
         config = self.config
@@ -134,7 +136,7 @@ class Encoder(nn.Module):
       num_register_tokens: number of prefix tokens, the last ones, without a position.
     """
 
-    config: EncoderConfig
+    config: "EncoderConfig"
     grid: tuple[int, int]
     num_prefix_tokens: int
     num_register_tokens: int = 0
@@ -163,7 +165,7 @@ class Encoder(nn.Module):
         *,
         train: bool = False,
         visible: Int[Array, "B V"] | None = None,
-        places: Places | None = None,
+        places: "Places | None" = None,
     ) -> tuple[Float[Array, "B M D"], list[BlockInputs]]:
         """Returns the first block's tokens, and the other inputs of all blocks.
 

@@ -6,7 +6,7 @@ import flax.linen as nn
 from jaxtyping import Array, Float
 
 from vit_jax.models import resnet, variants
-from vit_jax.models.vit import ViTConfig
+from vit_jax.models.vit_config import ViTConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

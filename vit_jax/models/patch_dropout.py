@@ -13,7 +13,7 @@ from vit_jax.errors import UserError
 from vit_jax.models.vit import VisionTransformer
 
 if TYPE_CHECKING:
-    from vit_jax.models.vit import ViTConfig
+    from vit_jax.models.vit_config import ViTConfig
 
 
 def check(config: "ViTConfig") -> None:

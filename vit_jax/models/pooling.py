@@ -15,7 +15,7 @@ from vit_jax.models.attention import Positions
 from vit_jax.models.layers import LayerNorm, Mlp, MultiHeadAttention
 
 if TYPE_CHECKING:
-    from vit_jax.models.vit import ViTConfig
+    from vit_jax.models.vit_config import ViTConfig
 
 
 @runtime_checkable

@@ -60,7 +60,7 @@ CONFIGS = Registry(
         r"R\d+x\d+": "vit_jax.models.resnet:ResNetConfig",
         r"R.*\+.*": "vit_jax.models.hybrid:HybridConfig",
         r"C\+\w+/\d+": "vit_jax.models.conv_stem:ConvStemConfig",
-        r"\w+/\d+": "vit_jax.models.vit:ViTConfig",
+        r"\w+/\d+": "vit_jax.models.vit_config:ViTConfig",
     }
 )
 

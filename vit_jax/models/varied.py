@@ -8,7 +8,7 @@ from vit_jax.models.merging import Merging
 from vit_jax.models.patch_dropout import PatchDropout
 
 if TYPE_CHECKING:
-    from vit_jax.models.vit import ViTConfig
+    from vit_jax.models.vit_config import ViTConfig
 
 
 class VariedTransformer(AnySize, Merging, PatchDropout):

@@ -15,7 +15,7 @@ from vit_jax import models
 from vit_jax.config.fields import is_custom
 from vit_jax.errors import UserError
 from vit_jax.models.resnet import ResNetConfig
-from vit_jax.models.vit import ViTConfig
+from vit_jax.models.vit_config import ViTConfig
 from vit_jax.weights.formats.registry import WRITERS
 from vit_jax.weights.pretrained import Pretrained
 

@@ -48,7 +48,9 @@ class AddedPosition(Position, abc.ABC):
         others = first if config.posemb_placement == "shared" else {}
         return [first] + [others] * (config.depth - 1)
 
-    def pad_prefix(self, patches: Vectors) -> Vectors:
+    def pad_prefix(
+        self, patches: Float[Array | np.ndarray, "#B M D"]
+    ) -> Float[Array, "#B N D"]:
         """Returns the vectors of patches behind zeros for the prefix tokens."""
         return jnp.pad(patches, ((0, 0), (self.num_prefix_tokens, 0), (0, 0)))
 

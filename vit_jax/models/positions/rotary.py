@@ -47,7 +47,9 @@ class Rotary(Position):
             found = [jittered_angles(k, fixed, temperature, *how) for k in keys]
         return [{"angles": self.pad_prefix(layer)} for layer in found]
 
-    def pad_prefix(self, angles: Float[Array, "... M J"]) -> Float[Array, "... N J"]:
+    def pad_prefix(
+        self, angles: Float[Array | np.ndarray, "... M J"]
+    ) -> Float[Array, "... N J"]:
         """Returns the angles of patches behind those of the prefix tokens, 0."""
         pad = ((self.num_prefix_tokens, 0), (0, 0))
         return jnp.pad(angles, ((0, 0),) * (angles.ndim - 2) + pad)
