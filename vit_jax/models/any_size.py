@@ -74,7 +74,7 @@ class AnySize(VisionTransformer):
             return super().__call__(images, **options)
         self._check(images)
         places = kept = images.places()
-        x = self.embed(images, options.get("edit_patches"))
+        x = self.add_tokens(self._embed(images), options.get("edit_patches"))
         config = dataclasses.replace(self.config, attention_impl=self.attention_impl)
         config = config.placed(x.shape[1])
         if train and config.patch_dropout and visible is None:
@@ -85,12 +85,8 @@ class AnySize(VisionTransformer):
         x = encoder(x, places, kept, train=train, visible=visible)
         return self.classify(x, kept) if classify else x
 
-    def embed_patches(
-        self, images: Float[Array, "B Y X C"] | PatchSequences
-    ) -> Float[Array, "B y x D"]:
-        """Returns the embedding of each patch; call it in a compact method."""
-        if not isinstance(images, PatchSequences):
-            return super().embed_patches(images)
+    def _embed(self, images: PatchSequences) -> Float[Array, "B n 1 D"]:
+        """Returns the embedding of each patch."""
         config = self.config
         embedding = ResizedPatchEmbedding(
             config.width,

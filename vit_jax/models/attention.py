@@ -47,7 +47,7 @@ class Positions(NamedTuple):
     """
 
     relative: Float[Array, "H R K"] | None = None
-    bias: Float[Array, "*BH N N"] | None = None
+    bias: Float[Array, "*BH #N #N"] | None = None
     angles: Float[Array, "*BH N J"] | None = None
     lengths: Int[Array, " B"] | None = None
     segments: Int[Array, "B N"] | None = None
@@ -60,7 +60,7 @@ def attend(
     relative: Float[Array, "H R K"] | None = None,
     lengths: Int[Array, " B"] | None = None,
     implementation: str = "einsum",
-    bias: Float[Array, "*BH N M"] | None = None,
+    bias: Float[Array, "*BH #N #M"] | None = None,
     segments: Int[Array, "B N"] | None = None,
 ) -> Float[Array, "B H N K"]:
     """Computes scaled dot-product attention, with the softmax in float32.
@@ -181,7 +181,7 @@ def attend_einsum(
     relative: Float[Array, "H R K"] | None = None,
     valid: Bool[Array, "B 1 #N M"] | None = None,
     rounded: bool = False,
-    bias: Float[Array, "*BH N M"] | None = None,
+    bias: Float[Array, "*BH #N #M"] | None = None,
 ) -> Float[Array, "B H N K"]:
     """Computes attention as two einsums and a softmax; see `attend`.
 
@@ -204,7 +204,7 @@ def weights(
     key: Float[Array, "B H M K"],
     relative: Float[Array, "H R K"] | None = None,
     lengths: Int[Array, " B"] | None = None,
-    bias: Float[Array, "*BH N M"] | None = None,
+    bias: Float[Array, "*BH #N #M"] | None = None,
     segments: Int[Array, "B N"] | None = None,
 ) -> Float[Array, "B H N M"]:
     """Returns the attention weights, float32, which sum to 1 over the keys.

@@ -47,7 +47,9 @@ class ResizedPatchEmbedding(PatchEmbedding):
     patch: int = 0
     resize: str = DEFAULT
 
-    def kernel(self, kernel: Float[Array, "P P C D"]) -> Float[Array, "p p C D"]:
+    def kernel(
+        self, kernel: Float[Array | np.ndarray, "P P C D"]
+    ) -> Float[Array | np.ndarray, "p p C D"]:
         if self.patch == self.side:
             return kernel
         return resize_patch_kernel(kernel, self.patch, self.resize)

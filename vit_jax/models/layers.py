@@ -10,6 +10,7 @@ from collections.abc import Callable
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Key
 
 from vit_jax.models import attention, initializers, kernels
@@ -122,8 +123,10 @@ class PatchEmbedding(nn.Module):
         tokens = tokens.reshape(B, y, x, D)
         return kernels.in_row_major(tokens) if self.row_major else tokens
 
-    def kernel(self, kernel: Float[Array, "S S C D"]) -> Float[Array, "s s C D"]:
-        """Returns the kernel that embeds the patches."""
+    def kernel(
+        self, kernel: Float[Array | np.ndarray, "S S C D"]
+    ) -> Float[Array | np.ndarray, "s s C D"]:
+        """Returns the kernel that embeds the patches; NumPy stays NumPy."""
         return kernel
 
 

@@ -73,9 +73,16 @@ class VisionTransformer(nn.Module):
         edit_patches: Callable[[Array], Array] | None = None,
     ) -> Float[Array, "B N D"]:
         """Returns the input tokens of the encoder; call it in a compact method."""
-        x = self.embed_patches(images)
-        B, *_, D = x.shape
-        x = x.reshape(B, -1, D)
+        return self.add_tokens(self.embed_patches(images), edit_patches)
+
+    def add_tokens(
+        self,
+        patches: Float[Array, "B y x D"],
+        edit_patches: Callable[[Array], Array] | None,
+    ) -> Float[Array, "B N D"]:
+        """Returns embedded patches behind the learnt tokens; see `__call__`."""
+        B, *_, D = patches.shape
+        x = patches.reshape(B, -1, D)
         x = edit_patches(x) if edit_patches else x
         tokens = [
             jnp.broadcast_to(t.astype(x.dtype), (B, *t.shape[1:]))
