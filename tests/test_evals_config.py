@@ -129,6 +129,9 @@ def arguments(stem):
         name: (value, not value) if isinstance(value, bool) else (value,)
         for name, value in known.items()
     }
+    choices |= {
+        name: value for name, value in known.items() if isinstance(value, tuple)
+    }
     if "objectnet" in choices:
         choices["objectnet"] = ("", "somewhere")
     return [

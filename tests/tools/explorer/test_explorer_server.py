@@ -13,7 +13,7 @@ import explored
 import numpy as np
 import pytest
 
-from vit_jax import models
+from vit_jax.analysis.loaded_model import LoadedModel
 from vit_jax.errors import UserError
 from vit_jax.tools.explorer import server, session
 from vit_jax.tools.explorer.images import Refused
@@ -360,7 +360,7 @@ def test_a_diverged_model_is_told(ask, monkeypatch):
     def nothing(*_):
         return {"logits": np.full((1, 5), np.nan, np.float32)}
 
-    monkeypatch.setattr(models.Model, "classify_tokens", nothing)
+    monkeypatch.setattr(LoadedModel, "classify", nothing)
     answer = ask("POST", "/api/see?name=x", explored.picture(8))
     assert "tiny1's output for x is not finite" in sentence(answer, 500)
 

@@ -702,7 +702,8 @@ def resize_fast(image: Before, size: tuple[int, int], antialias: bool = True) ->
         if max(times) > 1:
             down, across = map(_low_pass, times)
             border = cv2.BORDER_REPLICATE
-            image = cv2.sepFilter2D(image, -1, across, down, borderType=border)
+            low = cv2.sepFilter2D(image, -1, across, down, borderType=border)
+            image = low.reshape(image.shape)  # OpenCV drops an axis of one channel.
     return _by_opencv(image, size, cv2.INTER_LINEAR)
 
 
