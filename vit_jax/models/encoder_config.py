@@ -234,12 +234,9 @@ class EncoderConfig(NetworkConfig):
 
     @property
     def relative(self) -> str:
-        """Key of relative positions and its value, for messages; "" without them."""
-        if self.posemb == "relative":
-            return "model.posemb='relative'"
-        if self.relative_bias != "none":
-            return f"model.relative_bias={self.relative_bias!r}"
-        return ""
+        """Key of positions of pairs of tokens and its value; "" without them."""
+        of_pairs = (kind for kind in self.positions if kind.of_pairs)
+        return next((kind.describe(self) for kind in of_pairs), "")
 
     @property
     def jitters_rope(self) -> bool:

@@ -41,6 +41,11 @@ class Position:
 
     of_pairs: ClassVar[bool] = False
 
+    @classmethod
+    def describe(cls, config: "EncoderConfig") -> str:
+        """Returns the key that chooses this kind and its value, for messages."""
+        return cls.__name__
+
     @staticmethod
     def check(config: "EncoderConfig") -> None:
         """Raises UserError if keys of the encoder do not fit this kind."""

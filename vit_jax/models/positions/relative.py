@@ -17,6 +17,10 @@ class Relative(Position):
 
     of_pairs = True
 
+    @classmethod
+    def describe(cls, config):
+        return "model.posemb='relative'"
+
     @staticmethod
     def check(config):
         if config.posemb_placement == "stem":

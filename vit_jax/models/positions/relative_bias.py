@@ -19,6 +19,10 @@ class RelativeBias(Position):
 
     of_pairs = True
 
+    @classmethod
+    def describe(cls, config):
+        return f"model.relative_bias={config.relative_bias!r}"
+
     def layers(self, module, places=None, keys=()):
         config, (Y, X) = self.config, self.grid
         shape = (math.prod((2 * Y - 1, 2 * X - 1)) + 3, config.num_heads)
