@@ -626,9 +626,9 @@ def test_networks_of_recipes_are_what_their_protocols_need():
     windows = tuple(min(wide.window_size, 48 >> stage) for stage in range(4))
     assert tuned.model.pretrained_window_sizes == windows
     swin = config.load(spec("simmim", model="Swin-B")).build_model()
-    assert swin.encoder_stride == 32
+    assert swin.config.encoder_stride == 32
     distilled = config.load(spec("deit", model="S/16", distilled=True)).build_model()
-    assert distilled.prefix_tokens == ("class token", "distillation token")
+    assert distilled.config.prefix_tokens == ("class token", "distillation token")
 
 
 def decayed(c, params):

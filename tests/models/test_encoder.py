@@ -139,7 +139,7 @@ def test_scan_in_bfloat16_is_as_near_to_float32_as_unrolled_blocks_are():
 def test_scan_starts_from_the_same_values():
     unrolled, scanned = (build(scan=scan) for scan in (False, True))
     params, stacked = (jax.jit(m.init)(jax.random.key(3)) for m in (unrolled, scanned))
-    assert (unrolled.stacked, scanned.stacked) == (False, True)
+    assert (unrolled.config.stacked, scanned.config.stacked) == (False, True)
     jax.tree.map(np.testing.assert_array_equal, stacking.stack(params), stacked)
 
 

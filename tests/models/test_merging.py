@@ -135,7 +135,7 @@ def test_none_is_the_same_program_and_training_merges_nothing():
 def test_fewer_products_and_the_same_parameters():
     model = build(scan=True)
     merged = model.replace(token_merging=4)
-    assert not merged.stacked and merged.shapes == build().shapes
+    assert not merged.config.stacked and merged.shapes == build().shapes
     assert cost.macs_per_image(merged) < 0.8 * cost.macs_per_image(model)
 
 

@@ -94,8 +94,8 @@ def test_a_network_has_options_that_build_it_again_and_costs():
     model = create()
     assert models.create(**json.loads(json.dumps(model.options))) == model
     assert (model.patch_size, model.grid, model.num_prefix_tokens) == (4, (2, 3), 0)
-    assert not model.has_encoder
-    assert not model.stacked
+    assert not model.config.has_encoder
+    assert not model.config.stacked
     params = model.init(jax.random.key(0))
     images = jnp.ones((2, 8, 12, 3))
     outputs = model.apply(params, images, train=True, key=jax.random.key(1))
@@ -209,7 +209,7 @@ def test_a_network_of_the_project_is_found_by_the_form_of_its_variants(
     monkeypatch.setitem(variants.CONFIGS, r"Mean-\w+", MeanConfig)
     model = models.create("Mean-S", num_classes=5, image_size=(8, 12))
     assert isinstance(model.module, Mean)
-    assert models.create("Ti/4", num_classes=5, image_size=(8, 12)).has_encoder
+    assert models.create("Ti/4", num_classes=5, image_size=(8, 12)).config.has_encoder
     with pytest.raises(UserError, match="'Mean' is not SIZE/PATCH"):
         models.create("Mean", num_classes=5)
     # Our own files hold it; formats of others do not.

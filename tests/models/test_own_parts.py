@@ -65,7 +65,7 @@ def test_a_block_of_ones_own_is_scanned_recomputed_and_differentiated(images):
 
     def slope(**options):
         model = of("own_block:TemperedConfig", **options)
-        own = stacking.stack(params) if model.stacked else params
+        own = stacking.stack(params) if model.config.stacked else params
         key = jax.random.key(2)
         loss = lambda p: model.apply(p, images, train=True, key=key)["logits"].sum()
         return stacking.unstack(jax.jit(jax.grad(loss))(own))

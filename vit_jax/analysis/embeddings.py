@@ -101,7 +101,7 @@ def position_similarity(
       UserError: there are no position embeddings or no such layer, or an embedding is
         not finite.
     """
-    kind = model.options["posemb"] if model.has_encoder else "none"
+    kind = model.options["posemb"] if model.config.has_encoder else "none"
     if kind == "none":
         raise UserError(
             f"posemb=none: {model.options['variant']} has no position embeddings to "

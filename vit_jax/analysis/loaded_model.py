@@ -188,7 +188,7 @@ class LoadedModel:
         Args:
           num_arrays: arrays of the size of one layer's attention alive at a time.
         """
-        if not self.model.has_encoder:
+        if not self.model.config.has_encoder:
             return _MAX_CHUNK_SIZE
         num_tokens = self.model.num_prefix_tokens + math.prod(self.model.grid)
         per_image = 4 * self.model.options["num_heads"] * num_tokens**2

@@ -145,7 +145,7 @@ def parameters(model: Model) -> int:
 
 def tokens(model: Model) -> int:
     """Returns the length of the encoder's sequence, prefix tokens included, or 0."""
-    if not model.has_encoder:
+    if not model.config.has_encoder:
         return 0
     return math.prod(model.grid) + model.num_prefix_tokens
 
@@ -252,7 +252,7 @@ def training_exaflops(model: Model, images: int) -> float | None:
 
 def _of_products(model: Model) -> Model:
     """Returns the network with attention as einsums, whose products a trace shows."""
-    return model.replace(attention_impl="einsum") if model.has_encoder else model
+    return model.replace(attention_impl="einsum") if model.config.has_encoder else model
 
 
 @functools.lru_cache(maxsize=16)

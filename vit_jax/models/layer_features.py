@@ -138,7 +138,7 @@ def check_all(model: "Model", layers: Sequence[int]) -> list[int]:
 
 def _run(model, params, images, key) -> dict[bool, list[Features]]:
     """Returns the features of all layers, with and without the norm."""
-    if model.stacked:
+    if model.config.stacked:
         # Blocks one by one, so that XLA drops those that no chosen layer needs.
         model, params = model.replace(scan=False), stacking.unstack(params)
     _, kept = model.module.apply(
@@ -156,7 +156,7 @@ def _run(model, params, images, key) -> dict[bool, list[Features]]:
 
 
 def _arrange(model, x, tokens: str, reshape: bool) -> Features:
-    P = model.num_prefix_tokens if model.has_encoder else 0
+    P = model.num_prefix_tokens if model.config.has_encoder else 0
     if tokens == "prefix":
         return x[:, :P]
     if tokens == "patches" and reshape:
@@ -172,5 +172,5 @@ def _grid(model, x, P: int) -> tuple[int, int]:
     rows, columns = model.grid
     if x.shape[1] - P == rows * columns:
         return rows, columns
-    rows = -(-model.image_shape[0] // (model.encoder_stride or 1))
+    rows = -(-model.image_shape[0] // (model.config.encoder_stride or 1))
     return rows, (x.shape[1] - P) // rows

@@ -62,19 +62,9 @@ class Model:
         return self.config.patch_size
 
     @property
-    def encoder_stride(self) -> int:
-        """Side of a token of `encode` in pixels; 0 if patches cannot be edited."""
-        return self.config.encoder_stride
-
-    @property
     def grid(self) -> tuple[int, int]:
         """Patches down and across."""
         return tuple(math.ceil(side / self.patch_size) for side in self.image_shape[:2])
-
-    @property
-    def has_encoder(self) -> bool:
-        """Whether it is a Vision Transformer or a hybrid, as `intermediates` needs."""
-        return self.config.has_encoder
 
     @property
     def portable_options(self) -> dict:
@@ -87,19 +77,9 @@ class Model:
         }
 
     @property
-    def stacked(self) -> bool:
-        """Whether parameters are in the layout of a scan, see stacking.py."""
-        return self.config.stacked
-
-    @property
-    def prefix_tokens(self) -> tuple[str, ...]:
-        """Names of the tokens before the patches: "class token", "register 1"."""
-        return self.config.prefix_tokens
-
-    @property
     def num_prefix_tokens(self) -> int:
         """Number of tokens before the patches."""
-        return len(self.prefix_tokens)
+        return len(self.config.prefix_tokens)
 
     def init(self, key: jax.Array) -> Params:
         """Draws initial parameters, a nested dict of float32 arrays.
@@ -120,7 +100,7 @@ class Model:
         params = variables["params"]
         if self.stateful:
             return {**params, STATE: variables[STATE]}
-        return stacking.stack(params) if self.stacked else params
+        return stacking.stack(params) if self.config.stacked else params
 
     def apply(
         self,

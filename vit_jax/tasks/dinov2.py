@@ -203,7 +203,9 @@ class Dinov2(Dino):
     def __init__(
         self, config: Dinov2Config, model: Model, data: DataConfig, run: RunLength
     ):
-        is_vit = model.has_encoder and "class token" in model.prefix_tokens
+        is_vit = (
+            model.config.has_encoder and "class token" in model.config.prefix_tokens
+        )
         if not is_vit or not model.config.encoder_norm:
             raise UserError(
                 f"model.variant={model.options['variant']!r} with task.name="

@@ -118,7 +118,7 @@ class Lora(Classification):
             update = scale * (lora[f"{path}/a"] @ lora[f"{path}/b"])
             flat[f"{path}/kernel"] = kernel + update.reshape(kernel.shape)
         network = unflatten_dict(flat, sep="/")
-        return stacking.stack(network) if self.model.stacked else network
+        return stacking.stack(network) if self.model.config.stacked else network
 
     def training_flops(self):
         """See `Task`; the backward pass computes gradients of activations alone.

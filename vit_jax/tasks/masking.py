@@ -43,7 +43,9 @@ class MaskedImageTask(ImageTask):
 
     def __init__(self, name: str, model: Model, data: DataConfig):
         check_unlabelled(name, data)
-        if not model.encoder_stride or (self.needs_vit and not model.has_encoder):
+        if not model.config.encoder_stride or (
+            self.needs_vit and not model.config.has_encoder
+        ):
             raise UserError(
                 f"model.variant={model.options['variant']!r} with task.name={name!r}, "
                 "which hides patches of the image: choose a Vision Transformer, such as "
@@ -72,7 +74,7 @@ class MaskedImageTask(ImageTask):
     ) -> tuple[Float[Array, "B N outputs"], Mask]:
         """Returns predictions for all tokens, and the mask of the hidden ones.
 
-        A token covers `Model.encoder_stride` pixels squared: in a Vision Transformer a
+        A token covers `encoder_stride` pixels squared: in a Vision Transformer a
         patch.
 
         Args:
@@ -115,7 +117,7 @@ class MaskedImageTask(ImageTask):
 
     def pictures(self, params, extra, batch, rng):
         batch = batch | self.draw(batch["index"], rng)
-        images, side = batch["image"], self.model.encoder_stride
+        images, side = batch["image"], self.model.config.encoder_stride
         predicted, mask = self.predict(params, batch)
         patches = self.pixels_of(predicted, images)
         grid = images.shape[1] // side, images.shape[2] // side

@@ -59,7 +59,7 @@ class SimMim(MaskedImageTask):
     def __init__(self, config: SimMimConfig, model: Model, data: DataConfig):
         super().__init__("simmim", model, data)
         self.config, unit = config, config.mask_unit
-        stride = model.encoder_stride
+        stride = model.config.encoder_stride
         if unit % stride or any(side % unit for side in data.image_size):
             raise UserError(
                 f"task.mask_unit={unit} must be a multiple of the patch "
@@ -120,7 +120,7 @@ class SimMim(MaskedImageTask):
         x = x[:, self.model.num_prefix_tokens :]
         predicted = self._decoder.apply({"params": params["decoder"]}, x)
         # A unit covers whole tokens, so one patch of each token has the token's mask.
-        step = self.model.encoder_stride // self.model.patch_size
+        step = self.model.config.encoder_stride // self.model.patch_size
         mask = mask.reshape(-1, *self.model.grid)[:, ::step, ::step]
         return predicted.astype(jnp.float32), mask.reshape(len(mask), -1)
 
@@ -131,5 +131,5 @@ class SimMim(MaskedImageTask):
         plus 1e-5.
         """
         images = batch["image"].astype(jnp.float32)
-        targets = patchify(images, self.model.encoder_stride)
+        targets = patchify(images, self.model.config.encoder_stride)
         return {"loss": mean_over(jnp.abs(predicted - targets).mean(-1), mask)}

@@ -131,7 +131,7 @@ class TrainSetup(NamedTuple):
           UserError: they do not fit.
         """
         task = self.task
-        if self.model.stacked:
+        if self.model.config.stacked:
             network = stacking.stack(network)
 
         def first(network, others):
@@ -288,7 +288,7 @@ def _lay_out(config: TrainConfig, mesh: Mesh, task: Task, shapes: TrainState) ->
 
     shardings, disk_shardings = place(shapes), place(disk_shapes)
     to_disk = from_disk = lambda state: state
-    if model.stacked:
+    if model.config.stacked:
         disk_shardings = convert(disk_shardings, _on_hosts)
         # One tree of parameters, moments or averages at a time, or the devices would
         # have to hold nearly two states (docs/decisions.md).

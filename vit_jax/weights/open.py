@@ -336,7 +336,7 @@ def load(
     pretrained = _open(
         checkpoint,
         use_ema,
-        model.options["num_heads"] if model.has_encoder else 0,
+        model.options["num_heads"] if model.config.has_encoder else 0,
         "",
         with_task,
         model.image_shape[:2],
@@ -369,7 +369,7 @@ def load(
         for key, old, new in _differences(options, model)
     ]
     pretrained = dataclasses.replace(pretrained, notes=(*pretrained.notes, *learned))
-    if model.stacked:
+    if model.config.stacked:
         params = stacking.stack(params)
     return Loaded(params, tuple(rows), pretrained)
 

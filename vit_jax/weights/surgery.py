@@ -442,7 +442,7 @@ def fit_network(pretrained: Pretrained, preprocess: Preprocess) -> tuple[Model, 
     """
     pretrained = resize_patches(pretrained, preprocess)
     source = models.create(**pretrained.options)
-    if source.has_encoder and source.options["pool"] == "none":
+    if source.config.has_encoder and source.options["pool"] == "none":
         raise UserError(
             f"{pretrained.source} classifies every token by itself (pool=none), not "
             "the image: give a checkpoint with another head"
@@ -452,7 +452,7 @@ def fit_network(pretrained: Pretrained, preprocess: Preprocess) -> tuple[Model, 
     if not preprocess.max_tokens:
         model = source.at_size(preprocess.image_size)
     if count := pretrained.token_merging:
-        if not model.has_encoder:
+        if not model.config.has_encoder:
             raise UserError(
                 f"token_merging={count}: {model.options['variant']} has no attention "
                 "between all tokens: choose a Vision Transformer, or leave it out"

@@ -50,7 +50,7 @@ class Figure:
 
     def missing(self, loaded) -> str:
         """Returns what a `LoadedModel` would need to have for this figure, or ""."""
-        if self.reads_layers and not loaded.model.has_encoder:
+        if self.reads_layers and not loaded.model.config.has_encoder:
             return "no attention to draw: give a Vision Transformer or a hybrid"
         return ""
 

@@ -35,7 +35,7 @@ class Norms(Figure):
         low, _, median, _, high = quantiles.T
         prefix = self._prefix_sums / self._num_images
         lines = [("maximum", maximum), ("99 %", high), ("median", median), ("1 %", low)]
-        lines += zip(self.loaded.model.prefix_tokens, prefix.T, strict=True)
+        lines += zip(self.loaded.model.config.prefix_tokens, prefix.T, strict=True)
         layers = tuple(range(1, len(maximum) + 1))
         chart = charts.Chart(
             "norms",

@@ -24,7 +24,7 @@ class Posemb(Figure):
 
     def missing(self, loaded):
         model = loaded.model
-        learned = model.has_encoder and model.options["posemb"] != "none"
+        learned = model.config.has_encoder and model.options["posemb"] != "none"
         return "" if learned else "no position embeddings"
 
     def start(self, loaded, batch_size=0, other=None):

@@ -27,7 +27,7 @@ class Relevance(Figure):
     topk: int = option(2, "number of most probable classes (default: 2)", int)
 
     def missing(self, loaded):
-        if not loaded.model.has_encoder or loaded.model.options["num_classes"]:
+        if not loaded.model.config.has_encoder or loaded.model.options["num_classes"]:
             return super().missing(loaded)
         return "no classifier"
 

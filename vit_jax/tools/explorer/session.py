@@ -136,7 +136,7 @@ class ExploredModel:
         names = {"class token": "CLS", "distillation token": "DIST"}
         self.extra = [
             names.get(name, name.replace("register ", "REG"))
-            for name in self._model.prefix_tokens
+            for name in self._model.config.prefix_tokens
         ]
 
     def describe(self) -> dict:
