@@ -5,7 +5,7 @@ features of the result.
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import flax.linen as nn
 import jax.numpy as jnp
@@ -13,9 +13,6 @@ from jaxtyping import Array, Float
 
 from vit_jax.models.attention import Positions
 from vit_jax.models.layers import LayerNorm, Mlp, MultiHeadAttention
-
-if TYPE_CHECKING:
-    from vit_jax.models.vit_config import ViTConfig
 
 
 @runtime_checkable
@@ -78,7 +75,7 @@ POOLS = {
 }
 
 
-def of_layer(config: "ViTConfig") -> Callable:
+def of_layer(config) -> Callable:
     """Returns the pooling of features of any layer, which has no parameters."""
     return POOLS[config.pool if config.pool in ("token", "token_gap") else "gap"]
 

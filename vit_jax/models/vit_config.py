@@ -7,8 +7,8 @@ import dataclasses
 import math
 import re
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
 
+import flax.linen as nn
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
@@ -18,9 +18,6 @@ from vit_jax.models import flexivit, pooling, positions, stacking, variants
 from vit_jax.models.encoder_config import EncoderConfig
 from vit_jax.models.layers import CLASSIFIERS
 from vit_jax.models.patches import Places
-
-if TYPE_CHECKING:
-    from vit_jax.models.vit import VisionTransformer
 
 NETWORKS = Registry({"varied": "vit_jax.models.varied:VariedTransformer"})
 
@@ -93,7 +90,7 @@ class ViTConfig(EncoderConfig):
         return variants.parse(self.variant)
 
     @property
-    def network(self) -> type["VisionTransformer"]:
+    def network(self) -> type[nn.Module]:
         """Class of the network."""
         return NETWORKS["varied"]
 
@@ -143,9 +140,7 @@ class ViTConfig(EncoderConfig):
         """See `NetworkConfig.sized`."""
         return variants.with_numbers(self, self.numbers.size)
 
-    def build(
-        self, num_classes: int, image_shape: tuple[int, int, int]
-    ) -> "VisionTransformer":
+    def build(self, num_classes: int, image_shape: tuple[int, int, int]) -> nn.Module:
         self._check_pooling()
         self.network.check(self)
         grid = tuple(side // self.patch_size for side in image_shape[:2])

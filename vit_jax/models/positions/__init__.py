@@ -1,15 +1,12 @@
 """Kinds of positions by name, one class each, in files that are imported when needed."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import Any
 
 import jax
 
 from vit_jax.config.fields import Registry
 from vit_jax.models.positions.base import Position
-
-if TYPE_CHECKING:
-    from vit_jax.models.encoder_config import EncoderConfig
 
 _HERE = "vit_jax.models.positions"
 
@@ -44,7 +41,7 @@ BIASES = Registry(
 )
 
 
-def of(config: "EncoderConfig") -> tuple[type[Position], ...]:
+def of(config: Any) -> tuple[type[Position], ...]:
     """Returns the kinds of positions of an encoder."""
     return ROTARY[config.rope], EMBEDDINGS[config.posemb], BIASES[config.relative_bias]
 

@@ -6,14 +6,13 @@ width, Y by X patches.
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import flax.linen as nn
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
 if TYPE_CHECKING:
-    from vit_jax.models.encoder_config import EncoderConfig
     from vit_jax.models.patches import Places
 
 PLACEMENTS = ("stem", "every", "shared")  # Values of `posemb_placement`.
@@ -26,7 +25,7 @@ class Position:
     """A kind of position; this one gives nothing.
 
     Attributes:
-      config: keys of the encoder.
+      config: `EncoderConfig`, which imports this package.
       grid: rows and columns of patches, Y and X.
       num_prefix_tokens: P.
       num_register_tokens: number of prefix tokens, the last ones, without a position.
@@ -34,7 +33,7 @@ class Position:
         attention that computes logits.
     """
 
-    config: "EncoderConfig"
+    config: Any
     grid: tuple[int, int]
     num_prefix_tokens: int
     num_register_tokens: int = 0
@@ -42,12 +41,12 @@ class Position:
     of_pairs: ClassVar[bool] = False
 
     @classmethod
-    def describe(cls, config: "EncoderConfig") -> str:
+    def describe(cls, config: Any) -> str:
         """Returns the key that chooses this kind and its value, for messages."""
         return cls.__name__
 
     @staticmethod
-    def check(config: "EncoderConfig") -> None:
+    def check(config: Any) -> None:
         """Raises UserError if keys of the encoder do not fit this kind."""
 
     def layers(
