@@ -468,7 +468,8 @@ def test_controls_collapse_and_the_published_forms_do_not():
     center = {"centering": "center", "koleo_weight": 0.0}
     assert entropy_after(100, **center, center_momentum=1.0) < 0.25
     still = {"teacher_momentum": 0.0, "teacher_momentum_end": 0.0}
-    assert entropy_after(100, **center, **still) < 0.25
+    # It takes longer from heads of DINOv2's own deviation.
+    assert entropy_after(160, **center, **still) < 0.25
 
 
 def test_a_collapse_is_told_for_either_head():
