@@ -74,7 +74,13 @@ class AnySize(VisionTransformer):
             return super().__call__(images, **options)
         self._check(images)
         places = kept = images.places()
-        x = self.add_tokens(self._embed(images), options.get("edit_patches"))
+        x = self.embed_patches(
+            images.pixels,
+            ResizedPatchEmbedding,
+            patch=images.patch_size,
+            resize=self.config.patch_resize,
+        )
+        x = self.add_tokens(x, options.get("edit_patches"))
         config = dataclasses.replace(self.config, attention_impl=self.attention_impl)
         config = config.placed(x.shape[1])
         if train and config.patch_dropout and visible is None:
@@ -84,21 +90,6 @@ class AnySize(VisionTransformer):
         encoder = self.encoder(AnySizeEncoder, config)
         x = encoder(x, places, kept, train=train, visible=visible)
         return self.classify(x, kept) if classify else x
-
-    def _embed(self, images: PatchSequences) -> Float[Array, "B n 1 D"]:
-        """Returns the embedding of each patch."""
-        config = self.config
-        embedding = ResizedPatchEmbedding(
-            config.width,
-            config.patch_side,
-            config.dtype,
-            row_major=config.platform == "gpu",
-            initial=config.init,
-            patch=images.patch_size,
-            resize=config.patch_resize,
-            name="embedding",
-        )
-        return embedding(config.stem(images.pixels))
 
     def _check(self, images: PatchSequences) -> None:
         """Raises UserError if the network cannot read sequences of patches."""

@@ -90,16 +90,28 @@ class VisionTransformer(nn.Module):
         ]
         return jnp.concatenate([*tokens, x], axis=1)
 
-    def embed_patches(self, images: Float[Array, "B Y X C"]) -> Float[Array, "B y x D"]:
-        """Returns the embedding of each patch; call it in a compact method."""
+    def embed_patches(
+        self,
+        images: Float[Array, "B Y X C"],
+        kind: type[layers.PatchEmbedding] = layers.PatchEmbedding,
+        **options: object,
+    ) -> Float[Array, "B y x D"]:
+        """Returns the embedding of each patch; call it in a compact method.
+
+        Args:
+          images: images.
+          kind: class of the embedding.
+          options: attributes that this class adds.
+        """
         config = self.config
-        embedding = layers.PatchEmbedding(
+        embedding = kind(
             config.width,
             config.patch_side,
             config.dtype,
             row_major=config.platform == "gpu",
             initial=config.init,
             name="embedding",
+            **options,
         )
         return embedding(config.stem(images))
 

@@ -3,31 +3,45 @@
 Letters: Y by X patches, D model width.
 """
 
+import abc
+from typing import ClassVar
+
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from vit_jax.errors import UserError
 from vit_jax.models import initializers
 from vit_jax.models.positions.added import AddedPosition, on_grid
-from vit_jax.models.positions.base import Param
 from vit_jax.models.resizing import is_square, resize_table
 
 _TABLES = ("row_embedding", "column_embedding")
 
 
 class RowsAndColumns(AddedPosition):
-    """Learnt vectors of rows and columns; 0 for prefix tokens."""
+    """Learnt vectors of rows and columns; 0 for prefix tokens.
 
-    def tables(
-        self, param: Param, width: int
-    ) -> tuple[Float[Array, "Y width"], Float[Array, "X width"]]:
-        """Creates the vectors of rows and of columns."""
+    Attributes:
+      parts: number of vectors side by side that have the width together.
+    """
+
+    parts: ClassVar[int] = 1
+
+    @staticmethod
+    @abc.abstractmethod
+    def join(
+        rows: Float[Array, "Y C"], columns: Float[Array, "X C"]
+    ) -> Float[Array, "YX D"]:
+        """Returns the vector of each patch, row by row."""
+
+    def embedding(self, param, places=None):
+        width = self.config.width // self.parts
         init = initializers.TABLE[self.config.init].positions
         rows, columns = (
             param(name, init, (side, width), jnp.float32)
             for name, side in zip(_TABLES, self.grid, strict=True)
         )
-        return rows, columns
+        vectors = self.pad_prefix(self.join(rows, columns)[None])
+        return vectors if places is None else self.resized(vectors, places)
 
     @staticmethod
     def resize(name, values, old_grid, grid, method):
@@ -43,25 +57,20 @@ class RowsAndColumns(AddedPosition):
 class Learned2d(RowsAndColumns):
     """The vectors of column and row, each of half the width, concatenated."""
 
+    parts = 2
+    join = staticmethod(on_grid)
+
     @staticmethod
     def check(config):
         check_width(config)
-
-    def embedding(self, param, places=None):
-        vectors = on_grid(*self.tables(param, self.config.width // 2))
-        vectors = self.pad_prefix(vectors[None])
-        return vectors if places is None else self.resized(vectors, places)
 
 
 class Factorized(RowsAndColumns):
     """The vectors of column and row, added (NaViT, arXiv:2307.06304, section 2.1)."""
 
-    def embedding(self, param, places=None):
-        D = self.config.width
-        rows, columns = self.tables(param, D)
-        vectors = (rows[:, None] + columns[None]).reshape(-1, D)
-        vectors = self.pad_prefix(vectors[None])
-        return vectors if places is None else self.resized(vectors, places)
+    @staticmethod
+    def join(rows, columns):
+        return (rows[:, None] + columns[None]).reshape(-1, rows.shape[-1])
 
 
 def check_width(config) -> None:
