@@ -130,7 +130,7 @@ display(
 # %%
 weights = attention.attention_maps(model, params, images)
 distances = attention.mean_attention_distance(
-    weights, model.grid, model.patch_size, model.num_prefix_tokens
+    weights, model.grid, model.config.patch_size, model.num_prefix_tokens
 )
 print(distances[0].round(1))
 

@@ -93,9 +93,9 @@ def _check(flags) -> None:
         folder = pathlib.Path(path).absolute().parent
         if path and not folder.is_dir():
             raise UserError(f"--{name}={path}: there is no folder {folder}: make it")
-    from vit_jax.models import stacking
+    from vit_jax.models import repetition
 
-    known = stacking.REMAT_POLICIES
+    known = repetition.REMAT_POLICIES
     for policy in filter(None, flags.remat.split(",")):
         if policy not in known:
             raise UserError(f"--remat: {policy!r} is not one of {', '.join(known)}")

@@ -9,7 +9,7 @@ from vit_jax.config.fields import key
 from vit_jax.models import variants
 from vit_jax.models.encoder import Block
 from vit_jax.models.layers import MultiHeadAttention
-from vit_jax.models.vit_config import ViTConfig
+from vit_jax.models.varied import VariedConfig
 
 
 class TemperedAttention(MultiHeadAttention):
@@ -26,7 +26,7 @@ class TemperedBlock(Block):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TemperedConfig(ViTConfig):
+class TemperedConfig(VariedConfig):
     """A Vision Transformer with a temperature per head."""
 
     base: str = key("Ti/16", "Size of the network and of its patches.")

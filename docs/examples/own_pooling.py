@@ -6,7 +6,7 @@ import jax.numpy as jnp
 
 from vit_jax.config.fields import key
 from vit_jax.models import variants
-from vit_jax.models.vit_config import ViTConfig
+from vit_jax.models.varied import VariedConfig
 
 
 def generalized_mean(config, x, weights=None):
@@ -18,7 +18,7 @@ def generalized_mean(config, x, weights=None):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class GeneralizedMeanConfig(ViTConfig):
+class GeneralizedMeanConfig(VariedConfig):
     """A Vision Transformer whose pooling lies between the mean and the maximum."""
 
     base: str = key("Ti/16", "Size of the network and of its patches.")

@@ -9,7 +9,7 @@ import numpy as np
 from vit_jax.config.fields import key
 from vit_jax.models import variants
 from vit_jax.models.positions.added import AddedPosition
-from vit_jax.models.vit_config import ViTConfig
+from vit_jax.models.varied import VariedConfig
 
 
 class Rings(AddedPosition):
@@ -27,7 +27,7 @@ class Rings(AddedPosition):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RingsConfig(ViTConfig):
+class RingsConfig(VariedConfig):
     """A Vision Transformer whose positions are rings."""
 
     base: str = key("Ti/16", "Size of the network and of its patches.")

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from vit_jax.errors import UserError
-from vit_jax.models import attention, stacking
+from vit_jax.models import attention, repetition
 from vit_jax.models.layers import MultiHeadAttention
 
 B, H = 2, 3
@@ -244,7 +244,7 @@ def test_cudnn_is_what_a_gpu_is_given_for_odd_token_counts_too(monkeypatch):
     def gradients(q, k, v):
         attend = functools.partial(attention.attend, implementation="cudnn")
         # What is kept, a kernel need not compute again.
-        attend = jax.checkpoint(attend, policy=stacking.REMAT_POLICIES["attention"])
+        attend = jax.checkpoint(attend, policy=repetition.REMAT_POLICIES["attention"])
         value, pull = jax.vjp(attend, q, k, v)
         return value, pull(grad)
 
@@ -261,7 +261,7 @@ def test_a_kernel_runs_again_only_if_its_result_was_not_kept(name):
 
     def gradients(q, k, v):
         attend = functools.partial(attention.attend, implementation="splash")
-        attend = jax.checkpoint(attend, policy=stacking.REMAT_POLICIES[name])
+        attend = jax.checkpoint(attend, policy=repetition.REMAT_POLICIES[name])
         value, pull = jax.vjp(attend, q, k, v)
         return value, pull(grad)
 

@@ -13,7 +13,7 @@ from jax.interpreters import partial_eval
 
 from vit_jax import models
 from vit_jax.errors import UserError
-from vit_jax.models import cost, stacking
+from vit_jax.models import cost, repetition, stacking
 
 TINY = {"width": 12, "depth": 3, "num_heads": 3, "mlp_dim": 20}
 KINDS = {
@@ -53,7 +53,7 @@ KINDS = {
     },
 }
 
-REMAT = sorted(set(stacking.REMAT_POLICIES) - {"none"})
+REMAT = sorted(set(repetition.REMAT_POLICIES) - {"none"})
 
 
 def build(**options):

@@ -93,7 +93,11 @@ def create(name="Mean", num_classes=5, image_size=(8, 12), **options):
 def test_a_network_has_options_that_build_it_again_and_costs():
     model = create()
     assert models.create(**json.loads(json.dumps(model.options))) == model
-    assert (model.patch_size, model.grid, model.num_prefix_tokens) == (4, (2, 3), 0)
+    assert (model.config.patch_size, model.grid, model.num_prefix_tokens) == (
+        4,
+        (2, 3),
+        0,
+    )
     assert not model.config.has_encoder
     assert not model.config.stacked
     params = model.init(jax.random.key(0))

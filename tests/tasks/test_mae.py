@@ -265,12 +265,17 @@ def test_a_workdir_is_the_start_of_a_classifier_that_learns_positions(tmp_path):
         (
             {},
             {"posemb": "relative", "posemb_placement": "every"},
-            "model.posemb='relative' .*: set the placement to 'stem'",
+            "model.posemb='relative' with task.name='mae'",
         ),
         (
             {},
             {"posemb": "learned", "posemb_placement": "every"},
-            "model.posemb_placement='every' .*: set the placement to 'stem'",
+            "model.posemb_placement='every' with task.name='mae'",
+        ),
+        (
+            {},
+            {"relative_bias": "shared"},
+            "model.relative_bias='shared' with task.name='mae'",
         ),
         (
             {"decoder_width": 24, "decoder_num_heads": 16},

@@ -12,7 +12,7 @@ from vit_jax import models
 from vit_jax.config.lengths import RunLength
 from vit_jax.errors import UserError
 from vit_jax.models import stacking
-from vit_jax.models.vit_config import ViTConfig
+from vit_jax.models.varied import VariedConfig
 from vit_jax.training import optim
 
 DECAY, DEPTH = 0.6, 2
@@ -82,7 +82,7 @@ WITH = {
 
 def every_option():
     """Yields options of a Vision Transformer: of each key all values but the default."""
-    for field in dataclasses.fields(ViTConfig):
+    for field in dataclasses.fields(VariedConfig):
         # No key, or without parameters and of some devices only.
         if "config" not in field.metadata or field.name == "attention_impl":
             continue
@@ -177,7 +177,7 @@ def test_every_parameter_of_every_family_has_a_layer(variant, sizes):
 def test_a_parameter_of_no_known_layer_is_an_error():
     params = {"Transformer": {"encoderblock_0": {"k": np.zeros(2)}}, "odd": np.ones(3)}
     with pytest.raises(ValueError, match="odd belongs to no layer"):
-        optim.layer_factors(params, DECAY, ViTConfig(depth=1))
+        optim.layer_factors(params, DECAY, VariedConfig(depth=1))
 
 
 def test_a_model_without_blocks_is_refused():
@@ -193,7 +193,7 @@ def test_the_optimiser_scales_steps_and_weight_decay_but_not_the_clipping(scan):
     grads = jax.tree.map(jnp.ones_like, params)
     options = {"name": "sgd", "momentum": 0.0, "grad_clip_norm": 1.0}
     options |= {"weight_decay": 0.1, "weight_decay_mask": ("k$",)}
-    run, network = RunLength(100, 7.0), ViTConfig(depth=DEPTH)
+    run, network = RunLength(100, 7.0), VariedConfig(depth=DEPTH)
 
     def update(**more):
         config = tiny_config(optim=options | more).optim

@@ -12,7 +12,8 @@ from jaxtyping import Float
 
 from vit_jax.analysis.loaded_model import check_finite
 from vit_jax.errors import UserError
-from vit_jax.models import Model, Params, positions, stacking
+from vit_jax.models import Model, Params, positions
+from vit_jax.models.encoder import ENCODER
 from vit_jax.models.positions.added import Table
 from vit_jax.weights.surgery import FIRST_KERNELS
 
@@ -136,7 +137,7 @@ def _absolute_embeddings(model, params, layer) -> Float[np.ndarray, "P D"]:
     registers = options.get("num_register_tokens", 0)
     kind = positions.EMBEDDINGS[options["posemb"]]
     added = Table(kind(model.config, model.grid, P, registers))
-    variables = {"params": params[stacking.ENCODER].get(name, {})}
+    variables = {"params": params[ENCODER].get(name, {})}
     return np.asarray(added.apply(variables)[0, P:], np.float64)
 
 
@@ -144,4 +145,4 @@ def _relative_embeddings(model, params, layer) -> Float[np.ndarray, "H R F"]:
     """Returns the embedding of each offset between patches."""
     per_layer = model.options["posemb_placement"] == "every"
     name = "relative_embedding" + (f"_{layer}" if per_layer else "")
-    return np.asarray(params[stacking.ENCODER][name], np.float64)
+    return np.asarray(params[ENCODER][name], np.float64)

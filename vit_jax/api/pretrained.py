@@ -546,7 +546,7 @@ class PretrainedModel:
     @functools.cached_property
     def _of_grids(self) -> LoadedModel:
         how = self.preprocessing
-        if how.patch != self.model.patch_size:  # Another kernel.
+        if how.patch != self.model.config.patch_size:  # Another kernel.
             return LoadedModel.from_pretrained("", self._pretrained, how)
         return LoadedModel("", self.model, self.params, how)
 

@@ -9,15 +9,47 @@ import dataclasses
 import flax.linen as nn
 from jaxtyping import Array, Float, Int
 
+from vit_jax.config.fields import key
 from vit_jax.errors import UserError
-from vit_jax.models import patches
-from vit_jax.models.encoder import Encoder
+from vit_jax.models import flexivit, patches
 from vit_jax.models.flexivit import ResizedPatchEmbedding
 from vit_jax.models.patches import PatchSequences, Places
+from vit_jax.models.repetition import RepeatedEncoder
 from vit_jax.models.vit import VisionTransformer
+from vit_jax.models.vit_config import ViTConfig
 
 
-class AnySizeEncoder(Encoder):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AnySizeConfig(ViTConfig):
+    """A Vision Transformer that takes images of any size.
+
+    Attributes:
+      asked_attention: `attention_impl` as given: its choice depends on the length of
+        sequences. Not a key.
+    """
+
+    asked_attention: str = "auto"
+
+    patch_resize: str = key(
+        flexivit.DEFAULT,
+        "How the kernel of patches is resized for patches of another side: "
+        '"bilinear_plain" (FlexiViT of big_vision) or "bicubic" (timm).',
+        choices=tuple(flexivit.METHODS),
+    )
+
+    @property
+    def no_sequences(self) -> str:
+        """See `NetworkConfig`."""
+        if type(self).stem is not ViTConfig.stem:
+            return super().no_sequences
+        return self.needs_logits
+
+    def placed(self, num_tokens: int) -> "AnySizeConfig":
+        placed = super().placed(num_tokens)
+        return dataclasses.replace(placed, asked_attention=self.attention_impl)
+
+
+class AnySizeEncoder(RepeatedEncoder):
     """An encoder of sequences of patches."""
 
     @nn.compact
@@ -51,12 +83,7 @@ class AnySize(VisionTransformer):
     """Takes `PatchSequences` where other networks take images.
 
     Results have a row for each image. Patches may have another side than the network's.
-
-    Attributes:
-      attention_impl: the key as given: its choice depends on the length of sequences.
     """
-
-    attention_impl: str = "auto"
 
     @nn.compact
     def __call__(
@@ -81,7 +108,8 @@ class AnySize(VisionTransformer):
             resize=self.config.patch_resize,
         )
         x = self.add_tokens(x, options.get("edit_patches"))
-        config = dataclasses.replace(self.config, attention_impl=self.attention_impl)
+        asked = self.config.asked_attention
+        config = dataclasses.replace(self.config, attention_impl=asked)
         config = config.placed(x.shape[1])
         if train and config.patch_dropout and visible is None:
             key = self.make_rng("dropout")

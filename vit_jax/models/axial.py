@@ -18,7 +18,7 @@ from jaxtyping import Array, Float
 
 from vit_jax.config.fields import key
 from vit_jax.errors import UserError
-from vit_jax.models import layer_features, layers
+from vit_jax.models import kept, layers
 from vit_jax.models.encoder import Block
 from vit_jax.models.encoder_config import EncoderConfig
 from vit_jax.models.layers import ACTIVATIONS, LayerNorm, PatchEmbedding
@@ -130,7 +130,7 @@ class AxialViT(nn.Module):
             x = jnp.swapaxes(lines.reshape(x.shape), 1, 2)
             outputs.append(x)
         norm = LayerNorm(dtype=config.dtype, name="encoder_norm")
-        layer_features.keep(self, outputs[1::2], norm)
+        kept.keep(self, outputs[1::2], norm)
         x = norm(x)
         if not classify:
             return x

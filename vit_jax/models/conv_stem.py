@@ -14,11 +14,11 @@ from jaxtyping import Array, Float
 
 from vit_jax.config.fields import key
 from vit_jax.errors import UserError
-from vit_jax.models.vit_config import ViTConfig
+from vit_jax.models.varied import VariedConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ConvStemConfig(ViTConfig):
+class ConvStemConfig(VariedConfig):
     """ViTs with a convolutional stem, as `C+S/16`"""
 
     encoder_stride = 0  # Features of the stem cannot be edited as patches can.

@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
-from vit_jax.models import layer_features, stacking
 from vit_jax.models.attention import Positions
+from vit_jax.models.kept import keep
 from vit_jax.models.kernels import dropout
 from vit_jax.models.layers import LayerScale, Mlp, MultiHeadAttention, drop_path
 from vit_jax.models.positions.base import take, take_tokens
@@ -21,6 +21,9 @@ from vit_jax.models.positions.base import take, take_tokens
 if TYPE_CHECKING:
     from vit_jax.models.encoder_config import EncoderConfig
     from vit_jax.models.patches import Places
+
+# Names of the encoder in a network's parameters, and of its blocks, "encoderblock_0".
+ENCODER, BLOCK = "Transformer", "encoderblock"
 
 
 class Block(nn.Module):
@@ -120,11 +123,13 @@ class BlockInputs(NamedTuple):
     key: Key[Array, ""] | None
 
 
-def run_block(block: Block, x: Float[Array, "B N D"], layer: BlockInputs):
-    """Applies a block; has the signature of a scan body."""
+def run_block(
+    block: Block, x: Float[Array, "B N D"], layer: BlockInputs
+) -> Float[Array, "B N D"]:
+    """Applies a block."""
     if layer.added is not None:
         x = x + layer.added
-    return block(x, layer.positions, layer.rate, layer.key), None
+    return block(x, layer.positions, layer.rate, layer.key)
 
 
 class Encoder(nn.Module):
@@ -176,9 +181,8 @@ class Encoder(nn.Module):
           places: see `Position.layers`.
         """
         config, P = self.config, self.num_prefix_tokens
-        random = config.dropout or config.drop_path_rate or config.jitters_rope
         keys = [None] * (1 + config.depth)
-        if train and random:
+        if train and config.is_random:
             keys = jax.random.split(self.make_rng("dropout"), len(keys))
         key, *keys = keys
         layers = [{} for _ in keys]
@@ -206,23 +210,20 @@ class Encoder(nn.Module):
         self, x: Float[Array, "B M D"], layers: list[BlockInputs]
     ) -> Float[Array, "B M D"]:
         """Applies the blocks and the norm; call it in a compact method."""
-        config, first = self.config, self.is_initializing()
-        if config.stacked and not first:
-            block = config.block(config, name=stacking.STACKED)
-            if layers[-1].added is not None:  # `begin` has added those of the first.
-                zeros = jnp.zeros_like(layers[-1].added)
-                layers = [layers[0]._replace(added=zeros), *layers[1:]]
-            x = stacking.scan(run_block, block, x, layers, config)
-            return self.final_norm()(x)
-        policy = "none" if first else config.remat_policy
-        run = stacking.wrap_remat(run_block, policy, in_scan=False)
-        outputs = []
+        config, outputs = self.config, []
         for i, layer in enumerate(layers):
-            x, _ = run(config.block(config, name=f"{stacking.STACKED}_{i}"), x, layer)
+            block = config.block(config, name=f"{BLOCK}_{i}")
+            x = self.run_block(block, x, layer)
             outputs.append(x)
         norm = self.final_norm()
-        layer_features.keep(self, outputs, norm)
+        keep(self, outputs, norm)
         return norm(x)
+
+    def run_block(
+        self, block: Block, x: Float[Array, "B M D"], layer: BlockInputs
+    ) -> Float[Array, "B M D"]:
+        """Applies a block."""
+        return run_block(block, x, layer)
 
     def final_norm(self) -> Callable[[Array], Array]:
         """Returns the norm after the last block; call it in a compact method."""

@@ -7,21 +7,15 @@ from collections.abc import Callable
 import flax.linen as nn
 import jax
 
-from vit_jax.config.fields import Registry, key
+from vit_jax.config.fields import key
 from vit_jax.errors import UserError
-from vit_jax.models import attention, initializers, positions, stacking
+from vit_jax.models import attention, initializers, positions
+from vit_jax.models.encoder import Block
 from vit_jax.models.layers import ACTIVATIONS, LayerNorm
 from vit_jax.models.network import NetworkConfig
 from vit_jax.models.positions.base import PLACEMENTS, Position
 from vit_jax.models.resizing import RESIZE_METHODS
 
-# Classes of blocks; which one is a matter of the keys.
-BLOCKS = Registry(
-    {
-        "plain": "vit_jax.models.encoder:Block",
-        "grouped": "vit_jax.models.grouped_depth:GroupedBlock",
-    }
-)
 MLP_ACTIVATIONS = (*ACTIVATIONS, "swiglu")
 
 
@@ -98,13 +92,6 @@ class EncoderConfig(NetworkConfig):
         choices=("linear", "constant"),
         training_only=True,
     )
-    drop_path_group: int = key(
-        0,
-        "Of so many images in a row, the branches are computed for the kept ones alone, "
-        "a fixed number that differs from group to group (DINOv2); it saves products. A "
-        'divisor of the images per device; needs the schedule "constant". 0: off.',
-        training_only=True,
-    )
     activation: str = key(
         "gelu_tanh",
         'Activation of the MLP: "gelu_tanh" (Google), "gelu" (exact: timm, Hugging '
@@ -118,46 +105,6 @@ class EncoderConfig(NetworkConfig):
         training_only=True,
     )
     init: str = initializers.key()
-    relative_bias: str = key(
-        "none",
-        "Learnt biases of attention by offset of two patches (BEiT): separate ones in "
-        '"every" layer, or the same in each layer ("shared").',
-        choices=tuple(positions.BIASES),
-    )
-    rope: str = key(
-        "none",
-        'Rotary position embeddings: "axial" (EVA-02), "centered" (DINOv3) or "mixed" '
-        "(learnt directions, arXiv:2403.13298).",
-        choices=tuple(positions.ROTARY),
-    )
-    rope_temperature: float = key(
-        100.0, "Ratio of the longest wavelength to the shortest; EVA-02 has 10,000."
-    )
-    rope_reference: int = key(
-        0,
-        "Side in patches to which grids of another size are stretched; 0: no stretching.",
-        below=10_000,
-    )
-    rope_shift: float = key(
-        0.0,
-        'In training, "centered" positions of each block are shifted by up to this; 0 is '
-        "off.",
-        training_only=True,
-    )
-    rope_jitter: float = key(
-        1.0,
-        "In training, each side of them is stretched by up to this factor or its "
-        "inverse.",
-        at_least=1,
-        training_only=True,
-    )
-    rope_rescale: float = key(
-        1.0,
-        "In training, both sides of them are stretched alike by up to this factor or its "
-        "inverse; DINOv3 has 2.",
-        at_least=1,
-        training_only=True,
-    )
     pre_norm: bool = key(False, "A LayerNorm before the first block, as in CLIP.")
     post_norm: bool = key(
         False, "LayerNorms after the branches, not before them, as in Swin V2."
@@ -174,20 +121,6 @@ class EncoderConfig(NetworkConfig):
         "RMSNorms (arXiv:1910.07467), without mean and bias, in place of all LayerNorms.",
     )
     layer_norm_eps: float = key(1e-6, "Epsilon of the LayerNorms.")
-    scan: bool | None = key(
-        False,
-        "Run the blocks as a scan: compiles faster, needs more memory. None: except on "
-        "GPUs without a remat_policy, where it moves half as many bytes again. `scan`, "
-        "`remat_policy` and `attention_impl` change neither results nor checkpoints.",
-        optional=True,
-        changes_result=False,
-    )
-    remat_policy: str = key(
-        "none",
-        "What the backward pass computes again, see models/stacking.py.",
-        choices=tuple(stacking.REMAT_POLICIES),
-        changes_result=False,
-    )
     attention_impl: str = key(
         "auto",
         '"auto", or "einsum", "cudnn" (NVIDIA GPUs), "splash" (TPUs).',
@@ -196,25 +129,19 @@ class EncoderConfig(NetworkConfig):
     )
 
     @property
-    def stacked(self) -> bool:
-        """Whether the blocks' parameters are in the layout of a scan."""
-        if self.token_merging:
-            return False  # Each block has fewer tokens.
-        if self.scan is not None:
-            return self.scan
-        # What is recomputed one by one on a GPU is kept all the same (docs/decisions.md).
-        on_gpu = (self.platform or jax.default_backend()) == "gpu"
-        return not on_gpu or self.remat_policy != "none"
-
-    @property
     def positions(self) -> tuple[type[Position], ...]:
         """Kinds of positions of the tokens."""
-        return positions.of(self)
+        return (positions.EMBEDDINGS[self.posemb],)
 
     @property
     def block(self) -> type[nn.Module]:
         """Class of the blocks."""
-        return BLOCKS["grouped" if self.drop_path_group else "plain"]
+        return Block
+
+    @property
+    def is_random(self) -> bool:
+        """Whether training draws numbers in the encoder."""
+        return bool(self.dropout or self.drop_path_rate)
 
     @property
     def encoder_norm(self) -> bool:
@@ -239,9 +166,9 @@ class EncoderConfig(NetworkConfig):
         return next((kind.describe(self) for kind in of_pairs), "")
 
     @property
-    def jitters_rope(self) -> bool:
-        """Whether rotary positions are random in training."""
-        return (self.rope_shift, self.rope_jitter, self.rope_rescale) != (0, 1, 1)
+    def needs_logits(self) -> str:
+        """Key and value that need an attention that computes logits; "" if none does."""
+        return self.relative
 
     def drop_rates(self) -> list[float | None]:
         """Returns the rate of stochastic depth of each block."""
@@ -263,22 +190,22 @@ class EncoderConfig(NetworkConfig):
           UserError: keys contradict each other, or the platform or the network does not
             support `attention_impl`.
         """
-        self._check()
+        self.check()
         platform = self.platform or jax.default_backend()
-        merging = f"token_merging={self.token_merging}" if self.token_merging else ""
         implementation = attention.choose(
             self.attention_impl,
             platform=platform,
             dtype=self.dtype,
             tokens=num_tokens,
             head_width=self.width // self.num_heads,
-            relative=self.relative or merging,
+            relative=self.needs_logits,
         )
         return dataclasses.replace(
             self, platform=platform, attention_impl=implementation
         )
 
-    def _check(self) -> None:
+    def check(self) -> None:
+        """Raises UserError if keys contradict each other."""
         if self.width % self.num_heads:
             raise UserError(
                 f"model width {self.width} does not divide into {self.num_heads} heads: "
@@ -286,14 +213,3 @@ class EncoderConfig(NetworkConfig):
             )
         for kind in self.positions:
             kind.check(self)
-        if self.jitters_rope and self.rope != "centered":
-            raise UserError(
-                f"model.rope={self.rope!r}: model.rope_shift, rope_jitter and rope_rescale "
-                'change positions that are "centered": set model.rope to that, or leave '
-                "them out"
-            )
-        if self.drop_path_group and self.drop_path_schedule != "constant":
-            raise UserError(
-                f"model.drop_path_group={self.drop_path_group}: every block must drop the "
-                "same number of images: set model.drop_path_schedule='constant', or it to 0"
-            )

@@ -3,6 +3,7 @@
 Letters: B images, S of them are kept, N tokens, D model width.
 """
 
+import dataclasses
 import math
 from typing import NamedTuple
 
@@ -10,8 +11,36 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
+from vit_jax.config.fields import key
+from vit_jax.errors import UserError
 from vit_jax.models.attention import Positions
 from vit_jax.models.encoder import Block, split_over_devices
+from vit_jax.models.encoder_config import EncoderConfig
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GroupedDepthConfig(EncoderConfig):
+    """An encoder whose stochastic depth may be of groups of images."""
+
+    drop_path_group: int = key(
+        0,
+        "Of so many images in a row, the branches are computed for the kept ones alone, "
+        "a fixed number that differs from group to group (DINOv2); it saves products. A "
+        'divisor of the images per device; needs the schedule "constant". 0: off.',
+        training_only=True,
+    )
+
+    @property
+    def block(self) -> type[Block]:
+        return GroupedBlock if self.drop_path_group else super().block
+
+    def check(self) -> None:
+        super().check()
+        if self.drop_path_group and self.drop_path_schedule != "constant":
+            raise UserError(
+                f"model.drop_path_group={self.drop_path_group}: every block must drop the "
+                "same number of images: set model.drop_path_schedule='constant', or it to 0"
+            )
 
 
 class GroupedBlock(Block):

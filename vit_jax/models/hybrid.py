@@ -1,24 +1,30 @@
 """Hybrids: a Vision Transformer on the features of a ResNet (arXiv:2010.11929, section 3.1)."""
 
 import dataclasses
+import re
 
 import flax.linen as nn
 from jaxtyping import Array, Float
 
 from vit_jax.models import resnet, variants
-from vit_jax.models.vit_config import ViTConfig
+from vit_jax.models.varied import VariedConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class HybridConfig(ViTConfig, resnet.StemConfig):
+class HybridConfig(VariedConfig, resnet.StemConfig):
     """Hybrids, as `R50+B/16`"""
 
     encoder_stride = 0  # Features of the stem cannot be edited as patches can.
+    before_blocks = (*VariedConfig.before_blocks, "conv_root", "gn_root")
 
     @property
     def patch_size(self) -> int:
         """Side of a token in pixels."""
         return self.patch_side * self.reduction
+
+    def layer_of(self, path: str) -> int | range:
+        """See `NetworkConfig.layer_of`; the stem is layer 0."""
+        return 0 if re.match(r"block\d+/", path) else super().layer_of(path)
 
     def sized(self) -> "HybridConfig":
         """See `NetworkConfig.sized`."""

@@ -14,11 +14,11 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from vit_jax.errors import UserError
-from vit_jax.models import stacking
-from vit_jax.models.encoder import Block, Encoder
+from vit_jax.models.encoder import BLOCK, ENCODER, Block, Encoder
 from vit_jax.models.layers import INTERMEDIATES, PERTURBATIONS
 from vit_jax.models.model import Model
 from vit_jax.models.patches import PatchSequences
+from vit_jax.models.varied import VariedTransformer
 from vit_jax.models.vit import VisionTransformer
 
 Images = Float[Array, "B Y X C"] | PatchSequences  # Sequences are refused.
@@ -155,7 +155,7 @@ def _check(module: nn.Module, images: object) -> None:
             f"a {type(module).__name__} has no attention: give a Vision "
             "Transformer or a hybrid"
         )
-    module.config.check_unmerged()
+    module.config.check_grid()
     if isinstance(images, PatchSequences):
         raise UserError(
             "no attention of sequences of patches is returned: set max_tokens to 0, or draw "
@@ -167,17 +167,17 @@ def _others(params: Mapping) -> dict:
     """Returns the parameters outside the blocks."""
     encoder = {
         name: value
-        for name, value in params[stacking.ENCODER].items()
-        if not name.startswith(stacking.STACKED)
+        for name, value in params[ENCODER].items()
+        if not name.startswith(BLOCK)
     }
-    return {**params, stacking.ENCODER: encoder}
+    return {**params, ENCODER: encoder}
 
 
 def _block(params: Mapping, i: int) -> dict:
-    encoder = params[stacking.ENCODER]
-    if stacking.STACKED in encoder:
-        return jax.tree.map(lambda leaf: leaf[i], encoder[stacking.STACKED])
-    return encoder[f"{stacking.STACKED}_{i}"]
+    encoder = params[ENCODER]
+    if BLOCK in encoder:
+        return jax.tree.map(lambda leaf: leaf[i], encoder[BLOCK])
+    return encoder[f"{BLOCK}_{i}"]
 
 
 class _BeginEncoder(Encoder):
@@ -197,7 +197,7 @@ class _EndEncoder(Encoder):
         return self.final_norm()(x)
 
 
-class _Embedding(VisionTransformer):
+class _Embedding(VariedTransformer):
     """The part of the network before the first block."""
 
     @nn.compact
@@ -205,7 +205,7 @@ class _Embedding(VisionTransformer):
         return self.encoder(_BeginEncoder)(self.embed(images))
 
 
-class _Classifier(VisionTransformer):
+class _Classifier(VariedTransformer):
     """The part of the network after the last block."""
 
     @nn.compact
@@ -265,7 +265,7 @@ def head_vjp(module, params, x, classes):
     if pools:
         weights = kept[INTERMEDIATES][_POOLING][name]["weights"][0]
         return nn.relu(weights * gradient).mean(1)[:, 0], slope
-    first, last = 0, 1 + config.distillation
+    first, last = 0, 1 + ("distillation token" in config.prefix_tokens)
     if config.pool in ("gap", "token_gap"):
         first, last = len(config.prefix_tokens), N
     places = jnp.arange(N)

@@ -7,50 +7,23 @@ ResNet is its first convolution, before the pooling, layer i its stage i.
 Letters: B images, y by x patches, P prefix tokens, N patches or all tokens, D width.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import flax.linen as nn
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
 from vit_jax.errors import UserError
 from vit_jax.models import stacking
+from vit_jax.models.kept import COLLECTION, KEPT
 from vit_jax.models.patches import PatchSequences
 
 if TYPE_CHECKING:
     from vit_jax.models.model import Model, Params
 
-COLLECTION = "layers"  # Variable collection of the features.
 TOKENS = ("pooled", "patches", "prefix", "all")
 
-_KEPT = "features"
-
 Features = Float[Array, "B ..."]
-
-
-def keep(
-    module: nn.Module,
-    features: Sequence[Features],
-    norm: Callable[[Array], Array],
-    *,
-    norm_all: bool = True,
-) -> None:
-    """Keeps features for `Model.layer_features`, if they are asked for.
-
-    A network calls it in its compact method, with its `config.num_layers` features.
-
-    Args:
-      module: the calling module.
-      features: output of each layer, (B, P + N, D), or (B, y, x, D) without prefix tokens.
-      norm: the final norm.
-      norm_all: whether it fits every layer; otherwise only the last.
-    """
-    if not module.is_mutable_collection(COLLECTION) or module.is_initializing():
-        return
-    first = 0 if norm_all else len(features) - 1
-    normed = [*features[:first], *map(norm, features[first:])]
-    module.sow(COLLECTION, _KEPT, {True: normed, False: list(features)})
 
 
 def compute(
@@ -108,7 +81,7 @@ def check(model: "Model", layer: int) -> int:
             f"{model.options['variant']} has no features of patches: its module takes "
             "no argument `classify`; docs/extending.md says what it does"
         )
-    model.config.check_unmerged()
+    model.config.check_grid()
     count = max(1, model.config.num_layers)
     if not -count <= layer < count:
         raise UserError(
@@ -150,9 +123,9 @@ def _run(model, params, images, key) -> dict[bool, list[Features]]:
         mutable=[COLLECTION],
     )
     kept = kept[COLLECTION]
-    while _KEPT not in kept:  # A submodule kept them.
+    while KEPT not in kept:  # A submodule kept them.
         (kept,) = kept.values()
-    return kept[_KEPT][0]
+    return kept[KEPT][0]
 
 
 def _arrange(model, x, tokens: str, reshape: bool) -> Features:

@@ -10,6 +10,7 @@ Letters: B images, P prefix tokens, N tokens, M of them after merging, H heads, 
 width, D model width.
 """
 
+import dataclasses
 from typing import NamedTuple
 
 import flax.linen as nn
@@ -18,28 +19,53 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from vit_jax.errors import UserError
-from vit_jax.models import stacking
 from vit_jax.models.attention import Positions
-from vit_jax.models.encoder import Block, Encoder, split_over_devices
-from vit_jax.models.encoder_config import EncoderConfig
+from vit_jax.models.encoder import BLOCK, Block, Encoder, split_over_devices
 from vit_jax.models.layers import MultiHeadAttention
 from vit_jax.models.vit import VisionTransformer
+from vit_jax.models.vit_config import ViTConfig
 
 Sizes = Float[Array, "B N"]
 
 
-def check(config: EncoderConfig) -> None:
-    """Raises UserError if tokens are merged that have positions in the blocks."""
-    obstacle = config.relative
-    if config.rope != "none":
-        obstacle = f"model.rope={config.rope!r}"
-    elif config.posemb_placement != "stem" and not obstacle:
-        obstacle = f"model.posemb_placement={config.posemb_placement!r}"
-    if config.token_merging and obstacle:
-        raise UserError(
-            f"token_merging={config.token_merging} with {obstacle}: merged tokens have no "
-            "position in the blocks; set token_merging to 0"
-        )
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MergingConfig(ViTConfig):
+    """A Vision Transformer that may merge tokens.
+
+    Attributes:
+      token_merging: tokens that each block merges at inference; 0 is none. Not a key.
+    """
+
+    token_merging: int = 0
+
+    @property
+    def _merging(self) -> str:
+        return f"token_merging={self.token_merging}" if self.token_merging else ""
+
+    @property
+    def needs_logits(self) -> str:
+        return super().needs_logits or self._merging
+
+    @property
+    def stacked(self) -> bool:
+        # Each block has fewer tokens.
+        return not self.token_merging and super().stacked
+
+    def check_grid(self) -> None:
+        if self.token_merging:
+            raise UserError(
+                f"{self._merging}: merged tokens are no grid of patches, which features "
+                "of layers, masks and attention need: set token_merging to 0"
+            )
+
+    def check(self) -> None:
+        super().check()
+        obstacle = next((kind.in_blocks(self) for kind in self.positions), "")
+        if self.token_merging and obstacle:
+            raise UserError(
+                f"{self._merging} with {obstacle}: merged tokens have no position in the "
+                "blocks; set token_merging to 0"
+            )
 
 
 def merge(
@@ -159,7 +185,7 @@ class MergingEncoder(Encoder):
             positions = layer.positions
             if i:  # Before, all sizes are 1.
                 positions = positions._replace(bias=Merged(sizes).logit_bias())
-            block = MergingBlock(self.config, name=f"{stacking.STACKED}_{i}")
+            block = MergingBlock(self.config, name=f"{BLOCK}_{i}")
             x, sizes = block(x, sizes, positions, self.num_prefix_tokens)
         return self.final_norm()(x), Merged(sizes)
 
@@ -181,6 +207,6 @@ class Merging(VisionTransformer):
         if train or not config.token_merging:
             return super().__call__(images, train=train, classify=classify, **options)
         if not classify or config.pool == "none":
-            config.check_unmerged()
+            config.check_grid()
         x = self.embed(images, options.get("edit_patches"))
         return self.classify(*self.encoder(MergingEncoder)(x))

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float
 
 from vit_jax.config.fields import key
 from vit_jax.errors import UserError
-from vit_jax.models import layer_features, layers
+from vit_jax.models import kept, layers
 from vit_jax.models.layers import ACTIVATIONS, LayerNorm, PatchEmbedding, drop_path
 from vit_jax.models.network import NetworkConfig
 from vit_jax.models.variants import overridden, parse_size
@@ -208,7 +208,7 @@ class MlpMixer(nn.Module):
             x = block(x)
             outputs.append(x)
         norm = LayerNorm(dtype=config.dtype, name="pre_head_layer_norm")
-        layer_features.keep(self, outputs, norm)
+        kept.keep(self, outputs, norm)
         x = norm(x)
         if not classify:
             return x

@@ -57,14 +57,10 @@ class Model:
         }
 
     @property
-    def patch_size(self) -> int:
-        """Side of a token, or of a feature of the last stage, in pixels."""
-        return self.config.patch_size
-
-    @property
     def grid(self) -> tuple[int, int]:
         """Patches down and across."""
-        return tuple(math.ceil(side / self.patch_size) for side in self.image_shape[:2])
+        patch = self.config.patch_size
+        return tuple(math.ceil(side / patch) for side in self.image_shape[:2])
 
     @property
     def portable_options(self) -> dict:
@@ -371,7 +367,7 @@ def create(
       image_size: height and width of the input in pixels.
       channels: number of channels of the input.
       platform: "cpu", "gpu" or "tpu"; "" is JAX's default backend.
-      **options: keys of the network's config, see `vit.ViTConfig`. `width`, `depth` and
+      **options: keys of the network's config, see `varied.VariedConfig`. `width`, `depth` and
         the like replace the variant's numbers unless 0 or (0,).
 
     Raises:

@@ -142,14 +142,8 @@ class NetworkConfig(ModelConfig):
         """
         return x.reshape(len(x), -1, x.shape[-1]).mean(1)
 
-    def check_unmerged(self) -> None:
-        """Raises UserError if blocks merge tokens, which then have no place in a grid."""
-        if self.token_merging:
-            raise UserError(
-                f"token_merging={self.token_merging}: merged tokens are no grid of "
-                "patches, which features of layers, masks and attention need: set "
-                "token_merging to 0"
-            )
+    def check_grid(self) -> None:
+        """Raises UserError if the tokens of the encoder do not stand in a grid."""
 
     @property
     def has_windows(self) -> bool:

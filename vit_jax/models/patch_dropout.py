@@ -3,26 +3,37 @@
 Letters: B images, N tokens, M patches, V of them that are kept, D model width.
 """
 
-from typing import TYPE_CHECKING
+import dataclasses
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
+from vit_jax.config.fields import key
 from vit_jax.errors import UserError
 from vit_jax.models.vit import VisionTransformer
-
-if TYPE_CHECKING:
-    from vit_jax.models.vit_config import ViTConfig
+from vit_jax.models.vit_config import ViTConfig
 
 
-def check(config: "ViTConfig") -> None:
-    """Raises UserError if patches are left out that positions of pairs need."""
-    if config.patch_dropout and config.relative:
-        raise UserError(
-            f"model.patch_dropout={config.patch_dropout} with {config.relative}, which is "
-            "of all patches: set model.patch_dropout to 0"
-        )
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PatchDropoutConfig(ViTConfig):
+    """A Vision Transformer whose training may leave patches out."""
+
+    patch_dropout: float = key(
+        0.0,
+        "Fraction of the patches, others in each image, that training leaves out after "
+        "positions are added (arXiv:2208.07220).",
+        below=1,
+        training_only=True,
+    )
+
+    def check(self) -> None:
+        super().check()
+        if self.patch_dropout and self.relative:  # Positions of pairs need all patches.
+            raise UserError(
+                f"model.patch_dropout={self.patch_dropout} with {self.relative}, which is "
+                "of all patches: set model.patch_dropout to 0"
+            )
 
 
 class PatchDropout(VisionTransformer):

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float
 
 from vit_jax.config.fields import key
 from vit_jax.errors import UserError
-from vit_jax.models import layer_features, layers, variants
+from vit_jax.models import kept, layers, variants
 from vit_jax.models.network import NetworkConfig
 
 _GROUPS = 32
@@ -355,7 +355,7 @@ class ResNet(nn.Module):
             outputs.append(x)
         group_norm = GroupNorm(1e-5, name="norm-pre-head")
         norm = lambda x: nn.relu(group_norm(x))
-        layer_features.keep(self, outputs, norm, norm_all=False)
+        kept.keep(self, outputs, norm, norm_all=False)
         x = norm(x)
         if not classify:
             return x

@@ -1,22 +1,20 @@
-"""Repetition of encoder blocks: stacked parameters, scan, rematerialisation.
+"""Parameters of encoder blocks in two layouts: one by one, and stacked.
 
 In checkpoints, block 3 is "Transformer/encoderblock_3/...". Stacked, all blocks are
-"Transformer/encoderblock/..." with a leading axis of length depth, for a scan.
+"Transformer/encoderblock/..." with a leading axis of length depth, for a scan
+(repetition.py).
 """
 
-import functools
 import re
-from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
 
-ENCODER, STACKED = "Transformer", "encoderblock"
-_BLOCK = re.compile(rf"{STACKED}_(\d+)")
+from vit_jax.models.encoder import BLOCK, ENCODER
+
+_NUMBERED = re.compile(rf"{BLOCK}_(\d+)")
 
 
 def stack(params: Mapping) -> dict:
@@ -35,7 +33,7 @@ def stack(params: Mapping) -> dict:
         return dict(params)
     trees = [blocks[i] for i in range(len(blocks))]
     stacked = jax.tree.map(lambda *leaves: _stack(leaves), *trees)
-    return {**params, ENCODER: {**others, STACKED: stacked}}
+    return {**params, ENCODER: {**others, BLOCK: stacked}}
 
 
 def unstack(params: Mapping) -> dict:
@@ -46,15 +44,15 @@ def unstack(params: Mapping) -> dict:
         returned unchanged.
     """
     encoder = params.get(ENCODER, {})
-    if STACKED not in encoder:
+    if BLOCK not in encoder:
         return dict(params)
-    stacked = encoder[STACKED]
+    stacked = encoder[BLOCK]
     depth = jax.tree.leaves(stacked)[0].shape[0]
     blocks = {
-        f"{STACKED}_{i}": jax.tree.map(lambda leaf, i=i: _layer(leaf, i), stacked)
+        f"{BLOCK}_{i}": jax.tree.map(lambda leaf, i=i: _layer(leaf, i), stacked)
         for i in range(depth)
     }
-    others = {name: value for name, value in encoder.items() if name != STACKED}
+    others = {name: value for name, value in encoder.items() if name != BLOCK}
     return {**params, ENCODER: {**others, **blocks}}
 
 
@@ -131,12 +129,12 @@ def difference(given: object, wanted: object) -> str:
 
 
 def _has_stacked(node: object) -> bool:
-    return isinstance(node, Mapping) and STACKED in node.get(ENCODER, {})
+    return isinstance(node, Mapping) and BLOCK in node.get(ENCODER, {})
 
 
 def is_stacked(path: str) -> bool:
     """Returns whether a parameter has the leading axis of stacked blocks."""
-    return f"{ENCODER}/{STACKED}/" in path
+    return f"{ENCODER}/{BLOCK}/" in path
 
 
 def map_paths(params: Mapping, function: Callable[[str], object]) -> dict:
@@ -156,7 +154,7 @@ def map_paths(params: Mapping, function: Callable[[str], object]) -> dict:
         path = "/".join(key.key for key in keys)
         if not is_stacked(path):
             return function(path)
-        path = path.replace(f"/{STACKED}/", f"/{STACKED}_{{}}/")
+        path = path.replace(f"/{BLOCK}/", f"/{BLOCK}_{{}}/")
         values = [function(path.format(i)) for i in range(leaf.shape[0])]
         if len(set(values)) == 1:
             return values[0]
@@ -169,7 +167,7 @@ def _split(params: Mapping) -> tuple[dict[int, Mapping], dict]:
     """Returns block number -> parameters, and the encoder's other parameters."""
     blocks, others = {}, {}
     for name, value in params.get(ENCODER, {}).items():
-        match = _BLOCK.fullmatch(name)
+        match = _NUMBERED.fullmatch(name)
         if match:
             blocks[int(match[1])] = value
         else:
@@ -189,128 +187,3 @@ def _layer(leaf, i):
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)
     return leaf[i]
-
-
-_policies = jax.checkpoint_policies
-
-
-def _save_attention(primitive, *args, **params) -> bool:
-    named = _policies.save_only_these_names("attention")(primitive, *args, **params)
-    # Results of cuDNN in jax.nn.dot_product_attention have no name.
-    return named or primitive.name.startswith("dot_product_attention_fwd")
-
-
-# Name -> policy of the values that are saved beside a block's input; others are recomputed.
-REMAT_POLICIES = {
-    "none": None,  # Saves all that the derivatives need.
-    "full": _policies.nothing_saveable,
-    # Saves the results of the six projections and dense layers.
-    "dots": _policies.dots_with_no_batch_dims_saveable,
-    # Saves the results of attention, so its kernel runs once.
-    "attention": _save_attention,
-}
-
-
-def wrap_remat(function: Callable, name: str, *, in_scan: bool) -> Callable:
-    """Applies a rematerialisation policy to a function.
-
-    Args:
-      function: function of a module and arrays, for flax.linen.remat.
-      name: a key of REMAT_POLICIES.
-      in_scan: whether `function` is the body of a scan, where XLA cannot merge recomputed
-        with earlier results.
-    """
-    if name == "none":
-        return function
-    return nn.remat(function, policy=REMAT_POLICIES[name], prevent_cse=not in_scan)
-
-
-def scan(
-    run: Callable,
-    block: nn.Module,
-    x: jax.Array,
-    layers: Sequence[object],
-    config: object,
-) -> jax.Array:
-    """Runs equal blocks as a scan over stacked parameters; call it in a compact method.
-
-    Args:
-      run: function of a block, its tokens and its other inputs to (tokens, None).
-      block: block whose name is STACKED.
-      x: tokens.
-      layers: other inputs of each block, trees of equal structure.
-      config: config of the encoder, with `depth`, `dtype` and `remat_policy`.
-    """
-    rounds = config.dtype != "float32"
-    if rounds:
-        unround = functools.partial(_round, dtype=config.dtype)
-        run = nn.map_variables(run, "params", trans_in_fn=unround)
-    run = nn.scan(
-        wrap_remat(run, config.remat_policy, in_scan=True),
-        variable_axes={"params": 0},
-        length=config.depth,
-    )
-    if rounds:
-        split = functools.partial(_split_rounded, config=config)
-        run = nn.map_variables(run, "params", trans_in_fn=split)
-    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
-    return run(block, x, stacked)[0]
-
-
-class _Rounded(NamedTuple):
-    """A parameter of a product under a scan.
-
-    Attributes:
-      exact: float32 value, which gets no gradient.
-      rounded: value in the dtype of the computation, used for its gradient alone.
-    """
-
-    exact: Float[Array, "*S"]
-    rounded: Float[Array, "*S"]
-
-
-@jax.custom_vjp
-def _with_gradient_of(value, other):
-    """Returns `value`, whose gradient goes to `other` instead."""
-    return value
-
-
-_with_gradient_of.defvjp(
-    lambda value, other: (value, None), lambda _, grad: (jnp.zeros_like(grad), grad)
-)
-
-
-def _split_rounded(params: Mapping, config: object) -> Mapping:
-    """Separates the values of parameters of products from those that get gradients.
-
-    Products round their parameters to the dtype of the computation anyway. Gradients go
-    to parameters that are rounded before the scan, so it stacks gradients in that dtype,
-    not in float32. Values are rounded in the scan, so memory holds no rounded copy of
-    all blocks; without rematerialisation the scan would keep one in any case.
-    """
-
-    def split_leaf(path, leaf):
-        if any("LayerNorm" in key.key for key in path):
-            return leaf
-        rounded = leaf.astype(config.dtype)
-        if config.remat_policy == "none":
-            return rounded
-        return _Rounded(jax.lax.stop_gradient(leaf), rounded)
-
-    return jax.tree.map_with_path(split_leaf, params)
-
-
-def _round(params: Mapping, dtype: str) -> Mapping:
-    """Returns the parameters of one block, with those of products rounded."""
-
-    def round_leaf(leaf):
-        if not isinstance(leaf, _Rounded):
-            return leaf
-        # XLA would move a plain conversion out of the loop and round all blocks at once.
-        kind = jnp.finfo(dtype)
-        value = jax.lax.reduce_precision(leaf.exact, kind.nexp, kind.nmant)
-        return _with_gradient_of(value.astype(dtype), leaf.rounded)
-
-    return jax.tree.map(
-        round_leaf, params, is_leaf=lambda leaf: isinstance(leaf, _Rounded)
-    )

@@ -22,7 +22,7 @@ from jaxtyping import Array, Float
 
 from vit_jax.config.fields import key
 from vit_jax.errors import UserError
-from vit_jax.models import initializers, layer_features, layers
+from vit_jax.models import initializers, kept, layers
 from vit_jax.models.layers import (
     ACTIVATIONS,
     INTERMEDIATES,
@@ -347,7 +347,7 @@ class SwinTransformer(nn.Module):
             (y, x), first = stage(x), first + depth
             outputs.append(y.reshape(y.shape[0], *layout[i][0].grid, -1))
         norm = LayerNorm(config.layer_norm_eps, config.dtype, name="norm")
-        layer_features.keep(self, outputs, norm, norm_all=False)
+        kept.keep(self, outputs, norm, norm_all=False)
         x = norm(x)
         if not classify:
             return x

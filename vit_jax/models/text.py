@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Int
 
 from vit_jax.config.fields import key
 from vit_jax.errors import UserError
-from vit_jax.models import initializers, stacking
+from vit_jax.models import initializers, repetition
 from vit_jax.models.attention import Positions
 from vit_jax.models.encoder import Block
 from vit_jax.models.encoder_config import EncoderConfig
@@ -128,7 +128,7 @@ class TextTransformer(nn.Module):
                 bias=jnp.broadcast_to(behind, (config.num_heads, T, T))
             )
         policy = "none" if self.is_initializing() else self.remat_policy
-        run = stacking.wrap_remat(_run_block, policy, in_scan=False)
+        run = repetition.wrap_remat(_run_block, policy, in_scan=False)
         encoder = EncoderConfig(
             num_heads=config.num_heads,
             mlp_dim=config.mlp_dim or 4 * config.width,

@@ -26,12 +26,9 @@ class ModelConfig:
     Attributes:
       platform: platform that the network will run on, "cpu", "gpu" or "tpu"; "" is JAX's
         default backend. Not a key.
-      token_merging: tokens that each block merges at inference, see merging.py; 0 is
-        none. Not a key.
     """
 
     platform: str = ""
-    token_merging: int = 0
 
     variant: str = key("B/16", '"B/16", "R50+B/16", "R50x1"; models/variants.py.')
     head_bias_init: float = key(
@@ -60,7 +57,7 @@ CONFIGS = Registry(
         r"R\d+x\d+": "vit_jax.models.resnet:ResNetConfig",
         r"R.*\+.*": "vit_jax.models.hybrid:HybridConfig",
         r"C\+\w+/\d+": "vit_jax.models.conv_stem:ConvStemConfig",
-        r"\w+/\d+": "vit_jax.models.vit_config:ViTConfig",
+        r"\w+/\d+": "vit_jax.models.varied:VariedConfig",
     }
 )
 

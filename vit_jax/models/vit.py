@@ -1,21 +1,19 @@
 """The Vision Transformer (arXiv:2010.11929, section 3.1).
 
-Parameters are named and shaped as in the published Google checkpoints, for a scan as in
-stacking.py.
+Parameters are named and shaped as in the published Google checkpoints.
 Letters: B images, Y by X pixels or patches, C channels, V visible patches, N tokens,
 R registers, D model width, L classes.
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import flax.linen as nn
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from vit_jax.models import initializers, layers, stacking
-from vit_jax.models.encoder import Encoder
-from vit_jax.models.layers import CLASSIFIERS
+from vit_jax.models import initializers, layers
+from vit_jax.models.encoder import ENCODER, Encoder
 from vit_jax.models.pooling import Weights
 
 if TYPE_CHECKING:
@@ -30,6 +28,8 @@ class VisionTransformer(nn.Module):
       num_classes: L; 0 for no classifier.
       grid: rows and columns of patches for which it has positions.
     """
+
+    encoder_kind: ClassVar[type[Encoder]] = Encoder
 
     config: "ViTConfig"
     num_classes: int
@@ -59,8 +59,7 @@ class VisionTransformer(nn.Module):
             returned, the prefix first.
 
         Returns:
-          "pre_logits" (B, D), the features (with distillation the class token's), and
-          "logits" (B, L), unless L is 0; float32. With pool "none" (B, N, D) and
+          "pre_logits" (B, D), the features, and "logits" (B, L), unless L is 0; float32. With pool "none" (B, N, D) and
           (B, N, L), with "token_gap" (B, 2 D) and (B, L).
         """
         x = self.embed(images, edit_patches)
@@ -86,7 +85,7 @@ class VisionTransformer(nn.Module):
         x = edit_patches(x) if edit_patches else x
         tokens = [
             jnp.broadcast_to(t.astype(x.dtype), (B, *t.shape[1:]))
-            for t in self._prefix_tokens(D)
+            for t in self.prefix_tokens(D)
         ]
         return jnp.concatenate([*tokens, x], axis=1)
 
@@ -115,13 +114,12 @@ class VisionTransformer(nn.Module):
         )
         return embedding(config.stem(images))
 
-    def _prefix_tokens(self, D: int) -> list[Float[Array, "1 _ D"]]:
+    def prefix_tokens(self, D: int) -> list[Float[Array, "1 _ D"]]:
         """Returns the learnt tokens before the patches."""
-        config = self.config
-        names = ["cls"] if "class token" in config.prefix_tokens else []
-        names += ["dist"] if config.distillation else []
+        config, tokens = self.config, []
         row = initializers.TABLE[config.init]
-        tokens = [self.param(n, row.class_token, (1, 1, D)) for n in names]
+        if "class token" in config.prefix_tokens:
+            tokens.append(self.param("cls", row.class_token, (1, 1, D)))
         if R := config.num_register_tokens:
             tokens.append(self.param("register_tokens", row.registers, (1, R, D)))
         return tokens
@@ -134,7 +132,7 @@ class VisionTransformer(nn.Module):
         visible: Int[Array, "B V"] | None,
     ) -> Float[Array, "B M D"]:
         """Returns the tokens of the encoder; call it in a compact method."""
-        return self.encoder(Encoder)(x, train=train, visible=visible)
+        return self.encoder(self.encoder_kind)(x, train=train, visible=visible)
 
     def encoder(
         self, kind: type[Encoder], config: "ViTConfig | None" = None
@@ -146,7 +144,7 @@ class VisionTransformer(nn.Module):
           config: in the place of the network's.
         """
         P, R = len(self.config.prefix_tokens), self.config.num_register_tokens
-        return kind(config or self.config, self.grid, P, R, name=stacking.ENCODER)
+        return kind(config or self.config, self.grid, P, R, name=ENCODER)
 
     def classify(
         self, x: Float[Array, "B N D"], weights: Weights | None = None
@@ -157,24 +155,13 @@ class VisionTransformer(nn.Module):
           x: tokens of the encoder.
           weights: what patches count for in the pooling; None if they count alike.
         """
-        config, L = self.config, self.num_classes
-        if config.distillation:
-            x = self._features(x[:, :2])
-            outputs, other = (
-                layers.classify(x[:, i], L, config.head_bias_init, name, config.init)
-                for i, name in enumerate(CLASSIFIERS)
-            )
-            if L:
-                logits = outputs["logits"], other["logits"]
-                outputs |= zip(("class_logits", "distillation_logits"), logits)
-                outputs["logits"] = sum(logits) / 2
-            return outputs
+        config = self.config
         x = config.pooling(config, x, weights)
-        features, bias = self._features(x), config.head_bias_init
-        return layers.classify(features, L, bias, initial=config.init)
+        features, bias = self.features(x), config.head_bias_init
+        return layers.classify(features, self.num_classes, bias, initial=config.init)
 
-    def _features(self, x):
-        """Returns the classifier's input, float32."""
+    def features(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
+        """Returns the classifier's input, float32; call it in a compact method."""
         config = self.config
         if config.fc_norm:
             x = config.norm(name="fc_norm")(x)

@@ -5,38 +5,37 @@ Letters: B images, Y by X pixels, N tokens, C channels, D model width, F pooled 
 
 import dataclasses
 import math
-import re
 from collections.abc import Callable, Mapping
 
 import flax.linen as nn
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from vit_jax.config.fields import Registry, key
+from vit_jax.config.fields import key
 from vit_jax.errors import UserError
-from vit_jax.models import flexivit, pooling, positions, stacking, variants
+from vit_jax.models import pooling, positions, variants
+from vit_jax.models.encoder import BLOCK, ENCODER
 from vit_jax.models.encoder_config import EncoderConfig
 from vit_jax.models.layers import CLASSIFIERS
-from vit_jax.models.patches import Places
+from vit_jax.models.pooling import Weights
+from vit_jax.models.vit import VisionTransformer
 
-NETWORKS = Registry({"varied": "vit_jax.models.varied:VariedTransformer"})
-
-_BY_BLOCK = (stacking.STACKED, "posembed", "relative_embedding", "relative_bias")
+_BY_BLOCK = (BLOCK, "posembed", "relative_embedding", "relative_bias")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ViTConfig(EncoderConfig):
-    """All others, as `B/16`"""
+    """A Vision Transformer without variations."""
 
     before_blocks = (
-        *("cls", "dist", "register_tokens", "embedding", "conv_root", "gn_root"),
+        *("cls", "register_tokens", "embedding"),
         *("posembed_input", "pre_norm", "relative_bias"),
     )
     # BEiT trains the shared table of relative embeddings at the full learning rate.
     after_blocks = (
         *("encoder_norm", "cls_norm", "relative_embedding", "fc_norm", "pre_logits"),
         "MAPHead_0",
-        *CLASSIFIERS,
+        CLASSIFIERS[0],
     )
 
     pool: str = key(
@@ -50,27 +49,11 @@ class ViTConfig(EncoderConfig):
         "Keep a class token beside the patches.",
         only_if={"pool": ("gap", "map", "none")},
     )
-    distillation: bool = key(
-        False, "DeiT's distillation token; the logits of both classifiers are averaged."
-    )
     num_register_tokens: int = key(
         0,
         "Learnt tokens without position before the patches, used by no pool but "
         '"map" (arXiv:2309.16588).',
         below=1_000,
-    )
-    patch_dropout: float = key(
-        0.0,
-        "Fraction of the patches, others in each image, that training leaves out after "
-        "positions are added (arXiv:2208.07220).",
-        below=1,
-        training_only=True,
-    )
-    patch_resize: str = key(
-        flexivit.DEFAULT,
-        "How the kernel of patches is resized for patches of another side: "
-        '"bilinear_plain" (FlexiViT of big_vision) or "bicubic" (timm).',
-        choices=tuple(flexivit.METHODS),
     )
     representation_layer: bool = key(
         False, "One tanh layer of the model's width before the head."
@@ -90,9 +73,9 @@ class ViTConfig(EncoderConfig):
         return variants.parse(self.variant)
 
     @property
-    def network(self) -> type[nn.Module]:
+    def network(self) -> type[VisionTransformer]:
         """Class of the network."""
-        return NETWORKS["varied"]
+        return VisionTransformer
 
     @property
     def pooling(self) -> Callable:
@@ -118,18 +101,8 @@ class ViTConfig(EncoderConfig):
     def prefix_tokens(self) -> tuple[str, ...]:
         """Names of the tokens before the patches, in order."""
         token = self.pool in ("token", "token_gap") or self.class_token
-        names = ["class token"] if token else []
-        names += ["distillation token"] if self.distillation else []
         registers = range(1, self.num_register_tokens + 1)
-        return (*names, *(f"register {i}" for i in registers))
-
-    @property
-    def no_sequences(self) -> str:
-        """See `NetworkConfig`."""
-        if type(self).stem is not ViTConfig.stem:
-            return super().no_sequences
-        merging = f"token_merging={self.token_merging}" if self.token_merging else ""
-        return self.relative or merging
+        return ("class token",) * token + tuple(f"register {i}" for i in registers)
 
     @property
     def encoder_norm(self) -> bool:
@@ -141,12 +114,9 @@ class ViTConfig(EncoderConfig):
         return variants.with_numbers(self, self.numbers.size)
 
     def build(self, num_classes: int, image_shape: tuple[int, int, int]) -> nn.Module:
-        self._check_pooling()
-        self.network.check(self)
         grid = tuple(side // self.patch_size for side in image_shape[:2])
-        num_tokens = math.prod(grid) + len(self.prefix_tokens)
-        placed, asked = self.placed(num_tokens), self.attention_impl
-        return self.network(placed, num_classes, grid, asked)
+        placed = self.placed(math.prod(grid) + len(self.prefix_tokens))
+        return self.network(placed, num_classes, grid)
 
     @property
     def num_blocks(self) -> int:
@@ -156,16 +126,12 @@ class ViTConfig(EncoderConfig):
     num_layers = num_blocks
 
     def layer_of(self, path: str) -> int | range:
-        """See `NetworkConfig.layer_of`; a stem is layer 0."""
-        path = path.removeprefix(f"{stacking.ENCODER}/")
+        """See `NetworkConfig.layer_of`."""
+        path = path.removeprefix(f"{ENCODER}/")
         name = path.partition("/")[0]
         kind, _, number = name.rpartition("_")
         if kind in _BY_BLOCK and number.isdecimal():
             return 0 if name == "posembed_0" else int(number) + 1
-        if name == "rope_frequencies":
-            return range(1, self.depth + 1)
-        if re.fullmatch(r"block\d+", name):
-            return 0
         return super().layer_of(path)
 
     def resize(
@@ -189,11 +155,11 @@ class ViTConfig(EncoderConfig):
         x: Float[Array, "B N D"],
         *,
         norm: bool,
-        places: Places | None = None,
+        places: Weights | None = None,
     ) -> Float[Array, "B F"]:
         """See `NetworkConfig.pool_layer`; with `pool="token"` it is the class token.
 
-        `places` are those of the patches of sequences.
+        `places` say what patches count for, None if they count alike.
         """
         x = pooling.of_layer(self)(self, x, places)
         if norm and self.fc_norm:
@@ -204,7 +170,8 @@ class ViTConfig(EncoderConfig):
         """Returns the input of the patch embedding; call it in a compact method."""
         return images
 
-    def _check_pooling(self) -> None:
+    def check(self) -> None:
+        super().check()
         if self.fc_norm and not self.final_norm:
             raise UserError(
                 "model.fc_norm=True moves the final norm, but model.final_norm=False "
@@ -220,9 +187,4 @@ class ViTConfig(EncoderConfig):
             raise UserError(
                 "model.fc_norm=True with model.pool='token_gap', which pools two vectors: "
                 "set model.fc_norm=False"
-            )
-        if self.distillation and self.pool != "token":
-            raise UserError(
-                f"model.distillation=True needs pool=token, not {self.pool}: set "
-                "model.pool='token'"
             )

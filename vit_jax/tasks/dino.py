@@ -114,10 +114,10 @@ class Dino(Task):
             side for s in self.crops.sizes for side in (s.loaded, s.large, s.small)
         }
         for size in sides - {None, *self._models}:
-            if any(side % model.patch_size for side in size):
+            if any(side % model.config.patch_size for side in size):
                 raise UserError(
                     f"data.train_transform={data.train_transform!r}: crops of {size} are "
-                    f"no multiples of the patch, {model.patch_size}: change their size"
+                    f"no multiples of the patch, {model.config.patch_size}: change their size"
                 )
             self._models[size] = model.at_size(size)
             model.check_sizes(self._models[size])

@@ -18,9 +18,9 @@ from jaxtyping import Array, Float, Int
 from vit_jax.config.fields import key
 from vit_jax.data.config import DataConfig
 from vit_jax.errors import UserError
-from vit_jax.models import Model, cost, stacking
-from vit_jax.models.encoder import Encoder
-from vit_jax.models.encoder_config import EncoderConfig
+from vit_jax.models import Model, cost
+from vit_jax.models.encoder import ENCODER
+from vit_jax.models.repetition import RepeatedConfig, RepeatedEncoder
 from vit_jax.tasks.masking import MaskedImageTask, mean_over, patchify, ranks
 from vit_jax.tasks.task import TaskConfig
 
@@ -71,13 +71,13 @@ class Mae(MaskedImageTask):
                 f"task.mask_ratio={config.mask_ratio} leaves none of the "
                 f"{self.num_patches} patches visible: lower it"
             )
-        options = model.options
-        if options["posemb"] == "relative" or options["posemb_placement"] != "stem":
+        obstacle, placement = model.config.relative, model.options["posemb_placement"]
+        if not obstacle and placement != "stem":
+            obstacle = f"model.posemb_placement={placement!r}"
+        if obstacle:
             raise UserError(
-                f"model.posemb={options['posemb']!r} and model.posemb_placement="
-                f"{options['posemb_placement']!r} with task.name='mae', whose encoder "
-                "gets some of the patches: set the placement to 'stem', and the "
-                "positions to any but 'relative'"
+                f"{obstacle} with task.name='mae', whose encoder gets some of the patches: "
+                "choose positions of single patches, with model.posemb_placement='stem'"
             )
         width, num_heads = config.decoder_width, config.decoder_num_heads
         if width % num_heads or width % 4:
@@ -87,7 +87,7 @@ class Mae(MaskedImageTask):
             )
         encoder = model.config
         self.decoder = Decoder(
-            config=EncoderConfig(
+            config=RepeatedConfig(
                 width=width,
                 depth=config.decoder_depth,
                 num_heads=num_heads,
@@ -103,7 +103,7 @@ class Mae(MaskedImageTask):
             ).placed(self.num_patches + model.num_prefix_tokens),
             grid=model.grid,
             num_prefix_tokens=model.num_prefix_tokens,
-            outputs=model.patch_size**2 * data.channels,
+            outputs=model.config.patch_size**2 * data.channels,
         )
 
     def init(self, rng):
@@ -132,7 +132,7 @@ class Mae(MaskedImageTask):
 
     def targets(self, images: Float[Array, "B Y X C"]) -> Float[Array, "B N PPC"]:
         """Returns the target pixels of normalised images."""
-        patches = patchify(images.astype(jnp.float32), self.model.patch_size)
+        patches = patchify(images.astype(jnp.float32), self.model.config.patch_size)
         if not self.config.normalize_targets:
             return patches
         mean, deviation = _statistics(patches)
@@ -148,7 +148,7 @@ class Mae(MaskedImageTask):
         """See `MaskedImageTask`; mean and contrast are those of the hidden patches."""
         if not self.config.normalize_targets:
             return predicted
-        mean, deviation = _statistics(patchify(images, self.model.patch_size))
+        mean, deviation = _statistics(patchify(images, self.model.config.patch_size))
         return predicted * deviation + mean
 
     def training_flops(self):
@@ -178,7 +178,7 @@ class Decoder(nn.Module):
       outputs: number of values predicted per patch.
     """
 
-    config: EncoderConfig
+    config: RepeatedConfig
     grid: tuple[int, int]
     num_prefix_tokens: int
     outputs: int
@@ -209,7 +209,7 @@ class Decoder(nn.Module):
             token.astype(x.dtype),
         )
         x = jnp.concatenate([x[:, :P], patches], axis=1)
-        x = Encoder(config, self.grid, P, name=stacking.ENCODER)(x)
+        x = RepeatedEncoder(config, self.grid, P, name=ENCODER)(x)
         return dense(self.outputs, name="head")(x[:, P:])
 
 

@@ -97,13 +97,13 @@ class MaskedPatch(MaskedImageTask):
                 f'{data.channels}: set task.target to "pixels"'
             )
         cells = 4 if config.target == "colors_4x4" else 1
-        if model.patch_size % cells:
+        if model.config.patch_size % cells:
             raise UserError(
                 f"task.target={config.target!r} needs patches whose side is a multiple "
-                f"of 4, not {model.patch_size}: choose another model.variant or target"
+                f"of 4, not {model.config.patch_size}: choose another model.variant or target"
             )
-        self._cell = model.patch_size // cells
-        size = model.patch_size**2 * data.channels
+        self._cell = model.config.patch_size // cells
+        size = model.config.patch_size**2 * data.channels
         outputs = cells**2 * NUM_COLORS if self._in_colors else size
         self._decoder = nn.Dense(outputs, kernel_init=nn.initializers.zeros)
 
@@ -181,7 +181,7 @@ class MaskedPatch(MaskedImageTask):
 
         if not self._in_colors:
             images = batch["image"].astype(jnp.float32)
-            targets = patchify(images, self.model.patch_size)
+            targets = patchify(images, self.model.config.patch_size)
             return {"loss": over_chosen(jnp.square(predicted - targets))}
         targets = self.colors(batch["image"])
         logits = predicted.reshape(*targets.shape, NUM_COLORS)
@@ -206,9 +206,9 @@ class MaskedPatch(MaskedImageTask):
         """
         sums = self._sums(images, self._cell)
         classes = _color_classes(sums, 255 * self._cell**2)
-        across = self.model.grid[1] * (self.model.patch_size // self._cell)
+        across = self.model.grid[1] * (self.model.config.patch_size // self._cell)
         classes = classes.reshape(len(sums), -1, across, 1)
-        return patchify(classes, self.model.patch_size // self._cell)
+        return patchify(classes, self.model.config.patch_size // self._cell)
 
     def _sums(self, images: Float[Array, "B Y X C"], side: int) -> Int[Array, "B M 3"]:
         """Returns the sums of the pixels, 0 to 255, of each square of an image."""
@@ -223,7 +223,7 @@ class MaskedPatch(MaskedImageTask):
         A patch has up to eight neighbours; if all are corrupted, the mean is that of all
         uncorrupted patches of the image.
         """
-        (rows, columns), side = self.model.grid, self.model.patch_size
+        (rows, columns), side = self.model.grid, self.model.config.patch_size
         shown = ~chosen[..., None]
         colors = jnp.where(shown, self._sums(images, side), 0)
         # The fourth channel is the largest possible sum.
@@ -240,11 +240,11 @@ class MaskedPatch(MaskedImageTask):
         if not self._in_colors:
             return predicted
         B, N, _ = predicted.shape
-        cells = self.model.patch_size // self._cell
+        cells = self.model.config.patch_size // self._cell
         classes = predicted.reshape(B, N, cells, cells, NUM_COLORS).argmax(-1)
         levels = jnp.stack([classes // _LEVELS**i % _LEVELS for i in range(3)], axis=-1)
         pixels = ((levels + 0.5) / _LEVELS).repeat(self._cell, 2).repeat(self._cell, 3)
-        pixels = pixels.reshape(B, N * self.model.patch_size, -1, 3)
+        pixels = pixels.reshape(B, N * self.model.config.patch_size, -1, 3)
         pixels = transforms.normalize(255 * pixels, self.data.mean, self.data.std)
         return pixels.reshape(B, N, -1)
 

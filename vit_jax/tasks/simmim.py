@@ -84,7 +84,7 @@ class SimMim(MaskedImageTask):
         noise = transforms.example_uniform(index, key, math.prod(self._units))
         hidden = (ranks(noise) < self._num_hidden).astype(jnp.float32)
         hidden = hidden.reshape(-1, *self._units)
-        times = self.config.mask_unit // self.model.patch_size
+        times = self.config.mask_unit // self.model.config.patch_size
         hidden = hidden.repeat(times, axis=1).repeat(times, axis=2)
         return {"mask": hidden.reshape(len(hidden), -1)}
 
@@ -120,7 +120,7 @@ class SimMim(MaskedImageTask):
         x = x[:, self.model.num_prefix_tokens :]
         predicted = self._decoder.apply({"params": params["decoder"]}, x)
         # A unit covers whole tokens, so one patch of each token has the token's mask.
-        step = self.model.config.encoder_stride // self.model.patch_size
+        step = self.model.config.encoder_stride // self.model.config.patch_size
         mask = mask.reshape(-1, *self.model.grid)[:, ::step, ::step]
         return predicted.astype(jnp.float32), mask.reshape(len(mask), -1)
 

@@ -191,7 +191,7 @@ def preprocess_with(
     """
     own = preprocessing_of(pretrained)
     model = models.create(**pretrained.options)
-    side, channels = model.patch_size, model.image_shape[-1]
+    side, channels = model.config.patch_size, model.image_shape[-1]
     for name in ("mean", "std") if pretrained.preprocess else ():
         stated, used = (getattr(how, name) for how in (pretrained.preprocess, own))
         if name not in given and len(set(stated)) > len(used):

@@ -464,7 +464,7 @@ def with_patch(preprocess: Preprocess, options: Mapping) -> Preprocess:
     """Returns a preprocessing whose sequences have the patch of a network's options."""
     if not preprocess.max_tokens or preprocess.patch:
         return preprocess
-    patch = models.create(**options).patch_size
+    patch = models.create(**options).config.patch_size
     return dataclasses.replace(preprocess, patch=patch)
 
 

@@ -20,6 +20,7 @@ from vit_jax.distributed import sharding
 from vit_jax.errors import UserError
 from vit_jax.models import Model, flexivit, initializers, resizing, stacking
 from vit_jax.models.layers import CLASSIFIERS
+from vit_jax.models.merging import MergingConfig
 from vit_jax.weights import rewriting
 from vit_jax.weights.pretrained import (
     POSITIONS,
@@ -397,7 +398,7 @@ def resize_patches(pretrained: Pretrained, preprocess: Preprocess) -> Pretrained
       UserError: the network has no patches of pixels, or they do not fill the images.
     """
     source, side = models.create(**pretrained.options), preprocess.patch
-    if side in (0, source.patch_size):
+    if side in (0, source.config.patch_size):
         return pretrained
     options, variant = dict(source.options), source.options["variant"]
     if not re.fullmatch(r"\w+/\d+", variant):
@@ -452,7 +453,7 @@ def fit_network(pretrained: Pretrained, preprocess: Preprocess) -> tuple[Model, 
     if not preprocess.max_tokens:
         model = source.at_size(preprocess.image_size)
     if count := pretrained.token_merging:
-        if not model.config.has_encoder:
+        if not isinstance(model.config, MergingConfig):
             raise UserError(
                 f"token_merging={count}: {model.options['variant']} has no attention "
                 "between all tokens: choose a Vision Transformer, or leave it out"

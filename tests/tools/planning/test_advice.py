@@ -10,7 +10,7 @@ from vit_jax import cli, compile
 from vit_jax.config import loading
 from vit_jax.distributed import mesh as meshes
 from vit_jax.errors import UserError
-from vit_jax.models import stacking
+from vit_jax.models import repetition
 from vit_jax.tools.planning import analysis, report, strategies
 from vit_jax.training import config as configuration
 from vit_jax.training import train_step
@@ -211,7 +211,7 @@ def test_flags_name_the_slices_where_the_config_does():
 
 
 def test_all_policies_that_there_are_are_compared(monkeypatch):
-    assert set(strategies.REMAT) == stacking.REMAT_POLICIES.keys()
+    assert set(strategies.REMAT) == repetition.REMAT_POLICIES.keys()
     sizes = strategies.parse_meshes("data=-1")
     found = rows(QUICK, {}, sizes, jax.devices(), monkeypatch)
     assert [row.settings["remat_policy"] for row in found] == list(strategies.REMAT)

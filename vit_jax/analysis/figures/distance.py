@@ -25,7 +25,7 @@ class Distance(Figure):
         model = self.loaded.model
         distances = analysis.attention.head_distances(
             layer.attention,
-            self._distances(model.grid, model.patch_size),
+            self._distances(model.grid, model.config.patch_size),
             model.num_prefix_tokens,
         )
         self._buffer.append(images, distances)

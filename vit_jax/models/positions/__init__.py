@@ -1,7 +1,6 @@
 """Kinds of positions by name, one class each, in files that are imported when needed."""
 
 from collections.abc import Mapping
-from typing import Any
 
 import jax
 
@@ -39,11 +38,6 @@ BIASES = Registry(
         "shared": f"{_HERE}.relative_bias:RelativeBias",
     }
 )
-
-
-def of(config: Any) -> tuple[type[Position], ...]:
-    """Returns the kinds of positions of an encoder."""
-    return ROTARY[config.rope], EMBEDDINGS[config.posemb], BIASES[config.relative_bias]
 
 
 def resize(

@@ -26,6 +26,11 @@ Vectors = Float[Array, "#B N D"] | Float[np.ndarray, "1 N D"]
 class AddedPosition(Position, abc.ABC):
     """Vectors that are added before the first block, or before each of them."""
 
+    @classmethod
+    def in_blocks(cls, config):
+        placement = config.posemb_placement
+        return "" if placement == "stem" else f"model.posemb_placement={placement!r}"
+
     @abc.abstractmethod
     def embedding(self, param: Param, places: "Places | None" = None) -> Vectors:
         """Returns the vector of each token, 0 for those without a position.

@@ -45,6 +45,14 @@ class Position:
         """Returns the key that chooses this kind and its value, for messages."""
         return cls.__name__
 
+    @classmethod
+    def in_blocks(cls, config: Any) -> str:
+        """Returns the key and value by which blocks get something of it; "" if none does.
+
+        Then tokens cannot be merged.
+        """
+        return cls.describe(config) if cls.of_pairs else ""
+
     @staticmethod
     def check(config: Any) -> None:
         """Raises UserError if keys of the encoder do not fit this kind."""

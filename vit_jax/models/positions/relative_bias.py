@@ -3,6 +3,7 @@
 Letters: P prefix tokens, N tokens, Y by X patches, H heads, R and S offsets.
 """
 
+import dataclasses
 import math
 
 import flax.linen as nn
@@ -10,8 +11,27 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from vit_jax.config.fields import key
+from vit_jax.models.encoder_config import EncoderConfig
+from vit_jax.models.positions import BIASES
 from vit_jax.models.positions.base import Position
 from vit_jax.models.resizing import resample, resize_grid
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RelativeBiasConfig(EncoderConfig):
+    """An encoder that may have biases of attention by offset."""
+
+    relative_bias: str = key(
+        "none",
+        "Learnt biases of attention by offset of two patches (BEiT): separate ones in "
+        '"every" layer, or the same in each layer ("shared").',
+        choices=tuple(BIASES),
+    )
+
+    @property
+    def positions(self) -> tuple[type[Position], ...]:
+        return (*super().positions, BIASES[self.relative_bias])
 
 
 class RelativeBias(Position):

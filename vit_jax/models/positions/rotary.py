@@ -6,6 +6,7 @@ have the column before the row, are reordered when they are read.
 Letters: Y by X patches, N patches, K head width, J its half.
 """
 
+import dataclasses
 import math
 from typing import TYPE_CHECKING
 
@@ -14,15 +15,89 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Key
 
+from vit_jax.config.fields import key
 from vit_jax.errors import UserError
+from vit_jax.models.encoder_config import EncoderConfig
+from vit_jax.models.positions import ROTARY
 from vit_jax.models.positions.base import Position
 
 if TYPE_CHECKING:
     from vit_jax.models.patches import Places
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RotaryConfig(EncoderConfig):
+    """An encoder that may have rotary positions."""
+
+    rope: str = key(
+        "none",
+        'Rotary position embeddings: "axial" (EVA-02), "centered" (DINOv3) or "mixed" '
+        "(learnt directions, arXiv:2403.13298).",
+        choices=tuple(ROTARY),
+    )
+    rope_temperature: float = key(
+        100.0, "Ratio of the longest wavelength to the shortest; EVA-02 has 10,000."
+    )
+    rope_reference: int = key(
+        0,
+        "Side in patches to which grids of another size are stretched; 0: no stretching.",
+        below=10_000,
+    )
+    rope_shift: float = key(
+        0.0,
+        'In training, "centered" positions of each block are shifted by up to this; 0 is '
+        "off.",
+        training_only=True,
+    )
+    rope_jitter: float = key(
+        1.0,
+        "In training, each side of them is stretched by up to this factor or its "
+        "inverse.",
+        at_least=1,
+        training_only=True,
+    )
+    rope_rescale: float = key(
+        1.0,
+        "In training, both sides of them are stretched alike by up to this factor or its "
+        "inverse; DINOv3 has 2.",
+        at_least=1,
+        training_only=True,
+    )
+
+    @property
+    def positions(self) -> tuple[type[Position], ...]:
+        return (ROTARY[self.rope], *super().positions)
+
+    @property
+    def is_random(self) -> bool:
+        return super().is_random or self.jitters_rope
+
+    @property
+    def jitters_rope(self) -> bool:
+        """Whether rotary positions are random in training."""
+        return (self.rope_shift, self.rope_jitter, self.rope_rescale) != (0, 1, 1)
+
+    def layer_of(self, path: str) -> int | range:
+        if path.endswith("/rope_frequencies"):
+            return range(1, self.depth + 1)
+        return super().layer_of(path)
+
+    def check(self) -> None:
+        super().check()
+        if self.jitters_rope and self.rope != "centered":
+            raise UserError(
+                f"model.rope={self.rope!r}: model.rope_shift, rope_jitter and rope_rescale "
+                'change positions that are "centered": set model.rope to that, or leave '
+                "them out"
+            )
+
+
 class Rotary(Position):
     """Angles of rows and columns, in the unit that the key `rope` names."""
+
+    @classmethod
+    def in_blocks(cls, config):
+        return f"model.rope={config.rope!r}"
 
     @staticmethod
     def check(config):

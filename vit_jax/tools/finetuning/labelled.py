@@ -68,7 +68,7 @@ class Labels:
     def transforms(self, given: Given, size: tuple[int, int]) -> dict[str, str]:
         if not given.keeps_aspect:
             return rule.transforms_of(given.images, given.preprocess, size)
-        patch = models.create(**given.pretrained.options).patch_size
+        patch = models.create(**given.pretrained.options).config.patch_size
         return rule.of_any_size(given.images, given.preprocess, size, patch)
 
     def choices(self, images: rule.Images, raw: Mapping) -> Choices:

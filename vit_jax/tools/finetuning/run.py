@@ -284,7 +284,7 @@ def choose(request: _Request, workdir: str) -> tuple[dict, dict[str, tuple[str, 
             f"--config.optim.name={name}: the rate is chosen for {kind.optimizer} alone; "
             "set --config.optim.learning_rate too"
         )
-    patch = models.create(**given.pretrained.options).patch_size
+    patch = models.create(**given.pretrained.options).config.patch_size
     side = rule.side_of(images, max(given.preprocess.image_size), patch)
     config_of = functools.partial(_config, given, request.model, others)
     epochs = rule.epochs_of(images, kind.most_epochs)

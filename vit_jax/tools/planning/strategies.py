@@ -10,13 +10,13 @@ from collections.abc import Iterator, Sequence
 from vit_jax.config import fields
 from vit_jax.distributed import mesh as meshes
 from vit_jax.errors import UserError
-from vit_jax.models import stacking
+from vit_jax.models import repetition
 from vit_jax.tools.planning import analysis
 from vit_jax.tools.planning.analysis import Analysis
 from vit_jax.training.config import TrainConfig, complete
 
 # From most memory to most recomputation.
-REMAT = tuple(stacking.REMAT_POLICIES)
+REMAT = tuple(repetition.REMAT_POLICIES)
 _DEFAULT = {"data": -1, "fsdp": 1, "model": 1}
 _WIDTHS = (11, 9, 5, 9, 9, 10, 9)
 HEADING = ("mesh", "remat", "scan", "GiB", "TFLOP", "MB sent", "floor ms")

@@ -140,7 +140,7 @@ def task(
 
 def usual_size(pretrained: Pretrained) -> tuple[int, int]:
     """Returns 384, 518 (H/14 in the paper) or the nearest multiple of the patch."""
-    patch = models.create(**pretrained.options).patch_size
+    patch = models.create(**pretrained.options).config.patch_size
     candidates = (384, 518, max(1, round(384 / patch)) * patch)
     side = next(size for size in candidates if size % patch == 0)
     return side, side

@@ -369,7 +369,7 @@ def to_their_arrays(
       UserError: transformers has no such network.
     """
     model = models.create(**pretrained.options)
-    options, names = {**model.options, "patch": model.patch_size}, family.names
+    options, names = {**model.options, "patch": model.config.patch_size}, family.names
     has = {name: (value,) for name, value in family.fixed.items()}
     if "register_tokens" in names:
         has["num_register_tokens"] = range(1_000)

@@ -290,7 +290,7 @@ def _encoder(
     flat = flatten_dict(pretrained.params, sep="/")
     notes = rewriting.store_positions(flat, options, model.grid)
     notes += rewriting.fold_layer_scale(flat, options)
-    options["patch"] = model.patch_size
+    options["patch"] = model.config.patch_size
     return tables.to_their_arrays(flat, names.table(options)), notes, options
 
 

@@ -339,7 +339,9 @@ def write(pretrained: Pretrained, folder: str | os.PathLike) -> list[str]:
     table = _text_table(about.depth, about.num_heads, bias=bias, shifted=shifted)
     arrays |= tables.to_their_arrays(flatten_dict(others, sep="/"), table)
     context_length = len(arrays["positional_embedding"])
-    config = _write_config(options | {"patch": model.patch_size}, about, context_length)
+    config = _write_config(
+        options | {"patch": model.config.patch_size}, about, context_length
+    )
     config["embed_dim"] = int(arrays[f"{_VISUAL}proj"].shape[1])
     if shifted:
         config["init_logit_bias"] = float(params[text.LOGIT_BIAS][0])
@@ -351,7 +353,7 @@ def write(pretrained: Pretrained, folder: str | os.PathLike) -> list[str]:
         sides = tuple(map(operator.add, options["image_size"], how.cut))
         config["vision_cfg"]["image_size"] = list(sides)
         written = _read_preprocess(
-            images, sides, options["image_size"], model.patch_size
+            images, sides, options["image_size"], model.config.patch_size
         )
         for name in ("interpolation", "crop_fraction", "short_side", "cut", "fill"):
             if (value := getattr(how, name)) != getattr(written, name):

@@ -329,7 +329,7 @@ def _image_size(
     rows: int, num_prefix_tokens: int, sizes: dict, facts: Facts, source: str
 ) -> tuple[tuple[int, int], int]:
     """Returns the image size for a number of position embeddings, and its patches."""
-    patch = models.create(**sizes, num_classes=0).patch_size
+    patch = models.create(**sizes, num_classes=0).config.patch_size
     # timm's prefix tokens have positions or none, and registers may have some too.
     registers = num_prefix_tokens + sizes.get("num_register_tokens", 0)
     image_size = facts.image_size

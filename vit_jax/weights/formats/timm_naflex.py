@@ -255,7 +255,7 @@ def write(pretrained: Pretrained, folder: str | os.PathLike) -> list[str]:
     """
     model = models.create(**pretrained.options)
     options = {"stage_depths": (), "stem_width": 0, **model.options}
-    options["patch"] = model.patch_size
+    options["patch"] = model.config.patch_size
     rewriting.check_network(options, "the writer of timm's NaFlexVit", _HAS)
     flat = flatten_dict(pretrained.params, sep="/")
     notes = rewriting.norm_every_token(flat, options)

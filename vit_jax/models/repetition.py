@@ -1,0 +1,197 @@
+"""Blocks as a scan, and what the backward pass computes again.
+
+Letters: B images, M tokens, D model width.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from vit_jax.config.fields import key
+from vit_jax.models.encoder import BLOCK, Block, BlockInputs, Encoder, run_block
+from vit_jax.models.encoder_config import EncoderConfig
+
+_policies = jax.checkpoint_policies
+
+
+def _save_attention(primitive, *args, **params) -> bool:
+    named = _policies.save_only_these_names("attention")(primitive, *args, **params)
+    # Results of cuDNN in jax.nn.dot_product_attention have no name.
+    return named or primitive.name.startswith("dot_product_attention_fwd")
+
+
+# Name -> policy of the values that are saved beside a block's input; others are recomputed.
+REMAT_POLICIES = {
+    "none": None,  # Saves all that the derivatives need.
+    "full": _policies.nothing_saveable,
+    # Saves the results of the six projections and dense layers.
+    "dots": _policies.dots_with_no_batch_dims_saveable,
+    # Saves the results of attention, so its kernel runs once.
+    "attention": _save_attention,
+}
+
+
+def wrap_remat(function: Callable, name: str, *, in_scan: bool) -> Callable:
+    """Applies a rematerialisation policy to a function.
+
+    Args:
+      function: function of a module and arrays, for flax.linen.remat.
+      name: a key of REMAT_POLICIES.
+      in_scan: whether `function` is the body of a scan, where XLA cannot merge recomputed
+        with earlier results.
+    """
+    if name == "none":
+        return function
+    return nn.remat(function, policy=REMAT_POLICIES[name], prevent_cse=not in_scan)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RepeatedConfig(EncoderConfig):
+    """An encoder whose blocks may be a scan, and computed again for derivatives."""
+
+    scan: bool | None = key(
+        False,
+        "Run the blocks as a scan: compiles faster, needs more memory. None: except on "
+        "GPUs without a remat_policy, where it moves half as many bytes again. `scan`, "
+        "`remat_policy` and `attention_impl` change neither results nor checkpoints.",
+        optional=True,
+        changes_result=False,
+    )
+    remat_policy: str = key(
+        "none",
+        "What the backward pass computes again, see models/repetition.py.",
+        choices=tuple(REMAT_POLICIES),
+        changes_result=False,
+    )
+
+    @property
+    def stacked(self) -> bool:
+        """Whether the blocks' parameters are in the layout of a scan."""
+        if self.scan is not None:
+            return self.scan
+        # What is recomputed one by one on a GPU is kept all the same (docs/decisions.md).
+        on_gpu = (self.platform or jax.default_backend()) == "gpu"
+        return not on_gpu or self.remat_policy != "none"
+
+
+class RepeatedEncoder(Encoder):
+    """An encoder that repeats its blocks as `RepeatedConfig` says."""
+
+    def run(
+        self, x: Float[Array, "B M D"], layers: Sequence[BlockInputs]
+    ) -> Float[Array, "B M D"]:
+        """Applies the blocks and the norm, see `Encoder`."""
+        config = self.config
+        if not config.stacked or self.is_initializing():
+            return super().run(x, layers)
+        if layers[-1].added is not None:  # `begin` has added those of the first.
+            zeros = jnp.zeros_like(layers[-1].added)
+            layers = [layers[0]._replace(added=zeros), *layers[1:]]
+        x = scan(config.block(config, name=BLOCK), x, layers, config)
+        return self.final_norm()(x)
+
+    def run_block(
+        self, block: Block, x: Float[Array, "B M D"], layer: BlockInputs
+    ) -> Float[Array, "B M D"]:
+        """Applies a block, see `Encoder`."""
+        policy = "none" if self.is_initializing() else self.config.remat_policy
+        return wrap_remat(run_block, policy, in_scan=False)(block, x, layer)
+
+
+def scan(
+    block: Block,
+    x: Float[Array, "B M D"],
+    layers: Sequence[BlockInputs],
+    config: RepeatedConfig,
+) -> Float[Array, "B M D"]:
+    """Runs equal blocks as a scan over stacked parameters; call it in a compact method.
+
+    Args:
+      block: block whose name is BLOCK.
+      x: tokens.
+      layers: other inputs of each block, trees of equal structure.
+      config: config of the encoder.
+    """
+
+    def run(block, x, layer):
+        return run_block(block, x, layer), None
+
+    rounds = config.dtype != "float32"
+    if rounds:
+        unround = functools.partial(_round, dtype=config.dtype)
+        run = nn.map_variables(run, "params", trans_in_fn=unround)
+    run = nn.scan(
+        wrap_remat(run, config.remat_policy, in_scan=True),
+        variable_axes={"params": 0},
+        length=config.depth,
+    )
+    if rounds:
+        split = functools.partial(_split_rounded, config=config)
+        run = nn.map_variables(run, "params", trans_in_fn=split)
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
+    return run(block, x, stacked)[0]
+
+
+class _Rounded(NamedTuple):
+    """A parameter of a product under a scan.
+
+    Attributes:
+      exact: float32 value, which gets no gradient.
+      rounded: value in the dtype of the computation, used for its gradient alone.
+    """
+
+    exact: Float[Array, "*S"]
+    rounded: Float[Array, "*S"]
+
+
+@jax.custom_vjp
+def _with_gradient_of(value, other):
+    """Returns `value`, whose gradient goes to `other` instead."""
+    return value
+
+
+_with_gradient_of.defvjp(
+    lambda value, other: (value, None), lambda _, grad: (jnp.zeros_like(grad), grad)
+)
+
+
+def _split_rounded(params: Mapping, config: object) -> Mapping:
+    """Separates the values of parameters of products from those that get gradients.
+
+    Products round their parameters to the dtype of the computation anyway. Gradients go
+    to parameters that are rounded before the scan, so it stacks gradients in that dtype,
+    not in float32. Values are rounded in the scan, so memory holds no rounded copy of
+    all blocks; without rematerialisation the scan would keep one in any case.
+    """
+
+    def split_leaf(path, leaf):
+        if any("LayerNorm" in key.key for key in path):
+            return leaf
+        rounded = leaf.astype(config.dtype)
+        if config.remat_policy == "none":
+            return rounded
+        return _Rounded(jax.lax.stop_gradient(leaf), rounded)
+
+    return jax.tree.map_with_path(split_leaf, params)
+
+
+def _round(params: Mapping, dtype: str) -> Mapping:
+    """Returns the parameters of one block, with those of products rounded."""
+
+    def round_leaf(leaf):
+        if not isinstance(leaf, _Rounded):
+            return leaf
+        # XLA would move a plain conversion out of the loop and round all blocks at once.
+        kind = jnp.finfo(dtype)
+        value = jax.lax.reduce_precision(leaf.exact, kind.nexp, kind.nmant)
+        return _with_gradient_of(value.astype(dtype), leaf.rounded)
+
+    return jax.tree.map(
+        round_leaf, params, is_leaf=lambda leaf: isinstance(leaf, _Rounded)
+    )
