@@ -60,7 +60,8 @@ class MergingConfig(ViTConfig):
 
     def check(self) -> None:
         super().check()
-        obstacle = next((kind.in_blocks(self) for kind in self.positions), "")
+        obstacles = (kind.in_blocks(self) for kind in self.positions)
+        obstacle = next(filter(None, obstacles), "")
         if self.token_merging and obstacle:
             raise UserError(
                 f"{self._merging} with {obstacle}: merged tokens have no position in the "
