@@ -136,7 +136,7 @@ def test_what_does_not_fit_is_a_user_error(make, data_config, folder):
     in_memory = open_source(grey, "train")
     for bad, other, match in (
         (gone, data, r"gone.*record \d+\) cannot be read \(.*No such"),
-        (label, data, r"cat.*\.png \(record.* has label 3, but data\.num_classes=3"),
+        (label, data, r"cat.*\.png \(record.* label 3, but data\.num_classes=3"),
         (source, small, r"data\.train_transform gives .* of 5x7x3.*13x17x3"),
         (in_memory, grey, r"data\.train_transform gives .* of 8x8x3.*13x17x3"),
         (source, large, r"transform: .*\.png \(record.*: crop of 99x99.*37x53"),

@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 from scipy import ndimage
 
-from vit_jax.data import imagenet, masks, pipeline
+from vit_jax.data import fields, imagenet, masks, pipeline
 from vit_jax.data.decode import DamagedImage
 from vit_jax.data.loader import Loader
 from vit_jax.data.masks import IGNORED
@@ -616,6 +616,7 @@ def test_a_batch_without_readable_rows_counts_for_nothing(with_masks):
     data = with_masks(train_transform="resize")
     parsed = parse.parse_train(data.train_transform, SIZE)
     shapes = {"image": (*SIZE, 3)}
-    loader = Loader(pairs(), data, "", parsed.host, shapes, with_masks=True)
+    made = fields.of(data, pairs())
+    loader = Loader(pairs(), data, "", parsed.host, shapes, fields=made)
     assert (loader.empty(2)["label_map"] == IGNORED).all()
     assert list(itertools.chain(loader.empty(2)["label_map"].shape)) == [2, *SIZE]

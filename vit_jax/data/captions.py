@@ -1,10 +1,5 @@
-"""Captions: the texts of images, as tokens of a batch.
+"""Captions of data sets: the texts of an image, of which a record has one or several."""
 
-With `data.caption_key` a record of a source has one or several under "text"; else the name
-of its class is put into prompts. Letters: T tokens.
-"""
-
-import dataclasses
 import functools
 import json
 import os
@@ -13,71 +8,13 @@ import zlib
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-from jaxtyping import Int
 
-from vit_jax.data import fingerprint, imagenet
-from vit_jax.data.config import DataConfig
+from vit_jax.data import fingerprint
 from vit_jax.data.decode import DamagedImage
-from vit_jax.data.tokenizer import open_tokenizer
 from vit_jax.errors import UserError
 
-TEXT = "text"  # Name of the tokens in a batch, and of the texts in a record.
+TEXT = "text"  # Their name in a record, and that of their tokens in a batch.
 _METADATA = "metadata.jsonl"
-
-
-@dataclasses.dataclass(frozen=True)
-class Captions:
-    """Makes the tokens of records; is sent to loader processes.
-
-    `class_names` are in label order, for prompts; empty where records have captions.
-    """
-
-    tokenizer: str
-    num_tokens: int
-    prompts: tuple[str, ...]
-    class_names: tuple[str, ...]
-
-    @classmethod
-    def of(cls, data: DataConfig, class_names: Sequence[str]) -> "Captions | None":
-        """Builds the captions of a training split; None without a tokenizer.
-
-        Raises:
-          UserError: there is neither a caption nor the name of a class.
-        """
-        if not data.tokenizer:
-            return None
-        names = () if data.caption_key else imagenet.in_words(class_names)
-        if not data.caption_key and not (data.has_labels and names):
-            raise UserError(
-                f"data.name={data.name!r} has no names of classes to make captions of: "
-                "set data.caption_key, the column of its captions, or data.num_classes "
-                "of a set whose classes have names"
-            )
-        return cls(data.tokenizer, data.num_tokens, data.prompts, names)
-
-    def __call__(
-        self, record: Mapping, rng: np.random.Generator
-    ) -> Int[np.ndarray, " T"]:
-        """Returns the tokens of one caption of a record, or of one prompt.
-
-        Raises:
-          DamagedImage: the record has no caption.
-        """
-        texts = record.get(TEXT, ())
-        if self.class_names:
-            name = self.class_names[record["label"]]
-            texts = [prompt.replace("{}", name) for prompt in self.prompts]
-        texts = [texts] if isinstance(texts, str) else list(texts)
-        if not texts:
-            raise DamagedImage("has no caption")
-        chosen = texts[int(rng.integers(len(texts)))] if len(texts) > 1 else texts[0]
-        return _tokens(self.tokenizer, chosen, self.num_tokens)
-
-
-# The same names come again and again, and captions in every epoch.
-@functools.lru_cache(maxsize=2**16)
-def _tokens(tokenizer: str, text: str, num_tokens: int) -> np.ndarray:
-    return open_tokenizer(tokenizer)([text], num_tokens)[0]
 
 
 @functools.lru_cache(maxsize=4)

@@ -146,6 +146,12 @@ class DataConfig(ReaderConfig):
         "Captions of a class without `caption_key`: texts with {} for its name, one of "
         "which is drawn for each image.",
     )
+    fields: tuple[str, ...] = key(
+        (),
+        'Fields of yours that a batch has besides, as ("my_module:Weather",); '
+        "docs/extending.md.",
+        like=("",),
+    )
     exclude: str = key("", "File of record ids, one per line, to leave out of `split`.")
     image_size: tuple[int, ...] = key(
         (224, 224), "Height and width that reach the model, in pixels.", at_least=1

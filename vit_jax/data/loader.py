@@ -6,14 +6,15 @@ Letters: b rows of a batch, B records.
 import copy
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
-from jaxtyping import Int16, Integer
+from jaxtyping import Integer
 
-from vit_jax.data import bands, decode, masks
-from vit_jax.data.captions import TEXT, Captions
+from vit_jax.data import bands, decode
 from vit_jax.data.config import DataConfig
-from vit_jax.data.sources.base import Source, check_label, name_of, read_record, warn
+from vit_jax.data.fields.base import Field
+from vit_jax.data.sources.base import Source, name_of, read_record, warn
 from vit_jax.data.transforms import host as host_transforms
 from vit_jax.data.transforms import parse
 from vit_jax.data.transforms.base import Transform
@@ -34,8 +35,7 @@ class Loader:
       key: config key of the transforms, for messages.
       ops: host transforms in order.
       shapes: name -> shape of each array made of an image.
-      captions: makes the tokens of captions; None: they are not read.
-      with_masks: whether label maps are loaded.
+      fields: what else a batch has of a record.
       damaged: records that were skipped.
     """
 
@@ -45,8 +45,7 @@ class Loader:
     ops: Sequence[Transform]
     shapes: dict[str, tuple[int, ...]]
     seed: int = 0
-    captions: Captions | None = None
-    with_masks: bool = False
+    fields: Sequence[Field] = ()
     damaged: set[int] = dataclasses.field(default_factory=set)
 
     @property
@@ -64,9 +63,11 @@ class Loader:
     @property
     def gathers(self) -> bool:
         """Whether a batch is one gather from memory."""
-        images, more = self.source.images, self.ops or self.captions or self.with_masks
+        images = self.source.images
         # Floats, fractions of white, are scaled one by one.
-        return images is not None and images.dtype != np.float32 and not more
+        if images is None or images.dtype == np.float32 or self.ops:
+            return False
+        return all(field.column(self.source) is not None for field in self.fields)
 
     def gather(self, records: Integer[np.ndarray, " B"]) -> Batch:
         """Returns a batch of records that lie in memory."""
@@ -74,22 +75,40 @@ class Loader:
         self._check_shapes({"image": images.shape[1:]}, "images")
         self._check_depth({"image": images}, "images")
         batch = {"image": images[records], "skipped": np.zeros(len(records), np.int32)}
-        if self.data.has_labels:
-            batch["label"] = self.source.labels[records].astype(np.int32)
+        for field in self.fields:
+            _, dtype = field.spec(images.shape[1:3])
+            batch[field.name] = field.column(self.source)[records].astype(dtype)
         return batch
+
+    def fill(self, batch: Batch, row: int, record: int, position: int) -> None:
+        """Loads a record into a row of a batch; see `load_next`."""
+        for name, values in self.load_next(record, position).items():
+            batch[name][row] = values
+
+    def load_next(self, record: int, position: int) -> Batch:
+        """Loads a record or, if damaged ones are skipped, the next readable one.
+
+        Returns:
+          The arrays of `load`, and "skipped", the number of damaged records before it.
+        """
+        examples = len(self.source)
+        for skipped in range(examples):
+            here = (record + skipped) % examples
+            try:
+                return self.load(here, position) | {"skipped": skipped}
+            except decode.DamagedImage as error:
+                self.refuse(here, error)
+        raise UserError(f"none of the {examples} records can be read")
 
     def load(self, record: int, position: int) -> Batch:
         """Reads and transforms a record; its position and the seed fix the random choices.
 
         Raises:
           DamagedImage: the record cannot be read.
-          UserError: the label, the mask or an array's shape contradicts the config.
+          UserError: a field, or the shape of an array, contradicts the config.
         """
         item = read_record(self.source, record)
         name = name_of(self.source, record)
-        label = {}
-        if self.data.has_labels:
-            label["label"] = self._label(item["label"], name)
         bits = np.random.Philox(
             key=np.array([self.seed % 2**64, _STREAM], np.uint64),
             counter=np.array([0, 0, 0, position], np.uint64),
@@ -97,46 +116,33 @@ class Loader:
         rng = np.random.Generator(bits)
         try:
             image, ops = self._open(record, item["image"], rng)
-            if self.with_masks:
-                label_map = masks.read(item["mask"], self.data, image.shape[:2])
-                image, label["label_map"] = self._transform_pair(image, label_map, rng)
-            else:
-                for op in ops:
-                    image = op(image, rng)
+            # Unknown where the first transform has read the file.
+            size = image.shape[:2] if ops is self.ops else None
+            values = {f.name: f.read(item, size) for f in self.fields}
+            image, values = self._transform(image, values, ops, rng)
+            rows = {f.name: f.row(values[f.name], rng) for f in self.fields}
         except host_transforms.TooSmall as error:
             raise UserError(f"{self.key}: {name}: {error}") from error
-        except UserError as error:  # Raised by a transform of the user's.
+        except UserError as error:  # Raised by a field, or a transform of the user's.
             raise UserError(f"{name}: {error}") from error
         arrays = image if isinstance(image, dict) else {"image": image}
         self._check_shapes({key: a.shape for key, a in arrays.items()}, name)
         self._check_depth(arrays, name)
-        if self.captions:
-            arrays[TEXT] = self.captions(item, rng)
-        return arrays | label
+        return arrays | rows
 
-    def _transform_pair(
-        self, image: np.ndarray, label_map: masks.LabelMap, rng: np.random.Generator
-    ) -> tuple[np.ndarray, Int16[np.ndarray, "h w"]]:
-        """Applies the transforms to an image, and those that move pixels to its mask."""
-        for op in self.ops:
-            same = copy.deepcopy(rng)  # For the same choices.
-            seen = (label_map,) if op.sees_mask else ()
+    def _transform(
+        self, image, values: dict[str, Any], ops: Sequence[Transform], rng
+    ) -> tuple[np.ndarray | dict[str, np.ndarray], dict[str, Any]]:
+        """Applies transforms to an image, and to the fields that they move."""
+        moved = [field for field in self.fields if field.moves]
+        for op in ops:
+            before = copy.deepcopy(rng) if moved else rng  # For the same choices.
+            seen = [values[f.name] for f in moved] if op.sees_mask else []
             image = op(image, rng, *seen)
-            if op.moves_pixels:
-                label_map = op(label_map, same, *seen)
-        return image, label_map[..., 0]
-
-    def _label(
-        self, label: int | Sequence[int], name: str
-    ) -> int | Integer[np.ndarray, " K"]:
-        """Returns the class, or 0 or 1 for each class."""
-        for each in label if self.data.multi_label else [label]:
-            check_label(each, self.data.num_classes, name)
-        if not self.data.multi_label:
-            return label
-        present = np.zeros(self.data.num_classes, np.int32)
-        present[list(label)] = 1
-        return present
+            for field in moved if op.moves_pixels else ():
+                value = values[field.name]
+                values[field.name] = field.move(value, op, copy.deepcopy(before))
+        return image, values
 
     def _open(
         self, record: int, data: bytes | np.ndarray, rng: np.random.Generator
@@ -153,7 +159,8 @@ class Loader:
             )
         form = bands.PixelFormat.of(self.data)
         by_op = encoded and self.ops and self.ops[0].from_file and form.is_decoded(data)
-        by_op = by_op and not self.with_masks  # The size of the image must be known.
+        # What moves with the pixels needs the size of the image.
+        by_op = by_op and not any(field.moves for field in self.fields)
         if by_op and not (tagged and exif):
             how = self.data.channels, rng, self.data.max_megapixels
             return self.ops[0].from_file(data, *how), self.ops[1:]
@@ -189,17 +196,9 @@ class Loader:
             name: np.zeros((rows // self.packs, *shape), self._dtype(name))
             for name, shape in self.shapes.items()
         }
-        if self.captions:
-            shape = rows, self.captions.num_tokens
-            arrays[TEXT] = np.zeros(shape, np.int32)
         arrays["skipped"] = np.zeros(rows, np.int32)
-        if self.with_masks:
-            shape = rows, *self.shapes["image"][:2]
-            arrays["label_map"] = np.full(shape, masks.IGNORED, np.int16)
-        if self.data.has_labels:
-            classes = (self.data.num_classes,) if self.data.multi_label else ()
-            arrays["label"] = np.zeros((rows, *classes), np.int32)
-        return arrays
+        size = self.shapes["image"][-3:-1]
+        return arrays | {f.name: f.empty(rows, size) for f in self.fields}
 
     def _dtype(self, array: str) -> str:
         return (

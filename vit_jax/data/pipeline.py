@@ -11,10 +11,10 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from vit_jax.data import bands, decode, masks, order, workers
-from vit_jax.data.captions import Captions
+from vit_jax.data import bands, decode, fields, order, workers
 from vit_jax.data.config import DEPTHS, DataConfig
 from vit_jax.data.loader import Batch, Loader
+from vit_jax.data.packed import PackedLoader
 from vit_jax.data.sources.base import Source, read_labels, warn
 from vit_jax.data.transforms import parse
 from vit_jax.errors import UserError
@@ -51,12 +51,9 @@ def train_batches(
     Returns:
       An iterator to be closed, of dicts: image (b, h, w, c) of `data.pixels`, or the
       arrays of the last host transform, each (b, ...), or fewer rows if images share
-      them; label int32 (b,), (b, classes) of
-      0 and 1 with `data.multi_label`, none without `data.has_labels`; label_map int16
-      (b, h, w) with `data.mask_key`, classes of the pixels or masks.IGNORED; text int32
-      (b, tokens) with `data.tokenizer`; index uint32 (b,), the position in the run
-      modulo 2**32; skipped int32 (b,), the number of damaged records that were skipped
-      to fill the row.
+      them; an array for each of the fields that the config asks for (data/fields), as
+      label int32 (b,); index uint32 (b,), the position in the run modulo 2**32; skipped
+      int32 (b,), the number of damaged records that were skipped to fill the row.
 
     Raises:
       UserError: a record is damaged or contradicts the config; raised by `next`.
@@ -66,17 +63,9 @@ def train_batches(
     parse.check_masks((*parsed.host, *parsed.device), data)
     in_memory = None if source.images is None else source.images.shape[1:3]
     shapes = parse.loaded_shapes(parsed, data.image_size, data.channels, in_memory)
-    captions = Captions.of(data, source.class_names)
-    loader = Loader(
-        source,
-        data,
-        "data.train_transform",
-        parsed.host,
-        shapes,
-        seed,
-        captions,
-        with_masks=bool(data.mask_key),
-    )
+    kind = PackedLoader if parsed.host and parsed.host[-1].packs > 1 else Loader
+    key, made = "data.train_transform", fields.of(data, source)
+    loader = kind(source, data, key, parsed.host, shapes, seed, made)
     loaders = [(loader, 1.0)]
     if parsed.host and parsed.host[-1].alternatives:
         alternatives = parsed.host[-1].alternatives()
@@ -124,8 +113,8 @@ def _some(source: Source) -> range:
 def try_training(source: Source, data: DataConfig) -> None:
     """Prepares the fewest training images; raises the errors of the batches of `train_batches`."""
     warn_of_dark(source, data)
-    if data.mask_key:
-        masks.warn_of_one_class(source, data, _some(source))
+    for field in fields.of(data, source):
+        field.inspect(source, _some(source))
     data = dataclasses.replace(data, num_workers=0, class_balance="")
     how = {"batch_size": parse.packs(data), "seed": 0, "start": 0, "stop": 1}
     with train_batches(source, data, **how) as batches:
@@ -161,7 +150,8 @@ def eval_batches(
     shapes = parse.loaded_shapes(
         parse.Transforms(tuple(host), ()), data.image_size, data.channels
     )
-    loader = Loader(source, data, "data.eval_transform", host, shapes)
+    made = fields.of(data, source, train=False)
+    loader = Loader(source, data, "data.eval_transform", host, shapes, fields=made)
     load = _EvalBatch(loader, batch_size, first, rows)
     return Batches(load, range(-(-len(source) // batch_size)), data)
 
@@ -211,29 +201,8 @@ class _TrainBatch:
             batch = loader.empty(self.rows)
             pairs = zip(records.tolist(), positions.tolist(), strict=True)
             for row, pair in enumerate(pairs):
-                if loader.packs > 1:
-                    self._load_share(loader, batch, row, *pair)
-                    continue
-                for name, values in _load(loader, *pair).items():
-                    batch[name][row] = values
+                loader.fill(batch, row, *pair)
         return {**batch, "index": positions.astype(np.uint32)}
-
-    @staticmethod
-    def _load_share(loader: Loader, batch: Batch, i: int, *pair: int) -> None:
-        """Loads image i of a batch behind those that it shares a row with."""
-        row, place = divmod(i, loader.packs)
-        strip, grids = batch["image"][row], batch["grids"][row]
-        side = strip.shape[1]
-        used = int(grids.prod(-1).sum())
-        left = len(strip) // side - used
-        one = loader.ending_in(loader.ops[-1].of_share(left, loader.packs - place))
-        for name, values in _load(one, *pair).items():
-            if name not in loader.shapes:
-                batch[name][i] = values
-            elif name == "grids":
-                grids[place] = values[0]
-            else:
-                strip[used * side :][: len(values)] = values
 
 
 def _drawn(seed: int, step: int, weights: Sequence[float]) -> int:
@@ -245,18 +214,6 @@ def _drawn(seed: int, step: int, weights: Sequence[float]) -> int:
     bounds = np.cumsum(weights)
     drawn = np.random.Generator(bits).random() * bounds[-1]
     return int(np.searchsorted(bounds, drawn, side="right"))
-
-
-def _load(loader: Loader, record: int, position: int) -> Batch:
-    """Loads a record or, if damaged ones are skipped, the next readable one."""
-    examples = len(loader.source)
-    for skipped in range(examples):
-        try:
-            here = (record + skipped) % examples
-            return loader.load(here, position) | {"skipped": skipped}
-        except decode.DamagedImage as error:
-            loader.refuse(here, error)
-    raise UserError(f"none of the {examples} records can be read")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Integer
 
 from vit_jax.config import fields
-from vit_jax.data import bands, captions
+from vit_jax.data import bands
 from vit_jax.data.config import DataConfig
 from vit_jax.data.decode import DamagedImage
 from vit_jax.data.fingerprint import Entries
@@ -96,7 +96,8 @@ class CustomSource(Source):
     def __getitem__(self, i: int) -> dict:
         with guarded(self.name, f" for record {i}"):
             item = self.source[i]
-            record = {key: item[key] for key in ("image", captions.TEXT) if key in item}
+            checked = ("label", "mask")
+            record = {key: item[key] for key in item if key not in checked}
             if self.with_masks:
                 if not isinstance(item.get("mask"), bytes | np.ndarray):
                     raise TypeError('"mask" is missing, or neither bytes nor an array')

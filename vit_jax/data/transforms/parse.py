@@ -22,6 +22,7 @@ from typing import NamedTuple
 import numpy as np
 
 from vit_jax.config import fields
+from vit_jax.data import fields as records
 from vit_jax.data.config import DataConfig
 from vit_jax.data.decode import DamagedImage
 from vit_jax.data.transforms import (
@@ -37,8 +38,6 @@ from vit_jax.errors import UserError
 # Host transforms by name; those of the device import JAX, see `all_transforms`.
 _HOST_MODULES = (host, naflex, randaugment, timm_randaugment, photometric_distortion)
 HOST_TRANSFORMS = {k: v for each in _HOST_MODULES for k, v in each.TRANSFORMS.items()}
-# Arrays of a batch that no host transform may make.
-_RESERVED = ("label", "text", "index", "skipped", "mask", "label_map")
 _OPTIONAL = (
     *("in_eval", "mixes_examples", "on_colors", "moves_pixels", "moves_masks"),
     *("sees_mask", "expand", "output_size", "output_shapes", "numbers", "packs"),
@@ -194,31 +193,12 @@ def in_words(shapes: Mapping[str, tuple[int, ...]]) -> str:
 
 def check_batch(spec: Mapping[str, object], data: DataConfig) -> None:
     """Checks that the loader makes the arrays of a task's `batch_spec`; else raises UserError."""
-    if "label" in spec and not data.num_classes:
-        raise UserError(
-            "data.num_classes=0: labels are not read, but this task learns from them: "
-            "set --config.data.num_classes to the number of classes"
-        )
-    if "label" in spec and data.mask_key:
-        raise UserError(
-            f"data.mask_key={data.mask_key!r}: masks are read in place of labels, but this "
-            "task learns from labels: set data.mask_key=''"
-        )
-    if "label_map" in spec and not data.mask_key:
-        raise UserError(
-            "data.mask_key='': masks are not read, but this task learns from them: set it "
-            "to the feature, column or folder of the masks"
-        )
-    if "text" in spec and not data.tokenizer:
-        raise UserError(
-            "data.tokenizer='': captions are not read, but this task learns from them: "
-            "set it to 'bytes', or to the folder or hf://owner/name of a tokenizer"
-        )
+    records.check(spec, data)
     transforms = parse_train(data.train_transform, data.image_size)
     check_masks((*transforms.host, *transforms.device), data)
     views = Transforms(transforms.host, ())  # The device may enlarge them.
     made = loaded_shapes(views, data.image_size, data.channels)
-    wanted = {k: v.shape[1:] for k, v in spec.items() if k not in _RESERVED}
+    wanted = {k: v.shape[1:] for k, v in spec.items() if k not in records.names(data)}
     dims = {name: len(shape) for name, shape in made.items()}
     if any(len(shape) != dims.get(name) for name, shape in wanted.items()):
         raise UserError(
@@ -321,11 +301,11 @@ def _check_host(spec: str, host: list) -> None:
             )
     for transform in host[-1:]:
         shapes = transform.output_shapes(3) if transform.output_shapes else ["image"]
-        if "image" not in shapes or set(shapes) & set(_RESERVED):
+        if "image" not in shapes or set(shapes) & set(records.RESERVED):
             raise UserError(
                 f"data.train_transform={spec!r}: {_name(transform)} returns "
                 f"{', '.join(shapes)}: one array must be called image, and none "
-                f"{', '.join(_RESERVED)}"
+                f"{', '.join(records.RESERVED)}"
             )
 
 

@@ -1,0 +1,81 @@
+"""What a batch has of a record besides the image."""
+
+import abc
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+
+from vit_jax.data.config import DataConfig
+from vit_jax.data.sources.base import Source
+from vit_jax.data.transforms.base import HostTransform
+
+
+@dataclasses.dataclass(frozen=True)
+class Field(abc.ABC):
+    """An array of a batch, with a row for each image; it is sent to loader processes.
+
+    Attributes:
+      name: name of the array in a batch.
+      blank: value of rows that nothing is read for.
+      in_eval: whether batches of evaluations have it, too.
+      moves: whether transforms that move pixels change it, as a mask; see `move`.
+    """
+
+    name: ClassVar[str]
+    blank: ClassVar[int] = 0
+    in_eval: ClassVar[bool] = False
+    moves: ClassVar[bool] = False
+
+    @classmethod
+    @abc.abstractmethod
+    def of(cls, data: DataConfig, source: Source) -> "Field | None":
+        """Returns the field of a split; None if the config does not ask for it.
+
+        Raises:
+          UserError: it cannot be made of these records.
+        """
+
+    @classmethod
+    def missing(cls, data: DataConfig) -> str:
+        """Returns why the config does not ask for it, and the remedy, for a message."""
+        raise NotImplementedError
+
+    @abc.abstractmethod
+    def spec(self, size: tuple[int, int]) -> tuple[tuple[int, ...], str]:
+        """Returns shape and dtype of a row; `size` is height and width of the image."""
+
+    @abc.abstractmethod
+    def read(self, record: Mapping[str, Any], size: tuple[int, int] | None) -> Any:
+        """Reads and checks the value of a record.
+
+        Args:
+          record: an item of a source.
+          size: height and width of its image before all transforms; None if unknown,
+            which it is not for a field that `moves`.
+
+        Raises:
+          DamagedImage: it cannot be read.
+          UserError: it contradicts the config; the loader adds the record's name.
+        """
+
+    def move(self, value: Any, op: HostTransform, rng: np.random.Generator) -> Any:
+        """Applies a transform; `rng` gives it the choices that it made for the image."""
+        return value
+
+    def row(self, value: Any, rng: np.random.Generator) -> Any:
+        """Returns the row of a batch; `rng` has drawn for the image, and draws for it."""
+        return value
+
+    def column(self, source: Source) -> np.ndarray | None:
+        """Returns the rows of all records if they lie in memory, else None."""
+        return None
+
+    def inspect(self, source: Source, records: Sequence[int]) -> None:
+        """Warns of what is odd in some records, before training begins."""
+
+    def empty(self, rows: int, size: tuple[int, int]) -> np.ndarray:
+        """Returns rows that nothing was read for; see `spec`."""
+        shape, dtype = self.spec(size)
+        return np.full((rows, *shape), self.blank, dtype)
