@@ -4,7 +4,7 @@ One line each: whether it is prepared in --data_dir (its version; "tfrecord" is
 prepared, but has to be converted; "-" is no set of TFDS), images to train on, classes,
 and how to get it. With names, also their splits and other config keys. Other sets need
 no entry here: any TFDS set, image folder, Parquet files and your sources can be
-read as well, see `SOURCES` in vit_jax/data/sources/base.py. Exit codes: 0 done, 2 bad
+read as well, see `SOURCES` in vit_jax/data/sources/__init__.py. Exit codes: 0 done, 2 bad
 input (one line says what).
 """
 
@@ -21,7 +21,7 @@ def main(flags: argparse.Namespace) -> int:
     """Prints the entries that the flags name; returns the exit code."""
     cli.refuse_overrides(flags, "listing data sets")
     from vit_jax.data import catalogue
-    from vit_jax.data.sources.open import SOURCES
+    from vit_jax.data.sources import SOURCES
 
     for name in flags.names:
         if name not in catalogue.ENTRIES:

@@ -28,7 +28,7 @@ class ReaderConfig:
     name: str = key(
         "",
         'Data set: a name of TFDS, such as "cifar10"; one of `SOURCES` in '
-        'vit_jax/data/sources/base.py; or "my_module:open_source", which runs the code '
+        'vit_jax/data/sources/__init__.py; or "my_module:open_source", which runs the code '
         "of that module.",
     )
     data_dir: str = key(

@@ -1,1 +1,36 @@
-"""Data sets: a file for each kind; open.py opens them."""
+"""Kinds of data sets by name, in files that are imported when needed; open.py opens them."""
+
+import re
+
+from vit_jax.config.fields import CUSTOM, Registry
+
+_HERE = "vit_jax.data.sources"
+
+# Names, for messages, of kinds of data sets -> `base.SourceType`.
+SOURCES = Registry(
+    {
+        "digits": f"{_HERE}.arrays:DIGITS",
+        "synthetic": f"{_HERE}.arrays:SYNTHETIC",
+        "in_memory": f"{_HERE}.arrays:ARRAYS",
+        "folder": f"{_HERE}.folder:FOLDER",
+        "objectnet": f"{_HERE}.folder:OBJECTNET",
+        "masks": f"{_HERE}.mask_folders:MASKS",
+        "table": f"{_HERE}.table:TABLE",
+        "parquet": f"{_HERE}.parquet:PARQUET",
+        "hf://datasets/owner/name": f"{_HERE}.parquet:HUB",
+        "vtab/...": f"{_HERE}.vtab:VTAB",
+        "my_module:open_source": f"{_HERE}.custom:CUSTOM",
+    }
+)
+# Regular expressions of `data.name`, where that is not the name of its kind.
+_PATTERNS = {
+    "hf://datasets/owner/name": "hf://datasets/.*",
+    "vtab/...": "vtab/.*",
+    "my_module:open_source": CUSTOM,
+}
+
+
+def key_of(name: str) -> str:
+    """Returns the key in SOURCES of a `data.name`; "" for a set of TFDS."""
+    keys = (key for key in SOURCES if re.fullmatch(_PATTERNS.get(key, key), name))
+    return next(keys, "")

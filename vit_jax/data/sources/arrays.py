@@ -18,7 +18,7 @@ from vit_jax.config import fields
 from vit_jax.data import bands, decode, splits
 from vit_jax.data.config import MAX_CHANNELS, DataConfig
 from vit_jax.data.fingerprint import Entries, in_memory
-from vit_jax.data.sources.base import SOURCES, Numbered, SourceType, read_all
+from vit_jax.data.sources.base import Numbered, SourceType, read_all
 from vit_jax.data.splits import Numbering
 from vit_jax.errors import UserError
 
@@ -357,17 +357,17 @@ def _in_memory(data: DataConfig, split: str) -> ArraySource:
     )
 
 
-SOURCES[IN_MEMORY] = SourceType(
+ARRAYS = SourceType(
     open=_in_memory,
     help="Arrays that `vit_jax.train` is given in Python.",
     needs_files=False,
 )
-SOURCES["digits"] = SourceType(
+DIGITS = SourceType(
     open=open_digits,
     help="8x8 handwritten digits, which come with scikit-learn.",
     needs_files=False,
 )
-SOURCES["synthetic"] = SourceType(
+SYNTHETIC = SourceType(
     open=_synthetic,
     help="Synthetic images of `data.image_size`, with labels or masks.",
     needs_files=False,

@@ -158,7 +158,6 @@ class SourceType:
       open: function from `config.data` and a split expression to the source. It raises
         NoSplit if the split does not exist; NoLabels if there are no labels and
         `data.has_labels`; UserError if the set does not exist or is damaged.
-      pattern: regular expression of its values of `data.name`; "" is its key in `SOURCES`.
       help: description for lists.
       needs_files: True if `data.data_dir` is read.
       generated: True if it makes any `data.num_examples` examples.
@@ -169,15 +168,10 @@ class SourceType:
 
     open: Callable[[DataConfig, str], Source]
     help: str
-    pattern: str = ""
     needs_files: bool = True
     generated: bool = False
     numbered: bool = True
     has_masks: bool = False
-
-
-# Keys are the names in messages. A `data.name` that no pattern matches is one of TFDS.
-SOURCES: dict[str, SourceType] = {}
 
 
 def name_of(source: Source, i: int) -> str:

@@ -17,7 +17,7 @@ from vit_jax.data.config import DataConfig
 from vit_jax.data.decode import DamagedImage
 from vit_jax.data.fingerprint import Entries
 from vit_jax.data.sources import arrays
-from vit_jax.data.sources.base import SOURCES, Source, SourceType
+from vit_jax.data.sources.base import Source, SourceType
 from vit_jax.data.splits import Numbering
 from vit_jax.errors import NoLabels, UserError
 
@@ -197,9 +197,8 @@ def guarded(name: str, during: str = "", known: tuple[type[Exception], ...] = ()
     return fields.guarded(f"data.name={name!r}", during, (*known, *damaged))
 
 
-SOURCES["my_module:open_source"] = SourceType(
+CUSTOM = SourceType(
     open=open_custom,
-    pattern=fields.CUSTOM,
     help="The source that your function returns.",
     has_masks=True,
     numbered=False,  # Its code may return anything.

@@ -26,7 +26,7 @@ from vit_jax.data.class_names import composed
 from vit_jax.data.config import DataConfig
 from vit_jax.data.fingerprint import Entries
 from vit_jax.data.imagenet import OBJECTNET_CLASSES
-from vit_jax.data.sources.base import SOURCES, Source, SourceType, warn, warn_of_twins
+from vit_jax.data.sources.base import Source, SourceType, warn, warn_of_twins
 from vit_jax.errors import NoLabels, NoSplit, UserError
 
 # Names of image files; the format is detected from the content.
@@ -498,12 +498,12 @@ def _objectnet(data: DataConfig, split: str) -> FolderSource:
     return open_folder(data.data_dir, split, split, only=tuple(OBJECTNET_CLASSES))
 
 
-SOURCES["folder"] = SourceType(
+FOLDER = SourceType(
     open=_folder_of_config,
     help="Image files, `data.data_dir`/SPLIT/CLASS/**; without labels SPLIT/**.",
     numbered=False,
 )
-SOURCES["objectnet"] = SourceType(
+OBJECTNET = SourceType(
     open=_objectnet,
     help="ObjectNet's folders of the classes that overlap ImageNet-1k.",
     numbered=False,

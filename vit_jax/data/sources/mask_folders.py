@@ -30,7 +30,7 @@ from jaxtyping import UInt8
 from vit_jax.data import class_names, masks, splits
 from vit_jax.data.config import DataConfig
 from vit_jax.data.sources import folder
-from vit_jax.data.sources.base import SOURCES, SourceType, warn
+from vit_jax.data.sources.base import SourceType, warn
 from vit_jax.data.sources.folder import WHOLE, FolderSource
 from vit_jax.errors import NoLabels, UserError
 
@@ -357,7 +357,7 @@ def _classes(root: pathlib.Path, data: DataConfig) -> tuple[tuple[str, ...], Col
     return tuple(map(str.strip, names)), tuple(map(tuple, colors))
 
 
-SOURCES["masks"] = SourceType(
+MASKS = SourceType(
     open=open_masks,
     help="Folders of images and of masks below `data.data_dir`; ADE20K, Cityscapes, VOC.",
     numbered=False,

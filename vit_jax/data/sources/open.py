@@ -19,17 +19,9 @@ from vit_jax import files
 from vit_jax.config.fields import is_custom
 from vit_jax.data.config import PLACE, DataConfig
 from vit_jax.data.fingerprint import Entries
-from vit_jax.data.sources import (  # noqa: F401 (for SOURCES)
-    custom,
-    folder,
-    mask_folders,
-    parquet,
-    table,
-    tfds,
-    vtab,
-)
+from vit_jax.data.sources import SOURCES, key_of
 from vit_jax.data.sources.arrays import ArraySource
-from vit_jax.data.sources.base import SOURCES, Derived, Source, SourceType, check_label
+from vit_jax.data.sources.base import Derived, Source, SourceType, check_label
 from vit_jax.errors import NoLabels, UserError
 
 # From a config, a split and the function that opens it to the source; innermost last.
@@ -90,9 +82,11 @@ def open_unchecked(data: DataConfig, split: str) -> Source:
 
 def source_type(name: str) -> SourceType:
     """Returns the kind of data set of a `data.name`."""
-    kinds = SOURCES.items()
-    found = (kind for key, kind in kinds if re.fullmatch(kind.pattern or key, name))
-    return next(found, tfds.TYPE)
+    if key := key_of(name):
+        return SOURCES[key]
+    from vit_jax.data.sources import tfds  # Sets of other kinds do not need it.
+
+    return tfds.TFDS
 
 
 def _check_classes(source: Source, data: DataConfig) -> None:

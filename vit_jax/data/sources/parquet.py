@@ -23,7 +23,7 @@ from vit_jax.data.config import DataConfig
 from vit_jax.data.decode import DamagedImage
 from vit_jax.data.fingerprint import Entries
 from vit_jax.data.sources.arrays import ArraySource, small_in_memory
-from vit_jax.data.sources.base import SOURCES, Numbered, SourceType, check_known
+from vit_jax.data.sources.base import Numbered, SourceType, check_known
 from vit_jax.errors import NoLabels, UserError
 from vit_jax.files import download_snapshot
 
@@ -357,12 +357,11 @@ def _ordered(split: str, paths: Sequence[pathlib.Path], name: str) -> list[str]:
     return [str(path) for path in paths]
 
 
-SOURCES["parquet"] = SourceType(
+PARQUET = SourceType(
     open=open_parquet, help="Parquet files below `data.data_dir`.", has_masks=True
 )
-SOURCES["hf://datasets/owner/name"] = SourceType(
+HUB = SourceType(
     open=open_parquet,
-    pattern=f"{_PREFIX}.*",
     help="Parquet files of a data set on the Hugging Face hub.",
     has_masks=True,
 )

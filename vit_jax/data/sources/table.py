@@ -28,7 +28,6 @@ from vit_jax.data import splits
 from vit_jax.data.class_names import composed
 from vit_jax.data.config import DataConfig
 from vit_jax.data.sources.base import (
-    SOURCES,
     SourceType,
     check_known,
     warn,
@@ -531,7 +530,7 @@ def _labels(data: DataConfig, row: _Row) -> list[str]:
     return list(dict.fromkeys(filter(None, map(text_of, values))))
 
 
-SOURCES["table"] = SourceType(
+TABLE = SourceType(
     open=open_table,
     help="Image files by a CSV, TSV, JSON or Parquet file, `data.data_dir`.",
     has_masks=True,

@@ -14,8 +14,9 @@ import numpy as np
 from vit_jax.data import captions, decode, splits
 from vit_jax.data.config import DataConfig
 from vit_jax.data.fingerprint import Entries
+from vit_jax.data.sources import SOURCES
 from vit_jax.data.sources.arrays import ArraySource, small_in_memory
-from vit_jax.data.sources.base import SOURCES, Numbered, SourceType, check_known
+from vit_jax.data.sources.base import Numbered, SourceType, check_known
 from vit_jax.errors import NoLabels, UserError
 
 
@@ -334,10 +335,9 @@ def _of_config(data: DataConfig, split: str) -> TfdsSource | ArraySource:
     return small_in_memory(open_tfds(*where, **more), data)
 
 
-# Not in SOURCES: it opens every name that no other source claims.
-TYPE = SourceType(
+# Not in SOURCES: it opens every name that no other kind has.
+TFDS = SourceType(
     open=_of_config,
-    pattern=".*",
     help="A prepared TFDS data set, as cifar10 or eurosat/rgb:2.0.0.",
     has_masks=True,
 )

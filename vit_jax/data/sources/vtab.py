@@ -15,7 +15,7 @@ from jaxtyping import UInt8
 from vit_jax.data import decode
 from vit_jax.data.config import DataConfig
 from vit_jax.data.sources.arrays import ArraySource, small_in_memory
-from vit_jax.data.sources.base import SOURCES, SourceType
+from vit_jax.data.sources.base import SourceType
 from vit_jax.data.sources.tfds import Feature, TfdsSource, find_prepared, open_tfds
 from vit_jax.errors import NoSplit, UserError
 
@@ -182,9 +182,8 @@ def open_task(data: DataConfig, split: str) -> TfdsSource | ArraySource:
     return small_in_memory(source, data)
 
 
-SOURCES["vtab/..."] = SourceType(
+VTAB = SourceType(
     open=open_task,
-    pattern="vtab/.*",
     help="A task of VTAB-1k, as vtab/clevr_count.",
     numbered=False,  # By TFDS's splits, not by those of the benchmark.
 )

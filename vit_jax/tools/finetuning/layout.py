@@ -21,9 +21,9 @@ from etils import epath
 from vit_jax.config import fields
 from vit_jax.data import catalogue, masks, splits
 from vit_jax.data.config import PLACE, DataConfig
-from vit_jax.data.sources import folder, mask_folders, parquet, table
+from vit_jax.data.sources import SOURCES, folder, mask_folders, parquet, table
 from vit_jax.data.sources.arrays import IN_MEMORY
-from vit_jax.data.sources.base import SOURCES, Source, read_labels
+from vit_jax.data.sources.base import Source, read_labels
 from vit_jax.data.sources.open import open_unchecked
 from vit_jax.data.splits import HELD_OUT, TEST, TRAIN, VALIDATION, first_of, held_out
 from vit_jax.errors import UserError

@@ -6,8 +6,7 @@ import re
 from collections.abc import Callable
 
 from vit_jax.data.config import MAX_MEGAPIXELS
-from vit_jax.data.sources import tfds as tfds_source
-from vit_jax.data.sources.open import source_type
+from vit_jax.data.sources import key_of
 from vit_jax.errors import UserError
 from vit_jax.tools.preparing.build import Job
 from vit_jax.tools.preparing.metadata import DatasetName
@@ -71,9 +70,6 @@ def new_name(text: str, source: pathlib.Path) -> DatasetName:
             f"{text.lower()}"
         )
     # Nor may a set of several configs, "vtab/one", be read as another source.
-    if any(
-        source_type(n) is not tfds_source.TYPE
-        for n in (name.dataset, f"{name.dataset}/")
-    ):
+    if any(key_of(n) for n in (name.dataset, f"{name.dataset}/")):
         raise UserError(f"--name={text} is the name of another source: choose another")
     return dataclasses.replace(name, version=name.version or _VERSION)
