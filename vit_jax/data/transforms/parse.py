@@ -17,7 +17,7 @@ import dataclasses
 import inspect
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 
@@ -38,11 +38,6 @@ from vit_jax.errors import UserError
 # Host transforms by name; those of the device import JAX, see `all_transforms`.
 _HOST_MODULES = (host, naflex, randaugment, timm_randaugment, photometric_distortion)
 HOST_TRANSFORMS = {k: v for each in _HOST_MODULES for k, v in each.TRANSFORMS.items()}
-_OPTIONAL = (
-    *("in_eval", "mixes_examples", "on_colors", "moves_pixels", "moves_masks"),
-    *("sees_mask", "expand", "output_size", "output_shapes", "numbers", "packs"),
-    "alternatives",
-)
 _CUSTOM = re.compile(
     r"(?P<name>[A-Za-z_][\w.]*:[A-Za-z_]\w*)\s*(?P<call>\(.*\))?", re.DOTALL
 )
@@ -56,17 +51,22 @@ class Transforms(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class CustomTransform(Transform):
-    """A transform of the user's module, whose errors begin with `where`."""
+class CustomTransform:
+    """A transform of the user's module, whose errors begin with `where`.
+
+    It has the attributes of `transform`, or else those of `Transform`.
+    """
+
+    from_file: ClassVar[None] = None  # Its errors could not be told from ours.
 
     where: str
     transform: object
 
-    def __post_init__(self):
-        object.__setattr__(self, "runs_on", self.transform.runs_on)
-        for name in _OPTIONAL:
-            member = getattr(self.transform, name, getattr(Transform, name))
-            object.__setattr__(self, name, member)
+    def __getattr__(self, name):
+        if name.startswith("__"):  # Pickle asks for some before there is a transform.
+            raise AttributeError(name)
+        owner = self.transform if hasattr(self.transform, name) else Transform
+        return getattr(owner, name)
 
     def __call__(self, image, *args):
         if self.runs_on == "host":
