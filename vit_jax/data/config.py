@@ -15,6 +15,7 @@ ESTIMATE = "estimate"
 DEPTHS = ("uint8", "uint16", "float32")
 MAX_CHANNELS = 512
 MAX_MASK_CLASSES = 2**15  # Masks are read as int16.
+IGNORED = -1  # In place of the class of a pixel that counts for none.
 # Of keys that say where and how fast a host reads, not what.
 OF_HOST = {"changes_result": False, "of_host": True}
 # Keys that say where the images of a data set are.

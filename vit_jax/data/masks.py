@@ -14,12 +14,11 @@ from jaxtyping import Int16, Integer, Num, UInt8
 from PIL import Image
 
 from vit_jax.data import bands, decode
-from vit_jax.data.config import MAX_MEGAPIXELS, DataConfig
+from vit_jax.data.config import IGNORED, MAX_MEGAPIXELS, DataConfig
 from vit_jax.data.decode import DamagedImage
 from vit_jax.data.sources.base import Source, name_of, read_record, warn
 from vit_jax.errors import UserError
 
-IGNORED = -1
 _OUT_OF_RANGE = -2
 
 LabelMap = Int16[np.ndarray, "H W 1"]

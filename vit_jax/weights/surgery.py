@@ -20,7 +20,6 @@ from vit_jax.distributed import sharding
 from vit_jax.errors import UserError
 from vit_jax.models import Model, flexivit, initializers, resizing, stacking
 from vit_jax.models.layers import CLASSIFIERS
-from vit_jax.models.merging import MergingConfig
 from vit_jax.weights import rewriting
 from vit_jax.weights.pretrained import (
     POSITIONS,
@@ -453,7 +452,7 @@ def fit_network(pretrained: Pretrained, preprocess: Preprocess) -> tuple[Model, 
     if not preprocess.max_tokens:
         model = source.at_size(preprocess.image_size)
     if count := pretrained.token_merging:
-        if not isinstance(model.config, MergingConfig):
+        if not hasattr(model.config, "token_merging"):
             raise UserError(
                 f"token_merging={count}: {model.options['variant']} has no attention "
                 "between all tokens: choose a Vision Transformer, or leave it out"
