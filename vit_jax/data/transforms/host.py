@@ -17,8 +17,7 @@ from PIL import Image
 
 from vit_jax.config.fields import key
 from vit_jax.data import decode
-from vit_jax.data.config import MAX_MEGAPIXELS
-from vit_jax.data.config import IGNORED
+from vit_jax.data.config import IGNORED, MAX_MEGAPIXELS
 from vit_jax.data.transforms.base import (
     Given,
     HostTransform,
