@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from vit_jax.config import reference
 from vit_jax.config.reference import KeyGroup
 from vit_jax.data.sources import tfds
-from vit_jax.data.sources.base import SOURCES
+from vit_jax.data.sources import SOURCES
 from vit_jax.data.transforms import parse
 
 
@@ -21,7 +21,7 @@ def markdown(cls: type) -> str:
 
 def _sources() -> list[str]:
     kinds = {f"`{name}`": kind for name, kind in sorted(SOURCES.items())}
-    kinds["any other name"] = tfds.TYPE
+    kinds["any other name"] = tfds.TFDS
     rows = [
         (name, "yes" if kind.needs_files else "no", kind.help)
         for name, kind in kinds.items()
