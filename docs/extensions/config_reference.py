@@ -4,8 +4,7 @@ from collections.abc import Sequence
 
 from vit_jax.config import reference
 from vit_jax.config.reference import KeyGroup
-from vit_jax.data.sources import tfds
-from vit_jax.data.sources import SOURCES
+from vit_jax.data.sources import SOURCES, tfds
 from vit_jax.data.transforms import parse
 
 
