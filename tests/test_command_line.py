@@ -197,10 +197,10 @@ def test_libtpu_is_not_heard_where_there_is_no_tpu(first):
 
 
 def test_help_lists_the_recipes_and_quick_is_announced(tmp_path, monkeypatch, capsys):
-    shown = command.load("train").parser().format_help()
+    shown = command.load("train").parser().help_text()
     assert re.search(r"^  digits +A small ViT from scratch", shown, re.MULTILINE)
     assert "eval/probe" not in shown
-    shown = command.load("evaluate").parser().format_help()
+    shown = command.load("evaluate").parser().help_text()
     assert "  eval/probe " in shown
 
     def train(*_, **__):

@@ -4,14 +4,16 @@ import re
 
 import pytest
 
+from vit_jax import cli
 from vit_jax.__main__ import COMMANDS, load
 from vit_jax.config import fields
+from vit_jax.errors import UserError
 from vit_jax.training.config import EvaluationConfig, TrainConfig
 from vit_jax.weights.formats import registry
 
 
-def help_of(verb):
-    return load(verb).parser().format_help()
+def help_of(verb, topic="all"):
+    return load(verb).parser().help_text(topic)
 
 
 @pytest.mark.parametrize(
@@ -24,7 +26,6 @@ def help_of(verb):
 )
 def test_help_lists_every_key_with_its_default(verb, cls):
     shown = help_of(verb)
-    assert "--config" in shown
     keys = set(re.findall(r"^  ([\w.]+)=", shown, re.MULTILINE))
     wanted = {
         f"{where}.{name}".strip(".")
@@ -46,18 +47,47 @@ def test_keys_of_a_choice_stand_under_its_name():
     assert "optim.momentum=0.9" in after
 
 
+def test_a_section_is_listed_by_itself():
+    whole, part = help_of("train"), help_of("train", "optim")
+    lines = part.splitlines()[2:]
+    assert "\n".join(lines) in whole
+    keys = re.findall(r"^  ([\w.]+)=", part, re.MULTILINE)
+    assert all(key.startswith("optim.") for key in keys)
+    assert {"optim.learning_rate", "optim.momentum"} <= {*keys}
+    assert help_of("train", "run").splitlines()[2].startswith("  name=")
+    with pytest.raises(UserError, match="--help=optin"):
+        help_of("train", "optin")
+
+
+def test_a_recipe_is_listed_with_what_it_sets(capsys):
+    parser = load("train").parser()
+    shown = {}
+    for words in (["--help"], ["--config=digits", "-h"], ["-h", "--config", "digits"]):
+        with pytest.raises(SystemExit) as end:
+            cli.parse(parser, words)
+        assert end.value.code == 0
+        shown[len(words), words[0]] = capsys.readouterr().out
+    plain, one, other = shown.values()
+    assert one == other
+    assert "--help=SECTION" in plain and "optim" in plain
+    assert len(plain.splitlines()) < 70
+    keys = re.findall(r"^  ([\w.]+)=(\S+)", one, re.MULTILINE)
+    assert ("epochs", "150.0") in keys and ("evals.test.split", "'test'") in keys
+    assert {"optim.b1", "seed", "total_steps"} & {*dict(keys)} == {"seed"}
+
+
 def test_a_verb_without_a_config_lists_no_keys():
     assert "config keys" not in help_of("predict")
 
 
 @pytest.mark.parametrize("verb", COMMANDS)
 def test_no_choice_is_listed_twice(verb):
-    for choices in re.findall(r"\{([^{}]*)\}", help_of(verb)):
+    for choices in re.findall(r"\{([^{}]*)\}", help_of(verb, "")):
         listed = re.split(r",\s*", choices)
         assert len(listed) == len(set(listed))
 
 
 def test_every_format_to_convert_to_is_listed_once():
-    before = help_of("convert").partition("Class names and preprocessing")[0]
+    before = help_of("convert", "").partition("Class names and preprocessing")[0]
     listed = re.findall(r"^  ([a-z_0-9]+)  +\w", before, re.MULTILINE)
     assert sorted(listed) == sorted(registry.WRITERS)

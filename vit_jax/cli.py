@@ -58,21 +58,38 @@ class Parser(argparse.ArgumentParser):
         keys: Mapping[str, str] = types.MappingProxyType({}),
         local: Sequence[str] = (),
     ):
-        super().__init__(
-            description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
-        )
+        form = argparse.RawDescriptionHelpFormatter
+        super().__init__(description=doc, formatter_class=form, add_help=False)
+        # `parse` shows it, which knows the recipe.
+        about = "show this, or the keys of the config: all, or those of a section"
+        how = {"nargs": "?", "metavar": "KEYS", "help": about}
+        if not config:
+            how = {"action": "store_true", "help": "show this"}
+        self.add_argument("-h", "--help", **how)
         self.add_argument("--debug", action="store_true", help="show tracebacks")
         self._config, self._recipes, self._keys = config, recipes, keys
         self._local = local
 
-    def format_help(self) -> str:
-        """Returns the text of --help: the flags, then the keys of the config."""
-        flags = super().format_help()
+    def help_text(self, topic: str = "", recipe: str = "") -> str:
+        """Returns the text of --help: the flags, the recipes, and keys of the config.
+
+        Args:
+          topic: "all" for all keys, or the section whose keys are shown; "" for those
+            that the recipe sets.
+          recipe: value of --config; "" without.
+
+        Raises:
+          UserError: there is no such section, or the recipe cannot be read.
+        """
+        flags = self.format_help()
         if not self._config:
             return flags
         from vit_jax.config import loading, reference
         from vit_jax.training import config
 
+        cls = getattr(config, self._config)
+        if topic:
+            return reference.text(cls, "" if topic == "all" else topic)
         titles = {
             name: title
             for name, title in loading.recipes().items()
@@ -86,7 +103,16 @@ class Parser(argparse.ArgumentParser):
             ]
             heading = "recipes, as --config=NAME or --config=NAME:ARGUMENT:"
             parts.append("\n".join([heading, *lines, ""]))
-        return "\n".join([*parts, reference.text(getattr(config, self._config))])
+        if recipe:
+            parts.append(reference.text_of(cls, recipe))
+        names = ", ".join(reference.sections(cls))
+        more = (
+            f"Each key of the config is a flag, as --config.seed=1. --help=SECTION lists "
+            f"the keys of {names}; --help=all lists all"
+        )
+        if titles and not recipe:
+            more += "; --config=RECIPE --help those that a recipe sets"
+        return "\n".join([*parts, textwrap.fill(f"{more}.", 88), ""])
 
     def check_places(self, flags: argparse.Namespace) -> None:
         """Raises UserError if a flag names a place that cannot be read or written."""
@@ -132,6 +158,11 @@ def parse(parser: Parser, argv: list[str] | None = None) -> argparse.Namespace:
 
     words, overrides = [], {}
     rest = list(sys.argv[1:] if argv is None else argv)
+    for word in rest:
+        name, _, topic = word.partition("=")
+        if name in ("-h", "--help"):
+            print(parser.help_text(topic, _recipe(rest)), end="")
+            sys.exit(0)
     while rest:
         word = rest.pop(0)
         if not word.startswith("--config."):
@@ -155,6 +186,17 @@ def parse(parser: Parser, argv: list[str] | None = None) -> argparse.Namespace:
 
         flags.model = workdir.at_step(flags.model, flags.step)
     return flags
+
+
+def _recipe(words: Sequence[str]) -> str:
+    """Returns the value of --config on a command line; "" without."""
+    pairs = zip(words, [*words[1:], ""], strict=True)
+    given = [
+        after if word == "--config" else word[9:]
+        for word, after in pairs
+        if word == "--config" or word.startswith("--config=")
+    ]
+    return given[-1] if given else ""
 
 
 def load_config(flags: argparse.Namespace):

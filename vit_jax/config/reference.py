@@ -1,11 +1,12 @@
 """All keys of a config with defaults and meanings, in groups: for --help and the docs."""
 
 import textwrap
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from vit_jax.config import fields
+from vit_jax.config import fields, loading
 from vit_jax.config.fields import Choice, Key, Named, Section
+from vit_jax.errors import UserError
 
 _WIDTH, _INDENT = 88, 34  # Columns of a line, and from where meanings stand.
 
@@ -92,10 +93,30 @@ def _meaning(about: Key) -> str:
     return " ".join([about.help, *(f"Only with `{words}`." for words in only)])
 
 
-def text(cls: type) -> str:
-    """Returns the keys of a config as lines of text, for --help."""
+RUN = "run"  # Name of the keys that stand in no section.
+
+
+def sections(cls: type) -> list[str]:
+    """Returns the names of the sections of a config, and RUN."""
+    about = fields.fields(cls).items()
+    return [RUN, *(name for name, each in about if isinstance(each, Section))]
+
+
+def text(cls: type, section: str = "") -> str:
+    """Returns the keys of a config, or of a section, as lines of text, for --help.
+
+    Raises:
+      UserError: there is no such section.
+    """
+    if section and section not in sections(cls):
+        raise UserError(
+            f"--help={section}: no section of the config; choose all or one of "
+            f"{', '.join(sections(cls))}"
+        )
     lines = ["config keys with their defaults, each a flag as --config.seed=1:"]
     for group in groups(cls):
+        if section and section != (group.section.partition(".")[0] or RUN):
+            continue
         title = group.section
         if group.name:
             title += f", {group.choice}={group.name}"
@@ -105,6 +126,32 @@ def text(cls: type) -> str:
         lines += ["", *textwrap.wrap(heading, _WIDTH)]
         lines += _lines(group.section, group.keys)
     return "\n".join(lines) + "\n"
+
+
+def text_of(cls: type, recipe: str) -> str:
+    """Returns the keys that a recipe sets as lines of text, for --help.
+
+    Raises:
+      UserError: the recipe cannot be read.
+    """
+    raw = loading.read(cls, recipe)
+    config = loading.complete(cls, raw)
+    lines = [f"keys that {recipe} sets:", ""]
+    for path, about, value in fields.walk(config):
+        if _is_set(raw, path):
+            *section, name = path
+            lines += _lines(".".join(section), {name: (value, _meaning(about))})
+    return "\n".join(lines) + "\n"
+
+
+def _is_set(raw: object, path: Sequence[str]) -> bool:
+    for name in path:
+        if not isinstance(raw, Mapping):
+            return True  # A text in the place of a section.
+        if name not in raw:
+            return False
+        raw = raw[name]
+    return True
 
 
 def _lines(section: str, keys: Mapping[str, tuple[object, str]]) -> Iterator[str]:

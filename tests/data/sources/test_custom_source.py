@@ -297,9 +297,10 @@ def test_labels_that_are_one_whole_number_are_taken(own, label, expected):
     assert source[0]["label"] == expected
 
 
-def test_captions_of_an_own_source_are_passed_on(own):
-    data = own("{'image': b'', 'label': 1, 'text': f'pair {i}', 'other': 1}")
-    assert open_source(data, "train")[2] == {"image": b"", "label": 1, "text": "pair 2"}
+def test_what_else_a_record_has_is_passed_on(own):
+    data = own("{'image': b'', 'label': 1, 'mask': b'', 'text': f'pair {i}', 'age': 1}")
+    wanted = {"image": b"", "label": 1, "text": "pair 2", "age": 1}
+    assert open_source(data, "train")[2] == wanted
 
 
 def test_other_methods_of_an_own_source_that_raise_are_one_line(own, tmp_path):
