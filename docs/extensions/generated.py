@@ -1,6 +1,5 @@
 """Puts what is generated into pages, and makes docstrings into what Sphinx reads."""
 
-import argparse
 import json
 import os
 import pathlib
@@ -58,7 +57,7 @@ def flags() -> str:
         parser = load(name).parser()
         parser.prog = f"vit_jax {name}"
         with mock.patch.dict(os.environ, COLUMNS="88"):
-            text = argparse.ArgumentParser.format_help(parser)
+            text = parser.format_help()
         parts.append(f"## {name}\n\n{line}.\n\n```text\n{text.strip()}\n```")
     return "\n\n".join(parts)
 
