@@ -66,9 +66,13 @@ def images_for(model):
     return rng.normal(size=(2, *model.image_shape)).astype(np.float32)
 
 
+_APPLY = {}  # Compiled, by the options: what is read back has those that were written.
+
+
 def ours(pretrained, images):
     model = models.create(**pretrained.options)
-    outputs = jax.jit(model.apply)(pretrained.params, images)
+    apply = _APPLY.setdefault(repr(model.options), jax.jit(model.apply))
+    outputs = apply(pretrained.params, images)
     return np.asarray(
         outputs["logits" if pretrained.options["num_classes"] else "pre_logits"]
     )
@@ -120,8 +124,9 @@ TIMM = {
 SLOW = {
     "R50+B/16": tiny("R50+B/16", image_size=(48, 64), channels=1),
     "R50x1": bit("R50x1"),
-    "R50x1, narrow, no classes": bit("R50x1", stem_width=32, num_classes=0),
-    "R101x1, narrow": bit("R101x1", stem_width=32, channels=1),
+    "R101x1, narrow, no classes": bit(
+        "R101x1", stem_width=32, channels=1, num_classes=0
+    ),
 }
 
 
