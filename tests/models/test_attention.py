@@ -72,7 +72,6 @@ def assert_plain(
     [
         (5, 7, 4),
         pytest.param(197, 197, 64, marks=pytest.mark.slow),
-        pytest.param(257, 257, 80, marks=pytest.mark.slow),
         pytest.param(1, 197, 64, marks=pytest.mark.slow),
     ],
 )
@@ -89,7 +88,6 @@ def test_einsums_are_plain_attention(way, dtype, n, m, width, lengths):
         (197, 64, "float32"),
         (197, 64, "bfloat16"),
         (257, 80, "float32"),
-        (257, 80, "bfloat16"),
         (256, 64, "float32"),
         (1025, 64, "float32"),
     ],
@@ -278,18 +276,18 @@ def test_tokens_are_padded_once_for_cudnn(monkeypatch):
     angles = jax.random.normal(jax.random.key(1), (1, 5, 4))
     positions = attention.Positions(angles=angles)
 
-    params = MultiHeadAttention(H).init(jax.random.key(2), x, x)
+    params = jax.jit(MultiHeadAttention(H).init)(jax.random.key(2), x, x)
 
     def attend(implementation, x):
         layer = MultiHeadAttention(H, "bfloat16", implementation)
         return layer.apply(params, x, x, positions).astype(jnp.float32)
 
-    results = [
-        (y, *vjp(jnp.cos(y)))
-        for y, vjp in (
-            jax.vjp(functools.partial(attend, name), x) for name in ("cudnn", "einsum")
-        )
-    ]
+    @functools.partial(jax.jit, static_argnums=0)
+    def value_and_gradient(implementation, x):
+        y, pull = jax.vjp(functools.partial(attend, implementation), x)
+        return y, *pull(jnp.cos(y))
+
+    results = [value_and_gradient(name, x) for name in ("cudnn", "einsum")]
     for a, b in zip(*results, strict=True):
         np.testing.assert_allclose(a, b, atol=0.03 * np.abs(b).max())
     # Queries' and keys' tokens, which are the same here, and the angles.

@@ -17,7 +17,7 @@ from vit_jax.models import cost, repetition, stacking
 
 TINY = {"width": 12, "depth": 3, "num_heads": 3, "mlp_dim": 20}
 KINDS = {
-    "plain": {"depth": 2},
+    "plain": {},
     "random": {"dropout": 0.2, "drop_path_rate": 0.5},
     "some rows": {
         "drop_path_rate": 0.5,
@@ -103,7 +103,9 @@ def test_a_scan_in_bfloat16_reads_exact_parameters_and_stacks_rounded_gradients(
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_scan_gives_the_values_and_gradients_of_unrolled_blocks(kind):
-    unrolled, scanned = (build(**KINDS[kind], scan=scan) for scan in (False, True))
+    unrolled, scanned = (
+        build(**KINDS[kind], depth=2, scan=scan) for scan in (False, True)
+    )
     params = draw_params(unrolled)
     expected, gradients = loss_and_gradients(unrolled, params)
     found, stacked = loss_and_gradients(scanned, stacking.stack(params))
@@ -137,7 +139,7 @@ def test_scan_in_bfloat16_is_as_near_to_float32_as_unrolled_blocks_are():
 
 @pytest.mark.slow
 def test_scan_starts_from_the_same_values():
-    unrolled, scanned = (build(scan=scan) for scan in (False, True))
+    unrolled, scanned = (build(depth=2, scan=scan) for scan in (False, True))
     params, stacked = (jax.jit(m.init)(jax.random.key(3)) for m in (unrolled, scanned))
     assert (unrolled.config.stacked, scanned.config.stacked) == (False, True)
     jax.tree.map(np.testing.assert_array_equal, stacking.stack(params), stacked)
@@ -146,7 +148,9 @@ def test_scan_starts_from_the_same_values():
 @pytest.mark.slow
 @pytest.mark.parametrize("scan", [False, True])
 def test_rematerialisation_changes_no_value_and_no_gradient(scan):
-    options = KINDS["random"] | {"scan": scan, "depth": 2}
+    # One block may be dropped only where rates are constant.
+    options = KINDS["random"] | {"scan": scan, "drop_path_schedule": "constant"}
+    options["depth"] = 2 if scan else 1
     plain = build(**options)
     params = draw_params(plain)
     expected = loss_and_gradients(plain, params)

@@ -46,6 +46,13 @@ def originals():
     return {version: (f.options, f.params) for version, f in found.items()}
 
 
+_APPLY = {}  # Compiled, by the options: cases differ in parameters too.
+
+
+def apply_of(model):
+    return _APPLY.setdefault(repr(model.options), jax.jit(model.apply))
+
+
 @pytest.mark.parametrize("sizes", [FEW, pytest.param(SIZES, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("case", "more", "limit"),
@@ -74,7 +81,7 @@ def test_logits_are_each_librarys(originals, sizes, case, more, limit):
         changed["image_size"] = tuple(map(int, size.split("x")))
         model = models.create(**options | changed)
         images = CASES[f"{size}/image"]
-        logits = jax.jit(model.apply)(unflatten_dict(params), images)["logits"]
+        logits = apply_of(model)(unflatten_dict(params), images)["logits"]
         np.testing.assert_allclose(logits, wanted, rtol=0, atol=limit)
         compared += 1
     assert compared == (5 if sizes == FEW else 18)

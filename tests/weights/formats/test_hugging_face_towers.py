@@ -240,7 +240,8 @@ def test_of_masked_image_modelling_the_encoder_is_read(tmp_path, case):
         tokens = getattr(network, attribute)(to_torch(images).float()).last_hidden_state
         if case == "BEiT":  # The norm behind the encoder is the only one.
             tokens = network.layernorm(tokens)
-    ours = model.apply(found.params, images.astype(np.float32))["pre_logits"]
+    apply = jax.jit(model.apply)
+    ours = apply(found.params, images.astype(np.float32))["pre_logits"]
     np.testing.assert_allclose(ours, tokens[:, 0], rtol=0, atol=1e-4)
 
 
@@ -321,7 +322,7 @@ def test_embeddings_and_logits_of_two_towers_are_those_of_transformers(tmp_path,
 
     theirs, found = run(network), weights.open_pretrained(tmp_path / "theirs")
     tower, model = text_tower(found), models.create(**found.options)
-    features = model.apply(found.params, jax.numpy.asarray(images))["pre_logits"]
+    features = jax.jit(model.apply)(found.params, images)["pre_logits"]
     ours = tower.embed_images(features)
     texts = tower.embed_tokens(tokens.astype(np.int32))
     np.testing.assert_allclose(ours, theirs.image_embeds.numpy(), atol=2e-6)

@@ -1,8 +1,10 @@
 """Programs of other runtimes, each run by its own runtime and compared with the network."""
 
 import dataclasses
+import functools
 import itertools
 import json
+import shutil
 import subprocess
 import sys
 
@@ -86,6 +88,26 @@ def written(pretrained, to, folder, **options):
     return RUNTIMES[to](folder)
 
 
+@pytest.fixture(scope="module")
+def program_of(tmp_path_factory):
+    """Writes the program of a network once; returns its folder and what runs it."""
+
+    @functools.cache
+    def write(to, variant="Ti/16"):
+        folder = tmp_path_factory.mktemp(to) / "out"
+        return folder, written(made(variant), to, folder)
+
+    return write
+
+
+@functools.cache
+def logits_of(variant):
+    """Returns the logits of three images by the network."""
+    found = np.asarray(prediction.Classifier(made(variant)).logits(images(3)))
+    assert np.abs(found).max() > 0.1
+    return found
+
+
 FAST = [("stablehlo", "Ti/16"), ("onnx", "Ti/16"), ("stablehlo", "Swin-T")]
 
 
@@ -97,28 +119,24 @@ FAST = [("stablehlo", "Ti/16"), ("onnx", "Ti/16"), ("stablehlo", "Swin-T")]
     ],
 )
 def test_every_network_gives_the_same_logits_for_any_number_of_images(
-    to, variant, tmp_path
+    to, variant, program_of
 ):
-    pretrained = made(variant)
-    run = written(pretrained, to, tmp_path / "out")
-    classifier = prediction.Classifier(pretrained)
+    _, run = program_of(to, variant)
     for count in (1, 3):
-        found = run(images(count))
-        wanted = np.asarray(classifier.logits(images(count)))
-        assert np.abs(wanted).max() > 0.1
+        found, wanted = run(images(3)[:count]), logits_of(variant)[:count]
         np.testing.assert_allclose(found["logits"], wanted, atol=1e-4)
         assert found["pre_logits"].shape[0] == count
 
 
 @pytest.mark.parametrize("to", RUNTIMES)
-def test_what_a_user_needs_beside_it_is_there(to, tmp_path):
-    run = written(made(), to, tmp_path)
-    how = json.loads((tmp_path / "preprocess.json").read_text())
+def test_what_a_user_needs_beside_it_is_there(to, program_of):
+    folder, run = program_of(to)
+    how = json.loads((folder / "preprocess.json").read_text())
     assert how["image_size"] == [64, 64]
     assert how["crop_fraction"] == 0.75
     assert how["outputs"] == ["logits", "pre_logits"] == list(run(images(1)))
     assert how["probabilities"] == "softmax"
-    assert (tmp_path / "labels.txt").read_text().splitlines()[6] == "class 6"
+    assert (folder / "labels.txt").read_text().splitlines()[6] == "class 6"
 
 
 @pytest.mark.parametrize("to", RUNTIMES)
@@ -162,20 +180,20 @@ def test_a_program_reads_images_of_any_size(to, options, tmp_path):
     rng = np.random.default_rng(0)
     sizes = [(30, 70), (64, 64), (90, 20)]
     images = [rng.integers(0, 256, (*size, 3), np.uint8) for size in sizes]
+    wanted = model(images)
     for some in (images, images[:1]):
         prepared = [prepare_image(image, model.preprocessing) for image in some]
         pixels, grids = map(np.stack, zip(*prepared, strict=True))
         assert pixels.shape == (len(some), 12 * 16, 16, 3)
         found = run(pixels, grids)["logits"]
-        np.testing.assert_allclose(found, model(some), atol=1e-4)
+        np.testing.assert_allclose(found, wanted[: len(some)], atol=1e-4)
     said = json.loads((tmp_path / "out" / "preprocess.json").read_text())
     assert (said["max_tokens"], said["patch"]) == (12, 16) and "grids" in said["input"]
 
 
-def test_one_program_replaces_another(tmp_path):
-    export.export(made(), "safetensors", tmp_path / "x.safetensors")
+def test_one_program_replaces_another(tmp_path, program_of):
     folder = tmp_path / "out"
-    written(made(), "stablehlo", folder)
+    shutil.copytree(program_of("stablehlo")[0], folder)
     (folder / "mine.txt").write_text("stays")
     with pytest.raises(UserError, match="add --overwrite"):
         written(made(), "stablehlo", folder)
@@ -213,17 +231,14 @@ def test_what_prepares_images_has_to_be_known():
         programs.build(unknown)
 
 
-@pytest.mark.parametrize(
-    ("head", "variant"),
-    [("linear", "Ti/16"), ("pyramid", "Ti/16"), ("pyramid", "Swin-T")],
-)
-@pytest.mark.parametrize("to", RUNTIMES)
-def test_a_head_for_masks_gives_the_logits_of_pixels(to, head, variant, tmp_path):
+@functools.cache
+def with_head(head, variant):
+    """Returns a network with a head for masks, and its label maps of three images."""
     backbone = made(variant, classes=0)
     model = models.create(**backbone.options)
     layers = (0, -1) if head == "pyramid" else (-1,)
     built = segmenter.build(model, head, layers, 12, num_classes=3)
-    params, means = jax.device_get(built.init(jax.random.key(0)))
+    params, means = jax.device_get(jax.jit(built.init)(jax.random.key(0)))
     task = {"name": "segmentation", "head": head, "layers": layers, "width": 12}
     pretrained = dataclasses.replace(
         backbone,
@@ -231,15 +246,24 @@ def test_a_head_for_masks_gives_the_logits_of_pixels(to, head, variant, tmp_path
         task_params={segmenter.PARAMS: params, segmenter.MEANS: means},
         class_names=("a", "b", "c"),
     )
-    run = written(pretrained, to, tmp_path / "out")
     classifier = label_maps.PixelClassifier(pretrained, PREPROCESS)
+    maps = classifier.label_maps(enumerate(images(3)), batch_size=3)
+    return pretrained, np.stack([label_map for _, label_map in maps])
+
+
+@pytest.mark.parametrize(
+    ("head", "variant"),
+    [("linear", "Ti/16"), ("pyramid", "Ti/16"), ("pyramid", "Swin-T")],
+)
+@pytest.mark.parametrize("to", RUNTIMES)
+def test_a_head_for_masks_gives_the_logits_of_pixels(to, head, variant, tmp_path):
+    pretrained, expected = with_head(head, variant)
+    run = written(pretrained, to, tmp_path / "out")
     for count in (1, 3):
-        batch = images(count)
-        outputs = run(batch)
+        outputs = run(images(3)[:count])
         assert outputs.keys() == {"logits"}
         assert outputs["logits"].shape == (count, 64, 64, 3)
-        maps = classifier.label_maps(enumerate(batch), batch_size=count)
-        expected = np.stack([label_map for _, label_map in maps])
         found = outputs["logits"].argmax(-1)
-        assert (found == expected).mean() > 0.999  # Rounding where two are equal.
+        # Rounding where two are equal.
+        assert (found == expected[:count]).mean() > 0.999
     assert (tmp_path / "out" / "labels.txt").read_text() == "a\nb\nc\n"
