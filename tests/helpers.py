@@ -127,6 +127,16 @@ def first_state(setup):
     return jax.device_put(state, setup.shardings)
 
 
+def write_workdir(config, workdir):
+    """Leaves the checkpoint of a run with parameters as of `draw_params`, without its steps."""
+    setup = loop.build_setup(config, workdir)
+    how = workdir, config, setup.source, setup.metadata
+    with Checkpointer(*how) as checkpoints:
+        state = first_state(setup)
+        state = state.replace(step=state.step + config.total_steps)
+        checkpoints.save(config.total_steps, setup.to_disk(state), seconds=1.0)
+
+
 def random_weights(model, source="made", seed=1, **fields):
     """Returns weights of a network, all of them normal random numbers."""
     leaves, tree = jax.tree.flatten(jax.eval_shape(model.init, jax.random.key(0)))
