@@ -30,6 +30,7 @@ import jax
 import numpy as np
 import pytest
 from absl import flags
+from jax.experimental.compilation_cache import compilation_cache
 from PIL import Image
 
 # The collector takes a sixth of the time otherwise: a trace is many small objects, all kept.
@@ -130,6 +131,15 @@ def _all_devices():
         patch.setattr(meshes, "create", create_on_one)
         patch.setattr(jax, "local_devices", lambda: local_devices()[:1])
         yield put_back
+
+
+@pytest.fixture(autouse=True)
+def _cache():
+    """Has the next test use the compilation cache, also after one on several devices."""
+    yield
+    if not jax.config.jax_enable_compilation_cache:
+        jax.config.update("jax_enable_compilation_cache", True)
+        compilation_cache.reset_cache()
 
 
 @pytest.fixture
