@@ -25,10 +25,12 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
+import flax
 import jax
 import numpy as np
 import pytest
 from absl import flags
+from jax.experimental.compilation_cache import compilation_cache
 from PIL import Image
 
 # The collector takes a sixth of the time otherwise: a trace is many small objects, all kept.
@@ -36,6 +38,34 @@ gc.set_threshold(10_000)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 if not flags.FLAGS.is_parsed():
     flags.FLAGS.mark_as_parsed()
+
+
+_param, _checked = flax.core.Scope.param, set()
+
+
+def _param_checked_once(self, name, init_fn, *args, unbox=True, **keys):
+    """Returns a parameter; its initialiser has shown once that it makes such a shape.
+
+    Flax evaluates the initialiser of each parameter in each trace, to compare the shapes:
+    that is half of the time of a trace.
+    """
+    if keys or not self.has_variable("params", name):
+        return _param(self, name, init_fn, *args, unbox=unbox, **keys)
+    value = self.get_variable("params", name)
+    case = init_fn, args, np.shape(value)
+    try:
+        known = case in _checked
+    except TypeError:  # It cannot be hashed.
+        return _param(self, name, init_fn, *args, unbox=unbox)
+    if not known:
+        value = _param(self, name, init_fn, *args, unbox=unbox)
+        _checked.add(case)
+        return value
+    self.reserve(name, "params")
+    return flax.core.meta.unbox(value) if unbox else value
+
+
+flax.core.Scope.param = _param_checked_once
 
 
 # One or a few tests of minutes each: begun last, they would keep one worker waiting.
@@ -52,19 +82,30 @@ def pytest_collection_modifyitems(items):
 # 65,530: a worker that went through thousands of programs died at the next. Traces and
 # programs of earlier tests had grown to 6 GB.
 _MOST_MAPS, _MOST_BYTES = 20_000, 2 << 30
+_most = {"bytes": _MOST_BYTES}
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _drop_programs():
-    """Frees the programs of earlier tests before the system has no room for more."""
+    """Frees the programs of earlier tests before the system has no room for more.
+
+    It takes seconds, and what is freed often stays with the process, for its next
+    programs: that alone is no reason to free again.
+    """
     yield
-    process = pathlib.Path("/proc/self")
-    if process.exists():
-        maps = (process / "maps").read_bytes().count(b"\n")
-        pages = int((process / "statm").read_text().split()[1])
-        if maps > _MOST_MAPS or pages * os.sysconf("SC_PAGE_SIZE") > _MOST_BYTES:
-            jax.clear_caches()
-            gc.collect()
+    if not pathlib.Path("/proc/self").exists():
+        return
+    maps = pathlib.Path("/proc/self/maps").read_bytes().count(b"\n")
+    if maps > _MOST_MAPS or _resident() > _most["bytes"]:
+        jax.clear_caches()
+        gc.collect()
+        _most["bytes"] = max(_MOST_BYTES, _resident() + _MOST_BYTES // 4)
+
+
+def _resident():
+    """Returns the bytes of memory that this process has."""
+    pages = int(pathlib.Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -90,6 +131,15 @@ def _all_devices():
         patch.setattr(meshes, "create", create_on_one)
         patch.setattr(jax, "local_devices", lambda: local_devices()[:1])
         yield put_back
+
+
+@pytest.fixture(autouse=True)
+def _cache():
+    """Has the next test use the compilation cache, also after one on several devices."""
+    yield
+    if not jax.config.jax_enable_compilation_cache:
+        jax.config.update("jax_enable_compilation_cache", True)
+        compilation_cache.reset_cache()
 
 
 @pytest.fixture

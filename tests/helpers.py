@@ -1,6 +1,7 @@
 """What tests share: recipes, a complete config, an image, what is done with a finished run."""
 
 import ast
+import collections
 import contextlib
 import json
 import math
@@ -20,8 +21,10 @@ import numpy as np
 
 from vit_jax import cli, models
 from vit_jax.__main__ import load
+from vit_jax.config import fields
+from vit_jax.models import stacking
 from vit_jax.training import config as configuration
-from vit_jax.training import loop, metric_writer, sweep
+from vit_jax.training import loop, metric_writer, sweep, train_state
 from vit_jax.training.checkpoint import Checkpointer
 from vit_jax.training.local_checkpoint import LocalCheckpointer
 from vit_jax.weights import Pretrained, export
@@ -87,16 +90,51 @@ def draw_params(model, seed=0):
 
     Kernels leave activations at about 1, scales are near 1, all others near 0.
     """
+    shapes = jax.eval_shape(model.init, jax.random.key(0))
+    return jax.tree.map(jnp.asarray, _drawn(shapes, seed))
+
+
+def _drawn(shapes, seed=0):
     rng = np.random.default_rng(seed)
 
     def draw(path, shape):
         noise = rng.normal(size=shape.shape).astype(shape.dtype)
         if path[-1].key == "kernel":
-            return jnp.asarray(noise / math.sqrt(math.prod(shape.shape[:-1])))
-        return jnp.asarray(0.3 * noise + (path[-1].key == "scale"))
+            return (noise / math.sqrt(math.prod(shape.shape[:-1]))).astype(shape.dtype)
+        return (0.3 * noise + (path[-1].key == "scale")).astype(shape.dtype)
 
-    shapes = jax.eval_shape(model.init, jax.random.key(0))
     return jax.tree_util.tree_map_with_path(draw, shapes)
+
+
+def first_state(setup):
+    """Returns a first state with parameters as of `draw_params`, the same on any mesh.
+
+    It is for optimisers and tasks whose own state begins with zeros.
+    """
+    shapes = setup.shapes
+    zeros = lambda tree: jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), tree)
+    separate = _drawn(jax.eval_shape(stacking.separate, shapes.params))
+    params = jax.device_get(stacking.join(separate, shapes.params))
+    average = None if shapes.average is None else jax.tree.map(np.copy, params)
+    state = train_state.TrainState(
+        step=np.zeros([], np.int32),
+        params=params,
+        opt_state=zeros(shapes.opt_state),
+        average=average,
+        extra=zeros(shapes.extra),
+        key=train_state.run_key(3),
+    )
+    return jax.device_put(state, setup.shardings)
+
+
+def write_workdir(config, workdir):
+    """Leaves the checkpoint of a run with parameters as of `draw_params`, without its steps."""
+    setup = loop.build_setup(config, workdir)
+    how = workdir, config, setup.source, setup.metadata
+    with Checkpointer(*how) as checkpoints:
+        state = first_state(setup)
+        state = state.replace(step=state.step + config.total_steps)
+        checkpoints.save(config.total_steps, setup.to_disk(state), seconds=1.0)
 
 
 def random_weights(model, source="made", seed=1, **fields):
@@ -117,12 +155,17 @@ def write_weights(path, class_names=(), preprocess=None, **options):
     export.export(found, "safetensors", path)
 
 
-_SETUPS = sweep.SweepSetups()
+_setups = collections.OrderedDict()
 
 
 def train(config, workdir, **more):
-    """Trains; a run after another with the same step takes its compiled step."""
-    return loop.train(config, workdir, setup=_SETUPS.build(config, workdir), **more)
+    """Trains; a run soon after another with the same step takes its compiled step."""
+    step = [[path, v] for path, about, v in fields.walk(config) if about.in_step]
+    setups = _setups.pop(key := json.dumps(step), None) or sweep.SweepSetups()
+    _setups[key] = setups
+    if len(_setups) > 6:
+        _setups.popitem(last=False)
+    return loop.train(config, workdir, setup=setups.build(config, workdir), **more)
 
 
 def begin(config, workdir):

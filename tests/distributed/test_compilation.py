@@ -3,10 +3,13 @@ import pathlib
 import zlib
 
 import jax
+import numpy as np
 import pytest
 from helpers import run_python
+from jax.experimental.compilation_cache import compilation_cache
 
 from vit_jax.distributed import compilation
+from vit_jax.distributed import mesh as meshes
 
 # Tells the note, the programs that were found, and how many were not.
 CODE = """
@@ -70,6 +73,21 @@ def told(monkeypatch, tmp_path):
     yield lambda: jax.config.jax_compilation_cache_dir
     for name, value in before.items():
         jax.config.update(name, value)
+
+
+def test_programs_of_several_cpu_devices_are_not_kept(told, tmp_path):
+    """Read back, those with a collective in a loop and one beside it would hang."""
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    compilation_cache.reset_cache()
+    for count, factor in ((1, 2.5), (8, 3.5)):
+        mesh = meshes.create(meshes.MeshConfig(), jax.devices()[:count])
+        place = meshes.replicated(mesh)
+        jax.jit(lambda x, f=factor: x * f, out_shardings=place)(np.ones(7))
+        assert bool(entries(tmp_path)) == (count == 1)
+        for path in tmp_path.iterdir():
+            path.unlink()
+    compilation_cache.reset_cache()
 
 
 def test_the_folder_is_the_users_own(told, tmp_path, monkeypatch):

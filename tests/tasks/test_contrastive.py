@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import begin, kill_after, tiny_config, train
+from helpers import begin, first_state, kill_after, tiny_config, train
 from jax.sharding import NamedSharding, PartitionSpec
 
 import vit_jax
@@ -111,14 +111,12 @@ def test_a_step_on_8_devices_is_that_on_1():
         "text": rng.integers(0, 258, (16, 9)).astype(np.int32),
         "index": np.arange(16, dtype=np.uint32),
     }
-    first, found = None, []
+    found = []
     for count in (1, 8):
         mesh = meshes.create(MeshConfig(), jax.devices()[:count])
         setup = train_step.build_train_setup(complete, mesh, 1_442)
-        first = first or jax.device_get(jax.jit(setup.init)())
-        create = jax.jit(setup.create, out_shardings=setup.shardings)
         batch = jax.device_put(batch, meshes.batched(mesh))
-        state, metrics = setup.train_step(create(*first), batch)
+        state, metrics = setup.train_step(first_state(setup), batch)
         found.append(jax.device_get((state.params, metrics)))
     for one, other in zip(*map(jax.tree.leaves, found), strict=True):
         np.testing.assert_allclose(one, other, atol=1e-5, rtol=1e-5)

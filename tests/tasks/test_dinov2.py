@@ -275,7 +275,6 @@ def test_schedules_have_their_own_start_end_and_length():
     [
         {},
         {"separate_heads": False, "centering": "center"},
-        {"variant": "C+Ti/4", "options": {"stem_widths": (8, 12)}},
     ],
 )
 def test_the_loss_is_the_weighted_sum_of_its_parts(keys):
@@ -313,6 +312,15 @@ def test_the_loss_is_the_weighted_sum_of_its_parts(keys):
         outputs, counted = hidden
         expected = 0.1 * outputs[counted].mean(0)
         np.testing.assert_allclose(new["patch_center"], expected, atol=1e-6)
+
+
+def test_crops_may_pass_through_a_stem_of_convolutions():
+    task = task_of(variant="C+Ti/4", options={"stem_widths": (8, 12)})
+    state = jax.eval_shape(task.init, jax.random.key(0))
+    batch = jax.eval_shape(task.prepare, task.batch_spec(4), jax.random.key(0))
+    lose = jax.grad(task.loss, has_aux=True)
+    grads, _ = jax.eval_shape(lose, *state, batch, jax.random.key(0))
+    assert "stem_conv_0" in grads["network"]
 
 
 # Gram anchoring.

@@ -4,7 +4,6 @@ import math
 import pathlib
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -98,7 +97,7 @@ def params_of(flat):
         "head": head_of(below(flat, "dino_head.")),
         "patch_head": head_of(below(flat, "ibot_head.")),
     }
-    return jax.tree.map(jnp.asarray, found)
+    return found
 
 
 # The same in PyTorch.
@@ -201,16 +200,36 @@ def layer_of(name):
     return 0 if any(n in name for n in names) else DEPTH + 1
 
 
-def groups_of(student):
-    """Returns parameter groups for AdamW, one a parameter, as theirs before fusing."""
-    groups = []
-    for name, value in student.items():
-        free = name.endswith(".bias") or "norm" in name or "gamma" in name
-        factor = DECAY ** (DEPTH + 1 - layer_of(name))
-        factor *= 0.2 if "patch_embed" in name else 1
-        about = {"factor": factor, "decays": not free, "name": name}
-        groups.append({"params": [value], **about})
-    return groups
+class AdamW:
+    """PyTorch's AdamW, each parameter with its own rate and decay, as theirs before fusing.
+
+    It is the function below `torch.optim.AdamW`, whose class imports PyTorch's compiler.
+    """
+
+    def __init__(self, torch, student):
+        self._function = pytest.importorskip("torch.optim.adamw").adamw
+        self._student, self._state = student, {}
+        for name, value in student.items():
+            zeros = [torch.zeros_like(value) for _ in range(2)]
+            self._state[name] = *zeros, torch.tensor(0.0)
+
+    def step(self, step, decay):
+        for name, value in self._student.items():
+            free = name.endswith(".bias") or "norm" in name or "gamma" in name
+            rate = RATE * DECAY ** (DEPTH + 1 - layer_of(name))
+            rate *= 0.2 if "patch_embed" in name else 1
+            rate *= not (step < 1 and "last_layer" in name)
+            first, second, count = self._state[name]
+            self._function(
+                *([value], [value.grad], [first], [second], [], [count]),
+                amsgrad=False,
+                beta1=0.9,
+                beta2=0.999,
+                lr=rate,
+                weight_decay=decay * (not free),
+                eps=1e-8,
+                maximize=False,
+            )
 
 
 def test_steps_equal_theirs():
@@ -218,8 +237,7 @@ def test_steps_equal_theirs():
     start = first_weights()
     tensors = {k: torch.tensor(v, requires_grad=True) for k, v in start.items()}
     teacher = {k: torch.tensor(v) for k, v in start.items()}
-    groups = groups_of(tensors)
-    adam = torch.optim.AdamW(groups, lr=RATE, betas=(0.9, 0.999))
+    adam = AdamW(torch, tensors)
 
     model = models.create(
         "Ti/4",
@@ -238,14 +256,24 @@ def test_steps_equal_theirs():
     data = DataConfig(image_size=(32, 32), num_classes=0, train_transform=crops)
     task = TASK.build(model, data, RUN)
     params = params_of(start)
-    _, extra = task.init(jax.random.key(0))
+    made, extra = jax.eval_shape(task.init, jax.random.key(0))
+    extra = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), extra)
     extra |= {"teacher": params_of(start)}
-    shapes = lambda tree: jax.tree.map(jnp.shape, tree)
-    assert shapes(params) == shapes(jax.eval_shape(task.init, jax.random.key(0))[0])
+    shapes = lambda tree: jax.tree.map(np.shape, tree)
+    assert shapes(params) == shapes(made)
     config = optim.AdamConfig(**OPTIM)
     rate = optim.learning_rate(config, RATE, RUN)
     tx = optim.optimizer(config, params, rate, RUN, model.config, "network")
-    state, differentiate = tx.init(params), jax.jit(jax.grad(task.loss, has_aux=True))
+    state, draw = jax.jit(tx.init)(params), jax.jit(task.masked)
+
+    @jax.jit
+    def take(params, extra, state, batch, step):
+        key, find = jax.random.key(step), jax.grad(task.loss, has_aux=True)
+        grads, (metrics, stats) = find(params, extra, batch, key)
+        updates, state = tx.update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+        extra = task.update(extra, params, stats, step + 1)
+        return params, extra, state, metrics["loss"]
 
     rng = np.random.default_rng(0)
     for step in range(STEPS):
@@ -254,38 +282,28 @@ def test_steps_equal_theirs():
         draws = block_masks.num_draws(64, exact=False)
         noise = rng.uniform(size=(B, 2, draws)).astype(np.float32)
         batch = {"image": large, "small_crops": small, "mask_noise": noise}
-        batch = jax.tree.map(jnp.asarray, batch)
-        masked = task.masked(batch)
-        mask = (
-            np.asarray(masked.mask).reshape(B, 2, 64).swapaxes(0, 1).reshape(2 * B, 64)
-        )
+        mask = np.asarray(draw(batch).mask)
+        mask = mask.reshape(B, 2, 64).swapaxes(0, 1).reshape(2 * B, 64)
 
         temperature = 0.04 + 0.03 * step / (STEPS - 1)
         views = [torch.tensor(x.transpose(1, 0, 4, 2, 3)) for x in (large, small)]
         given = *views, torch.tensor(mask), temperature
         loss = their_loss(torch, tensors, teacher, *given)
-        adam.zero_grad()
+        for value in tensors.values():
+            value.grad = None
         loss.backward()
         for part in ("backbone.", "dino_head.", "ibot_head."):
             torch.nn.utils.clip_grad_norm_(below(tensors, part).values(), 0.5)
         decay = 0.4 + 0.5 * (0.04 - 0.4) * (1 + math.cos(math.pi * step / STEPS))
-        for group in adam.param_groups:
-            frozen = step < 1 and "last_layer" in group["name"]
-            group["lr"] = 0.0 if frozen else RATE * group["factor"]
-            group["weight_decay"] = decay * group["decays"]
-        adam.step()
+        with torch.no_grad():
+            adam.step(step, decay)
         momentum = 1 + (0.8 - 1) * 0.5 * (1 + math.cos(math.pi * step / STEPS))
         with torch.no_grad():
             for name, value in teacher.items():
                 value.mul_(momentum).add_(tensors[name], alpha=1 - momentum)
 
-        grads, (metrics, stats) = differentiate(
-            params, extra, batch, jax.random.key(step)
-        )
-        assert float(metrics["loss"]) == pytest.approx(loss.item(), abs=1e-4)
-        updates, state = tx.update(grads, state, params)
-        params = optax.apply_updates(params, updates)
-        extra = task.update(extra, params, stats, jnp.asarray(step + 1, jnp.int32))
+        params, extra, state, found = take(params, extra, state, batch, step)
+        assert float(found) == pytest.approx(loss.item(), abs=1e-4)
         for found, theirs in ((params, tensors), (extra["teacher"], teacher)):
             flat = {k: v.detach().numpy().copy() for k, v in theirs.items()}
             expected = flatten_dict(params_of(flat), sep="/")

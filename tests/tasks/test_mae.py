@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict
-from helpers import tiny_config
+from helpers import tiny_config, write_workdir
 
 from vit_jax import models, weights
 from vit_jax.config.lengths import RunLength
@@ -18,7 +18,7 @@ from vit_jax.models import cost
 from vit_jax.models.positions.sincos2d import sincos2d
 from vit_jax.tasks import masking
 from vit_jax.tasks.mae import MaeConfig
-from vit_jax.training import loop, optim
+from vit_jax.training import optim
 from vit_jax.training.schedules import CosineConfig
 from vit_jax.weights.formats import tables, timm
 
@@ -244,7 +244,7 @@ def test_a_workdir_is_the_start_of_a_classifier_that_learns_positions(tmp_path):
         total_steps=1,
         evals={},
     )
-    loop.train(config, tmp_path)
+    write_workdir(config, tmp_path)
     found = weights.open_pretrained(tmp_path)
     assert "posembed_input" not in found.params["Transformer"]
     assert (found.task["name"], found.task_params) == ("mae", {})

@@ -11,7 +11,7 @@ import sys
 import jax
 import numpy as np
 import pytest
-from helpers import begin, evaluated, kill_after, tiny_config
+from helpers import begin, evaluated, kill_after, tiny_config, train, write_workdir
 from orbax.checkpoint import v1 as ocp
 
 from vit_jax import weights
@@ -126,9 +126,9 @@ def run(request, module, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def classifier(module, tmp_path_factory):
-    """Trains a classification and returns its workdir."""
+    """Returns the workdir of a classification."""
     workdir = tmp_path_factory.mktemp("runs") / "classification"
-    loop.train(config_of(name="", total_steps=1), workdir)
+    write_workdir(config_of(name="", total_steps=1, evals={}), workdir)
     return workdir
 
 
@@ -168,12 +168,12 @@ def test_what_is_handed_on_is_what_was_evaluated(run, tmp_path, capsys):
 def test_a_scan_and_a_resume_save_the_same(run, tmp_path):
     name, workdir, _ = run
     config = config_of(name, model={"scan": True})
-    scanned = loop.train(config, tmp_path)
+    scanned = train(config, tmp_path)
     one, other = (weights.open_pretrained(w).params for w in (workdir, tmp_path))
     assert jax.tree.structure(one) == jax.tree.structure(other)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), one, other)
     kill_after(1, tmp_path)
-    resumed = loop.train(config, tmp_path)
+    resumed = train(config, tmp_path)
     assert resumed["params_sha256"] == scanned["params_sha256"]
     _, state, _ = begin(config_of(name), workdir)
     assert_equal(state.params, stored(workdir, "params"))

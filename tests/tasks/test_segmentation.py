@@ -34,19 +34,15 @@ def config(**sections):
     task = {"name": "segmentation"} | sections.pop("task", {})
     data = {"num_classes": CLASSES, "mask_key": "mask", "image_size": (8, 16)}
     data |= sections.pop("data", {})
-    return tiny_config(
-        data=data,
-        task=task,
-        evals={"val": {"kind": "segmentation"}},
-        **sections,
-    )
+    evals = {"val": {"kind": "segmentation"}}
+    return tiny_config(data=data, task=task, **{"evals": evals} | sections)
 
 
 def long():
     return config(
         total_steps=60,
         log_every_steps=20,
-        checkpoint_every_steps=30,
+        checkpoint_every_steps=45,
         data={"train_transform": "scale_crop | flip | color_jitter"},
         task={"layers": (0, -1), "dice": 0.5},
         model={"variant": "Ti/2", "depth": 2},
@@ -65,7 +61,7 @@ def trained(tmp_path_factory):
 def test_a_run_that_was_killed_ends_with_the_same_bits(trained, tmp_path):
     workdir, whole = trained
     killed = shutil.copytree(workdir, tmp_path / "killed")
-    kill_after(30, killed)
+    kill_after(45, killed)
     again = train(long(), killed)
     assert again["params_sha256"] == whole["params_sha256"]
     assert again["final"] == whole["final"]
@@ -150,7 +146,8 @@ def test_eight_devices_with_split_parameters_train_and_count_as_one(tmp_path):
 
 
 def test_a_frozen_network_is_left_as_it_was_and_needs_less(tmp_path):
-    loop.train(config(task={"frozen": True}), tmp_path / "run")
+    short = {"total_steps": 1, "evals": {}}
+    loop.train(config(task={"frozen": True}, **short), tmp_path / "run")
     stored = weights.open_pretrained(str(tmp_path / "run"), with_task=True)
     assert stored.task_params.keys() == {"segmenter", "segmenter_means"}
     task = config(task={"frozen": True})

@@ -164,21 +164,22 @@ def swin():
 def test_a_swin_transformer_is_trained_as_in_the_original(swin):
     model, params, batch = swin
     task = build(swin, mask_unit=8)
-    (predicted, _), features = jax.jit(
-        lambda: (
-            task.predict(params, batch),
-            model.encode(params["network"], batch["image"]),
-        )
-    )()
+
+    def loss(params):
+        return task.loss(params, None, batch, jax.random.key(0))[0]
+
+    @jax.jit
+    def compute(params):
+        predicted, _ = task.predict(params, batch)
+        features = model.encode(params["network"], batch["image"])
+        return predicted, features, jax.value_and_grad(loss)(params)
+
+    predicted, features, (value, grads) = compute(params)
     assert features.shape == (2, 64, 32)
     images = masking.unpatchify(predicted, (8, 8), 4)
     expected = IO["swin/reconstruction"].transpose(0, 2, 3, 1)
     np.testing.assert_allclose(images, expected, rtol=0, atol=1e-5)
 
-    def loss(params):
-        return task.loss(params, None, batch, jax.random.key(0))[0]
-
-    value, grads = jax.jit(jax.value_and_grad(loss))(params)
     assert float(value) == pytest.approx(float(IO["swin/loss"]), abs=1e-5)
     expected = IO["swin/grad/encoder.mask_token"]
     np.testing.assert_allclose(grads["mask_token"], expected, rtol=0, atol=1e-5)

@@ -169,7 +169,8 @@ def test_a_folder_without_classes_is_learnt_from_and_evaluated(tmp_path):
     data = {"name": "folder", "data_dir": str(images), "num_examples": 11}
     pets = KNN | {"name": "folder", "data_dir": str(tmp_path / "pets")}
     evals = {"knn": pets, "task": {"kind": "task"}}
-    report = loop.train(config(evals=evals, data=data), tmp_path / "run")
+    task = {"name": "masked_patch"}
+    report = loop.train(config(evals=evals, data=data, task=task), tmp_path / "run")
     assert np.isfinite(report["final"]["task"]["params"]["loss"])
     assert report["final"]["knn"]["params"]["top1"] in (0, 0.5, 1)
     with pytest.raises(UserError, match=r"evals.val: .* but the model has 0 classes"):

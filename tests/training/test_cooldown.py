@@ -11,6 +11,7 @@ def config(total_steps, **keys):
         total_steps=total_steps,
         optim={"schedule": schedule, "warmup_steps": 1},
         checkpoint={"max_to_keep": 9},
+        evals={},
         **keys,
     )
 

@@ -6,7 +6,7 @@ import pathlib
 import jax
 import numpy as np
 import pytest
-from helpers import tiny_config
+from helpers import first_state, tiny_config
 from test_train_setup import DEEP, SCAN, assert_equal, build
 
 from vit_jax.config import fields
@@ -45,7 +45,7 @@ def test_a_checkpoint_is_restored_on_any_mesh(saved, others, tmp_path, monkeypat
     monkeypatch.syspath_prepend(ROOT / "docs" / "examples")
     config, _, program = program_of(saved)
     # Numbers that tell one element from another, also where a start has zeros.
-    state = jax.jit(_distinct, out_shardings=program.shardings)(program.initial_state())
+    state = jax.jit(_distinct, out_shardings=program.shardings)(first_state(program))
     assert state.extra["centers"].any()
     state = state.replace(step=state.step + 7)
     disk = jax.device_get(program.to_disk(state))

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import tiny_config
+from helpers import tiny_config, train
 
 from vit_jax import models, weights
 from vit_jax.config import fields
@@ -64,7 +64,7 @@ def test_a_run_goes_on_with_scan_toggled(runs, tmp_path):
     shutil.copytree(workdir, tmp_path / "run")
     shutil.rmtree(tmp_path / "run" / workdirs.FOLDER / "6")
     assert workdirs.steps(tmp_path / "run") == [3]
-    loop.train(setting(scan=True), tmp_path / "run")
+    train(setting(scan=True), tmp_path / "run")
     assert_near(stored(tmp_path / "run"), stored(workdir))
 
 
@@ -74,7 +74,7 @@ def test_toggling_alone_changes_no_bit(runs, tmp_path):
     workdir, report = runs(False)
     shutil.copytree(workdir, tmp_path / "run")
     (tmp_path / "run" / "report.json").unlink()
-    again = loop.train(setting(scan=True), tmp_path / "run")
+    again = train(setting(scan=True), tmp_path / "run")
     assert again["params_sha256"] == report["params_sha256"]
 
 

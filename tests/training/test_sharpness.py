@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import kill_after, tiny_config, train
+from helpers import first_state, kill_after, tiny_config, train
 
 from vit_jax.config.lengths import RunLength
 from vit_jax.distributed import mesh as meshes
@@ -154,7 +154,7 @@ def run(devices=1, fsdp=1, **keys):
     count = devices * fsdp
     mesh = meshes.create(MeshConfig(data=devices, fsdp=fsdp), jax.devices()[:count])
     program = train_step.build_train_setup(config, mesh, num_examples=20)
-    state = program.initial_state()
+    state = first_state(program)
     rng = np.random.default_rng(0)
     batch = {
         "image": rng.integers(0, 256, (B, 8, 12, 3), np.uint8),

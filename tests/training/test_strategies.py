@@ -6,7 +6,7 @@ import math
 import jax
 import numpy as np
 import pytest
-from helpers import tiny_config
+from helpers import first_state, tiny_config
 
 from vit_jax.config import fields
 from vit_jax.distributed import mesh as meshes
@@ -59,7 +59,7 @@ def batch(program, mesh):
 def train(sizes, steps=STEPS, **options):
     """Returns the state after some steps as it is on disk, and the last metrics."""
     program, mesh = build(sizes, **options)
-    state, images = program.initial_state(), batch(program, mesh)
+    state, images = first_state(program), batch(program, mesh)
     for _ in range(steps):
         state, metrics = program.train_step(state, images)
     return jax.device_get((program.to_disk(state), metrics))

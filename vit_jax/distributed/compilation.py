@@ -10,8 +10,10 @@ import functools
 import os
 import pathlib
 import zlib
+from collections.abc import Sequence
 
 import jax
+from jax.experimental.compilation_cache import compilation_cache
 
 from vit_jax import files
 
@@ -95,6 +97,23 @@ def enable_cache(folder: str = AUTO) -> str:
         if name.upper() not in os.environ:
             jax.config.update(name, value)
     return ""
+
+
+def disable_cache_of_split_cpu(devices: Sequence) -> None:
+    """Disables the cache in a process whose programs are split over several CPU devices.
+
+    A program that XLA for CPUs reads back has lost the order between the collectives in a
+    loop and those beside it. Devices that begin with different ones wait for each other
+    until XLA ends the process.
+
+    Args:
+      devices: devices of a mesh.
+    """
+    cpus = [device for device in devices if device.platform == "cpu"]
+    mine = [cpu for cpu in cpus if cpu.process_index == jax.process_index()]
+    if len(mine) > 1 and jax.config.jax_enable_compilation_cache:
+        jax.config.update("jax_enable_compilation_cache", False)
+        compilation_cache.reset_cache()  # JAX asks the setting once.
 
 
 def _default() -> pathlib.Path:

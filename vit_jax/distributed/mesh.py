@@ -12,6 +12,7 @@ from jax.experimental import mesh_utils, multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from vit_jax.config.fields import key
+from vit_jax.distributed import compilation
 from vit_jax.errors import UserError
 
 # In the order of their traffic, least first: devices that are neighbours along the last
@@ -65,6 +66,7 @@ def create(config: MeshConfig, devices: Sequence | None = None) -> Mesh:
       UserError: the sizes do not multiply to the number of devices or of slices.
     """
     devices = list(jax.devices() if devices is None else devices)
+    compilation.disable_cache_of_split_cpu(devices)
     axis_types = (AxisType.Auto,) * len(AXES)
     return Mesh(arrange(config, devices), AXES, axis_types=axis_types)
 

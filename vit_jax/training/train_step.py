@@ -181,6 +181,8 @@ def build_train_setup(
     batch_spec = _check_task(task, config)
     notes = (*task.notes, *_check_microbatches(task, config, splits))
 
+    # Inlined, so that programs are the same; traced once for shapes and first state.
+    @functools.partial(jax.jit, inline=True)
     def init():
         return task.init(init_key(config.seed))
 
