@@ -171,6 +171,28 @@ def _report_ends(statuses):
         os.close(fd)
 
 
+def _keep_programs_of_all():
+    """Lets every process write its programs for several processes to JAX's cache.
+
+    On CPUs each process has another key for such a program, and JAX lets only the first
+    one write: all others compiled the same program again at each start.
+    """
+    from jax._src import compilation_cache, compiler, distributed
+
+    compile_first = compiler._compile_and_write_cache
+
+    def compile_and_write(backend, computation, devices, options, callbacks, name, key):
+        program = compile_first(
+            backend, computation, devices, options, callbacks, name, key
+        )
+        me = distributed.global_state.process_id
+        if me and any(device.process_index != me for device in devices):
+            compilation_cache.put_executable_and_time(key, name, program, backend, 1)
+        return program
+
+    compiler._compile_and_write_cache = compile_and_write
+
+
 def _become(order, descriptors):
     """Makes this child what `python -m` would have started."""
     if order["session"]:
@@ -205,6 +227,7 @@ if __name__ == "__main__":
     sys.path[0] = str(ROOT)
     for name in _IMPORTS:
         importlib.import_module(name)
+    _keep_programs_of_all()
     gc.collect()
     gc.freeze()  # Otherwise collections would copy what is shared.
     with socket.socket(fileno=int(sys.argv[1])) as connection:

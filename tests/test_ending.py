@@ -219,17 +219,17 @@ def test_loader_processes_that_end_while_they_start_end_a_run(train, number):
 @LINUX
 @pytest.mark.slow
 def test_all_hosts_save_and_end_when_one_loses_a_loader_or_all_get_ctrl_c(train):
-    one, two = runs = train(2, "--config.data.num_workers=2")
+    one, two = runs = train(2)
     hosts.wait_for(one, "step 10/")
     os.kill(loaders(two)[0], signal.SIGKILL)
     for run in runs:
         assert re.match(
             r"a loader process was killed by SIGKILL, .* memory: step \d+ of 1000000 is "
-            r"saved in .*; lower data.num_workers \(now 2\)",
+            r"saved in .*; lower data.num_workers \(now 1\)",
             last_line(run, 75),
         )
         assert_gone(run)
-    one, two = runs = train(2)
+    one, two = runs = train(2, "--config.data.num_workers=0")
     hosts.wait_for(one, "step .* loss")
     for run in runs:
         os.killpg(run.pid, signal.SIGINT)
