@@ -1,3 +1,4 @@
+import functools
 import math
 
 import flax.linen as nn
@@ -19,21 +20,18 @@ def test_self_attention_agrees_with_flax_on_the_same_parameters():
         MultiHeadAttention(num_heads=H),
         nn.MultiHeadDotProductAttention(H),
     )
-    params = reference.init(jax.random.key(1), x, x)
-    np.testing.assert_allclose(
-        ours.apply(params, x, x), reference.apply(params, x, x), rtol=1e-5, atol=1e-6
-    )
+    params = jax.jit(reference.init)(jax.random.key(1), x, x)
+    found, expected = (jax.jit(one.apply)(params, x, x) for one in (ours, reference))
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_layer_norm_agrees_with_flax_and_with_the_gradient_that_jax_derives():
     keys = jax.random.split(jax.random.key(0), 4)
     x, g = (3 * jax.random.normal(k, (B, N, 6)) + 2 for k in keys[:2])
     ours, reference = layers.LayerNorm(epsilon=1e-3), nn.LayerNorm(epsilon=1e-3)
-    params = reference.init(keys[2], x)
-    assert jax.tree.map(jnp.shape, ours.init(keys[2], x)) == jax.tree.map(
-        jnp.shape, params
-    )
-    params = jax.tree.map(lambda p: p + jax.random.normal(keys[3], p.shape), params)
+    params, own = (jax.eval_shape(m.init, keys[2], x) for m in (reference, ours))
+    assert own == params
+    params = jax.tree.map(lambda p: jax.random.normal(keys[3], p.shape), params)
     values = [jax.jit(one.apply)(params, x) for one in (ours, reference)]
     np.testing.assert_allclose(*values, atol=1e-5)
     grads = [
@@ -122,7 +120,7 @@ def test_the_gradient_of_a_branch_reaches_the_kept_images_alone():
         drawn = grouped_depth.draw(8, 0.5, 8, jax.random.key(2))
         return drawn.add(x, factor * drawn.take(x)).sum()
 
-    to_x = jax.grad(of)(x, 3.0)
+    to_x = jax.device_get(jax.jit(jax.grad(of))(x, 3.0))
     kept = np.isclose(to_x[:, 0, 0], 1 + 2 * 3.0)
     assert kept.sum() == 4 and np.isclose(to_x[~kept], 1).all()
 
@@ -150,12 +148,8 @@ def test_approximate_gelu_and_its_derivative_agree_with_those_of_flax():
 
 def test_dropout_keeps_elements_at_random():
     rate, shape = 0.3, (64, 50, 320)
-    masks = np.stack(
-        [
-            np.asarray(kernels.dropout(jnp.ones(shape), rate, jax.random.key(seed))) > 0
-            for seed in range(4)
-        ]
-    )
+    draw = jax.jit(lambda key: kernels.dropout(jnp.ones(shape), rate, key) > 0)
+    masks = np.stack([draw(jax.random.key(seed)) for seed in range(4)])
     deviation = math.sqrt(rate * (1 - rate))
 
     def check(values, count):  # Means of `count` independent elements.
@@ -198,19 +192,19 @@ def test_dropout_scales_what_it_keeps_and_does_not_depend_on_the_mesh():
 
 def test_patch_embedding_is_a_convolution():
     images = jax.random.normal(jax.random.key(0), (2, 9, 13, 3))
-    ours, reference = layers.PatchEmbedding(5, 4), nn.Conv(5, (4, 4), (4, 4), "VALID")
-    params = ours.init(jax.random.key(1), images)
-    jax.tree.map(
-        np.testing.assert_array_equal, params, reference.init(jax.random.key(1), images)
-    )
+    both = layers.PatchEmbedding(5, 4), nn.Conv(5, (4, 4), (4, 4), "VALID")
+    params, others = (jax.jit(m.init)(jax.random.key(1), images) for m in both)
+    jax.tree.map(np.testing.assert_array_equal, params, others)
 
-    def loss(module, params, images):
-        return (module.apply(params, images) ** 2).sum()
+    @functools.partial(jax.jit, static_argnums=0)
+    def value_and_gradients(module, params, images):
+        y, pull = jax.vjp(module.apply, params, images)
+        return y, pull(2 * y)
 
-    expected = reference.apply(params, images)
-    assert expected.shape == (2, 2, 3, 5)
-    np.testing.assert_allclose(ours.apply(params, images), expected, atol=1e-5)
+    found, expected = (value_and_gradients(m, params, images) for m in both)
+    assert expected[0].shape == (2, 2, 3, 5)
+    np.testing.assert_allclose(found[0], expected[0], atol=1e-5)
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5),
-        *(jax.grad(loss, (1, 2))(m, params, images) for m in (ours, reference)),
+        *(found[1], expected[1]),
     )

@@ -411,8 +411,7 @@ def small(name):
         return {"img_size": 64, "embed_dim": 64, "num_heads": 2, "depth": 1}
     side = 56 if "patch14" in name else 64
     width = 48 if "giant_patch14" in name else 64  # Gated MLPs have an even width.
-    depth = 2 if "mixed" in name else 1  # Whose rotary frequencies differ by block.
-    return {"img_size": side, "embed_dim": width, "num_heads": 2, "depth": depth}
+    return {"img_size": side, "embed_dim": width, "num_heads": 2, "depth": 2}
 
 
 @pytest.mark.slow
