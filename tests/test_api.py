@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import run_python
+from helpers import TINY, run_python, write_weights
 from PIL import Image
 
 import vit_jax
@@ -206,7 +206,11 @@ def test_arrays_are_fine_tuned_without_a_workdir(place, monkeypatch):
 
 
 @pytest.mark.slow
-def test_callbacks_see_a_run_without_a_workdir_and_its_resumption(place):
+def test_callbacks_see_a_run_without_a_workdir_and_its_resumption(
+    tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    recipe = str(ROOT / "configs" / "digits.py")
     seen = []
 
     class Everything(vit_jax.Callback):
@@ -243,20 +247,19 @@ def test_callbacks_see_a_run_without_a_workdir_and_its_resumption(place):
     }
     pairs = {"train": (NOISE, LABELS), "test": (NOISE[:9], LABELS[:9])}
     given = dict(data=pairs, callbacks=[Everything()], **keys)
-    before = {*pathlib.Path("runs").iterdir()}
     with pytest.raises(RuntimeError, match="as a kill would"):
-        vit_jax.train("configs/digits.py", **given)
-    (new,) = {*pathlib.Path("runs").iterdir()} - before
+        vit_jax.train(recipe, **given)
+    (new,) = pathlib.Path("runs").iterdir()
     assert new.name.startswith("digits-")
     assert seen == [("begin", 0, 6), ("log", 1), ("log", 2), ("checkpoint", 2)]
     seen.clear()
     stops = False
-    vit_jax.train("configs/digits.py", new, **given)
+    vit_jax.train(recipe, new, **given)
     assert seen[0] == ("begin", 2, 6) and seen[-1] == ("end", 6)
     assert ("evaluate", 6) in seen and ("checkpoint", 4) in seen
     changed = {**pairs, "train": (NOISE[::-1], LABELS)}
     with pytest.raises(vit_jax.UserError, match="data"):
-        vit_jax.train("configs/digits.py", new, data=changed, **keys)
+        vit_jax.train(recipe, new, data=changed, **keys)
 
 
 def test_arrays_are_not_found_by_a_command(place):
@@ -282,20 +285,25 @@ def test_callbacks_of_other_hosts_ask_for_it(monkeypatch):
     assert (Here.count, Everywhere.count) == (0, 1)
 
 
-def test_features_of_any_layer_in_batches(place):
-    model = vit_jax.load_model("runs/digits", tell=lambda line: None)
-    images = NOISE[:35]  # More than a batch.
+def test_features_of_any_layer_in_batches(tmp_path):
+    sizes = TINY | {"variant": "Ti/2", "depth": 2, "num_classes": 3, "channels": 1}
+    path = tmp_path / "two.safetensors"
+    write_weights(path, "abc", image_size=(8, 8), **sizes)
+    model = vit_jax.load_model(path, tell=lambda line: None)
+    images = NOISE[:11]
     prepared = model.preprocess(images)
-    layers = model.model.layer_features(model.params, prepared, (0,), norm=False)
-    (found,) = model.features(images, layers=(0,), norm=False, tokens="patches")
-    assert found.shape == (35, 4, 4, 48) and isinstance(found, np.ndarray)
+    of_first = functools.partial(model.model.layer_features, layers=(0,), norm=False)
+    layers = jax.jit(of_first)(model.params, prepared)
+    more = {"batch_size": 4}  # The last batch is not full.
+    (found,) = model.features(images, layers=(0,), norm=False, tokens="patches", **more)
+    assert found.shape == (11, 4, 4, 12) and isinstance(found, np.ndarray)
     np.testing.assert_allclose(found, layers[0], atol=1e-5)
     (flat,) = model.features(images, layers=[-1], tokens="patches", reshape=False)
     patches = model.features(images, tokens="patches")
     np.testing.assert_allclose(flat, patches.reshape(flat.shape), atol=1e-6)
-    fewer = model.features(images, tokens="patches", batch_size=9)
+    fewer = model.features(images, tokens="patches", **more)
     np.testing.assert_allclose(fewer, patches, atol=1e-5)
-    alone = [model.features(one, tokens="patches")[0] for one in images[:2]]
-    np.testing.assert_allclose(alone, patches[:2], atol=1e-5)
+    alone = model.features(images[0], tokens="patches")[0]
+    np.testing.assert_allclose(alone, patches[0], atol=1e-5)
     model.params = jax.tree.map(lambda x: 0 * x, model.params)
     assert not model.features(images, tokens="patches").any()

@@ -22,11 +22,12 @@ from vit_jax.weights import workdir as workdirs
 pytestmark = pytest.mark.slow
 # 27,005 parameters: a checkpoint takes half a megabyte.
 LINES = (
-    "c.total_steps, c.batch_size, c.data.num_examples = 400, 8, 64",
+    "c.total_steps, c.batch_size, c.data.num_examples = 300, 8, 64",
     'c.model.mlp_dim, c.evals = 1_000, dict(val="val")',
     "c.log_every_steps, c.checkpoint_every_steps = 10, 20",
 )
 BIG = 100_000  # Bytes: room for what is small beside a checkpoint.
+UNSAVED = "--config.checkpoint_every_steps=1000"  # But at the end.
 
 
 class Job:
@@ -85,8 +86,8 @@ def steps_of(run):
 def test_one_host_of_two_that_cannot_write_is_loud_and_the_next_save_succeeds(
     recipe, tmp_path
 ):
-    words = ["--config.total_steps=200"]  # Two hosts take their time.
-    undisturbed = Job(recipe, tmp_path / "undisturbed", 2, words)
+    words = ["--config.total_steps=120"]  # Two hosts take their time.
+    undisturbed = Job(recipe, tmp_path / "undisturbed", 2, [*words, UNSAVED])
     undisturbed.end(0)
     job = Job(recipe, tmp_path / "run", 2, words)
     job.limit(1, BIG)
@@ -98,7 +99,7 @@ def test_one_host_of_two_that_cannot_write_is_loud_and_the_next_save_succeeds(
     for part in ("File too large", "training continues", "process 1 of 2"):
         assert all(part in line for line in lines), lines
     assert len({line.split("step ")[1].split()[0] for line in lines}) == len(lines)
-    assert steps_of(tmp_path / "run") == ["180", "200"]
+    assert steps_of(tmp_path / "run") == ["100", "120"]
     runs = tmp_path / "run", tmp_path / "undisturbed"
     assert len({hosts.sha256_of(run) for run in runs}) == 1
 
@@ -153,7 +154,7 @@ def fill(folder):
 @pytest.fixture(scope="module")
 def undisturbed(recipe, tmp_path_factory):
     workdir = tmp_path_factory.mktemp("runs") / "undisturbed"
-    Job(recipe, workdir).end(0)
+    Job(recipe, workdir, words=[UNSAVED]).end(0)
     return hosts.sha256_of(workdir)
 
 
@@ -174,7 +175,7 @@ def test_a_disk_that_goes_bad_under_a_run_and_recovers_costs_nothing(
         run.mkdir()
         (run / "checkpoints").symlink_to(tmp_path / "disk")
     job = Job(recipe, run)
-    job.wait_for("step 50/400")
+    job.wait_for("step 50/300")
     if sealed:
         disk("ro,size=9m")
     else:
@@ -190,12 +191,12 @@ def test_a_disk_that_goes_bad_under_a_run_and_recovers_costs_nothing(
     assert re.search(says, line)
     assert "is safe in" in line
     assert "Traceback" not in text
-    assert steps_of(run) == ["380", "400"]
+    assert steps_of(run) == ["280", "300"]
     assert hosts.sha256_of(run) == undisturbed
     # Metrics that could not be written at the time were written later, in order.
     lines = (run / "metrics.jsonl").read_text().splitlines()
     steps = [json.loads(line)["step"] for line in lines if "train/loss" in line]
-    assert steps == list(range(10, 401, 10))
+    assert steps == list(range(10, 301, 10))
 
 
 def test_a_full_disk_leaves_no_cut_result(disk, tmp_path):

@@ -11,15 +11,18 @@ import vit_jax
 from vit_jax.errors import UserError
 from vit_jax.evaluators import feature_table
 
-SIZES = {"width": 12, "depth": 11, "num_heads": 3, "mlp_dim": 20}
+SIZES = {"width": 12, "depth": 3, "num_heads": 3, "mlp_dim": 20}
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
     """A folder with a network, and photographs of two classes in two splits."""
     folder, rng = tmp_path_factory.mktemp("features"), np.random.default_rng(0)
-    options = {"variant": "Ti/8", "num_classes": 2, "image_size": (16, 24)}
-    write_weights(folder / "tiny.safetensors", ("bee", "cat"), **SIZES | options)
+    options = SIZES | {"variant": "Ti/8", "num_classes": 2, "image_size": (16, 24)}
+    write_weights(folder / "tiny.safetensors", ("bee", "cat"), **options)
+    write_weights(
+        folder / "deep.safetensors", ("bee", "cat"), **options | {"depth": 11}
+    )
     for i in range(7):
         path = folder / "photos" / ("train", "val")[i % 2] / ("bee", "cat")[i // 4]
         path.mkdir(parents=True, exist_ok=True)
@@ -32,9 +35,9 @@ def place(tmp_path_factory):
 def run(place, tmp_path, capsys):
     """Runs the command: words -> exit code, the table or None, stderr."""
 
-    def start(*words, photos="photos"):
+    def start(*words, photos="photos", model="tiny"):
         out = tmp_path / "deep" / "features.parquet"
-        model = f"--model={place / 'tiny.safetensors'}"
+        model = f"--model={place / model}.safetensors"
         code = run_command("features", [place / photos, model, f"--out={out}", *words])
         return code or 0, pq.read_table(out), capsys.readouterr().err
 
@@ -47,9 +50,9 @@ def stacked(column):
 
 def test_rows_are_photographs_with_their_classes_and_vectors(run, place, monkeypatch):
     monkeypatch.setattr(feature_table, "_GROUP", 3)
-    code, table, _ = run("--layers=-1,2", "--batch_size=2")
+    code, table, _ = run("--layers=-1,0", "--batch_size=2")
     assert code == 0
-    assert table.column_names == ["name", "label", "feature", "layer_2", "layer_10"]
+    assert table.column_names == ["name", "label", "feature", "layer_0", "layer_2"]
     names = table["name"].to_pylist()
     assert names == sorted(map(str, (place / "photos").rglob("*.png")))
     assert table["label"].to_pylist() == [name.split("/")[-2] for name in names]
@@ -57,11 +60,12 @@ def test_rows_are_photographs_with_their_classes_and_vectors(run, place, monkeyp
     model = vit_jax.load_model(place / "tiny.safetensors", tell=lambda line: None)
     found = stacked(table["feature"])
     np.testing.assert_allclose(found, model.features(names), atol=1e-5)
-    layers = model.features(names, layers=(2, 10))
-    np.testing.assert_allclose(stacked(table["layer_2"]), layers[0], atol=1e-5)
-    np.testing.assert_allclose(stacked(table["layer_10"]), layers[1], atol=1e-5)
+    layers = model.features(names, layers=(0, 2))
+    np.testing.assert_allclose(stacked(table["layer_0"]), layers[0], atol=1e-5)
+    np.testing.assert_allclose(stacked(table["layer_2"]), layers[1], atol=1e-5)
     np.testing.assert_allclose(found, layers[1], atol=1e-5)
-    _, everything, _ = run("--layers", photos="photos/train/bee")
+    # By their numbers, where the order of names is another.
+    _, everything, _ = run("--layers", photos="photos/train/bee", model="deep")
     assert everything.column_names[2:] == [f"layer_{i}" for i in range(11)]
 
 
@@ -98,7 +102,7 @@ def test_an_error_leaves_the_file_of_before(run, place, tmp_path, monkeypatch):
     ("words", "message"),
     [
         (["--out=a.csv"], "--out=a.csv"),
-        (["--layers=11"], "layers=11: Ti/8 has 11 layers"),
+        (["--layers=3"], "layers=3: Ti/8 has 3 layers"),
         (["--config.seed=1"], "--config.seed"),
     ],
 )

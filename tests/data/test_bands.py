@@ -20,6 +20,7 @@ from vit_jax.data.sources.arrays import open_arrays
 from vit_jax.data.sources.base import _warned
 from vit_jax.data.transforms import host
 from vit_jax.errors import UserError
+from vit_jax.weights import surgery
 from vit_jax.weights.pretrained import Preprocess, resize_and_crop, warn_of_dark
 
 RNG = np.random.default_rng(0)
@@ -356,7 +357,10 @@ def test_arrays_of_bands_train_from_weights_of_colours(tmp_path):
         "mean": np.repeat(kernel.mean(2, keepdims=True) / 2, 6, 2),
         "first": np.pad(kernel, ((0, 0), (0, 0), (0, 3), (0, 0))),
     }
-    for how in ("repeat", "mean", "first", "new"):
+    for how, values in expected.items():
+        found = surgery.convert_input_channels(np.asarray(kernel), 6, how)
+        np.testing.assert_allclose(found, values, rtol=1e-5, atol=1e-8)
+    for how in ("mean", "new"):
         start = {"checkpoint": str(tmp_path / "rgb"), "channels": how}
         run = tmp_path / how
         vit_jax.train(keys | {"init": start}, run, data=(images, labels))

@@ -475,7 +475,7 @@ def test_a_users_transforms_and_source_take_part(with_masks, tmp_path, monkeypat
         first(open_source(wrong, "train"), wrong)
 
 
-@pytest.mark.parametrize("keys", [{"num_workers": 2}, {"num_threads": 1}, {"hosts": 2}])
+@pytest.mark.parametrize("keys", [{"num_workers": 1}, {"num_threads": 1}, {"hosts": 2}])
 def test_the_stream_is_the_same_however_it_is_loaded(with_masks, keys):
     line = "scale_crop(scale=(0.3, 2.0))"
     expected = first(pairs(), with_masks(train_transform=line), 4)

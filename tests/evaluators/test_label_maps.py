@@ -32,11 +32,11 @@ def place(tmp_path_factory):
     folder = tmp_path_factory.mktemp("masks")
     model = models.create("Ti/8", num_classes=0, image_size=(16, 24), **TINY)
     built = segmenter.build(model, "linear", (-1,), 0, num_classes=3)
-    params, means = jax.device_get(built.init(jax.random.key(3)))
+    params, means = jax.device_get(jax.jit(built.init)(jax.random.key(3)))
     network = random_weights(model, "tiny")
     # So that images have several classes.
     noise = np.random.default_rng(1).normal(size=(4, 16, 24, 3)).astype(np.float32)
-    logits = built.logits(network.params, params, means, jnp.asarray(noise))
+    logits = jax.jit(built.logits)(network.params, params, means, noise)
     params["head"]["bias"] = -np.asarray(logits).mean((0, 1, 2))
     task = {"name": "segmentation", "head": "linear", "layers": (-1,), "width": 1}
     preprocess = Preprocess((16, 24), (0.4,), (0.2,))
@@ -172,10 +172,10 @@ def test_windows_of_images_of_any_size_are_refused(place, predict):
 def test_a_pyramid_refuses_images_of_any_size():
     model = models.create("Ti/8", num_classes=0, image_size=(16, 24), **TINY)
     built = segmenter.build(model, "pyramid", (-1,), 8, num_classes=3)
-    params, means = built.init(jax.random.key(3))
+    shapes = model.shapes, *jax.eval_shape(built.init, jax.random.key(3))
     given = PatchSequences(jnp.zeros((1, 48, 8, 3)), jnp.array([[[3, 2]]]))
     with pytest.raises(UserError, match=r"task.head='pyramid'.*max_tokens to 0"):
-        built.logits(model.init(jax.random.key(0)), params, means, given)
+        jax.eval_shape(lambda *trees: built.logits(*trees, given), *shapes)
 
 
 def test_the_table_has_the_largest_parts(predict):

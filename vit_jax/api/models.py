@@ -92,7 +92,7 @@ def create_model(
 
     Example:
       >>> import jax, vit_jax
-      >>> model = vit_jax.create_model("Ti/16", num_classes=10, image_size=64)
+      >>> model = vit_jax.create_model("Ti/16", num_classes=10, image_size=64, depth=2)
       >>> params = model.init(jax.random.key(0))
       >>> model.apply(params, jax.numpy.zeros((2, 64, 64, 3)))["logits"].shape
       (2, 10)

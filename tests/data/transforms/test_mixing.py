@@ -71,8 +71,9 @@ def test_copies_of_an_image_are_no_partners(op):
     # Three in a row, as `data.repeats` makes them; beside them every image mixes.
     images, labels = batch()
     copies = jnp.repeat(images[:2], 3, axis=0), jnp.repeat(labels[:2], 3, axis=0)
+    mix = jitted(op.apart(3))
     for step in range(9):
-        out, soft = jax.jit(op.apart(3))(*copies, at(step * B), KEY)
+        out, soft = mix(*copies, at(step * B), KEY)
         share = soft[0, 0]
         np.testing.assert_allclose(
             soft, share * copies[1] + (1 - share) * copies[1][::-1]

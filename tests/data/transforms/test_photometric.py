@@ -1,5 +1,6 @@
 """Grey, blur, solarisation and the probability of colour jitter, against Pillow."""
 
+import functools
 import itertools
 import pathlib
 
@@ -33,11 +34,15 @@ def images(count, image=PICTURE, dtype=jnp.uint8):
     return jnp.broadcast_to(jnp.asarray(image, dtype), (count, *image.shape))
 
 
+# Compiled once for all tests.
+jitted = functools.cache(jax.jit)
+
+
 def run(op, batch, key=KEY, start=0):
     """Applies an operation to a batch of which no labels are known."""
     index = jnp.arange(start, start + len(batch), dtype=jnp.uint32)
     labels = jnp.zeros((len(batch), 0))
-    found, same = jax.jit(lambda *args: op(*args, key))(batch, labels, index)
+    found, same = jitted(op)(batch, labels, index, key)
     assert same.shape == labels.shape
     return np.asarray(found)
 
@@ -62,7 +67,7 @@ def test_changes_of_colour_are_torchvisions(name):
         amounts = {"brightness": one, "contrast": one, "saturation": one, "hue": None}
         amounts[name] = amount
         order = jnp.arange(4)[None]
-        (found,) = photometric.jitter(images(1), **amounts, order=order)
+        (found,) = jitted(photometric.jitter)(images(1), **amounts, order=order)
         exact = GOLDEN[key.replace("pillow", "float")] * 255
         assert np.abs(found - exact).max() < 0.02
         # Pillow rounds the mean grey, and hue and saturation to 256 values.
@@ -179,7 +184,7 @@ def jitter(image, factors, hue, orders):
     images = jnp.broadcast_to(jnp.asarray(image), (count, *image.shape))
     amounts = (jnp.full(count, factor) for factor in factors)
     turn = None if hue is None else jnp.full(count, hue)
-    run = jax.jit(photometric.jitter)
+    run = jitted(photometric.jitter)
     return np.asarray(run(images, *amounts, turn, jnp.asarray(orders)))
 
 
