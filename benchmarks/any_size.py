@@ -92,8 +92,10 @@ def main():
     add("--side", type=int, default=224, help="of squares, in pixels")
     add("--rounds", type=int, default=10)
     add("--batch_size", type=int, default=16)
+    add("--packs", default="1,4,8", help="images a sequence")
     flags = smoke.parse(
-        parser, "--photographs={folder} --side=32 --rounds=1 --batch_size=8"
+        parser,
+        "--photographs={folder} --side=32 --rounds=1 --batch_size=8 --packs=4",
     )
     if flags.smoke:
         smoke.shrink()
@@ -101,7 +103,7 @@ def main():
     patch = int(flags.variant.partition("/")[2])
     tokens = (flags.side // patch) ** 2
     ways = {"squares": "random_resized_crop | flip"}
-    for pack in (1, 4, 8):
+    for pack in map(int, flags.packs.split(",")):
         line = f"naflex({pack * tokens}, patch={patch}, area=(0.3, 1.0), flip=True"
         ways[f"{pack} a sequence"] = f"{line}, pack={pack})"
     runs = {name: Run(flags, transform) for name, transform in ways.items()}

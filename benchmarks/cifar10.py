@@ -174,8 +174,7 @@ def main():
     add("--batch", type=int, default=128, help="images of a step")
     args = smoke.parse(
         parser,
-        "--data_dir={folder} --out={folder}/runs --batch=8 --steps=2 "
-        "--only='recipe;resnet'",
+        "--data_dir={folder} --out={folder}/runs --batch=8 --steps=2 --only=resnet",
     )
     args.data_dir = str(pathlib.Path(args.data_dir).resolve())
     if args.smoke:

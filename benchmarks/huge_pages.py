@@ -46,7 +46,7 @@ def main():
     parser.add_argument(
         "more", nargs="*", help="further flags of vit_jax.train, after --"
     )
-    args = smoke.parse(parser, "--config=configs/mae.py:quick --rounds=1 --steps=3")
+    args = smoke.parse(parser, "--config=configs/digits.py:quick --rounds=1 --steps=3")
     found = {name: [] for name in CONTENDERS}
     for _ in range(args.rounds):
         for name, value in CONTENDERS.items():

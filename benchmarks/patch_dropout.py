@@ -47,7 +47,11 @@ def main():
     parser.add_argument("--config", default="configs/cifar10.py:size=small")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--batch_size", type=int, default=128)
-    flags = smoke.parse(parser, "--fractions=0,0.5 --rounds=1 --batch_size=8")
+    flags = smoke.parse(
+        parser,
+        "--config=configs/cifar10.py:size=small,quick --fractions=0,0.5 --rounds=1 "
+        "--batch_size=8",
+    )
     fractions = [float(text) for text in flags.fractions.split(",")]
     seconds = step.timed({f: Run(flags, f) for f in fractions}, flags.rounds)
     print("dropped  step, ms  speed")

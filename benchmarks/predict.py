@@ -23,8 +23,6 @@ import numpy as np
 import smoke
 import torch
 
-BATCH = 32
-
 
 class Photographs:
     """Files as timm prepares them, for a DataLoader."""
@@ -53,7 +51,7 @@ def predict_with_timm(flags):
     transform = create_transform(**resolve_data_config({}, model=model))
     paths = photographs(flags)
     loader = torch.utils.data.DataLoader(
-        Photographs(paths, transform), batch_size=BATCH, num_workers=2
+        Photographs(paths, transform), batch_size=flags.batch, num_workers=2
     )
     with torch.inference_mode():
         rows = torch.cat([model(images).softmax(-1) for images in loader])
@@ -107,10 +105,11 @@ def main():
     parser.add_argument("--photographs", default="", help="folder of images")
     parser.add_argument("--architecture", default="deit_tiny_patch16_224")
     parser.add_argument("--limit", type=int, default=200, help="images; 0 is all")
+    parser.add_argument("--batch", type=int, default=32, help="images")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--folder", default="", help=argparse.SUPPRESS)
     parser.add_argument("--timm", action="store_true", help=argparse.SUPPRESS)
-    flags = smoke.parse(parser, "--folder={folder} --rounds=1")
+    flags = smoke.parse(parser, "--folder={folder} --rounds=1 --batch=3")
     if flags.timm:
         predict_with_timm(flags)
         return
@@ -119,9 +118,9 @@ def main():
     images = list(map(str, photographs(flags)))
     common = [f"--model={flags.model}", f"--architecture={flags.architecture}"]
     ours = ["-m", "vit_jax.predict", *common, "--json", "--topk=1"]
-    ours += [f"--batch_size={BATCH}", *images]
+    ours += [f"--batch_size={flags.batch}", *images]
     timm = [__file__, "--timm", *common, f"--limit={flags.limit}"]
-    timm += [f"--photographs={flags.photographs}"]
+    timm += [f"--batch={flags.batch}", f"--photographs={flags.photographs}"]
     pairs = [(run(ours), run(timm)) for _ in range(flags.rounds)]
     for i, name in enumerate(("vit_jax", "timm")):
         seconds = [pair[i][0] for pair in pairs]

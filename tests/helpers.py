@@ -185,6 +185,9 @@ def assert_took_three_steps(workdir):
     """Checks what a recipe's quick version has to leave."""
     report = json.loads((workdir / "report.json").read_text())
     assert report["steps"] == 3
+    rows = map(json.loads, (workdir / "metrics.jsonl").read_text().splitlines())
+    losses = [row["train/loss"] for row in rows if "train/loss" in row]
+    assert len(losses) == 3 and np.isfinite(losses).all()
     for kinds in report["final"].values():
         assert np.isfinite(list(kinds["params"].values())).all()
 
