@@ -460,11 +460,11 @@ def test_one_layer_of_attention_is_alive_while_figures_are_fed(
 
 @pytest.mark.slow
 def test_large_images_in_bounded_memory(tmp_path, capsys, watched, monkeypatch):
-    # 1,025 tokens and 3 heads: one image is all that 16 MiB hold, as 256 MiB hold one of
+    # 257 tokens and 3 heads: one image is all that 1 MiB holds, as 256 MiB hold one of
     # 512 pixels.
-    monkeypatch.setattr(loaded_model, "_MAX_ATTENTION_BYTES", 16 << 20)
-    sizes = {"image_size": (256, 256), "depth": 2, "width": 12, "num_heads": 3}
-    how = dataclasses.replace(PREPROCESS, image_size=(256, 256))
+    monkeypatch.setattr(loaded_model, "_MAX_ATTENTION_BYTES", 1 << 20)
+    sizes = {"image_size": (128, 128), "depth": 2, "width": 12, "num_heads": 3}
+    how = dataclasses.replace(PREPROCESS, image_size=(128, 128))
     write_weights(tmp_path / "large.safetensors", NAMES, how, **OPTIONS | sizes)
     rng = np.random.default_rng(2)
     for i in range(4):
@@ -482,7 +482,7 @@ def test_large_images_in_bounded_memory(tmp_path, capsys, watched, monkeypatch):
     with np.load(tmp_path / "out" / "cka.npz") as arrays:
         assert arrays["images"] == 4
     with np.load(tmp_path / "out" / "rollout" / "0.npz") as arrays:
-        assert arrays["rollout"].shape == (1025,)
+        assert arrays["rollout"].shape == (257,)
         assert arrays["overlay"].shape == (270, 300, 3)
     with Image.open(tmp_path / "out" / "rollout" / "0.png") as picture:
         assert picture.width >= 2 * 300
@@ -532,6 +532,7 @@ def test_images_of_bands_are_drawn(tmp_path):
         np.save(tmp_path / f"{i}.npy", image)
     names = sorted(map(str, tmp_path.glob("*.npy")))
     words = [f"--model={path}", "--images", *names, f"--out={tmp_path / 'out'}"]
+    words.append("--figure=attention,rollout,relevance,pca,filters,cka")
     assert not run_command("visualize", [*words, "--shown=1"])
     for name in ("attention/0", "rollout/0", "relevance/0", "pca/0", "filters", "cka"):
         with Image.open(tmp_path / "out" / f"{name}.png") as picture:
