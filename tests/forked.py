@@ -180,12 +180,12 @@ def _keep_programs_of_all():
     """
     from jax._src import compilation_cache, compiler, distributed
 
-    compile_first = compiler._compile_and_write_cache
+    # As in jax 0.10; where a later one has another, programs are compiled again.
+    compile_first = getattr(compiler, "_compile_and_write_cache", None)
 
-    def compile_and_write(backend, computation, devices, options, callbacks, name, key):
-        program = compile_first(
-            backend, computation, devices, options, callbacks, name, key
-        )
+    def compile_and_write(backend, computation, devices, *more):
+        program = compile_first(backend, computation, devices, *more)
+        *_, name, key = more
         me = distributed.global_state.process_id
         # A limit of a test would cut the file off.
         most, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -194,7 +194,8 @@ def _keep_programs_of_all():
             compilation_cache.put_executable_and_time(key, name, program, backend, 1)
         return program
 
-    compiler._compile_and_write_cache = compile_and_write
+    if compile_first:
+        compiler._compile_and_write_cache = compile_and_write
 
 
 def _become(order, descriptors):
