@@ -69,8 +69,9 @@ flax.core.Scope.param = _param_checked_once
 
 
 # One or a few tests of minutes each: begun last, they would keep one worker waiting.
-LONG = ("test_notebooks.py", "test_docs.py", "test_soak.py", "test_smoke.py")
-LONG += ("test_config_commands.py",)
+LONG = ("test_notebooks.py", "test_docs.py", "test_docs_pretraining.py", "test_soak.py")
+LONG += ("test_smoke.py", "test_digits.py", "test_config_commands.py")
+LONG += ("test_benchmarks.py",)
 
 
 def pytest_collection_modifyitems(items):

@@ -21,7 +21,7 @@ COMMANDS = [(path, words) for path in FILES for words in commands_of(path)]
 # there is none. The first pattern that matches counts.
 TESTS = {
     r"train .*configs/(digits|digits_finetune)\.py": (
-        "tests/test_smoke.py::"
+        "tests/test_digits.py::"
         "test_digits_reach_their_accuracy_and_so_does_the_fine_tuning"
     ),
     r"(train|predict) .*(digits_)?names": (
@@ -31,7 +31,12 @@ TESTS = {
         "tests/test_config_commands.py::test_photographs_of_a_folder_are_learnt"
     ),
     r"train .*configs/(dinov2|dinov3|mae)\.py": (
-        "tests/test_docs.py::test_the_commands_and_programs_of_the_site_run"
+        "tests/test_docs_pretraining.py::"
+        "test_the_commands_and_programs_of_pretraining_run"
+    ),
+    # What their quick versions replace.
+    r"train .*(b16_\w+\.py:model=L/16|:data=(cifar10|imagenet2012))": (
+        "tests/test_configs.py::test_recipe_builds_with_every_argument"
     ),
     r"train ": "tests/test_smoke.py::test_recipes_take_three_steps_on_made_data",
     r"transfer .*vtab": (
