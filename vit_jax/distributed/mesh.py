@@ -2,17 +2,15 @@
 
 import dataclasses
 import math
-import os
 from collections.abc import Mapping, Sequence
 
 import jax
 import numpy as np
-from jax._src import cloud_tpu_init, xla_bridge  # There is no public API.
 from jax.experimental import mesh_utils, multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from vit_jax.config.fields import key
-from vit_jax.distributed import compilation
+from vit_jax.distributed import compilation, internals
 from vit_jax.errors import UserError
 
 # In the order of their traffic, least first: devices that are neighbours along the last
@@ -20,14 +18,7 @@ from vit_jax.errors import UserError
 AXES = ("data", "fsdp", "model")
 BATCH_AXES = ("data", "fsdp")
 
-# libtpu, which the extra `tpu` installs for `compile`, prints errors where it finds no chip.
-# The platform stays known: parts of JAX that are imported later register rules for it.
-_tpu = xla_bridge._backend_factories.get("tpu")
-_chosen = cloud_tpu_init.running_in_cloud_tpu_vm or os.environ.get("JAX_PLATFORMS")
-if _tpu and not _chosen:
-    xla_bridge._backend_factories["tpu"] = dataclasses.replace(
-        _tpu, factory=lambda: None, fail_quietly=True
-    )
+internals.silence_tpu()  # At import, before anybody makes a backend.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

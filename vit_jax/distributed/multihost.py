@@ -34,10 +34,10 @@ import traceback
 from collections.abc import Callable, Mapping
 
 import jax
-from jax._src import distributed as service  # As in Orbax: there is no public API.
 
 from vit_jax import processes
 from vit_jax.distributed import crash_reporter
+from vit_jax.distributed.internals import distributed as service
 from vit_jax.distributed.schedulers import JobProcess, env_number, find_job
 from vit_jax.errors import (
     EXIT_CRASH,

@@ -11,8 +11,7 @@ import os
 import re
 import socket
 
-from jax._src import cloud_tpu_init, clusters, hardware_utils  # There is no public API.
-
+from vit_jax.distributed.internals import cloud_tpu_init, clusters, hardware_utils
 from vit_jax.errors import UserError
 
 HOSTS = "VIT_JAX_HOSTS"
