@@ -134,7 +134,7 @@ def write_workdir(config, workdir):
     with Checkpointer(*how) as checkpoints:
         state = first_state(setup)
         state = state.replace(step=state.step + config.total_steps)
-        checkpoints.save(config.total_steps, setup.to_disk(state), seconds=1.0)
+        checkpoints.save(config.total_steps, setup.disk.to_disk(state), seconds=1.0)
 
 
 def random_weights(model, source="made", seed=1, **fields):

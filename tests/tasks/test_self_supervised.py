@@ -117,7 +117,7 @@ def losses_of(config, num_devices):
             batch = {name: batch[name] for name in setup.batch_shapes}
             state, metrics = setup.train_step(state, meshes.to_devices(batch, mesh))
             found.append(float(metrics["loss"]))
-    state = jax.device_get(setup.to_disk(state))
+    state = jax.device_get(setup.disk.to_disk(state))
     return found, setup.task.backbone(state.params, state.extra)
 
 

@@ -247,11 +247,11 @@ def test_three_steps_a_kill_and_eight_devices(name, tmp_path, quick):
     two = steps(setup, mesh, first, 2)
     source = open_source(config.data, "train")
     with checkpoint.Checkpointer(tmp_path, config, source, setup.metadata) as saved:
-        saved.save(2, setup.to_disk(two), seconds=1.0)
+        saved.save(2, setup.disk.to_disk(two), seconds=1.0)
         saved.wait()
         three = steps(setup, mesh, two, 1)
-        found = saved.load(2, setup.disk_shapes, setup.disk_shardings)
-    assert_equal(steps(setup, mesh, setup.from_disk(found), 1), three)
+        found = saved.load(2, setup.disk.shapes, setup.disk.shardings)
+    assert_equal(steps(setup, mesh, setup.disk.from_disk(found), 1), three)
     for a, b in zip(*map(jax.tree.leaves, (three, setup.shapes)), strict=True):
         assert (a.shape, a.dtype) == (b.shape, b.dtype)
 
@@ -279,8 +279,8 @@ def test_a_run_with_stacked_blocks_goes_on_from_separate_ones(quick):
     _, mesh, scan = build("muon", scan=True, **keys)
     stacked = steps(scan, mesh, start(scan), 3)
     # Either goes on where the other was saved.
-    assert_near(scan.to_disk(stacked), setup.to_disk(one))
-    back = scan.from_disk(setup.to_disk(one))
+    assert_near(scan.disk.to_disk(stacked), setup.disk.to_disk(one))
+    back = scan.disk.from_disk(setup.disk.to_disk(one))
     assert_near(steps(scan, mesh, back, 1).params, steps(scan, mesh, stacked, 1).params)
 
 
@@ -388,7 +388,7 @@ def test_schedule_free_parameters_are_evaluated_at_their_mean(tmp_path, quick):
     assert float(optax.tree.norm(optax.tree.sub(state.params, mean))) > 1e-4
     source = open_source(config.data, "train")
     with checkpoint.Checkpointer(tmp_path, config, source, setup.metadata) as saved:
-        saved.save(3, setup.to_disk(state), seconds=1.0)
+        saved.save(3, setup.disk.to_disk(state), seconds=1.0)
     found = layout.load(tmp_path)
     assert found.kind == "ema"
     assert_near(found.params, mean)

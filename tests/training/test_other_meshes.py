@@ -48,21 +48,21 @@ def test_a_checkpoint_is_restored_on_any_mesh(saved, others, tmp_path, monkeypat
     state = jax.jit(_distinct, out_shardings=program.shardings)(first_state(program))
     assert state.extra["centers"].any()
     state = state.replace(step=state.step + 7)
-    disk = jax.device_get(program.to_disk(state))
+    disk = jax.device_get(program.disk.to_disk(state))
     with open_folder(tmp_path, config, program) as checkpoints:
-        checkpoints.save(7, program.to_disk(state), seconds=1.5)
+        checkpoints.save(7, program.disk.to_disk(state), seconds=1.5)
     for other in others:
         config, _, program = program_of(other)
         resume_check.check_workdir(tmp_path, config)  # A mesh may change.
         with open_folder(tmp_path, config, program) as checkpoints:
-            found = checkpoints.restore(program.disk_shapes, program.disk_shardings)
+            found = checkpoints.restore(program.disk.shapes, program.disk.shardings)
         assert (found.step, found.seconds) == (7, 1.5)
-        restored = program.from_disk(found.state)
+        restored = program.disk.from_disk(found.state)
         for array, sharding in zip(
             *map(jax.tree.leaves, (restored, program.shardings)), strict=True
         ):
             assert array.sharding.is_equivalent_to(sharding, array.ndim)
-        assert_equal(jax.device_get(program.to_disk(restored)), disk)
+        assert_equal(jax.device_get(program.disk.to_disk(restored)), disk)
 
 
 def test_a_run_begun_before_a_key_was_there_goes_on(tmp_path, monkeypatch):

@@ -169,10 +169,10 @@ def test_a_network_of_ones_own_is_split_and_restored_on_another_mesh(outside, tm
     source = open_source(config.data, "train")
     state = split.initial_state()
     with checkpoint.Checkpointer(tmp_path, config, source, split.metadata) as saved:
-        saved.save(0, split.to_disk(state), seconds=1.0)
+        saved.save(0, split.disk.to_disk(state), seconds=1.0)
     config, alone = build(data=1, fsdp=1, model=1)
     with checkpoint.Checkpointer(tmp_path, config, source, alone.metadata) as saved:
-        found = saved.restore(alone.disk_shapes, alone.disk_shardings)
+        found = saved.restore(alone.disk.shapes, alone.disk.shardings)
     params = jax.device_get((state.params, found.state.params))
     jax.tree.map(np.testing.assert_array_equal, *params)
     with pytest.raises(UserError, match="mesh.model=2 splits attention heads and MLPs"):

@@ -46,7 +46,7 @@ def test_what_is_near_counts_if_what_is_newer_in_the_workdir_is_damaged(
     with open_checkpoints() as checkpoints:
         for step in (2, 6):
             state = begun.state.replace(step=begun.state.step + step)
-            checkpoints.save(step, program.to_disk(state), step * 1.0)
+            checkpoints.save(step, program.disk.to_disk(state), step * 1.0)
     near = open_near()
     near.save(4, begun.state, 4.0)
     near.wait()

@@ -62,7 +62,7 @@ def train(sizes, steps=STEPS, **options):
     state, images = first_state(program), batch(program, mesh)
     for _ in range(steps):
         state, metrics = program.train_step(state, images)
-    return jax.device_get((program.to_disk(state), metrics))
+    return jax.device_get((program.disk.to_disk(state), metrics))
 
 
 @functools.cache

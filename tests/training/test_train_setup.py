@@ -81,7 +81,7 @@ def test_a_given_start_is_sent_in_parts_and_stacked_if_there_is_a_scan():
             jax.tree.leaves(state), jax.tree.leaves(split.shardings), strict=True
         ):
             assert array.sharding.is_equivalent_to(sharding, array.ndim)
-        assert_equal(jax.device_get(split.to_disk(state).params), params)
+        assert_equal(jax.device_get(split.disk.to_disk(state).params), params)
 
 
 @pytest.mark.slow
@@ -90,9 +90,9 @@ def test_stacked_blocks_lie_one_by_one_on_disk_and_come_back():
     _, _, alone = build(model=DEEP)
     state = scan.initial_state()
     assert state.params["Transformer"]["encoderblock"]["LayerNorm_0"]["bias"].ndim == 2
-    disk = scan.to_disk(state)
+    disk = scan.disk.to_disk(state)
     assert_equal(jax.device_get(disk), jax.device_get(alone.initial_state()))
-    assert_equal(jax.device_get(scan.from_disk(disk)), jax.device_get(state))
+    assert_equal(jax.device_get(scan.disk.from_disk(disk)), jax.device_get(state))
 
 
 def test_the_step_uses_up_its_state_and_makes_the_shapes_that_were_foretold():

@@ -142,8 +142,8 @@ class Evaluating(Callback):
             )
             setup = run.setup
             run.state = None  # The devices may not hold two.
-            run.state = setup.from_disk(
-                run.checkpoints.load(chosen, setup.disk_shapes, setup.disk_shardings)
+            run.state = setup.disk.from_disk(
+                run.checkpoints.load(chosen, setup.disk.shapes, setup.disk.shardings)
             )
         scored = run.final and last == run.total_steps  # By all that are due then.
         if chosen != last or (run.start == last and not scored):

@@ -120,7 +120,7 @@ class Run:
 
     def save(self) -> None:
         """Begins to save the state, unless this step is saved."""
-        state = self.setup.to_disk(self.state)
+        state = self.setup.disk.to_disk(self.state)
         self.checkpoints.save(self.step, state, *self.clock.elapsed())
 
 

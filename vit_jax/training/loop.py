@@ -310,7 +310,7 @@ def _make_report(run: Run) -> dict:
         **run.logger.measured(),
         "class_names": list(setup.source.class_names),
         "final": run.final,
-        "params_sha256": run_report.params_sha256(setup.to_disk(run.state).params),
+        "params_sha256": run_report.params_sha256(setup.disk.to_disk(run.state).params),
     }
     if skipped := report["skipped_images"]:
         run.logger.info(
@@ -349,9 +349,9 @@ def restore_or_init(
             restored = local.restore(newer_than=checkpoints.latest)
         if restored.state is None:
             notes += restored.notes
-            restored = checkpoints.restore(setup.disk_shapes, setup.disk_shardings)
+            restored = checkpoints.restore(setup.disk.shapes, setup.disk.shardings)
             if restored.state is not None:
-                restored = restored._replace(state=setup.from_disk(restored.state))
+                restored = restored._replace(state=setup.disk.from_disk(restored.state))
     if latest:
         notes += checkpoints.put_damaged_aside()
     elif restored.state is None and config.init.checkpoint:

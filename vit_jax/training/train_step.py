@@ -27,8 +27,9 @@ from vit_jax.evaluators.forward_passes import TrainedTask
 from vit_jax.evaluators.suite import Suite
 from vit_jax.models import stacking
 from vit_jax.tasks.task import Task, backbone_paths, divide_ratios
-from vit_jax.training import optim, sharpness
+from vit_jax.training import disk_layout, optim, sharpness
 from vit_jax.training.config import TrainConfig
+from vit_jax.training.disk_layout import DiskLayout
 from vit_jax.training.schedules import Number, Schedule
 from vit_jax.training.train_state import (
     TrainState,
@@ -52,11 +53,7 @@ class TrainSetup(NamedTuple):
       create: builds the first state from these; call it under jit with `shardings`.
       shapes: state with a jax.ShapeDtypeStruct for each array.
       shardings: state with a NamedSharding for each array.
-      disk_shapes, disk_shardings: both for checkpoints, in which the encoder's blocks are
-        separate even if `model.scan` stacks them. If they differ from `shapes`, these
-        arrays are in host memory, because a device may not hold a second state.
-      to_disk, from_disk: convert a state to the form of checkpoints and back; the
-        argument is not donated.
+      disk: form of the state in checkpoints.
       notes: lines for the log: the task's, and what depends on microbatches.
       train_step: jitted step (state, batch) -> (state, metrics), see `make_train_step`.
       step_at: returns the step that is not jitted, for a peak learning rate.
@@ -81,10 +78,7 @@ class TrainSetup(NamedTuple):
     create: Callable[[dict, object], TrainState]
     shapes: TrainState
     shardings: TrainState
-    disk_shapes: TrainState
-    disk_shardings: TrainState
-    to_disk: Callable[[TrainState], TrainState]
-    from_disk: Callable[[TrainState], TrainState]
+    disk: DiskLayout
     notes: tuple[str, ...]
     train_step: Step
     step_at: Callable[[Number], Step]
@@ -212,8 +206,8 @@ def build_train_setup(
         seed=config.seed,
         average=config.has_average,
     )
-    layout = _lay_out(config, mesh, task, jax.eval_shape(create, params, extra))
-    shardings = layout["shardings"]
+    shapes = jax.eval_shape(create, params, extra)
+    shardings, disk = disk_layout.lay_out(config, mesh, task, shapes)
 
     def step_at(peak):
         rate, tx = optimizer(peak)
@@ -228,6 +222,9 @@ def build_train_setup(
         steps_per_epoch=run.steps_per_epoch,
         init=init,
         create=create,
+        shapes=shapes,
+        shardings=shardings,
+        disk=disk,
         notes=notes,
         train_step=jit_step(
             step_at(peak), mesh, shardings, donate=not config.debug_nans
@@ -237,7 +234,6 @@ def build_train_setup(
         training_flops=_training_flops(task, params, config),
         metadata=_metadata(task, paths),
         mesh=mesh,
-        **layout,
     )
 
 
@@ -268,47 +264,6 @@ def _metadata(task: Task, paths: dict[str, str]) -> dict:
         "statistics": list(task.statistics),
     }
     return {"task": task.metadata(), "network": network}
-
-
-def _lay_out(config: TrainConfig, mesh: Mesh, task: Task, shapes: TrainState) -> dict:
-    """Returns the shapes and shardings of a state, on devices and on disk, by name."""
-    model = task.model
-    network = task.backbone(shapes.params, shapes.extra)
-    convert = functools.partial(stacking.convert, like=shapes, params=network)
-    disk_shapes = convert(shapes, stacking.unstack)
-    rules, min_size = config.sharding.rules, config.sharding.min_size
-    axes = model.config.model_axes
-
-    def place(shapes):
-        separate = jax.eval_shape(stacking.separate, shapes.params)
-        layouts = [
-            (params, sharding.parameters(params, mesh, axes, rules, min_size))
-            for params in (shapes.params, separate)
-        ]
-        extra = sharding.beside(shapes.extra, mesh, axes, rules, min_size)
-        return sharding.like(shapes, *layouts).replace(extra=extra)
-
-    shardings, disk_shardings = place(shapes), place(disk_shapes)
-    to_disk = from_disk = lambda state: state
-    if model.config.stacked:
-        disk_shardings = convert(disk_shardings, _on_hosts)
-        # One tree of parameters, moments or averages at a time, or the devices would
-        # have to hold nearly two states (docs/decisions.md).
-        on_disk, placed = (
-            task.backbone(s.params, s.extra) for s in (disk_shardings, shardings)
-        )
-        unstack = jax.jit(stacking.unstack, out_shardings=on_disk)
-        stack = jax.jit(_stack_on_devices, out_shardings=placed)
-        to_disk = functools.partial(convert, function=unstack)
-        from_disk = functools.partial(convert, function=stack)
-    return {
-        "shapes": shapes,
-        "shardings": shardings,
-        "disk_shapes": disk_shapes,
-        "disk_shardings": disk_shardings,
-        "to_disk": to_disk,
-        "from_disk": from_disk,
-    }
 
 
 def _check_task(task: Task, config: TrainConfig) -> dict:
@@ -583,17 +538,3 @@ def start_compiling(setup: TrainSetup, *, debug_nans: bool) -> Callable[[], Step
     _background.append(future)
     executor.shutdown(wait=False)
     return future.result
-
-
-def _stack_on_devices(params: dict) -> dict:
-    return stacking.stack(jax.device_put(params, jax.memory.Space.Device))
-
-
-def _on_hosts(shardings: dict) -> dict:
-    """Moves parameters to host memory, where devices have separate memory."""
-
-    def move(place):
-        separate = next(iter(place.device_set)).platform in ("gpu", "tpu")
-        return place.with_memory_kind("pinned_host") if separate else place
-
-    return jax.tree.map(move, shardings)

@@ -296,7 +296,7 @@ def state_sizes(setup: train_step.TrainSetup) -> set[int]:
 
     Those of a single layer and of each device's part count too; scalars do not.
     """
-    shapes = (setup.shapes, setup.disk_shapes)
+    shapes = (setup.shapes, setup.disk.shapes)
     sizes = {leaf.size for leaf in jax.tree.leaves(shapes)}
     split = itertools.product(*({1, setup.mesh.shape[a]} for a in ("fsdp", "model")))
     parts = {math.prod(each) for each in split}

@@ -1,0 +1,90 @@
+"""The form of a training state in checkpoints: the encoder's blocks one by one."""
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+from jax.sharding import Mesh
+
+from vit_jax.distributed import sharding
+from vit_jax.models import stacking
+from vit_jax.tasks.task import Task
+from vit_jax.training.config import TrainConfig
+from vit_jax.training.train_state import TrainState
+
+
+class DiskLayout(NamedTuple):
+    """The form of a state in checkpoints, whose blocks `model.scan` may stack elsewhere.
+
+    If it differs from that on devices, its arrays are in host memory, because a device may
+    not hold a second state.
+
+    Attributes:
+      shapes: state with a jax.ShapeDtypeStruct for each array.
+      shardings: state with a NamedSharding for each array.
+      to_disk, from_disk: convert a state to this form and back; the argument is not
+        donated.
+    """
+
+    shapes: TrainState
+    shardings: TrainState
+    to_disk: Callable[[TrainState], TrainState]
+    from_disk: Callable[[TrainState], TrainState]
+
+
+def lay_out(
+    config: TrainConfig, mesh: Mesh, task: Task, shapes: TrainState
+) -> tuple[TrainState, DiskLayout]:
+    """Returns the shardings of a state on the devices, and its form on disk.
+
+    Args:
+      config: config of the run.
+      mesh: mesh of all devices.
+      task: task of the run.
+      shapes: state with a jax.ShapeDtypeStruct for each array.
+    """
+    model = task.model
+    network = task.backbone(shapes.params, shapes.extra)
+    convert = functools.partial(stacking.convert, like=shapes, params=network)
+    disk_shapes = convert(shapes, stacking.unstack)
+    rules, min_size = config.sharding.rules, config.sharding.min_size
+    axes = model.config.model_axes
+
+    def place(shapes):
+        separate = jax.eval_shape(stacking.separate, shapes.params)
+        layouts = [
+            (params, sharding.parameters(params, mesh, axes, rules, min_size))
+            for params in (shapes.params, separate)
+        ]
+        extra = sharding.beside(shapes.extra, mesh, axes, rules, min_size)
+        return sharding.like(shapes, *layouts).replace(extra=extra)
+
+    shardings, disk_shardings = place(shapes), place(disk_shapes)
+    to_disk = from_disk = lambda state: state
+    if model.config.stacked:
+        disk_shardings = convert(disk_shardings, _on_hosts)
+        # One tree of parameters, moments or averages at a time, or the devices would
+        # have to hold nearly two states (docs/decisions.md).
+        on_disk, placed = (
+            task.backbone(s.params, s.extra) for s in (disk_shardings, shardings)
+        )
+        unstack = jax.jit(stacking.unstack, out_shardings=on_disk)
+        stack = jax.jit(_stack_on_devices, out_shardings=placed)
+        to_disk = functools.partial(convert, function=unstack)
+        from_disk = functools.partial(convert, function=stack)
+    return shardings, DiskLayout(disk_shapes, disk_shardings, to_disk, from_disk)
+
+
+def _stack_on_devices(params: dict) -> dict:
+    return stacking.stack(jax.device_put(params, jax.memory.Space.Device))
+
+
+def _on_hosts(shardings: dict) -> dict:
+    """Moves parameters to host memory, where devices have separate memory."""
+
+    def move(place):
+        separate = next(iter(place.device_set)).platform in ("gpu", "tpu")
+        return place.with_memory_kind("pinned_host") if separate else place
+
+    return jax.tree.map(move, shardings)
