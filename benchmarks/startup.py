@@ -32,6 +32,7 @@ MADE = (
 )
 SMALL = (*MADE, "--config.data.num_classes=1000", "--config.model.head_bias_init=0.0")
 CASES = {
+    "tiny": ("configs/digits.py:quick", *MADE),  # For --smoke.
     "digits": ("configs/digits.py",),
     "flowers": ("configs/flowers.py", *MADE, "--config.batch_size=8"),
     "S/16": (
@@ -100,7 +101,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--cases", default="digits,S/16,B/16,R50+B/16")
-    args = smoke.parse(parser, "--rounds=1 --cases=digits")
+    args = smoke.parse(parser, "--rounds=1 --cases=tiny")
     names = args.cases.split(",")
     seconds = {(name, kind): [] for name in names for kind in ("first", "second")}
     for _ in range(args.rounds):

@@ -125,11 +125,14 @@ def assert_gone(process):
 
 
 def last_line(process, code, seconds=100):
-    """Waits for a process, which must end with a code; returns its last line on stderr."""
+    """Waits for a process, which must end with a code; returns its last line on stderr.
+
+    Threads of XLA, whose lines begin as "W1129 ", may log after it.
+    """
     found = process.wait(seconds)
     said = process.stderr.read()
     assert found == code and "Traceback" not in said, (found, said)
-    return said.splitlines()[-1]
+    return [x for x in said.splitlines() if not re.match(r"[IWEF]\d{4} ", x)][-1]
 
 
 def caught(process, *numbers):

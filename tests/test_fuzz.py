@@ -1,8 +1,8 @@
 """Bad input of all kinds to every command: one line, exit code 2, at once.
 
 152 cases, drawn by a seed: flags and config keys of every type with values that do not
-fit, files and folders that are none, and images of all kinds. Each command has one warm
-process for its cases. A failure prints the command line of each case that was not met;
+fit, files and folders that are none, and images of all kinds. One warm process runs all
+cases. A failure prints the command line of each case that was not met;
 tests/test_bad_input.py and the others have the cases that were.
 """
 
@@ -200,11 +200,35 @@ def weights(tmp_path_factory):
     return path
 
 
+@pytest.fixture(scope="module")
+def process(tmp_path_factory):
+    """Yields the process that runs all commands, and its folder."""
+    folder = tmp_path_factory.mktemp("fuzz")
+    place = folder / "place"
+    place.mkdir()
+    own = {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": xla_flags(),
+        "PYTHONPATH": str(ROOT),
+        "HOME": str(folder),
+        # Nothing is fetched: whatever name it is.
+        "HF_HUB_OFFLINE": "1",
+        **dict.fromkeys(("http_proxy", "https_proxy"), "http://localhost:9"),
+    }
+    with warm.Process(place, memory=MEMORY, **own) as started:
+        yield started, place
+
+
 @pytest.fixture
-def place(tmp_path, weights):
-    """Returns the folder that a command is run in."""
-    place = tmp_path / "place"
-    (place / "images").mkdir(parents=True)
+def place(process, weights):
+    """Returns the folder that a command is run in, its files as at first."""
+    _, place = process
+    for path in place.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+    (place / "images").mkdir()
     for name, data in IMAGES.items():
         (place / "images" / name).write_bytes(data)
     sound = IMAGES["sound.png"]
@@ -380,28 +404,18 @@ def listing(place):
 
 
 @pytest.mark.parametrize("verb", COMMANDS)
-def test_every_case_ends_with_one_line_or_succeeds(verb, place, tmp_path):
-    own = {
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": xla_flags(),
-        "PYTHONPATH": str(ROOT),
-        "HOME": str(tmp_path),
-        # Nothing is fetched: whatever name it is.
-        "HF_HUB_OFFLINE": "1",
-        **dict.fromkeys(("http_proxy", "https_proxy"), "http://localhost:9"),
-    }
+def test_every_case_ends_with_one_line_or_succeeds(verb, process, place):
     wrong = []
-    with warm.Process(place, memory=MEMORY, **own) as process:
-        for number, words in enumerate(cases(verb)):
-            outs = [place / "OUT", place / "OUT.png"]
-            before = listing(place)
-            end = process.run(verb, words, seconds=LONGEST)
-            bad = faults(verb, end, before, listing(place))
-            if bad:
-                wrong.append(f"{verb} {number}: {words}\n  {bad}\n  {end}"[:3_000])
-            for out in outs:
-                if out.is_dir():
-                    shutil.rmtree(out)
-                else:
-                    out.unlink(missing_ok=True)
+    for number, words in enumerate(cases(verb)):
+        outs = [place / "OUT", place / "OUT.png"]
+        before = listing(place)
+        end = process[0].run(verb, words, seconds=LONGEST)
+        bad = faults(verb, end, before, listing(place))
+        if bad:
+            wrong.append(f"{verb} {number}: {words}\n  {bad}\n  {end}"[:3_000])
+        for out in outs:
+            if out.is_dir():
+                shutil.rmtree(out)
+            else:
+                out.unlink(missing_ok=True)
     assert wrong == [], "\n\n".join(wrong)

@@ -138,7 +138,8 @@ def test_the_recipe_is_trained_where_there_is_a_tpu_and_its_data(
     assert trained == ([{"data.data_dir": place}] if trains else [])
 
 
-# The networks that are trained get one layer, which compiles sooner.
+# Their networks that are trained get one layer, which compiles sooner.
+TRAINS = ("quickstart", "pretrain_without_labels", "tpu_pretraining")
 SHALLOW = """
 _load = config.load
 config.load = lambda recipe, keys: _load(recipe, {"model.depth": 1, **keys})
@@ -155,7 +156,7 @@ def test_a_notebook_runs_from_top_to_bottom(name, tmp_path):
     (place,) = (i for i, cell in enumerate(notebook.cells) if cell.metadata.get("tags"))
     settings = SMALL[name](tmp_path) | {"workdir": str(tmp_path / "runs")}
     text = "\n".join(f"{key} = {value!r}" for key, value in settings.items())
-    text += SHALLOW if name in ("quickstart", "pretrain_without_labels") else ""
+    text += SHALLOW if name in TRAINS else ""
     notebook.cells.insert(place + 1, nbformat.v4.new_code_cell(text))
     environment = os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": xla_flags()}
     client = NotebookClient(

@@ -82,7 +82,7 @@ NETWORKS = {
 }
 # What the writer lacks.
 REFUSED = {"CLIP": "layer_norm_eps=1e-05", "EVA-02": "activation='swiglu'"}
-REFUSED |= {"mixed rotary": "rope='mixed'", "DINOv3": "rope='centered'"}
+REFUSED |= {"mixed rotary": "rope='mixed'", "DINOv3": "layer_norm_eps=1e-05"}
 
 
 def create(name, args):
