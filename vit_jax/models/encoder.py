@@ -5,7 +5,7 @@ patches.
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -19,7 +19,6 @@ from vit_jax.models.layers import LayerScale, Mlp, MultiHeadAttention, drop_path
 from vit_jax.models.positions.base import take, take_tokens
 
 if TYPE_CHECKING:
-    from vit_jax.models.encoder_config import EncoderConfig
     from vit_jax.models.patches import Places
 
 # Names of the encoder in a network's parameters, and of its blocks, "encoderblock_0".
@@ -30,12 +29,15 @@ class Block(nn.Module):
     """Encoder block: attention, then an MLP, each with a norm and a residual.
 
     The parts are named as in the published checkpoints.
+
+    Attributes:
+      config: `EncoderConfig`, which imports this file.
     """
 
     repeated: ClassVar[bool] = True  # See cost.py.
     attention_kind: ClassVar[type[nn.Module]] = MultiHeadAttention
 
-    config: "EncoderConfig"
+    config: Any
 
     def setup(self):
         config = self.config
@@ -136,12 +138,13 @@ class Encoder(nn.Module):
     """Position embeddings, the blocks and the final LayerNorm.
 
     Attributes:
+      config: `EncoderConfig`.
       grid: rows and columns of patches.
       num_prefix_tokens: number of tokens before the patches, P.
       num_register_tokens: number of prefix tokens, the last ones, without a position.
     """
 
-    config: "EncoderConfig"
+    config: Any
     grid: tuple[int, int]
     num_prefix_tokens: int
     num_register_tokens: int = 0

@@ -6,7 +6,7 @@ R registers, D model width, L classes.
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, ClassVar
+from typing import Any, ClassVar
 
 import flax.linen as nn
 import jax.numpy as jnp
@@ -16,22 +16,19 @@ from vit_jax.models import initializers, layers
 from vit_jax.models.encoder import ENCODER, Encoder
 from vit_jax.models.pooling import Weights
 
-if TYPE_CHECKING:
-    from vit_jax.models.vit_config import ViTConfig
-
 
 class VisionTransformer(nn.Module):
     """A Vision Transformer of images of one size.
 
     Attributes:
-      config: output of `EncoderConfig.placed`.
+      config: output of `placed` of a `ViTConfig`, which imports this file.
       num_classes: L; 0 for no classifier.
       grid: rows and columns of patches for which it has positions.
     """
 
     encoder_kind: ClassVar[type[Encoder]] = Encoder
 
-    config: "ViTConfig"
+    config: Any
     num_classes: int
     grid: tuple[int, int]
 
@@ -134,9 +131,7 @@ class VisionTransformer(nn.Module):
         """Returns the tokens of the encoder; call it in a compact method."""
         return self.encoder(self.encoder_kind)(x, train=train, visible=visible)
 
-    def encoder(
-        self, kind: type[Encoder], config: "ViTConfig | None" = None
-    ) -> Encoder:
+    def encoder(self, kind: type[Encoder], config: Any = None) -> Encoder:
         """Returns an encoder of this network; call it in a compact method.
 
         Args:
