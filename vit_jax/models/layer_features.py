@@ -2,13 +2,14 @@
 
 A layer is a block of a Vision Transformer, a hybrid or a Mixer, a pair of blocks of an
 Axial-ViT, or a stage of a Swin Transformer, before its patches are merged. Layer 0 of a
-ResNet is its first convolution, before the pooling, layer i its stage i.
+ResNet is its first convolution, before the pooling, layer i its stage i. A `model` is a
+`Model`, which imports this file.
 
 Letters: B images, y by x patches, P prefix tokens, N patches or all tokens, D width.
 """
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
@@ -18,17 +19,14 @@ from vit_jax.models import stacking
 from vit_jax.models.kept import COLLECTION, KEPT
 from vit_jax.models.patches import PatchSequences
 
-if TYPE_CHECKING:
-    from vit_jax.models.model import Model, Params
-
 TOKENS = ("pooled", "patches", "prefix", "all")
 
 Features = Float[Array, "B ..."]
 
 
 def compute(
-    model: "Model",
-    params: "Params",
+    model: Any,
+    params: Mapping,
     images: Float[Array, "B Y X C"] | PatchSequences,
     layers: Sequence[int],
     *,
@@ -70,7 +68,7 @@ def compute(
     return tuple(arrange(outputs[layer]) for layer in chosen)
 
 
-def check(model: "Model", layer: int) -> int:
+def check(model: Any, layer: int) -> int:
     """Returns the number of a layer from 0.
 
     Raises:
@@ -92,7 +90,7 @@ def check(model: "Model", layer: int) -> int:
     return layer % count
 
 
-def check_all(model: "Model", layers: Sequence[int]) -> list[int]:
+def check_all(model: Any, layers: Sequence[int]) -> list[int]:
     """Returns the numbers of layers from 0.
 
     Raises:
