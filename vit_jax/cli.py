@@ -190,13 +190,9 @@ def parse(parser: Parser, argv: list[str] | None = None) -> argparse.Namespace:
 
 def _recipe(words: Sequence[str]) -> str:
     """Returns the value of --config on a command line; "" without."""
-    pairs = zip(words, [*words[1:], ""], strict=True)
-    given = [
-        after if word == "--config" else word[9:]
-        for word, after in pairs
-        if word == "--config" or word.startswith("--config=")
-    ]
-    return given[-1] if given else ""
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--config", nargs="?")
+    return parser.parse_known_args(words)[0].config or ""
 
 
 def load_config(flags: argparse.Namespace):

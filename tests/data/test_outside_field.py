@@ -88,15 +88,25 @@ class Cut(Name):
         assert size == record["image"].shape[:2]
         return record["image"].astype(np.int16)
 
-    def move(self, value, op, rng):
-        return op(value, rng)
+
+@dataclasses.dataclass(frozen=True)
+class Peek:
+    """Cuts the first pixels off; it would choose by a mask, and there is none."""
+
+    runs_on = "host"
+    moves_pixels = sees_mask = True
+
+    def __call__(self, image, rng, *seen):
+        assert not seen
+        return image[3:, 1:]
 
 
-def test_a_field_that_moves_goes_where_the_pixels_go(monkeypatch):
+@pytest.mark.parametrize("line", ["random_crop", "test_field:Peek"])
+def test_a_field_that_moves_goes_where_the_pixels_go(monkeypatch, line):
     monkeypatch.setitem(sys.modules, "test_field", sys.modules[__name__])
     data = ages_config(
         fields=("ages:Age", "test_field:Cut"),
-        train_transform="random_crop",
+        train_transform=line,
         image_size=(5, 7),
     ).data
     for batch in batches_of(data):

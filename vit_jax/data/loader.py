@@ -13,7 +13,7 @@ from jaxtyping import Integer
 
 from vit_jax.data import bands, decode
 from vit_jax.data.config import DataConfig
-from vit_jax.data.fields.base import Field
+from vit_jax.data.fields.base import LABEL_MAP, Field
 from vit_jax.data.sources.base import Source, name_of, read_record, warn
 from vit_jax.data.transforms import host as host_transforms
 from vit_jax.data.transforms import parse
@@ -136,12 +136,14 @@ class Loader:
         """Applies transforms to an image, and to the fields that they move."""
         moved = [field for field in self.fields if field.moves]
         for op in ops:
-            before = copy.deepcopy(rng) if moved else rng  # For the same choices.
-            seen = [values[f.name] for f in moved] if op.sees_mask else []
+            # For the same choices.
+            same = [copy.deepcopy(rng) for _ in moved if op.moves_pixels]
+            sees = op.sees_mask and LABEL_MAP in values
+            seen = (values[LABEL_MAP],) if sees else ()
             image = op(image, rng, *seen)
-            for field in moved if op.moves_pixels else ():
+            for field, equal in zip(moved, same):
                 value = values[field.name]
-                values[field.name] = field.move(value, op, copy.deepcopy(before))
+                values[field.name] = field.move(value, op, equal, *seen)
         return image, values
 
     def _open(

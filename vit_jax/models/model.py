@@ -367,8 +367,8 @@ def create(
       image_size: height and width of the input in pixels.
       channels: number of channels of the input.
       platform: "cpu", "gpu" or "tpu"; "" is JAX's default backend.
-      **options: keys of the network's config, see `varied.VariedConfig`. `width`, `depth` and
-        the like replace the variant's numbers unless 0 or (0,).
+      **options: keys of the network's config, see `varied.VariedConfig`. `width`, `depth`
+        and the like replace the variant's numbers unless 0 or (0,).
 
     Raises:
       UserError: variant or option is unknown, an image side is not a multiple of the

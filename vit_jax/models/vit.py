@@ -56,8 +56,8 @@ class VisionTransformer(nn.Module):
             returned, the prefix first.
 
         Returns:
-          "pre_logits" (B, D), the features, and "logits" (B, L), unless L is 0; float32. With pool "none" (B, N, D) and
-          (B, N, L), with "token_gap" (B, 2 D) and (B, L).
+          "pre_logits" (B, D), the features, and "logits" (B, L), unless L is 0; float32.
+          With pool "none" (B, N, D) and (B, N, L), with "token_gap" (B, 2 D) and (B, L).
         """
         x = self.embed(images, edit_patches)
         x = self.encode(x, train=train, visible=visible)

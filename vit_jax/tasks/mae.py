@@ -20,6 +20,7 @@ from vit_jax.data.config import DataConfig
 from vit_jax.errors import UserError
 from vit_jax.models import Model, cost
 from vit_jax.models.encoder import ENCODER
+from vit_jax.models.positions.added import AddedPosition
 from vit_jax.models.repetition import RepeatedConfig, RepeatedEncoder
 from vit_jax.tasks.masking import MaskedImageTask, mean_over, patchify, ranks
 from vit_jax.tasks.task import TaskConfig
@@ -71,10 +72,7 @@ class Mae(MaskedImageTask):
                 f"task.mask_ratio={config.mask_ratio} leaves none of the "
                 f"{self.num_patches} patches visible: lower it"
             )
-        obstacle, placement = model.config.relative, model.options["posemb_placement"]
-        if not obstacle and placement != "stem":
-            obstacle = f"model.posemb_placement={placement!r}"
-        if obstacle:
+        if obstacle := model.config.relative or AddedPosition.in_blocks(model.config):
             raise UserError(
                 f"{obstacle} with task.name='mae', whose encoder gets some of the patches: "
                 "choose positions of single patches, with model.posemb_placement='stem'"

@@ -8,14 +8,14 @@ from collections.abc import Iterator, Mapping
 
 from vit_jax.config.fields import import_custom
 from vit_jax.data.config import DataConfig
-from vit_jax.data.fields.base import Field
+from vit_jax.data.fields.base import LABEL_MAP, Field
 from vit_jax.data.sources.base import Source
 from vit_jax.errors import UserError
 
 # Name of the array in a batch -> attribute of `config.data` that asks for it, and class.
 FIELDS = {
     "label": ("has_labels", "vit_jax.data.fields.label:Label"),
-    "label_map": ("mask_key", "vit_jax.data.fields.mask:LabelMap"),
+    LABEL_MAP: ("mask_key", "vit_jax.data.fields.mask:LabelMap"),
     "text": ("tokenizer", "vit_jax.data.fields.caption:Caption"),
 }
 # Arrays that batches have besides; "mask" says which rows of an evaluation are images.

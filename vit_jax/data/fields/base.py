@@ -6,10 +6,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
+from jaxtyping import Int16
 
 from vit_jax.data.config import DataConfig
 from vit_jax.data.sources.base import Source
 from vit_jax.data.transforms.base import HostTransform
+
+LABEL_MAP = "label_map"  # Name of the field that some transforms see.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,9 +63,22 @@ class Field(abc.ABC):
           UserError: it contradicts the config; the loader adds the record's name.
         """
 
-    def move(self, value: Any, op: HostTransform, rng: np.random.Generator) -> Any:
-        """Applies a transform; `rng` gives it the choices that it made for the image."""
-        return value
+    def move(
+        self,
+        value: Any,
+        op: HostTransform,
+        rng: np.random.Generator,
+        *seen: Int16[np.ndarray, "H W 1"],
+    ) -> Any:
+        """Applies a transform to the value of a field that `moves`.
+
+        Args:
+          value: output of `read`, or of the transform before.
+          op: transform that moves pixels.
+          rng: gives it the choices that it made for the image.
+          seen: the mask, if the transform `sees_mask`.
+        """
+        return op(value, rng, *seen)
 
     def row(self, value: Any, rng: np.random.Generator) -> Any:
         """Returns the row of a batch; `rng` has drawn for the image, and draws for it."""

@@ -4,14 +4,14 @@ import dataclasses
 
 from vit_jax.data import masks
 from vit_jax.data.config import DataConfig
-from vit_jax.data.fields.base import Field
+from vit_jax.data.fields.base import LABEL_MAP, Field
 
 
 @dataclasses.dataclass(frozen=True)
 class LabelMap(Field):
     """The classes of an image's pixels, int16 (H, W), or masks.IGNORED."""
 
-    name = "label_map"
+    name = LABEL_MAP
     blank = masks.IGNORED
     moves = True
 
@@ -33,9 +33,6 @@ class LabelMap(Field):
 
     def read(self, record, size):
         return masks.read(record["mask"], self.data, size)
-
-    def move(self, value, op, rng):
-        return op(value, rng, *(value,) * op.sees_mask)
 
     def row(self, value, rng):
         return value[..., 0]

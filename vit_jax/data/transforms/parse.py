@@ -198,7 +198,8 @@ def check_batch(spec: Mapping[str, object], data: DataConfig) -> None:
     check_masks((*transforms.host, *transforms.device), data)
     views = Transforms(transforms.host, ())  # The device may enlarge them.
     made = loaded_shapes(views, data.image_size, data.channels)
-    wanted = {k: v.shape[1:] for k, v in spec.items() if k not in records.names(data)}
+    others = records.names(data)
+    wanted = {k: v.shape[1:] for k, v in spec.items() if k not in others}
     dims = {name: len(shape) for name, shape in made.items()}
     if any(len(shape) != dims.get(name) for name, shape in wanted.items()):
         raise UserError(
