@@ -13,7 +13,8 @@ import tempfile
 
 from PIL import Image
 
-from vit_jax import cli, visualize
+from vit_jax import visualize
+from vit_jax.command_line import cli
 
 GALLERY = pathlib.Path(__file__).parent / "gallery"
 # CC0 by Stefan van der Walt, CC0 by Rachel Michetti, public domain by NASA and by

@@ -14,7 +14,8 @@ import threading
 
 from PIL import Image
 
-from vit_jax import cli, explore
+from vit_jax import explore
+from vit_jax.command_line import cli
 from vit_jax.errors import UserError
 
 PICTURE = pathlib.Path(__file__).parent / "gallery" / "explorer.png"

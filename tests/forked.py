@@ -33,7 +33,7 @@ _READ_LATE = (
     *("VIT_JAX_", "PYTEST_", "PYTHONPATH", "PYTHONUNBUFFERED"),
     *("OWN_DISK", "HANGS"),  # Of tests.
 )
-_IMPORTS = ("vit_jax.job", "vit_jax.training.loop", "vit_jax.weights")
+_IMPORTS = ("vit_jax.command_line.job", "vit_jax.training.loop", "vit_jax.weights")
 _SIGNALS = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM)
 _MAX_ORDER = 1 << 17  # Bytes.
 _servers = {}

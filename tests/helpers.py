@@ -19,8 +19,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from vit_jax import cli, models
+from vit_jax import models
 from vit_jax.__main__ import load
+from vit_jax.command_line import cli
 from vit_jax.config import fields
 from vit_jax.models import stacking
 from vit_jax.training import config as configuration

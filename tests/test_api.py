@@ -101,7 +101,7 @@ def test_what_is_not_used_is_not_imported():
 import sys, vit_jax
 assert not {"jax", "numpy", "flax"} & {*sys.modules}
 vit_jax.create_model("Ti/16", num_classes=10, image_size=64)
-of_models = ["api", "config", "data.config", "errors", "models", "printing"]
+of_models = ["api", "config", "data.config", "errors", "models", "command_line"]
 for name in sys.modules:
     part = name.removeprefix("vit_jax.")
     assert part in (name, "data") or part.startswith(tuple(of_models)), name

@@ -18,10 +18,10 @@ from helpers import full_disk, write_weights
 from hosts import write_recipe, xla_flags
 from PIL import Image
 
-from vit_jax import cli, files, signals
+from vit_jax.command_line import cli, files, signals
+from vit_jax.command_line.printing import masked, printable
 from vit_jax.config import fields
 from vit_jax.data import decode
-from vit_jax.printing import masked, printable
 from vit_jax.training import config as configuration
 from vit_jax.training.optim import SgdConfig
 

@@ -9,8 +9,8 @@ import pytest
 from helpers import ROOT, TINY, commands_of, run_command, write_weights
 from PIL import Image
 
-from vit_jax import cli
 from vit_jax.__main__ import load
+from vit_jax.command_line import cli
 from vit_jax.config import loading
 from vit_jax.data.sources.open import open_source
 from vit_jax.training import config as configuration

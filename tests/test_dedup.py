@@ -12,7 +12,8 @@ import pytest
 from PIL import Image
 from sklearn.datasets import load_sample_images
 
-from vit_jax import cli, dedup, files
+from vit_jax import dedup
+from vit_jax.command_line import cli, files
 from vit_jax.data.config import DataConfig
 from vit_jax.data.sources.open import open_source
 from vit_jax.errors import UserError
@@ -138,7 +139,8 @@ def training_split(place, exclude):
 
 KILLED = """
 import os, signal, sys
-from vit_jax import cli, dedup, files
+from vit_jax import dedup
+from vit_jax.command_line import cli, files
 from vit_jax.tools.near_duplicates import scan
 scan.CHUNK = 5
 show, last = dedup._Bar.show, sys.argv.pop(1)

@@ -14,7 +14,8 @@ import pytest
 from helpers import run_command, write_weights
 from PIL import Image
 
-from vit_jax import cli, explore
+from vit_jax import explore
+from vit_jax.command_line import cli
 from vit_jax.errors import UserError
 from vit_jax.tools.explorer import saved
 from vit_jax.weights.pretrained import Preprocess

@@ -4,8 +4,8 @@ import re
 
 import pytest
 
-from vit_jax import cli
 from vit_jax.__main__ import COMMANDS, load
+from vit_jax.command_line import cli
 from vit_jax.config import fields
 from vit_jax.errors import UserError
 from vit_jax.training.config import EvaluationConfig, TrainConfig

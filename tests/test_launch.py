@@ -14,8 +14,8 @@ import time
 import pytest
 import yaml
 
-from vit_jax import cli
 from vit_jax.__main__ import load
+from vit_jax.command_line import cli
 from vit_jax.distributed import schedulers
 
 ROOT = pathlib.Path(__file__).parents[1]

@@ -13,7 +13,7 @@ import pytest
 
 RUN = """
 import time
-from vit_jax import progress
+from vit_jax.command_line import progress
 from vit_jax.training.metric_logger import Progress
 bar = Progress(0, 3000, batch_size=512, devices=8, active=True)
 for step in range(1, 5):

@@ -11,7 +11,8 @@ import pytest
 from helpers import run_command, without_times, write_weights
 from PIL import Image
 
-from vit_jax import cli, transfer
+from vit_jax import transfer
+from vit_jax.command_line import cli
 from vit_jax.errors import UserError
 from vit_jax.training import config as configuration
 from vit_jax.training import loop

@@ -17,11 +17,12 @@ from flax.traverse_util import flatten_dict
 from helpers import draw_params, run_command, write_weights
 from PIL import Image
 
-from vit_jax import cli, models, progress, visualize
+from vit_jax import models, visualize
 from vit_jax.analysis import attention, embeddings, loaded_model, representations
 from vit_jax.analysis.figures import FIGURES, create
 from vit_jax.analysis.figures.writing import available_figures, write_figures
 from vit_jax.analysis.loaded_model import LoadedModel
+from vit_jax.command_line import cli, progress
 from vit_jax.data import bands, inputs
 from vit_jax.errors import UserError
 from vit_jax.models import intermediates

@@ -9,7 +9,7 @@ model for every command. Exit codes: 0 done, 2 bad input.
 import argparse
 import pathlib
 
-from vit_jax import cli
+from vit_jax.command_line import cli
 
 
 def main(flags: argparse.Namespace) -> int:

@@ -17,9 +17,9 @@ import dataclasses
 import json
 import pathlib
 
-from vit_jax import cli
+from vit_jax.command_line import cli
+from vit_jax.command_line.printing import printable, versions
 from vit_jax.errors import UserError
-from vit_jax.printing import printable, versions
 from vit_jax.tools.planning import gpus, topology
 
 EXIT_TOO_LARGE = 3

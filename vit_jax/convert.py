@@ -31,7 +31,7 @@ import dataclasses
 import os
 import pathlib
 
-from vit_jax import cli
+from vit_jax.command_line import cli
 from vit_jax.errors import UserError
 
 # Parameters beside the network, by their names in `Pretrained.task_params`.

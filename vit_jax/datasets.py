@@ -11,7 +11,7 @@ input (one line says what).
 import argparse
 import json
 
-from vit_jax import cli
+from vit_jax.command_line import cli
 from vit_jax.errors import UserError
 
 HEADING = ("name", "here", "images", "classes", "how to get it")

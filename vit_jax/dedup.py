@@ -20,7 +20,7 @@ import pathlib
 import shutil
 import time
 
-from vit_jax import cli
+from vit_jax.command_line import cli
 from vit_jax.errors import UserError
 
 EXIT_DAMAGED = 1
@@ -93,7 +93,7 @@ class _Bar:
 
     def show(self, name: str, before: int, now: int, total: int) -> None:
         """Shows that `before + now` of `total` records are done."""
-        from vit_jax.progress import bar
+        from vit_jax.command_line.progress import bar
 
         if name != self._name:
             self.close()

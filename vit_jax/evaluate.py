@@ -17,9 +17,9 @@ import json
 
 from etils import epath
 
-from vit_jax import cli, job
+from vit_jax.command_line import cli, job
+from vit_jax.command_line.printing import address, masked
 from vit_jax.errors import UserError
-from vit_jax.printing import address, masked
 
 
 def main(flags: argparse.Namespace) -> int:

@@ -13,9 +13,9 @@ import argparse
 import dataclasses
 import os
 
-from vit_jax import cli, files
+from vit_jax.command_line import cli, files
+from vit_jax.command_line.printing import printable
 from vit_jax.errors import UserError
-from vit_jax.printing import printable
 
 PORT = 8000
 

@@ -14,7 +14,7 @@ The file appears when it is complete. Exit codes: 0 done, 1 some images could no
 import argparse
 import os
 
-from vit_jax import cli
+from vit_jax.command_line import cli
 from vit_jax.errors import UserError
 
 EXIT_DAMAGED = 1
@@ -33,7 +33,7 @@ def main(flags: argparse.Namespace) -> int:
 
     images = inputs.find_some(flags.images)
 
-    from vit_jax import progress
+    from vit_jax.command_line import progress
     from vit_jax.distributed import compilation
     from vit_jax.evaluators import feature_table
     from vit_jax.weights.pretrained import upright

@@ -11,7 +11,7 @@ Exit codes: 0 done, 2 bad input, 75 preempted.
 
 import argparse
 
-from vit_jax import cli, files, job
+from vit_jax.command_line import cli, files, job
 
 
 def main(flags: argparse.Namespace) -> int:

@@ -19,9 +19,9 @@ import dataclasses
 import json
 from collections.abc import Iterator, Sequence
 
-from vit_jax import cli
+from vit_jax.command_line import cli
+from vit_jax.command_line.printing import printable
 from vit_jax.errors import UserError
-from vit_jax.printing import printable
 
 EXIT_DAMAGED = 1
 

@@ -27,7 +27,7 @@ import argparse
 import pathlib
 import sys
 
-from vit_jax import cli, signals
+from vit_jax.command_line import cli, signals
 from vit_jax.errors import EXIT_INTERRUPTED, EXIT_TRY_AGAIN, Stopped, UserError
 
 _SHOWN = 20  # Records left out in the report; all are in the manifest.
@@ -100,7 +100,7 @@ def _check(flags, made):
 
 
 def _verify(flags, data_dir):
-    from vit_jax.progress import bar
+    from vit_jax.command_line.progress import bar
     from vit_jax.tools.preparing import metadata
 
     name = metadata.DatasetName.parse(flags.dataset)

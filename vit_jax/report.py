@@ -9,7 +9,7 @@ done; 2 bad input (one line says what). Needs the extra `plots`.
 
 import argparse
 
-from vit_jax import cli
+from vit_jax.command_line import cli
 
 
 def main(flags: argparse.Namespace) -> None:

@@ -14,7 +14,7 @@ import dataclasses
 import os
 import pathlib
 
-from vit_jax import cli, files
+from vit_jax.command_line import cli, files
 from vit_jax.errors import UserError
 
 

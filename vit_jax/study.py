@@ -13,7 +13,7 @@ Exit codes: 0 done, 2 bad input, 75 preempted, 130 interrupted.
 
 import argparse
 
-from vit_jax import cli, job
+from vit_jax.command_line import cli, job
 
 
 def main(flags: argparse.Namespace) -> int:

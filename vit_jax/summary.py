@@ -14,7 +14,7 @@ import math
 import os
 import re
 
-from vit_jax import cli
+from vit_jax.command_line import cli
 from vit_jax.errors import UserError
 
 IMAGES = 7 * 303_000_000

@@ -9,9 +9,9 @@ command resumes; 130 Ctrl-C: saved, and a second one ends at once.
 
 import argparse
 
-from vit_jax import cli, job, processes
+from vit_jax.command_line import cli, job, processes
+from vit_jax.command_line.files import new_workdir
 from vit_jax.errors import UserError
-from vit_jax.files import new_workdir
 
 
 def main(flags: argparse.Namespace) -> int:

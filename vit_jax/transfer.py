@@ -20,8 +20,8 @@ failure), 75 preempted.
 import argparse
 import json
 
-from vit_jax import cli, files, job
-from vit_jax.printing import masked
+from vit_jax.command_line import cli, files, job
+from vit_jax.command_line.printing import masked
 
 
 def main(flags: argparse.Namespace) -> int:

@@ -18,11 +18,11 @@ import textwrap
 
 from etils import epath
 
-from vit_jax import cli
 from vit_jax.analysis import figures
 from vit_jax.analysis.figures import FIGURES
+from vit_jax.command_line import cli
+from vit_jax.command_line.printing import address
 from vit_jax.errors import UserError
-from vit_jax.printing import address
 
 EXIT_DAMAGED = 1
 
@@ -64,8 +64,8 @@ def main(flags: argparse.Namespace) -> int:
 
 def draw(flags: argparse.Namespace, loaded, images, named, other) -> int:
     """Draws and reports what was drawn; returns the exit code."""
-    from vit_jax import progress
     from vit_jax.analysis.figures.writing import write_figures
+    from vit_jax.command_line import progress
 
     damaged, out = [], epath.Path(flags.out)
     reads = {figure.reads for figure in named.values()}

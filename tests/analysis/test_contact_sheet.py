@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
 
-from vit_jax import fonts
 from vit_jax.analysis import contact_sheet
+from vit_jax.evaluators import fonts
 
 NAMES = ("ant", "bee", "cat", "dog", "elk")
 

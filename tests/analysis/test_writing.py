@@ -17,8 +17,8 @@ from vit_jax.analysis.figures.writing import (
     save,
 )
 from vit_jax.analysis.loaded_model import LoadedModel
+from vit_jax.command_line.files import unique_stem
 from vit_jax.data import decode
-from vit_jax.files import unique_stem
 from vit_jax.weights.pretrained import Preprocess
 
 CROPPED = Preprocess((16, 24), (0.4,), (0.25,), crop_fraction=0.9)

@@ -18,8 +18,8 @@ import pytest
 from etils.epath import backend
 from helpers import run_python, tiny_config
 
-from vit_jax import cli
 from vit_jax.__main__ import load
+from vit_jax.command_line import cli
 from vit_jax.data.config import DataConfig
 from vit_jax.data.sources.open import open_source
 from vit_jax.distributed import compilation

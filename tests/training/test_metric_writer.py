@@ -5,7 +5,7 @@ import pytest
 from etils import epath
 from helpers import ROOT, run_python
 
-from vit_jax.files import replace_bytes
+from vit_jax.command_line.files import replace_bytes
 from vit_jax.training.metric_writer import WorkdirWriter
 
 

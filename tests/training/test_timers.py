@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 from helpers import run_python, tiny_config, train
 
-from vit_jax import processes
+from vit_jax.command_line import processes
 from vit_jax.training import timers
 from vit_jax.training.timers import (
     TRAINING,
@@ -254,7 +254,7 @@ def test_phases_become_metrics_once():
 
 def test_the_age_is_that_of_the_process():
     code = (
-        "import time; time.sleep(0.3); from vit_jax import processes;"
+        "import time; time.sleep(0.3); from vit_jax.command_line import processes;"
         "print(processes.age())"
     )
     began = time.perf_counter()

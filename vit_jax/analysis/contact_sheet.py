@@ -7,9 +7,9 @@ import numpy as np
 from jaxtyping import Float, UInt8
 from PIL import Image, ImageDraw, ImageFont
 
-from vit_jax import fonts
 from vit_jax.data.config import MAX_PIXELS
 from vit_jax.errors import UserError
+from vit_jax.evaluators import fonts
 
 _CELL = 128  # Pixels of a side; smaller images are magnified to about this size.
 _MARGIN, _FONT_SIZE, _LINE = 8, 12, 15  # Pixels.

@@ -10,6 +10,8 @@ import numpy as np
 
 from vit_jax import weights
 from vit_jax.api.pretrained import WeightsArguments, at_step
+from vit_jax.command_line.files import default_workdir, new_workdir
+from vit_jax.command_line.printing import print_line
 from vit_jax.config import arguments, fields, loading
 from vit_jax.config.fields import key
 from vit_jax.data.config import PLACE
@@ -18,8 +20,6 @@ from vit_jax.data.sources.open import opened_by
 from vit_jax.distributed import mesh as meshes
 from vit_jax.errors import UserError
 from vit_jax.evaluators import suite
-from vit_jax.files import default_workdir, new_workdir
-from vit_jax.printing import print_line
 from vit_jax.tools.finetuning import run as finetuning
 from vit_jax.training import loop
 from vit_jax.training.callbacks import Callback

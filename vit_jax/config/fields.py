@@ -17,8 +17,8 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
+from vit_jax.command_line.printing import masked
 from vit_jax.errors import UserError
-from vit_jax.printing import masked
 
 T = TypeVar("T")
 

@@ -22,11 +22,11 @@ from typing import TypeVar
 
 from ml_collections import ConfigDict
 
+from vit_jax.command_line.printing import print_error
 from vit_jax.config import fields
 from vit_jax.config.fields import Choice, Named, Section
 from vit_jax.config.lengths import alternatives
 from vit_jax.errors import UserError
-from vit_jax.printing import print_error
 
 T = TypeVar("T")
 

@@ -12,10 +12,10 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
+from vit_jax.command_line.files import not_a_file
 from vit_jax.data.decode import DamagedImage
 from vit_jax.data.sources import folder
 from vit_jax.errors import UserError
-from vit_jax.files import not_a_file
 
 SUFFIXES = (*folder.EXTENSIONS, ".jp2", ".pbm", ".pnm")
 STDIN = "-"

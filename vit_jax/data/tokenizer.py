@@ -22,7 +22,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Int
 
-from vit_jax import files
+from vit_jax.command_line import files
 from vit_jax.errors import UserError
 
 BYTES = "bytes"

@@ -22,7 +22,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from multiprocessing import resource_tracker, shared_memory
 
-from vit_jax import processes
+from vit_jax.command_line import processes
 from vit_jax.errors import UserError, keep_warnings_from_raising
 
 _FOLDER = pathlib.Path("/dev/shm")

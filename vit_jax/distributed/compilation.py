@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
-from vit_jax import files
+from vit_jax.command_line import files
 
 AUTO = "auto"
 _STAMP = ".checked"

@@ -35,7 +35,8 @@ from collections.abc import Callable, Mapping
 
 import jax
 
-from vit_jax import processes
+from vit_jax.command_line import processes
+from vit_jax.command_line.printing import printable
 from vit_jax.distributed import crash_reporter
 from vit_jax.distributed.internals import distributed as service
 from vit_jax.distributed.schedulers import JobProcess, env_number, find_job
@@ -47,7 +48,6 @@ from vit_jax.errors import (
     LostHost,
     UserError,
 )
-from vit_jax.printing import printable
 
 # Hosts of one job may start minutes apart: images are pulled, machines booted.
 _START, _START_SECONDS = "VIT_JAX_START_SECONDS", 300

@@ -15,11 +15,11 @@ import pyarrow.parquet as pq
 from etils import epath
 from jaxtyping import Array, Float
 
+from vit_jax.command_line.files import replacing, writing_out
 from vit_jax.data import inputs, splits
 from vit_jax.errors import UserError
 from vit_jax.evaluators import prediction
 from vit_jax.evaluators.local_devices import LocalDevices
-from vit_jax.files import replacing, writing_out
 from vit_jax.models import Model, Params, layer_features
 from vit_jax.models.patches import PatchSequences
 from vit_jax.weights import surgery

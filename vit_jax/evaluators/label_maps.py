@@ -11,12 +11,12 @@ import numpy as np
 from jaxtyping import Num, UInt8
 from PIL import Image
 
+from vit_jax.command_line.files import replace_image, unique_stem, writing_out
 from vit_jax.data import bands, inputs, masks
 from vit_jax.errors import UserError
 from vit_jax.evaluators.local_devices import LocalDevices
 from vit_jax.evaluators.sliding_window import LabelMap, Sliding, T
 from vit_jax.evaluators.whole_images import WholeImages
-from vit_jax.files import replace_image, unique_stem, writing_out
 from vit_jax.models.segmenter import check_sequences
 from vit_jax.weights import segmenter, surgery
 from vit_jax.weights.pretrained import (

@@ -15,7 +15,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from vit_jax import files
+from vit_jax.command_line import files
 from vit_jax.config.fields import key
 from vit_jax.data import class_names
 from vit_jax.data.imagenet import NUM_CLASSES, OBJECTNET_CLASSES

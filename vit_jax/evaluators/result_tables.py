@@ -13,11 +13,11 @@ from etils import epath
 from jaxtyping import Float, UInt8
 from PIL import Image, ImageDraw, ImageFont
 
-from vit_jax import fonts
+from vit_jax.command_line.files import replace_image, replace_text, writing_out
+from vit_jax.command_line.printing import printable
+from vit_jax.evaluators import fonts
 from vit_jax.evaluators.fewshot import fewer_images, is_beside
 from vit_jax.evaluators.protocol import Confusion, is_fraction
-from vit_jax.files import replace_image, replace_text, writing_out
-from vit_jax.printing import printable
 
 FILE = "evaluate.json"
 # The drawing of a confusion matrix, in pixels.

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jaxtyping import Int, Integer
 
-from vit_jax import progress
+from vit_jax.command_line import progress
 from vit_jax.config.fields import key
 from vit_jax.data import masks
 from vit_jax.data.decode import DamagedImage

@@ -15,6 +15,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from vit_jax import models
+from vit_jax.command_line.printing import masked
 from vit_jax.config.fields import key
 from vit_jax.data import class_names
 from vit_jax.data.class_names import NAMES, POSITION
@@ -22,7 +23,6 @@ from vit_jax.data.config import DataConfig
 from vit_jax.data.sources.base import Source
 from vit_jax.errors import UserError
 from vit_jax.models import Model, cost
-from vit_jax.printing import masked
 from vit_jax.tasks.classification import (
     Classification,
     ClassificationConfig,

@@ -15,13 +15,13 @@ import jax
 from etils import epath
 from orbax.checkpoint import v1 as ocp
 
+from vit_jax.command_line.files import replace_text
+from vit_jax.command_line.printing import print_error
 from vit_jax.config import fields
 from vit_jax.data.sources.base import Source
 from vit_jax.distributed import mesh as meshes
 from vit_jax.distributed import multihost
 from vit_jax.errors import Interrupted, Preempted, UserError
-from vit_jax.files import replace_text
-from vit_jax.printing import print_error
 from vit_jax.training import leftovers, resume_check
 from vit_jax.training.config import TrainConfig
 from vit_jax.training.resume_check import Restored

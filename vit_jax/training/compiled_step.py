@@ -15,11 +15,11 @@ from etils import epath
 from jax.experimental import serialize_executable
 from jax.sharding import Mesh
 
-from vit_jax import files
+from vit_jax.command_line import files
+from vit_jax.command_line.printing import versions
 from vit_jax.config import fields
 from vit_jax.distributed import chips
 from vit_jax.errors import UserError
-from vit_jax.printing import versions
 from vit_jax.training.config import TrainConfig
 from vit_jax.training.train_step import Step, TrainSetup
 

@@ -6,7 +6,8 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from vit_jax import files, models
+from vit_jax import models
+from vit_jax.command_line import files
 from vit_jax.config import fields, loading
 from vit_jax.config.fields import Choice, choice, chosen, epochs, key, named, section
 from vit_jax.data.config import DataConfig, ReaderConfig

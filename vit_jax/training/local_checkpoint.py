@@ -23,11 +23,11 @@ import numpy as np
 from etils import epath
 from jax.experimental import multihost_utils
 
+from vit_jax.command_line.files import replace_text
+from vit_jax.command_line.printing import print_error
 from vit_jax.data.sources.base import Source
 from vit_jax.distributed import mesh as meshes
 from vit_jax.errors import UserError
-from vit_jax.files import replace_text
-from vit_jax.printing import print_error
 from vit_jax.training import resume_check
 from vit_jax.training.checkpoint import describe_failure
 from vit_jax.training.config import TrainConfig

@@ -24,7 +24,7 @@ from collections.abc import Iterator
 import jax
 from etils import epath
 
-from vit_jax import files, processes
+from vit_jax.command_line import files, processes
 from vit_jax.distributed import multihost
 from vit_jax.errors import EXIT_USER_ERROR, UserError
 from vit_jax.training.checkpoint import describe_failure

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
+from vit_jax.command_line.printing import masked
 from vit_jax.data import normalization, pipeline
 from vit_jax.data.config import ESTIMATE
 from vit_jax.data.sources.open import open_source
@@ -16,7 +17,6 @@ from vit_jax.distributed import compilation, multihost
 from vit_jax.distributed import mesh as meshes
 from vit_jax.errors import UserError
 from vit_jax.evaluators.suite import Suite
-from vit_jax.printing import masked
 from vit_jax.training import guards, lock, resume_check, run_report
 from vit_jax.training.actions import Evaluating, Saving, Tracing
 from vit_jax.training.callbacks import Callback, Run

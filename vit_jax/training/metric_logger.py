@@ -10,13 +10,13 @@ import jax
 import numpy as np
 from clu import parameter_overview
 
+from vit_jax.command_line.printing import print_line
+from vit_jax.command_line.progress import StepBar
 from vit_jax.config import fields
 from vit_jax.data import bands, fingerprint, pipeline
 from vit_jax.distributed import chips
 from vit_jax.distributed import mesh as meshes
 from vit_jax.evaluators import result_tables
-from vit_jax.printing import print_line
-from vit_jax.progress import StepBar
 from vit_jax.training import run_report
 from vit_jax.training.actions import Interval
 from vit_jax.training.callbacks import Callback, Run

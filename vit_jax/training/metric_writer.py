@@ -12,7 +12,7 @@ from typing import Any
 
 from etils import epath
 
-from vit_jax.files import replace_text
+from vit_jax.command_line.files import replace_text
 from vit_jax.training.trackers.tracker import Arrays, MetricWriter
 
 # Where PyTorch is installed tensorboardX imports it, to recognise its tensors, which

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import jax
 
 import vit_jax
+from vit_jax.command_line.printing import masked
 from vit_jax.config import fields
 from vit_jax.data import fingerprint
 from vit_jax.data.config import DataConfig
@@ -18,7 +19,6 @@ from vit_jax.data.sources.base import Source
 from vit_jax.data.tokenizer import checksum
 from vit_jax.distributed import multihost
 from vit_jax.errors import UserError
-from vit_jax.printing import masked
 from vit_jax.training import config as training_config
 from vit_jax.training.config import EvaluationConfig, TrainConfig
 from vit_jax.training.run_report import params_sha256

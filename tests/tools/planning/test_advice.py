@@ -6,7 +6,8 @@ import pathlib
 import jax
 import pytest
 
-from vit_jax import cli, compile
+from vit_jax import compile
+from vit_jax.command_line import cli
 from vit_jax.config import loading
 from vit_jax.distributed import mesh as meshes
 from vit_jax.errors import UserError

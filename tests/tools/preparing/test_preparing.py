@@ -11,12 +11,12 @@ import tfrecord_files
 from array_record.python import array_record_module
 from helpers import tiny_config
 
+from vit_jax.command_line.files import lock_folder
 from vit_jax.data import pipeline
 from vit_jax.data.sources import folder as image_folders
 from vit_jax.data.sources.open import open_source
 from vit_jax.data.sources.tfds import open_tfds
 from vit_jax.errors import UserError
-from vit_jax.files import lock_folder
 from vit_jax.tools.preparing import (
     build,
     images,

@@ -8,7 +8,8 @@ import pytest
 import trees
 from helpers import tiny_config, train
 
-from vit_jax import average, cli, weights
+from vit_jax import average, weights
+from vit_jax.command_line import cli
 from vit_jax.errors import UserError
 from vit_jax.evaluators import suite
 from vit_jax.tools.soups import averaging

@@ -11,7 +11,8 @@ from PIL import Image
 from trees import checkpoint, encoder
 
 import vit_jax
-from vit_jax import cli, convert, weights
+from vit_jax import convert, weights
+from vit_jax.command_line import cli
 from vit_jax.weights import Preprocess, export, pretrained, rewriting
 from vit_jax.weights.formats import hugging_face_processor as processor
 from vit_jax.weights.formats.registry import WRITERS

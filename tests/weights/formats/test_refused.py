@@ -13,7 +13,8 @@ from flax.traverse_util import flatten_dict
 from safetensors.numpy import load_file, save_file
 from trees import checkpoint, encoder, network, random_flat, save
 
-from vit_jax import cli, convert, weights
+from vit_jax import convert, weights
+from vit_jax.command_line import cli
 from vit_jax.errors import UserError
 from vit_jax.weights import Preprocess, export
 from vit_jax.weights.formats.registry import WRITERS

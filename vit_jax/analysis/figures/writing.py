@@ -23,9 +23,9 @@ from vit_jax.analysis import charts
 from vit_jax.analysis.figures import FIGURES, create
 from vit_jax.analysis.figures.figure import Figure, Picture
 from vit_jax.analysis.loaded_model import LoadedModel
+from vit_jax.command_line.files import replace_bytes, unique_stem, writing_out
 from vit_jax.data import bands, inputs
 from vit_jax.errors import UserError
-from vit_jax.files import replace_bytes, unique_stem, writing_out
 from vit_jax.weights.pretrained import warn_of_dark
 
 

@@ -15,7 +15,7 @@ from collections.abc import Callable
 import numpy as np
 from jaxtyping import Integer
 
-from vit_jax import files
+from vit_jax.command_line import files
 from vit_jax.config.fields import is_custom
 from vit_jax.data.config import PLACE, DataConfig
 from vit_jax.data.fingerprint import Entries

@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from jaxtyping import Integer
 
+from vit_jax.command_line.files import download_snapshot
 from vit_jax.data import captions, splits
 from vit_jax.data.class_names import composed
 from vit_jax.data.config import DataConfig
@@ -25,7 +26,6 @@ from vit_jax.data.fingerprint import Entries
 from vit_jax.data.sources.arrays import ArraySource, small_in_memory
 from vit_jax.data.sources.base import Numbered, SourceType, check_known
 from vit_jax.errors import NoLabels, UserError
-from vit_jax.files import download_snapshot
 
 _PREFIX = "hf://datasets/"
 _NAME = re.compile(

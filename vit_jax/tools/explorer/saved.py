@@ -15,8 +15,8 @@ from typing import NamedTuple
 import numpy as np
 from etils import epath
 
+from vit_jax.command_line.files import replace_bytes
 from vit_jax.errors import UserError
-from vit_jax.files import replace_bytes
 from vit_jax.tools.explorer.rows import LEVELS, AttentionRows, WindowRows
 from vit_jax.tools.explorer.session import ExploredModel, ModelOutput
 

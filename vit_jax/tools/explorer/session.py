@@ -22,13 +22,13 @@ from PIL import Image
 from vit_jax.analysis.attention import relevance, relevance_to_text, rollout_step
 from vit_jax.analysis.loaded_model import LoadedModel, check_finite
 from vit_jax.analysis.representations import enlarge, project, to_intensities
+from vit_jax.command_line.printing import address
 from vit_jax.data import bands, decode, masks
 from vit_jax.data.config import MAX_MEGAPIXELS
 from vit_jax.errors import UserError
 from vit_jax.evaluators import label_maps, prediction
 from vit_jax.models import intermediates, text
 from vit_jax.models.network import BlockWindows
-from vit_jax.printing import address
 from vit_jax.tools.explorer.images import (
     MAX_BYTES,
     Folder,

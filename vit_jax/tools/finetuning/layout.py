@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 
 from etils import epath
 
+from vit_jax.command_line.files import replace_text
 from vit_jax.config import fields
 from vit_jax.data import catalogue, masks, splits
 from vit_jax.data.config import PLACE, DataConfig
@@ -27,7 +28,6 @@ from vit_jax.data.sources.base import Source, read_labels
 from vit_jax.data.sources.open import open_unchecked
 from vit_jax.data.splits import HELD_OUT, TEST, TRAIN, VALIDATION, first_of, held_out
 from vit_jax.errors import UserError
-from vit_jax.files import replace_text
 from vit_jax.weights.workdir import absolute
 
 # Usual names of the columns of tables.

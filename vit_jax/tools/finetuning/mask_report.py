@@ -14,11 +14,11 @@ from jaxtyping import Int16, Integer, Num, UInt8
 from PIL import Image
 
 from vit_jax import weights
+from vit_jax.command_line.files import replace_text
 from vit_jax.data import bands, masks
 from vit_jax.data.decode import DamagedImage
 from vit_jax.data.sources.open import open_source
 from vit_jax.evaluators import label_maps, segmentation
-from vit_jax.files import replace_text
 from vit_jax.tools.finetuning import report
 from vit_jax.tools.report import templates
 from vit_jax.tools.report.blocks import Table

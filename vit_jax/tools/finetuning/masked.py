@@ -15,7 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from vit_jax import models, progress
+from vit_jax import models
+from vit_jax.command_line import progress
 from vit_jax.data import masks
 from vit_jax.data.config import DataConfig
 from vit_jax.data.decode import DamagedImage

@@ -16,8 +16,8 @@ import numpy as np
 from etils import epath
 
 from vit_jax.analysis import charts
+from vit_jax.command_line.files import replace_bytes, replace_text
 from vit_jax.errors import UserError
-from vit_jax.files import replace_bytes, replace_text
 from vit_jax.tools.finetuning import trial
 from vit_jax.training.callbacks import Callback
 

@@ -23,13 +23,13 @@ from jaxtyping import Integer
 from PIL import Image
 
 from vit_jax import weights
+from vit_jax.command_line.files import replace_text
 from vit_jax.data import bands, pipeline
 from vit_jax.data.config import DataConfig
 from vit_jax.data.decode import DamagedImage
 from vit_jax.data.sources.base import Source
 from vit_jax.data.sources.open import Spec, open_source
 from vit_jax.evaluators.splits import Subset
-from vit_jax.files import replace_text
 from vit_jax.models import patches
 from vit_jax.tools.finetuning import mistakes
 from vit_jax.tools.finetuning.mistakes import Answers

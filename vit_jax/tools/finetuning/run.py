@@ -14,13 +14,13 @@ import jax
 from etils import epath
 
 from vit_jax import models, weights
+from vit_jax.command_line.files import read_json, replace_text
+from vit_jax.command_line.printing import masked
 from vit_jax.config import fields, loading
 from vit_jax.data import fingerprint
 from vit_jax.data.config import PLACE, DataConfig
 from vit_jax.data.sources.open import open_source
 from vit_jax.errors import UserError
-from vit_jax.files import read_json, replace_text
-from vit_jax.printing import masked
 from vit_jax.tools.finetuning import layout, rate_range, rule, trial
 from vit_jax.tools.finetuning.kind import Given, Kind, Result
 from vit_jax.tools.finetuning.labelled import Labels

@@ -14,12 +14,17 @@ from typing import NamedTuple
 import numpy as np
 from PIL import Image, ImageDraw
 
+from vit_jax.command_line.files import (
+    lock_folder,
+    replace_bytes,
+    replace_image,
+    replace_text,
+)
 from vit_jax.data import bands, decode
 from vit_jax.data.config import MAX_MEGAPIXELS
 from vit_jax.data.sources.base import Source
 from vit_jax.data.sources.open import Spec
 from vit_jax.errors import UserError
-from vit_jax.files import lock_folder, replace_bytes, replace_image, replace_text
 from vit_jax.tools.near_duplicates import matching
 
 CHUNK = 2048  # Records per chunk, about two seconds of one core.

@@ -12,10 +12,10 @@ import jax
 import jax.export
 from jax.sharding import Mesh
 
+from vit_jax.command_line.files import replace_bytes
 from vit_jax.config import fields
 from vit_jax.distributed import chips
 from vit_jax.errors import UserError
-from vit_jax.files import replace_bytes
 from vit_jax.models import cost
 from vit_jax.tools.planning import costs, gpus, hlo, topology
 from vit_jax.training import compiled_step, train_step

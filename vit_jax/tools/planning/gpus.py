@@ -10,9 +10,9 @@ import dataclasses
 import importlib.util
 import os
 
+from vit_jax.command_line.printing import versions
 from vit_jax.distributed import chips
 from vit_jax.errors import UserError
-from vit_jax.printing import versions
 
 _ENVIRONMENT = {
     # Without a GPU, "cpu" alone would not load the compiler for GPUs.

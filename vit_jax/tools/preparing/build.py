@@ -15,11 +15,11 @@ from concurrent.futures.process import BrokenProcessPool
 from types import MappingProxyType
 from typing import Protocol, runtime_checkable
 
-from vit_jax import progress
+from vit_jax.command_line import progress
+from vit_jax.command_line.files import lock_folder
+from vit_jax.command_line.printing import print_line
 from vit_jax.data import workers
 from vit_jax.errors import UserError, keep_warnings_from_raising
-from vit_jax.files import lock_folder
-from vit_jax.printing import print_line
 from vit_jax.tools.preparing import metadata, shards
 from vit_jax.tools.preparing.shards import Shard, Skipped, WrittenShard
 

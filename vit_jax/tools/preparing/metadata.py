@@ -15,9 +15,9 @@ import pathlib
 import re
 from collections.abc import Callable, Mapping, Sequence
 
+from vit_jax.command_line.files import replace_bytes
 from vit_jax.data.sources import tfds as tfds_source
 from vit_jax.errors import UserError
-from vit_jax.files import replace_bytes
 from vit_jax.tools.preparing import shards
 from vit_jax.tools.preparing.shards import WrittenShard
 

@@ -17,11 +17,11 @@ import tarfile
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+from vit_jax.command_line.printing import print_line
 from vit_jax.data import bands, class_names, splits
 from vit_jax.data.decode import DamagedImage
 from vit_jax.data.sources import folder
 from vit_jax.errors import UserError
-from vit_jax.printing import print_line
 from vit_jax.tools.preparing import build, metadata
 from vit_jax.tools.preparing.examples import ExampleFormat
 from vit_jax.tools.preparing.request import KINDS, Request

@@ -9,7 +9,7 @@ import re
 import shutil
 from collections.abc import Sequence
 
-from vit_jax import progress
+from vit_jax.command_line import progress
 from vit_jax.errors import UserError
 from vit_jax.tools.preparing import metadata, shards
 from vit_jax.tools.preparing.build import begin, refuse_existing

@@ -9,7 +9,7 @@ from etils import epath
 
 from vit_jax.analysis import charts
 from vit_jax.analysis.charts import Chart, Matrix
-from vit_jax.files import replace_bytes, replace_text, writing_out
+from vit_jax.command_line.files import replace_bytes, replace_text, writing_out
 from vit_jax.tools.report import (
     paper_tables,
     results,

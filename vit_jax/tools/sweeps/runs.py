@@ -12,11 +12,11 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 import jax
 from etils import epath
 
+from vit_jax.command_line.files import read_json, replace_text
+from vit_jax.command_line.printing import print_line
 from vit_jax.config import fields
 from vit_jax.distributed import mesh as meshes
 from vit_jax.errors import Diverged, UserError
-from vit_jax.files import read_json, replace_text
-from vit_jax.printing import print_line
 from vit_jax.training import loop, resume_check, run_report
 from vit_jax.training.config import TrainConfig
 from vit_jax.training.metric_writer import Events, summary

@@ -10,7 +10,7 @@ import os
 import urllib.parse
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from vit_jax import progress
+from vit_jax.command_line import progress
 from vit_jax.config import fields
 from vit_jax.errors import UserError
 from vit_jax.tools.sweeps import runs

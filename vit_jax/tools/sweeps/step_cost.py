@@ -17,10 +17,10 @@ import jax
 import jax.numpy as jnp
 from etils import epath
 
+from vit_jax.command_line.files import read_json
 from vit_jax.config import fields
 from vit_jax.distributed import compilation
 from vit_jax.errors import UserError
-from vit_jax.files import read_json
 from vit_jax.models import cost
 from vit_jax.tools.sweeps import runs
 from vit_jax.training import run_report

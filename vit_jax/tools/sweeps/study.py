@@ -17,12 +17,12 @@ from typing import NamedTuple
 
 from etils import epath
 
-from vit_jax import progress
+from vit_jax.command_line import progress
+from vit_jax.command_line.files import read_json
+from vit_jax.command_line.printing import print_error
 from vit_jax.config import fields, loading
 from vit_jax.data.sources.open import opened_by
 from vit_jax.errors import UserError
-from vit_jax.files import read_json
-from vit_jax.printing import print_error
 from vit_jax.tools.sweeps import runs, step_cost, study_config
 from vit_jax.tools.sweeps.runs import say
 from vit_jax.tools.sweeps.split_guard import SplitCache

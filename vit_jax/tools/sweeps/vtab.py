@@ -7,12 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 import jax
 from etils import epath
 
-from vit_jax import progress
+from vit_jax.command_line import progress
+from vit_jax.command_line.files import read_json
 from vit_jax.data import catalogue
 from vit_jax.data.sources import tfds as tfds_source
 from vit_jax.data.sources import vtab
 from vit_jax.errors import UserError
-from vit_jax.files import read_json
 from vit_jax.tools.sweeps import runs
 from vit_jax.tools.sweeps.runs import say
 from vit_jax.training import lock

@@ -7,10 +7,10 @@ import re
 import time
 from collections.abc import Mapping
 
+from vit_jax.command_line.printing import print_error
 from vit_jax.config import fields
 from vit_jax.config.fields import key
 from vit_jax.errors import UserError
-from vit_jax.printing import print_error
 from vit_jax.training.callbacks import Callback, Run
 from vit_jax.training.trackers import tracker
 from vit_jax.training.trackers.tracker import TrackerConfig

@@ -10,8 +10,8 @@ import jax
 import numpy as np
 from etils import epath
 
+from vit_jax.command_line.files import replace_text
 from vit_jax.config.fields import key
-from vit_jax.files import replace_text
 from vit_jax.training.callbacks import Callback
 
 _FILE = "tracker.json"

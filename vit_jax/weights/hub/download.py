@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 from etils import epath
 
-from vit_jax import files
+from vit_jax.command_line import files
 from vit_jax.errors import UserError
 from vit_jax.weights.hub import hugging_face_hub, mirrors, urls
 

@@ -9,7 +9,7 @@ from urllib.parse import quote, urlsplit
 
 from etils import epath
 
-from vit_jax import progress
+from vit_jax.command_line import progress
 from vit_jax.errors import UserError
 from vit_jax.weights.hub import mirrors
 

@@ -14,8 +14,8 @@ from typing import IO, TYPE_CHECKING
 
 from etils import epath
 
+from vit_jax.command_line.printing import masked
 from vit_jax.errors import UserError
-from vit_jax.printing import masked
 
 if TYPE_CHECKING:
     from PIL import Image

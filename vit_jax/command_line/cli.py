@@ -14,7 +14,8 @@ import traceback
 import types
 from collections.abc import Callable, Mapping, Sequence
 
-from vit_jax import files, signals
+from vit_jax.command_line import files, signals
+from vit_jax.command_line.printing import masked, print_error, print_line
 from vit_jax.errors import (
     EXIT_INTERRUPTED,
     EXIT_TRY_AGAIN,
@@ -24,7 +25,6 @@ from vit_jax.errors import (
     UserError,
     keep_warnings_from_raising,
 )
-from vit_jax.printing import masked, print_error, print_line
 
 # Flags of files and folders that are not weights or images.
 _PLACES = ("workdir", "out", "export", "html", "sheet", "data_dir", "compiled")

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from vit_jax import cli
+from vit_jax.command_line import cli
 from vit_jax.errors import (
     EXIT_INTERRUPTED,
     EXIT_TRY_AGAIN,
