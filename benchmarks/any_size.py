@@ -22,7 +22,7 @@ from vit_jax.data import pipeline
 from vit_jax.data.sources.open import open_source
 from vit_jax.distributed import mesh as meshes
 from vit_jax.training import config as configuration
-from vit_jax.training import train_step
+from vit_jax.training import train_setup
 
 
 class Run:
@@ -48,12 +48,12 @@ class Run:
         )
         source = open_source(config.data, "train")
         mesh = meshes.create(config.mesh)
-        self.setup = train_step.build_train_setup(config, mesh, len(source))
+        self.setup = train_setup.build(config, mesh, len(source))
         how = {"batch_size": config.batch_size, "seed": 0, "start": 0, "stop": 20}
         with pipeline.train_batches(source, config.data, **how) as batches:
             self.batches = list(batches)
         self.state = self.setup.initial_state()
-        first = {name: self.batches[0][name] for name in self.setup.batch_shapes}
+        first = {name: self.batches[0][name] for name in self.setup.layout.batch}
         self.batch = meshes.to_devices(first, mesh)
         self()
 

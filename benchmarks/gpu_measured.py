@@ -26,7 +26,7 @@ from vit_jax.distributed import chips
 from vit_jax.distributed import mesh as meshes
 from vit_jax.tools.planning import analysis, gpus
 from vit_jax.training import config as configuration
-from vit_jax.training import train_step
+from vit_jax.training import train_setup
 
 _B16 = "configs/b16_i21k.py"
 _ROWS = {
@@ -66,8 +66,8 @@ def _measure(words, steps):
         limit = place.usable_memory(device)
         row |= analysis.analyse(config, mesh, examples, limit).to_json()
     mesh = meshes.create(config.mesh, [device])
-    setup = train_step.build_train_setup(config, mesh, examples)
-    lowered = setup.train_step.lower(setup.shapes, setup.batch_shapes)
+    setup = train_setup.build(config, mesh, examples)
+    lowered = setup.train_step.lower(setup.layout.shapes, setup.layout.batch)
     found = {}
     # The first is what training does.
     options = {"autotuned": None, "as_predicted": analysis.lowering(mesh)[1]}
@@ -83,7 +83,7 @@ def _measure(words, steps):
 
 def _time(step, setup, steps):
     """Returns the median seconds of a step in five groups."""
-    state, batch = setup.initial_state(), _made(setup.batch_shapes)
+    state, batch = setup.initial_state(), _made(setup.layout.batch)
     seconds = []
     for _ in range(6):
         began = time.perf_counter()

@@ -16,7 +16,7 @@ import step
 
 from vit_jax.distributed import mesh as meshes
 from vit_jax.training import config as configuration
-from vit_jax.training import train_step
+from vit_jax.training import train_setup
 
 
 class Run:
@@ -26,12 +26,12 @@ class Run:
         keys = {"batch_size": flags.batch_size, "model.patch_dropout": fraction}
         config = configuration.load(flags.config, keys)
         mesh = meshes.create(config.mesh)
-        self.setup = train_step.build_train_setup(config, mesh, 50_000)
+        self.setup = train_setup.build(config, mesh, 50_000)
         self.state = self.setup.initial_state()
         rng = np.random.default_rng(0)
         batch = {
             name: rng.integers(0, 10, x.shape).astype(x.dtype)
-            for name, x in self.setup.batch_shapes.items()
+            for name, x in self.setup.layout.batch.items()
         }
         self.batch = meshes.to_devices(batch, mesh)
         self()

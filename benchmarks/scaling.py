@@ -65,7 +65,7 @@ def measure(args, point: Point) -> dict:
     from vit_jax.distributed import mesh as meshes
     from vit_jax.models import cost
     from vit_jax.training import config as configuration
-    from vit_jax.training import train_step
+    from vit_jax.training import train_setup
 
     num_classes = 1000
     raw = {
@@ -84,8 +84,10 @@ def measure(args, point: Point) -> dict:
     config = configuration.complete(raw)
     devices = jax.devices()[: point.devices]
     mesh = meshes.create(config.mesh, devices)
-    program = train_step.build_train_setup(config, mesh, 1_000_000)
-    step = program.train_step.lower(program.shapes, program.batch_shapes).compile()
+    program = train_setup.build(config, mesh, 1_000_000)
+    step = program.train_step.lower(
+        program.layout.shapes, program.layout.batch
+    ).compile()
     rng = np.random.default_rng(0)
     shape = (point.batch, point.side, point.side, 3)
     batch = {

@@ -21,7 +21,7 @@ from vit_jax.distributed import mesh as meshes
 from vit_jax.models import cost, variants
 from vit_jax.tasks.mae import Mae, MaeConfig
 from vit_jax.training import config as configuration
-from vit_jax.training import train_step
+from vit_jax.training import train_setup
 from vit_jax.weights.formats import mae as mae_weights
 from vit_jax.weights.formats import timm as timm_weights
 from vit_jax.weights.formats.files import Tensors
@@ -81,7 +81,7 @@ class Encoder(Mae):
 
 
 class Ours(step_contenders.OfJax):
-    """A task in the training step of `training.train_step`.
+    """A task in the training step of `training.step`.
 
     Args:
       variant: of the network.
@@ -108,13 +108,13 @@ class Ours(step_contenders.OfJax):
         }
         config = configuration.complete(raw)
         mesh = meshes.create(config.mesh)
-        program = train_step.build_train_setup(config, mesh, 1_000_000)
+        program = train_setup.build(config, mesh, 1_000_000)
         self.task = program.task
         index = np.arange(size, dtype=np.uint32)
         self.batch = meshes.to_devices(batch | {"index": index}, mesh)
         self.state = program.initial_state()
         if params is not None:
-            start = jax.jit(self.first_state, out_shardings=program.shardings)
+            start = jax.jit(self.first_state, out_shardings=program.layout.shardings)
             self.state = start(self.state, params)
         self._compiler_options = compilation.options(mesh.devices.flat[0].platform)
         self._gradient = self._of_state(

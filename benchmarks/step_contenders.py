@@ -18,7 +18,7 @@ from vit_jax.distributed import compilation
 from vit_jax.distributed import mesh as meshes
 from vit_jax.models import variants
 from vit_jax.training import config as configuration
-from vit_jax.training import train_step
+from vit_jax.training import train_setup
 from vit_jax.weights.formats.files import Tensors
 from vit_jax.weights.formats.registry import find_reader
 
@@ -207,7 +207,7 @@ class Baseline(OfJax):
 
 
 class Ours(OfJax):
-    """The product: `Model.apply` under jit, and the step of `training.train_step`."""
+    """The product: `Model.apply` under jit, and the step of `training.step`."""
 
     def __init__(
         self, variant, images, labels, *, dtype, optimizer, params=None, **options
@@ -225,7 +225,7 @@ class Ours(OfJax):
             raw["optim"]["momentum"] = MOMENTUM
         config = configuration.complete(raw)
         mesh = meshes.create(config.mesh)
-        program = train_step.build_train_setup(config, mesh, 1_000_000)
+        program = train_setup.build(config, mesh, 1_000_000)
         self.model = program.model
         if params is None:
             self.state = program.initial_state()

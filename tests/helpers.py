@@ -27,7 +27,6 @@ from vit_jax.models import stacking
 from vit_jax.training import config as configuration
 from vit_jax.training import loop, metric_writer, sweep, train_state
 from vit_jax.training.checkpoint import Checkpointer
-from vit_jax.training.local_checkpoint import LocalCheckpointer
 from vit_jax.weights import Pretrained, export
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -112,7 +111,7 @@ def first_state(setup):
 
     It is for optimisers and tasks whose own state begins with zeros.
     """
-    shapes = setup.shapes
+    shapes = setup.layout.shapes
     zeros = lambda tree: jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), tree)
     separate = _drawn(jax.eval_shape(stacking.separate, shapes.params))
     params = jax.device_get(stacking.join(separate, shapes.params))
@@ -125,17 +124,22 @@ def first_state(setup):
         extra=zeros(shapes.extra),
         key=train_state.run_key(3),
     )
-    return jax.device_put(state, setup.shardings)
+    return jax.device_put(state, setup.layout.shardings)
 
 
 def write_workdir(config, workdir):
     """Leaves the checkpoint of a run with parameters as of `draw_params`, without its steps."""
     setup = loop.build_setup(config, workdir)
-    how = workdir, config, setup.source, setup.metadata
-    with Checkpointer(*how) as checkpoints:
+    with open_checkpoints(workdir, config, setup) as checkpoints:
         state = first_state(setup)
         state = state.replace(step=state.step + config.total_steps)
-        checkpoints.save(config.total_steps, setup.disk.to_disk(state), seconds=1.0)
+        checkpoints.save(config.total_steps, state, seconds=1.0)
+
+
+def open_checkpoints(workdir, config, setup, source=None):
+    """Opens the checkpoints of a run, as the loop does."""
+    source = source or setup.source
+    return Checkpointer(workdir, config, source, setup.metadata, setup.layout.disk)
 
 
 def random_weights(model, source="made", seed=1, **fields):
@@ -175,10 +179,8 @@ def begin(config, workdir):
     It is `loop.train` up to the first step, whose program is not compiled.
     """
     setup = loop.build_setup(config, workdir)
-    places = setup.source, setup.shapes, setup.shardings
-    with Checkpointer(workdir, config, setup.source, setup.metadata) as checkpoints:
-        local = LocalCheckpointer(config, workdir, *places)
-        begun = loop.restore_or_init(config, setup, checkpoints, local)
+    with open_checkpoints(workdir, config, setup) as checkpoints:
+        begun = loop.restore_or_init(config, setup, checkpoints)
     return setup, jax.device_get(begun.state), begun.notes
 
 

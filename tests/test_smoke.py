@@ -55,7 +55,9 @@ def test_recipe_initialises(recipe):
     of_network = config.model, within if tree == "params" else task.trained
     tx = optim.optimizer(config.optim, params, rate, run, *of_network)
     total = run.total_steps
-    create = functools.partial(train_state.create_train_state, tx=tx, seed=0)
+    create = functools.partial(
+        train_state.create_train_state, init_optimizer=tx.init, seed=0
+    )
     average = config.ema.decay > 0
     state = jax.eval_shape(lambda p: create(p, extra, average=average), params)
     assert (state.average is None) == (config.ema.decay == 0)

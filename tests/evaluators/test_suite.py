@@ -16,7 +16,7 @@ from vit_jax.evaluators import fewshot, knn, suite
 from vit_jax.evaluators.suite import Suite
 from vit_jax.training import config as configuration
 from vit_jax.training.actions import Evaluating
-from vit_jax.training.train_step import TrainSetup
+from vit_jax.training.train_setup import TrainSetup
 from vit_jax.weights import open_pretrained
 from vit_jax.weights.pretrained import Preprocess
 

@@ -20,7 +20,7 @@ from vit_jax.distributed.mesh import MeshConfig
 from vit_jax.errors import UserError
 from vit_jax.models import cost, text
 from vit_jax.tasks import contrastive
-from vit_jax.training import loop, train_step
+from vit_jax.training import loop, train_setup
 from vit_jax.weights.formats import native
 from vit_jax.weights.text_tower import text_tower
 
@@ -114,7 +114,7 @@ def test_a_step_on_8_devices_is_that_on_1():
     found = []
     for count in (1, 8):
         mesh = meshes.create(MeshConfig(), jax.devices()[:count])
-        setup = train_step.build_train_setup(complete, mesh, 1_442)
+        setup = train_setup.build(complete, mesh, 1_442)
         batch = jax.device_put(batch, meshes.batched(mesh))
         state, metrics = setup.train_step(first_state(setup), batch)
         found.append(jax.device_get((state.params, metrics)))

@@ -20,7 +20,7 @@ from vit_jax.errors import UserError
 from vit_jax.models import cost
 from vit_jax.tasks import block_masks, dino_losses, dinov2
 from vit_jax.tasks.task import divide_ratios
-from vit_jax.training import train_step
+from vit_jax.training import train_setup
 
 GOLDEN = pathlib.Path(__file__).parent.parent / "golden"
 LOSSES = np.load(GOLDEN / "dinov2_losses.npz")
@@ -557,7 +557,7 @@ def setup_of(batch_size, accumulate=1, model=None, **task):
         evals={},
     )
     mesh = meshes.create(config.mesh, jax.devices()[:1])
-    return train_step.build_train_setup(config, mesh, num_examples=20)
+    return train_setup.build(config, mesh, num_examples=20)
 
 
 def test_a_network_without_class_token_is_refused():

@@ -151,7 +151,9 @@ def test_dino_takes_crops_of_several_sizes_too():
     crops = "multi_crop(sizes=(((8, 16), 4), ((16, 24), 8)), num_small=2)"
     config = config_of(crops, task=HEADS | {"name": "dino"})
     setup = vit_jax.train_setup(config, 20)
-    loss = jax.eval_shape(setup.train_step, setup.shapes, setup.batch_shapes)[1]["loss"]
+    loss = jax.eval_shape(setup.train_step, setup.layout.shapes, setup.layout.batch)[1][
+        "loss"
+    ]
     assert loss.shape == ()
 
 

@@ -21,7 +21,7 @@ from vit_jax.errors import UserError
 from vit_jax.models import cost
 from vit_jax.tasks.classification import Classification, ClassificationConfig
 from vit_jax.tasks.distillation import Distillation, DistillationConfig
-from vit_jax.training import loop, train_step
+from vit_jax.training import loop, train_setup
 from vit_jax.weights.formats import native
 from vit_jax.weights.pretrained import Preprocess
 
@@ -228,7 +228,7 @@ def test_the_teachers_forward_pass_is_counted(teacher):
 def test_the_memory_check_counts_the_teacher(teacher, monkeypatch):
     mesh = meshes.create(MeshConfig(data=1), jax.devices()[:1])
     config = config_of(teacher)
-    shapes = train_step.build_train_setup(config, mesh, 20).shapes
+    shapes = train_setup.build(config, mesh, 20).layout.shapes
     sizes = [
         sum(x.size * 4 for x in jax.tree.leaves(tree))
         for tree in (shapes.params, shapes.extra)
@@ -238,21 +238,21 @@ def test_the_memory_check_counts_the_teacher(teacher, monkeypatch):
         sharding, "device_memory", lambda devices: bytes
     )
     have(sum(sizes))
-    train_step.build_train_setup(config, mesh, 20)
+    train_setup.build(config, mesh, 20)
     have(sum(sizes) - 1)
     with pytest.raises(UserError, match="the task keeps 0.0 GB beside them, and there"):
-        train_step.build_train_setup(config, mesh, 20)
+        train_setup.build(config, mesh, 20)
 
 
 def test_the_teacher_is_in_the_state_and_does_not_move(teacher):
     mesh = meshes.create(MeshConfig(data=1), jax.devices()[:1])
-    built = train_step.build_train_setup(config_of(teacher), mesh, 20)
+    built = train_setup.build(config_of(teacher), mesh, 20)
     state = built.initial_state()
     before = jax.device_get(state.extra)
     assert before["teacher"]["head"]["kernel"].any()
     batch = {
         name: jnp.zeros(form.shape, form.dtype)
-        for name, form in built.batch_shapes.items()
+        for name, form in built.layout.batch.items()
     }
     state, metrics = built.train_step(state, batch)
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.extra), before)

@@ -194,7 +194,7 @@ def test_a_classification_is_its_init(name, classifier, tmp_path):
     loaded = weights.open_pretrained(classifier).params
     assert_equal(state.params["network"], loaded)
     assert_equal(state.average, state.params)
-    drawn = jax.device_get(jax.jit(setup.init)())[0]
+    drawn = jax.device_get(jax.jit(setup.first.init)())[0]
     assert_equal(state.params["decoder"], drawn["decoder"])
     if name == "Twins":
         assert_equal(state.extra["twin"], state.params)

@@ -24,7 +24,7 @@ from vit_jax.models import cost
 from vit_jax.tasks import segmentation
 from vit_jax.tasks.segmentation import SegmentationConfig
 from vit_jax.training import config as configuration
-from vit_jax.training import loop, train_step
+from vit_jax.training import loop, train_setup
 from vit_jax.weights import workdir as workdirs
 
 CLASSES = 3
@@ -293,4 +293,4 @@ def test_operations_are_those_of_network_and_head():
 def test_layers_of_a_network_that_is_not_trained_have_no_rates():
     frozen = config(task={"frozen": True}, optim={"layer_decay": 0.7})
     with pytest.raises(UserError, match=r"optim\.layer_decay=0\.7"):
-        train_step.build_train_setup(frozen, meshes.create(frozen.mesh), 20)
+        train_setup.build(frozen, meshes.create(frozen.mesh), 20)

@@ -16,7 +16,7 @@ from vit_jax.distributed import mesh as meshes
 from vit_jax.distributed.mesh import MeshConfig
 from vit_jax.errors import UserError
 from vit_jax.models import stacking
-from vit_jax.training import loop, train_step
+from vit_jax.training import loop, train_setup
 
 MAE = {"name": "mae", "decoder_width": 8, "decoder_depth": 1, "decoder_num_heads": 2}
 CROPS = "multi_crop(small_size=(4, 8), num_small=2)"
@@ -102,7 +102,7 @@ def losses_of(config, num_devices):
     """Trains on a mesh of so many devices; returns losses and weights."""
     mesh = meshes.create(config.mesh, jax.devices()[:num_devices])
     source = open_source(config.data, "train")
-    setup = train_step.build_train_setup(config, mesh, len(source))
+    setup = train_setup.build(config, mesh, len(source))
     state, found = setup.initial_state(), []
     batches = pipeline.train_batches(
         source,
@@ -114,10 +114,10 @@ def losses_of(config, num_devices):
     )
     with batches:
         for batch in batches:
-            batch = {name: batch[name] for name in setup.batch_shapes}
+            batch = {name: batch[name] for name in setup.layout.batch}
             state, metrics = setup.train_step(state, meshes.to_devices(batch, mesh))
             found.append(float(metrics["loss"]))
-    state = jax.device_get(setup.disk.to_disk(state))
+    state = jax.device_get(setup.layout.disk.to_disk(state))
     return found, setup.task.backbone(state.params, state.extra)
 
 
@@ -169,7 +169,7 @@ def test_classes_are_refused():
         with pytest.raises(
             UserError, match="reads no labels: set data.num_classes to 0"
         ):
-            train_step.build_train_setup(
+            train_setup.build(
                 config_of(name, data={"num_classes": 5}),
                 meshes.create(MeshConfig()),
                 20,

@@ -15,7 +15,7 @@ from vit_jax.data.sources.open import open_source
 from vit_jax.distributed import mesh as meshes
 from vit_jax.distributed.mesh import MeshConfig
 from vit_jax.errors import UserError
-from vit_jax.training import loop, train_step
+from vit_jax.training import loop, train_setup
 
 MODULES = {
     "no_labels": """
@@ -252,7 +252,7 @@ def test_a_task_of_one_image_refuses_several_views():
         r"makes image of 2x8x12x3, small_crops of 8x96x96x3, but this task takes 8"
     )
     with pytest.raises(UserError, match=message):
-        train_step.build_train_setup(found, mesh, 20)
+        train_setup.build(found, mesh, 20)
 
 
 RECIPE = """

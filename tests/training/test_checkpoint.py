@@ -18,6 +18,7 @@ from vit_jax.data.sources.arrays import open_synthetic
 from vit_jax.errors import UserError
 from vit_jax.training import checkpoint
 from vit_jax.training.checkpoint import Checkpointer
+from vit_jax.training.layout import DiskLayout
 from vit_jax.training.train_state import TrainState
 from vit_jax.weights import workdir as workdirs
 
@@ -30,7 +31,9 @@ def checkpointer(tmp_path):
     source = open_synthetic("train", (8, 12), 3, 5, 20)
 
     def open_checkpoints(**keep):
-        return Checkpointer(tmp_path, tiny_config(checkpoint=keep), source, METADATA)
+        return Checkpointer(
+            tmp_path, tiny_config(checkpoint=keep), source, METADATA, disk()
+        )
 
     return open_checkpoints
 
@@ -40,12 +43,15 @@ def state_of(step):
     return TrainState(jnp.int32(step), params, (), None, None, jax.random.key(step))
 
 
-def restored(checkpoints):
+def disk():
     shapes = jax.eval_shape(lambda: state_of(1))
     place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    shardings = jax.tree.map(lambda _: place, shapes)
+    return DiskLayout(shapes, jax.tree.map(lambda _: place, shapes))
+
+
+def restored(checkpoints):
     checkpoints.verify()
-    while (found := checkpoints.restore(shapes, shardings)).state is None:
+    while (found := checkpoints.restore()).state is None:
         checkpoints.verify()
     return found._replace(notes=[*checkpoints.put_damaged_aside(), *found.notes])
 
@@ -195,16 +201,19 @@ def test_another_set_of_data_is_refused_unless_that_is_allowed(checkpointer, tmp
         "changed since .* was begun: names of the records or their order differ; rest"
     )
     with pytest.raises(UserError, match=match):
-        restored(Checkpointer(tmp_path, tiny_config(), other, METADATA))
+        restored(Checkpointer(tmp_path, tiny_config(), other, METADATA, disk()))
     allowed = tiny_config(data={"check": False})
-    with Checkpointer(tmp_path, allowed, other, METADATA) as checkpoints:
+    with Checkpointer(tmp_path, allowed, other, METADATA, disk()) as checkpoints:
         found = restored(checkpoints)
         assert_is(found.state, 1)
         assert "changed since" in found.notes[1]
         assert "(data.check=False): names of the records" in found.notes[1]
         checkpoints.save(2, state_of(2), 0.0)
     # From then on these are the data of the run.
-    assert_is(restored(Checkpointer(tmp_path, tiny_config(), other, METADATA)).state, 2)
+    assert_is(
+        restored(Checkpointer(tmp_path, tiny_config(), other, METADATA, disk())).state,
+        2,
+    )
 
 
 def test_a_damaged_one_is_put_aside_and_may_be_saved_again(

@@ -19,7 +19,7 @@ def saved(tmp_path_factory):
     """The functions of a run, and a file with its compiled step."""
     folder = tmp_path_factory.mktemp("compiled")
     setup = loop.build_setup(CONFIG, folder / "none")
-    lowered = setup.train_step.lower(setup.shapes, setup.batch_shapes)
+    lowered = setup.train_step.lower(setup.layout.shapes, setup.layout.batch)
     path = folder / "step"
     # Without the cache: XLA does not serialise again what it has read from there.
     cache = jax.config.jax_compilation_cache_dir
@@ -86,7 +86,7 @@ def test_a_damaged_file_is_refused(saved, tmp_path):
 
 def test_a_file_that_cannot_be_written_is_named(saved, tmp_path):
     setup, _ = saved
-    lowered = setup.train_step.lower(setup.shapes, setup.batch_shapes)
+    lowered = setup.train_step.lower(setup.layout.shapes, setup.layout.batch)
     missing = tmp_path / "no/step"
     with pytest.raises(UserError, match="cannot be written"):
         compiled_step.save(missing, CONFIG, setup.mesh, lowered, lowered.compile())

@@ -132,7 +132,6 @@ def test_another_run_other_data_and_no_interval_find_nothing(disk, save):
     save(2)
     assert disk("begun_anew").restore(newer_than=0)[0] is None
     assert disk(examples=21).restore(newer_than=0)[0] is None
-    assert disk(every=0).restore(newer_than=0)[0] is None
     assert disk().restore(newer_than=0)[1] == 2
 
 

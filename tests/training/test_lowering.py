@@ -12,7 +12,7 @@ from vit_jax.config import fields
 from vit_jax.distributed import mesh as meshes
 from vit_jax.tasks import TASKS
 from vit_jax.training import config as configuration
-from vit_jax.training import train_step
+from vit_jax.training import train_setup
 from vit_jax.weights.pretrained import Preprocess
 
 # Those with a recipe of their name are lowered with it.
@@ -61,8 +61,10 @@ def lowered(monkeypatch, traces):
         key = recipe, repr(overrides), repr(module), teacher
         if key not in traces:
             mesh = meshes.create(config.mesh, jax.devices()[:1])
-            setup = train_step.build_train_setup(config, mesh, config.data.num_examples)
-            traces[key] = setup.train_step.trace(setup.shapes, setup.batch_shapes)
+            setup = train_setup.build(config, mesh, config.data.num_examples)
+            traces[key] = setup.train_step.trace(
+                setup.layout.shapes, setup.layout.batch
+            )
         return traces[key].lower(lowering_platforms=(LOWERED[platform],))
 
     return lower

@@ -11,7 +11,7 @@ from vit_jax.config.lengths import RunLength, depends_on_epochs
 from vit_jax.distributed import mesh as meshes
 from vit_jax.distributed.mesh import MeshConfig
 from vit_jax.errors import UserError
-from vit_jax.training import optim, train_step
+from vit_jax.training import optim, train_setup
 
 # Of facebookresearch/dino 7c446df; tests/golden/README.md.
 DINO = np.load(pathlib.Path(__file__).parents[1] / "golden" / "dino_schedules.npz")
@@ -260,7 +260,7 @@ def test_what_is_too_long_is_named_by_the_key_that_states_it(unit):
     config = tiny_config(total_steps=0, epochs=1.0, optim={"warmup_epochs": 2.0})
     mesh = meshes.create(MeshConfig(data=1), jax.devices()[:1])
     with pytest.raises(UserError, match=r"lower optim\.warmup_epochs or raise epochs"):
-        train_step.build_train_setup(config, mesh, 56)
+        train_setup.build(config, mesh, 56)
 
 
 def update(grads, rate=PEAK, params=PARAMS, steps=1, **options):
@@ -397,8 +397,8 @@ def test_what_is_frozen_for_now_does_not_count_for_the_size_of_steps(name):
 def test_what_never_moves_gets_no_gradient():
     def loss(params, **options):
         config = tiny_config(optim={"name": "sgd"} | options)
-        stopped = optim.stop_frozen_gradients(params, config.optim)
-        return sum(x.sum() for x in jax.tree.leaves(stopped))
+        total = lambda params: sum(x.sum() for x in jax.tree.leaves(params))
+        return optim.without_frozen(total, config.optim)(params)
 
     grads = jax.grad(loss)(PARAMS)
     assert all(g.all() for g in jax.tree.leaves(grads))

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import kill_after, tiny_config, train
+from helpers import kill_after, open_checkpoints, tiny_config, train
 
 from vit_jax.config import fields, reference
 from vit_jax.config.lengths import RunLength
@@ -20,8 +20,9 @@ from vit_jax.distributed import sharding
 from vit_jax.errors import UserError
 from vit_jax.models import stacking
 from vit_jax.tasks.classification import Classification
-from vit_jax.training import checkpoint, optim, train_state, train_step
+from vit_jax.training import checkpoint, optim, train_setup, train_state
 from vit_jax.training.config import TrainConfig
+from vit_jax.training.layout import DiskLayout
 from vit_jax.training.optim import OPTIMIZERS
 from vit_jax.weights import workdir as layout
 
@@ -87,7 +88,7 @@ def build(name, fsdp=1, scan=False, depth=1, **keys):
         evals={},
     )
     mesh = meshes.create(config.mesh, jax.devices()[:fsdp])
-    return config, mesh, train_step.build_train_setup(config, mesh, num_examples=20)
+    return config, mesh, train_setup.build(config, mesh, num_examples=20)
 
 
 @functools.cache
@@ -104,9 +105,9 @@ def draw(shapes):
 
 def start(setup):
     """Returns the first state."""
-    params = draw(setup.shapes.params)
-    create = jax.jit(setup.create, out_shardings=setup.shardings)
-    return create(jax.device_put(params, setup.shardings.params), None)
+    params = draw(setup.layout.shapes.params)
+    create = jax.jit(setup.first.create, out_shardings=setup.layout.shardings)
+    return create(jax.device_put(params, setup.layout.shardings.params), None)
 
 
 def steps(setup, mesh, state, count):
@@ -164,7 +165,7 @@ class Together(NamedTuple):
 def together(names, keys, **network):
     """Returns the chains of a run with each name, of the same first parameters."""
     _, mesh, setup = build("adam", **network)
-    shapes, places = setup.shapes.params, setup.shardings.params
+    shapes, places = setup.layout.shapes.params, setup.layout.shardings.params
     chains = {}
     for name in names:
         optim_keys = {"learning_rate": RATES.get(name, 0.01), "warmup_steps": 1, **keys}
@@ -226,10 +227,11 @@ def test_all_take_three_steps_are_saved_and_use_eight_devices(tmp_path, quick):
     split = together(NAMES, keys, fsdp=8)
     config = tiny_config()
     source = open_source(config.data, "train")
-    with checkpoint.Checkpointer(tmp_path, config, source, {}) as saved:
+    disk = DiskLayout(split.shapes, split.shardings)
+    with checkpoint.Checkpointer(tmp_path, config, source, {}, disk) as saved:
         saved.save(2, jax.device_put(two, split.shardings), seconds=1.0)
         saved.wait()
-        found = saved.load(2, split.shapes, split.shardings)
+        found = saved.load(2)
     assert_equal(found, two)
     again = jax.device_put(found, alone.shardings)
     assert_equal(alone.after(1, again), three)
@@ -246,13 +248,13 @@ def test_three_steps_a_kill_and_eight_devices(name, tmp_path, quick):
     first = start(setup)
     two = steps(setup, mesh, first, 2)
     source = open_source(config.data, "train")
-    with checkpoint.Checkpointer(tmp_path, config, source, setup.metadata) as saved:
-        saved.save(2, setup.disk.to_disk(two), seconds=1.0)
+    with open_checkpoints(tmp_path, config, setup, source) as saved:
+        saved.save(2, two, seconds=1.0)
         saved.wait()
         three = steps(setup, mesh, two, 1)
-        found = saved.load(2, setup.disk.shapes, setup.disk.shardings)
-    assert_equal(steps(setup, mesh, setup.disk.from_disk(found), 1), three)
-    for a, b in zip(*map(jax.tree.leaves, (three, setup.shapes)), strict=True):
+        found = saved.load(2)
+    assert_equal(steps(setup, mesh, found, 1), three)
+    for a, b in zip(*map(jax.tree.leaves, (three, setup.layout.shapes)), strict=True):
         assert (a.shape, a.dtype) == (b.shape, b.dtype)
 
     _, mesh, alone = build(name, **EVERYTHING)
@@ -279,8 +281,8 @@ def test_a_run_with_stacked_blocks_goes_on_from_separate_ones(quick):
     _, mesh, scan = build("muon", scan=True, **keys)
     stacked = steps(scan, mesh, start(scan), 3)
     # Either goes on where the other was saved.
-    assert_near(scan.disk.to_disk(stacked), setup.disk.to_disk(one))
-    back = scan.disk.from_disk(setup.disk.to_disk(one))
+    assert_near(scan.layout.disk.to_disk(stacked), setup.layout.disk.to_disk(one))
+    back = scan.layout.disk.from_disk(setup.layout.disk.to_disk(one))
     assert_near(steps(scan, mesh, back, 1).params, steps(scan, mesh, stacked, 1).params)
 
 
@@ -378,7 +380,7 @@ def test_schedule_free_parameters_are_evaluated_at_their_mean(tmp_path, quick):
     keys = {"name": "schedule_free_adamw", "freeze": ("cls",), "weight_decay": 0.1}
     config, mesh, setup = build(**keys)
     config = fields.replace(config, {"ema.decay": 0.0})
-    setup = train_step.build_train_setup(config, mesh, 20)
+    setup = train_setup.build(config, mesh, 20)
     state = steps(setup, mesh, start(setup), 3)
     inner = state.opt_state[0]
     mean = optax.contrib.schedule_free_eval_params(inner, state.params)
@@ -387,8 +389,8 @@ def test_schedule_free_parameters_are_evaluated_at_their_mean(tmp_path, quick):
     assert_equal(state.average["cls"], state.params["cls"])
     assert float(optax.tree.norm(optax.tree.sub(state.params, mean))) > 1e-4
     source = open_source(config.data, "train")
-    with checkpoint.Checkpointer(tmp_path, config, source, setup.metadata) as saved:
-        saved.save(3, setup.disk.to_disk(state), seconds=1.0)
+    with open_checkpoints(tmp_path, config, setup, source) as saved:
+        saved.save(3, state, seconds=1.0)
     found = layout.load(tmp_path)
     assert found.kind == "ema"
     assert_near(found.params, mean)
@@ -399,8 +401,11 @@ def test_a_network_beside_the_parameters_has_the_mean_of_schedule_free():
     sections = {"optim": keys, "task": {"name": "lora"}, "ema": {"decay": 0.0}}
     config = tiny_config(batch_size=B, evals={}, **sections)
     mesh = meshes.create(config.mesh, jax.devices()[:1])
-    setup = train_step.build_train_setup(config, mesh, num_examples=20)
-    create = jax.jit(lambda: setup.create(*setup.init()), out_shardings=setup.shardings)
+    setup = train_setup.build(config, mesh, num_examples=20)
+    create = jax.jit(
+        lambda: setup.first.create(*setup.first.init()),
+        out_shardings=setup.layout.shardings,
+    )
     state = steps(setup, mesh, create(), 3)
     mean, network = state.average["head"]["head"], state.extra["network"]["head"]
     assert_equal(network, mean)

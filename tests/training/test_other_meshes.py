@@ -6,13 +6,13 @@ import pathlib
 import jax
 import numpy as np
 import pytest
-from helpers import first_state, tiny_config
+from helpers import first_state, open_checkpoints, tiny_config
 from test_train_setup import DEEP, SCAN, assert_equal, build
 
 from vit_jax.config import fields
 from vit_jax.data.sources.open import open_source
 from vit_jax.errors import UserError
-from vit_jax.training import checkpoint, resume_check
+from vit_jax.training import resume_check
 
 ROOT = pathlib.Path(__file__).parents[2]
 WAYS = {
@@ -29,8 +29,7 @@ def program_of(way):
 
 
 def open_folder(workdir, config, program):
-    source = open_source(config.data, "train")
-    return checkpoint.Checkpointer(workdir, config, source, program.metadata)
+    return open_checkpoints(workdir, config, program, open_source(config.data, "train"))
 
 
 @pytest.mark.slow
@@ -45,24 +44,26 @@ def test_a_checkpoint_is_restored_on_any_mesh(saved, others, tmp_path, monkeypat
     monkeypatch.syspath_prepend(ROOT / "docs" / "examples")
     config, _, program = program_of(saved)
     # Numbers that tell one element from another, also where a start has zeros.
-    state = jax.jit(_distinct, out_shardings=program.shardings)(first_state(program))
+    state = jax.jit(_distinct, out_shardings=program.layout.shardings)(
+        first_state(program)
+    )
     assert state.extra["centers"].any()
     state = state.replace(step=state.step + 7)
-    disk = jax.device_get(program.disk.to_disk(state))
+    disk = jax.device_get(program.layout.disk.to_disk(state))
     with open_folder(tmp_path, config, program) as checkpoints:
-        checkpoints.save(7, program.disk.to_disk(state), seconds=1.5)
+        checkpoints.save(7, state, seconds=1.5)
     for other in others:
         config, _, program = program_of(other)
         resume_check.check_workdir(tmp_path, config)  # A mesh may change.
         with open_folder(tmp_path, config, program) as checkpoints:
-            found = checkpoints.restore(program.disk.shapes, program.disk.shardings)
+            found = checkpoints.restore()
         assert (found.step, found.seconds) == (7, 1.5)
-        restored = program.disk.from_disk(found.state)
+        restored = found.state
         for array, sharding in zip(
-            *map(jax.tree.leaves, (restored, program.shardings)), strict=True
+            *map(jax.tree.leaves, (restored, program.layout.shardings)), strict=True
         ):
             assert array.sharding.is_equivalent_to(sharding, array.ndim)
-        assert_equal(jax.device_get(program.disk.to_disk(restored)), disk)
+        assert_equal(jax.device_get(program.layout.disk.to_disk(restored)), disk)
 
 
 def test_a_run_begun_before_a_key_was_there_goes_on(tmp_path, monkeypatch):

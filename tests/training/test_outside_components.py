@@ -8,7 +8,7 @@ import sys
 import jax
 import numpy as np
 import pytest
-from helpers import kill_after, tiny_config, train
+from helpers import kill_after, open_checkpoints, tiny_config, train
 from orbax.checkpoint import v1 as ocp
 
 import vit_jax
@@ -16,8 +16,8 @@ from vit_jax.config import fields
 from vit_jax.data.sources.open import open_source
 from vit_jax.distributed import mesh as meshes
 from vit_jax.errors import UserError
-from vit_jax.training import checkpoint, train_step
 from vit_jax.training import config as configuration
+from vit_jax.training import train_setup
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -161,18 +161,18 @@ def test_a_network_of_ones_own_is_split_and_restored_on_another_mesh(outside, tm
         config = network_config(mesh=sizes, sharding={"min_size": 100}, evals={})
         devices = jax.devices()[: math.prod(sizes.values())]
         mesh = meshes.create(config.mesh, devices)
-        return config, train_step.build_train_setup(config, mesh, num_examples=20)
+        return config, train_setup.build(config, mesh, num_examples=20)
 
     config, split = build(data=2, fsdp=4, model=1)
-    kernel = split.shardings.params["channels_0"]["kernel"]
+    kernel = split.layout.shardings.params["channels_0"]["kernel"]
     assert kernel.spec == jax.sharding.PartitionSpec("fsdp", None)
     source = open_source(config.data, "train")
     state = split.initial_state()
-    with checkpoint.Checkpointer(tmp_path, config, source, split.metadata) as saved:
-        saved.save(0, split.disk.to_disk(state), seconds=1.0)
+    with open_checkpoints(tmp_path, config, split, source) as saved:
+        saved.save(0, state, seconds=1.0)
     config, alone = build(data=1, fsdp=1, model=1)
-    with checkpoint.Checkpointer(tmp_path, config, source, alone.metadata) as saved:
-        found = saved.restore(alone.disk.shapes, alone.disk.shardings)
+    with open_checkpoints(tmp_path, config, alone, source) as saved:
+        found = saved.restore()
     params = jax.device_get((state.params, found.state.params))
     jax.tree.map(np.testing.assert_array_equal, *params)
     with pytest.raises(UserError, match="mesh.model=2 splits attention heads and MLPs"):

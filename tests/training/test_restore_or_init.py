@@ -7,8 +7,7 @@ import pytest
 from vit_jax.data.sources.arrays import open_synthetic
 from vit_jax.distributed import mesh as meshes
 from vit_jax.distributed.mesh import MeshConfig
-from vit_jax.training import loop, train_step
-from vit_jax.training.checkpoint import Checkpointer
+from vit_jax.training import loop, train_setup
 from vit_jax.training.local_checkpoint import LocalCheckpointer
 
 
@@ -20,13 +19,13 @@ def places(tmp_path):
         checkpoint={"max_to_keep": 9},
     )
     mesh = meshes.create(MeshConfig(data=1), jax.devices()[:1])
-    program = train_step.build_train_setup(config, mesh, num_examples=20)
+    program = train_setup.build(config, mesh, num_examples=20)
     source = open_synthetic("train", (8, 12), 3, 5, 20)
     workdir = tmp_path / "run"
 
-    where = workdir, source, program.shapes, program.shardings
+    where = workdir, source, program.layout.shapes, program.layout.shardings
     near = lambda: LocalCheckpointer(config, *where)
-    far = lambda: Checkpointer(workdir, config, source, program.metadata)
+    far = lambda: helpers.open_checkpoints(workdir, config, program, source)
     return config, program, far, near
 
 
@@ -40,19 +39,19 @@ def damage(folder):
 def test_what_is_near_counts_if_what_is_newer_in_the_workdir_is_damaged(
     places, tmp_path, capsys
 ):
-    config, program, open_checkpoints, open_near = places
-    begun = loop.restore_or_init(config, program, open_checkpoints(), open_near())
+    config, program, open_far, open_near = places
+    begun = loop.restore_or_init(config, program, open_far(), open_near().restore)
     assert (begun.step, begun.notes) == (0, [])
-    with open_checkpoints() as checkpoints:
+    with open_far() as checkpoints:
         for step in (2, 6):
             state = begun.state.replace(step=begun.state.step + step)
-            checkpoints.save(step, program.disk.to_disk(state), step * 1.0)
+            checkpoints.save(step, state, step * 1.0)
     near = open_near()
     near.save(4, begun.state, 4.0)
     near.wait()
 
     def begin():
-        found = loop.restore_or_init(config, program, open_checkpoints(), open_near())
+        found = loop.restore_or_init(config, program, open_far(), open_near().restore)
         return found.step, found.seconds
 
     assert begin() == (6, 6.0)

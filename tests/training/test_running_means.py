@@ -17,7 +17,7 @@ from vit_jax.distributed import mesh as meshes
 from vit_jax.errors import UserError
 from vit_jax.models import STATE
 from vit_jax.training import config as configuration
-from vit_jax.training import train_step
+from vit_jax.training import train_setup
 from vit_jax.weights import export
 
 EXAMPLES = pathlib.Path(__file__).parents[2] / "docs/examples"
@@ -62,11 +62,11 @@ def near(a, b, atol):
 def stepped(config, num_devices):
     """Returns the state at the start and after a step."""
     mesh = meshes.create(config.mesh, jax.devices()[:num_devices])
-    setup = train_step.build_train_setup(config, mesh, num_examples=20)
+    setup = train_setup.build(config, mesh, num_examples=20)
     state = setup.initial_state()
     before = jax.device_get(state.replace(key=None))
     batch = {
-        name: jax.device_put(value, setup.batch_shapes[name].sharding)
+        name: jax.device_put(value, setup.layout.batch[name].sharding)
         for name, value in images_of(config.batch_size).items()
     }
     after, _ = setup.train_step(state, batch)
@@ -101,9 +101,7 @@ _NHWC = ("NHWC", "HWIO", "NHWC")
 def test_a_run_says_that_frozen_layers_have_moving_means_and_what_microbatches_change():
     mesh = meshes.create(conv_mixer().mesh, jax.devices()[:1])
     notes = lambda **optim: (
-        train_step.build_train_setup(
-            conv_mixer(optim=optim), mesh, num_examples=20
-        ).notes
+        train_setup.build(conv_mixer(optim=optim), mesh, num_examples=20).notes
     )
     assert notes() == ()
     (line,) = notes(freeze=("^norm/",))
@@ -204,4 +202,4 @@ def test_a_task_that_does_not_carry_the_means_is_refused():
     config = conv_mixer(task={"name": "center_loss:CenterLossConfig"})
     mesh = meshes.create(config.mesh, jax.devices()[:1])
     with pytest.raises(UserError, match=r"center_loss:CenterLossConfig.*batch_stats"):
-        train_step.build_train_setup(config, mesh, num_examples=20)
+        train_setup.build(config, mesh, num_examples=20)

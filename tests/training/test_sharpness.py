@@ -13,7 +13,9 @@ from vit_jax.config.lengths import RunLength
 from vit_jax.distributed import mesh as meshes
 from vit_jax.distributed.mesh import MeshConfig
 from vit_jax.errors import UserError
-from vit_jax.training import optim, sharpness, train_step
+from vit_jax.training import optim, train_setup
+from vit_jax.training.optim import sharpness
+from vit_jax.training.train_state import TrainState
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
 CASES = dict(np.load(GOLDEN / "sam.npz"))
@@ -69,12 +71,16 @@ def steps(gradients, momentum=0.0, rates=(NUMBERS["lr"],) * 3):
 
 def climbed(rho, batch=(0,), **keys):
     config = optim.SgdConfig(learning_rate=0.1, sam_rho=1.0, **keys)
-    grad_fn = jax.grad(loss, has_aux=True)
+
+    def grad_fn(state, batch, key):
+        return jax.grad(loss, has_aux=True)(state.params, state.extra, batch, key)
 
     def gradients(params, step):
-        radius = rho[step] if isinstance(rho, list) else rho
-        function = sharpness.climb(grad_fn, config, radius)
-        return function(params, None, images(batch), None)[0]
+        function = sharpness.climb(
+            grad_fn, config, lambda i: rho[i] if isinstance(rho, list) else rho
+        )
+        state = TrainState(step, params, None, None, None, None)
+        return function(state, images(batch), None)[0]
 
     return gradients
 
@@ -153,7 +159,7 @@ def run(devices=1, fsdp=1, **keys):
     )
     count = devices * fsdp
     mesh = meshes.create(MeshConfig(data=devices, fsdp=fsdp), jax.devices()[:count])
-    program = train_step.build_train_setup(config, mesh, num_examples=20)
+    program = train_setup.build(config, mesh, num_examples=20)
     state = first_state(program)
     rng = np.random.default_rng(0)
     batch = {
@@ -175,7 +181,7 @@ def apart(a, b):
 def test_images_that_go_uphill_together_are_the_same_on_any_number_of_devices():
     _, one = run(sam_rho=0.5, sam_batch_size=8)
     split, both = run(devices=2, fsdp=2, sam_rho=0.5, sam_batch_size=8)
-    specs = {str(s.spec) for s in jax.tree.leaves(split.shardings.params)}
+    specs = {str(s.spec) for s in jax.tree.leaves(split.layout.shardings.params)}
     assert any("fsdp" in spec for spec in specs)
     assert apart(one, both) < 1e-6
 
@@ -226,4 +232,4 @@ def test_groups_that_cannot_be_are_refused(devices, size, message):
     mesh = meshes.create(MeshConfig(data=devices), jax.devices()[:devices])
     config = optim.SgdConfig(learning_rate=0.1, sam_rho=0.1, sam_batch_size=size)
     with pytest.raises(UserError, match=message):
-        sharpness.splits(config, B, mesh)
+        config.splits(B, mesh)

@@ -12,7 +12,7 @@ from vit_jax.config import fields
 from vit_jax.distributed import mesh as meshes
 from vit_jax.distributed.mesh import MeshConfig
 from vit_jax.training import config as configuration
-from vit_jax.training import train_step
+from vit_jax.training import train_setup
 
 STEPS, B = 5, 16
 ONE = {"data": 1}
@@ -41,7 +41,7 @@ def build(sizes, optim=SGD, model=VIT, **data):
     config = configuration.complete(fields.to_dict(config) | {"model": model})
     devices = jax.devices()[: math.prod(sizes.values())]
     mesh = meshes.create(MeshConfig(**sizes), devices)
-    return train_step.build_train_setup(config, mesh, num_examples=37), mesh
+    return train_setup.build(config, mesh, num_examples=37), mesh
 
 
 def batch(program, mesh):
@@ -62,7 +62,7 @@ def train(sizes, steps=STEPS, **options):
     state, images = first_state(program), batch(program, mesh)
     for _ in range(steps):
         state, metrics = program.train_step(state, images)
-    return jax.device_get((program.disk.to_disk(state), metrics))
+    return jax.device_get((program.layout.disk.to_disk(state), metrics))
 
 
 @functools.cache

@@ -10,7 +10,7 @@ from helpers import kill_after, tiny_config, train
 from vit_jax.errors import UserError
 from vit_jax.training.actions import Tracing
 from vit_jax.training.callbacks import Callback, Run
-from vit_jax.training.train_step import TrainSetup
+from vit_jax.training.train_setup import TrainSetup
 
 # Of jaxlib 0.12.0.1's reader of traces; its C++ ends the process where a warning raises.
 pytestmark = pytest.mark.filterwarnings(

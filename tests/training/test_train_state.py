@@ -4,13 +4,17 @@ import numpy as np
 import pytest
 
 from vit_jax.training import train_state
+from vit_jax.training.config import EmaConfig
 
 
 def averages(values, decay, warmup=True):
     average = {"a": jnp.float32(100.0)}  # A start far away.
     for step, value in enumerate(values, 1):
-        average = train_state.update_ema(
-            average, {"a": jnp.float32(value)}, jnp.int32(step), decay, warmup
+        average = train_state.update_average(
+            average,
+            {"a": jnp.float32(value)},
+            jnp.int32(step),
+            EmaConfig(decay=decay, warmup=warmup),
         )
     return float(average["a"])
 
@@ -21,7 +25,8 @@ def test_average_of_a_short_run_forgets_its_start():
 
 def test_average_of_a_long_run_uses_the_decay():
     zero, one = ({"a": jnp.float32(x)} for x in (0, 1))
-    one = train_state.update_ema(zero, one, jnp.int32(10**6), 0.999, True)
+    ema = EmaConfig(decay=0.999)
+    one = train_state.update_average(zero, one, jnp.int32(10**6), ema)
     assert float(one["a"]) == pytest.approx(0.001, rel=1e-3)
 
 
@@ -38,5 +43,6 @@ def test_average_without_a_warmup_has_the_decay_of_timm_from_the_first_step():
 
 def test_average_stays_exactly_at_equal_parameters():
     params = {"a": jax.random.normal(jax.random.key(0), (11,))}
-    same = train_state.update_ema(params, params, jnp.int32(4), 0.9, True)
+    ema = EmaConfig(decay=0.9)
+    same = train_state.update_average(params, params, jnp.int32(4), ema)
     np.testing.assert_array_equal(same["a"], params["a"])

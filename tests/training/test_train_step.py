@@ -7,7 +7,7 @@ from helpers import first_state, tiny_config
 
 from vit_jax.distributed import mesh as meshes
 from vit_jax.distributed.mesh import MeshConfig
-from vit_jax.training import train_step
+from vit_jax.training import train_setup
 
 B = 16
 
@@ -20,7 +20,7 @@ def run(devices=1, accumulate=1, dropout=0.0):
     data, model = {"train_transform": "flip | mixup(3.0)"}, {"dropout": dropout}
     config = tiny_config(batch_size=B, data=data, optim=optim, model=model)
     mesh = meshes.create(MeshConfig(data=devices), jax.devices()[:devices])
-    program = train_step.build_train_setup(config, mesh, num_examples=20)
+    program = train_setup.build(config, mesh, num_examples=20)
     state = first_state(program)
     rng = np.random.default_rng(0)
     batch = {
@@ -81,7 +81,7 @@ def test_losses_of_unequal_weights_do_not_depend_on_microbatches(case):
             evals={},
         )
         mesh = meshes.create(config.mesh, jax.devices()[:1])
-        setup = train_step.build_train_setup(config, mesh, num_examples=8)
+        setup = train_setup.build(config, mesh, num_examples=8)
         assert setup.notes == ()
         images = np.random.default_rng(0).integers(0, 256, (8, 8, 12, 3), np.uint8)
         given = {"image": images, "index": np.arange(8, dtype=np.uint32)} | batch
@@ -119,8 +119,8 @@ def test_a_frozen_body_costs_no_backward_pass():
     def flops(**optim):
         config = tiny_config(model={"depth": 2}, optim={"name": "sgd"} | optim)
         mesh = meshes.create(MeshConfig(data=1), jax.devices()[:1])
-        program = train_step.build_train_setup(config, mesh, num_examples=20)
-        lowered = program.train_step.lower(program.shapes, program.batch_shapes)
+        program = train_setup.build(config, mesh, num_examples=20)
+        lowered = program.train_step.lower(program.layout.shapes, program.layout.batch)
         return lowered.compile().cost_analysis()["flops"]
 
     # A forward pass is a third.

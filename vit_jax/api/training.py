@@ -22,10 +22,11 @@ from vit_jax.errors import UserError
 from vit_jax.evaluators import suite
 from vit_jax.tools.finetuning import run as finetuning
 from vit_jax.training import loop
+from vit_jax.training import train_setup as setups
 from vit_jax.training.callbacks import Callback
 from vit_jax.training.config import EvaluationConfig, TrainConfig
 from vit_jax.training.timers import StartupTimer
-from vit_jax.training.train_step import TrainSetup, build_train_setup
+from vit_jax.training.train_setup import TrainSetup
 
 # Keys of `data` that say where files are and what is in them.
 _OF_FILES = {*PLACE, "num_examples", "exclude", "label_key", "mask_key"}
@@ -287,7 +288,7 @@ def train_setup(
     """
     complete = _config(config, overrides)
     complete.task.check_without_records()
-    return build_train_setup(complete, meshes.create(complete.mesh), num_examples)
+    return setups.build(complete, meshes.create(complete.mesh), num_examples)
 
 
 def _training_sections(arrays: Mapping[str, Arrays], class_names: Sequence[str]):

@@ -34,7 +34,7 @@ def run(work: Callable[[], object], workdir: str, *, debug: bool) -> int:
     import jax
 
     from vit_jax.distributed import multihost
-    from vit_jax.training import train_step
+    from vit_jax.training import step
 
     code = 0
     multihost.start()
@@ -48,10 +48,10 @@ def run(work: Callable[[], object], workdir: str, *, debug: bool) -> int:
             cli.tell(str(interrupted))
             code = EXIT_INTERRUPTED
         except UserError as error:
-            if jax.process_count() > 1 or not train_step.is_compiling():
+            if jax.process_count() > 1 or not step.is_compiling():
                 raise
             cli.show(error, debug=debug)
             multihost.exit_process(EXIT_USER_ERROR)
-    if jax.process_count() > 1 or train_step.is_compiling():
+    if jax.process_count() > 1 or step.is_compiling():
         multihost.exit_process(code)
     return code

@@ -15,9 +15,8 @@ from vit_jax.errors import UserError
 from vit_jax.training import guards
 from vit_jax.training.callbacks import Callback, Run
 from vit_jax.training.config import TrainConfig
-from vit_jax.training.local_checkpoint import LocalCheckpointer
 from vit_jax.training.run_report import flatten_scores
-from vit_jax.training.train_step import TrainSetup
+from vit_jax.training.train_setup import TrainSetup
 from vit_jax.weights import workdir as layout
 
 
@@ -25,7 +24,7 @@ class Interval:
     """Every `steps` steps, every `epochs` epochs, and the last step; 0 is never."""
 
     def __init__(self, steps: int, epochs: float, setup: TrainSetup):
-        intervals = steps, round(epochs * setup.steps_per_epoch)
+        intervals = steps, round(epochs * setup.length.steps_per_epoch)
         self._intervals = [i for i in intervals if i]
         self._total_steps = setup.total_steps
 
@@ -35,15 +34,9 @@ class Interval:
 
 
 class Saving(Callback):
-    """Saves the state in the workdir, or on local disks between two such saves.
-
-    When a signal came it saves at once and ends the run.
-    """
+    """Saves the state in the workdir; when a signal came, at once, and ends the run."""
 
     on_every_host = True
-
-    def __init__(self, local: LocalCheckpointer):
-        self._local = local
 
     def begin(self, run: Run) -> None:
         self._run = run
@@ -51,29 +44,22 @@ class Saving(Callback):
         self._interval = Interval(*every, run.setup)
 
     def after_step(self, step: int) -> None:
-        run, save = self._run, self._interval.is_due(step)
-        ending = run.preemption.reached()
-        if not (ending or save or self._local.is_due(step)):
+        run, ending = self._run, self._run.preemption.reached()
+        if not (ending or self._interval.is_due(step)):
             return
         run.metrics()  # They must be finite.
         if ending:
             guards.end_early(run)
         with run.logger.pause("checkpoint"):
-            if save:
-                run.save()
-                run.notify("checkpoint", step)
-                run.watchdog.reset(f"waiting for a save at step {step}")
-            else:
-                self._local.save(step, run.state, *run.clock.elapsed())
+            run.save()
+            run.notify("checkpoint", step)
+            run.watchdog.reset(f"waiting for a save at step {step}")
 
     def finish(self) -> None:
         run = self._run
         if run.checkpoints.wait():  # The last save failed: try once more.
             run.save()
         run.watchdog.reset("the save of the last step")
-
-    def end(self, report: Mapping) -> None:
-        self._local.remove()  # The workdir has the last step.
 
 
 class Evaluating(Callback):
@@ -140,11 +126,8 @@ class Evaluating(Callback):
             run.logger.info(
                 f"restoring step {chosen}, the best by {metric} ({best.score:.4f})"
             )
-            setup = run.setup
             run.state = None  # The devices may not hold two.
-            run.state = setup.disk.from_disk(
-                run.checkpoints.load(chosen, setup.disk.shapes, setup.disk.shardings)
-            )
+            run.state = run.checkpoints.load(chosen)
         scored = run.final and last == run.total_steps  # By all that are due then.
         if chosen != last or (run.start == last and not scored):
             self._evaluate(self._due(run.total_steps), at=chosen)

@@ -19,8 +19,8 @@ if TYPE_CHECKING:  # These modules import the trackers, which are callbacks.
     import vit_jax.training.guards
     import vit_jax.training.metric_logger
     import vit_jax.training.timers
+    import vit_jax.training.train_setup
     import vit_jax.training.train_state
-    import vit_jax.training.train_step
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -57,7 +57,7 @@ class Run:
     step: int
     state: "vit_jax.training.train_state.TrainState"
     last_step: int
-    setup: "vit_jax.training.train_step.TrainSetup"
+    setup: "vit_jax.training.train_setup.TrainSetup"
     checkpoints: "vit_jax.training.checkpoint.Checkpointer"
     logger: "vit_jax.training.metric_logger.MetricLogger"
     clock: "vit_jax.training.timers.RunClock"
@@ -120,8 +120,7 @@ class Run:
 
     def save(self) -> None:
         """Begins to save the state, unless this step is saved."""
-        state = self.setup.disk.to_disk(self.state)
-        self.checkpoints.save(self.step, state, *self.clock.elapsed())
+        self.checkpoints.save(self.step, self.state, *self.clock.elapsed())
 
 
 class Callback:

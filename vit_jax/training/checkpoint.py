@@ -24,6 +24,7 @@ from vit_jax.distributed import multihost
 from vit_jax.errors import Interrupted, Preempted, UserError
 from vit_jax.training import leftovers, resume_check
 from vit_jax.training.config import TrainConfig
+from vit_jax.training.layout import DiskLayout
 from vit_jax.training.resume_check import Restored
 from vit_jax.training.train_state import TrainState
 from vit_jax.weights import workdir as layout
@@ -43,10 +44,18 @@ class Checkpointer:
     Every checkpoint also has the config, size, class names and fingerprint of the training
     split, and `TrainSetup.metadata`.
 
+    Args:
+      workdir: folder of the run.
+      config: complete config.
+      source: training split.
+      metadata: `TrainSetup.metadata`.
+      disk: form of the state in checkpoints.
+
     Attributes:
       failures: number of failed saves since this start.
       data: fingerprint of the training split.
       latest: step of the newest finished checkpoint, equal on all processes, or None.
+      begun: the same, or the step that is being saved.
     """
 
     def __init__(
@@ -55,11 +64,13 @@ class Checkpointer:
         config: TrainConfig,
         source: Source,
         metadata: dict,
+        disk: DiskLayout,
     ):
         self._workdir = workdir
         self._folder = layout.absolute(workdir) / layout.FOLDER
         self._keep, self._check = config.checkpoint, config.data.check
-        self._source, self.data = source, resume_check.data_read(config.data, source)
+        self._disk, self._source = disk, source
+        self.data = resume_check.data_read(config.data, source)
         self._about = {
             "config": fields.to_json(config),
             "class_names": list(source.class_names),
@@ -77,7 +88,7 @@ class Checkpointer:
                 print_error(f"warning: {line}")
         meshes.process_allgather(removed=True)  # Before the others look.
         self.latest = max(layout.steps(workdir), default=None)
-        self._last = self.latest  # Finished or being written.
+        self.begun = self.latest
         self._good = time.monotonic()  # When `latest` was saved, or this start began.
 
     def verify(self) -> None:
@@ -97,7 +108,7 @@ class Checkpointer:
                         f"error: the checkpoint {path} is damaged: {'; '.join(damage)}"
                     )
                 if not meshes.process_allgather(n=len(damage))["n"].any():
-                    self.latest = self._last = step
+                    self.latest = self.begun = step
                     return
             self._damaged.append(step)
         why = "".join(f"; {reason}" for reason in self._unreadable.values())
@@ -117,7 +128,7 @@ class Checkpointer:
             )
         return [f"the checkpoint of step {step} is damaged" for step in self._damaged]
 
-    def restore(self, shapes: TrainState, shardings: TrainState) -> Restored:
+    def restore(self) -> Restored:
         """Reads the latest checkpoint, which `verify` has chosen, on any mesh.
 
         Returns no state if it cannot be read; the next `verify` counts it as damaged.
@@ -131,7 +142,7 @@ class Checkpointer:
             stored = ocp.metadata(path).custom_metadata
             known = stored["data"], self.data, self._source, self._workdir
             notes = resume_check.check_data(*known, check=self._check)
-            state = self.load(step, shapes, shardings)
+            state = self.load(step)
             if int(state.step) != step:
                 why = f"it is the checkpoint of step {int(state.step)}"
         except (UserError, MemoryError):
@@ -148,12 +159,14 @@ class Checkpointer:
         seconds, device_seconds = stored["seconds"], stored["device_seconds"]
         return Restored(state, step, seconds, device_seconds, notes)
 
-    def load(self, step: int, shapes: TrainState, shardings: TrainState) -> TrainState:
-        """Reads the state of one checkpoint."""
+    def load(self, step: int) -> TrainState:
+        """Reads the state of one checkpoint, in the form of the run."""
+        shapes, shardings = self._disk.shapes, self._disk.shardings
         place = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
         like = jax.tree.map(place, shapes, shardings)
         tree = ocp.load(layout.path_of(self._workdir, step), _as_tree(like))
-        return shapes.replace(**({"average": None, "extra": None} | tree))
+        state = shapes.replace(**({"average": None, "extra": None} | tree))
+        return self._disk.from_disk(state)
 
     def keep_best(self, record: dict) -> None:
         """Sets the best checkpoint, which is kept and which readers of the workdir load.
@@ -172,11 +185,11 @@ class Checkpointer:
         and `demand` report it. The times are those of `RunClock.elapsed`.
         """
         self.wait()
-        if step == self._last:
+        if step == self.begun:
             return
         if self.failures and jax.process_index() == 0:
             leftovers.remove_unfinished(self._folder)
-        self._last = step
+        self.begun, state = step, self._disk.to_disk(state)
         path, reason = layout.path_of(self._workdir, step), self._lack_of_disk(state)
         about = self._about | {"seconds": seconds, "device_seconds": device_seconds}
         writing = None if reason else _start_writing(path, _as_tree(state), about)
@@ -188,7 +201,7 @@ class Checkpointer:
             return None
         reason = self._saving.result()
         if reason is not None:
-            self._last = self.latest  # The same step may be tried again.
+            self.begun = self.latest  # The same step may be tried again.
         return reason
 
     def demand(self, step: int, doing: str) -> None:

@@ -21,7 +21,8 @@ from vit_jax.config import fields
 from vit_jax.distributed import chips
 from vit_jax.errors import UserError
 from vit_jax.training.config import TrainConfig
-from vit_jax.training.train_step import Step, TrainSetup
+from vit_jax.training.step import Step
+from vit_jax.training.train_setup import TrainSetup
 
 _FORMAT = "vit_jax compiled step, version 1"
 # Packages of which another version may compile or load another program.
@@ -79,7 +80,7 @@ def load(path: str | os.PathLike, config: TrainConfig, setup: TrainSetup) -> Ste
         raise UserError(
             f"{flag}: not a file of `vit_jax.compile --out` ({error}): write it anew"
         ) from error
-    lowered = setup.train_step.lower(setup.shapes, setup.batch_shapes)
+    lowered = setup.train_step.lower(setup.layout.shapes, setup.layout.batch)
     here = _describe(setup.mesh, lowered)
     for name in ("devices", "versions"):
         if header[name] != here[name]:

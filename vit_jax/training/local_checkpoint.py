@@ -17,6 +17,7 @@ import secrets
 import shutil
 import socket
 import threading
+from collections.abc import Mapping
 
 import jax
 import numpy as np
@@ -29,6 +30,7 @@ from vit_jax.data.sources.base import Source
 from vit_jax.distributed import mesh as meshes
 from vit_jax.errors import UserError
 from vit_jax.training import resume_check
+from vit_jax.training.callbacks import Callback, Run
 from vit_jax.training.checkpoint import describe_failure
 from vit_jax.training.config import TrainConfig
 from vit_jax.training.resume_check import Restored
@@ -40,8 +42,8 @@ _LISTED = 16  # Files per host that are considered.
 Held = dict[int, list[int]]  # Process that has written parts, to hosts that have them.
 
 
-class LocalCheckpointer:
-    """Saves to and restores from local disks; a no-op if the interval is 0.
+class LocalCheckpointer(Callback):
+    """Saves to local disks between two saves in the workdir, and restores from them.
 
     The folder on each disk is named by the id of the run in the workdir. `shapes` is the
     state with a jax.ShapeDtypeStruct for each array, `shardings` with its sharding.
@@ -49,6 +51,8 @@ class LocalCheckpointer:
     Raises:
       UserError: the folder names an environment variable that is not set.
     """
+
+    on_every_host = True
 
     def __init__(
         self,
@@ -59,8 +63,6 @@ class LocalCheckpointer:
         shardings: TrainState,
     ):
         self._every, self._writing = config.local_checkpoint.every_steps, None
-        if not self._every:
-            return
         self._parts = StateParts(shapes, shardings)
         self._source, self._workdir = source, workdir
         self._check = config.data.check
@@ -77,9 +79,19 @@ class LocalCheckpointer:
             )
         self._folder = pathlib.Path(folder) / _run_id(workdir)
 
-    def is_due(self, step: int) -> bool:
-        """Returns whether to save after a step."""
-        return bool(self._every) and step % self._every == 0
+    def begin(self, run: Run) -> None:
+        self._run = run
+
+    def after_step(self, step: int) -> None:
+        run = self._run
+        if step % self._every or run.checkpoints.begun == step:
+            return
+        run.metrics()  # They must be finite.
+        with run.logger.pause("checkpoint"):
+            self.save(step, run.state, *run.clock.elapsed())
+
+    def end(self, report: Mapping) -> None:
+        self.remove()  # The workdir has the last step.
 
     def save(
         self, step: int, state: TrainState, seconds: float, device_seconds: float = 0.0
@@ -108,13 +120,10 @@ class LocalCheckpointer:
     def remove(self) -> None:
         """Removes this run's files from this host's disk, when the run is done."""
         self.wait()
-        if self._every:
-            shutil.rmtree(self._folder, ignore_errors=True)
+        shutil.rmtree(self._folder, ignore_errors=True)
 
     def restore(self, newer_than: int) -> Restored:
         """Restores the newest step that the hosts hold together, if newer; all call it."""
-        if not self._every:
-            return Restored()
         mine = self._list(newer_than)
         listed = np.full((_LISTED, 2), -1)
         for row, pair in enumerate(sorted(mine, reverse=True)[:_LISTED]):

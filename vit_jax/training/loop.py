@@ -17,16 +17,16 @@ from vit_jax.distributed import compilation, multihost
 from vit_jax.distributed import mesh as meshes
 from vit_jax.errors import UserError
 from vit_jax.evaluators.suite import Suite
-from vit_jax.training import guards, lock, resume_check, run_report
+from vit_jax.training import guards, lock, resume_check, run_report, train_setup
 from vit_jax.training.actions import Evaluating, Saving, Tracing
 from vit_jax.training.callbacks import Callback, Run
 from vit_jax.training.checkpoint import Checkpointer
 from vit_jax.training.config import TrainConfig
-from vit_jax.training.local_checkpoint import LocalCheckpointer
 from vit_jax.training.metric_logger import MetricLogger
 from vit_jax.training.resume_check import Restored
+from vit_jax.training.step import compile_in_background
 from vit_jax.training.timers import CompilationCounter, RunClock, StartupTimer
-from vit_jax.training.train_step import TrainSetup, build_train_setup, start_compiling
+from vit_jax.training.train_setup import TrainSetup
 from vit_jax.weights.initial import load_initial
 
 
@@ -125,18 +125,22 @@ def _begin(config, workdir, setup, start, callbacks, tracing) -> tuple[Run, Call
       The run, and a function that waits for its compiled step.
     """
     checkpoints = start.stack.enter_context(
-        Checkpointer(workdir, config, setup.source, setup.metadata)
+        Checkpointer(workdir, config, setup.source, setup.metadata, setup.layout.disk)
     )
     compilations = start.stack.enter_context(CompilationCounter())
     _check_resumed(config, workdir, setup, checkpoints)
-    compiled_step = start_compiling(setup, debug_nans=config.debug_nans)
+    compiled_step = lambda: setup.compiled or setup.train_step
+    # JAX will run a failed step again, operation by operation, to find a NaN.
+    if not (config.debug_nans or setup.compiled):
+        compiled_step = compile_in_background(
+            setup.train_step, setup.layout.shapes, setup.layout.batch
+        )
     start.timer.end_phase(
         "trace", "making or restoring the state, while the train step compiles"
     )
-    local = LocalCheckpointer(
-        config, workdir, setup.source, setup.shapes, setup.shardings
-    )
-    restored = restore_or_init(config, setup, checkpoints, local)
+    local = _local_checkpoints(config, workdir, setup)
+    elsewhere = (each.restore for each in local)
+    restored = restore_or_init(config, setup, checkpoints, *elsewhere)
     start.clock.add(restored.seconds, restored.device_seconds)
     logger = start.stack.enter_context(MetricLogger(start.timer, compilations))
     trackers = [config.tracker.callback()] if jax.process_index() == 0 else []
@@ -146,7 +150,7 @@ def _begin(config, workdir, setup, start, callbacks, tracing) -> tuple[Run, Call
         commit=start.commit,
         start=restored.step,
         total_steps=setup.total_steps,
-        num_parameters=sum(x.size for x in jax.tree.leaves(setup.shapes.params)),
+        num_parameters=sum(x.size for x in jax.tree.leaves(setup.layout.shapes.params)),
         step=restored.step,
         state=restored.state,
         last_step=max(restored.step, setup.total_steps),
@@ -156,9 +160,15 @@ def _begin(config, workdir, setup, start, callbacks, tracing) -> tuple[Run, Call
         clock=start.clock,
         watchdog=start.watchdog,
         preemption=start.preemption,
+        # What happens after a step, in this order.
         callbacks=[
-            *(logger, *trackers, *callbacks),
-            *(Saving(local), Evaluating(config, setup), tracing),
+            logger,
+            Saving(),
+            *local,
+            Evaluating(config, setup),
+            tracing,
+            *trackers,
+            *callbacks,
         ],
         notes=[
             *(*restored.notes, *start.notes, config.ema.note(setup.total_steps)),
@@ -195,10 +205,10 @@ def _take_steps(run, timer, tracing, compiled_step) -> None:
     guard = "allow" if config.debug_nans else "disallow"
     with batches, jax.transfer_guard(guard), tracing:
         for step, batch in run.logger.steps(batches):
-            batch = {name: batch[name] for name in setup.batch_shapes}
+            batch = {name: batch[name] for name in setup.layout.batch}
             as_compiled = all(
                 np.shape(batch[name])[1:] == each.shape[1:]
-                for name, each in setup.batch_shapes.items()
+                for name, each in setup.layout.batch.items()
             )
             batch = meshes.to_devices(batch, setup.mesh)
             run.logger.step_timer.mark("host-to-device")
@@ -207,6 +217,20 @@ def _take_steps(run, timer, tracing, compiled_step) -> None:
                 run.take(step, *take(run.state, batch))
             run.notify("after_step", step)
     run.notify("finish")
+
+
+def _local_checkpoints(config, workdir, setup) -> list:
+    """Returns what saves on local disks and restores from them, if the config asks for it."""
+    if not config.local_checkpoint.every_steps:
+        return []
+    from vit_jax.training.local_checkpoint import LocalCheckpointer
+
+    layout = setup.layout
+    return [
+        LocalCheckpointer(
+            config, workdir, setup.source, layout.shapes, layout.shardings
+        )
+    ]
 
 
 def resolved(config: TrainConfig) -> TrainConfig:
@@ -245,7 +269,7 @@ def build_setup(
     startup.end_phase("data", "tracing the train step")
     task = config.task.of_records(data, source)
     config = dataclasses.replace(config, task=task)
-    setup = build_train_setup(config, mesh, len(source), saved)
+    setup = train_setup.build(config, mesh, len(source), saved)
     return setup._replace(source=source)
 
 
@@ -310,7 +334,9 @@ def _make_report(run: Run) -> dict:
         **run.logger.measured(),
         "class_names": list(setup.source.class_names),
         "final": run.final,
-        "params_sha256": run_report.params_sha256(setup.disk.to_disk(run.state).params),
+        "params_sha256": run_report.params_sha256(
+            setup.layout.disk.to_disk(run.state).params
+        ),
     }
     if skipped := report["skipped_images"]:
         run.logger.info(
@@ -330,28 +356,31 @@ def restore_or_init(
     config: TrainConfig,
     setup: TrainSetup,
     checkpoints: Checkpointer,
-    local: LocalCheckpointer,
+    restore_newer: Callable[[int], Restored] = lambda step: Restored(),
 ) -> Restored:
     """Restores or initialises the state, each part on the devices that hold it.
 
-    The newest checkpoint of the workdir and the local disks is restored. A run that begins
-    has step 0, and weights that `config.init` names.
+    A run that begins has step 0, and weights that `config.init` names.
+
+    Args:
+      config: complete config.
+      setup: parts of the run.
+      checkpoints: checkpoints of the workdir, of which the newest is restored.
+      restore_newer: restores a state after a given step from elsewhere, if there is one.
 
     Raises:
       UserError: no checkpoint is intact, it was saved with other data, or `init`
         cannot be read, does not fit, or differs between hosts.
     """
     latest, notes = checkpoints.latest or 0, []
-    restored = local.restore(newer_than=latest)
+    restored = restore_newer(latest)
     while restored.state is None and latest:
         checkpoints.verify()
-        if checkpoints.latest < latest:  # A local checkpoint may be newer now.
-            restored = local.restore(newer_than=checkpoints.latest)
+        if checkpoints.latest < latest:  # What is elsewhere may be newer now.
+            restored = restore_newer(checkpoints.latest)
         if restored.state is None:
             notes += restored.notes
-            restored = checkpoints.restore(setup.disk.shapes, setup.disk.shardings)
-            if restored.state is not None:
-                restored = restored._replace(state=setup.disk.from_disk(restored.state))
+            restored = checkpoints.restore()
     if latest:
         notes += checkpoints.put_damaged_aside()
     elif restored.state is None and config.init.checkpoint:
@@ -359,11 +388,11 @@ def restore_or_init(
             config.init,
             config.data,
             setup.model,
-            lambda: setup.task.backbone(*setup.init()),
+            lambda: setup.task.backbone(*setup.first.init()),
             head_bias_init=config.model.head_bias_init,
             task=config.task.name,
             left_out=lambda others: setup.task.left_out(
-                setup.shapes.params, setup.shapes.extra, others
+                setup.layout.shapes.params, setup.layout.shapes.extra, others
             ),
             class_names=setup.source.class_names if setup.source is not None else (),
         )

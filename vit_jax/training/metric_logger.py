@@ -66,7 +66,7 @@ class MetricLogger(Callback):
         self._stall_timer = self._closing.enter_context(DataStallTimer())
         keys = fields.to_json(config)
         overview = parameter_overview.get_parameter_overview(
-            setup.disk.shapes.params, include_stats=False
+            setup.layout.disk.shapes.params, include_stats=False
         )
         texts = {"config": json.dumps(keys, indent=2), "parameters": overview}
         for writer in self._writers:

@@ -15,9 +15,10 @@ from vit_jax.config import fields
 from vit_jax.config.lengths import depends_on_epochs
 from vit_jax.distributed import compilation
 from vit_jax.distributed import mesh as meshes
-from vit_jax.training import guards, loop, train_step
+from vit_jax.training import guards, loop, train_setup
 from vit_jax.training.config import TrainConfig
-from vit_jax.training.train_step import TrainSetup
+from vit_jax.training.step import jit_step
+from vit_jax.training.train_setup import TrainSetup
 
 
 class SweepSetups:
@@ -52,7 +53,7 @@ class SweepSetups:
                 return setup
             key = _step_key(config, setup)
             if key != self._step_key:
-                self._step, self._step_key = _compile(setup), key
+                self._step, self._step_key = _compile(config, setup), key
             # Now, because the loop forbids transfers that it does not ask for.
             peak = np.float32(config.optim.peak_learning_rate(config.batch_size))
             peak = jax.device_put(peak, meshes.replicated(setup.mesh))
@@ -66,7 +67,7 @@ def _step_key(config: TrainConfig, setup: TrainSetup) -> str:
     """Returns a text that is equal for runs of one step, but for the peak rate."""
     lengths = [setup.total_steps]
     if depends_on_epochs(config.optim):
-        lengths.append(setup.steps_per_epoch)
+        lengths.append(setup.length.steps_per_epoch)
     decisive = [[path, v] for path, about, v in fields.walk(config) if about.in_step]
     return json.dumps([decisive, lengths, setup.metadata, _places(setup)])
 
@@ -85,13 +86,14 @@ def _places(setup: TrainSetup) -> list:
     return [[str(d) for d in mesh.devices.flat], list(mesh.shape.items())]
 
 
-def _compile(setup: TrainSetup) -> Callable:
+def _compile(config: TrainConfig, setup: TrainSetup) -> Callable:
     """Compiles a training step with the peak rate as its last argument."""
 
     def step(state, batch, peak):
-        return setup.step_at(peak)(state, batch)
+        parts = setup.task, setup.length, setup.mesh, setup.layout
+        return train_setup.build_step(config, *parts, peak)(state, batch)
 
     mesh = setup.mesh
-    jitted = train_step.jit_step(step, mesh, setup.shardings, num_scalars=1)
+    jitted = jit_step(step, mesh, setup.layout.shardings, num_scalars=1)
     peak = jax.ShapeDtypeStruct((), np.float32, sharding=meshes.replicated(mesh))
-    return jitted.lower(setup.shapes, setup.batch_shapes, peak).compile()
+    return jitted.lower(setup.layout.shapes, setup.layout.batch, peak).compile()

@@ -1,11 +1,14 @@
 """The state that a step changes, and its initialisation."""
 
+from collections.abc import Callable
 from typing import Any
 
 import flax
 import jax
 import jax.numpy as jnp
 import optax
+
+from vit_jax.training.config import EmaConfig
 
 Leaf = Any  # An array, or what a tree of them is mapped to: a shape, a sharding.
 
@@ -39,7 +42,7 @@ def init_key(seed: int) -> jax.Array:
 def create_train_state(
     params: dict,
     extra: Leaf | dict | None,
-    tx: optax.GradientTransformation,
+    init_optimizer: Callable[[dict], optax.OptState],
     *,
     seed: int,
     average: bool,
@@ -48,7 +51,7 @@ def create_train_state(
     return TrainState(
         step=jnp.zeros([], jnp.int32),
         params=params,
-        opt_state=tx.init(params),
+        opt_state=init_optimizer(params),
         average=jax.tree.map(jnp.copy, params) if average else None,
         extra=extra,
         key=run_key(seed),
@@ -60,19 +63,20 @@ def run_key(seed: int) -> jax.Array:
     return jax.random.fold_in(jax.random.key(seed), 1)
 
 
-def update_ema(
-    old: dict, params: dict, step: jax.Array, decay: float, warmup: bool
-) -> dict:
-    """Returns the Polyak average after a step.
+def update_average(
+    old: dict | None, params: dict, step: jax.Array, ema: EmaConfig
+) -> dict | None:
+    """Returns the Polyak average after a step; None if the state has none.
 
     Args:
-      old: average before the step.
+      old: average before the step, or None.
       params: parameters after the step.
       step: steps taken, this one included.
-      decay: weight of the old average.
-      warmup: whether the first steps use less, (1 + step) / (10 + step), so that a short
-        run is not stuck at its initial values.
+      ema: section `ema`. Without a decay the parameters are the average.
     """
-    if warmup:
+    if old is None or not ema.decay:
+        return None if old is None else params
+    decay = ema.decay
+    if ema.warmup:  # A short run would be stuck at its initial values.
         decay = jnp.minimum(decay, (1 + step) / (10 + step))
     return jax.tree.map(lambda a, p: a + (1 - decay) * (p - a), old, params)

@@ -14,7 +14,7 @@ from vit_jax.errors import UserError
 from vit_jax.models import repetition
 from vit_jax.tools.planning import analysis, report, strategies
 from vit_jax.training import config as configuration
-from vit_jax.training import train_step
+from vit_jax.training import train_setup
 
 CONFIGS = pathlib.Path(__file__).parents[3] / "configs"
 QUICK = f"{CONFIGS}/b16_i21k.py:quick"
@@ -70,7 +70,7 @@ def test_what_is_advised_is_a_program_that_can_be_built(spec, keys, count):
     for sizes in kinds:
         config = configuration.load(spec, {**keys, **sizes[-1]})
         mesh = meshes.create(config.mesh)
-        train_step.build_train_setup(config, mesh, EXAMPLES)
+        train_setup.build(config, mesh, EXAMPLES)
         assert analysis.settings(config, dict(mesh.shape)) != found
 
 

@@ -14,7 +14,7 @@ from vit_jax.models import cost
 from vit_jax.tools.planning import analysis, hlo, report, strategies
 from vit_jax.tools.planning.analysis import Roofline
 from vit_jax.training import config as configuration
-from vit_jax.training import train_step
+from vit_jax.training import train_setup
 
 QUICK = str(pathlib.Path(__file__).parents[3] / "configs/b16_i21k.py") + ":quick"
 GIB = 2**30
@@ -26,8 +26,8 @@ def flops(**keys):
     words = {"model.depth": 3, "data.num_classes": 7, "ema.decay": 0.5, **keys}
     config = configuration.load(QUICK, words)
     mesh = meshes.create(config.mesh, jax.devices())
-    program = train_step.build_train_setup(config, mesh, 20)
-    traced = program.train_step.trace(program.shapes, program.batch_shapes)
+    program = train_setup.build(config, mesh, 20)
+    traced = program.train_step.trace(program.layout.shapes, program.layout.batch)
     found = analysis._before(program, traced, config, mesh, 20, None)
     return found.flops, found.model_flops
 
@@ -198,8 +198,8 @@ def counted(keys):
     """Says how the products of a step are counted before a compiler."""
     config = configuration.load(QUICK, keys)
     mesh = meshes.create(config.mesh)
-    program = train_step.build_train_setup(config, mesh, 20)
-    traced = program.train_step.trace(program.shapes, program.batch_shapes)
+    program = train_setup.build(config, mesh, 20)
+    traced = program.train_step.trace(program.layout.shapes, program.layout.batch)
     return analysis._before(program, traced, config, mesh, 20, None).counted
 
 

@@ -8,7 +8,6 @@ from vit_jax.distributed import mesh as meshes
 from vit_jax.errors import UserError
 from vit_jax.tools.planning import analysis, batch_search
 from vit_jax.training import config as configuration
-from vit_jax.training import sharpness
 
 LIMIT, STATE = 8_000, 900
 
@@ -80,7 +79,7 @@ def test_batches_hold_whole_groups_of_stochastic_depth(monkeypatch):
 
 def test_batches_hold_whole_groups_that_go_uphill_together(monkeypatch):
     def analyse(config, mesh, examples, limit):
-        sharpness.splits(config.optim, config.batch_size, mesh)
+        config.optim.splits(config.batch_size, mesh)
         each = config.batch_size // mesh.size
         return analysis.Analysis({}, fits=each <= 60, peak_bytes=each)
 

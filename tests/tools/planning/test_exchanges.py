@@ -18,7 +18,7 @@ from vit_jax.distributed import sharding
 from vit_jax.models.layers import PatchEmbedding
 from vit_jax.tools.planning import analysis, costs, hlo
 from vit_jax.training import config as configuration
-from vit_jax.training import train_step
+from vit_jax.training import train_setup
 
 IMAGES = 7  # Per device: no size of a network is a multiple of it.
 DEVICES = 4
@@ -50,8 +50,8 @@ def collectives_of(recipe, monkeypatch, **keys):
     monkeypatch.setattr(configuration.TrainConfig, "build_model", as_for_gpus)
     monkeypatch.setattr(costs, "_SCALARS_BYTES", 4)
     mesh = meshes.create(config.mesh, jax.devices()[:DEVICES])
-    setup = train_step.build_train_setup(config, mesh, 1_000)
-    lowered = setup.train_step.lower(setup.shapes, setup.batch_shapes)
+    setup = train_setup.build(config, mesh, 1_000)
+    lowered = setup.train_step.lower(setup.layout.shapes, setup.layout.batch)
     module = hlo.parse(lowered.compile().as_text())
     return costs.find_collectives(module, [0] * DEVICES, analysis.state_sizes(setup))
 

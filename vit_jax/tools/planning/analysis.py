@@ -18,7 +18,7 @@ from vit_jax.distributed import chips
 from vit_jax.errors import UserError
 from vit_jax.models import cost
 from vit_jax.tools.planning import costs, gpus, hlo, topology
-from vit_jax.training import compiled_step, train_step
+from vit_jax.training import compiled_step, train_setup
 from vit_jax.training.config import TrainConfig
 
 TRACED = "counted in the trace, split evenly over the devices"
@@ -174,8 +174,8 @@ def analyse(
     Raises:
       UserError: the config does not fit the mesh, or the file cannot be written.
     """
-    setup = train_step.build_train_setup(config, mesh, examples)
-    traced = setup.train_step.trace(setup.shapes, setup.batch_shapes)
+    setup = train_setup.build(config, mesh, examples)
+    traced = setup.train_step.trace(setup.layout.shapes, setup.layout.batch)
     before = _before(setup, traced, config, mesh, examples, limit)
     platform, options = lowering(mesh)
     lowered = traced.lower(lowering_platforms=(platform,))
@@ -207,8 +207,8 @@ def network_hosts(mesh: Mesh) -> list[int]:
 
 def _before(setup, traced, config, mesh, examples, limit) -> Analysis:
     """Returns the costs that are known before compilation."""
-    shapes, shardings = setup.shapes, setup.shardings
-    batch = {name: x.sharding for name, x in setup.batch_shapes.items()}
+    shapes, shardings = setup.layout.shapes, setup.layout.shardings
+    batch = {name: x.sharding for name, x in setup.layout.batch.items()}
     macs, counted = _macs(traced, config, mesh, examples)
     count = mesh.shape["model"]
     if count > 1:
@@ -223,7 +223,7 @@ def _before(setup, traced, config, mesh, examples, limit) -> Analysis:
         params_bytes=bytes_per_device(shapes.params, shardings.params),
         moments_bytes=bytes_per_device(shapes.opt_state, shardings.opt_state),
         average_bytes=bytes_per_device(shapes.average, shardings.average),
-        batch_bytes=bytes_per_device(setup.batch_shapes, batch),
+        batch_bytes=bytes_per_device(setup.layout.batch, batch),
         flops=2.0 * macs / mesh.size,
         counted=counted,
         # Of a user's network they may be unknown.
@@ -246,8 +246,8 @@ def _macs(traced, config, mesh, examples) -> tuple[int, str]:
             ) from error
         # A trace does not show the products inside a kernel.
         twin = fields.replace(config, {"model.attention_impl": "einsum"})
-        setup = train_step.build_train_setup(twin, mesh, examples)
-        traced = setup.train_step.trace(setup.shapes, setup.batch_shapes)
+        setup = train_setup.build(twin, mesh, examples)
+        traced = setup.train_step.trace(setup.layout.shapes, setup.layout.batch)
         return cost.macs_of(traced.jaxpr.jaxpr), KERNEL
 
 
@@ -291,12 +291,12 @@ def _refused(before: Analysis, message: str) -> Analysis:
     )
 
 
-def state_sizes(setup: train_step.TrainSetup) -> set[int]:
+def state_sizes(setup: train_setup.TrainSetup) -> set[int]:
     """Returns the numbers of elements that arrays of the training state have.
 
     Those of a single layer and of each device's part count too; scalars do not.
     """
-    shapes = (setup.shapes, setup.disk.shapes)
+    shapes = (setup.layout.shapes, setup.layout.disk.shapes)
     sizes = {leaf.size for leaf in jax.tree.leaves(shapes)}
     split = itertools.product(*({1, setup.mesh.shape[a]} for a in ("fsdp", "model")))
     parts = {math.prod(each) for each in split}
@@ -447,9 +447,9 @@ def export_stablehlo(
     Raises:
       UserError: the file cannot be written.
     """
-    setup = train_step.build_train_setup(config, mesh, examples)
+    setup = train_setup.build(config, mesh, examples)
     exported = jax.export.export(setup.train_step, platforms=[lowering(mesh)[0]])(
-        setup.shapes, setup.batch_shapes
+        setup.layout.shapes, setup.layout.batch
     )
     content = exported.mlir_module_serialized
     try:

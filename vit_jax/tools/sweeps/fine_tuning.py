@@ -17,7 +17,7 @@ from vit_jax.data.sources.open import open_unchecked, source_type
 from vit_jax.distributed import mesh as meshes
 from vit_jax.errors import UserError
 from vit_jax.tools.sweeps import recipes, split_guard
-from vit_jax.training import train_step
+from vit_jax.training import train_setup
 from vit_jax.training.config import TrainConfig, complete
 from vit_jax.weights.pretrained import (
     Pretrained,
@@ -264,7 +264,7 @@ def check_feasible(task: TransferTask) -> None:
         }
     final, mesh = task.final(task.rates[0], 0), meshes.create(config.mesh)
     for examples in sorted(lengths):
-        train_step.build_train_setup(final, mesh, examples)
+        train_setup.build(final, mesh, examples)
 
 
 def _sizes(task: TransferTask) -> Mapping[str, int]:

@@ -1,21 +1,24 @@
 """Optimisers, one of which `config.optim.name` chooses: ours, and those of optax."""
 
+from collections.abc import Iterator, Mapping
+
 from vit_jax.training.optim.chain import (
+    Optimizer,
     Thawing,
+    build,
     layer_factors,
     learning_rate,
     optimizer,
-    stop_frozen_gradients,
     weight_decay,
+    without_frozen,
 )
-from vit_jax.training.optim.config import (
+from vit_jax.training.optim.optimizers import (
     AdamConfig,
     LambConfig,
     LarsConfig,
-    OptimConfig,
     SgdConfig,
 )
-from vit_jax.training.optim.named import Optimizers
+from vit_jax.training.optim.sharpness import OptimConfig
 from vit_jax.training.optim.transforms import (
     always_frozen,
     clip_by_parameter_norm,
@@ -30,9 +33,11 @@ __all__ = [
     "LambConfig",
     "LarsConfig",
     "OptimConfig",
+    "Optimizer",
     "SgdConfig",
     "Thawing",
     "always_frozen",
+    "build",
     "clip_by_parameter_norm",
     "layer_factors",
     "learning_rate",
@@ -40,16 +45,37 @@ __all__ = [
     "optimizer",
     "parameter_norms",
     "scale_by_trust_ratio",
-    "stop_frozen_gradients",
     "weight_decay",
+    "without_frozen",
 ]
 
-OPTIMIZERS = Optimizers(
-    {
-        "adam": AdamConfig,
-        "adamw": AdamConfig,  # Weight decay is decoupled in any case.
-        "sgd": SgdConfig,
-        "lars": LarsConfig,
-        "lamb": LambConfig,
-    }
-)
+_OURS = {
+    "adam": AdamConfig,
+    "adamw": AdamConfig,  # Weight decay is decoupled in any case.
+    "sgd": SgdConfig,
+    "lars": LarsConfig,
+    "lamb": LambConfig,
+}
+
+
+class _Optimizers(Mapping):
+    """Names to the dataclasses of optimisers: ours, then those of optax (named.py)."""
+
+    def __getitem__(self, name: str) -> type:
+        if name in _OURS:
+            return _OURS[name]
+        from vit_jax.training.optim import named
+
+        return named.dataclass_of(name)
+
+    def __iter__(self) -> Iterator[str]:
+        from vit_jax.training.optim import named
+
+        yield from _OURS
+        yield from (name for name in named.names() if name not in _OURS)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+OPTIMIZERS = _Optimizers()

@@ -1,5 +1,6 @@
 """Chains an optimiser: clipping, its steps, layer decay, freezing; and what they follow."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -10,7 +11,8 @@ import optax
 from vit_jax.config.lengths import RunLength, length_in_steps, length_key
 from vit_jax.errors import UserError
 from vit_jax.models import NetworkConfig, stacking
-from vit_jax.training.optim.config import OptimConfig
+from vit_jax.training.optim.config import Moving
+from vit_jax.training.optim.sharpness import OptimConfig
 from vit_jax.training.optim.transforms import (
     Decay,
     always_frozen,
@@ -21,6 +23,63 @@ from vit_jax.training.optim.transforms import (
     matched_factors,
 )
 from vit_jax.training.schedules import Number, Schedule
+
+
+class Optimizer(NamedTuple):
+    """An optimiser as the training step uses it.
+
+    Attributes:
+      init: (params) -> its first state.
+      update: (gradients, metrics, state, batch, key) -> (updates, its next state), for the
+        training state, batch and key that gave the gradients.
+      rate: (steps taken) -> learning rate.
+      moving: (gradients, steps taken) -> gradients with zeros for parameters that do not
+        move in the next step.
+      evaluated: (its state, params) -> parameters that evaluations read.
+    """
+
+    init: Callable[[dict], optax.OptState]
+    update: Callable[..., tuple[dict, optax.OptState]]
+    rate: Schedule
+    moving: Moving
+    evaluated: Callable[[optax.OptState, dict], dict]
+
+
+def build(
+    optim: OptimConfig,
+    params: dict,
+    peak: Number,
+    run: RunLength,
+    network: NetworkConfig,
+    within: str | None,
+    loss: Callable[..., jax.Array],
+) -> Optimizer:
+    """Builds the optimiser of a run.
+
+    Args:
+      optim, params, run, network, within: see `optimizer`.
+      peak: highest learning rate; it may be an argument of a jitted function.
+      loss: (params, extra, batch, key) -> loss, for those that evaluate it themselves.
+
+    Raises:
+      UserError: see `learning_rate` and `optimizer`.
+    """
+    rate = learning_rate(optim, peak, run)
+    tx = optimizer(optim, params, rate, run, network, within)
+    thawing = Thawing.of(optim, params, run)
+
+    def update(grads, metrics, state, batch, key):
+        return tx.update(
+            grads,
+            state.opt_state,
+            state.params,
+            step=state.step,
+            value=metrics["loss"],
+            value_fn=lambda params: loss(params, state.extra, batch, key),
+        )
+
+    moving = thawing.moving if thawing else lambda grads, step: grads
+    return Optimizer(tx.init, update, rate, moving, optim.evaluated)
 
 
 def learning_rate(optim: OptimConfig, peak: Number, run: RunLength) -> Schedule:
@@ -192,16 +251,24 @@ class Thawing(NamedTuple):
         )
 
 
-def stop_frozen_gradients(params: dict, optim: OptimConfig) -> dict:
-    """Stops gradients to parameters that are frozen for the whole run.
+def without_frozen(loss: Callable, optim: OptimConfig) -> Callable:
+    """Returns a loss without gradients of parameters that are frozen for the whole run.
 
     This saves their backward pass. Others keep their gradients, which warm their moments.
+
+    Args:
+      loss: (params, ...) -> loss.
+      optim: section `optim`.
     """
-    return jax.tree.map(
-        lambda p, m: jax.lax.stop_gradient(p) if np.all(m) else p,
-        params,
-        always_frozen(params, optim),
-    )
+    if not optim.freeze:
+        return loss
+
+    def stopped(params, *args):
+        frozen = always_frozen(params, optim)
+        stop = lambda p, m: jax.lax.stop_gradient(p) if np.all(m) else p
+        return loss(jax.tree.map(stop, params, frozen), *args)
+
+    return stopped
 
 
 def _zeroed(updates: dict, mask: dict, frozen: jax.Array | bool) -> dict:

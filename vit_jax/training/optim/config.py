@@ -1,24 +1,36 @@
-"""Keys of the optimisers: Adam, SGD, LARS and LAMB, and what all have."""
+"""Keys that all optimisers have, and what the training step asks of one."""
 
 import dataclasses
-from typing import ClassVar
+from collections.abc import Callable
+from typing import Any, ClassVar
 
+import jax
 import optax
+from jax.sharding import Mesh
 
 from vit_jax.config.fields import choice, epochs, key
+from vit_jax.config.lengths import RunLength
+from vit_jax.distributed import mesh as meshes
 from vit_jax.errors import UserError
 from vit_jax.training.optim.transforms import (
     Decay,
     add_decay,
-    match,
-    scale_by_trust_ratio,
-    trust_note,
 )
-from vit_jax.training.schedules import SCHEDULES, Schedule, ScheduleConfig
+from vit_jax.training.schedules import (
+    SCHEDULES,
+    Number,
+    Schedule,
+    ScheduleConfig,
+)
+
+# (state, batch, key) -> (gradients, (metrics, statistics)), see training/step.py.
+GradFn = Callable[[Any, dict, jax.Array], tuple[dict, Any]]
+# (gradients, steps taken) -> gradients
+Moving = Callable[[dict, jax.Array], dict]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class OptimConfig:
+class PlainOptimConfig:
     """Keys of `config.optim` that every optimiser has.
 
     Attributes:
@@ -94,35 +106,6 @@ class OptimConfig:
         at_least=1,
         changes_result=False,
     )
-    sam_rho: float = key(
-        0.0,
-        "SAM (arXiv:2010.01412): distance uphill at which the gradient is taken, in two "
-        "passes per step; 0 is off.",
-    )
-    sam_rho_end: float = key(
-        0.0,
-        "GSAM: `sam_rho` falls with the learning rate to this at the last rate; 0: it "
-        "stays.",
-    )
-    sam_adaptive: str = key(
-        "none",
-        'Uphill in units of the parameters: "asam" (arXiv:2102.11600), "scaled" (of '
-        "big_vision).",
-        choices=("none", "asam", "scaled"),
-    )
-    sam_batch_size: int = key(
-        0,
-        "Images that go uphill together (the m of m-sharpness), on any number of "
-        "devices; 0: the batch.",
-    )
-    gsam_alpha: float = key(
-        0.0, "GSAM (arXiv:2203.08065): weight of what turns the gradient; 0 is off."
-    )
-    gsam_minimize: str = key(
-        "robust",
-        'Loss that GSAM\'s turn leaves alone: the one uphill, or "clean", the one here.',
-        choices=("robust", "clean"),
-    )
     mu_dtype: str = key(
         "float32",
         "Of Adam's first moment, SGD's momentum; or \"bfloat16\".",
@@ -158,6 +141,45 @@ class OptimConfig:
         """Returns the highest learning rate of a run."""
         given = self.learning_rate or self.base_learning_rate * batch_size / 256
         return given or self.default_rate
+
+    @property
+    def passes(self) -> int:
+        """Forward and backward passes of a step."""
+        return 1
+
+    def splits(self, batch_size: int, mesh: Mesh) -> tuple[int, int]:
+        """Returns the groups of a batch, each of which `wrap_gradients` gets alone, and
+        the microbatches of a group. Each device has a part of every microbatch.
+
+        Raises:
+          UserError: the images cannot be split so.
+        """
+        meshes.check_batch(batch_size, self.grad_accum_steps, mesh)
+        return 1, self.grad_accum_steps
+
+    def splitting(self, parts: int) -> str:
+        """Returns the key that splits the batch, if groups have so many microbatches."""
+        return f"optim.grad_accum_steps={self.grad_accum_steps}"
+
+    def wrap_gradients(
+        self,
+        gradients: GradFn,
+        rate: Schedule,
+        peak: Number,
+        run: RunLength,
+        moving: Moving,
+    ) -> GradFn:
+        """Returns the gradients that the optimiser gets.
+
+        Args:
+          gradients: gradients of the loss.
+          rate: learning rate by the steps taken.
+          peak: the highest rate.
+          run: length of the run.
+          moving: sets gradients to zero of parameters that do not move after so many
+            steps.
+        """
+        return gradients
 
     def moments(self) -> list[optax.GradientTransformation]:
         """Returns transformations from gradients to a direction."""
@@ -200,94 +222,3 @@ class OptimConfig:
     def evaluated(self, opt_state: optax.OptState, params: dict) -> dict:
         """Returns the parameters that evaluations read, and that `ema` averages."""
         return params
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class AdamConfig(OptimConfig):
-    """Adam (arXiv:1412.6980)."""
-
-    b1: float = key(0.9, "Adam's beta1, the decay of the mean gradient.", below=1)
-    b2: float = key(0.999, "Adam's beta2, that of the mean square.", below=1)
-    eps: float = key(1e-8, "Adam's epsilon, added to the root of the mean square.")
-
-    def moments(self) -> list[optax.GradientTransformation]:
-        return [
-            optax.scale_by_adam(
-                b1=self.b1, b2=self.b2, eps=self.eps, mu_dtype=self.mu_dtype
-            )
-        ]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SgdConfig(OptimConfig):
-    """SGD with momentum."""
-
-    name: str = key("sgd", "")
-    momentum: float = key(
-        0.9, "Decay of the sum of gradients per step; 0 is plain SGD.", below=1
-    )
-    nesterov: bool = key(False, "Nesterov momentum.")
-
-    def moments(self) -> list[optax.GradientTransformation]:
-        if not self.momentum:
-            return []
-        return [
-            optax.trace(
-                decay=self.momentum,
-                nesterov=self.nesterov,
-                accumulator_dtype=self.mu_dtype,
-            )
-        ]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LarsConfig(OptimConfig):
-    """LARS (arXiv:1708.03888), in the form of MAE's linear probe.
-
-    Parameters that `weight_decay_mask` matches have weight decay and a trust ratio, both
-    before the momentum; for the rest it is SGD with momentum.
-    """
-
-    name: str = key("lars", "")
-    momentum: float = key(0.9, "Decay of the sum of steps.", below=1)
-    trust_coefficient: float = key(
-        0.001, "Norm of a step by that of its parameter.", above=0
-    )
-
-    def moments(self) -> list[optax.GradientTransformation]:
-        # Not optax.lars, which multiplies by the rate before the momentum.
-        return [optax.trace(decay=self.momentum, accumulator_dtype=self.mu_dtype)]
-
-    def direction(
-        self, params: dict, decay: list[optax.GradientTransformation]
-    ) -> list[optax.GradientTransformation]:
-        mask = match(params, self.weight_decay_mask, "optim.weight_decay_mask")
-        trust = scale_by_trust_ratio(mask, self.trust_coefficient)
-        return [*decay, trust, *self.moments()]
-
-    def note(self, params: dict) -> str:
-        return trust_note(self, params)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LambConfig(AdamConfig):
-    """LAMB (arXiv:1904.00962), in the form of timm, which DeiT III trains with.
-
-    Parameters with weight decay have a trust ratio; for the rest it is Adam. timm also
-    clips the gradient: `grad_clip_norm=1.0`.
-    """
-
-    name: str = key("lamb", "")
-    eps: float = key(1e-6, "Adam's epsilon, added to the root of the mean square.")
-
-    def direction(
-        self, params: dict, decay: list[optax.GradientTransformation]
-    ) -> list[optax.GradientTransformation]:
-        if not decay:
-            return self.moments()
-        mask = match(params, self.weight_decay_mask, "optim.weight_decay_mask")
-        return [*self.moments(), *decay, scale_by_trust_ratio(mask)]
-
-    def note(self, params: dict) -> str:
-        decays = self.weight_decay or self.weight_decay_end
-        return trust_note(self, params) if decays else ""

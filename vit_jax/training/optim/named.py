@@ -1,4 +1,4 @@
-"""The optimisers that a config can name: ours, then any function of optax.
+"""The optimisers of optax that a config can name.
 
 A function of optax or optax.contrib that has a learning rate is an optimiser. Its plain
 parameters (numbers, texts, bools, None) are keys with its defaults, and its docstring has
@@ -14,14 +14,13 @@ import numbers
 import re
 import textwrap
 import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import optax
 
 from vit_jax.config.fields import fields, key
 from vit_jax.errors import UserError
-from vit_jax.training.optim.config import OptimConfig
 from vit_jax.training.optim.outside import (
     DECAYS,
     DTYPES,
@@ -30,6 +29,7 @@ from vit_jax.training.optim.outside import (
     one_of,
     parameters_of,
 )
+from vit_jax.training.optim.sharpness import OptimConfig
 
 # No keys: the first two only print, and "key" has taken the place of "seed".
 _LEFT_OUT = ("verbose", "print_win_rate_every_n_steps", "seed")
@@ -47,41 +47,28 @@ _BASES = {
 }
 
 
-class Optimizers(Mapping):
-    """Names to the dataclasses of optimisers: ours, then those of optax.
+def dataclass_of(name: str) -> type:
+    """Returns the dataclass of a function of optax, which is made when it is asked for.
 
-    Dataclasses of optax's are made when they are asked for, and only then are their
-    modules searched.
+    Raises:
+      UserError: no config can state what the function needs.
+      KeyError: there is no such function.
     """
-
-    def __init__(self, ours: Mapping[str, type]):
-        self._ours = ours
-
-    def __getitem__(self, name: str) -> type:
-        if name in self._ours:
-            return self._ours[name]
-        if name in _REFUSED:
-            raise UserError(f"optim.name={name!r}: {_REFUSED[name]}: choose another")
-        function = _found(name)
-        if function is None:
-            raise KeyError(name)
-        if wanting := _wanting(function):
-            raise UserError(
-                f"optim.name={name!r} needs {', '.join(wanting)}, which no key can "
-                "state: choose another"
-            )
-        return _dataclass(name)
-
-    def __iter__(self) -> Iterator[str]:
-        yield from self._ours
-        yield from (name for name in _names() if name not in self._ours)
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
+    if name in _REFUSED:
+        raise UserError(f"optim.name={name!r}: {_REFUSED[name]}: choose another")
+    function = _found(name)
+    if function is None:
+        raise KeyError(name)
+    if wanting := _wanting(function):
+        raise UserError(
+            f"optim.name={name!r} needs {', '.join(wanting)}, which no key can "
+            "state: choose another"
+        )
+    return _dataclass(name)
 
 
 @functools.cache
-def _names() -> list[str]:
+def names() -> list[str]:
     """Returns the names of the functions of optax that a config can state."""
     names = sorted({*dir(optax), *dir(optax.contrib)} - _REFUSED.keys())
     return [name for name in names if (f := _found(name)) and not _wanting(f)]

@@ -14,7 +14,7 @@ import optax
 from vit_jax.config.fields import defaults, fields
 from vit_jax.errors import UserError
 from vit_jax.models import stacking
-from vit_jax.training.optim.config import OptimConfig
+from vit_jax.training.optim.sharpness import OptimConfig
 from vit_jax.training.optim.transforms import Decay, add_decay, decayed
 from vit_jax.training.schedules import Number, Schedule
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import optax
 
 from vit_jax.config.fields import key
-from vit_jax.training.optim.config import OptimConfig
+from vit_jax.training.optim.sharpness import OptimConfig
 from vit_jax.training.schedules import Schedule
 
 

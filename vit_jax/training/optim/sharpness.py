@@ -4,6 +4,8 @@ SAM (arXiv:2010.01412) climbs from the parameters w along their gradient g to w 
 steps from w by the gradient r at w + e. GSAM (arXiv:2203.08065) also turns r.
 """
 
+import dataclasses
+import functools
 import math
 from collections.abc import Callable
 
@@ -12,14 +14,85 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
+from vit_jax.config.fields import key
 from vit_jax.config.lengths import RunLength
 from vit_jax.distributed import mesh as meshes
 from vit_jax.errors import UserError
-from vit_jax.training.optim import OptimConfig
+from vit_jax.training.optim.config import GradFn, Moving, PlainOptimConfig
 from vit_jax.training.schedules import Number, Schedule
 
-# (params, extra, batch, key) -> (gradients, aux)
-GradFn = Callable[..., tuple[dict, object]]
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OptimConfig(PlainOptimConfig):
+    """Keys of `config.optim` that every optimiser has: SAM's and GSAM's with the rest."""
+
+    sam_rho: float = key(
+        0.0,
+        "SAM (arXiv:2010.01412): distance uphill at which the gradient is taken, in two "
+        "passes per step; 0 is off.",
+    )
+    sam_rho_end: float = key(
+        0.0,
+        "GSAM: `sam_rho` falls with the learning rate to this at the last rate; 0: it "
+        "stays.",
+    )
+    sam_adaptive: str = key(
+        "none",
+        'Uphill in units of the parameters: "asam" (arXiv:2102.11600), "scaled" (of '
+        "big_vision).",
+        choices=("none", "asam", "scaled"),
+    )
+    sam_batch_size: int = key(
+        0,
+        "Images that go uphill together (the m of m-sharpness), on any number of "
+        "devices; 0: the batch.",
+    )
+    gsam_alpha: float = key(
+        0.0, "GSAM (arXiv:2203.08065): weight of what turns the gradient; 0 is off."
+    )
+    gsam_minimize: str = key(
+        "robust",
+        'Loss that GSAM\'s turn leaves alone: the one uphill, or "clean", the one here.',
+        choices=("robust", "clean"),
+    )
+
+    @property
+    def passes(self) -> int:
+        return 2 if self.sam_rho else 1
+
+    def splits(self, batch_size: int, mesh: Mesh) -> tuple[int, int]:
+        size = self.sam_batch_size
+        if not (self.sam_rho and size):
+            return super().splits(batch_size, mesh)
+        devices = math.prod(mesh.shape[axis] for axis in meshes.BATCH_AXES)
+        if batch_size % size or size % devices:
+            raise UserError(
+                f"optim.sam_batch_size={size}: must divide batch_size={batch_size} and be a "
+                f"multiple of the {devices} devices, each of which has a part of these "
+                f"images: set it to {math.lcm(devices, math.gcd(size, batch_size))} or to 0, "
+                "the whole batch"
+            )
+        groups = batch_size // size
+        parts = -(-self.grad_accum_steps // groups)
+        meshes.check_batch(batch_size, groups * parts, mesh)
+        return groups, parts
+
+    def splitting(self, parts: int) -> str:
+        if parts > 1:
+            return super().splitting(parts)
+        return f"optim.sam_batch_size={self.sam_batch_size}"
+
+    def wrap_gradients(
+        self,
+        gradients: GradFn,
+        rate: Schedule,
+        peak: Number,
+        run: RunLength,
+        moving: Moving,
+    ) -> GradFn:
+        if not self.sam_rho:
+            return gradients
+        return climb(gradients, self, radius(self, rate, peak, run), moving)
 
 
 def radius(
@@ -43,36 +116,11 @@ def radius(
     return at
 
 
-def splits(config: OptimConfig, batch_size: int, mesh: Mesh) -> tuple[int, int]:
-    """Returns how many groups of images go uphill, and the microbatches of each.
-
-    Without `sam_batch_size` it is one group, of `grad_accum_steps` microbatches. Each device
-    has a part of every microbatch.
-
-    Raises:
-      UserError: the images cannot be split so.
-    """
-    groups, size = 1, config.sam_batch_size
-    if config.sam_rho and size:
-        devices = math.prod(mesh.shape[axis] for axis in meshes.BATCH_AXES)
-        if batch_size % size or size % devices:
-            raise UserError(
-                f"optim.sam_batch_size={size}: must divide batch_size={batch_size} and be a "
-                f"multiple of the {devices} devices, each of which has a part of these "
-                f"images: set it to {math.lcm(devices, math.gcd(size, batch_size))} or to 0, "
-                "the whole batch"
-            )
-        groups = batch_size // size
-    parts = -(-config.grad_accum_steps // groups)
-    meshes.check_batch(batch_size, groups * parts, mesh)
-    return groups, parts
-
-
 def climb(
     grad_fn: GradFn,
     config: OptimConfig,
-    rho: Number,
-    moving: Callable[[dict], dict] = lambda grads: grads,
+    rho: Schedule,
+    moving: Moving = lambda grads, step: grads,
 ) -> GradFn:
     """Returns a function like `grad_fn` whose gradients are those after a step uphill.
 
@@ -82,17 +130,21 @@ def climb(
       grad_fn: gradients of the loss. It is called twice, with the same keys: both
         passes have the same dropout.
       config: section `optim`.
-      rho: length of the step uphill.
-      moving: returns gradients with zeros for parameters that do not move now. These do
-        not climb either, and have no part in GSAM's turn.
+      rho: length of the step uphill, by the steps taken.
+      moving: returns gradients with zeros for parameters that do not move after so many
+        steps. These do not climb either, and have no part in GSAM's turn.
     """
 
-    def gradients(params, extra, batch, key):
-        clean, aux = grad_fn(params, extra, batch, key)
-        away = perturbation(params, moving(clean), rho, config.sam_adaptive)
-        worse = jax.tree.map(lambda p, e: (p + e).astype(p.dtype), params, away)
-        robust, _ = grad_fn(worse, extra, batch, key)
-        how = config.gsam_alpha, config.gsam_minimize, moving
+    def gradients(state, batch, key):
+        length = rho(state.step)
+        moving_now = functools.partial(moving, step=state.step)
+        clean, aux = grad_fn(state, batch, key)
+        away = perturbation(
+            state.params, moving_now(clean), length, config.sam_adaptive
+        )
+        worse = jax.tree.map(lambda p, e: (p + e).astype(p.dtype), state.params, away)
+        robust, _ = grad_fn(state.replace(params=worse), batch, key)
+        how = config.gsam_alpha, config.gsam_minimize, moving_now
         return turned(clean, robust, *how), aux
 
     return gradients
@@ -137,7 +189,7 @@ def turned(
       minimize: "robust": r - alpha (g - its part along r), which lowers the loss around
         the parameters, as in the paper; "clean": g + alpha (r - its part along g), an
         option of GSAM's code.
-      moving: see `climb`.
+      moving: returns gradients with zeros for parameters that do not move now.
     """
     if not alpha:
         return robust

@@ -1,4 +1,4 @@
-"""The form of a training state in checkpoints: the encoder's blocks one by one."""
+"""Shapes and shardings of a run's arrays, on the devices and in checkpoints."""
 
 import functools
 from collections.abc import Callable
@@ -7,6 +7,7 @@ from typing import NamedTuple
 import jax
 from jax.sharding import Mesh
 
+from vit_jax.distributed import mesh as meshes
 from vit_jax.distributed import sharding
 from vit_jax.models import stacking
 from vit_jax.tasks.task import Task
@@ -25,24 +26,43 @@ class DiskLayout(NamedTuple):
       shardings: state with a NamedSharding for each array.
       to_disk, from_disk: convert a state to this form and back; the argument is not
         donated.
+      arrange: converts the parameters of the network from this form, in host memory.
     """
 
     shapes: TrainState
     shardings: TrainState
-    to_disk: Callable[[TrainState], TrainState]
-    from_disk: Callable[[TrainState], TrainState]
+    to_disk: Callable[[TrainState], TrainState] = lambda state: state
+    from_disk: Callable[[TrainState], TrainState] = lambda state: state
+    arrange: Callable[[dict], dict] = lambda network: network
+
+
+class Layout(NamedTuple):
+    """Shapes and shardings of a run's arrays.
+
+    Attributes:
+      shapes: state with a jax.ShapeDtypeStruct for each array.
+      shardings: state with a NamedSharding for each array.
+      batch: name to jax.ShapeDtypeStruct of a global batch, with its sharding.
+      disk: form of the state in checkpoints.
+    """
+
+    shapes: TrainState
+    shardings: TrainState
+    batch: dict[str, jax.ShapeDtypeStruct]
+    disk: DiskLayout
 
 
 def lay_out(
-    config: TrainConfig, mesh: Mesh, task: Task, shapes: TrainState
-) -> tuple[TrainState, DiskLayout]:
-    """Returns the shardings of a state on the devices, and its form on disk.
+    config: TrainConfig, mesh: Mesh, task: Task, shapes: TrainState, batch: dict
+) -> Layout:
+    """Returns the layout of a run.
 
     Args:
       config: config of the run.
       mesh: mesh of all devices.
       task: task of the run.
       shapes: state with a jax.ShapeDtypeStruct for each array.
+      batch: the task's `batch_spec`.
     """
     model = task.model
     network = task.backbone(shapes.params, shapes.extra)
@@ -61,7 +81,7 @@ def lay_out(
         return sharding.like(shapes, *layouts).replace(extra=extra)
 
     shardings, disk_shardings = place(shapes), place(disk_shapes)
-    to_disk = from_disk = lambda state: state
+    disk = DiskLayout(disk_shapes, disk_shardings)
     if model.config.stacked:
         disk_shardings = convert(disk_shardings, _on_hosts)
         # One tree of parameters, moments or averages at a time, or the devices would
@@ -71,9 +91,19 @@ def lay_out(
         )
         unstack = jax.jit(stacking.unstack, out_shardings=on_disk)
         stack = jax.jit(_stack_on_devices, out_shardings=placed)
-        to_disk = functools.partial(convert, function=unstack)
-        from_disk = functools.partial(convert, function=stack)
-    return shardings, DiskLayout(disk_shapes, disk_shardings, to_disk, from_disk)
+        disk = DiskLayout(
+            disk_shapes,
+            disk_shardings,
+            functools.partial(convert, function=unstack),
+            functools.partial(convert, function=stack),
+            stacking.stack,
+        )
+    rows = meshes.batched(mesh)
+    batch = {
+        name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=rows)
+        for name, x in batch.items()
+    }
+    return Layout(shapes, shardings, batch, disk)
 
 
 def _stack_on_devices(params: dict) -> dict:

@@ -1,0 +1,164 @@
+"""Checks of a task and of the rows of its batches, before a step is built."""
+
+import math
+import re
+
+import jax
+from jax.sharding import Mesh
+
+from vit_jax import models
+from vit_jax.config import fields
+from vit_jax.data.transforms import device as transforms
+from vit_jax.data.transforms import parse
+from vit_jax.distributed import mesh as meshes
+from vit_jax.errors import UserError
+from vit_jax.tasks.task import Task
+from vit_jax.training.config import TrainConfig
+
+
+def check_task(task: Task, config: TrainConfig) -> dict:
+    """Checks a task, and that a user's applies the device part of the transforms.
+
+    Returns:
+      Its `batch_spec`.
+    """
+    name, data = config.task.name, config.data
+    if not isinstance(task, Task):
+        raise UserError(
+            f"task.name={name!r}: its `build` returned {task!r}, which lacks a method of "
+            "`Task` (vit_jax/tasks/task.py)"
+        )
+    batch_spec = task.batch_spec(config.batch_size)
+    parse.check_batch(batch_spec, data)
+    wanted = ()
+    if re.fullmatch(fields.CUSTOM, name):
+        wanted = parse.parse_train(data.train_transform, data.image_size).device
+    if wanted:
+        with transforms.recording() as applied:
+            jax.eval_shape(task.prepare, batch_spec, jax.random.key(0))
+        # A task may take partners from elsewhere in the batch than ours do.
+        applied = transforms.apart(applied, 1)
+        if missing := [type(op).__name__ for op in wanted if op not in applied]:
+            raise UserError(
+                f"data.train_transform={data.train_transform!r}: {', '.join(missing)} run "
+                f"on the device, but `prepare` of task.name={name!r} does not apply them: "
+                "call `transforms.apply` there (docs/extending.md), or leave them out"
+            )
+    return batch_spec
+
+
+def check_batches(
+    task: Task,
+    batch_spec: dict,
+    params: dict,
+    extra: object,
+    mesh: Mesh,
+    config: TrainConfig,
+) -> tuple[str, ...]:
+    """Checks the parts of a batch and the state that a step carries.
+
+    Args:
+      task: task of the run.
+      batch_spec: its `batch_spec`.
+      params, extra: shapes of what it initialises.
+      mesh: mesh of all devices.
+      config: complete config.
+
+    Returns:
+      Lines for the log: the task's notes, and what depends on how a batch is split.
+
+    Raises:
+      UserError: batches cannot be split so, or the running means are not in `extra`.
+    """
+    splits = config.optim.splits(config.batch_size, mesh)
+    return (
+        *task.notes,
+        *_check_microbatches(task, config, splits),
+        *_check_running_means(task, params, extra, config),
+        *_check_rows(batch_spec, splits, mesh, config),
+    )
+
+
+def _check_microbatches(
+    task: Task, config: TrainConfig, splits: tuple[int, int]
+) -> list[str]:
+    """Checks the size of microbatches; returns lines about results that depend on it."""
+    count, size = math.prod(splits), config.batch_size // math.prod(splits)
+    lines = task.check_microbatch(size)
+    if count > 1 and task.coupled:
+        lines.append(
+            f"{config.optim.splitting(splits[1])}: {', '.join(task.coupled)} take the "
+            f"{size} images of a microbatch and not the {config.batch_size} of the batch, "
+            "so results depend on the number of microbatches"
+        )
+    return lines
+
+
+def _check_rows(
+    batch_spec: dict, splits: tuple[int, int], mesh: Mesh, config: TrainConfig
+) -> list[str]:
+    """Checks that groups and arrays with fewer rows than images split over devices.
+
+    Returns:
+      Lines about groups that are not those of the config.
+    """
+    group, lines = getattr(config.model, "drop_path_group", 0), []
+    for name, shape in ((name, spec.shape) for name, spec in batch_spec.items()):
+        if group and len(shape) >= 4:  # Images, or several crops of each.
+            views = shape[1] if len(shape) == 5 else 1
+            at_once = views * shape[0] // math.prod(splits)
+            meshes.check_groups(at_once, group, mesh)
+            if (size := math.gcd(at_once, group)) != group:
+                lines.append(
+                    f"model.drop_path_group={group} does not divide the {at_once} rows of "
+                    f"{name} that pass through the network at once: groups have {size}"
+                    f"{', so no branch is dropped' if size == 1 else ''}"
+                )
+    rows = {spec.shape[0] for spec in batch_spec.values()}
+    if len(rows) == 1:
+        return lines
+    where = (
+        f"data.train_transform={config.data.train_transform!r} packs images into rows"
+    )
+    if splits[0] * splits[1] > 1:
+        raise UserError(
+            f"{where}, which parts of a batch cannot have, and "
+            f"{config.optim.splitting(splits[1])} splits it: leave that key out"
+        )
+    devices = math.prod(mesh.shape[axis] for axis in meshes.BATCH_AXES)
+    if min(rows) % devices:
+        raise UserError(
+            f"{where}, of which batch_size={config.batch_size} makes {min(rows)}, no "
+            f"multiple of {devices} devices: change one of them"
+        )
+    return lines
+
+
+def _check_running_means(
+    task: Task, params: dict, extra: object, config: TrainConfig
+) -> list[str]:
+    """Checks that a task carries the running means of its network, untrained.
+
+    Returns:
+      A line if parameters are frozen and they are not.
+    """
+    if not task.model.stateful:
+        return []
+    key = jax.tree_util.DictKey(models.STATE)
+    in_params, in_extra = (
+        any(key in keys for keys, _ in jax.tree.leaves_with_path(tree))
+        for tree in (params, extra)
+    )
+    if in_params or not in_extra:
+        raise UserError(
+            f"task.name={config.task.name!r} does not carry the running means "
+            f"({models.STATE}) of model.variant={config.model.variant!r}: classification, "
+            "distillation, lora and linear_probe do; or use GroupNorm or LayerNorm"
+        )
+    if not config.optim.freeze:
+        return []
+    line = (
+        f"optim.freeze={config.optim.freeze} freezes parameters; the running means of "
+        "BatchNorm go on following the training images"
+    )
+    return [line]
