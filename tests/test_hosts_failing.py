@@ -185,7 +185,7 @@ def test_a_process_that_was_stopped_for_longer_continues(stalling):
 
 def test_without_a_stall_a_run_is_left_alone(monkeypatch):
     ended = []
-    monkeypatch.setattr(guards.multihost, "end_job", lambda *what: ended.append(what))
+    monkeypatch.setattr(guards.ending, "end_job", lambda *what: ended.append(what))
     with guards.Watchdog(0.5) as watch_dog:
         for step in range(8):
             time.sleep(0.1)

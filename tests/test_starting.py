@@ -14,7 +14,7 @@ import pytest
 from flax.traverse_util import flatten_dict
 from PIL import Image
 
-from vit_jax.distributed import multihost
+from vit_jax.distributed import agreement
 from vit_jax.training import config as configuration
 from vit_jax.training import resume_check
 
@@ -215,7 +215,7 @@ def test_other_weights_images_and_captions_are_named(differing, tmp_path):
 def test_what_is_compared_is_what_decides_the_program(tmp_path, monkeypatch):
     recipe = str(hosts.write_recipe(tmp_path / "pair.py", *FOLDER))
     seen = {}
-    monkeypatch.setattr(multihost, "check_agreement", seen.update)
+    monkeypatch.setattr(agreement, "check_agreement", seen.update)
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     resume_check.check_hosts(configuration.load(recipe, {}))
     keys = set(seen["config"])

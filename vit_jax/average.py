@@ -10,6 +10,7 @@ import argparse
 import pathlib
 
 from vit_jax.command_line import cli
+from vit_jax.command_line.printing import print_error, print_line
 
 
 def main(flags: argparse.Namespace) -> int:
@@ -26,11 +27,11 @@ def main(flags: argparse.Namespace) -> int:
     if out.exists():
         raise UserError(f"--out={out} exists: remove it, or choose another")
     models = [weights.open_pretrained(run) for run in flags.runs]
-    soup = averaging.average(models, flags.by, cli.tell)
+    soup = averaging.average(models, flags.by, print_error)
     export.export(soup.average, "safetensors", out)
     for name, score in soup.scores.items():
-        cli.say(f"{score:.2%}  {name}{' *' if name in soup.taken else ''}")
-    cli.say(f"{out}: average of {len(soup.taken)} of {len(models)} runs")
+        print_line(f"{score:.2%}  {name}{' *' if name in soup.taken else ''}")
+    print_line(f"{out}: average of {len(soup.taken)} of {len(models)} runs")
     return 0
 
 

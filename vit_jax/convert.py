@@ -32,6 +32,7 @@ import os
 import pathlib
 
 from vit_jax.command_line import cli
+from vit_jax.command_line.printing import print_line
 from vit_jax.errors import UserError
 
 # Parameters beside the network, by their names in `Pretrained.task_params`.
@@ -55,20 +56,20 @@ def main(flags: argparse.Namespace) -> None:
                 f"--{name} is for --push=OWNER/NAME; state that too, or leave it out"
             )
     pretrained = open_weights(flags)
-    cli.say(
+    print_line(
         f"read {flags.model}: {pretrained.format} weights of {pretrained.options['variant']}"
     )
     for note in pretrained.notes:
-        cli.say(f"  {note}")
+        print_line(f"  {note}")
     files, notes = export.export(pretrained, flags.to, out, overwrite=flags.overwrite)
-    cli.say(f"wrote {out}")
+    print_line(f"wrote {out}")
     for note in notes:
-        cli.say(f"  {note}")
+        print_line(f"  {note}")
     for file in files:
-        cli.say(f"  {file.name}: {file.stat().st_size / 1e6:,.1f} MB")
-    cli.say("load it in Python:")
+        print_line(f"  {file.name}: {file.stat().st_size / 1e6:,.1f} MB")
+    print_line("load it in Python:")
     for line in export.usage(flags.to, pretrained, str(out)).splitlines():
-        cli.say(line)
+        print_line(line)
     if flags.push:
         text = push.model_card(
             pretrained,
@@ -79,7 +80,7 @@ def main(flags: argparse.Namespace) -> None:
             scores=read_scores(flags.model),
         )
         url = push.upload(files, flags.push, text, private=flags.private)
-        cli.say(f"pushed to {flags.push}: {url}")
+        print_line(f"pushed to {flags.push}: {url}")
 
 
 def open_weights(flags: argparse.Namespace):

@@ -12,6 +12,7 @@ import argparse
 import json
 
 from vit_jax.command_line import cli
+from vit_jax.command_line.printing import print_line
 from vit_jax.errors import UserError
 
 HEADING = ("name", "here", "images", "classes", "how to get it")
@@ -85,7 +86,7 @@ def _show(rows, *, detailed):
             f"{name:<{widths[0]}}  {here:<{widths[1]}}  {images:>{widths[2]}}  "
             f"{classes:>{widths[3]}}  {how}"
         )
-        cli.say(line)
+        print_line(line)
         if i and detailed:
             _show_details(rows[i - 1])
 
@@ -105,12 +106,12 @@ def _show_details(row):
         # VTAB's splits are chosen by their role, which the source resolves.
         print(f"  {role}: {split}", flush=True)
     for key, value in row["keys"].items():
-        cli.say(f"  needs --config.data.{key}={value}")
+        print_line(f"  needs --config.data.{key}={value}")
     prepared = row["prepared"]
     if prepared:
         counts = ", ".join(f"{k} {n:,}" for k, n in prepared["images"].items())
         size = f"{prepared['bytes'] / 2**30:.2f} GiB"
-        cli.say(f"  in {prepared['data_dir']}: {counts}; {size}")
+        print_line(f"  in {prepared['data_dir']}: {counts}; {size}")
 
 
 def parser() -> cli.Parser:

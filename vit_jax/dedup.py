@@ -21,6 +21,7 @@ import shutil
 import time
 
 from vit_jax.command_line import cli
+from vit_jax.command_line.printing import print_error, print_line
 from vit_jax.errors import UserError
 
 EXIT_DAMAGED = 1
@@ -71,8 +72,8 @@ def main(flags: argparse.Namespace) -> int:
     shutil.rmtree(folder)
 
     for name, reason in result.damaged:
-        cli.tell(f"{name}: {reason}")
-    cli.say(
+        print_error(f"{name}: {reason}")
+    print_line(
         f"{out}: {len(ids)} of {result.sizes[str(pretrain)]} records of {pretrain} "
         f"are near-duplicates, in {len(result.pairs)} pairs ({pairs.name}); "
         f"not compared: {len(result.damaged)} damaged, {result.flat} flat"
@@ -102,7 +103,7 @@ class _Bar:
         self._bar.update(before + now - self._bar.n)
         late = time.monotonic() - self._logged > _LOG_SECONDS
         if self._bar.disable and (now == 0 or before + now == total or late):
-            cli.tell(f"{name}: {before + now}/{total}")
+            print_error(f"{name}: {before + now}/{total}")
             self._logged = time.monotonic()
 
 

@@ -18,7 +18,7 @@ import json
 from etils import epath
 
 from vit_jax.command_line import cli, job
-from vit_jax.command_line.printing import address, masked
+from vit_jax.command_line.printing import address, masked, print_error
 from vit_jax.errors import UserError
 
 
@@ -51,7 +51,7 @@ def run(flags: argparse.Namespace, config) -> None:
 
     def tell(line):
         if first:
-            cli.tell(line)
+            print_error(line)
 
     if flags.out and first:
         result_tables.prepare(flags.out)  # Before there is anything to lose.

@@ -14,7 +14,7 @@ import dataclasses
 import os
 
 from vit_jax.command_line import cli, files
-from vit_jax.command_line.printing import printable
+from vit_jax.command_line.printing import print_error, print_line, printable
 from vit_jax.errors import UserError
 
 PORT = 8000
@@ -39,7 +39,7 @@ def main(flags: argparse.Namespace) -> None:
     limit = flags.max_megapixels or MAX_MEGAPIXELS
     folder = Folder(flags.images, limit) if flags.images else None
     if uncached := compilation.enable_cache():
-        cli.tell(uncached)
+        print_error(uncached)
     data = read(flags.image, limit) if flags.html else b""
     checkpoints = [flags.model, flags.compare] if flags.compare else [flags.model]
     models = [open_model(flags, checkpoint) for checkpoint in checkpoints]
@@ -77,7 +77,7 @@ def write(flags: argparse.Namespace, models: list, data: bytes) -> None:
     except images.Refused as error:
         raise UserError(f"--image: {error.sentence}") from error
     size, steps, pool = saved.write(flags.html, models, outputs, name)
-    cli.say(
+    print_line(
         f"{flags.html}: {size / 1e6:.2f} MB, attention in {steps + 1} steps of each "
         "row's largest" + (f", means of {pool}x{pool} patches" if pool > 1 else "")
     )
@@ -93,7 +93,7 @@ def serve(
     session = Session(models, folder, max_megapixels=max_megapixels)
     with Server(session, flags.host, flags.port) as server:
         if not is_loopback(flags.host):
-            cli.tell(
+            print_error(
                 f"--host={flags.host}: whoever reaches this computer and has the "
                 "address below can use the page and see the images of --images; "
                 "nothing is encrypted"
@@ -101,12 +101,12 @@ def serve(
         for model in models:  # Otherwise the first image would wait for compilation.
             model.warm_up()
         names = " and ".join(model.name for model in models)
-        # Not cli.say, which masks tokens: the user needs this one.
+        # Not print_line, which masks tokens: the user needs this one.
         print(f"{server.address} shows {printable(names)}", flush=True)
         try:
             server.serve_forever()
         except KeyboardInterrupt:
-            cli.tell("ended")
+            print_error("ended")
 
 
 def open_model(flags: argparse.Namespace, checkpoint: str):

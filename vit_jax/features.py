@@ -15,6 +15,7 @@ import argparse
 import os
 
 from vit_jax.command_line import cli
+from vit_jax.command_line.printing import print_error, print_line
 from vit_jax.errors import UserError
 
 EXIT_DAMAGED = 1
@@ -39,7 +40,7 @@ def main(flags: argparse.Namespace) -> int:
     from vit_jax.weights.pretrained import upright
 
     if uncached := compilation.enable_cache():
-        cli.tell(uncached)
+        print_error(uncached)
     pretrained, preprocess, _ = cli.open_weights(flags)
     extractor = feature_table.Extractor(pretrained, upright(preprocess), flags.layers)
     labels = feature_table.labels_of(flags.images, images)
@@ -52,7 +53,7 @@ def main(flags: argparse.Namespace) -> int:
         for name, found in extractor.vectors(images, flags.batch_size):
             bar.update()
             if isinstance(found, str):
-                cli.tell(f"{name}: {found}")
+                print_error(f"{name}: {found}")
                 damaged += 1
                 continue
             add(name, found)
@@ -60,7 +61,7 @@ def main(flags: argparse.Namespace) -> int:
         if not count:
             raise UserError("none of the images could be read: give others")
     columns = ", ".join(f"{name} ({width})" for name, width in extractor.widths.items())
-    cli.say(f"{flags.out}: {count:,} photographs, {columns}")
+    print_line(f"{flags.out}: {count:,} photographs, {columns}")
     return EXIT_DAMAGED if damaged else 0
 
 

@@ -12,6 +12,7 @@ Exit codes: 0 done, 2 bad input, 75 preempted.
 import argparse
 
 from vit_jax.command_line import cli, files, job
+from vit_jax.command_line.printing import print_line
 
 
 def main(flags: argparse.Namespace) -> int:
@@ -34,7 +35,7 @@ def run(flags: argparse.Namespace, workdir: str) -> None:
             model=flags.model,
             aspect=flags.aspect,
             overrides=flags.overrides,
-            say=cli.say,
+            say=print_line,
         )
         return
     result = finetuning.finetune(
@@ -46,10 +47,10 @@ def run(flags: argparse.Namespace, workdir: str) -> None:
         minutes=finetuning.MINUTES if flags.minutes is None else flags.minutes,
         folds=flags.folds,
         overrides=flags.overrides,
-        say=cli.say,
+        say=print_line,
     )
     for line in finetuning.summary(result):
-        cli.say(line)
+        print_line(line)
 
 
 def parser() -> cli.Parser:

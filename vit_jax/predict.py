@@ -20,7 +20,7 @@ import json
 from collections.abc import Iterator, Sequence
 
 from vit_jax.command_line import cli
-from vit_jax.command_line.printing import printable
+from vit_jax.command_line.printing import print_error, printable
 from vit_jax.errors import UserError
 
 EXIT_DAMAGED = 1
@@ -38,7 +38,7 @@ def main(flags: argparse.Namespace) -> int:
     from vit_jax.evaluators import label_maps
 
     if uncached := compilation.enable_cache():
-        cli.tell(uncached)
+        print_error(uncached)
     classifier = open_classifier(flags)
     if isinstance(classifier, label_maps.PixelClassifier):
         column, results = "part", _masks(flags, classifier, images)
@@ -54,7 +54,7 @@ def main(flags: argparse.Namespace) -> int:
     width, head, code = max(map(len, ("file", *names))), True, 0
     for name, result in results:
         if isinstance(result, str):
-            cli.tell(f"{name}: {result}")
+            print_error(f"{name}: {result}")
             code = EXIT_DAMAGED
             continue
         rows, entry = result

@@ -28,6 +28,7 @@ import pathlib
 import sys
 
 from vit_jax.command_line import cli, signals
+from vit_jax.command_line.printing import print_error, print_line
 from vit_jax.errors import EXIT_INTERRUPTED, EXIT_TRY_AGAIN, Stopped, UserError
 
 _SHOWN = 20  # Records left out in the report; all are in the manifest.
@@ -53,13 +54,15 @@ def main(flags: argparse.Namespace) -> int:
             folder, content = _build(flags, data_dir)
     except KeyboardInterrupt as end:
         stopped = isinstance(end, Stopped)
-        cli.tell(
+        print_error(
             f"{end if stopped else 'interrupted'}: the same command resumes from here"
         )
         return EXIT_TRY_AGAIN if stopped else EXIT_INTERRUPTED
     except build.Exists as there:
         _report(there.target, there.content, "nothing to do: there is already")
-        cli.say(f"remove {there.target} to prepare it anew, if its input has changed")
+        print_line(
+            f"remove {there.target} to prepare it anew, if its input has changed"
+        )
         return 0
     _report(folder, content, "verified" if flags.verify else "wrote")
     return 0
@@ -184,21 +187,21 @@ def _build(flags, data_dir):
 
 
 def _report(folder, content, action):
-    cli.say(f"{action} {folder}")
+    print_line(f"{action} {folder}")
     for name, split in content["splits"].items():
         size = sum(shard["file_bytes"] for shard in split["shards"])
-        cli.say(
+        print_line(
             f"  {name}: {split['records']:,} records in {len(split['shards'])} "
             f"shards, {size / 1e6:,.1f} MB"
         )
     skipped = content["skipped"]
     if skipped and action == "wrote":
         counts = content["skipped_counts"].items()
-        cli.tell(f"left out: {', '.join(f'{kind} {n:,}' for kind, n in counts)}")
+        print_error(f"left out: {', '.join(f'{kind} {n:,}' for kind, n in counts)}")
         for note in skipped[:_SHOWN]:
-            cli.tell(f"  {note['record']} {note['reason']}")
+            print_error(f"  {note['record']} {note['reason']}")
         if len(skipped) > _SHOWN:
-            cli.tell(f"  ... all are in {folder}/manifest.json")
+            print_error(f"  ... all are in {folder}/manifest.json")
     sys.stdout.flush()
 
 

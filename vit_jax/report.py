@@ -10,6 +10,7 @@ done; 2 bad input (one line says what). Needs the extra `plots`.
 import argparse
 
 from vit_jax.command_line import cli
+from vit_jax.command_line.printing import print_line
 
 
 def main(flags: argparse.Namespace) -> None:
@@ -19,7 +20,7 @@ def main(flags: argparse.Namespace) -> None:
     cli.refuse_overrides(flags, "reporting")
     files = pages.write_report(flags.runs, flags.out)
     plots = sum(name.endswith(".png") for name in files)
-    cli.say(
+    print_line(
         f"{flags.out.rstrip('/')}/index.html and report.md, with {plots} plots in "
         f"{pages.PLOTS}/"
     )

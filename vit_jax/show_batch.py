@@ -15,6 +15,7 @@ import os
 import pathlib
 
 from vit_jax.command_line import cli, files
+from vit_jax.command_line.printing import print_line
 from vit_jax.errors import UserError
 
 
@@ -54,7 +55,7 @@ def main(flags: argparse.Namespace) -> None:
     sheet = contact_sheet.draw(images, captions, flags.columns)
     with files.writing_out(out):
         files.replace_image(out, sheet, "PNG")
-    cli.say(
+    print_line(
         f"{out}: {len(images)} images of {config.data.name}, {sheet.width}x"
         f"{sheet.height} pixels; data.train_transform={config.data.train_transform!r}"
     )

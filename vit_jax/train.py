@@ -11,6 +11,7 @@ import argparse
 
 from vit_jax.command_line import cli, job, processes
 from vit_jax.command_line.files import new_workdir
+from vit_jax.command_line.printing import print_line
 from vit_jax.errors import UserError
 
 
@@ -29,14 +30,14 @@ def main(flags: argparse.Namespace) -> int:
     from vit_jax.training import loop
     from vit_jax.training.timers import StartupTimer
 
-    startup = StartupTimer(processes.age(), cli.say)
+    startup = StartupTimer(processes.age(), print_line)
     startup.end_phase("import")
 
     def train():
         if jax.process_count() > 1 and not flags.workdir:
             raise UserError("several processes need the same --workdir: set it")
         if "quick" in flags.config.partition(":")[2] and not jax.process_index():
-            cli.say(
+            print_line(
                 f"{flags.config}: a small stand-in for the network, made images and 3 "
                 "steps show that the recipe runs, not what it reaches"
             )
@@ -45,7 +46,7 @@ def main(flags: argparse.Namespace) -> int:
         if flags.largest_batch:
             from vit_jax.tools.planning import batch_search
 
-            tell = (lambda line: None) if jax.process_index() else cli.say
+            tell = (lambda line: None) if jax.process_index() else print_line
             known = batch_search.of_run(config, workdir, tell)
         if flags.compiled:
             from vit_jax.training import compiled_step

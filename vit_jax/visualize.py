@@ -21,7 +21,7 @@ from etils import epath
 from vit_jax.analysis import figures
 from vit_jax.analysis.figures import FIGURES
 from vit_jax.command_line import cli
-from vit_jax.command_line.printing import address
+from vit_jax.command_line.printing import address, print_error, print_line
 from vit_jax.errors import UserError
 
 EXIT_DAMAGED = 1
@@ -45,12 +45,12 @@ def main(flags: argparse.Namespace) -> int:
     from vit_jax.distributed import compilation
 
     if uncached := compilation.enable_cache():
-        cli.tell(uncached)
+        print_error(uncached)
     loaded = load_model(flags, flags.model)
     if not named:
         for name, figure in figures.create(FIGURES, {}).items():
             if figure.reads == "weights" and (missing := figure.missing(loaded)):
-                cli.tell(f"figure skipped: {name}: {missing}")
+                print_error(f"figure skipped: {name}: {missing}")
         named = figures.create(available_figures(loaded, count), vars(flags))
     if flags.compare and "cka" not in named:
         missing = FIGURES["cka"]().missing(loaded)
@@ -79,7 +79,7 @@ def draw(flags: argparse.Namespace, loaded, images, named, other) -> int:
     def tell(name, why):
         damaged.append(name)
         bar.total = total()
-        cli.tell(f"{name}: {why}")
+        print_error(f"{name}: {why}")
 
     # None shows it on terminals only.
     hidden = True if reads == {"weights"} else None
@@ -93,11 +93,11 @@ def draw(flags: argparse.Namespace, loaded, images, named, other) -> int:
             max_shown=flags.shown,
             batch_size=flags.batch_size,
             on_unreadable=tell,
-            on_too_few=None if flags.figure or flags.compare else cli.tell,
+            on_too_few=None if flags.figure or flags.compare else print_error,
             on_progress=bar.update,
         ):
             if name.endswith(".png"):
-                cli.say(out / name)
+                print_line(out / name)
     return EXIT_DAMAGED if damaged else 0
 
 

@@ -18,7 +18,7 @@ import numpy as np
 from vit_jax.training import config
 from vit_jax.data import pipeline, workers
 from vit_jax.data.sources.open import open_source
-from vit_jax.distributed import multihost
+from vit_jax.distributed import ending
 
 def batches(stop, **keys):
     raw = {"batch_size": 4, "optim": {"learning_rate": 0.1}}
@@ -64,7 +64,7 @@ if __name__ == "__main__":
     assert list(made) == []
     print(len(kept), multiprocessing.active_children(), workers._prefix())
     if sys.argv[1] == "exit_process":
-        multihost.exit_process(0)
+        ending.exit_process(0)
 """
 
 # The files are images whose loading warns. The first argument is their folder.

@@ -10,19 +10,20 @@ import jax
 import pytest
 from helpers import run_python
 
-from vit_jax.distributed import multihost
-from vit_jax.distributed.multihost import LEFT, FailureBroadcast, Heartbeats
+from vit_jax.distributed import agreement, ending, multihost
+from vit_jax.distributed.ending import LEFT
+from vit_jax.distributed.multihost import FailureBroadcast, Heartbeats
 from vit_jax.distributed.schedulers import JobProcess
 from vit_jax.errors import LostHost, UserError
 
 # The abort comes from another thread than Python's, as JAX's does.
 PROGRAM = """
 import ctypes, faulthandler, os, threading, time
-from vit_jax.distributed import multihost
+from vit_jax.distributed import ending
 
 faulthandler.enable()
-multihost.set_abort_handler(lambda: (3, "not this"))
-multihost.set_abort_handler(lambda: {answer})
+ending.set_abort_handler(lambda: (3, "not this"))
+ending.set_abort_handler(lambda: {answer})
 abort = ctypes.CDLL(None).abort
 threading.Thread(target=abort).start()
 time.sleep(20)
@@ -61,11 +62,14 @@ def service(monkeypatch):
         raise SystemExit(code)
 
     state = SimpleNamespace(process_id=0, num_processes=2, coordinator_address="h:1")
-    monkeypatch.setattr(multihost, "service", SimpleNamespace(global_state=state))
-    monkeypatch.setattr(multihost, "_call_service", made.ask)
-    monkeypatch.setattr(multihost, "_POLL_SECONDS", 0.01)
-    monkeypatch.setattr(multihost, "_PATIENCE_SECONDS", 3.0)
-    monkeypatch.setattr(multihost, "set_abort_handler", lambda handler: None)
+    for module in (agreement, multihost):
+        monkeypatch.setattr(module, "service", SimpleNamespace(global_state=state))
+    monkeypatch.setattr(agreement, "call_service", made.ask)
+    for module in (ending, multihost):
+        monkeypatch.setattr(module, "_POLL_SECONDS", 0.01)
+    monkeypatch.setattr(agreement, "_POLL_SECONDS", 0.0005)
+    monkeypatch.setattr(ending, "_PATIENCE_SECONDS", 3.0)
+    monkeypatch.setattr(ending, "set_abort_handler", lambda handler: None)
     monkeypatch.setattr(multihost.crash_reporter, "set_message", lambda message: None)
     monkeypatch.setattr(multihost, "lost_seconds", lambda: 1)
     monkeypatch.setattr(os, "_exit", ended)
@@ -91,7 +95,7 @@ def test_the_first_to_fail_does_not_wait_for_those_that_left_in_order(service):
 def test_the_first_to_fail_waits_for_those_that_have_still_to_read_why(
     service, monkeypatch
 ):
-    monkeypatch.setattr(multihost, "_PATIENCE_SECONDS", 0.7)
+    monkeypatch.setattr(ending, "_PATIENCE_SECONDS", 0.7)
     assert seconds_until_ended(ZeroDivisionError("by hand")) >= 0.7
 
 
@@ -248,7 +252,7 @@ def changed(kind, **values):
 
 
 def test_processes_that_are_the_same_are_not_refused():
-    assert multihost.difference([SAME, SAME, SAME], who) == ""
+    assert agreement.difference([SAME, SAME, SAME], who) == ""
 
 
 @pytest.mark.parametrize(
@@ -265,7 +269,7 @@ def test_processes_that_are_the_same_are_not_refused():
     ],
 )
 def test_the_kind_the_key_and_the_processes_are_named(kind, values, said):
-    line = multihost.difference([SAME, changed(kind, **values)], who)
+    line = agreement.difference([SAME, changed(kind, **values)], who)
     assert line.startswith(f"the hosts differ in {kind}: {said}")
     assert line.count("process 1 (h1)") == 1
     assert line.partition("(h1): ")[2].split()[0] in ("start", "install", "give")
@@ -273,7 +277,7 @@ def test_the_kind_the_key_and_the_processes_are_named(kind, values, said):
 
 def test_of_many_processes_and_keys_some_are_named():
     other = changed("config", **{f"key{i}": "x" * 200 for i in range(6)})
-    line = multihost.difference([SAME] * 20 + [other], who)
+    line = agreement.difference([SAME] * 20 + [other], who)
     assert "process 5 (h5) and 14 others" in line
     assert "; and 2 more keys: " in line
     assert len(line) < 2000

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from vit_jax.evaluators import result_tables
+from vit_jax.evaluators import metric_names, result_tables
 from vit_jax.evaluators.protocol import Confusion
 from vit_jax.training import run_report
 
@@ -30,7 +30,7 @@ from vit_jax.training import run_report
     ],
 )
 def test_fractions_are_percentages_and_counts_are_whole(metric, value, text):
-    assert result_tables.text(metric, value) == text
+    assert metric_names.text(metric, value) == text
 
 
 def test_accuracies_of_fewer_images_than_shots_say_so_beside_the_number():

@@ -213,7 +213,7 @@ def test_who_stood_still_and_was_taken_over_ends(place, monkeypatch):
     workdir, path, _ = place
     said = []
     end_job = lambda code, text: said.append((code, text))
-    monkeypatch.setattr(lock.multihost, "end_job", end_job)
+    monkeypatch.setattr(lock.ending, "end_job", end_job)
     with lock.held(workdir):
         found = json.loads(path.read_text())
         path.write_text(json.dumps(found | ELSEWHERE))

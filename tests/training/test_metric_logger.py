@@ -32,9 +32,9 @@ def test_memory_is_that_of_the_fullest_device(monkeypatch):
         Device({"bytes_in_use": 2**31, "peak_bytes_in_use": 3 * 2**30}),
     ]
     monkeypatch.setattr(jax, "local_devices", lambda: devices)
-    assert metric_logger.device_memory() == {"memory_gib": 2.0, "memory_peak_gib": 5.0}
+    assert metric_logger.memory_use() == {"memory_gib": 2.0, "memory_peak_gib": 5.0}
     devices.append(Device(None))
-    assert metric_logger.device_memory() == {}
+    assert metric_logger.memory_use() == {}
 
 
 @pytest.fixture

@@ -232,4 +232,4 @@ def test_groups_that_cannot_be_are_refused(devices, size, message):
     mesh = meshes.create(MeshConfig(data=devices), jax.devices()[:devices])
     config = optim.SgdConfig(learning_rate=0.1, sam_rho=0.1, sam_batch_size=size)
     with pytest.raises(UserError, match=message):
-        config.splits(B, mesh)
+        config.microbatches(B, mesh)

@@ -8,7 +8,8 @@ import numpy as np
 from vit_jax.analysis import charts
 from vit_jax.analysis.figures.figure import Picture
 from vit_jax.errors import UserError
-from vit_jax.evaluators.protocol import FeaturesConfig, is_fraction
+from vit_jax.evaluators.metric_names import is_fraction
+from vit_jax.evaluators.protocol import FeaturesConfig
 from vit_jax.evaluators.splits import EvalConfig
 from vit_jax.evaluators.suite import PARAMS_NAME, Scores
 from vit_jax.models import Model, layer_features

@@ -15,7 +15,7 @@ import types
 from collections.abc import Callable, Mapping, Sequence
 
 from vit_jax.command_line import files, signals
-from vit_jax.command_line.printing import masked, print_error, print_line
+from vit_jax.command_line.printing import masked, print_error
 from vit_jax.errors import (
     EXIT_INTERRUPTED,
     EXIT_TRY_AGAIN,
@@ -139,7 +139,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> None:
         """Exits with one line, as for every other bad input."""
-        tell(f"error: {message}; --help lists the flags")
+        print_error(f"error: {message}; --help lists the flags")
         sys.exit(EXIT_USER_ERROR)
 
 
@@ -220,7 +220,7 @@ def tell_unread(config) -> None:
 
     data = config.data
     if data.data_dir and not source_type(data.name).needs_files:
-        tell(
+        print_error(
             f"data.data_dir={data.data_dir!r} is not read: data.name={data.name!r} (as "
             "of :quick) needs no files"
         )
@@ -413,7 +413,7 @@ def open_weights(
         architecture=flags.architecture if is_model else "",
         with_task=with_task or texts,
         token_merging=getattr(flags, "token_merging", 0),
-        tell=tell,
+        tell=print_error,
     )
     if labels and are_texts:
         has_classes = bool(pretrained.options["num_classes"])
@@ -470,16 +470,6 @@ def read_labels(path: str | os.PathLike, flag: str = "--labels") -> tuple[str, .
     names = class_names.read(path, f"{flag}={path}")
     matches = [_WNID.fullmatch(name) for name in names]
     return tuple(m[1] for m in matches) if all(matches) else names
-
-
-def tell(line: object) -> None:
-    """Prints a line on standard error, see `print_line`."""
-    print_error(line)
-
-
-def say(line: object) -> None:
-    """Prints a line on standard output, see `print_line`."""
-    print_line(line)
 
 
 def positive(text: str, least: int = 1) -> int:
@@ -618,7 +608,7 @@ def run(
             raise
         if debug:
             traceback.print_exception(error)
-        tell("interrupted")
+        print_error("interrupted")
         code = EXIT_INTERRUPTED
     sys.exit(code)
 
@@ -634,4 +624,4 @@ def show(error: UserError | LostHost, *, debug: bool) -> None:
     if debug:
         print(masked("".join(traceback.format_exception(error))), file=sys.stderr)
     # Messages of other libraries may have several lines.
-    tell(f"error: {' '.join(str(error).splitlines())}")
+    print_error(f"error: {' '.join(str(error).splitlines())}")

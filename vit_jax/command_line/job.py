@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 from vit_jax.command_line import cli
+from vit_jax.command_line.printing import print_error
 from vit_jax.errors import (
     EXIT_INTERRUPTED,
     EXIT_TRY_AGAIN,
@@ -33,7 +34,7 @@ def run(work: Callable[[], object], workdir: str, *, debug: bool) -> int:
     """
     import jax
 
-    from vit_jax.distributed import multihost
+    from vit_jax.distributed import ending, multihost
     from vit_jax.training import step
 
     code = 0
@@ -42,16 +43,16 @@ def run(work: Callable[[], object], workdir: str, *, debug: bool) -> int:
         try:
             work()
         except Preempted as preempted:
-            cli.tell(str(preempted))
+            print_error(str(preempted))
             code = EXIT_TRY_AGAIN
         except Interrupted as interrupted:
-            cli.tell(str(interrupted))
+            print_error(str(interrupted))
             code = EXIT_INTERRUPTED
         except UserError as error:
             if jax.process_count() > 1 or not step.is_compiling():
                 raise
             cli.show(error, debug=debug)
-            multihost.exit_process(EXIT_USER_ERROR)
+            ending.exit_process(EXIT_USER_ERROR)
     if jax.process_count() > 1 or step.is_compiling():
-        multihost.exit_process(code)
+        ending.exit_process(code)
     return code

@@ -9,7 +9,7 @@ E eigenvalues, K classes, L strengths.
 
 import dataclasses
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import ClassVar
 
 import numpy as np
@@ -96,29 +96,6 @@ class FewShotConfig(FeaturesConfig):
             if short := int((counts < shots).sum()):
                 metrics[f"{shots}shot_short"] = short
         return Scored(metrics)
-
-
-def is_accuracy(metric: str) -> bool:
-    """Returns whether a metric is the mean accuracy of the first strength."""
-    return re.fullmatch(r"(.*/)?\d+shot", metric) is not None
-
-
-def is_beside(metric: str) -> bool:
-    """Returns whether a metric is shown beside others, by `fewer_images`."""
-    return metric.endswith("shot_short")
-
-
-def fewer_images(metric: str, scores: Mapping[str, float]) -> str:
-    """Returns " (3 classes have fewer images)" for a few-shot accuracy, or "".
-
-    `metric` is a name in `scores`, as "25shot", "25shot_l2_1" or "few/params/25shot", which may
-    have "25shot_short", the number of these classes.
-    """
-    shots = re.fullmatch(r"(.*?\d+shot)(_l2_[^_]+)?", metric)
-    count = scores.get(f"{shots[1]}_short", 0) if shots else 0
-    if not count:
-        return ""
-    return f" ({count} class{'es have' if count > 1 else ' has'} fewer images)"
 
 
 def _positions(records: np.ndarray, rows: np.ndarray) -> np.ndarray:

@@ -6,7 +6,6 @@ R rows.
 """
 
 import dataclasses
-import fnmatch
 from collections.abc import Callable, Sequence
 from typing import ClassVar, NamedTuple
 
@@ -15,7 +14,6 @@ from jaxtyping import Float, Integer, Num
 
 from vit_jax.config.fields import key
 from vit_jax.errors import UserError
-from vit_jax.evaluators import EVALUATORS
 from vit_jax.evaluators.forward_passes import Outputs, Wanted
 from vit_jax.evaluators.splits import EvalConfig, EvalSplit
 from vit_jax.models.patches import PatchSequences
@@ -100,15 +98,6 @@ def mean(values: np.ndarray, mask: np.ndarray | None = None) -> float:
     """
     values = values if mask is None else values[mask]
     return float(values.sum(dtype=np.float64) / len(values))
-
-
-def is_fraction(metric: str) -> bool:
-    """Returns whether a metric of an evaluator is a fraction, shown in percent."""
-    kinds = [*EVALUATORS.values(), EvalConfig]  # Imports all evaluators.
-    for kind in kinds:  # Adds those of a user's modules.
-        kinds += kind.__subclasses__()
-    patterns = {pattern for kind in kinds for pattern in kind.fractions}
-    return any(fnmatch.fnmatchcase(metric, pattern) for pattern in patterns)
 
 
 def check_labels(

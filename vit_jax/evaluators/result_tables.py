@@ -16,8 +16,8 @@ from PIL import Image, ImageDraw, ImageFont
 from vit_jax.command_line.files import replace_image, replace_text, writing_out
 from vit_jax.command_line.printing import printable
 from vit_jax.evaluators import fonts
-from vit_jax.evaluators.fewshot import fewer_images, is_beside
-from vit_jax.evaluators.protocol import Confusion, is_fraction
+from vit_jax.evaluators.metric_names import fewer_images, is_beside, text
+from vit_jax.evaluators.protocol import Confusion
 
 FILE = "evaluate.json"
 # The drawing of a confusion matrix, in pixels.
@@ -81,13 +81,6 @@ def table(results: dict, tables: dict[str, Confusion]) -> str:
         if name in tables:
             lines += [f"{name:<16} {line}" for line in _worst(tables[name])]
     return "\n".join(lines)
-
-
-def text(metric: str, value: int | float) -> str:  # noqa: PYI041 (beartype knows)
-    """Returns a metric as a count, a percentage or a number."""
-    if isinstance(value, int):
-        return f"{value:,}"
-    return f"{value:.2%}" if is_fraction(metric) else f"{value:.6g}"
 
 
 def _worst(table: Confusion, most: int = 3) -> list[str]:

@@ -19,8 +19,8 @@ from vit_jax.command_line.files import replace_text
 from vit_jax.command_line.printing import print_error
 from vit_jax.config import fields
 from vit_jax.data.sources.base import Source
+from vit_jax.distributed import agreement
 from vit_jax.distributed import mesh as meshes
-from vit_jax.distributed import multihost
 from vit_jax.errors import Interrupted, Preempted, UserError
 from vit_jax.training import leftovers, resume_check
 from vit_jax.training.config import TrainConfig
@@ -367,7 +367,7 @@ def _finish_together(
     me, everyone = jax.process_index(), jax.process_count()
     board = f"vit_jax/saves/{next(_numbers)}"
     failed, done, end = (f"{board}/{name}" for name in ("failed", "done", "end"))
-    read, publish = multihost.key_value_dir_get, multihost.key_value_set
+    read, publish = agreement.key_value_dir_get, agreement.key_value_set
     while not writing.done() and not read(failed):
         concurrent.futures.wait([writing], timeout=_POLL_SECONDS)
     try:

@@ -70,7 +70,7 @@ def check_batches(
     Raises:
       UserError: batches cannot be split so, or the running means are not in `extra`.
     """
-    splits = config.optim.splits(config.batch_size, mesh)
+    splits = config.optim.microbatches(config.batch_size, mesh)
     return (
         *task.notes,
         *_check_microbatches(task, config, splits),
@@ -87,7 +87,7 @@ def _check_microbatches(
     lines = task.check_microbatch(size)
     if count > 1 and task.coupled:
         lines.append(
-            f"{config.optim.splitting(splits[1])}: {', '.join(task.coupled)} take the "
+            f"{config.optim.microbatch_key(splits[1])}: {', '.join(task.coupled)} take the "
             f"{size} images of a microbatch and not the {config.batch_size} of the batch, "
             "so results depend on the number of microbatches"
         )
@@ -123,7 +123,7 @@ def _check_rows(
     if splits[0] * splits[1] > 1:
         raise UserError(
             f"{where}, which parts of a batch cannot have, and "
-            f"{config.optim.splitting(splits[1])} splits it: leave that key out"
+            f"{config.optim.microbatch_key(splits[1])} splits it: leave that key out"
         )
     devices = math.prod(mesh.shape[axis] for axis in meshes.BATCH_AXES)
     if min(rows) % devices:

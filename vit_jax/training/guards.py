@@ -16,8 +16,8 @@ import jax
 from jax.experimental import multihost_utils
 
 from vit_jax.data import workers
+from vit_jax.distributed import ending
 from vit_jax.distributed import mesh as meshes
-from vit_jax.distributed import multihost
 from vit_jax.errors import Interrupted, Preempted, UserError
 from vit_jax.training.callbacks import Run
 from vit_jax.training.config import TrainConfig
@@ -231,11 +231,11 @@ class Watchdog:
                 self._end()
 
     def _end(self) -> None:
-        multihost.show_stacks("watchdog")
+        ending.show_stacks("watchdog")
         leave = threading.Timer(_NOTIFY_SECONDS, os._exit, [EXIT_STALLED])
         leave.daemon = True
         leave.start()
-        multihost.end_job(
+        ending.end_job(
             EXIT_STALLED,
             f"watchdog: no step, evaluation batch or save was finished in "
             f"{self._limit:g} s (stall_timeout); the last was {self._last}; the stacks "

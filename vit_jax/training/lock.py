@@ -25,7 +25,7 @@ import jax
 from etils import epath
 
 from vit_jax.command_line import files, processes
-from vit_jax.distributed import multihost
+from vit_jax.distributed import ending
 from vit_jax.errors import EXIT_USER_ERROR, UserError
 from vit_jax.training.checkpoint import describe_failure
 
@@ -223,7 +223,7 @@ class _Lock:
             with contextlib.suppress(Exception):  # The next beat tries again.
                 holder = self._read()
                 if self._is_anothers(holder):
-                    multihost.end_job(
+                    ending.end_job(
                         EXIT_USER_ERROR,
                         f"{_who(holder)} has taken {self._workdir} over since "
                         f"{holder['start']}, because this one stood still: ended, so "

@@ -13,7 +13,7 @@ from vit_jax.command_line.printing import masked
 from vit_jax.data import normalization, pipeline
 from vit_jax.data.config import ESTIMATE
 from vit_jax.data.sources.open import open_source
-from vit_jax.distributed import compilation, multihost
+from vit_jax.distributed import agreement, compilation
 from vit_jax.distributed import mesh as meshes
 from vit_jax.errors import UserError
 from vit_jax.evaluators.suite import Suite
@@ -407,7 +407,7 @@ def restore_or_init(
 def _check_weights_of_hosts(setup: TrainSetup, params: dict) -> None:
     if jax.process_count() > 1:
         params = {"params": params, "extra": setup.task.load()}
-        multihost.check_agreement(
+        agreement.check_agreement(
             weights={
                 "sha256": run_report.params_sha256(params),
                 "task": setup.metadata["task"],

@@ -16,7 +16,6 @@ from vit_jax.config import fields
 from vit_jax.data import bands, fingerprint, pipeline
 from vit_jax.distributed import chips
 from vit_jax.distributed import mesh as meshes
-from vit_jax.evaluators import result_tables
 from vit_jax.training import run_report
 from vit_jax.training.actions import Interval
 from vit_jax.training.callbacks import Callback, Run
@@ -121,7 +120,7 @@ class MetricLogger(Callback):
         if warning := self._run.setup.task.warning(values):
             self.info(f"step {step}/{self._run.setup.total_steps}  warning: {warning}")
         waited, skipped = self._of_all_processes()
-        memory, timings = device_memory(), self.step_timer.summary()
+        memory, timings = memory_use(), self.step_timer.summary()
         speed = self._progress.log(
             step,
             values["loss"],
@@ -169,9 +168,7 @@ class MetricLogger(Callback):
             for writer in self._writers:
                 writer.write_scalars(step, run_report.flatten_scores({name: kinds}))
             for kind, table in confusions.get(name, {}).items():
-                if jax.process_index() == 0:
-                    picture = np.asarray(result_tables.draw_confusion(table))
-                    self._write_images(f"{name}/{kind}/confusion", picture, step)
+                self._write_confusion(f"{name}/{kind}/confusion", table, step)
             for kind, strips in pictures.get(name, {}).items():
                 self._write_images(f"{name}/{kind}/pictures", strips, step)
         for writer in self._writers:
@@ -180,6 +177,12 @@ class MetricLogger(Callback):
             f"step {step}/{self._run.setup.total_steps}  {run_report.scores_line(scores)}"
         )
         self._run.notify("evaluate", step, run_report.flatten_scores(scores))
+
+    def _write_confusion(self, name: str, table: object, step: int) -> None:
+        if jax.process_index() == 0:
+            from vit_jax.evaluators.result_tables import draw_confusion
+
+            self._write_images(name, np.asarray(draw_confusion(table)), step)
 
     def _write_images(self, name: str, images: np.ndarray, step: int) -> None:
         """Writes up to 16 images, (..., Y, X, C)."""
@@ -373,7 +376,7 @@ def ideal_seconds(flops: int | None, device_kind: str) -> float:
     return 0.0 if chip is None or flops is None else flops / chip.peak_flops
 
 
-def device_memory() -> dict[str, float]:
+def memory_use() -> dict[str, float]:
     """Returns memory_gib and memory_peak_gib of the fullest device of this process, in GiB.
 
     The peak is that since the process began. Empty where the device does not report it, as

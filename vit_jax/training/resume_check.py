@@ -17,7 +17,7 @@ from vit_jax.data import fingerprint
 from vit_jax.data.config import DataConfig
 from vit_jax.data.sources.base import Source
 from vit_jax.data.tokenizer import checksum
-from vit_jax.distributed import multihost
+from vit_jax.distributed import agreement
 from vit_jax.errors import UserError
 from vit_jax.training import config as training_config
 from vit_jax.training.config import EvaluationConfig, TrainConfig
@@ -62,7 +62,7 @@ def check_hosts(
       UserError: they differ; it names the values and the hosts.
     """
     if jax.process_count() > 1:
-        multihost.check_agreement(
+        agreement.check_agreement(
             config={
                 ".".join(path): value
                 for path, about, value in fields.walk(config)
@@ -93,7 +93,7 @@ def check_data_of_hosts(
       UserError: they differ; it names the values and the hosts.
     """
     if jax.process_count() > 1:
-        multihost.check_agreement(
+        agreement.check_agreement(
             data=_data(sources) | {_TOKENIZER: tokenizer},
             workdir={"latest checkpoint": latest},
         )
@@ -108,7 +108,7 @@ def check_evaluation_of_hosts(
       UserError: they differ; it names the values and the hosts.
     """
     if jax.process_count() > 1:
-        multihost.check_agreement(
+        agreement.check_agreement(
             weights={"sha256": params_sha256(pretrained.params)}
             | pretrained.options
             | {"class_names": pretrained.class_names},

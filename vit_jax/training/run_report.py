@@ -15,8 +15,7 @@ from jax.experimental import multihost_utils
 
 from vit_jax.command_line.files import read_json, replace_text
 from vit_jax.errors import UserError
-from vit_jax.evaluators.fewshot import fewer_images, is_accuracy
-from vit_jax.evaluators.result_tables import text
+from vit_jax.evaluators.metric_names import fewer_images, is_accuracy, text
 
 FILE = "report.json"
 

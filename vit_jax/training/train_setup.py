@@ -219,7 +219,7 @@ def build_step(
     params, extra = layout.shapes.params, layout.shapes.extra
     optimizer = _optimizer(config, task, params, extra, length, mesh, peak)
     loss = optim.without_frozen(task.loss, config.optim)
-    groups, parts = config.optim.splits(config.batch_size, mesh)
+    groups, parts = config.optim.microbatches(config.batch_size, mesh)
     gradients = steps.gradients_of(loss, layout.shardings.params)
     gradients = steps.accumulate(gradients, parts)
     how = optimizer.rate, peak, length, optimizer.moving
@@ -230,7 +230,7 @@ def build_step(
 def _optimizer(config, task, params, extra, length, mesh, peak) -> optim.Optimizer:
     loss_and_aux = optim.without_frozen(task.loss, config.optim)
     loss = lambda *args: loss_and_aux(*args)[0]
-    parts = math.prod(config.optim.splits(config.batch_size, mesh))
+    parts = math.prod(config.optim.microbatches(config.batch_size, mesh))
     if parts > 1:  # Of several microbatches it keeps one's activations.
         loss = steps.accumulate(jax.checkpoint(loss), parts)
     paths = backbone_paths(task, params, extra)

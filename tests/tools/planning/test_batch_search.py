@@ -79,7 +79,7 @@ def test_batches_hold_whole_groups_of_stochastic_depth(monkeypatch):
 
 def test_batches_hold_whole_groups_that_go_uphill_together(monkeypatch):
     def analyse(config, mesh, examples, limit):
-        config.optim.splits(config.batch_size, mesh)
+        config.optim.microbatches(config.batch_size, mesh)
         each = config.batch_size // mesh.size
         return analysis.Analysis({}, fits=each <= 60, peak_bytes=each)
 

@@ -15,7 +15,7 @@ from etils import epath
 from vit_jax.analysis.charts import Number
 from vit_jax.data.sources import vtab
 from vit_jax.errors import UserError
-from vit_jax.evaluators.fewshot import fewer_images
+from vit_jax.evaluators.metric_names import fewer_images
 from vit_jax.training import run_report
 
 _CONFUSION = ["class", "examples", "accuracy"]  # First columns of the CSV file.

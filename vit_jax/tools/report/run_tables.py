@@ -4,7 +4,7 @@ import os
 from collections.abc import Iterator, Sequence
 
 from vit_jax.analysis.charts import Matrix, Number
-from vit_jax.evaluators import result_tables
+from vit_jax.evaluators import metric_names
 from vit_jax.tools.report import results
 from vit_jax.tools.report.blocks import (
     MEASURED,
@@ -131,7 +131,7 @@ def evaluations(runs: Sequence[Run]) -> tuple[Block, ...]:
 def _metrics(title: str, scores: dict) -> Table:
     """Returns a table with a row per evaluation, parameters and metric."""
     rows = tuple(
-        (name, kind, metric, result_tables.text(metric, value))
+        (name, kind, metric, metric_names.text(metric, value))
         for name, kinds in scores.items()
         for kind, values in kinds.items()
         for metric, value in values.items()

@@ -20,7 +20,7 @@ import numpy as np
 
 from vit_jax.analysis.charts import COLOURS, Chart, Number, Series
 from vit_jax.config import fields
-from vit_jax.evaluators.protocol import is_fraction
+from vit_jax.evaluators.metric_names import is_fraction
 from vit_jax.tools.report.blocks import (
     MEASURED,
     NONE,

@@ -147,7 +147,7 @@ class PlainOptimConfig:
         """Forward and backward passes of a step."""
         return 1
 
-    def splits(self, batch_size: int, mesh: Mesh) -> tuple[int, int]:
+    def microbatches(self, batch_size: int, mesh: Mesh) -> tuple[int, int]:
         """Returns the groups of a batch, each of which `wrap_gradients` gets alone, and
         the microbatches of a group. Each device has a part of every microbatch.
 
@@ -157,7 +157,7 @@ class PlainOptimConfig:
         meshes.check_batch(batch_size, self.grad_accum_steps, mesh)
         return 1, self.grad_accum_steps
 
-    def splitting(self, parts: int) -> str:
+    def microbatch_key(self, parts: int) -> str:
         """Returns the key that splits the batch, if groups have so many microbatches."""
         return f"optim.grad_accum_steps={self.grad_accum_steps}"
 

@@ -60,10 +60,10 @@ class OptimConfig(PlainOptimConfig):
     def passes(self) -> int:
         return 2 if self.sam_rho else 1
 
-    def splits(self, batch_size: int, mesh: Mesh) -> tuple[int, int]:
+    def microbatches(self, batch_size: int, mesh: Mesh) -> tuple[int, int]:
         size = self.sam_batch_size
         if not (self.sam_rho and size):
-            return super().splits(batch_size, mesh)
+            return super().microbatches(batch_size, mesh)
         devices = math.prod(mesh.shape[axis] for axis in meshes.BATCH_AXES)
         if batch_size % size or size % devices:
             raise UserError(
@@ -77,9 +77,9 @@ class OptimConfig(PlainOptimConfig):
         meshes.check_batch(batch_size, groups * parts, mesh)
         return groups, parts
 
-    def splitting(self, parts: int) -> str:
+    def microbatch_key(self, parts: int) -> str:
         if parts > 1:
-            return super().splitting(parts)
+            return super().microbatch_key(parts)
         return f"optim.sam_batch_size={self.sam_batch_size}"
 
     def wrap_gradients(

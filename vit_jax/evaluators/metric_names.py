@@ -1,0 +1,48 @@
+"""How the metrics of evaluations are named, and shown in a line or a table."""
+
+import fnmatch
+import re
+from collections.abc import Mapping
+
+from vit_jax.evaluators import EVALUATORS
+
+
+def is_accuracy(metric: str) -> bool:
+    """Returns whether a metric is the mean accuracy of the first strength."""
+    return re.fullmatch(r"(.*/)?\d+shot", metric) is not None
+
+
+def is_beside(metric: str) -> bool:
+    """Returns whether a metric is shown beside others, by `fewer_images`."""
+    return metric.endswith("shot_short")
+
+
+def fewer_images(metric: str, scores: Mapping[str, float]) -> str:
+    """Returns " (3 classes have fewer images)" for a few-shot accuracy, or "".
+
+    `metric` is a name in `scores`, as "25shot", "25shot_l2_1" or "few/params/25shot", which may
+    have "25shot_short", the number of these classes.
+    """
+    shots = re.fullmatch(r"(.*?\d+shot)(_l2_[^_]+)?", metric)
+    count = scores.get(f"{shots[1]}_short", 0) if shots else 0
+    if not count:
+        return ""
+    return f" ({count} class{'es have' if count > 1 else ' has'} fewer images)"
+
+
+def is_fraction(metric: str) -> bool:
+    """Returns whether a metric of an evaluator is a fraction, shown in percent."""
+    from vit_jax.evaluators.splits import EvalConfig
+
+    kinds = [*EVALUATORS.values(), EvalConfig]  # Imports all evaluators.
+    for kind in kinds:  # Adds those of a user's modules.
+        kinds += kind.__subclasses__()
+    patterns = {pattern for kind in kinds for pattern in kind.fractions}
+    return any(fnmatch.fnmatchcase(metric, pattern) for pattern in patterns)
+
+
+def text(metric: str, value: int | float) -> str:  # noqa: PYI041 (beartype knows)
+    """Returns a metric as a count, a percentage or a number."""
+    if isinstance(value, int):
+        return f"{value:,}"
+    return f"{value:.2%}" if is_fraction(metric) else f"{value:.6g}"
