@@ -76,22 +76,22 @@ def run(flags: argparse.Namespace, config) -> None:
     )
     if not first:
         return
-    report = {
-        "kind": "evaluate",
-        "model": masked(flags.model),
-        "variant": pretrained.options["variant"],
-        "config": config.name,
-        "preprocess": dataclasses.asdict(preprocess),
-        "tta": flags.tta,
-        "token_merging": flags.token_merging,
-        "evals": described,
-        "results": scores,
-    }
     shown = result_tables.table(scores, confusions)
     if flags.json:
         shown = json.dumps(suite.summary(config.evals, scores))
     print(shown, flush=True)
     if flags.out:
+        report = {
+            "kind": "evaluate",
+            "model": masked(flags.model),
+            "variant": pretrained.options["variant"],
+            "config": config.name,
+            "preprocess": dataclasses.asdict(preprocess),
+            "tta": flags.tta,
+            "token_merging": flags.token_merging,
+            "evals": described,
+            "results": scores,
+        }
         names = _write(flags, report, confusions, names_by_layer)
         tell(f"written to {flags.out}: {', '.join(names)}")
 

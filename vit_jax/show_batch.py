@@ -81,8 +81,6 @@ def see(source, config, count: int) -> tuple:
     from vit_jax.config.lengths import RunLength
     from vit_jax.data import bands, masks, normalization, pipeline
     from vit_jax.data.transforms import parse
-    from vit_jax.models import patches
-    from vit_jax.models.patches import PatchSequences
     from vit_jax.training import train_state
 
     # Processes would not pay for one batch.
@@ -105,6 +103,26 @@ def see(source, config, count: int) -> tuple:
         (batch,) = batches
     key, _ = jax.random.split(train_state.run_key(config.seed))  # As the step does.
     prepared = jax.jit(task.prepare)(batch, key)
+    views, names = _views(prepared, data)
+    sides = np.max([pixels.shape[2:4] for pixels in views], axis=0).tolist()
+    images = np.concatenate([_pad(pixels, *sides) for pixels in views], axis=1)
+    images = images.reshape(-1, *images.shape[2:])
+    images = np.stack([bands.to_display(image) for image in images])
+    labels = prepared.get("label")
+    if "label_map" in prepared:
+        colors = masks.palette(data.num_classes, source.class_colors)
+        images, labels = _with_masks(images, prepared["label_map"], colors)
+    labels = None if labels is None else np.asarray(labels)
+    return images, labels, names
+
+
+def _views(prepared: dict, data) -> tuple[list, list[str]]:
+    """Returns the views of a prepared batch, each (B, V, Y, X, C) uint8, and their names."""
+    import numpy as np
+
+    from vit_jax.models import patches
+    from vit_jax.models.patches import PatchSequences
+
     mean, std = (np.asarray(values, np.float32) for values in (data.mean, data.std))
     views, names = [], []
     for name, images in prepared.items():
@@ -120,16 +138,7 @@ def see(source, config, count: int) -> tuple:
         pixels = pixels.reshape(len(pixels), -1, *pixels.shape[-3:])
         views.append(pixels)
         names += [f"{name} {number + 1}" for number in range(pixels.shape[1])]
-    sides = np.max([pixels.shape[2:4] for pixels in views], axis=0).tolist()
-    images = np.concatenate([_pad(pixels, *sides) for pixels in views], axis=1)
-    images = images.reshape(-1, *images.shape[2:])
-    images = np.stack([bands.to_display(image) for image in images])
-    labels = prepared.get("label")
-    if "label_map" in prepared:
-        colors = masks.palette(data.num_classes, source.class_colors)
-        images, labels = _with_masks(images, prepared["label_map"], colors)
-    labels = None if labels is None else np.asarray(labels)
-    return images, labels, names
+    return views, names
 
 
 def _with_masks(images, maps, colors):

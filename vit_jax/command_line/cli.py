@@ -574,27 +574,7 @@ def run(
     logging.getLogger("huggingface_hub").propagate = False
     debug = "--debug" in sys.argv
     try:
-        try:
-            code = main(parse(parser)) or 0
-        except (UserError, LostHost) as error:
-            show(error, debug=debug)
-            wrong = isinstance(error, UserError)
-            code = EXIT_USER_ERROR if wrong else EXIT_TRY_AGAIN
-        except (MemoryError, RuntimeError) as error:
-            if not _is_memory(error):
-                raise
-            what = " ".join(str(error).split())[:200]
-            less = "ask for less, by a smaller batch, image size or model"
-            show(UserError(f"out of memory ({what}): {less}"), debug=debug)
-            code = EXIT_USER_ERROR
-        except OSError as error:
-            if error.errno not in _FULL:
-                raise
-            what = f"{error.filename or 'a file'} cannot be written ({error.strerror})"
-            show(UserError(f"{what}: make room, then repeat the command"), debug=debug)
-            code = EXIT_USER_ERROR
-        except SystemExit as end:  # --help, or a bad flag.
-            code = end.code
+        code = _exit_code(main, parser, debug=debug)
         if sys.stdout is not None:
             sys.stdout.flush()
     except BrokenPipeError:
@@ -611,6 +591,29 @@ def run(
         print_error("interrupted")
         code = EXIT_INTERRUPTED
     sys.exit(code)
+
+
+def _exit_code(main: Callable, parser: Parser, *, debug: bool) -> int:
+    """Runs a command; returns its exit code, after one line on what a user can mend."""
+    try:
+        return main(parse(parser)) or 0
+    except (UserError, LostHost) as error:
+        show(error, debug=debug)
+        return EXIT_USER_ERROR if isinstance(error, UserError) else EXIT_TRY_AGAIN
+    except (MemoryError, RuntimeError) as error:
+        if not _is_memory(error):
+            raise
+        what = " ".join(str(error).split())[:200]
+        less = "ask for less, by a smaller batch, image size or model"
+        show(UserError(f"out of memory ({what}): {less}"), debug=debug)
+    except OSError as error:
+        if error.errno not in _FULL:
+            raise
+        what = f"{error.filename or 'a file'} cannot be written ({error.strerror})"
+        show(UserError(f"{what}: make room, then repeat the command"), debug=debug)
+    except SystemExit as end:  # --help, or a bad flag.
+        return end.code
+    return EXIT_USER_ERROR
 
 
 def _is_memory(error: Exception) -> bool:

@@ -229,6 +229,28 @@ def make(
     }
     bound = max(times, key=times.get)
     seconds = times[bound]
+    return Plan(
+        chips=chips,
+        hosts=hosts,
+        steps=steps,
+        images=analysis.settings["batch_size"],
+        step_seconds=seconds,
+        bound=bound,
+        sent_bytes=(links, slices + network),
+        state_bytes=analysis.state_bytes,
+        checkpoints=_checkpoints(analysis, hosts, steps, seconds, intervals, assumed),
+    )
+
+
+def _checkpoints(
+    analysis: Analysis,
+    hosts: int,
+    steps: int,
+    seconds: float,
+    intervals: tuple[int, int],
+    assumed: Assumptions,
+) -> tuple[Checkpoints, ...]:
+    """Returns the checkpoints of a run whose steps take some seconds, see `make`."""
     down = assumed.notice + assumed.replace + assumed.start
     held = analysis.host_state_bytes  # Every host restores what its devices hold.
     stall = held / (assumed.copy * 1e9)
@@ -260,17 +282,7 @@ def make(
         checkpoints.append(
             Checkpoints(place, key, float(size), job, shares, young, every)
         )
-    return Plan(
-        chips=chips,
-        hosts=hosts,
-        steps=steps,
-        images=analysis.settings["batch_size"],
-        step_seconds=seconds,
-        bound=bound,
-        sent_bytes=(links, slices + network),
-        state_bytes=analysis.state_bytes,
-        checkpoints=tuple(checkpoints),
-    )
+    return tuple(checkpoints)
 
 
 def to_json(plan: Plan, assumed: Assumptions, examples: int = 0) -> dict:
