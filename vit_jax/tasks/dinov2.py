@@ -60,23 +60,18 @@ class Dinov2Config(DinoConfig):
         0, "Length of the warmup in steps; it then changes in every step."
     )
     teacher_temperature_epochs: float = epochs("The same in epochs, or else ...")
-    teacher_temperature_fraction: float = key(0.0, "... as a fraction of the run.")
     teacher_momentum_end: float = key(
         1.0, "Momentum at the end of that half cosine.", at_most=1
     )
     teacher_momentum_steps: int = key(
         0, "Its length in steps; all three 0: the whole run."
     )
-    teacher_momentum_epochs: float = epochs("The same in epochs, or else ...")
-    teacher_momentum_fraction: float = key(0.0, "... as a fraction of the run.")
     dino_weight: float = key(1.0, "Weight of the loss of the class tokens.")
     small_weight: float = key(
         1.0, "Factor of the small crops' terms of that loss in the first step (DINOv3)."
     )
     small_weight_end: float = key(1.0, "Factor at the end of its half cosine.")
     small_weight_steps: int = key(0, "Its length in steps; all three 0: the whole run.")
-    small_weight_epochs: float = epochs("The same in epochs, or else ...")
-    small_weight_fraction: float = key(0.0, "... as a fraction of the run.")
     small_norm: bool = key(
         False,
         "A separate last norm for the class tokens of the student's small crops, which no "
@@ -118,8 +113,6 @@ class Dinov2Config(DinoConfig):
         "Step from which it counts and whose teacher is the anchor; all three 0: from the "
         "first on, and the anchor is the network that the run starts from.",
     )
-    gram_start_epochs: float = epochs("The same in epochs, or else ...")
-    gram_start_fraction: float = key(0.0, "... as a fraction of the run.")
     gram_warmup_steps: int = key(
         0, "Steps in which its weight rises from 0 by half a cosine, from its start on."
     )
@@ -235,8 +228,7 @@ class Dinov2(Dino):
             )
         centers = ("center", "patch_center") if config.centering == "center" else ()
         self.statistics = ("teacher", *centers)
-        names = "teacher_temperature", "teacher_momentum", "small_weight", "gram_start"
-        self._lengths = {n: length_in_steps(config, n, run) for n in names}
+        self._teacher_warmup = length_in_steps(config, "teacher_temperature", run)
         self._norm = model.config.norm()
         if config.small_norm:  # Which replaces the one at the end of the encoder.
             self._without_norm = {
@@ -462,7 +454,8 @@ class Dinov2(Dino):
         targets, patch_targets = self.targets(extra, teacher, valid)
         cool = lambda outputs: outputs / config.student_temperature
         ends = config.small_weight, config.small_weight_end
-        small_weight = self._half_cosine("small_weight", *ends, extra["step"])
+        steps = config.small_weight_steps
+        small_weight = self._half_cosine(steps, *ends, extra["step"])
         dino = dino_losses.cross_entropies(cool(student.outputs), targets, small_weight)
         losses = {
             "dino": dino.mean(),
@@ -510,7 +503,7 @@ class Dinov2(Dino):
             anchor = _resize_patches(anchor, *grids)
             return dino_losses.gram(patches, jax.lax.stop_gradient(anchor))
 
-        started = extra["step"] >= self._lengths["gram_start"]
+        started = extra["step"] >= self.config.gram_start_steps
         return jax.lax.cond(started, compute, lambda _: jnp.zeros([]), patches)
 
     def update(self, extra, params, stats, step):
@@ -523,7 +516,7 @@ class Dinov2(Dino):
 
     def _is_anchored(self, step: Int[Array, ""]) -> Bool[Array, ""]:
         """Returns whether the teacher after `step` steps becomes the anchor."""
-        config, start = self.config, self._lengths["gram_start"]
+        config, start = self.config, self.config.gram_start_steps
         since, every = step - start, config.gram_every_steps
         # From the first step on, the anchor is the network of the start.
         due = (since == 0) & (start > 0)
@@ -534,24 +527,25 @@ class Dinov2(Dino):
         return due & (number <= config.gram_updates) if config.gram_updates else due
 
     def teacher_temperature(self, step):
-        config, steps = self.config, self._lengths["teacher_temperature"]
+        config, steps = self.config, self._teacher_warmup
         part = jnp.minimum(step / max(1, steps - 1), 1) if steps else 1
         start, end = config.teacher_temperature_start, config.teacher_temperature
         return jnp.asarray(start + (end - start) * part, jnp.float32)
 
     def teacher_momentum(self, step):
-        ends = self.config.teacher_momentum, self.config.teacher_momentum_end
-        return self._half_cosine("teacher_momentum", *ends, step)
+        config = self.config
+        ends = config.teacher_momentum, config.teacher_momentum_end
+        return self._half_cosine(config.teacher_momentum_steps, *ends, step)
 
-    def _half_cosine(self, length: str, start: float, end: float, step):
-        """Returns a value on half a cosine from start to end, () float32."""
-        steps = self._lengths[length] or self._run.total_steps
+    def _half_cosine(self, steps: int, start: float, end: float, step):
+        """Returns a value on half a cosine of so many steps, () float32; 0: the run's."""
+        steps = steps or self._run.total_steps
         part = 0.5 * (1 + jnp.cos(math.pi * jnp.minimum(step / steps, 1)))
         return jnp.asarray(end + (start - end) * part, jnp.float32)
 
     def _gram_weight(self, step) -> Float[Array, ""]:
         warmup = self.config.gram_warmup_steps
-        since = (step - self._lengths["gram_start"]) / max(1, warmup)
+        since = (step - self.config.gram_start_steps) / max(1, warmup)
         part = 0.5 * (1 - jnp.cos(math.pi * since.clip(0, 1))) if warmup else 1.0
         return jnp.asarray(self.config.gram_weight * part, jnp.float32)
 

@@ -74,8 +74,6 @@ class PlainOptimConfig:
     weight_decay_steps: int = key(
         0, "Length of that half cosine in steps; all three 0: the whole run."
     )
-    weight_decay_epochs: float = epochs("The same in epochs, or else ...")
-    weight_decay_fraction: float = key(0.0, "... as a fraction of the run.")
     weight_decay_mask: tuple[str, ...] = key(
         (r"/kernel$",), "Regular expressions: what weight decay touches."
     )
