@@ -569,7 +569,8 @@ def test_simmim_and_the_probe_of_mae_have_crops_of_their_own():
 AREA = "resize_small(256, interpolation='area') | central_crop(down=True)"
 PLAIN = "resize(interpolation='bilinear_plain')"
 GOOGLE = {
-    stem: AREA for stem in ("b16_i1k", "b16_i21k", "jft", "mixer", "masked_patch")
+    stem: AREA
+    for stem in ("b16_i1k", "b16_i21k", "gsam", "jft", "masked_patch", "mixer")
 }
 GOOGLE |= {
     stem: PLAIN for stem in ("transfer", "vtab", "bit_hyperrule", "siglip_lit_coco")

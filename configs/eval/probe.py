@@ -25,5 +25,5 @@ ARGUMENTS = DATA | MORE
 def get_config(arg: str | None = None) -> ConfigDict:
     arg, c = evaluation(arg, **MORE)
     c.evals.probe = dict(kind="probe", train=arg.train, test=arg.test)
-    c.evals.probe.held_out = arg.held_out
+    c.evals.probe.update(held_out=arg.held_out, seed=0, iterations=1_000)
     return c
