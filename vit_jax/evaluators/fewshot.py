@@ -39,19 +39,24 @@ class FewShotConfig(FeaturesConfig):
 
     fractions: ClassVar = ("[0-9]*shot*",)
 
-    kind: str = key("fewshot", "What is evaluated.")
+    kind: str = key("fewshot", "Kind of evaluation.")
     shots: tuple[int, ...] = key(
-        (1, 5, 10, 25), "Examples per class.", at_least=1, below=2**32, distinct=True
+        (1, 5, 10, 25),
+        "Numbers of training examples per class.",
+        at_least=1,
+        below=2**32,
+        distinct=True,
     )
     seeds: int = key(
         20,
-        "Number of draws, over which mean and deviation are taken.",
+        "Number of draws of the examples, over which mean and standard deviation are "
+        "taken.",
         at_least=1,
         below=2**32,
     )
     l2: tuple[float, ...] = key(
         (1024.0,),
-        "Strengths of the regularisation; the first is reported.",
+        "Strengths of the L2 regularisation to evaluate; the report has the first one.",
         above=0,
         distinct=True,
     )
