@@ -36,7 +36,7 @@ class LinearProbeConfig(ClassificationConfig):
 
     averages_network: ClassVar[bool] = False
 
-    name: str = key("linear_probe", "What is learnt.")
+    name: str = key("linear_probe", "Task to train.")
 
     def build(self, model, data, run, saved=None) -> "LinearProbe":
         return LinearProbe(self, model, data)
