@@ -51,14 +51,14 @@ class ReaderConfig:
         "image",
         "Where the images are: a feature of TFDS, a column of a table or Parquet file, "
         'or with `data.name="masks"` a folder.',
-        reason="tables and data sets with other names",
+        reason="data with other names; the command `finetune` sets it",
     )
     label_key: str = key(
         "label",
         "Where the labels are: a feature of TFDS, or a column of a table or Parquet "
         'file. In a table it may also be one column per class, as "cat,dog", with 1, '
         "0, -1 (counts as 0) or nothing.",
-        reason="tables and data sets with other names",
+        reason="data with other names; the command `finetune` sets it",
     )
     image_dir: str = key(
         "",
@@ -127,7 +127,7 @@ class ReaderConfig:
         False,
         "Rotate images by the orientation tag of the camera; the published recipes and "
         "other libraries do not.",
-        reason="photographs of cameras and phones",
+        reason="photographs; the command `finetune` sets it",
     )
     max_megapixels: float = key(
         MAX_MEGAPIXELS,
@@ -141,7 +141,7 @@ class ReaderConfig:
         "raise",
         'What to do with a damaged image: "raise" ends the run; "skip" skips and '
         'counts it; "skip_few" skips and names up to 1 % of the images of a split.',
-        reason="large data sets with damaged files",
+        reason="data with damaged files; the command `finetune` sets it",
         choices=("raise", "skip", "skip_few"),
     )
 
@@ -170,7 +170,7 @@ class DataConfig(ReaderConfig):
         'How often classes are drawn in training: "inverse" draws all equally often, '
         '"sqrt" by the square roots of their sizes, "effective" by effective numbers '
         '(arXiv:1901.05555); "" draws each image once per epoch.',
-        reason="classes of very different sizes",
+        reason="classes of very different sizes; the command `finetune` sets it",
         choices=("", "inverse", "sqrt", "effective"),
     )
     tokenizer: str = key(
