@@ -1,7 +1,7 @@
 """DINOv3's largest network, ViT-7B/16, without labels (arXiv:2508.10104): the first stage.
 
 Run:    python -m vit_jax.train --config=configs/dinov3_7b.py --workdir=gs://... \\
-            --config.data.name=YOURS --config.data.split=...
+            --config.data.name=YOURS
 Try:    the same with --config=configs/dinov3_7b.py:quick (3 steps, any machine)
 Result: not run by us; the authors report 88.4 % (linear) after all their stages
 

@@ -21,7 +21,7 @@ _MAX_CLASSES = 2_000  # A confusion matrix of more would be gigabytes, and unrea
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ClassificationConfig(ModelClassesConfig):
-    """Classification of a split."""
+    """Accuracy, loss and calibration of a classifier."""
 
     fractions: ClassVar = ("top1", "top5", "ece", "balanced_accuracy", "macro_f1")
 

@@ -30,7 +30,7 @@ Labels = Integer[np.ndarray, " N"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FewShotConfig(FeaturesConfig):
-    """Least squares on a few examples per class.
+    """Few-shot accuracy of features: least squares on a few examples per class.
 
     Metrics for S shots: "Sshot", the mean accuracy over the seeds with the first of the
     strengths, "Sshot_std", its sample deviation, the same with each further strength as

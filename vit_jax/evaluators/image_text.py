@@ -28,7 +28,7 @@ _BLOCK = 2**24  # Similarities at once.
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ZeroShotConfig(EvalConfig):
-    """Classification by the names of the classes in prompts."""
+    """Zero-shot accuracy: classification by prompts with the names of the classes."""
 
     fractions: ClassVar = ("top1", "top5")
 

@@ -19,7 +19,7 @@ Labels = Integer[np.ndarray, " M"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NeighboursConfig(FeaturesConfig):
-    """Votes of the nearest neighbours."""
+    """k-NN accuracy of features: votes of the nearest neighbours."""
 
     kind: str = key("knn", "Kind of evaluation.")
     k: int = key(20, "Number of nearest neighbours that vote.", at_least=1, below=2**32)

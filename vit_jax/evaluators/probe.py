@@ -32,7 +32,7 @@ Labels = Integer[np.ndarray, " N"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ProbeConfig(FeaturesConfig):
-    """Logistic regression."""
+    """Linear probe of features: logistic regression."""
 
     fractions: ClassVar = ("top1", "held_out_top1")
 

@@ -182,7 +182,7 @@ class FeaturesConfig(EvalConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TaskMetricsConfig(EvalConfig):
-    """Metrics of the run's task on images that it is not trained on, and its pictures.
+    """Metrics and pictures of the run's task, on images that it is not trained on.
 
     One is the error of a reconstruction. There is a task in training alone.
     """

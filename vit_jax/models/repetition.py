@@ -58,8 +58,8 @@ class RepeatedConfig(EncoderConfig):
     scan: bool | None = key(
         False,
         "Run the blocks as a scan, which compiles faster and needs more memory. None: "
-        "do so except on GPUs without a `remat_policy`, where it moves half as many "
-        "bytes again. `scan`, `remat_policy` and `attention_impl` change neither "
+        "do so except on GPUs without a `remat_policy`, where it would move 1.5 times "
+        "as many bytes. `scan`, `remat_policy` and `attention_impl` change neither "
         "results nor checkpoints.",
         optional=True,
         changes_result=False,

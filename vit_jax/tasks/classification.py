@@ -24,7 +24,7 @@ _EQUAL_WEIGHTS = (1.0,)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ClassificationConfig(TaskConfig):
-    """Images and their labels."""
+    """Classification: images and their labels."""
 
     loss: str = key(
         "softmax",

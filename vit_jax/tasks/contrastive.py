@@ -38,7 +38,7 @@ from vit_jax.tasks.task import Batch, ImageTask, TaskConfig, feature_width
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ContrastiveConfig(TaskConfig):
-    """Images and captions (CLIP, LiT, SigLIP)."""
+    """Contrastive learning of images and captions (CLIP, LiT, SigLIP)."""
 
     has_classifier: ClassVar[bool] = False
 

@@ -29,7 +29,7 @@ _LOGS = 5  # Consecutive logs after which a collapse is reported.
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DinoConfig(TaskConfig):
-    """Outputs of the student's moving average (DINO)."""
+    """DINO: the outputs of a moving average of the network."""
 
     averages_network: ClassVar[bool] = False
 

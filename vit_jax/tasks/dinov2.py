@@ -36,7 +36,7 @@ _MASKS = 0x69424F54  # Separates the random bits of masks from those of the tran
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Dinov2Config(DinoConfig):
-    """Outputs of the moving average, also for masked patches (DINOv2, DINOv3)."""
+    """DINOv2 and DINOv3: the outputs of a moving average, also for masked patches."""
 
     needs_all_patches: ClassVar[bool] = True
 
@@ -136,9 +136,9 @@ class Dinov2Config(DinoConfig):
     )
     mask_exact: bool = key(
         False,
-        "True masks as many patches as the upper end of a step of the range says, the "
-        "last ones singly (DINOv3); False a number within the step, in blocks only "
-        "(DINOv2).",
+        "How many patches a crop masks: True, exactly the upper end of its step of the "
+        "range, the last ones singly (DINOv3); False, a number within its step, in "
+        "blocks only (DINOv2).",
     )
     gram_weight: float = key(
         0.0, "Weight of Gram anchoring (DINOv3); 0 is off, without an anchor."

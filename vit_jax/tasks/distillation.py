@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DistillationConfig(ClassificationConfig):
-    """Images, their labels, and a teacher's predictions."""
+    """Distillation: images, their labels, and a teacher's predictions."""
 
     name: str = key("distillation", "Task to train.")
     teacher: str = key(

@@ -32,7 +32,7 @@ _MOMENTUM, _EPSILON = 0.1, 1e-6
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LinearProbeConfig(ClassificationConfig):
-    """Images and their labels, from the features of a frozen network."""
+    """Linear probe: images and their labels, on features of a frozen network."""
 
     averages_network: ClassVar[bool] = False
 

@@ -32,7 +32,7 @@ from vit_jax.tasks.task import Tree
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LoraConfig(ClassificationConfig):
-    """Images and their labels, by low-rank updates of a frozen network."""
+    """LoRA: images and their labels, by low-rank updates of a frozen network."""
 
     averages_network: ClassVar[bool] = False
 

@@ -28,7 +28,7 @@ from vit_jax.tasks.task import TaskConfig
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MaeConfig(TaskConfig):
-    """Pixels of hidden patches, predicted from the visible ones (MAE)."""
+    """MAE: the pixels of hidden patches, predicted from the visible ones."""
 
     has_pictures: ClassVar[bool] = True
     needs_all_patches: ClassVar[bool] = True

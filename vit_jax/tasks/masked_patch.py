@@ -30,7 +30,7 @@ NUM_COLORS = _LEVELS**3
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MaskedPatchConfig(TaskConfig):
-    """Colours of corrupted patches (masked patch prediction)."""
+    """Masked patch prediction: the colours of corrupted patches."""
 
     has_pictures: ClassVar[bool] = True
     needs_all_patches: ClassVar[bool] = True

@@ -28,7 +28,7 @@ LABEL_MAP = "label_map"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SegmentationConfig(TaskConfig):
-    """The class of every pixel (semantic segmentation)."""
+    """Semantic segmentation: the class of every pixel."""
 
     has_classifier = False
     needs_all_patches = True

@@ -26,7 +26,7 @@ from vit_jax.tasks.task import TaskConfig
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SimMimConfig(TaskConfig):
-    """Pixels of hidden units, predicted from all tokens (SimMIM)."""
+    """SimMIM: the pixels of hidden units, predicted from all tokens."""
 
     has_pictures: ClassVar[bool] = True
     needs_all_patches: ClassVar[bool] = True

@@ -98,7 +98,8 @@ class PlainOptimConfig:
     )
     layer_decay: float = key(
         0.0,
-        "Learning rate of a layer, divided by that of the layer above it; 0 is off.",
+        "Learning rate of a layer, as a multiple of that of the layer above it; 0 is "
+        "off.",
         at_most=1,
     )
     learning_rate_factors: tuple[str, ...] = key(

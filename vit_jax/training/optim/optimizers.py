@@ -71,7 +71,7 @@ class LarsConfig(OptimConfig):
     momentum: float = key(0.9, "Decay of the running sum of steps.", below=1)
     trust_coefficient: float = key(
         0.001,
-        "Norm of the step of a parameter, divided by the norm of the parameter.",
+        "Norm of the step of a parameter, as a multiple of the norm of the parameter.",
         above=0,
     )
 
