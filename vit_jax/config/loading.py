@@ -99,6 +99,13 @@ def drop_former_keys(stored: dict[str, dict]) -> None:
             del stored[section][name]
 
 
+def is_former(difference: str) -> bool:
+    """Returns whether a line of `fields.differences` is about a key of `drop_former_keys`."""
+    return difference.endswith(
+        tuple(f".{path}: {value} -> absent" for path, value in _FORMER.items())
+    )
+
+
 def read(cls: type, spec: str, overrides: Mapping[str, object] | None = None) -> dict:
     """Returns the keys that a config file and overrides set, as nested dicts.
 
