@@ -386,7 +386,6 @@ def test_a_stored_config_loses_keys_that_have_gone_if_they_had_no_effect():
     loading.drop_former_keys(stored)
     assert "weight_decay_epochs" not in stored["optim"]
     assert stored["task"].keys() & gone.keys() == {"small_weight_fraction"}
-    line = "points.b.train.optim.weight_decay_epochs: {} -> absent"
-    assert loading.is_former(line.format(0.0)) and not loading.is_former(
-        line.format(2.0)
-    )
+    key = "points.b.train.optim.weight_decay_epochs"
+    assert loading.is_former(f"{key}: 0.0 -> absent")
+    assert not loading.is_former(f"{key}: 2.0 -> absent")
