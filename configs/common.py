@@ -205,16 +205,19 @@ DINO_TRANSFORMS = dict(
     small_transform=f"{JITTER} | gaussian_blur(0.5)",
 )
 # DINOv2 and DINOv3 take one minus DINO's probabilities of blur, as do their weights.
-DINOV2_TRANSFORMS = dict(
+DINOV2_TASK = dict(
+    dino_weight=1.0,
+    patch_weight=1.0,
+    koleo_weight=0.1,
     large_transforms=(JITTER, f"{JITTER} | gaussian_blur(0.9) | solarize(0.2)"),
     small_transform=f"{JITTER} | gaussian_blur(0.5)",
 )
 # The same without flips, so that an anchor's crops have the same patches.
 GRAM_TRANSFORMS = dict(
     large_transforms=tuple(
-        line.removeprefix("flip | ") for line in DINOV2_TRANSFORMS["large_transforms"]
+        line.removeprefix("flip | ") for line in DINOV2_TASK["large_transforms"]
     ),
-    small_transform=DINOV2_TRANSFORMS["small_transform"].removeprefix("flip | "),
+    small_transform=DINOV2_TASK["small_transform"].removeprefix("flip | "),
 )
 
 

@@ -16,7 +16,7 @@ that grow too are ours, as is `:data=cifar10`, and draws for the images of one o
 from ml_collections import ConfigDict
 
 from configs.common import (
-    DINOV2_TRANSFORMS,
+    DINOV2_TASK,
     bicubic_crop,
     cifar10,
     dinov2_crops,
@@ -92,7 +92,7 @@ def get_config(arg: str | None = None) -> ConfigDict:
         teacher_temperature=0.07,
         teacher_temperature_start=0.04,
         teacher_temperature_steps=37_500,
-        **DINOV2_TRANSFORMS,
+        **DINOV2_TASK,
     )
     c.optim = dinov2_optim(
         c,

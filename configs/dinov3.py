@@ -18,7 +18,7 @@ last; draws for 8 images in a row (33 % of a masked crop, there 30).
 from ml_collections import ConfigDict
 
 from configs.common import (
-    DINOV2_TRANSFORMS,
+    DINOV2_TASK,
     GRAM_TRANSFORMS,
     bicubic_crop,
     crops_of_sizes,
@@ -81,7 +81,7 @@ def get_config(arg: str | None = None) -> ConfigDict:
         teacher_temperature=0.07,
         teacher_temperature_start=0.04,
         teacher_temperature_steps=37_500,
-        **DINOV2_TRANSFORMS,
+        **DINOV2_TASK,
     )
     # The files have rates for 64 images, four times below those for 1,024.
     c.optim = dinov2_optim(

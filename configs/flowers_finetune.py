@@ -3,6 +3,7 @@
 Data:   as configs/flowers.py: DIR/train/<class>/..., DIR/val/<class>/... (or test/)
 Run:    python -m vit_jax.train --config=configs/flowers_finetune.py \
             --config.data.data_dir=DIR --workdir=runs/flowers_finetune
+        :lora trains low-rank updates and the classifier only (arXiv:2106.09685)
 Result: 92.80 % top-1 on 736 photographs of tf_flowers, on 2 CPU cores; measured with
         --config.data.eval_transform="resize_small(256) | central_crop", bilinear
 
@@ -14,7 +15,7 @@ from ml_collections import ConfigDict
 
 from configs.common import bicubic_crop, parse_arg, quick
 
-ARGUMENTS = dict(quick=False)
+ARGUMENTS = dict(lora=False, quick=False)
 
 
 def get_config(arg: str | None = None) -> ConfigDict:
@@ -48,6 +49,9 @@ def get_config(arg: str | None = None) -> ConfigDict:
         schedule="cosine",
         grad_clip_norm=1.0,
     )
+    if arg.lora:
+        c.task = dict(name="lora", rank=8, alpha=16.0, projections=("query", "value"))
+        c.optim = dict(name="adam", learning_rate=2e-3, warmup_steps=10)
     c.ema = dict(decay=0.0)
 
     c.log_every_steps = 10

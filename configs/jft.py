@@ -8,6 +8,8 @@ Result: not run by us; the paper's results are those after transfer (its table 6
 JFT-300M is not public: give the name of your set, and `--config.data.split=` and
 `--config.evals.val=` where its splits have other names. The paper does not state the
 loss and the last rate on JFT: they are those of ImageNet-21k, see b16_i21k.py.
+`:schedule=rsqrt` is that of Scaling Vision Transformers (arXiv:2106.04560), by big_vision's
+train_vit_g.py: a run can be extended from any step before its cooldown.
 """
 
 from ml_collections import ConfigDict
@@ -33,7 +35,7 @@ ROWS = {
     "R50+L/16": (7, 4e-4),
     "R50+L/16-14ep": (14, 4e-4),
 }
-ARGUMENTS = dict(model=tuple(ROWS), quick=False)
+ARGUMENTS = dict(model=tuple(ROWS), schedule=("linear", "rsqrt"), quick=False)
 
 
 def get_config(arg: str | None = None) -> ConfigDict:
@@ -78,6 +80,8 @@ def get_config(arg: str | None = None) -> ConfigDict:
         schedule=dict(name="linear", end_learning_rate=1e-5),
         weight_decay=0.1,
     )
+    if arg.schedule == "rsqrt":
+        c.optim.schedule = dict(name="rsqrt", timescale=10_000, cooldown_steps=50_000)
     c.ema = dict(decay=0.0)
 
     c.log_every_steps = 50

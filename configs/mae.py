@@ -70,7 +70,7 @@ def pretrain(c: ConfigDict, arg) -> None:
     c.epochs = arg.epochs
     c.data.train_transform = f"{CROP.format((0.2, 1.0))} | flip"
     c.evals = dict(knn=dict(kind="knn", test="validation", every_epochs=20))
-    c.evals.val = dict(kind="task", split="validation")
+    c.evals.val = dict(kind="task", split="validation", num_pictures=8)
     c.model.posemb = "sincos2d_mae"
     c.task = dict(name="mae", mask_ratio=0.75, normalize_targets=True)
     if arg.data == "cifar10":
@@ -120,3 +120,4 @@ def linear(c: ConfigDict, arg) -> None:
     c.evals = dict(val="validation")
     c.task = dict(name="linear_probe")
     c.optim.update(name="lars", base_learning_rate=0.1, warmup_epochs=10)
+    c.optim.trust_coefficient = 1e-3

@@ -69,6 +69,7 @@ def get_config(arg: str | None = None) -> ConfigDict:
     scale = (1.0, 4.0) if street else (0.5, 2.0)  # Of the short side by that of a crop.
     c.data = dict(
         split="train",
+        ignore_label=255,
         image_size=(side, 2 * side if street else side),
         mean=(0.485, 0.456, 0.406),
         std=(0.229, 0.224, 0.225),

@@ -6,8 +6,8 @@ Then:   python -m vit_jax.train --config=configs/simmim.py:stage=finetune \\
 Try:    the same with --config=configs/simmim.py:quick (3 steps, any machine)
 Result: not run by us; the authors report 83.8 % for B/16, 84.0 % for Swin-B, fine-tuned
 
-Their B/16 has a shared relative bias and LayerScale, here learned positions. Their rates lag by
-a step, and fine-tuning begins and ends at 1e-6 in all layers, here at that times their decay.
+Their B/16 has a shared relative bias and LayerScale, as `:relative_bias` has; by default it has
+learned positions here. Their rates lag by a step, and fine-tuning begins and ends at 1e-6 in all layers, here at that times their decay.
 """
 
 from ml_collections import ConfigDict
@@ -19,6 +19,7 @@ ARGUMENTS = dict(
     data=("imagenet", "cifar10"),
     stage=("pretrain", "finetune"),
     epochs=(800, 100),  # Of pretraining.
+    relative_bias=False,
     quick=False,
 )
 CROP = "random_resized_crop(area={}, interpolation='{}')"
@@ -59,6 +60,8 @@ def get_config(arg: str | None = None) -> ConfigDict:
             dtype="bfloat16",
             scan=None,
         )
+        if arg.relative_bias:
+            c.model.update(posemb="none", relative_bias="shared", layer_scale_init=0.1)
     c.optim = dict(
         name="adam",
         schedule=dict(name="cosine", includes_warmup=True),

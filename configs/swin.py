@@ -58,6 +58,8 @@ def get_config(arg: str | None = None) -> ConfigDict:
 
     c.model = dict(
         variant=f"Swin{arg.model}" if v2 else f"Swin-{size}",
+        patch_size=4,
+        mlp_ratio=4.0,
         drop_path_rate=(WIDE_DROP_PATH if wide or tuned else DROP_PATH)[size],
         # A new head for other classes begins with zeros there (utils.py, line 120).
         init="google" if tuned else "timm",

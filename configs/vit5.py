@@ -87,7 +87,7 @@ def get_config(arg: str | None = None) -> ConfigDict:
         weight_decay=0.1,
         weight_decay_mask=(r"/kernel$",),
     )
-    c.ema = dict(decay=0.99996)
+    c.ema = dict(decay=0.99996, warmup=True)
     if not tuned:
         c.data.repeats = 3
         c.data.train_transform = (

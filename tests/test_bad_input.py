@@ -113,7 +113,7 @@ CASES = [
     ("train --config=none.py", "none.py...TypeError"),
     (f"train --config={'x' * 5_000}.py", "not found"),
     ("train --config=configs/digit.py", "configs/digit.py not found...digits"),
-    ("train --config=digits:quik", "config argument 'quik'...it takes quick"),
+    ("train --config=digits:quik", "config argument 'quik'...it takes schedule, quick"),
     (
         "train --config=digits_finetune",
         "init='?'...digits_finetune...--config.init...paper:B/16-i21k",

@@ -376,3 +376,16 @@ def test_every_key_is_read_somewhere():
             if not by_unit and not re.search(direct, code):
                 unread.append(f"{section}.{key}")
     assert unread == []
+
+
+def test_a_stored_config_loses_keys_that_have_gone_if_they_had_no_effect():
+    stored = fields.to_json(config.complete(stated(task={"name": "dinov2"})))
+    gone = {"teacher_momentum_epochs": 0.0, "small_weight_fraction": 0.5}
+    stored["task"] |= gone
+    stored["optim"]["weight_decay_epochs"] = 0.0
+    loading.drop_former_keys(stored)
+    assert "weight_decay_epochs" not in stored["optim"]
+    assert stored["task"].keys() & gone.keys() == {"small_weight_fraction"}
+    key = "points.b.train.optim.weight_decay_epochs"
+    assert loading.is_former(f"{key}: 0.0 -> absent")
+    assert not loading.is_former(f"{key}: 2.0 -> absent")

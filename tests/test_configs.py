@@ -1,6 +1,7 @@
 """Every recipe builds with every argument, and states the paper's numbers."""
 
 import ast
+import contextlib
 import importlib
 import inspect
 import itertools
@@ -569,7 +570,8 @@ def test_simmim_and_the_probe_of_mae_have_crops_of_their_own():
 AREA = "resize_small(256, interpolation='area') | central_crop(down=True)"
 PLAIN = "resize(interpolation='bilinear_plain')"
 GOOGLE = {
-    stem: AREA for stem in ("b16_i1k", "b16_i21k", "jft", "mixer", "masked_patch")
+    stem: AREA
+    for stem in ("b16_i1k", "b16_i21k", "gsam", "jft", "masked_patch", "mixer")
 }
 GOOGLE |= {
     stem: PLAIN for stem in ("transfer", "vtab", "bit_hyperrule", "siglip_lit_coco")
@@ -729,3 +731,44 @@ def test_weight_decay_of_swin_is_of_kernels(version):
     layers = {"embedding", "qkv", "proj", "Dense_0", "Dense_1", "merge", "head"}
     assert {path.split("/")[-2] for path in found} == layers
     assert all(path.endswith("/kernel") for path in found)
+
+
+def _arguments_to_try(file):
+    """Yields texts of arguments, so that every value is in one; texts have another too."""
+    for name, default in {"": False, **getattr(file, "ARGUMENTS", {})}.items():
+        values = default if isinstance(default, tuple) else (default,)
+        if isinstance(default, bool):
+            values = (default, not default)
+        if default == "":
+            values = ("", "other")
+        yield from (f"{name}={value}" if name else "" for value in values)
+
+
+def _keys_set(path):
+    """Returns the dotted keys that a recipe, an evaluation or a study sets."""
+    name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+    file, keys = importlib.import_module(name), set()
+    for text in _arguments_to_try(file):
+        # Some values need one of another argument.
+        with contextlib.suppress(UserError):
+            raw = file.get_config(text).to_dict()
+            loading.override(config.TrainConfig, raw, {})  # Its sections become dicts.
+            keys |= fields.flatten(raw).keys()
+    tuned = file.get_study().get("tune", {}) if hasattr(file, "get_study") else {}
+    keys |= {key for stage in tuned.values() for key in stage}
+    return {re.sub(r"^evals\.\w+\.", "evals.NAME.", key) for key in keys}
+
+
+def test_every_key_is_set_by_a_recipe_or_says_what_it_is_for():
+    paths = [p for p in (ROOT / "configs").rglob("[!_]*.py") if p.stem != "common"]
+    keys = set().union(*map(_keys_set, paths))
+    cls = config.TrainConfig
+    silent = {
+        f"{where}.{name}".strip(".")
+        for where, _, section in [("", "", cls), *fields.sections(cls)]
+        # Keys of optax's functions are their arguments.
+        if not hasattr(section, "function")
+        for name, about in fields.fields(section).items()
+        if not isinstance(about, fields.Section) and not about.reason
+    }
+    assert not silent - keys

@@ -220,6 +220,7 @@ def test_the_reference_has_every_key_with_its_default_and_a_meaning():
             meaning = about.help.replace("|", "\\|")
             line = f"| `{key}` | `{defaults[key]!r}` | {meaning}"
             assert line in text, (name, line)
+            assert not about.reason or f" For: {about.reason}. |" in text, (name, key)
 
     assert "## `optim`, by `name`\n\n| key | default | meaning |\n| --- |" in text
     assert "| `b1` | `0.9` |" in text

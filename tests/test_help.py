@@ -6,7 +6,7 @@ import pytest
 
 from vit_jax.__main__ import COMMANDS, load
 from vit_jax.command_line import cli
-from vit_jax.config import fields
+from vit_jax.config import fields, reference
 from vit_jax.errors import UserError
 from vit_jax.training.config import EvaluationConfig, TrainConfig
 from vit_jax.weights.formats import registry
@@ -36,7 +36,7 @@ def test_help_lists_every_key_with_its_default(verb, cls):
     # What chooses a dataclass stands in its heading.
     chosen = {name for name in wanted - keys if f"by {name}" in shown}
     assert keys | chosen == wanted
-    assert re.search(r"^  batch_size=0 +Images a step", shown, re.MULTILINE)
+    assert re.search(r"^  batch_size=0 +Images per step", shown, re.MULTILINE)
     assert max(map(len, shown.splitlines())) <= 100
 
 
@@ -45,6 +45,11 @@ def test_keys_of_a_choice_stand_under_its_name():
     before, _, after = shown.partition("optim, name=sgd")
     assert "optim.b1=0.9" in before
     assert "optim.momentum=0.9" in after
+
+
+def test_a_key_that_no_recipe_sets_says_what_it_is_for():
+    keys = reference.text(TrainConfig, "run").partition("debug_nans")[2]
+    assert "For: debugging." in keys.partition("profile_steps")[0]
 
 
 def test_a_section_is_listed_by_itself():

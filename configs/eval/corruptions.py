@@ -26,7 +26,7 @@ def get_config(arg: str | None = None) -> ConfigDict:
     c.evals.corruptions = dict(
         kind="corruptions", name=corrupted.name, data_dir=corrupted.data_dir
     )
-    c.evals.corruptions.extra = arg.extra
+    c.evals.corruptions.update(eval_transform="resize", extra=arg.extra)
     if arg.clean:
         c.data = data_set(arg.clean)
         c.data.num_threads = corrupted.num_threads

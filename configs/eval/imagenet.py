@@ -4,7 +4,9 @@ Data:   imagenet2012_real has the validation images with both kinds of labels; h
         get each set: python -m vit_jax.datasets. DIR is where TFDS prepared them.
 Run:    python -m vit_jax.evaluate --model=CHECKPOINT \
             --config=configs/eval/imagenet.py:data_dir=DIR,objectnet=FOLDER
-        v2=False and no objectnet= leave those out.
+        v2=False and no objectnet= leave those out. variants=True adds ImageNet-A and -R
+        (arXiv:1907.07174, 2006.16241), scored over their 200 classes as by their authors.
+        data=imagenet2012,real=FILE reads the labels of ReaL from the authors' real.json.
 Result: not run by us, for want of the images; published: the paper's table 2
 
 Validation and ReaL share one pass over the images.
@@ -14,18 +16,31 @@ from ml_collections import ConfigDict
 
 from configs.common import parse_arg
 
-ARGUMENTS = dict(data_dir="", v2=True, objectnet="")
+ARGUMENTS = dict(
+    data=("imagenet2012_real", "imagenet2012"),
+    data_dir="",
+    real="",
+    v2=True,
+    variants=False,
+    objectnet="",
+)
 
 
 def get_config(arg: str | None = None) -> ConfigDict:
     arg = parse_arg(arg, **ARGUMENTS)
     c = ConfigDict()
     c.batch_size = 256
-    c.data = dict(name="imagenet2012_real", data_dir=arg.data_dir)
+    c.data = dict(name=arg.data, data_dir=arg.data_dir)
     c.evals = {}
-    same = dict(name="imagenet2012_real", label_key="original_label")
+    key = "original_label" if arg.data == "imagenet2012_real" else "label"
+    same = dict(name=arg.data, label_key=key)
     c.evals.imagenet = dict(kind="classification", split="validation", **same)
     c.evals.real = dict(kind="real", split="validation", **same)
+    c.evals.real.labels = arg.real
+    if arg.variants:
+        for name in ("imagenet_a", "imagenet_r"):
+            c.evals[name] = dict(kind="classification", name=name, split="test")
+            c.evals[name].only_present_classes = True
     if arg.v2:
         c.evals.v2 = dict(kind="classification", name="imagenet_v2/matched-frequency")
         c.evals.v2.split = "test"

@@ -48,4 +48,5 @@ def get_config(arg: str | None = None) -> ConfigDict:
     arg, c = evaluation(arg, **MORE)
     prompts = {7: SEVEN, 80: EIGHTY}[arg.prompts]
     c.evals.test = dict(kind="zero_shot", split=arg.split, prompts=prompts)
+    c.evals.test.update(imagenet_names="clip", canonicalize=False)
     return c

@@ -254,7 +254,7 @@ def test_schedules_have_their_own_start_end_and_length():
         teacher_temperature_steps=11,
         teacher_momentum=0.9,
         teacher_momentum_end=0.98,
-        teacher_momentum_epochs=4.0,
+        teacher_momentum_steps=40,
     )
     at = lambda of, steps: [float(of(jnp.asarray(step))) for step in steps]
     found = at(task.teacher_temperature, (0, 5, 10, 60))
@@ -358,7 +358,7 @@ def test_anchors_get_the_same_crops_at_another_size():
 @pytest.mark.parametrize("scale", [1, 2])
 def test_gram_begins_at_its_step_and_has_no_effect_before(scale):
     crops = f"multi_crop(({16 * scale}, {24 * scale}), small_size=8, num_small=2)"
-    keys = {"gram_weight": 2.0, "gram_scale": float(scale), "gram_start_epochs": 0.3}
+    keys = {"gram_weight": 2.0, "gram_scale": float(scale), "gram_start_steps": 3}
     task = task_of(crops, **keys)
     params, extra = state_of(task)
     assert jax.tree.structure(extra["anchor"]) == jax.tree.structure(params["network"])

@@ -270,7 +270,7 @@ def test_small_crops_have_their_weight_in_the_loss():
 
 def test_weights_change_by_half_a_cosine():
     crops = "multi_crop((12, 24), small_size=4, num_small=2)"
-    schedule = {"small_weight_end": 0.5, "small_weight_epochs": 0.4}
+    schedule = {"small_weight_end": 0.5, "small_weight_steps": 4}
     warmup = {"gram_start_steps": 2, "gram_warmup_steps": 2}
     task = task_of(crops, **schedule, **ANCHOR, **warmup)
     params, extra = state_of(task)

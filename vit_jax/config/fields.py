@@ -45,6 +45,7 @@ class Key:
 
     Attributes:
       help: meaning of the key, for the reference.
+      reason: why the key exists if no recipe sets it: its paper, or what it is for.
       choices: allowed texts; any if empty.
       names: texts that may stand in the place of a tuple of numbers.
       only_if: other key of the section to its values under which this one is read, or to
@@ -62,6 +63,7 @@ class Key:
     """
 
     help: str
+    reason: str = ""
     choices: Sequence[str] = ()
     names: Sequence[str] = ()
     only_if: Mapping[str, Sequence[str] | Mapping[str, object]] | None = None

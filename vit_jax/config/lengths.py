@@ -24,7 +24,8 @@ def length_in_steps(section: object, name: str, run: RunLength) -> int:
     """Returns a length in steps that a section has in steps, epochs or as a fraction.
 
     Args:
-      section: section with the keys `{name}_steps`, `{name}_epochs`, `{name}_fraction`.
+      section: section with some of the keys `{name}_steps`, `{name}_epochs` and
+        `{name}_fraction`.
       name: name of the length, as "warmup".
       run: length of the run.
 
@@ -32,7 +33,8 @@ def length_in_steps(section: object, name: str, run: RunLength) -> int:
       UserError: more than one of them is set.
     """
     units = dict(zip(_units(name), (1, run.steps_per_epoch, run.total_steps)))
-    given = {unit: getattr(section, unit) for unit in units if getattr(section, unit)}
+    given = {unit: getattr(section, unit, 0) for unit in units}
+    given = {unit: value for unit, value in given.items() if value}
     if len(given) > 1:
         both = " and ".join(f"{unit}={value}" for unit, value in given.items())
         raise UserError(f"{both}: keep one of them, set the others to 0")
@@ -52,7 +54,7 @@ def alternatives(name: str) -> set[str]:
 
 def length_key(section: object, name: str) -> str | None:
     """Returns the key by which a length is set, or None if it is 0."""
-    return next((unit for unit in _units(name) if getattr(section, unit)), None)
+    return next((unit for unit in _units(name) if getattr(section, unit, 0)), None)
 
 
 def depends_on_epochs(section: object) -> bool:

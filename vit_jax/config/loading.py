@@ -77,6 +77,34 @@ SYNONYMS = {
     for word in all_words.split()
 }
 
+# Keys of earlier versions, which stored configs have, with the value that had no effect.
+_FORMER = {
+    "optim.weight_decay_epochs": 0.0,
+    "optim.weight_decay_fraction": 0.0,
+    "task.gram_start_epochs": 0.0,
+    "task.gram_start_fraction": 0.0,
+    "task.small_weight_epochs": 0.0,
+    "task.small_weight_fraction": 0.0,
+    "task.teacher_momentum_epochs": 0.0,
+    "task.teacher_momentum_fraction": 0.0,
+    "task.teacher_temperature_fraction": 0.0,
+}
+
+
+def drop_former_keys(stored: dict[str, dict]) -> None:
+    """Removes keys of earlier versions that had no effect from a stored config."""
+    for path, value in _FORMER.items():
+        section, _, name = path.partition(".")
+        if stored.get(section, {}).get(name) == value:
+            del stored[section][name]
+
+
+def is_former(difference: str) -> bool:
+    """Returns whether a line of `fields.differences` is about a key of `drop_former_keys`."""
+    return difference.endswith(
+        tuple(f".{path}: {value} -> absent" for path, value in _FORMER.items())
+    )
+
 
 def read(cls: type, spec: str, overrides: Mapping[str, object] | None = None) -> dict:
     """Returns the keys that a config file and overrides set, as nested dicts.

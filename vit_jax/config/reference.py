@@ -85,12 +85,13 @@ def _keys(cls: type) -> dict[str, tuple[object, str]]:
 
 
 def _meaning(about: Key) -> str:
-    """Returns the help of a key, and under which choice alone it is read."""
+    """Returns the help of a key, the only choices under which it is read, and its reason."""
     only = [
-        f"{other}={' or '.join(values)}"
+        f"Only with `{other}={' or '.join(values)}`."
         for other, values in (about.only_if or {}).items()
     ]
-    return " ".join([about.help, *(f"Only with `{words}`." for words in only)])
+    reason = [f"For: {about.reason}."] if about.reason else []
+    return " ".join([about.help, *only, *reason])
 
 
 RUN = "run"  # Name of the keys that stand in no section.

@@ -29,82 +29,119 @@ class ReaderConfig:
     name: str = key(
         "",
         'Data set: a name of TFDS, such as "cifar10"; one of `SOURCES` in '
-        'vit_jax/data/sources/__init__.py; or "my_module:open_source", which runs the code '
-        "of that module.",
+        'vit_jax/data/sources/__init__.py; or "my_module:open_source", which runs the '
+        "code of that module.",
     )
     data_dir: str = key(
-        "", 'Its folder; "" is TFDS\'s default, ~/tensorflow_datasets.', **OF_HOST
+        "",
+        'Folder of the data set; "" is the default of TFDS, ~/tensorflow_datasets.',
+        **OF_HOST,
     )
     split: str = key(
         "train",
-        "Training split, in TFDS's slicing syntax for all sources.",
+        "Training split, in the slicing syntax of TFDS, which all sources understand.",
         in_step=False,
     )
-    num_examples: int = key(0, "Size of `split`, for use without the data; checked.")
+    num_examples: int = key(
+        0,
+        "Number of images in `split`, with which a run can be planned without the "
+        "data; it is checked once the data is read. 0 is unknown.",
+    )
     image_key: str = key(
-        "image", "TFDS feature or Parquet column of the images, and ..."
+        "image",
+        "Where the images are: a feature of TFDS, a column of a table or Parquet file, "
+        'or with `data.name="masks"` a folder.',
+        reason="data with other names; the command `finetune` sets it",
     )
     label_key: str = key(
         "label",
-        "... of their labels, where labels are read. In a table also one column per class, "
-        'as "cat,dog", with 1, 0, -1 (counts as 0) or nothing.',
+        "Where the labels are: a feature of TFDS, or a column of a table or Parquet "
+        'file. In a table it may also be one column per class, as "cat,dog", with 1, '
+        "0, -1 (counts as 0) or nothing.",
+        reason="data with other names; the command `finetune` sets it",
     )
     image_dir: str = key(
-        "", "Folder of the paths in a table, relative to the table's folder.", **OF_HOST
+        "",
+        "Folder that the paths in a table start from, relative to the folder of the "
+        "table.",
+        reason="tables whose paths start from another folder",
+        **OF_HOST,
     )
-    image_suffix: str = key("", 'Added to the paths in a table, as ".jpg".')
+    image_suffix: str = key(
+        "",
+        'Suffix that is added to the paths in a table, such as ".jpg".',
+        reason="tables that hold ids of images, not file names",
+    )
     multi_label: bool = key(
-        False, "Whether an image has any number of labels instead of one class."
+        False,
+        "Whether an image has any number of labels, instead of exactly one.",
+        reason="images with several tags; the command `finetune` sets it",
     )
     caption_key: str = key(
         "",
-        "... of their captions; for image files the field of metadata.jsonl, or the suffix "
-        'of a text beside each, as "txt". "": captions are made of class names.',
+        "Where the captions are: a feature of TFDS, or a column of a table or Parquet "
+        "file; for image files the field of metadata.jsonl, or the suffix of a text "
+        'file beside each image, as "txt". "" makes captions from the names of '
+        "classes.",
     )
     mask_key: str = key(
         "",
-        "... of their masks, images of class numbers for tasks that learn the class of each "
-        "pixel: a feature or column as above, a column of paths in a table, the folder of "
-        '`data.name="masks"`. "": masks are not read.',
+        "Where the masks are, images of class numbers for tasks that learn the class "
+        "of each pixel: a feature of TFDS, a column of a Parquet file, a column of "
+        'paths in a table, or with `data.name="masks"` a folder. "" reads no masks.',
     )
     ignore_label: int = key(
-        255, "Value of a mask that counts for no class.", at_least=None
+        255,
+        "Value in a mask that stands for no class: such pixels do not count.",
+        at_least=None,
     )
     reduce_zero_label: bool = key(
-        False, "Whether 0 in a mask counts for no class either, and 1 is class 0."
+        False,
+        "Whether 0 in a mask stands for no class, so that 1 is class 0, 2 is class 1, "
+        "and so on.",
     )
     mask_values: tuple[int, ...] = key(
         (),
-        "Values of masks in the order of the classes, as (0, 255) for two; (): the class "
-        "numbers themselves.",
+        "Values in a mask in the order of the classes, as (0, 255) for two classes; () "
+        "if masks hold the class numbers themselves.",
+        reason="masks drawn in black and white; the command `finetune` sets it",
         like=(0,),
     )
     num_workers: int = key(
         0,
-        "Loader processes; 0 loads in threads of this process.",
+        "Number of loader processes; 0 loads in threads of the main process.",
         at_most=1_024,
         **OF_HOST,
     )
-    num_threads: int = key(4, "Loader threads per process.", at_most=1_024, **OF_HOST)
+    num_threads: int = key(
+        4, "Number of loader threads per process.", at_most=1_024, **OF_HOST
+    )
     prefetch: int = key(
-        8, "Batches read ahead per process.", at_most=1_000_000, **OF_HOST
+        8,
+        "Number of batches that each process reads ahead.",
+        reason="fitting large batches into the memory of the host",
+        at_most=1_000_000,
+        **OF_HOST,
     )
     exif: bool = key(
         False,
-        "Turn images by the orientation tags of cameras; the published recipes and other "
-        "libraries do not.",
+        "Rotate images by the orientation tag of the camera; the published recipes and "
+        "other libraries do not.",
+        reason="photographs; the command `finetune` sets it",
     )
     max_megapixels: float = key(
         MAX_MEGAPIXELS,
-        "Largest image to decode, in millions of pixels; each takes memory, 3 bytes per "
-        "pixel or more, in every loader thread.",
+        "Largest image to decode, in millions of pixels. Decoding takes 3 bytes of "
+        "memory per pixel or more, in every loader thread.",
+        reason="scans and satellite images that are larger than the default",
         above=0,
         changes_result=False,
     )
     on_error: str = key(
         "raise",
-        'For a damaged image: "raise"; "skip" (counted); or "skip_few": up to 1 % of the '
-        "images of a split are skipped, and named.",
+        'What to do with a damaged image: "raise" ends the run; "skip" skips and '
+        'counts it; "skip_few" skips and names up to 1 % of the images of a split.',
+        reason="data with damaged files; the command `finetune` sets it",
         choices=("raise", "skip", "skip_few"),
     )
 
@@ -115,80 +152,106 @@ class DataConfig(ReaderConfig):
 
     num_classes: int = key(
         0,
-        "Number of classes; labels outside [0, classes) are an error. 0: labels are not "
-        "read and need not exist, for tasks that learn without. With `mask_key` they are "
-        "the classes of pixels.",
+        "Number of classes; a label outside [0, num_classes) is an error. With "
+        "`mask_key` it is the number of classes of pixels. 0: labels are not read and "
+        "need not exist, for tasks that learn without them.",
         below=2**31,
     )
     repeats: int = key(
         1,
-        "Successive copies of each image in training, each transformed separately "
-        "(arXiv:1901.09335; DeiT has 3). An epoch keeps its length, so that it has a part "
-        "of the images.",
+        "Repeated augmentation (arXiv:1901.09335): successive copies of each image in "
+        "training, each transformed separately; DeiT has 3. An epoch keeps its number "
+        "of steps, so it sees only a part of the images.",
         at_least=1,
         below=1_000,
     )
     class_balance: str = key(
         "",
-        "How often the classes are drawn in training: equally often by inverse frequency "
-        '("inverse"), by the root of their numbers ("sqrt") or by effective numbers '
-        '(arXiv:1901.05555; "effective"); "": each image once per epoch.',
+        'How often classes are drawn in training: "inverse" draws all equally often, '
+        '"sqrt" by the square roots of their sizes, "effective" by effective numbers '
+        '(arXiv:1901.05555); "" draws each image once per epoch.',
+        reason="classes of very different sizes; the command `finetune` sets it",
         choices=("", "inverse", "sqrt", "effective"),
     )
     tokenizer: str = key(
         "",
-        'Turns captions into tokens: "bytes", a folder or file with a tokenizer, or '
+        'Tokenizer of captions: "bytes", a folder or file that holds one, or '
         'hf://owner/name. "": captions are not read.',
         of_host=True,
     )
-    num_tokens: int = key(64, "Tokens of a caption, cut or padded.", at_least=1)
+    num_tokens: int = key(
+        64,
+        "Number of tokens of a caption; longer captions are cut, shorter ones are "
+        "padded.",
+        at_least=1,
+    )
     prompts: tuple[str, ...] = key(
         ("{}",),
-        "Captions of a class without `caption_key`: texts with {} for its name, one of "
-        "which is drawn for each image.",
+        "Texts with {} for the name of a class, used to make captions if there is no "
+        "`caption_key`; one is drawn for each image.",
     )
     fields: tuple[str, ...] = key(
         (),
-        'Fields of yours that a batch has besides, as ("my_module:Weather",); '
-        "docs/extending.md.",
+        "Additional fields of a batch, from your own module, as "
+        '("my_module:Weather",); see docs/extending.md.',
+        reason="tasks that learn from more than images and labels",
         like=("",),
     )
-    exclude: str = key("", "File of record ids, one per line, to leave out of `split`.")
+    exclude: str = key(
+        "",
+        "File that lists the ids of records to leave out of `split`, one per line.",
+        reason="near-duplicates of test images, which the command `dedup` lists",
+    )
     image_size: tuple[int, ...] = key(
-        (224, 224), "Height and width that reach the model, in pixels.", at_least=1
+        (224, 224),
+        "Height and width of the images that reach the model, in pixels.",
+        at_least=1,
     )
     channels: int = key(
         3,
-        "Bands that reach the model: 3 is RGB, 1 grey.",
+        "Number of channels of the images that reach the model: 3 for RGB, 1 for grey.",
         at_least=1,
         at_most=MAX_CHANNELS,
     )
     bands: tuple[int, ...] = key(
         (),
-        "Bands of a file in the order to read them, counted from 0; () for all.",
+        "Channels of a file to read, counted from 0, in this order; () reads all.",
+        reason="satellite images, whose files have more bands than a model needs",
         like=(0,),
     )
     pixels: str = key(
         "uint8",
-        "Depth on the way to the model. 16 bits of a PNG become 8 with the default; other "
-        "images of more depth are refused. Floats count as fractions of white.",
+        'Type of the pixels on the way to the model. With "uint8", 16 bits of a PNG '
+        "become 8, and other images of more than 8 bits are refused. Floating-point "
+        "pixels count as fractions of white.",
+        reason="medical and satellite images of more than 8 bits",
         choices=DEPTHS,
     )
     train_transform: str = key(
-        "", "Training transforms; see vit_jax/data/transforms/parse.py."
+        "",
+        'Transforms of training images, separated by "|"; see '
+        "vit_jax/data/transforms/parse.py.",
     )
-    eval_transform: str = key("", "Evaluation transforms.")
+    eval_transform: str = key("", 'Transforms of evaluation images, separated by "|".')
     mean: tuple[float, ...] | str = key(
         (0.5,),
-        "Subtracted, one or one per channel, as a fraction of white (255, or 65,535 of 16 "
-        'bits); "estimate" for that of up to 1,000 training images ...',
+        "Mean that is subtracted from images: one number, or one per channel, as a "
+        'fraction of white (255, or 65,535 with 16 bits); "estimate" is the mean of up '
+        "to 1,000 training images.",
         names=(ESTIMATE,),
     )
     std: tuple[float, ...] | str = key(
-        (0.5,), "... then divided by, alike.", names=(ESTIMATE,)
+        (0.5,),
+        "Standard deviation that images are divided by after `mean` is subtracted: one "
+        'number, or one per channel, as a fraction of white; "estimate" is that of up '
+        "to 1,000 training images.",
+        names=(ESTIMATE,),
     )
     check: bool = key(
-        True, "Resume only on the data of the run's start.", changes_result=False
+        True,
+        "Whether a run resumes only if the training data is the same as at its start.",
+        reason="continuing after the data was repaired, with False",
+        changes_result=False,
     )
 
     def __post_init__(self):

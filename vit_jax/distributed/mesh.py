@@ -23,22 +23,39 @@ internals.silence_tpu()  # At import, before anybody makes a backend.
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MeshConfig:
-    """Devices along each axis; -1 is all that the other axes leave."""
+    """Number of devices along each axis of the mesh; -1 is all that the other axes leave."""
 
-    data: int = key(-1, "Copies of the parameters.", at_least=None)
-    fsdp: int = key(
-        1,
-        "Parameters and moments are split, and gathered where needed.",
+    data: int = key(
+        -1,
+        "Devices that share the images of a batch and hold copies of the parameters.",
         at_least=None,
     )
-    model: int = key(1, "Attention heads and MLPs are split.", at_least=None)
+    fsdp: int = key(
+        1,
+        "Devices that share the images of a batch, and split parameters and moments, "
+        "which are gathered where needed (FSDP).",
+        at_least=None,
+    )
+    model: int = key(
+        1,
+        "Devices that split attention heads and MLPs (tensor parallelism).",
+        reason="layers that are too large for one device",
+        at_least=None,
+    )
     dcn_data: int = key(
         1,
-        "How many of `data` are different slices (TPU, GPU nodes) or, where JAX knows "
-        "of no slices, processes; with dcn_fsdp 1 too: as it fits.",
+        "Factor of `data` that is spread over TPU slices or GPU nodes, or over "
+        "processes where JAX knows of no slices. If dcn_data and dcn_fsdp are both 1, "
+        "factors that fit are chosen.",
+        reason="several slices or nodes",
         at_least=1,
     )
-    dcn_fsdp: int = key(1, "The same of `fsdp`.", at_least=1)
+    dcn_fsdp: int = key(
+        1,
+        "Factor of `fsdp` that is spread over TPU slices or GPU nodes, see dcn_data.",
+        reason="several slices or nodes, whose parameters do not fit one",
+        at_least=1,
+    )
 
 
 def create(config: MeshConfig, devices: Sequence | None = None) -> Mesh:

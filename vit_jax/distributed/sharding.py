@@ -29,11 +29,15 @@ class ShardingConfig:
 
     rules: tuple[str, ...] = key(
         (),
-        "Which parameters are split along which axes, ahead of the default rules: "
-        '"head/kernel$ -> -, model"; vit_jax/distributed/sharding.py.',
+        "Rules for splitting parameters along axes of the mesh, which come before the "
+        'default rules: "head/kernel$ -> -, model"; see '
+        "vit_jax/distributed/sharding.py.",
+        reason="networks of your own",
     )
     min_size: int = key(
-        32_768, "Elements per layer from which fsdp splits a parameter."
+        32_768,
+        "Smallest parameter that `mesh.fsdp` splits, in elements per layer.",
+        reason="weighing memory against communication",
     )
 
 

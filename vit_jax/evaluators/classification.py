@@ -21,17 +21,18 @@ _MAX_CLASSES = 2_000  # A confusion matrix of more would be gigabytes, and unrea
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ClassificationConfig(ModelClassesConfig):
-    """Classification of a split."""
+    """Accuracy, loss and calibration of a classifier."""
 
     fractions: ClassVar = ("top1", "top5", "ece", "balanced_accuracy", "macro_f1")
 
-    kind: str = key("classification", "What is evaluated.")
-    split: str = key("", 'Its images; "" is the data set\'s test split.')
+    kind: str = key("classification", "Kind of evaluation.")
+    split: str = key("", 'Split to evaluate; "" is the test split of the data set.')
     only_present_classes: bool | None = key(
         None,
-        "Whether answers are restricted to the classes of the data. None: yes if the data "
-        "have names of fewer classes than the model, as ImageNet-A and -R do. True for data "
-        "with names of all classes: restricted to the labels that occur.",
+        "Whether predictions are restricted to classes of the data. None: yes, if the "
+        "data names fewer classes than the model has. True, for data that names all "
+        "classes: they are restricted to the labels that occur.",
+        reason="ImageNet-A (arXiv:1907.07174) and ImageNet-R (arXiv:2006.16241)",
     )
 
     def open(self, name, splits):

@@ -61,24 +61,26 @@ class CorruptionsConfig(ModelClassesConfig):
         *("error/*", "ce/*"),
     )
 
-    kind: str = key("corruptions", "What is evaluated.")
+    kind: str = key("corruptions", "Kind of evaluation.")
     name: str = key(
         _FOLDER,
-        '"folder": `data_dir` has CORRUPTION/SEVERITY/CLASS/*.JPEG, perhaps in the folders '
-        "of the authors' archives (noise, blur, weather, digital, extra); or "
+        '"folder": `data_dir` has CORRUPTION/SEVERITY/CLASS/*.JPEG, or these in the '
+        "folders of the authors' archives (noise, blur, weather, digital, extra); or "
         '"imagenet2012_corrupted" of TFDS.',
     )
     eval_transform: str = key(
         "resize",
-        "The images have 224 pixels already, and the authors crop nothing off; a network of "
-        "another size gets them resized.",
+        "Transforms of the images. These have 224 pixels already, and the authors do "
+        'not crop them; "resize" fits them to networks of another size.',
     )
     extra: bool = key(
-        False, "Whether the 4 corruptions that do not count in the mean are read too."
+        False,
+        "Whether to evaluate also the 4 corruptions that do not count in the mean.",
     )
     clean: str = key(
         "",
-        'Split of `data.name` with the clean images, for relative_mce; "": not given.',
+        'Split of `data.name` that has the clean images, for relative_mce; "" leaves '
+        "it out.",
     )
 
     def open(self, name, splits):

@@ -30,7 +30,7 @@ Labels = Integer[np.ndarray, " N"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FewShotConfig(FeaturesConfig):
-    """Least squares on a few examples per class.
+    """Few-shot accuracy of features: least squares on a few examples per class.
 
     Metrics for S shots: "Sshot", the mean accuracy over the seeds with the first of the
     strengths, "Sshot_std", its sample deviation, the same with each further strength as
@@ -39,19 +39,24 @@ class FewShotConfig(FeaturesConfig):
 
     fractions: ClassVar = ("[0-9]*shot*",)
 
-    kind: str = key("fewshot", "What is evaluated.")
+    kind: str = key("fewshot", "Kind of evaluation.")
     shots: tuple[int, ...] = key(
-        (1, 5, 10, 25), "Examples per class.", at_least=1, below=2**32, distinct=True
+        (1, 5, 10, 25),
+        "Numbers of training examples per class.",
+        at_least=1,
+        below=2**32,
+        distinct=True,
     )
     seeds: int = key(
         20,
-        "Number of draws, over which mean and deviation are taken.",
+        "Number of draws of the examples, over which mean and standard deviation are "
+        "taken.",
         at_least=1,
         below=2**32,
     )
     l2: tuple[float, ...] = key(
         (1024.0,),
-        "Strengths of the regularisation; the first is reported.",
+        "Strengths of the L2 regularisation to evaluate; the report has the first one.",
         above=0,
         distinct=True,
     )

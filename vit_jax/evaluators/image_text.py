@@ -28,32 +28,33 @@ _BLOCK = 2**24  # Similarities at once.
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ZeroShotConfig(EvalConfig):
-    """Classification by the names of the classes in prompts."""
+    """Zero-shot accuracy: classification by prompts with the names of the classes."""
 
     fractions: ClassVar = ("top1", "top5")
 
-    kind: str = key("zero_shot", "What is evaluated.")
-    split: str = key("", 'Its images; "" is the data set\'s test split.')
+    kind: str = key("zero_shot", "Kind of evaluation.")
+    split: str = key("", 'Split to evaluate; "" is the test split of the data set.')
     classes: tuple[str, ...] = key(
         (),
-        "Names of the classes in label order, in place of the data set's names; those may "
-        "stand in any order.",
+        "Names of the classes in the order of the labels, used instead of the data "
+        "set's names; names that the data set has too may be in any order.",
+        reason="data sets without names of classes",
     )
     imagenet_names: str = key(
         imagenet.CLIP,
-        "Names of the classes of a data set that names them by WordNet ids, as ImageNet: "
-        '"clip", those of its authors, or "wordnet", the first word of each synset.',
+        'Names of the classes where the data set has WordNet ids, as ImageNet: "clip" '
+        'has the names of CLIP\'s authors, "wordnet" the first word of each synset.',
         choices=(imagenet.CLIP, imagenet.WORDNET),
     )
     canonicalize: bool = key(
         False,
-        "Write names and prompts in lower case and without punctuation, as big_vision does "
-        "for all towers (LiT, SigLIP).",
+        "Write names and prompts in lower case and without punctuation, as big_vision "
+        "does for all its text towers (LiT, SigLIP).",
     )
     prompts: tuple[str, ...] = key(
         ("a photo of a {}.",),
-        "Texts with {} for a name; a class is the mean of their embeddings (CLIP, "
-        "arXiv:2103.00020, section 3.1.4).",
+        "Texts with {} for the name of a class, whose embedding is the mean over these "
+        "texts (CLIP, arXiv:2103.00020, section 3.1.4).",
     )
 
     def open(self, name, splits):
@@ -104,10 +105,13 @@ class RetrievalConfig(EvalConfig):
 
     fractions: ClassVar = ("*_recall*",)
 
-    kind: str = key("retrieval", "What is evaluated.")
-    split: str = key("", 'Its images; "" is the data set\'s test split.')
+    kind: str = key("retrieval", "Kind of evaluation.")
+    split: str = key("", 'Split to evaluate; "" is the test split of the data set.')
     k: tuple[int, ...] = key(
-        (1, 5, 10), "Numbers of best answers that may have the right one.", at_least=1
+        (1, 5, 10),
+        "Numbers of best matches among which the right one is looked for (recall at "
+        "k).",
+        at_least=1,
     )
 
     def open(self, name, splits):

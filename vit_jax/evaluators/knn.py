@@ -19,12 +19,14 @@ Labels = Integer[np.ndarray, " M"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NeighboursConfig(FeaturesConfig):
-    """Votes of the nearest neighbours."""
+    """k-NN accuracy of features: votes of the nearest neighbours."""
 
-    kind: str = key("knn", "What is evaluated.")
-    k: int = key(20, "Neighbours that vote.", at_least=1, below=2**32)
+    kind: str = key("knn", "Kind of evaluation.")
+    k: int = key(20, "Number of nearest neighbours that vote.", at_least=1, below=2**32)
     temperature: float = key(
-        0.07, "A neighbour's vote is exp(cosine / temperature).", above=0
+        0.07,
+        "Temperature of the votes: a neighbour's vote is exp(cosine / temperature).",
+        above=0,
     )
 
     def score_features(self, train, test, split, stop):

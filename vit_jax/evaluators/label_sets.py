@@ -38,11 +38,17 @@ class RealConfig(EvalConfig):
 
     fractions: ClassVar = ("top1", "top5")
 
-    kind: str = key("real", "What is evaluated.")
-    name: str = key("imagenet2012_real", "Another data set than `data.name`.")
-    label_key: str = key("original_label", "Its labels.")
-    split: str = key("validation", "Its images.")
-    labels: str = key("", "The authors' real.json, for sets without these labels.")
+    kind: str = key("real", "Kind of evaluation.")
+    name: str = key(
+        "imagenet2012_real", "Data set to evaluate, in place of `data.name`."
+    )
+    label_key: str = key("original_label", "Feature or column of the original labels.")
+    split: str = key("validation", "Split to evaluate.")
+    labels: str = key(
+        "",
+        'Path of the real.json of the authors; "" if the data set has these labels.',
+        reason="ImageNet without the labels of ReaL (arXiv:2006.07159)",
+    )
 
     def open(self, name, splits):
         order = _imagenet_order(name, self, splits)
@@ -65,9 +71,9 @@ class ObjectNetConfig(EvalConfig):
 
     fractions: ClassVar = ("top1", "top5", "top1_overlap")
 
-    kind: str = key("objectnet", "What is evaluated.")
-    name: str = key("objectnet", "Another data set than `data.name`.")
-    split: str = key("images", "Its images.")
+    kind: str = key("objectnet", "Kind of evaluation.")
+    name: str = key("objectnet", "Data set to evaluate, in place of `data.name`.")
+    split: str = key("images", "Split to evaluate.")
 
     def open(self, name, splits):
         order = _imagenet_order(name, self, splits)

@@ -24,10 +24,14 @@ class MultiLabelConfig(ModelClassesConfig):
 
     fractions: ClassVar = ("map", "macro_f1@*", "micro_f1@*", "ap/*")
 
-    kind: str = key("multi_label", "What is evaluated.")
-    split: str = key("", 'Its images; "" is the data set\'s test split.')
+    kind: str = key("multi_label", "Kind of evaluation.")
+    split: str = key("", 'Split to evaluate; "" is the test split of the data set.')
     thresholds: tuple[float, ...] = key(
-        (0.5,), "Probabilities from which a class counts as predicted, for F1.", below=1
+        (0.5,),
+        "Probabilities above which a class counts as predicted; F1 is computed for "
+        "each of them.",
+        reason="choosing a threshold for images with several labels",
+        below=1,
     )
 
     def open(self, name, splits):

@@ -32,27 +32,28 @@ Labels = Integer[np.ndarray, " N"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ProbeConfig(FeaturesConfig):
-    """Logistic regression."""
+    """Linear probe of features: logistic regression."""
 
     fractions: ClassVar = ("top1", "held_out_top1")
 
-    kind: str = key("probe", "What is evaluated.")
+    kind: str = key("probe", "Kind of evaluation.")
     l2: tuple[float, ...] = key(
         (10.0, 1.0, 0.1, 1e-2, 1e-3, 1e-4, 1e-5),
-        "Strengths, one of which is chosen on a held-out part of train.",
+        "Strengths of the L2 regularisation; the best one on a held-out part of "
+        "`train` is used.",
         above=0,
         distinct=True,
     )
     held_out: float = key(
         0.1,
-        "Size of that part, as a fraction of train; with fewer than 500 images, 5-fold "
-        "cross-validation is used.",
+        "Size of the held-out part, as a fraction of `train`; if it has fewer than 500 "
+        "images, 5-fold cross-validation is used.",
         above=0,
         below=1,
     )
-    seed: int = key(0, "Seed of its draw.", below=2**32)
+    seed: int = key(0, "Seed for drawing the held-out part.", below=2**32)
     iterations: int = key(
-        1_000, "Maximum iterations of L-BFGS.", at_least=1, below=2**32
+        1_000, "Maximum number of iterations of L-BFGS.", at_least=1, below=2**32
     )
 
     def score_features(self, train, test, split, stop):

@@ -114,12 +114,15 @@ class FeaturesConfig(EvalConfig):
 
     fractions: ClassVar = ("top1",)
 
-    train: str = key("", '"" is `data.split`, or "train" of another data set.')
-    test: str = key("", '"" is the data set\'s test split.')
+    train: str = key(
+        "", 'Split to learn from; "" is `data.split`, or "train" of another data set.'
+    )
+    test: str = key("", 'Split to score on; "" is the test split of the data set.')
     layers: tuple[int, ...] = key(
         (),
-        "Layers whose pooled features are joined, as (-4, -3, -2, -1) of DINO's probes; "
-        "(): what the classifier sees. Numbers as of `Model.layer_features`.",
+        "Layers whose pooled features are joined, as (-4, -3, -2, -1), numbered as in "
+        "`Model.layer_features`; () is the classifier's input.",
+        reason="the probes of DINO (arXiv:2104.14294), on the last four blocks",
         like=(0,),
         at_least=None,
     )
@@ -168,18 +171,18 @@ class FeaturesConfig(EvalConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TaskMetricsConfig(EvalConfig):
-    """Metrics of the run's task on images that it is not trained on, and its pictures.
+    """Metrics and pictures of the run's task, on images that it is not trained on.
 
     One is the error of a reconstruction. There is a task in training alone.
     """
 
     fractions: ClassVar = ("*_accuracy", "*top1", "*top5")
 
-    kind: str = key("task", "What is evaluated.")
-    split: str = key("", 'Its images; "" is the data set\'s test split.')
+    kind: str = key("task", "Kind of evaluation.")
+    split: str = key("", 'Split to evaluate; "" is the test split of the data set.')
     num_pictures: int = key(
         8,
-        "Number of images whose pictures are logged, if the task has any.",
+        "Number of images whose pictures are logged, for tasks that draw any.",
         at_most=64,
     )
 

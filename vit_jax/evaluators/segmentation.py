@@ -42,17 +42,20 @@ class SegmentationConfig(EvalConfig):
 
     fractions: ClassVar = ("miou", "pixel_accuracy", "mean_accuracy", "iou/*")
 
-    kind: str = key("segmentation", "What is evaluated.")
-    split: str = key("", 'Its images; "" is the data set\'s test split.')
+    kind: str = key("segmentation", "Kind of evaluation.")
+    split: str = key("", 'Split to evaluate; "" is the test split of the data set.')
     resize: str = key(
         "cover",
-        'How an image becomes windows of the network\'s size: "cover" resizes it, its '
-        'aspect kept, until it just covers one; "none" keeps its size; "whole" resizes all '
-        "of it to one window. With max_tokens there are no windows.",
+        'How an image is divided into windows of the network\'s size: "cover" resizes '
+        'it, with its aspect ratio kept, until it just covers one window; "none" keeps '
+        'its size; "whole" resizes all of it to one window. Networks with max_tokens '
+        "use no windows.",
         choices=RESIZES,
     )
     overlap: float = key(
-        1 / 3, "Least part of a window's side that the next one covers too.", below=1
+        1 / 3,
+        "Smallest overlap of neighbouring windows, as a fraction of their side.",
+        below=1,
     )
 
     def open(self, name, splits):

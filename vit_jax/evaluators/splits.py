@@ -57,30 +57,47 @@ class EvalConfig:
     # Names of metrics that are fractions, shown in percent; "*" is any text.
     fractions: ClassVar[tuple[str, ...]] = ()
 
-    kind: str = key("", "What is evaluated.")
+    kind: str = key("", "Kind of evaluation.")
     every: int = key(
         0,
-        "Interval in steps; 0 in both units: that of eval_every_steps. The last step is "
-        "evaluated in any case.",
+        "Steps between evaluations; if `every` and `every_epochs` are 0, "
+        "`eval_every_steps` and `eval_every_epochs` apply. The last step is evaluated "
+        "in any case.",
         below=2**32,
     )
-    every_epochs: float = epochs("The same in epochs.")
-    name: str = key("", "Another data set than `data.name`.")
+    every_epochs: float = epochs("Epochs between evaluations; see `every`.")
+    name: str = key("", 'Data set to evaluate; "" is `data.name`.')
     data_dir: str = key(
-        "", 'Its folder; "": `data.data_dir`.', changes_result=False, of_host=True
+        "",
+        'Folder of the data set to evaluate; "" is `data.data_dir`.',
+        changes_result=False,
+        of_host=True,
     )
     image_key: str = key(
-        "", 'Its images; "": as `data.image_key`, or "image" of another set.'
+        "",
+        'Where the images are, as in `data.image_key`; "" is `data.image_key`, or '
+        '"image" for another data set.',
+        reason="data sets with other names than the training data",
     )
     label_key: str = key(
-        "", 'Its labels; "": as `data.label_key`, or "label" of another set.'
+        "",
+        'Where the labels are, as in `data.label_key`; "" is `data.label_key`, or '
+        '"label" for another data set.',
     )
-    caption_key: str = key("", 'Its captions; "": as `data.caption_key`.')
+    caption_key: str = key(
+        "",
+        'Where the captions are, as in `data.caption_key`; "" is `data.caption_key`.',
+    )
     mask_key: str = key(
-        "", 'Its masks; "": as `data.mask_key`, or none of another set.'
+        "",
+        'Where the masks are, as in `data.mask_key`; "" is `data.mask_key`, or none '
+        "for another data set.",
+        reason="data sets with other names than the training data",
     )
     eval_transform: str = key(
-        "", "In place of `data.eval_transform`, or of the preprocessing of weights."
+        "",
+        'Transforms of the images; "" is `data.eval_transform`, or the preprocessing '
+        "of the weights.",
     )
 
     def open(self, name: str, splits: "EvalSplits") -> object:
@@ -101,8 +118,9 @@ class ModelClassesConfig(EvalConfig):
 
     match_classes: str = key(
         class_names.NAMES,
-        "How the classes of data and model are matched (docs/labels.md): by their names, "
-        "or class by class.",
+        "How the classes of the data are matched with those of the model "
+        '(docs/labels.md): by their "names", or class by class ("position").',
+        reason="data sets that name their classes differently",
         choices=(class_names.NAMES, class_names.POSITION),
     )
 

@@ -32,8 +32,9 @@ class AnySizeConfig(ViTConfig):
 
     patch_resize: str = key(
         flexivit.DEFAULT,
-        "How the kernel of patches is resized for patches of another side: "
-        '"bilinear_plain" (FlexiViT of big_vision) or "bicubic" (timm).',
+        "Method that resizes the kernel of the patch embedding for patches of another "
+        'side: "bilinear_plain" (FlexiViT of big_vision) or "bicubic" (timm).',
+        reason="FlexiViT (arXiv:2212.08013) of timm",
         choices=tuple(flexivit.METHODS),
     )
 

@@ -37,11 +37,13 @@ class AxialConfig(NetworkConfig):
     before_blocks = ("embedding", "posembed_input")
     after_blocks = ("encoder_norm", "head")
 
-    variant: str = key("Axial-B/16", "")
-    width: int = key(0, "Features per patch; 0 is the variant's.")
-    depth: int = key(0, "Pairs of blocks; 0 is the variant's.", below=500)
-    num_heads: int = key(0, "Attention heads per block; 0 is the variant's.")
-    mlp_dim: int = key(0, "Hidden units of each MLP; 0 is the variant's.")
+    variant: str = key("Axial-B/16", 'Size and patch, as "Axial-B/16".')
+    width: int = key(0, "Features per patch; 0 is the value of the variant.")
+    depth: int = key(
+        0, "Number of pairs of blocks; 0 is the value of the variant.", below=500
+    )
+    num_heads: int = key(0, "Attention heads per block; 0 is the value of the variant.")
+    mlp_dim: int = key(0, "Hidden units of each MLP; 0 is the value of the variant.")
     activation: str = key(
         "gelu_tanh", "Activation of the MLPs.", choices=tuple(ACTIVATIONS)
     )

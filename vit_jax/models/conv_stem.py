@@ -25,12 +25,13 @@ class ConvStemConfig(VariedConfig):
 
     stem_widths: tuple[int, ...] = key(
         (0,),
-        "Features of each convolution; (0,): they double up to the model's width, one "
-        "convolution for each factor of 2 in the side of a patch.",
+        "Features of each convolution of the stem. (0,): they double up to the width "
+        "of the model, with one convolution for each factor of 2 in the side of a "
+        "patch.",
         below=2**31,
     )
     stem_strides: tuple[int, ...] = key(
-        (0,), "Stride of each convolution; (0,): 2 for all.", below=2**31
+        (0,), "Stride of each convolution of the stem; (0,) is 2 for all.", below=2**31
     )
 
     @property

@@ -26,7 +26,9 @@ class DistilledConfig(ViTConfig):
     after_blocks = (*ViTConfig.after_blocks, CLASSIFIERS[1])
 
     distillation: bool = key(
-        False, "DeiT's distillation token; the logits of both classifiers are averaged."
+        False,
+        "Add the distillation token of DeiT (arXiv:2012.12877); the logits of both "
+        "classifiers are averaged.",
     )
 
     @property

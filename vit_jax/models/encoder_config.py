@@ -26,29 +26,35 @@ class EncoderConfig(NetworkConfig):
     has_encoder = True
     cls_norm = False  # A key of networks with a class token.
 
-    width: int = key(0, "Features per token; 0 is the variant's.", below=2**31)
+    width: int = key(
+        0, "Features per token; 0 is the value of the variant.", below=2**31
+    )
     # The deepest published encoder (DeepNet, arXiv:2203.00555). Each block takes half a
     # second to trace and compile, also with a scan, whose parameters are initialised one
     # by one.
-    depth: int = key(0, "Encoder blocks; 0 is the variant's.", at_most=1_000)
+    depth: int = key(
+        0, "Number of encoder blocks; 0 is the value of the variant.", at_most=1_000
+    )
     num_heads: int = key(
-        0, "Attention heads per block; 0 is the variant's.", below=2**31
+        0, "Attention heads per block; 0 is the value of the variant.", below=2**31
     )
     mlp_dim: int = key(
         0,
-        "Hidden units of the MLP, of a gated one behind the gate; 0 is the variant's.",
+        "Hidden units of the MLP, of a gated MLP after the gate; 0 is the value of the "
+        "variant.",
         below=2**31,
     )
     posemb: str = key(
         "learned",
         'Position embeddings: "learned", "learned2d", "factorized", "sincos2d", '
-        '"sincos2d_mae", "relative" or "none"; models/positions.',
+        '"sincos2d_mae", "relative" or "none"; see vit_jax/models/positions.',
         choices=tuple(positions.EMBEDDINGS),
     )
     posemb_placement: str = key(
         "stem",
-        'Where positions are added: once ("stem"), separate ones in "every" layer, or '
-        'the same in each layer ("shared"). "relative" takes "every" or "shared".',
+        'Where position embeddings are added: once, at the "stem"; at "every" layer, '
+        'with separate embeddings; or at every layer, with "shared" embeddings. '
+        '"relative" takes "every" or "shared".',
         choices=PLACEMENTS,
         only_if={
             "posemb": {
@@ -63,12 +69,13 @@ class EncoderConfig(NetworkConfig):
     )
     posemb_resize: str = key(
         "linear",
-        'How learned positions are resized for other image sizes: "linear" (Google), '
-        '"bicubic" (timm, DINOv2 with registers), "bicubic_plain" (MAE), "bicubic_dino" '
-        '(DINO, DINOv2), "bilinear" (SigLIP 2), "bilinear_plain" (timm\'s factorized '
-        'ones); as "bicubic_square", each to a square of the longer side, of which the '
-        "first rows and columns are taken, so that positions keep their aspect (timm's "
-        "NaFlexVit); models/resizing.py.",
+        "Method that resizes learned position embeddings for other image sizes: "
+        '"linear" (Google), "bicubic" (timm, DINOv2 with registers), "bicubic_plain" '
+        '(MAE), "bicubic_dino" (DINO, DINOv2), "bilinear" (SigLIP 2) or '
+        '"bilinear_plain" (factorized embeddings of timm). Each of them with '
+        '"_square", as "bicubic_square", resizes to a square of the longer side and '
+        "uses its first rows and columns, which keeps the aspect ratio (timm's "
+        "NaFlexVit). See vit_jax/models/resizing.py.",
         choices=tuple(RESIZE_METHODS),
         only_if={"posemb": ("learned", "learned2d", "factorized")},
     )
@@ -87,8 +94,8 @@ class EncoderConfig(NetworkConfig):
     )
     drop_path_schedule: str = key(
         "linear",
-        'Drop rates of the other blocks: "linear" from 0 at the first block, or '
-        '"constant" (DeiT III).',
+        'Drop rates of the other blocks: "linear" grows from 0 at the first block, '
+        '"constant" is the same in all (DeiT III).',
         choices=("linear", "constant"),
         training_only=True,
     )
@@ -100,30 +107,44 @@ class EncoderConfig(NetworkConfig):
     )
     layer_scale_init: float = key(
         0.0,
-        "Initial value of LayerScale, learnt factors after attention and MLP "
-        "(arXiv:2103.17239); 0: no LayerScale.",
+        "Initial value of LayerScale (arXiv:2103.17239), learned factors after "
+        "attention and after the MLP; 0 is off.",
         training_only=True,
     )
     init: str = initializers.key()
-    pre_norm: bool = key(False, "A LayerNorm before the first block, as in CLIP.")
+    pre_norm: bool = key(False, "Add a LayerNorm before the first block, as in CLIP.")
     post_norm: bool = key(
-        False, "LayerNorms after the branches, not before them, as in Swin V2."
+        False,
+        "Put LayerNorms after attention and the MLP, not before them.",
+        reason="weights of timm's EVA and RPN networks",
     )
-    qk_norm: bool = key(False, "LayerNorms of queries and keys (arXiv:2302.05442).")
+    qk_norm: bool = key(False, "Add LayerNorms of queries and keys (arXiv:2302.05442).")
     attention_out_norm: bool = key(
         False,
-        "A LayerNorm of the heads' results, as in EVA-02-CLIP (arXiv:2210.06423).",
+        "Add a LayerNorm between the attention heads and their output layer.",
+        reason="weights of EVA-02-CLIP (arXiv:2210.06423)",
     )
-    mlp_norm: bool = key(False, "A LayerNorm of the MLP's hidden units, as in EVA-02.")
-    final_norm: bool = key(True, "The LayerNorm after the last block.")
+    mlp_norm: bool = key(
+        False,
+        "Add a LayerNorm of the hidden units of the MLP.",
+        reason="weights of EVA-02 (arXiv:2303.11331)",
+    )
+    final_norm: bool = key(
+        True,
+        "Add a LayerNorm after the last block.",
+        reason="weights of InternViT, which have none",
+    )
     rms_norm: bool = key(
         False,
-        "RMSNorms (arXiv:1910.07467), without mean and bias, in place of all LayerNorms.",
+        "Use RMSNorms (arXiv:1910.07467), without mean and bias, in place of all "
+        "LayerNorms.",
     )
     layer_norm_eps: float = key(1e-6, "Epsilon of the LayerNorms.")
     attention_impl: str = key(
         "auto",
-        '"auto", or "einsum", "cudnn" (NVIDIA GPUs), "splash" (TPUs).',
+        'Implementation of attention: "einsum", "cudnn" (NVIDIA GPUs), "splash" '
+        '(TPUs), or "auto", the fastest that the device and the model allow.',
+        reason="measuring one against another",
         choices=attention.NAMES,
         changes_result=False,
     )

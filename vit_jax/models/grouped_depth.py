@@ -24,9 +24,10 @@ class GroupedDepthConfig(EncoderConfig):
 
     drop_path_group: int = key(
         0,
-        "Of so many images in a row, the branches are computed for the kept ones alone, "
-        "a fixed number that differs from group to group (DINOv2); it saves products. A "
-        'divisor of the images per device; needs the schedule "constant". 0: off.',
+        "Group size for batched stochastic depth (DINOv2): in every group of this many "
+        "images, each block computes only the images that it keeps, a fixed number. "
+        'Needs drop_path_schedule="constant"; a divisor of the images per device '
+        "avoids communication. 0 is off.",
         training_only=True,
     )
 

@@ -253,7 +253,7 @@ def key() -> Any:
     """Returns a config field that chooses a row."""
     return fields.key(
         "google",
-        'First values of the parameters: "google" (ViT), "big_vision" (LiT, SigLIP), '
+        'Initialisation of the parameters: "google" (ViT), "big_vision" (LiT, SigLIP), '
         '"timm" (DeiT, DeiT III, DINO, DINOv3, Swin, ViT-5), "dinov2", "mae", "simmim" '
         '(its ViT), "clip" or "clip_text"; models/initializers.py.',
         choices=tuple(TABLE),

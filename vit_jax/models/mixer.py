@@ -60,23 +60,24 @@ class MixerConfig(NetworkConfig):
     before_blocks = ("embedding",)
     after_blocks = ("pre_head_layer_norm", "head")
 
-    variant: str = key("Mixer-B/16", "")
-    width: int = key(0, "Features per patch; 0 is the variant's.")
-    depth: int = key(0, "Blocks; 0 is the variant's.", below=1_000)
+    variant: str = key("Mixer-B/16", 'Size and patch, as "Mixer-B/16".')
+    width: int = key(0, "Features per patch; 0 is the value of the variant.")
+    depth: int = key(0, "Number of blocks; 0 is the value of the variant.", below=1_000)
     tokens_mlp_dim: int = key(
-        0, "Hidden units of the MLPs across patches; 0 is the variant's."
+        0, "Hidden units of the MLPs across patches; 0 is the value of the variant."
     )
     channels_mlp_dim: int = key(
-        0, "Hidden units of the MLPs across features; 0 is the variant's."
+        0, "Hidden units of the MLPs across features; 0 is the value of the variant."
     )
     activation: str = key(
         "gelu_tanh",
-        "Activation of the MLPs; timm's have gelu.",
+        'Activation of the MLPs; the networks of timm have "gelu".',
         choices=tuple(ACTIVATIONS),
     )
     drop_path_rate: float = key(
         0.0,
-        "Stochastic depth: drop rate of the last block; it grows linearly from 0.",
+        "Stochastic depth: drop rate of the last block; the rates grow linearly from 0 "
+        "at the first block.",
         below=1,
         training_only=True,
     )

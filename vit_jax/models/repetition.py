@@ -57,15 +57,17 @@ class RepeatedConfig(EncoderConfig):
 
     scan: bool | None = key(
         False,
-        "Run the blocks as a scan: compiles faster, needs more memory. None: except on "
-        "GPUs without a remat_policy, where it moves half as many bytes again. `scan`, "
-        "`remat_policy` and `attention_impl` change neither results nor checkpoints.",
+        "Run the blocks as a scan, which compiles faster and needs more memory. None: "
+        "do so except on GPUs without a `remat_policy`, where it would move 1.5 times "
+        "as many bytes. `scan`, `remat_policy` and `attention_impl` change neither "
+        "results nor checkpoints.",
         optional=True,
         changes_result=False,
     )
     remat_policy: str = key(
         "none",
-        "What the backward pass computes again, see models/repetition.py.",
+        "What the backward pass recomputes instead of storing it; see "
+        "vit_jax/models/repetition.py.",
         choices=tuple(REMAT_POLICIES),
         changes_result=False,
     )

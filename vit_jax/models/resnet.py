@@ -30,9 +30,15 @@ class StemConfig(NetworkConfig):
     """Keys of `config.model` for a ResNet, as a network or as a stem."""
 
     stage_depths: tuple[int, ...] = key(
-        (0,), "Units of each stage; (0,) is the variant's.", below=1_000
+        (0,),
+        "Number of units of each stage; (0,) is the value of the variant.",
+        below=1_000,
     )
-    stem_width: int = key(0, "Features of the root; 0 is the variant's.", below=2**31)
+    stem_width: int = key(
+        0,
+        "Features of the first convolution; 0 is the value of the variant.",
+        below=2**31,
+    )
 
     @property
     def reduction(self) -> int:
@@ -60,7 +66,8 @@ class ResNetConfig(StemConfig):
 
     zero_pool: bool = key(
         False,
-        "Pad with zeros before the root's max pooling, as timm and BiT's first code do.",
+        "Pad with zeros before the max pooling of the root.",
+        reason="weights of BiT's first code (arXiv:1912.11370) and of timm",
     )
 
     @property

@@ -91,47 +91,60 @@ class SwinConfig(NetworkConfig):
     before_blocks = ("embedding", "embedding_norm")
     after_blocks = ("norm", "head")
 
-    variant: str = key("Swin-T", "")
-    patch_size: int = key(4, "Side of a patch in pixels.", at_least=1)
+    variant: str = key(
+        "Swin-T",
+        'Version, size and window, as "Swin-T", "Swin-B/w12" or "SwinV2-T/w8".',
+    )
+    patch_size: int = key(4, "Side of a patch, in pixels.", at_least=1)
     width: int = key(
-        0, "Features per patch of the first stage, doubled later; 0 is the variant's."
+        0,
+        "Features per patch of the first stage, which double at each further stage; 0 "
+        "is the value of the variant.",
     )
     stage_depths: tuple[int, ...] = key(
-        (0,), "Blocks of each stage; (0,) is the variant's."
+        (0,), "Number of blocks of each stage; (0,) is the value of the variant."
     )
     num_heads: tuple[int, ...] = key(
-        (0,), "Attention heads of each stage; (0,) is the variant's."
+        (0,), "Attention heads of each stage; (0,) is the value of the variant."
     )
-    mlp_ratio: float = key(4.0, "Hidden units of an MLP per feature.", above=0)
-    window_size: int = key(0, "Side of a window in patches; 0 is the variant's.")
+    mlp_ratio: float = key(
+        4.0, "Hidden units of an MLP, as a multiple of the features.", above=0
+    )
+    window_size: int = key(
+        0, "Side of a window, in patches; 0 is the value of the variant."
+    )
     pretrained_window_sizes: tuple[int, ...] = key(
         (0,),
-        "V2: window sizes of each stage that scale coordinates to [-1, 1]; 0 is the "
-        "current window.",
+        "Version 2: sides of the windows of each stage in pretraining, which scale "
+        "coordinates to [-1, 1]; 0 is the current window.",
     )
     window_padding: str = key(
         "timm",
-        "Padding of a grid that windows do not divide, after the shift (timm) or before "
-        "it (the others), and shift of a grid no longer than a window.",
+        'How a grid is padded that windows do not divide: "timm" pads it after the '
+        'shift, "microsoft" and "transformers" before it. They also differ in the '
+        "shift of a grid no longer than a window.",
+        reason="weights of Microsoft and transformers at other image sizes",
         choices=WINDOW_PADDINGS,
     )
     bias_resize: str = key(
         "bicubic",
-        "Method that resizes V1's bias tables for other windows: bicubic (Microsoft) or "
-        "geometric (timm).",
+        'Method that resizes the bias tables of version 1 for other windows: "bicubic" '
+        '(Microsoft) or "geometric" (timm).',
         choices=BIAS_RESIZES,
     )
     activation: str = key("gelu", "Activation of the MLPs.", choices=tuple(ACTIVATIONS))
     layer_norm_eps: float = key(1e-5, "Epsilon of the LayerNorms.", above=0)
     patch_norm_eps: float = key(
         0.0,
-        "Epsilon of the LayerNorms behind the patch embedding and at patch merging, which "
-        "transformers keeps at 1e-5; 0: `layer_norm_eps`.",
+        "Epsilon of the LayerNorms after the patch embedding and at patch merging; 0 "
+        "is `layer_norm_eps`.",
+        reason="weights of transformers, which has 1e-5 here",
     )
     init: str = initializers.key()
     drop_path_rate: float = key(
         0.0,
-        "Stochastic depth: drop rate of the last block; it grows linearly from 0.",
+        "Stochastic depth: drop rate of the last block; the rates grow linearly from 0 "
+        "at the first block.",
         below=1,
         training_only=True,
     )

@@ -40,19 +40,21 @@ class TextConfig:
     """A text transformer."""
 
     vocab_size: int = key(
-        0, "Number of tokens; 0 is that of `data.tokenizer`.", below=2**31
+        0,
+        "Number of tokens of the vocabulary; 0 is that of `data.tokenizer`.",
+        below=2**31,
     )
     width: int = key(768, "Features per token.", at_least=1)
     depth: int = key(12, "Number of blocks.", at_least=1)
     num_heads: int = key(12, "Attention heads per block.", at_least=1)
     mlp_dim: int = key(0, "Hidden units of the MLPs; 0 is four times the width.")
     causal: bool = key(
-        False, "Causal attention (CLIP), not bidirectional (LiT, SigLIP)."
+        False, "Use causal attention (CLIP), not bidirectional attention (LiT, SigLIP)."
     )
     pool: str = key(
         "last",
-        'Token whose output is the embedding: the "last" (LiT, SigLIP), or the first '
-        'end-of-text token, "eos" (CLIP).',
+        'Token whose output is the embedding: the "last" one (LiT, SigLIP), or the '
+        'first end-of-text token, "eos" (CLIP).',
         choices=("last", "eos"),
     )
     eos_id: int = key(
@@ -63,7 +65,8 @@ class TextConfig:
     )
     projection: str = key(
         "bias",
-        'Last linear layer: with "bias" (LiT, SigLIP), or "plain", without (CLIP).',
+        'Last linear layer: with a "bias" (LiT, SigLIP), or "plain", without one '
+        "(CLIP).",
         choices=("bias", "plain"),
     )
     activation: str = key(

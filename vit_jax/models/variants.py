@@ -30,16 +30,21 @@ class ModelConfig:
 
     platform: str = ""
 
-    variant: str = key("B/16", '"B/16", "R50+B/16", "R50x1"; models/variants.py.')
+    variant: str = key(
+        "B/16",
+        'Network, size and patch, as "B/16", "R50+B/16" or "R50x1"; see '
+        "vit_jax/models/variants.py.",
+    )
     head_bias_init: float = key(
         0.0,
-        "Initial bias of the classifier; -10 suits sigmoid.",
+        "Initial bias of the classifier; -10 suits the sigmoid loss.",
         at_least=None,
         training_only=True,
     )
     dtype: str = key(
         "float32",
-        "Dtype of the computation, whatever that of images is; parameters are float32.",
+        "Dtype of the computation, whatever the dtype of images; parameters are "
+        "float32.",
         choices=("float32", "bfloat16"),
     )
 

@@ -40,8 +40,9 @@ class ViTConfig(EncoderConfig):
 
     pool: str = key(
         "token",
-        'Classifier input: "token", "gap" (mean), "token_gap" (both, as for DINOv2\'s '
-        'linear classifiers), "map" (attention), or "none": every token.',
+        'Input of the classifier: the class "token", "gap" (mean of the patches), '
+        '"token_gap" (both, as in DINOv2\'s linear classifiers), "map" (attention '
+        'pooling), or "none" (every token).',
         choices=tuple(pooling.POOLS),
     )
     class_token: bool = key(
@@ -51,20 +52,20 @@ class ViTConfig(EncoderConfig):
     )
     num_register_tokens: int = key(
         0,
-        "Learnt tokens without position before the patches, used by no pool but "
-        '"map" (arXiv:2309.16588).',
+        "Number of registers (arXiv:2309.16588): learned tokens without position "
+        'before the patches. Only pool="map" reads them.',
         below=1_000,
     )
     representation_layer: bool = key(
-        False, "One tanh layer of the model's width before the head."
+        False, "Add a tanh layer of the width of the model before the classifier."
     )
     fc_norm: bool = key(
-        False, "The final LayerNorm after the pooling, as timm's fc_norm."
+        False, "Put the final LayerNorm after the pooling, as timm's fc_norm."
     )
     cls_norm: bool = key(
         False,
-        "A separate final LayerNorm of the tokens before the patches (DINOv3's "
-        "untie_cls_and_patch_norms).",
+        "Use a separate final LayerNorm for the tokens before the patches.",
+        reason="weights of DINOv3 (arXiv:2508.10104), untie_cls_and_patch_norms of its code",
     )
 
     @property

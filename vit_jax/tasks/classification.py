@@ -24,30 +24,33 @@ _EQUAL_WEIGHTS = (1.0,)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ClassificationConfig(TaskConfig):
-    """Images and their labels."""
+    """Classification: images and their labels."""
 
     loss: str = key(
         "softmax",
-        '"softmax" or "sigmoid" cross-entropy.',
+        'Cross-entropy of the classes: "softmax" or "sigmoid".',
         choices=("softmax", "sigmoid"),
     )
     label_smoothing: float = key(
-        0.0, "Part of a label's weight that is spread over all classes.", below=1
+        0.0,
+        "Fraction of a label's weight that is spread evenly over all classes.",
+        below=1,
     )
     target_threshold: float | None = key(
         None,
-        "With loss=sigmoid, labels above it become 1 and others 0, so that an image of "
-        "mixup has two classes; None: they stay as mixup makes them.",
+        'With loss="sigmoid", labels above this value become 1 and others 0, so that '
+        "an image of mixup has two classes; None leaves labels as mixup makes them.",
         below=1,
         optional=True,
         like=0.0,
     )
     class_weights: tuple[float, ...] | str = key(
         _EQUAL_WEIGHTS,
-        "Weight of each class in the loss: of its images (softmax, a weighted mean) or "
-        'of its term (sigmoid); (1.0,): equal weights. "inverse", "sqrt" or '
-        '"effective": computed from the numbers of training images, as for '
-        "`data.class_balance`.",
+        'Weight of each class in the loss: with "softmax" the weight of its images, in '
+        'a weighted mean; with "sigmoid" the weight of its term. (1.0,) weighs all '
+        'alike; "inverse", "sqrt" and "effective" are computed from the numbers of '
+        "training images, as in `data.class_balance`.",
+        reason="classes of very different sizes",
         names=tuple(SHARES),
     )
 

@@ -38,45 +38,49 @@ from vit_jax.tasks.task import Batch, ImageTask, TaskConfig, feature_width
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ContrastiveConfig(TaskConfig):
-    """Images and captions (CLIP, LiT, SigLIP)."""
+    """Contrastive learning of images and captions (CLIP, LiT, SigLIP)."""
 
     has_classifier: ClassVar[bool] = False
 
-    name: str = key("contrastive", "What is learnt.")
+    name: str = key("contrastive", "Task to train.")
     loss: str = key(
         "sigmoid",
         'Loss of the similarities: "softmax" over rows and columns (CLIP, LiT), or '
-        '"sigmoid" of each (SigLIP).',
+        '"sigmoid" of each similarity (SigLIP).',
         choices=("softmax", "sigmoid"),
     )
     text: TextConfig = section(TextConfig)
     projection: str = key(
         "none",
-        'Linear layer behind the image network: "bias", "plain" without one (CLIP), or '
-        '"none", where the shared space is as wide as its features (SigLIP).',
+        'Linear layer after the image network: with a "bias", "plain" without one '
+        '(CLIP), or "none", if the shared space has the width of the image features '
+        "(SigLIP).",
         choices=("none", "plain", "bias"),
     )
     embed_dim: int = key(
         0,
-        "Width of the shared space; 0 is the text tower's width.",
+        "Width of the shared space; 0 is the width of the text tower.",
         only_if={"projection": ("plain", "bias")},
     )
     temperature_init: float = key(
-        10.0, "Initial value of the learnt factor of the similarities.", above=0
+        10.0, "Initial value of the learned factor of the similarities.", above=0
     )
     max_temperature: float = key(
-        0.0, "Largest value of that factor; 0: no limit. CLIP has 100."
+        0.0,
+        "Largest value of the learned factor of the similarities; 0 is unlimited, CLIP "
+        "has 100.",
     )
     bias_init: float = key(
         -10.0,
-        "Initial value of the learnt bias of the similarities.",
+        "Initial value of the learned bias of the similarities.",
         at_least=None,
         only_if={"loss": ("sigmoid",)},
     )
     chunk: int = key(
         4_096,
-        "Largest number of captions, or images, with which a device compares its images, "
-        "or captions, at once.",
+        "Largest number of captions, or of images, that a device compares with its "
+        "images, or captions, at once.",
+        reason="fitting large batches into the memory of a device",
         at_least=1,
         changes_result=False,
     )

@@ -29,13 +29,15 @@ _LOGS = 5  # Consecutive logs after which a collapse is reported.
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DinoConfig(TaskConfig):
-    """Outputs of the student's moving average (DINO)."""
+    """DINO: the outputs of a moving average of the network."""
 
     averages_network: ClassVar[bool] = False
 
-    name: str = key("dino", "What is learnt.")
-    num_outputs: int = key(65_536, "Outputs of the head.", at_least=2)
-    hidden_dim: int = key(2_048, "Hidden units of the head's MLP.", at_least=1)
+    name: str = key("dino", "Task to train.")
+    num_outputs: int = key(
+        65_536, "Number of outputs of the head (prototypes).", at_least=2
+    )
+    hidden_dim: int = key(2_048, "Hidden units of the MLP of the head.", at_least=1)
     bottleneck_dim: int = key(
         256, "Features before the last layer of the head.", at_least=1
     )
@@ -46,15 +48,17 @@ class DinoConfig(TaskConfig):
         0.1, "Temperature of the student's softmax.", above=0
     )
     teacher_temperature: float = key(
-        0.04, "Temperature of the teacher's softmax after its warmup.", above=0
+        0.04, "Temperature of the teacher's softmax, after its warmup.", above=0
     )
     teacher_temperature_start: float = key(
         0.04,
-        "Temperature of the teacher at the beginning of the linear warmup.",
+        "Temperature of the teacher's softmax at the start of its linear warmup.",
         above=0,
     )
     teacher_temperature_epochs: int = key(
-        0, "Epochs of the warmup; the temperature changes once per epoch."
+        0,
+        "Length of the warmup of the teacher's temperature in epochs; the temperature "
+        "changes once per epoch.",
     )
     teacher_momentum: float = key(
         0.996,
@@ -62,18 +66,25 @@ class DinoConfig(TaskConfig):
         at_most=1,
     )
     center_momentum: float = key(
-        0.9, "Momentum of the centre of the teacher's outputs.", at_most=1
+        0.9,
+        "Momentum of the running mean that centres the teacher's outputs.",
+        at_most=1,
     )
     large_transforms: tuple[str, ...] = key(
         ("", ""),
-        "Device transforms of the first and of the second large crop, written as in "
+        "Transforms on the device for the first and the second large crop, written as "
+        "in `data.train_transform`.",
+    )
+    small_transform: str = key(
+        "",
+        "Transforms on the device for small crops, written as in "
         "`data.train_transform`.",
     )
-    small_transform: str = key("", "Device transforms of the small crops.")
     start_from_teacher: bool = key(
         False,
-        "The student of a run that starts from another one (`init`) begins as its teacher, "
-        "as it does where their parameters have other shapes.",
+        "Whether the student of a run that starts from another run (`init`) begins as "
+        "the teacher of that run. It always does if its parameters have other shapes "
+        "there.",
     )
 
     def __post_init__(self):

@@ -36,103 +36,135 @@ _MASKS = 0x69424F54  # Separates the random bits of masks from those of the tran
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Dinov2Config(DinoConfig):
-    """Outputs of the moving average, also for masked patches (DINOv2, DINOv3)."""
+    """DINOv2 and DINOv3: the outputs of a moving average, also for masked patches."""
 
     needs_all_patches: ClassVar[bool] = True
 
-    name: str = key("dinov2", "What is learnt.")
+    name: str = key("dinov2", "Task to train.")
     weight_norm: bool = key(
-        True, "Divide the heads' last weights by their norms; DINOv3 does not."
+        True,
+        "Divide the weights of the heads' last layers by their norms; DINOv3 does not.",
     )
-    separate_heads: bool = key(True, "A second head for patches; False: the same one.")
-    patch_num_outputs: int = key(0, "Outputs of the second head; 0: as the first.")
-    patch_hidden_dim: int = key(0, "Its hidden units; 0: as the first.")
+    separate_heads: bool = key(
+        True,
+        "Use a second head for patches; with False patches share the head of the class "
+        "tokens.",
+    )
+    patch_num_outputs: int = key(
+        0,
+        "Number of outputs of the second head (prototypes); 0 is `num_outputs`.",
+        reason="DINOv3's 7B network (arXiv:2508.10104)",
+    )
+    patch_hidden_dim: int = key(
+        0,
+        "Hidden units of the second head; 0 is `hidden_dim`.",
+        reason="DINOv3's 7B network (arXiv:2508.10104)",
+    )
     patch_bottleneck_dim: int = key(
-        0, "Its features before the last layer; 0: as the first."
+        0, "Features before the last layer of the second head; 0 is `bottleneck_dim`."
     )
     centering: str = key(
         "sinkhorn",
-        'Balances the outputs of the teacher: "sinkhorn", Sinkhorn-Knopp over the whole '
-        'batch, or "center", by moving averages.',
+        'Method that balances the outputs of the teacher: "sinkhorn" (Sinkhorn-Knopp '
+        'over the whole batch), or "center" (running means).',
         choices=("sinkhorn", "center"),
     )
     teacher_temperature_steps: int = key(
-        0, "Length of the warmup in steps; it then changes in every step."
+        0,
+        "Length of the warmup of the teacher's temperature in steps; set this or "
+        "`teacher_temperature_epochs`. The temperature changes in every step.",
     )
-    teacher_temperature_epochs: float = epochs("The same in epochs, or else ...")
-    teacher_temperature_fraction: float = key(0.0, "... as a fraction of the run.")
+    teacher_temperature_epochs: float = epochs(
+        "Length of the warmup of the teacher's temperature in epochs."
+    )
     teacher_momentum_end: float = key(
-        1.0, "Momentum at the end of that half cosine.", at_most=1
+        1.0, "Momentum of the teacher after it has risen by half a cosine.", at_most=1
     )
     teacher_momentum_steps: int = key(
-        0, "Its length in steps; all three 0: the whole run."
+        0,
+        "Steps in which the teacher's momentum rises to `teacher_momentum_end`; 0 is "
+        "the whole run.",
+        reason="stopping a run before the end of its schedules",
     )
-    teacher_momentum_epochs: float = epochs("The same in epochs, or else ...")
-    teacher_momentum_fraction: float = key(0.0, "... as a fraction of the run.")
     dino_weight: float = key(1.0, "Weight of the loss of the class tokens.")
     small_weight: float = key(
-        1.0, "Factor of the small crops' terms of that loss in the first step (DINOv3)."
+        1.0,
+        "Factor, in the first step, of the terms of small crops in the loss of the "
+        "class tokens (DINOv3).",
     )
-    small_weight_end: float = key(1.0, "Factor at the end of its half cosine.")
-    small_weight_steps: int = key(0, "Its length in steps; all three 0: the whole run.")
-    small_weight_epochs: float = epochs("The same in epochs, or else ...")
-    small_weight_fraction: float = key(0.0, "... as a fraction of the run.")
+    small_weight_end: float = key(
+        1.0, "Factor of the terms of small crops after it has changed by half a cosine."
+    )
+    small_weight_steps: int = key(
+        0,
+        "Steps in which the factor of the terms of small crops changes to "
+        "`small_weight_end`; 0 is the whole run.",
+    )
     small_norm: bool = key(
         False,
-        "A separate last norm for the class tokens of the student's small crops, which no "
-        "evaluation reads (DINOv3's 7B network).",
+        "Use a separate final norm for class tokens of the student's small crops, "
+        "which no evaluation reads.",
+        reason=(
+            "DINOv3's 7B network (arXiv:2508.10104), untie_global_and_local_cls_norm of "
+            "its code"
+        ),
     )
     patch_weight: float = key(1.0, "Weight of the loss of the masked patches.")
     koleo_weight: float = key(
-        0.1, "Weight of KoLeo, summed over the two large crops; 0 is off."
+        0.1,
+        "Weight of the KoLeo loss, which is summed over the two large crops; 0 is off.",
     )
     koleo_group: int = key(
         0,
-        "Images in a row among which KoLeo looks for the nearest, as on one device of the "
-        "original; 0: the whole batch.",
+        "Number of successive images among which KoLeo looks for the nearest "
+        "neighbour, the images of one device in the original; 0 is the whole batch.",
     )
     mask_share: float = key(
-        0.5, "Fraction of the large crops with masked patches.", above=0, at_most=1
+        0.5, "Fraction of the large crops that have masked patches.", above=0, at_most=1
     )
     mask_ratio: tuple[float, ...] = key(
         (0.1, 0.5),
         "Smallest and largest fraction of masked patches; the masked crops of a group "
-        "divide the range into equal steps.",
+        "divide this range into equal steps.",
         at_most=1,
     )
     mask_group: int = key(
         8,
-        "Images in a row that divide the range; a divisor of the images per device keeps "
-        "their patches there. 0: the batch.",
+        "Number of successive images whose masked crops divide the range `mask_ratio`; "
+        "a divisor of the images per device avoids communication. 0 is the whole "
+        "batch.",
     )
     mask_exact: bool = key(
         False,
-        "Mask as many patches as the upper end of a step says, single ones at last "
-        "(DINOv3); False: a number in the step, in blocks alone (DINOv2).",
+        "How many patches a crop masks: True, exactly the upper end of its step of the "
+        "range, the last ones singly (DINOv3); False, a number within its step, in "
+        "blocks only (DINOv2).",
     )
     gram_weight: float = key(
-        0.0, "Weight of Gram anchoring, DINOv3's; 0: there is no anchor."
+        0.0, "Weight of Gram anchoring (DINOv3); 0 is off, without an anchor."
     )
     gram_start_steps: int = key(
         0,
-        "Step from which it counts and whose teacher is the anchor; all three 0: from the "
-        "first on, and the anchor is the network that the run starts from.",
+        "Step at which Gram anchoring begins, with the teacher of that step as the "
+        "anchor. 0: it begins with the run, with the network that the run starts from "
+        "as the anchor.",
+        reason="Gram anchoring (DINOv3, arXiv:2508.10104) in one run with the pretraining",
     )
-    gram_start_epochs: float = epochs("The same in epochs, or else ...")
-    gram_start_fraction: float = key(0.0, "... as a fraction of the run.")
     gram_warmup_steps: int = key(
-        0, "Steps in which its weight rises from 0 by half a cosine, from its start on."
+        0,
+        "Steps in which the weight of Gram anchoring rises from 0 by half a cosine, "
+        "from the start of the anchoring.",
     )
     gram_every_steps: int = key(
-        0, "Steps after which the teacher becomes the anchor again; 0: never."
+        0, "Steps between updates of the anchor to the current teacher; 0 is never."
     )
     gram_updates: int = key(
-        0, "How often the teacher becomes the anchor at most; 0: no bound."
+        0, "Largest number of updates of the anchor; 0 is unlimited."
     )
     gram_scale: float = key(
         1.0,
-        "Side of the anchor's crops by that of the student's; `multi_crop` cuts them at "
-        "this size.",
+        "Side of the anchor's crops, as a multiple of that of the student's crops; "
+        "`multi_crop` cuts crops at the size of the anchor.",
         at_least=1,
     )
 
@@ -235,8 +267,7 @@ class Dinov2(Dino):
             )
         centers = ("center", "patch_center") if config.centering == "center" else ()
         self.statistics = ("teacher", *centers)
-        names = "teacher_temperature", "teacher_momentum", "small_weight", "gram_start"
-        self._lengths = {n: length_in_steps(config, n, run) for n in names}
+        self._teacher_warmup = length_in_steps(config, "teacher_temperature", run)
         self._norm = model.config.norm()
         if config.small_norm:  # Which replaces the one at the end of the encoder.
             self._without_norm = {
@@ -462,7 +493,8 @@ class Dinov2(Dino):
         targets, patch_targets = self.targets(extra, teacher, valid)
         cool = lambda outputs: outputs / config.student_temperature
         ends = config.small_weight, config.small_weight_end
-        small_weight = self._half_cosine("small_weight", *ends, extra["step"])
+        steps = config.small_weight_steps
+        small_weight = self._half_cosine(steps, *ends, extra["step"])
         dino = dino_losses.cross_entropies(cool(student.outputs), targets, small_weight)
         losses = {
             "dino": dino.mean(),
@@ -510,7 +542,7 @@ class Dinov2(Dino):
             anchor = _resize_patches(anchor, *grids)
             return dino_losses.gram(patches, jax.lax.stop_gradient(anchor))
 
-        started = extra["step"] >= self._lengths["gram_start"]
+        started = extra["step"] >= self.config.gram_start_steps
         return jax.lax.cond(started, compute, lambda _: jnp.zeros([]), patches)
 
     def update(self, extra, params, stats, step):
@@ -523,7 +555,7 @@ class Dinov2(Dino):
 
     def _is_anchored(self, step: Int[Array, ""]) -> Bool[Array, ""]:
         """Returns whether the teacher after `step` steps becomes the anchor."""
-        config, start = self.config, self._lengths["gram_start"]
+        config, start = self.config, self.config.gram_start_steps
         since, every = step - start, config.gram_every_steps
         # From the first step on, the anchor is the network of the start.
         due = (since == 0) & (start > 0)
@@ -534,24 +566,25 @@ class Dinov2(Dino):
         return due & (number <= config.gram_updates) if config.gram_updates else due
 
     def teacher_temperature(self, step):
-        config, steps = self.config, self._lengths["teacher_temperature"]
+        config, steps = self.config, self._teacher_warmup
         part = jnp.minimum(step / max(1, steps - 1), 1) if steps else 1
         start, end = config.teacher_temperature_start, config.teacher_temperature
         return jnp.asarray(start + (end - start) * part, jnp.float32)
 
     def teacher_momentum(self, step):
-        ends = self.config.teacher_momentum, self.config.teacher_momentum_end
-        return self._half_cosine("teacher_momentum", *ends, step)
+        config = self.config
+        ends = config.teacher_momentum, config.teacher_momentum_end
+        return self._half_cosine(config.teacher_momentum_steps, *ends, step)
 
-    def _half_cosine(self, length: str, start: float, end: float, step):
-        """Returns a value on half a cosine from start to end, () float32."""
-        steps = self._lengths[length] or self._run.total_steps
+    def _half_cosine(self, steps: int, start: float, end: float, step):
+        """Returns a value on half a cosine of `steps`, 0 for all, () float32."""
+        steps = steps or self._run.total_steps
         part = 0.5 * (1 + jnp.cos(math.pi * jnp.minimum(step / steps, 1)))
         return jnp.asarray(end + (start - end) * part, jnp.float32)
 
     def _gram_weight(self, step) -> Float[Array, ""]:
         warmup = self.config.gram_warmup_steps
-        since = (step - self._lengths["gram_start"]) / max(1, warmup)
+        since = (step - self.config.gram_start_steps) / max(1, warmup)
         part = 0.5 * (1 - jnp.cos(math.pi * since.clip(0, 1))) if warmup else 1.0
         return jnp.asarray(self.config.gram_weight * part, jnp.float32)
 

@@ -37,41 +37,44 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DistillationConfig(ClassificationConfig):
-    """Images, their labels, and a teacher's predictions."""
+    """Distillation: images, their labels, and a teacher's predictions."""
 
-    name: str = key("distillation", "What is learnt.")
+    name: str = key("distillation", "Task to train.")
     teacher: str = key(
         "",
-        "Checkpoint of the teacher, as for `init.checkpoint`. It is read when a run "
-        "begins; the run's checkpoints hold the teacher.",
+        "Weights of the teacher, as in `init.checkpoint`. They are read when a run "
+        "begins; the checkpoints of the run hold them too.",
     )
     kind: str = key(
         "hard",
-        'Target: "hard", the teacher\'s most likely class, or "soft", its distribution.',
+        'What the student learns from the teacher: "hard", its most likely class, or '
+        '"soft", its probabilities.',
         choices=("hard", "soft"),
     )
     alpha: float = key(
         0.5,
-        "Weight of the distillation loss; that of the labels is 1 - alpha.",
+        "Weight of the distillation loss; the loss of the labels has the weight 1 - "
+        "alpha.",
         at_most=1,
     )
     temperature: float = key(
         1.0,
-        "Divisor of both logits.",
+        "Divisor of the logits of student and teacher.",
         above=0,
         only_if={"kind": ("soft",)},
     )
     mean_over_classes: bool = key(
         False,
-        "Divide the distillation loss by the number of classes, as DeiT's code does and "
-        "its paper does not.",
+        "Divide the distillation loss by the number of classes, as DeiT's code does "
+        "and its paper does not.",
         only_if={"kind": ("soft",)},
     )
 
     match_classes: str = key(
         NAMES,
-        "How the teacher's classes are matched with the data's (docs/labels.md): by their "
-        "names, or class by class.",
+        "How the classes of the teacher are matched with those of the data "
+        '(docs/labels.md): by their "names", or class by class ("position").',
+        reason="teachers whose class names differ from those of the data",
         choices=(NAMES, POSITION),
     )
     # Class names of the training records, see `of_records`; None: unknown.

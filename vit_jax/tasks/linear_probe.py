@@ -32,11 +32,11 @@ _MOMENTUM, _EPSILON = 0.1, 1e-6
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LinearProbeConfig(ClassificationConfig):
-    """Images and their labels, from the features of a frozen network."""
+    """Linear probe: images and their labels, on features of a frozen network."""
 
     averages_network: ClassVar[bool] = False
 
-    name: str = key("linear_probe", "What is learnt.")
+    name: str = key("linear_probe", "Task to train.")
 
     def build(self, model, data, run, saved=None) -> "LinearProbe":
         return LinearProbe(self, model, data)

@@ -32,16 +32,18 @@ from vit_jax.tasks.task import Tree
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LoraConfig(ClassificationConfig):
-    """Images and their labels, by low-rank updates of a frozen network."""
+    """LoRA: images and their labels, by low-rank updates of a frozen network."""
 
     averages_network: ClassVar[bool] = False
 
-    name: str = key("lora", "What is learnt.")
+    name: str = key("lora", "Task to train.")
     rank: int = key(8, "Rank of the updates.", at_least=1)
-    alpha: float = key(16.0, "The updates are scaled by alpha / rank.")
+    alpha: float = key(
+        16.0, "Scale of the updates, which are multiplied by alpha / rank."
+    )
     projections: tuple[str, ...] = key(
         ("query", "value"),
-        "Layers whose kernels are updated: names, or regular expressions that match the "
+        "Layers whose kernels are updated: names, or regular expressions that match a "
         'whole path without "/kernel", such as ".*/MlpBlock_3/Dense_0".',
     )
 

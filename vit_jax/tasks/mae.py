@@ -28,27 +28,31 @@ from vit_jax.tasks.task import TaskConfig
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MaeConfig(TaskConfig):
-    """Pixels of hidden patches, predicted from the visible ones (MAE)."""
+    """MAE: the pixels of hidden patches, predicted from the visible ones."""
 
     has_pictures: ClassVar[bool] = True
     needs_all_patches: ClassVar[bool] = True
 
-    name: str = key("mae", "What is learnt.")
+    name: str = key("mae", "Task to train.")
     mask_ratio: float = key(
         0.75,
         "Fraction of the patches that is hidden; with 0 the loss covers all patches.",
         below=1,
     )
     normalize_targets: bool = key(
-        True, "Normalise target pixels by mean and standard deviation of their patch."
+        True,
+        "Normalise the target pixels of each patch by their mean and standard "
+        "deviation.",
     )
     decoder_width: int = key(512, "Features per token of the decoder.", at_least=4)
-    decoder_depth: int = key(8, "Blocks of the decoder.", at_least=1)
+    decoder_depth: int = key(8, "Number of blocks of the decoder.", at_least=1)
     decoder_num_heads: int = key(
         16, "Attention heads per block of the decoder.", at_least=1
     )
     decoder_mlp_dim: int = key(
-        0, "Hidden units of the decoder's MLPs; 0 is 4 times `decoder_width`."
+        0,
+        "Hidden units of the decoder's MLPs; 0 is 4 times `decoder_width`.",
+        reason="MAE weights of transformers with decoder_intermediate_size",
     )
 
     def build(self, model, data, run, saved=None) -> "Mae":

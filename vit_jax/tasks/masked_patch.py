@@ -30,12 +30,12 @@ NUM_COLORS = _LEVELS**3
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MaskedPatchConfig(TaskConfig):
-    """Colours of corrupted patches (masked patch prediction)."""
+    """Masked patch prediction: the colours of corrupted patches."""
 
     has_pictures: ClassVar[bool] = True
     needs_all_patches: ClassVar[bool] = True
 
-    name: str = key("masked_patch", "What is learnt.")
+    name: str = key("masked_patch", "Task to train.")
     mask_ratio: float = key(
         0.5, "Fraction of the patch embeddings that is corrupted.", above=0, below=1
     )
@@ -46,14 +46,14 @@ class MaskedPatchConfig(TaskConfig):
     )
     swap_share: float = key(
         0.1,
-        "Fraction of the corrupted embeddings that become another patch's; the rest "
-        "stay.",
+        "Fraction of the corrupted embeddings that become the embedding of another "
+        "patch; the rest stay as they are.",
         at_most=1,
     )
     target: str = key(
         "mean_color",
-        'Target for a patch: "mean_color", one of 512 colours; "colors_4x4", one for '
-        'each of 4x4 cells; "pixels", by squared error.',
+        'Target of a patch: "mean_color", one of 512 colours; "colors_4x4", one of 512 '
+        'colours for each of 4x4 cells; or "pixels", with a squared error.',
         choices=("mean_color", "colors_4x4", "pixels"),
     )
 

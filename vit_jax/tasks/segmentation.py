@@ -28,32 +28,37 @@ LABEL_MAP = "label_map"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SegmentationConfig(TaskConfig):
-    """The class of every pixel (semantic segmentation)."""
+    """Semantic segmentation: the class of every pixel."""
 
     has_classifier = False
     needs_all_patches = True
 
-    name: str = key("segmentation", "What is learnt.")
+    name: str = key("segmentation", "Task to train.")
     head: str = key(
         "linear",
-        'Head on the features: "linear", after a BatchNorm, or "pyramid", convolutions of '
-        "several scales.",
+        'Head on the features: "linear", a BatchNorm and a linear layer, or "pyramid", '
+        "convolutions at several scales.",
         choices=tuple(segmenter.HEADS),
     )
     layers: tuple[int, ...] = key(
         (-1,),
-        "Layers whose features the head gets, joined; numbers as of "
-        "`Model.layer_features`, as (-4, -3, -2, -1).",
+        "Layers whose features the head gets, joined, as (-4, -3, -2, -1), numbered as "
+        "in `Model.layer_features`.",
         at_least=None,
         distinct=True,
     )
-    width: int = key(256, "Features of a pyramid.", at_least=1)
-    frozen: bool = key(False, "Train the head alone.")
-    dice: float = key(0.0, "Weight of the Dice loss beside the cross-entropy.")
+    width: int = key(256, "Features of the pyramid.", at_least=1)
+    frozen: bool = key(False, "Train the head only.")
+    dice: float = key(
+        0.0,
+        "Weight of a Dice loss that is added to the cross-entropy; 0 is off.",
+        reason="masks with small objects (arXiv:1606.04797)",
+    )
     dice_of: str = key(
         "batch",
-        'Pixels that a Dice coefficient covers: those of the "batch", or of one "image", '
-        "with squares, as in mmsegmentation.",
+        'Pixels over which a Dice coefficient is computed: all of the "batch", or '
+        'those of each "image", with squares, as in mmsegmentation.',
+        reason="recipes of mmsegmentation",
         choices=("batch", "image"),
     )
 

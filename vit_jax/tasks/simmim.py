@@ -26,19 +26,19 @@ from vit_jax.tasks.task import TaskConfig
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SimMimConfig(TaskConfig):
-    """Pixels of hidden units, predicted from all tokens (SimMIM)."""
+    """SimMIM: the pixels of hidden units, predicted from all tokens."""
 
     has_pictures: ClassVar[bool] = True
     needs_all_patches: ClassVar[bool] = True
 
-    name: str = key("simmim", "What is learnt.")
+    name: str = key("simmim", "Task to train.")
     mask_ratio: float = key(
         0.6, "Fraction of the units that is hidden, rounded up.", above=0, below=1
     )
     mask_unit: int = key(
         32,
-        "Side of a unit in pixels: a multiple of the patch, for Swin of a patch of the "
-        "last stage.",
+        "Side of a unit that is hidden as a whole, in pixels: a multiple of the side "
+        "of a patch, in Swin of a patch of the last stage.",
         at_least=1,
     )
 

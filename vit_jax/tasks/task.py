@@ -508,7 +508,7 @@ class TaskConfig:
     # Whether the network is in the parameters, of which `ema` holds a moving average.
     averages_network: ClassVar[bool] = True
 
-    name: str = key("classification", "What is learnt.")
+    name: str = key("classification", "Task to train.")
 
     def of_records(self, data: DataConfig, source: Source) -> "TaskConfig":
         """Returns the config with values that are computed from the training records.

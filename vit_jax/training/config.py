@@ -32,11 +32,13 @@ _MOST_OF_START = 0.05
 class EmaConfig:
     """Moving average of the parameters (Polyak averaging)."""
 
-    decay: float = key(0.9999, "Weight of the old average; 0 is off.", below=1)
+    decay: float = key(
+        0.9999, "Decay of the moving average per step; 0 is off.", below=1
+    )
     warmup: bool = key(
         True,
-        "Weigh it in the first steps by (1 + step) / (10 + step) instead, until that is "
-        "larger: 90,000 steps at 0.9999.",
+        "Use the decay (1 + step) / (10 + step) at the start, until it reaches "
+        "`decay`: for 90,000 steps with 0.9999.",
     )
 
     def note(self, steps: int) -> str:
@@ -60,13 +62,18 @@ class EmaConfig:
 class CheckpointConfig:
     """Which checkpoints are kept, and which one is best."""
 
-    max_to_keep: int = key(2, "This many newest checkpoints, and ...", at_least=1)
-    keep_period: int = key(0, "... those at multiples of this step; 0 is none.")
+    max_to_keep: int = key(2, "Number of newest checkpoints to keep.", at_least=1)
+    keep_period: int = key(
+        0,
+        "Also keep every checkpoint whose step is a multiple of this number; 0 is off.",
+        reason="studying how a network changes in training",
+    )
     best_metric: str = key(
         "",
-        "Evaluation and metric, as val/top1, of the averaged parameters if there are "
-        "any: the checkpoint that is best by it is kept, and restored at the end. The "
-        'smallest is best of losses, errors and ece. "": the last checkpoint.',
+        'Metric that chooses the best checkpoint, as EVALUATION/METRIC ("val/top1"), '
+        "of the averaged parameters if there are any. The best checkpoint is kept, and "
+        'restored at the end. Lower is better for losses, errors and ece. "" uses the '
+        "last checkpoint.",
     )
 
 
@@ -76,10 +83,16 @@ class LocalCheckpointConfig:
 
     dir: str = key(
         "",
-        'The same text on all hosts; "$VARIABLES" and "~" are resolved.',
+        "Folder on the local disk of each host, the same text on all hosts; "
+        '"$VARIABLES" and "~" are expanded.',
+        reason="large models on clusters, whose shared storage is slow",
         of_host=True,
     )
-    every_steps: int = key(0, "Interval in steps; 0 is none.")
+    every_steps: int = key(
+        0,
+        "Steps between local checkpoints; 0 is off.",
+        reason="losing fewer steps when a host fails",
+    )
 
     def __post_init__(self):
         files.refuse_scheme("local_checkpoint.dir", self.dir, local=True)
@@ -94,8 +107,8 @@ def _interval(default: object, help: str, **rules) -> Any:
     return key(default, help, changes_result=False, in_step=False, **rules)
 
 
-def _interval_in_epochs() -> Any:
-    return _interval(0.0, "The same in epochs; 0 is none.", below=2**31)
+def _interval_in_epochs(help: str, **rules) -> Any:
+    return _interval(0.0, help, below=2**31, **rules)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -103,14 +116,19 @@ class _Config:
     """Keys of training and of evaluation."""
 
     name: str = key(
-        "", "Recipe name; by default the config file's stem.", in_step=False
+        "",
+        "Name of the run, after which new workdirs are named; by default the file name "
+        "of the recipe.",
+        in_step=False,
     )
     batch_size: int = key(
-        0, "Images a step, over all devices and microbatches.", at_least=1
+        0, "Images per step, over all devices and microbatches.", at_least=1
     )
     compilation_cache_dir: str = key(
         "auto",
-        'Folder; "auto": one per user; "": JAX\'s setting.',
+        'Folder of compiled programs; "auto" is one folder per user, "" leaves it to '
+        "JAX.",
+        reason="clusters whose hosts share a disk",
         changes_result=False,
         of_host=True,
     )
@@ -120,7 +138,10 @@ class _Config:
         Choice(types=EVALUATORS, default="classification", text_key="kind"),
         text_key="split",
         reserved=(SKIPPED,),
-        help="Name of an evaluation: split of the data set to classify, or a kind.",
+        help=(
+            "Evaluations by name: the split of the data set to classify, or a section that "
+            "says its `kind`."
+        ),
         changes_result=False,
         in_step=False,
     )
@@ -143,12 +164,19 @@ class TrainConfig(_Config):
         below=2**32,
         in_step=False,
     )
-    total_steps: int = key(0, "Length of the run: this ...", below=2**31)
-    epochs: float = epochs("... or this many passes over the training split.")
+    total_steps: int = key(
+        0, "Length of the run in steps; set this or `epochs`.", below=2**31
+    )
+    epochs: float = epochs(
+        "Length of the run in passes over the training split; set this or "
+        "`total_steps`."
+    )
     extend_schedule: str = key(
         "none",
-        "Whether a resumed run may have more `total_steps` or `epochs` than before: "
-        '"stretch" continues with the schedules of a run of the new length.',
+        "Whether a resumed run may have larger `total_steps` or `epochs` than before: "
+        '"none" refuses it, "stretch" continues with the schedules of a run of the new '
+        "length.",
+        reason="training a finished run for longer",
         choices=("none", "stretch"),
         changes_result=False,
         in_step=False,
@@ -156,25 +184,30 @@ class TrainConfig(_Config):
     init: InitConfig = section(InitConfig, text_key="checkpoint", in_step=False)
     debug_nans: bool = key(
         False,
-        "Stop at the operation that makes the first NaN (slow).",
+        "Stop at the operation that produces the first NaN (slow).",
+        reason="debugging",
         changes_result=False,
     )
     profile_steps: tuple[int, ...] = key(
         (0, 0),
-        "First and last step of a trace for xprof; zeros: none.",
+        "First and last step to trace for the profiler xprof; (0, 0) is off.",
+        reason="finding slow operations",
         changes_result=False,
         in_step=False,
     )
     slow_step_factor: float = key(
         3.0,
-        "Report steps slower than this multiple of the median; 0 is off.",
+        "Report steps that take longer than this multiple of the median step; 0 is "
+        "off.",
+        reason="finding slow devices, disks and hosts",
         changes_result=False,
     )
     stall_timeout: float = key(
         1_800.0,
-        "Seconds without a finished step, evaluation batch or save after which a run is "
-        "ended, with the stacks of all threads; 3 times as long before the first step. "
-        "0 is off.",
+        "Seconds without a finished step, evaluation batch or save after which the run "
+        "is ended, with the stacks of all threads; 3 times as long before the first "
+        "step. 0 is off.",
+        reason="clusters, where a run that hangs blocks its machines",
         below=2**31,
         changes_result=False,
     )
@@ -186,21 +219,32 @@ class TrainConfig(_Config):
     log_every_steps: int = _interval(
         50, "Steps between two lines of metrics.", at_least=1
     )
-    log_every_epochs: float = _interval_in_epochs()
-    eval_every_steps: int = _interval(
-        0, "Steps between evaluations; the last step has one in any case."
+    log_every_epochs: float = _interval_in_epochs(
+        "Epochs between two lines of metrics; 0 is off.",
+        reason="runs whose other intervals are in epochs",
     )
-    eval_every_epochs: float = _interval_in_epochs()
+    eval_every_steps: int = _interval(
+        0,
+        "Steps between evaluations; 0 is off. The last step is evaluated in any case.",
+    )
+    eval_every_epochs: float = _interval_in_epochs(
+        "Epochs between evaluations; 0 is off."
+    )
     early_stopping_evals: int = _interval(
         0,
-        "Evaluations in a row that are not better by checkpoint.best_metric, after which "
-        "the run ends; 0 is never.",
+        "Number of evaluations in a row that do not improve `checkpoint.best_metric`, "
+        "after which the run ends; 0 is off.",
+        reason="small data sets; the command `finetune` sets it",
         below=2**31,
     )
     checkpoint_every_steps: int = _interval(
-        1_000, "Steps between checkpoints; the last step has one too.", at_least=1
+        1_000,
+        "Steps between checkpoints; the last step is saved in any case.",
+        at_least=1,
     )
-    checkpoint_every_epochs: float = _interval_in_epochs()
+    checkpoint_every_epochs: float = _interval_in_epochs(
+        "Epochs between checkpoints; 0 is off."
+    )
     checkpoint: CheckpointConfig = section(
         CheckpointConfig, changes_result=False, in_step=False
     )

@@ -20,7 +20,9 @@ Schedule = Callable[[jax.Array | int], Number]
 class ScheduleConfig:
     """Base of all schedules."""
 
-    name: str = key("cosine", "Name of the schedule, or module:Name of yours.")
+    name: str = key(
+        "cosine", 'Name of the schedule, or "my_module:MyConfig" for your own.'
+    )
 
     def build(self, peak: Number, warmup: int, run: RunLength) -> Schedule:
         """Returns the learning rate as a function of the steps after the warmup.
@@ -38,7 +40,7 @@ class ScheduleConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ConstantConfig(ScheduleConfig):
-    """The peak."""
+    """The peak learning rate, constant."""
 
     name: str = key("constant", "")
 
@@ -58,9 +60,21 @@ COOLDOWN_SHAPES = {
 class CooldownConfig(ScheduleConfig):
     """Base of schedules whose last part is a cooldown."""
 
-    cooldown_steps: int = key(0, "Length of the cooldown in steps, or else ...")
-    cooldown_epochs: float = epochs("... in epochs, or else ...")
-    cooldown_fraction: float = key(0.0, "... as a fraction of the run.")
+    cooldown_steps: int = key(
+        0,
+        "Length of the cooldown at the end of the run in steps; set at most one of "
+        "cooldown_steps, cooldown_epochs and cooldown_fraction.",
+        reason="WSD (arXiv:2404.06395) and reciprocal square roots (arXiv:2106.04560)",
+    )
+    cooldown_epochs: float = epochs(
+        "Length of the cooldown in epochs.",
+        reason="WSD and reciprocal square roots in runs that are counted in epochs",
+    )
+    cooldown_fraction: float = key(
+        0.0,
+        "Length of the cooldown as a fraction of the run.",
+        reason="WSD and reciprocal square roots in runs of any length",
+    )
 
     def cooldown(
         self, warmup: int, run: RunLength
@@ -92,12 +106,14 @@ class CosineConfig(CooldownConfig):
     """Half a cosine from the peak to the end (arXiv:1608.03983), then a linear cooldown."""
 
     end_learning_rate: float = key(
-        0.0, "Learning rate one step after the last, or where the cooldown to 0 begins."
+        0.0,
+        "Learning rate one step after the last step or, with a cooldown, where the "
+        "cooldown to 0 begins.",
     )
     includes_warmup: bool = key(
         False,
-        "Begin the half cosine with the run, so that the warmup takes the place of its "
-        "first part, as timm does without `warmup_prefix`.",
+        "Begin the half cosine with the run, so that the warmup replaces its first "
+        "part, as timm does without `warmup_prefix`.",
     )
 
     def build(self, peak: Number, warmup: int, run: RunLength) -> Schedule:
@@ -124,7 +140,7 @@ class LinearConfig(ScheduleConfig):
     """A straight line from the peak to the end."""
 
     name: str = key("linear", "")
-    end_learning_rate: float = key(0.0, "Learning rate one step after the last.")
+    end_learning_rate: float = key(0.0, "Learning rate one step after the last step.")
 
     def build(self, peak: Number, warmup: int, run: RunLength) -> Schedule:
         steps = max(1, run.total_steps - warmup)
@@ -137,7 +153,11 @@ class RsqrtConfig(CooldownConfig):
 
     name: str = key("rsqrt", "")
     timescale: int = key(
-        10_000, "In steps: peak / sqrt(1 + steps after warmup / timescale).", at_least=1
+        10_000,
+        "Timescale in steps: the learning rate is peak / sqrt(1 + steps after the "
+        "warmup / timescale).",
+        reason="Scaling Vision Transformers (arXiv:2106.04560)",
+        at_least=1,
     )
 
     def build(self, peak: Number, warmup: int, run: RunLength) -> Schedule:
@@ -157,10 +177,11 @@ class WsdConfig(CooldownConfig):
     name: str = key("wsd", "")
     cooldown_shape: str = key(
         "linear",
-        'Of the learning rate: "linear", "cosine" or "1-sqrt" (arXiv:2405.18392).',
+        'Shape of the cooldown of the learning rate: "linear", "cosine" or "1-sqrt".',
+        reason="a comparison of shapes (arXiv:2405.18392)",
         choices=tuple(COOLDOWN_SHAPES),
     )
-    end_learning_rate: float = key(0.0, "Learning rate one step after the last.")
+    end_learning_rate: float = key(0.0, "Learning rate one step after the last step.")
 
     def build(self, peak: Number, warmup: int, run: RunLength) -> Schedule:
         cooldown, left = self.cooldown(warmup, run)
@@ -178,8 +199,16 @@ class StepConfig(ScheduleConfig):
     """Constant, multiplied by `decay_rate` at each boundary."""
 
     name: str = key("step", "")
-    boundaries: tuple[int, ...] = key((0,), "Steps of the run, in ascending order.")
-    boundary_epochs: tuple[float, ...] = key((0.0,), "The same, in epochs.")
+    boundaries: tuple[int, ...] = key(
+        (0,),
+        "Steps of the run at which the learning rate falls, in ascending order; set "
+        "this or `boundary_epochs`.",
+    )
+    boundary_epochs: tuple[float, ...] = key(
+        (0.0,),
+        "Epochs of the run at which the learning rate falls, in ascending order; set "
+        "this or `boundaries`.",
+    )
     decay_rate: float = key(0.1, "Factor of the learning rate at each boundary.")
 
     def build(self, peak: Number, warmup: int, run: RunLength) -> Schedule:
@@ -211,7 +240,11 @@ class ExponentialConfig(ScheduleConfig):
 
     name: str = key("exponential", "")
     start_fraction: float = key(
-        1e-5, "First learning rate, as a part of the peak.", above=0, at_most=1
+        1e-5,
+        "First learning rate, as a fraction of the peak.",
+        reason="range tests (arXiv:1506.01186), as `finetune --find_rate` runs them",
+        above=0,
+        at_most=1,
     )
 
     def build(self, peak: Number, warmup: int, run: RunLength) -> Schedule:

@@ -18,34 +18,43 @@ class InitConfig:
 
     checkpoint: str = key(
         "",
-        'Workdir, weights or their address; "": none.',
+        'Weights to start from: a workdir, a file or an address; "" starts from random '
+        "parameters.",
         changes_result=False,
         of_host=True,
     )
     use_ema: bool = key(
         True,
-        "Take averaged parameters if a workdir or a training checkpoint has them.",
+        "Load averaged parameters if the workdir or training checkpoint has them.",
+        reason="comparing with parameters that are not averaged",
     )
     head: str = key(
         "new",
-        '"new": a classifier as `model.init` says, by default of zeros, "keep" (its '
-        'classes in the order of the data\'s, by their names), or "drop".',
+        'Classifier: "new" initialises it by `model.init`, by default with zeros; '
+        '"keep" loads it, with its classes put in the order of the data\'s by their '
+        'names; "drop" is for models without classes.',
         choices=("new", "keep", "drop"),
     )
     posemb_resize: str = key(
         "",
-        'Resizing of position embeddings, as `model.posemb_resize`; "": as it was '
-        "trained.",
+        'Method that resizes position embeddings, as in `model.posemb_resize`; "" is '
+        "the method that the weights were trained with.",
+        reason="comparing methods",
         choices=("", *resizing.RESIZE_METHODS),
     )
     channels: str = key(
         "repeat",
-        "How the first kernel is made for images of other channels: repeated and scaled "
-        'as by timm, their "mean", the "first" with zeros behind them, or a "new" one.',
+        "How the first kernel is adapted to images with another number of channels: "
+        '"repeat" repeats and rescales it, as timm does; "mean" copies its mean to all '
+        'channels; "first" keeps its first channels and adds zeros; "new" initialises '
+        "it.",
+        reason="grey or multispectral images, from weights for RGB",
         choices=("repeat", "mean", "first", "new"),
     )
     allow_mismatch: tuple[str, ...] = key(
-        (), "Regular expressions: what may be missing or left over."
+        (),
+        "Regular expressions of parameters that the checkpoint may lack, or have in "
+        "addition.",
     )
 
 

@@ -26,6 +26,7 @@ from etils import epath
 from orbax.checkpoint import v1 as ocp
 
 from vit_jax import models
+from vit_jax.config import loading
 from vit_jax.data.class_names import composed
 from vit_jax.data.config import DEPTHS
 from vit_jax.data.transforms import host as host_transforms
@@ -342,6 +343,7 @@ def read_metadata(workdir: str | os.PathLike) -> dict:
                 _check_version(path, metadata)
                 for key in FORMER_KEYS:
                     metadata["config"]["model"].pop(key, None)
+                loading.drop_former_keys(metadata["config"])
                 return metadata
         damage.append(f"{step}: {'; '.join(defects) or 'unreadable'}")
     raise UserError(

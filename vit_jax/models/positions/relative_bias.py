@@ -24,8 +24,8 @@ class RelativeBiasConfig(EncoderConfig):
 
     relative_bias: str = key(
         "none",
-        "Learnt biases of attention by offset of two patches (BEiT): separate ones in "
-        '"every" layer, or the same in each layer ("shared").',
+        'Learned biases of attention by the offset between two patches (BEiT): "none", '
+        'separate ones in "every" layer, or the same in all layers ("shared").',
         choices=tuple(BIASES),
     )
 

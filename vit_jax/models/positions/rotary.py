@@ -31,35 +31,41 @@ class RotaryConfig(EncoderConfig):
 
     rope: str = key(
         "none",
-        'Rotary position embeddings: "axial" (EVA-02), "centered" (DINOv3) or "mixed" '
-        "(learnt directions, arXiv:2403.13298).",
+        'Rotary position embeddings: "none", "axial" (EVA-02), "centered" (DINOv3) or '
+        '"mixed" (learned directions, arXiv:2403.13298).',
         choices=tuple(ROTARY),
     )
     rope_temperature: float = key(
-        100.0, "Ratio of the longest wavelength to the shortest; EVA-02 has 10,000."
+        100.0,
+        "Ratio of the longest wavelength of rotary positions to the shortest; EVA-02 "
+        "has 10,000.",
     )
     rope_reference: int = key(
         0,
-        "Side in patches to which grids of another size are stretched; 0: no stretching.",
+        "Side, in patches, to which rotary positions of grids of another size are "
+        "stretched; 0 is off.",
+        reason="weights of EVA-02 (arXiv:2303.11331)",
         below=10_000,
     )
     rope_shift: float = key(
         0.0,
-        'In training, "centered" positions of each block are shifted by up to this; 0 is '
-        "off.",
+        'Largest random shift of "centered" rotary positions in training, drawn for '
+        "each block; 0 is off.",
+        reason="pos_embed_rope_shift_coords of DINOv3 (arXiv:2508.10104)",
         training_only=True,
     )
     rope_jitter: float = key(
         1.0,
-        "In training, each side of them is stretched by up to this factor or its "
-        "inverse.",
+        'In training, stretch or shrink "centered" rotary positions at random by up to '
+        "this factor, separately in height and width; 1 is off.",
+        reason="pos_embed_rope_jitter_coords of DINOv3 (arXiv:2508.10104)",
         at_least=1,
         training_only=True,
     )
     rope_rescale: float = key(
         1.0,
-        "In training, both sides of them are stretched alike by up to this factor or its "
-        "inverse; DINOv3 has 2.",
+        'In training, stretch or shrink "centered" rotary positions at random by up to '
+        "this factor, equally in height and width; 1 is off, DINOv3 has 2.",
         at_least=1,
         training_only=True,
     )

@@ -216,6 +216,7 @@ def _begun(request: _Request, workdir: str) -> tuple[dict | None, str]:
     if not path.exists():
         return None, place
     raw, images = read_json(path), runs.recorded(workdir).get("images", place)
+    loading.drop_former_keys(raw)
     if not runs.has_begun(workdir):
         return None, place
     data = raw["data"]

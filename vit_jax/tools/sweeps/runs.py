@@ -14,7 +14,7 @@ from etils import epath
 
 from vit_jax.command_line.files import read_json, replace_text
 from vit_jax.command_line.printing import print_line
-from vit_jax.config import fields
+from vit_jax.config import fields, loading
 from vit_jax.distributed import mesh as meshes
 from vit_jax.errors import Diverged, UserError
 from vit_jax.training import loop, resume_check, run_report
@@ -115,6 +115,7 @@ def check_command(
             line
             for line in fields.differences(before, command)
             if line.partition(": ")[0].removeprefix("config.") not in free
+            and not loading.is_former(line)
         ]
         if changed:
             moved = ""

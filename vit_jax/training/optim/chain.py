@@ -127,7 +127,7 @@ def weight_decay(optim: OptimConfig, run: RunLength) -> Number | Schedule:
     start, end = optim.weight_decay, optim.weight_decay_end
     if not end:
         return start
-    length = length_in_steps(optim, "weight_decay", run) or run.total_steps
+    length = optim.weight_decay_steps or run.total_steps
 
     def at(step):
         part = jnp.minimum(step / length, 1)

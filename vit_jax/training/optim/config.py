@@ -36,8 +36,8 @@ class PlainOptimConfig:
     Attributes:
       default_rate: peak learning rate if no key states one; 0: one must.
       takes_mu_dtype: whether it keeps a first moment in `mu_dtype`.
-      averages: whether its `evaluated` parameters are others than those it trains, so
-        that a state has them as its `average` even without `ema.decay`.
+      averages: whether evaluation uses other parameters than training (schedule-free):
+        a state then has them as its `average`, even without `ema.decay`.
     """
 
     default_rate: ClassVar[float] = 0.0
@@ -46,77 +46,110 @@ class PlainOptimConfig:
 
     name: str = key(
         "adam",
-        '"adam" or "adamw", the same; "sgd", "lars", "lamb"; or one of optax.',
+        'Optimiser: "adam" or "adamw", which are the same; "sgd", "lars", "lamb"; or '
+        "the name of one in optax.",
     )
-    learning_rate: float = key(0.0, "Peak learning rate: this ...", in_step=False)
+    learning_rate: float = key(
+        0.0, "Peak learning rate; set this or `base_learning_rate`.", in_step=False
+    )
     base_learning_rate: float = key(
-        0.0, "... or this, times batch_size / 256.", in_step=False
+        0.0,
+        "Peak learning rate for 256 images, which is multiplied by batch_size / 256; "
+        "set this or `learning_rate`.",
+        in_step=False,
     )
     schedule: ScheduleConfig = choice(SCHEDULES, "cosine")
-    warmup_steps: int = key(0, "Linear warmup in steps, or else ...")
-    warmup_epochs: float = epochs("... in epochs, or else ...")
-    warmup_fraction: float = key(0.0, "... as a fraction of the run.")
+    warmup_steps: int = key(
+        0,
+        "Length of the linear warmup in steps; set at most one of warmup_steps, "
+        "warmup_epochs and warmup_fraction.",
+    )
+    warmup_epochs: float = epochs("Length of the linear warmup in epochs.")
+    warmup_fraction: float = key(
+        0.0, "Length of the linear warmup as a fraction of the run."
+    )
     warmup_ends_at_peak: bool = key(
         False,
-        "Reach the peak in the last step of the warmup, not in the one after it, as "
-        "DINO's code does.",
+        "Reach the peak in the last step of the warmup, as DINO's code does, and not "
+        "in the step after it.",
     )
     warmup_learning_rate: float = key(0.0, "Learning rate at the start of the warmup.")
     schedule_by_epochs: bool = key(
         False,
-        "Keep one learning rate in each epoch, that of the start of the epoch before it, "
-        "as DeiT's code does: epochs 0 and 1 have the first one.",
+        "Keep the learning rate constant within an epoch, as DeiT's code does, at the "
+        "rate of the start of the previous epoch; epochs 0 and 1 have the first rate.",
     )
-    weight_decay: float = key(0.0, "Decoupled from the loss, times the scheduled rate.")
+    weight_decay: float = key(
+        0.0,
+        "Weight decay, which is decoupled from the loss and multiplied by the "
+        "scheduled learning rate.",
+    )
     weight_decay_end: float = key(
-        0.0, "Half a cosine leads from `weight_decay` to this; 0 is off."
+        0.0, "Weight decay after it has changed by half a cosine; 0 keeps it constant."
     )
     weight_decay_steps: int = key(
-        0, "Length of that half cosine in steps; all three 0: the whole run."
+        0,
+        "Steps in which the weight decay changes to `weight_decay_end`; 0 is the whole "
+        "run.",
+        reason="stopping a run before the end of its schedules",
     )
-    weight_decay_epochs: float = epochs("The same in epochs, or else ...")
-    weight_decay_fraction: float = key(0.0, "... as a fraction of the run.")
     weight_decay_mask: tuple[str, ...] = key(
-        (r"/kernel$",), "Regular expressions: what weight decay touches."
+        (r"/kernel$",), "Regular expressions of the parameters that have weight decay."
     )
     layer_decay: float = key(
-        0.0, "Rate of a layer by that of the one above it; 0 is off.", at_most=1
+        0.0,
+        "Learning rate of a layer, as a multiple of that of the layer above it; 0 is "
+        "off.",
+        at_most=1,
     )
     learning_rate_factors: tuple[str, ...] = key(
         (),
-        "Factors of the learning rate of the parameters that regular expressions match: "
+        "Factors of the learning rate of parameters that match regular expressions, as "
         '"network/embedding/ -> 0.2".',
     )
     grad_clip_norm: float = key(
         0.0,
-        "Largest gradient norm over all parameters that move in a step; 0 is off.",
+        "Largest gradient norm over all parameters that are trained in a step; 0 is "
+        "off.",
     )
     grad_clip_norm_per_part: float = key(
         0.0,
-        "Largest gradient norm of each part of a task by itself: its network, each of "
-        "its heads; what `freeze_steps` keep frozen counts, as in DINOv2. 0 is off.",
+        "Largest gradient norm of each part of a task, its network and each of its "
+        "heads, separately. Parameters that `freeze_steps` keeps frozen count, as in "
+        "DINOv2. 0 is off.",
     )
     grad_clip_norm_per_parameter: float = key(
-        0.0, "Largest gradient norm of each parameter by itself; 0 is off."
+        0.0, "Largest gradient norm of each parameter separately; 0 is off."
     )
     grad_accum_steps: int = key(
         1,
-        "Microbatches per step. A run whose loss compares images of a batch, or takes "
-        "their statistics, depends on it and says so at the start.",
+        "Number of microbatches per step. A loss that compares the images of a batch, "
+        "or takes their statistics, depends on it; such a run says so at the start.",
+        reason="batches that do not fit into the memory of the devices",
         at_least=1,
         changes_result=False,
     )
     mu_dtype: str = key(
         "float32",
-        "Of Adam's first moment, SGD's momentum; or \"bfloat16\".",
+        'Dtype of Adam\'s first moment or SGD\'s momentum: "float32" or "bfloat16".',
         choices=("float32", "bfloat16"),
     )
     freeze: tuple[str, ...] = key(
-        (), "Regular expressions: parameters that do not move ..."
+        (),
+        "Regular expressions of the parameters that are frozen, for the whole run "
+        "unless freeze_steps, freeze_epochs or freeze_fraction is set.",
     )
-    freeze_steps: int = key(0, "... for this many steps; all three 0: the whole run.")
-    freeze_epochs: float = epochs("The same in epochs, or else ...")
-    freeze_fraction: float = key(0.0, "... as a fraction of the run.")
+    freeze_steps: int = key(
+        0,
+        "Number of steps for which `freeze` holds; set at most one of freeze_steps, "
+        "freeze_epochs and freeze_fraction.",
+    )
+    freeze_epochs: float = epochs("Number of epochs for which `freeze` holds.")
+    freeze_fraction: float = key(
+        0.0,
+        "Fraction of the run for which `freeze` holds.",
+        reason="the mode `head_then_all` of the command `transfer`",
+    )
 
     def __post_init__(self):
         if self.mu_dtype != "float32" and not self.takes_mu_dtype:

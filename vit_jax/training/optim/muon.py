@@ -39,15 +39,16 @@ class MuonBase(OutsideConfig):
 
     consistent_rms: float | None = key(
         0.2,
-        "Root mean square of a step by the learning rate, as Adam's is about, so that "
-        "Adam's rate and decay transfer; None: the steps of Muon's first code.",
+        "Root mean square of a step, divided by the learning rate. The default is "
+        "about that of Adam, so that learning rates and weight decay for Adam can be "
+        "kept. None: the steps of Muon's first code.",
         optional=True,
         above=0,
     )
     patch_embedding: bool = key(
         False,
-        "Muon for the kernel that embeds patches, and the first one of a ResNet, too; the "
-        "convolutions of a stem always have it.",
+        "Also use Muon for the kernel of the patch embedding, and for the first "
+        "convolution of a ResNet. The convolutions of a stem always have it.",
     )
 
     def make(

@@ -13,9 +13,17 @@ from vit_jax.training.optim.transforms import match, scale_by_trust_ratio, trust
 class AdamConfig(OptimConfig):
     """Adam (arXiv:1412.6980)."""
 
-    b1: float = key(0.9, "Adam's beta1, the decay of the mean gradient.", below=1)
-    b2: float = key(0.999, "Adam's beta2, that of the mean square.", below=1)
-    eps: float = key(1e-8, "Adam's epsilon, added to the root of the mean square.")
+    b1: float = key(
+        0.9, "Adam's beta1: decay of the running mean of the gradient.", below=1
+    )
+    b2: float = key(
+        0.999,
+        "Adam's beta2: decay of the running mean of the squared gradient.",
+        below=1,
+    )
+    eps: float = key(
+        1e-8, "Adam's epsilon, which is added to the root of the mean square."
+    )
 
     def moments(self) -> list[optax.GradientTransformation]:
         return [
@@ -31,9 +39,13 @@ class SgdConfig(OptimConfig):
 
     name: str = key("sgd", "")
     momentum: float = key(
-        0.9, "Decay of the sum of gradients per step; 0 is plain SGD.", below=1
+        0.9,
+        "Decay of the running sum of gradients; 0 is SGD without momentum.",
+        below=1,
     )
-    nesterov: bool = key(False, "Nesterov momentum.")
+    nesterov: bool = key(
+        False, "Use Nesterov momentum.", reason="recipes of SGD in timm"
+    )
 
     def moments(self) -> list[optax.GradientTransformation]:
         if not self.momentum:
@@ -56,9 +68,11 @@ class LarsConfig(OptimConfig):
     """
 
     name: str = key("lars", "")
-    momentum: float = key(0.9, "Decay of the sum of steps.", below=1)
+    momentum: float = key(0.9, "Decay of the running sum of steps.", below=1)
     trust_coefficient: float = key(
-        0.001, "Norm of a step by that of its parameter.", above=0
+        0.001,
+        "Norm of the step of a parameter, as a multiple of the norm of the parameter.",
+        above=0,
     )
 
     def moments(self) -> list[optax.GradientTransformation]:
@@ -85,7 +99,9 @@ class LambConfig(AdamConfig):
     """
 
     name: str = key("lamb", "")
-    eps: float = key(1e-6, "Adam's epsilon, added to the root of the mean square.")
+    eps: float = key(
+        1e-6, "Adam's epsilon, which is added to the root of the mean square."
+    )
 
     def direction(
         self, params: dict, decay: list[optax.GradientTransformation]

@@ -27,7 +27,8 @@ class ScheduleFreeBase(OptimConfig):
 
     b1: float = key(
         0.9,
-        "Weight of the mean in the parameters whose gradient is taken.",
+        "Weight of the mean of the steps in the parameters at which the gradient is "
+        "taken.",
         above=0,
         below=1,
     )

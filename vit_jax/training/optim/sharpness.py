@@ -28,31 +28,34 @@ class OptimConfig(PlainOptimConfig):
 
     sam_rho: float = key(
         0.0,
-        "SAM (arXiv:2010.01412): distance uphill at which the gradient is taken, in two "
-        "passes per step; 0 is off.",
+        "SAM (arXiv:2010.01412): length of the step uphill, after which the gradient "
+        "is taken, in two passes per step; 0 is off.",
     )
     sam_rho_end: float = key(
         0.0,
-        "GSAM: `sam_rho` falls with the learning rate to this at the last rate; 0: it "
-        "stays.",
+        "GSAM: value to which `sam_rho` falls, together with the learning rate, at the "
+        "end of the run; 0 keeps it constant.",
     )
     sam_adaptive: str = key(
         "none",
-        'Uphill in units of the parameters: "asam" (arXiv:2102.11600), "scaled" (of '
-        "big_vision).",
+        'Scale of the step uphill for each parameter: "none"; its size as in "asam" '
+        '(arXiv:2102.11600); or its size as in big_vision ("scaled").',
         choices=("none", "asam", "scaled"),
     )
     sam_batch_size: int = key(
         0,
-        "Images that go uphill together (the m of m-sharpness), on any number of "
-        "devices; 0: the batch.",
+        "Number of images that share a step uphill (the m of m-sharpness), on any "
+        "number of devices; 0 is the whole batch.",
     )
     gsam_alpha: float = key(
-        0.0, "GSAM (arXiv:2203.08065): weight of what turns the gradient; 0 is off."
+        0.0,
+        "GSAM (arXiv:2203.08065): weight of the part of the gradient that lowers the "
+        "surrogate gap; 0 is off.",
     )
     gsam_minimize: str = key(
         "robust",
-        'Loss that GSAM\'s turn leaves alone: the one uphill, or "clean", the one here.',
+        'Loss that GSAM lowers beside the surrogate gap: "robust", the loss after the '
+        'step uphill, or "clean", the loss before it.',
         choices=("robust", "clean"),
     )
 

@@ -22,9 +22,23 @@ _MAX_PARAMS = 100  # That a request may hold.
 class MlflowConfig(TrackerConfig):
     """MLflow; its environment variables, as MLFLOW_TRACKING_TOKEN, apply too."""
 
-    name: str = key("mlflow", "Where metrics go beside the workdir.")
-    uri: str = key("", 'Server, or file:FOLDER; "": MLFLOW_TRACKING_URI.')
-    experiment: str = key("vit_jax", "Experiment of the run, made if it is missing.")
+    name: str = key(
+        "mlflow",
+        'Where metrics are sent, beside the workdir: "none", "wandb", "mlflow" or '
+        '"my_module:MyConfig".',
+        reason="MLflow",
+    )
+    uri: str = key(
+        "",
+        'Address of the server, or file:FOLDER; "" is that of the variable '
+        "MLFLOW_TRACKING_URI.",
+        reason="MLflow",
+    )
+    experiment: str = key(
+        "vit_jax",
+        "Experiment that the run belongs to; it is created if it does not exist.",
+        reason="MLflow",
+    )
 
     def callback(self) -> Callback:
         return Mlflow(self)

@@ -66,7 +66,12 @@ class MetricWriter(Protocol):
 class TrackerConfig:
     """No tracker; the base of every section `config.tracker`."""
 
-    name: str = key("none", "Where metrics go beside the workdir.")
+    name: str = key(
+        "none",
+        'Where metrics are sent, beside the workdir: "none", "wandb", "mlflow" or '
+        '"my_module:MyConfig".',
+        reason="Weights & Biases, MLflow and trackers of your own",
+    )
 
     def callback(self) -> Callback:
         """Returns a callback of the run."""

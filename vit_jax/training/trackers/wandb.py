@@ -17,12 +17,25 @@ from vit_jax.training.trackers.tracker import TrackerConfig
 class WandbConfig(TrackerConfig):
     """Weights & Biases; its environment variables, as WANDB_API_KEY, apply too."""
 
-    name: str = key("wandb", "Where metrics go beside the workdir.")
-    project: str = key("vit_jax", "Project of the run.")
-    entity: str = key("", 'User or team; "": that of the account.')
+    name: str = key(
+        "wandb",
+        'Where metrics are sent, beside the workdir: "none", "wandb", "mlflow" or '
+        '"my_module:MyConfig".',
+        reason="Weights & Biases",
+    )
+    project: str = key(
+        "vit_jax", "Project that the run belongs to.", reason="Weights & Biases"
+    )
+    entity: str = key(
+        "",
+        'User or team that the run belongs to; "" is the default of the account.',
+        reason="Weights & Biases",
+    )
     mode: str = key(
         "",
-        '"offline" keeps all in the workdir, for `wandb sync`; "": WANDB_MODE.',
+        '"offline" keeps all records in the workdir, for `wandb sync`; "" is the mode '
+        "of the variable WANDB_MODE.",
+        reason="clusters without access to the internet",
         choices=("", "online", "offline", "disabled"),
     )
 
