@@ -21,13 +21,13 @@ from PIL import Image
 
 from vit_jax import models
 from vit_jax.data import imagenet
+from vit_jax.data.preprocess import Preprocess
 from vit_jax.errors import UserError
 from vit_jax.evaluators import result_tables, suite
 from vit_jax.training import config as configuration
 from vit_jax.training import loop
 from vit_jax.weights import open_pretrained
 from vit_jax.weights.formats import native
-from vit_jax.weights.pretrained import Preprocess
 
 ROOT = pathlib.Path(__file__).parents[1]
 NAMES = ("ant", "bee", "cat")

@@ -7,10 +7,11 @@ from helpers import draw_params
 from PIL import Image
 
 from vit_jax import models
+from vit_jax.data.preprocess import Preprocess
 from vit_jax.evaluators import prediction, suite
 from vit_jax.evaluators.augmented import VIEWS, augment
 from vit_jax.training import config as configuration
-from vit_jax.weights.pretrained import Preprocess, Pretrained
+from vit_jax.weights.pretrained import Pretrained
 
 SIZES = {"width": 24, "depth": 1, "num_heads": 2, "mlp_dim": 48}
 HOW = Preprocess(image_size=(16, 24), crop_fraction=0.8)

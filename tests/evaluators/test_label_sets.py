@@ -11,13 +11,15 @@ from tfds_sets import builder_class
 
 from vit_jax import models
 from vit_jax.data.imagenet import OBJECTNET_CLASSES, synsets
+from vit_jax.data.preprocess import Preprocess
 from vit_jax.data.sources import folder
 from vit_jax.data.sources import tfds as tfds_source
 from vit_jax.errors import UserError
 from vit_jax.evaluators import label_sets, suite
 from vit_jax.evaluators.forward_passes import Outputs, Predictions
 from vit_jax.training import config as configuration
-from vit_jax.weights.pretrained import Preprocess, Pretrained, prepare_image
+from vit_jax.weights.network_images import prepare_image
+from vit_jax.weights.pretrained import Pretrained
 
 ROOT = pathlib.Path(__file__).parents[2]
 SETS = [[3], [], [7, 9], [1, 2, 3], [], [999]]

@@ -9,6 +9,7 @@ from helpers import draw_params, tiny_config, train
 
 from vit_jax import models
 from vit_jax.config import fields, loading
+from vit_jax.data.preprocess import Preprocess
 from vit_jax.distributed import mesh as meshes
 from vit_jax.distributed.mesh import MeshConfig
 from vit_jax.errors import UserError
@@ -18,7 +19,6 @@ from vit_jax.training import config as configuration
 from vit_jax.training.actions import Evaluating
 from vit_jax.training.train_setup import TrainSetup
 from vit_jax.weights import open_pretrained
-from vit_jax.weights.pretrained import Preprocess
 
 FEW = {"kind": "fewshot", "shots": (1, 3), "seeds": 4, "train": "train", "test": "val"}
 KNN = {"kind": "knn", "k": 3, "train": "train", "test": "val"}

@@ -10,11 +10,11 @@ from safetensors.numpy import save_file
 
 from vit_jax.config import loading
 from vit_jax.data.config import DataConfig
+from vit_jax.data.preprocess import Preprocess
 from vit_jax.data.sources.open import open_unchecked
 from vit_jax.evaluators import fewshot, suite
 from vit_jax.training import config as configuration
 from vit_jax.weights import open_pretrained
-from vit_jax.weights.pretrained import Preprocess
 
 pytestmark = pytest.mark.parity
 SHOTS, SEEDS, L2 = (1, 5, 10, 25), 20, 1024.0

@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 
 from vit_jax.config import fields
 from vit_jax.data.config import DataConfig, ReaderConfig
+from vit_jax.data.preprocess import Preprocess
 from vit_jax.data.sources.base import Source
 from vit_jax.distributed import mesh as meshes
 from vit_jax.distributed import sharding
@@ -26,7 +27,8 @@ from vit_jax.evaluators.splits import TESTS, VALIDATIONS, EvalConfig, EvalSplits
 from vit_jax.models import Model, layer_features, text
 from vit_jax.models.text_tower import TextTower
 from vit_jax.weights import surgery
-from vit_jax.weights.pretrained import Preprocess, Pretrained, network_input
+from vit_jax.weights.network_images import network_input
+from vit_jax.weights.pretrained import Pretrained
 
 # Evaluation to set of parameters to metrics.
 Scores = dict[str, dict[str, dict[str, float]]]

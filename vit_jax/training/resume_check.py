@@ -15,6 +15,7 @@ from vit_jax.command_line.printing import masked
 from vit_jax.config import fields
 from vit_jax.data import fingerprint
 from vit_jax.data.config import DataConfig
+from vit_jax.data.preprocess import Preprocess
 from vit_jax.data.sources.base import Source
 from vit_jax.data.tokenizer import checksum
 from vit_jax.distributed import agreement
@@ -24,7 +25,7 @@ from vit_jax.training.config import EvaluationConfig, TrainConfig
 from vit_jax.training.run_report import params_sha256
 from vit_jax.training.train_state import TrainState
 from vit_jax.weights import workdir as layout
-from vit_jax.weights.pretrained import Preprocess, Pretrained
+from vit_jax.weights.pretrained import Pretrained
 
 # Files whose content is compared with the data, wherever they lie.
 _OF_DATA = ("data.exclude", "data.tokenizer")

@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from vit_jax import models
 from vit_jax.config.fields import key
 from vit_jax.data.config import DataConfig
+from vit_jax.data.preprocess import Preprocess
 from vit_jax.data.transforms import parse
 from vit_jax.errors import UserError
 from vit_jax.models import resizing, segmenter, stacking
-from vit_jax.weights.pretrained import Preprocess
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -124,7 +124,7 @@ def load_initial(
 def _compare_preprocess(preprocess: Preprocess | None, data: DataConfig) -> list[str]:
     """Returns a line for mean, std and filter each that differs from the checkpoint's."""
     lines = []
-    used = parse.filter_of(data)
+    used = parse.filter_of(data.eval_transform, data.image_size)
     if preprocess and used not in ("", preprocess.interpolation):
         lines.append(
             f"differs: interpolation {preprocess.interpolation!r} in the checkpoint, "

@@ -27,19 +27,10 @@ from orbax.checkpoint import v1 as ocp
 
 from vit_jax import models
 from vit_jax.data.class_names import composed
-from vit_jax.data.config import DEPTHS
-from vit_jax.data.transforms import host as host_transforms
-from vit_jax.data.transforms import parse
-from vit_jax.data.transforms.base import pair
-from vit_jax.data.transforms.naflex import NaFlex
+from vit_jax.data.preprocess import Preprocess
 from vit_jax.errors import UserError
 from vit_jax.models.variants import FORMER_KEYS
-from vit_jax.weights.pretrained import (
-    Preprocess,
-    Pretrained,
-    per_channel,
-    resize_sides,
-)
+from vit_jax.weights.pretrained import Pretrained
 
 FOLDER = "checkpoints"  # In the workdir, with one folder per step.
 BEST_FILE = "best.json"  # In the workdir, see `best`.
@@ -234,7 +225,6 @@ def load_pretrained(
     data = checkpoint.config["data"]
     # Imports the network of a user's module, or reports that it is missing.
     models.VARIANTS.find(checkpoint.options["variant"], f"{workdir}: model")
-    preprocess = _preprocess(data)
     # A data set may name classes that the network was not trained on.
     of_pixels = data["num_classes"] if data.get("mask_key") else 0
     classes = checkpoint.options["num_classes"] or of_pixels
@@ -245,17 +235,12 @@ def load_pretrained(
         notes[0] += (
             f", best by {checkpoint.best['metric']} ({checkpoint.best['score']:.4f})"
         )
-    if preprocess is None:
-        notes.append(
-            f"data.eval_transform={data['eval_transform']!r} is no resize and crop; set "
-            "it as eval_transform of an evaluation (evals.val.eval_transform) to use it"
-        )
     return Pretrained(
         params=checkpoint.params,
         options=checkpoint.options,
         format="workdir",
         source=str(workdir),
-        preprocess=preprocess,
+        preprocess=Preprocess.of_data(data),
         class_names=checkpoint.class_names if named else (),
         loss=checkpoint.config["task"].get("loss", "softmax"),
         notes=tuple(notes),
@@ -264,60 +249,6 @@ def load_pretrained(
         tokenizer=data.get("tokenizer", ""),
         multi_label=data.get("multi_label", False),
     )
-
-
-def _preprocess(data: dict) -> Preprocess | None:
-    """Returns the preprocessing of evaluations; None if it is no resize and crop."""
-    image_size = tuple(data["image_size"])
-    mean, std = (
-        tuple(per_channel(data[name], data["channels"])) for name in ("mean", "std")
-    )
-    common = {"image_size": image_size, "mean": mean, "std": std}
-    common["exif"] = data.get("exif", False)
-    common["pixels"] = data.get("pixels", DEPTHS[0])
-    common["bands"] = tuple(data.get("bands", ()))
-    if parse.names_custom(data["eval_transform"]):  # Weights must not import a module.
-        return None
-    transforms = parse.parse_eval(data["eval_transform"], image_size)
-    resizes = host_transforms.Resize | host_transforms.ResizeSmall
-    if transforms and isinstance(transforms[0], resizes):
-        common["interpolation"] = transforms[0].interpolation
-        if isinstance(transforms[-1], host_transforms.CentralCrop):
-            common["crop_down"] = transforms[-1].down
-    match transforms:
-        case ():  # The images already have this size.
-            return Preprocess(**common, squash=True)
-        case (host_transforms.Resize(size=size),) if pair(size) == image_size:
-            return Preprocess(**common, squash=True)
-        case (
-            host_transforms.ResizeSmall(size=(rows, columns)),
-            host_transforms.CentralCrop(size=size),
-        ) if pair(size) == image_size:
-            how = Preprocess(**common, crop_fraction=image_size[0] / rows)
-            return how if resize_sides(how) == (rows, columns) else None
-        case (
-            host_transforms.ResizeSmall(size=short),
-            host_transforms.CentralCrop(size=size),
-        ) if pair(size) == image_size:
-            return Preprocess(
-                **common,
-                crop_fraction=min(image_size) / short,
-                short_side=image_size[0] != image_size[1],
-            )
-        case (
-            host_transforms.Resize(size=resized),
-            host_transforms.CentralCrop(size=size),
-        ) if pair(size) == image_size and _same_shape(pair(resized), image_size):
-            fraction = image_size[0] / pair(resized)[0]
-            return Preprocess(**common, crop_fraction=fraction, squash=True)
-        case (NaFlex(choices=[(most, patch)], interpolation=how),):
-            kept = {"max_tokens": most, "patch": patch, "interpolation": how}
-            return Preprocess(**common, **kept)
-    return None
-
-
-def _same_shape(one: tuple[int, int], other: tuple[int, int]) -> bool:
-    return one[0] * other[1] == one[1] * other[0]
 
 
 def read_metadata(workdir: str | os.PathLike) -> dict:

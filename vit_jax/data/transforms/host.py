@@ -8,6 +8,7 @@ H and W height and width before, h and w after, C channels.
 import dataclasses
 import functools
 import math
+import operator
 from collections.abc import Sequence
 
 import cv2
@@ -17,7 +18,7 @@ from PIL import Image
 
 from vit_jax.config.fields import key
 from vit_jax.data import decode
-from vit_jax.data.config import IGNORED, MAX_MEGAPIXELS
+from vit_jax.data.config import IGNORED, MAX_MEGAPIXELS, MAX_PIXELS
 from vit_jax.data.transforms.base import (
     Given,
     HostTransform,
@@ -48,8 +49,6 @@ PILLOW = {
 TENSORFLOW = {"area": cv2.INTER_AREA, "bilinear_plain": cv2.INTER_LINEAR}
 INTERPOLATIONS = (*PILLOW, *TENSORFLOW)
 
-# A line of 1x10000 pixels resized to 256 would be 2 GB; no photograph comes near.
-MAX_RESIZED = 25_000_000
 _TRIES = 100  # Parts drawn by `InceptionCrop`, at most.
 _PARTS_DRAWN = 10  # By `ScaleCrop`, at most.
 _LARGE = 2  # Large crops of `MultiCrop`.
@@ -357,8 +356,12 @@ class Resize(HostTransform):
         "bilinear", "Filter of the resize.", choices=INTERPOLATIONS
     )
 
+    def target(self, size: Size) -> Size:
+        """Returns the height and width that an image of a size is resized to."""
+        return pair(self.size)
+
     def __call__(self, image: Before, rng: np.random.Generator) -> After:
-        return resize_all(image, pair(self.size), self.interpolation)
+        return _resize_to(image, self.target(image.shape[:2]), self.interpolation)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -374,22 +377,39 @@ class ResizeSmall(HostTransform):
         "bilinear", "Filter of the resize.", choices=INTERPOLATIONS
     )
 
+    def target(self, size: Size) -> Size:
+        """Returns the height and width that an image of a size is resized to."""
+        return covering_size(size, pair(self.size), self.interpolation)
+
     def __call__(self, image: Before, rng: np.random.Generator) -> After:
-        height, width = image.shape[:2]
-        target = covering_size((height, width), pair(self.size), self.interpolation)
-        if math.prod(target) > MAX_RESIZED:
-            raise decode.DamagedImage(
-                f"is {height}x{width}, too long to resize to {self.size}"
-            )
-        return resize_all(image, target, self.interpolation)
+        return _resize_to(image, self.target(image.shape[:2]), self.interpolation)
 
     def output_size(self, before: Size | None) -> None:
         return None  # The long side differs from image to image.
 
 
 @dataclasses.dataclass(frozen=True)
+class ResizeLong(ResizeSmall):
+    """Resizes and keeps the aspect ratio: the long side to `size` pixels, or until the
+    image just fits into a `size` of (height, width)."""
+
+    def target(self, size: Size) -> Size:
+        ratio = max(map(operator.truediv, size, pair(self.size)))
+        return tuple(max(1, round(side / ratio)) for side in size)
+
+
+@dataclasses.dataclass(frozen=True)
 class CentralCrop(HostTransform):
-    """Cuts `size` pixels out of the middle."""
+    """Cuts `size` pixels out of the middle.
+
+    Args:
+      fill: colour, from 0 to 255 for all channels or each, where the crop reaches beyond
+        the image, whose margin is rounded as by timm's CenterCropOrPad; () for black,
+        with a margin that is rounded as that of larger images. By default a crop larger
+        than the image is an error.
+      cut: rows at the bottom and columns on the right that belong to the crop but are
+        removed from it: pixels of the image that fill no patch.
+    """
 
     in_eval = True
     moves_pixels = True
@@ -401,13 +421,38 @@ class CentralCrop(HostTransform):
         "Round half a pixel of the margin down, as big_vision and Hugging Face do, not to "
         "even.",
     )
+    fill: Given = None
+    cut: Given = (0, 0)
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.fill is not None and not isinstance(self.fill, (tuple, list)):
+            raise ValueError(f"fill={self.fill!r} is not a tuple, as (0, 0, 0)")
+        if len(self.cut) != 2 or any(type(n) is not int or n < 0 for n in self.cut):
+            raise ValueError(f"cut={self.cut!r} is not two whole numbers from 0 on")
+
+    def corner(self, size: Size) -> Size:
+        """Returns the top and left of the crop in an image of a height and width."""
+
+        def start(length, crop):
+            if self.fill and crop > length:
+                return -((crop - length) // 2)
+            return centre_crop_start(length, crop, self.down)
+
+        whole = map(operator.add, pair(self.size), self.cut)
+        return tuple(map(start, size, whole))
 
     def __call__(self, image: Before, rng: np.random.Generator) -> After:
-        _room(image, self.size)
-        height, width = pair(self.size)
-        top = centre_crop_start(image.shape[0], height, self.down)
-        left = centre_crop_start(image.shape[1], width, self.down)
-        return image[top : top + height, left : left + width]
+        if self.fill is None:
+            _room(image, tuple(map(operator.add, pair(self.size), self.cut)))
+        (top, left), (height, width) = self.corner(image.shape[:2]), pair(self.size)
+        inside = image[max(top, 0) : top + height, max(left, 0) : left + width]
+        if inside.shape[:2] == (height, width):
+            return inside
+        down, across = max(-top, 0), max(-left, 0)
+        out = _filled((height, width), image, self.fill or 0)
+        out[down : down + inside.shape[0], across : across + inside.shape[1]] = inside
+        return out
 
 
 @dataclasses.dataclass(frozen=True)
@@ -597,6 +642,16 @@ def centre_crop_start(length: int, crop: int, down: bool = False) -> int:
     return (length - crop) // 2 if down else round((length - crop) / 2)
 
 
+def _resize_to(image: Before, size: Size, interpolation: str) -> After:
+    """Resizes as `resize_all`, unless the result is so large that memory may not do."""
+    if math.prod(size) > MAX_PIXELS:
+        raise decode.DamagedImage(
+            f"has {image.shape[1]}x{image.shape[0]} pixels, which become "
+            f"{size[1]}x{size[0]} when they are resized, too many"
+        )
+    return resize_all(image, size, interpolation)
+
+
 def resize_all(
     image: Before, size: tuple[int, int], interpolation: str = "bilinear"
 ) -> After:
@@ -651,19 +706,25 @@ def padded(image: Before, size: Size, fill: float | Sequence[float] = 0) -> Afte
       size: height and width in pixels.
       fill: grey levels of 255, one for each channel; of other channels their mean.
     """
-    height, width, channels = image.shape
+    height, width = image.shape[:2]
     if height >= size[0] and width >= size[1]:
         return image
+    out = _filled((max(height, size[0]), max(width, size[1])), image, fill)
+    out[:height, :width] = image
+    return out
+
+
+def _filled(size: Size, image: Before, fill: float | Sequence[float]) -> After:
+    """Returns an image of one colour with the channels of another, see `padded`."""
     levels = np.atleast_1d(fill)
-    if len(levels) != channels:
+    if len(levels) != image.shape[-1]:
         levels = levels.mean(keepdims=True)
     if image.dtype == np.int16:
         levels = np.array([IGNORED])
     elif image.dtype != np.float32:
         levels = (levels * (257 if image.dtype == np.uint16 else 1)).round()
-    out = np.empty((max(height, size[0]), max(width, size[1]), channels), image.dtype)
+    out = np.empty((*size, image.shape[-1]), image.dtype)
     out[:] = levels.astype(image.dtype)
-    out[:height, :width] = image
     return out
 
 
@@ -746,6 +807,7 @@ TRANSFORMS = {
     "clipped_crop": ClippedCrop,
     "resize": Resize,
     "resize_small": ResizeSmall,
+    "resize_long": ResizeLong,
     "central_crop": CentralCrop,
     "random_crop": RandomCrop,
     "scale_crop": ScaleCrop,

@@ -258,11 +258,11 @@ def parse_eval(spec: str, image_size: Sequence[int]) -> tuple:
     return tuple(transform for _, transform in parsed)
 
 
-def filter_of(data: DataConfig) -> str:
+def filter_of(spec: str, image_size: Sequence[int]) -> str:
     """Returns the filter by which `data.eval_transform` resizes; "" if none is known."""
-    if names_custom(data.eval_transform):
+    if names_custom(spec):
         return ""
-    ops = parse_eval(data.eval_transform, data.image_size)
+    ops = parse_eval(spec, image_size)
     return next((op.interpolation for op in ops if hasattr(op, "interpolation")), "")
 
 

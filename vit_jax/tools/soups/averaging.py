@@ -15,7 +15,8 @@ from vit_jax.errors import UserError
 from vit_jax.evaluators import suite
 from vit_jax.training.config import EvaluationConfig, complete
 from vit_jax.weights import workdir as layout
-from vit_jax.weights.pretrained import Pretrained, preprocessing_of
+from vit_jax.weights.preprocessing import preprocessing_of
+from vit_jax.weights.pretrained import Pretrained
 
 _METRICS = ("top1", "map")  # The first that an evaluation has decides.
 
