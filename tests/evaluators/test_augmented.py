@@ -8,7 +8,7 @@ from PIL import Image
 
 from vit_jax import models
 from vit_jax.data.preprocess import Preprocess
-from vit_jax.evaluators import prediction, suite
+from vit_jax.evaluators import checkpoint, prediction
 from vit_jax.evaluators.augmented import VIEWS, augment
 from vit_jax.training import config as configuration
 from vit_jax.weights.pretrained import Pretrained
@@ -71,7 +71,7 @@ def test_predictions_and_evaluations_take_views(tmp_path):
         mirrored = np.stack([classifier.prepare(image[:, ::-1]) for image in pixels])
         logits, others = map(np.asarray, map(classifier.logits, (batch, mirrored)))
         assert np.allclose(logits, others, atol=1e-5) == bool(views)
-        scores = suite.evaluate(found, HOW, config, views=views).scores
+        scores = checkpoint.evaluate(found, HOW, config, views=views).scores
         right = (logits.argmax(1) == np.arange(6) % 3).mean()
         assert scores["val"]["weights"]["top1"] == pytest.approx(right)
     assert augment(made()[0], HOW, "", sigmoid=False)[1] is HOW

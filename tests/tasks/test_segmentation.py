@@ -105,7 +105,7 @@ def test_what_is_trained_segments_from_its_checkpoint(trained, tmp_path):
 
 
 def test_evaluating_a_checkpoint_gives_the_scores_of_the_run(trained):
-    from vit_jax.evaluators import suite
+    from vit_jax.evaluators import checkpoint
 
     workdir, done = trained
     pretrained = weights.open_pretrained(str(workdir), with_task=True)
@@ -113,7 +113,7 @@ def test_evaluating_a_checkpoint_gives_the_scores_of_the_run(trained):
     raw = {"batch_size": 8, "evals": {"val": {"kind": "segmentation", "split": "val"}}}
     raw["data"] = {"name": "synthetic", "num_examples": 20, "mask_key": "mask"}
     evaluation = configuration.loading.complete(configuration.EvaluationConfig, raw)
-    found = suite.evaluate(pretrained, how, evaluation)
+    found = checkpoint.evaluate(pretrained, how, evaluation)
     best = workdirs.best(workdir)
     scores = found.scores["val"]["weights"]
     expected = done["final"]["val"]["ema"]

@@ -1,52 +1,15 @@
 """Loads the weights that a run starts from."""
 
-import dataclasses
 from collections.abc import Callable, Sequence
 
 from vit_jax import models
-from vit_jax.config.fields import key
 from vit_jax.data.config import DataConfig
 from vit_jax.data.preprocess import Preprocess
 from vit_jax.data.transforms import parse
 from vit_jax.errors import UserError
-from vit_jax.models import resizing, segmenter, stacking
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class InitConfig:
-    """Weights that a run starts from, and how to fit them to its model."""
-
-    checkpoint: str = key(
-        "",
-        'Workdir, weights or their address; "": none.',
-        changes_result=False,
-        of_host=True,
-    )
-    use_ema: bool = key(
-        True,
-        "Take averaged parameters if a workdir or a training checkpoint has them.",
-    )
-    head: str = key(
-        "new",
-        '"new": a classifier as `model.init` says, by default of zeros, "keep" (its '
-        'classes in the order of the data\'s, by their names), or "drop".',
-        choices=("new", "keep", "drop"),
-    )
-    posemb_resize: str = key(
-        "",
-        'Resizing of position embeddings, as `model.posemb_resize`; "": as it was '
-        "trained.",
-        choices=("", *resizing.RESIZE_METHODS),
-    )
-    channels: str = key(
-        "repeat",
-        "How the first kernel is made for images of other channels: repeated and scaled "
-        'as by timm, their "mean", the "first" with zeros behind them, or a "new" one.',
-        choices=("repeat", "mean", "first", "new"),
-    )
-    allow_mismatch: tuple[str, ...] = key(
-        (), "Regular expressions: what may be missing or left over."
-    )
+from vit_jax.models import segmenter, stacking
+from vit_jax.weights.init_config import InitConfig
+from vit_jax.weights.open import load
 
 
 def load_initial(
@@ -82,8 +45,6 @@ def load_initial(
     Raises:
       UserError: the checkpoint cannot be read, or does not fit the model.
     """
-    from vit_jax.weights.open import load  # With all formats, for runs that need one.
-
     try:
         loaded = load(
             config.checkpoint,

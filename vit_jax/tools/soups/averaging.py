@@ -12,7 +12,7 @@ import numpy as np
 
 from vit_jax.config import fields, loading
 from vit_jax.errors import UserError
-from vit_jax.evaluators import suite
+from vit_jax.evaluators import checkpoint
 from vit_jax.training.config import EvaluationConfig, complete
 from vit_jax.weights import workdir as layout
 from vit_jax.weights.preprocessing import preprocessing_of
@@ -109,7 +109,7 @@ def average(
     def score(model: Pretrained) -> float:
         nonlocal metric
         preprocess = preprocessing_of(model)
-        scores = suite.evaluate(model, preprocess, config).scores[by]
+        scores = checkpoint.evaluate(model, preprocess, config).scores[by]
         (metrics,) = scores.values()
         metric = next((name for name in _METRICS if name in metrics), "")
         if not metric:
