@@ -23,7 +23,7 @@ from vit_jax.training import config as training_config
 from vit_jax.training.config import EvaluationConfig, TrainConfig
 from vit_jax.training.run_report import params_sha256
 from vit_jax.training.train_state import TrainState
-from vit_jax.weights import workdir as layout
+from vit_jax.weights import checkpoint_folders as layout
 
 if TYPE_CHECKING:  # Only evaluations of weights have them.
     from vit_jax.data.preprocess import Preprocess

@@ -16,7 +16,7 @@ from vit_jax.data.preprocess import Preprocess
 from vit_jax.errors import UserError
 from vit_jax.models import stacking
 from vit_jax.models.layers import CLASSIFIERS
-from vit_jax.weights import adapters, rewriting, surgery, workdir
+from vit_jax.weights import adapters, checkpoint_folders, rewriting, surgery, workdir
 from vit_jax.weights.formats import files, registry, tables
 from vit_jax.weights.hub import download
 from vit_jax.weights.preprocessing import preprocess_with, usual_preprocess
@@ -187,9 +187,9 @@ def _open(
 ) -> Pretrained:
     """Reads a checkpoint; `num_heads` is ignored for files that have the number."""
     name = os.fspath(checkpoint)
-    of_step = workdir.split_step(name)[1] is not None
+    of_step = checkpoint_folders.split_step(name)[1] is not None
     path = name if of_step else download.download(name)
-    if workdir.has_checkpoint(path):
+    if checkpoint_folders.has_checkpoint(path):
         pretrained = workdir.load_pretrained(path, use_ema=use_ema, with_task=with_task)
         return dataclasses.replace(pretrained, source=name)
     if "://" in os.fspath(path):  # A folder in a bucket can only be a workdir.

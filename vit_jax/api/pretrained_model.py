@@ -25,7 +25,7 @@ from vit_jax.evaluators.local_devices import LocalDevices
 from vit_jax.models import layer_features, patches
 from vit_jax.models.patches import PatchSequences
 from vit_jax.models.text_tower import TextTower
-from vit_jax.weights import surgery, workdir
+from vit_jax.weights import checkpoint_folders, surgery
 from vit_jax.weights.network_images import network_input, prepare_pixels
 from vit_jax.weights.pretrained import Pretrained
 from vit_jax.weights.text_tower import text_tower
@@ -578,4 +578,6 @@ class PretrainedModel:
 
 def at_step(source: str | os.PathLike, step: int | None) -> str:
     """Returns the weights that a source and a run's step name."""
-    return os.fspath(source) if step is None else workdir.at_step(source, step)
+    if step is None:
+        return os.fspath(source)
+    return checkpoint_folders.at_step(source, step)
