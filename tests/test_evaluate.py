@@ -486,7 +486,13 @@ def test_a_host_with_bad_input_ends_both_with_its_line(place):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "ops", ["resize_small(28)", "resize((20, 30))", "resize_small((18, 27))"]
+    "ops",
+    [
+        "resize_small(28)",
+        "resize((20, 30))",
+        "resize_small((18, 27))",
+        "resize_small(12) | pad",
+    ],
 )
 def test_a_run_and_its_evaluation_afterwards_give_the_same_loss(
     place, tmp_path, capsys, ops

@@ -147,7 +147,7 @@ class Preprocess:
         new = dataclasses.replace(self, **given)
         resizing = (*_RESIZING, "patch") if self.max_tokens else _RESIZING
         same = all(getattr(self, name) == getattr(new, name) for name in resizing)
-        return new if same or "transform" in given else new.without_transform()
+        return new if same else new.without_transform()
 
     def without_transform(self) -> "Preprocess":
         """Returns the preprocessing that the other fields say."""
@@ -399,6 +399,10 @@ class Preprocess:
         )
 
 
+# Fields that a caller may set.
+FIELDS = {field.name for field in dataclasses.fields(Preprocess)} - {"transform"}
+
+
 def _fields_of(line: str, image_size: tuple[int, int]) -> dict[str, object]:
     """Returns the fields of `Preprocess` that say what an eval line does.
 
@@ -439,7 +443,7 @@ def _fields_of(line: str, image_size: tuple[int, int]) -> dict[str, object]:
 
 
 def checked_fields(given: Mapping[str, object]) -> dict[str, object]:
-    """Returns those values that are fields of `Preprocess`, with their types checked.
+    """Returns those values that a caller may set, with their types checked.
 
     Raises:
       UserError: a value is of another type than its field, or out of its bounds.
@@ -450,9 +454,6 @@ def checked_fields(given: Mapping[str, object]) -> dict[str, object]:
         default = about.like or getattr(usual, name)
         taken[name] = arguments.take(name, about, given[name], default)
     return taken
-
-
-FIELDS = {field.name for field in dataclasses.fields(Preprocess)}
 
 
 def warn_of_dark(data: bytes | np.ndarray, form: PixelFormat, name: str) -> None:

@@ -16,7 +16,6 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Iterator
-from typing import NoReturn
 
 import google_crc32c
 from etils import epath
@@ -151,16 +150,6 @@ def is_finished(path: epath.Path) -> bool:
         return False
     except (ValueError, KeyError, AttributeError):
         return True  # Of an older version and damaged, which reading it will report.
-
-
-def refuse(path: epath.Path, damage: list[str]) -> NoReturn:
-    before = [s for s in steps(path.parent.parent) if s < int(path.name)]
-    remedy = (
-        f"move that folder away to use the one before it, of step {before[-1]}"
-        if before
-        else "no earlier one exists; restore it from a backup"
-    )
-    raise UserError(f"the checkpoint {path} is damaged ({'; '.join(damage)}): {remedy}")
 
 
 def absolute(workdir: str | os.PathLike) -> epath.Path:

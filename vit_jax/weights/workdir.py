@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import operator
 import os
+from typing import NoReturn
 
 import jax
 import numpy as np
@@ -21,7 +22,6 @@ from vit_jax.weights.checkpoint_folders import (
     check_version,
     find_damage,
     path_of,
-    refuse,
     silence_orbax,
     split_step,
     steps,
@@ -84,16 +84,26 @@ def load(
         record = record if record.get("step") == step else {}
     path = path_of(workdir, step)
     if damage := find_damage(path):
-        refuse(path, damage)
+        _refuse(path, damage)
     try:
         checkpoint = _read(path, use_ema=use_ema, with_task=with_task)
     except (UserError, MemoryError):
         raise
     except Exception as error:  # noqa: BLE001 (its files may be another checkpoint's)
-        refuse(path, [f"cannot be read: {' '.join(str(error).split())[:200]}"])
+        _refuse(path, [f"cannot be read: {' '.join(str(error).split())[:200]}"])
     if checkpoint.step != step:
-        refuse(path, [f"it is that of step {checkpoint.step}"])
+        _refuse(path, [f"it is that of step {checkpoint.step}"])
     return dataclasses.replace(checkpoint, best=record)
+
+
+def _refuse(path: epath.Path, damage: list[str]) -> NoReturn:
+    before = [s for s in steps(path.parent.parent) if s < int(path.name)]
+    remedy = (
+        f"move that folder away to use the one before it, of step {before[-1]}"
+        if before
+        else "no earlier one exists; restore it from a backup"
+    )
+    raise UserError(f"the checkpoint {path} is damaged ({'; '.join(damage)}): {remedy}")
 
 
 def _read(path: epath.Path, *, use_ema: bool, with_task: bool) -> Checkpoint:
