@@ -248,7 +248,7 @@ BICUBIC = {"interpolation": "bicubic"}
             {"crop_fraction": 0.8, "squash": True},
         ),
         (CROP("resize((16, 20))"), (12, 20), None),
-        (CROP("resize((15, 25))") + "(cut=(1, 0))", (12, 20), None),
+        ("resize((15, 25)) | crop_or_pad(cut=(1, 0))", (12, 20), None),
         ("resize_small(16) | central_crop | pad(20)", (20, 20), None),
         (CROP("resize_small((15, 25))"), (12, 20), {"crop_fraction": 0.8}),
         (CROP("resize_small((16, 20))"), (12, 20), None),

@@ -24,11 +24,11 @@ from vit_jax.data.decode import DamagedImage
 from vit_jax.data.sources.base import warn
 from vit_jax.data.transforms import parse
 from vit_jax.data.transforms.base import HostTransform, pair
+from vit_jax.data.transforms.borders import ResizeLong
 from vit_jax.data.transforms.host import (
     INTERPOLATIONS,
     CentralCrop,
     Resize,
-    ResizeLong,
     ResizeSmall,
     TooSmall,
 )
@@ -217,16 +217,17 @@ class Preprocess:
         sides, resize = self.resize_sides, "resize" if self.squash else "resize_small"
         if self.squash and not self.fill and sides == self.image_size:
             return f"resize({how})"
-        crop = ["down=True"] if self.crop_down else []
+        crop, rules = "central_crop", ["down=True"] if self.crop_down else []
         if self.fill:
             resize = "resize_long"
-        if self.fill or self.short_side:
-            crop.append(f"fill={tuple(self.fill)}")
+            rules.append(f"fill={tuple(self.fill)}")
         if any(self.cut):
-            crop.append(f"cut={tuple(self.cut)}")
+            rules.append(f"cut={tuple(self.cut)}")
+        if self.fill or any(self.cut) or self.short_side:
+            crop = "crop_or_pad"
         size = sides[0] if sides[0] == sides[1] else sides
-        cropped = f"central_crop({', '.join(crop)})" if crop else "central_crop"
-        return f"{resize}({size}, {how}) | {cropped}"
+        crop += f"({', '.join(rules)})" if rules else ""
+        return f"{resize}({size}, {how}) | {crop}"
 
     @functools.cached_property
     def transforms(self) -> tuple[HostTransform, ...]:
@@ -408,38 +409,37 @@ def _fields_of(line: str, image_size: tuple[int, int]) -> dict[str, object]:
 
     `transform` is among them if no other fields say all of it.
     """
-    *before, last = ops = parse.parse_eval(line, image_size)
+    *before, last = parse.parse_eval(line, image_size)
     if isinstance(last, NaFlex):
         ((most, patch),) = last.choices
         found = {"squash": False, "max_tokens": most, "patch": patch}
         return found | ({"transform": line} if before else {})
-    resize = ops[0]
-    if not isinstance(resize, Resize | ResizeSmall | ResizeLong) or len(ops) > 2:
-        return {}
-    squash, is_long = isinstance(resize, Resize), isinstance(resize, ResizeLong)
-    crop = last
-    if squash and not before:  # Without a crop.
-        crop = CentralCrop(resize.size)
-    if not isinstance(crop, CentralCrop) or pair(crop.size) != image_size:
-        return {}
-    if is_long != bool(crop.fill):
-        return {}
-    sides = tuple(map(operator.add, image_size, crop.cut))
+    if isinstance(last, Resize) and not before:
+        before, last = [last], CentralCrop(last.size)
+    match before, last:
+        case [Resize() | ResizeSmall() as resize], CentralCrop(down=down):
+            fill, cut = getattr(last, "fill", ()), getattr(last, "cut", (0, 0))
+        case _:
+            return {}
+    squash = isinstance(resize, Resize)
+    sides = tuple(map(operator.add, image_size, cut))
     short = not squash and isinstance(resize.size, int) and sides[0] != sides[1]
-    if not short and crop.fill == ():
-        return {}
-    rows = pair(resize.size)[0]
     found = {
         "squash": squash,
-        "crop_fraction": (min(sides) if short else sides[0]) / rows,
-        "short_side": short,
-        "crop_down": crop.down,
-        "cut": tuple(crop.cut),
-        "fill": tuple(crop.fill or ()),
+        "crop_fraction": (min(sides) if short else sides[0]) / pair(resize.size)[0],
+        "short_side": short and not fill,
+        "crop_down": down,
+        "cut": tuple(cut),
+        "fill": tuple(fill),
     }
-    fits = found["crop_fraction"] <= 1
-    fits = fits and Preprocess(image_size, **found).resize_sides == pair(resize.size)
-    return found if fits else {}
+    how = Preprocess(image_size, **found)
+    exact = (
+        pair(last.size) == image_size
+        and 0 < how.crop_fraction <= 1
+        and how.resize_sides == pair(resize.size)
+        and bool(fill) == isinstance(resize, ResizeLong)
+    )
+    return found if exact else {}
 
 
 def checked_fields(given: Mapping[str, object]) -> dict[str, object]:

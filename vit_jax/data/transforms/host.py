@@ -8,7 +8,6 @@ H and W height and width before, h and w after, C channels.
 import dataclasses
 import functools
 import math
-import operator
 from collections.abc import Sequence
 
 import cv2
@@ -389,27 +388,8 @@ class ResizeSmall(HostTransform):
 
 
 @dataclasses.dataclass(frozen=True)
-class ResizeLong(ResizeSmall):
-    """Resizes and keeps the aspect ratio: the long side to `size` pixels, or until the
-    image just fits into a `size` of (height, width)."""
-
-    def target(self, size: Size) -> Size:
-        ratio = max(map(operator.truediv, size, pair(self.size)))
-        return tuple(max(1, round(side / ratio)) for side in size)
-
-
-@dataclasses.dataclass(frozen=True)
 class CentralCrop(HostTransform):
-    """Cuts `size` pixels out of the middle.
-
-    Args:
-      fill: colour, from 0 to 255 for all channels or each, where the crop reaches beyond
-        the image, whose margin is rounded as by timm's CenterCropOrPad; () for black,
-        with a margin that is rounded as that of larger images. By default a crop larger
-        than the image is an error.
-      cut: rows at the bottom and columns on the right that belong to the crop but are
-        removed from it: pixels of the image that fill no patch.
-    """
+    """Cuts `size` pixels out of the middle."""
 
     in_eval = True
     moves_pixels = True
@@ -421,38 +401,23 @@ class CentralCrop(HostTransform):
         "Round half a pixel of the margin down, as big_vision and Hugging Face do, not to "
         "even.",
     )
-    fill: Given = None
-    cut: Given = (0, 0)
 
-    def __post_init__(self):
-        super().__post_init__()
-        if self.fill is not None and not isinstance(self.fill, (tuple, list)):
-            raise ValueError(f"fill={self.fill!r} is not a tuple, as (0, 0, 0)")
-        if len(self.cut) != 2 or any(type(n) is not int or n < 0 for n in self.cut):
-            raise ValueError(f"cut={self.cut!r} is not two whole numbers from 0 on")
+    @property
+    def sides(self) -> Size:
+        """Height and width of the part that is in the middle."""
+        return pair(self.size)
 
     def corner(self, size: Size) -> Size:
         """Returns the top and left of the crop in an image of a height and width."""
-
-        def start(length, crop):
-            if self.fill and crop > length:
-                return -((crop - length) // 2)
-            return centre_crop_start(length, crop, self.down)
-
-        whole = map(operator.add, pair(self.size), self.cut)
-        return tuple(map(start, size, whole))
+        return tuple(
+            centre_crop_start(side, crop, self.down)
+            for side, crop in zip(size, self.sides, strict=True)
+        )
 
     def __call__(self, image: Before, rng: np.random.Generator) -> After:
-        if self.fill is None:
-            _room(image, tuple(map(operator.add, pair(self.size), self.cut)))
+        _room(image, self.size)
         (top, left), (height, width) = self.corner(image.shape[:2]), pair(self.size)
-        inside = image[max(top, 0) : top + height, max(left, 0) : left + width]
-        if inside.shape[:2] == (height, width):
-            return inside
-        down, across = max(-top, 0), max(-left, 0)
-        out = _filled((height, width), image, self.fill or 0)
-        out[down : down + inside.shape[0], across : across + inside.shape[1]] = inside
-        return out
+        return image[top : top + height, left : left + width]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -709,12 +674,12 @@ def padded(image: Before, size: Size, fill: float | Sequence[float] = 0) -> Afte
     height, width = image.shape[:2]
     if height >= size[0] and width >= size[1]:
         return image
-    out = _filled((max(height, size[0]), max(width, size[1])), image, fill)
+    out = filled((max(height, size[0]), max(width, size[1])), image, fill)
     out[:height, :width] = image
     return out
 
 
-def _filled(size: Size, image: Before, fill: float | Sequence[float]) -> After:
+def filled(size: Size, image: Before, fill: float | Sequence[float]) -> After:
     """Returns an image of one colour with the channels of another, see `padded`."""
     levels = np.atleast_1d(fill)
     if len(levels) != image.shape[-1]:
@@ -807,7 +772,6 @@ TRANSFORMS = {
     "clipped_crop": ClippedCrop,
     "resize": Resize,
     "resize_small": ResizeSmall,
-    "resize_long": ResizeLong,
     "central_crop": CentralCrop,
     "random_crop": RandomCrop,
     "scale_crop": ScaleCrop,
