@@ -71,6 +71,8 @@ def test_a_transform_of_the_users_is_imported_when_an_image_is_prepared(
         '    runs_on = "host"\n    in_eval = True\n\n'
         "    def __call__(self, image, rng):\n        return image // 2\n"
     )
+    sequences = of_line("half:Half | naflex(20, patch=6)")
+    assert (sequences.max_tokens, sequences.patch) == (20, 6)
     how = of_line("resize | half:Half")
     assert "half" not in sys.modules
     image = np.full((30, 40, 3), 100, np.uint8)
@@ -78,6 +80,7 @@ def test_a_transform_of_the_users_is_imported_when_an_image_is_prepared(
         how.prepare(image)
     monkeypatch.syspath_prepend(tmp_path)
     np.testing.assert_array_equal(how.prepare(image), np.full((*SIZE, 3), 50))
+    assert prepare_image(image, sequences).pixels.max() == 50
 
 
 def test_images_that_a_line_makes_of_another_size_are_refused():

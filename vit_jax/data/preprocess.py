@@ -135,9 +135,8 @@ class Preprocess:
         )
         if not line.strip():  # The images already have this size.
             return how
-        is_custom = parse.names_custom(line)
-        exact = {} if is_custom else _fields_of(line, image_size)
-        return dataclasses.replace(how, **exact or {"transform": line})
+        found = _fields_of(line, image_size) or {"transform": line}
+        return dataclasses.replace(how, **found)
 
     def replace(self, **given) -> "Preprocess":
         """Returns the preprocessing with other values of some fields.
@@ -407,8 +406,12 @@ FIELDS = {field.name for field in dataclasses.fields(Preprocess)} - {"transform"
 def _fields_of(line: str, image_size: tuple[int, int]) -> dict[str, object]:
     """Returns the fields of `Preprocess` that say what an eval line does.
 
-    `transform` is among them if no other fields say all of it.
+    With `max_tokens` it may need `transform` beside them. Without any the result is empty.
     """
+    if parse.names_custom(line):
+        last = line.rpartition("|")[2]
+        found = {} if parse.names_custom(last) else _fields_of(last, image_size)
+        return {**found, "transform": line} if "max_tokens" in found else {}
     *before, last = parse.parse_eval(line, image_size)
     if isinstance(last, NaFlex):
         ((most, patch),) = last.choices
