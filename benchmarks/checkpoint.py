@@ -30,7 +30,7 @@ from vit_jax.data.sources.arrays import open_synthetic
 from vit_jax.training import config as configuration
 from vit_jax.training.local_checkpoint import LocalCheckpointer
 from vit_jax.training.train_state import TrainState
-from vit_jax.weights import workdir
+from vit_jax.weights import checkpoint_folders
 
 ABOUT = {"config": {"seed": 3}}
 
@@ -73,11 +73,13 @@ def damage_all(folder, flips):
     }
     ocp.save(folder, tree, custom_metadata=ABOUT)
     checkpoint = epath.Path(folder)
-    workdir.write_checksums(checkpoint, workdir.compute_checksums(checkpoint))
+    checkpoint_folders.write_checksums(
+        checkpoint, checkpoint_folders.compute_checksums(checkpoint)
+    )
     kinds = ["bit flipped"] * flips + ["a byte short", "halved", "gone"]
     for path in sorted(p for p in folder.rglob("*") if p.is_file()):
         data, seen, missed = path.read_bytes(), collections.Counter(), 0
-        if not data or path.name == workdir.CHECKSUMS_FILE:
+        if not data or path.name == checkpoint_folders.CHECKSUMS_FILE:
             continue
         for kind in kinds:
             spoilt = damaged(data, kind, rng)
@@ -85,7 +87,7 @@ def damage_all(folder, flips):
             if spoilt is not None:
                 path.write_bytes(spoilt)
             seen[kind, outcome(folder, tree)] += 1
-            missed += not workdir.find_damage(checkpoint)
+            missed += not checkpoint_folders.find_damage(checkpoint)
             path.write_bytes(data)
         name = str(path.relative_to(folder))
         print(f"{name[:44]:44} ({len(data):,} bytes), missed by checksums: {missed}")
@@ -105,10 +107,10 @@ def cost(folder, gigabytes):
         times.append(time.perf_counter())
         ocp.save(folder, tree)
         times.append(time.perf_counter())
-        sums = workdir.compute_checksums(checkpoint)
+        sums = checkpoint_folders.compute_checksums(checkpoint)
         times.append(time.perf_counter())
-        workdir.write_checksums(checkpoint, sums)
-        assert not workdir.find_damage(checkpoint)
+        checkpoint_folders.write_checksums(checkpoint, sums)
+        assert not checkpoint_folders.find_damage(checkpoint)
         times.append(time.perf_counter())
         jax.block_until_ready(ocp.load(folder, like(tree)))
         times.append(time.perf_counter())

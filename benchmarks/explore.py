@@ -29,11 +29,12 @@ import smoke
 from PIL import Image, ImageFilter
 
 from vit_jax import models
+from vit_jax.data.preprocess import Preprocess
 from vit_jax.tools.explorer import saved
 from vit_jax.tools.explorer.images import Folder
 from vit_jax.tools.explorer.server import Server
 from vit_jax.tools.explorer.session import ExploredModel, Session
-from vit_jax.weights.pretrained import Preprocess, Pretrained
+from vit_jax.weights.pretrained import Pretrained
 
 # In the page: clicks a patch and waits until what it changed is painted.
 CLICK = """([row, column]) => new Promise((resolve) => {

@@ -25,13 +25,13 @@ from PIL import Image, ImageFilter
 from vit_jax import models
 from vit_jax.data import pipeline
 from vit_jax.data.config import DataConfig
+from vit_jax.data.preprocess import Preprocess
 from vit_jax.data.sources import folder
 from vit_jax.data.transforms import device as transforms
 from vit_jax.distributed import compilation
 from vit_jax.distributed import mesh as meshes
 from vit_jax.distributed.mesh import MeshConfig
 from vit_jax.evaluators import forward_passes, splits
-from vit_jax.weights.pretrained import Preprocess
 
 MADE = 64  # Files; they are read again and again.
 
@@ -68,9 +68,7 @@ def main(args):
     mesh = meshes.create(MeshConfig(data=1), jax.devices()[:1])
     wanted = forward_passes.Wanted(features=True)
     step = forward_passes.make_eval_step(model, data, mesh, wanted)
-    ops = splits.CheckpointPreprocess(
-        Preprocess((side, side), interpolation="bicubic", crop_fraction=0.875)
-    )
+    how = Preprocess((side, side), interpolation="bicubic", crop_fraction=0.875)
 
     @jax.jit
     def plain(params, images):
@@ -89,7 +87,7 @@ def main(args):
 
     def features(source):
         with pipeline.eval_batches(
-            source, data, batch_size=batch, host=(ops,)
+            source, data, batch_size=batch, host=how.transforms
         ) as batches:
             found = forward_passes.collect_outputs(
                 step, {"one": params}, batches, mesh

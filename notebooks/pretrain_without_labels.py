@@ -50,7 +50,7 @@ from vit_jax import weights
 from vit_jax.analysis import contact_sheet
 from vit_jax.analysis.loaded_model import LoadedModel
 from vit_jax.data.sources.open import open_source
-from vit_jax.tasks import pretrained
+from vit_jax.tasks.pictures import pictures
 from vit_jax.training import config
 from vit_jax.training import loop
 from vit_jax.training.sweep import SweepSetups
@@ -122,9 +122,7 @@ pretraining = loop.train(settings, f"{workdir}/mae")
 found = weights.open_pretrained(f"{workdir}/mae", with_task=True)
 preprocess = weights.preprocessing_of(found)
 loaded = LoadedModel.from_pretrained("mae", found, preprocess)
-loaded = dataclasses.replace(
-    loaded, pictures=pretrained.pictures(found, loaded.model, preprocess)
-)
+loaded = dataclasses.replace(loaded, pictures=pictures(found, loaded.model, preprocess))
 digits = open_source(settings.data, validation)
 drawn = loaded.draw_task(np.stack([loaded.prepare(i) for i in digits.images[:6]]))
 captions = [name.split("_and_") for name in drawn for _ in range(6)]

@@ -19,7 +19,7 @@ from helpers import TINY, run_python, write_weights
 from PIL import Image
 
 import vit_jax
-from vit_jax.api import models, pretrained, training
+from vit_jax.api import models, pretrained_model, training
 from vit_jax.config import fields
 from vit_jax.training import callbacks
 
@@ -73,7 +73,7 @@ def test_the_page_trains_loads_and_loops(place):
 
 @pytest.mark.parametrize(
     ("module", "examples"),
-    [(models, 7), (pretrained, 14), (training, 19), (callbacks, 5)],
+    [(models, 7), (pretrained_model, 14), (training, 19), (callbacks, 5)],
     ids=lambda value: getattr(value, "__name__", value),
 )
 def test_examples_of_docstrings(place, module, examples):

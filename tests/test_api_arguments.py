@@ -16,7 +16,7 @@ from PIL import Image
 import vit_jax
 from vit_jax.api import images
 from vit_jax.config import arguments, fields
-from vit_jax.weights.pretrained import Preprocess, read_image
+from vit_jax.data.preprocess import Preprocess
 
 RECIPE = "configs/digits.py"
 GOOD = np.zeros((6, 8, 8), np.uint8), np.arange(6) % 2
@@ -308,7 +308,7 @@ def test_bands_may_stand_first_where_grey_images_are_no_input():
     bands = np.zeros((13, 16, 18), np.uint8)
     how = Preprocess((16, 18))
     assert images.is_single(bands, 13) and not images.is_single(bands, 3)
-    assert images.prepare(bands, how, 13, read_image).shape == (16, 18, 13)
+    assert images.prepare(bands, how, 13).shape == (16, 18, 13)
 
 
 def test_every_function_is_in_the_table():

@@ -17,9 +17,9 @@ from hosts import xla_flags
 from PIL import Image
 
 from vit_jax.config import fields
+from vit_jax.data.preprocess import Preprocess
 from vit_jax.data.sources.folder import EXTENSIONS
 from vit_jax.training.config import TrainConfig
-from vit_jax.weights.pretrained import Preprocess
 
 ROOT = pathlib.Path(__file__).parents[1]
 DOCS = ROOT / "docs"

@@ -21,13 +21,13 @@ from PIL import Image
 
 from vit_jax import models
 from vit_jax.data import imagenet
+from vit_jax.data.preprocess import Preprocess
 from vit_jax.errors import UserError
 from vit_jax.evaluators import result_tables, suite
 from vit_jax.training import config as configuration
 from vit_jax.training import loop
 from vit_jax.weights import open_pretrained
 from vit_jax.weights.formats import native
-from vit_jax.weights.pretrained import Preprocess
 
 ROOT = pathlib.Path(__file__).parents[1]
 NAMES = ("ant", "bee", "cat")
@@ -486,7 +486,13 @@ def test_a_host_with_bad_input_ends_both_with_its_line(place):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "ops", ["resize_small(28)", "resize((20, 30))", "resize_small((18, 27))"]
+    "ops",
+    [
+        "resize_small(28)",
+        "resize((20, 30))",
+        "resize_small((18, 27))",
+        "resize_small(12) | pad",
+    ],
 )
 def test_a_run_and_its_evaluation_afterwards_give_the_same_loss(
     place, tmp_path, capsys, ops

@@ -16,9 +16,9 @@ from PIL import Image
 
 from vit_jax import explore
 from vit_jax.command_line import cli
+from vit_jax.data.preprocess import Preprocess
 from vit_jax.errors import UserError
 from vit_jax.tools.explorer import saved
-from vit_jax.weights.pretrained import Preprocess
 
 
 @pytest.fixture(scope="module")

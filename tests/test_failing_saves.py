@@ -17,7 +17,7 @@ import warm
 from helpers import write_weights
 from PIL import Image
 
-from vit_jax.weights import workdir as workdirs
+from vit_jax.weights import checkpoint_folders
 
 pytestmark = pytest.mark.slow
 # 27,005 parameters: a checkpoint takes half a megabyte.
@@ -92,7 +92,7 @@ def test_one_host_of_two_that_cannot_write_is_loud_and_the_next_save_succeeds(
     job = Job(recipe, tmp_path / "run", 2, words)
     job.limit(1, BIG)
     job.wait_for("could not be saved", count=2)
-    assert workdirs.steps(tmp_path / "run") == []
+    assert checkpoint_folders.steps(tmp_path / "run") == []
     job.limit(1, resource.RLIM_INFINITY)
     said = job.end(0)
     lines = [line for line in said[0].splitlines() if "could not be saved" in line]

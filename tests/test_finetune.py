@@ -16,10 +16,10 @@ from helpers import run_command, write_weights
 from PIL import Image
 
 import vit_jax
+from vit_jax.data.preprocess import Preprocess
 from vit_jax.errors import UserError
 from vit_jax.tools.finetuning import run as finetuning
 from vit_jax.training import loop
-from vit_jax.weights.pretrained import Preprocess
 
 
 @pytest.fixture(scope="module")

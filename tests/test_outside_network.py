@@ -15,13 +15,14 @@ from PIL import Image
 from vit_jax import models, summary
 from vit_jax import weights as weight_files
 from vit_jax.config import fields
+from vit_jax.data.preprocess import Preprocess
 from vit_jax.errors import UserError
 from vit_jax.tools.sweeps import fine_tuning
 from vit_jax.training import config as configuration
 from vit_jax.training import loop
 from vit_jax.weights import export, surgery
 from vit_jax.weights.formats import native
-from vit_jax.weights.pretrained import Preprocess, Pretrained
+from vit_jax.weights.pretrained import Pretrained
 
 EXAMPLES = pathlib.Path(__file__).parents[1] / "docs/examples"
 VARIANT = "conv_net:ConvNetConfig"

@@ -20,12 +20,13 @@ from PIL import Image
 import vit_jax
 from vit_jax import models, weights
 from vit_jax.data import imagenet, inputs
+from vit_jax.data.preprocess import Preprocess
 from vit_jax.data.sources.base import _warned
 from vit_jax.errors import UserError
 from vit_jax.evaluators import prediction
 from vit_jax.training import loop
 from vit_jax.weights.formats import native, timm
-from vit_jax.weights.pretrained import Preprocess, Pretrained
+from vit_jax.weights.pretrained import Pretrained
 
 ROOT = pathlib.Path(__file__).parents[1]
 SHARED = ROOT.parent / "shared"

@@ -24,10 +24,10 @@ from vit_jax.analysis.figures.writing import available_figures, write_figures
 from vit_jax.analysis.loaded_model import LoadedModel
 from vit_jax.command_line import cli, progress
 from vit_jax.data import bands, inputs
+from vit_jax.data.preprocess import Preprocess
 from vit_jax.errors import UserError
 from vit_jax.models import intermediates
 from vit_jax.tasks.task import Pictures
-from vit_jax.weights.pretrained import Preprocess
 
 ROOT = pathlib.Path(__file__).parents[1]
 OPTIONS = {"width": 12, "depth": 2, "num_heads": 3, "mlp_dim": 17}

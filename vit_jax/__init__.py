@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from vit_jax.api.models import create_model, list_models
-    from vit_jax.api.pretrained import PretrainedModel, load_model
+    from vit_jax.api.pretrained_model import PretrainedModel, load_model
     from vit_jax.api.training import evaluate, finetune, train, train_setup
     from vit_jax.errors import UserError
     from vit_jax.training.callbacks import Callback
@@ -30,7 +30,7 @@ __all__ = [
 ]
 _MODULES = {
     "vit_jax.api.models": ("create_model", "list_models"),
-    "vit_jax.api.pretrained": ("PretrainedModel", "load_model"),
+    "vit_jax.api.pretrained_model": ("PretrainedModel", "load_model"),
     "vit_jax.api.training": ("evaluate", "finetune", "train", "train_setup"),
     "vit_jax.errors": ("UserError",),
     "vit_jax.training.callbacks": ("Callback",),

@@ -88,11 +88,7 @@ def open_weights(flags: argparse.Namespace):
     from vit_jax import weights
     from vit_jax.weights import surgery
     from vit_jax.weights.formats import registry
-    from vit_jax.weights.pretrained import (
-        check_preprocess,
-        describe_preprocess,
-        usual_preprocess,
-    )
+    from vit_jax.weights.preprocessing import usual_preprocess
 
     names = cli.read_labels(flags.labels) if flags.labels else ()
     pretrained = weights.open_pretrained(
@@ -112,7 +108,7 @@ def open_weights(flags: argparse.Namespace):
     given = cli.image_flags(flags)
     told = []
     preprocess = weights.preprocess_with(pretrained, given, told.append)
-    check_preprocess(preprocess, pretrained.options["channels"])
+    preprocess.check(pretrained.options["channels"])
     notes = (*pretrained.notes, *told)
     if not registry.WRITERS[flags.to].with_task:
         notes += tuple(
@@ -126,7 +122,7 @@ def open_weights(flags: argparse.Namespace):
     ):
         usual, how = (
             usual_preprocess(pretrained).family,
-            describe_preprocess(preprocess),
+            preprocess.describe(),
         )
         notes += (
             f"how images are prepared: nothing says, so assumed as of {usual}: {how}",

@@ -43,7 +43,7 @@ def run(flags: argparse.Namespace, config) -> None:
 
     from vit_jax import weights
     from vit_jax.distributed import compilation
-    from vit_jax.evaluators import result_tables, suite
+    from vit_jax.evaluators import checkpoint, result_tables
     from vit_jax.training import resume_check
 
     resume_check.check_hosts(config)
@@ -71,14 +71,14 @@ def run(flags: argparse.Namespace, config) -> None:
     check = functools.partial(
         resume_check.check_evaluation_of_hosts, pretrained, preprocess
     )
-    scores, confusions, described = suite.evaluate(
+    scores, confusions, described = checkpoint.evaluate(
         pretrained, preprocess, config, tell, check, views=flags.tta
     )
     if not first:
         return
     shown = result_tables.table(scores, confusions)
     if flags.json:
-        shown = json.dumps(suite.summary(config.evals, scores))
+        shown = json.dumps(checkpoint.summary(config.evals, scores))
     print(shown, flush=True)
     if flags.out:
         report = {

@@ -112,7 +112,6 @@ def serve(
 def open_model(flags: argparse.Namespace, checkpoint: str):
     """Opens a checkpoint; flags override its preprocessing and class names."""
     from vit_jax.tools.explorer.session import ExploredModel
-    from vit_jax.weights.pretrained import upright
 
     pretrained, preprocess, classes = cli.open_weights(
         flags, checkpoint, with_task=True
@@ -121,7 +120,7 @@ def open_model(flags: argparse.Namespace, checkpoint: str):
         pretrained = dataclasses.replace(pretrained, tokenizer=flags.tokenizer)
     return ExploredModel(
         pretrained,
-        preprocess=upright(preprocess),
+        preprocess=preprocess.upright(),
         class_names=classes,
         shown_bands=flags.show_bands,
     )

@@ -37,12 +37,11 @@ def main(flags: argparse.Namespace) -> int:
     from vit_jax.command_line import progress
     from vit_jax.distributed import compilation
     from vit_jax.evaluators import feature_table
-    from vit_jax.weights.pretrained import upright
 
     if uncached := compilation.enable_cache():
         print_error(uncached)
     pretrained, preprocess, _ = cli.open_weights(flags)
-    extractor = feature_table.Extractor(pretrained, upright(preprocess), flags.layers)
+    extractor = feature_table.Extractor(pretrained, preprocess.upright(), flags.layers)
     labels = feature_table.labels_of(flags.images, images)
     total = len(images) if isinstance(images, list) else None
     count = damaged = 0

@@ -121,11 +121,10 @@ def open_classifier(flags: argparse.Namespace):
     """Opens the checkpoint, with the flags in place of what travelled with it."""
     from vit_jax.evaluators import label_maps, prediction
     from vit_jax.weights import segmenter
-    from vit_jax.weights.pretrained import upright
     from vit_jax.weights.text_tower import text_tower
 
     pretrained, preprocess, names = cli.open_weights(flags, texts=True)
-    preprocess = upright(preprocess)
+    preprocess = preprocess.upright()
     if segmenter.has_segmenter(pretrained):
         return label_maps.PixelClassifier(pretrained, preprocess, names)
     if pretrained.options["num_classes"] or "text" not in pretrained.task_params:

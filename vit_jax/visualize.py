@@ -104,7 +104,7 @@ def draw(flags: argparse.Namespace, loaded, images, named, other) -> int:
 def load_model(flags: argparse.Namespace, checkpoint: str):
     """Opens a checkpoint, with the flags in place of what is stored with it."""
     from vit_jax.analysis.loaded_model import LoadedModel
-    from vit_jax.tasks.pretrained import pictures
+    from vit_jax.tasks.pictures import pictures
 
     pretrained, preprocess, classes = cli.open_weights(
         flags, checkpoint, with_task=True

@@ -14,8 +14,8 @@ from vit_jax.analysis.figures import posemb
 from vit_jax.analysis.figures.attention import Attention
 from vit_jax.analysis.figures.writing import Batch
 from vit_jax.analysis.loaded_model import LoadedModel
+from vit_jax.data.preprocess import Preprocess
 from vit_jax.models.intermediates import Layer
-from vit_jax.weights.pretrained import Preprocess
 
 PREPROCESS = Preprocess((224, 224), (0.5,), (0.5,))
 

@@ -8,9 +8,10 @@ from helpers import draw_params
 
 from vit_jax import models
 from vit_jax.analysis.loaded_model import LoadedModel
+from vit_jax.data.preprocess import Preprocess
 from vit_jax.errors import UserError
 from vit_jax.models import intermediates
-from vit_jax.weights.pretrained import Preprocess, Pretrained
+from vit_jax.weights.pretrained import Pretrained
 
 OPTIONS = {
     "variant": "Ti/8",

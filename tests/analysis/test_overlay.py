@@ -10,8 +10,9 @@ from PIL import Image
 
 from vit_jax import models
 from vit_jax.analysis import embeddings, overlay
+from vit_jax.data.preprocess import Preprocess
 from vit_jax.errors import UserError
-from vit_jax.weights.pretrained import Preprocess, prepare_image
+from vit_jax.weights.network_images import prepare_image
 
 # Of contact sheets: patches down and across, and pixels.
 Y, X, PATCH_SIZE, MARGIN = 3, 5, 4, 8

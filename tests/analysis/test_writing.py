@@ -19,7 +19,7 @@ from vit_jax.analysis.figures.writing import (
 from vit_jax.analysis.loaded_model import LoadedModel
 from vit_jax.command_line.files import unique_stem
 from vit_jax.data import decode
-from vit_jax.weights.pretrained import Preprocess
+from vit_jax.data.preprocess import Preprocess
 
 CROPPED = Preprocess((16, 24), (0.4,), (0.25,), crop_fraction=0.9)
 NUM_FILES = 11

@@ -15,13 +15,13 @@ import vit_jax
 from vit_jax.data import bands, decode, normalization, pipeline
 from vit_jax.data.bands import PixelFormat
 from vit_jax.data.config import DataConfig
+from vit_jax.data.preprocess import Preprocess, warn_of_dark
 from vit_jax.data.sources import arrays
 from vit_jax.data.sources.arrays import open_arrays
 from vit_jax.data.sources.base import _warned
 from vit_jax.data.transforms import host
 from vit_jax.errors import UserError
 from vit_jax.weights import surgery
-from vit_jax.weights.pretrained import Preprocess, resize_and_crop, warn_of_dark
 
 RNG = np.random.default_rng(0)
 SIXTEEN = RNG.integers(0, 10_000, (8, 6, 13), np.uint16)
@@ -332,9 +332,9 @@ def test_transforms_of_the_loader_are_the_same_at_any_depth(dtype, channels):
         np.testing.assert_allclose(found / scale, expected, atol=1.5)
     how = Preprocess((12, 12), crop_fraction=0.8, interpolation="bicubic")
     expected = np.concatenate(
-        [resize_and_crop(eight[..., i : i + 1], how) for i in range(channels)], -1
+        [how.prepare(eight[..., i : i + 1]) for i in range(channels)], -1
     )
-    np.testing.assert_allclose(resize_and_crop(image, how) / scale, expected, atol=5)
+    np.testing.assert_allclose(how.prepare(image) / scale, expected, atol=5)
 
 
 def test_arrays_of_bands_train_from_weights_of_colours(tmp_path):

@@ -7,10 +7,11 @@ from helpers import draw_params
 from PIL import Image
 
 from vit_jax import models
-from vit_jax.evaluators import prediction, suite
+from vit_jax.data.preprocess import Preprocess
+from vit_jax.evaluators import checkpoint, prediction
 from vit_jax.evaluators.augmented import VIEWS, augment
 from vit_jax.training import config as configuration
-from vit_jax.weights.pretrained import Preprocess, Pretrained
+from vit_jax.weights.pretrained import Pretrained
 
 SIZES = {"width": 24, "depth": 1, "num_heads": 2, "mlp_dim": 48}
 HOW = Preprocess(image_size=(16, 24), crop_fraction=0.8)
@@ -70,7 +71,7 @@ def test_predictions_and_evaluations_take_views(tmp_path):
         mirrored = np.stack([classifier.prepare(image[:, ::-1]) for image in pixels])
         logits, others = map(np.asarray, map(classifier.logits, (batch, mirrored)))
         assert np.allclose(logits, others, atol=1e-5) == bool(views)
-        scores = suite.evaluate(found, HOW, config, views=views).scores
+        scores = checkpoint.evaluate(found, HOW, config, views=views).scores
         right = (logits.argmax(1) == np.arange(6) % 3).mean()
         assert scores["val"]["weights"]["top1"] == pytest.approx(right)
     assert augment(made()[0], HOW, "", sigmoid=False)[1] is HOW

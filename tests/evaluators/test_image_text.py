@@ -15,10 +15,10 @@ from PIL import Image
 import vit_jax
 from configs.eval import zero_shot
 from vit_jax.data import imagenet
+from vit_jax.data.preprocess import Preprocess
 from vit_jax.errors import UserError
 from vit_jax.evaluators import image_text
 from vit_jax.weights import export
-from vit_jax.weights.pretrained import Preprocess
 
 TEXT = {"width": 12, "depth": 1, "num_heads": 3, "mlp_dim": 20}
 NAMES = ("ant", "bee", "cat")

@@ -11,13 +11,15 @@ from tfds_sets import builder_class
 
 from vit_jax import models
 from vit_jax.data.imagenet import OBJECTNET_CLASSES, synsets
+from vit_jax.data.preprocess import Preprocess
 from vit_jax.data.sources import folder
 from vit_jax.data.sources import tfds as tfds_source
 from vit_jax.errors import UserError
-from vit_jax.evaluators import label_sets, suite
+from vit_jax.evaluators import checkpoint, label_sets
 from vit_jax.evaluators.forward_passes import Outputs, Predictions
 from vit_jax.training import config as configuration
-from vit_jax.weights.pretrained import Preprocess, Pretrained, prepare_image
+from vit_jax.weights.network_images import prepare_image
+from vit_jax.weights.pretrained import Pretrained
 
 ROOT = pathlib.Path(__file__).parents[2]
 SETS = [[3], [], [7, 9], [1, 2, 3], [], [999]]
@@ -190,7 +192,7 @@ def test_labels_share_a_pass_over_the_same_images(prepared, photos, passed):
     params["head"]["bias"][[*range(10), *some]] += 8
     preprocess = Preprocess((8, 12), squash=True)
     pretrained = Pretrained(params, OPTIONS, "vit_jax", "tiny", preprocess)
-    found = suite.evaluate(pretrained, preprocess, config)
+    found = checkpoint.evaluate(pretrained, preprocess, config)
     # Once for both kinds of labels of the six.
     assert sorted(passed) == [6, 113]
 
@@ -229,12 +231,12 @@ def test_labels_share_a_pass_over_the_same_images(prepared, photos, passed):
     params["head"] = {key: v[..., turned] for key, v in params["head"].items()}
     names = tuple(synsets()[k] for k in turned)
     changed = dataclasses.replace(pretrained, params=params, class_names=names)
-    again = suite.evaluate(changed, preprocess, config).scores
+    again = checkpoint.evaluate(changed, preprocess, config).scores
     for name, metrics in found.scores.items():
         assert again[name]["weights"] == pytest.approx(metrics["weights"], rel=1e-5)
     names = tuple(f"kind {k}" for k in rng.permutation(1000))
     changed = dataclasses.replace(pretrained, class_names=names[:-1] + ("x",))
     with pytest.raises(UserError, match="has 1,000 of other names"):
-        suite.evaluate(changed, preprocess, config)
+        checkpoint.evaluate(changed, preprocess, config)
     assert 0 < other["top1"] < other["top1_overlap"]
     assert other["top1"] < other["top5"]

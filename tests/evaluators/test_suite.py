@@ -9,16 +9,16 @@ from helpers import draw_params, tiny_config, train
 
 from vit_jax import models
 from vit_jax.config import fields, loading
+from vit_jax.data.preprocess import Preprocess
 from vit_jax.distributed import mesh as meshes
 from vit_jax.distributed.mesh import MeshConfig
 from vit_jax.errors import UserError
-from vit_jax.evaluators import fewshot, knn, suite
+from vit_jax.evaluators import checkpoint, fewshot, knn
 from vit_jax.evaluators.suite import Suite
 from vit_jax.training import config as configuration
 from vit_jax.training.actions import Evaluating
 from vit_jax.training.train_setup import TrainSetup
 from vit_jax.weights import open_pretrained
-from vit_jax.weights.pretrained import Preprocess
 
 FEW = {"kind": "fewshot", "shots": (1, 3), "seeds": 4, "train": "train", "test": "val"}
 KNN = {"kind": "knn", "k": 3, "train": "train", "test": "val"}
@@ -97,7 +97,7 @@ def test_a_checkpoint_is_scored_as_at_the_end_of_its_run(tmp_path):
     raw = {"batch_size": 8, "data": data, "evals": evals, "mesh": {"data": 8}}
     config = loading.complete(configuration.EvaluationConfig, raw)
     pretrained = open_pretrained(tmp_path, use_ema=False)
-    scores = suite.evaluate(pretrained, pretrained.preprocess, config).scores
+    scores = checkpoint.evaluate(pretrained, pretrained.preprocess, config).scores
     for name, found in scores.items():
         assert found["weights"] == pytest.approx(final[name]["params"], rel=1e-5)
 

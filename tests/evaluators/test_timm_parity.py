@@ -10,11 +10,11 @@ from safetensors.numpy import save_file
 
 from vit_jax.config import loading
 from vit_jax.data.config import DataConfig
+from vit_jax.data.preprocess import Preprocess
 from vit_jax.data.sources.open import open_unchecked
-from vit_jax.evaluators import fewshot, suite
+from vit_jax.evaluators import checkpoint, fewshot
 from vit_jax.training import config as configuration
 from vit_jax.weights import open_pretrained
-from vit_jax.weights.pretrained import Preprocess
 
 pytestmark = pytest.mark.parity
 SHOTS, SEEDS, L2 = (1, 5, 10, 25), 20, 1024.0
@@ -46,7 +46,7 @@ def test_a_small_vit_on_digits_agrees_to_the_last_image(tmp_path):
     config = loading.complete(configuration.EvaluationConfig, raw)
     preprocess = Preprocess((8, 8), (0.5,), (0.5,), squash=True)
     pretrained = open_pretrained(tmp_path / "timm.safetensors", num_heads=3)
-    found = suite.evaluate(pretrained, preprocess, config).scores["few"]["weights"]
+    found = checkpoint.evaluate(pretrained, preprocess, config).scores["few"]["weights"]
 
     data = DataConfig(name="digits", num_classes=10, channels=1)
     sources = [open_unchecked(data, split) for split in ("train", "test")]

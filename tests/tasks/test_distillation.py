@@ -14,6 +14,7 @@ from helpers import begin, draw_params, kill_after, tiny_config, write_workdir
 from vit_jax import models, weights
 from vit_jax.config import fields
 from vit_jax.config.lengths import RunLength
+from vit_jax.data.preprocess import Preprocess
 from vit_jax.distributed import mesh as meshes
 from vit_jax.distributed import sharding
 from vit_jax.distributed.mesh import MeshConfig
@@ -23,7 +24,6 @@ from vit_jax.tasks.classification import Classification, ClassificationConfig
 from vit_jax.tasks.distillation import Distillation, DistillationConfig
 from vit_jax.training import loop, train_setup
 from vit_jax.weights.formats import native
-from vit_jax.weights.pretrained import Preprocess
 
 # Of facebookresearch/deit 7e160fe; tests/golden/README.md.
 GOLDEN = np.load(pathlib.Path(__file__).parents[1] / "golden" / "deit_losses.npz")

@@ -25,7 +25,7 @@ from vit_jax.tasks import segmentation
 from vit_jax.tasks.segmentation import SegmentationConfig
 from vit_jax.training import config as configuration
 from vit_jax.training import loop, train_setup
-from vit_jax.weights import workdir as workdirs
+from vit_jax.weights import checkpoint_folders
 
 CLASSES = 3
 
@@ -105,7 +105,7 @@ def test_what_is_trained_segments_from_its_checkpoint(trained, tmp_path):
 
 
 def test_evaluating_a_checkpoint_gives_the_scores_of_the_run(trained):
-    from vit_jax.evaluators import suite
+    from vit_jax.evaluators import checkpoint
 
     workdir, done = trained
     pretrained = weights.open_pretrained(str(workdir), with_task=True)
@@ -113,8 +113,8 @@ def test_evaluating_a_checkpoint_gives_the_scores_of_the_run(trained):
     raw = {"batch_size": 8, "evals": {"val": {"kind": "segmentation", "split": "val"}}}
     raw["data"] = {"name": "synthetic", "num_examples": 20, "mask_key": "mask"}
     evaluation = configuration.loading.complete(configuration.EvaluationConfig, raw)
-    found = suite.evaluate(pretrained, how, evaluation)
-    best = workdirs.best(workdir)
+    found = checkpoint.evaluate(pretrained, how, evaluation)
+    best = checkpoint_folders.best(workdir)
     scores = found.scores["val"]["weights"]
     expected = done["final"]["val"]["ema"]
     assert not best and scores.keys() == expected.keys()

@@ -19,6 +19,7 @@ from vit_jax.training import optim
 from vit_jax.training.actions import BestCheckpoint, Evaluating, lower_is_better
 from vit_jax.training.checkpoint import Checkpointer
 from vit_jax.training.metric_logger import MetricLogger
+from vit_jax.weights import checkpoint_folders
 from vit_jax.weights import workdir as workdirs
 
 METRIC = "val/loss"
@@ -54,8 +55,8 @@ def test_the_best_checkpoint_is_kept_reported_and_opened(base):
     best = min(found, key=found.get)
     assert best not in (0, 6), "the test needs a best step before the last"
     record = {"step": best, "metric": METRIC, "score": found[best]}
-    assert report["best"] == workdirs.best(workdir) == record
-    assert workdirs.steps(workdir) == [best, 6]  # The best, and the newest.
+    assert report["best"] == checkpoint_folders.best(workdir) == record
+    assert checkpoint_folders.steps(workdir) == [best, 6]  # The best, and the newest.
     assert report["final"]["val"]["params"]["loss"] == found[best]
     opened = workdirs.load(workdir)
     assert (opened.step, opened.best) == (best, record)
@@ -93,7 +94,7 @@ def test_a_resumed_run_has_the_same_best(base, tmp_path, killed_at, local, monke
     report = train(config, workdir)
     assert report["best"] == base[1]["best"]
     assert report["params_sha256"] == base[1]["params_sha256"]
-    assert workdirs.steps(workdir) == workdirs.steps(base[0])
+    assert checkpoint_folders.steps(workdir) == checkpoint_folders.steps(base[0])
     assert losses(workdir) == losses(base[0])
 
 
@@ -139,7 +140,7 @@ def test_a_run_that_is_ended_near_its_end_hands_on_the_same(
     for name in "best", "final", "params_sha256":
         assert report[name] == wanted[name]
     assert losses(tmp_path) == losses(undisturbed)
-    assert workdirs.steps(tmp_path) == workdirs.steps(undisturbed)
+    assert checkpoint_folders.steps(tmp_path) == checkpoint_folders.steps(undisturbed)
 
 
 def test_a_run_ends_early_and_stays_ended(base, tmp_path):
@@ -165,7 +166,7 @@ def test_a_run_ends_early_and_stays_ended(base, tmp_path):
 def test_a_run_that_no_longer_asks_hands_on_its_newest(base, tmp_path):
     copy = shutil.copytree(base[0], tmp_path / "copy")
     report = train(make_config(checkpoint={"max_to_keep": 1}), copy)
-    assert report["best"] == workdirs.best(copy) == {}
+    assert report["best"] == checkpoint_folders.best(copy) == {}
     assert workdirs.load(copy).step == 6
     assert report["final"]["val"]["params"]["loss"] == losses(copy)[6]
 

@@ -20,6 +20,7 @@ from vit_jax.training import checkpoint
 from vit_jax.training.checkpoint import Checkpointer
 from vit_jax.training.layout import DiskLayout
 from vit_jax.training.train_state import TrainState
+from vit_jax.weights import checkpoint_folders
 from vit_jax.weights import workdir as workdirs
 
 METADATA = {"task": {}, "network": {"path": "params", "options": {}}}
@@ -75,7 +76,7 @@ def test_the_last_ones_and_multiples_are_kept(checkpointer, tmp_path):
     with checkpointer(max_to_keep=2, keep_period=4) as checkpoints:
         for step in range(1, 8):
             checkpoints.save(step, state_of(step), 0.0)
-    assert workdirs.steps(tmp_path) == [4, 6, 7]
+    assert checkpoint_folders.steps(tmp_path) == [4, 6, 7]
     assert len(list((tmp_path / "checkpoints").iterdir())) == 3
 
 
@@ -121,7 +122,7 @@ def test_an_unreachable_bucket_is_loud_each_time_and_the_next_save_succeeds(
         checkpoints.demand(3, "SIGTERM")
     checkpoints.save(3, state_of(3), 0.0)  # The same step, once more.
     checkpoints.demand(3, "SIGTERM")
-    assert workdirs.steps(tmp_path) == [1, 3]
+    assert checkpoint_folders.steps(tmp_path) == [1, 3]
     assert_is(restored(checkpointer()).state, 3)
 
 
@@ -134,7 +135,7 @@ def test_what_a_kill_left_is_no_checkpoint_and_is_removed(checkpointer, tmp_path
     (tmp_path / "checkpoints" / "3.orbax-checkpoint-tmp").mkdir()
     (tmp_path / "checkpoints" / "0").mkdir()  # Killed while it was removed.
     (tmp_path / "checkpoints" / "0.unfinished").write_text("")
-    assert workdirs.steps(tmp_path) == [1]
+    assert checkpoint_folders.steps(tmp_path) == [1]
     assert_is(restored(checkpointer()).state, 1)
     assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["1"]
 
@@ -238,7 +239,7 @@ def test_a_damaged_one_is_put_aside_and_may_be_saved_again(
     assert "kept as " in said
     with checkpoints:
         checkpoints.save(2, state_of(2), 0.0)
-    assert workdirs.steps(tmp_path) == [1, 2]
+    assert checkpoint_folders.steps(tmp_path) == [1, 2]
     assert (tmp_path / "checkpoints" / "2.damaged").is_dir()
     assert workdirs.load(tmp_path, use_ema=False).step == 2
 
@@ -280,7 +281,9 @@ def test_a_file_of_another_checkpoint_is_damage(checkpointer, tmp_path, capfd):
 def sign_again(folder):
     """Writes the checksums of what is there."""
     folder = epath.Path(folder)
-    workdirs.write_checksums(folder, workdirs.compute_checksums(folder))
+    checkpoint_folders.write_checksums(
+        folder, checkpoint_folders.compute_checksums(folder)
+    )
 
 
 SLOW = [
@@ -319,7 +322,7 @@ def test_nothing_is_renamed_where_nothing_can_be_restored(checkpointer, tmp_path
     match = "step 12, 8; .*12 cannot be restored: .*8 cannot be"
     with pytest.raises(UserError, match=match):
         restored(checkpointer())
-    assert workdirs.steps(tmp_path) == [8, 12]
+    assert checkpoint_folders.steps(tmp_path) == [8, 12]
 
 
 def test_a_folder_that_is_no_number_as_it_is_written_is_no_step(
@@ -327,7 +330,7 @@ def test_a_folder_that_is_no_number_as_it_is_written_is_no_step(
 ):
     old, new = two_steps(checkpointer, tmp_path)
     new.rename(old.parent / "012")
-    assert workdirs.steps(tmp_path) == [8]
+    assert checkpoint_folders.steps(tmp_path) == [8]
     assert_is(restored(checkpointer()).state, 8)
     assert "has 012, of no checkpoint" in capsys.readouterr().err
 
@@ -336,16 +339,18 @@ def test_checksums_of_earlier_versions_are_read(checkpointer, tmp_path):
     _, new = two_steps(checkpointer, tmp_path)
     files = {
         name: [size, f"{google_crc32c.value((new / name).read_bytes()):08x}"]
-        for name, (size, _) in workdirs.compute_checksums(epath.Path(new)).items()
+        for name, (size, _) in checkpoint_folders.compute_checksums(
+            epath.Path(new)
+        ).items()
     }
     crc = google_crc32c.value(json.dumps(files, sort_keys=True).encode())
     text = json.dumps({"files": files, "crc32c": f"{crc:08x}"})
-    (new / workdirs.CHECKSUMS_FILE).write_text(text)
-    assert workdirs.find_damage(epath.Path(new)) == []
+    (new / checkpoint_folders.CHECKSUMS_FILE).write_text(text)
+    assert checkpoint_folders.find_damage(epath.Path(new)) == []
     assert_is(restored(checkpointer()).state, 12)
     path = next(new.glob("state/ocdbt.process_0/d/*"))
     path.write_bytes(path.read_bytes()[:-1] + b"x")
-    assert "(crc32c)" in workdirs.find_damage(epath.Path(new))[0]
+    assert "(crc32c)" in checkpoint_folders.find_damage(epath.Path(new))[0]
 
 
 def test_one_without_checksums_is_not_removed_with_the_old_ones(checkpointer, tmp_path):
@@ -353,4 +358,4 @@ def test_one_without_checksums_is_not_removed_with_the_old_ones(checkpointer, tm
     with checkpointer(max_to_keep=1) as checkpoints:
         for step in (5, 6):
             checkpoints.save(step, state_of(step), 0.0)
-    assert workdirs.steps(tmp_path) == [4, 6]
+    assert checkpoint_folders.steps(tmp_path) == [4, 6]

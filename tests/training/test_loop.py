@@ -16,6 +16,7 @@ from vit_jax.errors import UserError
 from vit_jax.training import config as configuration
 from vit_jax.training import loop, resume_check
 from vit_jax.training.callbacks import Callback
+from vit_jax.weights import checkpoint_folders
 from vit_jax.weights import workdir as workdirs
 
 
@@ -71,7 +72,7 @@ def test_metrics_are_logged_at_their_cadence(base):
     assert [x["step"] for x in train] == [2, 4, 6]
     for name in ("loss", "top1", "grad_norm", "param_norm", "learning_rate"):
         assert all(np.isfinite(x[f"train/{name}"]) for x in train)
-    assert workdirs.steps(workdir) == [3, 6]  # As often as stated.
+    assert checkpoint_folders.steps(workdir) == [3, 6]  # As often as stated.
     last = lines(workdir)[-1]
     assert last["val/ema/top1"] == report["final"]["val"]["ema"]["top1"]
 

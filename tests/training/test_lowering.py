@@ -9,11 +9,11 @@ import pytest
 from helpers import RECIPES, ROOT, write_weights
 
 from vit_jax.config import fields
+from vit_jax.data.preprocess import Preprocess
 from vit_jax.distributed import mesh as meshes
 from vit_jax.tasks import TASKS
 from vit_jax.training import config as configuration
 from vit_jax.training import train_setup
-from vit_jax.weights.pretrained import Preprocess
 
 # Those with a recipe of their name are lowered with it.
 OF_A_RECIPE = {"classification", "contrastive", "dino", "mae", "masked_patch", "simmim"}

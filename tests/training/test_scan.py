@@ -13,6 +13,7 @@ from vit_jax import models, weights
 from vit_jax.config import fields
 from vit_jax.evaluators import prediction
 from vit_jax.training import loop
+from vit_jax.weights import checkpoint_folders
 from vit_jax.weights import workdir as workdirs
 
 SGD = {"name": "sgd", "learning_rate": 0.1, "momentum": 0.9}
@@ -62,8 +63,8 @@ def test_scan_and_rematerialisation_train_to_the_same_parameters(runs):
 def test_a_run_goes_on_with_scan_toggled(runs, tmp_path):
     workdir, _ = runs(False)
     shutil.copytree(workdir, tmp_path / "run")
-    shutil.rmtree(tmp_path / "run" / workdirs.FOLDER / "6")
-    assert workdirs.steps(tmp_path / "run") == [3]
+    shutil.rmtree(tmp_path / "run" / checkpoint_folders.FOLDER / "6")
+    assert checkpoint_folders.steps(tmp_path / "run") == [3]
     train(setting(scan=True), tmp_path / "run")
     assert_near(stored(tmp_path / "run"), stored(workdir))
 
@@ -104,7 +105,7 @@ def test_a_scan_starts_from_unrolled_weights_and_is_read_back_unrolled(runs, tmp
 @pytest.mark.slow
 def test_weights_are_loaded_in_the_layout_of_the_model(runs):
     workdir, _ = runs(True)
-    assert workdirs.read_metadata(workdir)["config"]["model"]["scan"] is True
+    assert checkpoint_folders.read_metadata(workdir)["config"]["model"]["scan"] is True
     found = weights.open_pretrained(workdir)
     scanned = models.create(**found.options | {"scan": True})
     unrolled = models.create(**found.options)

@@ -63,7 +63,7 @@ def draw(title: str, names: Mapping[str, Mapping[int, str]], scores: Scores) -> 
     Args:
       title: text above the chart.
       names: of `expand`.
-      scores: of `suite.evaluate`.
+      scores: of `checkpoint.evaluate`.
     """
     layers, series = tuple(next(iter(names.values()))), []
     data = {"layers": np.array(layers)}

@@ -15,19 +15,14 @@ import numpy as np
 from jaxtyping import Array, Float, Num, UInt8
 
 from vit_jax.data.bands import PixelFormat
+from vit_jax.data.preprocess import Preprocess
 from vit_jax.errors import UserError
 from vit_jax.evaluators import prediction
 from vit_jax.models import Model, Params, intermediates
 from vit_jax.models.intermediates import Layer
 from vit_jax.weights import surgery
-from vit_jax.weights.pretrained import (
-    Preprocess,
-    Pretrained,
-    network_input,
-    of_image,
-    resize_and_crop,
-    whole,
-)
+from vit_jax.weights.network_images import network_input
+from vit_jax.weights.pretrained import Pretrained
 
 _MOST_GRIDS = 32  # Networks at grids of images that are kept.
 # Limits of a chunk: bytes of one layer's attention, and images.
@@ -84,7 +79,7 @@ class LoadedModel:
         if preprocess.max_tokens:
             # Reads images now, not sequences, with the patch of the preprocessing.
             size = tuple(count * preprocess.patch for count in model.grid)
-            model, params = surgery.fit_network(pretrained, whole(preprocess, size))
+            model, params = surgery.fit_network(pretrained, preprocess.whole(size))
             preprocess = dataclasses.replace(preprocess, image_size=size)
         return cls(name, model, jax.device_put(params), preprocess, tuple(names))
 
@@ -103,7 +98,7 @@ class LoadedModel:
 
         With `preprocess.max_tokens` Y and X follow from the image, see `fitted`.
         """
-        return resize_and_crop(pixels, of_image(self.preprocess, pixels.shape[:2]))
+        return self.preprocess.of_image(pixels.shape[:2]).prepare(pixels)
 
     def fitted(self, size: tuple[int, int]) -> "LoadedModel":
         """Returns the model for prepared images of a height and width.
@@ -122,7 +117,7 @@ class LoadedModel:
                 self,
                 model=model,
                 params=model.resize(self.params, self.model),
-                preprocess=whole(self.preprocess, size),
+                preprocess=self.preprocess.whole(size),
             )
         return self._fitted[size]
 

@@ -12,8 +12,8 @@ from PIL import Image
 from vit_jax.analysis import contact_sheet, embeddings
 from vit_jax.analysis.loaded_model import LoadedModel, check_finite
 from vit_jax.data import bands
+from vit_jax.data.preprocess import Preprocess
 from vit_jax.models import Model, Params
-from vit_jax.weights.pretrained import Preprocess, crop_box
 
 # Colours of values from 0 to 1. Opacity grows with the value up to _MAX_ALPHA, so that
 # the smallest values show the image itself.
@@ -136,7 +136,7 @@ def crop_region(
       preprocess: resize and crop of the model.
     """
     height, width = size
-    top, left, bottom, right = crop_box(size, preprocess)
+    top, left, bottom, right = preprocess.crop_box(size)
     return (
         round(top * height),
         round(left * width),

@@ -10,9 +10,9 @@ from PIL import Image
 
 from vit_jax.config import fields
 from vit_jax.data import decode, inputs
+from vit_jax.data.preprocess import Preprocess
 from vit_jax.errors import UserError
 from vit_jax.models.patches import PatchSequences
-from vit_jax.weights.pretrained import Preprocess
 
 Images = (
     str
@@ -81,15 +81,18 @@ def listed(images: Images, channels: int) -> list:
 
 
 def prepare(
-    image, preprocess: Preprocess, channels: int, convert: Callable
+    image,
+    preprocess: Preprocess,
+    channels: int,
+    convert: Callable = lambda pixels, preprocess: pixels,
 ) -> np.ndarray | PatchSequences:
     """Reads one image, and returns what `convert` makes of it.
 
     Args:
       image: one of `listed`.
-      preprocess, channels: of the network.
-      convert: function of the file's bytes or of pixels, `preprocess`, `channels` and the
-        image's name.
+      preprocess, channels: those of the network.
+      convert: function of the pixels, read at their own size, and `preprocess`; the
+        default returns the pixels.
 
     Raises:
       UserError: it cannot be read.
@@ -116,7 +119,7 @@ def prepare(
                 f"image of {data.dtype} {data.shape}: give uint8 (height, width, channels)"
             )
     with _readable(name):
-        return convert(data, preprocess, channels, name)
+        return convert(preprocess.read(data, channels, name), preprocess)
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 import numpy as np
 
 from vit_jax import weights
-from vit_jax.api.pretrained import WeightsArguments, at_step
+from vit_jax.api.pretrained_model import WeightsArguments, at_step
 from vit_jax.command_line.files import default_workdir, new_workdir
 from vit_jax.command_line.printing import print_line
 from vit_jax.config import arguments, fields, loading
@@ -19,7 +19,7 @@ from vit_jax.data.sources.arrays import IN_MEMORY, check_pair, depth_of, open_ar
 from vit_jax.data.sources.open import opened_by
 from vit_jax.distributed import mesh as meshes
 from vit_jax.errors import UserError
-from vit_jax.evaluators import suite
+from vit_jax.evaluators import checkpoint
 from vit_jax.tools.finetuning import run as finetuning
 from vit_jax.training import loop
 from vit_jax.training import train_setup as setups
@@ -252,7 +252,7 @@ def evaluate(
         tell=tell,
     )
     with _opened(arrays, class_names):
-        return suite.evaluate(pretrained, how, config, tell).scores
+        return checkpoint.evaluate(pretrained, how, config, tell).scores
 
 
 @_checked

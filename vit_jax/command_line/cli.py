@@ -182,9 +182,9 @@ def parse(parser: Parser, argv: list[str] | None = None) -> argparse.Namespace:
     flags.overrides = overrides
     parser.check_places(flags)
     if getattr(flags, "step", None) is not None:
-        from vit_jax.weights import workdir
+        from vit_jax.weights import checkpoint_folders
 
-        flags.model = workdir.at_step(flags.model, flags.step)
+        flags.model = checkpoint_folders.at_step(flags.model, flags.step)
     return flags
 
 

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
+from vit_jax.data.preprocess import Preprocess
 from vit_jax.errors import UserError
 from vit_jax.models import Model, Params
-from vit_jax.weights.pretrained import Preprocess
 
 # A view is a place of the crop, as fractions of the rest of the image, and a mirroring.
 _CENTRE = (0.5, 0.5)
@@ -118,8 +118,8 @@ def augment(
     if views != "flip":
         part = min(preprocess.crop_fraction, _PART)
         larger = tuple(round(side / part) for side in crop)
-        preprocess = dataclasses.replace(
-            preprocess, image_size=larger, crop_fraction=1.0, cut=(0, 0)
+        preprocess = preprocess.without_transform().replace(
+            image_size=larger, crop_fraction=1.0, cut=(0, 0)
         )
     values = {
         field.name: getattr(model, field.name) for field in dataclasses.fields(Model)

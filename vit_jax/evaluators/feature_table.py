@@ -17,18 +17,15 @@ from jaxtyping import Array, Float
 
 from vit_jax.command_line.files import replacing, writing_out
 from vit_jax.data import inputs, splits
+from vit_jax.data.preprocess import Preprocess
 from vit_jax.errors import UserError
 from vit_jax.evaluators import prediction
 from vit_jax.evaluators.local_devices import LocalDevices
 from vit_jax.models import Model, Params, layer_features
 from vit_jax.models.patches import PatchSequences
 from vit_jax.weights import surgery
-from vit_jax.weights.pretrained import (
-    Preprocess,
-    Pretrained,
-    network_input,
-    prepare_image,
-)
+from vit_jax.weights.network_images import network_input, prepare_image
+from vit_jax.weights.pretrained import Pretrained
 
 NAME, LABEL, FEATURE = "name", "label", "feature"  # Columns.
 

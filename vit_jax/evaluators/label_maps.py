@@ -13,18 +13,15 @@ from PIL import Image
 
 from vit_jax.command_line.files import replace_image, unique_stem, writing_out
 from vit_jax.data import bands, inputs, masks
+from vit_jax.data.preprocess import Preprocess
 from vit_jax.errors import UserError
 from vit_jax.evaluators.local_devices import LocalDevices
 from vit_jax.evaluators.sliding_window import LabelMap, Sliding, T
 from vit_jax.evaluators.whole_images import WholeImages
 from vit_jax.models.segmenter import check_sequences
 from vit_jax.weights import segmenter, surgery
-from vit_jax.weights.pretrained import (
-    Preprocess,
-    Pretrained,
-    network_input,
-    read_image,
-)
+from vit_jax.weights.network_images import network_input
+from vit_jax.weights.pretrained import Pretrained
 
 _OPACITY = 0.55  # Of the colours over an image.
 
@@ -75,7 +72,7 @@ class PixelClassifier:
         Raises:
           DamagedImage: it cannot be read.
         """
-        return read_image(data, self._preprocess, self._channels, name)
+        return self._preprocess.read(data, self._channels, name)
 
     def label_maps(
         self,

@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, UInt8
 
 from vit_jax.data import inputs
 from vit_jax.data.class_names import arrange
+from vit_jax.data.preprocess import Preprocess
 from vit_jax.distributed import compilation
 from vit_jax.errors import UserError
 from vit_jax.evaluators.augmented import augment
@@ -19,13 +20,9 @@ from vit_jax.models import patches, text
 from vit_jax.models.patches import PatchSequences
 from vit_jax.models.text_tower import TextTower
 from vit_jax.weights import surgery
-from vit_jax.weights.pretrained import (
-    Preprocess,
-    Pretrained,
-    network_input,
-    prepare_image,
-    preprocessing_of,
-)
+from vit_jax.weights.network_images import network_input, prepare_image
+from vit_jax.weights.preprocessing import preprocessing_of
+from vit_jax.weights.pretrained import Pretrained
 
 # An image as the network takes it, or a batch of them.
 Prepared = UInt8[np.ndarray, "*B h w c"] | PatchSequences

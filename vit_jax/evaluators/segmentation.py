@@ -16,7 +16,7 @@ from vit_jax.config.fields import key
 from vit_jax.data import masks
 from vit_jax.data.decode import DamagedImage
 from vit_jax.data.loader import Loader
-from vit_jax.data.transforms import parse
+from vit_jax.data.preprocess import Preprocess
 from vit_jax.distributed import mesh as meshes
 from vit_jax.errors import UserError
 from vit_jax.evaluators.forward_passes import Wanted
@@ -75,12 +75,12 @@ class SegmentationConfig(EvalConfig):
                 f"network {classes}: train a head for these"
             )
         given = splits.preprocess
-        used = given.interpolation if given else parse.filter_of(data)
+        used = given or Preprocess.of_data(vars(data))
         how = Sliding(
             data.image_size,
             self.resize,
             self.overlap,
-            used or "bilinear",
+            used.interpolation,
             mean=tuple(data.mean),
         )
         if given and given.max_tokens:

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import os
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 from jaxtyping import Integer
@@ -29,14 +29,10 @@ from vit_jax.data.sources.base import (
 from vit_jax.data.sources.open import exclude, open_unchecked
 from vit_jax.data.splits import names as split_names
 from vit_jax.data.transforms import parse
-from vit_jax.data.transforms.base import HostTransform
 from vit_jax.errors import NoLabels, NoSplit, UserError
-from vit_jax.weights.pretrained import (
-    Preprocess,
-    naflex_of,
-    resize_and_crop,
-    resized_size,
-)
+
+if TYPE_CHECKING:  # Only evaluations of weights have one.
+    from vit_jax.data.preprocess import Preprocess
 
 # Keys of `config.data` that an evaluation of another data set sets.
 KEYS = (
@@ -224,7 +220,7 @@ class EvalSplits:
     def __init__(
         self,
         data: DataConfig,
-        preprocess: Preprocess | None = None,
+        preprocess: "Preprocess | None" = None,
         class_names: Sequence[str] = (),
         order: Sequence[str] = TESTS,
     ):
@@ -317,7 +313,7 @@ class EvalSplits:
         if data.has_labels:
             data = dataclasses.replace(data, num_classes=_MANY)
         pipeline.warn_of_dark(source, data)
-        ops = None if config.eval_transform else self._host_ops(source, data)
+        ops = None if config.eval_transform else self._host_ops(source)
         return EvalSplit(opened, source, data, ops)
 
     def match(
@@ -386,17 +382,13 @@ class EvalSplits:
                 "its features, as kind='fewshot'"
             )
 
-    def _host_ops(self, source: Source, data: DataConfig) -> tuple | None:
-        if self.preprocess is None:
+    def _host_ops(self, source: Source) -> tuple | None:
+        how, images = self.preprocess, source.images
+        if how is None:
             return None
-        if self.preprocess.max_tokens:
-            return (naflex_of(self.preprocess),)
-        if source.images is not None:
-            size = source.images.shape[1:3]
-            same = size == self.preprocess.image_size
-            if same and resized_size(size, self.preprocess) == size:
-                return ()  # So that a batch is one gather.
-        return (CheckpointPreprocess(self.preprocess),)
+        if images is not None and how.keeps(images.shape[1:3]):
+            return ()  # So that a batch is one gather.
+        return how.transforms
 
 
 def _check_labelled(source: Source) -> None:
@@ -488,16 +480,6 @@ def _in_folder(
     if not exists(data.split):  # Its class folders define the classes.
         data = dataclasses.replace(data, split=existing[0])
     return existing, data
-
-
-@dataclasses.dataclass(frozen=True)
-class CheckpointPreprocess(HostTransform):
-    """A host transform: the preprocessing of a checkpoint, see `resize_and_crop`."""
-
-    preprocess: Preprocess
-
-    def __call__(self, image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-        return resize_and_crop(image, self.preprocess)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,32 +1,31 @@
 """The evaluations of a config, run together in training or on a checkpoint."""
 
 import collections
-import dataclasses
 import functools
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
 from vit_jax.config import fields
-from vit_jax.data.config import DataConfig, ReaderConfig
+from vit_jax.data.config import DataConfig
 from vit_jax.data.sources.base import Source
 from vit_jax.distributed import mesh as meshes
-from vit_jax.distributed import sharding
 from vit_jax.errors import UserError
 from vit_jax.evaluators import forward_passes
 from vit_jax.evaluators.forward_passes import Outputs, Step, TrainedTask, Weights
 from vit_jax.evaluators.local_devices import LocalDevices
 from vit_jax.evaluators.protocol import SKIPPED, Confusion, Pass, Stop
-from vit_jax.evaluators.splits import TESTS, VALIDATIONS, EvalConfig, EvalSplits
-from vit_jax.models import Model, layer_features, text
-from vit_jax.models.text_tower import TextTower
-from vit_jax.weights import surgery
-from vit_jax.weights.pretrained import Preprocess, Pretrained, network_input
+from vit_jax.evaluators.splits import VALIDATIONS, EvalConfig, EvalSplits
+from vit_jax.models import Model, layer_features
+
+if TYPE_CHECKING:
+    from vit_jax.data.preprocess import Preprocess
+    from vit_jax.models.text_tower import TextTower
 
 # Evaluation to set of parameters to metrics.
 Scores = dict[str, dict[str, dict[str, float]]]
@@ -82,13 +81,13 @@ class Suite:
         batch_size: int,
         mesh: Mesh,
         shardings: dict | None = None,
-        preprocess: Preprocess | None = None,
+        preprocess: "Preprocess | None" = None,
         class_names: Sequence[str] = (),
         *,
         finite: bool = False,
         order: Sequence[str] = VALIDATIONS,
         trained: TrainedTask | None = None,
-        tower: TextTower | None = None,
+        tower: "TextTower | None" = None,
         segment: Callable[[dict, jax.Array], jax.Array] | None = None,
     ):
         self._trained = trained
@@ -246,6 +245,8 @@ class Suite:
         self, name: str, params: dict[str, Weights], stop: Stop
     ) -> dict | None:
         """Returns the metrics of an evaluator that reads images of any size itself."""
+        from vit_jax.weights.network_images import network_input
+
         scores, self.confusions[name] = {}, {}
         evaluator, size = self._evaluators[name], self._batch_size
         batch_size = max(1, size // jax.process_count())
@@ -304,7 +305,7 @@ class Suite:
             self._picture_step = forward_passes.make_picture_step(
                 self._trained, self._data, self._mesh
             )
-        size = _full_batch(len(rows), self._mesh)
+        size = full_batch(len(rows), self._mesh)
         with one.split.batches(rows, size, *self._shard) as batches:
             (batch,) = batches
         batch = meshes.to_devices(
@@ -349,104 +350,6 @@ class Suite:
         return scores
 
 
-class Evaluated(NamedTuple):
-    """The results of `evaluate`.
-
-    Attributes:
-      scores: evaluation to {"weights": metrics}.
-      confusions: evaluation to its confusion matrix, if it has one.
-      evals: evaluation to its data and settings, see `Suite.described`.
-    """
-
-    scores: Scores
-    confusions: dict[str, Confusion]
-    evals: dict[str, dict]
-
-
-def evaluate(
-    pretrained: Pretrained,
-    preprocess: Preprocess,
-    config,
-    tell: Callable[[str], None] = lambda line: None,
-    check: Callable[[Mapping[str, Source]], None] = lambda _: None,
-    *,
-    views: str = "",
-) -> Evaluated:
-    """Evaluates a checkpoint; every process of the job calls it.
-
-    Args:
-      pretrained: result of `weights.open_pretrained`.
-      preprocess: preprocessing of its images.
-      config: an `EvaluationConfig`.
-      tell: function that is called with lines for the user.
-      check: function that is called with the sources of all splits, by a name for
-        messages, before any computation; may raise UserError.
-      views: views of each image, one of `augmented.VIEWS`; "" for the image alone.
-
-    Raises:
-      UserError: the data do not exist or do not fit the network, or the network's outputs
-        are not finite.
-    """
-    # Not needed in training.
-    from vit_jax.evaluators.augmented import augment
-    from vit_jax.weights import segmenter
-    from vit_jax.weights.text_tower import text_tower
-
-    mesh = meshes.create(config.mesh)
-    model, params = surgery.fit_network(pretrained, preprocess)
-    sigmoid = pretrained.loss == "sigmoid"
-    model, preprocess = augment(model, preprocess, views, sigmoid=sigmoid)
-    axes, rules = model.config.model_axes, config.sharding.rules
-    size = config.sharding.min_size
-    shardings = sharding.parameters(model.shapes, mesh, axes, rules, size)
-    has_tower = text.TEXT in pretrained.task_params
-    tower = text_tower(pretrained) if has_tower else None
-    segment = None
-    if segmenter.has_segmenter(pretrained):
-        segment = segmenter.segmenter_of(pretrained, model)
-    named = len(pretrained.class_names) == pretrained.num_classes
-    suite = Suite(
-        model,
-        config.evals,
-        _data(
-            config.data, pretrained.num_classes, model.options["channels"], preprocess
-        ),
-        _full_batch(config.batch_size, mesh),
-        mesh,
-        shardings,
-        preprocess,
-        pretrained.class_names if named else (),
-        finite=True,
-        order=TESTS,
-        tower=tower,
-        segment=segment,
-    )
-    check(suite.sources())
-    for note in suite.notes:
-        tell(note)
-    scores = suite.run({PARAMS_NAME: jax.device_put(params, shardings)})
-    confusions = {
-        name: tables[PARAMS_NAME] for name, tables in suite.confusions.items() if tables
-    }
-    return Evaluated(scores, confusions, suite.described())
-
-
-def summary(evals: Mapping[str, EvalConfig], scores: Scores) -> dict[str, object]:
-    """Returns the scores of `evaluate` for its last line of JSON.
-
-    They are those of `EvalConfig.summarize`, by evaluation. If damaged images were left out
-    (data.on_error="skip"), "skipped" maps evaluations to their number.
-    """
-    metrics = {name: values[PARAMS_NAME] for name, values in scores.items()}
-    summaries = {
-        name: evals[name].summarize(values) for name, values in metrics.items()
-    }
-    skipped = {
-        name: values[SKIPPED] for name, values in metrics.items() if SKIPPED in values
-    }
-    return summaries | ({SKIPPED: skipped} if skipped else {})
-
-
 def _count_skipped(one: Pass, outputs: Outputs) -> int:
     """Returns the number of damaged images that were left out."""
     if one.rows is None:
@@ -454,21 +357,7 @@ def _count_skipped(one: Pass, outputs: Outputs) -> int:
     return int((~np.isin(one.rows, outputs.records)).sum())
 
 
-def _data(
-    data: ReaderConfig, num_classes: int, channels: int, preprocess: Preprocess
-) -> DataConfig:
-    """Returns the data config with the classes and image format of the weights."""
-    of_weights = {
-        "num_classes": num_classes,
-        "image_size": tuple(preprocess.image_size),
-        "channels": channels,
-        "exif": data.exif or bool(preprocess.exif),
-        **preprocess.data_keys(),
-    }
-    return DataConfig(**dataclasses.asdict(data) | of_weights)
-
-
-def _full_batch(batch_size: int, mesh: Mesh) -> int:
-    """Returns the next size that the mesh divides."""
+def full_batch(batch_size: int, mesh: Mesh) -> int:
+    """Returns the smallest batch size from `size` on that the mesh divides."""
     devices = math.prod(mesh.shape[axis] for axis in meshes.BATCH_AXES)
     return -(-batch_size // devices) * devices

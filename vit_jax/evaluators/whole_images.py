@@ -12,11 +12,12 @@ from collections.abc import Callable, Iterable, Iterator
 import numpy as np
 from jaxtyping import Float, Num
 
+from vit_jax.data.preprocess import Preprocess
 from vit_jax.errors import UserError
 from vit_jax.evaluators.sliding_window import LabelMap, Sliding, T, largest
 from vit_jax.models import patches
 from vit_jax.models.patches import PatchSequences
-from vit_jax.weights.pretrained import Preprocess, to_patches
+from vit_jax.weights.network_images import prepare_pixels
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +57,7 @@ class WholeImages:
         images = iter(images)
         while some := list(itertools.islice(images, batch_size)):
             cut = [
-                to_patches(image, self.preprocess)
+                prepare_pixels(image, self.preprocess)
                 for _, image in some
                 if image is not None
             ]

@@ -17,7 +17,7 @@ from vit_jax.training.callbacks import Callback, Run
 from vit_jax.training.config import TrainConfig
 from vit_jax.training.run_report import flatten_scores
 from vit_jax.training.train_setup import TrainSetup
-from vit_jax.weights import workdir as layout
+from vit_jax.weights import checkpoint_folders as layout
 
 
 class Interval:

@@ -27,7 +27,7 @@ from vit_jax.training.config import TrainConfig
 from vit_jax.training.layout import DiskLayout
 from vit_jax.training.resume_check import Restored
 from vit_jax.training.train_state import TrainState
-from vit_jax.weights import workdir as layout
+from vit_jax.weights import checkpoint_folders as layout
 
 _POLL_SECONDS = 0.2
 _STRAY_SECONDS = 1.0  # TensorStore's threads write for a moment after a failed save.

@@ -22,7 +22,7 @@ from vit_jax.tasks.task import TaskConfig
 from vit_jax.training.optim import OPTIMIZERS, OptimConfig
 from vit_jax.training.trackers import TRACKERS
 from vit_jax.training.trackers.tracker import TrackerConfig
-from vit_jax.weights.initial import InitConfig
+from vit_jax.weights.init_config import InitConfig
 
 # Part of an average that the parameters at the beginning may be, without a warning.
 _MOST_OF_START = 0.05

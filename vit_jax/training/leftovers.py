@@ -11,7 +11,7 @@ import time
 
 from etils import epath
 
-from vit_jax.weights import workdir as layout
+from vit_jax.weights import checkpoint_folders as layout
 
 _UNFINISHED = ".unfinished"
 _ORBAX = ".orbax-checkpoint-tmp"

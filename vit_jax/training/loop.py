@@ -27,7 +27,6 @@ from vit_jax.training.resume_check import Restored
 from vit_jax.training.step import compile_in_background
 from vit_jax.training.timers import CompilationCounter, RunClock, StartupTimer
 from vit_jax.training.train_setup import TrainSetup
-from vit_jax.weights.initial import load_initial
 
 
 def train(
@@ -384,6 +383,8 @@ def restore_or_init(
     if latest:
         notes += checkpoints.put_damaged_aside()
     elif restored.state is None and config.init.checkpoint:
+        from vit_jax.weights.initial import load_initial  # With what fits weights.
+
         params, others, notes = load_initial(
             config.init,
             config.data,

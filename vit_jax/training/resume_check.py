@@ -6,7 +6,7 @@ import importlib.metadata
 import os
 import pathlib
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 
@@ -23,8 +23,11 @@ from vit_jax.training import config as training_config
 from vit_jax.training.config import EvaluationConfig, TrainConfig
 from vit_jax.training.run_report import params_sha256
 from vit_jax.training.train_state import TrainState
-from vit_jax.weights import workdir as layout
-from vit_jax.weights.pretrained import Preprocess, Pretrained
+from vit_jax.weights import checkpoint_folders as layout
+
+if TYPE_CHECKING:  # Only evaluations of weights have them.
+    from vit_jax.data.preprocess import Preprocess
+    from vit_jax.weights.pretrained import Pretrained
 
 # Files whose content is compared with the data, wherever they lie.
 _OF_DATA = ("data.exclude", "data.tokenizer")
@@ -100,7 +103,7 @@ def check_data_of_hosts(
 
 
 def check_evaluation_of_hosts(
-    pretrained: Pretrained, preprocess: Preprocess, sources: Mapping[str, Source]
+    pretrained: "Pretrained", preprocess: "Preprocess", sources: Mapping[str, Source]
 ) -> None:
     """Checks that all hosts evaluate the same weights, preprocessing and data.
 

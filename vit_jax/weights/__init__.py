@@ -7,18 +7,20 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from vit_jax.data.preprocess import Preprocess
     from vit_jax.weights.open import Loaded, load, open_pretrained, open_weights
-    from vit_jax.weights.pretrained import Preprocess, Pretrained, preprocessing_of
+    from vit_jax.weights.preprocessing import preprocessing_of
+    from vit_jax.weights.pretrained import Pretrained
 
 _MODULES = {
-    "Loaded": "open",
-    "Preprocess": "pretrained",
-    "Pretrained": "pretrained",
-    "load": "open",
-    "open_pretrained": "open",
-    "open_weights": "open",
-    "preprocess_with": "open",
-    "preprocessing_of": "pretrained",
+    "Loaded": "weights.open",
+    "Preprocess": "data.preprocess",
+    "Pretrained": "weights.pretrained",
+    "load": "weights.open",
+    "open_pretrained": "weights.open",
+    "open_weights": "weights.open",
+    "preprocess_with": "weights.preprocessing",
+    "preprocessing_of": "weights.preprocessing",
 }
 __all__ = [
     "Loaded",
@@ -35,4 +37,4 @@ __all__ = [
 def __getattr__(name: str):
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+    return getattr(importlib.import_module(f"vit_jax.{_MODULES[name]}"), name)

@@ -13,10 +13,11 @@ from flax.traverse_util import flatten_dict
 
 from vit_jax import models
 from vit_jax.config.fields import is_custom
+from vit_jax.data.transforms import parse
 from vit_jax.errors import UserError
 from vit_jax.models.resnet import ResNetConfig
 from vit_jax.models.vit_config import ViTConfig
-from vit_jax.weights.formats.registry import WRITERS
+from vit_jax.weights.formats.registry import WRITERS, Writer
 from vit_jax.weights.pretrained import Pretrained
 
 
@@ -68,11 +69,25 @@ def export(
             "so left out"
         )
         pretrained = dataclasses.replace(pretrained, class_names=())
-    writer = WRITERS[to]
+    writer, how = WRITERS[to], pretrained.preprocess
+    if how and how.transform and not _stores(writer, how.transform):
+        plain = how.without_transform()
+        notes.append(
+            f"preprocessing: transform={how.transform!r} left out, so images are "
+            f"prepared by {plain.describe()}"
+        )
+        pretrained = dataclasses.replace(pretrained, preprocess=plain)
     with _staged(out, bool(writer.suffix)) as place:
         notes += write(pretrained, place)
     files = [out / name for name in writer.files] if out.is_dir() else [out]
     return [file for file in files if file.exists()], notes
+
+
+def _stores(writer: Writer, transform: str) -> bool:
+    """Returns whether a format has a place for a line of transforms."""
+    # Reading files of weights imports no module of the user's.
+    is_custom = parse.names_custom(transform)
+    return writer.program or (writer.any_network and not is_custom)
 
 
 def _find_write(

@@ -1,61 +1,15 @@
 """Loads the weights that a run starts from."""
 
-import dataclasses
 from collections.abc import Callable, Sequence
 
 from vit_jax import models
-from vit_jax.config.fields import key
 from vit_jax.data.config import DataConfig
+from vit_jax.data.preprocess import Preprocess
 from vit_jax.data.transforms import parse
 from vit_jax.errors import UserError
-from vit_jax.models import resizing, segmenter, stacking
-from vit_jax.weights.pretrained import Preprocess
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class InitConfig:
-    """Weights that a run starts from, and how to fit them to its model."""
-
-    checkpoint: str = key(
-        "",
-        'Weights to start from: a workdir, a file or an address; "" starts from random '
-        "parameters.",
-        changes_result=False,
-        of_host=True,
-    )
-    use_ema: bool = key(
-        True,
-        "Load averaged parameters if the workdir or training checkpoint has them.",
-        reason="comparing with parameters that are not averaged",
-    )
-    head: str = key(
-        "new",
-        'Classifier: "new" initialises it by `model.init`, by default with zeros; '
-        '"keep" loads it, with its classes put in the order of the data\'s by their '
-        'names; "drop" is for models without classes.',
-        choices=("new", "keep", "drop"),
-    )
-    posemb_resize: str = key(
-        "",
-        'Method that resizes position embeddings, as in `model.posemb_resize`; "" is '
-        "the method that the weights were trained with.",
-        reason="comparing methods",
-        choices=("", *resizing.RESIZE_METHODS),
-    )
-    channels: str = key(
-        "repeat",
-        "How the first kernel is adapted to images with another number of channels: "
-        '"repeat" repeats and rescales it, as timm does; "mean" copies its mean to all '
-        'channels; "first" keeps its first channels and adds zeros; "new" initialises '
-        "it.",
-        reason="grey or multispectral images, from weights for RGB",
-        choices=("repeat", "mean", "first", "new"),
-    )
-    allow_mismatch: tuple[str, ...] = key(
-        (),
-        "Regular expressions of parameters that the checkpoint may lack, or have in "
-        "addition.",
-    )
+from vit_jax.models import segmenter, stacking
+from vit_jax.weights.init_config import InitConfig
+from vit_jax.weights.open import load
 
 
 def load_initial(
@@ -91,8 +45,6 @@ def load_initial(
     Raises:
       UserError: the checkpoint cannot be read, or does not fit the model.
     """
-    from vit_jax.weights.open import load  # With all formats, for runs that need one.
-
     try:
         loaded = load(
             config.checkpoint,
@@ -133,7 +85,7 @@ def load_initial(
 def _compare_preprocess(preprocess: Preprocess | None, data: DataConfig) -> list[str]:
     """Returns a line for mean, std and filter each that differs from the checkpoint's."""
     lines = []
-    used = parse.filter_of(data)
+    used = parse.filter_of(data.eval_transform, data.image_size)
     if preprocess and used not in ("", preprocess.interpolation):
         lines.append(
             f"differs: interpolation {preprocess.interpolation!r} in the checkpoint, "

@@ -12,20 +12,15 @@ from vit_jax.config import fields
 from vit_jax.config.fields import is_custom
 from vit_jax.data import imagenet
 from vit_jax.data.class_names import match
+from vit_jax.data.preprocess import Preprocess
 from vit_jax.errors import UserError
-from vit_jax.models import flexivit, stacking
+from vit_jax.models import stacking
 from vit_jax.models.layers import CLASSIFIERS
-from vit_jax.weights import adapters, rewriting, surgery, workdir
+from vit_jax.weights import adapters, checkpoint_folders, rewriting, surgery, workdir
 from vit_jax.weights.formats import files, registry, tables
 from vit_jax.weights.hub import download
-from vit_jax.weights.pretrained import (
-    Preprocess,
-    Pretrained,
-    describe_preprocess,
-    preprocessing_of,
-    usual_preprocess,
-    with_patch,
-)
+from vit_jax.weights.preprocessing import preprocess_with, usual_preprocess
+from vit_jax.weights.pretrained import Pretrained
 from vit_jax.weights.surgery import FitRow
 
 # Keys whose difference changes no result, or is reported in another row.
@@ -160,7 +155,7 @@ def open_weights(
     if not pretrained.preprocess and not complete:
         guesses.append(
             "has no preprocessing; assumed that of "
-            f"{usual_preprocess(pretrained).family}: {describe_preprocess(preprocess)}"
+            f"{usual_preprocess(pretrained).family}: {preprocess.describe()}"
         )
     pretrained = _name_classes(pretrained, guesses.append)
     pretrained = dataclasses.replace(pretrained, token_merging=token_merging)
@@ -170,52 +165,6 @@ def open_weights(
         name = place.name if place.exists() else checkpoint
         tell(f"{name}: {'; '.join(guesses)}")
     return pretrained, preprocess
-
-
-# Fields of `Preprocess` that concern images of one size.
-_OF_ONE_SIZE = {"crop_fraction", "image_size", "squash"}
-
-
-def preprocess_with(
-    pretrained: Pretrained,
-    given: Mapping[str, object],
-    tell: Callable[[str], None] = lambda line: None,
-) -> Preprocess:
-    """Returns a checkpoint's preprocessing with some fields replaced.
-
-    Args:
-      pretrained: checkpoint.
-      given: fields of `Preprocess`.
-      tell: called with a line about patches that are resized, and about statistics that
-        are of other channels.
-    """
-    own = preprocessing_of(pretrained)
-    model = models.create(**pretrained.options)
-    side, channels = model.config.patch_size, model.image_shape[-1]
-    for name in ("mean", "std") if pretrained.preprocess else ():
-        stated, used = (getattr(how, name) for how in (pretrained.preprocess, own))
-        if name not in given and len(set(stated)) > len(used):
-            tell(f"{name} of 3 channels: {used[0]:g} for the {channels} of the network")
-    preprocess = dataclasses.replace(own, **given)
-    preprocess = with_patch(preprocess, pretrained.options)
-    if preprocess.max_tokens and (wrong := sorted(_OF_ONE_SIZE & given.keys())):
-        raise UserError(
-            f"{wrong[0]}={given[wrong[0]]} with max_tokens={preprocess.max_tokens}, by which "
-            "images keep their size and aspect: leave it out, or set max_tokens to 0"
-        )
-    if own.max_tokens and "max_tokens" not in given:
-        # Images keep their size when the patches change.
-        most = own.max_tokens * own.patch**2 // preprocess.patch**2
-        preprocess = dataclasses.replace(preprocess, max_tokens=max(1, most))
-    if (new := given.get("patch") or side) != side:
-        how = preprocess.patch_resize or model.options.get("patch_resize")
-        line = f"kernel of patches of {side} pixels resized to {new} (FlexiViT)"
-        if how in flexivit.METHODS:  # Others are refused.
-            other = next(name for name in flexivit.METHODS if name != how)
-            line += f" by {how}, as in {flexivit.METHODS[how]}"
-            line += f" (in {flexivit.METHODS[other]} --patch_resize={other})"
-        tell(f"{line}, positions to their grid")
-    return preprocess
 
 
 def _name_classes(pretrained: Pretrained, tell: Callable[[str], None]) -> Pretrained:
@@ -238,9 +187,9 @@ def _open(
 ) -> Pretrained:
     """Reads a checkpoint; `num_heads` is ignored for files that have the number."""
     name = os.fspath(checkpoint)
-    of_step = workdir.split_step(name)[1] is not None
+    of_step = checkpoint_folders.split_step(name)[1] is not None
     path = name if of_step else download.download(name)
-    if workdir.has_checkpoint(path):
+    if checkpoint_folders.has_checkpoint(path):
         pretrained = workdir.load_pretrained(path, use_ema=use_ema, with_task=with_task)
         return dataclasses.replace(pretrained, source=name)
     if "://" in os.fspath(path):  # A folder in a bucket can only be a workdir.

@@ -14,15 +14,11 @@ import numpy as np
 
 from vit_jax import models
 from vit_jax.config import fields
+from vit_jax.data.preprocess import Preprocess
 from vit_jax.data.transforms.host import TENSORFLOW
 from vit_jax.errors import UserError
 from vit_jax.models.positions.sincos2d import sincos2d
-from vit_jax.weights.pretrained import (
-    POSITIONS,
-    Preprocess,
-    crop_sides,
-    resize_sides,
-)
+from vit_jax.weights.pretrained import POSITIONS
 
 TOKENS = ("cls", "dist")  # In the order of their rows in position embeddings.
 # A block's LayerScale to the layer before it.
@@ -227,7 +223,7 @@ def note_crop(preprocess: Preprocess, library: str, *, down: bool) -> list[str]:
       down: whether it rounds half of an odd margin down, not to even; see
         `Preprocess.crop_down`.
     """
-    margins = map(operator.sub, resize_sides(preprocess), crop_sides(preprocess))
+    margins = map(operator.sub, preprocess.resize_sides, preprocess.crop_sides)
     # If images keep their aspect, the margin of the long side may be any number.
     same = preprocess.squash and all(margin % 4 != 3 for margin in margins)
     if same or preprocess.fill or preprocess.crop_down == down:

@@ -16,17 +16,13 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxtyping import Float
 
 from vit_jax import models
+from vit_jax.data.preprocess import Preprocess
 from vit_jax.distributed import sharding
 from vit_jax.errors import UserError
 from vit_jax.models import Model, flexivit, initializers, resizing, stacking
 from vit_jax.models.layers import CLASSIFIERS
 from vit_jax.weights import rewriting
-from vit_jax.weights.pretrained import (
-    POSITIONS,
-    Preprocess,
-    Pretrained,
-    check_preprocess,
-)
+from vit_jax.weights.pretrained import POSITIONS, Pretrained
 
 HEADS = ("keep", "new", "drop")
 
@@ -447,7 +443,7 @@ def fit_network(pretrained: Pretrained, preprocess: Preprocess) -> tuple[Model, 
             f"{pretrained.source} classifies every token by itself (pool=none), not "
             "the image: give a checkpoint with another head"
         )
-    check_preprocess(preprocess, source.image_shape[-1])
+    preprocess.check(source.image_shape[-1])
     model = source
     if not preprocess.max_tokens:
         model = source.at_size(preprocess.image_size)

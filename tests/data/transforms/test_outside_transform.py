@@ -15,7 +15,6 @@ from vit_jax.data.sources.open import open_source
 from vit_jax.data.transforms import device as device_transforms
 from vit_jax.data.transforms import parse
 from vit_jax.errors import UserError
-from vit_jax.weights import workdir
 
 SIZE = (13, 17)
 ROOT = pathlib.Path(__file__).parents[3]
@@ -237,12 +236,3 @@ def test_a_run_with_them_resumes_exactly(tmp_path):
         UserError, match=r"another config \(data.train_transform: noise"
     ):
         train(tiny_config(data={"train_transform": other}), run)
-
-
-def test_weights_import_no_module():
-    config = {"image_size": [8, 8], "mean": [0.5], "std": [0.5], "channels": 3}
-    assert workdir._preprocess({**config, "eval_transform": "resize"}) is not None
-    assert (
-        workdir._preprocess({**config, "eval_transform": "resize | wrong:Half"}) is None
-    )
-    assert "wrong" not in sys.modules

@@ -11,11 +11,13 @@ import numpy as np
 from PIL import Image
 
 from vit_jax import models
+from vit_jax.data.preprocess import Preprocess
 from vit_jax.models import segmenter, text
 from vit_jax.tools.explorer import images, server, session
 from vit_jax.tools.explorer.rows import AttentionRows
 from vit_jax.tools.explorer.session import ExploredModel, ModelOutput
-from vit_jax.weights.pretrained import Preprocess, Pretrained, with_patch
+from vit_jax.weights.preprocessing import with_patch
+from vit_jax.weights.pretrained import Pretrained
 
 NAMES = ("apple", "Bär", "a cat, or <two>", "dog", "eel")
 

@@ -9,11 +9,12 @@ import pytest
 from PIL import Image
 
 from vit_jax import models
+from vit_jax.data.preprocess import Preprocess
 from vit_jax.errors import UserError
 from vit_jax.tools.finetuning import layout, rule
 from vit_jax.tools.finetuning.kind import Given, Seen
 from vit_jax.tools.finetuning.masked import Masks
-from vit_jax.weights.pretrained import Preprocess, Pretrained
+from vit_jax.weights.pretrained import Pretrained
 
 
 def look(root, **stated):

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 
 from vit_jax.data.config import DataConfig
+from vit_jax.data.preprocess import Preprocess
 from vit_jax.data.sources.arrays import ArraySource
 from vit_jax.data.sources.open import open_source
 from vit_jax.tools.finetuning import rule
-from vit_jax.weights.pretrained import Preprocess
 
 FLOWERS = rule.Images(2_934, 240.0, False, 1.4)
 DIGITS = rule.Images(1_438, 8.0, True, 1.1)

@@ -11,7 +11,7 @@ from helpers import tiny_config, train
 from vit_jax import average, weights
 from vit_jax.command_line import cli
 from vit_jax.errors import UserError
-from vit_jax.evaluators import suite
+from vit_jax.evaluators import checkpoint
 from vit_jax.tools.soups import averaging
 
 
@@ -99,7 +99,7 @@ def test_the_command_writes_a_model_of_the_best(runs, tmp_path, capsys):
     opened = weights.open_pretrained(str(out))
     config = averaging.evaluation_of(runs[0], "val")
     how = weights.preprocessing_of(opened)
-    found = suite.evaluate(opened, how, config).scores["val"]["weights"]["top1"]
+    found = checkpoint.evaluate(opened, how, config).scores["val"]["weights"]["top1"]
     assert f"{found:.2%}" == scores["average"].split()[0]
 
 

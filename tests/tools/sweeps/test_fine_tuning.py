@@ -7,13 +7,14 @@ import pytest
 from vit_jax import models
 from vit_jax.config import fields
 from vit_jax.config.lengths import RunLength
+from vit_jax.data.preprocess import Preprocess
 from vit_jax.errors import UserError
 from vit_jax.evaluators.classification import ClassificationConfig
 from vit_jax.models import variants
 from vit_jax.tools.sweeps import fine_tuning, recipes
 from vit_jax.training import config as configuration
 from vit_jax.training import optim
-from vit_jax.weights.pretrained import Preprocess, Pretrained
+from vit_jax.weights.pretrained import Pretrained
 
 ROOT = pathlib.Path(__file__).parents[3]
 

@@ -4,8 +4,8 @@ import pytest
 from trees import assert_same, counted_by_kind, encoder, random_flat, save
 
 from vit_jax import models
+from vit_jax.data.preprocess import Preprocess
 from vit_jax.weights import open_pretrained
-from vit_jax.weights.pretrained import Preprocess
 
 POSITIONS = "Transformer/posembed_input/pos_embedding"
 

@@ -17,13 +17,13 @@ from trees import assert_same, checkpoint, edit_config, encoder
 
 from vit_jax import models, weights
 from vit_jax.config import fields
+from vit_jax.data.preprocess import Preprocess
 from vit_jax.errors import UserError
 from vit_jax.models import intermediates
 from vit_jax.tools.explorer.session import ExploredModel
 from vit_jax.weights import export, surgery
 from vit_jax.weights.formats import dino, files, timm, torch_file
 from vit_jax.weights.initial import load_initial
-from vit_jax.weights.pretrained import Preprocess
 
 GOLDEN = pathlib.Path(__file__).resolve().parents[2] / "golden"
 DINO = np.load(GOLDEN / "dino_forward.npz")

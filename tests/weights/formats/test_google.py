@@ -7,13 +7,13 @@ from trees import SIZE, assert_same, counted_by_kind, encoder, random_flat, save
 
 import vit_jax
 from vit_jax import models
+from vit_jax.data.preprocess import Preprocess
 from vit_jax.errors import UserError
 from vit_jax.models import variants
 from vit_jax.weights import open_pretrained
 from vit_jax.weights.formats import google, linen
 from vit_jax.weights.formats.files import Tensors
 from vit_jax.weights.open import load
-from vit_jax.weights.pretrained import Preprocess
 
 
 @pytest.mark.parametrize("rename", [lambda name: name, counted_by_kind])

@@ -16,7 +16,7 @@ from vit_jax.command_line import cli
 from vit_jax.weights import Preprocess, export, pretrained, rewriting
 from vit_jax.weights.formats import hugging_face_processor as processor
 from vit_jax.weights.formats.registry import WRITERS
-from vit_jax.weights.pretrained import prepare_image
+from vit_jax.weights.network_images import prepare_image
 
 IMAGENET = {"image_mean": [0.485, 0.456, 0.406], "image_std": [0.229, 0.224, 0.225]}
 HALF = {"image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5]}

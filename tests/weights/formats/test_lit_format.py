@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from vit_jax import models, weights
+from vit_jax.data.preprocess import Preprocess
 from vit_jax.errors import UserError
 from vit_jax.models import text
 from vit_jax.tasks import contrastive
-from vit_jax.weights.pretrained import Preprocess
 from vit_jax.weights.text_tower import text_tower
 
 GOLDEN = pathlib.Path(__file__).parents[2] / "golden"

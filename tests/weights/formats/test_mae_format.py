@@ -20,7 +20,6 @@ from vit_jax.errors import UserError
 from vit_jax.tasks.mae import MaeConfig
 from vit_jax.weights import export, preprocessing_of
 from vit_jax.weights.formats import torch_file
-from vit_jax.weights.pretrained import resize_sides
 
 # Of facebookresearch/mae efb2a80 and transformers 5.23; tests/golden/README.md.
 GOLDEN = pathlib.Path(__file__).parents[2] / "golden"
@@ -198,7 +197,7 @@ def test_a_folder_of_transformers_is_written_back_to_the_bit(tmp_path):
     }
     again = weights.open_pretrained(tmp_path / "out")
     # Of 32 pixels the crop's fraction is that of whole pixels.
-    assert resize_sides(again.preprocess) == resize_sides(found.preprocess)
+    assert again.preprocess.resize_sides == found.preprocess.resize_sides
     assert again.preprocess.mean == found.preprocess.mean
     assert again.task == found.task
 

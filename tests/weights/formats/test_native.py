@@ -7,7 +7,7 @@ from trees import assert_same, encoder, random_flat
 
 from vit_jax import models
 from vit_jax.errors import UserError
-from vit_jax.weights import Preprocess, Pretrained, open_pretrained
+from vit_jax.weights import Preprocess, Pretrained, export, open_pretrained
 from vit_jax.weights.formats import files, native
 
 
@@ -77,6 +77,22 @@ def test_header_that_cannot_be_used_is_refused(tmp_path, header, message):
     save_file({"cls": np.ones(3)}, tmp_path / "a.safetensors", {"vit_jax": text})
     with pytest.raises(UserError, match=message):
         open_pretrained(tmp_path / "a.safetensors")
+
+
+def test_a_line_of_transforms_is_stored_unless_a_module_has_one(tmp_path):
+    line, path = "resize_small(20) | pad(24)", tmp_path / "a.safetensors"
+    for transform in (line, f"{line} | mine:Half"):
+        how = Preprocess((8, 12), squash=True, transform=transform)
+        _, pretrained = example(preprocess=how)
+        _, notes = export.export(pretrained, "safetensors", path, overwrite=True)
+        expected = line if transform == line else ""
+        assert open_pretrained(path).preprocess.transform == expected
+        assert any("mine:Half" in note for note in notes) == (transform != line)
+    native.write(pretrained, path)
+    with pytest.raises(UserError, match="transform=.*mine:Half"):
+        open_pretrained(path)
+    _, notes = export.export(pretrained, "timm", tmp_path / "timm")
+    assert any("mine:Half" in note and "whole image" in note for note in notes)
 
 
 def test_file_that_cannot_be_written_leaves_nothing(tmp_path, monkeypatch):

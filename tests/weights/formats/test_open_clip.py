@@ -22,7 +22,7 @@ from vit_jax.weights.formats import open_clip as reader
 from vit_jax.weights.formats import timm_networks
 from vit_jax.weights.formats.files import Tensors
 from vit_jax.weights.formats.registry import WRITERS
-from vit_jax.weights.pretrained import prepare_image
+from vit_jax.weights.network_images import prepare_image
 from vit_jax.weights.text_tower import text_tower
 
 pytestmark = pytest.mark.parity

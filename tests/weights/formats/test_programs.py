@@ -20,7 +20,7 @@ from vit_jax.evaluators import label_maps, prediction
 from vit_jax.models import segmenter
 from vit_jax.weights import Preprocess, Pretrained, export
 from vit_jax.weights.formats import native, programs
-from vit_jax.weights.pretrained import prepare_image
+from vit_jax.weights.network_images import prepare_image
 
 PREPROCESS = Preprocess((64, 64), (0.4, 0.5, 0.6), (0.2, 0.3, 0.25), "bicubic", 0.75)
 # One of each kind of network.

@@ -15,7 +15,8 @@ from vit_jax import models, weights
 from vit_jax.errors import UserError
 from vit_jax.weights import Preprocess, export
 from vit_jax.weights.formats import files, tables, timm, timm_config
-from vit_jax.weights.pretrained import IMAGENET, prepare_image
+from vit_jax.weights.network_images import prepare_image
+from vit_jax.weights.pretrained import IMAGENET
 
 PREPROCESS = Preprocess((12, 20), (0.1, 0.2, 0.3), (0.4, 0.5, 0.6), "bicubic", 0.9)
 NAMES = tuple("abcdefg")

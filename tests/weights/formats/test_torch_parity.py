@@ -19,7 +19,7 @@ from vit_jax.errors import UserError
 from vit_jax.weights import Preprocess, Pretrained, open_pretrained, surgery
 from vit_jax.weights.formats import files, timm
 from vit_jax.weights.formats.registry import READERS, WRITERS
-from vit_jax.weights.pretrained import prepare_image
+from vit_jax.weights.network_images import prepare_image
 
 pytestmark = pytest.mark.parity
 torch = pytest.importorskip("torch", reason="PyTorch is not installed: extra parity")

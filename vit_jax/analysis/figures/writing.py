@@ -25,8 +25,8 @@ from vit_jax.analysis.figures.figure import Figure, Picture
 from vit_jax.analysis.loaded_model import LoadedModel
 from vit_jax.command_line.files import replace_bytes, unique_stem, writing_out
 from vit_jax.data import bands, inputs
+from vit_jax.data.preprocess import warn_of_dark
 from vit_jax.errors import UserError
-from vit_jax.weights.pretrained import warn_of_dark
 
 
 def write_figures(

@@ -17,7 +17,7 @@ from PIL import Image
 
 from vit_jax.config.fields import key
 from vit_jax.data import decode
-from vit_jax.data.config import IGNORED, MAX_MEGAPIXELS
+from vit_jax.data.config import IGNORED, MAX_MEGAPIXELS, MAX_PIXELS
 from vit_jax.data.transforms.base import (
     Given,
     HostTransform,
@@ -48,8 +48,6 @@ PILLOW = {
 TENSORFLOW = {"area": cv2.INTER_AREA, "bilinear_plain": cv2.INTER_LINEAR}
 INTERPOLATIONS = (*PILLOW, *TENSORFLOW)
 
-# A line of 1x10000 pixels resized to 256 would be 2 GB; no photograph comes near.
-MAX_RESIZED = 25_000_000
 _TRIES = 100  # Parts drawn by `InceptionCrop`, at most.
 _PARTS_DRAWN = 10  # By `ScaleCrop`, at most.
 _LARGE = 2  # Large crops of `MultiCrop`.
@@ -357,8 +355,12 @@ class Resize(HostTransform):
         "bilinear", "Filter of the resize.", choices=INTERPOLATIONS
     )
 
+    def target(self, size: Size) -> Size:
+        """Returns the height and width that an image of a size is resized to."""
+        return pair(self.size)
+
     def __call__(self, image: Before, rng: np.random.Generator) -> After:
-        return resize_all(image, pair(self.size), self.interpolation)
+        return _resize_to(image, self.target(image.shape[:2]), self.interpolation)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -374,14 +376,12 @@ class ResizeSmall(HostTransform):
         "bilinear", "Filter of the resize.", choices=INTERPOLATIONS
     )
 
+    def target(self, size: Size) -> Size:
+        """Returns the height and width that an image of a size is resized to."""
+        return covering_size(size, pair(self.size), self.interpolation)
+
     def __call__(self, image: Before, rng: np.random.Generator) -> After:
-        height, width = image.shape[:2]
-        target = covering_size((height, width), pair(self.size), self.interpolation)
-        if math.prod(target) > MAX_RESIZED:
-            raise decode.DamagedImage(
-                f"is {height}x{width}, too long to resize to {self.size}"
-            )
-        return resize_all(image, target, self.interpolation)
+        return _resize_to(image, self.target(image.shape[:2]), self.interpolation)
 
     def output_size(self, before: Size | None) -> None:
         return None  # The long side differs from image to image.
@@ -402,11 +402,21 @@ class CentralCrop(HostTransform):
         "even.",
     )
 
+    @property
+    def sides(self) -> Size:
+        """Height and width of the part that is in the middle."""
+        return pair(self.size)
+
+    def corner(self, size: Size) -> Size:
+        """Returns the top and left of the crop in an image of a height and width."""
+        return tuple(
+            centre_crop_start(side, crop, self.down)
+            for side, crop in zip(size, self.sides, strict=True)
+        )
+
     def __call__(self, image: Before, rng: np.random.Generator) -> After:
         _room(image, self.size)
-        height, width = pair(self.size)
-        top = centre_crop_start(image.shape[0], height, self.down)
-        left = centre_crop_start(image.shape[1], width, self.down)
+        (top, left), (height, width) = self.corner(image.shape[:2]), pair(self.size)
         return image[top : top + height, left : left + width]
 
 
@@ -597,6 +607,16 @@ def centre_crop_start(length: int, crop: int, down: bool = False) -> int:
     return (length - crop) // 2 if down else round((length - crop) / 2)
 
 
+def _resize_to(image: Before, size: Size, interpolation: str) -> After:
+    """Resizes as `resize_all`, unless the result is so large that memory may not do."""
+    if math.prod(size) > MAX_PIXELS:
+        raise decode.DamagedImage(
+            f"has {image.shape[1]}x{image.shape[0]} pixels, which become "
+            f"{size[1]}x{size[0]} when they are resized, too many"
+        )
+    return resize_all(image, size, interpolation)
+
+
 def resize_all(
     image: Before, size: tuple[int, int], interpolation: str = "bilinear"
 ) -> After:
@@ -651,19 +671,25 @@ def padded(image: Before, size: Size, fill: float | Sequence[float] = 0) -> Afte
       size: height and width in pixels.
       fill: grey levels of 255, one for each channel; of other channels their mean.
     """
-    height, width, channels = image.shape
+    height, width = image.shape[:2]
     if height >= size[0] and width >= size[1]:
         return image
+    out = filled((max(height, size[0]), max(width, size[1])), image, fill)
+    out[:height, :width] = image
+    return out
+
+
+def filled(size: Size, image: Before, fill: float | Sequence[float]) -> After:
+    """Returns an image of one colour with the channels of another, see `padded`."""
     levels = np.atleast_1d(fill)
-    if len(levels) != channels:
+    if len(levels) != image.shape[-1]:
         levels = levels.mean(keepdims=True)
     if image.dtype == np.int16:
         levels = np.array([IGNORED])
     elif image.dtype != np.float32:
         levels = (levels * (257 if image.dtype == np.uint16 else 1)).round()
-    out = np.empty((max(height, size[0]), max(width, size[1]), channels), image.dtype)
+    out = np.empty((*size, image.shape[-1]), image.dtype)
     out[:] = levels.astype(image.dtype)
-    out[:height, :width] = image
     return out
 
 

@@ -26,6 +26,7 @@ from vit_jax.data import fields as records
 from vit_jax.data.config import DataConfig
 from vit_jax.data.decode import DamagedImage
 from vit_jax.data.transforms import (
+    borders,
     host,
     naflex,
     photometric_distortion,
@@ -36,7 +37,9 @@ from vit_jax.data.transforms.base import Size, Transform, check_arguments
 from vit_jax.errors import UserError
 
 # Host transforms by name; those of the device import JAX, see `all_transforms`.
-_HOST_MODULES = (host, naflex, randaugment, timm_randaugment, photometric_distortion)
+_HOST_MODULES = (
+    *(host, borders, naflex, randaugment, timm_randaugment, photometric_distortion),
+)
 HOST_TRANSFORMS = {k: v for each in _HOST_MODULES for k, v in each.TRANSFORMS.items()}
 _CUSTOM = re.compile(
     r"(?P<name>[A-Za-z_][\w.]*:[A-Za-z_]\w*)\s*(?P<call>\(.*\))?", re.DOTALL
@@ -258,11 +261,11 @@ def parse_eval(spec: str, image_size: Sequence[int]) -> tuple:
     return tuple(transform for _, transform in parsed)
 
 
-def filter_of(data: DataConfig) -> str:
+def filter_of(spec: str, image_size: Sequence[int]) -> str:
     """Returns the filter by which `data.eval_transform` resizes; "" if none is known."""
-    if names_custom(data.eval_transform):
+    if names_custom(spec):
         return ""
-    ops = parse_eval(data.eval_transform, data.image_size)
+    ops = parse_eval(spec, image_size)
     return next((op.interpolation for op in ops if hasattr(op, "interpolation")), "")
 
 

@@ -25,6 +25,7 @@ from vit_jax.analysis.representations import enlarge, project, to_intensities
 from vit_jax.command_line.printing import address
 from vit_jax.data import bands, decode, masks
 from vit_jax.data.config import MAX_MEGAPIXELS
+from vit_jax.data.preprocess import Preprocess, warn_of_dark
 from vit_jax.errors import UserError
 from vit_jax.evaluators import label_maps, prediction
 from vit_jax.models import intermediates, text
@@ -38,7 +39,7 @@ from vit_jax.tools.explorer.images import (
 )
 from vit_jax.tools.explorer.rows import AttentionRows, WindowRows
 from vit_jax.weights import segmenter
-from vit_jax.weights.pretrained import Preprocess, Pretrained, crop_box, warn_of_dark
+from vit_jax.weights.pretrained import Pretrained
 from vit_jax.weights.text_tower import text_tower
 
 BUDGET = 1 << 30  # Bytes of attention that are kept; the last image always is.
@@ -196,7 +197,7 @@ class ExploredModel:
             mask, classes = self._segment(pixels)
         return ModelOutput(
             classes=classes,
-            box=crop_box(whole.shape[:2], loaded.preprocess),
+            box=loaded.preprocess.crop_box(whole.shape[:2]),
             grid=self._grid(loaded),
             picture=_to_png(bands.to_display(pixels, self._shown_bands)),
             pixels=pixels,

@@ -4,10 +4,11 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
+from vit_jax.data.preprocess import Preprocess
 from vit_jax.tools.finetuning import rule
 from vit_jax.tools.finetuning.layout import Layout
 from vit_jax.training.config import TrainConfig
-from vit_jax.weights.pretrained import Preprocess, Pretrained
+from vit_jax.weights.pretrained import Pretrained
 
 Choices = dict[str, tuple[str, str]]  # Config key -> (choice, reason).
 

@@ -28,7 +28,7 @@ from vit_jax.data.sources.base import Source, read_labels
 from vit_jax.data.sources.open import open_unchecked
 from vit_jax.data.splits import HELD_OUT, TEST, TRAIN, VALIDATION, first_of, held_out
 from vit_jax.errors import UserError
-from vit_jax.weights.workdir import absolute
+from vit_jax.weights.checkpoint_folders import absolute
 
 # Usual names of the columns of tables.
 IMAGES = ("image", "path", "image_path", "file", "filename", "file_name", "filepath")

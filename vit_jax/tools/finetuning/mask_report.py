@@ -17,13 +17,13 @@ from vit_jax import weights
 from vit_jax.command_line.files import replace_text
 from vit_jax.data import bands, masks
 from vit_jax.data.decode import DamagedImage
+from vit_jax.data.preprocess import Preprocess
 from vit_jax.data.sources.open import open_source
 from vit_jax.evaluators import label_maps, segmentation
 from vit_jax.tools.finetuning import report
 from vit_jax.tools.report import templates
 from vit_jax.tools.report.blocks import Table
 from vit_jax.training.config import TrainConfig
-from vit_jax.weights.pretrained import Preprocess
 
 _WORST, _PAIRS = 12, 12  # Images, and pairs of classes.
 _SIDE = 360  # Longer side of a picture on the page, in pixels.

@@ -27,6 +27,7 @@ from vit_jax.command_line.files import replace_text
 from vit_jax.data import bands, pipeline
 from vit_jax.data.config import DataConfig
 from vit_jax.data.decode import DamagedImage
+from vit_jax.data.preprocess import Preprocess
 from vit_jax.data.sources.base import Source
 from vit_jax.data.sources.open import Spec, open_source
 from vit_jax.evaluators.splits import Subset
@@ -38,7 +39,7 @@ from vit_jax.tools.report import templates
 from vit_jax.tools.report.blocks import Table
 from vit_jax.training.config import TrainConfig
 from vit_jax.weights import surgery
-from vit_jax.weights.pretrained import Preprocess, network_input
+from vit_jax.weights.network_images import network_input
 
 FILE = "report.html"
 _SHOWN, _PAIRS, _OF_PAIR = 12, 8, 6

@@ -11,8 +11,8 @@ from PIL import Image
 
 from vit_jax.data import decode
 from vit_jax.data.config import MAX_MEGAPIXELS
+from vit_jax.data.preprocess import Preprocess
 from vit_jax.data.sources.base import Source
-from vit_jax.weights.pretrained import Preprocess, resize_sides
 
 SMALL, LEAST_SIDE = 4, 96
 IMAGES, LEAST_EPOCHS, MOST_EPOCHS = 30_000, 3, 30
@@ -100,17 +100,16 @@ def transforms_of(
     train = f"random_resized_crop(area={_area(images)})" + (
         "" if images.grey else " | flip"
     )
-    how = f"interpolation={preprocess.interpolation!r}"
+    how = preprocess.whole(image_size)
     whole = preprocess.squash or preprocess.fill
-    if whole or images.side <= min(image_size) / 2:  # Small images are not cropped.
-        return {"train_transform": train, "eval_transform": f"resize({how})"}
-    rows = round(image_size[0] / preprocess.crop_fraction)
-    cropped = Preprocess(image_size, crop_fraction=image_size[0] / rows)
-    rows, columns = resize_sides(cropped)
-    resized = rows if rows == columns else (rows, columns)
-    crop = "central_crop(down=True)" if preprocess.crop_down else "central_crop"
-    line = f"resize_small({resized}, {how}) | {crop}"
-    return {"train_transform": train, "eval_transform": line}
+    if not whole and images.side > min(image_size) / 2:  # Small images are not cropped.
+        rows = round(image_size[0] / preprocess.crop_fraction)
+        how = how.replace(
+            squash=False,
+            crop_fraction=image_size[0] / rows,
+            crop_down=preprocess.crop_down,
+        )
+    return {"train_transform": train, "eval_transform": how.line}
 
 
 def of_any_size(

@@ -30,7 +30,7 @@ from vit_jax.training import loop, run_report
 from vit_jax.training.callbacks import Callback
 from vit_jax.training.config import TrainConfig, complete
 from vit_jax.training.timers import StartupTimer
-from vit_jax.weights import workdir as workdirs
+from vit_jax.weights import checkpoint_folders
 
 FILE = "finetune.json"
 SMALL_MODEL, MODEL = "deit:Ti/16", "augreg:S/16"
@@ -227,7 +227,7 @@ def _begun(request: _Request, workdir: str) -> tuple[dict | None, str]:
     with tempfile.TemporaryDirectory() as scratch, contextlib.suppress(UserError):
         moved = complete(raw | {"data": data | request.find(scratch).data}).data
         source = open_source(moved, moved.split)
-        stored = workdirs.read_metadata(workdir)["data"]
+        stored = checkpoint_folders.read_metadata(workdir)["data"]
         if not fingerprint.differences(stored, source):
             return raw | {"data": data | request.find(workdir).data}, images
     return raw, place

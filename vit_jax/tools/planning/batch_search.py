@@ -21,7 +21,7 @@ from vit_jax.tools.planning import analysis
 from vit_jax.tools.planning.analysis import Analysis
 from vit_jax.training import loop
 from vit_jax.training.config import TrainConfig
-from vit_jax.weights import workdir as layout
+from vit_jax.weights import checkpoint_folders
 
 _WITHIN = 0.05  # Precision of the result.
 
@@ -105,8 +105,8 @@ def of_run(
     Raises:
       UserError: no batch fits, or the memory is unknown.
     """
-    if layout.has_checkpoint(workdir):
-        batch_size = layout.read_metadata(workdir)["config"]["batch_size"]
+    if checkpoint_folders.has_checkpoint(workdir):
+        batch_size = checkpoint_folders.read_metadata(workdir)["config"]["batch_size"]
         tell(f"batch_size={batch_size:,}, as the run in {workdir} began")
         return fields.replace(config, {"batch_size": batch_size})
     began = time.perf_counter()

@@ -12,10 +12,11 @@ import numpy as np
 
 from vit_jax.config import fields, loading
 from vit_jax.errors import UserError
-from vit_jax.evaluators import suite
+from vit_jax.evaluators import checkpoint
 from vit_jax.training.config import EvaluationConfig, complete
-from vit_jax.weights import workdir as layout
-from vit_jax.weights.pretrained import Pretrained, preprocessing_of
+from vit_jax.weights import checkpoint_folders
+from vit_jax.weights.preprocessing import preprocessing_of
+from vit_jax.weights.pretrained import Pretrained
 
 _METRICS = ("top1", "map")  # The first that an evaluation has decides.
 
@@ -108,7 +109,7 @@ def average(
     def score(model: Pretrained) -> float:
         nonlocal metric
         preprocess = preprocessing_of(model)
-        scores = suite.evaluate(model, preprocess, config).scores[by]
+        scores = checkpoint.evaluate(model, preprocess, config).scores[by]
         (metrics,) = scores.values()
         metric = next((name for name in _METRICS if name in metrics), "")
         if not metric:
@@ -132,7 +133,7 @@ def evaluation_of(workdir: str, name: str) -> EvaluationConfig:
     Raises:
       UserError: the folder holds no run, or the run has no such evaluation.
     """
-    config = complete(layout.read_metadata(workdir)["config"])
+    config = complete(checkpoint_folders.read_metadata(workdir)["config"])
     if name not in config.evals:
         known = ", ".join(config.evals) or "none"
         raise UserError(

@@ -19,11 +19,8 @@ from vit_jax.errors import UserError
 from vit_jax.tools.sweeps import recipes, split_guard
 from vit_jax.training import train_setup
 from vit_jax.training.config import TrainConfig, complete
-from vit_jax.weights.pretrained import (
-    Pretrained,
-    describe_preprocess,
-    preprocessing_of,
-)
+from vit_jax.weights.preprocessing import preprocessing_of
+from vit_jax.weights.pretrained import Pretrained
 
 # Frozen parameters of each mode; only the head is new in all of them.
 MODES = {
@@ -129,7 +126,7 @@ def task(
     notes = [f"recipe: {recipe.source}"]
     stated = {"data.mean", "data.std"} <= overrides.keys()
     if pretrained.preprocess is None and not stated:
-        described = describe_preprocess(preprocessing_of(pretrained))
+        described = preprocessing_of(pretrained).describe()
         notes.append(
             f"{pretrained.source} does not record how its images are normalised; assumed "
             f"as in {described}: otherwise set --config.data.mean and --config.data.std"

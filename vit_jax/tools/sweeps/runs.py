@@ -21,7 +21,7 @@ from vit_jax.training import loop, resume_check, run_report
 from vit_jax.training.config import TrainConfig
 from vit_jax.training.metric_writer import Events, summary
 from vit_jax.training.sweep import SweepSetups
-from vit_jax.weights import workdir as layout
+from vit_jax.weights import checkpoint_folders
 
 _COMMAND, DIVERGED = "command.json", "diverged.json"
 _HPARAMS = "tensorboard"
@@ -63,7 +63,7 @@ def drop_checkpoints(folder: str | os.PathLike) -> None:
       UserError: they cannot be deleted.
     """
     if jax.process_index() == 0:
-        checkpoints = layout.absolute(folder) / layout.FOLDER
+        checkpoints = checkpoint_folders.absolute(folder) / checkpoint_folders.FOLDER
         with _writing(checkpoints):
             checkpoints.rmtree(missing_ok=True)
 
@@ -77,7 +77,7 @@ def recorded(workdir: str | os.PathLike) -> dict:
 def has_begun(*folders: str | os.PathLike) -> bool:
     """Returns whether any of the folders has a run that took a step, or diverged."""
     return any(
-        layout.has_checkpoint(folder)
+        checkpoint_folders.has_checkpoint(folder)
         or run_report.read_report(folder) is not None
         or (epath.Path(folder) / DIVERGED).exists()
         for folder in folders

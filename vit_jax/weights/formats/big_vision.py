@@ -2,10 +2,11 @@
 
 import numpy as np
 
+from vit_jax.data.preprocess import Preprocess
 from vit_jax.weights.formats import linen
 from vit_jax.weights.formats.files import Tensors
 from vit_jax.weights.formats.registry import READERS, Reader
-from vit_jax.weights.pretrained import POSITIONS, Preprocess, Pretrained
+from vit_jax.weights.pretrained import POSITIONS, Pretrained
 
 _ANCHOR = "embedding/kernel"
 _OLD_POSITIONS = ("pos_embedding", "Transformer/pos_embedding")

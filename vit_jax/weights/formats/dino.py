@@ -14,12 +14,13 @@ import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from vit_jax import models
+from vit_jax.data.preprocess import Preprocess
 from vit_jax.weights import rewriting
 from vit_jax.weights.formats import dinov3, tables, timm, timm_networks, torch_file
 from vit_jax.weights.formats.files import Tensors
 from vit_jax.weights.formats.registry import READERS, WRITERS, Reader, Writer
 from vit_jax.weights.formats.tables import LINEAR, ArrayEntry, dense, one_layout
-from vit_jax.weights.pretrained import IMAGENET, Preprocess, Pretrained
+from vit_jax.weights.pretrained import IMAGENET, Pretrained
 
 _TEACHER = f"{torch_file.TEACHER}."
 # Who, PyTorch's wrappers, and the part of a training's network.

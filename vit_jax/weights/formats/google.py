@@ -12,16 +12,12 @@ import numpy as np
 from flax.traverse_util import flatten_dict
 
 from vit_jax import models
+from vit_jax.data.preprocess import Preprocess
 from vit_jax.weights import rewriting
 from vit_jax.weights.formats import linen
 from vit_jax.weights.formats.files import Tensors
 from vit_jax.weights.formats.registry import READERS, WRITERS, Reader, Writer
-from vit_jax.weights.pretrained import (
-    POSITIONS,
-    Preprocess,
-    Pretrained,
-    describe_preprocess,
-)
+from vit_jax.weights.pretrained import POSITIONS, Pretrained
 
 ACTIVATION_NOTE = (
     "activation: gelu became gelu_tanh, Google's: logits differ in the third digit"
@@ -91,8 +87,8 @@ def note_preprocess(given: Preprocess | None) -> list[str]:
     if given == usual:
         return []
     note = (
-        f"images: readers of the format assume {describe_preprocess(usual)}, so "
-        f"predictions differ unless they are given {describe_preprocess(given)}"
+        f"images: readers of the format assume {usual.describe()}, so "
+        f"predictions differ unless they are given {given.describe()}"
     )
     return [note]
 

@@ -16,13 +16,14 @@ import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from vit_jax import models
+from vit_jax.data.preprocess import Preprocess
 from vit_jax.errors import UserError
 from vit_jax.weights import rewriting
 from vit_jax.weights.formats import files, hugging_face_processor, linen, tables
 from vit_jax.weights.formats.files import Tensors
 from vit_jax.weights.formats.registry import READERS, WRITERS, Reader, Writer
 from vit_jax.weights.formats.tables import ArrayEntry, Names, name_entries
-from vit_jax.weights.pretrained import POSITIONS, Preprocess, Pretrained, crop_sides
+from vit_jax.weights.pretrained import POSITIONS, Pretrained
 
 # `model.activation` to its names in transformers; the first one is written.
 ACTIVATIONS = {
@@ -459,7 +460,7 @@ def write_folder(
             notes += rewriting.note_crop(preprocess, "transformers", down=True)
         # The first layer of other networks drops these pixels.
         if any(preprocess.cut) and not patch:
-            height, width = crop_sides(preprocess)
+            height, width = preprocess.crop_sides
             network["image_size"] = height if height == width else [height, width]
         contents["preprocessor_config.json"] = content
     else:

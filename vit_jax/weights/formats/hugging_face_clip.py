@@ -20,6 +20,7 @@ from flax.traverse_util import flatten_dict
 
 from vit_jax import models
 from vit_jax.data import tokenizer
+from vit_jax.data.preprocess import Preprocess
 from vit_jax.errors import UserError
 from vit_jax.models import text
 from vit_jax.weights import text_tower
@@ -27,7 +28,7 @@ from vit_jax.weights.formats import hugging_face, hugging_face_processor, tables
 from vit_jax.weights.formats.files import Tensors
 from vit_jax.weights.formats.hugging_face import KEYS, Arrays, Family
 from vit_jax.weights.formats.registry import READERS, WRITERS, Reader, Writer
-from vit_jax.weights.pretrained import POSITIONS, Preprocess, Pretrained
+from vit_jax.weights.pretrained import POSITIONS, Pretrained
 
 _NUMBER = tables.one_layout(lambda a: a.reshape(1), lambda a: a)
 # model_type of an image tower alone, and of both towers or a classifier.

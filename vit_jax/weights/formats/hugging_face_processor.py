@@ -7,15 +7,10 @@ in config.json, determines them. Defaults are those of transformers 5.23.
 import math
 from collections.abc import Mapping
 
+from vit_jax.data.preprocess import Preprocess, per_channel
 from vit_jax.errors import UserError
 from vit_jax.weights import rewriting
-from vit_jax.weights.pretrained import (
-    IMAGENET,
-    Preprocess,
-    crop_sides,
-    per_channel,
-    resize_sides,
-)
+from vit_jax.weights.pretrained import IMAGENET
 
 # Pillow's numbers (Image.Resampling) to `Preprocess.interpolation`.
 _RESAMPLE = dict(
@@ -206,7 +201,7 @@ def write(preprocess: Preprocess, channels: int, patch: int = 0) -> dict:
             f"fill={preprocess.fill}: Hugging Face's image processors make no border; "
             "write it with --to=timm or --to=safetensors"
         )
-    height, width = resize_sides(preprocess)
+    height, width = preprocess.resize_sides
     config = {
         "image_processor_type": "ViTImageProcessor",
         "do_convert_rgb": channels == 3,
@@ -226,7 +221,7 @@ def write(preprocess: Preprocess, channels: int, patch: int = 0) -> dict:
             "patch_size": patch,
             "max_num_patches": preprocess.max_tokens or _num_patches(preprocess, patch),
         }
-    if preprocess.squash and crop_sides(preprocess) == (height, width):
+    if preprocess.squash and preprocess.crop_sides == (height, width):
         return config
     if not preprocess.squash:
         if height != width:
@@ -236,7 +231,7 @@ def write(preprocess: Preprocess, channels: int, patch: int = 0) -> dict:
                 "is: write it with --to=timm"
             )
         config["size"] = {"shortest_edge": height}
-    rows, columns = crop_sides(preprocess)
+    rows, columns = preprocess.crop_sides
     # BiT's processor crops in every release of transformers; ViT's did not.
     return config | {
         "image_processor_type": "BitImageProcessor",

@@ -11,11 +11,12 @@ from collections.abc import Collection, Sequence
 import numpy as np
 from flax.traverse_util import unflatten_dict
 
+from vit_jax.data.preprocess import Preprocess
 from vit_jax.errors import UserError
 from vit_jax.models import variants
 from vit_jax.weights.formats import tables
 from vit_jax.weights.formats.files import Tensors
-from vit_jax.weights.pretrained import POSITIONS, Preprocess, Pretrained
+from vit_jax.weights.pretrained import POSITIONS, Pretrained
 
 # Prefixes of the parameters: none, beside optax's state, or in a Flax optimiser; and in
 # each of these the image tower of a model with a text tower.

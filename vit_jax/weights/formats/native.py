@@ -11,12 +11,14 @@ import os
 
 from flax.traverse_util import flatten_dict, unflatten_dict
 
+from vit_jax.data.preprocess import Preprocess
+from vit_jax.data.transforms import parse
 from vit_jax.errors import UserError
 from vit_jax.models import segmenter, text
 from vit_jax.weights.formats import tables
 from vit_jax.weights.formats.files import Tensors, write_safetensors
 from vit_jax.weights.formats.registry import READERS, WRITERS, Reader, Writer
-from vit_jax.weights.pretrained import Preprocess, Pretrained
+from vit_jax.weights.pretrained import Pretrained
 
 METADATA_KEY = "vit_jax"
 _VERSION = 2
@@ -44,14 +46,19 @@ def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
                 f"{tensors.path} is of format version {version}, and this vit_jax reads "
                 f"those up to {_VERSION}: update it"
             )
-        preprocess = header["preprocess"]
+        preprocess = header["preprocess"] and Preprocess(**header["preprocess"])
+        if preprocess and parse.names_custom(preprocess.transform):
+            raise UserError(
+                f"{tensors.path}: transform={preprocess.transform!r} is of a module, and "
+                "reading files of weights imports no module: give the workdir of its run"
+            )
         params = {k: v for k, v in tensors.flat.items() if not k.startswith(_TASK)}
         return Pretrained(
             params=unflatten_dict(params, sep="/"),
             options=header["options"],
             format="vit_jax",
             source=tensors.path,
-            preprocess=Preprocess(**preprocess) if preprocess else None,
+            preprocess=preprocess,
             class_names=header["class_names"],
             loss=header["loss"],
             task=header.get("task", {}),

@@ -15,6 +15,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from vit_jax import models
 from vit_jax.data import tokenizer
+from vit_jax.data.preprocess import Preprocess
 from vit_jax.data.transforms.base import pair
 from vit_jax.errors import UserError
 from vit_jax.models import text
@@ -29,7 +30,7 @@ from vit_jax.weights.formats import (
 )
 from vit_jax.weights.formats.files import Tensors
 from vit_jax.weights.formats.registry import READERS, WRITERS, Reader, Writer
-from vit_jax.weights.pretrained import POSITIONS, Preprocess, Pretrained
+from vit_jax.weights.pretrained import POSITIONS, Pretrained
 
 _VISUAL, _TRUNK, _TEXT = "visual.", "visual.trunk.", "text."
 _BLOCKS = "transformer.resblocks"

@@ -28,7 +28,8 @@ from vit_jax.models import segmenter
 from vit_jax.models.patches import PatchSequences
 from vit_jax.weights import surgery
 from vit_jax.weights.formats.registry import WRITERS, Writer
-from vit_jax.weights.pretrained import Pretrained, naflex_of, with_patch
+from vit_jax.weights.preprocessing import with_patch
+from vit_jax.weights.pretrained import Pretrained
 from vit_jax.weights.segmenter import has_segmenter, segmenter_of
 
 _STABLEHLO, _ONNX = "model.stablehlo", "model.onnx"
@@ -120,7 +121,7 @@ def build(pretrained: Pretrained) -> Program:
     if not pretrained.num_classes:
         names = tuple(name for name in names if name != "logits")
     if any_size:
-        shape = naflex_of(how).output_shapes(shape[-1])["image"]
+        shape = how.transforms[-1].output_shapes(shape[-1])["image"]
     return Program(run, params, shape, names, how.pixels, any_size)
 
 

@@ -14,6 +14,7 @@ import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from vit_jax import models
+from vit_jax.data.preprocess import Preprocess
 from vit_jax.errors import UserError
 from vit_jax.models.swin import SIZES, SwinConfig
 from vit_jax.weights.formats import tables, timm, timm_config, timm_networks, torch_file
@@ -28,7 +29,7 @@ from vit_jax.weights.formats.tables import (
     dense,
     norm,
 )
-from vit_jax.weights.pretrained import IMAGENET, Preprocess, Pretrained
+from vit_jax.weights.pretrained import IMAGENET, Pretrained
 
 
 @dataclasses.dataclass(frozen=True)

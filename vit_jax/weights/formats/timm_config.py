@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from vit_jax.data.preprocess import Preprocess, per_channel
 from vit_jax.data.transforms.base import pair
 from vit_jax.data.transforms.host import PILLOW
 from vit_jax.errors import UserError
@@ -15,13 +16,7 @@ from vit_jax.models import layers, positions
 from vit_jax.weights import rewriting
 from vit_jax.weights.formats import timm_networks
 from vit_jax.weights.formats.timm_networks import Facts
-from vit_jax.weights.pretrained import (
-    IMAGENET,
-    Preprocess,
-    crop_sides,
-    per_channel,
-    resize_sides,
-)
+from vit_jax.weights.pretrained import IMAGENET
 
 _SIZE_NAMES = {
     192: ("tiny", (16,)),
@@ -180,7 +175,7 @@ def _preprocess(images: Mapping, size: tuple[int, int]) -> tuple[Preprocess, lis
         fill=_fill(mean) if mode == "border" else (),
     )
     # timm rounds 224 / (224 / 232) down to 231, and `resize_sides` does not.
-    if resize_sides(preprocess) != tuple(math.floor(side / crop) for side in size):
+    if preprocess.resize_sides != tuple(math.floor(side / crop) for side in size):
         preprocess = dataclasses.replace(preprocess, crop_fraction=crop * (1 + 2e-12))
     return preprocess, notes
 
@@ -276,14 +271,14 @@ def write(
 
 def _crop(preprocess: Preprocess) -> float:
     """Returns the crop fraction whose last digit gives the same sizes in timm."""
-    fraction, sides = preprocess.crop_fraction, crop_sides(preprocess)
+    fraction, sides = preprocess.crop_fraction, preprocess.crop_sides
     if preprocess.short_side and sides[0] != sides[1]:
         raise UserError(
             f"a centre crop of {sides[0]}x{sides[1]} of images resized by their "
             "short side: timm resizes to the crop's shape; "
             "write it with --to=hf or --to=safetensors"
         )
-    resized = resize_sides(preprocess)
+    resized = preprocess.resize_sides
     # timm rounds 224 / (224 / 232) down, which can be 231.
     while tuple(math.floor(side / fraction) for side in sides) != resized:
         fraction = math.nextafter(fraction, 0)

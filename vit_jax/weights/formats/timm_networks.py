@@ -14,9 +14,9 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 
+from vit_jax.data.preprocess import Preprocess
 from vit_jax.errors import UserError
 from vit_jax.weights.formats.tables import ArrayEntry
-from vit_jax.weights.pretrained import Preprocess
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,7 +11,7 @@ from vit_jax import models
 from vit_jax.errors import UserError
 from vit_jax.weights.formats.registry import WRITERS
 from vit_jax.weights.hub.urls import one_line
-from vit_jax.weights.pretrained import Preprocess, Pretrained, resize_sides
+from vit_jax.weights.pretrained import Pretrained
 
 # Options in a model card, of encoders and of ResNets.
 _SHOWN = ("width", "depth", "num_heads", "mlp_dim", "pool", "num_register_tokens")
@@ -138,7 +138,9 @@ def model_card(
         "## Model",
         _table(("", ""), facts.items()),
         "## Images",
-        _describe_images(pretrained.preprocess),
+        pretrained.preprocess.explain()
+        if pretrained.preprocess
+        else "The preprocessing of images is unknown.",
         "## Loading",
         f"```python\n{usage}\n```",
     ]
@@ -155,24 +157,3 @@ def model_card(
 def _table(head: tuple[str, str], rows) -> str:
     lines = [head, ("---", "---"), *rows]
     return "\n".join(f"| {name} | {value} |" for name, value in lines)
-
-
-def _describe_images(preprocess: Preprocess | None) -> str:
-    if preprocess is None:
-        return "The preprocessing of images is unknown."
-    target, resized = (
-        f"{height}x{width}"
-        for height, width in (preprocess.image_size, resize_sides(preprocess))
-    )
-    how = f"The whole image is resized to {resized}"
-    if preprocess.fill:
-        how = f"The image is resized until it just fits in {resized}, with a border"
-    elif not preprocess.squash:
-        how = f"The image is resized until it just covers {resized}"
-    if target != resized or not preprocess.squash:
-        how += f", and the central {target} are cropped"
-    mean, std = (
-        ", ".join(f"{v:g}" for v in values)
-        for values in (preprocess.mean, preprocess.std)
-    )
-    return f"{how} ({preprocess.interpolation}). Mean {mean}; standard deviation {std}."

@@ -12,22 +12,14 @@ from PIL import Image
 from trees import checkpoint, encoder
 
 from vit_jax.data.decode import DamagedImage
+from vit_jax.data.preprocess import Preprocess
 from vit_jax.data.transforms import parse
 from vit_jax.errors import UserError
-from vit_jax.weights import preprocess_with, workdir
+from vit_jax.weights import preprocess_with
 from vit_jax.weights.formats import timm_config
-from vit_jax.weights.pretrained import (
-    IMAGENET,
-    Preprocess,
-    Pretrained,
-    check_preprocess,
-    crop_box,
-    describe_preprocess,
-    prepare_image,
-    resized_size,
-    upright,
-    usual_preprocess,
-)
+from vit_jax.weights.network_images import prepare_image
+from vit_jax.weights.preprocessing import usual_preprocess
+from vit_jax.weights.pretrained import IMAGENET, Pretrained
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +85,7 @@ def test_a_run_evaluates_on_the_pixels_that_travel_with_it(spec, size):
     # Odd and even margins, halves that round up and down, both orientations.
     spec = spec.format(tuple(2 * side for side in size))
     data = {"image_size": size, "eval_transform": spec, "channels": 3}
-    preprocess = workdir._preprocess(data | {"mean": (0.5,), "std": (0.5,)})
+    preprocess = Preprocess.of_data(data | {"mean": (0.5,), "std": (0.5,)})
     rng = np.random.default_rng(2)
     for shape in ((37, 53), (54, 37), (41, 63), (64, 42), (90, 131)):
         pixels = rng.integers(0, 256, (*shape, 3), dtype=np.uint8)
@@ -147,8 +139,8 @@ def test_files_are_upright_only_where_that_is_asked_for(picture):
     for data, preprocess, pixels in (
         (plain, unknown, expected),
         (tagged, unknown, expected),
-        (tagged, upright(unknown), turned),
-        (tagged, upright(without), expected),
+        (tagged, unknown.upright(), turned),
+        (tagged, without.upright(), expected),
     ):
         np.testing.assert_array_equal(prepare_image(data, preprocess), pixels)
 
@@ -166,16 +158,15 @@ def test_the_fraction_of_two_whole_numbers_gives_both_back():
     for side in (160, 224, 336, 384, 518):
         for edge in range(side, 2 * side):
             preprocess = Preprocess((side, side), crop_fraction=side / edge)
-            assert resized_size((edge, edge), preprocess) == (edge, edge)
+            assert preprocess.resized_size((edge, edge)) == (edge, edge)
 
 
 def test_the_usual_fractions_round_down_as_timm_does():
     for side in (112, 160, 192, 224, 240, 256, 288, 299, 336, 384, 392, 448, 512, 518):
         for percent in range(800, 1001):
             fraction = percent / 1000
-            short, _ = resized_size(
-                (side, 2 * side), Preprocess((side, side), crop_fraction=fraction)
-            )
+            preprocess = Preprocess((side, side), crop_fraction=fraction)
+            short, _ = preprocess.resized_size((side, 2 * side))
             if (side * 1000) % percent:
                 assert short == math.floor(side / fraction)
             else:  # timm is one lower where the quotient's last bit is.
@@ -195,9 +186,9 @@ def test_the_usual_fractions_round_down_as_timm_does():
     ],
 )
 def test_a_preprocessing_without_a_meaning_is_refused(fields, message):
-    check_preprocess(Preprocess((3, 5)), 3)
+    Preprocess((3, 5)).check(3)
     with pytest.raises(UserError, match=message):
-        check_preprocess(Preprocess((3, 5), **fields), 3)
+        Preprocess((3, 5), **fields).check(3)
 
 
 def assumed(source, format="timm", size=(32, 48), **options):
@@ -214,13 +205,13 @@ def test_what_is_assumed_follows_the_format_and_the_name():
     assert assumed("deit/run/vit.pth") == ("timm's ViTs", plain)
     family, deit = assumed("vit.pth", distillation=True)
     assert family == "timm's DeiT"
-    assert describe_preprocess(deit) == (
+    assert deit.describe() == (
         "32x48, bicubic, crop 0.9, mean 0.485,0.456,0.406, std 0.229,0.224,0.225"
     )
     for source in ("DeiT_tiny.safetensors", "hf://timm/deit_x/model.safetensors"):
         assert assumed(source) == ("timm's DeiT", deit)
     assert assumed("deit:Ti/16", size=(384, 384)).preprocess.crop_fraction == 1
-    assert describe_preprocess(Preprocess(size, squash=True)) == (
+    assert Preprocess(size, squash=True).describe() == (
         "32x48, bilinear, whole image, mean 0.5,0.5,0.5, std 0.5,0.5,0.5"
     )
 
@@ -237,11 +228,11 @@ def test_statistics_of_three_channels_are_one_number_for_images_of_others(channe
         told = []
         how = preprocess_with(each, {}, told.append)
         np.testing.assert_allclose(how.mean + how.std, (0.449, 0.226), atol=1e-9)
-        check_preprocess(how, channels)
+        how.check(channels)
         assert len(told) == notes
     how = preprocess_with(unsaid, {"mean": (0.1, 0.2, 0.3)})
     with pytest.raises(UserError, match=f"takes {channels} channels?: set --mean to 1"):
-        check_preprocess(how, channels)
+        how.check(channels)
 
 
 @pytest.mark.parity
@@ -321,7 +312,7 @@ def test_the_box_is_what_is_kept(preprocess):
     red, green = np.meshgrid(255 * y / height, 255 * x / width, indexing="ij")
     image = np.stack([red, green, red], -1).round().astype(np.uint8)
     kept = prepare_image(image, preprocess)
-    top, left, bottom, right = crop_box((height, width), preprocess)
+    top, left, bottom, right = preprocess.crop_box((height, width))
     rows, columns = preprocess.image_size
     for i, (start, end) in ((0, (top, bottom)), (1, (left, right))):
         middles = kept[rows // 2, :, 1] if i else kept[:, columns // 2, 0]

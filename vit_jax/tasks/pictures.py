@@ -8,10 +8,11 @@ import jax.numpy as jnp
 from vit_jax.config import loading
 from vit_jax.config.lengths import RunLength
 from vit_jax.data.config import DataConfig
+from vit_jax.data.preprocess import Preprocess
 from vit_jax.models import Model
 from vit_jax.tasks import TASKS
 from vit_jax.tasks.task import Pictures
-from vit_jax.weights.pretrained import Preprocess, Pretrained
+from vit_jax.weights.pretrained import Pretrained
 
 Draw = Callable[[dict, jax.Array], Pictures]  # Parameters and images to `Pictures`.
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 import jax
 import numpy as np
 from flax.traverse_util import flatten_dict
-from jaxtyping import Array, Float, Int16
+from jaxtyping import Array, Float, Int16, Num
 
 from vit_jax import models, weights
 from vit_jax.analysis.attention import attention_maps
@@ -16,27 +16,20 @@ from vit_jax.analysis.loaded_model import LoadedModel
 from vit_jax.api import images as given_images
 from vit_jax.api.images import Images
 from vit_jax.api.models import check_names, network_keys, sides
-from vit_jax.config import arguments, fields
+from vit_jax.config import arguments
 from vit_jax.config.fields import key
-from vit_jax.data.config import DEPTHS
+from vit_jax.data.preprocess import FIELDS, Preprocess, checked_fields
 from vit_jax.errors import UserError
 from vit_jax.evaluators import label_maps, prediction, sliding_window
 from vit_jax.evaluators.local_devices import LocalDevices
 from vit_jax.models import layer_features, patches
 from vit_jax.models.patches import PatchSequences
 from vit_jax.models.text_tower import TextTower
-from vit_jax.weights import surgery, workdir
-from vit_jax.weights.pretrained import (
-    Preprocess,
-    Pretrained,
-    network_input,
-    prepare_image,
-    read_image,
-    upright,
-)
+from vit_jax.weights import checkpoint_folders, surgery
+from vit_jax.weights.network_images import network_input, prepare_pixels
+from vit_jax.weights.pretrained import Pretrained
 from vit_jax.weights.text_tower import text_tower
 
-_PREPROCESSING = {field.name for field in dataclasses.fields(Preprocess)}
 _BATCH = 32  # Images that pass through a network at once.
 
 
@@ -72,17 +65,6 @@ class _Arguments(WeightsArguments):
 
 
 _checked = arguments.checked(_Arguments)
-
-# Bounds of fields of `Preprocess`; weights.check_preprocess knows those of the others.
-_BOUNDS = {
-    "max_tokens": fields.Key(help="", below=2**31),
-    "patch": fields.Key(help="", below=2**31),
-    "max_megapixels": fields.Key(help="", above=0),
-    "cut": fields.Key(help=""),
-    "fill": fields.Key(help="", at_most=255, like=(0,)),
-    "bands": fields.Key(help="", like=(0,)),
-    "pixels": fields.Key(help="", choices=DEPTHS),
-}
 
 Best = tuple[prediction.Prediction, ...]
 # Of images of any size one array each.
@@ -138,7 +120,7 @@ def load_model(
       PretrainedModel('Ti/2' of 'runs/digits', 10 classes, images (8, 8, 1))
     """
     check_names(options)
-    preprocess = _checked_preprocess(options)
+    preprocess = checked_fields(options)
     if image_size is not None:
         preprocess |= {"image_size": sides(image_size), "cut": (0, 0)}
     pretrained, how = weights.open_weights(
@@ -158,17 +140,7 @@ def load_model(
         pretrained = dataclasses.replace(pretrained, tokenizer=tokenizer)
     if num_classes is not None:
         pretrained = surgery.replace_head(pretrained, num_classes)
-    return PretrainedModel(pretrained, upright(how), tuple(class_names))
-
-
-def _checked_preprocess(given: Mapping[str, object]) -> dict:
-    """Returns those arguments that are fields of `Preprocess`, with their values checked."""
-    free, usual, taken = fields.Key(help="", at_least=None), Preprocess((1, 1)), {}
-    for name in _PREPROCESSING & given.keys():
-        about = _BOUNDS.get(name, free)
-        default = about.like or getattr(usual, name)
-        taken[name] = arguments.take(name, about, given[name], default)
-    return taken
+    return PretrainedModel(pretrained, how.upright(), tuple(class_names))
 
 
 def _with_network_keys(
@@ -184,7 +156,7 @@ def _with_network_keys(
     if unknown := sorted(given.keys() - known):
         raise UserError(
             f"{unknown[0]}={given[unknown[0]]!r}: not one of "
-            f"{', '.join(sorted(_PREPROCESSING))} for images, nor a key of {variant}: "
+            f"{', '.join(sorted(FIELDS))} for images, nor a key of {variant}: "
             f"{', '.join(sorted(known))}"
         )
     changed = network_keys(variant, given)
@@ -500,7 +472,7 @@ class PretrainedModel:
         Raises:
           UserError: there is no head for masks, or an image cannot be read.
         """
-        read = ((None, self._prepare(one, read_image)) for one in self._each(images))
+        read = ((None, self._read(one)) for one in self._each(images))
         found = self.segmenter.label_maps(read, batch_size, resize, overlap)
         maps = [label_map for _, label_map in found]
         return maps[0] if self._is_single(images) else maps
@@ -538,7 +510,7 @@ class PretrainedModel:
     def _attention_of(self, image) -> Float[np.ndarray, "L H N N"]:
         """Returns the attention in an image of any size, by a network of its grid."""
         loaded = self._of_grids
-        pixels = loaded.prepare(self._prepare(image, read_image))
+        pixels = loaded.prepare(self._read(image))
         own = loaded.fitted(pixels.shape[:2])
         maps = attention_maps(own.model, own.params, own.normalize(pixels[None]))
         return np.stack([np.asarray(layer[0]) for layer in maps])
@@ -594,13 +566,18 @@ class PretrainedModel:
     def _each(self, images: Images) -> list:
         return given_images.listed(images, self.model.image_shape[-1])
 
-    def _prepare(
-        self, image, convert: Callable = prepare_image
-    ) -> np.ndarray | PatchSequences:
+    def _read(self, image) -> Num[np.ndarray, "H W C"]:
         channels = self.model.image_shape[-1]
-        return given_images.prepare(image, self.preprocessing, channels, convert)
+        return given_images.prepare(image, self.preprocessing, channels)
+
+    def _prepare(self, image) -> np.ndarray | PatchSequences:
+        channels = self.model.image_shape[-1]
+        how = self.preprocessing
+        return given_images.prepare(image, how, channels, prepare_pixels)
 
 
 def at_step(source: str | os.PathLike, step: int | None) -> str:
     """Returns the weights that a source and a run's step name."""
-    return os.fspath(source) if step is None else workdir.at_step(source, step)
+    if step is None:
+        return os.fspath(source)
+    return checkpoint_folders.at_step(source, step)
