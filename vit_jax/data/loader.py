@@ -15,9 +15,8 @@ from vit_jax.data import bands, decode
 from vit_jax.data.config import DataConfig
 from vit_jax.data.fields.base import LABEL_MAP, Field
 from vit_jax.data.sources.base import Source, name_of, read_record, warn
-from vit_jax.data.transforms import host as host_transforms
 from vit_jax.data.transforms import parse
-from vit_jax.data.transforms.base import Transform
+from vit_jax.data.transforms.base import TooSmall, Transform
 from vit_jax.errors import UserError
 
 Batch = dict[str, np.ndarray]
@@ -121,7 +120,7 @@ class Loader:
             values = {f.name: f.read(item, size) for f in self.fields}
             image, values = self._transform(image, values, ops, rng)
             rows = {f.name: f.row(values[f.name], rng) for f in self.fields}
-        except host_transforms.TooSmall as error:
+        except TooSmall as error:
             raise UserError(f"{self.key}: {name}: {error}") from error
         except UserError as error:  # Raised by a field, or a transform of the user's.
             raise UserError(f"{name}: {error}") from error

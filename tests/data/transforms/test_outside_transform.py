@@ -31,7 +31,7 @@ import dataclasses
 
 import numpy as np
 
-from vit_jax.data.transforms.device import Mixup
+from vit_jax.data.transforms.mixing import Mixup
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,8 +1,7 @@
 import pytest
 
-from vit_jax.data.transforms import device as device_transforms
+from vit_jax.data.transforms import geometric, mixing, parse, photometric
 from vit_jax.data.transforms import host as host_transforms
-from vit_jax.data.transforms import parse
 from vit_jax.errors import UserError
 
 SIZE = (13, 17)
@@ -16,7 +15,7 @@ def test_a_line_of_operations_is_parsed_in_order():
         host_transforms.ResizeSmall(40),
         host_transforms.RandomCrop((24, 31)),
     )
-    assert device == (device_transforms.Flip(), device_transforms.Mixup(0.2))
+    assert device == (geometric.Flip(), mixing.Mixup(0.2))
 
 
 def test_the_size_is_the_images_unless_given():
@@ -31,9 +30,9 @@ def test_the_size_is_the_images_unless_given():
 def test_what_is_not_given_is_as_in_dino():
     ops = parse.parse_train("grayscale | gaussian_blur(0.1) | solarize(0.2)", SIZE)
     assert ops.device == (
-        device_transforms.Grayscale(0.2),
-        device_transforms.GaussianBlur(0.1, (0.1, 2.0)),
-        device_transforms.Solarize(0.2, 128.0),
+        photometric.Grayscale(0.2),
+        photometric.GaussianBlur(0.1, (0.1, 2.0)),
+        photometric.Solarize(0.2, 128.0),
     )
 
 

@@ -94,6 +94,10 @@ class Transform:
         return self
 
 
+class TooSmall(ValueError):
+    """Raised where a crop is larger than the image."""
+
+
 class HostTransform(Transform):
     """A transform of one image, run by the loader before images are batched.
 

@@ -175,6 +175,3 @@ def cut(image: Num[np.ndarray, "H W C"], side: int) -> Num[np.ndarray, "NS S C"]
     (H, W, C), S = image.shape, side
     cells = image.reshape(H // S, S, W // S, S, C).swapaxes(1, 2)
     return cells.reshape(-1, S, C)
-
-
-TRANSFORMS = {"naflex": NaFlex}

@@ -1,8 +1,8 @@
 """Image transforms as a readable line: "random_resized_crop(224) | flip | mixup(0.2)".
 
 Transforms stand between bars and take Python literals, by position or by name. Host
-transforms (host.py, randaugment.py) run in the loader, image by image; device transforms
-(device.py) run in the training step, on the batch, and come last. The size of a crop or
+transforms run in the loader, image by image; device transforms run in the training step, on
+the batch, and come last. The size of a crop or
 resize is `data.image_size` unless given, as 224 or as (160, 224).
 
 A user's transform is named with its module: "my_module:MyTransform(0.5) | flip"; base.py
@@ -13,6 +13,7 @@ and mixup after the last transform: "... | randaugment(2, 15) | flip | mixup(0.5
 """
 
 import ast
+import collections
 import dataclasses
 import inspect
 import re
@@ -25,19 +26,11 @@ from vit_jax.config import fields
 from vit_jax.data import fields as records
 from vit_jax.data.config import DataConfig
 from vit_jax.data.decode import DamagedImage
-from vit_jax.data.transforms import (
-    host,
-    naflex,
-    photometric_distortion,
-    randaugment,
-    timm_randaugment,
-)
-from vit_jax.data.transforms.base import Size, Transform, check_arguments
+from vit_jax.data.transforms import DEVICE_TRANSFORMS, HOST_TRANSFORMS
+from vit_jax.data.transforms.base import Size, TooSmall, Transform, check_arguments
 from vit_jax.errors import UserError
 
-# Host transforms by name; those of the device import JAX, see `all_transforms`.
-_HOST_MODULES = (host, naflex, randaugment, timm_randaugment, photometric_distortion)
-HOST_TRANSFORMS = {k: v for each in _HOST_MODULES for k, v in each.TRANSFORMS.items()}
+_KNOWN = collections.ChainMap(DEVICE_TRANSFORMS, HOST_TRANSFORMS)
 _CUSTOM = re.compile(
     r"(?P<name>[A-Za-z_][\w.]*:[A-Za-z_]\w*)\s*(?P<call>\(.*\))?", re.DOTALL
 )
@@ -72,7 +65,7 @@ class CustomTransform:
         if self.runs_on == "host":
             image = image.view()  # A set in memory would be changed for good.
             image.flags.writeable = False
-        known = (DamagedImage, host.TooSmall)
+        known = (DamagedImage, TooSmall)
         with fields.guarded(self.where, known=known):
             result = self.transform(image, *args)
             if self.runs_on == "device":
@@ -123,17 +116,15 @@ def parse_train(spec: str, image_size: Sequence[int]) -> Transforms:
         after a transform that returns several arrays, two that mix examples, or an
         enlargement to another size than the image's.
     """
-    known = all_transforms()
-    parse = lambda text: _parse("data.train_transform", text, known, image_size)
+    parse = lambda text: _parse("data.train_transform", text, image_size)
     before, device, last = [], [], []
     for name, transform in parse(spec):
         if transform.runs_on == "device":
             device.append(transform)
         elif device:
-            others = (key for key, cls in known.items() if cls.runs_on == "device")
             raise UserError(
                 f"data.train_transform={spec!r}: {name} runs in the loader, so it must stand "
-                f"before {', '.join(others)}, which run on the device"
+                f"before {', '.join(DEVICE_TRANSFORMS)}, which run on the device"
             )
         elif transform.expand:
             here, at_end = map(parse, transform.expand())
@@ -234,7 +225,7 @@ def check_masks(ops: Iterable[Transform], data: DataConfig) -> None:
     """
     for op in ops if data.mask_key else ():
         if not (op.moves_masks if op.moves_pixels else op.on_colors):
-            known = all_transforms().items()
+            known = _KNOWN.items()
             acting = ", ".join(
                 name for name, cls in known if cls.moves_pixels and cls.moves_masks
             )
@@ -247,13 +238,14 @@ def check_masks(ops: Iterable[Transform], data: DataConfig) -> None:
 
 def parse_eval(spec: str, image_size: Sequence[int]) -> tuple:
     """Parses `data.eval_transform`, host transforms without randomness, see `parse_train`."""
-    known = {k: cls for k, cls in HOST_TRANSFORMS.items() if _in_eval(cls)}
-    parsed = _parse("data.eval_transform", spec, known, image_size)
+    parsed = _parse("data.eval_transform", spec, image_size)
     for name, transform in parsed:
         if not _in_eval(transform):
+            known = (key for key, cls in HOST_TRANSFORMS.items() if _in_eval(cls))
             raise UserError(
-                f"data.eval_transform={spec!r}: {name} is for training alone: evaluation takes "
-                "host transforms without random choices, with in_eval = True"
+                f"data.eval_transform={spec!r}: {name} is for training only; without random "
+                f"choices and known here are {', '.join(known)}, and of yours those with "
+                "in_eval = True"
             )
     return tuple(transform for _, transform in parsed)
 
@@ -278,11 +270,8 @@ def _in_eval(transform: Transform | type[Transform]) -> bool:
 
 
 def all_transforms() -> dict[str, type]:
-    """Returns every transform of this package by its name."""
-    # Imported here, so that loader processes start without JAX.
-    from vit_jax.data.transforms import device
-
-    return {**HOST_TRANSFORMS, **device.TRANSFORMS}
+    """Returns every transform of this package by its name; imports them all."""
+    return dict(_KNOWN)
 
 
 def _size_after(transforms: Iterable[Transform], size: Size | None) -> Size | None:
@@ -328,7 +317,7 @@ def _where(transform: Transform, key: str) -> str:
     """Returns the key and the name of a transform for a message."""
     if isinstance(transform, CustomTransform):
         return transform.where
-    names = {cls: name for name, cls in all_transforms().items()}
+    names = {cls: name for name, cls in _KNOWN.items()}
     return f"{key}: {names[type(transform)]}"
 
 
@@ -337,15 +326,13 @@ def _name(transform: Transform) -> str:
     return type(transform.transform if custom else transform).__name__.lower()
 
 
-def _parse(
-    key: str, spec: str, known: Mapping[str, type], image_size: Sequence[int]
-) -> list[tuple[str, object]]:
+def _parse(key: str, spec: str, image_size: Sequence[int]) -> list[tuple[str, object]]:
     parts = [part.strip() for part in spec.split("|")] if spec.strip() else []
-    return [_parse_one(key, spec, part, known, image_size) for part in parts]
+    return [_parse_one(key, spec, part, image_size) for part in parts]
 
 
 def _parse_one(
-    key: str, spec: str, part: str, known: Mapping[str, type], image_size: Sequence[int]
+    key: str, spec: str, part: str, image_size: Sequence[int]
 ) -> tuple[str, object]:
     where, custom = f"{key}={spec!r}", _CUSTOM.fullmatch(part)
     try:
@@ -365,12 +352,12 @@ def _parse_one(
         with fields.guarded(f"{where}: {name}"):
             made = _make(where, name, cls, args, named, image_size)
         return name, CustomTransform(f"{where}: {name}", made)
-    if name not in known:
+    if name not in _KNOWN:
         raise UserError(
-            f"{where}: unknown operation {name!r}; known here are {', '.join(known)}, "
+            f"{where}: unknown operation {name!r}; known here are {', '.join(_KNOWN)}, "
             "and my_module:MyTransform"
         )
-    return name, _make(where, name, known[name], args, named, image_size)
+    return name, _make(where, name, _KNOWN[name], args, named, image_size)
 
 
 def _import(name: str, key: str) -> type:
