@@ -14,6 +14,7 @@ ESTIMATE = "estimate"
 # Values of `data.pixels`.
 DEPTHS = ("uint8", "uint16", "float32")
 MAX_CHANNELS = 512
+SYNTHETIC_CLASSES = 10  # Of the synthetic set where `data.num_classes` is 0.
 MAX_MASK_CLASSES = 2**15  # Masks are read as int16.
 IGNORED = -1  # In place of the class of a pixel that counts for none.
 # Of keys that say where and how fast a host reads, not what.

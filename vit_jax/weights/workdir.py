@@ -26,8 +26,8 @@ from etils import epath
 from orbax.checkpoint import v1 as ocp
 
 from vit_jax import models
-from vit_jax.data.class_names import composed
 from vit_jax.data.config import DEPTHS
+from vit_jax.data.sources.base import composed
 from vit_jax.data.transforms import host as host_transforms
 from vit_jax.data.transforms import parse
 from vit_jax.data.transforms.base import pair

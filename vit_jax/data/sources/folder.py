@@ -22,11 +22,16 @@ import numpy as np
 from jaxtyping import Integer
 
 from vit_jax.data import captions, splits
-from vit_jax.data.class_names import composed
 from vit_jax.data.config import DataConfig
 from vit_jax.data.fingerprint import Entries
-from vit_jax.data.imagenet import OBJECTNET_CLASSES
-from vit_jax.data.sources.base import Source, SourceType, warn, warn_of_twins
+from vit_jax.data.sources.base import (
+    Source,
+    SourceType,
+    SplitRequest,
+    composed,
+    warn,
+    warn_of_twins,
+)
 from vit_jax.errors import NoLabels, NoSplit, UserError
 
 # Names of image files; the format is detected from the content.
@@ -234,6 +239,13 @@ def has_split(data_dir: str | os.PathLike, name: str, *, labelled: bool = True) 
     """Returns whether a folder has a split: a folder, see `is_split`, or a part."""
     part = _parts(pathlib.Path(data_dir), (name,), labelled)
     return bool(part) or is_split(data_dir, name, labelled=labelled)
+
+
+def first_split(data_dir: str, order: Sequence[str], *, labelled: bool = True) -> str:
+    """Returns the first split of `order` that a folder has, or ""."""
+    root = os.path.expanduser(data_dir)
+    names = (name for name in order if has_split(root, name, labelled=labelled))
+    return next(names, "")
 
 
 def class_folders(data_dir: str | os.PathLike) -> list[str]:
@@ -494,17 +506,56 @@ def _folder_of_config(data: DataConfig, split: str) -> FolderSource:
     return dataclasses.replace(source, caption_key=data.caption_key)
 
 
-def _objectnet(data: DataConfig, split: str) -> FolderSource:
-    return open_folder(data.data_dir, split, split, only=tuple(OBJECTNET_CLASSES))
+def _eval_splits(
+    data: DataConfig, request: SplitRequest
+) -> tuple[Sequence[str], DataConfig]:
+    """Returns those of the splits that a folder has, and `data` with one as `split`."""
+    root, labelled = os.path.expanduser(data.data_dir), data.has_labels
+    has = functools.partial(has_split, root, labelled=labelled)
+    # Class folders without splits are read whole, if nothing is learnt from them.
+    whole = request.model_classes and not (request.given or request.trained)
+
+    def exists(split):
+        first = splits.names(split)[0]
+        is_folder = first == WHOLE or os.path.isdir(os.path.join(root, first))
+        return is_folder or (not whole and has(first))
+
+    if request.given:
+        existing = list(filter(exists, request.splits))
+    else:
+        if whole:
+            has = functools.partial(is_split, root, labelled=labelled)
+        existing = list(filter(has, request.splits))[:1]
+    if not existing and whole and not exists(data.split) and not inside(root):
+        existing = [WHOLE]
+        if class_folders(root):
+            warn(
+                f"evals.{request.name}: {data.data_dir} has no folders of splits: all of its "
+                "images are read; split=val is the part that training sets aside"
+            )
+    if not existing and os.path.isdir(root):
+        how = f"split=, as {WHOLE}"
+        if labelled and not request.model_classes:
+            how = f"train= and test=, as {WHOLE}[:50%] and {WHOLE}[50%:]"
+        if labelled:
+            how += " if its folders are the classes"
+        lacking = " or ".join(map(repr, request.splits))
+        if not request.given:
+            lacking += f" {'of class folders ' if labelled else ''}with images"
+        remedy = inside(root) or f"add it, or set {how}"
+        raise NoSplit(
+            f"evals.{request.name}: {os.path.normpath(data.data_dir)} has no folder {lacking}: "
+            f"{remedy}"
+        )
+    existing = existing or list(request.splits)
+    if not exists(data.split):  # Its class folders define the classes.
+        data = dataclasses.replace(data, split=existing[0])
+    return existing, data
 
 
 FOLDER = SourceType(
     open=_folder_of_config,
     help="Image files, `data.data_dir`/SPLIT/CLASS/**; without labels SPLIT/**.",
     numbered=False,
-)
-OBJECTNET = SourceType(
-    open=_objectnet,
-    help="ObjectNet's folders of the classes that overlap ImageNet-1k.",
-    numbered=False,
+    eval_splits=_eval_splits,
 )

@@ -19,12 +19,11 @@ from jaxtyping import Integer
 
 from vit_jax.command_line.files import download_snapshot
 from vit_jax.data import captions, splits
-from vit_jax.data.class_names import composed
 from vit_jax.data.config import DataConfig
 from vit_jax.data.decode import DamagedImage
 from vit_jax.data.fingerprint import Entries
 from vit_jax.data.sources.arrays import ArraySource, small_in_memory
-from vit_jax.data.sources.base import Numbered, SourceType, check_known
+from vit_jax.data.sources.base import Numbered, SourceType, check_known, composed
 from vit_jax.errors import NoLabels, UserError
 
 _PREFIX = "hf://datasets/"
