@@ -80,6 +80,8 @@ def see(source, config, count: int) -> tuple:
 
     from vit_jax.config.lengths import RunLength
     from vit_jax.data import bands, masks, normalization, pipeline
+    from vit_jax.data.fields.image import Image
+    from vit_jax.data.sources.base import inspected
     from vit_jax.data.transforms import parse
     from vit_jax.training import train_state
 
@@ -90,8 +92,8 @@ def see(source, config, count: int) -> tuple:
     run = RunLength(config.num_steps(examples), examples / config.batch_size)
     task = config.task.build(config.build_model(), data, run)
     parse.check_batch(task.batch_spec(config.batch_size), data)
-    pipeline.warn_of_dark(source, data)
-    packs = parse.packs(data)
+    Image(data).inspect(source, inspected(source))
+    packs = data.transforms.packs
     with pipeline.train_batches(
         source,
         data,

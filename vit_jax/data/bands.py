@@ -21,8 +21,6 @@ from vit_jax.data import decode
 from vit_jax.data.config import DEPTHS, MAX_MEGAPIXELS, DataConfig
 from vit_jax.data.decode import DamagedImage
 
-# First bytes of a file of np.save, and of np.savez.
-OF_ARRAYS = _NPY, _NPZ = b"\x93NUMPY", b"PK\x03\x04"
 _PNG = b"\x89PNG"
 _PNG_DEPTH = 24  # Where a PNG file has its bits per sample.
 # White by the type of whole numbers; of floats that `read` returns it is 255.
@@ -63,7 +61,7 @@ class PixelFormat:
         """Whether `decode.decode` reads the data, and not this module."""
         if isinstance(data, np.ndarray):
             return self.is_photograph and data.dtype == np.uint8
-        return self.is_photograph and not data.startswith(OF_ARRAYS)
+        return self.is_photograph and not data.startswith(decode.OF_ARRAYS)
 
 
 def read(
@@ -116,9 +114,9 @@ def stored(
     if isinstance(data, np.ndarray):
         return data
     try:
-        if data.startswith(_NPY):
+        if data.startswith(decode.NPY):
             return np.load(io.BytesIO(data), allow_pickle=False)
-        if data.startswith(_NPZ):
+        if data.startswith(decode.NPZ):
             return _only_array(np.load(io.BytesIO(data), allow_pickle=False))
         if data.startswith(decode.TIFF):
             return _read_tiff(data)
@@ -264,7 +262,7 @@ def _of_any_bands(
     try:
         return decode.decode(data, 3, exif=exif, max_megapixels=max_megapixels)
     except DamagedImage:
-        of_bands = (*OF_ARRAYS, *decode.TIFF)
+        of_bands = (*decode.OF_ARRAYS, *decode.TIFF)
         if isinstance(data, bytes) and not data.startswith(of_bands):
             raise
     return _with_bands(data, exif, max_megapixels)

@@ -1,6 +1,7 @@
 """Config of the data: which images are read, and how they are prepared."""
 
 import dataclasses
+import functools
 import math
 
 from vit_jax.config.fields import key
@@ -229,10 +230,28 @@ class DataConfig(ReaderConfig):
                 "choose a smaller size"
             )
 
+    def __getstate__(self):
+        # Loader processes do without the parsed transforms, which may import JAX.
+        return {
+            each.name: getattr(self, each.name) for each in dataclasses.fields(self)
+        }
+
+    @functools.cached_property
+    def transforms(self):
+        """The `Transforms` of `train_transform`, see `parse.parsed`."""
+        from vit_jax.data.transforms import parse  # It imports this file.
+
+        return parse.parsed(self)
+
     @property
     def has_labels(self) -> bool:
         """Whether every image has labels, which are read."""
         return bool(self.num_classes) and not self.mask_key
+
+    @property
+    def of_photographs(self) -> bool:
+        """Whether images are RGB or grey of 8 bits."""
+        return self.channels in (1, 3) and self.pixels == DEPTHS[0] and not self.bands
 
     def _check_masks(self) -> None:
         if not self.mask_key:

@@ -155,7 +155,7 @@ def decode_mask(
       UserError: it holds colours or floats, or is a JPEG file, which changes numbers.
     """
     if isinstance(mask, bytes):
-        arrays = mask.startswith(bands.OF_ARRAYS)
+        arrays = mask.startswith(decode.OF_ARRAYS)
         try:
             mask = bands.stored(mask) if arrays else _read_file(mask, max_megapixels)
         except DamagedImage as error:

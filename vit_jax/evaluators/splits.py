@@ -16,11 +16,13 @@ from vit_jax.config.fields import Registry, epochs, key
 from vit_jax.data import pipeline
 from vit_jax.data.config import SYNTHETIC_CLASSES, DataConfig
 from vit_jax.data.decode import DamagedImage
+from vit_jax.data.fields.image import Image
 from vit_jax.data.sources.base import (
     Derived,
     Source,
     SplitRequest,
     check_label,
+    inspected,
     read_labels,
 )
 from vit_jax.data.sources.open import exclude, open_unchecked, source_type
@@ -152,7 +154,7 @@ class EvalSplit:
         ops = self.ops
         if ops is None:
             ops = parse.parse_eval(self.data.eval_transform, self.data.image_size)
-        return bool(ops and ops[-1].numbers)
+        return bool(ops and ops[-1].makes_arrays)
 
     def try_first(self) -> None:
         """Prepares the first record; raises UserError if it contradicts the config."""
@@ -283,7 +285,7 @@ class EvalSplits:
             source = exclude(source, data.exclude)
         if data.has_labels:
             data = dataclasses.replace(data, num_classes=_MANY)
-        pipeline.warn_of_dark(source, data)
+        Image(data).inspect(source, inspected(source))
         ops = None if config.eval_transform else self._host_ops(source, data)
         return EvalSplit(opened, source, data, ops)
 

@@ -1,8 +1,13 @@
-import pytest
+import pickle
 
+import pytest
+from helpers import tiny_config
+
+from vit_jax.data.config import DataConfig
 from vit_jax.data.transforms import geometric, mixing, parse, photometric
 from vit_jax.data.transforms import host as host_transforms
 from vit_jax.errors import UserError
+from vit_jax.training import loop
 
 SIZE = (13, 17)
 
@@ -141,3 +146,22 @@ def test_evaluation_takes_only_operations_without_randomness():
             UserError, match=r"data\.eval_transform.*here are resize, resize_s"
         ):
             parse.parse_eval(spec, SIZE)
+
+
+def test_a_run_parses_the_line_once(monkeypatch, tmp_path):
+    lines, parse_train = [], parse.parse_train
+
+    def counted(spec, image_size):
+        lines.append(spec)
+        return parse_train(spec, image_size)
+
+    monkeypatch.setattr(parse, "parse_train", counted)
+    data = {"train_transform": "flip | mixup(0.2)", "num_workers": 1}
+    loop.train(tiny_config(total_steps=2, data=data), tmp_path / "run")
+    assert lines == ["flip | mixup(0.2)"]
+
+
+def test_loader_processes_get_no_parsed_lines():
+    data = DataConfig(train_transform="flip")
+    assert data.transforms.device == (geometric.Flip(),)
+    assert "transforms" not in vars(pickle.loads(pickle.dumps(data)))

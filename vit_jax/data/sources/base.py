@@ -14,6 +14,8 @@ from vit_jax.data.fingerprint import NAMES, Entries, in_memory
 from vit_jax.data.splits import Numbering
 from vit_jax.errors import NoLabels, UserError
 
+_INSPECTED = 8  # Records of a split that are inspected at the start.
+
 
 class Source:
     """Images, with labels or without, that can be read in any order.
@@ -258,6 +260,11 @@ def read_all(source: Source) -> Iterator[dict]:
     """Yields every record, read a thousand at a time."""
     for start in range(0, len(source), 1000):
         yield from source.read(range(start, min(start + 1000, len(source))))
+
+
+def inspected(source: Source) -> range:
+    """Returns the numbers of the records that are inspected at the start."""
+    return range(0, len(source), max(1, len(source) // _INSPECTED))[:_INSPECTED]
 
 
 _warned: set[str] = set()

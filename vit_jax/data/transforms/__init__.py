@@ -1,5 +1,7 @@
 """Image transforms by name, in files that are imported when a line names them; see parse.py."""
 
+import collections
+
 from vit_jax.config.fields import Registry
 
 _HERE = "vit_jax.data.transforms"
@@ -44,3 +46,11 @@ DEVICE_TRANSFORMS = Registry(
         "mixup_or_cutmix": f"{_HERE}.mixing:MixupOrCutmix",
     }
 )
+KNOWN = collections.ChainMap(DEVICE_TRANSFORMS, HOST_TRANSFORMS)
+
+
+def where_of(transform: object, key: str) -> str:
+    """Returns the key of a line and the name of a transform in it, for a message."""
+    names = {cls: name for name, cls in KNOWN.items()}  # Imports all; for errors only.
+    name = names.get(type(transform))
+    return f"{key}: {name}" if name else transform.where

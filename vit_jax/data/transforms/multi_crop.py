@@ -15,19 +15,19 @@ from vit_jax.config.fields import key
 from vit_jax.data.config import MAX_MEGAPIXELS
 from vit_jax.data.transforms.base import (
     Given,
-    HostTransform,
     check_part,
     check_size,
     pair,
 )
 from vit_jax.data.transforms.host import Before, RandomResizedCrop, crops_of_file
+from vit_jax.data.transforms.views import Views
 
-Views = dict[str, Num[np.ndarray, "N h w C"]]
+Crops = dict[str, Num[np.ndarray, "N h w C"]]
 _LARGE = 2  # Large crops of `MultiCrop`.
 
 
 @dataclasses.dataclass(frozen=True)
-class MultiCrop(HostTransform):
+class MultiCrop(Views):
     """Crops two large and some small random parts and resizes them (arXiv:2006.09882).
 
     Sizes, areas and filter are those of DINO (arXiv:2104.14294, main_dino.py). The results
@@ -81,7 +81,7 @@ class MultiCrop(HostTransform):
             raise ValueError(f"shares={self.shares}: give numbers above 0")
 
     def alternatives(self) -> list[tuple["MultiCrop", float]]:
-        """See `Transform`."""
+        """See `Views`."""
         if not self.sizes:
             return [(self, 1.0)]
         shares = self.shares or [1.0] * len(self.sizes)
@@ -93,7 +93,7 @@ class MultiCrop(HostTransform):
             self, size=size, small_size=small_size, sizes=(), shares=()
         )
 
-    def __call__(self, image: Before, rng: np.random.Generator) -> Views:
+    def __call__(self, image: Before, rng: np.random.Generator) -> Crops:
         boxes = [crop.box(*image.shape[:2], rng) for crop in self._crops]
         cut = [
             crop.cut(image, box) for crop, box in zip(self._crops, boxes, strict=True)
@@ -106,7 +106,7 @@ class MultiCrop(HostTransform):
         channels: int,
         rng: np.random.Generator,
         max_megapixels: float = MAX_MEGAPIXELS,
-    ) -> Views:
+    ) -> Crops:
         """Decodes an image file once, and cuts all crops out of it, see `RandomResizedCrop.from_file`."""
         of_file = data, channels, rng, max_megapixels
         return self._views(crops_of_file(self._crops, *of_file))
@@ -131,7 +131,7 @@ class MultiCrop(HostTransform):
         small = make(self.small_size, area=self.small_area)
         return [large] * _LARGE + [small] * self.num_small
 
-    def _views(self, crops: list[np.ndarray]) -> Views:
+    def _views(self, crops: list[np.ndarray]) -> Crops:
         views = {"image": np.stack(crops[:_LARGE])}
         if self.num_small:
             views["small_crops"] = np.stack(crops[_LARGE:])
