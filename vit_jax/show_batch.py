@@ -79,7 +79,7 @@ def see(source, config, count: int) -> tuple:
     import numpy as np
 
     from vit_jax.config.lengths import RunLength
-    from vit_jax.data import bands, masks, normalization, pipeline
+    from vit_jax.data import display, masks, normalization, pipeline
     from vit_jax.data.fields.image import Image
     from vit_jax.data.sources.base import inspected
     from vit_jax.data.transforms import parse
@@ -109,7 +109,7 @@ def see(source, config, count: int) -> tuple:
     sides = np.max([pixels.shape[2:4] for pixels in views], axis=0).tolist()
     images = np.concatenate([_pad(pixels, *sides) for pixels in views], axis=1)
     images = images.reshape(-1, *images.shape[2:])
-    images = np.stack([bands.to_display(image) for image in images])
+    images = np.stack([display.to_display(image) for image in images])
     labels = prepared.get("label")
     if "label_map" in prepared:
         colors = masks.palette(data.num_classes, source.class_colors)

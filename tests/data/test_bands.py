@@ -12,7 +12,7 @@ from helpers import run_command
 from PIL import Image
 
 import vit_jax
-from vit_jax.data import bands, decode, normalization
+from vit_jax.data import bands, decode, display, normalization
 from vit_jax.data.bands import PixelFormat
 from vit_jax.data.config import DataConfig
 from vit_jax.data.fields import image as image_field
@@ -212,9 +212,9 @@ def test_an_estimate_says_why_no_image_can_be_read():
 
 
 def test_a_picture_of_bands_is_grey_or_of_the_first_three():
-    assert bands.to_display(SIXTEEN).shape == (8, 6, 3)
-    assert bands.to_display(SIXTEEN[..., :2]).shape == (8, 6, 1)
-    shown = bands.to_display(SIXTEEN)
+    assert display.to_display(SIXTEEN).shape == (8, 6, 3)
+    assert display.to_display(SIXTEEN[..., :2]).shape == (8, 6, 1)
+    shown = display.to_display(SIXTEEN)
     assert (shown.dtype, shown.min(), shown.max()) == (np.uint8, 0, 255)
 
 

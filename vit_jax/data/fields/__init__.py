@@ -3,6 +3,7 @@
 Adding one is a file here and its line in FIELDS, or a class of your own in `data.fields`.
 """
 
+import collections
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -46,6 +47,17 @@ def check_ops(ops: Sequence[Transform], data: DataConfig) -> None:
     """Raises UserError if a transform of the training line does not suit a field."""
     for kind in (Image, *_kinds(data)):
         kind.check(ops, data)
+
+
+def parts(data: DataConfig) -> list[str]:
+    """Returns the parts of a fingerprint (`Entries`) that fields are read from."""
+    return [part for kind in _kinds(data) if (part := kind.part(data))]
+
+
+def checksums(data: DataConfig) -> dict[str, int]:
+    """Returns the checksums of files that fields are read with, by their key of `data`."""
+    found = (kind.checksums(data) for kind in _kinds(data))
+    return dict(collections.ChainMap(*found))
 
 
 def names(data: DataConfig) -> tuple[str, ...]:

@@ -40,6 +40,19 @@ class Field(abc.ABC):
         """
 
     @classmethod
+    def part(cls, data: DataConfig) -> str:
+        """Returns the part of a fingerprint that has its values; "" if none has.
+
+        As "labels", or a name in `Entries.more`.
+        """
+        return ""
+
+    @classmethod
+    def checksums(cls, data: DataConfig) -> dict[str, int]:
+        """Returns checksums of the files that it is read with, by their key of `data`."""
+        return {}
+
+    @classmethod
     def missing(cls, data: DataConfig) -> str:
         """Returns why the config does not ask for it, and the remedy, for a message."""
         raise NotImplementedError

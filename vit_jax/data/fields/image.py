@@ -37,6 +37,11 @@ class Image(Field):
     def spec(self, size):
         return (*size, self.data.channels), self.data.pixels
 
+    @property
+    def white(self) -> int:
+        """The value of white."""
+        return 65_535 if self.data.pixels == "uint16" else 255
+
     def read(self, record, size):
         data, value = self.data, record["image"]
         if self.is_decoded(value):
@@ -99,7 +104,7 @@ class Image(Field):
         """
         from vit_jax.data import bands  # Loader processes do not need it.
 
-        mean = (1.0,) if self.spec(())[1] == "uint8" else self.data.mean
+        mean = (1.0,) if self.data.pixels == "uint8" else self.data.mean
         odd = {}
         for i in records:
             with contextlib.suppress(OSError, decode.DamagedImage):

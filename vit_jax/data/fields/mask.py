@@ -24,6 +24,10 @@ class LabelMap(Field):
         return cls(data)
 
     @classmethod
+    def part(cls, data):
+        return "masks"
+
+    @classmethod
     def missing(cls, data):
         return (
             "data.mask_key='': masks are not read, but this task learns from them: set it "

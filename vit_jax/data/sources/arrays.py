@@ -192,8 +192,8 @@ class SyntheticMasks(Numbered):
 
     def entries(self) -> Entries:
         sizes = np.full(len(self), math.prod(self.shape))
-        masks = [(f"{self.num_classes} classes", 0)]
-        return super().entries()._replace(sizes=sizes, masks=masks)
+        more = {"masks": [(f"{self.num_classes} classes", 0)]}
+        return super().entries()._replace(sizes=sizes, more=more)
 
 
 def synthetic_image(

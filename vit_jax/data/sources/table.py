@@ -26,6 +26,7 @@ from collections.abc import Collection, Mapping, Sequence
 from vit_jax.config import fields
 from vit_jax.data import splits
 from vit_jax.data.config import DataConfig
+from vit_jax.data.masks import MaskFiles
 from vit_jax.data.sources.base import (
     SourceType,
     SplitRequest,
@@ -111,11 +112,11 @@ def open_table(data: DataConfig, split: str) -> FolderSource:
     }
     sizes = {name: len(files.get(name, rows[name])) for name in rows}
     chosen = splits.select(split, sizes, data.data_dir)
-    masks = None
+    beside = ()
     if data.mask_key:
         read_rows = [row for name in files for row in rows[name]]
-        masks = _masks(data, paths, tables, read_rows)
-    return FolderSource.of_splits(paths.root, files, list(classes), chosen, masks)
+        beside = (MaskFiles(_masks(data, paths, tables, read_rows)),)
+    return FolderSource.of_splits(paths.root, files, list(classes), chosen, beside)
 
 
 def _check_lines(table: Table, columns: Sequence[str]) -> None:
