@@ -20,6 +20,7 @@ from PIL import Image
 from vit_jax.data import decode, display
 from vit_jax.data.config import DEPTHS, MAX_MEGAPIXELS, DataConfig
 from vit_jax.data.decode import DamagedImage
+from vit_jax.errors import UserError
 
 _PNG = b"\x89PNG"
 _PNG_DEPTH = 24  # Where a PNG file has its bits per sample.
@@ -62,6 +63,15 @@ class PixelFormat:
         if isinstance(data, np.ndarray):
             return self.is_photograph and data.dtype == np.uint8
         return self.is_photograph and not data.startswith(decode.OF_ARRAYS)
+
+
+def check_config(data: DataConfig) -> None:
+    """Raises UserError unless `data.bands` are as many as `data.channels`."""
+    if len(data.bands) != data.channels:
+        raise UserError(
+            f"data.bands={data.bands} chooses {len(data.bands)} bands, but "
+            f"data.channels={data.channels}: make them equal"
+        )
 
 
 def read(

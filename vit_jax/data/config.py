@@ -18,7 +18,20 @@ MAX_CHANNELS = 512
 SYNTHETIC_CLASSES = 10  # Of the synthetic set where `data.num_classes` is 0.
 IGNORED = -1  # In place of the class of a pixel that counts for none.
 # Key -> function that checks it against the others, imported where the key is set.
-CHECKS = Registry({"mask_key": "vit_jax.data.masks:check_config"})
+CHECKS = Registry(
+    {
+        "mask_key": "vit_jax.data.masks:check_config",
+        "bands": "vit_jax.data.bands:check_config",
+    }
+)
+# Value of `match_classes` of an evaluation or a teacher -> function that finds the classes of
+# data in a model's.
+MATCHERS = Registry(
+    {
+        "names": "vit_jax.data.class_names:match",
+        "position": "vit_jax.data.class_names:match_by_position",
+    }
+)
 # Of keys that say where and how fast a host reads, not what.
 OF_HOST = {"changes_result": False, "of_host": True}
 # Keys that say where the images of a data set are.
@@ -195,11 +208,6 @@ class DataConfig(ReaderConfig):
     )
 
     def __post_init__(self):
-        if self.bands and len(self.bands) != self.channels:
-            raise UserError(
-                f"data.bands={self.bands} chooses {len(self.bands)} bands, but "
-                f"data.channels={self.channels}: make them equal"
-            )
         for name in CHECKS:
             if getattr(self, name):
                 CHECKS[name](self)

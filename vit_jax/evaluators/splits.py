@@ -12,9 +12,9 @@ from typing import ClassVar
 import numpy as np
 from jaxtyping import Integer
 
-from vit_jax.config.fields import Registry, epochs, key
+from vit_jax.config.fields import epochs, key
 from vit_jax.data import pipeline
-from vit_jax.data.config import SYNTHETIC_CLASSES, DataConfig
+from vit_jax.data.config import MATCHERS, SYNTHETIC_CLASSES, DataConfig
 from vit_jax.data.decode import DamagedImage
 from vit_jax.data.fields.image import Image
 from vit_jax.data.sources.base import (
@@ -46,15 +46,6 @@ _MANY = 2**31 - 1  # Number of classes if the labels are not the model's.
 # test split only if there is no other.
 TESTS = ("test", "val", "validation")
 VALIDATIONS = ("val", "validation", "test")
-
-
-# Value of `match_classes` -> function that finds the classes of data in a model's.
-MATCHERS = Registry(
-    {
-        "names": "vit_jax.data.class_names:match",
-        "position": "vit_jax.data.class_names:match_by_position",
-    }
-)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
