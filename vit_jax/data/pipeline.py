@@ -61,8 +61,8 @@ def train_batches(
     if data.class_balance:
         balance = order.Balance.of(data.class_balance, read_labels(source))
     loaders = _train_loaders(source, data, seed)
-    if last := data.transforms.last:
-        last.check_rows(rows, batch_size)
+    if views := data.transforms.views:
+        views.check_rows(rows, batch_size)
     load = _TrainBatch(loaders, batch_size, first, rows, balance)
     return Batches(load, range(start, stop), data)
 
@@ -76,7 +76,7 @@ def _train_loaders(
     specs = parse.loaded(transforms, data, in_memory)
     key, made = "data.train_transform", fields.of(data, source)
     loader = Loader(source, data, key, transforms.host, specs, seed, made)
-    return transforms.last.loaders(loader) if transforms.last else [(loader, 1.0)]
+    return transforms.views.loaders(loader) if transforms.views else [(loader, 1.0)]
 
 
 def try_training(source: Source, data: DataConfig) -> None:

@@ -68,8 +68,8 @@ class Crops:
         small_transform: str,
         data: DataConfig,
     ):
-        device, last = data.transforms.device, data.transforms.last
-        self._shapes = last.output_shapes(data.channels) if last else {}
+        device, views = data.transforms.device, data.transforms.views
+        self._shapes = views.output_shapes(data.channels) if views else {}
         if device or self._shapes.get("image", ())[:1] != (NUM_LARGE,):
             raise UserError(
                 f"data.train_transform={data.train_transform!r} with task.name={task!r} "
@@ -81,7 +81,7 @@ class Crops:
         lines.append((small_transform, "task.small_transform"))
         self._data = data
         self.ops = [_device_ops(line, where, data) for line, where in lines]
-        made = last.alternatives()
+        made = views.alternatives()
         total = sum(weight for _, weight in made)
         self.sizes = [
             self._sizes(op.output_shapes(data.channels), weight / total)
@@ -89,7 +89,7 @@ class Crops:
         ]
         if tuple(data.image_size) not in [sizes.large for sizes in self.sizes]:
             sides = tuple(round(self.scale * side) for side in data.image_size)
-            name = "size" if made[0][0] == last else "one of the sizes"
+            name = "size" if made[0][0] == views else "one of the sizes"
             raise UserError(
                 f"data.train_transform={data.train_transform!r} with task.name={task!r} "
                 f"must cut large crops of {sides}, data.image_size by {self.scale:g}: set "

@@ -363,7 +363,7 @@ class ImageTask(Task):
         if "grids" not in self._specs:
             return super().training_flops()
         flops = []
-        for op, _ in self.data.transforms.last.alternatives():
+        for op, _ in self.data.transforms.views.alternatives():
             shapes = op.output_shapes(self.data.channels)
             row = PatchSequences(
                 jax.ShapeDtypeStruct((1, *shapes["image"]), jnp.float32),

@@ -130,13 +130,13 @@ def check_colors(ops: Iterable[Transform], data: DataConfig, key: str) -> None:
     for op in ops:
         if not op.on_colors:
             continue
-        name = f"{where_of(op, key)} changes colours"
         if data.channels not in (1, 3):
             raise UserError(
-                f"{name}, and data.channels={data.channels} is neither 1 nor 3: remove it"
+                f"{where_of(op, key)} changes colours, and data.channels={data.channels} "
+                "is neither 1 nor 3: remove it"
             )
         if op.runs_on == "host" and data.pixels != "uint8":
             raise UserError(
-                f"{name} of 8 bits, and data.pixels={data.pixels!r}: remove it, or set "
-                "--config.data.pixels=uint8"
+                f"{where_of(op, key)} changes colours of 8 bits, and data.pixels="
+                f"{data.pixels!r}: remove it, or set --config.data.pixels=uint8"
             )

@@ -2,11 +2,11 @@
 
 Transforms stand between bars and take Python literals, by position or by name. Host
 transforms run in the loader, image by image; device transforms run in the training step, on
-the batch, and come last. The size of a crop or
-resize is `data.image_size` unless given, as 224 or as (160, 224).
+the batch, and come last. The size of a crop or resize is `data.image_size` unless given, as
+224 or as (160, 224).
 
 A user's transform is named with its module: "my_module:MyTransform(0.5) | flip"; base.py
-describes its interface.
+describes its interface. `data.transforms` is the result for a config, parsed once.
 
 A level of AugReg, "random_resized_crop | augreg('medium2') | flip", is RandAugment in its place
 and mixup after the last transform: "... | randaugment(2, 15) | flip | mixup(0.5)".
@@ -40,20 +40,18 @@ class Transforms(NamedTuple):
     device: tuple
 
     @property
-    def last(self) -> HostTransform | None:
+    def views(self) -> HostTransform | None:
         """The host transform that makes several arrays of an image; None if none does."""
         return self.host[-1] if self.host and self.host[-1].makes_arrays else None
 
     @property
     def packs(self) -> int:
         """Number of images that share a row of the arrays made of them."""
-        return self.last.packs if self.last else 1
+        return self.views.packs if self.views else 1
 
 
 def parsed(data: DataConfig) -> Transforms:
     """Parses `data.train_transform`, and checks it against the fields of a record.
-
-    `data.transforms` is the result, parsed once.
 
     Raises:
       UserError: see `parse_train` and the `check` of the fields.
@@ -104,8 +102,8 @@ def loaded(
       UserError: images are enlarged on the device, but the host transforms end in no
         fixed size.
     """
-    if transforms.last:
-        return transforms.last.specs(data.channels, data.pixels)
+    if transforms.views:
+        return transforms.views.specs(data.channels, data.pixels)
     size, image = tuple(data.image_size), Image(data)
     resizing = [op for op in transforms.device if op.output_size]
     if resizing:
