@@ -143,12 +143,7 @@ class RandomResizedCrop(HostTransform):
         for _ in range(10):
             h, w = self._sides(height, width, rng)
             if 0 < w <= width and 0 < h <= height:
-                return (
-                    random_below(height - h + 1, rng),
-                    random_below(width - w + 1, rng),
-                    h,
-                    w,
-                )
+                return below(height - h + 1, rng), below(width - w + 1, rng), h, w
         # An extreme shape: the largest central part whose ratio is allowed.
         w = max(1, min(width, round(height * self.ratio[1])))
         h = max(1, min(height, round(width / self.ratio[0])))
@@ -180,7 +175,7 @@ class ClippedCrop(RandomResizedCrop):
     ) -> tuple[int, int, int, int]:
         h, w = self._sides(height, width, rng)
         h, w = max(1, min(h, height)), max(1, min(w, width))
-        return random_below(height - h + 1, rng), random_below(width - w + 1, rng), h, w
+        return below(height - h + 1, rng), below(width - w + 1, rng), h, w
 
 
 @dataclasses.dataclass(frozen=True)
@@ -208,7 +203,7 @@ class InceptionCrop(RandomResizedCrop):
             if part:
                 h, w = part
                 # The last place is not drawn, as there.
-                return random_below(height - h, rng), random_below(width - w, rng), h, w
+                return below(height - h, rng), below(width - w, rng), h, w
         return 0, 0, height, width
 
     def _part(
@@ -222,7 +217,7 @@ class InceptionCrop(RandomResizedCrop):
             last -= round(last * ratio) > width
         last = min(last, height)
         first = min(first, last)
-        h = first + random_below(last - first + 1, rng) if first < last else first
+        h = first + below(last - first + 1, rng) if first < last else first
         # Rounding may carry the area out of its range.
         h += round(h * ratio) * h < least
         h -= round(h * ratio) * h > most
@@ -309,7 +304,7 @@ class RandomCrop(HostTransform):
 
     def __call__(self, image: Before, rng: np.random.Generator) -> After:
         (top, left), (height, width) = _room(image, self.size), pair(self.size)
-        top, left = random_below(top + 1, rng), random_below(left + 1, rng)
+        top, left = below(top + 1, rng), below(left + 1, rng)
         return image[top : top + height, left : left + width]
 
 
@@ -362,7 +357,8 @@ def _room(image: np.ndarray, size: Given) -> tuple[int, int]:
     return room
 
 
-def random_below(stop: int, rng: np.random.Generator) -> int:
+def below(stop: int, rng: np.random.Generator) -> int:
+    """Draws a whole number from 0 to `stop` - 1."""
     # From `random`, whose stream numpy keeps, unlike that of `integers`.
     return int(rng.random() * stop)
 

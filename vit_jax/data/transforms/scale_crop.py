@@ -22,8 +22,8 @@ from vit_jax.data.transforms.base import (
 from vit_jax.data.transforms.host import (
     After,
     Before,
+    below,
     nearest,
-    random_below,
     resize_box,
 )
 
@@ -80,9 +80,7 @@ class ScaleCrop(HostTransform):
         # In pixels of the image, so that only the part is resized.
         shrunk = [n / m for n, m in zip(before, resized, strict=True)] * 2
         for _ in range(_PARTS_DRAWN):
-            start = [
-                random_below(n - m + 1, rng) for n, m in zip(resized, part, strict=True)
-            ]
+            start = [below(n - m + 1, rng) for n, m in zip(resized, part, strict=True)]
             box = tuple(n * m for n, m in zip((*start, *part), shrunk, strict=True))
             if self.most_of_one == 1 or mask is None:
                 break
