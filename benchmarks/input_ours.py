@@ -10,8 +10,7 @@ import numpy as np
 from vit_jax.data import order, pipeline
 from vit_jax.data.sources.arrays import ArraySource
 from vit_jax.data.sources.open import open_source
-from vit_jax.data.transforms import device as transforms
-from vit_jax.data.transforms import parse
+from vit_jax.data.transforms import geometric, parse
 from vit_jax.training import config
 
 SIZE, SEED = 224, 7
@@ -75,7 +74,7 @@ def from_memory(folder, batch, augment):
 
 def flips(batch):
     """Iterates over flipped batches, with nothing loaded."""
-    stage = device_stage((transforms.Flip(),))
+    stage = device_stage((geometric.Flip(),))
     images = np.zeros((batch, SIZE, SIZE, 3), np.uint8)
     for step in range(10**9):
         index = step * batch + np.arange(batch, dtype=np.uint32)

@@ -79,7 +79,9 @@ def see(source, config, count: int) -> tuple:
     import numpy as np
 
     from vit_jax.config.lengths import RunLength
-    from vit_jax.data import bands, masks, normalization, pipeline
+    from vit_jax.data import display, masks, normalization, pipeline
+    from vit_jax.data.fields.image import Image
+    from vit_jax.data.sources.base import inspected
     from vit_jax.data.transforms import parse
     from vit_jax.training import train_state
 
@@ -90,8 +92,8 @@ def see(source, config, count: int) -> tuple:
     run = RunLength(config.num_steps(examples), examples / config.batch_size)
     task = config.task.build(config.build_model(), data, run)
     parse.check_batch(task.batch_spec(config.batch_size), data)
-    pipeline.warn_of_dark(source, data)
-    packs = parse.packs(data)
+    Image(data).inspect(source, inspected(source))
+    packs = data.transforms.packs
     with pipeline.train_batches(
         source,
         data,
@@ -107,7 +109,7 @@ def see(source, config, count: int) -> tuple:
     sides = np.max([pixels.shape[2:4] for pixels in views], axis=0).tolist()
     images = np.concatenate([_pad(pixels, *sides) for pixels in views], axis=1)
     images = images.reshape(-1, *images.shape[2:])
-    images = np.stack([bands.to_display(image) for image in images])
+    images = np.stack([display.to_display(image) for image in images])
     labels = prepared.get("label")
     if "label_map" in prepared:
         colors = masks.palette(data.num_classes, source.class_colors)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from vit_jax.config import reference
 from vit_jax.config.reference import KeyGroup
 from vit_jax.data.sources import SOURCES, tfds
-from vit_jax.data.transforms import parse
+from vit_jax.data.transforms import KNOWN, parse
 
 
 def markdown(cls: type) -> str:
@@ -31,7 +31,7 @@ def _sources() -> list[str]:
 
 def _transforms() -> list[str]:
     rows = []
-    for name, cls in parse.all_transforms().items():
+    for name, cls in KNOWN.items():
         where = "device" if cls.runs_on == "device" else "loader"
         where += ", also for evaluation" if getattr(cls, "in_eval", False) else ""
         rows.append((f"`{parse.usage(name, cls)}`", reference.summary(cls), where))

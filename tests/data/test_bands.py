@@ -12,13 +12,14 @@ from helpers import run_command
 from PIL import Image
 
 import vit_jax
-from vit_jax.data import bands, decode, normalization, pipeline
+from vit_jax.data import bands, decode, display, normalization
 from vit_jax.data.bands import PixelFormat
 from vit_jax.data.config import DataConfig
+from vit_jax.data.fields import image as image_field
 from vit_jax.data.preprocess import Preprocess, warn_of_dark
 from vit_jax.data.sources import arrays
 from vit_jax.data.sources.arrays import open_arrays
-from vit_jax.data.sources.base import _warned
+from vit_jax.data.sources.base import _warned, inspected
 from vit_jax.data.transforms import host
 from vit_jax.errors import UserError
 from vit_jax.weights import surgery
@@ -211,9 +212,9 @@ def test_an_estimate_says_why_no_image_can_be_read():
 
 
 def test_a_picture_of_bands_is_grey_or_of_the_first_three():
-    assert bands.to_display(SIXTEEN).shape == (8, 6, 3)
-    assert bands.to_display(SIXTEEN[..., :2]).shape == (8, 6, 1)
-    shown = bands.to_display(SIXTEEN)
+    assert display.to_display(SIXTEEN).shape == (8, 6, 3)
+    assert display.to_display(SIXTEEN[..., :2]).shape == (8, 6, 1)
+    shown = display.to_display(SIXTEEN)
     assert (shown.dtype, shown.min(), shown.max()) == (np.uint8, 0, 255)
 
 
@@ -296,7 +297,7 @@ def test_a_run_says_that_its_images_are_dark(caplog, most, mean, warns):
     images = RNG.integers(most // 2, most, (20, 5, 4, 1), np.uint16)
     source = open_arrays({"train": (images, np.zeros(20, int))}, "train", "made")
     data = DataConfig(channels=1, pixels="uint16", mean=(mean,))
-    pipeline.warn_of_dark(source, data)
+    image_field.Image(data).inspect(source, inspected(source))
     assert ("8 of 8 images" in caplog.text) == warns == bool(caplog.text)
 
 

@@ -1,5 +1,7 @@
 """The rule that matches the classes of data with those of a model."""
 
+import functools
+
 import numpy as np
 import pytest
 
@@ -104,10 +106,11 @@ def test_only_position_decides_and_is_told():
     assert "warning: by the numbers in the names it would be a1, a2, a10" in told
     assert "label k" in found((), COLOURS).line
     assert not found((), (), 3).line
-    stated = found(("x", "blue", "y", "z"), COLOURS, by="position")
+    by_position = functools.partial(class_names.match_by_position, where="here")
+    stated = by_position(("x", "blue", "y", "z"), COLOURS, 4)
     assert (stated.way, stated.indices.tolist()) == ("position", [0, 1, 2, 3])
     with pytest.raises(UserError, match="3 classes, but the model has 4"):
-        found(("x", "blue", "y"), COLOURS, by="position")
+        by_position(("x", "blue", "y"), COLOURS, 4)
 
 
 def test_a_line_is_told_unless_names_and_order_agree():

@@ -164,7 +164,7 @@ def test_records_in_memory_are_compared_by_their_pixels(data_config):
     data = data_config(image_size=(8, 8), channels=1, name="digits", num_classes=10)
     one, same = (fingerprint(open_source(data, "train")) for _ in range(2))
     assert one == same != fingerprint(open_source(data, "test"))
-    assert fingerprints.unchecked(one, labelled=True) == ""
+    assert fingerprints.unchecked(one, ["labels"]) == ""
 
 
 def test_left_out_records_count(folder, compare, tmp_path):
@@ -247,8 +247,8 @@ def test_a_source_of_ones_own_is_compared_by_what_it_tells():
         (line,) = differences(stored, Own(list(names)))
         assert line == "names of the records or their order differ"
     assert "names of the records but not their labels and sizes" in (
-        fingerprints.unchecked(stored, labelled=True)
+        fingerprints.unchecked(stored, ["labels"])
     )
     assert "names of the records but not their sizes:" in (
-        fingerprints.unchecked(stored, labelled=False)
+        fingerprints.unchecked(stored, [])
     )

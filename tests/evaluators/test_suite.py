@@ -192,7 +192,7 @@ def test_what_travels_with_weights_prepares_the_images(passed):
         ({"kind": "real"}, "kind='real' is for classifiers of ImageNet's 1,000"),
         ({"kind": "objectnet"}, "kind='objectnet' is for classifiers of ImageNet's"),
         (FEW | {"name": "absent_set"}, "data.name='absent_set': no such prepared"),
-        (FEW | {"eval_transform": "flip"}, "unknown operation 'flip'"),
+        (FEW | {"eval_transform": "flip"}, "eval_transform='flip'"),
     ],
 )
 def test_what_does_not_fit_is_refused(spec, message):

@@ -14,7 +14,7 @@ import vit_jax
 from vit_jax import models, weights
 from vit_jax.config.lengths import RunLength
 from vit_jax.data.config import DataConfig
-from vit_jax.data.transforms import device, parse
+from vit_jax.data.transforms import geometric, parse
 from vit_jax.data.transforms.photometric_distortion import PhotometricDistortion
 from vit_jax.distributed import mesh as meshes
 from vit_jax.errors import UserError
@@ -246,7 +246,7 @@ def test_the_recipe_has_mmsegmentations_scales(data, size, sides, steps):
     assert crop.most_of_one == 0.75 and not crop.pad
     assert distortion == PhotometricDistortion()
     np.testing.assert_allclose(pad.fill, 255 * np.array(c.data.mean), atol=0.5)
-    assert type(flip) is device.Flip
+    assert type(flip) is geometric.Flip
     how = Sliding(size, c.evals["val"].resize, c.evals["val"].overlap)
     fitted = how.fitted((1024, 2048))
     for length, window, starts in zip(fitted, size, steps, strict=True):

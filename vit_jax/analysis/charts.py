@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from PIL import Image
 
-from vit_jax.data import bands
+from vit_jax.data import display
 from vit_jax.errors import UserError
 
 if TYPE_CHECKING:
@@ -558,7 +558,7 @@ def _reduce(tile: np.ndarray, width: float) -> np.ndarray:
     columns = round(width * DPI)
     if tile.ndim == 3:
         is_picture = tile.shape[-1] in (1, 3) and tile.dtype != np.uint16
-        tile = tile if is_picture else bands.to_display(tile)  # A model's input.
+        tile = tile if is_picture else display.to_display(tile)  # A model's input.
         tile = tile.repeat(3 // tile.shape[-1], axis=-1)
     if tile.ndim == 2 or tile.shape[1] <= columns or tile.dtype != np.uint8:
         return tile

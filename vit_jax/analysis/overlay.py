@@ -11,7 +11,7 @@ from PIL import Image
 
 from vit_jax.analysis import contact_sheet, embeddings
 from vit_jax.analysis.loaded_model import LoadedModel, check_finite
-from vit_jax.data import bands
+from vit_jax.data import display
 from vit_jax.data.preprocess import Preprocess
 from vit_jax.models import Model, Params
 
@@ -58,11 +58,11 @@ def blend(
     """Blends values over an image, from purple through orange to pale yellow.
 
     Args:
-      image: of any bands, see `bands.to_display`.
+      image: of any bands, see `display.to_display`.
       values: one per pixel, from 0 (the image in grey) to 1; NaN marks pixels outside
         the crop, which are darkened.
     """
-    image = bands.to_display(image)
+    image = display.to_display(image)
     blended = np.empty((*image.shape[:2], 3), np.uint8)
     for top in range(0, len(image), _ROWS_PER_BLEND):
         rows = slice(top, top + _ROWS_PER_BLEND)

@@ -17,12 +17,11 @@ import numpy as np
 from jaxtyping import Num, UInt8
 from PIL import Image
 
-from vit_jax.data import decode
+from vit_jax.data import decode, display
 from vit_jax.data.config import DEPTHS, MAX_MEGAPIXELS, DataConfig
 from vit_jax.data.decode import DamagedImage
+from vit_jax.errors import UserError
 
-# First bytes of a file of np.save, and of np.savez.
-OF_ARRAYS = _NPY, _NPZ = b"\x93NUMPY", b"PK\x03\x04"
 _PNG = b"\x89PNG"
 _PNG_DEPTH = 24  # Where a PNG file has its bits per sample.
 # White by the type of whole numbers; of floats that `read` returns it is 255.
@@ -63,7 +62,16 @@ class PixelFormat:
         """Whether `decode.decode` reads the data, and not this module."""
         if isinstance(data, np.ndarray):
             return self.is_photograph and data.dtype == np.uint8
-        return self.is_photograph and not data.startswith(OF_ARRAYS)
+        return self.is_photograph and not data.startswith(decode.OF_ARRAYS)
+
+
+def check_config(data: DataConfig) -> None:
+    """Raises UserError unless `data.bands` are as many as `data.channels`."""
+    if len(data.bands) != data.channels:
+        raise UserError(
+            f"data.bands={data.bands} chooses {len(data.bands)} bands, but "
+            f"data.channels={data.channels}: make them equal"
+        )
 
 
 def read(
@@ -116,9 +124,9 @@ def stored(
     if isinstance(data, np.ndarray):
         return data
     try:
-        if data.startswith(_NPY):
+        if data.startswith(decode.NPY):
             return np.load(io.BytesIO(data), allow_pickle=False)
-        if data.startswith(_NPZ):
+        if data.startswith(decode.NPZ):
             return _only_array(np.load(io.BytesIO(data), allow_pickle=False))
         if data.startswith(decode.TIFF):
             return _read_tiff(data)
@@ -243,12 +251,13 @@ def picture(
     exif: bool = False,
     max_megapixels: float = MAX_MEGAPIXELS,
 ) -> UInt8[np.ndarray, "H W 3"]:
-    """Returns RGB of an image of any kind; of what is no photograph see `to_display`.
+    """Returns RGB of an image of any kind; of what is no photograph see
+    `display.to_display`.
 
     Raises:
       DamagedImage: it cannot be read.
     """
-    return to_rgb(_of_any_bands(data, exif, max_megapixels))
+    return display.to_rgb(_of_any_bands(data, exif, max_megapixels))
 
 
 def check(data: bytes, max_megapixels: float = MAX_MEGAPIXELS) -> None:
@@ -264,30 +273,7 @@ def _of_any_bands(
     try:
         return decode.decode(data, 3, exif=exif, max_megapixels=max_megapixels)
     except DamagedImage:
-        of_bands = (*OF_ARRAYS, *decode.TIFF)
+        of_bands = (*decode.OF_ARRAYS, *decode.TIFF)
         if isinstance(data, bytes) and not data.startswith(of_bands):
             raise
     return _with_bands(data, exif, max_megapixels)
-
-
-def to_rgb(pixels: Num[np.ndarray, "H W C"]) -> UInt8[np.ndarray, "H W 3"]:
-    """Returns the picture of `to_display` with three channels."""
-    shown = to_display(pixels)
-    return np.repeat(shown, 3 // shown.shape[-1], axis=-1)
-
-
-def to_display(
-    pixels: Num[np.ndarray, "H W C"], shown: Sequence[int] = ()
-) -> UInt8[np.ndarray, "H W c"]:
-    """Returns a picture of an image: grey for one or two bands, else the first three.
-
-    `shown` are other bands, one or three, counted from 0. What is no photograph is scaled
-    so that 2 % of the values are black and 2 % are white.
-    """
-    if pixels.dtype == np.uint8 and pixels.shape[-1] in (1, 3):
-        return pixels[..., shown] if shown else pixels
-    pixels = pixels[..., shown] if shown else pixels
-    first = pixels[..., : 3 if pixels.shape[-1] > 2 else 1].astype(np.float32)
-    low, high = np.percentile(first, (2, 98), axis=(0, 1))
-    scaled = (first - low) / np.maximum(high - low, 1e-6)
-    return (255 * scaled.clip(0, 1)).round().astype(np.uint8)

@@ -1,5 +1,6 @@
 """Captions of data sets: the texts of an image, of which a record has one or several."""
 
+import dataclasses
 import functools
 import json
 import os
@@ -11,6 +12,7 @@ import numpy as np
 
 from vit_jax.data import fingerprint
 from vit_jax.data.decode import DamagedImage
+from vit_jax.data.sources.base import Beside
 from vit_jax.errors import UserError
 
 TEXT = "text"  # Their name in a record, and that of their tokens in a batch.
@@ -61,6 +63,22 @@ def of_file(root: str, path: str, key: str) -> list[str]:
     except UnicodeDecodeError as error:
         raise DamagedImage(f"has a caption that is not UTF-8 ({beside})") from error
     return [line.strip() for line in lines if line.strip()]
+
+
+@dataclasses.dataclass(frozen=True)
+class CaptionFiles(Beside):
+    """The captions of image files, see `of_file`."""
+
+    name = TEXT
+    part = "captions"
+
+    key: str
+
+    def read(self, root, path):
+        return of_file(root, path, self.key)
+
+    def entries(self, root, paths):
+        return list(sums_of_files(root, paths, self.key).items())
 
 
 def sums_of_files(root: str, paths: Sequence[str], key: str) -> dict[str, int]:

@@ -8,7 +8,6 @@ import functools
 import os
 import pathlib
 import re
-import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -16,9 +15,10 @@ import numpy as np
 from jaxtyping import Integer
 
 from vit_jax.data import imagenet
+from vit_jax.data.sources.base import composed
 from vit_jax.errors import UserError
 
-NAMES, POSITION = "names", "position"  # The choices of `match_classes`.
+NAMES, POSITION = "names", "position"
 NUMBERS, WORDNET, ENGLISH = "class numbers", "WordNet ids", "ImageNet's names"
 
 _SHOWN = 5  # Names in a message.
@@ -67,11 +67,6 @@ class _Way(NamedTuple):
         return next(filter(None, classes), ())
 
 
-def composed(name: str) -> str:
-    """Returns a name with letters and accents composed (NFC), unlike files of macOS."""
-    return unicodedata.normalize("NFC", name)
-
-
 def read(path: str | os.PathLike, what: str) -> tuple[str, ...]:
     """Reads names from a text file, one per line in label order; `what` names the file.
 
@@ -99,10 +94,9 @@ def match(
     num_classes: int,
     *,
     where: str,
-    by: str = NAMES,
     hint: str = "",
 ) -> Match:
-    """Matches the classes of data with those of a model.
+    """Matches the classes of data with those of a model, by their names.
 
     Case, "_" and "-" do not count, nor zeros in front of a number, nor what follows a
     WordNet id ("n02085620-Chihuahua"). Names that are all whole numbers are class numbers if
@@ -114,7 +108,6 @@ def match(
       model_names: class names of the model in output order; may be empty.
       num_classes: number of the model's classes.
       where: beginning of an error's message.
-      by: NAMES, or POSITION to compare class k of the data with the model's class k.
       hint: another remedy for names that the model lacks.
 
     Raises:
@@ -122,11 +115,11 @@ def match(
         two names for one.
     """
     names, model_names = tuple(names), tuple(model_names)
-    if by == POSITION or not names:
-        return _by_position(names, model_names, num_classes, where)
+    if not names:
+        return match_by_position(names, model_names, num_classes, where=where)
     way, matches = _look_up(names, model_names, num_classes)
     if not any(matches) and not model_names:
-        return _by_position(names, model_names, num_classes, where)
+        return match_by_position(names, model_names, num_classes, where=where)
     if not all(matches):
         unknown = _describe_unknown(names, model_names, num_classes, matches)
         raise UserError(f"{where}: {unknown}: rename or remove them{hint}")
@@ -136,6 +129,40 @@ def match(
         _check_unambiguous(names, matches, num_classes, where)
         indices = np.array([one[0] for one in matches])
     return Match(indices, way.name, _describe(names, indices, way.name, num_classes))
+
+
+def match_by_position(
+    names: Sequence[str],
+    model_names: Sequence[str],
+    num_classes: int,
+    *,
+    where: str,
+    hint: str = "",
+) -> Match:
+    """Compares class k of data with a model's class k.
+
+    Args: see `match`.
+
+    Raises:
+      UserError: the data have names, and another number of classes.
+    """
+    names, model_names = tuple(names), tuple(model_names)
+    if names and len(names) != num_classes:
+        raise UserError(
+            f"{where} has {len(names)} classes, but the model has {num_classes} and no "
+            "names to match them: fine-tune it on these, name the model's classes "
+            "(convert --labels=FILE), or use an evaluation of its features, as "
+            "kind='fewshot'"
+        )
+    line = ""
+    if names and names != model_names:
+        line = (
+            f"class k is taken as the model's class k, in the order {_listed(names)}"
+            f"{_other_order(names)}"
+        )
+    elif model_names and not names:
+        line = "has no class names: label k is taken as the model's class k"
+    return Match(np.arange(num_classes), POSITION, line)
 
 
 def arrange(
@@ -292,25 +319,6 @@ def _numbers_in(names: Sequence[str]) -> dict[str, list[int]]:
 def _plain(name: str) -> str:
     name = re.sub(r"[\s_-]+", " ", composed(name)).strip().casefold()
     return str(int(name)) if name.isdecimal() else name
-
-
-def _by_position(names, model_names, num_classes, where) -> Match:
-    if names and len(names) != num_classes:
-        raise UserError(
-            f"{where} has {len(names)} classes, but the model has {num_classes} and no "
-            "names to match them: fine-tune it on these, name the model's classes "
-            "(convert --labels=FILE), or use an evaluation of its features, as "
-            "kind='fewshot'"
-        )
-    line = ""
-    if names and names != model_names:
-        line = (
-            f"class k is taken as the model's class k, in the order {_listed(names)}"
-            f"{_other_order(names)}"
-        )
-    elif model_names and not names:
-        line = "has no class names: label k is taken as the model's class k"
-    return Match(np.arange(num_classes), POSITION, line)
 
 
 def _other_order(names: Sequence[str]) -> str:

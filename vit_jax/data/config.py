@@ -1,9 +1,10 @@
 """Config of the data: which images are read, and how they are prepared."""
 
 import dataclasses
+import functools
 import math
 
-from vit_jax.config.fields import key
+from vit_jax.config.fields import Registry, key
 from vit_jax.errors import UserError
 
 # Larger images are not decoded, unless `data.max_megapixels` says so, ...
@@ -14,8 +15,23 @@ ESTIMATE = "estimate"
 # Values of `data.pixels`.
 DEPTHS = ("uint8", "uint16", "float32")
 MAX_CHANNELS = 512
-MAX_MASK_CLASSES = 2**15  # Masks are read as int16.
+SYNTHETIC_CLASSES = 10  # Of the synthetic set where `data.num_classes` is 0.
 IGNORED = -1  # In place of the class of a pixel that counts for none.
+# Key -> function that checks it against the others, imported where the key is set.
+CHECKS = Registry(
+    {
+        "mask_key": "vit_jax.data.masks:check_config",
+        "bands": "vit_jax.data.bands:check_config",
+    }
+)
+# Value of `match_classes` of an evaluation or a teacher -> function that finds the classes of
+# data in a model's.
+MATCHERS = Registry(
+    {
+        "names": "vit_jax.data.class_names:match",
+        "position": "vit_jax.data.class_names:match_by_position",
+    }
+)
 # Of keys that say where and how fast a host reads, not what.
 OF_HOST = {"changes_result": False, "of_host": True}
 # Keys that say where the images of a data set are.
@@ -255,12 +271,9 @@ class DataConfig(ReaderConfig):
     )
 
     def __post_init__(self):
-        if self.bands and len(self.bands) != self.channels:
-            raise UserError(
-                f"data.bands={self.bands} chooses {len(self.bands)} bands, but "
-                f"data.channels={self.channels}: make them equal"
-            )
-        self._check_masks()
+        for name in CHECKS:
+            if getattr(self, name):
+                CHECKS[name](self)
         if self.class_balance and (self.multi_label or not self.num_classes):
             raise UserError(
                 f"data.class_balance={self.class_balance!r} needs one class per image: "
@@ -291,55 +304,25 @@ class DataConfig(ReaderConfig):
                 "choose a smaller size"
             )
 
+    def __getstate__(self):
+        # Loader processes do without the parsed transforms, which may import JAX.
+        return {
+            each.name: getattr(self, each.name) for each in dataclasses.fields(self)
+        }
+
+    @functools.cached_property
+    def transforms(self):
+        """The `Transforms` of `train_transform`, see `parse.parsed`."""
+        from vit_jax.data.transforms import parse  # It imports this file.
+
+        return parse.parsed(self)
+
     @property
     def has_labels(self) -> bool:
         """Whether every image has labels, which are read."""
         return bool(self.num_classes) and not self.mask_key
 
-    def _check_masks(self) -> None:
-        if not self.mask_key:
-            return
-        where = f"data.mask_key={self.mask_key!r}"
-        for name in ("class_balance", "multi_label"):
-            if value := getattr(self, name):
-                raise UserError(
-                    f"{where} with data.{name}={value!r}: images with masks have no labels "
-                    "of their own; set one of the two"
-                )
-        if not self.num_classes:
-            raise UserError(
-                f"{where} with data.num_classes=0: set --config.data.num_classes to the "
-                "number of classes of the pixels, or data.mask_key='' to read no masks"
-            )
-        if self.num_classes > MAX_MASK_CLASSES:
-            raise UserError(
-                f"{where} with data.num_classes={self.num_classes}: masks have at most "
-                f"{MAX_MASK_CLASSES:,} classes; merge some"
-            )
-        values, ignored = self.mask_values, self.ignore_label
-        if values and (len(values) != self.num_classes or self.reduce_zero_label):
-            raise UserError(
-                f"data.mask_values={values}: give one value for each of "
-                f"data.num_classes={self.num_classes}, without data.reduce_zero_label"
-            )
-        if len({*values}) < len(values):
-            raise UserError(
-                f"data.mask_values={values}: each value stands for one class; remove what "
-                "is there twice"
-            )
-        # 255 beside 0 is white, a class, unless it is asked for.
-        if ignored in values and ignored != ReaderConfig.ignore_label:
-            raise UserError(
-                f"data.ignore_label={ignored} is also a class of data.mask_values={values}: "
-                "remove it from one of the two"
-            )
-        first = int(self.reduce_zero_label)
-        numbers = range(first, first + self.num_classes)
-        # One class stands for a number that is not known yet.
-        if not values and self.num_classes > 1 and ignored in numbers:
-            raise UserError(
-                f"data.ignore_label={ignored} is also a class of data.num_classes="
-                f"{self.num_classes}, which are {numbers[0]} to {numbers[-1]} in a mask: "
-                "set --config.data.ignore_label to another value, as -1 for none, or "
-                "--config.data.mask_values to the values of the classes"
-            )
+    @property
+    def of_photographs(self) -> bool:
+        """Whether images are RGB or grey of 8 bits."""
+        return self.channels in (1, 3) and self.pixels == DEPTHS[0] and not self.bands

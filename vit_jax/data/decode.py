@@ -42,6 +42,8 @@ _TAGS_WITHIN = 2**17  # Bytes; the tags of a JPEG are in its first 64 KiB.
 _TAG_MARKS, _TIFF = (b"Exif", b"eXIf", b"EXIF"), (b"II", b"MM")
 # First bytes of a TIFF file; the last two are BigTIFF.
 TIFF = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
+# First bytes of a file of np.save, and of np.savez.
+OF_ARRAYS = NPY, NPZ = b"\x93NUMPY", b"PK\x03\x04"
 # Bands by the tag 262 (TIFF 6.0, section 8); further ones are described by the tag 338.
 _TIFF_COLOURS = {2: 3, 5: 4, 6: 3, 8: 3}
 # Brands of HEIF files, as from Apple's cameras.

@@ -16,7 +16,7 @@ from jaxtyping import Integer
 # Record ids of a user's source are asked for one by one; of more than this every n-th.
 NAMES = 200_000
 _MEMORY = 2**30  # Bytes of images in memory up to which they are hashed.
-_PARTS = ("names", "labels", "sizes", "captions", "masks")
+_PARTS = ("names", "labels", "sizes")
 
 
 class Entries(NamedTuple):
@@ -27,16 +27,15 @@ class Entries(NamedTuple):
       names: one per entry, the same wherever the data lies.
       labels: class numbers, or a checksum of the labels of a shard; None if unknown.
       sizes: bytes or checksums, integers from 0 on; None if unknown.
-      captions: name of a record or shard -> checksum of its captions; None if not read.
-      masks: files of the masks with their bytes; None if not read, or if `sizes` cover them.
+      more: name of what else is read of records, as "captions", to any value whose text
+        is the same for the same data; without what `sizes` cover.
     """
 
     what: str
     names: Sequence[str]
     labels: Integer[np.ndarray, " N"] | None
     sizes: Integer[np.ndarray, " N"] | None
-    captions: Mapping[str, int] | None = None
-    masks: Sequence[tuple[str, int]] | None = None
+    more: Mapping[str, object] = {}
 
 
 def in_memory(names: Sequence[str], labels, images) -> Entries:
@@ -59,10 +58,7 @@ def fingerprint(source) -> dict[str, str | int]:
     for part in ("labels", "sizes"):
         if (values := getattr(entries, part)) is not None:
             contents[part] = np.asarray(values, "<i8").tobytes()
-    if entries.captions is not None:
-        contents["captions"] = repr(list(entries.captions.items())).encode()
-    if entries.masks is not None:
-        contents["masks"] = repr(entries.masks).encode()
+    contents |= {part: repr(value).encode() for part, value in entries.more.items()}
     return {
         "what": entries.what,
         "records": len(source),
@@ -71,21 +67,17 @@ def fingerprint(source) -> dict[str, str | int]:
         f"{part}_sha256": hashlib.sha256(contents[part]).hexdigest()[:16]
         if part in contents
         else ""
-        for part in _PARTS
+        for part in (*_PARTS, *entries.more)
     }
 
 
-def unchecked(
-    stored: dict, *, labelled: bool, captioned: bool = False, masked: bool = False
-) -> str:
+def unchecked(stored: dict, parts: Sequence[str]) -> str:
     """Returns a line on the parts of the data that a resume cannot compare, or "".
 
-    `stored` is the result of `fingerprint`; the run reads labels if it is `labelled`,
-    captions if it is `captioned`, and masks if it is `masked`.
+    `stored` is the result of `fingerprint`; the run reads `parts`, as "labels".
     """
-    parts = ("labels",) * labelled + ("sizes",) + ("captions",) * captioned
-    parts += ("masks",) * masked
-    lacking = [part for part in parts if not stored[f"{part}_sha256"]]
+    parts = sorted({"sizes", *parts})
+    lacking = [part for part in parts if not stored.get(f"{part}_sha256")]
     if not lacking or stored["what"] == "shards":  # Whose checksums cover the labels.
         return ""
     return (
@@ -110,6 +102,9 @@ def differences(stored: dict, source) -> list[str]:
         lines.append(f"{stored['records']:,} records are now {now['records']:,}")
     if "names_sha256" in changed:  # With other names, all else differs too.
         return [*lines, f"names of the {what} or their order differ"]
-    more = (part for part in _PARTS if f"{part}_sha256" in changed)
+    kept = (key.removesuffix("_sha256") for key in now if key in changed)
+    parts = [part for part in kept if part not in ("what", "records", "class_names")]
     contents = {"sizes": "sizes or contents"}
-    return lines + [f"{contents.get(part, part)} of the {what} differ" for part in more]
+    return lines + [
+        f"{contents.get(part, part)} of the {what} differ" for part in parts
+    ]

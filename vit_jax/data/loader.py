@@ -11,20 +11,19 @@ from typing import Any
 import numpy as np
 from jaxtyping import Integer
 
-from vit_jax.data import bands, decode
+from vit_jax.data import decode
 from vit_jax.data.config import DataConfig
-from vit_jax.data.fields.base import LABEL_MAP, Field
+from vit_jax.data.fields.base import Field, Spec
+from vit_jax.data.fields.image import Image
 from vit_jax.data.sources.base import Source, name_of, read_record, warn
-from vit_jax.data.transforms import host as host_transforms
 from vit_jax.data.transforms import parse
-from vit_jax.data.transforms.base import Transform
+from vit_jax.data.transforms.base import TooSmall, Transform
 from vit_jax.errors import UserError
 
 Batch = dict[str, np.ndarray]
 
 # Keeps augmentation's random bits apart from those of other uses of the same seed.
 _STREAM = 0x617567
-_INSPECTED = 1_000  # Images of a split whose orientation tags are read.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +33,7 @@ class Loader:
     Attributes:
       key: config key of the transforms, for messages.
       ops: host transforms in order.
-      shapes: name -> shape of each array made of an image.
+      specs: name -> shape and dtype of each array made of an image.
       fields: what else a batch has of a record.
       damaged: records that were skipped.
     """
@@ -43,37 +42,27 @@ class Loader:
     data: DataConfig
     key: str
     ops: Sequence[Transform]
-    shapes: dict[str, tuple[int, ...]]
+    specs: dict[str, Spec]
     seed: int = 0
     fields: Sequence[Field] = ()
     damaged: set[int] = dataclasses.field(default_factory=set)
 
     @property
-    def packs(self) -> int:
-        """Number of images that share a row of the arrays made of them."""
-        return self.ops[-1].packs if self.ops else 1
-
-    def ending_in(self, op: Transform) -> "Loader":
-        """Returns the loader with another last transform."""
-        ops = (*self.ops[:-1], op)
-        return dataclasses.replace(
-            self, ops=ops, shapes=op.output_shapes(self.data.channels)
-        )
+    def image(self) -> Image:
+        """The field that transforms make the arrays of."""
+        return Image(self.data)
 
     @property
     def gathers(self) -> bool:
         """Whether a batch is one gather from memory."""
-        images = self.source.images
-        # Floats, fractions of white, are scaled one by one.
-        if images is None or images.dtype == np.float32 or self.ops:
-            return False
-        return all(field.column(self.source) is not None for field in self.fields)
+        every = (self.image, *self.fields)
+        return not self.ops and all(f.column(self.source) is not None for f in every)
 
     def gather(self, records: Integer[np.ndarray, " B"]) -> Batch:
         """Returns a batch of records that lie in memory."""
-        images = self.source.images
+        images = self.image.column(self.source)
         self._check_shapes({"image": images.shape[1:]}, "images")
-        self._check_depth({"image": images}, "images")
+        self._check_dtypes({"image": images}, "images")
         batch = {"image": images[records], "skipped": np.zeros(len(records), np.int32)}
         for field in self.fields:
             _, dtype = field.spec(images.shape[1:3])
@@ -115,19 +104,19 @@ class Loader:
         )
         rng = np.random.Generator(bits)
         try:
-            image, ops = self._open(record, item["image"], rng)
+            image, ops = self._open(record, item, rng)
             # Unknown where the first transform has read the file.
             size = image.shape[:2] if ops is self.ops else None
             values = {f.name: f.read(item, size) for f in self.fields}
             image, values = self._transform(image, values, ops, rng)
             rows = {f.name: f.row(values[f.name], rng) for f in self.fields}
-        except host_transforms.TooSmall as error:
+        except TooSmall as error:
             raise UserError(f"{self.key}: {name}: {error}") from error
         except UserError as error:  # Raised by a field, or a transform of the user's.
             raise UserError(f"{name}: {error}") from error
         arrays = image if isinstance(image, dict) else {"image": image}
         self._check_shapes({key: a.shape for key, a in arrays.items()}, name)
-        self._check_depth(arrays, name)
+        self._check_dtypes(arrays, name)
         return arrays | rows
 
     def _transform(
@@ -138,8 +127,7 @@ class Loader:
         for op in ops:
             # For the same choices.
             same = [copy.deepcopy(rng) for _ in moved if op.moves_pixels]
-            sees = op.sees_mask and LABEL_MAP in values
-            seen = (values[LABEL_MAP],) if sees else ()
+            seen = [values[f.name] for f in self.fields if f.seen_by(op)]
             image = op(image, rng, *seen)
             for field, equal in zip(moved, same):
                 value = values[field.name]
@@ -147,26 +135,18 @@ class Loader:
         return image, values
 
     def _open(
-        self, record: int, data: bytes | np.ndarray, rng: np.random.Generator
-    ) -> tuple[np.ndarray | dict[str, np.ndarray], tuple]:
+        self, record: int, item: dict, rng: np.random.Generator
+    ) -> tuple[np.ndarray | dict[str, np.ndarray], Sequence[Transform]]:
         """Returns pixels, and the transforms that remain to be applied to them."""
-        exif, encoded = self.data.exif, isinstance(data, bytes)
-        inspected = exif or not record % -(-len(self.source) // _INSPECTED)
-        tagged = inspected and encoded and decode.orientation(data) != 1
-        if tagged and not exif:
-            warn(
-                f"{name_of(self.source, record)} is upright only by its orientation tag, "
-                "which is not read: --config.data.exif=True turns such images",
-                about="data.exif",
-            )
-        form = bands.PixelFormat.of(self.data)
-        by_op = encoded and self.ops and self.ops[0].from_file and form.is_decoded(data)
+        data, value = self.data, item["image"]
+        upright = self.image.is_upright(value, self.source, record)
+        by_op = upright and isinstance(value, bytes) and self.image.is_decoded(value)
         # What moves with the pixels needs the size of the image.
         by_op = by_op and not any(field.moves for field in self.fields)
-        if by_op and not (tagged and exif):
-            how = self.data.channels, rng, self.data.max_megapixels
-            return self.ops[0].from_file(data, *how), self.ops[1:]
-        return bands.read(data, form, exif=exif), self.ops
+        if by_op and self.ops and self.ops[0].from_file:
+            how = data.channels, rng, data.max_megapixels
+            return self.ops[0].from_file(value, *how), self.ops[1:]
+        return self.image.read(item, None), self.ops
 
     def refuse(self, record: int, error: decode.DamagedImage) -> None:
         """Raises UserError for a damaged record, unless the config says to skip it."""
@@ -195,36 +175,27 @@ class Loader:
     def empty(self, rows: int) -> Batch:
         """Returns a batch of blank rows."""
         arrays = {
-            name: np.zeros((rows // self.packs, *shape), self._dtype(name))
-            for name, shape in self.shapes.items()
+            name: np.zeros((rows, *shape), dtype)
+            for name, (shape, dtype) in self.specs.items()
         }
         arrays["skipped"] = np.zeros(rows, np.int32)
-        size = self.shapes["image"][-3:-1]
+        size = self.specs["image"][0][-3:-1]
         return arrays | {f.name: f.empty(rows, size) for f in self.fields}
 
-    def _dtype(self, array: str) -> str:
-        return (
-            "int32" if self.ops and array in self.ops[-1].numbers else self.data.pixels
-        )
-
-    def _check_depth(self, arrays: Batch, name: str) -> None:
-        for key, array in arrays.items():
-            if array.dtype != self._dtype(key):
-                raise UserError(
-                    f"{self.key} gives {name} of {array.dtype}, but data.pixels="
-                    f"{self.data.pixels!r}: set --config.data.pixels={array.dtype}, or "
-                    "mend the transform"
-                )
+    def _check_dtypes(self, arrays: Batch, name: str) -> None:
+        dtypes = {key: dtype for key, (_, dtype) in self.specs.items()}
+        self.image.check_dtypes(arrays, dtypes, f"{self.key} gives {name}")
 
     def _check_shapes(self, shapes: dict[str, tuple[int, ...]], name: str) -> None:
-        if shapes == self.shapes:
+        made = {name: shape for name, (shape, _) in self.specs.items()}
+        if shapes == made:
             return
-        actual, wanted = map(parse.in_words, (shapes, self.shapes))
+        actual, wanted = map(parse.in_words, (shapes, made))
         says = "data.image_size and data.channels say"
         remedy = (
             "end the operations with resize, a crop or pad, or change data.image_size"
         )
-        if self.ops and self.ops[-1].output_shapes:
+        if self.ops and self.ops[-1].makes_arrays:
             says, remedy = "its `output_shapes` says", "make them equal"
         raise UserError(
             f"{self.key} gives {name} of {actual} (height, width, channels), but {says} "

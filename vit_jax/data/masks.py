@@ -5,20 +5,30 @@ pixel counts for no class. Letters: H and W height and width.
 """
 
 import contextlib
+import dataclasses
 import functools
 import io
-from collections.abc import Iterable, Iterator, Sequence
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 from jaxtyping import Int16, Integer, Num, UInt8
 from PIL import Image
 
 from vit_jax.data import bands, decode
-from vit_jax.data.config import IGNORED, MAX_MEGAPIXELS, DataConfig
+from vit_jax.data.config import IGNORED, MAX_MEGAPIXELS, DataConfig, ReaderConfig
 from vit_jax.data.decode import DamagedImage
-from vit_jax.data.sources.base import Source, name_of, read_record, warn
+from vit_jax.data.sources.base import (
+    Beside,
+    Source,
+    name_of,
+    read_file,
+    read_record,
+    warn,
+)
 from vit_jax.errors import UserError
 
+_MAX_CLASSES = 2**15  # Masks are read as int16.
 _OUT_OF_RANGE = -2
 
 LabelMap = Int16[np.ndarray, "H W 1"]
@@ -80,6 +90,74 @@ def _to_classes(
     ignored = (values == ignore_label) | (values == 0 if reduce else False)
     others = np.where(ignored, IGNORED, _OUT_OF_RANGE)
     return np.where(known[place] == values, order[place], others).astype(np.int16)
+
+
+def check_config(data: DataConfig) -> None:
+    """Raises UserError if keys for masks contradict each other or `data.num_classes`."""
+    where = f"data.mask_key={data.mask_key!r}"
+    for name in ("class_balance", "multi_label"):
+        if value := getattr(data, name):
+            raise UserError(
+                f"{where} with data.{name}={value!r}: images with masks have no labels "
+                "of their own; set one of the two"
+            )
+    if not data.num_classes:
+        raise UserError(
+            f"{where} with data.num_classes=0: set --config.data.num_classes to the "
+            "number of classes of the pixels, or data.mask_key='' to read no masks"
+        )
+    if data.num_classes > _MAX_CLASSES:
+        raise UserError(
+            f"{where} with data.num_classes={data.num_classes}: masks have at most "
+            f"{_MAX_CLASSES:,} classes; merge some"
+        )
+    values, ignored = data.mask_values, data.ignore_label
+    if values and (len(values) != data.num_classes or data.reduce_zero_label):
+        raise UserError(
+            f"data.mask_values={values}: give one value for each of "
+            f"data.num_classes={data.num_classes}, without data.reduce_zero_label"
+        )
+    if len({*values}) < len(values):
+        raise UserError(
+            f"data.mask_values={values}: each value stands for one class; remove what "
+            "is there twice"
+        )
+    # 255 beside 0 is white, a class, unless it is asked for.
+    if ignored in values and ignored != ReaderConfig.ignore_label:
+        raise UserError(
+            f"data.ignore_label={ignored} is also a class of data.mask_values={values}: "
+            "remove it from one of the two"
+        )
+    first = int(data.reduce_zero_label)
+    numbers = range(first, first + data.num_classes)
+    # One class stands for a number that is not known yet.
+    if not values and data.num_classes > 1 and ignored in numbers:
+        raise UserError(
+            f"data.ignore_label={ignored} is also a class of data.num_classes="
+            f"{data.num_classes}, which are {numbers[0]} to {numbers[-1]} in a mask: "
+            "set --config.data.ignore_label to another value, as -1 for none, or "
+            "--config.data.mask_values to the values of the classes"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class MaskFiles(Beside):
+    """The masks of image files.
+
+    Attributes:
+      files: path of an image -> path and bytes of its mask, both relative to the root.
+    """
+
+    name = "mask"
+    part = "masks"
+
+    files: Mapping[str, tuple[str, int]]
+
+    def read(self, root, path):
+        return read_file(os.path.join(root, self.files[path][0]))
+
+    def entries(self, root, paths):
+        return [self.files[path] for path in paths]
 
 
 def read_pair(
@@ -155,7 +233,7 @@ def decode_mask(
       UserError: it holds colours or floats, or is a JPEG file, which changes numbers.
     """
     if isinstance(mask, bytes):
-        arrays = mask.startswith(bands.OF_ARRAYS)
+        arrays = mask.startswith(decode.OF_ARRAYS)
         try:
             mask = bands.stored(mask) if arrays else _read_file(mask, max_megapixels)
         except DamagedImage as error:

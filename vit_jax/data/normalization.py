@@ -4,8 +4,9 @@ import dataclasses
 
 import numpy as np
 
-from vit_jax.data import bands, decode
+from vit_jax.data import decode
 from vit_jax.data.config import ESTIMATE, DataConfig
+from vit_jax.data.fields.image import Image
 from vit_jax.data.sources.base import Source, name_of
 from vit_jax.errors import UserError
 
@@ -30,18 +31,18 @@ def resolve(data: DataConfig, source: Source, seed: int) -> DataConfig:
     if not wanted:
         return data
     drawn = np.random.default_rng([seed, _STREAM]).permutation(len(source))[:_MOST]
-    form, parts, why = bands.PixelFormat.of(data), [], ""
+    image, parts, why = Image(data), [], ""
     for i in np.sort(drawn).tolist():
         try:
-            pixels = bands.read(source[i]["image"], form, exif=data.exif)
+            pixels = image.read(source[i], None)
         except (decode.DamagedImage, OSError) as error:
             reason = error
             if isinstance(error, OSError):
                 reason = f"cannot be read ({error.strerror or error})"
             why = why or f"{name_of(source, i)} {reason}"
             continue  # `data.on_error` decides on it in training.
-        levels = pixels.reshape(-1, form.channels).astype(np.float64)
-        levels /= bands.WHITE.get(pixels.dtype.name, 255)
+        levels = pixels.reshape(-1, data.channels).astype(np.float64)
+        levels /= image.white
         parts.append((len(levels), levels.sum(0), np.square(levels).sum(0)))
     if not parts:
         raise UserError(

@@ -5,23 +5,21 @@ number alone, and threads, loader processes and hosts change only the speed.
 Letters: b rows of this process, B records.
 """
 
-import contextlib
 import dataclasses
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from vit_jax.data import bands, decode, fields, order, workers
-from vit_jax.data.config import DEPTHS, DataConfig
+from vit_jax.data import decode, fields, order, workers
+from vit_jax.data.config import DataConfig
+from vit_jax.data.fields.image import Image
 from vit_jax.data.loader import Batch, Loader
-from vit_jax.data.packed import PackedLoader
-from vit_jax.data.sources.base import Source, read_labels, warn
+from vit_jax.data.sources.base import Source, inspected, read_labels
 from vit_jax.data.transforms import parse
 from vit_jax.errors import UserError
 
 # Keeps the draws of shapes apart from other uses of the same seed.
 _SHAPES = 0x736861
-_LOOKED_AT = 8  # Images whose values are inspected at the start.
 
 
 def train_batches(
@@ -59,66 +57,34 @@ def train_batches(
       UserError: a record is damaged or contradicts the config; raised by `next`.
     """
     first, rows = _rows(batch_size, data_shard, num_data_shards)
-    parsed = parse.parse_train(data.train_transform, data.image_size)
-    parse.check_masks((*parsed.host, *parsed.device), data)
-    in_memory = None if source.images is None else source.images.shape[1:3]
-    shapes = parse.loaded_shapes(parsed, data.image_size, data.channels, in_memory)
-    kind = PackedLoader if parsed.host and parsed.host[-1].packs > 1 else Loader
-    key, made = "data.train_transform", fields.of(data, source)
-    loader = kind(source, data, key, parsed.host, shapes, seed, made)
-    loaders = [(loader, 1.0)]
-    if parsed.host and parsed.host[-1].alternatives:
-        alternatives = parsed.host[-1].alternatives()
-        loaders = [(loader.ending_in(op), weight) for op, weight in alternatives]
     balance = None
     if data.class_balance:
         balance = order.Balance.of(data.class_balance, read_labels(source))
-    if rows % loader.packs:
-        raise UserError(
-            f"batch_size={batch_size}: {rows} images of a process are not a multiple of "
-            f"the {loader.packs} that share a row: change batch_size or data.train_transform"
-        )
+    loaders = _train_loaders(source, data, seed)
+    if views := data.transforms.views:
+        views.check_rows(rows, batch_size)
     load = _TrainBatch(loaders, batch_size, first, rows, balance)
     return Batches(load, range(start, stop), data)
 
 
-def warn_of_dark(source: Source, data: DataConfig) -> None:
-    """Warns, once, if at least half of some images are all but black, as 12 bits in 16 are.
-
-    Of what is read with all its bits, those are not whose values exceed `data.mean`.
-    """
-    numbers, odd = _some(source), {}
-    mean = (1.0,) if data.pixels == DEPTHS[0] else data.mean
-    for i in numbers:
-        with contextlib.suppress(OSError, decode.DamagedImage):
-            image = (
-                source.images[i] if source.images is not None else source[i]["image"]
-            )
-            odd |= {i: text} if (text := bands.doubt(image, mean)) else {}
-    if 2 * len(odd) >= len(numbers):
-        first, text = next(iter(odd.items()))
-        warn(
-            f"{source.describe(first)} {text}; so are {len(odd)} of {len(numbers)} images "
-            "looked at: see that their values fill the range, or estimate data.mean and "
-            "data.std",
-            about="dark images",
-        )
-
-
-def _some(source: Source) -> range:
-    """Returns the numbers of the records that are inspected at the start."""
-    return range(0, len(source), max(1, len(source) // _LOOKED_AT))[:_LOOKED_AT]
+def _train_loaders(
+    source: Source, data: DataConfig, seed: int
+) -> list[tuple[Loader, float]]:
+    """Returns the loaders of which each batch draws one, each with its weight."""
+    transforms = data.transforms
+    in_memory = None if source.images is None else source.images.shape[1:3]
+    specs = parse.loaded(transforms, data, in_memory)
+    key, made = "data.train_transform", fields.of(data, source)
+    loader = Loader(source, data, key, transforms.host, specs, seed, made)
+    return transforms.views.loaders(loader) if transforms.views else [(loader, 1.0)]
 
 
 def try_training(source: Source, data: DataConfig) -> None:
     """Prepares the fewest training images; raises the errors of the batches of `train_batches`."""
-    warn_of_dark(source, data)
-    for field in fields.of(data, source):
-        field.inspect(source, _some(source))
-    data = dataclasses.replace(data, num_workers=0, class_balance="")
-    how = {"batch_size": parse.packs(data), "seed": 0, "start": 0, "stop": 1}
-    with train_batches(source, data, **how) as batches:
-        next(batches)
+    for field in (Image(data), *fields.of(data, source)):
+        field.inspect(source, inspected(source))
+    rows = data.transforms.packs
+    _TrainBatch(_train_loaders(source, data, seed=0), rows, 0, rows, None)(0)
 
 
 def eval_batches(
@@ -147,11 +113,9 @@ def eval_batches(
     first, rows = _rows(batch_size, data_shard, num_data_shards)
     if host is None:
         host = parse.parse_eval(data.eval_transform, data.image_size)
-    shapes = parse.loaded_shapes(
-        parse.Transforms(tuple(host), ()), data.image_size, data.channels
-    )
+    specs = parse.loaded(parse.Transforms(tuple(host), ()), data)
     made = fields.of(data, source, train=False)
-    loader = Loader(source, data, "data.eval_transform", host, shapes, fields=made)
+    loader = Loader(source, data, "data.eval_transform", host, specs, fields=made)
     load = _EvalBatch(loader, batch_size, first, rows)
     return Batches(load, range(-(-len(source) // batch_size)), data)
 

@@ -12,7 +12,7 @@ from jaxtyping import Num, UInt8
 from PIL import Image
 
 from vit_jax.command_line.files import replace_image, unique_stem, writing_out
-from vit_jax.data import bands, inputs, masks
+from vit_jax.data import display, inputs, masks
 from vit_jax.data.preprocess import Preprocess
 from vit_jax.errors import UserError
 from vit_jax.evaluators.local_devices import LocalDevices
@@ -202,7 +202,7 @@ def overlay(
     colors: UInt8[np.ndarray, "L 3"],
 ) -> UInt8[np.ndarray, "H W 3"]:
     """Returns an image with the colours of its classes over it; -1 shows the image alone."""
-    shown = bands.to_rgb(image)
+    shown = display.to_rgb(image)
     mixed = shown + _OPACITY * (colors[label_map].astype(np.float32) - shown)
     mixed = np.where((label_map < 0)[..., None], shown, mixed)
     return mixed.round().astype(np.uint8)

@@ -82,12 +82,14 @@ class Evaluator:
     computations call now and then; its result is None if that returned True. An evaluator
     of images of any size has `score_images` instead, which reads the split of its pass
     itself: it takes the function that segments, the number of images to give it at once,
-    and `stop`.
+    and `stop`. `try_first` raises UserError if the first record of a split contradicts the
+    config.
     """
 
     passes: tuple[Pass, ...]
     score: Callable[[Sequence[Outputs], Stop], Scored | None] | None = None
     score_images: Callable[[Segment, int, Stop], Scored | None] | None = None
+    try_first: Callable[[EvalSplit], None] = EvalSplit.try_first
 
 
 def mean(values: np.ndarray, mask: np.ndarray | None = None) -> float:

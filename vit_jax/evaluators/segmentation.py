@@ -17,6 +17,7 @@ from vit_jax.data import masks
 from vit_jax.data.decode import DamagedImage
 from vit_jax.data.loader import Loader
 from vit_jax.data.preprocess import Preprocess
+from vit_jax.data.sources.base import name_of
 from vit_jax.distributed import mesh as meshes
 from vit_jax.errors import UserError
 from vit_jax.evaluators.forward_passes import Wanted
@@ -90,7 +91,8 @@ class SegmentationConfig(EvalConfig):
             counted = count(split, how, segment, batch_size, stop)
             return counted and score(*counted, tuple(names))
 
-        return Evaluator((Pass(split, Wanted()),), score_images=score_images)
+        passes = (Pass(split, Wanted()),)
+        return Evaluator(passes, score_images=score_images, try_first=_try_first)
 
 
 def count(
@@ -206,3 +208,12 @@ def score(
         named = ((names[k] if names else k, value) for k, value in iou.items())
         metrics |= {f"iou/{name}": float(value) for name, value in named}
     return Scored(metrics, Confusion(counts, names, "pixels"))
+
+
+def _try_first(split: EvalSplit) -> None:
+    """Reads the first image and its mask; raises UserError if they contradict the config."""
+    try:
+        masks.read_pair(split.source, split.data, 0)
+    except DamagedImage as error:
+        if split.data.on_error == "raise":
+            raise UserError(f"{name_of(split.source, 0)} {error}") from error

@@ -17,12 +17,8 @@ from typing import TypeVar
 import numpy as np
 from jaxtyping import Float, Int16, Num
 
-from vit_jax.data.transforms.host import (
-    covering_size,
-    padded,
-    resize_all,
-    resize_fast,
-)
+from vit_jax.data.transforms.host import covering_size, resize_all, resize_fast
+from vit_jax.data.transforms.scale_crop import padded
 
 RESIZES = ("cover", "none", "whole")
 

@@ -13,21 +13,19 @@ import numpy as np
 from jaxtyping import Integer
 
 from vit_jax.config.fields import epochs, key
-from vit_jax.data import catalogue, class_names, masks, pipeline
-from vit_jax.data.config import DataConfig
+from vit_jax.data import pipeline
+from vit_jax.data.config import MATCHERS, SYNTHETIC_CLASSES, DataConfig
 from vit_jax.data.decode import DamagedImage
-from vit_jax.data.sources import folder, table
-from vit_jax.data.sources.arrays import SYNTHETIC_CLASSES
+from vit_jax.data.fields.image import Image
 from vit_jax.data.sources.base import (
     Derived,
     Source,
+    SplitRequest,
     check_label,
-    name_of,
+    inspected,
     read_labels,
-    warn,
 )
-from vit_jax.data.sources.open import exclude, open_unchecked
-from vit_jax.data.splits import names as split_names
+from vit_jax.data.sources.open import exclude, open_unchecked, source_type
 from vit_jax.data.transforms import parse
 from vit_jax.errors import NoLabels, NoSplit, UserError
 
@@ -113,11 +111,11 @@ class ModelClassesConfig(EvalConfig):
     """Keys of evaluations whose labels are classes of the model."""
 
     match_classes: str = key(
-        class_names.NAMES,
+        "names",
         "How the classes of the data are matched with those of the model "
         '(docs/labels.md): by their "names", or class by class ("position").',
         reason="data sets that name their classes differently",
-        choices=(class_names.NAMES, class_names.POSITION),
+        choices=tuple(MATCHERS),
     )
 
 
@@ -161,7 +159,7 @@ class EvalSplit:
         ops = self.ops
         if ops is None:
             ops = parse.parse_eval(self.data.eval_transform, self.data.image_size)
-        return bool(ops and ops[-1].numbers)
+        return bool(ops and ops[-1].makes_arrays)
 
     def try_first(self) -> None:
         """Prepares the first record; raises UserError if it contradicts the config."""
@@ -169,14 +167,6 @@ class EvalSplit:
         first = dataclasses.replace(self, data=data)
         with first.batches(np.arange(1), 1, 0, 1) as batches:
             next(batches)
-
-    def try_first_pair(self) -> None:
-        """Reads the first image and its mask; raises UserError if they contradict the config."""
-        try:
-            masks.read_pair(self.source, self.data, 0)
-        except DamagedImage as error:
-            if self.data.on_error == "raise":
-                raise UserError(f"{name_of(self.source, 0)} {error}") from error
 
     @functools.cached_property
     def labels(self) -> Integer[np.ndarray, " N"]:
@@ -267,7 +257,7 @@ class EvalSplits:
         how = {}
         if isinstance(config, ModelClassesConfig):
             how["by"] = config.match_classes
-            key = f"--config.evals.{name}.match_classes={class_names.POSITION}"
+            key = f"--config.evals.{name}.match_classes=position"
             how["hint"] = f", or compare them class by class: {key}"
         matched = self.match(name, opened, self.class_names, self.num_classes, **how)
         # Labels are checked against this number when records are read.
@@ -285,20 +275,8 @@ class EvalSplits:
         """Opens a split, or the first of the default splits that exists."""
         # Whether it is the data set that the run trains on.
         trained = self._order != TESTS and not (config.name or config.data_dir)
-        splits = [split] if split else _default_splits(data.name, self._order)
-        if data.name == "table":
-            names = table.split_names(data.data_dir)
-            if model_classes and names == [folder.WHOLE] and not (split or trained):
-                splits = [folder.WHOLE]
-            existing = [each for each in splits if split_names(each)[0] in names]
-            if existing and split_names(data.split)[0] not in names:
-                data = dataclasses.replace(data, split=existing[0])  # For the classes.
-        if data.name == "folder":
-            # Class folders without splits are read whole, if nothing is learnt from them.
-            whole = model_classes and not split and not trained
-            splits, data = _in_folder(
-                name, data, splits, bool(split), model_classes, whole
-            )
+        request = SplitRequest(name, split, self._order, model_classes, trained)
+        splits, data = source_type(data.name).eval_splits(data, request)
         try:
             opened, source = _open_first(data, splits)
             if data.has_labels and not model_classes:
@@ -312,7 +290,7 @@ class EvalSplits:
             source = exclude(source, data.exclude)
         if data.has_labels:
             data = dataclasses.replace(data, num_classes=_MANY)
-        pipeline.warn_of_dark(source, data)
+        Image(data).inspect(source, inspected(source))
         ops = None if config.eval_transform else self._host_ops(source)
         return EvalSplit(opened, source, data, ops)
 
@@ -322,7 +300,9 @@ class EvalSplits:
         split: EvalSplit,
         known: Sequence[str],
         num_classes: int,
-        **how: str,
+        *,
+        by: str = "names",
+        hint: str = "",
     ) -> EvalSplit:
         """Returns a split whose labels number other classes, see `class_names.match`.
 
@@ -331,15 +311,20 @@ class EvalSplits:
           split: result of `open`.
           known: names of the other classes, in their order; may be empty.
           num_classes: number of the other classes.
-          **how: `by` and `hint` of `class_names.match`.
+          by: one of MATCHERS.
+          hint: see `class_names.match`.
         """
-        key = split, tuple(known), how.get("by")
+        key = split, tuple(known), by
         if key not in self._matched:
             names, where = split.source.class_names, f"evals.{name}: {split.title}"
-            matched = class_names.match(names, known, num_classes, where=where, **how)
-            indices = matched.indices
-            if matched.line:
-                self.notes.append(f"{where}: {matched.line}")
+            indices = np.arange(num_classes)
+            # Equal names need no look-up.
+            if tuple(names) != tuple(known) or len(names) not in (0, num_classes):
+                how = {"where": where, "hint": hint}
+                matched = MATCHERS[by](names, known, num_classes, **how)
+                indices = matched.indices
+                if matched.line:
+                    self.notes.append(f"{where}: {matched.line}")
             if not np.array_equal(indices, np.arange(num_classes)):
                 shown = dict(zip(indices.tolist(), names, strict=True))
                 known = known or [
@@ -412,74 +397,6 @@ def _open_first(data: DataConfig, splits: Sequence[str]) -> tuple[str, Source]:
         except NoSplit as error:
             first = first or error
     raise first
-
-
-def first_in_folder(
-    data_dir: str, order: Sequence[str] = TESTS, *, labelled: bool = True
-) -> str:
-    """Returns the first split of `order` that a folder has, or ""."""
-    root = os.path.expanduser(data_dir)
-    names = (name for name in order if folder.has_split(root, name, labelled=labelled))
-    return next(names, "")
-
-
-def _default_splits(name: str, order: Sequence[str]) -> Sequence[str]:
-    """Returns the splits that an evaluation without a split may read."""
-    entry = catalogue.ENTRIES.get(name.partition(":")[0])
-    return (entry.splits["test"],) if entry and "test" in entry.splits else order
-
-
-def _in_folder(
-    name: str,
-    data: DataConfig,
-    splits: Sequence[str],
-    given: bool,
-    model_classes: bool,
-    whole: bool,
-) -> tuple[Sequence[str], DataConfig]:
-    """Returns those of some splits that a folder has, and `data` with one as `split`.
-
-    The splits are `given` by the config, or else default splits.
-    """
-    root, labelled = os.path.expanduser(data.data_dir), data.has_labels
-    has_split = functools.partial(folder.has_split, root, labelled=labelled)
-
-    def exists(split):
-        first = split_names(split)[0]
-        is_folder = first == folder.WHOLE or os.path.isdir(os.path.join(root, first))
-        return is_folder or (not whole and has_split(first))
-
-    if given:
-        existing = list(filter(exists, splits))
-    else:
-        if whole:
-            has_split = functools.partial(folder.is_split, root, labelled=labelled)
-        existing = list(filter(has_split, splits))[:1]
-    if not existing and whole and not exists(data.split) and not folder.inside(root):
-        existing = [folder.WHOLE]
-        if folder.class_folders(root):
-            warn(
-                f"evals.{name}: {data.data_dir} has no folders of splits: all of its "
-                "images are read; split=val is the part that training sets aside"
-            )
-    if not existing and os.path.isdir(root):
-        how = f"split=, as {folder.WHOLE}"
-        if labelled and not model_classes:
-            how = f"train= and test=, as {folder.WHOLE}[:50%] and {folder.WHOLE}[50%:]"
-        if labelled:
-            how += " if its folders are the classes"
-        lacking = " or ".join(map(repr, splits))
-        if not given:
-            lacking += f" {'of class folders ' if labelled else ''}with images"
-        remedy = folder.inside(root) or f"add it, or set {how}"
-        raise NoSplit(
-            f"evals.{name}: {os.path.normpath(data.data_dir)} has no folder {lacking}: "
-            f"{remedy}"
-        )
-    existing = existing or list(splits)
-    if not exists(data.split):  # Its class folders define the classes.
-        data = dataclasses.replace(data, split=existing[0])
-    return existing, data
 
 
 @dataclasses.dataclass(frozen=True)

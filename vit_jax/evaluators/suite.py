@@ -184,14 +184,14 @@ class Suite:
 
     def try_first(self) -> None:
         """Prepares the first record of each split; raises UserError if it contradicts the config."""
-        tries = {}
-        for evaluator in self._evaluators.values():
-            for split in (one.split for one in evaluator.passes):
-                whole = bool(evaluator.score_images)
-                tries[split, whole] = split.try_first_pair if whole else split.try_first
-        for (split, _), attempt in tries.items():
+        tries = {
+            (one.split, evaluator.try_first): None
+            for evaluator in self._evaluators.values()
+            for one in evaluator.passes
+        }
+        for split, try_first in tries:
             if len(split.source):
-                attempt()
+                try_first(split)
 
     def run(
         self,

@@ -12,9 +12,9 @@ import numpy as np
 from jaxtyping import Array
 
 from vit_jax.data.config import DataConfig
+from vit_jax.data.fields.image import check_colors
 from vit_jax.data.transforms import device as transforms
 from vit_jax.data.transforms import parse
-from vit_jax.data.transforms.base import alternatives
 from vit_jax.errors import UserError
 from vit_jax.models import resizing
 from vit_jax.tasks.task import Batch, transform
@@ -68,10 +68,8 @@ class Crops:
         small_transform: str,
         data: DataConfig,
     ):
-        host, device = parse.parse_train(data.train_transform, data.image_size)
-        self._shapes = {}
-        if host and host[-1].output_shapes:
-            self._shapes = host[-1].output_shapes(data.channels)
+        device, views = data.transforms.device, data.transforms.views
+        self._shapes = views.output_shapes(data.channels) if views else {}
         if device or self._shapes.get("image", ())[:1] != (NUM_LARGE,):
             raise UserError(
                 f"data.train_transform={data.train_transform!r} with task.name={task!r} "
@@ -83,8 +81,7 @@ class Crops:
         lines.append((small_transform, "task.small_transform"))
         self._data = data
         self.ops = [_device_ops(line, where, data) for line, where in lines]
-        last = host[-1]
-        made = alternatives(last)
+        made = views.alternatives()
         total = sum(weight for _, weight in made)
         self.sizes = [
             self._sizes(op.output_shapes(data.channels), weight / total)
@@ -92,7 +89,7 @@ class Crops:
         ]
         if tuple(data.image_size) not in [sizes.large for sizes in self.sizes]:
             sides = tuple(round(self.scale * side) for side in data.image_size)
-            name = "size" if made[0][0] is last else "one of the sizes"
+            name = "size" if made[0][0] == views else "one of the sizes"
             raise UserError(
                 f"data.train_transform={data.train_transform!r} with task.name={task!r} "
                 f"must cut large crops of {sides}, data.image_size by {self.scale:g}: set "
@@ -195,5 +192,5 @@ def _device_ops(line: str, where: str, data: DataConfig) -> tuple:
             f"{where}={line!r}: {type(wrong[0]).__name__} runs in the loader, resizes "
             "crops or mixes images: remove it"
         )
-    parse.check_bands(device, data, where)
+    check_colors(device, data, where)
     return device

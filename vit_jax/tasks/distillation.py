@@ -17,9 +17,7 @@ from jaxtyping import Array, Float
 from vit_jax import models
 from vit_jax.command_line.printing import masked
 from vit_jax.config.fields import key
-from vit_jax.data import class_names
-from vit_jax.data.class_names import NAMES, POSITION
-from vit_jax.data.config import DataConfig
+from vit_jax.data.config import MATCHERS, DataConfig
 from vit_jax.data.sources.base import Source
 from vit_jax.errors import UserError
 from vit_jax.models import Model, cost
@@ -71,11 +69,11 @@ class DistillationConfig(ClassificationConfig):
     )
 
     match_classes: str = key(
-        NAMES,
+        "names",
         "How the classes of the teacher are matched with those of the data "
         '(docs/labels.md): by their "names", or class by class ("position").',
         reason="teachers whose class names differ from those of the data",
-        choices=(NAMES, POSITION),
+        choices=tuple(MATCHERS),
     )
     # Class names of the training records, see `of_records`; None: unknown.
     class_names: tuple[str, ...] | None = None
@@ -137,13 +135,12 @@ class Distillation(Classification):
         """Sets the teacher's class of each class of the data; returns notes."""
         config = self.config
         where = f"the training data for task.teacher={masked(config.teacher)!r}"
-        matched = class_names.match(
+        matched = MATCHERS[config.match_classes](
             config.class_names,
             self._pretrained.class_names,
             self.data.num_classes,
             where=where,
-            by=config.match_classes,
-            hint=f", or match them class by class: task.match_classes={POSITION}",
+            hint=", or match them class by class: task.match_classes=position",
         )
         if (matched.indices != np.arange(self.data.num_classes)).any():
             self._teacher["classes"] = matched.indices.tolist()

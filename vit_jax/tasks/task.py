@@ -22,7 +22,6 @@ from vit_jax.data.config import DataConfig
 from vit_jax.data.sources.base import Source
 from vit_jax.data.transforms import device as transforms
 from vit_jax.data.transforms import parse
-from vit_jax.data.transforms.base import Transform, alternatives
 from vit_jax.errors import UserError
 from vit_jax.models import STATE, Model, cost, patches, stacking
 from vit_jax.models.patches import PatchSequences
@@ -327,16 +326,16 @@ class ImageTask(Task):
 
     def __init__(self, model: Model, data: DataConfig):
         self.model, self.data = model, data
-        host, device = parse.parse_train(data.train_transform, data.image_size)
-        parse.check_bands((*host, *device), data)
+        host, device = data.transforms
         self._ops = transforms.apart(device, data.repeats)
         # Before the device enlarges them.
-        views = parse.Transforms(host, ())
-        made = parse.loaded_shapes(views, data.image_size, data.channels)
-        # One view of an image, whatever else a transform makes.
-        self._shapes = made if "grids" in made else {"image": made["image"][-3:]}
-        self._last = host[-1] if host else Transform()
-        self._check_sequences()
+        made = parse.loaded(parse.Transforms(host, ()), data)
+        self._specs, self._packs = made, data.transforms.packs
+        if "grids" in made:
+            self._check_sequences()
+        else:  # One view of an image, whatever else a transform makes.
+            shape, dtype = made["image"]
+            self._specs = {"image": (shape[-3:], dtype)}
 
     def batch_spec(self, batch_size: int) -> dict[str, jax.ShapeDtypeStruct]:
         """Returns image (B, Y, X, C) and index (B,).
@@ -344,16 +343,15 @@ class ImageTask(Task):
         Of sequences of K images each it is image (B / K, N S, S, C), and grids
         (B / K, K, 2), see models/patches.py.
         """
-        if batch_size % self._last.packs:
+        if batch_size % self._packs:
             raise UserError(
-                f"batch_size={batch_size} is not a multiple of the {self._last.packs} images "
+                f"batch_size={batch_size} is not a multiple of the {self._packs} images "
                 f"that data.train_transform={self.data.train_transform!r} packs into a "
                 "row: change one of them"
             )
         spec = {"index": jax.ShapeDtypeStruct((batch_size,), np.uint32)}
-        for name, shape in self._shapes.items():
-            dtype = np.int32 if name in self._last.numbers else self.data.pixels
-            rows = batch_size // self._last.packs
+        for name, (shape, dtype) in self._specs.items():
+            rows = batch_size // self._packs
             spec[name] = jax.ShapeDtypeStruct((rows, *shape), dtype)
         return spec
 
@@ -362,10 +360,10 @@ class ImageTask(Task):
         return {"image": transform(self._ops, self.data, batch, rng)[0]}
 
     def training_flops(self) -> int | None:
-        if "grids" not in self._shapes:
+        if "grids" not in self._specs:
             return super().training_flops()
         flops = []
-        for op, _ in alternatives(self._last):
+        for op, _ in self.data.transforms.views.alternatives():
             shapes = op.output_shapes(self.data.channels)
             row = PatchSequences(
                 jax.ShapeDtypeStruct((1, *shapes["image"]), jnp.float32),
@@ -375,8 +373,6 @@ class ImageTask(Task):
         return round(sum(flops) / len(flops))
 
     def _check_sequences(self) -> None:
-        if "grids" not in self._shapes:
-            return
         where = f"data.train_transform={self.data.train_transform!r}"
         why = self.model.config.no_sequences if self.takes_sequences else "this task"
         if why:

@@ -32,7 +32,7 @@ def check_task(task: Task, config: TrainConfig) -> dict:
     parse.check_batch(batch_spec, data)
     wanted = ()
     if re.fullmatch(fields.CUSTOM, name):
-        wanted = parse.parse_train(data.train_transform, data.image_size).device
+        wanted = data.transforms.device
     if wanted:
         with transforms.recording() as applied:
             jax.eval_shape(task.prepare, batch_spec, jax.random.key(0))

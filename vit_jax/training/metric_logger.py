@@ -13,7 +13,8 @@ from clu import parameter_overview
 from vit_jax.command_line.printing import print_line
 from vit_jax.command_line.progress import StepBar
 from vit_jax.config import fields
-from vit_jax.data import bands, fingerprint, pipeline
+from vit_jax.data import display, fingerprint, pipeline
+from vit_jax.data import fields as records
 from vit_jax.distributed import chips
 from vit_jax.distributed import mesh as meshes
 from vit_jax.training import run_report
@@ -76,12 +77,8 @@ class MetricLogger(Callback):
             f"{len(setup.source):,} images, {setup.total_steps:,} steps of "
             f"{config.batch_size} on {jax.device_count()} x {device}; workdir {run.workdir}"
         )
-        unchecked = fingerprint.unchecked(
-            run.checkpoints.data,
-            labelled=config.data.has_labels,
-            captioned=bool(config.data.caption_key),
-            masked=bool(config.data.mask_key),
-        )
+        parts = records.parts(config.data)
+        unchecked = fingerprint.unchecked(run.checkpoints.data, parts)
         notes = [*run.notes, *setup.notes, *setup.suite.notes, unchecked]
         for note in filter(None, notes):
             self.info(note)
@@ -187,7 +184,7 @@ class MetricLogger(Callback):
     def _write_images(self, name: str, images: np.ndarray, step: int) -> None:
         """Writes up to 16 images, (..., Y, X, C)."""
         shown = images.reshape(-1, *images.shape[-3:])[:16]
-        shown = np.stack([bands.to_display(image) for image in shown])
+        shown = np.stack([display.to_display(image) for image in shown])
         for writer in self._writers:
             writer.write_images(step, {name: shown})
 

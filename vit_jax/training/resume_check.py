@@ -13,10 +13,10 @@ import jax
 import vit_jax
 from vit_jax.command_line.printing import masked
 from vit_jax.config import fields
+from vit_jax.data import fields as records
 from vit_jax.data import fingerprint
 from vit_jax.data.config import DataConfig
 from vit_jax.data.sources.base import Source
-from vit_jax.data.tokenizer import checksum
 from vit_jax.distributed import agreement
 from vit_jax.errors import UserError
 from vit_jax.training import config as training_config
@@ -82,9 +82,8 @@ def check_hosts(
 
 
 def data_read(data: DataConfig, source: Source) -> dict[str, str | int]:
-    """Returns the fingerprint of the training split, and of the tokenizer if there is one."""
-    result = fingerprint.fingerprint(source)
-    return result | ({_TOKENIZER: checksum(data.tokenizer)} if data.tokenizer else {})
+    """Returns the fingerprint of the training split, and of files that it is read with."""
+    return fingerprint.fingerprint(source) | records.checksums(data)
 
 
 def check_data_of_hosts(

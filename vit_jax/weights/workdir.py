@@ -12,8 +12,8 @@ from etils import epath
 from orbax.checkpoint import v1 as ocp
 
 from vit_jax import models
-from vit_jax.data.class_names import composed
 from vit_jax.data.preprocess import Preprocess
+from vit_jax.data.sources.base import composed
 from vit_jax.errors import UserError
 from vit_jax.weights.checkpoint_folders import (
     FOLDER,

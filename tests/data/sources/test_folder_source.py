@@ -348,7 +348,7 @@ def test_without_labels_every_image_below_a_split_is_a_record(unlabelled, tmp_pa
     assert batch.keys() == {"image", "index", "mask", "skipped"}
     assert (batch["skipped"].sum(), batch["mask"].sum()) == (1, 6)
     stored = fingerprint(source)
-    assert unchecked(stored, labelled=False) == ""
+    assert unchecked(stored, []) == ""
     (tmp_path / "train/a.jpg").rename(tmp_path / "train/new.jpg")
     found = differences(stored, open_source(unlabelled, "train"))
     assert found == ["names of the image files or their order differ"]

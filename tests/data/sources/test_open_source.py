@@ -1,9 +1,11 @@
 """Data sets by their name, in a config and on a command line."""
 
+import ast
 import os
 import subprocess
 import sys
 
+import image_folder
 import numpy as np
 import pytest
 
@@ -72,6 +74,38 @@ def test_importing_the_package_loads_neither_jax_nor_tfds():
         [sys.executable, "-c", code], check=False, capture_output=True, text=True
     )
     assert out.stdout == "[]\n", out.stderr
+
+
+def test_batches_of_photographs_import_no_code_of_other_features(tmp_path):
+    image_folder.write(tmp_path)
+    code = f"""
+import sys
+from vit_jax.data import pipeline
+from vit_jax.data.config import DataConfig
+from vit_jax.data.sources.open import open_source
+
+data = DataConfig(
+    name="folder",
+    data_dir={str(tmp_path)!r},
+    num_classes=3,
+    train_transform="random_resized_crop",
+)
+source = open_source(data, "train")
+how = dict(batch_size=2, seed=0, start=0, stop=1)
+with pipeline.train_batches(source, data, **how) as batches:
+    next(batches)
+print([name for name in sys.modules if name.startswith("vit_jax.data.")])
+"""
+    out = subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True
+    )
+    imported = {name.rpartition(".")[2] for name in ast.literal_eval(out.stdout)}
+    assert {"pipeline", "folder", "label", "image", "host"} <= imported
+    others = {"bands", "mask", "masks", "caption", "captions", "tokenizer", "table"}
+    others |= {"arrays", "tfds", "vtab", "catalogue", "class_names", "imagenet"}
+    others |= {"views", "naflex", "multi_crop", "scale_crop", "randaugment"}
+    others |= {"custom", "device", "geometric", "mixing", "photometric", "display"}
+    assert not imported & others
 
 
 @pytest.mark.parametrize(

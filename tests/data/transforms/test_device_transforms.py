@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 from PIL import Image, ImageFilter
 
 from vit_jax.data.transforms import device as device_transforms
-from vit_jax.data.transforms import parse
+from vit_jax.data.transforms import geometric, parse
 
 B, H, W, C, K = 16, 9, 13, 3, 5
 KEY = jax.random.key(0)
@@ -80,7 +80,7 @@ def test_affine_without_a_motion_changes_nothing():
 
 def warp(images, angle=0.0, scale=1.0, down=0.0, right=0.0):
     values = (jnp.full(len(images), v) for v in (angle, scale, down, right))
-    return np.asarray(jax.jit(device_transforms.warp)(jnp.asarray(images), *values))
+    return np.asarray(jax.jit(geometric.warp)(jnp.asarray(images), *values))
 
 
 def test_warp_agrees_with_pillow_on_photographs(natural):

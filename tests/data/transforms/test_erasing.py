@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 from scipy import stats
 
-from vit_jax.data.transforms.device import RandomErasing
+from vit_jax.data.transforms.erasing import RandomErasing
 
 H, W = 101, 67
 KEY = jax.random.key(5)

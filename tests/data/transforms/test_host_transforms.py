@@ -9,6 +9,7 @@ from scipy import stats
 from sklearn.datasets import load_sample_image
 
 from vit_jax.data.transforms import host as host_transforms
+from vit_jax.data.transforms.base import TooSmall
 from vit_jax.data.transforms.host import (
     CentralCrop,
     ClippedCrop,
@@ -56,9 +57,7 @@ def test_random_crop_reaches_every_place_equally_often():
     "op", [host_transforms.CentralCrop(38), host_transforms.RandomCrop((5, 54))]
 )
 def test_a_crop_larger_than_the_image_says_so(photograph, op):
-    with pytest.raises(
-        host_transforms.TooSmall, match=r"37x53: put resize_small\(\(.*before it"
-    ):
+    with pytest.raises(TooSmall, match=r"37x53: put resize_small\(\(.*before it"):
         op(photograph, rng())
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from vit_jax.data.transforms.device import Cutmix, Mixup, MixupOrCutmix
+from vit_jax.data.transforms.mixing import Cutmix, Mixup, MixupOrCutmix
 
 B, H, W, K = 6, 31, 47, 5
 KEY = jax.random.key(3)

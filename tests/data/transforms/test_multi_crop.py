@@ -10,7 +10,8 @@ from vit_jax.data import decode
 from vit_jax.data.pipeline import train_batches
 from vit_jax.data.sources.open import open_source
 from vit_jax.data.transforms import parse
-from vit_jax.data.transforms.host import MultiCrop, RandomResizedCrop
+from vit_jax.data.transforms.host import RandomResizedCrop
+from vit_jax.data.transforms.multi_crop import MultiCrop
 
 # Of Pillow, torchvision and timm; tests/golden/README.md.
 GOLDEN = np.load(pathlib.Path(__file__).parents[2] / "golden" / "augment.npz")

@@ -11,6 +11,7 @@ import pytest
 from helpers import kill_after, tiny_config, train
 
 from vit_jax.data import pipeline
+from vit_jax.data.config import DataConfig
 from vit_jax.data.sources.open import open_source
 from vit_jax.data.transforms import device as device_transforms
 from vit_jax.data.transforms import parse
@@ -30,7 +31,7 @@ import dataclasses
 
 import numpy as np
 
-from vit_jax.data.transforms.device import Mixup
+from vit_jax.data.transforms.mixing import Mixup
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,7 +157,7 @@ def test_one_that_mixes_examples_takes_no_copy_of_the_same_image():
 
 def test_its_size_counts_for_an_enlargement():
     ops = parse.parse_train("resize((8, 5)) | wrong:Half | upsample", SIZE)
-    assert parse.loaded_shapes(ops, SIZE, 3) == {"image": (4, 3, 3)}
+    assert parse.loaded(ops, DataConfig()) == {"image": ((4, 3, 3), "uint8")}
     (half,) = parse.parse_eval("wrong:Half()", SIZE)
     image = half(np.zeros((7, 9, 3), np.uint8), None)
     assert image.shape == (4, 5, 3)

@@ -12,7 +12,7 @@ from PIL import Image, ImageEnhance
 from scipy import ndimage, stats
 
 from vit_jax.data.transforms import photometric
-from vit_jax.data.transforms.device import (
+from vit_jax.data.transforms.photometric import (
     ColorJitter,
     GaussianBlur,
     Grayscale,

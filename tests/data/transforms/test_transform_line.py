@@ -1,9 +1,13 @@
-import pytest
+import pickle
 
-from vit_jax.data.transforms import device as device_transforms
+import pytest
+from helpers import tiny_config
+
+from vit_jax.data.config import DataConfig
+from vit_jax.data.transforms import geometric, mixing, parse, photometric
 from vit_jax.data.transforms import host as host_transforms
-from vit_jax.data.transforms import parse
 from vit_jax.errors import UserError
+from vit_jax.training import loop
 
 SIZE = (13, 17)
 
@@ -16,7 +20,7 @@ def test_a_line_of_operations_is_parsed_in_order():
         host_transforms.ResizeSmall(40),
         host_transforms.RandomCrop((24, 31)),
     )
-    assert device == (device_transforms.Flip(), device_transforms.Mixup(0.2))
+    assert device == (geometric.Flip(), mixing.Mixup(0.2))
 
 
 def test_the_size_is_the_images_unless_given():
@@ -31,9 +35,9 @@ def test_the_size_is_the_images_unless_given():
 def test_what_is_not_given_is_as_in_dino():
     ops = parse.parse_train("grayscale | gaussian_blur(0.1) | solarize(0.2)", SIZE)
     assert ops.device == (
-        device_transforms.Grayscale(0.2),
-        device_transforms.GaussianBlur(0.1, (0.1, 2.0)),
-        device_transforms.Solarize(0.2, 128.0),
+        photometric.Grayscale(0.2),
+        photometric.GaussianBlur(0.1, (0.1, 2.0)),
+        photometric.Solarize(0.2, 128.0),
     )
 
 
@@ -142,3 +146,22 @@ def test_evaluation_takes_only_operations_without_randomness():
             UserError, match=r"data\.eval_transform.*here are resize, resize_s"
         ):
             parse.parse_eval(spec, SIZE)
+
+
+def test_a_run_parses_the_line_once(monkeypatch, tmp_path):
+    lines, parse_train = [], parse.parse_train
+
+    def counted(spec, image_size):
+        lines.append(spec)
+        return parse_train(spec, image_size)
+
+    monkeypatch.setattr(parse, "parse_train", counted)
+    data = {"train_transform": "flip | mixup(0.2)", "num_workers": 1}
+    loop.train(tiny_config(total_steps=2, data=data), tmp_path / "run")
+    assert lines == ["flip | mixup(0.2)"]
+
+
+def test_loader_processes_get_no_parsed_lines():
+    data = DataConfig(train_transform="flip")
+    assert data.transforms.device == (geometric.Flip(),)
+    assert "transforms" not in vars(pickle.loads(pickle.dumps(data)))

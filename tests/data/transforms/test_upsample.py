@@ -10,7 +10,7 @@ from vit_jax.data import pipeline
 from vit_jax.data.sources.arrays import ArraySource
 from vit_jax.data.sources.folder import open_folder
 from vit_jax.data.transforms import device as device_transforms
-from vit_jax.data.transforms import parse
+from vit_jax.data.transforms import geometric, parse
 from vit_jax.errors import UserError
 
 KEY = jax.random.key(0)
@@ -30,7 +30,7 @@ def first_batch(source, data):
 
 def test_upsampling_is_pillows_bilinear_on_photographs(natural):
     small = np.stack([image[3:100, 5:202] for image in natural])
-    op = device_transforms.Upsample((224, 391))
+    op = geometric.Upsample((224, 391))
     index = jnp.arange(2, dtype=jnp.uint32)
     out, _ = jax.jit(op)(jnp.asarray(small), jnp.eye(2), index, KEY)
     for ours, image in zip(out, small, strict=True):
@@ -80,6 +80,4 @@ def test_images_of_no_one_size_are_refused(folder, data_config, spec):
 
 def test_larger_images_are_not_shrunk():
     with pytest.raises(UserError, match="upsample to 33x51 of images that have 34x50"):
-        device_transforms.Upsample(SIZE)(
-            jnp.zeros((2, 34, 50, 3)), jnp.eye(2), None, KEY
-        )
+        geometric.Upsample(SIZE)(jnp.zeros((2, 34, 50, 3)), jnp.eye(2), None, KEY)

@@ -3,19 +3,22 @@
 Adding one is a file here and its line in FIELDS, or a class of your own in `data.fields`.
 """
 
+import collections
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from vit_jax.config.fields import import_custom
 from vit_jax.data.config import DataConfig
-from vit_jax.data.fields.base import LABEL_MAP, Field
+from vit_jax.data.fields.base import Field
+from vit_jax.data.fields.image import Image
 from vit_jax.data.sources.base import Source
+from vit_jax.data.transforms.base import Transform
 from vit_jax.errors import UserError
 
 # Name of the array in a batch -> attribute of `config.data` that asks for it, and class.
 FIELDS = {
     "label": ("has_labels", "vit_jax.data.fields.label:Label"),
-    LABEL_MAP: ("mask_key", "vit_jax.data.fields.mask:LabelMap"),
+    "label_map": ("mask_key", "vit_jax.data.fields.mask:LabelMap"),
     "text": ("tokenizer", "vit_jax.data.fields.caption:Caption"),
 }
 # Arrays that batches have besides; "mask" says which rows of an evaluation are images.
@@ -38,6 +41,23 @@ def check(spec: Mapping[str, object], data: DataConfig) -> None:
     for name, (asked_by, text) in FIELDS.items():
         if name in spec and not getattr(data, asked_by):
             raise UserError(import_custom(text, "data.fields").missing(data))
+
+
+def check_ops(ops: Sequence[Transform], data: DataConfig) -> None:
+    """Raises UserError if a transform of the training line does not suit a field."""
+    for kind in (Image, *_kinds(data)):
+        kind.check(ops, data)
+
+
+def parts(data: DataConfig) -> list[str]:
+    """Returns the parts of a fingerprint (`Entries`) that fields are read from."""
+    return [part for kind in _kinds(data) if (part := kind.part(data))]
+
+
+def checksums(data: DataConfig) -> dict[str, int]:
+    """Returns the checksums of files that fields are read with, by their key of `data`."""
+    found = (kind.checksums(data) for kind in _kinds(data))
+    return dict(collections.ChainMap(*found))
 
 
 def names(data: DataConfig) -> tuple[str, ...]:

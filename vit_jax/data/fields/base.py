@@ -6,13 +6,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
-from jaxtyping import Int16
 
 from vit_jax.data.config import DataConfig
 from vit_jax.data.sources.base import Source
-from vit_jax.data.transforms.base import HostTransform
+from vit_jax.data.transforms.base import HostTransform, Transform
 
-LABEL_MAP = "label_map"  # Name of the field that some transforms see.
+Spec = tuple[tuple[int, ...], str]  # Shape and dtype of a row.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,12 +40,29 @@ class Field(abc.ABC):
         """
 
     @classmethod
+    def part(cls, data: DataConfig) -> str:
+        """Returns the part of a fingerprint that has its values; "" if none has.
+
+        As "labels", or a name in `Entries.more`.
+        """
+        return ""
+
+    @classmethod
+    def checksums(cls, data: DataConfig) -> dict[str, int]:
+        """Returns checksums of the files that it is read with, by their key of `data`."""
+        return {}
+
+    @classmethod
     def missing(cls, data: DataConfig) -> str:
         """Returns why the config does not ask for it, and the remedy, for a message."""
         raise NotImplementedError
 
+    @classmethod
+    def check(cls, ops: Sequence[Transform], data: DataConfig) -> None:
+        """Raises UserError if a transform of the training line does not suit the field."""
+
     @abc.abstractmethod
-    def spec(self, size: tuple[int, int]) -> tuple[tuple[int, ...], str]:
+    def spec(self, size: tuple[int, int]) -> Spec:
         """Returns shape and dtype of a row; `size` is height and width of the image."""
 
     @abc.abstractmethod
@@ -63,12 +79,12 @@ class Field(abc.ABC):
           UserError: it contradicts the config; the loader adds the record's name.
         """
 
+    def seen_by(self, op: HostTransform) -> bool:
+        """Returns whether a transform is called with the value of this field, too."""
+        return False
+
     def move(
-        self,
-        value: Any,
-        op: HostTransform,
-        rng: np.random.Generator,
-        *seen: Int16[np.ndarray, "H W 1"],
+        self, value: Any, op: HostTransform, rng: np.random.Generator, *seen: Any
     ) -> Any:
         """Applies a transform to the value of a field that `moves`.
 
@@ -76,7 +92,7 @@ class Field(abc.ABC):
           value: output of `read`, or of the transform before.
           op: transform that moves pixels.
           rng: gives it the choices that it made for the image.
-          seen: the mask, if the transform `sees_mask`.
+          seen: values of the fields that are `seen_by` the transform.
         """
         return op(value, rng, *seen)
 

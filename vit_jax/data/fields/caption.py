@@ -9,7 +9,7 @@ from vit_jax.data import imagenet
 from vit_jax.data.captions import TEXT
 from vit_jax.data.decode import DamagedImage
 from vit_jax.data.fields.base import Field
-from vit_jax.data.tokenizer import open_tokenizer
+from vit_jax.data.tokenizer import checksum, open_tokenizer
 from vit_jax.errors import UserError
 
 
@@ -39,6 +39,14 @@ class Caption(Field):
                 "of a set whose classes have names"
             )
         return cls(data.tokenizer, data.num_tokens, data.prompts, names)
+
+    @classmethod
+    def part(cls, data):
+        return "captions" if data.caption_key else ""
+
+    @classmethod
+    def checksums(cls, data):
+        return {"tokenizer": checksum(data.tokenizer)}
 
     @classmethod
     def missing(cls, data):

@@ -22,6 +22,10 @@ class Label(Field):
         return (Labels if data.multi_label else Label)(data.num_classes)
 
     @classmethod
+    def part(cls, data):
+        return "labels"
+
+    @classmethod
     def missing(cls, data):
         if not data.num_classes:
             return (

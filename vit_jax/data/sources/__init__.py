@@ -13,7 +13,7 @@ SOURCES = Registry(
         "synthetic": f"{_HERE}.arrays:SYNTHETIC",
         "in_memory": f"{_HERE}.arrays:ARRAYS",
         "folder": f"{_HERE}.folder:FOLDER",
-        "objectnet": f"{_HERE}.folder:OBJECTNET",
+        "objectnet": f"{_HERE}.objectnet:OBJECTNET",
         "masks": f"{_HERE}.mask_folders:MASKS",
         "table": f"{_HERE}.table:TABLE",
         "parquet": f"{_HERE}.parquet:PARQUET",

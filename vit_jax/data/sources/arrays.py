@@ -16,14 +16,13 @@ from jaxtyping import Integer, UInt8
 
 from vit_jax.config import fields
 from vit_jax.data import bands, decode, splits
-from vit_jax.data.config import MAX_CHANNELS, DataConfig
+from vit_jax.data.config import MAX_CHANNELS, SYNTHETIC_CLASSES, DataConfig
 from vit_jax.data.fingerprint import Entries, in_memory
 from vit_jax.data.sources.base import Numbered, SourceType, read_all
 from vit_jax.data.splits import Numbering
 from vit_jax.errors import UserError
 
 DEFAULT_EXAMPLES = 64  # Of each split of the synthetic set.
-SYNTHETIC_CLASSES = 10  # Of the synthetic set where `data.num_classes` is 0.
 DIGIT_NAMES = tuple("0123456789")
 _USUAL_CHANNELS = (1, 3)
 _SHAPE = "not (N, H, W) or (N, H, W, channels); change the shape"
@@ -64,6 +63,10 @@ class ArraySource(Numbered):
         parts = self.numbering.parts
         names = [f"{name}/{number}" for name, part in parts for number in part]
         return in_memory(names, self.labels, self.images)
+
+    def without_images(self) -> "ArraySource":
+        blank = np.broadcast_to(np.uint8(0), self.images.shape)
+        return dataclasses.replace(self, images=blank)
 
 
 def open_arrays(
@@ -189,8 +192,8 @@ class SyntheticMasks(Numbered):
 
     def entries(self) -> Entries:
         sizes = np.full(len(self), math.prod(self.shape))
-        masks = [(f"{self.num_classes} classes", 0)]
-        return super().entries()._replace(sizes=sizes, masks=masks)
+        more = {"masks": [(f"{self.num_classes} classes", 0)]}
+        return super().entries()._replace(sizes=sizes, more=more)
 
 
 def synthetic_image(

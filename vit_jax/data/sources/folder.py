@@ -21,12 +21,20 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from jaxtyping import Integer
 
-from vit_jax.data import captions, splits
-from vit_jax.data.class_names import composed
+from vit_jax.config.fields import Registry
+from vit_jax.data import splits
 from vit_jax.data.config import DataConfig
 from vit_jax.data.fingerprint import Entries
-from vit_jax.data.imagenet import OBJECTNET_CLASSES
-from vit_jax.data.sources.base import Source, SourceType, warn, warn_of_twins
+from vit_jax.data.sources.base import (
+    Beside,
+    Source,
+    SourceType,
+    SplitRequest,
+    composed,
+    read_file,
+    warn,
+    warn_of_twins,
+)
 from vit_jax.errors import NoLabels, NoSplit, UserError
 
 # Names of image files; the format is detected from the content.
@@ -34,6 +42,8 @@ EXTENSIONS = (
     *(".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".gif", ".bmp"),
     *(".tif", ".tiff", ".ppm", ".pgm", ".avif", ".heic", ".heif", ".npy", ".npz"),
 )
+# Key of `config.data` -> what its value has records read from files beside the images.
+BESIDE = Registry({"caption_key": "vit_jax.data.captions:CaptionFiles"})
 WHOLE = "all"  # The one split of a folder that has none ...
 PARTS = (splits.TRAIN[0], splits.VALIDATION[0])  # ... or its parts.
 _USUAL = (*splits.TRAIN, *splits.VALIDATION, *splits.TEST)
@@ -44,8 +54,7 @@ _LEFT_BY_PROGRAMS = ("__pycache__", "__MACOSX")
 class FolderSource(Source):
     """Image files on disk; paths are relative to `root`, `sizes` their bytes.
 
-    Records have captions if there is a `caption_key`, see captions.py, and masks if there
-    are `masks`: for each path the path of its mask relative to `root`, and its bytes.
+    `beside` is what records have in other files.
     """
 
     root: str
@@ -53,8 +62,7 @@ class FolderSource(Source):
     labels_of_paths: list[int] | list[list[int]] | None
     class_names: tuple[str, ...]
     sizes: Integer[np.ndarray, " N"]
-    caption_key: str = ""
-    masks: Sequence[tuple[str, int]] | None = None
+    beside: Sequence[Beside] = ()
     images = labels = None  # Not in memory.
 
     @classmethod
@@ -64,12 +72,12 @@ class FolderSource(Source):
         files: Mapping[str, list[tuple]],
         classes: Sequence[str],
         chosen: Sequence[tuple[str, range]],
-        masks: Mapping[str, tuple[str, int]] | None = None,
+        beside: Sequence[Beside] = (),
     ) -> "FolderSource":
         """Returns the source of the files chosen by `splits.select`.
 
         `files` maps a split to (path, label, bytes) of its files; labels are read if there are
-        classes. `masks` maps a path to (path, bytes) of its mask.
+        classes.
         """
         rows = [files[name][i] for name, numbers in chosen for i in numbers]
         return cls(
@@ -78,21 +86,18 @@ class FolderSource(Source):
             [label for _, label, _ in rows] if classes else None,
             tuple(classes),
             np.array([size for _, _, size in rows], np.int64),
-            masks=None if masks is None else [masks[path] for path, _, _ in rows],
+            beside,
         )
 
     def __len__(self) -> int:
         return len(self.paths)
 
     def __getitem__(self, i: int) -> dict:
-        record = {"image": _content(self.describe(i))}
-        if self.masks is not None:
-            record["mask"] = _content(os.path.join(self.root, self.masks[i][0]))
+        record = {"image": read_file(self.describe(i))}
         if self.labels_of_paths is not None:
             record["label"] = self.labels_of_paths[i]
-        if self.caption_key:
-            key = self.caption_key
-            record[captions.TEXT] = captions.of_file(self.root, self.paths[i], key)
+        for each in self.beside:
+            record[each.name] = each.read(self.root, self.paths[i])
         return record
 
     def describe(self, i: int) -> str:
@@ -112,11 +117,8 @@ class FolderSource(Source):
         if isinstance(labels, list):
             sums = (zlib.crc32(repr(each).encode()) for each in labels)
             labels = np.fromiter(sums, np.int64)
-        texts = None
-        if self.caption_key:
-            texts = captions.sums_of_files(self.root, self.paths, self.caption_key)
-        files = self.paths, labels, self.sizes, texts, self.masks
-        return Entries("image files", *files)
+        more = {each.part: each.entries(self.root, self.paths) for each in self.beside}
+        return Entries("image files", self.paths, labels, self.sizes, more)
 
     def locate(self, record_ids: Sequence[str]) -> Integer[np.ndarray, " M"]:
         wanted = set(record_ids)
@@ -126,12 +128,6 @@ class FolderSource(Source):
                 raise KeyError(path)
         numbers = [i for i, path in enumerate(self.paths) if path in wanted]
         return np.array(numbers, np.int64)
-
-
-def _content(path: str) -> bytes:
-    # Unbuffered, as a whole: half the time of `read_bytes`.
-    with open(path, "rb", buffering=0) as file:
-        return file.read()
 
 
 def open_folder(
@@ -234,6 +230,13 @@ def has_split(data_dir: str | os.PathLike, name: str, *, labelled: bool = True) 
     """Returns whether a folder has a split: a folder, see `is_split`, or a part."""
     part = _parts(pathlib.Path(data_dir), (name,), labelled)
     return bool(part) or is_split(data_dir, name, labelled=labelled)
+
+
+def first_split(data_dir: str, order: Sequence[str], *, labelled: bool = True) -> str:
+    """Returns the first split of `order` that a folder has, or ""."""
+    root = os.path.expanduser(data_dir)
+    names = (name for name in order if has_split(root, name, labelled=labelled))
+    return next(names, "")
 
 
 def class_folders(data_dir: str | os.PathLike) -> list[str]:
@@ -491,20 +494,65 @@ def _followed(
 def _folder_of_config(data: DataConfig, split: str) -> FolderSource:
     labelled = data.has_labels
     source = open_folder(data.data_dir, split, data.split, labelled=labelled)
-    return dataclasses.replace(source, caption_key=data.caption_key)
+    return dataclasses.replace(source, beside=files_beside(data))
 
 
-def _objectnet(data: DataConfig, split: str) -> FolderSource:
-    return open_folder(data.data_dir, split, split, only=tuple(OBJECTNET_CLASSES))
+def files_beside(data: DataConfig) -> tuple[Beside, ...]:
+    """Returns what a config reads from files beside the images."""
+    values = {key: getattr(data, key) for key in BESIDE}
+    return tuple(BESIDE[key](value) for key, value in values.items() if value)
+
+
+def _eval_splits(
+    data: DataConfig, request: SplitRequest
+) -> tuple[Sequence[str], DataConfig]:
+    """Returns those of the splits that a folder has, and `data` with one as `split`."""
+    root, labelled = os.path.expanduser(data.data_dir), data.has_labels
+    has = functools.partial(has_split, root, labelled=labelled)
+    # Class folders without splits are read whole, if nothing is learnt from them.
+    whole = request.model_classes and not (request.given or request.trained)
+
+    def exists(split):
+        first = splits.names(split)[0]
+        is_folder = first == WHOLE or os.path.isdir(os.path.join(root, first))
+        return is_folder or (not whole and has(first))
+
+    if request.given:
+        existing = list(filter(exists, request.splits))
+    else:
+        if whole:
+            has = functools.partial(is_split, root, labelled=labelled)
+        existing = list(filter(has, request.splits))[:1]
+    if not existing and whole and not exists(data.split) and not inside(root):
+        existing = [WHOLE]
+        if class_folders(root):
+            warn(
+                f"evals.{request.name}: {data.data_dir} has no folders of splits: all of its "
+                "images are read; split=val is the part that training sets aside"
+            )
+    if not existing and os.path.isdir(root):
+        how = f"split=, as {WHOLE}"
+        if labelled and not request.model_classes:
+            how = f"train= and test=, as {WHOLE}[:50%] and {WHOLE}[50%:]"
+        if labelled:
+            how += " if its folders are the classes"
+        lacking = " or ".join(map(repr, request.splits))
+        if not request.given:
+            lacking += f" {'of class folders ' if labelled else ''}with images"
+        remedy = inside(root) or f"add it, or set {how}"
+        raise NoSplit(
+            f"evals.{request.name}: {os.path.normpath(data.data_dir)} has no folder {lacking}: "
+            f"{remedy}"
+        )
+    existing = existing or list(request.splits)
+    if not exists(data.split):  # Its class folders define the classes.
+        data = dataclasses.replace(data, split=existing[0])
+    return existing, data
 
 
 FOLDER = SourceType(
     open=_folder_of_config,
     help="Image files, `data.data_dir`/SPLIT/CLASS/**; without labels SPLIT/**.",
     numbered=False,
-)
-OBJECTNET = SourceType(
-    open=_objectnet,
-    help="ObjectNet's folders of the classes that overlap ImageNet-1k.",
-    numbered=False,
+    eval_splits=_eval_splits,
 )

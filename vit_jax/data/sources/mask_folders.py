@@ -96,15 +96,19 @@ _NO_TRAIN_ID = 255
 
 @dataclasses.dataclass(frozen=True)
 class MaskFolderSource(FolderSource):
-    """Image files and their masks; ids of Cityscapes become train ids."""
+    """Image files and their masks."""
 
     class_colors: Colors = ()
 
-    def __getitem__(self, i: int) -> dict:
-        record = super().__getitem__(i)
-        if pathlib.PurePath(self.masks[i][0]).stem.endswith(_LABEL_IDS):
-            record["mask"] = train_ids()[masks.decode_mask(record["mask"])]
-        return record
+
+class _Masks(masks.MaskFiles):
+    """Masks of which the ids of Cityscapes become train ids."""
+
+    def read(self, root, path):
+        mask = super().read(root, path)
+        if pathlib.PurePath(self.files[path][0]).stem.endswith(_LABEL_IDS):
+            return train_ids()[masks.decode_mask(mask)]
+        return mask
 
 
 def train_ids() -> UInt8[np.ndarray, "256"]:
@@ -142,11 +146,10 @@ def open_masks(data: DataConfig, split: str) -> MaskFolderSource:
         files[name] = [(path, None, size) for (path, size), _ in listed]
     known = dict.fromkeys(places, 0) | {name: len(rows) for name, rows in files.items()}
     chosen = splits.select(split, known, str(root))
-    source = MaskFolderSource.of_splits(str(root), files, (), chosen, pairs)
+    beside = _Masks(pairs), *folder.files_beside(data)
+    source = MaskFolderSource.of_splits(str(root), files, (), chosen, beside)
     names, colors = _classes(root, data)
-    return dataclasses.replace(
-        source, class_names=names, class_colors=colors, caption_key=data.caption_key
-    )
+    return dataclasses.replace(source, class_names=names, class_colors=colors)
 
 
 def usual_mask_key(data_dir: str | os.PathLike) -> str:

@@ -20,7 +20,6 @@ from vit_jax.config.fields import is_custom
 from vit_jax.data.config import PLACE, DataConfig
 from vit_jax.data.fingerprint import Entries
 from vit_jax.data.sources import SOURCES, key_of
-from vit_jax.data.sources.arrays import ArraySource
 from vit_jax.data.sources.base import Derived, Source, SourceType, check_label
 from vit_jax.errors import NoLabels, UserError
 
@@ -192,10 +191,8 @@ def exclude(source: Source, path: str) -> Excluding:
         None if values is None else np.delete(values, excluded, 0)
         for values in (source.images, source.labels)
     )
-    if isinstance(source, ArraySource):  # Else all images would stay in memory twice.
-        blank = np.broadcast_to(np.uint8(0), source.images.shape)
-        source = dataclasses.replace(source, images=blank)
-    return Excluding(source, gaps, images, labels)
+    # Else all images would stay in memory twice.
+    return Excluding(source.without_images(), gaps, images, labels)
 
 
 def read_ids(path: str) -> list[str]:

@@ -19,12 +19,11 @@ from jaxtyping import Integer
 
 from vit_jax.command_line.files import download_snapshot
 from vit_jax.data import captions, splits
-from vit_jax.data.class_names import composed
 from vit_jax.data.config import DataConfig
 from vit_jax.data.decode import DamagedImage
 from vit_jax.data.fingerprint import Entries
 from vit_jax.data.sources.arrays import ArraySource, small_in_memory
-from vit_jax.data.sources.base import Numbered, SourceType, check_known
+from vit_jax.data.sources.base import Numbered, SourceType, check_known, composed
 from vit_jax.errors import NoLabels, UserError
 
 _PREFIX = "hf://datasets/"
@@ -98,14 +97,14 @@ class ParquetSource(Numbered):
     def entries(self) -> Entries:
         names = [os.path.relpath(path, self.root) for path in self.files]
         sizes = np.array([_metadata_sum(path) for path in self.files], np.int64)
-        labels = captions_ = None
+        labels, more = None, {}
         if self.label_key is not None:
             sums = [_label_sum(path, self.label_key) for path in self.files]
             labels = np.array(sums, np.int64)
         if self.caption_key:
             sums = (_caption_sum(path, self.caption_key) for path in self.files)
-            captions_ = dict(zip(names, sums, strict=True))
-        return Entries("shards", names, labels, sizes, captions_)
+            more["captions"] = list(zip(names, sums, strict=True))
+        return Entries("shards", names, labels, sizes, more)
 
     def _group(self, group: int) -> dict:
         """Returns the columns of a row group, by name."""

@@ -25,11 +25,13 @@ from collections.abc import Collection, Mapping, Sequence
 
 from vit_jax.config import fields
 from vit_jax.data import splits
-from vit_jax.data.class_names import composed
 from vit_jax.data.config import DataConfig
+from vit_jax.data.masks import MaskFiles
 from vit_jax.data.sources.base import (
     SourceType,
+    SplitRequest,
     check_known,
+    composed,
     warn,
     warn_of_twins,
 )
@@ -110,11 +112,11 @@ def open_table(data: DataConfig, split: str) -> FolderSource:
     }
     sizes = {name: len(files.get(name, rows[name])) for name in rows}
     chosen = splits.select(split, sizes, data.data_dir)
-    masks = None
+    beside = ()
     if data.mask_key:
         read_rows = [row for name in files for row in rows[name]]
-        masks = _masks(data, paths, tables, read_rows)
-    return FolderSource.of_splits(paths.root, files, list(classes), chosen, masks)
+        beside = (MaskFiles(_masks(data, paths, tables, read_rows)),)
+    return FolderSource.of_splits(paths.root, files, list(classes), chosen, beside)
 
 
 def _check_lines(table: Table, columns: Sequence[str]) -> None:
@@ -530,8 +532,22 @@ def _labels(data: DataConfig, row: _Row) -> list[str]:
     return list(dict.fromkeys(filter(None, map(text_of, values))))
 
 
+def _eval_splits(
+    data: DataConfig, request: SplitRequest
+) -> tuple[Sequence[str], DataConfig]:
+    wanted, names = request.splits, split_names(data.data_dir)
+    named = request.given or request.trained
+    if request.model_classes and names == [WHOLE] and not named:
+        wanted = [WHOLE]
+    existing = [each for each in wanted if splits.names(each)[0] in names]
+    if existing and splits.names(data.split)[0] not in names:
+        data = dataclasses.replace(data, split=existing[0])  # For the classes.
+    return wanted, data
+
+
 TABLE = SourceType(
     open=open_table,
+    eval_splits=_eval_splits,
     help="Image files by a CSV, TSV, JSON or Parquet file, `data.data_dir`.",
     has_masks=True,
     numbered=False,

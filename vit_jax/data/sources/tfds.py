@@ -16,7 +16,12 @@ from vit_jax.data.config import DataConfig
 from vit_jax.data.fingerprint import Entries
 from vit_jax.data.sources import SOURCES
 from vit_jax.data.sources.arrays import ArraySource, small_in_memory
-from vit_jax.data.sources.base import Numbered, SourceType, check_known
+from vit_jax.data.sources.base import (
+    Numbered,
+    SourceType,
+    check_known,
+    default_split,
+)
 from vit_jax.errors import NoLabels, UserError
 
 
@@ -335,9 +340,18 @@ def _of_config(data: DataConfig, split: str) -> TfdsSource | ArraySource:
     return small_in_memory(open_tfds(*where, **more), data)
 
 
+def _test_split(name: str) -> str:
+    """Returns the split that the paper tests on; "" if it does not use the set."""
+    from vit_jax.data import catalogue  # It imports this file for its commands.
+
+    entry = catalogue.ENTRIES.get(name.partition(":")[0])
+    return entry.splits.get("test", "") if entry else ""
+
+
 # Not in SOURCES: it opens every name that no other kind has.
 TFDS = SourceType(
     open=_of_config,
     help="A prepared TFDS data set, as cifar10 or eurosat/rgb:2.0.0.",
     has_masks=True,
+    eval_splits=default_split(_test_split),
 )

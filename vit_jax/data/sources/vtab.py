@@ -15,7 +15,7 @@ from jaxtyping import UInt8
 from vit_jax.data import decode
 from vit_jax.data.config import DataConfig
 from vit_jax.data.sources.arrays import ArraySource, small_in_memory
-from vit_jax.data.sources.base import SourceType
+from vit_jax.data.sources.base import SourceType, default_split
 from vit_jax.data.sources.tfds import Feature, TfdsSource, find_prepared, open_tfds
 from vit_jax.errors import NoSplit, UserError
 
@@ -186,4 +186,5 @@ VTAB = SourceType(
     open=open_task,
     help="A task of VTAB-1k, as vtab/clevr_count.",
     numbered=False,  # By TFDS's splits, not by those of the benchmark.
+    eval_splits=default_split(lambda name: task(name).splits["test"]),
 )

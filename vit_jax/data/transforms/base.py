@@ -3,7 +3,8 @@
 A transform is a frozen dataclass whose fields are the arguments of the transform line. A
 field made by `key` (vit_jax/config/fields.py) has a meaning and bounds; a field `size` that
 the line leaves out is `data.image_size`, unless the line gives `sizes`. A user's transform
-need not derive from these classes: it needs `runs_on`, and `CustomTransform` adds the rest.
+need not derive from these classes: it needs `runs_on`, and `CustomTransform` (custom.py)
+adds the rest. One that makes several arrays of an image derives from `Views` (views.py).
 
 Letters: B examples, H and W height and width before, h and w after, C channels, K
 classes.
@@ -37,10 +38,6 @@ class Transform:
     Attributes:
       runs_on: "host", in the loader on one image, or "device", in the training step on
         the whole batch.
-      in_eval: whether a host transform makes no random choices, so that it may also
-        prepare images for evaluation.
-      mixes_examples: whether a device transform blends examples and labels; a line has
-        at most one.
       on_colors: whether it changes colours or grey levels, and so needs 1 or 3 channels
         of 8 bits in the loader, of any depth on the device. If it moves no pixels, masks
         stay as they are.
@@ -48,37 +45,15 @@ class Transform:
       moves_masks: whether a transform that moves pixels moves those of a mask equally: it
         is then called with masks too, arrays of int16 whose values, class numbers, it
         neither changes nor mixes. If not, it is refused where masks are read.
-      sees_mask: whether a host transform is called with the mask of the image, (H, W, 1)
-        int16, as third argument where masks are read, to choose by.
       output_size: method from the height and width of images to those of the results;
         either is None if it differs from image to image. None: the size stays.
-      output_shapes: method from the number of channels to the shapes of the arrays that
-        the last host transform of a line makes of an image, by name; None: one image.
-      numbers: names of those that hold int32 rather than pixels.
-      packs: number of images, one after the other in a batch, that share a row of its
-        arrays; it has `of_share` then, see naflex.py.
-      alternatives: method that returns transforms of other `output_shapes`, each with its
-        weight, of which each batch draws one; None: they are the same in all batches.
-      expand: method that returns the transforms to put in the place of this one and
-        those to put at the end of the line, as text; None: no expansion.
-      from_file: method that does the same as decoding an image and calling the
-        transform, faster; None: no faster way.
     """
 
     runs_on: ClassVar[str]
-    in_eval: ClassVar[bool] = False
-    mixes_examples: ClassVar[bool] = False
     on_colors: ClassVar[bool] = False
     moves_pixels: ClassVar[bool] = False
     moves_masks: ClassVar[bool] = True
-    sees_mask: ClassVar[bool] = False
     output_size: ClassVar[Callable | None] = None
-    output_shapes: ClassVar[Callable | None] = None
-    numbers: ClassVar[tuple[str, ...]] = ()
-    packs: ClassVar[int] = 1
-    alternatives: ClassVar[Callable | None] = None
-    expand: ClassVar[Callable | None] = None
-    from_file: ClassVar[Callable | None] = None
 
     def __post_init__(self):
         check_arguments(self)
@@ -86,28 +61,37 @@ class Transform:
             if field.name == "size":
                 check_size(self.size)
 
-    def apart(self, copies: int) -> "Transform":
-        """Returns this transform for batches with so many successive copies of an image.
 
-        One that mixes examples takes partners from outside the copies.
-        """
-        return self
+class TooSmall(ValueError):
+    """Raised where a crop is larger than the image."""
 
 
 class HostTransform(Transform):
     """A transform of one image, run by the loader before images are batched.
 
-    The last one of a line may return several arrays instead: a dict of uint8 arrays of
-    one or more crops, (..., h, w, C), with "image" among them. The batch that the task
-    gets holds them under their names.
+    Attributes:
+      in_eval: whether it makes no random choices, so that it may also prepare images for
+        evaluation.
+      sees_mask: whether it is called with the mask of the image, (H, W, 1) int16, as third
+        argument where masks are read, to choose by.
+      makes_arrays: whether it makes several arrays of an image, see `Views`.
+      expand: method that returns the transforms to put in the place of this one and
+        those to put at the end of the line, as text; None: no expansion.
+      from_file: method that does the same as decoding an image and calling the
+        transform, faster; None: no faster way.
     """
 
     runs_on = "host"
+    in_eval: ClassVar[bool] = False
+    sees_mask: ClassVar[bool] = False
+    makes_arrays: ClassVar[bool] = False
+    expand: ClassVar[Callable | None] = None
+    from_file: ClassVar[Callable | None] = None
 
     def __call__(
         self, image: UInt8[np.ndarray, "H W C"], rng: np.random.Generator
-    ) -> UInt8[np.ndarray, "h w C"] | dict[str, UInt8[np.ndarray, "... h w C"]]:
-        """Returns the transformed image, or several arrays made of it.
+    ) -> UInt8[np.ndarray, "h w C"]:
+        """Returns the transformed image.
 
         `image` is read-only. `rng`, seeded with the run's seed and the example's position in the
         run, is the only source of random choices.
@@ -116,9 +100,14 @@ class HostTransform(Transform):
 
 
 class DeviceTransform(Transform):
-    """A transform of a whole batch, run inside the training step."""
+    """A transform of a whole batch, run inside the training step.
+
+    Attributes:
+      mixes_examples: whether it blends examples and labels; a line has at most one.
+    """
 
     runs_on = "device"
+    mixes_examples: ClassVar[bool] = False
 
     def __call__(self, images, labels, index, key):
         """Returns the transformed images and labels; JAX traces it.
@@ -132,10 +121,12 @@ class DeviceTransform(Transform):
         """
         raise NotImplementedError
 
+    def apart(self, copies: int) -> "DeviceTransform":
+        """Returns this transform for batches with so many successive copies of an image.
 
-def alternatives(transform: Transform) -> list[tuple[Transform, float]]:
-    """Returns the `alternatives` of a transform, or itself with the weight 1."""
-    return transform.alternatives() if transform.alternatives else [(transform, 1.0)]
+        One that mixes examples takes partners from outside the copies.
+        """
+        return self
 
 
 def check_arguments(transform: object) -> None:

@@ -10,7 +10,8 @@ import numpy as np
 from jaxtyping import Num
 
 from vit_jax.data.transforms.base import Given, Size, pair
-from vit_jax.data.transforms.host import CentralCrop, ResizeSmall, filled
+from vit_jax.data.transforms.host import CentralCrop, ResizeSmall
+from vit_jax.data.transforms.scale_crop import filled
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,6 +75,3 @@ class CropOrPad(CentralCrop):
         down, across = max(-top, 0), max(-left, 0)
         out[down : down + rows, across : across + columns] = inside
         return out
-
-
-TRANSFORMS = {"resize_long": ResizeLong, "crop_or_pad": CropOrPad}

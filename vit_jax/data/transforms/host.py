@@ -6,7 +6,6 @@ H and W height and width before, h and w after, C channels.
 """
 
 import dataclasses
-import functools
 import math
 from collections.abc import Sequence
 
@@ -17,21 +16,19 @@ from PIL import Image
 
 from vit_jax.config.fields import key
 from vit_jax.data import decode
-from vit_jax.data.config import IGNORED, MAX_MEGAPIXELS, MAX_PIXELS
+from vit_jax.data.config import MAX_MEGAPIXELS, MAX_PIXELS
 from vit_jax.data.transforms.base import (
     Given,
     HostTransform,
     Size,
+    TooSmall,
     check_part,
-    check_range,
-    check_size,
     pair,
     to_size,
 )
 
 Before = Num[np.ndarray, "H W C"]
 After = Num[np.ndarray, "h w C"]
-Views = dict[str, Num[np.ndarray, "N h w C"]]
 Box = tuple[float | int, float | int, float | int, float | int]
 
 # Pillow antialiases all of its filters but nearest when it shrinks an image.
@@ -49,8 +46,6 @@ TENSORFLOW = {"area": cv2.INTER_AREA, "bilinear_plain": cv2.INTER_LINEAR}
 INTERPOLATIONS = (*PILLOW, *TENSORFLOW)
 
 _TRIES = 100  # Parts drawn by `InceptionCrop`, at most.
-_PARTS_DRAWN = 10  # By `ScaleCrop`, at most.
-_LARGE = 2  # Large crops of `MultiCrop`.
 _MOST_BANDS = 64  # At a time; OpenCV 5 takes 128.
 _MOST_BANDS_OF_AREA = 4  # For cv2.INTER_AREA.
 _FAST_UP_TO = 3  # Times smaller; beyond, three taps antialias too little.
@@ -116,7 +111,7 @@ class RandomResizedCrop(HostTransform):
         Raises:
           DamagedImage: the file cannot be decoded.
         """
-        (crop,) = _crops_of_file([self], data, channels, rng, max_megapixels)
+        (crop,) = crops_of_file([self], data, channels, rng, max_megapixels)
         return crop
 
     def cut(
@@ -146,7 +141,7 @@ class RandomResizedCrop(HostTransform):
         for _ in range(10):
             h, w = self._sides(height, width, rng)
             if 0 < w <= width and 0 < h <= height:
-                return _below(height - h + 1, rng), _below(width - w + 1, rng), h, w
+                return below(height - h + 1, rng), below(width - w + 1, rng), h, w
         # An extreme shape: the largest central part whose ratio is allowed.
         w = max(1, min(width, round(height * self.ratio[1])))
         h = max(1, min(height, round(width / self.ratio[0])))
@@ -178,7 +173,7 @@ class ClippedCrop(RandomResizedCrop):
     ) -> tuple[int, int, int, int]:
         h, w = self._sides(height, width, rng)
         h, w = max(1, min(h, height)), max(1, min(w, width))
-        return _below(height - h + 1, rng), _below(width - w + 1, rng), h, w
+        return below(height - h + 1, rng), below(width - w + 1, rng), h, w
 
 
 @dataclasses.dataclass(frozen=True)
@@ -206,7 +201,7 @@ class InceptionCrop(RandomResizedCrop):
             if part:
                 h, w = part
                 # The last place is not drawn, as there.
-                return _below(height - h, rng), _below(width - w, rng), h, w
+                return below(height - h, rng), below(width - w, rng), h, w
         return 0, 0, height, width
 
     def _part(
@@ -220,7 +215,7 @@ class InceptionCrop(RandomResizedCrop):
             last -= round(last * ratio) > width
         last = min(last, height)
         first = min(first, last)
-        h = first + _below(last - first + 1, rng) if first < last else first
+        h = first + below(last - first + 1, rng) if first < last else first
         # Rounding may carry the area out of its range.
         h += round(h * ratio) * h < least
         h -= round(h * ratio) * h > most
@@ -228,118 +223,6 @@ class InceptionCrop(RandomResizedCrop):
         if not (least <= w * h <= most and 0 < w <= width and 0 < h <= height):
             return None
         return h, w
-
-
-@dataclasses.dataclass(frozen=True)
-class MultiCrop(HostTransform):
-    """Crops two large and some small random parts and resizes them (arXiv:2006.09882).
-
-    Sizes, areas and filter are those of DINO (arXiv:2104.14294, main_dino.py). The results
-    are "image", the two large crops (2, height, width, C), and "small_crops" (num_small,
-    height, width, C), if any. For the other arguments see `RandomResizedCrop`.
-
-    Args:
-      small_size: None is 96, unless there are `sizes`.
-      sizes: in place of `size` and `small_size`, pairs of both, as
-        ((512, 112), (768, 168)), of which each batch draws one (DINOv3, arXiv:2508.10104).
-      shares: share of the batches that have each of the pairs; () for equal ones.
-    """
-
-    moves_pixels = True
-    moves_masks = False
-
-    size: Given = None
-    small_size: Given = None
-    num_small: Given = key(8, "Number of small crops.")
-    area: Given = (0.4, 1.0)
-    small_area: Given = (0.05, 0.4)
-    ratio: Given = (3 / 4, 4 / 3)
-    interpolation: Given = key(
-        "bicubic", "Filter of the resize.", choices=("fast", "bicubic")
-    )
-    sizes: Given = ()
-    shares: Given = ()
-
-    def __post_init__(self):
-        super().__post_init__()
-        if self.sizes and (self.size, self.small_size) != (None, None):
-            raise ValueError(
-                f"size={self.size} or small_size={self.small_size} beside sizes="
-                f"{self.sizes}, which has both: remove it"
-            )
-        if not self.sizes and self.small_size is None:
-            object.__setattr__(self, "small_size", 96)
-        check_size(self.small_size)
-        check_part(self.area, self.ratio)
-        check_part(self.small_area, self.ratio)
-        for each in self.sizes:
-            if not isinstance(each, (list, tuple)) or len(each) != 2:
-                raise ValueError(f"sizes={self.sizes}: {each} is no (large, small)")
-            for size in each:
-                check_size(size)
-        if self.shares and len(self.shares) != len(self.sizes):
-            raise ValueError(
-                f"shares={self.shares}: give one for each of sizes={self.sizes}"
-            )
-        if any(not share > 0 for share in self.shares):
-            raise ValueError(f"shares={self.shares}: give numbers above 0")
-
-    def alternatives(self) -> list[tuple["MultiCrop", float]]:
-        """See `Transform`."""
-        if not self.sizes:
-            return [(self, 1.0)]
-        shares = self.shares or [1.0] * len(self.sizes)
-        pairs = zip(self.sizes, shares, strict=True)
-        return [(self._of_sizes(*each), share) for each, share in pairs]
-
-    def _of_sizes(self, size: Given, small_size: Given) -> "MultiCrop":
-        return dataclasses.replace(
-            self, size=size, small_size=small_size, sizes=(), shares=()
-        )
-
-    def __call__(self, image: Before, rng: np.random.Generator) -> Views:
-        boxes = [crop.box(*image.shape[:2], rng) for crop in self._crops]
-        cut = [
-            crop.cut(image, box) for crop, box in zip(self._crops, boxes, strict=True)
-        ]
-        return self._views(cut)
-
-    def from_file(
-        self,
-        data: bytes,
-        channels: int,
-        rng: np.random.Generator,
-        max_megapixels: float = MAX_MEGAPIXELS,
-    ) -> Views:
-        """Decodes an image file once, and cuts all crops out of it, see `RandomResizedCrop.from_file`."""
-        of_file = data, channels, rng, max_megapixels
-        return self._views(_crops_of_file(self._crops, *of_file))
-
-    def output_shapes(self, channels: int) -> dict[str, tuple[int, ...]]:
-        """Returns the shapes of the results; of several, those with the most pixels."""
-        if self.sizes:
-            made = (op.output_shapes(channels) for op, _ in self.alternatives())
-            return max(made, key=lambda shapes: sum(map(math.prod, shapes.values())))
-        shapes = {"image": (_LARGE, *pair(self.size), channels)}
-        if self.num_small:
-            small = (self.num_small, *pair(self.small_size), channels)
-            shapes["small_crops"] = small
-        return shapes
-
-    @functools.cached_property
-    def _crops(self) -> list[RandomResizedCrop]:
-        make = functools.partial(
-            RandomResizedCrop, ratio=self.ratio, interpolation=self.interpolation
-        )
-        large = make(self.size, area=self.area)
-        small = make(self.small_size, area=self.small_area)
-        return [large] * _LARGE + [small] * self.num_small
-
-    def _views(self, crops: list[np.ndarray]) -> Views:
-        views = {"image": np.stack(crops[:_LARGE])}
-        if self.num_small:
-            views["small_crops"] = np.stack(crops[_LARGE:])
-        return views
 
 
 @dataclasses.dataclass(frozen=True)
@@ -431,95 +314,11 @@ class RandomCrop(HostTransform):
 
     def __call__(self, image: Before, rng: np.random.Generator) -> After:
         (top, left), (height, width) = _room(image, self.size), pair(self.size)
-        top, left = _below(top + 1, rng), _below(left + 1, rng)
+        top, left = below(top + 1, rng), below(left + 1, rng)
         return image[top : top + height, left : left + width]
 
 
-@dataclasses.dataclass(frozen=True)
-class ScaleCrop(HostTransform):
-    """Resizes by a random factor, the aspect kept, and cuts a random part out.
-
-    A part that reaches beyond the image is padded at the bottom and the right: images with
-    black, masks with pixels that count for no class. This is the usual augmentation of
-    semantic segmentation, RandomResize and RandomCrop of mmsegmentation, which pads at the
-    end: `pad=False` leaves it to `Pad`.
-
-    Args:
-      size: height and width of the part in pixels, or one number for both.
-      scale: smallest and largest short side of the resized image, divided by the short
-        side of `size`.
-    """
-
-    moves_pixels = True
-    sees_mask = True
-
-    size: Given = None
-    scale: Given = (0.5, 2.0)
-    most_of_one: Given = key(
-        1.0,
-        "Share of one class in the pixels that count, from which on another part is drawn, "
-        "ten times at most; mmsegmentation's recipes have 0.75 (cat_max_ratio). 1: none.",
-        above=0,
-        at_most=1,
-    )
-    pad: Given = key(True, "Pad a part that reaches beyond the image, in black.")
-
-    def __post_init__(self):
-        super().__post_init__()
-        check_range("scale", self.scale)
-
-    def output_size(self, before: Size | None) -> Size | None:
-        return pair(self.size) if self.pad else None
-
-    def __call__(
-        self,
-        image: Before,
-        rng: np.random.Generator,
-        mask: Int16[np.ndarray, "H W 1"] | None = None,
-    ) -> After:
-        size, before = pair(self.size), image.shape[:2]
-        factor = self.scale[0] + rng.random() * (self.scale[1] - self.scale[0])
-        ratio = factor * min(size) / min(before)
-        resized = [max(1, round(side * ratio)) for side in before]
-        part = tuple(map(min, resized, size))
-        # In pixels of the image, so that only the part is resized.
-        shrunk = [n / m for n, m in zip(before, resized, strict=True)] * 2
-        for _ in range(_PARTS_DRAWN):
-            start = [_below(n - m + 1, rng) for n, m in zip(resized, part, strict=True)]
-            box = tuple(n * m for n, m in zip((*start, *part), shrunk, strict=True))
-            if self.most_of_one == 1 or mask is None:
-                break
-            if _largest_share(_nearest(mask, box, part)) < self.most_of_one:
-                break
-        cut = resize_box(image, box, part)
-        return padded(cut, size) if self.pad else cut
-
-
-@dataclasses.dataclass(frozen=True)
-class Pad(HostTransform):
-    """Pads smaller images to `size` pixels at the bottom and the right.
-
-    Masks get pixels that count for no class. Behind the changes of colour of a line, which
-    then leave the padding alone, and with the mean of the images, this is the Pad of
-    mmsegmentation: 0 in normalised images.
-
-    Args:
-      fill: grey levels of 255, one for each channel; of other channels their mean. The
-        default, ImageNet's mean in whole levels, is within 0.01 of 0 once normalised.
-    """
-
-    in_eval = True
-    moves_pixels = True
-    output_size = to_size
-
-    size: Given = None
-    fill: Given = (124, 116, 104)
-
-    def __call__(self, image: Before, rng: np.random.Generator) -> After:
-        return padded(image, pair(self.size), self.fill)
-
-
-def _crops_of_file(
+def crops_of_file(
     crops: Sequence[RandomResizedCrop],
     data: bytes,
     channels: int,
@@ -555,10 +354,6 @@ def _crops_of_file(
     ]
 
 
-class TooSmall(ValueError):
-    """Raised where a crop is larger than the image."""
-
-
 def _room(image: np.ndarray, size: Given) -> tuple[int, int]:
     """Returns by how many rows and columns the image is larger than the crop."""
     height, width = pair(size)
@@ -572,7 +367,8 @@ def _room(image: np.ndarray, size: Given) -> tuple[int, int]:
     return room
 
 
-def _below(stop: int, rng: np.random.Generator) -> int:
+def below(stop: int, rng: np.random.Generator) -> int:
+    """Draws a whole number from 0 to `stop` - 1."""
     # From `random`, whose stream numpy keeps, unlike that of `integers`.
     return int(rng.random() * stop)
 
@@ -639,7 +435,7 @@ def resize_box(
     filters.
     """
     if image.dtype == np.int16:
-        return _nearest(image, box, size)
+        return nearest(image, box, size)
     top, left, height, width = box
     if interpolation in TENSORFLOW:
         part = image[top : top + height, left : left + width]
@@ -663,43 +459,7 @@ def resize_box(
     return out.astype(image.dtype, copy=False)
 
 
-def padded(image: Before, size: Size, fill: float | Sequence[float] = 0) -> After:
-    """Returns an image of at least `size` pixels, filled at the bottom and the right.
-
-    Args:
-      image: masks are filled with pixels that count for no class.
-      size: height and width in pixels.
-      fill: grey levels of 255, one for each channel; of other channels their mean.
-    """
-    height, width = image.shape[:2]
-    if height >= size[0] and width >= size[1]:
-        return image
-    out = filled((max(height, size[0]), max(width, size[1])), image, fill)
-    out[:height, :width] = image
-    return out
-
-
-def filled(size: Size, image: Before, fill: float | Sequence[float]) -> After:
-    """Returns an image of one colour with the channels of another, see `padded`."""
-    levels = np.atleast_1d(fill)
-    if len(levels) != image.shape[-1]:
-        levels = levels.mean(keepdims=True)
-    if image.dtype == np.int16:
-        levels = np.array([IGNORED])
-    elif image.dtype != np.float32:
-        levels = (levels * (257 if image.dtype == np.uint16 else 1)).round()
-    out = np.empty((*size, image.shape[-1]), image.dtype)
-    out[:] = levels.astype(image.dtype)
-    return out
-
-
-def _largest_share(maps: Int16[np.ndarray, "..."]) -> float:
-    """Returns the share of the most frequent class in the pixels that count."""
-    counts = np.bincount(maps[maps != IGNORED])
-    return counts.max() / counts.sum() if counts.size else 1.0
-
-
-def _nearest(
+def nearest(
     maps: Int16[np.ndarray, "H W C"], box: Box, size: tuple[int, int]
 ) -> Int16[np.ndarray, "h w C"]:
     """Returns the pixels of a part at the centres of those of the result."""
@@ -764,17 +524,3 @@ def _low_pass(times: float) -> Float32[np.ndarray, " taps"]:
         return np.ones(1, np.float32)
     side = min((times - 1) / 4, 1 / 3)
     return np.array([side, 1 - 2 * side, side], np.float32)
-
-
-TRANSFORMS = {
-    "inception_crop": InceptionCrop,
-    "random_resized_crop": RandomResizedCrop,
-    "clipped_crop": ClippedCrop,
-    "resize": Resize,
-    "resize_small": ResizeSmall,
-    "central_crop": CentralCrop,
-    "random_crop": RandomCrop,
-    "scale_crop": ScaleCrop,
-    "pad": Pad,
-    "multi_crop": MultiCrop,
-}

@@ -13,8 +13,9 @@ from jaxtyping import Num
 
 from vit_jax.config.fields import key
 from vit_jax.data.config import MAX_PIXELS
-from vit_jax.data.transforms.base import Given, HostTransform, check_part
+from vit_jax.data.transforms.base import Given, check_part
 from vit_jax.data.transforms.host import INTERPOLATIONS, RandomResizedCrop, resize_box
+from vit_jax.data.transforms.views import Views
 
 GRIDS = "grids"  # Array of a batch: rows and columns of patches of each image.
 
@@ -22,7 +23,7 @@ Sequence = dict[str, Num[np.ndarray, "..."]]
 
 
 @dataclasses.dataclass(frozen=True)
-class NaFlex(HostTransform):
+class NaFlex(Views):
     """Resizes to the most patches that fit, the aspect kept, and cuts the image into them.
 
     The results are "image", the patches one below the other, row by row, and black padding,
@@ -105,11 +106,11 @@ class NaFlex(HostTransform):
 
     @property
     def packs(self) -> int:
-        """See `Transform`."""
+        """See `Views`."""
         return self.pack
 
     def alternatives(self) -> list[tuple["NaFlex", float]]:
-        """See `Transform`."""
+        """See `Views`."""
         return [
             (dataclasses.replace(self, max_tokens=most, patch=patch, side=0), 1.0)
             for most, patch in self.choices
@@ -175,6 +176,3 @@ def cut(image: Num[np.ndarray, "H W C"], side: int) -> Num[np.ndarray, "NS S C"]
     (H, W, C), S = image.shape, side
     cells = image.reshape(H // S, S, W // S, S, C).swapaxes(1, 2)
     return cells.reshape(-1, S, C)
-
-
-TRANSFORMS = {"naflex": NaFlex}

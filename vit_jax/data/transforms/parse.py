@@ -1,12 +1,12 @@
 """Image transforms as a readable line: "random_resized_crop(224) | flip | mixup(0.2)".
 
 Transforms stand between bars and take Python literals, by position or by name. Host
-transforms (host.py, randaugment.py) run in the loader, image by image; device transforms
-(device.py) run in the training step, on the batch, and come last. The size of a crop or
-resize is `data.image_size` unless given, as 224 or as (160, 224).
+transforms run in the loader, image by image; device transforms run in the training step, on
+the batch, and come last. The size of a crop or resize is `data.image_size` unless given, as
+224 or as (160, 224).
 
 A user's transform is named with its module: "my_module:MyTransform(0.5) | flip"; base.py
-describes its interface.
+describes its interface. `data.transforms` is the result for a config, parsed once.
 
 A level of AugReg, "random_resized_crop | augreg('medium2') | flip", is RandAugment in its place
 and mixup after the last transform: "... | randaugment(2, 15) | flip | mixup(0.5)".
@@ -17,30 +17,17 @@ import dataclasses
 import inspect
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import ClassVar, NamedTuple
-
-import numpy as np
+from typing import NamedTuple
 
 from vit_jax.config import fields
 from vit_jax.data import fields as records
 from vit_jax.data.config import DataConfig
-from vit_jax.data.decode import DamagedImage
-from vit_jax.data.transforms import (
-    borders,
-    host,
-    naflex,
-    photometric_distortion,
-    randaugment,
-    timm_randaugment,
-)
-from vit_jax.data.transforms.base import Size, Transform, check_arguments
+from vit_jax.data.fields.base import Spec
+from vit_jax.data.fields.image import Image
+from vit_jax.data.transforms import DEVICE_TRANSFORMS, HOST_TRANSFORMS, KNOWN
+from vit_jax.data.transforms.base import HostTransform, Size, Transform, check_arguments
 from vit_jax.errors import UserError
 
-# Host transforms by name; those of the device import JAX, see `all_transforms`.
-_HOST_MODULES = (
-    *(host, borders, naflex, randaugment, timm_randaugment, photometric_distortion),
-)
-HOST_TRANSFORMS = {k: v for each in _HOST_MODULES for k, v in each.TRANSFORMS.items()}
 _CUSTOM = re.compile(
     r"(?P<name>[A-Za-z_][\w.]*:[A-Za-z_]\w*)\s*(?P<call>\(.*\))?", re.DOTALL
 )
@@ -52,70 +39,26 @@ class Transforms(NamedTuple):
     host: tuple
     device: tuple
 
+    @property
+    def views(self) -> HostTransform | None:
+        """The host transform that makes several arrays of an image; None if none does."""
+        return self.host[-1] if self.host and self.host[-1].makes_arrays else None
 
-@dataclasses.dataclass(frozen=True)
-class CustomTransform:
-    """A transform of the user's module, whose errors begin with `where`.
+    @property
+    def packs(self) -> int:
+        """Number of images that share a row of the arrays made of them."""
+        return self.views.packs if self.views else 1
 
-    It has the attributes of `transform`, or else those of `Transform`.
+
+def parsed(data: DataConfig) -> Transforms:
+    """Parses `data.train_transform`, and checks it against the fields of a record.
+
+    Raises:
+      UserError: see `parse_train` and the `check` of the fields.
     """
-
-    from_file: ClassVar[None] = None  # Its errors could not be told from ours.
-
-    where: str
-    transform: object
-
-    def __getattr__(self, name):
-        if name.startswith("__"):  # Pickle asks for some before there is a transform.
-            raise AttributeError(name)
-        owner = self.transform if hasattr(self.transform, name) else Transform
-        return getattr(owner, name)
-
-    def __call__(self, image, *args):
-        if self.runs_on == "host":
-            image = image.view()  # A set in memory would be changed for good.
-            image.flags.writeable = False
-        known = (DamagedImage, host.TooSmall)
-        with fields.guarded(self.where, known=known):
-            result = self.transform(image, *args)
-            if self.runs_on == "device":
-                return self._checked_batch(result, *args)
-            # Masks are int16.
-            self._check_host(result, np.int16 if image.dtype == np.int16 else np.uint8)
-            return result
-
-    def apart(self, copies: int) -> "CustomTransform":
-        if not hasattr(self.transform, "apart"):
-            return self
-        return CustomTransform(self.where, self.transform.apart(copies))
-
-    def _check_host(self, result, dtype: type) -> None:
-        several = self.output_shapes is not None
-        named = result if isinstance(result, dict) else {"image": result}
-        arrays = list(named.values())
-        good = all(
-            isinstance(a, np.ndarray)
-            and a.dtype == (np.int32 if name in self.numbers else dtype)
-            for name, a in named.items()
-        )
-        if good and (isinstance(result, dict) if several else arrays[0].ndim == 3):
-            return
-        kinds = [f"{getattr(a, 'dtype', type(a))} {np.shape(a) or ''}" for a in arrays]
-        wanted = (
-            "a dict of uint8 arrays (int32 of `numbers`), as `output_shapes`"
-            if several
-            else f"{np.dtype(dtype)} (H, W, C)"
-        )
-        raise UserError(f"{self.where} returned {', '.join(kinds)}, not {wanted}")
-
-    def _checked_batch(self, result, labels, *_) -> tuple:
-        shapes = [getattr(array, "shape", ()) for array in result]
-        if [len(shape) for shape in shapes] != [4, 2] or shapes[1] != labels.shape:
-            raise UserError(
-                f"{self.where} returned arrays of the shapes {shapes}, not images "
-                f"(B, H, W, C) and labels {labels.shape}"
-            )
-        return tuple(result)
+    transforms = parse_train(data.train_transform, data.image_size)
+    records.check_ops((*transforms.host, *transforms.device), data)
+    return transforms
 
 
 def parse_train(spec: str, image_size: Sequence[int]) -> Transforms:
@@ -126,17 +69,15 @@ def parse_train(spec: str, image_size: Sequence[int]) -> Transforms:
         after a transform that returns several arrays, two that mix examples, or an
         enlargement to another size than the image's.
     """
-    known = all_transforms()
-    parse = lambda text: _parse("data.train_transform", text, known, image_size)
+    parse = lambda text: _parse("data.train_transform", text, image_size)
     before, device, last = [], [], []
     for name, transform in parse(spec):
         if transform.runs_on == "device":
             device.append(transform)
         elif device:
-            others = (key for key, cls in known.items() if cls.runs_on == "device")
             raise UserError(
                 f"data.train_transform={spec!r}: {name} runs in the loader, so it must stand "
-                f"before {', '.join(others)}, which run on the device"
+                f"before {', '.join(DEVICE_TRANSFORMS)}, which run on the device"
             )
         elif transform.expand:
             here, at_end = map(parse, transform.expand())
@@ -150,13 +91,10 @@ def parse_train(spec: str, image_size: Sequence[int]) -> Transforms:
     return Transforms(tuple(before), tuple(device))
 
 
-def loaded_shapes(
-    transforms: Transforms,
-    image_size: Sequence[int],
-    channels: int,
-    in_memory: Size | None = None,
-) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of the arrays that the loader makes of a training image.
+def loaded(
+    transforms: Transforms, data: DataConfig, in_memory: Size | None = None
+) -> dict[str, Spec]:
+    """Returns shape and dtype of the arrays that the loader makes of an image.
 
     `in_memory` are height and width of the images of a source that holds them.
 
@@ -164,26 +102,19 @@ def loaded_shapes(
       UserError: images are enlarged on the device, but the host transforms end in no
         fixed size.
     """
-    if transforms.host and transforms.host[-1].output_shapes:
-        shapes = transforms.host[-1].output_shapes(channels)
-        return {name: tuple(shape) for name, shape in shapes.items()}
+    if transforms.views:
+        return transforms.views.specs(data.channels, data.pixels)
+    size, image = tuple(data.image_size), Image(data)
     resizing = [op for op in transforms.device if op.output_size]
-    if not resizing:
-        return {"image": (*image_size, channels)}
-    size = _size_after(transforms.host, None if in_memory is None else tuple(in_memory))
+    if resizing:
+        size = _size_after(transforms.host, in_memory and tuple(in_memory))
     if size is None:
         raise UserError(
             f"data.train_transform: {_name(resizing[0])} needs images of one size: put before it, "
             "and before the other operations on the device, resize or a crop, as "
             "resize(32)"
         )
-    return {"image": (*size, channels)}
-
-
-def packs(data: DataConfig) -> int:
-    """Returns the number of training images that share a row of a batch's arrays."""
-    host = parse_train(data.train_transform, data.image_size).host
-    return host[-1].packs if host else 1
+    return {"image": image.spec(size)}
 
 
 def in_words(shapes: Mapping[str, tuple[int, ...]]) -> str:
@@ -197,10 +128,8 @@ def in_words(shapes: Mapping[str, tuple[int, ...]]) -> str:
 def check_batch(spec: Mapping[str, object], data: DataConfig) -> None:
     """Checks that the loader makes the arrays of a task's `batch_spec`; else raises UserError."""
     records.check(spec, data)
-    transforms = parse_train(data.train_transform, data.image_size)
-    check_masks((*transforms.host, *transforms.device), data)
-    views = Transforms(transforms.host, ())  # The device may enlarge them.
-    made = loaded_shapes(views, data.image_size, data.channels)
+    before = Transforms(data.transforms.host, ())  # The device may enlarge them.
+    made = {name: shape for name, (shape, _) in loaded(before, data).items()}
     others = records.names(data)
     wanted = {k: v.shape[1:] for k, v in spec.items() if k not in others}
     dims = {name: len(shape) for name, shape in made.items()}
@@ -211,52 +140,16 @@ def check_batch(spec: Mapping[str, object], data: DataConfig) -> None:
         )
 
 
-def check_bands(
-    ops: Iterable[Transform], data: DataConfig, where: str = "data.train_transform"
-) -> None:
-    """Raises UserError if a transform of colours would get other bands, or more depth."""
-    for op in ops:
-        if not op.on_colors:
-            continue
-        name = f"{_where(op, where)} changes colours"
-        if data.channels not in (1, 3):
-            raise UserError(
-                f"{name}, and data.channels={data.channels} is neither 1 nor 3: remove it"
-            )
-        if op.runs_on == "host" and data.pixels != "uint8":
-            raise UserError(
-                f"{name} of 8 bits, and data.pixels={data.pixels!r}: remove it, or set "
-                "--config.data.pixels=uint8"
-            )
-
-
-def check_masks(ops: Iterable[Transform], data: DataConfig) -> None:
-    """Raises UserError if masks are read and a transform cannot act on them.
-
-    A transform of colours that moves no pixels changes the images only.
-    """
-    for op in ops if data.mask_key else ():
-        if not (op.moves_masks if op.moves_pixels else op.on_colors):
-            known = all_transforms().items()
-            acting = ", ".join(
-                name for name, cls in known if cls.moves_pixels and cls.moves_masks
-            )
-            raise UserError(
-                f"{_where(op, 'data.train_transform')} does not act on masks, and "
-                f"data.mask_key={data.mask_key!r}: remove it; {acting} do, and those of "
-                "colours that move no pixels change the images only"
-            )
-
-
 def parse_eval(spec: str, image_size: Sequence[int]) -> tuple:
     """Parses `data.eval_transform`, host transforms without randomness, see `parse_train`."""
-    known = {k: cls for k, cls in HOST_TRANSFORMS.items() if _in_eval(cls)}
-    parsed = _parse("data.eval_transform", spec, known, image_size)
+    parsed = _parse("data.eval_transform", spec, image_size)
     for name, transform in parsed:
         if not _in_eval(transform):
+            known = (key for key, cls in HOST_TRANSFORMS.items() if _in_eval(cls))
             raise UserError(
-                f"data.eval_transform={spec!r}: {name} is for training alone: evaluation takes "
-                "host transforms without random choices, with in_eval = True"
+                f"data.eval_transform={spec!r}: {name} is for training only; without random "
+                f"choices and known here are {', '.join(known)}, and of yours those with "
+                "in_eval = True"
             )
     return tuple(transform for _, transform in parsed)
 
@@ -275,17 +168,10 @@ def names_custom(spec: str) -> bool:
 
 
 def _in_eval(transform: Transform | type[Transform]) -> bool:
+    if transform.runs_on != "host" or not transform.in_eval:
+        return False
     # Evaluations read one image, or its patches.
-    one = not transform.output_shapes or bool(transform.numbers)
-    return transform.runs_on == "host" and bool(transform.in_eval) and one
-
-
-def all_transforms() -> dict[str, type]:
-    """Returns every transform of this package by its name."""
-    # Imported here, so that loader processes start without JAX.
-    from vit_jax.data.transforms import device
-
-    return {**HOST_TRANSFORMS, **device.TRANSFORMS}
+    return not transform.makes_arrays or bool(transform.numbers)
 
 
 def _size_after(transforms: Iterable[Transform], size: Size | None) -> Size | None:
@@ -298,13 +184,13 @@ def _size_after(transforms: Iterable[Transform], size: Size | None) -> Size | No
 
 def _check_host(spec: str, host: list) -> None:
     for transform in host[:-1]:
-        if transform.output_shapes:
+        if transform.makes_arrays:
             raise UserError(
                 f"data.train_transform={spec!r}: {_name(transform)} returns several "
                 "arrays, so it must be the last of those that run in the loader"
             )
     for transform in host[-1:]:
-        shapes = transform.output_shapes(3) if transform.output_shapes else ["image"]
+        shapes = transform.output_shapes(3) if transform.makes_arrays else ["image"]
         if "image" not in shapes or set(shapes) & set(records.RESERVED):
             raise UserError(
                 f"data.train_transform={spec!r}: {_name(transform)} returns "
@@ -327,28 +213,17 @@ def _check_device(spec: str, device: list, image_size: Sequence[int]) -> None:
         )
 
 
-def _where(transform: Transform, key: str) -> str:
-    """Returns the key and the name of a transform for a message."""
-    if isinstance(transform, CustomTransform):
-        return transform.where
-    names = {cls: name for name, cls in all_transforms().items()}
-    return f"{key}: {names[type(transform)]}"
-
-
 def _name(transform: Transform) -> str:
-    custom = isinstance(transform, CustomTransform)
-    return type(transform.transform if custom else transform).__name__.lower()
+    return type(getattr(transform, "transform", transform)).__name__.lower()
 
 
-def _parse(
-    key: str, spec: str, known: Mapping[str, type], image_size: Sequence[int]
-) -> list[tuple[str, object]]:
+def _parse(key: str, spec: str, image_size: Sequence[int]) -> list[tuple[str, object]]:
     parts = [part.strip() for part in spec.split("|")] if spec.strip() else []
-    return [_parse_one(key, spec, part, known, image_size) for part in parts]
+    return [_parse_one(key, spec, part, image_size) for part in parts]
 
 
 def _parse_one(
-    key: str, spec: str, part: str, known: Mapping[str, type], image_size: Sequence[int]
+    key: str, spec: str, part: str, image_size: Sequence[int]
 ) -> tuple[str, object]:
     where, custom = f"{key}={spec!r}", _CUSTOM.fullmatch(part)
     try:
@@ -364,27 +239,18 @@ def _parse_one(
             f"{where}: cannot read {part!r}; write as 'random_resized_crop(224) | flip'"
         ) from error
     if custom:
-        cls = _import(name, key)
+        from vit_jax.data.transforms.custom import CustomTransform, find
+
+        cls = find(name, key)
         with fields.guarded(f"{where}: {name}"):
             made = _make(where, name, cls, args, named, image_size)
         return name, CustomTransform(f"{where}: {name}", made)
-    if name not in known:
+    if name not in KNOWN:
         raise UserError(
-            f"{where}: unknown operation {name!r}; known here are {', '.join(known)}, "
+            f"{where}: unknown operation {name!r}; known here are {', '.join(KNOWN)}, "
             "and my_module:MyTransform"
         )
-    return name, _make(where, name, known[name], args, named, image_size)
-
-
-def _import(name: str, key: str) -> type:
-    cls = fields.import_custom(name, key)
-    is_class = isinstance(cls, type) and dataclasses.is_dataclass(cls)
-    if not is_class or getattr(cls, "runs_on", None) not in ("host", "device"):
-        raise UserError(
-            f"{key}={name!r} is {cls!r}: it must be a frozen dataclass with "
-            'runs_on = "host" or "device", see vit_jax/data/transforms/base.py'
-        )
-    return cls
+    return name, _make(where, name, KNOWN[name], args, named, image_size)
 
 
 def _make(

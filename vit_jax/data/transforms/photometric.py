@@ -1,18 +1,28 @@
-"""Changes of colour and the blur of a whole batch by given amounts, inside the training step.
+"""Changes of colour and the blur of a whole batch, inside the training step.
 
-The transforms of device.py draw the amounts. Values are 0..255 and are not rounded.
-Letters: B examples, H and W height and width, C channels, T taps, L length.
+Grayscale, blur, solarize and colour jitter are the colour augmentations of BYOL
+(arXiv:2006.07733, appendix B) and DINO. Values are 0..255 and are not rounded. Letters: B examples, H and W height and width, C channels, T taps, L length.
 """
 
+import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Num
 
-Images = Num[Array, "B H W C"]
-PerImage = Float[Array, " B"]
+from vit_jax.config.fields import key as field
+from vit_jax.data.transforms.base import DeviceTransform, Given, check_range
+from vit_jax.data.transforms.device import (
+    Images,
+    Labels,
+    PerImage,
+    example_uniform,
+    where_drawn,
+)
 
+_REACH = 4  # Standard deviations to each side: less than a grey level lies beyond.
 _GREY = (0.299, 0.587, 0.114)  # Rec. 601, as Pillow's mode L.
 
 
@@ -112,3 +122,111 @@ def _bands(taps: Float[Array, "B T"], length: int) -> Float[Array, "B L L"]:
         places.astype(taps.dtype),
         precision=jax.lax.Precision.HIGHEST,
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class ColorJitter(DeviceTransform):
+    """Changes brightness, contrast, saturation and hue in a random order.
+
+    Each change is that of torchvision's ColorJitter; between them values are cut to 0..255
+    but not rounded. Factors are drawn from 1 - strength (at least 0) to 1 + strength. Contrast
+    is about the image's mean grey, saturation about each pixel's grey; a hue of 0.5 is half
+    the circle, where red becomes cyan. Grey images have neither saturation nor hue.
+    """
+
+    on_colors = True
+
+    brightness: Given = field(0.4, "Largest change of the factor.")
+    contrast: Given = field(0.4, "Largest change of the factor.")
+    saturation: Given = field(0.4, "Largest change of the factor.")
+    hue: Given = field(0.0, "Largest turn, as a fraction of the circle.", at_most=0.5)
+    p: Given = field(1.0, "Probability for an image.", at_most=1)
+
+    def __call__(self, images: Images, labels: Labels, index, key):
+        u = example_uniform(index, key, 8)
+        factors = []
+        for i, strength in enumerate((self.brightness, self.contrast, self.saturation)):
+            least = max(0.0, 1 - strength)
+            factors.append(least + u[:, i] * (1 + strength - least))
+        order = jnp.argsort(u[:, 4:], axis=1)
+        turn = self.hue * (2 * u[:, 3] - 1) if self.hue else None
+        changed = jitter(images, *factors, turn, order)
+        key = jax.random.fold_in(key, 1)
+        return where_drawn(self.p, changed, images, index, key), labels
+
+
+@dataclasses.dataclass(frozen=True)
+class Grayscale(DeviceTransform):
+    """Replaces the colours of some images by their grey; grey images stay."""
+
+    on_colors = True
+
+    p: Given = field(0.2, "Probability for an image.", at_most=1)
+
+    def __call__(self, images: Images, labels: Labels, index, key):
+        changed = jnp.broadcast_to(grey(images.astype(jnp.float32)), images.shape)
+        return where_drawn(self.p, changed, images, index, key), labels
+
+
+@dataclasses.dataclass(frozen=True)
+class GaussianBlur(DeviceTransform):
+    """Blurs some images by a Gaussian; pixels at the border are repeated beyond it.
+
+    DINO's code uses Pillow's blur, three box blurs, which on a photograph differ from the
+    Gaussian by 0.6 of 255 on average, and by 4.5 at most. The standard deviation, in pixels,
+    is drawn uniformly from `radius`, (smallest, largest).
+    """
+
+    p: Given = field(0.5, "Probability for an image.", at_most=1)
+    radius: Given = (0.1, 2.0)
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_range("radius", self.radius)
+
+    def __call__(self, images: Images, labels: Labels, index, key):
+        least, most = self.radius
+        u = example_uniform(index, jax.random.fold_in(key, 1), 1)[:, 0]
+        blurred = blur(images, least + u * (most - least), math.ceil(_REACH * most))
+        return where_drawn(self.p, blurred, images, index, key), labels
+
+
+@dataclasses.dataclass(frozen=True)
+class Solarize(DeviceTransform):
+    """Inverts the bright values of some images."""
+
+    on_colors = True
+
+    p: Given = field(0.2, "Probability for an image.", at_most=1)
+    threshold: Given = field(128.0, "Values from here on are inverted.", at_most=255)
+
+    def __call__(self, images: Images, labels: Labels, index, key):
+        x = images.astype(jnp.float32)
+        inverted = jnp.where(x < self.threshold, x, 255 - x)
+        return where_drawn(self.p, inverted, images, index, key), labels
+
+
+@dataclasses.dataclass(frozen=True)
+class ThreeAugment(DeviceTransform):
+    """Turns each image grey, inverts its bright values or blurs it (arXiv:2204.07118).
+
+    The three are equally likely, as in DeiT III; its colour jitter and crop are separate
+    transforms. The standard deviation of the blur is drawn from `radius`, in pixels.
+    """
+
+    on_colors = True
+
+    radius: Given = (0.1, 2.0)
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_range("radius", self.radius)
+
+    def __call__(self, images: Images, labels: Labels, index, key):
+        three = Grayscale(1.0), Solarize(1.0), GaussianBlur(1.0, self.radius)
+        drawn = jnp.floor(3 * example_uniform(index, key, 1)[:, 0])[:, None, None, None]
+        changed = images
+        for i, operation in enumerate(three):
+            result, _ = operation(images, labels, index, jax.random.fold_in(key, 2))
+            changed = jnp.where(drawn == i, result, changed)
+        return changed, labels

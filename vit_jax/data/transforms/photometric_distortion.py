@@ -102,6 +102,3 @@ def _in_hsv(image: Pixels, channel: int, table: UInt8[np.ndarray, "256"]) -> Pix
     hsv = cv2.cvtColor(image, cv2.COLOR_RGB2HSV)
     hsv[..., channel] = cv2.LUT(hsv[..., channel], table)
     return cv2.cvtColor(hsv, cv2.COLOR_HSV2RGB)
-
-
-TRANSFORMS = {"photometric_distortion": PhotometricDistortion}

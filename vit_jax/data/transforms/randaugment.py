@@ -242,5 +242,3 @@ NAMES = (
     *("color", "contrast", "brightness", "sharpness", "shear_x", "shear_y"),
     *("translate_x", "translate_y", "cutout", "solarize_add"),
 )
-
-TRANSFORMS = {"randaugment": RandAugment, "augreg": AugReg}

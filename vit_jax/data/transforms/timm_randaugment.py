@@ -126,6 +126,3 @@ def operate(
         case "translate_y":
             return moved(1, 0, 0, 0, 1, sign * 0.45 * level * picture.height)
     raise ValueError(f"unknown operation {name!r}")
-
-
-TRANSFORMS = {"timm_randaugment": TimmRandAugment}

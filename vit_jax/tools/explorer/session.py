@@ -23,7 +23,7 @@ from vit_jax.analysis.attention import relevance, relevance_to_text, rollout_ste
 from vit_jax.analysis.loaded_model import LoadedModel, check_finite
 from vit_jax.analysis.representations import enlarge, project, to_intensities
 from vit_jax.command_line.printing import address
-from vit_jax.data import bands, decode, masks
+from vit_jax.data import bands, decode, display, masks
 from vit_jax.data.config import MAX_MEGAPIXELS
 from vit_jax.data.preprocess import Preprocess, warn_of_dark
 from vit_jax.errors import UserError
@@ -54,7 +54,7 @@ class ModelOutput:
     Attributes:
       classes: most probable classes, best first; empty without a classifier.
       box: top, left, bottom and right of the model's input, as fractions of the image.
-      picture: the model's input as a PNG file, see `bands.to_display`.
+      picture: the model's input as a PNG file, see `display.to_display`.
       pixels: the model's input.
       grid: patches down and across, of the first stage if patches are merged.
       rows: attention from each token.
@@ -94,7 +94,7 @@ class ExploredModel:
       pretrained: result of `weights.open_pretrained`.
       preprocess: preprocessing of the images.
       class_names: names in label order; those of the checkpoint if empty.
-      shown_bands: bands of the model's input to show, see `bands.to_display`.
+      shown_bands: bands of the model's input to show, see `display.to_display`.
 
     Raises:
       UserError: the network has no attention, the number of names is wrong, or there is
@@ -199,7 +199,7 @@ class ExploredModel:
             classes=classes,
             box=loaded.preprocess.crop_box(whole.shape[:2]),
             grid=self._grid(loaded),
-            picture=_to_png(bands.to_display(pixels, self._shown_bands)),
+            picture=_to_png(display.to_display(pixels, self._shown_bands)),
             pixels=pixels,
             rows=rows,
             mask=mask,

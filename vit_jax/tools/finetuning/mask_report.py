@@ -15,7 +15,7 @@ from PIL import Image
 
 from vit_jax import weights
 from vit_jax.command_line.files import replace_text
-from vit_jax.data import bands, masks
+from vit_jax.data import display, masks
 from vit_jax.data.decode import DamagedImage
 from vit_jax.data.preprocess import Preprocess
 from vit_jax.data.sources.open import open_source
@@ -164,7 +164,7 @@ def pictures(one: Triple, colors: UInt8[np.ndarray, "L 3"]) -> list[tuple[str, s
     height, width = one.labels.shape
     scale = _SIDE / max(height, width)
     size = max(1, round(width * scale)), max(1, round(height * scale))
-    shown = Image.fromarray(bands.to_rgb(one.image)).resize(size)
+    shown = Image.fromarray(display.to_rgb(one.image)).resize(size)
     # All colours are those of classes.
     grey = np.asarray(shown.convert("L"))[..., None]
 

@@ -13,7 +13,6 @@ from jax.sharding import Mesh
 
 from vit_jax.config import fields
 from vit_jax.data.sources.open import open_source
-from vit_jax.data.transforms import parse
 from vit_jax.distributed import mesh as meshes
 from vit_jax.distributed import sharding
 from vit_jax.errors import UserError
@@ -59,7 +58,7 @@ def largest_batch(
             "leave the flag out"
         )
     whole = mesh.size // mesh.shape["model"] * config.optim.grad_accum_steps
-    whole *= parse.packs(config.data)
+    whole *= config.data.transforms.packs
     whole *= max(1, getattr(config.model, "drop_path_group", 0))
     if config.optim.sam_rho and config.optim.sam_batch_size:
         whole = math.lcm(whole, config.optim.sam_batch_size)

@@ -10,8 +10,7 @@ import dataclasses
 import os
 
 from vit_jax.data import catalogue
-from vit_jax.data.sources import vtab
-from vit_jax.data.sources.folder import inside
+from vit_jax.data.sources import folder, vtab
 from vit_jax.errors import UserError
 from vit_jax.evaluators import splits
 
@@ -167,11 +166,11 @@ def _of_task(dataset: str, data_dir: str, test: str) -> Recipe:
 
 
 def _test_folder(data_dir: str) -> str:
-    train = splits.first_in_folder(data_dir, ("train",))
-    test = splits.first_in_folder(data_dir)
+    train = folder.first_split(data_dir, ("train",))
+    test = folder.first_split(data_dir, splits.TESTS)
     if not train or not test:
         data_dir = os.path.normpath(data_dir)
-        remedy = inside(os.path.expanduser(data_dir)) or (
+        remedy = folder.inside(os.path.expanduser(data_dir)) or (
             f"put the images to train on into {data_dir}/train/<class>/ and those to "
             f"test on into {data_dir}/test/<class>/"
         )
