@@ -1,5 +1,3 @@
-import types
-
 import jax
 import numpy as np
 import pytest
@@ -79,16 +77,6 @@ def fakes(groups, size, kind):
         for n in range(groups * size)
     ]
     return devices[::2] + devices[1::2]
-
-
-def test_gpus_have_whole_groups_of_stochastic_depth():
-    devices = np.array(fakes(1, 8, "nodes"))
-    mesh = types.SimpleNamespace(devices=devices, shape={"data": 8, "fsdp": 1})
-    meshes.check_groups(256, 16, mesh)
-    for rows in (8 * 12, 8 * 9):  # Groups of 16, and of 8, their divisor.
-        with pytest.raises(UserError, match=r"drop_path_group=16: .*multiple of 128"):
-            meshes.check_groups(rows, 16, mesh)
-    meshes.check_groups(8 * 9, 16, meshes.create(MeshConfig()))  # CPUs split them.
 
 
 @pytest.mark.parametrize("kind", ["slices", "nodes"])

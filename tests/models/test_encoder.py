@@ -308,6 +308,18 @@ def test_images_that_are_dropped_are_not_computed():
     assert of_a_block(drop_path_group=10) == expected
 
 
+def test_gpus_have_whole_groups_of_stochastic_depth():
+    constant = {"drop_path_rate": 0.3, "drop_path_schedule": "constant"}
+    config = build(**constant, drop_path_group=16).config
+    assert config.check_rows(256, 8, "gpu") == ""
+    for rows in (8 * 12, 8 * 9):  # Groups of 16, and of 8, their divisor.
+        with pytest.raises(UserError, match=r"drop_path_group=16: .*multiple of 128"):
+            config.check_rows(rows, 8, "gpu")
+    assert "groups have 8" in config.check_rows(8 * 9, 8, "cpu")  # CPUs split them.
+    assert "no branch is dropped" in config.check_rows(9, 1, "cpu")
+    assert build(**constant).config.check_rows(9, 8, "gpu") == ""
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -151,7 +151,7 @@ def test_a_save_that_is_cut_off_before_its_checksums_is_known_as_ours(
     checkpoints.demand(1, "the test")
     folder = tmp_path / "checkpoints"
     assert [path.name for path in folder.iterdir()] == ["1"]
-    monkeypatch.setattr(checkpoint.layout, "compute_checksums", cut_off)
+    monkeypatch.setattr(checkpoint.folders, "compute_checksums", cut_off)
     checkpoints.save(2, state_of(2), 0.0)
     with pytest.raises(KeyboardInterrupt):
         checkpoints.wait()

@@ -262,7 +262,7 @@ def test_a_run_with_a_key_that_has_gone_names_that_key_alone(base, monkeypatch):
     stored = fields.to_json(config)
     stored["optim"]["gone"], stored["log_every_steps"] = 3, 7
     read = lambda workdir: {"config": stored, "task": {}}
-    monkeypatch.setattr(resume_check.layout, "read_metadata", read)
+    monkeypatch.setattr(resume_check.folders, "read_metadata", read)
     with pytest.raises(UserError, match=r"another config \(optim.gone: 3 -> absent\):"):
         resume_check.check_workdir(workdir, config)
 

@@ -71,8 +71,8 @@ def test_a_run_begun_before_a_key_was_there_goes_on(tmp_path, monkeypatch):
     stored = fields.to_json(config)
     del stored["optim"]["mu_dtype"], stored["mesh"], stored["model"]["scan"]
     read = lambda workdir: {"config": stored, "task": {}}
-    monkeypatch.setattr(resume_check.layout, "has_checkpoint", lambda workdir: True)
-    monkeypatch.setattr(resume_check.layout, "read_metadata", read)
+    monkeypatch.setattr(resume_check.folders, "has_checkpoint", lambda workdir: True)
+    monkeypatch.setattr(resume_check.folders, "read_metadata", read)
     resume_check.check_workdir(tmp_path, config)
     other = tiny_config(optim={"mu_dtype": "bfloat16"})
     with pytest.raises(UserError, match="optim.mu_dtype: float32 -> bfloat16"):

@@ -187,28 +187,9 @@ def check_batch(batch_size: int, accumulate: int, mesh: Mesh) -> None:
         )
 
 
-def check_groups(rows: int, group: int, mesh: Mesh) -> None:
-    """Checks that no group of `models.grouped_depth` lies on two GPUs.
-
-    XLA would place the rows that a group keeps on some of the devices, over which cuDNN's
-    attention cannot be split.
-
-    Args:
-      rows: images, or views of images, that pass through the network at once.
-      group: rows of a group.
-      mesh: devices.
-
-    Raises:
-      UserError: a group does.
-    """
-    devices = math.prod(mesh.shape[axis] for axis in BATCH_AXES)
-    each, size = rows // devices, math.gcd(rows, group)
-    if mesh.devices.flat[0].platform == "gpu" and each % size:
-        raise UserError(
-            f"model.drop_path_group={group}: {devices} GPUs have {each} images or crops "
-            "each, which are no whole groups: set batch_size to a multiple of "
-            f"{devices * group}"
-        )
+def num_data_devices(mesh: Mesh) -> int:
+    """Returns the number of devices that have different images of a batch."""
+    return math.prod(mesh.shape[axis] for axis in BATCH_AXES)
 
 
 def data_shard(mesh: Mesh) -> tuple[int, int]:

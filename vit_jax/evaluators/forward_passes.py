@@ -6,7 +6,7 @@ examples, B rows of a batch, D features, K classes, T the best classes that are 
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import flax
 import jax
@@ -21,7 +21,9 @@ from vit_jax.distributed import compilation, sharding
 from vit_jax.distributed import mesh as meshes
 from vit_jax.errors import UserError
 from vit_jax.models import Model, patches
-from vit_jax.models.text_tower import TextTower
+
+if TYPE_CHECKING:  # Tasks without texts have none.
+    from vit_jax.models.text_tower import TextTower
 
 TOP = 5  # Number of best classes kept per example.
 
@@ -123,7 +125,7 @@ class TrainedTask(NamedTuple):
     shapes: tuple
     shardings: tuple
     image_shape: tuple[int, int, int]
-    tower: TextTower | None = None
+    tower: "TextTower | None" = None
 
     @property
     def metric_names(self) -> tuple[str, ...]:

@@ -43,6 +43,29 @@ class GroupedDepthConfig(EncoderConfig):
                 "same number of images: set model.drop_path_schedule='constant', or it to 0"
             )
 
+    def check_rows(self, rows: int, devices: int, platform: str) -> str:
+        """Checks that no group lies on two GPUs, and that the rows are whole groups.
+
+        XLA would place the rows that a group keeps on some of the GPUs, over which cuDNN's
+        attention cannot be split.
+        """
+        group = self.drop_path_group
+        if not group:
+            return super().check_rows(rows, devices, platform)
+        each, size = rows // devices, math.gcd(rows, group)
+        if platform == "gpu" and each % size:
+            raise UserError(
+                f"model.drop_path_group={group}: {devices} GPUs have {each} images or "
+                "crops each, which are no whole groups: set batch_size to a multiple of "
+                f"{devices * group}"
+            )
+        if size == group:
+            return ""
+        return (
+            f"model.drop_path_group={group} does not divide them: groups have {size}"
+            f"{', so no branch is dropped' if size == 1 else ''}"
+        )
+
 
 class GroupedBlock(Block):
     """A block that computes its branches for random images alone."""

@@ -83,6 +83,23 @@ class NetworkConfig(ModelConfig):
             f"{type(self).__name__} lacks build(self, num_classes, image_shape)"
         )
 
+    def check_rows(self, rows: int, devices: int, platform: str) -> str:
+        """Checks the number of images that pass through the network at once in training.
+
+        Args:
+          rows: number of images, or of views of images.
+          devices: number of devices that share them.
+          platform: platform of the devices.
+
+        Returns:
+          What is computed otherwise than the config asks for, as "..., so no branch is
+          dropped", for a line about these rows; "" if nothing is.
+
+        Raises:
+          UserError: the devices cannot share them.
+        """
+        return ""
+
     def layer_of(self, path: str) -> int | range:
         """Returns the layer of a parameter, for layer decay.
 

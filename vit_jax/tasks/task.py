@@ -10,7 +10,14 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    ClassVar,
+    NamedTuple,
+    Protocol,
+    runtime_checkable,
+)
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +32,9 @@ from vit_jax.data.transforms import parse
 from vit_jax.errors import UserError
 from vit_jax.models import STATE, Model, cost, patches, stacking
 from vit_jax.models.patches import PatchSequences
-from vit_jax.models.text_tower import TextTower
+
+if TYPE_CHECKING:  # Tasks without texts have none.
+    from vit_jax.models.text_tower import TextTower
 
 Tree = Any  # Nested dicts of arrays, or None where there is nothing.
 Batch = dict[str, jax.Array | PatchSequences]
@@ -98,7 +107,7 @@ class Task(Protocol):
 
     model: Model
     notes: tuple[str, ...] = ()
-    tower: TextTower | None = None
+    tower: "TextTower | None" = None
     segment: Callable[[dict, Tree, jax.Array], jax.Array] | None = None
     statistics: tuple[str, ...] = ()
     trained: str | None = None

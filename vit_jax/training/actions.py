@@ -17,7 +17,7 @@ from vit_jax.training.callbacks import Callback, Run
 from vit_jax.training.config import TrainConfig
 from vit_jax.training.run_report import flatten_scores
 from vit_jax.training.train_setup import TrainSetup
-from vit_jax.weights import checkpoint_folders as layout
+from vit_jax.weights import checkpoint_folders as folders
 
 
 class Interval:
@@ -77,7 +77,7 @@ class Evaluating(Callback):
 
     def begin(self, run: Run) -> None:
         self._run = run
-        saved = [*layout.steps(run.workdir), run.start]
+        saved = [*folders.steps(run.workdir), run.start]
         self._best = BestCheckpoint(run.config, run.logger.history, saved)
         # The start before this one may have ended between a save and the scores.
         names = self._due(run.start)
@@ -116,7 +116,7 @@ class Evaluating(Callback):
                 f"{run.config.early_stopping_evals} evaluations were no better by "
                 f"{metric} than step {best.step}"
             )
-        chosen = best.step if best.step in layout.steps(run.workdir) else last
+        chosen = best.step if best.step in folders.steps(run.workdir) else last
         if chosen != best.step:  # None was best, or it could not be saved.
             run.checkpoints.keep_best({})
         elif best.record:

@@ -27,7 +27,7 @@ from vit_jax.training.config import TrainConfig
 from vit_jax.training.layout import DiskLayout
 from vit_jax.training.resume_check import Restored
 from vit_jax.training.train_state import TrainState
-from vit_jax.weights import checkpoint_folders as layout
+from vit_jax.weights import checkpoint_folders as folders
 
 _POLL_SECONDS = 0.2
 _STRAY_SECONDS = 1.0  # TensorStore's threads write for a moment after a failed save.
@@ -67,7 +67,7 @@ class Checkpointer:
         disk: DiskLayout,
     ):
         self._workdir = workdir
-        self._folder = layout.absolute(workdir) / layout.FOLDER
+        self._folder = folders.absolute(workdir) / folders.FOLDER
         self._keep, self._check = config.checkpoint, config.data.check
         self._disk, self._source = disk, source
         self.data = resume_check.data_read(config.data, source)
@@ -76,18 +76,18 @@ class Checkpointer:
             "class_names": list(source.class_names),
             "examples": len(source),
             "data": self.data,
-            layout.SUMMED: True,
+            folders.SUMMED: True,
             **metadata,
         }
         self._best, self._tidying = {}, threading.Lock()
         self._damaged, self._unreadable = [], {}  # Steps; and reasons, by step.
         self._saving, self.failures = None, 0
-        layout.silence_orbax()
+        folders.silence_orbax()
         if jax.process_index() == 0:
             for line in leftovers.remove_unfinished(self._folder):
                 print_error(f"warning: {line}")
         meshes.process_allgather(removed=True)  # Before the others look.
-        self.latest = max(layout.steps(workdir), default=None)
+        self.latest = max(folders.steps(workdir), default=None)
         self.begun = self.latest
         self._good = time.monotonic()  # When `latest` was saved, or this start began.
 
@@ -99,10 +99,10 @@ class Checkpointer:
         """
         me, everyone = jax.process_index(), jax.process_count()
         self._damaged = []
-        for step in reversed(layout.steps(self._workdir)):
-            path = layout.path_of(self._workdir, step)
+        for step in reversed(folders.steps(self._workdir)):
+            path = folders.path_of(self._workdir, step)
             if step not in self._unreadable:
-                damage = layout.find_damage(path, me, everyone)
+                damage = folders.find_damage(path, me, everyone)
                 if damage:
                     print_error(
                         f"error: the checkpoint {path} is damaged: {'; '.join(damage)}"
@@ -121,7 +121,7 @@ class Checkpointer:
     def put_damaged_aside(self) -> list[str]:
         """Renames the checkpoints that `verify` skipped as damaged; returns notes on them."""
         for step in self._damaged if jax.process_index() == 0 else ():
-            aside = leftovers.put_aside(layout.path_of(self._workdir, step), "damaged")
+            aside = leftovers.put_aside(folders.path_of(self._workdir, step), "damaged")
             print_error(
                 f"error: resuming from step {self.latest}; the damaged one is kept as "
                 f"{aside}"
@@ -137,7 +137,7 @@ class Checkpointer:
           UserError: the data set has changed, unless `data.check` is off.
         """
         step, state, why = self.latest, None, ""
-        path = layout.path_of(self._workdir, step)
+        path = folders.path_of(self._workdir, step)
         try:
             stored = ocp.metadata(path).custom_metadata
             known = stored["data"], self.data, self._source, self._workdir
@@ -164,7 +164,7 @@ class Checkpointer:
         shapes, shardings = self._disk.shapes, self._disk.shardings
         place = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
         like = jax.tree.map(place, shapes, shardings)
-        tree = ocp.load(layout.path_of(self._workdir, step), _as_tree(like))
+        tree = ocp.load(folders.path_of(self._workdir, step), _as_tree(like))
         state = shapes.replace(**({"average": None, "extra": None} | tree))
         return self._disk.from_disk(state)
 
@@ -190,7 +190,7 @@ class Checkpointer:
         if self.failures and jax.process_index() == 0:
             leftovers.remove_unfinished(self._folder)
         self.begun, state = step, self._disk.to_disk(state)
-        path, reason = layout.path_of(self._workdir, step), self._lack_of_disk(state)
+        path, reason = folders.path_of(self._workdir, step), self._lack_of_disk(state)
         about = self._about | {"seconds": seconds, "device_seconds": device_seconds}
         writing = None if reason else _start_writing(path, _as_tree(state), about)
         self._saving = _in_background(self._settle, step, path, writing, reason)
@@ -259,25 +259,27 @@ class Checkpointer:
                     self._remove_old()
             except Exception as error:  # noqa: BLE001 (a bucket's are no OSErrors)
                 print_error(
-                    f"warning: {layout.BEST_FILE} could not be written or old checkpoints not "
+                    f"warning: {folders.BEST_FILE} could not be written or old checkpoints not "
                     f"removed in {self._workdir} ({describe_failure(error)}); the next "
                     "save tries again"
                 )
 
     def _write_best(self) -> None:
-        path, record = self._folder.parent / layout.BEST_FILE, self._best
-        if layout.best(self._workdir) != record:
+        path, record = self._folder.parent / folders.BEST_FILE, self._best
+        if folders.best(self._workdir) != record:
             if not record:
                 path.unlink(missing_ok=True)
-            elif record["step"] in layout.steps(self._workdir):
+            elif record["step"] in folders.steps(self._workdir):
                 replace_text(path, json.dumps(record))
 
     def _remove_old(self) -> None:
-        best = layout.best(self._workdir).get("step")
+        best = folders.best(self._workdir).get("step")
         period = self._keep.keep_period
-        paths = [layout.path_of(self._workdir, s) for s in layout.steps(self._workdir)]
+        paths = [
+            folders.path_of(self._workdir, s) for s in folders.steps(self._workdir)
+        ]
         # A checkpoint without checksums may be somebody else's.
-        paths = [path for path in paths if layout.has_checksums(path)]
+        paths = [path for path in paths if folders.has_checksums(path)]
         for path in paths[: -self._keep.max_to_keep]:
             step = int(path.name)
             if step != best and not (period and step % period == 0):
@@ -348,7 +350,7 @@ def _finish(path: epath.Path, writing: concurrent.futures.Future) -> str | None:
     """Waits for the files and writes their checksums; returns None or what failed."""
     try:
         writing.result()
-        layout.write_checksums(path, layout.compute_checksums(path))
+        folders.write_checksums(path, folders.compute_checksums(path))
         leftovers.end(path)
     except Exception as error:  # noqa: BLE001
         return describe_failure(error)
@@ -373,7 +375,7 @@ def _finish_together(
     try:
         if writing.done():
             writing.result()
-            checksums = layout.compute_checksums(path, me, everyone)
+            checksums = folders.compute_checksums(path, me, everyone)
             publish(f"{done}/{me}", json.dumps(checksums))
     except Exception as error:  # noqa: BLE001
         publish(f"{failed}/{me}", describe_failure(error))
@@ -384,7 +386,7 @@ def _finish_together(
         try:
             if not reasons:
                 files = [json.loads(part).items() for part in parts.values()]
-                layout.write_checksums(path, dict(itertools.chain(*files)))
+                folders.write_checksums(path, dict(itertools.chain(*files)))
                 leftovers.end(path)
         except Exception as error:  # noqa: BLE001 (a bucket's are no OSErrors)
             reasons = [f"process 0 of {everyone}: {describe_failure(error)}"]

@@ -75,7 +75,7 @@ def check_batches(
         *task.notes,
         *_check_microbatches(task, config, splits),
         *_check_running_means(task, params, extra, config),
-        *_check_rows(batch_spec, splits, mesh, config),
+        *_check_rows(task.model.config, batch_spec, splits, mesh, config),
     )
 
 
@@ -95,25 +95,26 @@ def _check_microbatches(
 
 
 def _check_rows(
-    batch_spec: dict, splits: tuple[int, int], mesh: Mesh, config: TrainConfig
+    network: models.NetworkConfig,
+    batch_spec: dict,
+    splits: tuple[int, int],
+    mesh: Mesh,
+    config: TrainConfig,
 ) -> list[str]:
-    """Checks that groups and arrays with fewer rows than images split over devices.
+    """Checks that the rows of arrays split over devices, as the network needs them.
 
     Returns:
-      Lines about groups that are not those of the config.
+      Lines about what the network computes otherwise than the config asks for.
     """
-    group, lines = getattr(config.model, "drop_path_group", 0), []
+    devices, lines = meshes.num_data_devices(mesh), []
+    platform = mesh.devices.flat[0].platform
     for name, shape in ((name, spec.shape) for name, spec in batch_spec.items()):
-        if group and len(shape) >= 4:  # Images, or several crops of each.
+        if len(shape) >= 4:  # Images, or several crops of each.
             views = shape[1] if len(shape) == 5 else 1
             at_once = views * shape[0] // math.prod(splits)
-            meshes.check_groups(at_once, group, mesh)
-            if (size := math.gcd(at_once, group)) != group:
-                lines.append(
-                    f"model.drop_path_group={group} does not divide the {at_once} rows of "
-                    f"{name} that pass through the network at once: groups have {size}"
-                    f"{', so no branch is dropped' if size == 1 else ''}"
-                )
+            if what := network.check_rows(at_once, devices, platform):
+                where = f"{at_once} rows of {name} pass through the network at once"
+                lines.append(f"{where}: {what}")
     rows = {spec.shape[0] for spec in batch_spec.values()}
     if len(rows) == 1:
         return lines
@@ -125,7 +126,6 @@ def _check_rows(
             f"{where}, which parts of a batch cannot have, and "
             f"{config.optim.microbatch_key(splits[1])} splits it: leave that key out"
         )
-    devices = math.prod(mesh.shape[axis] for axis in meshes.BATCH_AXES)
     if min(rows) % devices:
         raise UserError(
             f"{where}, of which batch_size={config.batch_size} makes {min(rows)}, no "

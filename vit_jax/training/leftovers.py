@@ -11,7 +11,7 @@ import time
 
 from etils import epath
 
-from vit_jax.weights import checkpoint_folders as layout
+from vit_jax.weights import checkpoint_folders as folders
 
 _UNFINISHED = ".unfinished"
 _ORBAX = ".orbax-checkpoint-tmp"
@@ -26,7 +26,7 @@ def begin(path: epath.Path) -> None:
     A folder that is there already, without checksums or such a note, is put aside.
     """
     note = _note(path)
-    if path.exists() and not note.exists() and not layout.is_finished(path):
+    if path.exists() and not note.exists() and not folders.is_finished(path):
         put_aside(path, "unverified")
     note.parent.mkdir(parents=True, exist_ok=True)
     note.write_text("")
@@ -65,22 +65,22 @@ def remove_unfinished(folder: epath.Path) -> list[str]:
         name = path.name
         if _ORBAX in name:
             _remove_tree(path)
-        elif not layout.is_step(name):
+        elif not folders.is_step(name):
             foreign += [] if _KNOWN.fullmatch(name) else [name]
-        elif not layout.is_finished(path):
+        elif not folders.is_finished(path):
             if name in noted:
                 with contextlib.suppress(OSError):  # A disk that is read-only.
                     remove(path)
             else:
                 unverified.append(name)
-    for name in filter(layout.is_step, noted):
+    for name in filter(folders.is_step, noted):
         with contextlib.suppress(OSError):
-            if layout.is_finished(folder / name) or not (folder / name).exists():
+            if folders.is_finished(folder / name) or not (folder / name).exists():
                 end(folder / name)
     lines = []
     if unverified:
         lines.append(
-            f"{folder} has {_some(unverified)} without {layout.CHECKSUMS_FILE}: not used and left "
+            f"{folder} has {_some(unverified)} without {folders.CHECKSUMS_FILE}: not used and left "
             "alone; if a start that was killed left it, remove it"
         )
     if foreign:
@@ -91,7 +91,7 @@ def remove_unfinished(folder: epath.Path) -> list[str]:
 def remove(path: epath.Path) -> None:
     """Removes a checkpoint; the next save or start completes it after a kill."""
     _note(path).write_text("")
-    (path / layout.CHECKSUMS_FILE).unlink(missing_ok=True)
+    (path / folders.CHECKSUMS_FILE).unlink(missing_ok=True)
     _remove_tree(path)
     if not path.exists():
         end(path)

@@ -294,9 +294,7 @@ def _check_resumed(config, workdir, setup, checkpoints) -> None:
     """Raises UserError if hosts differ, or the run has more steps than `total_steps`."""
     latest = checkpoints.latest
     resume_check.check_data_of_hosts(
-        {"train": setup.source} | setup.suite.sources(),
-        latest,
-        checkpoints.data.get("tokenizer"),
+        config.data, {"train": setup.source} | setup.suite.sources(), latest
     )
     if config.extend_schedule != "none" and setup.total_steps < (latest or 0):
         raise UserError(

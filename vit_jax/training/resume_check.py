@@ -23,7 +23,7 @@ from vit_jax.training import config as training_config
 from vit_jax.training.config import EvaluationConfig, TrainConfig
 from vit_jax.training.run_report import params_sha256
 from vit_jax.training.train_state import TrainState
-from vit_jax.weights import checkpoint_folders as layout
+from vit_jax.weights import checkpoint_folders as folders
 
 if TYPE_CHECKING:  # Only evaluations of weights have them.
     from vit_jax.data.preprocess import Preprocess
@@ -32,7 +32,6 @@ if TYPE_CHECKING:  # Only evaluations of weights have them.
 # Files whose content is compared with the data, wherever they lie.
 _OF_DATA = ("data.exclude", "data.tokenizer")
 _LENGTH = {"total_steps", "epochs"}
-_TOKENIZER = "tokenizer"  # Its checksum, in the stored fingerprint of the data.
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "grain", "numpy", "pillow")
 
 
@@ -77,7 +76,7 @@ def check_hosts(
                 "count": jax.local_device_count(),
                 "kind": jax.local_devices()[0].device_kind,
             },
-            workdir={"--workdir": str(workdir and layout.absolute(workdir))},
+            workdir={"--workdir": str(workdir and folders.absolute(workdir))},
         )
 
 
@@ -87,7 +86,7 @@ def data_read(data: DataConfig, source: Source) -> dict[str, str | int]:
 
 
 def check_data_of_hosts(
-    sources: Mapping[str, Source], latest: int | None, tokenizer: int | None
+    data: DataConfig, sources: Mapping[str, Source], latest: int | None
 ) -> None:
     """Checks that all hosts read the same data and see the same newest checkpoint.
 
@@ -96,7 +95,7 @@ def check_data_of_hosts(
     """
     if jax.process_count() > 1:
         agreement.check_agreement(
-            data=_data(sources) | {_TOKENIZER: tokenizer},
+            data={**_data(sources), **records.checksums(data)},
             workdir={"latest checkpoint": latest},
         )
 
@@ -144,9 +143,9 @@ def check_workdir(workdir: str | os.PathLike, config: TrainConfig) -> dict | Non
     Raises:
       UserError: it does; the message names the keys that differ.
     """
-    if not layout.has_checkpoint(workdir):
+    if not folders.has_checkpoint(workdir):
         return None
-    metadata, now = layout.read_metadata(workdir), decisive(config)
+    metadata, now = folders.read_metadata(workdir), decisive(config)
     try:
         stored = decisive(training_config.complete(metadata["config"]))
     except UserError:  # A key has gone since then.
@@ -192,9 +191,9 @@ def check_data(
     if stored == data:
         return []
     changes = fingerprint.differences(stored, source)
-    known = stored.get(_TOKENIZER)
-    if known is not None and data.get(_TOKENIZER, known) != known:
-        changes.append("data.tokenizer has files of other content")
+    for name in sorted(data.keys() - fingerprint.fingerprint(source).keys()):
+        if stored.get(name, data[name]) != data[name]:
+            changes.append(f"data.{name} has files of other content")
     if not changes:
         return []
     changed = f"the training split has changed since {workdir} was begun"
