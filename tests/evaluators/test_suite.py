@@ -9,6 +9,7 @@ from helpers import draw_params, tiny_config, train
 
 from vit_jax import models
 from vit_jax.config import fields, loading
+from vit_jax.config.lengths import RunLength
 from vit_jax.data.preprocess import Preprocess
 from vit_jax.distributed import mesh as meshes
 from vit_jax.distributed.mesh import MeshConfig
@@ -136,7 +137,8 @@ def test_each_evaluation_has_its_time():
         "few": FEW | {"every": 4},
         "knn": KNN | {"every_epochs": 0.5},
     }
-    setup = Mock(TrainSetup, total_steps=11, steps_per_epoch=9.7)
+    length = RunLength(11, 9.7)
+    setup = Mock(TrainSetup, length=length, total_steps=length.total_steps)
     evaluating = Evaluating(config_of(evals), setup)
     due = [evaluating._due(n) for n in range(1, 13)]
     assert [n + 1 for n, names in enumerate(due) if "val" in names] == [3, 6, 9, 11, 12]
