@@ -20,7 +20,7 @@ from vit_jax.data.preprocess import Preprocess, warn_of_dark
 from vit_jax.data.sources import arrays
 from vit_jax.data.sources.arrays import open_arrays
 from vit_jax.data.sources.base import _warned, inspected
-from vit_jax.data.transforms import host
+from vit_jax.data.transforms import device, host
 from vit_jax.errors import UserError
 from vit_jax.weights import surgery
 
@@ -152,6 +152,19 @@ def test_sixteen_bits_of_a_png_are_kept():
     grey = cv2.imencode(".png", colours[..., 0])[1].tobytes()
     found = bands.read(grey, PixelFormat(3, "uint16"))
     np.testing.assert_array_equal(found, np.repeat(colours[..., :1], 3, -1))
+
+
+def test_white_of_every_depth_is_one_before_the_mean():
+    config = {"channels": 3, "mean": (0.25, 0.5, 0.75), "std": (0.5, 0.25, 2.0)}
+    expected = [(1 - mean) / std for mean, std in zip(config["mean"], config["std"])]
+    for pixels, white in (("uint8", 255), ("uint16", 65_535), ("float32", 255)):
+        values = np.full((1, 2, 3, 3), white, pixels)
+        found = device.normalize(values, config["mean"], config["std"])
+        np.testing.assert_allclose(found[0, 0, 0], expected, rtol=1e-5)
+        half = device.normalize(values // 2, (0,), (1,))
+        assert float(half.max()) == pytest.approx(white // 2 / white, rel=1e-5)
+    sixteen = image_field.Image(DataConfig(pixels="uint16", num_classes=2))
+    assert sixteen.white == 65_535
 
 
 def test_a_fourth_band_is_opacity_only_if_the_file_says_so():

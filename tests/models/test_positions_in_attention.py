@@ -9,7 +9,7 @@ from helpers import draw_params
 from vit_jax import models
 from vit_jax.errors import UserError
 from vit_jax.models import attention, intermediates, stacking
-from vit_jax.models.positions import relative_bias, rotary
+from vit_jax.models.positions import mixed_rotary, relative_bias, rotary
 
 TINY = {"width": 24, "depth": 2, "num_heads": 2, "mlp_dim": 32, "num_classes": 3}
 KINDS = {
@@ -47,6 +47,30 @@ def test_products_of_turned_vectors_depend_on_the_offset(kind):
         values = [products[i, j] for i, j in same]
         np.testing.assert_allclose(values, values[0], atol=1e-5)
     assert abs(products[0, 1] - products[0, 4]) > 1e-3
+
+
+def test_mixed_angles_are_rows_and_columns_by_frequencies_of_each_head_and_layer():
+    rng = np.random.default_rng(0)
+    frequencies = rng.normal(size=(2, 3, 5))  # Down and across, heads, half the width.
+    found = np.asarray(mixed_rotary.mixed_angles(frequencies, (2, 4)))
+    assert found.shape == (3, 8, 5)
+    for row in range(2):
+        for column in range(4):
+            expected = row * frequencies[0] + column * frequencies[1]
+            place = found[:, 4 * row + column]
+            np.testing.assert_allclose(place, expected, atol=1e-5)
+    model = build(rope="mixed", num_register_tokens=1)
+    params = draw_params(model)
+    images = jax.random.normal(jax.random.key(1), (2, 16, 24, 3))
+    logits = jax.jit(model.apply)(params, images)["logits"]
+    own = params["Transformer"]["rope_frequencies"]
+    assert own.shape[:3] == (2, 2, 2)
+    for layer in range(2):  # Each layer has its own frequencies, down and across.
+        for axis in range(2):
+            other = own.at[layer, axis].mul(2.0)
+            changed = {**params["Transformer"], "rope_frequencies": other}
+            found = jax.jit(model.apply)(params | {"Transformer": changed}, images)
+            assert np.abs(found["logits"] - logits).max() > 1e-4
 
 
 def test_a_reference_stretches_the_grid():

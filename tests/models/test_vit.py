@@ -191,16 +191,24 @@ def test_both_tokens_and_both_classifiers_begin_as_the_key_says():
             assert float(found.std()) == pytest.approx(std, rel=0.15)
 
 
-def test_gap_beside_a_class_token_averages_the_patches_only():
-    model = create(pool="gap", class_token=True)
-    tokens = create(pool="none", class_token=True)
-    params = draw_params(model)
+@pytest.mark.parametrize("registers", [0, 2])
+def test_pools_leave_registers_out_and_take_their_own_tokens(registers):
+    kept = {"class_token": True, "num_register_tokens": registers}
     images = jax.random.normal(jax.random.key(1), (2, 8, 12, 3))
-    np.testing.assert_allclose(
-        jax.jit(model.apply)(params, images)["pre_logits"],
-        jax.jit(tokens.apply)(params, images)["pre_logits"][:, 1:].mean(1),
-        atol=1e-6,
-    )
+    tokens = create(pool="none", **kept)
+    params = draw_params(tokens)
+
+    def features(model):
+        other = {k: v for k, v in draw_params(model).items() if k == "head"}
+        return jax.jit(model.apply)(params | other, images)["pre_logits"]
+
+    each = np.asarray(features(tokens))
+    assert each.shape[1] == 1 + registers + 6
+    first, mean = each[:, 0], each[:, 1 + registers :].mean(1)
+    expected = {"token": first, "gap": mean, "token_gap": np.hstack([first, mean])}
+    for pool, values in expected.items():
+        found = features(create(pool=pool, **kept))
+        np.testing.assert_allclose(found, values, atol=1e-6)
 
 
 def test_distillation_is_the_mean_of_two_classifiers():

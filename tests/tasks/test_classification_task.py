@@ -1,3 +1,5 @@
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -54,6 +56,43 @@ def test_mixed_images_have_two_classes_above_a_threshold():
         expected = losses.sigmoid(LOGITS[:1], jnp.array([target]))[0]
         assert loss(target_threshold=threshold) == pytest.approx(float(expected))
     assert loss() == pytest.approx(float(losses.sigmoid(LOGITS[:1], labels)[0]))
+
+
+def test_loss_smoothing_weights_and_threshold_act_together():
+    """Each product of the four keys against the definition in float64."""
+    model = models.create("Ti/4", num_classes=3, image_size=(8, 8), depth=1, width=12)
+    labels = np.array([[0.7, 0.3, 0.0], [0.0, 0.45, 0.55]])
+    x, data = np.asarray(LOGITS, np.float64), DataConfig(num_classes=3)
+    p, rest = 1 / (1 + np.exp(-x)), 1 / (1 + np.exp(x))
+    log_softmax = x - np.log(np.exp(x).sum(1, keepdims=True))
+    seen = set()
+    for loss, smoothing, weights, threshold in itertools.product(
+        ("softmax", "sigmoid"), (0.0, 0.3), ((1.0,), (0.5, 4.0, 2.0)), (None, 0.0, 0.5)
+    ):
+        y = labels
+        if loss == "sigmoid" and threshold is not None:
+            y = (labels > threshold) * 1.0
+        y = (1 - smoothing) * y + smoothing / 3
+        w = np.ones(3) if weights == (1.0,) else np.array(weights)
+        if loss == "sigmoid":
+            expected = (-(y * np.log(p) + (1 - y) * np.log(rest)) * w).sum(1).mean()
+        else:  # A weighted mean of images, by their labels before smoothing.
+            of_image = labels @ w
+            expected = (-(y * log_softmax).sum(1) * of_image).sum() / of_image.sum()
+        config = losses.ClassificationConfig(
+            loss=loss,
+            label_smoothing=smoothing,
+            class_weights=weights,
+            target_threshold=threshold,
+        )
+        task = config.build(model, data, RunLength(1, 1.0))
+        batch = {"label": jnp.asarray(labels, jnp.float32)}
+        if loss == "softmax" and len(weights) > 1:
+            batch["weight"] = task.image_weights(batch["label"])
+        found = float(task.base_loss(LOGITS, batch))
+        assert found == pytest.approx(expected, rel=1e-5), config
+        seen.add(round(expected, 6))
+    assert len(seen) == 4 + 3 * 4  # Softmax knows no threshold.
 
 
 def test_mixup_takes_the_image_before_the_copies():

@@ -321,3 +321,13 @@ def test_a_box_of_fractions_is_that_of_the_larger_image(china):
         halves.astype(np.uint8), (11, 21, 140, 150), (40, 50)
     )
     assert np.abs(shifted - expected.astype(int)).mean() > 2
+
+
+def test_the_middle_of_an_odd_margin_starts_where_each_library_starts():
+    image = np.zeros((227, 231, 1), np.uint8)
+    image[2, 4] = 2  # Half of 3 and of 7, rounded to even: timm, torchvision.
+    image[1, 3] = 1  # Rounded down: Google, Hugging Face.
+    for line, value in (("central_crop", 2), ("central_crop(down=True)", 1)):
+        (crop,) = parse_eval(line, (224, 224))
+        assert crop(image, rng()).shape == (224, 224, 1)
+        assert crop(image, rng())[0, 0, 0] == value
