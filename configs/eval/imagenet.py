@@ -6,7 +6,7 @@ Run:    python -m vit_jax.evaluate --model=CHECKPOINT \
             --config=configs/eval/imagenet.py:data_dir=DIR,objectnet=FOLDER
         v2=False and no objectnet= leave those out. variants=True adds ImageNet-A and -R
         (arXiv:1907.07174, 2006.16241), scored over their 200 classes as by their authors.
-        data=imagenet2012,real=FILE reads the labels of ReaL from the authors' real.json.
+        real=FILE takes imagenet2012, and the labels of ReaL from the authors' real.json.
 Result: not run by us, for want of the images; published: the paper's table 2
 
 Validation and ReaL share one pass over the images.
@@ -16,24 +16,19 @@ from ml_collections import ConfigDict
 
 from configs.common import parse_arg
 
-ARGUMENTS = dict(
-    data=("imagenet2012_real", "imagenet2012"),
-    data_dir="",
-    real="",
-    v2=True,
-    variants=False,
-    objectnet="",
-)
+ARGUMENTS = dict(data_dir="", real="", v2=True, variants=False, objectnet="")
 
 
 def get_config(arg: str | None = None) -> ConfigDict:
     arg = parse_arg(arg, **ARGUMENTS)
     c = ConfigDict()
     c.batch_size = 256
-    c.data = dict(name=arg.data, data_dir=arg.data_dir)
+    name, key = "imagenet2012_real", "original_label"
+    if arg.real:
+        name, key = "imagenet2012", "label"
+    c.data = dict(name=name, data_dir=arg.data_dir)
     c.evals = {}
-    key = "original_label" if arg.data == "imagenet2012_real" else "label"
-    same = dict(name=arg.data, label_key=key)
+    same = dict(name=name, label_key=key)
     c.evals.imagenet = dict(kind="classification", split="validation", **same)
     c.evals.real = dict(kind="real", split="validation", **same)
     c.evals.real.labels = arg.real
