@@ -3,7 +3,7 @@
 Run:    python -m vit_jax.train --config=configs/dinov3_7b.py --workdir=gs://... \\
             --config.data.name=YOURS
 Try:    the same with --config=configs/dinov3_7b.py:quick (3 steps, any machine)
-Result: not run by us; the authors report 88.4 % (linear) after all their stages
+Result: not run by us
 
 Numbers are those of facebookresearch/dinov3 6876159, dinov3_vit7b16_pretrain.yaml, and 256 GPUs of
 16 images. LVD-1689M is not public: give the name of your set. Queries, keys and values have biases
