@@ -104,6 +104,32 @@ def test_finished_run_only_evaluates_and_keeps_its_report(base, capsys):
     assert lines(workdir) == before
 
 
+def test_a_callback_of_ones_own_comes_after_the_loop_and_begins_first(base, tmp_path):
+    """Also where a start evaluates what the one before it saved and did not score."""
+    config, workdir, _ = base
+    config = fields.replace(config, {"eval_every_steps": 3})
+    copy = shutil.copytree(workdir, tmp_path / "copy")
+    kill_after(3, copy)  # Its step 3 is saved and has no scores.
+    events = []
+
+    class Seen(Callback):
+        def begin(self, run):
+            self.run = run
+            events.append(("begin", run.step))
+
+        def evaluate(self, step, scores):
+            events.append(("evaluate", step))
+
+        def after_step(self, step):
+            saved = self.run.checkpoints.begun == step
+            events.append(("after_step", step, saved))
+
+    train(config, copy, callbacks=[Seen()])
+    after = [("after_step", 4, False), ("after_step", 5, False)]
+    last = [("evaluate", 6), ("after_step", 6, True)]
+    assert events == [("begin", 3), ("evaluate", 3), *after, *last]
+
+
 @pytest.mark.slow
 def test_the_seed_alone_and_no_loader_worker_decides_the_parameters(base, tmp_path):
     config, _, report = base

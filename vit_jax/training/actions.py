@@ -79,7 +79,13 @@ class Evaluating(Callback):
         self._run = run
         saved = [*folders.steps(run.workdir), run.start]
         self._best = BestCheckpoint(run.config, run.logger.history, saved)
-        # The start before this one may have ended between a save and the scores.
+
+    def catch_up(self) -> None:
+        """Evaluates what the start before this one did not, when all have begun.
+
+        It may have ended between a save and the scores.
+        """
+        run = self._run
         names = self._due(run.start)
         if run.start and not all(run.logger.has_scores(run.start, n) for n in names):
             self._evaluate(names)

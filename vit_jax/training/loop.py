@@ -142,6 +142,7 @@ def _begin(config, workdir, setup, start, callbacks, tracing) -> tuple[Run, Call
     restored = restore_or_init(config, setup, checkpoints, *elsewhere)
     start.clock.add(restored.seconds, restored.device_seconds)
     logger = start.stack.enter_context(MetricLogger(start.timer, compilations))
+    evaluating = Evaluating(config, setup)
     trackers = [config.tracker.callback()] if jax.process_index() == 0 else []
     run = Run(
         config=config,
@@ -164,7 +165,7 @@ def _begin(config, workdir, setup, start, callbacks, tracing) -> tuple[Run, Call
             logger,
             Saving(),
             *local,
-            Evaluating(config, setup),
+            evaluating,
             tracing,
             *trackers,
             *callbacks,
@@ -176,6 +177,7 @@ def _begin(config, workdir, setup, start, callbacks, tracing) -> tuple[Run, Call
     )
     del restored  # Its state, which the first step overwrites.
     run.notify("begin", run)
+    evaluating.catch_up()
     return run, compiled_step
 
 
