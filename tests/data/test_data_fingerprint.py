@@ -145,6 +145,11 @@ def test_one_change_of_a_large_listing_is_told_by_few_bytes():
     assert line == "sizes or contents of the image files differ"
 
 
+def test_what_an_earlier_version_stored_of_parts_that_are_not_read_counts_for_nothing():
+    stored = fingerprint(of_files()) | {"captions_sha256": "", "masks_sha256": ""}
+    assert differences(stored, of_files()) == []
+
+
 def test_records_in_memory_are_compared_by_their_pixels(data_config):
     rng = np.random.default_rng(0)
     images, labels = rng.integers(0, 256, (40, 5, 7, 3), np.uint8), np.arange(40) % 3
