@@ -238,11 +238,11 @@ def make(
         bound=bound,
         sent_bytes=(links, slices + network),
         state_bytes=analysis.state_bytes,
-        checkpoints=_checkpoints(analysis, hosts, steps, seconds, intervals, assumed),
+        checkpoints=_simulated(analysis, hosts, steps, seconds, intervals, assumed),
     )
 
 
-def _checkpoints(
+def _simulated(
     analysis: Analysis,
     hosts: int,
     steps: int,
