@@ -71,7 +71,7 @@ class Checkpointer:
         self._keep, self._check = config.checkpoint, config.data.check
         self._disk, self._source = disk, source
         self.data = resume_check.data_read(config.data, source)
-        self._about = {
+        self._metadata = {
             "config": fields.to_json(config),
             "class_names": list(source.class_names),
             "examples": len(source),
@@ -191,8 +191,11 @@ class Checkpointer:
             leftovers.remove_unfinished(self._folder)
         self.begun, state = step, self._disk.to_disk(state)
         path, reason = folders.path_of(self._workdir, step), self._lack_of_disk(state)
-        about = self._about | {"seconds": seconds, "device_seconds": device_seconds}
-        writing = None if reason else _start_writing(path, _as_tree(state), about)
+        metadata = self._metadata | {
+            "seconds": seconds,
+            "device_seconds": device_seconds,
+        }
+        writing = None if reason else _start_writing(path, _as_tree(state), metadata)
         self._saving = _in_background(self._settle, step, path, writing, reason)
 
     def wait(self) -> str | None:
@@ -322,7 +325,7 @@ def _readable(size: int) -> str:
 
 
 def _start_writing(
-    path: epath.Path, tree: dict, about: dict
+    path: epath.Path, tree: dict, metadata: dict
 ) -> concurrent.futures.Future:
     """Copies arrays and begins to write them, with metadata, in the background."""
     context = ocp.Context()
@@ -338,7 +341,7 @@ def _start_writing(
             leftovers.begin(path)
         # Several processes compare their paths.
         with context, jax.transfer_guard("allow"):
-            response = ocp.save_async(path, tree, custom_metadata=about)
+            response = ocp.save_async(path, tree, custom_metadata=metadata)
         return _in_background(response.result)
     except Exception as error:  # noqa: BLE001 (a disk may raise anything)
         failed = concurrent.futures.Future()
