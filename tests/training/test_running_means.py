@@ -12,7 +12,7 @@ from helpers import kill_after, tiny_config, train
 
 from vit_jax import models, weights
 from vit_jax.config import fields
-from vit_jax.data.transforms import device as transforms
+from vit_jax.data.transforms import device as device_transforms
 from vit_jax.distributed import mesh as meshes
 from vit_jax.errors import UserError
 from vit_jax.models import STATE
@@ -170,7 +170,7 @@ def test_its_program_answers_as_it_does(workdir, tmp_path):
     program = jax.export.deserialize(bytearray(data)).call
     model = models.create(**found.options)
     how = found.preprocess
-    normal = transforms.normalize(images, how.mean, how.std)
+    normal = device_transforms.normalize(images, how.mean, how.std)
     logits = model.apply(found.params, normal)["logits"]
     np.testing.assert_allclose(program(images)["logits"], logits, atol=1e-5)
 

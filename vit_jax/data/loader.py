@@ -69,6 +69,10 @@ class Loader:
             batch[field.name] = field.column(self.source)[records].astype(dtype)
         return batch
 
+    def of_step(self, step: int) -> "Loader":
+        """Returns the loader of the batch of a step."""
+        return self
+
     def fill(self, batch: Batch, row: int, record: int, position: int) -> None:
         """Loads a record into a row of a batch; see `load_next`."""
         for name, values in self.load_next(record, position).items():

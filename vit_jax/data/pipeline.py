@@ -6,7 +6,7 @@ Letters: b rows of this process, B records.
 """
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -17,9 +17,6 @@ from vit_jax.data.loader import Batch, Loader
 from vit_jax.data.sources.base import Source, inspected, read_labels
 from vit_jax.data.transforms import parse
 from vit_jax.errors import UserError
-
-# Keeps the draws of shapes apart from other uses of the same seed.
-_SHAPES = 0x736861
 
 
 def train_batches(
@@ -60,23 +57,20 @@ def train_batches(
     balance = None
     if data.class_balance:
         balance = order.Balance.of(data.class_balance, read_labels(source))
-    loaders = _train_loaders(source, data, seed)
     if views := data.transforms.views:
         views.check_rows(rows, batch_size)
-    load = _TrainBatch(loaders, batch_size, first, rows, balance)
+    loader = _train_loader(source, data, seed)
+    load = _TrainBatch(loader, batch_size, first, rows, balance)
     return Batches(load, range(start, stop), data)
 
 
-def _train_loaders(
-    source: Source, data: DataConfig, seed: int
-) -> list[tuple[Loader, float]]:
-    """Returns the loaders of which each batch draws one, each with its weight."""
+def _train_loader(source: Source, data: DataConfig, seed: int) -> Loader:
     transforms = data.transforms
     in_memory = None if source.images is None else source.images.shape[1:3]
     specs = parse.loaded(transforms, data, in_memory)
     key, made = "data.train_transform", fields.of(data, source)
     loader = Loader(source, data, key, transforms.host, specs, seed, made)
-    return transforms.views.loaders(loader) if transforms.views else [(loader, 1.0)]
+    return transforms.views.loader(loader) if transforms.views else loader
 
 
 def try_training(source: Source, data: DataConfig) -> None:
@@ -84,7 +78,7 @@ def try_training(source: Source, data: DataConfig) -> None:
     for field in (Image(data), *fields.of(data, source)):
         field.inspect(source, inspected(source))
     rows = data.transforms.packs
-    _TrainBatch(_train_loaders(source, data, seed=0), rows, 0, rows, None)(0)
+    _TrainBatch(_train_loader(source, data, seed=0), rows, 0, rows, None)(0)
 
 
 def eval_batches(
@@ -133,23 +127,16 @@ def _rows(batch_size: int, shard: int, num_data_shards: int) -> tuple[int, int]:
 
 @dataclasses.dataclass(frozen=True)
 class _TrainBatch:
-    """Loads rows first..first+rows-1 of a step's batch, by one of the loaders.
+    """Loads rows first..first+rows-1 of a step's batch."""
 
-    Each loader has the weight by which it is drawn.
-    """
-
-    loaders: Sequence[tuple[Loader, float]]
+    loader: Loader
     batch_size: int
     first: int
     rows: int
     balance: order.Balance | None
 
-    @property
-    def loader(self) -> Loader:
-        return self.loaders[0][0]
-
     def __call__(self, step: int) -> Batch:
-        loader = self.loader
+        loader = self.loader.of_step(step)
         positions = step * self.batch_size + self.first + np.arange(self.rows)
         seed, repeats = loader.seed, loader.data.repeats
         if self.balance:
@@ -160,24 +147,11 @@ class _TrainBatch:
         if loader.gathers:
             batch = loader.gather(records)
         else:
-            weights = [weight for _, weight in self.loaders]
-            loader, _ = self.loaders[_drawn(seed, step, weights)]
             batch = loader.empty(self.rows)
             pairs = zip(records.tolist(), positions.tolist(), strict=True)
             for row, pair in enumerate(pairs):
                 loader.fill(batch, row, *pair)
         return {**batch, "index": positions.astype(np.uint32)}
-
-
-def _drawn(seed: int, step: int, weights: Sequence[float]) -> int:
-    """Returns the number of the weight that the batch of a step draws."""
-    bits = np.random.Philox(
-        key=np.array([seed % 2**64, _SHAPES], np.uint64),
-        counter=np.array([0, 0, 0, step], np.uint64),
-    )
-    bounds = np.cumsum(weights)
-    drawn = np.random.Generator(bits).random() * bounds[-1]
-    return int(np.searchsorted(bounds, drawn, side="right"))
 
 
 @dataclasses.dataclass(frozen=True)

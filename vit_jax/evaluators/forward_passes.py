@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 
 from vit_jax.command_line import progress
 from vit_jax.data.config import DataConfig
-from vit_jax.data.transforms import device as transforms
+from vit_jax.data.transforms import device as device_transforms
 from vit_jax.distributed import compilation, sharding
 from vit_jax.distributed import mesh as meshes
 from vit_jax.errors import UserError
@@ -156,7 +156,7 @@ def make_eval_step(
     others = np.setdiff1d(np.arange(model.options["num_classes"]), wanted.restricted)
 
     def eval_step(params, batch):
-        images = transforms.normalize(batch["image"], data.mean, data.std)
+        images = device_transforms.normalize(batch["image"], data.mean, data.std)
         images = patches.of_batch(batch, images)
         values = {"records": batch["index"], "labels": batch.get("label")}
         labels = values["labels"] if wanted.losses else None
@@ -223,7 +223,7 @@ def make_picture_step(trained: TrainedTask, data: DataConfig, mesh: Mesh) -> Ste
     )
 
     def picture_step(state, batch):
-        images = transforms.normalize(batch["image"], data.mean, data.std)
+        images = device_transforms.normalize(batch["image"], data.mean, data.std)
         batch = {"image": images, "index": batch["index"]}
         with sharding.activations(mesh):
             pictures = trained.pictures(*state, batch, jax.random.key(0))

@@ -13,7 +13,7 @@ from jaxtyping import Array
 
 from vit_jax.data.config import DataConfig
 from vit_jax.data.fields.image import check_colors
-from vit_jax.data.transforms import device as transforms
+from vit_jax.data.transforms import device as device_transforms
 from vit_jax.data.transforms import parse
 from vit_jax.errors import UserError
 from vit_jax.models import resizing
@@ -165,7 +165,7 @@ class AnchoredCrops(Crops):
         """Returns image, small_crops and anchor (B, G, Y, X, C), normalised."""
         large = batch["image"]
         flat = large.reshape(-1, *large.shape[2:])
-        anchor = transforms.normalize(flat, self._data.mean, self._data.std)
+        anchor = device_transforms.normalize(flat, self._data.mean, self._data.std)
         sides = next(s.large for s in self.sizes if s.loaded == large.shape[2:4])
         image = _resize(flat, sides).reshape(*large.shape[:2], *sides, -1)
         prepared = super().prepare(batch | {"image": image}, rng)

@@ -21,7 +21,7 @@ from jaxtyping import Array, Bool, Float, Int
 from vit_jax.config.fields import epochs, key
 from vit_jax.config.lengths import RunLength, length_in_steps
 from vit_jax.data.config import DataConfig
-from vit_jax.data.transforms import device as transforms
+from vit_jax.data.transforms import device as device_transforms
 from vit_jax.errors import UserError
 from vit_jax.models import Model, cost, resizing
 from vit_jax.tasks import block_masks, dino_losses
@@ -318,7 +318,7 @@ class Dinov2(Dino):
         prepared = super().prepare(batch, rng)
         num_patches = math.prod(self.model_of(prepared["image"]).grid)
         draws = block_masks.num_draws(num_patches, self.config.mask_exact)
-        noise = transforms.example_uniform(
+        noise = device_transforms.example_uniform(
             batch["index"], jax.random.fold_in(rng, _MASKS), NUM_LARGE * draws
         )
         return prepared | {"mask_noise": noise.reshape(-1, NUM_LARGE, draws)}

@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from vit_jax.config.fields import key
 from vit_jax.data.config import DataConfig
-from vit_jax.data.transforms import device as transforms
+from vit_jax.data.transforms import device as device_transforms
 from vit_jax.errors import UserError
 from vit_jax.models import Model
 from vit_jax.tasks.masking import MaskedImageTask, mean_over, patchify, ranks
@@ -109,7 +109,7 @@ class MaskedPatch(MaskedImageTask):
 
     def draw(self, index, rng):
         key = jax.random.fold_in(rng, 0x636F7272)
-        numbers = transforms.example_uniform(index, key, 3 * self.num_patches)
+        numbers = device_transforms.example_uniform(index, key, 3 * self.num_patches)
         order, lot, source = jnp.split(numbers, 3, axis=1)
         source = jnp.floor(source * self.num_patches).astype(jnp.int32)
         return {"order": order, "lot": lot, "source": source}
@@ -245,7 +245,9 @@ class MaskedPatch(MaskedImageTask):
         levels = jnp.stack([classes // _LEVELS**i % _LEVELS for i in range(3)], axis=-1)
         pixels = ((levels + 0.5) / _LEVELS).repeat(self._cell, 2).repeat(self._cell, 3)
         pixels = pixels.reshape(B, N * self.model.config.patch_size, -1, 3)
-        pixels = transforms.normalize(255 * pixels, self.data.mean, self.data.std)
+        pixels = device_transforms.normalize(
+            255 * pixels, self.data.mean, self.data.std
+        )
         return pixels.reshape(B, N, -1)
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Num, UInt32
 
 from vit_jax.data.config import DataConfig
-from vit_jax.data.transforms import device as transforms
+from vit_jax.data.transforms import device as device_transforms
 from vit_jax.errors import UserError
 from vit_jax.models import Model
 from vit_jax.tasks.task import Batch, ImageTask, Pictures, Tree
@@ -61,7 +61,9 @@ class MaskedImageTask(ImageTask):
     def draw(self, index: UInt32[Array, " B"], rng: jax.Array) -> Batch:
         """Draws the random numbers of each image, (B, ...)."""
         key = jax.random.fold_in(rng, _MASKS)
-        return {"noise": transforms.example_uniform(index, key, self.num_patches)}
+        return {
+            "noise": device_transforms.example_uniform(index, key, self.num_patches)
+        }
 
     @abc.abstractmethod
     def predict(

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 from vit_jax.config.fields import key
 from vit_jax.data.config import DataConfig
 from vit_jax.data.masks import IGNORED
-from vit_jax.data.transforms import device as transforms
+from vit_jax.data.transforms import device as device_transforms
 from vit_jax.errors import UserError
 from vit_jax.models import Model, cost, segmenter, stacking
 from vit_jax.tasks.task import ImageTask, Ratio, TaskConfig
@@ -112,7 +112,7 @@ class Segmentation(ImageTask):
 
         The weights are those of `pixel_weights`.
         """
-        maps = transforms.apply_to_maps(
+        maps = device_transforms.apply_to_maps(
             self._ops, batch[LABEL_MAP], batch["index"], rng
         )
         prepared = super().prepare(batch, rng)

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from vit_jax.config.fields import key
 from vit_jax.data.config import DataConfig
-from vit_jax.data.transforms import device as transforms
+from vit_jax.data.transforms import device as device_transforms
 from vit_jax.errors import UserError
 from vit_jax.models import Model, initializers
 from vit_jax.tasks.masking import MaskedImageTask, mean_over, patchify, ranks
@@ -81,7 +81,7 @@ class SimMim(MaskedImageTask):
 
     def draw(self, index, rng):
         key = jax.random.fold_in(rng, 0x756E6974)
-        noise = transforms.example_uniform(index, key, math.prod(self._units))
+        noise = device_transforms.example_uniform(index, key, math.prod(self._units))
         hidden = (ranks(noise) < self._num_hidden).astype(jnp.float32)
         hidden = hidden.reshape(-1, *self._units)
         times = self.config.mask_unit // self.model.config.patch_size

@@ -27,7 +27,7 @@ from vit_jax.config.fields import key
 from vit_jax.config.lengths import RunLength
 from vit_jax.data.config import DataConfig
 from vit_jax.data.sources.base import Source
-from vit_jax.data.transforms import device as transforms
+from vit_jax.data.transforms import device as device_transforms
 from vit_jax.data.transforms import parse
 from vit_jax.errors import UserError
 from vit_jax.models import STATE, Model, cost, patches, stacking
@@ -336,7 +336,7 @@ class ImageTask(Task):
     def __init__(self, model: Model, data: DataConfig):
         self.model, self.data = model, data
         host, device = data.transforms
-        self._ops = transforms.apart(device, data.repeats)
+        self._ops = device_transforms.apart(device, data.repeats)
         # Before the device enlarges them.
         made = parse.loaded(parse.Transforms(host, ()), data)
         self._specs, self._packs = made, data.transforms.packs
@@ -419,8 +419,10 @@ def transform(
         labels = jnp.zeros((len(batch["index"]), 1))
     images = batch["image"]
     if ops:  # Sequences have none: several labels may belong to a row.
-        images, labels = transforms.apply(ops, images, labels, batch["index"], rng)
-    images = transforms.normalize(images, data.mean, data.std)
+        images, labels = device_transforms.apply(
+            ops, images, labels, batch["index"], rng
+        )
+    images = device_transforms.normalize(images, data.mean, data.std)
     return patches.of_batch(batch, images), labels
 
 

@@ -8,7 +8,7 @@ from jax.sharding import Mesh
 
 from vit_jax import models
 from vit_jax.config import fields
-from vit_jax.data.transforms import device as transforms
+from vit_jax.data.transforms import device as device_transforms
 from vit_jax.data.transforms import parse
 from vit_jax.distributed import mesh as meshes
 from vit_jax.errors import UserError
@@ -34,10 +34,10 @@ def check_task(task: Task, config: TrainConfig) -> dict:
     if re.fullmatch(fields.CUSTOM, name):
         wanted = data.transforms.device
     if wanted:
-        with transforms.recording() as applied:
+        with device_transforms.recording() as applied:
             jax.eval_shape(task.prepare, batch_spec, jax.random.key(0))
         # A task may take partners from elsewhere in the batch than ours do.
-        applied = transforms.apart(applied, 1)
+        applied = device_transforms.apart(applied, 1)
         if missing := [type(op).__name__ for op in wanted if op not in applied]:
             raise UserError(
                 f"data.train_transform={data.train_transform!r}: {', '.join(missing)} run "

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import jax
-import numpy as np
 
 from vit_jax.command_line.printing import masked
 from vit_jax.data import normalization, pipeline
@@ -24,7 +23,7 @@ from vit_jax.training.checkpoint import Checkpointer
 from vit_jax.training.config import TrainConfig
 from vit_jax.training.metric_logger import MetricLogger
 from vit_jax.training.resume_check import Restored
-from vit_jax.training.step import compile_in_background
+from vit_jax.training.step import compile_in_background, of_any_shape
 from vit_jax.training.timers import CompilationCounter, RunClock, StartupTimer
 from vit_jax.training.train_setup import TrainSetup
 
@@ -199,23 +198,20 @@ def _take_steps(run, timer, tracing, compiled_step) -> None:
         guards.end_early(run)
     timer.end_phase("init", "waiting for the compiled train step")
     run.watchdog.reset("making or restoring the state")
-    train_step = None if run.start == run.last_step else compiled_step()
+    jitted, shapes = setup.train_step, setup.layout.batch
+    compiled = jitted if run.start == run.last_step else compiled_step()
+    train_step = of_any_shape(compiled, jitted, shapes)
     timer.end_phase("compile")
     run.watchdog.reset("compilation")
     # debug_nans runs a failed step again, operation by operation, which transfers.
     guard = "allow" if config.debug_nans else "disallow"
     with batches, jax.transfer_guard(guard), tracing:
         for step, batch in run.logger.steps(batches):
-            batch = {name: batch[name] for name in setup.layout.batch}
-            as_compiled = all(
-                np.shape(batch[name])[1:] == each.shape[1:]
-                for name, each in setup.layout.batch.items()
-            )
+            batch = {name: batch[name] for name in shapes}
             batch = meshes.to_devices(batch, setup.mesh)
             run.logger.step_timer.mark("host-to-device")
             with jax.profiler.StepTraceAnnotation("train", step_num=step):
-                take = train_step if as_compiled else setup.train_step
-                run.take(step, *take(run.state, batch))
+                run.take(step, *train_step(run.state, batch))
             run.notify("after_step", step)
     run.notify("finish")
 

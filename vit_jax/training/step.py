@@ -156,6 +156,24 @@ def compile_in_background(
     return future.result
 
 
+def of_any_shape(
+    compiled: Step, jitted: Step, batch: dict[str, jax.ShapeDtypeStruct]
+) -> Step:
+    """Returns a step that is compiled anew for batches of other shapes than one.
+
+    Args:
+      compiled: step for batches of the shapes of `batch`.
+      jitted: the same step, which compiles.
+      batch: names to shapes.
+    """
+
+    def step(state, given):
+        known = all(given[name].shape == spec.shape for name, spec in batch.items())
+        return (compiled if known else jitted)(state, given)
+
+    return step
+
+
 def is_compiling() -> bool:
     """Returns whether a compilation is running, which a process would wait for at exit."""
     return any(t.name.startswith(_COMPILING) for t in threading.enumerate())

@@ -222,8 +222,10 @@ def build_step(
     groups, parts = config.optim.microbatches(config.batch_size, mesh)
     gradients = steps.gradients_of(loss, layout.shardings.params)
     gradients = steps.accumulate(gradients, parts)
-    how = optimizer.rate, peak, length, optimizer.moving
-    gradients = steps.accumulate(config.optim.wrap_gradients(gradients, *how), groups)
+    gradients = config.optim.wrap_gradients(
+        gradients, optimizer.rate, peak, length, optimizer.moving
+    )
+    gradients = steps.accumulate(gradients, groups)
     return steps.make_train_step(task, gradients, optimizer, config.ema, mesh)
 
 

@@ -74,9 +74,9 @@ class CustomTransform:
         made = self.transform.alternatives()
         return [(CustomTransform(self.where, op), weight) for op, weight in made]
 
-    def loaders(self, loader: Loader) -> list[tuple[Loader, float]]:
-        """See `Views`; each loader ends in a transform whose errors name it."""
-        return Views.loaders(self, loader)
+    def loader(self, loader: Loader) -> Loader:
+        """See `Views`; the loader ends in a transform whose errors name it."""
+        return Views.loader(self, loader)
 
     def __call__(self, image, *args):
         if self.runs_on == "host":

@@ -5,12 +5,18 @@ arXiv:2307.06304).
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import ClassVar
+
+import numpy as np
 
 from vit_jax.data.fields.base import Spec
 from vit_jax.data.loader import Batch, Loader
 from vit_jax.data.transforms.base import HostTransform
 from vit_jax.errors import UserError
+
+# Keeps the draws of shapes apart from other uses of the same seed.
+_SHAPES = 0x736861
 
 
 class Views(HostTransform):
@@ -61,17 +67,10 @@ class Views(HostTransform):
                 "data.train_transform"
             )
 
-    def loaders(self, loader: Loader) -> list[tuple[Loader, float]]:
-        """Returns the loaders of which each batch draws one, each with its weight.
-
-        Args:
-          loader: loader of images, to end in this transform.
-        """
-        kind = PackedLoader if self.packs > 1 else Loader
-        return [
-            (ending_in(kind(**vars(loader)), op), weight)
-            for op, weight in self.alternatives()
-        ]
+    def loader(self, loader: Loader) -> Loader:
+        """Returns the loader of a line of images that ends in this transform."""
+        kind = PackedLoader if self.packs > 1 else ViewsLoader
+        return kind(**vars(loader))
 
 
 def ending_in(loader: Loader, op: Views) -> Loader:
@@ -80,7 +79,17 @@ def ending_in(loader: Loader, op: Views) -> Loader:
     return dataclasses.replace(loader, ops=(*loader.ops[:-1], op), specs=specs)
 
 
-class PackedLoader(Loader):
+class ViewsLoader(Loader):
+    """Loads images whose last transform may have `alternatives`."""
+
+    def of_step(self, step: int) -> Loader:
+        alternatives = self.ops[-1].alternatives()
+        drawn = _drawn(self.seed, step, [weight for _, weight in alternatives])
+        op, _ = alternatives[drawn]
+        return ending_in(self, op)
+
+
+class PackedLoader(ViewsLoader):
     """Loads images whose last transform has `packs` of them share a row."""
 
     @property
@@ -111,3 +120,14 @@ class PackedLoader(Loader):
                 grids[place] = values[0]
             else:
                 strip[used * side :][: len(values)] = values
+
+
+def _drawn(seed: int, step: int, weights: Sequence[float]) -> int:
+    """Returns the number of the weight that the batch of a step draws."""
+    bits = np.random.Philox(
+        key=np.array([seed % 2**64, _SHAPES], np.uint64),
+        counter=np.array([0, 0, 0, step], np.uint64),
+    )
+    bounds = np.cumsum(weights)
+    drawn = np.random.Generator(bits).random() * bounds[-1]
+    return int(np.searchsorted(bounds, drawn, side="right"))

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 import jax
 import jax.numpy as jnp
 
-from vit_jax.data.transforms import device as transforms
+from vit_jax.data.transforms import device as device_transforms
 from vit_jax.errors import UserError
 from vit_jax.models import segmenter
 from vit_jax.models.patches import PatchSequences
@@ -107,7 +107,7 @@ def build(pretrained: Pretrained) -> Program:
     )
 
     def run(params, images, *grids):
-        images = transforms.normalize(images, how.mean, how.std)
+        images = device_transforms.normalize(images, how.mean, how.std)
         outputs = apply(params, PatchSequences(images, *grids) if grids else images)
         return tuple(outputs[name].astype(jnp.float32) for name in names)
 
