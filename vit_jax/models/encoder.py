@@ -212,7 +212,10 @@ class Encoder(nn.Module):
     def run(
         self, x: Float[Array, "B M D"], layers: list[BlockInputs]
     ) -> Float[Array, "B M D"]:
-        """Applies the blocks and the norm; call it in a compact method."""
+        """Applies the blocks and the norm; call it in a compact method.
+
+        A scan over the blocks, and their rematerialisation, are in repetition.py.
+        """
         config, outputs = self.config, []
         for i, layer in enumerate(layers):
             block = config.block(config, name=f"{BLOCK}_{i}")

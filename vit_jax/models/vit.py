@@ -20,6 +20,9 @@ from vit_jax.models.pooling import Weights
 class VisionTransformer(nn.Module):
     """A Vision Transformer of images of one size.
 
+    Configs build the subclass of varied.py, whose variations do nothing unless a key asks
+    for them.
+
     Attributes:
       config: output of `placed` of a `ViTConfig`, which imports this file.
       num_classes: L; 0 for no classifier.
