@@ -91,6 +91,14 @@ def test_images_that_a_line_makes_of_another_size_are_refused():
         of_line("resize_small(20) | central_crop").prepare(image)
 
 
+def test_another_size_replaces_a_line_whose_sizes_are_fixed():
+    how = of_line("resize_small(20) | pad(40) | central_crop((24, 36))")
+    assert how.transform and how.replace(mean=(0.25,)).transform
+    other = how.replace(image_size=(12, 18))
+    image = np.zeros((50, 70, 3), np.uint8)
+    assert other.prepare(image).shape == (12, 18, 3)
+
+
 def test_fields_replace_a_line_if_they_resize_in_another_way():
     how = of_line("resize_small(20, interpolation='area') | pad | central_crop")
     kept = how.replace(mean=(0.1,), image_size=(18, 18), interpolation="area")

@@ -217,6 +217,20 @@ def test_another_set_of_data_is_refused_unless_that_is_allowed(checkpointer, tmp
     )
 
 
+def test_an_error_of_the_devices_does_not_make_a_checkpoint_a_damaged_one(tmp_path):
+    source = open_synthetic("train", (8, 12), 3, 5, 20)
+
+    def fail(state):
+        raise jax.errors.JaxRuntimeError("INTERNAL: transfer to the device failed")
+
+    how = tmp_path, tiny_config(), source, METADATA
+    with Checkpointer(*how, disk()) as checkpoints:
+        checkpoints.save(1, state_of(1), 0.0)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="transfer to the device"):
+        restored(Checkpointer(*how, disk()._replace(from_disk=fail)))
+    assert_is(restored(Checkpointer(*how, disk())).state, 1)
+
+
 def test_a_damaged_one_is_put_aside_and_may_be_saved_again(
     checkpointer, tmp_path, capsys
 ):

@@ -2,7 +2,9 @@
 
 import json
 import logging
+import os
 import shutil
+import signal
 import time
 
 import jax
@@ -12,7 +14,7 @@ from helpers import events, kill_after, tiny_config, train
 from PIL import Image
 
 from vit_jax.config import fields
-from vit_jax.errors import UserError
+from vit_jax.errors import Preempted, UserError
 from vit_jax.training import config as configuration
 from vit_jax.training import loop, resume_check
 from vit_jax.training.callbacks import Callback
@@ -128,6 +130,22 @@ def test_a_callback_of_ones_own_comes_after_the_loop_and_begins_first(base, tmp_
     after = [("after_step", 4, False), ("after_step", 5, False)]
     last = [("evaluate", 6), ("after_step", 6, True)]
     assert events == [("begin", 3), ("evaluate", 3), *after, *last]
+
+
+def test_a_callback_hears_of_the_step_at_which_a_signal_ends_the_run(tmp_path):
+    steps = []
+
+    class Counting(Callback):
+        def after_step(self, step):
+            steps.append(step)
+            if steps == [1, 2, 3, 4]:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    config = tiny_config(evals={})
+    with pytest.raises(Preempted, match="SIGTERM: step 4 of 6 is saved"):
+        train(config, tmp_path / "run", callbacks=[Counting()])
+    train(config, tmp_path / "run", callbacks=[Counting()])
+    assert steps == [1, 2, 3, 4, 5, 6]
 
 
 @pytest.mark.slow

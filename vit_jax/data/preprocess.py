@@ -141,11 +141,16 @@ class Preprocess:
     def replace(self, **given) -> "Preprocess":
         """Returns the preprocessing with other values of some fields.
 
-        The fields replace `transform` if the way in which they resize images changes.
+        The fields replace `transform` if the way in which they resize images changes, or
+        if it makes images of another size than `image_size`.
         """
         new = dataclasses.replace(self, **given)
         resizing = (*_RESIZING, "patch") if self.max_tokens else _RESIZING
         same = all(getattr(self, name) == getattr(new, name) for name in resizing)
+        if "image_size" in given and not parse.names_custom(new.transform):
+            # Of a user's transform it shows when an image is prepared.
+            made = parse.size_after(new.transforms, None)
+            same = same and made in (None, tuple(new.image_size))
         return new if same else new.without_transform()
 
     def without_transform(self) -> "Preprocess":

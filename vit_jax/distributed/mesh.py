@@ -178,7 +178,7 @@ def check_batch(batch_size: int, accumulate: int, mesh: Mesh) -> None:
     Raises:
       UserError: it does not; with all numbers.
     """
-    devices = math.prod(mesh.shape[axis] for axis in BATCH_AXES)
+    devices = num_data_devices(mesh)
     if batch_size % (devices * accumulate):
         micro = f" x {accumulate} microbatches" if accumulate > 1 else ""
         raise UserError(

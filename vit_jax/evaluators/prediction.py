@@ -105,7 +105,7 @@ class Classifier:
     def prepare(
         self, data: bytes | UInt8[np.ndarray, "H W C"], name: str = ""
     ) -> Prepared:
-        """Decodes, resizes and crops an image; see `pretrained.prepare_image`."""
+        """Decodes, resizes and crops an image; see `network_images.prepare_image`."""
         return prepare_image(data, self._preprocess, self._channels, name)
 
     def logits(self, images: Prepared) -> Float[Array, "B K"]:

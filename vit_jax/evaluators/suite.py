@@ -2,7 +2,6 @@
 
 import collections
 import functools
-import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -358,6 +357,6 @@ def _count_skipped(one: Pass, outputs: Outputs) -> int:
 
 
 def full_batch(batch_size: int, mesh: Mesh) -> int:
-    """Returns the smallest batch size from `size` on that the mesh divides."""
-    devices = math.prod(mesh.shape[axis] for axis in meshes.BATCH_AXES)
+    """Returns the smallest batch size from `batch_size` on that the mesh divides."""
+    devices = meshes.num_data_devices(mesh)
     return -(-batch_size // devices) * devices

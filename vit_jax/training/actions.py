@@ -1,4 +1,4 @@
-"""What the loop does after steps: it ends early, saves, evaluates, and records a trace.
+"""What the loop does after steps: it saves, evaluates, and records a trace.
 
 Each is a `Callback`, called on every host in the order of the loop's list.
 """
@@ -12,7 +12,6 @@ import jax
 from etils import epath
 
 from vit_jax.errors import UserError
-from vit_jax.training import guards
 from vit_jax.training.callbacks import Callback, Run
 from vit_jax.training.config import TrainConfig
 from vit_jax.training.run_report import flatten_scores
@@ -34,7 +33,7 @@ class Interval:
 
 
 class Saving(Callback):
-    """Saves the state in the workdir; when a signal came, at once, and ends the run."""
+    """Saves the state in the workdir."""
 
     on_every_host = True
 
@@ -44,12 +43,10 @@ class Saving(Callback):
         self._interval = Interval(*every, run.setup)
 
     def after_step(self, step: int) -> None:
-        run, ending = self._run, self._run.preemption.reached()
-        if not (ending or self._interval.is_due(step)):
+        run = self._run
+        if not self._interval.is_due(step):
             return
         run.metrics()  # They must be finite.
-        if ending:
-            guards.end_early(run)
         with run.logger.pause("checkpoint"):
             run.save()
             run.notify("checkpoint", step)
@@ -88,7 +85,8 @@ class Evaluating(Callback):
         run = self._run
         names = self._due(run.start)
         if run.start and not all(run.logger.has_scores(run.start, n) for n in names):
-            self._evaluate(names)
+            if not self._evaluate(names):
+                return
             self._best.update(run.start, run.final)
         run.checkpoints.keep_best(self._best.record)
         if self._best.record and self._best.step == run.start:
@@ -103,7 +101,8 @@ class Evaluating(Callback):
             return
         run.metrics()
         with run.logger.pause("evaluation"):
-            self._evaluate(names)
+            if not self._evaluate(names):
+                return
             if best.update(step, run.final) or best.is_exhausted:
                 run.checkpoints.keep_best(best.record)
                 run.save()
@@ -142,8 +141,12 @@ class Evaluating(Callback):
         """Returns the names of the evaluations to run after a step."""
         return [name for name, each in self._intervals.items() if each.is_due(step)]
 
-    def _evaluate(self, names: list[str], at: int | None = None) -> None:
-        """Sets `run.final` to the scores of the state, which is that after step `at`."""
+    def _evaluate(self, names: list[str], at: int | None = None) -> bool:
+        """Sets `run.final` to the scores of the state, which is that after step `at`.
+
+        Returns:
+          Whether it has; not if a signal came, when the run is `ending`.
+        """
         run, state, suite = self._run, self._run.state, self._run.setup.suite
         step = run.step if at is None else at
         params = {"params": (state.params, state.extra)}
@@ -156,9 +159,11 @@ class Evaluating(Callback):
 
         scores = suite.run(params, stop, names)
         if scores is None:
-            guards.end_early(run)
+            run.ending = True
+            return False
         run.logger.log_scores(step, scores, suite.confusions, suite.pictures)
         run.final = scores
+        return True
 
 
 class BestCheckpoint:

@@ -46,6 +46,7 @@ class Run:
       notes: lines for the user from before the first step.
       final: scores of the newest evaluations.
       best: step, metric and score of the best checkpoint; empty without one.
+      ending: whether a signal ends the run when all callbacks have been called.
     """
 
     config: "vit_jax.training.config.TrainConfig"
@@ -67,6 +68,7 @@ class Run:
     notes: list[str]
     final: dict = dataclasses.field(default_factory=dict)
     best: dict = dataclasses.field(default_factory=dict)
+    ending: bool = False
     _metrics: dict = dataclasses.field(default_factory=dict)
     _fetched: bool = True
 

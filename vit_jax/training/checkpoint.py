@@ -142,7 +142,7 @@ class Checkpointer:
             stored = ocp.metadata(path).custom_metadata
             known = stored["data"], self.data, self._source, self._workdir
             notes = resume_check.check_data(*known, check=self._check)
-            state = self.load(step)
+            state = self._read(step)
             if int(state.step) != step:
                 why = f"it is the checkpoint of step {int(state.step)}"
         except (UserError, MemoryError):
@@ -157,16 +157,20 @@ class Checkpointer:
             return Restored()
         notes = [f"resume: step {step} of {self._workdir}", *notes]
         seconds, device_seconds = stored["seconds"], stored["device_seconds"]
+        state = self._disk.from_disk(state)
         return Restored(state, step, seconds, device_seconds, notes)
 
     def load(self, step: int) -> TrainState:
         """Reads the state of one checkpoint, in the form of the run."""
+        return self._disk.from_disk(self._read(step))
+
+    def _read(self, step: int) -> TrainState:
+        """Reads the state of one checkpoint, in the form on disk."""
         shapes, shardings = self._disk.shapes, self._disk.shardings
         place = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
         like = jax.tree.map(place, shapes, shardings)
         tree = ocp.load(folders.path_of(self._workdir, step), _as_tree(like))
-        state = shapes.replace(**({"average": None, "extra": None} | tree))
-        return self._disk.from_disk(state)
+        return shapes.replace(**({"average": None, "extra": None} | tree))
 
     def keep_best(self, record: dict) -> None:
         """Sets the best checkpoint, which is kept and which readers of the workdir load.
@@ -228,7 +232,7 @@ class Checkpointer:
         if orderly or jax.process_count() == 1:
             self.wait()
         # Else the other processes wait for the reason, and a save may take minutes; this
-        # process is about to end (distributed/multihost.py).
+        # process is about to end (distributed/ending.py).
 
     def _settle(self, step, path, writing, reason) -> str | None:
         """Ends a save in its background; returns None or why it failed."""

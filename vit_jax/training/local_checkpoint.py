@@ -69,7 +69,9 @@ class LocalCheckpointer(Callback):
         self._data = resume_check.data_read(config.data, source)
         same = [len(source), list(source.class_names), self._parts.describe()]
         same.append(resume_check.decisive(config))
-        self._print = hashlib.sha256(json.dumps(same).encode()).hexdigest()
+        self._print = hashlib.sha256(
+            json.dumps(same, sort_keys=True).encode()
+        ).hexdigest()
         folder = os.path.expanduser(os.path.expandvars(config.local_checkpoint.dir))
         if "$" in folder:
             raise UserError(

@@ -177,6 +177,7 @@ def _begin(config, workdir, setup, start, callbacks, tracing) -> tuple[Run, Call
     del restored  # Its state, which the first step overwrites.
     run.notify("begin", run)
     evaluating.catch_up()
+    _end_if_asked(run)
     return run, compiled_step
 
 
@@ -213,7 +214,17 @@ def _take_steps(run, timer, tracing, compiled_step) -> None:
             with jax.profiler.StepTraceAnnotation("train", step_num=step):
                 run.take(step, *train_step(run.state, batch))
             run.notify("after_step", step)
+            run.ending = run.ending or run.preemption.reached()
+            _end_if_asked(run)
     run.notify("finish")
+    _end_if_asked(run)
+
+
+def _end_if_asked(run: Run) -> None:
+    """Saves and ends the run, if a signal came."""
+    if run.ending:
+        run.metrics()  # They must be finite.
+        guards.end_early(run)
 
 
 def _local_checkpoints(config, workdir, setup) -> list:

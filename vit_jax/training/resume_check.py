@@ -157,7 +157,8 @@ def check_workdir(workdir: str | os.PathLike, config: TrainConfig) -> dict | Non
         stored |= {key: now[key] for key in _LENGTH}
     if changed := fields.differences(stored, now):
         remedy = ""
-        if {key for key in now if stored.get(key) != now[key]} <= _LENGTH:
+        keys = stored.keys() | now.keys()
+        if {key for key in keys if stored.get(key) != now.get(key)} <= _LENGTH:
             remedy = (
                 "continue with the schedule of the new length by "
                 "--config.extend_schedule=stretch, "

@@ -74,6 +74,10 @@ class CustomTransform:
         made = self.transform.alternatives()
         return [(CustomTransform(self.where, op), weight) for op, weight in made]
 
+    def of_share(self, *share: int) -> "CustomTransform":
+        """See `Views`."""
+        return CustomTransform(self.where, self.transform.of_share(*share))
+
     def loader(self, loader: Loader) -> Loader:
         """See `Views`; the loader ends in a transform whose errors name it."""
         return Views.loader(self, loader)

@@ -107,7 +107,7 @@ def loaded(
     size, image = tuple(data.image_size), Image(data)
     resizing = [op for op in transforms.device if op.output_size]
     if resizing:
-        size = _size_after(transforms.host, in_memory and tuple(in_memory))
+        size = size_after(transforms.host, in_memory and tuple(in_memory))
     if size is None:
         raise UserError(
             f"data.train_transform: {_name(resizing[0])} needs images of one size: put before it, "
@@ -174,7 +174,7 @@ def _in_eval(transform: Transform | type[Transform]) -> bool:
     return not transform.makes_arrays or bool(transform.numbers)
 
 
-def _size_after(transforms: Iterable[Transform], size: Size | None) -> Size | None:
+def size_after(transforms: Iterable[Transform], size: Size | None) -> Size | None:
     """Returns height and width after some transforms; None if they are not fixed."""
     for transform in transforms:
         if transform.output_size:
@@ -205,7 +205,7 @@ def _check_device(spec: str, device: list, image_size: Sequence[int]) -> None:
             f"data.train_transform={spec!r} mixes examples twice: keep one of mixup, cutmix, "
             "mixup_or_cutmix and a level of augreg that has mixup"
         )
-    size = _size_after(device, None)
+    size = size_after(device, None)
     if size is not None and size != tuple(image_size):
         raise UserError(
             f"data.train_transform={spec!r} enlarges images to {size}, but data.image_size "

@@ -67,7 +67,7 @@ class OptimConfig(PlainOptimConfig):
         size = self.sam_batch_size
         if not (self.sam_rho and size):
             return super().microbatches(batch_size, mesh)
-        devices = math.prod(mesh.shape[axis] for axis in meshes.BATCH_AXES)
+        devices = meshes.num_data_devices(mesh)
         if batch_size % size or size % devices:
             raise UserError(
                 f"optim.sam_batch_size={size}: must divide batch_size={batch_size} and be a "
