@@ -23,7 +23,7 @@ from vit_jax import models
 from vit_jax.data import imagenet
 from vit_jax.data.preprocess import Preprocess
 from vit_jax.errors import UserError
-from vit_jax.evaluators import result_tables, suite
+from vit_jax.evaluators import checkpoint, result_tables
 from vit_jax.training import config as configuration
 from vit_jax.training import loop
 from vit_jax.weights import open_pretrained
@@ -410,7 +410,7 @@ def test_what_does_not_fit_is_one_line(run, recipe, more, data, message):
 def test_a_folder_that_cannot_be_written_is_refused_first(
     run, tmp_path, monkeypatch, out
 ):
-    monkeypatch.delattr(suite, "evaluate")
+    monkeypatch.delattr(checkpoint, "evaluate")
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=f"--out=.*{out} cannot be written"):
         run("classification", f"--out={tmp_path}/{out}")

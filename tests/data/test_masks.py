@@ -291,6 +291,7 @@ GEOMETRY = [
     "random_resized_crop | affine(shift=0.2, rotate=40, scale=(0.7, 1.6))",
     "scale_crop | flip | color_jitter(0.2, 0, 0)",
     "scale_crop(scale=(0.5, 1.5), pad=False) | pad(fill=0) | flip",
+    "resize_long(80) | crop_or_pad(fill=(9, 9, 9))",
 ]
 
 
