@@ -23,7 +23,7 @@ from vit_jax.training.checkpoint import Checkpointer
 from vit_jax.training.config import TrainConfig
 from vit_jax.training.metric_logger import MetricLogger
 from vit_jax.training.resume_check import Restored
-from vit_jax.training.step import compile_in_background, of_any_shape
+from vit_jax.training.step import Step, compile_in_background, of_any_shape
 from vit_jax.training.timers import CompilationCounter, RunClock, StartupTimer
 from vit_jax.training.train_setup import TrainSetup
 
@@ -127,12 +127,7 @@ def _begin(config, workdir, setup, start, callbacks, tracing) -> tuple[Run, Call
     )
     compilations = start.stack.enter_context(CompilationCounter())
     _check_resumed(config, workdir, setup, checkpoints)
-    compiled_step = lambda: setup.compiled or setup.train_step
-    # JAX will run a failed step again, operation by operation, to find a NaN.
-    if not (config.debug_nans or setup.compiled):
-        compiled_step = compile_in_background(
-            setup.train_step, setup.layout.shapes, setup.layout.batch
-        )
+    compiled_step = _start_compiling(config, setup)
     start.timer.end_phase(
         "trace", "making or restoring the state, while the train step compiles"
     )
@@ -179,6 +174,15 @@ def _begin(config, workdir, setup, start, callbacks, tracing) -> tuple[Run, Call
     evaluating.catch_up()
     _end_if_asked(run)
     return run, compiled_step
+
+
+def _start_compiling(config, setup) -> Callable[[], Step]:
+    """Returns a function that waits for the compiled step, unless it is not to be compiled."""
+    # JAX will run a failed step again, operation by operation, to find a NaN.
+    if config.debug_nans or setup.compiled:
+        return lambda: setup.compiled or setup.train_step
+    shapes, batch = setup.layout.shapes, setup.layout.batch
+    return compile_in_background(setup.train_step, shapes, batch)
 
 
 def _take_steps(run, timer, tracing, compiled_step) -> None:
