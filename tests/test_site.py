@@ -72,7 +72,7 @@ def test_code_is_copied_by_a_click_and_links_to_its_source(site):
     api = (site / "api.html").read_text()
     for module, names in (
         ("models", ("list_models", "create_model")),
-        ("pretrained", ("load_model", "PretrainedModel")),
+        ("pretrained_model", ("load_model", "PretrainedModel")),
         ("training", ("train", "finetune", "evaluate")),
     ):
         for name in names:

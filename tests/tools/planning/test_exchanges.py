@@ -25,13 +25,13 @@ DEVICES = 4
 # What a step of a recipe sends beside gradients and scalars (docs/compile.md).
 NEEDS = {
     "contrastive": ("clip", "digits_names", "siglip_lit_coco"),
-    "koleo": ("dinov2", "dinov3"),
-    "sinkhorn": ("dinov3",),
+    "koleo": ("dinov2", "dinov3", "dinov3_7b"),
+    "sinkhorn": ("dinov3", "dinov3_7b"),
     "mixup": ("bit_hyperrule", "deit", "deit3", "flowers", "mixer", "swin", "vit5"),
     "muon": ("cifar10",),
 }
 WHOLE_GROUPS = {"model.drop_path_group": IMAGES, "task.mask_group": IMAGES}
-KEYS = {"dinov2": WHOLE_GROUPS, "dinov3": WHOLE_GROUPS}
+KEYS = dict.fromkeys(("dinov2", "dinov3", "dinov3_7b"), WHOLE_GROUPS)
 
 
 def collectives_of(recipe, monkeypatch, **keys):
