@@ -147,8 +147,8 @@ class Preprocess:
         new = dataclasses.replace(self, **given)
         resizing = (*_RESIZING, "patch") if self.max_tokens else _RESIZING
         same = all(getattr(self, name) == getattr(new, name) for name in resizing)
-        if "image_size" in given and not parse.names_custom(new.transform):
-            # Of a user's transform it shows when an image is prepared.
+        known = new.transform and not parse.names_custom(new.transform)
+        if known and "image_size" in given:  # Of a user's it shows with an image.
             made = parse.size_after(new.transforms, None)
             same = same and made in (None, tuple(new.image_size))
         return new if same else new.without_transform()
