@@ -132,8 +132,8 @@ def _begin(config, workdir, setup, start, callbacks, tracing) -> tuple[Run, Call
         "trace", "making or restoring the state, while the train step compiles"
     )
     local = _local_checkpoints(config, workdir, setup)
-    elsewhere = (each.restore for each in local)
-    restored = restore_or_init(config, setup, checkpoints, *elsewhere)
+    elsewhere = local.restore if local else _nothing_elsewhere
+    restored = restore_or_init(config, setup, checkpoints, elsewhere)
     start.clock.add(restored.seconds, restored.device_seconds)
     logger = start.stack.enter_context(MetricLogger(start.timer, compilations))
     evaluating = Evaluating(config, setup)
@@ -158,7 +158,7 @@ def _begin(config, workdir, setup, start, callbacks, tracing) -> tuple[Run, Call
         callbacks=[
             logger,
             Saving(),
-            *local,
+            *([local] if local else []),
             evaluating,
             tracing,
             *trackers,
@@ -231,18 +231,21 @@ def _end_if_asked(run: Run) -> None:
         guards.end_early(run)
 
 
-def _local_checkpoints(config, workdir, setup) -> list:
+def _local_checkpoints(config, workdir, setup) -> Callback | None:
     """Returns what saves on local disks and restores from them, if the config asks for it."""
     if not config.local_checkpoint.every_steps:
-        return []
+        return None
     from vit_jax.training.local_checkpoint import LocalCheckpointer
 
     layout = setup.layout
-    return [
-        LocalCheckpointer(
-            config, workdir, setup.source, layout.shapes, layout.shardings
-        )
-    ]
+    return LocalCheckpointer(
+        config, workdir, setup.source, layout.shapes, layout.shardings
+    )
+
+
+def _nothing_elsewhere(newer_than: int) -> Restored:
+    """Restores nothing: the workdir has all checkpoints."""
+    return Restored()
 
 
 def resolved(config: TrainConfig) -> TrainConfig:
@@ -366,7 +369,7 @@ def restore_or_init(
     config: TrainConfig,
     setup: TrainSetup,
     checkpoints: Checkpointer,
-    restore_newer: Callable[[int], Restored] = lambda step: Restored(),
+    restore_newer: Callable[[int], Restored] = _nothing_elsewhere,
 ) -> Restored:
     """Restores or initialises the state, each part on the devices that hold it.
 

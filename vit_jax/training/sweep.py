@@ -88,12 +88,16 @@ def _places(setup: TrainSetup) -> list:
 
 def _compile(config: TrainConfig, setup: TrainSetup) -> Callable:
     """Compiles a training step with the peak rate as its last argument."""
+    task, mesh, layout = setup.task, setup.mesh, setup.layout
+    path = setup.metadata["network"]["path"]
 
     def step(state, batch, peak):
-        parts = setup.task, setup.length, setup.mesh, setup.layout
-        return train_setup.build_step(config, *parts, peak)(state, batch)
+        optimizer = train_setup.build_optimizer(
+            config, task, setup.length, mesh, layout.shapes.params, path, peak
+        )
+        take = train_setup.build_step(config, task, mesh, layout, optimizer)
+        return take(state, batch)
 
-    mesh = setup.mesh
-    jitted = jit_step(step, mesh, setup.layout.shardings, num_scalars=1)
+    jitted = jit_step(step, mesh, layout.shardings, num_scalars=1)
     peak = jax.ShapeDtypeStruct((), np.float32, sharding=meshes.replicated(mesh))
-    return jitted.lower(setup.layout.shapes, setup.layout.batch, peak).compile()
+    return jitted.lower(layout.shapes, layout.batch, peak).compile()

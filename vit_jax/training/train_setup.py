@@ -176,16 +176,18 @@ def build(
     params, extra = jax.eval_shape(init)
     notes = checks.check_batches(task, batch_spec, params, extra, mesh, config)
     sharding.check_memory(params, list(mesh.devices.flat), extra)
+    paths = backbone_paths(task, params, extra)
     peak = config.optim.peak_learning_rate(config.batch_size)
+    optimizer = build_optimizer(config, task, length, mesh, params, paths["path"], peak)
     create = functools.partial(
         create_train_state,
-        init_optimizer=_optimizer(config, task, params, extra, length, mesh, peak).init,
+        init_optimizer=optimizer.init,
         seed=config.seed,
         average=config.has_average,
     )
     shapes = jax.eval_shape(create, params, extra)
     layout = lay_out(config, mesh, task, shapes, batch_spec)
-    step = build_step(config, task, length, mesh, layout, peak)
+    step = build_step(config, task, mesh, layout, optimizer)
     return TrainSetup(
         task=task,
         length=length,
@@ -197,49 +199,59 @@ def build(
         ),
         notes=notes,
         training_flops=_training_flops(task, params, config),
-        metadata=_metadata(task, params, extra),
+        metadata=_metadata(task, paths),
     )
 
 
-def build_step(
+def build_optimizer(
     config: TrainConfig,
     task: Task,
     length: RunLength,
     mesh: Mesh,
-    layout: Layout,
+    params: dict,
+    path: str,
     peak: Number,
-) -> Step:
-    """Builds the training step, not jitted.
+) -> optim.Optimizer:
+    """Builds the optimiser of a run.
 
     Args:
       config: complete config.
-      task, length, mesh, layout: see `TrainSetup`.
+      task, length, mesh: see `TrainSetup`.
+      params: parameters, as arrays or shapes.
+      path: path of the network in the state, see `backbone_paths`.
       peak: highest learning rate; it may be an argument of a jitted function.
     """
-    params, extra = layout.shapes.params, layout.shapes.extra
-    optimizer = _optimizer(config, task, params, extra, length, mesh, peak)
-    loss = optim.without_frozen(task.loss, config.optim)
-    groups, parts = config.optim.microbatches(config.batch_size, mesh)
-    gradients = steps.gradients_of(loss, layout.shardings.params)
-    gradients = steps.accumulate(gradients, parts)
-    gradients = config.optim.wrap_gradients(
-        gradients, optimizer.rate, peak, length, optimizer.moving
-    )
-    gradients = steps.accumulate(gradients, groups)
-    return steps.make_train_step(task, gradients, optimizer, config.ema, mesh)
-
-
-def _optimizer(config, task, params, extra, length, mesh, peak) -> optim.Optimizer:
     loss_and_aux = optim.without_frozen(task.loss, config.optim)
     loss = lambda *args: loss_and_aux(*args)[0]
     parts = math.prod(config.optim.microbatches(config.batch_size, mesh))
     if parts > 1:  # Of several microbatches it keeps one's activations.
         loss = steps.accumulate(jax.checkpoint(loss), parts)
-    paths = backbone_paths(task, params, extra)
-    tree, _, within = paths["path"].partition("/")
+    tree, _, within = path.partition("/")
     within = within if tree == "params" else task.trained
     network = task.model.config
     return optim.build(config.optim, params, peak, length, network, within, loss)
+
+
+def build_step(
+    config: TrainConfig,
+    task: Task,
+    mesh: Mesh,
+    layout: Layout,
+    optimizer: optim.Optimizer,
+) -> Step:
+    """Builds the training step, not jitted.
+
+    Args:
+      config: complete config.
+      task, mesh, layout: see `TrainSetup`.
+      optimizer: result of `build_optimizer`.
+    """
+    loss = optim.without_frozen(task.loss, config.optim)
+    groups, parts = config.optim.microbatches(config.batch_size, mesh)
+    gradients = steps.gradients_of(loss, layout.shardings.params)
+    gradients = optimizer.wrap(steps.accumulate(gradients, parts))
+    gradients = steps.accumulate(gradients, groups)
+    return steps.make_train_step(task, gradients, optimizer, config.ema, mesh)
 
 
 def _training_flops(task: Task, params: dict, config: TrainConfig) -> int | None:
@@ -254,10 +266,10 @@ def _training_flops(task: Task, params: dict, config: TrainConfig) -> int | None
     return flops * config.optim.passes
 
 
-def _metadata(task: Task, params: dict, extra: object) -> dict:
+def _metadata(task: Task, paths: dict[str, str]) -> dict:
     """Returns what checkpoints store to build the task and its network again."""
     network = {
-        **backbone_paths(task, params, extra),
+        **paths,
         "options": task.model.portable_options,
         "statistics": list(task.statistics),
     }

@@ -1,5 +1,6 @@
 """Chains an optimiser: clipping, its steps, layer decay, freezing; and what they follow."""
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -11,7 +12,7 @@ import optax
 from vit_jax.config.lengths import RunLength, length_in_steps, length_key
 from vit_jax.errors import UserError
 from vit_jax.models import NetworkConfig, stacking
-from vit_jax.training.optim.config import Moving
+from vit_jax.training.optim.config import GradFn, Moving
 from vit_jax.training.optim.sharpness import OptimConfig
 from vit_jax.training.optim.transforms import (
     Decay,
@@ -35,6 +36,8 @@ class Optimizer(NamedTuple):
       rate: (steps taken) -> learning rate.
       moving: (gradients, steps taken) -> gradients with zeros for parameters that do not
         move in the next step.
+      wrap: gradients of the loss -> gradients that it gets, see
+        `PlainOptimConfig.wrap_gradients`.
       evaluated: (its state, params) -> parameters that evaluations read.
     """
 
@@ -42,6 +45,7 @@ class Optimizer(NamedTuple):
     update: Callable[..., tuple[dict, optax.OptState]]
     rate: Schedule
     moving: Moving
+    wrap: Callable[[GradFn], GradFn]
     evaluated: Callable[[optax.OptState, dict], dict]
 
 
@@ -79,7 +83,10 @@ def build(
         )
 
     moving = thawing.moving if thawing else lambda grads, step: grads
-    return Optimizer(tx.init, update, rate, moving, optim.evaluated)
+    wrap = functools.partial(
+        optim.wrap_gradients, rate=rate, peak=peak, run=run, moving=moving
+    )
+    return Optimizer(tx.init, update, rate, moving, wrap, optim.evaluated)
 
 
 def learning_rate(optim: OptimConfig, peak: Number, run: RunLength) -> Schedule:
