@@ -18,7 +18,12 @@ from jaxtyping import Num, UInt8
 from PIL import Image
 
 from vit_jax.data import decode, display
-from vit_jax.data.config import DEPTHS, MAX_MEGAPIXELS, DataConfig
+from vit_jax.data.config import (
+    DEPTHS,
+    MAX_MEGAPIXELS,
+    DataConfig,
+    are_photographs,
+)
 from vit_jax.data.decode import DamagedImage
 from vit_jax.errors import UserError
 
@@ -56,13 +61,11 @@ class PixelFormat:
     @property
     def is_photograph(self) -> bool:
         """Whether it is RGB or grey of 8 bits, as `decode.decode` returns."""
-        return self.channels in (1, 3) and self.depth == DEPTHS[0] and not self.bands
+        return are_photographs(self.channels, self.depth, self.bands)
 
     def is_decoded(self, data: bytes | np.ndarray) -> bool:
         """Whether `decode.decode` reads the data, and not this module."""
-        if isinstance(data, np.ndarray):
-            return self.is_photograph and data.dtype == np.uint8
-        return self.is_photograph and not data.startswith(decode.OF_ARRAYS)
+        return self.is_photograph and decode.reads(data)
 
 
 def check_config(data: DataConfig) -> None:

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
 
 from vit_jax.config.fields import Registry, key
 from vit_jax.errors import UserError
@@ -325,4 +326,15 @@ class DataConfig(ReaderConfig):
     @property
     def of_photographs(self) -> bool:
         """Whether images are RGB or grey of 8 bits."""
-        return self.channels in (1, 3) and self.pixels == DEPTHS[0] and not self.bands
+        return are_photographs(self.channels, self.pixels, self.bands)
+
+
+def are_photographs(channels: int, depth: str, bands: Sequence[int]) -> bool:
+    """Returns whether images are RGB or grey of 8 bits, as `decode.decode` returns.
+
+    Args:
+      channels: number of channels.
+      depth: one of DEPTHS.
+      bands: bands that are chosen; () for all.
+    """
+    return channels in (1, 3) and depth == DEPTHS[0] and not bands

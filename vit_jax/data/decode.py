@@ -114,6 +114,13 @@ def check_size(size: tuple[int, int], max_megapixels: float = MAX_MEGAPIXELS) ->
         )
 
 
+def reads(data: bytes | np.ndarray) -> bool:
+    """Returns whether `decode` reads the data of a photograph: all but arrays' own files."""
+    if isinstance(data, np.ndarray):
+        return data.dtype == np.uint8
+    return not data.startswith(OF_ARRAYS)
+
+
 def decode(
     data: bytes | np.ndarray,
     channels: int = 3,

@@ -5,6 +5,7 @@ import re
 from collections.abc import Mapping
 
 from vit_jax.evaluators import EVALUATORS
+from vit_jax.evaluators.splits import EvalConfig
 
 
 def is_accuracy(metric: str) -> bool:
@@ -32,8 +33,6 @@ def fewer_images(metric: str, scores: Mapping[str, float]) -> str:
 
 def is_fraction(metric: str) -> bool:
     """Returns whether a metric of an evaluator is a fraction, shown in percent."""
-    from vit_jax.evaluators.splits import EvalConfig
-
     kinds = [*EVALUATORS.values(), EvalConfig]  # Imports all evaluators.
     for kind in kinds:  # Adds those of a user's modules.
         kinds += kind.__subclasses__()

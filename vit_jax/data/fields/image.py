@@ -55,9 +55,7 @@ class Image(Field):
 
     def is_decoded(self, value: bytes | np.ndarray) -> bool:
         """Returns whether `decode.decode` reads a file or array, as a photograph."""
-        if isinstance(value, np.ndarray):
-            return self.data.of_photographs and value.dtype == np.uint8
-        return self.data.of_photographs and not value.startswith(decode.OF_ARRAYS)
+        return self.data.of_photographs and decode.reads(value)
 
     def is_upright(
         self, value: bytes | np.ndarray, source: Source, record: int

@@ -57,7 +57,7 @@ def largest_batch(
             "--largest_batch: nothing says how much memory a device has: "
             "leave the flag out"
         )
-    whole = mesh.size // mesh.shape["model"] * config.optim.grad_accum_steps
+    whole = meshes.num_data_devices(mesh) * config.optim.grad_accum_steps
     whole *= config.data.transforms.packs
     whole *= max(1, getattr(config.model, "drop_path_group", 0))
     if config.optim.sam_rho and config.optim.sam_batch_size:
