@@ -269,7 +269,9 @@ def test_two_folders_of_images_and_masks(place, tmp_path, capsys):
     (tmp_path / "classes.txt").write_text("\n".join(mask_folder.NAMES))
     run, masks = tmp_path / "run", str(tmp_path / "drawn")
     words = [masks, f"--workdir={run}", "--minutes=0", "--config.total_steps=2"]
-    words += ["--config.task.head=linear"]
+    words += ["--config.task.head=linear", "--config.optim.learning_rate=0.1"]
+    # The page resizes as the evaluations do, whose filter is not the usual one.
+    words += ["--config.data.eval_transform=resize_small(32, 'box') | central_crop(32)"]
     assert command(tmp_path, *words, weights=place) == 0
     out = capsys.readouterr().out
     for line in (
@@ -289,6 +291,8 @@ def test_two_folders_of_images_and_masks(place, tmp_path, capsys):
     assert f"worst:     {worst} {scores[f'iou/{worst}']:.1%}" in out
     page = (run / "report.html").read_text()
     assert page.count('src="data:image/jpeg') == 2 * 3
+    for name in mask_folder.NAMES:
+        assert re.search(rf">{name}<.*?>{scores[f'iou/{name}']:.1%}<", page, re.DOTALL)
     assert not re.search(r'(src|href)="(?!data:)', page)
     # The same command only evaluates; other masks are another command.
     assert command(tmp_path, *words, weights=place) == 0

@@ -55,7 +55,7 @@ def write(config: TrainConfig, workdir: str, split: str, headline: str) -> str:
     source = open_source(data, how.split)
     classifier = label_maps.PixelClassifier(
         pretrained,
-        Preprocess(image_size=data.image_size, mean=data.mean, std=data.std),
+        Preprocess.of_data(vars(data)),
         pretrained.class_names or source.class_names,
     )
 
