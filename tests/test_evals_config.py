@@ -111,8 +111,8 @@ def test_keys_of_an_evaluation_are_set_from_the_command_line(recipe):
     ("body", "message"),
     [
         ("c.evals = {}", "names no evaluation"),
-        ("c.seed = 3; c.evals = dict(v='val')", "key seed is not read where weights"),
-        ("c.model = dict(variant='B/16')", "key model is not read where weights"),
+        ("c.seed = 3; c.evals = dict(v='val')", "key seed is not read by"),
+        ("c.model = dict(variant='B/16')", "key model is not read by"),
         ("c.data = dict(train_transform='flip')", "data.train_transform is not read"),
         ("c.data = 3; c.evals = dict(v='v')", "data=3 is a section"),
     ],

@@ -112,7 +112,7 @@ def test_sigterm_says_that_it_could_not_save_and_is_no_75(recipe, tmp_path):
     for text in job.end(2):
         assert "SIGTERM, but step " in text
         assert "could not be saved (" in text
-        assert "there is no checkpoint in" in text
+        assert "has no checkpoint" in text
         assert "Traceback" not in text
     assert steps_of(tmp_path / "run") == []
 

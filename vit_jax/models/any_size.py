@@ -5,6 +5,8 @@ width.
 """
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 import flax.linen as nn
 from jaxtyping import Array, Float, Int
@@ -15,7 +17,7 @@ from vit_jax.models import flexivit, patches
 from vit_jax.models.flexivit import ResizedPatchEmbedding
 from vit_jax.models.patches import PatchSequences, Places
 from vit_jax.models.repetition import RepeatedEncoder
-from vit_jax.models.vit import VisionTransformer
+from vit_jax.models.vit import VisionTransformer, varied
 from vit_jax.models.vit_config import ViTConfig
 
 
@@ -45,6 +47,12 @@ class AnySizeConfig(ViTConfig):
             return super().no_sequences
         return self.needs_logits
 
+    def reader(self, module: nn.Module, images: Any) -> nn.Module:
+        if self.no_sequences or not isinstance(images, PatchSequences):
+            return super().reader(module, images)
+        kind = varied((AnySize, *self.variations))
+        return kind(module.config, module.num_classes, module.grid)
+
     def placed(self, num_tokens: int) -> "AnySizeConfig":
         placed = super().placed(num_tokens)
         return dataclasses.replace(placed, asked_attention=self.attention_impl)
@@ -70,14 +78,14 @@ class AnySizeEncoder(RepeatedEncoder):
           places: places of all patches.
           kept: places of the patches that the blocks get.
         """
-        x, layers = self.begin(x, train=train, visible=visible, places=places)
+        x, inputs = self.begin(x, train=train, visible=visible, places=places)
         # Keeps images apart, and padding out.
         mask = kept.mask(self.num_prefix_tokens)
-        layers = [
-            layer._replace(positions=layer.positions._replace(**mask))
-            for layer in layers
+        inputs = [
+            given._replace(positions=given.positions._replace(**mask))
+            for given in inputs
         ]
-        return self.run(x, layers)
+        return self.run(x, inputs)
 
 
 class AnySize(VisionTransformer):
@@ -89,18 +97,19 @@ class AnySize(VisionTransformer):
     @nn.compact
     def __call__(
         self,
-        images: Float[Array, "B Y X C"] | PatchSequences,
+        images: PatchSequences,
         *,
         train: bool = False,
+        edit_patches: Callable[[Array], Array] | None = None,
         visible: Int[Array, "B V"] | None = None,
         classify: bool = True,
-        **options,
     ) -> dict[str, Float[Array, "..."]] | Float[Array, "B N D"]:
         """Classifies images, or encodes their tokens; see `VisionTransformer`."""
-        options |= {"train": train, "visible": visible, "classify": classify}
-        if not isinstance(images, PatchSequences):
-            return super().__call__(images, **options)
-        self._check(images)
+        if images.grids.shape[1] > 1 and (tokens := self.config.prefix_tokens):
+            raise UserError(
+                f"sequences of several images share one {tokens[0]}, which pool=token reads: "
+                "set model.pool to another, or give one image a sequence"
+            )
         places = kept = images.places()
         x = self.embed_patches(
             images.pixels,
@@ -108,7 +117,7 @@ class AnySize(VisionTransformer):
             patch=images.patch_size,
             resize=self.config.patch_resize,
         )
-        x = self.add_tokens(x, options.get("edit_patches"))
+        x = self.add_tokens(x, edit_patches)
         asked = self.config.asked_attention
         config = dataclasses.replace(self.config, attention_impl=asked)
         config = config.placed(x.shape[1])
@@ -119,13 +128,3 @@ class AnySize(VisionTransformer):
         encoder = self.encoder(AnySizeEncoder, config)
         x = encoder(x, places, kept, train=train, visible=visible)
         return self.classify(x, kept) if classify else x
-
-    def _check(self, images: PatchSequences) -> None:
-        """Raises UserError if the network cannot read sequences of patches."""
-        obstacle, tokens = self.config.no_sequences, self.config.prefix_tokens
-        if images.grids.shape[1] > 1 and tokens and not obstacle:
-            obstacle = f"several in one, and one {tokens[0]}, as of model.pool='token'"
-        if obstacle:
-            raise UserError(
-                f"images of any size with {obstacle}: change it, or give images of one size"
-            )

@@ -76,7 +76,7 @@ def attend(
       bias: term added to the logits; every axis may be 1, and B absent. Needs an einsum
         implementation.
       segments: number of the part of the sequence to which each token belongs; it attends
-        to its own part alone. Needs M = N; in place of `lengths`.
+        to this part only. Needs M = N; in place of `lengths`.
     """
     if implementation in ("einsum", "einsum16"):
         valid = _valid_keys(lengths, key.shape[2], segments)
@@ -342,7 +342,7 @@ def attend_cudnn(
     (B, _, N, _), M = query.shape, key.shape[2]
     mask = None
     if segments is not None:
-        # What is padded here gets a part of its own.
+        # Padding attends to padding only.
         more = ((0, 0), (0, -N % CUDNN_TOKEN_STEP))
         mask = _valid_keys(None, M, jnp.pad(segments, more, constant_values=-1))
     elif lengths is None and (N % 2 or M % 2):

@@ -34,8 +34,13 @@ class DistilledConfig(ViTConfig):
     @property
     def prefix_tokens(self) -> tuple[str, ...]:
         names = super().prefix_tokens
-        own = ("distillation token",) * self.distillation
-        return (*names[:1], *own, *names[1:])
+        added = ("distillation token",) * self.distillation
+        return (*names[:1], *added, *names[1:])
+
+    @property
+    def variations(self) -> tuple[type[VisionTransformer], ...]:
+        distilled = (Distilled,) if self.distillation else ()
+        return (*distilled, *super().variations)
 
     def check(self) -> None:
         super().check()
@@ -47,13 +52,12 @@ class DistilledConfig(ViTConfig):
 
 
 class Distilled(VisionTransformer):
-    """Averages the logits of two tokens, if `config.distillation`."""
+    """Averages the logits of two tokens."""
 
     def prefix_tokens(self, D: int) -> list[Float[Array, "1 _ D"]]:
         tokens = super().prefix_tokens(D)
-        if self.config.distillation:
-            row = initializers.TABLE[self.config.init]
-            tokens.insert(1, self.param(_TOKEN, row.class_token, (1, 1, D)))
+        row = initializers.TABLE[self.config.init]
+        tokens.insert(1, self.param(_TOKEN, row.class_token, (1, 1, D)))
         return tokens
 
     def classify(
@@ -66,8 +70,6 @@ class Distilled(VisionTransformer):
           classifier, "class_logits" and "distillation_logits".
         """
         config, L = self.config, self.num_classes
-        if not config.distillation:
-            return super().classify(x, weights)
         x = self.features(x[:, :2])
         outputs, other = (
             layers.classify(x[:, i], L, config.head_bias_init, name, config.init)

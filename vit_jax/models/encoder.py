@@ -126,12 +126,12 @@ class BlockInputs(NamedTuple):
 
 
 def run_block(
-    block: Block, x: Float[Array, "B N D"], layer: BlockInputs
+    block: Block, x: Float[Array, "B N D"], given: BlockInputs
 ) -> Float[Array, "B N D"]:
     """Applies a block."""
-    if layer.added is not None:
-        x = x + layer.added
-    return block(x, layer.positions, layer.rate, layer.key)
+    if given.added is not None:
+        x = x + given.added
+    return block(x, given.positions, given.rate, given.key)
 
 
 class Encoder(nn.Module):
@@ -164,8 +164,8 @@ class Encoder(nn.Module):
           train: whether dropout and stochastic depth are active.
           visible: indices of the patches of each image that the blocks get; None for all.
         """
-        x, layers = self.begin(x, train=train, visible=visible)
-        return self.run(x, layers)
+        x, inputs = self.begin(x, train=train, visible=visible)
+        return self.run(x, inputs)
 
     def begin(
         self,
@@ -181,55 +181,54 @@ class Encoder(nn.Module):
 
         Args:
           x, train, visible: see `__call__`.
-          places: see `Position.layers`.
+          places: see `Position.by_block`.
         """
         config, P = self.config, self.num_prefix_tokens
         keys = [None] * (1 + config.depth)
         if train and config.is_random:
             keys = jax.random.split(self.make_rng("dropout"), len(keys))
         key, *keys = keys
-        layers = [{} for _ in keys]
+        blocks = [{} for _ in keys]
         for kind in config.positions:
             position = kind(config, self.grid, P, self.num_register_tokens)
-            for layer, given in zip(
-                layers, position.layers(self, places, keys), strict=True
-            ):
-                layer |= given
+            given = position.by_block(self, places, keys)
+            for block, of_kind in zip(blocks, given, strict=True):
+                block |= of_kind
         # Positions are added before the first dropout.
-        x = x + layers[0].pop("added") if "added" in layers[0] else x
+        x = x + blocks[0].pop("added") if "added" in blocks[0] else x
         x = dropout(x, config.dropout, key)
         x = config.norm(name="pre_norm")(x) if config.pre_norm else x
         x = split_over_devices(x)
         if visible is not None:
             x = take_tokens(x, visible, P)
-            layers = [take(layer, visible, P) for layer in layers]
+            blocks = [take(block, visible, P) for block in blocks]
         rates = config.drop_rates()
         return x, [
-            BlockInputs(layer.pop("added", None), Positions(**layer), rate, key)
-            for layer, rate, key in zip(layers, rates, keys, strict=True)
+            BlockInputs(block.pop("added", None), Positions(**block), rate, key)
+            for block, rate, key in zip(blocks, rates, keys, strict=True)
         ]
 
     def run(
-        self, x: Float[Array, "B M D"], layers: list[BlockInputs]
+        self, x: Float[Array, "B M D"], inputs: list[BlockInputs]
     ) -> Float[Array, "B M D"]:
         """Applies the blocks and the norm; call it in a compact method.
 
         A scan over the blocks, and their rematerialisation, are in repetition.py.
         """
         config, outputs = self.config, []
-        for i, layer in enumerate(layers):
+        for i, given in enumerate(inputs):
             block = config.block(config, name=f"{BLOCK}_{i}")
-            x = self.run_block(block, x, layer)
+            x = self.run_block(block, x, given)
             outputs.append(x)
         norm = self.final_norm()
         keep(self, outputs, norm)
         return norm(x)
 
     def run_block(
-        self, block: Block, x: Float[Array, "B M D"], layer: BlockInputs
+        self, block: Block, x: Float[Array, "B M D"], given: BlockInputs
     ) -> Float[Array, "B M D"]:
         """Applies a block."""
-        return run_block(block, x, layer)
+        return run_block(block, x, given)
 
     def final_norm(self) -> Callable[[Array], Array]:
         """Returns the norm after the last block; call it in a compact method."""

@@ -10,7 +10,7 @@ import jax
 from vit_jax.config.fields import key
 from vit_jax.errors import UserError
 from vit_jax.models import attention, initializers, positions
-from vit_jax.models.encoder import Block
+from vit_jax.models.encoder import Block, Encoder
 from vit_jax.models.layers import ACTIVATIONS, LayerNorm
 from vit_jax.models.network import NetworkConfig
 from vit_jax.models.positions.base import PLACEMENTS, Position
@@ -158,6 +158,11 @@ class EncoderConfig(NetworkConfig):
     def block(self) -> type[nn.Module]:
         """Class of the blocks."""
         return Block
+
+    @property
+    def encoder(self) -> type[Encoder]:
+        """Class of the encoder."""
+        return Encoder
 
     @property
     def is_random(self) -> bool:

@@ -56,7 +56,7 @@ class GroupedDepthConfig(EncoderConfig):
         if platform == "gpu" and each % size:
             raise UserError(
                 f"model.drop_path_group={group}: {devices} GPUs have {each} images or "
-                "crops each, which are no whole groups: set batch_size to a multiple of "
+                "crops each, which is not a whole number of groups: set batch_size to a multiple of "
                 f"{devices * group}"
             )
         if size == group:
@@ -140,8 +140,8 @@ def draw(images: int, rate: float, group: int, key: Key[Array, ""]) -> Kept:
       images: B.
       rate: drop rate. Of each group the whole number of images below
         `(1 - rate) * group` is kept, at least one.
-      group: images in a row that are drawn from; if B is no multiple, their greatest
-        common divisor.
+      group: number of consecutive images that form a group; if B is not a multiple of it,
+        groups have the greatest common divisor of both.
       key: random key.
     """
     size = math.gcd(images, group)

@@ -1,7 +1,7 @@
 """First values of parameters: `model.init` and `task.text.init` choose a row of `TABLE`.
 
-A layer asks the row for its role, as `TABLE[init].mlp`. Values of LayerScale, of the
-classifier's bias and of what a task adds to the network have keys of their own.
+A layer asks the row for its role, as `TABLE[init].mlp`. LayerScale, the
+classifier's bias and what a task adds to the network have separate keys.
 
 PyTorch cuts `trunc_normal_(std=0.02)` at -2 and 2, a hundred deviations, so it is a normal
 distribution; JAX's `truncated_normal(0.02)` is cut at two deviations, and has 0.0176. A

@@ -18,8 +18,7 @@ from vit_jax.models.encoder import BLOCK, ENCODER, Block, Encoder
 from vit_jax.models.layers import INTERMEDIATES, PERTURBATIONS
 from vit_jax.models.model import Model
 from vit_jax.models.patches import PatchSequences
-from vit_jax.models.varied import VariedTransformer
-from vit_jax.models.vit import VisionTransformer
+from vit_jax.models.vit import VisionTransformer, varied
 
 Images = Float[Array, "B Y X C"] | PatchSequences  # Sequences are refused.
 
@@ -122,8 +121,8 @@ def attention_gradients(
     pool = module.config.pool
     if not module.num_classes or pool == "none":
         raise UserError(
-            f"there is no logit to explain with num_classes={module.num_classes} and "
-            f"pool={pool}: give a model that classifies images"
+            f"a model with num_classes={module.num_classes} and pool={pool} has no logit to "
+            "explain: give a model that classifies images"
         )
     classes = np.asarray(classes)
     wrong = classes[(classes < 0) | (classes >= module.num_classes)]
@@ -185,8 +184,8 @@ class _BeginEncoder(Encoder):
 
     @nn.compact
     def __call__(self, x):
-        x, layers = self.begin(x)
-        return x, [(layer.added, layer.positions) for layer in layers]
+        x, inputs = self.begin(x)
+        return x, [(given.added, given.positions) for given in inputs]
 
 
 class _EndEncoder(Encoder):
@@ -197,7 +196,7 @@ class _EndEncoder(Encoder):
         return self.final_norm()(x)
 
 
-class _Embedding(VariedTransformer):
+class _Embedding(VisionTransformer):
     """The part of the network before the first block."""
 
     @nn.compact
@@ -205,7 +204,7 @@ class _Embedding(VariedTransformer):
         return self.encoder(_BeginEncoder)(self.embed(images))
 
 
-class _Classifier(VariedTransformer):
+class _Classifier(VisionTransformer):
     """The part of the network after the last block."""
 
     @nn.compact
@@ -213,11 +212,16 @@ class _Classifier(VariedTransformer):
         return self.classify(self.encoder(_EndEncoder)(x))
 
 
+def _part(kind, module):
+    """Returns the part `kind` of a network with its variations."""
+    kind = varied((kind, *module.config.variations))
+    return kind(module.config, module.num_classes, module.grid)
+
+
 @functools.partial(jax.jit, static_argnums=0)
 def embed_images(module, params, images):
     """Returns the first block's tokens, and the position inputs of each block."""
-    embedding = _Embedding(module.config, module.num_classes, module.grid)
-    return embedding.apply({"params": params}, images)
+    return _part(_Embedding, module).apply({"params": params}, images)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -240,14 +244,13 @@ def _attend(block: Block, params, x, given, added=None):
 @functools.partial(jax.jit, static_argnums=0)
 def _classify_tokens(module, params, x):
     """Computes the network's outputs from the last block's tokens."""
-    end = _Classifier(module.config, module.num_classes, module.grid)
-    return end.apply({"params": params}, x)
+    return _part(_Classifier, module).apply({"params": params}, x)
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def head_vjp(module, params, x, classes):
     """Returns the head's weights over tokens, and the logits' gradient by tokens."""
-    end = _Classifier(module.config, module.num_classes, module.grid)
+    end = _part(_Classifier, module)
     config, name = module.config, "MultiHeadDotProductAttention_0"
     B, N, _ = x.shape
 

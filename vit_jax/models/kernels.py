@@ -106,7 +106,7 @@ def dropout(
     """Drops random elements and scales up the others (Srivastava et al., 2014).
 
     Whether an element is kept is a hash of its place and the key, and does not depend on
-    the sharding. JAX's own generator takes a tenth of a step of B/16 on an H100
+    the sharding. JAX's generator takes a tenth of a step of B/16 on an H100
     (docs/decisions.md).
 
     Args:

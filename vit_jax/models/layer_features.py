@@ -54,7 +54,7 @@ def compute(
     if isinstance(images, PatchSequences):
         if reshape and tokens == "patches":
             raise UserError(
-                "reshape=True: images of several sizes have grids of their own: set it to "
+                "reshape=True: each image has another grid of patches: set it to "
                 "False, and cut the padding off"
             )
         places["places"] = images.places()
@@ -69,10 +69,10 @@ def compute(
 
 
 def check(model: Any, layer: int) -> int:
-    """Returns the number of a layer from 0.
+    """Returns the number of a layer, counted from 0.
 
     Raises:
-      UserError: there is no such layer.
+      UserError: the network does not have this layer.
     """
     if not model.has_patch_features:
         raise UserError(
@@ -91,10 +91,10 @@ def check(model: Any, layer: int) -> int:
 
 
 def check_all(model: Any, layers: Sequence[int]) -> list[int]:
-    """Returns the numbers of layers from 0.
+    """Returns the numbers of layers, counted from 0.
 
     Raises:
-      UserError: there is no such layer, or two numbers are of one.
+      UserError: the network does not have a layer, or two numbers mean the same layer.
     """
     chosen = [check(model, layer) for layer in layers]
     for i, number in enumerate(chosen):
@@ -112,7 +112,7 @@ def _run(model, params, images, key) -> dict[bool, list[Features]]:
     if model.config.stacked:
         # Blocks one by one, so that XLA drops those that no chosen layer needs.
         model, params = model.replace(scan=False), stacking.unstack(params)
-    _, kept = model.module.apply(
+    _, kept = model.reader(images).apply(
         model.variables(params),
         images,
         train=key is not None,

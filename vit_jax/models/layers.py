@@ -90,7 +90,7 @@ class PatchEmbedding(nn.Module):
 
     Attributes:
       features: D.
-      side: side of a patch in pixels; what is left at the right and bottom is not used.
+      side: side of a patch in pixels; a rest at the right and bottom is not used.
       dtype: dtype of the computation.
       row_major: whether the result is laid out in the order of its axes. XLA for GPUs
         lays the tokens of all blocks out with the batch as the last axis otherwise,

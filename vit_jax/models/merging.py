@@ -43,6 +43,11 @@ class MergingConfig(ViTConfig):
         return f"token_merging={self.token_merging}" if self.token_merging else ""
 
     @property
+    def variations(self) -> tuple[type[VisionTransformer], ...]:
+        merging = (Merging,) if self.token_merging else ()
+        return (*merging, *super().variations)
+
+    @property
     def needs_logits(self) -> str:
         return super().needs_logits or self._merging
 
@@ -54,7 +59,7 @@ class MergingConfig(ViTConfig):
     def check_grid(self) -> None:
         if self.token_merging:
             raise UserError(
-                f"{self._merging}: merged tokens are no grid of patches, which features "
+                f"{self._merging}: merged tokens do not form a grid of patches, which features "
                 "of layers, masks and attention need: set token_merging to 0"
             )
 
@@ -180,10 +185,10 @@ class MergingEncoder(Encoder):
         self, x: Float[Array, "B N D"]
     ) -> tuple[Float[Array, "B M D"], Merged]:
         """Returns the normalised tokens of the last block, and what they count for."""
-        x, layers = self.begin(x)
+        x, inputs = self.begin(x)
         sizes = jnp.ones(x.shape[:2])
-        for i, layer in enumerate(layers):
-            positions = layer.positions
+        for i, given in enumerate(inputs):
+            positions = given.positions
             if i:  # Before, all sizes are 1.
                 positions = positions._replace(bias=Merged(sizes).logit_bias())
             block = MergingBlock(self.config, name=f"{BLOCK}_{i}")
@@ -192,7 +197,7 @@ class MergingEncoder(Encoder):
 
 
 class Merging(VisionTransformer):
-    """Merges tokens at inference, if `config.token_merging` is not 0."""
+    """Merges tokens at inference."""
 
     @nn.compact
     def __call__(
@@ -204,10 +209,9 @@ class Merging(VisionTransformer):
         **options,
     ) -> dict[str, Float[Array, "..."]] | Float[Array, "B N D"]:
         """Classifies images, or encodes their tokens; see `VisionTransformer`."""
-        config = self.config
-        if train or not config.token_merging:
+        if train:
             return super().__call__(images, train=train, classify=classify, **options)
-        if not classify or config.pool == "none":
-            config.check_grid()
+        if not classify or self.config.pool == "none":
+            self.config.check_grid()
         x = self.embed(images, options.get("edit_patches"))
         return self.classify(*self.encoder(MergingEncoder)(x))

@@ -17,6 +17,8 @@ from vit_jax.models.network import STATE, NetworkConfig
 from vit_jax.models.patches import PatchSequences
 from vit_jax.models.variants import CONFIGS
 
+# Images of one size, or of any size.
+Images = jax.Array | PatchSequences
 # Nested dicts of arrays. A network with running means, as of BatchNorm, has them under
 # STATE.
 Params = dict
@@ -101,7 +103,7 @@ class Model:
     def apply(
         self,
         params: Params,
-        images: jax.Array | PatchSequences,
+        images: Images,
         *,
         train: bool = False,
         key: jax.Array | None = None,
@@ -126,10 +128,11 @@ class Model:
         rngs = {"dropout": key} if train else None
         if self.stateful and train:
             return self.apply_and_update(params, images, key)[0]
-        return self.module.apply(self.variables(params), images, train=train, rngs=rngs)
+        module = self.reader(images)
+        return module.apply(self.variables(params), images, train=train, rngs=rngs)
 
     def apply_and_update(
-        self, params: Params, images: jax.Array | PatchSequences, key: jax.Array
+        self, params: Params, images: Images, key: jax.Array
     ) -> tuple[dict[str, jax.Array], Params]:
         """Classifies images in training, and updates the running means of the network.
 
@@ -142,7 +145,7 @@ class Model:
         """
         if not self.stateful:
             return self.apply(params, images, train=True, key=key), {}
-        outputs, changed = self.module.apply(
+        outputs, changed = self.reader(images).apply(
             self.variables(params),
             images,
             train=True,
@@ -150,6 +153,10 @@ class Model:
             mutable=[STATE],
         )
         return outputs, changed[STATE]
+
+    def reader(self, images: Images) -> nn.Module:
+        """Returns the module that takes these images, see `NetworkConfig.reader`."""
+        return self.config.reader(self.module, images)
 
     def variables(self, params: Params) -> dict[str, Params]:
         """Returns the variable collections of Flax."""
@@ -161,7 +168,7 @@ class Model:
     def encode(
         self,
         params: Params,
-        images: jax.Array | PatchSequences,
+        images: Images,
         *,
         train: bool = False,
         key: jax.Array | None = None,
@@ -184,7 +191,7 @@ class Model:
         _warn_of_fewer_bits(self.config.dtype, params, images)
         given = {"visible": visible, "edit_patches": edit_patches}
         given = {name: value for name, value in given.items() if value is not None}
-        return self.module.apply(
+        return self.reader(images).apply(
             self.variables(params),
             images,
             train=train,
@@ -210,7 +217,7 @@ class Model:
     def layer_features(
         self,
         params: Params,
-        images: jax.Array | PatchSequences,
+        images: Images,
         layers: Sequence[int] = (-1,),
         *,
         norm: bool = True,
@@ -243,8 +250,8 @@ class Model:
           and (batch, width) for "pooled".
 
         Raises:
-          UserError: there is no such layer or no prefix token, or the module of a user's
-            network takes no `classify`.
+          UserError: the network does not have such a layer or prefix tokens, or the module
+            of a user's network does not take `classify`.
         """
         _warn_of_fewer_bits(self.config.dtype, params, images)
         return layer_features.compute(
@@ -307,13 +314,13 @@ class Model:
 def _warn_of_fewer_bits(dtype: str, params: Params, images: object) -> None:
     """Warns if parameters or images have fewer bits than the dtype of the computation."""
     for name, tree in (("params", params), ("images", images)):
-        for found in {x.dtype for x in jax.tree.leaves(tree)}:
-            if jnp.issubdtype(found, jnp.floating) and (
-                found.itemsize < jnp.dtype(dtype).itemsize
+        for given in {x.dtype for x in jax.tree.leaves(tree)}:
+            if jnp.issubdtype(given, jnp.floating) and (
+                given.itemsize < jnp.dtype(dtype).itemsize
             ):
                 warnings.warn(
-                    f"{name} of {found}: the network computes in {dtype}, its dtype; "
-                    f"build it with dtype={found.name!r} to compute in that "
+                    f"{name} of {given}: the network computes in {dtype}, its dtype; "
+                    f"build it with dtype={given.name!r} to compute in that "
                     "(create_model, load_model)",
                     stacklevel=3,
                 )
@@ -375,14 +382,6 @@ def create(
         patch, or options contradict each other.
     """
     kind = VARIANTS.find(variant, "model")
-    taken = {"num_classes", "image_size", "channels", "platform"} & {
-        *fields.fields(kind)
-    }
-    if taken:
-        raise UserError(
-            f"model.variant={variant!r} has a key {min(taken)!r}, which "
-            "`models.create` takes for every network: rename the key"
-        )
     config = network.read(kind, {"variant": variant, **options})
     config = dataclasses.replace(config, platform=platform)
     return build(config, num_classes, image_size, channels)

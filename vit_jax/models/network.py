@@ -16,6 +16,8 @@ from vit_jax.models.layers import MODEL_AXES
 from vit_jax.models.variants import FORMER_KEYS, ModelConfig
 
 STATE = "batch_stats"  # Flax's collection of running means, and their name in `Params`.
+# Arguments of `models.create` beside the keys of a network.
+_OF_CREATE = {"num_classes", "image_size", "channels", "platform"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,7 +60,7 @@ class NetworkConfig(ModelConfig):
 
     @property
     def no_sequences(self) -> str:
-        return f"model.variant={self.variant!r}, whose tokens are no separate patches"
+        return f"model.variant={self.variant!r}, whose tokens are not separate patches"
 
     def sized(self) -> "NetworkConfig":
         """Returns the config whose keys that are 0 have the variant's numbers instead."""
@@ -81,6 +83,23 @@ class NetworkConfig(ModelConfig):
         """
         raise NotImplementedError(
             f"{type(self).__name__} lacks build(self, num_classes, image_shape)"
+        )
+
+    def reader(self, module: nn.Module, images: Any) -> nn.Module:
+        """Returns the module that takes these images, with the parameters of `module`.
+
+        Args:
+          module: output of `build`.
+          images: an array, or images of any size (patches.py).
+
+        Raises:
+          UserError: the network does not take images of any size.
+        """
+        if hasattr(images, "shape"):
+            return module
+        raise UserError(
+            f"images of any size with {self.no_sequences}: change it, or give images of "
+            "one size"
         )
 
     def check_rows(self, rows: int, devices: int, platform: str) -> str:
@@ -260,6 +279,11 @@ def build(
             )
     if not fields.is_custom(variant):
         return config.build(num_classes, image_shape), True, False
+    if taken := _OF_CREATE & {*fields.fields(type(config))}:
+        raise UserError(
+            f"model.variant={variant!r} has a key {min(taken)!r}, which "
+            "`models.create` takes for every network: rename the key"
+        )
     with fields.guarded(f"model.variant={variant!r}"):
         module = config.build(num_classes, image_shape)
     if not isinstance(module, nn.Module):

@@ -28,6 +28,11 @@ class PatchDropoutConfig(ViTConfig):
         training_only=True,
     )
 
+    @property
+    def variations(self) -> tuple[type[VisionTransformer], ...]:
+        dropout = (PatchDropout,) if self.patch_dropout else ()
+        return (*dropout, *super().variations)
+
     def check(self) -> None:
         super().check()
         if self.patch_dropout and self.relative:  # Positions of pairs need all patches.
@@ -48,11 +53,10 @@ class PatchDropout(VisionTransformer):
         visible: Int[Array, "B V"] | None,
     ) -> Float[Array, "B M D"]:
         """Returns the tokens of the encoder, see `VisionTransformer`."""
-        fraction = self.config.patch_dropout
-        if train and fraction and visible is None:
+        if train and visible is None:
             count = x.shape[1] - len(self.config.prefix_tokens)
             key = self.make_rng("dropout")
-            visible = draw(len(x), count, fraction, key)
+            visible = draw(len(x), count, self.config.patch_dropout, key)
         return super().encode(x, train=train, visible=visible)
 
 

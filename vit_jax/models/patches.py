@@ -23,7 +23,7 @@ class PatchSequences(NamedTuple):
 
     Attributes:
       pixels: patches one below the other.
-      grids: rows and columns of patches of each image; (0, 0) where there is none.
+      grids: rows and columns of patches of each image; (0, 0) for an image that is missing.
     """
 
     pixels: Float[Array, "B NS S C"]
@@ -46,10 +46,12 @@ class PatchSequences(NamedTuple):
         n = jnp.arange(self.pixels.shape[1] // self.patch_size)
         image = (n[None, :, None] >= ends[:, None]).sum(-1)
         K = grids.shape[1]
-        own = jnp.minimum(image, K - 1)
-        start = jnp.take_along_axis(ends - counts, own, axis=1)
-        # Padding gets places of its own, that no result depends on.
-        sides = jnp.maximum(1, jnp.take_along_axis(grids, own[..., None], axis=1))
+        image_index = jnp.minimum(image, K - 1)
+        start = jnp.take_along_axis(ends - counts, image_index, axis=1)
+        # The places of padding do not matter: no result depends on them.
+        sides = jnp.maximum(
+            1, jnp.take_along_axis(grids, image_index[..., None], axis=1)
+        )
         index = jnp.where(image < K, n[None] - start, 0)
         columns = sides[..., 1]
         # Not `//` and `%`, which jax2onnx refuses for any number of sequences.
@@ -81,7 +83,7 @@ def stack(images: Sequence[np.ndarray | PatchSequences]) -> np.ndarray | PatchSe
 
 def to_images(sequences: PatchSequences) -> list[np.ndarray]:
     """Returns the images of sequences in host memory, (height, width, C) each, in order."""
-    found, side = [], sequences.patch_size
+    images, side = [], sequences.patch_size
     for strip, grids in zip(*map(np.asarray, sequences), strict=True):
         start = 0
         for rows, columns in grids.tolist():
@@ -89,9 +91,9 @@ def to_images(sequences: PatchSequences) -> list[np.ndarray]:
             cells = strip[start:stop].reshape(rows, columns, side, side, -1)
             if rows:
                 height, width = rows * side, columns * side
-                found.append(cells.swapaxes(1, 2).reshape(height, width, -1))
+                images.append(cells.swapaxes(1, 2).reshape(height, width, -1))
             start = stop
-    return found
+    return images
 
 
 def pad_batch(images: np.ndarray | PatchSequences, rows: int):
@@ -136,7 +138,7 @@ class Places(NamedTuple):
         return (sums / counts).astype(x.dtype).reshape(-1, x.shape[-1])
 
     def logit_bias(self, num_prefix_tokens: int) -> Float[Array, "B 1 K PN"]:
-        """Returns the term of attention logits that keeps each image to its own patches."""
+        """Returns the term of attention logits that masks the patches of other images."""
         owned = jnp.swapaxes(self._one_hot(jnp.bool_), 1, 2)
         bias = jnp.where(owned, 0.0, jnp.finfo(jnp.float32).min)[:, None]
         return jnp.pad(bias, ((0, 0),) * 3 + ((num_prefix_tokens, 0),))
@@ -152,7 +154,7 @@ class Places(NamedTuple):
         return {"lengths": jnp.maximum(1, lengths)}
 
     def take(self, visible: Int[Array, "B V"], kept: Int[Array, " B"]) -> "Places":
-        """Returns the places of some patches, of which those beyond `kept` are padding."""
+        """Returns the places of some patches; those after the first `kept` are padding."""
         image = jnp.take_along_axis(self.image, visible, axis=1)
         beyond = jnp.arange(visible.shape[1])[None] >= kept[:, None]
         place, sides = (
@@ -163,9 +165,9 @@ class Places(NamedTuple):
         return Places(image, place, sides, self.num_images)
 
     def _one_hot(self, dtype) -> Array:
-        # Not jax.nn.one_hot, of which ONNX Runtime has no bools.
-        own = self.image[..., None] == jnp.arange(self.num_images)[None, None]
-        return own.astype(dtype)
+        # Not jax.nn.one_hot, which ONNX Runtime does not have for bools.
+        is_of_image = self.image[..., None] == jnp.arange(self.num_images)[None, None]
+        return is_of_image.astype(dtype)
 
 
 def draw(

@@ -17,7 +17,7 @@ from vit_jax.models.layers import LayerNorm, Mlp, MultiHeadAttention
 
 @runtime_checkable
 class Weights(Protocol):
-    """What patches count for, where they do not count alike."""
+    """Weights of patches in a pooling, where they are not all equal."""
 
     def means(self, patches: Float[Array, "B M D"]) -> Float[Array, "K D"]:
         """Returns the mean of the patches of each image."""

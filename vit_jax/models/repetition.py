@@ -81,35 +81,40 @@ class RepeatedConfig(EncoderConfig):
         on_gpu = (self.platform or jax.default_backend()) == "gpu"
         return not on_gpu or self.remat_policy != "none"
 
+    @property
+    def encoder(self) -> type[Encoder]:
+        once = not self.stacked and self.remat_policy == "none"
+        return super().encoder if once else RepeatedEncoder
+
 
 class RepeatedEncoder(Encoder):
     """An encoder that repeats its blocks as `RepeatedConfig` says."""
 
     def run(
-        self, x: Float[Array, "B M D"], layers: Sequence[BlockInputs]
+        self, x: Float[Array, "B M D"], inputs: Sequence[BlockInputs]
     ) -> Float[Array, "B M D"]:
         """Applies the blocks and the norm, see `Encoder`."""
         config = self.config
         if not config.stacked or self.is_initializing():
-            return super().run(x, layers)
-        if layers[-1].added is not None:  # `begin` has added those of the first.
-            zeros = jnp.zeros_like(layers[-1].added)
-            layers = [layers[0]._replace(added=zeros), *layers[1:]]
-        x = scan(config.block(config, name=BLOCK), x, layers, config)
+            return super().run(x, inputs)
+        if inputs[-1].added is not None:  # `begin` has added those of the first.
+            zeros = jnp.zeros_like(inputs[-1].added)
+            inputs = [inputs[0]._replace(added=zeros), *inputs[1:]]
+        x = scan(config.block(config, name=BLOCK), x, inputs, config)
         return self.final_norm()(x)
 
     def run_block(
-        self, block: Block, x: Float[Array, "B M D"], layer: BlockInputs
+        self, block: Block, x: Float[Array, "B M D"], given: BlockInputs
     ) -> Float[Array, "B M D"]:
         """Applies a block, see `Encoder`."""
         policy = "none" if self.is_initializing() else self.config.remat_policy
-        return wrap_remat(run_block, policy, in_scan=False)(block, x, layer)
+        return wrap_remat(run_block, policy, in_scan=False)(block, x, given)
 
 
 def scan(
     block: Block,
     x: Float[Array, "B M D"],
-    layers: Sequence[BlockInputs],
+    inputs: Sequence[BlockInputs],
     config: RepeatedConfig,
 ) -> Float[Array, "B M D"]:
     """Runs equal blocks as a scan over stacked parameters; call it in a compact method.
@@ -117,12 +122,12 @@ def scan(
     Args:
       block: block whose name is BLOCK.
       x: tokens.
-      layers: other inputs of each block, trees of equal structure.
+      inputs: other inputs of each block, trees of equal structure.
       config: config of the encoder.
     """
 
-    def run(block, x, layer):
-        return run_block(block, x, layer), None
+    def run(block, x, given):
+        return run_block(block, x, given), None
 
     rounds = config.dtype != "float32"
     if rounds:
@@ -136,7 +141,7 @@ def scan(
     if rounds:
         split = functools.partial(_split_rounded, config=config)
         run = nn.map_variables(run, "params", trans_in_fn=split)
-    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *inputs)
     return run(block, x, stacked)[0]
 
 

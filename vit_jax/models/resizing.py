@@ -39,8 +39,8 @@ def triangle(at: Points, old: int, reach: Length = 1.0) -> Weights:
 def bilinear(at: Points, old: int, new: Length) -> Weights:
     """Returns the weights of an antialiased bilinear resize of pixels.
 
-    Source: torch.nn.functional.interpolate(mode="bilinear", antialias=True), by which
-    SigLIP 2 resizes position embeddings; Pillow's BILINEAR is the same filter.
+    Source: torch.nn.functional.interpolate(mode="bilinear", antialias=True), as used by
+    SigLIP 2 to resize position embeddings; Pillow's BILINEAR is the same filter.
     """
     step = old / new
     # The filter grows with the step when shrinking.
@@ -51,8 +51,8 @@ def bilinear(at: Points, old: int, new: Length) -> Weights:
 def bilinear_plain(at: Points, old: int, new: Length) -> Weights:
     """Returns the weights of a bilinear resize of pixels without antialiasing.
 
-    Source: torch.nn.functional.interpolate(mode="bilinear"), by which timm resizes
-    factorized position embeddings, and Swin V1 its tables.
+    Source: torch.nn.functional.interpolate(mode="bilinear"), as used by timm to
+    resize factorized position embeddings, and by Swin V1 to resize its tables.
     """
     xp = _numpy(at, new)
     return triangle(xp.clip((at + 0.5) * (old / new) - 0.5, 0, old - 1), old)
@@ -61,8 +61,8 @@ def bilinear_plain(at: Points, old: int, new: Length) -> Weights:
 def bicubic_antialiased(at: Points, old: int, new: Length) -> Weights:
     """Returns the weights of an antialiased bicubic resize of pixels.
 
-    Source: torch.nn.functional.interpolate(mode="bicubic", antialias=True), by which
-    timm, and DINOv2 with registers, resize position embeddings; Pillow's BICUBIC is the
+    Source: torch.nn.functional.interpolate(mode="bicubic", antialias=True), as used by
+    timm, and by DINOv2 with registers, to resize position embeddings; Pillow's BICUBIC is the
     same filter.
     """
     xp, step = _numpy(at, new), old / new
@@ -75,8 +75,8 @@ def bicubic_antialiased(at: Points, old: int, new: Length) -> Weights:
 def bicubic_plain(at: Points, old: int, new: Length, shift: float = 0.0) -> Weights:
     """Returns the weights of a bicubic resize of pixels without antialiasing.
 
-    Source: torch.nn.functional.interpolate(mode="bicubic"), by which MAE and DeiT resize
-    position embeddings. `shift` is added to `new` in the step between points.
+    Source: torch.nn.functional.interpolate(mode="bicubic"), as used by MAE and DeiT to
+    resize position embeddings. `shift` is added to `new` in the step between points.
     """
     xp = _numpy(at, new)
     at = xp.asarray((at + 0.5) * (old / (new + shift)) - 0.5)

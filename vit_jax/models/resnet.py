@@ -46,7 +46,7 @@ class StemConfig(NetworkConfig):
         return 4 * 2 ** max(0, len(self.stage_depths) - 1)
 
     def check_stem(self) -> None:
-        """Raises UserError if depths or width are no numbers of a ResNet."""
+        """Raises UserError if a ResNet cannot have these depths or this width."""
         if any(count < 1 for count in self.stage_depths):
             raise UserError(
                 f"model.stage_depths={self.stage_depths} must be at least 1 unit per stage"
@@ -404,7 +404,7 @@ class PostActivationUnit(nn.Module):
 def stem(images: Features, config: StemConfig) -> Float[Array, "..."]:
     """Applies the ResNet in front of a hybrid's encoder.
 
-    Call it in a compact method. It is no module, because published checkpoints have its
+    Call it in a compact method. It is not a module, because published checkpoints have its
     parameters beside the encoder's.
 
     Args:

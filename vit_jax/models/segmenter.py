@@ -57,7 +57,7 @@ class PyramidHead(nn.Module):
 
     Maps of one grid are joined and become four: four times and twice as fine by transposed
     convolutions (see `depth_to_space`), as they are, and half as fine by a maximum. Maps of
-    several grids, as of a Swin Transformer, are taken as they are.
+    several grids, such as a Swin Transformer's, are used as they are.
     """
 
     num_classes: int

@@ -5,8 +5,9 @@ Letters: B images, Y by X pixels or patches, C channels, V visible patches, N to
 R registers, D model width, L classes.
 """
 
+import functools
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import flax.linen as nn
 import jax.numpy as jnp
@@ -20,16 +21,11 @@ from vit_jax.models.pooling import Weights
 class VisionTransformer(nn.Module):
     """A Vision Transformer of images of one size.
 
-    Configs build the subclass of varied.py, whose variations do nothing unless a key asks
-    for them.
-
     Attributes:
       config: output of `placed` of a `ViTConfig`, which imports this file.
       num_classes: L; 0 for no classifier.
       grid: rows and columns of patches for which it has positions.
     """
-
-    encoder_kind: ClassVar[type[Encoder]] = Encoder
 
     config: Any
     num_classes: int
@@ -132,7 +128,7 @@ class VisionTransformer(nn.Module):
         visible: Int[Array, "B V"] | None,
     ) -> Float[Array, "B M D"]:
         """Returns the tokens of the encoder; call it in a compact method."""
-        return self.encoder(self.encoder_kind)(x, train=train, visible=visible)
+        return self.encoder(self.config.encoder)(x, train=train, visible=visible)
 
     def encoder(self, kind: type[Encoder], config: Any = None) -> Encoder:
         """Returns an encoder of this network; call it in a compact method.
@@ -151,7 +147,7 @@ class VisionTransformer(nn.Module):
 
         Args:
           x: tokens of the encoder.
-          weights: what patches count for in the pooling; None if they count alike.
+          weights: weights of the patches in the pooling; None for equal weights.
         """
         config = self.config
         x = config.pooling(config, x, weights)
@@ -167,3 +163,11 @@ class VisionTransformer(nn.Module):
             x = nn.Dense(config.width, dtype=config.dtype, name="pre_logits")(x)
             x = nn.tanh(x)
         return x.astype(jnp.float32)
+
+
+@functools.cache
+def varied(variations: tuple[type[VisionTransformer], ...]) -> type[VisionTransformer]:
+    """Returns the class of a network that has all these variations, the outermost first."""
+    if not variations:
+        return VisionTransformer
+    return type("".join(kind.__name__ for kind in variations), variations, {})

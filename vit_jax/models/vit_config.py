@@ -18,7 +18,7 @@ from vit_jax.models.encoder import BLOCK, ENCODER
 from vit_jax.models.encoder_config import EncoderConfig
 from vit_jax.models.layers import CLASSIFIERS
 from vit_jax.models.pooling import Weights
-from vit_jax.models.vit import VisionTransformer
+from vit_jax.models.vit import VisionTransformer, varied
 
 _BY_BLOCK = (BLOCK, "posembed", "relative_embedding", "relative_bias")
 
@@ -74,9 +74,9 @@ class ViTConfig(EncoderConfig):
         return variants.parse(self.variant)
 
     @property
-    def network(self) -> type[VisionTransformer]:
-        """Class of the network."""
-        return VisionTransformer
+    def variations(self) -> tuple[type[VisionTransformer], ...]:
+        """Classes that change the network as the keys ask, the outermost first."""
+        return ()
 
     @property
     def pooling(self) -> Callable:
@@ -117,7 +117,7 @@ class ViTConfig(EncoderConfig):
     def build(self, num_classes: int, image_shape: tuple[int, int, int]) -> nn.Module:
         grid = tuple(side // self.patch_size for side in image_shape[:2])
         placed = self.placed(math.prod(grid) + len(self.prefix_tokens))
-        return self.network(placed, num_classes, grid)
+        return varied(self.variations)(placed, num_classes, grid)
 
     @property
     def num_blocks(self) -> int:
@@ -160,7 +160,7 @@ class ViTConfig(EncoderConfig):
     ) -> Float[Array, "B F"]:
         """See `NetworkConfig.pool_layer`; with `pool="token"` it is the class token.
 
-        `places` say what patches count for, None if they count alike.
+        `places` are the weights of patches in the pooling; None for equal weights.
         """
         x = pooling.of_layer(self)(self, x, places)
         if norm and self.fc_norm:
@@ -181,8 +181,8 @@ class ViTConfig(EncoderConfig):
         if self.cls_norm and not (self.encoder_norm and self.prefix_tokens):
             raise UserError(
                 "model.cls_norm=True is the final norm of tokens before the patches: it "
-                "needs model.final_norm=True, model.fc_norm=False and such tokens, as of "
-                "model.pool='token'"
+                "needs model.final_norm=True, model.fc_norm=False and such tokens, for "
+                "example by model.pool='token'"
             )
         if self.pool == "token_gap" and self.fc_norm:
             raise UserError(

@@ -21,7 +21,7 @@ class Windows(NamedTuple):
       size: patches of a window, down and across.
       shift: shift of the windows in patches, down and across.
       pad_first: whether the grid is padded before it is shifted.
-      masked: term added to logits of patches that are no neighbours.
+      masked: term added to the logits of patches that are not neighbours.
     """
 
     grid: Grid

@@ -314,7 +314,7 @@ class Checkpointer:
     def safe(self) -> str:
         """Returns which checkpoint can be resumed from, for a message."""
         if self.latest is None:
-            return f"there is no checkpoint in {self._workdir}"
+            return f"{self._workdir} has no checkpoint"
         return f"the checkpoint of step {self.latest} is safe in {self._workdir}"
 
 

@@ -123,13 +123,13 @@ def _check_rows(
     )
     if splits[0] * splits[1] > 1:
         raise UserError(
-            f"{where}, which parts of a batch cannot have, and "
-            f"{config.optim.microbatch_key(splits[1])} splits it: leave that key out"
+            f"{where}, which cannot be split into microbatches: leave out "
+            f"{config.optim.microbatch_key(splits[1])}"
         )
     if min(rows) % devices:
         raise UserError(
-            f"{where}, of which batch_size={config.batch_size} makes {min(rows)}, no "
-            f"multiple of {devices} devices: change one of them"
+            f"{where}: batch_size={config.batch_size} makes {min(rows)} rows, which is not a "
+            f"multiple of the {devices} devices: change one of them"
         )
     return lines
 
@@ -159,6 +159,6 @@ def _check_running_means(
         return []
     line = (
         f"optim.freeze={config.optim.freeze} freezes parameters; the running means of "
-        "BatchNorm go on following the training images"
+        "BatchNorm still follow the training images"
     )
     return [line]

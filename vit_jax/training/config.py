@@ -308,12 +308,11 @@ class TrainConfig(_Config):
                 f"model.patch_dropout={dropped} with task.name={self.task.name!r}, which "
                 "needs all patches: set model.patch_dropout to 0"
             )
-        return models.create(
-            **fields.to_dict(self.model),
+        return models.build(
+            dataclasses.replace(self.model.sized(), platform=platform),
             num_classes=self.data.num_classes if self.task.has_classifier else 0,
             image_size=self.data.image_size,
             channels=self.data.channels,
-            platform=platform,
         )
 
     def num_steps(self, examples: int) -> int:
@@ -376,8 +375,8 @@ def load_evaluation(
     """Reads a config file for `python -m vit_jax.evaluate`, with the arguments of `load`.
 
     Raises:
-      UserError: `load` would raise, a key is only read by training, or there is no
-        evaluation.
+      UserError: `load` would raise, a key is only read by training, or no evaluation
+        is set.
     """
     raw = loading.read(TrainConfig, spec, overrides)
     data = raw.get("data")
@@ -387,8 +386,8 @@ def load_evaluation(
         for name in keys:
             if name not in known:
                 raise UserError(
-                    f"config key {prefix}{name} is not read where weights are evaluated "
-                    f"alone: here are {', '.join(known)}"
+                    f"config key {prefix}{name} is not read by an evaluation of weights; "
+                    f"it reads {', '.join(known)}"
                 )
     if not raw.get("evals"):
         raise UserError("the config names no evaluation: set evals, as {'val': 'val'}")

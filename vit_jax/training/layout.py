@@ -85,7 +85,7 @@ def lay_out(
     if model.config.stacked:
         disk_shardings = convert(disk_shardings, _on_hosts)
         # One tree of parameters, moments or averages at a time, or the devices would
-        # have to hold nearly two states (docs/decisions.md).
+        # need memory for nearly two states (docs/decisions.md).
         on_disk, placed = (
             task.backbone(s.params, s.extra) for s in (disk_shardings, shardings)
         )

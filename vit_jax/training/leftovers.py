@@ -38,7 +38,7 @@ def end(path: epath.Path) -> None:
 
 
 def put_aside(path: epath.Path, why: str) -> epath.Path:
-    """Renames a checkpoint, so that it is no longer one; returns its new path."""
+    """Renames a checkpoint, so that it no longer counts as one; returns its new path."""
     first = f"{path.name}.{why}"
     names = (first, *(f"{first}-{i}" for i in range(2, 99)))
     return path.rename(

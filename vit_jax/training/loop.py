@@ -378,7 +378,7 @@ def restore_or_init(
     Args:
       config: complete config.
       setup: parts of the run.
-      checkpoints: checkpoints of the workdir, of which the newest is restored.
+      checkpoints: checkpoints of the workdir; the newest is restored.
       restore_newer: restores a state after a given step from elsewhere, if there is one.
 
     Raises:

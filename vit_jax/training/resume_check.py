@@ -138,7 +138,7 @@ def check_workdir(workdir: str | os.PathLike, config: TrainConfig) -> dict | Non
     """Checks that a workdir does not hold a run of another config.
 
     Returns:
-      Metadata of the run's task, from its checkpoint; None if there is no run.
+      Metadata of the run's task, from its checkpoint; None if the workdir holds no run.
 
     Raises:
       UserError: it does; the message names the keys that differ.

@@ -40,7 +40,7 @@ class AddedPosition(Position, abc.ABC):
           places: places of the patches in images of any size; None if they are `grid`.
         """
 
-    def layers(self, module, places=None, keys=()):
+    def by_block(self, module, places=None, keys=()):
         config = self.config
 
         def table(name):

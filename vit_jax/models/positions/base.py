@@ -47,9 +47,9 @@ class Position:
 
     @classmethod
     def in_blocks(cls, config: Any) -> str:
-        """Returns the key and value by which blocks get something of it; "" if none does.
+        """Returns the key and value of positions that every block uses; "" if none does.
 
-        Then tokens cannot be merged.
+        Tokens cannot be merged with such positions.
         """
         return cls.describe(config) if cls.of_pairs else ""
 
@@ -57,7 +57,7 @@ class Position:
     def check(config: Any) -> None:
         """Raises UserError if keys of the encoder do not fit this kind."""
 
-    def layers(
+    def by_block(
         self,
         module: nn.Module,
         places: "Places | None" = None,
@@ -95,14 +95,14 @@ class Position:
 
 
 def take(
-    layer: Mapping[str, Array], visible: Int[Array, "B V"], num_prefix_tokens: int
+    given: Mapping[str, Array], visible: Int[Array, "B V"], num_prefix_tokens: int
 ) -> dict[str, Array]:
-    """Returns what a layer of `Position.layers` is for some patches of each image."""
-    P, left = num_prefix_tokens, dict(layer)
-    if "added" in layer:
-        left["added"] = take_tokens(layer["added"], visible, P)
-    if "angles" in layer:
-        angles = layer["angles"]
+    """Returns what `Position.by_block` gives to a block, for some patches of each image."""
+    P, left = num_prefix_tokens, dict(given)
+    if "added" in given:
+        left["added"] = take_tokens(given["added"], visible, P)
+    if "angles" in given:
+        angles = given["angles"]
         angles = angles if angles.ndim == 4 else angles[None]
         left["angles"] = take_tokens(angles, visible[:, None], P)
     return left

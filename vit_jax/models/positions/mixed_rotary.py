@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 class MixedRotary(Rotary):
     """Angles by learnt frequencies of rows and columns, for each block and head."""
 
-    def layers(self, module, places=None, keys=()):
+    def by_block(self, module, places=None, keys=()):
         config = self.config
         K = config.width // config.num_heads
 

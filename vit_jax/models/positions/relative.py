@@ -29,7 +29,7 @@ class Relative(Position):
                 "in the attention of each layer: set it to 'every' or 'shared'"
             )
 
-    def layers(self, module, places=None, keys=()):
+    def by_block(self, module, places=None, keys=()):
         config = self.config
         N = self.num_prefix_tokens + math.prod(self.grid)
         shape = (config.num_heads, 2 * N - 1, config.width // config.num_heads)

@@ -43,7 +43,7 @@ class RelativeBias(Position):
     def describe(cls, config):
         return f"model.relative_bias={config.relative_bias!r}"
 
-    def layers(self, module, places=None, keys=()):
+    def by_block(self, module, places=None, keys=()):
         config, (Y, X) = self.config, self.grid
         shape = (math.prod((2 * Y - 1, 2 * X - 1)) + 3, config.num_heads)
 

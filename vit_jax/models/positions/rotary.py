@@ -114,7 +114,7 @@ class Rotary(Position):
                 "needs: change model.num_heads or model.rope"
             )
 
-    def layers(self, module, places=None, keys=()):
+    def by_block(self, module, places=None, keys=()):
         config = self.config
         K, temperature = config.width // config.num_heads, config.rope_temperature
         how = K, temperature, config.rope_reference
@@ -122,11 +122,11 @@ class Rotary(Position):
             fixed = angles(config.rope, self.grid, *how)
         else:
             fixed = angles_at(config.rope, places, *how)
-        found = [fixed] * config.depth
+        by_block = [fixed] * config.depth
         if config.jitters_rope and keys[0] is not None:
             how = config.rope_shift, config.rope_jitter, config.rope_rescale
-            found = [jittered_angles(k, fixed, temperature, *how) for k in keys]
-        return [{"angles": self.pad_prefix(layer)} for layer in found]
+            by_block = [jittered_angles(k, fixed, temperature, *how) for k in keys]
+        return [{"angles": self.pad_prefix(layer)} for layer in by_block]
 
     def pad_prefix(
         self, angles: Float[Array | np.ndarray, "... M J"]

@@ -1,4 +1,4 @@
-"""Optimisers, one of which `config.optim.name` chooses: ours, and those of optax."""
+"""Optimisers by name (`config.optim.name`): those of this package, and those of optax."""
 
 from collections.abc import Iterator, Mapping
 
@@ -49,7 +49,7 @@ __all__ = [
     "without_frozen",
 ]
 
-_OURS = {
+_PLAIN = {
     "adam": AdamConfig,
     "adamw": AdamConfig,  # Weight decay is decoupled in any case.
     "sgd": SgdConfig,
@@ -59,11 +59,11 @@ _OURS = {
 
 
 class _Optimizers(Mapping):
-    """Names to the dataclasses of optimisers: ours, then those of optax (named.py)."""
+    """Names to dataclasses of optimisers: of this package, then of optax (named.py)."""
 
     def __getitem__(self, name: str) -> type:
-        if name in _OURS:
-            return _OURS[name]
+        if name in _PLAIN:
+            return _PLAIN[name]
         from vit_jax.training.optim import named
 
         return named.dataclass_of(name)
@@ -71,8 +71,8 @@ class _Optimizers(Mapping):
     def __iter__(self) -> Iterator[str]:
         from vit_jax.training.optim import named
 
-        yield from _OURS
-        yield from (name for name in named.names() if name not in _OURS)
+        yield from _PLAIN
+        yield from (name for name in named.names() if name not in _PLAIN)
 
     def __len__(self) -> int:
         return sum(1 for _ in self)

@@ -34,7 +34,7 @@ class PlainOptimConfig:
     """Keys of `config.optim` that every optimiser has.
 
     Attributes:
-      default_rate: peak learning rate if no key states one; 0: one must.
+      default_rate: peak learning rate if no key sets one; 0 if one must be set.
       takes_mu_dtype: whether it keeps a first moment in `mu_dtype`.
       averages: whether evaluation uses other parameters than training (schedule-free):
         a state then has them as its `average`, even without `ema.decay`.
@@ -181,8 +181,10 @@ class PlainOptimConfig:
         return 1
 
     def microbatches(self, batch_size: int, mesh: Mesh) -> tuple[int, int]:
-        """Returns the groups of a batch, each of which `wrap_gradients` gets alone, and
-        the microbatches of a group. Each device has a part of every microbatch.
+        """Returns the number of groups of a batch, and of microbatches in a group.
+
+        `wrap_gradients` computes the gradient of one group at a time. Every device holds
+        a part of every microbatch.
 
         Raises:
           UserError: the images cannot be split so.
@@ -191,7 +193,7 @@ class PlainOptimConfig:
         return 1, self.grad_accum_steps
 
     def microbatch_key(self, parts: int) -> str:
-        """Returns the key that splits the batch, if groups have so many microbatches."""
+        """Returns the key that splits the batch into `parts` microbatches a group."""
         return f"optim.grad_accum_steps={self.grad_accum_steps}"
 
     def wrap_gradients(
@@ -209,8 +211,8 @@ class PlainOptimConfig:
           rate: learning rate by the steps taken.
           peak: the highest rate.
           run: length of the run.
-          moving: sets gradients to zero of parameters that do not move after so many
-            steps.
+          moving: function of gradients and the number of steps taken that sets the
+            gradients of parameters that are still frozen to zero.
         """
         return gradients
 

@@ -94,13 +94,13 @@ class MuonBase(OutsideConfig):
         for i, (keys, leaf) in enumerate(leaves):
             matrix = _Matrix.of(leaf.shape, self.inputs(_path(keys), leaf.ndim))
             groups[matrix.rows, matrix.columns].append((i, matrix))
-        found = [None] * len(leaves)
+        scaled = [None] * len(leaves)
         for members in groups.values():
             stack = jnp.stack([m.flat(leaves[i][1]) for i, m in members])
             stack = self._orthogonalize(stack)
             for each, (i, matrix) in zip(stack, members, strict=True):
-                found[i] = self._scale(matrix) * matrix.shaped(each)
-        return jax.tree.unflatten(jax.tree.structure(updates), found)
+                scaled[i] = self._scale(matrix) * matrix.shaped(each)
+        return jax.tree.unflatten(jax.tree.structure(updates), scaled)
 
     def _orthogonalize(self, x: Float[Array, "N R C"]) -> Float[Array, "N R C"]:
         """Orthogonalises matrices, on each device its share of them."""

@@ -51,8 +51,8 @@ def dataclass_of(name: str) -> type:
     """Returns the dataclass of a function of optax, which is made when it is asked for.
 
     Raises:
-      UserError: no config can state what the function needs.
-      KeyError: there is no such function.
+      UserError: the function needs arguments that no key can set.
+      KeyError: optax does not have this function.
     """
     if name in _REFUSED:
         raise UserError(f"optim.name={name!r}: {_REFUSED[name]}: choose another")
@@ -103,21 +103,21 @@ def _dataclass(name: str) -> type:
         module, _, cls = _BASES[name].partition(":")
         base = getattr(importlib.import_module(f"{__package__}.{module}"), cls)
     parameters, doc = parameters_of(function), inspect.getdoc(function) or name
-    meanings, own = _meanings(doc), {"name": (str, key(name, ""))}
+    meanings, keys = _meanings(doc), {"name": (str, key(name, ""))}
     for one, parameter in parameters.items():
         known = one in (*fields(base), *base.left_out, *_LEFT_OUT, *RATES)
         if not known and (field := _field(one, parameter, meanings.get(one, ""))):
-            own[one] = (type(parameter.default), field)
+            keys[one] = (type(parameter.default), field)
     rate, decay = _default(parameters, RATES), _default(parameters, DECAYS)
     if decay:
         meaning = fields(OptimConfig)["weight_decay"].help
-        own["weight_decay"] = (float, key(decay, meaning))
+        keys["weight_decay"] = (float, key(decay, meaning))
     module = "optax" if vars(optax).get(name) is function else "optax.contrib"
     about = f"{_plain(doc.partition(chr(10))[0]).rstrip('.')} ({module}.{name})"
     about += f"; learning_rate={rate:g} if none is given." if rate else "."
     return dataclasses.make_dataclass(
         f"{''.join(word.title() for word in name.split('_'))}Config",
-        [(one, kind, field) for one, (kind, field) in own.items()],
+        [(one, kind, field) for one, (kind, field) in keys.items()],
         bases=(base,),
         namespace={
             "__doc__": about,

@@ -1,4 +1,4 @@
-"""Steps of optax's optimisers within ours: their arguments, blocks, decay and loss."""
+"""Adapts optimisers of optax: their arguments, stacked blocks, weight decay and loss."""
 
 import contextlib
 import dataclasses
@@ -18,12 +18,13 @@ from vit_jax.training.optim.sharpness import OptimConfig
 from vit_jax.training.optim.transforms import Decay, add_decay, decayed
 from vit_jax.training.schedules import Number, Schedule
 
-# Names of parameters for what keys of all optimisers state.
+# Names that optax's functions have for the keys that all optimisers share.
 RATES = ("learning_rate", "max_learning_rate")
 DECAYS = ("weight_decay", "weight_decay_rate")
 MASKS = ("mask", "weight_decay_mask")
 DTYPES = ("mu_dtype", "accumulator_dtype", "dtype_momentum")
-# Their steps are no multiples of a rate by which to decay, and they take no mask.
+# These choose their step size themselves, so weight decay cannot be multiplied by a
+# learning rate, and they do not take a mask.
 _DECAY_IN_GRADIENT = ("madgrad", "polyak_sgd")
 # Its steps depend on all parameters, though its rate is not 1 by default.
 _FINDS_STEP_SIZE = ("momo_adam",)
@@ -45,7 +46,7 @@ class OutsideConfig(OptimConfig):
 
     Attributes:
       function: optax's function.
-      left_out: names of its parameters that are no keys.
+      left_out: names of its parameters that do not become keys.
     """
 
     function: ClassVar[Callable[..., optax.GradientTransformation]]
@@ -62,7 +63,7 @@ class OutsideConfig(OptimConfig):
                 )
 
     def arguments(self) -> dict[str, object]:
-        """Returns the arguments of the function that keys of its own state."""
+        """Returns the arguments of the function that its own keys set."""
         shared = fields(OptimConfig)
         return {
             name: getattr(self, name)
@@ -107,11 +108,11 @@ class OutsideConfig(OptimConfig):
         parameters = parameters_of(self.function)
         # One that finds its steps by itself decays the weights in proportion: by the
         # scheduled rate they would be gone.
-        own = self._rate_is_factor
-        if own:
+        finds_rate = self._rate_is_factor
+        if finds_rate:
             scheduled = rate
             rate = lambda step: jnp.maximum(scheduled(step), _LEAST_RATE)
-        if decay and own and one_of(DECAYS, parameters):
+        if decay and finds_rate and one_of(DECAYS, parameters):
             mask = decayed(stacking.separate(params), self)
             return [self._transformation(params, rate, _own_decay(self, decay, mask))]
         chain = [
@@ -196,10 +197,10 @@ def _with_empty(state: optax.OptState, shapes: optax.OptState) -> optax.OptState
 
 
 def _reverse_mode(function: Callable[[dict], jax.Array]) -> Callable:
-    """Returns the same function of a tree, with second derivatives by reverse mode alone.
+    """Returns the same function of a tree, with second derivatives by reverse mode only.
 
-    optax takes them by forward mode, which the functions of networks with a derivative of
-    their own do not have.
+    optax takes them by forward mode, which functions with a custom derivative (kernels.py)
+    do not support.
     """
 
     def dot(a, b):

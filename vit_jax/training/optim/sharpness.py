@@ -71,8 +71,8 @@ class OptimConfig(PlainOptimConfig):
         if batch_size % size or size % devices:
             raise UserError(
                 f"optim.sam_batch_size={size}: must divide batch_size={batch_size} and be a "
-                f"multiple of the {devices} devices, each of which has a part of these "
-                f"images: set it to {math.lcm(devices, math.gcd(size, batch_size))} or to 0, "
+                f"multiple of the {devices} devices, which share these images: "
+                f"set it to {math.lcm(devices, math.gcd(size, batch_size))} or to 0, "
                 "the whole batch"
             )
         groups = batch_size // size
@@ -134,8 +134,9 @@ def climb(
         passes have the same dropout.
       config: section `optim`.
       rho: length of the step uphill, by the steps taken.
-      moving: returns gradients with zeros for parameters that do not move after so many
-        steps. These do not climb either, and have no part in GSAM's turn.
+      moving: function of gradients and the number of steps taken that sets the gradients
+        of parameters that are still frozen to zero. These do not climb, and do not
+        count in GSAM's turn.
     """
 
     def gradients(state, batch, key):
