@@ -286,7 +286,7 @@ class TrainConfig(_Config):
     @property
     def has_average(self) -> bool:
         """Whether a state has averaged parameters, which readers of the workdir load."""
-        return bool(self.ema.decay) or self.optim.averages
+        return bool(self.ema.decay) or self.optim.has_average
 
     def build_model(self, platform: str = "") -> models.Model:
         """Builds the network.

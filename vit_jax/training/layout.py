@@ -64,12 +64,8 @@ def lay_out(
       shapes: state with a jax.ShapeDtypeStruct for each array.
       batch: the task's `batch_spec`.
     """
-    model = task.model
-    network = task.backbone(shapes.params, shapes.extra)
-    convert = functools.partial(stacking.convert, like=shapes, params=network)
-    disk_shapes = convert(shapes, stacking.unstack)
     rules, min_size = config.sharding.rules, config.sharding.min_size
-    axes = model.config.model_axes
+    axes = task.model.config.model_axes
 
     def place(shapes):
         separate = jax.eval_shape(stacking.separate, shapes.params)
@@ -80,30 +76,49 @@ def lay_out(
         extra = sharding.beside(shapes.extra, mesh, axes, rules, min_size)
         return sharding.like(shapes, *layouts).replace(extra=extra)
 
-    shardings, disk_shardings = place(shapes), place(disk_shapes)
-    disk = DiskLayout(disk_shapes, disk_shardings)
-    if model.config.stacked:
-        disk_shardings = convert(disk_shardings, _on_hosts)
-        # One tree of parameters, moments or averages at a time, or the devices would
-        # need memory for nearly two states (docs/decisions.md).
-        on_disk, placed = (
-            task.backbone(s.params, s.extra) for s in (disk_shardings, shardings)
-        )
-        unstack = jax.jit(stacking.unstack, out_shardings=on_disk)
-        stack = jax.jit(_stack_on_devices, out_shardings=placed)
-        disk = DiskLayout(
-            disk_shapes,
-            disk_shardings,
-            functools.partial(convert, function=unstack),
-            functools.partial(convert, function=stack),
-            stacking.stack,
-        )
+    shardings = place(shapes)
+    disk = DiskLayout(shapes, shardings)
+    if task.model.config.stacked:
+        disk = _block_by_block(task, shapes, shardings, place)
     rows = meshes.batched(mesh)
     batch = {
         name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=rows)
         for name, x in batch.items()
     }
     return Layout(shapes, shardings, batch, disk)
+
+
+def _block_by_block(
+    task: Task,
+    shapes: TrainState,
+    shardings: TrainState,
+    place: Callable[[TrainState], TrainState],
+) -> DiskLayout:
+    """Returns the form in checkpoints of a state whose blocks are a scan on devices.
+
+    Args:
+      task: task of the run.
+      shapes, shardings: those of the run.
+      place: function of the shapes of a state to its shardings.
+    """
+    network = task.backbone(shapes.params, shapes.extra)
+    convert = functools.partial(stacking.convert, like=shapes, params=network)
+    disk_shapes = convert(shapes, stacking.unstack)
+    disk_shardings = convert(place(disk_shapes), _on_hosts)
+    # One tree of parameters, moments or averages at a time, or the devices would need
+    # memory for nearly two states (docs/decisions.md).
+    on_disk, placed = (
+        task.backbone(s.params, s.extra) for s in (disk_shardings, shardings)
+    )
+    unstack = jax.jit(stacking.unstack, out_shardings=on_disk)
+    stack = jax.jit(_stack_on_devices, out_shardings=placed)
+    return DiskLayout(
+        disk_shapes,
+        disk_shardings,
+        functools.partial(convert, function=unstack),
+        functools.partial(convert, function=stack),
+        stacking.stack,
+    )
 
 
 def _stack_on_devices(params: dict) -> dict:

@@ -276,7 +276,7 @@ def settings(config: TrainConfig, sizes: dict[str, int]) -> dict:
         "attention_impl": getattr(model, "attention_impl", ""),
         "mu_dtype": optim.mu_dtype if optim.takes_mu_dtype else None,
         "grad_accum_steps": optim.grad_accum_steps,
-        "average": config.ema.decay > 0 and not optim.averages,
+        "average": config.ema.decay > 0 and not optim.has_average,
     }
 
 

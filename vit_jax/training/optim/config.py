@@ -36,13 +36,13 @@ class PlainOptimConfig:
     Attributes:
       default_rate: peak learning rate if no key sets one; 0 if one must be set.
       takes_mu_dtype: whether it keeps a first moment in `mu_dtype`.
-      averages: whether evaluation uses other parameters than training (schedule-free):
+      has_average: whether evaluation uses other parameters than training (schedule-free):
         a state then has them as its `average`, even without `ema.decay`.
     """
 
     default_rate: ClassVar[float] = 0.0
     takes_mu_dtype: ClassVar[bool] = True
-    averages: ClassVar[bool] = False
+    has_average: ClassVar[bool] = False
 
     name: str = key(
         "adam",

@@ -23,7 +23,7 @@ class ScheduleFreeBase(OptimConfig):
 
     function: ClassVar[Callable[..., optax.GradientTransformation]]
     left_out: ClassVar[tuple[str, ...]] = ()
-    averages: ClassVar[bool] = True
+    has_average: ClassVar[bool] = True
 
     b1: float = key(
         0.9,
