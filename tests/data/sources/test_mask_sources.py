@@ -228,7 +228,7 @@ def test_two_files_of_one_stem_are_refused(make, tmp_path, twice):
     write_pair(tmp_path / "images/1.png", tmp_path / "masks/1.png", 1)
     (tmp_path / twice).write_bytes(b"other")
     with pytest.raises(
-        UserError, match=f"1.png and .*{twice} differ in the ending only"
+        UserError, match=f"1.png and .*{twice} differ only in the extension"
     ):
         open_source(make(split="all"), "all")
 
