@@ -24,9 +24,9 @@ def run(work: Callable[[], object], workdir: str, *, debug: bool) -> int:
 
     Returns:
       The exit code: 0; 75 when the state is saved and the same command resumes, as
-        after
-      SIGTERM; 130 after Ctrl-C. In a job of several processes it does not return: each
-      process exits without JAX's last barriers, which would wait for a lost process.
+      after SIGTERM; 130 after Ctrl-C. In a job of several processes it does not return:
+      each process exits without JAX's last barriers, which would wait for a lost
+      process.
 
     Raises:
       UserError: `work` raised it, or the other processes are not configured.

@@ -39,7 +39,7 @@ def age() -> float:
 def namespace() -> str:
     """Returns the number of this process's pid namespace; "0" if unknown.
 
-    A container has a namespace of its own.
+    Each container has a separate namespace.
     """
     try:
         return str(os.stat("/proc/self/ns/pid").st_ino)

@@ -223,7 +223,7 @@ def sections(cls: type, where: str = "") -> Iterator[tuple[str, str, type]]:
 
     Yields:
       Dotted key, in which "NAME" stands for a name that the user chooses; name of the
-      dataclass in its choice, "" if there is no choice; and the dataclass.
+      dataclass in its choice, "" for a plain section; and the dataclass.
     """
     for name, about in fields(cls).items():
         path = f"{where}{name}"

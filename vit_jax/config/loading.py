@@ -410,7 +410,7 @@ def _synonyms(word: str) -> list[str]:
 
 
 def key_called(cls: type, word: str) -> str:
-    """Returns the dotted key that a single word stands for; "" if there is no such key.
+    """Returns the dotted key that a single word stands for; "" if it is unknown.
 
     Args:
       cls: dataclass of the config.
@@ -449,7 +449,7 @@ def read_study(path: str, arg: str | None = None) -> dict:
 
     Args:
       path: path of a config file or name of a recipe.
-      arg: text behind the colon of --config; None if there is no colon.
+      arg: text behind the colon of --config; None without a colon.
 
     Raises:
       UserError: the file does not exist, does not run, or has no `get_study`.

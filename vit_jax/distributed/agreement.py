@@ -29,7 +29,7 @@ _REMEDIES = {
     "preprocess": "give all hosts the same flags on images",
     "workdir": "give all hosts the same --workdir, on storage that they share",
 }
-_comparisons = itertools.count()  # All processes count alike.
+_comparisons = itertools.count()  # All processes count the same calls.
 
 
 def check_agreement(**kinds: Mapping[str, object]) -> None:

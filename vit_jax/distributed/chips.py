@@ -6,10 +6,9 @@ in practice: utilisation is a measured number divided by one of them.
 
 Looked up in November 2026:
 - Google Cloud, "TPU v3", "TPU v4", "TPU v5e", "TPU v5p", "TPU v6e" and "TPU7x
-(Ironwood)"
-  (docs.cloud.google.com/tpu/docs/v3 and so on): operations, memory and its bandwidth,
-  and from v5e on the interconnect, which they give in both directions together (400,
-  1,200, 800 and 1,200 GB/s per chip).
+  (Ironwood)" (docs.cloud.google.com/tpu/docs/v3 and so on): operations, memory and its
+  bandwidth, and from v5e on the interconnect, which they give in both directions
+  together (400, 1,200, 800 and 1,200 GB/s per chip).
 - All of v2, and the links of v3: Jouppi et al., "A domain-specific supercomputer for
   training deep neural networks", CACM 63(7), 2020, table 3: 4 links of 496 and 656
   Gbit/s per chip. These were read in XLA's cost model of all-reduces, which cites the
@@ -22,8 +21,8 @@ Looked up in November 2026:
   A100 on they give operations "with sparsity", and NVLink in both directions together;
   the numbers here are half of each.
 - Network: one adapter per GPU, with 200 Gbit/s in hosts of 8 A100 (HDR) and 400 Gbit/s
-in
-  hosts of 8 H100 and H200 (NDR) and B200 (ConnectX-7, by MLPerf's system descriptions).
+  in hosts of 8 H100 and H200 (NDR) and B200 (ConnectX-7, by MLPerf's system
+  descriptions).
 - Not confirmed: the memory's bandwidth and the NVLink of GH200.
 """
 
@@ -67,8 +66,7 @@ class Chip:
 
 
 # Links and network in GB/s; a further column is `cores`, if it is not 1.
-# name            | kinds                            | TFLOP/s | memory |  GB/s | links
-# | network
+# name            | kinds                            | TFLOP/s | memory |  GB/s | links | network
 _TABLE = """
 TPU v2 core     | TPU v2                           |      23 |  8 GiB |   350 |   124 |       0
 TPU v3 core     | TPU v3                           |    61.5 | 16 GiB |   450 |   164 |       0

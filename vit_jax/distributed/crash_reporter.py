@@ -47,10 +47,9 @@ def main() -> None:
     Each line on stdin is a message that replaces the one before; an empty one is not
     printed.
     """
+    # Signals are meant for the process; this one ends later.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(
-            number, signal.SIG_IGN
-        )  # Meant for the process; this one ends later.
+        signal.signal(number, signal.SIG_IGN)
     last = ""
     for line in sys.stdin:
         last = line.strip()

@@ -6,8 +6,7 @@ moved.
 - `cloud_tpu_init`: whether this machine is a TPU VM, before a backend is made.
 - `clusters`: JAX's readers of the variables of schedulers, which `initialize` uses.
 - `distributed`: the client of the key-value store and the number of this process, as
-Orbax
-  reads them; `jax.process_index()` would make the backend first.
+  Orbax reads them; `jax.process_index()` would make the backend first.
 - `hardware_utils`: the number of TPU chips of this machine.
 - `xla_bridge`: the table of platforms, see `silence_tpu`.
 """

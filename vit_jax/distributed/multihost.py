@@ -8,10 +8,9 @@
 - If one is killed, all others end and name it. Each writes a heartbeat every few
   seconds, and process 0, which runs the service, announces one that has fallen silent.
   A loss has different symptoms: a collective breaks with one of several exceptions, or
-    a
-  save fails. So an exception of any type is announced only when every
-  other process has been alive after it. If process 0 is killed, JAX aborts the others
-  at once, and the handler of aborts gives them an exit code and a reason.
+  a save fails. So an exception of any type is announced only when every other process
+  has been alive after it. If process 0 is killed, JAX aborts the others at once, and
+  the handler of aborts gives them an exit code and a reason.
 """
 
 import errno

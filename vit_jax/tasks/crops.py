@@ -32,7 +32,7 @@ class CropSizes(NamedTuple):
       share: fraction of the batches that have these sizes.
       loaded: size of large crops as the loader cuts them, and as an anchor gets them.
       large: size of large crops as the student and its teacher get them.
-      small: size of small crops; None if there are no small crops.
+      small: size of small crops; None without small crops.
     """
 
     share: float

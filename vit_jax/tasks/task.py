@@ -227,7 +227,7 @@ class Task(Protocol):
         return None
 
     def warning(self, metrics: dict[str, float]) -> str:
-        """Returns a warning about the training and its remedy; "" if there is no problem.
+        """Returns a warning about the training and its remedy; "" without a problem.
 
         Args:
           metrics: metrics of a logged step; the trainer calls this for each such step.
@@ -316,8 +316,8 @@ class Task(Protocol):
 
         A tower is a named part of `params` whose inputs do not come from other parts.
         If the whole tower is frozen, as in LiT, it has no backward pass, which accounts
-        for two thirds of its operations in `training_flops`. By default there are no
-        towers; a value is None if unknown.
+        for two thirds of its operations in `training_flops`. By default the result
+        is empty; a value is None if unknown.
         """
         return {}
 
