@@ -1,19 +1,16 @@
 """DINOv2: ViT without labels (arXiv:2304.07193) on ImageNet-1k, ImageNet-22k or CIFAR-10.
 
 Run:    python -m vit_jax.train --config=configs/dinov2.py:model=L/16 --workdir=gs://...
-        or with :model=g/14,length=long; :data=cifar10; :stage=high_resolution (starts
-        from another run)
+        or :model=g/14,length=long; :data=cifar10; :stage=high_resolution (from a run)
 Try:    the same with --config=configs/dinov2.py:quick (3 steps, any machine)
 Result: not run by us on ImageNet; the authors report for L/16, short, 81.6 % (k-NN) and
         82.9 % (linear), for L/14, long, 82.0 % and 84.5 % (README of the code)
 
-Numbers are those of facebookresearch/dinov2 b8931f7, ssl_default_config.yaml with
-vitl16_short.yaml (short: ImageNet-1k), vitl14.yaml and vitg14.yaml (long:
-ImageNet-22k); the authors distil S and B. The code of the last stage,
-`high_resolution`, is not published: section 5 and appendix B.2 describe 10,000 steps at
-518 pixels, compressed schedules and a smaller rate. Choices of this project are a tenth
-of the rate and larger small crops in that stage, `:data=cifar10`, and random choices
-per group of images, the batch of one of 256 chips.
+Numbers are those of facebookresearch/dinov2 b8931f7: ssl_default_config.yaml with
+vitl16_short.yaml (ImageNet-1k), vitl14.yaml and vitg14.yaml (long: ImageNet-22k); the
+authors distil S and B. The last stage is not published: section 5 and appendix B.2 have
+10,000 steps at 518 pixels, compressed schedules and a smaller rate. Chosen here: a tenth
+of it, larger small crops, `:data=cifar10`, and draws per images of one of 256 chips.
 """
 
 from ml_collections import ConfigDict

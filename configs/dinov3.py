@@ -1,23 +1,19 @@
 """DINOv3 with Gram anchoring on ImageNet-1k: ViT without labels (arXiv:2508.10104).
 
 Run:    python -m vit_jax.train --config=configs/dinov3.py:model=L/16 --workdir=gs://...
-        then the same with :stage=gram --config.init=WORKDIR, and with
-        :stage=high_resolution from the workdir of that run
+        then with :stage=gram --config.init=WORKDIR, and from there :stage=high_resolution
 Try:    the same with --config=configs/dinov3.py:quick (3 steps, any machine)
 Result: not run by us; the authors report 82.0 % (k-NN), 83.5 % (linear) for L/16
 
-Numbers are those of facebookresearch/dinov3 6876159, vitl_im1k_lin834.yaml.
-`:schedule=constant` has the schedules of dinov3_vit7b16_pretrain.yaml: rate, momentum
-and decay are constant after a warmup of a tenth of the run, whose end point is left
-out. `:stage=gram` (dinov3_vit7b16_gram_anchor.yaml) continues a run: the anchor, at
-first its teacher, gets the same crops at twice the size. `:stage=high_resolution`
-(dinov3_vit7b16_high_res_adapt.yaml) continues a run of that stage: each step draws one
-of five pairs of sizes.
-
-Choices of this project: crops and networks are those of the first stage; `gram` takes
-30,000 steps, while the authors train until dense features are best; the last stage has
-small crops of 160 instead of 168, a linear warmup and evaluation at 512; random choices
-are made per group of 8 successive images (33 % of a masked crop, 30 % in the original).
+Numbers are those of facebookresearch/dinov3 6876159: vitl_im1k_lin834.yaml; for
+`:schedule=constant` dinov3_vit7b16_pretrain.yaml (rate, momentum and decay are constant
+after a warmup of a tenth, without its end point); for `:stage=gram`
+dinov3_vit7b16_gram_anchor.yaml (continues a run; an anchor, at first its teacher, gets
+the same crops at twice the size); for `:stage=high_resolution`
+dinov3_vit7b16_high_res_adapt.yaml (each step draws one of five pairs of sizes). Choices
+of this project: crops and networks of the first stage; 30,000 steps of `gram` (in the
+original until dense features are best); small crops of 160, not 168, a linear warmup and
+evaluation at 512 in the last stage; draws per 8 images (33 % of a masked crop, not 30).
 """
 
 from ml_collections import ConfigDict
@@ -88,8 +84,7 @@ def get_config(arg: str | None = None) -> ConfigDict:
         teacher_temperature_steps=37_500,
         **DINOV2_TASK,
     )
-    # The files have rates for 64 images, which are a quarter of those for 1,024.
-    c.optim = dinov2_optim(
+    c.optim = dinov2_optim(  # The files have rates for 64 images: 1,024 need 4 times.
         c,
         rate=4 * dict(pretrain=1e-3, gram=3e-5, high_resolution=1.25e-5)[arg.stage],
         layer_decay=0.98 if gram else 0.9,

@@ -8,9 +8,8 @@ Result: not run by us; the paper reports results after transfer only (its table 
 JFT-300M is not public: give the name of your data set, and set `--config.data.split=`
 and `--config.evals.val=` if its splits have other names. The paper does not give the
 loss and the last rate on JFT: here they are those of ImageNet-21k, see b16_i21k.py.
-`:schedule=rsqrt` is the schedule of Scaling Vision Transformers (arXiv:2106.04560),
-from big_vision's train_vit_g.py: a run can be extended from any step before its
-cooldown.
+`:schedule=rsqrt` is the schedule of Scaling Vision Transformers (arXiv:2106.04560) in
+big_vision's train_vit_g.py: a run can be extended from any step before its cooldown.
 """
 
 from ml_collections import ConfigDict

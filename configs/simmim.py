@@ -7,9 +7,8 @@ Try:    the same with --config=configs/simmim.py:quick (3 steps, any machine)
 Result: not run by us; the authors report 83.8 % for B/16, 84.0 % for Swin-B, fine-tuned
 
 The authors' B/16 has a shared relative bias and LayerScale, as with `:relative_bias`;
-by default it has learned positions here. The authors' rates lag by one step, and their
-fine-tuning begins and ends at 1e-6 in all layers; here this rate is multiplied by the
-layer decay.
+here it has learned positions by default. The authors' rates lag by one step, and begin
+and end at 1e-6 in all layers in fine-tuning; here the layer decay multiplies this rate.
 """
 
 from ml_collections import ConfigDict

@@ -24,8 +24,7 @@ ARGUMENTS = dict(
     quick=False,
 )
 DROP_PATH = {"T": 0.2, "S": 0.3, "B": 0.5, "L": 0.2}
-# For ImageNet-21k and for fine-tuning.
-WIDE_DROP_PATH = {"T": 0.1, "S": 0.2, "B": 0.2, "L": 0.2}
+WIDE_DROP_PATH = {"T": 0.1, "S": 0.2, "B": 0.2, "L": 0.2}  # ImageNet-21k, fine-tuning.
 CROP = "random_resized_crop(area=(0.08, 1.0), interpolation='bicubic')"
 
 

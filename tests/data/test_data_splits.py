@@ -37,7 +37,7 @@ def test_a_split_expression_selects_ranges_of_records(split, expected):
         ("even_splits(val, 3)[1]", "has no split 'val'"),
         ("interleaved_splits(train, 5)[5]", "5 parts are numbered 0 to 4"),
         ("train+", "has no split ''"),
-        ("train[:5]]", "write as"),
+        ("train[:5]]", "write for example"),
     ],
 )
 def test_a_bad_split_is_a_user_error(split, match):

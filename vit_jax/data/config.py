@@ -167,7 +167,7 @@ class ReaderConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DataConfig(ReaderConfig):
-    """`config.data` of a training run."""
+    """Training data: where they are, and how they are read and transformed."""
 
     num_classes: int = key(
         0,

@@ -169,7 +169,7 @@ class Loader:
         count, most = len(self.damaged), max(1, len(self.source) // 100)
         if count > most:
             raise UserError(
-                f"{name} {error}, as {count - 1} others: more than 1 % of "
+                f"{name} {error}, like {count - 1} others: more than 1 % of "
                 f"{len(self.source):,} images; mend or remove them, or skip them with "
                 "--config.data.on_error=skip"
             ) from error

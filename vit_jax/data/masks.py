@@ -202,7 +202,7 @@ def warn_of_one_class(source: Source, data: DataConfig, records: Iterable[int]) 
             f"the masks of {data.name!r}, such as {name_of(source, 0)}, have only "
             f"class {max(seen)} beside data.ignore_label={data.ignore_label}, which "
             "means no class: if it should be one, set --config.data.mask_values to the "
-            f"values of all classes, as ({max(seen)},{data.ignore_label})"
+            f"values of all classes, such as ({max(seen)},{data.ignore_label})"
         )
 
 

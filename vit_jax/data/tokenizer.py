@@ -1,4 +1,4 @@
-"""Tokenizers with which text towers of checkpoints were trained: from texts to numbers.
+"""Tokenizers of the text towers in checkpoints, which turn texts into token numbers.
 
 A tokenizer is given by its files: a folder, hf://owner/name on the Hugging Face hub, or
 one file. "bytes" needs no file: tokens are the bytes of UTF-8. The libraries of the

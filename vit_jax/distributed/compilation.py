@@ -83,7 +83,7 @@ def enable_cache(folder: str = AUTO) -> str:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
             if not os.access(path, os.W_OK | os.X_OK):
                 raise PermissionError("not writable")
-        except (OSError, RuntimeError) as error:  # RuntimeError: there is no home.
+        except (OSError, RuntimeError) as error:  # RuntimeError: no home folder.
             return (
                 f"compiled programs are not kept, the next start compiles again: {folder} "
                 f"({getattr(error, 'strerror', None) or error}); set "

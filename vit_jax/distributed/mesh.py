@@ -23,7 +23,7 @@ internals.silence_tpu()  # At import, before anybody makes a backend.
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MeshConfig:
-    """Number of devices along each axis of the mesh; -1: all that the others leave."""
+    """Number of devices on each axis of the mesh; -1 is all that the others leave."""
 
     data: int = key(
         -1,

@@ -46,10 +46,10 @@ class ClassificationConfig(TaskConfig):
     )
     class_weights: tuple[float, ...] | str = key(
         _EQUAL_WEIGHTS,
-        "Weight of each class in the loss: of its images in the mean, with "
-        '`task.loss="softmax"`, or of its term, with "sigmoid". (1.0,) gives all '
-        'classes equal weights; "inverse", "sqrt" and "effective" are computed from '
-        "the numbers of training images, as in `data.class_balance`.",
+        "Weight of each class: a factor of the losses of its images with "
+        '`task.loss="softmax"`, of its term in each loss with "sigmoid". (1.0,) gives '
+        'all classes equal weights; "inverse", "sqrt" and "effective" are computed '
+        "from the numbers of training images, as in `data.class_balance`.",
         reason="classes of very different sizes",
         names=tuple(SHARES),
     )

@@ -36,7 +36,7 @@ _MASKS = 0x69424F54  # Separates the random bits of masks from those of the tran
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Dinov2Config(DinoConfig):
-    """DINOv2 and DINOv3: outputs of a moving average, also for masked patches."""
+    """DINOv2 and DINOv3: predict outputs of a moving average, also for masked patches."""
 
     needs_all_patches: ClassVar[bool] = True
 
@@ -125,8 +125,9 @@ class Dinov2Config(DinoConfig):
     )
     koleo_group: int = key(
         0,
-        "Number of successive images among which KoLeo searches the nearest neighbour; "
-        "0 is the whole batch. The original code uses the images of one device.",
+        "Number of successive images among which KoLeo searches for the nearest "
+        "neighbour; 0 is the whole batch. The original code uses the images of one "
+        "device.",
     )
     mask_share: float = key(
         0.5, "Fraction of the large crops that have masked patches.", above=0, at_most=1
@@ -188,7 +189,7 @@ class Dinov2Config(DinoConfig):
             )
         if self.koleo_group == 1 and self.koleo_weight:
             raise UserError(
-                "task.koleo_group=1: an image alone has no neighbour: set at least 2"
+                "task.koleo_group=1: a single image has no neighbour: set at least 2"
             )
 
     def build(self, model, data, run, saved=None) -> "Dinov2":

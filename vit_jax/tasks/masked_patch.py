@@ -52,8 +52,9 @@ class MaskedPatchConfig(TaskConfig):
     )
     target: str = key(
         "mean_color",
-        'Target of a patch: "mean_color", its mean colour as one of 512; "colors_4x4", '
-        'one of 512 colours for each of 4x4 cells; or "pixels", with a squared error.',
+        'Target of a patch: "mean_color", its mean colour as one of 512 classes; '
+        '"colors_4x4", one of 512 classes for each of 4x4 cells; or "pixels", the '
+        "pixels, with a squared error.",
         choices=("mean_color", "colors_4x4", "pixels"),
     )
 

@@ -512,13 +512,13 @@ def _replace(tree: dict, path: list[str], value: Tree) -> Tree:
 class TaskConfig:
     """Keys of `config.task` that every task has."""
 
-    # Whether the task has `Task.pictures`, computed from parameters alone.
+    # Whether the task has `Task.pictures` that need the parameters, but not `extra`.
     has_pictures: ClassVar[bool] = False
     # Whether the network gets a classifier, if the data set has classes.
     has_classifier: ClassVar[bool] = True
     # Whether the task uses every patch, so that the network must not drop any.
     needs_all_patches: ClassVar[bool] = False
-    # Whether `params`, of which `ema` holds a moving average, include the network.
+    # Whether `params`, and so their moving average `ema`, include the network.
     averages_network: ClassVar[bool] = True
 
     name: str = key("classification", "Task to train.")

@@ -205,8 +205,8 @@ def test_what_lacks_its_other_half_is_counted_and_named(make, tmp_path, caplog):
     (tmp_path / "images/2.png").unlink()
     assert sorted(seeds(open_source(make(split="all"), "all"))) == [0, 3]
     (line,) = caplog.messages
-    assert "1 images have no mask, as images/1.png" in line
-    assert "1 masks have no image, as masks/2.png" in line
+    assert "1 images have no mask, such as images/1.png" in line
+    assert "1 masks have no image, such as masks/2.png" in line
     shutil.rmtree(tmp_path / "masks")
     write(tmp_path / "masks/other.png", numbers(0))
     with pytest.raises(UserError, match=r"none of the 3 images.*masks.*_mask"):

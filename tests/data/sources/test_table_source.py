@@ -338,7 +338,9 @@ def test_names_without_folder_and_ending(root, tmp_path):
     ]
     place = write(root / "kaggle.csv", rows)
     keys = {"image_key": "id", "num_classes": 2, "split": "all"}
-    with pytest.raises(UserError, match="no file .*set .*data.image_suffix=.png"):
+    with pytest.raises(
+        UserError, match="does not exist: .*set .*data.image_suffix=.png"
+    ):
         open_source(data(place, image_dir="train/ant", **keys), "all")
     keys["image_suffix"] = ".png"
     source = open_source(data(place, image_dir="train/ant", **keys), "all")

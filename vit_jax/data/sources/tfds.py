@@ -269,7 +269,7 @@ def find_prepared(name: str, data_dir: str):
 def no_foreign_features(name: str) -> Iterator[None]:
     """Keeps TFDS from importing modules that a data set names in its features.json.
 
-    Feature classes of TFDS, and those that are imported already, stay available.
+    Feature classes of TFDS and those that are already imported can still be used.
 
     Raises:
       UserError: the data set names another class.
