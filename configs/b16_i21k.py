@@ -7,12 +7,12 @@ Result: not run by us; the authors report an upstream precision at 1 on validati
         47.88 % for B/16, 44.04 B/32, 49.90 L/16, 45.42 L/32, 49.06 H/14
         (github.com/google-research/vision_transformer, issue 62)
 
-Table 3 gives L/16 and L/32 "30/90" epochs without saying which result is whose: 90 is the
-default here, `:model=L/16,epochs=30` the other. It has no row for H/14, which is trained
-as those are.
+Table 3 lists "30/90" epochs for L/16 and L/32 without saying which results belong to
+which: the default here is 90, and `:model=L/16,epochs=30` trains for 30. The table has
+no row for H/14, which is trained here like the other models.
 
-The data set is no TFDS built-in: prepare it as "imagenet21k", with one split "full" of
-21 843 classes. Its first 25 600 images are the test set, the next 25 600 validation.
+TFDS has no ImageNet-21k: prepare it as "imagenet21k", with one split "full" of 21 843
+classes. Its first 25 600 images are the test set, the next 25 600 the validation set.
 """
 
 from ml_collections import ConfigDict
@@ -53,10 +53,11 @@ def get_config(arg: str | None = None) -> ConfigDict:
         head_bias_init=-10.0,
         dropout=0.1,
         dtype="bfloat16",
-        # On TPUs: compiled in a minute, where blocks one by one take many.
+        # On TPUs, where unrolled blocks take many minutes to compile, and a scan takes
+        # one.
         scan=None,
     )
-    if arg.model == "H/14":  # Or mesh.fsdp=16: 16 images a chip must fit 16 GB.
+    if arg.model == "H/14":  # Or mesh.fsdp=16: 16 images per chip must fit 16 GB.
         c.model.remat_policy = "full"
     c.task = dict(loss="sigmoid", label_smoothing=0.0)
     c.optim = dict(
@@ -65,7 +66,7 @@ def get_config(arg: str | None = None) -> ConfigDict:
         b2=0.999,
         learning_rate=1e-3,
         warmup_steps=10_000,
-        schedule=dict(name="linear", end_learning_rate=1e-5),  # Issue 2 as well.
+        schedule=dict(name="linear", end_learning_rate=1e-5),  # From issue 2 too.
         weight_decay=0.03,  # Times the scheduled rate; kernels only.
     )
     c.ema = dict(decay=0.0)

@@ -5,16 +5,17 @@ Run:    python -m vit_jax.train --workdir=gs://... --config.init=CHECKPOINT \\
 Try:    the same with ,quick (3 steps, any machine, no checkpoint)
 Result: not run by us
 
-`init` is to be filled in: a workdir, a published BiT checkpoint, or `bit:R50x1`. The
-rule sets the length by the number of training images and the resolution by their size;
-there is no weight decay. For a set of yours add a row to `DATASETS`.
+`init` must be set: a workdir, a published BiT checkpoint, or `bit:R50x1`. The rule sets
+the length by the number of training images and the resolution by their size, and uses
+no weight decay. Add a row to `DATASETS` for your data set.
 """
 
 from ml_collections import ConfigDict
 
 from configs.common import parse_arg, quick
 
-# Classes, training images, whether they are under 96 x 96 pixels, split to report on.
+# Number of classes, number of training images, whether they are smaller than 96 x 96
+# pixels, split to report on.
 DATASETS = {
     "cifar100": (100, 50_000, True, "test"),
     "cifar10": (10, 50_000, True, "test"),
@@ -22,8 +23,8 @@ DATASETS = {
     "oxford_iiit_pet": (37, 3_680, False, "test"),
     "oxford_flowers102": (102, 1_020, False, "test"),
 }
-# Training images below which a schedule holds: end of the warmup, three steps at which
-# the rate is divided by ten, last step.
+# Number of training images up to which a schedule applies -> end of the warmup, three
+# steps at which the rate is divided by ten, last step.
 SCHEDULES = {
     20_000: (100, 200, 300, 400, 500),
     500_000: (500, 3_000, 6_000, 9_000, 10_000),

@@ -1,11 +1,11 @@
 """A ViT from scratch on CIFAR-10 at 32x32, with a convolutional stem.
 
-Data:   `tfds build cifar10 --file_format=array_record`, or any TFDS preparation of it in
-        ArrayRecord; --config.data.data_dir= says where.
+Data:   `tfds build cifar10 --file_format=array_record`, or CIFAR-10 prepared by TFDS in
+        ArrayRecord in any other way; set --config.data.data_dir= to its folder.
 Run:    python -m vit_jax.train --config=configs/cifar10.py:size=cpu --workdir=runs/cifar10
-        (two CPU cores, 30 minutes; size=cpu,minutes=120 sees more epochs; on Linux
-        GLIBC_TUNABLES=glibc.malloc.hugetlb=1 before it gives 1.2 times the speed),
-        or --config=configs/cifar10.py (one GPU)
+        (two CPU cores, 30 minutes; size=cpu,minutes=120 trains longer; on Linux
+        GLIBC_TUNABLES=glibc.malloc.hugetlb=1 before the command makes it 1.2 times as
+        fast), or --config=configs/cifar10.py (one GPU)
 Result: cpu: 86.64 % top-1 after 28 minutes (3 seeds); gpu: not run by us; size=small, a plain ViT
         with Adam: 66.4 % after 12 epochs (docs/benchmarks.md)
 
@@ -18,7 +18,7 @@ from configs.common import parse_arg, quick
 
 ARGUMENTS = {
     "size": ("gpu", "cpu", "small"),
-    "minutes": 30.0,  # Of two idle cores, for size=cpu.
+    "minutes": 30.0,  # On two idle cores, for size=cpu.
     "mixup": False,
     "quick": False,
 }
@@ -82,7 +82,7 @@ def get_config(arg: str | None = None) -> ConfigDict:
             schedule="linear",
             weight_decay=0.05,
         )
-        c.ema = dict(decay=0.0)  # The rate falls to 0, where an average gains nothing.
+        c.ema = dict(decay=0.0)  # The rate falls to 0, so an average would not help.
 
     c.log_every_steps = 50
     c.eval_every_epochs = 1 if plain else 5

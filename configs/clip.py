@@ -1,9 +1,9 @@
-"""CLIP, trained on with pairs of images and captions of one's own (arXiv:2103.00020).
+"""CLIP, fine-tuned on your pairs of images and captions (arXiv:2103.00020).
 
 Run:    python -m vit_jax.train --config=configs/clip.py:data=FOLDER --workdir=runs/clip
-        FOLDER holds train/*.jpg and val/*.jpg with captions in *.txt beside them
+        FOLDER has train/*.jpg and val/*.jpg, with captions in *.txt beside the images
 Try:    the same with --config=configs/clip.py:quick (3 steps, any machine)
-Result: not run by us; there is no published number for it
+Result: not run by us; no number is published
 """
 
 from ml_collections import ConfigDict
@@ -11,7 +11,7 @@ from ml_collections import ConfigDict
 from configs.common import bicubic_crop, parse_arg, quick, use_captions
 
 ARGUMENTS = dict(model=("B/32", "B/16", "L/14"), data="coco_captions", quick=False)
-# Width, depth, heads, of the text tower; width of the shared space.
+# Width, depth and heads of the text tower; width of the shared space.
 TEXT = {
     "B/32": (512, 12, 8, 512),
     "B/16": (512, 12, 8, 512),
@@ -84,7 +84,7 @@ def get_config(arg: str | None = None) -> ConfigDict:
         warmup_fraction=0.1,
         schedule=dict(name="cosine", end_learning_rate=0.0),
         weight_decay=0.2,
-        # All but gains, biases and the class token, as in OpenCLIP.
+        # All parameters except gains, biases and the class token, as in OpenCLIP.
         weight_decay_mask=(r"/kernel$", r"pos_embedding$", r"text/embedding$"),
         grad_clip_norm=1.0,
     )

@@ -1,4 +1,4 @@
-"""What recipes share: their argument, and the `quick` version of any of them."""
+"""Functions that recipes share, for arguments and `quick` versions."""
 
 import os
 from types import SimpleNamespace
@@ -9,19 +9,21 @@ from vit_jax.errors import UserError
 
 
 def parse_arg(arg: str | None, **arguments: object) -> SimpleNamespace:
-    """Reads the part of --config=file.py:PART behind the colon.
+    """Parses the argument of a recipe, ARG in --config=file.py:ARG.
 
     Args:
-      arg: "model=B/16,dataset=cifar100,quick", or "" or None for all defaults. Commas
-        within brackets belong to a value, as in "train=even_splits(train, 3)[0]".
-      **arguments: name to default. A tuple lists the allowed values, first the default;
-        a bool is a flag, set by its bare name; otherwise the default gives the type.
+      arg: argument, such as "model=B/16,dataset=cifar100,quick"; "" or None for all
+        defaults. Commas within brackets belong to a value, as in
+        "train=even_splits(train, 3)[0]".
+      **arguments: name to default. A tuple lists the allowed values, the default first;
+        a bool is a flag, set by its bare name; any other default has the type of the
+        value.
 
     Returns:
       An object with one attribute for each argument.
 
     Raises:
-      UserError: an unknown name or value; the line names the known ones.
+      UserError: a name or value is unknown; the message lists the known ones.
     """
     values = {
         name: default[0] if isinstance(default, tuple) else default
@@ -34,7 +36,7 @@ def parse_arg(arg: str | None, **arguments: object) -> SimpleNamespace:
             hint = ""
             if "data" in arguments and not equals:
                 hint = (
-                    ". A comma ends a value: a folder that has one in its name is "
+                    ". A comma ends a value: give a folder with a comma in its name by "
                     "--config.data.name=folder --config.data.data_dir=FOLDER"
                 )
             raise UserError(
@@ -48,7 +50,7 @@ def parse_arg(arg: str | None, **arguments: object) -> SimpleNamespace:
 
 
 def _words(arg: str) -> list[str]:
-    """Cuts at the commas that stand outside of brackets."""
+    """Splits an argument at the commas outside of brackets."""
     words, depth = [""], 0
     for letter in arg:
         depth += (letter in "([") - (letter in ")]")
@@ -78,16 +80,17 @@ def _value(name: str, text: str, arguments: dict) -> object:
         ) from None
 
 
-# Of a ViT or hybrid that any machine trains.
+# Sizes of a ViT or hybrid that any machine can train.
 TINY = dict(width=16, depth=2, num_heads=2, mlp_dim=32)
 
 
 def quick(config: ConfigDict, **tiny: object) -> ConfigDict:
-    """Turns a recipe into 3 steps of a tiny model on made data, for any machine.
+    """Changes a recipe to 3 steps of a tiny model on synthetic data, for any machine.
 
     Args:
-      config: of the recipe: patch, head, losses, optimiser and transforms stay.
-      **tiny: keys of a tiny network; of a ViT, hybrid or BiT ResNet they are known.
+      config: config of the recipe, changed in place. Patch size, head, losses,
+        optimiser and transforms stay.
+      **tiny: keys of a tiny network; not needed for a ViT, hybrid or BiT ResNet.
     """
     c, variant = config, config.model.variant
     patch = int(variant.partition("/")[2] or 32)  # Pixels of a token's side.
@@ -99,7 +102,8 @@ def quick(config: ConfigDict, **tiny: object) -> ConfigDict:
     c.mesh = dict(data=-1)
     _drop(c, "log_every_epochs", "eval_every_epochs", "checkpoint_every_epochs")
     if isinstance(c.get("init"), ConfigDict):
-        c.init.checkpoint = ""  # What may be missing is the same in a checkpoint given.
+        # The other keys still apply if a user sets a checkpoint.
+        c.init.checkpoint = ""
     else:
         _drop(c, "init")
     c.update(epochs=0, total_steps=3, batch_size=8, log_every_steps=1)
@@ -114,7 +118,7 @@ def quick(config: ConfigDict, **tiny: object) -> ConfigDict:
 
 
 def _made_captions(c: ConfigDict) -> None:
-    """Sets the made data's names of classes for captions."""
+    """Replaces captions by the class names of the synthetic data."""
     c.data.update(tokenizer="bytes", caption_key="", num_classes=10)
     c.task.text.update(TINY, vocab_size=0)
     _drop(c.task.text, "eos_id")
@@ -122,14 +126,14 @@ def _made_captions(c: ConfigDict) -> None:
 
 
 def _on_made_data(evaluation: str | ConfigDict) -> str | dict:
-    """Returns an evaluation of the same kind on the split that the made data has."""
+    """Returns an evaluation of the same kind on a split of the synthetic data."""
     if isinstance(evaluation, str):
         return "val"
     return dict(kind=evaluation.get("kind", "classification"))
 
 
 def _shorten(optim: ConfigDict) -> None:
-    """Fits the lengths of a schedule to 3 steps."""
+    """Shortens a schedule to 3 steps."""
     units = ("warmup_steps", "warmup_epochs", "warmup_fraction")
     warmup = any(optim.get(unit) for unit in units)
     _drop(optim, *units)
@@ -154,11 +158,11 @@ def _drop(section: ConfigDict, *keys: str) -> None:
 
 
 def cifar10(config: ConfigDict, **model: object) -> None:
-    """Exchanges a recipe's images for CIFAR-10, and its network for a small one.
+    """Replaces a recipe's data set by CIFAR-10, and its network by a small one.
 
     Args:
-      config: of the recipe.
-      **model: keys of a network that a CPU can train; those of a ViT if there are none.
+      config: config of the recipe, changed in place.
+      **model: keys of a network that a CPU can train; by default those of a ViT.
     """
     c = config
     c.batch_size = 256
@@ -166,17 +170,17 @@ def cifar10(config: ConfigDict, **model: object) -> None:
     c.data.eval_transform = ""
     if c.data.num_classes:
         c.data.num_classes = 10
-    for name, stated in c.evals.items():
-        if isinstance(stated, str):
+    for name, each in c.evals.items():
+        if isinstance(each, str):
             c.evals[name] = "test"
         else:
-            stated.update({k: "test" for k in ("split", "test") if k in stated})
+            each.update({k: "test" for k in ("split", "test") if k in each})
     vit = dict(variant="Ti/4", width=192, depth=6, num_heads=6, mlp_dim=384)
     c.model.update(model or vit | dict(dtype="float32", scan=False))
 
 
 def use_captions(data: str, config: ConfigDict) -> None:
-    """Exchanges COCO's captions for a folder of pairs, or another set of TFDS."""
+    """Replaces COCO's captions by a folder of pairs, or by another TFDS data set."""
     if data == "coco_captions":
         return
     config.data.update(name=data, num_examples=0)
@@ -185,18 +189,18 @@ def use_captions(data: str, config: ConfigDict) -> None:
 
 
 def big_vision_crop(short_side: int) -> str:
-    """Returns an `eval_transform`: short side and middle as in Google's big_vision."""
+    """Returns big_vision's `eval_transform`: resize of the short side, central crop."""
     how = f"{short_side}, interpolation='area'"
     return f"resize_small({how}) | central_crop(down=True)"
 
 
 def bicubic_crop(short_side: int) -> str:
-    """Returns an `eval_transform`: a bicubic resize of the short side, then the middle."""
+    """Returns an `eval_transform`: bicubic resize of the short side, central crop."""
     return f"resize_small({short_side}, interpolation='bicubic') | central_crop"
 
 
 JITTER = "flip | color_jitter(0.4, 0.4, 0.2, 0.1, p=0.8) | grayscale(0.2)"
-# What DINO does to its crops.
+# DINO's transforms of crops.
 DINO_TRANSFORMS = dict(
     large_transforms=(
         f"{JITTER} | gaussian_blur(1.0)",
@@ -204,7 +208,8 @@ DINO_TRANSFORMS = dict(
     ),
     small_transform=f"{JITTER} | gaussian_blur(0.5)",
 )
-# DINOv2 and DINOv3 take one minus DINO's probabilities of blur, as do their weights.
+# DINOv2 and DINOv3 use one minus DINO's probabilities of blur; their weights were
+# trained so.
 DINOV2_TASK = dict(
     dino_weight=1.0,
     patch_weight=1.0,
@@ -212,7 +217,7 @@ DINOV2_TASK = dict(
     large_transforms=(JITTER, f"{JITTER} | gaussian_blur(0.9) | solarize(0.2)"),
     small_transform=f"{JITTER} | gaussian_blur(0.5)",
 )
-# The same without flips, so that an anchor's crops have the same patches.
+# DINOv2's transforms without flips, so that the anchor's crops have the same patches.
 GRAM_TRANSFORMS = dict(
     large_transforms=tuple(
         line.removeprefix("flip | ") for line in DINOV2_TASK["large_transforms"]
@@ -222,7 +227,7 @@ GRAM_TRANSFORMS = dict(
 
 
 def small_image_crops(side: int) -> str:
-    """Returns crops of DINO for images of a few dozen pixels."""
+    """Returns DINO's crops for images with sides of a few dozen pixels."""
     return (
         f"multi_crop(small_size={side // 2}, num_small=4, area=(0.5, 1.0), "
         "small_area=(0.2, 0.5))"
@@ -233,13 +238,13 @@ _DINOV2_AREAS = "area=(0.32, 1.0), small_area=(0.05, 0.32)"
 
 
 def dinov2_crops(side: int, patch: int, small: int = 96) -> str:
-    """Returns DINOv2's crops; the side of small ones is the next multiple of the patch."""
+    """Returns DINOv2's crops; sides of small crops are rounded up to whole patches."""
     small = -(-small // patch) * patch
     return f"multi_crop({side}, small_size={small}, num_small=8, {_DINOV2_AREAS})"
 
 
 def crops_of_sizes(sizes: tuple, shares: tuple, num_small: int = 8) -> str:
-    """Returns DINOv2's crops with pairs of sizes, of which each step draws one."""
+    """Returns DINOv2's crops with several pairs of sizes; each step draws one pair."""
     return (
         f"multi_crop(sizes={sizes}, shares={shares}, num_small={num_small}, "
         f"{_DINOV2_AREAS})"
@@ -252,10 +257,11 @@ def dinov2_optim(
     """Returns DINOv2's optimiser.
 
     Args:
-      config: of the recipe, with batch size and variant.
-      rate: peak learning rate for 1,024 images, which grows with their root.
-      layer_decay: see `optim.layer_decay`.
-      **more: schedules.
+      config: config of the recipe, with batch size and variant.
+      rate: peak learning rate for a batch of 1,024 images; it is multiplied by the
+        square root of the batch size / 1,024.
+      layer_decay: value for `optim.layer_decay`.
+      **more: further keys of the optimiser, such as schedules.
     """
     depth = dict(S=12, B=12, L=24, g=40)[config.model.variant[0]]
     token = layer_decay ** (depth + 1) if layer_decay else 1.0
@@ -264,7 +270,7 @@ def dinov2_optim(
         learning_rate=rate * (config.batch_size / 1_024) ** 0.5,
         warmup_ends_at_peak=True,
         weight_decay=0.04,
-        # All but biases, norms and LayerScale.
+        # All parameters except biases, norms and LayerScale.
         weight_decay_mask=(
             r"/kernel$",
             r"(cls|pos_embedding|register_tokens|mask_token|last_layer|gain)$",
@@ -281,7 +287,7 @@ def dinov2_optim(
 
 
 def shrink_dino(config: ConfigDict, scale: int = 1) -> None:
-    """Makes heads and crops of a quick recipe small; `scale` is that of large crops."""
+    """Shrinks heads and crops of a quick recipe; `scale` is that of large crops."""
     side = config.data.image_size[0]
     config.task.update(num_outputs=64, hidden_dim=32, bottleneck_dim=16)
     config.data.train_transform = (

@@ -1,18 +1,19 @@
-"""DeiT: ViT on ImageNet-1k alone, with a teacher or without (arXiv:2012.12877).
+"""DeiT: ViT on ImageNet-1k only, with or without a teacher (arXiv:2012.12877).
 
 Run:    python -m vit_jax.train --config=configs/deit.py:model=S/16 --workdir=gs://.../deit
-        with ,distilled --config.task.teacher=bit:R152x2 or other weights of 1,000 classes;
-        ,soft instead of ,distilled is the soft distillation of the paper's table 3
+        add ,distilled --config.task.teacher=bit:R152x2 (or other weights of 1,000
+        classes) for distillation, and ,soft instead of ,distilled for the soft
+        distillation of the paper's table 3
 Then:   python -m vit_jax.train --config=configs/deit.py:model=S/16,stage=finetune \\
             --config.init=gs://.../deit --workdir=gs://...
 Try:    the same with --config=configs/deit.py:quick (3 steps, any machine)
 Result: not run by us; the authors report 72.2, 79.8 and 81.8 % for Ti, S and B, 83.1 % for
         B at 384, and distilled from RegNetY-16GF 74.5, 81.2 and 83.4 %, 84.5 % at 384
 
-The numbers are those of table 9 and of facebookresearch/deit. Rates change by epochs, as there;
-its option of 10 more epochs at the least rate has no effect, and its fine-tuning runs the
-network in eval mode, that is without stochastic depth.
-`--config.data.repeats=1` leaves out repeated augmentation.
+The numbers are those of table 9 and of facebookresearch/deit. As in that code, rates
+change once per epoch, its option of 10 more epochs at the smallest rate has no effect,
+and fine-tuning runs the network in eval mode, that is without stochastic depth.
+`--config.data.repeats=1` switches repeated augmentation off.
 """
 
 from ml_collections import ConfigDict
@@ -33,7 +34,7 @@ def get_config(arg: str | None = None) -> ConfigDict:
     arg = parse_arg(arg, **ARGUMENTS)
     tuned = arg.stage == "finetune"
     size, resized = (384, 438) if tuned else (224, 256)
-    group = 32 if tuned else 64 if arg.model == "B/16" else 256  # Images of a GPU.
+    group = 32 if tuned else 64 if arg.model == "B/16" else 256  # Images per GPU.
     c = ConfigDict()
     c.seed = 0
     c.epochs = 30 if tuned else 300
@@ -75,7 +76,7 @@ def get_config(arg: str | None = None) -> ConfigDict:
         c.task.label_smoothing = 0.1
         if (
             arg.soft
-        ):  # The code divides by the number of classes too, the paper does not.
+        ):  # The code also divides by the number of classes, the paper does not.
             c.task.update(kind="soft", alpha=0.1, temperature=3.0)
             c.task.mean_over_classes = False
     c.optim = dict(

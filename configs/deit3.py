@@ -1,19 +1,20 @@
-"""DeiT III: ViT on ImageNet-1k by 3-Augment, LAMB and sigmoids (arXiv:2204.07118).
+"""DeiT III: ViT on ImageNet-1k with 3-Augment, LAMB and sigmoids (arXiv:2204.07118).
 
 Run:    python -m vit_jax.train --config=configs/deit3.py:model=B/16 --workdir=gs://.../deit3
 Then:   python -m vit_jax.train --config=configs/deit3.py:model=B/16,stage=finetune \\
-            --config.init=gs://.../deit3 --workdir=gs://...  (B, L and H at 224, after less;
-        S was trained at 224)
+            --config.init=gs://.../deit3 --workdir=gs://...  (B, L and H at 224, after
+        pretraining at smaller sizes; S is pretrained at 224)
 Try:    the same with --config=configs/deit3.py:quick (3 steps, any machine)
 Result: not run by us; the authors report 81.4, 83.8, 84.9 and 85.2 % for S, B, L and H
 
-The numbers are those of facebookresearch/deit's README_revenge.md: 800 epochs, and rates that
-change by epochs. Its binary cross-entropy is a mean over the classes, ours a sum with gradients
-1,000 times as large: LAMB's steps are the same, as epsilon, 1e-8 there, is 1e-5 here, and the
-norm at which Apex's LAMB clips gradients 1,000 for 1. The class token has no position there;
-here it has one, which adds to the token alone and makes the same network. H/14 was trained at
-160, no multiple of its patch: here at 154. Networks of 384 pixels and of ImageNet-21k are not
-here.
+The numbers are those of facebookresearch/deit's README_revenge.md: 800 epochs, and
+rates that change once per epoch. There the binary cross-entropy is a mean over the
+classes; here it is a sum, whose gradients are 1,000 times as large. LAMB's steps are
+the same, since epsilon is 1e-5 instead of 1e-8, and the norm at which Apex's LAMB clips
+gradients is 1,000 instead of 1. Here the class token has a position, which is only
+added to the token, so the network is equivalent to the original. H/14 was trained at
+160, not a multiple of its patch size; here it is trained at 154. Recipes for 384 pixels
+and for ImageNet-21k are not included.
 """
 
 from ml_collections import ConfigDict
@@ -29,7 +30,7 @@ ARGUMENTS = dict(
 SIDES = {"S/16": 224, "B/16": 192, "L/16": 192, "H/14": 154}
 DROP_PATH = {"S/16": 0.05, "B/16": 0.2, "L/16": 0.45, "H/14": 0.6}
 TUNED_DROP_PATH = DROP_PATH | {"H/14": 0.55}
-GROUP = {"S/16": 256, "B/16": 256, "L/16": 64, "H/14": 64}  # Images of a GPU.
+GROUP = {"S/16": 256, "B/16": 256, "L/16": 64, "H/14": 64}  # Images per GPU.
 TUNED_GROUP = {"S/16": 64, "B/16": 64, "L/16": 64, "H/14": 32}
 CROP = "random_resized_crop(area=(0.08, 1.0), interpolation='bicubic') | flip"
 
@@ -78,11 +79,11 @@ def get_config(arg: str | None = None) -> ConfigDict:
     c.optim = dict(
         name="lamb",
         learning_rate=4e-3 if arg.model == "S/16" else 3e-3,
-        eps=1e-5,  # Of gradients of a sum over 1,000 classes.
+        eps=1e-5,  # For gradients of a sum over 1,000 classes.
         grad_clip_norm=1_000.0,
         warmup_epochs=5,
         warmup_learning_rate=1e-6,
-        # Fine-tuning ends with the rate that it begins with.
+        # In fine-tuning, the last rate equals the peak.
         schedule=dict(name="cosine", end_learning_rate=1e-5, includes_warmup=True),
         schedule_by_epochs=True,
         weight_decay=0.05,

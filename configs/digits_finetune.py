@@ -21,7 +21,7 @@ def get_config(arg: str | None = None) -> ConfigDict:
     c.epochs = 20
     c.batch_size = 64
     c.mesh = dict(data=-1)
-    c.init = "?"  # To be stated: the workdir of configs/digits.py.
+    c.init = "?"  # Must be set: the workdir of configs/digits.py.
 
     c.data = dict(
         name="digits",

@@ -1,4 +1,4 @@
-"""Digits and their figures, "0" to "9", told apart without a classifier (SigLIP's loss).
+"""Handwritten digits matched with the texts "0" to "9", without a classifier (SigLIP).
 
 Run:    python -m vit_jax.train --config=configs/digits_names.py --workdir=runs/names
 Then:   python -m vit_jax.predict --model=runs/names --labels=0,1,2,3,4,5,6,7,8,9 IMAGE

@@ -6,10 +6,11 @@ Try:    the same with --config=configs/dino.py:quick (3 steps, any machine)
 Result: not run by us on ImageNet; the authors report for S/16 after 100 epochs 69.3 %
         (k-NN) and 74.0 % (linear), after 300 epochs 73.3 % and 76.0 %
 
-A workdir is a model: the teacher. The last layer of the head does not move in the first
-epoch; unlike the original's, its moments begin meanwhile. `interpolation='fast'` in
-multi_crop takes a quarter of the loader's time. `:data=cifar10` is a network that a CPU
-can train, with crops and temperatures of arXiv:2210.07240's code.
+The model of a workdir is the teacher. The last layer of the head is frozen in the first
+epoch; unlike in the original, the optimiser's moments for it are updated meanwhile.
+`interpolation='fast'` in multi_crop takes a quarter of the loader's time.
+`:data=cifar10` trains a network that fits a CPU, with crops and temperatures of
+arXiv:2210.07240's code.
 """
 
 from ml_collections import ConfigDict
@@ -82,7 +83,7 @@ def get_config(arg: str | None = None) -> ConfigDict:
         schedule=dict(name="cosine", end_learning_rate=1e-6),
         weight_decay=0.04,
         weight_decay_end=0.4,
-        # All parameters of two axes and more: also the class token and the positions.
+        # All parameters with two or more axes, also the class token and the positions.
         weight_decay_mask=(r"/kernel$", r"(cls|pos_embedding|last_layer|gain)$"),
         grad_clip_norm_per_parameter=3.0,
         freeze=(r"head/(last_layer|gain)$",),
@@ -91,7 +92,7 @@ def get_config(arg: str | None = None) -> ConfigDict:
     if arg.epochs > 100:
         c.task.update(teacher_temperature=0.07, teacher_temperature_epochs=30)
         c.task.free_gain = arg.model.startswith("S")
-    c.ema = dict(decay=0.0)  # The teacher is one.
+    c.ema = dict(decay=0.0)  # The teacher already is a moving average.
 
     c.log_every_steps = 50
     c.checkpoint_every_epochs = 1

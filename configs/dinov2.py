@@ -1,16 +1,16 @@
 """DINOv2: ViT without labels (arXiv:2304.07193) on ImageNet-1k, ImageNet-22k or CIFAR-10.
 
 Run:    python -m vit_jax.train --config=configs/dinov2.py:model=L/16 --workdir=gs://...
-        or :model=g/14,length=long, :data=cifar10, :stage=high_resolution (from a run)
+        or :model=g/14,length=long; :data=cifar10; :stage=high_resolution (from a run)
 Try:    the same with --config=configs/dinov2.py:quick (3 steps, any machine)
 Result: not run by us on ImageNet; the authors report for L/16, short, 81.6 % (k-NN) and
         82.9 % (linear), for L/14, long, 82.0 % and 84.5 % (README of the code)
 
-Numbers are those of facebookresearch/dinov2 b8931f7, ssl_default_config.yaml with
-vitl16_short.yaml (short: ImageNet-1k), vitl14.yaml and vitg14.yaml (long: ImageNet-22k); the
-authors distil S and B. The last phase is not published: section 5 and appendix B.2 have 10,000
-steps at 518 pixels, compressed schedules and a smaller rate; a tenth of it and small crops
-that grow too are ours, as is `:data=cifar10`, and draws for the images of one of 256 chips.
+Numbers are those of facebookresearch/dinov2 b8931f7: ssl_default_config.yaml with
+vitl16_short.yaml (ImageNet-1k), vitl14.yaml and vitg14.yaml (long: ImageNet-22k); the
+authors distil S and B. The last stage is not published: section 5 and appendix B.2 have
+10,000 steps at 518 pixels, compressed schedules and a smaller rate. Chosen here: a tenth
+of it, larger small crops, `:data=cifar10`, and draws per images of one of 256 chips.
 """
 
 from ml_collections import ConfigDict
@@ -40,7 +40,7 @@ ARGUMENTS = dict(
 def get_config(arg: str | None = None) -> ConfigDict:
     arg = parse_arg(arg, **ARGUMENTS)
     long, patch = arg.length == "long", int(arg.model.partition("/")[2])
-    group = 12 if long else 8  # The batch of one of 256 chips.
+    group = 12 if long else 8  # Batch size per chip, with 256 chips.
     c = ConfigDict()
     c.seed = 0
     c.total_steps = 625_000 if long else 125_000
@@ -72,10 +72,10 @@ def get_config(arg: str | None = None) -> ConfigDict:
         dtype="bfloat16",
         scan=None,
     )
-    if arg.model == "g/14":  # Not the sizes of ViT's g/14.
+    if arg.model == "g/14":  # Its sizes differ from ViT's g/14.
         c.model.update(activation="swiglu", width=1_536, num_heads=24, mlp_dim=4_096)
         c.model.remat_policy = "full"
-        c.mesh.fsdp = 16  # A chip of 16 GB does not hold its state.
+        c.mesh.fsdp = 16  # The training state does not fit a chip of 16 GB.
     elif arg.model == "L/14" and long:
         c.model.update(activation="swiglu", mlp_dim=2_736, remat_policy="full")
     c.task = dict(
@@ -103,7 +103,7 @@ def get_config(arg: str | None = None) -> ConfigDict:
         weight_decay_end=0.2 if long else 0.4,
         freeze_steps=1_250,
     )
-    c.ema = dict(decay=0.0)  # The teacher is one.
+    c.ema = dict(decay=0.0)  # The teacher already is a moving average.
     c.update(log_every_steps=50, checkpoint_every_steps=3_750)
     if arg.stage == "high_resolution":
         side, part = 37 * patch, 10_000 / c.total_steps

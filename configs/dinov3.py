@@ -1,18 +1,19 @@
-"""DINOv3 on ImageNet-1k, and its Gram anchoring: ViT without labels (arXiv:2508.10104).
+"""DINOv3 with Gram anchoring on ImageNet-1k: ViT without labels (arXiv:2508.10104).
 
 Run:    python -m vit_jax.train --config=configs/dinov3.py:model=L/16 --workdir=gs://...
-        the same with :stage=gram --config.init=WORKDIR, and from there :stage=high_resolution
+        then with :stage=gram --config.init=WORKDIR, and from there :stage=high_resolution
 Try:    the same with --config=configs/dinov3.py:quick (3 steps, any machine)
-Result: not run by us; the README of the code has 82.0 % (k-NN), 83.5 % (linear) for L/16
+Result: not run by us; the authors report 82.0 % (k-NN), 83.5 % (linear) for L/16
 
-Numbers are those of facebookresearch/dinov3 6876159, vitl_im1k_lin834.yaml. `:schedule=constant`
-has the schedules of dinov3_vit7b16_pretrain.yaml: rate, momentum and decay are constant after a
-warmup of a tenth, without its end point. `:stage=gram` (dinov3_vit7b16_gram_anchor.yaml) continues
-a run: the anchor, at first its teacher, gets the same crops at twice the size;
-`:stage=high_resolution` (dinov3_vit7b16_high_res_adapt.yaml) continues that: each step draws one of
-five pairs of sizes. Ours: crops, networks of the first run; 30,000 steps of `gram`, there until
-dense features are best; small crops of 160 for 168, a linear warmup and evaluation at 512 in the
-last; draws for 8 images in a row (33 % of a masked crop, there 30).
+Numbers are those of facebookresearch/dinov3 6876159: vitl_im1k_lin834.yaml; for
+`:schedule=constant` dinov3_vit7b16_pretrain.yaml (rate, momentum and decay are constant
+after a warmup of a tenth, without its end point); for `:stage=gram`
+dinov3_vit7b16_gram_anchor.yaml (continues a run; an anchor, at first its teacher, gets
+the same crops at twice the size); for `:stage=high_resolution`
+dinov3_vit7b16_high_res_adapt.yaml (each step draws one of five pairs of sizes). Choices
+of this project: crops and networks of the first stage; 30,000 steps of `gram` (in the
+original until dense features are best); small crops of 160, not 168, a linear warmup and
+evaluation at 512 in the last stage; draws per 8 images (33 % of a masked crop, not 30).
 """
 
 from ml_collections import ConfigDict
@@ -83,8 +84,7 @@ def get_config(arg: str | None = None) -> ConfigDict:
         teacher_temperature_steps=37_500,
         **DINOV2_TASK,
     )
-    # The files have rates for 64 images, four times below those for 1,024.
-    c.optim = dinov2_optim(
+    c.optim = dinov2_optim(  # The files have rates for 64 images: 1,024 need 4 times.
         c,
         rate=4 * dict(pretrain=1e-3, gram=3e-5, high_resolution=1.25e-5)[arg.stage],
         layer_decay=0.98 if gram else 0.9,
@@ -95,7 +95,7 @@ def get_config(arg: str | None = None) -> ConfigDict:
     )
     c.optim.weight_decay_mask = (r"/kernel$", r"(cls|mask_token|last_layer)$")
     c.optim.freeze = (r"head/last_layer$",)
-    c.ema = dict(decay=0.0)  # The teacher is one.
+    c.ema = dict(decay=0.0)  # The teacher already is a moving average.
     c.update(log_every_steps=50, checkpoint_every_steps=3_750)
     if arg.schedule == "constant" or gram:
         c.optim.schedule = dict(name="constant")

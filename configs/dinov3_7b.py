@@ -1,14 +1,14 @@
-"""DINOv3's largest network, ViT-7B/16, without labels (arXiv:2508.10104): the first stage.
+"""DINOv3's largest network, ViT-7B/16, without labels: first stage (arXiv:2508.10104).
 
 Run:    python -m vit_jax.train --config=configs/dinov3_7b.py --workdir=gs://... \\
             --config.data.name=YOURS
 Try:    the same with --config=configs/dinov3_7b.py:quick (3 steps, any machine)
 Result: not run by us
 
-Numbers are those of facebookresearch/dinov3 6876159, dinov3_vit7b16_pretrain.yaml, and 256 GPUs of
-16 images. LVD-1689M is not public: give the name of your set. Queries, keys and values have biases
-here, there none; a tenth of the batches there are images of ImageNet-1k only. The stages after it
-are in dinov3.py.
+Numbers are those of facebookresearch/dinov3 6876159, dinov3_vit7b16_pretrain.yaml, with
+256 GPUs of 16 images each. LVD-1689M is not public: give the name of your data set. Two
+things differ: here queries, keys and values have biases, and in the original a tenth of
+the batches have images of ImageNet-1k only. dinov3.py has the later stages.
 """
 
 from ml_collections import ConfigDict
@@ -29,7 +29,7 @@ ARGUMENTS = dict(quick=False)
 
 def get_config(arg: str | None = None) -> ConfigDict:
     arg = parse_arg(arg, **ARGUMENTS)
-    group = 16  # The batch of a GPU.
+    group = 16  # Batch size per GPU.
     c = ConfigDict()
     c.seed = 0
     c.total_steps = 1_000_000
@@ -51,7 +51,7 @@ def get_config(arg: str | None = None) -> ConfigDict:
     )
 
     c.model = dict(
-        variant="g/16",  # With other sizes.
+        variant="g/16",  # The keys below replace its sizes.
         width=4_096,
         depth=40,
         num_heads=32,
@@ -107,7 +107,7 @@ def get_config(arg: str | None = None) -> ConfigDict:
     c.optim.update(b2=0.99, warmup_ends_at_peak=False, grad_clip_norm_per_part=30.0)
     c.optim.weight_decay_mask = (r"/kernel$", r"(cls|mask_token|last_layer)$")
     c.optim.freeze = (r"head/last_layer$",)
-    c.ema = dict(decay=0.0)  # The teacher is one.
+    c.ema = dict(decay=0.0)  # The teacher already is a moving average.
 
     c.log_every_steps = 50
     c.eval_every_steps = 10_000

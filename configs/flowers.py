@@ -1,8 +1,8 @@
 """A ViT from scratch, or fine-tuned, on a folder of photographs.
 
 Data:   DIR/train/<class>/... and DIR/val/<class>/... (or test/): JPEG, PNG, WebP, ...;
-        the classes are the sorted folder names. For another folder than tf_flowers set
-        --config.data.num_classes to the number of yours.
+        the classes are the sorted folder names. For any data but tf_flowers, set
+        --config.data.num_classes to the number of classes.
 Run:    python -m vit_jax.train --config=configs/flowers.py \
             --config.data.data_dir=DIR --workdir=runs/flowers
 Result: 71.7 % top-1 on 736 photographs of tf_flowers, minutes on 2 CPU cores
@@ -33,7 +33,7 @@ def get_config(arg: str | None = None) -> ConfigDict:
         train_transform="random_resized_crop(area=(0.3, 1.0)) | flip | mixup(0.2)",
         eval_transform="resize_small(72) | central_crop",
     )
-    c.evals = dict(val="")  # The folder val, or else validation or test.
+    c.evals = dict(val="")  # The folder val, validation or test, whichever exists.
 
     c.model = dict(
         variant="Ti/8",

@@ -1,14 +1,14 @@
-"""DeiT-Ti/16, published weights, fine-tuned on a folder of photographs at 224.
+"""Published weights of DeiT-Ti/16, fine-tuned on a folder of photographs at 224.
 
-Data:   as configs/flowers.py: DIR/train/<class>/..., DIR/val/<class>/... (or test/)
+Data:   as for configs/flowers.py: DIR/train/<class>/..., DIR/val/<class>/... (or test/)
 Run:    python -m vit_jax.train --config=configs/flowers_finetune.py \
             --config.data.data_dir=DIR --workdir=runs/flowers_finetune
-        :lora trains low-rank updates and the classifier only (arXiv:2106.09685)
+        :lora trains only low-rank updates and the classifier (arXiv:2106.09685)
 Result: 92.80 % top-1 on 736 photographs of tf_flowers, on 2 CPU cores; measured with
         --config.data.eval_transform="resize_small(256) | central_crop", bilinear
 
-The weights (arXiv:2012.12877, 22 MB) are fetched from their mirrors and kept; a file
-that is at hand is used by --config.init=FILE. GELU and normalisation are those of DeiT.
+The weights (arXiv:2012.12877, 22 MB) are downloaded from a mirror and cached;
+--config.init=FILE uses a local file. GELU and normalisation are those of DeiT.
 """
 
 from ml_collections import ConfigDict
@@ -38,7 +38,7 @@ def get_config(arg: str | None = None) -> ConfigDict:
         train_transform="random_resized_crop(area=(0.3, 1.0)) | flip",
         eval_transform=bicubic_crop(256),
     )
-    c.evals = dict(val="")  # The folder val, or else validation or test.
+    c.evals = dict(val="")  # The folder val, validation or test, whichever exists.
 
     c.model = dict(variant="Ti/16", pool="token", activation="gelu")
     c.optim = dict(

@@ -2,12 +2,13 @@
 
 Run:    python -m vit_jax.train --config=configs/gsam.py --workdir=gs://.../gsam
 Try:    the same with --config=configs/gsam.py:quick (3 steps, any machine)
-Result: not run by us; for B/32 the authors report 5.4 points of top-1 more than with AdamW,
-        and 3.2 more than with SAM
+Result: not run by us; for B/32 the authors report 5.4 points more than with AdamW, and
+        3.2 points more than with SAM (top-1)
 
-The numbers are those of big_vision's proj/gsam/vit_i1k_gsam_no_aug.py. There each device
-climbs with the gradient of its own images: `--config.optim.sam_batch_size=64` does so for 64.
-SAM (arXiv:2010.01412) is `gsam_alpha=0` and `sam_rho_end=0`.
+The numbers are those of big_vision's proj/gsam/vit_i1k_gsam_no_aug.py. There each
+device computes the ascent step from the gradient of its images only;
+`sam_batch_size=64` does the same per 64 images (--config.optim.sam_batch_size=64). For
+SAM (arXiv:2010.01412) set `gsam_alpha=0` and `sam_rho_end=0`.
 """
 
 from ml_collections import ConfigDict
@@ -48,12 +49,12 @@ def get_config(arg: str | None = None) -> ConfigDict:
         learning_rate=3e-3,
         warmup_steps=10_000,
         schedule=dict(name="linear", end_learning_rate=3e-5),
-        weight_decay=1 / 3,  # Theirs is 0.001, not multiplied by the rate.
+        weight_decay=1 / 3,  # In the original 0.001, not multiplied by the rate.
         grad_clip_norm=1.0,
         sam_rho=0.6,
         sam_rho_end=0.1,
         sam_adaptive="none",
-        sam_batch_size=0,  # Images that climb together; 0: the batch.
+        sam_batch_size=0,  # Images per ascent step; 0 is the whole batch.
         gsam_alpha=0.6,
         gsam_minimize="robust",
     )

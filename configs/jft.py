@@ -1,15 +1,15 @@
-"""ViTs, hybrids and ResNets on JFT-300M or a set like it (arXiv:2010.11929, table 3).
+"""ViTs, hybrids and ResNets on JFT-300M or a similar set (arXiv:2010.11929, table 3).
 
 Run:    python -m vit_jax.train --config=configs/jft.py:model=L/16 --workdir=gs://... \\
             --config.data.name=YOURS --config.data.num_classes=...
 Try:    the same with --config=configs/jft.py:model=L/16,quick (3 steps, any machine)
-Result: not run by us; the paper's results are those after transfer (its table 6)
+Result: not run by us; the paper reports results after transfer only (its table 6)
 
-JFT-300M is not public: give the name of your set, and `--config.data.split=` and
-`--config.evals.val=` where its splits have other names. The paper does not state the
-loss and the last rate on JFT: they are those of ImageNet-21k, see b16_i21k.py.
-`:schedule=rsqrt` is that of Scaling Vision Transformers (arXiv:2106.04560), by big_vision's
-train_vit_g.py: a run can be extended from any step before its cooldown.
+JFT-300M is not public: give the name of your data set, and set `--config.data.split=`
+and `--config.evals.val=` if its splits have other names. The paper does not give the
+loss and the last rate on JFT: here they are those of ImageNet-21k, see b16_i21k.py.
+`:schedule=rsqrt` is the schedule of Scaling Vision Transformers (arXiv:2106.04560) in
+big_vision's train_vit_g.py: a run can be extended from any step before its cooldown.
 """
 
 from ml_collections import ConfigDict
@@ -62,7 +62,7 @@ def get_config(arg: str | None = None) -> ConfigDict:
         head_bias_init=-10.0,
         dtype="bfloat16",
     )
-    if "/" in c.model.variant:  # ResNets have one linear layer for a head.
+    if "/" in c.model.variant:  # The head of ResNets is one linear layer.
         c.model.update(
             pool="token",
             representation_layer=True,

@@ -3,13 +3,13 @@
 Run:    python -m vit_jax.train --config=configs/mae.py:model=L/16 --workdir=gs://.../mae
 Then:   python -m vit_jax.train --config=configs/mae.py:model=L/16,stage=finetune \\
             --config.init.checkpoint=gs://.../mae --workdir=gs://...
-        or ,stage=linear for a linear probe; weights of facebookresearch/mae will do too
+        or ,stage=linear for a linear probe; weights of facebookresearch/mae work too
 Try:    the same with --config=configs/mae.py:quick (3 steps, any machine)
 Result: not run by us; the authors report after 1,600 epochs 83.6 % fine-tuned and 68.0 %
         linear for B/16, 85.9 and 75.8 for L/16, 86.9 and 76.6 for H/14
 
-The numbers are those of tables 8 to 10, and of facebookresearch/mae where it differs.
-`:data=cifar10` is a network that a CPU can train.
+The numbers are those of tables 8 to 10, or of facebookresearch/mae if they differ.
+`:data=cifar10` trains a network that fits a CPU.
 """
 
 from ml_collections import ConfigDict
@@ -20,7 +20,7 @@ ARGUMENTS = dict(
     model=("B/16", "L/16", "H/14"),
     data=("imagenet", "cifar10"),
     stage=("pretrain", "finetune", "linear"),
-    epochs=(1600, 800),  # Of pretraining.
+    epochs=(1600, 800),  # For pretraining.
     quick=False,
 )
 CROP = "random_resized_crop(area={}, interpolation='bicubic')"
@@ -88,7 +88,7 @@ def pretrain(c: ConfigDict, arg) -> None:
 def finetune(c: ConfigDict, arg) -> None:
     large = arg.model != "B/16"
     c.epochs = 50 if large else 100
-    # The last norm is new, and after the pooling.
+    # The last norm is new, because it comes after the pooling.
     c.init = dict(checkpoint="?", allow_mismatch=(r"encoder_norm/", r"fc_norm/"))
     c.data.train_transform = (
         f"{CROP.format((0.08, 1.0))} | timm_randaugment | flip "

@@ -9,9 +9,10 @@ Try:    the same with --config=configs/masked_patch.py:quick (3 steps, any machi
 Result: not run by us; the paper reports 79.9 % on ImageNet-1k at 384 px after JFT, against
         77.9 % from scratch
 
-JFT-300M is not public: give the name of your set. The paper adds that gains shrink after
-100k steps, and that ImageNet alone gives similar ones: with ImageNet the run has so many
-steps. It states no weight decay. `:data=cifar10` is a network that a CPU can train.
+JFT-300M is not public: give the name of your data set. The paper adds that gains shrink
+after 100k steps, and that ImageNet gives similar gains: with ImageNet the run has 100k
+steps. The paper mentions no weight decay. `:data=cifar10` trains a network that fits a
+CPU.
 """
 
 from ml_collections import ConfigDict
@@ -40,7 +41,7 @@ def get_config(arg: str | None = None) -> ConfigDict:
         split="train",
         num_classes=0,
         image_size=(224, 224),
-        mean=(0.5,),  # As the paper's other runs.
+        mean=(0.5,),  # As in the paper's other runs.
         std=(0.5,),
         train_transform="inception_crop | flip",
         eval_transform=big_vision_crop(256),

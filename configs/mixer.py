@@ -5,10 +5,10 @@ Run:    python -m vit_jax.train --config=configs/mixer.py --workdir=gs://.../mix
 Try:    the same with --config=configs/mixer.py:quick (3 steps, any machine)
 Result: not run by us; the authors report 76.44 % for B/16 and 71.76 % for L/16
 
-The numbers are those of the paper's table 4 and, where it says nothing (loss, last rate,
-operations of RandAugment), of big_vision's mlp_mixer_i1k.py, whose B/16 has 76.3 %. There
-stochastic depth does not scale up what it keeps. `:data=cifar10` is a network that a CPU can
-train, with a softmax.
+The numbers are those of the paper's table 4. Loss, last rate and operations of
+RandAugment, which it does not give, are those of big_vision's mlp_mixer_i1k.py, whose
+B/16 reaches 76.3 %. There stochastic depth does not scale up the branches that it
+keeps. `:data=cifar10` trains a network that fits a CPU, with a softmax.
 """
 
 from ml_collections import ConfigDict
@@ -36,7 +36,7 @@ def get_config(arg: str | None = None) -> ConfigDict:
         num_examples=1_281_167,
         num_classes=1_000,
         image_size=(224, 224),
-        mean=(0.5,),  # As Google's files of weights.
+        mean=(0.5,),  # As in Google's files of weights.
         std=(0.5,),
         train_transform="inception_crop | randaugment(2, 15) | flip | mixup(0.5)",
         eval_transform=big_vision_crop(256),

@@ -1,24 +1,25 @@
-"""Semantic segmentation: a ViT fine-tuned on ADE20K and others, or a linear head on it.
+"""Semantic segmentation: ViT fine-tuned on ADE20K and others, or with a linear head.
 
 Run:    python -m vit_jax.train --config=configs/segmentation.py --workdir=DIR \\
             --config.init=CHECKPOINT --config.data.data_dir=ADEChallengeData2016
-        :head=linear trains a BatchNorm and a linear layer alone, as DINOv2's probes;
-        :data=voc, cityscapes or pets (TFDS's oxford_iiit_pet) reads another set.
+        :head=linear trains only a BatchNorm and a linear layer, as in DINOv2's probes;
+        :data=voc, cityscapes or pets (TFDS's oxford_iiit_pet) uses another data set.
 Try:    the same with --config=configs/segmentation.py:quick (3 steps, any machine)
 Result: not run by us
 
-Batch, steps, rates, crops and windows are those of mmsegmentation's MAE on ADE20K
-(configs/mae/mae-base_upernet_8xb2-amp-160k_ade20k-512x512.py, with UperNet, for which the
-pyramid of ViTDet stands here), and for the linear head those of its training in
-facebookresearch/dinov2, whose patches of 14 pixels need model=S/14 or another, at 518
-pixels; windows overlap by half, and for the linear head by a third. The short side is
-resized to 256 to 1,024 pixels in training and to 512 in evaluation
-(configs/_base_/datasets/ade20k.py and pascal_voc12.py); that of Cityscapes to 512 to 2,048,
-in crops of 512x1,024, and to its own 1,024 (cityscapes.py).
+Batch size, steps, rates, crops and windows are those of mmsegmentation's MAE on ADE20K
+(configs/mae/mae-base_upernet_8xb2-amp-160k_ade20k-512x512.py; here the pyramid of
+ViTDet replaces UperNet). For the linear head they are those of facebookresearch/dinov2,
+whose patches of 14 pixels need model=S/14, B/14 or L/14, at 518 pixels. Windows overlap
+by half, or by a third for the linear head. The short side of images is resized to 256
+to 1,024 pixels in training and to 512 in evaluation (configs/_base_/datasets/ade20k.py
+and pascal_voc12.py). For Cityscapes it is resized to 512 to 2,048 pixels, with crops of
+512x1,024, and stays 1,024 in evaluation (cityscapes.py).
 
-There, images are flipped before they are padded; here after it, so half of the padding beside
-an image is on its left: a sixth of the crops of 4:3 photographs has some, of Cityscapes none.
-Images that shrink are antialiased here, and not by OpenCV's bilinear filter there.
+In mmsegmentation, images are flipped before they are padded; here afterwards, so that
+half of the padding is on the left of an image. It concerns a sixth of the crops of 4:3
+photographs, and no crop of Cityscapes. Images that shrink are antialiased here, while
+OpenCV's bilinear filter in mmsegmentation does not antialias.
 """
 
 from ml_collections import ConfigDict
@@ -66,7 +67,7 @@ def get_config(arg: str | None = None) -> ConfigDict:
 
     side = 512 if arg.model.endswith("/16") else 518
     street = arg.data == "cityscapes"
-    scale = (1.0, 4.0) if street else (0.5, 2.0)  # Of the short side by that of a crop.
+    scale = (1.0, 4.0) if street else (0.5, 2.0)  # Short side / side of a crop.
     c.data = dict(
         split="train",
         ignore_label=255,

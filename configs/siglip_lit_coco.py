@@ -4,11 +4,11 @@ Run:    python -m vit_jax.train --config=configs/siglip_lit_coco.py --workdir=gs
 Try:    the same with --config=configs/siglip_lit_coco.py:quick (3 steps, any machine)
 Result: not run by us; big_vision reports 20.7 % zero-shot on ImageNet and 47.2 % and
         32.1 % retrieval on COCO's test split for an older run: B/16 and a pretrained BERT,
-        softmax, 4,096 pairs a step
+        softmax, 4,096 pairs per step
 
-Own pairs: data=FOLDER of train/*.jpg and val/*.jpg with *.txt beside them. Numbers are
-those of big_vision's siglip_lit_coco.py; the text tower here begins from scratch, and L/16
-and B/32 from other weights of AugReg.
+For your pairs set data=FOLDER, with train/*.jpg and val/*.jpg, and *.txt beside the
+images. Numbers are those of big_vision's siglip_lit_coco.py; here the text tower is
+trained from scratch, and L/16 and B/32 start from other weights of AugReg.
 """
 
 from ml_collections import ConfigDict
@@ -58,7 +58,7 @@ def get_config(arg: str | None = None) -> ConfigDict:
         learning_rate=1e-3,
         warmup_fraction=0.03,
         schedule=dict(name="cosine", end_learning_rate=0.0),
-        weight_decay=10.0,  # Theirs is 0.01, not multiplied by the rate.
+        weight_decay=10.0,  # In the original 0.01, not multiplied by the rate.
         grad_clip_norm=1.0,
         freeze=(r"^network/",),
     )

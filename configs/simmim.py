@@ -6,8 +6,9 @@ Then:   python -m vit_jax.train --config=configs/simmim.py:stage=finetune \\
 Try:    the same with --config=configs/simmim.py:quick (3 steps, any machine)
 Result: not run by us; the authors report 83.8 % for B/16, 84.0 % for Swin-B, fine-tuned
 
-Their B/16 has a shared relative bias and LayerScale, as `:relative_bias` has; by default it has
-learned positions here. Their rates lag by a step, and fine-tuning begins and ends at 1e-6 in all layers, here at that times their decay.
+The authors' B/16 has a shared relative bias and LayerScale, as with `:relative_bias`;
+here it has learned positions by default. The authors' rates lag by one step, and begin
+and end at 1e-6 in all layers in fine-tuning; here the layer decay multiplies this rate.
 """
 
 from ml_collections import ConfigDict
@@ -18,7 +19,7 @@ ARGUMENTS = dict(
     model=("B/16", "L/16", "Swin-B", "Swin-L"),
     data=("imagenet", "cifar10"),
     stage=("pretrain", "finetune"),
-    epochs=(800, 100),  # Of pretraining.
+    epochs=(800, 100),  # For pretraining.
     relative_bias=False,
     quick=False,
 )
@@ -97,7 +98,7 @@ def pretrain(c: ConfigDict, arg, is_swin: bool) -> None:
         base_learning_rate=rate / 2,
         warmup_epochs=10,
         warmup_learning_rate=rate / 200 * c.batch_size / 512,
-        # Their list of exceptions names Swin's bias tables wrongly, and misses them.
+        # The authors' list of exceptions misspells Swin's bias tables, so they decay.
         weight_decay_mask=(r"/kernel$", r"bias_table$" if is_swin else r"mask_token$"),
     )
     if arg.epochs == 800:  # A tenth of the rate after 700 epochs.
@@ -108,7 +109,7 @@ def pretrain(c: ConfigDict, arg, is_swin: bool) -> None:
 
 def finetune(c: ConfigDict, arg, is_swin: bool) -> None:
     c.epochs = 100
-    # The last norm is new, and after the pooling.
+    # The last norm is new, because it comes after the pooling.
     last = (r"encoder_norm/", r"fc_norm/")
     c.init = dict(checkpoint="?", allow_mismatch=() if is_swin else last)
     c.data.train_transform = (

@@ -3,14 +3,14 @@
 Run:    python -m vit_jax.train --config=configs/swin.py:model=T --workdir=gs://.../swin
         python -m vit_jax.train --config=configs/swin.py:data=flowers \\
             --config.data.data_dir=DIR --workdir=runs/swin
-        with ,stage=finetune --config.init=WEIGHTS it goes on from weights, as timm's
+        add ,stage=finetune --config.init=WEIGHTS to start from weights, such as timm's
 Try:    the same with --config=configs/swin.py:quick (3 steps, any machine)
 Result: on ImageNet-1k not run by us; the authors report 81.3, 83.0 and 83.5 % for T, S and
         B at 224 (arXiv:2103.14030), 81.8, 83.7 and 84.2 for V2 with windows of 8 at 256
 
-The numbers are those of both papers and of microsoft/Swin-Transformer, whose rates lag by a
-step. V2 learns ImageNet-21k at 192 with windows of 12, and from there ImageNet-1k at 256 with
-windows of 16.
+The numbers are those of both papers and of microsoft/Swin-Transformer, whose rates lag
+by one step. V2 is pretrained on ImageNet-21k at 192 with windows of 12, then fine-tuned
+on ImageNet-1k at 256 with windows of 16.
 """
 
 from ml_collections import ConfigDict
@@ -24,7 +24,7 @@ ARGUMENTS = dict(
     quick=False,
 )
 DROP_PATH = {"T": 0.2, "S": 0.3, "B": 0.5, "L": 0.2}
-WIDE_DROP_PATH = {"T": 0.1, "S": 0.2, "B": 0.2, "L": 0.2}  # From and on ImageNet-21k.
+WIDE_DROP_PATH = {"T": 0.1, "S": 0.2, "B": 0.2, "L": 0.2}  # ImageNet-21k, fine-tuning.
 CROP = "random_resized_crop(area=(0.08, 1.0), interpolation='bicubic')"
 
 
@@ -61,7 +61,7 @@ def get_config(arg: str | None = None) -> ConfigDict:
         patch_size=4,
         mlp_ratio=4.0,
         drop_path_rate=(WIDE_DROP_PATH if wide or tuned else DROP_PATH)[size],
-        # A new head for other classes begins with zeros there (utils.py, line 120).
+        # As in the original, a new head for other classes is zero (utils.py, line 120).
         init="google" if tuned else "timm",
         dtype="bfloat16",
     )
@@ -76,7 +76,7 @@ def get_config(arg: str | None = None) -> ConfigDict:
         warmup_epochs=5 if tuned or wide else 20,
         schedule=dict(name="cosine"),
         weight_decay=1e-8 if tuned else 0.1 if wide and v2 else 0.05,
-        # All but norms, biases, bias tables, and V2's bias network and scales.
+        # All except norms, biases, bias tables, and V2's bias network and scales.
         weight_decay_mask=(r"(embedding|qkv|proj|Dense_\d|merge|head)/kernel$",),
         grad_clip_norm=5.0,
     )
@@ -98,7 +98,7 @@ def get_config(arg: str | None = None) -> ConfigDict:
 
 
 def flowers(c: ConfigDict, tuned: bool) -> None:
-    """Exchanges the images for a folder, and the network for one that a CPU can train."""
+    """Replaces the data by a folder, and the network by one that a CPU can train."""
     c.epochs = 10 if tuned else 30
     c.batch_size = 64
     c.data.update(
@@ -110,7 +110,7 @@ def flowers(c: ConfigDict, tuned: bool) -> None:
         train_transform="random_resized_crop(area=(0.3, 1.0)) | flip | mixup(0.2)",
         eval_transform="resize_small(72) | central_crop",
     )
-    c.evals = dict(val="")  # The folder val, or else validation or test.
+    c.evals = dict(val="")  # The folder val, validation or test, whichever exists.
     c.model.update(
         width=48,
         stage_depths=(2, 2, 4),

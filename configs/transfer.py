@@ -3,22 +3,23 @@
 Run:    python -m vit_jax.train --workdir=gs://... --config.init=CHECKPOINT \\
             --config=configs/transfer.py:model=B/16,dataset=cifar100
 Sweep:  python -m vit_jax.transfer --model=CHECKPOINT --dataset=cifar100, which also
-        trains and tests thrice at the best rate; or by hand the above with
-        ,dev,rate=R: dev evaluates on a part of train that it holds out
+        trains and tests three times at the best rate. By hand: add ,dev,rate=R to the
+        first command; dev evaluates on a held-out part of train
 Try:    the same with ,quick (3 steps, any machine, no checkpoint)
 Result: not run by us; the paper's B/16 from ImageNet-21k reaches 91.67 % on CIFAR-100
 
-Steps, rates and splits of table 4 are in `vit_jax.tools.sweeps.recipes`, which the command
-`transfer` reads too.
-`init` is to be filled in: a workdir, or a published .npz. The resolution is 384, or 518
-for H/14, whose patches do not divide 384; table 2 has 512 for L/16 on ImageNet
-(`resolution=512`). Above 384 on ImageNet the parameters are averaged, as in table 2.
-Resizes have the filter of Google's code; weights of others have theirs in `transfer`.
-The paper names no augmentation and no warmup. `protocol=paper`: images are resized and
-cropped at the ratio of 448 to 384, as in the authors' VTAB code, and the rate starts at its
-peak. `protocol=code` is google-research/vision_transformer: inception crop, 500 steps of
-warmup, momentum in bfloat16 (rounded by up to 0.2 % in each step). It has no Pets and
-Flowers; their warmup of 100 is big_vision's. Both codes train on the part of `dev`.
+Steps, rates and splits of table 4 are in `vit_jax.tools.sweeps.recipes`, which the
+command `transfer` reads too. `init` must be set: a workdir, or a published .npz. The
+resolution is 384, or 518 for H/14, whose patches do not divide 384; table 2 uses 512
+for L/16 on ImageNet (`resolution=512`). Above 384 on ImageNet the parameters are
+averaged, as in table 2. Resizes use the filter of Google's code; the command `transfer`
+uses the filter of other authors for their weights. The paper mentions neither
+augmentation nor warmup. With `protocol=paper`, images are resized and cropped at the
+ratio of 448 to 384, as in the authors' VTAB code, and the rate starts at its peak.
+`protocol=code` is google-research/vision_transformer: inception crop, 500 steps of
+warmup, momentum in bfloat16 (rounded by up to 0.2 % in each step). It has no recipe for
+Pets and Flowers, whose warmup of 100 steps is big_vision's. Both codes train on the
+part of `dev`.
 """
 
 from ml_collections import ConfigDict
@@ -30,8 +31,8 @@ ARGUMENTS = dict(
     model=("B/16", "B/32", "L/16", "L/32", "H/14"),
     dataset=tuple(recipes.TABLE_4),
     protocol=("paper", "code"),
-    rate=0.0,  # 0: the third of the sweep.
-    resolution=0,  # 0: 384, or 518 for H/14.
+    rate=0.0,  # 0 is the third rate of the sweep.
+    resolution=0,  # 0 is 384, or 518 for H/14.
     dev=False,
     quick=False,
 )

@@ -1,19 +1,20 @@
-"""ViT-5: ViT on ImageNet-1k with the parts of language models (arXiv:2602.08071).
+"""ViT-5: ViT on ImageNet-1k with components of language models (arXiv:2602.08071).
 
 Run:    python -m vit_jax.train --config=configs/vit5.py:model=B/16 --workdir=gs://.../vit5
 Then:   python -m vit_jax.train --config=configs/vit5.py:model=B/16,stage=finetune \\
-            --config.init=gs://.../vit5 --workdir=gs://...  (B and L at 224, after 192; S was
-        trained at 224)
+            --config.init=gs://.../vit5 --workdir=gs://...  (B and L at 224, after
+        pretraining at 192; S is pretrained at 224)
 Try:    the same with --config=configs/vit5.py:quick (3 steps, any machine)
 Result: not run by us; the authors report 82.2, 84.2 and 84.9 % for S, B and L at 224
 
-RMSNorm, also of queries and keys, LayerScale, learned and rotary positions and four
-registers. The numbers are those of wangf3014/ViT-5 (its README, models_vit5.py and the
-defaults of main.py, read in November 2026). Three things differ here: there query, key
-and value have no bias, registers are rotated too, by a 2x2 grid of their own, and the
-binary cross-entropy is a mean over the classes, ours a sum with gradients 1,000 times as
-large: LAMB's steps are the same, as epsilon, 1e-8 there, is 1e-5 here, and the norm at which
-Apex's LAMB clips gradients 1,000 for 1. Rates change by epochs.
+The network has RMSNorm, also for queries and keys, LayerScale, learned and rotary
+positions and four registers. The numbers are those of wangf3014/ViT-5 (its README,
+models_vit5.py and the defaults of main.py, read in November 2026). Three things differ:
+in the original, queries, keys and values have no biases; registers are rotated too, by
+a separate 2x2 grid; and the binary cross-entropy is a mean over the classes. Here it is
+a sum, whose gradients are 1,000 times as large. LAMB's steps are the same, since
+epsilon is 1e-5 instead of 1e-8, and the norm at which Apex's LAMB clips gradients is
+1,000 instead of 1. Rates change once per epoch.
 """
 
 from ml_collections import ConfigDict
@@ -81,7 +82,7 @@ def get_config(arg: str | None = None) -> ConfigDict:
         learning_rate=1e-5,
         warmup_epochs=5,
         warmup_learning_rate=1e-6,
-        # Fine-tuning ends with the rate that it begins with.
+        # In fine-tuning, the last rate equals the peak.
         schedule=dict(name="cosine", end_learning_rate=1e-5, includes_warmup=True),
         schedule_by_epochs=True,
         weight_decay=0.1,
@@ -97,7 +98,7 @@ def get_config(arg: str | None = None) -> ConfigDict:
         c.task = dict(loss="sigmoid", target_threshold=0.0)
         rate = 4e-3 if arg.model == "S/16" else 3e-3
         c.optim.update(name="lamb", learning_rate=rate, weight_decay=0.05)
-        # Of gradients of a sum over 1,000 classes.
+        # For gradients of a sum over 1,000 classes.
         c.optim.update(eps=1e-5, grad_clip_norm=1_000.0)
 
     c.log_every_steps = 50

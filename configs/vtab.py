@@ -3,14 +3,15 @@
 Run:    python -m vit_jax.train --workdir=gs://... --config.init=CHECKPOINT \\
             --config=configs/vtab.py:model=B/16,task=caltech101
 All:    python -m vit_jax.transfer --model=CHECKPOINT --dataset=vtab, which runs the 19
-        tasks with three seeds each and takes the means
+        tasks with three seeds each and reports the means
 Try:    the same with ,quick (3 steps, any machine, no checkpoint)
-Result: not run by us; the paper's B/16 is not among those of its table 9, whose H/14
-        from JFT reaches 77.63 % on average
+Result: not run by us; the paper's table 9 does not include B/16; H/14 from JFT reaches
+        77.63 % on average
 
-1,000 images are trained on; the rate of table 4 is stated without a sweep. Warmup,
-each task's transforms, the filter of resizes and momentum in bfloat16 are those of the
-authors' VTAB code; weights of others have their filter in `transfer`.
+Training uses 1,000 images, and the rate of table 4, which was not swept. Warmup, each
+task's transforms, the filter of resizes and momentum in bfloat16 are those of the
+authors' VTAB code; the command `transfer` uses the filter of other authors for their
+weights.
 """
 
 from ml_collections import ConfigDict
@@ -22,7 +23,7 @@ from vit_jax.tools.sweeps import recipes
 ARGUMENTS = dict(
     model=("B/16", "B/32", "L/16", "L/32", "H/14"),
     task=tuple(vtab.TASKS),
-    resolution=0,  # 0: 384, or 518 for H/14.
+    resolution=0,  # 0 is 384, or 518 for H/14.
     quick=False,
 )
 

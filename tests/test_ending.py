@@ -170,7 +170,7 @@ def test_killed_runs_leave_no_process_and_no_shared_memory(train, tmp_path):
     os.kill(loaders(run)[0], signal.SIGKILL)
     line = last_line(run, 75)
     assert re.fullmatch(
-        r"a loader process was killed by SIGKILL, as when the machine runs out of "
+        r"a loader process was killed by SIGKILL, probably out of "
         rf"memory: step \d+ of 1000000 is saved in {tmp_path}/run; lower data.num_workers "
         r"\(now 1\) or data.prefetch \(now 8\); the same command resumes from there",
         line,

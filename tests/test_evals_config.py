@@ -40,7 +40,7 @@ def test_a_split_is_a_classification_and_a_kind_gets_its_keys():
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        (3, "evals.x=3 is a section, not a key: set a key of it, as evals.x.kind"),
+        (3, "evals.x=3 is a section, not a key: set a key of it, such as evals.x.kind"),
         ({"kind": "few"}, "evals.x.kind='few' is not one of classification, multi_lab"),
         ({"kind": "knn", "shots": (1,)}, "evals.x.shots is read only with .*=fewshot"),
         ({"kind": "knn", "kk": 1}, "unknown config key evals.x.kk; .* is evals.x.k$"),

@@ -216,7 +216,7 @@ def without_jax():
         (["-"], "", "no image in -: their names"),
         (["-"], "x.png\n\ny.png", "no image: 'x.png' does not exist"),
         (["x", "--topk=0"], "", "--topk: '0' is not a whole number from 1 on"),
-        (["x", "--mean=a,b"], "", "--mean: 'a,b' is not numbers with commas"),
+        (["x", "--mean=a,b"], "", "--mean: 'a,b' is not a list of numbers"),
         (["x", "--crop_pct=0.9,1"], "", "'0.9,1' is neither a number nor squash"),
         (["x", "--resolution=ax2"], "", "'a' is not a whole number from 1 on"),
         ([], "", "required: IMAGE"),

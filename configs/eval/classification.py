@@ -1,9 +1,9 @@
-"""Top-1, top-5, loss, calibration and confusion of a classifier on its own classes.
+"""Top-1, top-5, loss, calibration and confusion matrix of a classifier.
 
 Run:    python -m vit_jax.evaluate --model=CHECKPOINT --out=DIR \
             --config=configs/eval/classification.py:data=FOLDER_OR_TFDS_NAME
-        split= names another split than the one that the data set is tested on; of a
-        folder of class folders alone that is all of it.
+        split= chooses a split; the default is the data set's test split, or all images
+        of a folder that has only class folders.
 Result: digits.py's weights on digits: see docs/benchmarks.md
 """
 

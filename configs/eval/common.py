@@ -1,4 +1,4 @@
-"""What configs of evaluations share: how a data set is named."""
+"""Functions that configs of evaluations share: choosing a data set."""
 
 import os
 
@@ -6,21 +6,24 @@ from ml_collections import ConfigDict
 
 from configs.common import parse_arg
 
-# A table of paths and labels; a folder of train/ and test/ (or val/) with class folders;
-# or a name of --config.data.name, with @DIR behind it if it was not prepared in TFDS's
-# own folder.
-# Of a folder of class folders alone the parts to learn from and to test on are stated:
-# data=FOLDER,train=all[:50%],test=all[50%:]. A classifier is tried on all of it.
-# A folder with a comma in its name: --config.data.name=folder --config.data.data_dir=...
+# A table of paths and labels; a folder with train/ and test/ (or val/), each with class
+# folders; or a value of --config.data.name, followed by @DIR if the data set was not
+# prepared in TFDS's default folder.
+#
+# For a folder with only class folders, set the parts to learn from and to test on:
+# data=FOLDER,train=all[:50%],test=all[50%:]. A classifier is tested on all images.
+#
+# A folder with a comma in its name needs --config.data.name=folder and
+# --config.data.data_dir=FOLDER.
 DATA = dict(data="")
 
 
 def evaluation(arg: str | None, **more: object) -> tuple[object, ConfigDict]:
-    """Starts a config from its argument.
+    """Parses the argument of a recipe, and returns it with the beginning of a config.
 
     Args:
-      arg: as of `parse_arg`.
-      **more: arguments of the config besides DATA.
+      arg: argument of the recipe, see `parse_arg`.
+      **more: arguments that the recipe has besides DATA.
 
     Returns:
       The arguments, and a config with `batch_size` and `data`.
@@ -35,7 +38,7 @@ def evaluation(arg: str | None, **more: object) -> tuple[object, ConfigDict]:
 
 
 def data_set(text: str) -> ConfigDict:
-    """Returns `config.data` of what a user calls a data set."""
+    """Returns `config.data` for a data set that a user names."""
     name, _, data_dir = text.partition("@")
     if os.path.isdir(os.path.expanduser(text)):
         name, data_dir = "folder", text

@@ -4,11 +4,12 @@ Data:   unpack noise.tar, blur.tar, weather.tar and digital.tar (and with extra=
         extra.tar) of zenodo.org/record/2235448 into one folder.
 Run:    python -m vit_jax.evaluate --model=CHECKPOINT --out=DIR \
             --config=configs/eval/corruptions.py:data=FOLDER,clean=imagenet2012@DIR
-        data=imagenet2012_corrupted@DIR reads the sets of TFDS. clean= is the data set of
-        the clean images, for the relative mCE, and split= its split; both may be left out.
-Result: not run by us, for want of the images; published: 76.7 % for a ResNet-50
+        data=imagenet2012_corrupted@DIR reads the data sets of TFDS. clean= is the data
+        set of the clean images, for the relative mCE, and split= its split; both are
+        optional.
+Result: not run by us (images not available here); published: 76.7 % for a ResNet-50
 
-The images have 224 pixels and are not cropped, as in the authors' evaluation
+The images have 224x224 pixels and are not cropped, as in the authors' evaluation
 (hendrycks/robustness 8190fe3, ImageNet-C/test.py).
 """
 

@@ -1,13 +1,15 @@
 """ImageNet classifiers on the validation images, ReaL, ImageNet-v2 and ObjectNet.
 
-Data:   imagenet2012_real has the validation images with both kinds of labels; how to
-        get each set: python -m vit_jax.datasets. DIR is where TFDS prepared them.
+Data:   imagenet2012_real has the validation images with both kinds of labels;
+        python -m vit_jax.datasets prints how to get each data set. DIR is the folder in
+        which TFDS prepared them.
 Run:    python -m vit_jax.evaluate --model=CHECKPOINT \
             --config=configs/eval/imagenet.py:data_dir=DIR,objectnet=FOLDER
-        v2=False and no objectnet= leave those out. variants=True adds ImageNet-A and -R
-        (arXiv:1907.07174, 2006.16241), scored over their 200 classes as by their authors.
-        real=FILE takes imagenet2012, and the labels of ReaL from the authors' real.json.
-Result: not run by us, for want of the images; published: the paper's table 2
+        v2=False leaves out ImageNet-v2, and without objectnet= ObjectNet is left out.
+        variants=True adds ImageNet-A and -R (arXiv:1907.07174, 2006.16241), scored over
+        their 200 classes as by their authors. real=FILE reads imagenet2012, and the
+        labels of ReaL from the authors' real.json.
+Result: not run by us (images not available here); published: the paper's table 2
 
 Validation and ReaL share one pass over the images.
 """

@@ -1,11 +1,11 @@
-"""k-NN and a linear probe on frozen features, to be compared by layer.
+"""k-NN and a linear probe on frozen features, for comparing layers.
 
 Run:    python -m vit_jax.evaluate --model=CHECKPOINT --layers --out=FOLDER \
             --config=configs/eval/layers.py:data=FOLDER_OR_TFDS_NAME
-        FOLDER, train= and test= are as of fewshot.py; --layers=2,5,-1 takes some of them.
+        FOLDER, train= and test=: see fewshot.py; --layers=2,5,-1 chooses layers.
 Result: DeiT-Ti on tf_flowers: see docs/features.md
 
-k-NN as DINO's (k 20, temperature 0.07); the probe as of probe.py.
+k-NN is that of DINO (k 20, temperature 0.07); the probe is that of probe.py.
 """
 
 from ml_collections import ConfigDict

@@ -1,18 +1,19 @@
-"""A linear probe on frozen features, full data, without training on crops.
+"""A linear probe on frozen features of all training images, without random crops.
 
 Run:    python -m vit_jax.evaluate --model=CHECKPOINT \
             --config=configs/eval/probe.py:data=FOLDER_OR_TFDS_NAME [--json]
-        FOLDER, train= and test= are as of fewshot.py. blocks=4 joins the class tokens of
-        the last four blocks, as DINO's linear evaluation of ViT-S.
+        FOLDER, train= and test=: see fewshot.py. blocks=4 concatenates the class tokens
+        of the last four blocks, as in DINO's linear evaluation of ViT-S.
 Result: digits.py's weights on digits: see docs/benchmarks.md
 
-Logistic regression by L-BFGS; the L2 strength is chosen on a tenth of train, or by 5-fold
-cross-validation where that tenth has fewer than 500 images. It is closest to log_regression.py of
-facebookresearch/dinov2 b8931f7, here with standardised features. Published "linear" figures are of
-classifiers that are trained on random crops: for MAE's take configs/mae.py:stage=linear.
-DINO's eval_linear.py (SGD, 100 epochs, class tokens of four blocks, or of one and the mean of its
-patches) and DINOv2's linear.py (SGD, the best of 52 classifiers on the validation images) are
-not here.
+The probe is logistic regression by L-BFGS; the L2 strength is chosen on a tenth of
+train, or by 5-fold cross-validation if that tenth has fewer than 500 images. It is
+closest to log_regression.py of facebookresearch/dinov2 b8931f7, but features are
+standardised here. Published "linear" accuracies belong to classifiers that are trained
+on random crops: for MAE's use configs/mae.py:stage=linear. DINO's eval_linear.py (SGD,
+100 epochs, class tokens of four blocks, or class token and mean patch of one block) and
+DINOv2's linear.py (SGD, the best of 52 classifiers on the validation images) are not
+included.
 """
 
 from ml_collections import ConfigDict

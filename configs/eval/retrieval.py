@@ -2,9 +2,9 @@
 
 Run:    python -m vit_jax.evaluate --model=hf://openai/clip-vit-base-patch32 \\
             --config=configs/eval/retrieval.py:data=FOLDER,captions=txt [--json]
-        FOLDER holds val/*.jpg and val/*.txt, or a metadata.jsonl whose field captions=
-        names; of a TFDS or Parquet set captions= is the feature or the column.
-Result: not run by us: no data set of captions is on our machines
+        FOLDER has val/*.jpg and val/*.txt, or a metadata.jsonl with captions in the
+        field captions=; for TFDS or Parquet data, captions= is the feature or column.
+Result: not run by us (a data set with captions is not available here)
 """
 
 from ml_collections import ConfigDict

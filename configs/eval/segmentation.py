@@ -1,9 +1,10 @@
-"""Mean IoU of a head for masks.
+"""Mean IoU of a segmentation head.
 
 Run:    python -m vit_jax.evaluate --model=CHECKPOINT --out=DIR \\
             --config=configs/eval/segmentation.py:data=FOLDER,masks=FOLDER_OF_MASKS,split=val
-        data= may also be a data set's name, and masks= its feature. resize=none is
-        mmsegmentation's size of Cityscapes, whose images have 1,024x2,048 pixels.
+        data= may also be the name of a data set, and masks= its feature. With
+        resize=none images keep their size, as in mmsegmentation for Cityscapes
+        (1,024x2,048 pixels).
 Result: see docs/dense.md
 """
 

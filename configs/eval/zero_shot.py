@@ -2,12 +2,12 @@
 
 Run:    python -m vit_jax.evaluate --model=hf://openai/clip-vit-base-patch32 \\
             --config=configs/eval/zero_shot.py:data=FOLDER_OR_TFDS_NAME [--json]
-        The names of classes are those of the data set; split= names another split.
-        --config.evals.test.prompts="('a photo of a {}.',)" are other prompts.
+        The class names are those of the data set; split= chooses a split.
+        --config.evals.test.prompts="('a photo of a {}.',)" sets other prompts.
 Result: digits_names.py's weights on digits: see docs/evaluation.md
 
-prompts=80 are those of the figures in CLIP's paper for ImageNet, and prompts=7 the seven of them
-that its authors chose later on ImageNet's training images, a bit better
+prompts=80 uses the 80 prompts of CLIP's paper for ImageNet; prompts=7 the seven of them
+that its authors selected later on ImageNet's training images, which are slightly better
 (openai/CLIP d05afc4, notebooks/Prompt_Engineering_for_ImageNet.ipynb).
 """
 

@@ -1,12 +1,13 @@
-"""Axial-ViT beside ViT, by compute (arXiv:2010.11929, D.6).
+"""Axial-ViT and ViT compared by compute (arXiv:2010.11929, D.6).
 
 Run:    python -m vit_jax.study --config=configs/study/axial.py --workdir=runs/axial
 Then:   python -m vit_jax.report runs/axial --out=report/
-Result: on digits Axial-ViT is ahead at equal compute, 92.9 to 83.4 % at the largest
+Result: on digits Axial-ViT is better at equal compute, 92.9 and 83.4 % at the largest
         (docs/benchmarks.md)
 
-An Axial-ViT has two blocks for each of a ViT, so the small ones have half the depth at
-equal compute. The paper's figure 13 has B/32 and B/16 of both. All pool by the mean.
+An Axial-ViT has two blocks for each block of a ViT, so the small networks have half the
+depth at equal compute. The paper's figure 13 shows B/32 and B/16 of both. All use mean
+pooling.
 """
 
 from ml_collections import ConfigDict
@@ -15,7 +16,7 @@ from configs.common import parse_arg
 from configs.study import common
 
 NETWORKS = ("vit", "axial")
-# Blocks of the small ViTs; of size=paper the patches.
+# Numbers of blocks of the small ViTs; for size=paper, patch sizes.
 LEVELS = {"cpu": (2, 4, 8), "gpu": (4, 8, 12), "paper": (32, 16)}
 RATES = {"cpu": (2e-3, 4e-3), "gpu": (5e-4, 1e-3), "paper": (8e-4,)}
 ARGUMENTS = common.ARGUMENTS | dict(network=NETWORKS, level=0)

@@ -1,11 +1,12 @@
-"""What studies share: data, network and lengths of each size.
+"""Functions that studies share: data, network and lengths for each size.
 
 `size=cpu` is for two cores, on scikit-learn's digits or (`data=cifar10`) on CIFAR-10;
-`size=gpu` for one GPU, on CIFAR-10; `size=paper` is the paper's own, on a set like JFT-300M
-(configs/jft.py) and, fine-tuned, on ImageNet.
-Of the training images of the small sets the last are kept apart: VALIDATION chooses keys
-such as the learning rate, and POOL is what few-shot evaluation and fine-tuning learn from.
-Test images are scored once a run, and choose nothing.
+`size=gpu` is for one GPU, on CIFAR-10; `size=paper` has the paper's sizes, on a data
+set like JFT-300M (configs/jft.py) and, for fine-tuning, on ImageNet.
+
+The last training images of the small data sets are held out: validation images choose
+keys such as the learning rate, and few-shot evaluation and fine-tuning learn from the
+pool. Test images are scored once per run, and choose nothing.
 """
 
 from types import SimpleNamespace
@@ -18,16 +19,18 @@ from vit_jax.errors import UserError
 SIZES = ("cpu", "gpu", "paper")
 ARGUMENTS = dict(size=SIZES, data=("", "digits", "cifar10"))
 STAGES = ("pretrain", "finetune")
-# A config of one stage for the scores that most studies report.
+# Scores that most studies report, from a config of one stage.
 SCORES = {"5-shot": "fewshot/5shot", "top-1": "test/top1"}
-# Images of train; from there on those that validate; and from there on the pool.
+# Number of images to train on, and the end of the validation images that follow them;
+# the pool comes after these.
 PARTS = {"digits": (600, 750), "cifar10": (46_000, 48_000)}
-# Of 1,797 digits few are left for the official test split: it is joined by the pool's end.
+# The test split of the 1,797 digits is small, so the last images of the pool are added
+# to it.
 TESTS = {"digits": "train[900:]+test", "cifar10": "test"}
 POOL_ENDS = {"digits": 900, "cifar10": 50_000}
 
-# Patch, width, depth, heads and MLP of the network; steps, batch and peak rate; steps,
-# batch and rate of a fine-tuning.
+# Patch size, width, depth, heads and MLP of the network; steps, batch size and peak
+# rate of pretraining; steps, batch size and rate of fine-tuning.
 BUDGETS = {
     ("cpu", "digits"): ((2, 48, 4, 3, 96), (600, 64, 2e-3), (60, 32, 0.03)),
     ("cpu", "cifar10"): ((4, 64, 4, 4, 128), (600, 128, 2e-3), (100, 64, 0.03)),
@@ -42,13 +45,13 @@ BUDGETS = {
 def data_of(arg: SimpleNamespace) -> str:
     """Returns the data set of an argument."""
     fixed = {"gpu": "cifar10", "paper": "jft300m"}
-    found = fixed.get(arg.size, arg.data or "digits")
-    if arg.data not in ("", found):
+    name = fixed.get(arg.size, arg.data or "digits")
+    if arg.data not in ("", name):
         raise UserError(
-            f"config argument data={arg.data!r}: size={arg.size} takes {found}; leave "
+            f"config argument data={arg.data!r}: size={arg.size} uses {name}; leave "
             "data out"
         )
-    return found
+    return name
 
 
 def pool(arg: SimpleNamespace) -> str:
@@ -58,7 +61,7 @@ def pool(arg: SimpleNamespace) -> str:
 
 
 def pretraining(arg: SimpleNamespace) -> ConfigDict:
-    """Returns a config that trains from scratch, with evaluations val, test and fewshot."""
+    """Returns a config that trains from scratch, with evals val, test and fewshot."""
     data = data_of(arg)
     if arg.size == "paper":
         c = jft.get_config()
@@ -82,7 +85,7 @@ def pretraining(arg: SimpleNamespace) -> ConfigDict:
 
 
 def finetuning(arg: SimpleNamespace) -> ConfigDict:
-    """Returns a config that fine-tunes, by SGD, with evaluations val and test."""
+    """Returns a config that fine-tunes by SGD, with evaluations val and test."""
     data = data_of(arg)
     if arg.size == "paper":
         c = transfer.get_config("dataset=imagenet2012")
@@ -91,7 +94,7 @@ def finetuning(arg: SimpleNamespace) -> ConfigDict:
         return c
     _, _, (steps, batch, rate) = BUDGETS[arg.size, data]
     c = _small(arg, pool(arg))
-    c.init = "?"  # The study states the pretraining.
+    c.init = "?"  # The study sets it to the pretraining.
     c.model = pretraining(arg).model
     c.optim = dict(name="sgd", momentum=0.9, learning_rate=rate, schedule="cosine")
     c.optim.grad_clip_norm = 1.0
@@ -100,7 +103,7 @@ def finetuning(arg: SimpleNamespace) -> ConfigDict:
 
 
 def drop(section: ConfigDict, *keys: str) -> None:
-    """Deletes the keys that a section has of those."""
+    """Deletes keys from a section, if it has them."""
     for key in keys:
         if key in section:
             del section[key]
@@ -123,7 +126,7 @@ def _small(arg: SimpleNamespace, split: str) -> ConfigDict:
 
 def _length(c: ConfigDict, arg: SimpleNamespace, steps: int, batch: int) -> None:
     c.total_steps, c.batch_size = steps, batch
-    # A run that is killed loses a tenth at most.
+    # A run that is killed loses at most a tenth.
     c.log_every_steps, c.checkpoint_every_steps = (
         max(1, steps // 50),
         max(1, steps // 10),

@@ -1,13 +1,15 @@
-"""Images a second and the largest batch over resolutions (arXiv:2010.11929, D.5).
+"""Images per second and largest batch by resolution (arXiv:2010.11929, D.5).
 
 Run:    python -m vit_jax.study --config=configs/study/cost.py --workdir=runs/cost
 Then:   python -m vit_jax.report runs/cost --out=report/
-Result: nine times the pixels make S/32 7 and S/16 15 times slower; R50x1 fits about the
-        batch of S/32, 3.6 to 4.8 times that of S/16 (docs/benchmarks.md)
+Result: with nine times the pixels, S/32 is 7 and S/16 15 times slower; the largest
+        batch of R50x1 is about that of S/32, 3.6 to 4.8 times that of S/16
+        (docs/benchmarks.md)
 
-Speeds are of the forward pass on this machine's first device; batches are of a training
-step that fits one chip of v5e by its compiler (extra `tpu`), which runs on a CPU. The paper's
-figure 12 shows both for TPUv3, B and L at patches of 16 and 32, and ResNets.
+Speeds are those of the forward pass on this machine's first device. The largest batch
+is one whose training step fits one TPU v5e chip, according to its compiler (extra
+`tpu`), which runs on a CPU. The paper's figure 12 shows both on TPUv3, for B and L with
+patches of 16 and 32, and for ResNets.
 """
 
 from ml_collections import ConfigDict
@@ -26,7 +28,7 @@ PIXELS = {
     "gpu": (64, 128, 224, 384, 512),
     "paper": (64, 128, 224, 384, 512),
 }
-BATCH = {"cpu": 8, "gpu": 256, "paper": 64}  # Of the forward passes that are timed.
+BATCH = {"cpu": 8, "gpu": 256, "paper": 64}  # For timing forward passes.
 ARGUMENTS = dict(size=common.SIZES, model="", pixels=0)
 
 

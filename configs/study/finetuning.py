@@ -1,12 +1,12 @@
-"""SGD with momentum or Adam to fine-tune a ViT (arXiv:2010.11929, 4.1).
+"""SGD with momentum or Adam for fine-tuning a ViT (arXiv:2010.11929, 4.1).
 
 Run:    python -m vit_jax.study --config=configs/study/finetuning.py --workdir=runs/finetuning
 Then:   python -m vit_jax.report runs/finetuning --out=report/
 Result: on digits Adam 85.2 ± 2.2 %, SGD 82.9 ± 15.1 %: no difference
         (docs/benchmarks.md)
 
-The paper fine-tunes all its models with SGD. Here one pretraining is fine-tuned with both,
-at the best of several rates for each.
+The paper fine-tunes all models with SGD. Here the same pretrained network is fine-tuned
+with both, at the best of several rates for each.
 """
 
 from ml_collections import ConfigDict

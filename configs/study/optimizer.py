@@ -1,12 +1,12 @@
-"""Adam or SGD to pretrain a ResNet, then SGD to fine-tune (arXiv:2010.11929, D.1).
+"""Adam or SGD for pretraining a ResNet, then SGD fine-tuning (arXiv:2010.11929, D.1).
 
 Run:    python -m vit_jax.study --config=configs/study/optimizer.py --workdir=runs/optimizer
 Then:   python -m vit_jax.report runs/optimizer --out=report/
-Result: on digits the order of table 7, Adam before SGD and the large before the small;
-        two of six differences are clear (docs/benchmarks.md)
+Result: on digits the order of table 7, Adam better than SGD and large better than
+        small; two of six differences are clear (docs/benchmarks.md)
 
-The rate of the pretraining is chosen for each optimiser. With size=paper SGD's rates are
-guesses: the paper states none.
+The pretraining rate is chosen for each optimiser. With size=paper SGD's rates are
+guesses: the paper does not give them.
 """
 
 from ml_collections import ConfigDict
@@ -14,7 +14,7 @@ from ml_collections import ConfigDict
 from configs.common import parse_arg
 from configs.study import common
 
-# Units of the stages and features of the root of the small networks.
+# Units per stage, and width of the stem, of the small networks.
 MODELS = {"R50x1": ((1, 1), 32), "R152x2": ((2, 2), 64)}
 OPTIMIZERS = ("adam", "sgd")
 PUBLISHED = {

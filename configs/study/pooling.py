@@ -1,12 +1,13 @@
-"""Class token or mean of the patches, each over learning rates (arXiv:2010.11929, D.3).
+"""Class token or mean pooling, at several learning rates (arXiv:2010.11929, D.3).
 
 Run:    python -m vit_jax.study --config=configs/study/pooling.py --workdir=runs/pooling
 Then:   python -m vit_jax.report runs/pooling --out=report/
 Result: on digits equal at the best rate of each, 88.5 and 89.0 %
         (docs/benchmarks.md)
 
-The paper's figure 9 shows that the two are equal, but not at the same rate. With size=paper
-the highest rate is that of table 3, the others are a half and a quarter of it.
+The paper's figure 9 shows that both are equally good, but not at the same rate. With
+size=paper the highest rate is that of table 3, and the others are half and a quarter of
+it.
 """
 
 from ml_collections import ConfigDict
@@ -43,12 +44,12 @@ def get_config(arg: str | None = None) -> ConfigDict:
     c.model.pool = arg.pool
     if arg.pool == "gap" and "representation_layer" in c.model:
         c.model.representation_layer = (
-            True  # As with the token: one difference at a time.
+            True  # As with the token, so that only the pooling differs.
         )
     c.optim.learning_rate = arg.learning_rate or RATES[arg.size][0]
     if c.get(
         "total_steps"
-    ):  # The curve of figure 9; test is still scored at the end alone.
+    ):  # The curve of figure 9; test images are still scored only at the end.
         often = dict(split=c.evals.val, every=max(1, c.total_steps // 12))
         c.evals = c.evals.to_dict() | dict(val=often)
     return c

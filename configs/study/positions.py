@@ -1,4 +1,4 @@
-"""Position embeddings: none, 1-D, 2-D, relative, and where (arXiv:2010.11929, D.4).
+"""Position embeddings: none, 1-D, 2-D or relative, and where (arXiv:2010.11929, D.4).
 
 Run:    python -m vit_jax.study --config=configs/study/positions.py --workdir=runs/positions
 Then:   python -m vit_jax.report runs/positions --out=report/
@@ -15,7 +15,7 @@ from configs.study import common
 
 KINDS = {"none": "none", "1d": "learned", "2d": "learned2d", "relative": "relative"}
 PLACES = ("stem", "every", "shared")
-# Kind and place; "none" has no place, and relative ones act in every layer.
+# Kind and place of embeddings; "none" has no place, and "relative" acts in every layer.
 POSITIONS = ("none", *(f"{k}-{p}" for k in ("1d", "2d") for p in PLACES), "relative")
 PUBLISHED = {
     "none": 0.61382,

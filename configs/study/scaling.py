@@ -1,14 +1,15 @@
-"""How much data which architecture needs (arXiv:2010.11929, 4.3 and 4.4, figures 3 to 5).
+"""Data that each architecture needs (arXiv:2010.11929, 4.3 and 4.4, figures 3 to 5).
 
 Run:    python -m vit_jax.study --config=configs/study/scaling.py --workdir=runs/scaling
 Then:   python -m vit_jax.report runs/scaling --out=report/
-Result: on digits the means of the hybrid and the ResNet are ahead of those of all ViTs at
-        every size (docs/benchmarks.md)
+Result: on digits the mean accuracies of hybrid and ResNet are above those of all ViTs
+        at every size (docs/benchmarks.md)
 
 Three ViTs, a hybrid and a ResNet (the last two with about the compute of vit-s) are
-pretrained on nested parts of the training images, all with as many images seen. Rate and
-weight decay are chosen for each model on each part, as in the paper. All are judged on
-test: as they are, by few-shot features, and fine-tuned on images of no part.
+pretrained on nested parts of the training images, with the same number of images seen.
+Rate and weight decay are chosen for each model and part, as in the paper. All are
+evaluated on test images: without change, by few-shot classification, and fine-tuned on
+images outside of all parts.
 """
 
 from ml_collections import ConfigDict
@@ -17,7 +18,7 @@ from configs.common import parse_arg
 from configs.study import common
 
 MODELS = ("vit-xs", "vit-s", "vit-m", "hybrid", "resnet")
-# Width, depth, heads and MLP of the encoder; patch in pixels.
+# Width, depth, heads and MLP of the encoder.
 ENCODERS = {
     ("cpu", "digits"): {
         "vit-xs": (24, 3, 3, 48),
@@ -39,7 +40,7 @@ ENCODERS = {
     },
 }
 PATCH = {("cpu", "digits"): 2, ("cpu", "cifar10"): 8, ("gpu", "cifar10"): 4}
-# Units of each stage and features of the root.
+# Units per stage, and width of the stem.
 STEMS = {
     ("cpu", "digits"): {"hybrid": ((2,), 96), "resnet": ((2, 2), 64)},
     ("cpu", "cifar10"): {"hybrid": ((1, 1), 32), "resnet": ((3, 4, 5), 32)},
@@ -76,7 +77,8 @@ def get_study(arg: str | None = None) -> dict:
     ]
     by_compute = dict(x="exaflops", y="5-shot", lines=("model",))
     return dict(
-        # All models on the smallest part first: so a study cut short still compares them.
+        # All models on the smallest part first, so that an unfinished study compares
+        # them.
         axes=dict(images=IMAGES[common.data_of(arg)], model=MODELS),
         stages=common.STAGES,
         scores=scores,
@@ -119,8 +121,8 @@ def get_config(arg: str | None = None) -> ConfigDict:
 
 def _paper(c: ConfigDict, variant: str, pretrain: bool) -> None:
     c.model.variant = variant
-    if "/" not in variant:  # ResNets have one linear layer for a head.
+    if "/" not in variant:  # The head of ResNets is one linear layer.
         of_encoders = "pool", "representation_layer", "dropout", "scan", "remat_policy"
         common.drop(c.model, *of_encoders)
-    if pretrain:  # As many images seen, whatever the part: 7 epochs of all.
+    if pretrain:  # The same number of images for every part: 7 epochs of all.
         c.epochs, c.total_steps = 0, 7 * IMAGES["jft300m"][-1] // c.batch_size

@@ -1,15 +1,16 @@
-"""Masked patches, MAE, DINO or labels, by length (arXiv:2010.11929, 4.6).
+"""Masked patches, MAE, DINO or labels, by length of training (arXiv:2010.11929, 4.6).
 
 Run:    python -m vit_jax.study --config=configs/study/self_supervision.py \\
             --workdir=runs/self_supervision
 Then:   python -m vit_jax.report runs/self_supervision --out=report/
 Result: on digits none 28 %, masked patches 49, MAE 70, DINO 29, labels 94 %
-        (docs/benchmarks.md; MAE and DINO before they began as their recipes do)
+        (docs/benchmarks.md; MAE and DINO with an earlier initialisation)
 
-Each method sees the training images without labels ("supervised": with them; "none": one
-step), then all are fine-tuned on the few labels of the pool. The paper reports 79.9 %
-on ImageNet for masked patch prediction, 2 points above no pretraining and 4 below labels.
-With size=paper MAE and DINO are their own papers' recipes with the set exchanged.
+Each method pretrains on the training images without labels ("supervised" with labels;
+"none" for one step only), then all are fine-tuned on the few labels of the pool. The
+paper reports 79.9 % on ImageNet for masked patch prediction, 2 points above no
+pretraining and 4 below labels. With size=paper MAE and DINO use the recipes of their
+papers on another data set.
 """
 
 from ml_collections import ConfigDict
@@ -50,7 +51,7 @@ def get_config(arg: str | None = None) -> ConfigDict:
     arg = parse_arg(arg, **ARGUMENTS)
     if arg.stage == "finetune":
         c = common.finetuning(arg)
-        if arg.method == "mae":  # Its positions are fixed ones.
+        if arg.method == "mae":  # MAE has fixed positions.
             c.model.posemb = "sincos2d_mae"
         return c
     c = common.pretraining(arg)
@@ -79,7 +80,7 @@ def get_config(arg: str | None = None) -> ConfigDict:
 
 
 def small(c: ConfigDict, method: str) -> None:
-    """Fits a method's task to a network of a few blocks, and to small images."""
+    """Adapts the task of a method to a network of a few blocks and to small images."""
     common.drop(c.optim, "base_learning_rate")
     c.optim.update(learning_rate=2e-3 if method != "dino" else 1e-3, weight_decay=0.05)
     side = c.data.image_size[0]

@@ -1,12 +1,12 @@
-"""Depth, width, MLP and patch, each scaled alone and together (arXiv:2010.11929, D.2).
+"""Depth, width, MLP and patch size, scaled alone or together (arXiv:2010.11929, D.2).
 
 Run:    python -m vit_jax.study --config=configs/study/shape.py --workdir=runs/shape
 Then:   python -m vit_jax.report runs/shape --out=report/
-Result: on digits depth and width matter little, and longer sequences learn less
+Result: on digits depth and width matter little, and longer sequences are worse
         (docs/benchmarks.md)
 
-The paper begins with 8 layers, width 1,024, an MLP of 2,048 and patches of 32 (figure 8).
-"Together" scales every one of the four. The learning rate is chosen for each network.
+The paper starts from 8 layers, width 1,024, an MLP of 2,048 and patches of 32 (figure
+8). "together" scales all four. The learning rate is chosen for each network.
 """
 
 from ml_collections import ConfigDict
@@ -16,7 +16,7 @@ from configs.study import common
 
 SCALED = ("depth", "width", "mlp", "patch", "together")
 FACTORS = {"cpu": (0.5, 1.0, 2.0), "gpu": (0.5, 1.0, 2.0), "paper": (1.0, 2.0, 4.0)}
-# Depth, width, MLP, patch and heads of factor 1.
+# Depth, width, MLP, patch size and heads for factor 1.
 BASES = {
     ("cpu", "digits"): (4, 48, 96, 2, 3),
     ("cpu", "cifar10"): (4, 64, 128, 8, 4),

@@ -172,7 +172,7 @@ def test_up_to_one_percent_of_damaged_images_are_skipped_and_named(
     assert "left out, 1 of at most 1 (--config.data.on_error=raise" in line
     second = source.describe((damaged + 1) % 19)
     pathlib.Path(second).write_bytes(b"")
-    match = r"as 1 others: more than 1 % of 19 images.*data\.on_error=skip"
+    match = r"like 1 others: more than 1 % of 19 images.*data\.on_error=skip"
     with pytest.raises(UserError, match=match):
         stream(source, data)
 

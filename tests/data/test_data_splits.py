@@ -27,9 +27,9 @@ def test_a_split_expression_selects_ranges_of_records(split, expected):
     ("split", "match"),
     [
         ("train+val[:5]", r"digits has no split 'val'.*test, train"),
-        ("train[5]", r"write as train\[:90%\]"),
-        ("train[:9999]", r"write as train\[:90%\]"),
-        ("train[a:b]", r"write as train\[:90%\]"),
+        ("train[5]", r"write for example train\[:90%\]"),
+        ("train[:9999]", r"write for example train\[:90%\]"),
+        ("train[a:b]", r"write for example train\[:90%\]"),
         ("train[7:7]", "selects no record"),
         ("even_splits(train, 3)[3]", "3 parts are numbered 0 to 2"),
         ("even_splits(train, 0)[0]", "0 parts"),
@@ -37,7 +37,7 @@ def test_a_split_expression_selects_ranges_of_records(split, expected):
         ("even_splits(val, 3)[1]", "has no split 'val'"),
         ("interleaved_splits(train, 5)[5]", "5 parts are numbered 0 to 4"),
         ("train+", "has no split ''"),
-        ("train[:5]]", "write as"),
+        ("train[:5]]", "write for example"),
     ],
 )
 def test_a_bad_split_is_a_user_error(split, match):

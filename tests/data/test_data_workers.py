@@ -115,8 +115,8 @@ def test_batches_of_a_killed_loader_process_are_loaded_by_its_parent(
     run_script, moment
 ):
     told = (
-        "a loader process was killed by SIGKILL, as when the machine runs out of memory: "
-        "this process loads the rest itself; lower data.num_workers (now 2) or "
+        "a loader process was killed by SIGKILL, probably out of memory: "
+        "this process loads the remaining batches; lower data.num_workers (now 2) or "
         "data.prefetch\n"
     )
     assert run_script(KILLED, moment) == ("[]\n", told)

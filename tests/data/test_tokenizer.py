@@ -193,7 +193,7 @@ def test_pieces_without_an_end_are_padded_with_a_token(monkeypatch, pad_id, fill
 def test_tokens_around_a_text_need_room(tmp_path, num_tokens):
     ours = tokenizer.open_tokenizer(str(_train_bpe(tmp_path)))
     with pytest.raises(
-        UserError, match=f"data.num_tokens={num_tokens}: .* set it to 3"
+        UserError, match=f"data.num_tokens={num_tokens}: .* set at least 3"
     ):
         ours(["a cat"], num_tokens)
     assert ours(["a cat"], 3)[0, -1] == ours.eos_id

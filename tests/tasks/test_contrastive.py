@@ -227,7 +227,7 @@ def test_a_run_with_another_loss_begins_with_both_towers(run, tmp_path, loss):
         ({"data": {"tokenizer": ""}}, "data.tokenizer='' .* set it to 'bytes'"),
         (
             {"data": {"num_classes": 0}, "task": {"text": TEXT}},
-            "no names of classes to make captions of",
+            "no class names to make captions from",
         ),
         ({"data": {"prompts": ("a digit",)}}, "give texts with {} for the name"),
         (

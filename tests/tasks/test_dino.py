@@ -233,7 +233,7 @@ def test_a_collapse_is_told(task, entropy, said):
         ({"data": {"train_transform": "flip"}}, "must end with multi_crop"),
         (
             {"data": {"train_transform": "multi_crop(small_size=6)"}},
-            r"crops of \(6, 6\) are no multiples of the patch, 4: change",
+            r"crops of \(6, 6\) are not multiples of the patch size 4: change",
         ),
         ({"task": {"teacher_momentum": 1.5}}, "task.teacher_momentum=1.5 must be at "),
         (

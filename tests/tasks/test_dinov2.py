@@ -493,7 +493,7 @@ def test_a_collapse_is_told_for_either_head():
     ("keys", "message"),
     [
         ({"mask_ratio": (0.5, 0.1)}, "must be the smallest and the largest"),
-        ({"koleo_group": 1}, "task.koleo_group=1: an image has no nearest"),
+        ({"koleo_group": 1}, "task.koleo_group=1: a single image has no"),
         (
             {"gram_weight": 1.0, "gram_scale": 2.0},
             r"must cut large crops of \(16, 24\)",

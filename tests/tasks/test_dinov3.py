@@ -22,7 +22,8 @@ from vit_jax.weights.initial import load_initial
 
 RUN = RunLength(100, 10.0)
 HEADS = {"num_outputs": 24, "hidden_dim": 16, "bottleneck_dim": 8}
-# Large crops of the student are (8, 16) and (16, 24); their anchors' 1.5 times as large.
+# Large crops of the student are (8, 16) and (16, 24); their anchors' 1.5 times as
+# large.
 SIZES = "sizes=(((12, 24), 4), ((24, 36), 8)), shares=(3, 1), num_small=2"
 ANCHOR = {"gram_weight": 2.0, "gram_scale": 1.5}
 OF_SIZES = [((8, 16), (12, 24), 4), ((16, 24), (24, 36), 8)]
@@ -220,7 +221,7 @@ def test_the_sheet_shows_the_sizes_of_the_first_batch():
         (
             "multi_crop(sizes=(((8, 16), 4), ((8, 18), 4)))",
             {},
-            r"crops of \(8, 18\) are no multiples of the patch, 4",
+            r"crops of \(8, 18\) are not multiples of the patch size 4",
         ),
         (
             "multi_crop(sizes=(((12, 24), 4),))",

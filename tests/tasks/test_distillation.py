@@ -187,8 +187,8 @@ def test_images_are_normalised_as_the_teacher_knows_them(teacher, tmp_path):
     assert task._of_teacher(images) is images
     (line,) = task.notes
     assert str(file) in line and line.endswith(
-        "has no normalisation: its images are normalised by "
-        "data.mean=(0.5, 0.25, 0.125) and data.std=(0.5,)"
+        "does not record its normalisation: "
+        "data.mean=(0.5, 0.25, 0.125) and data.std=(0.5,) are used"
     )
 
 

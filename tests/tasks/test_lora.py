@@ -162,7 +162,7 @@ def test_a_run_resumes_and_is_a_network_as_any_other(
     [
         (("query",), {"num_classes": 0}, "data.num_classes=0 with task.name='lora'"),
         (("quary",), {}, "projections: 'quary' matches no layer of 'Ti/4': choose of"),
-        (("que[ry",), {}, "task.projections: 'que.ry' is no regular expression"),
+        (("que[ry",), {}, "task.projections: 'que.ry' is not a regular expression"),
         (("head",), {}, "task.projections: 'head' matches no layer of 'Ti/4'"),
     ],
 )

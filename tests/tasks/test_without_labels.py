@@ -201,7 +201,7 @@ def test_a_set_of_images_without_a_split_to_test_on_says_how_to_state_it(tmp_pat
     found = config(evals={"task": {"kind": "task"}}, data=data)
     message = (
         r"evals\.task: .* has no folder 'val' or 'validation' or 'test' with images: "
-        r"add it, or set split=, as all$"
+        r"add it, or set split=, such as all$"
     )
     with pytest.raises(UserError, match=message):
         loop.train(found, tmp_path / "run")
@@ -233,7 +233,7 @@ def test_a_custom_transform_may_return_several_arrays(workers):
         ("quarters:Quarters('shape')", r"parts of 3x4x6x3 .* says image of 8x12x3, pa"),
         ("quarters:Quarters('dtype')", r"returned .*float32.*, not a dict of uint8"),
         ("quarters:Quarters('image')", r"returned .*, not a dict of uint8 arrays"),
-        ("quarters:Quarters('name')", "none label, label_map, text, index"),
+        ("quarters:Quarters('name')", "no array label, label_map, text, index"),
         ("quarters:Quarters | resize", "quarters returns several arrays, .* the last"),
         ("multi_crop | randaugment", "multicrop returns several arrays, .* the last"),
     ],

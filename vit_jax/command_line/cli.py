@@ -26,16 +26,16 @@ from vit_jax.errors import (
     keep_warnings_from_raising,
 )
 
-# Flags of files and folders that are not weights or images.
+# Flags whose values are files and folders, except those of weights and images.
 _PLACES = ("workdir", "out", "export", "html", "sheet", "data_dir", "compiled")
 SQUASH = "squash"  # A value of --crop_pct.
-# Objects between two collections; Python's default of 700 costs a tenth of a start, since a
-# trace makes many small objects and keeps all.
+# New objects between two garbage collections. Python's default of 700 costs a tenth of
+# the time to start, since tracing makes many small objects and keeps them all.
 _COLLECTED_AFTER = 10_000
-# Errors of a disk that takes no more.
+# Errors of a disk that is full or read-only.
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
-_WNID = re.compile(r"n\d{8}\s+(\S.*)")  # A synset of WordNet in front of its name.
-_UNSTATED = "?"  # As `init` of a recipe that cannot start from scratch.
+_WNID = re.compile(r"n\d{8}\s+(\S.*)")  # A WordNet synset, then its name.
+_UNSTATED = "?"  # `init` in a recipe that cannot start from scratch.
 
 
 class Parser(argparse.ArgumentParser):
@@ -43,9 +43,10 @@ class Parser(argparse.ArgumentParser):
 
     Args:
       doc: description that --help shows.
-      config: name of the dataclass in training/config.py whose keys the command takes; ""
-        for none.
-      recipes: regular expression that matches the recipes to list in --help; "" for none.
+      config: name of the dataclass in training/config.py whose keys the command takes;
+        "" for none.
+      recipes: regular expression that matches the recipes to list in --help; "" for
+        none.
       keys: config key to the flag that sets it in this command.
       local: names of flags whose files are written on local disks only.
     """
@@ -60,11 +61,11 @@ class Parser(argparse.ArgumentParser):
     ):
         form = argparse.RawDescriptionHelpFormatter
         super().__init__(description=doc, formatter_class=form, add_help=False)
-        # `parse` shows it, which knows the recipe.
-        about = "show this, or the keys of the config: all, or those of a section"
+        # `parse` prints the help, because it knows the recipe.
+        about = "show this help; KEYS lists config keys: a section, or all"
         how = {"nargs": "?", "metavar": "KEYS", "help": about}
         if not config:
-            how = {"action": "store_true", "help": "show this"}
+            how = {"action": "store_true", "help": "show this help"}
         self.add_argument("-h", "--help", **how)
         self.add_argument("--debug", action="store_true", help="show tracebacks")
         self._config, self._recipes, self._keys = config, recipes, keys
@@ -74,12 +75,12 @@ class Parser(argparse.ArgumentParser):
         """Returns the text of --help: the flags, the recipes, and keys of the config.
 
         Args:
-          topic: "all" for all keys, or the section whose keys are shown; "" for those
-            that the recipe sets.
-          recipe: value of --config; "" without.
+          topic: "all" for all keys, the name of a section for its keys, or "" for the
+            keys that the recipe sets.
+          recipe: value of --config; "" if it is not given.
 
         Raises:
-          UserError: there is no such section, or the recipe cannot be read.
+          UserError: the config has no such section, or the recipe cannot be read.
         """
         flags = self.format_help()
         if not self._config:
@@ -101,17 +102,17 @@ class Parser(argparse.ArgumentParser):
                 f"  {name:20} {textwrap.shorten(title, 77, placeholder=' ...')}"
                 for name, title in titles.items()
             ]
-            heading = "recipes, as --config=NAME or --config=NAME:ARGUMENT:"
+            heading = "recipes, for --config=NAME or --config=NAME:ARGUMENT:"
             parts.append("\n".join([heading, *lines, ""]))
         if recipe:
             parts.append(reference.text_of(cls, recipe))
         names = ", ".join(reference.sections(cls))
         more = (
-            f"Each key of the config is a flag, as --config.seed=1. --help=SECTION lists "
-            f"the keys of {names}; --help=all lists all"
+            "Each key of the config is a flag, such as --config.seed=1. --help=SECTION "
+            f"lists the keys of a section ({names}); --help=all lists all keys"
         )
         if titles and not recipe:
-            more += "; --config=RECIPE --help those that a recipe sets"
+            more += "; --config=RECIPE --help lists the keys that a recipe sets"
         return "\n".join([*parts, textwrap.fill(f"{more}.", 88), ""])
 
     def check_places(self, flags: argparse.Namespace) -> None:
@@ -121,7 +122,7 @@ class Parser(argparse.ArgumentParser):
             files.refuse_scheme(f"--{name}", place, local=local)
 
     def refuse(self, words: Sequence[str]) -> None:
-        """Exits with the flag or the config key that an unknown flag may mean."""
+        """Exits with a line that suggests a flag or config key for an unknown flag."""
         names = [word.partition("=")[0] for word in words if word.startswith("-")]
         name, hint = (names or words)[0], ""
         if self._config:
@@ -153,7 +154,7 @@ def parse(parser: Parser, argv: list[str] | None = None) -> argparse.Namespace:
     Returns:
       The flags, and `overrides`: dotted config key to value.
     """
-    # Here, because a signal is caught as early as possible.
+    # Imported here, so that signals are caught as early as possible.
     from vit_jax.config import loading
 
     words, overrides = [], {}
@@ -167,7 +168,7 @@ def parse(parser: Parser, argv: list[str] | None = None) -> argparse.Namespace:
         word = rest.pop(0)
         if not word.startswith("--config."):
             if word.endswith("=--"):  # argparse would read an empty list.
-                parser.error(f"{word} has no value that could be meant")
+                parser.error(f"{word} has no value")
             words.append(word)
             continue
         key, equals, value = word.removeprefix("--config.").partition("=")
@@ -189,7 +190,7 @@ def parse(parser: Parser, argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def _recipe(words: Sequence[str]) -> str:
-    """Returns the value of --config on a command line; "" without."""
+    """Returns the value of --config on a command line; "" if it is not given."""
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--config", nargs="?")
     return parser.parse_known_args(words)[0].config or ""
@@ -215,19 +216,19 @@ def load_config(flags: argparse.Namespace):
 
 
 def tell_unread(config) -> None:
-    """Warns if `data.data_dir` is not read, as by `:quick` versions of recipes."""
-    from vit_jax.data.sources.open import source_type  # Not before signals are heard.
+    """Warns if `data.data_dir` is set but not read, as in `:quick` recipes."""
+    from vit_jax.data.sources.open import source_type  # Late: signals come first.
 
     data = config.data
     if data.data_dir and not source_type(data.name).needs_files:
         print_error(
             f"data.data_dir={data.data_dir!r} is not read: data.name={data.name!r} (as "
-            "of :quick) needs no files"
+            "with :quick) needs no files"
         )
 
 
 def refuse_overrides(flags: argparse.Namespace, doing: str) -> None:
-    """Raises UserError if a config key is set where `doing`, "predicting", takes none."""
+    """Raises UserError if a config key is set; `doing` is an activity, "predicting"."""
     if flags.overrides:
         raise UserError(
             f"--config.{next(iter(flags.overrides))}: {doing} takes no config; "
@@ -240,15 +241,15 @@ def add_weights_flags(parser: Parser) -> None:
     add = parser.add_argument
     add("--model", required=True, help="weights: run, file, folder or name")
     add_step_flag(parser)
-    help = "the last parameters of a run or a training checkpoint, not their average"
+    help = "use the last parameters of a run or training checkpoint, not their average"
     add("--no_ema", action="store_true", help=help)
-    add("--resolution", type=size, help="other image size: pixels, or HEIGHTxWIDTH")
+    add("--resolution", type=size, help="image size, pixels or HEIGHTxWIDTH")
     _add_preparation(parser)
 
 
 def add_step_flag(parser: Parser) -> None:
     """Adds the flag that chooses a checkpoint of a run; `parse` applies it to --model."""
-    help = "the run's checkpoint of this step, not its best or last"
+    help = "use the run's checkpoint of this step, not its best or last"
     parser.add_argument("--step", type=positive, help=help)
 
 
@@ -258,7 +259,7 @@ def add_tta_flag(parser: Parser) -> None:
         "--tta",
         choices=("flip", "five_crops", "ten_crops"),
         default="",
-        help="mean probability over views of each image; twice to ten times the work",
+        help="average probabilities over 2, 5 or 10 views of each image",
     )
 
 
@@ -269,18 +270,20 @@ def add_patch_flags(parser: Parser) -> None:
         "--max_tokens",
         type=natural,
         metavar="N",
-        help="keep the aspect of images, of at most N patches (NaFlex); 256",
+        help="keep the aspect ratio of images, with at most N patches each (NaFlex), "
+        "for example 256",
     )
     add(
         "--patch",
         type=positive,
         metavar="PIXELS",
-        help="side of patches if not the network's, whose kernel is resized (FlexiViT)",
+        help="side of patches; the network's patch embedding is resized (FlexiViT)",
     )
     add(
         "--patch_resize",
         metavar="HOW",
-        help="how that kernel is resized: bilinear_plain (big_vision) or bicubic (timm)",
+        help="how --patch resizes the patch embedding: bilinear_plain (big_vision) or "
+        "bicubic (timm)",
     )
 
 
@@ -301,7 +304,8 @@ def add_token_merging_flag(parser: Parser) -> None:
         type=natural,
         default=0,
         metavar="R",
-        help="merge R similar patches in each block (ToMe): faster, less accurate; 8",
+        help="merge R similar patches in each block (ToMe), for example 8; faster, but "
+        "less accurate",
     )
 
 
@@ -313,43 +317,54 @@ def add_layers_flag(parser: Parser, help: str) -> None:
         type=_layers,
         const=(),
         metavar="2,5,-1",
-        help=f"{help}; -1 is the last one; without numbers all layers",
+        help=f"{help}; -1 is the last layer; no numbers mean all layers",
     )
 
 
 def add_image_flags(parser: Parser) -> None:
     """Adds flags for class names and preprocessing, which some weights do not record."""
-    parser.add_argument("--labels", default="", help="file of class names, one a line")
+    parser.add_argument(
+        "--labels", default="", help="file of class names, one per line"
+    )
     _add_preparation(parser)
 
 
 def _add_preparation(parser: Parser) -> None:
     add = parser.add_argument
-    add("--mean", type=_floats, help="of pixels divided by 255: 0.485,0.456,0.406")
-    add("--std", type=_floats, help="standard deviation of the same: 0.229,0.224,0.225")
+    mean = "mean of pixels that are scaled to [0, 1], such as 0.485,0.456,0.406"
+    add("--mean", type=_floats, help=mean)
+    std = "standard deviation of pixels scaled to [0, 1], such as 0.229,0.224,0.225"
+    add("--std", type=_floats, help=std)
     add(
         "--interpolation",
-        help="filter of resizes: nearest, bilinear, bicubic, lanczos, box, hamming; or of "
-        "Google's code, area or bilinear_plain (not antialiased)",
+        help="resize filter: nearest, bilinear, bicubic, lanczos, box, hamming; or as "
+        "in Google's code, area or bilinear_plain (not antialiased)",
     )
-    add("--crop_pct", type=_crop, help="fraction of the short side, or squash")
+    add(
+        "--crop_pct",
+        type=_crop,
+        help="central crop as a fraction of the short side, or squash: resize the "
+        "image without keeping its aspect ratio",
+    )
     add(
         "--exif",
         action="store_true",
         default=None,
-        help="turn images as the orientation tags of cameras say, as data.exif does; "
-        "predict and explore do unless a run was trained without",
+        help="rotate images by the orientation tags of cameras, as data.exif does; the "
+        "default of predict and explore, unless a run was trained without it",
     )
     off = {"dest": "exif", "action": "store_false", "default": None}
-    add("--no_exif", **off, help="do not turn them")
+    add("--no_exif", **off, help="ignore the orientation tags of cameras")
     add_network_flags(parser)
 
 
 def add_network_flags(parser: Parser) -> None:
     """Adds flags for options of the network that some files do not record."""
     add = parser.add_argument
-    add("--num_heads", type=positive, default=0, help="if the weights do not record it")
-    add("--architecture", default="", help="timm's name, for files without config.json")
+    num_heads = "number of attention heads, if the weights do not record it"
+    add("--num_heads", type=positive, default=0, help=num_heads)
+    architecture = "timm's name of the model, for files without config.json"
+    add("--architecture", default="", help=architecture)
 
 
 def image_flags(flags: argparse.Namespace) -> dict:
@@ -380,19 +395,19 @@ def open_weights(
     with_task: bool = False,
     texts: bool = False,
 ):
-    """Opens the weights of a command with the flags of `add_weights_flags`, and --labels if any.
+    """Opens the weights that the flags of a command choose, and reads its --labels.
 
     Args:
-      flags: from `parse`.
-      checkpoint: weights to open in place of --model; --architecture, --labels and the
+      flags: flags of `add_weights_flags`, parsed.
+      checkpoint: weights to open instead of --model; --architecture, --labels and the
         preprocessing flags then do not apply.
       with_task: whether to read the parameters that the training task adds.
       texts: whether --labels may be texts, for weights without a classifier; implies
         `with_task`.
 
     Returns:
-      The checkpoint, its preprocessing, and the class names of --labels, empty without.
-      Guesses are printed on stderr.
+      The checkpoint, its preprocessing, and the class names of --labels, empty if not
+      set. Guesses about the weights are printed on stderr.
 
     Raises:
       UserError: the weights or the class names cannot be read.
@@ -444,9 +459,10 @@ def read_texts(value: str, flag: str) -> tuple[str, ...]:
 
 
 def is_file(value: str) -> bool:
-    """Returns whether a flag's value is a file, which need not exist, rather than texts.
+    """Returns whether a flag's value is the path of a file rather than texts.
 
-    A single word is a file, since images are compared with at least two texts.
+    The file need not exist. A single word is a path, since images are compared with at
+    least two texts.
     """
     several = "," in value or " " in value
     path = os.sep in value or value.endswith(".txt")
@@ -473,7 +489,7 @@ def read_labels(path: str | os.PathLike, flag: str = "--labels") -> tuple[str, .
 
 
 def positive(text: str, least: int = 1) -> int:
-    """Reads a flag's whole number from `least` on."""
+    """Parses the value of a flag as a whole number of at least `least`."""
     number = int(text) if text.isdecimal() and len(text) < 20 else -1
     if not least <= number < 2**63:
         raise argparse.ArgumentTypeError(
@@ -483,12 +499,12 @@ def positive(text: str, least: int = 1) -> int:
 
 
 def natural(text: str) -> int:
-    """Reads a flag's whole number from 0 on."""
+    """Parses the value of a flag as a whole number of at least 0."""
     return positive(text, 0)
 
 
 def fraction(text: str) -> float:
-    """Reads a flag's number from 0 to 1."""
+    """Parses the value of a flag as a number from 0 to 1."""
     try:
         number = float(text)
     except ValueError:
@@ -509,10 +525,10 @@ def _above_0(text: str) -> float:
 
 
 def size(text: str) -> tuple[int, int]:
-    """Reads a flag's height and width: one number of pixels, or HEIGHTxWIDTH."""
+    """Parses a flag's height and width: one number of pixels, or HEIGHTxWIDTH."""
     height, _, width = text.partition("x")
     height, width = positive(height), positive(width or height)
-    from vit_jax.data.config import MAX_PIXELS  # Not before signals are heard.
+    from vit_jax.data.config import MAX_PIXELS  # Late: signals come first.
 
     if height * width > MAX_PIXELS:
         raise argparse.ArgumentTypeError(
@@ -526,7 +542,7 @@ def _layers(text: str) -> tuple[int, ...]:
         return tuple(int(word) for word in text.split(","))
     except ValueError as error:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is not numbers of layers with commas between them, as 2,5,-1"
+            f"{text!r} is not a list of layers with commas between them, such as 2,5,-1"
         ) from error
 
 
@@ -535,7 +551,7 @@ def _floats(text: str) -> tuple[float, ...]:
         return tuple(float(word) for word in text.split(","))
     except ValueError as error:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is not numbers with commas between them"
+            f"{text!r} is not a list of numbers with commas between them"
         ) from error
 
 
@@ -556,21 +572,23 @@ def run(
 ) -> None:
     """Runs a command and exits.
 
-    The exit code is that of `main`, None for 0; 2 after one line on bad input,
-    full memory or a full disk; 75 after one
-    line on a host that did not connect; 130 after Ctrl-C; 141, silently, when nobody reads
-    its output any more. If it `trains`, SIGTERM and SIGHUP end the command with 75, and
-    unread output does not end it.
+    The exit code is what `main` returns, or 0 for None; 2 after a line about bad input,
+    full memory or a full disk; 75 after a line about a host that did not connect; 130
+    after Ctrl-C; 141, without a line, when nobody reads the output any more. With
+    `trains`, SIGTERM and SIGHUP end the command with 75, and unread output does not end
+    it.
     """
     signals.catch(trains=trains)
     gc.set_threshold(_COLLECTED_AFTER)
     for stream in filter(None, (sys.stdout, sys.stderr)):
-        # File names may hold bytes that are not text, and terminals lack characters.
+        # File names may hold bytes that are not text, and terminals may lack
+        # characters.
         stream.reconfigure(errors="backslashreplace")
     keep_warnings_from_raising()
-    # Otherwise absl's first line makes all later ones begin with "WARNING:" and a module.
+    # Otherwise absl's first line makes all later ones begin with "WARNING:" and a
+    # module.
     logging.basicConfig(format="%(message)s", handlers=[logging.lastResort])
-    # It has its handler; the root logger would print its lines a second time.
+    # It has a handler; the root logger would print each of its lines a second time.
     logging.getLogger("huggingface_hub").propagate = False
     debug = "--debug" in sys.argv
     try:
@@ -594,7 +612,7 @@ def run(
 
 
 def _exit_code(main: Callable, parser: Parser, *, debug: bool) -> int:
-    """Runs a command; returns its exit code, after one line on what a user can mend."""
+    """Runs a command and returns its exit code; prints a user's errors as one line."""
     try:
         return main(parse(parser)) or 0
     except (UserError, LostHost) as error:
@@ -617,13 +635,13 @@ def _exit_code(main: Callable, parser: Parser, *, debug: bool) -> int:
 
 
 def _is_memory(error: Exception) -> bool:
-    """Returns whether an error says that memory was full, of the host or a device."""
-    # By its text, since JAX, whose error it may be, need not be imported here.
+    """Returns whether an error means that memory of the host or a device was full."""
+    # By its text, since the error may be of JAX, which need not be imported here.
     return isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error)
 
 
 def show(error: UserError | LostHost, *, debug: bool) -> None:
-    """Prints bad input as one line on stderr, with `debug` after its traceback."""
+    """Prints an error as one line on stderr; with `debug`, its traceback first."""
     if debug:
         print(masked("".join(traceback.format_exception(error))), file=sys.stderr)
     # Messages of other libraries may have several lines.

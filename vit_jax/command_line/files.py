@@ -1,4 +1,4 @@
-"""Checks of paths that a user gives; files that are never half written, and reading them."""
+"""Checks paths that a user gives, reads files, and replaces files atomically."""
 
 import contextlib
 import fcntl
@@ -34,7 +34,8 @@ def not_a_file(path: str | os.PathLike) -> str:
     Reading a pipe may wait for ever, and a device may never end.
 
     Returns:
-      What it is, as "a pipe (FIFO)"; "" for files, folders, and what does not exist.
+      The kind of the path, such as "a pipe (FIFO)"; "" for files, folders and paths
+      that do not exist.
     """
     try:
         mode = os.stat(path).st_mode
@@ -47,11 +48,11 @@ def check(thing: str, path: str | os.PathLike) -> None:
     """Refuses a path that is a pipe, a device or a socket.
 
     Args:
-      thing: what the path was given as, for example "--labels".
+      thing: flag or key that the path was given for, such as "--labels".
       path: file or folder; it need not exist.
 
     Raises:
-      UserError: it is none of these.
+      UserError: it is one of these.
     """
     if kind := not_a_file(path):
         raise UserError(
@@ -68,11 +69,12 @@ def new_workdir(name: str) -> str:
 
 
 def default_workdir(job: str, *words: str) -> str:
-    """Returns a folder under runs/ for a job, the same whenever the words are.
+    """Returns a folder under runs/ for a job; equal words give the same folder.
 
     Args:
-      job: first part of its path, as "finetune".
-      *words: what the job is given, as weights and data; passwords in URLs are left out.
+      job: first part of the folder's path, such as "finetune".
+      *words: inputs of the job, such as weights and data; passwords in URLs are left
+        out.
     """
     shown = map(masked, filter(None, words))
     parts = (re.sub(r"[^A-Za-z0-9.]+", "-", word).strip("-.") for word in shown)
@@ -80,17 +82,17 @@ def default_workdir(job: str, *words: str) -> str:
 
 
 def refuse_scheme(thing: str, path: str | os.PathLike, *, local: bool = False) -> None:
-    """Refuses a place that is neither a local path nor in a bucket of Google.
+    """Refuses a path that is neither local nor in a Google bucket (gs://).
 
-    Otherwise a folder would be made that is named "s3:".
+    Otherwise a local folder named "s3:" would be created.
 
     Args:
-      thing: what the place was given as, for example "--out".
-      path: the place.
-      local: whether it must not be in a bucket either.
+      thing: flag or key that the path was given for, such as "--out".
+      path: path to check.
+      local: whether to refuse Google buckets too.
 
     Raises:
-      UserError: it is another.
+      UserError: the path is refused.
     """
     scheme = re.match(r"([A-Za-z][\w+.-]*):/", os.fspath(path))
     if scheme and (local or not os.fspath(path).startswith("gs://")):
@@ -103,10 +105,10 @@ def refuse_scheme(thing: str, path: str | os.PathLike, *, local: bool = False) -
 
 @contextlib.contextmanager
 def writing_out(folder: str | os.PathLike) -> Iterator[None]:
-    """Turns a failure to write what --out asks for into one line.
+    """Converts a failure to write to the folder of --out to a UserError of one line.
 
     Raises:
-      UserError: the line.
+      UserError: a file cannot be written.
     """
     try:
         yield
@@ -118,15 +120,15 @@ def writing_out(folder: str | os.PathLike) -> Iterator[None]:
 
 
 def download_snapshot(setting: str, repo: str, **options) -> str:
-    """Returns the folder with a copy of a repository on the Hugging Face hub.
+    """Downloads a repository of the Hugging Face hub and returns its local folder.
 
     Args:
       setting: key and value that name the repository, for messages.
       repo: owner and name.
-      **options: of `huggingface_hub.snapshot_download`.
+      **options: options of `huggingface_hub.snapshot_download`.
 
     Raises:
-      UserError: it does not exist, or there is neither network nor a copy.
+      UserError: it does not exist, or there is neither a network nor a local copy.
     """
     import huggingface_hub
     from huggingface_hub import errors
@@ -147,9 +149,9 @@ def download_snapshot(setting: str, repo: str, **options) -> str:
 
 @contextlib.contextmanager
 def lock_folder(folder: str | os.PathLike, busy: str) -> Iterator[int]:
-    """Holds the lock of a folder, which ends with the process; yields its handle.
+    """Locks a folder until the context, or the process, ends; yields its handle.
 
-    File systems without locks, as some network file systems, do not lock.
+    File systems without locks, such as some network file systems, do not lock.
 
     Raises:
       UserError: another process holds it; the message is `busy`.
@@ -176,19 +178,19 @@ def read_json(path: epath.Path) -> dict:
         content = json.loads(path.read_text())
         if isinstance(content, dict):
             return content
-        reason = "it holds no object"
+        reason = "it is not a JSON object"
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
     raise UserError(f"{path} is damaged ({reason}): remove it and repeat the command")
 
 
 def replace_text(path: epath.Path | pathlib.Path, text: str) -> None:
-    """Writes a file so that it is the old one or the new one, never half of it."""
+    """Replaces a text file atomically: it is the old or the new one, never a part."""
     replace_bytes(path, text.encode())
 
 
 def replace_bytes(path: epath.Path | pathlib.Path, content: bytes) -> None:
-    """Replaces a file by bytes, see `replace_text`."""
+    """Replaces a file of bytes atomically."""
     with replacing(path) as file:
         file.write(content)
 
@@ -196,27 +198,27 @@ def replace_bytes(path: epath.Path | pathlib.Path, content: bytes) -> None:
 def replace_image(
     path: epath.Path | pathlib.Path, image: "Image.Image", form: str, **options
 ) -> None:
-    """Replaces a file by a picture, see `replace_text`.
+    """Replaces an image file atomically.
 
     Args:
       path: path of the file.
-      image: the picture.
-      form: format, as "PNG".
-      **options: of Pillow's writer of the format.
+      image: image to write.
+      form: format, such as "PNG".
+      **options: options of Pillow's writer of this format.
     """
-    # Pillow's encoders do not notice when a full disk takes a part of what they write.
+    # Pillow's encoders do not notice when a full disk stores only a part.
     stream = io.BytesIO()
     image.save(stream, form, **options)
     replace_bytes(path, stream.getvalue())
 
 
 def unique_stem(stem: str, taken: dict[str, int]) -> str:
-    """Returns a stem of a file name that is not taken: itself, or with a number added.
+    """Returns a file stem that is not taken: `stem`, or `stem` with a number added.
 
     Args:
       stem: preferred stem.
-      taken: stems in lower case, since some file systems ignore case, with the last
-        number added to each; the result is added.
+      taken: stems in lower case, since some file systems ignore case, each with the
+        last number that was added to it. The result is added to this dict.
     """
     name, plain = stem, stem.lower()
     while name.lower() in taken:
@@ -228,7 +230,7 @@ def unique_stem(stem: str, taken: dict[str, int]) -> str:
 
 @contextlib.contextmanager
 def replacing(path: epath.Path | pathlib.Path) -> Iterator[IO[bytes]]:
-    """Yields a file that takes the place of `path` at the end, unless there is an error."""
+    """Yields a file that replaces `path` when the context ends without an error."""
     new = path.parent / f".{path.name}.new"
     try:
         with new.open("wb") as file:

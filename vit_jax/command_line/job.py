@@ -1,4 +1,4 @@
-"""How a command that trains ends in all processes: done, preempted or failed."""
+"""Runs the work of a command in all processes of its job, and ends them together."""
 
 from collections.abc import Callable
 
@@ -15,7 +15,7 @@ from vit_jax.errors import (
 
 
 def run(work: Callable[[], object], workdir: str, *, debug: bool) -> int:
-    """Runs the work of a job in each of its processes, which connect first.
+    """Connects the processes of a job, and runs its work in each of them.
 
     Args:
       work: function that trains in `workdir`, or evaluates.
@@ -23,13 +23,13 @@ def run(work: Callable[[], object], workdir: str, *, debug: bool) -> int:
       debug: whether to show tracebacks of bad input too.
 
     Returns:
-      The exit code: 0; 75 when the state is saved and the same command resumes, as after
-      SIGTERM; 130 after Ctrl-C.
-      One of several processes does not return. It exits without the barriers at JAX's
-      end, which would wait for a lost process.
+      The exit code: 0; 75 when the state is saved and the same command resumes, as
+      after SIGTERM; 130 after Ctrl-C. In a job of several processes it does not return:
+      each process exits without JAX's last barriers, which would wait for a lost
+      process.
 
     Raises:
-      UserError: as `work`, or the other processes are not configured.
+      UserError: `work` raised it, or the other processes are not configured.
       LostHost: another process did not connect.
     """
     import jax

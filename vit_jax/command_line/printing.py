@@ -1,4 +1,4 @@
-"""Lines as they may be printed: no control characters, no passwords, above any bar."""
+"""Prints lines without control characters and passwords, above any progress bar."""
 
 import contextlib
 import importlib.metadata
@@ -9,17 +9,18 @@ import unicodedata
 from collections.abc import Iterable
 
 _HIDDEN = "***"
-# What stands in front of a host: a key alone, as of hf.co, or user:password. A password
-# may hold "/", "?", "#" and "@" unescaped, so it goes up to the last "@" with a host
-# behind it; digits behind the first colon are a port, whose path may hold "@".
+# Credentials before the host of a URL: a key, as for hf.co, or user:password. A
+# password may hold "/", "?", "#" and "@" unescaped, so it ends at the last "@" that a
+# host follows. Digits after the first colon are a port; the path after a port may hold
+# "@".
 _USER = re.compile(
     r"(?<=://)(?:"
     r"[^\s/?#@:'\"\[]+:(?!\d*(?:[/?#\s'\"]|$))(?:(?!://)[^\s'\"])*(?=@[\w\[])"
     r"|[^\s/?#'\"]+(?=@))"
 )
-# Values of a URL's query, or of its fragment, that let in whoever has them. Presigned
-# addresses of S3, Google and Azure carry a signature as X-Amz-Signature, X-Goog-Signature
-# and sig.
+# Values of a URL's query, or of its fragment, that grant access. Presigned
+# addresses of S3, Google and Azure carry a signature as X-Amz-Signature,
+# X-Goog-Signature and sig.
 _QUERY = re.compile(
     r"(?<=[?&;#])((?:[\w-]*(?:token|secret|password|passwd|signature|credential|"
     r"api-?_?key|accesskeyid|authorization)[\w-]*|auth|key|pwd|sig)=)[^\s&;#'\"]+",
@@ -35,7 +36,7 @@ def masked(text: str) -> str:
 
 
 def address(place: str) -> str:
-    """Returns a place of weights for display: masked, and without a URL's query."""
+    """Returns a location of weights for display: masked, without a URL's query."""
     shown = masked(place)
     return shown.partition("?")[0] if "://" in shown else shown
 
@@ -50,7 +51,7 @@ def printable(text: object) -> str:
 
 
 def _escaped(character: str) -> str:
-    # Spaces of other scripts are not "printable", and harmless.
+    # Spaces of other scripts do not count as "printable", but are harmless.
     if character.isprintable() or unicodedata.category(character) == "Zs":
         return character
     return character.encode("unicode_escape").decode("ascii")
@@ -61,27 +62,27 @@ def versions(packages: Iterable[str]) -> str:
 
     Those that are not installed are left out.
     """
-    found = []
+    installed = []
     for name in packages:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found.append(f"{name} {importlib.metadata.version(name)}")
-    return ", ".join(found)
+            installed.append(f"{name} {importlib.metadata.version(name)}")
+    return ", ".join(installed)
 
 
 def print_line(text: object, file: io.TextIOBase | None = None) -> None:
-    """Prints one line at once, as `printable` returns it, above any progress bar.
+    """Prints one line, without delay, made `printable`, above any progress bar.
 
     Args:
       text: the line.
-      file: standard output if None.
+      file: file to print to; standard output if None.
     """
     file = file or sys.stdout
-    tqdm = sys.modules.get("tqdm")  # No bar is there before it is imported.
+    tqdm = sys.modules.get("tqdm")  # Without it there is no bar.
     above = tqdm.tqdm.external_write_mode(file) if tqdm else contextlib.nullcontext()
     with above:
         print(printable(text), file=file, flush=True)
 
 
 def print_error(text: object) -> None:
-    """Prints one line on standard error, see `print_line`."""
+    """Prints one line on standard error, as `print_line` does."""
     print_line(text, sys.stderr)

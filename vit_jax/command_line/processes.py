@@ -1,4 +1,4 @@
-"""Which process a number means, its age, and how the child processes of this one end."""
+"""Identifies processes by their start, and ends the child processes of this one."""
 
 import multiprocessing
 import os
@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from multiprocessing import util
 
-_JOIN_SECONDS = 1  # They die of a signal; a host that leaves is waited for.
+_JOIN_SECONDS = 1  # A signal ends them; other hosts wait for one that exits.
 
 _after_children: list[Callable[[], None]] = []
 
@@ -15,8 +15,8 @@ _after_children: list[Callable[[], None]] = []
 def started(pid: int | str) -> str:
     """Returns when a process started, in clock ticks since the boot; "" if it is gone.
 
-    A later process that was given the same number so does not count as the same. It is
-    "" for every process where there is no /proc.
+    The start distinguishes a process from a later one with the same pid. Without /proc
+    the result is "" for every process.
     """
     try:
         text = pathlib.Path(f"/proc/{pid}/stat").read_text()
@@ -27,7 +27,7 @@ def started(pid: int | str) -> str:
 
 
 def age() -> float:
-    """Returns for how many seconds this process has run; 0 if that is unknown."""
+    """Returns the age of this process in seconds; 0 if unknown."""
     try:
         ticks = int(started("self"))  # Since the machine's boot.
         born = ticks / os.sysconf("SC_CLK_TCK")
@@ -37,7 +37,10 @@ def age() -> float:
 
 
 def namespace() -> str:
-    """Returns the number of this process's pid namespace, such as a container's; or "0"."""
+    """Returns the number of this process's pid namespace; "0" if unknown.
+
+    Each container has a separate namespace.
+    """
     try:
         return str(os.stat("/proc/self/ns/pid").st_ino)
     except OSError:
@@ -45,9 +48,9 @@ def namespace() -> str:
 
 
 def after_children(function: Callable[[], None]) -> None:
-    """Has a function called when this process ends, after its child processes."""
+    """Registers a function to call when this process ends, after its children."""
     _after_children.append(function)
-    # Of negative priority: when the children have ended. `atexit` is too early.
+    # A negative priority is after the end of the children; `atexit` would be before it.
     util.Finalize(None, function, exitpriority=-1)
 
 

@@ -1,4 +1,4 @@
-"""Progress bars: on terminals alone, of one look in all commands."""
+"""Progress bars, on terminals only, that look the same in all commands."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -9,15 +9,16 @@ _MIN_BAR = 4  # Columns that the bar itself keeps.
 
 
 def bar(total: int | None, title: str, unit: str, **options: Any) -> tqdm:
-    """Returns a bar on standard error; nothing is shown where that is no terminal.
+    """Returns a progress bar on standard error, shown only if that is a terminal.
 
-    `printing.print_line` prints above it.
+    `printing.print_line` prints lines above it.
 
     Args:
-      total: units of the whole; None if unknown.
-      title: stands before the bar.
-      unit: in the plural, as "images"; "B" counts bytes in powers of 1,000.
-      **options: of tqdm, as `initial`.
+      total: number of units; None if unknown.
+      title: text before the bar.
+      unit: name of the units in the plural, such as "images"; "B" counts bytes in
+        powers of 1,000.
+      **options: options of tqdm, such as `initial`.
     """
     scaled = unit == "B"
     return tqdm(
@@ -31,17 +32,17 @@ def bar(total: int | None, title: str, unit: str, **options: Any) -> tqdm:
 
 
 def each(items: Iterable, title: str, unit: str, **options: Any) -> Iterable:
-    """Iterates over items that have a length, with a bar of them, see `bar`."""
+    """Iterates over a collection and shows a `bar` of its items."""
     return bar(len(items), title, unit, iterable=items, **options)
 
 
 class StepBar:
-    """The bar of a run: steps taken of all, then whatever fits the terminal.
+    """Progress bar of a run: steps taken, steps in total, and texts that still fit.
 
     Args:
-      start: steps taken before.
+      start: steps taken before this start.
       total: steps of the run.
-      active: whether to show it; standard error has to be a terminal in any case.
+      active: whether to show the bar if standard error is a terminal.
     """
 
     def __init__(self, start: int, total: int, *, active: bool):
@@ -57,12 +58,12 @@ class StepBar:
         )
 
     def show(self, step: int, *parts: str) -> None:
-        """Moves the bar.
+        """Updates the bar.
 
         Args:
           step: steps taken.
-          *parts: texts behind the bar, the most important first; empty repeats those of
-            the last call. Texts that the terminal has no room for are left out.
+          *parts: texts after the bar, the most important first; without any, the texts
+            of the last call stay. Texts that do not fit the terminal are left out.
         """
         if self._bar.disable:
             return

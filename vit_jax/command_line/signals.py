@@ -16,16 +16,17 @@ _ENDING = (signal.SIGTERM, signal.SIGHUP)
 
 
 def catch(*, trains: bool) -> None:
-    """Makes signals end this process with one line; called by its main thread.
+    """Makes signals end this process with one line; call it in the main thread.
 
     Ctrl-C raises KeyboardInterrupt; a second one ends the process at once.
 
     Args:
-      trains: whether SIGTERM and SIGHUP end it with 75, and it continues when its output
-        cannot be written, as when the terminal is gone. Training handles these signals
-        while it has something to save (training/guards.py).
+      trains: whether SIGTERM and SIGHUP end the process with exit code 75, and it
+        continues when its output cannot be written, because the terminal is gone.
+        Training handles these signals while it has something to save
+        (training/guards.py).
     """
-    # nohup, and the background of a script, ask for signals to be ignored.
+    # nohup and background jobs of scripts start with signals ignored; they stay so.
     if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
         signal.signal(signal.SIGINT, _interrupt)
         reader, writer = os.pipe()
@@ -44,7 +45,7 @@ def catch(*, trains: bool) -> None:
 
 
 def raise_stopped() -> None:
-    """Has SIGTERM and SIGHUP raise `Stopped`, as Ctrl-C raises KeyboardInterrupt."""
+    """Makes SIGTERM and SIGHUP raise `Stopped`, as Ctrl-C raises KeyboardInterrupt."""
     for number in _ENDING:
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, _stop)
@@ -64,7 +65,7 @@ def unread() -> bool:
 
 
 def drop_output() -> None:
-    """Sends what is still to be written, or buffered, nowhere."""
+    """Discards all output that is buffered or written later."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for stream in filter(None, (sys.stdout, sys.stderr)):
         os.dup2(nowhere, stream.fileno())
@@ -91,7 +92,7 @@ def _count(reader: int) -> None:
 
 
 def _stop(number: int, _) -> None:
-    for each in _ENDING:  # What is under way ends in order.
+    for each in _ENDING:  # A second signal must not interrupt the cleanup.
         signal.signal(each, signal.SIG_IGN)
     raise Stopped(signal.Signals(number).name)
 
@@ -112,7 +113,7 @@ def _end(words: str, code: int) -> None:
 
 
 class _Lossy(io.FileIO):
-    """Writes, and drops what cannot be written."""
+    """A file that drops output that cannot be written."""
 
     def write(self, data) -> int | None:
         try:

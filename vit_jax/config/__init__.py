@@ -1,1 +1,1 @@
-"""Typed configs: fields with all facts of a key, and the way from a file to a dataclass."""
+"""Typed configs: dataclasses whose fields describe their keys, and their loading."""

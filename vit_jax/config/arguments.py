@@ -12,8 +12,8 @@ from vit_jax.errors import UserError
 
 F = TypeVar("F", bound=Callable)
 
-# Flags of commands to what functions of Python take in their place; others have the name
-# of an argument. A command line in a message stays as it is.
+# Flags of commands, with the arguments that Python functions have instead; any other
+# flag has the name of its argument. Command lines in messages are not changed.
 _FLAGS = {
     "--no_ema": "use_ema=False",
     "--resolution": "image_size",
@@ -26,18 +26,19 @@ _COMMAND = re.compile(r"\b(?:python -m|pip install|convert) .*")
 
 
 def checked(keys: type) -> Callable[[F], F]:
-    """Returns a decorator that checks the arguments that a dataclass has fields for.
+    """Returns a decorator that checks arguments by the fields of a dataclass.
 
-    The function gets each as a value of the field's type. The default of an argument, as
-    None, is passed as it is.
+    Each argument is converted to its field's type. The default of an argument, such as
+    None, is passed unchanged.
 
     Args:
-      keys: dataclass with a field made by `key` for each argument, by its name; for an
-        argument that is no plain value its default is an instance of the type.
+      keys: dataclass with a field made by `key` for each argument, of the same name; if
+        an argument is neither a number nor a text, the field's default is an instance
+        of its type.
 
     Raises:
-      UserError: when the decorated function is called: an argument is of another type or
-        out of its bounds, or there are too many, too few or unknown ones.
+      UserError: when the decorated function is called: an argument is of another type
+        or out of its bounds, or there are too many, too few or unknown ones.
     """
     defaults, about = fields.defaults(keys), fields.fields(keys)
 
@@ -73,7 +74,7 @@ def checked(keys: type) -> Callable[[F], F]:
 
 
 def in_python(line: str) -> str:
-    """Returns a message with the names of arguments in place of flags."""
+    """Returns a message with flags replaced by names of Python arguments."""
     command = _COMMAND.search(line)
     end = command.start() if command else len(line)
     text = line[:end]
@@ -83,9 +84,9 @@ def in_python(line: str) -> str:
 
 
 def take(name: str, about: fields.Key, value: object, default: object) -> object:
-    """Returns an argument, checked, as a value of its field's type.
+    """Returns an argument, checked and converted to its field's type.
 
-    A path is taken as a text, and any iterable as a tuple.
+    A path becomes a string, and any iterable a tuple.
 
     Raises:
       UserError: it is of another type or out of its bounds.

@@ -1,10 +1,10 @@
-"""The fields of config dataclasses: each has the meaning and the bounds of its key.
+"""Fields of config dataclasses, each with the meaning and the bounds of its key.
 
 A section is a frozen dataclass beside the code that it configures. `key` makes a field
 that holds a value, `section` one that holds another dataclass, `choice` one that holds
-one of several dataclasses by name, and `named` a mapping of those by names that the user
-chooses. The builder (loading.py), the reference of the docs, the resume check and the
-sweeps read these fields.
+one of several dataclasses by name, and `named` a mapping of those by names that the
+user chooses. The builder (loading.py), the reference of the docs, the resume check and
+the sweeps read these fields.
 """
 
 import collections
@@ -28,7 +28,7 @@ CUSTOM = r"[A-Za-z_][\w.]*:[A-Za-z_]\w*"
 
 
 class Registry(collections.UserDict):
-    """Names to components; one that is given as "module:Name" is imported when needed."""
+    """Maps names to components; one given as "module:Name" is imported on first use."""
 
     def __getitem__(self, name: str) -> object:
         component = self.data[name]
@@ -45,21 +45,21 @@ class Key:
 
     Attributes:
       help: meaning of the key, for the reference.
-      reason: why the key exists if no recipe sets it: its paper, or what it is for.
-      choices: allowed texts; any if empty.
-      names: texts that may stand in the place of a tuple of numbers.
-      only_if: other key of the section to its values under which this one is read, or to
-        a dict from these values to the default of this key under each.
+      reason: paper or purpose of a key that no recipe sets.
+      choices: allowed texts; if empty, any text.
+      names: texts that are allowed instead of a tuple of numbers.
+      only_if: other keys of the section, each with its values under which this key is
+        read, or with a dict from those values to the default of this key under each.
       at_least, above, at_most, below: bounds of a number, or of each of a tuple. A
         number is also finite, and below 2**63 if whole.
-      distinct: whether a tuple must have numbers, and none of them twice.
-      changes_result: whether a run with another value is another run, so that a workdir
-        is not continued with it.
+      distinct: whether a tuple must not be empty and must not have a number twice.
+      changes_result: whether a run with another value is a different run, which must
+        not continue the same workdir.
       of_host: whether hosts of one run may have different values.
       in_step: whether the compiled training step depends on it.
       training_only: whether outputs of a trained network do not depend on it.
-      optional: whether None may stand in the place of a value.
-      like: value of the key's type, for a default that does not show it, as ().
+      optional: whether the value may be None.
+      like: example of the key's type, if the default does not show it, such as ().
     """
 
     help: str
@@ -86,8 +86,8 @@ class Section(Key):
 
     Attributes:
       cls: the dataclass.
-      text_key: the key that a text in the place of the section sets; "" if no text may
-        stand there.
+      text_key: the key that is set if a text is given for the section; "" if a text is
+        not allowed.
     """
 
     help: str = ""
@@ -100,12 +100,12 @@ class Choice(Section):
     """Metadata of a field that holds one of several dataclasses, chosen by name.
 
     Attributes:
-      types: name to dataclass. One of the user's is named "module:Name".
+      types: name to dataclass. A dataclass of the user's module is named "module:Name".
       text_key: the key that holds the name.
-      default: the name if none is set.
-      patterns: whether the names are regular expressions. A name that none of them matches
-        gets the default's dataclass, whose code refuses it.
-      base: class that a dataclass of the user's derives from.
+      default: the name that applies if none is set.
+      patterns: whether the names are regular expressions. A name that none of them
+        matches gets the default's dataclass, whose code refuses it.
+      base: class that a dataclass of the user's module must derive from.
     """
 
     types: Mapping[str, type]
@@ -137,7 +137,7 @@ class Choice(Section):
         is_class = dataclasses.is_dataclass(cls) and isinstance(cls, type)
         if is_class and issubclass(cls, self.base):
             return cls
-        how, example = "as", next(iter(self.types.values()))
+        how, example = "such as", next(iter(self.types.values()))
         if self.base is not object:
             how, example = "derived from", self.base
         raise UserError(
@@ -148,11 +148,11 @@ class Choice(Section):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Named(Section):
-    """Metadata of a field that maps names, which the user chooses, to choices.
+    """Metadata of a field that maps names chosen by the user to dataclasses.
 
     Attributes:
       choice: dataclasses that a name may map to.
-      text_key: the key that a text in the place of one of those sets.
+      text_key: the key that is set if a text is given for one of these dataclasses.
       reserved: names that are not allowed.
     """
 
@@ -166,7 +166,7 @@ def key(default: object, help: str, **rules: Any) -> Any:
 
 
 def epochs(help: str, **rules: Any) -> Any:
-    """Returns a field that holds a length in epochs; 0 for none."""
+    """Returns a field that holds a length in epochs; 0 means that it is not set."""
     return key(0.0, help, below=2**31, **rules)
 
 
@@ -219,11 +219,11 @@ def sections(cls: type, where: str = "") -> Iterator[tuple[str, str, type]]:
 
     Args:
       cls: dataclass of the config.
-      where: its dotted key with a dot behind; "" for the whole config.
+      where: dotted key of `cls` with a dot at the end; "" for the whole config.
 
     Yields:
-      Dotted key, with "NAME" for a name that the user chooses, name in its choice or "",
-      and dataclass.
+      Dotted key, in which "NAME" stands for a name that the user chooses; name of the
+      dataclass in its choice, "" for a plain section; and the dataclass.
     """
     for name, about in fields(cls).items():
         path = f"{where}{name}"
@@ -289,7 +289,7 @@ def flatten(tree: Mapping | object, prefix: str = "") -> dict[str, object]:
 def to_dict(config: object) -> dict:
     """Returns a config, or a section of one, as nested dicts of the keys that are read.
 
-    A named section that a text can set is that text.
+    A named section that a text can express becomes that text.
     """
     tree = {}
     for name, about in fields(type(config)).items():
@@ -312,7 +312,7 @@ def _short(about: Named, part: object) -> dict | str:
 
 
 def replace(config: T, changes: Mapping[str, object]) -> T:
-    """Returns a config with new values, not checked, of some dotted keys."""
+    """Returns a config with the values of some dotted keys replaced, without checks."""
     for name, value in changes.items():
         first, _, rest = name.partition(".")
         if rest:
@@ -322,9 +322,9 @@ def replace(config: T, changes: Mapping[str, object]) -> T:
 
 
 def to_json(config: object) -> dict:
-    """Returns a config as plain dicts, lists and numbers, equal after a JSON trip.
+    """Returns a config as plain dicts, lists and numbers, which JSON keeps unchanged.
 
-    Passwords in URLs are masked: it is written into checkpoints and logs.
+    Passwords in URLs are masked, because the result is written to checkpoints and logs.
     """
     return _json(to_dict(config))
 
@@ -348,7 +348,7 @@ def differences(a: Mapping | object, b: Mapping | object) -> list[str]:
 
 
 def is_number(value: object, kind: type) -> bool:
-    """Returns whether a value is a number of a type, and no bool."""
+    """Returns whether a value is a number of a type and not a bool."""
     return isinstance(value, kind) and not isinstance(value, bool)
 
 
@@ -392,7 +392,7 @@ def check(name: str, about: Key, value: object) -> None:
     """Checks that a value, of the type of its key, is allowed.
 
     Raises:
-      UserError: it is not; with the key, the value and what is allowed.
+      UserError: it is not; the message has the key, the value and what is allowed.
     """
     check_choice(name, about, value)
     numbers_ = value if isinstance(value, tuple) else (value,)
@@ -409,7 +409,7 @@ def check_choice(name: str, about: Key, value: object) -> None:
     """Checks that a text is allowed.
 
     Raises:
-      UserError: it is not; with the allowed ones.
+      UserError: it is not; the message lists the allowed texts.
     """
     if about.choices and value not in about.choices:
         raise UserError(f"{name}={value!r} is not one of {', '.join(about.choices)}")
@@ -443,7 +443,7 @@ def is_custom(name: object) -> bool:
 
 
 def import_custom(name: str, where: str) -> object:
-    """Imports "module:Name", the value of the key `where`: it runs that module's code.
+    """Imports "module:Name", the value of the key `where`, which runs that module.
 
     Raises:
       UserError: no such module or object, or the module raised.
@@ -474,15 +474,15 @@ def import_custom(name: str, where: str) -> object:
 def guarded(
     key_and_value: str, during: str = "", known: tuple[type[Exception], ...] = ()
 ) -> Iterator[None]:
-    """Converts exceptions of the code of a user's module to one line.
+    """Converts exceptions raised by a user's module to a UserError of one line.
 
     Args:
-      key_and_value: key that names the module, as "data.name='mine:open_source'".
-      during: purpose of the call, as " for record 3".
+      key_and_value: key that names the module, such as "data.name='mine:open_source'".
+      during: purpose of the call, such as " for record 3".
       known: exceptions that the caller handles; they pass through.
 
     Raises:
-      UserError: the line. A UserError of the code itself passes through.
+      UserError: the code raised. If it raised a UserError, that passes through.
     """
     try:
         yield

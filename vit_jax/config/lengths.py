@@ -11,7 +11,7 @@ class RunLength(NamedTuple):
 
     Attributes:
       total_steps: optimiser steps.
-      steps_per_epoch: training examples by batch size.
+      steps_per_epoch: number of training examples divided by the batch size.
       key: config key of the length, for messages.
     """
 
@@ -21,16 +21,16 @@ class RunLength(NamedTuple):
 
 
 def length_in_steps(section: object, name: str, run: RunLength) -> int:
-    """Returns a length in steps that a section has in steps, epochs or as a fraction.
+    """Returns a length in steps that a section sets in steps, epochs or as a fraction.
 
     Args:
       section: section with some of the keys `{name}_steps`, `{name}_epochs` and
         `{name}_fraction`.
-      name: name of the length, as "warmup".
+      name: name of the length, such as "warmup".
       run: length of the run.
 
     Raises:
-      UserError: more than one of them is set.
+      UserError: more than one of these keys is set.
     """
     units = dict(zip(_units(name), (1, run.steps_per_epoch, run.total_steps)))
     given = {unit: getattr(section, unit, 0) for unit in units}
@@ -42,7 +42,7 @@ def length_in_steps(section: object, name: str, run: RunLength) -> int:
 
 
 def alternatives(name: str) -> set[str]:
-    """Returns the keys of a section of which only this one or one of them may be set."""
+    """Returns the keys of a section that cannot be set together with this one."""
     for pair in ({"total_steps", "epochs"}, {"learning_rate", "base_learning_rate"}):
         if name in pair:
             return pair - {name}
@@ -53,7 +53,7 @@ def alternatives(name: str) -> set[str]:
 
 
 def length_key(section: object, name: str) -> str | None:
-    """Returns the key by which a length is set, or None if it is 0."""
+    """Returns the key that sets a length, or None if none does."""
     return next((unit for unit in _units(name) if getattr(section, unit, 0)), None)
 
 

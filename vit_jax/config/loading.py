@@ -1,11 +1,12 @@
-"""From a config file to a dataclass: reading, overrides, defaults, and every check.
+"""Loads a config file into a dataclass: overrides, defaults and all checks.
 
-A config file under `configs/` sets only the keys that its recipe is about, as plain data.
-The fields of the dataclasses have the defaults; any key that nothing reads is an error.
+A config file under `configs/` sets only the keys that its recipe is about, as plain
+data. The fields of the dataclasses have the defaults; any key that nothing reads is an
+error.
 
-Two walks over the sections do it. `override` changes the plain data that a recipe is until
-it is complete: commands and sweeps add to it in between, and another `optim.name` drops
-keys of the old one. `complete` checks the result as a whole, and builds it once.
+Loading has two stages. `override` changes the plain data of a recipe, as often as
+commands and sweeps set further keys; another `optim.name` drops the keys of the old
+optimiser. `complete` then checks the result as a whole, and builds the dataclass once.
 """
 
 import ast
@@ -30,8 +31,8 @@ from vit_jax.errors import UserError
 
 T = TypeVar("T")
 
-# Names of the keys in timm, big_vision, Hugging Face and papers, without case and
-# punctuation, for the hint at an unknown key.
+# Names that timm, big_vision, Hugging Face and papers use for these keys, without case
+# and punctuation: the error about an unknown key suggests the known one.
 _WORDS = {
     "batch_size": "batch batchsize bs perdevicetrainbatchsize",
     "data.data_dir": "datadir datapath dataroot root",
@@ -77,7 +78,7 @@ SYNONYMS = {
     for word in all_words.split()
 }
 
-# Keys of earlier versions, which stored configs have, with the value that had no effect.
+# Keys of earlier versions that stored configs may have, with the value without effect.
 _FORMER = {
     "optim.weight_decay_epochs": 0.0,
     "optim.weight_decay_fraction": 0.0,
@@ -111,9 +112,9 @@ def read(cls: type, spec: str, overrides: Mapping[str, object] | None = None) ->
 
     Args:
       cls: dataclass of the config.
-      spec: path of a config file or name of a recipe, with its argument after a colon if
-        it takes one: "configs/digits.py", "transfer:model=B/16,dataset=cifar100".
-      overrides: dotted key to value, as {"optim.learning_rate": 0.01}.
+      spec: path of a config file or name of a recipe, with its argument after a colon
+        if it takes one: "configs/digits.py", "transfer:model=B/16,dataset=cifar100".
+      overrides: dotted key to value, such as {"optim.learning_rate": 0.01}.
 
     Raises:
       UserError: the file or the argument does not exist, or a section is set as a key.
@@ -134,7 +135,7 @@ def recipe_folder() -> pathlib.Path:
 
 
 def recipes() -> dict[str, str]:
-    """Returns the names of all recipes, as "digits" and "eval/probe", with their titles."""
+    """Returns the titles of all recipes by name, such as "digits" and "eval/probe"."""
     folder, titles = recipe_folder(), {}
     for path in sorted(folder.rglob("[!_]*.py")):
         if path.stem != "common":
@@ -148,14 +149,14 @@ def find(name: str) -> pathlib.Path:
     """Returns the path of a config file.
 
     Args:
-      name: a path; or the name of a recipe, as "digits", "eval/probe.py" or
-        "configs/digits.py", in any folder that has no such file.
+      name: a path; or, if that file does not exist, the name of a recipe, such as
+        "digits", "eval/probe.py" or "configs/digits.py".
     """
     path = pathlib.Path(name)
     known = re.fullmatch(r"(?:configs/)?(\w+(?:/\w+)?)(?:\.py)?", name)
     if known and not os.path.exists(path):
         recipe = recipe_folder() / f"{known[1]}.py"
-        # False for a name that is too long, where pathlib raises.
+        # Not pathlib's `is_file`, which raises if a name is too long.
         return recipe if os.path.isfile(recipe) else path
     return path
 
@@ -166,18 +167,18 @@ def override(
     overrides: Mapping[str, object],
     tell: Callable[[str], object] = print_error,
 ) -> None:
-    """Sets dotted keys in what a recipe sets; sections come before keys in them.
+    """Applies overrides to the keys of a recipe: first whole sections, then their keys.
 
-    Where the kind of a section changes, as by `optim.name`, the recipe's keys of the old
-    kind that the new one does not have are dropped. A text for a section chooses its kind;
-    a mapping replaces the section. A key replaces its alternatives, as `total_steps` does
-    `epochs`; None removes one of the named parts of a section, as an evaluation.
+    If an override changes the kind of a section, as `optim.name` does, the recipe's
+    keys that the new kind does not have are dropped. A text for a section chooses its
+    kind; a mapping replaces the section. A key replaces its alternatives: `total_steps`
+    replaces `epochs`. None removes a named part of a section, such as an evaluation.
 
     Args:
       cls: dataclass of the config.
-      raw: nested dicts, which are changed.
+      raw: keys of the recipe as nested dicts, changed in place.
       overrides: dotted key to value.
-      tell: function that gets a line about keys that were dropped.
+      tell: function that is called with a line about dropped keys.
 
     Raises:
       UserError: a section is set as a key.
@@ -194,7 +195,7 @@ def _merge(
     raw, inner = dict(raw), _by_section(overrides)
     for name in inner:
         value = inner[name].get(None)
-        # What is not a number is refused later, and replaces nothing.
+        # A value that is not a number replaces nothing here; it is refused later.
         replaces = isinstance(value, numbers.Real) and value > 0
         for other in alternatives(name) & raw.keys() - inner.keys():
             if replaces and raw[other]:
@@ -219,7 +220,7 @@ def _merge(
                     if part not in parts:
                         known = ", ".join(parts) or "none"
                         raise UserError(
-                            f"{path}.{part}=None: there is none of that name among "
+                            f"{path}.{part}=None: {part!r} is not among the names "
                             f"{known}; leave it out"
                         )
                     continue
@@ -230,7 +231,7 @@ def _merge(
             raw[name] = kept
         elif isinstance(about, Section):
             raw[name] = _merge_section(about, about.text_key, value, given, path, tell)
-        elif given:  # Keys below one that is no section are refused later.
+        elif given:  # Keys below a key that is not a section are refused later.
             raw[name] = given.pop(None, given)
     return raw
 
@@ -243,7 +244,7 @@ def _merge_section(
     where: str,
     tell: Callable,
 ) -> dict:
-    """Merges overrides into a section, or into a text in the place of one."""
+    """Merges overrides into a section, or into a text that was given for one."""
     if text_key == about.text_key and isinstance(given.get(None), str):
         given = {text_key: given.pop(None)} | given
     value = given.pop(None, value)
@@ -266,7 +267,7 @@ def _merge_section(
 
 
 def _by_section(overrides: Mapping) -> dict[str, dict]:
-    """Groups dotted keys by their first word; the word alone is the key None."""
+    """Groups dotted keys by their first word; the key of one word is None."""
     grouped = {}
     for name, value in overrides.items():
         first, dot, rest = name.partition(".")
@@ -288,11 +289,11 @@ def complete(cls: type[T], raw: Mapping | ConfigDict | object, where: str = "") 
     Args:
       cls: dataclass of the config, or of one section.
       raw: nested mapping of the keys that a recipe sets, or a config.
-      where: dotted key of the section with a dot behind, for messages.
+      where: dotted key of the section with a dot at the end, for messages.
 
     Raises:
-      UserError: unknown key (with the nearest known one), a value of another type or
-        out of its bounds, or values that do not fit each other.
+      UserError: a key is unknown (the message suggests the nearest known one), a value
+        has another type or is out of its bounds, or values do not fit each other.
     """
     if isinstance(raw, ConfigDict):
         raw = raw.to_dict()
@@ -309,13 +310,13 @@ def _check_mapping(about: Section, value: object, where: str) -> None:
     if not isinstance(about, Named):
         first = next(iter(fields.fields(_type_of(about, {}, where))))
     raise UserError(
-        f"{where}={value!r} is a section, not a key: set a key of it, as "
+        f"{where}={value!r} is a section, not a key: set a key of it, such as "
         f"{where}.{first}"
     )
 
 
 def _type_of(about: Section, given: Mapping, where: str) -> type:
-    """Returns the dataclass of a section under the name that is set."""
+    """Returns the dataclass of a section, given the keys that are set in it."""
     if isinstance(about, Choice):
         return about.find(given.get(about.text_key, about.default), where)
     return about.cls
@@ -328,7 +329,7 @@ def _build(
     cls = _type_of(section, raw, where.rstrip("."))
     choice = section if isinstance(section, Choice) else None
     keys, defaults = fields.fields(cls), fields.defaults(cls)
-    # First, because a wrong text may be the reason why nothing would read a key.
+    # First, because a wrong text may be the reason why a key would not be read.
     for name in defaults:
         if name in raw:
             fields.check_choice(f"{where}{name}", keys[name], raw[name])
@@ -380,7 +381,7 @@ def _unread(
     if kinds := [k for k, kind in types.items() if name in fields.fields(kind)]:
         only = f"read only with {where}{choice.text_key}={' or '.join(kinds)}"
         if choice.patterns:
-            only = f"not one of this form of {where}{choice.text_key}"
+            only = f"not read with this form of {where}{choice.text_key}"
         return UserError(f"config key {key} is {only}")
     if isinstance(value, Mapping):  # A section: one of its keys says more.
         key = ".".join([key, *list(value)[:1]])
@@ -390,7 +391,7 @@ def _unread(
 
 
 def _nearest(key: str, known: Iterable[str]) -> str:
-    """Returns the known key that is closest to another, by words and then by letters."""
+    """Returns the known key that is most similar to `key`, by its words and letters."""
     known = list(known)
     if meant := [each for each in _synonyms(key.rpartition(".")[2]) if each in known]:
         return " or ".join(meant)
@@ -409,11 +410,11 @@ def _synonyms(word: str) -> list[str]:
 
 
 def key_called(cls: type, word: str) -> str:
-    """Returns the dotted key of a config that a word alone means; "" without one.
+    """Returns the dotted key that a single word stands for; "" if it is unknown.
 
     Args:
       cls: dataclass of the config.
-      word: a key, the end of one, or its name in other codebases, as "lr".
+      word: a key, the end of a key, or its name in other codebases, such as "lr".
     """
     sections = [("", "", cls), *fields.sections(cls)]
     keys = [
@@ -444,17 +445,21 @@ def _is_read(cls: type, name: str, raw: Mapping) -> bool:
 
 
 def read_study(path: str, arg: str | None = None) -> dict:
-    """Returns what `get_study` of a config file returns for the text behind its colon.
+    """Returns the study that `get_study(arg)` of a config file defines.
+
+    Args:
+      path: path of a config file or name of a recipe.
+      arg: text behind the colon of --config; None without a colon.
 
     Raises:
-      UserError: there is no such file, it does not run, or it has no `get_study`.
+      UserError: the file does not exist, does not run, or has no `get_study`.
     """
 
     def get(file: ModuleType) -> dict:
         if not hasattr(file, "get_study"):
             raise UserError(
-                f"--config={path}: the file has no get_study(arg=None), so it is no study; "
-                "take one of configs/study/"
+                f"--config={path}: the file has no get_study(arg=None), so it is not a "
+                "study; choose one of configs/study/"
             )
         study = file.get_study(arg)
         if not isinstance(study, Mapping):
@@ -477,7 +482,7 @@ def _run_config_file(path: pathlib.Path, get: Callable[[ModuleType], T]) -> T:
         what = "does not end in .py" if is_file else "is not a file"
         raise UserError(
             f"--config={path}: {what}; give a Python file that defines "
-            "get_config(arg=None), as configs/digits.py"
+            "get_config(arg=None), such as configs/digits.py"
         )
     if not is_file:
         here = sorted(p.name for p in path.parent.glob("[!_]*.py"))
@@ -493,8 +498,8 @@ def _run_config_file(path: pathlib.Path, get: Callable[[ModuleType], T]) -> T:
     root = str(next((p.parent for p in folders if p.name == "configs"), folders[1]))
     sys.path.insert(0, root)
     try:
-        # Not by `exec_module`, which takes the bytecode of an earlier text of the same
-        # size and second.
+        # Not by `exec_module`, which uses the old bytecode if a file was changed within
+        # a second and kept its size.
         exec(compile(path.read_bytes(), path, "exec"), vars(module))  # noqa: S102
         return get(module)
     except UserError:

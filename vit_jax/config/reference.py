@@ -1,4 +1,4 @@
-"""All keys of a config with defaults and meanings, in groups: for --help and the docs."""
+"""Lists the keys of a config with defaults and meanings, for --help and the docs."""
 
 import textwrap
 from collections.abc import Container, Iterator, Mapping, Sequence
@@ -8,17 +8,18 @@ from vit_jax.config import fields, loading
 from vit_jax.config.fields import Choice, Key, Named, Section
 from vit_jax.errors import UserError
 
-_WIDTH, _INDENT = 88, 34  # Columns of a line, and from where meanings stand.
+_WIDTH, _INDENT = 88, 34  # Columns of a line, and the column where meanings begin.
 
 
 class KeyGroup(NamedTuple):
-    """Keys that stand together.
+    """Keys that are listed together.
 
     Attributes:
-      section: dotted key of their section, with "NAME" for a name that the user chooses;
-        "" for the config itself.
-      choice: key that chooses the dataclass of the section; "" if it is no choice.
-      name: name or title of the dataclass that has these keys; "" if all have them.
+      section: dotted key of their section, with "NAME" for a name that the user
+        chooses; "" for the config itself.
+      choice: key that chooses the dataclass of the section; "" if it is not a choice.
+      name: name or title of the dataclass that has these keys; "" if every dataclass of
+        the choice has them.
       doc: meaning of the section, or of this choice.
       keys: name to default and meaning.
     """
@@ -64,7 +65,7 @@ def _choice(path: str, about: Choice, doc: str) -> Iterator[KeyGroup]:
             for key, (default, meaning) in _keys(cls).items()
             if key != by and (key not in shared or default != first[key][0])
         }
-        # A pattern says less than the docstring.
+        # The docstring explains more than a pattern.
         title, doc = (summary(cls), "") if about.patterns else (name, summary(cls))
         yield KeyGroup(path, by, title, doc, keys)
         yield from _sections(cls, path, without=fields.fields(types[0]))
@@ -107,11 +108,11 @@ def text(cls: type, section: str = "") -> str:
     """Returns the keys of a config, or of a section, as lines of text, for --help.
 
     Raises:
-      UserError: there is no such section.
+      UserError: the config has no such section.
     """
     if section and section not in sections(cls):
         raise UserError(
-            f"--help={section}: no section of the config; choose all or one of "
+            f"--help={section}: not a section of the config; choose all or one of "
             f"{', '.join(sections(cls))}"
         )
     lines = ["config keys with their defaults, each a flag as --config.seed=1:"]
@@ -148,7 +149,7 @@ def text_of(cls: type, recipe: str) -> str:
 def _is_set(raw: object, path: Sequence[str]) -> bool:
     for name in path:
         if not isinstance(raw, Mapping):
-            return True  # A text in the place of a section.
+            return True  # A text was given for the section.
         if name not in raw:
             return False
         raw = raw[name]

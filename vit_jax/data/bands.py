@@ -1,10 +1,11 @@
-"""Images of any number of bands and any depth: TIFF, NumPy files, and arrays.
+"""Reads images of any number of bands and any depth: TIFF, NumPy files, and arrays.
 
-What `decode` does for photographs, this does for the rest: 13 bands of a satellite, 16 bits
-of a microscope, the floats of a scanner. Values keep their depth on the way to the device
-(`data.pixels`): "uint8"; "uint16", of which 65,535 is white as 255 is of 8 bits; "float32",
-of which 255 stands for 1.0 of the file, so that transforms and `data.mean` mean the same for
-all. Letters: H and W height and width, C bands of the file, c bands that are read.
+`decode` reads photographs; this module reads all other images, such as 13 bands of a
+satellite, 16 bits of a microscope or floats of a scanner. Values keep their depth on
+the way to the device (`data.pixels`). White is 255 as "uint8" and 65,535 as "uint16".
+Images of "float32" are multiplied by 255, so that 1.0 in the file becomes 255, and
+transforms and `data.mean` have the same meaning for all depths. Letters: H and W height
+and width, C bands of the file, c bands that are read.
 """
 
 import contextlib
@@ -28,23 +29,23 @@ from vit_jax.data.decode import DamagedImage
 from vit_jax.errors import UserError
 
 _PNG = b"\x89PNG"
-_PNG_DEPTH = 24  # Where a PNG file has its bits per sample.
-# White by the type of whole numbers; of floats that `read` returns it is 255.
+_PNG_DEPTH = 24  # Offset of the bits per sample in a PNG file.
+# White by integer type; in floats that `read` returns, white is 255.
 WHITE = {"uint8": 255, "uint16": 65_535}
 _NOT_FINITE = "has NaN or infinite pixels"
-# Parts of the range that images usually exceed: 14 bits in 16 do not, and reflectances in
-# ten thousandths do not.
+# Images are dark if no value exceeds this fraction of the range, as with 14 bits stored
+# in 16, and with reflectances in ten thousandths.
 _DARK = {"uint8": 1 / 16, "uint16": 1 / 4}
 
 
 @dataclasses.dataclass(frozen=True)
 class PixelFormat:
-    """What is read of an image file.
+    """The bands and the depth to read from an image file.
 
     Attributes:
       channels: number of bands in the result.
-      depth: one of config.DEPTHS.
-      bands: numbers of the file's bands, from 0 on, in their order; () for all.
+      depth: dtype of the result, one of config.DEPTHS.
+      bands: indices of the file's bands, counted from 0, in order; () for all.
       max_megapixels: size of the largest image, see `data.max_megapixels`.
     """
 
@@ -60,16 +61,16 @@ class PixelFormat:
 
     @property
     def is_photograph(self) -> bool:
-        """Whether it is RGB or grey of 8 bits, as `decode.decode` returns."""
+        """Whether images are RGB or grey of 8 bits, as `decode.decode` returns."""
         return are_photographs(self.channels, self.depth, self.bands)
 
     def is_decoded(self, data: bytes | np.ndarray) -> bool:
-        """Whether `decode.decode` reads the data, and not this module."""
+        """Whether `decode.decode` reads the data instead of this module."""
         return self.is_photograph and decode.reads(data)
 
 
 def check_config(data: DataConfig) -> None:
-    """Raises UserError unless `data.bands` are as many as `data.channels`."""
+    """Raises UserError unless the number of `data.bands` is `data.channels`."""
     if len(data.bands) != data.channels:
         raise UserError(
             f"data.bands={data.bands} chooses {len(data.bands)} bands, but "
@@ -82,19 +83,20 @@ def read(
 ) -> Num[np.ndarray, "H W c"]:
     """Reads an image of any kind.
 
-    A photograph is converted to RGB or grey, see `decode.decode`. Of other images the bands
-    must be as many as asked for, or chosen; a single one is repeated for RGB. More depth
-    than the file has is added, less is refused. 8 and 16 bits without sign become floats
-    from 0 to 1; other numbers are taken as they are.
+    A photograph is converted to RGB or grey, see `decode.decode`. Any other image must
+    have `form.channels` bands, unless `form.bands` chooses some; a single band is
+    repeated for RGB. Images are converted to a greater depth, but never to a smaller
+    one. In floats, 8 and 16 bits without sign are divided by their white; other numbers
+    are not. Then all are multiplied by 255.
 
     Args:
-      data: content of a file, or an array (H, W), (H, W, C) or (C, H, W), which are told
-        apart by the number of bands that is asked for.
-      form: what is wanted.
-      exif: whether a photograph is turned by its orientation tag.
+      data: content of a file, or an array (H, W), (H, W, C) or (C, H, W); the number of
+        bands in `form` decides which axis has the bands.
+      form: bands and depth of the result.
+      exif: whether a photograph is rotated by its orientation tag.
 
     Raises:
-      DamagedImage: it cannot be read, or has other bands or more depth.
+      DamagedImage: it cannot be read, has other bands, or is deeper than `form.depth`.
     """
     if form.is_decoded(data):
         limit = form.max_megapixels
@@ -106,7 +108,7 @@ def read(
 def _with_bands(
     data: bytes | np.ndarray, exif: bool, max_megapixels: float
 ) -> np.ndarray:
-    """Returns what is stored as (H, W, C) or (C, H, W), in the byte order of this machine."""
+    """Returns the stored image, (H, W, C) or (C, H, W), in this machine's byte order."""
     image = stored(data, exif, max_megapixels)
     if image.dtype.kind not in "buif":
         raise DamagedImage(f"is an array of {image.dtype}, not of real numbers")
@@ -123,7 +125,7 @@ def stored(
     exif: bool = False,
     max_megapixels: float = MAX_MEGAPIXELS,
 ) -> np.ndarray:
-    """Returns an array, or that of a file as it is stored."""
+    """Returns an array itself, or the array that a file stores."""
     if isinstance(data, np.ndarray):
         return data
     try:
@@ -135,9 +137,9 @@ def stored(
             return _read_tiff(data)
     except DamagedImage:
         raise
-    except Exception as error:  # tifffile and NumPy raise many.
+    except Exception as error:  # tifffile and NumPy raise many types.
         raise DamagedImage(f"cannot be decoded ({error})") from error
-    # Pillow would cut 16 bits of colours to 8.
+    # Pillow would cut colours of 16 bits to 8.
     if _is_deep_png(data):
         flags = cv2.IMREAD_UNCHANGED | cv2.IMREAD_IGNORE_ORIENTATION
         pixels = cv2.imdecode(np.frombuffer(data, np.uint8), flags)
@@ -150,7 +152,7 @@ def stored(
 def _only_array(file) -> np.ndarray:
     if len(file.files) != 1:
         raise DamagedImage(
-            f"holds {len(file.files)} arrays ({', '.join(file.files)}): save one a file"
+            f"holds {len(file.files)} arrays ({', '.join(file.files)}): save only one"
         )
     return file[file.files[0]]
 
@@ -161,18 +163,18 @@ def _read_tiff(data: bytes) -> np.ndarray:
         import tifffile
     except ImportError as error:
         raise DamagedImage(
-            "is TIFF of bands, which needs the extra `tiff`: pip install -e '.[tiff]' in "
-            "the clone"
+            "is a TIFF file of bands, which needs the extra `tiff`: pip install -e "
+            "'.[tiff]' in the clone"
         ) from error
     with tifffile.TiffFile(io.BytesIO(data)) as file:
         series = file.series[0]
         image, axes = series.asarray(), series.axes
-    # Bands may stand one after the other, or on a page each.
+    # Bands may be the first axis, or each on a page.
     return np.moveaxis(image, 0, -1) if axes[1:] == "YX" else image
 
 
 def _choose(image: np.ndarray, form: PixelFormat) -> np.ndarray:
-    """Returns the bands that are asked for."""
+    """Returns the bands that `form` asks for."""
     wanted = len(form.bands) or form.channels
     enough = lambda count: count > max(form.bands) if form.bands else count == wanted
     if not enough(image.shape[-1]) and enough(image.shape[0]):
@@ -194,7 +196,7 @@ def _choose(image: np.ndarray, form: PixelFormat) -> np.ndarray:
 
 
 def _to_depth(image: np.ndarray, depth: str) -> np.ndarray:
-    """Converts pixels to at least their own depth."""
+    """Converts pixels to a depth; refuses a smaller depth than they have."""
     if image.dtype == depth and depth != "float32":
         return image
     white = WHITE.get(image.dtype.name)
@@ -213,10 +215,10 @@ def _to_depth(image: np.ndarray, depth: str) -> np.ndarray:
 
 
 def is_cut(data: bytes | np.ndarray, form: PixelFormat) -> bool:
-    """Returns whether a file is read with fewer bits than it may have, by its first bytes."""
+    """Returns whether reading may drop bits of a file, by its first bytes."""
     if form.depth != DEPTHS[0] or isinstance(data, np.ndarray):
         return False
-    with contextlib.suppress(Exception):  # Reading it says what is damaged.
+    with contextlib.suppress(Exception):  # Reading the file reports the damage.
         if data.startswith(decode.TIFF):
             return Image.open(io.BytesIO(data)).mode.startswith("I")
     return _is_deep_png(data)
@@ -227,14 +229,14 @@ def _is_deep_png(data: bytes) -> bool:
 
 
 def doubt(data: bytes | np.ndarray, mean: Sequence[float] = (1.0,)) -> str:
-    """Returns what is odd about the values of an image; "" for nothing.
+    """Returns why the values of an image are suspicious; "" if they are not.
 
-    Pixels of 12 bits are often stored in 16, where they look all but black.
+    Pixels of 12 bits are often stored in 16 bits, where they look almost black.
 
     Args:
       data: content of a file, or an array.
-      mean: as a fraction of white, one or one per band; an image with values above it
-        is not dark.
+      mean: `data.mean`, as fractions of white, one or one per band; an image with
+        values above it is not dark.
     """
     with contextlib.suppress(DamagedImage):
         pixels = _with_bands(data, exif=False, max_megapixels=MAX_MEGAPIXELS)
@@ -254,8 +256,7 @@ def picture(
     exif: bool = False,
     max_megapixels: float = MAX_MEGAPIXELS,
 ) -> UInt8[np.ndarray, "H W 3"]:
-    """Returns RGB of an image of any kind; of what is no photograph see
-    `display.to_display`.
+    """Returns an image of any kind as RGB, scaled by `display.to_display`.
 
     Raises:
       DamagedImage: it cannot be read.
@@ -264,7 +265,7 @@ def picture(
 
 
 def check(data: bytes, max_megapixels: float = MAX_MEGAPIXELS) -> None:
-    """Raises DamagedImage unless a file is an image of some number of bands and depth."""
+    """Raises DamagedImage unless a file is an image, of any bands and depth."""
     if not np.isfinite(_of_any_bands(data, False, max_megapixels)).all():
         raise DamagedImage(_NOT_FINITE)
 

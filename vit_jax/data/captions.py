@@ -1,4 +1,4 @@
-"""Captions of data sets: the texts of an image, of which a record has one or several."""
+"""Captions of data sets: the texts of an image, one or several per record."""
 
 import dataclasses
 import functools
@@ -15,13 +15,13 @@ from vit_jax.data.decode import DamagedImage
 from vit_jax.data.sources.base import Beside
 from vit_jax.errors import UserError
 
-TEXT = "text"  # Their name in a record, and that of their tokens in a batch.
+TEXT = "text"  # Name of captions in a record, and of their tokens in a batch.
 _METADATA = "metadata.jsonl"
 
 
 @functools.lru_cache(maxsize=4)
 def _metadata(folder: str) -> dict[str, dict]:
-    """Returns the lines of a folder's metadata.jsonl by the path of their image."""
+    """Returns the rows of a folder's metadata.jsonl by the path of the image."""
     path = pathlib.Path(folder, _METADATA)
     if not path.exists():
         return {}
@@ -38,9 +38,9 @@ def _metadata(folder: str) -> dict[str, dict]:
 def of_file(root: str, path: str, key: str) -> list[str]:
     """Returns the captions of an image file, [] if it has none.
 
-    They are the field `key` of the image in the nearest metadata.jsonl of the folders above
-    it, the format of Hugging Face's image folders; else the lines of the file beside the
-    image with the suffix `key`, such as "txt".
+    Captions are the field `key` of the image in the nearest metadata.jsonl of its
+    parent folders, which is the format of Hugging Face's image folders; otherwise the
+    lines of the file beside the image with the suffix `key`, such as "txt".
 
     Args:
       root: `data.data_dir`.
@@ -82,7 +82,7 @@ class CaptionFiles(Beside):
 
 
 def sums_of_files(root: str, paths: Sequence[str], key: str) -> dict[str, int]:
-    """Returns a checksum of the captions of each image file, or of every n-th of many."""
+    """Returns checksums of the captions of image files; of many files, every n-th."""
     sums = {}
     for path in paths[:: max(1, -(-len(paths) // fingerprint.NAMES))]:
         try:
@@ -94,7 +94,7 @@ def sums_of_files(root: str, paths: Sequence[str], key: str) -> dict[str, int]:
 
 
 def of_value(value: object) -> list[str]:
-    """Returns the captions in a column or a feature: text, bytes, several of them, or None."""
+    """Returns the captions in a value: text, bytes, several of them, or None."""
     if value is None:
         return []
     if isinstance(value, bytes):

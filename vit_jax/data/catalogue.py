@@ -24,11 +24,12 @@ class Entry:
     Attributes:
       name: value of `data.name`.
       tfds: name and version in TFDS; "" if it is read from elsewhere.
-      num_classes, images: numbers of classes and of training images; 0 if the user decides.
+      num_classes, images: numbers of classes and of training images; 0 if the user's
+        data decide.
       splits: role -> split expression for `data.split` and `config.evals`.
-      keys: other keys of `config.data` that it needs.
+      keys: other keys of `config.data` that the data set needs.
       steps: manual steps before, or instead of, `vit_jax.prepare`.
-      newer: other TFDS version that also works.
+      newer: newer TFDS version that also works.
     """
 
     name: str
@@ -41,7 +42,7 @@ class Entry:
     newer: str = ""
 
     def how(self, data_dir: str) -> str:
-        """Returns how to get the set into a folder."""
+        """Returns the steps that put the data set into a folder."""
         if not self.tfds:
             return self.steps
         command = prepare_command(self.newer or self.tfds, data_dir)
@@ -51,7 +52,7 @@ class Entry:
 
 
 def _sweep(percent: int, test: str) -> dict[str, str]:
-    """Returns the splits of a set whose last records are held out for the sweep."""
+    """Returns the splits if the last records are held out for the sweep."""
     return {
         "train": "train",
         "dev train": f"train[:{100 - percent}%]",

@@ -1,4 +1,4 @@
-"""Reads names of classes, and matches those of data with those of a model (docs/labels.md).
+"""Reads class names, and matches classes of data with those of a model (docs/labels.md).
 
 Letters: K classes of the data, C classes of the model.
 """
@@ -22,19 +22,20 @@ NAMES, POSITION = "names", "position"
 NUMBERS, WORDNET, ENGLISH = "class numbers", "WordNet ids", "ImageNet's names"
 
 _SHOWN = 5  # Names in a message.
-# So many of 1,000 names must agree with ImageNet's; the others may be spelt otherwise.
-# Names of other classes agree with a handful.
+# Minimum number of names that agree with ImageNet's 1,000, since some may be spelt
+# differently. Names of other classes agree with a handful.
 _AGREE = imagenet.NUM_CLASSES // 4
 
-_Classes = Mapping[str, Sequence[int]]  # By name.
+_Classes = Mapping[str, Sequence[int]]  # Class numbers by name.
 
 
 class Match(NamedTuple):
     """The classes of data among those of a model.
 
-    `indices` is the model's index of each class of the data; `way` is NAMES, NUMBERS, WORDNET,
-    ENGLISH or POSITION; `line` is a note for the user, "" if both sides have the same names in
-    the same order.
+    Attributes:
+      indices: the model's index of each class of the data.
+      way: NAMES, NUMBERS, WORDNET, ENGLISH or POSITION.
+      line: note for the user; "" if both have the same names in the same order.
     """
 
     indices: Integer[np.ndarray, " K"]
@@ -46,10 +47,11 @@ class _Way(NamedTuple):
     """A vocabulary in which the model's classes are looked up.
 
     Attributes:
-      exact: exact names to classes; empty if those are ambiguous.
+      name: name of the vocabulary.
+      exact: exact names to classes; empty if exact names are ambiguous.
       levels: plain name to classes, the most exact spellings first.
       shown: plain name to the name as it is written.
-      more: pattern of what may follow a name, as the comma in "tench, Tinca tinca".
+      more: pattern at which a name may end, such as the comma in "tench, Tinca tinca".
     """
 
     name: str
@@ -68,7 +70,11 @@ class _Way(NamedTuple):
 
 
 def read(path: str | os.PathLike, what: str) -> tuple[str, ...]:
-    """Reads names from a text file, one per line in label order; `what` names the file.
+    """Reads names from a text file, one per line in label order.
+
+    Args:
+      path: path of the file.
+      what: name of the file in messages.
 
     Raises:
       UserError: the file cannot be read, or a line before the last has no name.
@@ -98,21 +104,21 @@ def match(
 ) -> Match:
     """Matches the classes of data with those of a model, by their names.
 
-    Case, "_" and "-" do not count, nor zeros in front of a number, nor what follows a
-    WordNet id ("n02085620-Chihuahua"). Names that are all whole numbers are class numbers if
-    the model has no such names. WordNet ids, English names and numbers of ImageNet are looked
-    up in a model that has ImageNet's classes.
+    Case, "_", "-", leading zeros of a number, and text after a WordNet id
+    ("n02085620-Chihuahua") are ignored. If all names are whole numbers, and the model
+    has no such names, they are class numbers. For a model that has ImageNet's classes,
+    WordNet ids, English names and numbers of ImageNet are looked up.
 
     Args:
       names: class names of the data in label order; may be empty.
       model_names: class names of the model in output order; may be empty.
       num_classes: number of the model's classes.
-      where: beginning of an error's message.
+      where: beginning of error messages.
       hint: another remedy for names that the model lacks.
 
     Raises:
-      UserError: the model lacks a name, or a name stands for several of its classes, or
-        two names for one.
+      UserError: the model lacks a name, a name stands for several of its classes, or
+        two names stand for one class.
     """
     names, model_names = tuple(names), tuple(model_names)
     if not names:
@@ -124,7 +130,7 @@ def match(
         unknown = _describe_unknown(names, model_names, num_classes, matches)
         raise UserError(f"{where}: {unknown}: rename or remove them{hint}")
     if len(names) == num_classes and all(k in one for k, one in enumerate(matches)):
-        indices = np.arange(num_classes)  # Names that occur twice agree there too.
+        indices = np.arange(num_classes)  # Holds for repeated names too.
     else:
         _check_unambiguous(names, matches, num_classes, where)
         indices = np.array([one[0] for one in matches])
@@ -139,19 +145,20 @@ def match_by_position(
     where: str,
     hint: str = "",
 ) -> Match:
-    """Compares class k of data with a model's class k.
+    """Matches class k of data with a model's class k.
 
-    Args: see `match`.
+    Args:
+      names, model_names, num_classes, where, hint: arguments of `match`.
 
     Raises:
-      UserError: the data have names, and another number of classes.
+      UserError: the data have names, but not as many as the model has classes.
     """
     names, model_names = tuple(names), tuple(model_names)
     if names and len(names) != num_classes:
         raise UserError(
             f"{where} has {len(names)} classes, but the model has {num_classes} and no "
             "names to match them: fine-tune it on these, name the model's classes "
-            "(convert --labels=FILE), or use an evaluation of its features, as "
+            "(convert --labels=FILE), or use an evaluation of its features, such as "
             "kind='fewshot'"
         )
     line = ""
@@ -170,11 +177,11 @@ def arrange(
 ) -> tuple[str, ...]:
     """Sorts new names of known classes into the order of the known names.
 
-    They stay as they are where they rename classes.
+    New names that rename classes keep their order.
 
     Raises:
-      UserError: some are known names in another order, and others are unknown; the message
-        begins with `where`.
+      UserError: some names are known in another order, and others are unknown; the
+        message begins with `where`.
     """
     names, known = tuple(names), tuple(known)
     if not known or len(names) != len(known):
@@ -189,10 +196,14 @@ def arrange(
 def imagenet_order(
     model_names: Sequence[str], num_classes: int
 ) -> Integer[np.ndarray, "1000"] | None:
-    """Returns the model's index of each class of ImageNet, -1 for a class that it lacks.
+    """Returns the model's index of each class of ImageNet, -1 if it lacks the class.
 
-    The result is None if the model's classes are not ImageNet's. 1,000 classes without names
-    are ImageNet's. See `match` for the arguments.
+    The result is None if the model's classes are not ImageNet's. 1,000 classes without
+    names count as ImageNet's.
+
+    Args:
+      model_names: class names of the model in output order; may be empty.
+      num_classes: number of the model's classes.
     """
     count = imagenet.NUM_CLASSES
     if not model_names:
@@ -219,7 +230,7 @@ def imagenet_order(
 def _look_up(
     names: Sequence[str], model_names: Sequence[str], num_classes: int
 ) -> tuple[_Way, list[Sequence[int]]]:
-    """Returns the first way that matches the most names, and the classes of each name."""
+    """Returns the way that matches the most names, and the classes of each name."""
     tried = []
     for way in _ways(names, model_names, num_classes):
         tried.append((way, list(map(way.find, names))))
@@ -269,7 +280,7 @@ def _ways(
 
 @functools.cache
 def _wordnet() -> _Way:
-    """Returns the way from WordNet ids to the class numbers of ImageNet."""
+    """Returns the way to look up WordNet ids as class numbers of ImageNet."""
     names = imagenet.synsets()
     places = _places([name] for name in names)
     return _Way(WORDNET, {}, (places,), {name: name for name in names}, "[ _-]")
@@ -277,7 +288,7 @@ def _wordnet() -> _Way:
 
 @functools.cache
 def _english() -> _Way:
-    """Returns the way from English names to the class numbers of ImageNet."""
+    """Returns the way to look up English names as class numbers of ImageNet."""
     names = imagenet.class_names()
     places = _places(map(_spellings, names))
     shown = {_plain(name): name for name in names}
@@ -287,19 +298,19 @@ def _english() -> _Way:
 def _spellings(name: str) -> set[str]:
     """Returns spellings of an English name of ImageNet, and its first synonym.
 
-    "crane (bird)" is also "crane, bird", "crane bird" and, ambiguous, "crane".
+    "crane (bird)" is also "crane, bird", "crane bird" and the ambiguous "crane".
     """
     other = re.sub(r" \((.*)\)", r", \1", name)
     return {name, other, other.replace(",", ""), other.split(",")[0]}
 
 
 def _places(spellings: Iterable[Iterable[str]]) -> dict[str, list[int]]:
-    """Returns a dict from plain names to the classes that are spelt so."""
+    """Returns the classes of each plain name."""
     return _exact({_plain(name) for name in names} for names in spellings)
 
 
 def _exact(names: Iterable[str | Iterable[str]]) -> dict[str, list[int]]:
-    """Returns a dict from names to the classes with that name, or one of several."""
+    """Returns the classes of each name; a class may have several names."""
     places = {}
     for k, each in enumerate(names):
         for name in [each] if isinstance(each, str) else each:
@@ -308,7 +319,7 @@ def _exact(names: Iterable[str | Iterable[str]]) -> dict[str, list[int]]:
 
 
 def _numbers_in(names: Sequence[str]) -> dict[str, list[int]]:
-    """Returns a dict from number to place of names like "7" or "class 7"; else {}."""
+    """Returns the positions of numbers in names like "7" or "class 7", else {}."""
     parts = [re.fullmatch(r"(.*?)(\d+)", _plain(name)) for name in names]
     if not all(parts) or len({part[1] for part in parts}) > 1:
         return {}

@@ -8,40 +8,40 @@ from collections.abc import Sequence
 from vit_jax.config.fields import Registry, key
 from vit_jax.errors import UserError
 
-# Larger images are not decoded, unless `data.max_megapixels` says so, ...
+# Default of `data.max_megapixels`: larger images are not decoded.
 MAX_MEGAPIXELS = 100.0
-# ... and none are made.
+# Largest size of the images that reach a model.
 MAX_PIXELS = 100_000_000
 ESTIMATE = "estimate"
 # Values of `data.pixels`.
 DEPTHS = ("uint8", "uint16", "float32")
 MAX_CHANNELS = 512
-SYNTHETIC_CLASSES = 10  # Of the synthetic set where `data.num_classes` is 0.
-IGNORED = -1  # In place of the class of a pixel that counts for none.
-# Key -> function that checks it against the others, imported where the key is set.
+SYNTHETIC_CLASSES = 10  # Classes of the synthetic set if `data.num_classes` is 0.
+IGNORED = -1  # Label of a pixel without a class.
+# Key -> function that checks it against other keys, imported if the key is set.
 CHECKS = Registry(
     {
         "mask_key": "vit_jax.data.masks:check_config",
         "bands": "vit_jax.data.bands:check_config",
     }
 )
-# Value of `match_classes` of an evaluation or a teacher -> function that finds the classes of
-# data in a model's.
+# Value of `match_classes` of an evaluation or a teacher -> function that matches the
+# classes of data with a model's.
 MATCHERS = Registry(
     {
         "names": "vit_jax.data.class_names:match",
         "position": "vit_jax.data.class_names:match_by_position",
     }
 )
-# Of keys that say where and how fast a host reads, not what.
+# Rules of keys that say where and how fast a host reads, but do not change the data.
 OF_HOST = {"changes_result": False, "of_host": True}
-# Keys that say where the images of a data set are.
+# Keys for the location of a data set's images.
 PLACE = ("data_dir", "image_key", "image_dir", "image_suffix")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ReaderConfig:
-    """Keys for reading data; the others are known where weights are evaluated."""
+    """Keys for reading data, which evaluations of weights need too."""
 
     name: str = key(
         "",
@@ -51,7 +51,7 @@ class ReaderConfig:
     )
     data_dir: str = key(
         "",
-        'Folder of the data set; "" is the default of TFDS, ~/tensorflow_datasets.',
+        'Folder of the data set; "" is TFDS\'s default, ~/tensorflow_datasets.',
         **OF_HOST,
     )
     split: str = key(
@@ -61,26 +61,26 @@ class ReaderConfig:
     )
     num_examples: int = key(
         0,
-        "Number of images in `split`, with which a run can be planned without the "
-        "data; it is checked once the data is read. 0 is unknown.",
+        "Number of images in `data.split`, for planning a run without its data; it is "
+        "checked when the data is read. 0 is unknown.",
     )
     image_key: str = key(
         "image",
-        "Where the images are: a feature of TFDS, a column of a table or Parquet file, "
-        'or with `data.name="masks"` a folder.',
+        "Location of the images: a feature of TFDS, a column of a table or Parquet "
+        'file, or, with `data.name="masks"`, a folder.',
         reason="data with other names; the command `finetune` sets it",
     )
     label_key: str = key(
         "label",
-        "Where the labels are: a feature of TFDS, or a column of a table or Parquet "
-        'file. In a table it may also be one column per class, as "cat,dog", with 1, '
-        "0, -1 (counts as 0) or nothing.",
+        "Location of the labels: a feature of TFDS, or a column of a table or Parquet "
+        'file. In a table it may also be one column per class, such as "cat,dog", with '
+        "values 1, 0, -1 (counts as 0) or empty.",
         reason="data with other names; the command `finetune` sets it",
     )
     image_dir: str = key(
         "",
-        "Folder that the paths in a table start from, relative to the folder of the "
-        "table.",
+        "Folder that the paths in a table are relative to; it is relative to the "
+        "folder of the table.",
         reason="tables whose paths start from another folder",
         **OF_HOST,
     )
@@ -91,36 +91,37 @@ class ReaderConfig:
     )
     multi_label: bool = key(
         False,
-        "Whether an image has any number of labels, instead of exactly one.",
+        "Whether an image has any number of labels instead of exactly one.",
         reason="images with several tags; the command `finetune` sets it",
     )
     caption_key: str = key(
         "",
-        "Where the captions are: a feature of TFDS, or a column of a table or Parquet "
-        "file; for image files the field of metadata.jsonl, or the suffix of a text "
-        'file beside each image, as "txt". "" makes captions from the names of '
-        "classes.",
+        "Location of the captions: a feature of TFDS, a column of a table or Parquet "
+        "file, or, for image files, a field of metadata.jsonl or the suffix of a text "
+        'file beside each image, such as "txt". If "", captions are made from the '
+        "names of classes, see `data.prompts`.",
     )
     mask_key: str = key(
         "",
-        "Where the masks are, images of class numbers for tasks that learn the class "
+        "Location of the masks, images of class numbers for tasks that learn the class "
         "of each pixel: a feature of TFDS, a column of a Parquet file, a column of "
-        'paths in a table, or with `data.name="masks"` a folder. "" reads no masks.',
+        'paths in a table, or, with `data.name="masks"`, a folder. If "", no masks are '
+        "read.",
     )
     ignore_label: int = key(
         255,
-        "Value in a mask that stands for no class: such pixels do not count.",
+        "Value in a mask of pixels without a class, which losses and metrics ignore.",
         at_least=None,
     )
     reduce_zero_label: bool = key(
         False,
-        "Whether 0 in a mask stands for no class, so that 1 is class 0, 2 is class 1, "
-        "and so on.",
+        "Whether pixels of value 0 in a mask have no class, so that 1 is class 0, 2 is "
+        "class 1, and so on.",
     )
     mask_values: tuple[int, ...] = key(
         (),
-        "Values in a mask in the order of the classes, as (0, 255) for two classes; () "
-        "if masks hold the class numbers themselves.",
+        "Values in a mask in the order of the classes, such as (0, 255) for two "
+        "classes; () if masks contain class numbers.",
         reason="masks drawn in black and white; the command `finetune` sets it",
         like=(0,),
     )
@@ -142,22 +143,23 @@ class ReaderConfig:
     )
     exif: bool = key(
         False,
-        "Rotate images by the orientation tag of the camera; the published recipes and "
-        "other libraries do not.",
+        "Rotate images by the orientation tag of the camera, which published recipes "
+        "and other libraries do not do.",
         reason="photographs; the command `finetune` sets it",
     )
     max_megapixels: float = key(
         MAX_MEGAPIXELS,
-        "Largest image to decode, in millions of pixels. Decoding takes 3 bytes of "
-        "memory per pixel or more, in every loader thread.",
+        "Largest image to decode, in millions of pixels. Decoding takes at least 3 "
+        "bytes of memory per pixel in every loader thread.",
         reason="scans and satellite images that are larger than the default",
         above=0,
         changes_result=False,
     )
     on_error: str = key(
         "raise",
-        'What to do with a damaged image: "raise" ends the run; "skip" skips and '
-        'counts it; "skip_few" skips and names up to 1 % of the images of a split.',
+        'Action for a damaged image: "raise" ends the run; "skip" skips and counts it; '
+        '"skip_few" skips and reports up to 1 % of the images of a split, then ends '
+        "the run.",
         reason="data with damaged files; the command `finetune` sets it",
         choices=("raise", "skip", "skip_few"),
     )
@@ -165,58 +167,58 @@ class ReaderConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DataConfig(ReaderConfig):
-    """`config.data` of a training run."""
+    """Training data: where they are, and how they are read and transformed."""
 
     num_classes: int = key(
         0,
         "Number of classes; a label outside [0, num_classes) is an error. With "
-        "`mask_key` it is the number of classes of pixels. 0: labels are not read and "
-        "need not exist, for tasks that learn without them.",
+        "`data.mask_key` it is the number of classes of pixels. If 0, labels are not "
+        "read and need not exist, for tasks that learn without labels.",
         below=2**31,
     )
     repeats: int = key(
         1,
-        "Repeated augmentation (arXiv:1901.09335): successive copies of each image in "
-        "training, each transformed separately; DeiT has 3. An epoch keeps its number "
-        "of steps, so it sees only a part of the images.",
+        "Repeated augmentation (arXiv:1901.09335): number of successive copies of each "
+        "training image, each transformed separately; DeiT uses 3. An epoch keeps its "
+        "number of steps, so it contains only a part of the images.",
         at_least=1,
         below=1_000,
     )
     class_balance: str = key(
         "",
-        'How often classes are drawn in training: "inverse" draws all equally often, '
-        '"sqrt" by the square roots of their sizes, "effective" by effective numbers '
-        '(arXiv:1901.05555); "" draws each image once per epoch.',
+        'Frequency of classes in training: "inverse" draws all classes equally often, '
+        '"sqrt" in proportion to the square root of their sizes, "effective" by '
+        'effective numbers (arXiv:1901.05555); "" draws each image once per epoch.',
         reason="classes of very different sizes; the command `finetune` sets it",
         choices=("", "inverse", "sqrt", "effective"),
     )
     tokenizer: str = key(
         "",
-        'Tokenizer of captions: "bytes", a folder or file that holds one, or '
-        'hf://owner/name. "": captions are not read.',
+        'Tokenizer of captions: "bytes", a folder or file with a tokenizer, or '
+        'hf://owner/name. If "", captions are not read.',
         of_host=True,
     )
     num_tokens: int = key(
         64,
-        "Number of tokens of a caption; longer captions are cut, shorter ones are "
+        "Number of tokens per caption; longer captions are cut, shorter captions are "
         "padded.",
         at_least=1,
     )
     prompts: tuple[str, ...] = key(
         ("{}",),
-        "Texts with {} for the name of a class, used to make captions if there is no "
-        "`caption_key`; one is drawn for each image.",
+        "Texts with {} for the name of a class, from which captions are made if "
+        "`data.caption_key` is not set; one is drawn for each image.",
     )
     fields: tuple[str, ...] = key(
         (),
-        "Additional fields of a batch, from your own module, as "
+        "Additional fields of a batch, defined by classes in your code, such as "
         '("my_module:Weather",); see docs/extending.md.',
         reason="tasks that learn from more than images and labels",
         like=("",),
     )
     exclude: str = key(
         "",
-        "File that lists the ids of records to leave out of `split`, one per line.",
+        "File that lists the ids of records to leave out of `data.split`, one per line.",
         reason="near-duplicates of test images, which the command `dedup` lists",
     )
     image_size: tuple[int, ...] = key(
@@ -232,15 +234,16 @@ class DataConfig(ReaderConfig):
     )
     bands: tuple[int, ...] = key(
         (),
-        "Channels of a file to read, counted from 0, in this order; () reads all.",
+        "Channels to read from an image file, counted from 0, in this order; () reads "
+        "all.",
         reason="satellite images, whose files have more bands than a model needs",
         like=(0,),
     )
     pixels: str = key(
         "uint8",
-        'Type of the pixels on the way to the model. With "uint8", 16 bits of a PNG '
-        "become 8, and other images of more than 8 bits are refused. Floating-point "
-        "pixels count as fractions of white.",
+        'Dtype of the pixels on the way to the model. With "uint8", PNG images of 16 '
+        "bits are reduced to 8, and other images of more than 8 bits are refused. "
+        "Floating-point pixels of a file are fractions of white.",
         reason="medical and satellite images of more than 8 bits",
         choices=DEPTHS,
     )
@@ -252,22 +255,23 @@ class DataConfig(ReaderConfig):
     eval_transform: str = key("", 'Transforms of evaluation images, separated by "|".')
     mean: tuple[float, ...] | str = key(
         (0.5,),
-        "Mean that is subtracted from images: one number, or one per channel, as a "
-        'fraction of white (255, or 65,535 with 16 bits); "estimate" is the mean of up '
-        "to 1,000 training images.",
+        "Mean that is subtracted from images, as a fraction of white (255, or 65,535 "
+        "with 16 bits): one number, or one per channel. "
+        '"estimate" is the mean of up to 1,000 training images.',
         names=(ESTIMATE,),
     )
     std: tuple[float, ...] | str = key(
         (0.5,),
-        "Standard deviation that images are divided by after `mean` is subtracted: one "
-        'number, or one per channel, as a fraction of white; "estimate" is that of up '
-        "to 1,000 training images.",
+        "Standard deviation that images are divided by after `data.mean` is "
+        "subtracted, as a fraction of white: one number, or one per channel. "
+        '"estimate" is the standard deviation of up to 1,000 training images.',
         names=(ESTIMATE,),
     )
     check: bool = key(
         True,
-        "Whether a run resumes only if the training data is the same as at its start.",
-        reason="continuing after the data was repaired, with False",
+        "Whether a run resumes only if the training data has not changed since its "
+        "start.",
+        reason="continuing after the data was repaired, with `data.check=False`",
         changes_result=False,
     )
 
@@ -306,7 +310,7 @@ class DataConfig(ReaderConfig):
             )
 
     def __getstate__(self):
-        # Loader processes do without the parsed transforms, which may import JAX.
+        # Parsed transforms are not sent to loader processes: they may import JAX.
         return {
             each.name: getattr(self, each.name) for each in dataclasses.fields(self)
         }
@@ -320,7 +324,7 @@ class DataConfig(ReaderConfig):
 
     @property
     def has_labels(self) -> bool:
-        """Whether every image has labels, which are read."""
+        """Whether labels are read with the images."""
         return bool(self.num_classes) and not self.mask_key
 
     @property
@@ -334,7 +338,7 @@ def are_photographs(channels: int, depth: str, bands: Sequence[int]) -> bool:
 
     Args:
       channels: number of channels.
-      depth: one of DEPTHS.
+      depth: dtype of the pixels, one of DEPTHS.
       bands: bands that are chosen; () for all.
     """
     return channels in (1, 3) and depth == DEPTHS[0] and not bands

@@ -1,8 +1,8 @@
 """Decodes images to uint8 pixels: with OpenCV where it is faster, else with Pillow.
 
 Orientation tags of cameras are ignored by default, as in the published recipes. JPEG
-headers are read in microseconds, so that a crop decodes only the rows that it needs; names
-and layout of the JPEG markers are those of ITU-T T.81, annex B.
+headers are read in microseconds, so that a crop decodes only the rows that it needs;
+names and layout of the JPEG markers are those of ITU-T T.81, annex B.
 """
 
 import functools
@@ -22,12 +22,12 @@ from vit_jax.data.config import MAX_MEGAPIXELS
 
 # OpenCV's threads would compete with the loader's for the same cores.
 cv2.setNumThreads(0)
-# What is damaged is reported once, with its name.
+# Damaged files are reported by this package, with their names.
 cv2.utils.logging.setLogLevel(cv2.utils.logging.LOG_LEVEL_SILENT)
-# Pillow's own limit names neither a file nor a key; `check_size` does both.
+# Pillow's error about its limit names no file or key; that of `check_size` does.
 Image.MAX_IMAGE_PIXELS = None
 
-# Functions by the value of the tag that turn the image upright.
+# Functions that turn an image upright, by the value of its orientation tag.
 _ORIENTATION = 0x0112
 _TURNS = {
     2: lambda x: x[:, ::-1],
@@ -40,11 +40,11 @@ _TURNS = {
 }
 _TAGS_WITHIN = 2**17  # Bytes; the tags of a JPEG are in its first 64 KiB.
 _TAG_MARKS, _TIFF = (b"Exif", b"eXIf", b"EXIF"), (b"II", b"MM")
-# First bytes of a TIFF file; the last two are BigTIFF.
+# First bytes of a TIFF file; the last two of these are BigTIFF.
 TIFF = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
 # First bytes of a file of np.save, and of np.savez.
 OF_ARRAYS = NPY, NPZ = b"\x93NUMPY", b"PK\x03\x04"
-# Bands by the tag 262 (TIFF 6.0, section 8); further ones are described by the tag 338.
+# Samples per pixel by the tag 262 (TIFF 6.0, section 8); the tag 338 describes others.
 _TIFF_COLOURS = {2: 3, 5: 4, 6: 3, 8: 3}
 # Brands of HEIF files, as from Apple's cameras.
 _HEIF = (b"heic", b"heix", b"hevc", b"heim", b"heis", b"mif1", b"msf1")
@@ -57,7 +57,8 @@ _FRAME = struct.Struct(">HBHHB")  # Length, bits, height, width, number of colou
 # Lossless, hierarchical and arithmetic coding; the numbers between mark other things.
 _OTHER_FRAMES = frozenset(range(0xC3, 0xD0)) - {0xC4, 0xC8, 0xCC}
 
-# Divisors of height and width in the inverse transform. Grey and colour bits combine.
+# Divisors of height and width in the inverse transform. The flags below are combined
+# with those for grey or colour.
 JPEG_SHRINKS = (8, 4, 2)
 _REDUCED = {
     1: 0,
@@ -73,7 +74,7 @@ _local = threading.local()
 
 
 class DamagedImage(ValueError):
-    """Raised for bytes that are no readable image; the message gives the reason."""
+    """Raised for bytes that are not a readable image; the message has the reason."""
 
 
 class JpegHeader(NamedTuple):
@@ -81,9 +82,9 @@ class JpegHeader(NamedTuple):
 
     Attributes:
       height_at: offset of the height in the file, two bytes.
-      strip: height in pixels of a row of blocks, which are decoded together.
+      strip: height in pixels of a row of blocks; a row is decoded as a whole.
       end: offset of the marker at the end of the image.
-      one_scan: whether all colours come together, from top to bottom.
+      one_scan: whether one scan from top to bottom contains all colours.
     """
 
     height: int
@@ -99,10 +100,10 @@ def check_size(size: tuple[int, int], max_megapixels: float = MAX_MEGAPIXELS) ->
 
     Args:
       size: height and width in pixels.
-      max_megapixels: see `data.max_megapixels`.
+      max_megapixels: largest size, see `data.max_megapixels`.
 
     Raises:
-      DamagedImage: it is too large; the message names the limit.
+      DamagedImage: the image is too large; the message names the limit.
     """
     height, width = size
     if height * width > max_megapixels * 1e6:
@@ -115,7 +116,7 @@ def check_size(size: tuple[int, int], max_megapixels: float = MAX_MEGAPIXELS) ->
 
 
 def reads(data: bytes | np.ndarray) -> bool:
-    """Returns whether `decode` reads the data of a photograph: all but arrays' own files."""
+    """Returns whether `decode` reads the data: all image files, and arrays of uint8."""
     if isinstance(data, np.ndarray):
         return data.dtype == np.uint8
     return not data.startswith(OF_ARRAYS)
@@ -131,15 +132,15 @@ def decode(
     """Decodes an image of any format.
 
     Args:
-      data: content of an image file; a uint8 array has its channels adapted.
+      data: content of an image file, or a uint8 array, whose channels are adapted.
       channels: 3 for RGB, 1 for grey.
-      exif: whether a file is turned by its orientation tag.
-      max_megapixels: see `check_size`.
+      exif: whether a file is rotated by its orientation tag.
+      max_megapixels: largest size, see `data.max_megapixels`.
 
     Returns:
-      Pixels. Transparency is laid over white, 16-bit values keep their high byte,
-      32-bit values do where one is above 255, floats from 0 to 1 are scaled to 255, and
-      of an animation the first frame counts.
+      Pixels. Transparent images are laid over white; values of 16 bits are reduced to
+      their high byte, and values of 32 bits too if one of them is above 255; floats
+      from 0 to 1 are scaled to 255; an animation is its first frame.
 
     Raises:
       DamagedImage: the data are empty, truncated, damaged, of an unknown format, too
@@ -185,12 +186,12 @@ def decode(
 
 
 def _check_bands(image: Image.Image) -> None:
-    """Refuses a TIFF file of bands that Pillow would drop, or take for opacity."""
+    """Refuses a TIFF file with bands that Pillow would drop or read as opacity."""
     count, photometric, more = (image.tag_v2.get(tag) for tag in (277, 262, 338))
     of_colours = _TIFF_COLOURS.get(photometric, 1)
     if (count or 1) > of_colours and not {1, 2} & set(more or ()):
         raise DamagedImage(
-            f"has {count} bands, of which none is marked as opacity: set "
+            f"has {count} bands, and none is marked as opacity: set "
             f"--config.data.channels={count}, or choose with --config.data.bands"
         )
 
@@ -198,14 +199,14 @@ def _check_bands(image: Image.Image) -> None:
 def orientation(data: bytes) -> int:
     """Returns the orientation tag of a file, 1 to 8; 1, upright, if it has none.
 
-    TIFF and HEIC count as upright too, because their decoders turn them in any case.
+    TIFF and HEIC count as upright too, because their decoders always rotate them.
     """
     first = data[:_TAGS_WITHIN]
     if not any(mark in first for mark in _TAG_MARKS) or data.startswith(_TIFF):
         return 1
     try:
         tag = Image.open(io.BytesIO(data)).getexif().get(_ORIENTATION, 1)
-    except Exception:  # noqa: BLE001 (decoding says what is damaged)
+    except Exception:  # noqa: BLE001 (decoding reports the damage)
         return 1
     return tag if tag in _TURNS else 1
 
@@ -224,8 +225,9 @@ def _register_heif() -> None:
 def read_jpeg_header(data: bytes) -> JpegHeader | None:
     """Reads the header of a JPEG file, if OpenCV may decode it.
 
-    The result is None for all but whole files of 8 bits in one or three colours: for other
-    formats, CMYK, arithmetic coding, several pictures, no end marker.
+    The result is None unless the file is complete, with 8 bits and one or three
+    colours: thus for other formats, CMYK, arithmetic coding, several pictures, or no
+    end marker.
     """
     if not data.startswith(_START):
         return None
@@ -240,7 +242,7 @@ def read_jpeg_header(data: bytes) -> JpegHeader | None:
             frame = at
         elif marker == _SCAN:
             header = _jpeg_header(data, frame, at, after) if frame else None
-            # A decoder that stops early would report the restart that follows.
+            # A decoder that stops early would report the next restart marker as damage.
             return header._replace(one_scan=False) if header and restarts else header
         several = marker == _APP2 and data[at + 4 : at + 8] == b"MPF\0"
         if several or marker in _OTHER_FRAMES:
@@ -251,9 +253,10 @@ def read_jpeg_header(data: bytes) -> JpegHeader | None:
 
 
 def _jpeg_header(data: bytes, frame: int, scan: int, after: int) -> JpegHeader | None:
-    """Returns the header from the frame's and the first scan's markers."""
-    # Without the end marker OpenCV may fill up with grey and report nothing. The search
-    # starts at the pixels, because a thumbnail in the header has an end marker too.
+    """Parses the header at the markers of the frame and the first scan."""
+    # Without the end marker OpenCV may fill missing rows with grey and report nothing.
+    # The search starts at the pixels, because a thumbnail in the header has an end
+    # marker too.
     end = len(data) - 2 if data.endswith(_END) else data.find(_END, after)
     if end < after or after < frame + 2 + _FRAME.size:
         return None
@@ -268,7 +271,7 @@ def _jpeg_header(data: bytes, frame: int, scan: int, after: int) -> JpegHeader |
         height=height,
         width=width,
         height_at=frame + 5,
-        # Sampling does not count for the blocks of a single colour.
+        # Subsampling does not affect the blocks of a single colour.
         strip=8 * (down if colours > 1 else 1),
         end=end,
         one_scan=data[frame + 1] != _PROGRESSIVE and data[scan + 4] == colours,
@@ -283,21 +286,22 @@ def decode_jpeg(
     shrink: int = 1,
     rough: bool = False,
 ) -> UInt8[np.ndarray, "H W C"] | None:
-    """Decodes the rows from the top to `stop`, and perhaps some below.
+    """Decodes the rows from the top to `stop`, and possibly some more.
 
-    Where the pixels stand in one scan, the decoder gets a copy of the file in which the height
-    is smaller, and leaves the rows below alone. The rows above are the same, to the bit, as
-    those of the whole image.
+    If one scan contains the pixels, the decoder gets a copy of the file with a smaller
+    height in its header, and skips the other rows. The decoded rows are equal, to the
+    bit, to those of the whole image.
 
     Args:
       data: content of the file.
       header: header of the file.
       channels: 3 for RGB, 1 for grey.
-      stop: row in pixels of the file.
-      shrink: 1, or one of `JPEG_SHRINKS`: pixel i is the mean, as far as the cosine
-        transform knows it, of `shrink` pixels from `shrink` * i on.
-      rough: with `shrink` 1, repeats subsampled chroma instead of interpolating it, a tenth
-        faster; the next call in this thread may overwrite the pixels.
+      stop: row after the last one, in pixels of the file.
+      shrink: 1, or one of `JPEG_SHRINKS`: pixel i approximates the mean of `shrink`
+        pixels from `shrink` * i on, computed in the cosine transform.
+      rough: with `shrink` 1, whether to repeat subsampled chroma instead of
+        interpolating it, which is a tenth faster. The next call in this thread may
+        overwrite the pixels.
 
     Returns:
       Pixels, (H, W, C) uint8; None if they cannot be decoded.
@@ -319,7 +323,7 @@ def decode_jpeg(
 def _by_opencv(
     data: bytes | bytearray, channels: int, shrink: int = 1
 ) -> np.ndarray | None:
-    """Decodes a file with OpenCV; None if it cannot."""
+    """Decodes a file with OpenCV; returns None if that fails."""
     colour = cv2.IMREAD_COLOR_RGB if channels == 3 else cv2.IMREAD_GRAYSCALE
     flags = colour | _REDUCED[shrink] | cv2.IMREAD_IGNORE_ORIENTATION
     try:
@@ -346,7 +350,7 @@ def _decode_rough(
 
 
 def import_simplejpeg():
-    """Returns the decoder of the extra `fast`; ImportError says how to install it."""
+    """Imports the decoder of the extra `fast`; ImportError says how to install it."""
     try:
         import simplejpeg
     except ImportError as error:
@@ -355,7 +359,7 @@ def import_simplejpeg():
 
 
 def _scratch(shape: tuple[int, ...]) -> UInt8[np.ndarray, "..."]:
-    """Returns an array of any content, which the next call may overwrite."""
+    """Returns an uninitialised array, which the next call may overwrite."""
     size = math.prod(shape)
     if size > _LARGEST_SCRATCH:
         return np.empty(shape, np.uint8)
@@ -365,10 +369,10 @@ def _scratch(shape: tuple[int, ...]) -> UInt8[np.ndarray, "..."]:
 
 
 def critical_chunks(data: bytes) -> bytes:
-    """Returns a PNG file without its ancillary chunks, about which libpng would print warnings.
+    """Returns a PNG file without ancillary chunks; libpng prints warnings about those.
 
-    Damaged critical chunks raise DamagedImage: OpenCV and Pillow may fill up an image whose
-    pixels end in the middle.
+    Damaged critical chunks raise DamagedImage, since OpenCV and Pillow may complete an
+    image whose pixels end in the middle without an error.
     """
     start, kind, kept = 8, b"", [data[:8]]
     while kind != b"IEND":
@@ -385,10 +389,11 @@ def critical_chunks(data: bytes) -> bytes:
 
 
 def to_pixels(image: Image.Image, channels: int) -> np.ndarray:
-    """Returns the pixels of a PIL image of any mode, see `decode`."""
+    """Returns the pixels of a PIL image of any mode, converted as by `decode`."""
     image.load()
     if image.mode.startswith("I"):
-        # Whole numbers of 32 bits say nothing of white; Pillow has PGM's 16 bits in them.
+        # The value of white is unknown for integers of 32 bits, except for PGM files,
+        # whose 16 bits Pillow stores as 32.
         known = image.mode != "I" or image.format == "PPM"
         image = Image.fromarray(_from_integers(np.asarray(image), known))
     elif image.mode == "F":
@@ -404,7 +409,7 @@ def to_pixels(image: Image.Image, channels: int) -> np.ndarray:
 
 
 def _from_integers(grey: np.ndarray, are_16_bits: bool) -> np.ndarray:
-    """Scales grey values to bytes, those up to 255 only where they are known to be 16 bits."""
+    """Scales grey values to bytes; values up to 255 only if `are_16_bits`."""
     low, high = int(grey.min()), int(grey.max())
     if low < 0 or high > 65_535:
         raise DamagedImage(

@@ -1,4 +1,4 @@
-"""Pictures of images of any bands and depth, to look at.
+"""Converts images of any bands and depth to pictures that can be displayed.
 
 Letters: H and W height and width, C bands, c channels of the picture.
 """
@@ -10,7 +10,7 @@ from jaxtyping import Num, UInt8
 
 
 def to_rgb(pixels: Num[np.ndarray, "H W C"]) -> UInt8[np.ndarray, "H W 3"]:
-    """Returns the picture of `to_display` with three channels."""
+    """Returns an image as an RGB picture, scaled by `to_display`."""
     shown = to_display(pixels)
     return np.repeat(shown, 3 // shown.shape[-1], axis=-1)
 
@@ -20,8 +20,12 @@ def to_display(
 ) -> UInt8[np.ndarray, "H W c"]:
     """Returns a picture of an image: grey for one or two bands, else the first three.
 
-    `shown` are other bands, one or three, counted from 0. What is no photograph is scaled
-    so that 2 % of the values are black and 2 % are white.
+    Images that are not photographs are scaled so that 2 % of the values become black,
+    and 2 % white.
+
+    Args:
+      pixels: image of any bands and depth.
+      shown: bands to show instead, one or three, counted from 0.
     """
     if pixels.dtype == np.uint8 and pixels.shape[-1] in (1, 3):
         return pixels[..., shown] if shown else pixels

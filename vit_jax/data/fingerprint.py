@@ -1,8 +1,8 @@
-"""A small value by which a resumed run recognises its training data.
+"""Fingerprints of training data, which a resumed run compares.
 
-Each entry of a data set (an image file, a shard, a record in memory) has a name below the
-data set's folder, a label, and a size or checksum. The value has a digest of each of
-these, so that equal data give equal values at any path and on any host.
+Each entry of a data set (an image file, a shard, a record in memory) has a name below
+the data set's folder, a label, and a size or checksum. A fingerprint has a digest of
+each of these, so that equal data have equal fingerprints at any path and on any host.
 """
 
 import hashlib
@@ -13,22 +13,22 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Integer
 
-# Record ids of a user's source are asked for one by one; of more than this every n-th.
+# Record ids of a user's source are read one by one; if there are more, only every n-th.
 NAMES = 200_000
-_MEMORY = 2**30  # Bytes of images in memory up to which they are hashed.
+_MEMORY = 2**30  # Images in memory are hashed up to this number of bytes.
 _PARTS = ("names", "labels", "sizes")
 
 
 class Entries(NamedTuple):
-    """Entries by which the records of a source are recognised.
+    """Entries of a source that identify its records.
 
     Attributes:
       what: name of an entry in the plural: "image files", "shards" or "records".
-      names: one per entry, the same wherever the data lies.
+      names: one name per entry, which does not depend on the data's location.
       labels: class numbers, or a checksum of the labels of a shard; None if unknown.
       sizes: bytes or checksums, integers from 0 on; None if unknown.
-      more: name of what else is read of records, as "captions", to any value whose text
-        is the same for the same data; without what `sizes` cover.
+      more: names of other parts of records, such as "captions", each with any value
+        whose `repr` is equal for equal data. Parts that `sizes` cover are left out.
     """
 
     what: str
@@ -50,10 +50,10 @@ def in_memory(names: Sequence[str], labels, images) -> Entries:
 def fingerprint(source) -> dict[str, str | int]:
     """Returns a value for JSON that is equal for equal training data.
 
-    It is made from the entries of a source, wherever they lie, and reads no image file.
+    It is computed from the entries of a source, and no image file is read.
     """
     entries = source.entries()
-    # Names of files may hold bytes that are not UTF-8.
+    # File names may contain bytes that are not UTF-8.
     contents = {"names": "\0".join(entries.names).encode("utf-8", "surrogateescape")}
     for part in ("labels", "sizes"):
         if (values := getattr(entries, part)) is not None:
@@ -74,11 +74,13 @@ def fingerprint(source) -> dict[str, str | int]:
 def unchecked(stored: dict, parts: Sequence[str]) -> str:
     """Returns a line on the parts of the data that a resume cannot compare, or "".
 
-    `stored` is the result of `fingerprint`; the run reads `parts`, as "labels".
+    Args:
+      stored: result of `fingerprint`.
+      parts: parts that the run reads, such as "labels".
     """
     parts = sorted({"sizes", *parts})
     lacking = [part for part in parts if not stored.get(f"{part}_sha256")]
-    if not lacking or stored["what"] == "shards":  # Whose checksums cover the labels.
+    if not lacking or stored["what"] == "shards":  # Their checksums cover all.
         return ""
     return (
         f"data.check compares the names of the {stored['what']} but not their "
@@ -87,7 +89,7 @@ def unchecked(stored: dict, parts: Sequence[str]) -> str:
 
 
 def differences(stored: dict, source) -> list[str]:
-    """Returns a line for each difference of a source from the one of a fingerprint.
+    """Returns a line for each difference between a source and a stored fingerprint.
 
     Parts that an earlier version did not store are not compared.
     """
@@ -100,7 +102,7 @@ def differences(stored: dict, source) -> list[str]:
         lines.append("the class names or their order differ")
     if "records" in changed:
         lines.append(f"{stored['records']:,} records are now {now['records']:,}")
-    if "names_sha256" in changed:  # With other names, all else differs too.
+    if "names_sha256" in changed:  # Then everything else differs too.
         return [*lines, f"names of the {what} or their order differ"]
     kept = (key.removesuffix("_sha256") for key in now if key in changed)
     parts = [part for part in kept if part not in ("what", "records", "class_names")]

@@ -1,10 +1,10 @@
 """The 1,000 classes of ImageNet (ILSVRC 2012), and ObjectNet's classes among them.
 
-Labels number the synsets of WordNet in alphabetical order; so do ReaL's (arXiv:2006.07159).
-The names are the first words of each synset, with two changed that would be equal. For texts,
-CLIP has other names of 363 classes, two of them twice (openai/CLIP,
-notebooks/Prompt_Engineering_for_ImageNet.ipynb, as google-research/big_vision 0127fb6 has
-them); they are the third column of imagenet_classes.tsv.
+Labels number the synsets of WordNet in alphabetical order; so do ReaL's
+(arXiv:2006.07159). The names are the first words of each synset; two that would be
+equal are changed. For texts, CLIP uses other names for 363 classes, two of them twice
+(openai/CLIP, notebooks/Prompt_Engineering_for_ImageNet.ipynb, copied in
+google-research/big_vision 0127fb6); they are the third column of imagenet_classes.tsv.
 """
 
 import functools
@@ -15,11 +15,11 @@ from collections.abc import Sequence
 from vit_jax.errors import UserError
 
 NUM_CLASSES = 1_000
-# Mean and deviation of the training images, by which PyTorch's models normalise.
+# Mean and deviation of the training images, with which PyTorch's models normalise.
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-CLIP, WORDNET = "clip", "wordnet"  # Whose names of classes texts have.
+CLIP, WORDNET = "clip", "wordnet"  # Sources of class names for texts.
 
-# A WordNet id, and perhaps a name as in "n02085620-Chihuahua".
+# A WordNet id, possibly with a name, as in "n02085620-Chihuahua".
 _ID = re.compile(r"(n\d{8})(?:[\s_-]+(.+))?")
 
 
@@ -31,41 +31,41 @@ def _rows() -> tuple[tuple[str, str, str], ...]:
 
 
 def synsets() -> tuple[str, ...]:
-    """Returns the WordNet number of each class, as "n01440764"."""
+    """Returns the WordNet id of each class, such as "n01440764"."""
     return tuple(synset for synset, _, _ in _rows())
 
 
 def class_names() -> tuple[str, ...]:
-    """Returns the name of each class, as "tench"."""
+    """Returns the name of each class, such as "tench"."""
     return tuple(name for _, name, _ in _rows())
 
 
 def in_words(names: Sequence[str], whose: str = CLIP) -> tuple[str, ...]:
     """Returns names of classes for texts: WordNet ids are replaced by words.
 
-    A class of ImageNet-1k gets its name there, another one what follows its id, as
-    "n02085620-Chihuahua" does.
+    An id of ImageNet-1k is replaced by the name of its class; any other id is removed
+    from a name such as "n02085620-Chihuahua".
 
     Args:
       names: names of classes of any data set.
-      whose: CLIP, or WORDNET for those of `class_names`.
+      whose: CLIP, or WORDNET for the names of `class_names`.
 
     Raises:
-      UserError: nothing follows the id of another class.
+      UserError: a name is only an id, which is not of ImageNet-1k.
     """
     known = {
         synset: of_clip if whose == CLIP else word for synset, word, of_clip in _rows()
     }
 
     def word(name: str) -> str:
-        found = _ID.fullmatch(name)
-        if not found:
+        match = _ID.fullmatch(name)
+        if not match:
             return name
-        wordnet_id, rest = found.groups()
+        wordnet_id, rest = match.groups()
         if wordnet_id not in known and not rest:
             raise UserError(
                 f"class {name!r} is a WordNet id that is not of ImageNet-1k, and texts need "
-                "words: state the names of the classes"
+                "words: give the names of the classes"
             )
         return known.get(wordnet_id) or rest.replace("_", " ")
 
@@ -74,11 +74,11 @@ def in_words(names: Sequence[str], whose: str = CLIP) -> tuple[str, ...]:
 
 # ObjectNet's 113 classes that overlap ImageNet-1k, and their ImageNet numbers.
 #
-# Facts from the authors' mapping files (github.com/abarbu/objectnet-template-tensorflow,
-# imagenet_pytorch_id_to_objectnet_id.json and folder_to_imagenet_1k.json; Barbu et al.,
-# NeurIPS 2019). ImageNet numbers count the classes in the order of their WordNet ids, as
-# TFDS and the published checkpoints do. Each entry: the class's folder in ObjectNet, and
-# the numbers of the ImageNet classes that count as right.
+# Source: imagenet_pytorch_id_to_objectnet_id.json and folder_to_imagenet_1k.json of the
+# authors' github.com/abarbu/objectnet-template-tensorflow (Barbu et al., NeurIPS 2019).
+# ImageNet numbers count the classes in the order of their WordNet ids, as in TFDS and
+# the published checkpoints. Each entry: the class's folder in ObjectNet, and the
+# numbers of the ImageNet classes that count as right.
 _OBJECTNET = """
 alarm_clock 409,530; backpack 414; banana 954; band_aid 419; basket 790;
 beer_bottle 440; bench 703; bicycle 444,671; binder_closed 446; bottle_cap 455;

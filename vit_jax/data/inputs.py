@@ -70,7 +70,7 @@ def find_some(words: Sequence[str], stdin: int = 0) -> Iterable[Named]:
 
 
 def _missing(path: str) -> str:
-    """Returns the reason why there is no image at a path."""
+    """Returns the reason why a path is not an image file."""
     if kind := not_a_file(path):
         return f"is {kind}, not a file: send its content to {STDIN} instead"
     if os.path.isdir(path):

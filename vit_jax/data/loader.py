@@ -1,4 +1,4 @@
-"""A record of a source -> the arrays of a batch's row.
+"""Loads a record of a source as a row of each array of a batch.
 
 Letters: b rows of a batch, B records.
 """
@@ -28,13 +28,16 @@ _STREAM = 0x617567
 
 @dataclasses.dataclass(frozen=True)
 class Loader:
-    """Loads records of a source; is sent to loader processes.
+    """Loads records of a source; objects are sent to loader processes.
 
     Attributes:
+      source: split to read.
+      data: `config.data`.
       key: config key of the transforms, for messages.
       ops: host transforms in order.
-      specs: name -> shape and dtype of each array made of an image.
-      fields: what else a batch has of a record.
+      specs: name -> shape and dtype of each array made from an image.
+      seed: seed of random choices.
+      fields: fields of a record that a batch has besides the image.
       damaged: records that were skipped.
     """
 
@@ -49,17 +52,17 @@ class Loader:
 
     @property
     def image(self) -> Image:
-        """The field that transforms make the arrays of."""
+        """The field from which transforms make the arrays."""
         return Image(self.data)
 
     @property
     def gathers(self) -> bool:
-        """Whether a batch is one gather from memory."""
+        """Whether a batch is gathered from arrays in memory in one step."""
         every = (self.image, *self.fields)
         return not self.ops and all(f.column(self.source) is not None for f in every)
 
     def gather(self, records: Integer[np.ndarray, " B"]) -> Batch:
-        """Returns a batch of records that lie in memory."""
+        """Returns a batch of records that are in memory."""
         images = self.image.column(self.source)
         self._check_shapes({"image": images.shape[1:]}, "images")
         self._check_dtypes({"image": images}, "images")
@@ -70,7 +73,7 @@ class Loader:
         return batch
 
     def of_step(self, step: int) -> "Loader":
-        """Returns the loader of the batch of a step."""
+        """Returns the loader for the batch of a step."""
         return self
 
     def fill(self, batch: Batch, row: int, record: int, position: int) -> None:
@@ -109,14 +112,14 @@ class Loader:
         rng = np.random.Generator(bits)
         try:
             image, ops = self._open(record, item, rng)
-            # Unknown where the first transform has read the file.
+            # Unknown if the first transform has read the file.
             size = image.shape[:2] if ops is self.ops else None
             values = {f.name: f.read(item, size) for f in self.fields}
             image, values = self._transform(image, values, ops, rng)
             rows = {f.name: f.row(values[f.name], rng) for f in self.fields}
         except TooSmall as error:
             raise UserError(f"{self.key}: {name}: {error}") from error
-        except UserError as error:  # Raised by a field, or a transform of the user's.
+        except UserError as error:  # Raised by a field or a user's transform.
             raise UserError(f"{name}: {error}") from error
         arrays = image if isinstance(image, dict) else {"image": image}
         self._check_shapes({key: a.shape for key, a in arrays.items()}, name)
@@ -129,7 +132,7 @@ class Loader:
         """Applies transforms to an image, and to the fields that they move."""
         moved = [field for field in self.fields if field.moves]
         for op in ops:
-            # For the same choices.
+            # So that masks are transformed with the same random choices.
             same = [copy.deepcopy(rng) for _ in moved if op.moves_pixels]
             seen = [values[f.name] for f in self.fields if f.seen_by(op)]
             image = op(image, rng, *seen)
@@ -145,7 +148,7 @@ class Loader:
         data, value = self.data, item["image"]
         upright = self.image.is_upright(value, self.source, record)
         by_op = upright and isinstance(value, bytes) and self.image.is_decoded(value)
-        # What moves with the pixels needs the size of the image.
+        # Fields that move with the pixels need the size of the image.
         by_op = by_op and not any(field.moves for field in self.fields)
         if by_op and self.ops and self.ops[0].from_file:
             how = data.channels, rng, data.max_megapixels
@@ -166,7 +169,7 @@ class Loader:
         count, most = len(self.damaged), max(1, len(self.source) // 100)
         if count > most:
             raise UserError(
-                f"{name} {error}, as {count - 1} others: more than 1 % of "
+                f"{name} {error}, like {count - 1} others: more than 1 % of "
                 f"{len(self.source):,} images; mend or remove them, or skip them with "
                 "--config.data.on_error=skip"
             ) from error

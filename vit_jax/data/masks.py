@@ -1,7 +1,7 @@
 """Masks for semantic segmentation: images whose pixels are class numbers.
 
-A mask is decoded to a label map: the class of each pixel of its image, or IGNORED where the
-pixel counts for no class. Letters: H and W height and width.
+A mask is decoded to a label map: the class of each pixel of its image, or IGNORED for
+pixels without a class. Letters: H and W height and width.
 """
 
 import contextlib
@@ -44,8 +44,8 @@ def read(
     """Reads a mask.
 
     Args:
-      mask: content of an image file or of one of np.save, see `decode_mask`; or an integer
-        array (H, W) or (H, W, 1).
+      mask: content of an image file or of a file of np.save, see `decode_mask`; or an
+        integer array (H, W) or (H, W, 1).
       data: `config.data`.
       size: height and width of its image; None checks no size.
 
@@ -54,7 +54,7 @@ def read(
 
     Raises:
       DamagedImage: the mask cannot be read, or has another size than its image.
-      UserError: its values are no class numbers, or a class is out of range.
+      UserError: its values are not class numbers, or a class is out of range.
     """
     values = decode_mask(mask, data.max_megapixels)
     if size and values.shape != size:
@@ -74,7 +74,7 @@ def read(
 
 @functools.lru_cache(maxsize=2)
 def _table(count: int, *keys: tuple[int, ...] | int | bool) -> Int16[np.ndarray, " V"]:
-    """Returns the classes of the values below `count`: a sixth of the time of a mask."""
+    """Returns the class of each value below `count`, for fast look-up."""
     return _to_classes(np.arange(count), *keys)
 
 
@@ -98,8 +98,8 @@ def check_config(data: DataConfig) -> None:
     for name in ("class_balance", "multi_label"):
         if value := getattr(data, name):
             raise UserError(
-                f"{where} with data.{name}={value!r}: images with masks have no labels "
-                "of their own; set one of the two"
+                f"{where} with data.{name}={value!r}: images with masks have no other "
+                "labels; set only one of the two"
             )
     if not data.num_classes:
         raise UserError(
@@ -119,10 +119,11 @@ def check_config(data: DataConfig) -> None:
         )
     if len({*values}) < len(values):
         raise UserError(
-            f"data.mask_values={values}: each value stands for one class; remove what "
-            "is there twice"
+            f"data.mask_values={values}: each value stands for one class; remove "
+            "values that occur twice"
         )
-    # 255 beside 0 is white, a class, unless it is asked for.
+    # With 0 and 255 as values, 255 is a class, unless `ignore_label` was set
+    # explicitly.
     if ignored in values and ignored != ReaderConfig.ignore_label:
         raise UserError(
             f"data.ignore_label={ignored} is also a class of data.mask_values={values}: "
@@ -130,12 +131,12 @@ def check_config(data: DataConfig) -> None:
         )
     first = int(data.reduce_zero_label)
     numbers = range(first, first + data.num_classes)
-    # One class stands for a number that is not known yet.
+    # One class is a placeholder if the number of classes is not known yet.
     if not values and data.num_classes > 1 and ignored in numbers:
         raise UserError(
             f"data.ignore_label={ignored} is also a class of data.num_classes="
             f"{data.num_classes}, which are {numbers[0]} to {numbers[-1]} in a mask: "
-            "set --config.data.ignore_label to another value, as -1 for none, or "
+            "set --config.data.ignore_label to another value, or to -1 for none, or "
             "--config.data.mask_values to the values of the classes"
         )
 
@@ -163,11 +164,11 @@ class MaskFiles(Beside):
 def read_pair(
     source: Source, data: DataConfig, i: int
 ) -> tuple[Num[np.ndarray, "H W C"], Int16[np.ndarray, "H W"]]:
-    """Returns record i as it is stored: its image of `data.pixels`, and its label map.
+    """Returns the image and the label map of record i, without transforms.
 
     Raises:
-      DamagedImage: the image or the mask cannot be read; `loader.Loader.refuse` adds the
-        record's name and skips it where `data.on_error` says so.
+      DamagedImage: the image or the mask cannot be read; `loader.Loader.refuse` adds
+        the record's name, and skips it if `data.on_error` allows that.
       UserError: the mask contradicts the config, see `read`.
     """
     record = read_record(source, i)
@@ -186,22 +187,22 @@ def _named(source: Source, i: int) -> Iterator[None]:
 
 
 def warn_of_one_class(source: Source, data: DataConfig, records: Iterable[int]) -> None:
-    """Warns if some masks have one class alone, beside pixels that count for none.
+    """Warns if some masks have only one class, beside pixels without a class.
 
-    Masks of 0 and 255 are so, where 255 was meant as a class.
+    This happens with masks of 0 and 255 if 255 was meant as a class.
     """
     seen = set()
     for i in records:
-        # `data.on_error` decides on what is damaged.
+        # Damaged records are left to `data.on_error`.
         with contextlib.suppress(DamagedImage), _named(source, i):
             mask = read_record(source, i)["mask"]
             seen |= set(np.unique(read(mask, data, None)).tolist())
     if IGNORED in seen and len(seen) == 2 and data.num_classes > 1:
         warn(
-            f"the masks of {data.name!r}, as of {name_of(source, 0)}, have class "
-            f"{max(seen)} alone beside data.ignore_label={data.ignore_label}, which counts "
-            f"for no class: if it is one, set --config.data.mask_values to the values of "
-            f"all classes, as ({max(seen)},{data.ignore_label})"
+            f"the masks of {data.name!r}, such as {name_of(source, 0)}, have only "
+            f"class {max(seen)} beside data.ignore_label={data.ignore_label}, which "
+            "means no class: if it should be one, set --config.data.mask_values to the "
+            f"values of all classes, such as ({max(seen)},{data.ignore_label})"
         )
 
 
@@ -212,8 +213,8 @@ def palette(
 
     Args:
       count: number of classes.
-      known: `class_colors` of a data set; without them the colours are PASCAL VOC's
-        (VOClabelcolormap of its devkit), the first of which is black.
+      known: `class_colors` of a data set; if empty, the colours are those of PASCAL VOC
+        (VOClabelcolormap of its devkit), beginning with black.
     """
     if known:
         return np.array(known, np.uint8)
@@ -226,7 +227,8 @@ def decode_mask(
 ) -> Integer[np.ndarray, "H W"]:
     """Returns the numbers in a mask as they are stored.
 
-    A palette gives its indices, not its colours; black and white of one bit are 0 and 1.
+    Images with a palette give the indices, not the colours; black and white of one bit
+    are 0 and 1.
 
     Raises:
       DamagedImage: the file cannot be read.
@@ -285,20 +287,20 @@ def _only_band(mask: Integer[np.ndarray, "H W C"]) -> Integer[np.ndarray, "H W"]
         return colours[..., 0]
     example = mask[unequal][0] if unequal.any() else mask[0, 0]
     raise UserError(
-        f"its mask is of colours, as {tuple(example.tolist())}, and which class each stands "
-        f"for is not known here: {_AS_NUMBERS}"
+        f"its mask has colours, such as {tuple(example.tolist())}, whose classes are "
+        f"not known: {_AS_NUMBERS}"
     )
 
 
 def _other_size(
     size: tuple[int, ...], of_image: tuple[int, int], data: DataConfig
 ) -> str:
-    text = "has a mask of {}x{} pixels and an image of {}x{} (height, width)"
+    text = "has a mask of {}x{} pixels, but an image of {}x{} (height, width)"
     text = text.format(*size, *of_image)
     if size == of_image[::-1]:
         text += (
-            f": the orientation tags of images, not of masks, are read with "
-            f"--config.data.exif=True, and it is {data.exif}"
+            f": --config.data.exif=True rotates images, but not masks, by orientation "
+            f"tags; it is {data.exif}"
         )
     return text
 
@@ -306,7 +308,7 @@ def _other_size(
 def _out_of_range(value: int, row: int, column: int, data: DataConfig) -> str:
     first, where = int(data.reduce_zero_label), f"its mask has {value} in row {row}, "
     where += f"column {column}, but "
-    ignore = f"--config.data.ignore_label={value} if it counts for no class"
+    ignore = f"--config.data.ignore_label={value} if it means no class"
     if data.mask_values:
         return f"{where}data.mask_values={data.mask_values}: add it, or set {ignore}"
     remedies = ["set --config.data.num_classes to the number of classes", ignore]

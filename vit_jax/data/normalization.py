@@ -1,4 +1,4 @@
-"""Mean and standard deviation of the training images, for data.mean="estimate"."""
+"""Estimates mean and standard deviation of training images, for data.mean="estimate"."""
 
 import dataclasses
 
@@ -15,9 +15,9 @@ _STREAM = 0x6D656E  # Keeps the draw apart from others of the same seed.
 
 
 def resolve(data: DataConfig, source: Source, seed: int) -> DataConfig:
-    """Returns the config with numbers in the place of "estimate".
+    """Returns the config with "estimate" replaced by numbers.
 
-    Up to 1,000 images of the split, drawn by the seed, are read as they are stored.
+    Up to 1,000 images of the split, drawn with the seed, are read without transforms.
 
     Args:
       data: `config.data`.
@@ -40,7 +40,7 @@ def resolve(data: DataConfig, source: Source, seed: int) -> DataConfig:
             if isinstance(error, OSError):
                 reason = f"cannot be read ({error.strerror or error})"
             why = why or f"{name_of(source, i)} {reason}"
-            continue  # `data.on_error` decides on it in training.
+            continue  # In training, `data.on_error` decides about it.
         levels = pixels.reshape(-1, data.channels).astype(np.float64)
         levels /= image.white
         parts.append((len(levels), levels.sum(0), np.square(levels).sum(0)))
@@ -58,7 +58,7 @@ def resolve(data: DataConfig, source: Source, seed: int) -> DataConfig:
             f"data.std={ESTIMATE!r}: channel {channel} is {mean[channel]:g} everywhere: "
             "leave it out with data.bands, or give data.std"
         )
-    found = {"mean": mean, "std": std}
-    # Six digits, which a config file shows and JSON keeps.
-    numbers = {n: tuple(float(f"{x:.6g}") for x in found[n]) for n in wanted}
+    estimates = {"mean": mean, "std": std}
+    # Six digits, which a config file can show and JSON keeps.
+    numbers = {n: tuple(float(f"{x:.6g}") for x in estimates[n]) for n in wanted}
     return dataclasses.replace(data, **numbers)

@@ -1,9 +1,10 @@
 """The order of the training records: a pure function of (seed, position in the run).
 
-An epoch is shuffled in two ways. Up to `SORTED` records it is sorted by random words: all
-orders are equally likely, and a position is one look-up. Beyond, sorting would stall the
-run at every epoch and take hundreds of megabytes per loader process; there each position
-is computed separately, in constant memory. Letters: B positions, N records, K classes.
+An epoch is shuffled in one of two ways. With up to `SORTED` records it is sorted by
+random words: all orders are equally likely, and a position is one look-up. With more
+records, sorting would stall the run at every epoch and take hundreds of megabytes per
+loader process, so each position is computed separately, in constant memory. Letters: B
+positions, N records, K classes.
 """
 
 import dataclasses
@@ -15,7 +16,7 @@ import numpy as np
 from jaxtyping import Float, Integer, UInt64
 
 SORTED = 2**21  # A sorted epoch of this size takes 16 MiB and a third of a second.
-ROUNDS = 8  # Two fail the tests of the index stream, four pass.
+ROUNDS = 8  # With 2 rounds the tests of the index stream fail, with 4 they pass.
 # Keep the order's random bits apart from those of other uses of the same seed.
 _STREAM = 0x6F72646572
 _ROUND_STREAM = 0x726F756E64
@@ -32,15 +33,16 @@ def records_at(
 ) -> Numbers:
     """Returns the numbers of the records at some positions of the run.
 
-    Each epoch is another full permutation. Any position costs the same, so a run resumes
-    at step k as fast as at step 0.
+    Each epoch is a different full permutation. Any position costs the same, so a run
+    resumes at step k as fast as at step 0.
 
     Args:
-      positions: 0 is the first image of the run, `examples` the first of epoch 1.
-      examples: size of the data set.
+      positions: positions in the run; 0 is the first image of the run, `examples` the
+        first of epoch 1.
+      examples: number of records of the data set.
       seed: seed of the run.
-      repeats: number of successive copies of each record. An epoch keeps its length and
-        has a part of the records, the first of its permutation.
+      repeats: number of successive copies of each record. An epoch keeps its length, so
+        it contains only the first records of its permutation.
     """
     epochs, offsets = np.divmod(positions, examples)
     offsets = offsets // repeats
@@ -50,20 +52,20 @@ def records_at(
         if examples > SORTED:
             records[here] = permuted(offsets[here], examples, seed, int(epoch))
             continue
-        # Threads that cross into a new epoch together would each make it.
+        # Without the lock, threads that enter an epoch together would each compute it.
         with _lock:
             order = permutation(examples, seed, int(epoch))
         records[here] = order[offsets[here]]
     return records
 
 
-# Two, because batches of neighbouring epochs are loaded at the same time.
+# Two epochs, because batches of neighbouring epochs are loaded at the same time.
 @functools.lru_cache(maxsize=2)
 def permutation(examples: int, seed: int, epoch: int) -> Integer[np.ndarray, " N"]:
     """Returns the order of the records in an epoch, from 0, sorted by raw Philox words.
 
-    Their stream is fixed by the algorithm (Salmon et al., SC 2011), unlike that of
-    `Generator.permutation`, which may change with numpy.
+    The stream of words is fixed by the algorithm (Salmon et al., SC 2011), while that
+    of `Generator.permutation` may change with releases of NumPy.
     """
     words = _words(examples, seed, epoch, _STREAM)
     order = np.argsort(words, kind="stable")
@@ -74,12 +76,19 @@ def permutation(examples: int, seed: int, epoch: int) -> Integer[np.ndarray, " N
 def permuted(
     offsets: Numbers, examples: int, seed: int, epoch: int, rounds: int = ROUNDS
 ) -> Numbers:
-    """Returns the records at some places, `offsets`, of an epoch without making the epoch.
+    """Returns the records at some offsets in an epoch without computing the epoch.
 
-    A Feistel network with an even number of `rounds` permutes the cells of a grid hardly
-    larger than the data set, of up to 2**62 `examples`; a cell outside the set is permuted
-    again until it is inside (Black and Rogaway, "Ciphers with arbitrary finite domains",
-    CT-RSA 2002). Integer arithmetic is the same on any machine.
+    A Feistel network permutes the cells of a grid that is slightly larger than the data
+    set; a cell outside the data set is permuted again until it is inside (Black and
+    Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002). Integer arithmetic
+    gives the same result on any machine.
+
+    Args:
+      offsets: offsets in the epoch.
+      examples: number of records, at most 2**62.
+      seed: seed of the run.
+      epoch: number of the epoch.
+      rounds: number of rounds of the network, even.
     """
     height = math.isqrt(examples - 1) + 1
     grid = np.array([height, -(-examples // height)], np.uint64)
@@ -112,7 +121,8 @@ def _scramble(words: Words, stop: np.uint64) -> Words:
 def _words(count: int, seed: int, epoch: int, stream: int) -> np.ndarray:
     bits = np.random.Philox(
         key=np.array([seed % 2**64, stream], np.uint64),
-        # The generator counts up from the lowest word: epochs never meet.
+        # The generator counts up from the lowest word, so streams of epochs never
+        # overlap.
         counter=np.array([0, 0, 0, epoch], np.uint64),
     )
     return bits.random_raw(count)
@@ -120,12 +130,13 @@ def _words(count: int, seed: int, epoch: int, stream: int) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Balance:
-    """Draws records so that classes are balanced; is sent to loader processes.
+    """Draws records so that classes are balanced; objects are sent to loader processes.
 
-    Each class gets a share of every epoch, by its number of records. Its draws are
-    counted through the run and follow one permutation of its records after another, so
-    that at the end of any epoch each has been drawn as often as the others of its class,
-    or once more. Within an epoch all draws are shuffled. An epoch keeps its length.
+    The number of records of a class determines its share of every epoch. Draws of a
+    class are counted over the whole run and follow one permutation of its records after
+    another. So at the end of any epoch, each record has been drawn as often as the
+    others of its class, or once more. Within an epoch all draws are shuffled. An epoch
+    keeps its length.
 
     Attributes:
       members: record numbers of the classes that occur, one class after the other.
@@ -152,9 +163,9 @@ class Balance:
         )
 
     def records_at(self, positions: Numbers, seed: int, repeats: int = 1) -> Numbers:
-        """Returns the records at some positions of the run, see `records_at`."""
+        """Returns the numbers of the records at some positions, see `records_at`."""
         examples = len(self.members)
-        # The slots of an epoch are shuffled as its records would be.
+        # The slots of an epoch are shuffled as records are without balance.
         slots = records_at(positions, examples, seed, repeats)
         epochs = positions // examples
         classes = np.searchsorted(self.ends, slots, side="right")
@@ -177,8 +188,13 @@ def class_weights(
 ) -> tuple[float, ...]:
     """Returns class weights that have the same effect in a loss as balanced draws.
 
-    `how` is one of `SHARES`. The mean weight over all images is 1, and so is the weight of
-    a class without images.
+    The mean weight over all images is 1, and so is the weight of a class without
+    images.
+
+    Args:
+      how: name of the balance, one of `SHARES`.
+      labels: labels of the training images.
+      num_classes: number of classes.
     """
     counts = np.bincount(labels, minlength=num_classes).astype(np.float64)
     occurs, weights = counts > 0, np.ones(num_classes)
@@ -190,11 +206,13 @@ def class_weights(
 def _effective(counts: Float[np.ndarray, " K"]) -> Float[np.ndarray, " K"]:
     """Returns shares by the effective number of samples (arXiv:1901.05555, equation 2).
 
-    An image weighs (1 - b) / (1 - b^n), with b = (N - 1) / N for N images in all.
+    An image of a class of n images has the weight (1 - b) / (1 - b^n), with
+    b = (N - 1) / N for N images in total.
     """
     beta = (counts.sum() - 1) / counts.sum()
     return counts * (1 - beta) / (1 - beta**counts)
 
 
-# Functions from the images per class to the share of each class in an epoch, in any scale.
+# Functions from the images per class to the share of each class in an epoch,
+# unnormalised.
 SHARES = {"inverse": np.ones_like, "sqrt": np.sqrt, "effective": _effective}

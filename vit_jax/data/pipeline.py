@@ -1,8 +1,8 @@
-"""Batches: step number -> rows -> records -> arrays, the same on any machine.
+"""Batches: step number -> rows -> records -> arrays, equal on any machine.
 
-Every batch is a pure function of (config, seed, step), so a run resumes from its step
-number alone, and threads, loader processes and hosts change only the speed.
-Letters: b rows of this process, B records.
+Every batch is a pure function of (config, seed, step). So a run resumes from only its
+step number, and threads, loader processes and hosts change only the speed. Letters: b
+rows of this process, B records.
 """
 
 import dataclasses
@@ -44,11 +44,12 @@ def train_batches(
       num_data_shards: number of shards.
 
     Returns:
-      An iterator to be closed, of dicts: image (b, h, w, c) of `data.pixels`, or the
-      arrays of the last host transform, each (b, ...), or fewer rows if images share
-      them; an array for each of the fields that the config asks for (data/fields), as
-      label int32 (b,); index uint32 (b,), the position in the run modulo 2**32; skipped
-      int32 (b,), the number of damaged records that were skipped to fill the row.
+      An iterator, to be closed, over dicts of arrays: image (b, h, w, c) of type
+      `data.pixels`, or the arrays of the last host transform, each (b, ...), with fewer
+      rows if images share them; an array for each field that the config enables
+      (data/fields), such as label int32 (b,); index uint32 (b,), the position in the
+      run modulo 2**32; skipped int32 (b,), the number of damaged records that were
+      skipped to fill the row.
 
     Raises:
       UserError: a record is damaged or contradicts the config; raised by `next`.
@@ -74,7 +75,7 @@ def _train_loader(source: Source, data: DataConfig, seed: int) -> Loader:
 
 
 def try_training(source: Source, data: DataConfig) -> None:
-    """Prepares the fewest training images; raises the errors of the batches of `train_batches`."""
+    """Loads one row of a training batch, to raise errors of the data early."""
     for field in (Image(data), *fields.of(data, source)):
         field.inspect(source, inspected(source))
     rows = data.transforms.packs
@@ -92,14 +93,19 @@ def eval_batches(
 ) -> "Batches":
     """Iterates once over the records, in their order; the last batch is padded.
 
-    Args: as in `train_batches`; all shards get the same number of batches.
-      host: host transforms of each image; those of `data.eval_transform` if None.
+    All shards get the same number of batches.
+
+    Args:
+      source: evaluation split.
+      data: `config.data`.
+      batch_size, data_shard, num_data_shards: arguments of `train_batches`.
+      host: host transforms of each image; if None, those of `data.eval_transform`.
 
     Returns:
-      An iterator to be closed, of dicts: image, or the arrays of the last host transform,
-      label and skipped as for training
-      (a damaged record that is skipped counts 1 and is masked); index uint32 (b,), the
-      record's number; mask bool (b,), false where a row is padding.
+      An iterator, to be closed, over dicts of arrays: image, or the arrays of the last
+      host transform, and label, as in `train_batches`; skipped int32 (b,), 1 for a
+      damaged record that is skipped; index uint32 (b,), the record's number; mask bool
+      (b,), False for padding and skipped records.
 
     Raises:
       UserError: a record is damaged or contradicts the config; raised by `next`.
@@ -190,8 +196,8 @@ class _EvalBatch:
 class Batches:
     """Iterator over batches; close it, or use it in a `with` block.
 
-    When a loader process is killed, the listeners of `workers.listening` are called, and
-    this process loads the other batches, which are the same.
+    When a loader process is killed, the listeners of `workers.listening` are called,
+    and this process loads the remaining batches, which do not change.
 
     Args:
       load: picklable function from a number to a batch.
@@ -199,7 +205,7 @@ class Batches:
       data: `config.data`, for the numbers of threads, processes and prefetched batches.
 
     Attributes:
-      read_ahead: whether threads or processes make batches ahead of the caller.
+      read_ahead: whether threads or processes load batches ahead of the caller.
     """
 
     def __init__(self, load, numbers: range, data: DataConfig):
@@ -210,7 +216,7 @@ class Batches:
         if self.read_ahead:
             self._workers = data.num_workers
             self._batches = self._read_ahead()
-        else:  # Faster than handing it to a thread.
+        else:  # Faster than in a thread.
             self._batches = map(load, numbers)
 
     def __len__(self) -> int:
@@ -226,8 +232,8 @@ class Batches:
         if isinstance(batch, UserError):
             self.close()
             raise batch
-        # Grain takes back the shared memory of arrays from another process; copies may
-        # live longer.
+        # Grain reuses the shared memory of arrays from another process; copies stay
+        # valid.
         return {k: v if v.flags.owndata else np.array(v) for k, v in batch.items()}
 
     def __enter__(self):
@@ -258,10 +264,10 @@ class Batches:
         return next(self._batches)
 
     def _read_ahead(self) -> Iterator:
-        """Loads the other batches in threads of this process, or in loader processes."""
+        """Loads the remaining batches in threads, or in loader processes."""
         import grain
 
-        # One thread makes one batch, so more threads than batches would idle.
+        # One thread makes one batch, so more threads than batches would be idle.
         options = grain.ReadOptions(
             num_threads=min(self._data.num_threads, self._data.prefetch),
             prefetch_buffer_size=self._data.prefetch,

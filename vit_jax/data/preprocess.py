@@ -1,11 +1,11 @@
-"""How evaluation images are prepared: one description for runs, weights and flags.
+"""Describes how evaluation images are prepared, for runs, weights and flags.
 
-A `Preprocess` holds what `config.data` of a run says of it, what the files of another
-library say about its weights, and what flags change. All of them prepare images by the host
-transforms of a `data.eval_transform`, which are those of evaluations in training.
+A `Preprocess` is made from `config.data` of a run or from the files of another
+library's weights, and flags change it. In all cases the host transforms of a
+`data.eval_transform` prepare the images, as in evaluations during training.
 
-Sizes and rounding are those of timm's evaluation transform. Hugging Face's image processors
-and big_vision round an odd margin down (`Preprocess.crop_down`).
+Sizes and rounding are those of timm's evaluation transform. Hugging Face's image
+processors and big_vision round an odd margin down (`Preprocess.crop_down`).
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ from vit_jax.data.transforms.naflex import NaFlex, fitting_grid
 from vit_jax.data.transforms.naflex import Sequence as PatchSequence
 from vit_jax.errors import UserError
 
-# Fields that say how an image is resized and cropped.
+# Fields that describe how an image is resized and cropped.
 _RESIZING = (
     *("interpolation", "crop_fraction", "squash", "short_side", "crop_down", "cut"),
     *("fill", "max_tokens"),
@@ -44,7 +44,7 @@ _RESIZING = (
 # Fields that `whole` keeps.
 _OF_PIXELS = ("mean", "std", "interpolation", "exif", "pixels", "bands", "patch")
 _OF_PIXELS += ("patch_resize", "max_megapixels")
-# Bounds of fields that a caller sets; `Preprocess.check` knows those of the others.
+# Bounds of fields that a caller sets; `Preprocess.check` checks the other fields.
 _BOUNDS = {
     "max_tokens": fields.Key(help="", below=2**31),
     "patch": fields.Key(help="", below=2**31),
@@ -62,36 +62,39 @@ class Preprocess:
     """Preprocessing of images for a model.
 
     The image is resized until it just covers `image_size / crop_fraction`, or with
-    `squash` to exactly that size, and the centre is cropped to `image_size`. With `fill`
-    it is resized until it just fits in, and the border has that colour. With `cut` the
-    sizes are larger by as many pixels, which are removed from the end of the crop.
+    `squash` to exactly that size, and the centre is cropped to `image_size`. With
+    `fill` it is resized until it just fits into that size, and the border has that
+    colour. With `cut` the sizes are larger by that number of pixels, which are removed
+    from the end of the crop.
 
     Attributes:
       image_size: height and width of the model's input, in pixels.
-      mean: subtracted per channel, as a fraction of 255.
-      std: divisor per channel, applied after the mean.
+      mean: mean per channel that is subtracted, as a fraction of 255.
+      std: divisor per channel, applied after `mean`.
       interpolation: filter of the resize, one of `host.INTERPOLATIONS`.
       crop_fraction: fraction of the resized side that the crop keeps.
       squash: whether resizing changes the aspect ratio instead of cropping.
       short_side: whether the short side of the image is resized to
         `min(image_size) / crop_fraction` independently of the shape of the crop. Only
-        set for crops that are not square; for square ones it makes no difference.
+        set for crops that are not square; for square crops it makes no difference.
       exif: whether files are rotated by their EXIF orientation tags; None if unknown:
-        evaluations do not rotate them then, and `upright` does.
-      crop_down: whether half a pixel of the margin above and beside the crop is rounded
-        down as in transformers and big_vision, not to even as in torchvision.
+        then evaluations do not rotate them, and `upright` does.
+      crop_down: whether half a pixel of the margin above or beside the crop is rounded
+        down as in transformers and big_vision, instead of to even as in torchvision.
       cut: rows at the bottom and columns on the right that fill no patch.
       fill: colour of the border, from 0 to 255 per channel; () without a border.
-      pixels, bands: what is read of a file, see `data.pixels` and `data.bands`.
-      max_tokens: most patches of an image, whose aspect is kept; 0 for images of
-        `image_size`. Otherwise `image_size` is that of the position embeddings.
-      patch: side of patches in pixels, see `surgery.resize_patches`; 0 for the network's.
+      pixels, bands: keys `data.pixels` and `data.bands` for reading files.
+      max_tokens: maximum number of patches of an image that keeps its aspect ratio;
+        then `image_size` is that of the position embeddings. 0 for images of
+        `image_size`.
+      patch: side of patches in pixels, see `surgery.resize_patches`; 0 for the
+        network's.
       max_megapixels: size of the largest image to read, see `data.max_megapixels`.
-      patch_resize: how the kernel of patches is resized to that side, one of
+      patch_resize: method that resizes the patch embedding to `patch`, one of
         `flexivit.METHODS`; "" for the network's `patch_resize`.
-      transform: line of transforms that prepares images in place of the fields above,
-        which cannot express it, as "resize_small(256) | pad(320)"; "" if they do. The
-        fields then say how images are prepared where such a line cannot be stored.
+      transform: line of transforms that prepares images instead of the fields above, if
+        these cannot express it, such as "resize_small(256) | pad(320)"; else "". With a
+        line, the fields describe the preparation for formats that cannot store a line.
     """
 
     image_size: tuple[int, int]
@@ -117,10 +120,10 @@ class Preprocess:
     def of_data(cls, data: Mapping[str, object]) -> "Preprocess":
         """Returns the preprocessing of a run's evaluations.
 
-        Nothing of the user's is imported before an image is prepared.
+        A user's module is not imported before an image is prepared.
 
         Args:
-          data: `config.data`, as plain values; an earlier version may have stored it.
+          data: `config.data` as plain values, possibly stored by an earlier version.
         """
         image_size, line = tuple(data["image_size"]), data["eval_transform"]
         how = cls(
@@ -135,26 +138,27 @@ class Preprocess:
         )
         if not line.strip():  # The images already have this size.
             return how
-        found = _fields_of(line, image_size) or {"transform": line}
-        return dataclasses.replace(how, **found)
+        of_line = _fields_of(line, image_size) or {"transform": line}
+        return dataclasses.replace(how, **of_line)
 
     def replace(self, **given) -> "Preprocess":
         """Returns the preprocessing with other values of some fields.
 
-        The fields replace `transform` if the way in which they resize images changes, or
-        if it makes images of another size than `image_size`.
+        `transform` is dropped in favour of the fields if they resize images in another
+        way than before, or if `transform` makes images of another size than
+        `image_size`.
         """
         new = dataclasses.replace(self, **given)
         resizing = (*_RESIZING, "patch") if self.max_tokens else _RESIZING
         same = all(getattr(self, name) == getattr(new, name) for name in resizing)
         known = new.transform and not parse.names_custom(new.transform)
-        if known and "image_size" in given:  # Of a user's it shows with an image.
+        if known and "image_size" in given:  # A user's line may make any size.
             made = parse.size_after(new.transforms, None)
             same = same and made in (None, tuple(new.image_size))
         return new if same else new.without_transform()
 
     def without_transform(self) -> "Preprocess":
-        """Returns the preprocessing that the other fields say."""
+        """Returns the preprocessing that the other fields describe."""
         return dataclasses.replace(self, transform="")
 
     def upright(self) -> "Preprocess":
@@ -162,19 +166,19 @@ class Preprocess:
         return dataclasses.replace(self, exif=self.exif is not False)
 
     def whole(self, size: tuple[int, int]) -> "Preprocess":
-        """Returns a preprocessing that resizes all of an image to a height and width."""
+        """Returns a preprocessing that resizes the whole image to a height and width."""
         kept = {name: getattr(self, name) for name in _OF_PIXELS}
         return Preprocess(size, squash=True, **kept)
 
     def of_image(self, size: tuple[int, int]) -> "Preprocess":
-        """Returns the preprocessing of an image by a network of its grid.
+        """Returns the preprocessing for an image of a given size.
 
         Args:
           size: height and width of the image, in pixels.
 
         Returns:
-          With `max_tokens` a resize to the patches that `prepare` cuts; otherwise the
-          preprocessing itself.
+          With `max_tokens`, a resize to the grid of patches into which `prepare` cuts
+          the image; otherwise the preprocessing itself.
         """
         if not self.max_tokens:
             return self
@@ -182,11 +186,11 @@ class Preprocess:
         return self.whole(tuple(count * self.patch for count in grid))
 
     def form(self, channels: int) -> PixelFormat:
-        """Returns what is read of a file for a model of a number of channels."""
+        """Returns the bands and depth to read from files, for a number of channels."""
         return PixelFormat(channels, self.pixels, self.bands, self.max_megapixels)
 
     def data_keys(self) -> dict[str, object]:
-        """Returns the keys of `config.data` by which images are read and normalised."""
+        """Returns the keys of `config.data` that read and normalise images this way."""
         return {
             "mean": tuple(self.mean),
             "std": tuple(self.std),
@@ -239,7 +243,7 @@ class Preprocess:
         return parse.parse_eval(self.line, self.image_size)
 
     def keeps(self, size: tuple[int, int]) -> bool:
-        """Returns whether images of a height and width stay as they are."""
+        """Returns whether images of a height and width are not changed."""
         if self.transform or self.max_tokens or size != self.image_size:
             return False
         return self.resized_size(size) == size
@@ -259,9 +263,9 @@ class Preprocess:
           size: height and width of the image, in pixels.
 
         Returns:
-          Top, left, bottom and right, as fractions of the height and width. Rounding may
-          place them up to a pixel outside the image, and a border further. All of the
-          image with a `transform`, whose box is unknown.
+          Top, left, bottom and right, as fractions of the height and width. Rounding
+          may place them up to a pixel outside the image, and a border further. With a
+          `transform` the box is unknown, and the whole image is returned.
         """
         crop = self.transforms[-1]
         if self.transform or not isinstance(crop, CentralCrop):
@@ -278,13 +282,13 @@ class Preprocess:
     def read(
         self, data: bytes | Num[np.ndarray, "..."], channels: int = 3, name: str = ""
     ) -> Num[np.ndarray, "H W c"]:
-        """Decodes one image at its own size.
+        """Decodes one image, without resizing it.
 
         EXIF orientation tags are ignored unless `exif`, as in
         `PIL.Image.open(...).convert("RGB")`, the usual input of timm and Hugging Face.
 
         Args:
-          data: content of an image file, or an array as of one, see `bands.read`.
+          data: content of an image file, or an array, see `bands.read`.
           channels: number of channels of the model.
           name: name of the image for warnings, see `warn_of_dark`.
 
@@ -301,7 +305,7 @@ class Preprocess:
         """Resizes and crops one image; normalisation happens on the device.
 
         Returns:
-          Pixels of `image_size`; with `max_tokens` "image" and "grids" of `NaFlex`.
+          Pixels of `image_size`; with `max_tokens`, "image" and "grids" of `NaFlex`.
 
         Raises:
           DamagedImage: the image is too thin to resize or too small to crop.
@@ -325,7 +329,7 @@ class Preprocess:
         given = f"image_size={self.image_size}"
         if self.max_tokens:
             size = self.max_tokens * self.patch**2
-            given = f"max_tokens={self.max_tokens} of {self.patch} pixels a side"
+            given = f"max_tokens={self.max_tokens} of {self.patch} pixels per side"
         if size > MAX_PIXELS:
             raise UserError(
                 f"{given}: more than {MAX_PIXELS:,} pixels; choose a smaller one"
@@ -374,7 +378,7 @@ class Preprocess:
         mean, std = self._statistics(",")
         size = f"{height}x{width}"
         if self.max_tokens:
-            size, crop = f"up to {self.max_tokens} patches", "the aspect kept"
+            size, crop = f"up to {self.max_tokens} patches", "aspect ratio kept"
         how = self.transform or f"{self.interpolation}, {crop}"
         return f"{size}, {how}, mean {mean}, std {std}"
 
@@ -409,19 +413,20 @@ FIELDS = {field.name for field in dataclasses.fields(Preprocess)} - {"transform"
 
 
 def _fields_of(line: str, image_size: tuple[int, int]) -> dict[str, object]:
-    """Returns the fields of `Preprocess` that say what an eval line does.
+    """Returns the fields of `Preprocess` that express an eval line.
 
-    With `max_tokens` it may need `transform` beside them. Without any the result is empty.
+    With `max_tokens` they may include `transform`. The result is empty if no fields
+    express the line.
     """
     if parse.names_custom(line):
         last = line.rpartition("|")[2]
-        found = {} if parse.names_custom(last) else _fields_of(last, image_size)
-        return {**found, "transform": line} if "max_tokens" in found else {}
+        of_last = {} if parse.names_custom(last) else _fields_of(last, image_size)
+        return {**of_last, "transform": line} if "max_tokens" in of_last else {}
     *before, last = parse.parse_eval(line, image_size)
     if isinstance(last, NaFlex):
         ((most, patch),) = last.choices
-        found = {"squash": False, "max_tokens": most, "patch": patch}
-        return found | ({"transform": line} if before else {})
+        naflex = {"squash": False, "max_tokens": most, "patch": patch}
+        return naflex | ({"transform": line} if before else {})
     if isinstance(last, Resize) and not before:
         before, last = [last], CentralCrop(last.size)
     match before, last:
@@ -432,7 +437,7 @@ def _fields_of(line: str, image_size: tuple[int, int]) -> dict[str, object]:
     squash = isinstance(resize, Resize)
     sides = tuple(map(operator.add, image_size, cut))
     short = not squash and isinstance(resize.size, int) and sides[0] != sides[1]
-    found = {
+    values = {
         "squash": squash,
         "crop_fraction": (min(sides) if short else sides[0]) / pair(resize.size)[0],
         "short_side": short and not fill,
@@ -440,21 +445,21 @@ def _fields_of(line: str, image_size: tuple[int, int]) -> dict[str, object]:
         "cut": tuple(cut),
         "fill": tuple(fill),
     }
-    how = Preprocess(image_size, **found)
+    how = Preprocess(image_size, **values)
     exact = (
         pair(last.size) == image_size
         and 0 < how.crop_fraction <= 1
         and how.resize_sides == pair(resize.size)
         and bool(fill) == isinstance(resize, ResizeLong)
     )
-    return found if exact else {}
+    return values if exact else {}
 
 
 def checked_fields(given: Mapping[str, object]) -> dict[str, object]:
-    """Returns those values that a caller may set, with their types checked.
+    """Returns the values that a caller may set, checked and converted to their types.
 
     Raises:
-      UserError: a value is of another type than its field, or out of its bounds.
+      UserError: a value has another type than its field, or is out of its bounds.
     """
     usual, taken = Preprocess((1, 1)), {}
     for name in FIELDS & given.keys():
@@ -465,11 +470,11 @@ def checked_fields(given: Mapping[str, object]) -> dict[str, object]:
 
 
 def warn_of_dark(data: bytes | np.ndarray, form: PixelFormat, name: str) -> None:
-    """Warns, once, of an image that is all but black to a network of 8 bits.
+    """Warns once about an image that is almost black to a network of 8 bits.
 
     Args:
       data: content of a file, or an array.
-      form: what the network reads of it.
+      form: bands and depth that the network reads.
       name: name of the image.
     """
     if is_cut(data, form) and (text := doubt(data)):

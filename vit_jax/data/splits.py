@@ -3,8 +3,8 @@
 The syntax and its rounding are those of TFDS (https://www.tensorflow.org/datasets/
 splits), so that a recipe can move between TFDS and a folder unchanged.
 `tfds.even_splits(split, n)[i]` is written "even_splits(train, 3)[1]".
-"interleaved_splits(train, 5)[4]", which TFDS lacks, is every fifth record from the fifth
-on: a fair part of records that are sorted by class.
+"interleaved_splits(train, 5)[4]", which TFDS does not have, is every fifth record from
+the fifth on: a part with all classes, even if records are sorted by class.
 """
 
 import dataclasses
@@ -16,11 +16,11 @@ from jaxtyping import Integer
 
 from vit_jax.errors import NoSplit, UserError
 
-# Usual names of splits, in any case; the first that exists counts.
+# Usual names of splits, in upper or lower case; the first that exists is used.
 TRAIN = ("train", "training", "trn")
 VALIDATION = ("val", "valid", "validation", "dev")
 TEST = ("test", "testing", "eval")
-HELD_OUT, MOST_HELD_OUT = 0.2, 10_000  # Training images set aside for validation.
+HELD_OUT, MOST_HELD_OUT = 0.2, 10_000  # Training images held out for validation.
 _SEED = 0
 _PARTS = re.compile(
     r"(?P<kind>even|interleaved)_splits\((?P<of>.+),\s*(?P<n>\d+)\s*\)\[(?P<i>\d+)\]"
@@ -31,11 +31,13 @@ _PARTS = re.compile(
 class Numbering:
     """Numbers of the records of a source in the splits of its data set.
 
-    It gives records their stable names, "<split>/<number in the whole split>".
+    They are part of the permanent names of records, "<split>/<number in the whole
+    split>".
 
     Attributes:
       sizes: split name -> number of records of the whole split.
-      parts: (split name, record numbers) in the order of the source, from `select`.
+      parts: (split name, record numbers) in the order of the source, output of
+        `select`.
     """
 
     sizes: Mapping[str, int]
@@ -43,14 +45,14 @@ class Numbering:
 
     @classmethod
     def of(cls, split: str, sizes: Mapping[str, int], source: str) -> "Numbering":
-        """Resolves a split expression; arguments and errors are those of `select`."""
+        """Resolves a split expression, with the arguments and errors of `select`."""
         return cls(dict(sizes), tuple(select(split, sizes, source)))
 
     def __len__(self) -> int:
         return sum(len(numbers) for _, numbers in self.parts)
 
     def record_id(self, i: int) -> str:
-        """Returns the name of record i of the source, as "train/17"."""
+        """Returns the name of record i of the source, such as "train/17"."""
         for name, numbers in self.parts:
             if i < len(numbers):
                 return f"{name}/{numbers[i]}"
@@ -58,7 +60,7 @@ class Numbering:
         raise IndexError(i)
 
     def locate(self, record_ids: Sequence[str]) -> Integer[np.ndarray, " N"]:
-        """Returns the positions of the named records, without those of other parts.
+        """Returns the positions of the named records that are in this source.
 
         Raises:
           KeyError: the data set has no record of that name.
@@ -66,7 +68,7 @@ class Numbering:
         positions = []
         for record_id in record_ids:
             split, _, number = record_id.rpartition("/")
-            # Written in one way only: "train/017" would hide a mistake.
+            # Only one spelling is valid: "train/017" may be a mistake.
             valid = re.fullmatch("0|[1-9][0-9]*", number)
             if not valid or int(number) >= self.sizes.get(split, 0):
                 raise KeyError(record_id)
@@ -79,15 +81,15 @@ class Numbering:
 
 
 def first_of(usual: Sequence[str], names: Sequence[str] | Mapping) -> str:
-    """Returns the first usual name among some names, as it is spelt there; or ""."""
+    """Returns the first usual name among some names, in their spelling; or ""."""
     spelling = {name.lower(): name for name in names}
     return next((spelling[name] for name in usual if name in spelling), "")
 
 
 def held_out(groups: Sequence[str]) -> np.ndarray:
-    """Returns a mask of images to set aside: a part of each group, drawn by a fixed seed.
+    """Returns a mask of images to hold out: a part of each group, with a fixed seed.
 
-    Of two or more images of a group at least one is set aside and one stays.
+    If a group has two or more images, at least one is held out and one stays.
     """
     share = min(HELD_OUT, MOST_HELD_OUT / len(groups))
     mask = np.zeros(len(groups), bool)
@@ -98,9 +100,9 @@ def held_out(groups: Sequence[str]) -> np.ndarray:
 
 
 def folds(groups: Sequence[str], count: int) -> np.ndarray:
-    """Returns the fold of each image; each fold holds the same part of each group.
+    """Returns the fold of each image; each fold has the same part of each group.
 
-    The only image of a group is in no fold (-1), so that it is always trained on.
+    If a group has only one image, its fold is -1, so that it is always trained on.
     """
     fold = np.full(len(groups), -1)
     dealt = 0
@@ -112,7 +114,7 @@ def folds(groups: Sequence[str], count: int) -> np.ndarray:
 
 
 def _shuffled(groups: Sequence[str]) -> Iterator[np.ndarray]:
-    """Yields the images of each group in an order drawn by a fixed seed."""
+    """Yields the images of each group in random order, with a fixed seed."""
     members: dict[str, list[int]] = {}
     for i, group in enumerate(groups):
         members.setdefault(group, []).append(i)
@@ -122,7 +124,7 @@ def _shuffled(groups: Sequence[str]) -> Iterator[np.ndarray]:
 
 
 def names(split: str) -> list[str]:
-    """Returns the split names in an expression: "train[:9%]+val" has train and val."""
+    """Returns the split names in an expression: train and val for "train[:9%]+val"."""
     result = []
     for term in _terms(split):
         parts = _PARTS.fullmatch(term)
@@ -133,9 +135,12 @@ def names(split: str) -> list[str]:
 def select(
     split: str, sizes: Mapping[str, int], source: str
 ) -> list[tuple[str, range]]:
-    """Resolves a split expression to (split name, record numbers) for each of its terms.
+    """Resolves a split expression to (split name, record numbers) per term.
 
-    `sizes` maps split names to numbers of records; `source` names the data set in messages.
+    Args:
+      split: split expression.
+      sizes: split name -> number of records.
+      source: name of the data set, for messages.
 
     Raises:
       NoSplit: a split is unknown.
@@ -178,13 +183,13 @@ def _resolve(term: str, sizes: Mapping[str, int]) -> list[tuple[str, range]]:
             return [(name, numbers[i::n]) for name, numbers in inner]
         return [(name, _even(numbers, n, i)) for name, numbers in inner]
     name = term.split("[")[0]
-    # Slices need an import that takes half a second; a plain name does not.
+    # Only slices need TFDS, whose import takes half a second.
     bounds = (0, sizes[name]) if term == name else _bounds(term, name, sizes[name])
     return [(name, range(*bounds))]
 
 
 def _even(numbers: range, n: int, i: int) -> range:
-    """Returns the i-th of n neighbouring parts, of which the first are one longer."""
+    """Returns the i-th of n successive parts; the first ones may be longer by one."""
     size, longer = divmod(len(numbers), n)
     start = i * size + min(i, longer)
     return numbers[start : start + size + (i < longer)]
@@ -193,7 +198,7 @@ def _even(numbers: range, n: int, i: int) -> range:
 def _bounds(part: str, name: str, size: int) -> tuple[int, int]:
     import tensorflow_datasets as tfds
 
-    # Under another name, since "all" is reserved in TFDS.
+    # The split gets another name, since "all" is reserved in TFDS.
     info = tfds.core.SplitInfo(name="split", shard_lengths=[size], num_bytes=0)
     try:
         instruction = tfds.core.ReadInstruction.from_spec(f"split{part[len(name) :]}")
@@ -201,6 +206,6 @@ def _bounds(part: str, name: str, size: int) -> tuple[int, int]:
     except (ValueError, AssertionError, NotImplementedError) as error:
         raise UserError(
             f"split {part!r} with {size} records: {str(error).splitlines()[0]}; "
-            "write as train[:90%], train[800:1000] or even_splits(train, 3)[1]"
+            "write for example train[:90%], train[800:1000] or even_splits(train, 3)[1]"
         ) from error
     return absolute.from_ or 0, size if absolute.to is None else absolute.to

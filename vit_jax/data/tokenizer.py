@@ -1,8 +1,8 @@
-"""Tokenizers: texts to numbers, as the text towers of checkpoints were trained with them.
+"""Tokenizers of the text towers in checkpoints, which turn texts into token numbers.
 
-A tokenizer is named by its files: a folder, hf://owner/name on the Hugging Face hub, or one
-file. "bytes" needs none: the tokens are the bytes of UTF-8. Files are read by the libraries
-of the extra `text` (tokenizers, SentencePiece).
+A tokenizer is given by its files: a folder, hf://owner/name on the Hugging Face hub, or
+one file. "bytes" needs no file: tokens are the bytes of UTF-8. The libraries of the
+extra `text` (tokenizers, SentencePiece) read the files.
 
 Letters: N texts, T tokens.
 """
@@ -38,12 +38,12 @@ FILES = (
     "vocab.txt",
 )
 _KINDS = "tokenizer.json, vocab.json with merges.txt, spiece.model or vocab.txt"
-# CLIP's pattern of the words in which it then joins pairs of letters.
+# CLIP's pattern of words; pairs are merged within a word.
 _CLIP_WORDS = (
     r"<\|startoftext\|>|<\|endoftext\|>|'s|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\p{N}]|"
     r"[^\s\p{L}\p{N}]+"
 )
-# A file of the repository, as that of the weights, may follow.
+# The path of a file in the repository, such as the weights, may follow.
 _ON_HUB = re.compile(
     r"(hf://|(?=timm/))(?P<repo>[^/@]+/[^/@]+)(@(?P<revision>[^/@]+))?(/.*)?"
 )
@@ -72,11 +72,12 @@ def open_tokenizer(source: str) -> Tokenizer:
     """Opens a tokenizer.
 
     Args:
-      source: "bytes", a folder, a file of the names in `FILES` or any *.model of
+      source: "bytes", a folder, a file with a name of `FILES`, any *.model of
         SentencePiece, or hf://owner/name.
 
     Raises:
-      UserError: it does not exist or cannot be read, or the extra `text` is not installed.
+      UserError: the tokenizer does not exist or cannot be read, or the extra `text` is
+        not installed.
     """
     if source == BYTES:
         return ByteTokenizer()
@@ -111,7 +112,7 @@ def open_tokenizer(source: str) -> Tokenizer:
 
 
 def checksum(source: str) -> int:
-    """Returns a checksum of the files of `open_tokenizer`, wherever they lie."""
+    """Returns a checksum of a tokenizer's files, independent of their location."""
     if source == BYTES:
         return 0
     path, crc = _local(source), 0
@@ -133,7 +134,7 @@ def _local(source: str) -> pathlib.Path:
                 f"checkpoint, hf://owner/name, or {BYTES!r}"
             )
         if path.is_file() and path.name not in FILES and path.suffix != ".model":
-            return path.parent  # The path is that of weights.
+            return path.parent  # A file of weights.
         return path
     where = {"revision": match["revision"], "allow_patterns": list(FILES)}
     name = f"data.tokenizer={source!r}"
@@ -141,7 +142,7 @@ def _local(source: str) -> pathlib.Path:
 
 
 def _open_folder(folder: pathlib.Path) -> Tokenizer | None:
-    """Opens the tokenizer of a folder; None if it has none."""
+    """Opens the tokenizer of a folder; returns None if its files are missing."""
     config = _json(folder / "tokenizer_config.json")
     kind = str(config.get("tokenizer_class", ""))
     pieces = [folder / name for name in ("spiece.model", "tokenizer.model")]
@@ -167,9 +168,11 @@ def _open_folder(folder: pathlib.Path) -> Tokenizer | None:
 
 
 def copy_files(source: str, folder: str | os.PathLike) -> list[str]:
-    """Copies the files of a tokenizer beside weights; returns a line if it has none.
+    """Copies the files of a tokenizer to a folder; returns a note if nothing is copied.
 
-    `source` is that of `open_tokenizer`, "" if it is unknown.
+    Args:
+      source: argument of `open_tokenizer`; "" if it is unknown.
+      folder: folder of weights.
     """
     if source in ("", BYTES):
         return [f"tokenizer: {source or 'not known'}, so no file is copied"]
@@ -198,15 +201,15 @@ def _special(folder: pathlib.Path, config: dict) -> dict[str, str]:
 
 
 class ByteTokenizer:
-    """The bytes of UTF-8 from 2 on, then 1, the end; the rest is 0."""
+    """Tokens are the bytes of UTF-8 plus 2, then 1 for the end, then 0 for padding."""
 
     vocab_size, eos_id = 258, 1
 
     def __call__(self, texts: Sequence[str], num_tokens: int) -> Int[np.ndarray, "N T"]:
-        """See `Tokenizer`."""
+        """Returns the tokens of texts; the end is kept when a text is cut."""
         tokens = np.zeros((len(texts), num_tokens), np.int32)
         for row, text in zip(tokens, texts, strict=True):
-            # Surrogates, as from a file name that is not text, are replaced.
+            # Surrogates, for example from a file name that is not text, are replaced.
             data = text.encode("utf-8", "replace")[: num_tokens - 1]
             row[: len(data)] = np.frombuffer(data, np.uint8).astype(np.int32) + 2
             row[len(data)] = self.eos_id
@@ -216,8 +219,11 @@ class ByteTokenizer:
 class JsonTokenizer:
     """A tokenizer of the library tokenizers, as in tokenizer.json.
 
-    `special` are the texts of "pad_token" and "eos_token", `config` is the content of
-    tokenizer_config.json; with `lower` texts are made lower case first.
+    Args:
+      tokenizer: tokenizer of the library.
+      special: texts of "pad_token" and "eos_token".
+      config: content of tokenizer_config.json.
+      lower: whether texts are converted to lower case first.
     """
 
     def __init__(self, tokenizer, special: dict, config: dict, *, lower: bool = False):
@@ -237,24 +243,24 @@ class JsonTokenizer:
         tokenizer.no_padding()
 
     def __call__(self, texts: Sequence[str], num_tokens: int) -> Int[np.ndarray, "N T"]:
-        """See `Tokenizer`; the end of a text is kept when it is cut.
+        """Returns the tokens of texts; the end is kept when a text is cut.
 
         Raises:
-          UserError: there is no room for the tokens around a text.
+          UserError: `num_tokens` leaves no room for text beside the special tokens.
         """
         if num_tokens != self._num_tokens:
             special = self._tokenizer.num_special_tokens_to_add(False)
             if num_tokens <= special:
                 raise UserError(
                     f"data.num_tokens={num_tokens}: the tokenizer adds {special} tokens to "
-                    f"each text: set it to {special + 1} or more"
+                    f"each text: set at least {special + 1}"
                 )
             self._tokenizer.enable_truncation(num_tokens)
             self._num_tokens = num_tokens
         tokens = np.full((len(texts), num_tokens), self._pad, np.int32)
         for row, text in zip(tokens, texts, strict=True):
             text = text.encode("utf-8", "replace").decode()
-            # One at a time: a batch starts threads, which must not be forked.
+            # One text at a time: a batch would start threads, which must not be forked.
             ids = self._tokenizer.encode(text.lower() if self._lower else text).ids
             start = num_tokens - len(ids) if self._left else 0
             row[start : start + len(ids)] = ids
@@ -262,7 +268,7 @@ class JsonTokenizer:
 
 
 def _clip_pairs(vocab: pathlib.Path, merges: pathlib.Path):
-    """Returns CLIP's tokenizer from the two files of OpenAI's vocabulary."""
+    """Builds CLIP's tokenizer from the two files of OpenAI's vocabulary."""
     import tokenizers
     from tokenizers import models, normalizers, pre_tokenizers, processors
 
@@ -302,7 +308,7 @@ def _clip_pairs(vocab: pathlib.Path, merges: pathlib.Path):
 
 
 def _word_pieces(path: pathlib.Path) -> JsonTokenizer:
-    """Returns BERT's tokenizer as LiT has it: "[CLS]" first, and nothing at the end."""
+    """Builds BERT's tokenizer as in LiT: "[CLS]" first, and no token at the end."""
     import tokenizers
     from tokenizers import models, normalizers, pre_tokenizers, processors
 
@@ -318,11 +324,15 @@ def _word_pieces(path: pathlib.Path) -> JsonTokenizer:
 
 
 class SentencePieces:
-    """A model of SentencePiece; texts end, and are padded, with its end of a sentence.
+    """A SentencePiece model; texts end with, and are padded with, its end of sentence.
 
-    Without an end, texts are padded with its token for that, or else with the first one.
-    With `canonical` punctuation is removed and white space made single, as in SigLIP; such
-    texts are made lower case if `lower`.
+    If the model has no end of sentence, texts are padded with its padding token, or
+    with token 0.
+
+    Args:
+      path: file of the model.
+      canonical: whether punctuation is removed and white space collapsed, as in SigLIP.
+      lower: whether `canonical` texts are converted to lower case.
     """
 
     def __init__(
@@ -336,7 +346,7 @@ class SentencePieces:
         self.eos_id = self._model.eos_id()
 
     def __call__(self, texts: Sequence[str], num_tokens: int) -> Int[np.ndarray, "N T"]:
-        """See `Tokenizer`; the last token is an end if there is one."""
+        """Returns the tokens of texts; the end, if any, is kept when a text is cut."""
         ends = self.eos_id >= 0
         fill = self.eos_id if ends else max(self._model.pad_id(), 0)
         tokens = np.full((len(texts), num_tokens), fill, np.int32)

@@ -1,8 +1,8 @@
 """Loader processes: they end with their parent, and leave no shared memory behind.
 
-Grain starts them. It passes batches in segments of shared memory, and signals by
-semaphores; both are files in /dev/shm with random names. Here they are named after the
-process that trains, so that a later start can remove those of dead processes.
+Grain starts them. It passes batches in segments of shared memory, and uses semaphores;
+both are files in /dev/shm with random names. Here they are named after the process that
+trains, so that a later start can remove the files of dead processes.
 """
 
 import concurrent.futures
@@ -29,7 +29,7 @@ _FOLDER = pathlib.Path("/dev/shm")
 _OPEN_FILES = pathlib.Path("/proc/self/fd")
 _NAME = re.compile(r"(?:sem\.)?vit_jax-(\d+)-(\d+)-(\d+)-")
 _RANDOM = 16  # Characters at the end of a segment's name.
-# From a terminal these reach the whole process group; the parent handles them.
+# A terminal sends these to the whole process group; only the parent handles them.
 _PARENTS_SIGNALS = (signal.SIGINT, signal.SIGHUP)
 _NO_WARNING = "ignore:resource_tracker:UserWarning"
 
@@ -38,8 +38,8 @@ _listeners: list[Callable[[int], None]] = []
 
 def end_with_parent() -> None:
     """Starts a thread that ends this child process when its parent ends in any way."""
-    # Not prctl(PR_SET_PDEATHSIG): it fires when the thread that forked ends, and Grain
-    # starts processes from threads that do.
+    # Not prctl(PR_SET_PDEATHSIG), which fires when the thread that forked ends: Grain
+    # starts processes from threads that end.
     parent = multiprocessing.parent_process().sentinel
 
     def follow():
@@ -50,8 +50,8 @@ def end_with_parent() -> None:
 
 
 def initializer() -> Callable[[int, int], None]:
-    """Returns the function that Grain runs first in each loader process."""
-    # Without /dev/shm nothing is removed by name, and names may have to be shorter: macOS
+    """Returns the function that Grain calls first in each loader process."""
+    # Without /dev/shm no file is removed by name, and names must be shorter: macOS
     # allows 31 characters.
     prefix = f"/{_prefix()}" if _FOLDER.exists() else ""
     if prefix:  # Python has no public way to name semaphores.
@@ -63,23 +63,23 @@ def initializer() -> Callable[[int, int], None]:
 def _initialize(prefix: str, index: int, count: int) -> None:
     end_with_parent()
     keep_warnings_from_raising()
-    if prefix:  # Python adds random characters up to a length of the whole name.
+    if prefix:  # Python fills the name up with random characters.
         shared_memory._SHM_NAME_PREFIX = prefix
         shared_memory._SHM_SAFE_NAME_LENGTH = len(prefix) + _RANDOM
 
 
 class Shipped:
-    """A picklable function that is sent to loader processes in a file without a name.
+    """A picklable function that is sent to loader processes in an unnamed file.
 
-    The pipe of Python's `spawn` is not used: its writer holds the read end too, so that
-    more than 64 KiB would wait for ever for a process that dies while it starts.
+    The pipe of Python's `spawn` is not used: its writer has the read end open too, so
+    writing more than 64 KiB would wait forever for a process that dies while it starts.
 
     Raises:
       UserError: the folder of temporary files is full or cannot be written.
     """
 
     def __init__(self, function: Callable):
-        import cloudpickle  # The pickle of Grain.
+        import cloudpickle  # Grain uses it too.
 
         self._function = function
         try:
@@ -113,26 +113,28 @@ def _receive(path: str) -> Callable:
     except OSError:
         if multiprocessing.parent_process().is_alive():
             raise
-        os._exit(1)  # The parent ended, and the file with it.
+        os._exit(1)  # The parent has ended, and the file is gone.
 
 
 def first_batch(batches: Iterator) -> object:
-    """Returns the first batch of an iterator of Grain, which starts its processes.
+    """Returns the first batch of a Grain iterator, which starts its processes.
 
-    Ctrl-C and SIGHUP do not reach the processes, not even while they start.
+    The processes ignore Ctrl-C and SIGHUP, also while they start.
     """
     batch = concurrent.futures.Future()
 
     def begin():
         # Processes inherit the signals blocked in the thread that starts them.
         signal.pthread_sigmask(signal.SIG_BLOCK, _PARENTS_SIGNALS)
-        # Python's process that removes shared memory after a kill would warn of it.
+        # Python's resource tracker would warn when it removes shared memory after a
+        # kill.
         sys.warnoptions.append(_NO_WARNING)
         try:
             resource_tracker.ensure_running()
         finally:
             sys.warnoptions.remove(_NO_WARNING)
-        signal.pthread_sigmask(signal.SIG_BLOCK, _PARENTS_SIGNALS)  # It unblocks.
+        # Starting the tracker has unblocked them.
+        signal.pthread_sigmask(signal.SIG_BLOCK, _PARENTS_SIGNALS)
         try:
             batch.set_result(next(batches))
         except BaseException as error:  # noqa: BLE001 (raised by `result`)
@@ -150,7 +152,7 @@ def signal_that_killed(error: RuntimeError) -> int:
 
 @contextlib.contextmanager
 def listening(listener: Callable[[int], None]) -> Iterator[None]:
-    """Calls `listener` with the signal when one kills a loader process."""
+    """Calls `listener` with the signal if a signal kills a loader process."""
     _listeners.append(listener)
     try:
         yield
@@ -164,7 +166,7 @@ def tell_killed(number: int, workers: int) -> None:
         listener(number)
     if not _listeners:
         print(
-            f"{killed(number)}: this process loads the rest itself; lower "
+            f"{killed(number)}: this process loads the remaining batches; lower "
             f"data.num_workers (now {workers}) or data.prefetch",
             file=sys.stderr,
             flush=True,
@@ -172,8 +174,8 @@ def tell_killed(number: int, workers: int) -> None:
 
 
 def killed(number: int) -> str:
-    """Returns a sentence on the death of a loader process by a signal."""
-    why = ", as when the machine runs out of memory" if number == signal.SIGKILL else ""
+    """Returns the beginning of a message about a loader process killed by a signal."""
+    why = ", probably out of memory" if number == signal.SIGKILL else ""
     return f"a loader process was killed by {signal.Signals(number).name}{why}"
 
 
@@ -185,7 +187,8 @@ def remove_leftovers() -> None:
             if not (match := _NAME.match(path.name)):
                 continue
             namespace, pid, started = match.groups()
-            # A process of another namespace, as in a container, cannot be seen from here.
+            # A process of another namespace, such as a container's, is not visible
+            # here.
             visible = namespace == processes.namespace()
             if visible and processes.started(pid) != started:
                 with contextlib.suppress(OSError):

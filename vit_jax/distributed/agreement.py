@@ -1,8 +1,8 @@
-"""What the processes of a job tell each other, and what they must agree on.
+"""Sends texts between the processes of a job, and checks that they agree.
 
-They write texts to the key-value store of JAX's coordination service, which needs no
-collective. Processes whose config, code or data differ would compile different programs,
-and wait for each other in collectives that never meet.
+Processes write to the key-value store of JAX's coordination service, which needs no
+collective. Processes whose config, code or data differ would compile different
+programs, and wait for each other in collectives that never meet.
 """
 
 import contextlib
@@ -16,20 +16,20 @@ import jax
 from vit_jax.distributed.internals import distributed as service
 from vit_jax.errors import UserError
 
-NAMES = "vit_jax/hosts"  # Folder of the store: processes to their hosts.
+NAMES = "vit_jax/hosts"  # Folder of the store with the host of each process.
 _AGREEMENT = "vit_jax/agreement"
 _POLL_SECONDS = 0.05
 _MAX_KEYS, _MAX_PROCESSES = 4, 6  # In one message about a difference.
 _REMEDIES = {
     "config": "start all processes with the same config",
     "code": "install the same code and packages on all hosts",
-    "devices": "start every process with as many devices, of the same kind",
+    "devices": "start every process with the same number and kind of devices",
     "data": "give all hosts the same data",
     "weights": "give all hosts the same weights, opened with the same flags",
     "preprocess": "give all hosts the same flags on images",
     "workdir": "give all hosts the same --workdir, on storage that they share",
 }
-_comparisons = itertools.count()  # Their number is the same in all processes.
+_comparisons = itertools.count()  # All processes count the same calls.
 
 
 def check_agreement(**kinds: Mapping[str, object]) -> None:
@@ -39,11 +39,11 @@ def check_agreement(**kinds: Mapping[str, object]) -> None:
     `FailureBroadcast` ends them because one of them fails or is lost.
 
     Args:
-      **kinds: "config", "code", "devices", "data", "weights", "preprocess" or
-        "workdir" to the values that must be the same: key to a JSON value.
+      **kinds: values that must be the same, as dicts of JSON values, by kind: "config",
+        "code", "devices", "data", "weights", "preprocess" or "workdir".
 
     Raises:
-      UserError: processes differ; with the kind, the keys and each process's value.
+      UserError: processes differ; the message has the kind, the keys and the values.
     """
     if process_count() == 1:
         return
@@ -64,7 +64,7 @@ def difference(values: list[dict[str, dict]], name: Callable[[int], str] = str) 
     """Describes in one line how the values of processes differ; "" if they do not.
 
     Args:
-      values: for each process: kind to key to value.
+      values: for each process, kind to key to value.
       name: function from the index of a process to its name.
     """
     for kind in values[0]:
@@ -110,17 +110,23 @@ def process_name(process: int) -> str:
 
 
 def key_value_set(key: str, text: str, *, overwrite: bool = False) -> None:
-    """Writes a text to the key-value store; a key keeps it unless `overwrite`."""
+    """Writes a text to the key-value store; replaces a key only if `overwrite`."""
     call_service("key_value_set", key, text, overwrite)
 
 
 def key_value_dir_get(folder: str) -> dict[str, str]:
-    """Returns last part of the key to text; nothing if the service does not answer."""
+    """Returns the texts of a folder by the last part of their keys.
+
+    The result is empty if the service does not answer.
+    """
     return read(folder) or {}
 
 
 def read(folder: str) -> dict[str, str] | None:
-    """Returns what `key_value_dir_get` does; None if the service does not answer."""
+    """Returns the texts of a folder by the last part of their keys.
+
+    The result is None if the service does not answer.
+    """
     items = call_service("key_value_dir_get", f"{folder}/")
     return items if items is None else {k.rpartition("/")[2]: v for k, v in items}
 

@@ -1,34 +1,36 @@
 """Peak FLOPs, memory and bandwidth of accelerators, from their makers.
 
-All numbers are per JAX device. On TPU v2, v3 and 7x that is one of a chip's two cores; on
-v4 and v5p both cores act as one device ("megacore"). None of them is reached in
-practice: measured numbers are divided by them.
+All numbers are per JAX device. On TPU v2, v3 and 7x that is one of a chip's two cores;
+on v4 and v5p both cores act as one device ("megacore"). None of these peaks is reached
+in practice: utilisation is a measured number divided by one of them.
 
 Looked up in November 2026:
-- Google Cloud, "TPU v3", "TPU v4", "TPU v5e", "TPU v5p", "TPU v6e" and "TPU7x (Ironwood)"
-  (docs.cloud.google.com/tpu/docs/v3 and so on): operations, memory and its bandwidth,
-  and from v5e on the interconnect, which they give in both directions together (400,
-  1,200, 800 and 1,200 GB/s a chip).
+- Google Cloud, "TPU v3", "TPU v4", "TPU v5e", "TPU v5p", "TPU v6e" and "TPU7x
+  (Ironwood)" (docs.cloud.google.com/tpu/docs/v3 and so on): operations, memory and its
+  bandwidth, and from v5e on the interconnect, which they give in both directions
+  together (400, 1,200, 800 and 1,200 GB/s per chip).
 - All of v2, and the links of v3: Jouppi et al., "A domain-specific supercomputer for
-  training deep neural networks", CACM 63(7), 2020, table 3: 4 links of 496 and 656 Gbit/s
-  a chip. They were read where XLA's own cost model of all-reduces cites it, not in the
-  paper. "TPU v4" (below) has 70 GB/s for a link of v3 and not 82; the larger one stands
-  here, because a floor is made of it.
+  training deep neural networks", CACM 63(7), 2020, table 3: 4 links of 496 and 656
+  Gbit/s per chip. These were read in XLA's cost model of all-reduces, which cites the
+  table, not in the paper. "TPU v4" (below) has 70 GB/s for a link of v3 instead of 82;
+  the larger number is used here, because lower bounds of times are computed from it.
 - Links of v4, 6 of 50 GB/s: Jouppi et al., "TPU v4", ISCA 2023 (arXiv:2304.01433),
   table 4, as others quote it.
 - NVIDIA's data sheets of V100, T4, A10, A100, L4, L40S, H100 and H200, and of Blackwell
-  (HGX B200, HGX B300), as others quote them: NVIDIA's own pages could not be read. From
-  A100 on they give operations "with sparsity", of which this is half, and NVLink in both
-  directions together, of which this is half.
-- Network: one adapter a GPU, of 200 Gbit/s in hosts of 8 A100 (HDR) and of 400 in hosts
-  of 8 H100 and H200 (NDR) and B200 (ConnectX-7, as MLPerf's descriptions of systems say).
+  (HGX B200, HGX B300), as others quote them: NVIDIA's pages could not be read. From
+  A100 on they give operations "with sparsity", and NVLink in both directions together;
+  the numbers here are half of each.
+- Network: one adapter per GPU, with 200 Gbit/s in hosts of 8 A100 (HDR) and 400 Gbit/s
+  in hosts of 8 H100 and H200 (NDR) and B200 (ConnectX-7, by MLPerf's system
+  descriptions).
 - Not confirmed: the memory's bandwidth and the NVLink of GH200.
 """
 
 import dataclasses
 
 GB, GIB = 1e9, 2.0**30
-# What decides a program for NVIDIA GPUs, beside jax; those of one CUDA are installed.
+# Packages that affect programs for NVIDIA GPUs, besides jax; those of one CUDA version
+# are installed.
 CUDA_PACKAGES = (
     *("jax-cuda12-plugin", "nvidia-cudnn-cu12"),
     *("jax-cuda13-plugin", "nvidia-cudnn-cu13"),
@@ -42,15 +44,15 @@ class Chip:
     Attributes:
       name: name for messages.
       kinds: values of `device.device_kind`.
-      peak_flops: dense bfloat16 operations per second, 2 per multiply-accumulate; of
-        float16 where there is no bfloat16 (V100, T4).
+      peak_flops: dense bfloat16 operations per second, 2 per multiply-accumulate;
+        float16 operations if the chip has no bfloat16 (V100, T4).
       memory_bytes: size of its memory (HBM or GDDR).
       memory_bandwidth: bytes per second, read and written together.
       link_bandwidth: bytes per second that it can send to other devices, over all of
         its links at once (ICI or NVLink, also of a bridge between cards); 0 if none.
       network_bandwidth: bytes per second that it can send to other hosts; 0 if unknown,
         and for TPUs, whose links reach other hosts.
-      cores: number of a TPU's cores that are one device.
+      cores: number of TPU cores that act as one device.
     """
 
     name: str
@@ -63,7 +65,7 @@ class Chip:
     cores: int = 1
 
 
-# Links and network in GB/s; a last column is `cores`, where they are not 1.
+# Links and network in GB/s; a further column is `cores`, if it is not 1.
 # name            | kinds                            | TFLOP/s | memory |  GB/s | links | network
 _TABLE = """
 TPU v2 core     | TPU v2                           |      23 |  8 GiB |   350 |   124 |       0

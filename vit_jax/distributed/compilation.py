@@ -1,8 +1,8 @@
-"""Compilation: the folder of JAX's cache of compiled programs, and options for XLA.
+"""Sets the folder of JAX's cache of compiled programs, and the compiler options of XLA.
 
-JAX finds a program by its contents, the compiler's version and options and the kind of
-device, and only the first of several processes writes. Anyone who can write to the folder
-can make this process run code, so it should be the user's.
+JAX looks a program up by its contents, the compiler's version and options and the kind
+of device, and only the first of several processes writes. Anyone who can write to the
+folder can make this process run code, so it should be the user's.
 """
 
 import contextlib
@@ -19,16 +19,17 @@ from vit_jax.command_line import files
 
 AUTO = "auto"
 _STAMP = ".checked"
-# Programs that compile faster are not kept: reading them is no faster.
+# Programs that compile faster are not kept: reading them would not be faster.
 _LEAST_SECONDS = 0.1
 _MOST_BYTES = 10_000_000_000
 _ZSTD = bytes.fromhex("28b52ffd")
 _OPTIONS = {
-    # XLA passes matrix products to a library that reaches 150 to 290 GFLOP/s where Eigen
-    # reaches 210 to 350; this leaves it the reductions only (docs/decisions.md).
+    # XLA passes matrix products to a library that reaches 150 to 290 GFLOP/s where
+    # Eigen reaches 210 to 350; this leaves it the reductions only (docs/decisions.md).
     "cpu": {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_REDUCE"},
-    # Products in Triton end the process with some shapes of a ResNet, and keep biases and
-    # residuals out of cuBLAS's kernels, which are chosen in the end (docs/decisions.md).
+    # Matrix products in Triton crash with some shapes of a ResNet, and keep biases and
+    # residuals out of cuBLAS's kernels, which are chosen in the end
+    # (docs/decisions.md).
     "gpu": {"xla_gpu_enable_triton_gemm": False},
 }
 
@@ -37,17 +38,18 @@ def options(platform: str = "") -> dict[str, str | bool]:
     """Returns the `compiler_options` of `jax.jit` for large networks.
 
     Args:
-      platform: "cpu", "gpu" or "tpu", which the program is for; JAX's default if empty.
+      platform: platform that runs the program: "cpu", "gpu" or "tpu"; JAX's default if
+        empty.
     """
-    found = _OPTIONS.get(platform or jax.default_backend())
-    return known_options(**found) if found else {}
+    wanted = _OPTIONS.get(platform or jax.default_backend())
+    return known_options(**wanted) if wanted else {}
 
 
 @functools.cache  # Asking XLA takes a compilation.
 def known_options(**options: str | bool) -> dict[str, str | bool]:
     """Returns the options if this release of XLA knows them all, else none.
 
-    They are experimental, so that one may be gone in the next release.
+    They are experimental: the next release may not have them.
     """
     try:
         jax.jit(lambda x: x, compiler_options=options).lower(0.0).compile()
@@ -60,14 +62,14 @@ def enable_cache(folder: str = AUTO) -> str:
     """Enables JAX's cache of compiled programs; call it before the first compilation.
 
     Args:
-      folder: folder of the cache; "auto" is $XDG_CACHE_HOME/vit_jax/compiled (~/.cache if
-        unset) unless JAX_COMPILATION_CACHE_DIR is set; "" leaves JAX's settings alone.
+      folder: folder of the cache; "auto" is $XDG_CACHE_HOME/vit_jax/compiled (~/.cache
+        if unset) unless JAX_COMPILATION_CACHE_DIR is set; "" keeps JAX's settings.
 
     Returns:
       A note for the user if programs cannot be kept, else "".
 
     Raises:
-      UserError: the folder is neither local nor in a bucket of Google.
+      UserError: the folder is neither local nor in a Google bucket.
     """
     if not folder or (folder == AUTO and jax.config.jax_compilation_cache_dir):
         return ""
@@ -81,13 +83,13 @@ def enable_cache(folder: str = AUTO) -> str:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
             if not os.access(path, os.W_OK | os.X_OK):
                 raise PermissionError("not writable")
-        except (OSError, RuntimeError) as error:  # RuntimeError: there is no home.
+        except (OSError, RuntimeError) as error:  # RuntimeError: no home folder.
             return (
                 f"compiled programs are not kept, the next start compiles again: {folder} "
                 f"({getattr(error, 'strerror', None) or error}); set "
                 "compilation_cache_dir to another folder"
             )
-        with contextlib.suppress(OSError):  # The cache works untidied too.
+        with contextlib.suppress(OSError):  # The cache works without this too.
             _tidy(path)
     jax.config.update("jax_compilation_cache_dir", folder)
     for name, value in (
@@ -102,9 +104,9 @@ def enable_cache(folder: str = AUTO) -> str:
 def disable_cache_of_split_cpu(devices: Sequence) -> None:
     """Disables the cache in a process whose programs are split over several CPU devices.
 
-    A program that XLA for CPUs reads back has lost the order between the collectives in a
-    loop and those beside it. Devices that begin with different ones wait for each other
-    until XLA ends the process.
+    A CPU program that is read from the cache has lost the order between the collectives
+    inside a loop and those outside it. Devices that begin with different collectives
+    wait for each other until XLA ends the process.
 
     Args:
       devices: devices of a mesh.
@@ -113,7 +115,7 @@ def disable_cache_of_split_cpu(devices: Sequence) -> None:
     mine = [cpu for cpu in cpus if cpu.process_index == jax.process_index()]
     if len(mine) > 1 and jax.config.jax_enable_compilation_cache:
         jax.config.update("jax_enable_compilation_cache", False)
-        compilation_cache.reset_cache()  # JAX asks the setting once.
+        compilation_cache.reset_cache()  # JAX reads the setting only once.
 
 
 def _default() -> pathlib.Path:
@@ -122,7 +124,7 @@ def _default() -> pathlib.Path:
 
 
 def _tidy(folder: pathlib.Path) -> None:
-    """Removes half-written programs, and the oldest beyond _MOST_BYTES.
+    """Removes half-written programs, and the oldest ones if all exceed _MOST_BYTES.
 
     A killed process leaves a half-written program: JAX writes in place, warns of a file
     that it cannot read at every start, and never writes it again. Only files newer than
@@ -151,7 +153,7 @@ def _tidy(folder: pathlib.Path) -> None:
 def _whole(entry: bytes) -> bool:
     """Returns whether a compressed stream is complete, as far as it can be read here."""
     reader = _zstd_reader() if entry.startswith(_ZSTD) else zlib.decompressobj()
-    if reader is None:  # Written in an environment with zstd, which checks it.
+    if reader is None:  # Written in an environment with zstd, and checked there.
         return True
     try:
         reader.decompress(entry)
@@ -161,7 +163,7 @@ def _whole(entry: bytes) -> bool:
 
 
 def _zstd_reader():
-    """Returns a decompressor of the library that JAX takes too; None without one."""
+    """Returns a decompressor of the zstd library that JAX uses; None without one."""
     with contextlib.suppress(ImportError):
         from compression import zstd  # From Python 3.14 on.
 

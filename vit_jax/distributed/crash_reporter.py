@@ -16,10 +16,10 @@ _reporters: list[subprocess.Popen] = []
 
 
 def set_message(message: str) -> None:
-    """Sets what is printed if this process ends suddenly, in place of what was set.
+    """Sets the message that is printed if this process ends suddenly.
 
     Args:
-      message: one line.
+      message: one line, which replaces the message that was set before.
     """
     if not _reporters:
         with contextlib.suppress(OSError):  # Training continues without a reporter.
@@ -42,12 +42,14 @@ def _send(line: str) -> None:
 
 
 def main() -> None:
-    """Waits for the end of stdin, which is that of the process; prints its message.
+    """Waits until the process ends, which closes stdin, then prints its message.
 
-    Each line on stdin replaces the one before it; after an empty one nothing is printed.
+    Each line on stdin is a message that replaces the one before; an empty one is not
+    printed.
     """
+    # Signals are meant for the process; this one ends later.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # Meant for the process; we end after it.
+        signal.signal(number, signal.SIG_IGN)
     last = ""
     for line in sys.stdin:
         last = line.strip()

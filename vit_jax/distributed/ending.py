@@ -1,7 +1,8 @@
-"""How the processes of a job end together, with one reason.
+"""Ends the processes of a job together, with one reason.
 
 A process that fails writes its reason to the key-value store (agreement.py); the others
-read it there (multihost.py). JAX aborts a process whose job is gone, which is caught here.
+read it there (multihost.py). JAX aborts a process whose job is gone, which is caught
+here.
 """
 
 import contextlib
@@ -26,7 +27,8 @@ BEATS = "vit_jax/beats"
 _LEAVING = "vit_jax/leaving"
 LEFT = "left"  # The heartbeat of a process that has ended in order.
 _POLL_SECONDS = 1.0
-# A third of the minute that is promised: for hosts too busy to look at once.
+# A third of the minute that docs/launch.md promises, for hosts too busy to react at
+# once.
 _PATIENCE_SECONDS = 20.0
 _STACKS_SECONDS = 2.0  # For a loader process to write its stacks.
 
@@ -38,8 +40,8 @@ class Failure:
     process: int  # Index of the one that failed.
     code: int  # Exit code of all processes.
     reason: str
-    lost: bool = False  # It is gone; another process announces it.
-    stacks: bool = False  # The others show the stacks of their threads.
+    lost: bool = False  # Whether the process is gone, and another one announces it.
+    stacks: bool = False  # Whether the others show the stacks of their threads.
 
 
 def end_job(code: int, reason: str, *, stacks: bool = False) -> None:
@@ -84,25 +86,26 @@ def _end(code: int, everyone: int, *, failed: bool) -> None:
     if agreement.process_count() > 1:
         agreement.key_value_set(f"{_LEAVING}/{agreement.process_index()}", "")
         if agreement.process_index() == 0:
-            # It runs the service, and JAX aborts processes that lose it, without a reason.
+            # It runs the service, and JAX aborts processes that lose it, without a
+            # reason.
             patient = time.monotonic() + _PATIENCE_SECONDS
             while len(_ending(failed)) < everyone and time.monotonic() < patient:
                 time.sleep(_POLL_SECONDS / 10)
-            # The others have still to exit after they have written it.
+            # The others exit shortly after they have written their key.
             time.sleep(_POLL_SECONDS / 2)
     os._exit(code)
 
 
 def _ending(failed: bool) -> set[str]:
     ending = {*agreement.key_value_dir_get(_LEAVING)}
-    if failed:  # Those that had left in order before write no more.
+    if failed:  # Those that have ended in order write no key.
         beats = agreement.key_value_dir_get(BEATS)
         ending |= {process for process, beat in beats.items() if beat == LEFT}
     return ending
 
 
 def end_at_once(code: int, reason: str) -> None:
-    """Ends this process alone, as when the coordination service is gone."""
+    """Ends only this process, for example when the coordination service is gone."""
     # Not through sys.stderr: a thread that hangs may hold its lock.
     os.write(2, f"error: {reason}\n".encode())
     crash_reporter.clear()
@@ -111,20 +114,23 @@ def end_at_once(code: int, reason: str) -> None:
 
 
 def show_stacks(who: str) -> None:
-    """Writes the stacks of all threads, and of loader processes, which end, to stderr."""
+    """Writes the stacks of all threads to stderr, then those of loader processes.
+
+    The loader processes end.
+    """
     # Not through sys.stderr: a thread that hangs may hold its lock.
     os.write(2, f"\n{who}: the stacks of all threads:\n".encode())
     faulthandler.dump_traceback(file=2, all_threads=True)
     for child in multiprocessing.active_children():
         with contextlib.suppress(OSError):
             os.kill(child.pid, signal.SIGABRT)
-        # Or lines of several processes would be mixed.
+        # Otherwise lines of several processes would be mixed.
         child.join(_STACKS_SECONDS)
 
 
 # JAX's C++ code aborts a process that loses the coordination service, and one whose job
 # does not come together. No option prevents it, so SIGABRT is caught before it ends the
-# process, by C's `signal`: handlers of Python's run in the main thread, and too late.
+# process, by C's `signal`: Python's handlers run in the main thread, which is too late.
 _libc = ctypes.CDLL(None)
 _libc.signal.restype = ctypes.c_void_p
 _libc.signal.argtypes = (ctypes.c_int, ctypes.c_void_p)
@@ -133,7 +139,7 @@ _former_handlers: list[int | None] = []  # Such as faulthandler's.
 
 
 def set_abort_handler(handler: Callable[[], tuple[int, str] | None]) -> None:
-    """Sets the exit code and message of an abort, in place of what was set before.
+    """Sets the exit code and message of an abort; replaces the handler set before.
 
     Args:
       handler: called in the thread that aborts; returns the exit code and the line for

@@ -1,4 +1,4 @@
-"""The device mesh, how batches are split over it, and values of all processes."""
+"""Builds the device mesh, splits batches over it, and gathers values of processes."""
 
 import dataclasses
 import math
@@ -14,7 +14,7 @@ from vit_jax.distributed import compilation, internals
 from vit_jax.errors import UserError
 
 # In the order of their traffic, least first: devices that are neighbours along the last
-# axis are neighbours in the network. The batch is split over the first two.
+# axis are neighbours in the network. Batches are split over the first two axes.
 AXES = ("data", "fsdp", "model")
 BATCH_AXES = ("data", "fsdp")
 
@@ -23,37 +23,39 @@ internals.silence_tpu()  # At import, before anybody makes a backend.
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MeshConfig:
-    """Number of devices along each axis of the mesh; -1 is all that the other axes leave."""
+    """Number of devices on each axis of the mesh; -1 is all that the others leave."""
 
     data: int = key(
         -1,
-        "Devices that share the images of a batch and hold copies of the parameters.",
+        "Number of devices that split the images of a batch and hold a copy of the "
+        "parameters each (data parallelism).",
         at_least=None,
     )
     fsdp: int = key(
         1,
-        "Devices that share the images of a batch, and split parameters and moments, "
-        "which are gathered where needed (FSDP).",
+        "Number of devices that split the images of a batch, and also parameters and "
+        "the optimiser's moments. Parameters are gathered where needed (FSDP).",
         at_least=None,
     )
     model: int = key(
         1,
-        "Devices that split attention heads and MLPs (tensor parallelism).",
+        "Number of devices that split attention heads and MLPs (tensor parallelism).",
         reason="layers that are too large for one device",
         at_least=None,
     )
     dcn_data: int = key(
         1,
-        "Factor of `data` that is spread over TPU slices or GPU nodes, or over "
-        "processes where JAX knows of no slices. If dcn_data and dcn_fsdp are both 1, "
-        "factors that fit are chosen.",
+        "Factor of `mesh.data` that is spread over TPU slices or GPU nodes, or over "
+        "processes if JAX reports no slices. If `mesh.dcn_data` and `mesh.dcn_fsdp` "
+        "are both 1, factors that fit are chosen.",
         reason="several slices or nodes",
         at_least=1,
     )
     dcn_fsdp: int = key(
         1,
-        "Factor of `fsdp` that is spread over TPU slices or GPU nodes, see dcn_data.",
-        reason="several slices or nodes, whose parameters do not fit one",
+        "Factor of `mesh.fsdp` that is spread over TPU slices or GPU nodes, or over "
+        "processes if JAX reports no slices.",
+        reason="parameters that do not fit one slice or node",
         at_least=1,
     )
 
@@ -61,14 +63,15 @@ class MeshConfig:
 def create(config: MeshConfig, devices: Sequence | None = None) -> Mesh:
     """Arranges devices in a mesh of the axes "data", "fsdp" and "model".
 
-    Slices differ by the `slice_index` of the devices, which JAX may give GPU nodes too.
-    If it does not differ, each process counts as one, not each node. If `dcn_data` and
-    `dcn_fsdp` are both 1, slices lie along "data" as far as they divide it, then along
-    "fsdp"; GPUs without slices keep their order.
+    Devices with the same `slice_index`, which JAX may set for GPU nodes too, are a
+    slice. If all devices have the same index, each process (not each node) counts as a
+    slice. If `dcn_data` and `dcn_fsdp` are both 1, slices lie along "data" as far as
+    they divide it, then along "fsdp"; GPUs without slices keep their order.
 
     Args:
       config: devices along each axis.
-      devices: devices here or of a described topology; all of all processes if None.
+      devices: devices of this job or of a described topology; if None, all devices of
+        all processes.
 
     Raises:
       UserError: the sizes do not multiply to the number of devices or of slices.
@@ -82,7 +85,7 @@ def create(config: MeshConfig, devices: Sequence | None = None) -> Mesh:
 def arrange(config: MeshConfig, devices: Sequence) -> np.ndarray:
     """Returns the devices as `create` arranges them, (data, fsdp, model).
 
-    It reads only their attributes.
+    Only attributes of the devices are read.
     """
     shape = _shape(config, len(devices))
     granule = _granule(devices)
@@ -116,7 +119,7 @@ def arrange(config: MeshConfig, devices: Sequence) -> np.ndarray:
     if len({len(group) for group in groups.values()}) > 1:
         raise UserError(
             f"the {count} {kind} have {sorted(map(len, groups.values()))} devices: a "
-            "mesh needs as many in each"
+            "mesh needs the same number in each"
         )
     blocks = np.empty(across, object)
     for place, group in zip(np.ndindex(*across), sorted(groups), strict=True):
@@ -134,7 +137,7 @@ def _shape(config: MeshConfig, count: int) -> list[int]:
     if len(free) > 1:
         raise UserError(
             f"mesh.{free[0]}=-1 and mesh.{free[1]}=-1: only one axis can take the "
-            f"remaining of the {count} devices"
+            f"rest of the {count} devices"
         )
     fixed = math.prod(size for size in sizes.values() if size != -1)
     if count % fixed or (fixed != count and not free):
@@ -147,7 +150,7 @@ def _shape(config: MeshConfig, count: int) -> list[int]:
 
 
 def _granule(devices: Sequence) -> str:
-    """Returns the attribute by which slices differ, or processes if they do not."""
+    """Returns the attribute that separates slices, or processes without slices."""
     slices = {getattr(device, "slice_index", None) for device in devices}
     return "slice_index" if len(slices) > 1 else "process_index"
 
@@ -156,7 +159,7 @@ def _neighbours(shape: Sequence[int], devices: Sequence) -> np.ndarray:
     """Arranges devices that a fast network connects, by its topology."""
     try:
         return mesh_utils.create_device_mesh(shape, devices)
-    except NotImplementedError:  # An axis would split one of the torus.
+    except NotImplementedError:  # An axis of the mesh would split one of the torus.
         return mesh_utils.create_device_mesh(
             shape, devices, allow_split_physical_axes=True
         )
@@ -176,7 +179,7 @@ def check_batch(batch_size: int, accumulate: int, mesh: Mesh) -> None:
     """Checks that a batch splits evenly over devices and microbatches.
 
     Raises:
-      UserError: it does not; with all numbers.
+      UserError: it does not; the message has all numbers.
     """
     devices = num_data_devices(mesh)
     if batch_size % (devices * accumulate):
@@ -193,12 +196,12 @@ def num_data_devices(mesh: Mesh) -> int:
 
 
 def data_shard(mesh: Mesh) -> tuple[int, int]:
-    """Returns the shard of every batch that this process loads, and their number."""
+    """Returns the index of the shard that this process loads, and their number."""
     return data_shards(mesh.devices)[jax.process_index()]
 
 
 def data_shards(devices: np.ndarray) -> dict[int, tuple[int, int]]:
-    """Returns for each process the shard of every batch that it loads, and their number.
+    """Returns, for each process, the index of the shard that it loads and their number.
 
     Processes that hold the same images, because "model" reaches over several of them,
     load the same shard.
@@ -237,7 +240,7 @@ def to_devices(batch: Mapping[str, np.ndarray], mesh: Mesh) -> dict:
 
 
 def process_allgather(**values: object) -> dict[str, np.ndarray]:
-    """Returns each number as an array of its values on all processes, which all call it."""
+    """Gathers numbers of all processes, which all call it: name to array."""
     arrays = {name: np.asarray(value) for name, value in values.items()}
     if jax.process_count() == 1:
         return {name: array[None] for name, array in arrays.items()}

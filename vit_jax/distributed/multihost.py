@@ -1,16 +1,16 @@
-"""Several processes of one job: how they join, and how the others learn that one failed.
+"""Joins the processes of a job, and ends all of them when one fails.
 
 `jax.distributed.initialize` joins them. This file adds to it:
 
-- One line with a remedy where they do not come together.
+- If they do not all connect, an error of one line with a remedy.
 - If one fails, all end with its reason (ending.py). A thread of every process reads it
   once a second and ends the process, whatever that is blocked in.
-- If one is killed, all others end with its name. Each writes a heartbeat every few
+- If one is killed, all others end and name it. Each writes a heartbeat every few
   seconds, and process 0, which runs the service, announces one that has fallen silent.
-  A loss shows differently at each place: a collective breaks with one of several
-  exceptions, a save "fails". So an exception of any type is announced only when every
-  other process has been alive after it. If process 0 is killed, JAX aborts the others at
-  once, and the handler of aborts gives them an exit code and a reason.
+  A loss has different symptoms: a collective breaks with one of several exceptions, or
+  a save fails. So an exception of any type is announced only when every other process
+  has been alive after it. If process 0 is killed, JAX aborts the others at once, and
+  the handler of aborts gives them an exit code and a reason.
 """
 
 import errno
@@ -40,18 +40,18 @@ from vit_jax.errors import (
 # Hosts of one job may start minutes apart: images are pulled, machines booted.
 _START, _START_SECONDS = "VIT_JAX_START_SECONDS", 300
 _LOST, _LOST_SECONDS = "VIT_JAX_LOST_SECONDS", 40
-_LATER_SECONDS = 10  # JAX looks for lost processes too, and should name none first.
+_LATER_SECONDS = 10  # JAX looks for lost processes too, but must not be first.
 _POLL_SECONDS = 1.0
 
 
 def start() -> None:
-    """Joins the other processes of the job, if `find_job` returns one.
+    """Joins the other processes of the job that `find_job` returns, if any.
 
     Call it before the first computation; it does not look for devices yet.
 
     Raises:
       UserError: the environment is incomplete or contradicts itself.
-      LostHost: process 0 cannot be reached in VIT_JAX_START_SECONDS.
+      LostHost: process 0 cannot be reached within VIT_JAX_START_SECONDS.
     """
     seconds = env_number(_START, _START_SECONDS, least=1, remedy="it is in seconds")
     until = time.monotonic() + seconds
@@ -106,7 +106,7 @@ def _wait_for_service(job: JobProcess, seconds: int) -> None:
 
 
 def _connection_error(address: str) -> OSError | None:
-    """Connects to host:port once; returns why nobody listens there, None if one does."""
+    """Connects to host:port once; returns the error, None if a server listens there."""
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
@@ -116,7 +116,7 @@ def _connection_error(address: str) -> OSError | None:
 
 
 def _check_port(job: JobProcess) -> None:
-    # JAX's service crashes (SIGSEGV) where its port is taken.
+    # JAX's service crashes (SIGSEGV) if its port is taken.
     port = int(job.address.rpartition(":")[2])
     with socket.socket(socket.AF_INET6) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -134,7 +134,7 @@ def _check_port(job: JobProcess) -> None:
 
 def _not_joined(job: JobProcess, seconds: int, until: float) -> tuple[int, str]:
     """Returns the exit code and reason if JAX aborts before all have joined."""
-    # Before the limit and with a service JAX has refused the numbers.
+    # If the service answers before the limit, JAX has refused the numbers.
     late = time.monotonic() > until - 1
     lost = job.process and _connection_error(job.address)
     others = "the others"
@@ -145,7 +145,7 @@ def _not_joined(job: JobProcess, seconds: int, until: float) -> tuple[int, str]:
     return EXIT_TRY_AGAIN if late or lost else EXIT_USER_ERROR, (
         f"process {job.process} of {job.count} ({socket.gethostname()}) did not come "
         f"together with {others} at {job.address} in {seconds} s: see JAX's message "
-        f"above; start {job.count} processes, each with another number (they are from "
+        f"above; start {job.count} processes, each with a different number (set by "
         f"{job.source}), or wait longer with {_START}"
     )
 
@@ -161,7 +161,8 @@ class Heartbeats:
         """Returns the first process that has been silent for longer than the limit.
 
         Args:
-          beats: index of a process to its heartbeat, without those that have not begun.
+          beats: index of a process to its heartbeat; processes that have not sent one
+            yet are left out.
         """
         now = self._clock()
         for process, beat in beats.items():
@@ -176,14 +177,15 @@ class Heartbeats:
 class FailureBroadcast:
     """Ends all processes of the job when the work within fails in one of them.
 
-    A context manager, for between `start` and the first computation; a no-op in a
-    process that runs alone. One of several prints the reason, stops its loader
-    processes and exits by `os._exit`, since other code would wait for the others: with 2
-    for bad input, 130 for Ctrl-C, 75 if a process was lost and 1 for any other
-    exception. When the work is done, process 0 waits for the others.
+    A context manager to enter between `start` and the first computation; it does
+    nothing if the job has one process. After a failure each process prints the reason,
+    stops its loader processes and exits by `os._exit`, since an ordinary exit would
+    wait for the other processes. The exit code is 2 for bad input, 130 for Ctrl-C, 75
+    if a process was lost and 1 for any other exception. When the work is done, process
+    0 waits for the others.
 
     Args:
-      workdir: where a restart resumes, for messages; "" if it does not.
+      workdir: folder from which a restart resumes, for messages; "" if it does not.
       debug: whether to show tracebacks of bad input too.
     """
 
@@ -194,7 +196,7 @@ class FailureBroadcast:
         self._debug = debug
         self._done, self._in_order = threading.Event(), False
         self._watcher = threading.Thread(target=self._watch, daemon=True)
-        self._answered = time.monotonic()  # When the service last did.
+        self._answered = time.monotonic()  # When the service last answered.
 
     def __enter__(self):
         if agreement.process_count() == 1:
@@ -203,13 +205,13 @@ class FailureBroadcast:
         agreement.key_value_set(
             f"{agreement.NAMES}/{me}", f"{socket.gethostname()}, pid {os.getpid()}"
         )
-        if me:  # Its name cannot be read when process 0 is gone.
+        if me:  # The name of process 0 cannot be read any more when it is gone.
             agreement.call_service(
                 "blocking_key_value_get", f"{agreement.NAMES}/0", 60_000
             )
         crash_reporter.set_message(
-            f"{agreement.process_name(me)} was killed (for want of memory?) or crashed: see the "
-            f"lines above; {self._remedy}"
+            f"{agreement.process_name(me)} was killed (out of memory?) or crashed: see "
+            f"the lines above; {self._remedy}"
         )
         self._gone = (
             f"{agreement.process_name(0)} died or was lost: its coordination service at "
@@ -229,7 +231,7 @@ class FailureBroadcast:
             self._wait_for_signs_of_life()
         self._in_order = error is None
         self._done.set()
-        self._watcher.join()  # It may be the one that ends this process.
+        self._watcher.join()  # The watcher may end this process first.
         if error is None:
             crash_reporter.clear()
             return
@@ -252,7 +254,7 @@ class FailureBroadcast:
         """Waits until all others have been alive after this call, or one has failed."""
         before = self._beats()
         others = set(range(agreement.process_count())) - {agreement.process_index()}
-        until = time.monotonic() + 2 * self._limit  # The watcher needs less.
+        until = time.monotonic() + 2 * self._limit  # The watcher is faster.
         while time.monotonic() < until and not agreement.key_value_dir_get(
             ending.FAILURE
         ):
@@ -305,7 +307,7 @@ class FailureBroadcast:
         return texts or {}
 
     def _explain_abort(self) -> tuple[int, str] | None:
-        # A process that dies closes its connections before it stops to listen.
+        # A process that dies closes its connections before it stops listening.
         until = time.monotonic() + 2 * _POLL_SECONDS
         while not self._service_is_lost():
             if agreement.process_index() == 0 or time.monotonic() > until:

@@ -1,7 +1,7 @@
-"""Finds the job of a process in the variables of SLURM, Open MPI, TPU slices and pods.
+"""Finds the job of a process in variables of SLURM, Open MPI, TPU slices or Kubernetes.
 
-JAX's cluster classes read them. The code here looks first, so that a mistake gets one
-line with a remedy, and divides the GPUs of a node.
+JAX's cluster classes read these environment variables. This module checks them first,
+so that a mistake ends in one line with a remedy, and divides the GPUs of a node.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ from vit_jax.errors import UserError
 
 HOSTS = "VIT_JAX_HOSTS"
 JAX_NAMES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
-_POD_INDEX = "JOB_COMPLETION_INDEX"  # Of a pod of an indexed Kubernetes job.
+_POD_INDEX = "JOB_COMPLETION_INDEX"  # In pods of an indexed Kubernetes job.
 _ALONE = "JAX_NUM_PROCESSES=1 makes this process train alone"
 _PORT = 8476
 _UDP = socket.SOCK_DGRAM
@@ -24,27 +24,27 @@ _UDP = socket.SOCK_DGRAM
 
 @dataclasses.dataclass(frozen=True)
 class JobProcess:
-    """This process as one of a job."""
+    """The job of this process, and its index in the job."""
 
-    source: str  # Of these values, for messages.
+    source: str  # Where these values were read, for messages.
     address: str  # host:port at which process 0 serves the others.
     count: int
     process: int
-    gpus: tuple[int, ...] | None = None  # Local indices; None is all that it sees.
+    gpus: tuple[int, ...] | None = None  # Local indices; None for all visible GPUs.
 
 
 def find_job(wait_seconds: int = 300) -> JobProcess | None:
     """Finds the job of this process in its environment.
 
     Looks, in this order, at JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and
-    JAX_PROCESS_ID; a list of hosts (VIT_JAX_HOSTS); Open MPI; SLURM; the TPU slice, the
-    name of whose first host it waits for; and Kubernetes.
+    JAX_PROCESS_ID; a list of hosts (VIT_JAX_HOSTS); Open MPI; SLURM; the TPU slice,
+    waiting for the name of its first host; and Kubernetes.
 
     Returns:
       None if this process trains alone.
 
     Raises:
-      UserError: a variable is missing, is no number, or contradicts another.
+      UserError: a variable is missing, is not a number, or contradicts another.
     """
     if os.environ.get("JAX_NUM_PROCESSES") == "1":
         return None
@@ -57,8 +57,8 @@ def find_job(wait_seconds: int = 300) -> JobProcess | None:
     host, _, port = job.address.rpartition(":")
     if not (host and port.isdecimal() and 0 < int(port) < 2**16):
         raise UserError(
-            f"{job.address!r}, the address of process 0 by {job.source}: write a host "
-            f"and a port of it from 1 to {2**16 - 1}, as {host or 'host0'}:{_PORT}"
+            f"{job.address!r}, the address of process 0 from {job.source}: write a "
+            f"host and a port from 1 to {2**16 - 1}, as {host or 'host0'}:{_PORT}"
         )
     return job
 
@@ -90,7 +90,7 @@ def _from_host_list() -> JobProcess | None:
             f"host0,host1; the first may have a port (host0:{_PORT})"
         )
     if "JAX_PROCESS_ID" in os.environ:
-        remedy = f"it is a place in {HOSTS}={text}"
+        remedy = f"it is a position, from 0, in {HOSTS}={text}"
         here = [env_number("JAX_PROCESS_ID", below=len(hosts), remedy=remedy)]
     else:
         names = [host.partition(":")[0] for host in hosts]
@@ -144,7 +144,7 @@ def _open_mpi() -> _Scheduler | None:
 
 def _slurm() -> _Scheduler | None:
     tasks = "SLURM_STEP_NUM_TASKS"
-    # A batch script has the number of nodes alone.
+    # In a batch script only the number of nodes is set.
     several = tasks if "SLURM_STEP_ID" in os.environ else "SLURM_NNODES"
     if env_number(several, 1) == 1:
         return None
@@ -176,7 +176,7 @@ def _slurm() -> _Scheduler | None:
 
 
 def _gpus_of_task(task: int, tasks: int, on_node: int | None) -> tuple[int, ...] | None:
-    """Returns the GPUs of one of the tasks of a node, of those that it sees; None: all."""
+    """Returns the indices of the GPUs of one task of a node; None for all it sees."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     seen = on_node if visible is None else len([*filter(None, visible.split(","))])
     if tasks == 1 or seen == 0 or "JAX_LOCAL_DEVICE_IDS" in os.environ:
@@ -184,11 +184,11 @@ def _gpus_of_task(task: int, tasks: int, on_node: int | None) -> tuple[int, ...]
     if seen is None:
         return (task,)  # As in JAX; it has no effect without GPUs.
     if seen == 1 and (on_node or tasks) >= tasks:
-        return None  # The scheduler gave each task another one.
+        return None  # The scheduler gave each task a different GPU.
     if seen % tasks:
         raise UserError(
             f"{tasks} processes on this node and {seen} GPUs, which do not divide: "
-            "start one process a node (--ntasks-per-node=1), or one a GPU"
+            "start one process per node (--ntasks-per-node=1), or one per GPU"
         )
     each = seen // tasks
     return tuple(range(task * each, (task + 1) * each))
@@ -238,7 +238,7 @@ def _kubernetes() -> _Scheduler | None:
 def _ask(
     source: str, cluster, gpus: tuple[int, ...] | None, wait_seconds: int
 ) -> JobProcess | None:
-    """Returns the job that a class of JAX finds; None if its scheduler is not here."""
+    """Returns the job that a class of JAX reads; None if its scheduler is absent."""
     try:
         if not cluster.is_env_present():  # It also logs in to Kubernetes.
             return None
@@ -250,9 +250,9 @@ def _ask(
             override_coordinator_port=os.environ.get("JAX_COORDINATOR_PORT"),
         )
         return JobProcess(source, address, count, process, gpus)
-    except Exception as error:  # Of JAX, requests or kubernetes.
+    except Exception as error:  # From JAX, requests or kubernetes.
         raise UserError(
-            f"the processes of this job cannot be found by {source} ({error}): mend "
+            f"the processes of this job cannot be read from {source} ({error}): mend "
             f"it, or set {', '.join(JAX_NAMES)}; {_ALONE}"
         ) from error
 
@@ -260,7 +260,7 @@ def _ask(
 def _count_and_index(
     count: str, index: str, others: tuple[str, ...], remedy: str
 ) -> tuple[int, int]:
-    """Returns the numbers in two of several variables that are set together."""
+    """Returns the numbers in two variables, if they and all others are set."""
     names = (count, index, *others)
     if missing := [name for name in names if name not in os.environ]:
         given = ", ".join(name for name in names if name in os.environ)
@@ -278,10 +278,10 @@ def env_number(
     below: int = 2**31,
     remedy: str = "leave it to the scheduler",
 ) -> int:
-    """Returns the whole number in a variable of the environment.
+    """Returns the whole number in an environment variable.
 
     Raises:
-      UserError: it is no whole number from `least` to `below - 1`.
+      UserError: it is not a whole number from `least` to `below - 1`.
     """
     text = os.environ.get(name, str(default))
     if not (text.isdecimal() and least <= int(text) < below):

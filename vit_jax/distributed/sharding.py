@@ -1,9 +1,9 @@
-"""How parameters are split over the mesh, and whether they fit its memory.
+"""Splits parameters over the mesh, and checks that they fit its memory.
 
 Without rules in the config, "model" splits attention by heads and MLPs by hidden units
-(Megatron-LM, arXiv:1909.08053, section 3), and "fsdp" splits the largest axis that it
-divides of every large parameter (ZeRO, arXiv:1910.02054). Small parameters stay whole:
-gathering a bias costs a message and saves nothing.
+(Megatron-LM, arXiv:1909.08053, section 3), and "fsdp" splits every large parameter
+along the largest axis that it divides (ZeRO, arXiv:1910.02054). Small parameters stay
+whole: gathering a bias costs a message and saves nothing.
 """
 
 import contextlib
@@ -25,14 +25,14 @@ from vit_jax.errors import UserError
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ShardingConfig:
-    """Which parameters are split, in addition to the default rules of this file."""
+    """Splits further parameters than the default rules do."""
 
     rules: tuple[str, ...] = key(
         (),
-        "Rules for splitting parameters along axes of the mesh, which come before the "
-        'default rules: "head/kernel$ -> -, model"; see '
+        "Rules for splitting parameters along axes of the mesh, such as "
+        '"head/kernel$ -> -, model", tried before the default rules; see '
         "vit_jax/distributed/sharding.py.",
-        reason="networks of your own",
+        reason="custom networks",
     )
     min_size: int = key(
         32_768,
@@ -41,11 +41,11 @@ class ShardingConfig:
     )
 
 
-# Regular expressions of paths, each with the mesh axis that splits each axis there.
+# Regular expressions of parameter paths, each with a mesh axis for each parameter axis.
 ModelAxes = Sequence[tuple[str, tuple[str | None, ...]]]
 
-_BYTES = 4  # Per parameter, which is a float32.
-_TRAINED = 16  # With its gradient and two moments of Adam.
+_BYTES = 4  # Per parameter, in float32.
+_TRAINED = 16  # Per parameter with its gradient and Adam's two moments.
 # Names of the axes of activations in the models.
 _ACTIVATIONS = (
     ("batch", BATCH_AXES),
@@ -69,11 +69,11 @@ def parameters(
     """Returns the sharding of each parameter.
 
     Args:
-      shapes: nested dict of anything with a shape, in either layout of the blocks.
+      shapes: parameters or their shapes, nested dict, in either layout of the blocks.
       mesh: mesh of the axes "data", "fsdp" and "model".
       model_axes: axes that "model" splits, see `NetworkConfig.model_axes`.
-      rules: "REGEX -> AXES", ahead of the defaults; the first that matches a path
-        counts. AXES lists, for each axis of the parameter, "data", "fsdp", "model",
+      rules: "REGEX -> AXES", tried before the defaults; the first that matches a path
+        applies. AXES lists, for each axis of the parameter, "data", "fsdp", "model",
         several joined by "+", or "-" for none: "head/kernel$ -> -, model". Missing
         axes at the end are "-". The depth of layers under a scan is not listed.
       min_size: parameters of fewer elements (in each layer) are not split over "fsdp".
@@ -100,8 +100,8 @@ def parameters(
             )
         if matches <= taken:
             raise UserError(
-                f"sharding.rules: {rule.text!r} never counts, because all {len(matches)} "
-                "parameters that it matches are those of rules before it: put it first"
+                f"sharding.rules: {rule.text!r} never applies, because rules before it "
+                f"match all {len(matches)} parameters that it matches: put it first"
             )
         taken |= matches
     specs = [_spec(*leaf, mesh, model_axes, parsed, min_size) for leaf in leaves]
@@ -109,10 +109,10 @@ def parameters(
     for axis in ("fsdp", "model"):
         if mesh.shape[axis] > 1 and axis not in used:
             why = (
-                "attention heads and MLPs, of which this network has none"
+                "attention heads and MLPs, which this network does not have"
                 if axis == "model"
                 else f"parameters of at least sharding.min_size={min_size} elements, "
-                f"which none of the {len(leaves)} has"
+                f"and none of the {len(leaves)} is as large"
             )
             raise UserError(
                 f"mesh.{axis}={mesh.shape[axis]} splits {why}: set mesh.{axis}=1"
@@ -128,10 +128,10 @@ def beside(
     rules: Sequence[str] = (),
     min_size: int = 1,
 ) -> object:
-    """Returns the shardings of what a task keeps beside its parameters.
+    """Returns the shardings of the arrays that a task keeps beside its parameters.
 
     Args:
-      tree: tree of anything with a shape; a teacher's parameters lie as a network's do.
+      tree: tree of arrays or shapes; a teacher's parameters are split as a network's.
       mesh, model_axes, rules, min_size: arguments of `parameters`; a rule may match
         nothing here.
     """
@@ -148,11 +148,11 @@ def like(tree: object, *layouts: tuple[Mapping, Mapping]) -> object:
     """Returns, for every array of a tree, the sharding of the parameter it belongs to.
 
     Args:
-      tree: tree of anything with a shape, as a training state. The path of a moment or an
-        average ends in its parameter's, and so does its shape, which may have more axes
-        before; any other array is replicated.
-      *layouts: shapes and shardings of the parameters, nested dicts, in each layout of the
-        blocks that the tree has.
+      tree: tree of arrays or shapes, such as a training state. The path of a moment or
+        an average ends in its parameter's path, and its shape in the parameter's shape,
+        with further axes before; any other array is replicated.
+      *layouts: shapes and shardings of the parameters, nested dicts, for each layout of
+        the blocks in the tree.
     """
     known = {}
     for shapes, shardings in layouts:
@@ -216,9 +216,9 @@ def check_memory(
 ) -> None:
     """Checks before a network is built that its parameters fit the memory.
 
-    Only parameters and `extra` count, so that no network is refused that swapping,
-    sharding or rematerialisation could make fit; the compiler reports what else is
-    needed.
+    Only parameters and `extra` count: a network that swapping, sharding or
+    rematerialisation could make fit is not refused. The compiler reports further
+    memory.
 
     Args:
       shapes: parameters, as jax.ShapeDtypeStruct.
@@ -226,10 +226,10 @@ def check_memory(
       extra: other arrays of the task, such as a teacher, as jax.ShapeDtypeStruct.
 
     Raises:
-      UserError: they do not fit; with the memory needed and available.
+      UserError: they do not fit; the message has the memory needed and available.
     """
     count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes))
-    # JAX may have no CPU backend, so that the host is no device.
+    # Without a CPU backend, JAX has no device for the host's memory.
     available = device_memory(devices) if devices else _host_memory()
     leaves = jax.tree.leaves(extra)
     beside = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
@@ -259,7 +259,7 @@ class _Rule(NamedTuple):
 def _parse(rule: str, mesh: Mesh | AbstractMesh) -> _Rule:
     pattern, arrow, axes = rule.rpartition("->")
     pattern = pattern.strip()
-    form = f"sharding.rules: {rule!r} is not 'REGEX -> AXIS, AXIS' with axes out of "
+    form = f"sharding.rules: {rule!r} is not 'REGEX -> AXIS, AXIS' with axes from "
     if not arrow or not pattern:
         raise UserError(f"{form}{', '.join(AXES)}, or - for none")
     try:
@@ -271,7 +271,7 @@ def _parse(rule: str, mesh: Mesh | AbstractMesh) -> _Rule:
     names = [_split(entry) for entry in axes.split(",")]
     flat = [name for entry in names for name in entry]
     if unknown := set(flat) - mesh.shape.keys():
-        raise UserError(f"{form}{', '.join(AXES)}: there is no axis {min(unknown)!r}")
+        raise UserError(f"{form}{', '.join(AXES)}: {min(unknown)!r} is not an axis")
     if len(set(flat)) < len(flat):
         raise UserError(f"sharding.rules: {rule!r} names an axis of the mesh twice")
     return _Rule(rule, pattern, tuple(names))
@@ -306,7 +306,7 @@ def _spec(
         _check(path, shape, spec, mesh, f"mesh.model={mesh.shape['model']}")
     fsdp = mesh.shape["fsdp"]
     unsplit = [i for i, name in enumerate(spec) if not name]
-    # A vector that "model" splits has no other axis, and is small: whole over "fsdp".
+    # A vector that "model" splits has no other axis, and is small: it stays whole.
     if fsdp > 1 and unsplit and math.prod(shape) >= min_size:
         free = [i for i in unsplit if not shape[i] % fsdp]
         if not free:
@@ -331,7 +331,7 @@ def _check(path, shape, spec, mesh, whose) -> None:
         if length % parts:
             raise UserError(
                 f"{whose}: {parts} devices do not divide {length} of {path} "
-                f"{_by(shape)}: change the mesh, or what is {length}"
+                f"{_by(shape)}: change the mesh, or the size of {length}"
             )
 
 
@@ -344,7 +344,7 @@ def _matches(rule: _Rule, path: str, shape: tuple[int, ...]) -> bool:
     if 0 < count < len(layers):
         raise UserError(
             f"sharding.rules: {rule.text!r} matches only {count} of the {len(layers)} "
-            "layers that lie in one array: set model.scan=False or mean all of them"
+            "layers that lie in one array: set model.scan=False or match all of them"
         )
     return bool(count)
 
@@ -355,7 +355,7 @@ def _each_block(path: str) -> str:
 
 
 def _path(keys: tuple) -> str:
-    """Returns the path of a leaf by its dict keys alone."""
+    """Returns the path of a leaf from its dict keys only."""
     return "/".join(k.key for k in keys if isinstance(k, jax.tree_util.DictKey))
 
 

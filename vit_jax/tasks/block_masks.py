@@ -1,8 +1,8 @@
-"""Masks of blocks of patches, as of BEiT (arXiv:2106.08254), iBOT and DINOv2.
+"""Masks of blocks of patches, as in BEiT (arXiv:2106.08254), iBOT and DINOv2.
 
-Rectangles are added until so many patches are hidden; sizes, shapes and ratios are those
-of facebookresearch/dinov2. They are drawn on the device, so their number is bounded.
-Letters: C crops, T tries, Y by X patches, N patches.
+Rectangles are added until a given number of patches is hidden; sizes, shapes and ratios
+are those of facebookresearch/dinov2. Rectangles are drawn on the device, so the number
+of tries is bounded. Letters: C crops, T tries, Y by X patches, N patches.
 """
 
 import math
@@ -12,31 +12,37 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-# Of 2,000 masks of 37x37 patches, the original needed more tries for 2, of 16x16 none.
+# The original needed more tries for 2 of 2,000 masks of 37x37 patches, and for none of
+# 2,000 masks of 16x16 patches.
 TRIES = 32
-_SMALLEST = 4  # Patches of a rectangle.
+_SMALLEST = 4  # Patches in the smallest rectangle.
 _LARGEST_ASPECT = 1 / 0.3
-_FAILURES = 10  # Rectangles in a row that do not fit, after which a mask is left alone.
+_FAILURES = 10  # A mask is finished when this many rectangles in a row do not fit.
 
 
 def upper_counts(
     num_crops: int, share: float, ratio: tuple[float, float], num_patches: int
 ) -> np.ndarray:
-    """Returns the largest number of hidden patches of each crop that has any, ascending.
+    """Returns the largest number of hidden patches of each masked crop, ascending.
 
     Args:
-      num_crops: number of crops, `share` of which are masked.
-      share: fraction of the crops.
+      num_crops: number of crops, masked or not.
+      share: fraction of the crops that are masked.
       ratio: smallest and largest fraction of the patches; the masked crops divide the
         range into equal steps.
-      num_patches: N.
+      num_patches: number of patches per crop, N.
     """
     bounds = np.linspace(*ratio, int(num_crops * share) + 1)
     return np.floor(num_patches * bounds[1:] + 1e-6).astype(int)
 
 
 def num_draws(num_patches: int, exact: bool) -> int:
-    """Returns the number of random numbers of a crop's mask; see `draw_counts` for `exact`."""
+    """Returns how many random numbers the mask of a crop needs.
+
+    Args:
+      num_patches: number of patches per crop, N.
+      exact: whether `complete` hides single patches too, as in DINOv3.
+    """
     single = num_patches if exact else 0
     return 2 + 4 * TRIES + single
 
@@ -51,10 +57,10 @@ def draw_counts(
     """Draws the number of patches to hide in each crop, see `upper_counts`.
 
     Args:
-      noise: uniform numbers in [0, 1): the order of the crops within their group, by
-        which they have their ratios, and the place of a ratio in its step.
-      share, ratio, num_patches: see `upper_counts`, of each group.
-      exact: whether each has the largest ratio of its step, as in DINOv3.
+      noise: uniform numbers in [0, 1): the first orders the crops of a group, which
+        assigns the steps of `ratio`; the second places a crop's ratio in its step.
+      share, ratio, num_patches: arguments of `upper_counts`, for each group.
+      exact: whether each crop has the largest ratio of its step, as in DINOv3.
     """
     num_masked = int(noise.shape[1] * share)
     rank = jnp.argsort(jnp.argsort(noise[..., 0], axis=1), axis=1)

@@ -33,23 +33,23 @@ class ClassificationConfig(TaskConfig):
     )
     label_smoothing: float = key(
         0.0,
-        "Fraction of a label's weight that is spread evenly over all classes.",
+        "Fraction of each label's weight that is spread evenly over all classes.",
         below=1,
     )
     target_threshold: float | None = key(
         None,
-        'With loss="sigmoid", labels above this value become 1 and others 0, so that '
-        "an image of mixup has two classes; None leaves labels as mixup makes them.",
+        'With `task.loss="sigmoid"`, labels above this value become 1 and others 0, so '
+        "that an image mixed by mixup has two classes. None keeps the labels of mixup.",
         below=1,
         optional=True,
         like=0.0,
     )
     class_weights: tuple[float, ...] | str = key(
         _EQUAL_WEIGHTS,
-        'Weight of each class in the loss: with "softmax" the weight of its images, in '
-        'a weighted mean; with "sigmoid" the weight of its term. (1.0,) weighs all '
-        'alike; "inverse", "sqrt" and "effective" are computed from the numbers of '
-        "training images, as in `data.class_balance`.",
+        "Weight of each class: a factor of the losses of its images with "
+        '`task.loss="softmax"`, of its term in each loss with "sigmoid". (1.0,) gives '
+        'all classes equal weights; "inverse", "sqrt" and "effective" are computed '
+        "from the numbers of training images, as in `data.class_balance`.",
         reason="classes of very different sizes",
         names=tuple(SHARES),
     )
@@ -96,7 +96,9 @@ class ClassificationConfig(TaskConfig):
 
 
 class Classification(ImageTask):
-    """See `task.Task`; `extra` holds the network's running means, if it has any.
+    """The classification task, see `task.Task`.
+
+    `extra` holds the network's running means, if it has any.
 
     Args:
       config: `config.task`.
@@ -146,8 +148,8 @@ class Classification(ImageTask):
     def prepare(self, batch: Batch, rng: jax.Array) -> Batch:
         """Returns image (B, Y, X, C), normalised, and label (B, L).
 
-        Without `data.multi_label` the labels of an image sum to 1. With class weights and
-        softmax there is also weight (B,), whose mean is 1.
+        Without `data.multi_label` the labels of an image sum to 1. With class weights
+        and softmax there is also weight (B,), whose mean is 1.
         """
         labels = batch["label"].astype(jnp.float32)
         if not self.data.multi_label:
@@ -199,14 +201,14 @@ class Classification(ImageTask):
     def _weights(self) -> Float[Array, " L"] | None:
         """Class weights, None if they are equal."""
         weights = self.config.class_weights
-        # Weights are still a name where a step is compiled without training records.
+        # Still a name if a step is compiled without training records.
         if weights == _EQUAL_WEIGHTS or isinstance(weights, str):
             return None
         return jnp.asarray(weights)
 
 
 def require_classifier(model: Model, task: str) -> None:
-    """Raises UserError if the network has no classifier, which the task needs."""
+    """Raises UserError if the network has no classifier: the task needs one."""
     if not model.options["num_classes"]:
         raise UserError(
             f"data.num_classes=0 with task.name={task!r}, which learns from labels: set "
@@ -247,7 +249,7 @@ def top1(logits: Float[Array, "B L"], labels: Float[Array, "B L"]) -> Float[Arra
 
 
 def f1(logits: Float[Array, "B L"], labels: Float[Array, "B L"]) -> Ratio:
-    """Returns micro F1 over all labels of the images, at a probability of one half."""
+    """Returns micro F1 over all labels of the images, with a threshold of one half."""
     predicted, positive = logits > 0, labels > 0.5
     right = (predicted & positive).sum(dtype=jnp.float32)
     return Ratio(2 * right, predicted.sum() + positive.sum(dtype=jnp.float32))

@@ -2,15 +2,15 @@
 
 An image network and a text transformer embed images and captions in one space; training
 makes an image more similar to its caption than to the others of the batch. The loss is
-a softmax over each row and each column of the similarities (CLIP, arXiv:2103.00020; LiT,
-arXiv:2111.07991), or a sigmoid of each (SigLIP, arXiv:2303.15343). In LiT the image
-network is pretrained and locked: `optim.freeze=("network/.*",)`.
+a softmax over each row and each column of the similarities (CLIP, arXiv:2103.00020;
+LiT, arXiv:2111.07991), or a sigmoid of each similarity (SigLIP, arXiv:2303.15343). In
+LiT the image network is pretrained and locked: `optim.freeze=("network/.*",)`.
 
 Every device gets all embeddings and computes similarities in chunks, so no device holds
-all B x B of them and the value does not depend on the number of devices.
+all B x B similarities, and the loss does not depend on the number of devices.
 
-Letters: B images and captions of a batch, C chunks of M, E width of the shared space,
-T tokens.
+Letters: B images and captions of a batch, C chunks of M embeddings, E width of the
+shared space, T tokens.
 """
 
 import dataclasses
@@ -52,23 +52,26 @@ class ContrastiveConfig(TaskConfig):
     text: TextConfig = section(TextConfig)
     projection: str = key(
         "none",
-        'Linear layer after the image network: with a "bias", "plain" without one '
-        '(CLIP), or "none", if the shared space has the width of the image features '
-        "(SigLIP).",
+        'Linear layer after the image network: "plain", without a bias (CLIP); "bias", '
+        'with a bias; or "none", if the shared space has the width of the image '
+        "features (SigLIP).",
         choices=("none", "plain", "bias"),
     )
     embed_dim: int = key(
         0,
-        "Width of the shared space; 0 is the width of the text tower.",
+        "Width of the space that images and captions share; 0 is the width of the text "
+        "tower.",
         only_if={"projection": ("plain", "bias")},
     )
     temperature_init: float = key(
-        10.0, "Initial value of the learned factor of the similarities.", above=0
+        10.0,
+        "Initial value of the learned temperature, a factor of the similarities.",
+        above=0,
     )
     max_temperature: float = key(
         0.0,
-        "Largest value of the learned factor of the similarities; 0 is unlimited, CLIP "
-        "has 100.",
+        "Largest value of the learned temperature, a factor of the similarities; 0 is "
+        "unlimited, CLIP uses 100.",
     )
     bias_init: float = key(
         -10.0,
@@ -78,8 +81,8 @@ class ContrastiveConfig(TaskConfig):
     )
     chunk: int = key(
         4_096,
-        "Largest number of captions, or of images, that a device compares with its "
-        "images, or captions, at once.",
+        "Largest number of captions that a device compares with its images at once, "
+        "and of images that it compares with its captions.",
         reason="fitting large batches into the memory of a device",
         at_least=1,
         changes_result=False,
@@ -90,7 +93,7 @@ class ContrastiveConfig(TaskConfig):
 
 
 class Contrastive(ImageTask):
-    """See `task.Task`; the parameters are "network" and those of models/text.py.
+    """The contrastive task; the parameters are "network" and those of models/text.py.
 
     Raises:
       UserError: the network returns no features, or the text tower cannot be built from
@@ -149,7 +152,7 @@ class Contrastive(ImageTask):
         if opened.vocab_size > vocab_size:
             raise UserError(
                 f"task.text.vocab_size={vocab_size}, but data.tokenizer={tokenizer!r} "
-                f"has {opened.vocab_size} tokens: leave it 0"
+                f"has {opened.vocab_size} tokens: leave the size 0"
             )
         opened([""], self.data.num_tokens)
         return {}
@@ -215,21 +218,21 @@ class Contrastive(ImageTask):
     def left_out(self, params, extra, task_params):
         left = super().left_out(params, extra, task_params)
         if text.LOGIT_BIAS in params and text.LOGIT_BIAS not in task_params:
-            left[text.LOGIT_BIAS] = "the weights, of a softmax, have none"
+            left[text.LOGIT_BIAS] = "weights trained with a softmax have no bias"
         return left
 
     def with_task_params(self, params, extra, task_params):
         pretrained = {k: v for k, v in task_params.items() if k in text.PARAMS}
         initial = {k: v for k, v in params.items() if k in text.PARAMS}
-        # Of `task.loss`: a softmax has no bias, and a sigmoid begins with its own.
+        # By `task.loss`: a softmax has no bias, and a sigmoid begins with `bias_init`.
         if (text.LOGIT_BIAS in initial) != (text.LOGIT_BIAS in pretrained):
             for each in (initial, pretrained):
                 each.pop(text.LOGIT_BIAS, None)
         if difference := stacking.difference(pretrained, initial):
             raise UserError(
-                f"config.init: of its text tower {difference}: set task.text, "
-                "task.projection and data.num_tokens as in those weights, or give an image "
-                "network alone"
+                f"config.init: in its text tower {difference}: set task.text, "
+                "task.projection and data.num_tokens as in those weights, or give only "
+                "an image network"
             )
         return params | pretrained, extra
 
@@ -256,9 +259,10 @@ class Contrastive(ImageTask):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _at_most(x: Float[Array, ""], limit: float) -> Float[Array, ""]:
-    """Returns x or the limit; beyond it the gradient leads back alone.
+    """Returns x, at most `limit`; beyond it only gradients that lower x pass.
 
-    CLIP cuts the parameter after each step. A plain minimum would have no gradient there.
+    CLIP clips the parameter after each step. A plain minimum would have no gradient
+    beyond the limit.
     """
     return jnp.minimum(x, limit)
 
@@ -275,7 +279,7 @@ _at_most.defvjp(_forward, _backward)
 
 
 def _complete(config: TextConfig, tokenizer: str, saved: dict | None) -> TextConfig:
-    """Returns the tower's config with `vocab_size` and `eos_id` of the tokenizer."""
+    """Returns the config with `vocab_size` and `eos_id` of the tokenizer."""
     needs_eos = config.pool == "eos"
     if config.vocab_size and (config.eos_id >= 0 or not needs_eos):
         return config
@@ -304,8 +308,9 @@ def over_chunks(
 
     Args:
       rows: embeddings, split over the devices.
-      columns: embeddings, all of which every device gets.
-      chunk: upper limit of M, which is the largest divisor of B within it.
+      columns: embeddings, replicated on every device.
+      chunk: upper limit of M, which is the largest divisor of B that does not exceed
+        it.
       reduce: function (B, M) -> (B,); the backward pass computes its inputs again.
     """
     B = len(columns)
@@ -337,7 +342,7 @@ def softmax(
       images, texts: unit-length embeddings of pairs.
       scale, bias: factor and bias of the similarities; the loss does not depend on the
         bias.
-      chunk: see `over_chunks`.
+      chunk: upper limit of M, see `over_chunks`.
     """
 
     def total(rows, columns):
@@ -361,7 +366,7 @@ def sigmoid(
     """Returns the sum of an image's binary cross-entropies, averaged over images.
 
     Args:
-      images, texts, scale, bias, chunk: see `softmax`.
+      images, texts, scale, bias, chunk: arguments of `softmax`.
     """
     sums = over_chunks(
         images, texts, chunk, lambda x: jax.nn.softplus(scale * x + bias).sum(1)

@@ -1,7 +1,8 @@
-"""Large and small crops of images, as DINO, DINOv2 and DINOv3 learn from.
+"""Large and small crops of images, which DINO, DINOv2 and DINOv3 learn from.
 
-The loader cuts them (`multi_crop`), all else runs on the device. Letters: B images, G large
-and S small crops of each, Y by X and y by x pixels, C channels.
+The loader cuts the crops (`multi_crop`); everything after that runs on the device.
+Letters: B images, G large crops of Y by X pixels and S small crops of y by x pixels per
+image, C channels.
 """
 
 from typing import NamedTuple
@@ -28,10 +29,10 @@ class CropSizes(NamedTuple):
     """Height and width of the crops of a batch, in pixels.
 
     Attributes:
-      share: share of the batches that have them.
-      loaded: of large crops as the loader cuts them, which an anchor gets.
-      large: of large crops as the student and its teacher get them.
-      small: of small crops; None without them.
+      share: fraction of the batches that have these sizes.
+      loaded: size of large crops as the loader cuts them, and as an anchor gets them.
+      large: size of large crops as the student and its teacher get them.
+      small: size of small crops; None without small crops.
     """
 
     share: float
@@ -50,16 +51,16 @@ class Crops:
       data: `config.data`; its `train_transform` ends with `multi_crop`.
 
     Attributes:
-      sizes: those of the crops; if `multi_crop` has several, each batch has one.
+      sizes: possible sizes of the crops; each batch has one of them.
       num_small: number of small crops per image.
-      ops: transforms of the first and the second large crop, and of small ones.
+      ops: transforms of the first large crop, of the second one, and of small crops.
 
     Raises:
-      UserError: the data has no crops, none of `data.image_size`, or a transform mixes or
-        resizes them.
+      UserError: the data has no crops, or none of `data.image_size`; or a transform
+        mixes or resizes crops.
     """
 
-    scale = 1.0  # Side of loaded large crops by that of the student's.
+    scale = 1.0  # Side of loaded large crops divided by that of the student's.
 
     def __init__(
         self,
@@ -92,19 +93,19 @@ class Crops:
             name = "size" if made[0][0] == views else "one of the sizes"
             raise UserError(
                 f"data.train_transform={data.train_transform!r} with task.name={task!r} "
-                f"must cut large crops of {sides}, data.image_size by {self.scale:g}: set "
-                f"{name} of multi_crop, or data.image_size"
+                f"must cut large crops of {sides}, data.image_size times "
+                f"{self.scale:g}: set {name} of multi_crop, or data.image_size"
             )
 
     def _sizes(self, shapes: dict[str, tuple[int, ...]], share: float) -> CropSizes:
         loaded = tuple(shapes["image"][1:3])
         large = tuple(round(side / self.scale) for side in loaded)
-        exact = [side * self.scale for side in large]  # Of floats: 440.00000000000006.
+        exact = [side * self.scale for side in large]  # Such as 440.00000000000006.
         if not np.allclose(exact, loaded, rtol=1e-6):
             raise UserError(
                 f"task.gram_scale={self.scale:g}: large crops of {loaded} that "
-                f"data.train_transform={self._data.train_transform!r} cuts are not so many "
-                "times as large as whole pixels: change one of them"
+                f"data.train_transform={self._data.train_transform!r} cuts, divided by "
+                "it, are not whole pixels: change one of them"
             )
         small = tuple(shapes["small_crops"][1:3]) if self.num_small else None
         return CropSizes(share, loaded, large, small)
@@ -112,7 +113,7 @@ class Crops:
     def batch_spec(self, batch_size: int) -> dict[str, jax.ShapeDtypeStruct]:
         """Returns image (B, G, Y, X, C), small_crops (B, S, y, x, C) and index (B,).
 
-        Of several sizes it is the largest.
+        If the crops of batches have several sizes, these are the largest.
         """
         return {
             name: jax.ShapeDtypeStruct((batch_size, *shape), self._data.pixels)
@@ -130,7 +131,7 @@ class Crops:
         large = [view(i, self.ops[i], batch["image"][:, i]) for i in range(NUM_LARGE)]
         prepared = {"image": jnp.stack(large, axis=1)}
         if self.num_small:
-            # One program for all: one after the other they would take minutes to compile.
+            # One program for all crops: separate ones would take minutes to compile.
             numbers = NUM_LARGE + jnp.arange(self.num_small)
             each = lambda number, images: view(number, self.ops[NUM_LARGE], images)
             crops = batch["small_crops"]
@@ -139,15 +140,16 @@ class Crops:
 
 
 class AnchoredCrops(Crops):
-    """Crops, and the large ones once more for an anchor: larger and not distorted.
+    """Crops that include the large ones for an anchor: larger and not distorted.
 
     Args:
-      scale: side of the anchor's crops, which are loaded, by that of the student's, which
-        are made of them.
+      *args: arguments of `Crops`.
+      scale: side of the loaded crops, which the anchor gets, divided by the side of the
+        student's crops, which are resized from them.
 
     Raises:
-      UserError: errors of `Crops`; loaded crops are not so many times as large, or
-        transforms of large crops move pixels.
+      UserError: `Crops` raised it; loaded crops divided by `scale` are not whole
+        pixels; or transforms of large crops move pixels.
     """
 
     def __init__(self, *args, scale: float):
@@ -157,8 +159,8 @@ class AnchoredCrops(Crops):
             if op.moves_pixels:
                 raise UserError(
                     f"task.gram_weight with {type(op).__name__} in task.large_transforms: "
-                    "the anchor's crops are not transformed, and its patches would be "
-                    "others: remove it"
+                    "the anchor's crops are not transformed, so its patches would "
+                    "differ: remove it"
                 )
 
     def prepare(self, batch, rng):
@@ -173,7 +175,7 @@ class AnchoredCrops(Crops):
 
 
 def _resize(images: Array, size: tuple[int, int]) -> Array:
-    """Resizes images (B, Y, X, C) as Pillow's bicubic filter does, to the same dtype."""
+    """Resizes images (B, Y, X, C) as Pillow's bicubic filter does; keeps the dtype."""
     if images.shape[1:3] == tuple(size):
         return images
     resized = jax.vmap(lambda x: resizing.resize_grid(x, size, "bicubic"))(
@@ -184,7 +186,7 @@ def _resize(images: Array, size: tuple[int, int]) -> Array:
 
 
 def _device_ops(line: str, where: str, data: DataConfig) -> tuple:
-    """Parses transforms that run on the device, keep the size and mix no examples."""
+    """Parses device transforms, which must keep the size and not mix examples."""
     host, device = parse.parse_train(line, data.image_size)
     wrong = [*host, *(op for op in device if op.output_size or op.mixes_examples)]
     if wrong:

@@ -1,9 +1,9 @@
 """DINO (arXiv:2104.14294): a student predicts the outputs of its moving average.
 
 The moving average, the teacher, gets two large crops of each image; the student gets
-these and small crops, and predicts the teacher's outputs for every other crop. As in
-facebookresearch/dino. Letters: B images, G large and S small crops of each, V both
-together, Y by X pixels, C channels, D width, K outputs.
+these and small crops, and predicts the teacher's outputs for every other crop, as in
+facebookresearch/dino. Letters: B images, G large and S small crops per image, V = G +
+S, Y by X pixels, C channels, D width, K outputs.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ _LOGS = 5  # Consecutive logs after which a collapse is reported.
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DinoConfig(TaskConfig):
-    """DINO: the outputs of a moving average of the network."""
+    """DINO: predicts the outputs of a moving average of the network."""
 
     averages_network: ClassVar[bool] = False
 
@@ -39,20 +39,21 @@ class DinoConfig(TaskConfig):
     )
     hidden_dim: int = key(2_048, "Hidden units of the MLP of the head.", at_least=1)
     bottleneck_dim: int = key(
-        256, "Features before the last layer of the head.", at_least=1
+        256, "Number of features before the last layer of the head.", at_least=1
     )
     free_gain: bool = key(
-        False, "Learn the norms of the last layer's weights, which are 1 otherwise."
+        False,
+        "Learn the norms of the weights in the head's last layer; otherwise all are 1.",
     )
     student_temperature: float = key(
         0.1, "Temperature of the student's softmax.", above=0
     )
     teacher_temperature: float = key(
-        0.04, "Temperature of the teacher's softmax, after its warmup.", above=0
+        0.04, "Temperature of the teacher's softmax after the warmup.", above=0
     )
     teacher_temperature_start: float = key(
         0.04,
-        "Temperature of the teacher's softmax at the start of its linear warmup.",
+        "Temperature of the teacher's softmax at the start of the linear warmup.",
         above=0,
     )
     teacher_temperature_epochs: int = key(
@@ -62,7 +63,7 @@ class DinoConfig(TaskConfig):
     )
     teacher_momentum: float = key(
         0.996,
-        "Momentum of the teacher in the first step; it rises to 1 by half a cosine.",
+        "Momentum of the teacher in the first step; it rises to 1 along half a cosine.",
         at_most=1,
     )
     center_momentum: float = key(
@@ -82,9 +83,9 @@ class DinoConfig(TaskConfig):
     )
     start_from_teacher: bool = key(
         False,
-        "Whether the student of a run that starts from another run (`init`) begins as "
-        "the teacher of that run. It always does if its parameters have other shapes "
-        "there.",
+        "If the run starts from another run (`init`), begin with that run's teacher as "
+        "the student. This always happens if the student there has parameters of other "
+        "shapes.",
     )
 
     def __post_init__(self):
@@ -99,7 +100,7 @@ class DinoConfig(TaskConfig):
 
 
 class Dino(Task):
-    """See `task.Task`; the parameters are the student's "network" and "head".
+    """The DINO task; the parameters are the student's "network" and "head".
 
     `extra` holds the teacher, the centre of its outputs and the number of steps. The
     network that is evaluated and exported is the teacher's.
@@ -109,7 +110,7 @@ class Dino(Task):
         the network returns no features.
     """
 
-    # With them another run starts.
+    # Another run that starts from this one reads them.
     statistics = ("teacher", "center")
     trained = "network"
 
@@ -128,7 +129,8 @@ class Dino(Task):
             if any(side % model.config.patch_size for side in size):
                 raise UserError(
                     f"data.train_transform={data.train_transform!r}: crops of {size} are "
-                    f"no multiples of the patch, {model.config.patch_size}: change their size"
+                    f"not multiples of the patch size {model.config.patch_size}: "
+                    "change their size"
                 )
             self._models[size] = model.at_size(size)
             model.check_sizes(self._models[size])
@@ -191,7 +193,7 @@ class Dino(Task):
         Args:
           params: parameters of student or teacher.
           batch: image (B, G, Y, X, C) and optionally small_crops (B, S, y, x, C).
-          train, key: see `Model.apply`.
+          train, key: arguments of `Model.apply`.
         """
         keys = (None, None) if key is None else jax.random.split(key)
         features = [self._features(params, batch["image"], train, keys[0])]
@@ -202,7 +204,7 @@ class Dino(Task):
         return self.head.apply({"params": params["head"]}, features)
 
     def model_of(self, crops: Float[Array, "... Y X C"]) -> Model:
-        """Returns the network for crops of their size."""
+        """Returns the network for the size of the crops."""
         return self._models[crops.shape[-3:-1]]
 
     def _features(self, params, crops, train, key) -> Float[Array, "B V D"]:
@@ -239,7 +241,7 @@ class Dino(Task):
 
     @property
     def entropies(self) -> dict[str, tuple[str, int]]:
-        """Metrics that are entropies of the teacher: of what, and of how many outputs."""
+        """Entropy metrics to the subject of a warning and the number of outputs."""
         return {"teacher_entropy": ("the teacher has", self.head.num_outputs)}
 
     def warning(self, metrics):
@@ -274,10 +276,10 @@ class Dino(Task):
         return params | {"network": network}, extra | {"teacher": teacher}
 
     def with_task_params(self, params, extra, task_params):
-        """See `Task`; student and teacher begin as another run's.
+        """Returns the state in which student and teacher begin as those of another run.
 
-        With `start_from_teacher`, or if the student's parameters have other shapes, both
-        begin as its teacher.
+        With `start_from_teacher`, or if the student's parameters have other shapes
+        there, both begin as that run's teacher.
 
         Raises:
           UserError: a head has other sizes.
@@ -288,8 +290,8 @@ class Dino(Task):
             if difference := stacking.difference(teacher.get(name, {}), value):
                 raise UserError(
                     f"config.init has another {name} than this run, which starts with it "
-                    f"({difference}): set the keys of task as in its run, or give "
-                    "the network alone, as vit_jax.convert --to=safetensors writes it"
+                    f"({difference}): set the keys of task as in that run, or give "
+                    "only the network, as vit_jax.convert --to=safetensors writes it"
                 )
         begins = not self._obstacle(given, params)
         student = stacking.join(stacking.separate(given), params) if begins else teacher
@@ -315,7 +317,7 @@ class Dino(Task):
         return stacking.difference(given, params)
 
     def training_flops(self):
-        """See `Task`; the teacher has no backward pass."""
+        """Returns the operations per image; the teacher has no backward pass."""
         if cost.forward_flops(self.model) is None:
             return None
         shapes, _ = jax.eval_shape(self.init, jax.random.key(0))
@@ -323,9 +325,11 @@ class Dino(Task):
         return round(sum(each))
 
     def _flops(self, sizes: CropSizes, shapes: dict) -> int:
-        """Returns the operations of a training step per image, of crops of these sizes.
+        """Returns the operations of a training step per image for crops of given sizes.
 
-        `shapes` are those of the parameters.
+        Args:
+          sizes: sizes of the crops.
+          shapes: shapes of the parameters.
         """
         head = 2 * sum(leaf.size for leaf in jax.tree.leaves(shapes["head"]))
         views = NUM_LARGE * (cost.forward_flops(self._models[sizes.large]) + head)
@@ -337,5 +341,5 @@ class Dino(Task):
 
 
 def _of_student(params: dict, task_params: dict) -> dict:
-    """Returns those of pretrained parameters that a student has."""
+    """Returns the pretrained parameters of the student."""
     return {name: task_params[name] for name in params if name in task_params}

@@ -1,9 +1,10 @@
 """Head and losses of DINO, DINOv2 and DINOv3.
 
-Functions of the outputs of student and teacher, in float32, as in facebookresearch/dino
-(arXiv:2104.14294), dinov2 (arXiv:2304.07193) and dinov3 (arXiv:2508.10104). Of a batch
-that is split over devices they are computed over the whole batch. Letters: B images,
-G large crops, V all crops, N patches, M tokens, D width, K outputs.
+The losses are functions of the outputs of student and teacher, in float32, as in
+facebookresearch/dino (arXiv:2104.14294), dinov2 (arXiv:2304.07193) and dinov3
+(arXiv:2508.10104). If a batch is split over devices, they are computed over the whole
+batch. Letters: B images, G large crops, V all crops, N patches, M tokens, D width,
+K outputs.
 """
 
 import math
@@ -23,8 +24,8 @@ class Head(nn.Module):
     Attributes:
       hidden_dim: units of the two hidden layers.
       bottleneck_dim: width of the normalised features.
-      num_outputs: K.
-      free_gain: whether the norms of the last layer's weights are learnt, not 1.
+      num_outputs: number of outputs, K.
+      free_gain: whether the norms of the last layer's weights are learnt; otherwise 1.
       weight_norm: whether the last layer's weights are divided by their norms.
       dtype: dtype of the matrix products; features are normalised in float32.
     """
@@ -48,7 +49,8 @@ class Head(nn.Module):
             )
             x = dense(x)
         x = _unit(x)
-        # DINO and DINOv2 add the weight norm after the rest of the head is drawn.
+        # DINO and DINOv2 add the weight norm after they have initialised the other
+        # layers.
         last = (
             initializers.TORCH if self.weight_norm else initializers.TABLE["timm"].mlp
         )
@@ -83,7 +85,8 @@ def cross_entropies(
       logits: student's outputs, divided by its temperature; the first G crops are the
         teacher's.
       targets: teacher's probabilities.
-      small_weight: factor of the terms of the other crops, whose number stays the same.
+      small_weight: factor of the terms of small crops; the mean still divides by all
+        terms.
     """
     V, G = logits.shape[1], targets.shape[1]
     weights = jnp.where(jnp.arange(V) < G, 1.0, small_weight)[None, :, None]
@@ -111,7 +114,7 @@ def sinkhorn_knopp(
     valid: Bool[Array, " M"] | None = None,
     rounds: int = 3,
 ) -> Float[Array, "M K"]:
-    """Returns a teacher's probabilities, balanced so that all outputs are used equally.
+    """Returns a teacher's probabilities, balanced to use all outputs equally.
 
     Rows and columns of exp(outputs / temperature) are scaled in turn (SwAV,
     arXiv:2006.09882), in logarithms to avoid overflow.
@@ -119,7 +122,7 @@ def sinkhorn_knopp(
     Args:
       outputs: teacher's outputs for all crops of the batch.
       temperature: teacher's temperature.
-      valid: rows that count, None for all; the others become 0.
+      valid: rows that count; None for all. The other rows become 0.
       rounds: number of times that columns and rows are scaled.
     """
     M, K = outputs.shape
@@ -143,8 +146,8 @@ def patch_loss(
     Args:
       logits: student's outputs for the patches, divided by its temperature.
       targets: teacher's probabilities for the same patches, unmasked.
-      weights: 1 by the number of masked patches of the crop and by that of all crops; 0
-        for what is no masked patch.
+      weights: 1 divided by the number of masked patches of the crop and by the number
+        of crops; 0 for rows that are not masked patches.
     """
     losses = -(targets * jax.nn.log_softmax(logits)).sum(-1)
     return (losses * weights).sum()
@@ -161,14 +164,15 @@ def koleo(
 ) -> Float[Array, ""]:
     """Returns the mean negative logarithm of the distance to the nearest other image.
 
-    It spreads the features of a batch (Kozachenko-Leonenko, arXiv:1806.03198). Infinite
-    for a single image.
+    This loss spreads the features of a batch (Kozachenko-Leonenko, arXiv:1806.03198).
+    It is infinite for a single image.
 
     Args:
       features: class tokens.
-      group: number of images in a row among which the nearest is searched for, at least
-        2; if B is no multiple, their greatest common divisor; 0 for all.
-      epsilon: added to the distances.
+      group: number of successive images among which the nearest one is searched for, at
+        least 2, or 0 for all. If it does not divide B, the greatest common divisor of
+        both is used.
+      epsilon: number that is added to the distances.
     """
     x = _unit(features, epsilon)
     x = x.reshape(-1, math.gcd(len(x), group), x.shape[-1])
@@ -185,7 +189,7 @@ def gram(
 ) -> Float[Array, ""]:
     """Returns the mean squared difference of the similarities of an image's patches.
 
-    Source: Gram anchoring (DINOv3, section 4.2), within each image.
+    Source: Gram anchoring (DINOv3, arXiv:2508.10104, section 4.2), within each image.
 
     Args:
       student: patches of the student.
@@ -202,7 +206,7 @@ def gram(
 def _unit(x: Float[Array, "*B D"], least: float = 1e-12) -> Float[Array, "*B D"]:
     """Divides vectors by their norms, or by `least` if that is larger, in float32."""
     x = x.astype(jnp.float32)
-    # The bound is within the root, whose derivative at 0 is infinite: a masked patch is 0
-    # where stochastic depth drops every branch of a small network without positions.
+    # The bound is inside the root, whose derivative at 0 is infinite: a masked patch is
+    # 0 if stochastic depth drops every branch of a small network without positions.
     square = jnp.square(x).sum(-1, keepdims=True)
     return x / jnp.sqrt(jnp.maximum(square, least**2))

@@ -1,13 +1,13 @@
-"""DINOv2 (arXiv:2304.07193): DINO of the class token and iBOT of the masked patches.
+"""DINOv2 (arXiv:2304.07193): DINO on class tokens and iBOT on masked patches.
 
-The student gets large crops of which some patches are masked, and small crops; it predicts
-the teacher's outputs for every other crop, and for the masked patches of the same crop
+The student gets large crops with masked patches, and small crops; it predicts the
+teacher's outputs for every other crop, and for the masked patches of the same crop
 (iBOT, arXiv:2111.07832). KoLeo spreads the class tokens. Gram anchoring of DINOv3
-(arXiv:2508.10104) keeps the similarities of patches near those of an earlier teacher. As
-in facebookresearch/dinov2 and dinov3, but what is drawn per device there is drawn per
-group of images here, on any number of devices. Letters: B images, G large and S small
-crops of each, V both together, N patches, M masked patches at most, C = B G crops,
-D width, K outputs.
+(arXiv:2508.10104) keeps the similarities of patches near those of an earlier teacher.
+The code follows facebookresearch/dinov2 and dinov3, but random choices that are made
+per device there are made per group of images here, on any number of devices. Letters: B
+images, G large and S small crops per image, V = G + S, N patches, M masked patches at
+most, C = B G crops, D width, K outputs.
 """
 
 import dataclasses
@@ -30,38 +30,42 @@ from vit_jax.tasks.dino import Dino, DinoConfig
 from vit_jax.tasks.dino_losses import Head
 from vit_jax.tasks.task import Batch, Ratio
 
-_SMALL_NORM = "small_norm_"  # Prefix of its parameters, see `Dinov2`.
+_SMALL_NORM = "small_norm_"  # Prefix of the parameters of `small_norm`.
 _MASKS = 0x69424F54  # Separates the random bits of masks from those of the transforms.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Dinov2Config(DinoConfig):
-    """DINOv2 and DINOv3: the outputs of a moving average, also for masked patches."""
+    """DINOv2 and DINOv3: predict outputs of a moving average, also for masked patches."""
 
     needs_all_patches: ClassVar[bool] = True
 
     name: str = key("dinov2", "Task to train.")
     weight_norm: bool = key(
         True,
-        "Divide the weights of the heads' last layers by their norms; DINOv3 does not.",
+        "Divide the weights of the heads' last layers by their norms, which DINOv3 "
+        "does not do.",
     )
     separate_heads: bool = key(
         True,
-        "Use a second head for patches; with False patches share the head of the class "
-        "tokens.",
+        "Use a second head for patches; if False, class tokens and patches share one "
+        "head.",
     )
     patch_num_outputs: int = key(
         0,
-        "Number of outputs of the second head (prototypes); 0 is `num_outputs`.",
+        "Number of outputs of the head for patches (prototypes); 0 is "
+        "`task.num_outputs`.",
         reason="DINOv3's 7B network (arXiv:2508.10104)",
     )
     patch_hidden_dim: int = key(
         0,
-        "Hidden units of the second head; 0 is `hidden_dim`.",
+        "Hidden units of the head for patches; 0 is `task.hidden_dim`.",
         reason="DINOv3's 7B network (arXiv:2508.10104)",
     )
     patch_bottleneck_dim: int = key(
-        0, "Features before the last layer of the second head; 0 is `bottleneck_dim`."
+        0,
+        "Number of features before the last layer of the head for patches; 0 is "
+        "`task.bottleneck_dim`.",
     )
     centering: str = key(
         "sinkhorn",
@@ -72,38 +76,43 @@ class Dinov2Config(DinoConfig):
     teacher_temperature_steps: int = key(
         0,
         "Length of the warmup of the teacher's temperature in steps; set this or "
-        "`teacher_temperature_epochs`. The temperature changes in every step.",
+        "`task.teacher_temperature_epochs`. The temperature changes in every step.",
     )
     teacher_temperature_epochs: float = epochs(
-        "Length of the warmup of the teacher's temperature in epochs."
+        "Length of the warmup of the teacher's temperature in epochs; the temperature "
+        "changes in every step."
     )
     teacher_momentum_end: float = key(
-        1.0, "Momentum of the teacher after it has risen by half a cosine.", at_most=1
+        1.0,
+        "Momentum of the teacher at the end of its schedule, half a cosine.",
+        at_most=1,
     )
     teacher_momentum_steps: int = key(
         0,
-        "Steps in which the teacher's momentum rises to `teacher_momentum_end`; 0 is "
-        "the whole run.",
+        "Number of steps in which the teacher's momentum rises to "
+        "`task.teacher_momentum_end`; 0 is the whole run.",
         reason="stopping a run before the end of its schedules",
     )
     dino_weight: float = key(1.0, "Weight of the loss of the class tokens.")
     small_weight: float = key(
         1.0,
-        "Factor, in the first step, of the terms of small crops in the loss of the "
-        "class tokens (DINOv3).",
+        "Factor of the terms of small crops in the loss of the class tokens, in the "
+        "first step (DINOv3).",
     )
     small_weight_end: float = key(
-        1.0, "Factor of the terms of small crops after it has changed by half a cosine."
+        1.0,
+        "Factor of the terms of small crops in the loss of the class tokens, at the "
+        "end of its schedule, half a cosine.",
     )
     small_weight_steps: int = key(
         0,
-        "Steps in which the factor of the terms of small crops changes to "
-        "`small_weight_end`; 0 is the whole run.",
+        "Number of steps in which `task.small_weight` changes to "
+        "`task.small_weight_end`; 0 is the whole run.",
     )
     small_norm: bool = key(
         False,
-        "Use a separate final norm for class tokens of the student's small crops, "
-        "which no evaluation reads.",
+        "Use a separate final norm for class tokens of the student's small crops; "
+        "evaluations do not use it.",
         reason=(
             "DINOv3's 7B network (arXiv:2508.10104), untie_global_and_local_cls_norm of "
             "its code"
@@ -112,12 +121,13 @@ class Dinov2Config(DinoConfig):
     patch_weight: float = key(1.0, "Weight of the loss of the masked patches.")
     koleo_weight: float = key(
         0.1,
-        "Weight of the KoLeo loss, which is summed over the two large crops; 0 is off.",
+        "Weight of the KoLeo loss, summed over the two large crops; 0 is off.",
     )
     koleo_group: int = key(
         0,
-        "Number of successive images among which KoLeo looks for the nearest "
-        "neighbour, the images of one device in the original; 0 is the whole batch.",
+        "Number of successive images among which KoLeo searches for the nearest "
+        "neighbour; 0 is the whole batch. The original code uses the images of one "
+        "device.",
     )
     mask_share: float = key(
         0.5, "Fraction of the large crops that have masked patches.", above=0, at_most=1
@@ -130,41 +140,43 @@ class Dinov2Config(DinoConfig):
     )
     mask_group: int = key(
         8,
-        "Number of successive images whose masked crops divide the range `mask_ratio`; "
-        "a divisor of the images per device avoids communication. 0 is the whole "
-        "batch.",
+        "Number of successive images whose masked crops divide the range "
+        "`task.mask_ratio`; 0 is the whole batch. A divisor of the number of images "
+        "per device avoids communication.",
     )
     mask_exact: bool = key(
         False,
-        "How many patches a crop masks: True, exactly the upper end of its step of the "
-        "range, the last ones singly (DINOv3); False, a number within its step, in "
-        "blocks only (DINOv2).",
+        "If True, a crop masks exactly the largest fraction of its step of "
+        "`task.mask_ratio`: blocks, then single patches (DINOv3). If False, it masks a "
+        "random fraction within its step, in blocks only (DINOv2).",
     )
     gram_weight: float = key(
-        0.0, "Weight of Gram anchoring (DINOv3); 0 is off, without an anchor."
+        0.0, "Weight of Gram anchoring (DINOv3); 0 is off, and no anchor is kept."
     )
     gram_start_steps: int = key(
         0,
-        "Step at which Gram anchoring begins, with the teacher of that step as the "
-        "anchor. 0: it begins with the run, with the network that the run starts from "
-        "as the anchor.",
+        "Step at which Gram anchoring begins; the anchor is the teacher of that step. "
+        "If 0, it begins with the run, and the anchor is the network that the run "
+        "starts from.",
         reason="Gram anchoring (DINOv3, arXiv:2508.10104) in one run with the pretraining",
     )
     gram_warmup_steps: int = key(
         0,
-        "Steps in which the weight of Gram anchoring rises from 0 by half a cosine, "
-        "from the start of the anchoring.",
+        "Number of steps after `task.gram_start_steps` in which the weight of Gram "
+        "anchoring rises from 0 along half a cosine.",
     )
     gram_every_steps: int = key(
-        0, "Steps between updates of the anchor to the current teacher; 0 is never."
+        0,
+        "Number of steps between updates of Gram anchoring's anchor to the current "
+        "teacher; 0 is never.",
     )
     gram_updates: int = key(
-        0, "Largest number of updates of the anchor; 0 is unlimited."
+        0, "Largest number of updates of Gram anchoring's anchor; 0 is unlimited."
     )
     gram_scale: float = key(
         1.0,
-        "Side of the anchor's crops, as a multiple of that of the student's crops; "
-        "`multi_crop` cuts crops at the size of the anchor.",
+        "Side of the crops for Gram anchoring's anchor, divided by the side of the "
+        "student's crops. The sizes of `multi_crop` are those of the anchor's crops.",
         at_least=1,
     )
 
@@ -177,7 +189,7 @@ class Dinov2Config(DinoConfig):
             )
         if self.koleo_group == 1 and self.koleo_weight:
             raise UserError(
-                "task.koleo_group=1: an image has no nearest other one: set it to 2 or more"
+                "task.koleo_group=1: a single image has no neighbour: set at least 2"
             )
 
     def build(self, model, data, run, saved=None) -> "Dinov2":
@@ -189,9 +201,9 @@ class Masked(NamedTuple):
 
     Attributes:
       mask: masked patches of each crop.
-      index: places of masked patches among all of their group of crops, filled up with
-        others.
-      weights: see `dino_losses.patch_loss`; 0 for what fills up.
+      index: positions of masked patches among all patches of their group of crops,
+        padded with positions of other patches.
+      weights: weights for `dino_losses.patch_loss`; 0 for padding.
     """
 
     mask: Bool[Array, "C N"]
@@ -200,7 +212,7 @@ class Masked(NamedTuple):
 
 
 class Answers(NamedTuple):
-    """What a student or a teacher makes of a batch.
+    """The outputs of a student or a teacher for a batch.
 
     Attributes:
       features: class tokens of the large crops, float32.
@@ -216,18 +228,19 @@ class Answers(NamedTuple):
 
 
 class Dinov2(Dino):
-    """See `dino.Dino`; the parameters also have "mask_token" and maybe "patch_head".
+    """The DINOv2 task; to parameters of `Dino` it adds "mask_token" and "patch_head".
 
-    With `small_norm` they have "small_norm_scale" and "small_norm_bias", arrays beside the
-    network's, with which `optim.grad_clip_norm_per_part` clips them, as DINOv3 does.
+    "patch_head" exists with `separate_heads`. With `small_norm` there are also
+    "small_norm_scale" and "small_norm_bias", arrays beside the network's, with which
+    `optim.grad_clip_norm_per_part` clips them, as DINOv3 does.
 
-    `extra` holds centres of the outputs if `centering="center"`, and with Gram anchoring
-    the "anchor", parameters of a network.
+    `extra` holds centres of the outputs if `centering="center"`, and with Gram
+    anchoring the "anchor", parameters of a network.
 
     Raises:
-      UserError: errors of `Dino`; the network has no class token beside its patches; or
-        crops do not suit Gram anchoring, are too small to mask a patch, or do not have the
-        small ones of `small_norm`.
+      UserError: `Dino` raised it; the network has no class token beside its patches; or
+        crops do not suit Gram anchoring, are too small to mask a patch, or include no
+        small ones though `small_norm` is set.
     """
 
     config: Dinov2Config
@@ -269,7 +282,7 @@ class Dinov2(Dino):
         self.statistics = ("teacher", *centers)
         self._teacher_warmup = length_in_steps(config, "teacher_temperature", run)
         self._norm = model.config.norm()
-        if config.small_norm:  # Which replaces the one at the end of the encoder.
+        if config.small_norm:  # It replaces the norm at the end of the encoder.
             self._without_norm = {
                 size: self._models[size].replace(final_norm=False, cls_norm=False)
                 for size in {sizes.small for sizes in self.crops.sizes} - {None}
@@ -294,7 +307,7 @@ class Dinov2(Dino):
                 group = config.koleo_group or 2
                 raise UserError(
                     f"task.koleo_group={config.koleo_group} with {size} images at once: "
-                    "KoLeo would have single images, none of which has a nearest other one: "
+                    "KoLeo would get single images, which have no neighbours: "
                     f"set batch_size to a multiple of {group} times the number of "
                     "microbatches, or task.koleo_weight=0.0"
                 )
@@ -303,7 +316,7 @@ class Dinov2(Dino):
             if asked and group != asked:
                 lines.append(
                     f"task.{name}={asked} does not divide {size} images: groups have "
-                    f"{group}, their greatest common divisor"
+                    f"{group} images, the greatest common divisor"
                 )
         return lines
 
@@ -353,7 +366,7 @@ class Dinov2(Dino):
         return params, extra
 
     def _most_masked(self, group: int, grid: Sides) -> int:
-        """Returns the most masked patches of a group of crops; without any, UserError."""
+        """Returns the most masked patches of a group of crops; UserError if it is 0."""
         config, N = self.config, math.prod(grid)
         how = config.mask_share, config.mask_ratio, N
         most = int(block_masks.upper_counts(group, *how).sum())
@@ -390,7 +403,7 @@ class Dinov2(Dino):
             mask = block_masks.complete(mask, counts, single)
         per_crop = mask.sum(1, keepdims=True).clip(1) * len(mask)
         groups = mask.reshape(-1, group * N)
-        # As many as there can be: what fills up has the weight 0.
+        # A fixed number, the largest possible; padding has the weight 0.
         index = jnp.argsort(~groups, axis=1, stable=True)[:, :most]
         weights = (mask / per_crop).reshape(groups.shape)
         weights = jnp.take_along_axis(weights, index, axis=1)
@@ -405,14 +418,14 @@ class Dinov2(Dino):
         train: bool = False,
         key: jax.Array | None = None,
     ) -> Answers:
-        """Returns what a student or a teacher makes of a batch.
+        """Returns the outputs of a student or a teacher for a batch.
 
         Args:
           params: parameters of student or teacher.
           batch: image (B, G, Y, X, C) and, for a student, small_crops (B, S, y, x, C).
-          masked: masked patches, for a student hidden by the mask token.
-          train: whether it is the student.
-          key: see `Model.apply`.
+          masked: masked patches; the mask token replaces them for a student.
+          train: True for a student, False for a teacher.
+          key: random key of `Model.apply`.
         """
         keys = (None, None) if key is None else jax.random.split(key)
         hide = None
@@ -467,9 +480,9 @@ class Dinov2(Dino):
         """Returns the probabilities of a teacher for class tokens and masked patches.
 
         Args:
-          extra: state, of which centres and step are read.
+          extra: state with the centres and the step.
           teacher: answers of the teacher.
-          valid: which of the masked patches are not there to fill up.
+          valid: whether each masked patch is not padding.
         """
         temperature = self.teacher_temperature(extra["step"])
         outputs, patches = teacher.outputs, teacher.patch_outputs
@@ -557,7 +570,7 @@ class Dinov2(Dino):
         """Returns whether the teacher after `step` steps becomes the anchor."""
         config, start = self.config, self.config.gram_start_steps
         since, every = step - start, config.gram_every_steps
-        # From the first step on, the anchor is the network of the start.
+        # With start 0 the anchor already is the network that the run starts from.
         due = (since == 0) & (start > 0)
         number = 1
         if every:
@@ -577,7 +590,13 @@ class Dinov2(Dino):
         return self._half_cosine(config.teacher_momentum_steps, *ends, step)
 
     def _half_cosine(self, steps: int, start: float, end: float, step):
-        """Returns a value on half a cosine of `steps`, 0 for all, () float32."""
+        """Returns the value after `step` steps of half a cosine from `start` to `end`.
+
+        Args:
+          steps: length of the schedule; 0 for the whole run.
+          start, end: first and last value.
+          step: number of steps taken.
+        """
         steps = steps or self._run.total_steps
         part = 0.5 * (1 + jnp.cos(math.pi * jnp.minimum(step / steps, 1)))
         return jnp.asarray(end + (start - end) * part, jnp.float32)
@@ -601,7 +620,10 @@ class Dinov2(Dino):
         return params, extra
 
     def with_task_params(self, params, extra, task_params):
-        """See `Dino`; a norm of small crops that is not there begins as the last one."""
+        """Returns the state that begins as another run's, see `Dino`.
+
+        If that run has no norm of small crops, its network's last norm is copied.
+        """
         task_params = self._with_small_norm(extra, task_params)
         return super().with_task_params(params, extra, task_params)
 
@@ -610,7 +632,7 @@ class Dinov2(Dino):
         return super().left_out(params, extra, task_params)
 
     def _with_small_norm(self, extra: dict, task_params: dict) -> dict:
-        """Returns pretrained parameters with the norms of small crops that a run needs."""
+        """Returns pretrained parameters, with norms of small crops added if needed."""
         if not self.config.small_norm:
             return task_params
         of_teacher = extra["teacher"]["network"]
@@ -619,9 +641,10 @@ class Dinov2(Dino):
         return student | task_params | {"teacher": teacher}
 
     def _flops(self, sizes: CropSizes, shapes: dict) -> int:
-        """See `Dino`; neither teacher nor anchor has a backward pass.
+        """Returns the operations of a training step per image for crops of given sizes.
 
-        Images whose branches stochastic depth does not compute count as it does.
+        Neither teacher nor anchor has a backward pass. Branches that stochastic depth
+        skips do not count.
         """
         config, large = self.config, self._models[sizes.large]
         num_patches = math.prod(large.grid)
@@ -648,7 +671,7 @@ class Dinov2(Dino):
 def _resize_patches(
     patches: Float[Array, "C n D"], old_grid: Sides, grid: Sides
 ) -> Float[Array, "C N D"]:
-    """Returns an anchor's patches on the student's grid, as DINOv3 resizes them."""
+    """Resizes an anchor's patches to the student's grid, as DINOv3 does."""
     if old_grid == grid:
         return patches
     x = patches.astype(jnp.float32).reshape(len(patches), *old_grid, -1)
@@ -657,7 +680,7 @@ def _resize_patches(
 
 
 def _small_norm(network: dict) -> dict[str, Array]:
-    """Returns the parameters of the norm of small crops that equals a network's last."""
+    """Returns parameters for the norm of small crops, equal to a network's last."""
     encoder = network["Transformer"]
     norm = encoder.get("cls_norm", encoder["encoder_norm"])
     return {f"{_SMALL_NORM}{name}": value for name, value in norm.items()}

@@ -1,8 +1,8 @@
 """Distillation from a frozen teacher (DeiT, arXiv:2012.12877, section 4).
 
 A student with a distillation token has two classifiers: one learns from the labels, the
-other from the teacher, and at test time their logits are averaged. A student without the
-token learns from both with one classifier. Letters: B images, L classes.
+other from the teacher, and at test time their logits are averaged. A student without
+the token learns from both with one classifier. Letters: B images, L classes.
 """
 
 import dataclasses
@@ -40,24 +40,24 @@ class DistillationConfig(ClassificationConfig):
     name: str = key("distillation", "Task to train.")
     teacher: str = key(
         "",
-        "Weights of the teacher, as in `init.checkpoint`. They are read when a run "
-        "begins; the checkpoints of the run hold them too.",
+        "Weights of the teacher, in any form that `init.checkpoint` accepts. They are "
+        "read when a run begins; the checkpoints of the run contain a copy.",
     )
     kind: str = key(
         "hard",
-        'What the student learns from the teacher: "hard", its most likely class, or '
-        '"soft", its probabilities.',
+        'Target from the teacher: "hard", its most likely class, or "soft", its '
+        "probabilities.",
         choices=("hard", "soft"),
     )
     alpha: float = key(
         0.5,
-        "Weight of the distillation loss; the loss of the labels has the weight 1 - "
-        "alpha.",
+        "Weight of the distillation loss; the loss of the labels has the weight "
+        "1 - `task.alpha`.",
         at_most=1,
     )
     temperature: float = key(
         1.0,
-        "Divisor of the logits of student and teacher.",
+        "Divisor of the logits of student and teacher (softmax temperature).",
         above=0,
         only_if={"kind": ("soft",)},
     )
@@ -70,12 +70,12 @@ class DistillationConfig(ClassificationConfig):
 
     match_classes: str = key(
         "names",
-        "How the classes of the teacher are matched with those of the data "
-        '(docs/labels.md): by their "names", or class by class ("position").',
+        "How the classes of the teacher are matched with those of the data: by their "
+        '"names", or class by class ("position"); see docs/labels.md.',
         reason="teachers whose class names differ from those of the data",
         choices=tuple(MATCHERS),
     )
-    # Class names of the training records, see `of_records`; None: unknown.
+    # Class names of the training records, set by `of_records`; None if unknown.
     class_names: tuple[str, ...] | None = None
 
     def of_records(self, data: DataConfig, source: Source) -> "DistillationConfig":
@@ -87,16 +87,16 @@ class DistillationConfig(ClassificationConfig):
 
 
 class Distillation(Classification):
-    """See `task.Task`; `extra` holds the teacher, and the student's running means.
+    """The distillation task; `extra` holds the teacher and the student's running means.
 
-    With `saved`, see `TaskConfig.build`, the teacher's file is not read.
+    If `saved` is given, see `TaskConfig.build`, the teacher's file is not read.
 
     Raises:
       UserError: the loss does not suit the labels, the teacher is not set, or its
         classes, loss, image size or channels do not suit the student.
     """
 
-    takes_sequences = False  # Its images may be normalised in another way.
+    takes_sequences = False  # The teacher's images may be normalised in another way.
 
     def __init__(
         self,
@@ -108,19 +108,19 @@ class Distillation(Classification):
         super().__init__(config, model, data)
         if not config.teacher:
             raise UserError(
-                "task.teacher='': give the teacher's checkpoint, as for init.checkpoint"
+                "task.teacher='': give a checkpoint, in any form for init.checkpoint"
             )
         self._teacher = saved["teacher"] if saved else _describe(self._pretrained)
         _check_teacher(self._teacher, config, data)
         known = config.class_names is not None and not saved
         notes = self._match_classes() if known else []
-        # The student's platform, which is another machine's in vit_jax.compile.
+        # The student's platform, which vit_jax.compile sets to that of another machine.
         platform = {"platform": model.options.get("platform")}
         self._network = models.create(**self._teacher["options"] | platform)
         if not self._teacher["normalization"]:
             notes.append(
-                f"task.teacher={masked(config.teacher)!r} has no normalisation: its "
-                f"images are normalised by data.mean={data.mean} and data.std={data.std}"
+                f"task.teacher={masked(config.teacher)!r} does not record its "
+                f"normalisation: data.mean={data.mean} and data.std={data.std} are used"
             )
         self.notes = tuple(notes)
 
@@ -132,7 +132,7 @@ class Distillation(Classification):
         return open_pretrained(self.config.teacher)
 
     def _match_classes(self) -> list[str]:
-        """Sets the teacher's class of each class of the data; returns notes."""
+        """Matches the teacher's classes with those of the data; returns notes."""
         config = self.config
         where = f"the training data for task.teacher={masked(config.teacher)!r}"
         matched = MATCHERS[config.match_classes](
@@ -158,7 +158,7 @@ class Distillation(Classification):
 
     def loss(self, params, extra, batch, rng):
         outputs, stats = self.outputs(params, extra, batch, rng)
-        # A student with one classifier has "logits" alone, which both losses then use.
+        # A student with one classifier has only "logits", which both losses then use.
         class_logits = outputs.get("class_logits", outputs["logits"])
         distillation_logits = outputs.get("distillation_logits", outputs["logits"])
         teacher = jax.lax.stop_gradient(extra["teacher"])
@@ -189,7 +189,7 @@ class Distillation(Classification):
         wanted, data = self._teacher["normalization"], self.data
         if wanted is None:
             return images
-        # Each is a number, or a number per channel.
+        # Mean and deviation are a number, or a number per channel.
         mean, std = np.asarray(data.mean), np.asarray(data.std)
         scale = (std / wanted["std"]).astype(np.float32).reshape(1, 1, 1, -1)
         shift = (mean - wanted["mean"]) / wanted["std"]
@@ -216,13 +216,13 @@ class Distillation(Classification):
         return kl / logits.shape[-1] if config.mean_over_classes else kl
 
     def training_flops(self) -> int | None:
-        """See `Task`; the teacher has no backward pass."""
+        """Returns the operations per image; the teacher has no backward pass."""
         flops = super().training_flops(), cost.forward_flops(self._network)
         return None if None in flops else sum(flops)
 
 
 def _describe(pretrained: "Pretrained") -> dict:
-    """Returns the description of a teacher from which `saved` builds its network."""
+    """Describes a teacher, so that a resumed run can build its network."""
     how = pretrained.preprocess
     return {
         "options": pretrained.options,

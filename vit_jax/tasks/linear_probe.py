@@ -1,9 +1,9 @@
 """Linear probe: a linear classifier of the features of a frozen network.
 
-As in MAE (arXiv:2111.06377, appendix A.1): a BatchNorm without scale and shift, with an
-epsilon of 1e-6, then a linear layer, which alone is trained. Checkpoints hold the
-network with both folded into its classifier, so any command can use it.
-Letters: B images, D features, L classes.
+As in MAE (arXiv:2111.06377, appendix A.1), features pass a BatchNorm without scale and
+shift, with an epsilon of 1e-6, then a linear layer. Only the linear layer is trained.
+Checkpoints hold the network with both folded into its classifier, so any command can
+use it. Letters: B images, D features, L classes.
 """
 
 import dataclasses
@@ -43,13 +43,13 @@ class LinearProbeConfig(ClassificationConfig):
 
 
 class LinearProbe(Classification):
-    """See `task.Task`; the parameters are "head", and `extra` holds the network.
+    """The task of a linear probe; the parameters are "head", `extra` holds the network.
 
     The BatchNorm uses the mean and variance of a microbatch over all devices.
 
     Raises:
       UserError: the loss does not suit the labels, or the network returns no features,
-        or has no classifier or two.
+        or does not have exactly one classifier.
     """
 
     def __init__(self, config: LinearProbeConfig, model: Model, data: DataConfig):
@@ -101,7 +101,7 @@ class LinearProbe(Classification):
         Args:
           params: trained parameters, see `init`.
           features: features of the frozen network.
-          batch: output of `prepare`, or a microbatch of it, of which the image is not read.
+          batch: output of `prepare`, or a microbatch of it; its images are not read.
         """
         mean, variance = features.mean(0), features.var(0)
         normal = (features - mean[None]) / jnp.sqrt(variance + _EPSILON)[None]
@@ -118,7 +118,7 @@ class LinearProbe(Classification):
         return _folded(extra | means, params["head"])
 
     def training_flops(self):
-        """See `Task`; the network has no backward pass."""
+        """Returns the operations per image; the network has no backward pass."""
         flops = super().training_flops()
         shapes, _ = jax.eval_shape(self.init, jax.random.key(0))
         # Training takes three products with the head; a forward pass has one of them.

@@ -2,7 +2,7 @@
 
 A kernel W (D_in, D_out) becomes W + alpha / rank * A B, with A (D_in, rank) drawn at
 random and B (rank, D_out) zero at the beginning; the classifier is trained whole. The
-optimiser holds moments of A, B and the classifier alone. Checkpoints also hold the
+optimiser holds moments of A, B and the classifier only. Checkpoints also hold the
 network with the updates merged, so any command can use it.
 
 Source: arXiv:2106.09685, section 4.1. Letters: B images, L classes, R rank.
@@ -32,19 +32,20 @@ from vit_jax.tasks.task import Tree
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LoraConfig(ClassificationConfig):
-    """LoRA: images and their labels, by low-rank updates of a frozen network."""
+    """LoRA: images and their labels, with low-rank updates of a frozen network."""
 
     averages_network: ClassVar[bool] = False
 
     name: str = key("lora", "Task to train.")
     rank: int = key(8, "Rank of the updates.", at_least=1)
     alpha: float = key(
-        16.0, "Scale of the updates, which are multiplied by alpha / rank."
+        16.0,
+        "Scale of the updates, which are multiplied by `task.alpha` / `task.rank`.",
     )
     projections: tuple[str, ...] = key(
         ("query", "value"),
-        "Layers whose kernels are updated: names, or regular expressions that match a "
-        'whole path without "/kernel", such as ".*/MlpBlock_3/Dense_0".',
+        "Layers whose kernels are updated: names of layers, or regular expressions "
+        'that match a whole path without "/kernel", such as ".*/MlpBlock_3/Dense_0".',
     )
 
     def build(self, model, data, run, saved=None) -> "Lora":
@@ -52,13 +53,13 @@ class LoraConfig(ClassificationConfig):
 
 
 class Lora(Classification):
-    """See `task.Task`; the parameters are "lora" and "head".
+    """The LoRA task; the parameters are "lora" and "head".
 
     `extra` holds the merged network, and the original values of the updated kernels.
 
     Raises:
       UserError: the loss does not suit the labels, the network has no classifier, or a
-        projection matches no kernel or is no regular expression.
+        projection matches no kernel or is not a regular expression.
     """
 
     def __init__(self, config: LoraConfig, model: Model, data: DataConfig):
@@ -70,8 +71,8 @@ class Lora(Classification):
                 re.compile(name)
             except re.error as error:
                 raise UserError(
-                    f"task.projections: {name!r} is no regular expression ({error}): "
-                    "give the name of a layer, such as 'query'"
+                    f"task.projections: {name!r} is not a regular expression "
+                    f"({error}): give the name of a layer, such as 'query'"
                 ) from error
             if not any(_matches(name, path) for path in kernels):
                 known = sorted({path.rpartition("/")[2] for path in kernels})
@@ -99,7 +100,7 @@ class Lora(Classification):
         return params | {"head": _heads(network)}, self._extra(network)
 
     def left_out(self, params, extra, task_params):
-        return dict.fromkeys(task_params, "the network of a run has its updates")
+        return dict.fromkeys(task_params, "the run's network contains its updates")
 
     def loss(self, params, extra, batch, rng):
         network = self.merge(params, jax.lax.stop_gradient(extra))
@@ -123,7 +124,7 @@ class Lora(Classification):
         return stacking.stack(network) if self.model.config.stacked else network
 
     def training_flops(self):
-        """See `Task`; the backward pass computes gradients of activations alone.
+        """Returns the operations per image; the backward pass skips kernel gradients.
 
         The low-rank products are not counted.
         """
@@ -135,7 +136,7 @@ class Lora(Classification):
         return {"network": network, "kernels": unflatten_dict(chosen, sep="/")}
 
     def _chosen(self, network: dict) -> dict:
-        """Returns the updated kernels, see `_kernels`."""
+        """Returns the kernels that LoRA updates, by their paths without "/kernel"."""
         kernels, names = _kernels(_unstacked(network)), self.config.projections
         return {
             path: kernel

@@ -1,9 +1,9 @@
 """Masked autoencoders (MAE, arXiv:2111.06377).
 
-The encoder gets the visible patches and the class token only; a small decoder, which is
-discarded after pretraining, predicts the pixels of the hidden ones. Losses and masks are
-those of facebookresearch/mae. Letters: B images, N patches, V visible ones, D and W
-width of encoder and decoder, P side of a patch, C channels.
+The encoder gets only the visible patches and the class token; a small decoder, which is
+discarded after pretraining, predicts the pixels of the hidden patches. Losses and masks
+are those of facebookresearch/mae. Letters: B images, N patches, V visible patches, D
+and W width of encoder and decoder, P side of a patch, C channels.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ from vit_jax.tasks.task import TaskConfig
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MaeConfig(TaskConfig):
-    """MAE: the pixels of hidden patches, predicted from the visible ones."""
+    """MAE: predicts the pixels of hidden patches from the visible patches."""
 
     has_pictures: ClassVar[bool] = True
     needs_all_patches: ClassVar[bool] = True
@@ -36,7 +36,7 @@ class MaeConfig(TaskConfig):
     name: str = key("mae", "Task to train.")
     mask_ratio: float = key(
         0.75,
-        "Fraction of the patches that is hidden; with 0 the loss covers all patches.",
+        "Fraction of the patches that is hidden; if 0, the loss covers all patches.",
         below=1,
     )
     normalize_targets: bool = key(
@@ -44,14 +44,14 @@ class MaeConfig(TaskConfig):
         "Normalise the target pixels of each patch by their mean and standard "
         "deviation.",
     )
-    decoder_width: int = key(512, "Features per token of the decoder.", at_least=4)
+    decoder_width: int = key(512, "Width of the decoder's tokens.", at_least=4)
     decoder_depth: int = key(8, "Number of blocks of the decoder.", at_least=1)
     decoder_num_heads: int = key(
         16, "Attention heads per block of the decoder.", at_least=1
     )
     decoder_mlp_dim: int = key(
         0,
-        "Hidden units of the decoder's MLPs; 0 is 4 times `decoder_width`.",
+        "Hidden units of the decoder's MLPs; 0 is 4 times `task.decoder_width`.",
         reason="MAE weights of transformers with decoder_intermediate_size",
     )
 
@@ -60,7 +60,7 @@ class MaeConfig(TaskConfig):
 
 
 class Mae(MaskedImageTask):
-    """See `task.Task`; the parameters are "network" and "decoder".
+    """The MAE task; the parameters are "network" and "decoder".
 
     Raises:
       UserError: no patch is visible, the encoder adds positions elsewhere than at the
@@ -118,7 +118,7 @@ class Mae(MaskedImageTask):
         return {"network": network, "decoder": decoder}, None
 
     def predict(self, params, batch, *, train=False, key=None):
-        """See `MaskedImageTask`; the patches of the lowest noise (B, N) are visible."""
+        """Returns predictions and mask; patches of lowest noise (B, N) are visible."""
         return self._predict(self.model, self.decoder, params, batch, train, key)
 
     def _predict(self, model, decoder, params, batch, train=False, key=None):
@@ -147,7 +147,10 @@ class Mae(MaskedImageTask):
         return {"loss": mean_over(errors, counted)}
 
     def pixels_of(self, predicted, images):
-        """See `MaskedImageTask`; mean and contrast are those of the hidden patches."""
+        """Returns predictions as normalised pixels.
+
+        With `normalize_targets`, mean and contrast are taken from the hidden patches.
+        """
         if not self.config.normalize_targets:
             return predicted
         mean, deviation = _statistics(patchify(images, self.model.config.patch_size))

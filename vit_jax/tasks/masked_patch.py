@@ -1,10 +1,10 @@
 """Masked patch prediction (ViT, arXiv:2010.11929, section 4.6 and appendix B.1.2).
 
 Half of the patch embeddings are corrupted: most become a learned mask token, some the
-embedding of another patch, some stay. The colours of the corrupted patches are predicted
-from their representations. No code was published; docs/decisions.md records how this
-file settles what the paper leaves open. Letters: B images, Y by X pixels, C channels,
-N patches, S cells of a patch, D width, L colour classes, P side of a patch.
+embedding of another patch, some stay. The colours of the corrupted patches are
+predicted from their representations. No code was published; docs/decisions.md records
+how this file settles what the paper leaves open. Letters: B images, Y by X pixels, C
+channels, N patches, S cells of a patch, D width, L colour classes, P side of a patch.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ NUM_COLORS = _LEVELS**3
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MaskedPatchConfig(TaskConfig):
-    """Masked patch prediction: the colours of corrupted patches."""
+    """Masked patch prediction: predicts the colours of corrupted patches."""
 
     has_pictures: ClassVar[bool] = True
     needs_all_patches: ClassVar[bool] = True
@@ -52,8 +52,9 @@ class MaskedPatchConfig(TaskConfig):
     )
     target: str = key(
         "mean_color",
-        'Target of a patch: "mean_color", one of 512 colours; "colors_4x4", one of 512 '
-        'colours for each of 4x4 cells; or "pixels", with a squared error.',
+        'Target of a patch: "mean_color", its mean colour as one of 512 classes; '
+        '"colors_4x4", one of 512 classes for each of 4x4 cells; or "pixels", the '
+        "pixels, with a squared error.",
         choices=("mean_color", "colors_4x4", "pixels"),
     )
 
@@ -69,10 +70,10 @@ class MaskedPatchConfig(TaskConfig):
 
 
 class MaskedPatch(MaskedImageTask):
-    """See `task.Task`; the parameters are "network", "mask_token" and "decoder".
+    """The task of masked patches; parameters: "network", "mask_token" and "decoder".
 
-    With colours as targets, `extra` holds how often each colour was seen, for the
-    accuracy of always predicting the most frequent one.
+    If targets are colours, `extra` holds how often each colour was seen, for the
+    accuracy of always predicting the most frequent colour.
 
     Raises:
       UserError: no or all patches are corrupted, or the target does not suit the
@@ -89,7 +90,7 @@ class MaskedPatch(MaskedImageTask):
                 f"{self.num_patches} patches: choose one that corrupts some, but not all"
             )
         self._in_colors = config.target != "pixels"
-        # A run that continues another one knows its colours.
+        # A run that starts from another one continues its counts.
         self.statistics = ("color_counts",) if self._in_colors else ()
         if self._in_colors and data.channels != 3:
             raise UserError(
@@ -125,7 +126,7 @@ class MaskedPatch(MaskedImageTask):
         return params, extra
 
     def chosen(self, batch: dict) -> Bool[Array, "B N"]:
-        """Returns which patches are predicted, among them those that stay unchanged."""
+        """Returns which patches are predicted, including those that stay unchanged."""
         return ranks(batch["order"]) < self._num_corrupted
 
     def corrupt(
@@ -136,9 +137,9 @@ class MaskedPatch(MaskedImageTask):
         Args:
           patches: embeddings without positions.
           token: mask token.
-          batch: random numbers of `draw`: order (B, N), by which patches are chosen, the
-            lowest first; lot (B, N) in [0, 1), which decides between masking, swapping
-            and keeping; source (B, N), index of the patch that replaces a swapped one.
+          batch: random numbers of `draw`: order (B, N), whose lowest numbers choose the
+            patches; lot (B, N) in [0, 1), which decides between masking, swapping and
+            keeping; source (B, N), index of the patch that replaces a swapped one.
         """
         config, chosen, lot = self.config, self.chosen(batch), batch["lot"]
         masked = chosen & (lot < config.mask_share)
@@ -173,7 +174,7 @@ class MaskedPatch(MaskedImageTask):
         return {"color_counts": extra["color_counts"] + stats["color_share"]}
 
     def metrics(self, extra, batch, predicted, mask):
-        """See `MaskedImageTask`; for colours also accuracies."""
+        """Returns the loss per image, and accuracies if the targets are colours."""
 
         def over_chosen(values):
             """Averages (B, N) or (B, N, S) over the chosen patches."""
@@ -220,8 +221,8 @@ class MaskedPatch(MaskedImageTask):
     ) -> Int[Array, "B N"]:
         """Returns the class of the mean colour of the neighbours that are not corrupted.
 
-        A patch has up to eight neighbours; if all are corrupted, the mean is that of all
-        uncorrupted patches of the image.
+        A patch has up to eight neighbours; if all are corrupted, the mean is that of
+        all uncorrupted patches of the image.
         """
         (rows, columns), side = self.model.grid, self.model.config.patch_size
         shown = ~chosen[..., None]
@@ -236,7 +237,7 @@ class MaskedPatch(MaskedImageTask):
         return _color_classes(x[..., :3], x[..., 3:])
 
     def pixels_of(self, predicted, images):
-        """See `MaskedImageTask`; each cell has its most likely colour."""
+        """Returns normalised pixels: the likeliest colour of each cell."""
         if not self._in_colors:
             return predicted
         B, N, _ = predicted.shape

@@ -1,4 +1,4 @@
-"""The base of tasks that hide patches: images without labels, masks, patches as pixels.
+"""Base class of tasks that hide patches of images and predict them, without labels.
 
 Letters: B images, Y by X pixels, C channels, N patches, P side of a patch, D width.
 """
@@ -26,8 +26,8 @@ class MaskedImageTask(ImageTask):
     """A task that hides a part of each image and predicts it, without labels.
 
     The parameters are "network" and those that the task adds. The random numbers of an
-    image depend on its position in the run, so results do not depend on the mesh, on the
-    number of microbatches or on resumes. A subclass defines `init`, `predict` and
+    image depend on its position in the run, so results do not depend on the mesh, on
+    the number of microbatches or on resumes. A subclass defines `init`, `predict` and
     `metrics`.
 
     Args:
@@ -76,13 +76,13 @@ class MaskedImageTask(ImageTask):
     ) -> tuple[Float[Array, "B N outputs"], Mask]:
         """Returns predictions for all tokens, and the mask of the hidden ones.
 
-        A token covers `encoder_stride` pixels squared: in a Vision Transformer a
-        patch.
+        A token covers a square of `encoder_stride` by `encoder_stride` pixels, which is
+        a patch in a Vision Transformer.
 
         Args:
           params: trained parameters, see `init`.
           batch: image (B, Y, X, C), normalised, and the arrays of `draw`.
-          train, key: see `Model.apply`.
+          train, key: arguments of `Model.apply`.
         """
 
     @abc.abstractmethod
@@ -147,7 +147,7 @@ _MASKS = 0x6D61736B
 
 
 def check_unlabelled(name: str, data: DataConfig) -> None:
-    """Raises UserError if the config has classes, which the task would not learn."""
+    """Raises UserError if the config has classes: the task would not learn them."""
     if data.num_classes:
         raise UserError(
             f"data.num_classes={data.num_classes} with task.name={name!r}, which reads no "
@@ -166,7 +166,7 @@ def mean_over(values: Num[Array, "B N"], mask: Mask) -> Float[Array, " B"]:
 
 
 def patchify(images: Num[Array, "B Y X C"], side: int) -> Num[Array, "B N PPC"]:
-    """Cuts images into patches, row by row, as are the pixels of each; channels last."""
+    """Cuts images into patches, row by row, and flattens each with channels last."""
     B, Y, X, C = images.shape
     x = images.reshape(B, Y // side, side, X // side, side, C)
     return x.transpose(0, 1, 3, 2, 4, 5).reshape(B, -1, side * side * C)
@@ -199,7 +199,7 @@ def fill(
     Args:
       images: images to change.
       mask: hidden patches.
-      patches: pixels, or one number, to put in place of the hidden patches.
+      patches: pixels that replace the hidden patches, or one number for all of them.
       side: side of a patch in pixels.
     """
     grid = images.shape[1] // side, images.shape[2] // side

@@ -1,4 +1,4 @@
-"""Predictions of the task by which weights were pretrained, if a file holds it."""
+"""Shows predictions of the pretraining task, if a file of weights includes the task."""
 
 from collections.abc import Callable
 
@@ -29,8 +29,8 @@ def pictures(
 
     Returns:
       Function from the network's parameters and normalised images (B, Y, X, C) to
-      `Task.pictures`; the mask of an image depends on its index in the batch alone. None
-      if the weights hold no task, or the task predicts no images.
+      `Task.pictures`; the mask of an image depends only on its index in the batch. None
+      if the weights do not include the task, or the task predicts no images.
     """
     kind = TASKS.get(pretrained.task.get("name", ""))
     if kind is None or not kind.has_pictures or not pretrained.task_params:

@@ -1,8 +1,8 @@
 """Semantic segmentation: the class of every pixel.
 
-A head on the features of some layers, see models/segmenter.py, of a trained network or a
-frozen one. The loss is the cross-entropy of the pixels that have a class, at the size of
-the images, and perhaps the Dice loss (arXiv:1606.04797).
+A head predicts classes from features of some layers of a network (models/segmenter.py),
+which is trained too or frozen. The loss is the cross-entropy of the pixels that have a
+class, at the size of the images, optionally with the Dice loss (arXiv:1606.04797).
 Letters: B images, Y by X pixels, C channels, L classes.
 """
 
@@ -36,19 +36,19 @@ class SegmentationConfig(TaskConfig):
     name: str = key("segmentation", "Task to train.")
     head: str = key(
         "linear",
-        'Head on the features: "linear", a BatchNorm and a linear layer, or "pyramid", '
-        "convolutions at several scales.",
+        'Head that predicts classes from features: "linear", a BatchNorm and a linear '
+        'layer, or "pyramid", convolutions at several scales.',
         choices=tuple(segmenter.HEADS),
     )
     layers: tuple[int, ...] = key(
         (-1,),
-        "Layers whose features the head gets, joined, as (-4, -3, -2, -1), numbered as "
-        "in `Model.layer_features`.",
+        "Layers whose features are concatenated for the head, such as (-4, -3, -2, "
+        "-1), numbered as in `Model.layer_features`.",
         at_least=None,
         distinct=True,
     )
-    width: int = key(256, "Features of the pyramid.", at_least=1)
-    frozen: bool = key(False, "Train the head only.")
+    width: int = key(256, "Number of features of the pyramid head.", at_least=1)
+    frozen: bool = key(False, "Freeze the network and train only the head.")
     dice: float = key(
         0.0,
         "Weight of a Dice loss that is added to the cross-entropy; 0 is off.",
@@ -56,8 +56,9 @@ class SegmentationConfig(TaskConfig):
     )
     dice_of: str = key(
         "batch",
-        'Pixels over which a Dice coefficient is computed: all of the "batch", or '
-        'those of each "image", with squares, as in mmsegmentation.',
+        'Pixels over which a Dice coefficient is computed: "batch", all pixels of the '
+        'batch, or "image", the pixels of each image, with squared terms as in '
+        "mmsegmentation.",
         reason="recipes of mmsegmentation",
         choices=("batch", "image"),
     )
@@ -75,12 +76,12 @@ class SegmentationConfig(TaskConfig):
 
 
 class Segmentation(ImageTask):
-    """See `task.Task`; the parameters are "network" and "segmenter".
+    """The segmentation task; the parameters are "network" and "segmenter".
 
-    A frozen network is in `extra`, where the running means of the head are too.
+    `extra` holds the running means of the head, and the network if it is frozen.
 
     Raises:
-      UserError: the data have no masks, or the network no such layers.
+      UserError: the data have no masks, or the network does not have the layers.
     """
 
     statistics = (MEANS,)
@@ -165,13 +166,13 @@ class Segmentation(ImageTask):
     def segment(
         self, params: dict, extra: dict, images: Float[Array, "B Y X C"]
     ) -> Float[Array, "B y x L"]:
-        """Returns the logits of a grid of cells, see `Segmenter.logits`."""
+        """Returns the logits for a grid of cells, see `Segmenter.logits`."""
         return self._segmenter.logits(
             self.backbone(params, extra), params[SEGMENTER], extra[MEANS], images
         )
 
     def training_flops(self):
-        """See `Task`; a frozen network has no backward pass."""
+        """Returns the operations per image; a frozen network has no backward pass."""
         config, classes = self.config, self.data.num_classes
         shapes = (
             self.model.shapes,
@@ -191,9 +192,9 @@ class Segmentation(ImageTask):
 
 
 def pixel_weights(labels: Int[Array, "B Y X"]) -> Float[Array, " B"]:
-    """Returns weights of the pixels that have a class: 1 by their mean number per image.
+    """Returns a weight per image: 1 divided by the mean number of labelled pixels.
 
-    All are equal, one for each image, so that they can be split into microbatches.
+    All weights are equal; there is one per image so that they split into microbatches.
     """
     B, count = len(labels), (labels != IGNORED).sum()
     return jnp.full(B, B / jnp.maximum(count, 1))
@@ -207,7 +208,7 @@ def cross_entropy(
     """Returns the mean cross-entropy of the pixels that have a class.
 
     Args:
-      logits, labels: of the pixels.
+      logits, labels: logits and class of each pixel.
       weights: weight of a pixel in the sum over an image, see `pixel_weights`.
     """
     terms = optax.losses.softmax_cross_entropy_with_integer_labels(
@@ -222,12 +223,12 @@ def dice(
 ) -> Float[Array, ""]:
     """Returns 1 minus the mean soft Dice coefficient of the classes of the batch.
 
-    A coefficient is twice the sum of the probabilities in a class's pixels, divided by the
-    sum of all its probabilities and the number of its pixels (arXiv:1606.04797, without
-    squares).
+    The coefficient of a class is twice the sum of its probabilities in its pixels,
+    divided by the sum of its probabilities in all pixels plus the number of its pixels
+    (arXiv:1606.04797, without squares).
     """
     classes, pixels = logits.shape[-1], (0, 1, 2)
-    true = jax.nn.one_hot(labels, classes)  # An ignored pixel is of no class.
+    true = jax.nn.one_hot(labels, classes)  # An ignored pixel has no class.
     counted = (labels != IGNORED)[..., None]
     probabilities = jnp.where(counted, jax.nn.softmax(logits), 0)
     present = true.sum(pixels)
@@ -242,11 +243,12 @@ def dice_of_images(
 ) -> Float[Array, ""]:
     """Returns 1 minus the mean Dice coefficient of all classes in each image.
 
-    A coefficient is (2 sum of p t + 1) / (sum of p^2 + sum of t + 1), for probabilities p
-    and t 1 in a class's pixels, as in mmsegmentation's DiceLoss with its exponent=2 and
-    smooth=1 (0c87f7a, mmseg/models/losses/dice_loss.py; later versions have another
-    formula). Classes that an image lacks count. A pixel that has no class adds nothing to the
-    first sum, and counts for the last class in the others, as there.
+    A coefficient is (2 sum of p t + 1) / (sum of p^2 + sum of t + 1), with
+    probabilities p, and t = 1 in pixels of the class and 0 elsewhere, as in
+    mmsegmentation's DiceLoss with exponent=2 and smooth=1 (0c87f7a,
+    mmseg/models/losses/dice_loss.py; later versions have another formula). Classes that
+    an image lacks count. As in that code, a pixel that has no class adds nothing to the
+    first sum, and counts for the last class in the others.
     """
     classes, pixels = logits.shape[-1], (1, 2)
     ignored = labels == IGNORED

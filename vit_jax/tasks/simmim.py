@@ -1,9 +1,9 @@
 """SimMIM (arXiv:2111.09886): predicts hidden patches from all tokens by a linear layer.
 
-Square units of pixels are hidden, whose size does not depend on the patch size; a mask
-token replaces the embeddings of their patches, and the loss is the absolute error of
-their pixels, as in microsoft/SimMIM. In a Swin Transformer, which merges patches, each
-token of the last stage predicts all its pixels.
+The hidden parts are square units of pixels, whose size does not depend on the patch
+size. A mask token replaces the embeddings of their patches, and the loss is the
+absolute error of their pixels, as in microsoft/SimMIM. In a Swin Transformer, which
+merges patches, each token of the last stage predicts all pixels that it covers.
 """
 
 import dataclasses
@@ -26,19 +26,22 @@ from vit_jax.tasks.task import TaskConfig
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SimMimConfig(TaskConfig):
-    """SimMIM: the pixels of hidden units, predicted from all tokens."""
+    """SimMIM: predicts the pixels of hidden units from all tokens."""
 
     has_pictures: ClassVar[bool] = True
     needs_all_patches: ClassVar[bool] = True
 
     name: str = key("simmim", "Task to train.")
     mask_ratio: float = key(
-        0.6, "Fraction of the units that is hidden, rounded up.", above=0, below=1
+        0.6,
+        "Fraction of the units (`task.mask_unit`) that is hidden, rounded up.",
+        above=0,
+        below=1,
     )
     mask_unit: int = key(
         32,
-        "Side of a unit that is hidden as a whole, in pixels: a multiple of the side "
-        "of a patch, in Swin of a patch of the last stage.",
+        "Side in pixels of a unit, a square that is hidden as a whole; a multiple of "
+        "the patch size, or in Swin of the patch size of the last stage.",
         at_least=1,
     )
 
@@ -47,10 +50,10 @@ class SimMimConfig(TaskConfig):
 
 
 class SimMim(MaskedImageTask):
-    """See `task.Task`; the parameters are "network", "mask_token" and "decoder".
+    """The SimMIM task; the parameters are "network", "mask_token" and "decoder".
 
     Raises:
-      UserError: units are no multiples of patches, do not divide the image, or are all
+      UserError: units are not multiples of patches, do not divide the image, or are all
         hidden.
     """
 
@@ -127,8 +130,8 @@ class SimMim(MaskedImageTask):
     def metrics(self, extra, batch, predicted, mask):
         """Returns the mean absolute error over the hidden pixels as "loss".
 
-        It is averaged per image; the original divides by the hidden pixels of a batch,
-        plus 1e-5.
+        It is averaged per image; the original divides by the number of hidden pixels of
+        the batch plus 1e-5.
         """
         images = batch["image"].astype(jnp.float32)
         targets = patchify(images, self.model.config.encoder_stride)

@@ -33,21 +33,22 @@ from vit_jax.errors import UserError
 from vit_jax.models import STATE, Model, cost, patches, stacking
 from vit_jax.models.patches import PatchSequences
 
-if TYPE_CHECKING:  # Tasks without texts have none.
+if TYPE_CHECKING:  # Not imported for tasks without texts.
     from vit_jax.models.text_tower import TextTower
 
-Tree = Any  # Nested dicts of arrays, or None where there is nothing.
+Tree = Any  # Nested dicts of arrays; None if there are no arrays.
 Batch = dict[str, jax.Array | PatchSequences]
 
 
 class Pictures(NamedTuple):
-    """Inputs and predictions of a task: images (B, Y, X, C), normalised like a batch.
+    """Inputs and predictions of a task as images (B, Y, X, C), normalised like a batch.
 
     Attributes:
       original: the images.
       masked: their visible part, which the network gets.
       reconstruction: the predictions for the whole images.
-      reconstruction_and_visible: the predictions in the hidden part, the images elsewhere.
+      reconstruction_and_visible: the predictions in the hidden part, the images
+        elsewhere.
     """
 
     original: jax.Array
@@ -60,11 +61,11 @@ class Ratio(NamedTuple):
     """A quotient of two means, such as the fraction of pixels that are right.
 
     The trainer averages both over the microbatches of a step before it divides, so that
-    it does not depend on their number.
+    the quotient does not depend on the number of microbatches.
 
     Attributes:
       total: numerator.
-      count: denominator; where it is 0, so is the quotient.
+      count: denominator; if it is 0, the quotient is 0.
     """
 
     total: jax.Array
@@ -93,16 +94,17 @@ class Task(Protocol):
     Attributes:
       model: network that is evaluated and exported; `backbone` returns its parameters.
       notes: lines that are logged at every start.
-      tower: text tower for evaluations, None if the task has none; its parameters are
-        the task's, under the names of models/text.py.
-      segment: method of `params`, `extra` and normalised images (B, Y, X, C) to the logits of
-        a grid of cells, (B, y, x, classes); None if the task classifies no pixels.
-      statistics: names of the entries of `extra` that its predictions need beside the
-        parameters, such as running means, or that another run starts with.
-      trained: path in `params` of a network that is trained in the place of the one that
-        `backbone` returns, as a student; None if there is none.
-      coupled: names of what `loss` computes from several images of a microbatch at once,
-        as BatchNorm, so that its results depend on the number of microbatches.
+      tower: text tower for evaluations; None if the task does not have one. Its
+        parameters are the task's, under the names of models/text.py.
+      segment: method from `params`, `extra` and normalised images (B, Y, X, C) to the
+        logits of a grid of cells, (B, y, x, classes); None if the task does not
+        classify pixels.
+      statistics: names of entries of `extra` that predictions need beside the
+        parameters, such as running means, or that another run starts from.
+      trained: path in `params` of a network, such as a student, that is trained instead
+        of the one that `backbone` returns; None if both are the same.
+      coupled: names of computations in `loss` over several images of a microbatch, such
+        as BatchNorm, whose results depend on the number of microbatches.
     """
 
     model: Model
@@ -120,14 +122,14 @@ class Task(Protocol):
     def init(self, rng: jax.Array) -> tuple[dict, Tree]:
         """Draws the parameters, and `extra`, the state beside them.
 
-        It is traced; arrays from files come from `load`.
+        This method is traced; arrays from files come from `load`.
         """
 
     def load(self) -> dict:
-        """Loads entries of `extra` from files, in place of those of `init`.
+        """Loads entries of `extra` from files, which replace those of `init`.
 
-        It is called when a run begins; a resumed run has them in its checkpoint. It may
-        also be called without a run.
+        The trainer calls it when a run begins; a resumed run has the entries in its
+        checkpoint. It may also be called without a run.
 
         Raises:
           UserError: an entry cannot be read, or has another shape.
@@ -135,10 +137,10 @@ class Task(Protocol):
         return {}
 
     def metadata(self) -> dict:
-        """Returns the values from which a resumed run builds this task without its files.
+        """Returns values from which a resumed run builds this task without its files.
 
-        They are stored in every checkpoint as JSON, and are the `saved` of
-        `TaskConfig.build` when the run resumes. Tuples come back as lists.
+        They are stored in every checkpoint as JSON, and passed to `TaskConfig.build` as
+        `saved` when the run resumes. Tuples become lists.
         """
         return {}
 
@@ -150,10 +152,11 @@ class Task(Protocol):
         """Checks the number of images that `loss` gets at once.
 
         Returns:
-          Lines about what is computed otherwise than the config asks for, for the log.
+          Lines for the log about computations that differ from what the config asks
+          for.
 
         Raises:
-          UserError: the loss is not defined for so few.
+          UserError: the loss is not defined for this number.
         """
         return []
 
@@ -161,8 +164,8 @@ class Task(Protocol):
     def prepare(self, batch: Batch, rng: jax.Array) -> Batch:
         """Transforms a batch on the device, before it is split into microbatches.
 
-        What the loss divides by is computed here, where the whole batch is at hand: a
-        loss of images, or pixels, of different weights gets weights whose mean is 1.
+        A divisor of the loss is computed here, where the whole batch is available: if
+        images or pixels have different weights, the loss gets weights whose mean is 1.
         """
 
     @abc.abstractmethod
@@ -178,9 +181,9 @@ class Task(Protocol):
           rng: key of dropout and all other random numbers of the step.
 
         Returns:
-          The loss; scalar metrics, "loss" among them, the same; and statistics for `update`.
-          Gradients, metrics and statistics of several microbatches are averaged. A metric
-          or statistic that is no mean over images is a `Ratio`.
+          The loss; scalar metrics, including the loss as "loss"; and statistics for
+          `update`. Gradients, metrics and statistics of several microbatches are
+          averaged. A metric or statistic that is not a mean over images is a `Ratio`.
         """
 
     def update(self, extra: Tree, params: dict, stats: Tree, step: jax.Array) -> Tree:
@@ -188,8 +191,8 @@ class Task(Protocol):
 
         Args:
           extra: state before the step.
-          params: parameters after the step as evaluations read them: of a schedule-free
-            optimiser the mean of the steps.
+          params: parameters after the step as evaluations read them; for a
+            schedule-free optimiser this is its average over the steps.
           stats: statistics that `loss` returned.
           step: number of steps taken, this one included.
         """
@@ -203,7 +206,7 @@ class Task(Protocol):
         Args:
           params, extra: training state.
           batch: "image" (B, Y, X, C), normalised, and "index" (B,), record numbers.
-          rng: key, the same at every evaluation.
+          rng: random key, equal in all evaluations.
 
         Returns:
           Metric name to a value per image, (B,), whose mean is reported; may be empty.
@@ -216,7 +219,7 @@ class Task(Protocol):
         """Returns inputs and predictions as images, for trackers and figures.
 
         Args:
-          params, extra, batch, rng: see `held_out_metrics`.
+          params, extra, batch, rng: arguments of `held_out_metrics`.
 
         Returns:
           The images; None if the task predicts none.
@@ -224,17 +227,17 @@ class Task(Protocol):
         return None
 
     def warning(self, metrics: dict[str, float]) -> str:
-        """Returns a warning about the training and its remedy; "" if there is no problem.
+        """Returns a warning about the training and its remedy; "" without a problem.
 
         Args:
-          metrics: metrics of a logged step; it is called for each of them, in order.
+          metrics: metrics of a logged step; the trainer calls this for each such step.
         """
         return ""
 
     def backbone(self, params: dict, extra: Tree) -> dict:
         """Returns the parameters of `model`: `params`, `extra`, or a dict within one.
 
-        The leaves may be anything, such as the paths by which checkpoints are read.
+        The leaves may be of any type: checkpoints are read with paths as leaves.
         """
         return params
 
@@ -243,8 +246,8 @@ class Task(Protocol):
     ) -> tuple[dict, Tree]:
         """Returns the state of `init` with the given parameters of `model` in it.
 
-        By default they replace what `backbone` returns. A task that holds them twice,
-        as student and teacher, replaces both.
+        By default they replace what `backbone` returns. A task with two networks, a
+        student and a teacher, replaces both.
 
         Args:
           params, extra: state of `init`.
@@ -263,15 +266,15 @@ class Task(Protocol):
     ) -> tuple[dict, Tree]:
         """Returns the state of `init` with the task's pretrained parameters in it.
 
-        By default without those that `left_out` names.
+        By default, parameters that `left_out` names stay as in `init`.
 
         Args:
           params, extra: state of `init`.
-          task_params: parameters beside the network of weights whose task has the same
-            name, see `Pretrained`.
+          task_params: parameters beside the network, from weights whose task has the
+            same name, see `Pretrained`.
 
         Raises:
-          UserError: a task needs them all, and a name or shape differs.
+          UserError: the task needs all of them, and a name or shape differs.
         """
         left = self.left_out(params, extra, task_params)
 
@@ -286,9 +289,10 @@ class Task(Protocol):
         return fill(params), fill(extra) if extra else extra
 
     def left_out(self, params: dict, extra: Tree, task_params: dict) -> dict[str, str]:
-        """Returns why `with_task_params` leaves parameters out, by their names.
+        """Returns the names of parameters that `with_task_params` omits, with reasons.
 
-        Args: see `with_task_params`; shapes are enough.
+        Args:
+          params, extra, task_params: arguments of `with_task_params`, or their shapes.
         """
         has = {**params, **(extra or {})}
         left = {}
@@ -302,7 +306,7 @@ class Task(Protocol):
     def training_flops(self) -> int | None:
         """Returns the floating-point operations of a training step, per image.
 
-        The forward and the backward pass count, rematerialisation does not: 6 per
+        Forward and backward pass count, rematerialisation does not: 6 operations per
         multiply-accumulate of a trained layer, 2 of a frozen one.
         """
         return cost.training_flops(self.model)
@@ -310,9 +314,10 @@ class Task(Protocol):
     def tower_flops(self) -> dict[str, int | None]:
         """Returns the operations of the forward pass of each tower, per image.
 
-        A tower is a part of `params`, by its name, whose inputs do not come from others:
-        frozen as a whole, as in LiT, it has no backward pass, which is two of the three
-        passes that `training_flops` counts. By default there is none; None: unknown.
+        A tower is a named part of `params` whose inputs do not come from other parts.
+        If the whole tower is frozen, as in LiT, it has no backward pass, which accounts
+        for two thirds of its operations in `training_flops`. By default the result
+        is empty; a value is None if unknown.
         """
         return {}
 
@@ -321,7 +326,7 @@ class ImageTask(Task):
     """Base of tasks whose batches are images, transformed by `data.train_transform`.
 
     Args:
-      model: see `Task`.
+      model: network that is trained.
       data: `config.data`.
 
     Attributes:
@@ -337,19 +342,19 @@ class ImageTask(Task):
         self.model, self.data = model, data
         host, device = data.transforms
         self._ops = device_transforms.apart(device, data.repeats)
-        # Before the device enlarges them.
+        # Shapes as loaded, before the device resizes the images.
         made = parse.loaded(parse.Transforms(host, ()), data)
         self._specs, self._packs = made, data.transforms.packs
         if "grids" in made:
             self._check_sequences()
-        else:  # One view of an image, whatever else a transform makes.
+        else:  # Only one view of an image, even if a transform makes several.
             shape, dtype = made["image"]
             self._specs = {"image": (shape[-3:], dtype)}
 
     def batch_spec(self, batch_size: int) -> dict[str, jax.ShapeDtypeStruct]:
         """Returns image (B, Y, X, C) and index (B,).
 
-        Of sequences of K images each it is image (B / K, N S, S, C), and grids
+        With sequences of K images each, it returns image (B / K, N S, S, C) and grids
         (B / K, K, 2), see models/patches.py.
         """
         if batch_size % self._packs:
@@ -392,7 +397,7 @@ class ImageTask(Task):
         if self._ops:
             raise UserError(
                 f"{where}: {type(self._ops[0]).__name__.lower()} acts on whole images: "
-                "put nothing behind naflex, whose arguments crop and flip"
+                "put no transform after naflex, which has arguments to crop and flip"
             )
 
 
@@ -405,20 +410,20 @@ def transform(
 ) -> tuple[jax.Array | PatchSequences, jax.Array]:
     """Returns transformed and normalised images, and labels mixed as the images are.
 
-    For label maps call `transforms.apply_to_maps(ops, label_maps, index, rng)` as well.
+    For label maps, also call `transforms.apply_to_maps(ops, label_maps, index, rng)`.
 
     Args:
       ops: device transforms, see `data.transforms.parse`.
       data: `config.data`, for its mean and standard deviation.
-      batch: image (B, Y, X, C) uint8, and index (B,), record numbers; also grids
-        (B, K, 2) of sequences.
-      rng: key.
-      labels: (B, L), floats; None if there are none.
+      batch: image (B, Y, X, C) uint8, and index (B,), record numbers; for sequences
+        also grids (B, K, 2).
+      rng: random key.
+      labels: labels, (B, L) floats; None for images without labels.
     """
     if labels is None:
         labels = jnp.zeros((len(batch["index"]), 1))
     images = batch["image"]
-    if ops:  # Sequences have none: several labels may belong to a row.
+    if ops:  # Never with sequences, whose rows may have several labels.
         images, labels = device_transforms.apply(
             ops, images, labels, batch["index"], rng
         )
@@ -442,7 +447,7 @@ def check_features(model: Model, task: str) -> None:
       task: name of the task that learns from its "pre_logits".
 
     Raises:
-      UserError: the network does not return them.
+      UserError: the network does not return "pre_logits".
     """
     if not model.representations:
         raise UserError(
@@ -452,18 +457,19 @@ def check_features(model: Model, task: str) -> None:
 
 
 def backbone_paths(task: Task, params: Tree, extra: Tree) -> dict[str, str]:
-    """Returns the paths in a training state at which it holds the network.
+    """Returns the paths of the network's parameters in a training state.
 
     Args:
       task: task that defines `backbone`.
       params, extra: state of `Task.init`, or its shapes.
 
     Returns:
-      "path": path of the parameters, as "params" or "params/network"; and "state": path
-      of the running means, if they are elsewhere.
+      "path": path of the parameters, such as "params" or "params/network"; and "state":
+      path of the running means, if they are elsewhere.
 
     Raises:
-      UserError: `backbone` returns something other than one dict of the state for each.
+      UserError: `backbone` does not return one dict of the state, or one dict for
+        parameters and one for running means.
     """
     paths = jax.tree.map_with_path(
         lambda keys, _: jax.tree_util.keystr(keys, simple=True, separator="/"),
@@ -506,13 +512,13 @@ def _replace(tree: dict, path: list[str], value: Tree) -> Tree:
 class TaskConfig:
     """Keys of `config.task` that every task has."""
 
-    # Whether the task has `Task.pictures`, computed from parameters alone.
+    # Whether the task has `Task.pictures` that need the parameters, but not `extra`.
     has_pictures: ClassVar[bool] = False
     # Whether the network gets a classifier, if the data set has classes.
     has_classifier: ClassVar[bool] = True
-    # Whether it predicts something of every patch, so that the network may drop none.
+    # Whether the task uses every patch, so that the network must not drop any.
     needs_all_patches: ClassVar[bool] = False
-    # Whether the network is in the parameters, of which `ema` holds a moving average.
+    # Whether `params`, and so their moving average `ema`, include the network.
     averages_network: ClassVar[bool] = True
 
     name: str = key("classification", "Task to train.")
@@ -533,7 +539,7 @@ class TaskConfig:
         """Checks that the config can be used without training records.
 
         Raises:
-          UserError: a value is computed from them, see `of_records`.
+          UserError: a value must be computed from training records, see `of_records`.
         """
 
     def build(

@@ -111,7 +111,7 @@ WHOLE = r": not whole numbers from 0 to 255"
         (IMAGES > 9, rf"bool \(6, 7, 9, 3\){WHOLE}"),
         (
             np.moveaxis(IMAGES, -1, 1),
-            r"int64 \(6, 3, 7, 9\) .*: channels do not stand last; take np\.moveaxis",
+            r"int64 \(6, 3, 7, 9\) .*: channels are not last; take np\.moveaxis",
         ),
         (IMAGES.astype(object), rf"object \(6, 7, 9, 3\){WHOLE}"),
         (IMAGES.astype(str), rf"<U21 \(6, 7, 9, 3\){WHOLE}"),

@@ -205,8 +205,8 @@ def test_what_lacks_its_other_half_is_counted_and_named(make, tmp_path, caplog):
     (tmp_path / "images/2.png").unlink()
     assert sorted(seeds(open_source(make(split="all"), "all"))) == [0, 3]
     (line,) = caplog.messages
-    assert "1 images have no mask, as images/1.png" in line
-    assert "1 masks have no image, as masks/2.png" in line
+    assert "1 images have no mask, such as images/1.png" in line
+    assert "1 masks have no image, such as masks/2.png" in line
     shutil.rmtree(tmp_path / "masks")
     write(tmp_path / "masks/other.png", numbers(0))
     with pytest.raises(UserError, match=r"none of the 3 images.*masks.*_mask"):
@@ -228,7 +228,7 @@ def test_two_files_of_one_stem_are_refused(make, tmp_path, twice):
     write_pair(tmp_path / "images/1.png", tmp_path / "masks/1.png", 1)
     (tmp_path / twice).write_bytes(b"other")
     with pytest.raises(
-        UserError, match=f"1.png and .*{twice} differ in the ending only"
+        UserError, match=f"1.png and .*{twice} differ only in the extension"
     ):
         open_source(make(split="all"), "all")
 

@@ -137,7 +137,9 @@ def test_commas_of_a_split_do_not_separate():
 
 @pytest.mark.parametrize("text", ["", "#train", "folder@#val", "@/a#val", "synthetic#"])
 def test_a_spec_with_an_empty_part_is_refused(text):
-    with pytest.raises(UserError, match=r"is not NAME\[@DIR\]\[#SPLIT\]: write as"):
+    with pytest.raises(
+        UserError, match=r"is not NAME\[@DIR\]\[#SPLIT\]: write for example"
+    ):
         spec.parse_spec(text, "train")
 
 

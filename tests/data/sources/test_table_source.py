@@ -192,7 +192,7 @@ def test_what_is_wrong_is_named(root, tmp_path):
     rows = rows_of(root)
     good = write(root / "good.csv", rows)
     cases = [
-        (data(root / "no.csv"), "train", "is no table"),
+        (data(root / "no.csv"), "train", "is neither a table nor"),
         (data(good, image_key="path"), "train", "it has image, label, split"),
         (data(good, label_key="kind"), "train", "no such column.*num_classes=0"),
         (data(good, num_classes=4), "train", "num_classes=3"),
@@ -200,7 +200,10 @@ def test_what_is_wrong_is_named(root, tmp_path):
     with pytest.raises(NoSplit, match="no split 'test'"):
         open_source(data(good), "test")
     for wrong, row in (
-        ("names the image 'no.png', and there is no file", {"image": "no.png"}),
+        (
+            "names the image 'no.png', but the file .* does not",
+            {"image": "no.png"},
+        ),
         ("has no path in column 'image'", {"image": " "}),
         ("has class 'dog', which the training split", {"label": "dog"}),
         ("has no label in column 'label'", {"label": ""}),
@@ -252,7 +255,7 @@ def test_missing_items_of_lists_are_refused_and_missing_splits_counted(
         row["split"] = nothing
     del rows[3]["split"]
     assert len(open_source(data(write(place, rows)), "train")) == 15
-    assert f"{place}: 4 rows have nothing in column 'split', as row 1" in caplog.text
+    assert f"{place}: 4 rows are empty in column 'split', such as row 1" in caplog.text
     blank = [row | {"split": nothing} for row in rows]
     assert len(open_source(data(write(place, blank), split="all"), "all")) == 23
 
@@ -335,7 +338,9 @@ def test_names_without_folder_and_ending(root, tmp_path):
     ]
     place = write(root / "kaggle.csv", rows)
     keys = {"image_key": "id", "num_classes": 2, "split": "all"}
-    with pytest.raises(UserError, match="no file .*set .*data.image_suffix=.png"):
+    with pytest.raises(
+        UserError, match="does not exist: .*set .*data.image_suffix=.png"
+    ):
         open_source(data(place, image_dir="train/ant", **keys), "all")
     keys["image_suffix"] = ".png"
     source = open_source(data(place, image_dir="train/ant", **keys), "all")
@@ -370,7 +375,7 @@ def test_files_listed_again_and_alike_classes_are_told(root, caplog):
     assert "twice.csv: 3 rows list a file again; each file counts once" in caplog.text
     alike = [rows[0] | {"label": "Ant"}, *rows[1:]]
     open_source(data(write(root / "case.csv", alike), num_classes=4), "train")
-    assert "the classes 'Ant' and 'ant' differ in case or blanks alone" in caplog.text
+    assert "the classes 'Ant' and 'ant' differ only in case or spaces" in caplog.text
     write(place, [*rows, rows[0] | {"image": f"./{rows[0]['image']}", "label": "cat"}])
     os.utime(place, (1, 1))
     with pytest.raises(
@@ -397,10 +402,10 @@ def test_damaged_tables_are_one_short_line(root):
     cells = write(root / "cells.parquet", [{"image": b"\xff" * 5_000, "label": "ant"}])
     for place, message in (
         (deep, "deep.json cannot be read"),
-        (lines, "text.jsonl cannot be read .*a row is no object"),
+        (lines, "text.jsonl cannot be read .*a row is not an object"),
         (
             nul,
-            r"nul.csv row 1 names the image 'train/a\\x00.png', and there is no file",
+            r"nul.csv row 1 names the image 'train/a\\x00.png', but the file .* does not",
         ),
         (cells, "in column 'image', not a path.*data.name='parquet'"),
         (bytes_, "label_key='label': .* is not the name or number of a class"),

@@ -100,7 +100,7 @@ def test_sub_splits_are_those_of_tfds(make, prepared, split):
             {"label_key": "x"},
             r"label_key='x': tiny_set/red has no such feature; .*; or set .*classes=0",
         ),
-        ("train", {"label_key": "picture"}, "'picture'.*holds no single class number"),
+        ("train", {"label_key": "picture"}, "'picture'.*is not a class number but"),
     ],
 )
 def test_what_a_set_lacks_is_a_user_error(make, split, keys, match):

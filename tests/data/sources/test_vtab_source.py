@@ -185,8 +185,12 @@ def test_images_of_zeros_and_ones_become_black_and_white(opened):
 @pytest.mark.parametrize(
     ("name", "split", "match"),
     [
-        ("norb_azimuth", "train", "has train800, val200, train800val200, test"),
-        ("norb_azimuth", "test[:100]", "has train800, val200, train800val200, test"),
+        ("norb_azimuth", "train", "has only train800, val200, train800val200, test"),
+        (
+            "norb_azimuth",
+            "test[:100]",
+            "has only train800, val200, train800val200, test",
+        ),
         ("clever", "test", r"'vtab/clever'.*one of caltech101, .*clevr_count"),
         ("dmlab", "val200", r"prepare --dataset=dmlab:2\.0\.1 --data_dir"),
     ],

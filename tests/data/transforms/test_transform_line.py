@@ -113,7 +113,7 @@ def test_a_level_of_augreg_stands_for_randaugment_and_mixup(level):
         ("upsample(32)", r"to \(32, 32\), but data\.image_size is \(13, 17\)"),
         ("upsample('a')", "size='a' is not a whole number"),
         ("flip | augreg('light1')", "augreg runs in the loader.* before flip"),
-        ("fip", "unknown operation 'fip'; known here are inception_crop.* mixup"),
+        ("fip", "unknown operation 'fip'; known are inception_crop.* mixup"),
         ("mixup", r"missing a required argument: 'alpha'; it is mixup\(alpha"),
         ("flip(0.3)", r"too many positional arguments; it is flip\(\)"),
         ("resize(sise=3)", r"unexpected keyword argument 'sise'; it is resize\(size"),
@@ -143,7 +143,8 @@ def test_evaluation_takes_only_operations_without_randomness():
     )
     for spec in ("flip", "random_resized_crop", "randaugment", "multi_crop"):
         with pytest.raises(
-            UserError, match=r"data\.eval_transform.*here are resize, resize_s"
+            UserError,
+            match=r"data\.eval_transform.*transforms without random choices are resize, resize_s",
         ):
             parse.parse_eval(spec, SIZE)
 

@@ -79,5 +79,5 @@ def test_images_of_no_one_size_are_refused(folder, data_config, spec):
 
 
 def test_larger_images_are_not_shrunk():
-    with pytest.raises(UserError, match="upsample to 33x51 of images that have 34x50"):
+    with pytest.raises(UserError, match="upsample to 33x51, but images have 34x50"):
         geometric.Upsample(SIZE)(jnp.zeros((2, 34, 50, 3)), jnp.eye(2), None, KEY)

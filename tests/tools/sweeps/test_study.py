@@ -170,7 +170,7 @@ AXES = "width=(12, 18), kind=("
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("get_study", "get_other", "has no get_study.*take one of configs/study/"),
+        ("get_study", "get_other", "has no get_study.*choose one of configs/study/"),
         ("return dict(\n", "return list(\n", "does not run: TypeError"),
         (
             "return dict(\n        axes",
@@ -239,8 +239,8 @@ def test_what_a_study_does_not_take_is_one_line(own, options, message):
 def run(own, tmp_path, monkeypatch):
     """Runs the study with made scores; returns the report and what was trained.
 
-    `scores` gets the folder of a run and its config, and returns a score, or why the run
-    diverged.
+    `scores` gets the folder of a run and its config, and returns a score, or why the
+    run diverged.
     """
 
     def start(scores=lambda place, config: 0.5, path=own, **options):

@@ -1,4 +1,4 @@
-"""What a batch has of a record besides the image."""
+"""Base class of fields: arrays of a batch besides the image."""
 
 import abc
 import dataclasses
@@ -16,13 +16,14 @@ Spec = tuple[tuple[int, ...], str]  # Shape and dtype of a row.
 
 @dataclasses.dataclass(frozen=True)
 class Field(abc.ABC):
-    """An array of a batch, with a row for each image; it is sent to loader processes.
+    """An array of a batch with a row per image; objects are sent to loader processes.
 
     Attributes:
       name: name of the array in a batch.
-      blank: value of rows that nothing is read for.
-      in_eval: whether batches of evaluations have it, too.
-      moves: whether transforms that move pixels change it, as a mask; see `move`.
+      blank: value of rows without a record.
+      in_eval: whether batches of evaluations have the field too.
+      moves: whether transforms that move pixels change the field, such as a mask; see
+        `move`.
     """
 
     name: ClassVar[str]
@@ -33,28 +34,28 @@ class Field(abc.ABC):
     @classmethod
     @abc.abstractmethod
     def of(cls, data: DataConfig, source: Source) -> "Field | None":
-        """Returns the field of a split; None if the config does not ask for it.
+        """Returns the field of a split; None if the config does not enable it.
 
         Raises:
-          UserError: it cannot be made of these records.
+          UserError: the records lack what the field needs.
         """
 
     @classmethod
     def part(cls, data: DataConfig) -> str:
-        """Returns the part of a fingerprint that has its values; "" if none has.
+        """Returns the part of a fingerprint that covers its values; "" if none does.
 
-        As "labels", or a name in `Entries.more`.
+        Parts are "labels" and the names in `Entries.more`.
         """
         return ""
 
     @classmethod
     def checksums(cls, data: DataConfig) -> dict[str, int]:
-        """Returns checksums of the files that it is read with, by their key of `data`."""
+        """Returns checksums of files that the field needs, by their key of `data`."""
         return {}
 
     @classmethod
     def missing(cls, data: DataConfig) -> str:
-        """Returns why the config does not ask for it, and the remedy, for a message."""
+        """Returns why the config does not enable the field, and the remedy."""
         raise NotImplementedError
 
     @classmethod
@@ -71,16 +72,17 @@ class Field(abc.ABC):
 
         Args:
           record: an item of a source.
-          size: height and width of its image before all transforms; None if unknown,
-            which it is not for a field that `moves`.
+          size: height and width of its image before all transforms; None if unknown. It
+            is known for a field that `moves`.
 
         Raises:
-          DamagedImage: it cannot be read.
-          UserError: it contradicts the config; the loader adds the record's name.
+          DamagedImage: the value cannot be read.
+          UserError: the value contradicts the config; the loader adds the record's
+            name.
         """
 
     def seen_by(self, op: HostTransform) -> bool:
-        """Returns whether a transform is called with the value of this field, too."""
+        """Returns whether a transform also gets the value of this field."""
         return False
 
     def move(
@@ -89,25 +91,25 @@ class Field(abc.ABC):
         """Applies a transform to the value of a field that `moves`.
 
         Args:
-          value: output of `read`, or of the transform before.
+          value: output of `read`, or of the previous transform.
           op: transform that moves pixels.
-          rng: gives it the choices that it made for the image.
+          rng: generator in the state that it had for the image, for the same choices.
           seen: values of the fields that are `seen_by` the transform.
         """
         return op(value, rng, *seen)
 
     def row(self, value: Any, rng: np.random.Generator) -> Any:
-        """Returns the row of a batch; `rng` has drawn for the image, and draws for it."""
+        """Returns the row of a batch; `rng` has already been used for the image."""
         return value
 
     def column(self, source: Source) -> np.ndarray | None:
-        """Returns the rows of all records if they lie in memory, else None."""
+        """Returns the rows of all records if they are in memory, else None."""
         return None
 
     def inspect(self, source: Source, records: Sequence[int]) -> None:
-        """Warns of what is odd in some records, before training begins."""
+        """Warns of suspicious values in some records before training begins."""
 
     def empty(self, rows: int, size: tuple[int, int]) -> np.ndarray:
-        """Returns rows that nothing was read for; see `spec`."""
+        """Returns rows of the value `blank`, without records."""
         shape, dtype = self.spec(size)
         return np.full((rows, *shape), self.blank, dtype)

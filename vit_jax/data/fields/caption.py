@@ -1,4 +1,4 @@
-"""The tokens of captions, or of prompts with the name of the class."""
+"""Tokens of captions, or of prompts with the name of the class."""
 
 import dataclasses
 import functools
@@ -19,7 +19,7 @@ class Caption(Field):
 
     Attributes:
       tokenizer, num_tokens, prompts: keys of `config.data`.
-      class_names: in label order, for prompts; empty where records have captions.
+      class_names: names in label order, for prompts; empty if records have captions.
     """
 
     name = TEXT
@@ -34,9 +34,9 @@ class Caption(Field):
         names = () if data.caption_key else imagenet.in_words(source.class_names)
         if not data.caption_key and not (data.has_labels and names):
             raise UserError(
-                f"data.name={data.name!r} has no names of classes to make captions of: "
-                "set data.caption_key, the column of its captions, or data.num_classes "
-                "of a set whose classes have names"
+                f"data.name={data.name!r} has no class names to make captions from: "
+                "set data.caption_key to the column of its captions, or "
+                "data.num_classes for a set whose classes have names"
             )
         return cls(data.tokenizer, data.num_tokens, data.prompts, names)
 
@@ -73,7 +73,7 @@ class Caption(Field):
         return _tokens(self.tokenizer, chosen, self.num_tokens)
 
 
-# The same names come again and again, and captions in every epoch.
+# Cached, because names of classes recur, and captions recur in every epoch.
 @functools.lru_cache(maxsize=2**16)
 def _tokens(tokenizer: str, text: str, num_tokens: int) -> np.ndarray:
     return open_tokenizer(tokenizer)([text], num_tokens)[0]

@@ -19,7 +19,7 @@ _INSPECTED = 1_000  # Images of a split whose orientation tags are read.
 
 @dataclasses.dataclass(frozen=True)
 class Image(Field):
-    """Pixels (H, W, C) of `data.pixels`; transforms make the arrays of a batch of them."""
+    """Pixels (H, W, C) of `data.pixels`, from which transforms make a batch's arrays."""
 
     name = "image"
     in_eval = True
@@ -60,7 +60,7 @@ class Image(Field):
     def is_upright(
         self, value: bytes | np.ndarray, source: Source, record: int
     ) -> bool:
-        """Returns whether an image need not be turned; warns if its tag is not read."""
+        """Returns whether an image is upright; warns if its tag is ignored."""
         exif = self.data.exif
         inspected = exif or not record % -(-len(source) // _INSPECTED)
         encoded = isinstance(value, bytes)
@@ -75,7 +75,7 @@ class Image(Field):
 
     def column(self, source):
         images = source.images
-        # Floats, fractions of white, are scaled one by one.
+        # Floats are fractions of white, which `read` scales one by one.
         return None if images is None or images.dtype == np.float32 else images
 
     def check_dtypes(
@@ -84,8 +84,8 @@ class Image(Field):
         """Raises UserError unless arrays have their dtypes.
 
         Args:
-          arrays: arrays made of an image, by name.
-          dtypes: theirs in a batch.
+          arrays: arrays made from an image, by name.
+          dtypes: dtypes of these arrays in a batch, by name.
           where: key of the transforms, and name of the record.
         """
         for name, array in arrays.items():
@@ -96,9 +96,9 @@ class Image(Field):
                 )
 
     def inspect(self, source, records):
-        """Warns, once, if at least half of some images are all but black, as 12 bits in 16.
+        """Warns once if at least half of the images are almost black, as 12 bits in 16.
 
-        Of what is read with all its bits, those are not whose values exceed `data.mean`.
+        If all bits are read, an image with values above `data.mean` is not dark.
         """
         from vit_jax.data import bands  # Loader processes do not need it.
 
@@ -114,16 +114,19 @@ class Image(Field):
             first, text = next(iter(odd.items()))
             warn(
                 f"{source.describe(first)} {text}; so are {len(odd)} of {len(records)} "
-                "images looked at: see that their values fill the range, or estimate "
+                "images looked at: make their values fill the range, or estimate "
                 "data.mean and data.std",
                 about="dark images",
             )
 
 
 def check_colors(ops: Iterable[Transform], data: DataConfig, key: str) -> None:
-    """Raises UserError if a transform of colours would get other bands, or more depth.
+    """Raises UserError if a transform of colours would get other bands or more depth.
 
-    `key` is that of the transforms, as "data.train_transform".
+    Args:
+      ops: transforms.
+      data: `config.data`.
+      key: key of the transforms, such as "data.train_transform".
     """
     for op in ops:
         if not op.on_colors:

@@ -33,8 +33,8 @@ class Label(Field):
                 "set --config.data.num_classes to the number of classes"
             )
         return (
-            f"data.mask_key={data.mask_key!r}: masks are read in place of labels, but this "
-            "task learns from labels: set data.mask_key=''"
+            f"data.mask_key={data.mask_key!r}: masks are read instead of labels, but "
+            "this task learns from labels: set data.mask_key=''"
         )
 
     def spec(self, size):
@@ -49,7 +49,7 @@ class Label(Field):
 
 
 class Labels(Label):
-    """Whether an image is of each class, int32 of 0 and 1."""
+    """A 1 for each class that an image has, else 0, int32."""
 
     def spec(self, size):
         return (self.num_classes,), "int32"

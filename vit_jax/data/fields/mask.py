@@ -1,4 +1,4 @@
-"""Label maps: the class of each pixel, of the mask of an image."""
+"""Label maps: the class of each pixel, from the mask of an image."""
 
 import dataclasses
 
@@ -38,7 +38,7 @@ class LabelMap(Field):
     def check(cls, ops, data):
         """Raises UserError if a transform cannot act on masks.
 
-        A transform of colours that moves no pixels changes the images only.
+        A transform of colours that moves no pixels changes only the images.
         """
         for op in ops:
             if not (op.moves_masks if op.moves_pixels else op.on_colors):
@@ -49,8 +49,8 @@ class LabelMap(Field):
                 )
                 raise UserError(
                     f"{where_of(op, 'data.train_transform')} does not act on masks, and "
-                    f"data.mask_key={data.mask_key!r}: remove it; {acting} do, and those "
-                    "of colours that move no pixels change the images only"
+                    f"data.mask_key={data.mask_key!r}: remove it; {acting} do, and "
+                    "transforms of colours that move no pixels change only the images"
                 )
 
     def spec(self, size):

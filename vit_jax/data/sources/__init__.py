@@ -1,4 +1,4 @@
-"""Kinds of data sets by name, in files that are imported when needed; open.py opens them."""
+"""Names of kinds of data sets; their modules are imported when needed (open.py)."""
 
 import re
 
@@ -6,7 +6,7 @@ from vit_jax.config.fields import CUSTOM, Registry
 
 _HERE = "vit_jax.data.sources"
 
-# Names, for messages, of kinds of data sets -> `base.SourceType`.
+# Kinds of data sets: name for messages -> `base.SourceType`.
 SOURCES = Registry(
     {
         "digits": f"{_HERE}.arrays:DIGITS",
@@ -22,7 +22,7 @@ SOURCES = Registry(
         "my_module:open_source": f"{_HERE}.custom:CUSTOM",
     }
 )
-# Regular expressions of `data.name`, where that is not the name of its kind.
+# Regular expressions of `data.name` for kinds that it does not equal.
 _PATTERNS = {
     "hf://datasets/owner/name": "hf://datasets/.*",
     "vtab/...": "vtab/.*",
@@ -31,6 +31,6 @@ _PATTERNS = {
 
 
 def key_of(name: str) -> str:
-    """Returns the key in SOURCES of a `data.name`; "" for a set of TFDS."""
+    """Returns the key in SOURCES of a `data.name`; "" for a TFDS data set."""
     keys = (key for key in SOURCES if re.fullmatch(_PATTERNS.get(key, key), name))
     return next(keys, "")

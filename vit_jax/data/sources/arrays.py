@@ -1,6 +1,6 @@
-"""Data sets that lie in memory as one array, so that a batch is one gather.
+"""Data sets that are one array in memory, from which batches are gathered.
 
-These are arrays of the user's; the 1,797 handwritten digits inside scikit-learn, real
+There are three: the user's arrays; the 1,797 handwritten digits in scikit-learn, real
 images without a download (https://archive.ics.uci.edu/dataset/80, test part, 8x8 pixels
 of 0..16); and synthetic images, for runs on a machine without the data set.
 """
@@ -22,23 +22,23 @@ from vit_jax.data.sources.base import Numbered, SourceType, read_all
 from vit_jax.data.splits import Numbering
 from vit_jax.errors import UserError
 
-DEFAULT_EXAMPLES = 64  # Of each split of the synthetic set.
+DEFAULT_EXAMPLES = 64  # In each split of the synthetic set.
 DIGIT_NAMES = tuple("0123456789")
 _USUAL_CHANNELS = (1, 3)
 _SHAPE = "not (N, H, W) or (N, H, W, channels); change the shape"
 _SYNTHETIC_SPLITS = ("train", "val", "validation", "test")
-_CELLS = 8  # The class pattern is a grid of this many cells a side.
+_CELLS = 8  # The class pattern is a grid with this number of cells per side.
 # Sets of small images up to this size are decoded once, when opened.
 _MEMORY = 2**29  # Bytes.
-_SMALL_IMAGE = 64  # Pixels a side.
-IN_MEMORY = "in_memory"  # `data.name` of arrays that Python code gives.
+_SMALL_IMAGE = 64  # Pixels per side.
+IN_MEMORY = "in_memory"  # `data.name` of arrays from Python code.
 
 
 @dataclasses.dataclass(frozen=True)
 class ArraySource(Numbered):
     """Images and labels in memory.
 
-    `labels` are None where they are not read; without a `numbering` records count from 0.
+    `labels` are None if they are not read; without a `numbering` records count from 0.
     """
 
     name: str
@@ -79,16 +79,17 @@ def open_arrays(
 
     Args:
       arrays: split name -> images, (N, H, W, C) or grey (N, H, W), and labels,
-        integers (N,). Images are uint8 or uint16, or other integers from 0 to 255, which
-        are converted to uint8; of other bands than 1 or 3 also floats, where 1 is white
-        as in files. Of a split that is not selected only the length is
-        checked: its labels may be None or placeholders.
+        integers (N,). Images are uint8 or uint16, or other integers from 0 to 255,
+        which are converted to uint8. If the number of bands is neither 1 nor 3, they
+        may also be floats, with white at 1 as in files. For splits that are not
+        selected only the length is checked: labels may be None or placeholders.
       split: split expression.
-      name: data set's name, for messages.
+      name: name of the data set, for messages.
       class_names: names in label order; may be empty.
 
     Raises:
-      UserError: the split does not exist or selects no record, or arrays are not as above.
+      UserError: the split does not exist or selects no record, or arrays have another
+        type or shape.
     """
     sizes = {}
     for key, (images, labels) in arrays.items():
@@ -122,10 +123,10 @@ def open_arrays(
 def open_digits(data: DataConfig, split: str) -> ArraySource:
     """Reads the digits into memory: 8x8 images, grey values 0..16 scaled to 0..255.
 
-    Every fifth image of each class is in the split "test", the others in "train", so that the
-    splits depend on no random stream.
+    Every fifth image of each class is in the split "test", the others in "train", so
+    that the splits depend on no random stream.
     """
-    # Read without importing scikit-learn, which would take 0.7 s of every start.
+    # Read without importing scikit-learn, which would add 0.7 s to every start.
     (package,) = importlib.util.find_spec("sklearn").submodule_search_locations
     path = f"{package}/datasets/data/digits.csv.gz"
     table = np.loadtxt(path, np.int32, delimiter=",")
@@ -149,8 +150,8 @@ def open_synthetic(
 ) -> ArraySource:
     """Generates labelled images that can be learnt: noise plus a class pattern.
 
-    They depend on the split name, the record number and their shape only. Record i has label
-    i modulo `num_classes`; every split has 64 examples unless `examples` is given.
+    Images depend only on the split name, the record number and their shape. Record i
+    has label i modulo `num_classes`. A split has `examples` images, or 64 if that is 0.
     """
     numbering = _synthetic_numbering(split, examples)
     records = [(name, number) for name, part in numbering.parts for number in part]
@@ -163,10 +164,10 @@ def open_synthetic(
 
 @dataclasses.dataclass(frozen=True)
 class SyntheticMasks(Numbered):
-    """Synthetic images of a grid of cells, each of a random class with its own colour.
+    """Synthetic images of a grid of cells: a random class per cell, a colour per class.
 
-    Its masks, (H, W) uint16, have the class of each pixel. Images of `shape`, (H, W, C),
-    are made when they are read; noise is added.
+    Masks, (H, W) uint16, have the class of each pixel. Images of `shape`, (H, W, C),
+    are computed when they are read, with noise.
     """
 
     name: str
@@ -216,7 +217,7 @@ def _spread(cells: np.ndarray, height: int, width: int) -> np.ndarray:
 
 def _synthetic_numbering(split: str, examples: int) -> Numbering:
     sizes = dict.fromkeys(_SYNTHETIC_SPLITS, examples or DEFAULT_EXAMPLES)
-    for name in splits.names(split):  # Recipes name splits that only their set has.
+    for name in splits.names(split):  # Recipes use splits of their data sets.
         sizes.setdefault(name, examples or DEFAULT_EXAMPLES)
     return Numbering.of(split, sizes, "synthetic")
 
@@ -227,13 +228,13 @@ def _random_bytes(key: int, counter: int, count: int) -> np.ndarray:
 
 
 def small_in_memory(source, data: DataConfig):
-    """Returns a set such as CIFAR decoded, so that a batch becomes one gather.
+    """Decodes a small set such as CIFAR into memory, so that batches are gathered.
 
-    It is `source` itself if the set is too large, has captions or masks, its images differ in
-    size, or one is damaged (`data.on_error` decides on that).
+    `source` is returned unchanged if the set is too large, has captions or masks, has
+    images of different sizes, or has a damaged image, which is left to `data.on_error`.
     """
     form = bands.PixelFormat.of(data)
-    # What is not a photograph would be chosen and scaled a second time.
+    # For other images, bands would be chosen and values scaled a second time.
     if data.caption_key or data.mask_key or not form.is_photograph:
         return source
     try:
@@ -258,7 +259,7 @@ def small_in_memory(source, data: DataConfig):
 def check_pair(
     where: str, images: object, labels: object, class_names: Sequence[str]
 ) -> None:
-    """Raises UserError, a message from `where` on, for what `open_arrays` does not take."""
+    """Raises UserError, beginning with `where`, for arrays of a wrong kind."""
     _length(where, images, labels)
     images, labels = _array(where, "images", images), _array(where, "labels", labels)
     if problem := _problem(images):
@@ -282,14 +283,15 @@ def _length(where: str, images: object, labels: object) -> int:
 def _array(where: str, name: str, values: object) -> np.ndarray:
     try:
         return np.asarray(values)
-    except ValueError as error:  # Lists of lists of other lengths.
+    except ValueError as error:  # Lists of different lengths.
         raise UserError(
-            f"{where}{name}={fields.shown(values)}: no array; give rows of equal lengths"
+            f"{where}{name}={fields.shown(values)}: not an array; give rows of equal "
+            "lengths"
         ) from error
 
 
 def check_labels(where: str, labels: np.ndarray, class_names: Sequence[str]) -> None:
-    """Raises UserError unless labels are one class number per image, see `check_pair`."""
+    """Raises UserError unless labels are one class number per image."""
     if labels.ndim != 1 or not np.issubdtype(labels.dtype, np.integer):
         raise UserError(
             f"{where}labels={describe(labels)}: not one whole number per image; "
@@ -304,13 +306,13 @@ def check_labels(where: str, labels: np.ndarray, class_names: Sequence[str]) -> 
 
 
 def _problem(images: np.ndarray) -> str:
-    """Returns the problem of images and its remedy; "" if there is no problem."""
+    """Returns the problem of images and its remedy; "" if they are valid."""
     shape, kind = images.shape, images.dtype.kind
     if len(shape) not in (3, 4) or (len(shape) == 4 and shape[-1] > MAX_CHANNELS):
         return _SHAPE
     if len(shape) == 4 and shape[1] in _USUAL_CHANNELS and shape[-1] > 3:
-        return "channels do not stand last; take np.moveaxis(images, 1, -1)"
-    # The range cannot be wrong: no need to read a memmap.
+        return "channels are not last; take np.moveaxis(images, 1, -1)"
+    # The range cannot be wrong, so a memmap need not be read.
     if images.dtype.name in bands.WHITE:
         return ""
     if kind == "f" and len(shape) == 4 and shape[-1] not in _USUAL_CHANNELS:
@@ -320,7 +322,7 @@ def _problem(images: np.ndarray) -> str:
     low, high = (images.min(), images.max()) if images.size else (0, 0)
     if kind in "ui" and 0 <= low <= high <= 255:
         return ""
-    # Whether white is 1 or 255 in floats is known to the user alone.
+    # Only the user knows whether white is 1 or 255 in floats.
     remedy = "scale them to 0..255 and take .round().astype('uint8')"
     if kind not in "ui" and 0 <= low <= high <= 1:
         remedy = "take (images * 255).round().astype('uint8')"
@@ -328,7 +330,7 @@ def _problem(images: np.ndarray) -> str:
 
 
 def depth_of(images: np.ndarray) -> str:
-    """Returns the `data.pixels` of images that `check_pair` takes, the least they need."""
+    """Returns the smallest `data.pixels` for images that `check_pair` accepts."""
     if images.dtype.kind == "f":
         return "float32"
     is_wide = images.dtype.name == "uint16" and images.size and images.max() > 255
@@ -336,7 +338,7 @@ def depth_of(images: np.ndarray) -> str:
 
 
 def describe(values: np.ndarray) -> str:
-    """Returns the dtype, shape and range of an array, for a message."""
+    """Describes the dtype, shape and range of an array, for a message."""
     text = f"{values.dtype} {values.shape}"
     if values.size and np.issubdtype(values.dtype, np.number):
         text += f" from {values.min():g} to {values.max():g}"
@@ -355,8 +357,8 @@ def _synthetic(data: DataConfig, split: str) -> ArraySource | SyntheticMasks:
 
 def _in_memory(data: DataConfig, split: str) -> ArraySource:
     raise UserError(
-        f"data.name={data.name!r}: images that were given in Python are not kept: give "
-        "them to vit_jax.train again, or name a data set"
+        f"data.name={data.name!r}: images that were given in Python are not stored: "
+        "give them to vit_jax.train again, or name a data set"
     )
 
 

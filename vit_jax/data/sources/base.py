@@ -1,4 +1,4 @@
-"""The protocol of a data set, and the registry of the kinds of data sets."""
+"""Base classes of data sets and of kinds of data sets."""
 
 import dataclasses
 import logging
@@ -20,16 +20,17 @@ _INSPECTED = 8  # Records of a split that are inspected at the start.
 class Source:
     """Images, with labels or without, that can be read in any order.
 
-    Where `data.has_labels` is false, labels are not read: `labels` may be None or raise, and
-    records may lack them. A user's source need not derive from this class: `CustomSource`
-    adds the methods from `read` on if the user's class lacks them.
+    If `data.has_labels` is False, labels are not read: `labels` may be None or raise,
+    and records may lack them. A user's source need not derive from this class:
+    `CustomSource` adds `read` and the methods after it if the user's class lacks them.
 
     Attributes:
       class_names: names in label order; may be empty.
       class_colors: red, green and blue of each class in pictures of masks; empty if the
         data set does not fix them.
-      images: uint8, uint16 or float32 array (N, H, W, C) if the set lies in memory, else None.
-      labels: integer array (N,) if the set lies in memory, else None.
+      images: uint8, uint16 or float32 array (N, H, W, C) if the set is in memory, else
+        None.
+      labels: integer array (N,) if the set is in memory, else None.
     """
 
     class_names: tuple[str, ...]
@@ -44,41 +45,42 @@ class Source:
     def __getitem__(self, i: int) -> dict:
         """Returns {"image": encoded bytes or uint8 HWC array, "label": int}.
 
-        With `data.caption_key` also "text": its caption, or a list of several; with
-        `data.mask_key` "mask": encoded bytes or an integer array (H, W) or (H, W, 1).
+        With `data.caption_key` there is also "text", a caption or a list of captions;
+        with `data.mask_key` also "mask", encoded bytes or an integer array (H, W) or
+        (H, W, 1).
         """
         raise NotImplementedError
 
     def describe(self, i: int) -> str:
-        """Returns the name of record i for a message: a path, "cifar10 record 17"."""
+        """Returns the name of record i for messages: a path, or "cifar10 record 17"."""
         raise NotImplementedError
 
     def record_id(self, i: int) -> str:
-        """Returns the stable name of record i within its data set, under any sub-split.
+        """Returns the name of record i within its data set, equal in all sub-splits.
 
-        It is the path of a file below data_dir, as "train/roses/a.jpg", or else
+        The name is the path of a file below data_dir, such as "train/roses/a.jpg", or
         "<split>/<number in the whole split>".
         """
         raise NotImplementedError
 
     def read(self, numbers: range) -> list[dict]:
-        """Returns neighbouring records, cheaper than one by one where that is possible."""
+        """Returns neighbouring records, if possible faster than one by one."""
         return [self[i] for i in numbers]
 
     def known_labels(self) -> np.ndarray | list[list[int]] | None:
         """Returns the class of every record, or its classes with `data.multi_label`.
 
-        None if only reading the records would show it.
+        The result is None if the classes are unknown without reading the records.
         """
         return None if self.labels is None else np.asarray(self.labels, np.int64)
 
     def locate(
         self, record_ids: Sequence[str]
     ) -> Integer[np.ndarray, " M"] | list[int]:
-        """Returns the numbers of named records, without those of other splits.
+        """Returns the numbers of the named records that are in this split.
 
         Raises:
-          KeyError: the data set lacks a record of that name.
+          KeyError: the data set lacks a record of that name in all splits.
         """
         wanted = set(record_ids)
         names = ((i, self.record_id(i)) for i in range(len(self)))
@@ -88,7 +90,7 @@ class Source:
         return list(matches)
 
     def entries(self) -> Entries:
-        """Returns the entries by which a resumed run recognises the data."""
+        """Returns the entries that identify the data when a run resumes."""
         step = max(1, -(-len(self) // NAMES))
         names = [self.record_id(i) for i in range(0, len(self), step)]
         labels = None if self.labels is None else np.asarray(self.labels)[::step]
@@ -100,31 +102,31 @@ class Source:
         return None
 
     def read_feature(self, name: str) -> list | None:
-        """Returns a feature of all records as TFDS stores it; None if they lack it."""
+        """Returns a feature of all records as TFDS stores it; None without it."""
         return None
 
     def without_images(self) -> "Source":
-        """Returns the source without its images in memory, where that frees them."""
+        """Returns the source without images, so that their memory can be freed."""
         return self
 
 
 class Beside:
-    """What records have in other files than their images.
+    """A part of records that is read from files beside the images.
 
     Attributes:
-      name: its name in a record.
-      part: its name in `Entries.more`.
+      name: name of the part in a record.
+      part: name of the part in `Entries.more`.
     """
 
     name: str
     part: str
 
     def read(self, root: str, path: str) -> object:
-        """Returns its value for the image at a path below `root`; may raise OSError."""
+        """Returns the value for the image at a path below `root`; may raise OSError."""
         raise NotImplementedError
 
     def entries(self, root: str, paths: Sequence[str]) -> object:
-        """Returns the value by which a resumed run recognises that of some images."""
+        """Returns a value that identifies the part of some images when a run resumes."""
         raise NotImplementedError
 
 
@@ -179,14 +181,14 @@ class Derived(Source):
 
 @dataclasses.dataclass(frozen=True)
 class SplitRequest:
-    """The split that an evaluation wants.
+    """The split that an evaluation asks for.
 
     Attributes:
       name: name of the evaluation, for messages.
-      given: split expression of its config; "" if there is none.
-      order: default splits, of which the first that exists is read.
-      model_classes: whether the labels are to be the model's classes.
-      trained: whether it is the data set that the run trains on.
+      given: split expression in its config; "" if not set.
+      order: default splits; the first that exists is read.
+      model_classes: whether the labels must be the model's classes.
+      trained: True if the run trains on this data set.
     """
 
     name: str
@@ -208,10 +210,10 @@ def _as_requested(
 
 
 def default_split(of_name: Callable[[str], str]) -> Callable:
-    """Returns `SourceType.eval_splits` of sets whose authors name a split to test on.
+    """Returns `SourceType.eval_splits` for data sets with a published test split.
 
     Args:
-      of_name: function from `data.name` to that split; "" if there is none.
+      of_name: function from `data.name` to the test split; "" if it has no such split.
     """
 
     def eval_splits(data, request):
@@ -227,17 +229,17 @@ class SourceType:
 
     Attributes:
       open: function from `config.data` and a split expression to the source. It raises
-        NoSplit if the split does not exist; NoLabels if there are no labels and
-        `data.has_labels`; UserError if the set does not exist or is damaged.
-      help: description for lists.
+        NoSplit if the split does not exist; NoLabels if `data.has_labels` but labels
+        are missing; UserError if the data set does not exist or is damaged.
+      help: description for lists of data sets.
       needs_files: True if `data.data_dir` is read.
-      generated: True if it makes any `data.num_examples` examples.
+      generated: True if any number of examples, `data.num_examples`, can be generated.
       numbered: True if every opened split has `split_numbering`, with the sizes of all
-        splits by the names that a split expression takes.
+        splits, by names that are valid in split expressions.
       has_masks: True if records have masks with `data.mask_key`.
       eval_splits: function from `config.data` and the request of an evaluation to the
-        splits to try in their order, and the config to open them with. It raises NoSplit
-        if there is none.
+        splits to try, in order, and the config to open them with. It raises NoSplit if
+        no split is possible.
     """
 
     open: Callable[[DataConfig, str], Source]
@@ -252,7 +254,7 @@ class SourceType:
 
 
 def name_of(source: Source, i: int) -> str:
-    """Returns data set, split and number, or path and number, of a record for a message."""
+    """Returns the data set or path of a record, and its number, for messages."""
     name = source.describe(i)
     return name if str(i) in name.split() else f"{name} (record {i})"
 
@@ -263,13 +265,13 @@ def read_record(source: Source, i: int) -> dict:
         return source[i]
     except OSError as error:
         raise DamagedImage(f"cannot be read ({error})") from error
-    except Exception as error:  # A bug of the reader keeps its traceback.
+    except Exception as error:  # A bug in the reader: keep its traceback.
         error.add_note(f"while reading {name_of(source, i)}")
         raise
 
 
 def read_labels(source: Source) -> Integer[np.ndarray, " N"]:
-    """Returns the class of every record; some sets are read for it, but not decoded."""
+    """Returns the class of every record; reads records if needed, without decoding."""
     labels = source.known_labels()
     if labels is None:
         labels = [record["label"] for record in read_all(source)]
@@ -289,7 +291,7 @@ def inspected(source: Source) -> range:
 
 def read_file(path: str) -> bytes:
     """Returns the content of a file."""
-    # Unbuffered, as a whole: half the time of `read_bytes`.
+    # Unbuffered and as a whole, which takes half the time of `read_bytes`.
     with open(path, "rb", buffering=0) as file:
         return file.read()
 
@@ -298,24 +300,24 @@ _warned: set[str] = set()
 
 
 def warn(message: str, about: str = "") -> None:
-    """Logs a warning, once per process about the same thing ("" is the message itself)."""
+    """Logs a warning once per process and subject; `about` "" is the message."""
     if (about or message) not in _warned:
         _warned.add(about or message)
         logging.getLogger(__name__).warning("%s", message)
 
 
 def composed(name: str) -> str:
-    """Returns a name with letters and accents composed (NFC), unlike files of macOS."""
+    """Returns a name with accents composed (NFC); file names of macOS are decomposed."""
     return unicodedata.normalize("NFC", name)
 
 
 def warn_of_twins(what: str, names: Iterable[str]) -> None:
-    """Warns of names of classes or splits that differ in case and outer blanks alone."""
+    """Warns of names of classes or splits that differ only in case or outer spaces."""
     first: dict[str, str] = {}
     for name in names:
         twin = first.setdefault(name.strip().casefold(), name)
         if twin != name:
-            warn(f"the {what} {twin!r} and {name!r} differ in case or blanks alone")
+            warn(f"the {what} {twin!r} and {name!r} differ only in case or spaces")
 
 
 def check_known(
@@ -325,7 +327,15 @@ def check_known(
     where: object,
     what: str = "column",
 ) -> None:
-    """Raises UserError (NoLabels for label_key) if data lack a name in `data.KEY`."""
+    """Raises UserError (NoLabels for label_key) if the data lack a name in a key.
+
+    Args:
+      key: key of `config.data` without "data.".
+      names: names that the key asks for.
+      known: names that exist.
+      where: place that should have them, for the message.
+      what: kind of the names, for the message.
+    """
     for name in names:
         if name not in known:
             error = NoLabels if key == "label_key" else UserError
@@ -336,7 +346,7 @@ def check_known(
 
 
 def check_label(label: int, num_classes: int, record: str) -> None:
-    """Raises UserError unless 0 <= label < classes, naming the record."""
+    """Raises UserError, with the name of the record, unless 0 <= label < classes."""
     if not 0 <= label < num_classes:
         raise UserError(
             f"{record} has label {label}, but data.num_classes={num_classes} allows 0 to "

@@ -1,7 +1,8 @@
 """A user's data set: data.name="my_module:open_source".
 
 The name runs code: the module is imported and the function called, with the rights of
-whoever started the command. An exception of that code ends the command with one line.
+the user who started the command. An exception of that code ends the command with one
+line.
 """
 
 import dataclasses
@@ -25,12 +26,13 @@ _MEMBERS = ("class_names", "images", "labels", "describe", "record_id")
 
 
 def open_custom(data: DataConfig, split: str):
-    """Returns the source of the user's function of `config.data` and a split expression.
+    """Calls the user's function with `config.data` and a split; returns its source.
 
     Raises:
       NoLabels: the source has no `labels`.
-      UserError: the module or function does not exist, the result is no source, its images
-        in memory are not uint8 (N, H, W, C), each with a label, or the code raised.
+      UserError: the module or function does not exist, the result is not a source, its
+        images in memory are not uint8 (N, H, W, C), each with a label, or the code
+        raised.
     """
     open_source = fields.import_custom(data.name, "data.name")
     if not callable(open_source):
@@ -56,16 +58,21 @@ def open_custom(data: DataConfig, split: str):
         _check_arrays(data.name, source, labelled)
     with_masks = bool(data.mask_key)
     if isinstance(source, arrays.ArraySource) and not with_masks:
-        return source  # It runs no more code of the user's.
+        return source  # It runs no more user code.
     return CustomSource(data.name, source, labelled, with_masks)
 
 
 @dataclasses.dataclass(frozen=True)
 class CustomSource(Source):
-    """A user's source, whose errors name it.
+    """Wraps a user's source, so that its errors become one line with its name.
 
-    It has the optional methods of the user's class, or else those of `Source`. `name` is
-    `data.name`, `source` the result of the user's function.
+    The optional methods are those of the user's class if it has them, else of `Source`.
+
+    Attributes:
+      name: value of `data.name`.
+      source: result of the user's function.
+      labelled: whether labels are read.
+      with_masks: whether masks are read.
     """
 
     name: str
@@ -83,7 +90,8 @@ class CustomSource(Source):
 
     @property
     def images(self):
-        return None if self.with_masks else self.source.images  # Masks are read singly.
+        # With masks, records are read one by one.
+        return None if self.with_masks else self.source.images
 
     @property
     def labels(self):
@@ -129,7 +137,7 @@ class CustomSource(Source):
     def locate(
         self, record_ids: Sequence[str]
     ) -> Integer[np.ndarray, " M"] | list[int]:
-        # Its KeyError names a record that the set lacks.
+        # A KeyError means a record that the data set lacks.
         return self._call("locate", record_ids, known=(KeyError,))
 
     def entries(self) -> Entries:
@@ -142,7 +150,7 @@ class CustomSource(Source):
         return self._call("read_feature", name)
 
     def _call(self, name: str, *args, known: tuple[type[Exception], ...] = ()):
-        """Calls the user's method of a name, or without one that of `Source`."""
+        """Calls the user's method of that name if it exists, else that of `Source`."""
         method = getattr(self.source, name, None)
         if method is None:
             return getattr(super(), name)(*args)
@@ -151,7 +159,7 @@ class CustomSource(Source):
 
 
 def _whole(label) -> int:
-    """Returns a whole number of any type as an int; raises TypeError for other labels."""
+    """Converts a whole number of any type to int; raises TypeError for other values."""
     try:
         return operator.index(label)
     except TypeError:
@@ -162,7 +170,7 @@ def _whole(label) -> int:
 
 
 def _check_arrays(name: str, source, labelled: bool) -> None:
-    """Raises UserError for images or labels in memory of another type or shape."""
+    """Raises UserError if images or labels in memory have a wrong type or shape."""
     where, labels = f"data.name={name!r} returned", source.labels if labelled else None
     images = source.images
     if labelled and (labels is not None or images is not None):
@@ -190,8 +198,11 @@ def _check_arrays(name: str, source, labelled: bool) -> None:
 def guarded(name: str, during: str = "", known: tuple[type[Exception], ...] = ()):
     """Returns a context that converts exceptions of the user's source into one line.
 
-    `during` names the record that is read: OSError and DamagedImage then pass through. So
-    do the exceptions `known`.
+    Args:
+      name: value of `data.name`.
+      during: name of the record that is read; then OSError and DamagedImage pass
+        through.
+      known: further exceptions that pass through.
     """
     damaged = (OSError, DamagedImage) if during else ()
     return fields.guarded(f"data.name={name!r}", during, (*known, *damaged))

@@ -1,12 +1,12 @@
 """Image folders: data_dir/<split>/<class>/**/image files.
 
-A folder without splits, data_dir/<class>/**, is one split named "all", and has the splits
-"train" and "val": a fifth of each class, drawn by a fixed seed, is "val". Where labels are
-not read (`data.num_classes` is 0), folders are no classes: a split is every image below
-its folder, data_dir/<split>/**. Files and folders whose names begin with ".", and folders
-named __pycache__ or __MACOSX, are ignored. Links that lead out of data_dir are followed,
-since sets are often composed of links; one that leads back into it would count images
-twice, perhaps under two labels, and is an error.
+A folder without splits, data_dir/<class>/**, is one split named "all", which has the
+parts "train" and "val": "val" is a fifth of each class, drawn with a fixed seed. If
+labels are not read (`data.num_classes` is 0), folders are not classes: a split is every
+image below its folder, data_dir/<split>/**. Files and folders whose names begin with
+".", and folders named __pycache__ or __MACOSX, are ignored. Links that lead out of
+data_dir are followed, since data sets are often composed of links. A link back into
+data_dir would count images twice, possibly with two labels, and is an error.
 """
 
 import dataclasses
@@ -42,19 +42,26 @@ EXTENSIONS = (
     *(".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".gif", ".bmp"),
     *(".tif", ".tiff", ".ppm", ".pgm", ".avif", ".heic", ".heif", ".npy", ".npz"),
 )
-# Key of `config.data` -> what its value has records read from files beside the images.
+# Key of `config.data` -> class that reads parts of records from files beside the
+# images.
 BESIDE = Registry({"caption_key": "vit_jax.data.captions:CaptionFiles"})
-WHOLE = "all"  # The one split of a folder that has none ...
-PARTS = (splits.TRAIN[0], splits.VALIDATION[0])  # ... or its parts.
+WHOLE = "all"  # The only split of a folder without splits.
+PARTS = (splits.TRAIN[0], splits.VALIDATION[0])  # Parts of the split "all".
 _USUAL = (*splits.TRAIN, *splits.VALIDATION, *splits.TEST)
 _LEFT_BY_PROGRAMS = ("__pycache__", "__MACOSX")
 
 
 @dataclasses.dataclass(frozen=True)
 class FolderSource(Source):
-    """Image files on disk; paths are relative to `root`, `sizes` their bytes.
+    """Image files on disk.
 
-    `beside` is what records have in other files.
+    Attributes:
+      root: folder of the data set.
+      paths: paths of the images relative to `root`.
+      labels_of_paths: label of each image, or its labels; None if labels are not read.
+      class_names: names in label order.
+      sizes: bytes of each image file.
+      beside: parts of records that are read from other files.
     """
 
     root: str
@@ -74,10 +81,14 @@ class FolderSource(Source):
         chosen: Sequence[tuple[str, range]],
         beside: Sequence[Beside] = (),
     ) -> "FolderSource":
-        """Returns the source of the files chosen by `splits.select`.
+        """Returns the source of the files that `splits.select` chose.
 
-        `files` maps a split to (path, label, bytes) of its files; labels are read if there are
-        classes.
+        Args:
+          root: folder of the data set.
+          files: split -> (path, label, bytes) of each of its files.
+          classes: names of the classes; if empty, labels are not read.
+          chosen: output of `splits.select`.
+          beside: parts of records that are read from other files.
         """
         rows = [files[name][i] for name, numbers in chosen for i in numbers]
         return cls(
@@ -108,7 +119,7 @@ class FolderSource(Source):
 
     def known_labels(self) -> np.ndarray | list[list[int]] | None:
         labels = self.labels_of_paths
-        if labels is None or isinstance(labels[0], list):  # Several an image.
+        if labels is None or isinstance(labels[0], list):  # Several labels per image.
             return labels
         return np.array(labels, np.int64)
 
@@ -122,7 +133,7 @@ class FolderSource(Source):
 
     def locate(self, record_ids: Sequence[str]) -> Integer[np.ndarray, " M"]:
         wanted = set(record_ids)
-        # Those of other splits are known too, but not listed here.
+        # Records of other splits are not listed here, but their files exist.
         for path in sorted(wanted.difference(self.paths)):
             if not os.path.isfile(os.path.join(self.root, path)):
                 raise KeyError(path)
@@ -140,17 +151,18 @@ def open_folder(
 ) -> FolderSource:
     """Lists the image files of a split.
 
-    Records stand in an order hashed from their paths, not sorted by class, so that
-    a slice such as train[:90%] holds every class and is the same on every machine.
+    Records are in the order of hashes of their paths instead of sorted by class, so
+    that a slice such as train[:90%] has every class and is the same on every machine.
 
     Args:
-      data_dir: folder that holds one folder per split, or the folders of the classes.
-      split: expression over the names of those folders; or over "all", "train" and "val"
-        of a folder without splits.
+      data_dir: folder with one folder per split, or with the folders of the classes.
+      split: expression over the names of these folders, or over "all", "train" and
+        "val" for a folder without splits.
       train_split: expression of the training split; the folders in its first folder are
         the classes, sorted.
-      only: classes to read, in the order of their numbers; all if empty.
-      labelled: whether folders are classes; else every image below a split is a record.
+      only: classes to read, in the order of their numbers; if empty, all.
+      labelled: whether folders are classes; if not, every image below a split is a
+        record.
 
     Raises:
       NoSplit, NoLabels: the split's folder, or a class folder in it, is missing.
@@ -168,8 +180,8 @@ def open_folder(
     folder_of = lambda name: WHOLE if name in parts else name
     classes = list(only)
     if labelled and not only:
-        found = _class_folders(root, folder_of(first))
-        classes = sorted({*map(composed, found)})
+        folders = _class_folders(root, folder_of(first))
+        classes = sorted({*map(composed, folders)})
         warn_of_twins("classes", classes)
     whole = _folder(root, folder_of(first)) == root
     if split == train_split and not only and not whole:
@@ -211,12 +223,12 @@ def _labels(
 
 
 def splits_of(data_dir: str | os.PathLike) -> list[str]:
-    """Returns the splits with class folders of a folder.
+    """Returns the splits of a folder that have class folders.
 
-    They are folders, or the parts "train" and "val" where the folders are classes.
+    They are folders, or the parts "train" and "val" if the folders are classes.
 
     Raises:
-      UserError: the splits lie one level below, or a folder cannot be listed.
+      UserError: the splits are one level below, or a folder cannot be listed.
     """
     names = split_folders(data_dir)
     if splits.first_of(_USUAL, names):
@@ -227,7 +239,7 @@ def splits_of(data_dir: str | os.PathLike) -> list[str]:
 
 
 def has_split(data_dir: str | os.PathLike, name: str, *, labelled: bool = True) -> bool:
-    """Returns whether a folder has a split: a folder, see `is_split`, or a part."""
+    """Returns whether a folder has a split: a folder (`is_split`) or a part of "all"."""
     part = _parts(pathlib.Path(data_dir), (name,), labelled)
     return bool(part) or is_split(data_dir, name, labelled=labelled)
 
@@ -242,8 +254,8 @@ def first_split(data_dir: str, order: Sequence[str], *, labelled: bool = True) -
 def class_folders(data_dir: str | os.PathLike) -> list[str]:
     """Returns the folders with images of a folder without splits, sorted.
 
-    [] if one with class folders is named as a split, or if all are: their labels must
-    stand elsewhere.
+    The result is empty if a folder with class folders has the name of a split, or if
+    all folders have such names: then folders are not labels.
     """
     if splits.first_of(_USUAL, split_folders(data_dir)):
         return []
@@ -252,9 +264,9 @@ def class_folders(data_dir: str | os.PathLike) -> list[str]:
 
 
 def inside(data_dir: str | os.PathLike, *, classes: bool = True) -> str:
-    """Returns, in words, the folder one level below that has the splits; else "".
+    """Returns a hint if the splits are in a folder one level below, else "".
 
-    With `classes`, one that has class folders counts too.
+    With `classes`, the hint is also returned for a folder that has class folders.
     """
     names = class_folders(data_dir)
     if len(names) != 1:
@@ -275,14 +287,14 @@ def _with_images(folder: str | os.PathLike) -> list[str]:
 
 
 def _parts(root: pathlib.Path, names: Sequence[str], labelled: bool) -> list[str]:
-    """Returns those of some names that are parts of a folder of class folders."""
+    """Returns the names that are parts of a folder of class folders."""
     wanted = [n for n in names if n in PARTS and not (root / n).is_dir()]
     if not wanted or not root.is_dir():
         return []
-    # Without labels, images may lie in no class folder.
+    # Without labels, images may be outside of class folders.
     loose = not labelled and any(map(_is_image, _entries(root)))
     classes = class_folders(root)
-    # Folders that all hold folders with images may be splits of other names.
+    # If all folders have folders with images, they may be splits with other names.
     splits_too = classes == split_folders(root) or (root / WHOLE).is_dir()
     return wanted if len(classes) > 1 and not loose and not splits_too else []
 
@@ -301,9 +313,9 @@ def split_folders(data_dir: str | os.PathLike) -> list[str]:
 
 
 def is_split(data_dir: str | os.PathLike, name: str, *, labelled: bool = True) -> bool:
-    """Returns whether a folder of data_dir holds a class folder with images.
+    """Returns whether a folder in data_dir has a class folder with images.
 
-    Without labels it need only hold images. A folder that cannot be listed counts as a
+    If not `labelled`, it only needs images. A folder that cannot be listed counts as a
     split: opening it raises the error.
     """
     folder = os.path.join(data_dir, name)
@@ -315,7 +327,7 @@ def is_split(data_dir: str | os.PathLike, name: str, *, labelled: bool = True) -
 
 
 def _any_folder_with_images(entries: list[os.DirEntry]) -> bool:
-    # Links are not followed here, since they may form a circle: opening checks them.
+    # Links are not followed here, since they may form a circle; opening checks that.
     return any(
         is_folder(entry) and (entry.is_symlink() or _has_images(_entries(entry.path)))
         for entry in entries
@@ -332,7 +344,7 @@ def _is_image(entry: os.DirEntry) -> bool:
 
 @functools.cache
 def _name_other_folders(root: pathlib.Path, labelled: bool) -> None:
-    """Warns of the folders beside the splits that are not splits, once per process."""
+    """Warns once per process of folders beside the splits that are not splits."""
     for name in visible_folders(root):
         if not is_split(root, name, labelled=labelled):
             lacking = "class folder with images" if labelled else "images"
@@ -348,7 +360,7 @@ def _folder(root: pathlib.Path, split: str) -> pathlib.Path:
 def _check_split(root: pathlib.Path, split: str, whole: str) -> None:
     """Raises NoSplit if a split has no folder; `whole` describes the split "all"."""
     folder, names = _folder(root, split), visible_folders(root)
-    deeper = "/" in split and folder.is_dir()  # As "fog/3" of ImageNet-C.
+    deeper = "/" in split and folder.is_dir()  # Such as "fog/3" in ImageNet-C.
     if folder != root and split not in names and not deeper:
         remedy = f"{whole} one split named {WHOLE!r}: write --config.data.split={WHOLE}[:90%]"
         raise NoSplit(
@@ -402,7 +414,7 @@ def _files(
 ) -> list[tuple[str, int | None, int]]:
     """Returns (path relative to root, label, bytes) in the order of their hashes.
 
-    `classes` are the labels of the class folders; None: labels are not read.
+    `classes` are the labels of the class folders; None if labels are not read.
     """
     if classes is None:
         _check_split(root, split, "all images below it are")
@@ -425,7 +437,7 @@ def _files(
 
 
 def in_order(files: list[tuple]) -> list[tuple]:
-    """Sorts tuples by the hashes of their first members, which are paths."""
+    """Sorts tuples by the hash of their first member, a path."""
 
     def digest(file: tuple) -> bytes:
         return hashlib.blake2b(file[0].encode(), digest_size=16).digest()
@@ -449,7 +461,11 @@ def _images(
 ) -> list[tuple[str, int]]:
     """Returns the images below a folder of `root`: path relative to it, and bytes.
 
-    `inside` is the real path of `root`, `above` has the targets of the links on the way.
+    Args:
+      root: folder of the data set.
+      folder: folder relative to `root`.
+      inside: real path of `root`.
+      above: targets of the links on the way to `folder`.
     """
     images = []
     for entry in _entries(os.path.join(root, folder)):
@@ -477,7 +493,7 @@ def _bytes_of(entry: os.DirEntry) -> int:
 def _followed(
     path: str | os.PathLike, inside: str, above: tuple[str, ...]
 ) -> tuple[str, ...]:
-    """Returns `above` and the target if a path is a link; refuses what is read twice."""
+    """Returns `above`, with the target if a path is a link; refuses circles."""
     if not os.path.islink(path):
         return above
     target = os.path.realpath(path)
@@ -498,7 +514,7 @@ def _folder_of_config(data: DataConfig, split: str) -> FolderSource:
 
 
 def files_beside(data: DataConfig) -> tuple[Beside, ...]:
-    """Returns what a config reads from files beside the images."""
+    """Returns the parts of records that a config reads from files beside the images."""
     values = {key: getattr(data, key) for key in BESIDE}
     return tuple(BESIDE[key](value) for key, value in values.items() if value)
 
@@ -506,10 +522,11 @@ def files_beside(data: DataConfig) -> tuple[Beside, ...]:
 def _eval_splits(
     data: DataConfig, request: SplitRequest
 ) -> tuple[Sequence[str], DataConfig]:
-    """Returns those of the splits that a folder has, and `data` with one as `split`."""
+    """Returns the requested splits that exist, and `data` with an existing `split`."""
     root, labelled = os.path.expanduser(data.data_dir), data.has_labels
     has = functools.partial(has_split, root, labelled=labelled)
-    # Class folders without splits are read whole, if nothing is learnt from them.
+    # Class folders without splits are read as a whole if the run does not train on
+    # them.
     whole = request.model_classes and not (request.given or request.trained)
 
     def exists(split):
@@ -527,13 +544,13 @@ def _eval_splits(
         existing = [WHOLE]
         if class_folders(root):
             warn(
-                f"evals.{request.name}: {data.data_dir} has no folders of splits: all of its "
-                "images are read; split=val is the part that training sets aside"
+                f"evals.{request.name}: {data.data_dir} has no folders of splits: all "
+                "images are read; split=val is the part that training leaves out"
             )
     if not existing and os.path.isdir(root):
-        how = f"split=, as {WHOLE}"
+        how = f"split=, such as {WHOLE}"
         if labelled and not request.model_classes:
-            how = f"train= and test=, as {WHOLE}[:50%] and {WHOLE}[50%:]"
+            how = f"train= and test=, such as {WHOLE}[:50%] and {WHOLE}[50%:]"
         if labelled:
             how += " if its folders are the classes"
         lacking = " or ".join(map(repr, request.splits))

@@ -1,19 +1,20 @@
 """Folders of images and folders of their masks: data.name="masks".
 
-`data.mask_key` is the folder of the masks, as "masks" or "annotations"; that of the images
-is `data.image_key` or one of `IMAGE_FOLDERS`. What is there tells the layouts apart:
+`data.mask_key` is the folder of the masks, such as "masks" or "annotations"; the folder
+of the images is `data.image_key` or one of `IMAGE_FOLDERS`. The layout is recognised
+from the folders:
 
   images/**, masks/**               one split, "all", with the parts "train" and "val"
-  images/SPLIT/**, masks/SPLIT/**   as ADE20K: images/training, annotations/training
+  images/SPLIT/**, masks/SPLIT/**   ADE20K: images/training, annotations/training
   SPLIT/images/**, SPLIT/masks/**
   leftImg8bit/SPLIT/CITY/**, gtFine/SPLIT/CITY/**                  Cityscapes
   JPEGImages, SegmentationClass, ImageSets/Segmentation/SPLIT.txt  PASCAL VOC
 
-An image and its mask have the same path below their folders, but for the ending and for
-one of `SUFFIXES`. "train" and "val" also stand for splits that a set calls "training" and
-"validation". Names of the classes are the lines of classes.txt, beside the folder of the
-masks or in it, or those of the data set. Classes of ADE20K count from 1: set
-`data.reduce_zero_label`.
+An image and its mask have the same path below their folders, except for the file
+extension and for one of `SUFFIXES`. "train" and "val" also stand for splits named
+"training" and "validation". Names of the classes are the lines of classes.txt, beside
+the folder of the masks or in it, or those of the data set. Classes of ADE20K count from
+1: set `data.reduce_zero_label`.
 """
 
 import contextlib
@@ -36,32 +37,33 @@ from vit_jax.errors import NoLabels, UserError
 
 _OF_CITYSCAPES = "leftImg8bit"
 IMAGE_FOLDERS = ("images", "image", "imgs", "img", "JPEGImages", _OF_CITYSCAPES)
-# Folders of masks that are found without `data.mask_key`.
+# Folders of masks that are recognised if `data.mask_key` is not set.
 MASK_FOLDERS = ("masks", "mask", "annotations", "labels", "SegmentationClass", "gtFine")
-# Ends of the names of masks, that of the image cut off; the first that exists counts.
+# Suffixes of a mask's name after the image's name; the first that exists is used.
 _LABEL_IDS = "_labelIds"
 SUFFIXES = (
     *("_gtFine_labelTrainIds", "_gtCoarse_labelTrainIds", "_labelTrainIds"),
     *("_gtFine_labelIds", "_gtCoarse_labelIds", _LABEL_IDS),
     *("_mask", "_masks", "_label", "_labels", "_seg", "_segmentation", "_gt"),
 )
-# Beside the masks of Cityscapes, and not masks of classes.
+# Suffixes of files of Cityscapes that are not masks of classes.
 _NO_MASKS = tuple(
     f"{kind}_{what}"
     for kind in ("_gtFine", "_gtCoarse")
     for what in ("color", "instanceIds", "instanceTrainIds")
 )
 _OF_IMAGES = f"_{_OF_CITYSCAPES}"
-# Where the archives of ADE20K and PASCAL VOC unpack to.
+# Folders that the archives of ADE20K and PASCAL VOC contain.
 _WITHIN = ("ADEChallengeData2016", "VOCdevkit/VOC2012", "VOC2012")
 _LISTS = "ImageSets/Segmentation"
 _USUAL = (splits.TRAIN, splits.VALIDATION, splits.TEST)
-# A folder with such a name is a split, as COCO's "train2017", and so are those beside it.
+# A folder with such a name, as COCO's "train2017", and the folders beside it are
+# splits.
 _SPLIT = re.compile(f"({'|'.join(itertools.chain(*_USUAL))})(?![a-z])")
 
 Colors = tuple[tuple[int, int, int], ...]
 File = tuple[str, int]  # Path relative to the root, and bytes.
-Pair = tuple[File, File]  # Of an image and of its mask.
+Pair = tuple[File, File]  # An image and its mask.
 
 # http://host.robots.ox.ac.uk/pascal/VOC/voc2012/segexamples
 VOC_CLASSES = (
@@ -69,7 +71,8 @@ VOC_CLASSES = (
     *("cat", "chair", "cow", "diningtable", "dog", "horse", "motorbike", "person"),
     *("pottedplant", "sheep", "sofa", "train", "tvmonitor"),
 )
-# Train ids from 0 on: name, id and colour (github.com/mcordts/cityscapesScripts, labels.py).
+# Train ids from 0 on: name, id and colour (github.com/mcordts/cityscapesScripts,
+# labels.py).
 CITYSCAPES_CLASSES = (
     ("road", 7, (128, 64, 128)),
     ("sidewalk", 8, (244, 35, 232)),
@@ -102,7 +105,7 @@ class MaskFolderSource(FolderSource):
 
 
 class _Masks(masks.MaskFiles):
-    """Masks of which the ids of Cityscapes become train ids."""
+    """Masks that replace the ids of Cityscapes by train ids."""
 
     def read(self, root, path):
         mask = super().read(root, path)
@@ -112,7 +115,7 @@ class _Masks(masks.MaskFiles):
 
 
 def train_ids() -> UInt8[np.ndarray, "256"]:
-    """Returns the train id of each id of Cityscapes; 255 where there is none."""
+    """Returns the train id of each id of Cityscapes; 255 for ids without a train id."""
     table = np.full(256, _NO_TRAIN_ID, np.uint8)
     for train_id, (_, label_id, _) in enumerate(CITYSCAPES_CLASSES):
         table[label_id] = train_id
@@ -130,7 +133,7 @@ def open_masks(data: DataConfig, split: str) -> MaskFolderSource:
     if not data.mask_key:
         raise NoLabels(
             "data.name='masks' has no labels of images: set data.mask_key to the folder of "
-            "the masks; data.name='folder' reads images alone"
+            "the masks; data.name='folder' reads only images"
         )
     root = _root(data)
     places = _places(root, data)
@@ -140,7 +143,7 @@ def open_masks(data: DataConfig, split: str) -> MaskFolderSource:
         if place not in places:
             continue
         listed = _pairs(root, place, *places[place])
-        if place == WHOLE != name:  # One of its parts.
+        if place == WHOLE != name:  # A part, "train" or "val".
             listed = _part(listed, name)
         pairs |= {image[0]: mask for image, mask in listed}
         files[name] = [(path, None, size) for (path, size), _ in listed]
@@ -153,13 +156,13 @@ def open_masks(data: DataConfig, split: str) -> MaskFolderSource:
 
 
 def usual_mask_key(data_dir: str | os.PathLike) -> str:
-    """Returns the folder of the masks in a folder that is laid out as above, or ""."""
+    """Returns the folder of the masks if a folder has one of the layouts, else ""."""
     for key in MASK_FOLDERS:
         data = DataConfig(data_dir=str(data_dir), mask_key=key, num_classes=1)
         with contextlib.suppress(UserError):
             root = _root(data)
             of_masks = [place[1] for place in _places(root, data).values()]
-            # Detection data sets have texts there.
+            # In detection data sets these folders have text files.
             there = (where for where in of_masks if (root / where).is_dir())
             if any(folder.images_below(root, where) for where in there):
                 return key
@@ -178,7 +181,7 @@ def split_names(data: DataConfig) -> list[str]:
 
 
 def _root(data: DataConfig) -> pathlib.Path:
-    """Returns the folder of the data set: `data.data_dir`, or one that archives make."""
+    """Returns the folder of the data set: `data.data_dir`, or one of `_WITHIN` in it."""
     top = pathlib.Path(data.data_dir).expanduser()
     there = folder.visible_folders(top) if data.data_dir and top.is_dir() else []
     for root in (top, *(top / name for name in _WITHIN)):
@@ -197,9 +200,9 @@ def _root(data: DataConfig) -> pathlib.Path:
 def _places(
     root: pathlib.Path, data: DataConfig
 ) -> dict[str, tuple[str, str, Sequence[str] | None]]:
-    """Returns by split the folders of images and of masks, and the names in its list.
+    """Returns, for each split, the folders of images and masks, and a list of names.
 
-    Without a list, None, all images of the folder count.
+    The list is None if all images of the folder are in the split.
     """
     if not (root / data.mask_key).is_dir():
         folders = {
@@ -232,13 +235,13 @@ def _image_folder(root: pathlib.Path, data: DataConfig) -> str:
 
 def _no_images(root: pathlib.Path, data: DataConfig) -> str:
     return (
-        f"{root} has a folder {data.mask_key!r} of masks and none of images beside it "
-        f"({', '.join(IMAGE_FOLDERS)}): name it by data.image_key"
+        f"{root} has a folder {data.mask_key!r} of masks, but no folder of images "
+        f"beside it ({', '.join(IMAGE_FOLDERS)}): name it by data.image_key"
     )
 
 
 def _spelt(name: str, places: Mapping[str, object]) -> str:
-    """Returns a split as the data set calls it: "training" for "train"."""
+    """Returns the data set's name of a split, such as "training" for "train"."""
     if name in places:
         return name
     if list(places) == [WHOLE] and name in folder.PARTS:
@@ -261,9 +264,9 @@ def _pairs(
     of_masks: str,
     listed: Sequence[str] | None,
 ) -> list[Pair]:
-    """Returns the images of a split that have a mask, with it; warns of the others."""
+    """Returns the images of a split and their masks; warns of images without a mask."""
     pictures = _by_stem(root, images)
-    found = _by_stem(root, of_masks) if (root / of_masks).is_dir() else {}
+    by_stem = _by_stem(root, of_masks) if (root / of_masks).is_dir() else {}
     for name in listed or ():
         if name not in pictures:
             raise UserError(
@@ -272,7 +275,7 @@ def _pairs(
             )
     if listed is not None:
         pictures = {name: pictures[name] for name in listed}
-    pairs = _match(pictures, found)
+    pairs = _match(pictures, by_stem)
     if not pairs:
         raise UserError(
             f"none of the {len(pictures):,} images of split {split!r} in {root / images} has "
@@ -281,35 +284,37 @@ def _pairs(
         )
     alone = [file for file in pictures.values() if file not in pairs]
     known = {stem.removesuffix(_OF_IMAGES) for stem in pictures} | pictures.keys()
-    others = {file for stem, file in found.items() if not known & set(_stems(stem))}
-    # Beside the masks of a list stand those of other splits.
+    others = {file for stem, file in by_stem.items() if not known & set(_stems(stem))}
+    # With a list, the other masks belong to other splits.
     _warn_of_others(f"{root} {split}", alone, sorted(others) if listed is None else [])
     return [(file, pairs[file]) for file in folder.in_order(list(pairs))]
 
 
-def _match(pictures: Mapping[str, File], found: Mapping[str, File]) -> dict[File, File]:
-    """Returns the mask of each image that has one."""
+def _match(
+    pictures: Mapping[str, File], mask_files: Mapping[str, File]
+) -> dict[File, File]:
+    """Returns the masks of images, for images that have one."""
     by_image = {}
     for suffix in ("", *SUFFIXES):
-        for stem, file in found.items():
+        for stem, file in mask_files.items():
             if stem.endswith(suffix):
                 by_image.setdefault(stem.removesuffix(suffix), file)
     pairs = {
-        file: found.get(stem) or by_image.get(stem.removesuffix(_OF_IMAGES))
+        file: mask_files.get(stem) or by_image.get(stem.removesuffix(_OF_IMAGES))
         for stem, file in pictures.items()
     }
     return {file: mask for file, mask in pairs.items() if mask}
 
 
 def _stems(stem: str) -> list[str]:
-    """Returns the names of the images to which a file beside the masks may belong."""
+    """Returns the names of images that a file in the folder of masks may belong to."""
     ends = ("", *SUFFIXES, *_NO_MASKS)
     return [stem.removesuffix(end) for end in ends if stem.endswith(end)]
 
 
 def _warn_of_others(where: str, pictures: list[File], others: list[File]) -> None:
     parts = [
-        f"{len(files):,} {what}, as {files[0][0]}"
+        f"{len(files):,} {what}, such as {files[0][0]}"
         for files, what in (
             (pictures, "images have no mask"),
             (others, "masks have no image"),
@@ -321,28 +326,28 @@ def _warn_of_others(where: str, pictures: list[File], others: list[File]) -> Non
 
 
 def _by_stem(root: pathlib.Path, where: str) -> dict[str, File]:
-    """Returns the files below a folder by their paths in it, without endings.
+    """Returns the files below a folder by their paths in it without file extension.
 
     Raises:
-      UserError: two differ in the ending only.
+      UserError: two paths differ only in the extension.
     """
     files = {}
     for path, size in sorted(folder.images_below(root, where)):
         stem = os.path.splitext(os.path.relpath(path, where))[0]
         if stem in files:
             raise UserError(
-                f"{root / path} and {root / files[stem][0]} differ in the ending only: an "
-                "image and its mask are found by their names without it; remove one"
+                f"{root / path} and {root / files[stem][0]} differ only in the "
+                "extension: images and masks are matched by names without it; remove one"
             )
         files[stem] = path, size
     return files
 
 
 def _classes(root: pathlib.Path, data: DataConfig) -> tuple[tuple[str, ...], Colors]:
-    """Returns names and colours of the classes; () where they are unknown."""
+    """Returns names and colours of the classes; () if they are unknown."""
     names, colors = (), ()
     if (root / _LISTS).is_dir():
-        # Sets of other classes are laid out so too.
+        # Data sets with other classes use this layout too.
         first = int(data.reduce_zero_label)
         if data.num_classes == len(VOC_CLASSES) - first:
             names = VOC_CLASSES[first:]
@@ -352,7 +357,7 @@ def _classes(root: pathlib.Path, data: DataConfig) -> tuple[tuple[str, ...], Col
         names, _, colors = zip(*CITYSCAPES_CLASSES, strict=True)
     if (path := root / "objectInfo150.txt").is_file():
         _, *lines = class_names.read(path, str(path))
-        # Its last column has synonyms, as "building, edifice".
+        # The last column has synonyms, such as "building, edifice".
         names = [line.split("\t")[-1].split(",")[0] for line in lines]
     for path in (root / data.mask_key / "classes.txt", root / "classes.txt"):
         if path.is_file():

@@ -1,4 +1,4 @@
-"""ObjectNet: photographs of everyday objects, to test models of ImageNet-1k with."""
+"""ObjectNet: photographs of everyday objects, for testing models of ImageNet-1k."""
 
 from vit_jax.data.config import DataConfig
 from vit_jax.data.imagenet import OBJECTNET_CLASSES

@@ -1,7 +1,7 @@
 """Opens the data set that a config or a command line names.
 
-`exclude` leaves records out, such as near-duplicates of test images. On a command line a
-split of a data set is NAME[@DIR][#SPLIT], see `parse_spec`.
+`exclude` leaves records out, such as near-duplicates of test images. On a command line
+a split of a data set is NAME[@DIR][#SPLIT], see `parse_spec`.
 """
 
 import contextlib
@@ -23,7 +23,8 @@ from vit_jax.data.sources import SOURCES, key_of
 from vit_jax.data.sources.base import Derived, Source, SourceType, check_label
 from vit_jax.errors import NoLabels, UserError
 
-# From a config, a split and the function that opens it to the source; innermost last.
+# Functions from a config, a split and the function that opens it to the source. The
+# last one in the list belongs to the innermost context.
 Opener = Callable[[DataConfig, str, Callable[[], Source]], Source]
 _openers: list[Opener] = []
 
@@ -42,8 +43,8 @@ def open_source(data: DataConfig, split: str) -> Source:
     """Opens a split of the configured data set and checks it against the config.
 
     Raises:
-      UserError: the set or the split does not exist, or its size, its classes or a label
-        contradict the config.
+      UserError: the set or the split does not exist, or its size, its classes or a
+        label contradict the config.
     """
     try:
         source = open_unchecked(data, split)
@@ -64,13 +65,13 @@ def open_source(data: DataConfig, split: str) -> Source:
 
 
 def open_unchecked(data: DataConfig, split: str) -> Source:
-    """Opens a split with any classes and size; for the errors see `SourceType.open`."""
+    """Opens a split without checking classes and size; raises as `SourceType.open`."""
     kind = source_type(data.name)
     if data.mask_key and not kind.has_masks:
         others = ", ".join(key for key, each in SOURCES.items() if each.has_masks)
         raise UserError(
             f"data.mask_key={data.mask_key!r}: data.name={data.name!r} has no masks; sets "
-            f"of TFDS and these have: {others}"
+            f"of TFDS and these have masks: {others}"
         )
     if not is_custom(data.name):
         for name in ("data_dir", "image_dir", "exclude"):
@@ -105,9 +106,9 @@ def _check_classes(source: Source, data: DataConfig) -> None:
 class Excluding(Derived):
     """A source without some of its records.
 
-    `gaps` is the position of each excluded record among the others, sorted: it costs memory
-    for the records excluded, not for the millions that stay. Images in memory are copied
-    without the excluded ones, and `source` is then without its images.
+    `gaps` has the position of each excluded record among the others, sorted, so that
+    memory is needed for excluded records only, not for the millions that stay. Images
+    in memory are copied without the excluded ones; `source` then has no images.
     """
 
     source: Source
@@ -142,7 +143,8 @@ class Excluding(Derived):
         if self.images is not None:
             return super().entries()
         every = self.source.entries()
-        # Records cannot be taken off a shard: one more entry stands for them.
+        # Records cannot be removed from a shard's entry, so one more entry describes
+        # them.
         sums = zlib.crc32(self._excluded().astype("<i8").tobytes())
         labels, sizes = (
             None if values is None else np.append(values, 0)
@@ -164,8 +166,8 @@ class Excluding(Derived):
 def exclude(source: Source, path: str) -> Excluding:
     """Returns a source without the records that a file names, see `read_ids`.
 
-    Ids of other splits of the data set change nothing; where a user's source lacks `locate`
-    they are an error.
+    Ids of other splits of the data set have no effect; if a user's source lacks
+    `locate`, they are an error.
 
     Raises:
       UserError: the file or a record does not exist, or no record stays.
@@ -176,8 +178,8 @@ def exclude(source: Source, path: str) -> Excluding:
     except KeyError as error:
         raise UserError(
             f"data.exclude={path!r}: line {_line(path, error.args[0])} names record "
-            f"{error.args[0]!r}, which the data set lacks; its records are named as "
-            f"{source.record_id(0)!r}"
+            f"{error.args[0]!r}, which the data set lacks; its records have names such "
+            f"as {source.record_id(0)!r}"
         ) from error
     if len(excluded) == len(source):
         raise UserError(
@@ -191,15 +193,15 @@ def exclude(source: Source, path: str) -> Excluding:
         None if values is None else np.delete(values, excluded, 0)
         for values in (source.images, source.labels)
     )
-    # Else all images would stay in memory twice.
+    # Without this, all images would stay in memory twice.
     return Excluding(source.without_images(), gaps, images, labels)
 
 
 def read_ids(path: str) -> list[str]:
     """Reads a file of record ids, one per line; raises UserError if it cannot be read.
 
-    Blank lines and comments are ignored. A comment is "#" alone or before a space; an id
-    may begin with one, as "#1/a.jpg".
+    Blank lines and comments are ignored. A comment begins with "#" and a space, or is
+    only "#"; an id may begin with "#", such as "#1/a.jpg".
     """
     files.check("data.exclude", pathlib.Path(path).expanduser())
     try:
@@ -207,7 +209,7 @@ def read_ids(path: str) -> list[str]:
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(
             f"data.exclude={path!r} cannot be read ({error}): name a text file of "
-            "record ids, one a line"
+            "record ids, one per line"
         ) from error
     lines = (line.strip() for line in text.splitlines())
     return [line for line in lines if line and not f"{line} ".startswith("# ")]
@@ -220,12 +222,12 @@ def _line(path: str, record_id: str) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Spec:
-    """One split of a data set; the values are those of the keys of `config.data`."""
+    """One split of a data set; attributes have the values of keys of `config.data`."""
 
     name: str
     data_dir: str
     split: str
-    image_key: str = "image"  # The text has no place for these.
+    image_key: str = "image"  # These three cannot be set in the text of a spec.
     image_dir: str = ""
     image_suffix: str = ""
 
@@ -241,7 +243,7 @@ class Spec:
     def open(self) -> Source:
         """Opens the split without its labels; raises UserError if it does not exist."""
         data = DataConfig(**dataclasses.asdict(self), num_classes=0)
-        # Nothing is trained, so that the checks against a config's sizes do not apply.
+        # Without training, the checks against a config's sizes do not apply.
         return open_unchecked(data, self.split)
 
 
@@ -260,12 +262,12 @@ def parse_spec(text: str, default_split: str) -> Spec:
     name, at, data_dir = rest.partition("@")
     if not name.strip() or (at and not data_dir) or not split.strip():
         raise UserError(
-            f"{text!r} is not NAME[@DIR][#SPLIT]: write as cifar10#test or "
+            f"{text!r} is not NAME[@DIR][#SPLIT]: write for example cifar10#test or "
             "folder@/data/flowers#val"
         )
     return Spec(name.strip(), os.path.expanduser(data_dir), split.strip())
 
 
 def parse_specs(text: str, default_split: str) -> list[Spec]:
-    """Parses specs between commas, as `parse_spec`; commas in parentheses are of a split."""
+    """Parses specs between commas (`parse_spec`); commas in parentheses do not count."""
     return [parse_spec(one, default_split) for one in re.split(r",(?![^(]*\))", text)]

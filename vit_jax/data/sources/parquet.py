@@ -1,8 +1,8 @@
-"""Image data sets in Parquet files, laid out as on the Hugging Face hub.
+"""Image data sets in Parquet files, with the layout of the Hugging Face hub.
 
-Sets on the hub are named hf://datasets/OWNER/NAME, then @REVISION and /FOLDER where
-needed. Their files are downloaded once, into the cache of huggingface_hub, which is read
-without a network.
+Data sets on the hub are named hf://datasets/OWNER/NAME, followed by @REVISION and
+/FOLDER if needed. Their files are downloaded once to the cache of huggingface_hub,
+which can be read without a network.
 """
 
 import dataclasses
@@ -30,14 +30,14 @@ _PREFIX = "hf://datasets/"
 _NAME = re.compile(
     r"hf://datasets/(?P<repo>[^/@]+/[^/@]+)(@(?P<revision>[^/@]+))?(/(?P<folder>.+?))?/?"
 )
-# The hub names the files of a split data/train-00000-of-00005.parquet, followed by a hash
-# in older sets; train/0000.parquet in converted ones; or train.parquet.
+# The hub names the files of a split data/train-00000-of-00005.parquet, followed by a
+# hash in older sets; train/0000.parquet in converted ones; or train.parquet.
 _SHARD = re.compile(r"(?P<split>.+?)-(?P<number>\d+)-of-(?P<count>\d+)(-[0-9a-f]{8,})?")
 _OPEN_FILES = 64
 
 
 class _Local(threading.local):
-    """Open files and the row group last read, per thread: readers are not thread-safe."""
+    """Open files and the last row group, per thread: readers are not thread-safe."""
 
     def __init__(self):
         self.files, self.group, self.columns = {}, None, {}
@@ -50,15 +50,17 @@ _local = _Local()
 class ParquetSource(Numbered):
     """Rows of Parquet files; images stay encoded.
 
-    A row group is the smallest piece that can be read. One record therefore costs the
-    reading of its group, unless the same thread read another of it just before.
+    A row group is the smallest part that can be read. Reading a record therefore reads
+    its whole group, unless the same thread has just read another record of the group.
 
     Attributes:
-      root: folder that holds the files.
-      files: paths of all splits that are used, in order.
-      groups: first row of each row group, over the files, and the end of the last.
+      root: folder of the files.
+      files: paths of the files of all splits in use, in order.
+      groups: first row of each row group, counted over all files, and the end of the
+        last.
       pieces: file of each group, and the group's number in it.
-      starts: split -> its first row over the files.
+      starts: split -> its first row, counted over all files.
+      image_key: column of the images.
       label_key, caption_key, mask_key: columns; None or "" if they are not read.
     """
 
@@ -135,7 +137,7 @@ def open_parquet(data: DataConfig, split: str) -> ParquetSource | ArraySource:
             f"data.data_dir={data.data_dir!r} is not a folder: data.name='parquet' reads "
             "data_dir/**/train-00000-of-00005.parquet"
         )
-    # The sizes of splits that are not used count too, for the names of records.
+    # The names of records need the sizes of all splits, also of those not in use.
     lengths = {
         key: {path: _group_lengths(path, name) for path in files[key]} for key in files
     }
@@ -185,8 +187,8 @@ def download(name: str) -> str:
     """Downloads a data set's Parquet files unless they are cached; returns their folder.
 
     Raises:
-      UserError: the name is malformed, the set does not exist, or neither the network nor
-        the cache has it.
+      UserError: the name is malformed, the set does not exist, or neither the network
+        nor the cache has it.
     """
     match = _NAME.fullmatch(name)
     if not match:
@@ -209,8 +211,8 @@ def files_of_splits(root: str, name: str) -> dict[str, list[str]]:
     """Returns the Parquet files of each split in a folder, in the order of their numbers.
 
     Raises:
-      UserError: there are no files, a file of a split is missing, or several folders hold
-        files of the same split; the message says `name`.
+      UserError: the folder has no files, a file of a split is missing, or several
+        folders have files of the same split. The message includes `name`.
     """
     paths = sorted(pathlib.Path(root).rglob("*.parquet"))
     if not paths:
@@ -236,7 +238,7 @@ def _open(path: str):
 def _label_sum(path: str, label_key: str) -> int:
     """Returns a checksum of a file's labels."""
     labels = _column(path, label_key)
-    values = labels.to_numpy().astype(np.float64)  # Whole numbers, or NaN for none.
+    values = labels.to_numpy().astype(np.float64)  # Integers, or NaN.
     return zlib.crc32(values.tobytes())
 
 
@@ -250,13 +252,13 @@ def _caption_sum(path: str, caption_key: str) -> int:
 
 
 def _column(path: str, name: str):
-    # With Arrow's threads, as in `read_table`, it takes six times as long.
+    # Arrow's threads, which `read_table` uses, would take six times as long.
     with _parquet().ParquetFile(path, memory_map=True) as reader:
         return reader.read(columns=[name], use_threads=False).column(0)
 
 
 def _metadata_sum(path: str) -> int:
-    """Returns a checksum of a file's size and of its metadata, which describe each column."""
+    """Returns a checksum of a file's size and of its metadata on all columns."""
     with open(path, "rb") as file:
         size = file.seek(-8, os.SEEK_END) + 8
         length = int.from_bytes(file.read(4), "little")
@@ -304,7 +306,7 @@ def _class_names(paths: Sequence[str], name: str, label_key: str) -> tuple[str, 
 
 
 def _is_empty(path: str, column: str) -> bool:
-    """Returns whether the statistics of a file say that a column has no value."""
+    """Returns whether a column has no values, according to a file's statistics."""
     metadata = _parquet().read_metadata(path)
     at = metadata.schema.names.index(column)
     groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
@@ -323,7 +325,7 @@ def _bytes(cell: bytes | Mapping | None) -> bytes:
 
 
 def _mask(cell: object) -> bytes | np.ndarray:
-    """Returns the file of a mask, or an array that is stored as rows of numbers."""
+    """Returns the encoded file of a mask, or the array if rows of numbers are stored."""
     if not isinstance(cell, list):
         return _bytes(cell)
     try:
@@ -343,8 +345,8 @@ def _ordered(split: str, paths: Sequence[pathlib.Path], name: str) -> list[str]:
     if len(folders) > 1:
         raise UserError(
             f"data.name={name!r} has split {split!r} in several folders "
-            f"({', '.join(folders)}): choose one, as a further part of "
-            "hf://datasets/OWNER/NAME/FOLDER or of data.data_dir"
+            f"({', '.join(folders)}): choose one, by "
+            "hf://datasets/OWNER/NAME/FOLDER or data.data_dir"
         )
     matches = filter(None, (_SHARD.fullmatch(path.stem) for path in paths))
     counts = {int(match["count"]) for match in matches}

@@ -1,14 +1,15 @@
-"""Image files and their labels by a table: CSV, TSV, JSON, JSON Lines or Parquet.
+"""Image files and labels listed in a table: CSV, TSV, JSON, JSON Lines or Parquet.
 
-`data.data_dir` is the file, or a folder with one file per split: train.csv, val.csv. Its
-column `data.image_key` has paths, relative to the table's folder or to `data.image_dir`,
-and `data.label_key` the names or numbers of classes. A column "split" has the split of
-each row, and rows without one are left out; without that column, a single file is one split
-named "all". With `data.multi_label` a row has any number of labels: a list, or names separated
-by "|", ";" or ",". Several columns in `data.label_key`, separated by ",", are one class each,
-with 1 where an image has it, else 0, -1 (uncertain, as in CheXpert) or nothing. A column
-`data.mask_key` has the paths of masks, relative to the table's folder. A cell is missing if it
-is None, NaN or blank.
+`data.data_dir` is the file, or a folder with one file per split: train.csv, val.csv.
+The column `data.image_key` has paths, relative to the table's folder or to
+`data.image_dir`, and `data.label_key` the names or numbers of classes. A column "split"
+has the split of each row, and rows without a split are left out; without that column, a
+single file is one split named "all". With `data.multi_label` a row has any number of
+labels: a list, or names separated by "|", ";" or ",". If `data.label_key` lists several
+columns, separated by ",", each column is a class, with values 1 (the image has the
+class), 0, -1 (uncertain, as in CheXpert) or empty. The column `data.mask_key` has the
+paths of masks, relative to the table's folder. A cell is missing if it is None, NaN or
+blank.
 """
 
 import collections
@@ -42,14 +43,14 @@ from vit_jax.errors import NoLabels, UserError
 _EXTENSIONS = (".csv", ".tsv", ".jsonl", ".ndjson", ".parquet")
 _USUAL = (*splits.TRAIN, *splits.VALIDATION, *splits.TEST)
 SPLIT = "split"  # Column with the split of each row.
-_BETWEEN = re.compile(r"[|;,]")  # Separators of the labels of a row.
-_DELIMITERS = ",;\t"  # In CSV files; spreadsheets write the last two too.
-_PATH, _CLASSES = 300, 20  # Characters of a path, and classes, in a message.
+_BETWEEN = re.compile(r"[|;,]")  # Separators of the labels in a row.
+_DELIMITERS = ",;\t"  # In CSV files; spreadsheets also write the last two.
+_PATH, _CLASSES = 300, 20  # Most characters of a path, and most classes, in messages.
 
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """The rows of the table in the file `path`: dicts from column to value."""
+    """The rows of the table in the file `path`, as dicts from column to value."""
 
     path: pathlib.Path
     columns: tuple[str, ...]
@@ -58,7 +59,7 @@ class Table:
 
 @dataclasses.dataclass(frozen=True)
 class _Row:
-    """A row of a table; numbers count from 1."""
+    """A row of a table; `number` counts from 1."""
 
     table: Table
     number: int
@@ -69,20 +70,20 @@ class _Row:
 
 
 def open_table(data: DataConfig, split: str) -> FolderSource:
-    """Lists the images of a split of a table, each once, in an order hashed from their paths.
+    """Lists the images of a table's split, each once, ordered by hashes of their paths.
 
     Raises:
       NoSplit: no row has that split.
       NoLabels: the column of labels is missing or empty.
-      UserError: the table cannot be read, lacks a column, names a missing file, gives
-        one file two labels or masks, or lists a training file for validation.
+      UserError: the table cannot be read, lacks a column, names a missing file, has two
+        labels or masks for a file, or lists a training file for validation.
     """
     tables = read_splits(data.data_dir)
     rows = _rows_of_splits(tables)
     first = splits.names(data.split)[0]
     used = {WHOLE, first, *splits.names(split)}
     for name, table in tables.items():
-        if name in used:  # Others may lack labels.
+        if name in used:  # Other splits may lack labels.
             keys = {"image_key": [data.image_key]}
             if data.has_labels:
                 keys["label_key"] = label_columns(data.label_key, table.columns)
@@ -93,8 +94,8 @@ def open_table(data: DataConfig, split: str) -> FolderSource:
             _check_lines(table, [SPLIT, *itertools.chain(*keys.values())])
     if without := rows.pop("", []):
         warn(
-            f"{data.data_dir}: {len(without):,} rows have nothing in column {SPLIT!r}, as "
-            f"row {without[0].number}: they are left out"
+            f"{data.data_dir}: {len(without):,} rows are empty in column {SPLIT!r}, "
+            f"such as row {without[0].number}: they are left out"
         )
     warn_of_twins("splits", rows)
     paths = _Paths.of(data, tables)
@@ -120,7 +121,7 @@ def open_table(data: DataConfig, split: str) -> FolderSource:
 
 
 def _check_lines(table: Table, columns: Sequence[str]) -> None:
-    """Raises UserError for a cell of several lines, as an unbalanced quote makes of rows."""
+    """Raises UserError for a cell of several lines: a quote is probably unbalanced."""
     for number, cells in enumerate(table.rows, 1):
         for column in columns:
             value = cells.get(column)
@@ -142,7 +143,8 @@ def label_columns(label_key: str, columns: Collection[str]) -> list[str]:
 def _class_names(data: DataConfig, rows: Sequence[_Row]) -> list[str]:
     """Returns the classes of rows.
 
-    Columns of classes keep their order; names are sorted, as numbers if all are.
+    Columns of classes keep their order. Names are sorted, as numbers if all are
+    numbers.
     """
     if len(columns := label_columns(data.label_key, rows[0].cells)) > 1:
         return columns
@@ -155,9 +157,9 @@ def _class_names(data: DataConfig, rows: Sequence[_Row]) -> list[str]:
 
 
 def text_of(cell: object) -> str:
-    """Returns a cell as composed text (NFC) without outer blanks.
+    """Returns a cell as composed text (NFC) without outer spaces.
 
-    "" if it is missing: None, NaN or blank.
+    The result is "" if the cell is missing: None, NaN or blank.
     """
     if cell is None or (isinstance(cell, float) and math.isnan(cell)):
         return ""
@@ -169,7 +171,7 @@ def text_of(cell: object) -> str:
 def flag(value: object) -> int | None:
     """Returns the value of a cell in a column of a class: 0 (also if empty), 1 or -1.
 
-    None if it has any other value.
+    The result is None for any other value.
     """
     try:
         number = float(text_of(value) or 0)
@@ -179,10 +181,10 @@ def flag(value: object) -> int | None:
 
 
 def read_splits(place: str) -> dict[str, Table]:
-    """Returns the tables of a file or folder by split; that of a file under `WHOLE`.
+    """Returns the tables of a folder by split, or the table of a file under `WHOLE`.
 
     Raises:
-      UserError: there is no table, or one cannot be read.
+      UserError: no table exists, or one cannot be read.
     """
     path = pathlib.Path(place).expanduser()
     if path.is_file():
@@ -190,9 +192,9 @@ def read_splits(place: str) -> dict[str, Table]:
     paths = tables_in(path) if path.is_dir() else {}
     if not paths:
         raise UserError(
-            f"data.data_dir={place!r} is no table, nor a folder of tables "
+            f"data.data_dir={place!r} is neither a table nor a folder of tables "
             f"({', '.join(_EXTENSIONS)}, or train.json): data.name='table' reads paths "
-            "and labels from one"
+            "and labels from a table"
         )
     return {
         name: read(str(each), each.stat().st_mtime_ns) for name, each in paths.items()
@@ -200,9 +202,9 @@ def read_splits(place: str) -> dict[str, Table]:
 
 
 def tables_in(folder: pathlib.Path) -> dict[str, pathlib.Path]:
-    """Returns the tables of a folder by name without ending.
+    """Returns the tables of a folder by name without file extension.
 
-    JSON is often something else, and counts if it is named as a split.
+    JSON files are tables only if they have the name of a split.
     """
     files = [each for each in sorted(folder.iterdir()) if each.is_file()]
     ending = lambda file: file.suffix.lower()
@@ -212,20 +214,20 @@ def tables_in(folder: pathlib.Path) -> dict[str, pathlib.Path]:
 
 
 def split_names(place: str) -> list[str]:
-    """Returns the splits of a file or folder in their order; [WHOLE] without splits."""
+    """Returns the splits of a file or folder in order; [WHOLE] without splits."""
     return list(split_sizes(place))
 
 
 def split_sizes(place: str) -> dict[str, int]:
-    """Returns the number of rows of each split of a file or folder, see `split_names`."""
+    """Returns the number of rows of each split of a file or folder."""
     rows = _rows_of_splits(read_splits(place))
     return {name: len(each) for name, each in rows.items() if name}
 
 
 def _rows_of_splits(tables: Mapping[str, Table]) -> dict[str, list[_Row]]:
-    """Returns the rows of each split, and under "" those whose split is missing.
+    """Returns the rows of each split, and under "" the rows without a split.
 
-    Where each file is a split, or the column "split" is empty, that column is not read.
+    If each file is a split, or the column "split" is empty, the column is not used.
     """
     rows = collections.defaultdict(list)
     for name, table in tables.items():
@@ -238,21 +240,24 @@ def _rows_of_splits(tables: Mapping[str, Table]) -> dict[str, list[_Row]]:
 
 @functools.lru_cache(maxsize=8)  # A run opens the same file for each of its splits.
 def read(path: str, changed: int) -> Table:
-    """Reads a table that was modified at time `changed`; raises UserError if damaged."""
+    """Reads a table; raises UserError if it is damaged.
+
+    `changed`, the time of modification, keeps the cache from returning an old table.
+    """
     file = pathlib.Path(path)
     try:
         rows = _rows(file)
         if not all(isinstance(row, dict) for row in rows):
-            raise ValueError("a row is no object with the names of its columns")
+            raise ValueError("a row is not an object with names of columns")
         columns = tuple(dict.fromkeys(str(key) for row in rows for key in row))
     except (OSError, ValueError, TypeError, RecursionError) as error:
         reason = (str(error).splitlines() or ["damaged"])[0]
         raise UserError(
-            f"the table {path} cannot be read ({reason}): write it anew as CSV, TSV, "
-            "JSON Lines or Parquet, as UTF-8 and with the names of its columns"
+            f"the table {path} cannot be read ({reason}): write it again as CSV, TSV, "
+            "JSON Lines or Parquet, in UTF-8 and with the names of its columns"
         ) from error
     if not rows:
-        raise UserError(f"the table {path} has no rows: give one with a row an image")
+        raise UserError(f"the table {path} has no rows: give one with a row per image")
     return Table(file, columns, rows)
 
 
@@ -268,7 +273,7 @@ def _rows(file: pathlib.Path) -> list:
             try:
                 return _rows_of_json(json.loads(text))
             except json.JSONDecodeError as error:
-                if error.msg != "Extra data":  # As a second line is.
+                if error.msg != "Extra data":  # Raised for a second line.
                     raise
             return [json.loads(line) for line in text.splitlines() if line.strip()]
     with file.open(encoding="utf-8-sig", newline="") as text:
@@ -292,7 +297,7 @@ def _rows(file: pathlib.Path) -> list:
 def _rows_of_json(value: object) -> list:
     """Returns the rows of a list of records, of one record, or of columns.
 
-    Columns are lists, or objects with one value per row, which is what pandas writes.
+    Columns are lists, or objects with one value per row, as pandas writes them.
     """
     if not isinstance(value, dict):
         return value if isinstance(value, list) else [value]
@@ -306,9 +311,9 @@ def _rows_of_json(value: object) -> list:
 class _Paths:
     """Paths and names of the images of a table.
 
-    Paths are relative to `folder`. Names are relative to `root`: `folder`, or for absolute
-    paths the folder that all images share, so that names, and with them the order, stay
-    when the images are moved.
+    Paths are relative to `folder`. Names are relative to `root`: this is `folder`, or
+    with absolute paths the common folder of all images. So names, and the order that
+    depends on them, do not change when the images are moved.
     """
 
     folder: str
@@ -339,7 +344,7 @@ class _Paths:
         """Returns the path of a row's image relative to `root`."""
         if self.root != self.folder:
             name = os.path.relpath(self.path(cells), self.root)
-        else:  # Not from the path: the table may have ../photos/a.jpg.
+        else:  # As written, because the table may have ../photos/a.jpg.
             name = os.path.normpath(self._written(cells))
         return pathlib.PurePath(name).as_posix()
 
@@ -351,7 +356,7 @@ class _Paths:
 
 
 def _check_apart(paths: _Paths, rows: Mapping[str, list[_Row]]) -> None:
-    """Raises UserError for a training file that also validates; warns if it also tests."""
+    """Refuses training files that are for validation too; warns if for testing."""
     train, validation, test = (
         {
             paths.name(row.cells): row
@@ -367,8 +372,8 @@ def _check_apart(paths: _Paths, rows: Mapping[str, list[_Row]]) -> None:
         )
     if both := train.keys() & test.keys():
         warn(
-            f"{len(both):,} files to train on are listed to test on too, as {min(both)} "
-            f"in {test[min(both)]}"
+            f"{len(both):,} files to train on are also listed to test on, such as "
+            f"{min(both)} in {test[min(both)]}"
         )
 
 
@@ -384,7 +389,7 @@ def _files(
             raise UserError(
                 f"{row} gives {name} the label {fields.shown(row.cells.get(column))}, and "
                 f"{first[name]} another, {fields.shown(first[name].cells.get(column))}: keep "
-                "one row for each image; several labels stand in one row, as a|b with "
+                "one row for each image; write several labels in one row, as a|b with "
                 "data.multi_label=True"
             )
         files[name] = name, label, size
@@ -426,7 +431,7 @@ def _file(
     if len(names) > 1:
         raise UserError(
             f"{row} has the labels {', '.join(names)}: set --config.data.multi_label=True "
-            "for several labels an image"
+            "for several labels per image"
         )
     return name, classes[names[0]], size
 
@@ -437,7 +442,7 @@ def _masks(
     tables: Mapping[str, Table],
     rows: Sequence[_Row],
 ) -> dict[str, tuple[str, int]]:
-    """Returns path relative to root and bytes of the mask of each image, by its name."""
+    """Returns, by image name, path relative to root and bytes of the image's mask."""
     of_masks = {"image_key": data.mask_key, "image_dir": "", "image_suffix": ""}
     mask_paths = _Paths.of(dataclasses.replace(data, **of_masks), tables)
     masks, first = {}, {}
@@ -450,8 +455,8 @@ def _masks(
         if size is None:
             raise UserError(
                 f"{row} has {fields.shown(written)} in column {data.mask_key!r}, which is "
-                "no file: paths of masks are relative to the table's folder; mend or remove "
-                "that row"
+                "not a file: paths of masks are relative to the table's folder; mend "
+                "or remove that row"
             )
         mask = pathlib.PurePath(os.path.relpath(path, paths.root)).as_posix(), size
         if masks.setdefault(name, mask) != mask:
@@ -464,7 +469,7 @@ def _masks(
 
 
 def _size(path: str) -> int | None:
-    """Returns the bytes of a file; None if there is none."""
+    """Returns the bytes of a file; None if it does not exist."""
     try:
         return os.stat(path).st_size if os.path.isfile(path) else None
     except (OSError, ValueError):  # A path may hold a NUL byte.
@@ -476,7 +481,7 @@ def _empty(row: _Row, what: str, column: str) -> str:
 
 
 def _missing(data: DataConfig, row: _Row, written: object, path: str) -> str:
-    """Returns the message about a row that names no file."""
+    """Returns the message about a row whose image does not exist."""
     if not isinstance(written, str | int | None):
         return (
             f"{row} has {fields.shown(written)} in column {data.image_key!r}, not a path: "
@@ -492,9 +497,9 @@ def _missing(data: DataConfig, row: _Row, written: object, path: str) -> str:
                 flags = [f"--config.data.{k}={v}" for k, v in keys.items() if v]
                 remedy = f"set {' '.join(flags)}"
     return (
-        f"{row} names the image {fields.shown(written)}, and there is no file "
-        f"{repr(os.path.normpath(path))[1:-1][:_PATH]}: paths are relative to the table's folder, or "
-        f"to data.image_dir; {remedy}"
+        f"{row} names the image {fields.shown(written)}, but the file "
+        f"{repr(os.path.normpath(path))[1:-1][:_PATH]} does not exist: paths are "
+        f"relative to the table's folder, or to data.image_dir; {remedy}"
     )
 
 
@@ -507,12 +512,12 @@ def _labels(data: DataConfig, row: _Row) -> list[str]:
             if value is None:
                 raise UserError(
                     f"data.label_key: {fields.shown(row.cells[column])} in column {column!r} "
-                    "is not 1, 0, -1 or empty, as columns of classes are"
+                    "is not 1, 0, -1 or empty, as in columns of classes"
                 )
         if -1 in flags.values():
             warn(
-                f"{data.data_dir}: labels of -1 (uncertain) count as 0; write 1 in their "
-                "place to count them"
+                f"{data.data_dir}: labels of -1 (uncertain) count as 0; write 1 "
+                "instead to count them"
             )
         return [column for column, value in flags.items() if value == 1]
     value = row.cells.get(data.label_key)
@@ -523,8 +528,8 @@ def _labels(data: DataConfig, row: _Row) -> list[str]:
         )
     if isinstance(value, list) and not all(map(text_of, value)):
         raise UserError(
-            f"{row} has {fields.shown(value)} in column {data.label_key!r}, of which an item "
-            "is missing: remove that item"
+            f"{row} has {fields.shown(value)} in column {data.label_key!r}, with an "
+            "item that is missing: remove that item"
         )
     if data.multi_label and isinstance(value, str):
         value = _BETWEEN.split(value)
@@ -541,14 +546,14 @@ def _eval_splits(
         wanted = [WHOLE]
     existing = [each for each in wanted if splits.names(each)[0] in names]
     if existing and splits.names(data.split)[0] not in names:
-        data = dataclasses.replace(data, split=existing[0])  # For the classes.
+        data = dataclasses.replace(data, split=existing[0])  # Defines the classes.
     return wanted, data
 
 
 TABLE = SourceType(
     open=open_table,
     eval_splits=_eval_splits,
-    help="Image files by a CSV, TSV, JSON or Parquet file, `data.data_dir`.",
+    help="Image files listed in a CSV, TSV, JSON or Parquet file, `data.data_dir`.",
     has_masks=True,
     numbered=False,
 )

@@ -27,7 +27,7 @@ from vit_jax.errors import NoLabels, UserError
 
 @dataclasses.dataclass(frozen=True)
 class Feature:
-    """Returns one feature of a record unchanged."""
+    """Function that returns one feature of a record unchanged."""
 
     key: str
 
@@ -42,11 +42,11 @@ class TfdsSource(Numbered):
     Attributes:
       records: features of each record, images encoded.
       image: function from a record to encoded bytes or a uint8 (H, W, C) array.
-      label: function from a record to its class number; None: labels are not read.
+      label: function from a record to its class number; None if labels are not read.
       shards: file -> its number of records, and the bytes of its whole split.
-      version: name and version of the set.
-      caption_key: feature of the captions, perhaps nested, "captions.text"; "" if captions
-        are not read.
+      version: name and version of the data set.
+      caption_key: feature of the captions, possibly nested, as in "captions.text"; ""
+        if captions are not read.
       mask_key: feature of the masks; "" if masks are not read.
     """
 
@@ -67,12 +67,12 @@ class TfdsSource(Numbered):
             raise IndexError(i)
         try:
             record = self.records[i]
-        except Exception as error:  # The C++ reader raises no special class.
+        except Exception as error:  # The C++ reader has no error class.
             raise decode.DamagedImage(f"cannot be read ({error})") from error
         return self._named(record)
 
     def read(self, numbers: range) -> list[dict]:
-        """Returns neighbouring records, each four times cheaper than alone."""
+        """Returns neighbouring records, each four times faster than one by one."""
         try:
             records = self.records.__getitems__(numbers)
         except Exception as error:
@@ -87,7 +87,7 @@ class TfdsSource(Numbered):
         return [r[name] for part in parts for r in self.records.__getitems__(part)]
 
     def entries(self) -> Entries:
-        # From the metadata alone, which are the same on a disk and in a bucket.
+        # Only from metadata, which is the same on a disk and in a bucket.
         checksums = _checksums(next(iter(self.shards)).parent)
         sums = [
             zlib.crc32(f"{length} {checksums.get(path.name)} {size}".encode())
@@ -120,16 +120,17 @@ def open_tfds(
     caption_key: str = "",
     mask_key: str = "",
 ) -> TfdsSource:
-    """Opens a prepared data set from its files alone; for the errors see `SourceType.open`.
+    """Opens a prepared data set from only its files; raises as `SourceType.open`.
 
     Args:
       name: TFDS name, such as "cifar10", "eurosat/rgb", "eurosat/rgb:2.0.0" or
         "caltech101:3.*.*" for the newest of version 3.
       data_dir: folder or gs://... where it was prepared; "" is TFDS's default.
       split: split expression.
-      image: feature that holds the image, or a function from a record to it.
-      label: the same for the class number; None if labels are not read.
-      title: the set's name in messages, if not `name`.
+      image: feature with the image, or a function from a record to the image.
+      label: feature with the class number, or a function from a record to it; None if
+        labels are not read.
+      title: name of the data set in messages; "" for `name`.
       caption_key, mask_key: attributes of `TfdsSource`.
     """
     builder = _builder(name, data_dir)
@@ -145,8 +146,8 @@ def open_tfds(
     numbering = splits.Numbering.of(split, sizes, title or name)
     if any(part.step > 1 for _, part in numbering.parts):
         raise UserError(
-            f"split {split!r}: TFDS reads neighbouring records only, and has shuffled "
-            "them; write as train[80%:] or even_splits(train, 5)[4]"
+            f"split {split!r}: TFDS can read only neighbouring records, which are "
+            "shuffled; write for example train[80%:] or even_splits(train, 5)[4]"
         )
 
     used = [builder.info.splits[key] for key in dict(numbering.parts)]
@@ -187,15 +188,15 @@ def _records(builder, numbering: splits.Numbering) -> Sequence:
 
 
 def _shards(name: str, used: Sequence) -> dict[os.PathLike, tuple[int, int]]:
-    """Returns the files of splits: number of records and the bytes of the whole split."""
+    """Returns, for each file of splits, its number of records and its split's bytes."""
     shards = {
         path: (length, info.num_bytes)
         for info in used
         for path, length in zip(info.filepaths, info.shard_lengths, strict=True)
     }
     for path in shards:
-        # The reader opens a file when it needs it, perhaps hours later. In a bucket the
-        # check would cost a request per file.
+        # Checked now, because the reader opens a file when it needs it, possibly hours
+        # later; but not in a bucket, where the check would cost a request per file.
         if "://" not in os.fspath(path) and not os.path.exists(path):
             raise UserError(f"data.name={name!r} lacks {path}: prepare it again")
     return shards
@@ -206,10 +207,10 @@ def _feature(key, feature, name, features):
     if callable(feature):
         return feature
     check_known(key, [feature], sorted(features), name, "feature")
-    # ClassLabel is a scalar too. A plain array may hold an image.
+    # ClassLabel is a scalar too. A feature with a shape may be an image.
     if key == "label_key" and features[feature].shape != ():
         raise NoLabels(
-            f"data.{key}={feature!r}: this feature of {name} holds no single class "
+            f"data.{key}={feature!r}: this feature of {name} is not a class "
             f"number but {type(features[feature]).__name__}; choose another of "
             f"{', '.join(sorted(features))}"
         )
@@ -231,13 +232,14 @@ def _checksums(folder) -> dict[str, str]:
 
 
 def find_prepared(name: str, data_dir: str):
-    """Returns TFDS's builder of a set that lies in a folder; None if it does not.
+    """Returns TFDS's builder of a prepared data set; None if it does not exist.
 
-    Args: as in `open_tfds`.
+    Args:
+      name, data_dir: arguments of `open_tfds`.
 
     Raises:
-      UserError: the set is damaged, or the folder is in a bucket and the packages for
-        that are missing.
+      UserError: the data set is damaged, or the folder is in a bucket and packages for
+        buckets are not installed.
     """
     import tensorflow_datasets as tfds
     from google.protobuf import json_format
@@ -248,7 +250,7 @@ def find_prepared(name: str, data_dir: str):
             return find(name, data_dir=os.path.expanduser(data_dir) or None)
     except UserError:
         raise
-    except ImportError as error:  # Of gcsfs, which reads buckets.
+    except ImportError as error:  # Raised by gcsfs, which reads buckets.
         raise UserError(
             f"data.data_dir={data_dir!r}: paths in a bucket need more packages: "
             "pip install -e '.[gcs]' in the clone"
@@ -267,7 +269,7 @@ def find_prepared(name: str, data_dir: str):
 def no_foreign_features(name: str) -> Iterator[None]:
     """Keeps TFDS from importing modules that a data set names in its features.json.
 
-    Feature classes of TFDS, and those that are imported already, stay available.
+    Feature classes of TFDS and those that are already imported can still be used.
 
     Raises:
       UserError: the data set names another class.
@@ -281,8 +283,8 @@ def no_foreign_features(name: str) -> Iterator[None]:
         if not known and not python_class_name.startswith("tensorflow_datasets."):
             raise UserError(
                 f"{name}: its features.json names {python_class_name!r}, a class that is "
-                "not of TFDS: only import code that you trust, before the set is opened, "
-                "or prepare the set without that feature"
+                "not of TFDS: if you trust its code, import it before the set is "
+                "opened, or prepare the set without that feature"
             )
         return resolve(python_class_name)
 
@@ -294,7 +296,7 @@ def no_foreign_features(name: str) -> Iterator[None]:
 
 
 def prepare_command(name: str, data_dir: str) -> str:
-    """Returns the command that prepares a set."""
+    """Returns the command that prepares a data set."""
     if name.partition(":")[0] == "imagenet21k":  # TFDS cannot make it.
         return (
             "register at image-net.org, unpack the archive of each class to "
@@ -306,7 +308,7 @@ def prepare_command(name: str, data_dir: str) -> str:
 
 
 def is_readable(builder) -> bool:
-    """Returns whether a set was prepared in the one format that has random access."""
+    """Returns whether a data set was prepared in the only format with random access."""
     formats = builder.info.available_file_formats()
     return any(each.value == "array_record" for each in formats)
 
@@ -341,17 +343,17 @@ def _of_config(data: DataConfig, split: str) -> TfdsSource | ArraySource:
 
 
 def _test_split(name: str) -> str:
-    """Returns the split that the paper tests on; "" if it does not use the set."""
+    """Returns the split that the paper tests on; "" for data sets of no paper."""
     from vit_jax.data import catalogue  # It imports this file for its commands.
 
     entry = catalogue.ENTRIES.get(name.partition(":")[0])
     return entry.splits.get("test", "") if entry else ""
 
 
-# Not in SOURCES: it opens every name that no other kind has.
+# Not in SOURCES, because it opens every name that no other kind has.
 TFDS = SourceType(
     open=_of_config,
-    help="A prepared TFDS data set, as cifar10 or eurosat/rgb:2.0.0.",
+    help="A prepared TFDS data set, such as cifar10 or eurosat/rgb:2.0.0.",
     has_masks=True,
     eval_splits=default_split(_test_split),
 )

@@ -1,8 +1,8 @@
-"""The 19 tasks of VTAB-1k: which TFDS set, which records, which label.
+"""The 19 tasks of VTAB-1k: TFDS data set, splits and labels of each.
 
 Splits, classes and training transforms are those of scenic's plainvit baseline
-(github.com/google-research/scenic, vtab_plainvit_config.py); labels those of
-github.com/google-research/task_adaptation. The two disagree on the training split of
+(github.com/google-research/scenic, vtab_plainvit_config.py); labels are those of
+github.com/google-research/task_adaptation. The two differ in the training split of
 Clevr-Count; here it is train[:800], as for every other task (arXiv:1910.04867).
 """
 
@@ -20,13 +20,13 @@ from vit_jax.data.sources.tfds import Feature, TfdsSource, find_prepared, open_t
 from vit_jax.errors import NoSplit, UserError
 
 _VEHICLES = 3  # Kitti's first object types: car, van, truck.
-_NO_VEHICLE = 1000.0  # Metres; beyond the last bound, so a separate class.
+_NO_VEHICLE = 1000.0  # Metres, beyond the last bound: a separate class.
 _IMAGE, _LABEL = Feature("image"), Feature("label")
 
 
 @dataclasses.dataclass(frozen=True)
 class Grouped:
-    """Groups the neighbouring values of a class number into fewer classes."""
+    """Groups neighbouring values of a class number into fewer classes."""
 
     key: str
     values: int
@@ -37,7 +37,7 @@ class Grouped:
 
 
 def clevr_count(record: Mapping) -> int:
-    """Returns the number of objects less 3, the smallest that there is."""
+    """Returns the number of objects minus 3, the smallest number."""
     return len(record["objects"]["size"]) - 3
 
 
@@ -48,7 +48,7 @@ def clevr_distance(record: Mapping) -> int:
 
 
 def kitti_distance(record: Mapping) -> int:
-    """Returns the class of the distance to the closest vehicle; the last is none."""
+    """Returns the class of the distance to the closest vehicle; the last: no vehicle."""
     objects = record["objects"]
     distances = np.reshape(objects["location"], (-1, 3))[:, 2]
     vehicles = distances[np.asarray(objects["type"], int) < _VEHICLES]
@@ -57,12 +57,12 @@ def kitti_distance(record: Mapping) -> int:
 
 
 def _interval(value: float, bounds: tuple[float, ...]) -> int:
-    """Returns the last bound that lies below the value."""
+    """Returns the index of the last bound below the value."""
     return int(np.searchsorted(np.float32(bounds), np.float32(value))) - 1
 
 
 def zero_one_pixels(record: Mapping) -> UInt8[np.ndarray, "H W C"]:
-    """Returns an image that is stored with the values 0 and 1, as 0 and 255."""
+    """Returns an image that is stored with values 0 and 1, scaled to 0 and 255."""
     return decode.decode(record["image"], 1) * np.uint8(255)
 
 
@@ -71,12 +71,17 @@ class VtabTask:
     """A task of VTAB-1k.
 
     Attributes:
-      tfds: name and version of the TFDS set.
-      val200: split of the 200 images on which hyper-parameters are chosen; the 800 to
+      tfds: name and version of the TFDS data set.
+      group: "natural", "specialised" or "structured".
+      num_classes: number of classes.
+      val200: split of the 200 images for choosing hyper-parameters; the 800 images to
         train on are always train[:800].
-      ops: baseline's training transforms, by name: "crop" is
+      test: test split.
+      ops: names of the baseline's training transforms: "flip", and "crop" for
         resize(448) | random_crop(384).
-      newer: later version with the same images, where `tfds` cannot be prepared.
+      label: function from a record to its class number.
+      image: function from a record to its image.
+      newer: later version with the same images, if `tfds` cannot be prepared.
     """
 
     tfds: str
@@ -100,11 +105,11 @@ class VtabTask:
         }
 
     def resolve(self, split: str, name: str) -> str:
-        """Returns the expression of a split in TFDS; raises NoSplit unless it is one of four."""
+        """Returns the TFDS expression of a split; raises NoSplit for unknown splits."""
         if split not in self.splits:
             raise NoSplit(
-                f"split {split!r}: {name} has {', '.join(self.splits)} and no slices "
-                "of them"
+                f"split {split!r}: {name} has only {', '.join(self.splits)}, without "
+                "slices"
             )
         return self.splits[split]
 
@@ -124,7 +129,7 @@ TASKS = {
         "oxford_flowers102:2.*.*", _N, 102, _VALIDATION, "test", _CROP_FLIP),
     "pets": VtabTask(
         "oxford_iiit_pet:3.*.*", _N, 37, "train[2944:3144]", "test", _CROP_FLIP,
-        newer="oxford_iiit_pet:4.*.*"),  # Mends broken files, adds boxes.
+        newer="oxford_iiit_pet:4.*.*"),  # Repairs files, adds boxes.
     "sun397": VtabTask("sun397/tfds:4.*.*", _N, 397, _VALIDATION, "test", _CROP_FLIP),
     "svhn": VtabTask(
         "svhn_cropped:3.*.*", _N, 10, "train[65931:66131]", "test", _CROP_FLIP),
@@ -184,7 +189,7 @@ def open_task(data: DataConfig, split: str) -> TfdsSource | ArraySource:
 
 VTAB = SourceType(
     open=open_task,
-    help="A task of VTAB-1k, as vtab/clevr_count.",
-    numbered=False,  # By TFDS's splits, not by those of the benchmark.
+    help="A task of VTAB-1k, such as vtab/clevr_count.",
+    numbered=False,  # Numbers belong to TFDS's splits, not to those of the benchmark.
     eval_splits=default_split(lambda name: task(name).splits["test"]),
 )

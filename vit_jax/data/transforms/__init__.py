@@ -1,4 +1,4 @@
-"""Image transforms by name, in files that are imported when a line names them; see parse.py."""
+"""Names of image transforms; their modules are imported when needed (parse.py)."""
 
 import collections
 
@@ -6,8 +6,8 @@ from vit_jax.config.fields import Registry
 
 _HERE = "vit_jax.data.transforms"
 
-# Name in `data.train_transform` and `data.eval_transform` -> transform that runs in the
-# loader, image by image ...
+# Transforms that run in the loader, image by image, by their name in
+# `data.train_transform` and `data.eval_transform`.
 HOST_TRANSFORMS = Registry(
     {
         "inception_crop": f"{_HERE}.host:InceptionCrop",
@@ -29,8 +29,8 @@ HOST_TRANSFORMS = Registry(
         "photometric_distortion": f"{_HERE}.photometric_distortion:PhotometricDistortion",
     }
 )
-# ... or in the training step, on the batch. Importing one imports JAX, which loader
-# processes do without.
+# Transforms that run in the training step, on the batch. Importing one imports JAX,
+# which loader processes do not need.
 DEVICE_TRANSFORMS = Registry(
     {
         "flip": f"{_HERE}.geometric:Flip",
@@ -52,7 +52,7 @@ KNOWN = collections.ChainMap(DEVICE_TRANSFORMS, HOST_TRANSFORMS)
 
 
 def where_of(transform: object, key: str) -> str:
-    """Returns the key of a line and the name of a transform in it, for a message."""
+    """Returns the key of a line and the name of a transform in it, for messages."""
     names = {cls: name for name, cls in KNOWN.items()}  # Imports all; for errors only.
     name = names.get(type(transform))
     return f"{key}: {name}" if name else transform.where

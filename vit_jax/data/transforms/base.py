@@ -1,13 +1,14 @@
-"""The protocol of a transform, and the checks of its arguments.
+"""Base classes of transforms, and checks of their arguments.
 
-A transform is a frozen dataclass whose fields are the arguments of the transform line. A
-field made by `key` (vit_jax/config/fields.py) has a meaning and bounds; a field `size` that
-the line leaves out is `data.image_size`, unless the line gives `sizes`. A user's transform
-need not derive from these classes: it needs `runs_on`, and `CustomTransform` (custom.py)
-adds the rest. One that makes several arrays of an image derives from `Views` (views.py).
+A transform is a frozen dataclass whose fields are the arguments in the transform line.
+A field made by `key` (vit_jax/config/fields.py) has a meaning and bounds; a field
+`size` that the line leaves out is `data.image_size`, unless the line gives `sizes`. A
+user's transform need not derive from these classes: it needs `runs_on`, and
+`CustomTransform` (custom.py) adds the rest. A transform that makes several arrays from
+an image derives from `Views` (views.py).
 
-Letters: B examples, H and W height and width before, h and w after, C channels, K
-classes.
+Letters: B examples, H and W height and width before, h and w height and width after, C
+channels, K classes.
 """
 
 import dataclasses
@@ -38,15 +39,16 @@ class Transform:
     Attributes:
       runs_on: "host", in the loader on one image, or "device", in the training step on
         the whole batch.
-      on_colors: whether it changes colours or grey levels, and so needs 1 or 3 channels
-        of 8 bits in the loader, of any depth on the device. If it moves no pixels, masks
-        stay as they are.
-      moves_pixels: whether it moves pixels.
-      moves_masks: whether a transform that moves pixels moves those of a mask equally: it
-        is then called with masks too, arrays of int16 whose values, class numbers, it
-        neither changes nor mixes. If not, it is refused where masks are read.
+      on_colors: True if the transform changes colours or grey levels. It then needs 1
+        or 3 channels, of 8 bits in the loader, of any depth on the device; if it does
+        not move pixels, masks are not changed.
+      moves_pixels: True if the transform moves pixels.
+      moves_masks: True if a transform that moves pixels can move those of a mask
+        equally: it is then also called with masks, int16 arrays of class numbers, which
+        it must neither change nor mix. If False, it is refused when masks are read.
       output_size: method from the height and width of images to those of the results;
-        either is None if it differs from image to image. None: the size stays.
+        argument and result are None if sizes differ from image to image. None instead
+        of a method: the size does not change.
     """
 
     runs_on: ClassVar[str]
@@ -63,22 +65,23 @@ class Transform:
 
 
 class TooSmall(ValueError):
-    """Raised where a crop is larger than the image."""
+    """Raised if a crop is larger than the image."""
 
 
 class HostTransform(Transform):
     """A transform of one image, run by the loader before images are batched.
 
     Attributes:
-      in_eval: whether it makes no random choices, so that it may also prepare images for
-        evaluation.
-      sees_mask: whether it is called with the mask of the image, (H, W, 1) int16, as third
-        argument where masks are read, to choose by.
-      makes_arrays: whether it makes several arrays of an image, see `Views`.
-      expand: method that returns the transforms to put in the place of this one and
-        those to put at the end of the line, as text; None: no expansion.
-      from_file: method that does the same as decoding an image and calling the
-        transform, faster; None: no faster way.
+      in_eval: True if the transform makes no random choices and may also prepare images
+        for evaluation.
+      sees_mask: True if the transform gets the mask of the image, (H, W, 1) int16, as
+        third argument when masks are read, because its choices depend on the mask.
+      makes_arrays: True if the transform makes several arrays from an image, see
+        `Views`.
+      expand: method that returns the transforms that replace this one and those that
+        are added at the end of the line, both as text; None if it is not replaced.
+      from_file: method that decodes an image and applies the transform, faster than
+        both separately; None without such a method.
     """
 
     runs_on = "host"
@@ -93,8 +96,10 @@ class HostTransform(Transform):
     ) -> UInt8[np.ndarray, "h w C"]:
         """Returns the transformed image.
 
-        `image` is read-only. `rng`, seeded with the run's seed and the example's position in the
-        run, is the only source of random choices.
+        Args:
+          image: image, read-only.
+          rng: the only source of random choices, seeded with the run's seed and the
+            example's position in the run.
         """
         raise NotImplementedError
 
@@ -103,28 +108,29 @@ class DeviceTransform(Transform):
     """A transform of a whole batch, run inside the training step.
 
     Attributes:
-      mixes_examples: whether it blends examples and labels; a line has at most one.
+      mixes_examples: True if the transform blends examples and labels; a line has at
+        most one such transform.
     """
 
     runs_on = "device"
     mixes_examples: ClassVar[bool] = False
 
     def __call__(self, images, labels, index, key):
-        """Returns the transformed images and labels; JAX traces it.
+        """Returns the transformed images and labels; JAX traces this method.
 
         Args:
-          images: (B, H, W, C), values in [0, 255], uint8 or float32.
-          labels: (B, K), one-hot or soft.
-          index: (B,) uint32, position of each example in the run.
-          key: random key of this transform, the same at every step. With `index` it is
-            the only source of random choices, see `example_uniform` in device.py.
+          images: images, (B, H, W, C), values in [0, 255], uint8 or float32.
+          labels: labels, (B, K), one-hot or soft.
+          index: position of each example in the run, (B,) uint32.
+          key: random key of this transform, equal in all steps. Random choices depend
+            only on `index` and `key`, see `example_uniform` in device.py.
         """
         raise NotImplementedError
 
     def apart(self, copies: int) -> "DeviceTransform":
-        """Returns this transform for batches with so many successive copies of an image.
+        """Returns this transform for batches with successive copies of each image.
 
-        One that mixes examples takes partners from outside the copies.
+        A transform that mixes examples must not mix copies of the same image.
         """
         return self
 
@@ -132,11 +138,12 @@ class DeviceTransform(Transform):
 def check_arguments(transform: object) -> None:
     """Checks the type and bounds of each argument that is a field made by `key`.
 
-    The type is that of the field's default; without one it is a number, or a text where
-    the field has choices. A transform's `__post_init__` may call this, or the parser does.
+    The type is that of the field's default; without a default it is a text if the field
+    has choices, else a number. A transform's `__post_init__` may call this function;
+    otherwise the parser does.
 
     Raises:
-      UserError: an argument is of another type or outside of its bounds.
+      UserError: an argument has another type or is out of its bounds.
     """
     defaults = fields.defaults(type(transform))
     for name, about in fields.fields(type(transform)).items():
@@ -156,7 +163,7 @@ def pair(size: Given) -> Size:
 
 
 def to_size(transform: Transform, before: Size | None) -> Size:
-    """Returns a transform's `size`: the `output_size` of those that end in it."""
+    """Returns a transform's `size`, for transforms whose `output_size` it is."""
     return pair(transform.size)
 
 
@@ -179,7 +186,9 @@ def check_range(name: str, bounds: Given, at_most: float = float("inf")) -> None
 def check_part(area: Given, ratio: Given) -> None:
     """Raises ValueError for bounds that no random part of an image can satisfy.
 
-    `area` is a fraction of the image's area, `ratio` one side divided by the other.
+    Args:
+      area: smallest and largest fraction of the image's area.
+      ratio: smallest and largest quotient of two sides.
     """
     check_range("area", area, 1.0)
     check_range("ratio", ratio)

@@ -16,8 +16,11 @@ from vit_jax.data.transforms.scale_crop import filled
 
 @dataclasses.dataclass(frozen=True)
 class ResizeLong(ResizeSmall):
-    """Resizes and keeps the aspect ratio: the long side to `size` pixels, or until the
-    image just fits into a `size` of (height, width)."""
+    """Resizes with fixed aspect ratio until the image just fits into `size`.
+
+    If `size` is one number, the long side gets this number of pixels; otherwise it is
+    (height, width).
+    """
 
     def target(self, size: Size) -> Size:
         ratio = max(map(operator.truediv, size, pair(self.size)))
@@ -26,15 +29,15 @@ class ResizeLong(ResizeSmall):
 
 @dataclasses.dataclass(frozen=True)
 class CropOrPad(CentralCrop):
-    """Cuts `size` pixels out of the middle, with a border where the image is smaller.
+    """Cuts `size` pixels out of the middle, and adds a border if the image is smaller.
 
     Args:
-      size, down: see `CentralCrop`.
-      fill: colour of the border, from 0 to 255, one for all channels or one for each. The
-        image is then placed as by timm's CenterCropOrPad. () for black, and half a pixel
-        rounded as `down` says.
+      size, down: arguments of `CentralCrop`.
+      fill: colour of the border, from 0 to 255, one for all channels or one per
+        channel; the image is then placed as by timm's CenterCropOrPad. With () the
+        border is black, and `down` decides how half a pixel is rounded.
       cut: rows at the bottom and columns on the right that belong to the crop but are
-        removed from it, since they fill no patch.
+        removed from it, since they do not fill a patch.
     """
 
     fill: Given = ()
@@ -43,7 +46,7 @@ class CropOrPad(CentralCrop):
     def __post_init__(self):
         super().__post_init__()
         if not isinstance(self.fill, (tuple, list)):
-            raise TypeError(f"fill={self.fill!r} is not a tuple, as (0, 0, 0)")
+            raise TypeError(f"fill={self.fill!r} is not a tuple, such as (0, 0, 0)")
         if len(self.cut) != 2 or any(type(n) is not int or n < 0 for n in self.cut):
             raise ValueError(f"cut={self.cut!r} is not two whole numbers from 0 on")
 

@@ -21,10 +21,14 @@ from vit_jax.errors import UserError
 
 
 def find(name: str, key: str) -> type:
-    """Imports the class "module:Name" of a transform, in the line of `data.KEY`.
+    """Imports the class of a user's transform, "module:Name".
+
+    Args:
+      name: module and name of the class.
+      key: key of the line, for messages.
 
     Raises:
-      UserError: there is none, or it is not a transform.
+      UserError: the class does not exist, or is not a transform.
     """
     cls = fields.import_custom(name, key)
     is_class = isinstance(cls, type) and dataclasses.is_dataclass(cls)
@@ -38,18 +42,19 @@ def find(name: str, key: str) -> type:
 
 @dataclasses.dataclass(frozen=True)
 class CustomTransform:
-    """A transform of the user's module, whose errors begin with `where`.
+    """Wraps a transform of the user's module; its errors begin with `where`.
 
-    It has the attributes of `transform`, or else those of its base class.
+    Attributes are those of `transform` if it has them, else those of its base class.
     """
 
-    from_file: ClassVar[None] = None  # Its errors could not be told from ours.
+    # An error of a user's method would look like a bug of this package.
+    from_file: ClassVar[None] = None
 
     where: str
     transform: object
 
     def __getattr__(self, name):
-        if name.startswith("__"):  # Pickle asks for some before there is a transform.
+        if name.startswith("__"):  # Pickle reads some before `transform` is set.
             raise AttributeError(name)
         if hasattr(self.transform, name):
             return getattr(self.transform, name)
@@ -58,7 +63,7 @@ class CustomTransform:
 
     @property
     def makes_arrays(self) -> bool:
-        """See `HostTransform`."""
+        """True if the transform makes several arrays from an image."""
         return hasattr(self.transform, "output_shapes")
 
     @property
@@ -68,23 +73,23 @@ class CustomTransform:
         return Views if self.makes_arrays else HostTransform
 
     def alternatives(self) -> list[tuple["CustomTransform", float]]:
-        """See `Views`."""
+        """Returns the alternatives of `transform`, see `Views`, each wrapped."""
         if not hasattr(self.transform, "alternatives"):
             return [(self, 1.0)]
         made = self.transform.alternatives()
         return [(CustomTransform(self.where, op), weight) for op, weight in made]
 
     def of_share(self, *share: int) -> "CustomTransform":
-        """See `Views`."""
+        """Returns `transform.of_share`, wrapped."""
         return CustomTransform(self.where, self.transform.of_share(*share))
 
     def loader(self, loader: Loader) -> Loader:
-        """See `Views`; the loader ends in a transform whose errors name it."""
+        """Returns the loader of a line that ends in this transform, see `Views`."""
         return Views.loader(self, loader)
 
     def __call__(self, image, *args):
         if self.runs_on == "host":
-            image = image.view()  # A set in memory would be changed for good.
+            image = image.view()  # Data in memory must not change.
             image.flags.writeable = False
         known = (DamagedImage, TooSmall)
         with fields.guarded(self.where, known=known):

@@ -2,8 +2,8 @@
 
 Every choice for an example is a function of the key and of the example's position in
 the run, so that a run does not depend on how its batches are spread over devices.
-The transforms themselves stand in files of their own, see `DEVICE_TRANSFORMS`. Letters: B
-examples, H and W height and width, h and w after enlarging, C channels, K classes.
+`DEVICE_TRANSFORMS` lists the modules of the transforms. Letters: B examples, H and W
+height and width, h and w height and width after resizing, C channels, K classes.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ _applied = contextvars.ContextVar("applied", default=None)
 
 @contextlib.contextmanager
 def recording() -> Iterator[list]:
-    """Yields a list to which `apply` adds the transforms that it is called with."""
+    """Yields a list to which `apply` appends the transforms that it applies."""
     applied = []
     token = _applied.set(applied)
     try:
@@ -37,7 +37,7 @@ def recording() -> Iterator[list]:
 
 
 def apart(ops: Sequence, copies: int) -> tuple:
-    """Returns transforms for batches with so many successive copies of each image."""
+    """Returns transforms for batches with `copies` successive copies of each image."""
     return tuple(op.apart(copies) for op in ops)
 
 
@@ -52,14 +52,14 @@ def apply(
 
     Args:
       ops: `parse_train(...).device`.
-      images: values 0..255, or uint16.
-      labels: one-hot or soft.
-      index: position of each example in the run, modulo 2**32. The choices repeat
+      images: images with values 0..255, or of uint16.
+      labels: labels, one-hot or soft.
+      index: position of each example in the run, modulo 2**32. Random choices repeat
         after 4.3e9 examples; the order of the records does not.
-      key: random key, the same at every step.
+      key: random key, equal in all steps.
 
     Returns:
-      Images, still 0..255 but float32 and perhaps enlarged, and labels.
+      Images, float32 from 0 to 255 and possibly larger, and labels.
     """
     images = _levels(images)
     for number, op in enumerate(ops):
@@ -77,15 +77,15 @@ def apply_to_maps(
 ) -> Int16[Array, "B h w"]:
     """Moves the pixels of label maps as `apply` moves those of their images.
 
-    Transforms that change colours alone are left out. Class numbers are not mixed: where
-    pixels of an image are interpolated, the nearest is taken.
+    Transforms that change only colours are left out. Class numbers are not mixed: where
+    `apply` interpolates between pixels, the nearest one is used.
 
     Args:
-      ops, index, key: as given to `apply` with the images.
-      maps: class numbers; IGNORED, -1, where a pixel counts for no class, as those do that
-        come from outside of the image.
+      ops, index, key: arguments of `apply` for the images.
+      maps: class numbers, or IGNORED, -1, for pixels without a class. Pixels from
+        outside of the image become IGNORED.
     """
-    maps = (maps + 1)[..., None]  # Black, 0, counts for no class.
+    maps = (maps + 1)[..., None]  # Then black, 0, means no class.
     labels = jnp.zeros((len(index), 1))
     for number, op in enumerate(ops):
         if op.moves_pixels:
@@ -94,7 +94,7 @@ def apply_to_maps(
 
 
 def _levels(images: Images) -> Images:
-    """Returns images of 16 bits as floats from 0 to 255."""
+    """Converts images of 16 bits to floats from 0 to 255."""
     if images.dtype != jnp.uint16:
         return images
     return images.astype(jnp.float32) * np.float32(1 / 257)
@@ -116,14 +116,14 @@ def normalize(
 
 
 def example_keys(index: UInt32[Array, " B"], key: Key[Array, ""]) -> Key[Array, " B"]:
-    """Returns a separate key for each example, by its position in the run."""
+    """Returns a separate key per example, which depends on its position in the run."""
     return jax.vmap(lambda i: jax.random.fold_in(key, i))(index)
 
 
 def example_uniform(
     index: UInt32[Array, " B"], key: Key[Array, ""], count: int
 ) -> Float[Array, "B {count}"]:
-    """Draws `count` numbers in [0, 1) per example, each from the example's key."""
+    """Draws `count` numbers in [0, 1) per example, from the example's key."""
     return jax.vmap(lambda k: jax.random.uniform(k, (count,)))(example_keys(index, key))
 
 

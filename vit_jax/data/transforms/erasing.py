@@ -21,21 +21,21 @@ from vit_jax.data.transforms.device import (
     example_uniform,
 )
 
-_ATTEMPTS = 10  # Shapes that random erasing draws for an example.
+_ATTEMPTS = 10  # Number of shapes that random erasing draws per example.
 
 
 @dataclasses.dataclass(frozen=True)
 class RandomErasing(DeviceTransform):
     """Replaces a rectangle of some images by noise or one value (arXiv:1708.04896).
 
-    The ratio is drawn uniformly in its logarithm and a shape that does not fit is
-    drawn again, ten times at most, as timm does.
+    The logarithm of the ratio is drawn uniformly, and a shape that does not fit is
+    drawn again, at most ten times, as in timm.
 
     Args:
-      area: smallest and largest part of the image's area.
-      ratio: smallest and largest height by width of the part.
-      fill: "pixel" for uniform noise, "normal" for timm's, with ImageNet's mean and
-        deviation, or one value for all.
+      area: smallest and largest fraction of the image's area.
+      ratio: smallest and largest height of the rectangle divided by its width.
+      fill: "pixel" for uniform noise, "normal" for timm's normal noise with ImageNet's
+        mean and deviation, or one value for all pixels.
     """
 
     p: Given = field(0.25, "Probability for an image.", at_most=1)
@@ -56,7 +56,7 @@ class RandomErasing(DeviceTransform):
         _, H, W, C = images.shape
         inside = self.parts(H, W, index, key)[..., None]
         if self.fill in ("pixel", "normal"):
-            # Four values from each number drawn: a quarter of the time.
+            # Four values from each random word take a quarter of the time.
             words = -(-H * W * C // 4)
             keys = example_keys(index, jax.random.fold_in(key, 1))
             drawn = jax.vmap(lambda k: jax.random.bits(k, (words,), "uint32"))(keys)
@@ -64,14 +64,14 @@ class RandomErasing(DeviceTransform):
             noise = noise.reshape(len(index), -1)[:, : H * W * C]
             noise = noise.reshape(images.shape)
             if self.fill == "normal":
-                # timm erases after the images are normalised: what exceeds white stays.
+                # timm erases after normalisation, so values above white are kept.
                 images, noise = images.astype(jnp.float32), _normal(noise)
         else:
             noise = jnp.asarray(self.fill)
         return jnp.where(inside, noise.astype(images.dtype), images), labels
 
     def parts(self, H: int, W: int, index, key):
-        """Draws the rectangles to erase: (B, H, W) bool, true inside."""
+        """Draws the rectangles to erase, (B, H, W) bool, True inside."""
         u = example_uniform(index, key, 3 + 2 * _ATTEMPTS)
         area = self.area[0] + u[:, 3 : 3 + _ATTEMPTS] * (self.area[1] - self.area[0])
         low, high = map(math.log, self.ratio)
@@ -93,7 +93,7 @@ class RandomErasing(DeviceTransform):
 
 
 def _normal(noise: UInt8[Array, "B H W C"]) -> Float[Array, "B H W C"]:
-    """Converts uniform bytes to pixels of ImageNet's mean and deviation, 256 quantiles."""
+    """Converts uniform bytes to normal noise with ImageNet's mean and deviation."""
     mean, std = (255 * np.array(x, np.float32) for x in (imagenet.MEAN, imagenet.STD))
     if noise.shape[-1] != len(mean):
         mean, std = mean.mean(keepdims=True), std.mean(keepdims=True)

@@ -1,7 +1,8 @@
 """Transforms that move the pixels of a whole batch, inside the training step.
 
-Class numbers, int16, are moved as images are, but not mixed: where pixels of an image are
-interpolated, the nearest is taken. Letters: B examples, H and W height and width, C channels.
+Label maps, int16, are moved like images, but class numbers are not mixed: the nearest
+pixel is used instead of interpolation. Letters: B examples, H and W height and width, C
+channels.
 """
 
 import dataclasses
@@ -36,7 +37,7 @@ class Flip(DeviceTransform):
 
 @dataclasses.dataclass(frozen=True)
 class PadCrop(DeviceTransform):
-    """Shifts by up to `pad` pixels each way: pads with black and crops back."""
+    """Shifts by up to `pad` pixels in each direction: pads with black and crops."""
 
     moves_pixels = True
 
@@ -54,15 +55,15 @@ class PadCrop(DeviceTransform):
 
 @dataclasses.dataclass(frozen=True)
 class Affine(DeviceTransform):
-    """Shifts, rotates and scales (by `scale`, smallest and largest) about the centre.
+    """Shifts, rotates and scales about the centre, with bilinear interpolation.
 
-    Pixels are bilinear, and black outside.
+    `scale` is the smallest and largest factor. Pixels from outside are black.
     """
 
     moves_pixels = True
 
     shift: Given = field(0.0, "Largest shift, as a fraction of height and width.")
-    rotate: Given = field(0.0, "Largest turn, in degrees.")
+    rotate: Given = field(0.0, "Largest rotation, in degrees.")
     scale: Given = (1.0, 1.0)
 
     def __post_init__(self):
@@ -83,8 +84,8 @@ class Affine(DeviceTransform):
 class Upsample(DeviceTransform):
     """Enlarges to exactly `size` pixels, bilinear with half-pixel centres.
 
-    A set of small images is then stored and transferred small. The loader's images have
-    the size of its last crop or resize, or of the set in memory.
+    So small images are stored and transferred small. The loader's images have the size
+    of its last crop or resize, or of the data set in memory.
     """
 
     moves_pixels = True
@@ -97,7 +98,7 @@ class Upsample(DeviceTransform):
         height, width = pair(self.size)
         if H > height or W > width:
             raise UserError(
-                f"data.train_transform: upsample to {height}x{width} of images that have "
+                f"data.train_transform: upsample to {height}x{width}, but images have "
                 f"{H}x{W}: end the operations of the loader with resize or a crop"
             )
         how = "nearest"
@@ -112,17 +113,17 @@ def warp(
     """Rotates and scales images about their centres, then shifts them; bilinear.
 
     Args:
-      images: values of any range; the outside is black (0). Of int16, which are class
-        numbers, the nearest is taken.
-      angle: radians, positive from the vertical axis (down) towards the right.
-      scale: factor; over 1 enlarges.
+      images: images with any range of values; pixels from outside are black (0). For
+        label maps, int16, the nearest pixel is used.
+      angle: angle in radians, positive from the vertical axis (down) to the right.
+      scale: factor; above 1 it enlarges.
       down, right: shifts in pixels.
     """
     _, H, W, _ = images.shape
     angle, scale, down, right = (a[:, None, None] for a in (angle, scale, down, right))
     y = (jnp.arange(H) - (H - 1) / 2)[None, :, None] - down
     x = (jnp.arange(W) - (W - 1) / 2)[None, None, :] - right
-    # Where each pixel of the result comes from: the inverse of the motion.
+    # The source of each pixel of the result, by the inverse of the motion.
     sine, cosine = jnp.sin(angle) / scale, jnp.cos(angle) / scale
     source_y = cosine * y + sine * x + (H - 1) / 2
     source_x = cosine * x - sine * y + (W - 1) / 2

@@ -1,8 +1,8 @@
 """Transforms of one image, run by the loader before images are batched.
 
-Images are uint8; or uint16 or float32, see bands.py. Arrays of int16 are class numbers
-(masks.py), of which the nearest is taken where those of images would be mixed. Letters:
-H and W height and width before, h and w after, C channels.
+Images are uint8, uint16 or float32, see bands.py. Arrays of int16 are masks (masks.py),
+whose class numbers are not mixed: the nearest pixel is used instead. Letters: H and W
+height and width before, h and w height and width after, C channels.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ Before = Num[np.ndarray, "H W C"]
 After = Num[np.ndarray, "h w C"]
 Box = tuple[float | int, float | int, float | int, float | int]
 
-# Pillow antialiases all of its filters but nearest when it shrinks an image.
+# When it shrinks an image, Pillow antialiases with all of these filters except nearest.
 PILLOW = {
     "nearest": Image.Resampling.NEAREST,
     "bilinear": Image.Resampling.BILINEAR,
@@ -40,30 +40,31 @@ PILLOW = {
     "box": Image.Resampling.BOX,
     "hamming": Image.Resampling.HAMMING,
 }
-# `tf.image.resize` of "area", and of "bilinear" with antialias=False: Google's code, so
-# that `covering_size` rounds as it does.
+# Filters of `tf.image.resize`, as in Google's code: "area", and "bilinear" with
+# antialias=False. `covering_size` rounds for them as that code does.
 TENSORFLOW = {"area": cv2.INTER_AREA, "bilinear_plain": cv2.INTER_LINEAR}
 INTERPOLATIONS = (*PILLOW, *TENSORFLOW)
 
-_TRIES = 100  # Parts drawn by `InceptionCrop`, at most.
-_MOST_BANDS = 64  # At a time; OpenCV 5 takes 128.
-_MOST_BANDS_OF_AREA = 4  # For cv2.INTER_AREA.
-_FAST_UP_TO = 3  # Times smaller; beyond, three taps antialias too little.
+_TRIES = 100  # Largest number of parts that `InceptionCrop` draws.
+_MOST_BANDS = 64  # Bands resized at once; OpenCV 5 allows 128.
+_MOST_BANDS_OF_AREA = 4  # Bands resized at once with cv2.INTER_AREA.
+_FAST_UP_TO = 3  # If an image shrinks by more, three taps antialias too little.
 
 
 @dataclasses.dataclass(frozen=True)
 class RandomResizedCrop(HostTransform):
     """Crops a random part of random shape and resizes it, as torchvision does.
 
-    The area is drawn evenly, and the logarithm of the shape; of an image that no part fits
-    in ten tries, the largest central part of an allowed shape is taken.
+    The area and the logarithm of the aspect ratio are drawn uniformly. If no part fits
+    in ten tries, the largest central part with an allowed ratio is used.
 
     Args:
       size: height and width of the result in pixels, or one number for both.
-      area: smallest and largest part of the image's area.
-      ratio: smallest and largest width by height of the part.
-      interpolation: "fast" for `resize_fast`; "bilinear" and "bicubic" for Pillow's
-        antialiased filters, with which SimMIM, and MAE and DINO were trained.
+      area: smallest and largest fraction of the image's area.
+      ratio: smallest and largest width of the part divided by its height.
+      interpolation: "fast" for `resize_fast`; "bilinear" or "bicubic" for Pillow's
+        antialiased filters. SimMIM was trained with "bilinear", MAE and DINO with
+        "bicubic".
     """
 
     moves_pixels = True
@@ -72,9 +73,11 @@ class RandomResizedCrop(HostTransform):
     size: Given = None
     area: Given = (0.05, 1.0)
     ratio: Given = (3 / 4, 4 / 3)
-    antialias: Given = key(True, "Average detail that is too fine for the result.")
+    antialias: Given = key(True, "Antialias when the part shrinks.")
     rough: Given = key(
-        False, "Repeat the chroma of JPEG files; needs the extra `fast`."
+        False,
+        "Repeat the subsampled chroma of JPEG files instead of interpolating it, which "
+        "is faster; needs the extra `fast`.",
     )
     interpolation: Given = key(
         "fast", "Filter of the resize.", choices=("fast", "bilinear", "bicubic")
@@ -101,12 +104,12 @@ class RandomResizedCrop(HostTransform):
         rng: np.random.Generator,
         max_megapixels: float = MAX_MEGAPIXELS,
     ) -> After:
-        """Decodes an image file, crops and resizes it, and decodes only the rows of the part.
+        """Crops and resizes an image file, and decodes only the rows of the part.
 
-        The part is the one that `__call__` would draw from `rng`. The pixels are the same, to the
-        bit, as from the decoded image, unless `rough` is set. A JPEG whose part is twice the
-        result's size or more is shrunk while it is decoded, which is faster and comes closer to
-        the exact filter.
+        The part is the one that `__call__` would draw from `rng`. The pixels are equal,
+        to the bit, to those from the decoded image, unless `rough` is set. If the part
+        of a JPEG has at least twice the result's size, the image is shrunk while it is
+        decoded, which is faster and closer to the exact filter.
 
         Raises:
           DamagedImage: the file cannot be decoded.
@@ -119,8 +122,10 @@ class RandomResizedCrop(HostTransform):
     ) -> After:
         """Cuts a part out and resizes it.
 
-        `box` has top, left, height and width in pixels of the image in full size; `shrink` is the
-        factor by which `image` is smaller.
+        Args:
+          image: image, possibly decoded at a smaller size.
+          box: top, left, height and width of the part in pixels of the full-size image.
+          shrink: size of the full-size image divided by the size of `image`.
         """
         fast = self.interpolation == "fast"
         how = "bilinear" if fast else self.interpolation
@@ -129,7 +134,7 @@ class RandomResizedCrop(HostTransform):
             return resize_box(image, box, pair(self.size), how)
         top, left, height, width = box
         part = image[top : top + height, left : left + width]
-        if not fast:  # Pixels beside the part do not count, as in torchvision.
+        if not fast:  # Pixels outside of the part are not used, as in torchvision.
             whole = (0, 0, height, width)
             return resize_box(part, whole, pair(self.size), how)
         return resize_fast(part, pair(self.size), self.antialias)
@@ -142,7 +147,7 @@ class RandomResizedCrop(HostTransform):
             h, w = self._sides(height, width, rng)
             if 0 < w <= width and 0 < h <= height:
                 return below(height - h + 1, rng), below(width - w + 1, rng), h, w
-        # An extreme shape: the largest central part whose ratio is allowed.
+        # For an extreme image, the largest central part with an allowed ratio.
         w = max(1, min(width, round(height * self.ratio[1])))
         h = max(1, min(height, round(width / self.ratio[0])))
         return (height - h) // 2, (width - w) // 2, h, w
@@ -162,10 +167,9 @@ class RandomResizedCrop(HostTransform):
 class ClippedCrop(RandomResizedCrop):
     """Crops a random part of random shape and resizes it, as BYOL and MAE's linear probe do.
 
-    Area and shape are drawn once, where `RandomResizedCrop` draws again what does not fit:
-    a side that is longer than the image's is clipped to it.
-
-    Args: see `RandomResizedCrop`.
+    Area and shape are drawn only once, while `RandomResizedCrop` draws again if the
+    part does not fit: a side that is longer than the image's is clipped. The arguments
+    are those of `RandomResizedCrop`.
     """
 
     def box(
@@ -181,16 +185,16 @@ class InceptionCrop(RandomResizedCrop):
     """Crops a random part of random shape and resizes it (Szegedy et al., 2015), as Google does.
 
     Part and filter are those of `tf.image.sample_distorted_bounding_box` and
-    `tf.image.resize` (tensorflow/core/kernels/image/sample_distorted_bounding_box_op.cc),
-    with which the paper's authors trained: the height of a part is drawn evenly, so small
-    parts are more frequent than in `RandomResizedCrop`, and so is the shape. Of an image
-    that no part fits in 100 tries, the whole is taken.
-
-    Args: see `RandomResizedCrop`.
+    `tf.image.resize`
+    (tensorflow/core/kernels/image/sample_distorted_bounding_box_op.cc), with which the
+    paper's authors trained. The height and the aspect ratio of a part are drawn
+    uniformly, so small parts are more frequent than in `RandomResizedCrop`. If no part
+    fits in 100 tries, the whole image is used. The arguments are those of
+    `RandomResizedCrop`.
     """
 
     ratio: Given = (0.75, 1.33)
-    antialias: Given = key(False, "Average detail that is too fine for the result.")
+    antialias: Given = key(False, "Antialias when the part shrinks.")
 
     def box(
         self, height: int, width: int, rng: np.random.Generator
@@ -200,14 +204,14 @@ class InceptionCrop(RandomResizedCrop):
             part = self._part(height, width, low + rng.random() * (high - low), rng)
             if part:
                 h, w = part
-                # The last place is not drawn, as there.
+                # The last position is never drawn, as in TensorFlow.
                 return below(height - h, rng), below(width - w, rng), h, w
         return 0, 0, height, width
 
     def _part(
         self, height: int, width: int, ratio: float, rng: np.random.Generator
     ) -> tuple[int, int] | None:
-        """Draws the height and width of a part of a shape; None if none fits."""
+        """Draws the height and width of a part with a ratio; None if no part fits."""
         least, most = (part * height * width for part in self.area)
         first, last = (round(math.sqrt(area / ratio)) for area in (least, most))
         if round(last * ratio) > width:
@@ -216,7 +220,7 @@ class InceptionCrop(RandomResizedCrop):
         last = min(last, height)
         first = min(first, last)
         h = first + below(last - first + 1, rng) if first < last else first
-        # Rounding may carry the area out of its range.
+        # Rounding may move the area out of its range.
         h += round(h * ratio) * h < least
         h -= round(h * ratio) * h > most
         w = round(h * ratio)
@@ -248,8 +252,11 @@ class Resize(HostTransform):
 
 @dataclasses.dataclass(frozen=True)
 class ResizeSmall(HostTransform):
-    """Resizes and keeps the aspect ratio: the short side to `size` pixels, or until the
-    image just covers a `size` of (height, width)."""
+    """Resizes with fixed aspect ratio until the image just covers `size`.
+
+    If `size` is one number, the short side gets this number of pixels; otherwise it is
+    (height, width).
+    """
 
     in_eval = True
     moves_pixels = True
@@ -281,13 +288,13 @@ class CentralCrop(HostTransform):
     size: Given = None
     down: Given = key(
         False,
-        "Round half a pixel of the margin down, as big_vision and Hugging Face do, not to "
-        "even.",
+        "Round half a pixel of the margin down, as big_vision and Hugging Face do, "
+        "instead of to even.",
     )
 
     @property
     def sides(self) -> Size:
-        """Height and width of the part that is in the middle."""
+        """Height and width of the central part."""
         return pair(self.size)
 
     def corner(self, size: Size) -> Size:
@@ -305,7 +312,7 @@ class CentralCrop(HostTransform):
 
 @dataclasses.dataclass(frozen=True)
 class RandomCrop(HostTransform):
-    """Cuts `size` pixels out of a random place."""
+    """Cuts `size` pixels out at a random position."""
 
     moves_pixels = True
     output_size = to_size
@@ -325,10 +332,10 @@ def crops_of_file(
     rng: np.random.Generator,
     max_megapixels: float,
 ) -> list[np.ndarray]:
-    """Decodes an image file once, only what its crops need, and cuts them.
+    """Decodes the rows of an image file that its crops need, once, and cuts the crops.
 
-    If all parts are at least twice their results, and are antialiased, a JPEG is shrunk
-    while it is decoded.
+    If all parts have at least twice the size of their results, and are antialiased, a
+    JPEG is shrunk while it is decoded.
     """
     header, pixels, shrink = decode.read_jpeg_header(data), None, 1
     if header is None:
@@ -346,7 +353,7 @@ def crops_of_file(
         stop = max(top + height for top, _, height, _ in boxes)
         rough = crops[0].rough
         pixels = decode.decode_jpeg(data, header, channels, stop, shrink, rough)
-    if pixels is None:  # Damaged, or for Pillow alone.
+    if pixels is None:  # Damaged, or only Pillow can decode it.
         pixels = decode.decode(data, channels, max_megapixels=max_megapixels)
         shrink = 1
     return [
@@ -355,7 +362,7 @@ def crops_of_file(
 
 
 def _room(image: np.ndarray, size: Given) -> tuple[int, int]:
-    """Returns by how many rows and columns the image is larger than the crop."""
+    """Returns the rows and columns of an image minus those of the crop."""
     height, width = pair(size)
     room = image.shape[0] - height, image.shape[1] - width
     if min(room) < 0:
@@ -369,7 +376,7 @@ def _room(image: np.ndarray, size: Given) -> tuple[int, int]:
 
 def below(stop: int, rng: np.random.Generator) -> int:
     """Draws a whole number from 0 to `stop` - 1."""
-    # From `random`, whose stream numpy keeps, unlike that of `integers`.
+    # NumPy may change the stream of `integers`, but not that of `random`.
     return int(rng.random() * stop)
 
 
@@ -378,14 +385,14 @@ def covering_size(
 ) -> tuple[int, int]:
     """Returns the height and width of an image that is resized until it covers `least`.
 
-    The long side is rounded down where `least` is square, as by torchvision's Resize; else
-    both sides are rounded. timm does the same. With filters of `TENSORFLOW` both sides are
-    always rounded, as by big_vision's `resize_small`.
+    If `least` is square, the long side is rounded down, as in torchvision's Resize;
+    otherwise both sides are rounded. timm does the same. With filters of `TENSORFLOW`
+    both sides are always rounded, as in big_vision's `resize_small`.
     """
     height, width = size
     rows, columns = least
     if rows == columns and interpolation in TENSORFLOW:
-        ratio = np.float32(rows) / np.float32(min(size))  # float32 as there.
+        ratio = np.float32(rows) / np.float32(min(size))  # As in TensorFlow.
         return round(height * ratio), round(width * ratio)
     if rows == columns:
         short = min(size)
@@ -397,14 +404,14 @@ def covering_size(
 def centre_crop_start(length: int, crop: int, down: bool = False) -> int:
     """Returns the first row (or column) of the central `crop` of `length` pixels.
 
-    Half a pixel rounds to even, as in torchvision's CenterCrop, or `down`. The result is
-    negative where the crop is larger.
+    Half a pixel is rounded to even, as in torchvision's CenterCrop, or down if `down`.
+    The result is negative if the crop is larger.
     """
     return (length - crop) // 2 if down else round((length - crop) / 2)
 
 
 def _resize_to(image: Before, size: Size, interpolation: str) -> After:
-    """Resizes as `resize_all`, unless the result is so large that memory may not do."""
+    """Resizes as `resize_all`; refuses results that may not fit the memory."""
     if math.prod(size) > MAX_PIXELS:
         raise decode.DamagedImage(
             f"has {image.shape[1]}x{image.shape[0]} pixels, which become "
@@ -431,8 +438,12 @@ def resize_box(
 ) -> After:
     """Resizes a part of an image with a filter of `INTERPOLATIONS`.
 
-    `box` has top, left, height and width in pixels, which may be fractions with Pillow's
-    filters.
+    Args:
+      image: image to resize.
+      box: top, left, height and width of the part in pixels; with Pillow's filters also
+        fractions.
+      size: height and width of the result.
+      interpolation: filter.
     """
     if image.dtype == np.int16:
         return nearest(image, box, size)
@@ -441,13 +452,14 @@ def resize_box(
         part = image[top : top + height, left : left + width]
         return _by_opencv(part, size, TENSORFLOW[interpolation])
     resample = PILLOW[interpolation]
-    # Rounding may carry a fraction past the border by less than it matters.
+    # Rounding may place fractions slightly beyond the border.
     bottom, right = np.minimum((top + height, left + width), image.shape[:2]).tolist()
     box, rows_last = (left, top, right, bottom), size[::-1]
     if image.dtype == np.uint8 and image.shape[-1] == 3:
         picture = Image.fromarray(np.ascontiguousarray(image))
         return np.array(picture.resize(rows_last, resample, box=box))
-    # Pillow knows three channels of 8 bits alone, and one of 8 bits or of floats.
+    # Pillow supports three channels only with 8 bits, and one channel of 8 bits or
+    # floats.
     exact = np.uint8 if image.dtype == np.uint8 else np.float32
     bands = [
         Image.fromarray(band.astype(exact)).resize(rows_last, resample, box=box)
@@ -462,7 +474,7 @@ def resize_box(
 def nearest(
     maps: Int16[np.ndarray, "H W C"], box: Box, size: tuple[int, int]
 ) -> Int16[np.ndarray, "h w C"]:
-    """Returns the pixels of a part at the centres of those of the result."""
+    """Resizes a part of label maps to the nearest pixels."""
     places = []
     for axis, length in enumerate(size):
         centres = box[axis] + (np.arange(length) + 0.5) * (box[2 + axis] / length)
@@ -473,7 +485,7 @@ def nearest(
 def resize_fast(image: Before, size: tuple[int, int], antialias: bool = True) -> After:
     """Resizes nearly as `resize_all` does, in a third of the time.
 
-    Without `antialias` fine detail of an image that shrinks turns into noise.
+    Without `antialias`, fine detail becomes noise when an image shrinks.
     """
     if image.dtype == np.int16:
         return resize_all(image, size)
@@ -493,9 +505,9 @@ def resize_fast(image: Before, size: tuple[int, int], antialias: bool = True) ->
 
 
 def _by_opencv(image: Before, size: tuple[int, int], how: int) -> After:
-    """Resizes with a filter of `TENSORFLOW`, to values within 1 of TensorFlow's.
+    """Resizes with a filter of `TENSORFLOW`; values differ by at most 1 from TensorFlow.
 
-    Those of areas are within 1.3 where one side grows and the other shrinks.
+    With "area" they differ by at most 1.3 if one side grows and the other shrinks.
     """
     area = how == cv2.INTER_AREA
     most = _MOST_BANDS_OF_AREA if area else _MOST_BANDS
@@ -515,10 +527,10 @@ def _of_few_bands(image: Before, most: int) -> list[Before]:
 
 
 def _low_pass(times: float) -> Float32[np.ndarray, " taps"]:
-    """Returns a filter that, with the interpolation after it, approximates the tent filter.
+    """Returns a low-pass filter: interpolated after it, images are nearly antialiased.
 
-    It is exact when the image keeps its size and when it is halved: there the two together
-    weigh four pixels by 1, 3, 3, 1.
+    Together both approximate the tent filter, exactly if the image keeps its size or is
+    halved: then four pixels have the weights 1, 3, 3, 1.
     """
     if times <= 1:
         return np.ones(1, np.float32)

@@ -1,9 +1,10 @@
 """Transforms that blend the examples of a batch, inside the training step.
 
 Mixup and cutmix draw once per batch, from the key and the batch's first position in the
-run, so from the step; the neighbour of an example is the one before it in the global
-batch, on any number of hosts, or before the copies of its image (`data.repeats`). Letters:
-B examples, H and W height and width, C channels, K classes.
+run, which depends on the step. The neighbour of an example is the example before it in
+the global batch, on any number of hosts; with repeated augmentation (`data.repeats`) it
+is the example before the copies of its image. Letters: B examples, H and W height and
+width, C channels, K classes.
 """
 
 import copy
@@ -23,7 +24,7 @@ class Mixing(DeviceTransform):
     """Base of the transforms that blend each example with another of its batch.
 
     Attributes:
-      distance: places in the batch from an example back to that one.
+      distance: number of positions from an example back to its partner in the batch.
     """
 
     mixes_examples = True
@@ -37,11 +38,11 @@ class Mixing(DeviceTransform):
 
     @jax.named_scope("mixup")
     def partner(self, x: Num[Array, "B ..."]) -> Num[Array, "B ..."]:
-        """Returns for each example the other one."""
+        """Returns the partner of each example."""
         return jnp.roll(x, self.distance, axis=0)
 
     def blend(self, x: Float[Array, "B ..."], share: Float[Array, "..."]) -> Array:
-        """Returns `share` of each example and the rest of the other one."""
+        """Returns the sum of `share` of each example and the rest of its partner."""
         return share * x + (1 - share) * self.partner(x)
 
 
@@ -49,7 +50,7 @@ class Mixing(DeviceTransform):
 class Mixup(Mixing):
     """Blends each example with its neighbour in the batch (arXiv:1710.09412).
 
-    One share per batch is drawn from Beta(alpha, alpha).
+    The share of an example is drawn once per batch from Beta(alpha, alpha).
     """
 
     alpha: Given = field(
@@ -65,8 +66,9 @@ class Mixup(Mixing):
 class Cutmix(Mixing):
     """Pastes a part of its neighbour into each example (arXiv:1905.04899).
 
-    The share of pixels that an example keeps is drawn from Beta(alpha, alpha). The labels are
-    weighted by the shares of pixels after the part is cut off at the edges of the image.
+    The share of pixels that an example keeps is drawn from Beta(alpha, alpha). Labels
+    are weighted by the shares of pixels after the part is clipped at the edges of the
+    image.
     """
 
     alpha: Given = field(1.0, "Parameter of Beta(alpha, alpha).", above=0)
@@ -78,15 +80,15 @@ class Cutmix(Mixing):
 
 @dataclasses.dataclass(frozen=True)
 class MixupOrCutmix(Mixing):
-    """Applies mixup or cutmix, drawn per batch, as DeiT (arXiv:2012.12877, table 9)."""
+    """Applies mixup or cutmix, drawn per batch (DeiT, arXiv:2012.12877, table 9)."""
 
-    mixup: Given = field(0.8, "Alpha of mixup.", above=0)
-    cutmix: Given = field(1.0, "Alpha of cutmix.", above=0)
+    mixup: Given = field(0.8, "Parameter alpha of mixup.", above=0)
+    cutmix: Given = field(1.0, "Parameter alpha of cutmix.", above=0)
     switch: Given = field(0.5, "Probability of cutmix.", at_most=1)
     group: Given = field(
         0,
-        "Images in a row that share a draw, as those of one GPU do in timm; 0: all of the "
-        "batch.",
+        "Number of successive images that share a draw, as the images of one GPU do in "
+        "timm; 0 is the whole batch.",
     )
 
     def __call__(self, images: Images, labels: Labels, index, key):
@@ -119,10 +121,10 @@ def _beta(key: Key[Array, ""], alpha: float) -> Float[Array, ""]:
 def _cut(
     key: Key[Array, ""], alpha: float, images: Images
 ) -> tuple[Bool[Array, "1 H W 1"], Float[Array, ""]]:
-    """Draws a part; returns which pixels an example keeps, and their share."""
+    """Draws a part to paste; returns which pixels an example keeps, and their share."""
     _, H, W, _ = images.shape
     centre, share = jax.random.split(key)
-    side = jnp.sqrt(1 - _beta(share, alpha))  # Of the part, relative to the image.
+    side = jnp.sqrt(1 - _beta(share, alpha))  # Side of the part, relative to the image.
     inside = []
     u = jax.random.uniform(centre, (2,))
     for length, place in zip((H, W), u, strict=True):

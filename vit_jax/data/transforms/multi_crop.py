@@ -1,6 +1,6 @@
 """Large and small crops of an image (SwAV, DINO), cut by the loader.
 
-Letters: H and W height and width before, N crops, h and w height and width of them, C
+Letters: H and W height and width before, N crops, h and w height and width of crops, C
 channels.
 """
 
@@ -30,15 +30,17 @@ _LARGE = 2  # Large crops of `MultiCrop`.
 class MultiCrop(Views):
     """Crops two large and some small random parts and resizes them (arXiv:2006.09882).
 
-    Sizes, areas and filter are those of DINO (arXiv:2104.14294, main_dino.py). The results
-    are "image", the two large crops (2, height, width, C), and "small_crops" (num_small,
-    height, width, C), if any. For the other arguments see `RandomResizedCrop`.
+    Sizes, areas and filter are those of DINO (arXiv:2104.14294, main_dino.py). The
+    results are "image", the two large crops (2, height, width, C), and "small_crops"
+    (num_small, height, width, C), if any. Other arguments are those of
+    `RandomResizedCrop`.
 
     Args:
-      small_size: None is 96, unless there are `sizes`.
-      sizes: in place of `size` and `small_size`, pairs of both, as
-        ((512, 112), (768, 168)), of which each batch draws one (DINOv3, arXiv:2508.10104).
-      shares: share of the batches that have each of the pairs; () for equal ones.
+      small_size: size of small crops; None is 96, unless `sizes` is given.
+      sizes: pairs of sizes of large and small crops, such as ((512, 112), (768, 168)),
+        instead of `size` and `small_size`. Each batch draws a pair (DINOv3,
+        arXiv:2508.10104).
+      shares: relative frequency of each pair in `sizes`; () for equal ones.
     """
 
     moves_pixels = True
@@ -70,7 +72,7 @@ class MultiCrop(Views):
         check_part(self.small_area, self.ratio)
         for each in self.sizes:
             if not isinstance(each, (list, tuple)) or len(each) != 2:
-                raise ValueError(f"sizes={self.sizes}: {each} is no (large, small)")
+                raise ValueError(f"sizes={self.sizes}: {each} is not (large, small)")
             for size in each:
                 check_size(size)
         if self.shares and len(self.shares) != len(self.sizes):
@@ -81,7 +83,7 @@ class MultiCrop(Views):
             raise ValueError(f"shares={self.shares}: give numbers above 0")
 
     def alternatives(self) -> list[tuple["MultiCrop", float]]:
-        """See `Views`."""
+        """Returns a transform for each pair of `sizes`, with its share."""
         if not self.sizes:
             return [(self, 1.0)]
         shares = self.shares or [1.0] * len(self.sizes)
@@ -107,12 +109,12 @@ class MultiCrop(Views):
         rng: np.random.Generator,
         max_megapixels: float = MAX_MEGAPIXELS,
     ) -> Crops:
-        """Decodes an image file once, and cuts all crops out of it, see `RandomResizedCrop.from_file`."""
+        """Decodes an image file once and cuts all crops, see `RandomResizedCrop`."""
         of_file = data, channels, rng, max_megapixels
         return self._views(crops_of_file(self._crops, *of_file))
 
     def output_shapes(self, channels: int) -> dict[str, tuple[int, ...]]:
-        """Returns the shapes of the results; of several, those with the most pixels."""
+        """Returns the shapes of the results; with `sizes`, those of most pixels."""
         if self.sizes:
             made = (op.output_shapes(channels) for op, _ in self.alternatives())
             return max(made, key=lambda shapes: sum(map(math.prod, shapes.values())))

@@ -1,7 +1,7 @@
 """Images of any size as sequences of patches (SigLIP 2, arXiv:2502.14786, section 2.4.2).
 
-Letters: H and W height and width before, C channels, N patches of a sequence, S side of a
-patch in pixels.
+Letters: H and W height and width before, C channels, N patches per sequence, S side of
+a patch in pixels.
 """
 
 import dataclasses
@@ -24,26 +24,30 @@ Sequence = dict[str, Num[np.ndarray, "..."]]
 
 @dataclasses.dataclass(frozen=True)
 class NaFlex(Views):
-    """Resizes to the most patches that fit, the aspect kept, and cuts the image into them.
+    """Resizes with fixed aspect ratio to at most `max_tokens` patches, and cuts them.
 
-    The results are "image", the patches one below the other, row by row, and black padding,
-    (max_tokens * patch, patch, C); and "grids", rows and columns of patches, (1, 2) int32. Sides
-    are rounded up to whole patches, which stretches the image a little.
+    The results are "image", the patches one below the other, row by row, then black
+    padding, (max_tokens * patch, patch, C); and "grids", rows and columns of patches,
+    (1, 2) int32. Sides are rounded up to whole patches, which stretches the image
+    slightly.
 
     Args:
-      max_tokens: N, most patches of a sequence; of several numbers, as (64, 256), each batch
+      max_tokens: maximum number of patches per sequence, N; if several numbers are
+        given, such as (64, 256), each batch draws one.
+      patch: side of a patch, S; the network resizes its patch embedding to it
+        (models/flexivit.py). If several numbers are given, such as (8, 16, 32), each
+        batch draws a pair with `max_tokens` or `side`.
+      area, ratio: bounds of a random part to cut out first, as in `RandomResizedCrop`;
+        with an area of (1, 1) the whole image is used.
+      pack: number of images per sequence; each gets an equal share of the patches that
+        the images before it have left. "image" and "grids" then have fewer rows than
+        the labels.
+      side: side in pixels of a square with the area of the resized images, instead of
+        `max_tokens`, so that images keep their size and smaller patches are more
+        numerous (FlexiViT, arXiv:2212.08013); if several numbers are given, each batch
         draws one.
-      patch: S, to which the network resizes its kernel (models/flexivit.py); of several,
-        as (8, 16, 32), each batch draws one, of all pairs with `max_tokens` or `side`.
-      area, ratio: of a random part to cut out first, see `RandomResizedCrop`; the whole image for
-        an area of (1, 1).
-      pack: images of a sequence, each of which gets its share of what the ones before have
-        left; rows of "image" and "grids" are then fewer than labels.
-      side: in place of `max_tokens`, side in pixels of a square of the area of the resized
-        images: a sequence has the patches that it holds, so that images keep their size
-        and smaller patches are more (FlexiViT, arXiv:2212.08013). Several as above.
-      relative: whether `ratio` is multiplied by the image's own width by height, as in timm's
-        RandomResizedCropToSequence, so that parts of wide images are wide.
+      relative: multiplies `ratio` by the image's width divided by its height, as in
+        timm's RandomResizedCropToSequence, so that parts of wide images are wide.
     """
 
     moves_pixels = True
@@ -55,13 +59,14 @@ class NaFlex(Views):
     area: Given = (1.0, 1.0)
     ratio: Given = (3 / 4, 4 / 3)
     flip: Given = key(False, "Flip left and right with probability 0.5.")
-    pack: Given = key(1, "Images of a sequence.", at_least=1)
+    pack: Given = key(1, "Number of images per sequence.", at_least=1)
     interpolation: Given = key(
         "bilinear", "Filter of the resize.", choices=INTERPOLATIONS
     )
     side: Given = 0
     relative: Given = key(
-        False, "Multiply `ratio` by the image's own width by height, as timm does."
+        False,
+        "Multiply `ratio` by the image's width divided by its height, as timm does.",
     )
 
     def __post_init__(self):
@@ -81,24 +86,24 @@ class NaFlex(Views):
         for most, patch in self.choices:
             if most * patch**2 > MAX_PIXELS:
                 raise ValueError(
-                    f"{most} patches of {patch} pixels a side are more than "
+                    f"{most} patches of {patch} pixels per side are more than "
                     f"{MAX_PIXELS:,} pixels: choose fewer"
                 )
             if most < self.pack:
                 raise ValueError(
-                    f"room for {most} patches of {patch} pixels, but pack={self.pack} "
-                    f"needs as many: raise {'side' if self.side else 'max_tokens'}"
+                    f"{most} patches of {patch} pixels are fewer than pack={self.pack} "
+                    f"images: raise {'side' if self.side else 'max_tokens'}"
                 )
 
     @property
     def in_eval(self) -> bool:
-        """Whether there are no random choices."""
+        """True if the transform makes no random choices."""
         whole = tuple(self.area) == (1, 1) and not self.flip
         return whole and len(self.choices) == self.pack == 1
 
     @property
     def choices(self) -> list[tuple[int, int]]:
-        """Pairs of most patches and their side, of which each batch draws one."""
+        """Pairs of maximum number of patches and patch side; each batch draws one."""
         if not self.side:
             return [*itertools.product(_several(self.max_tokens), _several(self.patch))]
         pairs = itertools.product(_several(self.side), _several(self.patch))
@@ -106,18 +111,18 @@ class NaFlex(Views):
 
     @property
     def packs(self) -> int:
-        """See `Views`."""
+        """Number of images that share a row."""
         return self.pack
 
     def alternatives(self) -> list[tuple["NaFlex", float]]:
-        """See `Views`."""
+        """Returns a transform for each of `choices`, with equal weights."""
         return [
             (dataclasses.replace(self, max_tokens=most, patch=patch, side=0), 1.0)
             for most, patch in self.choices
         ]
 
     def of_share(self, left: int, images: int) -> "NaFlex":
-        """Returns the transform of one of so many images that share what is left of N."""
+        """Returns the transform of one of `images` images that share `left` patches."""
         return dataclasses.replace(self, max_tokens=left // images, pack=1)
 
     def __call__(
@@ -141,7 +146,7 @@ class NaFlex(Views):
         return {"image": strip, GRIDS: np.array([grid], np.int32)}
 
     def output_shapes(self, channels: int) -> dict[str, tuple[int, ...]]:
-        """Returns the shapes of the results; of several, those with the most patches."""
+        """Returns the shapes of the results, with the most patches of all `choices`."""
         most, patch = max(self.choices)
         return {"image": (most * patch, patch, channels), GRIDS: (self.pack, 2)}
 
@@ -151,10 +156,10 @@ def _several(value: Given) -> tuple:
 
 
 def fitting_grid(height: int, width: int, most: int) -> tuple[int, int]:
-    """Returns rows and columns of the most patches that an image fills, at most `most`.
+    """Returns the largest grid (rows, columns) of at most `most` patches for an image.
 
-    They are those of the largest scale at which both sides, rounded up to whole patches, have
-    no more patches than that.
+    It belongs to the largest scale at which the image, with both sides rounded up to
+    whole patches, has at most `most` patches.
 
     Source: transformers' Siglip2ImageProcessor, which finds the scale by bisection.
     """
@@ -163,7 +168,7 @@ def fitting_grid(height: int, width: int, most: int) -> tuple[int, int]:
 
 
 def _fitting(one: int, other: int, most: int) -> tuple[int, int]:
-    """Returns the largest grid for which the side `one` is whole patches; (0, 0) if none fits."""
+    """Returns the largest grid with whole patches along side `one`; (0, 0) if none."""
     for count in range(math.isqrt(most * one // other), 0, -1):
         patches = count, -(-other * count // one)
         if math.prod(patches) <= most:
@@ -172,7 +177,7 @@ def _fitting(one: int, other: int, most: int) -> tuple[int, int]:
 
 
 def cut(image: Num[np.ndarray, "H W C"], side: int) -> Num[np.ndarray, "NS S C"]:
-    """Cuts an image of whole patches into patches, one below the other, row by row."""
+    """Cuts an image of whole patches into patches, row by row, one below the other."""
     (H, W, C), S = image.shape, side
     cells = image.reshape(H // S, S, W // S, S, C).swapaxes(1, 2)
     return cells.reshape(-1, S, C)

@@ -1,15 +1,17 @@
-"""Image transforms as a readable line: "random_resized_crop(224) | flip | mixup(0.2)".
+"""Parses lines of image transforms: "random_resized_crop(224) | flip | mixup(0.2)".
 
-Transforms stand between bars and take Python literals, by position or by name. Host
-transforms run in the loader, image by image; device transforms run in the training step, on
-the batch, and come last. The size of a crop or resize is `data.image_size` unless given, as
-224 or as (160, 224).
+Transforms are separated by bars, and arguments are Python literals, by position or by
+name. Host transforms run in the loader, image by image; device transforms run in the
+training step, on the batch, and come last. The size of a crop or resize is
+`data.image_size` unless given, as one number (224) or as height and width (160, 224).
 
-A user's transform is named with its module: "my_module:MyTransform(0.5) | flip"; base.py
-describes its interface. `data.transforms` is the result for a config, parsed once.
+A user's transform is named with its module: "my_module:MyTransform(0.5) | flip";
+base.py describes its interface. `data.transforms` is the result for a config, parsed
+once.
 
-A level of AugReg, "random_resized_crop | augreg('medium2') | flip", is RandAugment in its place
-and mixup after the last transform: "... | randaugment(2, 15) | flip | mixup(0.5)".
+A level of AugReg is replaced by RandAugment at its place and mixup after the last
+transform: "random_resized_crop | augreg('medium2') | flip" is the same line as
+"random_resized_crop | randaugment(2, 15) | flip | mixup(0.5)".
 """
 
 import ast
@@ -41,12 +43,12 @@ class Transforms(NamedTuple):
 
     @property
     def views(self) -> HostTransform | None:
-        """The host transform that makes several arrays of an image; None if none does."""
+        """The host transform that makes several arrays from an image, or None."""
         return self.host[-1] if self.host and self.host[-1].makes_arrays else None
 
     @property
     def packs(self) -> int:
-        """Number of images that share a row of the arrays made of them."""
+        """Number of images that share a row of the arrays in a batch."""
         return self.views.packs if self.views else 1
 
 
@@ -54,7 +56,7 @@ def parsed(data: DataConfig) -> Transforms:
     """Parses `data.train_transform`, and checks it against the fields of a record.
 
     Raises:
-      UserError: see `parse_train` and the `check` of the fields.
+      UserError: `parse_train` or the `check` of a field raised it.
     """
     transforms = parse_train(data.train_transform, data.image_size)
     records.check_ops((*transforms.host, *transforms.device), data)
@@ -62,12 +64,16 @@ def parsed(data: DataConfig) -> Transforms:
 
 
 def parse_train(spec: str, image_size: Sequence[int]) -> Transforms:
-    """Parses `data.train_transform`; `image_size` is the default height and width in pixels.
+    """Parses `data.train_transform`.
+
+    Args:
+      spec: line of transforms.
+      image_size: default height and width in pixels.
 
     Raises:
-      UserError: unknown transform or argument, a host after a device transform, one
-        after a transform that returns several arrays, two that mix examples, or an
-        enlargement to another size than the image's.
+      UserError: a transform or an argument is unknown; a host transform comes after a
+        device transform, or after one that returns several arrays; two transforms mix
+        examples; or images are enlarged to another size than `image_size`.
     """
     parse = lambda text: _parse("data.train_transform", text, image_size)
     before, device, last = [], [], []
@@ -94,13 +100,16 @@ def parse_train(spec: str, image_size: Sequence[int]) -> Transforms:
 def loaded(
     transforms: Transforms, data: DataConfig, in_memory: Size | None = None
 ) -> dict[str, Spec]:
-    """Returns shape and dtype of the arrays that the loader makes of an image.
+    """Returns shape and dtype of the arrays that the loader makes from an image.
 
-    `in_memory` are height and width of the images of a source that holds them.
+    Args:
+      transforms: parsed transforms.
+      data: `config.data`.
+      in_memory: height and width of images that are in memory, else None.
 
     Raises:
-      UserError: images are enlarged on the device, but the host transforms end in no
-        fixed size.
+      UserError: images are enlarged on the device, but the host transforms do not end
+        in a fixed size.
     """
     if transforms.views:
         return transforms.views.specs(data.channels, data.pixels)
@@ -110,15 +119,15 @@ def loaded(
         size = size_after(transforms.host, in_memory and tuple(in_memory))
     if size is None:
         raise UserError(
-            f"data.train_transform: {_name(resizing[0])} needs images of one size: put before it, "
-            "and before the other operations on the device, resize or a crop, as "
-            "resize(32)"
+            f"data.train_transform: {_name(resizing[0])} needs images of one size: put "
+            "resize or a crop, such as resize(32), before it and before the other "
+            "operations on the device"
         )
     return {"image": image.spec(size)}
 
 
 def in_words(shapes: Mapping[str, tuple[int, ...]]) -> str:
-    """Returns shapes for a message: "224x224x3", or "image of 2x224x224x3, ..."."""
+    """Describes shapes for a message: "224x224x3", or "image of 2x224x224x3, ..."."""
     texts = {name: "x".join(map(str, shape)) for name, shape in shapes.items()}
     if texts.keys() == {"image"}:
         return texts["image"]
@@ -126,9 +135,9 @@ def in_words(shapes: Mapping[str, tuple[int, ...]]) -> str:
 
 
 def check_batch(spec: Mapping[str, object], data: DataConfig) -> None:
-    """Checks that the loader makes the arrays of a task's `batch_spec`; else raises UserError."""
+    """Raises UserError unless the loader makes the arrays of a task's `batch_spec`."""
     records.check(spec, data)
-    before = Transforms(data.transforms.host, ())  # The device may enlarge them.
+    before = Transforms(data.transforms.host, ())  # The device may enlarge images.
     made = {name: shape for name, (shape, _) in loaded(before, data).items()}
     others = records.names(data)
     wanted = {k: v.shape[1:] for k, v in spec.items() if k not in others}
@@ -141,21 +150,21 @@ def check_batch(spec: Mapping[str, object], data: DataConfig) -> None:
 
 
 def parse_eval(spec: str, image_size: Sequence[int]) -> tuple:
-    """Parses `data.eval_transform`, host transforms without randomness, see `parse_train`."""
+    """Parses `data.eval_transform`: host transforms without random choices."""
     parsed = _parse("data.eval_transform", spec, image_size)
     for name, transform in parsed:
         if not _in_eval(transform):
             known = (key for key, cls in HOST_TRANSFORMS.items() if _in_eval(cls))
             raise UserError(
-                f"data.eval_transform={spec!r}: {name} is for training only; without random "
-                f"choices and known here are {', '.join(known)}, and of yours those with "
-                "in_eval = True"
+                f"data.eval_transform={spec!r}: {name} is for training only; "
+                f"transforms without random choices are {', '.join(known)}, and those "
+                "of your modules with in_eval = True"
             )
     return tuple(transform for _, transform in parsed)
 
 
 def filter_of(spec: str, image_size: Sequence[int]) -> str:
-    """Returns the filter by which `data.eval_transform` resizes; "" if none is known."""
+    """Returns the resize filter of `data.eval_transform`; "" if unknown."""
     if names_custom(spec):
         return ""
     ops = parse_eval(spec, image_size)
@@ -163,7 +172,7 @@ def filter_of(spec: str, image_size: Sequence[int]) -> str:
 
 
 def names_custom(spec: str) -> bool:
-    """Returns whether a line names a transform of the user's; imports nothing."""
+    """Returns whether a line has a transform of a user's module; imports nothing."""
     return any(_CUSTOM.fullmatch(part.strip()) for part in spec.split("|"))
 
 
@@ -187,14 +196,14 @@ def _check_host(spec: str, host: list) -> None:
         if transform.makes_arrays:
             raise UserError(
                 f"data.train_transform={spec!r}: {_name(transform)} returns several "
-                "arrays, so it must be the last of those that run in the loader"
+                "arrays, so it must be the last transform that runs in the loader"
             )
     for transform in host[-1:]:
         shapes = transform.output_shapes(3) if transform.makes_arrays else ["image"]
         if "image" not in shapes or set(shapes) & set(records.RESERVED):
             raise UserError(
                 f"data.train_transform={spec!r}: {_name(transform)} returns "
-                f"{', '.join(shapes)}: one array must be called image, and none "
+                f"{', '.join(shapes)}: one array must be called image, and no array "
                 f"{', '.join(records.RESERVED)}"
             )
 
@@ -227,7 +236,7 @@ def _parse_one(
 ) -> tuple[str, object]:
     where, custom = f"{key}={spec!r}", _CUSTOM.fullmatch(part)
     try:
-        # A module's name is no Python expression, so "called" stands for it.
+        # A name with a colon is not a Python expression, so "called" replaces it.
         text = f"called{custom['call'] or ''}" if custom else part
         node = ast.parse(text, mode="eval").body
         call = node if isinstance(node, ast.Call) else ast.Call(node, [], [])
@@ -236,7 +245,8 @@ def _parse_one(
         named = {word.arg: ast.literal_eval(word.value) for word in call.keywords}
     except (SyntaxError, ValueError, AttributeError, TypeError) as error:
         raise UserError(
-            f"{where}: cannot read {part!r}; write as 'random_resized_crop(224) | flip'"
+            f"{where}: cannot read {part!r}; write for example "
+            "'random_resized_crop(224) | flip'"
         ) from error
     if custom:
         from vit_jax.data.transforms.custom import CustomTransform, find
@@ -247,8 +257,8 @@ def _parse_one(
         return name, CustomTransform(f"{where}: {name}", made)
     if name not in KNOWN:
         raise UserError(
-            f"{where}: unknown operation {name!r}; known here are {', '.join(KNOWN)}, "
-            "and my_module:MyTransform"
+            f"{where}: unknown operation {name!r}; known are {', '.join(KNOWN)}, and "
+            "your transforms, as my_module:MyTransform"
         )
     return name, _make(where, name, KNOWN[name], args, named, image_size)
 

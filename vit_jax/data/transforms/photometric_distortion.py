@@ -1,7 +1,8 @@
-"""mmsegmentation's PhotoMetricDistortion, with which its segmentation recipes were trained.
+"""mmsegmentation's PhotoMetricDistortion, which its segmentation recipes use.
 
-Grey levels are whole after each change, as there (mmseg/datasets/transforms/transforms.py,
-PhotoMetricDistortion), so results are equal to the bit; hue and saturation are OpenCV's.
+Grey levels are rounded to integers after each change, as in the original
+(mmseg/datasets/transforms/transforms.py, PhotoMetricDistortion), so results are equal
+to the bit; hue and saturation are OpenCV's.
 """
 
 import dataclasses
@@ -13,7 +14,7 @@ from jaxtyping import UInt8
 from vit_jax.config.fields import key
 from vit_jax.data.transforms.base import Given, HostTransform, check_range
 
-_HUES = 180  # Of OpenCV, in steps of two degrees.
+_HUES = 180  # Number of hues in OpenCV, in steps of two degrees.
 
 Pixels = UInt8[np.ndarray, "H W C"]
 
@@ -22,8 +23,8 @@ Pixels = UInt8[np.ndarray, "H W C"]
 class PhotometricDistortion(HostTransform):
     """Changes brightness, contrast, saturation and hue, each with probability 0.5.
 
-    Brightness comes first; contrast is the second or the last, with equal probability. Grey
-    images have no saturation and no hue.
+    Brightness comes first; contrast comes second or last, with equal probability.
+    Saturation and hue of grey images do not change.
 
     Args:
       contrast, saturation: smallest and largest factor.
@@ -31,10 +32,14 @@ class PhotometricDistortion(HostTransform):
 
     on_colors = True
 
-    brightness: Given = key(32.0, "Most grey levels to add or to take away.")
+    brightness: Given = key(32.0, "Largest number of grey levels to add or subtract.")
     contrast: Given = (0.5, 1.5)
     saturation: Given = (0.5, 1.5)
-    hue: Given = key(18, "Largest turn of the hue, of 180; the last step is left out.")
+    hue: Given = key(
+        18,
+        "Largest rotation of the hue, in steps of two degrees; only the negative "
+        "rotation reaches it.",
+    )
 
     def __post_init__(self):
         super().__post_init__()
@@ -43,7 +48,7 @@ class PhotometricDistortion(HostTransform):
 
     def __call__(self, image: Pixels, rng: np.random.Generator) -> Pixels:
         def drawn(low, high):
-            """Returns a number in half of the cases, else None."""
+            """Draws a number with probability 0.5, else returns None."""
             often, place = rng.random(), rng.random()
             return low + place * (high - low) if often < 0.5 else None
 
@@ -51,7 +56,7 @@ class PhotometricDistortion(HostTransform):
         contrast_early = rng.random() < 0.5
         contrast, saturation = drawn(*self.contrast), drawn(*self.saturation)
         turn = drawn(-self.hue, self.hue)
-        # Whole steps: -18 to 17, as of the original's `randint`.
+        # Integer steps from -18 to 17, as in the original's `randint`.
         turn = None if turn is None else int(np.floor(turn))
         return distort(image, brightness, contrast, saturation, turn, contrast_early)
 
@@ -64,20 +69,20 @@ def distort(
     hue: int | None,
     contrast_early: bool,
 ) -> Pixels:
-    """Returns an image after given changes; None leaves one out.
+    """Returns an image after given changes; a change that is None is left out.
 
     Args:
-      image: 1 or 3 channels, red first.
+      image: image of 1 or 3 channels, red first.
       brightness: grey levels to add.
       contrast, saturation: factors.
       hue: steps of two degrees to add.
-      contrast_early: whether contrast comes before saturation and hue, not after them.
+      contrast_early: whether contrast comes before saturation and hue instead of after.
     """
     image = _scaled(image, shift=brightness or 0.0)
     contrast = 1.0 if contrast is None else contrast
     if contrast_early:
         image = _scaled(image, contrast)
-    # One after the other: each rounds the colours.
+    # One after the other, because each change rounds the colours.
     if saturation is not None and image.shape[-1] == 3:
         image = _in_hsv(image, 1, _levels(saturation))
     if hue is not None and image.shape[-1] == 3:
@@ -86,7 +91,7 @@ def distort(
 
 
 def _levels(factor: float = 1.0, shift: float = 0.0) -> UInt8[np.ndarray, "256"]:
-    """Returns what becomes of each grey level: cut off at 0 and 255, and rounded down."""
+    """Returns the new value of each grey level, clipped to 0..255 and rounded down."""
     levels = np.arange(256, dtype=np.float32) * np.float32(factor) + np.float32(shift)
     return np.clip(levels, 0, 255).astype(np.uint8)
 
@@ -98,7 +103,7 @@ def _scaled(image: Pixels, factor: float = 1.0, shift: float = 0.0) -> Pixels:
 
 
 def _in_hsv(image: Pixels, channel: int, table: UInt8[np.ndarray, "256"]) -> Pixels:
-    """Looks up one channel of an image's hue, saturation and value."""
+    """Maps one channel of an image's hue, saturation and value by a table."""
     hsv = cv2.cvtColor(image, cv2.COLOR_RGB2HSV)
     hsv[..., channel] = cv2.LUT(hsv[..., channel], table)
     return cv2.cvtColor(hsv, cv2.COLOR_HSV2RGB)

@@ -1,8 +1,8 @@
-"""RandAugment (arXiv:1909.13719) as AugReg (arXiv:2106.10270) used it.
+"""RandAugment (arXiv:1909.13719) as used by AugReg (arXiv:2106.10270).
 
-The operations, and the meaning of a magnitude for them, are those that big_vision released
-for that paper's configs (`pp/archive/autoaugment.py`); each operation is Pillow's, done
-by OpenCV where that is faster. Letters: H and W height and width, C channels.
+The operations and the meaning of magnitudes are those that big_vision released for the
+configs of AugReg (`pp/archive/autoaugment.py`). Results of operations are Pillow's,
+computed by OpenCV if that is faster. Letters: H and W height and width, C channels.
 """
 
 import dataclasses
@@ -19,8 +19,8 @@ from vit_jax.data.transforms.base import Given, HostTransform
 
 Image = UInt8[np.ndarray, "H W C"]
 
-_SIDE = 224  # Distances in pixels are of an image of this side.
-_FILL = 128  # Grey, where an operation leaves nothing.
+_SIDE = 224  # Distances in pixels are given for an image with this side.
+_FILL = 128  # Grey level of pixels from outside of the image.
 
 
 class Level(NamedTuple):
@@ -28,14 +28,14 @@ class Level(NamedTuple):
 
     layers: int
     magnitude: int
-    alpha: float  # Of mixup.
+    alpha: float  # Parameter of mixup.
 
 
-# arXiv:2106.10270, section 3.4; big_vision's configs/vit_i1k.py. Dropout and stochastic
-# depth vary apart from the levels there: both 0, or both 0.1.
+# arXiv:2106.10270, section 3.4; big_vision's configs/vit_i1k.py. In the paper, dropout
+# and stochastic depth vary independently of the levels: both 0, or both 0.1.
 LEVELS = {
     "none": Level(0, 0, 0.0),
-    "light1": Level(2, 0, 0.0),  # Magnitude 0 is not nothing: colours fade to 10 %.
+    "light1": Level(2, 0, 0.0),  # Magnitude 0 has an effect too: colours fade to 10 %.
     "light2": Level(2, 10, 0.2),
     "medium1": Level(2, 15, 0.2),
     "medium2": Level(2, 15, 0.5),
@@ -66,7 +66,9 @@ class RandAugment(HostTransform):
 class AugReg(HostTransform):
     """A level of AugReg: RandAugment here, and mixup after all other operations."""
 
-    level: Given = key(dataclasses.MISSING, "Strength.", choices=tuple(LEVELS))
+    level: Given = key(
+        dataclasses.MISSING, "Strength of augmentation.", choices=tuple(LEVELS)
+    )
 
     def expand(self) -> tuple[str, str]:
         level = LEVELS[self.level]
@@ -83,10 +85,14 @@ def operate(
     negative: bool = False,
     place: Sequence[float] = (0.5, 0.5),
 ) -> Image:
-    """Returns the image after one operation of RandAugment, one of `NAMES`.
+    """Returns the image after one operation of RandAugment.
 
-    `negative` turns, shears or shifts the other way; `place` is the centre of a cutout, as
-    fractions of height and width.
+    Args:
+      name: operation, one of `NAMES`.
+      image: image, uint8.
+      magnitude: strength of the operation.
+      negative: whether to rotate, shear or shift in the opposite direction.
+      place: centre of a cutout, as fractions of height and width.
     """
     height, width, _ = image.shape
     level = magnitude / 10
@@ -107,8 +113,9 @@ def operate(
             bits = min(max(int(4 * level), 1), 8)
             out = np.bitwise_and(image, np.uint8(256 - 2 ** (8 - bits)))
         case "solarize":
-            # The threshold wraps there, a uint8: at magnitudes 10 and 20 it is 0, so
-            # everything is inverted (github.com/google-research/big_vision/issues/110).
+            # The original's threshold is a uint8 and wraps: at magnitudes 10 and 20 it
+            # is 0, so all values are inverted
+            # (github.com/google-research/big_vision/issues/110).
             threshold = int(256 * level) % 256
             out = _map(image, np.where(values < threshold, values, 255 - values))
         case "solarize_add":
@@ -119,13 +126,13 @@ def operate(
         case "color":
             out = _color(image, factor)
         case "contrast":
-            # There the mean of the grey values is the number of pixels by 256, since it is
-            # the sum of their histogram: 196 for an image of 224x224.
+            # In the original, the mean grey value is the sum of a histogram, the number
+            # of pixels, divided by 256: 196 for an image of 224x224.
             grey = min(height * width // 256, 255)
             out = _map(image, grey + factor * (values - grey))
         case "sharpness":
             out = _sharpness(image, factor)
-        # Sheared about the corner, not the centre of the first pixel, as Pillow does.
+        # Sheared about the corner of the first pixel, not its centre, as Pillow does.
         case "shear_x":
             out = _warp(image, [[1, shear, shear / 2], [0, 1, 0]])
         case "shear_y":
@@ -160,7 +167,7 @@ def _equalized(counts: np.ndarray) -> np.ndarray:
 
 
 def _color(image: Image, factor: float) -> np.ndarray:
-    """Scales the difference from grey; a factor of 0 is grey, 1 the image itself."""
+    """Scales the difference from grey; a factor of 0 gives grey, 1 the same image."""
     if image.shape[-1] == 1:
         return image
     grey = cv2.cvtColor(image, cv2.COLOR_RGB2GRAY)
@@ -168,7 +175,7 @@ def _color(image: Image, factor: float) -> np.ndarray:
 
 
 def _sharpness(image: Image, factor: float) -> np.ndarray:
-    """Scales the difference from a blurred image; the outermost pixels stay."""
+    """Scales the difference from a blurred image; the outermost pixels do not change."""
     if min(image.shape[:2]) < 3:
         return image
     kernel = np.ones((3, 3), np.float32) / 13
@@ -218,15 +225,15 @@ def _map_channels(image: Image, table: Callable) -> np.ndarray:
 
 
 def _blend(other: np.ndarray, image: Image, factor: float) -> np.ndarray:
-    """Returns other + factor * (image - other), cut to 0..255 and to whole numbers."""
-    # OpenCV rounds where Pillow cuts off; whole numbers must stay the same in both.
+    """Returns other + factor * (image - other), clipped to 0..255 and rounded down."""
+    # OpenCV rounds, while Pillow rounds down; -0.499 keeps integers unchanged in both.
     return cv2.addWeighted(image, factor, other, 1 - factor, -0.499)
 
 
 def _warp(image: Image, source: list) -> np.ndarray:
     """Samples pixel (x, y) from the pixel nearest to source @ (x, y, 1)."""
     source = np.array(source, np.float64)
-    source[:, 2] += 1e-4  # Halfway between two pixels, the next one, as in Pillow.
+    source[:, 2] += 1e-4  # Halfway between pixels, the next one is used, as in Pillow.
     return cv2.warpAffine(
         image,
         source,

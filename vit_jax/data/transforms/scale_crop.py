@@ -1,6 +1,6 @@
-"""Crop and padding of images with masks, as in semantic segmentation, done by the loader.
+"""Crops and pads images with masks, as in semantic segmentation, in the loader.
 
-Letters: H and W height and width before, h and w after, C channels.
+Letters: H and W height and width before, h and w height and width after, C channels.
 """
 
 import dataclasses
@@ -27,17 +27,17 @@ from vit_jax.data.transforms.host import (
     resize_box,
 )
 
-_PARTS_DRAWN = 10  # By `ScaleCrop`, at most.
+_PARTS_DRAWN = 10  # Largest number of parts that `ScaleCrop` draws.
 
 
 @dataclasses.dataclass(frozen=True)
 class ScaleCrop(HostTransform):
-    """Resizes by a random factor, the aspect kept, and cuts a random part out.
+    """Resizes by a random factor with fixed aspect ratio, and cuts a random part out.
 
-    A part that reaches beyond the image is padded at the bottom and the right: images with
-    black, masks with pixels that count for no class. This is the usual augmentation of
-    semantic segmentation, RandomResize and RandomCrop of mmsegmentation, which pads at the
-    end: `pad=False` leaves it to `Pad`.
+    A part that is larger than the image is padded at the bottom and the right: images
+    with black, masks with pixels without a class. This is the usual augmentation of
+    semantic segmentation, RandomResize and RandomCrop of mmsegmentation, which pads at
+    the end of the transforms: for that, set `pad=False` and add `Pad`.
 
     Args:
       size: height and width of the part in pixels, or one number for both.
@@ -52,12 +52,13 @@ class ScaleCrop(HostTransform):
     scale: Given = (0.5, 2.0)
     most_of_one: Given = key(
         1.0,
-        "Share of one class in the pixels that count, from which on another part is drawn, "
-        "ten times at most; mmsegmentation's recipes have 0.75 (cat_max_ratio). 1: none.",
+        "If one class has at least this share of the pixels with a class, another part "
+        "is drawn, at most ten times; 1 is off. mmsegmentation's recipes use 0.75 "
+        "(cat_max_ratio).",
         above=0,
         at_most=1,
     )
-    pad: Given = key(True, "Pad a part that reaches beyond the image, in black.")
+    pad: Given = key(True, "Pad a part that is larger than the image with black.")
 
     def __post_init__(self):
         super().__post_init__()
@@ -77,7 +78,7 @@ class ScaleCrop(HostTransform):
         ratio = factor * min(size) / min(before)
         resized = [max(1, round(side * ratio)) for side in before]
         part = tuple(map(min, resized, size))
-        # In pixels of the image, so that only the part is resized.
+        # The part in pixels of the original image, so that only the part is resized.
         shrunk = [n / m for n, m in zip(before, resized, strict=True)] * 2
         for _ in range(_PARTS_DRAWN):
             start = [below(n - m + 1, rng) for n, m in zip(resized, part, strict=True)]
@@ -94,13 +95,15 @@ class ScaleCrop(HostTransform):
 class Pad(HostTransform):
     """Pads smaller images to `size` pixels at the bottom and the right.
 
-    Masks get pixels that count for no class. Behind the changes of colour of a line, which
-    then leave the padding alone, and with the mean of the images, this is the Pad of
-    mmsegmentation: 0 in normalised images.
+    Masks are padded with pixels without a class. If this transform comes after all
+    changes of colour, and `fill` is the mean of the images, it equals mmsegmentation's
+    Pad, which pads normalised images with 0.
 
     Args:
-      fill: grey levels of 255, one for each channel; of other channels their mean. The
-        default, ImageNet's mean in whole levels, is within 0.01 of 0 once normalised.
+      size: height and width of the result in pixels, or one number for both.
+      fill: grey levels from 0 to 255, one per channel; their mean is used for images
+        with another number of channels. The default, ImageNet's rounded mean, differs
+        from 0 by at most 0.01 after normalisation.
     """
 
     in_eval = True
@@ -115,12 +118,13 @@ class Pad(HostTransform):
 
 
 def padded(image: Before, size: Size, fill: float | Sequence[float] = 0) -> After:
-    """Returns an image of at least `size` pixels, filled at the bottom and the right.
+    """Returns an image of at least `size` pixels, padded at the bottom and the right.
 
     Args:
-      image: masks are filled with pixels that count for no class.
+      image: image, or a mask, which is padded with pixels without a class.
       size: height and width in pixels.
-      fill: grey levels of 255, one for each channel; of other channels their mean.
+      fill: grey levels from 0 to 255, one per channel; their mean is used for images
+        with another number of channels.
     """
     height, width = image.shape[:2]
     if height >= size[0] and width >= size[1]:
@@ -131,7 +135,13 @@ def padded(image: Before, size: Size, fill: float | Sequence[float] = 0) -> Afte
 
 
 def filled(size: Size, image: Before, fill: float | Sequence[float]) -> After:
-    """Returns an image of one colour with the channels of another, see `padded`."""
+    """Returns an image of one colour with the channels and dtype of another.
+
+    Args:
+      size: height and width in pixels.
+      image: image with the channels and dtype of the result.
+      fill: grey levels as in `padded`.
+    """
     levels = np.atleast_1d(fill)
     if len(levels) != image.shape[-1]:
         levels = levels.mean(keepdims=True)
@@ -145,6 +155,6 @@ def filled(size: Size, image: Before, fill: float | Sequence[float]) -> After:
 
 
 def _largest_share(maps: Int16[np.ndarray, "..."]) -> float:
-    """Returns the share of the most frequent class in the pixels that count."""
+    """Returns the share of the most frequent class among pixels with a class."""
     counts = np.bincount(maps[maps != IGNORED])
     return counts.max() / counts.sum() if counts.size else 1.0

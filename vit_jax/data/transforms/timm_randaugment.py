@@ -1,8 +1,8 @@
-"""RandAugment as timm has it, with which DeiT, MAE, SimMIM and Swin were trained.
+"""timm's RandAugment, with which DeiT, MAE, SimMIM and Swin were trained.
 
-It differs from AugReg's (randaugment.py): each of two operations is left out in half of the
-cases, magnitudes are drawn, changes of colour go in both directions, and there is no cutout.
-Operations are Pillow's, as in timm 1.0.31 (timm/data/auto_augment.py,
+It differs from AugReg's (randaugment.py): each of two operations is skipped with
+probability 0.5, magnitudes are random, colours are faded or enhanced, and cutout is not
+used. Operations are Pillow's, as in timm 1.0.31 (timm/data/auto_augment.py,
 `rand-m9-mstd0.5-inc1`), so results are equal to the bit.
 """
 
@@ -44,11 +44,11 @@ class TimmRandAugment(HostTransform):
     magnitude: Given = key(9.0, "Mean strength of an operation.", at_most=_MOST)
     std: Given = key(0.5, "Standard deviation of the strength.")
     layers: Given = key(2, "Number of operations, drawn with replacement.")
-    probability: Given = key(0.5, "Probability of each of them.", at_most=1)
+    probability: Given = key(0.5, "Probability of each operation.", at_most=1)
     interpolation: Given = key(
         "bicubic", "Filter of rotations and shears.", choices=tuple(_FILTERS)
     )
-    fill: Given = (124, 116, 104)  # Grey levels of what comes in; ImageNet's mean.
+    fill: Given = (124, 116, 104)  # Colour of pixels from outside.
 
     def __call__(
         self, image: UInt8[np.ndarray, "H W C"], rng: np.random.Generator
@@ -81,11 +81,12 @@ def operate(
 
     Args:
       name: operation.
-      picture: in mode RGB or L.
+      picture: picture in mode RGB or L.
       level: strength in [0, 1].
-      negative: turn, shear or shift the other way; fade colours instead of enhancing them.
-      resample: filter of what moves pixels.
-      fill: colour of what comes in.
+      negative: whether to rotate, shear or shift in the opposite direction, and to fade
+        colours instead of enhancing them.
+      resample: filter of operations that move pixels.
+      fill: colour of pixels from outside of the picture.
     """
     sign = -1 if negative else 1
 
@@ -106,7 +107,7 @@ def operate(
         case "rotate":
             return picture.rotate(sign * 30 * level, resample, fillcolor=fill)
         case "posterize":
-            # Not ImageOps.posterize, which has come to refuse to keep no bit.
+            # Not ImageOps.posterize, which newer releases restrict to at least one bit.
             kept = 256 - 2 ** (4 + int(4 * level))
             return picture.point(
                 [v & kept for v in range(256)] * len(picture.getbands())

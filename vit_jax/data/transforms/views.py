@@ -1,6 +1,6 @@
-"""Transforms that make several arrays of an image, and loaders of images that share a row.
+"""Transforms that make several arrays from an image, and their loaders.
 
-Several images may share a row of those arrays, one behind the other (NaViT,
+Several images may share a row of these arrays, one after the other (NaViT,
 arXiv:2307.06304).
 """
 
@@ -20,15 +20,15 @@ _SHAPES = 0x736861
 
 
 class Views(HostTransform):
-    """A host transform that ends a line, and returns several arrays of an image.
+    """A host transform that ends a line and returns several arrays from an image.
 
-    They are a dict of arrays, crops (..., h, w, C) for example, with "image" among them. The
-    batch that the task gets holds them under their names.
+    The result is a dict of arrays, for example crops (..., h, w, C), including
+    "image". The task's batch has these arrays under the same names.
 
     Attributes:
-      numbers: names of the arrays that hold int32 rather than pixels.
-      packs: number of images, one after the other in a batch, that share a row of its
-        arrays; `of_share` returns the transform of one of them.
+      numbers: names of the arrays that contain int32 instead of pixels.
+      packs: number of successive images in a batch that share a row of its arrays;
+        `of_share` returns the transform of one of them.
     """
 
     makes_arrays = True
@@ -36,18 +36,18 @@ class Views(HostTransform):
     packs: ClassVar[int] = 1
 
     def output_shapes(self, channels: int) -> dict[str, tuple[int, ...]]:
-        """Returns the shapes of the results by name, of images of so many channels."""
+        """Returns the shapes of the results by name, for a number of channels."""
         raise NotImplementedError
 
     def alternatives(self) -> list[tuple["Views", float]]:
-        """Returns transforms of other `output_shapes`, each with its weight.
+        """Returns transforms with different `output_shapes`, each with its weight.
 
-        Each batch draws one of them.
+        Each batch draws one of these transforms.
         """
         return [(self, 1.0)]
 
     def specs(self, channels: int, pixels: str) -> dict[str, Spec]:
-        """Returns shape and dtype of the results, of images of a dtype `pixels`."""
+        """Returns shape and dtype of the results, for images of dtype `pixels`."""
         return {
             name: (tuple(shape), "int32" if name in self.numbers else pixels)
             for name, shape in self.output_shapes(channels).items()
@@ -57,8 +57,8 @@ class Views(HostTransform):
         """Raises UserError unless images share whole rows.
 
         Args:
-          rows: images of a process.
-          batch_size: images of all, for the message.
+          rows: number of images of a process.
+          batch_size: number of images of all processes, for the message.
         """
         if rows % self.packs:
             raise UserError(
@@ -68,7 +68,7 @@ class Views(HostTransform):
             )
 
     def loader(self, loader: Loader) -> Loader:
-        """Returns the loader of a line of images that ends in this transform."""
+        """Returns the loader for a line that ends in this transform."""
         kind = PackedLoader if self.packs > 1 else ViewsLoader
         return kind(**vars(loader))
 
@@ -80,7 +80,7 @@ def ending_in(loader: Loader, op: Views) -> Loader:
 
 
 class ViewsLoader(Loader):
-    """Loads images whose last transform may have `alternatives`."""
+    """Loads images for a last transform that may have `alternatives`."""
 
     def of_step(self, step: int) -> Loader:
         alternatives = self.ops[-1].alternatives()
@@ -90,15 +90,15 @@ class ViewsLoader(Loader):
 
 
 class PackedLoader(ViewsLoader):
-    """Loads images whose last transform has `packs` of them share a row."""
+    """Loads images for a last transform that puts `packs` images in a row."""
 
     @property
     def packs(self) -> int:
-        """Number of images that share a row of the arrays made of them."""
+        """Number of images that share a row of the arrays."""
         return self.ops[-1].packs
 
     def empty(self, rows: int) -> Batch:
-        """Returns a batch of blank rows; `rows` counts images."""
+        """Returns a batch of blank rows for `rows` images."""
         shared = super().empty(rows // self.packs)
         single = super().empty(rows)
         return {
@@ -106,7 +106,7 @@ class PackedLoader(ViewsLoader):
         }
 
     def fill(self, batch: Batch, row: int, record: int, position: int) -> None:
-        """Loads the image of a number behind those that it shares a row with."""
+        """Loads an image into a row, after the images that are in it already."""
         line, place = divmod(row, self.packs)
         strip, grids = batch["image"][line], batch["grids"][line]
         side = strip.shape[1]
@@ -123,7 +123,7 @@ class PackedLoader(ViewsLoader):
 
 
 def _drawn(seed: int, step: int, weights: Sequence[float]) -> int:
-    """Returns the number of the weight that the batch of a step draws."""
+    """Draws an index for the batch of a step, with probabilities by weight."""
     bits = np.random.Philox(
         key=np.array([seed % 2**64, _SHAPES], np.uint64),
         counter=np.array([0, 0, 0, step], np.uint64),
