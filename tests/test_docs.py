@@ -33,6 +33,7 @@ COMMANDS = tomllib.loads((DOCS / "commands.toml").read_text())["command"]
 PAGES = [
     "getting_started",
     "finetuning",
+    "predict",
     "weights",
     "evaluation",
     "features",
@@ -52,6 +53,7 @@ PRETRAINING = [
     "compile",
     "scale",
     "extending",
+    "own_network",
     "data",
     "install",
     "trackers",

@@ -4,7 +4,7 @@ Run:    python -m vit_jax.evaluate --model=CHECKPOINT --out=DIR \
             --config=configs/eval/classification.py:data=FOLDER_OR_TFDS_NAME
         split= names another split than the one that the data set is tested on; of a
         folder of class folders alone that is all of it.
-Result: digits.py's weights on digits: see docs/benchmarks.md
+Result: digits.py's weights on digits: see docs/benchmarks/from_scratch.md
 """
 
 from ml_collections import ConfigDict

@@ -5,7 +5,7 @@ Run:    python -m vit_jax.evaluate --model=CHECKPOINT \
         FOLDER holds train/<class>/... and test/ or val/<class>/...; one of <class>/...
         alone is cut: data=FOLDER,train=all[:50%],test=all[50%:]. A TFDS set that was
         prepared in DIR is NAME@DIR. seeds=5 is quicker, train= and test= name splits.
-Result: digits.py's weights on digits: see docs/benchmarks.md
+Result: digits.py's weights on digits: see docs/benchmarks/from_scratch.md
 """
 
 from ml_collections import ConfigDict

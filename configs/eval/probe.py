@@ -4,7 +4,7 @@ Run:    python -m vit_jax.evaluate --model=CHECKPOINT \
             --config=configs/eval/probe.py:data=FOLDER_OR_TFDS_NAME [--json]
         FOLDER, train= and test= are as of fewshot.py. blocks=4 joins the class tokens of
         the last four blocks, as DINO's linear evaluation of ViT-S.
-Result: digits.py's weights on digits: see docs/benchmarks.md
+Result: digits.py's weights on digits: see docs/benchmarks/from_scratch.md
 
 Logistic regression by L-BFGS; the L2 strength is chosen on a tenth of train, or by 5-fold
 cross-validation where that tenth has fewer than 500 images. It is closest to log_regression.py of

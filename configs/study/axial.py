@@ -3,7 +3,7 @@
 Run:    python -m vit_jax.study --config=configs/study/axial.py --workdir=runs/axial
 Then:   python -m vit_jax.report runs/axial --out=report/
 Result: on digits Axial-ViT is ahead at equal compute, 92.9 to 83.4 % at the largest
-        (docs/benchmarks.md)
+        (docs/benchmarks/studies.md)
 
 An Axial-ViT has two blocks for each of a ViT, so the small ones have half the depth at
 equal compute. The paper's figure 13 has B/32 and B/16 of both. All pool by the mean.

@@ -3,7 +3,7 @@
 Run:    python -m vit_jax.study --config=configs/study/cost.py --workdir=runs/cost
 Then:   python -m vit_jax.report runs/cost --out=report/
 Result: nine times the pixels make S/32 7 and S/16 15 times slower; R50x1 fits about the
-        batch of S/32, 3.6 to 4.8 times that of S/16 (docs/benchmarks.md)
+        batch of S/32, 3.6 to 4.8 times that of S/16 (docs/benchmarks/studies.md)
 
 Speeds are of the forward pass on this machine's first device; batches are of a training
 step that fits one chip of v5e by its compiler (extra `tpu`), which runs on a CPU. The paper's

@@ -3,7 +3,7 @@
 Run:    python -m vit_jax.study --config=configs/study/regularization.py --workdir=runs/reg
 Then:   python -m vit_jax.report runs/reg --out=report/
 Result: on digits weight decay of 0.1 and 0.3 is best and dropout 1 to 3 points behind
-        (docs/benchmarks.md)
+        (docs/benchmarks/studies.md)
 
 Values of dropout and weight decay are those of table 3 (JFT, ImageNet-21k, ImageNet). The
 parameters are averaged over about the last tenth of each run, beside the last ones. With

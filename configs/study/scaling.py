@@ -3,7 +3,7 @@
 Run:    python -m vit_jax.study --config=configs/study/scaling.py --workdir=runs/scaling
 Then:   python -m vit_jax.report runs/scaling --out=report/
 Result: on digits the means of the hybrid and the ResNet are ahead of those of all ViTs at
-        every size (docs/benchmarks.md)
+        every size (docs/benchmarks/studies.md)
 
 Three ViTs, a hybrid and a ResNet (the last two with about the compute of vit-s) are
 pretrained on nested parts of the training images, all with as many images seen. Rate and
