@@ -7,7 +7,7 @@ Run:    python -m vit_jax.train --config=configs/cifar10.py:size=cpu --workdir=r
         GLIBC_TUNABLES=glibc.malloc.hugetlb=1 before the command makes it 1.2 times as
         fast), or --config=configs/cifar10.py (one GPU)
 Result: cpu: 86.64 % top-1 after 28 minutes (3 seeds); gpu: not run by us; size=small, a plain ViT
-        with Adam: 66.4 % after 12 epochs (docs/benchmarks.md)
+        with Adam: 66.4 % after 12 epochs (docs/benchmarks/from_scratch.md)
 
 The optimiser is Muon. Two blocks follow four convolutions (arXiv:2106.14881).
 """

@@ -3,7 +3,7 @@
 Run:    python -m vit_jax.train --config=configs/digits.py --workdir=runs/digits
 Result: 98.12 % top-1 on 355 test digits (98.03 % averaged), mean of 3 seeds, 43 s on
         2 CPU cores; 98.97 % (98.97 % averaged) with :schedule=wsd, a constant rate
-        followed by a cooldown (docs/benchmarks.md)
+        followed by a cooldown (docs/benchmarks/from_scratch.md)
 """
 
 from ml_collections import ConfigDict

@@ -42,8 +42,8 @@ def place(tmp_path_factory):
         path = folder / "photos" / f"class{i % 2}" / f"{i}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(NOISE[i, ..., 0]).save(path)
-    page = (ROOT / "docs" / "python.md").read_text()
-    blocks = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    pages = "".join((ROOT / f"docs/{p}.md").read_text() for p in ("python", "own_loop"))
+    blocks = re.findall(r"^```python\n(.*?)^```", pages, re.MULTILINE | re.DOTALL)
     assert len(blocks) == 5
     program = "\n".join(blocks)
     for long, short in (
@@ -55,7 +55,7 @@ def place(tmp_path_factory):
     module = types.ModuleType("page")
     os.chdir(folder)
     try:
-        exec(compile(program, "docs/python.md", "exec"), vars(module))  # noqa: S102
+        exec(compile(program, "docs/own_loop.md", "exec"), vars(module))  # noqa: S102
         yield module
     finally:
         os.chdir(before)

@@ -1,14 +1,21 @@
 """Every script of benchmarks/ runs for seconds with --smoke; timings are not looked at."""
 
+import re
+
 import pytest
 import warm
 from helpers import ROOT, run_python
 from hosts import HURRY
 
-SOURCES = {path.stem: path.read_text() for path in (ROOT / "benchmarks").glob("*.py")}
+FOLDER = ROOT / "benchmarks"
+# By folder and name, as step/step.
+SOURCES = {
+    path.relative_to(FOLDER).with_suffix("").as_posix(): path.read_text()
+    for path in FOLDER.glob("*/*.py")
+}
 # The contenders input_*.py are processes that input.py starts, as tpu_ahead.py starts
 # baseline_vit.py. test_soak.py runs soak.py.
-ELSEWHERE = ("baseline_vit", "input_", "soak")
+ELSEWHERE = ("compile/baseline_vit", "input/input_", "reliability/soak")
 SCRIPTS = [
     name
     for name, text in sorted(SOURCES.items())
@@ -32,17 +39,25 @@ def test_every_benchmark_has_a_short_run():
     assert all("smoke.parse(" in SOURCES[name] for name in SCRIPTS)
 
 
+def test_the_readme_has_a_line_for_every_script():
+    listed = re.findall(
+        r"^\| `([\w.]+)` \|", (FOLDER / "README.md").read_text(), re.MULTILINE
+    )
+    runs = {name for name, text in SOURCES.items() if "__main__" in text}
+    runs = {name for name in runs if not name.startswith("input/input_")}
+    assert sorted(listed) == sorted(name.replace("/", ".") for name in runs)
+
+
 @pytest.mark.slow
 def test_benchmarks_of_one_process_run():
     commands = [["python", f"benchmarks/{name}.py", "--smoke"] for name in TOGETHER]
-    path = f"{ROOT}:{ROOT / 'benchmarks'}"
-    warm.run_all(commands, ROOT, PYTHONPATH=path, **OWN)
+    warm.run_all(commands, ROOT, PYTHONPATH=str(ROOT), **OWN)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", APART)
 def test_a_benchmark_runs(name):
-    script = ROOT / "benchmarks" / f"{name}.py"
-    done = run_python(script, "--smoke", PYTHONPATH=str(ROOT), **OWN)
+    module = f"benchmarks.{name.replace('/', '.')}"
+    done = run_python("-m", module, "--smoke", **OWN)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout

@@ -20,7 +20,7 @@ def final(workdir):
 
 @pytest.mark.slow
 def test_digits_reach_their_accuracy_and_so_does_the_fine_tuning(tmp_path):
-    # docs/benchmarks.md has whole runs, 98.1 % of three seeds; a third of one reaches 95 %.
+    # docs/benchmarks/from_scratch.md has whole runs, 98.1 % of three seeds; a third of one reaches 95 %.
     short = "--config.epochs=50", f"--workdir={tmp_path}/digits"
     found = final(train("--config=configs/digits.py", *short))
     assert found["params"]["top1"] >= 0.93

@@ -1,20 +1,20 @@
 """A short soak: a SIGTERM in each window near the end of a run.
 
-benchmarks/soak.py makes two hundred kills besides. They are left out here, since each takes
+benchmarks/reliability/soak.py makes two hundred kills besides. They are left out here, since each takes
 two starts: test_resume.py kills one process, test_two_hosts.py hosts, test_ending.py loaders.
 """
 
 import re
 
 import pytest
-from helpers import ROOT, run_python
+from helpers import run_python
 from hosts import HURRY
 
 
 @pytest.mark.slow
 def test_runs_that_are_ended_are_equal_to_the_undisturbed_one():
     words = ["--kills=0", "--hosts=1", "--steps=14", "--workers=0", "--aimed=SIGTERM"]
-    end = run_python(ROOT / "benchmarks" / "soak.py", *words, XLA_FLAGS=HURRY)
+    end = run_python("-m", "benchmarks.reliability.soak", *words, XLA_FLAGS=HURRY)
     assert end.returncode == 0, end.stdout + end.stderr
     assert (
         len(re.findall(r"^SIGTERM .*: \d+, identical$", end.stdout, re.MULTILINE)) == 5

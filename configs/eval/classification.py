@@ -4,7 +4,7 @@ Run:    python -m vit_jax.evaluate --model=CHECKPOINT --out=DIR \
             --config=configs/eval/classification.py:data=FOLDER_OR_TFDS_NAME
         split= chooses a split; the default is the data set's test split, or all images
         of a folder that has only class folders.
-Result: digits.py's weights on digits: see docs/benchmarks.md
+Result: digits.py's weights on digits: see docs/benchmarks/from_scratch.md
 """
 
 from ml_collections import ConfigDict

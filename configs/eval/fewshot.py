@@ -6,7 +6,7 @@ Run:    python -m vit_jax.evaluate --model=CHECKPOINT \
         <class>/..., slice it: data=FOLDER,train=all[:50%],test=all[50%:]. A TFDS data
         set that was prepared in DIR is NAME@DIR. seeds=5 is faster; train= and test=
         choose splits.
-Result: digits.py's weights on digits: see docs/benchmarks.md
+Result: digits.py's weights on digits: see docs/benchmarks/from_scratch.md
 """
 
 from ml_collections import ConfigDict

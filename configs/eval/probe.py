@@ -4,7 +4,7 @@ Run:    python -m vit_jax.evaluate --model=CHECKPOINT \
             --config=configs/eval/probe.py:data=FOLDER_OR_TFDS_NAME [--json]
         FOLDER, train= and test=: see fewshot.py. blocks=4 concatenates the class tokens
         of the last four blocks, as in DINO's linear evaluation of ViT-S.
-Result: digits.py's weights on digits: see docs/benchmarks.md
+Result: digits.py's weights on digits: see docs/benchmarks/from_scratch.md
 
 The probe is logistic regression by L-BFGS; the L2 strength is chosen on a tenth of
 train, or by 5-fold cross-validation if that tenth has fewer than 500 images. It is

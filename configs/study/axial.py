@@ -3,7 +3,7 @@
 Run:    python -m vit_jax.study --config=configs/study/axial.py --workdir=runs/axial
 Then:   python -m vit_jax.report runs/axial --out=report/
 Result: on digits Axial-ViT is better at equal compute, 92.9 and 83.4 % at the largest
-        (docs/benchmarks.md)
+        (docs/benchmarks/studies.md)
 
 An Axial-ViT has two blocks for each block of a ViT, so the small networks have half the
 depth at equal compute. The paper's figure 13 shows B/32 and B/16 of both. All use mean

@@ -4,7 +4,7 @@ Run:    python -m vit_jax.study --config=configs/study/cost.py --workdir=runs/co
 Then:   python -m vit_jax.report runs/cost --out=report/
 Result: with nine times the pixels, S/32 is 7 and S/16 15 times slower; the largest
         batch of R50x1 is about that of S/32, 3.6 to 4.8 times that of S/16
-        (docs/benchmarks.md)
+        (docs/benchmarks/studies.md)
 
 Speeds are those of the forward pass on this machine's first device. The largest batch
 is one whose training step fits one TPU v5e chip, according to its compiler (extra

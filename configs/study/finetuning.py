@@ -3,7 +3,7 @@
 Run:    python -m vit_jax.study --config=configs/study/finetuning.py --workdir=runs/finetuning
 Then:   python -m vit_jax.report runs/finetuning --out=report/
 Result: on digits Adam 85.2 ± 2.2 %, SGD 82.9 ± 15.1 %: no difference
-        (docs/benchmarks.md)
+        (docs/benchmarks/studies.md)
 
 The paper fine-tunes all models with SGD. Here the same pretrained network is fine-tuned
 with both, at the best of several rates for each.

@@ -3,7 +3,7 @@
 Run:    python -m vit_jax.study --config=configs/study/optimizer.py --workdir=runs/optimizer
 Then:   python -m vit_jax.report runs/optimizer --out=report/
 Result: on digits the order of table 7, Adam better than SGD and large better than
-        small; two of six differences are clear (docs/benchmarks.md)
+        small; two of six differences are clear (docs/benchmarks/studies.md)
 
 The pretraining rate is chosen for each optimiser. With size=paper SGD's rates are
 guesses: the paper does not give them.

@@ -3,7 +3,7 @@
 Run:    python -m vit_jax.study --config=configs/study/pooling.py --workdir=runs/pooling
 Then:   python -m vit_jax.report runs/pooling --out=report/
 Result: on digits equal at the best rate of each, 88.5 and 89.0 %
-        (docs/benchmarks.md)
+        (docs/benchmarks/studies.md)
 
 The paper's figure 9 shows that both are equally good, but not at the same rate. With
 size=paper the highest rate is that of table 3, and the others are half and a quarter of

@@ -3,7 +3,7 @@
 Run:    python -m vit_jax.study --config=configs/study/positions.py --workdir=runs/positions
 Then:   python -m vit_jax.report runs/positions --out=report/
 Result: on digits none 49.4 %, all others 85.8 to 90.8 %
-        (docs/benchmarks.md)
+        (docs/benchmarks/studies.md)
 
 The learning rate is chosen for each kind.
 """

@@ -3,7 +3,7 @@
 Run:    python -m vit_jax.study --config=configs/study/regularization.py --workdir=runs/reg
 Then:   python -m vit_jax.report runs/reg --out=report/
 Result: on digits weight decay of 0.1 and 0.3 is best, and dropout costs 1 to 3 points
-        (docs/benchmarks.md)
+        (docs/benchmarks/studies.md)
 
 Values of dropout and weight decay are those of table 3 (JFT, ImageNet-21k, ImageNet).
 Both the last parameters and their average over about the last tenth of each run are

@@ -3,7 +3,7 @@
 Run:    python -m vit_jax.study --config=configs/study/scaling.py --workdir=runs/scaling
 Then:   python -m vit_jax.report runs/scaling --out=report/
 Result: on digits the mean accuracies of hybrid and ResNet are above those of all ViTs
-        at every size (docs/benchmarks.md)
+        at every size (docs/benchmarks/studies.md)
 
 Three ViTs, a hybrid and a ResNet (the last two with about the compute of vit-s) are
 pretrained on nested parts of the training images, with the same number of images seen.

@@ -4,7 +4,7 @@ Run:    python -m vit_jax.study --config=configs/study/self_supervision.py \\
             --workdir=runs/self_supervision
 Then:   python -m vit_jax.report runs/self_supervision --out=report/
 Result: on digits none 28 %, masked patches 49, MAE 70, DINO 29, labels 94 %
-        (docs/benchmarks.md; MAE and DINO with an earlier initialisation)
+        (docs/benchmarks/studies.md; MAE and DINO with an earlier initialisation)
 
 Each method pretrains on the training images without labels ("supervised" with labels;
 "none" for one step only), then all are fine-tuned on the few labels of the pool. The

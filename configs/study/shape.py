@@ -3,7 +3,7 @@
 Run:    python -m vit_jax.study --config=configs/study/shape.py --workdir=runs/shape
 Then:   python -m vit_jax.report runs/shape --out=report/
 Result: on digits depth and width matter little, and longer sequences are worse
-        (docs/benchmarks.md)
+        (docs/benchmarks/studies.md)
 
 The paper starts from 8 layers, width 1,024, an MLP of 2,048 and patches of 32 (figure
 8). "together" scales all four. The learning rate is chosen for each network.

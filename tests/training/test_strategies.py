@@ -78,7 +78,7 @@ def assert_near(one, other, atol):
     jax.tree.map(near, one[1], other[1])
 
 
-# The others, of one or two of these axes, are in benchmarks/equality.py.
+# The others, of one or two of these axes, are in benchmarks/reliability/equality.py.
 @pytest.mark.slow
 @pytest.mark.parametrize("model", [{}, {"scan": True, "remat_policy": "full"}])
 def test_steps_are_those_of_one_device(model):

@@ -77,7 +77,7 @@ def check(model: Any, layer: int) -> int:
     if not model.has_patch_features:
         raise UserError(
             f"{model.options['variant']} has no features of patches: its module takes "
-            "no argument `classify`; docs/extending.md says what it does"
+            "no argument `classify`; docs/own_network.md says what it does"
         )
     model.config.check_grid()
     count = max(1, model.config.num_layers)

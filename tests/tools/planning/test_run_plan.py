@@ -9,7 +9,7 @@ import re
 import numpy as np
 import pytest
 
-from benchmarks import scale
+from benchmarks.compile import scale
 from vit_jax import compile
 from vit_jax.errors import UserError
 from vit_jax.tools.planning import goodput, run_plan

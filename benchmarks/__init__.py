@@ -1,0 +1,1 @@
+"""Benchmarks of the project; README.md lists them."""
