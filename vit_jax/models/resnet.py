@@ -145,7 +145,7 @@ class StdConv(nn.Module):
         return conv.apply({"params": {"kernel": kernel}}, x)
 
 
-# JAX's derivative would pass over `x` more often (docs/benchmarks.md).
+# JAX's derivative would pass over `x` more often.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def group_norm(
     x: Float[Array, "B Y X C"],
