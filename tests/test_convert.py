@@ -124,7 +124,7 @@ def test_what_is_assumed_about_images_is_printed(tmp_path, source, capsys):
     capsys.readouterr()
     run("--model", tmp_path / "a", "--to=hf", "--out", tmp_path / "b")
     assert re.search(
-        r"how images are prepared: nothing says, so assumed as of timm's ViTs: 12x12, "
+        r"preprocessing: not in the weights, assumed as for timm's ViTs: 12x12, "
         r"bicubic, crop 0.9, mean 0.5,?.*, std 0.5",
         capsys.readouterr().out,
     )
@@ -150,7 +150,7 @@ def test_names_that_do_not_fit_the_classes_are_left_out(tmp_path):
         (f"hf {'x' * 999}", "--out=x* cannot be written: .* too long"),
         ("hf x --push=a", "--push='a' has no owner: write owner/name"),
         ("hf x --push=a/b/c", "--push='a/b/c' is not a valid name on the hub"),
-        ("hf x --labels={names}", "has 2 names, but .* of 5 classes"),
+        ("hf x --labels={names}", "has 2 names, but .* have 5 classes"),
         ("hf x --std=0", "above 0: set --std"),
         ("hf x --config.seed=3", "--config.seed: converting takes no"),
         ("hf x --num_heads=4", "num_heads=4: .* num_heads=3;"),

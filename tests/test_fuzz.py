@@ -82,7 +82,7 @@ NOTES = (
     r".*has no preprocessing; assumed that of .*: .*",
     r"data\.data_dir=.* is not read: data\.name=.*",
     r".*does not name its 1,000 classes; taken for ImageNet's",
-    r".*: a small stand-in for the network, made images and 3 steps show that the recipe runs, .*",
+    r".*: a small stand-in for the network, synthetic images and 3 steps show that the recipe runs, .*",
     r"figure skipped: .*",
     r"\S*: (is empty|cannot be|has ).*",  # An image of several.
     r"left out, \d+ damaged:|  .*",

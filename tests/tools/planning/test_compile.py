@@ -157,7 +157,7 @@ def test_strategies_are_compared_and_one_is_recommended(tmp_path):
         ["4x1x1", "full"],
     ]
     assert "does not compile: mesh.data=-1 x mesh.fsdp=3" in lines[4]
-    assert lines[-1].startswith("of those that fit the one with the lowest floor: --")
+    assert lines[-1].startswith("the fastest that fits (lowest minimum time): --")
 
 
 def test_the_step_is_kept_as_stablehlo(tmp_path):
