@@ -207,7 +207,7 @@ def test_converting_from_a_data_dir_and_verifying(source, expected, tmp_path, ca
     shard = tmp_path / "blobs" / "1.0.0" / name
     assert len(list(shards.read(shard))) > 20
     shard.write_bytes(shard.read_bytes()[:-1])
-    with pytest.raises(UserError, match="00005-of-00037: is cut short"):
+    with pytest.raises(UserError, match="00005-of-00037: is truncated"):
         run("--dataset=blobs", "--verify", tmp_path)
 
 

@@ -59,8 +59,9 @@ def main() -> None:
 
 
 def load(name: str) -> types.ModuleType:
-    """Returns a command's module without importing it, which would hide the function
-    of the same name, such as `vit_jax.train`.
+    """Returns a command's module without importing it.
+
+    Importing would replace a function of the same name, such as `vit_jax.train`.
     """
     spec = importlib.util.find_spec(f"vit_jax.{name}")
     module = importlib.util.module_from_spec(spec)

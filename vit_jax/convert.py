@@ -106,10 +106,10 @@ def open_weights(flags: argparse.Namespace):
             f"{num_classes} classes: give one name per class"
         )
     given = cli.image_flags(flags)
-    told = []
-    preprocess = weights.preprocess_with(pretrained, given, told.append)
+    lines = []
+    preprocess = weights.preprocess_with(pretrained, given, lines.append)
     preprocess.check(pretrained.options["channels"])
-    notes = (*pretrained.notes, *told)
+    notes = (*pretrained.notes, *lines)
     if not registry.WRITERS[flags.to].with_task:
         notes += tuple(
             f"{what}: left out, --to={flags.to} has no place for it"

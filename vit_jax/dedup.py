@@ -1,8 +1,8 @@
 """Finds near-duplicates: python -m vit_jax.dedup --pretrain=SPEC --against=SPEC --out=F
 
 Lists the records of a pretraining set that show the same picture as a record of the
-test sets, even if it was resized, recompressed, mirrored, turned grey or cropped by 10
-%. arXiv:2010.11929, section 4.1, removes such records. SPEC is NAME[@DIR][#SPLIT]:
+test sets, even if it was resized, recompressed, mirrored, turned grey or cropped by
+10 %. arXiv:2010.11929, section 4.1, removes such records. SPEC is NAME[@DIR][#SPLIT]:
 
   python -m vit_jax.dedup --pretrain=imagenet21k#full \\
       --against=cifar10#test,folder@/data/flowers#val --out=duplicates.txt

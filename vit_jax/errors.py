@@ -3,7 +3,7 @@
 import sys
 import warnings
 
-# Exit codes; docs/resume.md says how whoever starts a command should react to each.
+# Exit codes; docs/resume.md says how a script that starts commands should react.
 EXIT_CRASH = 1
 EXIT_USER_ERROR = 2
 EXIT_TRY_AGAIN = 75  # EX_TEMPFAIL of sysexits.h: preempted, or a host was lost.

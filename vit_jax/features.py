@@ -50,13 +50,13 @@ def main(flags: argparse.Namespace) -> int:
         feature_table.writing(flags.out, extractor.widths, labels) as add,
         progress.bar(total, "images", "images") as bar,
     ):
-        for name, found in extractor.vectors(images, flags.batch_size):
+        for name, result in extractor.vectors(images, flags.batch_size):
             bar.update()
-            if isinstance(found, str):
-                print_error(f"{name}: {found}")
+            if isinstance(result, str):
+                print_error(f"{name}: {result}")
                 damaged += 1
                 continue
-            add(name, found)
+            add(name, result)
             count += 1
         if not count:
             raise UserError("none of the images could be read: give others")

@@ -7,11 +7,11 @@ texts: --labels="a photo of a dog, a photo of a cat", or --labels="dog, cat"
 --prompts="a photo of a {}". "-" reads standard input: paths, one per line (find photos
 -name '*.png' | python -m vit_jax.predict --model=CHECKPOINT -), or the content of one
 image (... - < photo.jpg). Weights with a segmentation head (task.name="segmentation")
-classify every pixel: each class's fraction of the image is printed, and with
---out=FOLDER the mask of each image, whose pixels are class numbers with a palette, is
-written there as IMAGE_mask.png, and as an overlay, IMAGE_overlay.jpg. Images are
-rotated by the orientation tags of cameras, except with --no_exif or for a run that was
-trained without them (data.exif). Exit codes: 0 done, 1 some images could not be read
+classify every pixel: each class's fraction of the image is printed. With --out=FOLDER,
+each image's mask is written as IMAGE_mask.png, whose pixels are class numbers with a
+palette, and drawn over the image as IMAGE_overlay.jpg. Images are rotated by the
+orientation tags of cameras, except with --no_exif or for a run that was trained without
+them (data.exif). Exit codes: 0 done, 1 some images could not be read
 (one line each says why), 2 bad input or no image at all.
 """
 

@@ -1,5 +1,4 @@
-"""Shows a model's training images: python -m vit_jax.show_batch
---config=configs/digits.py
+"""Shows training images: python -m vit_jax.show_batch --config=configs/digits.py
 
 Writes a PNG with the first images of a run as they reach the model: cropped, augmented
 and mixed by `data.train_transform`, with the normalisation undone. Below each image is

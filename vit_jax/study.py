@@ -5,9 +5,9 @@
 configs/study/ has the paper's ablations and its scaling study, each with `:size=cpu`,
 `gpu` or `paper`. Each point is trained with every combination of the tuned keys; the
 best combination on validation images is trained again with further seeds, and
-fine-tuned if the study asks for it. Results are in study.json and points.csv; `python
--m vit_jax.report WORKDIR` compares them with the paper's. Repeat the command to resume
-a study; finished runs are kept.
+fine-tuned if the study asks for it. Results are in study.json and points.csv;
+`python -m vit_jax.report WORKDIR` compares them with the paper's. Repeat the command to
+resume a study; finished runs are kept.
 Any key that the study does not vary can be set for all runs: --config.data.data_dir=DIR.
 Exit codes: 0 done, 2 bad input, 75 preempted, 130 interrupted.
 """

@@ -68,7 +68,7 @@ def query_attention(
     Later layers are not computed.
 
     Args:
-      model, params, images: see `attention_maps`.
+      model, params, images: arguments of `attention_maps`.
       layer: index from 0; negative indices count from the last layer.
       query: index of the token; prefix tokens precede the patches.
       head: index from 0; None averages over the heads.
@@ -178,7 +178,7 @@ def head_distances(
 
     Args:
       weights: attention of the layer.
-      distances: see `patch_distances`.
+      distances: result of `patch_distances`.
       num_prefix_tokens: number of tokens before the patches.
     """
     weights = weights[:, :, num_prefix_tokens:, num_prefix_tokens:]

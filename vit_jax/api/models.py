@@ -86,7 +86,7 @@ def create_model(
       num_classes: number of classes; 0 builds no classifier.
       image_size: side of the images in pixels, or (height, width).
       channels: number of channels of the images.
-      **options: see `vit_jax.models.create`.
+      **options: options of `vit_jax.models.create`.
 
     Raises:
       UserError: the variant or an option is unknown, or two values contradict each

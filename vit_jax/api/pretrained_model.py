@@ -355,7 +355,7 @@ class PretrainedModel:
 
         Args:
           images: one image or several, see the class.
-          texts: see `zero_shot`.
+          texts: texts to compare images with, as for `zero_shot`.
 
         Raises:
           UserError: the weights have no text tower or no tokenizer, or an image cannot

@@ -1,5 +1,4 @@
-"""ImageNet-C: a classifier's error on corrupted images over AlexNet's
-(arXiv:1903.12261).
+"""ImageNet-C: error on corrupted images, relative to AlexNet (arXiv:1903.12261).
 
 There are 15 corruptions, and 4 more that do not count in the mean, each at 5
 severities; each of these sets has all validation images. Letters: N examples.

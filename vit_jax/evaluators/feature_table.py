@@ -158,7 +158,7 @@ def writing(
 
     Args:
       out: path of the file; its folder is created.
-      widths: see `Extractor`.
+      widths: attribute of `Extractor`.
       labels: output of `labels_of`.
 
     Raises:

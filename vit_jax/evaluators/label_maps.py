@@ -94,7 +94,7 @@ class PixelClassifier:
 
         Raises:
           UserError: the network does not accept images of any size, or `resize` or
-            `overlap` is given with `max_tokens`, where there are no windows.
+            `overlap` is given with `max_tokens`, which uses no windows.
         """
         how = self._preprocess
 

@@ -196,7 +196,7 @@ def predict(
     Args:
       classifier: classifier of the images.
       images: images from `inputs.find`.
-      batch_size, threads: see `stream`.
+      batch_size, threads: arguments of `stream`.
       topk: number of classes per image.
       threshold: smallest probability, see `rank`.
 

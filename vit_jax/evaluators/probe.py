@@ -81,8 +81,7 @@ class Probe(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """The strength that is best on held-out examples, and its probe fitted to all
-    examples.
+    """The strength that is best on held-out examples, and its probe for all examples.
 
     `top1` is the accuracy on the held-out examples; NaN if there is only one strength.
     """

@@ -156,8 +156,7 @@ def count(
 def confusion(
     labels: Int[np.ndarray, "H W"], predicted: Int[np.ndarray, "H W"], classes: int
 ) -> Integer[np.ndarray, "L L"]:
-    """Returns the number of pixels of each true class (rows) and predicted class
-    (columns).
+    """Returns pixel counts by true class (rows) and predicted class (columns).
 
     Pixels that have no class (-1) are not counted.
     """

@@ -1,5 +1,4 @@
-"""Predicts the class of every pixel of images of any size, each as one sequence of
-patches.
+"""Predicts the class of every pixel of images, each as one sequence of patches.
 
 An image is resized, with its aspect ratio kept, to the largest number of patches that
 fit, and classified at once (models/patches.py); sliding_window.py cuts windows instead.
@@ -33,7 +32,7 @@ class WholeImages:
         """Returns the division into sequences that replaces that into windows.
 
         Raises:
-          UserError: the windows have settings other than the defaults, which would be
+          UserError: the windows have settings that are not the defaults and would be
             ignored.
         """
         for name in ("resize", "overlap"):

@@ -136,7 +136,7 @@ def test_what_is_too_large_exits_with_3_and_offers_nothing_that_does_not_fit():
     verdict, _, last = done.stdout.splitlines()[-3:]
     assert verdict.startswith("does not fit: needs ")
     assert verdict.endswith(" more than the limit of 15.75")
-    assert last.startswith("no change alone fits; the least is ")
+    assert last.startswith("no single change makes it fit; the smallest needs ")
     assert " GiB, with --config.optim.grad_accum_steps=400000; " in last
 
 

@@ -7,8 +7,7 @@ from vit_jax.analysis.figures.figure import Figure, Picture
 
 
 class Windows(Figure):
-    """One sheet per image: the attention that patches receive in their windows, by
-    stage.
+    """One sheet per image: attention that patches receive in their windows, by stage.
 
     One row has the blocks whose windows are not shifted, the other row those with
     shifts.
