@@ -161,7 +161,7 @@ def test_few_images_are_said_and_the_same_command_only_evaluates(
     assert command(place, *words) == 0
     out = capsys.readouterr().out
     assert "for the best of 4 evaluations)" in out and "on 4 images of val" in out
-    assert "of 3 of 3 classes (bee 0, ant 2, cat 2)" in out
+    assert "3 of 3 classes had fewer than 10 scored images (bee 0, ant 2, cat 2)" in out
     config = json.loads((tmp_path / "one" / "finetune.json").read_text())
     assert config["early_stopping_evals"] == 0
     # A key that changes no result does not make another run of it: it only evaluates.

@@ -232,7 +232,7 @@ def note_crop(preprocess: Preprocess, library: str, *, down: bool) -> list[str]:
     rounds, side = ("down", "before") if down else ("to even", "after")
     note = (
         f"preprocessing: {library} rounds half of an odd margin {rounds}, so it crops some "
-        f"images one pixel {side} the place of this project"
+        f"images one pixel {side} where this project crops them"
     )
     return [note]
 

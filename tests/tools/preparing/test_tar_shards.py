@@ -332,7 +332,7 @@ def test_folders_of_something_else_are_refused(root, tmp_path_factory, out):
     (other / "0.tar.zst").unlink()
     classes(other / "0.tar", [0, 1])
     (other / "classnames.txt").write_text("ant\nant\n")
-    with pytest.raises(UserError, match="two classes 'ant'"):
+    with pytest.raises(UserError, match="two classes named 'ant'"):
         prepare(other, out)
     (other / "classnames.txt").write_text("ant\n\nbee\n")
     with pytest.raises(UserError, match="classnames.txt has no name in line 2"):
