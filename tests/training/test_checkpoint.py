@@ -327,7 +327,7 @@ def test_a_checkpoint_under_the_name_of_another_step_is_damage(
     old, new = two_steps(checkpointer, tmp_path)
     shutil.rmtree(new)
     shutil.copytree(old, new)
-    assert_goes_on_from_8(checkpointer, tmp_path, capfd, "to step 8")
+    assert_goes_on_from_8(checkpointer, tmp_path, capfd, "of step 8")
 
 
 def test_nothing_is_renamed_where_nothing_can_be_restored(checkpointer, tmp_path):

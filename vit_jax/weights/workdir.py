@@ -91,7 +91,7 @@ def load(
     except Exception as error:  # noqa: BLE001 (files may belong to another checkpoint)
         _refuse(path, [f"cannot be read: {' '.join(str(error).split())[:200]}"])
     if checkpoint.step != step:
-        _refuse(path, [f"it belongs to step {checkpoint.step}"])
+        _refuse(path, [f"it is the checkpoint of step {checkpoint.step}"])
     return dataclasses.replace(checkpoint, best=record)
 
 
