@@ -137,7 +137,7 @@ CALLS = {
         (lambda: vit_jax.create_model(), "create_model: .*'variant'"),
         (lambda: vit_jax.create_model(16), "variant=16"),
         (lambda: vit_jax.create_model("Ti/7x", width=3), "Ti/7x"),
-        (lambda: vit_jax.create_model("vit_base_patch16_224"), "a name of timm: load_"),
+        (lambda: vit_jax.create_model("vit_base_patch16_224"), "a timm name: load_"),
         (lambda: b16(image_size=0), r"image_size=\(0, 0\)"),
         (lambda: b16(image_size=-16), "image_size=.*-16"),
         (lambda: b16(image_size=(16, 2.5)), "image_size.*2.5"),

@@ -59,7 +59,7 @@ def test_the_version_and_a_word_that_is_no_command():
     assert run("--version").stdout == f"vit_jax {vit_jax.__version__}\n"
     shown = run("trian")
     assert shown.returncode == 2 and shown.stderr.count("\n") == 1
-    assert "error: 'trian' is no command: did you mean train? " in shown.stderr
+    assert "error: 'trian' is not a command: did you mean train? " in shown.stderr
     for word, meant in (("predct", "predict"), ("eval", "evaluate"), ("zzz", "")):
         shown = run(word).stderr
         assert (f"did you mean {meant}? " in shown) == bool(meant), shown

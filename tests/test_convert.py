@@ -124,7 +124,7 @@ def test_what_is_assumed_about_images_is_printed(tmp_path, source, capsys):
     capsys.readouterr()
     run("--model", tmp_path / "a", "--to=hf", "--out", tmp_path / "b")
     assert re.search(
-        r"how images are prepared: nothing says, so assumed as of timm's ViTs: 12x12, "
+        r"preprocessing: not in the weights, assumed as for timm's ViTs: 12x12, "
         r"bicubic, crop 0.9, mean 0.5,?.*, std 0.5",
         capsys.readouterr().out,
     )
@@ -143,14 +143,14 @@ def test_names_that_do_not_fit_the_classes_are_left_out(tmp_path):
     [
         ("google x", "--out=x: --to=google writes one file: name .*npz"),
         ("safetensors x.npz", r"--out=x.npz: .* name it \*.safetensors"),
-        ("timm {source}", "exists and is no folder: give another"),
+        ("timm {source}", "exists and is not a folder: give another"),
         ("safetensors {source}", "exists: give .* or add --overwrite"),
         ("timm {parent}", "exists: give another path, or add --overwrite"),
         ("hf {source}/x", "--out=.*/x cannot be written: .*exists"),
         (f"hf {'x' * 999}", "--out=x* cannot be written: .* too long"),
         ("hf x --push=a", "--push='a' has no owner: write owner/name"),
         ("hf x --push=a/b/c", "--push='a/b/c' is not a valid name on the hub"),
-        ("hf x --labels={names}", "has 2 names, but .* of 5 classes"),
+        ("hf x --labels={names}", "has 2 names, but .* have 5 classes"),
         ("hf x --std=0", "above 0: set --std"),
         ("hf x --config.seed=3", "--config.seed: converting takes no"),
         ("hf x --num_heads=4", "num_heads=4: .* num_heads=3;"),
@@ -176,7 +176,7 @@ def test_bad_flags_are_refused_and_leave_nothing(
 def test_a_network_that_a_format_lacks_leaves_nothing(tmp_path):
     for to, out, options, message in (
         ("google", "a.npz", {"image_size": (12, 20)}, "a grid of 3x5: a reader of"),
-        ("google", "a.npz", {"pool": "none"}, "pool='none': Google's code has no such"),
+        ("google", "a.npz", {"pool": "none"}, "pool='none': Google's code does not"),
         ("google", "a.npz", {"distillation": True}, "distillation=True: Google's"),
         ("hf", "a", {"pool": "gap"}, "pool='gap': ViTModel of"),
         ("timm", "a", {"representation_layer": True}, "_layer=True: timm has no"),
@@ -190,7 +190,7 @@ def test_a_note_says_how_google_readers_prepare_images(tmp_path):
     _, notes = export.export(made(), "google", tmp_path / "a.npz")
     assert notes[1] == (
         "images: readers of the format assume 12x12, bilinear_plain, whole image, mean "
-        "0.5,0.5,0.5, std 0.5,0.5,0.5, so predictions differ unless they are given "
+        "0.5,0.5,0.5, std 0.5,0.5,0.5; predictions differ unless they are given "
         "12x12, bicubic, crop 0.75, mean 0.4,0.5,0.6, std 0.2,0.3,0.25"
     )
     how = Preprocess((12, 12), interpolation="bilinear_plain", squash=True)
@@ -220,7 +220,9 @@ def test_incomplete_weights_leave_nothing(tmp_path, to, out):
 
 def test_google_has_one_gelu_and_a_note_names_the_other(tmp_path):
     _, notes = export.export(made(activation="gelu"), "google", tmp_path / "a.npz")
-    assert any(note.startswith("activation: gelu became gelu_tanh") for note in notes)
+    assert any(
+        note.startswith("activation: gelu replaced by gelu_tanh") for note in notes
+    )
     _, notes = export.export(made(activation="gelu_tanh"), "google", tmp_path / "b.npz")
     assert not any("gelu" in note for note in notes)
 
@@ -258,10 +260,13 @@ def test_overwriting_replaces_our_files_and_no_others(tmp_path):
     [
         ({"pool": "map"}, []),
         ({"pool": "gap", "representation_layer": True}, []),
-        ({"layer_norm_eps": 1e-12}, ["layer_norm_eps: 1e-12 became 1e-6, Google's"]),
+        (
+            {"layer_norm_eps": 1e-12},
+            ["layer_norm_eps: 1e-12 replaced by 1e-6, Google's"],
+        ),
         (
             {"posemb": "sincos2d"},
-            ["position embeddings: sincos2d written out as values"],
+            ["position embeddings: sincos2d written as values"],
         ),
         ({"variant": "R26+S/32", "image_size": (64, 64)}, []),
     ],
@@ -363,13 +368,13 @@ def test_one_file_is_pushed_as_well(tmp_path, source, hub):
     ("method", "status", "message"),
     [
         ("create_repo", 401, "ann/small was not uploaded: .*; log in with `hf auth"),
-        ("create_repo", 403, "the token may not write to ann/small: give one"),
+        ("create_repo", 403, "the token may not write to ann/small: set HF_TOKEN"),
         ("create_commit", 403, "the token may not write to"),
         ("create_commit", 404, "no such repository"),
         (
             "create_commit",
             400,
-            "ann/small was not uploaded: .*; try again; what was con",
+            "ann/small was not uploaded: .*; try again; the converted",
         ),
     ],
 )

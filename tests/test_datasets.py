@@ -96,7 +96,7 @@ def test_json_has_everything(prepared, capsys):
 
 def test_an_unknown_name_lists_the_known():
     with pytest.raises(
-        UserError, match="'imagenet' is no data set of the paper: image"
+        UserError, match="'imagenet' is not a data set of the paper: image"
     ):
         run_command("datasets", ["imagenet"])
 

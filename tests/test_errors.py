@@ -206,7 +206,7 @@ def test_run_without_an_intact_checkpoint_is_refused_and_left_as_it_is(start, ha
     before = sorted((halfway / "checkpoints").rglob("*"))
     end = start(f"--workdir={halfway}")
     assert end.returncode == 2
-    says(end.stderr, "manifest.ocdbt is not what was written")
+    says(end.stderr, "manifest.ocdbt has changed since it was written")
     line = end.stderr.splitlines()[-1]
     says(line, "no checkpoint under", halfway, "intact", "move that folder away")
     assert sorted((halfway / "checkpoints").rglob("*")) == before

@@ -96,7 +96,9 @@ def test_steps_are_given_up_for_a_small_file(run, place, tmp_path, monkeypatch):
     assert err == ""
     before = (tmp_path / "x.html").read_bytes()
     monkeypatch.setattr(saved, "MAX_BYTES", 10_000)
-    reason = r"the page would have 0\.\d MB, more than 0\.01, however coarse its att"
+    reason = (
+        r"the page would have 0\.\d MB, more than 0\.01, even with the coarsest att"
+    )
     with pytest.raises(UserError, match=reason):
         run(*words)
     assert (tmp_path / "x.html").read_bytes() == before

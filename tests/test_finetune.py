@@ -68,8 +68,8 @@ def test_a_folder_becomes_a_model(place, capsys):
     out = capsys.readouterr().out
     assert "measuring the speed with 12 steps of 16 images" in out
     for line in (
-        r"data.image_size         images of 32 pixels (as the weights (32))",
-        r"batch_size              batches of 16 (by the number of images)",
+        r"data.image_size         images of 32 pixels (the size of the weights (32))",
+        r"batch_size              batches of 16 (from the number of images)",
         r"checkpoint.best_metric  the best checkpoint by val/top1",
     ):
         assert line in out
@@ -127,19 +127,19 @@ def test_weights_of_the_classes_take_the_place_of_balanced_draws(
 def test_classes_without_splits_that_are_uneven(place, tmp_path, capsys):
     words = [f"--workdir={tmp_path}", "--minutes=0", "--config.total_steps=2"]
     words += ["--config.task.name=lora", "--config.optim.name=adam"]
-    with pytest.raises(UserError, match="is chosen for sgd alone; set --config.optim"):
+    with pytest.raises(UserError, match="is chosen for sgd only; set --config.optim"):
         command(place, *words, photos="uneven")
     words += ["--config.optim.learning_rate=0.002"]
     assert command(place, *words, photos="uneven") == 0
     out = capsys.readouterr().out
     assert "measuring" not in out
-    assert "5 of 24 images, the same part of each class, set aside" in out
-    assert "classes drawn sqrt (the largest class has 5.3 times the images" in out
+    assert "5 of 24 images, the same part of each class, held out" in out
+    assert "classes drawn sqrt (the largest class has 5.3 times as many images" in out
     config = json.loads((tmp_path / "finetune.json").read_text())
     assert config["data"]["train_transform"] == "random_resized_crop(area=(0.6, 1.0))"
     assert "adam, rate 0.002 (set)" in out
     assert config["task"]["name"] == "lora"
-    assert "no average of the parameters (task.name=lora keeps the network" in out
+    assert "no average of the parameters (task.name=lora does not average" in out
     report = json.loads((tmp_path / "report.json").read_text())
     assert config["ema"]["decay"] == 0.0 and "ema" not in report["final"]["val"]
     labels = sorted(row["label"] for row in _validated(tmp_path))
@@ -160,8 +160,8 @@ def test_few_images_are_said_and_the_same_command_only_evaluates(
     words += ["--config.eval_every_steps=1"]
     assert command(place, *words) == 0
     out = capsys.readouterr().out
-    assert "for the best of 4 looks)" in out and "on 4 images of val" in out
-    assert "of 3 of 3 classes (bee 0, ant 2, cat 2)" in out
+    assert "for the best of 4 evaluations)" in out and "on 4 images of val" in out
+    assert "3 of 3 classes had fewer than 10 scored images (bee 0, ant 2, cat 2)" in out
     config = json.loads((tmp_path / "one" / "finetune.json").read_text())
     assert config["early_stopping_evals"] == 0
     # A key that changes no result does not make another run of it: it only evaluates.
@@ -171,7 +171,7 @@ def test_few_images_are_said_and_the_same_command_only_evaluates(
     assert "resuming with the settings chosen before" in again and score in again
     with pytest.raises(UserError, match="config.seed"):
         command(place, *words, "--config.seed=2")
-    with pytest.raises(UserError, match="folds=2: there are images to validate on"):
+    with pytest.raises(UserError, match="folds=2: there is a validation split"):
         command(place, f"--workdir={tmp_path / 'two'}", "--folds=2", *words[1:])
 
 
@@ -181,7 +181,10 @@ def test_folds_score_all_images(place, tmp_path, capsys):
     words += ["--config.total_steps=2"]
     assert command(place, *words, "--folds=2", photos="photos/train") == 0
     out = capsys.readouterr().out
-    assert "on 19 images, each by the one of 2 runs that was not trained on it" in out
+    assert (
+        "on 19 images, each scored by the one of 2 runs that was not trained on it"
+        in out
+    )
     runs = (tmp_path / "folds", tmp_path / "folds" / "folds" / "1")
     validated = [{row["image"] for row in _validated(run)} for run in runs]
     assert not validated[0] & validated[1]
@@ -219,7 +222,7 @@ def test_a_table_of_several_labels_and_a_rectangle_is_covered_and_cropped(
     folder = place / "photos"
     given = f"--image_key=file --out=twins.txt --image_dir={folder} --image_suffix=.png"
     assert given in page
-    assert ">round</th>" in page and "taken for each other" not in page
+    assert ">round</th>" in page and "Confused classes" not in page
     model = vit_jax.load_model(str(tmp_path / "run"), tell=lambda line: None)
     assert model.class_names == ("red", "round")
     config = json.loads((tmp_path / "run" / "finetune.json").read_text())
@@ -246,7 +249,7 @@ def test_what_is_chosen_is_what_is_trained_and_keys_come_first(place, tmp_path, 
         ("init=a", "data.split=train", "evals.val=x"), ([], ["--find_rate"])
     ):
         words = [f"--workdir={tmp_path / 'c'}", f"--config.{key}", *more]
-        with pytest.raises(UserError, match=f"{key.split('=')[0]}: it is set by"):
+        with pytest.raises(UserError, match=f"{key.split('=')[0]}: .* sets it here"):
             command(place, *words)
     assert not (tmp_path / "c").exists()
 
@@ -276,11 +279,11 @@ def test_two_folders_of_images_and_masks(place, tmp_path, capsys):
     out = capsys.readouterr().out
     for line in (
         "8 images of 3 classes (2 to validate on)",
-        "3 classes of pixels (by their names; 2.5% of the pixels are 255",
+        "3 classes of pixels (from their names; 2.5% of the pixels are 255",
         "data.image_size         images of 32 pixels",
-        "optim.layer_decay       each layer's rate is 0.75 times",
+        "optim.layer_decay       each layer's learning rate is 0.75 times",
         "the best checkpoint by val/miou",
-        "(no interval is known) on 2 images of val, which also chose",
+        "(without an interval) on 2 images of val, which also chose",
         f"masks:     python -m vit_jax.predict --model={run} --out=MASKS IMAGES",
     ):
         assert line in out
@@ -359,7 +362,9 @@ def test_a_frozen_network_has_no_layer_decay(place, tmp_path, capsys, chosen):
         0,
     )
     out = capsys.readouterr().out
-    assert "the head alone is trained" in out and "one rate for all layers" in out
+    assert (
+        "only the head is trained" in out and "one learning rate for all layers" in out
+    )
 
 
 @pytest.mark.slow
@@ -369,7 +374,10 @@ def test_folds_of_masks(place, tmp_path, capsys):
     words += ["--config.task.width=8", "--folds=2"]
     assert command(tmp_path, *words, photos="set", weights=place) == 0
     out = capsys.readouterr().out
-    assert "on 6 images, each by the one of 2 runs that was not trained on it" in out
+    assert (
+        "on 6 images, each scored by the one of 2 runs that was not trained on it"
+        in out
+    )
 
 
 @pytest.mark.slow
@@ -394,7 +402,7 @@ def test_the_same_photographs_train_the_same_model_wherever_they_lie(place, tmp_
     assert sha_of(moved, tmp_path / "renamed") == sha
     (moved / "ant" / "0.png").write_bytes((moved / "bee" / "0.png").read_bytes())
     moved.rename(photos.with_name("others"))
-    with pytest.raises(UserError, match="by another command.*others"):
+    with pytest.raises(UserError, match="with another command.*others"):
         sha_of(photos.with_name("others"), tmp_path / "renamed")
 
 

@@ -79,10 +79,10 @@ FILES = [
 ]
 # Lines on stderr beside the one of the error, and of commands that succeed.
 NOTES = (
-    r".*has no preprocessing; assumed that of .*: .*",
+    r".*has no preprocessing; assumed the preprocessing of .*: .*",
     r"data\.data_dir=.* is not read: data\.name=.*",
-    r".*does not name its 1,000 classes; taken for ImageNet's",
-    r".*: a small stand-in for the network, made images and 3 steps show that the recipe runs, .*",
+    r".*does not name its 1,000 classes; assumed ImageNet's classes",
+    r".*: a small stand-in for the network, synthetic images and 3 steps show that the recipe runs, .*",
     r"figure skipped: .*",
     r"\S*: (is empty|cannot be|has ).*",  # An image of several.
     r"left out, \d+ damaged:|  .*",

@@ -76,14 +76,17 @@ def test_files_of_weights_name_no_module(found, workdir, tmp_path):
     pretrained = weight_files.open_pretrained(workdir)
     for to in (name for name, writer in export.WRITERS.items() if not writer.program):
         out = tmp_path / f"{to}{export.WRITERS[to].suffix}"
-        message = f"--to={to}: .* is of model.variant='{VARIANT}', a network of a mod"
+        message = f"--to={to}: .* has model.variant='{VARIANT}', a network from"
         with pytest.raises(UserError, match=message):
             run("convert", f"--model={workdir}", f"--to={to}", f"--out={out}")
         assert not out.exists()
     path = tmp_path / "forged.safetensors"
     native.write(pretrained, path)  # As a stranger may have made it.
     sys.modules.pop("conv_net", None)
-    with pytest.raises(UserError, match="imports no module: give the workdir"):
+    with pytest.raises(
+        UserError,
+        match="which is not imported when files of weights are read: give the workdir",
+    ):
         weight_files.open_pretrained(path)
     assert "conv_net" not in sys.modules
 

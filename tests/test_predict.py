@@ -370,7 +370,7 @@ def test_missing_preprocessing_and_names_are_assumed_and_numbered(
     words = place / "images" / "b.JPG", f"--model={tmp_path}/plain.safetensors"
     _, out, err = run(*words)
     assert re.fullmatch(
-        r"plain\.safetensors: has no preprocessing; assumed that of Hugging Face's ViTs: "
+        r"plain\.safetensors: has no preprocessing; assumed the preprocessing of Hugging Face's ViTs: "
         r"16x24, bilinear, whole image, mean 0\.5, std 0\.5\n",
         err,
     )
@@ -390,7 +390,7 @@ def test_a_guess_about_the_weights_is_printed(place, run, pretrained, tmp_path):
     timm.write(square, tmp_path)
     (tmp_path / "config.json").unlink()
     words = place / "images" / "b.JPG", f"--model={tmp_path}"
-    guess = "config.json: none of timm"
+    guess = "config.json: not timm's"
     assert guess in run(*words, "--num_heads=3")[2]
     words += "--num_heads=3", "--architecture=vit_tiny_patch16_24"
     with pytest.raises(
@@ -550,10 +550,13 @@ def test_deit_names_the_sample_photographs(run):
     names = dict(zip(imagenet.synsets(), imagenet.class_names(), strict=True))
     code, out, err = run(samples, f"--model={DEIT}", "--json", "--topk=1")
     assert code == 0
-    assert err.startswith("deit_tiny_timm.safetensors: config.json: none of timm")
-    assert "assumed that of timm's DeiT: 224x224, bicubic, crop 0.9, mean 0.485" in err
+    assert err.startswith("deit_tiny_timm.safetensors: config.json: not timm's")
+    assert (
+        "assumed the preprocessing of timm's DeiT: 224x224, bicubic, crop 0.9, mean 0.485"
+        in err
+    )
     (line,) = err.splitlines()
-    assert line.endswith("does not name its 1,000 classes; taken for ImageNet's")
+    assert line.endswith("does not name its 1,000 classes; assumed ImageNet's classes")
     right = {}
     for line in out.splitlines():
         line = json.loads(line)

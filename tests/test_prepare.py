@@ -143,7 +143,7 @@ def test_a_signal_ends_a_conversion_with_one_line(source, tmp_path, processes, n
     ctrl_c = number == signal.SIGINT
     assert process.returncode == (130 if ctrl_c else 75), text
     what = "interrupted" if ctrl_c else number.name
-    assert text.splitlines() == [f"{what}: the same command resumes from here"]
+    assert text.splitlines() == [f"{what}: repeat the command to resume"]
     assert not list(place.rglob("*.part"))
 
 
@@ -165,7 +165,7 @@ def test_a_finished_set_is_left_as_it_is(source, tmp_path, capsys, encode, kind)
     before = files()
     assert run(*words, out) == 0
     said = capsys.readouterr().out
-    assert "there is already" in said and str(out) in said
+    assert "the set exists" in said and str(out) in said
     with pytest.raises(UserError, match=r"other flags \(splits\): add --verify"):
         run(*words, "--splits=test", out)
     assert files() == before
@@ -207,7 +207,7 @@ def test_converting_from_a_data_dir_and_verifying(source, expected, tmp_path, ca
     shard = tmp_path / "blobs" / "1.0.0" / name
     assert len(list(shards.read(shard))) > 20
     shard.write_bytes(shard.read_bytes()[:-1])
-    with pytest.raises(UserError, match="00005-of-00037: is cut short"):
+    with pytest.raises(UserError, match="00005-of-00037: is truncated"):
         run("--dataset=blobs", "--verify", tmp_path)
 
 
@@ -223,13 +223,13 @@ def test_an_image_folder_is_a_set_of_its_name(tmp_path, capsys):
     assert run(*words, "--on_error=skip", "--name=pets:2.0.0", tmp_path / "out") == 0
     captured = capsys.readouterr()
     assert "out/pets/2.0.0\n  train: 3 records in 1 shards" in captured.out
-    left_out = "left out: damaged image 1\n  train/b/3.png cannot be decoded"
+    left_out = "skipped: damaged image 1\n  train/b/3.png cannot be decoded"
     assert left_out in captured.err
     (tmp_path / "My Pets/train/b/3.png").unlink()
     (tmp_path / "out/my_pets/1.0.0.incomplete/.state/plan.json").unlink()
     assert run(*words, tmp_path / "out") == 0
     assert (tmp_path / "out/my_pets/1.0.0/manifest.json").is_file()
-    with pytest.raises(UserError, match="lies in --from=.*My Pets"):
+    with pytest.raises(UserError, match="is inside --from=.*My Pets"):
         run(*words, tmp_path / "My Pets" / "out")
 
 
@@ -241,11 +241,11 @@ def test_an_image_folder_is_a_set_of_its_name(tmp_path, capsys):
         ("blobs --from=/no/where", "--from=/no/where is not a folder"),
         ("webdataset", "--dataset=webdataset needs --from=DIR"),
         ("webdataset --from=tests", "has no tar files .*tests/train/\\*.tar"),
-        ("folder --from=. --caption=txt", "--caption has no meaning"),
-        ("blobs --from=. --verify", "state its name .* no --from"),
+        ("folder --from=. --caption=txt", "--caption does not apply"),
+        ("blobs --from=. --verify", "give its name .* no --from"),
         ("blobs --verify", "holds no readable blobs"),
-        ("blobs --splits=train", "--splits has no meaning here"),
-        ("blobs --from=. --unchecked", "--unchecked has no meaning"),
+        ("blobs --splits=train", "--splits does not apply here"),
+        ("blobs --from=. --unchecked", "--unchecked does not apply"),
         ("folder --from=. --name=digits", "--name=digits is the name of another"),
         ("folder --from=. --name=1x", "--name='1x' is not a data set"),
         ("folder --from=. --name=MyPets", "write mypets"),

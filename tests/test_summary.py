@@ -84,7 +84,7 @@ def test_a_config_states_model_and_images(capsys):
         (f"--config={DIGITS} --resolution=8", r"use --config\.data\.image_size"),
         (f"--config={DIGITS} --num_classes=10", r"use --config\.data\.num_classes"),
         ("--config.seed=3", r"--config\.seed=3 needs --config=FILE"),
-        (f"--config={I21K} --config.data.data_dir=/nowhere", "or state --images_seen"),
+        (f"--config={I21K} --config.data.data_dir=/nowhere", "or give --images_seen"),
     ],
 )
 def test_bad_input_is_refused(words, message):

@@ -127,7 +127,9 @@ def test_a_study_of_digits_that_is_killed_ends_as_the_undisturbed_one(digits, tm
     found = json.loads((tmp_path / "killed" / "transfer.json").read_text())
     assert without_times(found) == without_times(expected)
 
-    with pytest.raises(UserError, match="study by another command .--learning_rates: "):
+    with pytest.raises(
+        UserError, match="study with another command .--learning_rates: "
+    ):
         run_command("transfer", [*words, "--learning_rates=0.03,0.1,0.3"])
 
 
@@ -152,6 +154,6 @@ def test_a_folder_of_images_is_learnt_by_each_mode(digits, tmp_path, capsys):
         report = json.loads((tmp_path / mode / "transfer.json").read_text())
         out = capsys.readouterr().out
         assert json.loads(out.splitlines()[-1]) == report
-        assert "not in the paper: as its sets of this size, 10 %" in out
+        assert "not in the paper: like its sets of this size, 10 %" in out
         assert report["dataset"] == "data"
         assert report["mean"] > 0.9, (mode, report["trials"])

@@ -306,7 +306,7 @@ def test_weights_alone_give_the_figures_of_weights(run, tmp_path):
         (["--figure=filter"], "--figure=filter is not one of filters, posemb, distanc"),
         (["--figure=cka"], "--figure=cka: needs images"),
         (["--images", "absent.png"], "no image: 'absent.png' does not exist"),
-        (["--query=a"], "'a' is not ROW,COLUMN, as 3,10"),
+        (["--query=a"], "'a' is not ROW,COLUMN, such as 3,10"),
         (["--classes=1,b"], "'1,b' is not numbers from 0 on"),
         (["--layers=-1"], "'-1' is not numbers from 0 on"),
         (["--config.seed=3"], "--config.seed: looking into a model takes no config"),

@@ -1,8 +1,8 @@
 """The Vision Transformer (arXiv:2010.11929) in JAX and Flax: train, fine-tune, evaluate.
 
-`python -m vit_jax` lists the commands. In Python, `list_models`, `create_model`,
-`load_model`, `train`, `train_setup`, `finetune`, `evaluate` and `Callback` are attributes of this
-package, imported when they are first used.
+`python -m vit_jax` lists the commands. The Python functions `list_models`,
+`create_model`, `load_model`, `train`, `train_setup`, `finetune`, `evaluate` and the
+class `Callback` are attributes of this package, imported when they are first used.
 """
 
 import importlib

@@ -16,7 +16,7 @@ from typing import NoReturn
 import vit_jax
 
 SHELLS = ("bash", "zsh", "tcsh")
-# The name of each command, which is its module too, and its line in --help.
+# Each command, which is also the name of its module, and its line in --help.
 COMMANDS = {
     "train": "Trains a model",
     "finetune": "Fine-tunes weights on your images",
@@ -33,7 +33,7 @@ COMMANDS = {
     "show_batch": "Shows the images that a model trains on",
     "dedup": "Finds near-duplicates between data sets",
     "summary": "Shows parameters and operations of models",
-    "compile": "Compiles a training step for TPUs that are elsewhere",
+    "compile": "Compiles a training step for TPUs or GPUs that are not here",
     "study": "Trains a recipe over values of its arguments",
     "report": "Compares runs with the paper",
 }
@@ -55,11 +55,14 @@ def main() -> None:
     else:
         near = difflib.get_close_matches(name, COMMANDS, 1)
         hint = f"did you mean {near[0]}? The commands are" if near else "give one of"
-        _end(f"{name!r} is no command: {hint} {', '.join(COMMANDS)}")
+        _end(f"{name!r} is not a command: {hint} {', '.join(COMMANDS)}")
 
 
 def load(name: str) -> types.ModuleType:
-    """Returns a command's module without importing it: `vit_jax.train` stays the function."""
+    """Returns a command's module without importing it.
+
+    Importing would replace a function of the same name, such as `vit_jax.train`.
+    """
     spec = importlib.util.find_spec(f"vit_jax.{name}")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

@@ -1,9 +1,11 @@
 """Averages fine-tuned networks: python -m vit_jax.average RUN RUN ... --by=val --out=FILE
 
-A "model soup" (arXiv:2203.05482): runs from the same weights, with other rates or seeds.
-With --by the best runs by that evaluation of the first run's config are averaged, as far
-as each makes the average no worse; without it all are. FILE ends in .safetensors and is a
-model for every command. Exit codes: 0 done, 2 bad input.
+This makes a "model soup" (arXiv:2203.05482) of runs that start from the same weights
+with different learning rates or seeds. With --by, which names an evaluation in the
+first run's config, runs are added from the best to the worst, and one is kept if the
+average does not get worse; without --by all runs are averaged. FILE ends in
+.safetensors and can be used as the model of every command. Exit codes: 0 done, 2 bad
+input.
 """
 
 import argparse
@@ -14,7 +16,7 @@ from vit_jax.command_line.printing import print_error, print_line
 
 
 def main(flags: argparse.Namespace) -> int:
-    """Averages the runs that the flags name; returns the exit code."""
+    """Averages the runs given by the flags; returns the exit code."""
     cli.refuse_overrides(flags, "averaging")
     from vit_jax import weights
     from vit_jax.errors import UserError
@@ -40,8 +42,8 @@ def parser() -> cli.Parser:
     parser = cli.Parser(__doc__, local=("out",))
     add = parser.add_argument
     add("runs", nargs="+", metavar="RUN", help="workdirs of runs from the same weights")
-    add("--by", default="", help="evaluation of the first run that chooses, as val")
-    add("--out", required=True, metavar="FILE", help="to write, as soup.safetensors")
+    add("--by", default="", help="evaluation that chooses, in the first run")
+    add("--out", required=True, metavar="FILE", help="file to write: soup.safetensors")
     return parser
 
 

@@ -3,13 +3,13 @@
 python -m vit_jax.compile --config=configs/b16_i21k.py:model=H/14 --topology=v5e:16x16
 python -m vit_jax.compile --config=configs/b16_i21k.py --topology=h100:4x8
 
-It prints what the step needs of each chip and how that compares to what the chip has:
-memory, products, bytes, collectives, and the least time that a step can take. It runs on
-any Linux machine with the extra `tpu` or `cuda`; a large model takes minutes. --plan adds what
-the whole run needs: days, hosts, checkpoints, failures. --largest_batch tries batches
-until it knows the largest one that fits. Any key of the config can be
-set: --config.mesh.fsdp=16. Exit codes: 0 it fits, 2 bad input (one line says what), 3 it
-does not fit or compile, or with --strategies nothing does.
+It prints what the step needs of each chip and compares it to what the chip has: memory,
+products, bytes, collectives and the minimum time of a step. It runs on any Linux
+machine with the extra `tpu` or `cuda`; a large model takes minutes. --plan adds what
+the whole run needs: days, hosts, checkpoints, failures. --largest_batch tries batch
+sizes until it finds the largest one that fits. Any key of the config can be set:
+--config.mesh.fsdp=16. Exit codes: 0 the step fits, 2 bad input (one line says what), 3
+the step does not fit or does not compile, or with --strategies none of them fits.
 """
 
 import argparse
@@ -23,15 +23,15 @@ from vit_jax.errors import UserError
 from vit_jax.tools.planning import gpus, topology
 
 EXIT_TOO_LARGE = 3
-# Where neither the config nor the catalogue says how many there are. It changes the
-# length of the run and of its schedule, numbers in a program that stays the same. As
-# many as JFT-300M has, so that no warmup is longer than the run.
+# The number of training examples if neither the config nor the catalogue has it. It
+# changes the length of the run and of its schedule, which are numbers in a program that
+# stays the same. It is the size of JFT-300M, so that no warmup is longer than the run.
 _EXAMPLES = 303_000_000
 _ASSUMED = "assumed; it changes numbers, not the program"
 
 
 def main(flags: argparse.Namespace) -> int:
-    """Compiles what the flags name and prints what it costs; returns the exit code."""
+    """Compiles the step given by the flags, prints its cost; returns the exit code."""
     place = topology.parse(flags.topology, flags.slices)
     place.prepare()  # Before JAX is imported.
     from vit_jax.distributed import mesh as meshes
@@ -40,7 +40,7 @@ def main(flags: argparse.Namespace) -> int:
 
     _check(flags)
     assumed = None if flags.plan is None else run_plan.parse(flags.plan)
-    # Not cli.load_config: weights to start from change no program.
+    # Not cli.load_config: the initial weights do not change the program.
     config = configuration.load(flags.config, flags.overrides)
     config = _placed(config, place)
     devices = place.devices()
@@ -73,7 +73,7 @@ def main(flags: argparse.Namespace) -> int:
 
 
 def _check(flags) -> None:
-    """Refuses flags that would be ignored, or fail after minutes of compiling."""
+    """Rejects flags that would be ignored, or would fail after minutes of compiling."""
     single = {name: bool(getattr(flags, name)) for name in ("export", "out")}
     single["plan"] = flags.plan is not None
     for name, is_set in single.items():
@@ -102,7 +102,7 @@ def _check(flags) -> None:
 
 
 def _placed(config, place):
-    """Returns the config with what a run on the devices would choose by itself."""
+    """Returns the config with the values that a run on the devices would choose."""
     from vit_jax.config import fields
     from vit_jax.data.config import ESTIMATE
     from vit_jax.models import attention
@@ -113,7 +113,7 @@ def _placed(config, place):
         model = dataclasses.replace(config.model, platform=platform)
         keys["model.scan"] = model.stacked
     for name in ("mean", "std"):
-        if getattr(config.data, name) == ESTIMATE:  # There are no data to read.
+        if getattr(config.data, name) == ESTIMATE:  # There is no data to read.
             keys[f"data.{name}"] = (0.5,)
     is_old = is_gpu and place.capability < attention.CUDNN_CAPABILITY
     if is_old and getattr(config.model, "attention_impl", "") == "auto":
@@ -175,7 +175,7 @@ def _one(
             words["plan"] = run_plan.to_json(plan, assumed, unknown)
         print(json.dumps(words))
     elif remedies:
-        print("compiling changes, each alone", flush=True)
+        print("compiling each change separately", flush=True)
         for line in report.remedies(remedies):
             print(line, flush=True)
     elif plan:
@@ -221,9 +221,7 @@ def _compare(flags, config, devices, examples, limit, heading) -> int:
         words = {"heading": heading, "rows": [row.to_json() for row in rows]}
         print(json.dumps(words | {"recommended": recommended}))
     elif best:
-        print(
-            f"of those that fit the one with the lowest floor: {strategies.flags(best)}"
-        )
+        print(f"the fastest that fits (lowest minimum time): {strategies.flags(best)}")
     else:
         wanted = [(row.peak_bytes, strategies.flags(row)) for row in rows]
         print(f"none of these fits; {report.least(wanted)}")
@@ -243,7 +241,7 @@ def parser() -> cli.Parser:
         help="number of TPU slices; default: 1",
     )
     add("--examples", type=cli.positive, default=0, help="size of the training split")
-    add("--json", action="store_true", help="one JSON object")
+    add("--json", action="store_true", help="print one JSON object")
     add("--export", default="", help="file for the step's StableHLO")
     add("--out", default="", help="file for the compiled step: train --compiled")
     add(
@@ -251,16 +249,16 @@ def parser() -> cli.Parser:
         nargs="?",
         const="",
         metavar="NAME=VALUE,...",
-        help="what the whole run needs; mfu, host_days, store, ... are assumed",
+        help="print what the whole run needs; mfu, host_days, store, ... are assumed",
     )
-    text = "the largest batch that fits, to 5%%, instead of the config's"
+    text = "find the largest batch that fits, to 5%%; the config's is ignored"
     add("--largest_batch", action="store_true", help=text)
     add("--strategies", action="store_true", help="compare meshes and remat policies")
-    add("--meshes", default="", help="to compare: data=-1,fsdp=16,model=4")
-    add("--remat", default="", help="policies to compare; default: all")
+    add("--meshes", default="", help="meshes to compare: data=-1,fsdp=16,model=4")
+    add("--remat", default="", help="remat policies to compare; default: all")
     scans = ("true", "false", "true,false")
     shown = "true|false|true,false"
-    text = "loops to compare; default: the config's"
+    text = "layer loops to compare; default: the config's"
     add("--scan", choices=scans, metavar=shown, help=text)
     return parser
 

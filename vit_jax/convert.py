@@ -1,18 +1,18 @@
 """Converts weights: python -m vit_jax.convert --model=runs/x --to=timm --out=exported
 
---model takes a run's workdir, a file or folder of any format that this project reads, or
-a place such as hf://owner/name. --to is one of
+--model takes a run's workdir, a file or folder of any format that this project reads,
+or an address such as hf://owner/name. --to is one of
   timm         a folder for timm.create_model("local-dir:...")
-  timm_naflex  a folder for NaFlexVit of timm, which reads images of any size as patches
+  timm_naflex  a folder for timm's NaFlexVit, which reads images of any size as patches
   hf           a folder for from_pretrained of transformers
   google       an .npz file with the published names
-  safetensors  a file of this project, with all that a model needs
+  safetensors  a file of this project, with everything that a model needs
   mae          a .pth file for facebookresearch/mae, with a run's decoder
   dino         a .pth file for facebookresearch/dino or dinov2, with a run's student and heads
   hf_mae       a folder for ViTMAE of transformers, with a run's decoder
   microsoft    a .pth file for microsoft/Swin-Transformer
-  hf_clip      a folder for CLIP or SigLIP of transformers, with the text tower if there is one
-  hf_siglip2   a folder for Siglip2 of transformers, with the text tower if there is one
+  hf_clip      a folder for CLIP or SigLIP of transformers, with the text tower if any
+  hf_siglip2   a folder for Siglip2 of transformers, with the text tower if any
   open_clip    a folder for CLIP of OpenCLIP, with its text tower
   hf_dinov3    a folder for DINOv3ViTModel of transformers
   hf_beit      a folder for BeitModel of transformers
@@ -20,9 +20,9 @@ a place such as hf://owner/name. --to is one of
   hf_dinov2    a folder for Dinov2 of transformers, with or without register tokens
   stablehlo    a folder with the whole program, for JAX without this project
   onnx         the whole program for ONNX Runtime; needs: pip install -e '.[onnx]'
-Class names and preprocessing travel with the weights where the format has a place for
-them; flags replace what the source says. --push=owner/name uploads the result with a
-model card. Exit codes: 0 done, 2 bad input (one line says what; nothing is left of
+Class names and preprocessing are written into the formats that can hold them; flags
+replace the values stored with the source. --push=owner/name uploads the result with a
+model card. Exit codes: 0 done, 2 bad input (one line says what; nothing is left in
 --out).
 """
 
@@ -35,14 +35,14 @@ from vit_jax.command_line import cli
 from vit_jax.command_line.printing import print_line
 from vit_jax.errors import UserError
 
-# Parameters beside the network, by their names in `Pretrained.task_params`.
-_TASK_PARTS = {"text": "text tower", "segmenter": "head for masks"}
+# Parameters outside the network, by their names in `Pretrained.task_params`.
+_TASK_PARTS = {"text": "text tower", "segmenter": "segmentation head"}
 
 
 def main(flags: argparse.Namespace) -> None:
-    """Converts what the flags name."""
+    """Converts the weights given by the flags."""
     cli.refuse_overrides(flags, "converting")
-    # After the flags, so that their errors come at once.
+    # Imported after the flags are checked, so that their errors come at once.
     from vit_jax.weights import export
     from vit_jax.weights.hub import push
 
@@ -53,7 +53,7 @@ def main(flags: argparse.Namespace) -> None:
     for name in ("private", "license"):
         if getattr(flags, name) and not flags.push:
             raise UserError(
-                f"--{name} is for --push=OWNER/NAME; state that too, or leave it out"
+                f"--{name} is for --push=OWNER/NAME; add that, or leave it out"
             )
     pretrained = open_weights(flags)
     print_line(
@@ -84,7 +84,7 @@ def main(flags: argparse.Namespace) -> None:
 
 
 def open_weights(flags: argparse.Namespace):
-    """Opens a checkpoint, with the flags in place of what travelled with it."""
+    """Opens a checkpoint; flags override the values stored with it."""
     from vit_jax import weights
     from vit_jax.weights import surgery
     from vit_jax.weights.formats import registry
@@ -102,14 +102,14 @@ def open_weights(flags: argparse.Namespace):
     num_classes = pretrained.num_classes
     if names and len(names) != num_classes:
         raise UserError(
-            f"--labels={flags.labels} has {len(names)} names, but the weights are of "
-            f"{num_classes} classes: give a name a class"
+            f"--labels={flags.labels} has {len(names)} names, but the weights have "
+            f"{num_classes} classes: give one name per class"
         )
     given = cli.image_flags(flags)
-    told = []
-    preprocess = weights.preprocess_with(pretrained, given, told.append)
+    lines = []
+    preprocess = weights.preprocess_with(pretrained, given, lines.append)
     preprocess.check(pretrained.options["channels"])
-    notes = (*pretrained.notes, *told)
+    notes = (*pretrained.notes, *lines)
     if not registry.WRITERS[flags.to].with_task:
         notes += tuple(
             f"{what}: left out, --to={flags.to} has no place for it"
@@ -124,9 +124,7 @@ def open_weights(flags: argparse.Namespace):
             usual_preprocess(pretrained).family,
             preprocess.describe(),
         )
-        notes += (
-            f"how images are prepared: nothing says, so assumed as of {usual}: {how}",
-        )
+        notes += (f"preprocessing: not in the weights, assumed as for {usual}: {how}",)
     resized = flags.resolution not in (None, tuple(pretrained.options["image_size"]))
     if preprocess.max_tokens and not registry.WRITERS[flags.to].program:
         fixed = dataclasses.replace(preprocess, max_tokens=0)
@@ -145,7 +143,7 @@ def open_weights(flags: argparse.Namespace):
 
 
 def read_scores(source: str) -> dict[str, float]:
-    """Returns the accuracies in a workdir's report; none if it is something else."""
+    """Returns the accuracies in the report of a workdir; an empty dict without one."""
     from vit_jax.training import run_report
 
     report = run_report.read_report(source) if os.path.isdir(source) else None
@@ -157,24 +155,24 @@ def parser() -> cli.Parser:
     """Returns the flags."""
     parser = cli.Parser(__doc__, local=("out",))
     add = parser.add_argument
-    add("--model", required=True, metavar="CHECKPOINT", help="weights, as above")
-    add("--to", required=True, metavar="FORMAT", help="a name above")
-    add("--out", required=True, help="folder or file to make")
+    add("--model", required=True, metavar="CHECKPOINT", help="weights, see above")
+    add("--to", required=True, metavar="FORMAT", help="format, one of the names above")
+    add("--out", required=True, help="folder or file to write")
     cli.add_step_flag(parser)
-    add("--overwrite", action="store_true", help="replace what is there")
+    add("--overwrite", action="store_true", help="replace an existing --out")
     add(
         "--no_ema",
         action="store_true",
-        help="the last parameters of a run or a training checkpoint, not their average",
+        help="use the last parameters of a run or training checkpoint, not the average",
     )
     add(
         "--resolution",
         type=cli.size,
-        help="pixels, or HEIGHTxWIDTH; default: the weights' size",
+        help="image size in pixels, or HEIGHTxWIDTH; default: the weights' size",
     )
-    add("--push", default="", metavar="OWNER/NAME", help="upload to there")
-    add("--private", action="store_true", help="to a private repository, if it is new")
-    add("--license", default="", help="for the model card: apache-2.0")
+    add("--push", default="", metavar="OWNER/NAME", help="repository to upload to")
+    add("--private", action="store_true", help="make a new repository private")
+    add("--license", default="", help="license for the model card: apache-2.0")
     cli.add_image_flags(parser)
     cli.add_patch_flags(parser)
     return parser

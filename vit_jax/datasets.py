@@ -1,11 +1,11 @@
 """Lists the data sets of the paper: python -m vit_jax.datasets [NAME ...]
 
-One line each: whether it is prepared in --data_dir (its version; "tfrecord" is
-prepared, but has to be converted; "-" is no set of TFDS), images to train on, classes,
-and how to get it. With names, also their splits and other config keys. Other sets need
-no entry here: any TFDS set, image folder, Parquet files and your sources can be
-read as well, see `SOURCES` in vit_jax/data/sources/__init__.py. Exit codes: 0 done, 2 bad
-input (one line says what).
+One line each: whether it is prepared in --data_dir (its version; "tfrecord" is prepared
+but must be converted; "-" is not a TFDS set), the number of training images and of
+classes, and how to get it. With NAMEs, the splits and other config keys follow. Data
+sets outside this list can be used too: any TFDS set, image folders, Parquet files and
+your own sources, see `SOURCES` in vit_jax/data/sources/__init__.py. Exit codes: 0 done,
+2 bad input (one line says what).
 """
 
 import argparse
@@ -19,7 +19,7 @@ HEADING = ("name", "here", "images", "classes", "how to get it")
 
 
 def main(flags: argparse.Namespace) -> int:
-    """Prints the entries that the flags name; returns the exit code."""
+    """Prints the data sets given by the flags; returns the exit code."""
     cli.refuse_overrides(flags, "listing data sets")
     from vit_jax.data import catalogue
     from vit_jax.data.sources import SOURCES
@@ -27,7 +27,7 @@ def main(flags: argparse.Namespace) -> int:
     for name in flags.names:
         if name not in catalogue.ENTRIES:
             raise UserError(
-                f"{name!r} is no data set of the paper: "
+                f"{name!r} is not a data set of the paper: "
                 f"{', '.join(catalogue.ENTRIES)}; data.name also takes "
                 f"{', '.join(sorted(SOURCES))} and any set of TFDS"
             )
@@ -42,7 +42,7 @@ def main(flags: argparse.Namespace) -> int:
 
 
 def _row(entry, data_dir):
-    """Returns what is known of a data set, as plain values."""
+    """Returns the known facts about a data set as plain values."""
     import tensorflow_datasets as tfds
 
     where = data_dir or str(tfds.core.constants.DATA_DIR)
@@ -59,7 +59,7 @@ def _row(entry, data_dir):
 
 
 def _prepared(entry, data_dir):
-    """Returns version, format, size and place of a prepared set; None if it is not."""
+    """Returns version, format, size and folder of a set; None if it is not prepared."""
     from vit_jax.data.sources import tfds as tfds_source
 
     builder = None
@@ -118,9 +118,9 @@ def parser() -> cli.Parser:
     """Returns the flags."""
     parser = cli.Parser(__doc__)
     add = parser.add_argument
-    add("names", nargs="*", metavar="NAME", help="default: all")
+    add("names", nargs="*", metavar="NAME", help="data sets; default: all")
     add("--data_dir", default="", help="folder of prepared data sets; default: TFDS's")
-    add("--json", action="store_true", help="a JSON object a line")
+    add("--json", action="store_true", help="print one JSON object per line")
     return parser
 
 

@@ -1,16 +1,16 @@
 """Finds near-duplicates: python -m vit_jax.dedup --pretrain=SPEC --against=SPEC --out=F
 
-Lists the records of a pretraining set that show the same picture as some record of the
-test sets, also when it was resized, recompressed, mirrored, turned grey or cropped by
-10 %: arXiv:2010.11929, section 4.1, removes those. SPEC is NAME[@DIR][#SPLIT]:
+Lists the records of a pretraining set that show the same picture as a record of the
+test sets, even if it was resized, recompressed, mirrored, turned grey or cropped by
+10 %. arXiv:2010.11929, section 4.1, removes such records. SPEC is NAME[@DIR][#SPLIT]:
 
   python -m vit_jax.dedup --pretrain=imagenet21k#full \\
       --against=cifar10#test,folder@/data/flowers#val --out=duplicates.txt
   python -m vit_jax.train ... --config.data.exclude=duplicates.txt
 
-Beside the list, F.pairs.csv holds the pairs. Repeat the command to resume a scan
-(its state is in F.scan). Needs the extra `dedup`. Exit codes: 0 done,
-1 done, but some images could not be read (one line each says why), 2 bad input.
+F.pairs.csv, beside the list, has the pairs. Repeat the command to resume a scan, whose
+state is in F.scan. Needs the extra `dedup`. Exit codes: 0 done, 1 done, but some images
+could not be read (one line each says why), 2 bad input.
 """
 
 import argparse
@@ -27,11 +27,11 @@ from vit_jax.errors import UserError
 EXIT_DAMAGED = 1
 
 _DEFAULT_SPLITS = "train", "test"
-_LOG_SECONDS = 30  # Between lines where no one watches a bar.
+_LOG_SECONDS = 30  # Between two lines, where the output is not a terminal.
 
 
 def main(flags: argparse.Namespace) -> int:
-    """Scans what the flags name; returns the exit code."""
+    """Scans the data sets given by the flags; returns the exit code."""
     cli.refuse_overrides(flags, "de-duplicating")
     out = pathlib.Path(flags.out).expanduser()
     pairs = out.with_name(f"{out.name}.pairs.csv")
@@ -82,13 +82,13 @@ def main(flags: argparse.Namespace) -> int:
 
 
 class _Bar:
-    """Shows progress: a bar to a person, a line now and then to a log."""
+    """Shows progress: a bar on a terminal, occasional lines in a log."""
 
     def __init__(self):
         self._bar, self._name, self._logged = None, None, 0.0
 
     def close(self) -> None:
-        """Ends the line."""
+        """Ends the line of the bar."""
         if self._bar is not None:
             self._bar.close()
 
@@ -111,7 +111,7 @@ def parser() -> cli.Parser:
     """Returns the flags."""
     parser = cli.Parser(__doc__, local=("out", "sheet"))
     add = parser.add_argument
-    add("--pretrain", required=True, metavar="SPEC", help="the set to be cleaned")
+    add("--pretrain", required=True, metavar="SPEC", help="data set to clean")
     add(
         "--against",
         required=True,
@@ -119,17 +119,17 @@ def parser() -> cli.Parser:
         help="test sets to compare with",
     )
     add("--image_key", default="image", help="column of the images; default: image")
-    add("--image_dir", default="", help="folder of the paths in tables")
-    add("--image_suffix", default="", help="added to the paths in tables, as .jpg")
-    add("--out", required=True, metavar="FILE", help="list of record ids to write")
-    add("--sheet", metavar="PNG", help="picture of the 60 most doubtful pairs")
+    add("--image_dir", default="", help="folder that paths in tables are relative to")
+    add("--image_suffix", default="", help="suffix added to paths in tables: .jpg")
+    add("--out", required=True, metavar="FILE", help="file for the list of record ids")
+    add("--sheet", metavar="PNG", help="PNG file with the 60 least certain pairs")
     add(
         "--correlation",
         type=_fraction,
         default=0.9,
-        help="minimum of a duplicate pair; 0.9",
+        help="minimum correlation of a duplicate pair; default: 0.9",
     )
-    add("--threads", type=cli.positive, help="for decoding; default: one per core")
+    add("--threads", type=cli.positive, help="decoding threads; default: one per core")
     cli.add_max_megapixels_flag(parser)
     return parser
 

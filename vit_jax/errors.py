@@ -1,56 +1,56 @@
-"""Errors that end a run early, other than bugs of this project."""
+"""Expected errors that end a run early, such as bad input; not bugs of this project."""
 
 import sys
 import warnings
 
-# Exit codes; docs/resume.md says what each asks of whoever starts a command.
+# Exit codes; docs/resume.md says how a script that starts commands should react.
 EXIT_CRASH = 1
 EXIT_USER_ERROR = 2
 EXIT_TRY_AGAIN = 75  # EX_TEMPFAIL of sysexits.h: preempted, or a host was lost.
-EXIT_INTERRUPTED = 130  # As shells say it of SIGINT.
-EXIT_UNREAD = 141  # As shells say it of SIGPIPE.
+EXIT_INTERRUPTED = 130  # The exit code that shells give for SIGINT.
+EXIT_UNREAD = 141  # The exit code that shells give for SIGPIPE.
 
 
 class UserError(ValueError):
     """Bad input: one line that names the thing, its value and the remedy.
 
-    Verbs print the line and exit with code 2; `--debug` shows the traceback.
+    Commands print the line and exit with code 2; `--debug` shows the traceback.
     """
 
 
 class NoSplit(UserError):
-    """A data set has no split of that name."""
+    """The data set has no split of the requested name."""
 
 
 class NoLabels(UserError):
-    """A data set has no labels, but they are to be read."""
+    """The data set has no labels, but labels were requested."""
 
 
 class Diverged(UserError):
-    """Training came to numbers that are not finite; the line names the step."""
+    """Training reached values that are not finite; the line names the step."""
 
 
 class Preempted(Exception):
-    """The run was asked to end (SIGTERM, SIGHUP) or cannot continue; its state is saved."""
+    """The run received SIGTERM or SIGHUP or cannot continue; its state is saved."""
 
 
 class Interrupted(KeyboardInterrupt):
-    """Ctrl-C came, and the run has saved its state."""
+    """The run received Ctrl-C and has saved its state."""
 
 
 class Stopped(KeyboardInterrupt):
-    """SIGTERM or SIGHUP came, which the message names."""
+    """The run received SIGTERM or SIGHUP, which the message names."""
 
 
 class LostHost(Exception):
-    """Another process of the job did not come: exit code 75, try again."""
+    """Another process of the job did not respond: exit code 75, try again."""
 
 
 def keep_warnings_from_raising() -> None:
-    """Resets the filters of this process where Python runs with -W error.
+    """Resets this process's warning filters, which may raise under Python's -W error.
 
-    A deprecation in another library must not end a run of days. Processes that are
-    spawned get the option again, so each calls this for itself.
+    A deprecation in another library must not end a run of days. Spawned processes
+    inherit the option, so each of them calls this function.
     """
     if any(option.startswith("error") for option in sys.warnoptions):
         warnings.simplefilter("default")

@@ -1,13 +1,13 @@
 """Evaluates weights: python -m vit_jax.evaluate --model=CHECKPOINT --config=CONFIG
 
-CHECKPOINT is a run's workdir, an exported file, a file or folder of timm, Hugging Face or
-Google, or hf://owner/name. CONFIG is a file under configs/eval/ with its argument:
-configs/eval/fewshot.py:data=FOLDER. Images are prepared as the weights say; flags replace
-single parts of that. With --layers, evaluations of features are repeated for layers, from
-0, and --out has a figure of them (layers.png; extra `plots`). --json ends with one line,
-each evaluation's scores; where damaged images were left out
-(--config.data.on_error=skip), "skipped" beside them has their numbers. Exit codes: 0 done,
-2 bad input (one line says what).
+CHECKPOINT is a run's workdir, an exported file, a file or folder of timm, Hugging Face
+or Google, or hf://owner/name. CONFIG is a file under configs/eval/ with its argument:
+configs/eval/fewshot.py:data=FOLDER. The preprocessing is stored with the weights; flags
+override parts of it. With --layers, evaluations of features are repeated for the given
+layers, counted from 0, and --out has a figure of them (layers.png; extra `plots`).
+--json ends with one line that has the scores of each evaluation; with
+--config.data.on_error=skip, its "skipped" lists how many damaged images were left out.
+Exit codes: 0 done, 2 bad input (one line says what).
 """
 
 import argparse
@@ -23,7 +23,7 @@ from vit_jax.errors import UserError
 
 
 def main(flags: argparse.Namespace) -> int:
-    """Runs the evaluations that the flags describe; returns the exit code."""
+    """Runs the evaluations given by the flags; returns the exit code."""
     from vit_jax.training import config as configuration
 
     config = configuration.load_evaluation(flags.config, flags.overrides)
@@ -33,10 +33,10 @@ def main(flags: argparse.Namespace) -> int:
 
 
 def run(flags: argparse.Namespace, config) -> None:
-    """Evaluates and prints what it gave.
+    """Evaluates and prints the scores.
 
     Args:
-      flags: from `parser`.
+      flags: parsed by `parser`.
       config: complete config.
     """
     import jax
@@ -54,7 +54,7 @@ def run(flags: argparse.Namespace, config) -> None:
             print_error(line)
 
     if flags.out and first:
-        result_tables.prepare(flags.out)  # Before there is anything to lose.
+        result_tables.prepare(flags.out)  # Fails early, before hours of evaluation.
     if uncached := compilation.enable_cache(config.compilation_cache_dir):
         tell(uncached)
     pretrained, preprocess = weights.open_weights(
@@ -111,7 +111,7 @@ def _by_layer(flags: argparse.Namespace, config, pretrained):
 
 
 def _write(flags: argparse.Namespace, report, confusions, names_by_layer) -> list[str]:
-    """Writes what --out asks for; returns the names of the files."""
+    """Writes the files requested by --out; returns their names."""
     from vit_jax.evaluators import result_tables
 
     names = result_tables.write(flags.out, report, confusions)
@@ -126,7 +126,7 @@ def _write(flags: argparse.Namespace, report, confusions, names_by_layer) -> lis
 
 
 def _restrict(config, only_present_classes: bool):
-    """Returns a config with a value of `only_present_classes` in all classifications."""
+    """Returns a config that sets `only_present_classes` in every classification."""
     from vit_jax.evaluators.classification import ClassificationConfig
 
     change = {"only_present_classes": only_present_classes}
@@ -154,18 +154,18 @@ def parser() -> cli.Parser:
     parser = cli.Parser(__doc__, config="EvaluationConfig", recipes=r"eval/\w+")
     add = parser.add_argument
     add("--config", required=True, help="recipe or file, :argument")
-    add("--json", action="store_true", help="one line of JSON, not a table")
+    add("--json", action="store_true", help="print one line of JSON, not a table")
     add(
         "--only_present_classes",
         nargs="?",
         type=_truth,
         const=True,
         metavar="true|false",
-        help="whether answers are of the data's classes alone; default: if those are "
-        "fewer than the model's",
+        help="whether only the data's classes are possible answers; default: if they "
+        "are fewer than the model's",
     )
     cli.add_layers_flag(
-        parser, "score features of these layers, k-NN, probe and few-shot"
+        parser, "score features of these layers with k-NN, probe and few-shot"
     )
     cli.add_tta_flag(parser)
     cli.add_token_merging_flag(parser)

@@ -1,12 +1,12 @@
 """Shows where a model looks: python -m vit_jax.explore --model=CHECKPOINT [--images=FOLDER]
 
-CHECKPOINT is a run or weights, as for vit_jax.predict. Prints the address of a page
-for a browser on this computer, for which all of it is needed: it ends with a token. Drop
-an image there, see the top classes, click a patch and see where it looks, in every layer
-and head. --compare=CHECKPOINT puts a second model beside the first; --labels,
---resolution and how images are prepared are the first's. Ctrl-C ends it. --html=FILE
---image=IMAGE writes the page of one image as one file to share, of 5 MB at most, which
-needs no server, and ends. Exit codes: 0 done, 2 bad input.
+CHECKPOINT is a run or weights, as for vit_jax.predict. The command prints the address
+of a page for a browser on this computer; the token at the end of the address is needed.
+Drop an image there to see its top classes; click a patch to see where it looks, in
+every layer and head. --compare=CHECKPOINT puts a second model beside the first;
+--labels, --resolution and the preprocessing flags apply to the first. Ctrl-C ends it.
+--html=FILE --image=IMAGE writes the page of one image as a single file of at most 5 MB,
+which can be shared and needs no server, and exits. Exit codes: 0 done, 2 bad input.
 """
 
 import argparse
@@ -21,7 +21,7 @@ PORT = 8000
 
 
 def main(flags: argparse.Namespace) -> None:
-    """Serves or writes the page that the flags describe."""
+    """Serves or writes the page given by the flags."""
     cli.refuse_overrides(flags, "exploring")
     if bool(flags.html) != bool(flags.image):
         raise UserError(
@@ -50,7 +50,7 @@ def main(flags: argparse.Namespace) -> None:
 
 
 def read(path: str, max_megapixels: float) -> bytes:
-    """Returns the content of the image that --html shows."""
+    """Returns the content of the image given by --image."""
     from vit_jax.tools.explorer import images
 
     try:
@@ -94,11 +94,11 @@ def serve(
     with Server(session, flags.host, flags.port) as server:
         if not is_loopback(flags.host):
             print_error(
-                f"--host={flags.host}: whoever reaches this computer and has the "
+                f"--host={flags.host}: anyone who can reach this computer and has the "
                 "address below can use the page and see the images of --images; "
                 "nothing is encrypted"
             )
-        for model in models:  # Otherwise the first image would wait for compilation.
+        for model in models:  # Compile now, so that the first image is not slow.
             model.warm_up()
         names = " and ".join(model.name for model in models)
         # Not print_line, which masks tokens: the user needs this one.
@@ -130,7 +130,7 @@ def _bands(text: str) -> tuple[int, ...]:
     words = text.split(",")
     if len(words) not in (1, 3) or not all(word.isdecimal() for word in words):
         raise argparse.ArgumentTypeError(
-            f"{text!r} is not one or three numbers from 0 on, as 3,2,1"
+            f"{text!r} is not one or three numbers from 0 on, such as 3,2,1"
         )
     return tuple(map(int, words))
 
@@ -139,13 +139,13 @@ def parser() -> cli.Parser:
     """Returns the flags."""
     parser = cli.Parser(__doc__)
     add = parser.add_argument
-    add("--images", default="", help="folder to choose from; nothing else is read")
+    add("--images", default="", help="folder of images to choose from")
     add(
         "--show_bands",
         type=_bands,
         default=(),
         metavar="3,2,1",
-        help="bands of the model's input to show, one or three, counted from 0",
+        help="one or three bands of the model's input to show, counted from 0: 3,2,1",
     )
     add("--compare", default="", metavar="CHECKPOINT", help="a second model")
     add(
@@ -153,16 +153,16 @@ def parser() -> cli.Parser:
         default="127.0.0.1",
         help="address to listen on; default: this computer",
     )
-    add("--port", type=_port, default=PORT, help=f"0 is any free one; default: {PORT}")
+    add("--port", type=_port, default=PORT, help=f"port; 0: any free; default: {PORT}")
     add(
         "--html",
         default="",
         metavar="FILE",
         help="write the page of --image, then exit",
     )
-    add("--image", default="", help="image of --html")
-    add("--labels", default="", help="file of class names, one a line")
-    add("--tokenizer", default="", help="of a text tower, if not the weights'")
+    add("--image", default="", help="image shown by the page of --html")
+    add("--labels", default="", help="file of class names, one per line")
+    add("--tokenizer", default="", help="tokenizer of a text tower; default: stored")
     cli.add_patch_flags(parser)
     cli.add_max_megapixels_flag(parser)
     cli.add_weights_flags(parser)

@@ -2,13 +2,14 @@
 
     python -m vit_jax.features PHOTOS --model=CHECKPOINT --out=features.parquet
 
-PHOTOS are files, folders and "-", as for vit_jax.predict; CHECKPOINT is a run's workdir, an
-exported file, a file or folder of timm, Hugging Face or Google, or hf://owner/name. A row of
-the Parquet file is a photograph: `name`, its path; `label`, the folder that it is in, if all
-are in folders of classes; `feature`, the vector that the classifier and k-NN see; and with
---layers `layer_2` and so on, the class token after a layer, or the mean of its patches.
-The file appears when it is complete. Exit codes: 0 done, 1 some images could not be read
-(one line each says why), 2 bad input or no image at all.
+PHOTOS are files, folders and "-", as for vit_jax.predict; CHECKPOINT is a run's
+workdir, an exported file, a file or folder of timm, Hugging Face or Google, or
+hf://owner/name. The Parquet file has one row per photograph: `name`, its path; `label`,
+the folder that it is in, if all are in folders of classes; `feature`, the vector that
+the classifier and k-NN use; and with --layers also `layer_2` and so on, the class token
+after that layer, or the mean of the patches. The file appears when it is complete. Exit
+codes: 0 done, 1 some images could not be read (one line each says why), 2 bad input or
+no image at all.
 """
 
 import argparse
@@ -22,14 +23,14 @@ EXIT_DAMAGED = 1
 
 
 def main(flags: argparse.Namespace) -> int:
-    """Writes what the flags name; returns the exit code."""
+    """Writes the features given by the flags; returns the exit code."""
     cli.refuse_overrides(flags, "writing features")
     if not flags.out.endswith(".parquet") or os.path.isdir(flags.out):
         raise UserError(
             f"--out={flags.out}: features are written to one Parquet file; name a file "
             "that ends in .parquet"
         )
-    # After the flags, so that their errors come at once; JAX after the images.
+    # Imported after the flags and the images are checked: their errors come at once.
     from vit_jax.data import inputs
 
     images = inputs.find_some(flags.images)
@@ -49,13 +50,13 @@ def main(flags: argparse.Namespace) -> int:
         feature_table.writing(flags.out, extractor.widths, labels) as add,
         progress.bar(total, "images", "images") as bar,
     ):
-        for name, found in extractor.vectors(images, flags.batch_size):
+        for name, result in extractor.vectors(images, flags.batch_size):
             bar.update()
-            if isinstance(found, str):
-                print_error(f"{name}: {found}")
+            if isinstance(result, str):
+                print_error(f"{name}: {result}")
                 damaged += 1
                 continue
-            add(name, found)
+            add(name, result)
             count += 1
         if not count:
             raise UserError("none of the images could be read: give others")
@@ -69,13 +70,11 @@ def parser() -> cli.Parser:
     parser = cli.Parser(__doc__)
     add = parser.add_argument
     add("images", nargs="+", metavar="PHOTOS", help="file, folder, or - for a pipe")
-    add("--out", required=True, help="file to write, FILE.parquet")
+    add("--out", required=True, help="Parquet file to write")
     cli.add_layers_flag(parser, "add the pooled features of these layers")
     cli.add_patch_flags(parser)
     cli.add_max_megapixels_flag(parser)
-    add(
-        "--batch_size", type=cli.positive, default=32, help="images at once; default 32"
-    )
+    add("--batch_size", type=cli.positive, default=32, help="batch size; default: 32")
     cli.add_weights_flags(parser)
     return parser
 

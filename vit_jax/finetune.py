@@ -1,11 +1,12 @@
 """Fine-tunes weights on your images: python -m vit_jax.finetune PHOTOS --workdir=DIR
 
-PHOTOS is a folder (PHOTOS/CLASS/*.jpg, or PHOTOS/train/CLASS/*.jpg and PHOTOS/val/...), a
-table of paths and labels (CSV, TSV, JSON Lines, Parquet), or the name of a data set, as
-owner/name on the Hugging Face hub. Without images to validate on a part of each class is
-set aside. With masks, as PHOTOS MASKS or in one folder with images/ and masks/, the class of
-every pixel is learnt. Sizes, batch, steps and rate are chosen by a rule; each is printed with
-the key that changes it: --config.optim.learning_rate=0.003. Repeat the command to resume.
+PHOTOS is a folder (PHOTOS/CLASS/*.jpg, or PHOTOS/train/CLASS/*.jpg and PHOTOS/val/...),
+a table of paths and labels (CSV, TSV, JSON Lines, Parquet), or the name of a data set,
+such as owner/name on the Hugging Face hub. Without validation images, a part of each
+class is held out. With masks, as PHOTOS MASKS or in one folder with images/ and masks/,
+the class of every pixel is learnt. Image size, batch size, steps and learning rate are
+chosen automatically; each is printed with the key that changes it:
+--config.optim.learning_rate=0.003. Repeat the command to resume.
 Exit codes: 0 done, 2 bad input, 75 preempted.
 """
 
@@ -16,7 +17,7 @@ from vit_jax.command_line.printing import print_line
 
 
 def main(flags: argparse.Namespace) -> int:
-    """Fine-tunes as the flags say; returns the exit code."""
+    """Fine-tunes as given by the flags; returns the exit code."""
     workdir = flags.workdir or files.default_workdir(
         "finetune", flags.model, flags.photos, flags.masks
     )
@@ -64,7 +65,7 @@ def parser() -> cli.Parser:
         metavar="MASKS",
         nargs="?",
         default="",
-        help="folder of masks of the same names, to learn the class of every pixel",
+        help="folder of masks with the images' names: learn the class of every pixel",
     )
     add(
         "--model",
@@ -75,27 +76,27 @@ def parser() -> cli.Parser:
     add(
         "--aspect",
         default="crop",
-        help="keep: images of any aspect, as many patches as a square has (NaFlex); "
-        "default: crop",
+        help="crop: square images; keep: images of any aspect ratio, with as many "
+        "patches as a square has (NaFlex); default: crop",
     )
     add(
         "--minutes",
         type=_minutes,
-        help="time to train in, by the measured speed; 0 is no limit; default: 15",
+        help="time limit in minutes, by the measured speed; 0: no limit; default: 15",
     )
     add(
         "--folds",
         type=cli.positive,
         default=0,
-        help="runs, each with another part to validate on, for few images; the first is "
-        "the model; default: one run",
+        help="for few images: number of runs, each validated on another part; the "
+        "first is the model; default: one run",
     )
     add(
         "--find_rate",
         action="store_true",
-        help="only suggest a learning rate, by a range test of 100 steps, with a figure",
+        help="only suggest a learning rate, from a range test of 100 steps",
     )
-    add("--workdir", default="", help="default: one under runs/finetune/")
+    add("--workdir", default="", help="default: a folder in runs/finetune/")
     return parser
 
 

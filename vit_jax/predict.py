@@ -1,17 +1,18 @@
 """Classifies images: python -m vit_jax.predict --model=CHECKPOINT IMAGE|FOLDER|- ...
 
 CHECKPOINT is a run's workdir, an exported file, a file or folder of timm, Hugging Face or
-Google, or hf://owner/name. Images are prepared as the weights say; flags replace single
-parts of that. Weights with a text tower (CLIP, SigLIP, LiT) compare images with any texts:
---labels="a photo of a dog, a photo of a cat", or --labels="dog, cat" --prompts="a photo of
-a {}". "-" reads paths from standard input, one a line (find
-photos -name '*.png' | python -m vit_jax.predict --model=CHECKPOINT -), or one image's
-content (... - < photo.jpg). Weights with a head for masks (task.name="segmentation")
-classify every pixel: the parts of the classes are printed, and with --out=FOLDER each
-image has its mask there, IMAGE_mask.png, whose pixels are class numbers with a palette,
-and IMAGE_overlay.jpg. Images are turned as the orientation tags of cameras say, unless a
-run was trained without (data.exif), or with --no_exif. Exit codes: 0 done, 1 some images
-could not be read (one line each says why), 2 bad input or no image at all.
+Google, or hf://owner/name. The preprocessing is stored with the weights; flags override
+parts of it. Weights with a text tower (CLIP, SigLIP, LiT) compare images with any
+texts: --labels="a photo of a dog, a photo of a cat", or --labels="dog, cat"
+--prompts="a photo of a {}". "-" reads standard input: paths, one per line (find photos
+-name '*.png' | python -m vit_jax.predict --model=CHECKPOINT -), or the content of one
+image (... - < photo.jpg). Weights with a segmentation head (task.name="segmentation")
+classify every pixel: each class's fraction of the image is printed. With --out=FOLDER,
+each image's mask is written as IMAGE_mask.png, whose pixels are class numbers with a
+palette, and drawn over the image as IMAGE_overlay.jpg. Images are rotated by the
+orientation tags of cameras, except with --no_exif or for a run that was trained without
+them (data.exif). Exit codes: 0 done, 1 some images could not be read
+(one line each says why), 2 bad input or no image at all.
 """
 
 import argparse
@@ -27,9 +28,9 @@ EXIT_DAMAGED = 1
 
 
 def main(flags: argparse.Namespace) -> int:
-    """Classifies what the flags name; returns the exit code."""
+    """Classifies the images given by the flags; returns the exit code."""
     cli.refuse_overrides(flags, "predicting")
-    # After the flags, so that their errors come at once; JAX after the images.
+    # Imported after the flags and the images are checked: their errors come at once.
     from vit_jax.data import inputs
 
     images = inputs.find_some(flags.images)
@@ -61,7 +62,7 @@ def main(flags: argparse.Namespace) -> int:
         if flags.json:
             line = json.dumps({"file": name, **entry})
         else:
-            width = max(width, len(printable(name)))  # Of a pipe they become known.
+            width = max(width, len(printable(name)))  # A pipe's names come one by one.
             line = _table(name, rows, width, column if head else "")
             head = False
         print(line, flush=True)
@@ -69,7 +70,7 @@ def main(flags: argparse.Namespace) -> int:
 
 
 def _classes(flags: argparse.Namespace, classifier, images) -> Iterator[tuple]:
-    """Yields each name with rows of parts and classes and the keys of JSON, or a reason."""
+    """Yields each image's name with its table rows and JSON keys, or why it failed."""
     from vit_jax.evaluators import prediction
 
     for name, best in prediction.predict(
@@ -86,7 +87,7 @@ def _classes(flags: argparse.Namespace, classifier, images) -> Iterator[tuple]:
 
 
 def _masks(flags: argparse.Namespace, classifier, images) -> Iterator[tuple]:
-    """Writes masks to --out; yields as `_classes`."""
+    """Writes masks to --out; yields the same as `_classes`."""
     from vit_jax.evaluators import label_maps
 
     names = classifier.class_names
@@ -108,9 +109,9 @@ def _masks(flags: argparse.Namespace, classifier, images) -> Iterator[tuple]:
 
 
 def _table(name: str, rows: Sequence, width: int, column: str) -> str:
-    """Returns the lines of one image: file, part or probability, class."""
+    """Returns the lines of one image: file; probability or fraction; class."""
     lines = [("", f"{100 * part:.2f} %", printable(each)) for part, each in rows]
-    lines = lines or [("", "", "none")]  # None is above the threshold.
+    lines = lines or [("", "", "none")]  # No class is above the threshold.
     lines[0] = printable(name), *lines[0][1:]
     if column:
         lines.insert(0, ("file", column, "class"))
@@ -118,7 +119,7 @@ def _table(name: str, rows: Sequence, width: int, column: str) -> str:
 
 
 def open_classifier(flags: argparse.Namespace):
-    """Opens the checkpoint, with the flags in place of what travelled with it."""
+    """Opens the checkpoint; flags override the values stored with it."""
     from vit_jax.evaluators import label_maps, prediction
     from vit_jax.weights import segmenter
     from vit_jax.weights.text_tower import text_tower
@@ -139,7 +140,7 @@ def open_classifier(flags: argparse.Namespace):
     if not names:
         raise UserError(
             f"{flags.model} has a text tower and no classes: give texts to "
-            'compare images with, as --labels="a photo of a dog, a photo of a cat"'
+            'compare images with, such as --labels="a photo of a dog, a photo of a cat"'
         )
     prompts = ("{}",)
     if flags.prompts:
@@ -166,33 +167,29 @@ def parser() -> cli.Parser:
     add(
         "--threshold",
         type=cli.fraction,
-        help="list all classes at least as probable; default: 0.5 if trained on several "
-        "labels an image, else the --topk best",
+        help="list all classes with at least this probability; default: 0.5 for models "
+        "with several labels per image, else --topk decides",
     )
     cli.add_tta_flag(parser)
     cli.add_token_merging_flag(parser)
     cli.add_patch_flags(parser)
     cli.add_max_megapixels_flag(parser)
-    add("--json", action="store_true", help="JSON Lines, not a table")
-    add(
-        "--batch_size", type=cli.positive, default=32, help="images at once; default 32"
-    )
+    add("--json", action="store_true", help="print JSON Lines, not a table")
+    add("--batch_size", type=cli.positive, default=32, help="batch size; default: 32")
     add(
         "--labels",
         default="",
-        help="file of class names, one a line; with a text tower also texts themselves",
+        help="file of class names, one per line; with a text tower, also the texts",
     )
     add("--prompts", default="", help="texts with {} for a label, or a file of them")
-    add(
-        "--tokenizer", default="", help="folder or hf://owner/name, if not the weights'"
-    )
+    add("--tokenizer", default="", help="folder or hf://owner/name; default: stored")
     add("--out", default="", help="folder for masks and overlays")
     add(
         "--resize",
         choices=("cover", "none", "whole"),
         default="cover",
-        help="how images become windows of a network for masks: resized until they cover "
-        "one (default), at their own size, or resized to one; not with --max_tokens",
+        help="with masks, resize an image until it covers a window of the network "
+        "(default), not at all, or to one window; not with --max_tokens",
     )
     cli.add_weights_flags(parser)
     return parser

@@ -3,22 +3,22 @@
   --dataset=cifar10 --data_dir=OUT
       TFDS downloads and writes the set; needs pip install -e '.[prepare]' in the clone.
   --dataset=imagenet2012 --from=TFDS_FOLDER --data_dir=OUT
-      converts a TFRecord preparation, without TensorFlow: same records, same order.
-      --from is a TFDS data_dir or the folder with dataset_info.json.
+      converts a TFRecord preparation without TensorFlow, with the same records in the
+      same order. --from is a TFDS data_dir or the folder with dataset_info.json.
   --dataset=folder --from=DIR --data_dir=OUT [--name=flowers:1.0.0]
       turns DIR/<split>/<class>/**/ image files into a set with the features image
       (the file's bytes unchanged), label and path.
   --dataset=webdataset --from=DIR --data_dir=OUT [--caption=txt|json:FIELD]
-      does so for tar shards of WebDataset, img2dataset or timm, DIR/*.tar or
-      DIR/<split>/*.tar, with the features image, path, text (of KEY.txt, or of a field
-      of KEY.json) and label (of KEY.cls).
+      does the same for tar shards of WebDataset, img2dataset or timm, DIR/*.tar or
+      DIR/<split>/*.tar, with the features image, path, text (from KEY.txt or a field of
+      KEY.json) and label (from KEY.cls).
   --dataset=NAME --data_dir=OUT --verify
-      reads a set made here again and compares counts and checksums with its
+      reads a set that this command made and compares counts and checksums with its
       manifest.json.
 
 A set is written to OUT/<name>/<version>.incomplete and renamed once it is complete and
-verified. Repeat the command to resume: finished shards are kept, and a finished set is
-left as it is.
+verified. Repeat the command to resume: finished shards and finished sets are kept as
+they are.
 Train with --config.data.name=NAME --config.data.data_dir=OUT. Exit codes: 0 done, 2 bad
 input, full disk or damaged data (one line says what), 75 SIGTERM or SIGHUP, 130 interrupted.
 """
@@ -31,11 +31,11 @@ from vit_jax.command_line import cli, signals
 from vit_jax.command_line.printing import print_error, print_line
 from vit_jax.errors import EXIT_INTERRUPTED, EXIT_TRY_AGAIN, Stopped, UserError
 
-_SHOWN = 20  # Records left out in the report; all are in the manifest.
+_SHOWN = 20  # Number of skipped records to print; all are in the manifest.
 
 
 def main(flags: argparse.Namespace) -> int:
-    """Prepares, converts or verifies what the flags name; returns the exit code."""
+    """Prepares, converts or verifies a data set; returns the exit code."""
     cli.refuse_overrides(flags, "preparing")
     from vit_jax.tools.preparing import build, images, request, tar_shards  # noqa: F401 (for KINDS)
 
@@ -55,11 +55,11 @@ def main(flags: argparse.Namespace) -> int:
     except KeyboardInterrupt as end:
         stopped = isinstance(end, Stopped)
         print_error(
-            f"{end if stopped else 'interrupted'}: the same command resumes from here"
+            f"{end if stopped else 'interrupted'}: repeat the command to resume"
         )
         return EXIT_TRY_AGAIN if stopped else EXIT_INTERRUPTED
     except build.Exists as there:
-        _report(there.target, there.content, "nothing to do: there is already")
+        _report(there.target, there.content, "nothing to do: the set exists:")
         print_line(
             f"remove {there.target} to prepare it anew, if its input has changed"
         )
@@ -69,9 +69,9 @@ def main(flags: argparse.Namespace) -> int:
 
 
 def _check(flags, made):
-    """Raises UserError for flags that are wrong, alone or together.
+    """Raises UserError for bad flags and bad combinations of them.
 
-    `made` is whether the set is made of files, not prepared or converted.
+    `made` is whether the set is made from files, not prepared or converted.
     """
     if "://" in flags.data_dir:
         raise UserError(
@@ -80,7 +80,7 @@ def _check(flags, made):
         )
     if flags.verify and (flags.source or made):
         raise UserError(
-            "--verify checks a prepared set: state its name as --dataset=NAME, and no "
+            "--verify checks a prepared set: give its name as --dataset=NAME, and no "
             "--from"
         )
     if made and not flags.source:
@@ -99,7 +99,7 @@ def _check(flags, made):
         "manual_dir": not flags.source and not flags.verify,
     }.items():
         if getattr(flags, name) and not fits:
-            raise UserError(f"--{name} has no meaning here; --help shows where it has")
+            raise UserError(f"--{name} does not apply here; --help shows where it does")
 
 
 def _verify(flags, data_dir):
@@ -108,7 +108,7 @@ def _verify(flags, data_dir):
 
     name = metadata.DatasetName.parse(flags.dataset)
     exact = name.folder(data_dir)
-    # Without version or configuration TFDS knows which is meant.
+    # Without a version or configuration, TFDS decides which one is meant.
     folder = exact if name.version else metadata.find_prepared(data_dir, name)
     total = sum(
         split["records"] for split in metadata.load_manifest(folder)["splits"].values()
@@ -124,8 +124,8 @@ def _make(flags, data_dir):
     root = _source(flags)
     if root in (data_dir.resolve(), *data_dir.resolve().parents):
         raise UserError(
-            f"--data_dir={flags.data_dir} lies in --from={root}, and would be read as "
-            "one of its splits: choose another"
+            f"--data_dir={flags.data_dir} is inside --from={root}, and would be read "
+            "as one of its splits: choose another"
         )
     asked = request.Request(
         kind=flags.dataset,
@@ -139,7 +139,7 @@ def _make(flags, data_dir):
         max_megapixels=flags.max_megapixels or MAX_MEGAPIXELS,
     )
     target = asked.name.folder(data_dir)
-    # Before the input is listed, which may take minutes.
+    # Check before listing the input, which may take minutes.
     build.refuse_existing(target, asked.plan())
     job = request.KINDS[flags.dataset](asked)
     return target, build.build(job, target, flags.processes or 1)
@@ -161,8 +161,8 @@ def _convert(flags, data_dir):
     target = name.folder(data_dir)
     if target.exists() and target.resolve() == source.resolve():
         raise UserError(
-            f"--data_dir={flags.data_dir} is where {source} lies: choose another, so "
-            "that the TFRecord files stay as they are"
+            f"--data_dir={flags.data_dir} is the folder of {source}: choose another, "
+            "so that the TFRecord files stay as they are"
         )
     shard_bytes = flags.shard_mb * 10**6
     plan = {"kind": "tfrecord", "source": str(source), "shard_bytes": shard_bytes}
@@ -197,7 +197,7 @@ def _report(folder, content, action):
     skipped = content["skipped"]
     if skipped and action == "wrote":
         counts = content["skipped_counts"].items()
-        print_error(f"left out: {', '.join(f'{kind} {n:,}' for kind, n in counts)}")
+        print_error(f"skipped: {', '.join(f'{kind} {n:,}' for kind, n in counts)}")
         for note in skipped[:_SHOWN]:
             print_error(f"  {note['record']} {note['reason']}")
         if len(skipped) > _SHOWN:
@@ -216,11 +216,11 @@ def parser() -> cli.Parser:
     names = "TFDS name[/config][:version], folder or webdataset"
     add("--dataset", required=True, help=names)
     add("--data_dir", required=True, metavar="OUT", help="folder of prepared data sets")
-    add("--from", dest="source", default="", metavar="PATH", help="what to convert")
-    add("--splits", type=_names, default=[], help="names: train,test; default: all")
-    add("--name", default="", help="name[:version] of a set made of files")
+    add("--from", dest="source", default="", metavar="PATH", help="input to convert")
+    add("--splits", type=_names, default=[], help="splits: train,test; default: all")
+    add("--name", default="", help="name[:version] of a set made from files")
     add("--verify", action="store_true", help="check a prepared set")
-    add("--processes", type=cli.positive, help="writers of shards; default: 1")
+    add("--processes", type=cli.positive, help="processes that write; default: 1")
     add(
         "--shard_mb",
         type=cli.positive,
@@ -229,11 +229,11 @@ def parser() -> cli.Parser:
     )
     unusable = "damaged or incomplete records; default: raise"
     add("--on_error", choices=("raise", "skip"), help=unusable)
-    captions = "txt, another ending, or json:FIELD; default: txt where there are some"
+    captions = "file ending, or json:FIELD; default: txt if there are such files"
     add("--caption", default="", help=captions)
-    add("--unchecked", action="store_true", help="do not decode each image to test it")
+    add("--unchecked", action="store_true", help="do not test images by decoding them")
     cli.add_max_megapixels_flag(parser)
-    add("--manual_dir", default="", help="files that you had to fetch for TFDS")
+    add("--manual_dir", default="", help="folder of files that TFDS cannot download")
     add("--imports", type=_names, default=[], help="modules with your builders")
     return parser
 

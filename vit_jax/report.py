@@ -1,9 +1,10 @@
 """Compares runs with the paper: python -m vit_jax.report RUN... --out=report/
 
-RUN is the workdir of a training run, or a folder that evaluate, transfer, VTAB-1k or a
-scaling study wrote; of the runs inside it the compute and, where they are still there,
-the losses are shown too. Written are index.html (one file, for a browser or print),
-report.md and plots/ with every plot as PNG and SVG and its numbers as CSV. Exit codes: 0
+RUN is the workdir of a training run, or a folder written by evaluate, transfer, VTAB-1k
+or a scaling study. For the runs in such a folder, the compute is shown, and the losses
+if their files still exist. The report is index.html (one file, for a browser or print),
+report.md, and plots/ with each plot as PNG and SVG and its numbers as CSV. Exit codes:
+0
 done; 2 bad input (one line says what). Needs the extra `plots`.
 """
 
@@ -14,7 +15,7 @@ from vit_jax.command_line.printing import print_line
 
 
 def main(flags: argparse.Namespace) -> None:
-    """Writes the report that the flags describe."""
+    """Writes the report given by the flags."""
     from vit_jax.tools.report import pages
 
     cli.refuse_overrides(flags, "reporting")

@@ -1,12 +1,13 @@
-"""Shows what the model will see: python -m vit_jax.show_batch --config=configs/digits.py
+"""Shows training images: python -m vit_jax.show_batch --config=configs/digits.py
 
 Writes a PNG with the first images of a run as they reach the model: cropped, augmented
-and mixed as `data.train_transform` says, and the normalisation undone. Below each its
-class, or the shares of several after mixup, unless the task learns without labels. Masks
-lie over their images in colours, and below are the parts of their classes. Of several crops
-of an image each is shown. Where the run's batch is larger than the sheet,
-the first image is mixed with the last of the sheet instead of the last of the batch. Exit
-codes: 0 done, 2 bad input (one line says what).
+and mixed by `data.train_transform`, with the normalisation undone. Below each image is
+its class, or the weights of several classes after mixup, unless the task learns without
+labels. Masks are drawn over their images in colours, with each class's fraction of the
+pixels below. All crops of an image are shown if there are several. If the run's batch
+is larger than the sheet, the first image is mixed with the last one of the sheet
+instead of the last one of the batch. Exit codes: 0 done, 2 bad input (one line says
+what).
 """
 
 import argparse
@@ -20,10 +21,10 @@ from vit_jax.errors import UserError
 
 
 def main(flags: argparse.Namespace) -> None:
-    """Writes the sheet that the flags describe and says where."""
+    """Writes the sheet given by the flags and prints its path."""
     from vit_jax.training import config as configuration
 
-    # Without what a run needs beside: weights to start from, for example.
+    # Loads the config only, not what a run needs besides, such as initial weights.
     config = configuration.load(flags.config, flags.overrides)
     cli.tell_unread(config)
     out = pathlib.Path(flags.out or f"batch_{config.name}.png")
@@ -62,18 +63,18 @@ def main(flags: argparse.Namespace) -> None:
 
 
 def see(source, config, count: int) -> tuple:
-    """Prepares the first images of a run as the training step does.
+    """Prepares the first images of a run in the same way as the training step.
 
     Args:
-      source: training split.
+      source: data source of the training split.
       config: complete config.
-      count: of images, at most.
+      count: maximum number of images.
 
     Returns:
-      Images (B * V, Y, X, C), uint8, the V views of each example one after the other,
-      smaller ones with a white border and masks over them; labels (B, classes), those of
-      masks by their parts of the pixels, or None of a task without; and the names of the
-      views. B is at most a batch of the run.
+      Images (B * V, Y, X, C), uint8, with the V views of each example next to each
+      other, smaller ones with a white border, and masks drawn over them; labels (B,
+      classes), which for masks are fractions of the pixels, or None for a task without
+      labels; and the names of the views. B is at most the batch size of the run.
     """
     import jax
     import numpy as np
@@ -85,7 +86,7 @@ def see(source, config, count: int) -> tuple:
     from vit_jax.data.transforms import parse
     from vit_jax.training import train_state
 
-    # Processes would not pay for one batch.
+    # Starting worker processes does not pay off for one batch.
     data = normalization.resolve(config.data, source, config.seed)
     data = dataclasses.replace(data, num_workers=0)
     examples = len(source)
@@ -119,7 +120,7 @@ def see(source, config, count: int) -> tuple:
 
 
 def _views(prepared: dict, data) -> tuple[list, list[str]]:
-    """Returns the views of a prepared batch, each (B, V, Y, X, C) uint8, and their names."""
+    """Returns the views of a batch, each (B, V, Y, X, C) uint8, and their names."""
     import numpy as np
 
     from vit_jax.models import patches
@@ -144,7 +145,7 @@ def _views(prepared: dict, data) -> tuple[list, list[str]]:
 
 
 def _with_masks(images, maps, colors):
-    """Returns images with masks over them, and the parts of the classes."""
+    """Returns images with masks drawn over them, and the fractions of the classes."""
     import numpy as np
 
     from vit_jax.evaluators import label_maps
@@ -170,12 +171,12 @@ def parser() -> cli.Parser:
     add = parser.add_argument
     add("--config", required=True, help="recipe or file, :argument")
     add("--out", default="", help="PNG file; default: batch_NAME.png")
-    add("--rows", type=cli.positive, default=4, help="of the sheet; default: 4")
-    add("--columns", type=cli.positive, default=8, help="of the sheet; default: 8")
+    add("--rows", type=cli.positive, default=4, help="rows; default: 4")
+    add("--columns", type=cli.positive, default=8, help="columns; default: 8")
     return parser
 
 
 if __name__ == "__main__":
-    # Little is computed: leave the accelerators to others.
+    # The CPU is enough: leave the accelerators to other processes.
     os.environ["JAX_PLATFORMS"] = "cpu"
     cli.run(main, parser())

@@ -2,11 +2,12 @@
 
     python -m vit_jax.study --config=configs/study/positions.py --workdir=runs/positions
 
-configs/study/ has the paper's ablations and its scaling study, each with `:size=cpu`, `gpu`
-or `paper`. Every point is trained with each combination of the keys to tune, the best is
-chosen on validation images and trained with further seeds, and fine-tuned where the study
-says so. Results are in study.json and points.csv; `python -m vit_jax.report WORKDIR` puts
-them beside the paper's. Repeat the command to resume a study; what is done is not repeated.
+configs/study/ has the paper's ablations and its scaling study, each with `:size=cpu`,
+`gpu` or `paper`. Each point is trained with every combination of the tuned keys; the
+best combination on validation images is trained again with further seeds, and
+fine-tuned if the study asks for it. Results are in study.json and points.csv;
+`python -m vit_jax.report WORKDIR` compares them with the paper's. Repeat the command to
+resume a study; finished runs are kept.
 Any key that the study does not vary can be set for all runs: --config.data.data_dir=DIR.
 Exit codes: 0 done, 2 bad input, 75 preempted, 130 interrupted.
 """
@@ -17,7 +18,7 @@ from vit_jax.command_line import cli, job
 
 
 def main(flags: argparse.Namespace) -> int:
-    """Runs the study that the flags describe; returns the exit code."""
+    """Runs the study given by the flags; returns the exit code."""
     from vit_jax.tools.sweeps import study
 
     only: dict[str, tuple[str, ...]] = {}
@@ -40,7 +41,7 @@ def parser() -> cli.Parser:
     add(
         "--config",
         required=True,
-        help="file with get_study, as those of configs/study/, or file:argument",
+        help="file with get_study, such as those of configs/study/, or file:argument",
     )
     add("--workdir", required=True, help="folder of the study")
     add(
@@ -49,13 +50,13 @@ def parser() -> cli.Parser:
         action="append",
         default=[],
         metavar="AXIS=VALUE,...",
-        help="values of an axis to go through; default: all",
+        help="values of an axis to run; default: all",
     )
     add(
         "--seeds",
         type=cli.positive,
         default=0,
-        help="runs a point in the results; default: the study's",
+        help="runs per point in the results; default: the study's",
     )
     return parser
 

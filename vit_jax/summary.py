@@ -1,11 +1,11 @@
 """Shows what models cost: python -m vit_jax.summary --variant=B/16,R50+B/16
 
-One line each. GMACs: multiply-accumulates (10^9) of one image's forward pass. MiB:
-activations that one image keeps for the backward pass (float32, or the config's dtype).
-exaFLOPs: operations (10^18) of training on as many images as the first line says: 7
-epochs of JFT-300M, as in table 6 of arXiv:2010.11929, unless --images_seen or --config says
-otherwise. All is counted in traces; nothing is computed. Exit codes: 0 done, 2 bad
-input (one line says what).
+One line per model. GMACs: multiply-accumulates (10^9) of the forward pass of one image.
+MiB: activations that one image keeps for the backward pass (float32, or the config's
+dtype). exaFLOPs: operations (10^18) of training on the number of images in the first
+line: 7 epochs of JFT-300M, as in table 6 of arXiv:2010.11929, unless --images_seen or
+--config says otherwise. Everything is counted from traces, without computing anything.
+Exit codes: 0 done, 2 bad input (one line says what).
 """
 
 import argparse
@@ -24,7 +24,7 @@ HEADING = ("variant", "pixels", "parameters", "GMACs", "tokens", "MiB", "exaFLOP
 
 
 def main(flags: argparse.Namespace) -> int:
-    """Prints the costs of the models that the flags name; returns the exit code."""
+    """Prints the costs of the models given by the flags; returns the exit code."""
     _check(flags)
     if flags.config:
         from vit_jax.training import config as configuration
@@ -41,7 +41,7 @@ def main(flags: argparse.Namespace) -> int:
 
 
 def _check(flags):
-    """Raises UserError for flags that make no sense, alone or together."""
+    """Raises UserError for bad flags and bad combinations of them."""
     keys = {
         "variant": "model.variant",
         "resolution": "data.image_size",
@@ -59,12 +59,12 @@ def _check(flags):
         raise UserError(f"--images_seen={flags.images_seen} must be at least 1")
     if flags.num_classes is not None and flags.num_classes < 0:
         raise UserError(
-            f"--num_classes={flags.num_classes} must be at least 0, which is no classifier"
+            f"--num_classes={flags.num_classes} must be at least 0 (0: no classifier)"
         )
 
 
 def _images(config):
-    """Returns how many images a run of the config sees."""
+    """Returns the number of images that a run of the config trains on."""
     examples = config.data.num_examples
     if config.epochs and not examples:
         from vit_jax.data.sources.open import open_source
@@ -72,7 +72,7 @@ def _images(config):
         try:
             examples = len(open_source(config.data, config.data.split))
         except UserError as error:
-            raise UserError(f"{error}; or state --images_seen") from error
+            raise UserError(f"{error}; or give --images_seen") from error
     return config.num_steps(examples) * config.batch_size
 
 
@@ -82,16 +82,17 @@ def find(
     """Builds models by name.
 
     Args:
-      variant: names with commas; None is every variant.
-      resolution: as "224" or "224x160"; None is 224.
-      num_classes: of the classifier; 0 is none.
+      variant: names, separated by commas; None for all variants.
+      resolution: image size, such as "224" or "224x160"; None for 224.
+      num_classes: number of classes; 0 for no classifier.
 
     Returns:
-      Each model, and whether its resolution is the one asked for, not the nearest that
-      fits its patch.
+      Each model, and whether it has the requested resolution rather than the nearest
+      one that fits its patch size.
 
     Raises:
-      UserError: no such variant, or a given resolution does not fit a given variant.
+      UserError: a variant is unknown, or a given resolution does not fit a given
+        variant.
     """
     from vit_jax import models
 
@@ -120,7 +121,7 @@ def _sides(resolution):
     if not match:
         raise UserError(
             f"--resolution={resolution} is not a side or height x width in pixels: "
-            "state it as 224 or 224x160"
+            "give it as 224 or 224x160"
         )
     from vit_jax.data.config import MAX_PIXELS
 
@@ -134,7 +135,7 @@ def _sides(resolution):
 
 
 def _show(models, images, as_json):
-    """Prints each line as soon as it is known."""
+    """Prints each line as soon as its model is traced."""
     if not as_json:
         print(f"exaFLOPs: training on {images:,} images\n{_line(HEADING)}", flush=True)
     marked = False
@@ -189,16 +190,16 @@ def parser() -> cli.Parser:
     """Returns the flags."""
     parser = cli.Parser(__doc__, config="TrainConfig")
     add = parser.add_argument
-    add("--variant", help="names: B/16,R50+B/16; default: all")
-    add("--resolution", help="pixels, or HEIGHTxWIDTH")
-    add("--num_classes", type=int, help=f"default: {CLASSES}")
-    add("--images_seen", type=int, help="in the whole training run")
-    add("--json", action="store_true", help="a JSON object a line")
+    add("--variant", help="names of models: B/16,R50+B/16; default: all")
+    add("--resolution", help="image size in pixels, or HEIGHTxWIDTH")
+    add("--num_classes", type=int, help=f"number of classes; default: {CLASSES}")
+    add("--images_seen", type=int, help="images of the whole training run")
+    add("--json", action="store_true", help="print one JSON object per line")
     add("--config", help="recipe or file, :argument: its model and run")
     return parser
 
 
 if __name__ == "__main__":
-    # Nothing is computed: leave the accelerators to others.
+    # Tracing needs no accelerator: leave them to other processes.
     os.environ["JAX_PLATFORMS"] = "cpu"
     cli.run(main, parser())

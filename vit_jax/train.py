@@ -1,10 +1,10 @@
 """Trains a model: python -m vit_jax.train --config=configs/digits.py --workdir=DIR
 
-Any key of the config can be set: --config.optim.learning_rate=0.01. A
-workdir that holds a checkpoint is resumed. Exit codes: 0 done; 2 bad input, or the last
-state could not be saved (one line says what); 70 nothing moved for `stall_timeout`
-seconds; 75 preempted (SIGTERM, SIGHUP, a loader process was killed): saved, the same
-command resumes; 130 Ctrl-C: saved, and a second one ends at once.
+Any key of the config can be set: --config.optim.learning_rate=0.01. A workdir that
+holds a checkpoint is resumed. Exit codes: 0 done; 2 bad input, or the last state could
+not be saved (one line says what); 70 no progress for `stall_timeout` seconds; 75
+preempted (SIGTERM, SIGHUP, or a loader process was killed): the state is saved, repeat
+the command to resume; 130 Ctrl-C: the state is saved, a second Ctrl-C exits at once.
 """
 
 import argparse
@@ -16,15 +16,15 @@ from vit_jax.errors import UserError
 
 
 def main(flags: argparse.Namespace) -> int:
-    """Runs the training that the flags describe; returns the exit code."""
+    """Runs the training given by the flags; returns the exit code."""
     if flags.largest_batch and flags.compiled:
         raise UserError(
-            f"--largest_batch and --compiled={flags.compiled}, a step of one batch: leave "
-            "one of them out"
+            f"--largest_batch and --compiled={flags.compiled}: a compiled step has one "
+            "batch size; leave one of them out"
         )
     config = cli.load_config(flags)
 
-    # After the config, so that its errors come at once.
+    # Imported after the config is checked, so that its errors come at once.
     import jax
 
     from vit_jax.training import loop
@@ -38,8 +38,8 @@ def main(flags: argparse.Namespace) -> int:
             raise UserError("several processes need the same --workdir: set it")
         if "quick" in flags.config.partition(":")[2] and not jax.process_index():
             print_line(
-                f"{flags.config}: a small stand-in for the network, made images and 3 "
-                "steps show that the recipe runs, not what it reaches"
+                f"{flags.config}: a small stand-in for the network, synthetic images "
+                "and 3 steps show that the recipe runs, not the accuracy it reaches"
             )
         workdir, setup = flags.workdir or new_workdir(config.name), None
         known = config
@@ -64,8 +64,8 @@ def parser() -> cli.Parser:
     """Returns the flags."""
     flags = cli.Parser(__doc__, config="TrainConfig", recipes=r"\w+")
     flags.add_argument("--config", required=True, help="recipe or file, :argument")
-    flags.add_argument("--workdir", default="", help="default: a new one under runs/")
-    text = "file of `vit_jax.compile --out`: its step is not compiled again"
+    flags.add_argument("--workdir", default="", help="default: a new folder in runs/")
+    text = "file written by `vit_jax.compile --out`: its step is not compiled again"
     flags.add_argument("--compiled", default="", help=text)
     text = "train with the largest batch that fits the devices, not with the config's"
     flags.add_argument("--largest_batch", action="store_true", help=text)

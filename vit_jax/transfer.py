@@ -3,18 +3,19 @@
     python -m vit_jax.transfer --model=CHECKPOINT --dataset=cifar10 --resolution=384
 
 CHECKPOINT is a run or weights, as for vit_jax.predict. The data set is one of the
-paper (cifar10, cifar100, oxford_iiit_pet, oxford_flowers102, imagenet2012), digits, a
+paper's (cifar10, cifar100, oxford_iiit_pet, oxford_flowers102, imagenet2012), digits, a
 folder with train/<class>/ and test/<class>/, any name that data.name takes, or VTAB-1k:
-vtab, vtab/TASK, vtab/GROUP, several between commas. A part of train is held out to
-choose the learning rate; then all of train is used with the best one, with three seeds,
-each scored once on test. Until then the test split cannot be opened.
+vtab, vtab/TASK or vtab/GROUP, or several of these, separated by commas. A part of train
+is held out to choose the learning rate; the best one is then used on all of train with
+three seeds, each of which is scored once on test. Until then the test split cannot be
+opened.
 
-Repeat the command to resume; what is done is not repeated. Results are in
-transfer.json (vtab.json), trials.csv, and for tensorboard --logdir=DIR/tensorboard;
---json ends with one line, what that file holds. Any key of the config can
-be set for all runs: --config.total_steps=500. Exit codes: 0 done, 2 bad input (of
-VTAB-1k: or a task failed; the others are done all the same, and tasks without data are no
-failure), 75 preempted.
+Repeat the command to resume; finished runs are kept. Results are in transfer.json
+(vtab.json), trials.csv, and for tensorboard --logdir=DIR/tensorboard; --json ends with
+one line, the content of that JSON file. Any key of the config can be set for all runs:
+--config.total_steps=500. Exit codes: 0 done, 2 bad input (VTAB-1k: or a task failed;
+the others are run all the same, and a task without data does not count as failed), 75
+preempted.
 """
 
 import argparse
@@ -25,7 +26,7 @@ from vit_jax.command_line.printing import masked
 
 
 def main(flags: argparse.Namespace) -> int:
-    """Runs the study that the flags describe; returns the exit code."""
+    """Runs the study given by the flags; returns the exit code."""
     workdir = flags.workdir or default_workdir(flags)
     return job.run(lambda: _run_and_print(flags, workdir), workdir, debug=flags.debug)
 
@@ -86,7 +87,7 @@ def run(flags: argparse.Namespace, workdir: str) -> dict:
 
 
 def default_workdir(flags: argparse.Namespace) -> str:
-    """Returns a folder under runs/, the same whenever the command is."""
+    """Returns a folder under runs/ that depends only on the flags."""
     return files.default_workdir("transfer", flags.model, flags.dataset, flags.data_dir)
 
 
@@ -98,28 +99,28 @@ def parser() -> cli.Parser:
     cli.add_step_flag(parser)
     add("--dataset", required=True, help="name, folder, vtab or vtab/TASK")
     add("--data_dir", default="", help="folder of prepared data sets; default: TFDS's")
-    add("--test", default="", help="test split, if not the usual one")
-    add("--resolution", type=cli.size, help="pixels, or HEIGHTxWIDTH; default 384")
-    add("--workdir", default="", help="default: one under runs/transfer/")
+    add("--test", default="", help="name of the test split; default: the usual one")
+    add("--resolution", type=cli.size, help="pixels, or HEIGHTxWIDTH; default: 384")
+    add("--workdir", default="", help="default: a folder in runs/transfer/")
     add(
         "--mode",
         choices=("full", "head", "head_then_all"),
         default="full",
-        help="what is trained",
+        help="which parameters are trained",
     )
     add(
         "--layer_decay",
         type=float,
         default=0.0,
-        help="rate over the next layer's; 0 is off",
+        help="learning rate of a layer over that of the next; 0: off",
     )
     add(
         "--learning_rates",
         type=_rates,
         default=(),
-        help="as 0.003,0.01, not the recipe's",
+        help="rates to try, such as 0.003,0.01; default: the recipe's",
     )
-    add("--json", action="store_true", help="end with one line of JSON, the results")
+    add("--json", action="store_true", help="end with the results as one line of JSON")
     add(
         "--seeds", type=cli.positive, default=3, help="number of final runs; default: 3"
     )

@@ -1,14 +1,16 @@
-"""Draws what a model has learned, and where it looks.
+"""Draws what a model has learned, and which parts of images it attends to.
 
     python -m vit_jax.visualize --model=CHECKPOINT --images FOLDER --out=DIR
 
 CHECKPOINT is a run or weights, as for vit_jax.predict; --images takes files, folders
-and "-". Each figure is written as PNG, SVG (dark on dark screens) and its numbers as npz,
-and named as soon as it is there. Only the first --shown images get figures of their own.
-Needs matplotlib: pip install -e '.[plots]' in the clone.
+and "-". Each figure is written as PNG and SVG (with dark colours on dark screens), and
+its numbers as npz; its name is printed as soon as it is written. Only the first --shown
+images get figures for themselves. Needs matplotlib: pip install -e '.[plots]' in the
+clone.
 Exit codes: 0 done, 1 some images could not be read (a line each says why), 2 bad input.
 
---figure names some of these, between commas (default: all that there is something for):
+--figure takes some of these names, separated by commas (default: all that are
+possible):
 """
 
 import argparse
@@ -28,10 +30,10 @@ EXIT_DAMAGED = 1
 
 
 def main(flags: argparse.Namespace) -> int:
-    """Draws what the flags name; returns the exit code."""
+    """Draws the figures given by the flags; returns the exit code."""
     cli.refuse_overrides(flags, "looking into a model")
     named = figures.create(_names(flags), vars(flags))
-    # After the flags, so that their errors come at once; JAX after the images.
+    # Imported after the flags and the images are checked: their errors come at once.
     from vit_jax.data import inputs
 
     images = inputs.find_some(flags.images) if flags.images else []
@@ -63,7 +65,7 @@ def main(flags: argparse.Namespace) -> int:
 
 
 def draw(flags: argparse.Namespace, loaded, images, named, other) -> int:
-    """Draws and reports what was drawn; returns the exit code."""
+    """Draws the figures and prints their files; returns the exit code."""
     from vit_jax.analysis.figures.writing import write_figures
     from vit_jax.command_line import progress
 
@@ -81,7 +83,7 @@ def draw(flags: argparse.Namespace, loaded, images, named, other) -> int:
         bar.total = total()
         print_error(f"{name}: {why}")
 
-    # None shows it on terminals only.
+    # None shows the progress bar on terminals only.
     hidden = True if reads == {"weights"} else None
     with progress.bar(total(), "images", "images", disable=hidden) as bar:
         for name in write_figures(
@@ -102,7 +104,7 @@ def draw(flags: argparse.Namespace, loaded, images, named, other) -> int:
 
 
 def load_model(flags: argparse.Namespace, checkpoint: str):
-    """Opens a checkpoint, with the flags in place of what is stored with it."""
+    """Opens a checkpoint; flags override the values stored with it."""
     from vit_jax.analysis.loaded_model import LoadedModel
     from vit_jax.tasks.pictures import pictures
 
@@ -110,7 +112,7 @@ def load_model(flags: argparse.Namespace, checkpoint: str):
         flags, checkpoint, with_task=True
     )
     name = flags.name if checkpoint == flags.model else ""
-    names = classes or pretrained.class_names  # Either has to be one a class.
+    names = classes or pretrained.class_names  # Both must have one name per class.
     loaded = LoadedModel.from_pretrained(
         name or _name(checkpoint), pretrained, preprocess, names
     )
@@ -120,7 +122,7 @@ def load_model(flags: argparse.Namespace, checkpoint: str):
 
 
 def _name(checkpoint: str) -> str:
-    """Returns what figures call a model: its file or folder, or the address."""
+    """Returns a model's name in figures: its file or folder, or the address."""
     path = pathlib.Path(checkpoint)
     if not path.exists():
         return address(checkpoint)
@@ -129,13 +131,13 @@ def _name(checkpoint: str) -> str:
 
 
 def _names(flags: argparse.Namespace) -> tuple[str, ...]:
-    """Returns the figures that --figure names; none stands for all."""
+    """Returns the figures given by --figure; an empty tuple stands for all."""
     names = tuple(filter(None, flags.figure.split(",")))
     for name in names:
         if name not in FIGURES:
             raise UserError(
-                f"--figure={name} is not one of {', '.join(FIGURES)}: name some of "
-                "these between commas"
+                f"--figure={name} is not one of {', '.join(FIGURES)}: give some of "
+                "these, separated by commas"
             )
         if FIGURES[name].reads != "weights" and not flags.images:
             raise UserError(f"--figure={name}: needs images; set --images")
@@ -165,9 +167,9 @@ def parser() -> cli.Parser:
     parser = cli.Parser("\n".join([__doc__, *lines]))
     add = parser.add_argument
     add("--images", nargs="+", default=(), help="files, folders, or - for a pipe")
-    add("--figure", default="", help="names, as filters,rollout (default: all)")
-    add("--out", required=True, help="folder of the figures")
-    add("--name", default="", help="name of the model in titles (default: its file)")
+    add("--figure", default="", help="names: filters,rollout; default: all")
+    add("--out", required=True, help="folder for the figures")
+    add("--name", default="", help="name of the model in titles; default: its file")
     add("--compare", default="", metavar="CHECKPOINT", help="second model, for cka")
     for name, option in figures.options().items():
         add(f"--{name}", default=option.default, **option.metadata)
@@ -175,14 +177,14 @@ def parser() -> cli.Parser:
         "--shown",
         type=cli.positive,
         default=16,
-        help="number of images with figures of their own (default: 16)",
+        help="number of images with figures for themselves; default: 16",
     )
-    add("--labels", default="", help="file of class names, one a line")
+    add("--labels", default="", help="file of class names, one per line")
     add(
         "--batch_size",
         type=cli.positive,
         default=0,
-        help="images in the model at a time (default: as memory allows)",
+        help="batch size; default: as memory allows",
     )
     cli.add_patch_flags(parser)
     cli.add_max_megapixels_flag(parser)

@@ -236,7 +236,7 @@ def test_labels_share_a_pass_over_the_same_images(prepared, photos, passed):
         assert again[name]["weights"] == pytest.approx(metrics["weights"], rel=1e-5)
     names = tuple(f"kind {k}" for k in rng.permutation(1000))
     changed = dataclasses.replace(pretrained, class_names=names[:-1] + ("x",))
-    with pytest.raises(UserError, match="has 1,000 of other names"):
+    with pytest.raises(UserError, match="has 1,000 with other names"):
         checkpoint.evaluate(changed, preprocess, config)
     assert 0 < other["top1"] < other["top1_overlap"]
     assert other["top1"] < other["top5"]

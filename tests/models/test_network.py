@@ -222,5 +222,5 @@ def test_a_network_of_the_project_is_found_by_the_form_of_its_variants(
     export.export(pretrained, "safetensors", tmp_path / "mean.safetensors")
     found = weights.open_pretrained(tmp_path / "mean.safetensors")
     assert models.create(**found.options) == model
-    with pytest.raises(UserError, match="--to=timm: the format has no network such as"):
+    with pytest.raises(UserError, match="--to=timm: the format does not support"):
         export.export(pretrained, "timm", tmp_path / "timm")

@@ -213,7 +213,7 @@ def test_a_run_with_another_loss_begins_with_both_towers(run, tmp_path, loss):
     np.testing.assert_array_equal(
         state.params[text.TEXT]["embedding"], other.task_params[text.TEXT]["embedding"]
     )
-    action = "made anew" if loss == "sigmoid" else "left out"
+    action = "initialised" if loss == "sigmoid" else "left out"
     assert any(line.startswith(f"logit_bias of the task: {action}") for line in notes)
     if loss == "sigmoid":
         assert state.params[text.LOGIT_BIAS] == -7

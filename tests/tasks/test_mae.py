@@ -255,7 +255,7 @@ def test_a_workdir_is_the_start_of_a_classifier_that_learns_positions(tmp_path):
     fixed = sincos2d(model.grid, 12, "sincos2d_mae")
     np.testing.assert_array_equal(positions[0, 1:], fixed)
     assert not positions[0, 0].any()
-    assert "sincos2d_mae written out as values" in "\n".join(loaded.table())
+    assert "sincos2d_mae written as values" in "\n".join(loaded.table())
 
 
 @pytest.mark.parametrize(

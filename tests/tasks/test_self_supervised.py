@@ -258,7 +258,7 @@ def test_the_reconstruction_is_drawn(run, tmp_path):
     words = [f"--model={workdir}", "--figure=reconstruction", f"--out={tmp_path}/out"]
     words += ["--images", str(tmp_path / "0.png"), str(tmp_path / "1.png")]
     if name in TEACHERS:
-        with pytest.raises(UserError, match="no task that predicts images travels"):
+        with pytest.raises(UserError, match="include no task that predicts images"):
             run_command("visualize", words)
         return
     assert not run_command("visualize", words)

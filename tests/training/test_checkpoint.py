@@ -249,7 +249,7 @@ def test_a_damaged_one_is_put_aside_and_may_be_saved_again(
     assert_is(found.state, 1)
     assert found.notes[0] == "the checkpoint of step 2 is damaged"
     said = capsys.readouterr().err
-    assert f"{path.name} is not what was written (sha256)" in said
+    assert f"{path.name} has changed since it was written (sha256)" in said
     assert "kept as " in said
     with checkpoints:
         checkpoints.save(2, state_of(2), 0.0)
@@ -289,7 +289,9 @@ def test_a_file_of_another_checkpoint_is_damage(checkpointer, tmp_path, capfd):
             other.write_bytes(ours)
             swapped += 1
     assert swapped
-    assert_goes_on_from_8(checkpointer, tmp_path, capfd, "is not what was written")
+    assert_goes_on_from_8(
+        checkpointer, tmp_path, capfd, "has changed since it was written"
+    )
 
 
 def sign_again(folder):

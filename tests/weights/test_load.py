@@ -391,7 +391,7 @@ def test_a_workdir_of_before_tasks_is_refused_in_one_line(run, tmp_path):
         ("edcba", [4, 3, 2, 1, 0], "the model's 5 classes, matched by names"),
         ("Bd", [1, 3], "2 of the model's 5 classes, matched by names"),
         ("abcde", [0, 1, 2, 3, 4], ""),
-        ("abcdx", [0, 1, 2, 3, 4], "class by class; .* lack 1 of 5: 'x'"),
+        ("abcdx", [0, 1, 2, 3, 4], "in its order; .* lack 1 of 5: 'x'"),
     ],
 )
 def test_a_head_that_is_kept_follows_the_names(tmp_path, names, columns, told):

@@ -164,7 +164,9 @@ def test_rows_of_extra_tokens_follow_the_tokens(old, new, rows_of, allow):
     known = {"zero": np.zeros((1, 12), np.float32), "cls": given[0, :1]}
     expected = np.concatenate([*(known[name] for name in rows_of), given[0, -9:]])
     np.testing.assert_array_equal(found[0], expected)
-    assert any(r.what == "position embeddings" and "made rows of" in r[1] for r in rows)
+    assert any(
+        r.what == "position embeddings" and "replaced by rows of" in r[1] for r in rows
+    )
     for name in ("cls", "dist"):  # New ones stay as the model draws them.
         if name in fitted and name not in flat:
             np.testing.assert_array_equal(fitted[name], random_flat(model, 9)[name])
@@ -181,7 +183,10 @@ def test_patches_and_channels_change_together():
     name = "embedding/kernel"
     assert rows[1:] == [
         FitRow(
-            name, "input channels made 1 of 3 (repeat)", (4, 4, 3, 12), (4, 4, 1, 12)
+            name,
+            "input channels changed from 3 to 1 (repeat)",
+            (4, 4, 3, 12),
+            (4, 4, 1, 12),
         ),
         FitRow(
             name,
@@ -235,7 +240,7 @@ MISFITS = [
         "_0/scale is missing; .*config.init.allow_mismatch$",
     ),
     ({"head/bias": None}, "'bia\\$' matches no .* \\(head/bias\\)", "bia$"),
-    ({}, r"'head' matches no .* \(none\): take it out", "head"),
+    ({}, r"'head' matches no .* \(none\): remove it", "head"),
     ({}, r"'\(head' is not a regular expression: missing \)", "(head"),
 ]
 
@@ -345,7 +350,7 @@ def test_layer_scale_is_multiplied_in_for_a_model_without():
     scaled, plain = encoder(layer_scale_init=0.1), encoder()
     flat = random_flat(scaled)
     fitted, rows = fit(flat, plain)
-    action = "multiplied into the layers in front of it"
+    action = "multiplied into the layers before it"
     assert FitRow("LayerScale", action) in rows
     images = np.random.default_rng(0).normal(size=(2, *plain.image_shape))
     images = jnp.asarray(images, jnp.float32)
@@ -358,7 +363,7 @@ def test_layer_scale_is_multiplied_in_for_a_model_without():
 def test_layer_scale_that_a_checkpoint_lacks_is_one():
     scaled, flat = encoder(layer_scale_init=0.1), random_flat(encoder())
     fitted, rows = fit(dict(flat), scaled)
-    assert FitRow("LayerScale", "none in the checkpoint, so ones") in rows
+    assert FitRow("LayerScale", "not in the checkpoint, set to ones") in rows
     block = fitted["Transformer"]["encoderblock_1"]
     for name in ("LayerScale_1", "LayerScale_3"):
         np.testing.assert_array_equal(block[name]["gamma"], np.ones(12))

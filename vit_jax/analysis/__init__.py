@@ -6,7 +6,8 @@ _MODULES = ("attention", "charts", "embeddings", "loaded_model", "overlay")
 _MODULES += ("representations",)
 
 
-# Figures name these modules, and --help names figures: JAX is imported when one is drawn.
+# `visualize --help` names the figures, which name these modules: they are imported, and
+# JAX with them, only when a figure is drawn.
 def __getattr__(name: str):
     if name in _MODULES:
         return importlib.import_module(f"{__name__}.{name}")

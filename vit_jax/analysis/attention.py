@@ -23,7 +23,8 @@ from vit_jax.models.patches import PatchSequences
 from vit_jax.models.text_tower import TextTower
 
 HEAD_FUSIONS = {"mean": jnp.mean, "max": jnp.max, "min": jnp.min}
-# Among what the weakest attention is discarded, see `rollout`.
+# Values of `discard_from` in `rollout`: the weakest entries of each row, or of the
+# matrix.
 ROWS, MATRIX = "rows", "matrix"
 
 
@@ -37,8 +38,8 @@ def attention_maps(
 
     Args:
       model: a Vision Transformer or a hybrid.
-      params: its parameters; blocks stacked or separate.
-      images: normalised.
+      params: parameters of the model; blocks stacked or separate.
+      images: normalised images.
 
     Returns:
       Float32 attention from each query (third axis) to each key (fourth axis); rows sum
@@ -64,10 +65,10 @@ def query_attention(
 ) -> Float[Array, "B N"]:
     """Returns the attention of one query token in one layer.
 
-    Layers after it are not computed.
+    Later layers are not computed.
 
     Args:
-      model, params, images: see `attention_maps`.
+      model, params, images: arguments of `attention_maps`.
       layer: index from 0; negative indices count from the last layer.
       query: index of the token; prefix tokens precede the patches.
       head: index from 0; None averages over the heads.
@@ -100,7 +101,7 @@ def weighted_query(
 
     Args:
       attention: attention of a layer.
-      weights: share of each query; their sum is 1.
+      weights: weight of each query; they sum to 1.
     """
     return jnp.einsum("n,bhnm->bhm", weights, attention, precision="highest")
 
@@ -109,24 +110,24 @@ def weighted_query(
 def received_in_windows(
     model: Model, params: Params, images: Float[Array, "B Y X C"]
 ) -> dict[str, Float[Array, "B y x"]]:
-    """Returns the attention that each patch gets in its window.
+    """Returns the attention that each patch receives within its window.
 
-    It is the mean of the heads and of the blocks of a stage; 1 where all patches of a
-    window get the same.
+    It is averaged over the heads and over the blocks of a stage, and scaled to be 1
+    where all patches of a window receive the same.
 
     Args:
       model: a network with windows.
-      params: its parameters.
-      images: normalised.
+      params: parameters of the model.
+      images: normalised images.
 
     Returns:
-      Maps by "stage 1" and "stage 1 shifted", and so on.
+      Maps by the name of the blocks: "stage 1", "stage 1 shifted", and so on.
     """
     maps = collections.defaultdict(list)
     for block in model.config.window_attention(model.module, params, images)[1]:
         gets = block.weights.mean(2).sum(2)
         count = math.prod(block.grid)
-        # Padding is put behind the last patch, and left out.
+        # Padding is indexed after the last patch, and removed.
         patches = jnp.where(block.patches < 0, count, block.patches)
         values = jnp.zeros((len(gets), count + 1)).at[:, patches].set(gets)
         name = f"stage {block.stage + 1}{' shifted' if block.shifted else ''}"
@@ -142,10 +143,10 @@ def mean_attention_distance(
 ) -> Float[np.ndarray, "B L H"]:
     """Returns the mean attention distance of each head, in pixels.
 
-    The distance between the centres of query and key patch, weighted by attention and
-    averaged over the queries (arXiv:2010.11929, appendix D.7, figure 11). Prefix tokens
-    count neither as queries nor as keys. Average over images for the figure of the
-    paper.
+    This is the distance between the centres of query and key patch, weighted by
+    attention and averaged over the queries (arXiv:2010.11929, appendix D.7, figure 11).
+    Prefix tokens count neither as queries nor as keys. The figure of the paper is the
+    average over images.
 
     Args:
       maps: attention of each layer, see `attention_maps`.
@@ -177,13 +178,13 @@ def head_distances(
 
     Args:
       weights: attention of the layer.
-      distances: see `patch_distances`.
+      distances: result of `patch_distances`.
       num_prefix_tokens: number of tokens before the patches.
     """
     weights = weights[:, :, num_prefix_tokens:, num_prefix_tokens:]
     totals = weights.sum(-1)
     sums = jnp.einsum("bhnm,nm->bhn", weights, distances, precision="highest")
-    # A query without attention to any patch has no distance; the mean leaves it out.
+    # A query without attention to any patch has no distance; the mean skips it.
     valid = totals > 0
     means = jnp.where(valid, sums / jnp.where(valid, totals, 1), 0)
     return means.sum(-1) / jnp.maximum(valid.sum(-1), 1)
@@ -204,11 +205,12 @@ def rollout(
     Args:
       maps: attention of each layer, first layer first; consumed one at a time.
       head_fusion: "mean", "max" or "min".
-      discard_ratio: fraction in [0, 1) of the entries, the smallest ones, that is set to
-        0 before the identity is added.
-      discard_from: "rows": that fraction of each row; "matrix": of the whole matrix but
-        its first entry, the class token's attention to itself, as jacobgil/vit-explain
-        1d68f22 does, which also divides columns, not rows, by the sums of rows.
+      discard_ratio: fraction in [0, 1) of the entries that is set to 0 before the
+        identity is added, the smallest ones first.
+      discard_from: "rows" discards this fraction of each row; "matrix" discards it from
+        the whole matrix, except for its first entry, the class token's attention to
+        itself. The latter copies jacobgil/vit-explain 1d68f22, which also divides
+        columns, not rows, by the sums of rows.
 
     Returns:
       The share of each input token (third axis) in each output token (second axis);
@@ -256,9 +258,9 @@ def rollout_step(
     """Returns the rollout extended by one layer.
 
     Args:
-      result: rollout of the layers before; None for the first layer.
+      result: rollout of the previous layers; None for the first layer.
       weights: attention of the layer.
-      head_fusion, discard_ratio, discard_from: see `rollout`.
+      head_fusion, discard_ratio, discard_from: options of `rollout`.
     """
     fused = HEAD_FUSIONS[head_fusion](weights, axis=1)
     B, N, _ = fused.shape
@@ -293,18 +295,18 @@ def relevance(
 
     Args:
       model: a Vision Transformer or a hybrid, with a classifier.
-      params: its parameters; blocks stacked or separate.
-      images: normalised.
+      params: parameters of the model; blocks stacked or separate.
+      images: normalised images.
       classes: one class index per image.
 
     Returns:
-      Non-negative relevance of all tokens, prefix tokens included. Tokens that the
-      classifier reads (the class token, or all patches under mean pooling) also count
-      their direct share.
+      Non-negative relevance of all tokens, including prefix tokens. For tokens that the
+      classifier reads (the class token, or all patches under mean pooling), it includes
+      their direct contribution.
 
     Raises:
-      UserError: the model has no attention, no classifier of whole images, or no such
-        class.
+      UserError: the model has no attention or no classifier of whole images, or a class
+        does not exist.
     """
     row, blocks = intermediates.attention_gradients(
         model, params, images, jnp.asarray(classes)
@@ -325,18 +327,18 @@ def relevance_to_text(
     """Returns the relevance of each token to a text, by gradient times attention.
 
     The text takes the place of a class in `relevance`. Its logit is the similarity of
-    image and text. A classifier of one class whose kernel is the gradient of that
-    similarity has the same gradients in the layers before.
+    image and text. The gradients in all earlier layers are equal to those of a
+    classifier with one class, whose kernel is the gradient of that similarity.
 
     Args:
       model: an image network without a classifier.
-      params: its parameters.
-      images: normalised.
-      tower: its text tower.
+      params: parameters of the model.
+      images: normalised images.
+      tower: text tower of the model.
       words: the text.
 
     Raises:
-      UserError: the model has no attention, or the tower no tokenizer.
+      UserError: the model has no attention, or the tower has no tokenizer.
     """
     (goal,) = tower.embed([words])
 

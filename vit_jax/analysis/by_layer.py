@@ -25,14 +25,14 @@ def expand(
     Args:
       evals: `config.evals`.
       model: the network.
-      layers: numbers of layers, see `Model.layer_features`; empty for all.
+      layers: layer indices, see `Model.layer_features`; empty for all.
 
     Returns:
-      The evaluations, "knn" replaced by "knn_layer0" and so on; and for each that was
-      replaced the names by layer.
+      The evaluations, with "knn" replaced by "knn_layer0" and so on; and for each
+      replaced evaluation, the new names by layer.
 
     Raises:
-      UserError: there is no such layer, or no evaluation of features.
+      UserError: a layer does not exist, or the config has no evaluation of features.
     """
     layers = layers or range(model.num_layers)
     chosen = sorted(layer_features.check_all(model, layers))
@@ -46,14 +46,14 @@ def expand(
             expanded[of_layer] = dataclasses.replace(one, layers=(layer,))
     if not names:
         raise UserError(
-            "--layers: the config has no evaluation of features, as kind='knn' or "
-            "'probe': add one, or take configs/eval/layers.py"
+            "--layers: the config has no evaluation of features, such as kind='knn' or "
+            "'probe': add one, or use configs/eval/layers.py"
         )
     return expanded, names
 
 
 def check_drawing() -> None:
-    """Raises UserError if figures cannot be drawn, before an evaluation takes hours."""
+    """Raises UserError if figures cannot be drawn, before hours of evaluation."""
     charts.draw(charts.Chart("", "", "", "", ()))
 
 
@@ -62,8 +62,8 @@ def draw(title: str, names: Mapping[str, Mapping[int, str]], scores: Scores) -> 
 
     Args:
       title: text above the chart.
-      names: of `expand`.
-      scores: of `checkpoint.evaluate`.
+      names: second result of `expand`.
+      scores: scores of `checkpoint.evaluate`.
     """
     layers, series = tuple(next(iter(names.values()))), []
     data = {"layers": np.array(layers)}

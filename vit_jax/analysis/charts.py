@@ -33,19 +33,19 @@ COLOURS = (
 )
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 DASHES = ("-", "--", ":", "-.")
-WIDTH = 5.2  # Inches.
+WIDTH = 5.2  # Width of a chart, in inches.
 
-_LEGEND_LETTER = 0.08  # Inches.
-_TICK_LETTERS = 60  # Of all tick labels together, beyond which they are slanted.
-_LONGEST = 56  # Characters of a legend entry.
+_LEGEND_LETTER = 0.08  # Width of a letter in the legend, in inches.
+_TICK_LETTERS = 60  # Number of letters beyond which tick labels are slanted.
+_LONGEST = 56  # Maximum number of characters in a legend entry.
 # Most classes of a confusion matrix with names, and with counts in the cells.
 _NAMED_CLASSES, _COUNTED_CLASSES = 40, 15
 
 PAPER, INK, GRID = "#ffffff", "#1b1b1b", "#d0d0d0"
 
-DPI = 200  # Of PNG files.
-_HEIGHT = 3.3  # Inches, without the legend.
-_LEGEND_LINE = 0.21  # Inches.
+DPI = 200  # Resolution of PNG files.
+_HEIGHT = 3.3  # Height of a chart without the legend, in inches.
+_LEGEND_LINE = 0.21  # Height of a legend entry, in inches.
 STYLE = {
     "font.size": 10,
     "axes.titlesize": 11,
@@ -66,14 +66,14 @@ STYLE = {
 }
 # Colours of `to_dark_svg` on dark screens.
 _DARK = {PAPER: "#14171a", INK: "#e9e7e2", GRID: "#41464c"}
-_COLORMAP = "cividis"  # Uniform to colour-blind readers and in grey print.
+_COLORMAP = "cividis"  # Uniform for colour-blind readers and in grey print.
 _RING_COLOUR = "#ff3b30"
 _MIN_IMAGE_WIDTH = 2.4  # Inches.
-_MAX_IMAGE_PIXELS = 1600  # Longer side.
-_HEATMAP_SIZE = 4.6  # Inches of the longer side, unless there are too many cells.
+_MAX_IMAGE_PIXELS = 1600  # Maximum size of the longer side.
+_HEATMAP_SIZE = 4.6  # Inches on the longer side, unless there are too many cells.
 _MIN_CELL = 2 / DPI  # Inches.
 _MARGIN, _CAPTION, _TITLE, _ROW_LABEL, _GAP = 0.12, 0.22, 0.24, 0.62, 0.06  # Inches.
-_TITLE_LETTER = 0.085  # Inches, about.
+_TITLE_LETTER = 0.085  # Approximate width of a letter in titles, in inches.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +86,7 @@ class Series:
       colour: index into COLOURS.
       marker: index into MARKERS.
       line: whether a line joins the points.
-      hollow: whether markers are outlines, as those of published numbers.
+      hollow: whether markers are outlines, which stand for published numbers.
       marked: whether there are markers.
       dashes: index into DASHES.
       spread: length of the error bar of each y to either side, None where unknown;
@@ -251,11 +251,11 @@ def draw_tiles(
 def native_tile_width(image: np.ndarray) -> float:
     """Returns the tile width at which an image keeps its pixels, in inches.
 
-    Images of more than 1,600 pixels on the longer side are reduced to that; small ones
-    are enlarged.
+    Images with more than 1,600 pixels on the longer side are reduced to that size;
+    small ones are enlarged.
 
     Args:
-      image: (height, width, channels).
+      image: pixels, (height, width, channels).
     """
     height, width = image.shape[:2]
     scale = min(1, _MAX_IMAGE_PIXELS / max(height, width))
@@ -278,8 +278,8 @@ def draw_heatmap(
     """Draws a matrix as a heat map with a colour bar.
 
     Args:
-      values: (rows, columns); NaN is left blank.
-      title, x_label, y_label, colorbar_label: texts.
+      values: matrix (rows, columns); NaN is left blank.
+      title, x_label, y_label, colorbar_label: labels of the picture.
       limits: values at the two ends of the colour map.
       ticks: positions and labels of the x axis, then of the y axis.
       origin: "lower" or "upper", where the first row is drawn.
@@ -290,7 +290,7 @@ def draw_heatmap(
         max(_HEATMAP_SIZE, _MIN_CELL * longest) * count / longest
         for count in (columns, rows)
     )
-    # The colour bar and the labels need the rest, and the title has its middle left of them.
+    # Space for the colour bar and the labels; the title is centred to the left of them.
     size = (
         max(1.1 * max(2.6, width), _TITLE_LETTER * len(title)) + 1.3,
         max(2.0, height) + 1.0,
@@ -305,8 +305,8 @@ def draw_heatmap(
             interpolation="nearest",
             origin=origin,
         )
-        # The fraction is of the width and limits the height too: raise it where the
-        # width is small.
+        # The fraction refers to the width but also limits the height, so that narrow
+        # figures need a larger one.
         fraction = 0.05 * max(1, rows / columns)
         bar = figure.colorbar(image, ax=axes, shrink=0.85, fraction=fraction)
         bar.set_label(colorbar_label)

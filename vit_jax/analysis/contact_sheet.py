@@ -11,8 +11,8 @@ from vit_jax.data.config import MAX_PIXELS
 from vit_jax.errors import UserError
 from vit_jax.evaluators import fonts
 
-_CELL = 128  # Pixels of a side; smaller images are magnified to about this size.
-_MARGIN, _FONT_SIZE, _LINE = 8, 12, 15  # Pixels.
+_CELL = 128  # Side in pixels; smaller images are magnified to about this size.
+_MARGIN, _FONT_SIZE, _LINE = 8, 12, 15  # Sizes in pixels.
 _PAPER, _INK = (255, 255, 255), (20, 20, 20)
 
 
@@ -25,7 +25,7 @@ def check(count: int, columns: int, image_size: Sequence[int]) -> None:
       image_size: height and width of an image in pixels.
 
     Raises:
-      UserError: it would have more pixels than an image may have.
+      UserError: the sheet would have more pixels than an image may have.
     """
     H, W = image_size
     width, height = _cell(H, W, _LINE)
@@ -52,10 +52,10 @@ def draw(
     """Draws images in rows, each above its caption.
 
     Args:
-      images: RGB or grey. Small ones are magnified by an integer, which keeps their
-        pixels sharp.
-      captions: lines of text per image. Long lines are cut, and letters that no
-        installed font has are escaped.
+      images: RGB or grey images. Small ones are magnified by an integer, which keeps
+        their pixels sharp.
+      captions: lines of text per image. Long lines are cut; letters that no installed
+        font has are escaped.
       columns: images per row.
 
     Returns:
@@ -85,15 +85,15 @@ def draw(
 def captions(
     labels: Float[np.ndarray, "B K"], class_names: Sequence[str], most: int = 3
 ) -> list[list[str]]:
-    """Returns labels as lines of text: class names, with shares if they are mixed.
+    """Returns labels as lines of text: class names, with their fractions if mixed.
 
     Args:
-      labels: share of each class.
+      labels: fraction of each class.
       class_names: class names in label order; if empty, lines read "class 7".
-      most: maximum number of named classes; the others are added up.
+      most: maximum number of named classes; the fractions of all others are summed.
 
     Returns:
-      Lines per image, the largest share first.
+      Lines per image, largest fraction first.
     """
     return [_caption(shares, class_names, most) for shares in labels]
 
@@ -103,7 +103,7 @@ def _caption(shares, class_names, most) -> list[str]:
     name = lambda k: class_names[k] if len(class_names) else f"class {k}"
     if len(present) == 1 and shares[present[0]] > 1 - 5e-4:
         return [name(present[0])]
-    # The share comes first so that it stays when a long name is cut.
+    # The fraction comes first, so that it is kept when a long name is cut.
     lines = [f"{shares[k]:.1%} {name(k)}" for k in present[:most]]
     if rest := present[most:]:
         lines.append(f"{shares[rest].sum():.1%} in {len(rest)} more")

@@ -17,20 +17,20 @@ from vit_jax.models.encoder import ENCODER
 from vit_jax.models.positions.added import Table
 from vit_jax.weights.surgery import FIRST_KERNELS
 
-NUM_COMPONENTS = 28  # As in figure 7 of the paper.
+NUM_COMPONENTS = 28  # Number of components in figure 7 of the paper.
 
 
 def first_kernel(params: Params) -> Float[np.ndarray, "Y X C D"]:
     """Returns the convolution kernel that is applied to the pixels.
 
     It is the patch embedding of a Vision Transformer, and the root convolution of a
-    ResNet or a hybrid.
+    ResNet or hybrid.
 
     Args:
       params: parameters of any model.
 
     Raises:
-      UserError: it has no such convolution.
+      UserError: the model has no such convolution.
     """
     arrays = flatten_dict(params, sep="/")
     kernel = next((arrays[name] for name in FIRST_KERNELS if name in arrays), None)
@@ -48,7 +48,7 @@ def principal_components(
     """Returns the principal components of filters (arXiv:2010.11929, figure 7 left).
 
     Args:
-      kernel: the filters.
+      kernel: filters.
       num_components: maximum number of components.
 
     Returns:
@@ -85,13 +85,14 @@ def position_similarity(
     """Returns the similarity of the position embeddings of all pairs of patches.
 
     It is the cosine similarity of the embeddings that are added to the two patches
-    (arXiv:2010.11929, figure 7 centre). Relative embeddings are added to no patch:
-    there it is the cosine similarity between the embedding of the offset from patch to
-    patch and that of offset 0, averaged over the heads.
+    (arXiv:2010.11929, figure 7 centre). Relative embeddings are not added to patches:
+    for them it is the cosine similarity between the embedding of the offset from one
+    patch to the other and the embedding of offset 0, averaged over the heads.
 
     Args:
-      model, params: a Vision Transformer or a hybrid.
-      layer: index from 0; matters if the embeddings of layers differ
+      model: a Vision Transformer or a hybrid.
+      params: parameters of the model.
+      layer: index from 0, for models whose layers have different embeddings
         (posemb_placement="every").
 
     Returns:
@@ -99,8 +100,8 @@ def position_similarity(
       embedding of norm 0.
 
     Raises:
-      UserError: there are no position embeddings or no such layer, or an embedding is
-        not finite.
+      UserError: the model has no position embeddings, the layer does not exist, or an
+        embedding is not finite.
     """
     kind = model.options["posemb"] if model.config.has_encoder else "none"
     if kind == "none":

@@ -24,7 +24,7 @@ from vit_jax.weights import surgery
 from vit_jax.weights.network_images import network_input
 from vit_jax.weights.pretrained import Pretrained
 
-_MOST_GRIDS = 32  # Networks at grids of images that are kept.
+_MOST_GRIDS = 32  # Maximum number of networks, one per grid, that are kept.
 # Limits of a chunk: bytes of one layer's attention, and images.
 _MAX_ATTENTION_BYTES, _MAX_CHUNK_SIZE = 256 << 20, 32
 
@@ -35,13 +35,13 @@ class LoadedModel:
 
     Attributes:
       name: name of the model in titles and messages.
-      model, params: the model and its parameters; with `preprocess.max_tokens` they are
-        for its own grid, see `fitted`.
+      model, params: the model and its parameters; with `preprocess.max_tokens` for the
+        model's original grid, see `fitted`.
       preprocess: image size, crop and normalisation.
       class_names: class names in label order; empty if unknown.
-      pictures: function of the parameters and normalised images (B, Y, X, C) to inputs
-        and predictions of the pretraining task, a NamedTuple of normalised images; None
-        if there are no predictions.
+      pictures: function of the parameters and normalised images (B, Y, X, C) that
+        returns inputs and predictions of the pretraining task, a NamedTuple of
+        normalised images; None if the task has no predictions.
     """
 
     name: str
@@ -65,8 +65,8 @@ class LoadedModel:
           name: name of the model in titles and messages.
           pretrained: output of `weights.open_pretrained`.
           preprocess: image size, crop and normalisation; position embeddings are
-            resized if its image size differs from the checkpoint's, and with `max_tokens`
-            for each image.
+            resized if the image size differs from the checkpoint's, and with
+            `max_tokens` for each image.
           class_names: class names in label order; () for the checkpoint's.
 
         Raises:
@@ -77,7 +77,8 @@ class LoadedModel:
             names = prediction.names_of(pretrained, class_names)
         model, params = surgery.fit_network(pretrained, preprocess)
         if preprocess.max_tokens:
-            # Reads images now, not sequences, with the patch of the preprocessing.
+            # This model reads images, not sequences, with the preprocessing's patch
+            # size.
             size = tuple(count * preprocess.patch for count in model.grid)
             model, params = surgery.fit_network(pretrained, preprocess.whole(size))
             preprocess = dataclasses.replace(preprocess, image_size=size)
@@ -90,28 +91,28 @@ class LoadedModel:
 
     @property
     def form(self) -> PixelFormat:
-        """What the model reads of an image file."""
+        """Channels and depth that are read from an image file."""
         return self.preprocess.form(self.channels)
 
     def prepare(self, pixels: Num[np.ndarray, "_ _ C"]) -> Num[np.ndarray, "Y X C"]:
-        """Resizes and crops an image, read by `form`, to the input size of the model.
+        """Resizes and crops an image, decoded by `form`, to the model's input size.
 
-        With `preprocess.max_tokens` Y and X follow from the image, see `fitted`.
+        With `preprocess.max_tokens`, Y and X depend on the image, see `fitted`.
         """
         return self.preprocess.of_image(pixels.shape[:2]).prepare(pixels)
 
     def fitted(self, size: tuple[int, int]) -> "LoadedModel":
         """Returns the model for prepared images of a height and width.
 
-        It is the model itself, or with `preprocess.max_tokens` one whose position
-        embeddings are resized to the grid of these images.
+        It is the model itself; with `preprocess.max_tokens` it is a model whose
+        position embeddings are resized to the grid of these images.
         """
         if not self.preprocess.max_tokens:
             return self
         if size not in self._fitted:
             if len(self._fitted) == _MOST_GRIDS:
                 self._fitted.clear()
-                jax.clear_caches()  # Each has programs of its own.
+                jax.clear_caches()  # Each network has its own compiled programs.
             model = self.model.at_size(size)
             self._fitted[size] = dataclasses.replace(
                 self,
@@ -149,7 +150,7 @@ class LoadedModel:
     def draw_task(
         self, pixels: UInt8[np.ndarray, "B Y X C"]
     ) -> dict[str, UInt8[np.ndarray, "B Y X C"]]:
-        """Returns what the task of pretraining sees and answers, see `pictures`."""
+        """Returns inputs and predictions of the pretraining task, see `pictures`."""
         images = self.normalize(pixels).astype(jnp.float32)
         pictures = jax.device_get(jax.jit(self.pictures)(self.params, images))
         mean, std = (
@@ -178,10 +179,11 @@ class LoadedModel:
     def max_chunk_size(self, num_arrays: int = 1) -> int:
         """Returns the number of images whose attention in one layer fits in memory.
 
-        It is 1 even if one image exceeds the limit.
+        It is at least 1, even if one image exceeds the limit.
 
         Args:
-          num_arrays: arrays of the size of one layer's attention alive at a time.
+          num_arrays: number of arrays of the size of one layer's attention that exist
+            at the same time.
         """
         if not self.model.config.has_encoder:
             return _MAX_CHUNK_SIZE
@@ -204,7 +206,7 @@ class LoadedModel:
 
         Args:
           pixels: prepared images.
-          image_names: names of the images in messages.
+          image_names: names of the images, for messages.
           chunk_size: images per chunk, see `iter_chunks`.
 
         Yields:
@@ -220,7 +222,7 @@ class LoadedModel:
         ]
         for _ in range(self.model.options["depth"]):
             for chunk, layers in layers_of_chunks:
-                # A local variable here would keep the layer alive.
+                # A local variable here would keep the layer in memory.
                 yield (
                     self._checked(next(layers), image_names[chunk.start : chunk.stop]),
                     chunk,
@@ -231,7 +233,7 @@ class LoadedModel:
         return intermediates.classify_tokens(self.model, self.params, tokens)
 
     def _checked(self, layer: Layer, image_names: Sequence[str]) -> Layer:
-        magnitudes = np.asarray(abs(layer.tokens).max((1, 2)))  # NaN propagates.
+        magnitudes = np.asarray(abs(layer.tokens).max((1, 2)))  # NaNs propagate.
         for name, magnitude in zip(image_names, magnitudes, strict=False):
             check_finite(magnitude, f"{self.name}'s output for {name}")
         return layer
@@ -244,7 +246,7 @@ def check_finite(
 
     Args:
       values: parameters of a checkpoint, or outputs computed from them.
-      what: subject of the message, as "B/16's output for a.png".
+      what: subject of the message, such as "B/16's output for a.png".
     """
     if not np.isfinite(values).all():
         raise UserError(

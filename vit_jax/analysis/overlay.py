@@ -27,10 +27,10 @@ _ROWS_PER_BLEND = 256  # Float copies take many times the memory of the image.
 def upsample(
     values: Float[np.ndarray, " YX"], grid: tuple[int, int], size: tuple[int, int]
 ) -> Float[np.ndarray, "H W"]:
-    """Resizes values of patches to pixels, bilinear between patch centres.
+    """Resizes values of patches to pixels, bilinearly between patch centres.
 
     Args:
-      values: one per patch, in row-major order.
+      values: one value per patch, in row-major order.
       grid: number of patches down and across.
       size: height and width of the result in pixels.
     """
@@ -58,9 +58,9 @@ def blend(
     """Blends values over an image, from purple through orange to pale yellow.
 
     Args:
-      image: of any bands, see `display.to_display`.
-      values: one per pixel, from 0 (the image in grey) to 1; NaN marks pixels outside
-        the crop, which are darkened.
+      image: image with any bands, see `display.to_display`.
+      values: one value per pixel, from 0 (the image in grey) to 1; NaN marks pixels
+        outside the crop, which are darkened.
     """
     image = display.to_display(image)
     blended = np.empty((*image.shape[:2], 3), np.uint8)
@@ -96,10 +96,10 @@ def overlay_patches(
     """Blends values of patches over the original image, at its resolution.
 
     Args:
-      image: before preprocessing.
-      values: one per patch, in row-major order; rescaled to [0, 1].
+      image: image before preprocessing.
+      values: one value per patch, in row-major order; rescaled to [0, 1].
       grid: number of patches down and across.
-      preprocess: resize and crop that the model's input was made with.
+      preprocess: resize and crop of the model's input.
 
     Raises:
       UserError: a value is not finite.
@@ -159,7 +159,7 @@ def token_sheet(
       pixels: the image as prepared for the model.
       tokens: one row of values per tile; prefix tokens are dropped, and each row is
         rescaled to [0, 1].
-      captions: one per tile.
+      captions: one caption per tile.
       columns: tiles per row of the sheet.
     """
     size = pixels.shape[:2]
@@ -174,7 +174,7 @@ def token_sheet(
 def filter_sheet(params: Params, num_components: int, columns: int) -> Image.Image:
     """Draws a contact sheet of the principal components of the first filters.
 
-    Captions are the fractions of explained variance.
+    The captions are the fractions of explained variance.
 
     Args:
       params: parameters of any model.
@@ -191,11 +191,12 @@ def filter_sheet(params: Params, num_components: int, columns: int) -> Image.Ima
 def position_sheet(model: Model, params: Params, columns: int) -> Image.Image:
     """Draws a contact sheet of the similarity of position embeddings.
 
-    The tiles compare the patches at two corners and at the centre with all patches,
-    each rescaled to [0, 1].
+    The tiles compare the patches at two corners and at the centre with all patches.
+    Each tile is rescaled to [0, 1].
 
     Args:
-      model, params: a model with position embeddings.
+      model: a model with position embeddings.
+      params: parameters of the model.
       columns: tiles per row of the sheet.
 
     Raises:

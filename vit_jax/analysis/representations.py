@@ -17,9 +17,9 @@ MIN_CKA_IMAGES = 4  # The unbiased HSIC divides by n - 3.
 
 QUANTILES = (0.01, 0.25, 0.5, 0.75, 0.99)
 OUTLIER_FACTOR = 3.0  # An outlier's norm is at least this multiple of the median.
-_COLOUR_PERCENTILES = 2, 98  # Of a component, which become 0 and full intensity.
-_BINS_PER_OCTAVE = 32  # Bins 2.2 % wide.
-_MIN_OCTAVE, _MAX_OCTAVE = -20, 20  # Norms outside 2**-20 to 2**20 fall in end bins.
+_COLOUR_PERCENTILES = 2, 98  # Of a component; they map to 0 and full intensity.
+_BINS_PER_OCTAVE = 32  # Makes bins 2.2 % wide.
+_MIN_OCTAVE, _MAX_OCTAVE = -20, 20  # Norms outside 2**-20 to 2**20 go to the end bins.
 
 
 def check_num_cka_images(num_images: int) -> None:
@@ -34,10 +34,9 @@ def check_num_cka_images(num_images: int) -> None:
 def linear_cka(x: Float[np.ndarray, "n F"], y: Float[np.ndarray, "n G"]) -> float:
     """Returns the linear CKA of two representations of the same images.
 
-    ||y'x||^2 / (||x'x|| ||y'y||) of centred features (Kornblith et al.,
-    arXiv:1905.00414, section 3). The estimate is biased: it is near 1 for any two
-    representations with more features than images, where `MinibatchCKA` is the better
-    choice.
+    This is ||y'x||^2 / (||x'x|| ||y'y||) for centred features (Kornblith et al.,
+    arXiv:1905.00414, section 3). The estimate is biased: for more features than images
+    it is near 1 for any two representations; use `MinibatchCKA` there.
 
     Returns:
       A number from 0 to 1; 0 if a representation is constant.
@@ -56,7 +55,7 @@ def gram_matrix(features: Float[np.ndarray, "n ..."]) -> Float[np.ndarray, "n n"
         compared with the token at the same position of another image.
     """
     flat = np.asarray(features, np.float64).reshape(len(features), -1)
-    # HSIC ignores constant offsets; removing them first saves precision.
+    # HSIC ignores constant offsets; removing them first increases precision.
     flat = flat - flat.mean(0)
     return flat @ flat.T
 
@@ -65,7 +64,7 @@ def unbiased_hsic(x: Float[np.ndarray, "n n"], y: Float[np.ndarray, "n n"]) -> f
     """Returns the unbiased estimate of the Hilbert-Schmidt independence criterion.
 
     Args:
-      x, y: Gram matrices of the same images, MIN_CKA_IMAGES or more.
+      x, y: Gram matrices of the same images, at least MIN_CKA_IMAGES of them.
 
     Source: Song et al., "Feature Selection via Dependence Maximization" (JMLR 2012),
       equation 5.
@@ -85,7 +84,7 @@ class MinibatchCKA:
     arXiv:2010.15327, section 3.1).
 
     Attributes:
-      num_images: number of images so far.
+      num_images: number of images added so far.
     """
 
     def __init__(self) -> None:
@@ -100,8 +99,8 @@ class MinibatchCKA:
         """Adds a batch.
 
         Args:
-          x, y: `gram_matrix` of each layer of two networks, for the same images. Pass
-            one list twice to compare the layers of one network.
+          x, y: `gram_matrix` of each layer of two networks, for the same images. To
+            compare the layers of one network, pass the same list twice.
 
         Raises:
           UserError: the batch has fewer than MIN_CKA_IMAGES images.
@@ -137,9 +136,9 @@ class NormHistogram:
 
     A few tokens may grow far beyond the others. Such outliers store information about
     the whole image in patches of little content (Darcet et al., "Vision Transformers
-    Need Registers", arXiv:2309.16588). Norms are counted in bins 2.2 % wide, so memory
-    does not grow with the number of images. Its results have a row per layer, and none
-    before the first images.
+    Need Registers", arXiv:2309.16588). Norms are counted in bins that are 2.2 % wide,
+    so memory does not grow with the number of images. Results have one row per layer,
+    and no rows before the first images.
     """
 
     def __init__(self) -> None:
@@ -171,7 +170,7 @@ class NormHistogram:
         return np.array([_quantiles(counts, fractions) for counts in self._counts])
 
     def max(self) -> Float[np.ndarray, " L"]:
-        """Returns the largest norm of each layer, exact."""
+        """Returns the exact largest norm of each layer."""
         return np.array(self._max)
 
     def outlier_fraction(
@@ -191,13 +190,13 @@ class NormHistogram:
 def project(
     features: Float[np.ndarray, "... D"],
 ) -> tuple[Float[np.ndarray, "... 3"], Float[np.ndarray, " 3"]]:
-    """Returns the three strongest principal components, and their shares of the variance.
+    """Returns the three strongest principal components, and their variance fractions.
 
-    Each has the sign with which the sum of its cubes is not negative, so that the same
-    features give the same colours on every machine.
+    The sign of each is chosen so that the sum of its cubes is not negative. The same
+    features therefore give the same colours on every machine.
 
     Args:
-      features: features of patches, at least 3.
+      features: features of at least 3 patches.
     """
     rows = features.reshape(-1, features.shape[-1]).astype(np.float64)
     rows -= rows.mean(0)
@@ -212,7 +211,7 @@ def project(
 def to_intensities(
     components: Float[np.ndarray, "... 3"],
 ) -> Float[np.ndarray, "... 3"]:
-    """Returns each component from 0 to 1, over all patches."""
+    """Returns each component rescaled to [0, 1], over all patches."""
     every = components.reshape(-1, 3)
     low, high = np.percentile(every, _COLOUR_PERCENTILES, axis=0)
     return ((components - low) / np.maximum(high - low, 1e-12)).clip(0, 1)
@@ -221,7 +220,7 @@ def to_intensities(
 def enlarge(
     values: Float[np.ndarray, "y x D"], size: Sequence[int]
 ) -> Float[np.ndarray, "Y X D"]:
-    """Returns the values of patches at a size, those of a patch being all the same."""
+    """Returns the values of patches at a larger size, constant within each patch."""
     rows, columns = (
         np.arange(to) * count // to
         for to, count in zip(size, values.shape[:2], strict=True)
@@ -235,10 +234,10 @@ def _bin_edges() -> np.ndarray:
 
 
 def _quantiles(counts, fractions) -> np.ndarray:
-    """Returns quantiles of a histogram, linear within a bin."""
+    """Returns quantiles of a histogram, interpolated linearly within bins."""
     shares, edges = counts / counts.sum(), _bin_edges()
     sums = shares.cumsum()
-    # Rounding may leave the last sum slightly below 1.
+    # Rounding may make the last sum slightly smaller than 1.
     bins = np.searchsorted(sums, np.minimum(fractions, sums[-1]))
     position = (fractions - (sums[bins] - shares[bins])) / shares[bins]
     return edges[bins] + (edges[bins + 1] - edges[bins]) * np.clip(position, 0, 1)

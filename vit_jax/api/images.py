@@ -1,4 +1,4 @@
-"""What functions of Python take as images: files, folders, bytes, arrays, PIL images."""
+"""Images as arguments: paths, folders, bytes, arrays and PIL images."""
 
 import contextlib
 import os
@@ -28,7 +28,7 @@ Images = (
 
 
 def _plain(image: object) -> object:
-    """Returns bytes in place of their views, and arrays of other libraries as NumPy's."""
+    """Converts views of bytes to bytes, and arrays of other libraries to NumPy."""
     if isinstance(image, bytearray | memoryview) and memoryview(image).ndim == 1:
         return bytes(image)
     is_array = isinstance(image, memoryview) or hasattr(image, "__array__")
@@ -36,12 +36,12 @@ def _plain(image: object) -> object:
 
 
 def is_single(images: Images, channels: int) -> bool:
-    """Returns whether they are one image, not in a list, for a network of C channels."""
+    """Returns whether `images` is a single image for a network of C channels."""
     images = _plain(images)
     if isinstance(images, np.ndarray):
         if images.ndim == 3 and channels not in (1, 3) and channels == len(images):
-            return True  # Bands stand first: grey images are none of this network.
-        # Three dimensions without channels are grey images, as of `train`.
+            return True  # Bands come first; this network reads no grey images.
+        # Three dimensions without channels are a batch of grey images, as in `train`.
         return images.ndim < 3 or (
             images.ndim == 3 and images.shape[-1] in (1, 3, 4, channels)
         )
@@ -52,10 +52,10 @@ def is_single(images: Images, channels: int) -> bool:
 
 
 def listed(images: Images, channels: int) -> list:
-    """Returns single images, with those of folders in their place.
+    """Returns a list of images, with each folder replaced by the images in it.
 
     Raises:
-      UserError: there is none, or something is no image.
+      UserError: the list is empty, or an element is not an image.
     """
     images = _plain(images)
     if is_single(images, channels):
@@ -89,13 +89,14 @@ def prepare(
     """Reads one image, and returns what `convert` makes of it.
 
     Args:
-      image: one of `listed`.
-      preprocess, channels: those of the network.
-      convert: function of the pixels, read at their own size, and `preprocess`; the
+      image: one element of what `listed` returns.
+      preprocess: how the network's images are prepared.
+      channels: number of channels of the network's images.
+      convert: function of the pixels, at their original size, and `preprocess`; the
         default returns the pixels.
 
     Raises:
-      UserError: it cannot be read.
+      UserError: the image cannot be read.
     """
     name, data = "the image", image
     is_photograph = preprocess.form(channels).is_photograph

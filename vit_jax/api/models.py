@@ -1,4 +1,4 @@
-"""Models by name."""
+"""Lists and creates models by name."""
 
 import dataclasses
 import fnmatch
@@ -15,7 +15,7 @@ from vit_jax.config.fields import key
 from vit_jax.data.config import MAX_CHANNELS, MAX_PIXELS, DataConfig
 from vit_jax.errors import UserError
 
-# Names of other libraries for an argument of this one.
+# Argument names of other libraries, each with its name here.
 SYNONYMS = {
     "img_size": "image_size",
     "input_size": "image_size",
@@ -36,11 +36,11 @@ SYNONYMS = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Arguments:
-    pattern: str = key("", "Pattern of names.")
-    pretrained: bool = key(False, "Whether names are of weights.")
+    pattern: str = key("", "Shell pattern of the names.")
+    pretrained: bool = key(False, "Whether to list pretrained weights.")
     variant: str = key("", "Name of a network.")
-    num_classes: int = key(0, "Width of the classifier.", below=2**31)
-    channels: int = key(3, "Of the images.", at_least=1, at_most=MAX_CHANNELS)
+    num_classes: int = key(0, "Number of classes.", below=2**31)
+    channels: int = key(3, "Channels per image.", at_least=1, at_most=MAX_CHANNELS)
 
 
 _checked = arguments.checked(_Arguments)
@@ -48,11 +48,12 @@ _checked = arguments.checked(_Arguments)
 
 @_checked
 def list_models(pattern: str = "*", *, pretrained: bool = False) -> list[str]:
-    """Returns the names of the models whose numbers are published.
+    """Returns the names of the models whose sizes are published.
 
     Args:
-      pattern: as in a shell; "*/16" are those with patches of 16 pixels.
-      pretrained: return short names of weights for `load_model`, as "deit:Ti/16".
+      pattern: shell pattern; "*/16" matches the models with patches of 16 pixels.
+      pretrained: whether to list pretrained weights instead, by the short names that
+        `load_model` takes, such as "deit:Ti/16".
 
     Example:
       >>> import vit_jax
@@ -78,17 +79,18 @@ def create_model(
     channels: int = 3,
     **options,
 ) -> models.Model:
-    """Builds a model, whose `init` draws parameters and whose `apply` computes.
+    """Builds a model: `init` draws its parameters, `apply` computes its outputs.
 
     Args:
-      variant: one of `list_models()`, or of the same form, as "S/8".
-      num_classes: width of the classifier; 0 is none.
+      variant: a name in `list_models()`, or one of the same form, such as "S/8".
+      num_classes: number of classes; 0 builds no classifier.
       image_size: side of the images in pixels, or (height, width).
-      channels: of the images.
-      **options: see `vit_jax.models.create`.
+      channels: number of channels of the images.
+      **options: options of `vit_jax.models.create`.
 
     Raises:
-      UserError: unknown variant or option, or numbers that do not fit each other.
+      UserError: the variant or an option is unknown, or two values contradict each
+        other.
 
     Example:
       >>> import jax, vit_jax
@@ -99,8 +101,8 @@ def create_model(
     """
     if re.match(r"(vit|deit3?|swin(v2)?|mixer|resnetv2)_", variant):
         raise UserError(
-            f"{variant!r} is a name of timm: load_model('timm/{variant}') opens weights, "
-            "and list_models() has the names here"
+            f"{variant!r} is a timm name: load_model('timm/{variant}') opens weights, "
+            "and list_models() lists the names used here"
         )
     check_names(options)
     options |= network_keys(variant, options)
@@ -109,7 +111,7 @@ def create_model(
 
 
 def check_names(given: Mapping[str, object]) -> None:
-    """Raises UserError if an argument has its name in another library."""
+    """Raises UserError if an argument has the name that another library uses."""
     for name in SYNONYMS.keys() & given.keys():
         raise UserError(
             f"{name}={given[name]!r}: this argument is called {SYNONYMS[name]} here"
@@ -117,11 +119,11 @@ def check_names(given: Mapping[str, object]) -> None:
 
 
 def network_keys(variant: str, given: Mapping[str, object]) -> dict:
-    """Returns those arguments that are keys of a network, with their values checked.
+    """Checks the arguments that are keys of a network, and returns their values.
 
     Args:
       variant: name of the network.
-      given: arguments by name.
+      given: arguments by name, among them those keys.
     """
     kind = models.VARIANTS.find(variant, "model")
     about, defaults, taken = fields.fields(kind), fields.defaults(kind), {}
@@ -135,7 +137,7 @@ def network_keys(variant: str, given: Mapping[str, object]) -> dict:
 
 
 def sides(image_size: int | Sequence[int]) -> tuple[int, int]:
-    """Returns the height and width of images, checked as `data.image_size` is.
+    """Returns the height and width of images, checked like `data.image_size`.
 
     Args:
       image_size: side in pixels, or (height, width).

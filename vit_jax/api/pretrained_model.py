@@ -1,4 +1,4 @@
-"""Weights of any format, which classify, embed and show their attention."""
+"""Loaded weights that classify and embed images and show their attention."""
 
 import dataclasses
 import functools
@@ -30,7 +30,7 @@ from vit_jax.weights.network_images import network_input, prepare_pixels
 from vit_jax.weights.pretrained import Pretrained
 from vit_jax.weights.text_tower import text_tower
 
-_BATCH = 32  # Images that pass through a network at once.
+_BATCH = 32  # Images per batch.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,36 +38,36 @@ class WeightsArguments:
     """Arguments of all functions that open weights."""
 
     source: str = key("", "Weights.")
-    class_names: tuple[str, ...] = key((), "In label order.")
+    class_names: tuple[str, ...] = key((), "Class names in label order.")
     step: int = key(0, "Step of a checkpoint.")
-    use_ema: bool = key(True, "Whether to take averaged parameters.")
-    num_heads: int = key(0, "Attention heads.", below=2**31)
-    architecture: str = key("", "timm's name of a network.")
-    tell: Callable = key(print, "Called with lines.")
+    use_ema: bool = key(True, "Whether to use averaged parameters.")
+    num_heads: int = key(0, "Number of attention heads.", below=2**31)
+    architecture: str = key("", "timm's name of the network.")
+    tell: Callable = key(print, "Function that receives each line of output.")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Arguments(WeightsArguments):
-    num_classes: int = key(0, "Width of the classifier.", below=2**31)
+    num_classes: int = key(0, "Number of classes.", below=2**31)
     tokenizer: str = key("", "Tokenizer of a text tower.")
-    token_merging: int = key(0, "Tokens that each block merges.", below=2**31)
+    token_merging: int = key(0, "Tokens merged per block.", below=2**31)
     topk: int = key(5, "Classes per image.", at_least=1)
-    threshold: float = key(0.5, "Least probability.", at_most=1)
+    threshold: float = key(0.5, "Smallest probability.", at_most=1)
     layers: tuple[int, ...] = key((0,), "Layers.", at_least=None, distinct=True)
-    norm: bool = key(True, "Whether features are normalised.")
+    norm: bool = key(True, "Whether to apply the final norm to features.")
     tokens: str = key("pooled", "Tokens.", choices=layer_features.TOKENS)
-    reshape: bool = key(True, "Whether patches stand in their grid.")
-    resize: str = key("cover", "How windows are cut.", choices=sliding_window.RESIZES)
-    overlap: float = key(1 / 3, "Of windows.", below=1)
-    batch_size: int = key(32, "Images at once.", at_least=1)
-    texts: tuple[str, ...] = key((), "To compare images with.")
-    prompts: tuple[str, ...] = key(("{}",), "With {} for a class.")
+    reshape: bool = key(True, "Whether to arrange patches in their grid.")
+    resize: str = key("cover", "Resizing of images.", choices=sliding_window.RESIZES)
+    overlap: float = key(1 / 3, "Overlap of neighbouring windows.", below=1)
+    batch_size: int = key(32, "Images per batch.", at_least=1)
+    texts: tuple[str, ...] = key((), "Texts to compare images with.")
+    prompts: tuple[str, ...] = key(("{}",), "Texts with {} in place of a class.")
 
 
 _checked = arguments.checked(_Arguments)
 
 Best = tuple[prediction.Prediction, ...]
-# Of images of any size one array each.
+# With images of any size, one array per image.
 Features = Float[np.ndarray, "B ..."] | list[Float[np.ndarray, "..."]]
 
 
@@ -90,28 +90,33 @@ def load_model(
     """Opens weights of any format, ready for images.
 
     Args:
-      source: workdir of a run; a file or folder of Google, timm, Hugging Face and others;
-        a name as "deit:Ti/16" or "timm/vit_base_patch16_224.augreg_in21k"; or a URL, as
-        "hf://owner/name".
-      image_size: side of the images in pixels, or (height, width), if not the weights'.
-      num_classes: width of a new classifier, of zeros, in place of the weights'; 0 is none.
-      class_names: in label order, if not the weights'.
-      step: of a run's checkpoint; the best, or else the last, if None.
-      use_ema: averaged parameters of a run or a training checkpoint of PyTorch if it has
-        them, not the last ones.
-      num_heads: attention heads, for files that do not state them.
-      architecture: timm's name of the network, for its files without a config.json.
-      tokenizer: of a text tower if not the weights', see `config.data.tokenizer`.
-      token_merging: similar patches that each block merges (ToMe, arXiv:2210.09461),
-        which makes a Vision Transformer faster and a little less accurate.
-      tell: called with a line about each thing that had to be guessed.
-      **options: fields of `vit_jax.weights.Preprocess`, if not the weights', as
-        `max_tokens=256` to keep the aspect of images, or `patch=8` for smaller patches;
-        and keys of the network, as of `create_model`, that its parameters fit, as
-        `dtype="bfloat16"` to compute in it, or `drop_path_rate=0.1` to train it on.
+      source: workdir of a run; a file or folder of Google, timm, Hugging Face and
+        others; a name such as "deit:Ti/16" or "timm/vit_base_patch16_224.augreg_in21k";
+        or a URL such as "hf://owner/name".
+      image_size: side of the images in pixels, or (height, width); the size stored with
+        the weights if None.
+      num_classes: number of classes of a new classifier, initialised with zeros, that
+        replaces the one of the weights; 0 removes the classifier.
+      class_names: class names in label order; those stored with the weights if None.
+      step: step of a run's checkpoint; the best checkpoint, or else the last, if None.
+      use_ema: whether to use the averaged parameters of a run or of a PyTorch training
+        checkpoint, if it has any, instead of the last ones.
+      num_heads: number of attention heads, for files that do not record it.
+      architecture: timm's name of the network, for timm files without a config.json.
+      tokenizer: tokenizer of a text tower, see `config.data.tokenizer`; the one stored
+        with the weights if None.
+      token_merging: number of similar patches that each block merges (ToMe,
+        arXiv:2210.09461), which makes a Vision Transformer faster and a little less
+        accurate.
+      tell: function that receives a line about each thing that had to be guessed.
+      **options: fields of `vit_jax.weights.Preprocess` that replace those stored with
+        the weights, such as `max_tokens=256` to keep the aspect ratio of images or
+        `patch=8` for smaller patches; and keys of the network, as in `create_model`,
+        that keep the shapes of its parameters, such as `dtype="bfloat16"` to compute in
+        it or `drop_path_rate=0.1` to train it further.
 
     Raises:
-      UserError: there are no such weights, or something does not fit.
+      UserError: the weights cannot be opened, or an argument does not fit them.
 
     Example:
       >>> import vit_jax
@@ -146,10 +151,10 @@ def load_model(
 def _with_network_keys(
     pretrained: Pretrained, given: Mapping[str, object]
 ) -> Pretrained:
-    """Returns weights whose network has other values of some keys.
+    """Returns weights whose network has other values for some keys.
 
     Raises:
-      UserError: it has no such key, or parameters of other shapes by it.
+      UserError: a key is unknown, or its value changes the shapes of parameters.
     """
     variant = pretrained.options["variant"]
     known = network_keys(variant, pretrained.options).keys() - {"variant"}
@@ -174,23 +179,24 @@ def _with_network_keys(
 
 
 class PretrainedModel:
-    """A network with its parameters, which knows how its images are prepared.
+    """A network with its parameters and the preprocessing of its images.
 
-    Images are given as a path, the content of a file, an array of uint8 (height, width,
-    channels) or grey (height, width), of NumPy, JAX or another library, a PIL image, or a
-    list of these, which an array with one more dimension is. A folder is all images in it,
-    in the order of their paths. Called with images, it returns the logits of the classes.
+    An image is a path, the content of a file, an array of uint8 (height, width,
+    channels) or grey (height, width), of NumPy, JAX or another library, or a PIL image.
+    Several images are a list of these, an array with one more dimension, or a folder,
+    which stands for all images in it in the order of their paths. Calling the model
+    with images returns the logits of the classes.
 
     Args:
       pretrained: the weights.
       preprocess: how images are prepared.
-      class_names: in label order; those of the weights if empty.
+      class_names: class names in label order; those of the weights if empty.
 
     Attributes:
-      model: the network, whose `apply` is this one's.
+      model: the network; its `apply` is called by the `apply` of this class.
       params: nested dict of arrays on the default device.
       preprocessing: how images are prepared.
-      class_names: in label order; empty without a classifier.
+      class_names: class names in label order; empty without a classifier.
 
     Example:
       >>> import numpy as np, vit_jax
@@ -243,16 +249,17 @@ class PretrainedModel:
         """Computes "logits" and "pre_logits", see `vit_jax.models.Model.apply`.
 
         Args:
-          params: such as `self.params`.
-          images: prepared, as `preprocess` returns them.
+          params: parameters, such as `self.params`.
+          images: prepared images, as `preprocess` returns them.
+          **more: further arguments of `vit_jax.models.Model.apply`.
         """
         return self.model.apply(params, images, **more)
 
     def __call__(self, images: Images) -> Float[np.ndarray, "B K"]:
-        """Returns the logits of the classes, or the features if there is no classifier.
+        """Returns the logits of the classes, or the features without a classifier.
 
         Args:
-          images: see the class.
+          images: one image or several, see the class.
 
         Raises:
           UserError: an image cannot be read.
@@ -265,10 +272,10 @@ class PretrainedModel:
 
     @_checked
     def preprocess(self, images: Images) -> Float[Array, "B Y X C"] | PatchSequences:
-        """Returns images as the network takes them: resized, cropped and normalised.
+        """Returns images in the network's input format: resized, cropped, normalised.
 
         Args:
-          images: see the class.
+          images: one image or several, see the class.
 
         Raises:
           UserError: an image cannot be read.
@@ -284,17 +291,17 @@ class PretrainedModel:
         """Returns the most probable classes, best first.
 
         Args:
-          images: see the class.
-          topk: classes an image.
+          images: one image or several, see the class.
+          topk: number of classes per image.
           threshold: smallest probability of the classes to return, in place of `topk`;
-            0.5 by default if the network was trained on several labels an image.
+            0.5 by default if the network was trained on several labels per image.
 
         Returns:
-          For each image its classes, with label, name and probability; for a single image
-          these alone.
+          A list with the classes of each image (label, name and probability); for a
+          single image, only its classes.
 
         Raises:
-          UserError: there is no classifier, or an image cannot be read.
+          UserError: the model has no classifier, or an image cannot be read.
         """
         if not self.class_names:
             raise UserError(
@@ -316,21 +323,23 @@ class PretrainedModel:
         prompts: Sequence[str] = ("{}",),
         topk: int = 5,
     ) -> list[Best] | Best:
-        """Returns the texts that images are most like, best first.
+        """Returns the texts that are most similar to each image, best first.
 
         Args:
-          images: see the class.
-          texts: what images are compared with, as "a photo of a dog"; or classes, if
-            there are prompts.
-          prompts: texts with "{}" for a class; its embedding is the mean over them.
-          topk: texts an image.
+          images: one image or several, see the class.
+          texts: texts to compare images with, such as "a photo of a dog"; or names of
+            classes, if there are prompts.
+          prompts: texts with "{}" in place of a class; the embedding of a class is the
+            mean over all of them.
+          topk: number of texts per image.
 
         Returns:
-          As `predict`. Probabilities sum to 1 over the texts, except of weights trained
-          with a sigmoid (SigLIP), where each text has one by itself.
+          The same as `predict`. Probabilities sum to 1 over the texts, except for
+          weights trained with a sigmoid (SigLIP), which score each text independently.
 
         Raises:
-          UserError: there is no text tower or no tokenizer, or an image cannot be read.
+          UserError: the weights have no text tower or no tokenizer, or an image cannot
+            be read.
         """
         texts = tuple(texts)
         logits = self.tower.logits(
@@ -345,11 +354,12 @@ class PretrainedModel:
         """Returns the cosine similarity of each image with each text, for retrieval.
 
         Args:
-          images: see the class.
-          texts: see `zero_shot`.
+          images: one image or several, see the class.
+          texts: texts to compare images with, as for `zero_shot`.
 
         Raises:
-          UserError: as `zero_shot`.
+          UserError: the weights have no text tower or no tokenizer, or an image cannot
+            be read.
         """
         return self._image_embeddings(images) @ self.tower.embed(texts).T
 
@@ -372,27 +382,27 @@ class PretrainedModel:
         reshape: bool = True,
         batch_size: int = _BATCH,
     ) -> Features | tuple[Features, ...]:
-        """Returns features of any layers, the same as timm's `forward_intermediates`.
+        """Returns features from any layers, equal to timm's `forward_intermediates`.
 
         Batches are split over the devices of this process. At another resolution:
         `load_model(..., image_size=(448, 672))`.
 
         Args:
-          images: see the class.
-          layers: numbers from 0, or negative ones counted from the last; what they are
-            in each network says `Model.layer_features`. None: the last layer.
+          images: one image or several, see the class.
+          layers: layer indices, negative ones counted from the last;
+            `Model.layer_features` says what each layer is. None: the last layer.
           norm: whether to apply the network's final norm.
-          tokens: "patches", "prefix" (class token and registers), "all" of both, or
-            "pooled": one vector per image; without `layers` the one that the classifier
-            sees.
-          reshape: whether patches stand in their grid.
-          batch_size: images that pass through the network at once.
+          tokens: "patches"; "prefix" (class token and registers); "all" (both); or
+            "pooled" (one vector per image, without `layers` the input of the
+            classifier).
+          reshape: whether to arrange patches in their grid.
+          batch_size: number of images per batch.
 
         Returns:
-          A float32 array for each of the layers, or a single one without `layers`: for
-          "patches" (B, rows, columns, D), without `reshape` (B, patches, D); for
-          "prefix" and "all" (B, tokens, D); for "pooled" (B, D). With `max_tokens` a list
-          of arrays without B for "patches" and "all", each of its image's own size.
+          One float32 array per layer, or a single array without `layers`: for "patches"
+          (B, rows, columns, D), or (B, patches, D) without `reshape`; for "prefix" and
+          "all" (B, tokens, D); for "pooled" (B, D). With `max_tokens`, "patches" and
+          "all" return a list of arrays without B, one per image.
 
         Raises:
           UserError: the network has no such features, or an image cannot be read.
@@ -412,20 +422,20 @@ class PretrainedModel:
         chosen = (-1,) if layers is None else layers
         layer_features.check_all(self.model, chosen)
         if self.preprocessing.max_tokens and tokens in ("patches", "all"):
-            found = self._of_any_size(images, chosen, batch_size, how)
+            outputs = self._of_any_size(images, chosen, batch_size, how)
         else:
-            found = self._in_batches(
+            outputs = self._in_batches(
                 images,
                 (chosen, *how.values()),
                 lambda *args: self.model.layer_features(*args, chosen, **how),
                 batch_size,
             )
-        return found[0] if layers is None else found
+        return outputs[0] if layers is None else outputs
 
     def _of_any_size(self, images, layers, batch_size, how) -> tuple[list, ...]:
-        """Returns for each layer the tokens of each image, whose number differs."""
+        """Returns, for each layer, one array of tokens per image of any size."""
         flat = how | {"reshape": False}
-        *found, grids = self._in_batches(
+        *outputs, grids = self._in_batches(
             images,
             (layers, *how.values()),
             lambda params, sequences: (
@@ -443,7 +453,7 @@ class PretrainedModel:
 
         return tuple(
             [cut(x, grid[0]) for x, grid in zip(layer, grids, strict=True)]
-            for layer in found
+            for layer in outputs
         )
 
     @_checked
@@ -455,48 +465,51 @@ class PretrainedModel:
         overlap: float = 1 / 3,
         batch_size: int = _BATCH,
     ) -> list[Int16[np.ndarray, "H W"]] | Int16[np.ndarray, "H W"]:
-        """Returns the class of each pixel of images of any size, at their own sizes.
+        """Returns the class of each pixel of images of any size.
 
-        With `max_tokens` an image is one sequence of patches; otherwise windows are cut.
+        With `max_tokens` each image is one sequence of patches; otherwise the network
+        runs on windows of the image. Results have the size of the images.
 
         Args:
-          images: see the class.
-          resize: "cover" resizes an image until it just covers a window of the network's
-            size, "none" keeps its size, "whole" resizes all of it to one window.
-          overlap: least part of a window's side that the next one covers too.
-          batch_size: windows that pass through the network at once.
+          images: one image or several, see the class.
+          resize: "cover" resizes an image until it just covers a window of the
+            network's input size, "none" keeps its size, "whole" resizes all of it to
+            one window.
+          overlap: smallest fraction of a window's side that the next window overlaps.
+          batch_size: number of windows per batch.
 
         Returns:
-          For each image its class numbers; for a single image these alone.
+          A list with the class numbers of each image; for a single image, only its own.
 
         Raises:
-          UserError: there is no head for masks, or an image cannot be read.
+          UserError: the model has no segmentation head, or an image cannot be read.
         """
         read = ((None, self._read(one)) for one in self._each(images))
-        found = self.segmenter.label_maps(read, batch_size, resize, overlap)
-        maps = [label_map for _, label_map in found]
+        outputs = self.segmenter.label_maps(read, batch_size, resize, overlap)
+        maps = [label_map for _, label_map in outputs]
         return maps[0] if self._is_single(images) else maps
 
     @functools.cached_property
     def segmenter(self) -> label_maps.PixelClassifier:
-        """The head for masks, with the names of its classes; UserError if there is none."""
+        """The segmentation head and its class names; UserError if there is none."""
         return label_maps.PixelClassifier(
             self._pretrained, self.preprocessing, self._given_names
         )
 
     @_checked
     def attention(self, images: Images) -> Features:
-        """Returns the attention from each token to each, by layer and head.
+        """Returns the attention of each token to every other, by layer and head.
 
-        Tokens are the prefix, as the class token, then the patches row by row.
+        Tokens are the prefix (such as the class token), then the patches row by row.
 
         Args:
-          images: see the class.
+          images: one image or several, see the class.
 
         Returns:
-          (B, L, H, N, N) of L layers and H heads; with `max_tokens` a list of arrays
-          (L, H, N, N) of each image's own N tokens. These are computed one by one and
-          compiled for each grid; after 32 grids JAX's caches are emptied.
+          (B, L, H, N, N) for L layers and H heads; with `max_tokens` a list of arrays
+          (L, H, N, N), where N is the number of tokens of the image. These are computed
+          one image at a time and compiled once per grid; JAX's caches are cleared after
+          32 grids.
 
         Raises:
           UserError: the network has no attention between all tokens, or an image cannot
@@ -508,17 +521,19 @@ class PretrainedModel:
         return np.stack([np.asarray(layer) for layer in maps], axis=1)
 
     def _attention_of(self, image) -> Float[np.ndarray, "L H N N"]:
-        """Returns the attention in an image of any size, by a network of its grid."""
+        """Returns the attention in an image of any size, by a network for its grid."""
         loaded = self._of_grids
         pixels = loaded.prepare(self._read(image))
-        own = loaded.fitted(pixels.shape[:2])
-        maps = attention_maps(own.model, own.params, own.normalize(pixels[None]))
+        fitted = loaded.fitted(pixels.shape[:2])
+        maps = attention_maps(
+            fitted.model, fitted.params, fitted.normalize(pixels[None])
+        )
         return np.stack([np.asarray(layer[0]) for layer in maps])
 
     @functools.cached_property
     def _of_grids(self) -> LoadedModel:
         how = self.preprocessing
-        if how.patch != self.model.config.patch_size:  # Another kernel.
+        if how.patch != self.model.config.patch_size:  # The stem needs another kernel.
             return LoadedModel.from_pretrained("", self._pretrained, how)
         return LoadedModel("", self.model, self.params, how)
 
@@ -529,13 +544,13 @@ class PretrainedModel:
         function: Callable,
         batch_size: int = _BATCH,
     ):
-        """Returns the outputs of all images.
+        """Returns the outputs of a function for all images.
 
         Args:
-          images: see the class.
-          name: of the function; it is compiled once for each name.
+          images: one image or several, see the class.
+          name: name of the function, which is compiled once per name.
           function: function of parameters and normalised images.
-          batch_size: images at once.
+          batch_size: number of images per batch.
         """
 
         def of_pixels(params, pixels):
@@ -577,7 +592,7 @@ class PretrainedModel:
 
 
 def at_step(source: str | os.PathLike, step: int | None) -> str:
-    """Returns the weights that a source and a run's step name."""
+    """Returns the address of the weights at a step of a run."""
     if step is None:
         return os.fspath(source)
     return checkpoint_folders.at_step(source, step)

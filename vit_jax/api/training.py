@@ -1,4 +1,4 @@
-"""Training, fine-tuning and evaluation."""
+"""Trains, fine-tunes and evaluates models from Python."""
 
 import contextlib
 import copy
@@ -28,7 +28,7 @@ from vit_jax.training.config import EvaluationConfig, TrainConfig
 from vit_jax.training.timers import StartupTimer
 from vit_jax.training.train_setup import TrainSetup
 
-# Keys of `data` that say where files are and what is in them.
+# Keys of `data` about the location of files and their content.
 _OF_FILES = {*PLACE, "num_examples", "exclude", "label_key", "mask_key"}
 _BATCH = 64  # Images per batch of an evaluation without a config.
 
@@ -38,9 +38,9 @@ class _Arguments(WeightsArguments):
     model: str = key("", "Weights.")
     workdir: str = key("", "Folder of a run.")
     masks: str = key("", "Folder of masks.")
-    aspect: str = key("crop", "What becomes of images that are not square.")
-    minutes: float = key(0.0, "Time to train in.", below=2**31)
-    folds: int = key(0, "Runs, each with another part to validate on.")
+    aspect: str = key("crop", "How images that are not square are handled.")
+    minutes: float = key(0.0, "Time limit in minutes.", below=2**31)
+    folds: int = key(0, "Number of folds of the cross-validation.")
     num_examples: int = key(1, "Images per epoch.", at_least=1)
     callbacks: tuple[Callback, ...] = key((Callback(),), "Called during training.")
 
@@ -60,27 +60,27 @@ def train(
     callbacks: Iterable[Callback] = (),
     **overrides,
 ) -> dict:
-    """Trains, evaluates and reports; resumes where a run in `workdir` was interrupted.
+    """Trains, evaluates and reports; resumes an interrupted run in `workdir`.
 
     Args:
-      config: file of a recipe, with its argument after a colon if it takes one; or a
-        mapping or config of the same keys.
+      config: file of a recipe, followed by a colon and its argument if it takes one; or
+        a mapping or config with the same keys.
       workdir: folder for checkpoints, metrics and the report; a new one under runs/ if
         None.
-      data: images, uint8 or uint16 (N, height, width, channels) or grey (N, height,
-        width), or floats of other channels than 1 or 3; and their labels, integers (N,),
-        in place of the config's data set; or such pairs by the name of their split, of
-        which "train" is trained on and all others are evaluated. Transforms of the
-        config prepare them, as those of files.
-      class_names: of `data`, in label order.
-      callbacks: see `Callback`.
-      **overrides: config keys, as `epochs=3` or `**{"optim.learning_rate": 0.01}`.
+      data: a pair (images, labels) in place of the config's data set, or a dict of such
+        pairs by split name: the run trains on "train" and evaluates all others. Images
+        are uint8 or uint16 (N, height, width, channels) or grey (N, height, width), or
+        floats with any number of channels but 1 and 3; labels are integers (N,). The
+        transforms of the config apply to them as to files.
+      class_names: class names of `data`, in label order.
+      callbacks: objects whose methods are called during training, see `Callback`.
+      **overrides: config keys, such as `epochs=3` or `**{"optim.learning_rate": 0.01}`.
 
     Returns:
       The content of `report.json`: final accuracies, steps, seconds and more.
 
     Raises:
-      UserError: bad input, or memory or disk is full.
+      UserError: the input is bad, or memory or disk is full.
 
     Example:
       >>> import numpy as np, vit_jax
@@ -126,38 +126,40 @@ def finetune(
     tell: Callable[[str], None] = print,
     **overrides,
 ) -> finetuning.Result:
-    """Fine-tunes weights on your images; resumes where it was interrupted.
+    """Fine-tunes weights on your images; resumes an interrupted run.
 
-    A rule chooses every setting that is not given, from the number and size of the images
-    and the speed of the device, and prints each choice with the key that changes it.
+    Each setting that is not given follows from the number and size of the images and
+    the speed of the device; each choice is printed with the key that changes it.
 
     Args:
-      photos: folder with folders of classes, or of splits with those; a table of paths
-        and labels (CSV, TSV, JSON Lines, Parquet); or the name of a data set, as
-        "owner/name" on the Hugging Face hub. Or images and labels, or such pairs by the
-        name of their split, as `data` of `train`.
-      workdir: folder of the run, which is a model for `load_model`; one under
-        runs/finetune, the same for the same images and model, if None.
-      masks: folder of the masks of the images in a folder, with the same names: the class
-        of every pixel is learnt. A folder of both needs none.
-      class_names: of arrays, in label order.
-      model: weights, see `load_model`; DeiT-Ti on a CPU and AugReg S/16 elsewhere if
-        empty.
-      aspect: "crop" for squares; "keep" for images of any size, of as many patches as a
-        square has (NaFlex, docs/any_size.md).
-      minutes: to train and evaluate in, by the measured speed; 0 is no limit.
-      folds: train so often, each time with another part of the images to validate on, so
-        that all of a small set are scored; the first run is the model.
-      callbacks: see `Callback`.
-      tell: called with lines about the images and the choices.
-      **overrides: config keys, as `epochs=3` or `**{"optim.learning_rate": 0.01}`.
+      photos: folder with one folder per class, or with splits that hold such folders; a
+        table of paths and labels (CSV, TSV, JSON Lines, Parquet); the name of a data
+        set, such as "owner/name" on the Hugging Face hub; or arrays, like `data` of
+        `train`.
+      workdir: folder of the run, which `load_model` can open. If None, a folder under
+        runs/finetune that depends on the images and the model only.
+      masks: folder with the masks of the images, under the same file names, to learn
+        the class of every pixel. Not needed for a folder that holds both.
+      class_names: class names of arrays, in label order.
+      model: weights, see `load_model`; if empty, DeiT-Ti on a CPU and AugReg S/16
+        elsewhere.
+      aspect: "crop" crops images to squares; "keep" keeps their aspect ratio, with as
+        many patches as a square would have (NaFlex, docs/any_size.md).
+      minutes: time limit for training and evaluation, kept by means of the measured
+        speed; 0 for no limit.
+      folds: number of runs, each with another part of the images held out for
+        validation, so that every image of a small set is scored; the first run is the
+        model.
+      callbacks: objects whose methods are called during training, see `Callback`.
+      tell: function that receives lines about the images and the choices.
+      **overrides: config keys, such as `epochs=3` or `**{"optim.learning_rate": 0.01}`.
 
     Returns:
-      The score on the test images, or else on those that validate, with its 95 %
-      interval, and the run's report.
+      The score on the test images, or on the validation images if there are none, with
+      its 95 % interval, and the report of the run.
 
     Raises:
-      UserError: images or weights cannot be read, or do not fit each other.
+      UserError: images or weights cannot be read, or they do not fit together.
 
     Example:
       >>> import vit_jax
@@ -173,7 +175,7 @@ def finetune(
         arrays, place = _arrays(photos, "train", class_names), IN_MEMORY
         if masks:
             raise UserError(
-                f"masks={masks!r}: photos are arrays, which have no masks here: give the "
+                f"masks={masks!r}: photos are arrays, which cannot have masks: give the "
                 "folder of the images, or leave it out"
             )
     place = arguments.take("photos", fields.Key(help=""), place, "")
@@ -206,24 +208,24 @@ def evaluate(
     tell: Callable[[str], None] = print,
     **overrides,
 ) -> dict:
-    """Runs the evaluations of a config on weights.
+    """Evaluates weights as a config describes.
 
     Args:
       source: weights, see `load_model`.
-      config: file of a recipe, as "configs/eval/fewshot.py:data=digits", or a mapping or
-        config of the same keys; needed unless `data` is classified.
-      data: images and labels to classify, as of `train`, in place of the config's data
-        set and evaluations; or such pairs by the name of their split.
-      class_names: of `data`, in label order.
-      step, use_ema, num_heads, architecture: see `load_model`.
-      tell: called with lines about what happens.
-      **overrides: config keys, as of `train`.
+      config: file of a recipe, such as "configs/eval/fewshot.py:data=digits", or a
+        mapping or config with the same keys; optional if `data` is given.
+      data: a pair (images, labels) to classify, as in `train`, in place of the config's
+        data set and evaluations; or a dict of such pairs by split name.
+      class_names: class names of `data`, in label order.
+      step, use_ema, num_heads, architecture: options of `load_model`.
+      tell: function that receives lines about the progress.
+      **overrides: config keys, as in `train`.
 
     Returns:
-      Metrics by evaluation, as {"test": {"params": {"top1": 0.97, ...}}}.
+      Metrics by evaluation, such as {"test": {"params": {"top1": 0.97, ...}}}.
 
     Raises:
-      UserError: the weights or the data cannot be read or do not fit each other.
+      UserError: the weights or the data cannot be read, or they do not fit together.
 
     Example:
       >>> import numpy as np, vit_jax
@@ -259,19 +261,19 @@ def evaluate(
 def train_setup(
     config: str | os.PathLike | Mapping | TrainConfig, num_examples: int, **overrides
 ) -> TrainSetup:
-    """Builds the step and the initial state for your training loop.
+    """Builds the training step and the initial state for your own training loop.
 
     Args:
-      config: see `train`.
-      num_examples: images of an epoch, for schedules.
-      **overrides: config keys, as of `train`.
+      config: recipe, see `train`.
+      num_examples: number of images per epoch, for schedules.
+      **overrides: config keys, as in `train`.
 
     Returns:
-      Among others `initial_state()`, the jitted `train_step(state, batch)`, which returns
-      the next state and metrics, and `total_steps`.
+      A `TrainSetup`, with `initial_state()`, the jitted `train_step(state, batch)`,
+      which returns the next state and metrics, and `total_steps`.
 
     Raises:
-      UserError: bad input.
+      UserError: the input is bad.
 
     Example:
       >>> import numpy as np, vit_jax
@@ -292,7 +294,7 @@ def train_setup(
 
 
 def _training_sections(arrays: Mapping[str, Arrays], class_names: Sequence[str]):
-    """Returns `_sections` that train on the arrays of "train" and evaluate on the others."""
+    """Returns `_sections` that train on the split "train" and evaluate all others."""
     images, labels = map(np.asarray, arrays["train"])
     keys = {
         "name": IN_MEMORY,
@@ -307,7 +309,7 @@ def _training_sections(arrays: Mapping[str, Arrays], class_names: Sequence[str])
 def _sections(
     arrays: Mapping[str, Arrays], keys: Mapping, evaluated: Container[str]
 ) -> dict[str, Callable[[Mapping], Mapping]]:
-    """Returns changes of `data` (to `keys`) and `evals` (splits to evaluate) of a config."""
+    """Returns functions that set `data` (to `keys`) and `evals` (evaluated splits)."""
     evals = {name: {"split": name} for name in arrays if name in evaluated}
     return {
         "data": lambda given: {k: given[k] for k in given.keys() - _OF_FILES} | keys,
@@ -318,7 +320,7 @@ def _sections(
 def _arrays(
     data: Arrays | Mapping[str, Arrays], main: str, class_names: Sequence[str]
 ) -> dict[str, Arrays]:
-    """Returns images and labels by the name of their split, checked; `main` is required."""
+    """Checks and returns images and labels by split; the split `main` must exist."""
     arrays = dict(data) if isinstance(data, Mapping) else {main or "test": data}
     if main and main not in arrays:
         raise UserError(f"data has no {main!r} among {', '.join(arrays) or 'nothing'}")
@@ -331,7 +333,7 @@ def _arrays(
 
 
 def _opened(arrays: Mapping[str, Arrays], class_names: Sequence[str]):
-    """Opens arrays, if there are any, in place of every data set."""
+    """Replaces every data set by the arrays, if there are any."""
     if not arrays:
         return contextlib.nullcontext()
 
@@ -343,7 +345,7 @@ def _opened(arrays: Mapping[str, Arrays], class_names: Sequence[str]):
 def _config(
     config, overrides: Mapping, sections: Mapping | None = None, cls=TrainConfig
 ):
-    """Completes a config; sections are changed by functions before overrides."""
+    """Completes a config; `sections` are functions that change it before overrides."""
     if isinstance(config, str | os.PathLike):
         raw = loading.read(TrainConfig, os.fspath(config))
     elif isinstance(config, Mapping):

@@ -1,4 +1,4 @@
-"""Test-time augmentation: a network that answers for several views of an image.
+"""Test-time augmentation: a network whose answers are averaged over views of an image.
 
 Letters: B images, L classes.
 """
@@ -14,7 +14,7 @@ from vit_jax.data.preprocess import Preprocess
 from vit_jax.errors import UserError
 from vit_jax.models import Model, Params
 
-# A view is a place of the crop, as fractions of the rest of the image, and a mirroring.
+# A view is the position of its crop, as fractions of the free space, and a mirroring.
 _CENTRE = (0.5, 0.5)
 _FIVE = (_CENTRE, (0.0, 0.0), (0.0, 1.0), (1.0, 0.0), (1.0, 1.0))
 VIEWS = {
@@ -29,10 +29,10 @@ _PART = 0.875  # Largest side of a crop, as a fraction of the image's side.
 
 @dataclasses.dataclass(frozen=True)
 class AugmentedModel(Model):
-    """A network that answers for each view; it cannot be trained.
+    """A network that averages its answers over several views; it cannot be trained.
 
-    `crop` is height and width of a view in pixels; with `sigmoid` each class has a sigmoid,
-    instead of all a softmax.
+    `crop` is the height and width of a view in pixels. With `sigmoid` each class has an
+    independent probability, otherwise they share a softmax.
     """
 
     views: str = "flip"
@@ -102,16 +102,17 @@ class AugmentedModel(Model):
 def augment(
     model: Model, preprocess: Preprocess, views: str, *, sigmoid: bool
 ) -> tuple[Model, Preprocess]:
-    """Returns a network that answers for several views, and how its images are made.
+    """Returns a network that answers for several views, and its preprocessing.
 
-    Crops are cut from a larger image, of which they have 7/8 of the side, or the weights'
-    smaller `crop_fraction`. The other arguments are returned unchanged if `views` is "".
+    Crops are cut from a larger image. Their side is 7/8 of the image's, or the
+    `crop_fraction` of the weights if that is smaller. Returns `model` and `preprocess`
+    unchanged if `views` is "".
     """
     if not views:
         return model, preprocess
     if preprocess.max_tokens:
         raise UserError(
-            f"max_tokens={preprocess.max_tokens} with views {views!r}, which are of one "
+            f"max_tokens={preprocess.max_tokens} with views {views!r}, which have one "
             "size: leave one of them out"
         )
     crop = tuple(preprocess.image_size)

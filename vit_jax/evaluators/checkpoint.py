@@ -25,9 +25,10 @@ class Evaluated(NamedTuple):
     """The results of `evaluate`.
 
     Attributes:
-      scores: evaluation to {"weights": metrics}.
-      confusions: evaluation to its confusion matrix, if it has one.
-      evals: evaluation to its data and settings, see `Suite.described`.
+      scores: dict of evaluation names to {"weights": metrics}.
+      confusions: dict of evaluation names to confusion matrices, for those that have
+        one.
+      evals: dict of evaluation names to their data and settings, see `Suite.described`.
     """
 
     scores: Scores
@@ -50,14 +51,14 @@ def evaluate(
       pretrained: result of `weights.open_pretrained`.
       preprocess: preprocessing of its images.
       config: an `EvaluationConfig`.
-      tell: function that is called with lines for the user.
-      check: function that is called with the sources of all splits, by a name for
-        messages, before any computation; may raise UserError.
-      views: views of each image, one of `augmented.VIEWS`; "" for the image alone.
+      tell: function that receives lines for the user.
+      check: function that receives the sources of all splits, by a name for messages,
+        before any computation; may raise UserError.
+      views: views of each image, one of `augmented.VIEWS`; "" for the image itself.
 
     Raises:
-      UserError: the data do not exist or do not fit the network, or the network's outputs
-        are not finite.
+      UserError: the data cannot be opened or do not fit the network, or the network's
+        outputs are not finite.
     """
     mesh = meshes.create(config.mesh)
     model, params = surgery.fit_network(pretrained, preprocess)
@@ -101,8 +102,8 @@ def evaluate(
 def summary(evals: Mapping[str, EvalConfig], scores: Scores) -> dict[str, object]:
     """Returns the scores of `evaluate` for its last line of JSON.
 
-    They are those of `EvalConfig.summarize`, by evaluation. If damaged images were left out
-    (data.on_error="skip"), "skipped" maps evaluations to their number.
+    The scores are those of `EvalConfig.summarize`, by evaluation. If damaged images
+    were skipped (data.on_error="skip"), "skipped" maps evaluations to their number.
     """
     metrics = {name: values[PARAMS_NAME] for name, values in scores.items()}
     summaries = {

@@ -16,7 +16,7 @@ from vit_jax.evaluators.protocol import Confusion, Evaluator, Pass, Scored, mean
 from vit_jax.evaluators.splits import EvalSplit, ModelClassesConfig
 
 BINS = 15
-_MAX_CLASSES = 2_000  # A confusion matrix of more would be gigabytes, and unreadable.
+_MAX_CLASSES = 2_000  # A confusion matrix with more would be gigabytes, and unreadable.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,15 +56,15 @@ class ClassificationConfig(ModelClassesConfig):
 def _allowed(
     config: ClassificationConfig, split: EvalSplit, num_classes: int
 ) -> tuple[tuple[int, ...], str]:
-    """Returns the classes that may be answered, () for all, and a line for the user."""
+    """Returns the classes that may be predicted, () for all, and a line to print."""
     present, option = sorted(split.classes), config.only_present_classes
     if option and len(present) == num_classes:
         present = np.unique(split.labels).tolist()
     if len(present) == num_classes:
         return (), ""
     restricted = option is None or option
-    answers = f"these {len(present):,} alone" if restricted else f"all {num_classes:,}"
-    note = f"answers are of {answers} (only_present_classes={restricted})"
+    answers = f"these {len(present):,} only" if restricted else f"all {num_classes:,}"
+    note = f"possible answers: {answers} (only_present_classes={restricted})"
     return tuple(present) if restricted else (), note
 
 
@@ -74,12 +74,13 @@ def score(
     allowed: tuple[int, ...] = (),
     class_names: tuple[str, ...] = (),
 ) -> Scored:
-    """Scores predictions, or restricted ones, against one label each.
+    """Scores predictions against one label each.
 
     The metrics are top1, top5 (with more than five classes), loss (nats), ece,
-    balanced_accuracy (mean of the accuracies of the classes that occur), macro_f1 (mean of
-    their F1 scores), examples, and the number of `allowed` classes if those are not all, (),
-    with the confusion matrix of up to 2,000 classes.
+    balanced_accuracy (mean accuracy of the classes that occur), macro_f1 (mean of their
+    F1 scores) and examples. If `allowed` is not (), only these classes are predicted,
+    and their number is a metric too. There is a confusion matrix for up to 2,000
+    classes.
     """
     answers = outputs.restricted if allowed else outputs.predictions
     classes = allowed or range(num_classes)
@@ -117,9 +118,9 @@ def calibration_error(
 ) -> float:
     """Returns the expected calibration error (arXiv:1706.04599, equation 3).
 
-    It is the mean over the examples of the difference between accuracy and mean confidence,
-    the softmax probability of the predicted class, in their bin, out of 15 equally wide bins
-    of confidence, (0, 1/15] to (14/15, 1].
+    Confidence is the softmax probability of the predicted class. It is divided into 15
+    equally wide bins, (0, 1/15] to (14/15, 1]. The error is the mean over the examples
+    of the difference between accuracy and mean confidence in the example's bin.
     """
     edges = np.linspace(0, 1, BINS + 1)[1:-1]
     bins = np.searchsorted(edges, confidence.astype(np.float64))

@@ -1,7 +1,7 @@
-"""ImageNet-C: error of a classifier on corrupted images, beside AlexNet's (arXiv:1903.12261).
+"""ImageNet-C: error on corrupted images, relative to AlexNet (arXiv:1903.12261).
 
-Each of 15 corruptions, and of 4 more that do not count in the mean, has 5 severities; each of
-these sets has all validation images. Letters: N examples.
+There are 15 corruptions, and 4 more that do not count in the mean, each at 5
+severities; each of these sets has all validation images. Letters: N examples.
 """
 
 import dataclasses
@@ -27,9 +27,9 @@ GROUPS = {
     "digital": ("contrast", "elastic_transform", "pixelate", "jpeg_compression"),
     "extra": ("speckle_noise", "gaussian_blur", "spatter", "saturate"),
 }
-# AlexNet's error on each corruption, mean over the severities: google-research/augmix
-# 202cf4c (imagenet.py) has them from the authors' table, "Calculating the mCE" in the
-# README of hendrycks/robustness.
+# AlexNet's error on each corruption, the mean over the severities, from
+# google-research/ augmix 202cf4c (imagenet.py), which took it from the authors' table,
+# "Calculating the mCE" in the README of hendrycks/robustness.
 ALEXNET = {
     "gaussian_noise": 0.886428,
     "shot_noise": 0.894468,
@@ -75,12 +75,12 @@ class CorruptionsConfig(ModelClassesConfig):
     )
     extra: bool = key(
         False,
-        "Whether to evaluate also the 4 corruptions that do not count in the mean.",
+        "Whether to also evaluate the 4 corruptions that do not count in the mean.",
     )
     clean: str = key(
         "",
-        'Split of `data.name` that has the clean images, for relative_mce; "" leaves '
-        "it out.",
+        'Split of `data.name` with the clean images, for relative_mce; "" omits '
+        "that metric.",
     )
 
     def open(self, name, splits):
@@ -98,7 +98,7 @@ class CorruptionsConfig(ModelClassesConfig):
                     f"evals.{name}: the class folders of {split.title} are not those of "
                     f"{first.title}: unpack both again"
                 )
-        # Once for all of them: the sets have the same classes.
+        # Matched once: all sets have the same classes.
         matched = splits.match(
             name,
             first,
@@ -137,12 +137,12 @@ class CorruptionsConfig(ModelClassesConfig):
 
 
 def _folder(name: str, data_dir: str, corruption: str, severity: int) -> str:
-    """Returns the folder of a set in `data_dir`; raises UserError if there is none."""
+    """Returns the folder of a set in `data_dir`; raises UserError if it is missing."""
     where = os.path.expanduser(data_dir)
     if not data_dir or not os.path.isdir(where):
         raise UserError(
             f"evals.{name}.data_dir={data_dir!r} is not a folder: give the one with the "
-            "folders of ImageNet-C, as gaussian_noise/1"
+            "folders of ImageNet-C, such as gaussian_noise/1"
         )
     (group,) = (group for group, names in GROUPS.items() if corruption in names)
     for place in (f"{corruption}/{severity}", f"{group}/{corruption}/{severity}"):
@@ -158,17 +158,18 @@ def score(
     right: Mapping[tuple[str, int], Bool[np.ndarray, " N"]],
     clean: Bool[np.ndarray, " N"] | None = None,
 ) -> Scored:
-    """Scores the answers on all sets, as section 4 of the paper does.
+    """Scores the answers on all sets, as in section 4 of the paper.
 
     Args:
-      right: (corruption, severity) to whether each answer is right.
-      clean: whether the answers on the clean images are; None: unknown.
+      right: whether each answer is right, by (corruption, severity).
+      clean: whether each answer on the clean images is right; None if unknown.
 
     Returns:
-      mce, the mean over the 15 corruptions of ce/CORRUPTION, the error summed over the
-      severities by AlexNet's; with `clean` relative_mce, the same for the differences from
-      the error on clean images, and clean_error; mean_error, over the 15 corruptions;
-      error/CORRUPTION/SEVERITY, and error/CORRUPTION, their mean; examples.
+      mce, the mean over the 15 corruptions of ce/CORRUPTION, which is the error summed
+      over the severities divided by AlexNet's; with `clean` relative_mce, computed in
+      the same way from the increase of the error over that on clean images, and
+      clean_error; mean_error, the mean over the 15 corruptions;
+      error/CORRUPTION/SEVERITY, and their mean, error/CORRUPTION; examples.
     """
     by_set = {of_set: 1 - mean(answers) for of_set, answers in right.items()}
     errors = {
@@ -176,7 +177,7 @@ def score(
         for corruption, severity in by_set
         if severity == SEVERITIES[0]
     }
-    # Of sums by sums or of means by means, the severities are as many.
+    # A ratio of sums equals a ratio of means: both have the same number of severities.
     ce = {name: errors[name] / of_alexnet for name, of_alexnet in ALEXNET.items()}
     metrics = {"mce": statistics.fmean(ce.values())}
     if clean is not None:

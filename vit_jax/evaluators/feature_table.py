@@ -27,9 +27,9 @@ from vit_jax.weights import surgery
 from vit_jax.weights.network_images import network_input, prepare_image
 from vit_jax.weights.pretrained import Pretrained
 
-NAME, LABEL, FEATURE = "name", "label", "feature"  # Columns.
+NAME, LABEL, FEATURE = "name", "label", "feature"  # Names of columns.
 
-_GROUP = 1_024  # Rows of a row group.
+_GROUP = 1_024  # Rows per row group.
 _SPLITS = (*splits.TRAIN, *splits.VALIDATION, *splits.TEST)
 
 
@@ -39,15 +39,15 @@ class Extractor:
     Args:
       pretrained: the weights.
       preprocess: preprocessing of the images; the network is resized to their size.
-      layers: layers with a vector of their own, see `Model.layer_features`; None for
-        none, empty for all.
+      layers: layers that get a vector each, see `Model.layer_features`; None for no
+        layer, empty for all.
 
     Attributes:
-      widths: name of each vector to its length: "feature", the one that the classifier
-        and k-NN see, and "layer_2" of layer 2, pooled.
+      widths: length of each vector by its name: "feature" is the input of the
+        classifier and of k-NN, "layer_2" is the pooled output of layer 2.
 
     Raises:
-      UserError: there is no such layer, or no vector of whole images.
+      UserError: a layer does not exist, or the network has no vectors of whole images.
     """
 
     def __init__(
@@ -72,14 +72,14 @@ class Extractor:
         self._devices, self._function = LocalDevices(), function
         pixels = jax.ShapeDtypeStruct((1, *model.image_shape), preprocess.pixels)
         shapes = jax.eval_shape(function, model.shapes, pixels)
-        # JAX sorts the keys of a dict as texts.
+        # JAX sorts the keys of a dict alphabetically.
         names = [FEATURE, *map(_column, chosen)]
         self.widths = {name: shapes[name].shape[1] for name in names}
 
     def vectors(
         self, images: Iterable[inputs.Named], batch_size: int
     ) -> Iterator[tuple[str, Mapping[str, Float[np.ndarray, " D"]] | str]]:
-        """Yields an image's name, and its vectors or why it cannot be read.
+        """Yields an image's name, and its vectors or the reason why it cannot be read.
 
         Raises:
           UserError: a vector is not finite.
@@ -88,16 +88,16 @@ class Extractor:
         def prepare(data, name):
             return prepare_image(data, self._preprocess, self._channels, name)
 
-        for name, found in prediction.stream(
+        for name, result in prediction.stream(
             images,
             prepare,
             lambda *batch: self._devices.run("", self._function, self._params, *batch),
             batch_size=batch_size,
         ):
-            if not isinstance(found, str):
-                for values in found.values():
+            if not isinstance(result, str):
+                for values in result.values():
                     prediction.check_finite(values, name)
-            yield name, found
+            yield name, result
 
 
 def _vectors(
@@ -121,16 +121,16 @@ def _column(layer: int) -> str:
 def labels_of(
     words: Sequence[str], images: Iterable[inputs.Named]
 ) -> dict[str, str] | None:
-    """Returns the class of each image, the folder below the given one that it is in.
+    """Returns the class of each image: its folder below the given folder.
 
-    A folder of a split, as "train", is not a class.
+    The folder of a split, such as "train", does not count as a class.
 
     Args:
       words: files and folders of the command line.
       images: output of `inputs.find_some` for them.
 
     Returns:
-      Names of images to classes; None if there is an image without one.
+      Classes by the names of the images; None if an image has no class.
     """
     if inputs.STDIN in words:
         return None
@@ -153,16 +153,16 @@ def writing(
 ) -> Iterator[Callable[[str, Mapping[str, np.ndarray]], None]]:
     """Yields a function that adds an image's name and vectors to a Parquet file.
 
-    A column is `name`, the next `label` if there are labels, and each vector a list of
-    fixed size of float32. The file appears when all rows are written.
+    The columns are `name`, `label` if there are labels, and each vector as a list of
+    float32 of fixed size. The file appears when all rows are written.
 
     Args:
       out: path of the file; its folder is created.
-      widths: see `Extractor`.
+      widths: attribute of `Extractor`.
       labels: output of `labels_of`.
 
     Raises:
-      UserError: it cannot be written.
+      UserError: the file cannot be written.
     """
     path = epath.Path(out)
     with writing_out(out):
@@ -180,7 +180,7 @@ class _Table:
         lists = {name: pa.list_(pa.float32(), width) for name, width in widths.items()}
         texts = {NAME: pa.string()} | ({LABEL: pa.string()} if labels else {})
         self._schema = pa.schema(texts | lists)
-        coded = [LABEL] if labels else False  # Numbers of features hardly repeat.
+        coded = [LABEL] if labels else False  # Feature values hardly ever repeat.
         self._writer = pq.ParquetWriter(file, self._schema, use_dictionary=coded)
         self._labels, self._rows = labels, []
 
@@ -211,5 +211,5 @@ class _Table:
 
 
 def _text(name: str) -> str:
-    """Returns a file name, whose bytes may be no text, as text."""
+    """Returns a file name as text, even if its bytes are not valid text."""
     return name.encode(errors="backslashreplace").decode()

@@ -1,10 +1,10 @@
 """Few-shot linear evaluation: least squares on frozen features, in closed form.
 
 The protocol of arXiv:2010.11929 (section 4.1): features are standardised with mean and
-deviation (+1e-5) of the support, a constant feature is appended, targets are +1 for the
-class and -1 for the others, and one eigendecomposition solves for every strength of the
-L2 regularisation. Letters: N support examples, M test examples, S rows drawn, D features,
-E eigenvalues, K classes, L strengths.
+standard deviation (+1e-5) of the support, a constant feature is appended, targets are
++1 for the class and -1 for the others, and one eigendecomposition solves for every
+strength of the L2 regularisation. Letters: N support examples, M test examples, S drawn
+rows, D features, E eigenvalues, K classes, L strengths.
 """
 
 import dataclasses
@@ -20,9 +20,9 @@ from vit_jax.errors import UserError
 from vit_jax.evaluators.protocol import FeaturesConfig, Scored, mean
 from vit_jax.evaluators.splits import EvalSplit
 
-EPSILON = 1e-5  # Added to the deviation.
+EPSILON = 1e-5  # Added to the standard deviation.
 BIAS = 100.0  # The constant feature: so large that it is hardly regularised.
-_BLOCK = 2**22  # Elements of one block of rows; 8 bytes each.
+_BLOCK = 2**22  # Elements per block of rows; 8 bytes each.
 
 Features = Float[np.ndarray, "N D"]
 Labels = Integer[np.ndarray, " N"]
@@ -32,9 +32,10 @@ Labels = Integer[np.ndarray, " N"]
 class FewShotConfig(FeaturesConfig):
     """Few-shot accuracy of features: least squares on a few examples per class.
 
-    Metrics for S shots: "Sshot", the mean accuracy over the seeds with the first of the
-    strengths, "Sshot_std", its sample deviation, the same with each further strength as
-    "Sshot_l2_X", and "Sshot_short", the number of classes with fewer examples, if any.
+    Metrics for S shots: "Sshot" is the mean accuracy over the seeds with the first
+    strength, "Sshot_std" its sample standard deviation. "Sshot_l2_X" and
+    "Sshot_l2_X_std" are these for each further strength X. "Sshot_short" is the number
+    of classes with fewer than S examples, if any.
     """
 
     fractions: ClassVar = ("[0-9]*shot*",)
@@ -49,8 +50,8 @@ class FewShotConfig(FeaturesConfig):
     )
     seeds: int = key(
         20,
-        "Number of draws of the examples, over which mean and standard deviation are "
-        "taken.",
+        "Number of draws of the examples, for mean and standard deviation of the "
+        "accuracy.",
         at_least=1,
         below=2**32,
     )
@@ -104,7 +105,7 @@ class FewShotConfig(FeaturesConfig):
 
 
 def _positions(records: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """Returns the positions of rows in the outputs; damaged records have none."""
+    """Returns the positions of rows in the outputs, without damaged records."""
     places = np.searchsorted(records, rows)
     places = np.minimum(places, len(records) - 1)
     return places[records[places] == rows]
@@ -116,8 +117,8 @@ def draw(
     """Draws the support: positions of `shots` examples of every class, class by class.
 
     The draw from a class is a pure function of the seed, the class and its number of
-    examples; fewer shots draw a subset of what more shots draw. All examples are drawn
-    from a class with fewer.
+    examples; fewer shots draw a subset of what more shots draw. A class with fewer than
+    `shots` examples contributes all of them.
     """
     order = np.argsort(labels, kind="stable")
     bounds = np.searchsorted(labels[order], np.arange(num_classes + 1))
@@ -125,7 +126,8 @@ def draw(
     for number in range(num_classes):
         members = order[bounds[number] : bounds[number + 1]]
         bits = np.random.Philox(key=np.array([seed, number], np.uint64))
-        # numpy keeps the stream of `random`, unlike that of `permutation`.
+        # NumPy keeps the stream of `random` between versions, unlike that of
+        # `permutation`.
         ranks = np.random.Generator(bits).random(len(members))
         drawn.append(members[np.argsort(ranks, kind="stable")[:shots]])
     return np.concatenate(drawn)
@@ -136,7 +138,8 @@ class Solution:
     """Least squares for one support and any strength of the regularisation.
 
     Attributes:
-      mean, scale: mean of the support's features, and their deviation plus EPSILON.
+      mean: mean of the support's features.
+      scale: standard deviation of the support's features, plus EPSILON.
       basis: map from eigenvectors to standardised features and the constant.
       values: eigenvalues.
       right: targets in the basis of the eigenvectors.
@@ -170,10 +173,11 @@ class Solution:
 def solve(features: Features, labels: Labels, num_classes: int) -> Solution:
     """Solves least squares for all strengths at once, in float64.
 
-    It is primal (a matrix of D + 1 features) if N >= D, else dual (of N examples). Memory
-    besides the features, in numbers of 8 bytes: (D + 1) K for the right side and as many
-    for the class sums here or the weights in `predict`, four matrices of min(N, D + 1)
-    squared, and a block of _BLOCK: 530 MB measured for 21,843 classes and 1,280 features.
+    The system is primal (a matrix of D + 1 features) if N >= D, else dual (of N
+    examples). Memory besides the features, in numbers of 8 bytes: (D + 1) K for the
+    right side and the same again for the class sums here or the weights in `predict`,
+    four square matrices of side min(N, D + 1), and a block of _BLOCK: 530 MB measured
+    for 21,843 classes and 1,280 features.
 
     Raises:
       UserError: the features are not finite.
@@ -226,7 +230,7 @@ def accuracies(
 ) -> Float[np.ndarray, " L"]:
     """Returns the accuracy on the test examples for each strength.
 
-    `train` and `test` have features and labels; the strengths `l2` are above 0.
+    `train` and `test` are pairs of features and labels; the strengths `l2` are above 0.
     """
     solution = solve(*train, num_classes)
     features, labels = test
@@ -236,7 +240,7 @@ def accuracies(
 def _times_targets(
     rows: Float[np.ndarray, "N E"], labels: Labels, num_classes: int
 ) -> Float[np.ndarray, "E K"]:
-    """Multiplies by the targets of +1 and -1 without an array of them."""
+    """Multiplies by the targets of +1 and -1 without storing them in an array."""
     sums = np.zeros((num_classes, rows.shape[1]))
     _add_class_sums(sums, rows, labels)
     sums *= 2
@@ -247,7 +251,7 @@ def _times_targets(
 def _add_class_sums(
     sums: Float[np.ndarray, "K E"], rows: Float[np.ndarray, "N E"], labels: Labels
 ) -> None:
-    """Adds its rows to each class; takes as much memory again as `rows`."""
+    """Adds each row to the sum of its class; needs as much memory again as `rows`."""
     from scipy import sparse
 
     classes, places = np.unique(labels, return_inverse=True)
@@ -256,7 +260,7 @@ def _add_class_sums(
 
 
 def _positive(values: np.ndarray) -> np.ndarray:
-    return np.maximum(values, 0.0)  # Negative ones are rounding errors.
+    return np.maximum(values, 0.0)  # Negative eigenvalues are rounding errors.
 
 
 def _blocks(count: int, width: int) -> list[slice]:

@@ -1,17 +1,18 @@
-"""Fonts for pictures with class names: letters that no font has are escaped."""
+"""Fonts for pictures with class names; letters that no font has are escaped."""
 
 import functools
 import unicodedata
 
 from PIL import ImageFont
 
-# Pillow's default font has little but ASCII. These have letters with accents, or Chinese,
+# Pillow's default font has little more than ASCII. These have letters with accents, or
+# Chinese,
 # Japanese and Korean, on Linux, macOS and Windows.
 _INSTALLED = (
     *("DejaVuSans.ttf", "Arial.ttf", "arial.ttf"),
     *("NotoSansCJK-Regular.ttc", "Arial Unicode.ttf", "msyh.ttc"),
 )
-_NO_CHARACTER = "\uffff"  # Drawn as the box that stands for a missing letter.
+_NO_CHARACTER = "\uffff"  # Fonts draw it as the box for a missing letter.
 
 
 def choose(text: str, size: int) -> tuple[str, ImageFont.FreeTypeFont]:
@@ -22,8 +23,9 @@ def choose(text: str, size: int) -> tuple[str, ImageFont.FreeTypeFont]:
       size: height of the font, in pixels.
 
     Returns:
-      The text as it is, composed (NFC), and the first installed font that has it all; or
-      Pillow's default font, and an escape, as "\\u83ca", for each letter that it lacks.
+      The text, composed (NFC), and the first installed font that has all its letters;
+      or Pillow's default font and the text with an escape, such as "\\u83ca", for each
+      letter that this font lacks.
     """
     text = unicodedata.normalize("NFC", text)
     fonts = _fonts(size)
@@ -44,7 +46,7 @@ def _fonts(size: int) -> list[ImageFont.FreeTypeFont]:
     for name in _INSTALLED:
         try:
             fonts.append(ImageFont.truetype(name, size))
-        except OSError:  # Not installed.
+        except OSError:  # The font is not installed.
             continue
     return fonts
 

@@ -1,7 +1,7 @@
 """Forward passes over a split for all evaluators.
 
 Each example counts exactly once, on any mesh and any number of hosts. Letters: N
-examples, B rows of a batch, D features, K classes, T the best classes that are kept.
+examples, B batch, D features, K classes, T best classes that are kept.
 """
 
 import dataclasses
@@ -22,25 +22,25 @@ from vit_jax.distributed import mesh as meshes
 from vit_jax.errors import UserError
 from vit_jax.models import Model, patches
 
-if TYPE_CHECKING:  # Tasks without texts have none.
+if TYPE_CHECKING:  # Imported only for types: most tasks have no texts.
     from vit_jax.models.text_tower import TextTower
 
 TOP = 5  # Number of best classes kept per example.
 
-# Labels are there only if the split has them, grids if images are sequences of patches.
+# "label" only if the split has labels, "grids" only if images are sequences of patches.
 _BATCH = ("image", "grids", "label", "index", "mask")
 
 Weights = dict | tuple  # Parameters of a network, or a state, see `TrainedTask`.
-Array = Any  # An array of NumPy, or a tracer of JAX in a program.
+Array = Any  # A NumPy array, or a JAX tracer inside a compiled function.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """The outputs of a pass to compute, by their names in `Outputs`.
+    """The outputs that a pass computes, by their names in `Outputs`.
 
     Attributes:
-      losses: whether predictions have losses, for which images must have one label.
-      restricted: classes that restricted predictions choose among; () for none.
+      losses: whether predictions include losses, which need one label per image.
+      restricted: classes that restricted predictions choose from; () for none.
       layers: layers whose pooled features are computed.
     """
 
@@ -63,10 +63,11 @@ class Wanted:
 
 @flax.struct.dataclass
 class Predictions:
-    """The answers of a classifier.
+    """The predictions of a classifier.
 
-    `tops` are the best classes, best first, int32 (N, T), `confidence` the softmax probability
-    of the first, (N,), and `losses` the softmax cross-entropies in nats, (N,), or None.
+    `tops` are the best classes, best first, int32 (N, T), `confidence` the softmax
+    probability of the first, (N,), and `losses` the softmax cross-entropies in nats,
+    (N,), or None.
     """
 
     tops: Array
@@ -82,12 +83,13 @@ class Outputs:
       records: indices of the examples in their source, (N,), without damaged ones.
       labels: (N,), or (N, K) with `data.multi_label`; None if labels are not read.
       features: input of the classifier, float32 (N, D).
-      layers: pooled features of layers by their numbers, float32 (N, D) each.
+      layers: pooled features, float32 (N, D), by layer number.
       logits: float32 (N, K).
-      predictions: `Predictions` among all classes.
-      restricted: `Predictions` among some classes.
-      task: metrics of the task in training, by name, (N,) each.
-      image_embeddings, text_embeddings: vectors in the shared space, float32, of length 1.
+      predictions: predictions among all classes.
+      restricted: predictions among the restricted classes.
+      task: metrics of the training task, (N,) each, by name.
+      image_embeddings: embeddings in the shared space, float32, of length 1.
+      text_embeddings: embeddings in the shared space, float32, of length 1.
     """
 
     records: Array
@@ -106,15 +108,15 @@ Step = Callable[[Weights, dict], tuple[Outputs, jax.Array]]
 
 
 class TrainedTask(NamedTuple):
-    """The task of a run, as evaluations see it.
+    """The task of a run, for evaluations.
 
-    A state has the parameters of a run and the other arrays that the task needs.
+    A state holds the parameters of a run and the other arrays that the task needs.
 
     Attributes:
-      backbone, held_out_metrics, pictures, segment: of `tasks.task.Task`.
+      backbone, held_out_metrics, pictures, segment: methods of `tasks.task.Task`.
       shapes: jax.ShapeDtypeStruct of each array of a state.
       shardings: shardings of a state.
-      image_shape: (height, width, channels) of its images.
+      image_shape: (height, width, channels) of the task's images.
       tower: text tower of the task.
     """
 
@@ -129,7 +131,7 @@ class TrainedTask(NamedTuple):
 
     @property
     def metric_names(self) -> tuple[str, ...]:
-        """Names of its metrics of images that it is not trained on."""
+        """Names of the task's metrics on images that it is not trained on."""
         batch = {
             "image": jax.ShapeDtypeStruct((2, *self.image_shape), jnp.float32),
             "index": jax.ShapeDtypeStruct((2,), jnp.uint32),
@@ -148,9 +150,10 @@ def make_eval_step(
 ) -> Step:
     """Builds the jitted evaluation step: (params, batch) -> (outputs, mask).
 
-    A batch has image uint8 (B, Y, X, C), index (B,), mask (B,), and label (B,) if labels are
-    read. Every device gets all rows of the result. The `shardings` are of the parameters,
-    replicated if None; the state of a `trained` task replaces the parameters.
+    A batch has image uint8 (B, Y, X, C), index (B,), mask (B,), and label (B,) if
+    labels are read. Every device gets all rows of the result. `shardings` are those of
+    the parameters, which are replicated if None. With a `trained` task, its state takes
+    the place of the parameters.
     """
     shardings = trained.shardings if trained else shardings
     others = np.setdiff1d(np.arange(model.options["num_classes"]), wanted.restricted)
@@ -164,7 +167,7 @@ def make_eval_step(
             state, params = params, trained.backbone(*params)
         if wanted.task:
             batch_of_task = {"image": images, "index": batch["index"]}
-            key = jax.random.key(0)  # Tasks draw the same in each evaluation.
+            key = jax.random.key(0)  # The same random draws in each evaluation.
             with sharding.activations(mesh):
                 values["task"] = trained.held_out_metrics(*state, batch_of_task, key)
         if wanted.features or wanted.logits or wanted.predictions:
@@ -172,13 +175,13 @@ def make_eval_step(
                 outputs = model.apply(params, images.astype(model.options["dtype"]))
         if wanted.layers:
             with sharding.activations(mesh):
-                found = model.layer_features(
+                layers = model.layer_features(
                     params,
                     images.astype(model.options["dtype"]),
                     wanted.layers,
                     tokens="pooled",
                 )
-            values["layers"] = dict(zip(wanted.layers, found, strict=True))
+            values["layers"] = dict(zip(wanted.layers, layers, strict=True))
         if wanted.features:
             values["features"] = outputs["pre_logits"].astype(jnp.float32)
         if wanted.logits or wanted.predictions:
@@ -202,7 +205,7 @@ def make_eval_step(
 
 
 def _predict(logits: Array, num_classes: int, labels: Array | None) -> Predictions:
-    """Returns the best of `num_classes` classes, with losses if there are labels."""
+    """Returns the best of the first `num_classes` classes, with losses if labelled."""
     log_probs = jax.nn.log_softmax(logits)
     best, tops = jax.lax.top_k(log_probs, min(TOP, num_classes))
     predictions = Predictions(tops.astype(jnp.int32), jnp.exp(best[:, 0]))
@@ -213,10 +216,10 @@ def _predict(logits: Array, num_classes: int, labels: Array | None) -> Predictio
 
 
 def make_picture_step(trained: TrainedTask, data: DataConfig, mesh: Mesh) -> Step:
-    """Builds the jitted function of a state and a batch to the task's pictures.
+    """Builds the jitted picture step: (state, batch) -> pictures of the task.
 
-    A batch has image uint8 (B, Y, X, C) and index (B,). The result is a NamedTuple of images
-    (B, Y, X, C), 0..255, or None. Every device gets all of them.
+    A batch has image uint8 (B, Y, X, C) and index (B,). The result is a NamedTuple of
+    images (B, Y, X, C), 0..255, or None. Every device gets all of them.
     """
     mean, std = (
         np.asarray(v, np.float32).reshape(1, 1, 1, -1) for v in (data.mean, data.std)
@@ -254,18 +257,18 @@ def collect_outputs(
 
     Args:
       step: result of `make_eval_step`.
-      params: name of a set ("params", "ema") to parameters.
-      batches: batches of this process, from `pipeline.eval_batches`; every process has the
-        same number.
+      params: sets of parameters by name ("params", "ema").
+      batches: batches of this process, from `pipeline.eval_batches`; every process has
+        the same number of them.
       mesh: mesh of all devices.
-      stop: function that is called before every batch; True stops the pass.
+      stop: function that is called before every batch; returning True stops the pass.
       title: title of the progress bar.
 
     Returns:
-      Name of a set to its outputs; None if stopped.
+      Outputs by the name of the set of parameters; None if stopped.
 
     Raises:
-      UserError: the split has no example.
+      UserError: the split has no examples.
     """
     tables = {name: _Table(len(batches)) for name in params}
     pending = {}
@@ -275,12 +278,12 @@ def collect_outputs(
         arrays = {name: batch[name] for name in _BATCH if name in batch}
         on_device = meshes.to_devices(arrays, mesh)
         running = {name: step(params[name], on_device) for name in params}
-        # The outputs of a batch are fetched while the device runs the next.
+        # Outputs of a batch are fetched while the device computes the next one.
         _add(tables, pending)
         pending = running
     _add(tables, pending)
     if not all(table.count for table in tables.values()):
-        raise UserError("the evaluation split has no example: check config.evals")
+        raise UserError("the evaluation split has no examples: check config.evals")
     return {name: table.outputs() for name, table in tables.items()}
 
 
@@ -290,7 +293,7 @@ def _add(tables: dict, pending: dict) -> None:
 
 
 class _Table:
-    """Outputs of all batches, each in one array that is allocated at once."""
+    """Outputs of all batches, each in one array that is allocated once."""
 
     def __init__(self, batches: int):
         self._batches, self.count = batches, 0
@@ -332,9 +335,9 @@ def check_finite(
         for what, values in columns:
             if values is None:
                 continue
-            with np.errstate(invalid="ignore"):  # Infinities of both signs.
+            with np.errstate(invalid="ignore"):  # Infinities of both signs add to NaN.
                 total = values.sum(dtype=np.float64)
-            if np.isfinite(total):  # The sum shows it without a copy.
+            if np.isfinite(total):  # The sum is a test that needs no copy.
                 continue
             bad = (~np.isfinite(values)).reshape(len(values), -1).any(1).sum()
             raise UserError(

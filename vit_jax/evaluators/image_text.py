@@ -1,7 +1,7 @@
 """Images compared with texts: zero-shot classification, and retrieval of captions.
 
-They need a text tower: of weights, or of a run of the task "contrastive". Letters: N images,
-M captions, P pairs, K classes, E width of the shared space, R rows.
+Both need a text tower, from weights or from a run of the task "contrastive". Letters: N
+images, M captions, P pairs, K classes, E width of the shared space, R rows.
 """
 
 import dataclasses
@@ -23,12 +23,12 @@ from vit_jax.evaluators.splits import EvalConfig, EvalSplit
 from vit_jax.models.text_tower import filled
 
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
-_BLOCK = 2**24  # Similarities at once.
+_BLOCK = 2**24  # Similarities per block.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ZeroShotConfig(EvalConfig):
-    """Zero-shot accuracy: classification by prompts with the names of the classes."""
+    """Zero-shot accuracy: classification by prompts with the class names."""
 
     fractions: ClassVar = ("top1", "top5")
 
@@ -36,25 +36,25 @@ class ZeroShotConfig(EvalConfig):
     split: str = key("", 'Split to evaluate; "" is the test split of the data set.')
     classes: tuple[str, ...] = key(
         (),
-        "Names of the classes in the order of the labels, used instead of the data "
-        "set's names; names that the data set has too may be in any order.",
+        "Class names in label order, used instead of those of the data set; names that "
+        "the data set has too may be in any order.",
         reason="data sets without names of classes",
     )
     imagenet_names: str = key(
         imagenet.CLIP,
-        'Names of the classes where the data set has WordNet ids, as ImageNet: "clip" '
-        'has the names of CLIP\'s authors, "wordnet" the first word of each synset.',
+        'Class names for data sets with WordNet ids, such as ImageNet: "clip" uses the '
+        'names of the CLIP authors, "wordnet" the first word of each synset.',
         choices=(imagenet.CLIP, imagenet.WORDNET),
     )
     canonicalize: bool = key(
         False,
-        "Write names and prompts in lower case and without punctuation, as big_vision "
-        "does for all its text towers (LiT, SigLIP).",
+        "Whether to write names and prompts in lower case and without punctuation, as "
+        "big_vision does for its text towers (LiT, SigLIP).",
     )
     prompts: tuple[str, ...] = key(
         ("a photo of a {}.",),
-        "Texts with {} for the name of a class, whose embedding is the mean over these "
-        "texts (CLIP, arXiv:2103.00020, section 3.1.4).",
+        "Texts with {} in place of a class name; the embedding of a class is the mean "
+        "over them (CLIP, arXiv:2103.00020, section 3.1.4).",
     )
 
     def open(self, name, splits):
@@ -65,7 +65,7 @@ class ZeroShotConfig(EvalConfig):
             classes = class_names.arrange(self.classes, classes, where=where)
         if not classes:
             raise UserError(
-                f"evals.{name}: {split.title} has no names of classes: set "
+                f"evals.{name}: {split.title} has no class names: set "
                 f"evals.{name}.classes"
             )
         if not self.prompts:
@@ -101,7 +101,7 @@ class ZeroShotConfig(EvalConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RetrievalConfig(EvalConfig):
-    """Retrieval of captions by images, and of images by captions."""
+    """Retrieval of captions from images, and of images from captions."""
 
     fractions: ClassVar = ("*_recall*",)
 
@@ -109,8 +109,8 @@ class RetrievalConfig(EvalConfig):
     split: str = key("", 'Split to evaluate; "" is the test split of the data set.')
     k: tuple[int, ...] = key(
         (1, 5, 10),
-        "Numbers of best matches among which the right one is looked for (recall at "
-        "k).",
+        "Values of k for recall at k: the fraction of queries whose right answer is "
+        "among the k best matches.",
         at_least=1,
     )
 
@@ -129,7 +129,7 @@ class RetrievalConfig(EvalConfig):
 
 
 def canonical(text: str, kept: str) -> str:
-    """Returns a text in lower case, with single blanks and `kept` as its only punctuation.
+    """Returns a text in lower case, with single blanks and no punctuation but `kept`.
 
     Source: `canonicalize_text` of google-research/big_vision 0127fb6,
     evaluators/proj/image_text/prompt_engineering.py.
@@ -148,7 +148,7 @@ def _captions(split: EvalSplit) -> tuple[list[str], Int[np.ndarray, " M"]]:
         texts += texts_here
         records += [record] * len(texts_here)
     if not texts:
-        raise UserError(f"{split.title} has no caption: check data.caption_key")
+        raise UserError(f"{split.title} has no captions: check data.caption_key")
     return texts, np.array(records)
 
 
@@ -159,21 +159,21 @@ def score(
     k: Sequence[int],
     stop: Callable[[], bool] = lambda: False,
 ) -> Scored | None:
-    """Computes recalls in both directions, among the `k` best answers.
+    """Computes the recalls at `k` in both directions.
 
-    "recall1" counts a caption as right for its own image only, as the retrieval of COCO and
+    "recall1" counts a caption as right for its own image only, as retrieval on COCO and
     Flickr30k is reported (google-research/big_vision 0127fb6, image_text_retrieval.py);
-    "recall1_of_words" for all images that have a caption of the same words.
+    "recall1_of_words" for all images with a caption of the same words.
 
     Args:
       outputs: embeddings of images and captions.
       captions: captions of all records.
       records: record of each caption.
-      k: numbers of best answers.
-      stop: called before every block of rows; True stops.
+      k: numbers of best answers among which the right one counts.
+      stop: function that is called before every block of rows; returning True stops.
 
     Returns:
-      The scores, None if stopped.
+      The scores; None if stopped.
     """
     images, texts = outputs.image_embeddings, outputs.text_embeddings
     evaluated = np.isin(records, outputs.records)  # Damaged images may be skipped.
@@ -201,11 +201,11 @@ def best_ranks(
     pairs: Int[np.ndarray, "2 P"],
     stop: Callable[[], bool] = lambda: False,
 ) -> Int[np.ndarray, " R"] | None:
-    """Returns the rank, from 0, of the best right answer of each row that has one.
+    """Returns, for rows with a right answer, the rank from 0 of the best right answer.
 
-    Equal similarities stand in the order of the columns. `of_row` and `of_column` number the
-    images or texts, and `pairs` has the numbers that are right for each other. `stop` is
-    called before every block of rows; True stops.
+    Equal similarities are ranked in the order of the columns. `of_row` and `of_column`
+    number the images or texts; `pairs` has the pairs of numbers that match. `stop` is
+    called before every block of rows; returning True stops.
     """
     all_ranks = []
     size = max(1, _BLOCK // len(columns))

@@ -1,6 +1,6 @@
 """Weighted k-nearest neighbours on frozen features, as in DINO.
 
-Letters: N training examples, M test examples, D features, R of their rows.
+Letters: N training examples, M test examples, D features, R rows of features.
 """
 
 import dataclasses
@@ -12,7 +12,7 @@ from jaxtyping import Float, Integer
 from vit_jax.config.fields import key
 from vit_jax.evaluators.protocol import FeaturesConfig, Scored, mean
 
-_BLOCK = 2**24  # Similarities at once; 4 bytes each, and 8 for their order.
+_BLOCK = 2**24  # Similarities per block; 4 bytes each, and 8 for their order.
 
 Labels = Integer[np.ndarray, " M"]
 
@@ -51,7 +51,7 @@ def predict(
     temperature: float = 0.07,
     stop: Callable[[], bool] = lambda: False,
 ) -> Labels | None:
-    """Classifies by a vote of the nearest neighbours.
+    """Classifies by a weighted vote of the nearest neighbours.
 
     Each of the `k` training examples with the largest cosine similarity s votes for its
     class with weight exp(s / temperature).
@@ -66,10 +66,11 @@ def predict(
       num_classes: number of classes.
       k: number of neighbours; all examples if there are fewer.
       temperature: scale of the similarities; low values favour the nearest ones.
-      stop: function that is called before every block of test examples; True stops.
+      stop: function that is called before every block of test examples; returning True
+        stops.
 
     Returns:
-      Class of each test example, the lowest among equal votes; None if stopped.
+      Class of each test example, the lowest class in case of a tie; None if stopped.
 
     Source: arXiv:2104.14294, appendix F.1, after arXiv:1805.01978, section 3.4.
     """
@@ -84,7 +85,7 @@ def predict(
         nearest = np.argpartition(similar, -k, axis=1)[:, -k:]
         closeness = np.take_along_axis(similar, nearest, 1).astype(np.float64)
         votes = np.zeros((len(similar), num_classes))
-        # Subtracting the largest changes no winner, and nothing overflows.
+        # Subtracting the maximum avoids overflow and does not change the winner.
         weights = np.exp((closeness - closeness.max(1, keepdims=True)) / temperature)
         np.add.at(votes, (np.arange(len(similar))[:, None], labels[nearest]), weights)
         predicted[start : start + rows] = votes.argmax(1)

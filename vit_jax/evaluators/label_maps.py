@@ -1,4 +1,4 @@
-"""The class of every pixel of images, by a checkpoint with a head for masks.
+"""Predicts the class of every pixel with a checkpoint that has a segmentation head.
 
 Letters: H by W pixels, C channels, L classes.
 """
@@ -23,24 +23,25 @@ from vit_jax.weights import segmenter, surgery
 from vit_jax.weights.network_images import network_input
 from vit_jax.weights.pretrained import Pretrained
 
-_OPACITY = 0.55  # Of the colours over an image.
+_OPACITY = 0.55  # Opacity of the colours over an image.
 
 
 class PixelClassifier:
     """A checkpoint, ready to classify the pixels of images.
 
     Args:
-      pretrained: checkpoint that was read `with_task`.
-      preprocess: preprocessing, of which bands, depth, normalisation, interpolation and the
-        size of a window or `max_tokens` and `patch` are used.
-      class_names: in label order; the checkpoint's if empty, else numbers.
+      pretrained: checkpoint that was opened `with_task`.
+      preprocess: preprocessing; bands, depth, normalisation, interpolation and the
+        window size, or `max_tokens` and `patch`, are used.
+      class_names: class names in label order; if empty those of the checkpoint, or else
+        numbers.
 
     Attributes:
-      class_names: one for each class.
+      class_names: one name per class.
 
     Raises:
-      UserError: the checkpoint has no head for masks, other numbers of classes, or
-        takes no images of any size.
+      UserError: the checkpoint has no segmentation head or a different number of
+        classes, or does not accept images of any size.
     """
 
     def __init__(
@@ -58,7 +59,7 @@ class PixelClassifier:
         if names and len(names) != classes:
             raise UserError(
                 f"there are {len(names)} class names, but {pretrained.source} has "
-                f"{classes} classes of pixels: give --labels with one line a class"
+                f"{classes} classes of pixels: give --labels with one line per class"
             )
         self.class_names = names or tuple(f"class {k}" for k in range(classes))
         self._preprocess, self._channels = preprocess, model.image_shape[-1]
@@ -67,10 +68,10 @@ class PixelClassifier:
     def read(
         self, data: bytes | np.ndarray, name: str = ""
     ) -> Num[np.ndarray, "H W C"]:
-        """Decodes an image at its own size.
+        """Decodes an image at its original size.
 
         Raises:
-          DamagedImage: it cannot be read.
+          DamagedImage: the image cannot be read.
         """
         return self._preprocess.read(data, self._channels, name)
 
@@ -81,18 +82,19 @@ class PixelClassifier:
         resize: str = "cover",
         overlap: float = 1 / 3,
     ) -> Iterator[tuple[T, LabelMap | None]]:
-        """Yields the classes of the pixels of each image, see `Sliding.label_maps`.
+        """Yields the class of each pixel of each image, see `Sliding.label_maps`.
 
-        With `max_tokens` each image is read whole, see `WholeImages`.
+        With `max_tokens` each image is one sequence of patches, see `WholeImages`.
 
         Args:
-          images: anything, and an image of any size, see `read`.
-          batch_size: windows at once.
-          resize, overlap: see `Sliding`.
+          images: pairs of a name, which is returned, and an image of any size, see
+            `read`.
+          batch_size: number of windows per batch.
+          resize, overlap: attributes of `Sliding`.
 
         Raises:
-          UserError: the network takes no images of any size, or `resize` or
-            `overlap` is of windows.
+          UserError: the network does not accept images of any size, or `resize` or
+            `overlap` is given with `max_tokens`, which uses no windows.
         """
         how = self._preprocess
 
@@ -123,12 +125,12 @@ def predict(
     Args:
       classifier: classifier of the pixels.
       images: images from `inputs.find`.
-      batch_size: windows at once.
-      resize: see `Sliding`.
-      threads: threads that decode; one per core, at most 8, if None.
+      batch_size: number of windows per batch.
+      resize: resizing of an image, see `Sliding`.
+      threads: decoding threads; one per core, at most 8, if None.
 
     Yields:
-      The name of an image, and the image with its classes, or the reason of a failure.
+      The name of an image, and the image with its classes, or why it cannot be read.
     """
 
     def load(image):
@@ -142,7 +144,7 @@ def predict(
 
 
 def shares(label_map: LabelMap, num_classes: int) -> list[float]:
-    """Returns the part of each class in the pixels that have one."""
+    """Returns the fraction of each class among the pixels that have a class."""
     counts = np.bincount(label_map[label_map >= 0], minlength=num_classes)
     return (counts / max(1, counts.sum())).tolist()
 
@@ -151,11 +153,11 @@ class Writer:
     """Writes masks and overlays to a folder.
 
     Args:
-      folder: is made if it does not exist.
+      folder: folder, which is created if it does not exist.
       num_classes: number of classes.
 
     Raises:
-      UserError: the folder cannot be made.
+      UserError: the folder cannot be created.
     """
 
     def __init__(self, folder: str, num_classes: int):
@@ -170,9 +172,9 @@ class Writer:
         """Writes the mask and the overlay of an image; returns their paths.
 
         Raises:
-          UserError: they cannot be written.
+          UserError: a file cannot be written.
         """
-        # Photographs of several folders may have one name.
+        # Photographs in different folders may have the same name.
         stem = unique_stem(pathlib.PurePath(name).stem, self._taken)
         mask, over = (
             self._folder / f"{stem}_{end}" for end in ("mask.png", "overlay.jpg")
@@ -185,7 +187,7 @@ class Writer:
 
 
 def picture(label_map: LabelMap, colors: UInt8[np.ndarray, "L 3"]) -> Image.Image:
-    """Returns a picture whose pixels are class numbers with a palette of colours.
+    """Returns a picture whose pixels are class numbers, with a palette of colours.
 
     More than 256 classes give a picture of 16 bits without colours.
     """
@@ -201,7 +203,7 @@ def overlay(
     label_map: LabelMap,
     colors: UInt8[np.ndarray, "L 3"],
 ) -> UInt8[np.ndarray, "H W 3"]:
-    """Returns an image with the colours of its classes over it; -1 shows the image alone."""
+    """Returns an image with the colours of its classes drawn over it, except at -1."""
     shown = display.to_rgb(image)
     mixed = shown + _OPACITY * (colors[label_map].astype(np.float32) - shown)
     mixed = np.where((label_map < 0)[..., None], shown, mixed)

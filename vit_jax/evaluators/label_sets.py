@@ -1,8 +1,8 @@
 """ReaL and ObjectNet: test sets of ImageNet classifiers with sets of right classes.
 
-ReaL (arXiv:2006.07159) has a set of right labels for each image of ImageNet's validation
-split; ObjectNet (Barbu et al., NeurIPS 2019) has 113 classes that are one or several of
-ImageNet's.
+ReaL (arXiv:2006.07159) has a set of right labels for each image of ImageNet's
+validation split; ObjectNet (Barbu et al., NeurIPS 2019) has 113 classes that correspond
+to one or several classes of ImageNet.
 """
 
 import dataclasses
@@ -25,16 +25,16 @@ from vit_jax.evaluators.forward_passes import Outputs, Wanted
 from vit_jax.evaluators.protocol import Evaluator, Pass, Scored, mean
 from vit_jax.evaluators.splits import EvalConfig, EvalSplits
 
-_FEATURE = "real_label"  # In TFDS's imagenet2012_real.
+_FEATURE = "real_label"  # Feature of imagenet2012_real in TFDS.
 _NUMBER = re.compile(r"ILSVRC2012_val_(\d{8})")
 
-# The ImageNet classes that are one of ObjectNet's.
+# The ImageNet classes that correspond to a class of ObjectNet.
 OVERLAP = tuple(sorted({n for numbers in OBJECTNET_CLASSES.values() for n in numbers}))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RealConfig(EvalConfig):
-    """ImageNet's validation images with the labels of ReaL."""
+    """Accuracy on ImageNet's validation images with the labels of ReaL."""
 
     fractions: ClassVar = ("top1", "top5")
 
@@ -46,7 +46,7 @@ class RealConfig(EvalConfig):
     split: str = key("validation", "Split to evaluate.")
     labels: str = key(
         "",
-        'Path of the real.json of the authors; "" if the data set has these labels.',
+        'Path of the authors\' real.json; "" if the data set has these labels.',
         reason="ImageNet without the labels of ReaL (arXiv:2006.07159)",
     )
 
@@ -67,7 +67,7 @@ class RealConfig(EvalConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ObjectNetConfig(EvalConfig):
-    """The classes of ObjectNet that overlap ImageNet's."""
+    """Accuracy on the classes of ObjectNet that overlap with ImageNet's."""
 
     fractions: ClassVar = ("top1", "top5", "top1_overlap")
 
@@ -91,18 +91,17 @@ class ObjectNetConfig(EvalConfig):
 
 
 def read_real(source: Source, path: str, title: str) -> list[frozenset[int]]:
-    """Reads the set of right labels of each record; 3,163 of ImageNet's 50,000 are empty.
+    """Reads the set of right labels of each record; 3,163 of 50,000 sets are empty.
 
     Args:
       source: ImageNet's validation split, or a part of it. Without a file it must be
         TFDS's imagenet2012_real; with one its records must contain the names of their
         files (ILSVRC2012_val_00000001.JPEG), in their paths or a feature `file_name`.
-      path: the authors' real.json, a list of labels for each of the 50,000 images in
-        the order of their numbers; "" if the source has the labels.
-      title: name of the source, for messages.
+      path: path of the authors' real.json, a list of labels for each of the 50,000
+        images in the order of their numbers; "" if the source has the labels.
 
     Raises:
-      UserError: there are no labels, or a record cannot be identified.
+      UserError: the labels are missing, or a record cannot be identified.
     """
     if not path:
         sets = source.read_feature(_FEATURE)
@@ -122,8 +121,8 @@ def read_real(source: Source, path: str, title: str) -> list[frozenset[int]]:
 def score_real(outputs: Outputs, sets: Sequence[frozenset[int]]) -> Scored:
     """Scores predictions against sets of right labels (arXiv:2006.07159, section 3).
 
-    Images with an empty set are not scored. The metrics are top1, top5 (any of the best five
-    is right) and examples, the number scored.
+    Images with an empty set are not scored. The metrics are top1, top5 (one of the best
+    five is right) and examples, the number of scored images.
     """
     tops = outputs.predictions.tops
     chosen = [sets[record] for record in outputs.records]
@@ -145,10 +144,10 @@ def score_real(outputs: Outputs, sets: Sequence[frozenset[int]]) -> Scored:
 def score_objectnet(outputs: Outputs, order: np.ndarray | None = None) -> Scored:
     """Scores ImageNet predictions on ObjectNet's classes that overlap ImageNet.
 
-    The labels are indices into `OBJECTNET_CLASSES`; `order` is the model's index of each class
-    of ImageNet, the same if None. The metrics are top1 and top5 among all 1,000 classes, as
-    its authors score: any ImageNet class of the object is right; top1_overlap, among the
-    classes of the 113 objects only; and examples.
+    The labels are indices into `OBJECTNET_CLASSES`; `order` has the model's index of
+    each ImageNet class, the identity if None. The metrics are top1 and top5 among all
+    1,000 classes, as in the authors' evaluation, where any ImageNet class of the object
+    is right; top1_overlap, among the classes of the 113 objects only; and examples.
 
     Source: objectnet.dev; github.com/abarbu/objectnet-template-tensorflow.
     """
@@ -199,15 +198,15 @@ def _read_file(path: str) -> list[list[int]]:
 
 
 def _imagenet_order(name: str, config: EvalConfig, splits: EvalSplits) -> np.ndarray:
-    """Returns the model's index of each class of ImageNet; raises UserError if it lacks one."""
+    """Returns the model's index of each ImageNet class; UserError if it lacks one."""
     num_classes = splits.num_classes
     order = class_names.imagenet_order(splits.class_names, num_classes)
     if num_classes != NUM_CLASSES or order is None or (order < 0).any():
         other = (
-            f"{num_classes}" if num_classes != NUM_CLASSES else "1,000 of other names"
+            f"{num_classes}" if num_classes != NUM_CLASSES else "1,000 with other names"
         )
         raise UserError(
             f"evals.{name}: kind={config.kind!r} is for classifiers of ImageNet's 1,000 "
-            f"classes, but the model has {other}: take it out"
+            f"classes, but the model has {other}: leave it out"
         )
     return order

@@ -1,4 +1,4 @@
-"""The devices of this process, which share every batch of images.
+"""Runs functions on the devices of this process, which share every batch of images.
 
 Letters: B images, Y by X pixels, C channels.
 """
@@ -17,7 +17,7 @@ from vit_jax.models.patches import PatchSequences
 
 
 class LocalDevices:
-    """Runs functions of a network's parameters and images, with one copy of them per device."""
+    """Runs functions on images, with one copy of the parameters per device."""
 
     def __init__(self):
         self._mesh = meshes.create(meshes.MeshConfig(), jax.local_devices())
@@ -35,12 +35,12 @@ class LocalDevices:
         """Returns the outputs of a function as NumPy arrays.
 
         Args:
-          name: of the function, which is compiled once for each name.
-          function: function of parameters and images to a tree of arrays with an axis of
-            images first.
-          params: parameters; they are copied to the devices when others are given.
+          name: name of the function, which is compiled once per name.
+          function: function of parameters and images that returns a tree of arrays
+            whose first axis is the images.
+          params: parameters; copied to the devices when they change.
           pixels: images.
-          rows: images that the program is compiled for, B or more.
+          rows: batch size that the function is compiled for, at least B.
         """
         if name not in self._programs:
             self._programs[name] = self._compile(function)
@@ -68,7 +68,7 @@ class LocalDevices:
 
 
 def _to_process(params: Params) -> Params:
-    """Returns arrays that this process holds whole; all call it if they share some."""
+    """Returns whole arrays in this process; called by all processes that share them."""
     shared = [x for x in jax.tree.leaves(params) if not _held(x)]
     if not shared:
         return params

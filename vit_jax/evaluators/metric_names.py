@@ -1,4 +1,4 @@
-"""How the metrics of evaluations are named, and shown in a line or a table."""
+"""Names of evaluation metrics, and how they are printed in a line or a table."""
 
 import fnmatch
 import re
@@ -9,20 +9,20 @@ from vit_jax.evaluators.splits import EvalConfig
 
 
 def is_accuracy(metric: str) -> bool:
-    """Returns whether a metric is the mean accuracy of the first strength."""
+    """Returns whether a metric is a mean accuracy at the first strength."""
     return re.fullmatch(r"(.*/)?\d+shot", metric) is not None
 
 
 def is_beside(metric: str) -> bool:
-    """Returns whether a metric is shown beside others, by `fewer_images`."""
+    """Returns whether a metric is printed with another one, by `fewer_images`."""
     return metric.endswith("shot_short")
 
 
 def fewer_images(metric: str, scores: Mapping[str, float]) -> str:
     """Returns " (3 classes have fewer images)" for a few-shot accuracy, or "".
 
-    `metric` is a name in `scores`, as "25shot", "25shot_l2_1" or "few/params/25shot", which may
-    have "25shot_short", the number of these classes.
+    `metric` is a name in `scores`, such as "25shot", "25shot_l2_1" or
+    "few/params/25shot". `scores` may have the number of these classes, "25shot_short".
     """
     shots = re.fullmatch(r"(.*?\d+shot)(_l2_[^_]+)?", metric)
     count = scores.get(f"{shots[1]}_short", 0) if shots else 0
@@ -33,8 +33,8 @@ def fewer_images(metric: str, scores: Mapping[str, float]) -> str:
 
 def is_fraction(metric: str) -> bool:
     """Returns whether a metric of an evaluator is a fraction, shown in percent."""
-    kinds = [*EVALUATORS.values(), EvalConfig]  # Imports all evaluators.
-    for kind in kinds:  # Adds those of a user's modules.
+    kinds = [*EVALUATORS.values(), EvalConfig]  # This imports all evaluators.
+    for kind in kinds:  # Includes the evaluators of a user's modules.
         kinds += kind.__subclasses__()
     patterns = {pattern for kind in kinds for pattern in kind.fractions}
     return any(fnmatch.fnmatchcase(metric, pattern) for pattern in patterns)

@@ -15,7 +15,7 @@ from vit_jax.evaluators.forward_passes import Wanted
 from vit_jax.evaluators.protocol import Evaluator, Pass, Scored, mean
 from vit_jax.evaluators.splits import ModelClassesConfig
 
-_MAX_CLASSES = 100  # With more, the precision of each is not among the metrics.
+_MAX_CLASSES = 100  # Precisions by class are metrics only up to this number.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,8 +28,8 @@ class MultiLabelConfig(ModelClassesConfig):
     split: str = key("", 'Split to evaluate; "" is the test split of the data set.')
     thresholds: tuple[float, ...] = key(
         (0.5,),
-        "Probabilities above which a class counts as predicted; F1 is computed for "
-        "each of them.",
+        "Probabilities above which a class counts as predicted; F1 is computed at each "
+        "of them.",
         reason="choosing a threshold for images with several labels",
         below=1,
     )
@@ -41,7 +41,7 @@ class MultiLabelConfig(ModelClassesConfig):
                 "labels per image"
             )
         split = splits.open(name, self, self.split, model_classes=True)
-        # Labels of classes that the data lack are unknown.
+        # Labels of classes that the data set lacks are unknown.
         classes, names = sorted(split.classes), split.source.class_names
         names = tuple(names[k] for k in classes) if names else ()
 
@@ -64,14 +64,15 @@ def score(
     Args:
       logits: logits of the classes.
       labels: 0 or 1 for each class, (N, K).
-      thresholds: probabilities from which a class counts as predicted.
+      thresholds: probabilities above which a class counts as predicted.
       names: names of the classes; numbers if empty.
 
     Returns:
-      map, the mean of the average precisions of the classes that occur; loss, the mean
-      over the images of the sums of the binary cross-entropies, in nats; for each
-      threshold macro_f1@T, the mean of the F1 scores of the classes that occur, and
-      micro_f1@T, of all labels together; of up to 100 classes ap/CLASS; examples.
+      map, the mean average precision of the classes that occur; loss, the binary
+      cross-entropies in nats, summed over the classes and averaged over the images; for
+      each threshold T macro_f1@T, the mean F1 score of the classes that occur, and
+      micro_f1@T, the F1 score of all labels together; ap/CLASS for up to 100 classes;
+      examples.
     """
     true = labels > 0
     logits = logits.astype(np.float64)
@@ -100,14 +101,14 @@ def score(
 def average_precision(
     scores: Float[np.ndarray, " N"], relevant: Bool[np.ndarray, " N"]
 ) -> float:
-    """Returns the mean of the precisions at which the relevant examples are reached.
+    """Returns the mean of the precisions at the ranks of the relevant examples.
 
-    Examples are sorted by their scores, the highest first. Examples of equal scores are
-    reached together. There is no interpolation. At least one example must be relevant.
+    Examples are sorted by their scores, highest first; examples with equal scores share
+    a rank. Precision is not interpolated. At least one example must be relevant.
     """
     order = np.argsort(-scores, kind="stable")
     hits = np.cumsum(relevant[order])
-    # The last place of each score.
+    # The last position of each score.
     ends = np.flatnonzero(np.append(np.diff(scores[order]) != 0, True))
     gained = np.diff(hits[ends], prepend=0)
     return float((gained * hits[ends] / (ends + 1)).sum() / hits[-1])

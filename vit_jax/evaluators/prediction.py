@@ -1,4 +1,4 @@
-"""Classes of single images, by any checkpoint with a classifier or a text tower."""
+"""Classifies single images with a checkpoint that has a classifier or text tower."""
 
 import dataclasses
 import itertools
@@ -24,10 +24,10 @@ from vit_jax.weights.network_images import network_input, prepare_image
 from vit_jax.weights.preprocessing import preprocessing_of
 from vit_jax.weights.pretrained import Pretrained
 
-# An image as the network takes it, or a batch of them.
+# An image in the network's input format, or a batch of them.
 Prepared = UInt8[np.ndarray, "*B h w c"] | PatchSequences
 
-_THRESHOLD = 0.5  # Of probabilities, where an image has several labels.
+_THRESHOLD = 0.5  # Smallest probability, for models with several labels per image.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,22 +42,22 @@ class Prediction:
 class Classifier:
     """A checkpoint, ready to classify images.
 
-    With a text tower the classes are any texts, and the image's similarity to each is its
-    logit (zero-shot classification).
+    With a text tower the classes are any texts, and the logit of a class is the image's
+    similarity to its text (zero-shot classification).
 
     Args:
       pretrained: result of `weights.open_pretrained`.
       preprocess: preprocessing of the images; `weights.preprocessing_of(pretrained)` if
         None. Its `image_size` may differ from the checkpoint's: position embeddings are
         resized.
-      class_names: names in label order; the checkpoint's if empty.
+      class_names: class names in label order; the checkpoint's if empty.
       tower: text tower of the checkpoint, which compares images with `class_names`; None
         for a classifier.
-      prompts: texts with "{}" for a class, see `TextTower.classes`.
-      views: views of each image, one of `augmented.VIEWS`; "" for the image alone.
+      prompts: texts with "{}" in place of a class, see `TextTower.classes`.
+      views: views of each image, one of `augmented.VIEWS`; "" for the image itself.
 
     Raises:
-      UserError: the checkpoint has no classifier, or arguments do not fit together.
+      UserError: the checkpoint has no classifier, or the arguments do not fit together.
     """
 
     def __init__(
@@ -139,8 +139,7 @@ def rank(
       names: names of the classes, see `names_of`.
       topk: number of classes to return.
       sigmoid: whether each class was trained with a sigmoid, instead of all with a softmax.
-      threshold: smallest probability of the classes to return, any number of them; then
-        `topk` does not count.
+      threshold: smallest probability of the classes to return; replaces `topk`.
     """
     logits = logits.astype(np.float64)
     if sigmoid:
@@ -157,7 +156,7 @@ def rank(
 
 
 def threshold_of(pretrained: Pretrained) -> float | None:
-    """Returns the probability from which a class is predicted; None for the best alone."""
+    """Returns the smallest probability of a predicted class; None predicts the best."""
     return _THRESHOLD if pretrained.multi_label else None
 
 
@@ -166,18 +165,18 @@ def names_of(
 ) -> tuple[str, ...]:
     """Returns the names of a checkpoint's classes, in label order.
 
-    They are `class_names`, sorted into the order of the checkpoint's or ImageNet's names where
-    they are the same; else the checkpoint's names; else numbers.
+    They are `class_names`, sorted into the order of the checkpoint's or ImageNet's
+    names if they are the same names; else the checkpoint's names; else numbers.
 
     Raises:
-      UserError: there is not one name per class; or the errors of `class_names.arrange`.
+      UserError: the number of names is wrong, or `class_names.arrange` fails.
     """
     num_classes = pretrained.options["num_classes"]
     names = class_names or pretrained.class_names
     if names and len(names) != num_classes:
         raise UserError(
             f"there are {len(names)} class names, but {pretrained.source} has "
-            f"{num_classes} classes: give --labels with one line a class"
+            f"{num_classes} classes: give --labels with one line per class"
         )
     names = arrange(names, pretrained.class_names, where="the class names given")
     return names or tuple(f"class {i}" for i in range(num_classes))
@@ -197,12 +196,12 @@ def predict(
     Args:
       classifier: classifier of the images.
       images: images from `inputs.find`.
-      batch_size, threads: see `stream`.
-      topk: classes per image.
+      batch_size, threads: arguments of `stream`.
+      topk: number of classes per image.
       threshold: smallest probability, see `rank`.
 
     Yields:
-      The name of an image and its most probable classes, or the reason of a failure.
+      The name of an image and its most probable classes, or why it cannot be read.
 
     Raises:
       UserError: the network's output is not finite.
@@ -244,14 +243,15 @@ def stream(
 
     Args:
       images: images from `inputs.find`.
-      prepare: function of a file's content and name to the image that the network takes.
-      compute: function of B prepared images and the rows to fill up to, the same for all
-        batches, to a tree of arrays whose first B rows are the outputs.
+      prepare: function of a file's content and name that returns the network's input.
+      compute: function of B prepared images and the batch size to pad them to, which is
+        the same for all batches; returns a tree of arrays whose first B rows are the
+        outputs.
       batch_size: images per batch.
       threads: number of threads that decode; one per core, at most 8, if None.
 
     Yields:
-      The name of an image and the tree of its outputs, or the reason of a failure.
+      The name of an image and the tree of its outputs, or why it cannot be read.
     """
 
     def load(image: inputs.Named) -> tuple[str, Prepared | str]:
@@ -274,11 +274,11 @@ def stream(
 
 
 def _batches(prepared: Iterable, batch_size: int) -> Iterator[list]:
-    """Groups results into groups of up to `batch_size` readable images."""
+    """Yields lists of up to `batch_size` readable images."""
     batch, good = [], 0
     for name, pixels in prepared:
         if isinstance(pixels, str) and not batch:
-            yield [(name, pixels)]  # No image before it has to be classified first.
+            yield [(name, pixels)]  # No earlier image is waiting to be classified.
             continue
         batch.append((name, pixels))
         good += not isinstance(pixels, str)

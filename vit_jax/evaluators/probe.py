@@ -1,8 +1,8 @@
 """Linear probe: multinomial logistic regression on frozen features, full data.
 
 The strength of the L2 regularisation is chosen on held-out training examples, or by
-cross-validation if those would be few; then the probe is fitted to all of them. Test
-examples are only scored. Letters: N examples, D features, K classes.
+cross-validation if there are few of them; then the probe is fitted to all training
+examples. Test examples are only scored. Letters: N examples, D features, K classes.
 """
 
 import contextlib
@@ -20,9 +20,9 @@ from vit_jax.config.fields import key
 from vit_jax.evaluators import fewshot
 from vit_jax.evaluators.protocol import FeaturesConfig, Scored, mean
 
-_BLOCK = 2**24  # Logits at once on the device; 4 bytes each.
-# With fewer held-out examples cross-validation chooses: on 500 an accuracy of 90 % has
-# an error of 1.3 points, about the difference of neighbouring strengths.
+_BLOCK = 2**24  # Logits per block on the device; 4 bytes each.
+# With fewer held-out examples, cross-validation is used: with 500, an accuracy of 90 %
+# has an error of 1.3 points, about the difference between neighbouring strengths.
 _SMALL = 500
 _FOLDS = 5
 
@@ -81,9 +81,9 @@ class Probe(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """The best strength on the held-out examples, and its probe, fitted to all examples.
+    """The strength that is best on held-out examples, and its probe for all examples.
 
-    `top1` is the accuracy on the held-out examples; nan if there was no choice.
+    `top1` is the accuracy on the held-out examples; NaN if there is only one strength.
     """
 
     l2: float
@@ -92,7 +92,7 @@ class Choice(NamedTuple):
 
 
 class _Stopped(Exception):
-    """Raised where `stop` returned True."""
+    """Raised when `stop` returns True."""
 
 
 def choose(
@@ -108,22 +108,22 @@ def choose(
 ) -> Choice | None:
     """Chooses the strength on held-out examples, and fits all examples with it.
 
-    The held-out examples are one draw from every class. If they are fewer than _SMALL,
+    The held-out examples are one draw from every class. If there are fewer than _SMALL,
     every example is held out once, in _FOLDS stratified folds, and the accuracy is that
-    over all folds. Among several best strengths the middle one in order of size is chosen;
-    of two middle ones the stronger.
+    over all folds. If several strengths are equally good, the middle one in order of
+    size is chosen, and of two middle ones the larger.
 
     Args:
       features: features of the training examples.
       labels: classes of the training examples.
       num_classes: number of classes.
       l2: strengths to try.
-      held_out: fraction of every class that is held out, at least one example of a class
-        with two or more.
+      held_out: fraction of every class that is held out, at least one example of each
+        class with two or more.
       seed: seed of the draw.
       iterations: maximum number of iterations of L-BFGS for each strength.
-      stop: function that is called whenever the loss is computed, and equally often for
-        each fit, because processes call it together; True stops.
+      stop: function that is called the same number of times for each fit, because all
+        processes must call it together; returning True stops.
 
     Returns:
       The choice; None if stopped.
@@ -155,7 +155,7 @@ def path(
     iterations: int = 1_000,
     stop: Callable[[], bool] = lambda: False,
 ):
-    """Yields a probe for each strength, the largest first, starting from the one before.
+    """Yields a probe for each strength, largest first, each starting from the previous.
 
     The loss is the mean softmax cross-entropy plus l2 / 2 times the squared slopes of
     standardised features; offsets are not regularised. It is computed in float32 on this
@@ -168,10 +168,11 @@ def path(
     blocks = _place((features - mean) / scale, labels, num_classes)
     size = features.shape[1] + 1, num_classes
     weights = np.zeros(size[0] * size[1])
-    most = 2 * iterations  # Approximate limit of evaluations of the loss.
+    most = 2 * iterations  # Approximate maximum number of evaluations of the loss.
     for strength in l2:
-        # The number of evaluations may depend on the last bits of the loss, and so differ
-        # between processes, which must call `stop` equally often.
+        # The number of evaluations may depend on the last bits of the loss, and
+        # therefore differ between processes, which must call `stop` the same number of
+        # times.
         calls = iter(range(most))
 
         def objective(flat, strength=strength, calls=calls):
@@ -205,9 +206,9 @@ def _held_out_parts(
         return []
     if held.sum() >= _SMALL:
         return [held]
-    # Class by class, so that the folds have the same number of each to within one.
+    # Class by class, so that the folds differ by at most one example of each class.
     order = fewshot.draw(labels, len(labels), seed, num_classes)
-    # The only example of a class is needed to learn that class.
+    # A class with a single example keeps it for training.
     order = order[np.bincount(labels, minlength=num_classes)[labels[order]] > 1]
     folds = np.full(len(labels), -1)
     folds[order] = np.arange(len(order)) % _FOLDS
@@ -228,7 +229,7 @@ def _held_out(
 
 
 def _place(features: np.ndarray, labels: np.ndarray, num_classes: int) -> tuple:
-    """Copies examples to the device in blocks, the last padded with weights of 0."""
+    """Copies examples to the device in blocks; padding in the last one has weight 0."""
     rows = min(len(labels), max(1, _BLOCK // num_classes))
     blocks = -(-len(labels) // rows)
 
@@ -244,7 +245,7 @@ def _place(features: np.ndarray, labels: np.ndarray, num_classes: int) -> tuple:
 
 @jax.jit
 def _loss(weights: jax.Array, blocks: tuple) -> tuple[jax.Array, jax.Array]:
-    """Returns the mean cross-entropy and its gradient, block by block."""
+    """Returns the mean cross-entropy and its gradient, computed block by block."""
 
     def of_block(weights, features, labels, counted):
         product = functools.partial(jnp.dot, precision=jax.lax.Precision.HIGHEST)

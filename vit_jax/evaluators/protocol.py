@@ -1,7 +1,8 @@
-"""The interface of an evaluator, and two that others build on.
+"""The interface of an evaluator, and two base classes.
 
-An evaluator is a dataclass of config keys, whose method `open` returns forward passes and
-the function that scores their outputs. A line in `EVALUATORS` names it. Letters: K classes,
+An evaluator is a dataclass of config keys whose method `open` returns forward passes
+and the function that scores their outputs. It is listed in `EVALUATORS`. Letters: K
+classes, R
 R rows.
 """
 
@@ -19,11 +20,12 @@ from vit_jax.evaluators.splits import EvalConfig, EvalSplit
 from vit_jax.models.patches import PatchSequences
 
 Stop = Callable[[], bool]
-# Function of images (B, h, w, C), as they are read, or sequences, to the logits of their cells.
+# From images (B, h, w, C) at their stored values, or sequences, to the logits of the
+# cells.
 Segment = Callable[
     [Num[np.ndarray, "B h w C"] | PatchSequences], Float[np.ndarray, "B y x L"]
 ]
-SKIPPED = "skipped"  # Metric: number of damaged images that an evaluation left out.
+SKIPPED = "skipped"  # Metric: number of damaged images that an evaluation skipped.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,9 +35,9 @@ class Pass:
     Attributes:
       wanted: outputs to compute.
       rows: indices of the records that are read; all if None.
-      num_pictures: number of images whose pictures of the task are shown.
-      texts: function that returns texts to compare the images with, for which a text
-        tower and features are needed; the outputs then have the embeddings of both.
+      num_pictures: number of images for which the task's pictures are shown.
+      texts: function that returns texts to compare the images with; it needs a text
+        tower and features, and the outputs then have the embeddings of both.
     """
 
     split: EvalSplit
@@ -48,17 +50,18 @@ class Pass:
 class Confusion(NamedTuple):
     """A confusion matrix.
 
-    `counts` are the examples, or pixels, of each true class (rows) by predicted class
-    (columns); without `class_names`, in label order, classes are called by their numbers.
+    `counts` has the number of examples, or pixels, of each true class (rows) and
+    predicted class (columns). `class_names` are in label order; if empty, numbers are
+    printed.
     """
 
     counts: Integer[np.ndarray, "K K"]
     class_names: tuple[str, ...] = ()
-    counted: str = "images"  # Or "pixels".
+    counted: str = "images"  # "images" or "pixels".
 
     @property
     def accuracies(self) -> Float[np.ndarray, " K"]:
-        """Accuracy of each class; NaN without examples."""
+        """Accuracy of each class; NaN for a class without examples."""
         examples = self.counts.sum(1)
         with np.errstate(invalid="ignore"):
             return self.counts.diagonal() / np.where(examples, examples, np.nan)
@@ -68,7 +71,7 @@ class Confusion(NamedTuple):
 
 
 class Scored(NamedTuple):
-    """Metrics of one set of parameters, and perhaps a confusion matrix."""
+    """Metrics of one set of parameters, and a confusion matrix if there is one."""
 
     metrics: dict[str, float]
     confusion: Confusion | None = None
@@ -76,14 +79,14 @@ class Scored(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Evaluator:
-    """One of `config.evals` with its splits open: the result of its config's `open`.
+    """An evaluation of `config.evals` with its splits open: the result of `open`.
 
-    `score` takes the outputs of the passes, in their order, and `stop`, which long
-    computations call now and then; its result is None if that returned True. An evaluator
-    of images of any size has `score_images` instead, which reads the split of its pass
-    itself: it takes the function that segments, the number of images to give it at once,
-    and `stop`. `try_first` raises UserError if the first record of a split contradicts the
-    config.
+    `score` takes the outputs of the passes, in order, and `stop`, a function that long
+    computations call from time to time; if it returned True, the result is None. An
+    evaluator of images of any size has `score_images` instead, which reads the split of
+    its pass by itself: it takes the function that segments, the number of images per
+    batch, and `stop`. `try_first` raises UserError if the first record of a split
+    contradicts the config.
     """
 
     passes: tuple[Pass, ...]
@@ -93,10 +96,10 @@ class Evaluator:
 
 
 def mean(values: np.ndarray, mask: np.ndarray | None = None) -> float:
-    """Returns the mean of the values of all examples, or of those of a mask.
+    """Returns the mean of the values of all examples, or of the examples in a mask.
 
-    They are summed at once on the host, in float64, so that neither the mesh nor the batch
-    size changes a bit.
+    The sum is computed at once on the host in float64, so that the result is bitwise
+    equal on any mesh and for any batch size.
     """
     values = values if mask is None else values[mask]
     return float(values.sum(dtype=np.float64) / len(values))
@@ -105,14 +108,14 @@ def mean(values: np.ndarray, mask: np.ndarray | None = None) -> float:
 def check_labels(
     labels: np.ndarray | None, num_classes: int, title: str, problem: str
 ) -> None:
-    """Raises UserError for a label of a split that is no class; None is not checked."""
+    """Raises UserError if a label of a split is not a class; skips `labels=None`."""
     if labels is not None and (worst := labels.max(initial=0)) >= num_classes:
         raise UserError(f"{title} has label {worst}, {problem}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FeaturesConfig(EvalConfig):
-    """Base of evaluators that learn on features of one split, and are scored on another."""
+    """Base of evaluators that learn from features of one split and score on another."""
 
     fractions: ClassVar = ("top1",)
 
@@ -122,8 +125,8 @@ class FeaturesConfig(EvalConfig):
     test: str = key("", 'Split to score on; "" is the test split of the data set.')
     layers: tuple[int, ...] = key(
         (),
-        "Layers whose pooled features are joined, as (-4, -3, -2, -1), numbered as in "
-        "`Model.layer_features`; () is the classifier's input.",
+        "Layers whose pooled features are concatenated, such as (-4, -3, -2, -1), "
+        "indexed as in `Model.layer_features`; () uses the classifier's input.",
         reason="the probes of DINO (arXiv:2104.14294), on the last four blocks",
         like=(0,),
         at_least=None,
@@ -161,21 +164,21 @@ class FeaturesConfig(EvalConfig):
         return outputs.replace(features=np.concatenate(joined, axis=1))
 
     def train_rows(self, train: EvalSplit) -> Integer[np.ndarray, " R"] | None:
-        """Returns the rows of the training split that are needed; all if None."""
+        """Returns the rows of the training split that are needed; None for all."""
         return None
 
     def score_features(
         self, train: Outputs, test: Outputs, split: EvalSplit, stop: Stop
     ) -> Scored | None:
-        """Learns on features and labels of `split`, and scores those of the test split."""
+        """Learns from features and labels of `split`, and scores on the test split."""
         raise NotImplementedError
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TaskMetricsConfig(EvalConfig):
-    """Metrics and pictures of the run's task, on images that it is not trained on.
+    """Metrics and pictures of the run's task on held-out images.
 
-    One is the error of a reconstruction. There is a task in training alone.
+    An example is the error of a reconstruction. Only training has a task.
     """
 
     fractions: ClassVar = ("*_accuracy", "*top1", "*top5")
@@ -184,7 +187,7 @@ class TaskMetricsConfig(EvalConfig):
     split: str = key("", 'Split to evaluate; "" is the test split of the data set.')
     num_pictures: int = key(
         8,
-        "Number of images whose pictures are logged, for tasks that draw any.",
+        "Number of images whose pictures are logged, for tasks that draw pictures.",
         at_most=64,
     )
 

@@ -20,20 +20,20 @@ from vit_jax.evaluators.metric_names import fewer_images, is_beside, text
 from vit_jax.evaluators.protocol import Confusion
 
 FILE = "evaluate.json"
-# The drawing of a confusion matrix, in pixels.
+# Sizes in the picture of a confusion matrix, in pixels.
 _SIDE = 900  # Approximate width of the matrix.
-_CELLS = (1, 44)  # Smallest and largest width of a class.
-_NAMED = 13  # Smallest width of a class with a name.
-_COUNTED = 26  # Smallest width of a class with counts.
+_CELLS = (1, 44)  # Smallest and largest width of a cell.
+_NAMED = 13  # Smallest width of a cell to write the names of classes.
+_COUNTED = 26  # Smallest width of a cell to write counts.
 _MARGIN, _BAR, _FONT_SIZE = 12, 120, 12
 _PAPER, _INK, _GRID = (255, 255, 255), (20, 20, 20), (210, 210, 210)
-_DARK = np.array((8, 48, 107))  # A class that is always predicted as one class.
+_DARK = np.array((8, 48, 107))  # Colour of a cell with all examples of its true class.
 _GOOD = (66, 146, 198)
-_MAX_LETTERS = 24  # Longest name.
+_MAX_LETTERS = 24  # Longest name that is written in full.
 
 
 def prepare(folder: str | os.PathLike) -> None:
-    """Creates the folder and writes to it, before any evaluation runs; may raise UserError."""
+    """Creates the folder and writes to it, to fail before any evaluation runs."""
     trial = epath.Path(folder) / f".{FILE}.new"
     with writing_out(folder):
         trial.parent.mkdir(parents=True, exist_ok=True)
@@ -44,7 +44,7 @@ def prepare(folder: str | os.PathLike) -> None:
 def write(
     folder: str | os.PathLike, report: dict, tables: dict[str, Confusion]
 ) -> list[str]:
-    """Writes the report to evaluate.json, and each confusion matrix as a picture and as numbers.
+    """Writes evaluate.json, and each confusion matrix as a picture and a CSV table.
 
     Returns:
       The names of the files.
@@ -67,8 +67,8 @@ def write(
 def table(results: dict, tables: dict[str, Confusion]) -> str:
     """Returns evaluations as a table for a terminal, one metric per line.
 
-    `results` maps evaluation to set of parameters to metrics. Of an evaluation in `tables`
-    the least accurate classes are shown.
+    `results` has metrics by evaluation and set of parameters. For evaluations with a
+    confusion matrix in `tables`, the least accurate classes are listed.
     """
     lines = []
     for name, kinds in results.items():
@@ -94,7 +94,7 @@ def _worst(table: Confusion, most: int = 3) -> list[str]:
 
 
 def confusion_to_csv(confusion: Confusion) -> str:
-    """Returns all numbers as a CSV table with a row per true class.
+    """Returns the confusion matrix as CSV, with one row per true class.
 
     Its columns: class, examples, accuracy (empty without examples), and the number of
     examples predicted as each class.
@@ -115,7 +115,7 @@ def draw_confusion(confusion: Confusion) -> Image.Image:
     """Draws the matrix, and beside it the accuracy of each class as a bar.
 
     The darker a cell, the larger its fraction of the true class. Names and counts are
-    written if there is room for them.
+    written if they fit.
     """
     counts = confusion.counts
     K = len(counts)
@@ -149,7 +149,7 @@ def draw_confusion(confusion: Confusion) -> Image.Image:
 
 
 def _colours(parts: Float[np.ndarray, "K K"]) -> UInt8[np.ndarray, "K K 3"]:
-    # The root shows rare confusions too.
+    # The square root makes rare confusions visible.
     depth = np.sqrt(parts)[..., None]
     return (255 + depth * (_DARK - 255)).round().astype(np.uint8)
 

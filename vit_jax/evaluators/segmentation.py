@@ -1,7 +1,7 @@
 """Semantic segmentation: intersection over union of the classes, over all pixels of a split.
 
-Each image is classified at its own size, see sliding_window.py and whole_images.py, and each
-of its pixels counts once. Letters: H by W pixels, L classes.
+Each image is classified at its original size, see sliding_window.py and
+whole_images.py, and each of its pixels counts once. Letters: H by W pixels, L classes.
 """
 
 import dataclasses
@@ -34,7 +34,7 @@ from vit_jax.evaluators.sliding_window import RESIZES, Sliding
 from vit_jax.evaluators.splits import EvalConfig, EvalSplit
 from vit_jax.evaluators.whole_images import WholeImages
 
-_MAX_CLASSES = 200  # With more, the IoU of each is not among the metrics.
+_MAX_CLASSES = 200  # IoUs by class are metrics only up to this number.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,15 +65,15 @@ class SegmentationConfig(EvalConfig):
         if not (data.mask_key and classes):
             raise UserError(
                 f"evals.{name} compares masks: set data.mask_key to their feature, column "
-                "or folder, and evaluate a network with a head for masks "
+                "or folder, and evaluate a network with a segmentation head "
                 "(task.name='segmentation')"
             )
         split.data = dataclasses.replace(data, num_classes=classes)
         names = split.source.class_names or splits.class_names
         if len(names) not in (0, classes):
             raise UserError(
-                f"evals.{name}: {split.title} has {len(names)} classes of pixels, but the "
-                f"network {classes}: train a head for these"
+                f"evals.{name}: {split.title} has {len(names)} classes of pixels, but "
+                f"the network {classes}: train a head for these"
             )
         given = splits.preprocess
         used = given or Preprocess.of_data(vars(data))
@@ -106,15 +106,16 @@ def count(
 
     Args:
       split: images with masks; each process reads a part of them.
-      how: how windows or sequences are cut.
-      segment: function of windows, or sequences, to logits, on the devices of this process.
-      batch_size: windows at once.
-      stop: function that is called before each image; True stops.
+      how: division of an image into windows or sequences.
+      segment: function of windows, or sequences, that returns logits, on the devices of
+        this process.
+      batch_size: number of windows per batch.
+      stop: function that is called before each image; returning True stops.
 
     Returns:
-      Pixels of each true class (rows) by predicted class (columns), of the images of all
-      processes; the number of these images; and of damaged ones, which were left out.
-      None if stopped.
+      The number of pixels of each true class (rows) and predicted class (columns), over
+      the images of all processes; the number of these images; and the number of damaged
+      images, which were skipped. None if stopped.
 
     Raises:
       UserError: an image or a mask is damaged.
@@ -128,7 +129,7 @@ def count(
         nonlocal stopped, skipped
         rounds = range(-(-len(split.source) // shares))
         for i in progress.each(rounds, split.title, "images", leave=False):
-            if stop():  # The processes agree on it, as often as there are rounds.
+            if stop():  # All processes agree, and call it once per round.
                 stopped = True
                 return
             record = i * shares + share
@@ -155,7 +156,7 @@ def count(
 def confusion(
     labels: Int[np.ndarray, "H W"], predicted: Int[np.ndarray, "H W"], classes: int
 ) -> Integer[np.ndarray, "L L"]:
-    """Returns the pixels of each true class (rows) by predicted class (columns).
+    """Returns pixel counts by true class (rows) and predicted class (columns).
 
     Pixels that have no class (-1) are not counted.
     """
@@ -170,19 +171,19 @@ def score(
     skipped: int = 0,
     names: tuple[str, ...] = (),
 ) -> Scored:
-    """Scores the pixels of a whole split, as mmsegmentation's IoUMetric.
+    """Scores the pixels of a whole split, like mmsegmentation's IoUMetric.
 
     Args:
-      counts: pixels of each true class (rows) by predicted class (columns).
+      counts: number of pixels of each true class (rows) and predicted class (columns).
       images: number of images.
-      skipped: number of damaged images that were left out.
+      skipped: number of damaged images that were skipped.
       names: names of the classes; numbers if empty.
 
     Returns:
-      miou, the mean over the classes that occur or are predicted of the intersection of
-      true and predicted pixels by their union; pixel_accuracy; mean_accuracy, the mean
-      over the classes that occur of the part of their pixels that is right; examples; of
-      up to 200 classes iou/CLASS. And the confusion matrix.
+      miou, the mean intersection over union of the classes that occur or are predicted;
+      pixel_accuracy; mean_accuracy, the mean over the classes that occur of the
+      fraction of right pixels; examples; iou/CLASS for up to 200 classes. And the
+      confusion matrix.
 
     Raises:
       UserError: no pixel has a class.
@@ -211,7 +212,7 @@ def score(
 
 
 def _try_first(split: EvalSplit) -> None:
-    """Reads the first image and its mask; raises UserError if they contradict the config."""
+    """Reads the first image and mask; UserError if they contradict the config."""
     try:
         masks.read_pair(split.source, split.data, 0)
     except DamagedImage as error:

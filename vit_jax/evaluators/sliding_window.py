@@ -1,10 +1,11 @@
-"""The class of every pixel of images of any size, from windows of the network's size.
+"""Predicts the class of every pixel of images of any size from windows.
 
-As mmsegmentation's `slide_inference`: an image is resized, windows overlap, their logits
-are averaged, and the average is resized to the image. An image that is smaller than a window
-is padded with the mean of the images, where mmsegmentation gives the network the smaller image
-(docs/decisions.md). Letters: H by W pixels of an image, h by w of a window, y by x cells of a
-grid, C channels, L classes, B windows.
+The windows have the network's input size. As in mmsegmentation's `slide_inference`, an
+image is resized, windows overlap, their logits are averaged, and the average is resized
+to the image. An image that is smaller than a window is padded with the mean colour,
+where mmsegmentation gives the network the smaller image (docs/decisions.md). Letters: H
+by W pixels of an image, h by w of a window, y by x cells of a grid, C channels, L
+classes, B windows.
 """
 
 import collections
@@ -26,21 +27,21 @@ Logits = Float[np.ndarray, "B y x L"]
 LabelMap = Int16[np.ndarray, "H W"]
 T = TypeVar("T")
 
-_MOST_BYTES = 1 << 28  # Of logits of an image at its own size at a time.
+_MOST_BYTES = 1 << 28  # Logits that are resized to an image's original size at a time.
 
 
 @dataclasses.dataclass(frozen=True)
 class Sliding:
-    """How windows are cut out of an image.
+    """How an image is divided into windows.
 
     Attributes:
       window: height and width of a window.
-      resize: "cover" resizes an image, its aspect kept, until it just covers a window;
-        "none" leaves its size, padded where it is smaller than a window; "whole" resizes
-        all of it to one window.
-      overlap: least part of a window's side that the next one covers too.
+      resize: "cover" resizes an image, with its aspect ratio kept, until it just covers
+        a window; "none" keeps its size, padded if it is smaller than a window; "whole"
+        resizes all of it to one window.
+      overlap: smallest fraction of a window's side that the next window overlaps.
       interpolation: filter of the resize, one of `host.INTERPOLATIONS`.
-      mean: colour of the padding, one or one for each channel, as a fraction of white.
+      mean: colour of the padding, one value or one per channel, as a fraction of white.
     """
 
     window: tuple[int, int]
@@ -55,14 +56,15 @@ class Sliding:
         logits_of: Callable[[Num[np.ndarray, "B h w C"]], Logits],
         batch_size: int,
     ) -> Iterator[tuple[T, LabelMap | None]]:
-        """Yields the class of each pixel of each image, in their order and at their sizes.
+        """Yields the class of each pixel of each image, in order, at the images' sizes.
 
         Args:
-          images: anything that comes back beside the classes, and an image; None in its
-            place gives None. They are read ahead by about a batch of windows.
-          logits_of: function of windows to their logits; it gets `batch_size` windows,
-            at the end perhaps fewer.
-          batch_size: windows at once.
+          images: pairs of any object, which is returned beside the classes, and an
+            image, or None, which gives None. They are read ahead by about a batch of
+            windows.
+          logits_of: function of windows that returns their logits; it is called with
+            `batch_size` windows, and at the end with the rest.
+          batch_size: number of windows per batch.
         """
         waiting, cut = collections.deque(), []
 
@@ -96,7 +98,7 @@ class Sliding:
             yield (top, left), image[top : top + rows, left : left + columns]
 
     def fitted(self, size: tuple[int, int]) -> tuple[int, int]:
-        """Returns the height and width to which an image is resized."""
+        """Returns the height and width that an image is resized to."""
         if self.resize == "whole":
             return self.window
         if self.resize == "none":
@@ -104,7 +106,7 @@ class Sliding:
         return covering_size(size, self.window, self.interpolation)
 
     def _fit(self, image, least):
-        """Returns an image resized and, where it is smaller than a window, padded."""
+        """Returns an image resized and, if it is smaller than a window, padded."""
         size = self.fitted(image.shape[:2])
         if image.shape[:2] != size:
             image = resize_all(image, size, self.interpolation)
@@ -112,11 +114,11 @@ class Sliding:
 
 
 class _Canvas:
-    """The logits of one image, to which windows are added.
+    """Sums the logits of the windows of one image.
 
     Attributes:
       size: height and width of the resized image, at least those of a window.
-      missing: top and left of the windows that were not added yet.
+      missing: top and left of the windows that have not been added yet.
     """
 
     def __init__(self, size: tuple[int, int], how: Sliding):
@@ -147,12 +149,12 @@ class _Canvas:
         part += interpolate(logits, self._how.window)
 
     def label_map(self) -> LabelMap:
-        """Returns the class of each pixel of the image at its first size."""
+        """Returns the class of each pixel of the image at its original size."""
         logits, window = self._sum, self._how.window
         if window != self.size:
             down, across = self._counts
             logits /= (down[:, None] * across)[..., None]
-        if self._fitted != self.size:  # Of the padding there are no classes.
+        if self._fitted != self.size:  # The padding has no classes.
             logits = interpolate(logits, self.size)
             logits = logits[: self._fitted[0], : self._fitted[1]]
         return largest(logits, self._original)
@@ -161,7 +163,7 @@ class _Canvas:
 def _starts(length: int, window: int, overlap: float) -> list[int]:
     """Returns the first pixels of the fewest windows that overlap enough.
 
-    The last one ends with the image, so it overlaps more, as in mmsegmentation.
+    The last window ends with the image, and may overlap more, as in mmsegmentation.
     """
     if length <= window:
         return [0]
@@ -171,7 +173,7 @@ def _starts(length: int, window: int, overlap: float) -> list[int]:
 
 
 def _coverage(length: int, window: int, starts: list[int]) -> Float[np.ndarray, " n"]:
-    """Returns how many windows hold each pixel of one axis."""
+    """Returns the number of windows that contain each pixel of one axis."""
     counts = np.zeros(length, np.float32)
     for start in starts:
         counts[start : start + window] += 1
@@ -181,14 +183,14 @@ def _coverage(length: int, window: int, starts: list[int]) -> Float[np.ndarray, 
 def interpolate(
     maps: Float[np.ndarray, "y x L"], size: tuple[int, int]
 ) -> Float[np.ndarray, "H W L"]:
-    """Resizes maps as `segmenter.resize` does."""
+    """Resizes maps in the same way as `segmenter.resize`."""
     if maps.shape[:2] == size:
         return maps
     return resize_fast(np.ascontiguousarray(maps), size, antialias=False)
 
 
 def largest(logits: Float[np.ndarray, "y x L"], size: tuple[int, int]) -> LabelMap:
-    """Returns the class of the largest of the logits that are resized, a few at a time."""
+    """Returns the class with the largest resized logit, for some rows at a time."""
     step = max(1, _MOST_BYTES // (4 * size[0] * size[1]))
     classes, best = np.zeros(size, np.int16), np.full(size, -np.inf, np.float32)
     for first in range(0, logits.shape[-1], step):

@@ -29,16 +29,16 @@ from vit_jax.data.sources.open import exclude, open_unchecked, source_type
 from vit_jax.data.transforms import parse
 from vit_jax.errors import NoLabels, NoSplit, UserError
 
-if TYPE_CHECKING:  # Only evaluations of weights have one.
+if TYPE_CHECKING:  # Imported only for types: only evaluations of weights use it.
     from vit_jax.data.preprocess import Preprocess
 
-# Keys of `config.data` that an evaluation of another data set sets.
+# Keys of `config.data` that an evaluation of another data set may set.
 KEYS = (
     *("name", "data_dir", "image_key", "label_key", "caption_key", "mask_key"),
     "eval_transform",
 )
-_MANY = 2**31 - 1  # Number of classes if the labels are not the model's.
-# Default splits, of which the first that exists is read. Evaluations in training use the
+_MANY = 2**31 - 1  # Number of classes if the labels are not the model's classes.
+# Default splits; the first that exists is read. Evaluations during training use the
 # test split only if there is no other.
 TESTS = ("test", "val", "validation")
 VALIDATIONS = ("val", "validation", "test")
@@ -48,7 +48,7 @@ VALIDATIONS = ("val", "validation", "test")
 class EvalConfig:
     """Keys of every evaluation: when it runs, and on which data set."""
 
-    # Names of metrics that are fractions, shown in percent; "*" is any text.
+    # Names of metrics that are fractions, shown in percent; "*" matches any text.
     fractions: ClassVar[tuple[str, ...]] = ()
 
     kind: str = key("", "Kind of evaluation.")
@@ -59,7 +59,7 @@ class EvalConfig:
         "in any case.",
         below=2**32,
     )
-    every_epochs: float = epochs("Epochs between evaluations; see `every`.")
+    every_epochs: float = epochs("Number of epochs between evaluations; see `every`.")
     name: str = key("", 'Data set to evaluate; "" is `data.name`.')
     data_dir: str = key(
         "",
@@ -69,22 +69,22 @@ class EvalConfig:
     )
     image_key: str = key(
         "",
-        'Where the images are, as in `data.image_key`; "" is `data.image_key`, or '
-        '"image" for another data set.',
+        'Column or feature of the images, as in `data.image_key`; "" is '
+        '`data.image_key`, or "image" for another data set.',
         reason="data sets with other names than the training data",
     )
     label_key: str = key(
         "",
-        'Where the labels are, as in `data.label_key`; "" is `data.label_key`, or '
-        '"label" for another data set.',
+        'Column or feature of the labels, as in `data.label_key`; "" is '
+        '`data.label_key`, or "label" for another data set.',
     )
     caption_key: str = key(
         "",
-        'Where the captions are, as in `data.caption_key`; "" is `data.caption_key`.',
+        'Source of the captions, as in `data.caption_key`; "" is `data.caption_key`.',
     )
     mask_key: str = key(
         "",
-        'Where the masks are, as in `data.mask_key`; "" is `data.mask_key`, or none '
+        'Source of the masks, as in `data.mask_key`; "" is `data.mask_key`, or none '
         "for another data set.",
         reason="data sets with other names than the training data",
     )
@@ -97,7 +97,7 @@ class EvalConfig:
     def open(self, name: str, splits: "EvalSplits") -> object:
         """Returns the `protocol.Evaluator` with its splits open.
 
-        `name` is that of the evaluation, for messages.
+        `name` is the name of the evaluation, for messages.
         """
         raise NotImplementedError
 
@@ -113,7 +113,7 @@ class ModelClassesConfig(EvalConfig):
     match_classes: str = key(
         "names",
         "How the classes of the data are matched with those of the model "
-        '(docs/labels.md): by their "names", or class by class ("position").',
+        '(docs/labels.md): by "names", or by their index ("position").',
         reason="data sets that name their classes differently",
         choices=tuple(MATCHERS),
     )
@@ -126,8 +126,8 @@ class EvalSplit:
     Attributes:
       split: split expression.
       data: `config.data` for the records of `source`.
-      ops: host transforms; those of `data.eval_transform` if None.
-      classes: where the labels are the model's, its indices of the data's classes.
+      ops: host transforms; None for those of `data.eval_transform`.
+      classes: the model's indices of the data's classes, if the labels are the model's.
     """
 
     split: str
@@ -175,7 +175,7 @@ class EvalSplit:
 
     @property
     def title(self) -> str:
-        """Name in messages."""
+        """Name of the split in messages."""
         return f"{self.data.name} {self.split}"
 
     @property
@@ -188,7 +188,7 @@ class EvalSplit:
 
     @property
     def num_classes(self) -> int:
-        """Number of classes: of names, or of labels up to the largest."""
+        """Number of classes: of class names, or of labels up to the largest one."""
         return len(self.source.class_names) or int(self.labels.max()) + 1
 
 
@@ -197,13 +197,13 @@ class EvalSplits:
 
     Args:
       data: `config.data` of the run; its classes are the model's.
-      preprocess: preprocessing of images without `eval_transform`; None:
+      preprocess: preprocessing of images without `eval_transform`; if None,
         `data.eval_transform`.
-      class_names: names of the model's outputs in their order; empty if unknown.
-      order: default splits, of which the first that exists is read.
+      class_names: names of the model's outputs in order; empty if unknown.
+      order: default splits; the first that exists is read.
 
     Attributes:
-      preprocess: see above.
+      preprocess: preprocessing, see the arguments.
       notes: lines for the user.
     """
 
@@ -234,19 +234,19 @@ class EvalSplits:
 
         Args:
           name: name of the evaluation, for messages.
-          config: keys of the evaluation, of which KEYS are read.
-          split: split expression; "" is the first of `order` that exists.
-          model_classes: whether the labels are to be the model's classes.
-          labelled: whether the labels are read in a run that reads none.
+          config: keys of the evaluation; those in KEYS are read.
+          split: split expression; "" for the first of `order` that exists.
+          model_classes: whether the labels must be the model's classes.
+          labelled: whether to read labels even if the run does not read any.
 
         Raises:
           UserError: the set or the split does not exist, or has other classes or no
-            labels; or the errors of `class_names.match`.
+            labels; or `class_names.match` fails.
         """
         data = self._data_of(config, labelled=labelled)
         of_split = (*(getattr(data, k) for k in KEYS), split)
         key = (*of_split, data.has_labels)
-        if (*of_split, True) in self._opened:  # One pass is enough for both.
+        if (*of_split, True) in self._opened:  # A pass with labels serves both.
             key = (*of_split, True)
         if key not in self._opened:
             self._opened[key] = self._open(name, config, data, split, model_classes)
@@ -260,7 +260,7 @@ class EvalSplits:
             key = f"--config.evals.{name}.match_classes=position"
             how["hint"] = f", or compare them class by class: {key}"
         matched = self.match(name, opened, self.class_names, self.num_classes, **how)
-        # Labels are checked against this number when records are read.
+        # When records are read, labels are checked against this number.
         matched.data = dataclasses.replace(matched.data, num_classes=self.num_classes)
         return matched
 
@@ -273,7 +273,7 @@ class EvalSplits:
         model_classes: bool,
     ) -> EvalSplit:
         """Opens a split, or the first of the default splits that exists."""
-        # Whether it is the data set that the run trains on.
+        # Whether this is the data set that the run trains on.
         trained = self._order != TESTS and not (config.name or config.data_dir)
         request = SplitRequest(name, split, self._order, model_classes, trained)
         splits, data = source_type(data.name).eval_splits(data, request)
@@ -304,21 +304,21 @@ class EvalSplits:
         by: str = "names",
         hint: str = "",
     ) -> EvalSplit:
-        """Returns a split whose labels number other classes, see `class_names.match`.
+        """Returns a split whose labels are indices of other classes.
 
         Args:
           name: name of the evaluation, for messages.
           split: result of `open`.
-          known: names of the other classes, in their order; may be empty.
+          known: names of the other classes, in order; may be empty.
           num_classes: number of the other classes.
           by: one of MATCHERS.
-          hint: see `class_names.match`.
+          hint: argument of `class_names.match`, which matches the names.
         """
         key = split, tuple(known), by
         if key not in self._matched:
             names, where = split.source.class_names, f"evals.{name}: {split.title}"
             indices = np.arange(num_classes)
-            # Equal names need no look-up.
+            # Equal names need no matching.
             if tuple(names) != tuple(known) or len(names) not in (0, num_classes):
                 how = {"where": where, "hint": hint}
                 matched = MATCHERS[by](names, known, num_classes, **how)
@@ -337,11 +337,11 @@ class EvalSplits:
         return self._matched[key]
 
     def train_split(self, config: EvalConfig) -> str:
-        """Returns the default split to learn from."""
+        """Returns the split to learn from by default."""
         return "train" if config.name else self._data.split
 
     def _data_of(self, config: EvalConfig, *, labelled: bool) -> DataConfig:
-        """Returns `config.data` with the keys of an evaluation."""
+        """Returns `config.data` changed by the keys of an evaluation."""
         changes = {key: getattr(config, key) for key in KEYS if getattr(config, key)}
         if config.name:
             split = getattr(config, "train", "") or "train"
@@ -364,7 +364,7 @@ class EvalSplits:
             raise UserError(
                 f"evals.{name}: {opened.data.name} has a label {worst}, but the model has "
                 f"{num_classes} classes: fine-tune it on these, or use an evaluation of "
-                "its features, as kind='fewshot'"
+                "its features, such as kind='fewshot'"
             )
 
     def _host_ops(self, source: Source) -> tuple | None:
@@ -372,15 +372,15 @@ class EvalSplits:
         if how is None:
             return None
         if images is not None and how.keeps(images.shape[1:3]):
-            return ()  # So that a batch is one gather.
+            return ()  # With no transforms, a batch is a single gather.
         return how.transforms
 
 
 def _check_labelled(source: Source) -> None:
-    """Raises NoLabels if the first label is no class, as -1 of many test splits."""
+    """Raises NoLabels if the first label is not a class, such as -1 in test splits."""
     try:
         label = source[0]["label"]
-    except (DamagedImage, OSError):  # `data.on_error` decides on it.
+    except (DamagedImage, OSError):  # `data.on_error` decides what happens.
         return
     if np.ndim(label):
         raise NoLabels(f"{source.describe(0)} has several labels, not one class")
@@ -389,7 +389,7 @@ def _check_labelled(source: Source) -> None:
 
 
 def _open_first(data: DataConfig, splits: Sequence[str]) -> tuple[str, Source]:
-    """Opens the first split that exists; raises NoSplit of the first if none does."""
+    """Opens the first split that exists; if none does, raises NoSplit for the first."""
     first = None
     for split in splits:
         try:
@@ -401,7 +401,7 @@ def _open_first(data: DataConfig, splits: Sequence[str]) -> tuple[str, Source]:
 
 @dataclasses.dataclass(frozen=True)
 class Subset(Derived):
-    """The records of a source at some `rows`, in their order."""
+    """The records of a source at the indices `rows`, in this order."""
 
     source: Source
     rows: Integer[np.ndarray, " R"]
@@ -461,7 +461,7 @@ class Relabeled(Derived):
 
     def __getitem__(self, i: int) -> dict:
         record = self.source[i]
-        label = np.asarray(record["label"], int)  # With `data.multi_label` several.
+        label = np.asarray(record["label"], int)  # Several with `data.multi_label`.
         for one in label.ravel().tolist():
             check_label(one, len(self.indices), self.source.describe(i))
         return record | {"label": self.indices[label].tolist()}

@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     from vit_jax.data.preprocess import Preprocess
     from vit_jax.models.text_tower import TextTower
 
-# Evaluation to set of parameters to metrics.
+# Metrics by evaluation and set of parameters.
 Scores = dict[str, dict[str, dict[str, float]]]
 
-PARAMS_NAME = "weights"  # Name of the set of parameters that `evaluate` scores.
-# Keys that `Suite.described` shows in another form, or that do not change the numbers.
+PARAMS_NAME = "weights"  # The set of parameters that `evaluate` scores.
+# Keys that `Suite.described` shows in another form, or that do not change the results.
 _NOT_DESCRIBED = (
     *("kind", "every", "every_epochs", "name", "data_dir"),
     *("split", "train", "test"),
@@ -38,7 +38,7 @@ _NOT_DESCRIBED = (
 
 
 class Suite:
-    """All evaluations of a config, over splits that are opened once.
+    """All evaluations of a config, with each split opened once.
 
     Evaluations of the same images share one pass over them.
 
@@ -49,24 +49,24 @@ class Suite:
       batch_size: images per batch, over all devices.
       mesh: mesh of all devices.
       shardings: shardings of the parameters; replicated if None.
-      preprocess: preprocessing of images without an `eval_transform`; None:
+      preprocess: preprocessing of images without an `eval_transform`; if None,
         `data.eval_transform`.
-      class_names: names of the model's outputs in their order; empty if unknown.
-      finite: whether infinite or NaN outputs of the classifier are an error; those of
-        features always are. In training the loop checks the loss instead.
-      order: default splits, of which the first that exists is read.
-      trained: task of a run; its states, shardings and text tower replace those of
+      class_names: names of the model's outputs in order; empty if unknown.
+      finite: whether infinite or NaN outputs of the classifier are an error; for
+        features they always are. During training the loop checks the loss instead.
+      order: default splits; the first that exists is read.
+      trained: task of a run; its states, shardings and text tower replace those of the
         parameters.
-      tower: text tower beside the network.
+      tower: text tower of the network.
       segment: function of the network's parameters and images that segments, see
         `tasks.task.Task`.
 
     Attributes:
       notes: lines for the user.
-      confusions: evaluation to set of parameters to the confusion matrix of the last
-        `run`, if the evaluation has one.
-      pictures: evaluation to set of parameters to strips of the task's pictures, uint8
-        (B, Y, X, C).
+      confusions: confusion matrices of the last `run`, by evaluation and set of
+        parameters, for evaluations that have one.
+      pictures: strips of the task's pictures, uint8 (B, Y, X, C), by evaluation and set
+        of parameters.
 
     Raises:
       UserError: a split cannot be opened, or does not fit the model.
@@ -122,20 +122,20 @@ class Suite:
         """Raises UserError if an evaluation needs outputs that do not exist."""
         if one.texts and self._tower is None:
             raise UserError(
-                f"evals.{name} compares images with texts, for which a text tower is "
-                "needed: evaluate weights of CLIP, SigLIP or LiT, or a run with "
+                f"evals.{name} compares images with texts, which needs a text tower: "
+                "evaluate weights of CLIP, SigLIP or LiT, or a run with "
                 "task.name='contrastive'"
             )
         if one.wanted.task and self._trained is None:
             raise UserError(
-                f"evals.{name} is an evaluation of a run's task, which exists in "
-                "training alone: leave it out"
+                f"evals.{name} is an evaluation of a run's task, which exists during "
+                "training only: leave it out"
             )
         if one.wanted.task and not self._trained.metric_names:
             raise UserError(
-                f"evals.{name} is an evaluation of the task, which has no metrics of "
+                f"evals.{name} is an evaluation of the task, which has no metrics on "
                 "images that it is not trained on: leave it out, or use one of "
-                "features, as kind='knn'"
+                "features, such as kind='knn'"
             )
         if one.split.makes_sequences and (
             why := "a task's metrics"
@@ -143,8 +143,8 @@ class Suite:
             else self._model.config.no_sequences
         ):
             raise UserError(
-                f"evals.{name}: data.eval_transform makes images of any size, which do not "
-                f"go with {why}: end it with resize or a crop"
+                f"evals.{name}: data.eval_transform makes images of any size, which "
+                f"cannot be used for {why}: end it with resize or a crop"
             )
         for layer in one.wanted.layers:
             layer_features.check(self._model, layer)
@@ -158,8 +158,8 @@ class Suite:
     def described(self) -> dict[str, dict]:
         """Returns the data and settings of each evaluation, for JSON.
 
-        They are kind, dataset, data_dir if there is one, splits in the order in which they are
-        read, and every other key that is not empty.
+        They are kind, dataset, data_dir if there is one, the splits in the order in
+        which they are read, and every other key that is not empty.
         """
         result = {}
         for name, evaluator in self._evaluators.items():
@@ -182,7 +182,7 @@ class Suite:
         }
 
     def try_first(self) -> None:
-        """Prepares the first record of each split; raises UserError if it contradicts the config."""
+        """Prepares each split's first record; UserError if it contradicts the config."""
         tries = {
             (one.split, evaluator.try_first): None
             for evaluator in self._evaluators.values()
@@ -201,17 +201,18 @@ class Suite:
         """Scores sets of parameters.
 
         Args:
-          params: name of a set ("params", "ema") to parameters, or to states with
+          params: sets of parameters by name ("params", "ema"); sets of states with
             `trained`.
-          stop: function that is called before every batch and every solution; True stops.
-          names: names of the evaluations; all if None.
+          stop: function that is called before every batch and every solution; returning
+            True stops.
+          names: names of the evaluations to run; None for all.
 
         Returns:
-          Evaluation to set to its metrics, and to "skipped", the number of damaged images
-          that were left out, if any; None if stopped.
+          Metrics by evaluation and set of parameters; "skipped" is the number of
+          damaged images that were skipped, if any. None if stopped.
         """
         names = list(self._evaluators if names is None else names)
-        waiting = collections.defaultdict(list)  # Split to passes not yet scored.
+        waiting = collections.defaultdict(list)  # Passes not yet scored, by split.
         for name in names:
             if not self._evaluators[name].score_images:
                 for one in self._evaluators[name].passes:
@@ -243,7 +244,7 @@ class Suite:
     def _score_images(
         self, name: str, params: dict[str, Weights], stop: Stop
     ) -> dict | None:
-        """Returns the metrics of an evaluator that reads images of any size itself."""
+        """Returns the metrics of an evaluator that itself reads images of any size."""
         from vit_jax.weights.network_images import network_input
 
         scores, self.confusions[name] = {}, {}
@@ -350,13 +351,13 @@ class Suite:
 
 
 def _count_skipped(one: Pass, outputs: Outputs) -> int:
-    """Returns the number of damaged images that were left out."""
+    """Returns the number of damaged images that were skipped."""
     if one.rows is None:
         return len(one.split.source) - len(outputs.records)
     return int((~np.isin(one.rows, outputs.records)).sum())
 
 
 def full_batch(batch_size: int, mesh: Mesh) -> int:
-    """Returns the smallest batch size from `batch_size` on that the mesh divides."""
+    """Rounds a batch size up to a multiple of the mesh's devices."""
     devices = meshes.num_data_devices(mesh)
     return -(-batch_size // devices) * devices

@@ -1,8 +1,9 @@
-"""The class of every pixel of images of any size, each one sequence of patches.
+"""Predicts the class of every pixel of images, each as one sequence of patches.
 
-As sliding_window.py, but an image is resized to the most patches that fit, its aspect kept,
-and classified at once (models/patches.py). Letters: H by W pixels of an image, C channels,
-B sequences, N patches of a sequence, L classes.
+An image is resized, with its aspect ratio kept, to the largest number of patches that
+fit, and classified at once (models/patches.py); sliding_window.py cuts windows instead.
+Letters: H by W pixels of an image, C channels, B sequences, N patches of a sequence, L
+classes.
 """
 
 import dataclasses
@@ -22,22 +23,23 @@ from vit_jax.weights.network_images import prepare_pixels
 
 @dataclasses.dataclass(frozen=True)
 class WholeImages:
-    """How images become sequences: as `preprocess` says, which has `max_tokens`."""
+    """How images become sequences of patches: by a `preprocess` with `max_tokens`."""
 
     preprocess: Preprocess
 
     @classmethod
     def of(cls, preprocess: Preprocess, windows: Sliding) -> "WholeImages":
-        """Returns what a preprocessing with `max_tokens` does in place of windows.
+        """Returns the division into sequences that replaces that into windows.
 
         Raises:
-          UserError: the windows are not those by default, so that somebody wants them.
+          UserError: the windows have settings that are not the defaults and would be
+            ignored.
         """
         for name in ("resize", "overlap"):
             if (value := getattr(windows, name)) != getattr(Sliding, name):
                 raise UserError(
-                    f"{name}={value!r} with max_tokens={preprocess.max_tokens}, which cuts no "
-                    "windows: leave one of them out"
+                    f"{name}={value!r} is for windows, which are not used with max_tokens="
+                    f"{preprocess.max_tokens}: leave one of them out"
                 )
         return cls(preprocess)
 
@@ -50,9 +52,9 @@ class WholeImages:
         """Yields the class of each pixel of each image, see `Sliding.label_maps`.
 
         Args:
-          images: see there.
-          logits_of: function of sequences to the logits of their patches.
-          batch_size: images at once.
+          images: pairs of any object and an image, see `Sliding.label_maps`.
+          logits_of: function of sequences that returns the logits of their patches.
+          batch_size: number of images per batch.
         """
         images = iter(images)
         while some := list(itertools.islice(images, batch_size)):
@@ -61,11 +63,14 @@ class WholeImages:
                 for _, image in some
                 if image is not None
             ]
-            found = iter(
+            outputs = iter(
                 zip(cut, logits_of(patches.stack(cut)), strict=True) if cut else ()
             )
             for beside, image in some:
-                yield beside, None if image is None else _label_map(*next(found), image)
+                yield (
+                    beside,
+                    None if image is None else _label_map(*next(outputs), image),
+                )
 
 
 def _label_map(sequence, logits, image) -> LabelMap:

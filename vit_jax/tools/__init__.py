@@ -1,1 +1,1 @@
-"""Jobs around the library, each in a folder of its own; the library imports none."""
+"""Jobs built on the library, each in its own folder; the library imports none of them."""

@@ -1,8 +1,8 @@
-"""Merges LoRA adapters that PEFT saved into the weights that they were trained on.
+"""Merges LoRA adapters saved by PEFT into the weights that they were trained on.
 
-A folder has adapter_config.json and adapter_model.safetensors (or .bin). The arrays are
-named `base_model.model.<layer>.lora_A.weight`, and those of layers that were trained
-whole, such as a new classifier, `base_model.model.<layer>.weight`.
+A folder has adapter_config.json and adapter_model.safetensors (or .bin). Its arrays are
+named `base_model.model.<layer>.lora_A.weight`, or `base_model.model.<layer>.weight` for
+layers that were trained as a whole, such as a new classifier.
 """
 
 import dataclasses
@@ -27,10 +27,11 @@ _file_name = functools.partial(hugging_face.file_name, VIT)
 
 
 def base_of(adapter: Tensors) -> str:
-    """Returns the path of an adapter's base weights, or their name on the hub.
+    """Returns the path, or the name on the hub, of an adapter's base weights.
 
     Raises:
-      UserError: the adapter is no plain LoRA, or its config has no base weights.
+      UserError: the adapter is not plain LoRA, or its config does not name base
+        weights.
     """
     config = adapter.sidecars[ADAPTER]
     wrong = [
@@ -43,8 +44,8 @@ def base_of(adapter: Tensors) -> str:
     if wrong:
         raise UserError(
             f"{adapter.path}: {wrong[0]}={config[wrong[0]]!r} in {ADAPTER} is not "
-            "supported, only a plain LoRA: merge it by PEFT's merge_and_unload, and save "
-            "that model"
+            "supported, only plain LoRA is: merge it with PEFT's merge_and_unload, and "
+            "save that model"
         )
     if not (base := config.get("base_model_name_or_path")):
         raise UserError(
@@ -55,10 +56,10 @@ def base_of(adapter: Tensors) -> str:
 
 
 def merge(adapter: Tensors, base: Tensors) -> Tensors:
-    """Returns the weights that an adapter was trained on with its changes.
+    """Returns the base weights of an adapter with its changes applied.
 
     Raises:
-      UserError: the adapter is for other weights, or changes what cannot be merged.
+      UserError: the adapter belongs to other weights, or changes what cannot be merged.
     """
     config, flat = adapter.sidecars[ADAPTER], dict(base.flat)
     places = {_file_name(name): name for name in flat}
@@ -89,7 +90,7 @@ def merge(adapter: Tensors, base: Tensors) -> Tensors:
         change = _change(pair["A"], pair["B"], _scale(config, layer, len(pair["A"])))
         if change.size != flat[place].size:
             raise UserError(
-                f"{adapter.path}: {layer} is of another shape in {base.path}, "
+                f"{adapter.path}: {layer} has another shape in {base.path}, "
                 f"{flat[place].shape}: give the weights that it was trained on"
             )
         flat[place] = flat[place] + change.reshape(flat[place].shape)
@@ -113,13 +114,13 @@ def merge(adapter: Tensors, base: Tensors) -> Tensors:
 
 
 def _change(down: np.ndarray, up: np.ndarray, scale: float) -> np.ndarray:
-    """Returns the product of both factors, (out, in); convolutions are flattened."""
+    """Returns the product of both factors, (out, in), with flattened convolutions."""
     rank = len(down)
     return (scale * (up.reshape(-1, rank) @ down.reshape(rank, -1))).astype(np.float32)
 
 
 def _scale(config: Mapping, layer: str, rank: int) -> float:
-    """Returns PEFT's scale of a layer's change."""
+    """Returns the scale that PEFT applies to a layer's change."""
     alphas = config.get("alpha_pattern") or {}
     matching = (a for key, a in alphas.items() if re.match(rf"(.*\.)?({key})$", layer))
     alpha = next(matching, config.get("lora_alpha", 8))

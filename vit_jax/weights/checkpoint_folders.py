@@ -1,11 +1,12 @@
-"""Folders and files of the checkpoints of a run: names, metadata, checksums, damage.
+"""Folders and files of a run's checkpoints: names, metadata, checksums, damage.
 
 Training writes them, and workdir.py reads weights from them.
 
-Orbax detects damage in its index, not in the array data: it loads a file with a flipped
-bit without an error. Therefore a file of SHA-256 checksums is written last, beside the
-data, and a checkpoint counts as finished once that file exists. Earlier versions wrote
-CRC-32C, which is the same for all files that end with their CRC, as Orbax's do.
+Orbax detects damage in its index but not in the array data: it loads a file with a
+flipped bit without an error. Therefore a file of SHA-256 checksums is written last,
+beside the data, and a checkpoint counts as finished once that file exists. Earlier
+versions wrote CRC-32C, which is the same for all files that end with their CRC, as
+Orbax's files do.
 """
 
 import contextlib
@@ -25,19 +26,19 @@ from vit_jax.config import loading
 from vit_jax.errors import UserError
 from vit_jax.models.variants import FORMER_KEYS
 
-FOLDER = "checkpoints"  # In the workdir, with one folder per step.
-BEST_FILE = "best.json"  # In the workdir, see `best`.
-SUMMED = "checksums"  # Key of metadata: the checkpoint is unfinished without checksums.
+FOLDER = "checkpoints"  # Folder in the workdir, with one folder per step.
+BEST_FILE = "best.json"  # File in the workdir, see `best`.
+SUMMED = "checksums"  # Metadata key: the checkpoint is unfinished without checksums.
 CHECKSUMS_FILE = "checksums.json"
 
-_DATA = "d"  # Name of the folders of array data; the other files are small.
+_DATA = "d"  # Name of the folders with array data; all other files are small.
 _CHUNK_BYTES = 8 << 20
 _HASHES = {"sha256": hashlib.sha256, "crc32c": google_crc32c.Checksum}
-_HASH = "sha256"  # The kind that is written.
+_HASH = "sha256"  # The hash that is written.
 
 
 def has_checkpoint(workdir: str | os.PathLike) -> bool:
-    """Returns whether a folder is a workdir, or the checkpoint of a step in one."""
+    """Returns whether a folder is a workdir with a checkpoint, or one of its steps."""
     return bool(steps(split_step(workdir)[0]))
 
 
@@ -45,7 +46,7 @@ def at_step(workdir: str | os.PathLike, step: int) -> str:
     """Returns the path of one checkpoint of a run, which opens like the workdir.
 
     Raises:
-      UserError: `workdir` is no workdir, or has no finished checkpoint of that step.
+      UserError: `workdir` is not a workdir, or has no finished checkpoint of that step.
     """
     known = steps(workdir) if _may_be_workdir(os.fspath(workdir)) else []
     if step not in known:
@@ -60,7 +61,7 @@ def at_step(workdir: str | os.PathLike, step: int) -> str:
 def split_step(path: str | os.PathLike) -> tuple[str, int | None]:
     """Returns the workdir and the step of WORKDIR/checkpoints/STEP.
 
-    For other paths returns the path and None.
+    For other paths, returns the path and None.
     """
     text = os.fspath(path)
     match = re.fullmatch(rf"(?:(?P<workdir>.*)/)?{FOLDER}/(?P<step>[0-9]+)/*", text)
@@ -78,10 +79,10 @@ def read_metadata(workdir: str | os.PathLike) -> dict:
     """Returns the metadata of the newest checkpoint that can be read.
 
     "config" is the run's config as plain dicts, "task" the metadata of its task, and
-    "network" the path of the network's parameters in the state and its options.
+    "network" the options of the network and the path of its parameters in the state.
 
     Raises:
-      UserError: no checkpoint has undamaged metadata, or it is of an earlier version.
+      UserError: no checkpoint has undamaged metadata, or an earlier version wrote it.
     """
     silence_orbax()
     damage = []
@@ -90,7 +91,7 @@ def read_metadata(workdir: str | os.PathLike) -> dict:
         defects = find_damage(path, data=False)
         if not defects:
             metadata = {}
-            with contextlib.suppress(Exception):  # There may be no checksums.
+            with contextlib.suppress(Exception):  # Checksums may be missing.
                 metadata = ocp.metadata(path).custom_metadata or {}
             if "config" in metadata:
                 check_version(path, metadata)
@@ -101,12 +102,12 @@ def read_metadata(workdir: str | os.PathLike) -> dict:
         damage.append(f"{step}: {'; '.join(defects) or 'unreadable'}")
     raise UserError(
         f"no checkpoint under {absolute(workdir) / FOLDER} is intact ("
-        f"{', '.join(damage)}): move that folder away to begin anew"
+        f"{', '.join(damage)}): move that folder away to start again"
     )
 
 
 def check_version(path: epath.Path, metadata: dict) -> None:
-    """Raises UserError for earlier versions, whose state or metadata differ."""
+    """Raises UserError for earlier versions, whose state or metadata are different."""
     if not {"task", "network"} <= metadata.keys():
         raise UserError(
             f"{path} was saved by an earlier version of vit_jax, whose checkpoints do "
@@ -116,7 +117,7 @@ def check_version(path: epath.Path, metadata: dict) -> None:
 
 
 def steps(workdir: str | os.PathLike) -> list[int]:
-    """Returns the steps that have a finished checkpoint, ascending."""
+    """Returns the steps with a finished checkpoint, in ascending order."""
     folder = epath.Path(workdir) / FOLDER
     if not folder.is_dir():
         return []
@@ -125,14 +126,14 @@ def steps(workdir: str | os.PathLike) -> list[int]:
 
 
 def is_step(name: str) -> bool:
-    """Returns whether a name is that of a step's folder: 12, but not 012."""
+    """Returns whether a name is a valid name of a step's folder: 12, but not 012."""
     return name.isdecimal() and str(int(name)) == name
 
 
 def best(workdir: str | os.PathLike) -> dict:
     """Returns step, metric and score of the run's best checkpoint.
 
-    Empty if the run chose none (`checkpoint.best_metric`), or it was deleted.
+    Empty if the run chose none (`checkpoint.best_metric`), or if it was deleted.
     """
     try:
         record = json.loads((absolute(workdir) / BEST_FILE).read_text())
@@ -145,13 +146,13 @@ def is_finished(path: epath.Path) -> bool:
     """Returns whether a checkpoint was written completely; later damage is ignored."""
     if has_checksums(path):
         return True
-    try:  # Orbax would check other files too.
+    try:  # Orbax's check would require other files too.
         about = json.loads((path / "_CHECKPOINT_METADATA").read_text())
         return not about["custom_metadata"].get(SUMMED, False)
     except OSError:
         return False
     except (ValueError, KeyError, AttributeError):
-        return True  # Of an older version and damaged, which reading it will report.
+        return True  # Written by an older version and damaged; reading it reports that.
 
 
 def absolute(workdir: str | os.PathLike) -> epath.Path:
@@ -172,11 +173,11 @@ def compute_checksums(
 
     Args:
       folder: folder of one step.
-      shard: index of the shard of files to read; each of several hosts reads one.
+      shard: index of the shard of files to read; each of several hosts reads one shard.
       num_shards: number of shards.
 
     Returns:
-      Path relative to the folder to [bytes, SHA-256 in hexadecimal].
+      Path, relative to the folder, to [bytes, SHA-256 in hexadecimal].
     """
     names = sorted(_list_files(folder))[shard::num_shards]
     return {name: _checksum(folder / name) for name in names}
@@ -203,10 +204,10 @@ def find_damage(
     Args:
       folder: folder of one step.
       shard, num_shards: index and number of shards, see `compute_checksums`.
-      data: whether to read the array data too, or the small files only.
+      data: whether to read the array data too, or only the small files.
 
     Returns:
-      A line for every file that is missing or differs; empty without checksums.
+      One line for every file that is missing or different; empty without checksums.
     """
     if not has_checksums(folder):
         return []
@@ -228,7 +229,7 @@ def find_damage(
         elif path.stat().length != size:
             damage.append(f"{name} has {path.stat().length:,} of {size:,} bytes")
         elif _checksum(path, kind) != files[name]:
-            damage.append(f"{name} is not what was written ({kind})")
+            damage.append(f"{name} has changed since it was written ({kind})")
     return damage
 
 
@@ -254,7 +255,7 @@ def _hash(chunks: Iterable[bytes], kind: str = _HASH) -> str:
 
 
 def silence_orbax() -> None:
-    """Silences what Orbax prints of failed saves and reads, which are reported once."""
+    """Silences Orbax's output about failed saves and reads, which are reported once."""
     for logger in "absl", "asyncio":
         logging.getLogger(logger).addFilter(_not_of_orbax)
     if sys.unraisablehook is not _unraisable:
@@ -264,7 +265,7 @@ def silence_orbax() -> None:
 
 def _not_of_orbax(record: logging.LogRecord) -> bool:
     if record.name == "asyncio":
-        # Arrays are read concurrently: the first failure is raised, others come here.
+        # Arrays are read concurrently: the first failure is raised, others are logged.
         return "tensorstore_spec=" not in record.getMessage()
     return "orbax" not in record.pathname or not (
         record.levelno >= logging.ERROR
@@ -273,6 +274,6 @@ def _not_of_orbax(record: logging.LogRecord) -> bool:
 
 
 def _unraisable(args) -> None:
-    # TensorStore's writes may end after Orbax gave up and closed its event loop.
+    # TensorStore's writes may end after Orbax has closed its event loop.
     if str(args.exc_value) != "Event loop is closed":
         _unraisable.before(args)

@@ -22,7 +22,7 @@ from vit_jax.weights.pretrained import Pretrained
 
 
 def check(to: str, out: pathlib.Path, *, overwrite: bool = False) -> None:
-    """Raises UserError unless `export` may write in the format `to` to the path `out`."""
+    """Raises UserError unless `export` can write the format `to` to the path `out`."""
     if to not in WRITERS:
         known = ", ".join(sorted(WRITERS))
         raise UserError(f"--to={to} is not one of {known}: choose one of them")
@@ -32,11 +32,11 @@ def check(to: str, out: pathlib.Path, *, overwrite: bool = False) -> None:
     try:
         if not out.exists():
             return
-    except OSError as error:  # For example because the name is too long.
+    except OSError as error:  # For example, the name is too long.
         raise UserError(f"--out={out} cannot be written: {error}") from error
     if out.is_dir() == bool(suffix):
         kind = "file" if suffix else "folder"
-        raise UserError(f"--out={out} exists and is no {kind}: give another path")
+        raise UserError(f"--out={out} exists and is not a {kind}: give another path")
     if not overwrite and (suffix or any(out.iterdir())):
         raise UserError(f"--out={out} exists: give another path, or add --overwrite")
 
@@ -44,11 +44,11 @@ def check(to: str, out: pathlib.Path, *, overwrite: bool = False) -> None:
 def export(
     pretrained: Pretrained, to: str, out: pathlib.Path, *, overwrite: bool = False
 ) -> tuple[list[pathlib.Path], list[str]]:
-    """Writes a checkpoint in a format; after an error no file of it remains.
+    """Writes a checkpoint in a format; if that fails, no file remains.
 
     Args:
       pretrained: any checkpoint.
-      to: key of WRITERS.
+      to: format, a key of WRITERS.
       out: file or folder to write.
       overwrite: whether existing files may be replaced.
 
@@ -56,8 +56,8 @@ def export(
       The files, and a line for each thing that was rewritten or left out.
 
     Raises:
-      UserError: parameters are missing or left over, the format has no such network,
-        or the path cannot be written.
+      UserError: parameters are missing or left over, the format does not support the
+        network, or the path cannot be written.
     """
     check(to, out, overwrite=overwrite)
     write = _find_write(pretrained, to)
@@ -73,7 +73,7 @@ def export(
     if how and how.transform and not _stores(writer, how.transform):
         plain = how.without_transform()
         notes.append(
-            f"preprocessing: transform={how.transform!r} left out, so images are "
+            f"preprocessing: transform={how.transform!r} left out; images are "
             f"prepared by {plain.describe()}"
         )
         pretrained = dataclasses.replace(pretrained, preprocess=plain)
@@ -85,7 +85,7 @@ def export(
 
 def _stores(writer: Writer, transform: str) -> bool:
     """Returns whether a format has a place for a line of transforms."""
-    # Reading files of weights imports no module of the user's.
+    # Modules of the user are not imported when files of weights are read.
     is_custom = parse.names_custom(transform)
     return writer.program or (writer.any_network and not is_custom)
 
@@ -99,23 +99,23 @@ def _find_write(
         return writer.write
     if is_custom(variant):
         raise UserError(
-            f"--to={to}: {pretrained.source} is of model.variant={variant!r}, a network "
-            "of a module of yours, and reading files of weights imports no module: keep "
-            "its workdir, or write the program with --to=stablehlo"
+            f"--to={to}: {pretrained.source} has model.variant={variant!r}, a network "
+            "from your own module, which is not imported when weights are read: "
+            "keep its workdir, or write the program with --to=stablehlo"
         )
     kind = models.VARIANTS.find(variant, "model")
     if kind in writer.networks:
         return writer.networks[kind]
     if not writer.any_network and not issubclass(kind, (ViTConfig, ResNetConfig)):
         raise UserError(
-            f"--to={to}: the format has no network such as model.variant={variant!r}: "
+            f"--to={to}: the format does not support model.variant={variant!r}: "
             "write it with --to=safetensors"
         )
     return writer.write
 
 
 def _check_complete(pretrained: Pretrained) -> None:
-    """Raises UserError unless the parameters are those of the network, and finite."""
+    """Raises UserError unless the parameters fit the network, and are finite."""
     model = models.create(**pretrained.options)
     given, wanted = (
         {k: v.shape for k, v in flatten_dict(tree, sep="/").items()}
@@ -162,10 +162,10 @@ def _staged(out: pathlib.Path, is_file: bool) -> Iterator[pathlib.Path]:
 
 
 def usage(to: str, pretrained: Pretrained, place: str, file: str = "") -> str:
-    """Returns lines of Python that load a written checkpoint.
+    """Returns Python code that loads a written checkpoint.
 
     Args:
-      to: key of WRITERS.
+      to: format, a key of WRITERS.
       pretrained: the checkpoint.
       place: path, or "owner/name" on the hub.
       file: name in a repository on the hub; "" for a local path.

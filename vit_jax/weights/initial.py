@@ -27,18 +27,18 @@ def load_initial(
 
     Args:
       config: section `init`.
-      data: section `data`; mean, std and the filter of evaluations are compared with the
-        checkpoint's.
+      data: section `data`; mean, std and the filter of evaluations are compared with
+        those of the checkpoint.
       model: the run's model.
       head_bias_init: initial bias of a new classifier.
-      init: returns the run's initial parameters, for those that may be missing.
+      init: function that returns the run's initial parameters, used for missing ones.
       task: name of the run's task.
-      left_out: function of the parameters beside the network to why the task leaves
-        some out, see `Task.left_out`.
+      left_out: function of the parameters outside the network that returns why the task
+        leaves some of them out, see `Task.left_out`.
       class_names: class names of the training data.
 
     Returns:
-      The parameters with one subtree per block, as on disk; the parameters beside the
+      The parameters with one subtree per block, as on disk; the parameters outside the
       network, if the checkpoint is of the same task; and a line for each thing that was
       loaded or changed.
 
@@ -76,14 +76,14 @@ def load_initial(
     left = left_out(others) if others else {}
     lines += [f"{name} of the task: loaded" for name in others if name not in left]
     for name, why in left.items():
-        action = "left out" if name.split("/")[0] in others else "made anew"
+        action = "left out" if name.split("/")[0] in others else "initialised"
         lines.append(f"{name} of the task: {action}, as {why}")
     lines += _compare_preprocess(pretrained.preprocess, data)
     return stacking.unstack(loaded.params), others, lines
 
 
 def _compare_preprocess(preprocess: Preprocess | None, data: DataConfig) -> list[str]:
-    """Returns a line for mean, std and filter each that differs from the checkpoint's."""
+    """Returns a line for each of mean, std and filter that differs in the checkpoint."""
     lines = []
     used = parse.filter_of(data.eval_transform, data.image_size)
     if preprocess and used not in ("", preprocess.interpolation):

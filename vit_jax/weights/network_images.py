@@ -1,4 +1,4 @@
-"""Images as a network takes them: prepared one by one, and normalised in a batch."""
+"""Images in a network's input format: prepared one by one, normalised in batches."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -20,13 +20,13 @@ def prepare_image(
     """Decodes, resizes and crops one image.
 
     Args:
-      data: content of an image file, or an array as of one, see `bands.read`.
+      data: content of an image file, or an array of its pixels, see `bands.read`.
       preprocess: bands, depth, size, interpolation and crop.
       channels: number of channels of the model.
       name: name of the image for warnings.
 
     Returns:
-      See `prepare_pixels`.
+      The image in the input format of the network, as from `prepare_pixels`.
 
     Raises:
       DamagedImage: the data are not a readable image, or it is too thin to resize.
@@ -37,11 +37,11 @@ def prepare_image(
 def prepare_pixels(
     image: Num[np.ndarray, "H W C"], preprocess: Preprocess
 ) -> Num[np.ndarray, "h w C"] | PatchSequences:
-    """Resizes and crops one image, read at its own size.
+    """Resizes and crops one image, which is given at its original size.
 
     Returns:
-      Pixels of `preprocess.image_size` and `preprocess.pixels`; with `max_tokens` patches
-      and their grid, as NumPy arrays of one row.
+      Pixels with the size and type of `preprocess.image_size` and `preprocess.pixels`;
+      with `max_tokens`, patches and their grid, as NumPy arrays with one row.
 
     Raises:
       DamagedImage: the image is too thin to resize or too small to crop.
@@ -57,12 +57,12 @@ def network_input(
     preprocess: Preprocess | DataConfig,
     dtype: str,
 ) -> Float[Array, "B h w c"] | PatchSequences:
-    """Returns a batch of prepared images as the network takes it: normalised.
+    """Normalises a batch of prepared images for the network.
 
     Args:
-      images: outputs of `prepare_image`; they may be traced.
-      preprocess: preprocessing, or `config.data`, for mean and standard deviation.
-      dtype: of the network's computation.
+      images: outputs of `prepare_image`; they may be JAX tracers.
+      preprocess: preprocessing, or `config.data`, with mean and standard deviation.
+      dtype: dtype of the network's computation.
     """
 
     def normalize(pixels):

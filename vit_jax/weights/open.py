@@ -23,7 +23,7 @@ from vit_jax.weights.preprocessing import preprocess_with, usual_preprocess
 from vit_jax.weights.pretrained import Pretrained
 from vit_jax.weights.surgery import FitRow
 
-# Keys whose difference changes no result, or is reported in another row.
+# Keys whose difference does not change results, or is reported in another row.
 _REPORTED = {
     *("variant", "dtype", "posemb_resize", "bias_resize", "patch_resize"),
     "representation_layer",
@@ -46,7 +46,7 @@ class Loaded:
     pretrained: Pretrained
 
     def table(self) -> list[str]:
-        """Returns a line for the checkpoint, and one for each note and each row."""
+        """Returns a line for the checkpoint, for each note and for each row."""
         pretrained = self.pretrained
         cells = [
             (f"{row.what}: {row.action}", *map(_shape, (row.before, row.after)))
@@ -82,20 +82,21 @@ def open_pretrained(
       checkpoint: a workdir, WORKDIR/checkpoints/STEP, a file or folder with weights, or
         any source that `hub.download` takes: "hf://owner/name", "timm/...", "gs://...",
         "https://...", "augreg:B/16". A LoRA adapter of PEFT is merged into its base.
-      use_ema: read the averaged parameters of a workdir or of a training checkpoint of
-        PyTorch if it has them.
-      num_heads: attention heads, for files that do not have them (timm's without a
-        config); 0 if unknown.
-      architecture: timm's name of the network, for timm's files without a config.json.
-      with_task: read the parameters that the task has beside the network too.
-      image_size: height and width of training in pixels, for files whose position
-        embeddings are of a grid that is not square (Google's).
+      use_ema: whether to read the averaged parameters of a workdir or of a PyTorch
+        training checkpoint, if it has any.
+      num_heads: number of attention heads, for files that do not record it (timm's
+        without a config); 0 if unknown.
+      architecture: timm's name of the network, for timm files without a config.json.
+      with_task: whether to also read the parameters of the task outside the network.
+      image_size: height and width during training in pixels, for files whose position
+        embeddings have a grid that is not square (Google's).
 
     Returns:
-      The checkpoint under the names and options of this project.
+      The checkpoint, with the names and options of this project.
 
     Raises:
-      UserError: the checkpoint does not exist, is unreadable, or of no known format; or
+      UserError: the checkpoint does not exist, is unreadable, or has no known format;
+        or
         `num_heads` or `architecture` contradicts it.
     """
     pretrained = _open(
@@ -104,13 +105,13 @@ def open_pretrained(
     actual = models.create(**pretrained.options).options.get("num_heads", 0)
     if num_heads not in (0, actual):
         raise UserError(
-            f"num_heads={num_heads}: {pretrained.source} is of num_heads={actual}; leave "
+            f"num_heads={num_heads}: {pretrained.source} has num_heads={actual}; leave "
             "it out"
         )
     if architecture and pretrained.format != "timm":
         raise UserError(
-            f"architecture={architecture!r}: {pretrained.source} is of format "
-            f"{pretrained.format}, and this is for timm's; leave it out"
+            f"architecture={architecture!r}: {pretrained.source} has format "
+            f"{pretrained.format}, but this is for timm's files only; leave it out"
         )
     return pretrained
 
@@ -132,8 +133,8 @@ def open_weights(
       checkpoint, use_ema, num_heads, architecture, with_task: arguments of
         `open_pretrained`.
       given: fields of `Preprocess` that replace those of the checkpoint.
-      token_merging: tokens that each block merges, see models/merging.py.
-      tell: called with one line about everything that was guessed, if anything was.
+      token_merging: number of tokens that each block merges, see models/merging.py.
+      tell: function called with one line about all guesses, if there were any.
 
     Returns:
       The checkpoint and the preprocessing.
@@ -149,18 +150,18 @@ def open_weights(
         with_task=with_task,
         image_size=given.get("image_size"),
     )
-    guesses = list(pretrained.notes)  # Such as a guessed number of heads.
+    guesses = list(pretrained.notes)  # For example, a guessed number of heads.
     preprocess = preprocess_with(pretrained, given, guesses.append)
     complete = {"mean", "std", "interpolation", "crop_fraction"} <= given.keys()
     if not pretrained.preprocess and not complete:
         guesses.append(
-            "has no preprocessing; assumed that of "
+            "has no preprocessing; assumed the preprocessing of "
             f"{usual_preprocess(pretrained).family}: {preprocess.describe()}"
         )
     pretrained = _name_classes(pretrained, guesses.append)
     pretrained = dataclasses.replace(pretrained, token_merging=token_merging)
     if guesses:
-        # The name of a file without its folder; "deit:Ti/16" is no path.
+        # The name of a file without its folder; "deit:Ti/16" is not a path.
         place = pathlib.Path(checkpoint)
         name = place.name if place.exists() else checkpoint
         tell(f"{name}: {'; '.join(guesses)}")
@@ -173,7 +174,7 @@ def _name_classes(pretrained: Pretrained, tell: Callable[[str], None]) -> Pretra
     count = pretrained.options["num_classes"]
     if pretrained.class_names or not published or count != imagenet.NUM_CLASSES:
         return pretrained
-    tell("does not name its 1,000 classes; taken for ImageNet's")
+    tell("does not name its 1,000 classes; assumed ImageNet's classes")
     return dataclasses.replace(pretrained, class_names=imagenet.class_names())
 
 
@@ -216,7 +217,7 @@ def _open(
 
 
 def _convert(tensors: files.Tensors, num_heads: int, name: str) -> Pretrained:
-    """Converts the tensors of a file, and checks that they are of a known network."""
+    """Converts the tensors of a file, and checks that a known network results."""
     try:
         reader, tensors = registry.find_reader(tensors)
         pretrained = reader.read(tensors, num_heads)
@@ -225,9 +226,9 @@ def _convert(tensors: files.Tensors, num_heads: int, name: str) -> Pretrained:
                 tables.check_floating(key, value, name)
         if is_custom(pretrained.options["variant"]):
             raise UserError(
-                f"{name} is of model.variant={pretrained.options['variant']!r}, a network "
-                "of a module, and reading files of weights imports no module: give the "
-                "workdir of its run"
+                f"{name} has model.variant={pretrained.options['variant']!r}, a network "
+                "from a module, which is not imported when files of weights are read: "
+                "give the workdir of its run"
             )
         try:
             models.create(**pretrained.options)
@@ -235,13 +236,15 @@ def _convert(tensors: files.Tensors, num_heads: int, name: str) -> Pretrained:
             raise UserError(f"{name}: {error}") from error
     except UserError:
         raise
-    except Exception as error:  # For example a number instead of a list in config.json.
+    except (
+        Exception
+    ) as error:  # For example, a number instead of a list in config.json.
         what = f"{error} is missing" if isinstance(error, KeyError) else repr(error)
         raise UserError(
-            f"{name} has a config.json, a header or arrays of another form than its "
-            f"format has: {what}"
+            f"{name} has a config.json, a header or arrays that are not as its "
+            f"format requires: {what}"
         ) from error
-    # The name, not the local path: tokenizers are not downloaded with weights.
+    # The name and not the local path: tokenizers are not downloaded with weights.
     tokenizer = name if pretrained.tokenizer == tensors.path else pretrained.tokenizer
     return dataclasses.replace(
         pretrained,
@@ -273,7 +276,8 @@ def load(
       model: model that the parameters are fitted to.
       head, head_bias_init, allow_mismatch, posemb_resize, init, channels: arguments of
         `surgery.fit`.
-      class_names: the model's class names, into whose order a kept head is put.
+      class_names: the model's class names; the classes of a kept head are sorted into
+        their order.
 
     Returns:
       The parameters, and a report of the fitting.
@@ -281,7 +285,7 @@ def load(
     Raises:
       UserError: the checkpoint cannot be read, or does not fit the model.
     """
-    # Fitting refuses files with another number of heads, and reports what differs.
+    # Fitting rejects files with another number of heads, and reports all differences.
     pretrained = _open(
         checkpoint,
         use_ema,
@@ -324,16 +328,16 @@ def load(
 
 
 def _order_head(pretrained: Pretrained, names: Sequence[str]) -> tuple[dict, list[str]]:
-    """Returns parameters with the head in the order of other classes, and notes."""
+    """Returns parameters whose head is in the order of other classes, and notes."""
     num_classes = pretrained.options["num_classes"]
     try:
         matched = match(
             names, pretrained.class_names, num_classes, where="classes of the data"
         )
     except UserError as error:
-        # Fitting the shapes reports another number of classes.
+        # A different number of classes is reported when shapes are fitted.
         same = len(names) == num_classes
-        return pretrained.params, [f"head kept class by class; {error}"] if same else []
+        return pretrained.params, [f"head kept in its order; {error}"] if same else []
     heads = {
         name: {key: value[..., matched.indices] for key, value in head.items()}
         for name, head in pretrained.params.items()
@@ -363,14 +367,14 @@ def _hints(options: dict, wanted: dict) -> list[str]:
 
 
 def _learns_positions(options: dict, wanted: dict) -> bool:
-    """Returns whether a model learns the checkpoint's fixed or factored positions."""
+    """Returns whether a model learns the checkpoint's fixed or factorized positions."""
     places = [both.get("posemb_placement") for both in (options, wanted)]
     factored = "2d" in options.get("posemb", "") and wanted.get("posemb") == "learned"
     return factored and places == ["stem", "stem"]
 
 
 def _differences(options: dict, model: models.Model) -> list[tuple]:
-    """Returns key, old and new value of options that change what parameters compute."""
+    """Returns key, old and new value of options that change the computation."""
     wanted, keys = model.options, fields.fields(type(model.config))
     return [
         (name, options[name], wanted[name])

@@ -1,6 +1,6 @@
-"""The preprocessing of a checkpoint: its own, or the usual one of its family.
+"""The preprocessing of a checkpoint: the stored one, or the usual one of its family.
 
-What flags and arguments set takes precedence, see `preprocess_with`.
+Values set by flags and arguments take precedence, see `preprocess_with`.
 """
 
 import dataclasses
@@ -14,15 +14,15 @@ from vit_jax.errors import UserError
 from vit_jax.models import flexivit
 from vit_jax.weights.pretrained import IMAGENET, Pretrained
 
-# Fields of `Preprocess` that concern images of one size.
+# Fields of `Preprocess` that apply to images of one size only.
 _OF_ONE_SIZE = {"crop_fraction", "image_size", "squash"}
 
 
 class Usual(NamedTuple):
-    """Preprocessing that weights of a family usually have.
+    """The preprocessing that weights of a family usually need.
 
     Attributes:
-      family: name in messages, such as "timm's DeiT".
+      family: name of the family in messages, such as "timm's DeiT".
       preprocess: preprocessing for the image size of a checkpoint.
     """
 
@@ -35,12 +35,13 @@ def usual_preprocess(pretrained: Pretrained) -> Usual:
 
     timm's families are recognised by the name of the file or architecture, because DeiT
     and timm's other ViTs have the same parameters. Fine-tuned MAEs have a class token
-    beside the mean of the patches, and a separate norm of the mean.
+    in addition to the mean of the patches, and a separate norm for the mean.
 
     Returns:
-      The whole image, bilinear, to [-1, 1], as in Hugging Face's ViTImageProcessor; for
-      timm the values of most `default_cfgs` in version 1.0.31
-      (vision_transformer.py, deit.py), and for MAE those of its main_finetune.py.
+      For Hugging Face's ViTs the whole image, resized bilinearly and scaled to [-1, 1],
+      as in ViTImageProcessor; for timm the values of most `default_cfgs` in version
+      1.0.31 (vision_transformer.py, deit.py); for MAE the values of its
+      main_finetune.py.
     """
     size = tuple(pretrained.options.get("image_size", (224, 224)))
     if pretrained.format != "timm":
@@ -57,7 +58,7 @@ def usual_preprocess(pretrained: Pretrained) -> Usual:
     words = [*pretrained.source.split("/")[-2:], pretrained.architecture]
     name = "/".join(words).casefold()
     deit = "deit" in name or options.get("distillation", False)
-    # Networks fine-tuned at 384, or DeiT III from ImageNet-21k, see the whole image.
+    # Networks fine-tuned at 384, or DeiT III from ImageNet-21k, use the whole image.
     whole = min(size) >= 384 or (deit and re.search("2[12]k", name))
     preprocess = Preprocess(
         size,
@@ -69,7 +70,7 @@ def usual_preprocess(pretrained: Pretrained) -> Usual:
 
 
 def with_patch(preprocess: Preprocess, options: Mapping) -> Preprocess:
-    """Returns a preprocessing whose sequences have the patch of a network's options."""
+    """Returns a preprocessing with the patch size of a network, if it uses sequences."""
     if not preprocess.max_tokens or preprocess.patch:
         return preprocess
     patch = models.create(**options).config.patch_size
@@ -86,10 +87,11 @@ def preprocessing_of(pretrained: Pretrained) -> Preprocess:
 
 
 def _for_channels(values: tuple[float, ...], channels: int) -> tuple[float, ...]:
-    """Returns numbers per channel of three-channel images for any number of channels.
+    """Returns values for three channels as values for any number of channels.
 
-    Equal ones become one number, and so do others, as their mean, for images of other
-    channels: libraries keep the three of a network that was built for others.
+    Equal values become one number. Different values do too, as their mean, if the
+    number of channels is another one: libraries keep the three values of RGB in that
+    case.
     """
     if len(set(values)) == 1:
         return values[:1]
@@ -108,17 +110,19 @@ def preprocess_with(
     Args:
       pretrained: checkpoint.
       given: fields of `Preprocess`.
-      tell: called with a line about patches that are resized, and about statistics that
-        are of other channels.
+      tell: function called with a line about resized patches, and about statistics of
+        other channels.
     """
-    own = preprocessing_of(pretrained)
+    current = preprocessing_of(pretrained)
     model = models.create(**pretrained.options)
     side, channels = model.config.patch_size, model.image_shape[-1]
     for name in ("mean", "std") if pretrained.preprocess else ():
-        stated, used = (getattr(how, name) for how in (pretrained.preprocess, own))
-        if name not in given and len(set(stated)) > len(used):
-            tell(f"{name} of 3 channels: {used[0]:g} for the {channels} of the network")
-    preprocess = own.replace(**given)
+        stored, used = (getattr(how, name) for how in (pretrained.preprocess, current))
+        if name not in given and len(set(stored)) > len(used):
+            tell(
+                f"{name} of 3 channels: {used[0]:g} for the network's {channels} channels"
+            )
+    preprocess = current.replace(**given)
     if preprocess.patch_resize not in ("", *flexivit.METHODS):
         raise UserError(
             f"patch_resize={preprocess.patch_resize!r} is not one of "
@@ -127,17 +131,17 @@ def preprocess_with(
     preprocess = with_patch(preprocess, pretrained.options)
     if preprocess.max_tokens and (wrong := sorted(_OF_ONE_SIZE & given.keys())):
         raise UserError(
-            f"{wrong[0]}={given[wrong[0]]} with max_tokens={preprocess.max_tokens}, by which "
-            "images keep their size and aspect: leave it out, or set max_tokens to 0"
+            f"{wrong[0]}={given[wrong[0]]} with max_tokens={preprocess.max_tokens}, which "
+            "keeps the aspect ratio of images: leave it out, or set max_tokens to 0"
         )
-    if own.max_tokens and "max_tokens" not in given:
-        # Images keep their size when the patches change.
-        most = own.max_tokens * own.patch**2 // preprocess.patch**2
+    if current.max_tokens and "max_tokens" not in given:
+        # Images keep their size when the patch size changes.
+        most = current.max_tokens * current.patch**2 // preprocess.patch**2
         preprocess = dataclasses.replace(preprocess, max_tokens=max(1, most))
     if (new := given.get("patch") or side) != side:
         how = preprocess.patch_resize or model.options.get("patch_resize")
         line = f"kernel of patches of {side} pixels resized to {new} (FlexiViT)"
-        if how in flexivit.METHODS:  # The network's may be another.
+        if how in flexivit.METHODS:  # Networks with other methods get no hint.
             other = next(name for name in flexivit.METHODS if name != how)
             line += f" by {how}, as in {flexivit.METHODS[how]}"
             line += f" (in {flexivit.METHODS[other]} --patch_resize={other})"

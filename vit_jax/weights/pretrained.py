@@ -1,4 +1,4 @@
-"""A checkpoint of any format in this project's terms."""
+"""A checkpoint of any format, in this project's names and options."""
 
 import dataclasses
 
@@ -14,27 +14,28 @@ POSITIONS = "Transformer/posembed_input/pos_embedding"
 
 @dataclasses.dataclass(frozen=True)
 class Pretrained:
-    """A checkpoint under the names and options of this project.
+    """A checkpoint with the names and options of this project.
 
     Attributes:
-      params: nested dict of numpy arrays.
+      params: nested dict of NumPy arrays.
       options: arguments of `models.create` that build the network of the parameters:
         variant, num_classes, image_size, channels, pool, activation, ...
       format: "google", "big_vision", "bit", "timm", "hugging_face", "mae", "dino",
         "dinov2", "workdir" or "vit_jax".
       source: path or address of the checkpoint, for messages.
       preprocess: preprocessing of images; None if unknown.
-      class_names: names in label order; empty if unknown.
+      class_names: class names in label order; empty if unknown.
       loss: "softmax", or "sigmoid" if every class has an independent probability.
       notes: a line for each thing that reading changed or dropped.
       task: `config.task` of the training; empty if unknown.
-      task_params: parameters of the task beside the network, such as {"decoder": ...},
-        nested dict of numpy arrays; empty without such, or if not requested.
+      task_params: parameters of the task outside the network, such as {"decoder": ...},
+        a nested dict of NumPy arrays; empty if there are none or they were not
+        requested.
       tokenizer: path or address of the text tower's tokenizer; empty if unknown.
       multi_label: whether an image may have several classes.
       architecture: timm's name of the network; empty if unknown.
-      token_merging: tokens that each block merges, see models/merging.py; not read from
-        the checkpoint.
+      token_merging: number of tokens that each block merges, see models/merging.py; not
+        read from the checkpoint.
     """
 
     params: dict
@@ -54,6 +55,6 @@ class Pretrained:
 
     @property
     def num_classes(self) -> int:
-        """Number of classes of the classifier, or of a head for masks."""
+        """Number of classes of the classifier or segmentation head."""
         head = self.task_params.get(segmenter.PARAMS)
         return head["head"]["bias"].size if head else self.options["num_classes"]

@@ -1,4 +1,4 @@
-"""The head for masks of a checkpoint."""
+"""The segmentation head of a checkpoint."""
 
 from collections.abc import Callable
 
@@ -10,25 +10,25 @@ from vit_jax.weights.pretrained import Pretrained
 
 
 def has_segmenter(pretrained: Pretrained) -> bool:
-    """Returns whether a checkpoint, read `with_task`, classifies pixels."""
+    """Returns whether a checkpoint that was read `with_task` classifies pixels."""
     return segmenter.PARAMS in pretrained.task_params
 
 
 def segmenter_of(
     pretrained: Pretrained, model: Model
 ) -> Callable[[dict, jax.Array], jax.Array]:
-    """Returns a function of the network's parameters and normalised images, see `Segmenter`.
+    """Returns the segmentation head as a function of parameters and normalised images.
 
     Args:
       pretrained: checkpoint that was read `with_task`.
-      model: its network, perhaps for images of another size.
+      model: network of the checkpoint, perhaps for another image size.
 
     Raises:
-      UserError: the checkpoint has no head for masks.
+      UserError: the checkpoint has no segmentation head.
     """
     if not has_segmenter(pretrained):
         raise UserError(
-            f"{pretrained.source} has no head for masks: give a run with "
+            f"{pretrained.source} has no segmentation head: give a run with "
             "task.name='segmentation'"
         )
     params, task = pretrained.task_params, pretrained.task

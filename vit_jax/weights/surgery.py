@@ -28,7 +28,7 @@ HEADS = ("keep", "new", "drop")
 
 _PRE_LOGITS = ("pre_logits/kernel", "pre_logits/bias")
 _KERNELS = tuple(f"{name}/kernel" for name in CLASSIFIERS)
-_MAX_ROWS = 4  # If more parameters were resized, their number is reported.
+_MAX_ROWS = 4  # If more parameters were resized, only their number is reported.
 FIRST_KERNELS = ("root_block/conv_root/kernel", "conv_root/kernel", "embedding/kernel")
 
 
@@ -37,9 +37,9 @@ class FitRow(NamedTuple):
 
     Attributes:
       what: name of the parameter or group.
-      action: description.
-      before: shape in the checkpoint; None if absent there.
-      after: shape in the model; None if absent there.
+      action: description of the change.
+      before: shape in the checkpoint; None if the checkpoint does not have it.
+      after: shape in the model; None if the model does not have it.
     """
 
     what: str
@@ -65,26 +65,27 @@ def fit(
     Args:
       params: loaded parameters, nested dict of arrays with one subtree per block.
       model: model that the parameters are fitted to.
-      source: model that the parameters are of.
-      head: "keep"; "new" for a classifier that begins as `model.init` says, in Google's
-        networks with zeros, with a new layer before it;
-        or "drop", for a model without classes.
+      source: model that the parameters belong to.
+      head: "keep"; "new" for a classifier initialised by `model.init` (with zeros in
+        Google's networks) and a new layer before it; or "drop" for a model without
+        classes.
       head_bias_init: initial bias of a new classifier.
-      posemb_resize: how position embeddings are resized, one of resizing.RESIZE_METHODS;
-        "" for the source's method.
-      allow_mismatch: regular expressions of names that may be missing, and then keep
-        their initial values, or be left over; None for commands without such a flag.
-      init: returns the model's initial parameters; `model.init` with key 0 if None.
-      channels: how the first kernel is fitted to images of other channels, see
-        `convert_input_channels`; "new" draws it.
+      posemb_resize: method that resizes position embeddings, one of
+        resizing.RESIZE_METHODS; "" for the source's method.
+      allow_mismatch: regular expressions of names that may be missing, which then keep
+        their initial values, or left over; None for commands without such a flag.
+      init: function that returns the model's initial parameters; `model.init` with key
+        0 if None.
+      channels: method that fits the first kernel to images of other channels, see
+        `convert_input_channels`; "new" draws the kernel.
 
     Returns:
-      The fitted parameters, and a row for the parameters that were loaded unchanged, then
-      one for each exception.
+      The fitted parameters; and a row for the parameters that were loaded unchanged,
+      followed by one row for each exception.
 
     Raises:
-      UserError: parameters that are missing, left over or of another shape, or a
-        pattern that matches none.
+      UserError: parameters are missing, left over or of another shape, or a pattern
+        matches no parameter.
     """
     loaded = {k: np.asarray(v) for k, v in flatten_dict(params, sep="/").items()}
     # Checkpoints have one subtree per block.
@@ -129,7 +130,8 @@ def _draw(init: Callable[[], Mapping], names: Sequence[str]) -> dict[str, np.nda
         initial = flatten_dict(stacking.unstack(init()), sep="/")
         return {name: initial[name] for name in names}
 
-    # Compiled, so that the others, which may not fit on a device, are not computed.
+    # Compiled, so that the other parameters, which may not fit a device, are not
+    # computed.
     return jax.device_get(jax.jit(some)())
 
 
@@ -138,7 +140,8 @@ def _swap_head(
 ) -> list[FitRow]:
     """Removes the head from `given`, and adds a new one for "new".
 
-    Its kernel is added if it is `zero`; others are drawn with what else is missing.
+    A kernel is added if it is `zero`; others are drawn with the other missing
+    parameters.
     """
     if head not in HEADS:
         raise UserError(f"head={head!r} is not one of {', '.join(HEADS)}")
@@ -166,7 +169,7 @@ def _swap_head(
             rows.append(FitRow(name, action, before, after))
         elif before:
             rows.append(FitRow(name, "dropped", before))
-    # The layer before a replaced classifier belongs to the old classes.
+    # The layer before a replaced classifier was trained for the old classes.
     if head == "new" or "pre_logits/kernel" not in wanted:
         kernel, _ = (given.pop(leaf, None) for leaf in _PRE_LOGITS)
         if kernel is not None and "pre_logits/kernel" not in wanted:
@@ -202,7 +205,7 @@ def _label(name: str) -> str:
 
 
 def _fit_tokens(given: dict, wanted: dict) -> list[FitRow]:
-    """Fits the rows of the prefix tokens in position embeddings."""
+    """Adjusts the rows of the prefix tokens in position embeddings."""
     has, needs = (
         [t for t in rewriting.TOKENS if t in tree] for tree in (given, wanted)
     )
@@ -214,7 +217,7 @@ def _fit_tokens(given: dict, wanted: dict) -> list[FitRow]:
         zero = np.zeros_like(old[:, :1])
         tokens = [old[:, [has.index(t)]] if t in has else zero for t in needs]
         given[name] = np.concatenate([*tokens, old[:, len(has) :]], axis=1)
-        action = f"rows of {_names(has)} made rows of {_names(needs)}"
+        action = f"rows of {_names(has)} replaced by rows of {_names(needs)}"
         rows.append(FitRow(_label(name), action, old.shape, given[name].shape))
     return rows
 
@@ -224,21 +227,23 @@ def _names(tokens: list[str]) -> str:
 
 
 def _fit_input(given: dict, wanted: dict, channels: str, resize: str) -> list[FitRow]:
-    """Fits the first kernel to the model's channels and patch size."""
+    """Adjusts the first kernel to the model's channels and patch size."""
     name = next((n for n in FIRST_KERNELS if n in wanted), None)
     kernel = given.get(name)
     if np.ndim(kernel) != 4 or kernel.shape[0] != kernel.shape[1]:
-        return []  # `check_keys` reports it.
+        return []  # `check_keys` reports the missing kernel.
     rows, shape = [], wanted[name].shape
     if kernel.shape[2] != shape[2] and channels == "new":
-        del given[name]  # To be drawn.
+        del given[name]  # It is drawn later.
         return []
     if kernel.shape[2] != shape[2]:
         given[name] = convert_input_channels(kernel, shape[2], channels)
-        action = f"input channels made {shape[2]} of {kernel.shape[2]} ({channels})"
+        action = (
+            f"input channels changed from {kernel.shape[2]} to {shape[2]} ({channels})"
+        )
         rows.append(FitRow(name, action, kernel.shape, given[name].shape))
         kernel = given[name]
-    # Only kernels on pixels are resized: the input of a stem's kernels is not smooth.
+    # Only kernels on pixels are resized: the inputs of other kernels are not smooth.
     if name == "embedding/kernel" and kernel.shape[:2] != shape[:2]:
         given[name] = flexivit.resize_patch_kernel(kernel, shape[0], resize)
         action = (
@@ -249,17 +254,17 @@ def _fit_input(given: dict, wanted: dict, channels: str, resize: str) -> list[Fi
 
 
 def _fit_layer_scale(given: dict, wanted: dict) -> list[FitRow]:
-    """Multiplies LayerScale in, or adds ones, if only one of both has it."""
+    """Multiplies LayerScale in, or adds ones, if only checkpoint or model has it."""
     has, needs = (
         {name for name in tree if name.endswith(tuple(rewriting.SCALES))}
         for tree in (given, wanted)
     )
     if has and not needs:
         rewriting.multiply_layer_scale(given, has)
-        return [FitRow("LayerScale", "multiplied into the layers in front of it")]
+        return [FitRow("LayerScale", "multiplied into the layers before it")]
     if needs and not has:
         given |= {n: np.ones(wanted[n].shape, wanted[n].dtype) for n in needs}
-        return [FitRow("LayerScale", "none in the checkpoint, so ones")]
+        return [FitRow("LayerScale", "not in the checkpoint, set to ones")]
     return []
 
 
@@ -273,8 +278,8 @@ def check_keys(
     """Checks that names and shapes match, and removes left-over parameters.
 
     Args:
-      given: name to array of the checkpoint; left-over parameters are removed from it.
-      wanted: name to array or shape of the model.
+      given: arrays of the checkpoint by name; left-over parameters are removed from it.
+      wanted: arrays or shapes of the model by name.
       allow_mismatch: argument of `fit`.
       new: names that are expected to be missing.
 
@@ -282,7 +287,7 @@ def check_keys(
       The names that keep their initial values, and a row for each exception.
 
     Raises:
-      UserError: names or shapes differ, or a pattern matches none.
+      UserError: names or shapes differ, or a pattern matches no parameter.
     """
     missing = sorted(wanted.keys() - given.keys())
     extra = sorted(given.keys() - wanted.keys())
@@ -294,8 +299,8 @@ def check_keys(
         for name in sorted(given.keys() & wanted.keys())
         if given[name].shape != wanted[name].shape
     ]
-    # A layer without some of the checkpoint's parameters computes something else, so the
-    # message suggests init.allow_mismatch only if whole top-level layers are left over.
+    # A layer that lacks some of the checkpoint's parameters computes something else, so
+    # init.allow_mismatch is suggested only if whole top-level layers are left over.
     has = {name.partition("/")[0] for name in wanted}
     inside = any(n.partition("/")[0] in has for n in extra if n not in allowed)
     strict = bool(wrong) or inside or allow_mismatch is None
@@ -333,7 +338,7 @@ def _allowed(names: list[str], patterns: Sequence[str]) -> set[str]:
         if not matched:
             raise UserError(
                 f"init.allow_mismatch: {pattern!r} matches no parameter that is missing "
-                f"or left over ({', '.join(names[:4]) or 'none'}): take it out"
+                f"or left over ({', '.join(names[:4]) or 'none'}): remove it"
             )
         allowed |= matched
     return allowed
@@ -342,15 +347,15 @@ def _allowed(names: list[str], patterns: Sequence[str]) -> set[str]:
 def convert_input_channels(
     kernel: Float[np.ndarray, "P P C D"], channels: int, how: str = "repeat"
 ) -> Float[np.ndarray, "P P c D"]:
-    """Converts the first kernel to images of another number of channels.
+    """Converts the first kernel to images with another number of channels.
 
     Args:
       kernel: the kernel.
-      channels: c.
-      how: "repeat" repeats the kernel's channels in turn and scales it by
-        C / c, as timm does, or sums them up for one channel: equal channels give the same
-        output as before. "mean" gives every channel the mean over the C, scaled alike;
-        "first" keeps the first, and further ones are 0.
+      channels: new number of channels, c.
+      how: "repeat" repeats the kernel's channels in turn and scales them by C / c, as
+        in timm, or sums them for one channel: if all channels are equal, the output is
+        the same as before. "mean" gives every channel the mean over C, with the same
+        scale. "first" keeps the first channels and adds zeros.
     """
     count, dtype = kernel.shape[2], kernel.dtype
     if how == "first":
@@ -366,7 +371,7 @@ def convert_input_channels(
 def replace_head(pretrained: Pretrained, num_classes: int) -> Pretrained:
     """Returns a checkpoint with a new classifier, or with none for 0 classes.
 
-    The tanh layer before the classifier belongs to the old classes and is removed too.
+    The tanh layer before the classifier was trained for the old classes and is removed.
     """
     options = pretrained.options | {"num_classes": num_classes}
     if "representation_layer" in options:
@@ -385,9 +390,9 @@ def replace_head(pretrained: Pretrained, num_classes: int) -> Pretrained:
 
 
 def resize_patches(pretrained: Pretrained, preprocess: Preprocess) -> Pretrained:
-    """Resizes the kernel of patches to that of a preprocessing (models/flexivit.py).
+    """Resizes the patch kernel to a preprocessing's patch size (models/flexivit.py).
 
-    The grid of its positions stays, so that they are resized once, to that of the images.
+    The grid of the positions stays, so that they are resized only once, to the images'.
 
     Raises:
       UserError: the network has no patches of pixels, or they do not fill the images.
@@ -398,20 +403,20 @@ def resize_patches(pretrained: Pretrained, preprocess: Preprocess) -> Pretrained
     options, variant = dict(source.options), source.options["variant"]
     if not re.fullmatch(r"\w+/\d+", variant):
         raise UserError(
-            f"patch={side}: {variant} has no patches of pixels whose size may change: "
+            f"patch={side}: {variant} has no patches of pixels that can be resized: "
             "choose a Vision Transformer, or leave it out"
         )
     if not preprocess.max_tokens and any(n % side for n in preprocess.image_size):
         size = "x".join(map(str, preprocess.image_size))
         raise UserError(
-            f"patch={side} does not divide images of {size} pixels: choose another one, or "
-            "another size of images"
+            f"patch={side} does not divide images of {size} pixels: choose another patch "
+            "or image size"
         )
     if pretrained.format == "big_vision":
-        # As big_vision's FlexiViT, whose code is the one that changes patches there.
+        # As in big_vision's FlexiViT, the code there that changes patch sizes.
         options["posemb_resize"] = "bilinear"
     options["patch_resize"] = preprocess.patch_resize or options["patch_resize"]
-    if preprocess.max_tokens:  # The network resizes its kernel for sequences.
+    if preprocess.max_tokens:  # For sequences the network resizes its kernel itself.
         return dataclasses.replace(pretrained, options=options)
     options["variant"] = f"{variant.split('/')[0]}/{side}"
     options["image_size"] = tuple(count * side for count in source.grid)
@@ -425,9 +430,9 @@ def fit_network(pretrained: Pretrained, preprocess: Preprocess) -> tuple[Model, 
 
     Args:
       pretrained: checkpoint from `weights.open_pretrained`.
-      preprocess: preprocessing, whose `image_size` and `patch` may differ from the
-        checkpoint's: position embeddings and the kernel of patches are resized. With
-        `max_tokens` they stay, since the network resizes them for each image.
+      preprocess: preprocessing, whose `image_size` and `patch` may differ from those of
+        the checkpoint: position embeddings and patch kernel are resized. With
+        `max_tokens` they are kept, since the network resizes them for each image.
 
     Returns:
       The network, and its parameters on the host.
@@ -440,7 +445,7 @@ def fit_network(pretrained: Pretrained, preprocess: Preprocess) -> tuple[Model, 
     source = models.create(**pretrained.options)
     if source.config.has_encoder and source.options["pool"] == "none":
         raise UserError(
-            f"{pretrained.source} classifies every token by itself (pool=none), not "
+            f"{pretrained.source} classifies every token separately (pool=none), not "
             "the image: give a checkpoint with another head"
         )
     preprocess.check(source.image_shape[-1])
@@ -459,6 +464,6 @@ def fit_network(pretrained: Pretrained, preprocess: Preprocess) -> tuple[Model, 
             f"max_tokens={preprocess.max_tokens} with {why}: choose a Vision Transformer "
             "without it, or leave max_tokens out"
         )
-    sharding.check_memory(model.shapes)  # The host's memory holds them first.
+    sharding.check_memory(model.shapes)  # They are loaded to the host's memory first.
     params, _ = fit(pretrained.params, model, source, allow_mismatch=None)
     return model, params

@@ -23,7 +23,7 @@ def read(params: Mapping[str, np.ndarray], **about: object) -> tuple[dict, dict]
 
     Args:
       params: parameters of the task by name, levels joined by "/".
-      about: keys of `config.task.text` that shapes do not determine.
+      about: keys of `config.task.text` that do not follow from shapes.
     """
     vocab_size, width = params["text/embedding"].shape
     blocks = {n.split("/")[1] for n in params if n.startswith("text/encoderblock_")}
@@ -50,7 +50,7 @@ def text_tower(pretrained: Pretrained) -> TextTower:
     params, source = pretrained.task_params, pretrained.source
     if text.TEXT not in params:
         raise UserError(
-            f"{source} has no text tower, so that images cannot be compared with "
+            f"{source} has no text tower, which is needed to compare images with "
             "texts: give a checkpoint of CLIP, SigLIP or LiT, or a run with "
             "task.name='contrastive'"
         )
@@ -70,12 +70,12 @@ def text_tower(pretrained: Pretrained) -> TextTower:
 def _open_tokenizer(pretrained: Pretrained) -> Tokenizer:
     if not pretrained.tokenizer:
         raise UserError(
-            f"{pretrained.source} does not name its tokenizer: give it by "
+            f"{pretrained.source} does not record its tokenizer: give it with "
             "--tokenizer, such as hf://openai/clip-vit-base-patch32"
         )
     try:
         return open_tokenizer(pretrained.tokenizer)
-    except UserError as error:  # Which names the key of a training.
+    except UserError as error:  # Its message names a key of training.
         line = str(error).replace("data.tokenizer=", "tokenizer=")
         raise UserError(line) from error
 

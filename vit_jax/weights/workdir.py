@@ -31,18 +31,17 @@ from vit_jax.weights.pretrained import Pretrained
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """The network of a run, and what was stored beside it.
+    """The network of a run, and what its checkpoint stores besides.
 
     Attributes:
       params: the network's parameters, nested dict of float32 arrays.
       options: arguments of `models.create` that build the network.
       kind: "params", or "ema" for their moving average.
       step: optimiser steps taken.
-      best: record of the best checkpoint, see `best`; empty if this is the newest.
+      best: record of the best checkpoint, see `best`; empty if this is the newest one.
       config: the run's config, as plain dicts.
-      class_names: names in label order; empty if the data set has none.
-      task_params: parameters that the task has beside the network; empty unless
-        requested.
+      class_names: class names in label order; empty if the data set has none.
+      task_params: parameters of the task outside the network; empty unless requested.
     """
 
     params: dict
@@ -58,16 +57,16 @@ class Checkpoint:
 def load(
     workdir: str | os.PathLike, *, use_ema: bool = True, with_task: bool = False
 ) -> Checkpoint:
-    """Reads the network of the best checkpoint, or of the newest.
+    """Reads the network from the best checkpoint, or from the newest.
 
     Args:
       workdir: workdir of a run, or path of one checkpoint in it, see `at_step`.
-      use_ema: load the averaged parameters if the run kept them.
-      with_task: load the other parameters of its task too, averaged as well.
+      use_ema: whether to load the averaged parameters if the run has them.
+      with_task: whether to also load the task's other parameters, averaged as well.
 
     Raises:
-      UserError: there is no finished checkpoint, or it is damaged or of an earlier
-        version.
+      UserError: no checkpoint is finished, it is damaged, or an earlier version
+        wrote it.
     """
     folder, step = split_step(workdir)
     workdir = epath.Path(folder)
@@ -89,10 +88,10 @@ def load(
         checkpoint = _read(path, use_ema=use_ema, with_task=with_task)
     except (UserError, MemoryError):
         raise
-    except Exception as error:  # noqa: BLE001 (its files may be another checkpoint's)
+    except Exception as error:  # noqa: BLE001 (files may belong to another checkpoint)
         _refuse(path, [f"cannot be read: {' '.join(str(error).split())[:200]}"])
     if checkpoint.step != step:
-        _refuse(path, [f"it is that of step {checkpoint.step}"])
+        _refuse(path, [f"it is the checkpoint of step {checkpoint.step}"])
     return dataclasses.replace(checkpoint, best=record)
 
 
@@ -116,7 +115,7 @@ def _read(path: epath.Path, *, use_ema: bool, with_task: bool) -> Checkpoint:
     names = [name for name in ("path", "state") if name in network]
     keys, *_ = places = [network[name].split("/") for name in names]
     averaged = use_ema and keys[0] == "params" and "average" in stored.metadata
-    if averaged:  # The average has the structure of the parameters.
+    if averaged:  # The average is structured like the parameters.
         keys[0] = "average"
     find = functools.partial(functools.reduce, operator.getitem)
     target = {"step": stored.metadata["step"]}
@@ -158,7 +157,7 @@ def _read(path: epath.Path, *, use_ema: bool, with_task: bool) -> Checkpoint:
 
 
 def _others(params: dict, path: list[str]) -> dict:
-    """Returns parameters without those at a path; all if the path is not among them."""
+    """Returns parameters without those at a path; all of them if it does not exist."""
     if not path:
         return {}
     first, *rest = path
@@ -174,16 +173,16 @@ def load_pretrained(
 ) -> Pretrained:
     """Reads the best checkpoint, or the newest, as a `Pretrained`.
 
-    The first note says which parameters of which step these are. Args: see `load`.
+    The first note names the parameters and their step. Args: see `load`.
 
     Raises:
-      UserError: errors of `load`, or the network's module cannot be imported.
+      UserError: `load` fails, or the network's module cannot be imported.
     """
     checkpoint = load(workdir, use_ema=use_ema, with_task=with_task)
     data = checkpoint.config["data"]
-    # Imports the network of a user's module, or reports that it is missing.
+    # Imports the network from a user's module, or reports that it is missing.
     models.VARIANTS.find(checkpoint.options["variant"], f"{workdir}: model")
-    # A data set may name classes that the network was not trained on.
+    # A data set may have names for classes that the network was not trained on.
     of_pixels = data["num_classes"] if data.get("mask_key") else 0
     classes = checkpoint.options["num_classes"] or of_pixels
     named = len(checkpoint.class_names) == classes

@@ -50,7 +50,7 @@ def test_a_folder_lists_and_reads_its_images(folder, tmp_path, monkeypatch):
     ],
 )
 def test_nothing_else_is_read(folder, name):
-    with pytest.raises(Refused, match="is no image of the chosen folder") as found:
+    with pytest.raises(Refused, match="is not an image of the chosen folder") as found:
         Folder(str(folder)).read(name.format(root=folder.parent))
     assert found.value.status == 404
 
@@ -155,7 +155,7 @@ def test_a_thumbnail_is_made_once_until_its_file_changes(tmp_path, counted):
     assert found.thumbnail("one.png") != before
     assert len(made) == 2
     (tmp_path / "one.png").unlink()
-    with pytest.raises(Refused, match="'one.png' is no image of the chosen folder"):
+    with pytest.raises(Refused, match="'one.png' is not an image of the chosen folder"):
         found.thumbnail("one.png")
 
 

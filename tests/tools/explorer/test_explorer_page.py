@@ -261,7 +261,7 @@ def test_the_keyboard(looked):
     assert shown(looked)[:3] == (0, 1, 0)
     said = looked.locator("#announced").inner_text()
     assert "Layer 2 of 4: head 1" in said
-    assert "From [CLS]: most to row" in said
+    assert "From [CLS]: most attention to row" in said
     looked.locator("#layer").focus()  # Whose arrow keys are its own.
     press(looked, "ArrowLeft")
     assert shown(looked)[:2] == (0, 0)
@@ -514,15 +514,15 @@ def test_blocks_of_patches_are_drawn_and_told_as_such(new_page, tmp_path):
     check_colours(page, found)
     article = page.locator("article")
     assert article.locator(".kept").inner_text() == (
-        "So that this file is small, attention is kept in 32 steps up to the largest "
+        "To keep this file small, attention is stored in 32 steps up to the maximum "
         "and as means of 2x2 patches."
     )
     row, column = np.divmod(fine.argmax(), columns)
-    place = f"most to rows {row + 1} to {row + 2}, columns {column + 1} to {column + 2}"
+    place = f"most attention to rows {row + 1} to {row + 2}, columns {column + 1} to {column + 2}"
     place = place.replace("rows 9 to 10", "row 9")
     where = article.locator(".where").inner_text()
     assert where.startswith(f"From the patch in row 9, column 10: {place}, ")
-    assert re.search(r"\d % a patch; to \[CLS\] ", where)
+    assert re.search(r"\d % per patch; to \[CLS\] ", where)
     assert page.locator("#whose").is_hidden()
 
 
@@ -579,9 +579,11 @@ def test_a_class_is_clicked_to_see_its_relevance(
         wanted = wanted / wanted.sum()
         np.testing.assert_allclose(shown(page)[3], wanted, rtol=0.01, atol=1e-6)
         words = page.locator(".where").first.inner_text()
-        assert words.startswith(f"Relevance to {output.classes[1].name}: most of row")
+        assert words.startswith(
+            f"Relevance to {output.classes[1].name}: largest for row"
+        )
         words = page.locator(".where").nth(1).inner_text()
-        assert "There is no relevance here" in words
+        assert "This model does not support relevance" in words
         pressed = page.locator(".classes button[aria-pressed=true]")
         assert output.classes[1].name in pressed.inner_text()
         assert page.locator(".kinds button[aria-pressed=true]").count() == 1
@@ -674,7 +676,7 @@ def test_a_text_is_typed_to_see_its_relevance(compared, new_page, photograph):
     wanted = model.relevance(output, "a photo of a dog [h]")
     np.testing.assert_allclose(shown(page)[3], wanted / wanted.sum(), rtol=1e-3)
     words = page.locator(".where").inner_text()
-    assert words.startswith("Relevance to “a photo of a dog [h]”: most of row")
+    assert words.startswith("Relevance to “a photo of a dog [h]”: largest for row")
     assert "text=a+photo+of+a+dog" in page.evaluate("location.hash")
     act(page, lambda: type_in(""))
     assert page.locator(".where").inner_text().startswith("From [CLS]")

@@ -27,9 +27,7 @@ def test_a_file_is_never_larger_than_it_may_be(made, tmp_path, monkeypatch):
     path, ways = tmp_path / "x.html", []
     monkeypatch.setattr(saved, "_SAMPLE_MAPS", 3)
     limit = 10**7
-    reason = (
-        "however coarse its attention: set a smaller --resolution, or leave out --com"
-    )
+    reason = "even with the coarsest attention: set a smaller --resolution, or leave out --com"
     with pytest.raises(UserError, match=reason):
         while True:
             monkeypatch.setattr(saved, "MAX_BYTES", limit)

@@ -171,7 +171,7 @@ def test_looking_at_an_upload(ask, key, explored_models, photograph):
     assert headers["Content-Type"] == "application/octet-stream"
     assert row == seen.rows.to_bytes(7)
     refused = ask("GET", f"/api/mask?image={key}&model=0")
-    assert "Model 0 has no head for masks" in sentence(refused, 404)
+    assert "Model 0 has no segmentation head" in sentence(refused, 404)
 
 
 def test_looking_at_an_image_of_the_folder(ask):
@@ -215,7 +215,7 @@ def test_names_of_the_server(host, served, known):
 def test_pages_of_other_sites_may_not_ask(ask, served, photograph):
     answer = ask("GET", "/", Host="evil.example")
     assert "is not this server's" in sentence(answer, 403)
-    refused = "other sites may not ask"
+    refused = "other sites may not use"
     evil = {"Origin": "http://evil.example"}
     assert refused in sentence(ask("POST", "/api/see", photograph, **evil), 403)
     cross = {"Sec_Fetch_Site": "cross-site"}
@@ -228,11 +228,15 @@ def test_pages_of_other_sites_may_not_ask(ask, served, photograph):
 @pytest.mark.parametrize(
     ("method", "path", "reason"),
     [
-        ("POST", "/api/open?name=..%2Fsecret.png", "no image of the chosen folder"),
-        ("POST", "/api/open?name=%2Fetc%2Fpasswd", "no image of the chosen folder"),
-        ("POST", "/api/open?name=elsewhere/secret.png", "no image of the chosen fold"),
-        ("POST", "/api/open?name=one.png%00", "no image of the chosen folder"),
-        ("POST", "/api/open", "is no image of the chosen folder"),
+        ("POST", "/api/open?name=..%2Fsecret.png", "not an image of the chosen folder"),
+        ("POST", "/api/open?name=%2Fetc%2Fpasswd", "not an image of the chosen folder"),
+        (
+            "POST",
+            "/api/open?name=elsewhere/secret.png",
+            "not an image of the chosen fold",
+        ),
+        ("POST", "/api/open?name=one.png%00", "not an image of the chosen folder"),
+        ("POST", "/api/open", "is not an image of the chosen folder"),
         ("GET", "/../server.py", "There is nothing at"),
         ("GET", "/%2e%2e/server.py", "There is nothing at"),
         ("GET", "/page/main.js", "There is nothing at"),
@@ -248,11 +252,16 @@ def test_nothing_else_is_read_or_served(ask, method, path, reason):
     ("line", "headers", "status", "reason"),
     [
         ("PUT /api/see", [], 501, ""),
-        ("GET http://[/", [], 400, "'http://[/' is no address."),
+        ("GET http://[/", [], 400, "'http://[/' is not an address."),
         ("POST //[x/api/see", [], 404, "There is nothing at"),
         ("GET /api/about", ["Origin: http://[x"], 403, "other sites"),
-        ("POST /api/see", ["Transfer-Encoding: chunked"], 411, "say how long it is"),
-        ("POST /api/see", ["Content-Length: -1"], 411, "does not say how long it is"),
+        ("POST /api/see", ["Transfer-Encoding: chunked"], 411, "have a Content-Length"),
+        (
+            "POST /api/see",
+            ["Content-Length: -1"],
+            411,
+            "does not have a Content-Length",
+        ),
         (
             "POST /api/see?name=huge",
             ["Content-Length: 99999999999999"],
@@ -303,10 +312,10 @@ def test_a_broken_image_is_one_sentence(ask, data, reason):
 @pytest.mark.parametrize(
     ("change", "status", "reason"),
     [
-        ({"query": "16"}, 404, "There is no token 16."),
+        ({"query": "16"}, 404, "Token 16 does not exist."),
         ({"query": "-1"}, 400, "query='-1' is not a whole number."),
         ({"query": "٣"}, 400, "is not a whole number"),
-        ({"model": "2"}, 404, "There is no model 2."),
+        ({"model": "2"}, 404, "Model 2 does not exist."),
         ({"model": ""}, 400, "model='' is not a whole number."),
         ({"image": "0" * 32}, 410, "no longer kept by the server: open it again"),
         ({"image": "../x"}, 410, "no longer kept"),
@@ -325,7 +334,7 @@ def test_a_failure_is_told(served, monkeypatch, capfd):
     monkeypatch.setattr(session.Session, "about", fail)
     answer = raw(served, "GET /api/about")
     assert answer.startswith(b"HTTP/1.1 500 ")
-    assert b"The server failed; its terminal says how." in answer
+    assert b"The server failed; see its terminal for the error." in answer
     # Before the connection is closed.
     assert "ZeroDivisionError: of a test" in capfd.readouterr().err
 
@@ -425,7 +434,7 @@ def test_relevance_and_the_page_as_a_file(ask, key, explored_models, photograph)
     np.testing.assert_allclose(np.frombuffer(data, "<f4"), wanted, rtol=1e-6)
     for model, label in ((0, 5), (1, 0)):
         answer = ask("GET", f"/api/relevance?image={key}&model={model}&class={label}")
-        assert "has no relevance to a class" in sentence(answer, 404)
+        assert "cannot show relevance to a class" in sentence(answer, 404)
     status, _, data = ask("GET", f"/api/page?image={key}&name=a%20cat.png")
     assert status == 200 and data.startswith(b"<!doctype html>")
     assert b'"name": "a cat.png"' in data and b'"relevances": [{"' in data

@@ -357,9 +357,9 @@ def test_patches_are_compared_within_and_between_images(explored_models, photogr
         np.testing.assert_allclose(between, flat[1] @ flat[0][3], atol=1e-5)
         picture = np.array(Image.open(io.BytesIO(session.components(one, number))))
         assert picture.shape == (rows, columns, 3)
-    with pytest.raises(Refused, match="There is no patch 15"):
+    with pytest.raises(Refused, match="Patch 15 does not exist"):
         session.similarity(one, 0, one, 15)
-    with pytest.raises(Refused, match="Model 0 has no relevance to texts"):
+    with pytest.raises(Refused, match="Model 0 cannot show relevance to texts"):
         session.relevance(one, 0, "a dog")
 
 

@@ -142,7 +142,7 @@ def test_a_column_of_masks_on_the_hub(tmp_path, monkeypatch):
     found = find("someone/photos", tmp_path, mask_key="seg")
     assert sizes(found) == [8, 2] and masked(found, found.validation)
     assert len(layout.take_fold(found, 1, 2).open("train")) == 10
-    with pytest.raises(UserError, match="say which holds the labels"):
+    with pytest.raises(UserError, match="give the one with the labels"):
         find("someone/photos", tmp_path)
 
 
@@ -172,9 +172,9 @@ def test_what_is_no_set_of_images_is_said(photos, tmp_path):
         (tmp_path / "empty", "has no images in folders"),
         (tmp_path / "single", "has one image of each class: give two or more"),
         (tmp_path / "tables", "several tables"),
-        (tmp_path / "t.csv", "say which holds the labels"),
-        ("nowhere", "nowhere is no folder or table that is there, and no data set: "),
-        ("./nowhere/at/all", "neither a folder nor a table"),
+        (tmp_path / "t.csv", "give the one with the labels"),
+        ("nowhere", "nowhere does not exist as a folder or table, nor as a data set: "),
+        ("./nowhere/at/all", "does not exist as a folder or table"),
     ):
         with pytest.raises(UserError, match=message):
             find(place, tmp_path)
@@ -338,7 +338,7 @@ def test_of_few_images_with_masks_one_validates(tmp_path):
         mask_folder.write(tmp_path / f"{count}", count)
         assert sizes(find(tmp_path / f"{count}", tmp_path)) == [count - 1, 1]
     mask_folder.write(tmp_path / "1", 1)
-    with pytest.raises(UserError, match="/1 has one image to train on: give two"):
+    with pytest.raises(UserError, match="/1 has one training image: give two"):
         find(tmp_path / "1", tmp_path)
     few = find(tmp_path / "3", tmp_path)
     with pytest.raises(UserError, match="folds=4: 3 images are too few"):

@@ -29,11 +29,11 @@ def test_the_page_counts_confusions_and_escapes_names():
     source = open_source(tiny_config().data, "train")
     page = report.render("<A>", answers, source, np.arange(4), None, "a & b", [])
     page.encode()
-    assert "<h3>ant taken for bee: 2 images</h3>" in page
-    assert "<h3>&lt;cat&gt;? taken for bee: 1 image</h3>" in page
+    assert "<h3>ant predicted as bee: 2 images</h3>" in page
+    assert "<h3>&lt;cat&gt;? predicted as bee: 1 image</h3>" in page
     assert page.count('<img src="data:image/jpeg') == 3 + 3 + 4
     assert "<figcaption>loss 0.55; ant 58%; right<br>" in page
-    assert 'alt="&lt;cat&gt;?; taken for bee 58%"' in page
+    assert 'alt="&lt;cat&gt;?; predicted as bee 58%"' in page
     assert "<code>a &amp; b</code>" in page and "mislabelled: 0</h2>" in page
     assert "<title>&lt;A&gt;</title>" in page and "<cat>" not in page
 

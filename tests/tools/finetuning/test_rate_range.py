@@ -29,7 +29,7 @@ def test_the_steepest_fall_is_suggested_and_a_divergence_ends_the_test():
     # The average trails behind by some steps.
     assert 0.01 <= found.suggestion <= 0.04
     assert len(found.rates) == len(found.losses) == len(found.smoothed) < 121
-    with pytest.raises(UserError, match="no loss that falls"):
+    with pytest.raises(UserError, match="the loss did not fall"):
         rate_range.judge([(float(rate), float(rate)) for rate in rates])
 
 

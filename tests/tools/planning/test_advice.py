@@ -162,7 +162,10 @@ def test_what_is_offered_was_compiled_to_fit(monkeypatch):
 def test_what_helps_too_little_is_not_offered_but_the_least_is_told(monkeypatch):
     lines, compiled = offered(100, {"batch_size": 32}, monkeypatch)
     assert len(lines) == 1
-    assert "the least is 31.00 GiB, with --config.optim.grad_accum_steps=4" in lines[0]
+    assert (
+        "the smallest needs 31.00 GiB, with --config.optim.grad_accum_steps=4"
+        in lines[0]
+    )
     assert compiled == 3  # Of every change the largest alone.
 
 
@@ -232,7 +235,7 @@ def test_meshes_that_cannot_be_read_are_named(text):
     [
         (["--export=step", "--strategies"], "--export is for one program"),
         (["--plan", "--strategies"], "--plan is for one program"),
-        (["--plan=speed=3"], "--plan: 'speed' is no assumption"),
+        (["--plan=speed=3"], "--plan: 'speed' is not one of"),
         (["--meshes=fsdp=4"], "--meshes is read with --strategies only"),
         (["--remat=full"], "--remat is read with --strategies only"),
         (["--scan=true"], "--scan is read with --strategies only"),

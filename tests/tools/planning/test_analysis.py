@@ -92,7 +92,7 @@ def test_the_report_says_whose_word_each_number_is():
     assert "peak 10.00 reported by the compiler" in text
     assert "activations, gradients 6.00 the peak without arguments" in text
     assert "fits: 6.00 GiB of 16.00 to spare" in text
-    assert "the program has 1.200 times as many" in text
+    assert "the program computes 1.200 times as much" in text
     assert "not a prediction" in text
     assert "floor 80.00 bound by compute; at most 51,200" in text
 
@@ -143,8 +143,10 @@ def test_one_whose_floor_is_too_low_is_not_the_fastest():
     )
     assert strategies.fastest([unread, FOUND]) is FOUND
     assert strategies.fastest([unread]) is unread
-    assert strategies.line(unread).endswith("2 loops count once: the floor is too low")
-    assert "2 loops count once, here and below" in report.text(unread, "")
+    assert strategies.line(unread).endswith(
+        "2 loops are counted once: the floor is too low"
+    )
+    assert "2 loops are counted once, here and below" in report.text(unread, "")
 
 
 def test_meshes_are_read_from_words():
@@ -187,11 +189,11 @@ def test_a_mesh_that_does_not_fit_is_a_row_and_the_others_are_compiled(monkeypat
 def test_what_a_model_axis_repeats_is_not_hidden():
     split = counted({"mesh.model": 2})
     assert split.endswith(
-        "; a floor: what mesh.model=2 does not split, each of its devices repeats"
+        "; a lower bound: each of the devices of mesh.model=2 repeats what is not split"
     )
     assert counted({}) == analysis.TRACED
     text = report.text(dataclasses.replace(FOUND, counted=split), "")
-    assert "a floor: what mesh.model=2 does not split" in text
+    assert "a lower bound: each of the devices of mesh.model=2" in text
 
 
 def counted(keys):
@@ -219,7 +221,11 @@ ENTRY %main (d: bf16[32,512], e: bf16[512,10]) -> bf16[32,10] {
     [
         (100.0, analysis.TRACED, (2.0 * 32 * 512 * 10, analysis.COMPILED)),
         # A kernel's are not in the program, nor are those that became something else.
-        (100.0, analysis.KERNEL + "; a floor", (100.0, analysis.KERNEL + "; a floor")),
+        (
+            100.0,
+            analysis.KERNEL + "; a lower bound",
+            (100.0, analysis.KERNEL + "; a lower bound"),
+        ),
         (1e9, analysis.TRACED, (1e9, analysis.TRACED)),
     ],
 )

@@ -135,7 +135,7 @@ def test_it_is_no_larger_than_the_training_split(tmp_path):
 @pytest.mark.usefixtures("all_devices")
 def test_what_does_not_fit_is_one_line(tmp_path, monkeypatch):
     monkeypatch.setattr(batch_search, "usable_memory", lambda device: 1_000)
-    with pytest.raises(UserError, match="--largest_batch: 8 images take .* per device"):
+    with pytest.raises(UserError, match="--largest_batch: 8 images need .* per device"):
         batch_search.of_run(tiny_config(), tmp_path, print)
     with pytest.raises(UserError, match="--largest_batch and --compiled=step"):
         words = ["--config=digits", "--largest_batch", "--compiled=step"]

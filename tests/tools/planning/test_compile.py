@@ -136,7 +136,7 @@ def test_what_is_too_large_exits_with_3_and_offers_nothing_that_does_not_fit():
     verdict, _, last = done.stdout.splitlines()[-3:]
     assert verdict.startswith("does not fit: needs ")
     assert verdict.endswith(" more than the limit of 15.75")
-    assert last.startswith("no change alone fits; the least is ")
+    assert last.startswith("no single change makes it fit; the smallest needs ")
     assert " GiB, with --config.optim.grad_accum_steps=400000; " in last
 
 
@@ -157,7 +157,7 @@ def test_strategies_are_compared_and_one_is_recommended(tmp_path):
         ["4x1x1", "full"],
     ]
     assert "does not compile: mesh.data=-1 x mesh.fsdp=3" in lines[4]
-    assert lines[-1].startswith("of those that fit the one with the lowest floor: --")
+    assert lines[-1].startswith("the fastest that fits (lowest minimum time): --")
 
 
 def test_the_step_is_kept_as_stablehlo(tmp_path):

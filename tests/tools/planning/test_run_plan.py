@@ -205,7 +205,7 @@ def test_assumptions_are_read_and_refused():
     assert run_plan.parse("") == run_plan.Assumptions()
     assert run_plan.parse("mfu=0.55,price=0") == run_plan.Assumptions(mfu=0.55)
     for text, message in (
-        ("speed=3", "'speed' is no assumption; they are copy, cpu_images, dcn"),
+        ("speed=3", "'speed' is not one of copy, cpu_images, dcn"),
         ("mfu=fast", "'mfu=fast' is not a positive number"),
         ("mfu=0", "'mfu=0' is not a positive number"),
         ("mfu=1.5", "'mfu=1.5' is not a positive number of at most 1: set one"),

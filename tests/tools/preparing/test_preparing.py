@@ -181,9 +181,9 @@ def flip(at):
         (2, flip(0), r"record 0 \(byte 0\) is damaged, the checksum of its length"),
         (2, flip(9), r"record 0 \(byte 0\) is damaged, the checksum of its length"),
         (2, flip(-1), r"record 12 \(byte \d+\) .*the checksum of its content"),
-        (2, lambda data: data[:-1], r"record 12 \(byte \d+\) is cut short"),
-        (2, lambda data: data[:5], r"record 0 \(byte 0\) is cut short"),
-        (2, lambda data: data[:0], r"has 0 records, not 13"),
+        (2, lambda data: data[:-1], r"record 12 \(byte \d+\) is truncated"),
+        (2, lambda data: data[:5], r"record 0 \(byte 0\) is truncated"),
+        (2, lambda data: data[:0], r"has 0 records, not the 13"),
         (
             2,
             lambda data: data + tfrecord_files.framed(b"x"),
@@ -335,7 +335,7 @@ def test_shards_and_splits_without_a_readable_image(folder, out):
 
     for path in paths:
         (folder / path).write_bytes(b"none")
-    with pytest.raises(UserError, match="split 'train' has no record that can be read"):
+    with pytest.raises(UserError, match="split 'train' has no readable record"):
         of_images(folder, out / "other", ["train"], 3_000, "skip")
 
 
@@ -343,7 +343,7 @@ def test_shards_and_splits_without_a_readable_image(folder, out):
     ("file", "change", "match"),
     [
         ("pets-train", flip(900), "pets-train.*(mismatch|orrupt)"),
-        ("pets-train", lambda data: data[:-9], "pets-train.*cut short"),
+        ("pets-train", lambda data: data[:-9], "pets-train.*truncated"),
         ("pets-train", None, "pets-train.* is missing"),
         ("pets-train", [b"x"] * 19, "has file_bytes .*, not"),
         ("pets-train", [b"x"], "has records 1, not 19"),
@@ -376,7 +376,7 @@ def test_a_set_begun_in_another_way_is_not_continued(folder, out):
     target = out / "pets/1.0.0"
     with build.begin(target, {"kind": "folder", "shard_bytes": 1}):
         pass
-    with pytest.raises(UserError, match=r"with other flags \(.*shard_bytes.*remove it"):
+    with pytest.raises(UserError, match=r"other flags \(.*shard_bytes.*remove it"):
         of_images(folder, target)
 
 
@@ -407,14 +407,14 @@ def test_existing_busy_and_impossible_targets_are_refused(folder, out, monkeypat
     with pytest.raises(UserError, match=r"pets/1.0.0 exists: add --verify"):
         of_images(folder, target)
     (out / "file").write_bytes(b"")
-    with pytest.raises(UserError, match="cannot make .*Not a directory"):
+    with pytest.raises(UserError, match="cannot create .*Not a directory"):
         of_images(folder, out / "file" / "1.0.0")
 
 
 def test_a_class_name_that_a_label_file_cannot_hold_is_refused(folder, out):
     (folder / "train" / "bee").rename(folder / "train" / " bee")
     with pytest.raises(
-        UserError, match="class folder ' bee' begins or ends with a space"
+        UserError, match="class folder ' bee' starts or ends with a space"
     ):
         of_images(folder, out / "out", ["train"])
 

@@ -91,7 +91,7 @@ def test_a_sweep_is_told_with_what_was_chosen_and_what_diverged(parts):
 
 def test_tasks_that_are_absent_or_failed_are_listed_with_the_reason(parts):
     remedy = "python -m vit_jax.prepare --dataset=dmlab"
-    assert table(parts, "absent").rows == (("DMLab", remedy),)
+    assert table(parts, "missing").rows == (("DMLab", remedy),)
     assert table(parts, "failed").rows == (("SVHN", "no space"),)
 
 
@@ -167,14 +167,14 @@ def test_the_compute_of_runs_inside_others_is_there(tmp_path):
         (
             "vtab.json",
             '{"kind": "transfer", "model": "a", "tasks": {}}',
-            "vtab.json is of the kind 'transfer', not 'vtab'",
+            "vtab.json has the kind 'transfer', not 'vtab'",
         ),
     ],
 )
 def test_what_cannot_be_read_is_one_line(tmp_path, file, text, message):
     folder = tmp_path / "run"
     with pytest.raises(
-        UserError, match="run is no folder with any of report.json, .*:"
+        UserError, match="run is not a folder with any of report.json, .*:"
     ):
         results.read_runs([folder])
     folder.mkdir()

@@ -58,12 +58,12 @@ def test_the_table_has_what_was_chosen_and_the_paper_beside_ours(told):
 def test_pairs_are_compared_with_the_papers_order(tmp_path):
     (text, *_) = texts(ranked(tmp_path / "a", (0.1, 0.5, 0.6), (0.1, 0.6, 0.5), 0.2))
     assert text == (
-        "Pairs of points that the paper orders: 3; in the same order here: 2. Pairs that "
-        "differ here by more than the root of the sum of their squared intervals: 2; of "
-        "these against the paper: none."
+        "Pairs of points with an order in the paper: 3; in the same order here: 2. Pairs that "
+        "differ here by more than the root of the sum of their squared intervals: 2; "
+        "those contrary to the paper: none."
     )
     (text, *_) = texts(ranked(tmp_path / "b", (0.1, 0.5, 0.6), (0.1, 0.6, 0.5), 0.01))
-    assert text.endswith("against the paper: relative over learned.")
+    assert text.endswith("contrary to the paper: relative over learned.")
     assert not texts(ranked(tmp_path / "c", (0.1, 0.5, 0.6), (None, None, 0.5), 0.01))
 
 
@@ -112,7 +112,7 @@ def test_scores_of_one_seed_have_no_intervals_and_missing_points_are_counted(tmp
     report_runs.change_study(folder, lambda content: content["points"].pop())
     assert "2 of the 3 points are done." in texts(blocks(folder))
     report_runs.change_study(folder, lambda content: content.update(points=[]))
-    assert texts(blocks(folder)) == ["study has no point yet."]
+    assert texts(blocks(folder)) == ["study has no finished point yet."]
 
 
 def test_a_law_finds_the_numbers_that_made_the_points():
@@ -142,7 +142,7 @@ def test_a_point_that_diverged_is_told_and_not_drawn(tmp_path):
     folder = report_runs.study(tmp_path / "study")
     report_runs.change_study(folder, diverge)
     found = blocks(folder)
-    assert "Diverged, and in no mean: ViT-64,3000, pretrain." in texts(found)
+    assert "Diverged, not part of any mean: ViT-64,3000, pretrain." in texts(found)
     for chart in charts(found).values():
         assert not any(value is None for s in chart.series for value in (*s.x, *s.y))
 

@@ -158,9 +158,9 @@ def test_a_run_may_be_stated_in_epochs_and_by_another_optimiser():
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ({"optim.learning_rate": 0.1}, "learning_rate: it is set by --learning_rates"),
-        ({"init": "x"}, "--config.init: it is set by --model here"),
-        ({"seed": 3}, "--config.seed: it is set by --seeds here"),
+        ({"optim.learning_rate": 0.1}, "learning_rate: --learning_rates sets it"),
+        ({"init": "x"}, "--config.init: --model sets it here"),
+        ({"seed": 3}, "--config.seed: --seeds sets it here"),
         ({"data.split": "test"}, "--config.data.split: the recipe sets"),
         ({"evals.peek": "test"}, "--config.evals.peek: the recipe sets"),
         ({"evals": {}}, "--config.evals: the recipe sets"),
@@ -183,7 +183,7 @@ def test_keys_of_the_data_are_checked_before_it_is_opened(pretrained):
 
 @pytest.mark.parametrize("test", ["train[90%:]", "test+train[:1]"])
 def test_a_test_split_out_of_train_is_refused(test):
-    with pytest.raises(UserError, match=r"must have no split in common with it"):
+    with pytest.raises(UserError, match=r"must not share a split with it"):
         fine_tuning.task(published(), recipes.find("cifar10", test=test))
 
 

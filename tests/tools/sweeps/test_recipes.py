@@ -93,12 +93,14 @@ def test_a_folder_with_one_split_is_refused_with_what_it_needs(tmp_path, there):
     for name in there.split():
         (tmp_path / name / "x").mkdir(parents=True)
         (tmp_path / name / "x" / "1.png").write_bytes(b"x")
-    with pytest.raises(UserError, match="put the images to train on into .*/train/"):
+    with pytest.raises(UserError, match="put training images into .*/train/"):
         recipes.find(str(tmp_path))
 
 
 def test_what_vtab_does_not_have_is_refused():
     with pytest.raises(UserError, match="VTAB-1k has no such task; it has vtab/ and"):
         recipes.find("vtab/dsprites")
-    with pytest.raises(UserError, match="--test=val200: vtab/dtd is tested on its"):
+    with pytest.raises(
+        UserError, match="--test=val200: vtab/dtd is tested only on its"
+    ):
         recipes.find("vtab/dtd", test="val200")

@@ -19,7 +19,7 @@ def test_the_test_split_stays_shut_until_it_is_released(split, door):
     keeper = split_guard.TestSplitGuard("test")
     with opened_by(keeper):
         with pytest.raises(
-            UserError, match="sealed: it has images of the test .*until the rate is ch"
+            UserError, match="locked: it has images of the test .*until the rate is ch"
         ):
             door(digits(num_classes=10), split)
         keeper.release()
@@ -82,9 +82,7 @@ def test_a_record_in_both_is_a_leak(held_out, test, test_first):
     doors = [("val200", held_out), ("test", test)]
     first, second = doors[::-1] if test_first else doors
     keeper(digits(), first[0], lambda: first[1])
-    with pytest.raises(
-        UserError, match="is in the split 'test' to test on and in 'val"
-    ):
+    with pytest.raises(UserError, match="is in the test split 'test' and in 'val"):
         keeper(digits(), second[0], lambda: second[1])
 
 

@@ -36,7 +36,7 @@ def tuned(scores, tune_by="val/top1", key=RATE):
         (
             {0.1: 0.5, 0.2: 0.75, 0.3: 0.75, 0.4: 0.25},
             0.2,
-            "0.75; tied with learning_rate=0.3, and the first is taken",
+            "0.75; tied with learning_rate=0.3, the first is chosen",
         ),
         (
             {0.1: 0.5, 0.2: 0.1},

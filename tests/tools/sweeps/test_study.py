@@ -177,9 +177,13 @@ AXES = "width=(12, 18), kind=("
             "return 3\n    dict(\n        axes",
             "give a dict",
         ),
-        ("axes", "axis", "get_study returns 'axis', which is none of axes, scores"),
+        ("axes", "axis", "get_study returns 'axis', which is not one of axes, scores"),
         ("tune=dict(", "tune=dict(x={}, ", "tune.x, but its stages are pretrain, fin"),
-        ("seeds=2", "measure='speed'", "measure='speed', which is none of train, cost"),
+        (
+            "seeds=2",
+            "measure='speed'",
+            "measure='speed', which is not one of train, cost",
+        ),
         ("test/top1", "tset/top1", "scores 'tset/top1', but the evaluations of finet"),
         ("pretrain:test", "pretrian:test", "upstream='pretrian:.*its stages are pretr"),
         ("test/top1", "test", "returns scores=.*: give a dict of names to EVAL"),
@@ -207,7 +211,7 @@ AXES = "width=(12, 18), kind=("
         (
             "seeds=2",
             "laws=[dict(x='width', y='top-1', lines=('kid',))]",
-            "laws with lines='kid', which is none of width, kind",
+            "laws with lines='kid', which is not one of width, kind",
         ),
     ],
 )
@@ -319,7 +323,7 @@ def test_a_part_is_run_first_and_the_rest_added(run, tmp_path):
     assert [point["name"] for point in saved(tmp_path)["points"]] == names
     assert saved(tmp_path)["config"]["axes"]["kind"] == ["a", "b"]
     one = {"width": ["18"], "kind": ["b"]}
-    with pytest.raises(UserError, match="by another command .points.18,b.finetune"):
+    with pytest.raises(UserError, match="with another command .points.18,b.finetune"):
         run(only=one, overrides={"batch_size": 4})
 
 
@@ -355,7 +359,7 @@ def test_another_study_is_refused_once_there_are_results(
     run(only=ONE)
     path = own if old else own.with_name("other.py")
     path.write_text(OWN.replace(old, new))
-    with pytest.raises(UserError, match=f"by another command .*{difference}"):
+    with pytest.raises(UserError, match=f"with another command .*{difference}"):
         run(path=path, only=ONE)
 
 
@@ -409,13 +413,16 @@ def test_what_diverges_is_told_and_the_rest_goes_on(run, tmp_path, capsys):
     assert kept["stages"]["finetune"]["chosen"] == {"optim.momentum": 0.5}
     assert kept["scores"]["top-1"]["values"] == [0.5]  # Of the other seed.
     assert capsys.readouterr().out.splitlines()[-1] == (
-        "diverged, in no mean: 12,a, pretrain (the loss is NaN); 12,b, finetune, seed 1 "
-        "(the loss is inf); lower rates in the study's config, and another --workdir, "
-        "may help"
+        "diverged, not part of any mean: 12,a, pretrain (the loss is NaN); 12,b, finetune, seed 1 "
+        "(the loss is inf); lower learning rates in the study's config, with another "
+        "--workdir, may help"
     )
     pages.write_report([tmp_path / "work"], tmp_path / "report")
     told = (tmp_path / "report" / "report.md").read_text()
-    assert "Diverged, and in no mean: 12,a, pretrain; 12,b, finetune, seed 1." in told
+    assert (
+        "Diverged, not part of any mean: 12,a, pretrain; 12,b, finetune, seed 1."
+        in told
+    )
 
 
 def test_the_cost_of_a_network_is_measured_once(monkeypatch, tmp_path):

@@ -106,7 +106,7 @@ def test_a_run_that_looks_at_test_too_early_is_refused(run, tmp_path, monkeypatc
     task = fine_tuning.TransferTask
     monkeypatch.setattr(task, "trial", lambda self, rate: self.final(rate, 0))
     with pytest.raises(
-        UserError, match="split 'test' of watched:open_source is sealed"
+        UserError, match="split 'test' of watched:open_source is locked"
     ):
         run(tmp_path / "peeping")
     assert ("open", "test") not in watched.events
@@ -133,7 +133,7 @@ def test_what_is_done_is_not_done_again(done, run, monkeypatch):
     ],
 )
 def test_another_command_in_the_same_workdir_is_refused(done, run, options, message):
-    with pytest.raises(UserError, match=f"study by another command .*{message}"):
+    with pytest.raises(UserError, match=f"study with another command .*{message}"):
         run(done[0], **options)
 
 
@@ -217,7 +217,7 @@ def test_one_rate_leaves_nothing_to_choose(run, tmp_path, capsys):
     ("rates", "message"),
     [
         ((1e30, 2e30), r"every rate diverged \(1e\+30, 2e\+30\): set lower ones"),
-        ((1e30,), r"the final run of seed 0 at rate 1e\+30 diverged \(.*set lower"),
+        ((1e30,), r"the final run with seed 0 at rate 1e\+30 diverged \(.*set lower"),
     ],
 )
 def test_rates_that_all_diverge_are_refused(run, tmp_path, rates, message):

@@ -180,10 +180,10 @@ def test_without_any_data_nothing_is_written_and_all_tasks_are_listed(
 ):
     empty = str(tmp_path)
     with pytest.raises(
-        UserError, match="of vtab/dtd is not there: python -m vit_jax.p"
+        UserError, match="of vtab/dtd do not exist: python -m vit_jax.p"
     ):
         start(["dtd"], data_dir=empty)
-    with pytest.raises(UserError, match="the data of none of the 3 tasks is there"):
+    with pytest.raises(UserError, match="none of the 3 tasks has data"):
         start(data_dir=empty)
     out = capsys.readouterr().out
     for name, tfds in (("dtd", "dtd"), ("sun397", "sun397/tfds"), ("dmlab", "dmlab")):
@@ -223,7 +223,9 @@ def test_what_the_workdir_holds_of_other_tasks_stays(start, tmp_path):
     report = written(tmp_path)
     assert [report["tasks"][name].get("mean") for name in NAMES] == [0.75, None, 0.25]
     assert (report["mode"], report["mean"]) == ("full", 0.5)
-    with pytest.raises(UserError, match=r"by another command .*\(mode: full -> head\)"):
+    with pytest.raises(
+        UserError, match=r"with another command .*\(mode: full -> head\)"
+    ):
         start(["dtd"], scripted({}), mode="head")
     (tmp_path / "vtab" / "vtab.json").write_text("{")
     with pytest.raises(UserError, match=r"vtab.json is damaged .*remove it and repeat"):

@@ -59,7 +59,7 @@ def test_class_token_without_a_slot_gets_a_row_of_zeros(tmp_path):
     positions[:, 0] = 0
     assert_same(found.params, flat | {POSITIONS: positions})
     assert found.options["image_size"] == (12, 12)
-    assert "position embedding of the class token: none" in found.notes[0]
+    assert "position of the class token: not in the file" in found.notes[0]
 
 
 def test_slot_of_a_class_token_that_is_not_there_is_dropped(tmp_path):
@@ -67,7 +67,7 @@ def test_slot_of_a_class_token_that_is_not_there_is_dropped(tmp_path):
     extra = np.concatenate([np.ones((1, 1, 12), np.float32), flat[POSITIONS]], axis=1)
     found = open_pretrained(save(tmp_path / "a.npz", flat | {POSITIONS: extra}, theirs))
     assert_same(found.params, flat)
-    assert "class token that is not there: dropped" in found.notes[0]
+    assert "position embedding of a missing class token: dropped" in found.notes[0]
 
 
 def test_scanned_layers_are_taken_apart(tmp_path):
@@ -112,7 +112,7 @@ def test_image_tower_is_taken_out_of_two_towers(tmp_path):
         (12, 12), interpolation="bilinear_plain", squash=True
     )
     assert found.notes == (
-        "ignored 4 arrays beside the network: params/b, params/t, params/txt",
+        "ignored 4 arrays outside the network: params/b, params/t, params/txt",
     )
 
 
@@ -124,4 +124,4 @@ def test_state_of_the_optimiser_is_ignored_and_bfloat16_is_read(tmp_path):
         save(tmp_path / "a.npz", {theirs(k): v for k, v in short.items()} | opt)
     )
     assert_same(found.params, {k: v.astype(np.float32) for k, v in short.items()})
-    assert found.notes == (f"ignored {len(flat)} arrays beside the network: opt/0",)
+    assert found.notes == (f"ignored {len(flat)} arrays outside the network: opt/0",)

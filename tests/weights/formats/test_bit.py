@@ -63,7 +63,7 @@ def test_both_layouts_give_our_tree_and_options(tmp_path, rename, options):
     assert found.format == "bit"
     assert_same(found.params, flat)
     assert models.create(**found.options).options == model.options
-    assert "image size: not in the file, so 224x224" in found.notes
+    assert "image size: not in the file, assumed 224x224" in found.notes
     assert found.preprocess.interpolation == "bilinear_plain"
 
 

@@ -128,7 +128,7 @@ def test_dinov2_of_all_libraries_is_one_network(network):
         "swiglu" if "swiglu" in network else "gelu"
     )
     for found in (facebook, theirs):
-        assert "mask token: dropped, which only pretraining has" in found.notes
+        assert "mask token: dropped, only used for pretraining" in found.notes
         size = found.options["image_size"]
         assert found.preprocess == Preprocess(size, *IMAGENET, "bicubic", 224 / 256)
     # timm adds the position of the class token to it where there are registers.
@@ -158,7 +158,7 @@ def test_a_backbone_alone_is_taken_for_one_of_dino_and_a_line_says_so(tmp_path):
     save_file(backbone_of_dino(), tmp_path / "a.safetensors")
     found = opened(tmp_path / "a.safetensors")
     assert (found.format, found.options["num_classes"]) == ("dino", 0)
-    assert any("taken for a backbone of DINO" in note for note in found.notes)
+    assert any("assumed to be a backbone of DINO" in note for note in found.notes)
     assert found.preprocess.crop_fraction == 224 / 256
     whole = opened(GOLDEN / "dino_student.safetensors")
     assert_same(found.params, flatten_dict(whole.params, sep="/"))
@@ -168,7 +168,7 @@ def test_a_backbone_alone_is_taken_for_one_of_dino_and_a_line_says_so(tmp_path):
     del arrays["head.mlp.2.bias"]
     save_file(arrays, tmp_path / "b.safetensors")
     found = opened(tmp_path / "b.safetensors")
-    assert any(note.startswith("head: left out beside the") for note in found.notes)
+    assert any(note.startswith("head: left out; these are") for note in found.notes)
     assert not found.task_params
 
 
@@ -193,7 +193,7 @@ def test_of_a_training_checkpoint_the_teacher_is_taken(tmp_path, wrapped):
     found = opened(tmp_path / "a.pth")
     expected = opened(GOLDEN / "dino_student.safetensors")
     assert_same(found.params, flatten_dict(expected.params, sep="/"))
-    assert found.notes[0] == "teacher: its backbone is read, and not the student's"
+    assert found.notes[0] == "teacher: its backbone is read, not the student's"
 
 
 def training_of(kind, seed=0):
@@ -352,7 +352,7 @@ def test_linear_classifiers_see_the_class_token_and_the_mean(tmp_path, network, 
         arrays |= {"linear_head.weight": weight, "linear_head.bias": bias}
         torch_file.write(tmp_path / "a.pth", {"model": arrays})
         found = opened(tmp_path / "a.pth")
-        assert not any("left out beside" in note for note in found.notes)
+        assert not any("left out; these" in note for note in found.notes)
     else:
         shutil.copytree(source, tmp_path / "a")
         file = tmp_path / "a" / "model.safetensors"
@@ -393,7 +393,7 @@ def test_a_backbone_is_written_and_read_to_the_bit(tmp_path, network, to):
     found = opened(GOLDEN / file.replace("dinov2_dino/facebook", "dino_student"))
     out = tmp_path / ("a.safetensors" if to == "safetensors" else "a")
     _, notes = export.export(found, to, out)
-    told = [note for note in notes if "another size" in note]
+    told = [note for note in notes if "other image sizes" in note]
     assert len(told) == (network in ("mlp_reg0", "dino") and to != "safetensors")
     again = opened(out)
     assert_same(again.params, flatten_dict(found.params, sep="/"))
@@ -408,7 +408,7 @@ def test_layer_scale_is_multiplied_in_where_a_format_has_none(tmp_path, to):
     found = opened(GOLDEN / "dinov2_mlp_reg0" / "facebook.safetensors")
     out = tmp_path / ("a.npz" if to == "google" else "a")
     _, notes = export.export(found, to, out)
-    assert "LayerScale: multiplied into the layers in front of it" in notes
+    assert "LayerScale: multiplied into the layers before it" in notes
     again = weights.open_pretrained(out)
     options = again.options | {"activation": "gelu", "posemb_resize": "bicubic_dino"}
     again = dataclasses.replace(again, options=options)

@@ -127,7 +127,7 @@ def test_tokens_are_those_of_the_rule(norms, gated, tmp_path):
     assert found.format == "dinov3" and model.config.num_heads == HEADS
     assert model.config.cls_norm == ("cls_norm" in norms)
     assert model.config.rope_temperature == 100 and model.config.layer_norm_eps == 1e-5
-    dropped = [note for note in found.notes if "only pretraining has" in note]
+    dropped = [note for note in found.notes if "only used for pretraining" in note]
     assert len(dropped) == 1 + ("local_cls_norm" in norms)
     images = np.random.default_rng(1).normal(size=(2, 12, 20, 3)).astype(np.float32)
     first = "cls_norm" if "cls_norm" in norms else "norm"

@@ -65,8 +65,8 @@ def memo(path):
 
 CASES = {
     "npz": (npz, r"its arrays would take 134,217,\d+ bytes, 1,0\d\d times the file's"),
-    "storage": (storage, r"what is in it would take 134,21\d,\d+ bytes, 1,0\d\d times"),
-    "pickle": (long_pickle, r"what is in it would take 134,21\d,\d+ bytes, 1,0\d\d"),
+    "storage": (storage, r"its content would take 134,21\d,\d+ bytes, 1,0\d\d times"),
+    "pickle": (long_pickle, r"its content would take 134,21\d,\d+ bytes, 1,0\d\d"),
     "views": (many_views, r"its tensors would take 1,258,291,200 bytes, \d+ times"),
     "memo": (memo, "a pickle in it asks for 134,217,727 memo slots"),
 }

@@ -137,7 +137,10 @@ def test_json_beside_the_weights_counts_if_it_describes_a_model(tmp_path):
         (b"no archive", "it begins with b'no archi'"),
         (b"version https://git-lfs.github.com/spec/v1\n", "a Git LFS pointer: run"),
         (b"<!DOCTYPE html>", "it is a web page: download the file itself"),
-        (b"PK\x03\x04 broken", "is not a readable .npz checkpoint: the archive is cut"),
+        (
+            b"PK\x03\x04 broken",
+            "is not a readable .npz checkpoint: the archive is trunc",
+        ),
         (b"\x10\0\0\0\0\0\0\0{broken}", "is not a readable .safetensors checkpoint"),
         (b"\x08\0\0\0\0\0\0\0{}      ", "holds no arrays"),
     ],

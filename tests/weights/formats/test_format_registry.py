@@ -114,7 +114,7 @@ def test_averaged_arrays_of_one_file_are_used_and_told(tmp_path, raw, average):
     found = weights.open_pretrained(tmp_path / "a")
     assert_same(found.params, random_flat(model))
     name = average.removesuffix("module.")[:-1]
-    assert f"{name}: averaged weights, used in place of {raw}*" in found.notes[0]
+    assert f"{name}: averaged weights, used instead of {raw}*" in found.notes[0]
     found = weights.open_pretrained(tmp_path / "a", use_ema=False)
     assert not found.params["cls"].any()
     assert f"{name}: averaged weights, left out" in found.notes[0]

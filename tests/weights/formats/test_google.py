@@ -93,14 +93,16 @@ def test_parameters_of_an_optimiser_are_found_and_its_state_is_left(tmp_path):
     whole = {f"opt/target/{name}": value for name, value in flat.items()} | state
     found = open_pretrained(save(tmp_path / "a.npz", whole))
     assert_same(found.params, flat)
-    assert found.notes == ("ignored 2 arrays beside the network: opt/state",)
+    assert found.notes == ("ignored 2 arrays outside the network: opt/state",)
 
 
 def test_names_counted_in_both_ways_are_refused(tmp_path):
     flat = random_flat(encoder())
     name = "Transformer/encoderblock_0/LayerNorm_2/scale"
     flat[counted_by_kind(name)] = flat[name]
-    with pytest.raises(UserError, match=r"LayerNorm_\d/scale stands twice in the"):
+    with pytest.raises(
+        UserError, match=r"LayerNorm_\d/scale is in the checkpoint twice"
+    ):
         open_pretrained(save(tmp_path / "a.npz", flat))
 
 
@@ -118,7 +120,7 @@ def test_a_grid_that_is_no_square_is_told_by_the_size_of_images(tmp_path, pool):
     found = open_pretrained(path, image_size=(12, 16))
     assert found.options["image_size"] == (12, 16)
     assert_same(found.params, flat)
-    with pytest.raises(UserError, match="state the height and width"):
+    with pytest.raises(UserError, match="give the height and width"):
         open_pretrained(path, image_size=(16, 16))
     loaded = vit_jax.load_model(path, image_size=(12, 16), tell=lambda _: None)
     image = np.random.default_rng(0).integers(0, 256, (12, 16, 3), np.uint8)
@@ -141,5 +143,5 @@ def test_shapes_of_another_network_are_refused():
     flat = random_flat(encoder())
     flat["embedding/kernel"] = flat["embedding/kernel"].reshape(-1, SIZE["width"])
     assert google.recognises(Tensors(flat, {}, {}, "x"))
-    with pytest.raises(UserError, match=r"shape \(48, 12\) is not that of a Vision Tr"):
+    with pytest.raises(UserError, match=r"shape \(48, 12\) does not fit a Vision Tr"):
         linen.transformer_options(flat)

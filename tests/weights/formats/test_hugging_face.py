@@ -79,7 +79,7 @@ def test_a_classifier_of_the_class_token_alone_is_read_as_a_pair(tmp_path):
     config["architectures"] = ["DeiTForImageClassification"]
     found = read(arrays, config)
     assert found.options["num_classes"] == 7
-    assert found.notes == ("classifier: of the class token alone, written as a pair",)
+    assert found.notes == ("classifier: reads only the class token, written as a pair",)
     features = logits_of(found, "pre_logits")
     expected = features @ arrays["classifier.weight"].T + arrays["classifier.bias"]
     np.testing.assert_allclose(logits_of(found), expected, atol=1e-5)
@@ -94,7 +94,7 @@ def test_a_pooler_beside_a_classifier_is_dropped(tmp_path, prefix, distillation)
     found = read(arrays, config)
     assert not found.options["representation_layer"]
     assert_same(found.params, random_flat(model))
-    assert found.notes == ("pooler: dropped, because the classifier does not see it",)
+    assert found.notes == ("pooler: dropped, because the classifier does not use it",)
 
 
 def test_without_a_config_the_arrays_tell_what_they_can(tmp_path):
@@ -107,21 +107,21 @@ def test_without_a_config_the_arrays_tell_what_they_can(tmp_path):
     )
     assert found.preprocess is None
     assert found.notes == (
-        "heads: nothing says how many, so 1, one for 64 features",
-        "config.json: none, so hidden_act=gelu, layer_norm_eps=1e-12",
+        "heads: number unknown, assumed 1, with 64 features each",
+        "config.json: missing, assumed hidden_act=gelu, layer_norm_eps=1e-12",
     )
     heads = models.create(**read(arrays, num_heads=3).options).options["num_heads"]
     assert heads == 3
     arrays, _ = write(tmp_path, model_of(image_size=(12, 28)))
-    with pytest.raises(UserError, match="of 21 patches, which are no square"):
+    with pytest.raises(UserError, match="of 21 patches, which are not a square"):
         read(arrays, num_heads=3)
 
 
 def test_missing_positions_become_zeros(tmp_path):
     model = model_of(posemb="none")
     assert WRITERS["hf"].write(made(model, preprocess=None), tmp_path) == [
-        "position embeddings: none, written as zeros",
-        "preprocessing: nothing says how, so no preprocessor_config.json",
+        "position embeddings: missing, written as zeros",
+        "preprocessing: unknown, preprocessor_config.json is not written",
     ]
     assert not (tmp_path / "preprocessor_config.json").exists()
     found = READERS["Hugging Face"].read(files.read(tmp_path), 0)

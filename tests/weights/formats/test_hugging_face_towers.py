@@ -282,7 +282,7 @@ def test_images_are_prepared_as_in_the_pretraining_without_a_file_of_it(tmp_path
     create(*NETWORKS["CLIP"][:3]).save_pretrained(tmp_path)
     found = weights.open_pretrained(tmp_path)
     assert found.preprocess.mean[0] == 0.48145466
-    assert "preprocessing: not in the file, so CLIP's" in found.notes
+    assert "preprocessing: not in the file, assumed as for CLIP" in found.notes
 
 
 WORDS = TEXT | {

@@ -49,7 +49,7 @@ def test_towers_are_those_of_vision_transformer(case):
 
 def test_a_tokenizer_of_more_tokens_than_the_tower_knows():
     pretrained = weights.open_pretrained(GOLDEN / "lit_image_head.npz")
-    with pytest.raises(UserError, match="does not name its tokenizer: give it"):
+    with pytest.raises(UserError, match="does not record its tokenizer: give it"):
         text_tower(pretrained).embed(["a"])
     pretrained = dataclasses.replace(pretrained, tokenizer="bytes")
     with pytest.raises(UserError, match="has 258 tokens, but the text tower"):

@@ -66,8 +66,8 @@ def test_a_file_with_a_decoder_is_read_whole(tmp_path):
     )
     assert "posembed_input" not in found.params["Transformer"]
     notes = "\n".join(found.notes)
-    assert "decoder's heads: nothing says how many, so 4" in notes
-    assert "targets: nothing says whether they were normalised" in notes
+    assert "decoder's heads: number unknown, assumed 4" in notes
+    assert "targets: normalisation unknown" in notes
     np.testing.assert_allclose(logits_of(found), IO["ratio0.75/logits"], atol=1e-5)
     preprocess = found.preprocess
     assert preprocess.mean == (0.485, 0.456, 0.406)
@@ -174,7 +174,7 @@ def test_a_file_of_facebookresearch_is_written_back_to_the_bit(tmp_path, arrays)
     path = stored(tmp_path / "a.pth", arrays)
     found = weights.open_pretrained(path, num_heads=4)
     _, notes = export.export(found, "mae", tmp_path / "b.pth")
-    assert "preprocessing: facebookresearch/mae has ImageNet's mean and std" in notes
+    assert "preprocessing: facebookresearch/mae uses ImageNet's mean and std" in notes
     assert_same(torch_file.read(tmp_path / "b.pth"), arrays)
 
 
@@ -205,7 +205,7 @@ def test_a_folder_of_transformers_is_written_back_to_the_bit(tmp_path):
 def test_a_file_of_the_other_library_gives_the_same(tmp_path):
     found = weights.open_pretrained(GOLDEN / "mae_hf")
     _, notes = export.export(found, "mae", tmp_path / "a.pth")
-    assert "layer_norm_eps: 1e-12 became 1e-6, facebookresearch/mae's" in notes
+    assert "layer_norm_eps: 1e-12 replaced by 1e-6, facebookresearch/mae's" in notes
     assert_same(torch_file.read(tmp_path / "a.pth"), load_file(FACEBOOK))
 
 
@@ -280,7 +280,10 @@ def test_a_decoder_that_is_not_maes_is_refused(tmp_path, name, value, message):
 
 @pytest.mark.parametrize(
     ("change", "note"),
-    [("zero", "positions are not the fixed ones"), ("width", "does not divide into 4")],
+    [
+        ("zero", "positions are not MAE's fixed ones"),
+        ("width", "does not divide into 4"),
+    ],
 )
 def test_a_decoder_that_cannot_be_told_leaves_the_encoder(tmp_path, change, note):
     arrays = load_file(FACEBOOK)

@@ -81,7 +81,9 @@ def test_another_activation_is_told(tmp_path):
     found = weights.open_pretrained(FILE)
     found.options["activation"] = "gelu"
     _, notes = export.export(found, "google", tmp_path / "again.npz")
-    assert any(note.startswith("activation: gelu became gelu_tanh") for note in notes)
+    assert any(
+        note.startswith("activation: gelu replaced by gelu_tanh") for note in notes
+    )
 
 
 def test_a_part_of_a_file_and_what_a_format_has_not_are_refused(arrays, tmp_path):
@@ -105,7 +107,7 @@ def test_a_part_of_a_file_and_what_a_format_has_not_are_refused(arrays, tmp_path
     ):
         export.export(rectangle, "google", tmp_path / "rectangle.npz")
     for to, message in (
-        ("hf", "--to=hf: the format has no network such as "),
+        ("hf", "--to=hf: the format does not support "),
         ("timm", "no MLP-Mixer with patch 8, width=24 and depth=3"),
     ):
         with pytest.raises(UserError, match=message):
@@ -130,7 +132,7 @@ def test_weights_are_those_of_googles_file():
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"architecture": "gmixer_12_224"}, "not an architecture of timm that is"),
+        ({"architecture": "gmixer_12_224"}, "architecture of timm is not known"),
         (
             {"model_args": {"stem_norm": True}},
             "stem_norm=True in model_args is not supp",

@@ -60,7 +60,7 @@ WHOLE = {"format_version": 1, "preprocess": None, "class_names": [], "loss": "so
 @pytest.mark.parametrize(
     ("header", "message"),
     [
-        ({"format_version": 3}, "is of format version 3, .* those up to 2: update it"),
+        ({"format_version": 3}, "has format version 3, .* versions up to 2: update it"),
         ({"format_version": 1}, "has a damaged vit_jax header: KeyError"),
         ("{", "has a damaged vit_jax header: JSONDecodeError"),
         (

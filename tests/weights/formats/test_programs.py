@@ -227,7 +227,7 @@ def test_without_the_extra_the_line_says_what_to_install(tmp_path, monkeypatch):
 
 def test_what_prepares_images_has_to_be_known():
     unknown = dataclasses.replace(made(), preprocess=None)
-    with pytest.raises(UserError, match="state --mean, --std and --crop_pct"):
+    with pytest.raises(UserError, match="give --mean, --std and --crop_pct"):
         programs.build(unknown)
 
 

@@ -97,7 +97,7 @@ CHANGED = {
         ({"classifier.bias": None}, "classifier.bias is missing"),
         (
             {f"{LAYER}.attention.attention.query.weight": floats(24, 12)},
-            "heads of 24 features in all beside a width of 12 are not supported",
+            "heads with 24 features in total and a width of 12 are not supported",
         ),
         ({f"{LAYER}.output.dense.bias": np.ones(12, int)}, "bias holds int64 numbers"),
     ],
@@ -106,7 +106,10 @@ CHANGED = {
 BARE = {
     "timm": [
         *(
-            ({name: floats(12)}, f"{name} is of a network that its parameters do not")
+            (
+                {name: floats(12)},
+                f"{name} belongs to a network that its parameters do not",
+            )
             for name in (
                 "norm_pre.weight",
                 f"{BLOCK}.attn.q_norm.weight",
@@ -117,19 +120,25 @@ BARE = {
                 "rope.freqs",
             )
         ),
-        ({"cls_token": None}, "without cls_token, it is of .*--architecture="),
-        ({f"{BLOCK}.attn.qkv.bias": None}, "without blocks.0.attn.qkv.bias, it is of"),
+        ({"cls_token": None}, "without cls_token, it belongs to .*--architecture="),
+        (
+            {f"{BLOCK}.attn.qkv.bias": None},
+            "without blocks.0.attn.qkv.bias, it belongs to",
+        ),
         (
             {"norm.weight": None, "norm.bias": None},
             "no final norm, keep its config.json",
         ),
-        ({"pos_embed": None}, "pos_embed is missing.*keep its config.json beside it"),
+        (
+            {"pos_embed": None},
+            "pos_embed is missing.*keep its config.json in the same folder",
+        ),
     ],
     "hf": [  # BEiT's.
-        ({f"{LAYER}.lambda_1": floats(12)}, "keep its config.json beside it"),
+        ({f"{LAYER}.lambda_1": floats(12)}, "keep its config.json in the same folder"),
         (
             {"vit.embeddings.position_embeddings": None},
-            "keep its config.json beside it",
+            "keep its config.json in the same folder",
         ),
     ],
 }
@@ -142,13 +151,16 @@ CONFIGS = {
             for name, what in {
                 "vit_pe_core_tiny_patch16_384": "rotary position embeddings from 1 on",
                 "vit_base_patch16_sapiens2": "key heads that several query heads share",
-                "vit_relpos_base_patch16_rpn_224": "post-norm beside relative position",
+                "vit_relpos_base_patch16_rpn_224": "post-norm together with relative position",
                 "vit_so150m_patch16_reg4_map_256": "register tokens of such a network",
-                "vit_of_tomorrow_patch16_224": "not an architecture of timm that is",
+                "vit_of_tomorrow_patch16_224": "architecture of timm is not known",
             }.items()
         ),
-        ({"architecture": ROPE, "model_args": {}}, "pos_embed is in the file, and con"),
-        ({"architecture": CLIP}, "norm_pre.weight is missing, which config.json says"),
+        ({"architecture": ROPE, "model_args": {}}, "pos_embed is in the file, but con"),
+        (
+            {"architecture": CLIP},
+            "norm_pre.weight is missing, although config.json says",
+        ),
         (args(attn_layer="diff"), "attn_layer='diff' in model_args is not supported"),
         (
             args(num_heads=5),
@@ -227,7 +239,7 @@ def test_a_pooler_that_is_not_ours_is_refused_unless_a_classifier_stands_beside_
     gelu = {"pooler_act": "gelu"}
     with pytest.raises(UserError, match="pooler_act='gelu' in config.json is not supp"):
         opened("hf", bare | pooler(12), gelu)
-    with pytest.raises(UserError, match="a pooler of 8 features"):
+    with pytest.raises(UserError, match="a pooler with 8 features"):
         opened("hf", bare | pooler(8))
     assert not opened("hf", pooler(12), gelu).options["representation_layer"]
 
@@ -239,7 +251,9 @@ def test_attention_without_biases_is_read_as_zeros(opened):
         for part in ("query", "key", "value")
     }
     found = opened("hf", biases, {"qkv_bias": False})
-    assert found.notes == ("biases of key, query, value: none in the file, so zeros",)
+    assert found.notes == (
+        "biases of key, query, value: not in the file, set to zeros",
+    )
     attention = found.params["Transformer"]["encoderblock_1"]
     for part in ("query", "key", "value"):
         bias = attention["MultiHeadDotProductAttention_1"][part]["bias"]
@@ -301,7 +315,7 @@ def test_the_first_version_of_big_visions_resnets_is_refused(tmp_path):
         "params/block1/unit1/conv1/kernel": floats(1, 1, 64, 64),
         "params/block1/unit1/gn_proj/scale": floats(256),
     }
-    message = r"norms behind the convolutions \(ResNet V1, .*\) are not supported"
+    message = r"norms after the convolutions \(ResNet V1, .*\) are not supported"
     with pytest.raises(UserError, match=message):
         weights.open_pretrained(save(tmp_path / "a.npz", flat))
 
@@ -343,11 +357,11 @@ UNWRITABLE = {
         ),
         (
             {"posemb": "relative", "posemb_placement": "shared"},
-            "=shared exists in neither",
+            "=shared is supported by neither",
         ),
         (
             {"posemb_placement": "every"},
-            "posemb=learned at posemb_placement=every exists in",
+            "posemb=learned at posemb_placement=every is supported by",
         ),
         ({"layer_norm_eps": 1e-4}, "layer_norm_eps=0.0001: timm's config.json has"),
         (
@@ -365,9 +379,9 @@ UNWRITABLE = {
         ),
         (
             {"num_register_tokens": 2, "distillation": True},
-            "no distillation token beside re",
+            "timm has no networks with both a distillation token",
         ),
-        ({"pool": "token_gap"}, "pool='token_gap': timm's classifiers see"),
+        ({"pool": "token_gap"}, "pool='token_gap': timm's classifiers read"),
         (
             {"variant": "R50x1", "stage_depths": (3, 24), "stem_width": 32},
             r"timm has no BiT ResNet with stage_depths=\(3, 24\)",
@@ -382,27 +396,30 @@ UNWRITABLE = {
             "representation_layer=True: .*--to=google",
         ),
         (HYBRID, "stem_width=64: ViTModel .*--to=timm, --to=google"),
-        (SHARED_BIAS, "posemb_placement=every exists in neither timm nor Hugging"),
+        (
+            SHARED_BIAS,
+            "posemb_placement=every is supported by neither timm nor Hugging",
+        ),
         ({"num_register_tokens": 2}, "num_register_tokens=2: ViTModel of transformers"),
         ({"activation": "swiglu"}, "activation='swiglu': ViTModel of"),
         (
             {"variant": "R50x1", "stage_depths": (1,), "stem_width": 32},
-            "variant='R50x1': ViTModel of transformers has no",
+            "variant='R50x1': ViTModel of transformers does not",
         ),
     ],
     "google": [
         ({"num_register_tokens": 2}, "num_register_tokens=2: Google's code"),
-        ({"activation": "swiglu"}, "activation='swiglu': Google's code has"),
-        ({"pool": "token_gap"}, "pool='token_gap': Google's code has no"),
-        (RECTANGLE, "a grid of 2x8: a reader of Google's npz takes it as a square"),
+        ({"activation": "swiglu"}, "activation='swiglu': Google's code does not"),
+        ({"pool": "token_gap"}, "pool='token_gap': Google's code does not"),
+        (RECTANGLE, "a grid of 2x8: a reader of Google's npz assumes a square"),
     ],
-    "dino": [(RECTANGLE, "a grid of 2x8: the code of facebookresearch takes it")],
+    "dino": [(RECTANGLE, "a grid of 2x8: the code of facebookresearch assumes")],
     "hf_clip": [
         (RECTANGLE | {"pre_norm": True}, "a grid of 2x8: CLIPVisionModel of tran"),
         (RECTANGLE | {"pool": "map"}, "a grid of 2x8: SiglipVisionModel of trans"),
     ],
     "hf_beit": [
-        (RECTANGLE, "a grid of 2x8: BeitModel of transformers takes it"),
+        (RECTANGLE, "a grid of 2x8: BeitModel of transformers assumes"),
         (
             RECTANGLE | {"posemb": "none", "relative_bias": "every"},
             "a grid of 2x8: Beit",
@@ -412,12 +429,12 @@ UNWRITABLE = {
         (RECTANGLE | {"mlp_dim": 48}, "a grid of 2x8: Dinov2Model of transformers"),
         ({"num_classes": 3}, "pool='token': Dinov2Model of transformers"),
         ({"mlp_dim": 25}, "mlp_dim=25: Dinov2Model .* has 48"),
-        ({"pool": "gap"}, "pool='gap': Dinov2Model of transformers has no"),
+        ({"pool": "gap"}, "pool='gap': Dinov2Model of transformers does not"),
     ],
     "mae": [
         ({"activation": "gelu_tanh"}, "activation='gelu_tanh': facebookresearch"),
-        ({"pool": "map"}, "pool='map': facebookresearch/mae has no such"),
-        ({"pool": "gap"}, "class_token=False: facebookresearch/mae has no such"),
+        ({"pool": "map"}, "pool='map': facebookresearch/mae does not"),
+        ({"pool": "gap"}, "class_token=False: facebookresearch/mae does not"),
         ({"pool": "token_gap"}, "pool='token_gap'"),
         (
             {"distillation": True},
@@ -425,13 +442,13 @@ UNWRITABLE = {
         ),
         ({"num_register_tokens": 2}, "num_register_tokens=2: .* write it"),
         ({"layer_norm_eps": 1e-5}, "layer_norm_eps=1e-05: facebookresearch/mae"),
-        ({"image_size": (12, 20)}, "image_size=12x20: .* takes square images"),
+        ({"image_size": (12, 20)}, "image_size=12x20: .* needs square images"),
     ],
     "hf_mae": [
         ({"num_classes": 3}, "num_classes=3: ViTMAE of transformers .* with --to=timm"),
-        (SHARED_BIAS, "exists in nei"),
+        (SHARED_BIAS, "is supported by nei"),
     ],
-    "microsoft": [({}, "Microsoft's files are of Swin Transformers")],
+    "microsoft": [({}, "Microsoft's files are for Swin Transformers")],
 }
 
 

@@ -88,7 +88,7 @@ def test_each_format_holds_the_weights(tmp_path, version, to):
     library = {"timm": "timm", "hf": "transformers"}.get(to, "microsoft")
     assert again.options["window_padding"] == library
     told = [
-        note for note in notes if note.startswith("window_padding: microsoft became")
+        note for note in notes if note.startswith("window_padding: microsoft replaced")
     ]
     assert len(told) == (library != "microsoft")
     if to != "microsoft":  # Whose file says neither.
@@ -104,7 +104,7 @@ def test_windows_of_a_bare_file_of_timm_are_asked_for(tmp_path):
     export.export(weights.open_pretrained(FILES["v2"]), "timm", tmp_path / "timm")
     bare = tmp_path / "bare.safetensors"
     shutil.move(tmp_path / "timm" / "model.safetensors", bare)
-    with pytest.raises(UserError, match="windows .*--architecture="):
+    with pytest.raises(UserError, match="window sizes .*--architecture="):
         weights.open_pretrained(bare)
     name = "swinv2_tiny_window16_256"
     found = weights.open_pretrained(bare, architecture=name)
@@ -154,7 +154,7 @@ def test_arrays_that_ours_have_not_are_refused(tmp_path, name, value, message):
         (
             "timm",
             {"architecture": "swin_s3_tiny_224"},
-            "not an architecture of timm that",
+            "architecture of timm is not known",
         ),
         (
             *("timm", {"model_args": {"always_partition": True}}),
@@ -166,7 +166,7 @@ def test_arrays_that_ours_have_not_are_refused(tmp_path, name, value, message):
             "use_absolute_embeddings=True in config",
         ),
         ("hf", {"model_type": "donut-swin"}, "model_type='donut-swin' in config.json"),
-        ("hf", None, "no config.json, which has to be of swin or"),
+        ("hf", None, "no config.json; one of swin or"),
     ],
 )
 def test_configs_that_ours_have_not_are_refused(tmp_path, to, changes, message):

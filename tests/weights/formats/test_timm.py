@@ -194,8 +194,8 @@ def test_what_a_file_leaves_out_is_zero(tmp_path):
     found = read(arrays, config)
     assert_same(found.params, expected)
     assert found.notes == (
-        "biases of query, key and value: none in the file, so zeros",
-        "position embeddings of extra tokens: none in the file, so 0",
+        "biases of query, key and value: not in the file, set to zeros",
+        "position embeddings of extra tokens: not in the file, set to 0",
     )
 
 
@@ -205,8 +205,8 @@ def test_without_a_config_the_arrays_tell_what_they_can(tmp_path):
     found = read(arrays)
     assert found.options["num_heads"] == 2
     assert found.notes == (
-        "config.json: none of timm, so a plain network, exact GELU, epsilon 1e-6",
-        "heads: nothing says how many, so 2, one for 64 features",
+        "config.json: not timm's, assumed a plain network, exact GELU, epsilon 1e-6",
+        "heads: number unknown, assumed 2, with 64 features each",
     )
     assert found.options["image_size"] == (16, 16)
     assert (found.options["activation"], found.options["layer_norm_eps"]) == (
@@ -217,7 +217,7 @@ def test_without_a_config_the_arrays_tell_what_they_can(tmp_path):
     stated = read(arrays, num_heads=4)
     assert stated.options["num_heads"] == 4
     assert stated.notes[1:] == (
-        "heads: nothing says how many, so 4 as asked for, not the usual 2",
+        "heads: number unknown, assumed 4 as requested, not the usual 2",
     )
 
 
@@ -269,7 +269,7 @@ def test_the_named_architecture_stands_for_a_config_and_its_preprocessing(tmp_pa
     assert models.create(**found.options).options["num_heads"] == 2
     assert_same(found.params, random_flat(model))
     for name, path, problem in (
-        ("vit_of_tomorrow", bare, "not an architecture of timm"),
+        ("vit_of_tomorrow", bare, "architecture of timm is not known"),
         ("test_vit", tmp_path, "config.json"),
     ):
         with pytest.raises(UserError, match=f"architecture='{name}': .*{problem}"):
@@ -331,7 +331,7 @@ def test_known_sizes_tell_their_heads_and_a_config_comes_first():
 
 def test_without_a_config_a_grid_must_be_square(tmp_path):
     arrays, _ = write(tmp_path, encoder(image_size=(12, 28)))
-    with pytest.raises(UserError, match="of 21 patches, which are no square"):
+    with pytest.raises(UserError, match="of 21 patches, which are not a square"):
         read(arrays, num_heads=3)
 
 
@@ -389,8 +389,8 @@ def test_a_config_as_the_hub_has_them_is_read():
     assert facts.preprocess == Preprocess((384, 384), interpolation="bicubic")
     assert facts.class_names == ("a tench", "a crane")
     assert facts.notes == (
-        "crop_mode corner: not known, so center",
-        "interpolation random: not known, so bicubic",
+        "crop_mode corner: unknown, assumed center",
+        "interpolation random: unknown, assumed bicubic",
     )
 
 
@@ -420,10 +420,12 @@ def test_a_norm_that_the_architecture_does_not_have_is_refused(name):
 def test_parameters_must_be_those_of_the_options(tmp_path):
     pretrained = made(tiny())
     del pretrained.params["cls"]
-    with pytest.raises(UserError, match="the model lacks cls, which its options ask"):
+    with pytest.raises(
+        UserError, match="the model lacks cls, which its options require"
+    ):
         timm.write(pretrained, tmp_path)
     pretrained.params.update(cls=np.zeros(3), fc_norm={"bias": np.zeros(3)})
-    with pytest.raises(UserError, match="has fc_norm/bias, which its options"):
+    with pytest.raises(UserError, match="has fc_norm/bias, which does not"):
         timm.write(pretrained, tmp_path)
 
 
@@ -431,7 +433,7 @@ def test_parameters_must_be_those_of_the_options(tmp_path):
 def test_position_embeddings_of_a_grid_are_written_out(tmp_path, kind):
     model = tiny(posemb=kind, distillation=True)
     notes = timm.write(made(model), tmp_path)
-    assert notes == [f"position embeddings: {kind} written out as values"]
+    assert notes == [f"position embeddings: {kind} written as values"]
     found = timm.read(files.read(tmp_path))
     assert (
         logits_of(found, seed=3).tobytes() == logits_of(made(model), seed=3).tobytes()
@@ -442,7 +444,7 @@ def test_position_embeddings_of_a_grid_are_written_out(tmp_path, kind):
 def test_a_norm_after_the_choice_of_a_token_moves_before_it(tmp_path, distillation):
     model = tiny(fc_norm=True, distillation=distillation)
     notes = timm.write(made(model), tmp_path)
-    assert notes == ["final LayerNorm: moved before the choice of the token"]
+    assert notes == ["final LayerNorm: moved before the selection of the token"]
     found = timm.read(files.read(tmp_path))
     np.testing.assert_allclose(
         logits_of(found, seed=3), logits_of(made(model), seed=3), atol=1e-6
@@ -458,10 +460,10 @@ def logits_of(pretrained, seed):
 def test_deviations_are_told(tmp_path):
     model = tiny(layer_norm_eps=1e-12, num_classes=0, distillation=True)
     assert timm.write(made(model, preprocess=None, loss="sigmoid"), tmp_path) == [
-        "layer_norm_eps: 1e-12 became 1e-6, the least that timm has",
-        "features: timm returns the mean of both tokens, vit_jax the first",
-        "preprocessing: nothing says how, so timm's defaults hold",
-        "loss: the config does not say that it was sigmoid, not softmax",
+        "layer_norm_eps: 1e-12 replaced by 1e-6, the smallest in timm",
+        "features: timm returns the mean of both tokens, vit_jax the first one",
+        "preprocessing: unknown, so timm's defaults apply",
+        "loss: config.json does not record that it was sigmoid, not softmax",
     ]
 
 

@@ -42,7 +42,7 @@ NETWORKS = {
     "dist token, registers": (
         "deit_tiny_distilled_patch16_224",
         {"reg_tokens": 1},
-        "distillation token beside registers",
+        "distillation token together with registers",
     ),
     "no positions": ("vit_tiny_patch16_224", {"pos_embed": "none"}, None),
     "fc_norm of a token": ("vit_tiny_patch16_224", {"fc_norm": True}, None),
@@ -359,7 +359,7 @@ def test_timm_reads_and_writes_the_same_network(tmp_path, name, args):
     if args.keys() >= MIXER.keys():
         found.options["activation"] = "gelu_tanh"
         _, notes = export.export(found, "timm", tmp_path / "tanh")
-        told = "activation: gelu_tanh became gelu"
+        told = "activation: gelu_tanh replaced by gelu"
         assert any(note.startswith(told) for note in notes)
 
 

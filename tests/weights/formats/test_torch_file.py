@@ -267,7 +267,7 @@ def test_averaged_weights_beside_raw_ones_are_used_and_told(tmp_path, content, n
         (kernel,) = (value for key, value in found.items() if key.endswith("w"))
         np.testing.assert_array_equal(kernel, [expected, expected + 1])
         assert f"{name}: averaged weights" in notes[0] and "--no_ema" in notes[0]
-        assert ("used in place of" in notes[0]) == use_ema
+        assert ("used instead of" in notes[0]) == use_ema
         assert "optimizer" in notes[1] and "left out" in notes[1]
 
 
@@ -301,7 +301,7 @@ def test_what_is_no_average_of_the_weights_is_told_to_be_left_out(
     path = write_zip(tmp_path / "a.pth", content | {"epoch": 3}, floats())
     found = torch_file.read(path, tell=notes.append)
     assert found["w"].tolist() == [3, 4]
-    assert notes == [f"{left_out}: left out beside model"]
+    assert notes == [f"{left_out}: left out, model is read"]
 
 
 def malicious(marker):
@@ -323,7 +323,7 @@ def test_what_is_no_tensor_is_refused_by_name_and_not_run(tmp_path, write, name)
     storage = floats()
     content = {"model": {"a": tensor(storage, (3, 4), (4, 1)), "b": attack}}
     path = write(tmp_path / "a.pth", content, storage)
-    with pytest.raises(UserError, match=rf"a.pth was not read: .* asks for {name},"):
+    with pytest.raises(UserError, match=rf"a.pth was not read: .* needs {name},"):
         torch_file.read(path)
     assert not marker.exists()
 
@@ -331,7 +331,7 @@ def test_what_is_no_tensor_is_refused_by_name_and_not_run(tmp_path, write, name)
 def test_a_file_of_one_bare_malicious_pickle_is_refused(tmp_path):
     path = tmp_path / "a.pth"
     path.write_bytes(pickle.dumps(Evil(tmp_path / "synthetic")))
-    with pytest.raises(UserError, match=rf"asks for {os.name}.system"):
+    with pytest.raises(UserError, match=rf"needs {os.name}.system"):
         torch_file.read(path)
     assert not (tmp_path / "synthetic").exists()
 

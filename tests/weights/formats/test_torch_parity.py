@@ -217,7 +217,7 @@ def test_transformers_load_what_we_write_and_agree(tmp_path, name):
         ),
         ("ViT", {"pooler_act": "gelu"}, "pooler_act='gelu' in config.json is not"),
         ("DeiT", {"pooler_act": "relu"}, "pooler_act='relu' in config.json is not"),
-        ("ViT", {"pooler_output_size": 8}, "a pooler of 8 features"),
+        ("ViT", {"pooler_output_size": 8}, "a pooler with 8 features"),
         ("ViT", {"patch_size": (8, 4)}, r"patch \(8, 4\) is not square"),
     ],
 )

@@ -33,20 +33,20 @@ def test_a_local_path_is_returned_as_it_is(tmp_path):
     [
         (
             "runs/x",
-            "'runs/x' does not exist and is no address .* gs://bucket/file, or a name",
+            "'runs/x' does not exist and is not an address .* gs://bucket/file, or a name",
         ),
         ("", "'' does not exist"),
         ("x" * 999, "xxx cannot be read: File name too long"),
         ("ftp://host/a.npz", "'ftp://host/a.npz' does not exist"),
-        ("https://[host/a.npz", r"https://\[host/a.npz is no URL"),
-        ("augreg:B/15", "'augreg:B/15' is none of augreg:Ti/16, "),
-        ("hf://vit", "hf://vit is no address on the hub .* write hf://owner/name"),
+        ("https://[host/a.npz", r"https://\[host/a.npz is not a URL"),
+        ("augreg:B/15", "'augreg:B/15' is not one of augreg:Ti/16, "),
+        ("hf://vit", "hf://vit is not an address on the hub .* write hf://owner/name"),
         ("hf://datasets/a/b", "is a dataset, not a model"),
-        ("https://huggingface.co/a", "is no address on the hub"),
+        ("https://huggingface.co/a", "is not an address on the hub"),
         ("https://host/", "https://host/ names no file"),
         ("gs://bucket", "gs://bucket is a whole bucket"),
-        ("https://host/a#sha256=12", "'12' is no SHA-256: give its 64"),
-        ("https://host/a#sha256=", "'' is no SHA-256"),
+        ("https://host/a#sha256=12", "'12' is not a SHA-256: give its 64"),
+        ("https://host/a#sha256=", "'' is not a SHA-256"),
     ],
 )
 def test_what_is_no_place_is_told(place, message):
@@ -59,7 +59,7 @@ def test_hashes_that_do_not_go_together_are_told():
         download("https://host/a#sha256=aaaaaaaa", sha256="bbbbbbbb")
     with pytest.raises(UserError, match="augreg:B/16 stands for several files"):
         download("augreg:B/16", sha256="aaaaaaaa")
-    with pytest.raises(UserError, match="a/b is a folder, but a SHA-256 is of a file"):
+    with pytest.raises(UserError, match="a/b is a folder, but a SHA-256 is for a file"):
         download("hf://a/b", sha256="aaaaaaaa")
 
 
@@ -106,7 +106,7 @@ def kept(tmp_path):
 def test_a_download_that_broke_off_leaves_nothing(server, tmp_path):
     server.files["/a.npz"] = CONTENT
     server.break_after["/a.npz"] = [700_001, None]
-    with pytest.raises(UserError, match=r"broke off after 700001 bytes .*: open http"):
+    with pytest.raises(UserError, match=r"stopped after 700001 bytes .*: open http"):
         download(f"{server.url}/a.npz")
     assert kept(tmp_path) == []
     assert download(f"{server.url}/a.npz").read_bytes() == CONTENT
@@ -150,8 +150,8 @@ def test_a_cached_file_of_another_hash_is_replaced(server):
     ("status", "message"),
     [
         (403, r"a.npz is refused \(403\): check the address"),
-        (404, r"a.npz is not there \(404\)"),
-        (500, r"a.npz is not given \(500\)"),
+        (404, r"a.npz does not exist \(404\)"),
+        (500, r"a.npz is not available \(500\)"),
     ],
 )
 def test_refusals_are_told(server, status, message):
@@ -210,7 +210,9 @@ def test_a_bucket_that_refuses_names_the_copies(server, without_credentials):
 
 
 def test_an_absent_object_is_told(server, without_credentials):
-    with pytest.raises(UserError, match=r"is not a file there \(404\).*-e '\.\[gcs\]'"):
+    with pytest.raises(
+        UserError, match=r"does not exist as a file \(404\).*-e '\.\[gcs\]'"
+    ):
         download("gs://bucket/runs/x")
 
 
@@ -232,7 +234,7 @@ def test_credentials_read_what_is_refused(server, monkeypatch, tmp_path):
     path = download(f"gs://bucket/a.npz#sha256={HASH}")
     assert path.is_relative_to(tmp_path / "cache")
     assert path.read_bytes() == CONTENT
-    with pytest.raises(UserError, match=r"none.npz is not a file there \(404\)"):
+    with pytest.raises(UserError, match=r"none.npz does not exist as a file \(404\)"):
         download("gs://bucket/none.npz")
 
 

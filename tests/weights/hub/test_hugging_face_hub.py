@@ -82,7 +82,9 @@ def test_all_parts_of_sharded_weights_are_fetched(model):
     wanted = sorted([*parts, *index, "preprocessor_config.json"])
     assert names(download("hf://a/b")) == wanted
     model.repositories["a/c"] = index
-    with pytest.raises(UserError, match="model.safetensors.index.json but no part"):
+    with pytest.raises(
+        UserError, match="model.safetensors.index.json but none of its part"
+    ):
         download("hf://a/c")
 
 
@@ -141,7 +143,7 @@ def test_a_hub_that_fails_leaves_the_cache(model):
     path = download("timm/vit")
     model.status["/api/models/timm/vit"] = 503
     assert download("timm/vit") == path
-    with pytest.raises(UserError, match=r"README.md is not given \(503\): try again"):
+    with pytest.raises(UserError, match=r"README.md is not available \(503\): try"):
         download("timm/vit/README.md")
 
 
@@ -260,9 +262,12 @@ def test_the_token_goes_to_the_hub_alone(model):
         ),
         (
             "hf://b/none",
-            r"has no weights that are read .*: it has README.md, tf_model.h5",
+            r"has no weights in a known format .*: it has README.md, tf_model.h5",
         ),
-        ("hf://b/two", r"has more than one model \(a.npz, b.npz\): name a file of it"),
+        (
+            "hf://b/two",
+            r"has more than one model \(a.npz, b.npz\): give the path of one file",
+        ),
     ],
 )
 def test_what_a_hub_does_not_have_is_told(model, place, message):

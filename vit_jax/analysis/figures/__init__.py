@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from vit_jax.analysis.figures.figure import Figure
 from vit_jax.config.fields import Registry
 
-# They are listed and drawn in this order.
+# Figures are listed and drawn in this order.
 FIGURES = Registry(
     {
         "filters": "vit_jax.analysis.figures.filters:Filters",
@@ -35,7 +35,7 @@ def create(names: Iterable[str], values: Mapping[str, object]) -> dict[str, Figu
 
     Args:
       names: keys of FIGURES.
-      values: options by name, of these figures and others; defaults where missing.
+      values: options by name, of these and other figures; missing ones have defaults.
     """
     return {
         name: FIGURES[name](

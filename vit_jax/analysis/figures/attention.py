@@ -15,19 +15,19 @@ from vit_jax.analysis.figures.figure import (
 )
 from vit_jax.errors import UserError
 
-_MAX_LAYERS, _MAX_HEADS = 12, 16  # Of a sheet; the data has all.
+_MAX_LAYERS, _MAX_HEADS = 12, 16  # Limits of a sheet; the data has all of them.
 
 
 def query_option():
     """Returns the field of the query: row and column of a patch, or None."""
-    help = "ROW,COLUMN of the patch that looks (default: the class token)"
+    help = "ROW,COLUMN of the patch that is the query; default: the class token"
     return option(None, help, _place)
 
 
 def _place(text: str) -> tuple[int, int]:
     row, _, column = text.partition(",")
     if not (row.isdecimal() and column.isdecimal()):
-        raise argparse.ArgumentTypeError(f"{text!r} is not ROW,COLUMN, as 3,10")
+        raise argparse.ArgumentTypeError(f"{text!r} is not ROW,COLUMN, such as 3,10")
     return int(row), int(column)
 
 
@@ -36,17 +36,17 @@ class Query:
 
     Args:
       model: the network.
-      patch: row and column of a patch; None is the token that the classifier reads, or
-        the mean of all patches if it reads no single token.
+      patch: row and column of a patch; None for the token that the classifier reads, or
+        for the mean of all patches if it reads no single token.
 
     Attributes:
       name: name of the query in titles.
-      weights: (tokens,) float32 of sum 1.
-      centre: x and y of the patch as fractions of the image; None if the query is no
+      weights: weights of the tokens, (tokens,) float32 with sum 1.
+      centre: x and y of the patch as fractions of the image; None if the query is not a
         single patch.
 
     Raises:
-      UserError: the grid has no such patch.
+      UserError: the patch is outside the grid.
     """
 
     def __init__(self, model, patch: tuple[int, int] | None):
@@ -81,12 +81,12 @@ class QueryFigure(Figure):
         most = loaded.preprocess.max_tokens
         if not most:
             Query(loaded.model, self.query)
-        elif self.query:  # Each image has its own grid, whose query is built later.
+        elif self.query:  # Each image has its own grid; its query is built later.
             row, column = self.query
             if min(row, column) < 0 or (row + 1) * (column + 1) > most:
                 raise UserError(
-                    f"--query={row},{column}: no image of at most {most} patches has such a "
-                    "patch: choose one nearer to the first, 0,0"
+                    f"--query={row},{column}: no image of at most {most} patches has "
+                    "this patch: choose one nearer to the first, 0,0"
                 )
 
     @property
@@ -97,17 +97,17 @@ class QueryFigure(Figure):
 
 @dataclasses.dataclass
 class Attention(QueryFigure):
-    """One sheet per image: a row per layer, a column per head, each with its scale."""
+    """One sheet per image: a row per layer and a column per head, scaled separately."""
 
     help = (
-        "where the query looks, by layer and head: an image a figure; of more than 12 "
-        "layers some, or those of --layers"
+        "attention of the query by layer and head, one figure per image; for more than "
+        "12 layers, evenly spaced ones or those of --layers"
     )
     reads = "images"
     reads_layers = True
 
     layers: tuple[int, ...] = option(
-        (), "layers of attention, as 0,11 (default: evenly spaced ones)", numbers
+        (), "layers of the attention figure: 0,11; default: evenly spaced", numbers
     )
 
     def start(self, loaded, batch_size=0, other=None):
@@ -158,7 +158,7 @@ class Attention(QueryFigure):
             tiles,
             1 + len(heads),
             title=f"{self.loaded.name}: attention of the {asking.name}, from the "
-            "least of a map (dark) to its greatest (yellow)",
+            "minimum of each map (dark) to its maximum (yellow)",
             captions=captions,
             row_labels=[f"layer {layer + 1}" for layer in layers],
             tile_width=0.8 * (pixels.shape[1] / pixels.shape[0]) ** 0.5,

@@ -8,11 +8,11 @@ from vit_jax.errors import UserError
 
 
 class CKA(Figure):
-    """The matrix of all pairs of layers."""
+    """The matrix of CKA between all pairs of layers."""
 
     help = (
-        "similarity of layers (linear CKA), or with those of --compare=CHECKPOINT: over "
-        "all images, 4 or more"
+        "similarity of layers (linear CKA), of one model or between two with "
+        "--compare=CHECKPOINT; over all images, at least 4"
     )
     reads = "all images"
     reads_layers = True
@@ -21,7 +21,7 @@ class CKA(Figure):
     def missing(self, loaded):
         return super().missing(loaded) or self.of_any_size(
             loaded,
-            "images of several grids have no tokens at the same places to compare",
+            "images with different grids have no tokens at equal positions to compare",
         )
 
     def start(self, loaded, batch_size=0, other=None):
@@ -39,7 +39,7 @@ class CKA(Figure):
 
     def draw_batch(self, batch):
         grams = others = self._grams.pop()
-        # Only the first batch can be smaller, and is the only one then.
+        # Only the first batch can be smaller, and it is the only one then.
         if len(batch.names) >= self.min_images:
             if self._other is not self.loaded:
                 others = self._other_grams(batch)
@@ -77,14 +77,14 @@ class CKA(Figure):
 class _GramMatrices:
     """The Gram matrix of each layer of a batch.
 
-    Keeps the tokens of one layer at a time, until all chunks have passed it.
+    Keeps the tokens of one layer at a time, until all chunks have passed the layer.
     """
 
     def __init__(self) -> None:
         self._tokens, self._grams = [], []
 
     def update(self, layer, images: range) -> None:
-        if images.start == 0:  # The first chunk of the next layer.
+        if images.start == 0:  # The first chunk of the next layer begins.
             self._end_layer()
         self._tokens.append(np.asarray(layer.tokens)[: len(images)])
 

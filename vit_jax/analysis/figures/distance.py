@@ -11,13 +11,13 @@ from vit_jax.analysis.figures.figure import Figure, LayerBuffer, Picture, layer_
 class Distance(Figure):
     """One point per head, and the mean over heads as a line."""
 
-    help = "mean attention distance of each head, by depth: over all images"
+    help = "mean attention distance of each head, by depth; over all images"
     reads = "all images"
     reads_layers = True
 
     def start(self, loaded, batch_size=0, other=None):
         self.loaded = loaded
-        # The same for all layers, and mostly for all images.
+        # Computed once: the same for all layers, and mostly for all images.
         self._distances = functools.lru_cache(1)(analysis.attention.patch_distances)
         self._buffer, self._sums, self._num_images = LayerBuffer(), 0.0, 0
 
@@ -49,7 +49,7 @@ class Distance(Figure):
             "layer",
             "mean distance in pixels",
             (
-                charts.Series("a head", x, y, colour=0, line=False, hollow=True),
+                charts.Series("one head", x, y, colour=0, line=False, hollow=True),
                 charts.Series(
                     "mean of the heads", layers, line, colour=1, marked=False
                 ),

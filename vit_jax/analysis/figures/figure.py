@@ -1,7 +1,8 @@
-"""What a figure is: the flags that it has, the inputs that it reads, and its drawing.
+"""The interface of a figure: its flags, the inputs that it reads, and its drawing.
 
-`vit_jax.visualize --help` and its checks of flags import the figures, so none imports JAX:
-the modules of `vit_jax.analysis` are loaded when they are first used.
+`vit_jax.visualize --help` and the checks of its flags import the figures. Therefore
+none of them imports JAX: the modules of `vit_jax.analysis` are loaded when they are
+first used.
 """
 
 import argparse
@@ -17,9 +18,9 @@ class Picture:
     """A drawing and the arrays that it shows.
 
     Attributes:
-      drawing: matplotlib's figure.
+      drawing: figure of matplotlib.
       data: arrays by name.
-      stem: file name of the image that it is of, without suffix; "" for all or none.
+      stem: file name, without suffix, of the image in the drawing; "" for all or none.
     """
 
     drawing: Any
@@ -32,14 +33,14 @@ class Figure:
     """A figure of a model; a dataclass whose fields, made by `option`, are flags.
 
     Attributes:
-      help: meaning, for `visualize --help`.
-      reads: "weights", "images" (`draw_batch` gets the first of them, --shown at most) or
-        "all images".
+      help: description for `visualize --help`.
+      reads: "weights", "images" (`draw_batch` gets only the first ones, up to --shown)
+        or "all images".
       reads_layers: whether `update` is called with all layers of the images.
       reads_originals: whether batches hold the images before preprocessing.
       min_images: smallest number of images in a batch; 0 for any.
-      loaded: the `LoadedModel` that is drawn, from `start` on; for a batch that of the size
-        of its images, see `LoadedModel.fitted`.
+      loaded: the `LoadedModel` that is drawn, set by `start`; during a batch, the model
+        for the size of its images, see `LoadedModel.fitted`.
     """
 
     help: ClassVar[str]
@@ -49,14 +50,14 @@ class Figure:
     min_images: ClassVar[int] = 0
 
     def missing(self, loaded) -> str:
-        """Returns what a `LoadedModel` would need to have for this figure, or ""."""
+        """Returns what a `LoadedModel` lacks for this figure, or ""."""
         if self.reads_layers and not loaded.model.config.has_encoder:
             return "no attention to draw: give a Vision Transformer or a hybrid"
         return ""
 
     @staticmethod
     def of_any_size(loaded, why: str) -> str:
-        """Returns why a `LoadedModel` of images of any size cannot be drawn, or ""."""
+        """Returns why a `LoadedModel` for images of any size cannot be drawn, or ""."""
         most = loaded.preprocess.max_tokens
         return f"max_tokens={most}: {why}; set --max_tokens=0" if most else ""
 
@@ -70,12 +71,12 @@ class Figure:
         )
 
     def start(self, loaded, batch_size: int = 0, other=None) -> None:
-        """Takes the model to draw.
+        """Sets the model to draw.
 
         Args:
-          loaded: a `LoadedModel` that misses nothing.
-          batch_size: images in the model at a time; 0 chooses by memory.
-          other: a second model, which reads `batch.pixels[1]`, or None.
+          loaded: a `LoadedModel` for which `missing` is "".
+          batch_size: number of images in the model at a time; 0 chooses by memory.
+          other: second model, whose images are `batch.pixels[1]`, or None.
 
         Raises:
           UserError: an option is out of range for this model.
@@ -83,7 +84,7 @@ class Figure:
         self.loaded = loaded
 
     def update(self, layer, images: range) -> None:
-        """Adds a `Layer` of a chunk.
+        """Adds a `Layer` of a chunk of images.
 
         Args:
           layer: attention and tokens; rows beyond those of `images` are padding.
@@ -91,43 +92,43 @@ class Figure:
         """
 
     def draw_batch(self, batch) -> Iterable[Picture]:
-        """Draws a `Batch` whose layers have all been passed to `update`, or adds it."""
+        """Draws a `Batch` whose layers `update` has received, or stores it."""
         return ()
 
     def draw(self) -> Iterable[Picture]:
-        """Draws weights, or all batches."""
+        """Draws the weights, or all batches."""
         return ()
 
 
 def option(default: Any, help: str, parse: Callable[[str], Any] = str) -> Any:
-    """Returns a field of a figure that is a flag of `visualize`.
+    """Returns a field of a figure that becomes a flag of `visualize`.
 
     Args:
       default: value without the flag.
-      help: meaning of the flag.
-      parse: function of the flag's text, which raises argparse.ArgumentTypeError.
+      help: description of the flag.
+      parse: function that converts the flag's text; raises argparse.ArgumentTypeError.
     """
     return dataclasses.field(default=default, metadata={"help": help, "type": parse})
 
 
 def numbers(text: str) -> tuple[int, ...]:
-    """Parses "0,11"."""
+    """Parses numbers separated by commas, such as "0,11"."""
     words = text.split(",")
     if not all(word.isdecimal() for word in words):
         raise argparse.ArgumentTypeError(
-            f"{text!r} is not numbers from 0 on with commas between them"
+            f"{text!r} is not numbers from 0 on, separated by commas"
         )
     return tuple(map(int, words))
 
 
 class LayerBuffer:
-    """An array per layer and chunk, assembled to one array per batch."""
+    """Collects an array per layer and chunk, and joins them to one array per batch."""
 
     def __init__(self) -> None:
-        self._layers: dict[int, list[np.ndarray]] = {}  # By first image of the chunk.
+        self._layers: dict[int, list[np.ndarray]] = {}  # By a chunk's first image.
 
     def append(self, images: range, array) -> None:
-        """Adds an array (images, ...) of the next layer of a chunk."""
+        """Adds an array (images, ...) of a chunk's next layer."""
         self._layers.setdefault(images.start, []).append(np.asarray(array))
 
     def pop(self, num_images: int) -> np.ndarray:
@@ -138,5 +139,5 @@ class LayerBuffer:
 
 
 def layer_ticks(depth: int) -> tuple[int, ...]:
-    """Returns layer numbers from 1, at most 12."""
+    """Returns at most 12 layer numbers, counted from 1."""
     return tuple(range(1, depth + 1, -(-depth // 12)))

@@ -6,11 +6,11 @@ from vit_jax import analysis
 from vit_jax.analysis.figures.figure import Figure, Picture
 from vit_jax.errors import UserError
 
-_COLUMNS = 7  # As in the paper.
+_COLUMNS = 7  # Number of columns in the paper's figure.
 
 
 class Filters(Figure):
-    """The components in rows; above each stands its share of the variance."""
+    """The components in rows, each below its fraction of the variance."""
 
     help = "principal components of the first filters"
 

@@ -1,4 +1,4 @@
-"""Norms of the tokens by depth; outliers are those of arXiv:2309.16588."""
+"""Norms of the tokens by depth, which show the outliers of arXiv:2309.16588."""
 
 import numpy as np
 
@@ -9,7 +9,7 @@ from vit_jax.analysis.figures.figure import Figure, LayerBuffer, Picture, layer_
 class Norms(Figure):
     """Maximum and quantiles of the patches, and the mean of each prefix token."""
 
-    help = "norms of tokens, by depth: over all images"
+    help = "norms of tokens, by depth; over all images"
     reads = "all images"
     reads_layers = True
 

@@ -9,13 +9,13 @@ from vit_jax.analysis.figures.figure import Figure, Picture
 class PCA(Figure):
     """One sheet per image: the image, and its patches in the colours of three components.
 
-    The components are those of all images together, so that similar parts have the same
-    colour in each (section 7.5).
+    The components are computed from all images together, so that similar parts have the
+    same colour in every image (section 7.5).
     """
 
     help = (
-        "three principal components of patch features as colours, for all images "
-        "together (DINOv2's figure)"
+        "three principal components of patch features as colours, computed from all "
+        "images together (DINOv2's figure)"
     )
     reads = "images"
 
@@ -41,14 +41,14 @@ class PCA(Figure):
         )
         colours = representations.to_intensities(components)
         ends = np.cumsum([rows * columns for rows, columns in grids])[:-1]
-        for (stem, pixels, _), grid, *found in zip(
+        for (stem, pixels, _), grid, *coloured in zip(
             self._shown,
             grids,
             np.split(components, ends),
             np.split(colours, ends),
             strict=True,
         ):
-            values, tile = (of_image.reshape(*grid, 3) for of_image in found)
+            values, tile = (of_image.reshape(*grid, 3) for of_image in coloured)
             tile = representations.enlarge(tile, pixels.shape[:2])
             drawing = analysis.charts.draw_tiles(
                 [pixels, np.rint(255 * tile).astype(np.uint8)],

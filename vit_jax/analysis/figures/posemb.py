@@ -7,20 +7,20 @@ import numpy as np
 from vit_jax import analysis
 from vit_jax.analysis.figures.figure import Figure, Picture, option
 
-_MAX_CELLS = 1500  # Across: 15 inches.
+_MAX_CELLS = 1500  # Number of cells across, 15 inches.
 
 
 @dataclasses.dataclass
 class Posemb(Figure):
-    """A grid of grids: of each patch its similarity to all.
+    """A grid of grids: for each patch, its similarity to all patches.
 
-    Of a large grid only every few patches are drawn; the data has all. Images of any size
-    have figures of the embeddings resized to their grids beside that of the network's.
+    Only some patches of a large grid are drawn; the data has all of them. With images
+    of any size, there are also figures of the embeddings resized to the images' grids.
     """
 
     help = "cosine similarity of the position embeddings of patches"
 
-    layer: int = option(0, "layer of posemb, counted from 0 (default: 0)", int)
+    layer: int = option(0, "layer of the posemb figure, from 0 on; default: 0", int)
 
     def missing(self, loaded):
         model = loaded.model
@@ -77,12 +77,12 @@ def drawn_patches(side: int) -> range:
 def _grid_ticks(
     patches: range, side: int, longest: int
 ) -> tuple[list[float], list[str]]:
-    """Returns grid centres of every few patches, and the patch numbers from 1.
+    """Returns the centres of some grids, evenly spaced, and the patch numbers from 1.
 
     Args:
       patches: rows (or columns) that are drawn.
       side: number of patches down (or across).
-      longest: number of drawn rows or columns, whichever is larger.
+      longest: number of drawn rows or drawn columns, whichever is larger.
     """
     shown = range(0, len(patches), -(-longest // 16))
     return [i * (side + 1) + (side - 1) / 2 for i in shown], [

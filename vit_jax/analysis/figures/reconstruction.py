@@ -1,4 +1,4 @@
-"""What a network that was pretrained to predict hidden patches makes of images."""
+"""Predictions of hidden patches by a network that was pretrained to make them."""
 
 import numpy as np
 
@@ -7,11 +7,11 @@ from vit_jax.analysis.figures.figure import Figure, Picture
 
 
 class Reconstruction(Figure):
-    """A sheet with a row for each image: as it is, hidden in part, and predicted."""
+    """A sheet with a row per image: the image, its visible patches, the prediction."""
 
     help = (
-        "what a network that was pretrained to predict hidden patches makes of the "
-        "images: a sheet"
+        "hidden patches of images as a network predicts them that was pretrained to do "
+        "so, on one sheet"
     )
     reads = "images"
 
@@ -21,8 +21,8 @@ class Reconstruction(Figure):
                 loaded, "its task hides patches of images of one size"
             )
         return (
-            "no task that predicts images travels with it: give the workdir of a run of "
-            "masked_patch, mae or simmim, or a file of MAE with its decoder"
+            "the weights include no task that predicts images: give the workdir of a "
+            "run of masked_patch, mae or simmim, or a file of MAE with its decoder"
         )
 
     def start(self, loaded, batch_size=0, other=None):

@@ -1,4 +1,4 @@
-"""Relevance of the patches to some classes, over the image (arXiv:2103.15679)."""
+"""Relevance of the patches to certain classes, over the image (arXiv:2103.15679)."""
 
 import dataclasses
 
@@ -8,7 +8,8 @@ from vit_jax import analysis
 from vit_jax.analysis.figures.figure import Figure, Picture, numbers, option
 from vit_jax.errors import UserError
 
-# Arrays of attention's size in a backward pass: itself, two gradients, a temporary.
+# Arrays of the size of the attention in a backward pass: itself, two gradients, a
+# temporary.
 _BACKWARD_ARRAYS = 4
 
 
@@ -16,15 +17,15 @@ _BACKWARD_ARRAYS = 4
 class Relevance(Figure):
     """One figure per image: the image, and the relevance to each class over it."""
 
-    help = "which patches spoke for the most probable classes, or for --classes"
+    help = "relevance of the patches to the most probable classes, or to --classes"
     reads = "images"
     reads_layers = True
     reads_originals = True
 
     classes: tuple[int, ...] = option(
-        (), "classes of relevance, as 3,7 (default: the most probable ones)", numbers
+        (), "classes of the relevance figure: 3,7; default: the most probable", numbers
     )
-    topk: int = option(2, "number of most probable classes (default: 2)", int)
+    topk: int = option(2, "number of most probable classes; default: 2", int)
 
     def missing(self, loaded):
         if not loaded.model.config.has_encoder or loaded.model.options["num_classes"]:
@@ -41,12 +42,12 @@ class Relevance(Figure):
                 )
         if self.topk < 1:
             raise UserError(f"--topk={self.topk}: choose a number from 1 on")
-        self.loaded, self._tokens = loaded, {}  # By first image of the chunk.
+        self.loaded, self._tokens = loaded, {}  # By a chunk's first image.
         size = loaded.max_chunk_size(_BACKWARD_ARRAYS)
         self._max_chunk_size, self._chunk_size = min(batch_size or size, size), 0
 
     def update(self, layer, images):
-        self._tokens[images.start] = layer.tokens  # Those of the last layer are kept.
+        self._tokens[images.start] = layer.tokens  # The last layer's tokens remain.
 
     def draw_batch(self, batch):
         loaded, num_images = self.loaded, len(batch.names)
@@ -96,7 +97,7 @@ class Relevance(Figure):
     def _relevance(self, pixels: np.ndarray, labels: np.ndarray) -> np.ndarray:
         """Returns the relevance (images, labels, tokens) to the labels of each image."""
         loaded, chunks = self.loaded, []
-        # Later batches are padded to the chunk size of the first one: one program.
+        # Later batches are padded to the first one's chunk size, for a single program.
         size = self._chunk_size = self._chunk_size or min(
             self._max_chunk_size, len(pixels)
         )

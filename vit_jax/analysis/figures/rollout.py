@@ -13,28 +13,28 @@ from vit_jax.analysis.figures.figure import Picture, option
 class Rollout(QueryFigure):
     """One figure per image: the image, and the rollout over it."""
 
-    help = "where the query looks over all layers together, on the image"
+    help = "attention of the query over all layers together, on the image"
     reads = "images"
     reads_layers = True
     reads_originals = True
 
-    combine: str = option("mean", "heads in rollout: mean (default), max or min")
+    combine: str = option("mean", "how rollout fuses heads: mean (default), max, min")
     discard: float = option(
         0.9,
-        "fraction of the weakest attention that rollout drops (default: 0.9)",
+        "fraction of the weakest attention that rollout discards; default: 0.9",
         float,
     )
     discard_from: str = option(
         "rows",
-        "rollout drops that fraction of each of the rows (default), or of the matrix, as "
-        "vit-explain",
+        "what rollout discards that fraction of: rows (default), or matrix, as "
+        "vit-explain does",
     )
 
     def start(self, loaded, batch_size=0, other=None):
         super().start(loaded)
         self._how = self.combine, self.discard, self.discard_from
         analysis.attention.check_rollout_options(*self._how)
-        self._rollouts = {}  # By first image of the chunk.
+        self._rollouts = {}  # By a chunk's first image.
 
     def update(self, layer, images):
         self._rollouts[images.start] = analysis.attention.rollout_step(
@@ -52,7 +52,7 @@ class Rollout(QueryFigure):
         tokens = np.concatenate(chunks)[: len(batch.names)]
         caption = f"{self.combine} of the heads"
         if self.discard:
-            caption += f" without their least {self.discard:.0%}"
+            caption += f" without the smallest {self.discard:.0%}"
         for stem, image, of_image in zip(
             batch.stems, batch.originals, tokens, strict=True
         ):

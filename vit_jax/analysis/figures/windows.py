@@ -7,12 +7,13 @@ from vit_jax.analysis.figures.figure import Figure, Picture
 
 
 class Windows(Figure):
-    """One sheet per image: what each patch gets in its window, by stage.
+    """One sheet per image: attention that patches receive in their windows, by stage.
 
-    A row has the blocks whose windows are not shifted, and one the others.
+    One row has the blocks whose windows are not shifted, the other row those with
+    shifts.
     """
 
-    help = "what patches get in their windows, by stage, over the image (Swin)"
+    help = "attention that patches receive in their windows, by stage (Swin)"
     reads = "images"
 
     def missing(self, loaded):

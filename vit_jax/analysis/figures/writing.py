@@ -1,4 +1,4 @@
-"""Reads images, feeds the figures of a model with them, and writes what they draw."""
+"""Reads images, passes them to the figures of a model, and writes the drawings."""
 
 import dataclasses
 import io
@@ -46,28 +46,30 @@ def write_figures(
 
     Args:
       loaded: the model.
-      images: output of `data.inputs.find`; not read for figures of weights alone.
-      figures: figures by name; each draws one model.
+      images: output of `data.inputs.find`; not read for figures that need only weights.
+      figures: figures by name; an object draws one model only.
       out: folder; created if missing.
-      other: a second model; "cka" compares its layers with those of the first.
+      other: second model; "cka" compares its layers with those of the first.
       max_shown: maximum number of images for figures of single images.
-      batch_size: images in the model at a time; 0 chooses by memory.
-      on_unreadable: called with the name of each unreadable image and the reason.
-      on_too_few: called with a line per figure of too few images; None: that is an error.
-      on_progress: called with the number of further images that are complete.
+      batch_size: number of images in the model at a time; 0 chooses by memory.
+      on_unreadable: function called with each unreadable image's name and the reason.
+      on_too_few: function called with a line per figure that got too few images; if
+        None, that is an error.
+      on_progress: function called with the number of further completed images.
 
     Yields:
       Names of the files, relative to `out`, as they are written.
 
     Raises:
-      UserError: a figure does not suit the model, the images or its options, an output is
-        not finite, matplotlib is missing, or a file cannot be written.
+      UserError: a figure does not fit the model, the images or its options, an output
+        is not finite, matplotlib is missing, or a file cannot be written.
     """
     _start(figures, loaded, other, batch_size)
     reading = {
         name: f for name, f in figures.items() if images and f.reads != "weights"
     }
-    # Weights are drawn before the first file is written, since drawing checks them.
+    # Figures of weights are drawn before any file is written, since drawing checks
+    # them.
     of_weights = [name for name in figures if name not in reading]
     pictures = [(name, one) for name in of_weights for one in figures[name].draw()]
     for name, picture in pictures:
@@ -98,7 +100,7 @@ def _draw_seen(
     num_seen: int,
     on_too_few: Callable[[str], None] | None,
 ) -> Iterator[tuple[str, Picture]]:
-    """Draws figures of all batches, except those that got too few images."""
+    """Draws the figures of all batches, except those that got too few images."""
     for name, figure in figures.items():
         if too_few := figure.too_few(name, num_seen):
             if on_too_few is None:
@@ -132,7 +134,7 @@ def _write_batches(
     max_shown: int,
     on_progress: Callable[[int], object],
 ) -> Generator[str, None, int]:
-    """Passes images to figures, writes what they draw, and returns their number."""
+    """Passes images to figures, writes their drawings, and returns their number."""
     num_seen, all_images = 0, _reads_all(figures.values())
     for batch in batches:
         fitted = loaded.fitted(batch.pixels[0].shape[1:3])
@@ -168,7 +170,7 @@ def _update_layers(
     chunk_size: int,
     parts: Sequence[tuple[str, Figure, "Batch"]],
 ) -> None:
-    """Passes the layers of a batch to the figures that read them, of their first images."""
+    """Passes the layers of a batch to the figures that read them, for their images."""
     layered = [
         (figure, len(part.names)) for _, figure, part in parts if figure.reads_layers
     ]
@@ -190,7 +192,7 @@ def available_figures(loaded: LoadedModel, num_images: int | None) -> tuple[str,
 
     Args:
       loaded: the model.
-      num_images: None if unknown.
+      num_images: number of images; None if unknown.
     """
     return tuple(
         name
@@ -204,8 +206,9 @@ def chunk_and_batch_size(
 ) -> tuple[int, int]:
     """Returns the images per forward pass, and the images per batch.
 
-    A chunk is what fits in memory. A figure's smallest number of images may be that of
-    several chunks. Images of any size pass one by one, since their grids differ.
+    A chunk is as large as memory allows. A figure's smallest number of images may span
+    several chunks. Images of any size are processed one by one, since their grids
+    differ.
     """
     if loaded.preprocess.max_tokens:
         return 1, 1
@@ -248,9 +251,9 @@ class Batch:
     Attributes:
       names: names of the image files.
       stems: file names for figures, without suffix; distinct.
-      originals: decoded images, RGB, of any size; only as many of the first as were
-        requested.
-      pixels: images prepared for each model, (B, Y, X, C) each.
+      originals: decoded images, RGB, of any size; only for the first images, as many as
+        were requested.
+      pixels: prepared images, one array (B, Y, X, C) per model.
     """
 
     names: list[str]
@@ -259,7 +262,7 @@ class Batch:
     pixels: list[UInt8[np.ndarray, "_ _ _ _"]]
 
     def first(self, count: int) -> "Batch":
-        """Returns the first images."""
+        """Returns the first `count` images."""
         return Batch(
             self.names[:count],
             self.stems[:count],
@@ -281,12 +284,12 @@ def read_batches(
 
     Args:
       images: output of `data.inputs.find`.
-      models: the models that images are prepared for.
+      models: models that the images are prepared for.
       batch_size: images per batch; the last batch may be smaller.
-      on_unreadable: called with the name of each unreadable image and the reason.
+      on_unreadable: function called with each unreadable image's name and the reason.
       num_originals: number of readable images whose originals are kept.
       min_batch_size: minimum size of the last batch. To reach it, the last batch may
-        exceed `batch_size` by up to `min_batch_size` - 1.
+        have up to `min_batch_size` - 1 images more than `batch_size`.
     """
     num_read, stems = 0, {}
 
@@ -294,11 +297,12 @@ def read_batches(
         return image[0], inputs.attempt(image, prepare)
 
     def prepare(data: bytes, name: str):
-        # This runs ahead of `num_read`, so a few more originals are decoded than kept.
+        # This runs ahead of `num_read`, so slightly more originals are decoded than
+        # kept.
         keep = num_read < num_originals
-        # Grey images are decoded as grey: that is not the mean of RGB.
+        # Grey images are decoded as grey, which differs from the mean of RGB.
         forms = {model.form for model in models}
-        # One original stands beside all models.
+        # One original is shown for all models.
         exif = any(model.preprocess.exif for model in models)
         for form in forms:
             warn_of_dark(data, form, name)
@@ -343,5 +347,5 @@ def _stack(images) -> Batch:
 
 
 def file_stem(image: str) -> str:
-    """Returns a stem for the files about an image, without characters that need quotes."""
+    """Returns a file stem for an image, without characters that shells would quote."""
     return re.sub(r"[^\w.-]+", "_", pathlib.Path(image).stem).strip("._-") or "image"

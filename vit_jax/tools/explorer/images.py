@@ -15,18 +15,18 @@ from vit_jax.data.config import MAX_MEGAPIXELS
 from vit_jax.errors import UserError
 
 MAX_BYTES = 32 << 20
-MAX_NAMES = 2_000  # Maximum per folder; the page would be slow with more.
+MAX_NAMES = 2_000  # Maximum number of names per folder; more would make the page slow.
 KINDS = "JPEG, PNG, WebP, GIF, BMP or TIFF"
-_THUMBNAIL_SIDE = 112  # Pixels of the longer side.
+_THUMBNAIL_SIDE = 112  # Longer side in pixels.
 _SCALED = ("JPEG", "MPO")  # Formats that Pillow can decode to an eighth of the size.
 
 
 class Refused(Exception):
-    """A refused request.
+    """A rejected request.
 
     Args:
       status: HTTP status, 400 to 599.
-      sentence: reason that the page shows.
+      sentence: reason, which the page shows.
     """
 
     def __init__(self, status: int, sentence: str):
@@ -37,12 +37,12 @@ class Refused(Exception):
 def check(data: bytes, name: str, max_megapixels: float = MAX_MEGAPIXELS) -> None:
     """Raises Refused if an image file has too many bytes, or pixels by its header.
 
-    Data that is not an image passes: decoding it gives the reason.
+    Data that are not an image pass: decoding them gives the reason later.
 
     Args:
       data: content of an image file.
       name: name of the image for messages.
-      max_megapixels: see `data.max_megapixels`.
+      max_megapixels: size of the largest image to read, see `data.max_megapixels`.
     """
     if len(data) > MAX_BYTES:
         raise too_large(len(data), name)
@@ -57,7 +57,7 @@ def check(data: bytes, name: str, max_megapixels: float = MAX_MEGAPIXELS) -> Non
 
 
 def too_large(size: int, name: str) -> Refused:
-    """Returns the refusal of a file of too many bytes."""
+    """Returns the rejection of a file with too many bytes."""
     return Refused(
         413,
         f"{name} has {size:,} bytes, more than {MAX_BYTES:,}: give a smaller file.",
@@ -65,7 +65,7 @@ def too_large(size: int, name: str) -> Refused:
 
 
 def damaged(error: decode.DamagedImage, name: str) -> Refused:
-    """Returns the refusal of data that is not a readable image."""
+    """Returns the rejection of data that are not a readable image."""
     return Refused(415, f"{name} {error}: give a {KINDS} file.")
 
 
@@ -79,7 +79,7 @@ class Folder:
       max_megapixels: size of the largest image to read, see `data.max_megapixels`.
 
     Raises:
-      UserError: the path is no folder.
+      UserError: the path is not a folder.
     """
 
     def __init__(self, root: str, max_megapixels: float = MAX_MEGAPIXELS):
@@ -87,7 +87,7 @@ class Folder:
             raise UserError(f"--images={root} is not a folder: give one with images")
         self._root, self._lock = pathlib.Path(root).resolve(), threading.Lock()
         self._max_megapixels = max_megapixels
-        # Time and size of the file are only part of the cache's key.
+        # Time and size of the file are unused here, but part of the cache's key.
         make = lambda name, time, size: thumbnail(self.read(name), max_megapixels)
         self._thumbnails = functools.lru_cache(MAX_NAMES)(make)
 
@@ -100,11 +100,11 @@ class Folder:
         """Reads an image file.
 
         Args:
-          name: one of `names`.
+          name: one of the paths in `names`.
 
         Raises:
-          Refused: the file is missing, no image by its name, too large, or outside the
-            folder when links are followed.
+          Refused: the file is missing, its name is not that of an image, it is too
+            large, or a link leads outside the folder.
         """
         path = self._find(name)
         try:
@@ -119,7 +119,7 @@ class Folder:
         return data
 
     def thumbnail(self, name: str) -> bytes:
-        """Returns the `thumbnail` of an image, made again once its file has changed.
+        """Returns the `thumbnail` of an image, which is renewed when its file changes.
 
         Raises:
           Refused: the image cannot be read, see `read`.
@@ -128,13 +128,13 @@ class Folder:
             stat = self._find(name).stat()
         except OSError as error:
             raise _unreadable(error, name) from error
-        with self._lock:  # One at a time leaves the other cores free for requests.
+        with self._lock:  # One at a time keeps the other cores free for requests.
             return self._thumbnails(name, stat.st_mtime_ns, stat.st_size)
 
     def _find(self, name: str) -> pathlib.Path:
         path = self._resolve(name)
         if path is None:
-            raise Refused(404, f"{name!r} is no image of the chosen folder.")
+            raise Refused(404, f"{name!r} is not an image of the chosen folder.")
         return path
 
     def _walk(self) -> Iterator[str]:
@@ -147,11 +147,11 @@ class Folder:
                     yield name
 
     def _resolve(self, name: str) -> pathlib.Path | None:
-        """Returns the file of a name, None if it must not be read."""
+        """Returns the file for a name; None if it must not be read."""
         try:
-            name.encode()  # A name that fails here does not fit into a URL.
+            name.encode()  # A name that fails here cannot be part of a URL.
             path = (self._root / name).resolve(strict=True)
-        except (OSError, ValueError, RuntimeError):  # For example a link to itself.
+        except (OSError, ValueError, RuntimeError):  # For example, a link to itself.
             return None
         inside = path.is_relative_to(self._root) and path.is_file()
         return path if inside and name.lower().endswith(inputs.SUFFIXES) else None
@@ -162,7 +162,7 @@ def _unreadable(error: OSError, name: str) -> Refused:
 
 
 def thumbnail(data: bytes, max_megapixels: float = MAX_MEGAPIXELS) -> bytes:
-    """Returns a small JPEG of an image, a grey one with a text if it is damaged."""
+    """Returns a small JPEG of an image; a grey one with a text if it is damaged."""
     side = _THUMBNAIL_SIDE
     try:
         picture = _decode(data, max_megapixels)
@@ -177,7 +177,7 @@ def thumbnail(data: bytes, max_megapixels: float = MAX_MEGAPIXELS) -> bytes:
 
 
 def _decode(data: bytes, max_megapixels: float) -> Image.Image:
-    """Decodes an image upright, a JPEG at the smallest size that its thumbnail allows."""
+    """Decodes an image upright, JPEGs at the smallest size sufficient for a thumbnail."""
     try:
         picture = Image.open(io.BytesIO(data))
         if picture.format in _SCALED:

@@ -1,6 +1,7 @@
-"""Attention as the explorer keeps and sends it: one byte per pair of tokens.
+"""Attention as the explorer stores and sends it: one byte per pair of tokens.
 
-Letters: N tokens, of which E extra and P patches or blocks; L layers, M maps per layer.
+Letters: N tokens, E of them extra tokens; P patches or blocks; L layers, M maps per
+layer.
 """
 
 import dataclasses
@@ -20,9 +21,9 @@ class AttentionRows:
     """Attention from every token of an image, one byte per pair of tokens.
 
     Each query, layer and map (the heads, then the rollout) has float32 scales and
-    integer levels. Extra tokens are separate because they may draw most of the
-    attention, which would leave few levels for the patches. A file of limited size may
-    have fewer levels, or blocks of patches instead of patches.
+    integer levels. Extra tokens are stored separately because they may receive most of
+    the attention, which would leave few levels for the patches. To limit the size of a
+    file, there may be fewer levels, or blocks of patches instead of patches.
 
     Attributes:
       scales: attention to the extra tokens, then the largest attention to a patch.
@@ -51,7 +52,7 @@ class AttentionRows:
 
     @property
     def num_queries(self) -> int:
-        """Number of tokens whose attention is kept."""
+        """Number of tokens whose attention is stored."""
         return len(self.levels)
 
     def set_layer(self, layer: int, maps: Float[np.ndarray, "M N N"]) -> None:
@@ -67,19 +68,19 @@ class AttentionRows:
         return scales.tobytes() + self.levels[query].tobytes()
 
     def requantize(self, steps: int) -> "AttentionRows":
-        """Returns the same attention in fewer steps, which compress better."""
+        """Returns the same attention with fewer levels, which compress better."""
         table = np.rint(np.arange(self.steps + 1) * (steps / self.steps))
         levels = table.astype(np.uint8)[self.levels]
         return AttentionRows(self.scales, levels, steps, self.pool)
 
     def pool_patches(self, grid: tuple[int, int], side: int) -> "AttentionRows":
-        """Returns the means of blocks of patches, scales rounded to 16 bits.
+        """Returns means over blocks of patches, with scales rounded to 16 bits.
 
-        Blocks of side 2 take a quarter of the bytes. The rounded scales take half, as
-        zeros compress to nothing.
+        Blocks of side 2 need a quarter of the bytes. The rounded scales need half as
+        many bytes after compression, since half of their bits are zeros.
 
         Args:
-          grid: patches down and across, not yet pooled.
+          grid: number of patches down and across, before pooling.
           side: side of a block in patches; the last blocks may be smaller.
         """
         N, L, M, _ = self.levels.shape
@@ -102,7 +103,7 @@ class AttentionRows:
         return AttentionRows(bits.view(np.float32), levels, LEVELS, side)
 
     def sample_maps(self, maps: int) -> "AttentionRows":
-        """Returns up to `maps` random maps of all layers, as if they were of one."""
+        """Returns up to `maps` random maps of all layers, as if they were one layer."""
         N, L, M, _ = self.levels.shape
         chosen = np.random.default_rng(0).permutation(L * M)[:maps]
         scales, levels = (
@@ -113,16 +114,17 @@ class AttentionRows:
 
 
 class WindowRows:
-    """Attention from every patch of an image to the patches of its windows.
+    """Attention from every patch of an image to the patches in its windows.
 
     The page has one grid for all layers, that of the first stage. A patch of a later
-    stage was merged from several of the first: all of them show the attention to it.
+    stage was merged from several patches of the first: each of these shows the
+    attention to it.
 
     Args:
-      blocks: windows of each block for one image.
+      blocks: windows of each block, for one image.
     """
 
-    steps, pool = LEVELS, 1  # See AttentionRows, which may be coarser.
+    steps, pool = LEVELS, 1  # Full resolution, unlike some AttentionRows.
 
     def __init__(self, blocks: Sequence[BlockWindows]):
         self._grid = blocks[0].grid
@@ -138,7 +140,7 @@ class WindowRows:
     def to_bytes(self, query: int) -> bytes:
         """Returns the attention from one patch, see `AttentionRows.to_bytes`.
 
-        Missing heads of layers that have fewer than others are zeros.
+        For layers with fewer heads than others, the missing heads are zeros.
 
         Args:
           query: number of the patch in the grid of the first stage.
@@ -163,13 +165,13 @@ class WindowRows:
 def _quantize(
     values: Float[np.ndarray, "*M P"],
 ) -> tuple[Float[np.ndarray, "*M 1"], Float[np.ndarray, "*M P"]]:
-    """Returns the largest value of each row, and the values as levels of it."""
+    """Returns the largest value of each row, and the values as levels relative to it."""
     peak = values.max(axis=-1, keepdims=True)
     # A row of zeros is divided by 1, since 0 / 0 is not a number.
     return peak, np.rint(values / np.where(peak > 0, peak, 1) * LEVELS)
 
 
 def _merged_into(grid: tuple[int, int], block: BlockWindows) -> Int[np.ndarray, " P"]:
-    """Returns the patch of a block's stage that each patch of the first stage is in."""
+    """Returns, for each patch of the first stage, the patch that it was merged into."""
     rows, columns = np.indices(grid).reshape(2, -1) >> block.stage
     return rows * block.grid[1] + columns

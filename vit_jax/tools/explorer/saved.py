@@ -22,13 +22,13 @@ from vit_jax.tools.explorer.session import ExploredModel, ModelOutput
 
 PAGE = "index.html"
 MAX_BYTES = 5_000_000
-# All steps are tried for each pool until the file is small enough. The smallest number
-# of steps fits two bits.
+# All numbers of steps are tried for each pool until the file is small enough. The
+# smallest one fits into two bits.
 STEPS = (LEVELS, 127, 63, 31, 15, 7, 3)
 POOLS = (1, 2, 3, 4, 6, 8)
 MIN_BLOCKS = 4  # Minimum along the shorter side of a grid: fewer would show nothing.
 
-_SAMPLE_MAPS = 12  # Number of maps that are compressed to estimate the size of all.
+_SAMPLE_MAPS = 12  # Number of maps that are compressed to estimate all sizes.
 _ESTIMATE_MARGIN = 1.2  # Factor by which estimates may be too large.
 # Levels of gzip: the output of 8 is up to 12 % smaller than that of 6 and takes up to
 # six times as long. Level 9 saves another 3 % and takes twice as long as 8.
@@ -40,7 +40,7 @@ _SCRIPT = re.compile(r'\s*<script src="(.+?)"></script>')
 
 
 def assets() -> dict[str, tuple[str, bytes]]:
-    """Returns the page's files: name to media type and content."""
+    """Returns media type and content of the page's files, by name."""
     folder = importlib.resources.files("vit_jax.tools.explorer") / "page"
     return {
         entry.name: (
@@ -99,19 +99,19 @@ def build(
     """Returns the page with one image as one file.
 
     Args:
-      models, outputs, name: see `write`.
+      models, outputs, name: arguments of `write`.
 
     Returns:
       The file, of at most MAX_BYTES, and its resolution, reduced until the size fits.
 
     Raises:
-      UserError: a model's attention stays within windows, or is too large at its
-        coarsest.
+      UserError: a model has attention only within windows, or the page is too large
+        even at the coarsest resolution.
     """
     if any(isinstance(output.rows, WindowRows) for output in outputs):
         raise UserError(
-            "a file has the attention between all patches, and a Swin Transformer has "
-            "none: use the page without --html, or visualize --figure=windows"
+            "a file has the attention between all patches, which a Swin Transformer does "
+            "not compute: use the page without --html, or visualize --figure=windows"
         )
     pairs = zip(models, outputs, strict=True)
     outputs = [_with_relevances(model, output) for model, output in pairs]
@@ -129,8 +129,8 @@ def build(
             pool = max(output.rows.pool for output in coarse)
             return content, SavedPage(size, steps, pool)
     raise UserError(
-        f"the page would have {size / 1e6:.1f} MB, more than {MAX_BYTES / 1e6:g}, however coarse "
-        "its attention: set a smaller --resolution"
+        f"the page would have {size / 1e6:.1f} MB, more than {MAX_BYTES / 1e6:g}, even "
+        "with the coarsest attention: set a smaller --resolution"
         + (", or leave out --compare" if len(outputs) > 1 else "")
     )
 
@@ -155,13 +155,13 @@ def _estimates(grids, models, outputs, name) -> Iterator[tuple[tuple[int, int], 
                 len(_compress(_coarsen(sample, grid, pool, steps), _QUICK)) / share
                 for sample, grid, share in zip(samples, grids, shares, strict=True)
             ]
-            yield (pool, steps), rest + 4 / 3 * sum(sizes)  # Base64.
+            yield (pool, steps), rest + 4 / 3 * sum(sizes)  # The size as base64.
 
 
 def _coarsen(
     rows: AttentionRows, grid: tuple[int, int], pool: int, steps: int
 ) -> AttentionRows:
-    # A small grid beside a large one may stay unpooled.
+    # A small grid may stay unpooled when a large one must be pooled.
     pool = min(pool, max(1, min(grid) // MIN_BLOCKS))
     rows = rows.pool_patches(grid, pool) if pool > 1 else rows
     return rows.requantize(steps) if steps < LEVELS else rows
@@ -187,7 +187,7 @@ def page(
         ],
         "relevances": [output.relevances for output in outputs],
     }
-    # Escaped so that no name of a class can end the element.
+    # Escaped, so that no class name can end the element.
     saved = json.dumps(state).replace("<", "\\u003c")
     data = [f'<script type="application/json" id="saved">{saved}</script>']
     for i, output in enumerate(outputs):
@@ -201,7 +201,7 @@ def page(
 
 
 def _with_relevances(model: ExploredModel, output: ModelOutput) -> ModelOutput:
-    """Returns an output with the relevance to each class that is shown."""
+    """Returns an output with the relevance to each class that the page shows."""
     relevances = {c.label: model.relevance(output, c.label) for c in output.classes}
     rounded = {
         label: [float(f"{value:.3g}") for value in values]
@@ -213,8 +213,8 @@ def _with_relevances(model: ExploredModel, output: ModelOutput) -> ModelOutput:
 
 def _compress(rows: AttentionRows, level: int = _SMALL) -> bytes:
     """Returns all scales, then all levels, compressed; the first axis is the layer."""
-    # Layers come first, because similar values side by side compress better. They are
-    # written one by one, because together they may have hundreds of megabytes.
+    # Layers come first, because similar values next to each other compress better. They
+    # are written one by one, because together they may have hundreds of megabytes.
     packed = io.BytesIO()
     with gzip.GzipFile("", "wb", level, packed, mtime=0) as file:
         for array in (rows.scales.astype("<f4", copy=False), rows.levels):
@@ -224,7 +224,7 @@ def _compress(rows: AttentionRows, level: int = _SMALL) -> bytes:
 
 
 def _policy(style: str, script: str) -> str:
-    """Returns the meta element that allows only this style and script."""
+    """Returns the meta element that allows only this style and this script."""
     hashes = (
         _base64(hashlib.sha256(text.encode()).digest()) for text in (style, script)
     )

@@ -15,14 +15,15 @@ GET  /api/page?image=KEY&name=              the page of one image, HTML
 POST /api/open?name=                        runs the models on an image of the folder
 POST /api/see?name=                         runs the models on the image in the body
 
-Each request needs the token of the printed address, as `token` of its query or as the
-cookie that the answer to such a request sets. A refused request is answered with
-{"error": one sentence}.
+Each request needs the token of the printed address, either as `token` in its query or
+as the cookie that is set by the answer to such a request. A rejected request is
+answered with {"error": one sentence}.
 
-A page of any site can make a browser send requests to this computer. It cannot read
-the answers, unless its host name is made to resolve to this computer (DNS rebinding):
+A page of any site can make a browser send requests to this computer. It cannot read the
+answers, unless its host name is made to resolve to this computer (DNS rebinding), but
 then the Host header still has that name. Addresses cannot be rebound. Other users of
-this computer, and of its network with --host, lack the token of the printed address.
+this computer, and of its network with --host, do not have the token of the printed
+address.
 """
 
 import hmac
@@ -42,10 +43,10 @@ from vit_jax.tools.explorer.images import MAX_BYTES, Folder, Refused
 from vit_jax.tools.explorer.session import ModelOutput, Session
 
 _BINARY = "application/octet-stream"
-_TOKEN = "token"  # Key of the query.
-_MAX_TEXT = 1_000  # Characters of a text.
+_TOKEN = "token"  # Key in the query.
+_MAX_TEXT = 1_000  # Maximum number of characters of a text.
 
-# Headers of every answer: the page loads nothing from elsewhere and nothing inline.
+# Headers of every answer: the page loads nothing from other servers and nothing inline.
 _HEADERS = {
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; "
@@ -67,7 +68,7 @@ class Server(http.server.ThreadingHTTPServer):
     Args:
       session: the models and their outputs.
       host: address or name to listen on.
-      port: port to listen on; 0 is any free one, which `server_port` then holds.
+      port: port to listen on; 0 for any free one, which `server_port` then holds.
 
     Raises:
       UserError: the server cannot listen on the address.
@@ -86,7 +87,7 @@ class Server(http.server.ThreadingHTTPServer):
         except (OSError, OverflowError) as error:
             raise UserError(
                 f"--host={host} --port={port} cannot be served: {error}; --port=0 "
-                "takes a port that is free"
+                "uses a free port"
             ) from error
 
     @property
@@ -97,24 +98,24 @@ class Server(http.server.ThreadingHTTPServer):
         return f"http://{host}:{self.server_port}/?{_TOKEN}={self.token}"
 
     def handle_error(self, request, client_address) -> None:
-        """Reports errors, except of connections that were closed meanwhile."""
+        """Reports errors, except for connections that were closed in the meantime."""
         dropped = isinstance(sys.exception(), ConnectionError | TimeoutError)
-        # Ctrl-C while a thread is started makes socketserver close its connection.
+        # Ctrl-C during the start of a thread makes socketserver close its connection.
         if not dropped and request.fileno() >= 0:
             super().handle_error(request, client_address)
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
-    """Answers one connection."""
+    """Answers the requests of one connection."""
 
     server: Server
     protocol_version = "HTTP/1.1"  # Keeps the connection for the next click.
     timeout = 30  # Seconds without a byte after which a connection is closed.
-    # Otherwise the body would wait 40 ms for the headers to be acknowledged.
+    # Otherwise, the body would wait 40 ms for the headers to be acknowledged.
     disable_nagle_algorithm = True
 
     def version_string(self) -> str:
-        """Returns the name alone, without versions."""
+        """Returns only the name, without versions."""
         return "vit_jax"
 
     def log_message(self, format, *args) -> None:
@@ -142,7 +143,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
     def _answer(self, routes) -> None:
         self.query, self.unread = {}, _to_int(self.headers.get("Content-Length", ""))
-        # What is left of a body would be parsed as the next request.
+        # The unread part of a body would be parsed as the next request.
         self.close_connection |= "Content-Length" in self.headers
         self.close_connection |= "Transfer-Encoding" in self.headers
         try:
@@ -164,7 +165,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         except (ConnectionError, TimeoutError):
             raise
         except Exception:
-            self._refuse(500, "The server failed; its terminal says how.")
+            self._refuse(500, "The server failed; see its terminal for the error.")
             raise
 
     def _parse_path(self) -> str:
@@ -172,8 +173,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
         try:
             address = urlsplit(self.path)
             query = parse_qs(address.query)
-        except ValueError as error:  # For example an open bracket.
-            raise Refused(400, f"{self.path[:99]!r} is no address.") from error
+        except ValueError as error:  # For example, an open bracket.
+            raise Refused(400, f"{self.path[:99]!r} is not an address.") from error
         self.query = {name: values[-1] for name, values in query.items()}
         return address.path
 
@@ -189,7 +190,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def _row(self):
         rows, query = self._output().rows, self._number("query")
         if query >= rows.num_queries:
-            raise Refused(404, f"There is no token {query}.")
+            raise Refused(404, f"Token {query} does not exist.")
         return _BINARY, rows.to_bytes(query)
 
     def _relevance(self):
@@ -210,7 +211,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
     def _mask(self):
         if not (mask := self._output().mask):
-            raise Refused(404, f"Model {self.query['model']} has no head for masks.")
+            raise Refused(404, f"Model {self.query['model']} has no segmentation head.")
         return "image/png", mask
 
     def _page(self):
@@ -248,12 +249,12 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def _body(self, name: str) -> bytes:
         size = self.unread
         if size is None:
-            raise Refused(411, "The request does not say how long it is.")
+            raise Refused(411, "The request does not have a Content-Length.")
         if size > MAX_BYTES:
             raise images.too_large(size, name)
         data, self.unread = self.rfile.read(size), 0
         if len(data) < size:
-            raise ConnectionResetError("the upload was broken off")
+            raise ConnectionResetError("the upload was interrupted")
         return data
 
     def _refuse(self, status: int, sentence: str) -> None:
@@ -303,7 +304,7 @@ def check_origin(
     Args:
       headers: headers of the request.
       served: value of --host.
-      api: False for the page and its files, to which other sites may link.
+      api: False for the page and its files, which other sites may link to.
 
     Raises:
       Refused: the request may come from another site.
@@ -312,7 +313,7 @@ def check_origin(
     if not _is_this_server(host, served):
         raise Refused(
             403,
-            f"The address {host!r} is not this server's: open it by its number, as "
+            f"The address {host!r} is not this server's: open it by its number, such as "
             "127.0.0.1, or start it with --host and that name.",
         )
     if not api:
@@ -321,7 +322,7 @@ def check_origin(
     site = headers.get("Sec-Fetch-Site", "same-origin")
     foreign = origin is not None and _origin_host(origin) != host
     if foreign or site not in ("same-origin", "none"):
-        raise Refused(403, "Pages of other sites may not ask this server.")
+        raise Refused(403, "Pages of other sites may not use this server.")
 
 
 def check_token(headers: Message, query: Mapping[str, str], token: str) -> None:
@@ -329,14 +330,14 @@ def check_token(headers: Message, query: Mapping[str, str], token: str) -> None:
 
     Args:
       headers: headers of the request, checked by `check_origin`.
-      query: query of its URL.
+      query: query of the request's URL.
       token: token of the server.
 
     Raises:
       Refused: the token is missing or wrong.
     """
-    # http.cookies stops at the first cookie that it cannot read, which may be of
-    # another server.
+    # http.cookies stops at the first cookie that it cannot read, which may have been
+    # set by another server.
     pairs = (pair.partition("=") for pair in headers.get("Cookie", "").split(";"))
     cookies = {name.strip(): value.strip() for name, _, value in pairs}
     given = query.get(_TOKEN) or cookies.get(_cookie_name(headers), "")
@@ -344,22 +345,22 @@ def check_token(headers: Message, query: Mapping[str, str], token: str) -> None:
         raise Refused(
             403,
             "This address lacks the server's token: open the whole address that the "
-            "server has printed, with all that follows '?'.",
+            "server has printed, including everything after '?'.",
         )
 
 
 def _cookie_name(headers: Message) -> str:
-    # The port is part of the name because a browser sends cookies to every port of a
-    # host. Behind a tunnel the browser's port differs from the server's.
+    # The port is part of the name because browsers send cookies to every port of a
+    # host. Through a tunnel, the browser's port differs from the server's.
     port = headers["Host"].rpartition(":")[2]
     return f"vit_jax_{port if port.isdecimal() else 80}"
 
 
 def _origin_host(origin: str) -> str:
-    """Returns the host and port of an origin, "" if it has none."""
+    """Returns the host and port of an origin; "" if it has none."""
     try:
         return urlsplit(origin).netloc
-    except ValueError:  # For example an open bracket.
+    except ValueError:  # For example, an open bracket.
         return ""
 
 

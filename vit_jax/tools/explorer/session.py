@@ -1,4 +1,4 @@
-"""The explorer's models, and their outputs for the last images.
+"""The explorer's models, and their outputs for the most recent images.
 
 Letters: N tokens, P patches, D width; Y, X and C the input's height, width and channels.
 """
@@ -42,7 +42,7 @@ from vit_jax.weights import segmenter
 from vit_jax.weights.pretrained import Pretrained
 from vit_jax.weights.text_tower import text_tower
 
-BUDGET = 1 << 30  # Bytes of attention that are kept; the last image always is.
+BUDGET = 1 << 30  # Bytes of attention to keep; the last image is always kept.
 TOPK = 5
 _KEPT_FEATURES = 8  # Number of images whose patch features are kept.
 
@@ -56,11 +56,12 @@ class ModelOutput:
       box: top, left, bottom and right of the model's input, as fractions of the image.
       picture: the model's input as a PNG file, see `display.to_display`.
       pixels: the model's input.
-      grid: patches down and across, of the first stage if patches are merged.
+      grid: number of patches down and across; of the first stage if patches are merged.
       rows: attention from each token.
-      relevances: label -> relevance of each patch to the class, for a saved page.
-      mask: colours of the classes of the input's pixels as a PNG file; b"" without a head
-        for masks, with which `classes` have their parts of the pixels.
+      relevances: relevance of each patch, by class label, for a saved page.
+      mask: colours of the pixels' classes as a PNG file; b"" without a segmentation
+        head. With a mask, `classes` have their fractions of the pixels as
+        probabilities.
     """
 
     classes: tuple[prediction.Prediction, ...]
@@ -93,12 +94,12 @@ class ExploredModel:
     Args:
       pretrained: result of `weights.open_pretrained`.
       preprocess: preprocessing of the images.
-      class_names: names in label order; those of the checkpoint if empty.
+      class_names: class names in label order; those of the checkpoint if empty.
       shown_bands: bands of the model's input to show, see `display.to_display`.
 
     Raises:
-      UserError: the network has no attention, the number of names is wrong, or there is
-        no such band.
+      UserError: the network has no attention, the number of names is wrong, or a band
+        does not exist.
     """
 
     def __init__(
@@ -109,18 +110,18 @@ class ExploredModel:
         class_names: tuple[str, ...] = (),
         shown_bands: tuple[int, ...] = (),
     ):
-        # Two folders, because weight files often have the same name.
+        # Two parts of the path, because weight files often have the same name.
         self.name = "/".join(address(pretrained.source).strip("/").split("/")[-2:])
         self._loaded = LoadedModel.from_pretrained(self.name, pretrained, preprocess)
         self._model, self._shown_bands = self._loaded.model, shown_bands
         channels = self._model.image_shape[-1]
         if shown_bands and max(shown_bands) >= channels:
             raise UserError(
-                f"--show_bands={','.join(map(str, shown_bands))}: {pretrained.source} takes "
+                f"--show_bands={','.join(map(str, shown_bands))}: {pretrained.source} has "
                 f"{channels} bands, counted from 0: choose among them"
             )
         if not self._model.config.has_windows:
-            # Computes no layer, but refuses a network without attention.
+            # This computes no layer, but rejects a network without attention.
             images = self._loaded.normalize(self._black_image()[None])
             intermediates.layers(self._model, self._loaded.params, images)
         self._tower, self._pixels, self._names, self._colors = None, None, (), ()
@@ -144,10 +145,10 @@ class ExploredModel:
         """Returns the model's description for the page, for JSON.
 
         "labels" has a name per layer, "heads" a number, "extra" the names of the tokens
-        before the patches. "grid" and "size" are those of the model, and of an output those of
-        its image. "rollout", "relevance" (to classes), "texts" (relevance to
-        texts), "features" (comparison of patches) and "colors" (one for each class of pixels)
-        say what the model supports.
+        before the patches. "grid" and "size" are those of the model; those of an output
+        belong to its image. The supported features are "rollout", "relevance" (to
+        classes), "texts" (relevance to texts), "features" (comparison of patches) and
+        "colors" (one for each class of pixels).
         """
         options, model = self._model.options, self._model
         if model.config.has_windows:
@@ -254,8 +255,8 @@ class ExploredModel:
     def features(self, output: ModelOutput) -> Float32[np.ndarray, "y x D"] | None:
         """Returns the features of each patch of the page's grid.
 
-        Patches that the network merges have the same features. None if the network has
-        no patch features.
+        Patches that the network merges have the same features. Returns None if the
+        network has no patch features.
         """
         if not self._model.has_patch_features:
             return None
@@ -268,7 +269,7 @@ class ExploredModel:
         return self._loaded.fitted(pixels.shape[:2])
 
     def _grid(self, loaded: LoadedModel) -> tuple[int, int]:
-        """Returns the patches down and across that the page shows."""
+        """Returns the number of patches down and across that the page shows."""
         windows = self._model.config.has_windows
         return self._window_shapes[0].grid if windows else loaded.model.grid
 
@@ -329,14 +330,14 @@ def _to_png(pixels: UInt8[np.ndarray, "h w c"]) -> bytes:
 
 
 class Session:
-    """One or two models, and their outputs for the last images.
+    """One or two models, and their outputs for the most recent images.
 
     Its methods may be called by several threads at once.
 
     Args:
       models: the models.
       folder: folder of images to choose from; None without one.
-      budget: bytes of attention that are kept; the last image always is.
+      budget: bytes of attention to keep; the last image is always kept.
       max_megapixels: size of the largest image to read, see `data.max_megapixels`.
     """
 
@@ -365,7 +366,7 @@ class Session:
         }
 
     def run(self, data: bytes, name: str) -> dict:
-        """Runs all models on an image, unless their outputs are kept.
+        """Runs all models on an image, unless their outputs are still kept.
 
         Args:
           data: content of an image file.
@@ -404,7 +405,7 @@ class Session:
             values = self.models[model].relevance(output, target)
         if values is None:
             what = "texts" if isinstance(target, str) else f"a class {target}"
-            raise Refused(404, f"Model {model} has no relevance to {what}.")
+            raise Refused(404, f"Model {model} cannot show relevance to {what}.")
         return values
 
     def similarity(
@@ -415,15 +416,17 @@ class Session:
         Args:
           key: key of the image whose patches are compared.
           model: number of the model.
-          origin: key of the image with the one patch, perhaps the same.
-          patch: number of the one patch in the grid.
+          origin: key of the image with the reference patch, which may be the same
+            image.
+          patch: number of the reference patch in the grid.
 
         Raises:
-          Refused: `output` fails, the model has no features, or no such patch exists.
+          Refused: `output` fails, the model has no features, or the patch does not
+            exist.
         """
         features = self._features_of(origin, model)
         if patch >= len(features):
-            raise Refused(404, f"There is no patch {patch}.")
+            raise Refused(404, f"Patch {patch} does not exist.")
         return self._features_of(key, model) @ features[patch]
 
     def components(self, key: str, model: int) -> bytes:
@@ -438,15 +441,15 @@ class Session:
         return _to_png(colours.reshape(*self.output(key, model).grid, 3))
 
     def _features_of(self, key: str, model: int) -> Float32[np.ndarray, "P D"]:
-        """Returns the features of patches, normalized to length 1 and computed once."""
-        self.output(key, model)  # Refuses images that are no longer kept.
+        """Returns the features of patches, with length 1; computed once."""
+        self.output(key, model)  # Raises Refused for images that are no longer kept.
         with self._compute_lock:
             return self._unit_features(key, model)
 
     def _compute_features(self, key: str, model: int) -> Float32[np.ndarray, "P D"]:
         features = self.models[model].features(self.output(key, model))
         if features is None:
-            raise Refused(404, f"Model {model} has no features of patches.")
+            raise Refused(404, f"Model {model} has no patch features.")
         features = features.reshape(-1, features.shape[-1])
         lengths = np.linalg.norm(features, axis=1, keepdims=True)
         return features / np.maximum(lengths, 1e-12)
@@ -465,11 +468,11 @@ class Session:
         """Returns the output of a model for an image.
 
         Raises:
-          Refused: the image is no longer kept, or no such model exists.
+          Refused: the image is no longer kept, or the model does not exist.
         """
         outputs = self.outputs(key)
         if not 0 <= model < len(outputs):
-            raise Refused(404, f"There is no model {model}.")
+            raise Refused(404, f"Model {model} does not exist.")
         return outputs[model]
 
     def _find(self, key: str) -> tuple[ModelOutput, ...] | None:

@@ -1,1 +1,1 @@
-"""Fine-tuning on a user's images: their splits, the settings, the run, its mistakes."""
+"""Fine-tuning on a user's images: splits, settings, the run and a page of mistakes."""

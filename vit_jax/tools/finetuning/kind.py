@@ -1,4 +1,4 @@
-"""What fine-tuning asks the kind of annotation: labels of images, or masks."""
+"""The interface of the two kinds of annotation for fine-tuning: labels and masks."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -10,14 +10,14 @@ from vit_jax.tools.finetuning.layout import Layout
 from vit_jax.training.config import TrainConfig
 from vit_jax.weights.pretrained import Pretrained
 
-Choices = dict[str, tuple[str, str]]  # Config key -> (choice, reason).
+Choices = dict[str, tuple[str, str]]  # Choice and its reason, by config key.
 
 
 class Seen(NamedTuple):
-    """What a look at the training images has shown.
+    """Properties of the training images.
 
-    `data` has the keys of `config.data` that follow, `num_classes` among them; `choices`
-    are lines on them.
+    `data` has the keys of `config.data` that follow from the images, including
+    `num_classes`; `choices` has lines about them.
     """
 
     images: rule.Images
@@ -32,11 +32,11 @@ class Given:
     kind: "Kind"
     splits: Layout
     seen: Seen
-    validated: int  # Images of the validation split.
+    validated: int  # Number of images in the validation split.
     pretrained: Pretrained
     preprocess: Preprocess
     keeps_aspect: bool = (
-        False  # Images are sequences of patches, see models/patches.py.
+        False  # Whether images are sequences of patches, see models/patches.py.
     )
 
     @property
@@ -52,17 +52,20 @@ class Result:
       report: content of the run's report.json.
       split: evaluation that is scored, "test" or "val".
       metric: "top1"; "map" if images have several labels; "miou" if they have masks.
-      scores: metric -> score of the best checkpoint, of averaged parameters if the run
+      scores: scores of the best checkpoint by metric, for averaged parameters if the
+        run has them.
         has them.
       examples: number of images that were scored.
-      looks: number of evaluations on these images that chose the checkpoint.
+      looks: number of evaluations on these images from which the best was chosen.
       workdir: workdir of the run, which every command accepts as a model.
       kind: labels or masks.
-      chosen_by: metric that chose the checkpoint, "balanced_accuracy" for uneven classes.
-      page: path of the page on mistakes; "" with several processes.
-      worst: lines on the classes that are recognised worst, of the first run.
-      folds: number of runs that each scored another part of the images; 0 for one run.
-      counts: class -> number of images that were scored; empty if unknown.
+      chosen_by: metric that chose the checkpoint, "balanced_accuracy" for uneven
+        classes.
+      page: path of the page of mistakes; "" with several processes.
+      worst: lines about the classes with the most mistakes, in the first run.
+      folds: number of runs, each scoring another part of the images; 0 for a single
+        run.
+      counts: number of scored images by class; empty if unknown.
     """
 
     report: dict
@@ -93,15 +96,15 @@ class Result:
 
 
 class Kind(Protocol):
-    """A kind of annotation: how settings follow from it, and how a run is told about.
+    """A kind of annotation: how settings follow from it, and how a run is described.
 
     Attributes:
       annotation: "labels" or "masks", for messages.
-      task: class of the configs of tasks that learn from it.
-      evaluation: kind of `config.evals` that scores it.
-      metric: its metric, see `Result`.
-      optimizer: name of the optimiser that the rate is chosen for.
-      most_epochs: largest number of epochs.
+      task: base class of the configs of the tasks that learn from it.
+      evaluation: kind of the evaluation in `config.evals` that scores it.
+      metric: metric of the scores, see `Result`.
+      optimizer: name of the optimiser that the learning rate is chosen for.
+      most_epochs: maximum number of epochs.
     """
 
     annotation: str
@@ -112,16 +115,16 @@ class Kind(Protocol):
     most_epochs: float
 
     def look(self, splits: Layout, place: str) -> Seen:
-        """Looks at the training images.
+        """Determines the properties of the training images.
 
         Raises:
-          UserError: they have fewer than two classes, or unreadable ones.
+          UserError: there are fewer than two classes, or images cannot be read.
         """
 
     def cost(self, seen: Seen, speed: float) -> float:
         """Returns the time to evaluate an image, relative to a forward pass.
 
-        `speed` is that of training, in images per second.
+        `speed` is the training speed, in images per second.
         """
 
     def sections(self, given: Given, side: int, batch: int) -> dict:
@@ -131,16 +134,16 @@ class Kind(Protocol):
         """Returns `data.train_transform` and `data.eval_transform` at a size in pixels."""
 
     def choices(self, images: rule.Images, raw: Mapping) -> Choices:
-        """Returns the choices in a config that only this kind has."""
+        """Returns the choices in a config that only this kind makes."""
 
     def counts(self, config: TrainConfig, split: str, names: list[str]) -> dict:
         """Returns `Result.counts` of an evaluation."""
 
     def headline(self, result: Result) -> str:
-        """Returns the score in words."""
+        """Returns the score as a sentence."""
 
     def notes(self, result: Result) -> list[str]:
-        """Returns more lines on the scores."""
+        """Returns further lines about the scores."""
 
     def commands(self, model: str) -> list[str]:
         """Returns lines with commands to continue with."""

@@ -1,4 +1,4 @@
-"""Fine-tuning on images with labels: one class each, or any number of them."""
+"""Fine-tuning on images with labels: one class per image, or any number of them."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -17,12 +17,12 @@ from vit_jax.tools.finetuning.layout import Layout
 from vit_jax.tools.sweeps import fine_tuning
 from vit_jax.training.config import TrainConfig
 
-_WORST = 3  # Classes in a line.
+_WORST = 3  # Number of classes in the line about the worst.
 
 
 @dataclasses.dataclass(frozen=True)
 class Labels:
-    """See `Kind`."""
+    """Fine-tuning on labels, one kind of annotation; see `Kind`."""
 
     multi_label: bool
 
@@ -73,7 +73,7 @@ class Labels:
 
     def choices(self, images: rule.Images, raw: Mapping) -> Choices:
         balance = raw["data"].get("class_balance") or "as they are"
-        why = "the largest class has {:.1f} times the images of the smallest"
+        why = "the largest class has {:.1f} times as many images as the smallest"
         choice = f"classes drawn {balance}", why.format(images.uneven)
         return {"data.class_balance": choice}
 
@@ -93,17 +93,17 @@ class Labels:
         line = f"{what} {result.score:.2%}"
         if result.interval:
             low, high = result.interval
-            wider = f", for the best of {result.looks} looks" * (result.looks > 1)
+            wider = f", for the best of {result.looks} evaluations" * (result.looks > 1)
             line += f" (95 % interval {low:.2%} to {high:.2%}{wider})"
         if result.chosen_by == "balanced_accuracy":
             line = f"balanced accuracy {result.scores[result.chosen_by]:.2%}, {line}"
         return line
 
     def notes(self, result: Result) -> list[str]:
-        """Returns lines on classes with too few scored images."""
+        """Returns lines about classes with too few scored images."""
         if not result.counts:
             few = result.examples < rule.FEW * len(result.report["class_names"])
-            return [f"note: fewer than {rule.FEW} images a class were scored"] * few
+            return [f"note: fewer than {rule.FEW} images per class were scored"] * few
         by_count = sorted(result.counts.items(), key=lambda item: item[1])
         few = [f"{name} {count}" for name, count in by_count if count < rule.FEW]
         if not few:
@@ -111,9 +111,9 @@ class Labels:
         more = f" and {len(few) - 5} more" if len(few) > 5 else ""
         remedy = "" if result.folds else "; --folds=5 scores all images, in 5 runs"
         line = (
-            f"note: fewer than {rule.FEW} images were scored of {len(few)} of "
-            f"{len(result.counts)} classes ({', '.join(few[:5])}{more}), so that their "
-            f"accuracy is rough{remedy}"
+            f"note: {len(few)} of {len(result.counts)} classes had fewer than "
+            f"{rule.FEW} scored images ({', '.join(few[:5])}{more}), so their "
+            f"accuracy is only approximate{remedy}"
         )
         return [line]
 

@@ -1,11 +1,13 @@
-"""Finds the splits of a user's images to train, validate and test on.
+"""Determines the training, validation and test splits of a user's images.
 
-A place is a folder with one folder per split, a folder with one folder per class, a table
-of paths and labels (or a folder with one), or the name of a data set. If there is no
-validation split, a part of each class validates, and the workdir gets a list of it.
+A place is a folder with one folder per split, a folder with one folder per class, a
+table of paths and labels (or a folder with one), or the name of a data set. Without a
+validation split, a part of each class is held out, and a list of it is written to the
+workdir.
 
-Images may have masks instead of labels: folders of both, see mask_folders.py, a column of a
-table, or `data.mask_key` of a data set. A part of them that validates is a split expression.
+Images may have masks instead of labels: in two folders, see mask_folders.py, in a
+column of a table, or by `data.mask_key` of a data set. Their validation part is a split
+expression.
 """
 
 import csv
@@ -30,14 +32,14 @@ from vit_jax.data.splits import HELD_OUT, TEST, TRAIN, VALIDATION, first_of, hel
 from vit_jax.errors import UserError
 from vit_jax.weights.checkpoint_folders import absolute
 
-# Usual names of the columns of tables.
+# Usual names of columns in tables.
 IMAGES = ("image", "path", "image_path", "file", "filename", "file_name", "filepath")
 IMAGES += ("img", "img_path", "image_name", "image_id", "id")
 LABELS = ("label", "labels", "class", "classes", "class_name", "category", "target")
 LABELS += ("species", "tag", "tags", "fine_label", "coarse_label", "y")
 MASKS = ("mask", "mask_path", "mask_file", "segmentation_mask", "segmentation")
 _PARTS = round(1 / HELD_OUT)
-SPLIT_FILE = "split.csv"  # File in the workdir that lists the split of each image.
+SPLIT_FILE = "split.csv"  # File in the workdir with the split of each image.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,8 +50,8 @@ class Layout:
       data: keys of `config.data`, with the training split as `split`.
       validation: split that chooses the checkpoint.
       test: split that no choice depends on; "" without test images.
-      description: how the images are laid out, for the log.
-      whole: split whose images were parted by expressions to train and to validate.
+      description: arrangement of the images, for the log.
+      whole: split that expressions divide into training and validation images.
     """
 
     data: dict
@@ -60,11 +62,11 @@ class Layout:
 
     @property
     def config(self) -> DataConfig:
-        """The config of the data, with one class or those of `data.mask_values`."""
+        """Config of the data, with one class or the classes of `data.mask_values`."""
         return _config(self.data)
 
     def open(self, split: str) -> Source:
-        """Opens a split; its labels are not checked."""
+        """Opens a split without checking its labels."""
         return open_unchecked(self.config, split)
 
 
@@ -74,16 +76,16 @@ def _config(data: Mapping) -> DataConfig:
 
 
 def find(place: str, given: Mapping[str, object], workdir: str) -> Layout:
-    """Finds the splits of the images of a place.
+    """Determines the splits of the images of a place.
 
     Args:
       place: folder, table or name of a data set.
       given: keys of `config.data` set by the user, such as "image_key"; they take
         precedence.
-      workdir: folder for the list of the split, if one is made.
+      workdir: folder for the list of the split, if one is written.
 
     Raises:
-      UserError: the place has no images to train on, or columns have unusual names.
+      UserError: the place has no training images, or columns have unusual names.
     """
     path = pathlib.Path(place).expanduser()
     if path.is_file():
@@ -109,8 +111,8 @@ def _of_folder(path: pathlib.Path, given: Mapping, workdir: str) -> Layout:
         validation, test = first_of(VALIDATION, rest), first_of(TEST, rest)
         used = ", ".join(filter(None, (train, validation, test)))
         description = f"folders of splits ({used}) with folders of classes"
-        found = Layout(data | {"split": train}, validation, test, description)
-        return _with_validation(found, workdir)
+        layout = Layout(data | {"split": train}, validation, test, description)
+        return _with_validation(layout, workdir)
     tables = table.tables_in(path)
     if tables and len({*others} & {*classes}) < 2:
         if first_of(TRAIN, tables):
@@ -134,31 +136,31 @@ def _of_folder(path: pathlib.Path, given: Mapping, workdir: str) -> Layout:
             "PHOTOS/train/CLASS/*.jpg and PHOTOS/val/CLASS/*.jpg, or a table of paths "
             "and labels"
         )
-    found = Layout(data | {"split": folder.WHOLE}, "", "", "one folder per class")
-    return _with_validation(found, workdir)
+    layout = Layout(data | {"split": folder.WHOLE}, "", "", "one folder per class")
+    return _with_validation(layout, workdir)
 
 
 def common_folder(images: str, drawn: str) -> tuple[str, dict[str, str]]:
-    """Returns the folder that holds those of images and of masks, and their config keys.
+    """Returns the folder that contains both image and mask folder, and config keys.
 
     Raises:
-      UserError: one of them is no folder, or they are the same.
+      UserError: one of them is not a folder, or they are the same.
     """
     paths = [os.path.abspath(os.path.expanduser(path)) for path in (images, drawn)]
     for path in paths:
         if not os.path.isdir(path):
             raise UserError(
-                f"{path} is no folder: give the folder of the images and that of their "
-                "masks, which have the same names"
+                f"{path} is not a folder: give the folder of the images and the folder of "
+                "their masks, which have the same names"
             )
     root = os.path.commonpath(paths)
     keys = (os.path.relpath(path, root) for path in paths)
-    found = dict(zip(("data.image_key", "data.mask_key"), keys, strict=True))
-    if "." in found.values():
+    folders = dict(zip(("data.image_key", "data.mask_key"), keys, strict=True))
+    if "." in folders.values():
         raise UserError(
-            f"{images} and {drawn}: one holds the other; give two folders side by side"
+            f"{images} and {drawn}: one contains the other; give two separate folders"
         )
-    return root, found
+    return root, folders
 
 
 def _of_masks(path: pathlib.Path, given: Mapping) -> Layout:
@@ -169,21 +171,21 @@ def _of_masks(path: pathlib.Path, given: Mapping) -> Layout:
         raise _none_to_train_on(path, names)
     description = f"images, and their masks in {given['mask_key']!r}"
     validation, test = _numbered(VALIDATION, names), _numbered(TEST, names)
-    found = Layout(data | {"split": train}, validation, test, description)
-    if test and not _has_classes(found.open(test), found.config):
-        found = dataclasses.replace(found, test="")
-    return _with_validation(found, "")
+    layout = Layout(data | {"split": train}, validation, test, description)
+    if test and not _has_classes(layout.open(test), layout.config):
+        layout = dataclasses.replace(layout, test="")
+    return _with_validation(layout, "")
 
 
 def _numbered(usual: Sequence[str], names: Sequence[str]) -> str:
-    """Returns the first usual name of a split, perhaps with a number as "train2017"."""
+    """Returns the first usual name of a split, perhaps with a number like "train2017"."""
     numbered = re.compile(rf"({'|'.join(usual)})\W?\d+")
-    found = (name for name in names if numbered.fullmatch(name.lower()))
-    return first_of(usual, names) or next(found, "")
+    matches = (name for name in names if numbered.fullmatch(name.lower()))
+    return first_of(usual, names) or next(matches, "")
 
 
 def _has_classes(source: Source, data: DataConfig) -> bool:
-    """Returns whether the first mask has classes; test masks of Cityscapes have none."""
+    """Returns whether the first mask has classes; Cityscapes' test masks have none."""
     return bool(
         (
             masks.decode_mask(source[0]["mask"], data.max_megapixels)
@@ -194,7 +196,7 @@ def _has_classes(source: Source, data: DataConfig) -> bool:
 
 def _none_to_train_on(place: object, names: Sequence[str]) -> UserError:
     return UserError(
-        f"{place} has the splits {', '.join(names)}, and none to train on: call one "
+        f"{place} has the splits {', '.join(names)}, but no training split: name one "
         f"{TRAIN[0]}"
     )
 
@@ -219,7 +221,7 @@ def _of_table(path: pathlib.Path, given: Mapping, workdir: str) -> Layout:
         if not several and len(wanted) == 1:
             _check_classes(first, *wanted)
         what = f"labels in {data['label_key']!r}" + " (several per row)" * several
-    # A table of test images often has none.
+    # A table of test images often has no labels.
     names = [k for k, each in tables.items() if {*wanted} <= {*each.columns}]
     sizes = table.split_sizes(str(path))
     if names == [table.WHOLE]:
@@ -233,12 +235,12 @@ def _of_table(path: pathlib.Path, given: Mapping, workdir: str) -> Layout:
     if unused:
         listed = ", ".join(f"{sizes[k]:,} rows of split {k!r}" for k in unused)
         description += f"; {listed} are not used"
-    found = Layout(data | {"split": train}, validation, test, description)
-    return _with_validation(found, workdir)
+    layout = Layout(data | {"split": train}, validation, test, description)
+    return _with_validation(layout, workdir)
 
 
 def _check_classes(of: table.Table, column: str) -> None:
-    """Raises UserError for numbers that are measurements, not classes."""
+    """Raises UserError for numbers that are measurements rather than classes."""
     names = [table.text_of(row.get(column)) for row in of.rows]
     names = list(filter(None, names))
     try:
@@ -250,14 +252,14 @@ def _check_classes(of: table.Table, column: str) -> None:
     if 2 * count > len(names) and not in_order:
         raise UserError(
             f"{of.path} has {count:,} different numbers in the {len(names):,} labels of "
-            f"column {column!r}, too many for classes: name the column of classes by "
-            "--config.data.label_key, or write ranges as classes, as '20 to 29'; numbers "
-            "themselves are not learnt"
+            f"column {column!r}, too many for classes: give the column of classes with "
+            "--config.data.label_key, or write ranges as classes, such as '20 to 29'; "
+            "numbers are not learnt as such"
         )
 
 
 def _has_several(of: table.Table, labels: Sequence[str]) -> bool:
-    """Returns whether a row has any number of labels instead of one."""
+    """Returns whether rows have any number of labels instead of one."""
     if len(labels) > 1:
         return any(
             [table.flag(row.get(k)) for k in labels].count(1) != 1 for row in of.rows
@@ -272,7 +274,7 @@ def _of_name(place: str, given: Mapping) -> Layout:
         name = f"hf://datasets/{place}"
     if not parquet.is_hub(name) and ("/" in name or name.startswith((".", "~"))):
         raise UserError(
-            f"{place} is neither a folder nor a table that is there: give a folder of "
+            f"{place} does not exist as a folder or table: give a folder of "
             "images, a CSV, TSV, JSON Lines or Parquet file, or the name of a data set"
         )
     if parquet.is_hub(name):
@@ -286,7 +288,7 @@ def _of_name(place: str, given: Mapping) -> Layout:
             opened = open_unchecked(_config({"name": name, **data}), "train")
         except UserError as error:
             raise UserError(
-                f"{place} is no folder or table that is there, and no data set: {error}"
+                f"{place} does not exist as a folder or table, nor as a data set: {error}"
             ) from error
         numbering = getattr(opened, "numbering", None)
         names = list(numbering.sizes) if numbering else ["train"]
@@ -294,40 +296,40 @@ def _of_name(place: str, given: Mapping) -> Layout:
             names = [n for n in names if n in ("train", entry.splits["test"])]
     if not (train := first_of(TRAIN, names)):
         listed = ", ".join(names)
-        raise UserError(f"{place} has the splits {listed}, and none to train on")
+        raise UserError(f"{place} has the splits {listed}, but no training split")
     validation, test = first_of(VALIDATION, names), first_of(TEST, names)
     description = f"a data set with the splits {', '.join(names)}"
     data = {"name": name, **data, "split": train}
-    # Sources of these kinds are often sorted by class: a part at the end lacks classes.
+    # Such sources are often sorted by class: a part at the end would lack classes.
     if not validation and (parquet.is_hub(name) or name == IN_MEMORY):
         return _set_aside(Layout(data, "", test, description))
     if not validation:
         kept = round(100 * (1 - HELD_OUT))
         validation, data["split"] = f"{train}[{kept}%:]", f"{train}[:{kept}%]"
-        description += f", of whose training images the last {100 - kept} % validate"
+        description += f"; the last {100 - kept} % of its training images are held out"
     return Layout(data, validation, test, description)
 
 
-def _with_validation(found: Layout, workdir: str) -> Layout:
-    """Sets a part of the training images aside if there is no validation split."""
-    if found.validation:
-        return found
-    if found.config.mask_key:
-        return _set_aside(found)
-    path, data = epath.Path(split_file(workdir)), found.data
-    source = found.open(data["split"])
+def _with_validation(layout: Layout, workdir: str) -> Layout:
+    """Holds out a part of the training images if there is no validation split."""
+    if layout.validation:
+        return layout
+    if layout.config.mask_key:
+        return _set_aside(layout)
+    path, data = epath.Path(split_file(workdir)), layout.data
+    source = layout.open(data["split"])
     labels = source.known_labels()
     labels = read_labels(source) if labels is None else labels
     apart = held_out([str(label) for label in labels])
     if not apart.any():
         raise UserError(
             f"{data['data_dir']} has one image of each class: give two or more of a "
-            "class, so that one can be set aside to validate on"
+            "class, so that one can be held out for validation"
         )
     names = [VALIDATION[0] if each else TRAIN[0] for each in apart]
     rows = [_row(source, i, name) for i, name in enumerate(names)]
-    if found.test:
-        tests = found.open(found.test)
+    if layout.test:
+        tests = layout.open(layout.test)
         rows += [_row(tests, i, TEST[0]) for i in range(len(tests))]
     path.parent.mkdir(parents=True, exist_ok=True)
     _write_rows(path, rows)
@@ -339,43 +341,46 @@ def _with_validation(found: Layout, workdir: str) -> Layout:
     return Layout(
         data,
         VALIDATION[0],
-        TEST[0] if found.test else "",
-        f"{found.description}; {apart.sum():,} of {len(source):,} images, the same part "
-        f"of each class, set aside to validate on: {path}",
+        TEST[0] if layout.test else "",
+        f"{layout.description}; {apart.sum():,} of {len(source):,} images, the same part "
+        f"of each class, held out for validation: {path}",
     )
 
 
-def _set_aside(found: Layout) -> Layout:
-    """Sets a fifth of the training images aside, or one of fewer than five."""
-    whole, place = found.data["split"], found.data.get("data_dir", found.data["name"])
-    count = min(_PARTS, len(found.open(whole)))
+def _set_aside(layout: Layout) -> Layout:
+    """Holds out a fifth of the training images, or one image if there are under five."""
+    whole, place = (
+        layout.data["split"],
+        layout.data.get("data_dir", layout.data["name"]),
+    )
+    count = min(_PARTS, len(layout.open(whole)))
     if count < 2:
         raise UserError(
-            f"{place} has one image to train on: give two or more, so that one can be "
-            "set aside to validate on"
+            f"{place} has one training image: give two or more, so that one can be "
+            "held out for validation"
         )
-    description = f"{found.description}, of whose training images a part is set aside to validate on"
-    found = dataclasses.replace(found, description=description, whole=whole)
-    return _parted(found, count - 1, count)
+    description = f"{layout.description}; a part of the training images is held out"
+    layout = dataclasses.replace(layout, description=description, whole=whole)
+    return _parted(layout, count - 1, count)
 
 
-def _parted(found: Layout, fold: int, count: int) -> Layout:
-    """Sets each `count`-th of the images of `whole` aside, from number `fold` on."""
-    parts = [f"interleaved_splits({found.whole}, {count})[{i}]" for i in range(count)]
+def _parted(layout: Layout, fold: int, count: int) -> Layout:
+    """Holds out every `count`-th image of `whole`, starting with number `fold`."""
+    parts = [f"interleaved_splits({layout.whole}, {count})[{i}]" for i in range(count)]
     validation = parts.pop(fold)
-    data = found.data | {"split": "+".join(parts)}
-    return dataclasses.replace(found, data=data, validation=validation)
+    data = layout.data | {"split": "+".join(parts)}
+    return dataclasses.replace(layout, data=data, validation=validation)
 
 
 def take_fold(layout: Layout, fold: int, count: int) -> Layout:
-    """Returns the layout whose fold validates; rewrites the list in a workdir for it.
+    """Returns the layout for one fold; updates the list of the split in a workdir.
 
     Args:
       fold: number of the fold that validates, from 0.
       count: number of folds.
 
     Raises:
-      UserError: the images have a validation split, or there are too few.
+      UserError: the images have a validation split, or there are too few images.
     """
     if layout.whole:
         images = len(layout.open(layout.whole))
@@ -384,7 +389,7 @@ def take_fold(layout: Layout, fold: int, count: int) -> Layout:
     path = epath.Path(layout.data.get("data_dir", ""))
     if path.name != SPLIT_FILE:
         raise UserError(
-            f"folds={count}: there are images to validate on, and folds are parts of the "
+            f"folds={count}: there is a validation split, but folds are parts of the "
             "training images: leave it out"
         )
     rows = list(csv.DictReader(io.StringIO(path.read_text())))
@@ -416,15 +421,15 @@ def split_file(workdir: str) -> str:
 
 
 def _columns(known: Sequence[str], place: str, given: Mapping) -> dict[str, str]:
-    """Returns `image_key` and, without masks, `label_key` by usual names of columns."""
+    """Returns `image_key`, and `label_key` without masks, from usual names of columns."""
     keys = {}
     wanted = [("image_key", IMAGES), ("label_key", LABELS)]
     for key, usual in wanted[: 1 if given.get("mask_key") else 2]:
         keys[key] = given.get(key) or first_of(usual, known)
         if not keys[key]:
             raise UserError(
-                f"{place} has the columns {', '.join(known)}: say which holds the "
-                f"{'images' if key == 'image_key' else 'labels'} by --config.data.{key}"
+                f"{place} has the columns {', '.join(known)}: give the one with the "
+                f"{'images' if key == 'image_key' else 'labels'} as --config.data.{key}"
             )
     return keys
 
@@ -438,7 +443,7 @@ def _row(source: folder.FolderSource, i: int, split: str) -> dict[str, str]:
 
 
 def _flag_columns(of: table.Table) -> list[str]:
-    """Returns the columns with 1 and 0, -1 or nothing alone, one column per class."""
+    """Returns the columns with only 1 and 0, -1 or nothing, one column per class."""
     flags = {
         name: {table.flag(row.get(name)) for row in of.rows} for name in of.columns
     }
@@ -446,8 +451,8 @@ def _flag_columns(of: table.Table) -> list[str]:
 
 
 def _is_several(value: object) -> bool:
-    """Returns whether a cell holds a list of labels, or texts separated by "|" or ";"."""
-    # A comma may belong to the name of a class.
+    """Returns whether a cell is a list of labels, or text separated by "|" or ";"."""
+    # A comma may be part of a class name.
     return isinstance(value, list) or (
         isinstance(value, str) and bool({*"|;"} & {*value})
     )

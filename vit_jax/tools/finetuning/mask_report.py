@@ -1,7 +1,7 @@
-"""The HTML page on the mistakes of a network that classifies pixels.
+"""The HTML page of mistakes of a network that classifies pixels.
 
-It is one file without references to others. It contains thumbnails of the images, so it
-is as private as they are. Letters: H by W pixels, L classes.
+It is one file that loads no other files. It contains thumbnails of the images, so it is
+as private as they are. Letters: H by W pixels, L classes.
 """
 
 import heapq
@@ -25,14 +25,14 @@ from vit_jax.tools.report import templates
 from vit_jax.tools.report.blocks import Table
 from vit_jax.training.config import TrainConfig
 
-_WORST, _PAIRS = 12, 12  # Images, and pairs of classes.
+_WORST, _PAIRS = 12, 12  # Number of images, and of pairs of classes.
 _SIDE = 360  # Longer side of a picture on the page, in pixels.
 
 LabelMap = Int16[np.ndarray, "H W"]
 
 
 class Scores(NamedTuple):
-    """Scores of an image: mean IoU of its classes and pixel accuracy; and its record."""
+    """Mean IoU of an image's classes, pixel accuracy, and the image's record number."""
 
     miou: float
     pixel_accuracy: float
@@ -40,7 +40,7 @@ class Scores(NamedTuple):
 
 
 class Triple(NamedTuple):
-    """An image, its true classes and the predicted ones."""
+    """An image, its true classes and the predicted classes."""
 
     record: int
     image: Num[np.ndarray, "H W C"]
@@ -49,7 +49,7 @@ class Triple(NamedTuple):
 
 
 def write(config: TrainConfig, workdir: str, split: str, headline: str) -> str:
-    """Writes the page of a run; returns its path, for the arguments see `report.write`."""
+    """Writes the page of a run and returns its path; for arguments see `report.write`."""
     pretrained = weights.open_pretrained(workdir, with_task=True)
     data, how = config.data, config.evals[split]
     source = open_source(data, how.split)
@@ -60,13 +60,13 @@ def write(config: TrainConfig, workdir: str, split: str, headline: str) -> str:
     )
 
     def triples(records: Iterable[int]) -> Iterator[Triple]:
-        """Yields images with their classes, without damaged ones."""
+        """Yields images with their classes, except for damaged images."""
 
         def read():
             for record in records:
                 try:
                     image, labels = masks.read_pair(source, data, record)
-                except DamagedImage:  # Training has reported it.
+                except DamagedImage:  # Training has already reported it.
                     continue
                 yield (record, image, labels), image
 
@@ -80,8 +80,10 @@ def write(config: TrainConfig, workdir: str, split: str, headline: str) -> str:
         counts = segmentation.confusion(one.labels, one.predicted, classes)
         total += counts
         if counts.any():
-            found = segmentation.score(counts, 1).metrics
-            scores.append(Scores(found["miou"], found["pixel_accuracy"], one.record))
+            metrics = segmentation.score(counts, 1).metrics
+            scores.append(
+                Scores(metrics["miou"], metrics["pixel_accuracy"], one.record)
+            )
     worst = heapq.nsmallest(_WORST, scores)
     colors = masks.palette(classes, source.class_colors)
     pages = {
@@ -113,7 +115,8 @@ def render(
     """Returns the page.
 
     Args:
-      counts: pixels of each true class (rows) by predicted class (columns).
+      title: title of the page.
+      counts: number of pixels of each true class (rows) and predicted class (columns).
       names: names of the classes.
       colors: red, green and blue of each class.
       images: the worst images: "caption", "file", "name", and "pictures" as data URLs.
@@ -142,8 +145,8 @@ def render(
         for i, j in pairs
         if wrong[i, j]
     )
-    head = ("class", "IoU", "part of the pixels", "recall", "precision")
-    confused_head = ("class", "taken for", "part of the class", "pixels")
+    head = ("class", "IoU", "fraction of pixels", "recall", "precision")
+    confused_head = ("true class", "predicted as", "fraction of the class", "pixels")
     return templates.render(
         "finetuning/mask_page.html",
         title=title,
@@ -152,20 +155,18 @@ def render(
             for name, color in zip(names, colors, strict=True)
         ],
         classes=Table("Scores of the classes", head, rows),
-        confused=Table(
-            "Classes taken for each other", confused_head, confused, labels=2
-        ),
+        confused=Table("Confused classes", confused_head, confused, labels=2),
         images=images,
     )
 
 
 def pictures(one: Triple, colors: UInt8[np.ndarray, "L 3"]) -> list[tuple[str, str]]:
-    """Returns the photograph and the overlays of true and predicted mask, by their names."""
+    """Returns the photograph, and overlays of the true and the predicted mask, by name."""
     height, width = one.labels.shape
     scale = _SIDE / max(height, width)
     size = max(1, round(width * scale)), max(1, round(height * scale))
     shown = Image.fromarray(display.to_rgb(one.image)).resize(size)
-    # All colours are those of classes.
+    # Grey, so that colours stand only for classes.
     grey = np.asarray(shown.convert("L"))[..., None]
 
     def over(label_map: LabelMap) -> Image.Image:

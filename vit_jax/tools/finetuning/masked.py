@@ -1,8 +1,9 @@
 """Fine-tuning on images with masks: the class of every pixel.
 
-The whole network is trained, lower layers less, as MAE (arXiv:2111.06377, appendix A.4) and
-BEiT (arXiv:2106.08254, appendix H) fine-tune on ADE20K, with a head on the last four layers,
-as DINOv2 probes (arXiv:2304.07193, section 7.4).
+The whole network is trained, with smaller learning rates in lower layers, as MAE
+(arXiv:2111.06377, appendix A.4) and BEiT (arXiv:2106.08254, appendix H) do on ADE20K,
+with a head on the last four layers, as in DINOv2's probes (arXiv:2304.07193, section
+7.4).
 """
 
 import collections
@@ -29,20 +30,20 @@ from vit_jax.tools.finetuning.kind import Choices, Given, Result, Seen
 from vit_jax.tools.finetuning.layout import Layout
 from vit_jax.training.config import TrainConfig
 
-_MOST_READ = 5_000  # Masks whose classes are counted.
-_LAYERS = 4  # Whose features the head gets.
-# Cells of a grid's side below which the head makes finer ones. On a CPU a pyramid takes many
-# times as long: with 12 cells it was worse than a linear head in the same time.
+_MOST_READ = 5_000  # Maximum number of masks whose classes are counted.
+_LAYERS = 4  # Number of layers whose features the head reads.
+# Grids with fewer cells per side get a head that refines them. On a CPU, a pyramid takes
+# many times as long: with 12 cells it was worse than a linear head in the same time.
 _COARSE = 8
 _RATE, _WEIGHT_DECAY, _LAYER_DECAY = 1e-3, 0.05, 0.75
-# Of an evaluation: windows of a photograph, and seconds of a host per pixel and class.
+# Cost of an evaluation: windows per photograph, and host seconds per pixel and class.
 _WINDOWS, _PIXEL_SECONDS, _ASPECT = 2, 2e-8, 4 / 3
-_WORST = 5  # Classes in the line on the worst.
+_WORST = 5  # Number of classes in the line about the worst.
 
 
 @dataclasses.dataclass(frozen=True)
 class Masks:
-    """See `Kind`."""
+    """Fine-tuning on masks, one kind of annotation; see `Kind`."""
 
     annotation: ClassVar = "masks"
     task: ClassVar = SegmentationConfig
@@ -101,16 +102,16 @@ class Masks:
         frozen = task.get("frozen", False)
         return {
             "task.frozen": (
-                "the head alone is trained"
+                "only the head is trained"
                 if frozen
                 else "the whole network is trained",
                 "",
             ),
             "task.head, task.layers": (f"head {task['head']} on layers {layers}", ""),
             "optim.layer_decay": (
-                f"each layer's rate is {decay:g} times that of the next"
+                f"each layer's learning rate is {decay:g} times that of the next"
                 if decay
-                else "one rate for all layers",
+                else "one learning rate for all layers",
                 "",
             ),
         }
@@ -121,10 +122,10 @@ class Masks:
     def headline(self, result: Result) -> str:
         right = result.scores["pixel_accuracy"]
         line = f"mean IoU {result.score:.2%}, pixel accuracy {right:.2%}"
-        return line + " (no interval is known)"
+        return line + " (without an interval)"
 
     def notes(self, result: Result) -> list[str]:
-        """Returns a line on the worst classes."""
+        """Returns a line about the worst classes."""
         known = {
             name.removeprefix("iou/"): value
             for name, value in result.scores.items()
@@ -149,7 +150,7 @@ class Masks:
 def _classes_of(
     pixels: Mapping[int, int], names: Sequence[str], splits: Layout, place: str
 ) -> tuple[dict, Choices]:
-    """Returns the keys of the classes of masks, and lines on them.
+    """Returns the config keys of the masks' classes, and lines about them.
 
     Raises:
       UserError: there are fewer than two classes, or more than names.
@@ -159,12 +160,12 @@ def _classes_of(
     values = data.mask_values
     if seen and seen[0] < 0 and not values:
         raise UserError(
-            f"{place} has masks with {seen[0]}: set --config.data.ignore_label={seen[0]} if "
-            "it counts for no class"
+            f"{place} has masks with {seen[0]}: set --config.data.ignore_label={seen[0]} "
+            "if it stands for no class"
         )
-    stated = values or "ignore_label" in splits.data
-    if not stated and len(seen) == 1 and ignore in pixels and len(names) in (0, 2):
-        values = (seen[0], ignore)  # As black and white.
+    is_set = values or "ignore_label" in splits.data
+    if not is_set and len(seen) == 1 and ignore in pixels and len(names) in (0, 2):
+        values = (seen[0], ignore)  # Like black and white.
     if values:
         keys = {"mask_values": values, "num_classes": len(values)}
         why = f"the masks have {' and '.join(map(str, values))}"
@@ -176,31 +177,31 @@ def _classes_of(
         keys["reduce_zero_label"] = reduced
     if reduced:
         why = f"classes are 1 to {top}"
-        choices["data.reduce_zero_label"] = "0 in a mask counts for no class", why
+        choices["data.reduce_zero_label"] = "0 in a mask stands for no class", why
     classes = len(names) or top + 1 - reduced
     if top - reduced >= classes:
         raise UserError(
-            f"{place} names {classes} classes, but its masks have {top}: name {top + 1}, or "
-            f"set --config.data.ignore_label={top} if it counts for none"
+            f"{place} names {classes} classes, but its masks have {top}: name {top + 1}, "
+            f"or set --config.data.ignore_label={top} if it stands for none"
         )
     if classes < 2:
         raise UserError(
-            f"{place} has masks of one class, {top}: write them with numbers from 0 on, one "
-            "for each class"
+            f"{place} has masks with only one class, {top}: write them with numbers from 0 "
+            "on, one for each class"
         )
-    why = "by their names" if names else f"the largest number in a mask is {top}"
+    why = "from their names" if names else f"the largest number in a mask is {top}"
     if ignored := pixels.get(ignore, 0):
         part = ignored / sum(pixels.values())
-        why += f"; {part:.1%} of the pixels are {ignore}, of no class"
+        why += f"; {part:.1%} of the pixels are {ignore}, without a class"
     choices["data.num_classes"] = f"{classes} classes of pixels", why
     return keys | {"num_classes": classes}, choices
 
 
 def _pixels_of_values(source: Source, data: DataConfig) -> dict[int, int]:
-    """Returns the pixels of each value in the masks, of 5,000 at most.
+    """Returns the number of pixels of each value, from at most 5,000 masks.
 
     Raises:
-      UserError: a mask has no class numbers.
+      UserError: a mask does not have class numbers.
     """
     numbers = np.linspace(0, len(source) - 1, min(_MOST_READ, len(source))).astype(int)
     pixels = collections.Counter()
@@ -209,7 +210,7 @@ def _pixels_of_values(source: Source, data: DataConfig) -> dict[int, int]:
             mask = masks.decode_mask(
                 read_record(source, i)["mask"], data.max_megapixels
             )
-        except DamagedImage:  # Training reports them.
+        except DamagedImage:  # Training reports damaged images.
             continue
         except UserError as error:
             raise UserError(f"{name_of(source, i)}: {error}") from error

@@ -15,8 +15,8 @@ from vit_jax.evaluators.classification import BINS, calibration_error
 from vit_jax.evaluators.multi_label import average_precision
 
 NEIGHBOURS = 10
-# A label is doubtful if at most the first part of the neighbours has it, and at least the
-# second part has one other label.
+# A label is doubtful if at most the first fraction of its nearest neighbours has it,
+# and at least the second fraction has another label in common.
 _SAME, _OTHER = 0.1, 0.7
 
 
@@ -26,10 +26,12 @@ class ClassScores(NamedTuple):
     Attributes:
       name: name of the class.
       images: number of images of the class.
-      recall: fraction of its images that are predicted as it; nan without images.
-      precision: fraction of its predictions that are right; nan without predictions.
-      f1: harmonic mean of the two; 0 where one is 0 or nan.
-      average_precision: average precision over all thresholds; nan without images.
+      recall: fraction of the class's images that are predicted as it; NaN without
+        images.
+      precision: fraction of the predictions of it that are right; NaN without
+        predictions.
+      f1: harmonic mean of recall and precision; 0 if one of them is 0 or NaN.
+      average_precision: average precision over all thresholds; NaN without images.
     """
 
     name: str
@@ -43,17 +45,17 @@ class ClassScores(NamedTuple):
 class Confusion(NamedTuple):
     """Images of one class that were predicted as another, most probable first."""
 
-    true: int  # Class.
-    predicted: int  # Class.
+    true: int  # Index of the true class.
+    predicted: int  # Index of the predicted class.
     images: list[int]
 
 
 class Doubt(NamedTuple):
-    """An image that looks like those of another class."""
+    """An image that resembles images of another class."""
 
     image: int
-    same: float  # Fraction of its nearest neighbours with its label.
-    other: int  # Class of most of the neighbours.
+    same: float  # Fraction of its nearest neighbours with the same label.
+    other: int  # The most frequent class of the neighbours.
     share: float  # Fraction of the neighbours with that class.
 
 
@@ -64,7 +66,7 @@ class Answers:
     Attributes:
       logits: logits of the classes, (N, K).
       labels: 0 or 1 for each class, (N, K).
-      class_names: names in label order.
+      class_names: class names in label order.
       one_each: whether an image has exactly one class.
     """
 
@@ -81,14 +83,14 @@ class Answers:
 
     @functools.cached_property
     def predicted(self) -> Bool[np.ndarray, "N K"]:
-        """Mask of predicted classes: the most probable one, or all of at least 0.5."""
+        """Mask of predicted classes: the most probable one, or all with at least 0.5."""
         if not self.one_each:
             return self.probabilities >= 0.5
         return np.eye(len(self.class_names), dtype=bool)[self.logits.argmax(1)]
 
     @functools.cached_property
     def losses(self) -> Float[np.ndarray, " N"]:
-        """Cross-entropy of each image in nats, summed over several labels."""
+        """Cross-entropy of each image in nats, summed if it has several labels."""
         logits, labels = self.logits.astype(np.float64), self.labels > 0
         if self.one_each:
             return -special.log_softmax(logits, 1)[labels]
@@ -109,15 +111,15 @@ class Answers:
         return [*map(ClassScores, self.class_names, *columns)]
 
     def least_recalled(self, most: int) -> list[ClassScores]:
-        """Returns the classes of which the largest part is not predicted, worst first."""
+        """Returns the classes with the lowest recall, lowest first."""
         missed = [each for each in self.by_class() if each.recall < 1]
         return sorted(missed, key=lambda each: (each.recall, each.name))[:most]
 
     def mistakes(self) -> list[int]:
-        """Returns the images with a wrong answer, most confident first.
+        """Returns the images with a wrong prediction, most confident first.
 
-        The confidence is the probability of the answer; with several labels, the largest
-        error of a label's probability.
+        The confidence is the probability of the prediction; with several labels, the
+        largest error of a label's probability.
         """
         wrong = (self.predicted != (self.labels > 0)).any(1)
         sure = self.probabilities - (0 if self.one_each else self.labels)
@@ -129,7 +131,7 @@ class Answers:
         return np.argsort(-self.losses, kind="stable")[:most].tolist()
 
     def confusions(self, most: int) -> list[Confusion]:
-        """Returns the most confused pairs of classes; none with several labels."""
+        """Returns the most confused pairs of classes; none for several labels."""
         if not self.one_each:
             return []
         true, predicted = self.labels.argmax(1), self.logits.argmax(1)
@@ -142,8 +144,8 @@ class Answers:
     def calibration(self) -> tuple[list[tuple[float, float, int]], float]:
         """Returns mean probability, accuracy and count per bin, and the error.
 
-        The probability is that of the answer, or of each label if an image may have
-        several. The bins are those of `classification.calibration_error`.
+        The probability is that of the prediction, or of each label if an image may have
+        several. The bins are the same as in `classification.calibration_error`.
         """
         probabilities, right = self.probabilities.ravel(), (self.labels > 0).ravel()
         if self.one_each:
@@ -165,12 +167,12 @@ def doubtful_labels(
 ) -> list[Doubt]:
     """Returns images that look mislabelled: their nearest neighbours have another label.
 
-    The neighbours are the 10 other images of the highest cosine similarity.
+    The neighbours are the 10 other images with the highest cosine similarity.
 
     Args:
       features: features of the images before the classifier, (N, D).
       labels: class of each image, (N,).
-      most: largest number of images to return, most doubtful first.
+      most: maximum number of images to return, most doubtful first.
     """
     from sklearn.neighbors import NearestNeighbors
 

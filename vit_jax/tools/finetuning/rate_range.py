@@ -1,8 +1,8 @@
-"""Learning rate range test: one short run whose rate rises at every step.
+"""Learning rate range test: one short run whose learning rate rises at every step.
 
 The rate at which the loss falls fastest is a good peak rate. Source: Smith, "Cyclical
-learning rates" (arXiv:1506.01186), section 3.3, with a geometric rise and a smoothed loss
-as in fastai.
+learning rates" (arXiv:1506.01186), section 3.3, with a geometric rise and a smoothed
+loss as in fastai.
 """
 
 import functools
@@ -21,16 +21,16 @@ from vit_jax.errors import UserError
 from vit_jax.tools.finetuning import trial
 from vit_jax.training.callbacks import Callback
 
-FILE = "rate_range"  # Written as .csv, and as .png with the extra `plots`.
+FILE = "rate_range"  # Name of the .csv file, and of the .png with the extra `plots`.
 STEPS = 100
-# Lowest and highest rate, relative to the one that is chosen without a test.
+# Lowest and highest rate, relative to the rate that is chosen without a test.
 _SPAN = (1e-3, 1e2)
 _SMOOTHING = 0.9
-_DIVERGED = 4.0  # Multiple of the smallest loss at which the test ends.
+_DIVERGED = 4.0  # The test ends at this multiple of the smallest loss.
 
 
 class RateRange(NamedTuple):
-    """Rate, loss and smoothed loss of each step until the loss diverged.
+    """Learning rate, loss and smoothed loss of each step until the loss diverged.
 
     `suggestion` is the rate at which the smoothed loss falls fastest.
     """
@@ -58,7 +58,7 @@ def run(
     `raw` is a complete config as a dict, with the rate that is chosen without a test.
 
     Raises:
-      UserError: the loss falls nowhere, or the run is invalid.
+      UserError: the loss does not fall at any rate, or the run is invalid.
     """
     rate = raw["optim"]["learning_rate"]
     low, high = (part * rate for part in _SPAN)
@@ -77,17 +77,17 @@ def run(
     try:
         trial.train(raw, [losses])
     except UserError:
-        # With losses, the run diverged at a high rate, as intended.
+        # If there are losses, the run diverged at a high rate, as intended.
         if not losses.steps:
             raise
     return judge(losses.steps)
 
 
 def judge(steps: list[tuple[float, float]]) -> RateRange:
-    """Finds the rate at which the loss falls fastest, from rate and loss of each step.
+    """Returns the rate at which the loss falls fastest, from each step's rate and loss.
 
     Raises:
-      UserError: the loss falls nowhere.
+      UserError: the loss does not fall at any rate.
     """
     average, smoothed = 0.0, []
     for i, (_, loss) in enumerate(steps, 1):
@@ -99,7 +99,7 @@ def judge(steps: list[tuple[float, float]]) -> RateRange:
     best = int(np.argmin(smoothed))
     if best < 2:
         raise UserError(
-            "the range test saw no loss that falls: lower --config.optim.learning_rate, "
+            "the loss did not fall in the range test: lower --config.optim.learning_rate, "
             "the centre of its range"
         )
     slopes = np.gradient(np.array(smoothed), np.log(rates))[: best + 1]

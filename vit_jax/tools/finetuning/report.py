@@ -1,7 +1,7 @@
-"""The HTML page on the mistakes of a fine-tuned network, with the photographs.
+"""The HTML page of mistakes of a fine-tuned network, with the photographs.
 
-It is one file without references to others. It contains thumbnails of the images, so it
-is as private as they are.
+It is one file that loads no other files. It contains thumbnails of the images, so it is
+as private as they are.
 """
 
 import base64
@@ -44,19 +44,19 @@ from vit_jax.weights.network_images import network_input
 FILE = "report.html"
 _SHOWN, _PAIRS, _OF_PAIR = 12, 8, 6
 _SIDE = 112  # Side of a thumbnail on the page, in pixels.
-_COMPARED = 20_000  # Most training images whose labels are compared with neighbours'.
+_COMPARED = 20_000  # Maximum number of training images to check for doubtful labels.
 
 
 def write(
     config: TrainConfig, workdir: str, split: str, headline: str
 ) -> tuple[str, Answers]:
-    """Writes the page of a run; returns its path and what it shows.
+    """Writes the page of a run; returns its path and the outputs that it shows.
 
     Args:
       config: config of the run.
-      workdir: workdir of the run, for its best checkpoint.
+      workdir: workdir of the run, whose best checkpoint is evaluated.
       split: evaluation whose images are shown: "val" or "test".
-      headline: score in words, for the title.
+      headline: score as a sentence, for the title.
     """
     pretrained = weights.open_pretrained(workdir)
     data, one_each = config.data, not config.data.multi_label
@@ -95,7 +95,7 @@ def write(
 
 
 def title_of(config: TrainConfig, headline: str) -> str:
-    """Returns the title of a page: the score in words, the network and its weights."""
+    """Returns the title of a page: the score, the network and its initial weights."""
     network = f"{config.model.variant} from {config.init.checkpoint}"
     return f"{headline[0].upper()}{headline[1:]}; {network}"
 
@@ -112,10 +112,11 @@ def render(
     """Returns the page.
 
     Args:
-      source, records: data set of the images, and the record number of each.
-      num_twins: number of validation images that show a training image's picture; None
-        if unknown; `dedup_command` lists them.
-      doubts: pictures of training images that look mislabelled; None leaves them out.
+      source: data set of the images.
+      records: record number of each image.
+      num_twins: number of validation images that are near-duplicates of training
+        images; None if unknown; `dedup_command` lists them.
+      doubts: pictures of training images with doubtful labels; None omits the section.
     """
 
     def pictures(images: Iterable[int], caption: Callable[[int], str]) -> list[dict]:
@@ -131,7 +132,7 @@ def render(
             "names": (names[pair.true], names[pair.predicted]),
             "count": len(pair.images),
             "pictures": pictures(
-                pair.images[:_OF_PAIR], lambda i: f"{sure[i]:.0%} sure"
+                pair.images[:_OF_PAIR], lambda i: f"{sure[i]:.0%} confident"
             ),
         }
         for pair in answers.confusions(_PAIRS)
@@ -175,7 +176,7 @@ def _evaluate(
     forward: Callable, data: DataConfig, source: Source, batch_size: int
 ) -> _Evaluated:
     columns = []
-    # Damaged images are left out of the page; training has reported them.
+    # Damaged images are skipped; training has already reported them.
     data = dataclasses.replace(data, on_error="skip")
     with pipeline.eval_batches(source, data, batch_size=batch_size) as batches:
         for batch in batches:
@@ -192,7 +193,7 @@ def _twins(config: TrainConfig) -> tuple[int | None, str]:
     """Counts the validation images that are near-duplicates of training images.
 
     Returns:
-      The number, None without faiss, and the command that lists them.
+      The number, None without faiss; and the command that lists them.
     """
     data = config.data
     train, apart = Spec.of(data, data.split), Spec.of(data, config.evals["val"].split)
@@ -227,7 +228,7 @@ def _doubts(
 
 
 def _described(answers: Answers, i: int) -> str:
-    """Returns the classes and the answer of an image."""
+    """Returns the classes and the prediction of an image."""
     names, predicted, labels = (
         answers.class_names,
         answers.predicted[i],
@@ -240,7 +241,7 @@ def _described(answers: Answers, i: int) -> str:
     if np.array_equal(predicted, labels):
         return f"{answer or 'nothing'}; right"
     truth = ", ".join(names[k] for k in np.flatnonzero(labels))
-    return f"{truth or 'nothing'}; taken for {answer or 'nothing'}"
+    return f"{truth or 'nothing'}; predicted as {answer or 'nothing'}"
 
 
 def _picture(source: Source, record: np.integer, caption: str) -> dict[str, str]:
@@ -255,9 +256,9 @@ def _picture(source: Source, record: np.integer, caption: str) -> dict[str, str]
 
 
 def _thumbnail(source: Source, record: int) -> str:
-    """Returns an image as the data URL of a small JPEG, "" if it is damaged."""
+    """Returns an image as the data URL of a small JPEG; "" if it is damaged."""
     try:
-        # All images that are shown have been evaluated, within the limit of the run.
+        # All these images have been evaluated, so they are within the run's size limit.
         how = {"exif": True, "max_megapixels": math.inf}
         picture = Image.fromarray(bands.picture(source[record]["image"], **how))
     except (DamagedImage, OSError):
@@ -278,5 +279,5 @@ def jpeg_url(picture: Image.Image) -> str:
 
 
 def percent(value: float) -> str:
-    """Returns a fraction in percent, "-" for nan."""
+    """Returns a fraction in percent; "-" for NaN."""
     return "-" if math.isnan(value) else f"{value:.1%}"

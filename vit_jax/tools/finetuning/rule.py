@@ -23,11 +23,12 @@ OPTIMIZER = "sgd"
 RATE, RATE_BATCH, WARMUP = 0.04, 64, 0.05
 UNEVEN = 4.0
 EVALUATIONS, PATIENCE = 12, 5
-# With fewer than NOISY validation images, 5 evaluations in a row often fail to improve by
-# chance; with fewer than FEW images, the accuracy of a class is rough.
+# With fewer than NOISY validation images, five evaluations in a row often fail to
+# improve by chance; with fewer than FEW images, the accuracy of a class is only
+# approximate.
 NOISY, FEW = 400, 10
 _SAMPLE = 64  # Number of images whose sizes and colours are read.
-EVALUATED = 1 / 3  # Time of a forward pass, relative to training on the image.
+EVALUATED = 1 / 3  # Time of a forward pass, relative to a training step on the image.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,8 +55,8 @@ def look_at(
 ) -> Images:
     """Returns the properties of a training split, from a sample of it.
 
-    `labels` has the class of each image; None if an image may have several. Images of more
-    than `max_megapixels` do not count.
+    `labels` has the class of each image; None if an image may have several. Images with
+    more than `max_megapixels` are ignored.
     """
     numbers = np.linspace(0, len(source) - 1, min(_SAMPLE, len(source))).astype(int)
     sides, grey = [], True
@@ -102,7 +103,7 @@ def transforms_of(
     )
     how = preprocess.whole(image_size)
     whole = preprocess.squash or preprocess.fill
-    if not whole and images.side > min(image_size) / 2:  # Small images are not cropped.
+    if not whole and images.side > min(image_size) / 2:  # Do not crop small images.
         rows = round(image_size[0] / preprocess.crop_fraction)
         how = how.replace(
             squash=False,
@@ -115,7 +116,7 @@ def transforms_of(
 def of_any_size(
     images: Images, preprocess: Preprocess, image_size: tuple[int, int], patch: int
 ) -> dict[str, str]:
-    """Returns the transforms of as many patches as an image of that size has."""
+    """Returns transforms to as many patches as an image of that size has."""
     tokens = math.prod(side // patch for side in image_size)
     common = f"{tokens}, patch={patch}, interpolation={preprocess.interpolation!r}"
     random = f"area={_area(images)}" + ("" if images.grey else ", flip=True")
@@ -137,12 +138,12 @@ def batch_of(images: Images, backend: str, devices: int) -> int:
 
 
 def epochs_of(images: Images, most: float = MOST_EPOCHS) -> float:
-    """Returns the length without a limit of time, in epochs, `most` at most."""
+    """Returns the number of epochs without a time limit, at most `most`."""
     return float(np.clip(IMAGES / images.count, LEAST_EPOCHS, most))
 
 
 class Length(NamedTuple):
-    """Side of the images in pixels, epochs, and seconds by the measured speed."""
+    """Side of the images in pixels, epochs, and seconds at the measured speed."""
 
     side: int
     epochs: float
@@ -158,7 +159,7 @@ def fit(
     minutes: float,
     most: float = MOST_EPOCHS,
 ) -> Length:
-    """Fits the length of a run and the size of its images into a time.
+    """Fits the length of a run and the size of its images to a time limit.
 
     Args:
       images: properties of the training images.
@@ -166,10 +167,10 @@ def fit(
       side: preferred side of the images, in pixels.
       patch: patch size of the network, in pixels.
       speed: training speed at that side, in images per second.
-      minutes: time to train and evaluate; 0 for no limit.
-      most: largest number of epochs.
+      minutes: time limit for training and evaluation; 0 for no limit.
+      most: maximum number of epochs.
     """
-    # An evaluation costs as much as training on this number of images; there is one per
+    # An evaluation costs as much as training on this number of images. There is one per
     # epoch, but at most EVALUATIONS.
     evaluation = validated * EVALUATED
 
@@ -206,7 +207,7 @@ def optimizer(batch: int) -> dict:
 
 
 def ema_of(steps: int) -> float:
-    """Returns `ema.decay` of an average over the last tenth of the steps."""
+    """Returns `ema.decay` for an average over the last tenth of the steps."""
     return float(np.clip(1 - 10 / steps, 0.0, 0.9999))
 
 
@@ -218,15 +219,16 @@ def metric_of(images: Images, data: Mapping) -> str:
 
 
 def patience_of(validated: int) -> int:
-    """Returns `early_stopping_evals`; 0 with few images, whose scores are noisy."""
+    """Returns `early_stopping_evals`; 0 for few images, whose scores are noisy."""
     return PATIENCE if validated >= NOISY else 0
 
 
 def interval(right: int, count: int, looks: int = 1) -> tuple[float, float]:
     """Returns the 95 % interval of a proportion of `right` in `count` (Wilson, 1927).
 
-    `looks` is the number of proportions of the same images of which this is the best: the
-    interval misses with probability 5 % / looks (Bonferroni).
+    `looks` is the number of proportions on the same images; this is the best of them:
+    the interval fails to contain the true value with probability 5 % / looks
+    (Bonferroni).
     """
     from scipy import stats
 

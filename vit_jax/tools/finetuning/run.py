@@ -36,7 +36,7 @@ FILE = "finetune.json"
 SMALL_MODEL, MODEL = "deit:Ti/16", "augreg:S/16"
 MINUTES = 15.0
 ASPECTS = ("crop", "keep")
-# Keys of `config.data` that describe the layout of the images.
+# Keys of `config.data` that describe how the images are arranged.
 _LAYOUT_KEYS = (*PLACE, "label_key", "multi_label")
 _LAYOUT_KEYS += ("mask_key", "ignore_label", "reduce_zero_label", "mask_values")
 _PLACE = "the folder or name"
@@ -61,13 +61,14 @@ def finetune(
 
     Args:
       place: folder, table, or name of a data set, see layout.py.
-      masks: folder of the masks of the images in a folder, which have the same names.
-      overrides: dotted config key -> value, instead of the chosen one.
-      workdir, model, aspect, minutes, folds, callbacks, say: see `vit_jax.finetune`.
+      masks: folder with the masks of the images in a folder, under the same names.
+      overrides: values by dotted config key, which replace the chosen ones.
+      workdir, model, aspect, minutes, folds, callbacks, say: arguments of
+        `vit_jax.finetune`.
 
     Raises:
-      UserError: the images or weights cannot be read or do not fit, or the workdir holds
-        another run.
+      UserError: the images or weights cannot be read or do not fit together, or the
+        workdir holds another run.
     """
     if folds < 0 or folds == 1:
         raise UserError(f"folds={folds}: give two or more, or 0 for one run")
@@ -83,9 +84,9 @@ def finetune(
     config, result = trained[0]
     if folds:
         result = _pooled([one for _, one in trained])
-    if jax.process_count() > 1:  # No process has all parameters.
+    if jax.process_count() > 1:  # No process has all the parameters.
         return result
-    say("looking at mistakes")
+    say("collecting mistakes")
     headline = summary(result)[0]
     page, worst = result.kind.write_page(config, workdir, result.split, headline)
     return dataclasses.replace(result, page=page, worst=worst)
@@ -101,7 +102,7 @@ def find_rate(
     overrides: Mapping[str, object] | None = None,
     say: Callable[[str], None] = print,
 ) -> float:
-    """Returns a peak learning rate from a range test, see `finetune`; trains nothing."""
+    """Returns a peak learning rate from a range test, without training a model."""
     request = _request(place, masks, model, overrides, say, aspect=aspect)
     raw, _ = choose(request, workdir)
     result = rate_range.run(raw, say=say)
@@ -116,7 +117,7 @@ def find_rate(
 
 @dataclasses.dataclass(frozen=True)
 class _Request:
-    """What to train on, and how; `fold` is the number of the run and of all runs."""
+    """What to train on, and how; `fold` has the run's number and the number of runs."""
 
     place: str
     model: str
@@ -128,7 +129,7 @@ class _Request:
 
     @property
     def layout_keys(self) -> dict[str, object]:
-        """The overrides of the images' layout, without "data."."""
+        """Overrides of the arrangement of images, without the prefix "data."."""
         keys = {name: f"data.{name}" for name in _LAYOUT_KEYS}
         return {n: self.overrides[k] for n, k in keys.items() if k in self.overrides}
 
@@ -153,9 +154,7 @@ def _request(
         raise UserError(f"aspect={aspect!r} is not one of {', '.join(ASPECTS)}")
     for key in overrides or {}:
         if key in _FLAGS or key.startswith("evals"):
-            raise UserError(
-                f"--config.{key}: it is set by {_FLAGS.get(key, _PLACE)} here"
-            )
+            raise UserError(f"--config.{key}: {_FLAGS.get(key, _PLACE)} sets it here")
     model = model or (SMALL_MODEL if jax.default_backend() == "cpu" else MODEL)
     path = os.path.abspath(os.path.expanduser(place))
     place = path if os.path.exists(path) else place
@@ -194,13 +193,13 @@ def _train(
         for key, (what, why) in choices.items():
             say(f"{key:<{width}}  {what}" + f" ({why})" * bool(why))
         replace_text(path, json.dumps(raw, indent=2) + "\n")
-    config = loop.resolved(complete(raw))  # The pages need numbers too.
+    config = loop.resolved(complete(raw))  # The page needs numbers too.
     done = loop.train(config, workdir, StartupTimer(say=say), callbacks=callbacks)
     return config, _result(done, config, workdir)
 
 
 def _free(raw: Mapping) -> set[str]:
-    """Returns the keys of an earlier start's config that change no result."""
+    """Returns the keys of an earlier start's config that do not change results."""
     keys = fields.walk(complete(raw))
     free = {".".join(path) for path, about, _ in keys if not about.changes_result}
     return free - {f"data.{name}" for name in _LAYOUT_KEYS}
@@ -245,7 +244,7 @@ def _open(request: _Request, workdir: str) -> Given:
     kind, keeps = _kind_of(splits.config), request.aspect == "keep"
     if keeps and splits.config.mask_key:
         raise UserError(
-            "aspect='keep' with masks, which are learnt from parts of one size: leave it "
+            "aspect='keep' with masks: masks are learnt from crops of one size; leave it "
             "out"
         )
     why = models.create(**pretrained.options).config.no_sequences
@@ -266,10 +265,10 @@ def _open(request: _Request, workdir: str) -> Given:
 
 
 def choose(request: _Request, workdir: str) -> tuple[dict, dict[str, tuple[str, str]]]:
-    """Chooses the settings of a run by the rule, see rule.py.
+    """Chooses the settings of a run, see rule.py.
 
     Returns:
-      The complete config as a dict, and key -> (choice, reason).
+      The complete config as a dict, and the choices and reasons by key.
     """
     used = request.layout_keys
     others = {
@@ -282,7 +281,7 @@ def choose(request: _Request, workdir: str) -> tuple[dict, dict[str, tuple[str, 
     name = others.get("optim.name", kind.optimizer)
     if name != kind.optimizer and "optim.learning_rate" not in others:
         raise UserError(
-            f"--config.optim.name={name}: the rate is chosen for {kind.optimizer} alone; "
+            f"--config.optim.name={name}: the rate is chosen for {kind.optimizer} only; "
             "set --config.optim.learning_rate too"
         )
     patch = models.create(**given.pretrained.options).config.patch_size
@@ -317,9 +316,9 @@ def _config(
     evaluations: int,
     dropped: Callable[[str], None] = lambda line: None,
 ) -> dict:
-    """Returns the chosen config; `dropped` is told which keys the overrides remove."""
+    """Returns the chosen config; `dropped` is called with keys that overrides remove."""
     raw = _rule_config(given, model, side, steps, evaluations)
-    if "task.class_weights" in overrides:  # Weights replace balanced draws.
+    if "task.class_weights" in overrides:  # Class weights replace balanced draws.
         raw["data"].pop("class_balance", None)
     loading.override(TrainConfig, raw, overrides, dropped)
     config = complete(raw)
@@ -330,7 +329,7 @@ def _config(
         )
     size = config.data.image_size
     raw["data"] = given.kind.transforms(given, size) | raw["data"]
-    if not config.task.averages_network:  # It trains what it has beside the network.
+    if not config.task.averages_network:  # It trains other parameters.
         for section, key in (("ema", "decay"), ("optim", "layer_decay")):
             if f"{section}.{key}" not in overrides:
                 raw[section][key] = 0.0
@@ -344,7 +343,7 @@ def _rule_config(
     kind = given.kind.evaluation
     batch = rule.batch_of(images, jax.default_backend(), jax.device_count())
     evals = {"val": {"kind": kind, "split": splits.validation}}
-    if splits.test:  # Scored only at the end.
+    if splits.test:  # The test split is scored only at the end.
         evals["test"] = {"kind": kind, "split": splits.test, "every": 2**31}
     data = {
         **splits.data,
@@ -383,7 +382,7 @@ def _size_reason(
         return f"so that {rule.LEAST_EPOCHS} epochs fit into {minutes:g} minutes"
     trained = max(given.preprocess.image_size)
     if size == trained:
-        return f"as the weights ({trained})"
+        return f"the size of the weights ({trained})"
     return (
         f"the images have about {given.images.side:.0f} pixels; the weights {trained}"
     )
@@ -391,7 +390,7 @@ def _size_reason(
 
 def _time(length: rule.Length, speed: float, minutes: float) -> str:
     if not speed:
-        return "; no limit of time"
+        return "; no time limit"
     return (
         f", about {length.seconds / 60:.0f} minutes at the measured {speed:.0f} images/s "
         f"(--minutes={minutes:g})"
@@ -401,7 +400,7 @@ def _time(length: rule.Length, speed: float, minutes: float) -> str:
 def _choices(
     given: Given, raw: dict, length: rule.Length, speed: float, minutes: float
 ) -> dict[str, tuple[str, str]]:
-    """Returns key -> (choice, reason)."""
+    """Returns choices and reasons by key."""
     images, test, data, optim = (
         given.images,
         given.splits.test,
@@ -412,11 +411,11 @@ def _choices(
     steps = raw.get("total_steps") or raw["epochs"] * images.count / raw["batch_size"]
     epochs = steps * raw["batch_size"] / images.count
     decay, task = raw["ema"]["decay"], raw["task"].get("name", "")
-    average = f"average of decay {decay:.4f}", "over the last tenth of the steps"
+    average = f"average with decay {decay:.4f}", "over the last tenth of the steps"
     if not decay:
         why = "few steps"
         if not complete(raw).task.averages_network:
-            why = f"task.name={task} keeps the network beside them"
+            why = f"task.name={task} does not average the network"
         average = "no average of the parameters", why
     patience = raw["early_stopping_evals"]
     validated = f"{given.validated:,} images to validate on"
@@ -436,26 +435,26 @@ def _choices(
             data["train_transform"],
             "grey images" if images.grey else "photographs",
         ),
-        "batch_size": (f"batches of {raw['batch_size']}", "by the number of images"),
+        "batch_size": (f"batches of {raw['batch_size']}", "from the number of images"),
         "total_steps or epochs": (
             f"{round(steps)} steps",
             f"{epochs:.1f} epochs{_time(length, speed, minutes)}",
         ),
         "optim.learning_rate": (
             f"{optim['name']}, rate {optim.get('learning_rate', 0):g}",
-            "by the size of the batch",
+            "from the batch size",
         ),
         "ema.decay": average,
         **given.kind.choices(images, raw),
         "checkpoint.best_metric": (
             f"the best checkpoint by {raw['checkpoint']['best_metric']}",
-            f"looked at every {raw['eval_every_steps']} steps",
+            f"evaluated every {raw['eval_every_steps']} steps",
         ),
         "early_stopping_evals": (
-            f"ends after {patience} looks that are no better"
+            f"ends after {patience} evaluations without improvement"
             if patience
-            else "all steps are taken",
-            f"{validated}; {rule.NOISY} or more end a run early",
+            else "all steps are run",
+            f"{validated}; with {rule.NOISY} or more, a run may end early",
         ),
     }
 
@@ -505,12 +504,12 @@ def _pooled(results: Sequence[Result]) -> Result:
 
 
 def summary(result: Result) -> list[str]:
-    """Returns lines on the score, and commands to continue with."""
+    """Returns lines about the score, and commands to continue with."""
     chosen = ", which also chose the checkpoint" if result.split == "val" else ""
     on = f"on {result.examples:,} images of {result.split}{chosen}"
     if result.folds:
         on = (
-            f"on {result.examples:,} images, each by the one of {result.folds} runs "
+            f"on {result.examples:,} images, each scored by the one of {result.folds} runs "
             "that was not trained on it"
         )
     kind = result.kind

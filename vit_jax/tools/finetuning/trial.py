@@ -1,4 +1,4 @@
-"""Short runs in temporary folders, and the speed of one."""
+"""Short runs in temporary folders, and the speed of such a run."""
 
 import contextlib
 import io
@@ -16,7 +16,7 @@ def train(raw: Mapping, callbacks: Iterable[Callback] = ()) -> dict:
     """Trains a complete config in a temporary folder, without evaluations.
 
     Returns:
-      The report; for errors see `loop.train`.
+      The report of the run; for errors see `loop.train`.
     """
     raw = {**raw, "evals": {}, "checkpoint": {}, "early_stopping_evals": 0}
     with tempfile.TemporaryDirectory() as folder:
@@ -24,7 +24,7 @@ def train(raw: Mapping, callbacks: Iterable[Callback] = ()) -> dict:
 
 
 def measure(raw: Mapping, say: Callable[[str], None]) -> float:
-    """Returns the speed of a config of `STEPS` steps in images per second."""
+    """Returns the training speed of a config with `STEPS` steps in images per second."""
     say(f"measuring the speed with {STEPS} steps of {raw['batch_size']} images")
     quiet = contextlib.redirect_stdout(io.StringIO())
     with quiet, contextlib.redirect_stderr(io.StringIO()):

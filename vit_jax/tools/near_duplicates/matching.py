@@ -19,14 +19,14 @@ from vit_jax.data.config import MAX_MEGAPIXELS
 from vit_jax.errors import UserError
 
 SIDE = 64  # Side of a thumbnail, in pixels.
-# Standard deviation of grey values below which an image has no content to compare; JPEG
-# noise is less.
+# Images whose grey values have a smaller standard deviation have no content to compare;
+# JPEG noise is smaller.
 _FLAT = 2.0
 
 Thumbnail = UInt8[np.ndarray, "S S"]
 
 BITS = 128
-_FREQUENCIES = 16  # Per side; the lowest BITS of them are kept.
+_FREQUENCIES = 16  # Number per side; the lowest BITS of them are kept.
 _PART = 0.92  # Side of a window, for crops of 10 % in area (0.95) and in sides (0.9).
 
 # Top, bottom, left and right as fractions of the image.
@@ -44,7 +44,7 @@ _PER_QUERY = 50  # Maximum number of candidates per query.
 CORRELATION = 0.9  # Minimum correlation of near-duplicates.
 
 _SIGMA = 4.0  # Sigma of the high-pass, in pixels of a thumbnail.
-_BLUR = 5  # Pixels; sharpening and compression change finer structure.
+_BLUR = 5  # Pixels; sharpening and compression change only finer structure.
 _STOP = (cv2.TERM_CRITERIA_COUNT | cv2.TERM_CRITERIA_EPS, 15, 1e-4)
 # Maximum distance of an aligned corner from that of the window, in pixels.
 _FURTHEST = 5.0
@@ -54,9 +54,10 @@ _CORNERS = np.array([[x, y, 1] for x in (0, SIDE) for y in (0, SIDE)]) - [0.5, 0
 def make_thumbnail(
     data: bytes | UInt8[np.ndarray, "H W C"], max_megapixels: float = MAX_MEGAPIXELS
 ) -> Thumbnail:
-    """Returns an image as SIDE x SIDE grey pixels, ignoring its aspect ratio.
+    """Returns an image as SIDE x SIDE grey pixels, regardless of its aspect ratio.
 
-    `data` is the content of an image file, or RGB pixels, of at most `max_megapixels`.
+    `data` is the content of an image file, or RGB pixels, with at most
+    `max_megapixels`.
 
     Raises:
       DamagedImage: the image cannot be decoded.
@@ -99,12 +100,12 @@ def hash_windows(
 ) -> UInt8[np.ndarray, "N W 16"]:
     """Computes perceptual hashes, of BITS bits, of windows of images.
 
-    They are the signs of the lowest cosine frequencies. Resizing, recompression and
+    Hashes are the signs of the lowest cosine frequencies. Resizing, recompression and
     conversion to grey hardly change them.
 
     Source: "pHash" (C. Zauner, Implementation and Benchmarking of Perceptual Image Hash
-    Functions, 2010), with 128 frequencies by distance from zero, the signs of which
-    replace the comparison with their median, and windows.
+    Functions, 2010), but with windows, with the 128 frequencies that are closest to
+    zero, and with their signs instead of a comparison with their median.
     """
     pixels = thumbnails.astype(np.float32)
     hashes = np.empty((len(pixels), len(windows), BITS // 8), np.uint8)
@@ -148,7 +149,7 @@ class Candidate(NamedTuple):
 
 
 class Index:
-    """Exact search in the hashes of a set of images, 35 MB per 100,000 images.
+    """Exact search in the hashes of a set of images; 35 MB per 100,000 images.
 
     Raises:
       UserError: faiss is not installed.
@@ -191,7 +192,7 @@ class Index:
                 how = bool(flipped), WINDOWS[window], query_is_larger
                 best[pair] = Candidate(*pair, int(distance), *how)
 
-        # The query is a crop of the indexed image, or all of it ...
+        # Either the query is a crop of the indexed image, or all of it ...
         for query, entry, distance in _within(self._parts, hashes[:, 0]):
             image, window = divmod(entry, windows)
             add(query, image // 2, distance, image % 2, window, False)
@@ -214,7 +215,7 @@ def _within(index, queries: np.ndarray):
 
 
 def _nearest(candidates) -> list[Candidate]:
-    """Sorts by query and distance; keeps the nearest of each query."""
+    """Sorts by query and distance; keeps the nearest candidates of each query."""
     kept, counts = [], collections.Counter()
     for each in sorted(candidates, key=lambda c: (c.query, c.distance, c.indexed)):
         counts[each.query] += 1
@@ -226,14 +227,14 @@ def _nearest(candidates) -> list[Candidate]:
 def correlation(part: Thumbnail, whole: Thumbnail, window: Window) -> float:
     """Returns the correlation of two images after affine alignment, from -1 to 1.
 
-    Hashes of different photographs can be close by chance. Their fine structure does
-    not correlate, so only that (a high-pass) is compared.
+    Hashes of different photographs can be close by chance. Their fine structure is not
+    correlated, so only this part (a high-pass) is compared.
 
     Args:
       part: the image that may be a crop.
       whole: the other image.
-      window: approximate position of the crop in `whole`; 0 is returned if `part` fits
-        only elsewhere, or nowhere.
+      window: approximate position of the crop in `whole`; the result is 0 if `part`
+        fits only elsewhere, or nowhere.
 
     Source: Evangelidis and Psarakis, Parametric Image Alignment Using Enhanced
     Correlation Coefficient Maximization, PAMI 2008 (OpenCV's `findTransformECC`).
@@ -252,7 +253,7 @@ def correlation(part: Thumbnail, whole: Thumbnail, window: Window) -> float:
     how = cv2.MOTION_AFFINE, _STOP, None, _BLUR
     try:
         value, fitted = cv2.findTransformECC(*images, start.copy(), *how)
-    except cv2.error:  # It did not converge.
+    except cv2.error:  # The alignment did not converge.
         return 0.0
     moved = np.abs(_CORNERS @ (fitted - start).T).max()
     return float(value) if moved <= _FURTHEST else 0.0

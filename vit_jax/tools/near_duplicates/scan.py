@@ -31,9 +31,9 @@ CHUNK = 2048  # Records per chunk, about two seconds of one core.
 METHOD = (
     f"pHash-128, distance <= {matching.DISTANCE}, then correlation of aligned detail"
 )
-_VERSION = 1  # Of the folder's format and the method; scans resume only if equal.
+_VERSION = 1  # Version of folder format and method; scans resume only if it is equal.
 
-# Called with the data set, records done before this start, done now, and in all.
+# Called with the data set; records done before this start, done now, and in total.
 Progress = Callable[[str, int, int, int], None]
 PAIRS_COLUMNS = ("pretrain", "against", "record", "distance", "correlation")
 
@@ -44,7 +44,8 @@ _SIDE, _TEXT, _ACROSS = 160, 44, 4  # Pixels of a picture and its text; pairs pe
 class Pair:
     """A pair of near-duplicate records: their ids, and how close they are.
 
-    `numbers` has the index of the pretraining record, of the other set and of its record.
+    `numbers` has the indices of the pretraining record, of the other set and of its
+    record.
     """
 
     pretrain: str
@@ -57,12 +58,12 @@ class Pair:
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """Result of a scan: pairs in the order of the pretraining set.
+    """Result of a scan, with pairs in the order of the pretraining set.
 
     Attributes:
-      damaged: (spec and record id, reason) of images that could not be read.
+      damaged: records that could not be read: (spec and record id, reason).
       flat: number of images without content, which are not compared.
-      sizes: spec -> number of records.
+      sizes: number of records by spec.
     """
 
     pairs: list[Pair]
@@ -83,14 +84,14 @@ def scan(
 ) -> Found:
     """Finds near-duplicates of the records of `against` among those of `pretrain`.
 
-    The folder holds `run.json` (what is compared), `against/` (thumbnails of the smaller
-    sets, memory-mapped) and `pretrain/` (results), with a file per chunk of records, so
-    that an interrupted scan resumes. Memory per record of `against`: 0.35 KB of hashes,
-    and 4 KB of memory-mapped thumbnails.
+    The folder holds `run.json` (what is compared), `against/` (memory-mapped thumbnails
+    of the smaller sets) and `pretrain/` (results), with one file per chunk of records,
+    so that an interrupted scan can resume. Memory per record of `against`: 0.35 KB of
+    hashes, and 4 KB of memory-mapped thumbnails.
 
     Args:
-      pretrain: large set.
-      against: small sets.
+      pretrain: the large data set.
+      against: the small data sets.
       folder: folder of this scan; created or resumed.
       correlation: minimum correlation of a pair.
       threads: number of decoding threads; one per core if None.
@@ -98,7 +99,7 @@ def scan(
       progress: function called after every chunk.
 
     Raises:
-      UserError: a data set cannot be opened, or the folder is of another scan.
+      UserError: a data set cannot be opened, or the folder belongs to another scan.
     """
     specs = (pretrain, *against)
     large, *small = (_Set(spec, spec.open(), max_megapixels) for spec in specs)
@@ -146,14 +147,14 @@ class _Index:
     """The small sets: their thumbnails, and an index of the hashes."""
 
     def __init__(self, correlation: float, pool: concurrent.futures.Executor):
-        self.results: list[tuple[Spec, dict]] = []  # Of the chunks of all sets.
+        self.results: list[tuple[Spec, dict]] = []  # For the chunks of all sets.
         self._minimum, self._pool = correlation, pool
         self._sets: list[_Set] = []
-        self._thumbnails: list[list[np.ndarray]] = []  # Chunks of each set.
+        self._thumbnails: list[list[np.ndarray]] = []  # Chunks by set.
         self._hashes = matching.Index()
 
     def add(self, small: _Set, work: pathlib.Path, progress: Progress) -> None:
-        """Adds a set, of which `work` holds or gets the thumbnails and results."""
+        """Adds a set, whose thumbnails and results are read from or written to `work`."""
         for path, _, result, pixels in _chunks(small, work, self._pool, progress):
             stream = io.BytesIO()
             np.save(stream, pixels)
@@ -163,14 +164,14 @@ class _Index:
         chunks = [np.load(path, "r") for path in sorted(work.glob("*.npy"))]
         for i, pixels in enumerate(chunks):
             full = _not_flat(pixels)
-            # Set and record in one number.
+            # One number for both set and record.
             numbers = np.array(full, np.int64) + i * CHUNK + (len(self._sets) << 40)
             self._hashes.add(pixels[full], numbers)
         self._sets.append(small)
         self._thumbnails.append(chunks)
 
     def find(self, large: _Set, start: int, pixels: np.ndarray) -> list[list]:
-        """Returns the fields of the pairs of a chunk, which begins at a record."""
+        """Returns the fields of the pairs in a chunk that starts at a record."""
         full, pairs = _not_flat(pixels), []
         candidates = self._hashes.candidates(pixels[full])
         fit = functools.partial(self._correlation, pixels[full])
@@ -198,7 +199,7 @@ class _Index:
 
 
 def _place(candidate: matching.Candidate) -> tuple[int, int]:
-    """Returns the numbers of the set and of its record."""
+    """Returns the index of the set and of its record."""
     return candidate.indexed >> 40, candidate.indexed & (1 << 40) - 1
 
 
@@ -214,7 +215,7 @@ def _chunks(
 ) -> Iterator[tuple[pathlib.Path, int, dict, np.ndarray]]:
     """Yields file, first record, result and thumbnails of each unfinished chunk.
 
-    The next chunk is decoded while the caller works on this one. Thumbnails of damaged
+    The next chunk is decoded while the caller processes this one. Thumbnails of damaged
     images are 0.
     """
     work.mkdir(parents=True, exist_ok=True)
@@ -245,7 +246,7 @@ def _chunks(
 
 
 def _thumbnail(source: Source, max_megapixels: float, i: int) -> np.ndarray | str:
-    """Returns the thumbnail of a record, or why it cannot be read."""
+    """Returns the thumbnail of a record, or the reason why it cannot be read."""
     try:
         return matching.make_thumbnail(source[i]["image"], max_megapixels)
     except decode.DamagedImage as error:
@@ -259,23 +260,23 @@ def _results(work: pathlib.Path) -> Iterator[dict]:
 
 
 def _compare_run(folder: pathlib.Path, run: dict) -> None:
-    """Records what is compared; refuses the folder of another scan."""
+    """Records what is compared; raises UserError for the folder of another scan."""
     path = folder / "run.json"
     old = json.loads(path.read_bytes()) if path.exists() else run
     for key, value in run.items():
         if old.get(key) != value:
             raise UserError(
                 f"{folder} holds a scan with {key}={old.get(key)}, now it is {value}: "
-                "repeat that command, remove the folder to begin anew, or choose another "
+                "repeat that command, remove the folder to start again, or choose another "
                 "--out"
             )
     replace_text(path, json.dumps(run, indent=1))
 
 
 def write_list(path: pathlib.Path, result: Found, correlation: float) -> list[str]:
-    """Writes the ids of the near-duplicates, for `data.exclude`, with comments.
+    """Writes the ids of the near-duplicates, with comments, for `data.exclude`.
 
-    `correlation` is the minimum correlation of a pair, for the comments.
+    `correlation` is the minimum correlation of a pair, which the comments mention.
 
     Returns:
       The ids.
@@ -314,7 +315,7 @@ def write_sheet(
     against: Sequence[Spec],
     most: int = 60,
 ) -> None:
-    """Draws up to `most` pairs side by side as a PNG, the least correlated first.
+    """Draws up to `most` pairs as a PNG, the least correlated first.
 
     The large set is on the left of each pair.
     """
@@ -333,7 +334,7 @@ def write_sheet(
             sheet.paste(picture, (x + k * _SIDE, y))
         text = f"{pair.correlation:.3f}, {pair.distance} bits"
         for line, words in enumerate((text, pair.pretrain, pair.record)):
-            # The font has Latin letters only.
+            # The font has only Latin letters.
             words = words.encode("latin-1", "replace").decode("latin-1")
             pen.text((x, y + _SIDE + 14 * line), words[-50:], fill="black")
     path.parent.mkdir(parents=True, exist_ok=True)

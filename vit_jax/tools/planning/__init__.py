@@ -1,1 +1,1 @@
-"""Cost of a training step on TPU slices that are not at hand."""
+"""Cost of a training step on devices that are not here."""

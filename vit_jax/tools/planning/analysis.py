@@ -22,25 +22,25 @@ from vit_jax.training import compiled_step, train_setup
 from vit_jax.training.config import TrainConfig
 
 TRACED = "counted in the trace, split evenly over the devices"
-KERNEL = f"{TRACED}, attention as einsums: a floor, the kernel computes more"
+KERNEL = f"{TRACED}, attention as einsums: a lower bound, the kernel computes more"
 COMPILED = "counted in the compiled program"
-# Opcodes whose trip count changes the totals.
+# Opcodes in loops that make a wrong trip count change the totals.
 _WORK = ("dot", "convolution", "send", *costs.KINDS)
 _ASSUMPTIONS = (
-    "every product at the chip's bfloat16 peak, nothing else computed",
-    "memory at its full bandwidth, all of the time",
-    "a transfer takes no time to begin",
-    "asynchronous collectives hide behind computation entirely, others not at all",
+    "all products at the chip's bfloat16 peak, and nothing else is computed",
+    "memory at its full bandwidth all the time",
+    "transfers without latency",
+    "asynchronous collectives overlap completely with computation, others not at all",
 )
 ASSUMPTIONS = {
     "tpu": (
         *_ASSUMPTIONS,
-        "all links of a chip carry its share at once, between slices as well",
+        "all links of a chip carry equal shares at the same time, between slices too",
     ),
     "gpu": (
         *_ASSUMPTIONS,
-        "NVLink joins the GPUs of a host; a host sends over one network adapter a GPU",
-        "kernels as chosen without autotuning, which needs the GPU: tiles, workspace",
+        "NVLink connects the GPUs of a host; a host has one network adapter per GPU",
+        "kernels chosen without autotuning, which needs the GPU: tiles, workspace",
     ),
 }
 
@@ -54,8 +54,8 @@ class Roofline:
       memory: time to read and write main memory.
       overlapped: time of asynchronous collectives, over links and network at once.
       exposed: time of the other collectives.
-      floor: bound on the whole step: the largest of compute, memory and overlapped,
-        which run at the same time, plus exposed.
+      floor: lower bound on the whole step: the largest of compute, memory and
+        overlapped, which run at the same time, plus exposed.
       bound: slowest resource: "compute", "memory" or "links".
     """
 
@@ -80,28 +80,30 @@ class Analysis:
     """Cost of a training step; bytes, operations and collectives are per device.
 
     Attributes:
-      settings: mesh, scan, remat policy and the like, see `settings`.
+      settings: mesh, scan, remat policy and others, see `settings`.
       parameters: number of model parameters.
       params_bytes, moments_bytes, average_bytes, batch_bytes: sizes of the step's
         arguments, without padding.
       state_bytes: size of a checkpoint, over all devices.
-      host_state_bytes: bytes of the state on the devices of one host, each part once.
+      host_state_bytes: bytes of the state on the devices of one host, without
+        duplicates.
       argument_bytes: size of all arguments in the compiler's layout.
-      peak_bytes: largest live size, arguments included; the requested size if the
-        compiler refused the program.
+      peak_bytes: largest size of live arrays, including arguments; the requested size
+        if the compiler rejected the program.
       limit_bytes: memory that a program can use.
       fits: whether the program was compiled.
       flops: operations in matrix products, 2 per multiply-accumulate, with
         rematerialisation.
-      counted: how `flops` was counted, and whether it is a floor.
+      counted: how `flops` was counted, and whether it is a lower bound.
       model_flops: 3 times the operations of the model's forward pass.
       moved_bytes: bytes read and written in main memory.
-      collectives: see `costs.summarize_collectives`.
-      kernels: kernel of a library, such as cuDNN's attention -> times.
+      collectives: result of `costs.summarize_collectives`.
+      kernels: number of executions of library kernels, such as cuDNN's attention, by
+        name.
       platform: "tpu", "gpu" or "cpu".
-      unread_loops: number of loops with products or collectives that count once because
-        their trip count is unknown. Other such loops, such as mixup's rejection
-        sampling, move next to nothing.
+      unread_loops: number of loops with products or collectives that are counted once
+        because their trip count is unknown. Other such loops, such as mixup's rejection
+        sampling, move almost no data.
       roofline: None without a program, or for an unknown chip.
       compile_seconds: duration of the compilation.
       error: error of the compiler in one line; "" without an error.
@@ -133,7 +135,7 @@ class Analysis:
 
     @property
     def unexpected(self) -> tuple[dict, ...]:
-        """Collectives that grow with the batch though the mesh only copies parameters."""
+        """Collectives that grow with the batch although the mesh only copies parameters."""
         mesh = self.settings["mesh"]
         if mesh["fsdp"] * mesh["model"] > 1:
             return ()
@@ -141,7 +143,7 @@ class Analysis:
 
     @property
     def temporary_bytes(self) -> int:
-        """Peak without arguments: activations and gradients."""
+        """Peak size without arguments: activations and gradients."""
         return self.peak_bytes - self.argument_bytes
 
     def to_json(self) -> dict:
@@ -200,7 +202,7 @@ def lowering(mesh: Mesh) -> tuple[str, dict[str, str] | None]:
 
 
 def network_hosts(mesh: Mesh) -> list[int]:
-    """Returns the host of each device where a network joins hosts, else zeros."""
+    """Returns the host of each device if a network connects hosts, else zeros."""
     devices = list(mesh.devices.flat)
     return [d.process_index if d.platform == "gpu" else 0 for d in devices]
 
@@ -213,8 +215,8 @@ def _before(setup, traced, config, mesh, examples, limit) -> Analysis:
     count = mesh.shape["model"]
     if count > 1:
         counted += (
-            f"; a floor: what mesh.model={count} does not split, each of its devices "
-            "repeats"
+            f"; a lower bound: each of the devices of mesh.model={count} repeats what is "
+            "not split"
         )
     return Analysis(
         settings=settings(config, dict(mesh.shape)),
@@ -226,7 +228,7 @@ def _before(setup, traced, config, mesh, examples, limit) -> Analysis:
         batch_bytes=bytes_per_device(setup.layout.batch, batch),
         flops=2.0 * macs / mesh.size,
         counted=counted,
-        # Of a user's network they may be unknown.
+        # For a user's network, this may be unknown.
         model_flops=(setup.training_flops or math.nan) * config.batch_size / mesh.size,
         limit_bytes=limit,
         state_bytes=sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(shapes)),
@@ -235,7 +237,7 @@ def _before(setup, traced, config, mesh, examples, limit) -> Analysis:
 
 
 def _macs(traced, config, mesh, examples) -> tuple[int, str]:
-    """Counts the multiply-accumulates of a step; also returns how."""
+    """Counts the multiply-accumulates of a step, and describes how."""
     try:
         return cost.macs_of(traced.jaxpr.jaxpr), TRACED
     except ValueError as error:
@@ -244,7 +246,7 @@ def _macs(traced, config, mesh, examples) -> tuple[int, str]:
                 f"model.variant={config.model.variant!r}: the products of its step "
                 f"cannot be counted: {error}"
             ) from error
-        # A trace does not show the products inside a kernel.
+        # A trace does not show the products computed inside a kernel.
         twin = fields.replace(config, {"model.attention_impl": "einsum"})
         setup = train_setup.build(twin, mesh, examples)
         traced = setup.train_step.trace(setup.layout.shapes, setup.layout.batch)
@@ -252,15 +254,15 @@ def _macs(traced, config, mesh, examples) -> tuple[int, str]:
 
 
 def settings(config: TrainConfig, sizes: dict[str, int]) -> dict:
-    """Returns the settings that shape the compiled program most.
+    """Returns the settings that affect the compiled program most.
 
     Args:
       config: complete config.
-      sizes: mesh axis -> number of devices.
+      sizes: number of devices by mesh axis.
 
     Returns:
-      Name -> value; None for options that the network lacks ("scan" and "remat_policy"
-      of a ResNet).
+      Values by name; None for options that the network does not have ("scan" and
+      "remat_policy" of a ResNet).
     """
     model, optim = config.model, config.optim
     return {
@@ -292,9 +294,9 @@ def _refused(before: Analysis, message: str) -> Analysis:
 
 
 def state_sizes(setup: train_setup.TrainSetup) -> set[int]:
-    """Returns the numbers of elements that arrays of the training state have.
+    """Returns the numbers of elements of all arrays in the training state.
 
-    Those of a single layer and of each device's part count too; scalars do not.
+    The sizes of a single layer and of each device's part are included; scalars are not.
     """
     shapes = (setup.layout.shapes, setup.layout.disk.shapes)
     sizes = {leaf.size for leaf in jax.tree.leaves(shapes)}
@@ -317,9 +319,9 @@ def _after(
         bounds = estimate_roofline(chip, flops, moved, collectives)
     stats = compiled.memory_analysis()
     peak = stats.peak_memory_in_bytes
-    if before.platform == "cpu":  # Its compiler leaves out what is temporary.
+    if before.platform == "cpu":  # Its compiler does not report temporary memory.
         peak = stats.argument_size_in_bytes + stats.temp_size_in_bytes
-    # The compilers for GPUs and CPUs take any size.
+    # The compilers for GPUs and CPUs do not check the size.
     limited = before.platform != "tpu" and before.limit_bytes is not None
     return dataclasses.replace(
         before,
@@ -338,9 +340,10 @@ def _after(
 
 
 def _products(before: Analysis, module: hlo.Module) -> tuple[float, str]:
-    """Returns the operations of one device, and how they were counted."""
+    """Returns the operations per device, and how they were counted."""
     # The compiled program includes work that several devices repeat. It hides the work
-    # of kernels and of loops with unknown trip counts: there the trace's count stays.
+    # of kernels and of loops with unknown trip counts; the trace's count is kept for
+    # those.
     flops = 2.0 * costs.count_macs(module)
     kernel = before.counted.startswith(KERNEL) and before.platform != "gpu"
     hidden = kernel or _unread(module)
@@ -350,7 +353,7 @@ def _products(before: Analysis, module: hlo.Module) -> tuple[float, str]:
 
 
 def _unread(module: hlo.Module) -> int:
-    """Counts the loops with an unknown trip count whose work matters."""
+    """Counts the loops with an unknown trip count and significant work."""
     return sum(
         any(
             inner.base in _WORK or costs.is_kernel(inner)
@@ -380,7 +383,7 @@ def estimate_roofline(
         chosen = [one for one in collectives if one.overlapped == overlapped]
         sent = sum(one.times * one.sent for one in chosen)
         network = sum(one.times * one.network for one in chosen)
-        # Where a bandwidth is unknown so is the time; 0 is still a floor.
+        # An unknown bandwidth makes the time unknown; 0 is still a lower bound.
         return max(
             sent / (chip.link_bandwidth or math.inf),
             network / (chip.network_bandwidth or math.inf),
@@ -410,7 +413,7 @@ def bytes_per_device(shapes: object, shardings: object) -> int:
 
 
 def bytes_per_host(shapes: object, shardings: object) -> int:
-    """Returns the size of a tree of arrays on the first host, each part once.
+    """Returns the size of a tree of arrays on the first host, without duplicates.
 
     Args:
       shapes: tree of jax.ShapeDtypeStruct.
@@ -431,18 +434,18 @@ def export_stablehlo(
 ) -> int:
     """Exports a config's training step for the platform of its mesh.
 
-    The file is a portable StableHLO artifact: bytecode that later releases read for
+    The file is a portable StableHLO artifact: bytecode that later releases can read for
     five years. Its function takes the arrays of the state and of the batch in the order
-    of `jax.tree.leaves`, and holds their shardings.
+    of `jax.tree.leaves`, and contains their shardings.
 
     Args:
       config: complete config.
       mesh: devices of a topology.
       examples: number of training examples.
-      path: file to write in an existing folder.
+      path: file to write, in an existing folder.
 
     Returns:
-      Size in bytes.
+      Size of the file in bytes.
 
     Raises:
       UserError: the file cannot be written.

@@ -1,4 +1,4 @@
-"""The largest batch of a training step that fits the devices, by compiling it."""
+"""Finds the largest batch of a training step that fits the devices, by compiling it."""
 
 import dataclasses
 import math
@@ -22,7 +22,7 @@ from vit_jax.training import loop
 from vit_jax.training.config import TrainConfig
 from vit_jax.weights import checkpoint_folders
 
-_WITHIN = 0.05  # Precision of the result.
+_WITHIN = 0.05  # Relative precision of the result.
 
 
 def largest_batch(
@@ -34,37 +34,36 @@ def largest_batch(
 ) -> tuple[TrainConfig, Analysis]:
     """Finds the largest batch of a training step that fits each device.
 
-    A batch that is 5 % larger, or by the fewest images that can be split over the devices, was
-    compiled too, and does not fit.
+    A batch that is 5 % larger, or larger by the fewest images that can be split over
+    the devices, was compiled too and does not fit.
 
     Args:
       config: complete config; its batch is compiled first.
       mesh: devices of a topology.
       examples: number of training examples.
       limit: bytes of a device that a program can use.
-      most: largest batch to try, if it is more than one image per device.
+      most: maximum batch to try, if it is more than one image per device.
 
     Returns:
-      The config with this batch, and its analysis; with one image per device, which does
-      not fit, if there is none.
+      The config with this batch, and its analysis; if no batch fits, those for one
+      image per device.
 
     Raises:
-      UserError: `limit` is None, or a step does not compile for another reason than its
+      UserError: `limit` is None, or a step fails to compile for a reason other than its
         size.
     """
     if limit is None:
         raise UserError(
-            "--largest_batch: nothing says how much memory a device has: "
-            "leave the flag out"
+            "--largest_batch: the memory of this device is unknown: leave the flag out"
         )
     whole = meshes.num_data_devices(mesh) * config.optim.grad_accum_steps
     whole *= config.data.transforms.packs
     whole *= max(1, getattr(config.model, "drop_path_group", 0))
     if config.optim.sam_rho and config.optim.sam_batch_size:
         whole = math.lcm(whole, config.optim.sam_batch_size)
-    best, found, step = 0, None, _WITHIN / 2
+    best, largest, step = 0, None, _WITHIN / 2
     too_large = 1 + max(1, most // whole)
-    # Of the fewest images that can be split; often images per device and microbatch.
+    # In units of the fewest images that can be split; often images per device.
     count = min(max(1, config.batch_size // whole), too_large - 1)
     while too_large - best > max(1, _WITHIN * best):
         trial = fields.replace(config, {"batch_size": count * whole})
@@ -75,17 +74,17 @@ def largest_batch(
         per_image = max(1, result.peak_bytes - arguments) / count
         linear = int((limit - arguments) / per_image)
         if result.fits:
-            # Near the limit XLA saves memory, so that more than `linear` may fit.
-            best, found = count, (trial, result)
+            # Near the limit XLA saves memory, so more than `linear` predicts may fit.
+            best, largest = count, (trial, result)
             count = max(linear, math.ceil(count * (1 + step)))
             step *= 2
         else:
             too_large = count
-            found = found if best else (trial, result)
+            largest = largest if best else (trial, result)
             count = min(max(linear, 1), int(count / (1 + _WITHIN / 2)))
         if not best < count < too_large:
             count = (best + too_large) // 2
-    return found
+    return largest
 
 
 def of_run(
@@ -93,20 +92,20 @@ def of_run(
 ) -> TrainConfig:
     """Returns the config of a run with the largest batch that fits the devices here.
 
-    It is no larger than the training split. A run that resumes keeps the batch of its
+    The batch is at most the training split. A run that resumes keeps the batch of its
     newest checkpoint.
 
     Args:
       config: complete config.
       workdir: folder of the run.
-      tell: called with a line about the batch.
+      tell: function called with a line about the batch.
 
     Raises:
       UserError: no batch fits, or the memory is unknown.
     """
     if checkpoint_folders.has_checkpoint(workdir):
         batch_size = checkpoint_folders.read_metadata(workdir)["config"]["batch_size"]
-        tell(f"batch_size={batch_size:,}, as the run in {workdir} began")
+        tell(f"batch_size={batch_size:,}, as when the run in {workdir} started")
         return fields.replace(config, {"batch_size": batch_size})
     began = time.perf_counter()
     config = loop.resolved(config)
@@ -114,27 +113,27 @@ def of_run(
     source = open_source(config.data, config.data.split)
     task = config.task.of_records(config.data, source)
     limit = usable_memory(mesh.devices.flat[0])
-    found, result = largest_batch(
+    largest, result = largest_batch(
         dataclasses.replace(config, task=task), mesh, len(source), limit, len(source)
     )
     used = f"{result.peak_bytes / 2**30:.2f} of {limit / 2**30:.2f} GiB per device"
     if not result.fits:
         raise UserError(
-            f"--largest_batch: {found.batch_size:,} images take {used}: choose a smaller "
+            f"--largest_batch: {largest.batch_size:,} images need {used}: choose a smaller "
             "model or image size, model.remat_policy, mesh.fsdp, or more devices"
         )
     seconds = time.perf_counter() - began
     tell(
-        f"batch_size={found.batch_size:,}, to 5 % the largest that fits, up to all "
-        f"{len(source):,} images: {used} by the compiler ({seconds:.0f} s)"
+        f"batch_size={largest.batch_size:,}, within 5 % of the largest that fits, up to "
+        f"all {len(source):,} images: {used} by the compiler ({seconds:.0f} s)"
     )
-    return fields.replace(config, {"batch_size": found.batch_size})
+    return fields.replace(config, {"batch_size": largest.batch_size})
 
 
 def usable_memory(device: jax.Device) -> int | None:
-    """Returns the bytes that a program can use of a device here; None if unknown.
+    """Returns the bytes of a device here that a program can use; None if unknown.
 
-    Devices of the CPU share what the host has available.
+    CPU devices share the available memory of the host.
     """
     if device.platform != "cpu":
         return sharding.device_memory([device])

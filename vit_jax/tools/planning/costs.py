@@ -24,19 +24,19 @@ KINDS = (
 # Collectives in which a device sends the whole array.
 _WHOLE = ("collective-permute", "collective-broadcast")
 
-# What a collective is for: sums of a backward pass or of the size of an array of the
-# training state, such arrays themselves, a few numbers, or anything else, which grows with
-# the batch.
+# The purpose of a collective: sums over a backward pass or with the size of an array of
+# the training state; such arrays themselves; a few numbers; or anything else, which
+# grows with the batch.
 GRADIENTS, PARAMETERS, SCALARS = "gradients", "parameters", "scalars"
 BATCH = "the batch"
-# Or what needs other images of the batch, or all of a gradient, by the `jax.named_scope`
-# that its code opens.
+# Further purposes, for code that needs other images of the batch or whole gradients:
+# the name of the `jax.named_scope` that the code opens.
 SCOPES = ("contrastive", "koleo", "sinkhorn", "mixup", "muon")
 _SCALARS_BYTES = 1 << 16
 _SUMS = ("all-reduce", "reduce-scatter")
 
-# Between slices, the TPU compiler sends through the hosts over the data centre network;
-# an attribute names the collective.
+# The TPU compiler sends data between slices through the hosts over the data centre
+# network; an attribute names the collective.
 _TRANSFERS = {
     "ALL_REDUCE": "all-reduce",
     "REDUCE_SCATTER": "reduce-scatter",
@@ -45,7 +45,7 @@ _TRANSFERS = {
     "ONE_TO_ONE": "collective-permute",
 }
 
-# Opcodes that move no data, or whose data is counted at another instruction.
+# Opcodes that move no data, or whose data are counted at another instruction.
 _FREE = {
     "add-dependency",
     "after-all",
@@ -76,16 +76,17 @@ class Collective:
 
     Attributes:
       kind: one of KINDS.
-      dtype: type of its largest array, such as "bf16".
-      overlapped: whether it is asynchronous, so that other work runs beside it.
+      dtype: dtype of its largest array, such as "bf16".
+      overlapped: whether the collective is asynchronous, so that other work runs at
+        the same time.
       devices: number of devices in a group.
       bytes: size of the full arrays on a device: the result of an all-reduce or
         all-gather, the operand of a reduce-scatter.
-      times: executions per step.
-      slices: whether it is between TPU slices, over the data centre network.
-      hosts: number of hosts of GPUs in a group; several are joined by a network.
+      times: number of executions per step.
+      slices: whether the transfer is between TPU slices, over the data centre network.
+      hosts: number of GPU hosts in a group; a network connects several hosts.
       purpose: GRADIENTS, PARAMETERS, SCALARS, BATCH, or one of SCOPES.
-      place: where in the model or loss it comes from, "" if the program does not say.
+      place: part of the model or loss that it comes from; "" if unknown.
     """
 
     kind: str
@@ -103,15 +104,15 @@ class Collective:
     def sent(self) -> float:
         """Bytes that a device sends per execution, with the best known algorithm.
 
-        Each of n devices keeps its share, 1 / n, and sends the rest. An all-reduce is
-        a reduce-scatter and an all-gather. Of several hosts, these are the bytes
+        Each of n devices keeps its share, 1 / n, and sends the rest. An all-reduce is a
+        reduce-scatter and an all-gather. With several hosts, these are the bytes sent
         within a host.
         """
         return self._sent(self.bytes, self.devices // self.hosts)
 
     @property
     def network(self) -> float:
-        """Bytes that a device sends to other hosts: its share of what its host sends."""
+        """Bytes that a device sends to other hosts: its share of its host's traffic."""
         if self.hosts == 1:
             return 0.0
         share = 1 if self.kind in _WHOLE else self.hosts / self.devices
@@ -126,15 +127,17 @@ class Collective:
 def find_collectives(
     module: Module, hosts: Sequence[int], state: Collection[int] = ()
 ) -> list[Collective]:
-    """Returns the collectives of a program; those in loops with the trip count.
+    """Returns the collectives of a program; in loops, times their trip counts.
 
-    One that joins arrays of several purposes counts once for each of them.
+    A collective that joins arrays with several purposes is counted once for each of
+    them.
 
     Args:
       module: compiled program.
-      hosts: host of each device, where a network joins hosts; of equal numbers where
-        links do.
-      state: numbers of elements that arrays of the training state have, see `Collective`.
+      hosts: host of each device if a network connects hosts; equal numbers if links
+        connect them.
+      state: numbers of elements of the arrays in the training state, which determine
+        purposes, see `Collective`.
     """
     # The TPU compiler splits an asynchronous collective into a chain of fusions with
     # other work. Each of them contains the collective, with the same channel.
@@ -158,7 +161,7 @@ def find_collectives(
             scatters = inner.base == "reduce-scatter"
             arrays = module.taken(inner) if scatters else inner.results
             groups = find_groups(inner.attributes, len(hosts))
-            # The GPU compiler writes all as asynchronous, and marks those that are not.
+            # The GPU compiler writes all of them as asynchronous, and marks exceptions.
             blocking = '"is_sync":true' in inner.attributes
             overlapped = (chained or beside or inner.starts) and not blocking
             around = module.origin(run.instruction.name)
@@ -180,13 +183,13 @@ def _purposes(
     state: Collection[int],
     around: str = "",
 ) -> list[tuple[tuple[str, str], list[Array]]]:
-    """Returns the arrays of a collective by their purpose and place.
+    """Returns the arrays of a collective by purpose and place.
 
     Args:
-      module, state: see `find_collectives`.
-      collective: instruction.
+      module, state: arguments of `find_collectives`.
+      collective: instruction of the collective.
       arrays: full arrays that it exchanges.
-      around: origin of the fusion that it is in.
+      around: origin of the fusion that contains it.
     """
     names = collective.operands[: len(arrays)]
     parts = list(itertools.zip_longest(arrays, names, fillvalue=""))
@@ -194,11 +197,11 @@ def _purposes(
     if joined and sum(part.bytes for part, _ in joined) == arrays[0].bytes:
         parts = joined
     sums = collective.base in _SUMS
-    # The name of sums that the compiler has joined is that of one of them.
-    own = "" if sums and len(parts) > 1 else collective.origin
-    found = defaultdict(list)
+    # If the compiler has joined several sums, the name is only that of one of them.
+    common = "" if sums and len(parts) > 1 else collective.origin
+    by_purpose = defaultdict(list)
     for array, name in parts:
-        origin = own or module.origin(name) or around
+        origin = common or module.origin(name) or around
         words = _words(origin)
         purpose, place = BATCH, ""
         if scopes := [scope for scope in SCOPES if scope in words]:
@@ -211,15 +214,15 @@ def _purposes(
             purpose = SCALARS
         else:
             place = "/".join(words[-2:])
-        found[purpose, place].append(array)
-    # What is small is no collective of its own.
-    if len(found) > 1 and (small := found.pop((SCALARS, ""), [])):
-        next(iter(found.values())).extend(small)
-    return list(found.items())
+        by_purpose[purpose, place].append(array)
+    # Small arrays are not collectives in themselves.
+    if len(by_purpose) > 1 and (small := by_purpose.pop((SCALARS, ""), [])):
+        next(iter(by_purpose.values())).extend(small)
+    return list(by_purpose.items())
 
 
 def _joined(module: Module, name: str) -> list[tuple[Array, str]]:
-    """Returns the arrays, and their names, that the GPU compiler joins into one."""
+    """Returns the arrays, with their names, that the GPU compiler joined into one."""
     whole = module.by_name.get(name)
     body = module.fused(whole) if whole and whole.base == "fusion" else ()
     joins = [inner for inner in body if inner.opcode != "parameter"]
@@ -241,8 +244,8 @@ def summarize_collectives(collectives: list[Collective]) -> list[dict]:
     """Sums collectives by kind, type, network, overlap and purpose.
 
     Returns:
-      One dict each: kind, dtype, overlapped, slices, hosts, purpose, place, count, bytes,
-      sent and network, per device and step.
+      One dict per group: kind, dtype, overlapped, slices, hosts, purpose, place, count,
+      bytes, sent and network, per device and step.
     """
     rows = defaultdict(lambda: [0, 0, 0.0, 0.0])
     for one in collectives:
@@ -295,7 +298,7 @@ def _collective(kind, arrays, overlapped, group, times, slices=False):
 def _between_slices(send, module, times, state):
     """Parses a transfer to other slices; the matching `recv` repeats it."""
     kind = _TRANSFERS.get(send.attribute("_xla_megascale_transfer_type"), KINDS[-1])
-    # "{1,2}x{0:3}": slices and devices of each; or groups with a device of each slice.
+    # "{1,2}x{0:3}": slices and their devices; or groups with one device per slice.
     match = re.search(r'_xla_megascale_target="?\{+([^}]*)\}', send.attributes)
     words = match[1].split(",") if match else ()
     bounds = [[int(n) for n in re.findall(r"\d+", word)] for word in words]
@@ -324,24 +327,25 @@ def _count_hosts(instruction, groups, hosts):
 def find_groups(attributes: str, devices: int) -> list[list[int]]:
     """Returns the devices of each group of a collective, in the order of the program.
 
-    XLA has three notations: {{0,1},{2,3}}, or {} for one group of all devices;
+    XLA has three notations: {{0,1},{2,3}}, or {} for a single group of all devices;
     [2,4]<=[8], groups by members, with T(...) from a transposed array; and the axes of
-    a mesh, or parts of them, mesh['a'=2,'b'=4] {'b'} or {'b':(1)2}, with device_ids=(...)
-    where the devices of that mesh are in another order.
+    a mesh, or parts of them, mesh['a'=2,'b'=4] {'b'} or {'b':(1)2}, with
+    device_ids=(...) if the devices of that mesh are in another order.
 
     Args:
-      attributes: attributes of an instruction; without groups, they are all devices.
+      attributes: attributes of an instruction; without groups, all devices are one
+        group.
       devices: number of devices of the program.
 
     Raises:
-      UserError: the notation is not known, or the groups are not a partition of the
-        devices, or of those of a slice.
+      UserError: the notation is unknown, or the groups are not a partition of the
+        devices or of the devices of a slice.
     """
     everything = list(range(devices))
-    found = re.search(r"\breplica_groups=", attributes)
-    if not found:
+    start = re.search(r"\breplica_groups=", attributes)
+    if not start:
         return [everything]
-    text, groups = attributes[found.end() :], None
+    text, groups = attributes[start.end() :], None
     if match := re.match(r"\{((?:\{[\d,]*\},?)*)\}", text):
         lists = re.findall(r"\{([\d,]*)\}", match[1])
         groups = [_numbers(each) for each in lists] or [everything]
@@ -354,7 +358,7 @@ def find_groups(attributes: str, devices: int) -> list[list[int]]:
     ):
         groups = _mesh_groups(*match.groups())
     members = sorted(itertools.chain(*groups or ()))
-    # The program of several TPU slices is that of one of them.
+    # A program for several TPU slices is written for one of them.
     if not members or members != everything[: len(members)] or devices % len(members):
         shown = " ".join(text.split())[:80]
         raise UserError(
@@ -364,12 +368,12 @@ def find_groups(attributes: str, devices: int) -> list[list[int]]:
     return groups
 
 
-# An array that counts up, in a shape and then transposed.
+# An array of increasing numbers, reshaped and then transposed.
 _IOTA = r"\[([\d,]+)\](?:T\(([\d,]+)\))?"
 
 
 def _iota(shape: str, order: str | None) -> np.ndarray | None:
-    """Returns the array of such a text; None if its axes do not fit."""
+    """Returns the array for such a text; None if its axes do not fit."""
     shape, order = _numbers(shape), _numbers(order or "")
     order = order or list(range(len(shape)))
     if sorted(order) != list(range(len(shape))):
@@ -378,13 +382,13 @@ def _iota(shape: str, order: str | None) -> np.ndarray | None:
 
 
 def _mesh_groups(mesh: str, order: str | None, chosen: str) -> list[list[int]] | None:
-    """Returns the groups over axes of a mesh; None if they do not fit it."""
+    """Returns the groups along axes of a mesh; None if they do not fit the mesh."""
     sizes = {axis: int(n) for axis, n in re.findall(r"'?([^',=]+)'?=(\d+)", mesh)}
     members = np.arange(math.prod(sizes.values()))
     if order:
         iota = re.fullmatch(_IOTA, order)
         members = _iota(*iota.groups()) if iota else np.array(_numbers(order))
-    parts = defaultdict(list)  # Axis to the parts that a group spans: (before, size).
+    parts = defaultdict(list)  # Parts that a group spans, by axis: (before, size).
     for axis, before, size in re.findall(
         r"'?([^',:]+)'?(?::\((\d+)\)(\d+))?(?:,|$)", chosen
     ):
@@ -412,12 +416,13 @@ def _numbers(text: str) -> list[int]:
 def count_macs(module: Module) -> int:
     """Returns the multiply-accumulates of a step's matrix products and convolutions.
 
-    In convolutions, padding and dilation zeros do not count: the TPU compiler writes
-    batched products that way. Work repeated on several devices counts on each. Of
-    custom calls, those of cuDNN and cuBLAS count, and no others, such as Pallas kernels.
+    In convolutions, zeros from padding and dilation do not count: the TPU compiler
+    writes batched products as convolutions. Work that several devices repeat counts on
+    each. Of custom calls, only those of cuDNN and cuBLAS count, not others such as
+    Pallas kernels.
 
     Args:
-      module: optimised program of one device; a loop with an unknown trip count counts
+      module: optimised program of one device; loops with an unknown trip count count
         once.
     """
     total = 0
@@ -430,7 +435,7 @@ def count_macs(module: Module) -> int:
 
 
 def count_kernels(module: Module) -> dict[str, int]:
-    """Returns how often a step runs each kernel of a library, by name."""
+    """Returns the number of executions of each library kernel per step, by name."""
     counts = defaultdict(int)
     for run in module.runs():
         for inner in module.within(run.instruction):
@@ -440,7 +445,7 @@ def count_kernels(module: Module) -> dict[str, int]:
 
 
 def is_kernel(instruction: Instruction) -> bool:
-    """Returns whether it computes products by a kernel, of a library or of Pallas."""
+    """Returns whether an instruction computes products in a library or Pallas kernel."""
     name = instruction.attribute("custom_call_target")
     return name in _MACS or name == _PALLAS
 
@@ -485,7 +490,7 @@ def _window_macs(instruction, left, kernel, out):
     match = re.search(r"window=\{([^}]*)\}", instruction.attributes)
     window = dict(word.split("=") for word in match[1].split()) if match else {}
     macs = out[out_axes.index("b")] * out[out_axes.index("f")]
-    macs *= kernel[kernel_axes.index("i")]  # Input features of one group.
+    macs *= kernel[kernel_axes.index("i")]  # Input features per group.
     for axis in filter(str.isdigit, left_axes):
 
         def option(name, default, axis=int(axis)):
@@ -511,7 +516,7 @@ def _cublas_macs(module, instruction):
 
 
 def _attention_macs(products):
-    """Returns a counter of attention whose kernel has `products` of queries and keys."""
+    """Returns a counter for attention kernels with `products` of queries and keys."""
 
     def count(module, instruction):
         match = re.search(
@@ -526,7 +531,7 @@ def _attention_macs(products):
 
 
 _PALLAS = "tpu_custom_call"
-# Backward, the logits and four gradients are computed.
+# The backward pass computes the logits and four gradients.
 _MACS = {
     "dot": _dot_macs,
     "convolution": _convolution_macs,
@@ -538,7 +543,7 @@ _MACS = {
     "__cublas$lt$matmul": _cublas_macs,
     "__cudnn$fmhaSoftmax": _attention_macs(2),
     "__cudnn$fmhaSoftmaxBackward": _attention_macs(5),
-    # With a mask, of several images in a sequence.
+    # With a mask, for several images in a sequence.
     "__cudnn$fmhaScaleBiasSoftmax": _attention_macs(2),
     "__cudnn$fmhaScaleBiasSoftmaxBackward": _attention_macs(5),
 }
@@ -547,9 +552,9 @@ _MACS = {
 def count_bytes_moved(module: Module) -> int:
     """Returns the bytes that a step reads and writes in a chip's main memory.
 
-    Each instruction reads its operands and writes its results, except those in on-core
-    memory. Where a fusion reads or updates a slice of an array, only the slice counts.
-    Loops count with their trip counts.
+    Each instruction reads its operands and writes its results, except for those in
+    on-core memory. If a fusion reads or updates a slice of an array, only the slice
+    counts. Loops count times their trip counts.
 
     Args:
       module: optimised program of one device.
@@ -577,7 +582,7 @@ def _moved(module: Module, instruction: Instruction) -> int:
     if opcode == "recv":
         return _slow(instruction.parts[0])
     results = instruction.results
-    if is_kernel(instruction):  # Without the workspace, of which it uses what it likes.
+    if is_kernel(instruction):  # Its use of the workspace is unknown and not counted.
         results = [array for array in results if array.dtype not in ("s8", "u8")]
     return _slow(results) + _slow(module.taken(instruction))
 
@@ -594,7 +599,7 @@ def _slow(arrays) -> int:
 
 
 def _moved_by_fusion(module, instruction, operands):
-    """Counts a fusion; of arrays that it slices or updates, only the slices."""
+    """Counts a fusion; for arrays that it slices or updates, only the slices."""
     body = module.fused(instruction)
     total, replaced = 0, dict(_replaced(module, body))
     for inner in body:
@@ -609,7 +614,7 @@ def _moved_by_fusion(module, instruction, operands):
 
 
 def _replaced(module, body):
-    """Yields the shapes that a fusion updates in part, and the bytes of each update."""
+    """Yields the shapes that a fusion updates partially, and each update's bytes."""
     inside = {i.name: i for i in body}
     for inner in body:
         if inner.opcode == "dynamic-update-slice":

@@ -1,9 +1,9 @@
-"""Goodput: the share of a run's time that is work when hosts fail and it checkpoints.
+"""Goodput: the fraction of a run's time that is useful work, despite failing hosts.
 
 After every interval the job stalls while the state is copied from the devices. It then
-works while the checkpoint is written, which counts from there on. A failure restarts the
-job from the newest checkpoint that counts. Failures are a Poisson process, restarts
-included. All times are in seconds.
+works while the checkpoint is written, after which the checkpoint can be restored. A
+failure restarts the job from the newest such checkpoint. Failures are a Poisson process
+and also happen during restarts. All times are in seconds.
 
 Source: Young, "A first order approximation to the optimum checkpoint interval", CACM
 17(9), 1974.
@@ -15,7 +15,7 @@ import math
 import numpy as np
 from jaxtyping import Float
 
-MOST_FAILURES = 2_000  # A run with more counts as one that makes no progress.
+MOST_FAILURES = 2_000  # Runs with more failures are taken to make no progress.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,8 +24,9 @@ class Job:
 
     Attributes:
       work: time of all steps.
-      stall: time for which a checkpoint holds up the steps.
-      write: time from the start of a checkpoint until it counts; at least `stall`.
+      stall: time for which a checkpoint stops the steps.
+      write: time from the start of a checkpoint until it can be restored; at least
+        `stall`.
       restart: time from a failure to the next step.
       mean_time: mean time between failures of any host.
     """
@@ -45,7 +46,7 @@ def young(job: Job) -> float:
 def simulate(
     job: Job, interval: float, runs: int = 200, seed: int = 0
 ) -> Float[np.ndarray, " runs"]:
-    """Returns the share of the time that is work, of runs with random failures.
+    """Returns the fraction of time that is useful work, for runs with random failures.
 
     Args:
       job: the run.
@@ -58,15 +59,15 @@ def simulate(
 
 
 def _duration(job: Job, interval: float, rng: np.random.Generator) -> float:
-    """Returns the time from the start to the end of one run, inf without progress."""
+    """Returns the duration of one simulated run; inf without progress."""
     period, behind = interval + job.stall, max(0.0, job.write - job.stall)
     left, passed, starting = job.work, 0.0, 0.0
     for _ in range(MOST_FAILURES):
         up = rng.exponential(job.mean_time) - starting
-        if up < 0:  # It failed before its first step.
+        if up < 0:  # The job failed before its first step.
             passed += up + starting
             continue
-        saves = math.ceil(left / interval - 1e-9)  # The last at the end.
+        saves = math.ceil(left / interval - 1e-9)  # The last one is at the end.
         needed = left + saves * job.stall + behind
         if up >= needed:
             return passed + starting + needed

@@ -1,9 +1,9 @@
 """NVIDIA GPUs by name, for compilation on a machine without a GPU.
 
-XLA compiles for a GPU from a description of it (`GpuTargetConfigProto`). The numbers are
-those that openxla/xla keeps for its own tests (xla/backends/gpu/target_config/specs,
-read in November 2026). JAX is imported late, because it reads the environment that
-`Gpus.prepare` sets.
+XLA compiles for a GPU from a description of it (`GpuTargetConfigProto`). The numbers
+are those that openxla/xla keeps for its own tests
+(xla/backends/gpu/target_config/specs, read in November 2026). JAX is imported late,
+because it reads the environment that `Gpus.prepare` sets.
 """
 
 import dataclasses
@@ -15,15 +15,16 @@ from vit_jax.distributed import chips
 from vit_jax.errors import UserError
 
 _ENVIRONMENT = {
-    # Without a GPU, "cpu" alone would not load the compiler for GPUs.
+    # Without a GPU, "cpu" would not load the compiler for GPUs.
     "JAX_PLATFORMS": "cpu,cuda",
-    "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",  # Looks for a driver.
-    # Programs for other GPUs cannot be loaded here.
+    "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",  # The check needs a driver.
+    # Programs for other GPUs cannot be loaded on this machine.
     "JAX_ENABLE_COMPILATION_CACHE": "false",
 }
-# Autotuning runs kernels on the GPU.
+# Autotuning would run kernels on the GPU.
 COMPILER_OPTIONS = {"xla_gpu_autotune_level": "0"}
-# Share of a GPU's memory that JAX takes at its start, unless the variable is set.
+# Fraction of a GPU's memory that JAX allocates at its start, unless the variable is
+# set.
 _FRACTION, _FRACTION_VARIABLE = 0.75, "XLA_PYTHON_CLIENT_MEM_FRACTION"
 
 
@@ -35,26 +36,26 @@ def has_compiler() -> bool:
 
 
 def _version(*packages: str) -> list[str]:
-    """Returns the three numbers of the version of the package that is installed."""
+    """Returns the three version numbers of the first of the packages that is installed."""
     return versions(packages).split()[1].split(".")[:3]
 
 
 @dataclasses.dataclass(frozen=True)
 class Gpu:
-    """A kind of GPU, as XLA's compiler sees it.
+    """A kind of GPU, as described to XLA's compiler.
 
     Attributes:
       kind: JAX's `device_kind`.
       capability: compute capability.
-      cores: streaming multiprocessors.
-      lanes: float32 units of a core.
-      threads: most threads of a core.
-      shared: KiB of shared memory of a core.
-      block_shared: KiB of shared memory that a block can ask for.
-      clock: GHz.
-      memory: bytes.
-      bandwidth: bytes per second of the memory.
-      l2: bytes of the second-level cache.
+      cores: number of streaming multiprocessors.
+      lanes: number of float32 units per core.
+      threads: maximum number of threads per core.
+      shared: KiB of shared memory per core.
+      block_shared: KiB of shared memory that a block can request.
+      clock: clock rate in GHz.
+      memory: size of the memory in bytes.
+      bandwidth: bandwidth of the memory in bytes per second.
+      l2: size of the second-level cache in bytes.
     """
 
     kind: str
@@ -74,7 +75,7 @@ class Gpu:
         """The `GpuTargetConfigProto` in text form."""
         major, minor = self.capability.split(".")
         cudnn = _version("nvidia-cudnn-cu12", "nvidia-cudnn-cu13")
-        # The one of CUDA 13 has no number in its name.
+        # The package for CUDA 13 has no number in its name.
         runtime = ".".join(_version("nvidia-cuda-runtime-cu12", "nvidia-cuda-runtime"))
         return f"""
             gpu_device_info {{
@@ -158,7 +159,7 @@ def _gpu(line: str) -> tuple[str, Gpu]:
     return name, gpu
 
 
-# A row of the table is two lines.
+# Each row of the table is two lines.
 GPUS = dict(map(_gpu, _TABLE.strip().replace("\n  ", "").splitlines()))
 
 
@@ -169,7 +170,7 @@ class Gpus:
     Attributes:
       gpu: a key of GPUS.
       hosts: number of hosts.
-      per_host: GPUs of a host, which NVLink connects.
+      per_host: number of GPUs per host, connected by NVLink.
     """
 
     gpu: str
@@ -182,8 +183,8 @@ class Gpus:
         hosts = f"{self.hosts}x" if self.hosts > 1 else ""
         return f"{self.gpu}:{hosts}{self.per_host}"
 
-    text = name  # For reports.
-    # Packages that decide the program.
+    text = name  # Name in reports.
+    # Packages that determine the program.
     compilers = ("jax", *chips.CUDA_PACKAGES)
 
     @property
@@ -196,10 +197,10 @@ class Gpus:
         os.environ.update(_ENVIRONMENT)
 
     def devices(self) -> list:
-        """Returns the JAX devices, which can only be compiled for.
+        """Returns JAX devices for which programs can be compiled but not run.
 
         Raises:
-          UserError: the compiler for GPUs is missing, or refuses the topology.
+          UserError: the compiler for GPUs is missing, or rejects the topology.
         """
         if not has_compiler():
             raise UserError(
@@ -223,13 +224,13 @@ class Gpus:
         return list(description.devices)
 
     def usable_memory(self, device) -> int:
-        """Returns the bytes that a program can use of each GPU."""
+        """Returns the bytes of each GPU that a program can use."""
         fraction = float(os.environ.get(_FRACTION_VARIABLE, _FRACTION))
         return int(fraction * GPUS[self.gpu].memory)
 
     @property
     def memory_source(self) -> str:
-        """What `usable_memory` is, for reports."""
+        """Describes the source of `usable_memory` in reports."""
         share = os.environ.get(_FRACTION_VARIABLE, _FRACTION)
         return (
             f"{_FRACTION_VARIABLE}={share} of {GPUS[self.gpu].memory / 2**30:.2f} GiB"

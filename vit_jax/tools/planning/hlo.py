@@ -16,7 +16,7 @@ _CALLED = re.compile(
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _NAME = re.compile(r"%?([\w.\-]+)")
 _START = "-start"
-# Opcodes that return their operand's value unchanged.
+# Opcodes that return the value of their operand unchanged.
 _SAME = ("bitcast", "convert", "copy", "copy-done", "copy-start", "reshape")
 _MIRRORED = {"LT": "GT", "LE": "GE", "GT": "LT", "GE": "LE", "NE": "NE"}
 
@@ -28,7 +28,7 @@ class Array:
     Attributes:
       dtype: XLA's name of the type, such as "bf16".
       dims: shape.
-      fast: whether it is in on-core memory instead of the chip's main memory (HBM).
+      fast: whether the array is in on-core memory, not in the chip's main memory (HBM).
     """
 
     dtype: str
@@ -52,11 +52,11 @@ class Instruction:
     Attributes:
       name: name, unique in the program.
       opcode: operation, such as "all-reduce" or "fusion".
-      parts: arrays of each element of the result tuple; one part if the result is not
-        a tuple.
+      parts: arrays of each element of the result tuple; a single part if the result is
+        not a tuple.
       operands: names of the operands.
-      attributes: the rest of the line.
-      root: whether it is the result of its computation.
+      attributes: rest of the line.
+      root: whether the result is that of the whole computation.
     """
 
     name: str
@@ -79,8 +79,8 @@ class Instruction:
     def starts(self) -> bool:
         """Whether it starts an asynchronous operation, ended by "-update" or "-done".
 
-        XLA writes `async-start` with the computation that it runs, or, for a single
-        instruction, its opcode: `reduce-scatter-start`.
+        XLA writes `async-start` with the computation that it runs, or appends "-start"
+        to the opcode of a single instruction: `reduce-scatter-start`.
         """
         return self.opcode.endswith(_START)
 
@@ -91,20 +91,20 @@ class Instruction:
 
     @property
     def results(self) -> tuple[Array, ...]:
-        """Result arrays; an asynchronous start's operands and state are left out."""
+        """Result arrays, without operands and state of an asynchronous start."""
         if not self.starts or self.base == "all-reduce" or len(self.parts) < 2:
             return self.arrays
-        # The operands come first, except in a copy.
+        # The operands come first, except for a copy.
         return self.parts[0 if self.base == "copy" else 1]
 
     def attribute(self, name: str) -> str:
-        """Returns the value of attribute `name`, or "" if it is absent."""
+        """Returns the value of the attribute `name`, or "" if it is absent."""
         match = re.search(rf'\b{name}="?([^,"}}\s]+)', self.attributes)
         return match[1] if match else ""
 
     @property
     def origin(self) -> str:
-        """Path of what was traced, "jit(step)/jvp(Model)/Block_0/add"; "" if unknown."""
+        """Path of the traced code, "jit(step)/jvp(Model)/Block_0/add"; "" if unknown."""
         match = re.search(r'\bop_name="([^"]*)"', self.attributes)
         return match[1] if match else ""
 
@@ -118,12 +118,12 @@ class Instruction:
 
 
 class Run(NamedTuple):
-    """An executed instruction, not inside a fusion.
+    """An executed instruction that is not inside a fusion.
 
     Attributes:
       instruction: the instruction.
-      times: executions per step.
-      beside: whether an `async-start` runs it beside other work.
+      times: number of executions per step.
+      beside: whether an `async-start` runs it at the same time as other work.
     """
 
     instruction: Instruction
@@ -136,7 +136,7 @@ class Module:
     """A compiled program.
 
     Attributes:
-      computations: name -> instructions, in order.
+      computations: instructions in order, by name of the computation.
       entry: name of the entry computation.
     """
 
@@ -147,7 +147,7 @@ class Module:
         """Yields the executed instructions.
 
         Fusions are not expanded. All branches of a conditional count. A loop with an
-        unknown trip count counts once (see `unread`).
+        unknown trip count counts once, see `unread`.
         """
         yield from self._runs(self.entry, 1, False)
 
@@ -186,9 +186,10 @@ class Module:
         return [array for operand in operands if operand for array in operand.results]
 
     def origin(self, name: str) -> str:
-        """Returns where a value was traced, see `Instruction.origin`.
+        """Returns the origin of a value, see `Instruction.origin`.
 
-        What only moves or joins values has the origin of its first operand.
+        Instructions that only move or join values have the origin of their first
+        operand.
         """
         while instruction := self.by_name.get(name):
             roots = (i.origin for i in self.fused(instruction) if i.root)
@@ -207,12 +208,12 @@ class Module:
         yield from self._runs(loop.attribute("body").strip("%"), 1, False)
 
     def rounds(self, loop: Instruction) -> int | None:
-        """Returns the trip count of a while loop, None if unknown."""
+        """Returns the trip count of a while loop; None if unknown."""
         return _count_rounds(loop, self)
 
     @functools.cached_property
     def by_name(self) -> dict[str, Instruction]:
-        """Name -> instruction, over all computations."""
+        """Instructions of all computations, by name."""
         return {i.name: i for lines in self.computations.values() for i in lines}
 
 
@@ -279,7 +280,7 @@ def _elements(kind):
 def _operands(opcode, inside):
     if opcode in ("constant", "parameter"):
         return (inside,)
-    # Some printers write types before the names.
+    # Some versions print types before the names.
     return tuple(re.findall(r"%([\w.\-]+)", inside)) or tuple(
         word
         for word in re.sub(r"/\*.*?\*/", "", inside).replace(" ", "").split(",")
@@ -298,10 +299,10 @@ def _closing(text, opening):
 
 
 class _Number(NamedTuple):
-    """A constant, plus optionally an element of the loop state.
+    """A constant, optionally plus an element of the loop state.
 
     Attributes:
-      element: index in the state, or None.
+      element: index of the element in the state, or None.
       plus: the constant.
     """
 
@@ -310,11 +311,11 @@ class _Number(NamedTuple):
 
 
 class _Scope(NamedTuple):
-    """The computation in which names are resolved.
+    """The computation in which names are looked up.
 
     Attributes:
-      inside: name -> instruction.
-      given: values of a fusion's parameters; None in a loop's body or condition, whose
+      inside: instructions by name.
+      given: values of a fusion's parameters; None for a loop's body or condition, whose
         only parameter is the loop state.
       module: the program.
     """
@@ -325,10 +326,10 @@ class _Scope(NamedTuple):
 
 
 def _count_rounds(loop: Instruction, module: Module) -> int | None:
-    """Returns the trip count of a while loop, None if unknown."""
+    """Returns the trip count of a while loop; None if unknown."""
     # XLA writes `known_trip_count`, except on TPU. Otherwise the condition must compare
     # a counter with a constant, and the counter must start at a constant and change by
-    # a constant per iteration.
+    # a constant in every iteration.
     if match := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.attributes):
         return int(match[1])
     condition, body = (
@@ -346,7 +347,7 @@ def _count_rounds(loop: Instruction, module: Module) -> int | None:
     first = _element(begins, left.element, start)
     after = _element(_root(body), left.element, body)
     limit = right
-    if right.element is not None:  # It is in the state too and must not change.
+    if right.element is not None:  # The limit is in the state too and must not change.
         if _element(_root(body), right.element, body) != (right.element, 0):
             return None
         limit = _element(begins, right.element, start)
@@ -365,7 +366,7 @@ def _count(direction: str, first: int, limit: int, step: int) -> int | None:
     distance = limit - first + (direction in ("LE", "GE"))
     if distance == 0 or (distance < 0 and direction != "NE"):
         return 0
-    if direction == "NE":  # The counter must hit the limit exactly.
+    if direction == "NE":  # The counter must reach the limit exactly.
         exact = step and distance % step == 0 and distance // step > 0
         return distance // step if exact else None
     return -(-distance // step) if step > 0 else None
@@ -376,7 +377,7 @@ def _root(scope) -> Instruction | None:
 
 
 def _element(whole, index, scope) -> _Number | None:
-    """Returns the value of an element of a tuple, None if unknown."""
+    """Returns the value of an element of a tuple; None if unknown."""
     if whole is None or whole.opcode != "tuple":
         return None
     return _value(scope.inside.get(whole.operands[index]), scope)
@@ -389,7 +390,7 @@ def _fused(instruction, scope) -> _Scope:
 
 
 def _comparison(instruction, scope) -> tuple[str, _Number, _Number] | None:
-    """Returns direction, left and right side of a condition, None if unknown."""
+    """Returns direction, left and right side of a condition; None if unknown."""
     if instruction is not None and instruction.opcode == "fusion":
         inner = _fused(instruction, scope)
         return _comparison(_root(inner), inner)
@@ -403,7 +404,7 @@ def _comparison(instruction, scope) -> tuple[str, _Number, _Number] | None:
 
 
 def _value(instruction, scope) -> _Number | None:
-    """Traces a number to a constant or the loop state, None if not possible."""
+    """Traces a number back to a constant or the loop state; None if not possible."""
     if instruction is None:
         return None
     opcode, operands = instruction.opcode, instruction.operands

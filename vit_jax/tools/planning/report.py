@@ -1,4 +1,4 @@
-"""Text report of an analysis: costs with their sources, and what makes it fit."""
+"""Text report of an analysis: costs with their sources, and changes that make it fit."""
 
 from collections.abc import Iterable, Iterator
 from operator import itemgetter
@@ -15,7 +15,7 @@ def text(analysis: Analysis, heading: str, limit_source: str = _COMPILER) -> str
     Args:
       analysis: the program.
       heading: first line.
-      limit_source: where the limit of memory comes from.
+      limit_source: source of the memory limit.
     """
     parts = [heading, _setting(analysis.settings), ""]
     parts += _memory(analysis, limit_source)
@@ -27,7 +27,7 @@ def text(analysis: Analysis, heading: str, limit_source: str = _COMPILER) -> str
 
 
 def verdict(analysis: Analysis) -> str:
-    """Returns a line on whether the program fits, and the margin."""
+    """Returns a line that says whether the program fits, and the margin."""
     if analysis.fits:
         if not analysis.limit_bytes:
             return "it compiles; the memory of a chip is unknown"
@@ -43,7 +43,7 @@ def verdict(analysis: Analysis) -> str:
 
 
 def remedies(changes: Iterable[tuple[str, Analysis]]) -> Iterator[str]:
-    """Yields a line per change with which the program fits, or one that none does.
+    """Yields a line for each change that makes the program fit, or says that none does.
 
     Args:
       changes: command-line flags of each change, and the analysis with it.
@@ -56,17 +56,17 @@ def remedies(changes: Iterable[tuple[str, Analysis]]) -> Iterator[str]:
         else:
             refused.append((row.peak_bytes, flags))
     if not any_fits:
-        yield f"no change alone fits; {least(refused)}"
+        yield f"no single change makes it fit; {least(refused)}"
 
 
 def least(sizes: Iterable[tuple[int, str]]) -> str:
-    """Returns a line on the smallest of several programs that do not fit.
+    """Returns a line about the smallest of several programs that do not fit.
 
     Args:
-      sizes: size of each in bytes, 0 if it does not compile, and its flags.
+      sizes: size of each program in bytes, 0 if it does not compile, and its flags.
     """
     size, flags = min(filter(itemgetter(0), sizes), default=(0, ""))
-    wanted = f"the least is {_gib(size)} GiB, with {flags}; " if size else ""
+    wanted = f"the smallest needs {_gib(size)} GiB, with {flags}; " if size else ""
     return f"{wanted}use a larger slice or a smaller batch"
 
 
@@ -113,7 +113,7 @@ def _work(analysis):
     yield line(
         "3 x the forward pass",
         f"{analysis.model_flops / 1e12:.3f}",
-        f"of the model; the program has {ratio:.3f} times as many",
+        f"of the model; the program computes {ratio:.3f} times as much",
     )
     yield line(
         "GB read and written",
@@ -122,10 +122,10 @@ def _work(analysis):
     )
     if analysis.kernels:
         names = (f"{name} {times} times" for name, times in analysis.kernels.items())
-        yield f"  kernels of libraries: {', '.join(names)}"
+        yield f"  library kernels: {', '.join(names)}"
     if analysis.unread_loops:
         yield (
-            f"  {analysis.unread_loops} loops count once, here and below: their trip "
+            f"  {analysis.unread_loops} loops are counted once, here and below: their trip "
             "counts are unknown"
         )
 
@@ -150,13 +150,13 @@ def _collectives(analysis):
             one["count"],
             f"{one['bytes'] / one['count'] / 1e6:.2f}",
             f"{one['sent'] / 1e6:.1f}",
-            f"{one['network'] / 1e6:.1f}",  # Not shown without its heading.
+            f"{one['network'] / 1e6:.1f}",  # Shown only if its heading is.
             one["purpose"],
         )
     for one in analysis.unexpected:
         yield (
             f"  warning: {one['kind']}, {one['count']} x "
-            f"{one['bytes'] / one['count'] / 1e6:.2f} MB, grows with the batch, though "
+            f"{one['bytes'] / one['count'] / 1e6:.2f} MB, grows with the batch, although "
             f"this mesh only copies parameters; it comes from {one['place'] or 'unknown'}"
         )
 
@@ -165,7 +165,7 @@ def _time(analysis):
     bounds = analysis.roofline
     yield "Lower bound on the time of a step, ms (not a prediction)"
     if bounds is None:
-        yield "  unknown, because the chip is"
+        yield "  unknown, because the chip is unknown"
         return
     yield line("products", _ms(bounds.compute), "")
     yield line("memory", _ms(bounds.memory), "")
@@ -181,7 +181,7 @@ def _time(analysis):
 
 
 def line(name: str, value: str, note: str) -> str:
-    """Returns a line of a report: the name of a number, the number, its source."""
+    """Returns a line of a report: name, value and source of a number."""
     return f"  {name:<24} {value:>9}  {note}".rstrip()
 
 

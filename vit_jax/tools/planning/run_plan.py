@@ -1,7 +1,7 @@
 """Plans a whole run: days, hosts, checkpoints and failures, from the costs of a step.
 
-What the compiled program does not show is an assumption, measured or guessed, which
-`compile --plan=name=value,...` changes. The report prints all of them.
+Properties that the compiled program does not show are assumptions, measured or guessed,
+which `compile --plan=name=value,...` changes. The report prints all of them.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ _RUNS = 100
 _FACTORS = 0.25, 0.5, 1.0, 2.0, 4.0  # Simulated intervals, as multiples of Young's.
 
 
-# Source of an assumption -> its description in the report.
+# Description in the report, by source of an assumption.
 _SOURCES = {
     "measured": "measured by us, not on a TPU (docs/benchmarks.md)",
     "published": "published (docs/compile.md)",
@@ -39,23 +39,25 @@ def _by(source: str, default: float) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Assumptions:
-    """What the compiler cannot know; docs/compile.md has the sources.
+    """Properties that the compiler does not know; docs/compile.md has their sources.
 
     Attributes:
-      mfu: share of the chips' peak that the model's products reach.
+      mfu: fraction of the chips' peak that the model's products reach.
       dcn: GB per second that a TPU sends to other slices.
-      host_days: mean days between failures of a host, its chips included.
-      notice: seconds until a lost host is noticed and the others have ended.
+      host_days: mean number of days between failures of a host, including its chips.
+      notice: seconds until the loss of a host is detected and the other hosts have
+        exited.
       replace: seconds until the scheduler has restarted the job.
-      start: seconds from the start of the processes to the first step, without restoring.
+      start: seconds from the start of the processes to the first step, without
+        restoring.
       copy: GB per second that a host copies from its devices, while the steps wait.
-      disk_write, disk_read: GB per second that a host writes to and restores from its
-        local disk.
+      disk_write: GB per second that a host writes to its local disk.
+      disk_read: GB per second that a host restores from its local disk.
       store: GB per second that a host writes to or reads from the storage.
-      image_bytes: average bytes of an image file.
+      image_bytes: average size of an image file in bytes.
       cpu_images: images per second that one CPU decodes and crops.
-      host_cpus: number of CPUs of a host.
-      price: price of a chip per hour.
+      host_cpus: number of CPUs per host.
+      price: price per chip and hour.
     """
 
     mfu: float = _by("assumed", 0.4)
@@ -69,10 +71,10 @@ class Assumptions:
     disk_write: float = _by("measured", 0.56)
     disk_read: float = _by("measured", 0.57)
     store: float = _by("assumed", 0.5)
-    # ImageNet's training files, 138 GB of 1.28 million.
+    # The training files of ImageNet: 138 GB for 1.28 million images.
     image_bytes: float = _by("published", 110_000.0)
     cpu_images: float = _by("measured", 776.0)
-    # ct5lp-hightpu-4t, 4 chips of v5e (the same page).
+    # ct5lp-hightpu-4t, 4 chips of v5e (from the page above).
     host_cpus: float = _by("published", 112.0)
     price: float = _by("assumed", 0.0)
 
@@ -85,7 +87,7 @@ def parse(text: str) -> Assumptions:
     """Parses assumptions: "mfu=0.5,price=1.2".
 
     Raises:
-      UserError: a name is unknown, or a value is no positive number.
+      UserError: a name is unknown, or a value is not a positive number.
     """
     known = {field.name for field in dataclasses.fields(Assumptions)}
     values = {}
@@ -93,7 +95,7 @@ def parse(text: str) -> Assumptions:
         name, _, value = item.partition("=")
         if name not in known:
             raise UserError(
-                f"--plan: {name!r} is no assumption; they are {', '.join(sorted(known))}"
+                f"--plan: {name!r} is not one of {', '.join(sorted(known))}: correct it"
             )
         try:
             values[name] = float(value)
@@ -116,13 +118,13 @@ class Checkpoints:
     Attributes:
       place: "local" for the hosts' disks, or "storage".
       key: config key of the interval in steps.
-      host_bytes: bytes that a host writes: all that its devices hold to its local disk,
-        an equal share to the storage.
+      host_bytes: bytes that a host writes: to its local disk all that its devices hold,
+        to the storage an equal share.
       job: the run, for `goodput.simulate`.
-      shares: interval between checkpoints in steps -> share of the time that is work,
-        one value per simulated run.
+      shares: fraction of time that is useful work, one value per simulated run, by
+        interval between checkpoints in steps.
       young: Young's interval, in steps.
-      stated: interval of the config, in steps; 0 if unset.
+      stated: interval in the config, in steps; 0 if unset.
     """
 
     place: str
@@ -135,30 +137,31 @@ class Checkpoints:
 
     @property
     def best(self) -> int:
-        """Interval with the highest mean share, in steps."""
+        """Interval with the highest mean fraction of useful work, in steps."""
         return max(self.shares, key=lambda every: self.shares[every].mean())
 
     @property
     def goodput(self) -> float:
-        """Mean share of the time that is work at the best interval."""
+        """Mean fraction of time that is useful work, at the best interval."""
         return float(self.shares[self.best].mean())
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What a run needs.
+    """The requirements of a run.
 
     Attributes:
-      chips, hosts: numbers of chips and hosts.
+      chips: number of chips.
+      hosts: number of hosts.
       steps: number of training steps.
       images: images per step.
-      step_seconds: time of a step: the longest of the floor, of the products at `mfu`,
-        and of the bytes between slices at `dcn`.
-      bound: the longest of them: "floor", "mfu" or "dcn".
+      step_seconds: time of a step: the maximum of the lower bound, the time of the
+        products at `mfu`, and the time of the bytes between slices at `dcn`.
+      bound: the largest of these three: "floor", "mfu" or "dcn".
       sent_bytes: bytes that a chip sends per step, over links within its slice or host,
         and over the network between slices or hosts.
       state_bytes: size of a checkpoint.
-      checkpoints: those on the hosts' disks and those on the storage.
+      checkpoints: checkpoints on the hosts' disks and on the storage.
     """
 
     chips: int
@@ -181,7 +184,7 @@ class Plan:
 
     @property
     def days(self) -> float:
-        """Days in all, with the cheaper kind of checkpoints."""
+        """Total number of days, with the cheaper kind of checkpoints."""
         return self.days_of_steps / max(each.goodput for each in self.checkpoints)
 
     @property
@@ -189,7 +192,7 @@ class Plan:
         return self.days * 24 * self.chips
 
     def input_hosts(self, assumed: Assumptions) -> int:
-        """Returns the number of hosts that decode and crop the images with all CPUs."""
+        """Returns the number of hosts whose CPUs can decode and crop the images."""
         cpus = self.images_per_second / assumed.cpu_images
         return math.ceil(cpus / assumed.host_cpus)
 
@@ -210,10 +213,10 @@ def make(
       chips: number of chips.
       hosts: number of hosts.
       steps: number of training steps.
-      intervals: steps between checkpoints on the hosts' disks and on the storage; 0
-        without an interval in the config.
+      intervals: steps between checkpoints on the hosts' disks and on the storage; 0 if
+        the config sets no interval.
       peak: operations per second of a chip.
-      assumed: what the compiler cannot know.
+      assumed: properties that the compiler does not know.
 
     Raises:
       UserError: hosts fail so often that the run makes no progress.
@@ -221,7 +224,7 @@ def make(
     rows = analysis.collectives
     links = sum(one["sent"] for one in rows if not one["slices"])
     slices = sum(one["sent"] for one in rows if one["slices"])
-    network = sum(one["network"] for one in rows)  # Of GPUs: in the floor already.
+    network = sum(one["network"] for one in rows)  # For GPUs, the floor includes it.
     times = {
         "floor": analysis.roofline.floor,
         "mfu": analysis.model_flops / (peak * assumed.mfu),
@@ -250,7 +253,7 @@ def _simulated(
     intervals: tuple[int, int],
     assumed: Assumptions,
 ) -> tuple[Checkpoints, ...]:
-    """Returns the checkpoints of a run whose steps take some seconds, see `make`."""
+    """Returns the checkpoints of a run with a given time per step, see `make`."""
     down = assumed.notice + assumed.replace + assumed.start
     held = analysis.host_state_bytes  # Every host restores what its devices hold.
     stall = held / (assumed.copy * 1e9)
@@ -286,10 +289,10 @@ def _simulated(
 
 
 def to_json(plan: Plan, assumed: Assumptions, examples: int = 0) -> dict:
-    """Returns the plan as plain numbers, with the mean of the shares of each interval.
+    """Returns the plan as plain numbers, with the mean fraction for each interval.
 
     Args:
-      plan, assumed, examples: see `text`.
+      plan, assumed, examples: arguments of `text`.
     """
     row = dataclasses.asdict(plan)
     for shown, each in zip(row["checkpoints"], plan.checkpoints, strict=True):
@@ -306,7 +309,7 @@ def to_json(plan: Plan, assumed: Assumptions, examples: int = 0) -> dict:
 
 
 def text(plan: Plan, assumed: Assumptions, examples: int = 0) -> Iterable[str]:
-    """Yields the lines of the report.
+    """Yields the lines of the report about a plan.
 
     Args:
       plan: result of `make`.
@@ -330,7 +333,7 @@ def text(plan: Plan, assumed: Assumptions, examples: int = 0) -> Iterable[str]:
         yield from _checkpoints(plan, each)
     best = max(plan.checkpoints, key=lambda each: each.goodput)
     yield ""
-    yield "In all"
+    yield "In total"
     yield line("days", f"{plan.days:.2f}", f"--config.{best.key}={best.best}")
     cost = f"{plan.chip_hours * assumed.price:,.0f} at {assumed.price:g} each"
     cost *= bool(assumed.price)
@@ -360,11 +363,11 @@ def _checkpoints(plan, checkpoints):
     yield line("GB per checkpoint", f"{plan.state_bytes / 1e9:.2f}", "")
     yield line("GB written per host", f"{checkpoints.host_bytes / 1e9:.2f}", "")
     yield line("seconds of stall", f"{job.stall:.1f}", "the steps wait for the copy")
-    yield line("seconds until it counts", f"{job.write:.1f}", "")
-    yield line("seconds per restart", f"{job.restart:.0f}", "restoring included")
+    yield line("seconds until restorable", f"{job.write:.1f}", "")
+    yield line("seconds per restart", f"{job.restart:.0f}", "including restoring")
     yield line("hours between failures", f"{job.mean_time / HOUR:.1f}", "of any host")
     yield line("failures", f"{job.work / job.mean_time:.1f}", "in the days of steps")
-    yield f"  share of the time that is work, {_RUNS} simulated runs of each:"
+    yield f"  fraction of time that is useful work, {_RUNS} simulated runs each:"
     yield "  {:>10} {:>9} {:>8} {:>8} {:>8}".format(
         "steps", "seconds", "mean", "5 %", "95 %"
     )
@@ -379,7 +382,7 @@ def _checkpoints(plan, checkpoints):
 
 
 def _sources(assumed, examples):
-    """Yields the assumptions, a line per source."""
+    """Yields the assumptions, one line per source."""
     by_source = {source: [] for source in _SOURCES}
     if examples:
         by_source["assumed"].append(f"--examples={examples}")

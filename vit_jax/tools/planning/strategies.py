@@ -15,7 +15,7 @@ from vit_jax.tools.planning import analysis
 from vit_jax.tools.planning.analysis import Analysis
 from vit_jax.training.config import TrainConfig, complete
 
-# From most memory to most recomputation.
+# From the most memory to the most recomputation.
 REMAT = tuple(repetition.REMAT_POLICIES)
 _DEFAULT = {"data": -1, "fsdp": 1, "model": 1}
 _WIDTHS = (11, 9, 5, 9, 9, 10, 9)
@@ -23,7 +23,7 @@ HEADING = ("mesh", "remat", "scan", "GiB", "TFLOP", "MB sent", "floor ms")
 
 
 def meshes_for(devices: int, model: bool) -> list[dict]:
-    """Returns meshes worth trying, as axis -> size.
+    """Returns meshes worth trying, each with sizes by axis.
 
     Args:
       devices: total number of devices.
@@ -50,8 +50,8 @@ def parse_meshes(text: str) -> list[dict]:
             known = axis in _DEFAULT and axis not in sizes
             if not known or not re.fullmatch(r"-?\d+", size):
                 raise UserError(
-                    f"--meshes: {word!r} in {words!r} is not an axis with a size, each "
-                    "axis once: write meshes as data=-1,fsdp=16,fsdp=4+model=2"
+                    f"--meshes: {word!r} in {words!r} is not an axis with a size, or "
+                    "repeats an axis: write meshes as data=-1,fsdp=16,fsdp=4+model=2"
                 )
             sizes[axis] = int(size)
         parsed.append(_DEFAULT | sizes)
@@ -76,9 +76,9 @@ def compare(
       devices: devices of the topology.
       examples: number of training examples.
       limit: bytes of a chip that a program can use; None if unknown.
-      sizes: meshes, as axis -> size.
+      sizes: meshes, each with sizes by axis.
       policies: remat policies; one is enough for a network without blocks.
-      scans: values of `model.scan`; that of the config if empty.
+      scans: values of `model.scan`; only the config's value if empty.
 
     Yields:
       Analyses, each as soon as it is ready.
@@ -110,7 +110,7 @@ def remedies(
     examples: int,
     limit: int | None,
 ) -> Iterator[tuple[str, Analysis]]:
-    """Compiles changes of a config whose program does not fit, each alone.
+    """Compiles separate changes of a config whose program does not fit.
 
     Args:
       config: complete config.
@@ -120,8 +120,8 @@ def remedies(
       limit: bytes of a chip that a program can use; None if unknown.
 
     Yields:
-      Command-line flags of a change, and its analysis, each as soon as it is ready; of
-      a change in several sizes the smallest that fits, or else the largest.
+      Command-line flags of a change and its analysis, each as soon as it is ready. For
+      a change with several sizes, this is the smallest that fits, or else the largest.
     """
 
     def analyse(keys):
@@ -132,7 +132,7 @@ def remedies(
     for sizes in changes(refused.settings):
         attempts = functools.cache(lambda i, sizes=sizes: analyse(sizes[i]))
         best = len(sizes) - 1
-        # Larger ones take less memory: if the largest does not fit, none does.
+        # Larger ones need less memory: if the largest does not fit, none does.
         if attempts(best).fits:
             best = bisect.bisect(range(best), False, key=lambda i: attempts(i).fits)
         words = [f"--config.{key}={value}" for key, value in sizes[best].items()]
@@ -140,20 +140,20 @@ def remedies(
 
 
 def changes(settings: dict) -> list[list[dict]]:
-    """Returns changes that reduce the memory of a program, each in rising sizes.
+    """Returns changes that reduce the memory of a program, each in increasing sizes.
 
     Args:
-      settings: see `analysis.settings`.
+      settings: result of `analysis.settings`.
 
     Returns:
-      Changes; each a list of dotted config key -> value.
+      Changes, each as a list of values by dotted config key.
     """
     mesh, now = settings["mesh"], settings["grad_accum_steps"]
     whole = mesh["data"] // settings["dcn"]["dcn_data"]
     rows = settings["batch_size"] // math.prod(mesh[axis] for axis in meshes.BATCH_AXES)
     parts = [2**n for n in range(1, whole.bit_length()) if whole % 2**n == 0]
     options = [
-        # Both axes, because the size of "data" in a config would not shrink by itself.
+        # Both axes are set, because "data" in a config would not shrink by itself.
         [{"mesh.data": mesh["data"] // n, "mesh.fsdp": mesh["fsdp"] * n} for n in parts]
     ]
     if settings["remat_policy"] not in (None, "full"):
@@ -179,13 +179,13 @@ def variant(config: TrainConfig, sizes: dict, policy: str, scan: bool) -> TrainC
 
 
 def unfit(config: TrainConfig, reason: str) -> Analysis:
-    """Returns the row for a mesh that does not fit the config or the devices."""
+    """Returns a row for a mesh that does not fit the config or the devices."""
     mesh = {axis: getattr(config.mesh, axis) for axis in meshes.AXES}
     return Analysis(analysis.settings(config, mesh), error=reason)
 
 
 def fastest(rows: Sequence[Analysis]) -> Analysis | None:
-    """Returns the fitting row with the lowest floor, None if none fits.
+    """Returns the fitting row with the lowest floor; None if none fits.
 
     Rows with unknown trip counts come last: their floors are too low.
     """
@@ -198,7 +198,7 @@ def fastest(rows: Sequence[Analysis]) -> Analysis | None:
 
 
 def flags(row: Analysis) -> str:
-    """Returns the command-line flags for a row's settings, all mesh axes included."""
+    """Returns the command-line flags for a row's settings, including all mesh axes."""
     dcn = row.settings["dcn"]
     if set(dcn.values()) == {1}:
         dcn = {}  # Chosen automatically, as in the config of the row.
@@ -232,7 +232,7 @@ def line(row: Analysis | None = None) -> str:
 
 def _note(row: Analysis) -> str:
     if row.unread_loops:
-        return f"  {row.unread_loops} loops count once: the floor is too low"
+        return f"  {row.unread_loops} loops are counted once: the floor is too low"
     if row.fits:
         return ""
     return "  does not fit" if row.peak_bytes else f"  does not compile: {row.error}"

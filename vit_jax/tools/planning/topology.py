@@ -13,16 +13,16 @@ from vit_jax.errors import UserError
 from vit_jax.tools.planning import gpus
 
 _ENVIRONMENT = {
-    "JAX_PLATFORMS": "cpu",  # Computes small things here, such as random keys.
+    "JAX_PLATFORMS": "cpu",  # For small computations, such as random keys.
     # Keeps libtpu from looking for a TPU and asking the cloud about it. The type is
-    # replaced by that of each topology.
+    # replaced by the one of each topology.
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_ACCELERATOR_TYPE": "v5litepod-8",
     "TPU_WORKER_HOSTNAMES": "localhost",
     "TPU_WORKER_ID": "0",
     "TPU_LOG_DIR": "disabled",
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # Two compilers at once are no conflict.
-    # Programs for TPUs cannot be loaded here.
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # Two compilers at the same time do not conflict.
+    # Programs for TPUs cannot be loaded on this machine.
     "JAX_ENABLE_COMPILATION_CACHE": "false",
 }
 
@@ -31,10 +31,10 @@ _SIZE = r"([\d.]+)([BKMGT]?)"
 _SHORTAGES = (
     # The live arrays do not fit at the same time.
     rf"Used {_SIZE} of {_SIZE} hbm",
-    # Refused before buffers are assigned.
+    # Rejected before buffers are assigned.
     rf"temporaries \({_SIZE}\) exceeds available HBM \({_SIZE}\)",
 )
-_HOST_SIDE = 2  # A host has 2 x 2 chips where a slice is large enough.
+_HOST_SIDE = 2  # A host has 2 x 2 chips if a slice is large enough.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Generation:
 
     Attributes:
       axes: number of dimensions of its interconnect, a torus or mesh.
-      example: a shape that exists.
+      example: an existing shape.
       options: options of libtpu.
     """
 
@@ -55,7 +55,7 @@ class Generation:
 GENERATIONS = {
     "v2": Generation(2, "4x4"),
     "v3": Generation(2, "4x4"),
-    # Two cores are one device, as v4 is always run.
+    # Two cores are one device, which is how v4 is always used.
     "v4": Generation(3, "4x4x4", {"chip_config_name": "megacore"}),
     "v5e": Generation(2, "16x16"),
     "v5p": Generation(3, "4x4x4"),
@@ -69,7 +69,7 @@ class Slices:
     """A TPU slice, or several joined by the data centre network.
 
     Attributes:
-      generation: a key of GENERATIONS.
+      shape: number of chips along each axis of one slice.
       shape: chips along each axis of one slice.
       slices: number of slices.
     """
@@ -85,21 +85,21 @@ class Slices:
 
     @property
     def text(self) -> str:
-        """Number and name of the slices, for reports."""
+        """Number and name of the slices, in reports."""
         return f"{self.slices} x {self.name}"
 
-    memory_source = "reported by the compiler"  # Of `usable_memory`, for reports.
-    compilers = ("jax", "libtpu")  # Packages that decide the program.
+    memory_source = "reported by the compiler"  # Source of `usable_memory` in reports.
+    compilers = ("jax", "libtpu")  # Packages that determine the program.
 
     def prepare(self) -> None:
         """Sets the environment of libtpu and JAX; call before importing JAX."""
         os.environ.update(_ENVIRONMENT)
 
     def devices(self) -> list:
-        """Returns the JAX devices, which can only be compiled for.
+        """Returns JAX devices for which programs can be compiled but not run.
 
         Raises:
-          UserError: libtpu is missing or does not know the slice.
+          UserError: libtpu is missing or does not support the slice.
         """
         require_libtpu()
         import jax
@@ -125,14 +125,15 @@ class Slices:
           device: one of `devices`.
 
         Returns:
-          Bytes, to 2 decimals of a GiB; None if the compiler did not report it.
+          Number of bytes, exact to 0.01 GiB; None if the compiler did not report it.
         """
         import jax
         import jax.numpy as jnp
         import numpy as np
         from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-        # The compiler reports the limit when it refuses a program, such as one of 16 TiB.
+        # The compiler reports the limit when it rejects a program, such as one of 16
+        # TiB.
         sharding = NamedSharding(Mesh(np.asarray([device]), "x"), PartitionSpec())
         huge = jax.ShapeDtypeStruct((1 << 14, 1 << 30), jnp.uint8)
         flipped = jax.jit(

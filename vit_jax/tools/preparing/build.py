@@ -24,9 +24,9 @@ from vit_jax.tools.preparing import metadata, shards
 from vit_jax.tools.preparing.shards import Shard, Skipped, WrittenShard
 
 SUFFIX = ".incomplete"
-_STATE = ".state"  # Folder of notes on finished shards; not part of the finished set.
+_STATE = ".state"  # Folder with a note for each finished shard; removed at the end.
 _PLAN = "plan.json"
-_REPORT_EVERY = 64  # Records, from a worker.
+_REPORT_EVERY = 64  # Number of records between two reports of a worker.
 _POLL_SECONDS = 0.2
 _ANEW = (
     "add --verify to check it, or remove it or choose another --data_dir to prepare it "
@@ -39,8 +39,8 @@ class Staging:
 
     Attributes:
       target: final folder.
-      folder: unfinished folder beside it.
-      state: folder of notes on finished shards.
+      folder: unfinished folder next to it.
+      state: folder with a note for each finished shard.
     """
 
     def __init__(self, target: pathlib.Path):
@@ -62,7 +62,7 @@ class Staging:
         metadata.save_json(self.state / f"{file_name}.json", note)
 
     def finish(self) -> dict:
-        """Renames the folder, which is complete, and returns its manifest."""
+        """Renames the complete folder, and returns its manifest."""
         content = metadata.load_manifest(self.folder)
         shutil.rmtree(self.state, ignore_errors=True)
         _sync(self.folder)
@@ -77,22 +77,22 @@ class Staging:
         if free < size:
             raise UserError(
                 f"the disk of {self.target.parent} has {free / 1e6:,.1f} MB free, but "
-                f"about {size / 1e6:,.1f} MB are to be written: make room or choose "
+                f"about {size / 1e6:,.1f} MB will be written: make room or choose "
                 "another --data_dir"
             )
 
 
 @contextlib.contextmanager
 def begin(target: pathlib.Path, plan: Mapping) -> Iterator[Staging]:
-    """Begins a data set, or resumes one that was interrupted.
+    """Starts a data set, or resumes one that was interrupted.
 
     Args:
       target: final folder.
-      plan: input and options as plain values; only a set of an equal plan is resumed.
+      plan: input and options as plain values; only a set with an equal plan is resumed.
 
     Raises:
-      UserError: the target exists, another process is writing it, it was begun with
-        another plan, or the folder cannot be made.
+      UserError: the target exists, another process is writing it, it was started with
+        another plan, or the folder cannot be created.
     """
     staging = Staging(target)
     refuse_existing(target, plan)
@@ -100,7 +100,7 @@ def begin(target: pathlib.Path, plan: Mapping) -> Iterator[Staging]:
         staging.folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(
-            f"cannot make {staging.folder}: {error.strerror}; choose another --data_dir"
+            f"cannot create {staging.folder}: {error.strerror}; choose another --data_dir"
         ) from error
     busy = f"another process is preparing {target}: wait for it"
     with lock_folder(staging.folder, busy) as handle:
@@ -114,7 +114,7 @@ def begin(target: pathlib.Path, plan: Mapping) -> Iterator[Staging]:
 
 
 class Exists(UserError):
-    """The set, a folder with a manifest, exists, made as it is asked for."""
+    """The set exists as a folder with a manifest, and was made as requested."""
 
     def __init__(self, target: pathlib.Path, content: dict):
         super().__init__(f"{target} exists: {_ANEW}")
@@ -125,7 +125,7 @@ def refuse_existing(target: pathlib.Path, plan: Mapping = MappingProxyType({})) 
     """Checks that the target does not exist.
 
     Raises:
-      Exists: the target was made with this plan, of which a part may be known.
+      Exists: the target was made with this plan, which may be known only in part.
       UserError: the target exists.
     """
     if not target.exists():
@@ -157,7 +157,7 @@ def _compare_plan(staging: Staging, plan: Mapping) -> None:
     for folder in (staging.folder, staging.state):
         for stale in folder.glob(f"*{shards.PART}"):
             stale.unlink()
-    if (staging.folder / metadata.MANIFEST).exists():  # Only the rename is missing.
+    if (staging.folder / metadata.MANIFEST).exists():  # Only the renaming is missing.
         begun = metadata.load_manifest(staging.folder)["made_from"]
     elif (staging.state / _PLAN).exists():
         begun = json.loads((staging.state / _PLAN).read_text())
@@ -168,8 +168,8 @@ def _compare_plan(staging: Staging, plan: Mapping) -> None:
     if begun != plan:
         keys = [key for key in plan if plan[key] != begun.get(key)]
         raise UserError(
-            f"{staging.folder} was begun from other input or with other flags "
-            f"({', '.join(keys)}): remove it to begin anew, or use the former ones"
+            f"{staging.folder} was started with other input or other flags "
+            f"({', '.join(keys)}): remove it to start again, or use the former ones"
         )
 
 
@@ -189,10 +189,11 @@ class Job(Protocol):
     Attributes:
       dataset: TFDS name, without configuration and version.
       shards: all shards, split by split, in order.
-      plan: plain values that identify its input and options, among them "source", its
-        folder, and "on_error", "skip" to leave out records that cannot be used.
+      plan: plain values that identify its input and options, including "source", its
+        folder, and "on_error", "skip" to omit records that cannot be used.
       size: approximate size of the finished set, in bytes.
-      unit: what `start` and `stop` of a shard count: "records" or "B", bytes of the input.
+      unit: unit of `start` and `stop` of a shard: "records" or "B" (bytes of the
+        input).
     """
 
     dataset: str
@@ -202,7 +203,7 @@ class Job(Protocol):
     unit: str
 
     def records(self, shard: Shard) -> Iterator[bytes | Skipped]:
-        """Yields serialized examples, and what cannot be one."""
+        """Yields serialised examples, or `Skipped` for unusable records."""
 
     def describe(
         self, folder: pathlib.Path, splits: Mapping[str, Sequence[WrittenShard]]
@@ -218,7 +219,7 @@ def build(job: Job, target: pathlib.Path, processes: int = 1) -> dict:
     """Builds a data set, or resumes one that was interrupted.
 
     Args:
-      job: data set to make.
+      job: the data set to make.
       target: final folder.
       processes: number of processes that write shards.
 
@@ -239,8 +240,8 @@ def build(job: Job, target: pathlib.Path, processes: int = 1) -> dict:
             for name, written in splits.items():
                 if not any(shard.records for shard in written):
                     raise UserError(
-                        f"split {name!r} has no record that can be read: leave it out "
-                        "with --splits or mend its files"
+                        f"split {name!r} has no readable record: leave it out "
+                        "with --splits or repair its files"
                     )
             job.describe(staging.folder, splits)
             _check_opens(staging.folder, splits)
@@ -270,8 +271,8 @@ class _Worker:
     """Builds one shard at a time.
 
     Attributes:
-      count: function to which the progress is reported, in units of the job.
-      check: function that raises _Stopped when another process failed.
+      count: function called with the progress, in units of the job.
+      check: function that raises _Stopped if another process failed.
     """
 
     job: Job
@@ -296,7 +297,7 @@ class _Worker:
             if self.job.plan["on_error"] != "skip":
                 path = os.path.join(self.job.plan["source"], record.record)
                 raise UserError(
-                    f"{path} {record.reason}: mend or remove it, or set "
+                    f"{path} {record.reason}: repair or remove it, or set "
                     "--on_error=skip to leave such images out"
                 )
             skipped.append({"split": split, **dataclasses.asdict(record)})
@@ -311,14 +312,14 @@ class _Worker:
             if seen % _REPORT_EVERY == 0:
                 self.count(done - counted)
                 counted = done
-        self.count(shard.stop - shard.start - counted)  # Includes what is not counted.
+        self.count(shard.stop - shard.start - counted)  # Units without records too.
 
 
 def _in_processes(job, staging, todo, processes, bar) -> Iterator[tuple]:
     """Yields (shard, note) as worker processes finish them."""
-    # A forked process may hang when its parent has threads, and TFDS starts some.
+    # A forked process may hang if its parent has threads, and TFDS starts some.
     context = multiprocessing.get_context("spawn")
-    with _blocked():  # This starts multiprocessing's process that tracks resources.
+    with _blocked():  # This starts the resource tracker process of multiprocessing.
         counter, stop = context.Value("q", 0), context.Value("b", 0, lock=False)
     executor = concurrent.futures.ProcessPoolExecutor(
         min(processes, max(1, len(todo))),
@@ -352,9 +353,9 @@ def _in_processes(job, staging, todo, processes, bar) -> Iterator[tuple]:
 
 @contextlib.contextmanager
 def _blocked() -> Iterator[None]:
-    """Has processes that are started inside not hear the signals that end this one.
+    """Makes processes that are started inside ignore the signals that stop this one.
 
-    They are often sent to a whole group of processes, and this one ends the others.
+    Signals are often sent to a whole group of processes; this process stops the others.
     """
     ending = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ending)
@@ -365,7 +366,7 @@ def _blocked() -> Iterator[None]:
 
 
 def _start_worker(job, staging, counter, stop):
-    """Initializes a worker process, which ends with its parent, even by SIGKILL."""
+    """Initialises a worker process, which ends with its parent, even by SIGKILL."""
     global _worker
     workers.end_with_parent()
     keep_warnings_from_raising()
@@ -386,7 +387,7 @@ def _make_in_worker(shard):
 
 
 def _check_opens(folder: pathlib.Path, splits: Mapping[str, Sequence]) -> None:
-    """Checks that TFDS reads the set and finds the written counts."""
+    """Checks that TFDS can read the set and finds the written number of records."""
     import tensorflow_datasets as tfds
 
     builder = tfds.builder_from_directory(folder)

@@ -11,8 +11,8 @@ class ExampleFormat:
     """Features of a data set: "image", "path", and perhaps "label" and "text".
 
     Attributes:
-      class_names: names of the classes in label order; () if there are none.
-      labelled: whether records have a class number; with names they do.
+      class_names: class names in label order; () if there are none.
+      labelled: whether records have a class number; always true with class names.
       captioned: whether records have a caption.
     """
 
@@ -33,17 +33,17 @@ class ExampleFormat:
         if self.captioned:
             features["text"] = tfds.features.Text(doc="Caption of the image.")
         features["path"] = tfds.features.Text(
-            doc="File that the image was, in the folder."
+            doc="Path of the image file, relative to the folder."
         )
         return tfds.features.FeaturesDict(features)
 
     def serializer(self) -> Callable[[Mapping], bytes]:
-        """Returns a function from the features of a record, files as bytes, to its example."""
+        """Returns a function from a record's features, files as bytes, to its example."""
         from tensorflow_datasets.core import example_serializer
 
         specs = self.features().get_serialized_info()
         serializer = example_serializer.ExampleSerializer(specs)
-        # Otherwise the order of a map's fields may differ between processes.
+        # Otherwise, the order of a map's fields may differ between processes.
         return lambda record: serializer.get_tf_example(record).SerializeToString(
             deterministic=True
         )

@@ -1,4 +1,4 @@
-"""The job of turning an image folder into a TFDS data set."""
+"""The job that converts an image folder to a TFDS data set."""
 
 import dataclasses
 import os
@@ -17,10 +17,10 @@ from vit_jax.tools.preparing.shards import Shard, Skipped, WrittenShard, divide
 
 @dataclasses.dataclass(frozen=True)
 class ImageFolder:
-    """Job: the files' content unchanged, with label and path; see `build.Job`.
+    """Job: the unchanged content of the files, with label and path; see `build.Job`.
 
     Attributes:
-      sources: split -> its files, in the folder reader's order.
+      sources: files by split, in the order of the folder reader.
     """
 
     request: Request
@@ -59,18 +59,16 @@ class ImageFolder:
     def describe(
         self, folder: pathlib.Path, splits: Mapping[str, Sequence[WrittenShard]]
     ) -> None:
-        text = (
-            "Made of a folder of images by vit_jax.prepare; their bytes are unchanged."
-        )
+        text = "Made from a folder of images by vit_jax.prepare; their bytes are unchanged."
         features = self.format.features()
         metadata.write_info(folder, self.request.name, features, splits, text)
 
 
 def open_images(request: Request) -> ImageFolder:
-    """Returns the job of turning a folder, <source>/<split>/<class>/**/, into a data set.
+    """Returns the job that converts images in <source>/<split>/<class>/**/.
 
     Raises:
-      UserError: the folder has another layout.
+      UserError: the folder has another structure.
     """
     root = request.source
     splits = list(request.splits or folder.splits_of(root))
@@ -97,18 +95,18 @@ def open_images(request: Request) -> ImageFolder:
 def _stat(source: folder.FolderSource, i: int) -> tuple[str, int, int]:
     try:
         stat = os.stat(source.describe(i))
-    except OSError:  # A broken link, which is reported when it is read.
+    except OSError:  # A broken link; reading it reports the error.
         return source.record_id(i), -1, -1
     return source.record_id(i), stat.st_size, stat.st_mtime_ns
 
 
 def _check_names(names: Sequence[str]) -> None:
-    """Checks that each name fits a line of TFDS's label file."""
+    """Checks that each name fits in a line of TFDS's label file."""
     for name in names:
         one_line = len(name.splitlines()) == 1 and name.isprintable()
         if name != name.strip() or not one_line:
             raise UserError(
-                f"class folder {name!r} begins or ends with a space, or has characters "
+                f"class folder {name!r} starts or ends with a space, or has characters "
                 "that cannot be printed: rename it"
             )
 

@@ -1,7 +1,7 @@
-"""Files beside the records: TFDS's description of a data set, and the manifest.
+"""Files next to the records: TFDS's description of a data set, and the manifest.
 
 TFDS reads dataset_info.json, features.json and label files. manifest.json has counts
-and checksums of all files, by which the set is verified later.
+and checksums of all files, to verify the set later.
 """
 
 import collections
@@ -44,7 +44,7 @@ class DatasetName:
         """Parses a name; a missing part is "".
 
         Raises:
-          UserError: `text` is no name; the message names `flag`.
+          UserError: `text` is not a name; the message names `flag`.
         """
         match = _NAME.fullmatch(text)
         if not match:
@@ -69,7 +69,7 @@ class PreparedInfo:
 
     Attributes:
       file_format: format of the records: "tfrecord", "array_record", ...
-      splits: split name -> (path, number of records) of its files in order.
+      splits: (path, number of records) of the files in order, by split name.
     """
 
     name: DatasetName
@@ -81,11 +81,11 @@ def find(source: pathlib.Path, name: DatasetName) -> pathlib.Path:
     """Returns the folder with dataset_info.json of a prepared data set.
 
     Args:
-      source: that folder, or the `data_dir` above it.
-      name: name of the set; empty parts match any.
+      source: the folder with dataset_info.json, or the `data_dir` above it.
+      name: name of the set; empty parts match anything.
 
     Raises:
-      UserError: no such set, or the folder holds another one.
+      UserError: the set does not exist, or the folder holds another one.
     """
     if not (source / "dataset_info.json").is_file():
         return find_prepared(source, name)
@@ -104,12 +104,12 @@ def find_prepared(data_dir: pathlib.Path, name: DatasetName) -> pathlib.Path:
     """Returns the folder of a prepared set, by default of the newest version.
 
     Raises:
-      UserError: no such set, or it is damaged.
+      UserError: the set does not exist or is damaged.
     """
     builder = tfds_source.find_prepared(str(name), str(data_dir))
     if builder is None:
         raise UserError(
-            f"{data_dir} holds no readable {name}: name the data_dir above it, or the "
+            f"{data_dir} holds no readable {name}: give the data_dir above it, or the "
             "folder with its dataset_info.json and features.json (which TFDS writes "
             "since version 4)"
         )
@@ -129,7 +129,7 @@ def read_info(folder: pathlib.Path) -> PreparedInfo:
             builder = tfds.builder_from_directory(folder)
     except UserError:
         raise
-    except Exception as error:  # Parsers of JSON, protocol buffers and features.
+    except Exception as error:  # Parsers of JSON, protocol buffers and features differ.
         line = " ".join(str(error).split())[:200]
         raise UserError(
             f"{folder} cannot be read as a TFDS data set ({line}): it needs "
@@ -145,7 +145,7 @@ def read_info(folder: pathlib.Path) -> PreparedInfo:
     }
     return PreparedInfo(
         name=DatasetName(info.name, info.config_name or "", str(info.version)),
-        # Old preparations lack it.
+        # Old preparations do not record it.
         file_format=info.file_format.value if info.file_format else "tfrecord",
         splits=splits,
     )
@@ -192,10 +192,10 @@ def write_info(
     splits: Mapping[str, Sequence[WrittenShard]],
     description: str,
 ) -> None:
-    """Writes TFDS's description of a data set without a builder in TFDS.
+    """Writes TFDS's description of a data set for which TFDS has no builder.
 
-    `features` is a `tfds.features.FeaturesDict` with an image and perhaps a label, and
-    `description` a sentence for dataset_info.json.
+    `features` is a `tfds.features.FeaturesDict` with an image and perhaps a label;
+    `description` is a sentence for dataset_info.json.
     """
     import tensorflow_datasets as tfds
     from tensorflow_datasets.core import dataset_info
@@ -252,9 +252,10 @@ def write_manifest(
     """Writes the manifest of a folder whose other files are complete.
 
     Args:
+      folder: folder of the data set.
       made_from: input and options of the data set, as plain values.
-      splits: split name -> its shards in order.
-      skipped: {"split", "record", "kind", "reason"} of each omitted record.
+      splits: shards in order, by split name.
+      skipped: {"split", "record", "kind", "reason"} of each skipped record.
     """
     known = {shard.file for written in splits.values() for shard in written} | {
         MANIFEST
@@ -281,7 +282,7 @@ def write_manifest(
 def verify(
     folder: pathlib.Path, progress: Callable[[int], object] = lambda n: None
 ) -> dict:
-    """Checks every file of a data set against the manifest, which is returned.
+    """Checks every file of a data set against its manifest; returns the manifest.
 
     `progress` is called with the number of records of each checked shard.
 
@@ -311,7 +312,7 @@ def verify(
     if wrong:
         more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
         raise UserError(
-            f"{folder} is not what was prepared: {wrong[0]}{more}; remove the folder "
+            f"{folder} has changed since it was prepared: {wrong[0]}{more}; remove it "
             "and prepare it again"
         )
     return content
@@ -321,7 +322,7 @@ def load_manifest(folder: pathlib.Path) -> dict:
     """Reads the manifest.
 
     Raises:
-      UserError: the manifest is missing, damaged or of another format.
+      UserError: the manifest is missing, damaged or in another format.
     """
     path = folder / MANIFEST
     try:
@@ -350,7 +351,7 @@ def _differences(expected: Mapping, actual: Mapping) -> list[str]:
 
 
 def _metadata_differences(folder: pathlib.Path, content: Mapping) -> list[str]:
-    """Compares the manifest's counts with those of dataset_info.json."""
+    """Compares the counts in the manifest with those in dataset_info.json."""
     try:
         info = json.loads((folder / "dataset_info.json").read_text(encoding="utf-8"))
         lengths = {
@@ -374,4 +375,4 @@ def _version(package: str) -> str:
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
-        return "unknown"  # A checkout that was not installed.
+        return "unknown"  # For a checkout that was not installed.

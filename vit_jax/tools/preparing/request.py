@@ -1,4 +1,4 @@
-"""What is asked for: a new data set, made of the files of a folder."""
+"""A requested data set, to be made from the files of a folder."""
 
 import dataclasses
 import pathlib
@@ -16,10 +16,10 @@ _VERSION = "1.0.0"
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """A data set to make of files, as the flags of vit_jax.prepare state it.
+    """A data set to make from files, as requested by the flags of vit_jax.prepare.
 
     Attributes:
-      kind: name in `KINDS`.
+      kind: kind of the folder, a key of `KINDS`.
       source: folder of the files.
       name: name of the new set, with a version.
       splits: splits to read; all if empty.
@@ -27,7 +27,7 @@ class Request:
       on_error: "raise" or "skip", for records that are damaged or incomplete.
       decode: whether each image is decoded, which detects damage.
       max_megapixels: size of the largest image to decode, see `data.max_megapixels`.
-      caption: where the captions stand; "" if the kind has none, or finds them itself.
+      caption: source of the captions; "" if the kind has none, or determines it.
     """
 
     kind: str
@@ -41,14 +41,14 @@ class Request:
     max_megapixels: float = MAX_MEGAPIXELS
 
     def plan(self) -> dict:
-        """Returns the plan of the set (`build.Job`), as far as it is known unread."""
+        """Returns the parts of the set's plan (`build.Job`) known before reading."""
         values = dataclasses.asdict(self) | {"name": str(self.name)}
-        values.pop("max_megapixels")  # It may be raised in between.
+        values.pop("max_megapixels")  # It may be raised before a resume.
         values |= {"source": str(self.source), "splits": list(self.splits)}
         return {key: value for key, value in values.items() if value not in ("", [])}
 
 
-# How a job is made of each kind of folder; modules add theirs.
+# Functions that return the job for each kind of folder; modules add theirs.
 KINDS: dict[str, Callable[[Request], Job]] = {}
 
 
@@ -56,11 +56,11 @@ def new_name(text: str, source: pathlib.Path) -> DatasetName:
     """Returns the name and version of a new set.
 
     Args:
-      text: value of --name; "" is the name of the folder.
-      source: the folder.
+      text: value of --name; "" for the name of the folder.
+      source: folder of the files.
 
     Raises:
-      UserError: TFDS or vit_jax would not find a set of that name.
+      UserError: TFDS or vit_jax would not find a set with this name.
     """
     text = text or re.sub(r"\W+", "_", source.name.lower(), flags=re.ASCII).strip("_")
     name = DatasetName.parse(text, "--name")
@@ -69,7 +69,7 @@ def new_name(text: str, source: pathlib.Path) -> DatasetName:
             f"--name={text} has capitals, and TFDS finds no such set: write "
             f"{text.lower()}"
         )
-    # Nor may a set of several configs, "vtab/one", be read as another source.
+    # A set with several configs, such as "vtab/one", must not look like another source.
     if any(key_of(n) for n in (name.dataset, f"{name.dataset}/")):
         raise UserError(f"--name={text} is the name of another source: choose another")
     return dataclasses.replace(name, version=name.version or _VERSION)

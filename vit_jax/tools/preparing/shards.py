@@ -10,11 +10,11 @@ import google_crc32c
 
 from vit_jax.errors import UserError
 
-# As TFDS writes files: each record can be read alone.
+# As in TFDS's files: each record can be read individually.
 _WRITE = "group_size:1"
-# Without threads and readahead, because a shard is read once, in order.
+# No threads and no readahead, because a shard is read once, in order.
 _READ = "readahead_buffer_size:0,max_parallelism:0"
-_READ_AT_ONCE = 2**24  # Approximate bytes.
+_READ_AT_ONCE = 2**24  # Approximate number of bytes per read.
 PART = ".part"
 
 
@@ -24,9 +24,9 @@ class DamagedShard(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Shard:
-    """Records `start` to `stop` of a split, as file `number` of `count`.
+    """Records `start` to `stop` of a split, written as file `number` of `count`.
 
-    In a job of another unit they are not records but, for example, bytes.
+    If the job uses another unit, they are, for example, bytes instead of records.
     """
 
     split: str
@@ -36,7 +36,7 @@ class Shard:
     stop: int
 
     def file_name(self, dataset: str) -> str:
-        """Returns TFDS's name of the file."""
+        """Returns the file's name in TFDS."""
         return (
             f"{dataset}-{self.split}.array_record-{self.number:05d}-of-{self.count:05d}"
         )
@@ -44,12 +44,12 @@ class Shard:
 
 @dataclasses.dataclass(frozen=True)
 class Skipped:
-    """Takes the place of a record that cannot be used.
+    """Replaces a record that cannot be used.
 
     Attributes:
       record: path of the record's file, or of the record in it, below the input folder.
-      kind: class of the reason, in a few words, by which they are counted.
-      reason: follows the path in messages.
+      kind: kind of the reason, in a few words, for counting.
+      reason: text that follows the path in messages.
     """
 
     record: str
@@ -65,8 +65,8 @@ class WrittenShard:
       file: file name in the data set's folder.
       records: number of records.
       record_bytes: sum of the records' lengths, before compression.
-      records_crc32c: CRC-32C of every record's length (8 bytes, little-endian) and
-        content, in hexadecimal; it does not depend on the file format.
+      records_crc32c: CRC-32C over the length (8 bytes, little-endian) and content of
+        every record, in hexadecimal; independent of the file format.
       file_bytes: size of the file.
       sha256: SHA-256 of the file, in hexadecimal.
     """
@@ -93,7 +93,7 @@ class _Tally:
 
 
 def divide(split: str, records: int, size: int, shard_bytes: int) -> list[Shard]:
-    """Divides a split of `size` bytes into shards of nearly equal numbers of records."""
+    """Divides a split of `size` bytes into shards with nearly equal record counts."""
     count = max(1, min(records, -(-size // shard_bytes)))
     ends = [records * i // count for i in range(count + 1)]
     return [Shard(split, i, count, ends[i], ends[i + 1]) for i in range(count)]
@@ -103,13 +103,13 @@ def write(path: pathlib.Path, records: Iterable[bytes]) -> WrittenShard:
     """Writes a shard under a temporary name, reads it back, and renames it.
 
     Returns:
-      Counts and checksums of the file as it was read back.
+      Counts and checksums of the file, computed when it was read back.
 
     Raises:
-      UserError: the file cannot be written, as on a full disk, or does not read back.
+      UserError: the file cannot be written, as on a full disk, or cannot be read back.
     """
-    # The name has the process id, because a process of an interrupted run may still write
-    # a file of the same shard.
+    # The name includes the process id, because a process of an interrupted run may
+    # still be writing the same shard.
     part = path.with_name(f"{path.name}.{os.getpid()}{PART}")
     try:
         written = _write_and_read_back(path, part, records)
@@ -135,7 +135,7 @@ def _write_and_read_back(path, part, records):
         written = check(part)
     except DamagedShard as error:
         raise UserError(
-            f"{path} was written but does not read back ({error}): check the disk"
+            f"{path} was written but cannot be read back ({error}): check the disk"
         ) from error
     if (written.records, written.records_crc32c) != (tally.records, f"{tally.crc:08x}"):
         raise UserError(
@@ -148,7 +148,7 @@ def check(path: pathlib.Path) -> WrittenShard:
     """Reads a whole shard; returns its counts and checksums.
 
     Raises:
-      DamagedShard: the file is missing, cut short or damaged.
+      DamagedShard: the file is missing, truncated or damaged.
     """
     tally = _Tally()
     for record in read(path):
@@ -173,22 +173,22 @@ def read(path: pathlib.Path) -> Iterator[bytes]:
     """Yields the records of an ArrayRecord file in order.
 
     Raises:
-      DamagedShard: the file is missing, cut short or damaged.
+      DamagedShard: the file is missing, truncated or damaged.
     """
     from array_record.python import array_record_module
 
     if not path.is_file():
         raise DamagedShard("is missing")
     reader = array_record_module.ArrayRecordReader(str(path), _READ)
-    # A file cut short has no end marker: it opens, and holds nothing.
+    # A truncated file has no end marker: it opens, but appears empty.
     if not reader.ok():
-        raise DamagedShard("is cut short or not an ArrayRecord file")
+        raise DamagedShard("is truncated or not an ArrayRecord file")
     count = reader.num_records()
     step = max(1, _READ_AT_ONCE * count // max(1, path.stat().st_size))
     for start in range(0, count, step):
         try:
             yield from reader.read(start, min(start + step, count))
-        except RuntimeError as error:  # All lines but the first are a trace.
+        except RuntimeError as error:  # Only the first line is the message.
             raise DamagedShard(str(error).splitlines()[0][:200]) from error
     reader.close()
 

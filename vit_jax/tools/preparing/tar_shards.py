@@ -1,8 +1,9 @@
-"""The job of turning tar shards into a TFDS data set.
+"""The job that converts tar shards to a TFDS data set.
 
-Shards are those of WebDataset (https://github.com/webdataset/webdataset, `base_plus_ext`), as
-img2dataset and timm write them. A sample is neighbouring members KEY.jpg, KEY.txt,
-KEY.json, KEY.cls of one KEY: their path up to the first dot of its last part.
+Shards are those of WebDataset (https://github.com/webdataset/webdataset,
+`base_plus_ext`), as written by img2dataset and timm. A sample is a sequence of members
+KEY.jpg, KEY.txt, KEY.json, KEY.cls with the same KEY: the path up to the first dot in
+its last part.
 """
 
 import collections
@@ -28,33 +29,33 @@ from vit_jax.tools.preparing.request import KINDS, Request
 from vit_jax.tools.preparing.shards import Shard, Skipped, WrittenShard
 
 ENDINGS = (".tar", ".tar.gz", ".tgz")
-CLASS_NAMES = "classnames.txt"  # As CLIP Benchmark's sets have it.
+CLASS_NAMES = "classnames.txt"  # The name in CLIP Benchmark's sets.
 _IMAGES = tuple(ending.removeprefix(".") for ending in folder.EXTENSIONS)
 _CAPTION, _LABEL, _JSON = "txt", "cls", "json"
-# Hidden files, as macOS adds them, belong to no sample.
+# Hidden files, such as macOS adds, do not belong to a sample.
 _MEMBER = re.compile(r"(?:\./)*(?P<key>(?:.*/)?[^./][^./]*)\.(?P<ending>[^/]+)")
-_LOOKED_AT = 100  # Samples that show which features a set has.
-_FIELDS = 10  # Names of fields in a message.
+_LOOKED_AT = 100  # Number of samples that determine the features of a set.
+_FIELDS = 10  # Number of field names in a message.
 _USUAL = (*splits.TRAIN, *splits.VALIDATION, *splits.TEST)
 _OTHER_PACKING = re.compile(r".+\.tar\.\w+")
-_PADDING = 2**20  # Bytes read behind the end of an archive; programs pad by 10 KiB.
+_PADDING = 2**20  # Bytes read after the end of an archive; programs pad by 10 KiB.
 
 
 class DamagedTar(Exception):
-    """A tar file is damaged or cut short; the message is the reason."""
+    """A tar file is damaged or truncated; the message is the reason."""
 
 
 class _Unusable(Exception):
-    """A sample lacks something; the arguments are those of `Skipped` behind the record."""
+    """A sample is incomplete; the arguments are those of `Skipped` after the record."""
 
 
 @dataclasses.dataclass(frozen=True)
 class TarShards:
-    """Job: images unchanged, with label or caption or both, and path; see `build.Job`.
+    """Job: unchanged images, with path and label, caption or both; see `build.Job`.
 
     Attributes:
-      files: split -> (path, number of bytes) of its tar files in order.
-      caption: ending of the members with captions, or "json:FIELD"; "" for no captions.
+      files: (path, number of bytes) of the tar files in order, by split.
+      caption: file ending of the members with captions, or "json:FIELD"; "" for none.
     """
 
     request: Request
@@ -115,16 +116,18 @@ class TarShards:
     def describe(
         self, folder: pathlib.Path, splits: Mapping[str, Sequence[WrittenShard]]
     ) -> None:
-        text = "Made of tar files by vit_jax.prepare; the images' bytes are unchanged."
+        text = (
+            "Made from tar files by vit_jax.prepare; the images' bytes are unchanged."
+        )
         features = self.format.features()
         metadata.write_info(folder, self.request.name, features, splits, text)
 
 
 def read(path: pathlib.Path) -> Iterator[tuple[str, dict[str, bytes]]]:
-    """Yields the samples of a tar file in order: key, and ending -> content.
+    """Yields key, and content by ending, of each sample of a tar file, in order.
 
     Raises:
-      DamagedTar: the file is damaged or cut short, behind the samples before the damage.
+      DamagedTar: the file is damaged or truncated; samples before that are yielded.
     """
     key, sample = "", {}
     for name, content in _members(path):
@@ -146,23 +149,24 @@ def _members(path: pathlib.Path) -> Iterator[tuple[str, bytes]]:
     try:
         with tarfile.open(path) as tar:
             while member := tar.next():
-                tar.members.clear()  # Else every header stays in memory.
+                tar.members.clear()  # Otherwise, every header stays in memory.
                 if member.isfile():
                     yield member.name, tar.extractfile(member).read()
-            # To tarfile the end of the file, or a damaged header, ends the archive too.
+            # For tarfile, the end of the file or a damaged header also ends the
+            # archive.
             tar.fileobj.seek(tar.offset)
             rest = tar.fileobj.read(_PADDING)
             if len(rest) < tarfile.BLOCKSIZE or rest.strip(b"\0"):
-                raise DamagedTar(f"is damaged or cut short at byte {tar.offset:,}")
+                raise DamagedTar(f"is damaged or truncated at byte {tar.offset:,}")
     except (tarfile.TarError, OSError, EOFError, zlib.error) as error:
         reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
-        raise DamagedTar(f"is damaged or cut short ({reason.rstrip(':')})") from error
+        raise DamagedTar(f"is damaged or truncated ({reason.rstrip(':')})") from error
 
 
 def _check_download(sample: Mapping[str, bytes]) -> None:
-    """Raises _Unusable if img2dataset notes that the image could not be had."""
+    """Raises _Unusable if img2dataset recorded that the download failed."""
     if b'"error_message"' not in sample.get(_JSON, b""):
-        return  # Not of img2dataset.
+        return  # Not written by img2dataset.
     about = _json(sample)
     status, message = about.get("status", "success"), about.get("error_message")
     if status != "success":
@@ -207,7 +211,7 @@ def _caption(sample: Mapping[str, bytes], place: str) -> bytes:
             ) from error
     if not text.strip():
         raise _Unusable("empty caption", "has an empty caption")
-    # The json of a text that was cut may end in half a character.
+    # The JSON of a truncated text may end with half a character.
     return text.strip().encode(errors="replace")
 
 
@@ -220,29 +224,29 @@ def _label(sample: Mapping[str, bytes], class_names: Sequence[str]) -> int:
     if label < 0 or (class_names and label >= len(class_names)):
         shown = sample[_LABEL][:20].decode("utf-8", "replace")
         known = f" from 0 to {len(class_names) - 1}" if class_names else ""
-        raise _Unusable("no label", f"has the {_LABEL} {shown!r}, no class{known}")
+        raise _Unusable("no label", f"has the {_LABEL} {shown!r}, not a class{known}")
     return label
 
 
 def open_tar_shards(request: Request) -> TarShards:
-    """Returns the job of turning <source>/<split>/**.tar, or <source>/*.tar, into a data set.
+    """Returns the job that converts <source>/<split>/**.tar or <source>/*.tar.
 
-    Files without folders are of the split that a word of their names names, else "train".
-    The first samples show which features the set has: a label if there is a cls, and the
-    caption that is asked for, or the txt if there is one. A shard holds whole tar files,
-    at least one.
+    Files outside of folders belong to the split that is named in their names, or else
+    to "train". The first samples determine the features of the set: a label if there is
+    a cls, and the requested caption, or the txt if there is one. A shard holds one or
+    more whole tar files.
 
     Raises:
-      UserError: there are no such files, or not in a split that is asked for.
+      UserError: no such files exist, or none in a requested split.
     """
     root = request.source
-    found = _find(root, request.splits)
+    by_split = _find(root, request.splits)
     files = {
         split: [(path, max(1, path.stat().st_size)) for path in paths]
-        for split, paths in found.items()
+        for split, paths in by_split.items()
     }
     first = splits.first_of(splits.TRAIN, files) or next(iter(files))
-    samples = list(itertools.islice(_with_image(found[first]), _LOOKED_AT))
+    samples = list(itertools.islice(_with_image(by_split[first]), _LOOKED_AT))
     has = lambda ending: any(ending in sample for sample in samples)
     caption = request.caption or (_CAPTION if has(_CAPTION) else "")
     names = _class_names(root) if has(_LABEL) else ()
@@ -251,7 +255,7 @@ def open_tar_shards(request: Request) -> TarShards:
     shards = []
     for split, sized in files.items():
         shards += _group(split, [size for _, size in sized], request.shard_bytes)
-    stats = [_stat(root, path) for paths in found.values() for path in paths]
+    stats = [_stat(root, path) for paths in by_split.values() for path in paths]
     return TarShards(
         request,
         files,
@@ -264,7 +268,7 @@ def open_tar_shards(request: Request) -> TarShards:
 
 
 def _tell(root: pathlib.Path, shape: ExampleFormat, samples: Sequence[Mapping]) -> None:
-    """Prints which features the set will have, before hours are spent on others."""
+    """Prints the features of the set, before hours are spent on unwanted ones."""
     hint, of_json = "", [sample for sample in samples if _JSON in sample]
     if of_json and not shape.captioned:
         with contextlib.suppress(_Unusable):
@@ -274,7 +278,7 @@ def _tell(root: pathlib.Path, shape: ExampleFormat, samples: Sequence[Mapping]) 
 
 
 def _find(root: pathlib.Path, names: Sequence[str]) -> dict[str, list[pathlib.Path]]:
-    """Returns the tar files of each split, or of those named, sorted by path."""
+    """Returns the tar files of each split, or of the requested splits, sorted by path."""
     loose = _tar_files(root.iterdir())
     below = {
         name: paths
@@ -283,8 +287,8 @@ def _find(root: pathlib.Path, names: Sequence[str]) -> dict[str, list[pathlib.Pa
     }
     if loose and below:
         raise UserError(
-            f"--from={root} has tar files of its own, as {loose[0].name}, and some in "
-            f"{', '.join(below)}: move them into folders of splits, as {root}/train"
+            f"--from={root} has tar files, such as {loose[0].name}, and also some in "
+            f"{', '.join(below)}: move them into folders of splits, such as {root}/train"
         )
     for path in loose:
         words = re.split(r"[^a-z]+", path.name.lower())
@@ -303,7 +307,7 @@ def _find(root: pathlib.Path, names: Sequence[str]) -> dict[str, list[pathlib.Pa
 
 
 def _tar_files(paths: Iterable[pathlib.Path]) -> list[pathlib.Path]:
-    """Returns the tar files among some paths, sorted."""
+    """Returns the tar files among the paths, sorted."""
     chosen = []
     for path in sorted(paths):
         if path.name.startswith(".") or not path.is_file():
@@ -312,32 +316,32 @@ def _tar_files(paths: Iterable[pathlib.Path]) -> list[pathlib.Path]:
             chosen.append(path)
         elif _OTHER_PACKING.fullmatch(path.name):
             raise UserError(
-                f"{path} is none of {', '.join(ENDINGS)}: unpack it to .tar or remove it"
+                f"{path} is not one of {', '.join(ENDINGS)}: unpack it to .tar or remove it"
             )
     return chosen
 
 
 def _with_image(paths: Iterable[pathlib.Path]) -> Iterator[dict[str, bytes]]:
-    """Yields the samples with an image; damaged files are reported when they are made."""
+    """Yields the samples with an image; damaged files are reported later."""
     for path in paths:
         with contextlib.suppress(DamagedTar):
             yield from (sample for _, sample in read(path) if _image_in(sample))
 
 
 def _class_names(root: pathlib.Path) -> tuple[str, ...]:
-    """Returns the names of the classes, a line each, of a file beside the splits."""
+    """Returns the class names, one per line of a file in the folder of the splits."""
     path = root / CLASS_NAMES
     if not path.is_file():
         return ()
     names = class_names.read(path, str(path))
     twice = [name for name, count in collections.Counter(names).items() if count > 1]
     if twice:
-        raise UserError(f"{path} names two classes {twice[0]!r}: make them differ")
+        raise UserError(f"{path} has two classes named {twice[0]!r}: make them differ")
     return names
 
 
 def _group(split: str, sizes: Sequence[int], shard_bytes: int) -> list[Shard]:
-    """Divides tar files of some sizes, each whole, into shards of bytes of the split."""
+    """Divides a split's tar files, without cutting any, into shards of bytes."""
     edges, end = [0], 0
     for size in sizes:
         if end > edges[-1] and end + size - edges[-1] > shard_bytes:

@@ -29,14 +29,14 @@ def build_with_tfds(
 ) -> tuple[pathlib.Path, dict]:
     """Runs TFDS's download and preparation, checks the set and renames it.
 
-    Downloads stay in data_dir/downloads, also after an interruption. TFDS cannot
-    resume a preparation, which therefore starts over.
+    Downloads stay in data_dir/downloads, even after an interruption. TFDS cannot resume
+    a preparation, which therefore starts from the beginning.
 
     Args:
-      name: name of the set; version "" is the newest.
+      name: name of the set; the newest version if its version is "".
       data_dir: folder of the prepared sets.
       imports: Python modules with the user's builders.
-      manual_dir: folder of files that the user has to fetch; "" is
+      manual_dir: folder of files that the user has to download; "" for
         data_dir/downloads/manual.
       shard_bytes: approximate size of a shard.
 
@@ -44,9 +44,9 @@ def build_with_tfds(
       The set's folder, and its manifest.
 
     Raises:
-      Exists: the set exists, made with these arguments.
-      UserError: no such set, no TensorFlow, a file that the user has to fetch is
-        missing, a download fails, or the disk is full.
+      Exists: the set exists and was made with these arguments.
+      UserError: the set is unknown, TensorFlow is missing, a file that the user has
+        to download is missing, a download fails, or the disk is full.
     """
     _import_all(imports)
     builder_class = _find(name)
@@ -71,7 +71,7 @@ def build_with_tfds(
                 _prepare(builder, data_dir / "downloads", full, manual, shard_bytes)
                 metadata.write_manifest(made, plan, _count(made, staging.folder), [])
             _move_up(made, staging.folder)
-        # This file names the default configuration.
+        # This file contains the name of the default configuration.
         default = inner / full.dataset / ".config"
         if default.is_dir():
             common = data_dir / full.dataset / ".config"
@@ -81,7 +81,7 @@ def build_with_tfds(
 
 
 def _count(made: pathlib.Path, staging: pathlib.Path) -> dict[str, list]:
-    """Reads the files of TFDS; returns the shards of each split."""
+    """Reads the files that TFDS wrote; returns the shards of each split."""
     info = metadata.read_info(made)
     splits = collections.defaultdict(list)
     total = sum(n for files in info.splits.values() for _, n in files)
@@ -107,7 +107,7 @@ def _check(path: pathlib.Path, length: int, staging: pathlib.Path) -> WrittenSha
 
 
 def _move_up(made: pathlib.Path, folder: pathlib.Path) -> None:
-    """Moves a set's files, the manifest last, because it marks the set complete."""
+    """Moves a set's files, with the manifest last, which marks the set as complete."""
     for path in sorted(made.iterdir(), key=lambda path: path.name == metadata.MANIFEST):
         path.rename(folder / path.name)
 
@@ -150,7 +150,7 @@ def _need_tensorflow(name, builder_class) -> None:
 
 
 def _missing_module(name, error: ImportError) -> UserError:
-    # TFDS may have wrapped it in an error whose text holds a whole example.
+    # TFDS may have wrapped it in an error with a text that contains a whole example.
     match = re.search(r"No module named '([\w.]+)'", str(error))
     missing = error.name or (match[1] if match else str(error)[-200:])
     install = _INSTALL if missing.startswith("tensorflow") else f"pip install {missing}"
@@ -158,7 +158,7 @@ def _missing_module(name, error: ImportError) -> UserError:
 
 
 def _open(name, builder_class, data_dir):
-    """Returns a builder that writes below data_dir."""
+    """Returns a builder that writes to a folder in data_dir."""
     known = sorted(builder_class.builder_configs)
     if name.config and name.config not in known:
         raise UserError(
@@ -182,8 +182,8 @@ def _open(name, builder_class, data_dir):
 def _fetch_by_hand(builder, name, manual) -> UserError:
     text = " ".join(builder.MANUAL_DOWNLOAD_INSTRUCTIONS.split())
     return UserError(
-        f"--dataset={name} needs files that you have to fetch; put them in {manual} "
-        f"(or set --manual_dir). TFDS says: {text}"
+        f"--dataset={name} needs files that you have to download yourself; put them in "
+        f"{manual} (or set --manual_dir). TFDS says: {text}"
     )
 
 
@@ -196,7 +196,7 @@ def _drop_unfinished(made: pathlib.Path) -> None:
 
 
 def _prepare(builder, downloads, name, manual, shard_bytes):
-    """Runs TFDS; errors that the user can fix become a UserError."""
+    """Runs TFDS; errors that the user can fix become UserErrors."""
     import tensorflow_datasets as tfds
 
     config = tfds.download.DownloadConfig(
@@ -211,7 +211,7 @@ def _prepare(builder, downloads, name, manual, shard_bytes):
         )
     except ImportError as error:
         raise _missing_module(name, error) from error
-    except Exception as error:  # Builders raise many types.
+    except Exception as error:  # Builders raise many types of exceptions.
         line = " ".join(str(error).split())[:300]
         if builder.MANUAL_DOWNLOAD_INSTRUCTIONS and str(manual) in str(error):
             missing = _fetch_by_hand(builder, name, manual)

@@ -1,7 +1,7 @@
 """Converts TFDS's TFRecord files to ArrayRecord, without TensorFlow.
 
-A record is its length (8 bytes, little-endian), the masked CRC-32C of these 8 bytes, its
-content, and the masked CRC-32C of the content
+A record consists of its length (8 bytes, little-endian), the masked CRC-32C of these 8
+bytes, its content, and the masked CRC-32C of the content
 (https://www.tensorflow.org/tutorials/load_data/tfrecord#tfrecords_format_details).
 """
 
@@ -17,13 +17,13 @@ from vit_jax.errors import UserError
 from vit_jax.tools.preparing import build, metadata
 from vit_jax.tools.preparing.shards import Shard, WrittenShard, divide
 
-_HEADER = 12  # Bytes: length and its checksum.
+_HEADER = 12  # Number of bytes of the length and its checksum.
 _FOOTER = 4
 _MASK = 0xA282EAD8
 
 
 def masked_crc(data: bytes) -> int:
-    """Returns the CRC-32C as TFRecord stores it: rotated, and a constant added."""
+    """Returns the CRC-32C as TFRecord stores it: rotated, plus a constant."""
     crc = google_crc32c.value(data)
     return ((crc >> 15 | crc << 17) + _MASK) & 0xFFFFFFFF
 
@@ -31,8 +31,8 @@ def masked_crc(data: bytes) -> int:
 def read(path: pathlib.Path, start: int, stop: int, total: int) -> Iterator[bytes]:
     """Yields records `start` to `stop` of a file; earlier ones are skipped unread.
 
-    `total` is the expected number of records: if `stop` equals it, the file must end
-    there.
+    `total` is the expected number of records: if `stop` is equal to it, the file must
+    end there.
 
     Raises:
       UserError: a checksum is wrong, or the file has fewer or more records.
@@ -46,18 +46,18 @@ def read(path: pathlib.Path, start: int, stop: int, total: int) -> Iterator[byte
             header = file.read(_HEADER)
             if not header:
                 raise UserError(
-                    f"{path} has {number} records, not {total} as dataset_info.json "
-                    f"says: {remedy}"
+                    f"{path} has {number} records, not the {total} of "
+                    f"dataset_info.json: {remedy}"
                 )
             length = int.from_bytes(header[:8], "little")
             if len(header) < _HEADER:
-                raise UserError(f"{where} is cut short: {remedy}")
+                raise UserError(f"{where} is truncated: {remedy}")
             if masked_crc(header[:8]) != int.from_bytes(header[8:], "little"):
                 raise UserError(
                     f"{where} is damaged, the checksum of its length is wrong: {remedy}"
                 )
             if at + _HEADER + length + _FOOTER > size:
-                raise UserError(f"{where} is cut short: {remedy}")
+                raise UserError(f"{where} is truncated: {remedy}")
             if number < start:
                 file.seek(length + _FOOTER, os.SEEK_CUR)
                 continue
@@ -70,8 +70,8 @@ def read(path: pathlib.Path, start: int, stop: int, total: int) -> Iterator[byte
             yield data
         if stop == total and file.tell() != size:
             raise UserError(
-                f"{path} has more than the {total} records that dataset_info.json "
-                f"says: {remedy}"
+                f"{path} has more than the {total} records of dataset_info.json: "
+                f"{remedy}"
             )
 
 
@@ -81,8 +81,8 @@ class Conversion:
 
     Attributes:
       source: folder of the TFRecord preparation.
-      files: split -> (path, number of records) of its files in order.
-      others: names of the files without records.
+      files: (path, number of records) of the files in order, by split.
+      others: names of the files that hold no records.
     """
 
     dataset: str
@@ -95,10 +95,10 @@ class Conversion:
     unit = "records"
 
     def records(self, shard: Shard) -> Iterator[bytes]:
-        first = 0  # Number in the split of the file's first record.
+        first = 0  # The number, within the split, of the file's first record.
         for path, total in self.files[shard.split]:
             start, stop = max(shard.start - first, 0), min(shard.stop - first, total)
-            # A file without records belongs to the shard that begins there.
+            # A file without records belongs to the shard that starts there.
             if start < stop or (total == 0 and shard.start <= first < shard.stop):
                 yield from read(path, start, stop, total)
             first += total
@@ -114,7 +114,7 @@ class Conversion:
 def open_conversion(
     source: pathlib.Path, split_names: Sequence[str], shard_bytes: int
 ) -> Conversion:
-    """Returns the job of converting a TFRecord preparation.
+    """Returns the job that converts a TFRecord preparation.
 
     Args:
       source: folder with dataset_info.json, features.json and the TFRecord files.
@@ -122,14 +122,14 @@ def open_conversion(
       shard_bytes: approximate size of a shard.
 
     Raises:
-      UserError: the folder is no TFRecord preparation, or lacks a file or a split.
+      UserError: the folder is not a TFRecord preparation, or lacks a file or a split.
     """
     info = metadata.read_info(source)
     if info.file_format != "tfrecord":
-        hint = {"array_record": ", which needs no converting"}.get(info.file_format, "")
+        hint = {"array_record": ", which needs no conversion"}.get(info.file_format, "")
         raise UserError(
-            f"--from={source} is prepared as {info.file_format}{hint}: only tfrecord is "
-            "converted"
+            f"--from={source} is prepared as {info.file_format}{hint}: only tfrecord can "
+            "be converted"
         )
     wanted = set(split_names or info.splits)
     if unknown := sorted(wanted - info.splits.keys()):

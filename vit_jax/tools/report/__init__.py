@@ -1,1 +1,1 @@
-"""Reports that put runs beside the tables and figures of the paper."""
+"""Reports that compare runs with the tables and figures of the paper."""

@@ -1,4 +1,4 @@
-"""Sections, tables and text of a report, before they are HTML or Markdown."""
+"""Sections, tables and text of a report, independent of HTML and Markdown."""
 
 import dataclasses
 import functools
@@ -23,9 +23,9 @@ class Table:
     """A table.
 
     Attributes:
-      rows: one string per column; NONE for a missing number.
-      kinds: per column, PLAIN, MEASURED or DIFFERENCE; all PLAIN if empty.
-      row_kinds: the same per row.
+      rows: rows with one string per column; NONE for a missing number.
+      kinds: kinds of the columns, PLAIN, MEASURED or DIFFERENCE; all PLAIN if empty.
+      row_kinds: kinds of the rows; all PLAIN if empty.
       labels: number of leading columns that identify a row.
       folded: whether a page shows only the title until the reader opens it.
     """
@@ -52,7 +52,7 @@ class Table:
         return ["label"] * self.labels + looks[self.labels :]
 
     def looks(self, row: int | None, column: int) -> str:
-        """Returns the CSS classes of a cell, or of a column's heading if row is None."""
+        """Returns the CSS classes of a cell, or of a column's heading if `row` is None."""
         if row is None:
             kind = self.kinds[column] if self.kinds else PLAIN
         else:
@@ -65,26 +65,26 @@ Block = Text | Table | Chart | Matrix
 
 @dataclasses.dataclass(frozen=True)
 class Section:
-    """A headed part of a report."""
+    """A part of a report with a heading."""
 
     title: str
     blocks: tuple[Block, ...]
 
 
 def percent(value: Number | None, decimals: int = 2) -> str:
-    """Formats a percentage, without the sign %."""
+    """Formats a percentage, without the percent sign."""
     return NONE if value is None else f"{value:.{decimals}f}"
 
 
 def signed(value: Number | None, decimals: int = 2) -> str:
-    """Formats a difference in percentage points, with + or a minus sign."""
+    """Formats a difference in percentage points, with a plus or minus sign."""
     if value is None:
         return NONE
     return f"{value:+.{decimals}f}".replace("-", "\N{MINUS SIGN}")
 
 
 def with_spread(value: Number | None, spread: Number | None, decimals: int = 2) -> str:
-    """Formats a mean, with its standard deviation if that is known."""
+    """Formats a mean, with its standard deviation if it is known."""
     text = percent(value, decimals)
     if value is None or spread is None:
         return text
@@ -92,7 +92,7 @@ def with_spread(value: Number | None, spread: Number | None, decimals: int = 2) 
 
 
 def number(value: Number | None) -> str:
-    """Formats a number with three significant digits, large ones in full."""
+    """Formats a number with three significant digits, large numbers in full."""
     if value is None:
         return NONE
     if value == 0 or 1e-4 <= abs(value) < 1e3:
@@ -101,5 +101,5 @@ def number(value: Number | None) -> str:
 
 
 def stem(*words: str) -> str:
-    """Returns the file name of a picture; `pages.sections` makes equal ones distinct."""
+    """Returns the file name of a picture; `pages.sections` makes equal names distinct."""
     return re.sub(r"\W", "_", "_".join(words))

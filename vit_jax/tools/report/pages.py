@@ -1,4 +1,4 @@
-"""Writes a report of runs: index.html, report.md and the plots of both."""
+"""Writes a report about runs: index.html, report.md and the plots of both."""
 
 import base64
 import dataclasses
@@ -21,7 +21,7 @@ from vit_jax.tools.report import (
 from vit_jax.tools.report.blocks import MEASURED, NONE, Section, Table, Text
 from vit_jax.tools.report.results import Run
 
-TITLE = "vit_jax: runs beside the paper"
+TITLE = "vit_jax: runs compared with the paper"
 PLOTS = "plots"  # Subfolder of the pictures.
 
 
@@ -32,10 +32,10 @@ def write_report(
 
     Args:
       paths: workdirs, and output folders of evaluate, transfer and study.
-      out: folder of the report; its files are overwritten.
+      out: folder of the report; existing files are overwritten.
 
     Returns:
-      The files, relative to `out`.
+      The names of the files, relative to `out`.
 
     Raises:
       UserError: a folder has none of the known files, matplotlib is missing, or the
@@ -60,7 +60,7 @@ def write_report(
     names = ", ".join(run.name for run in runs)
     subtitle = (
         f"Made from {names}. Published numbers are from arXiv:2010.11929v2; measured "
-        f"ones are shaded; {NONE} means no number."
+        f"numbers are shaded; {NONE} stands for a missing number."
     )
     content = {"title": TITLE, "subtitle": subtitle, "sections": parts}
     content |= {"drawn": drawn, "plots": PLOTS}
@@ -97,12 +97,12 @@ def sections(runs: Sequence[Run]) -> list[Section]:
         Section("Compute", run_tables.compute_blocks(runs)),
         Section("Studies", tuple(studies)),
         Section("Accuracy against compute and pretraining size", tuple(figures)),
-        Section("Beside the paper's tables", tuple(map(_folded, papers))),
+        Section("Comparison with the paper's tables", tuple(map(_folded, papers))),
     ]
     missing = [part.title for part in parts if not part.blocks]
     parts = _with_distinct_names([part for part in parts if part.blocks])
     if missing:
-        text = f"These runs have nothing for: {', '.join(missing)}."
+        text = f"These runs have no data for: {', '.join(missing)}."
         parts.append(Section("Not in this report", (Text(text),)))
     return parts
 

@@ -1,4 +1,4 @@
-"""Tables 2, 5, 6 and 9 of the paper, with measured results beside the published ones."""
+"""Tables 2, 5, 6 and 9 of the paper, with measured results next to the published ones."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -18,10 +18,10 @@ from vit_jax.tools.report.blocks import (
 from vit_jax.tools.report.results import I1K, I21K, JFT, Model, Result, Run
 from vit_jax.training import run_report
 
-Row = tuple[str, ...]  # The labels of a row.
+Row = tuple[str, ...]  # Labels of a row.
 # Mean and standard deviation; a published mean may be text.
 Value = tuple[Number | str, Number | None]
-# Column of tables 2 and 9 -> variant and pretraining.
+# Variant and pretraining by column of tables 2 and 9.
 _COLUMNS = {
     "H/14 JFT": ("H/14", JFT),
     "L/16 JFT": ("L/16", JFT),
@@ -29,7 +29,7 @@ _COLUMNS = {
     "BiT-L R152x4": ("R152x4", JFT),
 }
 _DAYS, _VTAB = "TPUv3-core-days", "VTAB19"
-# Names in tables 2 and 6 -> names in table 5.
+# Names in table 5 by name in tables 2 and 6.
 _SAME = {"ImageNet ReaL": "ReaL", "C10": "CIFAR-10", "C100": "CIFAR-100"}
 _GROUPS = (("natural", 7), ("specialised", 4), ("structured", 8), ("all", 1))
 
@@ -67,14 +67,14 @@ def table_2(measured: Sequence[Result], runs: Sequence[Run]) -> Table:
         columns,
         _same_column,
         amounts=[(_DAYS,)],
-        note="Published: mean and standard deviation of 3 runs. Measured: the same where "
-        "there are several runs; VTAB19 with half its 95 % interval, for all 19 tasks "
-        "only; core-days are the equivalent that Compute explains.",
+        note="Published: mean and standard deviation of 3 runs. Measured: the same if "
+        "there are several runs; VTAB19 with half of its 95 % interval, only for all 19 "
+        "tasks; core-days are equivalents, see the section on compute.",
     )
 
 
 def table_5(measured: Sequence[Result]) -> Table:
-    """Returns table 5: accuracy by pretraining data set and size of model."""
+    """Returns table 5: accuracy by pretraining data set and model size."""
     paper = run_report.published_tables()["table5"]
     rows = {
         (data, name): cells
@@ -94,7 +94,7 @@ def table_5(measured: Sequence[Result]) -> Table:
         columns,
         lambda column, model: column == model.variant,
         note="Published: at resolution 384. Measured: at the resolution of each run, "
-        "which All accuracies gives.",
+        "see the table of all accuracies.",
     )
 
 
@@ -108,7 +108,7 @@ def table_6(measured: Sequence[Result]) -> Table:
         if tops:
             means = [tops.get((name,), (None,))[0] for name in names[:-1]]
             unplaced[model] = [*means, model.compute.get("exaflops")]
-    rows: list[tuple[str, Row]] = []  # Kind and cells.
+    rows: list[tuple[str, Row]] = []  # Kind and cells of each row.
     nothing = ("measured", *[NONE] * (len(names) + 1))
     others = [] if unplaced else [(MEASURED, nothing)]
     for name, epochs, *values in paper["rows"]:
@@ -128,8 +128,8 @@ def table_6(measured: Sequence[Result]) -> Table:
         ("model", "epochs", *names),
         body,
         row_kinds=kinds,
-        note="A measured row stands below the published one of the same model, epochs "
-        "and pretraining on JFT-300M; others stand at the end.",
+        note="A measured row follows the published one with the same model, epochs and "
+        "pretraining on JFT-300M; other measured rows are at the end.",
     )
 
 
@@ -156,7 +156,7 @@ def table_9(runs: Sequence[Run]) -> Table:
         columns,
         _same_column,
         decimals=1,
-        note="A task is - where its data is absent; the mean is of all 19 tasks only.",
+        note="A task is - if its data are missing; the mean is only for all 19 tasks.",
     )
 
 
@@ -192,7 +192,7 @@ def _difference_row(measured: Sequence, values: Sequence[Number]) -> tuple[str, 
 def _column(
     measured: Sequence[Result], model: Model, keys: Mapping[str, Row]
 ) -> _Column:
-    """Returns row -> accuracy of a model, for data sets given as name -> row."""
+    """Returns a model's accuracy by row, for data sets given as {name: row}."""
     chosen = {row: results.best(measured, model, name) for name, row in keys.items()}
     return {row: (r.value, r.spread) for row, r in chosen.items() if r is not None}
 
@@ -224,7 +224,7 @@ def _mean(run: Run) -> Number | None:
 def _published(
     columns: Sequence[str], rows: Mapping[Row, Sequence]
 ) -> dict[str, _Column]:
-    """Returns column -> row -> value, from the cells of each row."""
+    """Returns values by column and row, from the cells of each row."""
 
     def value(cell):
         return tuple(cell) if isinstance(cell, list) else (cell, None)
@@ -249,16 +249,16 @@ def _by_column(
     amounts: Sequence[Row] = (),
     note: str = "",
 ) -> Table:
-    """Returns a table of published columns, each followed by the ones that match it.
+    """Returns a table of published columns, each followed by matching measured ones.
 
-    A measured column without a match comes last and has no difference. `amounts` are the
-    rows that are not percentages.
+    Measured columns without a match come last and have no differences. `amounts` are
+    the rows that are not percentages.
     """
 
     def texts(values: _Column) -> list[str]:
         return [_cell(values.get(row), row in amounts, decimals) for row in rows]
 
-    columns: list[tuple[str, str, list[str]]] = []  # Heading, kind and cells.
+    columns: list[tuple[str, str, list[str]]] = []  # Heading, kind and cells of each.
     unplaced = dict(measured)
     for column, paper in published.items():
         columns.append((column, PLAIN, texts(paper)))

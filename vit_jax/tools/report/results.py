@@ -1,4 +1,4 @@
-"""Reads the folders of runs: what was trained and evaluated, and the accuracies."""
+"""Reads the folders of runs: trained and evaluated models, and their accuracies."""
 
 import collections
 import contextlib
@@ -20,7 +20,7 @@ from vit_jax.training import run_report
 
 _CONFUSION = ["class", "examples", "accuracy"]  # First columns of the CSV file.
 _METRICS, _REPORT = "metrics.jsonl", "report.json"
-# File -> required keys; "kind" is the file's name without suffix.
+# Required keys by file; the value of "kind" is the file's name without suffix.
 _NEEDED = {
     _REPORT: ("config", "steps", "final"),
     "evaluate.json": ("kind", "model", "variant", "results"),
@@ -30,10 +30,10 @@ _NEEDED = {
 }
 
 JFT, I21K, I1K = "JFT-300M", "ImageNet-21k", "ImageNet"
-# Training images (paper, section 4.1).
+# Number of training images (section 4.1 of the paper).
 IMAGES = {I1K: 1_300_000, I21K: 14_000_000, JFT: 303_000_000}
 
-# Name of a data set (of TFDS, or of an evaluation) -> name in the paper's tables.
+# Names in the paper's tables, by name of a data set (of TFDS, or of an evaluation).
 DATASETS = {
     "imagenet2012": "ImageNet",
     "imagenet2012_real": "ImageNet",
@@ -45,9 +45,9 @@ DATASETS = {
     "oxford_iiit_pet": "Pets",
     "oxford_flowers102": "Flowers",
 }
-# Name of a pretraining set -> name in the paper's tables.
+# Names in the paper's tables, by name of a pretraining set.
 _PRETRAINING = {"imagenet2012": I1K, "imagenet21k": I21K, "jft300m": JFT}
-# Patterns of the names of published weights (weights/hub), and the pretraining set.
+# Patterns in the names of published weights (weights/hub), with the pretraining set.
 _NAMED = (
     (r"augreg-i1k:|deit:|sam:|big_vision:", I1K),
     (r"paper:|augreg:|bit:|.*(imagenet21k|i21k|in21k)", I21K),
@@ -59,22 +59,22 @@ _VARIANT = r"[a-z0-9_-]+:(?!//)([^-]+)"
 
 @functools.cache
 def vtab_tasks() -> dict[str, str]:
-    """Returns task of VTAB-1k -> its name in table 9, in the order of the table."""
+    """Returns names in table 9 by task of VTAB-1k, in the order of the table."""
     names = run_report.published_tables()["table9"]["cols"][:-1]
     return dict(zip(vtab.TASKS, names, strict=True))
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """Contents of a run's folder; missing parts are None or empty.
+    """Content of a run's folder; missing parts are None or empty.
 
     Attributes:
       name: name of the folder, with as many parents as make it distinct.
       metrics: lines of metrics.jsonl.
       training: content of report.json.
-      confusions: file name without suffix -> rows of a confusion matrix, as written by
-        `result_tables.confusion_to_csv`: the head, and a row per true class.
-      inner: title -> training runs in subfolders, with name, report and metrics only.
+      confusions: rows of each confusion matrix, by file name without suffix, as written
+        by `result_tables.confusion_to_csv`: the head, and a row per true class.
+      inner: training runs in subfolders by title, with only name, report and metrics.
     """
 
     name: str
@@ -108,9 +108,9 @@ def _read(path: epath.Path, name: str) -> Run:
                 f"{path} holds nothing that is finished yet: wait for its command"
             )
         raise UserError(
-            f"{path} {'holds none' if path.is_dir() else 'is no folder with any'} of "
-            f"{', '.join((*_NEEDED, _METRICS))}: give the workdir of a training run, or "
-            "what evaluate, transfer or study wrote"
+            f"{path} {'holds none' if path.is_dir() else 'is not a folder with any'} of "
+            f"{', '.join((*_NEEDED, _METRICS))}: give the workdir of a training run, or a "
+            "folder written by evaluate, transfer or study"
         )
     confusions = _confusions(path) if files["evaluate.json"] else {}
     inner = _inner(path, files["transfer.json"], files["study.json"])
@@ -119,7 +119,7 @@ def _read(path: epath.Path, name: str) -> Run:
 
 def _inner(path: epath.Path, transfer: dict | None, study: dict | None) -> dict:
     """Reads the training runs in the folder of a transfer or a study."""
-    folders = collections.defaultdict(list)  # Title -> names and subfolders.
+    folders = collections.defaultdict(list)  # Names and subfolders by title.
     for point in (study or {}).get("points", []):
         for stage, outcome in point["stages"].items():
             for one in outcome["runs"][:1]:  # The first seed.
@@ -148,24 +148,24 @@ def _load(path: epath.Path) -> dict | None:
     except OSError as error:
         raise UserError(
             f"{path} cannot be read ({error.strerror or error}): fix that, or leave "
-            "its folder out"
+            "out its folder"
         ) from error
     except ValueError as error:
         raise UserError(
-            f"{path} is not JSON ({error}): it is damaged; run what wrote it again"
+            f"{path} is not JSON ({error}): it is damaged; repeat the command that wrote it"
         ) from error
     values = values if isinstance(values, dict) else {}
     if lacking := [key for key in _NEEDED[path.name] if key not in values]:
         what = f"lacks {', '.join(lacking)}"
     elif "kind" in _NEEDED[path.name] and values["kind"] != path.stem:
-        what = f"is of the kind {values['kind']!r}, not {path.stem!r}"
+        what = f"has the kind {values['kind']!r}, not {path.stem!r}"
     else:
         return values
     raise UserError(f"{path} {what}: give a folder that this version wrote")
 
 
 def _lines(path: epath.Path) -> tuple[dict, ...]:
-    """Reads metrics, of which the last line may be incomplete while a run trains."""
+    """Reads metrics; while a run trains, the last line may be incomplete."""
     try:
         text = path.read_text()
     except (FileNotFoundError, NotADirectoryError):
@@ -220,12 +220,12 @@ class Model:
 
     @property
     def label(self) -> str:
-        """Column heading."""
+        """Heading of the model's column."""
         return f"{self.variant or 'model'} ({short_name(self.name)})"
 
     @property
     def epochs(self) -> Number | None:
-        """Pretraining epochs, None if unknown."""
+        """Number of pretraining epochs; None if unknown."""
         seen = self.compute.get("images_seen")
         return seen / self.images if seen and self.images else None
 
@@ -237,12 +237,12 @@ def _report(source: str) -> dict | None:
 
 
 def model_of(source: str, variant: str) -> Model:
-    """Returns a checkpoint with what is known of its pretraining.
+    """Returns a checkpoint with the known facts about its pretraining.
 
-    `source` is a workdir, or the name of published weights, as in `--model`.
+    `source` is a workdir, or the name of published weights, as for `--model`.
     """
     name, seen = source, []
-    # A fine-tuned model has the pretraining of the checkpoint that it started from.
+    # A fine-tuned model has the pretraining of the checkpoint that it was started from.
     while (report := _report(name)) and report.get("init") and name not in seen:
         seen.append(name)
         name = report["init"]
@@ -267,7 +267,7 @@ def short_name(source: str) -> str:
 
 
 def dataset_name(name: str) -> str:
-    """Returns the name of a data set in the paper; unchanged if the paper lacks it."""
+    """Returns the paper's name of a data set; unchanged if the paper does not have it."""
     return DATASETS.get(name.partition(":")[0], name)
 
 
@@ -280,9 +280,10 @@ class Result:
       dataset: name of the data set, the paper's if it has one.
       value: top-1 in percent.
       spread: standard deviation over runs, in percent, or None.
-      how: kind of run.
+      how: description of the run.
       run: name of the run.
-      tabled: whether it is comparable with the paper, which fine-tunes all parameters.
+      tabled: whether the score is comparable with the paper, which fine-tunes all
+        parameters.
     """
 
     model: Model
@@ -295,7 +296,7 @@ class Result:
 
 
 def collect(runs: Sequence[Run]) -> list[Result]:
-    """Returns the accuracies of all runs, the most careful protocol first."""
+    """Returns the accuracies of all runs, with the most careful protocol first."""
     scored = [one for run in runs for one in (*_transferred(run), *_evaluated(run))]
     return scored + [one for run in runs for one in _trained(run)]
 
@@ -366,9 +367,10 @@ def _evaluated(run: Run) -> Iterator[Result]:
 
 
 def _accuracies(scores: dict) -> dict[str, tuple[Number, Number | None]]:
-    """Returns "" (top-1), "5-shot" and so on -> accuracy and deviation, in percent.
+    """Returns accuracy and deviation in percent, by "" (top-1), "5-shot" and so on.
 
-    A key also has the number of smaller classes: "5-shot (2 classes have fewer images)".
+    A key may include the number of small classes: "5-shot (2 classes have fewer
+    images)".
     """
     accuracies = {"": (100 * scores["top1"], None)} if "top1" in scores else {}
     for name, value in scores.items():
@@ -380,7 +382,7 @@ def _accuracies(scores: dict) -> dict[str, tuple[Number, Number | None]]:
 
 
 def _trained(run: Run) -> Iterator[Result]:
-    """Yields the scores of a training run, for the checkpoint it started from."""
+    """Yields the scores of a training run, for the checkpoint that it started from."""
     if (report := run.training) is None:
         return
     start = report.get("init", "")
@@ -390,7 +392,7 @@ def _trained(run: Run) -> Iterator[Result]:
         data = dataset_name(report.get("dataset", ""))
         if start and name in DATASETS:
             data = DATASETS[name]
-        elif not start or name != "test":  # Not a transfer, or not a test split.
+        elif not start or name != "test":  # Not a transfer, or not on a test split.
             data = f"{data} ({name})"
         for what, accuracy in _accuracies(scores).items():
             how = ", ".join(filter(None, ("training, 1 run", what, kind)))

@@ -14,20 +14,20 @@ from vit_jax.tools.report.blocks import stem
 from vit_jax.tools.report.results import Result, Run
 from vit_jax.training import run_report
 
-# Family -> index of its colour and marker.
+# Indices of colour and marker, by family.
 FAMILIES = {"vit": 0, "hybrid": 2, "resnet": 1}
 NAMES = {"vit": "ViT", "hybrid": "hybrid", "resnet": "ResNet (BiT)"}
 # Data sets of the paper's "Average-5"; table 6 also has ReaL.
 _FIVE = ("ImageNet", "CIFAR-10", "CIFAR-100", "Pets", "Flowers")
 _COLUMNS = {"CIFAR-10": "C10", "CIFAR-100": "C100"}
-_MOST = 500  # Points per curve; longer curves are thinned evenly.
-_FEW = 25  # Curves with up to this many points have markers.
+_MOST = 500  # Maximum number of points per curve; longer curves are thinned evenly.
+_FEW = 25  # Curves with up to this number of points have markers.
 
 Points = list[tuple[int, Number]]  # Step and value.
 
 
 def family(name: str) -> str:
-    """Returns the family of a variant, named "R50+B/16" or as in table 6."""
+    """Returns the family of a variant, which is named "R50+B/16" or as in table 6."""
     if "/" not in name:
         return "resnet"
     return "hybrid" if "+" in name else "vit"
@@ -101,7 +101,7 @@ def _figure_3(measured) -> Chart:
         if result and model.images and model.variant:
             point = model.images, result.value, result.spread
             variants.setdefault(model.variant, []).append(point)
-    # Variants that are not in the paper get further colours.
+    # Variants that are not in the paper use the remaining colours.
     numbers = list(dict.fromkeys([*table["cols"], *variants]))
     for variant, points in variants.items():
         number = numbers.index(variant)
@@ -128,7 +128,7 @@ def _scatter(label, points, number: int, *, line: bool = False, **look) -> Serie
 
 
 def training_curves(runs: Sequence[Run]) -> tuple[Chart, ...]:
-    """Returns charts of the loss and top-1 logged in training, by step and images."""
+    """Returns charts of loss and top-1 during training, by step and by images seen."""
     trained = [run for run in runs if run.metrics]
     losses = [(run, run.name, i, 0, _loss(run)) for i, run in enumerate(trained)]
     tops = [
@@ -139,7 +139,7 @@ def training_curves(runs: Sequence[Run]) -> tuple[Chart, ...]:
     charts = []
     for name, title, y_label, curves in (
         ("loss", "Training loss", "loss", losses),
-        ("top1", "Accuracy in training", "top-1 in %", tops),
+        ("top1", "Accuracy during training", "top-1 in %", tops),
     ):
         drawn = [curve for curve in curves if curve[-1]]
         for x, x_label, unit in (
@@ -159,7 +159,8 @@ def training_curves(runs: Sequence[Run]) -> tuple[Chart, ...]:
 def inner_training_curves(runs: Sequence[Run]) -> tuple[Chart, ...]:
     """Returns charts of the training losses inside transfers and studies, by step.
 
-    These runs have equal lengths and batches, and most are evaluated only at the end.
+    These runs have the same lengths and batch sizes, and most are evaluated only at the
+    end.
     """
     charts = []
     for run in runs:
@@ -188,7 +189,7 @@ def _loss(run: Run) -> Points:
 
 
 def _tops(run: Run) -> dict[str, Points]:
-    """Returns evaluation and parameters -> points of top-1 in percent."""
+    """Returns points of top-1 in percent, by evaluation and set of parameters."""
     names = dict.fromkeys(name for line in run.metrics for name in line)
     return {
         name.removesuffix("/top1").replace("/", " "): [

@@ -21,12 +21,12 @@ from vit_jax.tools.report.blocks import (
 from vit_jax.tools.report.results import Result, Run
 from vit_jax.training import run_report
 
-_WORST = 20  # Classes in the table of accuracies per class.
+_WORST = 20  # Number of classes in the table of accuracies by class.
 _SUMS = ("images_seen", "exaflops", "device_days", "tpuv3_core_days")
 
 
 def accuracies(measured: Sequence[Result]) -> tuple[Block, ...]:
-    """Returns a table of all accuracies, comparable with the paper or not."""
+    """Returns a table of all accuracies, whether comparable with the paper or not."""
     rows = tuple(
         (
             result.run,
@@ -99,7 +99,7 @@ def _vtab(run: Run, vtab: dict) -> list[Block]:
     note = f"Mode: {results.describe_settings(vtab)}."
     blocks: list[Block] = [Table(title, head, tuple(rows), note=note)]
     for key, title, column in (
-        ("absent", "tasks whose data is absent", "how to prepare it"),
+        ("absent", "tasks whose data are missing", "how to prepare them"),
         ("failed", "tasks that failed", "why"),
     ):
         listed = tuple(
@@ -180,17 +180,17 @@ def compute_blocks(runs: Sequence[Run]) -> tuple[Block, ...]:
     return (
         Table("Compute of the training runs", head, tuple(rows)),
         Text(
-            "exaFLOPs: 6 x multiply-accumulates of the forward pass of an image x "
-            "images seen, as in table 6 of the paper. Device-days: the time for which "
-            "the devices were in use, compiling, evaluating and saving included, summed "
-            "over all starts; it lacks what a killed start did after its last "
-            "checkpoint, and runs that diverged. A row of several runs has their "
-            "sums. The equivalent in TPUv3-core-days is the exaFLOPs divided by "
-            f"{run_report.exaflops_a_core_day():.2f}, what a core did per day in the "
+            "exaFLOPs: 6 x multiply-accumulates of an image's forward pass x images seen, "
+            "as in table 6 of the paper. Device-days: the time for which the devices were "
+            "in use, including compiling, evaluating and saving, summed over all starts; "
+            "work of a killed start after its last checkpoint, and runs that diverged, "
+            "are not included. A row for several runs has their sums. The equivalent in "
+            "TPUv3-core-days is the exaFLOPs divided by "
+            f"{run_report.exaflops_a_core_day():.2f}, the exaFLOPs per core and day of the "
             "paper's runs: 1567 + 4262 exaFLOPs in 680 + 2500 core-days (L/16 and "
-            "H/14, 14 epochs of JFT-300M; tables 6 and 2). Either of the two alone gives "
-            "2.30 or 1.70, so it is good to about a quarter; it estimates what the "
-            "paper's hardware and code would have taken, not how fast these runs were."
+            "H/14, 14 epochs of JFT-300M; tables 6 and 2). Either of the two gives 2.30 or "
+            "1.70, so it is accurate to about a quarter; it estimates the time on the "
+            "paper's hardware and code, not the speed of these runs."
         ),
     )
 
@@ -211,7 +211,7 @@ def _compute_row(name: str, variant: str, data: str, steps: str, used: list[dict
 
 
 def _groups(run: Run, given: set[str]) -> Iterator[tuple]:
-    """Yields runs of one config inside a run: title, kind, variant, data and runs."""
+    """Yields runs with the same config inside a run: title, kind, variant, data, runs."""
     if run.transfer is not None:
         about = run.transfer["variant"], run.transfer["dataset"]
         yield run.name, "trial", *about, run.transfer.get("trials", [])
@@ -225,7 +225,7 @@ def _groups(run: Run, given: set[str]) -> Iterator[tuple]:
 
 
 def _of_runs(name, what, variant, data, runs) -> tuple[str, ...]:
-    """Returns a row for runs of one config, () if none has recorded its compute."""
+    """Returns a row for runs of one config; () if none has recorded its compute."""
     runs = [run for run in runs if run.get("compute")]
     if not runs:
         return ()
@@ -238,8 +238,8 @@ def _of_runs(name, what, variant, data, runs) -> tuple[str, ...]:
 def _study_groups(run: Run, given: set[str]) -> Iterator[tuple]:
     """Yields the trials and the runs of each stage of each point.
 
-    Runs that are in the report themselves are left out, and so are stages that a point
-    shares with an earlier one.
+    Runs that are themselves part of the report are left out, and so are stages that a
+    point shares with an earlier one.
     """
     seen = set()
     for point in run.study["points"]:

@@ -1,14 +1,14 @@
-"""Blocks of a study: its points beside the paper's, charts, rankings and fitted laws.
+"""Blocks of a study: points compared with the paper's, charts, rankings, fitted laws.
 
 Charts and laws are set in the study's config (tools/sweeps/study_config.py):
 
 figures   {"x": ..., "y": score, "lines": (columns), "colours": column, "log_x": bool,
           "log_y": bool}.
-          x is an axis, a label, "exaflops" or "images_seen"; or "step", where y is an
+          x is an axis, a label, "exaflops" or "images_seen"; or "step", with y an
           evaluation during the first stage, such as "val/top1". Each combination of the
           columns `lines` is a line.
-laws      {"x": column, "y": score, "lines": (columns)}: y = a + b x^-c through the points
-          of each line.
+laws      {"x": column, "y": score, "lines": (columns)}: y = a + b x^-c through the
+          points of each line.
 """
 
 import itertools
@@ -37,22 +37,22 @@ from vit_jax.tools.report.results import Run
 from vit_jax.training.actions import lower_is_better
 
 _AXES = {"exaflops": "exaFLOPs of pretraining", "images_seen": "images seen"}
-_LEAST = 4  # Fewest points to fit a law, which has three parameters.
+_LEAST = 4  # Minimum number of points to fit a law, which has three parameters.
 _INTERVAL = "half of the 95 % interval"
-Row = Mapping[str, object]  # A point of study.json.
+Row = Mapping[str, object]  # A point in study.json.
 
 
 def study_blocks(run: Run) -> tuple[Block, ...]:
-    """Returns the table of a study, its ranking beside the paper's, charts and laws."""
+    """Returns a study's table, its ranking compared with the paper's, charts and laws."""
     points, config = run.study["points"], run.study["config"]
     if not points:
-        return (Text(f"{run.name} has no point yet."),)
+        return (Text(f"{run.name} has no finished point yet."),)
     blocks: list[Block] = [_table(run.name, points, config)]
     every = math.prod(map(len, config["axes"].values()))
     if len(points) < every:
         blocks.append(Text(f"{len(points)} of the {every} points are done."))
     if lines := _diverged(points):
-        blocks.append(Text(f"Diverged, and in no mean: {'; '.join(lines)}."))
+        blocks.append(Text(f"Diverged, not part of any mean: {'; '.join(lines)}."))
     if text := _ranking(points, config):
         blocks.append(Text(text))
     for figure in config["figures"]:
@@ -69,7 +69,7 @@ def study_blocks(run: Run) -> tuple[Block, ...]:
 
 
 def column(row: Row, name: str) -> object:
-    """Returns an axis, label or amount of compute of a point, None if it has none."""
+    """Returns an axis, label or amount of compute of a point; None if it has none."""
     for part in (row["axes"], row["labels"], row):
         if name in part:
             return part[name]
@@ -77,7 +77,7 @@ def column(row: Row, name: str) -> object:
 
 
 class _Score:
-    """A score of a study, as it is shown: fractions are in percent."""
+    """A score of a study in its displayed form: fractions are in percent."""
 
     def __init__(self, config: Row, name: str):
         metric = config["scores"][name].rpartition("/")[2]
@@ -86,7 +86,7 @@ class _Score:
         self.title = f"{name}{_unit(metric)}"
 
     def of(self, point: Row) -> tuple[Number, Number | None] | None:
-        """Returns mean and half the interval of a point, None if it has no score."""
+        """Returns the mean and half of its interval; None if the point has no score."""
         score = point.get("scores", {}).get(self.name)
         if score is None:
             return None
@@ -94,7 +94,7 @@ class _Score:
         return self.scale * score["mean"], None if half is None else self.scale * half
 
     def decimals(self, points: Sequence[Row]) -> int:
-        """Returns the decimals: 2 of percent, else fewer for larger values."""
+        """Returns the number of decimals: 2 for percent, else fewer for larger values."""
         values = [score[0] for point in points if (score := self.of(point))]
         if self.scale == 100:
             return 2
@@ -161,7 +161,7 @@ def _range(numbers: set[int]) -> str:
 
 
 def _chosen(point: Row, stage: str, key: str) -> str:
-    """Returns the chosen value of a tuned key, "" if the stage has not run."""
+    """Returns the chosen value of a tuned key; "" if the stage has not run."""
     chosen = point["stages"].get(stage, {}).get("chosen") or {}
     value = chosen.get(key, "")
     return f"{value:g}" if fields.is_number(value, numbers.Real) else str(value)
@@ -174,7 +174,7 @@ def _ranks(values: Mapping[str, Number | None], *, lower: bool) -> dict[str, str
 
 
 def _diverged(points: Sequence[Row]) -> list[str]:
-    """Returns the stages whose runs all diverged, and single seeds that did."""
+    """Returns the stages in which all runs diverged, and single seeds that did."""
     lines = []
     for point in points:
         for stage, outcome in point["stages"].items():
@@ -212,14 +212,14 @@ def _ranking(points: Sequence[Row], config: Row) -> str:
                 better, worse = (a, b) if score_a > score_b else (b, a)
                 wrong.append(f"{better} over {worse}")
     return (
-        f"Pairs of points that the paper orders: {pairs}; in the same order here: {same}. "
-        "Pairs that differ here by more than the root of the sum of their squared "
-        f"intervals: {clear}; of these against the paper: {', '.join(wrong) or 'none'}."
+        f"Pairs of points with an order in the paper: {pairs}; in the same order here: "
+        f"{same}. Pairs that differ here by more than the root of the sum of their squared "
+        f"intervals: {clear}; those contrary to the paper: {', '.join(wrong) or 'none'}."
     )
 
 
 def _lines(points: Sequence[Row], names: Sequence[str]) -> dict[str, list[Row]]:
-    """Returns label of a line -> its points."""
+    """Returns the points of each line, by its label."""
     lines: dict[str, list[Row]] = {}
     for point in points:
         label = ", ".join(_short(name, column(point, name)) for name in names)
@@ -274,11 +274,12 @@ def _lines_and_looks(
 ) -> Iterator[tuple[str, list[Row], dict[str, int]]]:
     """Yields label and points of each line, with colour, marker and dashes.
 
-    Lines of an equal value in the column `colours` share a colour; without that column
-    each line has its own. `names` are the columns of lines if the figure has none.
+    Lines with an equal value in the column `colours` share a colour; without that
+    column each line has another one. `names` are the columns of lines if the figure has
+    none.
     """
     lines = _lines(points, figure.get("lines", names))
-    seen: dict[object, int] = {}  # Group -> number of its lines so far.
+    seen: dict[object, int] = {}  # Number of lines so far, by group.
     for i, (label, members) in enumerate(lines.items()):
         look = {"colour": i, "marker": i, "dashes": i // len(COLOURS)}
         if colours := figure.get("colours"):
@@ -306,13 +307,13 @@ def _curves(run: Run, figure: Row) -> Chart:
             series.append(Series(label, *zip(*curve, strict=True), **look))
     title = f"{figure['y']} in training"
     name = stem(run.name, figure["y"], "by", "step")
-    note = "The first seed of each point."
+    note = "Shows the first seed of each point."
     y_label = f"{figure['y']}{_unit(metric)}"
     return Chart(name, title, "step", y_label, tuple(series), note=note)
 
 
 def _leaders(points: Sequence[Row], config: Row, figure: Row) -> str:
-    """Returns a text on the leading line at each value of an axis, or ""."""
+    """Returns a text about the leading line at each value of an axis, or ""."""
     x, lines, score = figure["x"], figure.get("lines", ()), _Score(config, figure["y"])
     if x not in config["axes"] or not lines:
         return ""
@@ -351,7 +352,7 @@ def fit_law(x: Sequence[float], y: Sequence[float]) -> tuple[np.ndarray, np.ndar
         return p[0] + p[1] * x ** -p[2] - y
 
     low = max(0.0, min(y))
-    # The valley between a and c is flat: take the best of several initial values.
+    # The valley between a and c is flat: use the best of several initial values.
     fits = [
         optimize.least_squares(
             residuals, (share * low, max(y) - share * low, c), bounds=(0, np.inf)
@@ -381,6 +382,6 @@ def _law(points: Sequence[Row], config: Row, law: Row) -> Text:
         )
     if not parts:
         return Text(
-            f"{y} by {x}: fewer than {_LEAST} points a line, so no law is fitted."
+            f"{y} by {x}: fewer than {_LEAST} points per line, so no law is fitted."
         )
     return Text(f"{y} = a + b {x}^-c, fitted by least squares. {'; '.join(parts)}.")

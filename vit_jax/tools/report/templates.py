@@ -1,4 +1,4 @@
-"""Renders the templates beside the tools: HTML pages and Markdown."""
+"""Renders the templates in the tools' folders: HTML pages and Markdown."""
 
 import functools
 import itertools

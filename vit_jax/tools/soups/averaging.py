@@ -1,7 +1,8 @@
 """Averages the parameters of networks that were fine-tuned from the same weights.
 
-Source: Wortsman et al., "Model soups" (arXiv:2203.05482). The greedy soup takes the
-networks from the best to the worst, and keeps one if the average with it is no worse.
+Source: Wortsman et al., "Model soups" (arXiv:2203.05482). The greedy soup goes through
+the networks from the best to the worst, and keeps one if the average with it is not
+worse.
 """
 
 import dataclasses
@@ -18,7 +19,7 @@ from vit_jax.weights import checkpoint_folders
 from vit_jax.weights.preprocessing import preprocessing_of
 from vit_jax.weights.pretrained import Pretrained
 
-_METRICS = ("top1", "map")  # The first that an evaluation has decides.
+_METRICS = ("top1", "map")  # The first one that an evaluation has is used.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,9 +28,10 @@ class Soup:
 
     Attributes:
       average: the averaged network.
-      taken: sources of the networks in it.
-      scores: source -> score, best first, then "average"; empty for a plain average.
-      metric: metric of the scores.
+      taken: sources of the networks in the average.
+      scores: scores by source, best first, then that of "average"; empty for a plain
+        average.
+      metric: name of the metric of the scores.
     """
 
     average: Pretrained
@@ -42,10 +44,10 @@ def mean(models: Sequence[Pretrained]) -> Pretrained:
     """Returns the plain average of networks.
 
     Args:
-      models: networks of the same options, classes and preprocessing.
+      models: networks with the same options, classes and preprocessing.
 
     Raises:
-      UserError: these differ.
+      UserError: the networks differ in these.
     """
     first = models[0]
     for other in models[1:]:
@@ -72,8 +74,8 @@ def greedy(
     """Chooses networks to average; a higher score is better.
 
     Returns:
-      Numbers of the chosen networks, best first; the score of each network; and the score
-      of the average.
+      Indices of the chosen networks, best first; the score of each network; and the
+      score of the average.
     """
     scores = [score(model) for model in models]
     order = sorted(range(len(models)), key=lambda i: -scores[i])
@@ -94,13 +96,13 @@ def average(
 
     Args:
       models: runs of this project, fine-tuned from the same weights.
-      by: evaluation of the first run whose images choose the networks; "" takes all.
+      by: evaluation of the first run whose images choose the networks; "" uses all.
       say: function called with a line about each evaluation.
 
     Raises:
-      UserError: the networks differ, or the first run has no such evaluation.
+      UserError: the networks differ, or the first run does not have the evaluation.
     """
-    whole = mean(models)  # Refuses networks that differ before anything is evaluated.
+    whole = mean(models)  # Rejects networks that differ before anything is evaluated.
     if not by:
         return Soup(whole, tuple(model.source for model in models), {}, "")
     config = evaluation_of(models[0].source, by)
@@ -114,8 +116,8 @@ def average(
         metric = next((name for name in _METRICS if name in metrics), "")
         if not metric:
             raise UserError(
-                f"--by={by}: that evaluation gives {', '.join(metrics)}, and none of "
-                f"{', '.join(_METRICS)}"
+                f"--by={by}: that evaluation has {', '.join(metrics)}, but none of "
+                f"{', '.join(_METRICS)}: give another one"
             )
         say(f"{by} {metric} {metrics[metric]:.2%}")
         return metrics[metric]
@@ -131,7 +133,7 @@ def evaluation_of(workdir: str, name: str) -> EvaluationConfig:
     """Returns the config of one evaluation of a run.
 
     Raises:
-      UserError: the folder holds no run, or the run has no such evaluation.
+      UserError: the folder holds no run, or the run does not have the evaluation.
     """
     config = complete(checkpoint_folders.read_metadata(workdir)["config"])
     if name not in config.evals:

@@ -1,1 +1,1 @@
-"""Jobs of several runs: transfer with a sweep of rates, VTAB-1k, studies."""
+"""Jobs with several runs: transfer with a sweep of learning rates, VTAB-1k, studies."""

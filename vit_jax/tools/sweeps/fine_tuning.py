@@ -22,19 +22,19 @@ from vit_jax.training.config import TrainConfig, complete
 from vit_jax.weights.preprocessing import preprocessing_of
 from vit_jax.weights.pretrained import Pretrained
 
-# Frozen parameters of each mode; only the head is new in all of them.
+# Parameters that each mode freezes; only the head is new in all of them.
 MODES = {
     "full": {},
     "head": {"freeze": (r"^(?!head(_dist)?/)",)},
     "head_then_all": {"freeze": (r"^(?!head(_dist)?/)",), "freeze_fraction": 0.2},
 }
-# Checkpoints per run, and the least number of steps between them.
+# Number of checkpoints per run, and minimum number of steps between them.
 _SAVES, _LEAST = 10, 50
 # Options that are not taken from the checkpoint: regularisation and the old head.
 _NOT_INHERITED = ("num_classes", "image_size", "channels", "head_bias_init", "dtype")
 _NOT_INHERITED += ("init",)
 _NOT_INHERITED += ("representation_layer", "dropout", "drop_path_rate", "patch_dropout")
-# Key -> flag that sets it.
+# The flag that sets each key.
 _FLAGS = {
     "init": "--model",
     "init.checkpoint": "--model",
@@ -55,11 +55,11 @@ class TransferTask:
 
     Attributes:
       recipe: recipe of the data set.
-      config: complete config of all runs, except for rate, seed and splits.
+      config: complete config of all runs, except for learning rate, seed and splits.
       rates: peak learning rates to choose from.
       notes: assumptions, for the log.
       mode: one of `MODES`.
-      overrides: dotted config key -> value, set by the user.
+      overrides: values set by the user, by dotted config key.
     """
 
     recipe: recipes.Recipe
@@ -96,7 +96,7 @@ def task(
     rates: tuple[float, ...] = (),
     overrides: Mapping[str, object] | None = None,
 ) -> TransferTask:
-    """Completes a recipe for a checkpoint; opens the training split, nothing else.
+    """Completes a recipe for a checkpoint; opens only the training split.
 
     Args:
       pretrained: checkpoint, from `weights.open_pretrained`.
@@ -105,7 +105,7 @@ def task(
       mode: one of `MODES`.
       layer_decay: value of `optim.layer_decay`.
       rates: peak learning rates to choose from; the recipe's if empty.
-      overrides: dotted config key -> value, for all runs.
+      overrides: values for all runs, by dotted config key.
 
     Raises:
       UserError: a value does not fit, or an override belongs to a flag or the recipe.
@@ -115,17 +115,17 @@ def task(
     if split_guard.overlap(recipe.train, recipe.test):
         raise UserError(
             f"--test={recipe.test}: {recipe.dataset} is trained on {recipe.train!r}, "
-            "which must have no split in common with it: set --test=SPLIT"
+            "which must not share a split with it: set --test=SPLIT"
         )
     raw = _raw(pretrained, recipe, resolution or usual_size(pretrained), mode)
     raw["optim"]["layer_decay"] = layer_decay
     _apply_overrides(raw, overrides)
     _fill(raw)
     config = complete(raw)
-    config.build_model()  # Raises early if options do not fit each other.
+    config.build_model()  # Raises early if options contradict each other.
     notes = [f"recipe: {recipe.source}"]
-    stated = {"data.mean", "data.std"} <= overrides.keys()
-    if pretrained.preprocess is None and not stated:
+    is_set = {"data.mean", "data.std"} <= overrides.keys()
+    if pretrained.preprocess is None and not is_set:
         described = preprocessing_of(pretrained).describe()
         notes.append(
             f"{pretrained.source} does not record how its images are normalised; assumed "
@@ -147,7 +147,7 @@ def _fill(raw: dict) -> None:
     """Sets missing numbers of classes and steps from the training split."""
     data, timed = raw["data"], raw["total_steps"] or raw.get("epochs")
     if not data["num_classes"] or not timed:
-        # Labels are not checked here, so that one class is enough.
+        # Labels are not checked here, so any number of classes will do.
         opened = DataConfig(**data | {"num_classes": 1})
         source = open_unchecked(opened, opened.split)
         data["num_classes"] = data["num_classes"] or num_classes_of(
@@ -204,7 +204,7 @@ def _raw(pretrained, recipe, size, mode) -> dict:
             "weight_decay": 0.0,
             "grad_clip_norm": 1.0,
             "warmup_steps": recipe.warmup,
-            "learning_rate": 1.0,  # Set per run.
+            "learning_rate": 1.0,  # Replaced for each run.
             **MODES[mode],
         },
         "ema": {"decay": recipe.average(size)},
@@ -221,21 +221,21 @@ def inherited(options: Mapping[str, object]) -> dict:
     known = fields.fields(models.VARIANTS.find(variant, "model"))
     dtype = (
         "float32" if jax.default_backend() == "cpu" else "bfloat16"
-    )  # CPUs are slow at it.
+    )  # CPUs are slow in bfloat16.
     return {"dtype": dtype} | {
         name: options[name]
         for name, about in known.items()
         if name in options
         and name not in _NOT_INHERITED
         and about.changes_result
-        and fields.is_read(about, options)  # Under the checkpoint's choices.
+        and fields.is_read(about, options)  # Given the checkpoint's choices.
     }
 
 
 def check_feasible(task: TransferTask) -> None:
     """Checks that all runs of a task can be built, before anything is written.
 
-    Opens the training split, mostly one record of it, and nothing of the test split.
+    Opens the training split, usually reading one record, and nothing of the test split.
 
     Raises:
       UserError: the test split does not exist, or a length or the network does not fit.
@@ -249,10 +249,10 @@ def check_feasible(task: TransferTask) -> None:
             splits.select(recipe.test, sizes, recipe.title)
         except UserError as error:
             raise UserError(f"--test={recipe.test}: {error}") from error
-    # The number of examples matters only where a length is in epochs.
+    # The number of examples matters only if a length is given in epochs.
     lengths = {config.batch_size}
     if config.epochs or depends_on_epochs(config.optim):
-        parts = (recipe.train, recipe.part)[: len(task.rates)]  # One rate, no trial.
+        parts = (recipe.train, recipe.part)[: len(task.rates)]  # One rate: no trials.
         lengths = {
             len(splits.Numbering.of(split, sizes, recipe.title))
             if sizes
@@ -265,10 +265,10 @@ def check_feasible(task: TransferTask) -> None:
 
 
 def _sizes(task: TransferTask) -> Mapping[str, int]:
-    """Returns split name -> number of records, {} if unknown."""
+    """Returns the number of records by split name; {} if unknown."""
     if not source_type(task.recipe.dataset).numbered:
         return {}
-    # One record is enough: its source knows the sizes of all splits.
+    # One record is enough: its source has the sizes of all splits.
     first = f"{splits.names(task.recipe.train)[0]}[:1]"
     numbering = open_unchecked(task.config.data, first).split_numbering()
     return {} if numbering is None else numbering.sizes
@@ -286,14 +286,14 @@ def _check_folders(test: str, data_dir: str) -> None:
 
 
 def _refuse_overrides(overrides: Mapping[str, object]) -> None:
-    """Refuses keys that belong to a flag or to the recipe."""
+    """Raises UserError for keys that a flag or the recipe sets."""
     for key in overrides:
         if key in _FLAGS:
-            raise UserError(f"--config.{key}: it is set by {_FLAGS[key]} here")
+            raise UserError(f"--config.{key}: {_FLAGS[key]} sets it here")
         if key.startswith(_PARTS):
             raise UserError(
-                f"--config.{key}: the recipe sets the splits to train and score on; set "
-                "--dataset and --test"
+                f"--config.{key}: the recipe sets the splits for training and scoring; "
+                "set --dataset and --test"
             )
         if isinstance(fields.fields(TrainConfig).get(key), fields.Section):
             raise UserError(f"--config.{key}: it is a section; set a key of it")

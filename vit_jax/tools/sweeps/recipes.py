@@ -1,9 +1,10 @@
-"""Fine-tuning recipes of data sets: rates, steps, splits, transforms.
+"""Recipes for fine-tuning on data sets: learning rates, steps, splits, transforms.
 
-Source: arXiv:2010.11929, table 4. For VTAB-1k it gives the steps and one rate; warmup,
-transforms of each task and the momentum's dtype are those of
-github.com/google-research/scenic (vtab_plainvit_config.py). The paper names no other
-augmentation: images are resized and cropped at scenic's ratio of 448 to 384, and mirrored.
+Source: arXiv:2010.11929, table 4. For VTAB-1k it has the steps and one learning rate;
+the warmup, the transforms of each task and the dtype of the momentum are those of
+github.com/google-research/scenic (vtab_plainvit_config.py). The paper mentions no other
+augmentation: images are resized and cropped in scenic's ratio of 448 to 384, and
+mirrored.
 """
 
 import dataclasses
@@ -15,7 +16,7 @@ from vit_jax.errors import UserError
 from vit_jax.evaluators import splits
 
 _RATES = (0.001, 0.003, 0.01, 0.03)
-# Steps, and peak rates to try on the held-out part.
+# Steps, and peak learning rates to try on the held-out part.
 TABLE_4 = {
     "imagenet2012": (20_000, (0.003, 0.01, 0.03, 0.06)),
     "cifar100": (10_000, _RATES),
@@ -23,8 +24,8 @@ TABLE_4 = {
     "oxford_iiit_pet": (500, _RATES),
     "oxford_flowers102": (500, _RATES),
 }
-# Sets that are not in the paper are treated as its sets of a similar size, with BiT's
-# (arXiv:1912.11370) bounds of small, medium and large.
+# Sets that are not in the paper are treated like its sets of a similar size, with the
+# limits of small, medium and large in BiT (arXiv:1912.11370).
 _OTHER_STEPS = ((20_000, 500), (500_000, 10_000), (float("inf"), 20_000))
 _OTHER_HELD_OUT = 10  # Percent, as for the paper's small sets.
 _VTAB_RATES, _VTAB_STEPS, _VTAB_WARMUP = (0.01,), 2_500, 200
@@ -40,11 +41,11 @@ class Recipe:
       data_dir: value of `data.data_dir`.
       num_classes: number of classes; 0 to read it from the training split.
       train: split for the final runs.
-      part: split to train on while the rate is chosen.
-      held_out: split that chooses the rate.
-      test: split that is reported.
+      part: split to train on while the learning rate is chosen.
+      held_out: split that chooses the learning rate.
+      test: split whose score is reported.
       rates: peak learning rates to choose from.
-      steps: steps per run; 0 to use `steps_for` of the size of `train`.
+      steps: number of steps per run; 0 to use `steps_for` with the size of `train`.
       warmup: steps of linear warmup.
       mu_dtype: dtype of the momentum.
       crop: whether to train on random crops of images resized to 448/384 of the size.
@@ -69,7 +70,7 @@ class Recipe:
 
     @property
     def title(self) -> str:
-        """The name of the data set; for a folder, the folder's name."""
+        """Name of the data set; for a folder, the name of the folder."""
         if self.dataset != "folder":
             return self.dataset
         return os.path.basename(os.path.abspath(os.path.expanduser(self.data_dir)))
@@ -132,13 +133,13 @@ def find(dataset: str, data_dir: str = "", test: str = "") -> Recipe:
         data_dir,
         test=test or "test",
         flip=dataset != "digits",
-        source=f"not in the paper: as its sets of this size, {_OTHER_HELD_OUT} % of "
+        source=f"not in the paper: like its sets of this size, {_OTHER_HELD_OUT} % of "
         "train held out",
     )
 
 
 def steps_for(examples: int) -> int:
-    """Returns the steps for a number of training images, if the paper has none."""
+    """Returns the steps for a number of training images that the paper does not have."""
     return next(steps for below, steps in _OTHER_STEPS if examples < below)
 
 
@@ -146,7 +147,7 @@ def _of_task(dataset: str, data_dir: str, test: str) -> Recipe:
     task = vtab.task(dataset)
     if test not in ("", "test"):
         raise UserError(
-            f"--test={test}: {dataset} is tested on its split 'test' alone: leave "
+            f"--test={test}: {dataset} is tested only on its split 'test': leave "
             "--test out"
         )
     return Recipe(
@@ -171,8 +172,8 @@ def _test_folder(data_dir: str) -> str:
     if not train or not test:
         data_dir = os.path.normpath(data_dir)
         remedy = folder.inside(os.path.expanduser(data_dir)) or (
-            f"put the images to train on into {data_dir}/train/<class>/ and those to "
-            f"test on into {data_dir}/test/<class>/"
+            f"put training images into {data_dir}/train/<class>/ and test images "
+            f"into {data_dir}/test/<class>/"
         )
         raise UserError(
             f"--dataset={data_dir} has {train or test or 'neither'} of the folders "

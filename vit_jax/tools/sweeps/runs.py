@@ -34,15 +34,15 @@ def train(
 ) -> dict:
     """Trains in a folder, resumes, or returns the report of a finished run.
 
-    The runs of a sweep share compiled steps and evaluations. `keep` says whether the last
-    checkpoint of the finished run stays.
+    The runs of a sweep share compiled steps and evaluations. `keep` is whether to keep
+    the last checkpoint of the finished run.
 
     Returns:
-      The run's report; {"diverged": message} if its numbers became non-finite.
+      The run's report; {"diverged": message} if values became non-finite.
 
     Raises:
       UserError: the run is invalid (see `loop.train`), or the folder cannot be written.
-      Preempted: see `loop.train`.
+      Preempted: the run was preempted (see `loop.train`).
     """
     done = _outcome(folder)
     if not done:
@@ -60,7 +60,7 @@ def drop_checkpoints(folder: str | os.PathLike) -> None:
     """Deletes the checkpoints of a finished run, in process 0.
 
     Raises:
-      UserError: they cannot be deleted.
+      UserError: the checkpoints cannot be deleted.
     """
     if jax.process_index() == 0:
         checkpoints = checkpoint_folders.absolute(folder) / checkpoint_folders.FOLDER
@@ -92,15 +92,15 @@ def check_command(
     grows: str = "",
     free: Collection[str] = (),
 ) -> None:
-    """Records the command of a sweep, or refuses another one in the same workdir.
+    """Records the command of a sweep; rejects another command in the same workdir.
 
     Args:
       workdir: folder of the sweep.
-      command: JSON value with everything that decides the results.
+      command: JSON value with everything that determines the results.
       begun: whether the recorded command left results; if not, it is replaced.
-      grows: key of a dict in the command whose keys may differ between starts; the union
-        of all starts is recorded.
-      free: config keys that may differ, because they change no result.
+      grows: key of a dict in the command whose keys may differ between starts; the
+        union over all starts is recorded.
+      free: config keys that may differ, because they do not change results.
 
     Raises:
       UserError: the recorded command differs; the message lists the differences.
@@ -122,7 +122,7 @@ def check_command(
             if any(line.startswith("--data_dir:") for line in changed):
                 moved = f"; if the same data was moved, set its new path in {path}"
             raise UserError(
-                f"{workdir} holds a study by another command "
+                f"{workdir} holds a study with another command "
                 f"({'; '.join(changed[:4])}): choose another --workdir, or repeat that "
                 f"command{moved}"
             )
@@ -141,7 +141,7 @@ def say(text: str) -> None:
 
 
 def decisive(config: TrainConfig) -> dict[str, str]:
-    """Returns the config keys that decide the result of a run, with their values."""
+    """Returns the config keys that determine the result of a run, with their values."""
     return {name: str(value) for name, value in resume_check.decisive(config).items()}
 
 
@@ -161,7 +161,7 @@ def _outcome(folder: str | os.PathLike) -> dict | None:
 
 
 def interval(values: Sequence[float]) -> tuple[float, float | None]:
-    """Returns the mean and half its 95 % interval (Student's t); None of one value."""
+    """Returns the mean and half of its 95 % interval (Student's t); None for one value."""
     from scipy import special
 
     mean, n = statistics.fmean(values), len(values)
@@ -173,7 +173,7 @@ def interval(values: Sequence[float]) -> tuple[float, float | None]:
 
 @contextlib.contextmanager
 def _writing(path: str | os.PathLike, repeated: str = "no run") -> Iterator[None]:
-    """Converts an OSError into a UserError that says what the next start repeats."""
+    """Converts an OSError to a UserError that names what the next start repeats."""
     try:
         yield
     except OSError as error:
@@ -189,8 +189,8 @@ def write_json(
     """Writes a JSON file of a sweep, in process 0.
 
     Raises:
-      UserError: the workdir is gone, full or read-only; it says that the next start
-        repeats `repeated`.
+      UserError: the workdir is missing, full or read-only; the message says that the
+        next start repeats `repeated`.
     """
     path = epath.Path(workdir) / name
     with _writing(path, repeated):
@@ -201,10 +201,10 @@ def write_json(
 def write_table(workdir: str | os.PathLike, name: str, rows: Sequence[Row]) -> None:
     """Writes rows to NAME.jsonl and NAME.csv atomically, in process 0.
 
-    In the CSV file, nested values have columns such as "compute.exaflops".
+    In the CSV file, nested values become columns such as "compute.exaflops".
 
     Raises:
-      UserError: the workdir is gone, full or read-only.
+      UserError: the workdir is missing, full or read-only.
     """
     if jax.process_index():
         return
@@ -222,9 +222,9 @@ def write_table(workdir: str | os.PathLike, name: str, rows: Sequence[Row]) -> N
 
 
 def format_table(rows: Sequence[Row], formats: Mapping[str, str]) -> str:
-    """Formats rows, column -> value, as a text table; missing values are "-".
+    """Formats rows as a text table; missing values are "-".
 
-    `formats` has the format of each column, such as ".2%", in their order.
+    `formats` has the format of each column, such as ".2%", in the order of the columns.
     """
     cells = [list(formats)]
     for row in rows:
@@ -240,12 +240,12 @@ def format_table(rows: Sequence[Row], formats: Mapping[str, str]) -> str:
 def write_hparams(
     workdir: str | os.PathLike, name: str, settings: Row, scores: Mapping[str, float]
 ) -> None:
-    """Writes a run for TensorBoard's hparams view; replaces its earlier entry.
+    """Writes a run for TensorBoard's hparams view, replacing its earlier entry.
 
-    The keys of `settings` are the same for all runs of a sweep.
+    All runs of a sweep must have the same keys in `settings`.
 
     Raises:
-      UserError: the workdir is gone, full or read-only.
+      UserError: the workdir is missing, full or read-only.
     """
     if jax.process_index():
         return
@@ -253,7 +253,7 @@ def write_hparams(
     with _writing(folder):
         folder.rmtree(missing_ok=True)
         events = Events(folder, 0)
-        # In the plugin's order: the experiment, then the session's start and end.
+        # The plugin's order: the experiment, then the start and end of the session.
         for part in summary.hparams(dict(settings), dict(scores)):
             events.add(0, part)
         for tag, value in scores.items():

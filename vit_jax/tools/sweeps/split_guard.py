@@ -9,12 +9,12 @@ from vit_jax.data.config import DataConfig
 from vit_jax.data.sources.base import Source
 from vit_jax.errors import UserError
 
-# Split -> numbers of its records, or ids of records if they have no numbers.
+# Numbers of the records by split, or ids of records if they have no numbers.
 Records = dict[str, list[range]] | frozenset[str]
 
 
 class SplitCache:
-    """Opens each split once; pass it to `opened_by`."""
+    """Opens each split once; to be passed to `opened_by`."""
 
     def __init__(self):
         self._sources: dict[str, Source] = {}
@@ -30,11 +30,11 @@ class SplitCache:
 
 
 class TestSplitGuard(SplitCache):
-    """Opens splits for all runs of a sweep; pass it to `opened_by`.
+    """Opens splits for all runs of a sweep; to be passed to `opened_by`.
 
-    Until `release` is called, it refuses every split that overlaps the test split, so
-    that no choice can depend on a test image. When the test split is opened, its records
-    must not be in another split that was opened.
+    Until `release` is called, it rejects every split that overlaps the test split, so
+    that no choice can depend on a test image. When the test split is opened, none of
+    its records may be in another split that was opened.
 
     Args:
       test: split expression.
@@ -51,13 +51,13 @@ class TestSplitGuard(SplitCache):
         """Returns a split's source.
 
         Raises:
-          UserError: it overlaps the test split before `release`, or training and test
-            have a record in common.
+          UserError: the split overlaps the test split before `release`, or training and
+            test share a record.
         """
         if self._sealed and overlap(split, self._test):
             raise UserError(
-                f"split {split!r} of {data.name} is sealed: it has images of the test "
-                f"split {self._test!r}, which stays shut until the rate is chosen"
+                f"split {split!r} of {data.name} is locked: it has images of the test "
+                f"split {self._test!r}, which is not opened until the rate is chosen"
             )
 
         def open_and_check():
@@ -78,13 +78,13 @@ class TestSplitGuard(SplitCache):
             for other in self._records.keys() - set(tests):
                 if shared := _common(self._records[one], self._records[other]):
                     raise UserError(
-                        f"{name}: {shared} is in the split {one!r} to test on and in "
-                        f"{other!r} to train or choose on: set another --test"
+                        f"{name}: {shared} is in the test split {one!r} and in "
+                        f"{other!r}, used to train or choose: set another --test"
                     )
 
 
 def overlap(split: str, test: str) -> bool:
-    """Returns whether two split expressions name a split in common."""
+    """Returns whether two split expressions have a split in common."""
     return not set(splits.names(split)).isdisjoint(splits.names(test))
 
 

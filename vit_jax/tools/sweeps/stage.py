@@ -1,7 +1,7 @@
-"""A stage of a sweep: values tried on validation images, the best run with all seeds.
+"""A stage of a sweep: trials on validation images, then final runs with the best.
 
-A transfer is one stage, VTAB-1k has one per task, and a study one or more per point. Runs
-that are done are not repeated, so that a killed sweep resumes when it is started again.
+A transfer is one stage, VTAB-1k has one per task, and a study one or more per point.
+Finished runs are not repeated, so that a killed sweep resumes when it is started again.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from vit_jax.training.actions import lower_is_better
 from vit_jax.training.config import TrainConfig
 from vit_jax.training.sweep import SweepSetups
 
-Choice = Mapping[str, object]  # Dotted config key -> value.
+Choice = Mapping[str, object]  # Values by dotted config key.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,15 +29,15 @@ class Stage:
 
     Attributes:
       workdir: folder of the sweep.
-      grid: combinations to choose from; of equally good ones the first is taken.
-      tune_by: "EVALUATION/METRIC" of the trials that chooses.
+      grid: combinations to choose from; the first is chosen in case of a tie.
+      tune_by: "EVALUATION/METRIC" of the trials, which chooses.
       seeds: seeds of the final runs.
       final: function from a combination and a seed to the folder in the workdir and the
         complete config of a final run.
-      trial: the same for the trial of a combination; if None, the final run of the first
-        seed is the trial.
+      trial: function from a combination to folder and config of its trial; if None, the
+        final run with the first seed is the trial.
       keep: whether final runs keep their last checkpoint.
-      measure: function that trains, as `runs.train`.
+      measure: function that trains, with the interface of `runs.train`.
     """
 
     workdir: str | os.PathLike
@@ -52,7 +52,7 @@ class Stage:
     def trials(self, shared: SweepSetups) -> Iterator[dict]:
         """Yields the trial of each combination; none if there is only one combination.
 
-        A trial has the keys of a run (see `finals`) except "final", and its "score",
+        A trial has the keys of a run (see `finals`) except "final"; and its "score",
         None if it diverged.
         """
         if len(self.grid) == 1:
@@ -69,9 +69,9 @@ class Stage:
             yield run | {"score": score}
 
     def choose(self, trials: Sequence[dict]) -> dict | None:
-        """Returns the best trial, None if all diverged; deletes the others' checkpoints.
+        """Returns the best trial; None if all diverged. Deletes other checkpoints.
 
-        Without trials it has the "choice" alone.
+        Without trials, the result has only the "choice".
         """
         if not trials:
             if only := words(self.grid[0]):
@@ -93,8 +93,8 @@ class Stage:
     def finals(self, choice: Choice, shared: SweepSetups) -> Iterator[dict]:
         """Yields the run of a combination with each seed.
 
-        A run has its "choice", "seed" and "folder", and what its report says; or why it
-        "diverged".
+        A run has its "choice", "seed" and "folder", and the content of its report; or
+        the reason why it "diverged".
         """
         for number, seed in enumerate(
             progress.each(self.seeds, "final runs", "runs", leave=False), 1
@@ -135,7 +135,7 @@ def words(choice: Choice) -> str:
 
 
 def file_name(text: str) -> str:
-    """Returns a text as the name of a folder, another one for each text."""
+    """Returns a text as the name of a folder; different texts have different names."""
     return urllib.parse.quote(text, safe="=,+")
 
 
@@ -143,12 +143,12 @@ def score_of(final: Mapping[str, dict], path: str) -> float:
     """Returns a score of a run.
 
     Args:
-      final: evaluation -> parameters -> metric -> value, from the run's report.
-      path: "EVALUATION/METRIC", with averaged parameters if the run has them, or
+      final: value by evaluation, parameters and metric, from the run's report.
+      path: "EVALUATION/METRIC", for averaged parameters if the run has them, or
         "EVALUATION/params/METRIC" or "EVALUATION/ema/METRIC".
 
     Raises:
-      UserError: the run has no such score; the message lists those of the evaluation.
+      UserError: the run does not have the score; the message lists the existing ones.
     """
     evaluation, *parameters, metric = path.split("/")
     kinds = final.get(evaluation, {})
@@ -167,7 +167,7 @@ def score_of(final: Mapping[str, dict], path: str) -> float:
 
 
 def _on_choice(best: dict, trials: Sequence[dict], metric: str) -> str:
-    """Returns a line on the choice, with ties and values at an edge of the grid."""
+    """Returns a line about the choice, with ties and values at an edge of the grid."""
     text = f"{words(best['choice'])} is best by {metric}: {best['score']:.4g}"
     tied = [
         words(trial["choice"])
@@ -175,7 +175,7 @@ def _on_choice(best: dict, trials: Sequence[dict], metric: str) -> str:
         if trial["score"] == best["score"] and trial is not best
     ]
     if tied:
-        text += f"; tied with {', '.join(tied)}, and the first is taken"
+        text += f"; tied with {', '.join(tied)}, the first is chosen"
     for key, value in best["choice"].items():
         if not fields.is_number(value, numbers.Real):
             continue

@@ -28,7 +28,7 @@ from vit_jax.training.config import TrainConfig
 
 TOPOLOGY = "v5e:1x1"
 _ROUNDS = 5
-_FIRST = 256  # First batch to compile.
+_FIRST = 256  # First batch size to compile.
 MEASURED = "measured.json"
 _EXIT_TOO_LARGE = 3
 
@@ -38,13 +38,14 @@ def measure(config: TrainConfig, folder: str | os.PathLike, *_, keep: bool) -> d
 
     Args:
       config: complete config, with the batch size of the timed forward passes.
-      folder: folder for report.json, the config that is compiled, and each measurement,
-        so that an interrupted one resumes: a compilation takes minutes.
-      keep: ignored; see `runs.train`.
+      folder: folder for report.json, the compiled config, and each measurement, so that
+        an interrupted one resumes: a compilation takes minutes.
+      keep: not used; exists for `runs.train`.
 
     Returns:
-      A report as of a training run, with the evaluation "cost": images_per_second and
-      gmacs of a forward pass, and largest_batch (0 if not even one image fits).
+      A report like that of a training run, with the evaluation "cost":
+      images_per_second and gmacs of a forward pass, and largest_batch (0 if not even
+      one image fits).
 
     Raises:
       UserError: the compiler for TPUs is missing, or the folder cannot be written.
@@ -81,7 +82,7 @@ def forward_speed(model, config: TrainConfig) -> float:
     params = jax.jit(model.init)(jax.random.key(config.seed))
     options = compilation.options(jax.devices()[0].platform)
     forward = jax.jit(model.apply, compiler_options=options)
-    jax.block_until_ready(forward(params, images))  # Compiled here.
+    jax.block_until_ready(forward(params, images))  # Compile before timing.
     seconds = []
     for _ in range(_ROUNDS):
         began = time.perf_counter()
@@ -93,18 +94,18 @@ def forward_speed(model, config: TrainConfig) -> float:
 def largest_batch(config: TrainConfig, folder: os.PathLike) -> int:
     """Returns the largest batch of a bfloat16 training step that fits a chip.
 
-    `vit_jax.compile --largest_batch` finds it, to 5 % or one image.
+    `vit_jax.compile --largest_batch` finds it, with a precision of 5 % or one image.
 
     Args:
       config: complete config.
-      folder: folder for config.py, which is compiled.
+      folder: folder for config.py, the file that is compiled.
 
     Raises:
       UserError: the compiler for TPUs is missing.
     """
     file = epath.Path(folder) / "config.py"
     raw = fields.to_json(config) | {"init": {}, "batch_size": _FIRST}
-    raw["model"]["dtype"] = "bfloat16"  # CPUs, which are slow at it, run float32.
+    raw["model"]["dtype"] = "bfloat16"  # The timed config may be float32, for CPUs.
     file.write_text(
         "from ml_collections import ConfigDict\n\n\ndef get_config(arg=None):\n"
         f"    return ConfigDict({raw!r})\n"
@@ -125,7 +126,7 @@ def largest_batch(config: TrainConfig, folder: os.PathLike) -> int:
 
 
 def _once(folder: str | os.PathLike, name: str, measure: Callable, *args: object):
-    """Returns a measurement that the folder holds, or makes and stores it."""
+    """Returns a measurement stored in the folder, or measures and stores it."""
     path = epath.Path(folder) / MEASURED
     measured = read_json(path) if path.exists() else {}
     if name not in measured:

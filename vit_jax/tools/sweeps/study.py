@@ -1,10 +1,10 @@
 """Studies: one recipe over values of its arguments, each tuned and repeated with seeds.
 
-A file under configs/study/ is a recipe with a second function, `get_study`, that returns
-plain data: the arguments of `get_config` to vary (the axes), the keys to tune on
-validation images at each point, the number of seeds, and the scores to report. So every
-run of a study is also a config that can be trained or compiled alone. A killed study
-resumes when it is started again.
+A file under configs/study/ is a recipe with a second function, `get_study`, that
+returns plain data: the arguments of `get_config` to vary (the axes), the keys to tune
+on validation images at each point, the number of seeds, and the scores to report. Every
+run of a study is therefore also a config that can be trained or compiled separately. A
+killed study resumes when it is started again.
 """
 
 import dataclasses
@@ -42,9 +42,9 @@ class Point(NamedTuple):
     """One combination of the values of the axes.
 
     Attributes:
-      name: the values, as "vit-s,3000".
-      axes: argument of `get_config` -> value.
-      recipes: stage -> raw config, as nested dicts.
+      name: values of the axes, such as "vit-s,3000".
+      axes: values by argument of `get_config`.
+      recipes: raw configs by stage, as nested dicts.
     """
 
     name: str
@@ -69,17 +69,18 @@ class Study:
     workdir: str | os.PathLike
 
     def run(self) -> dict:
-        """Runs what is not done yet, and writes `study.json` after each stage.
+        """Runs what is not finished, and writes `study.json` after each stage.
 
         Returns:
           The content of study.json: the study's config and its points. A point has its
-          axes; trials, chosen values and runs of each stage; exaFLOPs of the first stage;
-          and for each score the values, their mean, and half the mean's 95 % interval.
+          axes; trials, chosen values and runs of each stage; exaFLOPs of the first
+          stage; and for each score the values, their mean, and half of its 95 %
+          interval.
 
         Raises:
-          UserError: the workdir holds another study, a run has no such score, or a run is
-            invalid (see `loop.train`).
-          Preempted: SIGTERM came; the same command resumes.
+          UserError: the workdir holds another study, a run does not have a score, or a
+            run is invalid (see `loop.train`).
+          Preempted: SIGTERM was received; repeat the command to resume.
         """
         with lock.held(self.workdir):
             runs.check_command(
@@ -94,7 +95,7 @@ class Study:
                     progress.each(self.points, "points", "points"), 1
                 ):
                     say(f"point {number} of {len(self.points)}: {point.name}")
-                    # A point in the file is replaced only once all its stages are done.
+                    # A point in the file is replaced only when all its stages are done.
                     replaces = point.name in rows
                     for row in self._rows(point, done, caches):
                         if not replaces:
@@ -112,7 +113,7 @@ class Study:
     ) -> Iterator[dict]:
         """Yields the row of a point after each of its stages.
 
-        `done` holds the outcomes of stages that several points share, and is extended.
+        `done` holds the outcomes of stages that several points share; it is extended.
         """
         outcomes, starts = {}, {}
         for stage in self.config.stages:
@@ -125,7 +126,7 @@ class Study:
             starts = {run["seed"]: run["folder"] for run in done[key]["runs"]}
             yield _row(point, dict(outcomes), self.config)
             if not starts:
-                return  # All diverged: the next stage has no weights to start from.
+                return  # All diverged: the next stage has no initial weights.
 
     def _run_stage(
         self,
@@ -135,7 +136,7 @@ class Study:
         starts: Mapping[int, str],
         shared: SweepSetups,
     ) -> dict:
-        """Returns the outcome of a stage; `starts` maps seeds to earlier folders."""
+        """Returns the outcome of a stage; `starts` has earlier folders by seed."""
 
         def final(choice, seed):
             start = os.path.join(self.workdir, starts[seed]) if starts else ""
@@ -170,14 +171,14 @@ class Study:
         runs.write_table(self.workdir, TABLE, [_flat(row) for row in report["points"]])
 
     def _report(self, rows: Mapping[str, dict]) -> dict:
-        # In the order of the axes, whatever `--only` selects.
+        # In the order of the axes, regardless of `--only`.
         names = map(_name, itertools.product(*self.config.axes.values()))
         points = [rows[name] for name in names if name in rows]
         about = dataclasses.asdict(self.config)
         return {"kind": "study", "name": self.name, "config": about, "points": points}
 
     def _command(self) -> dict:
-        """Returns what decides the results; more seeds or points only add runs."""
+        """Returns what determines the results; seeds and points may be added later."""
         return {
             "study": self.name,
             "axes": ", ".join(self.config.axes),
@@ -213,12 +214,12 @@ def plan(
       spec: path or name of a config file with `get_study`; arguments that are not axes
         may follow a colon.
       workdir: folder of the study.
-      only: axis -> texts of the values to run; axes that are absent run whole.
-      seeds: runs per point; 0 for the number in the file.
-      overrides: dotted config key -> value, for all runs.
+      only: texts of the values to run, by axis; missing axes are run completely.
+      seeds: number of runs per point; 0 for the number in the file.
+      overrides: values for all runs, by dotted config key.
 
     Raises:
-      UserError: the file has no study, an axis or a value of it is unknown, or an
+      UserError: the file has no study, an axis or one of its values is unknown, or an
         override sets what the study varies.
     """
     path, _, rest = spec.partition(":")
@@ -287,7 +288,7 @@ def _refuse_varied(
         if any(f"{one}.".startswith(f"{key}.") for one in varied):
             raise UserError(
                 f"--config.{key}: the study sets it for each run; choose points with "
-                "--only, the number of seeds with --seeds"
+                "--only, and the number of seeds with --seeds"
             )
 
 
@@ -320,7 +321,7 @@ def _config(recipe: dict, choice: Mapping, seed: int, start: str) -> TrainConfig
 
 
 def _decisive(config: TrainConfig) -> dict[str, object]:
-    """Returns the keys that decide the scores of a run, its evaluations among them."""
+    """Returns the keys that determine the scores of a run, including its evaluations."""
     evals = fields.to_json(config)["evals"]
     return runs.decisive(config) | {
         f"evals.{name}": json.dumps(evaluation, sort_keys=True)
@@ -333,7 +334,7 @@ def _name(values: Iterable[object]) -> str:
 
 
 def _row(point: Point, outcomes: Mapping[str, dict], config: StudyConfig) -> dict:
-    """Returns a point as study.json holds it, with the outcomes of its stages so far."""
+    """Returns a point in the form of study.json, with its stages' outcomes so far."""
     axes = [str(value) for value in point.axes.values()]
     labels = {
         name: texts[value]
@@ -362,7 +363,7 @@ def _row(point: Point, outcomes: Mapping[str, dict], config: StudyConfig) -> dic
 
 
 def summary(report: dict) -> list[str]:
-    """Returns the lines of a study's table, and one on runs that diverged."""
+    """Returns the lines of a study's table, and one about runs that diverged."""
     rows, columns = [], {"point": ""}
     for row in report["points"]:
         cells = {"point": row["name"]}
@@ -388,8 +389,8 @@ def summary(report: dict) -> list[str]:
                 lost.append(f"{name}, seed {run['seed']} ({run['diverged']})")
     if lost:
         lines.append(
-            f"diverged, in no mean: {'; '.join(lost)}; lower rates in the study's config, "
-            "and another --workdir, may help"
+            f"diverged, not part of any mean: {'; '.join(lost)}; lower learning rates in "
+            "the study's config, with another --workdir, may help"
         )
     return lines
 

@@ -1,7 +1,7 @@
 """The plain data that the `get_study` of a config file returns, and its checks.
 
-It consists of numbers, texts, booleans, and tuples, lists and dicts of them, since
-study.json holds it.
+It consists of numbers, strings, booleans, and tuples, lists and dicts of them, since it
+is stored in study.json.
 """
 
 import dataclasses
@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from vit_jax.errors import UserError
 from vit_jax.tools.sweeps import runs, step_cost
 
-# Name of a measurement -> function with the arguments and the report of `runs.train`.
+# Functions with the arguments and the report of `runs.train`, by name of a measurement.
 MEASURES = {"train": runs.train, "cost": step_cost.measure}
 _COLUMNS = ("exaflops", "images_seen", "name")  # Columns that every point has.
 
@@ -21,18 +21,18 @@ class StudyConfig:
     """The content of a study.
 
     Attributes:
-      axes: argument of `get_config` -> its values. The first axis varies slowest.
-      scores: name of a column -> "EVALUATION/METRIC" of the last stage, or
-        "STAGE:EVALUATION/METRIC". Points are ranked by the first.
+      axes: values by argument of `get_config`. The first axis varies slowest.
+      scores: "EVALUATION/METRIC" of the last stage, or "STAGE:EVALUATION/METRIC", by
+        name of a column. Points are ranked by the first score.
       stages: values of the argument `stage` of `get_config`; each stage starts from the
-        weights of the one before. A study of one stage needs no such argument.
+        weights of the one before. A study with one stage needs no such argument.
       measure: name in `MEASURES` of the measurement at each point.
-      seeds: runs per point.
-      tune: stage -> dotted key -> values, or value of an axis -> values; the best
-        combination is chosen for each point.
-      tune_by: "EVALUATION/METRIC" of the same stage that chooses.
-      labels: name of a column -> value of an axis -> text, to group points by.
-      published: name of a point -> first score in the paper.
+      seeds: number of runs per point.
+      tune: values by stage and dotted key, or a dict of them by value of an axis; the
+        best combination is chosen for each point.
+      tune_by: "EVALUATION/METRIC" of the same stage, which chooses.
+      labels: texts by name of a column and value of an axis, to group points by.
+      published: first score in the paper, by name of a point.
       source: source of the published scores.
       figures: charts, see tools/report/study_blocks.py.
       laws: fits of y = a + b x^-c, see tools/report/study_blocks.py.
@@ -59,7 +59,7 @@ class StudyConfig:
         return (stage, path) if colon else (self.stages[-1], score)
 
     def grid(self, stage: str, axes: Mapping[str, object]) -> list[dict]:
-        """Returns each combination of the values to try at a point with these axes.
+        """Returns all combinations of the values to try at a point with these axes.
 
         The last key varies fastest.
         """
@@ -79,10 +79,10 @@ def complete(raw: Mapping, path: str) -> StudyConfig:
 
     Args:
       raw: value that `get_study` returned.
-      path: path of its file, for messages.
+      path: path of the config file, for messages.
 
     Raises:
-      UserError: a key or a value is wrong; the message has the form it needs.
+      UserError: a key or a value is wrong; the message describes the required form.
     """
     for problem in _problems(raw):
         raise UserError(f"{path}: get_study returns {problem}")
@@ -90,11 +90,11 @@ def complete(raw: Mapping, path: str) -> StudyConfig:
 
 
 def _problems(raw: Mapping) -> Iterator[str]:
-    """Yields what is wrong; each check assumes that those before it passed."""
+    """Yields the problems; each check assumes that those before it passed."""
     known = [field.name for field in dataclasses.fields(StudyConfig)]
     for key in raw:
         if key not in known:
-            yield f"{key!r}, which is none of {', '.join(known)}"
+            yield f"{key!r}, which is not one of {', '.join(known)}"
     for key in ("axes", "scores"):
         if not raw.get(key):
             yield f"no {key}"
@@ -104,7 +104,7 @@ def _problems(raw: Mapping) -> Iterator[str]:
     config = StudyConfig(**raw)
     if config.measure not in MEASURES:
         among = ", ".join(MEASURES)
-        yield f"measure={config.measure!r}, which is none of {among}"
+        yield f"measure={config.measure!r}, which is not one of {among}"
     stages = ", ".join(config.stages)
     for stage in config.tune:
         if stage not in config.stages:
@@ -123,7 +123,7 @@ def _problems(raw: Mapping) -> Iterator[str]:
                     f"tune.{stage}[{key!r}] for {among}, which are not all the values of "
                     "an axis"
                 )
-    # Figures and laws use columns that points have.
+    # Figures and laws can use only columns that points have.
     columns = [*config.axes, *config.labels, *_COLUMNS]
     drawn = [("figures", one) for one in config.figures]
     for name, one in (*drawn, *(("laws", law) for law in config.laws)):
@@ -135,7 +135,7 @@ def _problems(raw: Mapping) -> Iterator[str]:
         for key, value, among in used + [("lines", line, columns) for line in lines]:
             if value not in among:
                 among = ", ".join(among)
-                yield f"{name} with {key}={value!r}, which is none of {among}"
+                yield f"{name} with {key}={value!r}, which is not one of {among}"
 
 
 def _fits(value: object, form: object) -> bool:
@@ -156,7 +156,7 @@ def _is_path(value: object) -> bool:
 
 
 def _are_plain(values: object) -> bool:
-    """Returns whether it is a sequence of one or more distinct plain values."""
+    """Returns whether a value is a sequence of one or more distinct plain values."""
     return (
         isinstance(values, tuple | list)
         and all(type(value) in (int, float, str, bool) for value in values)
@@ -179,7 +179,7 @@ def _are_drawings(values: object, required: tuple[str, ...] = ()) -> bool:
     )
 
 
-_VALUES = "a tuple of different numbers or texts of Python, not of NumPy"
+_VALUES = "a tuple of different numbers or strings of Python, not of NumPy"
 _TUNED = f"{_VALUES} (or to a dict of an axis's values to such tuples)"
 _FORMS = {
     "axes": ({str: _are_plain}, f"a dict of arguments to {_VALUES}"),

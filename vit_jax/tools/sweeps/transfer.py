@@ -1,8 +1,8 @@
 """Fine-tuning with a sweep of learning rates, as in the paper.
 
-The rate is chosen on a held-out part of train. Runs on all of train at the best rate,
-with several seeds, are then each scored once on test (arXiv:2010.11929, section 4.1 and
-table 4).
+The learning rate is chosen on a held-out part of train. Runs on all of train with the
+best rate and several seeds are then each scored once on test (arXiv:2010.11929, section
+4.1 and table 4).
 """
 
 import os
@@ -33,12 +33,12 @@ def run(
     seeds: int = 3,
     shared: SweepSetups | None = None,
 ) -> dict:
-    """Fine-tunes a checkpoint on a data set; runs what is not done yet.
+    """Fine-tunes a checkpoint on a data set; finished runs are not repeated.
 
     Args:
       model: name or path of the checkpoint.
       task: data set and configs of the runs.
-      workdir: folder of all runs and of `transfer.json`.
+      workdir: folder for all runs and `transfer.json`.
       seeds: number of final runs.
       shared: compiled step and evaluations to share with other transfers.
 
@@ -46,9 +46,9 @@ def run(
       The content of transfer.json: trials, best, runs, mean, std and more.
 
     Raises:
-      UserError: the workdir holds another study, all rates or a final run diverged, or a
-        run is invalid (see `loop.train`).
-      Preempted: SIGTERM came; the same command resumes.
+      UserError: the workdir holds another study, all rates or a final run diverged, or
+        a run is invalid (see `loop.train`).
+      Preempted: SIGTERM was received; repeat the command to resume.
     """
     recipe, config = task.recipe, task.config
     with lock.held(workdir):
@@ -90,7 +90,7 @@ def run(
 def _tune_and_test(
     task: TransferTask, workdir: str | os.PathLike, seeds: int, shared: SweepSetups
 ) -> tuple[list[dict], dict, list[dict]]:
-    """Returns the trials, the best rate and the final runs, as transfer.json has them."""
+    """Returns the trials, the best rate and the final runs, as in transfer.json."""
     stage = Stage(
         workdir,
         grid=[{_RATE: rate} for rate in task.rates],
@@ -109,14 +109,14 @@ def _tune_and_test(
         if best is None:
             rates = ", ".join(f"{rate:g}" for rate in task.rates)
             raise UserError(
-                f"every rate diverged ({rates}): set lower ones by --learning_rates"
+                f"every rate diverged ({rates}): set lower ones with --learning_rates"
             )
         guard.release()
         rate = best["choice"][_RATE]
         for run in stage.finals(best["choice"], shared):
             if "diverged" in run:
                 raise UserError(
-                    f"the final run of seed {run['seed']} at rate {rate:g} diverged "
+                    f"the final run with seed {run['seed']} at rate {rate:g} diverged "
                     f"({run['diverged']}): set lower --learning_rates in another --workdir"
                 )
             finals.append(_row(run) | {"top1": score_of(run["final"], "test/top1")})
@@ -126,7 +126,7 @@ def _tune_and_test(
 
 
 def _row(run: dict) -> dict:
-    """Returns a trial or a final run as transfer.json holds it."""
+    """Returns a trial or a final run in the form of transfer.json."""
     kept = {key: run[key] for key in _KEPT if key in run}
     return {"learning_rate": run["choice"][_RATE], **kept}
 
@@ -153,7 +153,7 @@ def _command(model: str, task: TransferTask, seeds: int) -> dict:
 
 
 def _absolute(data_dir: str) -> str:
-    """Returns an absolute path; "" (TFDS's default) and URLs unchanged."""
+    """Returns an absolute path; "" (TFDS's default) and URLs are unchanged."""
     if not data_dir or "://" in data_dir:
         return data_dir
     return os.path.abspath(os.path.expanduser(data_dir))

@@ -36,15 +36,17 @@ def tasks(dataset: str) -> list[str]:
     wanted = set()
     for word in filter(None, map(str.strip, dataset.split(","))):
         name = word.removeprefix("vtab/")
-        found = {n for n, t in vtab.TASKS.items() if word == "vtab" or name == t.group}
-        wanted |= found or {name}
-        if not found:
+        members = {
+            n for n, t in vtab.TASKS.items() if word == "vtab" or name == t.group
+        }
+        wanted |= members or {name}
+        if not members:
             vtab.task(f"vtab/{name}")
     return [name for name in vtab.TASKS if name in wanted]
 
 
 def absent(name: str, data_dir: str) -> str:
-    """Returns how to prepare the data of a task, "" if `data_dir` has it."""
+    """Returns how to prepare the data of a task; "" if `data_dir` has it."""
     task = vtab.TASKS[name]
     for tfds_name in filter(None, (task.tfds, task.newer)):
         builder = tfds_source.find_prepared(tfds_name, data_dir)
@@ -61,25 +63,25 @@ def run(
     about: Mapping[str, object],
     data_dir: str = "",
 ) -> dict:
-    """Fine-tunes a checkpoint on tasks; runs what is not done yet.
+    """Fine-tunes a checkpoint on tasks; finished runs are not repeated.
 
     Args:
       names: names of the tasks.
-      transfer: function from the name and the workdir of a task, and the setups that
-        tasks share, to its report (see `transfer.run`).
-      workdir: folder of all tasks.
+      transfer: function that returns the report of a task (see `transfer.run`), called
+        with its name, its workdir, and the setups that tasks share.
+      workdir: folder for all tasks.
       about: model, variant and settings, which cannot change within a workdir.
       data_dir: value of `data.data_dir`.
 
     Returns:
       The content of vtab.json, which is written after every task: for each task of this
-      and earlier starts its runs, how to prepare its data ("absent") or why it "failed";
-      the means of groups and of all tasks that ran, with intervals.
+      and earlier starts its runs, how to prepare its data ("absent") or why it
+      "failed"; the means of groups and of all tasks that ran, with intervals.
 
     Raises:
-      UserError: no task has data, the workdir holds another benchmark, or a task
-        failed (raised after the others have run).
-      Preempted: see `transfer.run`.
+      UserError: no task has data, the workdir holds another benchmark, or a task failed
+        (raised after the others have run).
+      Preempted: a run was preempted (see `transfer.run`).
     """
     with lock.held(workdir):
         path = epath.Path(workdir) / FILE
@@ -97,7 +99,7 @@ def run(
             try:
                 done = transfer(name, os.path.join(workdir, name), shared)
             except UserError as error:
-                # Other tasks can still run, but other processes may be in this one.
+                # Other tasks could run, but other processes may still be in this one.
                 if jax.process_count() > 1:
                     raise
                 say(f"error: vtab/{name}: {error}")
@@ -112,31 +114,30 @@ def run(
         name, reason = next(iter(failed.items()))
         raise UserError(
             f"{_count(len(failed))} failed ({', '.join(failed)}), vtab/{name}: "
-            f"{reason}; the same command resumes with what is not done"
+            f"{reason}; repeat the command to resume with what is not done"
         )
     return report
 
 
 def _all_absent(missing: Mapping[str, str]) -> UserError:
-    """Returns the error if no task has data; several are listed on standard output."""
+    """Returns the error for no data for any task; lists several on standard output."""
     if len(missing) == 1:
         ((name, how),) = missing.items()
-        return UserError(f"the data of vtab/{name} is not there: {how}")
+        return UserError(f"the data of vtab/{name} do not exist: {how}")
     say(_how(missing))
     return UserError(
-        f"the data of none of the {len(missing)} tasks is there: prepare some, as "
-        "listed above"
+        f"none of the {len(missing)} tasks has data: prepare some, as listed above"
     )
 
 
 def _add(results: dict[str, dict], name: str, task: dict) -> None:
-    """Adds a task, but keeps the runs of an earlier start where it has none."""
+    """Adds a task, but keeps the runs of an earlier start if it has none."""
     if "runs" in task or "runs" not in results.get(name, {}):
         results[name] = {"group": vtab.TASKS[name].group, **task}
 
 
 def table(report: dict) -> str:
-    """Formats a report as text, absent and failed tasks included."""
+    """Formats a report as text, including missing and failed tasks."""
     rows = [
         {"task": name, "learning_rate": task["best"]["learning_rate"], **task}
         for name, task in report["tasks"].items()
@@ -160,7 +161,7 @@ def table(report: dict) -> str:
 
 
 def _how(missing: Mapping[str, str]) -> str:
-    """Returns a list of absent tasks and how to prepare them."""
+    """Returns a list of tasks without data, and how to prepare them."""
     lines = [f"absent: the data of {_count(len(missing))}; to prepare it:"]
     return "\n".join(lines + [f"vtab/{name}: {how}" for name, how in missing.items()])
 
@@ -170,10 +171,10 @@ def _count(tasks: int) -> str:
 
 
 def means(tasks: Mapping[str, dict]) -> dict:
-    """Returns the mean top-1 over tasks, for each group ("groups") and over all.
+    """Returns the mean top-1 over tasks, for each group ("groups") and over all tasks.
 
-    Tasks are averaged for each seed; means and "interval", half of the 95 % interval, are
-    over seeds. Tasks without "runs" are skipped; without any the mean is None.
+    Tasks are averaged for each seed; means and "interval", half of the 95 % interval,
+    are over seeds. Tasks without "runs" are skipped; if all are, the mean is None.
     """
 
     def over_seeds(members: Sequence[Mapping]) -> tuple[float, float | None]:

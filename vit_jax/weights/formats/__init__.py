@@ -1,4 +1,4 @@
-"""Weight formats, each registered by its import; the order does not matter."""
+"""Weight formats, which register themselves when imported, in any order."""
 
 from vit_jax.weights.formats import (  # noqa: F401
     big_vision,

@@ -1,20 +1,20 @@
-"""Averaged weights (EMA, SWA) beside the raw ones of a training checkpoint.
+"""Averaged weights (EMA, SWA) in training checkpoints that also have the raw weights.
 
-Scripts save both under many names. An average is recognised by its kind: arrays of the
-same names and shapes as the raw ones, under a prefix that says so.
+Training scripts use many names for both. Averaged weights are recognised by having the
+same array names and shapes as the raw ones, under a prefix that denotes an average.
 """
 
 import re
 from collections.abc import Collection, Mapping
 from typing import TypeVar
 
-# Wrappers of training scripts around a network: DistributedDataParallel, torch.compile,
-# and those of Lightning.
+# Wrappers that training scripts put around a network: DistributedDataParallel,
+# torch.compile, and wrappers of Lightning.
 WRAPPERS = ("module.", "_orig_mod.", "model.", "net.", "network.")
 
 _WRAPPED = re.compile(rf"({'|'.join(map(re.escape, WRAPPERS))})*")
 _WORDS = re.compile(r"(?<![a-z])(ema|swa|avg|averag[a-z]*)(?![a-z])")
-# The raw network that a module of averages holds beside them, and averages of gradients.
+# Raw weights that a module of averages keeps, and averages of gradients.
 _OTHERS = re.compile(r"(^|[._])(online|raw|current|optim\w*|exp_avg\w*)")
 _HUMPS = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
 
@@ -22,7 +22,7 @@ Array = TypeVar("Array")
 
 
 def is_average(name: str) -> bool:
-    """Returns whether a name says that it is of averaged weights."""
+    """Returns whether a name denotes averaged weights."""
     name = _HUMPS.sub("_", name).lower()
     return bool(_WORDS.search(name)) and not _OTHERS.search(name)
 
@@ -30,19 +30,19 @@ def is_average(name: str) -> bool:
 def find(
     raw: Mapping[str, Array], others: Mapping[str, Array], also: Collection[str] = ()
 ) -> tuple[str, dict[str, Array]]:
-    """Finds the average of arrays among others.
+    """Finds the average of a network's arrays among other arrays.
 
     Args:
-      raw: arrays of a network by name; they need a shape only.
-      others: further arrays by name, levels joined by ".".
-      also: prefixes of averages whose names do not say so.
+      raw: arrays of a network by name; only their shapes are used.
+      others: other arrays by name, levels joined by ".".
+      also: prefixes of averages whose names do not denote one.
 
     Returns:
-      The prefix of the average, and its arrays by the names in `raw`, of which buffers may
-      be missing; "" and an empty dict without an average.
+      The prefix of the average, and its arrays by their names in `raw`, perhaps without
+      buffers; "" and an empty dict if there is no average.
     """
     names = {_WRAPPED.sub("", name, count=1): name for name in raw}
-    found: dict[str, dict[str, Array]] = {}
+    averages: dict[str, dict[str, Array]] = {}
     for other, array in others.items():
         parts = other.split(".")
         for i in range(1, len(parts)):
@@ -50,20 +50,20 @@ def find(
             if name and raw[name].shape == array.shape:
                 prefix = _without_wrappers(parts[:i])
                 if prefix in also or is_average(prefix):
-                    found.setdefault(prefix, {})[name] = array
+                    averages.setdefault(prefix, {})[name] = array
                 break
-    best = max(found, key=lambda prefix: len(found[prefix]), default="")
-    # Fewer would be an average of a part of the network, such as its head.
-    if not best or 2 * len(found[best]) < len(raw):
+    best = max(averages, key=lambda prefix: len(averages[prefix]), default="")
+    # With fewer arrays it would be an average of a part, such as the head.
+    if not best or 2 * len(averages[best]) < len(raw):
         return "", {}
-    return best, found[best]
+    return best, averages[best]
 
 
 def note(prefix: str, raw: str, *, use_ema: bool) -> str:
-    """Returns the note on an average, which is used in place of `raw` if `use_ema`."""
+    """Returns the note on an average, which replaces `raw` if `use_ema`."""
     if use_ema:
         return (
-            f"{prefix}: averaged weights, used in place of {raw}, which --no_ema reads"
+            f"{prefix}: averaged weights, used instead of {raw}; --no_ema reads those"
         )
     return f"{prefix}: averaged weights, left out (--no_ema)"
 

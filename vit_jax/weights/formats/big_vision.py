@@ -23,23 +23,23 @@ def recognises(tensors: Tensors) -> bool:
 
 
 def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
-    """Reads a network, or the image tower of two; see `registry.Reader`."""
+    """Reads a network, or the image tower of two networks; see `registry.Reader`."""
     flat, notes = linen.strip(tensors.flat, _ANCHOR)
     flat = linen.rename_blocks(_move_map_head(unstack(flat)))
     flat, more = _fit_positions(flat)
     options = linen.google_options(flat, tensors.image_size)
     if POSITIONS not in flat:
         options["posemb"] = "sincos2d"
-        more += ("no position embeddings: taken as fixed sines and cosines (sincos2d)",)
+        more += ("position embeddings: not in the file, assumed fixed (sincos2d)",)
     kinds = {"MAPHead_0/probe": "map", "cls": "token"}
     options["pool"] = next(
         (kind for name, kind in kinds.items() if name in flat), "gap"
     )
     if options["pool"] == "map" and "cls" in flat:
         options["class_token"] = True
-    # configs/vit_i1k.py and vit_i21k.py there evaluate on the centre 224 of 256 pixels,
-    # half a pixel rounded down; the image towers (configs/proj/image_text) on the whole
-    # image, squashed.
+    # In big_vision, configs/vit_i1k.py and vit_i21k.py evaluate on the centre 224 of
+    # 256 pixels, half a pixel rounded down; the image towers (configs/proj/image_text)
+    # use the whole image, squashed.
     tower = linen.find_prefix(tensors.flat, _ANCHOR).endswith("img/")
     size = options["image_size"]
     preprocess = Preprocess(
@@ -64,7 +64,7 @@ def unstack(flat: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def _move_map_head(flat: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Moves a MAP head from the top level to its name in later files."""
+    """Moves a MAP head from the top level to the name that later files use."""
     if "probe" not in flat:
         return flat
     parts = ("probe", "MultiHeadDotProductAttention_", "LayerNorm_", "MlpBlock_")
@@ -86,13 +86,13 @@ def _fit_positions(
         return flat, notes
     positions, square = flat[POSITIONS], _is_square(flat[POSITIONS].shape[1])
     if "cls" in flat and square:
-        # big_vision adds the class token after the positions, so it has no row.
+        # big_vision adds the class token after the positions, so it has no position.
         row = np.zeros_like(positions[:, :1])
         flat[POSITIONS] = np.concatenate([row, positions], axis=1)
-        notes = ("position embedding of the class token: none in the file, so zeros",)
+        notes = ("position of the class token: not in the file, set to zeros",)
     elif "cls" not in flat and not square and _is_square(positions.shape[1] - 1):
         flat[POSITIONS] = positions[:, 1:]
-        notes = ("position embedding of a class token that is not there: dropped",)
+        notes = ("position embedding of a missing class token: dropped",)
     return flat, notes
 
 

@@ -9,7 +9,7 @@ from vit_jax.weights.formats.registry import READERS, Reader
 from vit_jax.weights.pretrained import Pretrained
 
 _ANCHOR = "root_block/conv_root/kernel"
-# In big_vision's other ResNet; hybrids have it too.
+# Name in big_vision's other ResNet, and in hybrids.
 _FIRST_VERSION = "conv_root/kernel"
 
 
@@ -35,14 +35,14 @@ def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
     """Reads a checkpoint; see `registry.Reader`."""
     if _is_first_version(tensors.flat):
         raise UserError(
-            f"{tensors.path}: norms behind the convolutions (ResNet V1, bit.py of "
+            f"{tensors.path}: norms after the convolutions (ResNet V1, bit.py of "
             "big_vision) are not supported: give weights of a BiT ResNet (V2, "
-            "bit_paper.py there)"
+            "bit_paper.py of big_vision)"
         )
     flat, notes = tensors.flat, ()
     if linen.find_prefix(flat, _ANCHOR) is None:
         flat = tables.rename(flat, _NAMES)
-        if "head/kernel" in flat:  # The original has a 1x1 convolution.
+        if "head/kernel" in flat:  # The original format has a 1x1 convolution.
             kernel = flat["head/kernel"]
             flat["head/kernel"] = kernel.reshape(-1, kernel.shape[-1])
     else:
@@ -52,18 +52,19 @@ def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
     channels, stem_width = flat[_ANCHOR].shape[2:]
     options = {
         **linen.resnet_options(blocks, int(stem_width)),
-        "image_size": (224, 224),  # Any works, and the file has none.
+        "image_size": (224, 224),  # Any size works; files do not record one.
         "channels": int(channels),
-        # As in big_vision, for files of both layouts. The original code pads with zeros.
+        # As in big_vision, for files in both formats. The original code pads with
+        # zeros.
         "zero_pool": False,
     }
     preprocess = linen.whole_image(options["image_size"])
-    notes = (*notes, "image size: not in the file, so 224x224")
+    notes = (*notes, "image size: not in the file, assumed 224x224")
     return linen.finish(tensors, flat, options, "bit", preprocess, notes)
 
 
-# Patterns in the original names and their replacements. Some of the published files
-# number their convolutions: standardized_conv2d_17.
+# Patterns in the original names and their replacements. Some published files number
+# their convolutions: standardized_conv2d_17.
 _NAMES = (
     (r"^resnet/", ""),
     (r"standardized_conv2d(_\d+)?", "conv"),

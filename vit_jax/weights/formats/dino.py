@@ -1,9 +1,9 @@
 """Files of facebookresearch/dino, dinov2 and dinov3.
 
-Backbones have timm's names and are read as timm's. Checkpoints of the training have a
-teacher, whose backbone is the network, and maybe a student; their heads and the student
-become `Pretrained.task_params`. Positions of DINO, and of DINOv2 without registers, are
-resized in another way than in timm.
+Backbones have timm's names and are read like timm's. Training checkpoints have a
+teacher, whose backbone is the network, and some have a student; the heads and the
+student become `Pretrained.task_params`. Positions of DINO, and of DINOv2 without
+registers, are resized by another method than in timm.
 """
 
 import dataclasses
@@ -23,12 +23,12 @@ from vit_jax.weights.formats.tables import LINEAR, ArrayEntry, dense, one_layout
 from vit_jax.weights.pretrained import IMAGENET, Pretrained
 
 _TEACHER = f"{torch_file.TEACHER}."
-# Who, PyTorch's wrappers, and the part of a training's network.
+# Teacher or student, PyTorch's wrappers, and the part of the network.
 _PART = re.compile(
     rf"(?:({torch_file.TEACHER}|{torch_file.STUDENT})\.)?"
     r"(?:(?:module|_orig_mod)\.)*(backbone|head|dino_head|ibot_head)\."
 )
-# Their parts to those of the task of this project that trains such networks.
+# Parts of the networks by the task of this project that trains them.
 _HEADS = {
     "dino": {"head": "head"},
     "dinov2": {"dino_head": "head", "ibot_head": "patch_head"},
@@ -40,19 +40,19 @@ _PARAMETRIZED = (
     (r"parametrizations\.weight\.original1$", "weight_v"),
 )
 _GAIN = one_layout(lambda a: a[:, 0], lambda a: a[:, None])
-# Prefix of a backbone that has a head beside it, with PyTorch's wrappers.
+# Prefix of a backbone in a file that also has its head, with PyTorch's wrappers.
 _INSIDE = re.compile(rf"({re.escape(_TEACHER)})?((module|_orig_mod)\.)*backbone\.")
 _NAMES = (
     (r"^register_tokens$", "reg_token"),
     (r"\.mlp\.w12\.", ".mlp.fc1."),
     (r"\.mlp\.w3\.", ".mlp.fc2."),
-    (r"^blocks\.\d+\.(\d+)\.", r"blocks.\1."),  # Blocks in chunks, as in training.
+    (r"^blocks\.\d+\.(\d+)\.", r"blocks.\1."),  # Blocks in chunks, as during training.
 )
 _MASK_TOKEN = "mask_token"
-# What a backbone has for pretraining alone.
+# Parameters of a backbone that only pretraining uses.
 _BESIDE = {_MASK_TOKEN: "mask token", dinov3.SMALL_NORM: "norm of small crops"}
-_NORMS = {1e-6: "layernorm", 1e-5: "layernormbf16"}  # Names of dinov3 by epsilon.
-# Classifier of the class token and the mean of the patches, in dinov2_vits14_lc and such.
+_NORMS = {1e-6: "layernorm", 1e-5: "layernormbf16"}  # Names in dinov3 by epsilon.
+# Classifier of the class token and the patch mean, in dinov2_vits14_lc and others.
 _CLASSIFIER = ("linear_head.weight", "linear_head.bias")
 # Arrays of a backbone; a network with a head or a distillation token has more.
 _PLAIN = re.compile(
@@ -79,7 +79,7 @@ def recognises(tensors: Tensors) -> bool:
 
 
 def _is_published(flat: dict) -> bool:
-    """Returns whether no other network of timm has these patches or registers."""
+    """Returns whether only these networks have such patches or registers in timm."""
     if "blocks.0.ls1.gamma" in flat:
         return "reg_token" not in flat or flat["reg_token"].shape[1] == 4
     return flat["patch_embed.proj.weight"].shape[-1] not in (14, 32)
@@ -110,26 +110,26 @@ def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
     known = inside or name == "DINOv3" or _MASK_TOKEN in flat
     notes = []
     if any(name.startswith(_TEACHER) for name in tensors.flat):
-        notes.append("teacher: its backbone is read, and not the student's")
+        notes.append("teacher: its backbone is read, not the student's")
     task, task_params = read_training(tensors, num_heads) if inside else ({}, {})
     beside = {n for n in tensors.flat if not _INSIDE.match(n)} - {*_CLASSIFIER}
     if inside and beside and not task:
         parts = sorted({name.partition(".")[0] for name in beside})
         notes.append(
-            f"{', '.join(parts)}: left out beside the backbone, not the heads of DINO or "
-            "DINOv2 in their published form"
+            f"{', '.join(parts)}: left out; these are not heads of DINO or DINOv2 in "
+            "their published form"
         )
     for part, what in _BESIDE.items():
         if any(name.startswith(part) for name in flat) and not task:
-            notes.append(f"{what}: dropped, which only pretraining has")
+            notes.append(f"{what}: dropped, only used for pretraining")
     pretrained = _network(tensors, flat, num_heads)
     params, options, more = _classifier(tensors.flat, pretrained)
     notes += more
     if not known:
         notes.append(
-            f"no classifier and no config.json: taken for a backbone of {name}, whose "
-            f"positions are resized by {resize['posemb_resize']} and images normalised as "
-            "ImageNet's"
+            f"no classifier and no config.json: assumed to be a backbone of {name}; "
+            f"positions are resized by {resize['posemb_resize']}, images normalised as "
+            "for ImageNet"
         )
     if name == "DINOv3":
         notes += assumed(flat, epsilon)
@@ -148,28 +148,29 @@ def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
 
 
 def assumed(flat: dict, epsilon: float) -> list[str]:
-    """Returns notes on what files of DINOv3 do not say."""
+    """Returns notes on properties that files of DINOv3 do not record."""
     of = "the published ones" if epsilon == 1e-5 else "networks without mask_k_bias"
     other = 1e-6 if epsilon == 1e-5 else 1e-5
     norms = (
-        f"epsilon: {epsilon:g}, as of {of}; nothing says so: if this network "
+        f"epsilon: {epsilon:g}, assumed as in {of}; if this network "
         f"has another norm_layer than {_NORMS[epsilon]}, set layer_norm_eps={other:g}"
     )
     images = (
-        "preprocessing: nothing says so, so images are resized to 224 pixels and "
-        "normalised as ImageNet's"
+        "preprocessing: not in the file, assumed a resize to 224 pixels and ImageNet's "
+        "normalisation"
     )
     small_norm = any(name.startswith(dinov3.SMALL_NORM) for name in flat)
     if small_norm and len(flat["patch_embed.proj.weight"]) == 1_024:
         images += (
-            "; of the published networks of this width only that of SAT-493M has a norm "
-            "of small crops: give it its --mean=0.43,0.411,0.296 --std=0.213,0.156,0.143"
+            "; among the published networks of this width only that of SAT-493M has a "
+            "norm of small crops: for it, set --mean=0.43,0.411,0.296 "
+            "--std=0.213,0.156,0.143"
         )
     return [norms, images]
 
 
 def _network(tensors: Tensors, flat: dict, num_heads: int) -> Pretrained:
-    """Reads the output of `_backbone` without what only pretraining has."""
+    """Reads the output of `_backbone`, without parameters used only for pretraining."""
     sidecars, others = tensors.sidecars, (*_BESIDE, dinov3.PERIODS)
     if dinov3.PERIODS in flat:
         sidecars = {"config.json": dinov3.config(flat, tensors.path)}
@@ -185,8 +186,8 @@ def read_training(tensors: Tensors, num_heads: int) -> tuple[dict, dict]:
     Both are empty without heads of the published form.
 
     Args:
-      tensors: teacher and maybe student, with a prefix for each of their parts.
-      num_heads: attention heads; 0 if unknown.
+      tensors: teacher and perhaps student, with a prefix for each of their parts.
+      num_heads: number of attention heads; 0 if unknown.
     """
     parts: dict[str, dict[str, dict]] = {}
     for name, value in tensors.flat.items():
@@ -197,9 +198,9 @@ def read_training(tensors: Tensors, num_heads: int) -> tuple[dict, dict]:
     kind = "dino" if "head" in teacher else "dinov2"
     heads = {
         who: {
-            ours: _read_head(arrays[theirs], tensors.path)
-            for theirs, ours in _HEADS[kind].items()
-            if theirs in arrays
+            param: _read_head(arrays[stored], tensors.path)
+            for stored, param in _HEADS[kind].items()
+            if stored in arrays
         }
         for who, arrays in parts.items()
     }
@@ -207,7 +208,7 @@ def read_training(tensors: Tensors, num_heads: int) -> tuple[dict, dict]:
         return {}, {}
     gains = [of.get("head", {}).get("gain") for of in heads.values()]
     if kind == "dino" and all(gain is not None and (gain == 1).all() for gain in gains):
-        for of in heads.values():  # As it is unless DINO trains it.
+        for of in heads.values():  # All ones: the gain was not trained.
             del of["head"]["gain"]
     of = {who: heads[who] | _beside(parts[who]["backbone"]) for who in parts}
     student = of.get(torch_file.STUDENT, {})
@@ -215,23 +216,23 @@ def read_training(tensors: Tensors, num_heads: int) -> tuple[dict, dict]:
         flat, _ = _backbone(parts[torch_file.STUDENT]["backbone"])
         student["network"] = _network(tensors, flat, num_heads).params
     centers = {
-        ours: tensors.flat[theirs].reshape(-1)
-        for theirs, ours in _CENTERS.items()
-        if theirs in tensors.flat
+        param: tensors.flat[stored].reshape(-1)
+        for stored, param in _CENTERS.items()
+        if stored in tensors.flat
     }
     task_params = student | centers | {"teacher": of[torch_file.TEACHER]}
     return _task(kind, of[torch_file.TEACHER]), task_params
 
 
 def _beside(backbone: dict) -> dict:
-    """Returns a task's parameters among the arrays of a backbone."""
+    """Returns a task's parameters that are stored among the arrays of a backbone."""
     token = backbone.get(_MASK_TOKEN)
     params = {} if token is None else {_MASK_TOKEN: token[None]}
     return params | dinov3.read_small_norm(backbone)
 
 
 def _task(kind: str, teacher: dict) -> dict:
-    """Returns the keys of `config.task` that heads show."""
+    """Returns the keys of `config.task` that follow from the heads."""
 
     def sizes(head):
         hidden, bottleneck = head["Dense_2"]["kernel"].shape
@@ -263,7 +264,7 @@ def _head_table(normed: bool, gain: bool) -> list[ArrayEntry]:
 
 
 def _read_head(flat: dict, source: str) -> dict:
-    """Returns the parameters of a head; {} if it is not of the published form."""
+    """Returns the parameters of a head; {} if it is not in the published form."""
     flat = tables.rename(flat, _PARAMETRIZED)
     table = _head_table("last_layer.weight_v" in flat, "last_layer.weight_g" in flat)
     if {entry.name for entry in table} != flat.keys():
@@ -273,17 +274,17 @@ def _read_head(flat: dict, source: str) -> dict:
 
 
 def _classifier(flat: dict, pretrained: Pretrained) -> tuple[dict, dict, list[str]]:
-    """Returns parameters and options with DINOv2's linear classifier, and notes."""
+    """Returns DINOv2's linear classifier as parameters and options, and notes."""
     if not flat.keys() >= {*_CLASSIFIER}:
         return pretrained.params, pretrained.options, []
     weight, bias = (flat[name] for name in _CLASSIFIER)
     width = pretrained.params["cls"].shape[-1]
     if weight.shape[1] != 2 * width:
-        note = "linear_head: left out, as it sees class tokens of several blocks"
+        note = "linear_head: left out, because it reads class tokens of several blocks"
         return (
             pretrained.params,
             pretrained.options,
-            [f"{note} (layers=4): features alone"],
+            [f"{note} (layers=4): features only"],
         )
     options = {"num_classes": len(weight), "pool": "token_gap"}
     head = {"kernel": np.ascontiguousarray(weight.T), "bias": bias}
@@ -300,7 +301,7 @@ def preprocess(image_size: tuple[int, int]) -> Preprocess:
 def write(pretrained: Pretrained, path: str | os.PathLike) -> list[str]:
     """Writes teacher and student for facebookresearch/dino, dinov2 or dinov3.
 
-    Without parameters of their tasks it is a teacher without heads.
+    Without parameters of their tasks, writes a teacher without heads.
     """
     model = models.create(**pretrained.options)
     options = {"stage_depths": (), "stem_width": 0, **model.options}
@@ -320,14 +321,14 @@ def write(pretrained: Pretrained, path: str | os.PathLike) -> list[str]:
     rewriting.check_network(model.options, library, has, **more)
     kind, params = pretrained.task.get("name"), pretrained.task_params
     notes, content = [], {}
-    states = {torch_file.TEACHER: {"network": pretrained.params}}
+    networks = {torch_file.TEACHER: {"network": pretrained.params}}
     if kind in _HEADS and params:
-        states[torch_file.TEACHER] |= {
+        networks[torch_file.TEACHER] |= {
             k: v for k, v in params["teacher"].items() if k != "network"
         }
         if "network" in params:
-            states[torch_file.STUDENT] = params
-    for who, state in states.items():
+            networks[torch_file.STUDENT] = params
+    for who, state in networks.items():
         flat = flatten_dict(state["network"], sep="/")
         backbone, notes = _write_backbone(flat, options, model.grid)
         if _MASK_TOKEN in state:
@@ -335,18 +336,18 @@ def write(pretrained: Pretrained, path: str | os.PathLike) -> list[str]:
         small_norm = dinov3.write_small_norm(state)
         backbone |= small_norm if rotary else {}
         arrays = {f"backbone.{k}": v for k, v in backbone.items()}
-        for theirs, ours in _HEADS.get(kind, {}).items():
-            for name, value in _write_head(state.get(ours), pretrained.task).items():
-                arrays[f"{theirs}.{name}"] = value
+        for stored, param in _HEADS.get(kind, {}).items():
+            for name, value in _write_head(state.get(param), pretrained.task).items():
+                arrays[f"{stored}.{name}"] = value
         content[who] = arrays
-    for theirs, ours in _CENTERS.items():
-        if ours in params:
-            rank = 2 if ours == "center" else 3
-            center = params[ours].reshape((1,) * (rank - 1) + (-1,))
-            content[theirs.partition(".")[0]] = {"center": center}
+    for stored, param in _CENTERS.items():
+        if param in params:
+            rank = 2 if param == "center" else 3
+            center = params[param].reshape((1,) * (rank - 1) + (-1,))
+            content[stored.partition(".")[0]] = {"center": center}
     torch_file.write(path, content)
     if small_norm and not rotary:
-        notes = [*notes, f"norm of small crops: left out, {library} has none"]
+        notes = [*notes, f"norm of small crops: left out, not supported by {library}"]
     return notes
 
 

@@ -1,7 +1,8 @@
-"""Backbones of facebookresearch/dinov3 under timm's names, and back; dino.py reads the files.
+"""Backbones of facebookresearch/dinov3: to timm's names and back; dino.py reads files.
 
-They have rotary positions, whose periods are in the file. `local_cls_norm`, of small crops
-in training alone, is read as the mask token is, beside the network.
+They have rotary positions, whose periods are in the file. `local_cls_norm`, which
+training applies to small crops only, is read separately from the network, like the mask
+token.
 """
 
 from collections.abc import Iterable, Mapping
@@ -27,10 +28,10 @@ _MASK = f"{_BIAS}_mask"
 
 
 def to_timm(flat: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Returns a backbone under timm's names, still with its periods and the small norm."""
+    """Returns a backbone under timm's names, with its periods and the small norm."""
     flat = tables.rename(flat, _TO_TIMM)
     for name in [name for name in flat if name.endswith(_MASK)]:
-        bias = name.removesuffix("_mask")  # It is 0 for keys.
+        bias = name.removesuffix("_mask")  # The mask is 0 for keys.
         flat[bias] = flat[bias] * flat.pop(name)
     return flat
 
@@ -38,7 +39,7 @@ def to_timm(flat: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
 def from_timm(
     flat: Mapping[str, np.ndarray], options: Mapping
 ) -> dict[str, np.ndarray]:
-    """Returns a backbone under its own names; `options` are all of the network."""
+    """Returns a backbone under dinov3's names; `options` are complete."""
     flat = tables.rename(flat, [(r"^reg_token$", "storage_tokens")])
     if options["activation"] == "swiglu":
         flat = tables.rename(flat, [(r"\.mlp\.fc2\.", ".mlp.w3.")])
@@ -57,22 +58,22 @@ def from_timm(
 
 
 def config(flat: Mapping[str, np.ndarray], source: str) -> dict:
-    """Returns the config.json of timm's network that is equal to a backbone.
+    """Returns the config.json of the timm network that is equal to a backbone.
 
     Raises:
-      UserError: the periods are not those of a base.
+      UserError: the periods are not powers of one base.
     """
     periods = flat[PERIODS].astype(np.float64)
     n, width = len(periods), len(flat["patch_embed.proj.weight"])
     estimate = periods[-1] ** (n / (n - 1)) if n > 1 else 100.0
-    # In float32 they show the base, in bfloat16, exact to 0.4 %, a round one.
+    # In float32 they determine the base; in bfloat16 (0.4 % error) it must be round.
     for digits, error in ((6, 1e-5), (2, 0.005)):
         base = float(f"{estimate:.{digits}g}")
         if np.allclose(periods, base ** (np.arange(n) / n), rtol=error):
             break
     else:
         raise UserError(
-            f"{source}: {PERIODS} are not the powers of a base, as those of the published "
+            f"{source}: {PERIODS} are not the powers of a base, unlike in published "
             "networks: give weights of a network with pos_embed_rope_base"
         )
     args = {
@@ -88,10 +89,11 @@ def config(flat: Mapping[str, np.ndarray], source: str) -> dict:
 
 
 def epsilon(names: Iterable[str]) -> float:
-    """Returns the epsilon of the norms of a backbone by the names of its arrays.
+    """Returns the epsilon of a backbone's norms, guessed from the names of its arrays.
 
-    Published ones have 1e-5, and no biases of keys. Those trained with the defaults of the
-    code, as of vitl_im1k_lin834.yaml, have 1e-6, and biases without a mask.
+    Published networks have 1e-5, and no biases of keys. Networks trained with the
+    defaults of the code, as in vitl_im1k_lin834.yaml, have 1e-6, and biases without a
+    mask.
     """
     names = list(names)
     has = lambda end: any(name.endswith(end) for name in names)
@@ -99,17 +101,17 @@ def epsilon(names: Iterable[str]) -> float:
 
 
 def rotary(options: Mapping) -> Rotary:
-    """Returns the rotary positions of a network here, as these backbones order features."""
+    """Returns a network's rotary positions, in these backbones' order of features."""
     return Rotary("centered", options["rope_temperature"], pairs=False)
 
 
 def read_small_norm(backbone: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Returns the parameters of the task of a backbone's `local_cls_norm`, if any."""
-    found = tables.below(backbone, SMALL_NORM)
-    return {_SMALL_NORM[name]: value for name, value in found.items()}
+    """Returns the task's parameters for a backbone's `local_cls_norm`, if any."""
+    arrays = tables.below(backbone, SMALL_NORM)
+    return {_SMALL_NORM[name]: value for name, value in arrays.items()}
 
 
 def write_small_norm(params: Mapping) -> dict[str, np.ndarray]:
-    """Returns the arrays of a backbone's `local_cls_norm` from a task's parameters."""
-    names = {ours: f"{SMALL_NORM}{theirs}" for theirs, ours in _SMALL_NORM.items()}
+    """Returns a backbone's `local_cls_norm` arrays from the parameters of a task."""
+    names = {param: f"{SMALL_NORM}{name}" for name, param in _SMALL_NORM.items()}
     return {names[name]: params[name] for name in names if name in params}

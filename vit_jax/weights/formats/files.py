@@ -19,7 +19,7 @@ import safetensors.numpy
 from vit_jax.errors import UserError
 from vit_jax.weights.formats import torch_file
 
-# File names in a folder, best first; any single file with a suffix comes after these.
+# File names in a folder, best first; after these, any single file with a known suffix.
 _FOLDER = (
     "model.safetensors.index.json",
     "model.safetensors",
@@ -30,7 +30,7 @@ _FOLDER = (
 )
 _SUFFIXES = (".safetensors", ".npz", ".bin", ".pth", ".pt")
 
-# A JSON file of these names belongs to the weights if it has one of these keys.
+# JSON files with these names describe the weights if they have one of these keys.
 ADAPTER = "adapter_config.json"
 _SIDECARS = {
     "config.json": ("architectures", "model_type", "architecture", "pretrained_cfg"),
@@ -55,13 +55,13 @@ class Tensors:
     """Content of a file or folder, under the names in the file.
 
     Attributes:
-      flat: name to array.
+      flat: arrays by name.
       metadata: metadata in the safetensors header.
-      sidecars: file name to content of the JSON files that describe the weights.
+      sidecars: content of the JSON files that describe the weights, by file name.
       path: path of the file or folder.
-      image_size: height and width in pixels that the caller assumes if the file does not
-        determine them; None if unknown.
-      use_ema: whether averaged arrays are read in place of raw ones beside them.
+      image_size: height and width in pixels that the caller assumes if the file does
+        not determine them; None if unknown.
+      use_ema: whether averaged arrays are read instead of the raw ones.
       notes: a line for each thing that was left out.
     """
 
@@ -85,13 +85,13 @@ def read(path: str | os.PathLike, *, use_ema: bool = True) -> Tensors:
     Args:
       path: local path of a file, of a folder with one such file, or of a folder with the
         shards of one model and their index.
-      use_ema: see `Tensors`.
+      use_ema: whether averaged arrays are read instead of the raw ones.
 
     Returns:
       The content; float16 and bfloat16 are widened to float32.
 
     Raises:
-      UserError: no weights, more than one model, or a damaged file.
+      UserError: there are no weights or more than one model, or a file is damaged.
     """
     path = pathlib.Path(path)
     parts, indexed = _folder(path) if path.is_dir() else ([path], ())
@@ -101,7 +101,7 @@ def read(path: str | os.PathLike, *, use_ema: bool = True) -> Tensors:
         flat |= {name: _widen(value) for name, value in arrays.items()}
         metadata |= header
         described |= kind != "npz"
-    # safetensors.torch.save_model keeps one of several names of an array.
+    # For an array with several names, safetensors.torch.save_model keeps one of them.
     flat |= {n: flat[kept] for n, kept in metadata.items() if kept in flat}
     if missing := sorted(set(indexed) - flat.keys()):
         raise UserError(
@@ -125,9 +125,10 @@ def write_safetensors(
     """Writes a .safetensors file atomically, and reads it back to compare.
 
     Raises:
-      UserError: the file cannot be written, or reads back as other arrays.
+      UserError: the file cannot be written, or other numbers are read back.
     """
-    # safetensors 0.8.0 writes memory as it lies, which scrambles transposed views.
+    # safetensors 0.8.0 writes memory in its physical order, which garbles transposed
+    # views.
     arrays = {name: np.asarray(value, order="C") for name, value in arrays.items()}
     path = pathlib.Path(path)
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
@@ -137,7 +138,7 @@ def write_safetensors(
             for name, value in arrays.items():
                 if file.get_tensor(name).tobytes() != value.tobytes():
                     raise UserError(
-                        f"{path} cannot be written: {name} reads back as other numbers; "
+                        f"{path} cannot be written: {name} differs when it is read back; "
                         "check the disk and the version of safetensors"
                     )
         os.replace(part, path)
@@ -153,10 +154,10 @@ def write_folder(
     contents: Mapping[str, dict],
     weights: str = "model.safetensors",
 ) -> None:
-    """Writes weights for PyTorch's libraries, and JSON files, to an existing folder.
+    """Writes weights for PyTorch libraries, and JSON files, to an existing folder.
 
     Raises:
-      UserError: the weights cannot be written, or read back as other arrays.
+      UserError: the weights cannot be written, or other numbers are read back.
     """
     folder = pathlib.Path(folder)
     write_safetensors(folder / weights, arrays, {"format": "pt"})
@@ -175,8 +176,8 @@ def _folder(path: pathlib.Path) -> tuple[list[pathlib.Path], tuple[str, ...]]:
                 for part in parts.values()
             ):
                 raise UserError(
-                    f"{file} has no weight_map from names to files beside it: download "
-                    "it again"
+                    f"{file} has no weight_map from names to files of this folder: "
+                    "download it again"
                 )
             shards = [path / part for part in sorted(set(parts.values()))]
             if lost := [shard.name for shard in shards if not shard.exists()]:
@@ -220,7 +221,7 @@ def _read_file(
                 return kind, dict(file), {}
     except UserError:
         raise
-    except Exception as error:  # A damaged or hostile header can raise anything.
+    except Exception as error:  # A damaged or malicious header can raise anything.
         what = f".{kind} checkpoint" if kind != "weights" else "weights file"
         raise UserError(
             f"{path} is not a readable {what}: {error or type(error).__name__}"
@@ -231,7 +232,7 @@ def _read_file(
 def _array(file, name: str, path: pathlib.Path) -> np.ndarray:
     """Returns an array of an open safetensors file."""
     dtype = file.get_slice(name).get_dtype()
-    if re.match(r"F\d(_|$)", dtype):  # numpy has no such numbers.
+    if re.match(r"F\d(_|$)", dtype):  # NumPy does not have these types.
         raise UserError(
             f"{path}: {name} holds {dtype} numbers: give the weights as float16, "
             "bfloat16 or float32"
@@ -244,24 +245,24 @@ def _kind(path: pathlib.Path) -> str:
     with path.open("rb") as file:
         start = file.read(32)
     if start[:2] == b"PK":
-        if not zipfile.is_zipfile(path):  # A truncated archive lacks its directory.
+        if not zipfile.is_zipfile(path):  # A truncated archive has no directory.
             name = "PyTorch" if path.suffix in (".pth", ".pt", ".bin") else ".npz"
             raise UserError(
-                f"{path} is not a readable {name} checkpoint: the archive is cut off or "
-                "damaged"
+                f"{path} is not a readable {name} checkpoint: the archive is truncated "
+                "or damaged"
             )
         with zipfile.ZipFile(path) as archive:
             names = archive.namelist()
         if any(name.endswith("data.pkl") for name in names):
             return "torch"
         if not all(name.endswith(".npy") for name in names):
-            raise UserError(f"{path} is an archive of {names[0]}: give what is in it")
+            raise UserError(f"{path} is an archive of {names[0]}: give its content")
         return "npz"
-    # The length of the header comes first, whose bytes may look like those of a pickle.
+    # The file starts with the header's length, whose bytes may look like a pickle.
     if start[8:9] == b"{" and (start[:1] != b"\x80" or start[4:8] == bytes(4)):
         return "safetensors"
     if start[:1] == b"\x80" and start[1:2] in (b"\2", b"\3", b"\4", b"\5"):
-        return "torch"  # A bare pickle, as before PyTorch 1.6.
+        return "torch"  # A pickle without an archive, as before PyTorch 1.6.
     other = f"it begins with {start[:8]!r}" if start else "it is empty"
     hints = (text for sign, text in _HINTS.items() if start.startswith(sign))
     raise UserError(
@@ -293,7 +294,7 @@ def _json(path: pathlib.Path) -> dict:
 
 
 def _widen(array: np.ndarray) -> np.ndarray:
-    # npz files have no bfloat16: numpy returns it as two bytes without a type.
+    # npz files cannot store bfloat16: NumPy returns two bytes without a type.
     if array.dtype == np.dtype("V2"):
         array = array.view(ml_dtypes.bfloat16)
     return array.astype(np.float32) if array.dtype in _WIDENED else array

@@ -1,8 +1,8 @@
 """The npz format of google-research/vision_transformer: original, AugReg, SAM, hybrids.
 
-This project has the parameter names of this format; only the layers of a block are
-numbered in two ways. big_vision reads the written files too, and has the MAP head and the
-BiT ResNets that vision_transformer lacks.
+This project uses the parameter names of this format, except for the numbers of the
+layers of a block. big_vision reads the written files too, and supports the MAP head and
+the BiT ResNets, which vision_transformer lacks.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from vit_jax.weights.formats.registry import READERS, WRITERS, Reader, Writer
 from vit_jax.weights.pretrained import POSITIONS, Pretrained
 
 ACTIVATION_NOTE = (
-    "activation: gelu became gelu_tanh, Google's: logits differ in the third digit"
+    "activation: gelu replaced by gelu_tanh, Google's: logits differ in the third digit"
 )
 
 
@@ -59,14 +59,14 @@ def write(pretrained: Pretrained, path: str | os.PathLike) -> list[str]:
             notes.append(ACTIVATION_NOTE)
         if options["layer_norm_eps"] != 1e-6:
             notes.append(
-                f"layer_norm_eps: {options['layer_norm_eps']:g} became 1e-6, Google's"
+                f"layer_norm_eps: {options['layer_norm_eps']:g} replaced by 1e-6, Google's"
             )
         if options["posemb"] == "learned":
             others = "--to=timm or --to=safetensors"
             rewriting.check_square(model.grid, "a reader of Google's npz", others)
     else:
         if options["zero_pool"]:
-            notes.append("root pooling: big_vision has no zero_pool=True")
+            notes.append("root pooling: big_vision does not support zero_pool=True")
         norms = ("gn1", "gn2", "gn3", "norm-pre-head")
         flat = {
             name: np.reshape(value, (1, 1, 1, -1))
@@ -79,7 +79,7 @@ def write(pretrained: Pretrained, path: str | os.PathLike) -> list[str]:
 
 
 def note_preprocess(given: Preprocess | None) -> list[str]:
-    """Returns a note if readers of npz would assume another preprocessing."""
+    """Returns a note if readers of npz files would assume another preprocessing."""
     if given is None:
         return []
     half = {name: (0.5,) * len(getattr(given, name)) for name in ("mean", "std")}
@@ -87,14 +87,14 @@ def note_preprocess(given: Preprocess | None) -> list[str]:
     if given == usual:
         return []
     note = (
-        f"images: readers of the format assume {usual.describe()}, so "
-        f"predictions differ unless they are given {given.describe()}"
+        f"images: readers of the format assume {usual.describe()}; predictions "
+        f"differ unless they are given {given.describe()}"
     )
     return [note]
 
 
 def _check_network(options: dict) -> None:
-    """Raises UserError unless Google's code has such a network."""
+    """Raises UserError unless Google's code supports the network."""
     rewriting.check_network(
         options,
         "Google's code",
@@ -111,6 +111,6 @@ def _check_network(options: dict) -> None:
     )
 
 
-# big_vision's files have these names and more, and another preprocessing.
+# Files of big_vision have these names and more, and another preprocessing.
 READERS["google"] = Reader(recognises, read, refines=("big_vision",))
 WRITERS["google"] = Writer(write, suffix=".npz")

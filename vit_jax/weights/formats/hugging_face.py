@@ -1,8 +1,9 @@
-"""One reader and one writer for the networks of Hugging Face's transformers.
+"""Reads and writes the networks of Hugging Face's transformers, each by one table.
 
 A `Family` has a network's table of arrays, the keys of its config.json, and the values
-that models of this project do not support; `register` makes a format of it. Files have
-the names of transformers 4 (`vit.encoder.layer.0.attention...`), as version 5 does.
+that models of this project do not support; `register` turns it into a format. Files
+have the names of transformers 4 (`vit.encoder.layer.0.attention...`), which version 5
+writes too.
 """
 
 import dataclasses
@@ -25,13 +26,13 @@ from vit_jax.weights.formats.registry import READERS, WRITERS, Reader, Writer
 from vit_jax.weights.formats.tables import ArrayEntry, Names, name_entries
 from vit_jax.weights.pretrained import POSITIONS, Pretrained
 
-# `model.activation` to its names in transformers; the first one is written.
+# Names of `model.activation` in transformers; the first one is written.
 ACTIVATIONS = {
     "gelu": ("gelu", "gelu_python"),
     "gelu_tanh": ("gelu_pytorch_tanh", "gelu_new", "gelu_fast", "gelu_accurate"),
     "quick_gelu": ("quick_gelu",),
 }
-# Key of config.json to the option of `models.Model`; "patch" is the side of a patch.
+# Option of `models.Model` by key of config.json; "patch" is the side of a patch.
 KEYS = {
     "hidden_size": "width",
     "num_hidden_layers": "depth",
@@ -44,7 +45,7 @@ KEYS = {
 # Key of config.json for `model.posemb_resize`; transformers ignores it.
 RESIZE_KEY = "posemb_resize"
 MASK_TOKEN = "embeddings.mask_token"
-_DECODER = {"decoder.0.weight", "decoder.0.bias"}  # Of classes ForMaskedImageModeling.
+_DECODER = {"decoder.0.weight", "decoder.0.bias"}  # Of ForMaskedImageModeling classes.
 _SIGMOID = "multi_label_classification"
 _HEADS = re.compile(r"(\w+_)?classifier\.")
 
@@ -55,37 +56,42 @@ Arrays = dict[str, np.ndarray]
 class Family:
     """Networks of transformers that are read and written by one table.
 
-    Functions get arrays without their prefix, the content of config.json, or all options
-    of `models.Model` with the side of a patch in pixels as "patch".
+    Functions receive arrays without their prefix, the content of config.json, or all
+    options of `models.Model` with the side of a patch in pixels as "patch".
 
     Attributes:
       name: name of the format in messages.
-      format: `Pretrained.format`.
+      format: value of `Pretrained.format`.
       to: value of the flag --to.
       network: name of the class, without "Model" or "ForImageClassification".
       model_types: values of model_type in config.json; the first is written.
-      claims: returns whether arrays, and the model_type if known, are of this family.
+      claims: function that returns whether arrays, and the model_type if known, belong
+        to this family.
       renames: patterns in names and their replacements, for prefixes and old names.
       names: names of the layers, see `tables.Names`.
-      more_names: returns the entries that `names` cannot express.
+      more_names: function that returns the entries that `names` cannot express.
       fixed: options that are the same in all networks.
-      options: returns the options that the arrays and config.json determine.
-      has: returns the supported values of options, where they are not the default alone.
+      options: function that returns the options determined by arrays and config.json.
+      has: function that returns the supported values of options, where more than the
+        default is supported.
       others: formats that can write other networks, for messages.
-      keys: key of config.json to option.
-      defaults: key of config.json to its value if missing.
-      must: key of config.json to the only supported value, and the array that makes the
-        key matter; "" if it always matters.
-      config: returns further content of config.json.
-      prepare: converts arrays of a file to those of the table in place; returns notes.
-      finish: undoes `prepare` in place before writing; returns notes.
-      check: raises UserError unless arrays are those of the table; `check_names` if None.
+      keys: option by key of config.json.
+      defaults: values of missing keys of config.json.
+      must: key of config.json to its only supported value, and to the array whose
+        presence makes the key matter; "" if it always matters.
+      config: function that returns further content of config.json.
+      prepare: function that converts arrays of a file to those of the table in place,
+        and returns notes.
+      finish: function that undoes `prepare` in place before writing, and returns notes.
+      check: function that raises UserError unless arrays are those of the table;
+        `check_names` if None.
       patch_bias: whether the patch embedding has a bias.
-      square: whether transformers takes the grid of positions and biases as a square.
+      square: whether transformers assumes a square grid of positions and biases.
       optional: whether networks may lack positions or LayerScale.
-      any_size: whether networks take images of every size.
-      preprocess: returns the preprocessing to assume for an image size.
-      usage: returns further arguments of `from_pretrained`, and a comment after it.
+      any_size: whether networks accept images of every size.
+      preprocess: function that returns the preprocessing to assume for an image size.
+      usage: function that returns further arguments of `from_pretrained`, and a comment
+        to put after it.
     """
 
     name: str
@@ -129,16 +135,16 @@ def register(family: Family, refines: tuple[str, ...] = ("Hugging Face",)) -> No
 
 
 def recognises(family: Family, tensors: Tensors) -> bool:
-    """Returns whether a file is of a family."""
+    """Returns whether a file belongs to a family."""
     kind = tensors.config.get("model_type")
     return family.claims(rename(family, tensors.flat), kind)
 
 
 def rename(family: Family, flat: Mapping[str, np.ndarray]) -> Arrays:
-    """Returns arrays under transformers' names in files, without the prefix.
+    """Returns arrays under the names that transformers uses in files, without prefix.
 
-    Of two arrays of one name the one with the prefix is the network's, and the other is of
-    a head.
+    If two arrays have the same name, the one with the prefix belongs to the network and
+    the other one to a head.
     """
     names = {name: file_name(family, name) for name in flat}
     ordered = sorted(names, key=lambda name: names[name] != name)
@@ -146,7 +152,7 @@ def rename(family: Family, flat: Mapping[str, np.ndarray]) -> Arrays:
 
 
 def file_name(family: Family, name: str) -> str:
-    """Returns transformers' name of an array in files, without the prefix."""
+    """Returns the name that transformers uses in files for an array, without prefix."""
     for pattern, new in family.renames:
         name = re.sub(pattern, new, name)
     return name
@@ -161,7 +167,7 @@ def read(family: Family, tensors: Tensors, num_heads: int = 0) -> Pretrained:
     """Reads a checkpoint of a family; see `registry.Reader`.
 
     Raises:
-      UserError: this project has no such network.
+      UserError: this project does not support the network.
     """
     config, source, names = tensors.config, tensors.path, family.names
     values = {**family.defaults, **config}
@@ -181,7 +187,7 @@ def read(family: Family, tensors: Tensors, num_heads: int = 0) -> Pretrained:
     notes += more
     if not config:
         shown = ", ".join(f"{key}={value}" for key, value in family.defaults.items())
-        notes.append(f"config.json: none, so {shown}")
+        notes.append(f"config.json: missing, assumed {shown}")
     form = _read_form(family, flat, config)
     table = entries(family, form | {"depth": depth, "num_heads": num_heads})
     if family.check:
@@ -217,7 +223,7 @@ def read(family: Family, tensors: Tensors, num_heads: int = 0) -> Pretrained:
 
 
 def _read_form(family: Family, flat: Arrays, config: Mapping) -> dict:
-    """Returns the options that config.json and the names of arrays determine."""
+    """Returns the options determined by config.json and the names of arrays."""
     form = {
         "num_classes": len(flat.get("classifier.weight", ())),
         **{
@@ -247,45 +253,45 @@ def check_config(family: Family, flat: Arrays, config: Mapping, source: str) -> 
     if kind not in (None, *family.model_types):
         raise UserError(
             f"{source}: model_type={kind!r} in config.json is not one of "
-            f"{', '.join(family.model_types)}, which models of this project compute"
+            f"{', '.join(family.model_types)}, which models of this project support"
         )
     for key, (value, array) in family.must.items():
         configured = config.get(key, family.defaults.get(key, value))
         if configured != value and (not array or array in flat):
             raise UserError(
-                f"{source}: {key}={configured!r} in config.json is not supported: models of "
-                f"this project have {value!r} there"
+                f"{source}: {key}={configured!r} in config.json is not supported: models "
+                f"of this project use {value!r}"
             )
 
 
 def note_heads(family: Family, flat: Mapping[str, np.ndarray]) -> list[str]:
-    """Returns a note if a head has arrays of the same names as the network, see `rename`."""
+    """Returns a note if a head has arrays with the network's names, see `rename`."""
     names = {name: file_name(family, name) for name in flat}
     both = sorted({new for name, new in names.items() if new != name} & flat.keys())
-    return [f"{', '.join(both)}: left out, of a head for pretraining"] if both else []
+    return [f"{', '.join(both)}: left out, part of a pretraining head"] if both else []
 
 
 def drop_pretraining(flat: Arrays) -> list[str]:
-    """Removes token of masked patches and SimMIM's decoder; returns notes on them."""
+    """Removes the mask token and SimMIM's decoder; returns notes on them."""
     notes = []
     for what, names in (("mask token", {MASK_TOKEN}), ("decoder", _DECODER)):
-        found = names & flat.keys()
-        if found:
-            notes.append(f"{what}: dropped, which only pretraining has")
-        for name in found:
+        present = names & flat.keys()
+        if present:
+            notes.append(f"{what}: dropped, only used for pretraining")
+        for name in present:
             del flat[name]
     return notes
 
 
 def add_biases(flat: Arrays, pattern: str) -> list[str]:
-    """Adds missing biases to the layers of a pattern as zeros; returns a note."""
+    """Adds zeros as missing biases to layers that match a pattern; returns a note."""
     layers = [name.removesuffix(".weight") for name in flat if name.endswith(".weight")]
     layers = [layer for layer in layers if re.search(pattern, layer)]
     missing = [layer for layer in layers if f"{layer}.bias" not in flat]
     for layer in missing:
         flat[f"{layer}.bias"] = np.zeros(len(flat[f"{layer}.weight"]), np.float32)
     parts = ", ".join(sorted({layer.split(".")[-1] for layer in missing}))
-    return [f"biases of {parts}: none in the file, so zeros"] if missing else []
+    return [f"biases of {parts}: not in the file, set to zeros"] if missing else []
 
 
 def read_activation(config: Mapping) -> str:
@@ -296,12 +302,12 @@ def read_activation(config: Mapping) -> str:
     known = ", ".join(name for names in ACTIVATIONS.values() for name in names)
     raise UserError(
         f"hidden_act={config['hidden_act']!r} in config.json is not one of {known}, "
-        "which models of this project have"
+        "which models of this project support"
     )
 
 
 def read_labels(config: Mapping, num_classes: int) -> dict:
-    """Returns the fields of `Pretrained` that concern classes."""
+    """Returns the fields of `Pretrained` that describe classes."""
     labels = config.get("id2label") or {}
     numbered = tuple(f"LABEL_{i}" for i in range(len(labels)))
     names = tuple(labels.get(str(i), name) for i, name in enumerate(numbered))
@@ -317,7 +323,7 @@ def read_labels(config: Mapping, num_classes: int) -> dict:
 def _find_image_size(
     params: Arrays, patch: int, configured: int | list[int] | None, source: str
 ) -> tuple[int, int]:
-    """Returns the height and width that parameters are for, in whole patches."""
+    """Returns the height and width that the parameters are for, in whole patches."""
     sides = (configured, configured) if isinstance(configured, int) else configured
     grid = sides and tuple(side // patch for side in sides)
     biases = [v for k, v in params.items() if k.startswith("Transformer/relative_bias")]
@@ -331,14 +337,14 @@ def _find_image_size(
     else:
         grid = grid or (round(224 / patch),) * 2
         return grid[0] * patch, grid[1] * patch
-    # A row of n patches has n positions, and 2 n - 1 offsets.
+    # A row of n patches has n positions, or 2 n - 1 offsets.
     rows = lambda grid: math.prod(size * n - size + 1 for n in grid)
     if not grid or rows(grid) != count:
         grid = side, side
     if rows(grid) != count:
         raise UserError(
-            f"{source} has {what}, which are no square grid: keep its config.json "
-            "beside it"
+            f"{source} has {what}, which are not a square grid: keep its config.json "
+            "in the same folder"
         )
     return grid[0] * patch, grid[1] * patch
 
@@ -349,7 +355,7 @@ def write(
     """Writes a folder that `from_pretrained` of transformers loads; see `registry.Writer`.
 
     Raises:
-      UserError: transformers has no such network or image processor.
+      UserError: transformers does not support the network or the image processor.
     """
     options, arrays, notes = to_their_arrays(family, pretrained)
     config = write_config(family, options, pretrained)
@@ -364,10 +370,10 @@ def to_their_arrays(
     """Converts parameters to transformers' arrays.
 
     Returns:
-      All options of `models.Model` with "patch", the arrays without a prefix, and notes.
+      All options of `models.Model` and "patch"; the arrays without a prefix; and notes.
 
     Raises:
-      UserError: transformers has no such network.
+      UserError: transformers does not support the network.
     """
     model = models.create(**pretrained.options)
     options, names = {**model.options, "patch": model.config.patch_size}, family.names
@@ -397,7 +403,7 @@ def to_their_arrays(
         ones = np.ones(options["width"], np.float32)
         for i in range(options["depth"]):
             flat |= {name.replace("#", str(i)): ones for name in scales}
-        notes.append("LayerScale: none, written as ones")
+        notes.append("LayerScale: missing, written as ones")
     if not family.patch_bias:
         notes += rewriting.fold_patch_bias(flat, options, num_prefix_tokens=1)
     arrays = tables.to_their_arrays(flat, entries(family, options))
@@ -405,7 +411,7 @@ def to_their_arrays(
 
 
 def add_prefix(arrays: Arrays, prefix: str) -> Arrays:
-    """Returns arrays with a prefix before all names except those of classifiers."""
+    """Adds a prefix to the names of all arrays except those of classifiers."""
     return {k if _HEADS.match(k) else f"{prefix}{k}": v for k, v in arrays.items()}
 
 
@@ -413,7 +419,7 @@ def write_config(family: Family, options: Mapping, pretrained: Pretrained) -> di
     """Returns config.json, with the class names and the loss of `pretrained`."""
     num_classes = options["num_classes"]
     height, width = options["image_size"]
-    # transformers ignores the key if MLPs are gated.
+    # transformers ignores this key for gated MLPs.
     activations = ACTIVATIONS.get(options["activation"], ACTIVATIONS["gelu"])
     config = {
         "architectures": [architecture(family.network, options)],
@@ -435,7 +441,7 @@ def write_config(family: Family, options: Mapping, pretrained: Pretrained) -> di
 
 
 def architecture(network: str, options: Mapping) -> str:
-    """Returns the name of the class in transformers."""
+    """Returns the name of the network's class in transformers."""
     return f"{network}{'ForImageClassification' if options['num_classes'] else 'Model'}"
 
 
@@ -445,7 +451,7 @@ def write_folder(
     """Writes the files that `from_pretrained` loads; returns a note if one is left out.
 
     Raises:
-      UserError: transformers has no such image processor; nothing is written.
+      UserError: transformers does not support the image processor; nothing is written.
     """
     contents, notes = {"config.json": config}, []
     if preprocess := pretrained.preprocess:
@@ -464,13 +470,13 @@ def write_folder(
             network["image_size"] = height if height == width else [height, width]
         contents["preprocessor_config.json"] = content
     else:
-        notes.append("preprocessing: nothing says how, so no preprocessor_config.json")
+        notes.append("preprocessing: unknown, preprocessor_config.json is not written")
     files.write_folder(folder, arrays, contents)
     return notes
 
 
 def _usage(family: Family, pretrained: Pretrained, path: str, on_hub: bool) -> str:
-    """Returns Python lines that load a written checkpoint."""
+    """Returns Python code that loads a written checkpoint."""
     options = models.create(**pretrained.options).options
     kind = "ModelForImageClassification" if options["num_classes"] else "Model"
     arguments, comment = family.usage(options)

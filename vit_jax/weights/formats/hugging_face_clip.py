@@ -1,13 +1,13 @@
-"""CLIP, SigLIP and Siglip2 of transformers: the image tower, alone or beside the text tower.
+"""CLIP, SigLIP and Siglip2 of transformers: image tower, with or without text tower.
 
 The hub has OpenCLIP's published weights in this format too. `pre_logits` of the network
-are the features before the projection to the joint space. The projection is in
+are the features before the projection to the joint space. The projection is part of
 `task_params` together with the text tower, under the names of models/text.py. The
-classifiers (CLIPForImageClassification, SiglipForImageClassification) see the mean of the
-patches, without CLIP's last norm.
+classifiers (CLIPForImageClassification, SiglipForImageClassification) read the mean of
+the patches, without CLIP's last norm.
 
-Siglip2 has SigLIP's layers and reads images of any size as patches, which a dense layer embeds
-(models/patches.py). transformers loads SigLIP 2 of a fixed size as Siglip.
+Siglip2 has SigLIP's layers and reads images of any size as patches, which a dense layer
+embeds (models/patches.py). transformers loads SigLIP 2 of a fixed size as Siglip.
 """
 
 import dataclasses
@@ -31,11 +31,11 @@ from vit_jax.weights.formats.registry import READERS, WRITERS, Reader, Writer
 from vit_jax.weights.pretrained import POSITIONS, Pretrained
 
 _NUMBER = tables.one_layout(lambda a: a.reshape(1), lambda a: a)
-# model_type of an image tower alone, and of both towers or a classifier.
+# model_type of only an image tower, and of both towers or a classifier.
 _CLIP_TYPES = ("clip_vision_model", "clip")
 _SIGLIP_TYPES = ("siglip_vision_model", "siglip")
 _SIGLIP2_TYPES = ("siglip2_vision_model", "siglip2")
-_LABELS = ("id2label", "label2id", "problem_type")  # At the top of config.json.
+_LABELS = ("id2label", "label2id", "problem_type")  # Top-level keys of config.json.
 _PATCHES = "embeddings.patch_embedding.weight"
 _BIAS = "embeddings.patch_embedding.bias"
 _CLASS = "embeddings.class_embedding"
@@ -43,7 +43,8 @@ _POOLING = "MAPHead_0/MultiHeadDotProductAttention_0"
 _TOWER = "vision_model."
 _TEXT_ANCHOR = "text_model.embeddings.token_embedding.weight"
 _TEXT_PARTS = ("text_model.", "text_projection.", "visual_projection.", "logit_")
-# eos_token_id in old configs of CLIP; the real one is the last of the vocabulary.
+# eos_token_id in old configs of CLIP; the actual token is the last one of the
+# vocabulary.
 _WRONG_END = 2
 _BLOCK = {
     "norm1": "layer_norm1",
@@ -64,7 +65,7 @@ _NAMES = {
 }
 _CLIP_NAMES = _NAMES | {
     "cls": (_CLASS, tables.TOKEN),
-    "Transformer/pre_norm": "pre_layrnorm",  # Spelt so in transformers.
+    "Transformer/pre_norm": "pre_layrnorm",  # The spelling in transformers.
 }
 _TEXT_NAMES = {
     "text/embedding": (_TEXT_ANCHOR, tables.SAME),
@@ -89,7 +90,7 @@ _SIGLIP_TEXT_NAMES = _TEXT_NAMES | {
 def _prepare(flat: Arrays, config: Mapping) -> list[str]:
     if _CLASS in flat:  # CLIP's patch embedding has no bias.
         flat[_BIAS] = np.zeros(len(flat[_PATCHES]), np.float32)
-    unused = ["embeddings.position_ids"]  # In files of transformers 4.
+    unused = ["embeddings.position_ids"]  # Present in files of transformers 4.
     if "classifier.weight" in flat:
         unused += ["head.", "post_layernorm."] if _CLASS in flat else ["head."]
     for name in [name for name in flat if name.startswith(tuple(unused))]:
@@ -110,7 +111,7 @@ def _options(flat: Arrays, config: Mapping) -> dict:
 
 def _finish_clip(arrays: Arrays, options: Mapping) -> list[str]:
     del arrays[_BIAS]
-    if not options["final_norm"]:  # CLIP always has it, and its classifier ignores it.
+    if not options["final_norm"]:  # CLIP always has it; its classifier ignores it.
         width = options["width"]
         arrays["post_layernorm.weight"] = np.ones(width, np.float32)
         arrays["post_layernorm.bias"] = np.zeros(width, np.float32)
@@ -128,7 +129,7 @@ def _clip_has(options: Mapping) -> dict:
 
 
 def _prepare_siglip2(flat: Arrays, config: Mapping) -> list[str]:
-    """Makes the dense layer a convolution; its inputs are rows, columns and channels."""
+    """Converts the dense layer to a convolution; its inputs are rows, columns, channels."""
     side = config.get("patch_size", SIGLIP2.defaults["patch_size"])
     weight = flat[_PATCHES]
     if weight.shape[1] % side**2:
@@ -222,7 +223,7 @@ SIGLIP2 = dataclasses.replace(
     fixed={"posemb_resize": "bilinear"},
     has=lambda options: {
         **SIGLIP.has(options),
-        # Others are not resized.
+        # Other kinds are not resized.
         "posemb": ("learned", "learned2d", "factorized", "none"),
     },
     config=_siglip2_config,
@@ -256,7 +257,7 @@ def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
     inner = dataclasses.replace(tensors, flat=flat, sidecars=sidecars)
     pretrained, notes = hugging_face.read(family, inner, num_heads), []
     if not {"preprocessor_config.json", "processor_config.json"} & sidecars.keys():
-        notes.append(f"preprocessing: not in the file, so {_name(family)}'s")
+        notes.append(f"preprocessing: not in the file, assumed as for {_name(family)}")
     if _TEXT_ANCHOR in tensors.flat:
         task, params, more = _read_text(tensors.flat, config, family, tensors.path)
         notes += more
@@ -264,7 +265,7 @@ def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
             pretrained, task=task, task_params=params, tokenizer=tensors.path
         )
     elif "visual_projection.weight" in tensors.flat:
-        notes.append("visual_projection: left out; features are those before it")
+        notes.append("visual_projection: left out; features are taken before it")
     return dataclasses.replace(pretrained, notes=(*pretrained.notes, *notes))
 
 
@@ -281,7 +282,7 @@ def _read_text(
     num_heads = configured.get("num_attention_heads", 8 if clip else 12)
     if not config:
         num_heads = max(1, width // 64)
-        notes = [f"heads of the text tower: taken as {num_heads}, one for 64 features"]
+        notes = [f"heads of the text tower: assumed {num_heads} with 64 features each"]
     if width % num_heads:
         raise UserError(
             f"{source}: {num_heads} heads do not divide the text tower's width {width}"
@@ -321,8 +322,8 @@ def write(
 ) -> list[str]:
     """Writes a folder that `from_pretrained` of the chosen family loads.
 
-    With a text tower it has both towers and the files of the tokenizer, otherwise the
-    vision model alone. See `hugging_face.write`.
+    With a text tower, it has both towers and the files of the tokenizer; otherwise only
+    the vision model. See `hugging_face.write`.
     """
     family = choose(pretrained)
     options, arrays, notes = hugging_face.to_their_arrays(family, pretrained)
@@ -364,7 +365,7 @@ def _name(family: Family) -> str:
 
 
 def _no_text(pretrained: Pretrained, family: Family) -> str:
-    """Returns why a text tower has no place in transformers; "" if it has."""
+    """Returns why transformers cannot store a text tower; "" if it can."""
     tower, params = text_tower.config_of(pretrained), pretrained.task_params
     clip, name = family is CLIP, _name(family)
     for key, value in _text_form(clip).items():
@@ -390,8 +391,8 @@ def _write_text(
     flat = flatten_dict(params, sep="/")
     if clip and (bias := flat.pop(text.LOGIT_BIAS, None)) is not None:
         notes.append(
-            f"bias of the similarities, {float(bias[0]):g}: left out, CLIP has none; "
-            "logits differ by as much, and keep their order"
+            f"bias of the similarities, {float(bias[0]):g}: left out, CLIP has none; all "
+            "logits change by this value, and keep their order"
         )
     elif not clip:  # SigLIP always has a bias.
         flat.setdefault(text.LOGIT_BIAS, np.zeros(1, np.float32))

@@ -1,7 +1,7 @@
 """DINOv2 and DINOv3 of transformers.
 
-DINOv2 (arXiv:2304.07193) is Dinov2Model, with registers Dinov2WithRegistersModel. DINOv3
-(arXiv:2508.10104) has rotary positions.
+DINOv2 (arXiv:2304.07193) is Dinov2Model, or Dinov2WithRegistersModel if it has
+registers. DINOv3 (arXiv:2508.10104) has rotary positions.
 """
 
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ from vit_jax.weights.pretrained import POSITIONS
 
 _REGISTERS = "embeddings.register_tokens"
 _DINOV2_TYPES = ("dinov2", "dinov2_with_registers")
-_GATE = "layer.0.mlp.gate_proj.weight"  # In DINOv3 alone.
+_GATE = "layer.0.mlp.gate_proj.weight"  # Only DINOv3 has this array.
 _TOKENS = {
     "cls": ("embeddings.cls_token", SAME),
     "register_tokens": (_REGISTERS, SAME),
@@ -67,14 +67,14 @@ def _dinov2_config(options: Mapping) -> dict:
     registers = options["num_register_tokens"]
 
     def hidden(ratio):
-        # Gated MLPs have two thirds of the units, rounded up to a multiple of 8.
+        # Gated MLPs have two thirds as many units, rounded up to a multiple of 8.
         return (width * ratio * 2 // 3 + 7) // 8 * 8 if swiglu else width * ratio
 
     ratio = next((r for r in range(1, 65) if hidden(r) == mlp_dim), None)
     if ratio is None:
         raise UserError(
             f"mlp_dim={mlp_dim}: Dinov2Model of transformers has {hidden(4)}, or another "
-            f"whole ratio to the width, {width}: write it with --to=timm"
+            f"multiple of the width, {width}: write it with --to=timm"
         )
     config = {"qkv_bias": True, "mlp_ratio": ratio, "use_swiglu_ffn": swiglu}
     if not registers:

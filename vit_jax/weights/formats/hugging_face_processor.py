@@ -1,7 +1,7 @@
 """Image processors of transformers: preprocessor_config.json and processor_config.json.
 
-Files may leave out values that their class has by default, so the class, or the network
-in config.json, determines them. Defaults are those of transformers 5.23.
+Files may omit values that are the default of their class, so the class, or else the
+network in config.json, must be known. Defaults are those of transformers 5.23.
 """
 
 import math
@@ -12,7 +12,7 @@ from vit_jax.errors import UserError
 from vit_jax.weights import rewriting
 from vit_jax.weights.pretrained import IMAGENET
 
-# Pillow's numbers (Image.Resampling) to `Preprocess.interpolation`.
+# `Preprocess.interpolation` by Pillow's number (Image.Resampling).
 _RESAMPLE = dict(
     enumerate(("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming"))
 )
@@ -22,7 +22,7 @@ CLIP = {
     "mean": (0.48145466, 0.4578275, 0.40821073),
     "std": (0.26862954, 0.26130258, 0.27577711),
 }
-MAX_TOKENS = 256  # Patches of an image, unless Siglip2's file has another number.
+MAX_TOKENS = 256  # Patches per image, unless Siglip2's file has another number.
 _HALF = {"mean": (0.5,) * 3, "std": (0.5,) * 3}
 
 
@@ -47,9 +47,9 @@ _PROCESSORS = {
     "ConvNext": _defaults({"shortest_edge": 384}, 3, crop_pct=224 / 256),
     "DINOv3ViT": _defaults(_SQUARE, 2, IMAGENET),
 }
-# Classes for which a single number is the short side, not both.
+# Classes in which a single number is the short side, not both sides.
 _BY_SHORT_SIDE = ("CLIP", "Bit", "Siglip", "ConvNext")
-# First word of model_type in config.json to class, for files without a class.
+# Class by the first word of model_type in config.json, for files that name no class.
 _OF_NETWORK = {
     "deit": "DeiT",
     "beit": "Beit",
@@ -59,7 +59,7 @@ _OF_NETWORK = {
     "dinov2": "Bit",
     "dinov3": "DINOv3ViT",
 }
-_SQUASHED_FROM = 384  # Pixels; ConvNext's processor crops smaller images only.
+_SQUASHED_FROM = 384  # Pixels; ConvNext's processor crops only smaller images.
 
 
 def read(
@@ -72,14 +72,15 @@ def read(
     """Reads the preprocessing of images.
 
     Args:
-      sidecars: file name to content of the JSON files beside the weights.
+      sidecars: content of the JSON files beside the weights, by file name.
       image_size: height and width of the network, in pixels.
-      patch: side of a patch in pixels; the pixels at the end that fill none are cut off.
-      any_size: whether transformers' network takes images of every size. If so, the image
-        size is the processor's, otherwise the network's.
+      patch: side of a patch in pixels; pixels at the end that do not fill one are cut
+        off.
+      any_size: whether transformers' network accepts images of every size. If so, the
+        image size is the processor's, otherwise the network's.
 
     Returns:
-      The preprocessing, or None if unknown, and a line for each thing that differs.
+      The preprocessing, or None if unknown; and a line for each difference.
     """
     config = sidecars.get("processor_config.json", {}).get("image_processor")
     config = config or sidecars.get("preprocessor_config.json")
@@ -89,17 +90,17 @@ def read(
     config, name, notes = _with_defaults(config, network)
     resample = config["resample"]
     if resample not in _RESAMPLE:
-        notes.append(f"resample={resample}: not known, so bicubic")
+        notes.append(f"resample={resample}: unknown, assumed bicubic")
     out, fraction, squash = image_size, 1.0, True
     max_tokens = config["max_num_patches"] if name == "Siglip2" else 0
     if max_tokens and config["patch_size"] != patch:
         notes.append(
-            f"patch_size={config['patch_size']} in the image processor's config: patches "
-            f"have {patch} pixels, as the network's"
+            f"patch_size={config['patch_size']} in the image processor's config: ignored, "
+            f"patches have the network's {patch} pixels"
         )
     if not config.get("do_resize", True):
         notes.append(
-            f"do_resize=False: images of another size than {out[0]}x{out[1]} are resized"
+            f"do_resize=False: images of other sizes than {out[0]}x{out[1]} are resized"
         )
     elif not max_tokens:
         out, fraction, squash, more = _geometry(config, name)
@@ -108,8 +109,8 @@ def read(
     cut = tuple(a - b for a, b in zip(out, whole, strict=True))
     if not any_size and whole != tuple(image_size):
         notes.append(
-            f"images of {out[0]}x{out[1]} in the image processor's config: made for "
-            f"{image_size[0]}x{image_size[1]}, the size of the network"
+            f"images of {out[0]}x{out[1]} in the image processor's config: ignored, they "
+            f"have {image_size[0]}x{image_size[1]}, the size of the network"
         )
         whole, cut = tuple(image_size), (0, 0)
     mean, std = _statistics(config)
@@ -134,7 +135,7 @@ def _with_defaults(config: Mapping, network: str) -> tuple[dict, str, list[str]]
     for suffix in ("Fast", "Pil", "ImageProcessor", "FeatureExtractor"):
         name = name.removesuffix(suffix)
     if name not in _PROCESSORS:
-        notes.append(f"{name}ImageProcessor: not known, so read as ViT's")
+        notes.append(f"{name}ImageProcessor: unknown, read like ViTImageProcessor")
     given = {key: value for key, value in config.items() if value is not None}
     return _PROCESSORS.get(name, _PROCESSORS["ViT"]) | given, name, notes
 
@@ -171,7 +172,7 @@ def _statistics(config: Mapping) -> tuple[tuple[float, ...], tuple[float, ...]]:
     mean, std = (0.0,) * 3, (1.0,) * 3
     if config.get("do_normalize", True):
         mean, std = config["image_mean"], config["image_std"]
-    white = 255.0  # White, before mean and std are applied.
+    white = 255.0  # The value of white before mean and std are applied.
     if config.get("do_rescale", True):
         white *= config.get("rescale_factor", 1 / 255)
     if math.isclose(white, 1.0):
@@ -184,21 +185,21 @@ def write(preprocess: Preprocess, channels: int, patch: int = 0) -> dict:
 
     Args:
       preprocess: preprocessing of images.
-      channels: of the network.
-      patch: side of a patch in pixels, if the network is Siglip2, which reads images of any
-        size as patches; 0 for other networks.
+      channels: number of channels of the network.
+      patch: side of a patch in pixels if the network is Siglip2, which reads images of
+        any size as patches; 0 for other networks.
 
     Raises:
-      UserError: transformers has no such image processor.
+      UserError: transformers does not support the preprocessing.
     """
     if preprocess.interpolation not in _WRITABLE:
         raise UserError(
             f"interpolation={preprocess.interpolation!r}: Hugging Face's image "
-            f"processors have {', '.join(_WRITABLE)}: write it with --to=timm"
+            f"processors support {', '.join(_WRITABLE)}: write it with --to=timm"
         )
     if preprocess.fill:
         raise UserError(
-            f"fill={preprocess.fill}: Hugging Face's image processors make no border; "
+            f"fill={preprocess.fill}: Hugging Face's image processors add no border; "
             "write it with --to=timm or --to=safetensors"
         )
     height, width = preprocess.resize_sides
@@ -227,12 +228,12 @@ def write(preprocess: Preprocess, channels: int, patch: int = 0) -> dict:
         if height != width:
             raise UserError(
                 f"a centre crop of {preprocess.image_size[0]}x{preprocess.image_size[1]}: "
-                "Hugging Face's image processors resize the short side, whichever it "
-                "is: write it with --to=timm"
+                "Hugging Face's image processors resize the short side: write it with "
+                "--to=timm"
             )
         config["size"] = {"shortest_edge": height}
     rows, columns = preprocess.crop_sides
-    # BiT's processor crops in every release of transformers; ViT's did not.
+    # BiT's processor crops in every release of transformers; ViT's did not always.
     return config | {
         "image_processor_type": "BitImageProcessor",
         "do_center_crop": True,

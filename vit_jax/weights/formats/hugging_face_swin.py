@@ -38,7 +38,7 @@ _NAMES = swin.Names(
 )
 _UNUSED = re.compile(r"relative_position_index|relative_coords_table|attn_mask")
 _PARTS = ("query", "key", "value")
-_PATCH_NORM_EPS = 1e-5  # Whatever layer_norm_eps is.
+_PATCH_NORM_EPS = 1e-5  # Independent of layer_norm_eps.
 
 
 def _config(options: Mapping) -> dict:
@@ -56,7 +56,7 @@ def _config(options: Mapping) -> dict:
     }
 
 
-# Read and written below, because tables of `Names` have no stages and windows.
+# Read and written below, because `Names` tables do not support stages and windows.
 SWIN = Family(
     name="Hugging Face Swin",
     format="hf",
@@ -87,15 +87,15 @@ def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
     """Reads a Swin Transformer; see `registry.Reader`.
 
     Raises:
-      UserError: arrays are missing, there is no config.json with the windows, or the
-        network has a feature that no model of this project has.
+      UserError: arrays are missing, there is no config.json with the window sizes, or
+        the network has a feature that no model of this project supports.
     """
     config, source = tensors.config, tensors.path
     if config.get("model_type") not in SWIN.model_types:
         kind = f"model_type={config['model_type']!r} in" if config else "no"
         raise UserError(
-            f"{source}: {kind} config.json, which has to be of swin or swinv2, whose "
-            "windows it has: give the folder of such a network with both files"
+            f"{source}: {kind} config.json; one of swin or swinv2 is needed for the "
+            "window sizes: give the folder of such a network with both files"
         )
     values = SWIN.defaults | config
     flat = hugging_face.rename(SWIN, tensors.flat)
@@ -131,7 +131,7 @@ def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
 
 
 def _merge_qkv(flat: Arrays) -> Arrays:
-    """Returns the arrays with query, key and value in one; V2's biases stay apart."""
+    """Concatenates query, key and value; the biases of V2 stay separate."""
     merged = {}
     for name, value in flat.items():
         start, _, kind = name.rpartition(".")

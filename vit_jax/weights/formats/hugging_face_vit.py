@@ -1,8 +1,8 @@
 """ViT, DeiT and I-JEPA of transformers.
 
 DeiT may have a distillation token. I-JEPA (arXiv:2301.08243) has no class token and
-classifies the mean of the patches. State dicts with the names that transformers 5 has in
-memory (`vit.layers.0.attention.q_proj...`) are read too.
+classifies the mean of the patches. State dicts with the names that transformers 5 uses
+in memory (`vit.layers.0.attention.q_proj...`) are read too.
 """
 
 import re
@@ -16,7 +16,7 @@ from vit_jax.weights.formats.hugging_face import RESIZE_KEY, Arrays, Family
 from vit_jax.weights.formats.tables import SAME, ArrayEntry, block
 from vit_jax.weights.pretrained import POSITIONS
 
-# Names in the memory of transformers 5 to those in files; applied in this order.
+# Names in the memory of transformers 5, and in files; applied in this order.
 _NAMES_IN_MEMORY = (
     (r"^layers\.", "encoder.layer."),
     (r"\.attention\.q_proj\.", ".attention.attention.query."),
@@ -46,7 +46,7 @@ _IJEPA_NAMES = {
     POSITIONS: ("embeddings.position_embeddings", SAME),
     **block("encoder.layer", **BLOCK),
     "Transformer/encoder_norm": "layernorm",
-    "head": "classifier",  # In files with two classifiers it is "cls_classifier".
+    "head": "classifier",  # Named "cls_classifier" in files with two classifiers.
 }
 
 
@@ -54,19 +54,19 @@ def _prepare(flat: Arrays, config: Mapping) -> list[str]:
     notes = []
     if _DISTILLATION in flat:
         for name in [name for name in flat if name.startswith("classifier.")]:
-            # Twice the classifier and zeros have exactly the classifier as their mean.
+            # The mean of twice the classifier and zeros equals the classifier.
             flat[name] = 2 * flat[name]
             flat[f"distillation_{name}"] = np.zeros_like(flat[name])
-            notes = ["classifier: of the class token alone, written as a pair"]
+            notes = ["classifier: reads only the class token, written as a pair"]
         for name in [name for name in flat if name.startswith("cls_classifier.")]:
             flat[name.removeprefix("cls_")] = flat.pop(name)
     if "classifier.weight" in flat and _POOLER in flat:
         for name in [name for name in flat if name.startswith("pooler.")]:
             del flat[name]
-        notes.append("pooler: dropped, because the classifier does not see it")
+        notes.append("pooler: dropped, because the classifier does not use it")
     notes += hugging_face.drop_pretraining(flat)
     if _is_dino(flat, config) and not config.get(RESIZE_KEY):
-        notes.append("neither classifier nor pooler: taken for a ViT of DINO")
+        notes.append("no classifier and no pooler: assumed to be a ViT of DINO")
     return notes
 
 
@@ -78,7 +78,7 @@ def _finish(arrays: Arrays, options: Mapping) -> list[str]:
 
 
 def _is_dino(flat: Arrays, config: Mapping) -> bool:
-    # Among published ViTs only DINO's have neither.
+    # Among published ViTs, only DINO's have neither a classifier nor a pooler.
     plain = not {"classifier.weight", _POOLER} & flat.keys()
     masked = "MaskedImageModeling" in "".join(config.get("architectures") or ())
     return plain and not masked and config.get("model_type") == "vit"
@@ -93,10 +93,10 @@ def _options(flat: Arrays, config: Mapping) -> dict:
 
 
 def _check(flat: Arrays, table: list[ArrayEntry], config: Mapping, source: str) -> None:
-    """Raises UserError for a network that no model here computes, whatever its head."""
+    """Raises UserError for a network that no model here computes, with any head."""
     remedy = "give the whole file of a plain ViT or DeiT"
     if "model_type" not in config:
-        remedy = "keep its config.json beside it, which names the network"
+        remedy = "keep its config.json in the same folder, which names the network"
     needed = ["embeddings.cls_token", "embeddings.position_embeddings", _QUERY]
     needed.append("encoder.layer.0.intermediate.dense.weight")
     if "classifier.weight" in flat:
@@ -107,13 +107,13 @@ def _check(flat: Arrays, table: list[ArrayEntry], config: Mapping, source: str) 
     rows, columns = flat[_QUERY].shape
     if rows != columns:
         raise UserError(
-            f"{source}: heads of {rows} features in all beside a width of {columns} are "
-            "not supported: models of this project have as many of both"
+            f"{source}: heads with {rows} features in total and a width of {columns} are "
+            "not supported: models of this project have the same number of both"
         )
     rows, columns = flat.get(_POOLER, flat[_QUERY]).shape
     if rows != columns:
         raise UserError(
-            f"{source}: a pooler of {rows} features (pooler_output_size) is not "
+            f"{source}: a pooler with {rows} features (pooler_output_size) is not "
             f"supported: models of this project keep the width, {columns}"
         )
     inside = re.compile(r"(embeddings|encoder|layernorm|pooler)\.")
@@ -153,7 +153,7 @@ VIT = Family(
     format="hugging_face",
     to="hf",
     network="ViT",
-    # One network, trained in different ways; masking of patches is for training only.
+    # One network trained in different ways; only training masks patches.
     model_types=("vit", "deit", "vit_msn", "vit_mae"),
     claims=lambda flat, kind: f"{_PATCHES}.weight" in flat,
     renames=((r"^(vit|deit)\.", ""), *_NAMES_IN_MEMORY),

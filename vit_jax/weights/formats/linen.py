@@ -1,7 +1,7 @@
 """Names of the published Flax parameters, and model options derived from their shapes.
 
-Shared by the npz formats of Google's JAX code, and by the formats that are renamed to
-these names first.
+Shared by the npz formats of Google's JAX code, and by the formats whose arrays are
+first renamed to these names.
 """
 
 import math
@@ -18,8 +18,8 @@ from vit_jax.weights.formats import tables
 from vit_jax.weights.formats.files import Tensors
 from vit_jax.weights.pretrained import POSITIONS, Pretrained
 
-# Prefixes of the parameters: none, beside optax's state, or in a Flax optimiser; and in
-# each of these the image tower of a model with a text tower.
+# Prefixes of the parameters: none, with optax's state, or in a Flax optimiser; and in
+# each of these cases, for the image tower of a model with a text tower.
 _PREFIXES = tuple(
     outer + inner for outer in ("", "params/", "opt/target/") for inner in ("", "img/")
 )
@@ -28,18 +28,18 @@ _PARTS = "(LayerNorm|MultiHeadDotProductAttention|MlpBlock)"
 _IN_BLOCK = re.compile(rf"^(Transformer/encoderblock(?:_\d+)?/){_PARTS}_(\d+)(?=/)")
 _IN_MAP_HEAD = re.compile(rf"^(MAPHead_0/){_PARTS}_\d+(?=/)")
 
-_ROOT = 4  # Reduction of a hybrid's root; every stage but the first halves again.
+_ROOT = 4  # Downsampling of a hybrid's root; every later stage halves the size again.
 
 
 def find_prefix(names: Collection[str], anchor: str) -> str | None:
-    """Returns the prefix under which `anchor` is among the names; None if it is not."""
+    """Returns the prefix with which `anchor` is among the names; None if it is not."""
     return next((p for p in _PREFIXES if p + anchor in names), None)
 
 
 def strip(
     flat: dict[str, np.ndarray], anchor: str
 ) -> tuple[dict[str, np.ndarray], tuple[str, ...]]:
-    """Returns the parameters with `anchor`'s prefix, without it, and a note on others."""
+    """Selects the parameters with `anchor`'s prefix and removes it; notes the others."""
     prefix = find_prefix(flat, anchor)
     inside = tables.below(flat, prefix)
     outside = [n for n in flat if not n.startswith(prefix)]
@@ -47,14 +47,14 @@ def strip(
         return inside, ()
     groups = sorted({"/".join(name.split("/")[:2]) for name in outside})
     shown = ", ".join(groups[:3]) + (", ..." if len(groups) > 3 else "")
-    return inside, (f"ignored {len(outside)} arrays beside the network: {shown}",)
+    return inside, (f"ignored {len(outside)} arrays outside the network: {shown}",)
 
 
 def rename_blocks(flat: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Renames the layers of encoder blocks and of the MAP head to the published names.
 
-    The published files number all layers of a block together (LayerNorm_2,
-    MlpBlock_3), later files the layers of each class (LayerNorm_1, MlpBlock_0).
+    The published files number all layers of a block together (LayerNorm_2, MlpBlock_3),
+    later files the layers of each class separately (LayerNorm_1, MlpBlock_0).
 
     Raises:
       UserError: two parameters would get the same name.
@@ -64,7 +64,7 @@ def rename_blocks(flat: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         new = _IN_MAP_HEAD.sub(r"\1\2_0", _IN_BLOCK.sub(_published, name))
         if new in renamed:
             raise UserError(
-                f"{name} stands twice in the checkpoint, numbered in two ways: no known "
+                f"{name} is in the checkpoint twice, numbered in two ways: no known "
                 "network has such names"
             )
         renamed[new] = value
@@ -87,7 +87,7 @@ def finish(
     preprocess: Preprocess,
     notes: Sequence[str] = (),
 ) -> Pretrained:
-    """Builds a checkpoint from parameters; the head has the number of classes."""
+    """Builds a checkpoint from parameters; the head determines the number of classes."""
     num_classes = np.shape(flat.get("head/kernel", ()))[-1]
     return Pretrained(
         params=unflatten_dict(flat, sep="/"),
@@ -109,7 +109,7 @@ def whole_image(image_size: tuple[int, int]) -> Preprocess:
 
 
 def google_options(flat: dict[str, np.ndarray], image_size: tuple | None) -> dict:
-    """Returns the options of an encoder of Google's code, except those of its head."""
+    """Returns the options of an encoder of Google's code, except for those of its head."""
     return transformer_options(flat, image_size) | {
         "representation_layer": "pre_logits/kernel" in flat,
         "activation": "gelu_tanh",
@@ -130,14 +130,15 @@ def flatten_norms(flat: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 def transformer_options(
     flat: dict[str, np.ndarray], image_size: tuple[int, int] | None = None
 ) -> dict:
-    """Returns the options of an encoder or hybrid that its parameters determine.
+    """Returns the options of an encoder or hybrid that follow from its parameters.
 
     Args:
       flat: parameters by name, levels joined by "/".
-      image_size: height and width in pixels, for grids of positions that are not square.
+      image_size: height and width in pixels, for grids of positions that are not
+        square.
 
     Raises:
-      UserError: the shapes are not those of such a network.
+      UserError: the shapes do not belong to such a network.
     """
     block = "Transformer/encoderblock_0"
     shapes = {
@@ -150,7 +151,7 @@ def transformer_options(
             raise UserError(f"{name} is missing: give the whole file of a network")
         if flat[name].ndim != dimensions:
             raise UserError(
-                f"{name} of shape {flat[name].shape} is not that of a Vision Transformer"
+                f"{name} of shape {flat[name].shape} does not fit a Vision Transformer"
             )
     kernel, hidden, query = (flat[name] for name in shapes)
     if kernel.shape[0] != kernel.shape[1]:
@@ -169,7 +170,7 @@ def transformer_options(
     )
     name, options = nearest_size(size)
     if f"{block}/LayerScale_1/gamma" in flat:
-        options["layer_scale_init"] = 1.0  # The file does not have the initial value.
+        options["layer_scale_init"] = 1.0  # The file does not record the initial value.
     if "register_tokens" in flat:
         options["num_register_tokens"] = flat["register_tokens"].shape[1]
     patch, channels = kernel.shape[0], kernel.shape[2]
@@ -203,18 +204,18 @@ def nearest_size(size: variants.Size) -> tuple[str, dict]:
 
 
 def stem_blocks(flat: dict[str, np.ndarray]) -> tuple[int, ...]:
-    """Returns the number of units in each stage of a ResNet."""
+    """Returns the number of units per stage of a ResNet."""
     units = {tuple(n.split("/")[:2]) for n in flat if re.match(r"block\d+/unit\d+/", n)}
     stages = [stage for stage, _ in units]
     return tuple(stages.count(f"block{i + 1}") for i in range(len(set(stages))))
 
 
 def resnet_options(blocks: tuple[int, ...], stem_width: int) -> dict:
-    """Returns the options of a ResNet, of which only those that differ from its variant.
+    """Returns the options of a ResNet: its variant, and those that differ from it.
 
     Args:
-      blocks: units in each stage.
-      stem_width: features of the root.
+      blocks: number of units per stage.
+      stem_width: number of features of the root.
     """
     names = {known: name for name, known in variants.RESNETS.items()}
     factor = stem_width / 64
@@ -239,7 +240,7 @@ def _hybrid(
     ]
     if not stems:
         raise UserError(
-            f"a hybrid with {len(blocks)} stages and patches of {patch} is none of "
+            f"a hybrid with {len(blocks)} stages and patches of {patch} is not one of "
             f"{', '.join(f'{stem}+SIZE/{pixels}' for stem, pixels in variants.STEMS)}"
         )
     differs, name = min(stems)
@@ -264,7 +265,7 @@ def _image_size(
     if rows * columns == patches:
         return rows * patch, columns * patch
     raise UserError(
-        f"position embeddings of {patches} patches are not a square grid: state the "
-        "height and width of training by --resolution, or start from a "
-        "workdir or an exported file, which have their grid"
+        f"position embeddings of {patches} patches are not a square grid: give the "
+        "height and width of training with --resolution, or start from a "
+        "workdir or an exported file, which record their grid"
     )

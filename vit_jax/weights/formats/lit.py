@@ -1,8 +1,8 @@
 """LiT and SigLIP of Google's JAX code: npz files with an image and a text tower.
 
-vision_transformer's LiT (models_lit.py) and big_vision's image-text models have the same
-names: "img/", an image tower like big_vision's or Google's ViT; "txt/", a text
-transformer; "t", the logarithm of the scale; and in SigLIP "b", the bias.
+LiT of vision_transformer (models_lit.py) and big_vision's image-text models have the
+same names: "img/", an image tower like big_vision's or Google's ViT; "txt/", a text
+transformer; "t", the logarithm of the scale; and for SigLIP "b", the bias.
 """
 
 import dataclasses
@@ -26,8 +26,8 @@ _BLOCK = "Transformer/encoderblock_0"
 def recognises(tensors: Tensors) -> bool:
     """Returns whether a file is in this format."""
     names = {_PREFIX.sub("", name) for name in tensors.flat}
-    # A text network without a head is another, such as BERT: big_vision reads the image
-    # tower of such a file.
+    # A text network without a head is of another kind, such as BERT; for such files
+    # big_vision.py reads the image tower.
     return {_ANCHOR, "txt/head/kernel", "t"} <= names
 
 
@@ -37,13 +37,13 @@ def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
     image = dataclasses.replace(
         tensors, flat={k: v for k, v in flat.items() if k.startswith("img/")}
     )
-    # Google's ViTs have a class token, of big_vision's only those with a MAP head.
+    # Google's ViTs have a class token; big_vision's only together with a MAP head.
     classes = "img/cls" in image.flat and "img/MAPHead_0/probe" not in image.flat
     library = google if classes else big_vision
     pretrained = library.read(image, num_heads)
     params = dict(pretrained.params)
     others = {}
-    if "head" in params:  # It is the projection, not a classifier.
+    if "head" in params:  # This is the projection, not a classifier.
         others[text.PROJECTION] = params.pop("head")
     task, more = _read_text(flat, tensors.path)
     return dataclasses.replace(

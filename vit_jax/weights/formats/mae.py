@@ -1,8 +1,8 @@
 """Masked autoencoders: facebookresearch/mae's files, and ViTMAE of transformers.
 
-Both have the encoder under the names of timm or of transformers' ViT. Checkpoints of
-pretraining also have a decoder, which becomes `Pretrained.task_params`. Encoders alone
-are recognised by their fixed positions, or by their config.json.
+Both have the encoder under the names of timm or of transformers' ViT. Pretraining
+checkpoints also have a decoder, which becomes `Pretrained.task_params`. Encoders
+without a decoder are recognised by their fixed positions, or by their config.json.
 """
 
 import dataclasses
@@ -27,21 +27,21 @@ from vit_jax.weights.formats.tables import SAME, ArrayEntry, dense, norm
 from vit_jax.weights.pretrained import Pretrained
 
 _KIND = "sincos2d_mae"
-_CLOSE = 1e-6  # Tolerance for positions that other code computed.
+_CLOSE = 1e-6  # Tolerance for positions computed by other code.
 _MASK_TOKEN = "mask_token"
-# Names of the blocks in published files, and as transformers 5.23 saves them.
+# Names of the blocks in published files, and in files saved by transformers 5.23.
 _HF_BLOCKS = ("decoder_layers.", "decoder_encoder.layer.")
-# Width to heads of all published decoders.
+# Number of heads by width, for all published decoders.
 _PUBLISHED = {512: 16}
 
 
 @dataclasses.dataclass(frozen=True)
 class _Names:
-    """A library, whose decoders have blocks with the names of its encoders."""
+    """Names in a library whose decoders name their blocks like its encoders."""
 
     read: Callable[[Tensors, int], Pretrained]  # Reads an encoder.
-    table: Callable[[dict], list[ArrayEntry]]  # Of an encoder.
-    prefix: str  # Of the decoder's arrays.
+    table: Callable[[dict], list[ArrayEntry]]  # Returns the table of an encoder.
+    prefix: str  # Prefix of the decoder's arrays.
     more: str  # Second prefix of the decoder's layers outside the blocks.
     blocks: str  # Prefix of the encoder's blocks.
     network: str
@@ -78,7 +78,7 @@ def recognises(tensors: Tensors) -> bool:
         return False
     if f"{_FACEBOOK.prefix}{_FACEBOOK.embed}" in flat:
         return True
-    # Classifiers were trained with learned positions, however close these still are.
+    # Classifiers were trained with learned positions, however close to the fixed ones.
     if "pos_embed" not in flat or "head.weight" in flat:
         return False
     side = math.isqrt(flat["pos_embed"].shape[-2] - 1)
@@ -86,9 +86,9 @@ def recognises(tensors: Tensors) -> bool:
 
 
 def _is_fixed(embedding: np.ndarray, grid: tuple[int, int]) -> bool:
-    """Returns whether positions (1, 1 + patches, width) are the fixed ones of MAE."""
+    """Returns whether positions (1, 1 + patches, width) are MAE's fixed positions."""
     shape = 1, 1 + math.prod(grid)
-    # The class token has zeros there: no table is computed for most other networks.
+    # Fixed positions have zeros for the class token: a quick test for most networks.
     if (
         embedding.shape[:-1] != shape
         or embedding.shape[-1] % 4
@@ -106,10 +106,10 @@ def _table(grid: tuple[int, int], width: int) -> np.ndarray:
 
 
 def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
-    """Reads an encoder, and the decoder as its task; see `registry.Reader`."""
+    """Reads an encoder, and its decoder as the task; see `registry.Reader`."""
     names = _HF if hugging_face.recognises(VIT, tensors) else _FACEBOOK
     prefix = names.prefix
-    # facebookresearch's files have the mask token among the arrays of the encoder.
+    # facebookresearch's files store the mask token with the arrays of the encoder.
     decoder = {
         name.removeprefix(prefix): value
         for name, value in tensors.flat.items()
@@ -128,7 +128,7 @@ def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
             k: v for k, v in params["Transformer"].items() if k != "posembed_input"
         }
         options["posemb"] = _KIND
-        notes.append(f"position embeddings: the fixed ones, {_KIND}")
+        notes.append(f"position embeddings: fixed ones, {_KIND}")
     task, task_params = {}, {}
     if decoder:
         task, task_params, more = _read_decoder(
@@ -169,11 +169,11 @@ def _read_decoder(
         num_heads = _PUBLISHED.get(width, encoder.options["num_heads"])
         if width % num_heads:
             left_out = (
-                "decoder: left out, because nothing says how many heads it has, and its "
+                "decoder: left out, because its number of heads is unknown, and its "
                 f"width, {width}, does not divide into {num_heads}"
             )
             return {}, {}, [left_out]
-        notes.append(f"decoder's heads: nothing says how many, so {num_heads}")
+        notes.append(f"decoder's heads: number unknown, assumed {num_heads}")
     table = _decoder_table(width, depth, num_heads, names)
     positions = flat.pop(names.positions)
     tables.check_names(
@@ -181,14 +181,14 @@ def _read_decoder(
     )
     if not _is_fixed(positions, encoder.grid):
         left_out = (
-            "decoder: left out, because its positions are not the fixed ones of MAE "
+            "decoder: left out, because its positions are not MAE's fixed ones "
             f"({_KIND})"
         )
         return {}, {}, [left_out]
     params = tables.to_our_arrays(flat, table, source)
     if "norm_pix_loss" not in config:
         notes.append(
-            "targets: nothing says whether they were normalised, so assumed, as in MAE "
+            "targets: normalisation unknown, assumed as in MAE "
             "(task.normalize_targets=True)"
         )
     hidden = params["Transformer/encoderblock_0/MlpBlock_3/Dense_0/kernel"].shape[1]
@@ -207,8 +207,9 @@ def _read_decoder(
 def _decoder_table(
     width: int, depth: int, num_heads: int, names: _Names
 ) -> list[ArrayEntry]:
-    """Returns the table of a decoder without its positions and without the prefix."""
-    # Only the blocks of this network are used, which depend on no patches or classes.
+    """Returns the table of a decoder, without its positions and without the prefix."""
+    # Only the blocks of this network are used; they do not depend on patches or
+    # classes.
     sizes = {"width": width, "depth": depth, "num_heads": num_heads, "mlp_dim": 1}
     options = models.create("Ti/16", num_classes=0, **sizes).options
     options = {"stem_width": 0, **options}
@@ -227,12 +228,14 @@ def write(pretrained: Pretrained, path: str | os.PathLike) -> list[str]:
     height, width = options["image_size"]
     if height != width:
         raise UserError(
-            f"image_size={height}x{width}: facebookresearch/mae takes square images: "
+            f"image_size={height}x{width}: facebookresearch/mae needs square images: "
             "write it with --to=hf_mae or --to=safetensors"
         )
     eps = options["layer_norm_eps"]
     if 0 < eps < 1e-6:
-        notes.append(f"layer_norm_eps: {eps:g} became 1e-6, facebookresearch/mae's")
+        notes.append(
+            f"layer_norm_eps: {eps:g} replaced by 1e-6, facebookresearch/mae's"
+        )
     elif eps != 1e-6:
         raise UserError(
             f"layer_norm_eps={eps}: facebookresearch/mae has 1e-6: write it with "
@@ -242,7 +245,7 @@ def write(pretrained: Pretrained, path: str | os.PathLike) -> list[str]:
         arrays[name if name == _MASK_TOKEN else f"{_FACEBOOK.prefix}{name}"] = value
     torch_file.write(path, {"model": arrays})
     if pretrained.preprocess:
-        notes.append("preprocessing: facebookresearch/mae has ImageNet's mean and std")
+        notes.append("preprocessing: facebookresearch/mae uses ImageNet's mean and std")
     if pretrained.class_names:
         notes.append("class names: the file has no place for them")
     return notes
@@ -276,7 +279,7 @@ def write_hugging_face(pretrained: Pretrained, folder: str | os.PathLike) -> lis
 def _encoder(
     pretrained: Pretrained, names: _Names
 ) -> tuple[dict[str, np.ndarray], list[str], dict]:
-    """Returns the arrays of the encoder, notes on what was rewritten, and its options."""
+    """Returns the encoder's arrays, notes on what was rewritten, and its options."""
     model = models.create(**pretrained.options)
     options = {"stem_width": 0, **model.options}
     has = {
@@ -295,12 +298,12 @@ def _encoder(
 
 
 def _has_decoder(pretrained: Pretrained) -> bool:
-    """Returns whether there is a decoder of a masked autoencoder."""
+    """Returns whether a checkpoint has the decoder of a masked autoencoder."""
     return pretrained.task.get("name") == "mae" and bool(pretrained.task_params)
 
 
 def _sizes(pretrained: Pretrained) -> tuple[int, int, int, int]:
-    """Returns width, depth, heads and units of the MLPs of a decoder."""
+    """Returns width, depth, number of heads and MLP width of a decoder."""
     blocks = pretrained.task_params["decoder"]["Transformer"]
     width, hidden = blocks["encoderblock_0"]["MlpBlock_3"]["Dense_0"]["kernel"].shape
     return width, len(blocks) - 1, pretrained.task["decoder_num_heads"], hidden
@@ -320,7 +323,7 @@ def _decoder(pretrained: Pretrained, names: _Names) -> dict[str, np.ndarray]:
 def _usage(pretrained: Pretrained, path: str, on_hub: bool) -> str:
     return (
         f'state = torch.load("{path}")["model"]\n'
-        "model.load_state_dict(state)  # Of facebookresearch/mae, of the same size."
+        "model.load_state_dict(state)  # A model of facebookresearch/mae of this size."
     )
 
 

@@ -1,7 +1,7 @@
 """MLP-Mixers in npz files of Google's JAX code, and in timm's format.
 
-Google's vision_transformer and big_vision have the same names. The first published files
-have others, which big_vision reads too.
+Google's vision_transformer and big_vision use the same names. The first published files
+have other names, which big_vision reads too.
 """
 
 import math
@@ -58,12 +58,12 @@ _NEEDED = (
 timm_networks.ARCHITECTURES[r"mixer_[sbl](16|32)_224(_in21k|_miil|_miil_in21k)?"] = (
     r"img_size|in_chans|num_classes|mlp_ratio|nlhb|global_pool" + timm_networks.TRAINING
 )
-# Width and depth, which timm's functions do not take as arguments, to timm's size.
+# timm's size by width and depth, which are not arguments of timm's functions.
 _SIZES = {(512, 8): "s", (768, 12): "b", (1024, 24): "l"}
 
 
 def recognises(tensors: Tensors) -> bool:
-    """Returns whether a file is of Google's code."""
+    """Returns whether a file was written by Google's code."""
     return any(
         linen.find_prefix(tensors.flat.keys(), anchor) is not None
         for anchor in (_ANCHOR, _OLD_ANCHOR)
@@ -71,7 +71,7 @@ def recognises(tensors: Tensors) -> bool:
 
 
 def recognises_timm(tensors: Tensors) -> bool:
-    """Returns whether a file is of timm."""
+    """Returns whether a file was written by timm."""
     return set(_NEEDED[:2]) <= tensors.flat.keys()
 
 
@@ -86,7 +86,7 @@ def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
     side = math.isqrt(patches) * len(flat["embedding/kernel"])
     if math.isqrt(patches) ** 2 != patches:
         raise UserError(
-            f"{tensors.path} is of {patches} patches, which are no square grid: no such "
+            f"{tensors.path} has {patches} patches, which are not a square grid: no such "
             "Mixer was published"
         )
     options = _options(flat) | {"activation": "gelu_tanh", "image_size": (side, side)}
@@ -95,7 +95,7 @@ def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
 
 
 def _options(flat: Mapping[str, np.ndarray]) -> dict:
-    """Returns the options that the shapes of parameters determine."""
+    """Returns the options that follow from the shapes of parameters."""
     patch, _, channels, width = flat["embedding/kernel"].shape
     blocks = {name.split("/")[0] for name in flat if name.startswith("MixerBlock_")}
     return {
@@ -122,7 +122,7 @@ def read_timm(tensors: Tensors, num_heads: int = 0) -> Pretrained:
         image_size = tuple(x // patch * patch for x in facts.image_size)
     elif side * side != patches * patch**2:
         raise UserError(
-            f"{source} is of {patches} patches, which are no square grid, and no "
+            f"{source} has {patches} patches, which are not a square grid, and no "
             "config.json has img_size"
         )
     num_classes = len(flat.get("head.weight", ()))
@@ -158,8 +158,8 @@ def write_timm(pretrained: Pretrained, folder: str | os.PathLike) -> list[str]:
     width, depth = shown["width"], shown["depth"]
     if options["activation"] != "gelu":
         notes.append(
-            "activation: gelu_tanh became gelu, the only one in timm's config.json: "
-            "logits differ by about 1e-4 of their size"
+            "activation: gelu_tanh replaced by gelu, the only one in timm's config.json: "
+            "relative differences of logits are about 1e-4"
         )
     size = _SIZES.get((width, depth))
     if size is None or patch not in (16, 32):

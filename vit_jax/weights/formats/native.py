@@ -1,8 +1,8 @@
 """Exported files of this project: one .safetensors with the whole checkpoint.
 
 The header has, as JSON under "vit_jax", the arguments of `models.create`, the
-preprocessing of images, the class names, and the loss. A text tower is below "task/",
-with its config and the address of its tokenizer; such a file is of version 2.
+preprocessing of images, the class names, and the loss. A text tower is stored under
+"task/", with its config and the address of its tokenizer; such a file has format version 2.
 """
 
 import dataclasses
@@ -34,7 +34,7 @@ def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
     """Reads an exported file; `num_heads` is ignored.
 
     Raises:
-      UserError: the header is damaged or of a newer version.
+      UserError: the header is damaged or has a newer version.
     """
     try:
         header = json.loads(
@@ -43,14 +43,14 @@ def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
         version = header["format_version"]
         if version > _VERSION:
             raise UserError(
-                f"{tensors.path} is of format version {version}, and this vit_jax reads "
-                f"those up to {_VERSION}: update it"
+                f"{tensors.path} has format version {version}, and this vit_jax reads "
+                f"versions up to {_VERSION}: update it"
             )
         preprocess = header["preprocess"] and Preprocess(**header["preprocess"])
         if preprocess and parse.names_custom(preprocess.transform):
             raise UserError(
-                f"{tensors.path}: transform={preprocess.transform!r} is of a module, and "
-                "reading files of weights imports no module: give the workdir of its run"
+                f"{tensors.path}: transform={preprocess.transform!r} needs a module, which "
+                "is not imported when files of weights are read: give the run's workdir"
             )
         params = {k: v for k, v in tensors.flat.items() if not k.startswith(_TASK)}
         return Pretrained(
@@ -77,7 +77,7 @@ def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
 def write(pretrained: Pretrained, path: str | os.PathLike) -> list[str]:
     """Writes an exported file atomically; see `registry.Writer`.
 
-    Of what a task has beside the network a text tower and a head for masks are kept.
+    Of the parameters of a task, those of a text tower or a segmentation head are kept.
 
     Raises:
       UserError: the file cannot be written.
@@ -106,7 +106,7 @@ def write(pretrained: Pretrained, path: str | os.PathLike) -> list[str]:
 
 
 def _lists_to_tuples(tree: dict) -> dict:
-    """Converts JSON lists to tuples, which options and preprocessing have."""
+    """Converts JSON lists to tuples, which options and preprocessing use."""
     return {k: tuple(v) if isinstance(v, list) else v for k, v in tree.items()}
 
 

@@ -1,8 +1,8 @@
 """OpenCLIP's files, and OpenAI's files of CLIP, which have the same names.
 
-A file has both towers. The image tower is CLIP's, or a network of timm ("visual.trunk")
+A file has both towers. The image tower is CLIP's or a network of timm ("visual.trunk"),
 as in OpenCLIP's copies of SigLIP; the text tower has no prefix, or "text.".
-open_clip_config.json beside it has what the arrays do not determine.
+open_clip_config.json in the same folder has the properties that the arrays do not show.
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ _VISUAL, _TRUNK, _TEXT = "visual.", "visual.trunk.", "text."
 _BLOCKS = "transformer.resblocks"
 _CONFIG = "open_clip_config.json"
 _WEIGHTS = "open_clip_model.safetensors"
-# Entries of OpenAI's files that are no parameters; such networks have QuickGELU.
+# Entries of OpenAI's files that are not parameters; such networks use QuickGELU.
 _OPENAI = ("input_resolution", "context_length", "vocab_size")
 _NUMBER = tables.one_layout(lambda a: a.reshape(1), lambda a: a.reshape(()))
 _LAYERS = {
@@ -62,7 +62,7 @@ _TEXT_NAMES = {
     text.LOGIT_SCALE: (text.LOGIT_SCALE, _NUMBER),
     **tables.block(_BLOCKS, modules="text/encoderblock", **_LAYERS),
 }
-# Keys of `text_cfg` and `vision_cfg` that do not change the network at these values.
+# Keys of `text_cfg` and `vision_cfg` that have no effect at these values.
 _PLAIN = {
     "ls_init_value": None,
     "embed_cls": False,
@@ -98,14 +98,14 @@ def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
         for key, allowed in _PLAIN.items():
             if config.get(part, {}).get(key, allowed) != allowed:
                 raise UserError(
-                    f"{source}: {part}.{key}={config[part][key]!r} in {_CONFIG}: models "
-                    "of this project have no such tower"
+                    f"{source}: {part}.{key}={config[part][key]!r} in {_CONFIG}: not "
+                    "supported by models of this project"
                 )
     quick = config.get("quick_gelu", openai)
     notes = []
     if not config:
         which = "OpenAI's, QuickGELU" if openai else "OpenCLIP's, GELU"
-        notes = [f"{_CONFIG}: none, so the activation is taken as {which}"]
+        notes = [f"{_CONFIG}: missing, so the activation is assumed to be {which}"]
     image = tables.below(flat, _VISUAL)
     rest = {k: v for k, v in flat.items() if not k.startswith(_VISUAL)}
     if any(name.startswith("trunk.") for name in image):
@@ -143,23 +143,23 @@ def _read_trunk(
     sidecars = {}
     if name:
         about = {"architecture": name}
-        if pool := vision.get("timm_pool", "avg"):  # "" is the network's default.
+        if pool := vision.get("timm_pool", "avg"):  # "" means the network's default.
             about["global_pool"] = pool
         sidecars = {"config.json": about}
     source = f"{path}: image tower {name or 'of timm'}"
     flat = tables.below(image, "trunk.")
-    # OpenCLIP's projection; instead of it there may be timm's classifier.
+    # OpenCLIP's projection; some files have timm's classifier instead.
     last = {"head.proj.weight": "kernel", "head.proj.bias": "bias"}
     projection = {leaf: image[k].T for k, leaf in last.items() if k in image}
     others = [k for k in image if not k.startswith("trunk.") and k not in last]
     if left := [*others, *(k for k in flat if k == "dist_token")]:
         raise UserError(
             f"{source}: {left[0]} is not supported: this project projects the features "
-            "of one token or pool, by one layer"
+            "of one token or pool with one layer"
         )
     inner = Tensors(flat, {}, sidecars, source)
     if not timm.recognises(inner):
-        raise UserError(f"{source} is no Vision Transformer of timm")
+        raise UserError(f"{source} is not a Vision Transformer of timm")
     pretrained = timm.read(inner, num_heads)
     params = dict(pretrained.params)
     projection = params.pop("head", {}) or projection
@@ -170,11 +170,11 @@ def _read_trunk(
 def _read_image(
     source: str, flat: dict, vision: dict, num_heads: int, *, quick: bool
 ) -> Pretrained:
-    """Reads CLIP's image tower; `num_heads` 0 is taken from the config."""
+    """Reads CLIP's image tower; if `num_heads` is 0, the config determines it."""
     if any(name.startswith("attnpool.") for name in flat):
         raise UserError(
             f"{source}: its image tower is a ModifiedResNet (attnpool), which this "
-            "project does not have: give weights of a CLIP with a Vision Transformer"
+            "project does not support: give weights of a CLIP with a Vision Transformer"
         )
     width = len(flat["conv1.weight"])
     num_heads = num_heads or max(1, width // vision.get("head_width", 64))
@@ -187,8 +187,8 @@ def _read_image(
     )
     if vision.get("pool_type", "tok") != "tok":
         raise UserError(
-            f"{source}: vision_cfg.pool_type={vision['pool_type']!r} in {_CONFIG}: "
-            "models of this project take the class token there"
+            f"{source}: vision_cfg.pool_type={vision['pool_type']!r} in {_CONFIG} is not "
+            "supported: models of this project use the class token"
         )
     sizes = linen.transformer_options(
         {k: v for k, v in params.items() if k != POSITIONS}
@@ -217,7 +217,7 @@ def _read_image(
 def _convert(
     flat: dict, table: list[tables.ArrayEntry], source: str, tower: str
 ) -> dict:
-    """Converts the arrays of a tower after checking that it is whole."""
+    """Converts the arrays of a tower after checking that none is missing."""
     part, network = f" of the {tower} tower", "a CLIP of OpenCLIP"
     tables.check_names(flat, table, source, part=part, network=network)
     return tables.to_our_arrays(flat, table, source)
@@ -241,8 +241,8 @@ def _read_text(
     }
     if "token_embedding.weight" not in flat:
         raise UserError(
-            f"{source} has no text tower of OpenCLIP (token_embedding.weight): towers "
-            "of transformers inside OpenCLIP are not supported"
+            f"{source} has no text tower of OpenCLIP (token_embedding.weight): text "
+            "towers from transformers inside OpenCLIP are not supported"
         )
     vocab_size, width = flat["token_embedding.weight"].shape
     num_heads = config.get("heads", max(1, width // 64))
@@ -254,7 +254,7 @@ def _read_text(
     if pool is None:
         raise UserError(
             f"{source}: text_cfg.pool_type={config['pool_type']!r} in {_CONFIG} is not one "
-            "of argmax, eos, last, which text towers of this project have"
+            "of argmax, eos, last, which text towers of this project support"
         )
     table = _text_table(depth, num_heads, bias=bias, shifted="logit_bias" in flat)
     params = _convert(flat, table, source, "text")
@@ -283,7 +283,7 @@ def _read_preprocess(
         default.image_size,
         _three(config.get("mean") or default.mean),
         _three(config.get("std") or default.std),
-        interpolation="bilinear" if bilinear else "bicubic",  # "random" is bicubic.
+        interpolation="bilinear" if bilinear else "bicubic",  # "random" means bicubic.
         squash=mode == "squash",
         fill=_three(config.get("fill_color", 0)) if mode == "longest" else (),
     )
@@ -318,7 +318,7 @@ def write(pretrained: Pretrained, folder: str | os.PathLike) -> list[str]:
     options, params = dict(model.options), pretrained.task_params
     if "text" not in params:
         raise UserError(
-            f"{pretrained.source} has no text tower, and OpenCLIP's files have both: write "
+            f"{pretrained.source} has no text tower, but OpenCLIP's files need both: write "
             "the image tower with --to=hf_clip or --to=timm"
         )
     about = text_tower.config_of(pretrained)
@@ -358,7 +358,9 @@ def write(pretrained: Pretrained, folder: str | os.PathLike) -> list[str]:
         )
         for name in ("interpolation", "crop_fraction", "short_side", "cut", "fill"):
             if (value := getattr(how, name)) != getattr(written, name):
-                notes.append(f"preprocessing: OpenCLIP has no {name}={value!r}")
+                notes.append(
+                    f"preprocessing: OpenCLIP does not support {name}={value!r}"
+                )
     files.write_folder(folder, arrays, {_CONFIG: whole}, _WEIGHTS)
     return notes + tokenizer.copy_files(pretrained.tokenizer, folder)
 
@@ -366,7 +368,7 @@ def write(pretrained: Pretrained, folder: str | os.PathLike) -> list[str]:
 def _check_writable(
     model: models.Model, about: text.TextConfig, projection: Mapping
 ) -> None:
-    """Raises UserError unless OpenCLIP has such towers."""
+    """Raises UserError unless OpenCLIP supports both towers."""
     options = model.options
     rewriting.check_network(
         options,
@@ -380,14 +382,14 @@ def _check_writable(
     )
     quick = [a == "quick_gelu" for a in (options["activation"], about.activation)]
     wrong = {
-        "text.activation": quick[0] != quick[1],  # One key is for both towers.
+        "text.activation": quick[0] != quick[1],  # A single key sets both towers.
         "projection": projection.keys() != {"kernel"},
         "grid": model.grid[0] != model.grid[1],
         "channels": options["channels"] != 3,
     }
     if any(wrong.values()):
         raise UserError(
-            f"OpenCLIP has no CLIP of this {next(k for k, v in wrong.items() if v)}: "
+            f"OpenCLIP has no CLIP with this {next(k for k, v in wrong.items() if v)}: "
             "write it with --to=safetensors"
         )
 

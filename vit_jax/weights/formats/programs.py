@@ -1,14 +1,14 @@
 """Programs: a network and its weights that run without this project.
 
-- `stablehlo`: a program of `jax.export` (docs.jax.dev/en/latest/export), for JAX on CPU,
-  GPU and TPU. It can be read for at least half a year of JAX releases.
+- `stablehlo`: a program of `jax.export` (docs.jax.dev/en/latest/export), for JAX on
+  CPU, GPU and TPU. JAX can read it for at least half a year of later releases.
 - `onnx`: written by jax2onnx (github.com/enpasos/jax2onnx), with the extra `onnx`.
 
-A program takes any number of resized and cropped images, and normalises them. If the
-preprocessing keeps the aspect of images, it takes sequences of patches instead: pixels, and
-the grids of the images (models/patches.py). Its folder has the preprocessing in
-`preprocess.json`, and the class names in `labels.txt`.
-Letters: B images, H, W pixels, C channels.
+A program accepts any number of resized and cropped images, and normalises them. If the
+preprocessing keeps the aspect ratio of images, it accepts sequences of patches instead:
+pixels, and the grids of the images (models/patches.py). Its folder has the
+preprocessing in `preprocess.json`, and the class names in `labels.txt`. Letters: B
+images, H, W pixels, C channels.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ from vit_jax.weights.segmenter import has_segmenter, segmenter_of
 _STABLEHLO, _ONNX = "model.stablehlo", "model.onnx"
 _PREPROCESS, _LABELS = "preprocess.json", "labels.txt"
 _PLATFORMS = ("cpu", "cuda", "tpu")
-_OPSET = 21  # ONNX Runtime has it since 1.20.
+_OPSET = 21  # Supported by ONNX Runtime since version 1.20.
 _INPUTS = "images", "grids"
 
 
@@ -44,15 +44,15 @@ class Program:
     """A network as a function.
 
     Attributes:
-      function: takes parameters and images, (B, H, W, C), or sequences, and returns the
-        outputs, float32 each.
+      function: function of parameters and images, (B, H, W, C), or sequences, that
+        returns the outputs, each in float32.
       params: parameters on the host.
-      shape: shape of an image, (H, W, C), or of the patches of one.
+      shape: shape of an image, (H, W, C), or of the patches of one image.
       outputs: names of the outputs: "logits" (B, classes) if there is a classifier, and
-        "pre_logits" (B, D), the features of the image, if the network has them; with a
-        head for masks "logits" (B, H, W, classes) alone.
+        "pre_logits" (B, D), the features of the image, if the network has them; for a
+        segmentation head only "logits" (B, H, W, classes).
       pixels: dtype of the images.
-      any_size: whether it takes sequences.
+      any_size: whether the program accepts sequences.
     """
 
     function: Callable[[dict, jax.Array], tuple[jax.Array, ...]]
@@ -64,7 +64,7 @@ class Program:
 
     @property
     def batch(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """Any number of images, (B, H, W, C), and their grids, (B, 1, 2)."""
+        """Shapes of any number of images, (B, H, W, C), and their grids, (B, 1, 2)."""
         scope = jax.export.SymbolicScope()
 
         def any_number(shape, dtype):
@@ -81,26 +81,26 @@ def build(pretrained: Pretrained) -> Program:
     """Builds the function of a checkpoint, in float32.
 
     Args:
-      pretrained: a checkpoint with preprocessing, whose image size may differ from that
-        of the network.
+      pretrained: a checkpoint with preprocessing, whose image size may be different
+        from the network's.
 
     Raises:
-      UserError: there is no preprocessing, or it does not fit.
+      UserError: the preprocessing is missing or does not fit.
     """
     how = pretrained.preprocess
     if how is None:
         raise UserError(
-            f"{pretrained.source}: nothing says how images are prepared, which a program "
-            "contains: state --mean, --std and --crop_pct"
+            f"{pretrained.source}: its preprocessing is unknown, which a program "
+            "contains: give --mean, --std and --crop_pct"
         )
     how = with_patch(how, pretrained.options)
-    # A layout for GPUs would not be portable.
+    # Memory layouts for GPUs would not be portable.
     options = {**pretrained.options, "dtype": "float32", "platform": "cpu"}
     any_size = bool(how.max_tokens)
     if any_size and has_segmenter(pretrained):
         raise UserError(
-            f"max_tokens={how.max_tokens} with a head for masks, whose programs take windows "
-            "of one size: set --max_tokens=0"
+            f"max_tokens={how.max_tokens} with a segmentation head, whose programs need "
+            "windows of one size: set --max_tokens=0"
         )
     model, params = surgery.fit_network(
         dataclasses.replace(pretrained, options=options), how
@@ -147,7 +147,7 @@ def write_onnx(pretrained: Pretrained, folder: pathlib.Path) -> list[str]:
     Raises:
       UserError: the extra is not installed.
     """
-    # Both libraries warn of missing optional parts and of every shape.
+    # Both libraries warn about missing optional parts and about every shape.
     for name in ("jax2onnx", "onnx_ir"):
         logging.getLogger(name).setLevel(logging.ERROR)
     try:

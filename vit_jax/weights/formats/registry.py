@@ -1,7 +1,7 @@
-"""Tables of weight formats: recognises which format a file is in, and how to write it.
+"""Tables of weight formats, which recognise a file's format and write files.
 
-Each format is one module of this package, which registers itself when it is imported, so
-loading and exporting know no format by name.
+Each format is a module of this package that registers itself when it is imported, so
+that loading and exporting do not depend on any particular format.
 """
 
 import dataclasses
@@ -23,10 +23,13 @@ class Reader:
     """A format that can be read.
 
     Attributes:
-      recognises: returns whether a file is in this format, by its names or metadata.
-      read: converts the tensors of a file. Its second argument is the number of
-        attention heads to assume if the file does not have it; 0 if unknown.
-      refines: names of formats that recognise files of this one too; this one reads them.
+      recognises: function that returns whether a file is in this format, judging by its
+        names or metadata.
+      read: function that converts the tensors of a file. Its second argument is the
+        number of attention heads to assume if the file does not record it; 0 if
+        unknown.
+      refines: names of formats that recognise this format's files too, but are not used
+        for them.
     """
 
     recognises: Callable[[Tensors], bool]
@@ -39,21 +42,22 @@ class Writer:
     """A format that can be written.
 
     Attributes:
-      write: writes a checkpoint to a path, and returns a line for each thing that was
-        rewritten or left out. The path is a new file, or an existing empty folder.
+      write: function that writes a checkpoint to a path, and returns a line for each
+        thing that was rewritten or left out. The path is a new file, or an existing
+        empty folder.
       suffix: suffix of the file; "" for formats that are folders.
-      usage: returns Python lines that load the written checkpoint. Args: the checkpoint,
-        its path or "owner/name" on the hub, and whether it is on the hub. None for
-        formats that `open_pretrained` of this project loads.
-      library: the hub's name of the library that loads the format; "" without one.
+      usage: function that returns Python code that loads the written checkpoint. Args:
+        the checkpoint, its path or "owner/name" on the hub, and whether it is on the
+        hub. None for formats that `open_pretrained` of this project loads.
+      library: name on the hub of the library that loads the format; "" without one.
       any_network: whether every network is supported, not only Vision Transformers,
         hybrids and BiT ResNets.
-      program: whether files include the network's computation, so that networks of a
+      program: whether files include the network's computation, so that networks from a
         user's module are supported too.
-      networks: config class of a further network to the function that writes it instead
+      networks: functions by config class of a network that write such networks in place
         of `write`; added by the modules of such formats.
       files: names of the files that a folder in this format can have.
-      with_task: whether files include parameters that a task has beside the network.
+      with_task: whether files include parameters of a task outside the network.
     """
 
     write: Callable[[Pretrained, Path], list[str]]
@@ -73,15 +77,15 @@ class Writer:
     )
 
 
-READERS: dict[str, Reader] = {}  # Name in messages to reader.
-WRITERS: dict[str, Writer] = {}  # Value of the flag --to to writer.
+READERS: dict[str, Reader] = {}  # Readers by their name in messages.
+WRITERS: dict[str, Writer] = {}  # Writers by the value of the flag --to.
 
 
 def find_reader(tensors: Tensors) -> tuple[Reader, Tensors]:
     """Returns the reader of a file's format, and the tensors without wrappers.
 
     Raises:
-      UserError: the file is in none of the registered formats, or in more than one.
+      UserError: the file is in none of the registered formats, or in several.
     """
     inner = tensors
     while inner is not None:
@@ -101,7 +105,7 @@ def find_reader(tensors: Tensors) -> tuple[Reader, Tensors]:
         if key in config:
             raise UserError(
                 f"{tensors.path}: {key}={config[key]!r} in config.json: no model of this "
-                f"project has its {len(names)} arrays, such as {shown}; give weights of "
+                f"project has its {len(names)} arrays, such as {shown}; give weights in "
                 f"one of {formats}"
             )
     raise UserError(
@@ -111,7 +115,7 @@ def find_reader(tensors: Tensors) -> tuple[Reader, Tensors]:
 
 
 def claiming(tensors: Tensors) -> list[str]:
-    """Returns the names of the formats that a file is in; in valid registries 0 or 1."""
+    """Returns the names of all formats that a file is in; 0 or 1 in valid registries."""
     names = {name for name, reader in READERS.items() if reader.recognises(tensors)}
     refined = {name for reader in map(READERS.get, names) for name in reader.refines}
     return sorted(names - refined)
@@ -120,7 +124,7 @@ def claiming(tensors: Tensors) -> list[str]:
 def _split(
     flat: dict[str, np.ndarray], prefix: str
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """Returns the arrays under a prefix, without it, and the others."""
+    """Splits arrays into those with a prefix, which is removed, and the others."""
     others = {name: a for name, a in flat.items() if not name.startswith(prefix)}
     return tables.below(flat, prefix), others
 
@@ -132,7 +136,8 @@ def _unwrap(tensors: Tensors) -> Tensors | None:
     if len(first) == 1 and all("." in name for name in whole):
         prefix = first.pop()
     else:
-        # A network of any other name is known by the average beside it.
+        # A network with any other prefix is recognised if an average of it is stored
+        # too.
         known = [p for p in averaged.WRAPPERS if p in first]
         known += [p for p in sorted(first) if averaged.find(*_split(whole, p))[1]]
         prefix = known[0] if known else None

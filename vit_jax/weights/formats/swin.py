@@ -1,7 +1,7 @@
-"""Swin Transformers in Microsoft's and in timm's format; see models/swin.py.
+"""Swin Transformers in the formats of Microsoft and timm; see models/swin.py.
 
-Both have the same names, but Microsoft merges patches at the end of a stage, timm at the
-beginning of the next, and the classifiers differ.
+Both have the same names, but Microsoft's networks merge patches at the end of a stage,
+timm's at the beginning of the next one, and the classifiers differ.
 """
 
 import dataclasses
@@ -37,11 +37,12 @@ class Names:
     """Names of a network's layers in a library.
 
     Attributes:
-      attention: attention of a block, which contains "qkv".
-      bias_network: V2's network of position biases, inside the attention.
+      attention: attention of a block, the module that contains "qkv".
+      bias_network: V2's network for position biases, inside the attention.
       out: output projection of the attention.
       mlp: both layers of a block's MLP.
-      merges_first: whether the merging after a stage is at the beginning of the next.
+      merges_first: whether the merging after a stage is at the beginning of the next
+        one.
     """
 
     embedding: str = "patch_embed.proj"
@@ -62,18 +63,18 @@ MICROSOFT = Names()
 TIMM = Names(head="head.fc", merges_first=True)
 
 _NEEDED = ("patch_embed.proj.weight", "layers.0.blocks.0.attn.qkv.weight")
-# Buffers, which follow from the other arrays and the image size.
+# Buffers, which can be computed from the other arrays and the image size.
 _BUFFER = re.compile(r"relative_position_index|relative_coords_table|attn_mask")
 _COORDINATES = "attn.relative_coords_table"
-_FACTOR_HEADS = ArrayLayout(  # (H, 1, 1) and (H,).
+_FACTOR_HEADS = ArrayLayout(  # From (H, 1, 1) to (H,).
     lambda a: [a.reshape(-1)], lambda arrays: arrays[0].reshape(-1, 1, 1)
 )
 _NETWORK = "a Swin Transformer without absolute positions"
 _DYNAMIC_NOTE = (
-    "strict_img_size=False: at another size windows are as after "
-    "timm.create_model(..., img_size=SIZE), not as when this network of timm is given "
-    "other images, whose last stages then never shift, nor as after set_input_size, "
-    "which scales the windows"
+    "strict_img_size=False: at another image size, windows are those of "
+    "timm.create_model(..., img_size=SIZE); they are not those of this timm network when "
+    "it is given other images, where the last stages never shift, nor those after "
+    "set_input_size, which scales the windows"
 )
 
 timm_networks.ARCHITECTURES[
@@ -93,7 +94,7 @@ def recognises(tensors: Tensors) -> bool:
 
 
 def _backbone(flat: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Returns the arrays of the network; a file of SimMIM has a decoder beside it."""
+    """Returns the arrays of the network, without the decoder in files of SimMIM."""
     if f"encoder.{_NEEDED[0]}" not in flat:
         return dict(flat)
     return tables.below(flat, "encoder.")
@@ -103,9 +104,9 @@ def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
     """Reads a checkpoint; see `registry.Reader`."""
     flat, notes, source = _backbone(tensors.flat), [], tensors.path
     if len(flat) < len(tensors.flat):
-        notes.append("decoder: dropped, which only pretraining has")
+        notes.append("decoder: dropped, only used for pretraining")
     if flat.pop("mask_token", None) is not None:
-        notes.append("mask token: dropped, which only pretraining has")
+        notes.append("mask token: dropped, only used for pretraining")
     config = tensors.config
     named = "architecture" in config
     in_timm = named or "layers.0.downsample.norm.weight" not in flat
@@ -126,8 +127,8 @@ def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
     shown = windows in ({7}, {12}) or any(n.endswith(_COORDINATES) for n in buffers)
     if in_timm and not named and not shown:
         raise UserError(
-            f"{source}: nothing says how large the windows of each stage of this "
-            f"Swin Transformer are: {timm_networks.ASK}"
+            f"{source}: the window sizes of the stages of this Swin Transformer are "
+            f"unknown: {timm_networks.ASK}"
         )
     stages, grown = len(options["stage_depths"]), (0,)
     if options["window_size"]:
@@ -142,7 +143,7 @@ def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
     image_size = tuple(side // patch * patch for side in image_size)
     preprocess = timm_config.fit_patches(facts.preprocess, image_size, patch)
     if not in_timm:
-        # Microsoft's `config.TEST.CROP`.
+        # The value of Microsoft's `config.TEST.CROP`.
         crop = 224 / 256 if max(image_size) < 384 else 1.0
         how = {"interpolation": "bicubic", "crop_fraction": crop}
         preprocess = Preprocess(image_size, **IMAGENET, **how)
@@ -165,19 +166,19 @@ def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
 
 def _side(options: Mapping, buffers: Mapping[str, np.ndarray], last: int) -> int:
     """Returns the side of the grid in patches, from masks or the last window."""
-    mask = buffers.get("layers.0.blocks.1.attn_mask")  # It has a row for each window.
+    mask = buffers.get("layers.0.blocks.1.attn_mask")  # It has one row per window.
     if mask is not None:
         return options["window_size"] * math.isqrt(len(mask))
     return last * 2 ** (len(options["stage_depths"]) - 1)
 
 
 def _window(table: np.ndarray) -> int:
-    """Returns the side of the windows of a table of biases by offset."""
+    """Returns the side of the windows for a table with one bias per offset."""
     return (math.isqrt(len(table)) + 1) // 2
 
 
 def options_of(flat: Mapping[str, np.ndarray], names: Names, source: str) -> dict:
-    """Returns the options that the shapes determine; V2's window_size is 0.
+    """Returns the options that follow from the shapes; window_size is 0 for V2.
 
     Raises:
       UserError: an array is missing.
@@ -206,7 +207,7 @@ def options_of(flat: Mapping[str, np.ndarray], names: Names, source: str) -> dic
         what = f"mlp_ratio={sorted(ratios)}" if len(ratios) > 1 else f"patch {patch}"
         raise UserError(
             f"{source}: {what} is not supported: models of this project have square "
-            "patches, and MLPs of one ratio in all stages"
+            "patches, and the same MLP ratio in all stages"
         )
     published = (
         size
@@ -232,7 +233,7 @@ def _one_window(window_size: int | list | None, source: str) -> int:
     if len(sides) > 1:
         raise UserError(
             f"{source}: window_size={window_size!r} in model_args of config.json is not "
-            "supported: only square windows of one size for all stages"
+            "supported: only square windows of the same size in all stages are"
         )
     return sides.pop()
 
@@ -240,15 +241,15 @@ def _one_window(window_size: int | list | None, source: str) -> int:
 def _v2_windows(
     buffers: Mapping[str, np.ndarray], config: Mapping, stages: int, window: int
 ) -> tuple[int, int, tuple[int, ...], list[str]]:
-    """Returns V2's first and last window, those of pretraining, and notes.
+    """Returns V2's first and last window, the windows of pretraining, and notes.
 
-    Their source is the coordinates in Microsoft's files, or timm's config.json.
+    They follow from the coordinates in Microsoft's files, or from timm's config.json.
     """
     names = (f"layers.{i}.blocks.0.{_COORDINATES}" for i in range(stages))
     coordinates = [buffers.get(name) for name in names]
     if all(table is not None for table in coordinates):
         windows = [(table.shape[1] + 1) // 2 for table in coordinates]
-        # The largest is log8(1 + 8 (window - 1) / (pretrained window - 1)).
+        # The largest coordinate is log8(1 + 8 (window - 1) / (pretrained window - 1)).
         largest = (float(table.max()) for table in coordinates)
         pretrained = tuple(
             round(8 * (w - 1) / (8**x - 1)) + 1 if w > 1 else 0
@@ -262,8 +263,8 @@ def _v2_windows(
     if not window and match:
         window = int(match[2] or match[1])
     elif not window:
-        window, notes = 8, ["windows: nothing says how large, so 8 patches"]
-    # timm's code has these for windows that have grown.
+        window, notes = 8, ["windows: size unknown, assumed 8 patches"]
+    # timm's code has these values for windows that were enlarged after pretraining.
     usual = (12, 12, 12, 6) if match and match[2] else (0,)
     pretrained = args.get("pretrained_window_sizes", usual)
     grown = tuple(pretrained) if np.any(pretrained) else (0,)
@@ -271,7 +272,7 @@ def _v2_windows(
 
 
 def table(options: Mapping, names: Names) -> list[ArrayEntry]:
-    """Returns the table of a network with these options in one library's names."""
+    """Returns the table of a network with these options, in one library's names."""
     v2 = options["variant"].startswith("SwinV2")
     entries = dense(names.embedding, "embedding", CONV)
     entries += norm(names.embedding_norm, "embedding_norm") + norm(names.norm, "norm")
@@ -315,7 +316,7 @@ def _v2(name: str, module: str, names: Names) -> list[ArrayEntry]:
 
 
 def complete(pretrained: Pretrained) -> tuple[SwinConfig, dict]:
-    """Returns a network's config, and its options with the numbers of its variant."""
+    """Returns a network's config, and its options completed from its variant."""
     model = models.create(**pretrained.options)
     config = model.config
     size = config.size
@@ -362,17 +363,17 @@ def write_timm(pretrained: Pretrained, folder: str | os.PathLike) -> list[str]:
 
 
 def write_microsoft(pretrained: Pretrained, path: str | os.PathLike) -> list[str]:
-    """Writes a file that microsoft/Swin-Transformer loads, arrays under "model"."""
+    """Writes a file that microsoft/Swin-Transformer loads, with the arrays in "model"."""
     if not pretrained.options["variant"].startswith("Swin"):
         raise UserError(
-            f"variant={pretrained.options['variant']!r}: Microsoft's files are of Swin "
-            "Transformers: write it with --to=timm or --to=safetensors"
+            f"variant={pretrained.options['variant']!r}: Microsoft's files are for Swin "
+            "Transformers only: write it with --to=timm or --to=safetensors"
         )
     config, options = complete(pretrained)
     notes = check_writable(config, "microsoft")
     notes.append(
-        "class names, preprocessing, loss: the format has no place for them; nor for "
-        "image size and windows, which its configs state"
+        "class names, preprocessing, loss: the format has no place for them, nor for "
+        "image size and windows, which the configs of microsoft/Swin-Transformer set"
     )
     torch_file.write(path, {"model": _to_their_arrays(pretrained, options, MICROSOFT)})
     return notes
@@ -386,13 +387,13 @@ def _to_their_arrays(
 
 
 def pretrained_windows(config: SwinConfig) -> tuple[int, ...]:
-    """Returns V2's windows of pretraining, one for each stage."""
+    """Returns V2's windows during pretraining, one for each stage."""
     sizes = config.pretrained_window_sizes
     return sizes * len(config.size.stage_depths) if len(sizes) == 1 else sizes
 
 
 def check_writable(config: SwinConfig, library: str) -> list[str]:
-    """Returns notes on differences between a network and the same in a library.
+    """Returns notes on differences between a network and a library's version of it.
 
     Raises:
       UserError: the library has no network with this activation or epsilon.
@@ -402,17 +403,19 @@ def check_writable(config: SwinConfig, library: str) -> list[str]:
         "activation": (config.activation, "gelu", "--to=hf or --to=safetensors"),
         "patch_norm_eps": (config.epsilon_of_patches, 1e-5, "--to=safetensors"),
     }
-    for name, (value, theirs, others) in values.items():
-        if value != theirs and (library != "transformers" or name == "patch_norm_eps"):
+    for name, (value, supported, others) in values.items():
+        if value != supported and (
+            library != "transformers" or name == "patch_norm_eps"
+        ):
             raise UserError(
                 f"model.{name}={value!r}: Swin Transformers of {library} have "
-                f"{theirs!r}: write it with {others}"
+                f"{supported!r}: write it with {others}"
             )
     if config.window_padding == library:
         return []
     note = (
-        f"window_padding: {config.window_padding} became {library}; logits differ where "
-        "windows do not divide the grid, or a side of it is no longer than a window"
+        f"window_padding: {config.window_padding} replaced by {library}; logits differ if "
+        "windows do not divide the grid, or if the grid is not larger than a window"
     )
     return [note]
 

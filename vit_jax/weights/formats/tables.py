@@ -1,8 +1,8 @@
-"""Two-way tables between arrays of another library and parameters of this project.
+"""Two-way tables between another library's arrays and this project's parameters.
 
 Each `ArrayEntry` of a network's table maps one array of the library to parameters.
-Reading and writing use the same table, so a network is written back bit for bit. Most
-tables come from `Names`, which name a layer once for all blocks.
+Reading and writing use the same table, so that a network is written back bit for bit.
+Most tables are built from `Names`, which name a layer once for all blocks.
 """
 
 import dataclasses
@@ -19,11 +19,11 @@ from vit_jax.weights.pretrained import POSITIONS
 
 @dataclasses.dataclass(frozen=True)
 class ArrayLayout:
-    """Two functions that are inverse to each other.
+    """Two functions that are inverses of each other.
 
     Attributes:
-      to_params: converts one array of the other library to parameters.
-      from_params: converts these parameters to that array.
+      to_params: function that converts one array of the other library to parameters.
+      from_params: function that converts these parameters to that array.
     """
 
     to_params: Callable[[np.ndarray], list[np.ndarray]]
@@ -32,7 +32,7 @@ class ArrayLayout:
 
 @dataclasses.dataclass(frozen=True)
 class ArrayEntry:
-    """One array of another library, and the parameters that hold the same numbers.
+    """One array of another library, and the parameters with the same numbers.
 
     Attributes:
       name: name of the array in the other library.
@@ -59,7 +59,7 @@ PAIR = ArrayLayout(
     lambda a: [half.T for half in np.split(a, 2)],
     lambda arrays: np.concatenate([a.T for a in arrays]),
 )
-# Arrays of each layer, (2, depth, ...) and (depth, 2, ...).
+# Arrays for all layers, (2, depth, ...) and (depth, 2, ...).
 DEPTH_SECOND = one_layout(lambda a: a.swapaxes(0, 1), lambda a: a.swapaxes(0, 1))
 ROWS = one_layout(lambda a: a[None], lambda a: a[0])  # (N, D) and (1, N, D).
 TOKEN = one_layout(lambda a: a[None, None], lambda a: a[0, 0])  # (D,) and (1, 1, D).
@@ -72,8 +72,8 @@ POINTWISE = one_layout(
 def to_heads(num_heads: int, parts: int = 1) -> ArrayLayout:
     """Returns the layout of a projection to heads, weight or bias.
 
-    The arrays are (parts x heads x K, D) and (parts x heads x K,), the parameters of
-    each part (D, heads, K) and (heads, K).
+    Arrays have shape (parts x heads x K, D) and (parts x heads x K,); the parameters of
+    each part have shape (D, heads, K) and (heads, K).
     """
 
     def to_params(a):
@@ -96,25 +96,25 @@ def from_heads(num_heads: int) -> ArrayLayout:
 
 
 def dense_to_conv(weight: np.ndarray, side: int) -> np.ndarray:
-    """Returns the convolution of a dense layer of patches.
+    """Returns the convolution that equals a dense layer on flattened patches.
 
     Args:
-      weight: (out, Y x X x in), of the flattened pixels of patches.
-      side: Y and X.
+      weight: dense kernel for the flattened pixels of patches, (out, Y x X x in).
+      side: side of a patch, both Y and X.
 
     Returns:
-      (out, in, Y, X).
+      The convolution kernel, (out, in, Y, X).
     """
     return weight.reshape(len(weight), side, side, -1).transpose(0, 3, 1, 2)
 
 
 def conv_to_dense(weight: np.ndarray) -> np.ndarray:
-    """Returns the dense layer of `dense_to_conv`."""
+    """Converts a convolution on patches to a dense layer; inverts `dense_to_conv`."""
     return weight.transpose(0, 2, 3, 1).reshape(len(weight), -1)
 
 
 def dense(name: str, module: str, layout: ArrayLayout = LINEAR) -> list[ArrayEntry]:
-    """Returns the entries of a dense layer's weight, in that layout, and bias."""
+    """Returns the entries of a dense layer's weight, in the given layout, and bias."""
     return [
         ArrayEntry(f"{name}.weight", (f"{module}/kernel",), layout),
         ArrayEntry(f"{name}.bias", (f"{module}/bias",), SAME),
@@ -122,7 +122,7 @@ def dense(name: str, module: str, layout: ArrayLayout = LINEAR) -> list[ArrayEnt
 
 
 def joined(name: str, modules: Iterable[str], layout: ArrayLayout) -> list[ArrayEntry]:
-    """Returns the entries of one layer that is several modules in this project."""
+    """Returns the entries of one layer that is split into several modules here."""
     modules, dot = tuple(modules), "" if name.endswith("_") else "."
     return [
         ArrayEntry(f"{name}{dot}{kind}", tuple(f"{m}/{leaf}" for m in modules), layout)
@@ -131,15 +131,15 @@ def joined(name: str, modules: Iterable[str], layout: ArrayLayout) -> list[Array
 
 
 def norm(name: str, module: str) -> list[ArrayEntry]:
-    """Returns the entries of the weight and the bias of a normalisation."""
+    """Returns the entries of the weight and bias of a normalisation."""
     return [
         ArrayEntry(f"{name}.weight", (f"{module}/scale",), SAME),
         ArrayEntry(f"{name}.bias", (f"{module}/bias",), SAME),
     ]
 
 
-# The modules of a block, by their names in `block`. One layer of another library may be
-# several modules, separated by commas.
+# Modules of a block, by their names in the arguments of `block`. One layer of another
+# library may be several modules, separated by commas.
 _ATTENTION, _MLP = "MultiHeadDotProductAttention_1", "MlpBlock_3"
 _BLOCK = {
     "norm1": "LayerNorm_0",
@@ -156,31 +156,31 @@ _BLOCK = {
     "hidden_norm": f"{_MLP}/LayerNorm_hidden",
     "scale2": "LayerScale_3/gamma",
 }
-# Module to the other library's layer, or parameter to its array and the layout. A layer
-# whose name ends with "_" has no dot before "weight".
+# Maps a module to the other library's layer, or a parameter to its array and layout. If
+# the name of a layer ends with "_", no dot is put before "weight".
 Names = Mapping[str, str | tuple[str, ArrayLayout]]
 
 
 def block(
     prefix: str, modules: str = "Transformer/encoderblock", **parts: str
 ) -> dict[str, str | tuple[str, ArrayLayout]]:
-    """Returns the names of the layers of all blocks, whose number is "#".
+    """Returns the names of the layers of all blocks, with "#" for a block's number.
 
     Args:
-      prefix: beginning of the other library's names, before the number.
-      modules: beginning of the modules' names, before the number.
-      parts: by a key of `_BLOCK`, the name in a block of the other library.
+      prefix: start of the other library's names, before the number.
+      modules: start of the modules' names, before the number.
+      parts: names of layers in a block of the other library, by a key of `_BLOCK`.
     """
     names = {f"{modules}_#/{_BLOCK[k]}": f"{prefix}.#.{v}" for k, v in parts.items()}
     return {k: (v, SAME) if k.endswith("gamma") else v for k, v in names.items()}
 
 
 def name_entries(names: Names, options: Mapping) -> list[ArrayEntry]:
-    """Returns the entries of names, block by block, without those the options exclude.
+    """Returns the entries of names, block by block, without layers that are not used.
 
     Args:
-      names: names of all layers that the network may have.
-      options: depth, num_heads, and the options that differ from their defaults.
+      names: names of all layers that the network can have.
+      options: depth, num_heads, and all options that differ from their defaults.
     """
     pool, classes = options.get("pool", "token"), options.get("num_classes")
     has = {
@@ -244,7 +244,7 @@ def _entries_of(
 
 
 def below(flat: Mapping[str, np.ndarray], prefix: str) -> dict[str, np.ndarray]:
-    """Returns the arrays whose names begin with a prefix, without it."""
+    """Returns the arrays whose names start with a prefix, with the prefix removed."""
     names = (name for name in flat if name.startswith(prefix))
     return {name.removeprefix(prefix): flat[name] for name in names}
 
@@ -252,7 +252,7 @@ def below(flat: Mapping[str, np.ndarray], prefix: str) -> dict[str, np.ndarray]:
 def rename(
     flat: Mapping[str, np.ndarray], patterns: Iterable[tuple[str, str]]
 ) -> dict[str, np.ndarray]:
-    """Returns arrays under names in which each pattern was replaced in turn."""
+    """Returns arrays by names in which each pattern was replaced in turn."""
     renamed = {}
     for name, value in flat.items():
         for pattern, new in patterns:
@@ -262,21 +262,22 @@ def rename(
 
 
 def count_blocks(flat: Mapping[str, np.ndarray], prefix: str) -> int:
-    """Returns the number of blocks, whose arrays begin with `prefix` and a number."""
+    """Returns the number of blocks, whose names start with `prefix` and a number."""
     return len({name.split(".")[0] for name in below(flat, prefix)})
 
 
 def choose_num_heads(
     configured: int, requested: int, width: int, depth: int
 ) -> tuple[int, list[str]]:
-    """Returns the number of attention heads of an encoder, and a note if it may be wrong.
+    """Returns an encoder's number of attention heads, and a note if it may be wrong.
 
     PyTorch's arrays do not show it, because all heads share one axis.
 
     Args:
       configured: number in a config file; 0 without one.
       requested: number that the caller assumes; 0 if unknown.
-      width, depth: features per token, and number of blocks.
+      width: number of features per token.
+      depth: number of blocks.
     """
     if configured:
         return configured, []
@@ -286,12 +287,12 @@ def choose_num_heads(
         if (size.width, size.depth) == (width, depth)
     ]
     usual = known[0] if known else max(1, width // 64)
-    note = "heads: nothing says how many, so"
+    note = "heads: number unknown, assumed"
     if requested and requested != usual:
-        return requested, [f"{note} {requested} as asked for, not the usual {usual}"]
+        return requested, [f"{note} {requested} as requested, not the usual {usual}"]
     if requested or known:
         return usual, []
-    return usual, [f"{note} {usual}, one for 64 features"]
+    return usual, [f"{note} {usual}, with 64 features each"]
 
 
 def to_our_arrays(
@@ -299,8 +300,8 @@ def to_our_arrays(
 ) -> dict[str, np.ndarray]:
     """Converts arrays of another library to float32 parameters by name.
 
-    Arrays that are not in the table keep their name, and missing ones stay missing:
-    fitting the parameters to a model reports both, because a user may allow them.
+    Arrays that are not in the table keep their names, and missing ones stay missing:
+    fitting the parameters to a model reports both, because users can allow them.
 
     Raises:
       UserError: an array holds integers, or its shape does not fit its layout.
@@ -334,7 +335,8 @@ def check_names(
 ) -> None:
     """Raises UserError unless arrays have exactly the names of a table.
 
-    In messages `part` is " of the decoder" or such, and `network` the whole network.
+    In messages, `part` is " of the decoder" or similar, and `network` the whole
+    network.
     """
     known = {entry.name for entry in table}
     if wrong := sorted(known ^ flat.keys()):
@@ -345,7 +347,7 @@ def check_names(
 
 
 def check_floating(name: str, value: np.ndarray, source: str) -> None:
-    """Raises UserError if an array holds integers, whose scale is unknown, or the like."""
+    """Raises UserError if an array holds integers or other types without a scale."""
     if not np.issubdtype(value.dtype, np.floating):
         raise UserError(
             f"{source}: {name} holds {value.dtype} numbers: give the weights as float16, "
@@ -364,8 +366,8 @@ def to_their_arrays(
     table = list(table)
     known = [name for entry in table for name in entry.params]
     for names, what in (
-        (flat.keys() - known, "has {}, which its options do not explain"),
-        (known - flat.keys(), "lacks {}, which its options ask for"),
+        (flat.keys() - known, "has {}, which does not follow from its options"),
+        (known - flat.keys(), "lacks {}, which its options require"),
     ):
         if names:
             raise UserError(f"the model {what.format(min(names))}: it is not complete")

@@ -1,7 +1,7 @@
 """timm's format: Vision Transformers, DeiT, hybrids and BiT ResNets.
 
-Reads plain state dicts, and folders with `model.safetensors` and `config.json`, which
-timm's models on the Hugging Face hub have.
+This module reads plain state dicts, and folders with `model.safetensors` and
+`config.json`, which timm's models on the Hugging Face hub have.
 """
 
 import collections
@@ -66,7 +66,7 @@ _NAMES = {
     ),
     "fc_norm": "fc_norm",
     "Transformer/encoder_norm": "norm",
-    "Transformer/cls_norm": "cls_norm",  # Of facebookresearch/dinov3 alone.
+    "Transformer/cls_norm": "cls_norm",  # Only in facebookresearch/dinov3.
     "MAPHead_0/probe": ("attn_pool.latent", SAME),
     "MAPHead_0/MultiHeadDotProductAttention_0/query": "attn_pool.q",
     "MAPHead_0/MultiHeadDotProductAttention_0/key,value": "attn_pool.kv",
@@ -74,7 +74,7 @@ _NAMES = {
     "MAPHead_0/LayerNorm_0": "attn_pool.norm",
     "MAPHead_0/MlpBlock_0/Dense_0": "attn_pool.mlp.fc1",
     "MAPHead_0/MlpBlock_0/Dense_1": "attn_pool.mlp.fc2",
-    "pre_logits": "pre_logits.fc",  # In files of timm before 0.6 only.
+    "pre_logits": "pre_logits.fc",  # Only in files of timm before 0.6.
     "head": "head",
     "head_dist": "head_dist",
 }
@@ -82,7 +82,7 @@ _BIASES = {
     "every": "blocks.0.attn.relative_position_bias_table",
     "shared": _NAMES["Transformer/relative_bias"][0],
 }
-# Options that follow from an array being there.
+# Options that follow from the presence of an array.
 _SHOWN = {
     "distillation": "dist_token",
     "representation_layer": "pre_logits.fc.weight",
@@ -93,18 +93,18 @@ _SHOWN = {
     "attention_out_norm": "blocks.0.attn.norm.weight",
     "mlp_norm": "blocks.0.mlp.norm.weight",
 }
-# Layers of a block that may have no biases (qkv_bias, proj_bias).
+# Layers of a block whose biases can be missing (qkv_bias, proj_bias).
 _BIASED = {
     r"attn\.qkv": "query, key and value",
-    r"attn\.proj": "attention's results",
+    r"attn\.proj": "the attention's output",
     r"mlp\.fc[12]": "the MLPs",
 }
 _STEM_NOTE = (
-    "stem: timm's epsilons are 1e-5 in GroupNorm and 1e-8 beside a kernel's variance, "
-    "here 1e-6 and 1e-5 beside its deviation: logits differ from timm's by 5e-5 to 1e-4 "
-    "of their size"
+    "stem: timm uses epsilon 1e-5 in GroupNorm and adds 1e-8 to a kernel's variance, this "
+    "project uses 1e-6 and adds 1e-5 to its standard deviation: logits differ from timm's "
+    "by a relative 5e-5 to 1e-4"
 )
-_FEATURES_NOTE = "features: timm returns the mean of both tokens, vit_jax the first"
+_FEATURES_NOTE = "features: timm returns the mean of both tokens, vit_jax the first one"
 
 
 def recognises(tensors: Tensors) -> bool:
@@ -159,8 +159,8 @@ def _read_resnet(tensors: Tensors, facts: Facts, num_heads: int):
     image_size = facts.image_size or tensors.image_size
     if image_size is None:
         raise UserError(
-            f"{source}: nothing says for which image size this ResNet is: keep its "
-            "config.json beside it, or state --resolution=PIXELS"
+            f"{source}: the image size of this ResNet is unknown: keep its "
+            "config.json in the same folder, or give --resolution=PIXELS"
         )
     return params, {
         **linen.resnet_options(blocks, int(stem_width)),
@@ -181,7 +181,7 @@ def _read_transformer(tensors: Tensors, facts: Facts, num_heads: int):
     if form["distillation"] and len(heads) == 1:
         form["num_classes"] = 0
         notes.append(
-            f"classifier: left out, because {heads[0]} is one of two, whose mean it takes"
+            f"classifier: left out, because {heads[0]} is one of two that are averaged"
         )
     shape, width = _shape(flat), len(flat["patch_embed.proj.weight"])
     shape["num_heads"], more = tables.choose_num_heads(
@@ -189,8 +189,8 @@ def _read_transformer(tensors: Tensors, facts: Facts, num_heads: int):
     )
     if more and not num_heads and (width % 64 or width < 128):
         raise UserError(
-            f"{source}: nothing says how many heads attention of width {width} has: "
-            f"state --num_heads, or {ask}"
+            f"{source}: the number of heads of this attention of width {width} is unknown: "
+            f"set --num_heads, or {ask}"
         )
     notes += more
     table = transformer_table(form | shape)
@@ -222,7 +222,9 @@ def _read_transformer(tensors: Tensors, facts: Facts, num_heads: int):
             if added.any():
                 notes.append("positions of register tokens: added to the tokens")
         elif missing:
-            notes.append("position embeddings of extra tokens: none in the file, so 0")
+            notes.append(
+                "position embeddings of extra tokens: not in the file, set to 0"
+            )
             embedding = rewriting.prepend_zero_rows(embedding, missing)
         params[POSITIONS] = embedding
         form["posemb_resize"] = facts.posemb_resize
@@ -230,7 +232,7 @@ def _read_transformer(tensors: Tensors, facts: Facts, num_heads: int):
 
 
 def _check_whole(flat: dict[str, np.ndarray], facts: Facts, source: str) -> None:
-    """Raises UserError unless a file has the arrays of every encoder."""
+    """Raises UserError unless a file has the arrays that every encoder has."""
     for pattern in _NEEDED:
         if not any(re.fullmatch(rf"{pattern}\.weight", name) for name in flat):
             name = re.sub(r"\(_g\)\?|\((\w+)\|\w+\)", r"\1", pattern)
@@ -245,24 +247,24 @@ def _check_whole(flat: dict[str, np.ndarray], facts: Facts, source: str) -> None
         )
     if facts.pre_norm and "norm_pre.weight" not in flat:
         raise UserError(
-            f"{source}: norm_pre.weight is missing, which config.json says that the "
-            "network has: give the whole file"
+            f"{source}: norm_pre.weight is missing, although config.json says that the "
+            "network has it: give the whole file"
         )
     positions = "pos_embed" in flat
     if positions and not facts.positions:
         raise UserError(
-            f"{source}: pos_embed is in the file, and config.json says that the "
+            f"{source}: pos_embed is in the file, but config.json says that the "
             "network has no position embeddings: keep the config.json of the file"
         )
     if facts.positions and not positions:
         raise UserError(
-            f"{source}: pos_embed is missing, and no config.json says that the "
-            f"network has none, as BEiT, DINOv3 and rotary networks: {timm_networks.ASK}"
+            f"{source}: pos_embed is missing, and no config.json says that the network "
+            f"has none (as for BEiT, DINOv3, rotary networks): {timm_networks.ASK}"
         )
 
 
 def _shape(flat: dict[str, np.ndarray]) -> dict:
-    """Returns the sizes that the table of a network depends on."""
+    """Returns the sizes that a network's table depends on."""
     return {
         "depth": tables.count_blocks(flat, "blocks."),
         "stem_width": int(any(name.startswith(f"{_BACKBONE}.") for name in flat)),
@@ -273,7 +275,7 @@ def _shape(flat: dict[str, np.ndarray]) -> dict:
 
 
 def _stage_depths(flat: dict[str, np.ndarray], stages: str) -> tuple[int, ...]:
-    """Returns the number of units in each stage of a ResNet."""
+    """Returns the number of units per stage of a ResNet."""
     pattern = re.compile(re.escape(stages) + r"\.(\d+)\.blocks\.(\d+)\.")
     units = {match.groups() for match in map(pattern.match, flat) if match}
     counts = collections.Counter(int(stage) for stage, _ in units)
@@ -281,13 +283,13 @@ def _stage_depths(flat: dict[str, np.ndarray], stages: str) -> tuple[int, ...]:
 
 
 def _form(flat: dict[str, np.ndarray], facts: Facts, source: str) -> dict:
-    """Returns the options that the names of arrays and config.json determine."""
+    """Returns the options that follow from array names and config.json."""
     token, gated = "cls_token" in flat, timm_networks.is_gated(flat)
     pools = timm_config.POOLS
     if facts.pool is not None and facts.pool not in pools:
         raise UserError(
             f"{source}: global_pool={facts.pool!r} in config.json is not one of "
-            f"{', '.join(map(repr, pools))}, which models of this project have"
+            f"{', '.join(map(repr, pools))}, which models of this project support"
         )
     head = pools.get(facts.pool, "")
     if "attn_pool.latent" in flat:
@@ -298,16 +300,16 @@ def _form(flat: dict[str, np.ndarray], facts: Facts, source: str) -> dict:
     beside = token and head != "token"
     prefix = beside or "reg_token" in flat
     what = ""
-    # Models of this project pool these tokens too with "map", but not with "gap".
+    # Models of this project also pool these tokens with "map", but not with "gap".
     if prefix and head in ("gap", "map") and facts.pools_prefix != (head == "map"):
         what = f"pooling {head} with pool_include_prefix={facts.pools_prefix} and "
         what += "a class token" if beside else "register tokens"
     elif "dist_token" in flat and {"fc_norm.weight", "reg_token"} & flat.keys():
-        what = "a distillation token beside registers or fc_norm"
+        what = "a distillation token together with registers or fc_norm"
     elif head == "map" and gated:
         what = "pooling map with gated MLPs (SwiGLU)"
     if what:
-        raise UserError(f"{source}: {what} is not of a model of this project")
+        raise UserError(f"{source}: {what} is not supported by models of this project")
     return {
         "num_classes": len(flat.get("head.weight", ())),
         "pool": head,
@@ -330,11 +332,12 @@ def _image_size(
 ) -> tuple[tuple[int, int], int]:
     """Returns the image size for a number of position embeddings, and its patches."""
     patch = models.create(**sizes, num_classes=0).config.patch_size
-    # timm's prefix tokens have positions or none, and registers may have some too.
+    # timm's prefix tokens either have positions or not, and some registers have them
+    # too.
     registers = num_prefix_tokens + sizes.get("num_register_tokens", 0)
     image_size = facts.image_size
     if image_size is not None:
-        if "+" not in sizes["variant"]:  # Convolutions of hybrids pad instead.
+        if "+" not in sizes["variant"]:  # The convolutions of hybrids pad instead.
             image_size = tuple(side // patch * patch for side in image_size)
         patches = math.prod(math.ceil(side / patch) for side in image_size)
         if not rows or rows - patches in (0, num_prefix_tokens, registers):
@@ -346,17 +349,17 @@ def _image_size(
         if side * side == patches:
             return (side * patch, side * patch), patches
     raise UserError(
-        f"{source} has position embeddings of {rows - num_prefix_tokens} patches, which "
-        f"are no square grid: {timm_networks.ASK}"
+        f"{source} has position embeddings of {rows - num_prefix_tokens} patches, "
+        f"which are not a square grid: {timm_networks.ASK}"
     )
 
 
 def _add_biases(
     flat: dict[str, np.ndarray],
 ) -> tuple[dict[str, np.ndarray], list[str]]:
-    """Adds missing biases as zeros, and a note for each kind of layer."""
+    """Adds missing biases as zeros, with a note for each kind of layer."""
     kernel = flat.get("patch_embed.proj.weight")
-    if kernel is not None:  # Networks with a norm before the blocks have no such bias.
+    if kernel is not None:  # Networks with a norm before the blocks lack this bias.
         flat = {"patch_embed.proj.bias": np.zeros(len(kernel), np.float32)} | flat
     notes = []
     for layer, what in _BIASED.items():
@@ -364,7 +367,7 @@ def _add_biases(
         biases = {name: name.removesuffix("weight") + "bias" for name in names}
         if names and not flat.keys() & biases.values():
             flat |= {b: np.zeros(len(flat[n]), np.float32) for n, b in biases.items()}
-            notes.append(f"biases of {what}: none in the file, so zeros")
+            notes.append(f"biases of {what}: not in the file, set to zeros")
     return flat, notes
 
 
@@ -380,8 +383,8 @@ def write(pretrained: Pretrained, folder: str | os.PathLike) -> list[str]:
         table, notes = _resnet_table, []
         if not options["zero_pool"]:
             notes.append(
-                "root pooling: timm pads with zeros and this model (zero_pool=False) "
-                "with nothing, so logits differ, by what the images have at their border"
+                "root pooling: timm pads with zeros, this model (zero_pool=False) does not "
+                "pad, so logits depend on the images' borders and differ"
             )
     architecture = timm_config.choose_architecture(options)
     arrays = tables.to_their_arrays(flat, table(options))
@@ -397,10 +400,10 @@ def write(pretrained: Pretrained, folder: str | os.PathLike) -> list[str]:
 def _prepare_transformer(
     flat: dict[str, np.ndarray], options: dict, model: models.Model
 ) -> list[str]:
-    """Rewrites an encoder in place to one that timm has; returns notes."""
+    """Rewrites an encoder in place so that timm supports it; returns notes."""
     no_tanh = "timm has no tanh layer before the classifier"
-    one_norm = "timm has one final norm for all tokens"
-    not_both = "timm's classifiers see the class token or the mean"
+    one_norm = "timm has a single final norm for all tokens"
+    not_both = "timm's classifiers read either the class token or the mean"
     for name, wrong, other, to in (
         ("representation_layer", True, no_tanh, "google"),
         ("cls_norm", True, one_norm, "dino"),
@@ -417,19 +420,21 @@ def _prepare_transformer(
     if options["pre_norm"]:
         notes += rewriting.fold_patch_bias(flat, options, num_prefix_tokens=P)
     notes += rewriting.note_resize(options, "timm")
-    if R and options["posemb"] == "learned":  # Registers get positions of zeros.
+    if R and options["posemb"] == "learned":  # Registers get zeros as positions.
         zeros = np.zeros_like(flat[POSITIONS], shape=(1, R, options["width"]))
         flat[POSITIONS] = np.insert(flat[POSITIONS], [P], zeros, axis=1)
     options["patch"] = flat["embedding/kernel"].shape[0]
     if 0 < options["layer_norm_eps"] < 1e-6:
         epsilon = f"{options['layer_norm_eps']:g}"
-        notes.append(f"layer_norm_eps: {epsilon} became 1e-6, the least that timm has")
+        notes.append(
+            f"layer_norm_eps: {epsilon} replaced by 1e-6, the smallest in timm"
+        )
         options["layer_norm_eps"] = 1e-6
     if options["stem_width"]:
         notes.append(
-            "stem: timm's epsilons (1e-5 in GroupNorm, 1e-8 beside a kernel's "
-            "variance) stand for 1e-6 and 1e-5 beside its deviation: logits differ "
-            "by about 1e-4 of their size"
+            "stem: timm's epsilons (1e-5 in GroupNorm, 1e-8 added to a kernel's variance) "
+            "replace 1e-6 and 1e-5 added to its standard deviation: logits differ by a "
+            "relative 1e-4"
         )
     if options["distillation"] and not options["num_classes"]:
         notes.append(_FEATURES_NOTE)
@@ -448,10 +453,10 @@ def write_folder(
 ) -> list[str]:
     """Writes model.safetensors and config.json, and returns notes.
 
-    Of `pretrained` the preprocessing, the class names and the loss are written.
+    The preprocessing, the class names and the loss of `pretrained` are written.
 
     Raises:
-      UserError: timm has no such preprocessing.
+      UserError: timm does not support the preprocessing.
     """
     preprocess, notes = pretrained.preprocess, []
     if preprocess:
@@ -464,12 +469,14 @@ def write_folder(
         architecture, options, preprocess, pretrained.class_names
     )
     if preprocess is None:
-        notes.append("preprocessing: nothing says how, so timm's defaults hold")
+        notes.append("preprocessing: unknown, so timm's defaults apply")
     else:
         notes += rewriting.note_tokens(preprocess)
         notes += rewriting.note_crop(preprocess, "timm", down=False)
     if pretrained.loss == "sigmoid":
-        notes.append("loss: the config does not say that it was sigmoid, not softmax")
+        notes.append(
+            "loss: config.json does not record that it was sigmoid, not softmax"
+        )
     files.write_folder(folder, arrays, {"config.json": config})
     return notes
 
@@ -480,9 +487,9 @@ def _usage(pretrained: Pretrained, path: str, on_hub: bool) -> str:
 
 
 def transformer_table(options: dict) -> list[ArrayEntry]:
-    """Returns the table of an encoder or hybrid; options may lack defaults."""
+    """Returns the table of an encoder or hybrid; options may omit defaults."""
     names = dict(_NAMES)
-    if options["activation"] == "swiglu":  # Two layers in one.
+    if options["activation"] == "swiglu":  # timm stores two layers as one.
         first = "Transformer/encoderblock_#/MlpBlock_3/"
         names[f"{first}gate,Dense_0"] = names.pop(f"{first}Dense_0")
     table = name_entries(names, options)
@@ -502,7 +509,7 @@ def _resnet_table(options: dict) -> list[ArrayEntry]:
 
 
 def _stem_table(blocks: tuple[int, ...]) -> list[ArrayEntry]:
-    # Without stages the root is the backbone itself.
+    # Without stages, the root is the backbone itself.
     root = f"{_BACKBONE}.stem" if blocks else _BACKBONE
     table = [_conv(f"{root}.conv", "conv_root"), *norm(f"{root}.norm", "gn_root")]
     return table + _units_table(f"{_BACKBONE}.stages", blocks, "unit{}", "gn_proj")

@@ -1,4 +1,4 @@
-"""Reads and writes timm's `config.json`; timm_networks.py has the names in it."""
+"""Reads and writes timm's `config.json`; timm_networks.py knows the names in it."""
 
 import dataclasses
 import math
@@ -27,7 +27,7 @@ _SIZE_NAMES = {
     1408: ("giant", (14,)),
     1664: ("gigantic", (14,)),
 }
-# Units of each stage to a hybrid of timm; the encoder may have any width.
+# timm's hybrids by units per stage; the encoder may have any width.
 _HYBRIDS = {
     (): "vit_tiny_r_s16_p8_224",
     (2, 2, 2, 2): "vit_small_r26_s32_224",
@@ -38,7 +38,7 @@ _HYBRIDS = {
 # Key of config.json for `model.posemb_resize`; timm ignores it.
 RESIZE_KEY = "posemb_resize"
 
-# Norms that timm's VisionTransformer has by an argument.
+# Norms that timm's VisionTransformer can be given as an argument.
 _NORMS = {
     "pre_norm": "pre_norm",
     "qk_norm": "qk_norm",
@@ -47,7 +47,7 @@ _NORMS = {
 }
 _MAYBE = (False, True)
 _INNER_NORMS = dict.fromkeys(("qk_norm", "attention_out_norm", "mlp_norm"), _MAYBE)
-# Class in timm to its name in messages and supported values of further options.
+# For each class in timm, its name in messages and supported values of further options.
 _HAS = {
     "vit": (
         "timm",
@@ -77,26 +77,28 @@ _HAS = {
     ),
 }
 
-# timm's global_pool to `model.pool`.
+# Values of `model.pool` by timm's global_pool.
 POOLS = {"token": "token", "avg": "gap", "map": "map", "": "none"}
 
-# Keys of the preprocessing; timm has a default for each.
+# Keys of the preprocessing; timm has a default for each of them.
 _IMAGES = ("input_size", "crop_pct", "crop_mode", "interpolation", "mean", "std")
 
 
 def read(config: Mapping) -> Facts:
-    """Returns the facts in config.json, and timm's defaults for those that it lacks.
+    """Returns the facts in config.json, with timm's defaults for missing ones.
 
     Raises:
-      UserError: the network has a feature that no model here has.
+      UserError: the network has a feature that no model here supports.
     """
     if "architecture" not in config:
-        note = "config.json: none of timm, so a plain network, exact GELU, epsilon 1e-6"
+        note = (
+            "config.json: not timm's, assumed a plain network, exact GELU, epsilon 1e-6"
+        )
         return Facts(notes=(note,))
     timm_networks.check_config(config)
     name, args = timm_networks.architecture_of(config), config.get("model_args") or {}
     default = timm_networks.find(name)
-    # Older files have one level; in both null is the default, as in timm.
+    # Older files are not nested; in both forms, null means the default, as in timm.
     nested = config.get("pretrained_cfg")
     images = config if nested is None else nested
     images = {key: value for key, value in images.items() if value is not None}
@@ -104,10 +106,10 @@ def read(config: Mapping) -> Facts:
     if activation not in layers.ACTIVATIONS:
         raise UserError(
             f"act_layer={activation!r} in the config.json of {name} is not one of "
-            f"{', '.join(layers.ACTIVATIONS)}, which models of this project have"
+            f"{', '.join(layers.ACTIVATIONS)}, which models of this project support"
         )
     num_heads = args.get("num_heads")
-    if not num_heads or isinstance(num_heads, list):  # Swin has one for each stage.
+    if not num_heads or isinstance(num_heads, list):  # Swin has one number per stage.
         num_heads = default.num_heads
     sides = re.findall(r"(?:_|to)(\d{3})(?=_|$)", name)
     size = (int(sides[-1]),) * 2 if sides else default.image_size or (0, 0)
@@ -118,7 +120,7 @@ def read(config: Mapping) -> Facts:
         preprocess, notes = _preprocess(images, size or (224, 224))
     resize = default.posemb_resize
     if (images.get("tag") or config["architecture"].partition(".")[2]) == "dino":
-        resize = "bicubic_dino"  # timm resizes them differently.
+        resize = "bicubic_dino"  # timm itself resizes them differently.
     return dataclasses.replace(
         default,
         layer_scale_init=float(args.get("init_values") or 1.0),
@@ -143,14 +145,15 @@ def read(config: Mapping) -> Facts:
 def fit_patches(
     preprocess: Preprocess | None, image_size: tuple[int, int], patch: int
 ) -> Preprocess | None:
-    """Returns a preprocessing for the image size that the parameters are for.
+    """Returns a preprocessing for the image size of the parameters.
 
-    The first layer drops the pixels at the end that fill no patch, of side `patch`.
+    The first layer drops the pixels at the end that do not fill a patch of side
+    `patch`.
     """
     if preprocess is None:
         return None
     cut = tuple(map(operator.sub, preprocess.image_size, image_size))
-    if not all(0 <= pixels < patch for pixels in cut):  # For other parameters.
+    if not all(0 <= pixels < patch for pixels in cut):  # Meant for other parameters.
         cut = (0, 0)
     return dataclasses.replace(preprocess, image_size=image_size, cut=cut)
 
@@ -159,10 +162,10 @@ def _preprocess(images: Mapping, size: tuple[int, int]) -> tuple[Preprocess, lis
     notes = []
     mode, crop = images.get("crop_mode", "center"), images.get("crop_pct", 0.875)
     if mode not in ("center", "squash", "border"):
-        notes.append(f"crop_mode {mode}: not known, so center")
+        notes.append(f"crop_mode {mode}: unknown, assumed center")
     how = images.get("interpolation", "bicubic")
     if how not in PILLOW:
-        notes.append(f"interpolation {how}: not known, so bicubic")
+        notes.append(f"interpolation {how}: unknown, assumed bicubic")
         how = "bicubic"
     mean, std = (tuple(images.get(name, IMAGENET[name])) for name in ("mean", "std"))
     preprocess = Preprocess(
@@ -174,21 +177,21 @@ def _preprocess(images: Mapping, size: tuple[int, int]) -> tuple[Preprocess, lis
         squash=mode == "squash",
         fill=_fill(mean) if mode == "border" else (),
     )
-    # timm rounds 224 / (224 / 232) down to 231, and `resize_sides` does not.
+    # timm rounds 224 / (224 / 232) down to 231; `resize_sides` does not.
     if preprocess.resize_sides != tuple(math.floor(side / crop) for side in size):
         preprocess = dataclasses.replace(preprocess, crop_fraction=crop * (1 + 2e-12))
     return preprocess, notes
 
 
 def _fill(mean: Sequence) -> tuple[int, ...]:
-    """Returns the border's colour in timm's crop mode "border"."""
+    """Returns the colour of the border in timm's crop mode "border"."""
     return tuple(round(255 * value) for value in mean)
 
 
 def _class_names(config: Mapping, images: Mapping) -> tuple[str, ...]:
     both = {**images, **config}
     names = both.get("label_names") or both.get("labels") or ()
-    if isinstance(names, Mapping):  # Label to name.
+    if isinstance(names, Mapping):  # From label to name.
         if set(names) != set(map(str, range(len(names)))):
             return ()
         names = [names[str(i)] for i in range(len(names))]
@@ -198,15 +201,15 @@ def _class_names(config: Mapping, images: Mapping) -> tuple[str, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class Architecture:
-    """A network as config.json describes it.
+    """A network as described by config.json.
 
     Attributes:
       name: timm's name of the architecture.
-      args: arguments of timm's function of that name.
+      args: arguments of the timm function with that name.
       num_features: width of the features before the classifier.
       first_conv: name of the first layer.
       classifier: name of the last layer, or a list of names.
-      fixed_input_size: whether the parameters are for one image size.
+      fixed_input_size: whether the parameters are for one image size only.
     """
 
     name: str
@@ -226,7 +229,7 @@ def write(
     """Returns the content of config.json.
 
     Raises:
-      UserError: timm has no such preprocessing.
+      UserError: timm does not support the preprocessing.
     """
     num_classes = options["num_classes"]
     size = [options["channels"], *options["image_size"]]
@@ -243,7 +246,7 @@ def write(
     if preprocess:
         if preprocess.fill not in ((), _fill(preprocess.mean)):
             raise UserError(
-                f"fill={preprocess.fill}: timm's border has the colour of the mean, "
+                f"fill={preprocess.fill}: timm's border has the mean colour, "
                 f"{_fill(preprocess.mean)}; write it with --to=safetensors"
             )
         mode = "squash" if preprocess.squash else "center"
@@ -270,26 +273,26 @@ def write(
 
 
 def _crop(preprocess: Preprocess) -> float:
-    """Returns the crop fraction whose last digit gives the same sizes in timm."""
+    """Returns a crop fraction, adjusted so that timm computes the same sizes."""
     fraction, sides = preprocess.crop_fraction, preprocess.crop_sides
     if preprocess.short_side and sides[0] != sides[1]:
         raise UserError(
             f"a centre crop of {sides[0]}x{sides[1]} of images resized by their "
-            "short side: timm resizes to the crop's shape; "
+            "short side: timm resizes to the aspect of the crop; "
             "write it with --to=hf or --to=safetensors"
         )
     resized = preprocess.resize_sides
-    # timm rounds 224 / (224 / 232) down, which can be 231.
+    # timm rounds 224 / (224 / 232) down, which can give 231.
     while tuple(math.floor(side / fraction) for side in sides) != resized:
         fraction = math.nextafter(fraction, 0)
     return fraction
 
 
 def choose_architecture(options: Mapping) -> Architecture:
-    """Returns timm's architecture for all options of a network, with "patch".
+    """Returns timm's architecture for a network's complete options, with "patch".
 
     Raises:
-      UserError: timm has no such architecture.
+      UserError: timm does not have the architecture.
     """
     if "depth" not in options:
         return _choose_resnet(options)
@@ -324,7 +327,7 @@ def _choose_vit(options: Mapping) -> tuple[str, dict]:
     if options["layer_scale_init"] or name.endswith("dinov2"):
         args["init_values"] = options["layer_scale_init"] or None
     if options["num_register_tokens"]:
-        # Registers get positions of zeros, which leaves the other positions unchanged.
+        # Registers get zeros as positions, which leaves the other positions unchanged.
         args |= {"reg_tokens": options["num_register_tokens"], "no_embed_class": False}
     if options["pool"] == "map":
         args["pool_include_prefix"] = True
@@ -334,13 +337,13 @@ def _choose_vit(options: Mapping) -> tuple[str, dict]:
 
 
 def mlp_ratio(hidden: int, width: int) -> float:
-    """Returns the ratio that gives `hidden` units, as timm truncates its product."""
+    """Returns the ratio that gives `hidden` units; timm truncates the product."""
     ratio = hidden / width
     return ratio if int(width * ratio) == hidden else math.nextafter(ratio, math.inf)
 
 
 def _sizes(options: Mapping, mlp_dim: int) -> dict:
-    """Returns the arguments that all classes have."""
+    """Returns the arguments that all of timm's classes have."""
     return {
         "img_size": list(options["image_size"]),
         "patch_size": options["patch"],
@@ -356,7 +359,7 @@ def _sizes(options: Mapping, mlp_dim: int) -> dict:
 
 def _choose_eva(options: Mapping) -> tuple[str, dict]:
     gated = options["activation"] == "swiglu"
-    # Gates are a separate layer; the norm follows their product.
+    # Gates are a separate layer; the norm is applied to the product.
     args = _sizes(options, options["mlp_dim"]) | {
         "attn_type": "rope",
         "qkv_fused": True,
@@ -392,7 +395,7 @@ def _choose_eva(options: Mapping) -> tuple[str, dict]:
 def _choose_beit(options: Mapping) -> tuple[str, dict]:
     if options["pool"] != "token" and not options["class_token"]:
         raise UserError(
-            "class_token=False: timm's Beit always has one: write it with "
+            "class_token=False: timm's Beit always has a class token: write it with "
             "--to=safetensors"
         )
     return "beit_base_patch16_224", _sizes(options, options["mlp_dim"]) | {
@@ -405,7 +408,7 @@ def _choose_beit(options: Mapping) -> tuple[str, dict]:
 
 
 def _vit_name(options: Mapping) -> str:
-    """Returns the name of the architecture of an encoder or hybrid."""
+    """Returns timm's name of an encoder or hybrid."""
     size, patches = _SIZE_NAMES.get(options["width"], ("", ()))
     epsilon, patch = options["layer_norm_eps"], options["patch"]
     stem, depths = options["stem_width"], options["stage_depths"]
@@ -414,13 +417,13 @@ def _vit_name(options: Mapping) -> str:
     other = "write it with --to=safetensors"
     if gated and (odd or stem or distilled):
         raise UserError(
-            "activation='swiglu': timm has gated MLPs in plain encoders with "
-            f"layer_norm_eps=1e-6 alone: {other}"
+            "activation='swiglu': timm has gated MLPs only in plain encoders with "
+            f"layer_norm_eps=1e-6: {other}"
         )
     if distilled and options["num_register_tokens"]:
         raise UserError(
-            "distillation=True: timm has no distillation token beside register tokens: "
-            f"{other}"
+            "distillation=True: timm has no networks with both a distillation token and "
+            f"register tokens: {other}"
         )
     if stem and (depths not in _HYBRIDS or stem != 64 or odd):
         raise UserError(
@@ -437,16 +440,16 @@ def _vit_name(options: Mapping) -> str:
     if distilled:
         size = size if size in ("tiny", "small") else "base"
         return f"deit_{size}_distilled_patch16_224"
-    if gated:  # timm's only plain encoder with gates.
+    if gated:  # timm's only plain encoder with gated MLPs.
         return "vit_giant_patch14_dinov2"
     if options["post_norm"] and (odd or options["layer_scale_init"]):
         raise UserError(
-            "post_norm=True: timm has it with layer_norm_eps=1e-6, without LayerScale "
-            f"and distillation alone: {other}"
+            "post_norm=True: timm has it only with layer_norm_eps=1e-6, without "
+            f"LayerScale and without distillation: {other}"
         )
     if options["post_norm"]:
         return "vit_base_patch16_rpn_224"
-    if odd:  # Its first norm can be switched off by an argument.
+    if odd:  # An argument can switch off its first norm.
         return "vit_base_patch16_clip_224"
     if patch in patches:
         return f"vit_{size}_patch{patch}_224"

@@ -1,8 +1,9 @@
 """timm's NaFlexVit, which reads images of any size as patches (models/patches.py).
 
-It has the layers of timm's VisionTransformer and other names of the embeddings: a reader
-renames arrays and arguments to those, and a writer back. Its prefix tokens have no positions.
-Letters: Y and X rows and columns of positions, P side of a patch, C channels, D model width.
+It has the layers of timm's VisionTransformer, but other names for the embeddings: the
+reader renames arrays and arguments to VisionTransformer's, and the writer renames them
+back. Its prefix tokens have no positions. Letters: Y and X rows and columns of
+positions, P side of a patch, C channels, D model width.
 """
 
 import dataclasses
@@ -32,7 +33,8 @@ _NAMES = (
     r"|naflexvit_(base|large|so400m|huge|giant)_patch16_radio_v[34]"
 )
 _FACTORS = {"row": "embeds.pos_embed_y", "column": "embeds.pos_embed_x"}
-# Arguments in which the functions in naflexvit.py of timm 1.0.31 differ from NaFlexVitCfg.
+# Arguments whose values in functions of timm 1.0.31's naflexvit.py differ from
+# NaFlexVitCfg.
 _BY_NAME = (
     (r"\w+_gap", {"global_pool": "avg"}),
     (r"\w+_siglip", {"act_layer": "gelu_tanh", "pos_embed_interp_mode": "bilinear"}),
@@ -45,7 +47,8 @@ _BY_NAME = (
     (r"\w+_(base|huge)_\w+_radio_v3", {"pos_embed_align_corners": True}),
     (r"\w+_giant_\w+", {"num_heads": 24}),
 )
-# `model.posemb_resize` to mode, antialiasing, aligning of corners, and keeping of the aspect.
+# Resizing by `model.posemb_resize`: mode, antialiasing, align_corners, keeping the
+# aspect.
 _RESIZES = {
     f"{name}{'_square' * square}": (*resize, square)
     for square in (False, True)
@@ -61,7 +64,7 @@ _RESIZE = tuple(
     f"pos_embed_{name}"
     for name in ("interp_mode", "antialias", "align_corners", "ar_preserving")
 )
-# Arguments that VisionTransformer lacks, with their supported values.
+# Arguments that VisionTransformer does not have, with their supported values.
 _SUPPORTED = {
     "pos_embed_use_grid_sample": (False,),
     "rope_type": ("", "none"),
@@ -70,7 +73,7 @@ _SUPPORTED = {
     "use_naflex": (True, False),
     **dict.fromkeys(("attn_gated", "swiglu_mlp", "attn_only_layer_scale"), (False,)),
 }
-# Arguments that `timm` reads, that arrays show, or that have no effect on outputs.
+# Arguments that `timm` reads, that arrays show, or that do not affect outputs.
 timm_networks.ARCHITECTURES[_NAMES] = (
     r"num_heads|init_values|act_layer|global_pool|pool_include_prefix|pre_norm|final_norm"
     r"|pos_embed|img_size|patch_size|in_chans|num_classes|embed_dim|depth|mlp_ratio|qk_norm"
@@ -81,7 +84,7 @@ timm_networks.ARCHITECTURES[_NAMES] = (
 _HAS = {
     "pool": tuple(timm_config.POOLS.values()),
     "activation": tuple(layers.ACTIVATIONS),
-    # Others are not resized.
+    # Other kinds are not resized.
     "posemb": ("learned", "learned2d", "factorized", "none"),
     "posemb_resize": tuple(_RESIZES),
     "layer_norm_eps": (1e-6,),
@@ -89,7 +92,7 @@ _HAS = {
     **dict.fromkeys(("pre_norm", "final_norm", "qk_norm"), (False, True)),
     **dict.fromkeys(("attention_out_norm", "mlp_norm"), (False, True)),
 }
-# The one without LayerScale, which no argument removes.
+# The architecture without LayerScale, which no argument can remove.
 _WRITTEN = "naflexvit_base_patch16_siglip"
 
 
@@ -103,13 +106,13 @@ def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
     """Reads a checkpoint; see `registry.Reader`.
 
     Raises:
-      UserError: this project has no such network, or nothing says which one it is.
+      UserError: this project does not support the network, or it is not identified.
     """
     config, flat = tensors.config, tensors.flat
     if "architecture" not in config:
         raise UserError(
-            f"{tensors.path}: {_PATCHES} is of a NaFlexVit of timm that its parameters do "
-            f"not determine: {timm_networks.ASK}"
+            f"{tensors.path}: {_PATCHES} belongs to a NaFlexVit of timm that parameters "
+            f"do not identify: {timm_networks.ASK}"
         )
     values = _values(config)
     resize = _check(config, values)
@@ -122,9 +125,9 @@ def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
     if grid:
         args["img_size"] = [count * side for count in grid]
     if factors:
-        args["pos_embed"] = "none"  # No table, which `timm.read` would look for.
+        args["pos_embed"] = "none"  # `timm.read` must not look for a position table.
     as_vit = config | {"model_args": args, timm_config.RESIZE_KEY: resize}
-    found = timm.read(
+    pretrained = timm.read(
         dataclasses.replace(
             tensors,
             flat=_to_plain(flat, side, values.get("patchify_channels_last", True)),
@@ -133,46 +136,48 @@ def read(tensors: Tensors, num_heads: int = 0) -> Pretrained:
         num_heads,
     )
     if factors:
-        found = _add_factors(found, factors, values["pos_embed_ar_preserving"])
-    if found.preprocess is None:
-        return found
-    # timm resizes images to this size, whatever the grid of positions.
+        pretrained = _add_factors(
+            pretrained, factors, values["pos_embed_ar_preserving"]
+        )
+    if pretrained.preprocess is None:
+        return pretrained
+    # timm resizes images to this size, whatever the grid of positions is.
     images = config.get("pretrained_cfg") or config
-    size = images.get("input_size", (3, *found.preprocess.image_size))[1:]
+    size = images.get("input_size", (3, *pretrained.preprocess.image_size))[1:]
     size = tuple(pixels // side * side for pixels in size)
-    preprocess = dataclasses.replace(found.preprocess, image_size=size, cut=(0, 0))
-    return dataclasses.replace(found, preprocess=preprocess)
+    preprocess = dataclasses.replace(pretrained.preprocess, image_size=size, cut=(0, 0))
+    return dataclasses.replace(pretrained, preprocess=preprocess)
 
 
 def _add_factors(
-    found: Pretrained, factors: Mapping[str, np.ndarray], square: bool
+    pretrained: Pretrained, factors: Mapping[str, np.ndarray], square: bool
 ) -> Pretrained:
-    """Returns a checkpoint with factorized positions, (Y, D) and (X, D).
+    """Returns a checkpoint with factorized positions, (Y, D) and (X, D), added.
 
     Raises:
-      UserError: they keep the aspect, and there are more of one than of the other.
+      UserError: the positions keep the aspect ratio, and Y and X differ.
     """
     if square and len({len(factor) for factor in factors.values()}) > 1:
         raise UserError(
-            f"{found.source}: pos_embed_ar_preserving=True with "
+            f"{pretrained.source}: pos_embed_ar_preserving=True with "
             f"{' and '.join(str(len(f)) for f in factors.values())} factorized positions, "
-            "which timm resizes even for their own grid: give them a square grid"
+            "which timm resizes even at their own grid: give weights with a square grid"
         )
-    flat = flatten_dict(found.params, sep="/")
+    flat = flatten_dict(pretrained.params, sep="/")
     for key, factor in factors.items():
         name = POSITIONS.replace("pos_emb", f"{key}_emb")
         flat[name] = factor.astype(np.float32, copy=False)
     resize = "bilinear_plain_square" if square else "bilinear_plain"
     more = {"posemb": "factorized", "posemb_resize": resize}
     return dataclasses.replace(
-        found,
+        pretrained,
         params=unflatten_dict(flat, sep="/"),
-        options=found.options | more,
+        options=pretrained.options | more,
     )
 
 
 def _values(config: Mapping) -> dict:
-    """Returns the arguments in config.json, and those of the name that differ."""
+    """Returns the arguments in config.json, and those set by the architecture's name."""
     name, args = timm_networks.architecture_of(config), config.get("model_args") or {}
     values = dict(zip(_RESIZE, _RESIZES["bicubic"], strict=True))
     if re.fullmatch(_NAMES, name):
@@ -184,30 +189,32 @@ def _values(config: Mapping) -> dict:
 
 
 def _check(config: Mapping, values: Mapping) -> str:
-    """Returns `model.posemb_resize`, or raises UserError if no model is the same."""
+    """Returns `model.posemb_resize`; raises UserError if no model here is equal."""
     resize = {key: values[key] for key in _RESIZE}
     positions = ("learned", "learn", "factorized", "none", "")
     known = _SUPPORTED | {"pos_embed": positions}
     wrong = {k: v for k, v in values.items() if v not in known.get(k, (v,))}
-    found = [ours for ours, they in _RESIZES.items() if they == (*resize.values(),)]
-    if wrong or not found:
+    methods = [
+        method for method, they in _RESIZES.items() if they == (*resize.values(),)
+    ]
+    if wrong or not methods:
         shown = (f"{key}={value!r}" for key, value in (wrong or resize).items())
         where = f"architecture={timm_networks.architecture_of(config)!r}"
         raise timm_networks.unsupported_error(where, f"{', '.join(shown)} is")
-    return found[0]
+    return methods[0]
 
 
 def _patch_size(
     config: Mapping, values: Mapping, weight: np.ndarray, source: str
 ) -> int:
-    """Returns the side of a patch in pixels, which a dense layer does not show."""
+    """Returns the side of a patch in pixels, which a dense layer does not determine."""
     named = re.search(r"_patch(\d+)", config["architecture"])
     side = values.get("patch_size") or (int(named[1]) if named else 16)
     down, across = pair(side) if weight.ndim == 2 else weight.shape[2:]
     if down != across or weight.shape[1] % (down * across if weight.ndim == 2 else 1):
         raise UserError(
             f"{source}: patch_size={side} in config.json, but {_PATCHES} has shape "
-            f"{weight.shape}, which is not of square patches of that side"
+            f"{weight.shape}, which does not fit square patches with that side"
         )
     return down
 
@@ -251,7 +258,7 @@ def write(pretrained: Pretrained, folder: str | os.PathLike) -> list[str]:
     """Writes a folder that `timm.create_model("local-dir:FOLDER")` loads as a NaFlexVit.
 
     Raises:
-      UserError: timm has no such network.
+      UserError: timm does not have the network.
     """
     model = models.create(**pretrained.options)
     options = {"stage_depths": (), "stem_width": 0, **model.options}
@@ -285,7 +292,7 @@ def write(pretrained: Pretrained, folder: str | os.PathLike) -> list[str]:
 
 def _arguments(options: Mapping, grid: tuple[int, int]) -> dict:
     """Returns the arguments of timm's function."""
-    pools = {ours: theirs for theirs, ours in timm_config.POOLS.items()}
+    pools = {pool: timm_pool for timm_pool, pool in timm_config.POOLS.items()}
     return {
         "patch_size": options["patch"],
         "in_chans": options["channels"],
@@ -307,7 +314,7 @@ def _arguments(options: Mapping, grid: tuple[int, int]) -> dict:
         "scale_attn_inner_norm": options["attention_out_norm"],
         "scale_mlp_norm": options["mlp_norm"],
         "global_pool": pools[options["pool"]],
-        # Ours pools all tokens by attention, and the patches by their mean.
+        # This project pools all tokens with "map", and the patches with "gap".
         "pool_include_prefix": options["pool"] == "map",
     }
 

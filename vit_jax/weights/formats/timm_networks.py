@@ -1,10 +1,10 @@
-"""timm's networks: properties by name, and which are equal to a model of this project.
+"""timm's networks by name, and which of them equal a model of this project.
 
-Most differences between networks show in a file's parameters. Some do not (rotary
-embeddings, the order of the LayerNorms) and show only in the `architecture` and
-`model_args` of config.json, so only architectures that are known to be equal are read.
-Parameters of Eva and Beit are renamed to those of VisionTransformer, and back.
-Letter: K head width.
+Most differences between networks are visible in a file's parameters. Some are not
+(rotary embeddings, the order of the LayerNorms) and are recorded only in `architecture`
+and `model_args` of config.json. Therefore only architectures that are known to be equal
+are read. Parameters of Eva and Beit are renamed to those of VisionTransformer, and
+back. Letter: K head width.
 """
 
 import dataclasses
@@ -24,10 +24,12 @@ class Rotary:
     """Rotary position embeddings of a network of timm.
 
     Attributes:
-      kind, temperature, reference: `rope`, `rope_temperature` and `rope_reference` of
-        `config.model`.
-      pairs: whether neighbouring features are rotated together, not those K/2 apart.
-      columns_first: whether a head's first features are rotated by the column.
+      kind: key `rope` of `config.model`.
+      temperature: key `rope_temperature` of `config.model`.
+      reference: key `rope_reference` of `config.model`.
+      pairs: whether neighbouring features are rotated together, instead of features
+        that are K/2 apart.
+      columns_first: whether the first features of a head are rotated by the column.
     """
 
     kind: str = "none"
@@ -42,25 +44,27 @@ NONE = Rotary()
 
 @dataclasses.dataclass(frozen=True)
 class Facts:
-    """Facts in the name of a network and its config.json; the defaults are a plain ViT's.
+    """Facts from a network's name and config.json; defaults are those of a plain ViT.
 
     Attributes:
       kind: class in timm: "vit", "eva" or "beit".
-      num_heads: attention heads; 0 if unknown.
-      width, depth, patch, registers: features, blocks, side of a patch, and register
-        tokens; None if unknown.
+      num_heads: number of attention heads; 0 if unknown.
+      width: number of features per token; None if unknown.
+      depth: number of blocks; None if unknown.
+      patch: side of a patch in pixels; None if unknown.
+      registers: number of register tokens; None if unknown.
       activation: activation of MLPs without gates.
       layer_norm_eps: epsilon of the LayerNorms.
       layer_scale_init: initial value of LayerScale.
-      posemb_resize: how position embeddings were resized in training.
+      posemb_resize: method that resized position embeddings during training.
       positions: whether there are absolute position embeddings.
       rotary: rotary position embeddings.
       pre_norm, post_norm, final_norm: keys of `config.model`.
-      pool: timm's global_pool; None if the parameters show it.
+      pool: timm's global_pool; None if the parameters determine it.
       pools_prefix: whether the class token is pooled with the patches.
       image_size: height and width in pixels; None if unknown.
       preprocess: preprocessing of images; None if unknown.
-      class_names: names in label order; empty if unknown.
+      class_names: class names in label order; empty if unknown.
       notes: a line for each value that is not supported.
     """
 
@@ -103,14 +107,14 @@ _LINGBOT = _NOT_ADDED | {
 _DINOV3 = _LINGBOT | {"pool": "avg", "image_size": (256, 256)}
 _OLD = r"(_in21k|_in21ft1k|_sam|_dino|_miil|_miil_in21k)?"
 GATED = r"vit_giant_patch14_(reg4_)?dinov2|vit_giant_patch14_reg1_tipsv2"
-# Facts of timm 1.0.31 that hold for several networks.
+# Facts from timm 1.0.31 that hold for several networks.
 _USUAL = (
     (r".*_(huge|giant|gigantic|giantopt|so400m)_.*", {"num_heads": 16}),
     (r".*(_dino|patch14_dinov2)", {"posemb_resize": "bicubic_dino"}),
     (r"vit_(base_patch32|(so400m|giantopt)_patch16)_siglip_.*", _TANH),
     (r"vit_large_patch16_siglip_(gap_)?512.*", _TANH),
 )
-# Word in a name to width and depth.
+# Width and depth by a word in the name.
 _WORDS = {
     "tiny": (192, 12),
     "wee": (256, 14),
@@ -133,7 +137,7 @@ _WORDS = {
     "enormous": (1792, 64),
     "7b": (4096, 40),
 }
-# Sizes of names in which the word or the number of registers is another.
+# Sizes by names with another word or another number of registers.
 _SIZES = (
     (r".*_base_patch\d+_plus_.*", {"width": 896}),
     (r"vit_giant_\w+_(dinov2|tipsv2|lingbot)|naflexvit_giant_\w+", {"width": 1536}),
@@ -144,8 +148,8 @@ _SIZES = (
     (r"test_vit2", {"width": 64, "depth": 8, "patch": 16, "registers": 1}),
     (r"test_vit3", {"width": 96, "depth": 9, "patch": 16, "registers": 1}),
 )
-# ViTs and hybrids with equal logits, their older names, and the facts that only timm's
-# code has. If several rows match a name, the last one counts.
+# ViTs and hybrids with equal logits, including older names, with the facts that only
+# timm's code has. If several rows match a name, the last one applies.
 # tests/weights/formats/test_timm_registry.py compares them with timm.
 NETWORKS = (
     (
@@ -200,15 +204,15 @@ _RESNETS = (
     r"|resnetv2_(50x1_bit_distilled|152x2_bit_teacher|152x2_bit_teacher_384)"
 )
 
-# Features that parameters do not show, by the name of the architecture.
+# Features that are not visible in the parameters, by the name of the architecture.
 _UNSEEN = (
     (r"_pe_(core|lang|spatial)_", "rotary position embeddings from 1 on are"),
     (r"sapiens2", "key heads that several query heads share are"),
-    (r"_rpn_", "post-norm beside relative position biases is"),
+    (r"_rpn_", "post-norm together with relative position biases is"),
     (r"_reg\d+_", "register tokens of such a network are"),
 )
 
-# Features that parameters show, by the name of the parameter.
+# Features that are visible in the parameters, by the name of the parameter.
 _SEEN = (
     (r".*\.rel_pos\.", "relative position biases of such a network (rel_pos) are"),
     (r"blocks\.\d+\.mlp\.(w12|w3)\.", "gated MLPs (SwiGLU) of such a file are"),
@@ -220,17 +224,17 @@ _SEEN = (
     (r".*\.running_mean", "BatchNorm (running_mean) is"),
 )
 
-# Arrays of networks that only their name identifies: nothing else shows their epsilon,
-# activation or rotary embeddings.
+# Arrays of networks that are identified only by their name: nothing else shows their
+# epsilon, activation or rotary embeddings.
 _UNSURE = re.compile(
     r"norm_pre\.|(.*\.)?rope\.|blocks\.\d+\.(attn\.([qk]_norm|norm|q_proj)|mlp\.(norm|fc1_g))\."
 )
 ASK = (
-    "keep its config.json beside it, or state --architecture=NAME of timm (as "
+    "keep its config.json in the same folder, or give --architecture=NAME of timm (as "
     '{"architecture": "NAME"} in a config.json)'
 )
 
-# Parts of a network, in which an array without an entry changes the output.
+# Parts of a network; an array in them that has no entry would change the output.
 _PARTS = re.compile(
     r"(blocks|patch_embed|norm|fc_norm|attn_pool|cls_token|dist_token|reg_token"
     r"|pos_embed|norm_pre|rope|rel_pos_bias|stem|stages)(\.|$)"
@@ -249,8 +253,9 @@ _EVA_OR_BEIT = (
     r"|\w+_rate|pretrained|head_init_scale|swiglu_mlp|scale_mlp|use_abs_pos_emb"
     r"|use_fc_norm"
 )
-# Arguments of each class that the parameters show, that have no effect at inference, or
-# that the format's module handles. Any other could change the output unnoticed.
+# Arguments of each class that the parameters show, that do not affect inference, or
+# that the format's module handles. Any other argument could change the output
+# unnoticed.
 _ARGUMENTS = {
     "vit": _COMMON
     + r"|qk_norm|scale_attn_norm|scale_mlp_norm|proj_bias|class_token|no_embed_class"
@@ -265,8 +270,8 @@ _ARGUMENTS = {
     + r"|use_post_norm",
     "beit": _COMMON + _EVA_OR_BEIT + r"|use_rel_pos_bias|use_shared_rel_pos_bias",
 }
-# The same by a pattern of names of equal architectures; modules of further networks add
-# more.
+# Such arguments by a pattern of names of equal architectures; modules of other networks
+# add more.
 ARCHITECTURES = {
     _RESNETS: r"in_chans|num_classes|global_pool|layers|channels|width_factor|stem_chs"
     + r"|zero_init_last"
@@ -275,7 +280,7 @@ ARCHITECTURES = {
 ARCHITECTURES |= {
     names: _ARGUMENTS[facts.get("kind", "vit")] for names, facts in NETWORKS
 }
-# Arguments that do not change the network while they are off.
+# Arguments that have no effect while they are off.
 _OFF = re.compile(
     r"embed_norm_layer|num_kv_heads|attn_only_layer_scale|rope_grid_offset"
     r"|rope_mrope_section|use_pre_transformer_norm|attn_pool_\w+|always_partition"
@@ -287,7 +292,7 @@ ROPE_TYPES = {"cat": "axial", "dinov3": "centered", "mixed": "mixed"}
 
 
 def find(name: str) -> Facts:
-    """Returns the facts in timm's code about an architecture."""
+    """Returns the facts about an architecture that are in timm's code."""
     rows = (*_USUAL, *_SIZES, *NETWORKS)
     rows = [facts for names, facts in rows if re.fullmatch(names, name)]
     facts = (pair for row in (_sizes(name), *rows) for pair in row.items())
@@ -295,7 +300,7 @@ def find(name: str) -> Facts:
 
 
 def _sizes(name: str) -> dict:
-    """Returns the sizes in the name of a Vision Transformer."""
+    """Returns the sizes that follow from the name of a Vision Transformer."""
     words, patch = set(name.split("_")) & _WORDS.keys(), re.search(r"_patch(\d+)", name)
     if not words or name.startswith("swin"):
         return {}
@@ -310,9 +315,9 @@ def _sizes(name: str) -> dict:
 
 
 def check_sizes(flat: Mapping[str, np.ndarray], config: Mapping, source: str) -> None:
-    """Raises UserError if an encoder has other sizes than its name in config.json.
+    """Raises UserError if an encoder's sizes differ from its name in config.json.
 
-    What else the name stands for, such as the number of heads, is then not known.
+    Other properties of the name, such as the number of heads, are unknown in that case.
     """
     if "architecture" not in config:
         return
@@ -326,25 +331,25 @@ def check_sizes(flat: Mapping[str, np.ndarray], config: Mapping, source: str) ->
         registers: (facts.registers, np.shape(flat.get("reg_token", ((),)))[1]),
     }
     wrong = {
-        key: (named, found)
-        for key, (named, found) in sizes.items()
-        if args.get(key) is None and named not in (None, found)
+        key: (named, actual)
+        for key, (named, actual) in sizes.items()
+        if args.get(key) is None and named not in (None, actual)
     }
     if wrong:
         named = ", ".join(f"{key}={value}" for key, (value, _) in wrong.items())
-        found = {key: value for key, (_, value) in wrong.items()}
+        actual = {key: value for key, (_, value) in wrong.items()}
         raise UserError(
             f"architecture={config['architecture']!r} has {named}, but {source} has "
-            f"{', '.join(map(str, found.values()))}: name the network of the file; if it "
-            f'was made with other arguments, state them as "model_args": '
-            f"{json.dumps(found)} in a config.json"
+            f"{', '.join(map(str, actual.values()))}: give the architecture of the file; if "
+            f'it was made with other arguments, add them as "model_args": '
+            f"{json.dumps(actual)} to a config.json"
         )
 
 
 def check_parameters(
     flat: Mapping[str, np.ndarray], config: Mapping, source: str
 ) -> None:
-    """Raises UserError if arrays show a feature that no model of this project has."""
+    """Raises UserError if arrays show a feature that no model of this project supports."""
     unsupported = [
         what for pattern, what in _SEEN if any(map(re.compile(pattern).match, flat))
     ]
@@ -364,12 +369,13 @@ def check_parameters(
         return
     unsure = next(filter(_UNSURE.match, sorted(flat)), None)
     if not any("relative_position_bias" in name for name in flat):
-        # EVA's, or of a network with rotary embeddings; SimMIM's have such biases.
+        # Arrays of EVA, or of a network with rotary embeddings; SimMIM has such biases
+        # too.
         eva = ("blocks.0.attn.q_bias", "blocks.0.gamma_1")
         unsure = next((name for name in eva if name in flat), unsure)
     if unsure is None and "blocks.0.norm1.weight" in flat:
-        # Without these the number of heads, the activation or the norms may vary. Among
-        # networks that pool into fc_norm, they vary only for 196 patches.
+        # Without these, the number of heads, the activation or the norms may differ.
+        # For networks that pool into fc_norm, they differ only with 196 patches.
         positions = np.shape(flat.get("pos_embed"))[1:2]
         pooled = "fc_norm.weight" in flat and positions != (196,)
         usual = ("blocks.0.attn.qkv.bias", *(() if pooled else ("cls_token",)))
@@ -377,13 +383,13 @@ def check_parameters(
         unsure = next((f"without {name}, it" for name in missing), None)
     if unsure:
         raise UserError(
-            f"{source}: {unsure} is of a network that its parameters do not determine: "
+            f"{source}: {unsure} belongs to a network that its parameters do not identify: "
             f"{ASK}"
         )
 
 
 def is_gated(flat: Mapping[str, np.ndarray]) -> bool:
-    """Returns whether the MLPs have two first layers in one, as SwiGLU."""
+    """Returns whether the MLPs store two first layers as one, as for SwiGLU."""
     first, second = (flat.get(f"blocks.0.mlp.fc{i}.weight") for i in (1, 2))
     if first is None or second is None:
         return False
@@ -407,8 +413,8 @@ def check_config(config: Mapping) -> None:
         if what := next((what for p, what in _UNSEEN if re.search(p, name)), None):
             raise unsupported_error(file, what)
         raise UserError(
-            f"{file}: not an architecture of timm that is known to compute what a model "
-            "here computes; give weights of a plain Vision Transformer, hybrid or BiT "
+            f"{file}: this architecture of timm is not known to be equal to a model "
+            "of this project; give weights of a plain Vision Transformer, hybrid or BiT "
             "ResNet"
         )
     for key, value in args.items():
@@ -420,13 +426,13 @@ def check_config(config: Mapping) -> None:
 
 
 def architecture_of(config: Mapping) -> str:
-    """Returns the name of the architecture without its tag, which is about training."""
+    """Returns the name of the architecture without its tag, which describes training."""
     return config["architecture"].partition(".")[0]
 
 
 def _same_norm(name: str, norm: object) -> bool:
     """Returns whether a norm_layer is the default of an architecture."""
-    # timm's LayerNorm has epsilon 1e-6; CLIP's and Swin's differ.
+    # timm's LayerNorm has epsilon 1e-6; those of CLIP and Swin differ.
     epsilon = find(name).layer_norm_eps
     other = epsilon != 1e-6 or name.startswith(("resnetv2_", "swin"))
     return not other and str(norm).replace("_", "").lower() == "layernorm"
@@ -436,12 +442,12 @@ def check_average(pool: str | None, network: str, source: str) -> None:
     """Raises UserError unless a network without prefix tokens pools by the mean."""
     if pool not in (None, "avg"):
         raise UserError(
-            f"{source}: global_pool={pool!r} of {network} is not supported, only 'avg'"
+            f"{source}: global_pool={pool!r} of {network} is not supported, only 'avg' is"
         )
 
 
 def unsupported_error(where: str, *what: str) -> UserError:
-    """Returns the error; each of `what` ends with "is" or "are"."""
+    """Returns an error for unsupported features, each ending with "is" or "are"."""
     return UserError(
         f"{where}: {' not supported; '.join(what)} not supported: no model here computes "
         "the same; give weights of a network without it"
@@ -460,9 +466,9 @@ def read_rotary(args: Mapping, default: Rotary) -> Rotary:
     if kind is not None and kind not in ROPE_TYPES:
         raise UserError(
             f"rope_type={kind!r} in config.json is not one of {', '.join(ROPE_TYPES)}, "
-            "which models of this project have"
+            "which models of this project support"
         )
-    if default.kind == "none":  # The defaults of timm's class Eva.
+    if default.kind == "none":  # Use the defaults of timm's class Eva.
         default = Rotary("axial", 10_000.0)
     reference = args.get("ref_feat_shape", default.reference) or 0
     sides = {reference} if isinstance(reference, int) else set(reference)
@@ -484,8 +490,8 @@ def read_rotary(args: Mapping, default: Rotary) -> Rotary:
 def to_plain(flat: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Renames the arrays of any class to those of VisionTransformer.
 
-    Queries, keys and values become one layer with a bias, as do the two first layers of a
-    gated MLP, and LayerScale a layer.
+    Queries, keys and values become one layer with a bias, the two first layers of a
+    gated MLP become one layer, and LayerScale becomes a layer.
     """
     flat = {
         re.sub(r"^(blocks\.\d+)\.gamma_(\d)$", r"\1.ls\2.gamma", name): value
@@ -509,7 +515,7 @@ def to_plain(flat: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def _join(flat: dict, block: str, names: tuple[str, ...], to: str) -> None:
-    """Joins layers; a missing bias beside others is zeros."""
+    """Joins layers; if only some have a bias, the missing ones are zeros."""
     kernels = [flat.pop(f"{block}.{name}.weight") for name in names]
     flat[f"{block}.{to}.weight"] = np.concatenate(kernels)
     if any(f"{block}.{name}.bias" in flat for name in names):
@@ -523,10 +529,10 @@ def from_plain(
 ) -> dict[str, np.ndarray]:
     """Renames the arrays of VisionTransformer to those of "eva" or "beit".
 
-    With `split_gates` gated MLPs get two first layers.
+    With `split_gates`, gated MLPs get two first layers.
 
     Raises:
-      UserError: keys have biases, which timm's Beit lacks.
+      UserError: keys have biases, which timm's Beit does not support.
     """
     renamed = {}
     for name, value in flat.items():
@@ -536,7 +542,7 @@ def from_plain(
             query, key, value_ = np.split(value, 3)
             if key.any():
                 raise UserError(
-                    "biases of keys: timm's Beit has none; they change no attention "
+                    "biases of keys: timm's Beit has none; they do not change attention "
                     "weights, so set them to zeros, or write it with --to=safetensors"
                 )
             attention = name.removesuffix("qkv.bias")
@@ -554,8 +560,8 @@ def turn_features(
 ) -> dict[str, np.ndarray]:
     """Reorders the features of queries and keys for this project's rotary embeddings.
 
-    Attention weights are products over these features, so their order is free. With
-    `back` the features are reordered for timm.
+    Attention weights are inner products over these features, so their order does not
+    matter. With `back`, the features are reordered for timm.
     """
     params = dict(params)
     names = r".*/(query|key)/(kernel|bias)|.*/LayerNorm_(query|key)/\w+"
@@ -565,7 +571,7 @@ def turn_features(
         if rotary.columns_first and rotary.kind != "mixed":
             angle = np.roll(angle, K // 4)
         pair = (2 * angle, 2 * angle + 1) if rotary.pairs else (angle, angle + K // 2)
-        order = np.concatenate(pair)  # Index in timm's order of each feature.
+        order = np.concatenate(pair)  # For each feature, its index in timm's order.
         params[name] = params[name][..., np.argsort(order) if back else order]
     name = "Transformer/rope_frequencies"
     if name in params and rotary.columns_first:

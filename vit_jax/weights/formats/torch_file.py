@@ -1,10 +1,11 @@
 """Reads and writes files of `torch.save` without PyTorch.
 
 A file (.pth, .pt, .bin) is a pickle, which names functions to call. Here each name is
-looked up in one short table and never imported, so a hostile file can run nothing; any
-other name, such as a path among the settings of a training, becomes a placeholder. There
-are two containers: a zip archive (`data.pkl` and one record per storage; PyTorch 1.6 and
-later), and for older versions a stream of pickles followed by the storages.
+looked up in one short table and never imported, so a malicious file cannot run
+anything; any other name, such as a path among the settings of a training, becomes a
+placeholder. There are two containers: a zip archive (`data.pkl` and one record per
+storage; PyTorch 1.6 and later), and for older versions a stream of pickles followed by
+the storages.
 """
 
 import collections
@@ -28,23 +29,24 @@ from vit_jax.weights.formats import averaged
 
 _LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
 TEACHER, STUDENT = "teacher", "student"
-# What is read beside a teacher: its student, and the centres of their losses.
+# Parts read in addition to a teacher: its student, and the centres of their losses.
 _BESIDE_TEACHER = (STUDENT, "dino_loss", "ibot_patch_loss")
-# Names under which training scripts store parameters. Lightning's WeightAveraging moves
-# the raw ones to the first name, and the average to "state_dict".
+# Keys under which training scripts store parameters. Lightning's WeightAveraging moves
+# the raw ones to the first key, and stores the average as "state_dict".
 _BEFORE_AVERAGING = "current_model_state"
 _CONTAINERS = (
     *(_BEFORE_AVERAGING, "model", "state_dict", "model_state_dict"),
     *("module", "net", "network", TEACHER),
 )
-_SETTINGS = "argparse.Namespace"  # Allowed beside tensors.
+_SETTINGS = "argparse.Namespace"  # Allowed in addition to tensors.
 _TRAINING = re.compile("optim|sched|scaler|amp")  # Keys of the training's state.
-# A pickle holds names and shapes, some hundred bytes per tensor. Python's objects for it
-# take up to a hundred times its size.
+# A pickle holds names and shapes, some hundred bytes per tensor. The Python objects made
+# from it take up to a hundred times its size.
 _PICKLE_BYTES = 16 << 20
 
-# Trained float32 weights deflate to 93 % of their size, rounded to bfloat16 to 47 %, to
-# 4 bits to 14 %, and 99 % pruned to 1.6 %. Only constants go beyond (zeros to 0.1 %).
+# Trained float32 weights deflate to 93 % of their size; rounded to bfloat16 to 47 %, to
+# 4 bits to 14 %, and with 99 % pruned to 1.6 %. Only constants compress more (zeros to
+# 0.1 %).
 _MAX_EXPANSION = 64
 # Smaller files may expand further: a small test model can be all zeros.
 _HARMLESS_BYTES = 16 << 20
@@ -56,21 +58,22 @@ def read(
     use_ema: bool = True,
     tell: Callable[[str], None] = lambda note: None,
 ) -> dict[str, np.ndarray]:
-    """Reads the tensors of a file of `torch.save`.
+    """Reads the tensors of a file written by `torch.save`.
 
     Args:
-      path: file with a state dict, or a checkpoint that has one at any depth: the first
-        of "model", "state_dict", ... or, as in DINO, "teacher"; otherwise the only one.
-      use_ema: whether averaged parameters beside them are read in place of these.
-      tell: called with a note about each part of a checkpoint that has tensors and is
-        left out, and about averaged parameters.
+      path: file with a state dict, or a checkpoint that contains one at any depth: the
+        first of "model", "state_dict", ... or, as in DINO, "teacher"; otherwise the
+        only one.
+      use_ema: whether averaged parameters, if there are any, are read instead.
+      tell: function called with a note about averaged parameters, and about each part
+        of a checkpoint that has tensors and is left out.
 
     Returns:
       Arrays by name; float16 and bfloat16 are widened to float32. Names of a teacher
-      begin with "teacher.", and those of its student, if there is one, with "student.".
+      start with "teacher.", and those of its student, if there is one, with "student.".
 
     Raises:
-      UserError: the file is damaged, or no state dict of tensors.
+      UserError: the file is damaged, or is not a state dict of tensors.
     """
     try:
         with epath.Path(path).open("rb") as stream:
@@ -94,10 +97,10 @@ def read(
         raise
     except _Refused as error:
         raise UserError(
-            f"{path} was not read: its pickle asks for {error}, which is no part of a "
+            f"{path} was not read: its pickle needs {error}, which is not part of a "
             "state dict; save torch.save(model.state_dict(), path) or safetensors"
         ) from error
-    except Exception as error:  # A damaged or hostile pickle can raise anything.
+    except Exception as error:  # A damaged or malicious pickle can raise anything.
         raise UserError(
             f"{path} is not a readable PyTorch file: {error or type(error).__name__}"
         ) from error
@@ -106,7 +109,7 @@ def read(
 def write(
     path: str | os.PathLike, content: Mapping[str, Mapping[str, np.ndarray]]
 ) -> None:
-    """Writes a file that `torch.load` reads, also with `weights_only`.
+    """Writes a file that `torch.load` reads, even with `weights_only`.
 
     Args:
       path: path of the file, in an existing folder.
@@ -130,7 +133,7 @@ def write(
 
 
 def _pickled_tensor(shape: tuple[int, ...], storage: int) -> bytes:
-    """Returns the opcodes of a tensor that is a whole storage in row-major order."""
+    """Returns the pickle opcodes of a tensor that is a whole storage in row-major order."""
     strides = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
     kind, size = pickle.GLOBAL + b"torch\nFloatStorage\n", math.prod(shape)
     place = _pickled(("storage", kind, str(storage), "cpu", size)) + pickle.BINPERSID
@@ -146,7 +149,7 @@ def _pickled_tensor(shape: tuple[int, ...], storage: int) -> bytes:
 
 
 def _pickled(value: bytes | str | int | tuple) -> bytes:
-    """Returns the opcodes of a value; bytes are opcodes already."""
+    """Returns the pickle opcodes of a value; bytes are taken as opcodes."""
     if isinstance(value, bytes):
         return value
     if isinstance(value, str):
@@ -158,11 +161,11 @@ def _pickled(value: bytes | str | int | tuple) -> bytes:
 
 
 def check_expansion(expanded: int, size: int, what: str) -> None:
-    """Raises ValueError if a file of `size` bytes expands more than weights do."""
+    """Raises ValueError if a file of `size` bytes expands more than weights can."""
     if expanded > max(_HARMLESS_BYTES, _MAX_EXPANSION * size):
         raise ValueError(
             f"{what} would take {expanded:,} bytes, {expanded // max(1, size):,} times the "
-            "file's size, and weights do not: save them again uncompressed"
+            "file's size, more than weights do: save them again uncompressed"
         )
 
 
@@ -194,21 +197,21 @@ def _state_dict(
     also = ("state_dict",) if path == [_BEFORE_AVERAGING] else ()
     comparable = {k: v for k, v in others.items() if isinstance(v, _Tensor)}
     prefix, average = averaged.find(tensors, comparable, also)
-    raw = ".".join(path) or "those beside it"
+    raw = ".".join(path) or "the raw ones"
     if average:
         tell(averaged.note(prefix, raw, use_ema=use_ema))
     left = dict.fromkeys(
         name.partition(".")[0] for name in others if not name.startswith(f"{prefix}.")
     )
     if left:
-        tell(f"{', '.join(left)}: left out beside {raw}")
+        tell(f"{', '.join(left)}: left out, {raw} is read")
     return tensors | average if use_ema else tensors
 
 
 def _own_tensors(content: dict) -> dict[str, "_Tensor"]:
-    """Returns the tensors of a state dict itself."""
+    """Returns the tensors that are direct values of a state dict."""
     tensors = {k: v for k, v in content.items() if isinstance(v, _Tensor)}
-    for value in content.values():  # It may stand for a tensor of another kind.
+    for value in content.values():  # A placeholder may replace an unsupported tensor.
         if isinstance(value, _Placeholder) and value.name != _SETTINGS:
             raise _Refused(value.name)
     if not tensors:
@@ -220,7 +223,7 @@ def _own_tensors(content: dict) -> dict[str, "_Tensor"]:
 def _leaves(content: Any, name: str, seen: set[int]) -> Iterator[tuple[str, Any]]:
     """Yields the tensors at any depth, and averages that are objects, by their names.
 
-    Containers in `seen`, by identity, are skipped.
+    Containers whose identity is in `seen` are skipped.
     """
     is_object = isinstance(content, _Placeholder)
     if isinstance(content, _Tensor) or (is_object and averaged.is_average(name)):
@@ -229,12 +232,12 @@ def _leaves(content: Any, name: str, seen: set[int]) -> Iterator[tuple[str, Any]
         seen.add(id(content))
         items = content.items() if isinstance(content, dict) else enumerate(content)
         for key, value in items:
-            key = getattr(key, "name", key)  # Of a class, as an old Lightning has them.
+            key = getattr(key, "name", key)  # Old Lightning files use classes as keys.
             yield from _leaves(value, f"{name}.{key}" if name else str(key), seen)
 
 
 def _find_container(content: dict) -> str | None:
-    """Returns the key of the dict with the parameters; None if they are in `content`."""
+    """Returns the key of the dict with the parameters; None if it is `content` itself."""
     keys = [k for k, v in content.items() if isinstance(k, str) and _has_tensors(v)]
     for key in _CONTAINERS:
         if key in keys:
@@ -245,13 +248,13 @@ def _find_container(content: dict) -> str | None:
     keys = [key for key in keys if not averaged.is_average(key)] or keys
     if len(keys) > 1:
         raise ValueError(
-            f"it has tensors under {', '.join(keys)}: save one of them alone"
+            f"it has tensors under {', '.join(keys)}: save only one of them"
         )
     return keys[0] if keys else None
 
 
 def _has_tensors(content: Any) -> bool:
-    """Returns whether `content` is a dict with tensors at any depth under names."""
+    """Returns whether `content` is a dict with named tensors at any depth."""
     return isinstance(content, dict) and any(
         isinstance(key, str) and (isinstance(value, _Tensor) or _has_tensors(value))
         for key, value in content.items()
@@ -260,7 +263,7 @@ def _has_tensors(content: Any) -> bool:
 
 @dataclasses.dataclass
 class _Storage:
-    """Memory of one or several tensors; `data` may be read after the tensors."""
+    """Memory of one or several tensors; `data` may be read later than the tensors."""
 
     dtype: str
     count: int
@@ -280,7 +283,7 @@ class _Tensor:
 
     @property
     def bytes(self) -> int:
-        """Memory that `read` needs, in bytes."""
+        """Number of bytes that `read` allocates."""
         return math.prod(self.shape) * _WIDTHS[self.dtype]
 
     def read(self) -> np.ndarray:
@@ -288,14 +291,15 @@ class _Tensor:
         return -value if self.negated else value
 
     def _stored(self) -> np.ndarray:
-        """Returns the numbers in the file, of which this may be a negated view."""
+        """Returns the stored numbers; for a negated view, before the negation."""
         dtype = "uint16" if self.dtype == "bfloat16" else self.dtype
         flat = np.frombuffer(self.storage.data, np.dtype(dtype).newbyteorder("<"))
         end = self.offset + sum(
             (n - 1) * step for n, step in zip(self.shape, self.strides, strict=True)
         )
         size = math.prod(self.shape)
-        # as_strided checks nothing, and a file must not make it read beyond the storage.
+        # as_strided checks nothing; a file must not make it read outside of the
+        # storage.
         if size and (min(self.offset, *self.strides, 0) < 0 or end >= len(flat)):
             raise ValueError(f"a tensor of {self.shape} lies outside of its storage")
         view = np.lib.stride_tricks.as_strided(
@@ -304,17 +308,17 @@ class _Tensor:
             [step * flat.itemsize for step in self.strides],
             writeable=False,
         )
-        if self.dtype == "bfloat16":  # The upper half of a float32.
+        if self.dtype == "bfloat16":  # It is the upper half of a float32.
             return (view.astype(np.uint32) << 16).view(np.float32)
         return view.astype(np.float32 if dtype == "float16" else dtype)
 
 
 class _Refused(Exception):
-    """A state dict needs something that is not in `_KNOWN`."""
+    """A state dict needs a name that is not in `_KNOWN`."""
 
 
 class _Placeholder:
-    """Stands for any object of an unknown class `name`."""
+    """Stands for any object whose class, `name`, is unknown."""
 
     name = ""
 
@@ -324,7 +328,7 @@ class _Placeholder:
     def _ignore(self, *args, **kwargs):
         return self
 
-    # Everything that an unpickler does with an object.
+    # Every method that an unpickler calls on an object.
     __call__ = __setstate__ = __setitem__ = append = extend = add = _ignore
 
 
@@ -339,7 +343,7 @@ def _rebuild_tensor(
 def _rebuild_typed(
     storage, offset, size, stride, requires_grad, hooks, dtype, views=None
 ) -> _Tensor:
-    """Returns a tensor of numbers that have no storage of their own in PyTorch."""
+    """Returns a tensor of a type that has no storage class in PyTorch."""
     tensor = _rebuild_tensor(storage, offset, size, stride, views=views)
     return dataclasses.replace(tensor, dtype=dtype.name.rpartition(".")[2])
 
@@ -371,13 +375,13 @@ _KINDS = {
     "Bool": "bool",
 }
 _KNOWN |= {("torch", f"{name}Storage"): dtype for name, dtype in _KINDS.items()}
-# Bytes of the numbers that are read.
+# Bytes per number, for the types that are read.
 _WIDTHS = {kind: np.dtype(kind).itemsize for kind in _KINDS.values() if kind[0] != "b"}
 _WIDTHS |= {"bfloat16": 2, "bool": 1}
 
 
 class _Unpickler(pickle.Unpickler):
-    """Resolves names by `_KNOWN`, others to placeholders, and collects storages."""
+    """Resolves names with `_KNOWN`, others to placeholders, and collects storages."""
 
     def __init__(self, stream: io.IOBase, storages: dict[tuple[str, str], _Storage]):
         super().__init__(stream, encoding="utf-8")
@@ -392,7 +396,7 @@ class _Unpickler(pickle.Unpickler):
         kind, dtype, key, _, count, *view = pid
         if kind != "storage":
             raise _Refused(f"the persistent object {kind!r}")
-        if not isinstance(dtype, str):  # Of numbers that are not read, such as QInt8.
+        if not isinstance(dtype, str):  # A type that is not read, such as QInt8.
             dtype = dtype.name.rpartition(".")[2].removesuffix("Storage").lower()
             dtype = {"complexfloat": "complex64", "complexdouble": "complex128"}.get(
                 dtype, dtype
@@ -412,7 +416,7 @@ def _load(stream: io.IOBase, storages: dict) -> Any:
     for opcode, value, position in pickletools.genops(stream):
         if position - start > _PICKLE_BYTES:
             raise ValueError(f"a pickle in it is longer than {_PICKLE_BYTES:,} bytes")
-        # Each index takes an opcode, so none is above the bytes before it.
+        # Each index needs an opcode, so an index cannot exceed the bytes before it.
         if opcode.name in ("PUT", "LONG_BINPUT") and value > position - start:
             raise ValueError(f"a pickle in it asks for {value:,} memo slots")
     stream.seek(start)
@@ -422,7 +426,7 @@ def _load(stream: io.IOBase, storages: dict) -> Any:
 def _read_zip(stream: io.IOBase, size: int) -> Any:
     with zipfile.ZipFile(stream) as archive:
         expanded = sum(member.file_size for member in archive.infolist())
-        check_expansion(expanded, size, "what is in it")
+        check_expansion(expanded, size, "its content")
         names = archive.namelist()
         pickled = next((n for n in names if n.split("/")[1:] == ["data.pkl"]), None)
         if pickled is None:

@@ -29,16 +29,17 @@ def download(
 ) -> pathlib.Path | epath.Path:
     """Returns a readable path to published weights, downloading them if necessary.
 
-    Downloads are cached: hf:// sources in the cache of huggingface_hub, the others
-    under $VIT_JAX_CACHE or ~/.cache/vit_jax. A file enters the cache when it is complete.
+    Downloads are cached: hf:// sources in the cache of huggingface_hub, all others
+    under $VIT_JAX_CACHE or ~/.cache/vit_jax. A file enters the cache when it is
+    complete.
 
     Args:
-      source: a path; hf://owner/name[@revision][/file] or timm/name, its short form;
-        https://... or gs://bucket/file; or a name of `mirrors`, such as augreg:B/16,
-        whose mirrors are tried in turn. A URL may end in #sha256=...
-      sha256: expected hash of the file, or its first 8 digits or more.
-      cache_dir: replaces both caches.
-      log: called with one line per resolved source; `logging.info` if None.
+      source: a path; hf://owner/name[@revision][/file], or timm/name as a short form of
+        it; https://... or gs://bucket/file; or a name of `mirrors`, such as
+        augreg:B/16, whose mirrors are tried in turn. A URL may end in #sha256=...
+      sha256: expected hash of the file, or at least its first 8 digits.
+      cache_dir: folder that replaces both caches.
+      log: function called with one line per resolved source; `logging.info` if None.
 
     Returns:
       A local file or folder, or a folder in a bucket (the workdir of a run).
@@ -52,7 +53,7 @@ def download(
     local = pathlib.Path(source).expanduser()
     try:
         exists = bool(source) and local.exists()
-    except OSError as error:  # For example because the name is too long.
+    except OSError as error:  # For example, the name is too long.
         raise UserError(f"{source} cannot be read: {error.strerror}") from error
     if exists:
         files.check("weights", source)
@@ -64,7 +65,7 @@ def download(
     if colon and family in mirrors.families():
         if sha256:
             raise UserError(
-                f"{source} stands for several files, of different hashes: leave out "
+                f"{source} stands for several files with different hashes: leave out "
                 "the SHA-256, or give the URL of one"
             )
         return _download_from_mirrors(source, family, cache_dir, log)
@@ -80,7 +81,7 @@ def _download_from_mirrors(
     """Returns the path from the first mirror that works; cached ones come first."""
     sources = mirrors.sources(name)
     if not sources:
-        raise UserError(f"{name!r} is none of {', '.join(mirrors.names(family))}")
+        raise UserError(f"{name!r} is not one of {', '.join(mirrors.names(family))}")
     reasons = {}
     for local_only in (True, False):
         for source in sources:
@@ -118,7 +119,7 @@ def _download_from(
     try:
         host = urlsplit(source).hostname
     except ValueError as error:
-        raise UserError(f"{source} is no URL ({error}): correct it") from error
+        raise UserError(f"{source} is not a URL ({error}): correct it") from error
     if source.startswith("hf://") or host in hugging_face_hub.HOSTS:
         fetch = hugging_face_hub.download
     elif source.startswith(("https://", "http://", "gs://")):
@@ -128,7 +129,7 @@ def _download_from(
         if re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", source):
             examples += f"; on the Hugging Face hub it may be hf://{source}"
         raise UserError(
-            f"{source!r} does not exist and is no address of weights: give {_FORMS}, "
+            f"{source!r} does not exist and is not an address of weights: give {_FORMS}, "
             f"or a name such as {examples}"
         )
     path = fetch(source, sha256=sha256, cache_dir=cache_dir, local_only=local_only)
@@ -141,7 +142,7 @@ def _check_hash(sha256: str, *, required: bool = False) -> str:
     sha256 = sha256.lower()
     if (sha256 or required) and not re.fullmatch("[0-9a-f]{8,64}", sha256):
         raise UserError(
-            f"{sha256!r} is no SHA-256: give its 64 hexadecimal digits, or the first 8 "
-            "or more"
+            f"{sha256!r} is not a SHA-256: give its 64 hexadecimal digits, or at least "
+            "the first 8"
         )
     return sha256

@@ -15,7 +15,7 @@ from vit_jax.weights.hub import urls
 from vit_jax.weights.hub.urls import DownloadError
 
 HOSTS = ("huggingface.co", "www.huggingface.co", "hf.co")
-_CHECK_HASH = "correct the hash, or name another revision"
+_CHECK_HASH = "correct the hash, or give another revision"
 
 # Best first. Files of other frameworks (flax_model.msgpack, tf_model.h5) are not read.
 _WEIGHTS = (
@@ -47,13 +47,14 @@ def download(
     cache_dir: str | os.PathLike | None = None,
     local_only: bool = False,
 ) -> pathlib.Path:
-    """Downloads a file or a model's files from the hub unless they are cached.
+    """Downloads a file or the files of a model from the hub, unless they are cached.
 
-    One request gets the commit of a branch; a full commit hash whose files are cached
-    needs none. Without an answer the latest known commit is used.
+    One request determines the commit of a branch; a full commit hash whose files are
+    cached needs no request. Without an answer, the latest known commit is used.
 
     Returns:
-      The file, or the folder with the weights and their JSON files, of the commit.
+      The path of the file, or of the folder with the weights and JSON files of the
+      commit.
 
     Raises:
       DownloadError: the file cannot be downloaded, or has another hash.
@@ -62,7 +63,7 @@ def download(
     from huggingface_hub import constants, is_offline_mode
 
     uri = _parse(source)
-    is_folder = f"{source} is a folder, but a SHA-256 is of a file: name the file"
+    is_folder = f"{source} is a folder, but a SHA-256 is for a file: give its path"
     if sha256 and not uri.path_in_repo:
         raise UserError(is_folder)
     commit = error = None
@@ -108,10 +109,10 @@ def _best_weights(inside: Sequence[str], source: str) -> str:
         matches = fnmatch.filter(top_level, pattern)
         if len(matches) > 1:
             reason = f"has more than one model ({_shorten(matches)})"
-            raise DownloadError(source, reason, "name a file of it")
+            raise DownloadError(source, reason, "give the path of one file")
         if matches:
             return matches[0]
-    reason = "has no weights that are read (safetensors, npz or PyTorch)"
+    reason = "has no weights in a known format (safetensors, npz or PyTorch)"
     raise DownloadError(source, reason, f"it has {_shorten(inside) or 'no files'}")
 
 
@@ -122,7 +123,7 @@ def _find_shards(index: str, inside: Sequence[str], source: str) -> list[str]:
     stem = pathlib.PurePosixPath(index.removesuffix(_INDEX))
     shards = fnmatch.filter(inside, f"{stem.with_suffix('')}-*-of-*{stem.suffix}")
     if not shards:
-        reason = f"has {index} but no part of it"
+        reason = f"has {index} but none of its parts"
         raise DownloadError(source, reason, f"it has {_shorten(inside)}")
     return sorted(shards)
 
@@ -141,12 +142,12 @@ def _parse(source: str) -> Any:
         uri = parse_hf_uri(source)
     except HfUriError as error:
         raise UserError(
-            f"{source} is no address on the hub ({urls.one_line(error)}): write "
+            f"{source} is not an address on the hub ({urls.one_line(error)}): write "
             "hf://owner/name, hf://owner/name@revision or hf://owner/name/file"
         ) from error
     if uri.type != "model":
         raise UserError(
-            f"{source} is a {uri.type}, not a model: name a model's repository"
+            f"{source} is a {uri.type}, not a model: give the repository of a model"
         )
     return uri
 
@@ -162,8 +163,8 @@ def _find_cached(
 ) -> pathlib.Path | None:
     """Returns the snapshot folder of a revision if all selected files are in it.
 
-    Downloads store a listing of the commit's files. Without it the cached files may be
-    incomplete, so they are used only if `unlisted`, when the hub cannot be reached.
+    Downloads store a listing of the commit's files. Without a listing, the cached files
+    may be incomplete; they are used only if `unlisted`, when the hub cannot be reached.
     """
     from huggingface_hub import errors, get_cached_repo_tree, snapshot_download
 
@@ -187,7 +188,7 @@ def _find_cached(
 def _fetch(
     uri: Any, source: str, sha256: str, cache_dir: str | os.PathLike | None
 ) -> pathlib.Path:
-    """Downloads the selected files of a revision into the cache; returns its folder."""
+    """Downloads the selected files of a revision to the cache; returns their folder."""
     from huggingface_hub.hf_api import RepoFile
     from huggingface_hub.utils import tqdm
     from huggingface_hub.utils.sha import git_hash
@@ -233,11 +234,11 @@ def _request_errors() -> tuple[type[Exception], ...]:
 
 
 def _explain(source: str, uri: Any, error: Exception | None) -> UserError:
-    """Returns the error for one of `_request_errors`; None if no request was made."""
+    """Returns an error that explains one of `_request_errors`; None: no request made."""
     from huggingface_hub import constants, errors
 
     while isinstance(error, errors.LocalEntryNotFoundError) and error.__cause__:
-        error = error.__cause__  # The request failed before the cache was tried.
+        error = error.__cause__  # The request failed before the cache was read.
     page = uri.to_url()
     absent = "is not in the cache and cannot be reached"
     by_hand = (
@@ -261,12 +262,12 @@ def _explain(source: str, uri: Any, error: Exception | None) -> UserError:
             remedy = f"see {page.partition('/tree/')[0].partition('/blob/')[0]}/commits"
         case errors.RepositoryNotFoundError():
             reason = f"does not exist or is private ({code})"
-            remedy = "check owner and name, or set HF_TOKEN to a token that may read it"
+            remedy = "check owner and name, or set HF_TOKEN to a token with access"
         case errors.HfHubHTTPError() if code in (401, 403):
             reason = f"is refused ({code})"
-            remedy = "set HF_TOKEN to a token that may read it"
+            remedy = "set HF_TOKEN to a token with access"
         case errors.HfHubHTTPError():
-            reason, remedy = f"is not given ({code})", f"try again later, or see {page}"
+            reason, remedy = f"is not available ({code})", f"try later, or see {page}"
         case RuntimeError():
             reason = f"{absent} ({urls.one_line(error)})"
             remedy = "set HF_HUB_DISABLE_XET=1 to use plain HTTP"

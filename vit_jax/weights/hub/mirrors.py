@@ -1,14 +1,15 @@
 """Names of published weights, with the URLs of the originals and their mirrors.
 
-`augreg:B/16` is pretrained on ImageNet-21k, `augreg:B/16-i1k-384` then fine-tuned on
-ImageNet-1k at 384 pixels, `augreg-i1k:B/16-224` trained on ImageNet-1k alone
-(arXiv:2106.10270); `paper:B/16-i21k` and `paper:B/16` (fine-tuned at 384; -224 at 224)
-are of arXiv:2010.11929, `sam:` of 2106.01548, `deit:` of 2012.12877, `bit:` BiT-M of
-1912.11370, `big_vision:` of 2205.01580.
+`augreg:B/16` is pretrained on ImageNet-21k, `augreg:B/16-i1k-384` is then fine-tuned on
+ImageNet-1k at 384 pixels, `augreg-i1k:B/16-224` is trained on ImageNet-1k only
+(arXiv:2106.10270). `paper:B/16-i21k` and `paper:B/16` (fine-tuned at 384; -224 at 224)
+come from arXiv:2010.11929, `sam:` from 2106.01548, `deit:` from 2012.12877, `bit:` is
+BiT-M from 1912.11370, `big_vision:` from 2205.01580.
 
-mirrors.tsv has a line for each name: the URL of the original, then those of copies, which
-may lack a head or a representation layer that the original has. Of AugReg's files for
-each size it has the one that timm chose. Sources of the names, as of November 2026:
+mirrors.tsv has one line per name: the URL of the original, then the URLs of copies,
+which may lack a head or a representation layer that the original has. Of AugReg's many
+files for each size, it has the one that timm chose. Sources of the names, as of
+November 2026:
 - buckets: google-research/vision_transformer, README.md, issues 88 and 139, and
   google-research/big_transfer, README.md; google-research/big_vision, models/vit.py and
   models/bit_paper.py; jeonsworld/ViT-pytorch, issue 25; the lists of files in

@@ -13,7 +13,7 @@ from vit_jax.weights.formats.registry import WRITERS
 from vit_jax.weights.hub.urls import one_line
 from vit_jax.weights.pretrained import Pretrained
 
-# Options in a model card, of encoders and of ResNets.
+# Options shown in a model card, for encoders and ResNets.
 _SHOWN = ("width", "depth", "num_heads", "mlp_dim", "pool", "num_register_tokens")
 _SHOWN += ("activation", "layer_norm_eps", "stage_depths", "stem_width")
 
@@ -68,21 +68,21 @@ def upload(
         )
     except httpx2.HTTPError as error:
         raise UserError(_explain(error, repo)) from error
-    # The library wraps errors that occur while a file is uploaded.
+    # The library wraps errors that occur while it uploads a file.
     except (OSError, ValueError, RuntimeError) as error:
         raise UserError(_explain(error.__cause__ or error, repo)) from error
     return commit.commit_url
 
 
 def _explain(error: BaseException, repo: str) -> str:
-    """Returns the message about a failed upload."""
+    """Returns the message for a failed upload."""
     response = getattr(error, "response", None)
     status = response.status_code if response is not None else 0
     remedy = {
         401: "log in with `hf auth login`, or set HF_TOKEN to a token that may write",
-        403: f"the token may not write to {repo}: give one that may in HF_TOKEN",
+        403: f"the token may not write to {repo}: set HF_TOKEN to one that may",
         404: f"no such repository, or it is hidden from this token: check {repo}",
-    }.get(status, "try again; what was converted is kept")
+    }.get(status, "try again; the converted files are kept")
     return f"{repo} was not uploaded: {one_line(error)}; {remedy}"
 
 
@@ -100,13 +100,13 @@ def model_card(
     Args:
       pretrained: the published checkpoint.
       repo: "owner/name" on the hub.
-      to: format, a value of the flag `--to` of `vit_jax.convert`.
+      to: format, as for the flag `--to` of `vit_jax.convert`.
       usage: Python lines that load the weights.
       license: identifier on the hub, such as "apache-2.0"; "" if unknown.
-      scores: metric name to value between 0 and 1, from the report of a run.
+      scores: metrics by name, between 0 and 1, from the report of a run.
 
     Returns:
-      Markdown that begins with the metadata that the hub reads.
+      Markdown that starts with the metadata for the hub.
     """
     from huggingface_hub.utils import yaml_dump
 

@@ -21,7 +21,7 @@ class DownloadError(UserError):
 
     Args:
       source: name or address that the user gave.
-      reason: predicate of a sentence with the source as its subject.
+      reason: predicate of a sentence whose subject is the source.
       remedy: advice to the user.
     """
 
@@ -31,7 +31,7 @@ class DownloadError(UserError):
 
 
 class _AnonymousReadRefused(DownloadError):
-    """A bucket refuses an anonymous read, or hides whether the object exists."""
+    """A bucket refuses anonymous reads, or does not reveal whether the object exists."""
 
 
 def download(
@@ -41,18 +41,18 @@ def download(
     cache_dir: str | os.PathLike | None = None,
     local_only: bool = False,
 ) -> pathlib.Path | epath.Path:
-    """Downloads https://... or gs://bucket/file, which never change, unless it is cached.
+    """Downloads https://... or gs://bucket/file, which never change, unless cached.
 
-    A bucket is read anonymously first. If that is refused and the `gcs` extra is
-    installed, the user's credentials are tried. (In that order, because gcsfs takes a
-    minute and a half to notice that there is no network.)
+    A bucket is first read anonymously. If that is refused and the `gcs` extra is
+    installed, the user's credentials are tried. They come second because gcsfs takes a
+    minute and a half to notice that there is no network.
 
     Returns:
       The cached file, or the path of a folder in a bucket, such as a workdir.
 
     Raises:
       DownloadError: the file cannot be downloaded, or has another hash.
-      UserError: the source names no file, or the cache cannot be written.
+      UserError: the source does not name a file, or the cache cannot be written.
     """
     url = source
     if source.startswith("gs://"):
@@ -60,7 +60,7 @@ def download(
         name = source.removeprefix("gs://")
         if "/" not in name:
             raise UserError(f"{source} is a whole bucket: give gs://bucket/file")
-        # Google's clients honour this variable, which names an emulator.
+        # Google's clients read this variable, which names an emulator.
         server = os.environ.get("STORAGE_EMULATOR_HOST")
         url = f"{server or 'https://storage.googleapis.com'}/{quote(name)}"
     path = _cache_path(url, cache_dir)
@@ -83,19 +83,19 @@ def file_hash(path: pathlib.Path) -> str:
 
 
 def is_complete(path: pathlib.Path, sha256: str = "") -> bool:
-    """Returns whether a file exists and its hash begins as expected."""
+    """Returns whether a file exists and its hash starts as expected."""
     return path.is_file() and (not sha256 or file_hash(path).startswith(sha256.lower()))
 
 
 def check_hash(source: str, actual: str, expected: str, remedy: str) -> None:
-    """Raises DownloadError unless a SHA-256 begins as expected."""
+    """Raises DownloadError unless a SHA-256 starts as expected."""
     if not actual.startswith(expected):
         reason = f"has the SHA-256 {actual}, not {expected}"
         raise DownloadError(source, reason, remedy)
 
 
 def one_line(error: BaseException) -> str:
-    """Returns the beginning of an error's text, without line breaks."""
+    """Returns the start of an error's text, without line breaks."""
     return " ".join(str(error).split())[:300] or type(error).__name__
 
 
@@ -103,19 +103,19 @@ def not_written(path: str | os.PathLike, error: OSError) -> UserError:
     """Returns the error for a cache that cannot be written."""
     return UserError(
         f"{path} cannot be written ({error.strerror or one_line(error)}): free "
-        "space, or choose another cache folder by VIT_JAX_CACHE (hf://: HF_HOME)"
+        "space, or choose another cache folder with VIT_JAX_CACHE (hf://: HF_HOME)"
     )
 
 
 def _cache_path(url: str, cache_dir: str | os.PathLike | None) -> pathlib.Path:
-    """Returns the path of a URL's content in the cache: host, then path."""
+    """Returns the cache path for a URL: host, then path."""
     folder = cache_dir or os.environ.get("VIT_JAX_CACHE") or "~/.cache/vit_jax"
     parts = urlsplit(url)
     steps = [s for s in parts.path.split("/") if s]
     if not parts.hostname or not steps or ".." in steps or parts.path.endswith("/"):
         raise UserError(f"{url} names no file: give the address of one")
-    host = parts.netloc.rpartition("@")[2]  # Without a password.
-    if parts.query:  # It may be long, or hold a key.
+    host = parts.netloc.rpartition("@")[2]  # Without the password.
+    if parts.query:  # It may be long, or contain a key.
         host += f"/{hashlib.sha256(parts.query.encode()).hexdigest()[:16]}"
     return pathlib.Path(folder).expanduser() / host / pathlib.Path(*steps)
 
@@ -148,8 +148,8 @@ def _store(
 def _receive(url: str, source: str) -> Iterator[bytes]:
     """Yields the content of a URL.
 
-    The HTTP client is that of huggingface_hub for every server: it is a dependency
-    anyway, and users configure proxies, certificates and HF_HUB_OFFLINE there.
+    All servers are accessed with the HTTP client of huggingface_hub: it is a dependency
+    anyway, and users configure proxies, certificates and HF_HUB_OFFLINE for it.
     """
     import httpx2
     from huggingface_hub import constants, get_session
@@ -172,7 +172,7 @@ def _receive(url: str, source: str) -> Iterator[bytes]:
                     bar.update(len(chunk))
                     yield chunk
     except httpx2.InvalidURL as error:
-        reason = f"is no URL ({one_line(error)})"
+        reason = f"is not a URL ({one_line(error)})"
         raise DownloadError(source, reason, "correct it") from error
     except (httpx2.RequestError, OfflineModeIsEnabled) as error:
         why = one_line(error)
@@ -180,7 +180,7 @@ def _receive(url: str, source: str) -> Iterator[bytes]:
             why = "HF_HUB_OFFLINE is set"
         reason = f"is not in the cache and cannot be reached ({why})"
         if received:
-            reason = f"broke off after {received} bytes ({why})"
+            reason = f"stopped after {received} bytes ({why})"
         remedy = f"open {url} in a browser and give the path of the saved file"
         raise DownloadError(source, reason, remedy) from error
 
@@ -188,10 +188,10 @@ def _receive(url: str, source: str) -> Iterator[bytes]:
 def _refusal(source: str, status: int) -> DownloadError:
     """Returns the error for a response of status 400 or more."""
     if not source.startswith("gs://"):
-        reason = {404: "is not there", 401: "is refused", 403: "is refused"}
+        reason = {404: "does not exist", 401: "is refused", 403: "is refused"}
         return DownloadError(
             source,
-            f"{reason.get(status, 'is not given')} ({status})",
+            f"{reason.get(status, 'is not available')} ({status})",
             "check the address, or give the path of a copy",
         )
     if status in (401, 403):
@@ -202,14 +202,14 @@ def _refusal(source: str, status: int) -> DownloadError:
         return _AnonymousReadRefused(source, reason, remedy)
     if status == 404:
         remedy = "check the name; a folder needs pip install -e '.[gcs]' in the clone"
-        return _AnonymousReadRefused(source, "is not a file there (404)", remedy)
-    return DownloadError(source, f"is not given ({status})", "try again later")
+        return _AnonymousReadRefused(source, "does not exist as a file (404)", remedy)
+    return DownloadError(source, f"is not available ({status})", "try again later")
 
 
 def _read_with_credentials(
     source: str, path: pathlib.Path, sha256: str, refused: _AnonymousReadRefused
 ) -> pathlib.Path | epath.Path:
-    """Returns an object that an anonymous read could not get, or its folder."""
+    """Returns an object or folder that an anonymous read could not get."""
     remote = _remote_path(source)
     if remote is None:
         raise refused
@@ -227,7 +227,7 @@ def _read_with_credentials(
 
 
 def _remote_path(source: str) -> epath.Path | None:
-    """Returns a path that reads with credentials, if a library for it is installed."""
+    """Returns a path that reads with credentials, if the library for it is installed."""
     installed = any(importlib.util.find_spec(n) for n in ("gcsfs", "tensorflow"))
     return epath.Path(source) if installed else None
 
@@ -238,5 +238,5 @@ def _read(remote: epath.Path, source: str) -> Iterator[bytes]:
             while chunk := stream.read(_CHUNK_BYTES):
                 yield chunk
     except Exception as error:
-        reason = f"broke off ({one_line(error)})"
+        reason = f"stopped ({one_line(error)})"
         raise DownloadError(source, reason, "try again later") from error

@@ -172,7 +172,7 @@ function showFile(file) {
   show(source.see(file));
 }
 
-/** Returns a query for this image: the class if it is listed, else a default. */
+/** Returns a query for this image: the class if it is listed, else the default. */
 function queryOf({ label }) {
   element("text").value = "";
   const known = panes.flatMap((pane) => pane.seen.models[pane.number].classes);
@@ -353,7 +353,7 @@ function addThumbnails({ images, more }) {
     element("folder").append(button);
     thumbnails.add(image, source.thumbnailOf(name));
   }
-  if (more) element("folder").append(`The first ${images.length} images are shown.`);
+  if (more) element("folder").append(`Only the first ${images.length} images are shown.`);
 }
 
 function addPanes(models) {

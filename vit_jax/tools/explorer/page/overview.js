@@ -36,7 +36,7 @@ class Overview {
     });
   }
 
-  /** Takes the description of a model with another grid. */
+  /** Sets the description of a model with another grid. */
   fit(model) {
     this.model = model;
     const scale = Math.ceil(CELL / Math.max(...model.grid));
@@ -106,7 +106,7 @@ class Overview {
   }
 }
 
-/** Adds labels to a row or column, of many numbers only every second or third. */
+/** Adds labels to a row or column; of many numbers, only every second or third. */
 function addLabels(root, names) {
   const step = Math.ceil(names.length / 16);
   for (const [i, name] of names.entries()) {

@@ -81,14 +81,14 @@ class Pane {
     const { classes, grid, size, steps, pool } = seen.models[this.number];
     this.fit(grid, size);
     this.find(".top").hidden = classes.length === 0;
-    if (this.model.colors.length) this.find(".top").textContent = "Parts of the pixels";
+    if (this.model.colors.length) this.find(".top").textContent = "Fractions of the pixels";
     this.find(".torelevance").hidden = !this.model.relevance;
     this.items = classes.map((one) => this.classItem(one));
     this.find(".classes").replaceChildren(...this.items);
     this.find(".kept").textContent = keptInWords(steps, pool);
   }
 
-  /** Takes the grid and the size of an image: models of images of any size change them. */
+  /** Sets the grid and size of an image, which vary for models of images of any size. */
   fit(grid, size) {
     this.model = { ...this.model, grid, size };
     const scale = Math.ceil(CANVAS / Math.max(...size));
@@ -102,7 +102,7 @@ class Pane {
     this.overview.fit(this.model);
   }
 
-  /** Returns the numbers of the query's token and of its patch, null without one. */
+  /** Returns the numbers of the query's token and patch; null if there is none. */
   asking(query) {
     const extra = this.model.extra;
     const whole = "label" in query || "text" in query;
@@ -188,12 +188,12 @@ class Pane {
     return patch === null ? null : { key: this.seen.key, name: null, ...this.named(patch) };
   }
 
-  /** Returns a patch with its row and column in words; those of another image differ. */
+  /** Returns a patch with its row and column in words, unlike those of other images. */
   named(patch) {
     return { patch, place: inWords(this.rowAndColumn(patch)) };
   }
 
-  /** Returns the cosine similarity of each patch to one, 0 if it is negative. */
+  /** Returns the cosine similarity of each patch to one patch; 0 if it is negative. */
   cosines({ key, patch }) {
     const ask = async () => {
       const of = [this.seen, this.number, key, patch];
@@ -202,7 +202,7 @@ class Pane {
     return remembered(this.shares, `${key} ${patch}`, ask);
   }
 
-  /** Returns an image of colours: of patches by their features, or of classes. */
+  /** Returns an image of colours, which stand for features of patches or for classes. */
   colours(view) {
     const { source } = this;
     const address = (view === "mask" ? source.maskOf : source.componentsOf).bind(source);
@@ -210,7 +210,7 @@ class Pane {
     return remembered(this.shares, view, ask);
   }
 
-  /** Returns the share of each patch in the relevance to a class, or to a text. */
+  /** Returns the fraction of each patch in the relevance to a class or a text. */
   share(label, words) {
     const ask = async () => {
       const of = [this.seen, this.number];
@@ -244,7 +244,7 @@ class Pane {
     return `${name}${layer + 1} of ${count}${block ? ")" : ""}: ${nameOf(kind)}`;
   }
 
-  /** Returns a line of the list of classes, a button if the model has relevance. */
+  /** Returns a line of the list of classes; a button if the model supports relevance. */
   classItem({ label, name, probability }) {
     const item = document.createElement("li");
     const line = document.createElement(this.model.relevance ? "button" : "div");
@@ -340,28 +340,28 @@ class Pane {
     const most = `${this.blockInWords(patches.indexOf(peak))}, ${percent(peak)}`;
     this.find(".which").textContent = this.layerInWords(layer, kind);
     this.words =
-      `From ${from}${absent}: most to ${most}${pool > 1 ? " a patch" : ""}${others}.`;
+      `From ${from}${absent}: most attention to ${most}${pool > 1 ? " per patch" : ""}${others}.`;
     if (view === "mask") {
       this.find(".which").textContent = "Classes of the pixels";
       this.find(".peak").textContent = "";
       this.words = "Each pixel has the colour of its class in the list.";
     } else if (colours) {
-      this.find(".which").textContent = "Components of the features of patches";
+      this.find(".which").textContent = "Components of the patch features";
       this.find(".peak").textContent = "";
-      this.words = "Patches of similar colours have similar features.";
+      this.words = "Patches with similar colours have similar features.";
     } else if (origin) {
       const of = origin.name ? ` of ${origin.name}` : "";
       this.find(".which").textContent = `Similarity to the patch in ${origin.place}${of}`;
-      this.words = `Cosine of features: most in ${most}.`;
+      this.words = `Cosine of features: largest in ${most}.`;
     } else if (words) {
-      this.words = `Relevance to “${words}”: most of ${most} of all.`;
+      this.words = `Relevance to “${words}”: largest for ${most} of the total.`;
     } else if (label !== undefined) {
       const { name } = this.seen.models[this.number].classes.find(
         (one) => one.label === label,
       ) ?? { name: `class ${label}` };
-      this.words = `Relevance to ${name}: most of ${most} of all.`;
+      this.words = `Relevance to ${name}: largest for ${most} of the total.`;
     } else if ("label" in query || "text" in query) {
-      this.words = `There is no relevance here. ${this.words}`;
+      this.words = `This model does not support relevance. ${this.words}`;
     }
     this.find(".where").textContent = this.words;
     for (const item of this.items) {
@@ -396,9 +396,9 @@ function inWords([row, column]) {
 /** Describes the reduced resolution of attention in a file; "" if it is complete. */
 function keptInWords(steps, pool) {
   const ways = [];
-  if (steps < FINEST) ways.push(`in ${steps + 1} steps up to the largest`);
+  if (steps < FINEST) ways.push(`in ${steps + 1} steps up to the maximum`);
   if (pool > 1) ways.push(`as means of ${pool}x${pool} patches`);
   return ways.length
-    ? `So that this file is small, attention is kept ${ways.join(" and ")}.`
+    ? `To keep this file small, attention is stored ${ways.join(" and ")}.`
     : "";
 }
