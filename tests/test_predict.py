@@ -19,7 +19,7 @@ from PIL import Image
 
 import vit_jax
 from vit_jax import models, weights
-from vit_jax.data import imagenet, inputs
+from vit_jax.data import image_files, imagenet
 from vit_jax.data.preprocess import Preprocess
 from vit_jax.data.sources.base import _warned
 from vit_jax.errors import UserError
@@ -491,7 +491,7 @@ def test_stdin_holds_paths_or_one_image(tmp_path):
         os.write(write, data)
         os.close(write)
         with os.fdopen(read):
-            return list(inputs.find(["-"], stdin=read))
+            return list(image_files.find(["-"], stdin=read))
 
     (tmp_path / "a.png").touch()
     (tmp_path / "b.jpg").touch()
@@ -515,7 +515,9 @@ def test_a_loop_of_links_is_followed_once(tmp_path):
     (photos / "deeper" / "back").symlink_to("..")
     (photos / "out").symlink_to(tmp_path / "other")
     (tmp_path / "other" / "back").symlink_to(photos)
-    names = [os.path.relpath(name, photos) for name, _ in inputs.find([str(photos)])]
+    names = [
+        os.path.relpath(name, photos) for name, _ in image_files.find([str(photos)])
+    ]
     assert names == ["a.png", "deeper/b.png", "out/c.png"]
 
 
@@ -527,7 +529,7 @@ def test_the_reader_keeps_no_more_than_its_limit_ahead():
             seen.append(i)
             yield i
 
-    results = inputs.ahead(count(), lambda i: -i, threads=2, limit=3)
+    results = image_files.ahead(count(), lambda i: -i, threads=2, limit=3)
     assert [next(results) for _ in range(4)] == [0, -1, -2, -3]
     results.close()
     assert len(seen) < 20
@@ -537,7 +539,7 @@ def test_the_reader_keeps_no_more_than_its_limit_ahead():
         raise OSError("the disk is gone")
 
     with pytest.raises(OSError, match="the disk is gone"):
-        list(inputs.ahead(fails(), lambda i: i, threads=1, limit=2))
+        list(image_files.ahead(fails(), lambda i: i, threads=1, limit=2))
 
 
 DEIT = SHARED / "parity" / "deit_tiny_timm.safetensors"

@@ -23,7 +23,7 @@ from vit_jax.analysis.figures import FIGURES, create
 from vit_jax.analysis.figures.writing import available_figures, write_figures
 from vit_jax.analysis.loaded_model import LoadedModel
 from vit_jax.command_line import cli, progress
-from vit_jax.data import bands, inputs
+from vit_jax.data import bands, image_files
 from vit_jax.data.preprocess import Preprocess
 from vit_jax.errors import UserError
 from vit_jax.models import intermediates
@@ -506,12 +506,12 @@ def test_the_task_and_the_windows_of_a_swin_transformer_are_drawn(tmp_path, plac
         PREPROCESS,
         pictures=lambda params, images: Pictures(*4 * (images,)),
     )
-    images = inputs.find([str(place / "images")])
+    images = image_files.find([str(place / "images")])
     files = draw(ours, images, ["reconstruction"], tmp_path, batch_size=2)
     assert files[0] == "reconstruction.png" and len(files) == 3
     with np.load(tmp_path / "reconstruction.npz") as data:
         assert data["original"].shape == (5, 16, 24, 3)
-    images = inputs.find([str(place / "images")])
+    images = image_files.find([str(place / "images")])
     files = draw(ours, images, ["windows"], tmp_path, max_shown=2)
     assert sum(name.endswith(".png") for name in files) == 2
     with np.load(tmp_path / "windows" / "a.npz") as data:

@@ -31,9 +31,9 @@ def main(flags: argparse.Namespace) -> int:
             "that ends in .parquet"
         )
     # Imported after the flags and the images are checked: their errors come at once.
-    from vit_jax.data import inputs
+    from vit_jax.data import image_files
 
-    images = inputs.find_some(flags.images)
+    images = image_files.find_some(flags.images)
 
     from vit_jax.command_line import progress
     from vit_jax.distributed import compilation

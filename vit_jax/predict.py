@@ -31,9 +31,9 @@ def main(flags: argparse.Namespace) -> int:
     """Classifies the images given by the flags; returns the exit code."""
     cli.refuse_overrides(flags, "predicting")
     # Imported after the flags and the images are checked: their errors come at once.
-    from vit_jax.data import inputs
+    from vit_jax.data import image_files
 
-    images = inputs.find_some(flags.images)
+    images = image_files.find_some(flags.images)
 
     from vit_jax.distributed import compilation
     from vit_jax.evaluators import label_maps
@@ -50,7 +50,7 @@ def main(flags: argparse.Namespace) -> int:
         )
     else:
         column, results = "probability", _classes(flags, classifier, images)
-    piped = inputs.STDIN in flags.images
+    piped = image_files.STDIN in flags.images
     names = () if piped else (printable(name) for name, _ in images)
     width, head, code = max(map(len, ("file", *names))), True, 0
     for name, result in results:

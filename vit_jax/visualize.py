@@ -34,9 +34,9 @@ def main(flags: argparse.Namespace) -> int:
     cli.refuse_overrides(flags, "looking into a model")
     named = figures.create(_names(flags), vars(flags))
     # Imported after the flags and the images are checked: their errors come at once.
-    from vit_jax.data import inputs
+    from vit_jax.data import image_files
 
-    images = inputs.find_some(flags.images) if flags.images else []
+    images = image_files.find_some(flags.images) if flags.images else []
     count = len(images) if isinstance(images, list) else None
     required = {**named, **figures.create(["cka"] if flags.compare else [], {})}
     for name, figure in required.items():

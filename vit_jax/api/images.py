@@ -9,7 +9,7 @@ import numpy as np
 from PIL import Image
 
 from vit_jax.config import fields
-from vit_jax.data import decode, inputs
+from vit_jax.data import decode, image_files
 from vit_jax.data.preprocess import Preprocess
 from vit_jax.errors import UserError
 from vit_jax.models.patches import PatchSequences
@@ -74,7 +74,7 @@ def listed(images: Images, channels: int) -> list:
                 "PIL image, or a list of these"
             )
         if isinstance(one, str | os.PathLike) and os.path.isdir(one):
-            single += [path for _, path in inputs.find_some([os.fspath(one)])]
+            single += [path for _, path in image_files.find_some([os.fspath(one)])]
         else:
             single.append(one)
     return single

@@ -16,7 +16,7 @@ from etils import epath
 from jaxtyping import Array, Float
 
 from vit_jax.command_line.files import replacing, writing_out
-from vit_jax.data import inputs, splits
+from vit_jax.data import image_files, splits
 from vit_jax.data.preprocess import Preprocess
 from vit_jax.errors import UserError
 from vit_jax.evaluators import prediction
@@ -77,7 +77,7 @@ class Extractor:
         self.widths = {name: shapes[name].shape[1] for name in names}
 
     def vectors(
-        self, images: Iterable[inputs.Named], batch_size: int
+        self, images: Iterable[image_files.Named], batch_size: int
     ) -> Iterator[tuple[str, Mapping[str, Float[np.ndarray, " D"]] | str]]:
         """Yields an image's name, and its vectors or the reason why it cannot be read.
 
@@ -119,7 +119,7 @@ def _column(layer: int) -> str:
 
 
 def labels_of(
-    words: Sequence[str], images: Iterable[inputs.Named]
+    words: Sequence[str], images: Iterable[image_files.Named]
 ) -> dict[str, str] | None:
     """Returns the class of each image: its folder below the given folder.
 
@@ -127,12 +127,12 @@ def labels_of(
 
     Args:
       words: files and folders of the command line.
-      images: output of `inputs.find_some` for them.
+      images: output of `image_files.find_some` for them.
 
     Returns:
       Classes by the names of the images; None if an image has no class.
     """
-    if inputs.STDIN in words:
+    if image_files.STDIN in words:
         return None
     roots, labels = sorted(filter(os.path.isdir, words), key=len), {}
     for name, path in images:

@@ -12,7 +12,7 @@ from jaxtyping import Num, UInt8
 from PIL import Image
 
 from vit_jax.command_line.files import replace_image, unique_stem, writing_out
-from vit_jax.data import display, inputs, masks
+from vit_jax.data import display, image_files, masks
 from vit_jax.data.preprocess import Preprocess
 from vit_jax.errors import UserError
 from vit_jax.evaluators.local_devices import LocalDevices
@@ -114,7 +114,7 @@ class PixelClassifier:
 
 def predict(
     classifier: PixelClassifier,
-    images: Iterable[inputs.Named],
+    images: Iterable[image_files.Named],
     *,
     batch_size: int = 32,
     resize: str = "cover",
@@ -124,7 +124,7 @@ def predict(
 
     Args:
       classifier: classifier of the pixels.
-      images: images from `inputs.find`.
+      images: images from `image_files.find`.
       batch_size: number of windows per batch.
       resize: resizing of an image, see `Sliding`.
       threads: decoding threads; one per core, at most 8, if None.
@@ -134,10 +134,10 @@ def predict(
     """
 
     def load(image):
-        return image[0], inputs.attempt(image, classifier.read)
+        return image[0], image_files.attempt(image, classifier.read)
 
     threads = threads or min(8, os.cpu_count() or 1)
-    read = inputs.ahead(images, load, threads=threads, limit=threads)
+    read = image_files.ahead(images, load, threads=threads, limit=threads)
     items = ((one, None if isinstance(one[1], str) else one[1]) for one in read)
     for (name, result), label_map in classifier.label_maps(items, batch_size, resize):
         yield name, result if label_map is None else (result, label_map)

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Float, UInt8
 
-from vit_jax.data import inputs
+from vit_jax.data import image_files
 from vit_jax.data.class_names import arrange
 from vit_jax.data.preprocess import Preprocess
 from vit_jax.distributed import compilation
@@ -184,7 +184,7 @@ def names_of(
 
 def predict(
     classifier: Classifier,
-    images: Iterable[inputs.Named],
+    images: Iterable[image_files.Named],
     *,
     batch_size: int = 32,
     topk: int = 5,
@@ -195,7 +195,7 @@ def predict(
 
     Args:
       classifier: classifier of the images.
-      images: images from `inputs.find`.
+      images: images from `image_files.find`.
       batch_size, threads: arguments of `stream`.
       topk: number of classes per image.
       threshold: smallest probability, see `rank`.
@@ -229,7 +229,7 @@ def check_finite(values: Float[np.ndarray, "..."], name: str) -> None:
 
 
 def stream(
-    images: Iterable[inputs.Named],
+    images: Iterable[image_files.Named],
     prepare: Callable[[bytes, str], Prepared],
     compute: Callable[[Prepared, int], Any],
     *,
@@ -242,7 +242,7 @@ def stream(
     of the first, so that one program is compiled.
 
     Args:
-      images: images from `inputs.find`.
+      images: images from `image_files.find`.
       prepare: function of a file's content and name that returns the network's input.
       compute: function of B prepared images and the batch size to pad them to, which is
         the same for all batches; returns a tree of arrays whose first B rows are the
@@ -254,11 +254,11 @@ def stream(
       The name of an image and the tree of its outputs, or why it cannot be read.
     """
 
-    def load(image: inputs.Named) -> tuple[str, Prepared | str]:
-        return image[0], inputs.attempt(image, prepare)
+    def load(image: image_files.Named) -> tuple[str, Prepared | str]:
+        return image[0], image_files.attempt(image, prepare)
 
     threads = threads or min(8, os.cpu_count() or 1)
-    prepared = inputs.ahead(images, load, threads=threads, limit=2 * batch_size)
+    prepared = image_files.ahead(images, load, threads=threads, limit=2 * batch_size)
     rows = 0
     for batch in _batches(prepared, batch_size):
         good = [pixels for _, pixels in batch if not isinstance(pixels, str)]

@@ -5,7 +5,7 @@ import shutil
 import numpy as np
 import pytest
 
-from vit_jax.data import decode, inputs, pipeline
+from vit_jax.data import decode, image_files, pipeline
 from vit_jax.data.fingerprint import differences, fingerprint, unchecked
 from vit_jax.data.imagenet import OBJECTNET_CLASSES
 from vit_jax.data.sources import folder as folder_reader
@@ -58,7 +58,7 @@ def test_every_format_and_letter_case_counts_and_nothing_else(
     for i in range(len(source)):
         assert decode.decode(source[i]["image"]).shape == (37, 53, 3)
     # Predict reads the same files.
-    found = [path for path, _ in inputs.find([str(folder / "train")])]
+    found = [path for path, _ in image_files.find([str(folder / "train")])]
     assert sorted(found) == sorted(str(folder / path) for path in source.paths)
 
 

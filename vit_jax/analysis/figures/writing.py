@@ -24,14 +24,14 @@ from vit_jax.analysis.figures import FIGURES, create
 from vit_jax.analysis.figures.figure import Figure, Picture
 from vit_jax.analysis.loaded_model import LoadedModel
 from vit_jax.command_line.files import replace_bytes, unique_stem, writing_out
-from vit_jax.data import bands, inputs
+from vit_jax.data import bands, image_files
 from vit_jax.data.preprocess import warn_of_dark
 from vit_jax.errors import UserError
 
 
 def write_figures(
     loaded: LoadedModel,
-    images: Iterable[inputs.Named],
+    images: Iterable[image_files.Named],
     figures: Mapping[str, Figure],
     out: epath.Path,
     *,
@@ -46,7 +46,7 @@ def write_figures(
 
     Args:
       loaded: the model.
-      images: output of `data.inputs.find`; not read for figures that need only weights.
+      images: output of `data.image_files.find`; not read for figures that need only weights.
       figures: figures by name; an object draws one model only.
       out: folder; created if missing.
       other: second model; "cka" compares its layers with those of the first.
@@ -272,7 +272,7 @@ class Batch:
 
 
 def read_batches(
-    images: Iterable[inputs.Named],
+    images: Iterable[image_files.Named],
     models: Sequence[LoadedModel],
     batch_size: int,
     on_unreadable: Callable[[str, str], None],
@@ -283,7 +283,7 @@ def read_batches(
     """Reads images in batches, prefetching in threads; each image is decoded once.
 
     Args:
-      images: output of `data.inputs.find`.
+      images: output of `data.image_files.find`.
       models: models that the images are prepared for.
       batch_size: images per batch; the last batch may be smaller.
       on_unreadable: function called with each unreadable image's name and the reason.
@@ -293,8 +293,8 @@ def read_batches(
     """
     num_read, stems = 0, {}
 
-    def load(image: inputs.Named):
-        return image[0], inputs.attempt(image, prepare)
+    def load(image: image_files.Named):
+        return image[0], image_files.attempt(image, prepare)
 
     def prepare(data: bytes, name: str):
         # This runs ahead of `num_read`, so slightly more originals are decoded than
@@ -318,7 +318,7 @@ def read_batches(
 
     threads = min(8, os.cpu_count() or 1)
     pending = []
-    for name, result in inputs.ahead(
+    for name, result in image_files.ahead(
         images, load, threads=threads, limit=max(2, threads)
     ):
         if isinstance(result, str):

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from PIL import Image, ImageDraw, ImageOps, UnidentifiedImageError
 
-from vit_jax.data import bands, decode, inputs
+from vit_jax.data import bands, decode, image_files
 from vit_jax.data.config import MAX_MEGAPIXELS
 from vit_jax.errors import UserError
 
@@ -154,7 +154,7 @@ class Folder:
         except (OSError, ValueError, RuntimeError):  # For example, a link to itself.
             return None
         inside = path.is_relative_to(self._root) and path.is_file()
-        return path if inside and name.lower().endswith(inputs.SUFFIXES) else None
+        return path if inside and name.lower().endswith(image_files.SUFFIXES) else None
 
 
 def _unreadable(error: OSError, name: str) -> Refused:
