@@ -14,7 +14,7 @@ from vit_jax.data.transforms import where_of
 from vit_jax.data.transforms.base import Transform
 from vit_jax.errors import UserError
 
-_INSPECTED = 1_000  # Images of a split whose orientation tags are read.
+_TAGS_READ = 1_000  # Images of a split whose orientation tags are read.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Image(Field):
     ) -> bool:
         """Returns whether an image is upright; warns if its tag is ignored."""
         exif = self.data.exif
-        inspected = exif or not record % -(-len(source) // _INSPECTED)
+        inspected = exif or not record % -(-len(source) // _TAGS_READ)
         encoded = isinstance(value, bytes)
         tagged = inspected and encoded and decode.orientation(value) != 1
         if tagged and not exif:
