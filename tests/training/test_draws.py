@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import recorded_draws
 from flax.traverse_util import flatten_dict
 from helpers import first_state, tiny_config
 
@@ -37,22 +38,7 @@ def build(**sections):
 @pytest.fixture
 def drawn(monkeypatch):
     """Returns a list that grows by (function, key) with each draw of a network."""
-    draws = []
-
-    def note(name, key):
-        draws.append((name, *np.asarray(key).ravel().tolist()))
-
-    for name in ("bits", "uniform", "bernoulli", "normal", "permutation"):
-        original = getattr(jax.random, name)
-
-        def draw(key, *args, name=name, original=original, **more):
-            jax.debug.callback(
-                lambda key, name=name: note(name, key), jax.random.key_data(key)
-            )
-            return original(key, *args, **more)
-
-        monkeypatch.setattr(jax.random, name, draw)
-    return draws
+    return recorded_draws.record(monkeypatch)
 
 
 ALL = {"dropout": 0.1, "drop_path_rate": 0.2, "depth": 3}
