@@ -74,6 +74,13 @@ def test_mixed_angles_are_rows_and_columns_by_frequencies_of_each_head_and_layer
             changed = {**params["Transformer"], "rope_frequencies": other}
             found = jax.jit(model.apply)(params | {"Transformer": changed}, images)
             assert np.abs(found["logits"] - logits).max() > 1e-4
+    # Of images of any size: places in any order, others in each image.
+    place = rng.integers(0, 5, (2, 6, 2))
+    places = types.SimpleNamespace(place=jnp.asarray(place))
+    at = np.asarray(mixed_rotary.mixed_angles(frequencies, (2, 4), places))
+    down, across = place[:, None, :, :1], place[:, None, :, 1:]
+    expected = down * frequencies[0][:, None] + across * frequencies[1][:, None]
+    np.testing.assert_allclose(at, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_a_reference_stretches_the_grid():
