@@ -150,3 +150,15 @@ def test_averages_tasks_and_norms_get_the_parameters_after_the_step():
     ]
     assert metrics["learning_rate"] == 0.5
     assert metrics["grad_norm"] == pytest.approx(np.sqrt(sum(squares)), rel=1e-4)
+
+
+def test_the_norm_of_the_gradients_is_of_those_that_move_in_the_step():
+    optim = {"name": "sgd", "momentum": 0.0, "learning_rate": 0.5, "warmup_steps": 0}
+    optim |= {"schedule": "constant", "freeze": ("^(?!head/)",), "freeze_steps": 3}
+    setup, batch = build(optim=optim)
+    before = jax.device_get(first_state(setup).params)
+    after, metrics = jax.device_get(setup.train_step(first_state(setup), batch))
+    moved = jax.tree.map(lambda a, b: (a - b) / 0.5, before, after.params)
+    squares = [np.sum(np.square(x, dtype=np.float64)) for x in jax.tree.leaves(moved)]
+    assert sum(squares) > 0 and not np.any(moved["cls"])
+    assert metrics["grad_norm"] == pytest.approx(np.sqrt(sum(squares)), rel=1e-4)
