@@ -251,6 +251,30 @@ def test_each_loss_of_dinov2_reads_its_part_of_student_and_teacher(centering):
     assert (np.abs(given["patch_outputs"]).max(1) > 0).tolist() == counted.tolist()
 
 
+CONFIGS = dino.DinoConfig(num_outputs=K), dinov2.Dinov2Config(num_outputs=K)
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.name)
+def test_large_and_small_crops_drop_branches_by_themselves(config):
+    task, keys = build(config), []
+
+    def features(params, crops, train, key):
+        keys.append(tuple(jax.random.key_data(key).tolist()))
+        return jnp.zeros((*crops.shape[:2], D))
+
+    def tokens(params, crops, train, key, hide=None):
+        x = features(params, crops, train, key).reshape(-1, 1, D)
+        return x.repeat(1 + N, axis=1)
+
+    task._features, task._tokens = features, tokens
+    task.head = task.patch_head = types.SimpleNamespace(apply=lambda params, x: x)
+    params = dict.fromkeys(("head", "patch_head", "mask_token"), jnp.zeros(()))
+    masked = [dinov2.Masked(HIDDEN, np.zeros((1, M), np.int32), WEIGHTS)]
+    given = params, BATCH, *(masked if config.name == "dinov2" else [])
+    task.answers(*given, train=True, key=KEY)
+    assert len(keys) == len({*keys}) == 2
+
+
 Y, X, CLASSES = 2, 3, 4
 ORDER = [2, 0, 3, 1]  # The teacher's class of each class of the data.
 MEANS = {"student": (0.1, 0.2, 0.35), "teacher": (0.4, 0.55, 0.6)}
