@@ -126,7 +126,7 @@ def test_each_block_and_kind_of_jitter_draws_by_itself(monkeypatch):
     config = build(rope="centered", posemb="none", **jitter).config
     keys = jax.random.split(jax.random.key(0), config.depth)
     drawn = recorded_draws.record(monkeypatch)
-    first, second = rotary.Rotary(config, (2, 4), 1).layers(None, keys=keys)
+    first, second = rotary.Rotary(config, (2, 4), 1).by_block(None, keys=keys)
     jax.effects_barrier()
     assert len(set(drawn)) == len(drawn) == 3 * config.depth
     assert not np.allclose(first["angles"], second["angles"])
@@ -152,7 +152,7 @@ def test_layers_and_heads_begin_with_directions_of_their_own():
 
     module = types.SimpleNamespace(param=param)
     config = build(rope="mixed").config
-    mixed_rotary.MixedRotary(config, (2, 3), 0).layers(module)
+    mixed_rotary.MixedRotary(config, (2, 3), 0).by_block(module)
     # Of the two directions of a head.
     (down, across), K = np.moveaxis(np.asarray(begun[0]), 1, 0), 24 // 2
     turns = np.arctan2(across, down)[..., [0, K // 4]].reshape(-1, 2)
