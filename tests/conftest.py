@@ -68,15 +68,19 @@ def _param_checked_once(self, name, init_fn, *args, unbox=True, **keys):
 flax.core.Scope.param = _param_checked_once
 
 
-# One or a few tests of minutes each: begun last, they would keep one worker waiting.
-LONG = ("test_notebooks.py", "test_docs.py", "test_docs_pretraining.py", "test_soak.py")
-LONG += ("test_smoke.py", "test_digits.py", "test_config_commands.py")
-LONG += ("test_benchmarks.py",)
+# Files of minutes, the longest first: begun last, they would keep one worker waiting.
+LONG = ("test_benchmarks.py", "test_two_hosts.py", "test_smoke.py", "test_docs.py")
+LONG += ("test_docs_pretraining.py", "test_config_commands.py", "test_timm_registry.py")
+LONG += ("test_digits.py", "test_exchanges.py", "test_soak.py", "test_failing_saves.py")
+LONG += ("test_notebooks.py", "test_encoder.py", "test_resume.py", "test_starting.py")
+# Of the fast tests.
+LONG += ("test_api.py", "test_self_supervised.py", "test_optimizers_of_optax.py")
 
 
 def pytest_collection_modifyitems(items):
     """Has the longest files begin first."""
-    items.sort(key=lambda item: item.path.name not in LONG)
+    places = {name: place for place, name in enumerate(LONG)}
+    items.sort(key=lambda item: places.get(item.path.name, len(places)))
 
 
 # Every compiled program has memory maps, of which Linux allows a process

@@ -35,7 +35,7 @@ TESTS = {
         "test_the_commands_and_programs_of_pretraining_run"
     ),
     # What their quick versions replace.
-    r"train .*(b16_\w+\.py:model=L/16|:data=(cifar10|imagenet2012))": (
+    r"train .*((b16_\w+|jft)\.py:model=L/16|:data=(cifar10|imagenet2012))": (
         "tests/test_configs.py::test_recipe_builds_with_every_argument"
     ),
     r"train ": "tests/test_smoke.py::test_recipes_take_three_steps_on_made_data",
@@ -135,15 +135,21 @@ def test_digits_are_told_apart_by_their_figures(tmp_path, monkeypatch, capsys):
         Image.fromarray(digits.images[i, ..., 0]).save(path)
     monkeypatch.chdir(tmp_path)
     (_, *train), (_, *predict) = commands_of(ROOT / "configs" / "digits_names.py")
-    shorter = "--config.epochs=25", "--config.optim.warmup_epochs=2"
-    assert not run_command("train", [*train, *shorter])
+    # Towers of one block compile in a third of the time.
+    shorter = [
+        "epochs=25",
+        "optim.warmup_epochs=2",
+        "model.depth=1",
+        "task.text.depth=1",
+    ]
+    assert not run_command("train", [*train, *(f"--config.{key}" for key in shorter)])
     capsys.readouterr()
     assert not run_command("predict", [*predict, "--json"])
     right = []
     for line in capsys.readouterr().out.splitlines():
         row = json.loads(line)
         right.append(row["predictions"][0]["name"] == row["file"].split("/")[-1][0])
-    assert len(right) == 355 and np.mean(right) > 0.8
+    assert len(right) == 355 and np.mean(right) > 0.7
     scores = json.loads(pathlib.Path("runs/names/report.json").read_text())["final"]
     assert np.mean(right) == pytest.approx(scores["test"]["ema"]["top1"], abs=0.03)
 

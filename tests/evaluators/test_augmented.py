@@ -52,6 +52,15 @@ def test_probabilities_are_the_mean_over_the_views(views, loss):
     np.testing.assert_allclose(outputs["pre_logits"], features, atol=1e-6)
 
 
+def test_half_a_pixel_of_the_centre_is_rounded_down():
+    model, pretrained = made()
+    model, _ = augment(model, pretrained.preprocess, "five_crops", sigmoid=False)
+    rows, columns = 16 + 3, 24 + 5
+    pixels = jax.numpy.arange(rows * columns).reshape(1, rows, columns, 1)
+    corners = [divmod(int(view[0, 0, 0, 0]), columns) for view in model._cut(pixels)]
+    assert corners == [(1, 2), (0, 0), (0, 5), (3, 0), (3, 5)]
+
+
 def test_predictions_and_evaluations_take_views(tmp_path):
     _, found = made()
     rng = np.random.default_rng(0)

@@ -1,4 +1,5 @@
 import tracemalloc
+import types
 
 import numpy as np
 import pytest
@@ -135,3 +136,27 @@ def test_memory_is_what_the_solution_says(monkeypatch):
         tracemalloc.stop()
     stated = 2 * (D + 1) * K + 4 * (D + 1) ** 2 + block
     assert 0.8 < max(peaks) / (8 * stated) < 1.05
+
+
+def test_classes_of_one_size_draw_other_examples():
+    drawn = fewshot.draw(np.repeat([0, 1], 30), 9, seed=3, num_classes=2)
+    first, second = drawn[:9], drawn[9:] - 30
+    assert {*first.tolist()} != {*second.tolist()}
+
+
+def test_the_deviation_over_the_draws_is_that_of_a_sample(monkeypatch):
+    tops = iter(np.array([[0.2, 0.9], [0.6, 0.8], [0.7, 0.1]]))
+    monkeypatch.setattr(fewshot, "accuracies", lambda *_: next(tops))
+    config = fewshot.FewShotConfig(shots=(2,), seeds=3, l2=(8.0, 64.0))
+    labels = np.repeat([0, 1], 5)
+    split = types.SimpleNamespace(labels=labels, num_classes=2)
+    found = types.SimpleNamespace(
+        features=np.zeros((10, 3)), labels=labels, records=np.arange(10)
+    )
+    scored = config.score_features(found, found, split, lambda: False).metrics
+    assert scored == {
+        "2shot": pytest.approx(0.5),
+        "2shot_std": pytest.approx(np.sqrt(0.07)),
+        "2shot_l2_64": pytest.approx(0.6),
+        "2shot_l2_64_std": pytest.approx(np.sqrt(0.19)),
+    }

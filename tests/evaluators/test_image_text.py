@@ -44,6 +44,22 @@ def test_ranks_are_those_of_sorting():
     assert found.tolist() == wanted and len(wanted) == len(set(of_column.tolist()))
 
 
+def test_the_mean_text_of_a_class_is_looked_for_among_the_best_five():
+    source = types.SimpleNamespace(class_names="abcdefg", known_labels=lambda: None)
+    split = types.SimpleNamespace(source=source, title="test")
+    splits = types.SimpleNamespace(open=lambda *_, **__: split)
+    config = image_text.ZeroShotConfig(prompts=("{}", "a {}"))
+    # Texts of a class differ, but not their mean; classes are less and less similar.
+    texts = 2.0 * np.eye(7).repeat(2, 0) + np.tile([[0.5], [-0.5]], (7, 7))
+    outputs = types.SimpleNamespace(
+        labels=np.array([0, 2, 4, 5, 6]),
+        text_embeddings=texts,
+        image_embeddings=np.tile(np.arange(7.0, 0.0, -1.0), (5, 1)),
+    )
+    scored = config.open("x", splits).score((outputs,), lambda: False)
+    assert scored.metrics == {"top1": 1 / 5, "top5": 3 / 5}
+
+
 def test_equal_embeddings_are_found_in_their_order():
     rows, numbers = np.ones((5, 3)), np.arange(5)
     found = image_text.best_ranks(rows, rows, numbers, numbers, same(numbers, numbers))

@@ -25,6 +25,13 @@ def test_self_attention_agrees_with_flax_on_the_same_parameters():
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 
+def test_layer_norm_adds_a_millionth_to_the_variance():
+    x = jnp.array([[-1e-3, 1e-3]])  # Its variance is a millionth too.
+    params = {"scale": jnp.ones(2), "bias": jnp.zeros(2)}
+    found = layers.LayerNorm().apply({"params": params}, x)
+    np.testing.assert_allclose(found, [[-(0.5**0.5), 0.5**0.5]], rtol=1e-5)
+
+
 def test_layer_norm_agrees_with_flax_and_with_the_gradient_that_jax_derives():
     keys = jax.random.split(jax.random.key(0), 4)
     x, g = (3 * jax.random.normal(k, (B, N, 6)) + 2 for k in keys[:2])

@@ -1,9 +1,12 @@
 """Rotary embeddings and biases by offset: what they depend on, and every way to run them."""
 
+import types
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import recorded_draws
 from helpers import draw_params
 
 from vit_jax import models
@@ -71,6 +74,13 @@ def test_mixed_angles_are_rows_and_columns_by_frequencies_of_each_head_and_layer
             changed = {**params["Transformer"], "rope_frequencies": other}
             found = jax.jit(model.apply)(params | {"Transformer": changed}, images)
             assert np.abs(found["logits"] - logits).max() > 1e-4
+    # Of images of any size: places in any order, others in each image.
+    place = rng.integers(0, 5, (2, 6, 2))
+    places = types.SimpleNamespace(place=jnp.asarray(place))
+    at = np.asarray(mixed_rotary.mixed_angles(frequencies, (2, 4), places))
+    down, across = place[:, None, :, :1], place[:, None, :, 1:]
+    expected = down * frequencies[0][:, None] + across * frequencies[1][:, None]
+    np.testing.assert_allclose(at, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_a_reference_stretches_the_grid():
@@ -109,6 +119,46 @@ def test_positions_are_jittered_in_training_alone():
     assert not np.allclose(found[0], found[1])
     assert not np.allclose(found[0], still)
     np.testing.assert_array_equal(model.apply(params, images)["logits"], still)
+
+
+def test_each_block_and_kind_of_jitter_draws_by_itself(monkeypatch):
+    jitter = {"rope_shift": 0.1, "rope_jitter": 1.5, "rope_rescale": 2.0}
+    config = build(rope="centered", posemb="none", **jitter).config
+    keys = jax.random.split(jax.random.key(0), config.depth)
+    drawn = recorded_draws.record(monkeypatch)
+    first, second = rotary.Rotary(config, (2, 4), 1).by_block(None, keys=keys)
+    jax.effects_barrier()
+    assert len(set(drawn)) == len(drawn) == 3 * config.depth
+    assert not np.allclose(first["angles"], second["angles"])
+    # Sides are rescaled together and jittered apart.
+    plain = rotary.angles("centered", (2, 4), 8, 100.0)
+    how = keys[0], plain, 100.0, 0.0
+    together, apart = (
+        rotary.jittered_angles(*how, *factors) / plain for factors in ((1, 2), (2, 1))
+    )
+    np.testing.assert_allclose(together, together[0, 0, 0], rtol=1e-5)
+    rows, columns = apart[..., :2], apart[..., 2:]
+    np.testing.assert_allclose(rows, rows[0, 0, 0], rtol=1e-5)
+    np.testing.assert_allclose(columns, columns[0, 0, 0], rtol=1e-5)
+    assert abs(rows[0, 0, 0] - columns[0, 0, 0]) > 0.01
+
+
+def test_layers_and_heads_begin_with_directions_of_their_own():
+    begun = []
+
+    def param(name, init, shape):
+        begun.append(init(jax.random.key(0), shape))
+        return begun[0]
+
+    module = types.SimpleNamespace(param=param)
+    config = build(rope="mixed").config
+    mixed_rotary.MixedRotary(config, (2, 3), 0).by_block(module)
+    # Of the two directions of a head.
+    (down, across), K = np.moveaxis(np.asarray(begun[0]), 1, 0), 24 // 2
+    turns = np.arctan2(across, down)[..., [0, K // 4]].reshape(-1, 2)
+    assert len(np.unique(turns[:, 0].round(4))) == config.depth * config.num_heads
+    between = np.cos(turns[:, 0] - turns[:, 1])
+    np.testing.assert_allclose(between, 0, atol=1e-5)
 
 
 def test_biases_are_by_offset_and_prefix_tokens_have_their_own():

@@ -43,6 +43,13 @@ def test_smoothing_spreads_the_given_share():
     )
 
 
+def test_f1_counts_probabilities_and_labels_above_one_half():
+    logits = jnp.array([[0.2, -0.2], [0.4, -3.0]])
+    labels = jnp.array([[0.6, 0.4], [0.0, 1.0]])
+    # Two are predicted, two are there, one is both.
+    assert float(losses.f1(logits, labels).value) == pytest.approx(2 * 1 / (2 + 2))
+
+
 def test_mixed_images_have_two_classes_above_a_threshold():
     model = models.create("Ti/4", num_classes=3, image_size=(8, 8), depth=1, width=12)
     labels, data = jnp.array([[0.7, 0.3, 0.0]]), DataConfig(num_classes=3)

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import recorded_draws
 from flax.traverse_util import flatten_dict, unflatten_dict
 from helpers import tiny_config
 from safetensors.numpy import load_file
@@ -212,6 +213,20 @@ def test_each_crop_has_its_own_transforms():
         for i in range(16)
     ]
     assert 0 < sum(flipped) < 16
+
+
+def test_each_crop_draws_by_itself(monkeypatch):
+    flips = {"large_transforms": ("flip", "flip"), "small_transform": "flip"}
+    task = dino.Dino(dino.DinoConfig(num_outputs=48, **flips), model_of(), DATA, RUN)
+    drawn, size = recorded_draws.record(monkeypatch), 3
+    batch = {
+        "image": jnp.zeros((size, 2, 32, 32, 3), jnp.uint8),
+        "small_crops": jnp.zeros((size, 4, 16, 16, 3), jnp.uint8),
+        "index": jnp.arange(size, dtype=jnp.uint32),
+    }
+    task.prepare(batch, jax.random.key(0))
+    jax.effects_barrier()
+    assert len(set(drawn)) == len(drawn) == size * (2 + 4)
 
 
 @pytest.mark.parametrize(

@@ -242,6 +242,10 @@ def test_masks_depend_on_the_place_of_an_image_in_the_run_alone():
     whole, _ = masks_of(task, batch)
     half, _ = masks_of(task, {name: x[4:] for name, x in batch.items()})
     np.testing.assert_array_equal(whole[8:], half)
+    # Each crop of each image has numbers of its own.
+    noise = np.asarray(batch["mask_noise"])
+    rows = noise.reshape(-1, noise.shape[-1])
+    assert len(np.unique(rows, axis=0)) == len(rows) == 8 * 2
 
 
 # Schedules.
@@ -273,7 +277,7 @@ def test_schedules_have_their_own_start_end_and_length():
 @pytest.mark.parametrize(
     "keys",
     [
-        {},
+        {"patch_num_outputs": 20},  # Other than of class tokens.
         {"separate_heads": False, "centering": "center"},
     ],
 )

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import recorded_draws
 from flax.traverse_util import flatten_dict
 from helpers import first_state, tiny_config
 
@@ -37,22 +38,7 @@ def build(**sections):
 @pytest.fixture
 def drawn(monkeypatch):
     """Returns a list that grows by (function, key) with each draw of a network."""
-    draws = []
-
-    def note(name, key):
-        draws.append((name, *np.asarray(key).ravel().tolist()))
-
-    for name in ("bits", "uniform", "bernoulli", "normal", "permutation"):
-        original = getattr(jax.random, name)
-
-        def draw(key, *args, name=name, original=original, **more):
-            jax.debug.callback(
-                lambda key, name=name: note(name, key), jax.random.key_data(key)
-            )
-            return original(key, *args, **more)
-
-        monkeypatch.setattr(jax.random, name, draw)
-    return draws
+    return recorded_draws.record(monkeypatch)
 
 
 ALL = {"dropout": 0.1, "drop_path_rate": 0.2, "depth": 3}
@@ -163,4 +149,16 @@ def test_averages_tasks_and_norms_get_the_parameters_after_the_step():
         np.sum(np.square(x, dtype=np.float64)) for x in jax.tree.leaves(gradient)
     ]
     assert metrics["learning_rate"] == 0.5
+    assert metrics["grad_norm"] == pytest.approx(np.sqrt(sum(squares)), rel=1e-4)
+
+
+def test_the_norm_of_the_gradients_is_of_those_that_move_in_the_step():
+    optim = {"name": "sgd", "momentum": 0.0, "learning_rate": 0.5, "warmup_steps": 0}
+    optim |= {"schedule": "constant", "freeze": ("^(?!head/)",), "freeze_steps": 3}
+    setup, batch = build(optim=optim)
+    before = jax.device_get(first_state(setup).params)
+    after, metrics = jax.device_get(setup.train_step(first_state(setup), batch))
+    moved = jax.tree.map(lambda a, b: (a - b) / 0.5, before, after.params)
+    squares = [np.sum(np.square(x, dtype=np.float64)) for x in jax.tree.leaves(moved)]
+    assert sum(squares) > 0 and not np.any(moved["cls"])
     assert metrics["grad_norm"] == pytest.approx(np.sqrt(sum(squares)), rel=1e-4)

@@ -12,6 +12,7 @@ from vit_jax.distributed import mesh as meshes
 from vit_jax.distributed.mesh import MeshConfig
 from vit_jax.errors import UserError
 from vit_jax.training import optim, train_setup
+from vit_jax.training.optim.transforms import clip_by_part_norm
 
 # Of facebookresearch/dino 7c446df; tests/golden/README.md.
 DINO = np.load(pathlib.Path(__file__).parents[1] / "golden" / "dino_schedules.npz")
@@ -335,6 +336,17 @@ def test_gradients_are_clipped_part_by_part():
     found = update(ONES, **plain, grad_clip_norm_per_part=2.0)
     assert found["embedding"]["bias"] == pytest.approx(-PEAK * 2.0 / np.sqrt(8))
     assert found["head"]["kernel"] == pytest.approx(-PEAK * 2.0 / np.sqrt(10))
+
+
+def test_single_arrays_are_clipped_with_the_network():
+    grads = {"network": {"a": jnp.full(3, 2.0)}, "token": jnp.full(2, 1.0)}
+    grads["head"] = {"b": jnp.full(4, 3.0)}
+    clip = clip_by_part_norm(0.5)
+    found, _ = clip.update(grads, clip.init(grads))
+    of_network = 0.5 / np.sqrt(3 * 4 + 2)
+    np.testing.assert_allclose(found["network"]["a"], 2 * of_network, rtol=1e-6)
+    np.testing.assert_allclose(found["token"], of_network, rtol=1e-6)
+    np.testing.assert_allclose(found["head"]["b"], 0.25, rtol=1e-6)
 
 
 @pytest.mark.parametrize("key", ["weight_decay_mask", "freeze"])

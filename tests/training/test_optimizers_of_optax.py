@@ -430,6 +430,22 @@ def test_schedule_free_steps_are_those_of_optax():
     assert_near(*found, atol=1e-6)
 
 
+def test_the_mean_of_schedule_free_weighs_a_step_by_the_rate_that_it_took():
+    config = tiny_config(optim={"name": "schedule_free_sgd", "learning_rate": 0.1})
+    rates = jnp.array([0.1, 0.3, 0.7, 0.9])
+    how = lambda step: rates[step], RUN, config.model
+    tx = optim.optimizer(config.optim, PARAMS, *how)
+    params, state = PARAMS, tx.init(PARAMS)
+    grads = jax.tree.map(jnp.ones_like, PARAMS)
+    for _ in range(2):
+        updates, state = tx.update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+    mean = config.optim.evaluated(state, params)
+    # Of 2 - 0.1 and 2 - 0.1 - 0.3, weighted by the squares of the rates.
+    expected = 1.9 - 0.3 * 0.3**2 / (0.1**2 + 0.3**2)
+    np.testing.assert_allclose(mean["head"]["kernel"], expected, rtol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("keys", "message"),
     [

@@ -100,3 +100,10 @@ def test_normal_noise_has_the_mean_and_deviation_of_imagenet():
     np.testing.assert_allclose(noise.mean(0), (0.485, 0.456, 0.406), atol=0.02)
     np.testing.assert_allclose(noise.std(0), (0.229, 0.224, 0.225), atol=0.02)
     assert noise.min() < 0 and noise.max() > 1  # Not cut off, as in timm.
+
+
+def test_the_ratio_is_height_by_width():
+    op = RandomErasing(p=1.0, area=(0.1, 0.2), ratio=(1.5, 2.0))
+    erased, _, _, height, width = boxes(op, 200)
+    assert erased.all()
+    assert (height / width > 1.4).all() and (height / width < 2.1).all()

@@ -176,6 +176,14 @@ def test_clipped_crops_are_drawn_as_in_mae():
     assert (ours[3] == width).mean() > 0.2 > (torchvision[3] == width).mean()
 
 
+def test_a_random_part_may_lie_at_each_border():
+    op, drawn = RandomResizedCrop(7, area=(0.1, 0.3)), rng()
+    found = np.array([op.box(9, 8, drawn) for _ in range(500)])
+    top, left, height, width = found.T
+    assert {top.min(), left.min()} == {0}
+    assert ((top + height).max(), (left + width).max()) == (9, 8)
+
+
 def test_an_image_that_no_part_fits_is_taken_whole_by_inception_crop():
     assert InceptionCrop(7, area=(0.9, 1.0)).box(2, 200, rng()) == (0, 0, 2, 200)
 

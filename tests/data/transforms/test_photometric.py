@@ -57,6 +57,12 @@ def test_grey_and_solarisation_are_pillows(op, name, dtype):
     assert np.abs(found - PICTURE.astype(float)).max() > 50
 
 
+def test_values_from_the_threshold_on_are_inverted():
+    values = np.array([0, 127, 128, 255]).reshape(1, 4, 1, 1)
+    found = run(Solarize(p=1), jnp.asarray(values, jnp.uint8)).ravel()
+    assert found.tolist() == [0, 127, 127, 0]
+
+
 @pytest.mark.parametrize("name", ["brightness", "contrast", "saturation", "hue"])
 def test_changes_of_colour_are_torchvisions(name):
     keys = [key for key in GOLDEN.files if key.startswith(f"{name}_pillow/")]
