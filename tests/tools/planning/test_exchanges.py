@@ -39,11 +39,9 @@ ALIKE = {
     "deit3": "vit5",
     "digits_finetune": "transfer",
     "digits_names": "siglip_lit_coco",
-    "dinov3_7b": "dinov3",
     "flowers_finetune": "transfer",
     "jft": "b16_i21k",
     "vtab": "transfer",
-    "flowers": "digits",
 }
 COMPILED = [name for name in RECIPES if name not in ALIKE]
 
