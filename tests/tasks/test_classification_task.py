@@ -60,7 +60,7 @@ def test_mixed_images_have_two_classes_above_a_threshold():
         return float(task.base_loss(LOGITS[:1], {"label": labels}))
 
     for threshold, target in ((0.0, [1, 1, 0]), (0.5, [1, 0, 0])):
-        expected = losses.sigmoid(LOGITS[:1], jnp.array([target]))[0]
+        expected = losses.sigmoid(LOGITS[:1], jnp.array([target], float))[0]
         assert loss(target_threshold=threshold) == pytest.approx(float(expected))
     assert loss() == pytest.approx(float(losses.sigmoid(LOGITS[:1], labels)[0]))
 

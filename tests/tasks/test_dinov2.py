@@ -116,7 +116,9 @@ def test_heads_equal_theirs():
 
 def test_losses_equal_theirs():
     given = {
-        k.removeprefix("loss/"): LOSSES[k] for k in LOSSES.files if k[:5] == "loss/"
+        k.removeprefix("loss/"): jnp.asarray(LOSSES[k])
+        for k in LOSSES.files
+        if k[:5] == "loss/"
     }
     mask = given["patch_mask"]
     per_image = mask / mask.sum(1, keepdims=True).clip(1) / len(mask)

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import pathlib
-import types
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +14,7 @@ from vit_jax import models, weights
 from vit_jax.config import fields
 from vit_jax.config.lengths import RunLength
 from vit_jax.data.preprocess import Preprocess
+from vit_jax.data.sources.arrays import ArraySource
 from vit_jax.distributed import mesh as meshes
 from vit_jax.distributed import sharding
 from vit_jax.distributed.mesh import MeshConfig
@@ -135,6 +135,7 @@ def test_a_student_trains_and_resumes_without_the_file_of_its_teacher(
 
 def test_classes_in_another_order_are_matched_by_name_or_refused(teacher, tmp_path):
     names, order = tuple("abcde"), np.array([3, 0, 4, 1, 2])
+    pixels = np.zeros((1, 8, 12, 3), np.uint8)
     found = weights.open_pretrained(teacher)
     draw = np.random.default_rng(0).standard_normal
     head = {"kernel": draw((12, 5), np.float32), "bias": draw(5, np.float32)}
@@ -150,7 +151,7 @@ def test_classes_in_another_order_are_matched_by_name_or_refused(teacher, tmp_pa
             teacher, tmp_path / f"{i}.safetensors", params=params, class_names=known
         )
         config = config_of(file, task={"name": "distillation", "teacher": str(file)})
-        source = types.SimpleNamespace(class_names=names)
+        source = ArraySource("made", pixels, None, names)
         task = config.task.of_records(config.data, source)
         built = task.build(config.build_model(), config.data, RunLength(2, 1.0))
         # As in a resumed run.
@@ -166,7 +167,7 @@ def test_classes_in_another_order_are_matched_by_name_or_refused(teacher, tmp_pa
             losses.append([float(loss), float(metrics["teacher_top1"])])
         assert any("matched by names" in note for note in built.notes) == bool(i)
     assert losses[0] == pytest.approx(losses[1]) and losses[1] == losses[2]
-    other = types.SimpleNamespace(class_names=("f", *names[1:]))
+    other = ArraySource("made", pixels, None, ("f", *names[1:]))
     task = config.task.of_records(config.data, other)
     with pytest.raises(
         UserError, match="lack 1 of 5: 'f'.*task.match_classes=position"

@@ -76,7 +76,8 @@ def test_merged_and_unmerged_are_equal(scan):
     params, extra = moved(task)
     lora = flat(params["lora"])
     assert len(lora) == 2 * 4
-    images = np.random.default_rng(2).normal(size=(3, 8, 12, 3)).astype(np.float32)
+    images = np.random.default_rng(2).normal(size=(3, 8, 12, 3))
+    images = jnp.asarray(images, jnp.float32)
     merged = jax.jit(task.model.apply)(extra["network"], images)["logits"]
     base = {**extra["network"], **params["head"]}
     every = jax.eval_shape(build((".*",)).init, jax.random.key(0))[1]["kernels"]

@@ -5,6 +5,7 @@ import pathlib
 import shutil
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import TINY, begin, kill_after, tiny_config, train
@@ -167,12 +168,13 @@ def test_losses_are_those_of_their_formulas():
     rng = np.random.default_rng(0)
     logits = rng.normal(size=(2, 3, 4, CLASSES)).astype(np.float32)
     labels = rng.integers(-1, CLASSES, (2, 3, 4))
+    weights_of = lambda labels: segmentation.pixel_weights(jnp.asarray(labels))
     shares = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
     counted = labels >= 0
     truth = np.eye(CLASSES)[labels] * counted[..., None]
     expected = -np.log((shares * truth).sum(-1)[counted]).mean()
     cross_entropy, dice = map(jax.jit, (segmentation.cross_entropy, segmentation.dice))
-    found = cross_entropy(logits, labels, segmentation.pixel_weights(labels))
+    found = cross_entropy(logits, labels, weights_of(labels))
     assert found == pytest.approx(expected, abs=1e-5)
     shares = shares * counted[..., None]
     both, each = (shares * truth).sum((0, 1, 2)), (shares + truth).sum((0, 1, 2))
@@ -180,7 +182,7 @@ def test_losses_are_those_of_their_formulas():
     assert found == pytest.approx(1 - (2 * both / each).mean(), abs=1e-5)
     # Nothing to learn from, and a class that does not occur.
     nothing = np.full_like(labels, -1)
-    assert cross_entropy(logits, nothing, segmentation.pixel_weights(nothing)) == 0
+    assert cross_entropy(logits, nothing, weights_of(nothing)) == 0
     assert np.isfinite(dice(logits, nothing))
     only = np.zeros_like(labels)
     both, each = (shares := np.exp(logits))[..., 0] / shares.sum(-1), 24

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from vit_jax.config import fields
 from vit_jax.errors import UserError
@@ -18,7 +19,7 @@ from vit_jax.models.patches import PatchSequences
 from vit_jax.models.variants import CONFIGS
 
 # Images of one size, or of any size.
-Images = jax.Array | PatchSequences
+Images = jax.Array | np.ndarray | PatchSequences
 # Nested dicts of arrays. A network with running means, as of BatchNorm, has them under
 # STATE.
 Params = dict

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import flax.linen as nn
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int, Key
 
 if TYPE_CHECKING:
@@ -78,11 +79,11 @@ class Position:
     @staticmethod
     def resize(
         name: str,
-        values: Array,
+        values: Array | np.ndarray,
         old_grid: tuple[int, int],
         grid: tuple[int, int],
         method: str,
-    ) -> Array:
+    ) -> Array | np.ndarray:
         """Returns the parameter of a name for another grid; unchanged if not this kind's.
 
         Args:
