@@ -57,7 +57,7 @@ def edited(path, folder, **changes):
     [
         ({"format": "of tomorrow"}, "not a file of .*of tomorrow"),
         ({"devices": "8 x NVIDIA H100"}, "for 8 x NVIDIA H100, and this .* 1 x cpu"),
-        ({"versions": "jax 0.1"}, r"for jax 0\.1, and this machine has jax"),
+        ({"versions": "jax 0.1"}, r"for jax 0\.1, but this machine has jax"),
         ({"program": "0"}, "of another number of --examples, or other code"),
     ],
 )

@@ -84,7 +84,7 @@ def test_the_newest_of_the_last_two_is_restored_with_its_shardings(
     state, step, *spent, notes = disk().restore(newer_than=0)
     assert (step, spent) == (6, [9.0, 54.0])
     assert_is(state, 6, shardings)
-    assert notes == ["resume: step 6 of local disks"]
+    assert notes == ["resume: step 6 from local disks"]
     # What is in the workdir is taken if it is as new.
     assert disk().restore(newer_than=6)[0] is None
 
