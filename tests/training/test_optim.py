@@ -236,7 +236,7 @@ def test_rate_may_be_stated_per_256_images():
 
 
 def test_a_warmup_longer_than_the_run_is_refused():
-    with pytest.raises(UserError, match="warmup takes 10 steps but the run only 9"):
+    with pytest.raises(UserError, match="warmup takes 10 steps, but the run only 9"):
         rates(total=9)
     with pytest.raises(UserError, match=r"warmup \(10 steps\) and cooldown \(95\)"):
         rates("rsqrt", cooldown_steps=95)
@@ -324,7 +324,9 @@ def test_rates_have_factors():
     assert found["embedding"]["bias"] == pytest.approx(-PEAK * 0.5)
     assert found["head"]["kernel"] == pytest.approx(-PEAK)
     for rule in ("embedding", "-> 2", "head -> fast"):
-        with pytest.raises(UserError, match=f"factors: '{rule}' is not 'REGEX -> F"):
+        with pytest.raises(
+            UserError, match=f"factors: '{rule}' is not of the form 'REGEX -> F"
+        ):
             update(ONES, learning_rate_factors=(rule,))
     with pytest.raises(UserError, match="factors: 'kernal' matches none"):
         update(ONES, learning_rate_factors=("kernal -> 2",))
