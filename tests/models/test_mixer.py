@@ -100,7 +100,7 @@ def test_stochastic_depth_skips_the_branches_of_whole_images():
     [
         ({"variant": "Mixer-X/16"}, "'Mixer-X/16' is not Mixer-SIZE/PATCH with a size"),
         ({"variant": "Mixer-B"}, "'Mixer-B' is not Mixer-SIZE/PATCH"),
-        ({"image_size": (20, 16)}, "height 20 is not a multiple of the patch 8"),
+        ({"image_size": (20, 16)}, "height 20 is not a multiple of the patch size 8"),
         ({"activation": "relu"}, "model.activation='relu' is not one of gelu_tanh, ge"),
         ({"depth": 5_000}, "model.depth=5000 must be below 1000"),
     ],

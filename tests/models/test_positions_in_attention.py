@@ -181,5 +181,5 @@ def test_impossible_networks_are_refused():
         build(pool="gap", fc_norm=True, final_norm=False)
     with pytest.raises(UserError, match="model.cls_norm=True .* model.pool='token'"):
         build(pool="gap", cls_norm=True)
-    with pytest.raises(UserError, match="knows no model.relative_bias='every'"):
+    with pytest.raises(UserError, match="does not support model.relative_bias='every'"):
         build(relative_bias="every", attention_impl="splash", platform="tpu")

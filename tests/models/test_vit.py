@@ -130,7 +130,7 @@ def test_dropout_follows_the_embedding_and_every_dense_layer_but_query_key_value
         ("R50+B/32", {"image_size": (48, 64)}, "height 48 .* patch 32 .* such as 64"),
         ("B/16", {"image_size": (224, 230)}, "width 230 is not a multiple of the"),
         ("B/16", {"image_size": (20, 32)}, "height 20 .* such as 16"),
-        ("B/16", {"num_heads": 7}, "width 768 does not divide into 7 heads"),
+        ("B/16", {"num_heads": 7}, "width=768 is not a multiple of model.num_heads=7"),
     ],
 )
 def test_impossible_models_are_refused(variant, options, message):

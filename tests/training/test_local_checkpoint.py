@@ -119,7 +119,7 @@ def test_a_file_whose_table_of_contents_was_cut_short_is_not_used(
 
 def test_a_folder_by_a_variable_that_is_not_set_is_refused(disk, monkeypatch):
     monkeypatch.delenv("OWN_DISK")
-    with pytest.raises(UserError, match=r"dir='\$OWN_DISK/x': this host .* no "):
+    with pytest.raises(UserError, match=r"dir='\$OWN_DISK/x': .* not set on this "):
         disk()
 
 

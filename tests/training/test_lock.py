@@ -94,8 +94,8 @@ def test_a_lock_of_another_host_is_waited_for_and_then_taken_over(place, capsys)
         assert json.loads(path.read_text())["pid"] == os.getpid()
     (line,) = capsys.readouterr().err.splitlines()
     assert line == (
-        f"process 4321 on node7 has left a lock in {workdir}: waiting for a sign of "
-        "life from it, at most 1 s"
+        f"process 4321 on node7 has left a lock in {workdir}: waiting up to "
+        "1 s for a heartbeat from it"
     )
 
 
@@ -112,7 +112,7 @@ def test_a_start_on_another_host_that_lives_is_told_by_its_beats(place):
     thread = threading.Thread(target=beat)
     thread.start()
     try:
-        match = "process 4321 on node7 writing to it"
+        match = "process 4321 on node7 has been writing to it"
         with pytest.raises(UserError, match=match), lock.held(workdir):
             pass
     finally:
@@ -124,7 +124,7 @@ def test_a_holder_that_lives_counts_also_without_the_lock_of_the_system(place):
     """It began while a file server still kept the lock of a host that was gone."""
     workdir, _, write = place
     write(token="other")  # Of this process, which lives; the system's lock is free.
-    match = f"process {os.getpid()} on .* writing to it"
+    match = f"process {os.getpid()} on .* has been writing to it"
     with pytest.raises(UserError, match=match), lock.held(workdir):
         pass
 
@@ -234,7 +234,7 @@ def test_a_file_system_without_locks_falls_back_on_beats(tmp_path, monkeypatch):
 
     monkeypatch.setattr(lock.fcntl, "flock", none)
     with lock.held(tmp_path):
-        match = f"process {os.getpid()} on .* writing to it"
+        match = f"process {os.getpid()} on .* has been writing to it"
         with pytest.raises(UserError, match=match), lock.held(tmp_path):
             pass
 
@@ -342,7 +342,7 @@ def test_a_name_that_no_file_can_have_is_told(tmp_path):
 @pytest.mark.parametrize("name", ["train[:10%]", "run*", "what?"])
 def test_a_path_that_orbax_would_take_for_a_pattern_is_refused(name, tmp_path):
     for workdir in (tmp_path / name, tmp_path / name / "deeper", f"gs://bucket/{name}"):
-        said = r"--workdir=.*has a '[*?\[]'.* choose another --workdir"
+        said = r"--workdir=.*contains '[*?\[]'.* choose another --workdir"
         with pytest.raises(UserError, match=said), lock.held(workdir):
             raise AssertionError("it cannot be held")
     assert not any(tmp_path.iterdir())
