@@ -114,9 +114,7 @@ def test_a_network_has_options_that_build_it_again_and_costs():
 def test_the_cost_of_a_loop_of_unknown_length_is_not_known():
     model = create(wrong="loops")
     assert cost.training_exaflops(model, 10) is None
-    with pytest.raises(
-        UserError, match=r"MeanConfig': its cost is not known: .* while"
-    ):
+    with pytest.raises(UserError, match=r"MeanConfig': its cost is unknown: .* while"):
         cost.macs_per_image(model)
 
 

@@ -107,7 +107,7 @@ def test_dropout_follows_the_embedding_and_every_dense_layer_but_query_key_value
         (
             "B/16",
             {"pool": "token_gap", "fc_norm": True},
-            "fc_norm=True with model.pool='token_gap'",
+            "fc_norm=True .* model.pool='token_gap'",
         ),
         ("B/16", {"posemb": "2d"}, "posemb='2d' is not one of learned, learned2d"),
         ("B/16", {"posemb_placement": "all"}, "placement='all' is not one of stem"),
@@ -121,13 +121,21 @@ def test_dropout_follows_the_embedding_and_every_dense_layer_but_query_key_value
             {"posemb": "relative", "posemb_placement": "stem"},
             "posemb_placement='stem' with model.posemb='relative'",
         ),
-        ("B/16", {"pool": "map", "distillation": True}, "needs pool=token, not map"),
+        (
+            "B/16",
+            {"pool": "map", "distillation": True},
+            "needs a class token, not model.pool='map'",
+        ),
         (
             "B/16",
             {"posemb": "sincos2d", "width": 18, "num_heads": 3},
             "width 18 is not a multiple of 4, as posemb=sincos2d needs",
         ),
-        ("R50+B/32", {"image_size": (48, 64)}, "height 48 .* patch 32 .* such as 64"),
+        (
+            "R50+B/32",
+            {"image_size": (48, 64)},
+            "height 48 .* patch size 32 .* such as 64",
+        ),
         ("B/16", {"image_size": (224, 230)}, "width 230 is not a multiple of the"),
         ("B/16", {"image_size": (20, 32)}, "height 20 .* such as 16"),
         ("B/16", {"num_heads": 7}, "width=768 is not a multiple of model.num_heads=7"),

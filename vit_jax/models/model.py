@@ -322,7 +322,7 @@ def _warn_of_fewer_bits(dtype: str, params: Params, images: object) -> None:
                 given.itemsize < jnp.dtype(dtype).itemsize
             ):
                 warnings.warn(
-                    f"{name} are {given}, but the network computes in its dtype {dtype}; "
+                    f"{name} are {given}, but the network computes in {dtype}; "
                     f"to compute in {given}, build it with dtype={given.name!r} "
                     "(create_model, load_model)",
                     stacklevel=3,
