@@ -159,7 +159,7 @@ def test_what_cannot_be_seen_into_is_refused():
             lambda y: x @ y, x[0], lambda matvec, b: matvec(b), symmetric=True
         )
 
-    with pytest.raises(ValueError, match="custom_linear_solve: how often"):
+    with pytest.raises(ValueError, match="custom_linear_solve: the number of times"):
         cost.macs(solve, jnp.ones((3, 3)))
     with pytest.raises(ValueError, match="ragged_dot.*cannot be counted"):
         cost.macs(

@@ -173,7 +173,7 @@ def test_biases_and_frequencies_fit_another_size_of_image():
 
 
 def test_impossible_networks_are_refused():
-    with pytest.raises(UserError, match="heads of 6 features are not a multiple of 4"):
+    with pytest.raises(UserError, match="heads have 6 features, not a multiple of 4"):
         build(num_heads=4, rope="axial")
     with pytest.raises(UserError, match="rope='spiral' is not one of none, axial"):
         build(rope="spiral")

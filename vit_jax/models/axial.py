@@ -62,7 +62,7 @@ class AxialConfig(NetworkConfig):
 
     @property
     def size(self) -> Size:
-        """The sizes of the variant, with those replaced that keys set."""
+        """The sizes of the variant, overridden by keys that are not 0."""
         return overridden(parse_size(self.variant, "Axial", SIZES)[0], self)
 
     @property

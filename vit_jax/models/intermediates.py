@@ -126,8 +126,8 @@ def attention_gradients(
     pool = module.config.pool
     if not module.num_classes or pool == "none":
         raise UserError(
-            f"a model with num_classes={module.num_classes} and pool={pool} does not have a "
-            "logit per image: use a model that classifies images"
+            f"a model with num_classes={module.num_classes} and pool={pool} has no logit per "
+            "image: use a model that classifies images"
         )
     classes = np.asarray(classes)
     wrong = classes[(classes < 0) | (classes >= module.num_classes)]
