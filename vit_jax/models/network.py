@@ -347,7 +347,7 @@ def _check(
     """Traces a user's network and returns the names of its outputs.
 
     Raises:
-      UserError: the network has state other than running means, has invalid outputs, or
+      UserError: the network has state besides running means, has invalid outputs, or
         does not have a Dense layer "head".
     """
     prefix = f"model.variant={variant!r}: the module of the network"

@@ -117,8 +117,8 @@ class SwinConfig(NetworkConfig):
     )
     pretrained_window_sizes: tuple[int, ...] = key(
         (0,),
-        "For Swin V2: window size of each stage in pretraining, by which coordinates "
-        "are scaled to [-1, 1]; 0 is the current window size.",
+        "For Swin V2: window size of each stage in pretraining, which scales "
+        "coordinates to [-1, 1]; 0 is the current window size.",
     )
     window_padding: str = key(
         "timm",

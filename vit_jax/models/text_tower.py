@@ -94,7 +94,7 @@ class TextTower:
           prompts: texts with "{}" for the name.
 
         Raises:
-          UserError: there are no names, or a prompt does not contain "{}".
+          UserError: `names` is empty, or a prompt does not contain "{}".
 
         Source: prompt ensembles of CLIP (arXiv:2103.00020, section 3.1.4).
         """

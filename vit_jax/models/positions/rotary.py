@@ -56,16 +56,16 @@ class RotaryConfig(EncoderConfig):
     )
     rope_jitter: float = key(
         1.0,
-        'Maximum factor by which "centered" rotary positions are randomly stretched or '
-        "shrunk in training, separately in height and width; 1 is off.",
+        'Maximum factor for randomly stretching or shrinking "centered" rotary '
+        "positions in training, separately in height and width; 1 is off.",
         reason="pos_embed_rope_jitter_coords of DINOv3 (arXiv:2508.10104)",
         at_least=1,
         training_only=True,
     )
     rope_rescale: float = key(
         1.0,
-        'Maximum factor by which "centered" rotary positions are randomly stretched or '
-        "shrunk in training, equally in height and width; 1 is off, DINOv3 uses 2.",
+        'Maximum factor for randomly stretching or shrinking "centered" rotary '
+        "positions in training, equally in height and width; 1 is off, DINOv3 uses 2.",
         at_least=1,
         training_only=True,
     )
