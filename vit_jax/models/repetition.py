@@ -173,9 +173,9 @@ def _split_rounded(params: Mapping, config: object) -> Mapping:
 
     Products round their parameters to the dtype of the computation anyway. Gradients
     are passed to copies that are rounded before the scan, so the scan stacks gradients
-    in that dtype instead of float32. Values are rounded inside the scan, so memory does not hold a
-    rounded copy of all blocks. Without rematerialisation the scan keeps such a copy
-    anyway, so values are not split.
+    in that dtype instead of float32. Values are rounded inside the scan, so memory does
+    not hold a rounded copy of all blocks. Without rematerialisation the scan keeps such
+    a copy anyway, so values are not split.
     """
 
     def split_leaf(path, leaf):
