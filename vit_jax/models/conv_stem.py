@@ -2,9 +2,9 @@
 
 Convolutions of 3x3 pixels reduce the resolution before the patch embedding: "C+S/16"
 has four convolutions of stride 2, and its patches are single cells of their output.
-Each convolution is followed by a ReLU and before that by a norm over its features,
-where the paper uses BatchNorm. The paper removes one block to keep the cost equal:
-`depth=11`. Letters: B images, Y by X pixels, C channels, D features.
+Each convolution is followed by a norm over its features (BatchNorm in the paper) and a
+ReLU. The paper removes one block of the encoder to keep the cost equal: `depth=11`.
+Letters: B images, Y by X pixels, C channels, D features.
 """
 
 import dataclasses

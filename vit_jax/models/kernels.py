@@ -86,8 +86,8 @@ def _layer_norm_forward(x, scale, bias, epsilon):
 
 def _layer_norm_backward(epsilon, kept, grad):
     x, scale, mean, reciprocal = kept
-    # Written like (x - mean) * reciprocal, XLA would store this array, which is as
-    # large as `x`, in the forward pass.
+    # In the form (x - mean) * reciprocal, XLA would store this array, which is as large
+    # as `x`, in the forward pass and reuse it here.
     normal = x.astype(jnp.float32) * reciprocal - mean * reciprocal
     grad = grad.astype(jnp.float32)
     rows = tuple(range(x.ndim - 1))

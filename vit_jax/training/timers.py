@@ -42,9 +42,8 @@ class StepTimer:
     """Measures the phases of every step and reports slow ones.
 
     A phase is slow if it takes longer than `factor` times its running median, and
-    longer than the sum of its median and `factor` - 1 median steps. The first save can
-    be slow, because a save usually takes no time; the first evaluation is never
-    reported.
+    longer than the sum of its median and `factor` - 1 median steps. The first save may
+    be reported, because a save usually takes no time; the first evaluation is not.
 
     Args:
       factor: multiple of the median above which a phase is slow; 0 disables reports.

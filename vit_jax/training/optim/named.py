@@ -36,8 +36,8 @@ _LEFT_OUT = ("verbose", "print_win_rate_every_n_steps", "seed")
 _MEAN = re.compile(r"(adam_)?(b[1-3]|betas|beta3)")  # Decay rates of running means.
 _REFUSED = {
     "dpsgd": "it needs the gradient of each image, and a step computes only their mean",
-    "lbfgs": "it minimises the loss of one batch by a line search, which is not "
-    "supported on several devices",
+    "lbfgs": "its line search evaluates the loss of one batch an unlimited number of "
+    "times, and all devices would have to run every evaluation together",
 }
 # Optimisers that need code beyond their keys, with the base class of their dataclass.
 _BASES = {
