@@ -101,7 +101,7 @@ def test_dropout_follows_the_embedding_and_every_dense_layer_but_query_key_value
         ("R50x0", {}, "each with a width factor"),
         ("R50x1", {"pool": "gap"}, "unknown config key model.pool; the nearest"),
         ("R50x1", {"stem_width": 48}, "stem_width=48 is not a multiple of the 32"),
-        ("R50x1", {"stage_depths": (1, 0, 2)}, r"s=\(1, 0, 2\) set at least 1"),
+        ("R50x1", {"stage_depths": (1, 0, 2)}, r"s=\(1, 0, 2\): set at least 1"),
         ("B/16", {"stage_depths": (1,)}, "unknown config key model.stage_depths; the"),
         ("B/16", {"pool": "tok"}, "pool='tok' is not one of token, gap, token_gap"),
         (
