@@ -218,7 +218,7 @@ def test_an_average_of_the_initial_network_is_said_at_the_start_and_the_end(
     assert (
         configuration.EmaConfig(decay=0.9999, warmup=False)
         .note(100)
-        .count("99% the initial")
+        .count("weight of 99%")
     )
     assert not configuration.EmaConfig(decay=0.9999, warmup=False).note(30_000)
     assert not configuration.EmaConfig().note(3)
